@@ -1,0 +1,58 @@
+"""kbitcupy: arrays at a few bits per element, on NumPy and on CuPy.
+
+>>> import numpy as np, kbitcupy as kb
+>>> x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+>>> q = kb.quantize(x, "kbit4")
+>>> y = kb.dequantize(q)
+>>> round(kb.metrics.sqnr_db(x, y), 1)
+21.7
+"""
+
+from . import formats as _formats  # registers the formats
+from . import metrics
+from ._version import __version__
+from .array import QuantizedArray
+from .errors import KbitError
+from .formats.base import Format, Plane, formats, get_format, register
+from .functional import (
+    create_normal_float_codebook,
+    decode_absmax_e4m4,
+    dequantize_kbit,
+    encode_absmax_e4m4,
+    pack_kbit,
+    quantize_kbit,
+    unpack_kbit,
+)
+from .ops import dequantize, quantize, take
+
+__all__ = [
+    "Format",
+    "KbitError",
+    "Plane",
+    "QuantizedArray",
+    "__version__",
+    "create_normal_float_codebook",
+    "decode_absmax_e4m4",
+    "dequantize",
+    "dequantize_kbit",
+    "encode_absmax_e4m4",
+    "formats",
+    "get_format",
+    "io",
+    "metrics",
+    "pack_kbit",
+    "quantize",
+    "quantize_kbit",
+    "register",
+    "take",
+    "unpack_kbit",
+]
+
+
+def __getattr__(name: str) -> object:
+    """`io` is imported when it is first asked for: it needs safetensors."""
+    if name == "io":
+        from importlib import import_module
+
+        return import_module(".io", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

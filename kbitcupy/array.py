@@ -1,0 +1,382 @@
+"""QuantizedArray: an array that stays compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from . import _xp
+from .errors import DeviceError, FormatError
+from .formats.base import Format, get_format
+
+#: Version of the JSON configuration; what an older version wrote is still read.
+CONFIG_VERSION = 1
+
+
+class QuantizedArray:
+    """An array compressed to a few bits per element.
+
+    Made by `kbitcupy.quantize`; the constructor puts one together from planes that exist already, and checks them.
+
+    Parameters
+    ----------
+    format : Format
+        Format of the planes.
+    planes : mapping of str to array
+        NumPy or CuPy arrays, all on one device, as ``format.planes(shape)`` describes them.
+    shape : tuple of int
+        Shape of the array that was compressed.
+    dtype : dtype_like
+        Its dtype: float16, bfloat16, float32 or float64.
+
+    Raises
+    ------
+    FormatError
+        When a plane is missing, unknown, or of the wrong shape or dtype.
+    DeviceError
+        When the planes are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> q = kb.quantize(np.linspace(-1, 1, 1024, dtype=np.float32).reshape(32, 32), "kbit4")
+    >>> q
+    QuantizedArray(kbit4, shape=(32, 32), dtype=float32, device=cpu, 4.28 bits/element)
+    >>> q[:8].dequantize().shape
+    (8, 32)
+    """
+
+    __slots__ = ("dtype", "format", "planes", "shape")
+    __array_ufunc__ = None  # NumPy and CuPy operators defer to this class
+
+    format: Format
+    planes: Mapping[str, Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __init__(self, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: Any):
+        shape = _checked_shape(shape)
+        check_planes(format, planes, shape)
+        self._set(format, planes, shape, _xp.float_dtype(dtype))
+
+    def _set(self, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype) -> None:
+        put = object.__setattr__
+        put(self, "format", format)
+        put(self, "planes", MappingProxyType(dict(planes)))
+        put(self, "shape", shape)
+        put(self, "dtype", dtype)
+
+    @classmethod
+    def _wrap(
+        cls, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype
+    ) -> QuantizedArray:
+        """The constructor without its checks."""
+        made = object.__new__(cls)
+        made._set(format, planes, shape, dtype)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"QuantizedArray is frozen: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"QuantizedArray is frozen: cannot delete {name!r}")
+
+    # ---- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(int(plane.nbytes) for plane in self.planes.values())
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of all planes for each element (NaN without elements)."""
+        return self.nbytes * 8 / self.size if self.size else float("nan")
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda:<ordinal>"``."""
+        return _xp.device_of(next(iter(self.planes.values())))
+
+    @property
+    def T(self) -> TransposedQuantizedArray:
+        """The transpose of a 2-D array, without moving a byte."""
+        return TransposedQuantizedArray(self)
+
+    def config(self) -> dict[str, Any]:
+        """JSON description of everything but the planes; `from_config` is its inverse."""
+        return {
+            "version": CONFIG_VERSION,
+            "format": self.format.config(),
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], planes: Mapping[str, Any]) -> QuantizedArray:
+        """Put an array together from its `config` and its planes.
+
+        Raises
+        ------
+        FormatError
+            When the configuration is malformed, from a newer version, or does not fit the planes.
+        """
+        try:
+            version, shape, dtype = config["version"], config["shape"], config["dtype"]
+            options = dict(config["format"])
+            name = options.pop("name")
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"the configuration of a quantized array lacks {error}; got {config!r}") from error
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise FormatError(f"version of the configuration is {version!r}; it must be a positive integer")
+        if version > CONFIG_VERSION:
+            raise FormatError(
+                f"version of the configuration is {version}; this kbitcupy reads up to {CONFIG_VERSION}: upgrade it"
+            )
+        if not isinstance(dtype, str) or not all(isinstance(option, str) for option in options):
+            raise FormatError(f"the configuration of a quantized array is malformed: {config!r}")
+        return cls(get_format(name, **options), planes, shape, dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        bits = f", {self.bits_per_element:.2f} bits/element" if self.size else ""
+        return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype}, device={self.device}{bits})"
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "format": repr(self.format),
+            "shape": str(self.shape),
+            "dtype": str(self.dtype),
+            "device": self.device,
+            "MB": f"{self.size * self.dtype.itemsize / 1e6:.3f} to {self.nbytes / 1e6:.3f}",
+            "bits per element": f"{self.bits_per_element:.2f}",
+        }
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{name}</th><td>{_escape(value)}</td></tr>" for name, value in rows.items()
+        )
+        return f"<table>{cells}</table>"
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        raise TypeError("a QuantizedArray does not convert to an array by itself: call .dequantize()")
+
+    def __iter__(self) -> Any:
+        raise TypeError("a QuantizedArray is not iterable: call .dequantize() first, or index it")
+
+    def __reduce__(self) -> Any:
+        return QuantizedArray._wrap, (self.format, dict(self.planes), self.shape, self.dtype)
+
+    # ---- shorthands of free functions ----------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: Any = None, out: Any = None) -> Any:
+        """Shorthand of `kbitcupy.dequantize`."""
+        from .ops import dequantize
+
+        return dequantize(self, dtype=dtype, out=out)
+
+    # ---- the same bits elsewhere, or part of them ----------------------------------------------------------------
+
+    def to_device(self, device: str) -> QuantizedArray:
+        """The array on ``"cpu"`` or ``"cuda:N"``; itself when it is there already."""
+        device = _xp.resolve_device(device)
+        if device == self.device:
+            return self
+        planes = {name: _xp.to_device(plane, device) for name, plane in self.planes.items()}
+        return self._wrap(self.format, planes, self.shape, self.dtype)
+
+    def get(self) -> QuantizedArray:
+        """The array in host memory, as CuPy's ``get``."""
+        return self.to_device("cpu")
+
+    def copy(self) -> QuantizedArray:
+        """A copy that shares no memory."""
+        planes = {name: plane.copy() for name, plane in self.planes.items()}
+        return self._wrap(self.format, planes, self.shape, self.dtype)
+
+    def reshape(self, *shape: Any) -> QuantizedArray:
+        """The same planes under another shape of equal size; one length may be -1.
+
+        Raises
+        ------
+        ValueError
+            When the sizes differ, or the format's planes depend on the shape and would change.
+        """
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        try:
+            # A view of one byte knows NumPy's rules and messages and allocates nothing.
+            new = np.broadcast_to(np.uint8(0), self.size).reshape(wanted).shape if self.size else _empty(wanted)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"cannot reshape a QuantizedArray of shape {self.shape} to {wanted}: {error}") from None
+        if self.format.planes(new) != self.format.planes(self.shape):
+            raise FormatError(f"reshaping {self.shape} to {new} would cut blocks of {self.format}: dequantize first")
+        return self._wrap(self.format, self.planes, new, self.dtype)
+
+    def __getitem__(self, key: Any) -> QuantizedArray:
+        """Rows along axis 0, still quantized: an integer, a slice, or an array of integers or booleans.
+
+        Raises
+        ------
+        FormatError
+            When a row is not made of whole blocks.
+        IndexError, TypeError
+            As NumPy does.
+        """
+        if not self.shape:
+            raise IndexError("too many indices: a 0-d QuantizedArray cannot be indexed")
+        key = _row_key(key, len(self))
+        if not self.format.rows_are_blocks(self.shape):
+            raise FormatError(
+                f"rows of shape {self.shape[1:]} are not whole blocks of {self.format.block} elements: call "
+                ".dequantize() and index the result"
+            )
+        if isinstance(key, int):
+            return self._rows(slice(key, key + 1)).reshape(self.shape[1:])
+        return self._rows(key)
+
+    def _rows(self, key: Any) -> QuantizedArray:
+        planes = self.format.select(self.planes, self.shape, key)
+        if isinstance(key, slice):
+            count = len(range(*key.indices(len(self))))
+            shape: tuple[int, ...] = (count, *self.shape[1:])
+        else:
+            shape = (*key.shape, *self.shape[1:])
+        return self._wrap(self.format, planes, shape, self.dtype)
+
+
+class TransposedQuantizedArray:
+    """The lazy transpose of a 2-D `QuantizedArray`, from its ``.T``.
+
+    Parameters
+    ----------
+    source : QuantizedArray
+        The array whose axes are exchanged.
+
+    Raises
+    ------
+    FormatError
+        When `source` is not 2-D.
+    """
+
+    __slots__ = ("T",)
+    __array_ufunc__ = None
+
+    def __init__(self, source: QuantizedArray):
+        if source.ndim != 2:
+            raise FormatError(f".T needs a 2-D QuantizedArray, this one has shape {source.shape}: reshape it")
+        self.T = source
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape, axes exchanged."""
+        return self.T.shape[1], self.T.shape[0]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """dtype of the array that was compressed."""
+        return self.T.dtype
+
+    @property
+    def ndim(self) -> int:
+        """2."""
+        return 2
+
+    def dequantize(self, *, dtype: Any = None) -> Any:
+        """The decoded transpose, a view in Fortran order."""
+        return self.T.dequantize(dtype=dtype).T
+
+    def __repr__(self) -> str:
+        return f"{self.T!r}.T"
+
+    __array__ = QuantizedArray.__array__
+
+
+def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    """Check that `planes` are what `format` needs for an array of `shape`.
+
+    Raises
+    ------
+    FormatError, DeviceError
+        See `QuantizedArray`.
+    """
+    if not isinstance(format, Format):
+        raise FormatError(f"format is {type(format).__name__}; it must be a Format, see kbitcupy.get_format")
+    wanted = format.planes(shape)
+    if set(planes) != set(wanted):
+        raise FormatError(f"{format} has the planes {', '.join(wanted)}; got {', '.join(planes) or 'none'}")
+    for name, spec in wanted.items():
+        plane = planes[name]
+        if not _xp.is_array(plane):
+            raise FormatError(f"plane {name!r} is {type(plane).__name__}; it must be a NumPy or CuPy array")
+        if plane.dtype.name != spec.dtype or plane.shape != spec.shape:
+            raise FormatError(
+                f"plane {name!r} of {format} is {plane.dtype}{list(plane.shape)}; an array of shape {shape} needs "
+                f"{spec.dtype}{list(spec.shape)}"
+            )
+        if not plane.flags.c_contiguous:
+            raise FormatError(f"plane {name!r} of {format} is not contiguous; pass a copy of it")
+    try:
+        _xp.namespace(*planes.values())
+    except DeviceError as error:
+        raise DeviceError(f"planes of {format}: {error}") from None
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(length) for length in shape)
+        exact = all(length == given and length >= 0 for length, given in zip(lengths, shape, strict=True))
+    except (TypeError, ValueError):
+        exact = False
+    if not exact:
+        raise FormatError(f"shape is {shape!r}; it must be a sequence of non-negative integers")
+    return lengths
+
+
+def _row_key(key: Any, length: int) -> Any:
+    """An int in range, a slice, or an array of integers in range (host arrays only: devices are not read back)."""
+    if isinstance(key, slice):
+        return key
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        if not -length <= key < length:
+            raise IndexError(f"index {key} is out of bounds for axis 0 with size {length}")
+        return int(key) % length
+    if isinstance(key, (tuple, type(None), type(Ellipsis), float, str)):
+        raise TypeError(f"a QuantizedArray takes one index, along axis 0, got {key!r}: dequantize for the others")
+    array = key if _xp.is_array(key) else np.asarray(key)
+    if array.dtype.kind == "b":
+        if array.shape != (length,):
+            raise IndexError(f"a boolean index must have shape ({length},), got {array.shape}")
+        return array.nonzero()[0]
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"a QuantizedArray is indexed by integers or booleans, got {array.dtype}")
+    if not _xp.is_cupy(array) and array.size and not (-length <= array.min() and array.max() < length):
+        raise IndexError(f"an index is out of bounds for axis 0 with size {length}")
+    return array
+
+
+def _empty(shape: Any) -> tuple[int, ...]:
+    return np.empty(0, np.uint8).reshape(shape).shape
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

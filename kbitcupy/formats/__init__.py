@@ -1,0 +1,3 @@
+"""The formats: importing this package registers them."""
+
+from . import kbit as kbit

@@ -1,0 +1,264 @@
+"""What a format is, and the registry that everything else iterates."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .._cuda import Template
+from .._xp import FLOAT_DTYPES
+from ..errors import FormatError
+
+#: Third parties list their formats under this entry-point group: name = "module:factory".
+ENTRY_POINTS = "kbitcupy.formats"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One array of a compressed tensor.
+
+    Parameters
+    ----------
+    dtype : str
+        NumPy dtype name.
+    shape : tuple of int
+        Shape of the plane.
+    per_block : int
+        Entries that belong to each block, in block order; 0 when all blocks share the plane.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    per_block: int = 0
+
+
+class Format(ABC):
+    """A way to store an array in a few bits per element, with all its options chosen.
+
+    A subclass sets the class attributes (``name`` may be an instance attribute) and writes five methods: `options`,
+    `planes`, `encode`, `decode` and, where an analytical bound exists, `error_bound`. The options are the keyword
+    parameters of its factory; everything else (shapes, allocation, slicing, files, command line, benchmark, tests)
+    works from these.
+    """
+
+    #: Name in the registry, ``"kbit4"``.
+    name: str
+    #: Bits of one index or integer, scales not counted.
+    bits: int
+    #: Elements that share a scale.
+    block: int
+    #: dtypes of the arrays that `encode` takes and `decode` writes; float64 goes through float32.
+    dtypes: ClassVar[tuple[str, ...]] = FLOAT_DTYPES[:3]
+    #: Where the format comes from (paper, project, file).
+    origin: ClassVar[str]
+    #: One line on what it is good for.
+    summary: ClassVar[str]
+    #: Kernels of the family, for the compile check.
+    kernels: ClassVar[tuple[Template, ...]] = ()
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """The chosen options, as JSON values; ``get_format(name, **options)`` gives an equal format."""
+
+    @abstractmethod
+    def planes(self, shape: tuple[int, ...]) -> Mapping[str, Plane]:
+        """The planes that an array of `shape` compresses to."""
+
+    @abstractmethod
+    def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
+        """Fill `planes` from the C-contiguous array `x`, whose dtype is one of `dtypes`.
+
+        On a CuPy array the work goes to the current stream of its device, without synchronising.
+        """
+
+    @abstractmethod
+    def decode(self, planes: Mapping[str, Any], out: Any) -> None:
+        """Fill the C-contiguous array `out`, whose dtype is one of `dtypes`, from `planes`."""
+
+    def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any | None:
+        """Upper bound of ``|x - dequantized|`` before the rounding to the output dtype.
+
+        Returns
+        -------
+        array or None
+            float64, one entry for each block of the flattened `x`; None where no bound is known.
+        """
+        return None
+
+    def stored(self) -> Format:
+        """The format that describes what `encode` wrote: without arrays that now are planes."""
+        return self
+
+    def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
+        """The planes of ``array[key]`` along axis 0; rows are whole blocks (see `rows_are_blocks`)."""
+        specs = self.planes(shape)
+        chosen = {}
+        for name, plane in planes.items():
+            if specs[name].per_block:
+                rows = plane.reshape(shape[0], plane.size // shape[0] if shape[0] else 0)
+                chosen[name] = rows[key].reshape(-1)
+            else:
+                chosen[name] = plane
+        return chosen
+
+    def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
+        """Whether every row along axis 0 consists of whole blocks."""
+        return bool(shape) and int(np.prod(shape[1:], dtype=np.int64)) % self.block == 0
+
+    def config(self) -> dict[str, Any]:
+        """JSON description: the name and the options."""
+        return {"name": self.name, **self.options()}
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options().items())
+        return f"get_format({self.name!r}{options})"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Format) and self.config() == other.config()
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((name, repr(value)) for name, value in self.config().items())))
+
+
+_registry: dict[str, Callable[..., Format]] = {}
+_made: dict[tuple[Any, ...], Format] = {}  # formats whose options are all strings, numbers or None
+_lock = threading.Lock()
+
+
+def register(name: str, factory: Callable[..., Format], *, replace: bool = False) -> None:
+    """Add a format to the registry.
+
+    Parameters
+    ----------
+    name : str
+        Name for `quantize`, the command line and files.
+    factory : callable
+        Returns a `Format`; its keyword-only parameters are the format's options. A `Format` subclass will do.
+    replace : bool, default False
+        Allow `name` to be taken already.
+
+    Raises
+    ------
+    FormatError
+        When `name` is taken and `replace` is false.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> kb.register("kbit4", kb.get_format)
+    Traceback (most recent call last):
+        ...
+    kbitcupy.errors.FormatError: format 'kbit4' is registered already; pass replace=True to replace it
+    """
+    if not isinstance(name, str) or not name:
+        raise FormatError(f"format name is {name!r}; it must be a non-empty string")
+    if not callable(factory):
+        raise FormatError(f"factory of format {name!r} is {type(factory).__name__}; it must be callable")
+    with _lock:
+        if name in _registry and not replace:
+            raise FormatError(f"format {name!r} is registered already; pass replace=True to replace it")
+        _registry[name] = factory
+        _made.clear()
+
+
+def unregister(name: str) -> None:
+    """Take a format out of the registry (for tests and plugins)."""
+    with _lock:
+        _registry.pop(name, None)
+        _made.clear()
+
+
+def formats() -> list[str]:
+    """Names of the registered formats, in the order of their registration.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> kb.formats()[:3]
+    ['kbit1', 'kbit2', 'kbit3']
+    """
+    return list(_registry)
+
+
+def get_format(name: str, /, **options: Any) -> Format:
+    """A format by name, with its options chosen.
+
+    Parameters
+    ----------
+    name : str
+        A registered name; an unknown one is looked up once among the installed entry points of the group
+        ``kbitcupy.formats``.
+    **options
+        The format's own options.
+
+    Returns
+    -------
+    Format
+
+    Raises
+    ------
+    FormatError
+        When the name or an option is unknown, or an option's value is not allowed.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> kb.get_format("kbit4", absmax="float32")
+    get_format('kbit4', codebook='bnf', absmax='float32')
+    """
+    key = (name, *options.items())
+    try:
+        found = _made.get(key)
+    except TypeError:  # an option that does not hash, such as an array
+        key, found = (), None
+    if found is not None:
+        return found
+    factory = _registry.get(name) if isinstance(name, str) else None
+    if factory is None:
+        factory = _from_entry_point(name)
+    known = option_names(factory)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise FormatError(
+            f"format {name!r} has no option {unknown[0]!r}; it takes: {', '.join(known) or 'no options'}"
+        )
+    made = factory(**options)
+    if key and all(isinstance(value, (str, int, float, type(None))) for value in options.values()):
+        _made[key] = made
+    return made
+
+
+@functools.cache
+def option_names(factory: Callable[..., Format]) -> list[str]:
+    """The keyword-only parameters of a factory."""
+    parameters = inspect.signature(factory).parameters.values()
+    return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def _from_entry_point(name: Any) -> Callable[..., Format]:
+    if isinstance(name, str):
+        for entry in entry_points(group=ENTRY_POINTS, name=name):
+            with _lock:
+                return _registry.setdefault(name, entry.load())
+    raise FormatError(f"format is {name!r}; registered are {', '.join(_registry)}")
+
+
+def kernel_templates() -> Iterator[Template]:
+    """The kernel templates of all registered formats, each once."""
+    seen: set[Template] = set()
+    for name in formats():
+        for template in get_format(name).kernels:
+            if template not in seen:
+                seen.add(template)
+                yield template

@@ -1,0 +1,441 @@
+"""Flat functions with the names and the argument order of bitsandbytes: buffers in, buffers out.
+
+They follow bitsandbytes' rules to the bit: the index search divides by the float32 absmax, there is no tensor scale,
+and buffers carry the padding that bitsandbytes allocates (K words of ``packed``, one entry of ``absmax``, both zero
+and never read). Buffers without the padding are accepted. Two of its faults are mended: E4M4 saturates at 31 instead
+of wrapping, and a float32 absmax is decoded as what it is.
+
+Source: bitsandbytes pull request 1858.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from . import _cuda, _xp, tables
+from .errors import DeviceError, FormatError
+from .formats import kbit, scales
+from .ops import _source, check_out
+
+_ABSMAX_FORMATS = {"e4m4": "e4m4", "fp32": "float32", "fp16": "float16"}
+
+
+def create_normal_float_codebook(k: int, device: str | None = None) -> Any:
+    """The 2^k values of bitsandbytes' normal-float codebook: normal quantiles over their maximum.
+
+    Parameters
+    ----------
+    k : int
+        1 to 8.
+    device : str, optional
+        ``"cpu"`` (the default) or ``"cuda:N"``.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        float32[2^k], ascending, symmetric, from -1 to 1; the same array on every call.
+
+    Raises
+    ------
+    FormatError
+        When k is not 1 to 8.
+    DeviceError
+        When the device is not there.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> kb.create_normal_float_codebook(2)
+    array([-1.        , -0.27699736,  0.27699736,  1.        ], dtype=float32)
+    """
+    k = _check_k(k)
+    values = tables.standard_codebook("nf", k).values
+    device = _xp.resolve_device(device or "cpu")
+    return values if device == "cpu" else _device_codebook(k, device)
+
+
+_upload_lock = threading.Lock()
+
+
+@functools.cache
+def _device_codebook(k: int, device: str) -> Any:
+    cupy = sys.modules["cupy"]
+    # A stream of its own: the caller's may be capturing a graph, where an upload would become part of the graph.
+    with _upload_lock, cupy.cuda.Device(int(device.partition(":")[2])), cupy.cuda.Stream(non_blocking=True) as stream:
+        values = cupy.asarray(tables.standard_codebook("nf", k).values)
+        stream.synchronize()
+    return values
+
+
+def quantize_kbit(
+    A: Any, k: int = 4, codebook: Any = None, absmax_format: str = "e4m4"
+) -> tuple[Any, Any, Any]:
+    """Quantize an array to k bits, as bitsandbytes' ``quantize_kbit``.
+
+    Parameters
+    ----------
+    A : array_like
+        float16, bfloat16, float32 or float64, flattened in C order.
+    k : int, default 4
+        1 to 8.
+    codebook : array_like of 2^k float, optional
+        By default `create_normal_float_codebook`.
+    absmax_format : {"e4m4", "fp32", "fp16"}, default "e4m4"
+        Storage of the block maxima.
+
+    Returns
+    -------
+    packed : array
+        int32[ceil(n / 32) * k + k] bit planes; bit e of word b * k + p is bit p of the index of element 32 b + e.
+    absmax : array
+        uint8, float32 or float16 [ceil(n / 32) + 1].
+    codebook : array
+        float32[2^k].
+
+    Raises
+    ------
+    TypeError
+        When `A` is not a float array.
+    FormatError
+        When k, the codebook or the absmax format is not allowed.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> packed, absmax, codebook = kb.quantize_kbit(np.linspace(-1, 1, 64, dtype=np.float32), k=4)
+    >>> packed.shape, absmax.shape, codebook.shape
+    ((12,), (3,), (16,))
+    """
+    k = _check_k(k)
+    x = _xp.as_array(A, "A")
+    _xp.float_dtype(x.dtype, "A")
+    if not isinstance(absmax_format, str) or absmax_format not in _ABSMAX_FORMATS:
+        allowed = ", ".join(map(repr, _ABSMAX_FORMATS))
+        raise FormatError(f"absmax_format is {absmax_format!r}; allowed are {allowed}")
+    kind = _ABSMAX_FORMATS[absmax_format]
+    device = _xp.device_of(x)
+    if codebook is None:
+        codebook = create_normal_float_codebook(k, device)
+    else:
+        codebook = _codebook_on(codebook, k, device)
+    standard = codebook is create_normal_float_codebook(k, device)
+    form = _nf_format(k, kind) if standard else kbit.KBit(k, codebook=codebook, absmax=kind)
+    x = _source(x, form.dtypes)
+    blocks = -(-x.size // kbit.BLOCK)
+    xp = _xp.namespace(x)
+    allocate = xp.empty if x.size and device != "cpu" else xp.zeros
+    packed = allocate(blocks * k + k, np.uint32)
+    absmax = allocate(blocks + 1, kbit.ABSMAX[kind].dtype)
+    planes = {"packed": packed, "absmax": absmax}
+    if device == "cpu":
+        form.encode_flat(x, planes)
+    else:
+        form.encode_cuda(x, planes, flat=True)
+    return packed.view(np.int32), absmax, codebook
+
+
+def dequantize_kbit(
+    packed: Any, absmax: Any, codebook: Any, k: int, n: int, dtype: Any = "float16", out: Any = None
+) -> Any:
+    """Dequantize the buffers of `quantize_kbit`.
+
+    Parameters
+    ----------
+    packed : array
+        int32 or uint32, with or without the padding.
+    absmax : array
+        uint8 (E4M4), float32 or float16, decoded as what it is; with or without the padding.
+    codebook : array_like of 2^k float
+        The values.
+    k : int
+        1 to 8.
+    n : int
+        Number of elements.
+    dtype : dtype_like, default float16
+        dtype of a new result.
+    out : array, optional
+        One-dimensional contiguous array of at least n elements; exactly n are written.
+
+    Returns
+    -------
+    array
+        The n values; a view of the first n elements of `out` where that is given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        When an argument does not fit the others.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> x = np.linspace(-1, 1, 64, dtype=np.float32)
+    >>> y = kb.dequantize_kbit(*kb.quantize_kbit(x, k=5), k=5, n=64)
+    >>> bool(abs(x - y).max() < 0.12)
+    True
+    """
+    k = _check_k(k)
+    n = _check_count(n)
+    for name, array, dtypes in (
+        ("packed", packed, ("int32", "uint32")),
+        ("absmax", absmax, ("uint8", "float32", "float16")),
+    ):
+        if not _xp.is_array(array):
+            raise TypeError(f"{name} is {type(array).__name__}; it must be a NumPy or CuPy array")
+        if array.dtype.name not in dtypes:
+            raise TypeError(f"{name} is {array.dtype}; allowed are {', '.join(dtypes)}")
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            raise ValueError(f"{name} has shape {array.shape}; it must be one-dimensional and contiguous")
+    blocks = -(-n // kbit.BLOCK)
+    for name, array, exact, padding in (("packed", packed, blocks * k, k), ("absmax", absmax, blocks, 1)):
+        if array.size not in (exact, exact + padding):
+            raise ValueError(
+                f"{name} has {array.size} entries; n = {n} and k = {k} need {exact}, or {exact + padding} with padding"
+            )
+    xp = _xp.namespace(packed, absmax)
+    device = _xp.device_of(packed)
+    values = _codebook_on(codebook, k, device)
+    if out is None:
+        result = xp.empty(n, _xp.float_dtype(dtype))
+    else:
+        if not _xp.is_array(out):
+            raise TypeError(f"out is {type(out).__name__}; it must be a NumPy or CuPy array")
+        if out.ndim != 1 or out.size < n:
+            raise ValueError(f"out has shape {out.shape}; it must be one-dimensional with at least {n} elements")
+        check_out(out, out.shape, device)
+        result = out[:n]
+    planes = {
+        "packed": packed.view(np.uint32)[: blocks * k],
+        "absmax": absmax[:blocks],
+        "codebook": values,
+    }
+    form = kbit.custom_format(k, {"uint8": "e4m4"}.get(absmax.dtype.name, absmax.dtype.name))
+    if result.dtype == np.float64:
+        single = xp.empty(n, np.float32)
+        form.decode(planes, single)
+        result[...] = single
+    else:
+        form.decode(planes, result)
+    return result
+
+
+def pack_kbit(indices: Any, k: int) -> Any:
+    """Pack indices into bit planes.
+
+    Parameters
+    ----------
+    indices : array_like of int
+        Values 0 to 2^k - 1, flattened in C order. On CuPy only the low k bits count.
+    k : int
+        1 to 8.
+
+    Returns
+    -------
+    array
+        int32[ceil(n / 32) * k], no padding; missing indices of the last block count as 0.
+
+    Raises
+    ------
+    TypeError, FormatError
+        When `indices` are not integers, or (on NumPy) out of range.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> kb.pack_kbit([1, 2, 3], k=2)
+    array([5, 6], dtype=int32)
+    """
+    k = _check_k(k)
+    array = _xp.as_array(indices, "indices")
+    if array.size == 0 and not _xp.is_array(indices):
+        array = array.astype(np.uint8)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"indices is {array.dtype}; it must be an integer array")
+    blocks = -(-array.size // kbit.BLOCK)
+    if _xp.is_cupy(array):
+        with _cuda.on_device(array):
+            array = _contiguous(array.astype(np.uint8, copy=False))
+            packed = _xp.namespace(array).empty(blocks * k, np.uint32)
+            _launch_codes("pack_kbit", array.size, (array, array.size, np.int32(k), packed))
+        return packed.view(np.int32)
+    if array.size and not (array.min() >= 0 and array.max() < 1 << k):
+        raise FormatError(f"indices span {array.min()} to {array.max()}; k = {k} allows 0 to {(1 << k) - 1}")
+    padded = np.zeros(blocks * kbit.BLOCK, np.uint8)
+    padded[: array.size] = array.reshape(-1)
+    packed = np.empty(blocks * k, np.uint32)
+    kbit.pack_words(padded.reshape(-1, kbit.BLOCK), k, packed)
+    return packed.view(np.int32)
+
+
+def unpack_kbit(packed: Any, k: int, n: int) -> Any:
+    """The indices in bit planes.
+
+    Parameters
+    ----------
+    packed : array
+        int32 or uint32, from `pack_kbit` or `quantize_kbit`.
+    k : int
+        1 to 8.
+    n : int
+        Number of indices.
+
+    Returns
+    -------
+    array
+        uint8[n].
+
+    Raises
+    ------
+    TypeError, ValueError
+        When `packed` has the wrong dtype or too few words.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> kb.unpack_kbit(kb.pack_kbit([1, 2, 3], k=2), k=2, n=3)
+    array([1, 2, 3], dtype=uint8)
+    """
+    k = _check_k(k)
+    n = _check_count(n)
+    if not _xp.is_array(packed) or packed.dtype.name not in ("int32", "uint32"):
+        raise TypeError(f"packed is {getattr(packed, 'dtype', type(packed).__name__)}; it must be an int32 array")
+    blocks = -(-n // kbit.BLOCK)
+    if packed.ndim != 1 or packed.size not in (blocks * k, blocks * k + k):
+        raise ValueError(
+            f"packed has shape {packed.shape}; n = {n} and k = {k} need {blocks * k} words, or {blocks * k + k} with "
+            "padding"
+        )
+    if _xp.is_cupy(packed):
+        with _cuda.on_device(packed):
+            words = _contiguous(packed)
+            indices = _xp.namespace(words).empty(n, np.uint8)
+            _launch_codes("unpack_kbit", n, (words, n, np.int32(k), indices))
+        return indices
+    return kbit.unpack_words(np.ascontiguousarray(packed).view(np.uint32)[: blocks * k], k).reshape(-1)[:n].copy()
+
+
+def encode_absmax_e4m4(absmax: Any, bias: int = scales.E4M4_BIAS) -> Any:
+    """Encode block maxima in one byte each.
+
+    Parameters
+    ----------
+    absmax : array_like
+        float array of any shape.
+    bias : int, default 11
+        Exponent bias; 11 covers 2^-14 to 31.
+
+    Returns
+    -------
+    array
+        uint8, shape of `absmax`. What is not positive, and NaN, give 0; from 2^(16 - bias) on 255.
+
+    Raises
+    ------
+    TypeError, FormatError
+        When `absmax` is not a float array or `bias` is not an integer from -96 to 120.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> kb.encode_absmax_e4m4(np.array([0.0, 1.0, 1.999, 40.0], np.float32))
+    array([  0, 176, 191, 255], dtype=uint8)
+    """
+    x = _xp.as_array(absmax, "absmax")
+    _xp.float_dtype(x.dtype, "absmax")
+    bias = _check_bias(bias)
+    if not _xp.is_cupy(x):
+        with np.errstate(over="ignore"):
+            return scales.encode_e4m4(x.astype(np.float32), bias)
+    with _cuda.on_device(x):
+        x = _contiguous(x.astype(np.float32, copy=False))
+        codes = _xp.namespace(x).empty(x.shape, np.uint8)
+        _launch_codes("encode_absmax_e4m4", x.size, (x, x.size, np.int32(bias), codes))
+    return codes
+
+
+def decode_absmax_e4m4(encoded: Any, bias: int = scales.E4M4_BIAS) -> Any:
+    """Decode block maxima.
+
+    Parameters
+    ----------
+    encoded : array_like of uint8
+        Codes, of any shape.
+    bias : int, default 11
+        Exponent bias.
+
+    Returns
+    -------
+    array
+        float32, shape of `encoded`.
+
+    Raises
+    ------
+    TypeError, FormatError
+        When `encoded` is not uint8 or `bias` is not an integer from -96 to 120.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> kb.decode_absmax_e4m4(np.array([0, 176, 255], np.uint8))
+    array([ 0.,  1., 31.], dtype=float32)
+    """
+    codes = _xp.as_array(encoded, "encoded")
+    if codes.dtype != np.uint8:
+        raise TypeError(f"encoded is {codes.dtype}; it must be uint8")
+    bias = _check_bias(bias)
+    if not _xp.is_cupy(codes):
+        return scales.decode_e4m4(codes, bias)
+    with _cuda.on_device(codes):
+        codes = _contiguous(codes)
+        absmax = _xp.namespace(codes).empty(codes.shape, np.float32)
+        _launch_codes("decode_absmax_e4m4", codes.size, (codes, codes.size, np.int32(bias), absmax))
+    return absmax
+
+
+def _launch_codes(name: str, n: int, arguments: tuple[Any, ...]) -> None:
+    if n:
+        _cuda.launch("codes.cu", name, -(-n // 256), 256, arguments)
+
+
+def _contiguous(x: Any) -> Any:
+    return x if x.flags.c_contiguous else _xp.namespace(x).ascontiguousarray(x)
+
+
+@functools.cache
+def _nf_format(k: int, kind: str) -> kbit.KBit:
+    return kbit.KBit(k, codebook="nf", absmax=kind)
+
+
+def _codebook_on(codebook: Any, k: int, device: str) -> Any:
+    """A codebook as float32[2^k] on the device of the other buffers."""
+    if _xp.is_cupy(codebook):
+        if _xp.device_of(codebook) != device:
+            raise DeviceError(f"codebook is on {_xp.device_of(codebook)} and the data on {device}; move one of them")
+        return kbit.check_device_codebook(codebook, k)
+    values = kbit.custom_codebook(codebook, k).values
+    return values if device == "cpu" else _xp.to_device(values, device)
+
+
+def _check_k(k: Any) -> int:
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= 8:
+        raise FormatError(f"k is {k!r}; allowed are the integers 1 to 8")
+    return int(k)
+
+
+def _check_count(n: Any) -> int:
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
+        raise FormatError(f"n is {n!r}; it must be a non-negative integer")
+    return int(n)
+
+
+def _check_bias(bias: Any) -> int:
+    low, high = scales.E4M4_BIAS_RANGE
+    if isinstance(bias, bool) or not isinstance(bias, (int, np.integer)) or not low <= bias <= high:
+        raise FormatError(f"bias is {bias!r}; allowed are the integers {low} to {high}")
+    return math.trunc(bias)

@@ -1,0 +1,204 @@
+"""quantize, dequantize, take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _xp
+from .array import QuantizedArray
+from .errors import DeviceError, FormatError
+from .formats.base import Format, get_format
+
+
+def quantize(x: Any, format: str | Format, /, *, out: QuantizedArray | None = None, **options: Any) -> QuantizedArray:
+    """Compress an array.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, bfloat16, float32 or float64 array of any shape and memory layout: NumPy, CuPy, or anything with
+        ``__dlpack__`` or ``__cuda_array_interface__``. float64 is rounded to float32 first.
+    format : str or Format
+        Name of a registered format (see `formats`), or a format with its options chosen (see `get_format`).
+    out : QuantizedArray, optional
+        An earlier result of the same format, shape and device, whose planes are overwritten.
+    **options
+        The format's own options, when `format` is a name.
+
+    Returns
+    -------
+    QuantizedArray
+        On the device of `x`; `out` itself where it is given and has x's dtype. On CuPy the call does not synchronise
+        and uses the current stream.
+
+    Raises
+    ------
+    TypeError
+        When `x` is not a float array.
+    FormatError
+        When the format or an option is not known, or `out` does not fit.
+    DeviceError
+        When `out` is on another device.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> x = np.random.default_rng(0).standard_normal((256, 64)).astype(np.float16)
+    >>> q = kb.quantize(x, "kbit3", codebook="nf")
+    >>> q.nbytes, x.nbytes
+    (6660, 32768)
+    >>> round(kb.metrics.sqnr_db(x, kb.dequantize(q)), 1)
+    15.1
+    """
+    array = _xp.as_array(x)
+    dtype = _xp.float_dtype(array.dtype, "x")
+    shape = array.shape
+    if isinstance(format, Format):
+        if options:
+            raise FormatError(f"options ({', '.join(options)}) go with a format's name, not with a Format")
+    else:
+        format = get_format(format, **options)
+    stored = format.stored()
+    if out is not None:
+        if not isinstance(out, QuantizedArray):
+            raise TypeError(f"out is {type(out).__name__}; it must be a QuantizedArray")
+        if out.format != stored or out.shape != shape:
+            raise FormatError(f"out is {out!r}; it must be {stored!r} of shape {shape}, as an earlier result is")
+        if out.device != _xp.device_of(array):
+            raise DeviceError(f"out is on {out.device} and x on {_xp.device_of(array)}; move one with .to_device()")
+        for name, plane in out.planes.items():
+            if not _xp.is_cupy(plane) and not plane.flags.writeable:
+                raise FormatError(f"plane {name!r} of out is read-only; pass out.copy()")
+        planes = out.planes
+    array = _source(array, format.dtypes)
+    if out is None:
+        xp = _xp.namespace(array)
+        planes = {name: xp.empty(p.shape, _plane_dtype(p.dtype)) for name, p in stored.planes(shape).items()}
+    format.encode(array, planes)
+    return out if out is not None and out.dtype == dtype else QuantizedArray._wrap(stored, planes, shape, dtype)
+
+
+def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> Any:
+    """Decompress an array.
+
+    Parameters
+    ----------
+    q : QuantizedArray
+        The array to decompress.
+    dtype : dtype_like, optional
+        float16, bfloat16, float32 or float64; by default the dtype that was compressed, or that of `out`.
+    out : array, optional
+        C-contiguous array of q's shape on q's device, which receives the result.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        Shape of `q`; `out` itself where it is given. On CuPy the call does not synchronise.
+
+    Raises
+    ------
+    TypeError
+        When `q` or `out` is of the wrong type or dtype.
+    ValueError
+        When `out` has the wrong shape or order, or is read-only.
+    DeviceError
+        When `out` is on another device.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> q = kb.quantize(np.arange(6, dtype=np.float32).reshape(2, 3), "kbit8")
+    >>> kb.dequantize(q, dtype="float16").dtype
+    dtype('float16')
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
+    if out is None:
+        wanted = q.dtype if dtype is None else _xp.float_dtype(dtype)
+        xp = _xp.namespace(next(iter(q.planes.values())))
+        result = xp.empty(q.shape, wanted)
+    else:
+        check_out(out, q.shape, q.device, dtype)
+        result, wanted = out, out.dtype
+    if wanted.name in q.format.dtypes:
+        q.format.decode(q.planes, result)
+    else:
+        single = _xp.namespace(result).empty(q.shape, np.float32)
+        q.format.decode(q.planes, single)
+        result[...] = single
+    return result
+
+
+def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) -> Any:
+    """Decode some rows of a compressed array (an embedding lookup).
+
+    Parameters
+    ----------
+    q : QuantizedArray
+        Its rows along axis 0 must be whole blocks of the format.
+    ids : array_like of int
+        Row numbers, of any shape. On CuPy the values are not checked: they wrap as CuPy's own indexing does.
+    dtype, out
+        As for `dequantize`.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        Shape ``ids.shape + q.shape[1:]``.
+
+    Raises
+    ------
+    FormatError
+        When rows are not whole blocks.
+    IndexError
+        When a host index is out of range.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> table = kb.quantize(np.eye(64, dtype=np.float32), "kbit4")
+    >>> kb.take(table, [3, 3, 5]).shape
+    (3, 64)
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
+    return dequantize(q[_xp.as_array(ids, "ids")], dtype=dtype, out=out)
+
+
+def check_out(out: Any, shape: tuple[int, ...], device: str, dtype: Any = None) -> None:
+    """Check an output array.
+
+    Raises
+    ------
+    TypeError, ValueError, DeviceError
+        When it cannot receive a result of that shape, device and dtype.
+    """
+    if not _xp.is_array(out):
+        raise TypeError(f"out is {type(out).__name__}; it must be a NumPy or CuPy array")
+    if _xp.device_of(out) != device:
+        raise DeviceError(f"out is on {_xp.device_of(out)}; the result is on {device}: allocate it there")
+    found = _xp.float_dtype(out.dtype, "out.dtype")
+    if dtype is not None and found != _xp.float_dtype(dtype):
+        raise TypeError(f"out is {found} but dtype says {_xp.float_dtype(dtype)}; leave dtype away")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; the result has shape {shape}")
+    if not out.flags.c_contiguous:
+        raise ValueError("out is not C-contiguous; allocate it with empty(shape, dtype)")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError("out is read-only; pass a writable array")
+
+
+def _source(array: Any, dtypes: tuple[str, ...]) -> Any:
+    """The input as a kernel wants it: C-contiguous, native, one of `dtypes`."""
+    xp = _xp.namespace(array)
+    if array.dtype.name not in dtypes or not array.dtype.isnative:
+        target = _xp.float_dtype(array.dtype.name if array.dtype.name in dtypes else "float32")
+        with np.errstate(over="ignore"):
+            return array.astype(target, order="C")
+    return array if array.flags.c_contiguous else xp.ascontiguousarray(array)
+
+
+def _plane_dtype(name: str) -> np.dtype:
+    return np.dtype(name) if name != "bfloat16" else _xp.float_dtype(name)

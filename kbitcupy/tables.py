@@ -1,0 +1,190 @@
+"""Constants: the standard codebooks, frozen, and what is derived from a codebook.
+
+``nf`` (bitsandbytes' ``create_normal_float_codebook``): value i is the standard normal quantile of
+(2i + 1) / 2^(k+1), rounded to float32 and then divided by the largest of them. ``bnf``: the Lloyd-Max quantizer of
+normal blocks of 32 divided by their absmax, error weighted by absmax^2; K = 2..5 as bitsandbytes' pull request 1858
+rounds them to four decimals, the others iterated until no level moves by 1e-9. Both are symmetric, so the positive
+halves are written down, as big-endian float32 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+_NF_HALVES = {
+    1: "3f800000",
+    2: "3e8dd21a 3f800000",
+    3: "3dd20129 3ea32005 3f1409f5 3f800000",
+    4: "3d2c6c36 3e0265ad 3e5d2107 3e9f2ee8 3ed56949 3f0ace38 3f35233b 3f800000",
+    5: (
+        "3c950060 3d5ff631 3dbb691d 3e04052d 3e2b36ba 3e539bdb 3e7d9849 3e94d4a9 3eac39a3 3ec56bf3 "
+        "3ee10f82 3f001198 3f122cf2 3f288359 3f4731dc 3f800000"
+    ),
+    6: (
+        "3c04b96f 3cc7303e 3d26292a 3d68fc27 3d96163b 3db7eb44 3dda0c16 3dfc887c 3e0fb8b1 3e216c8a "
+        "3e3369c6 3e45bb69 3e586dbc 3e6b8e8f 3e7f2d9d 3e89ae7a 3e9418d0 3e9ee22e 3eaa1958 3eb5d02c "
+        "3ec21ca7 3ecf1a5a 3edcec92 3eebc1b0 3efbd889 3f06c4be 3f10ab83 3f1c0741 3f2988ae 3f3a8bf4 "
+        "3f5273dd 3f800000"
+    ),
+    7: (
+        "3b713cb5 3c34f374 3c96d4c2 3cd33ea3 3d07dead 3d262b7c 3d4488cc 3d62f9ba 3d80c0b8 3d901193 "
+        "3d9f7115 3daee0ef 3dbe62dd 3dcdf8ac 3ddda435 3ded6764 3dfd4435 3e069e5e 3e0ea993 3e16c4da "
+        "3e1ef164 3e273071 3e2f8352 3e37eb6a 3e406a34 3e490140 3e51b23b 3e5a7eeb 3e636938 3e6c7330 "
+        "3e759f05 3e7eef19 3e843301 3e890344 3e8de9de 3e92e87b 3e9800ef 3e9d353f 3ea287a8 3ea7faa4 "
+        "3ead90fa 3eb34dc5 3eb93486 3ebf4939 3ec59066 3ecc0f43 3ed2cbdc 3ed9cd3b 3ee11bac 3ee8c10f "
+        "3ef0c949 3ef942da 3f011fdc 3f05eb44 3f0b1235 3f10a7e6 3f16c675 3f1d92bc 3f25434c 3f2e2e42 "
+        "3f38e842 3f469712 3f5a18f5 3f800000"
+    ),
+    8: (
+        "3ade6090 3ba6c9ca 3c0affc3 3c429e0c 3c7a411d 3c98f52b 3cb4cd8a 3cd0aa60 3cec8c5b 3d043a18 "
+        "3d123148 3d202c18 3d2e2ae4 3d3c2e07 3d4a35dc 3d5842c3 3d66551a 3d746d3d 3d8145c7 3d885838 "
+        "3d8f6e21 3d9687b5 3d9da527 3da4c6a9 3dabec70 3db316b1 3dba45a1 3dc17977 3dc8b26a 3dcff0b4 "
+        "3dd7348d 3dde7e31 3de5cddb 3ded23c9 3df48039 3dfbe36a 3e01a6d0 3e055f8d 3e091c10 3e0cdc7b "
+        "3e10a0f2 3e14699a 3e183699 3e1c0816 3e1fde38 3e23b929 3e279913 3e2b7e21 3e2f6880 3e33585e "
+        "3e374dec 3e3b4959 3e3f4ada 3e4352a1 3e4760e7 3e4b75e2 3e4f91cd 3e53b4e5 3e57df68 3e5c1197 "
+        "3e604bb5 3e648e08 3e68d8db 3e6d2c78 3e718930 3e75ef52 3e7a5f37 3e7ed939 3e81aedb 3e83f687 "
+        "3e8643d5 3e8896fb 3e8af032 3e8d4fb4 3e8fb5c2 3e92229b 3e949687 3e9711cc 3e9994bb 3e9c1fa2 "
+        "3e9eb2da 3ea14ebe 3ea3f3af 3ea6a213 3ea95a59 3eac1cf6 3eaeea67 3eb1c331 3eb4a7e3 3eb79918 "
+        "3eba9773 3ebda3a5 3ec0be71 3ec3e8a2 3ec7231c 3eca6ecf 3ecdccc8 3ed13e28 3ed4c42e 3ed86035 "
+        "3edc13bf 3edfe075 3ee3c830 3ee7ccfe 3eebf12c 3ef03752 3ef4a25f 3ef935a3 3efdf4ee 3f017251 "
+        "3f0404ea 3f06b53a 3f0986c2 3f0c7dae 3f0f9f09 3f12f0f9 3f167b1d 3f1a4717 3f1e614f 3f22da28 "
+        "3f27c7ef 3f2d4a2b 3f338f9d 3f3ae233 3f43c1cb 3f4f2bc2 3f5f9b6e 3f800000"
+    ),
+}
+
+_BNF_HALVES = {
+    1: "3ea9e2f7",
+    2: "3e491d15 3f2a0903",
+    3: "3dd07c85 3ea0d1b7 3f0eecc0 3f61f8a1",
+    4: "3d4c63f1 3e1a8588 3e829c78 3ebafb7f 3ef81d7e 3f1e2eb2 3f461e4f 3f77f62b",
+    5: (
+        "3cc3c9ef 3d930be1 3df5f6fd 3e2d42c4 3e60902e 3e8a9931 3ea5d639 3ec21965 3edfb15b 3efed289 "
+        "3f100000 3f21d14e 3f353261 3f4a92a3 3f628f5c 3f7df3b6"
+    ),
+    6: (
+        "3c3fe3e1 3d0ffac3 3d702c3e 3da856cb 3dd8cfc6 3e04c8ed 3e1d572f 3e361bab 3e4f1fd0 3e686d8f "
+        "3e8107b9 3e8e085f 3e9b3ec5 3ea8b178 3eb66797 3ec468f3 3ed2be2a 3ee170cd 3ef08b91 3f000d41 "
+        "3f0815a8 3f1066cf 3f1909bc 3f2208f0 3f2b70c0 3f354fd7 3f3fb7d4 3f4abe2f 3f567d76 3f631712 "
+        "3f70b5e8 3f7f925b"
+    ),
+    7: (
+        "3bbe7ef0 3c8ee314 3cee320a 3d26ca37 3d568906 3d832cb1 3d9b1fa0 3db31f52 3dcb2dca 3de34d17 "
+        "3dfb7f4e 3e09e345 3e16127c 3e224e63 3e2e981a 3e3af0c8 3e47599b 3e53d3c8 3e60608e 3e6d0137 "
+        "3e79b714 3e8341c2 3e89b3f9 3e9032ec 3e96bf5d 3e9d5a18 3ea403f0 3eaabdc3 3eb18878 3eb86501 "
+        "3ebf545b 3ec65791 3ecd6fbb 3ed49e00 3edbe399 3ee341cf 3eeab9ff 3ef24d9d 3ef9fe32 3f00e6b1 "
+        "3f04de77 3f08e75a 3f0d025b 3f11308c 3f157318 3f19cb3c 3f1e3a54 3f22c1d6 3f276358 3f2c2096 "
+        "3f30fb75 3f35f607 3f3b1294 3f4053a0 3f45bbf3 3f4b4ea5 3f510f2b 3f570161 3f5d29a4 3f638ce0 "
+        "3f6a30b2 3f711b86 3f7854c1 3f7fe4fb"
+    ),
+    8: (
+        "3b3dc702 3c0e5621 3c6d3d6c 3ca614c0 3cd58e21 3d0285ea 3d1a4767 3d320c04 3d49d442 3d61a092 "
+        "3d797177 3d88a3b8 3d94917c 3da08248 3dac7659 3db86df3 3dc46953 3dd068bd 3ddc6c6f 3de874ae "
+        "3df481b8 3e0049ea 3e0655a2 3e0c6426 3e127599 3e188a1d 3e1ea1d5 3e24bce5 3e2adb71 3e30fd9d "
+        "3e37238d 3e3d4d68 3e437b52 3e49ad73 3e4fe3f0 3e561ef0 3e5c5e9d 3e62a31e 3e68ec9e 3e6f3b46 "
+        "3e758f3e 3e7be8b4 3e8123ea 3e845664 3e878bdf 3e8ac474 3e8e0039 3e913f47 3e9481b5 3e97c79e "
+        "3e9b111a 3e9e5e44 3ea1af36 3ea5040b 3ea85ce0 3eabb9d0 3eaf1af9 3eb28079 3eb5ea6d 3eb958f6 "
+        "3ebccc32 3ec04444 3ec3c14b 3ec7436c 3ecacac8 3ece5785 3ed1e9c7 3ed581b6 3ed91f77 3edcc334 "
+        "3ee06d17 3ee41d4a 3ee7d3f8 3eeb9150 3eef5581 3ef320ba 3ef6f32e 3efacd10 3efeae95 3f014bfa "
+        "3f0344b2 3f054191 3f0742b5 3f09483c 3f0b5248 3f0d60fb 3f0f7476 3f118cdf 3f13aa5b 3f15cd10 "
+        "3f17f528 3f1a22cd 3f1c5629 3f1e8f6c 3f20cec4 3f231463 3f25607c 3f27b346 3f2a0cf8 3f2c6dce "
+        "3f2ed606 3f3145de 3f33bd9c 3f363d86 3f38c5e5 3f3b5708 3f3df141 3f4094e6 3f434252 3f45f9e4 "
+        "3f48bc01 3f4b8914 3f4e618e 3f5145e5 3f543698 3f57342d 3f5a3f33 3f5d5840 3f607ff7 3f63b703 "
+        "3f66fe1b 3f6a5606 3f6dbf93 3f713ba7 3f74cb33 3f786f3d 3f7c28e0 3f7ff94c"
+    ),
+}
+
+#: Names of the standard codebooks.
+STANDARD = ("bnf", "nf")
+
+#: float32 magnitudes below this are flushed to zero, as the GPU does.
+SMALLEST_NORMAL = np.float32(2.0**-126)
+
+# A codebook is searched by thresholds when neighbours are at least this far apart, relative to max(1, |value|): then
+# the rounding of |y - value| (2^-24 relative) cannot make a far value tie with a near one, and the nearest value is
+# always one of the two around y.
+_REGULAR_GAP = np.float32(2.0**-18)
+# Thresholds this close to zero could meet quotients that lose bits to the flushing of subnormals.
+_REGULAR_THRESHOLD = np.float32(2.0**-60)
+
+
+def flush(x: Any) -> Any:
+    """Set float32 magnitudes below 2^-126 to zero, in place, as ``-ftz=true`` does on the GPU."""
+    x[abs(x) < SMALLEST_NORMAL] = 0
+    return x
+
+
+class Codebook:
+    """The 2^k values that an index stands for, with what the search needs to know about them.
+
+    Parameters
+    ----------
+    values : numpy.ndarray
+        float32, finite, 2^k of them.
+
+    Attributes
+    ----------
+    values : numpy.ndarray
+        float32[2^k], read-only, subnormals flushed to zero.
+    thresholds : numpy.ndarray or None
+        float32[2^k - 1], ascending, for codebooks that are sorted with distinct values: the nearest value of y is
+        number (count of y > threshold), a tie goes to the lower index. None where only the general search is right.
+    lowest, highest : numpy.float32
+        The extreme values.
+    """
+
+    def __init__(self, values: np.ndarray):
+        self.values = flush(np.array(values, np.float32))
+        self.values.setflags(write=False)
+        self.lowest, self.highest = self.values.min(), self.values.max()
+        self.thresholds = _thresholds(self.values)
+
+    @property
+    def edge(self) -> float:
+        """Largest distance of a point of [-1, 1] to its nearest value, for the error bound."""
+        ordered = np.sort(self.values.astype(np.float64))
+        return float(max(np.diff(ordered).max() / 2, 1 - ordered[-1], ordered[0] + 1))
+
+
+def _thresholds(values: np.ndarray) -> np.ndarray | None:
+    """For each pair of neighbours the largest float32 that is not nearer to the upper one, by bisection."""
+    low, high = values[:-1], values[1:]
+    reach = max(np.float32(1), np.abs(values).max())
+    with np.errstate(over="ignore"):
+        gaps = high - low
+    if not (gaps >= _REGULAR_GAP * reach).all() or not np.isfinite(gaps).all():
+        return None
+    # Invariant: `below` satisfies x - low <= high - x, `above` does not. Floats are halved by their ordered integers.
+    below, above = _ordered(low), _ordered(high)
+    while (above - below > 1).any():
+        middle = (below + above) // 2
+        x = _unordered(middle)
+        nearer_low = x - low <= high - x
+        below, above = np.where(nearer_low, middle, below), np.where(nearer_low, above, middle)
+    thresholds = _unordered(below)
+    if (np.abs(thresholds) < _REGULAR_THRESHOLD).any():
+        return None
+    thresholds.setflags(write=False)
+    return thresholds
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """float32 to integers of the same order (-0.0 and 0.0 become the same one)."""
+    bits = x.view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def _unordered(i: np.ndarray) -> np.ndarray:
+    """The inverse of `_ordered`."""
+    bits = np.where(i < 0, -i | 0x80000000, i)
+    return bits.astype(np.uint32).view(np.float32)
+
+
+@functools.cache
+def standard_codebook(name: str, k: int) -> Codebook:
+    """The frozen codebook ``"nf"`` or ``"bnf"`` of 2^k values."""
+    halves = {"nf": _NF_HALVES, "bnf": _BNF_HALVES}[name]
+    half = np.frombuffer(bytes.fromhex(halves[k]), ">f4").astype(np.float32)
+    return Codebook(np.concatenate((-half[::-1], half)))
