@@ -5,7 +5,7 @@
 >>> q = kb.quantize(x, "kbit4")
 >>> y = kb.dequantize(q)
 >>> round(kb.metrics.sqnr_db(x, y), 1)
-21.7
+22.0
 """
 
 from . import formats as _formats  # registers the formats

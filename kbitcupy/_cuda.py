@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,90 +78,92 @@ def options() -> tuple[str, ...]:
     return ("-std=c++17", "--fmad=false", f"-I{kernel_folder()}", f"-DKBIT_HEADERS={_headers_hash()}")
 
 
-_functions: dict[tuple[str, str, int], Any] = {}
-_compile_lock = threading.Lock()
+@dataclass(frozen=True)
+class Ready:
+    """A kernel that is loaded on one device.
+
+    Parameters
+    ----------
+    function : cupy.RawKernel
+        The kernel.
+    resident : int
+        Thread blocks of it that the device holds at a time.
+    """
+
+    function: Any
+    resident: int
 
 
-def function(file: str, expression: str, device: int) -> Any:
-    """The compiled kernel for `device`, which must be the current one; cached for the life of the process."""
-    key = (file, expression, device)
-    found = _functions.get(key)
-    return found if found is not None else _compile(key)
+class Kernel:
+    """One kernel with its launch shape, for every device: compiled on first use, then a lookup and a launch.
 
-
-def _compile(key: tuple[str, str, int]) -> Any:
-    import cupy
-
-    file, expression, device = key
-    with _compile_lock:
-        if key in _functions:
-            return _functions[key]
-        module = cupy.RawModule(
-            code=(kernel_folder() / file).read_text(), options=options(), name_expressions=(expression,)
-        )
-        try:
-            kernel = module.get_function(expression)
-        except Exception as error:  # NVRTC, the driver and the loader each raise a class of their own
-            major_minor = cupy.cuda.Device(device).compute_capability
-            raise KernelCompileError(f"{file}: {expression} for sm_{major_minor}: {error}") from error
-        _functions[key] = kernel
-        return kernel
-
-
-_resident: dict[tuple[Any, int, int], int] = {}
-
-
-def launch(file: str, expression: str, blocks: int, threads: int, arguments: tuple[Any, ...], shared: int = 0) -> None:
-    """Launch a grid-stride kernel on the current device and stream.
+    The kernels walk over their work with the stride of the grid, so the grid has as many blocks as the work fills, but
+    no more than the device holds at a time.
 
     Parameters
     ----------
     file, expression : str
-        The kernel.
-    blocks : int
-        Thread blocks that the work fills; the grid has as many, but no more than the GPU holds at a time.
+        File in ``kernels/`` and C++ name expression.
     threads : int
         Threads of a block.
-    arguments : tuple
-        Arrays, Python ints (64 bits), NumPy scalars (their own size) and zero-dimensional structured NumPy arrays (by
-        value); 0 where a pointer is null.
     shared : int, default 0
-        Bytes of dynamic shared memory.
+        Bytes of dynamic shared memory of a block.
     """
-    device = sys.modules["cupy"].cuda.runtime.getDevice()
-    kernel = function(file, expression, device)
-    resident = _resident.get((kernel, threads, shared)) or _occupancy(kernel, threads, shared, device)
-    kernel((min(blocks, resident),), (threads,), arguments, shared_mem=shared)
+
+    __slots__ = ("_ready", "expression", "file", "shared", "threads")
+
+    def __init__(self, file: str, expression: str, threads: int, shared: int = 0):
+        self.file, self.expression, self.threads, self.shared = file, expression, threads, shared
+        self._ready: dict[int, Ready] = {}
+
+    def __call__(self, array: Any, blocks: int, arguments: tuple[Any, ...]) -> None:
+        """Launch on the device of `array`, which must be the current one, and its current stream.
+
+        Parameters
+        ----------
+        array : cupy.ndarray
+            Any of the arrays.
+        blocks : int
+            Thread blocks that the work fills.
+        arguments : tuple
+            Arrays, Python ints (64 bits), NumPy scalars (their own size) and zero-dimensional structured NumPy arrays
+            (by value); 0 where a pointer is null.
+        """
+        device = array.data.device_id
+        ready = self._ready.get(device)
+        if ready is None:
+            ready = self._ready[device] = self._load(device)
+        grid = blocks if blocks < ready.resident else ready.resident
+        ready.function((grid,), (self.threads,), arguments, shared_mem=self.shared)
+
+    def _load(self, device: int) -> Ready:
+        import cupy
+        from cupy_backends.cuda.api import driver
+
+        with _compile_lock:
+            function = _function(self.file, self.expression, device)
+            if self.shared > 48 << 10:  # more than that has to be asked for
+                function.max_dynamic_shared_size_bytes = max(self.shared, function.max_dynamic_shared_size_bytes)
+            count = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, self.threads, self.shared)
+        return Ready(function, count * int(cupy.cuda.Device(device).attributes["MultiProcessorCount"]))
 
 
-def _occupancy(kernel: Any, threads: int, shared: int, device: int) -> int:
-    """Blocks of a kernel that the device holds at a time."""
+_compile_lock = threading.RLock()
+
+
+@functools.cache
+def _function(file: str, expression: str, device: int) -> Any:
+    """The compiled kernel, for the life of the process."""
     import cupy
-    from cupy_backends.cuda.api import driver
 
-    per_multiprocessor = driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, threads, shared)
-    count = per_multiprocessor * int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-    _resident[kernel, threads, shared] = count
-    return count
-
-
-class on_device:
-    """Make the device of a CuPy array the current one, at no cost when it already is."""
-
-    __slots__ = ("_device",)
-
-    def __init__(self, array: Any):
-        cupy = sys.modules["cupy"]
-        wanted = array.device.id
-        self._device = None if cupy.cuda.runtime.getDevice() == wanted else cupy.cuda.Device(wanted)
-
-    def __enter__(self) -> None:
-        if self._device is not None:
-            self._device.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._device is not None:
-            self._device.__exit__(*error)
+    module = cupy.RawModule(
+        code=(kernel_folder() / file).read_text(), options=options(), name_expressions=(expression,)
+    )
+    try:
+        return module.get_function(expression)
+    except Exception as error:  # NVRTC, the driver and the loader each raise a class of their own
+        architecture = cupy.cuda.Device(device).compute_capability
+        raise KernelCompileError(f"{file}: {expression} for sm_{architecture}: {error}") from error
 
 
 def compile_offline(file: str, expression: str, architecture: int) -> str:

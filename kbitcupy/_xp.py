@@ -6,6 +6,7 @@ imported CuPy already.
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,10 @@ from .errors import DeviceError, MissingExtraError
 #: dtype names that every format takes and gives back; float64 passes through one cast to float32.
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-_BY_NAME: dict[str, np.dtype] = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
+# Every spelling of a dtype that has been asked for: names, NumPy dtypes, scalar types.
+_known: dict[Any, np.dtype] = {}
+for _name in ("float16", "float32", "float64"):
+    _known[_name] = _known[np.dtype(_name)] = _known[np.dtype(_name).type] = np.dtype(_name)
 
 
 def float_dtype(dtype: Any, argument: str = "dtype") -> np.dtype:
@@ -28,14 +32,21 @@ def float_dtype(dtype: Any, argument: str = "dtype") -> np.dtype:
     TypeError
         When `dtype` is none of `FLOAT_DTYPES`.
     """
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or _dtype_name(dtype)
-    found = _BY_NAME.get(name)
+    try:
+        found = _known.get(dtype)
+    except TypeError:  # does not hash
+        found = None
     if found is not None:
         return found
+    name = dtype if isinstance(dtype, str) else _dtype_name(dtype)
     if name == "bfloat16":
         import ml_dtypes  # only arrays of this dtype pay for the import
 
-        return _BY_NAME.setdefault("bfloat16", np.dtype(ml_dtypes.bfloat16))
+        found = np.dtype(ml_dtypes.bfloat16)
+        _known["bfloat16"] = _known[found] = _known[found.type] = found
+        return found
+    if name in _known:  # another byte order
+        return _known[name]
     raise TypeError(f"{argument} is {name}; allowed are {', '.join(FLOAT_DTYPES)}: convert with astype first")
 
 
@@ -43,7 +54,13 @@ def _dtype_name(dtype: Any) -> str:
     try:
         return np.dtype(dtype).name
     except TypeError:
-        return getattr(dtype, "__name__", repr(dtype))
+        return getattr(dtype, "name", None) or getattr(dtype, "__name__", repr(dtype))
+
+
+@functools.cache
+def dtype_set(names: tuple[str, ...]) -> frozenset[np.dtype]:
+    """The native dtypes of these names: ``array.dtype in dtype_set(names)`` is a cheap test."""
+    return frozenset(float_dtype(name) for name in names)
 
 
 def is_cupy(x: Any) -> bool:
@@ -57,27 +74,59 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) or is_cupy(x)
 
 
-def namespace(*arrays: Any) -> ModuleType:
-    """``cupy`` when the arrays are CuPy's, ``numpy`` when they are NumPy's.
+def namespace(array: Any) -> ModuleType:
+    """``numpy`` for a NumPy array, ``cupy`` for a CuPy array."""
+    return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+
+
+def same_device(a: Any, b: Any) -> bool:
+    """Whether two NumPy or CuPy arrays live on one device."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+    return bool(a.data.device_id == b.data.device_id)
+
+
+def check_same_device(*arrays: Any) -> None:
+    """Check that all arrays live on one device.
 
     Raises
     ------
     DeviceError
-        When the arrays do not all live on one device.
+        When they do not.
     """
-    first = device_of(arrays[0])
     for other in arrays[1:]:
-        if device_of(other) != first:
+        if not same_device(arrays[0], other):
             raise DeviceError(
-                f"arrays on different devices: {first} and {device_of(other)}; move one with .to_device(), "
-                "cupy.asarray or cupy.asnumpy"
+                f"arrays on different devices: {device_of(arrays[0])} and {device_of(other)}; move one with "
+                ".to_device(), cupy.asarray or cupy.asnumpy"
             )
-    return np if first == "cpu" else sys.modules["cupy"]
+
+
+class _Nowhere:
+    """A context that does nothing."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_nowhere = _Nowhere()
+
+
+def on_device_of(array: Any) -> Any:
+    """A context in which the device of a CuPy array is the current one; it costs nothing when it already is."""
+    if isinstance(array, np.ndarray):
+        return _nowhere
+    cuda = sys.modules["cupy"].cuda
+    device = array.data.device_id
+    return _nowhere if cuda.runtime.getDevice() == device else cuda.Device(device)
 
 
 def device_of(x: Any) -> str:
     """``"cpu"`` or ``"cuda:<ordinal>"``."""
-    return f"cuda:{x.device.id}" if is_cupy(x) else "cpu"
+    return f"cuda:{x.data.device_id}" if is_cupy(x) else "cpu"
 
 
 def import_cupy() -> ModuleType:

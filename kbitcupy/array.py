@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -94,10 +95,7 @@ class QuantizedArray:
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -334,7 +332,7 @@ def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ..
         if not plane.flags.c_contiguous:
             raise FormatError(f"plane {name!r} of {format} is not contiguous; pass a copy of it")
     try:
-        _xp.namespace(*planes.values())
+        _xp.check_same_device(*planes.values())
     except DeviceError as error:
         raise DeviceError(f"planes of {format}: {error}") from None
 
@@ -343,7 +341,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     try:
         lengths = tuple(int(length) for length in shape)
         exact = all(length == given and length >= 0 for length, given in zip(lengths, shape, strict=True))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         exact = False
     if not exact:
         raise FormatError(f"shape is {shape!r}; it must be a sequence of non-negative integers")

@@ -21,9 +21,15 @@ import numpy as np
 from . import _cuda, _xp, tables
 from .errors import DeviceError, FormatError
 from .formats import kbit, scales
-from .ops import _source, check_out
+from .formats.base import get_format
+from .ops import check_out, source
 
 _ABSMAX_FORMATS = {"e4m4": "e4m4", "fp32": "float32", "fp16": "float16"}
+_ABSMAX_OF_DTYPE = {"uint8": "e4m4", "float32": "float32", "float16": "float16"}
+_CODES = {
+    name: _cuda.Kernel("codes.cu", name, 256)
+    for name in ("pack_kbit", "unpack_kbit", "encode_absmax_e4m4", "decode_absmax_e4m4")
+}
 
 
 def create_normal_float_codebook(k: int, device: str | None = None) -> Any:
@@ -52,30 +58,32 @@ def create_normal_float_codebook(k: int, device: str | None = None) -> Any:
     --------
     >>> import kbitcupy as kb
     >>> kb.create_normal_float_codebook(2)
-    array([-1.        , -0.27699736,  0.27699736,  1.        ], dtype=float32)
+    array([-1.        , -0.27699357,  0.27699357,  1.        ], dtype=float32)
     """
     k = _check_k(k)
-    values = tables.standard_codebook("nf", k).values
     device = _xp.resolve_device(device or "cpu")
-    return values if device == "cpu" else _device_codebook(k, device)
+    return _nf_values(k, None if device == "cpu" else int(device.partition(":")[2]))
+
+
+def _nf_values(k: int, device: int | None) -> Any:
+    """The nf codebook in host memory (None) or on a device."""
+    return tables.standard_codebook("nf", k).values if device is None else _upload_nf(k, device)
 
 
 _upload_lock = threading.Lock()
 
 
 @functools.cache
-def _device_codebook(k: int, device: str) -> Any:
+def _upload_nf(k: int, device: int) -> Any:
     cupy = sys.modules["cupy"]
     # A stream of its own: the caller's may be capturing a graph, where an upload would become part of the graph.
-    with _upload_lock, cupy.cuda.Device(int(device.partition(":")[2])), cupy.cuda.Stream(non_blocking=True) as stream:
+    with _upload_lock, cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
         values = cupy.asarray(tables.standard_codebook("nf", k).values)
         stream.synchronize()
     return values
 
 
-def quantize_kbit(
-    A: Any, k: int = 4, codebook: Any = None, absmax_format: str = "e4m4"
-) -> tuple[Any, Any, Any]:
+def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str = "e4m4") -> tuple[Any, Any, Any]:
     """Quantize an array to k bits, as bitsandbytes' ``quantize_kbit``.
 
     Parameters
@@ -119,24 +127,20 @@ def quantize_kbit(
         allowed = ", ".join(map(repr, _ABSMAX_FORMATS))
         raise FormatError(f"absmax_format is {absmax_format!r}; allowed are {allowed}")
     kind = _ABSMAX_FORMATS[absmax_format]
-    device = _xp.device_of(x)
-    if codebook is None:
-        codebook = create_normal_float_codebook(k, device)
+    standard = _nf_values(k, x.data.device_id if _xp.is_cupy(x) else None)
+    if codebook is None or codebook is standard:
+        codebook, form = standard, get_format(f"kbit{k}", codebook="nf", absmax=kind)
     else:
-        codebook = _codebook_on(codebook, k, device)
-    standard = codebook is create_normal_float_codebook(k, device)
-    form = _nf_format(k, kind) if standard else kbit.KBit(k, codebook=codebook, absmax=kind)
-    x = _source(x, form.dtypes)
+        codebook = _codebook_beside(codebook, k, x)
+        form = kbit.KBit(k, codebook=codebook, absmax=kind)
+    x = source(x, form.dtypes)
     blocks = -(-x.size // kbit.BLOCK)
-    xp = _xp.namespace(x)
-    allocate = xp.empty if x.size and device != "cpu" else xp.zeros
-    packed = allocate(blocks * k + k, np.uint32)
-    absmax = allocate(blocks + 1, kbit.ABSMAX[kind].dtype)
-    planes = {"packed": packed, "absmax": absmax}
-    if device == "cpu":
-        form.encode_flat(x, planes)
-    else:
-        form.encode_cuda(x, planes, flat=True)
+    with _xp.on_device_of(x):
+        xp = _xp.namespace(x)
+        allocate = xp.empty if _xp.is_cupy(x) and x.size else xp.zeros  # the kernel writes the padding, too
+        packed = allocate(blocks * k + k, np.uint32)
+        absmax = allocate(blocks + 1, kbit.ABSMAX[kind].dtype)
+        form.encode_flat(x, {"packed": packed, "absmax": absmax})
     return packed.view(np.int32), absmax, codebook
 
 
@@ -198,30 +202,25 @@ def dequantize_kbit(
             raise ValueError(
                 f"{name} has {array.size} entries; n = {n} and k = {k} need {exact}, or {exact + padding} with padding"
             )
-    xp = _xp.namespace(packed, absmax)
-    device = _xp.device_of(packed)
-    values = _codebook_on(codebook, k, device)
-    if out is None:
-        result = xp.empty(n, _xp.float_dtype(dtype))
-    else:
+    _xp.check_same_device(packed, absmax)
+    values = _codebook_beside(codebook, k, packed)
+    if out is not None:
         if not _xp.is_array(out):
             raise TypeError(f"out is {type(out).__name__}; it must be a NumPy or CuPy array")
         if out.ndim != 1 or out.size < n:
             raise ValueError(f"out has shape {out.shape}; it must be one-dimensional with at least {n} elements")
-        check_out(out, out.shape, device)
-        result = out[:n]
-    planes = {
-        "packed": packed.view(np.uint32)[: blocks * k],
-        "absmax": absmax[:blocks],
-        "codebook": values,
-    }
-    form = kbit.custom_format(k, {"uint8": "e4m4"}.get(absmax.dtype.name, absmax.dtype.name))
-    if result.dtype == np.float64:
-        single = xp.empty(n, np.float32)
-        form.decode(planes, single)
-        result[...] = single
-    else:
-        form.decode(planes, result)
+        check_out(out, out.shape, packed)
+    planes = {"packed": packed.view(np.uint32)[: blocks * k], "absmax": absmax[:blocks], "codebook": values}
+    form = kbit.custom_format(k, _ABSMAX_OF_DTYPE[absmax.dtype.name])
+    with _xp.on_device_of(packed):
+        empty = _xp.namespace(packed).empty
+        result = empty(n, _xp.float_dtype(dtype)) if out is None else out[:n]
+        if result.dtype == np.float64:
+            single = empty(n, np.float32)
+            form.decode(planes, single)
+            result[...] = single
+        else:
+            form.decode(planes, result)
     return result
 
 
@@ -259,10 +258,10 @@ def pack_kbit(indices: Any, k: int) -> Any:
         raise TypeError(f"indices is {array.dtype}; it must be an integer array")
     blocks = -(-array.size // kbit.BLOCK)
     if _xp.is_cupy(array):
-        with _cuda.on_device(array):
+        with _xp.on_device_of(array):
             array = _contiguous(array.astype(np.uint8, copy=False))
             packed = _xp.namespace(array).empty(blocks * k, np.uint32)
-            _launch_codes("pack_kbit", array.size, (array, array.size, np.int32(k), packed))
+            _launch("pack_kbit", array.size, (array, array.size, np.int32(k), packed))
         return packed.view(np.int32)
     if array.size and not (array.min() >= 0 and array.max() < 1 << k):
         raise FormatError(f"indices span {array.min()} to {array.max()}; k = {k} allows 0 to {(1 << k) - 1}")
@@ -312,10 +311,10 @@ def unpack_kbit(packed: Any, k: int, n: int) -> Any:
             "padding"
         )
     if _xp.is_cupy(packed):
-        with _cuda.on_device(packed):
+        with _xp.on_device_of(packed):
             words = _contiguous(packed)
             indices = _xp.namespace(words).empty(n, np.uint8)
-            _launch_codes("unpack_kbit", n, (words, n, np.int32(k), indices))
+            _launch("unpack_kbit", n, (words, n, np.int32(k), indices))
         return indices
     return kbit.unpack_words(np.ascontiguousarray(packed).view(np.uint32)[: blocks * k], k).reshape(-1)[:n].copy()
 
@@ -352,10 +351,10 @@ def encode_absmax_e4m4(absmax: Any, bias: int = scales.E4M4_BIAS) -> Any:
     if not _xp.is_cupy(x):
         with np.errstate(over="ignore"):
             return scales.encode_e4m4(x.astype(np.float32), bias)
-    with _cuda.on_device(x):
+    with _xp.on_device_of(x):
         x = _contiguous(x.astype(np.float32, copy=False))
         codes = _xp.namespace(x).empty(x.shape, np.uint8)
-        _launch_codes("encode_absmax_e4m4", x.size, (x, x.size, np.int32(bias), codes))
+        _launch("encode_absmax_e4m4", x.size, (x, x.size, np.int32(bias), codes))
     return codes
 
 
@@ -391,35 +390,30 @@ def decode_absmax_e4m4(encoded: Any, bias: int = scales.E4M4_BIAS) -> Any:
     bias = _check_bias(bias)
     if not _xp.is_cupy(codes):
         return scales.decode_e4m4(codes, bias)
-    with _cuda.on_device(codes):
+    with _xp.on_device_of(codes):
         codes = _contiguous(codes)
         absmax = _xp.namespace(codes).empty(codes.shape, np.float32)
-        _launch_codes("decode_absmax_e4m4", codes.size, (codes, codes.size, np.int32(bias), absmax))
+        _launch("decode_absmax_e4m4", codes.size, (codes, codes.size, np.int32(bias), absmax))
     return absmax
 
 
-def _launch_codes(name: str, n: int, arguments: tuple[Any, ...]) -> None:
+def _launch(name: str, n: int, arguments: tuple[Any, ...]) -> None:
     if n:
-        _cuda.launch("codes.cu", name, -(-n // 256), 256, arguments)
+        _CODES[name](arguments[0], -(-n // 256), arguments)
 
 
 def _contiguous(x: Any) -> Any:
     return x if x.flags.c_contiguous else _xp.namespace(x).ascontiguousarray(x)
 
 
-@functools.cache
-def _nf_format(k: int, kind: str) -> kbit.KBit:
-    return kbit.KBit(k, codebook="nf", absmax=kind)
-
-
-def _codebook_on(codebook: Any, k: int, device: str) -> Any:
+def _codebook_beside(codebook: Any, k: int, array: Any) -> Any:
     """A codebook as float32[2^k] on the device of the other buffers."""
     if _xp.is_cupy(codebook):
-        if _xp.device_of(codebook) != device:
-            raise DeviceError(f"codebook is on {_xp.device_of(codebook)} and the data on {device}; move one of them")
+        if not _xp.same_device(codebook, array):
+            there, here = _xp.device_of(codebook), _xp.device_of(array)
+            raise DeviceError(f"codebook is on {there} and the data on {here}; move one of them")
         return kbit.check_device_codebook(codebook, k)
-    values = kbit.custom_codebook(codebook, k).values
-    return values if device == "cpu" else _xp.to_device(values, device)
+    return _xp.to_device(kbit.custom_codebook(codebook, k).values, _xp.device_of(array))
 
 
 def _check_k(k: Any) -> int:

@@ -97,7 +97,7 @@ def _pairs(x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
             raise TypeError(f"{name} is {type(array).__name__}; it must be a NumPy or CuPy array{hint}")
     if x.shape != y.shape:
         raise ValueError(f"x has shape {x.shape} and y {y.shape}; they must be equal")
-    _xp.namespace(x, y)
+    _xp.check_same_device(x, y)
     a, b = x.reshape(-1), y.reshape(-1)
     for start in range(0, a.size, _CHUNK):
         piece = slice(start, start + _CHUNK)

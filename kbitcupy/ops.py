@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -62,22 +63,16 @@ def quantize(x: Any, format: str | Format, /, *, out: QuantizedArray | None = No
         format = get_format(format, **options)
     stored = format.stored()
     if out is not None:
-        if not isinstance(out, QuantizedArray):
-            raise TypeError(f"out is {type(out).__name__}; it must be a QuantizedArray")
-        if out.format != stored or out.shape != shape:
-            raise FormatError(f"out is {out!r}; it must be {stored!r} of shape {shape}, as an earlier result is")
-        if out.device != _xp.device_of(array):
-            raise DeviceError(f"out is on {out.device} and x on {_xp.device_of(array)}; move one with .to_device()")
-        for name, plane in out.planes.items():
-            if not _xp.is_cupy(plane) and not plane.flags.writeable:
-                raise FormatError(f"plane {name!r} of out is read-only; pass out.copy()")
-        planes = out.planes
-    array = _source(array, format.dtypes)
-    if out is None:
-        xp = _xp.namespace(array)
-        planes = {name: xp.empty(p.shape, _plane_dtype(p.dtype)) for name, p in stored.planes(shape).items()}
-    format.encode(array, planes)
-    return out if out is not None and out.dtype == dtype else QuantizedArray._wrap(stored, planes, shape, dtype)
+        _check_quantized_out(out, stored, array)
+    array = source(array, format.dtypes)
+    with _xp.on_device_of(array):
+        if out is not None:
+            format.encode(array, out.planes)
+            return out if out.dtype == dtype else QuantizedArray._wrap(stored, out.planes, shape, dtype)
+        empty = _xp.namespace(array).empty
+        planes = {name: empty(size, kind) for name, size, kind in _allocation(stored, shape)}
+        format.encode(array, planes)
+    return QuantizedArray._wrap(stored, planes, shape, dtype)
 
 
 def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> Any:
@@ -115,20 +110,20 @@ def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> A
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
-    if out is None:
-        wanted = q.dtype if dtype is None else _xp.float_dtype(dtype)
-        xp = _xp.namespace(next(iter(q.planes.values())))
-        result = xp.empty(q.shape, wanted)
-    else:
-        check_out(out, q.shape, q.device, dtype)
-        result, wanted = out, out.dtype
-    if wanted.name in q.format.dtypes:
-        q.format.decode(q.planes, result)
-    else:
-        single = _xp.namespace(result).empty(q.shape, np.float32)
-        q.format.decode(q.planes, single)
-        result[...] = single
-    return result
+    first = next(iter(q.planes.values()))
+    with _xp.on_device_of(first):
+        empty = _xp.namespace(first).empty
+        if out is None:
+            out = empty(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype))
+        else:
+            check_out(out, q.shape, first, dtype)
+        if out.dtype in _xp.dtype_set(q.format.dtypes):
+            q.format.decode(q.planes, out)
+        else:
+            single = empty(q.shape, np.float32)
+            q.format.decode(q.planes, single)
+            out[...] = single
+    return out
 
 
 def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) -> Any:
@@ -167,38 +162,66 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
     return dequantize(q[_xp.as_array(ids, "ids")], dtype=dtype, out=out)
 
 
-def check_out(out: Any, shape: tuple[int, ...], device: str, dtype: Any = None) -> None:
+def check_out(out: Any, shape: tuple[int, ...], beside: Any, dtype: Any = None) -> None:
     """Check an output array.
 
     Raises
     ------
     TypeError, ValueError, DeviceError
-        When it cannot receive a result of that shape, device and dtype.
+        When it cannot receive a result of that shape and dtype on the device of `beside`.
     """
     if not _xp.is_array(out):
         raise TypeError(f"out is {type(out).__name__}; it must be a NumPy or CuPy array")
-    if _xp.device_of(out) != device:
+    if not _xp.same_device(out, beside):
+        device = _xp.device_of(beside)
         raise DeviceError(f"out is on {_xp.device_of(out)}; the result is on {device}: allocate it there")
     found = _xp.float_dtype(out.dtype, "out.dtype")
     if dtype is not None and found != _xp.float_dtype(dtype):
         raise TypeError(f"out is {found} but dtype says {_xp.float_dtype(dtype)}; leave dtype away")
+    if found != out.dtype:
+        raise TypeError(
+            f"out has the dtype {out.dtype!r}; it must be native: allocate it with empty(shape, {found.name!r})"
+        )
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; the result has shape {shape}")
-    if not out.flags.c_contiguous:
+    flags = out.flags
+    if not flags.c_contiguous:
         raise ValueError("out is not C-contiguous; allocate it with empty(shape, dtype)")
-    if isinstance(out, np.ndarray) and not out.flags.writeable:
+    if isinstance(out, np.ndarray) and not flags.writeable:
         raise ValueError("out is read-only; pass a writable array")
 
 
-def _source(array: Any, dtypes: tuple[str, ...]) -> Any:
-    """The input as a kernel wants it: C-contiguous, native, one of `dtypes`."""
-    xp = _xp.namespace(array)
-    if array.dtype.name not in dtypes or not array.dtype.isnative:
-        target = _xp.float_dtype(array.dtype.name if array.dtype.name in dtypes else "float32")
-        with np.errstate(over="ignore"):
-            return array.astype(target, order="C")
-    return array if array.flags.c_contiguous else xp.ascontiguousarray(array)
+def _check_quantized_out(out: Any, stored: Format, array: Any) -> None:
+    if not isinstance(out, QuantizedArray):
+        raise TypeError(f"out is {type(out).__name__}; it must be a QuantizedArray")
+    if out.shape != array.shape or out.format != stored:
+        raise FormatError(f"out is {out!r}; it must be {stored!r} of shape {array.shape}, as an earlier result is")
+    if not _xp.same_device(next(iter(out.planes.values())), array):
+        raise DeviceError(f"out is on {out.device} and x on {_xp.device_of(array)}; move one with .to_device()")
+    if isinstance(array, np.ndarray):
+        for name, plane in out.planes.items():
+            if not plane.flags.writeable:
+                raise FormatError(f"plane {name!r} of out is read-only; pass out.copy()")
 
 
-def _plane_dtype(name: str) -> np.dtype:
-    return np.dtype(name) if name != "bfloat16" else _xp.float_dtype(name)
+def source(array: Any, dtypes: tuple[str, ...]) -> Any:
+    """The input as `Format.encode` takes it: C-contiguous, native, one of `dtypes`."""
+    if array.dtype in _xp.dtype_set(dtypes):
+        if array.flags.c_contiguous:
+            return array
+        with _xp.on_device_of(array):
+            return _xp.namespace(array).ascontiguousarray(array)
+    target = _xp.float_dtype(array.dtype)
+    if target.name not in dtypes:
+        target = _xp.float_dtype("float32")
+    with _xp.on_device_of(array), np.errstate(over="ignore"):
+        return array.astype(target, order="C")
+
+
+@functools.lru_cache(maxsize=512)
+def _allocation(format: Format, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...], np.dtype], ...]:
+    """(name, shape, dtype) of every plane."""
+    planes = format.planes(shape).items()
+    return tuple(
+        (name, p.shape, np.dtype(p.dtype) if p.dtype != "bfloat16" else _xp.float_dtype(p.dtype)) for name, p in planes
+    )

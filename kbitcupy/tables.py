@@ -102,12 +102,12 @@ STANDARD = ("bnf", "nf")
 #: float32 magnitudes below this are flushed to zero, as the GPU does.
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
-# A codebook is searched by thresholds when neighbours are at least this far apart, relative to max(1, |value|): then
-# the rounding of |y - value| (2^-24 relative) cannot make a far value tie with a near one, and the nearest value is
-# always one of the two around y.
+# A codebook is searched by thresholds when distinct neighbours are at least this far apart, relative to
+# max(1, |value|): then the rounding of |y - value| (2^-24 relative) cannot make a far value tie with a near one, and
+# the nearest value is always one of the two around y.
 _REGULAR_GAP = np.float32(2.0**-18)
 # Thresholds this close to zero could meet quotients that lose bits to the flushing of subnormals.
-_REGULAR_THRESHOLD = np.float32(2.0**-60)
+_REGULAR_THRESHOLD = np.float32(2.0**-40)
 
 
 def flush(x: Any) -> Any:
@@ -122,24 +122,32 @@ class Codebook:
     Parameters
     ----------
     values : numpy.ndarray
-        float32, finite, 2^k of them.
+        float32, finite, 2^k of them, in any order.
 
     Attributes
     ----------
     values : numpy.ndarray
         float32[2^k], read-only, subnormals flushed to zero.
-    thresholds : numpy.ndarray or None
-        float32[2^k - 1], ascending, for codebooks that are sorted with distinct values: the nearest value of y is
-        number (count of y > threshold), a tie goes to the lower index. None where only the general search is right.
     lowest, highest : numpy.float32
         The extreme values.
+    thresholds : numpy.ndarray or None
+        float32[levels - 1], ascending. The nearest value of y is level number (count of y > threshold), levels being
+        the distinct values in ascending order; a tie goes to the value that stands first in the codebook. None where
+        values are so close that only the full search is right.
+    index : numpy.ndarray
+        uint8[levels], the first index of each level.
+    ordered : bool
+        Whether level and index are the same number: strictly ascending values.
     """
 
     def __init__(self, values: np.ndarray):
         self.values = flush(np.array(values, np.float32))
         self.values.setflags(write=False)
         self.lowest, self.highest = self.values.min(), self.values.max()
-        self.thresholds = _thresholds(self.values)
+        levels, first = np.unique(self.values, return_index=True)
+        self.index = first.astype(np.uint8)
+        self.ordered = bool(np.array_equal(first, np.arange(self.values.size)))
+        self.thresholds = _thresholds(levels, self.index)
 
     @property
     def edge(self) -> float:
@@ -148,26 +156,69 @@ class Codebook:
         return float(max(np.diff(ordered).max() / 2, 1 - ordered[-1], ordered[0] + 1))
 
 
-def _thresholds(values: np.ndarray) -> np.ndarray | None:
-    """For each pair of neighbours the largest float32 that is not nearer to the upper one, by bisection."""
-    low, high = values[:-1], values[1:]
-    reach = max(np.float32(1), np.abs(values).max())
+def _thresholds(levels: np.ndarray, index: np.ndarray) -> np.ndarray | None:
+    """For each pair of neighbours the largest float32 that belongs to the lower one, by bisection."""
+    low, high = levels[:-1], levels[1:]
+    reach = max(np.float32(1), np.abs(levels).max())
     with np.errstate(over="ignore"):
         gaps = high - low
     if not (gaps >= _REGULAR_GAP * reach).all() or not np.isfinite(gaps).all():
         return None
-    # Invariant: `below` satisfies x - low <= high - x, `above` does not. Floats are halved by their ordered integers.
+    tie_is_low = index[:-1] < index[1:]
+    # Invariant: `below` belongs to the lower level, `above` to the upper one. Floats are halved by ordered integers.
     below, above = _ordered(low), _ordered(high)
     while (above - below > 1).any():
         middle = (below + above) // 2
         x = _unordered(middle)
-        nearer_low = x - low <= high - x
-        below, above = np.where(nearer_low, middle, below), np.where(nearer_low, above, middle)
+        to_low, to_high = x - low, high - x
+        is_low = (to_low < to_high) | ((to_low == to_high) & tie_is_low)
+        below, above = np.where(is_low, middle, below), np.where(is_low, above, middle)
     thresholds = _unordered(below)
     if (np.abs(thresholds) < _REGULAR_THRESHOLD).any():
         return None
     thresholds.setflags(write=False)
     return thresholds
+
+
+def direct_thresholds(thresholds: np.ndarray, mantissa_bits: int) -> np.ndarray | None:
+    """Thresholds for the exact product ``x * r`` instead of the rounded quotient ``x / d``, r = fl(1 / d).
+
+    For x and d of `mantissa_bits` significant bits (and d = fl(1e-8), the smallest divisor of the flat rule) the
+    decisions ``fl(x / d) > threshold`` and ``x * r > direct threshold`` are the same for every pair: each direct
+    threshold lies between the largest product that must stay below and the smallest that must not. Powers of two
+    cancel, so one binade of d stands for all.
+
+    Parameters
+    ----------
+    thresholds : numpy.ndarray
+        float32 thresholds for the quotient, none of them 0.
+    mantissa_bits : int
+        11 for float16, 8 for bfloat16.
+
+    Returns
+    -------
+    numpy.ndarray or None
+        float32, or None where a threshold has no such number.
+    """
+    one = 1 << (mantissa_bits - 1)
+    d = np.append(np.arange(one, 2 * one) / one, np.float64(np.float32(1e-8)) * 2.0**27).astype(np.float32)
+    r = (1 / d.astype(np.float64)).astype(np.float32).astype(np.float64)
+    threshold = thresholds.astype(np.float64)[:, None]
+    target = threshold * d
+    step = np.exp2(np.floor(np.log2(np.abs(target))) - mantissa_bits)  # half a unit in the last place of x
+    highest_below = np.full(thresholds.shape, -np.inf)
+    lowest_above = np.full(thresholds.shape, np.inf)
+    for i in range(-4, 6):
+        x = (np.floor(target / step) + i) * step
+        fraction, _ = np.frexp(x)
+        representable = fraction * 2.0**mantissa_bits == np.rint(fraction * 2.0**mantissa_bits)
+        above = x.astype(np.float32) / d > thresholds[:, None]
+        product = x * r  # exact: at most 35 bits
+        highest_below = np.maximum(highest_below, np.where(representable & ~above, product, -np.inf).max(1))
+        lowest_above = np.minimum(lowest_above, np.where(representable & above, product, np.inf).min(1))
+    direct = highest_below.astype(np.float32)
+    direct = np.where(direct < highest_below, np.nextafter(direct, np.float32(np.inf)), direct)
+    return direct if (direct < lowest_above).all() else None
 
 
 def _ordered(x: np.ndarray) -> np.ndarray:

@@ -25,6 +25,15 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+template <typename A, typename B>
+struct SameType {
+    static constexpr bool VALUE = false;
+};
+template <typename A>
+struct SameType<A, A> {
+    static constexpr bool VALUE = true;
+};
+
 // Elements per 32-bit register, their conversion, and the larger magnitude of two registers (NaN loses).
 template <typename T>
 struct Word;
@@ -33,11 +42,15 @@ template <>
 struct Word<float> {
     static constexpr int COUNT = 1;
     __device__ __forceinline__ static float get(unsigned word, int) { return __uint_as_float(word); }
+    __device__ __forceinline__ static float element(unsigned word, int) { return __uint_as_float(word); }
     __device__ __forceinline__ static unsigned pack(const float* v) { return __float_as_uint(v[0]); }
     __device__ __forceinline__ static unsigned larger_magnitude(unsigned a, unsigned b) {
         return __float_as_uint(fmaxf(__uint_as_float(a), fabsf(__uint_as_float(b))));
     }
     __device__ __forceinline__ static float largest(unsigned word) { return __uint_as_float(word); }
+    __device__ __forceinline__ static unsigned scale(unsigned word, float factor) {
+        return __float_as_uint(__fmul_rn(__uint_as_float(word), factor));
+    }
 };
 
 template <>
@@ -46,6 +59,9 @@ struct Word<__half> {
     __device__ __forceinline__ static __half2 as(unsigned word) { return *reinterpret_cast<__half2*>(&word); }
     __device__ __forceinline__ static float get(unsigned word, int i) {
         return i == 0 ? __low2float(as(word)) : __high2float(as(word));
+    }
+    __device__ __forceinline__ static __half element(unsigned word, int i) {
+        return i == 0 ? __low2half(as(word)) : __high2half(as(word));
     }
     __device__ __forceinline__ static unsigned pack(const float* v) {
         __half2 both = __floats2half2_rn(v[0], v[1]);
@@ -56,6 +72,10 @@ struct Word<__half> {
         return *reinterpret_cast<unsigned*>(&both);
     }
     __device__ __forceinline__ static float largest(unsigned word) { return fmaxf(get(word, 0), get(word, 1)); }
+    __device__ __forceinline__ static unsigned scale(unsigned word, float factor) {
+        const float v[2] = {__fmul_rn(get(word, 0), factor), __fmul_rn(get(word, 1), factor)};
+        return pack(v);
+    }
 };
 
 template <>
@@ -67,6 +87,9 @@ struct Word<__nv_bfloat16> {
     __device__ __forceinline__ static float get(unsigned word, int i) {
         return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
     }
+    __device__ __forceinline__ static __nv_bfloat16 element(unsigned word, int i) {
+        return i == 0 ? __low2bfloat16(as(word)) : __high2bfloat16(as(word));
+    }
     __device__ __forceinline__ static unsigned pack(const float* v) {
         __nv_bfloat162 both = __floats2bfloat162_rn(v[0], v[1]);
         return *reinterpret_cast<unsigned*>(&both);
@@ -76,6 +99,10 @@ struct Word<__nv_bfloat16> {
         return *reinterpret_cast<unsigned*>(&both);
     }
     __device__ __forceinline__ static float largest(unsigned word) { return fmaxf(get(word, 0), get(word, 1)); }
+    __device__ __forceinline__ static unsigned scale(unsigned word, float factor) {
+        const float v[2] = {__fmul_rn(get(word, 0), factor), __fmul_rn(get(word, 1), factor)};
+        return pack(v);
+    }
 };
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------
@@ -138,6 +165,33 @@ __device__ __forceinline__ void transpose_fields(unsigned (&word)[BITS]) {
     }
 }
 
+// ---- copies ----------------------------------------------------------------------------------------------------
+
+// 16 bytes from global to shared memory, without a stop in registers where the architecture can (sm_80 on).
+__device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
+#if __CUDA_ARCH__ >= 800
+    unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+#else
+    *shared = __ldcs(global);
+#endif
+}
+
+// Close the group of the copies started since the last call.
+__device__ __forceinline__ void close_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait for this lane's copies, except those of the last PENDING groups.
+template <int PENDING>
+__device__ __forceinline__ void copies_arrived() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
 // ---- warp tiles ------------------------------------------------------------------------------------------------
 
 // A tile in shared memory: 32 rows of 32 elements, in 16-byte chunks. Chunk c of row r stands at column c ^ swizzle(r):
@@ -156,39 +210,19 @@ struct Tile {
         return reinterpret_cast<T*>(chunks + place(row, column / PER_CHUNK)) + column % PER_CHUNK;
     }
 
-    // Fill from x[start ..], zeros beyond n.
+    // Start to fill from x[start ..], zeros beyond n; complete after copies_arrived() and a barrier of the warp.
     __device__ __forceinline__ void load(const T* x, long long start, long long n, bool aligned, int lane) const {
         if (aligned && start + TILE <= n) {
             const uint4* source = reinterpret_cast<const uint4*>(x + start) + lane;
-            uint4 value[CHUNKS];
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) value[i] = __ldcs(source + i * WARP);
 #pragma unroll
             for (int i = 0; i < CHUNKS; ++i) {
                 int chunk = i * WARP + lane;
-                chunks[place(chunk / CHUNKS, chunk % CHUNKS)] = value[i];
+                copy_async(chunks + place(chunk / CHUNKS, chunk % CHUNKS), source + i * WARP);
             }
         } else {
             for (int i = 0; i < ROW; ++i) {
                 int e = i * WARP + lane;
                 *element(e / ROW, e % ROW) = start + e < n ? x[start + e] : T(0.0f);
-            }
-        }
-    }
-
-    // Write to y[start ..], nothing beyond n.
-    __device__ __forceinline__ void store(T* y, long long start, long long n, bool aligned, int lane) const {
-        if (aligned && start + TILE <= n) {
-            uint4* target = reinterpret_cast<uint4*>(y + start) + lane;
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                int chunk = i * WARP + lane;
-                __stcs(target + i * WARP, chunks[place(chunk / CHUNKS, chunk % CHUNKS)]);
-            }
-        } else {
-            for (int i = 0; i < ROW; ++i) {
-                int e = i * WARP + lane;
-                if (start + e < n) y[start + e] = *element(e / ROW, e % ROW);
             }
         }
     }
@@ -201,43 +235,75 @@ struct Tile {
             word[4 * c] = v.x, word[4 * c + 1] = v.y, word[4 * c + 2] = v.z, word[4 * c + 3] = v.w;
         }
     }
-    __device__ __forceinline__ void write_chunk(int row, int chunk, const unsigned* word) const {
-        chunks[place(row, chunk)] = make_uint4(word[0], word[1], word[2], word[3]);
-    }
 };
 
 __device__ __forceinline__ bool is_aligned(const void* pointer) {
     return (reinterpret_cast<unsigned long long>(pointer) & 15) == 0;
 }
 
-// K words a lane, lane after lane, between global memory (coalesced) and registers; `stage` is K * 32 words of shared
-// memory that the warp owns. Blocks from `blocks` on are read as zero and not written.
+// K words for each block, block after block. A full tile of an aligned plane moves in 16-byte chunks through `stage`,
+// CHUNKS of shared memory that the warp owns; any other one word by word. Blocks from `blocks` on are read as zero and
+// not written.
 template <int K>
-__device__ __forceinline__ void load_words(
-    const unsigned* packed, long long first_block, long long blocks, unsigned* stage, int lane, unsigned (&word)[K]) {
-    const unsigned* source = packed + first_block * K;
-    long long limit = (blocks - first_block) * K;
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-        int at = i * WARP + lane;
-        stage[at] = at < limit ? __ldcs(source + at) : 0u;
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < K; ++i) word[i] = stage[lane * K + i];
-}
+struct WordTile {
+    static constexpr int PER_LANE = (K + 3) / 4;  // chunks that a lane moves
+    static constexpr int CHUNKS = WARP * K / 4;
 
-template <int K>
-__device__ __forceinline__ void store_words(
-    unsigned* packed, long long first_block, long long blocks, unsigned* stage, int lane, const unsigned (&word)[K]) {
-#pragma unroll
-    for (int i = 0; i < K; ++i) stage[lane * K + i] = word[i];
-    __syncwarp();
-    unsigned* target = packed + first_block * K;
-    long long limit = (blocks - first_block) * K;
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-        int at = i * WARP + lane;
-        if (at < limit) __stcs(target + at, stage[at]);
+    __device__ __forceinline__ static bool whole(const unsigned* packed, long long first, long long blocks) {
+        return is_aligned(packed) && first + WARP <= blocks;
     }
-}
+
+    __device__ __forceinline__ static void load_async(const unsigned* packed, long long first, int lane, uint4* stage) {
+        const uint4* source = reinterpret_cast<const uint4*>(packed + first * K);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i)
+            if (i * WARP + lane < CHUNKS) copy_async(stage + i * WARP + lane, source + i * WARP + lane);
+    }
+
+    __device__ __forceinline__ static void read(const uint4* stage, int lane, unsigned (&word)[K]) {
+        if constexpr (K % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < K / 4; ++i) {
+                const uint4 v = stage[lane * (K / 4) + i];
+                word[4 * i] = v.x, word[4 * i + 1] = v.y, word[4 * i + 2] = v.z, word[4 * i + 3] = v.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < K; ++i) word[i] = reinterpret_cast<const unsigned*>(stage)[lane * K + i];
+        }
+    }
+
+    __device__ __forceinline__ static void load(
+        const unsigned* packed, long long first, long long blocks, int lane, unsigned (&word)[K]) {
+        const long long block = first + lane;
+#pragma unroll
+        for (int i = 0; i < K; ++i) word[i] = block < blocks ? packed[block * K + i] : 0u;
+    }
+
+    __device__ __forceinline__ static void store(
+        unsigned* packed, long long first, long long blocks, uint4* stage, int lane, const unsigned (&word)[K]) {
+        if (whole(packed, first, blocks)) {
+            uint4* target = reinterpret_cast<uint4*>(packed + first * K);
+            if constexpr (K == 4) {
+                __stcs(target + lane, make_uint4(word[0], word[1], word[2], word[3]));
+                return;
+            }
+            if constexpr (K == 8) {
+                stage[lane * 2] = make_uint4(word[0], word[1], word[2], word[3]);
+                stage[lane * 2 + 1] = make_uint4(word[4], word[5], word[6], word[7]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < K; ++i) reinterpret_cast<unsigned*>(stage)[lane * K + i] = word[i];
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i)
+                if (i * WARP + lane < CHUNKS) __stcs(target + i * WARP + lane, stage[i * WARP + lane]);
+        } else {
+            const long long block = first + lane;
+#pragma unroll
+            for (int i = 0; i < K; ++i)
+                if (block < blocks) packed[block * K + i] = word[i];
+        }
+    }
+};

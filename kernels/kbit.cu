@@ -9,11 +9,81 @@ enum Pass {
     REPEAT,  // turn that note into the tensor scale; encode again where it is not 1
 };
 
-// Threads of a block, by the bytes of an element: a warp's tile takes 1024 of them in shared memory.
-template <typename T>
-struct Threads {
-    static constexpr int COUNT = sizeof(T) == 4 ? 128 : 256;
-};
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / WARP;
+
+// One or two bits need no table: the sign of (threshold - y) for each threshold is nearly the bit plane itself.
+template <int K, int SEARCH>
+constexpr bool USES_TABLE = SEARCH == MAPPED || (SEARCH == ORDERED && K > 2);
+
+// The index of every element of a row, as bit planes.
+//
+// DIRECT: the thresholds are those for the product x * r (see direct_thresholds in tables.py), so nothing is divided.
+// Otherwise y is the correctly rounded quotient. With ORDERED the bucket gives the level below its threshold, the sign
+// of (threshold - y) is the one to add: 32 signs are gathered in a word and added to the planes as binary digits.
+template <typename T, int K, int SEARCH>
+__device__ __forceinline__ void search_row(
+    const unsigned (&row)[Tile<T>::WORDS], float d, const Codebook<K>& codebook, const BucketSearch& search,
+    const char* table, unsigned (&plane)[Field<K>::BITS]) {
+    constexpr int BITS = Field<K>::BITS, PER_WORD = Word<T>::COUNT;
+    constexpr bool DIRECT = SEARCH == ORDERED && sizeof(T) == 2;
+    const float r = d == 0.0f ? 0.0f : __frcp_rn(d);
+    const float factor = DIRECT ? __fmul_rn(r, search.slope) : search.slope;
+    constexpr int SIGNS = USES_TABLE<K, SEARCH> ? 1 : (1 << K) - 1;
+    unsigned above[SIGNS] = {};  // bit e: y of element e lies above the threshold
+#pragma unroll
+    for (int p = 0; p < BITS; ++p) plane[p] = 0;
+#pragma unroll
+    for (int e = ROW - 1; e >= 0; --e) {
+        const float x = Word<T>::get(row[e / PER_WORD], e % PER_WORD);
+        const float y = DIRECT ? x : divide_by_reciprocal(x, d, r);
+        auto distance_to = [&](float threshold) {
+            return DIRECT ? __fmaf_rn(-x, r, threshold) : __fsub_rn(threshold, y);
+        };
+        if constexpr (!USES_TABLE<K, SEARCH>) {
+#pragma unroll
+            for (int i = 0; i < SIGNS; ++i)
+                above[i] = __funnelshift_l(__float_as_uint(distance_to(codebook.threshold[i])), above[i], 1);
+        } else {
+            const Bucket bucket = *reinterpret_cast<const Bucket*>(table + search(y, factor));
+            const float distance = distance_to(bucket.threshold);
+            if (SEARCH == ORDERED) {
+                above[0] = __funnelshift_l(__float_as_uint(distance), above[0], 1);
+                plane[e % BITS] += bucket.index << (e / BITS * BITS);
+            } else {
+                unsigned index = distance < 0.0f ? bucket.index >> 16 : bucket.index & 0xffffu;
+                if (y != y) index = 0;
+                plane[e % BITS] += index << (e / BITS * BITS);
+            }
+        }
+    }
+    if constexpr (!USES_TABLE<K, SEARCH>) {
+        plane[K - 1] = above[SIGNS / 2];
+        if constexpr (K == 2) plane[0] = (above[0] & ~above[1]) | above[2];
+    } else {
+        transpose_fields<BITS>(plane);
+        if (SEARCH == ORDERED) {
+#pragma unroll
+            for (int p = 0; p < K; ++p) {
+                const unsigned carry = plane[p] & above[0];
+                plane[p] ^= above[0];
+                above[0] = carry;
+            }
+        }
+    }
+}
+
+// The same for any codebook and any divisor, one element after the other: `index_of` takes the IEEE quotient.
+template <typename T, int K, typename Index>
+__device__ __forceinline__ void search_slowly(
+    const Tile<T>& tile, int lane, float d, Index index_of, unsigned (&plane)[Field<K>::BITS]) {
+    for (int e = 0; e < ROW; ++e) {
+        const float x = flush(to_float(*tile.element(lane, e)));
+        const unsigned index = index_of(d == 0.0f ? x * 0.0f : flush(divide_ieee(x, d)));
+#pragma unroll
+        for (int p = 0; p < K; ++p) plane[p] = (plane[p] & ~(1u << e)) | ((index >> p & 1u) << e);
+    }
+}
 
 // x             T[n]
 // packed        uint32[blocks * K], and K zero words more in the FLAT pass
@@ -21,62 +91,62 @@ struct Threads {
 // tensor_scale  float32[1]; not used in the FLAT pass
 // values        float32[2^K] on the device, or null: then codebook.value
 // values_out    float32[2^K], receives the values, or null
-template <typename T, int K, int FORMAT, bool SORTED>
-__global__ void __launch_bounds__(Threads<T>::COUNT) quantize_kbit(
+template <typename T, int K, int FORMAT, int SEARCH>
+__global__ void __launch_bounds__(THREADS) quantize_kbit(
     const T* x, long long n, unsigned* packed, typename Absmax<FORMAT>::Code* absmax, unsigned* tensor_scale,
-    const float* values, float* values_out, int pass, Codebook<K> codebook) {
+    const float* values, float* values_out, int pass, const __grid_constant__ Codebook<K> codebook) {
     using A = Absmax<FORMAT>;
-    constexpr int BITS = Field<K>::BITS;
-    constexpr int PER_WORD = Word<T>::COUNT;
-    extern __shared__ uint4 dynamic[];  // tiles of the warps, then the bucket table
-    __shared__ float shared_values[1 << K];
+    constexpr int TILE_CHUNKS = WARP * Tile<T>::CHUNKS;
+    extern __shared__ uint4 dynamic[];        // two tiles for each warp, then the bucket table
+    __shared__ float shared_numbers[1 << K];  // thresholds, or the values where each is tried
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const long long blocks = (n + ROW - 1) / ROW, tiles = (blocks + WARP - 1) / WARP;
-    const long long stride = (long long)gridDim.x * (Threads<T>::COUNT / WARP);
+    const long long stride = (long long)gridDim.x * WARPS;
 
     float scale = 1.0f;
     if (pass == REPEAT) {
         // Whoever comes late may read the finished scale instead of the note: the sign bit tells them apart.
-        unsigned note = *static_cast<volatile unsigned*>(tensor_scale);
+        const unsigned note = *static_cast<volatile unsigned*>(tensor_scale);
         scale = note >> 31 ? tensor_scale_of<FORMAT>(__uint_as_float(note & 0x7fffffffu)) : __uint_as_float(note);
         if (note >> 31 && threadIdx.x == 0) atomicExch(tensor_scale, __float_as_uint(scale));
         if (scale == 1.0f) return;
     }
     const float inverse_scale = __int_as_float((254 << 23) - __float_as_int(scale));  // of a power of two
 
-    char* table = reinterpret_cast<char*>(dynamic + Threads<T>::COUNT * Tile<T>::CHUNKS);
-    BucketSearch nearest_sorted{};
-    FullSearch<K> nearest_any{};
-    if (SORTED) {
-        build_buckets<K>(codebook, shared_values, reinterpret_cast<Bucket*>(table));
-        nearest_sorted = make_bucket_search(codebook, table, lane);
-    } else {
-        for (int i = threadIdx.x; i < (1 << K); i += blockDim.x)
-            shared_values[i] = flush(values ? values[i] : codebook.value[i]);
-        __syncthreads();
-        nearest_any = {shared_values, infinity(), -infinity(), pass != FLAT};
+    // The first tile is on its way while the table is built.
+    const bool aligned = is_aligned(x);
+    long long t = (long long)blockIdx.x * WARPS + warp;
+    Tile<T> tile{dynamic + warp * 2 * TILE_CHUNKS}, next{tile.chunks + TILE_CHUNKS};
+    if (t < tiles) tile.load(x, t * TILE, n, aligned, lane);
+    close_copies();
+
+    char* table = reinterpret_cast<char*>(dynamic + WARPS * 2 * TILE_CHUNKS);
+    const BucketSearch search(codebook, lane);
+    FullSearch<K> nearest{shared_numbers, infinity(), -infinity(), pass != FLAT};
+    for (int i = threadIdx.x; i < (1 << K); i += THREADS)
+        shared_numbers[i] = SEARCH != FULL ? codebook.threshold[i] : flush(values ? values[i] : codebook.value[i]);
+    __syncthreads();
+    if (USES_TABLE<K, SEARCH>) build_buckets<K, SEARCH>(codebook, shared_numbers, reinterpret_cast<Bucket*>(table));
+    if (SEARCH == FULL) {
         for (int i = 0; i < (1 << K); ++i) {
-            nearest_any.lowest = fminf(nearest_any.lowest, shared_values[i]);
-            nearest_any.highest = fmaxf(nearest_any.highest, shared_values[i]);
+            nearest.lowest = fminf(nearest.lowest, shared_numbers[i]);
+            nearest.highest = fmaxf(nearest.highest, shared_numbers[i]);
         }
     }
     if (blockIdx.x == 0) {
-        for (int i = threadIdx.x; values_out && i < (1 << K); i += blockDim.x)
+        for (int i = threadIdx.x; values_out && i < (1 << K); i += THREADS)
             values_out[i] = flush(values ? values[i] : codebook.value[i]);
-        if (pass == FLAT && threadIdx.x <= K) {
-            if (threadIdx.x < K) packed[blocks * K + threadIdx.x] = 0;
-            else absmax[blocks] = typename A::Code(0.0f);
-        }
+        if (pass == FLAT && threadIdx.x < K) packed[blocks * K + threadIdx.x] = 0;
+        if (pass == FLAT && threadIdx.x == K) absmax[blocks] = typename A::Code(0.0f);
         if (pass == FIXED && threadIdx.x == 0) *tensor_scale = __float_as_uint(1.0f);
     }
 
-    const Tile<T> tile{dynamic + warp * WARP * Tile<T>::CHUNKS};
-    const bool aligned = is_aligned(x);
     float largest = 0.0f;
-    for (long long t = (long long)blockIdx.x * (Threads<T>::COUNT / WARP) + warp; t < tiles; t += stride) {
-        const long long block = t * WARP + lane;
-        tile.load(x, t * TILE, n, aligned, lane);
+    for (; t < tiles; t += stride) {
+        if (t + stride < tiles) next.load(x, (t + stride) * TILE, n, aligned, lane);
+        close_copies();
+        copies_arrived<1>();
         __syncwarp();
         unsigned row[Tile<T>::WORDS];
         tile.read_row(lane, row);
@@ -88,44 +158,142 @@ __global__ void __launch_bounds__(Threads<T>::COUNT) quantize_kbit(
         if (a < infinity()) largest = fmaxf(largest, a);
         const typename A::Code code = A::encode(__fmul_rn(a, inverse_scale));
         // The divisor of the search; 0 divides to 0.
-        const float d = pass == FLAT ? fmaxf(a, 1e-8f) : __fmul_rn(A::decode(code), scale);
+        float d = pass == FLAT ? fmaxf(a, 1e-8f) : __fmul_rn(A::decode(code), scale);
 
-        unsigned plane[BITS] = {};
-        // Outside this range the short division below is not exact; inf / inf must be NaN, inf / finite infinite.
-        bool ordinary = a < infinity() && (d == 0.0f || (d >= 0x1p-60f && d <= 0x1p100f));
-        if (SORTED) {
-            const float reciprocal = d == 0.0f ? 0.0f : __frcp_rn(d);
+        unsigned plane[Field<K>::BITS] = {};
+        if (SEARCH == FULL) {
+            search_slowly<T, K>(tile, lane, d, nearest, plane);
+        } else {
+            // Outside this range the short division, or the reciprocal, would lose bits: move the block by a power of
+            // two. float16 never leaves it.
+            constexpr float LOW = sizeof(T) == 4 ? 0x1p-60f : 0x1p-125f, HIGH = sizeof(T) == 4 ? 0x1p100f : 0x1p125f;
+            float divisor = d;
+            if (!SameType<T, __half>::VALUE && d != 0.0f && (d < LOW || d > HIGH) && d < infinity()) {
+                const int exponent = int(__float_as_uint(d) >> 23) - 127;
+                const float factor = __int_as_float((127 - min(exponent, 126)) << 23);
+                divisor = __fmul_rn(d, factor);
 #pragma unroll
-            for (int e = 0; e < ROW; ++e) {
-                float v = Word<T>::get(row[e / PER_WORD], e % PER_WORD);
-                unsigned index = nearest_sorted(divide_by_reciprocal(v, d, reciprocal));
-                plane[e % BITS] += index << (e / BITS * BITS);
+                for (int i = 0; i < Tile<T>::WORDS; ++i) row[i] = Word<T>::scale(row[i], factor);
             }
-            transpose_fields<BITS>(plane);
-        }
-        if (!SORTED || !ordinary) {
-            for (int e = 0; e < ROW; ++e) {
-                float v = flush(to_float(*tile.element(lane, e)));
-                float y = d == 0.0f ? v * 0.0f : flush(divide_ieee(v, d));
-                unsigned index = SORTED ? nearest_sorted(y) : nearest_any(y);
-#pragma unroll
-                for (int p = 0; p < K; ++p) plane[p] = (plane[p] & ~(1u << e)) | ((index >> p & 1u) << e);
-            }
+            search_row<T, K, SEARCH>(row, divisor, codebook, search, table, plane);
+            // An infinity breaks the short division (inf - inf), not the product.
+            if (!(SEARCH == ORDERED && sizeof(T) == 2) && !(a < infinity()))
+                search_slowly<T, K>(
+                    tile, lane, d, [&](float y) { return bisect<K, SEARCH>(codebook, shared_numbers, y); }, plane);
         }
         __syncwarp();  // every row has been read: the tile's memory now stages the words
         unsigned words[K];
 #pragma unroll
         for (int p = 0; p < K; ++p) words[p] = plane[p];
-        store_words<K>(packed, t * WARP, blocks, reinterpret_cast<unsigned*>(tile.chunks), lane, words);
-        if (block < blocks) absmax[block] = code;
+        WordTile<K>::store(packed, t * WARP, blocks, tile.chunks, lane, words);
+        if (t * WARP + lane < blocks) absmax[t * WARP + lane] = code;
         __syncwarp();
+        uint4* freed = tile.chunks;
+        tile.chunks = next.chunks, next.chunks = freed;
     }
 
     if (pass == NOTE) {
-        unsigned note = warp_max(__float_as_uint(largest)) | 0x80000000u;
+        const unsigned note = warp_max(__float_as_uint(largest)) | 0x80000000u;
         if (lane == 0) atomicMax(tensor_scale, note);
     }
 }
+
+// The compressed tiles that a warp has ahead of it, on their way from memory. Writing keeps memory so busy that a read
+// takes several tiles' time: with one tile in flight a warp mostly waited.
+template <int K, int FORMAT>
+struct Pipeline {
+    using Code = typename Absmax<FORMAT>::Code;
+    static constexpr int DEPTH = K <= 4 ? 4 : 3;
+    static constexpr int CODE_CHUNKS = WARP * sizeof(Code) / 16;
+    static constexpr int STAGE = WordTile<K>::CHUNKS + CODE_CHUNKS;  // chunks
+
+    const unsigned* packed;
+    const Code* absmax;
+    long long blocks;
+    uint4* stages;  // DEPTH * STAGE chunks of shared memory that the warp owns
+    int lane;
+    bool aligned;
+
+    __device__ __forceinline__ bool whole(long long tile) const { return aligned && (tile + 1) * WARP <= blocks; }
+
+    // Every call closes one group of copies, also where there is nothing to copy.
+    __device__ __forceinline__ void start(long long tile, int slot) const {
+        if (whole(tile)) {
+            uint4* stage = stages + slot * STAGE;
+            WordTile<K>::load_async(packed, tile * WARP, lane, stage);
+            if (lane < CODE_CHUNKS)
+                copy_async(
+                    stage + WordTile<K>::CHUNKS + lane,
+                    reinterpret_cast<const uint4*>(absmax + tile * WARP) + lane);
+        }
+        close_copies();
+    }
+
+    // The words and the scale of this lane's block; DEPTH - 1 later groups may be on their way.
+    __device__ __forceinline__ Code finish(long long tile, int slot, unsigned (&word)[K]) const {
+        copies_arrived<DEPTH - 1>();
+        __syncwarp();
+        if (whole(tile)) {
+            const uint4* stage = stages + slot * STAGE;
+            WordTile<K>::read(stage, lane, word);
+            return reinterpret_cast<const Code*>(stage + WordTile<K>::CHUNKS)[lane];
+        }
+        WordTile<K>::load(packed, tile * WARP, blocks, lane, word);
+        return tile * WARP + lane < blocks ? absmax[tile * WARP + lane] : Code(0.0f);
+    }
+};
+
+// The indices of a tile, in shared memory in groups of eight consecutive elements: BITS bytes a group. Byte w of a
+// group holds its elements w, w + BITS, ..., BITS bits each; rows are written, and any lane reads any group.
+template <int BITS>
+struct Groups {
+    static constexpr int CHUNKS = WARP * BITS / 4;
+    char* memory;
+
+    // Field n of word w is element n * BITS + w of the row: its byte g belongs to group g.
+    __device__ __forceinline__ void put(int row, const unsigned (&field)[BITS]) const {
+        if constexpr (BITS == 1) {
+            reinterpret_cast<unsigned*>(memory)[row] = field[0];
+        } else if constexpr (BITS == 2) {
+            reinterpret_cast<uint2*>(memory)[row] =
+                make_uint2(__byte_perm(field[0], field[1], 0x5140), __byte_perm(field[0], field[1], 0x7362));
+        } else {
+            constexpr int HALVES = BITS / 4;
+            unsigned out[4][HALVES];
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) {
+                const unsigned* f = field + 4 * h;
+                const unsigned low01 = __byte_perm(f[0], f[1], 0x5140), high01 = __byte_perm(f[0], f[1], 0x7362);
+                const unsigned low23 = __byte_perm(f[2], f[3], 0x5140), high23 = __byte_perm(f[2], f[3], 0x7362);
+                out[0][h] = __byte_perm(low01, low23, 0x5410), out[1][h] = __byte_perm(low01, low23, 0x7632);
+                out[2][h] = __byte_perm(high01, high23, 0x5410), out[3][h] = __byte_perm(high01, high23, 0x7632);
+            }
+            uint4* target = reinterpret_cast<uint4*>(memory) + row * HALVES;
+            if constexpr (HALVES == 1) {
+                target[0] = make_uint4(out[0][0], out[1][0], out[2][0], out[3][0]);
+            } else {
+                target[0] = make_uint4(out[0][0], out[0][1], out[1][0], out[1][1]);
+                target[1] = make_uint4(out[2][0], out[2][1], out[3][0], out[3][1]);
+            }
+        }
+    }
+
+    // Group number `chunk`, or with COUNT = 4 one half of group number chunk / 2, moved to where the first half is.
+    template <int COUNT>
+    __device__ __forceinline__ void get(int chunk, unsigned (&indices)[2]) const {
+        const int group = COUNT == 8 ? chunk : chunk / 2;
+        const int shift = COUNT == 8 ? 0 : chunk % 2 * 4;
+        indices[1] = 0;
+        if constexpr (BITS == 1) indices[0] = reinterpret_cast<const unsigned char*>(memory)[group] >> shift;
+        if constexpr (BITS == 2) indices[0] = reinterpret_cast<const unsigned short*>(memory)[group] >> shift;
+        if constexpr (BITS == 4) indices[0] = reinterpret_cast<const unsigned*>(memory)[group] >> shift;
+        if constexpr (BITS == 8 && COUNT == 4) indices[0] = reinterpret_cast<const unsigned*>(memory)[chunk];
+        if constexpr (BITS == 8 && COUNT == 8) {
+            const uint2 both = reinterpret_cast<const uint2*>(memory)[group];
+            indices[0] = both.x, indices[1] = both.y;
+        }
+    }
+};
 
 // packed        uint32[blocks * K]
 // absmax        Code[blocks]
@@ -133,65 +301,87 @@ __global__ void __launch_bounds__(Threads<T>::COUNT) quantize_kbit(
 // values        float32[2^K] on the device, or null: then codebook.value
 // y             T[n]
 template <typename T, int K, int FORMAT>
-__global__ void __launch_bounds__(Threads<T>::COUNT) dequantize_kbit(
+__global__ void __launch_bounds__(THREADS) dequantize_kbit(
     const unsigned* packed, const typename Absmax<FORMAT>::Code* absmax, const float* tensor_scale,
-    const float* values, T* y, long long n, Codebook<K> codebook) {
-    constexpr int BITS = Field<K>::BITS, PER_WORD = Word<T>::COUNT;
+    const float* values, T* y, long long n, const __grid_constant__ Codebook<K> codebook) {
+    constexpr int BITS = Field<K>::BITS, PER_WORD = Word<T>::COUNT, PER_CHUNK = Tile<T>::PER_CHUNK;
     // An entry of the table is one float for each lane (no bank conflicts) while that is at most 16 KiB. 256 bytes
     // an entry let a byte permutation form the address: byte 1 is the index, byte 0 the lane.
     constexpr int STRIDE_LOG2 = K <= 6 ? 8 : 14 - K;
     constexpr int COPIES = STRIDE_LOG2 == 8 ? WARP : (1 << STRIDE_LOG2) / 4;
-    extern __shared__ uint4 dynamic[];  // tiles of the warps, then the table
-    char* table = reinterpret_cast<char*>(dynamic + Threads<T>::COUNT * Tile<T>::CHUNKS);
-    for (int i = threadIdx.x; i < (COPIES << K); i += blockDim.x) {
-        int index = i / COPIES, copy = i % COPIES;
+    extern __shared__ uint4 dynamic[];  // for each warp the pipeline and its groups, then the table
+    using Lines = Pipeline<K, FORMAT>;
+    constexpr int WARP_CHUNKS = Lines::DEPTH * Lines::STAGE + Groups<BITS>::CHUNKS;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const long long blocks = (n + ROW - 1) / ROW, tiles = (blocks + WARP - 1) / WARP;
+    const long long stride = (long long)gridDim.x * WARPS;
+    long long t = (long long)blockIdx.x * WARPS + warp;
+
+    uint4* mine = dynamic + warp * WARP_CHUNKS;
+    const Lines pipeline{packed, absmax, blocks, mine, lane, is_aligned(packed) && is_aligned(absmax)};
+    const Groups<BITS> groups{reinterpret_cast<char*>(mine + Lines::DEPTH * Lines::STAGE)};
+    // The first tiles are on their way while the table is built.
+#pragma unroll
+    for (int i = 0; i < Lines::DEPTH - 1; ++i) pipeline.start(t + i * stride, i);
+    char* table = reinterpret_cast<char*>(dynamic + WARPS * WARP_CHUNKS);
+    for (int i = threadIdx.x; i < (COPIES << K); i += THREADS) {
+        const int index = i / COPIES, copy = i % COPIES;
         *reinterpret_cast<float*>(table + (index << STRIDE_LOG2) + copy * 4) =
             flush(values ? values[index] : codebook.value[index]);
     }
     __syncthreads();
 
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const unsigned lane_offset = (lane % COPIES) * 4;
     const float scale = tensor_scale ? *tensor_scale : 1.0f;
-    const long long blocks = (n + ROW - 1) / ROW, tiles = (blocks + WARP - 1) / WARP;
-    const long long stride = (long long)gridDim.x * (Threads<T>::COUNT / WARP);
-    const Tile<T> tile{dynamic + warp * WARP * Tile<T>::CHUNKS};
     const bool aligned = is_aligned(y);
-    for (long long t = (long long)blockIdx.x * (Threads<T>::COUNT / WARP) + warp; t < tiles; t += stride) {
-        const long long block = t * WARP + lane;
+    int slot = 0;
+    for (; t < tiles; t += stride) {
+        const int last = slot == 0 ? Lines::DEPTH - 1 : slot - 1;
+        pipeline.start(t + (Lines::DEPTH - 1) * stride, last);
         unsigned words[K];
-        load_words<K>(packed, t * WARP, blocks, reinterpret_cast<unsigned*>(tile.chunks), lane, words);
-        const float a = block < blocks ? __fmul_rn(Absmax<FORMAT>::decode(absmax[block]), scale) : 0.0f;
+        const float a = __fmul_rn(Absmax<FORMAT>::decode(pipeline.finish(t, slot, words)), scale);
+        slot = slot == Lines::DEPTH - 1 ? 0 : slot + 1;
         unsigned field[BITS] = {};
 #pragma unroll
         for (int p = 0; p < K; ++p) field[p] = words[p];
         transpose_fields<BITS>(field);
+        groups.put(lane, field);
+        __syncwarp();
 
-        __syncwarp();  // every lane has its words: the tile's memory now takes the output
+        // From here a lane writes 16 bytes after 16 bytes next to its neighbours', of rows that others have unpacked.
+        const bool whole = aligned && (t + 1) * TILE <= n;
 #pragma unroll
         for (int c = 0; c < Tile<T>::CHUNKS; ++c) {
+            const int chunk = c * WARP + lane;
+            const float row_scale = __shfl_sync(FULL_WARP, a, chunk / Tile<T>::CHUNKS);
+            unsigned indices[2];
+            groups.template get<PER_CHUNK>(chunk, indices);
             unsigned out[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float v[PER_WORD];
 #pragma unroll
                 for (int h = 0; h < PER_WORD; ++h) {
-                    constexpr unsigned FIELD_MASK = (1u << BITS) - 1;
-                    const int e = (c * 4 + i) * PER_WORD + h;
-                    const int bit = e / BITS * BITS, byte = bit / 8;
-                    // Indices to whole bytes, four at a time (the compiler shares this between elements).
-                    unsigned bytes = field[e % BITS] >> bit % 8 & FIELD_MASK * 0x01010101u;
-                    unsigned offset = STRIDE_LOG2 == 8
-                        ? __byte_perm(bytes, lane_offset, 0x5504 | byte << 4)
-                        : (bytes >> 8 * byte & 0xffu) << STRIDE_LOG2 | lane_offset;
-                    v[h] = __fmul_rn(*reinterpret_cast<const float*>(table + offset), a);
+                    const int e = i * PER_WORD + h, byte = e % BITS;
+                    // Indices to whole bytes, up to four at a time (the compiler shares this between elements).
+                    const unsigned bytes =
+                        indices[byte / 4] >> e / BITS * BITS & ((1u << BITS) - 1) * 0x01010101u;
+                    const unsigned offset = STRIDE_LOG2 == 8
+                        ? __byte_perm(bytes, lane_offset, 0x5504 | byte % 4 << 4)
+                        : (bytes >> 8 * (byte % 4) & 0xffu) << STRIDE_LOG2 | lane_offset;
+                    v[h] = __fmul_rn(*reinterpret_cast<const float*>(table + offset), row_scale);
                 }
                 out[i] = Word<T>::pack(v);
             }
-            tile.write_chunk(lane, c, out);
+            const long long first = t * TILE + chunk * PER_CHUNK;
+            if (whole) {
+                __stcs(reinterpret_cast<uint4*>(y + first), make_uint4(out[0], out[1], out[2], out[3]));
+            } else {
+#pragma unroll
+                for (int e = 0; e < PER_CHUNK; ++e)
+                    if (first + e < n) y[first + e] = Word<T>::element(out[e / PER_WORD], e % PER_WORD);
+            }
         }
-        __syncwarp();
-        tile.store(y, t * TILE, n, aligned, lane);
         __syncwarp();
     }
 }

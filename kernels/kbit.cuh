@@ -13,19 +13,16 @@ enum AbsmaxFormat { E4M4, FLOAT16, FLOAT32 };
 // One byte e << 4 | m: 2^(e - bias) * (1 + m / 16), or m * 2^(-bias - 3) where e = 0. Values from 2^(16 - bias) on
 // saturate, and the mantissa is clamped at 15 instead of carried, as in bitsandbytes.
 __device__ __forceinline__ unsigned char encode_e4m4(float x, int bias) {
-    if (!(x > 0.0f)) return 0;
-    unsigned bits = __float_as_uint(x);
-    int exponent = int(bits >> 23) - 127 + bias;
-    if (exponent > 15) return 0xff;
-    unsigned mantissa;
-    if (exponent <= 0) {
-        mantissa = unsigned(__float2int_rn(__fmul_rn(x, __int_as_float((bias + 3 + 127) << 23))));
-        exponent = 0;
-    } else {
-        unsigned fraction = bits & 0x7fffffu;
-        mantissa = (fraction + 0x3ffffu + ((fraction >> 19) & 1u)) >> 19;  // half to even at bit 19
-    }
-    return static_cast<unsigned char>(exponent << 4 | min(mantissa, 15u));
+    const unsigned bits = __float_as_uint(x);
+    const int exponent = int(bits >> 23) - 127 + bias;
+    // Normal codes: the exponent and four bits of the fraction, half to even at bit 19. A fraction over 15 / 16 would
+    // carry, and is cut to that first.
+    const unsigned cut = (bits & 0xff800000u) | min(bits & 0x7fffffu, 0x780000u);
+    const int normal = int((cut + 0x3ffffu + (cut >> 19 & 1u)) >> 19) - ((127 - bias) << 4);
+    // Codes under 16 count units of 2^(-bias - 3).
+    const int small = min(__float2int_rn(__fmul_rn(x, __int_as_float((bias + 3 + 127) << 23))), 15);
+    const int code = exponent > 15 ? 0xff : exponent > 0 ? normal : small;
+    return static_cast<unsigned char>(x > 0.0f ? code : 0);
 }
 
 __device__ __forceinline__ float decode_e4m4(unsigned code, int bias) {
@@ -83,77 +80,90 @@ __device__ __forceinline__ float tensor_scale_of(float largest) {
 
 // ---- search ----------------------------------------------------------------------------------------------------
 
+// How the nearest value is found.
+enum Search {
+    ORDERED,  // ascending values: buckets of thresholds, index = level
+    MAPPED,   // any values that are far enough apart: buckets of thresholds, then a map from level to index
+    FULL,     // any values: each is tried
+};
+
 // What the host knows of a codebook, passed by value: no upload, nothing to keep alive, safe in a graph.
 template <int K>
 struct Codebook {
     float value[1 << K];
-    float threshold[1 << K];  // 2^K - 1 of them, ascending; only for the sorted search
-    float slope;              // y * slope + 0.5, clamped to [0, 1], walks through the buckets
-    int buckets;              // a power of two; no bucket holds two thresholds
-    int copies;               // of the bucket table, a power of two up to 16: copy = lane % copies
+    float threshold[1 << K];        // ascending, filled up with +inf; see BucketSearch
+    unsigned char index[1 << K];    // of each level; only for MAPPED
+    float slope;                    // y * slope + 0.5, clamped to [0, 1], walks through the buckets
+    int buckets;                    // a power of two; no bucket holds two thresholds
+    int copies;                     // of the bucket table, a power of two up to 16: copy = lane % copies
 };
 
-// A bucket: the only threshold in it (or +inf) and the index on its lower side.
-struct Bucket {
+// A bucket: the only threshold in it (or +inf), and the index on its lower side (bits 0 .. 7) and on its upper one
+// (bits 16 .. 23; not used by ORDERED, where it is one more).
+struct __align__(8) Bucket {
     float threshold;
     unsigned index;
 };
 
-// Bucket number of y, scaled by `copies`, in the bits that `mask` selects. The conversion is one fused multiply-add
-// and one addition of 2^e: the sum's unit in the last place makes the fraction's bits fall where an address wants
-// them. Both steps are monotone in y, so bucket(y) < bucket(threshold) implies y < threshold: rounding cannot harm.
+// Table of buckets over y. The bucket number comes from one fused multiply-add and one addition of a power of two,
+// whose unit in the last place makes the bits of the fraction fall where an address wants them. Both steps are
+// monotone in y, so bucket(y) < bucket(threshold) implies y < threshold: rounding cannot harm.
 struct BucketSearch {
-    const char* table;  // this lane's copy
+    unsigned offset, mask;  // of this lane's copy in the table; of the bits that select a bucket
     float slope, magic;
-    unsigned mask;
 
-    __device__ __forceinline__ unsigned offset(float y) const {
-        return __float_as_uint(__fadd_rn(fma_saturate(y, slope, 0.5f), magic)) & mask;
+    template <int K>
+    __device__ __forceinline__ BucketSearch(const Codebook<K>& codebook, int lane) {
+        const int shift = 31 - __clz(codebook.copies * int(sizeof(Bucket)));  // a bucket's copies are 1 << shift bytes
+        const int steps = 31 - __clz(codebook.buckets);
+        offset = (lane & (codebook.copies - 1)) * sizeof(Bucket);
+        slope = codebook.slope;
+        magic = __int_as_float((127 + 23 - shift - steps) << 23);
+        mask = (2u * codebook.buckets - 1) << shift;  // 1.0 is a bucket of its own, number `buckets`
     }
-    __device__ __forceinline__ unsigned operator()(float y) const {
-        Bucket bucket = *reinterpret_cast<const Bucket*>(table + offset(y));
-        return bucket.index + (y > bucket.threshold ? 1u : 0u);
+    // Byte offset of the bucket of x * factor, factor being slope times whatever x lacks to be y.
+    __device__ __forceinline__ unsigned operator()(float x, float factor) const {
+        return (__float_as_uint(__fadd_rn(fma_saturate(x, factor, 0.5f), magic)) & mask) | offset;
     }
 };
 
-template <int K>
-__device__ __forceinline__ BucketSearch make_bucket_search(const Codebook<K>& codebook, char* shared, int lane) {
-    BucketSearch search;
-    int shift = 31 - __clz(codebook.copies * int(sizeof(Bucket)));  // an entry of all copies is 1 << shift bytes
-    int steps = 31 - __clz(codebook.buckets);
-    search.table = shared + (lane & (codebook.copies - 1)) * sizeof(Bucket);
-    search.slope = codebook.slope;
-    search.magic = __int_as_float((127 + 23 - shift - steps) << 23);
-    search.mask = (2u * codebook.buckets - 1) << shift;  // 1.0 is a bucket of its own, number `buckets`
-    return search;
-}
-
 // Every thread of the block helps; `thresholds` and `table` are shared memory. Ends with a barrier.
-template <int K>
-__device__ void build_buckets(const Codebook<K>& codebook, float* thresholds, Bucket* table) {
-    for (int i = threadIdx.x; i < (1 << K); i += blockDim.x)
-        thresholds[i] = i < (1 << K) - 1 ? codebook.threshold[i] : infinity();
-    __syncthreads();
-    BucketSearch search = make_bucket_search(codebook, nullptr, 0);
-    int shift = 31 - __clz(codebook.copies * int(sizeof(Bucket)));
+template <int K, int SEARCH>
+__device__ void build_buckets(const Codebook<K>& codebook, const float* thresholds, Bucket* table) {
+    const BucketSearch search(codebook, 0);
+    const int shift = 31 - __clz(codebook.copies * int(sizeof(Bucket)));
     for (int bucket = threadIdx.x; bucket <= codebook.buckets; bucket += blockDim.x) {
-        // Count of thresholds that lie in earlier buckets.
-        unsigned index = 0;
+        unsigned level = 0;  // count of thresholds that lie in earlier buckets
 #pragma unroll
-        for (int step = 1 << (K - 1); step > 0; step >>= 1)
-            if (int(search.offset(thresholds[index + step - 1]) >> shift) < bucket) index += step;
-        float next = thresholds[index];
-        bool inside = index < (1 << K) - 1 && int(search.offset(next) >> shift) == bucket;
-        for (int copy = 0; copy < codebook.copies; ++copy)
-            table[bucket * codebook.copies + copy] = Bucket{inside ? next : infinity(), index};
+        for (int step = 1 << (K - 1); step > 0; step >>= 1) {
+            const float threshold = thresholds[level + step - 1];
+            if (threshold < infinity() && int(search(threshold, search.slope) >> shift) < bucket) level += step;
+        }
+        const float next = thresholds[level];
+        const bool inside = next < infinity() && int(search(next, search.slope) >> shift) == bucket;
+        Bucket entry{inside ? next : infinity(), level};
+        if (SEARCH == MAPPED)
+            entry.index = codebook.index[level] | codebook.index[inside ? level + 1 : level] << 16;
+        for (int copy = 0; copy < codebook.copies; ++copy) table[bucket * codebook.copies + copy] = entry;
     }
     __syncthreads();
 }
 
-// The nearest of any 2^K values: the first with the smallest |y - value|, NaN never wins.
+// The index of y by bisection of the thresholds of a codebook in shared memory; NaN is below all.
+template <int K, int SEARCH>
+__device__ __forceinline__ unsigned bisect(const Codebook<K>& codebook, const float* thresholds, float y) {
+    unsigned level = 0;
+#pragma unroll
+    for (int step = 1 << (K - 1); step > 0; step >>= 1)
+        if (y > thresholds[level + step - 1]) level += step;
+    if (SEARCH == ORDERED) return level;
+    return y == y ? codebook.index[level] : 0u;
+}
+
+// The nearest of any 2^K values in shared memory: the first with the smallest |y - value|, NaN never wins.
 template <int K>
 struct FullSearch {
-    const float* value;  // shared memory
+    const float* value;
     float lowest, highest;
     bool clamp;  // bring y into the codebook first (the format's rule, not the flat functions')
 
@@ -161,8 +171,9 @@ struct FullSearch {
         if (clamp) y = y < lowest ? lowest : y > highest ? highest : y;
         unsigned best = 0;
         float smallest = infinity();
+#pragma unroll 4
         for (int i = 0; i < (1 << K); ++i) {
-            float distance = fabsf(__fsub_rn(y, value[i]));
+            const float distance = fabsf(__fsub_rn(y, value[i]));
             if (distance < smallest) smallest = distance, best = i;
         }
         return best;

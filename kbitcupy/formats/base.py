@@ -76,7 +76,8 @@ class Format(ABC):
     def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
         """Fill `planes` from the C-contiguous array `x`, whose dtype is one of `dtypes`.
 
-        On a CuPy array the work goes to the current stream of its device, without synchronising.
+        The device of a CuPy array is the current one when this is called; the work goes to its current stream, without
+        synchronising.
         """
 
     @abstractmethod
@@ -125,10 +126,10 @@ class Format(ABC):
         return self.name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Format) and self.config() == other.config()
+        return self is other or (isinstance(other, Format) and self.config() == other.config())
 
     def __hash__(self) -> int:
-        return hash(tuple(sorted((name, repr(value)) for name, value in self.config().items())))
+        return hash(self.name)
 
 
 _registry: dict[str, Callable[..., Format]] = {}
@@ -230,9 +231,7 @@ def get_format(name: str, /, **options: Any) -> Format:
     known = option_names(factory)
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise FormatError(
-            f"format {name!r} has no option {unknown[0]!r}; it takes: {', '.join(known) or 'no options'}"
-        )
+        raise FormatError(f"format {name!r} has no option {unknown[0]!r}; it takes: {', '.join(known) or 'no options'}")
     made = factory(**options)
     if key and all(isinstance(value, (str, int, float, type(None))) for value in options.values()):
         _made[key] = made

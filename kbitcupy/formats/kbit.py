@@ -27,6 +27,7 @@ Source: bitsandbytes pull request 1858 (layout, E4M4, nf and bnf codebooks).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ import numpy as np
 
 from .. import _cuda, tables
 from .._cuda import CXX_TYPES, Template
-from .._xp import float_dtype, is_array, is_cupy
+from .._xp import is_cupy, namespace, on_device_of
 from ..errors import FormatError
 from ..tables import Codebook, flush
 from . import scales
@@ -82,7 +83,12 @@ ABSMAX = {
 QUANTIZE = Template(
     "kbit.cu",
     "quantize_kbit",
-    (tuple(CXX_TYPES.values()), tuple("12345678"), tuple(a.kernel for a in ABSMAX.values()), ("true", "false")),
+    (
+        tuple(CXX_TYPES.values()),
+        tuple("12345678"),
+        tuple(a.kernel for a in ABSMAX.values()),
+        ("ORDERED", "MAPPED", "FULL"),
+    ),
 )
 DEQUANTIZE = Template(
     "kbit.cu",
@@ -154,7 +160,7 @@ class KBit(Format):
         return self if self.codebook != "custom" else custom_format(self.bits, self.absmax)
 
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
-        blocks = -(-_size(shape) // BLOCK)
+        blocks = -(-math.prod(shape) // BLOCK)
         planes = {
             "packed": Plane("uint32", (blocks * self.bits,), self.bits),
             "absmax": Plane(ABSMAX[self.absmax].dtype, (blocks,), 1),
@@ -168,7 +174,7 @@ class KBit(Format):
         if self._table is None and self._device_values is None:
             raise FormatError("codebook='custom' names no values: pass the array itself as codebook=")
         if is_cupy(x):
-            self.encode_cuda(x, planes)
+            self._encode_cuda(x, planes)
             return
         table = self._host_table()
         flattened = x.reshape(-1)
@@ -178,15 +184,19 @@ class KBit(Format):
             finite = absmax[np.isfinite(absmax)]
             scale = tensor_scale(finite.max() if finite.size else np.float32(0), self.absmax)
         planes["scale"][:] = scale
-        codes = encode_absmax(absmax / scale, self.absmax)
+        with np.errstate(over="ignore", under="ignore"):  # what leaves the range of float32 is infinite or zero
+            codes = encode_absmax(absmax / scale, self.absmax)
+            divisor = flush(decode_absmax(codes) * scale)
         planes["absmax"][:] = codes
-        divisor = flush(decode_absmax(codes) * scale)
         _search_blocks(flattened, divisor, table, planes["packed"], self.bits, clamp=True)
         if "codebook" in planes:
             planes["codebook"][:] = table.values
 
-    def encode_flat(self, x: np.ndarray, planes: Mapping[str, Any]) -> None:
+    def encode_flat(self, x: Any, planes: Mapping[str, Any]) -> None:
         """bitsandbytes' rule: search with the float32 absmax; buffers with the padding of bitsandbytes."""
+        if is_cupy(x):
+            self._encode_cuda(x, planes, flat=True)
+            return
         absmax = block_absmax(x.reshape(-1))
         planes["absmax"][:-1] = encode_absmax(absmax, self.absmax)
         divisor = np.maximum(absmax, np.float32(1e-8))
@@ -200,7 +210,8 @@ class KBit(Format):
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         scale = decode_absmax(planes["absmax"])
         if "scale" in planes:
-            scale = flush(scale * planes["scale"])
+            with np.errstate(over="ignore", under="ignore"):
+                scale = flush(scale * planes["scale"])
         decode_blocks(planes["packed"], scale, values, self.bits, out)
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
@@ -217,37 +228,36 @@ class KBit(Format):
 
     # ---- CUDA --------------------------------------------------------------------------------------------------
 
-    def encode_cuda(self, x: Any, planes: Mapping[str, Any], flat: bool = False) -> None:
+    def _encode_cuda(self, x: Any, planes: Mapping[str, Any], flat: bool = False) -> None:
         """Quantize on the GPU; `flat` is what `encode_flat` does."""
         if x.size == 0:
             if not flat:
                 self._fill_shared_planes(planes)
             return
         launch = self._launch("quantize", x.dtype)
-        with _cuda.on_device(x):
-            values = 0 if self._device_values is None else self._device_values
-            scale = 0 if flat else planes["scale"]
-            arguments = (x, x.size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))
-            if flat or self.absmax == "float32":
-                launch(x, (*arguments, _FLAT if flat else _FIXED, launch.codebook))
-            else:
-                scale.data.memset_async(0, 4)
-                launch(x, (*arguments, _NOTE, launch.codebook))
-                launch(x, (*arguments, _REPEAT, launch.codebook))
+        values = 0 if self._device_values is None else self._device_values
+        scale = 0 if flat else planes["scale"]
+        arguments = (x, x.size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))
+        if flat or self.absmax == "float32":
+            launch(x, (*arguments, _FLAT if flat else _FIXED, launch.codebook))
+        else:
+            scale.data.memset_async(0, 4)
+            launch(x, (*arguments, _NOTE, launch.codebook))
+            launch(x, (*arguments, _REPEAT, launch.codebook))
 
     def _decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
         if out.size == 0:
             return
         launch = self._launch("dequantize", out.dtype)
-        with _cuda.on_device(out):
-            arguments = (planes["packed"], planes["absmax"], planes.get("scale", 0), planes.get("codebook", 0))
-            launch(out, (*arguments, out, out.size, launch.codebook))
+        arguments = (planes["packed"], planes["absmax"], planes.get("scale", 0), planes.get("codebook", 0))
+        launch(out, (*arguments, out, out.size, launch.codebook))
 
     def _fill_shared_planes(self, planes: Mapping[str, Any]) -> None:
         """What the kernel would write if there were a block to write."""
         planes["scale"].fill(1)
         if "codebook" in planes and self._device_values is not None:
-            planes["codebook"][...] = self._device_values
+            values = self._device_values
+            planes["codebook"][...] = namespace(values).where(abs(values) < tables.SMALLEST_NORMAL, 0, values)
         elif "codebook" in planes:
             planes["codebook"].set(self._host_table().values)
 
@@ -259,35 +269,37 @@ class KBit(Format):
         return found
 
     def _make_launch(self, kind: str, dtype: np.dtype) -> _Launch:
-        search = bucket_search(self.bits, self._table)
         expression = f"{kind}_kbit<{CXX_TYPES[dtype.name]}, {self.bits}, {ABSMAX[self.absmax].kernel}"
         if kind == "quantize":
-            expression += ", true>" if search.usable else ", false>"
-            table_bytes = search.shared_bytes
-        else:
-            expression += ">"
-            table_bytes = 1 << (self.bits + (8 if self.bits <= 6 else 14 - self.bits))
-        threads = 128 if dtype.itemsize == 4 else 256
-        return _Launch(expression, threads, threads * BLOCK * dtype.itemsize + table_bytes, search.argument)
+            search = bucket_search(self.bits, self._table, _MANTISSA_BITS.get(dtype.name))
+            shared = 2 * _THREADS * BLOCK * dtype.itemsize + search.shared_bytes
+            return _Launch(f"{expression}, {search.kernel}>", shared, search.argument)
+        # A few compressed tiles for each warp, one unpacked, and the table of values (see dequantize_kbit).
+        stage = 4 * self.bits + np.dtype(ABSMAX[self.absmax].dtype).itemsize
+        groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[self.bits - 1]
+        shared = _THREADS * ((4 if self.bits <= 4 else 3) * stage + groups) + (1 << min(self.bits + 8, 14))
+        return _Launch(f"{expression}>", shared, bucket_search(self.bits, self._table, None).argument)
 
+
+# Threads of a block in kernels/kbit.cu, elements of the tiles of its warps, and significant bits of the dtypes whose quotients need no division.
+_THREADS = 128
+_TILES = 1024 * _THREADS // 32
+_MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
 
 _FLAT, _FIXED, _NOTE, _REPEAT = (np.int32(i) for i in range(4))
 
 
-@dataclass(frozen=True, eq=False)
 class _Launch:
-    """A kernel of the family with its launch shape: a warp handles tiles of 1024 elements."""
+    """A kernel of the family with the codebook it is given: each warp takes tiles of 1024 elements."""
 
-    expression: str
-    threads: int
-    shared: int
-    codebook: np.ndarray
+    __slots__ = ("_kernel", "codebook")
+
+    def __init__(self, expression: str, shared: int, codebook: np.ndarray):
+        self._kernel = _cuda.Kernel(QUANTIZE.file, expression, _THREADS, shared)
+        self.codebook = codebook
 
     def __call__(self, array: Any, arguments: tuple[Any, ...]) -> None:
-        tiles = -(-array.size // 1024)
-        _cuda.launch(
-            QUANTIZE.file, self.expression, -(-tiles * 32 // self.threads), self.threads, arguments, self.shared
-        )
+        self._kernel(array, -(-array.size // _TILES), arguments)
 
 
 class BucketSearch:
@@ -296,31 +308,56 @@ class BucketSearch:
     The bucket of y is the integer part of ``clamp(fma(y, slope, 0.5), 0, 1) * buckets``; it must come out here as it
     does in ``kernels/kbit.cuh``, and does: the product by a power of two is exact, so float64 rounds the sum as a
     fused float32 operation would.
+
+    Parameters
+    ----------
+    k : int
+        Bits of an index.
+    table : Codebook or None
+        None for a codebook that only the device knows.
+    mantissa_bits : int or None
+        Significant bits of inputs whose quotients are compared as products (see `tables.direct_thresholds`).
+
+    Attributes
+    ----------
+    kernel : str
+        The enumerator of ``enum Search`` in ``kernels/kbit.cuh``.
+    argument : numpy.ndarray
+        ``struct Codebook<K>``, passed by value.
+    shared_bytes : int
+        Bytes of the bucket table.
     """
 
-    def __init__(self, k: int, table: Codebook | None):
-        self.usable = False
+    def __init__(self, k: int, table: Codebook | None, mantissa_bits: int | None):
+        self.kernel = "FULL"
         self.argument = np.zeros((), _codebook_struct(k))
         self.shared_bytes = 0
         if table is None:
             return
         self.argument["value"] = table.values
-        if table.thresholds is None:
+        thresholds, kernel = table.thresholds, "ORDERED" if table.ordered else "MAPPED"
+        if thresholds is not None and table.ordered and mantissa_bits is not None:
+            direct = tables.direct_thresholds(thresholds, mantissa_bits)
+            thresholds, kernel = (thresholds, "MAPPED") if direct is None else (direct, kernel)
+        if thresholds is None:
             return
         # slope = 2^-p with every threshold inside (-2^(p-1), 2^(p-1)).
-        reach = max(float(np.abs(table.thresholds).max()), 0.5)
+        reach = max(float(np.abs(thresholds).max(initial=0)), 0.5)
         slope = 2.0 ** -(int(np.floor(np.log2(reach))) + 2)
-        position = (table.thresholds.astype(np.float64) * slope + 0.5).astype(np.float32).astype(np.float64)
+        position = (thresholds.astype(np.float64) * slope + 0.5).astype(np.float32).astype(np.float64)
         buckets = 1
         while buckets <= _MAX_BUCKETS and (np.diff(np.floor(position * buckets)) < 1).any():
             buckets *= 2
         if buckets > _MAX_BUCKETS:
             return
         copies = max(1, min(16, _BUCKET_BYTES // (8 * buckets)))
-        self.argument["threshold"][:-1] = table.thresholds
+        self.argument["threshold"] = np.inf
+        self.argument["threshold"][: thresholds.size] = thresholds
+        self.argument["index"][: table.index.size] = table.index
         self.argument["slope"], self.argument["buckets"], self.argument["copies"] = slope, buckets, copies
-        self.shared_bytes = (buckets + 1) * copies * 8
-        self.usable = True
+        self.kernel = kernel
+        if kernel == "MAPPED" or k > 2:  # one or two bits are found without a table
+            self.shared_bytes = (buckets + 1) * copies * 8
 
 
 bucket_search = functools.lru_cache(maxsize=64)(BucketSearch)
@@ -330,9 +367,8 @@ bucket_search = functools.lru_cache(maxsize=64)(BucketSearch)
 def _codebook_struct(k: int) -> np.dtype:
     """``struct Codebook<K>`` of kernels/kbit.cuh."""
     size = 1 << k
-    return np.dtype(
-        [("value", "f4", size), ("threshold", "f4", size), ("slope", "f4"), ("buckets", "i4"), ("copies", "i4")]
-    )
+    fields = [("value", "f4", size), ("threshold", "f4", size), ("index", "u1", size)]
+    return np.dtype([*fields, ("slope", "f4"), ("buckets", "i4"), ("copies", "i4")], align=True)
 
 
 @functools.cache
@@ -374,15 +410,10 @@ def check_device_codebook(values: Any, k: int) -> Any:
         raise FormatError(
             f"codebook is {values.dtype} of shape {values.shape}; k = {k} needs {1 << k} numbers in one dimension"
         )
-    with _cuda.on_device(values):
-        return values.astype(np.float32, order="C", copy=False)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+    if values.dtype == np.float32 and values.flags.c_contiguous:
+        return values
+    with on_device_of(values):
+        return values.astype(np.float32, order="C")
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------------------------
@@ -446,7 +477,8 @@ def _search_blocks(
 def nearest(y: np.ndarray, table: Codebook, clamp: bool) -> np.ndarray:
     """uint8 indices of the nearest codebook values: ties to the lower index, NaN to index 0."""
     if table.thresholds is not None:
-        index = np.searchsorted(table.thresholds, y.reshape(-1), side="left").astype(np.uint8).reshape(y.shape)
+        level = np.searchsorted(table.thresholds, y.reshape(-1), side="left")
+        index = table.index[np.minimum(level, table.index.size - 1)].reshape(y.shape)
         index[np.isnan(y)] = 0
         return index
     flush(y)

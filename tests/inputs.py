@@ -1,0 +1,66 @@
+"""Arrays that the tests share: every dtype, every kind of number."""
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32")]
+ABSMAX = ["e4m4", "float16", "float32"]
+SIZES = [0, 1, 31, 32, 33, 4097]
+
+KINDS = ["normal", "small", "wide", "huge", "extreme", "subnormal", "special", "constant", "zeros"]
+
+
+def make(kind, size, dtype, seed=0):
+    """A flat array of one kind of numbers; what overflows in float16 is infinite there."""
+    rng = np.random.default_rng([seed, size])
+    x = rng.standard_normal(size).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if kind == "small":
+            x *= np.float32(1e-6)
+        elif kind == "wide":
+            x *= np.exp2(rng.integers(-30, 30, size)).astype(np.float32)
+        elif kind == "huge":
+            x *= np.float32(1e37)
+        elif kind == "extreme":
+            x *= np.exp2(rng.integers(-126, 127, size).astype(np.float32))
+        elif kind == "subnormal":
+            x *= np.float32(2e-38)
+        elif kind == "special":
+            x[rng.random(size) < 0.3] = 0
+            for value in (np.nan, np.inf, -np.inf, -0.0, 1e-40, 3e38, 2.0**-126):
+                x[rng.random(size) < 0.02] = value
+            x[: size // 8] = np.nan
+        elif kind == "constant":
+            x[:] = np.float32(-0.3)
+        elif kind == "zeros":
+            x[:] = 0
+        return x.astype(dtype)
+
+
+def codebook(kind, k, seed=0):
+    """A codebook by kind, as the `codebook` option takes it."""
+    rng = np.random.default_rng([seed, k])
+    size = 1 << k
+    if kind in ("bnf", "nf"):
+        return kind
+    if kind == "unsorted":
+        return rng.permutation(np.linspace(-1, 1, size)).astype(np.float32)
+    if kind == "duplicate":
+        return np.sort(np.repeat(rng.standard_normal(max(1, size // 2)), 2)[:size]).astype(np.float32)
+    if kind == "asymmetric":
+        return np.sort(rng.random(size)).astype(np.float32) * np.float32(1.2) - np.float32(0.1)
+    if kind == "tiny":
+        return (np.sort(rng.standard_normal(size)) * 1e-39).astype(np.float32)
+    if kind == "large":
+        return (np.sort(rng.standard_normal(size)) * 1e30).astype(np.float32)
+    raise ValueError(kind)
+
+
+CODEBOOKS = ["bnf", "nf", "unsorted", "duplicate", "asymmetric", "tiny", "large"]
+
+
+def same_values(a, b):
+    """Equal numbers, any NaN equal to any NaN, 0 equal to -0."""
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    return a.shape == b.shape and bool(((a == b) | (np.isnan(a) & np.isnan(b))).all())

@@ -1,0 +1,287 @@
+"""QuantizedArray: what it is, rows, shapes, pickle, configuration, and what it refuses."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from inputs import BFLOAT16
+
+import kbitcupy as kb
+from kbitcupy.errors import DeviceError, FormatError
+
+X = np.random.default_rng(1).standard_normal((6, 4, 16)).astype(np.float32)
+
+
+@pytest.fixture
+def q():
+    return kb.quantize(X, "kbit4")
+
+
+def test_attributes(q):
+    assert (q.shape, q.ndim, q.size, len(q), q.dtype, q.device) == ((6, 4, 16), 3, 384, 6, np.float32, "cpu")
+    assert q.nbytes == 12 * 17 + 4 and q.bits_per_element == q.nbytes * 8 / 384
+    assert repr(q) == "QuantizedArray(kbit4, shape=(6, 4, 16), dtype=float32, device=cpu, 4.33 bits/element)"
+    assert repr(q.format) == "get_format('kbit4', codebook='bnf', absmax='e4m4')"
+    assert "<table>" in q._repr_html_() and "kbit4" in q._repr_html_()
+    assert repr(kb.quantize(X[:0], "kbit4")) == "QuantizedArray(kbit4, shape=(0, 4, 16), dtype=float32, device=cpu)"
+
+
+def test_it_is_frozen(q):
+    with pytest.raises(AttributeError, match="frozen: cannot set 'shape'"):
+        q.shape = (1,)
+    with pytest.raises(AttributeError, match="frozen: cannot delete"):
+        del q.planes
+    with pytest.raises(TypeError):
+        q.planes["packed"] = None
+
+
+def test_nothing_happens_implicitly(q):
+    for convert in (np.asarray, lambda a: np.array(a, np.float32), np.sqrt, lambda a: X + a, list):
+        with pytest.raises(TypeError):
+            convert(q)
+    with pytest.raises(TypeError, match=r"call \.dequantize\(\)"):
+        np.asarray(q)
+
+
+@pytest.mark.parametrize(
+    "key", [0, -1, np.int64(3), slice(1, 4), slice(None, None, -2), [0, 5, 5], [], np.array([[1], [2]]), X[:, 0, 0] > 0]
+)
+def test_rows_stay_quantized(q, key):
+    rows = q[key]
+    assert isinstance(rows, kb.QuantizedArray) and rows.format == q.format
+    assert np.array_equal(rows.dequantize(), q.dequantize()[key])
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "message"),
+    [
+        (6, IndexError, "index 6 is out of bounds for axis 0 with size 6"),
+        ([0, 9], IndexError, "out of bounds for axis 0 with size 6"),
+        ([-7], IndexError, "out of bounds"),
+        ((0, 1), TypeError, "takes one index"),
+        (None, TypeError, "takes one index"),
+        (1.0, TypeError, "takes one index"),
+        ([0.5], TypeError, "integers or booleans"),
+        ([True], IndexError, "boolean index"),
+    ],
+)
+def test_bad_indices(q, key, error, message):
+    with pytest.raises(error, match=message):
+        q[key]
+
+
+def test_rows_that_are_not_whole_blocks():
+    with pytest.raises(FormatError, match=r"rows of shape \(16,\) are not whole blocks of 32 elements"):
+        kb.quantize(X[:, 0], "kbit4")[0]
+    with pytest.raises(IndexError, match="0-d"):
+        kb.quantize(np.float32(1), "kbit4")[0]
+
+
+def test_take(q):
+    ids = np.array([[3, 3], [0, 5]])
+    assert np.array_equal(kb.take(q, ids), q.dequantize()[ids])
+    out = np.empty((2, 2, 4, 16), np.float16)
+    assert kb.take(q, ids, out=out) is out
+    with pytest.raises(TypeError, match="must be a QuantizedArray"):
+        kb.take(X, ids)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (-1,), ((2, 192),), (6, -1, 8)])
+def test_reshape(q, shape):
+    wanted = X.reshape(*shape).shape
+    assert q.reshape(*shape).shape == wanted
+    assert np.array_equal(q.reshape(*shape).dequantize(), q.dequantize().reshape(wanted))
+
+
+def test_bad_reshape(q):
+    with pytest.raises(ValueError, match=r"cannot reshape a QuantizedArray of shape \(6, 4, 16\) to \(5, -1\)"):
+        q.reshape(5, -1)
+    assert kb.quantize(X[:0], "kbit4").reshape(3, 0).shape == (3, 0)
+
+
+def test_transpose():
+    q = kb.quantize(X.reshape(24, 16), "kbit4")
+    assert q.T.shape == (16, 24) and q.T.T is q and q.T.ndim == 2 and q.T.dtype == np.float32
+    assert np.array_equal(q.T.dequantize(), q.dequantize().T)
+    with pytest.raises(FormatError, match="needs a 2-D QuantizedArray"):
+        _ = kb.quantize(X, "kbit4").T
+    with pytest.raises(TypeError):
+        np.asarray(q.T)
+
+
+@pytest.mark.parametrize("options", [{}, {"absmax": "float16"}, {"codebook": np.linspace(-1, 1, 16)}])
+def test_pickle_copy_and_configuration(options):
+    q = kb.quantize(X.astype(BFLOAT16), "kbit4", **options)
+    config = json.loads(json.dumps(q.config()))
+    for other in (pickle.loads(pickle.dumps(q)), q.copy(), q.get(), kb.QuantizedArray.from_config(config, q.planes)):
+        assert other.config() == q.config() and other.format == q.format and hash(other.format) == hash(q.format)
+        assert np.array_equal(other.dequantize(), q.dequantize())
+    assert not np.shares_memory(q.copy().planes["packed"], q.planes["packed"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "this kbitcupy reads up to 1: upgrade it"),
+        ({"version": True}, "must be a positive integer"),
+        ({"version": "1"}, "must be a positive integer"),
+        ({"format": {"codebook": "nf"}}, "lacks 'name'"),
+        ({"format": {"name": "kbit9"}}, "format is 'kbit9'; registered are"),
+        ({"format": {"name": "kbit4", "blok": 3}}, "has no option 'blok'; it takes: codebook, absmax"),
+        ({"format": {"name": "kbit4", "absmax": "int8"}}, "absmax is 'int8'; allowed are"),
+        ({"format": {"name": "kbit4", "absmax": ["e4m4"]}}, "absmax is"),
+        ({"format": 3}, "lacks"),
+        ({"shape": [6, 4, -16]}, "non-negative integers"),
+        ({"shape": [6, 4, 16.5]}, "non-negative integers"),
+        ({"shape": "abc"}, "non-negative integers"),
+        ({"shape": [float("inf")]}, "non-negative integers"),
+        ({"shape": [6, 4, 17]}, "plane 'packed' of kbit4 is"),
+        ({"shape": [2**62, 2**62]}, "plane 'packed' of kbit4 is"),
+        ({"dtype": 7}, "malformed"),
+    ],
+)
+def test_hostile_configurations(q, change, message):
+    with pytest.raises(FormatError, match=message):
+        kb.QuantizedArray.from_config({**q.config(), **change}, q.planes)
+    with pytest.raises(TypeError, match="dtype is int8"):
+        kb.QuantizedArray.from_config({**q.config(), "dtype": "int8"}, q.planes)
+
+
+def test_wrong_planes(q):
+    packed = q.planes["packed"]
+    for change, message in (
+        ({"packed": packed[:-1]}, r"plane 'packed' of kbit4 is uint32\[47\].* needs uint32\[48\]"),
+        ({"packed": packed.astype(np.int64)}, "needs uint32"),
+        ({"packed": packed.tolist()}, "must be a NumPy or CuPy array"),
+        ({"packed": np.repeat(packed, 2)[::2]}, "not contiguous"),
+        ({"more": packed}, "has the planes packed, absmax, scale; got"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            kb.QuantizedArray(q.format, {**q.planes, **change}, q.shape, q.dtype)
+    with pytest.raises(FormatError, match="must be a Format"):
+        kb.QuantizedArray("kbit4", q.planes, q.shape, q.dtype)
+
+
+def test_out_reuses_the_planes(q):
+    y = -X
+    again = kb.quantize(y, "kbit4", out=q)
+    assert again is q and np.array_equal(q.dequantize(), kb.quantize(y, "kbit4").dequantize())
+    half = kb.quantize(y.astype(np.float16), "kbit4", out=q)
+    assert half.dtype == np.float16 and half.planes["packed"] is q.planes["packed"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"format": "kbit3"}, FormatError, "out is QuantizedArray.*it must be get_format"),
+        ({"x": X[:3]}, FormatError, r"of shape \(3, 4, 16\)"),
+        ({"out": X}, TypeError, "out is ndarray; it must be a QuantizedArray"),
+    ],
+)
+def test_bad_out_of_quantize(q, bad, error, message):
+    arguments = {"x": X, "format": "kbit4", "out": q, **bad}
+    with pytest.raises(error, match=message):
+        kb.quantize(arguments["x"], arguments["format"], out=arguments["out"])
+
+
+def test_read_only_planes_are_refused_as_out(q):
+    q.planes["packed"].setflags(write=False)
+    with pytest.raises(FormatError, match="plane 'packed' of out is read-only"):
+        kb.quantize(X, "kbit4", out=q)
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (np.empty(X.shape, np.int32), TypeError, "out.dtype is int32; allowed are float16"),
+        (np.empty((6, 64), np.float32), ValueError, "out has shape"),
+        (np.empty((16, 4, 6), np.float32).T, ValueError, "not C-contiguous"),
+        ([1.0], TypeError, "out is list"),
+    ],
+)
+def test_bad_out_of_dequantize(q, out, error, message):
+    with pytest.raises(error, match=message):
+        q.dequantize(out=out)
+
+
+def test_out_of_dequantize(q):
+    for dtype in (np.float16, BFLOAT16, np.float32, np.float64):
+        out = np.empty(X.shape, dtype)
+        assert q.dequantize(out=out) is out and np.array_equal(out, q.dequantize(dtype=dtype))
+    out = np.empty(X.shape, np.float32)
+    out.setflags(write=False)
+    with pytest.raises(ValueError, match="read-only"):
+        q.dequantize(out=out)
+    with pytest.raises(TypeError, match="out is float32 but dtype says float16"):
+        q.dequantize(out=np.empty(X.shape, np.float32), dtype="float16")
+    with pytest.raises(TypeError, match="dtype is int8; allowed are float16, bfloat16, float32, float64"):
+        q.dequantize(dtype="int8")
+    with pytest.raises(TypeError, match="q is ndarray"):
+        kb.dequantize(X)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (np.arange(4), TypeError, "x is int64; allowed are float16, bfloat16, float32, float64"),
+        (np.ones(4, complex), TypeError, "x is complex128"),
+        (["a"], TypeError, "x is str"),
+        (object(), TypeError, "x is object"),
+    ],
+)
+def test_bad_x(x, error, message):
+    with pytest.raises(error, match=message):
+        kb.quantize(x, "kbit4")
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "message"),
+    [
+        ("kbit9", {}, "format is 'kbit9'; registered are kbit1"),
+        ("kbit0", {}, "format is 'kbit0'"),
+        (4, {}, "format is 4"),
+        ("kbit4", {"blok": 1}, "format 'kbit4' has no option 'blok'; it takes: codebook, absmax"),
+        ("kbit4", {"codebook": "fp"}, "codebook is 'fp'; allowed are 'bnf', 'nf' or an array of 16 numbers"),
+        ("kbit4", {"codebook": np.ones(15)}, r"codebook is of shape \(15,\); k = 4 needs"),
+        ("kbit4", {"codebook": [0.0] * 15 + [np.nan]}, "codebook holds values that are not finite"),
+        ("kbit4", {"codebook": [0.0] * 15 + [1e300]}, "not finite in float32"),
+        ("kbit4", {"codebook": ["a"] * 16}, "codebook is not numeric"),
+        ("kbit4", {"codebook": "custom"}, "names no values"),
+        ("kbit4", {"absmax": "fp8"}, "absmax is 'fp8'; allowed are 'e4m4', 'float16', 'float32'"),
+        (kb.get_format("kbit4"), {"absmax": "e4m4"}, "go with a format's name"),
+    ],
+)
+def test_bad_formats(format, options, message):
+    with pytest.raises(FormatError, match=message):
+        kb.quantize(X, format, **options)
+
+
+def test_devices_that_are_not_there(q, monkeypatch):
+    with pytest.raises(DeviceError, match="device is 'gpu'; allowed are 'auto', 'cpu' and 'cuda:N'"):
+        q.to_device("gpu")
+    with pytest.raises(DeviceError, match="device is 'cuda:x'"):
+        q.to_device("cuda:x")
+    assert q.to_device("cpu") is q
+    monkeypatch.setitem(__import__("sys").modules, "cupy", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"pip install 'kbitcupy\[cuda12\]'"):
+        q.to_device("cuda:0")
+    assert q.to_device("auto") is q
+
+
+class Host:
+    """An array that is known by its DLPack only."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_dlpack_input():
+    assert np.array_equal(kb.quantize(Host(X), "kbit4").planes["packed"], kb.quantize(X, "kbit4").planes["packed"])
+    assert kb.quantize([[1.0, 2.0]], "kbit4").shape == (1, 2)
