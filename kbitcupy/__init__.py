@@ -8,7 +8,7 @@
 22.0
 """
 
-from . import formats as _formats  # registers the formats
+from . import formats as _formats  # noqa: F401  (registers the formats)
 from . import metrics
 from ._version import __version__
 from .array import QuantizedArray

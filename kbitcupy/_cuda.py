@@ -97,8 +97,8 @@ class Ready:
 class Kernel:
     """One kernel with its launch shape, for every device: compiled on first use, then a lookup and a launch.
 
-    The kernels walk over their work with the stride of the grid, so the grid has as many blocks as the work fills, but
-    no more than the device holds at a time.
+    Each thread block takes an equal run of the work, whatever the size of the grid. The grid has as many blocks as fill
+    the device, and more where that keeps the runs short.
 
     Parameters
     ----------
@@ -108,23 +108,26 @@ class Kernel:
         Threads of a block.
     shared : int, default 0
         Bytes of dynamic shared memory of a block.
+    rounds : int, default 1
+        Units of work that a block takes one after the other in a grid that is larger than the device.
     """
 
-    __slots__ = ("_ready", "expression", "file", "shared", "threads")
+    __slots__ = ("_ready", "expression", "file", "rounds", "shared", "threads")
 
-    def __init__(self, file: str, expression: str, threads: int, shared: int = 0):
-        self.file, self.expression, self.threads, self.shared = file, expression, threads, shared
+    def __init__(self, file: str, expression: str, threads: int, shared: int = 0, rounds: int = 1):
+        self.file, self.expression, self.threads = file, expression, threads
+        self.shared, self.rounds = shared, rounds
         self._ready: dict[int, Ready] = {}
 
-    def __call__(self, array: Any, blocks: int, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, array: Any, units: int, arguments: tuple[Any, ...]) -> None:
         """Launch on the device of `array`, which must be the current one, and its current stream.
 
         Parameters
         ----------
         array : cupy.ndarray
             Any of the arrays.
-        blocks : int
-            Thread blocks that the work fills.
+        units : int
+            Units of work: what a thread block does in one round.
         arguments : tuple
             Arrays, Python ints (64 bits), NumPy scalars (their own size) and zero-dimensional structured NumPy arrays
             (by value); 0 where a pointer is null.
@@ -133,7 +136,7 @@ class Kernel:
         ready = self._ready.get(device)
         if ready is None:
             ready = self._ready[device] = self._load(device)
-        grid = blocks if blocks < ready.resident else ready.resident
+        grid = units if units < ready.resident else max(ready.resident, -(-units // self.rounds))
         ready.function((grid,), (self.threads,), arguments, shared_mem=self.shared)
 
     def _load(self, device: int) -> Ready:

@@ -54,7 +54,7 @@ def _dtype_name(dtype: Any) -> str:
     try:
         return np.dtype(dtype).name
     except TypeError:
-        return getattr(dtype, "name", None) or getattr(dtype, "__name__", repr(dtype))
+        return str(getattr(dtype, "name", None) or getattr(dtype, "__name__", repr(dtype)))
 
 
 @functools.cache

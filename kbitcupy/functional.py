@@ -11,7 +11,6 @@ Source: bitsandbytes pull request 1858.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import threading
 from typing import Any
@@ -21,11 +20,11 @@ import numpy as np
 from . import _cuda, _xp, tables
 from .errors import DeviceError, FormatError
 from .formats import kbit, scales
-from .formats.base import get_format
 from .ops import check_out, source
 
 _ABSMAX_FORMATS = {"e4m4": "e4m4", "fp32": "float32", "fp16": "float16"}
-_ABSMAX_OF_DTYPE = {"uint8": "e4m4", "float32": "float32", "float16": "float16"}
+_ABSMAX_OF_DTYPE = {np.dtype(np.uint8): "e4m4", np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}
+_WORDS = {np.dtype(np.int32): None, np.dtype(np.uint32): None}
 _CODES = {
     name: _cuda.Kernel("codes.cu", name, 256)
     for name in ("pack_kbit", "unpack_kbit", "encode_absmax_e4m4", "decode_absmax_e4m4")
@@ -129,7 +128,7 @@ def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str =
     kind = _ABSMAX_FORMATS[absmax_format]
     standard = _nf_values(k, x.data.device_id if _xp.is_cupy(x) else None)
     if codebook is None or codebook is standard:
-        codebook, form = standard, get_format(f"kbit{k}", codebook="nf", absmax=kind)
+        codebook, form = standard, _nf_format(k, kind)
     else:
         codebook = _codebook_beside(codebook, k, x)
         form = kbit.KBit(k, codebook=codebook, absmax=kind)
@@ -187,13 +186,13 @@ def dequantize_kbit(
     k = _check_k(k)
     n = _check_count(n)
     for name, array, dtypes in (
-        ("packed", packed, ("int32", "uint32")),
-        ("absmax", absmax, ("uint8", "float32", "float16")),
+        ("packed", packed, _WORDS),
+        ("absmax", absmax, _ABSMAX_OF_DTYPE),
     ):
         if not _xp.is_array(array):
             raise TypeError(f"{name} is {type(array).__name__}; it must be a NumPy or CuPy array")
-        if array.dtype.name not in dtypes:
-            raise TypeError(f"{name} is {array.dtype}; allowed are {', '.join(dtypes)}")
+        if array.dtype not in dtypes:
+            raise TypeError(f"{name} is {array.dtype}; allowed are {', '.join(map(str, dtypes))}")
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise ValueError(f"{name} has shape {array.shape}; it must be one-dimensional and contiguous")
     blocks = -(-n // kbit.BLOCK)
@@ -210,8 +209,10 @@ def dequantize_kbit(
         if out.ndim != 1 or out.size < n:
             raise ValueError(f"out has shape {out.shape}; it must be one-dimensional with at least {n} elements")
         check_out(out, out.shape, packed)
-    planes = {"packed": packed.view(np.uint32)[: blocks * k], "absmax": absmax[:blocks], "codebook": values}
-    form = kbit.custom_format(k, _ABSMAX_OF_DTYPE[absmax.dtype.name])
+    form = kbit.custom_format(k, _ABSMAX_OF_DTYPE[absmax.dtype])
+    if isinstance(packed, np.ndarray):  # a kernel looks at no more than n elements anyway
+        packed, absmax = packed.view(np.uint32)[: blocks * k], absmax[:blocks]
+    planes = {"packed": packed, "absmax": absmax, "codebook": values}
     with _xp.on_device_of(packed):
         empty = _xp.namespace(packed).empty
         result = empty(n, _xp.float_dtype(dtype)) if out is None else out[:n]
@@ -406,6 +407,11 @@ def _contiguous(x: Any) -> Any:
     return x if x.flags.c_contiguous else _xp.namespace(x).ascontiguousarray(x)
 
 
+@functools.cache
+def _nf_format(k: int, kind: str) -> kbit.KBit:
+    return kbit.KBit(k, codebook="nf", absmax=kind)
+
+
 def _codebook_beside(codebook: Any, k: int, array: Any) -> Any:
     """A codebook as float32[2^k] on the device of the other buffers."""
     if _xp.is_cupy(codebook):
@@ -432,4 +438,4 @@ def _check_bias(bias: Any) -> int:
     low, high = scales.E4M4_BIAS_RANGE
     if isinstance(bias, bool) or not isinstance(bias, (int, np.integer)) or not low <= bias <= high:
         raise FormatError(f"bias is {bias!r}; allowed are the integers {low} to {high}")
-    return math.trunc(bias)
+    return int(bias)

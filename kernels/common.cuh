@@ -12,8 +12,8 @@
 #include <cuda_fp16.h>
 
 constexpr int WARP = 32;
-constexpr int ROW = 32;                  // elements that a lane owns
-constexpr int TILE = WARP * ROW;         // elements of a warp's tile
+constexpr int ROW = 32;           // elements that a lane owns
+constexpr int TILE = WARP * ROW;  // elements of a warp's tile
 constexpr unsigned FULL_WARP = 0xffffffffu;
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;  // 2^-126
 

@@ -9,8 +9,25 @@ enum Pass {
     REPEAT,  // turn that note into the tensor scale; encode again where it is not 1
 };
 
-constexpr int THREADS = 128;
-constexpr int WARPS = THREADS / WARP;
+// Threads of a block. More of them share the cost of a table, but each warp needs shared memory for its tiles, and the
+// smallest architecture has 64 KiB of that for a block.
+template <typename T>
+constexpr int QUANTIZE_THREADS = sizeof(T) == 4 ? 128 : 256;
+template <int K>
+constexpr int DEQUANTIZE_THREADS = K <= 4 ? 128 : 256;
+
+// The tiles of a warp: each thread block has a run of neighbouring tiles, shared out in turn among its warps. The grid
+// decides how long a run is. Short runs are fast: blocks start in order, so all that is under way at a time lies close
+// together in memory. Warps that stride over the whole array drift apart, and DRAM pages are opened more than once.
+struct Share {
+    long long first, end;
+
+    __device__ __forceinline__ Share(long long tiles, int warp) {
+        const long long run = (tiles + gridDim.x - 1) / gridDim.x;
+        first = blockIdx.x * run + warp;
+        end = min(tiles, (blockIdx.x + 1) * run);
+    }
+};
 
 // One or two bits need no table: the sign of (threshold - y) for each threshold is nearly the bit plane itself.
 template <int K, int SEARCH>
@@ -92,17 +109,18 @@ __device__ __forceinline__ void search_slowly(
 // values        float32[2^K] on the device, or null: then codebook.value
 // values_out    float32[2^K], receives the values, or null
 template <typename T, int K, int FORMAT, int SEARCH>
-__global__ void __launch_bounds__(THREADS) quantize_kbit(
+__global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) quantize_kbit(
     const T* x, long long n, unsigned* packed, typename Absmax<FORMAT>::Code* absmax, unsigned* tensor_scale,
     const float* values, float* values_out, int pass, const __grid_constant__ Codebook<K> codebook) {
     using A = Absmax<FORMAT>;
+    constexpr int THREADS = QUANTIZE_THREADS<T>, WARPS = THREADS / WARP;
     constexpr int TILE_CHUNKS = WARP * Tile<T>::CHUNKS;
     extern __shared__ uint4 dynamic[];        // two tiles for each warp, then the bucket table
     __shared__ float shared_numbers[1 << K];  // thresholds, or the values where each is tried
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const long long blocks = (n + ROW - 1) / ROW, tiles = (blocks + WARP - 1) / WARP;
-    const long long stride = (long long)gridDim.x * WARPS;
+    const long long blocks = (n + ROW - 1) / ROW;
+    const Share share((blocks + WARP - 1) / WARP, warp);
 
     float scale = 1.0f;
     if (pass == REPEAT) {
@@ -116,9 +134,9 @@ __global__ void __launch_bounds__(THREADS) quantize_kbit(
 
     // The first tile is on its way while the table is built.
     const bool aligned = is_aligned(x);
-    long long t = (long long)blockIdx.x * WARPS + warp;
+    long long t = share.first;
     Tile<T> tile{dynamic + warp * 2 * TILE_CHUNKS}, next{tile.chunks + TILE_CHUNKS};
-    if (t < tiles) tile.load(x, t * TILE, n, aligned, lane);
+    if (t < share.end) tile.load(x, t * TILE, n, aligned, lane);
     close_copies();
 
     char* table = reinterpret_cast<char*>(dynamic + WARPS * 2 * TILE_CHUNKS);
@@ -143,8 +161,8 @@ __global__ void __launch_bounds__(THREADS) quantize_kbit(
     }
 
     float largest = 0.0f;
-    for (; t < tiles; t += stride) {
-        if (t + stride < tiles) next.load(x, (t + stride) * TILE, n, aligned, lane);
+    for (; t < share.end; t += WARPS) {
+        if (t + WARPS < share.end) next.load(x, (t + WARPS) * TILE, n, aligned, lane);
         close_copies();
         copies_arrived<1>();
         __syncwarp();
@@ -203,14 +221,14 @@ __global__ void __launch_bounds__(THREADS) quantize_kbit(
 template <int K, int FORMAT>
 struct Pipeline {
     using Code = typename Absmax<FORMAT>::Code;
-    static constexpr int DEPTH = K <= 4 ? 4 : 3;
+    static constexpr int DEPTH = 2;
     static constexpr int CODE_CHUNKS = WARP * sizeof(Code) / 16;
     static constexpr int STAGE = WordTile<K>::CHUNKS + CODE_CHUNKS;  // chunks
 
     const unsigned* packed;
     const Code* absmax;
-    long long blocks;
-    uint4* stages;  // DEPTH * STAGE chunks of shared memory that the warp owns
+    long long blocks, end;  // tiles from `end` on are others'
+    uint4* stages;          // DEPTH * STAGE chunks of shared memory that the warp owns
     int lane;
     bool aligned;
 
@@ -218,13 +236,12 @@ struct Pipeline {
 
     // Every call closes one group of copies, also where there is nothing to copy.
     __device__ __forceinline__ void start(long long tile, int slot) const {
-        if (whole(tile)) {
+        if (tile < end && whole(tile)) {
             uint4* stage = stages + slot * STAGE;
             WordTile<K>::load_async(packed, tile * WARP, lane, stage);
             if (lane < CODE_CHUNKS)
                 copy_async(
-                    stage + WordTile<K>::CHUNKS + lane,
-                    reinterpret_cast<const uint4*>(absmax + tile * WARP) + lane);
+                    stage + WordTile<K>::CHUNKS + lane, reinterpret_cast<const uint4*>(absmax + tile * WARP) + lane);
         }
         close_copies();
     }
@@ -301,9 +318,10 @@ struct Groups {
 // values        float32[2^K] on the device, or null: then codebook.value
 // y             T[n]
 template <typename T, int K, int FORMAT>
-__global__ void __launch_bounds__(THREADS) dequantize_kbit(
-    const unsigned* packed, const typename Absmax<FORMAT>::Code* absmax, const float* tensor_scale,
-    const float* values, T* y, long long n, const __grid_constant__ Codebook<K> codebook) {
+__global__ void __launch_bounds__(DEQUANTIZE_THREADS<K>) dequantize_kbit(
+    const unsigned* packed, const typename Absmax<FORMAT>::Code* absmax, const float* tensor_scale, const float* values,
+    T* y, long long n, const __grid_constant__ Codebook<K> codebook) {
+    constexpr int THREADS = DEQUANTIZE_THREADS<K>, WARPS = THREADS / WARP;
     constexpr int BITS = Field<K>::BITS, PER_WORD = Word<T>::COUNT, PER_CHUNK = Tile<T>::PER_CHUNK;
     // An entry of the table is one float for each lane (no bank conflicts) while that is at most 16 KiB. 256 bytes
     // an entry let a byte permutation form the address: byte 1 is the index, byte 0 the lane.
@@ -313,16 +331,16 @@ __global__ void __launch_bounds__(THREADS) dequantize_kbit(
     using Lines = Pipeline<K, FORMAT>;
     constexpr int WARP_CHUNKS = Lines::DEPTH * Lines::STAGE + Groups<BITS>::CHUNKS;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const long long blocks = (n + ROW - 1) / ROW, tiles = (blocks + WARP - 1) / WARP;
-    const long long stride = (long long)gridDim.x * WARPS;
-    long long t = (long long)blockIdx.x * WARPS + warp;
+    const long long blocks = (n + ROW - 1) / ROW;
+    const Share share((blocks + WARP - 1) / WARP, warp);
+    long long t = share.first;
 
     uint4* mine = dynamic + warp * WARP_CHUNKS;
-    const Lines pipeline{packed, absmax, blocks, mine, lane, is_aligned(packed) && is_aligned(absmax)};
+    const Lines pipeline{packed, absmax, blocks, share.end, mine, lane, is_aligned(packed) && is_aligned(absmax)};
     const Groups<BITS> groups{reinterpret_cast<char*>(mine + Lines::DEPTH * Lines::STAGE)};
     // The first tiles are on their way while the table is built.
 #pragma unroll
-    for (int i = 0; i < Lines::DEPTH - 1; ++i) pipeline.start(t + i * stride, i);
+    for (int i = 0; i < Lines::DEPTH - 1; ++i) pipeline.start(t + i * WARPS, i);
     char* table = reinterpret_cast<char*>(dynamic + WARPS * WARP_CHUNKS);
     for (int i = threadIdx.x; i < (COPIES << K); i += THREADS) {
         const int index = i / COPIES, copy = i % COPIES;
@@ -335,9 +353,9 @@ __global__ void __launch_bounds__(THREADS) dequantize_kbit(
     const float scale = tensor_scale ? *tensor_scale : 1.0f;
     const bool aligned = is_aligned(y);
     int slot = 0;
-    for (; t < tiles; t += stride) {
+    for (; t < share.end; t += WARPS) {
         const int last = slot == 0 ? Lines::DEPTH - 1 : slot - 1;
-        pipeline.start(t + (Lines::DEPTH - 1) * stride, last);
+        pipeline.start(t + (Lines::DEPTH - 1) * WARPS, last);
         unsigned words[K];
         const float a = __fmul_rn(Absmax<FORMAT>::decode(pipeline.finish(t, slot, words)), scale);
         slot = slot == Lines::DEPTH - 1 ? 0 : slot + 1;
@@ -364,11 +382,10 @@ __global__ void __launch_bounds__(THREADS) dequantize_kbit(
                 for (int h = 0; h < PER_WORD; ++h) {
                     const int e = i * PER_WORD + h, byte = e % BITS;
                     // Indices to whole bytes, up to four at a time (the compiler shares this between elements).
-                    const unsigned bytes =
-                        indices[byte / 4] >> e / BITS * BITS & ((1u << BITS) - 1) * 0x01010101u;
+                    const unsigned bytes = indices[byte / 4] >> e / BITS * BITS & ((1u << BITS) - 1) * 0x01010101u;
                     const unsigned offset = STRIDE_LOG2 == 8
-                        ? __byte_perm(bytes, lane_offset, 0x5504 | byte % 4 << 4)
-                        : (bytes >> 8 * (byte % 4) & 0xffu) << STRIDE_LOG2 | lane_offset;
+                                                ? __byte_perm(bytes, lane_offset, 0x5504 | byte % 4 << 4)
+                                                : (bytes >> 8 * (byte % 4) & 0xffu) << STRIDE_LOG2 | lane_offset;
                     v[h] = __fmul_rn(*reinterpret_cast<const float*>(table + offset), row_scale);
                 }
                 out[i] = Word<T>::pack(v);

@@ -91,11 +91,11 @@ enum Search {
 template <int K>
 struct Codebook {
     float value[1 << K];
-    float threshold[1 << K];        // ascending, filled up with +inf; see BucketSearch
-    unsigned char index[1 << K];    // of each level; only for MAPPED
-    float slope;                    // y * slope + 0.5, clamped to [0, 1], walks through the buckets
-    int buckets;                    // a power of two; no bucket holds two thresholds
-    int copies;                     // of the bucket table, a power of two up to 16: copy = lane % copies
+    float threshold[1 << K];      // ascending, filled up with +inf; see BucketSearch
+    unsigned char index[1 << K];  // of each level; only for MAPPED
+    float slope;                  // y * slope + 0.5, clamped to [0, 1], walks through the buckets
+    int buckets;                  // a power of two; no bucket holds two thresholds
+    int copies;                   // of the bucket table, a power of two up to 16: copy = lane % copies
 };
 
 // A bucket: the only threshold in it (or +inf), and the index on its lower side (bits 0 .. 7) and on its upper one
@@ -142,8 +142,7 @@ __device__ void build_buckets(const Codebook<K>& codebook, const float* threshol
         const float next = thresholds[level];
         const bool inside = next < infinity() && int(search(next, search.slope) >> shift) == bucket;
         Bucket entry{inside ? next : infinity(), level};
-        if (SEARCH == MAPPED)
-            entry.index = codebook.index[level] | codebook.index[inside ? level + 1 : level] << 16;
+        if (SEARCH == MAPPED) entry.index = codebook.index[level] | codebook.index[inside ? level + 1 : level] << 16;
         for (int copy = 0; copy < codebook.copies; ++copy) table[bucket * codebook.copies + copy] = entry;
     }
     __syncthreads();

@@ -79,8 +79,8 @@ class TestSmall:
             host = kb.quantize(x, "kbit3")
 
             def shifted(array):
-                room = cupy.zeros(array.size + offset + 64, array.dtype)  # noqa: B023
-                view = room[offset : offset + array.size]  # noqa: B023
+                room = cupy.zeros(array.size + offset + 64, array.dtype)
+                view = room[offset : offset + array.size]
                 view[...] = cupy.asarray(array)
                 return view
 

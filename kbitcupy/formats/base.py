@@ -8,7 +8,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 import numpy as np
@@ -247,6 +246,8 @@ def option_names(factory: Callable[..., Format]) -> list[str]:
 
 def _from_entry_point(name: Any) -> Callable[..., Format]:
     if isinstance(name, str):
+        from importlib.metadata import entry_points  # slow to import, seldom needed
+
         for entry in entry_points(group=ENTRY_POINTS, name=name):
             with _lock:
                 return _registry.setdefault(name, entry.load())

@@ -38,14 +38,11 @@ from .. import _cuda, tables
 from .._cuda import CXX_TYPES, Template
 from .._xp import is_cupy, namespace, on_device_of
 from ..errors import FormatError
-from ..tables import Codebook, flush
+from ..tables import SMALLEST_NORMAL, Codebook, flush
 from . import scales
 from .base import Format, Plane, register
 
 BLOCK = 32
-
-#: NumPy works on this many elements at a time: temporaries stay under 64 MB.
-_CHUNK = 1 << 20
 
 # Largest bucket table of the kernels' search, and the shared memory it may take (see kernels/kbit.cuh).
 _MAX_BUCKETS = 2048
@@ -177,18 +174,14 @@ class KBit(Format):
             self._encode_cuda(x, planes)
             return
         table = self._host_table()
-        flattened = x.reshape(-1)
-        absmax = block_absmax(flattened)
         scale = np.float32(1)
+        waiting = None
         if self.absmax != "float32":
-            finite = absmax[np.isfinite(absmax)]
-            scale = tensor_scale(finite.max() if finite.size else np.float32(0), self.absmax)
+            # The tensor scale needs every absmax first: each waits in a word of its block that has yet to be written.
+            waiting = planes["packed"][:: self.bits].view(np.float32)
+            scale = tensor_scale(_largest_absmax(x.reshape(-1), waiting), self.absmax)
         planes["scale"][:] = scale
-        with np.errstate(over="ignore", under="ignore"):  # what leaves the range of float32 is infinite or zero
-            codes = encode_absmax(absmax / scale, self.absmax)
-            divisor = flush(decode_absmax(codes) * scale)
-        planes["absmax"][:] = codes
-        _search_blocks(flattened, divisor, table, planes["packed"], self.bits, clamp=True)
+        _encode_blocks(x.reshape(-1), planes, self.bits, table, self.absmax, scale, waiting)
         if "codebook" in planes:
             planes["codebook"][:] = table.values
 
@@ -197,22 +190,14 @@ class KBit(Format):
         if is_cupy(x):
             self._encode_cuda(x, planes, flat=True)
             return
-        absmax = block_absmax(x.reshape(-1))
-        planes["absmax"][:-1] = encode_absmax(absmax, self.absmax)
-        divisor = np.maximum(absmax, np.float32(1e-8))
-        packed = planes["packed"][: absmax.size * self.bits]
-        _search_blocks(x.reshape(-1), divisor, self._host_table(), packed, self.bits, clamp=False)
+        _encode_blocks(x.reshape(-1), planes, self.bits, self._host_table(), self.absmax, None, None)
 
     def decode(self, planes: Mapping[str, Any], out: Any) -> None:
         if is_cupy(out):
             self._decode_cuda(planes, out)
             return
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
-        scale = decode_absmax(planes["absmax"])
-        if "scale" in planes:
-            with np.errstate(over="ignore", under="ignore"):
-                scale = flush(scale * planes["scale"])
-        decode_blocks(planes["packed"], scale, values, self.bits, out)
+        decode_blocks(planes["packed"], planes["absmax"], planes.get("scale"), values, self.bits, out)
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
         absmax = block_absmax(x.reshape(-1)).astype(np.float64)
@@ -236,7 +221,7 @@ class KBit(Format):
             return
         launch = self._launch("quantize", x.dtype)
         values = 0 if self._device_values is None else self._device_values
-        scale = 0 if flat else planes["scale"]
+        scale: Any = 0 if flat else planes["scale"]
         arguments = (x, x.size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))
         if flat or self.absmax == "float32":
             launch(x, (*arguments, _FLAT if flat else _FIXED, launch.codebook))
@@ -270,20 +255,24 @@ class KBit(Format):
 
     def _make_launch(self, kind: str, dtype: np.dtype) -> _Launch:
         expression = f"{kind}_kbit<{CXX_TYPES[dtype.name]}, {self.bits}, {ABSMAX[self.absmax].kernel}"
+        # Threads as kernels/kbit.cu has them. Rounds are measured: more of them spread the cost of the tables, fewer
+        # keep what is under way close together in memory.
         if kind == "quantize":
             search = bucket_search(self.bits, self._table, _MANTISSA_BITS.get(dtype.name))
-            shared = 2 * _THREADS * BLOCK * dtype.itemsize + search.shared_bytes
-            return _Launch(f"{expression}, {search.kernel}>", shared, search.argument)
-        # A few compressed tiles for each warp, one unpacked, and the table of values (see dequantize_kbit).
+            threads = 128 if dtype.itemsize == 4 else 256
+            rounds = 6 if self.bits <= 2 else 8 if dtype.itemsize == 4 else 12
+            shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
+            return _Launch(f"{expression}, {search.kernel}>", threads, shared, rounds, search.argument)
+        # For each warp two compressed tiles and one unpacked, and the table of values.
+        threads, rounds = (128, 2) if self.bits <= 4 else (256, 4)
         stage = 4 * self.bits + np.dtype(ABSMAX[self.absmax].dtype).itemsize
         groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[self.bits - 1]
-        shared = _THREADS * ((4 if self.bits <= 4 else 3) * stage + groups) + (1 << min(self.bits + 8, 14))
-        return _Launch(f"{expression}>", shared, bucket_search(self.bits, self._table, None).argument)
+        shared = threads * (2 * stage + groups) + (1 << min(self.bits + 8, 14))
+        values = bucket_search(self.bits, self._table, None).argument
+        return _Launch(f"{expression}>", threads, shared, rounds, values)
 
 
-# Threads of a block in kernels/kbit.cu, elements of the tiles of its warps, and significant bits of the dtypes whose quotients need no division.
-_THREADS = 128
-_TILES = 1024 * _THREADS // 32
+# Significant bits of the dtypes whose quotients need no division.
 _MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
 
 _FLAT, _FIXED, _NOTE, _REPEAT = (np.int32(i) for i in range(4))
@@ -292,14 +281,15 @@ _FLAT, _FIXED, _NOTE, _REPEAT = (np.int32(i) for i in range(4))
 class _Launch:
     """A kernel of the family with the codebook it is given: each warp takes tiles of 1024 elements."""
 
-    __slots__ = ("_kernel", "codebook")
+    __slots__ = ("_kernel", "_unit", "codebook")
 
-    def __init__(self, expression: str, shared: int, codebook: np.ndarray):
-        self._kernel = _cuda.Kernel(QUANTIZE.file, expression, _THREADS, shared)
+    def __init__(self, expression: str, threads: int, shared: int, rounds: int, codebook: np.ndarray):
+        self._kernel = _cuda.Kernel(QUANTIZE.file, expression, threads, shared, rounds)
+        self._unit = 1024 * threads // 32
         self.codebook = codebook
 
     def __call__(self, array: Any, arguments: tuple[Any, ...]) -> None:
-        self._kernel(array, -(-array.size // _TILES), arguments)
+        self._kernel(array, -(-array.size // self._unit), arguments)
 
 
 class BucketSearch:
@@ -385,6 +375,7 @@ def custom_codebook(values: Any, k: int) -> Codebook:
     FormatError
         When it is not 2^k finite numbers.
     """
+    array: Any
     try:
         array = np.asarray(values)
         with np.errstate(over="ignore"):
@@ -406,7 +397,7 @@ def _codebook_of(values: bytes) -> Codebook:
 
 def check_device_codebook(values: Any, k: int) -> Any:
     """A CuPy codebook as contiguous float32; its values are not looked at."""
-    if values.shape != (1 << k,) or values.dtype.kind not in "fiu" and values.dtype.name != "bfloat16":
+    if values.shape != (1 << k,) or (values.dtype.kind not in "fiu" and values.dtype.name != "bfloat16"):
         raise FormatError(
             f"codebook is {values.dtype} of shape {values.shape}; k = {k} needs {1 << k} numbers in one dimension"
         )
@@ -418,23 +409,83 @@ def check_device_codebook(values: Any, k: int) -> Any:
 
 # ---- NumPy ---------------------------------------------------------------------------------------------------------
 
+#: NumPy works on this many elements at a time: the buffers stay in the cache.
+_CHUNK = 1 << 16
 
-def _chunks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of the first block, float32[blocks, 32]) of a flat array: zeros beyond its end, subnormals flushed."""
+# With divisors from here on, a subnormal x and 0 have quotients on the same side of every threshold.
+_SAFE_DIVISOR = np.float32(2.0**-80)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITE = np.uint32(0x7F800000)
+_NORMAL = np.uint32(0x00800000)
+# Up to this many thresholds, counting those below y beats a table.
+_COUNTED = 7
+# Marks a bucket with a threshold inside. Only for k = 8 it is an index as well, one that is rare in sorted codebooks.
+_AMBIGUOUS = 254
+# Decoding looks up two neighbours at a time up to this k.
+_PAIRED = 6
+
+
+class _Buffers:
+    """Arrays that every chunk uses again: the page faults of fresh ones would cost more than the arithmetic."""
+
+    def __init__(self, size: int):
+        size = min(size + -size % BLOCK, _CHUNK)
+        self.x = np.empty(size, np.float32)
+        self.y = np.empty(size, np.float32)
+        self.position = np.empty(size, np.intp)
+        self.index = np.empty(size, np.uint8)
+        self.flag = np.empty(size, np.bool_)
+
+
+def _chunks(x: np.ndarray, buffers: _Buffers) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of the first block, float32[blocks, 32]) of a flat array, not to be written: zeros beyond its end."""
     for start in range(0, x.size, _CHUNK):
         part = x[start : start + _CHUNK]
-        tail = -part.size % BLOCK
-        block = np.zeros(part.size + tail, np.float32)
-        block[: part.size] = part
-        yield start // BLOCK, (flush(block) if x.dtype != np.float16 else block).reshape(-1, BLOCK)
+        if x.dtype != np.float32 or part.size % BLOCK:
+            padded = buffers.x[: part.size + -part.size % BLOCK]
+            padded[: part.size] = part
+            padded[part.size :] = 0
+            part = padded
+        yield start // BLOCK, part.reshape(-1, BLOCK)
+
+
+def _chunk_absmax(block: np.ndarray, buffers: _Buffers) -> np.ndarray:
+    """max|x| of each row of float32[blocks, 32]; NaN is ignored, a subnormal maximum is 0."""
+    # As integers, which have the order of the numbers; fmax may lose a number to a signaling NaN.
+    magnitude = buffers.y[: block.size].view(np.uint32)
+    np.bitwise_and(block.reshape(-1).view(np.uint32), _MAGNITUDE, out=magnitude)
+    largest = _row_max(magnitude, buffers)
+    if largest.max() > _INFINITE:
+        magnitude *= magnitude <= _INFINITE
+        largest = _row_max(magnitude, buffers)
+    return _flush_chunk(largest.view(np.float32))
+
+
+def _row_max(x: np.ndarray, buffers: _Buffers) -> np.ndarray:
+    """The largest of each 32 numbers of a flat uint32 array."""
+    # Reducing rows of 32 is slow. Columns of 16 bytes (as complex128) become rows first: then it goes along them.
+    turned = buffers.position.view(np.uint32)[: x.size]
+    np.copyto(turned.view(np.complex128).reshape(8, -1), x.view(np.complex128).reshape(-1, 8).T)
+    quarter = np.maximum.reduce(turned.reshape(8, -1), axis=0).reshape(-1, 4)
+    return np.maximum.reduce(np.ascontiguousarray(quarter.T), axis=0)
 
 
 def block_absmax(x: np.ndarray) -> np.ndarray:
     """max|x| of each block of 32 of a flat array, float32; NaN is ignored."""
     absmax = np.empty(-(-x.size // BLOCK), np.float32)
-    for first, block in _chunks(x):
-        absmax[first : first + len(block)] = np.fmax.reduce(np.abs(block), axis=1, initial=0)
+    _largest_absmax(x, absmax)
     return absmax
+
+
+def _largest_absmax(x: np.ndarray, out: np.ndarray) -> np.float32:
+    """Write max|x| of each block to `out`; the largest finite one, or 0."""
+    largest = np.float32(0)
+    buffers = _Buffers(x.size)
+    for first, block in _chunks(x, buffers):
+        absmax = _chunk_absmax(block, buffers)
+        out[first : first + absmax.size] = absmax
+        largest = max(largest, absmax.max(initial=0, where=absmax < np.inf))
+    return largest
 
 
 def tensor_scale(largest: np.float32, absmax: str) -> np.float32:
@@ -463,67 +514,228 @@ def decode_absmax(codes: np.ndarray) -> np.ndarray:
     return scales.decode_e4m4(codes) if codes.dtype == np.uint8 else codes.astype(np.float32)
 
 
-def _search_blocks(
-    x: np.ndarray, divisor: np.ndarray, table: Codebook, packed: np.ndarray, k: int, clamp: bool
+def _encode_blocks(
+    x: np.ndarray,
+    planes: Mapping[str, Any],
+    k: int,
+    table: Codebook,
+    kind: str,
+    scale: np.float32 | None,
+    known: np.ndarray | None,
 ) -> None:
-    """Index search of every element with the divisor of its block (0 divides to 0), written as bit planes."""
-    for first, block in _chunks(x):
-        d = divisor[first : first + len(block), None]
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            y = np.where(d == 0, block * np.float32(0), block / d)
-        pack_words(nearest(y, table, clamp), k, packed[first * k : (first + len(block)) * k])
+    """Scales and indices of a flat array: by the rule of the format, or where `scale` is None by the flat rule.
+
+    `known` holds max|x| of each block where that has been found already, and may share memory with the planes.
+    """
+    buffers = _Buffers(x.size)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
+        for first, block in _chunks(x, buffers):
+            last = first + len(block)
+            absmax = _chunk_absmax(block, buffers) if known is None else known[first:last]
+            codes = encode_absmax(absmax if scale is None else absmax / scale, kind)
+            if scale is None:
+                divisor = np.maximum(absmax, np.float32(1e-8))
+            else:  # what leaves the range of float32 is infinite or zero
+                divisor = flush(decode_absmax(codes) * scale)
+                divisor[divisor == 0] = np.inf  # x / inf is x * 0
+            planes["absmax"][first:last] = codes
+            y = buffers.y[: block.size].reshape(block.shape)
+            if table.thresholds is None or divisor.min() < _SAFE_DIVISOR:
+                np.copyto(y, block)
+                block = _flush_chunk(y)
+            np.divide(block, divisor[:, None], out=y)
+            index = _search(y, table, scale is not None, buffers)
+            _pack(index, k, planes["packed"][first * k : last * k], buffers.flag.view(np.uint8)[: index.size])
+
+
+def _flush_chunk(x: np.ndarray) -> np.ndarray:
+    """`tables.flush` for contiguous float32, faster."""
+    bits = x.view(np.uint32)
+    bits *= (bits & _MAGNITUDE) >= _NORMAL
+    return x
 
 
 def nearest(y: np.ndarray, table: Codebook, clamp: bool) -> np.ndarray:
     """uint8 indices of the nearest codebook values: ties to the lower index, NaN to index 0."""
-    if table.thresholds is not None:
-        level = np.searchsorted(table.thresholds, y.reshape(-1), side="left")
-        index = table.index[np.minimum(level, table.index.size - 1)].reshape(y.shape)
-        index[np.isnan(y)] = 0
+    index = np.empty(y.shape, np.uint8)
+    buffers = _Buffers(y.size)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, y.size, _CHUNK):
+            part = buffers.y[: min(_CHUNK, y.size - start)]
+            part[:] = y.reshape(-1)[start : start + _CHUNK]
+            index.reshape(-1)[start : start + _CHUNK] = _search(part, table, clamp, buffers)
+    return index
+
+
+def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: _Buffers) -> np.ndarray:
+    """`nearest` of a chunk, which it may overwrite; the result lies in a buffer."""
+    index, flag = buffers.index[: y.size].reshape(y.shape), buffers.flag[: y.size].reshape(y.shape)
+    if table.thresholds is None:
+        return _search_all(y, table, clamp, index)
+    if table.ordered and table.thresholds.size <= _COUNTED:
+        np.greater(y, table.thresholds[0], out=index.view(np.bool_))
+        for threshold in table.thresholds[1:]:
+            np.greater(y, threshold, out=flag)
+            index += flag.view(np.uint8)
         return index
-    flush(y)
+    buckets = _buckets(table)
+    nan = None
+    if not (y.min() >= -buckets.limit and y.max() <= buckets.limit):
+        nan = np.isnan(y)
+        np.fmax(y, -buckets.limit, out=y)
+        np.fmin(y, buckets.limit, out=y)
+    position = buffers.position[: y.size].reshape(y.shape)
+    position[...] = buckets.position(y, buffers.x[: y.size].reshape(y.shape))
+    np.take(buckets.index, position, out=index, mode="wrap")
+    np.equal(index, _AMBIGUOUS, out=flag)
+    rare = np.flatnonzero(flag)
+    if rare.size:
+        level = np.searchsorted(table.thresholds, y.reshape(-1)[rare], side="left")
+        index.reshape(-1)[rare] = table.index[level]
+    if nan is not None:
+        index[nan] = 0
+    return index
+
+
+def _search_all(y: np.ndarray, table: Codebook, clamp: bool, index: np.ndarray) -> np.ndarray:
+    """The distance to every codebook value, for codebooks without thresholds."""
+    _flush_chunk(y)
     if clamp:
         np.clip(y, table.lowest, table.highest, out=y)
     best = np.full(y.shape, np.inf, np.float32)
-    index = np.zeros(y.shape, np.uint8)
+    index[...] = 0
     for i, value in enumerate(table.values):
-        with np.errstate(invalid="ignore", over="ignore"):
-            distance = flush(np.abs(y - value))
+        distance = _flush_chunk(np.abs(y - value))
         closer = distance < best
-        index[closer] = i
-        best[closer] = distance[closer]
+        np.putmask(index, closer, np.uint8(i))
+        np.putmask(best, closer, distance)
     return index
+
+
+class _Buckets:
+    """A table of 2^16 buckets of quotients: the index that all of a bucket share, or 254 where a threshold splits it.
+
+    Adding `magic` leaves y as a multiple of reach / 2^15 in the low 16 bits of the sum: a monotone function, so a
+    bucket without a threshold has one index. For k = 8 the index 254 itself counts as split, too.
+
+    Parameters
+    ----------
+    table : Codebook
+        With thresholds.
+
+    Attributes
+    ----------
+    limit : numpy.float32
+        Quotients are clamped to +-limit, which is beyond every threshold.
+    index : numpy.ndarray
+        uint8[2^16].
+    """
+
+    def __init__(self, table: Codebook):
+        assert table.thresholds is not None
+        largest = float(np.abs(table.thresholds).max(initial=2.0**-40))
+        reach = 2.0 ** (int(np.floor(np.log2(largest))) + 2)
+        if reach > 2.0**100:  # magic would not be finite, or not accurate
+            self.magic, self.limit = np.float32(0), np.float32(np.inf)
+            self.index = np.full(1 << 16, _AMBIGUOUS, np.uint8)
+            return
+        self.magic, self.limit = np.float32(reach * (2.0**8 + 1)), np.float32(reach * 0.75)
+        bucket = self.position(table.thresholds, np.empty_like(table.thresholds)).astype(np.intp)
+        ends = np.concatenate(([0], bucket + 1, [1 << 16]))
+        self.index = np.repeat(table.index, np.diff(ends))
+        self.index[bucket] = _AMBIGUOUS
+
+    def position(self, y: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """The buckets of finite quotients, uint32, in the float32 array `work`."""
+        np.add(y, self.magic, out=work)
+        bits = work.view(np.uint32)
+        bits &= np.uint32(0xFFFF)
+        return bits
+
+
+_buckets = functools.lru_cache(maxsize=64)(_Buckets)
 
 
 def pack_words(index: np.ndarray, k: int, out: np.ndarray) -> None:
     """uint8[blocks, 32] indices to uint32[blocks * k] bit planes."""
     planes = out.reshape(-1, k)
+    step = _CHUNK // BLOCK
+    work = np.empty(min(index.size, _CHUNK), np.uint8)
+    for first in range(0, len(index), step):
+        _pack(index[first : first + step], k, planes[first : first + step], work)
+
+
+def _pack(index: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
+    """`pack_words` of a chunk, with a buffer of its size."""
+    planes = out.reshape(-1, k)
+    index = index.reshape(-1)
+    work = work[: index.size]
     for bit in range(k):
-        planes[:, bit] = np.packbits(index >> bit & 1, axis=1, bitorder="little").view("<u4")[:, 0]
+        np.bitwise_and(index, np.uint8(1 << bit), out=work)  # packbits takes any other number than 0 for a one
+        planes[:, bit] = np.packbits(work, bitorder="little").view("<u4")
 
 
 def unpack_words(packed: np.ndarray, k: int) -> np.ndarray:
     """uint32[blocks * k] bit planes to uint8[blocks, 32] indices."""
-    index = np.zeros((packed.size // k, BLOCK), np.uint8)
+    index = np.empty((packed.size // k, BLOCK), np.uint8)
     words = packed.reshape(-1, k)
-    for bit in range(k):
-        plane = np.ascontiguousarray(words[:, bit], "<u4").view(np.uint8).reshape(-1, 4)
-        index |= np.unpackbits(plane, axis=1, bitorder="little") << np.uint8(bit)
+    step = _CHUNK // BLOCK
+    for first in range(0, len(index), step):
+        part = index[first : first + step]
+        part[...] = _unpack(words[first : first + step]).reshape(part.shape)
     return index
 
 
-def decode_blocks(packed: np.ndarray, scale: np.ndarray, values: np.ndarray, k: int, out: np.ndarray) -> None:
-    """``values[index] * scale`` in float32, then one rounding to out's dtype."""
+def _unpack(words: np.ndarray) -> np.ndarray:
+    """uint32[blocks, k] bit planes to uint8[blocks * 32] indices."""
+    # The planes one by one, the highest first; eight indices are shifted at a time, as a uint64.
+    planes = np.ascontiguousarray(words.T, "<u4").view(np.uint8)
+    index = np.unpackbits(planes[-1], bitorder="little").view(np.uint64)
+    for plane in planes[-2::-1]:
+        index += index
+        index |= np.unpackbits(plane, bitorder="little").view(np.uint64)
+    return index.view(np.uint8)
+
+
+def decode_blocks(
+    packed: np.ndarray, absmax: np.ndarray, scale: np.ndarray | None, values: np.ndarray, k: int, out: np.ndarray
+) -> None:
+    """``values[index] * (decoded absmax * scale)`` in float32, then one rounding to out's dtype."""
     flat_out = out.reshape(-1)
     values = flush(values.astype(np.float32))
+    smallest_value = np.abs(values).min(initial=np.inf, where=values != 0)
+    # One look-up gives two neighbours, where the table of pairs is small beside the work.
+    pairs = k <= _PAIRED and flat_out.size >= 1 << k + 8
+    item, code = ("u8", "u2") if pairs else ("f4", "u1")
+    items = _pairs(values, k) if pairs else values
+    words = packed.reshape(-1, k)
+    buffer = np.empty(min(flat_out.size + -flat_out.size % BLOCK, _CHUNK), np.float32)
     step = _CHUNK // BLOCK
-    for first in range(0, scale.size, step):
-        part = scale[first : first + step]
-        index = unpack_words(packed[first * k : (first + part.size) * k], k)
-        with np.errstate(over="ignore", invalid="ignore"):
-            decoded = flush(values[index] * part[:, None]).reshape(-1)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for first in range(0, absmax.size, step):
+            factor = decode_absmax(absmax[first : first + step])
+            if scale is not None:
+                factor = flush(factor * scale)
+            decoded = buffer[: factor.size * BLOCK]
+            index = _unpack(words[first : first + factor.size]).view(code)
+            np.take(items, index, out=decoded.view(item), mode="wrap")
             target = flat_out[first * BLOCK : first * BLOCK + decoded.size]
-            target[:] = decoded[: target.size].astype(target.dtype)
+            rows = decoded.reshape(-1, BLOCK)
+            # Products are zero, of a sign that flushing drops, or subnormal only below this.
+            normal = factor.min() * smallest_value >= SMALLEST_NORMAL
+            if normal and target.dtype == np.float32 and target.size == decoded.size:
+                np.multiply(rows, factor[:, None], out=target.reshape(rows.shape))
+                continue
+            np.multiply(rows, factor[:, None], out=rows)
+            if not normal:
+                _flush_chunk(decoded)
+            target[:] = decoded[: target.size]
+
+
+def _pairs(values: np.ndarray, k: int) -> np.ndarray:
+    """The values of two neighbours as one uint64, by their two uint8 indices as one uint16."""
+    pair = np.arange(((1 << k) - 1) * 257 + 1, dtype=np.uint16).view(np.uint8)
+    return values[np.minimum(pair, values.size - 1)].view(np.uint64)
 
 
 for _k in range(1, 9):

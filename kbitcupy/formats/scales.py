@@ -8,6 +8,8 @@ positive become 0.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 E4M4_BIAS = 11
@@ -17,22 +19,31 @@ E4M4_BIAS_RANGE = (-96, 120)
 
 def encode_e4m4(x: np.ndarray, bias: int = E4M4_BIAS) -> np.ndarray:
     """float32 of any shape to uint8 codes."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).reshape(np.shape(x))
+    x = np.asarray(x, np.float32)
+    bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
     positive = (bits - np.uint32(1)) < 0x7F800000  # neither zero, negative nor NaN
-    exponent = (bits >> 23).astype(np.int32) - 127 + bias
-    fraction = bits & np.uint32(0x7FFFFF)
-    normal = (fraction + np.uint32(0x3FFFF) + ((fraction >> 19) & 1)) >> 19  # half to even at bit 19
-    with np.errstate(over="ignore", invalid="ignore"):
-        scaled = np.rint(np.where(positive & (exponent <= 0), x, 0) * np.float32(2.0 ** (bias + 3)))
-    mantissa = np.minimum(np.where(exponent <= 0, scaled, normal).astype(np.int32), 15)
-    code = np.where(exponent > 15, 0xFF, np.maximum(exponent, 0) << 4 | mantissa)
+    leading = bits >> 19  # exponent and the four bits that stay, as in a code
+    rounded = (bits + np.uint32(0x3FFFF) + (leading & 1)) >> 19  # half to even
+    code = np.minimum(rounded, leading | 15).astype(np.int32) - ((127 - bias) << 4)  # no carry out of the mantissa
+    small = code < 16
+    code = np.minimum(code, 0xFF)
+    if small.any():
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = np.rint(np.where(positive & small, x, 0) * np.float32(2.0 ** (bias + 3)))
+        code = np.where(small, np.minimum(scaled, 15).astype(np.int32), code)
     return np.where(positive, code, 0).astype(np.uint8)
 
 
 def decode_e4m4(codes: np.ndarray, bias: int = E4M4_BIAS) -> np.ndarray:
     """uint8 codes of any shape to float32."""
+    return _e4m4_values(bias)[codes]
+
+
+@functools.lru_cache(maxsize=16)
+def _e4m4_values(bias: int) -> np.ndarray:
+    """The 256 numbers that codes stand for."""
     every = np.arange(256, dtype=np.int32)
     exponent, mantissa = every >> 4, (every & 15).astype(np.float32)
     small = mantissa * np.float32(2.0 ** (-bias - 3))
     normal = np.ldexp(1 + mantissa / np.float32(16), exponent - bias)
-    return np.where(exponent == 0, small, normal).astype(np.float32)[codes]
+    return np.where(exponent == 0, small, normal).astype(np.float32)

@@ -1,0 +1,68 @@
+"""Fixtures of all tests: NumPy, or NumPy and CuPy, and what happens where there is no GPU."""
+
+import functools
+import os
+import warnings
+
+import numpy
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The first call compiles a kernel, and a shared machine stalls: a deadline would only be noise. In CI every run draws
+# the same examples, so a failure is the change's own; elsewhere each run draws new ones.
+settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("default")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="fail the tests that need a GPU, instead of skipping them, without one",
+    )
+
+
+@functools.cache
+def find_cupy():
+    """(CuPy, "") where it has a GPU, else (None, what is missing)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what CuPy says while it is imported is about the machine, not about us
+            import cupy
+    except ImportError as error:
+        return None, f"CuPy cannot be imported: {error}"
+    return (cupy, "") if cupy.cuda.is_available() else (None, "CuPy finds no GPU")
+
+
+def pytest_collection_modifyitems(items):
+    # `-m gpu` finds what asks for the fixture, too.
+    for item in items:
+        if "cupy" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is None:
+        return
+    module, missing = find_cupy()
+    if module is None:
+        (pytest.fail if item.config.getoption("--require-gpu") else pytest.skip)(missing)
+
+
+@pytest.fixture(scope="session")
+def cupy():
+    """CuPy with a GPU; a test that asks for it is marked `gpu`, and skipped or failed without one."""
+    return find_cupy()[0]
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request):
+    """NumPy, then CuPy."""
+    return numpy if request.param == "numpy" else request.getfixturevalue("cupy")

@@ -1,0 +1,400 @@
+"""The command line: tables and JSON, exit statuses, one-line errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kbitcupy as kb
+from kbitcupy import _xp, cli
+from kbitcupy.cli import main
+from kbitcupy.formats.base import unregister
+from kbitcupy.io import safetensors as files
+
+ROOT = Path(kb.__file__).resolve().parent.parent
+LONG = "model.language_model.layers.10.self_attention.query_projection.weight"
+
+
+@pytest.fixture
+def model(tmp_path):
+    generator = np.random.default_rng(0)
+    tensors = {
+        "a.weight": generator.standard_normal((64, 64)).astype(np.float32),
+        LONG: generator.standard_normal((32, 64)).astype(np.float16),
+        "a.bias": np.zeros(64, np.float32),
+    }
+    kb.io.save(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def small_samples(monkeypatch):
+    """Samples of 4096 elements instead of a million: the same code, sooner."""
+    draw = cli.draw
+    monkeypatch.setattr(cli, "draw", lambda name: draw(name, (64, 64)))
+
+
+class Half(kb.Format):
+    """A toy format: everything as float16."""
+
+    name = "toy-half"
+    bits = 16
+    block = 1
+    origin = "this test"
+    summary = "rounds to float16"
+
+    def __init__(self, *, factor: float = 1.0):
+        self.factor = factor
+
+    def options(self):
+        return {"factor": self.factor}
+
+    def planes(self, shape):
+        return {"half": kb.Plane("float16", (int(np.prod(shape, dtype=np.int64)),), 1)}
+
+    def encode(self, x, planes):
+        planes["half"][:] = (x.reshape(-1) / self.factor).astype(np.float16)
+
+    def decode(self, planes, out):
+        out[...] = (planes["half"].astype(np.float32) * self.factor).reshape(out.shape)
+
+
+@pytest.fixture
+def toy():
+    kb.register(Half.name, Half)
+    yield
+    unregister(Half.name)
+
+
+def table(text):
+    """The rows of a table as lists of words."""
+    return [line.split() for line in text.splitlines()]
+
+
+# ---- compare ----
+
+
+@pytest.mark.usefixtures("small_samples")
+def test_compare_without_a_file_shows_every_format_on_every_sample(capsys):
+    assert main(["compare", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    heading, *rows = table(text)
+    assert heading[0] == "format"
+    assert list(dict.fromkeys(row[0] for row in rows)) == kb.formats()
+    assert len(rows) == len(kb.formats()) * 5
+    assert sum(row[1] == "total" for row in rows) == len(kb.formats())
+    assert max(map(len, text.splitlines())) <= 100
+    assert len({len(line) for line in text.splitlines()}) == 1
+
+
+@pytest.mark.usefixtures("small_samples")
+def test_samples_are_the_same_every_time(capsys):
+    texts = []
+    for _ in range(2):
+        assert main(["compare", "--formats", "kbit2,kbit3", "--device", "cpu"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_samples_have_the_shape_they_promise():
+    for name in cli.DISTRIBUTIONS:
+        x = cli.draw(name, (256, 256))
+        assert (x.shape, x.dtype) == ((256, 256), np.float32)
+        assert np.isfinite(x).all()
+    columns = cli.draw("normal, outlier channels", (256, 256)).std(axis=0)
+    assert (columns[::128] > 10).all()
+    assert (np.delete(columns, [0, 128]) < 2).all()
+
+
+def test_compare_a_file_with_the_default_format(model, capsys):
+    assert main(["compare", str(model), "--device", "cpu"]) == 0
+    heading, *rows = table(capsys.readouterr().out)
+    assert heading[0] == "kbit4"
+    assert [row[0] for row in rows] == ["a.weight", LONG[:21] + "..." + LONG[-21:], "total"]
+    x = kb.io.load(model)["a.weight"]
+    q = kb.quantize(x, "kbit4")
+    assert rows[0][1] == f"{kb.metrics.sqnr_db(x, q.dequantize()):.2f}"
+    assert rows[0][2:4] == [f"{f(x, q.dequantize()):.1e}" for f in (kb.metrics.mse, kb.metrics.max_abs)]
+    assert rows[0][4:] == [f"{q.bits_per_element:.2f}", f"{x.nbytes / 1e6:.3f}", f"{q.nbytes / 1e6:.3f}"]
+
+
+def test_compare_json(model, capsys):
+    assert main(["compare", str(model), "--formats", "kbit2,kbit8", "--json", "--device", "cpu"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["source"] == str(model)
+    assert document["device"] == "cpu"
+    assert [result["format"]["name"] for result in document["results"]] == ["kbit2", "kbit8"]
+    tensors = kb.io.load(model)
+    total = kb.metrics.Sums()
+    for row in document["results"][0]["tensors"]:
+        x = tensors[row["name"]]
+        q = kb.quantize(x, "kbit2")
+        sums = kb.metrics.sums(x, q.dequantize())
+        total += sums
+        assert row["shape"] == list(x.shape)
+        assert row["dtype"] == x.dtype.name
+        assert (row["sqnr_db"], row["mse"], row["max_error"]) == (sums.sqnr_db, sums.mse, sums.largest)
+        assert (row["bytes_before"], row["bytes_after"]) == (x.nbytes, q.nbytes)
+    assert document["results"][0]["total"]["sqnr_db"] == total.sqnr_db
+    assert document["results"][0]["total"]["bits_per_element"] == pytest.approx(2.25, abs=0.02)
+
+
+def test_json_has_no_token_that_json_lacks(tmp_path, capsys):
+    x = np.zeros((64, 64), np.float32)
+    y = x.copy()
+    y[0, 0] = np.nan
+    kb.io.save(tmp_path / "m", {"zeros": x, "nan": y})
+    assert main(["compare", str(tmp_path / "m"), "--json", "--device", "cpu"]) == 0
+
+    def refuse(token):
+        raise AssertionError(token)
+
+    rows = json.loads(capsys.readouterr().out, parse_constant=refuse)["results"][0]["tensors"]
+    assert {row["name"]: row["sqnr_db"] for row in rows} == {"nan": None, "zeros": None}
+    assert main(["compare", str(tmp_path / "m"), "--device", "cpu"]) == 0
+    assert {row[0]: row[1] for row in table(capsys.readouterr().out)[1:]} == {
+        "nan": "nan",
+        "zeros": "inf",
+        "total": "nan",
+    }
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path, capsys):
+    kb.io.save(tmp_path / "m", {"\x1b[2Jw\n": np.ones((64, 64), np.float32)})
+    assert main(["compare", str(tmp_path / "m"), "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert len(text.splitlines()) == 3
+
+
+@pytest.mark.usefixtures("small_samples", "toy")
+def test_a_new_format_appears_by_itself(model, capsys):
+    assert main(["compare", "--device", "cpu"]) == 0
+    rows = [row for row in table(capsys.readouterr().out) if row[0] == "toy-half"]
+    assert len(rows) == 5
+    assert rows[-1][-3] == "16.00"
+    out, back = str(model) + ".toy", str(model) + ".back"
+    assert main(["quantize", str(model), "-o", out, "--format", "toy-half", "--option", "factor=2"]) == 0
+    assert kb.io.load(out)["a.weight"].format == Half(factor=2)
+    assert main(["dequantize", out, "-o", back]) == 0
+    assert np.allclose(kb.io.load(back)["a.weight"], kb.io.load(model)["a.weight"], rtol=2**-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["codebook=nf"], {"codebook": "nf"}),
+        (["codebook=nf", "absmax=float32"], {"codebook": "nf", "absmax": "float32"}),
+        (["absmax=null"], {"absmax": None}),
+        (["codebook=[-1, 0, 0.25, 1]"], {"codebook": [-1, 0, 0.25, 1]}),
+    ],
+)
+def test_options_are_json_or_text(model, capsys, options, expected):
+    arguments = [word for option in options for word in ("--option", option)]
+    assert main(["compare", str(model), "--formats", "kbit2", *arguments, "--json", "--device", "cpu"]) == 0
+    row = json.loads(capsys.readouterr().out)["results"][0]["tensors"][0]
+    x = kb.io.load(model)[row["name"]]
+    assert row["sqnr_db"] == kb.metrics.sqnr_db(x, kb.dequantize(kb.quantize(x, "kbit2", **expected)))
+
+
+# ---- quantize, dequantize ----
+
+
+def test_quantize_and_dequantize(model, capsys):
+    small, back = model.with_name("small"), model.with_name("back")
+    assert main(["quantize", str(model), "-o", str(small), "--option", "codebook=nf", "--device", "cpu"]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith(f"{small}: 2 tensors quantized to kbit4, 1 copied; 0.02 MB before, 0.00 MB after, 4.2")
+    assert output.out.count("\n") == 1
+    assert output.err == ""  # no progress bar where stderr is no terminal
+    assert kb.io.load(small)["a.weight"].format == kb.get_format("kbit4", codebook="nf")
+    assert main(["dequantize", str(small), "-o", str(back)]) == 0
+    assert capsys.readouterr().out.startswith(f"{back}: 2 tensors dequantized, 1 copied; ")
+    assert {n: (x.shape, x.dtype) for n, x in kb.io.load(back).items()} == {
+        n: (x.shape, x.dtype) for n, x in kb.io.load(model).items()
+    }
+
+
+def test_keep_and_min_size(model, capsys):
+    out = model.with_name("out")
+    words = ["quantize", str(model), "-o", str(out), "--device", "cpu"]
+    assert main([*words, "--keep", "a.*", "--keep", "lm_haed"]) == 0
+    assert [name for name, t in kb.io.load(out).items() if isinstance(t, kb.QuantizedArray)] == [LONG]
+    assert capsys.readouterr().err == "kbit: note: --keep 'lm_haed' matches no tensor\n"
+    assert main([*words, "--min-size", "3000", "--force"]) == 0
+    assert [name for name, t in kb.io.load(out).items() if isinstance(t, kb.QuantizedArray)] == ["a.weight"]
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["frobnicate"],
+        ["quantize"],
+        ["quantize", "{model}"],
+        ["dequantize", "{model}", "-o"],
+        ["compare", "--option", "codebook"],
+        ["compare", "--option", "=nf"],
+        ["compare", "--min-size", "-1"],
+        ["compare", "--min-size", "many"],
+        ["compare", "--unknown"],
+    ],
+)
+def test_bad_usage_exits_2(model, capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        main([word.format(model=model) for word in words])
+    assert stop.value.code == 2
+    assert "usage: kbit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", "{missing}"], "{missing} does not exist"),
+        (["compare", "{text}"], "{text} is not a valid safetensors file: "),
+        (["compare", "{folder}"], "{folder} is a directory"),
+        (["compare", "{truncated}"], "{truncated} is not a valid safetensors file: "),
+        (["compare", "--formats", "kbit9"], "format is 'kbit9'; registered are kbit1, "),
+        (["compare", "--formats", "kbit4,"], "format is ''; registered are kbit1, "),
+        (["compare", "{model}", "--min-size", "999999"], "{model} holds no tensor to compress"),
+        (["compare", "{model}", "--keep", "*"], "{model} holds no tensor to compress"),
+        (["compare", "--option", "speed=11"], "format 'kbit1' has no option 'speed'; it takes: codebook, absmax"),
+        (["compare", "--option", "codebook=best"], "codebook is 'best'; allowed are "),
+        (["compare", "--formats", "kbit2", "--option", "codebook=[1,2,3]"], "codebook is of shape (3,)"),
+        (
+            ["compare", "--formats", "kbit1", "--option", "codebook=[1,NaN]"],
+            "codebook holds values that are not finite",
+        ),
+        (
+            ["compare", "--formats", "kbit1", "--option", "codebook=custom"],
+            "tensor 'normal' with kbit1: codebook='custom'",
+        ),
+        (["compare", "--device", "tpu"], "device is 'tpu'; allowed are 'auto', 'cpu' and 'cuda:N'"),
+        (["compare", "--device", "cuda:x"], "device is 'cuda:x'; allowed are 'auto', 'cpu' and 'cuda:N'"),
+        (["quantize", "{missing}", "-o", "{out}"], "{missing} does not exist"),
+        (["quantize", "{text}", "-o", "{out}"], "{text} is not a valid safetensors file: "),
+        (["quantize", "{model}", "-o", "{out}", "--format", "kbit0"], "format is 'kbit0'; registered are kbit1, "),
+        (["quantize", "{model}", "-o", "{out}", "--option", "k=4"], "format 'kbit4' has no option 'k'"),
+        (["quantize", "{model}", "-o", "{text}"], "{text} exists; choose another path, or overwrite it with "),
+        (["quantize", "{model}", "-o", "{model}", "--force"], "output {model} is the input file"),
+        (["quantize", "{model}", "-o", "{folder}", "--force"], "{folder} is a directory"),
+        (["quantize", "{model}", "-o", "{missing}/out"], "{missing}/out cannot be written: the directory "),
+        (["quantize", "{model}", "-o", "{out}", "--device", "gpu"], "device is 'gpu'; "),
+        (["dequantize", "{model}", "-o", "{out}"], "{model} holds no tensors compressed by kbitcupy"),
+        (["dequantize", "{text}", "-o", "{out}"], "{text} is not a valid safetensors file: "),
+        (["dequantize", "{missing}", "-o", "{out}"], "{missing} does not exist"),
+    ],
+)
+def test_bad_input_exits_1_with_one_line(model, capsys, words, message):
+    paths = {name: model.with_name(name) for name in ("missing", "text", "folder", "truncated", "out")}
+    paths["model"] = model
+    paths["text"].write_text("not tensors at all")
+    paths["folder"].mkdir()
+    paths["truncated"].write_bytes(model.read_bytes()[:-1])
+    before = sorted(os.listdir(model.parent))
+    words = [word.format(**paths) for word in words]
+    assert main(words if "--device" in words else [*words, "--device", "cpu"]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("kbit: error: " + message.format(**paths))
+    assert output.err.count("\n") == 1
+    assert sorted(os.listdir(model.parent)) == before
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda", "cuda:7"])
+def test_a_gpu_that_is_not_there_has_a_remedy(model, capsys, device):
+    if _xp.resolve_device("auto") != "cpu":
+        pytest.skip("there is a GPU")
+    out = model.with_name("out")
+    assert main(["quantize", str(model), "-o", str(out), "--device", device]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("kbit: error: a CUDA device was asked for but CuPy ")
+    assert "nvidia-smi" in message or "pip install" in message
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("words", [["--debug", "compare"], ["compare", "--debug"]])
+def test_debug_shows_the_traceback(capsys, words):
+    assert main([*words, "--formats", "kbit9"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("Traceback (most recent call last)")
+    assert "FormatError: format is 'kbit9'" in message
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "message"),
+    [
+        (KeyboardInterrupt, 130, "kbit: interrupted\n"),
+        (MemoryError("no room\nfor 5 bytes"), 1, "kbit: error: no room for 5 bytes\n"),
+        (MemoryError, 1, "kbit: error: MemoryError\n"),
+        (OSError(5, "Input/output error"), 1, "kbit: error: {out} cannot be written: Input/output error\n"),
+        (TypeError("no such cast"), 1, "kbit: error: {model}: tensor 'a.weight': no such cast\n"),
+    ],
+)
+def test_failures_in_the_middle_leave_nothing_behind(model, monkeypatch, capsys, failure, status, message):
+    def failing(*_):
+        raise failure
+
+    monkeypatch.setattr(files, "quantize", failing)
+    out = model.with_name("out")
+    assert main(["quantize", str(model), "-o", str(out), "--device", "cpu"]) == status
+    assert capsys.readouterr().err == message.format(out=out, model=model)
+    assert os.listdir(model.parent) == [model.name]
+
+
+# ---- processes ----
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_module_runs_and_knows_its_version():
+    command = [sys.executable, "-m", "kbitcupy", "--version"]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert run.stdout == f"kbitcupy {kb.__version__}\n"
+
+
+def test_import_loads_no_command_line_and_no_files():
+    code = "import json, sys; import kbitcupy; print(json.dumps([*sys.modules]))"
+    run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    loaded = set(json.loads(run.stdout))
+    assert not loaded & {"kbitcupy.cli", "kbitcupy.io", "kbitcupy.samples", "safetensors", "tqdm", "argparse", "cupy"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals and pipes are POSIX's")
+def test_a_reader_that_leaves_is_no_error(model):
+    command = [sys.executable, "-m", "kbitcupy", "compare", str(model), "--device", "cpu"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(command, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (1, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals and pipes are POSIX's")
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    kb.io.save(tmp_path / "m", {f"w{i}": np.ones((2048, 4096), np.float16) for i in range(4)})
+    # A shell may start its background jobs with SIGINT ignored, which Python would inherit.
+    code = (
+        "import signal, sys; from kbitcupy.cli import main; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.exit(main('quantize m -o out --format kbit8 --device cpu'.split()))"
+    )
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".kbit-*")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "kbit: interrupted\n"
+    assert process.returncode == 130
+    assert os.listdir(tmp_path) == ["m"]

@@ -1,0 +1,164 @@
+"""The package as a whole: its public face, what an import costs, and which module may know which."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kbitcupy as kb
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kbitcupy"
+
+# Modules import downwards only. A floor is one line; a name ending in ".*" stands for the modules of a folder.
+FLOORS = [
+    ["errors", "_version"],
+    ["tables"],
+    ["_cuda", "_xp"],
+    ["formats.base", "formats.scales"],
+    ["formats.*"],  # the families: none knows another
+    ["formats"],
+    ["array"],
+    ["ops"],
+    ["metrics"],
+    ["functional", "io.*"],
+    ["io"],
+    [""],  # kbitcupy itself
+    ["samples", "explore", "bench"],
+    ["cli"],
+    ["__main__"],
+]
+
+# Methods that are shorthands of a free function import it when they are called.
+SHORTHANDS = {("array", "ops"), ("array", "linear")}
+
+HEAVY = ["cupy", "cupy_backends", "matplotlib", "ml_dtypes", "safetensors", "scipy", "torch", "tqdm"]
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path):
+    """Name within the package: "formats.base"; "" for kbitcupy itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path) for path in SOURCES}
+
+
+def floor_of(module):
+    for number, floor in enumerate(FLOORS):
+        if module in floor:
+            return number
+    for number, floor in enumerate(FLOORS):
+        if module and f"{module.rpartition('.')[0]}.*" in floor:
+            return number
+    raise LookupError(f"module {module!r} has no floor: give it one in FLOORS")
+
+
+def imports_of(path):
+    """(imported module of this package, whether a function imports it)."""
+    module = module_name(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "kbitcupy":
+                    yield alias.name.partition(".")[2], node in inside
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0 and (node.module or "").partition(".")[0] != "kbitcupy":
+                continue
+            if node.level:
+                parts = package.split(".") if package else []
+                base = parts[: len(parts) - node.level + 1]
+                base += node.module.split(".") if node.module else []
+            else:
+                base = node.module.split(".")[1:]
+            for alias in node.names:
+                # `from . import tables` names a module, `from .tables import Codebook` something in one.
+                submodule = ".".join([*base, alias.name])
+                yield (submodule if submodule in NAMES else ".".join(base)), node in inside
+
+
+# ---- public face ---------------------------------------------------------------------------------------------------
+
+
+def test_top_level_is_small_and_sorted_out():
+    assert len(kb.__all__) < 30
+    assert len(set(kb.__all__)) == len(kb.__all__)
+
+
+@pytest.mark.parametrize("name", kb.__all__)
+def test_public_name_exists_and_is_documented(name):
+    value = getattr(kb, name)
+    if name != "__version__":
+        assert (inspect.getdoc(value) or "").strip()
+    if inspect.isfunction(value):
+        assert ">>> " in value.__doc__, "a public function has an example"
+
+
+def test_version_is_the_changelogs():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[(\d[^\]]*)\]", text, re.MULTILINE)
+    assert versions[0] == kb.__version__
+
+
+def test_typed_marker():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_runs_from_a_checkout_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "kbitcupy", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["kbitcupy", kb.__version__]
+
+
+# ---- what an import costs --------------------------------------------------------------------------------------------
+
+
+def test_import_loads_nothing_heavy():
+    code = f"import sys, kbitcupy; print(*(name for name in {HEAVY} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+# ---- who knows whom --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "kbitcupy")
+def test_imports_go_down(path):
+    importer = module_name(path)
+    for imported, inside_function in imports_of(path):
+        if inside_function and (importer, imported) in SHORTHANDS:
+            continue
+        assert floor_of(imported) < floor_of(importer), f"{importer or 'kbitcupy'} imports {imported or 'kbitcupy'}"
+
+
+def test_the_import_reader_sees_every_form():
+    found = dict(imports_of(PACKAGE / "array.py"))
+    assert found["_xp"] is False and found["formats.base"] is False and found["ops"] is True
+    assert "formats.kbit" in dict(imports_of(PACKAGE / "formats" / "__init__.py"))
+    assert {"_cuda", "tables", "formats.scales"} <= set(dict(imports_of(PACKAGE / "formats" / "kbit.py")))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: module_name(path) or "kbitcupy")
+def test_one_file_compiles_and_two_ask_for_the_library(path):
+    text = path.read_text(encoding="utf-8")
+    name = module_name(path)
+    if name != "_cuda":
+        assert "RawModule" not in text and "RawKernel" not in text
+    if name not in ("_cuda", "_xp"):
+        asks = r"""sys\.modules\.get\(["']cupy|["']cupy["'] (not )?in sys\.modules|find_spec\(["']cupy"""
+        assert not re.search(asks, text), "ask _xp.is_cupy or _xp.namespace"
