@@ -184,6 +184,11 @@ __device__ __forceinline__ void close_copies() {
 #endif
 }
 
+// Bring the 128-byte line of an address to the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 // Wait for this lane's copies, except those of the last PENDING groups.
 template <int PENDING>
 __device__ __forceinline__ void copies_arrived() {

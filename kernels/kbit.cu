@@ -94,6 +94,7 @@ __device__ __forceinline__ void search_row(
 template <typename T, int K, typename Index>
 __device__ __forceinline__ void search_slowly(
     const Tile<T>& tile, int lane, float d, Index index_of, unsigned (&plane)[Field<K>::BITS]) {
+#pragma unroll 1
     for (int e = 0; e < ROW; ++e) {
         const float x = flush(to_float(*tile.element(lane, e)));
         const unsigned index = index_of(d == 0.0f ? x * 0.0f : flush(divide_ieee(x, d)));
@@ -216,6 +217,10 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
     }
 }
 
+// How many tiles ahead of its own a block announces what will be read: about twice what is under way at a time. Beside
+// all the writing a read from DRAM takes as long as everything else that a block does.
+constexpr int ANNOUNCED = 8192;
+
 // The compressed tiles that a warp has ahead of it, on their way from memory. Writing keeps memory so busy that a read
 // takes several tiles' time: with one tile in flight a warp mostly waited.
 template <int K, int FORMAT>
@@ -244,6 +249,14 @@ struct Pipeline {
                     stage + WordTile<K>::CHUNKS + lane, reinterpret_cast<const uint4*>(absmax + tile * WARP) + lane);
         }
         close_copies();
+    }
+
+    // Ask for a tile that another thread block will read later, so that it finds it in the L2 cache.
+    __device__ __forceinline__ void announce(long long tile) const {
+        if ((tile + 1) * WARP <= blocks) {
+            if (lane < K) prefetch_l2(packed + tile * WARP * K + lane * WARP);
+            if (lane == K) prefetch_l2(absmax + tile * WARP);
+        }
     }
 
     // The words and the scale of this lane's block; DEPTH - 1 later groups may be on their way.
@@ -341,6 +354,7 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS<K>) dequantize_kbit(
     // The first tiles are on their way while the table is built.
 #pragma unroll
     for (int i = 0; i < Lines::DEPTH - 1; ++i) pipeline.start(t + i * WARPS, i);
+    for (long long i = t; i < share.end; i += WARPS) pipeline.announce(i + ANNOUNCED);
     char* table = reinterpret_cast<char*>(dynamic + WARPS * WARP_CHUNKS);
     for (int i = threadIdx.x; i < (COPIES << K); i += THREADS) {
         const int index = i / COPIES, copy = i % COPIES;

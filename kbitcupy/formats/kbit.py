@@ -260,11 +260,11 @@ class KBit(Format):
         if kind == "quantize":
             search = bucket_search(self.bits, self._table, _MANTISSA_BITS.get(dtype.name))
             threads = 128 if dtype.itemsize == 4 else 256
-            rounds = 6 if self.bits <= 2 else 8 if dtype.itemsize == 4 else 12
+            rounds = _ROUNDS[dtype.itemsize][self.bits - 1]
             shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
             return _Launch(f"{expression}, {search.kernel}>", threads, shared, rounds, search.argument)
         # For each warp two compressed tiles and one unpacked, and the table of values.
-        threads, rounds = (128, 2) if self.bits <= 4 else (256, 4)
+        threads, rounds = (128, 2) if self.bits <= 4 else (256, 2 if dtype.itemsize == 4 else 6)
         stage = 4 * self.bits + np.dtype(ABSMAX[self.absmax].dtype).itemsize
         groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[self.bits - 1]
         shared = threads * (2 * stage + groups) + (1 << min(self.bits + 8, 14))
@@ -272,6 +272,8 @@ class KBit(Format):
         return _Launch(f"{expression}>", threads, shared, rounds, values)
 
 
+# Rounds of a quantizing block, by the bytes of an element and the bits of an index.
+_ROUNDS = {2: (4, 6, 8, 8, 20, 24, 24, 24), 4: (2, 2, 5, 5, 8, 16, 16, 16)}
 # Significant bits of the dtypes whose quotients need no division.
 _MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
 
