@@ -90,6 +90,34 @@ __device__ __forceinline__ void search_row(
     }
 }
 
+// Bring a row and its divisor to where search_row is exact: a matter of a few blocks, if any. float16 is always there.
+template <typename T, int K>
+__device__ __forceinline__ void tame(unsigned (&row)[Tile<T>::WORDS], bool infinite, float& d, float slope) {
+    // Outside this range the short division, or the reciprocal, would lose bits: move the block by a power of two.
+    constexpr float LOW = sizeof(T) == 4 ? 0x1p-60f : 0x1p-125f, HIGH = sizeof(T) == 4 ? 0x1p100f : 0x1p125f;
+    if (SameType<T, __half>::VALUE) return;
+    if (d != 0.0f && d < infinity() && ((infinite && sizeof(T) == 4) || d < LOW || d > HIGH)) {
+        const int exponent = int(__float_as_uint(d) >> 23) - 127;
+        const float factor = __int_as_float((127 - min(exponent, 126)) << 23);
+        d = __fmul_rn(d, factor);
+#pragma unroll
+        for (int i = 0; i < Tile<T>::WORDS; ++i) row[i] = Word<T>::scale(row[i], factor);
+        if (sizeof(T) == 4) {
+            // What lies beyond every threshold, infinities too, only has to stay there.
+            const float beyond = 4.0f / slope;
+#pragma unroll
+            for (int i = 0; i < Tile<T>::WORDS; ++i) {
+                const float x = __uint_as_float(row[i]);
+                row[i] = __float_as_uint(x > beyond ? beyond : x < -beyond ? -beyond : x);
+            }
+        }
+    } else if (sizeof(T) == 4 && d == infinity()) {
+        d = 1.0f;  // x / inf is 0, inf / inf is NaN
+#pragma unroll
+        for (int i = 0; i < Tile<T>::WORDS; ++i) row[i] = __float_as_uint(__fmul_rn(__uint_as_float(row[i]), 0.0f));
+    }
+}
+
 // The same for any codebook and any divisor, one element after the other: `index_of` takes the IEEE quotient.
 template <typename T, int K, typename Index>
 __device__ __forceinline__ void search_slowly(
@@ -143,6 +171,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
     char* table = reinterpret_cast<char*>(dynamic + WARPS * 2 * TILE_CHUNKS);
     const BucketSearch search(codebook, lane);
     FullSearch<K> nearest{shared_numbers, infinity(), -infinity(), pass != FLAT};
+#pragma unroll 1
     for (int i = threadIdx.x; i < (1 << K); i += THREADS)
         shared_numbers[i] = SEARCH != FULL ? codebook.threshold[i] : flush(values ? values[i] : codebook.value[i]);
     __syncthreads();
@@ -154,6 +183,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
         }
     }
     if (blockIdx.x == 0) {
+#pragma unroll 1
         for (int i = threadIdx.x; values_out && i < (1 << K); i += THREADS)
             values_out[i] = flush(values ? values[i] : codebook.value[i]);
         if (pass == FLAT && threadIdx.x < K) packed[blocks * K + threadIdx.x] = 0;
@@ -183,20 +213,11 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
         if (SEARCH == FULL) {
             search_slowly<T, K>(tile, lane, d, nearest, plane);
         } else {
-            // Outside this range the short division, or the reciprocal, would lose bits: move the block by a power of
-            // two. float16 never leaves it.
-            constexpr float LOW = sizeof(T) == 4 ? 0x1p-60f : 0x1p-125f, HIGH = sizeof(T) == 4 ? 0x1p100f : 0x1p125f;
             float divisor = d;
-            if (!SameType<T, __half>::VALUE && d != 0.0f && (d < LOW || d > HIGH) && d < infinity()) {
-                const int exponent = int(__float_as_uint(d) >> 23) - 127;
-                const float factor = __int_as_float((127 - min(exponent, 126)) << 23);
-                divisor = __fmul_rn(d, factor);
-#pragma unroll
-                for (int i = 0; i < Tile<T>::WORDS; ++i) row[i] = Word<T>::scale(row[i], factor);
-            }
+            tame<T, K>(row, !(a < infinity()), divisor, search.slope);
             search_row<T, K, SEARCH>(row, divisor, codebook, search, table, plane);
-            // An infinity breaks the short division (inf - inf), not the product.
-            if (!(SEARCH == ORDERED && sizeof(T) == 2) && !(a < infinity()))
+            // An infinity breaks the short division (inf - inf), but not the product. (float32 has been tamed.)
+            if (SEARCH == MAPPED && sizeof(T) == 2 && !(a < infinity()))
                 search_slowly<T, K>(
                     tile, lane, d, [&](float y) { return bisect<K, SEARCH>(codebook, shared_numbers, y); }, plane);
         }
@@ -217,9 +238,9 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
     }
 }
 
-// How many tiles ahead of its own a block announces what will be read: about twice what is under way at a time. Beside
+// How many tiles ahead of its own a block announces what will be read: about as many as are under way at a time. Beside
 // all the writing a read from DRAM takes as long as everything else that a block does.
-constexpr int ANNOUNCED = 8192;
+constexpr int ANNOUNCED = 2048;
 
 // The compressed tiles that a warp has ahead of it, on their way from memory. Writing keeps memory so busy that a read
 // takes several tiles' time: with one tile in flight a warp mostly waited.

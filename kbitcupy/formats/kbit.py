@@ -264,7 +264,8 @@ class KBit(Format):
             shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
             return _Launch(f"{expression}, {search.kernel}>", threads, shared, rounds, search.argument)
         # For each warp two compressed tiles and one unpacked, and the table of values.
-        threads, rounds = (128, 2) if self.bits <= 4 else (256, 2 if dtype.itemsize == 4 else 6)
+        threads = 128 if self.bits <= 4 else 256
+        rounds = 1 if dtype.itemsize == 4 and self.bits <= 4 else 2 if self.bits <= 4 or dtype.itemsize == 4 else 6
         stage = 4 * self.bits + np.dtype(ABSMAX[self.absmax].dtype).itemsize
         groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[self.bits - 1]
         shared = threads * (2 * stage + groups) + (1 << min(self.bits + 8, 14))
