@@ -94,6 +94,21 @@ class Ready:
     resident: int
 
 
+def by_value(struct: Any) -> Any:
+    """A zero-dimensional structured NumPy array as a kernel argument that is passed by value.
+
+    CuPy takes such an array itself, but looks at it for 5 us on every launch; its own pointer type it takes as it is.
+
+    Returns
+    -------
+    cupy.cuda.function.CPointer
+        Refers to the memory of `struct`, which must be kept alive.
+    """
+    from cupy.cuda.function import CPointer
+
+    return CPointer(struct.ctypes.data)
+
+
 class Kernel:
     """One kernel with its launch shape, for every device: compiled on first use, then a lookup and a launch.
 
@@ -119,7 +134,7 @@ class Kernel:
         self.shared, self.rounds = shared, rounds
         self._ready: dict[int, Ready] = {}
 
-    def __call__(self, array: Any, units: int, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, array: Any, units: int, arguments: tuple[Any, ...], waves: int = 0) -> None:
         """Launch on the device of `array`, which must be the current one, and its current stream.
 
         Parameters
@@ -129,14 +144,22 @@ class Kernel:
         units : int
             Units of work: what a thread block does in one round.
         arguments : tuple
-            Arrays, Python ints (64 bits), NumPy scalars (their own size) and zero-dimensional structured NumPy arrays
-            (by value); 0 where a pointer is null.
+            Arrays, Python ints (64 bits), NumPy scalars (their own size) and structs from `by_value`; 0 where a pointer
+            is null.
+        waves : int, default 0
+            Limit the grid to so many times what the device holds, instead of by rounds: for a kernel that may find
+            nothing to do, where each block costs.
         """
         device = array.data.device_id
         ready = self._ready.get(device)
         if ready is None:
             ready = self._ready[device] = self._load(device)
-        grid = units if units < ready.resident else max(ready.resident, -(-units // self.rounds))
+        if units <= ready.resident:
+            grid = units
+        elif waves:
+            grid = min(units, waves * ready.resident)
+        else:
+            grid = max(ready.resident, -(-units // self.rounds))
         ready.function((grid,), (self.threads,), arguments, shared_mem=self.shared)
 
     def _load(self, device: int) -> Ready:

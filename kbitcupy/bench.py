@@ -795,7 +795,7 @@ def _run_gpu(
 ) -> Report:
     cupy = _xp.import_cupy()
     ordinal = int(device.partition(":")[2])
-    with cupy.cuda.Device(ordinal), cupy.cuda.Stream(non_blocking=True) as stream:
+    with cupy.cuda.Device(ordinal), cupy.cuda.Stream() as stream:
         gpu = _Gpu(cupy, ordinal, stream, quick)
         runtime, nvrtc = cupy.cuda.runtime, ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
         environment = _environment(

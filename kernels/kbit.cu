@@ -159,6 +159,13 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
         if (note >> 31 && threadIdx.x == 0) atomicExch(tensor_scale, __float_as_uint(scale));
         if (scale == 1.0f) return;
     }
+    // A maximum beyond the range of scale 1 has been noted already: REPEAT will encode, here only the maximum counts.
+    bool only_note = false;
+    unsigned noted = 0;
+    if (pass == NOTE) {
+        noted = __shfl_sync(FULL_WARP, *static_cast<volatile unsigned*>(tensor_scale), 0);
+        only_note = noted >> 31 && __uint_as_float(noted & 0x7fffffffu) > A::HIGH;
+    }
     const float inverse_scale = __int_as_float((254 << 23) - __float_as_int(scale));  // of a power of two
 
     // The first tile is on its way while the table is built.
@@ -205,28 +212,30 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
         for (int i = 0; i < Tile<T>::WORDS; ++i) magnitude = Word<T>::larger_magnitude(magnitude, row[i]);
         const float a = flush(Word<T>::largest(magnitude));
         if (a < infinity()) largest = fmaxf(largest, a);
-        const typename A::Code code = A::encode(__fmul_rn(a, inverse_scale));
-        // The divisor of the search; 0 divides to 0.
-        float d = pass == FLAT ? fmaxf(a, 1e-8f) : __fmul_rn(A::decode(code), scale);
+        if (!only_note) {
+            const typename A::Code code = A::encode(__fmul_rn(a, inverse_scale));
+            // The divisor of the search; 0 divides to 0.
+            float d = pass == FLAT ? fmaxf(a, 1e-8f) : __fmul_rn(A::decode(code), scale);
 
-        unsigned plane[Field<K>::BITS] = {};
-        if (SEARCH == FULL) {
-            search_slowly<T, K>(tile, lane, d, nearest, plane);
-        } else {
-            float divisor = d;
-            tame<T, K>(row, !(a < infinity()), divisor, search.slope);
-            search_row<T, K, SEARCH>(row, divisor, codebook, search, table, plane);
-            // An infinity breaks the short division (inf - inf), but not the product. (float32 has been tamed.)
-            if (SEARCH == MAPPED && sizeof(T) == 2 && !(a < infinity()))
-                search_slowly<T, K>(
-                    tile, lane, d, [&](float y) { return bisect<K, SEARCH>(codebook, shared_numbers, y); }, plane);
-        }
-        __syncwarp();  // every row has been read: the tile's memory now stages the words
-        unsigned words[K];
+            unsigned plane[Field<K>::BITS] = {};
+            if (SEARCH == FULL) {
+                search_slowly<T, K>(tile, lane, d, nearest, plane);
+            } else {
+                float divisor = d;
+                tame<T, K>(row, !(a < infinity()), divisor, search.slope);
+                search_row<T, K, SEARCH>(row, divisor, codebook, search, table, plane);
+                // An infinity breaks the short division (inf - inf), but not the product. (float32 has been tamed.)
+                if (SEARCH == MAPPED && sizeof(T) == 2 && !(a < infinity()))
+                    search_slowly<T, K>(
+                        tile, lane, d, [&](float y) { return bisect<K, SEARCH>(codebook, shared_numbers, y); }, plane);
+            }
+            __syncwarp();  // every row has been read: the tile's memory now stages the words
+            unsigned words[K];
 #pragma unroll
-        for (int p = 0; p < K; ++p) words[p] = plane[p];
-        WordTile<K>::store(packed, t * WARP, blocks, tile.chunks, lane, words);
-        if (t * WARP + lane < blocks) absmax[t * WARP + lane] = code;
+            for (int p = 0; p < K; ++p) words[p] = plane[p];
+            WordTile<K>::store(packed, t * WARP, blocks, tile.chunks, lane, words);
+            if (t * WARP + lane < blocks) absmax[t * WARP + lane] = code;
+        }
         __syncwarp();
         uint4* freed = tile.chunks;
         tile.chunks = next.chunks, next.chunks = freed;
@@ -234,7 +243,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
 
     if (pass == NOTE) {
         const unsigned note = warp_max(__float_as_uint(largest)) | 0x80000000u;
-        if (lane == 0) atomicMax(tensor_scale, note);
+        if (lane == 0 && note > noted) atomicMax(tensor_scale, note);  // all to one address: most must not
     }
 }
 

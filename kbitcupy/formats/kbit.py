@@ -228,7 +228,7 @@ class KBit(Format):
         else:
             scale.data.memset_async(0, 4)
             launch(x, (*arguments, _NOTE, launch.codebook))
-            launch(x, (*arguments, _REPEAT, launch.codebook))
+            launch(x, (*arguments, _REPEAT, launch.codebook), _REPEAT_WAVES)
 
     def _decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
         if out.size == 0:
@@ -260,12 +260,12 @@ class KBit(Format):
         if kind == "quantize":
             search = bucket_search(self.bits, self._table, _MANTISSA_BITS.get(dtype.name))
             threads = 128 if dtype.itemsize == 4 else 256
-            rounds = _ROUNDS[dtype.itemsize][self.bits - 1]
+            rounds = _QUANTIZE_ROUNDS[dtype.itemsize][self.bits - 1]
             shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
             return _Launch(f"{expression}, {search.kernel}>", threads, shared, rounds, search.argument)
         # For each warp two compressed tiles and one unpacked, and the table of values.
         threads = 128 if self.bits <= 4 else 256
-        rounds = 1 if dtype.itemsize == 4 and self.bits <= 4 else 2 if self.bits <= 4 or dtype.itemsize == 4 else 6
+        rounds = _DEQUANTIZE_ROUNDS[dtype.itemsize][self.bits - 1]
         stage = 4 * self.bits + np.dtype(ABSMAX[self.absmax].dtype).itemsize
         groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[self.bits - 1]
         shared = threads * (2 * stage + groups) + (1 << min(self.bits + 8, 14))
@@ -273,10 +273,14 @@ class KBit(Format):
         return _Launch(f"{expression}>", threads, shared, rounds, values)
 
 
-# Rounds of a quantizing block, by the bytes of an element and the bits of an index.
-_ROUNDS = {2: (4, 6, 8, 8, 20, 24, 24, 24), 4: (2, 2, 5, 5, 8, 16, 16, 16)}
+# Rounds of a thread block, by the bytes of an element and the bits of an index.
+_QUANTIZE_ROUNDS = {2: (3, 4, 8, 8, 16, 16, 16, 16), 4: (2, 4, 5, 4, 8, 16, 12, 16)}
+_DEQUANTIZE_ROUNDS = {2: (2, 2, 2, 2, 4, 4, 4, 8), 4: (1, 1, 1, 1, 1, 1, 2, 2)}
 # Significant bits of the dtypes whose quotients need no division.
 _MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
+
+# Thread blocks of the REPEAT pass, which mostly ends at once, in units of what the device holds.
+_REPEAT_WAVES = 3
 
 _FLAT, _FIXED, _NOTE, _REPEAT = (np.int32(i) for i in range(4))
 
@@ -284,15 +288,16 @@ _FLAT, _FIXED, _NOTE, _REPEAT = (np.int32(i) for i in range(4))
 class _Launch:
     """A kernel of the family with the codebook it is given: each warp takes tiles of 1024 elements."""
 
-    __slots__ = ("_kernel", "_unit", "codebook")
+    __slots__ = ("_kernel", "_struct", "_unit", "codebook")
 
     def __init__(self, expression: str, threads: int, shared: int, rounds: int, codebook: np.ndarray):
         self._kernel = _cuda.Kernel(QUANTIZE.file, expression, threads, shared, rounds)
         self._unit = 1024 * threads // 32
-        self.codebook = codebook
+        self._struct = codebook
+        self.codebook = _cuda.by_value(codebook)
 
-    def __call__(self, array: Any, arguments: tuple[Any, ...]) -> None:
-        self._kernel(array, -(-array.size // self._unit), arguments)
+    def __call__(self, array: Any, arguments: tuple[Any, ...], waves: int = 0) -> None:
+        self._kernel(array, -(-array.size // self._unit), arguments, waves)
 
 
 class BucketSearch:
