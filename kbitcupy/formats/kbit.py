@@ -280,7 +280,7 @@ _DEQUANTIZE_ROUNDS = {2: (2, 2, 2, 2, 4, 4, 4, 8), 4: (1, 1, 1, 1, 1, 1, 2, 2)}
 _MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
 
 # Thread blocks of the REPEAT pass, which mostly ends at once, in units of what the device holds.
-_REPEAT_WAVES = 2
+_REPEAT_WAVES = 3
 
 _FLAT, _FIXED, _NOTE, _REPEAT = (np.int32(i) for i in range(4))
 
