@@ -77,21 +77,11 @@ ABSMAX = {
     "float32": AbsmaxFormat("float32", "FLOAT32", 2.0**-22, 0.0),
 }
 
-QUANTIZE = Template(
-    "kbit.cu",
-    "quantize_kbit",
-    (
-        tuple(CXX_TYPES.values()),
-        tuple("12345678"),
-        tuple(a.kernel for a in ABSMAX.values()),
-        ("ORDERED", "MAPPED", "FULL"),
-    ),
-)
-DEQUANTIZE = Template(
-    "kbit.cu",
-    "dequantize_kbit",
-    (tuple(CXX_TYPES.values()), tuple("12345678"), tuple(a.kernel for a in ABSMAX.values())),
-)
+_AXES = (tuple(CXX_TYPES.values()), tuple("12345678"), tuple(a.kernel for a in ABSMAX.values()))
+QUANTIZE = Template("kbit.cu", "quantize_kbit", (*_AXES, ("ORDERED",)))
+# Codebooks that are not in order are the exception: a few bytes of spilled registers do not matter to them.
+QUANTIZE_UNORDERED = Template("kbit.cu", "quantize_kbit", (*_AXES, ("MAPPED", "FULL")), hot=False)
+DEQUANTIZE = Template("kbit.cu", "dequantize_kbit", _AXES)
 CODES = tuple(
     Template("codes.cu", name, hot=False)
     for name in ("pack_kbit", "unpack_kbit", "encode_absmax_e4m4", "decode_absmax_e4m4")
@@ -122,7 +112,7 @@ class KBit(Format):
     block = BLOCK
     origin = "bitsandbytes pull request 1858"
     summary = "codebook indices in bit planes, one scale for 32 elements"
-    kernels = (QUANTIZE, DEQUANTIZE, *CODES)
+    kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, *CODES)
 
     def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None):
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= 8:
