@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -263,10 +265,22 @@ def test_devices_that_are_not_there(q, monkeypatch):
     with pytest.raises(DeviceError, match="device is 'cuda:x'"):
         q.to_device("cuda:x")
     assert q.to_device("cpu") is q
-    monkeypatch.setitem(__import__("sys").modules, "cupy", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"pip install 'kbitcupy\[cuda12\]'"):
         q.to_device("cuda:0")
     assert q.to_device("auto") is q
+
+
+def test_cupy_without_a_gpu(q, monkeypatch):
+    cuda = types.SimpleNamespace(is_available=lambda: False)
+    fake = types.SimpleNamespace(cuda=cuda, ndarray=type("ndarray", (), {}))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    with pytest.raises(DeviceError, match="CuPy finds none: use device 'cpu', or check nvidia-smi"):
+        q.to_device("cuda:0")
+    with pytest.raises(DeviceError, match="CuPy finds none"):
+        kb.create_normal_float_codebook(4, "cuda:0")
+    assert q.to_device("auto") is q
+    assert kb.quantize(X, "kbit4").device == "cpu"  # host arrays do not mind
 
 
 class Host:
