@@ -205,10 +205,11 @@ def as_array(x: Any, argument: str = "x") -> Any:
     """
     if is_array(x):
         return x
-    if hasattr(x, "__cuda_array_interface__"):
-        return import_cupy().asarray(x)
+    # DLPack first: it knows bfloat16 and streams, and a tensor that may not be exported says so in a way we can pass on.
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, argument)
+    if hasattr(x, "__cuda_array_interface__"):
+        return import_cupy().asarray(x)
     try:
         return np.asarray(x)
     except Exception as error:  # third-party __array__ may raise anything

@@ -296,6 +296,27 @@ class Host:
         return self.array.__dlpack_device__()
 
 
+class Both(Host):
+    """A tensor whose other protocol raises what `hasattr` lets through, as one with a gradient does."""
+
+    @property
+    def __cuda_array_interface__(self):
+        raise RuntimeError("this tensor requires grad")
+
+
+class Private(Host):
+    """A tensor that may not be exported."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("use detach()")
+
+
+def test_dlpack_comes_before_the_other_protocol():
+    assert kb.quantize(Both(X), "kbit4").shape == X.shape
+    with pytest.raises(TypeError, match=r"x is Private and refuses DLPack export \(use detach\(\)\)"):
+        kb.quantize(Private(X), "kbit4")
+
+
 def test_dlpack_input():
     assert np.array_equal(kb.quantize(Host(X), "kbit4").planes["packed"], kb.quantize(X, "kbit4").planes["packed"])
     assert kb.quantize([[1.0, 2.0]], "kbit4").shape == (1, 2)
