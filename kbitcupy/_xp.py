@@ -205,7 +205,7 @@ def as_array(x: Any, argument: str = "x") -> Any:
     """
     if is_array(x):
         return x
-    # DLPack first: it knows bfloat16 and streams, and a tensor that may not be exported says so in a way we can pass on.
+    # DLPack first: it knows bfloat16 and streams, and what a tensor that may not be exported says can be passed on.
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, argument)
     if hasattr(x, "__cuda_array_interface__"):
