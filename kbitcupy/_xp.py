@@ -40,9 +40,7 @@ def float_dtype(dtype: Any, argument: str = "dtype") -> np.dtype:
         return found
     name = dtype if isinstance(dtype, str) else _dtype_name(dtype)
     if name == "bfloat16":
-        import ml_dtypes  # only arrays of this dtype pay for the import
-
-        found = np.dtype(ml_dtypes.bfloat16)
+        found = named_dtype(name)
         _known["bfloat16"] = _known[found] = _known[found.type] = found
         return found
     if name in _known:  # another byte order
@@ -55,6 +53,22 @@ def _dtype_name(dtype: Any) -> str:
         return np.dtype(dtype).name
     except TypeError:
         return str(getattr(dtype, "name", None) or getattr(dtype, "__name__", repr(dtype)))
+
+
+def named_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a name, ml_dtypes' included.
+
+    Raises
+    ------
+    AttributeError
+        When neither library knows it.
+    """
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes  # only arrays of these dtypes pay for the import
+
+        return np.dtype(getattr(ml_dtypes, name))
 
 
 @functools.cache

@@ -119,12 +119,7 @@ class QuantizedArray:
 
     def config(self) -> dict[str, Any]:
         """JSON description of everything but the planes; `from_config` is its inverse."""
-        return {
-            "version": CONFIG_VERSION,
-            "format": self.format.config(),
-            "shape": list(self.shape),
-            "dtype": self.dtype.name,
-        }
+        return config_of(self.format, self.shape, self.dtype)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], planes: Mapping[str, Any]) -> QuantizedArray:
@@ -305,6 +300,11 @@ class TransposedQuantizedArray:
         return f"{self.T!r}.T"
 
     __array__ = QuantizedArray.__array__
+
+
+def config_of(format: Format, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, Any]:
+    """The JSON description of an array that is compressed, or is going to be."""
+    return {"version": CONFIG_VERSION, "format": format.config(), "shape": list(shape), "dtype": dtype.name}
 
 
 def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ...]) -> None:

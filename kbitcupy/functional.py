@@ -20,7 +20,7 @@ import numpy as np
 from . import _cuda, _xp, tables
 from .errors import DeviceError, FormatError
 from .formats import kbit, scales
-from .ops import check_out, source
+from .ops import check_out, decode, source
 
 _ABSMAX_FORMATS = {"e4m4": "e4m4", "fp32": "float32", "fp16": "float16"}
 _ABSMAX_OF_DTYPE = {np.dtype(np.uint8): "e4m4", np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}
@@ -59,27 +59,33 @@ def create_normal_float_codebook(k: int, device: str | None = None) -> Any:
     >>> kb.create_normal_float_codebook(2)
     array([-1.        , -0.27699357,  0.27699357,  1.        ], dtype=float32)
     """
-    k = _check_k(k)
+    values = tables.standard_codebook("nf", kbit.check_k(k)).values
     device = _xp.resolve_device(device or "cpu")
-    return _nf_values(k, None if device == "cpu" else int(device.partition(":")[2]))
-
-
-def _nf_values(k: int, device: int | None) -> Any:
-    """The nf codebook in host memory (None) or on a device."""
-    return tables.standard_codebook("nf", k).values if device is None else _upload_nf(k, device)
+    return values if device == "cpu" else _uploaded(values, int(device.partition(":")[2]))
 
 
 _upload_lock = threading.Lock()
 
 
-@functools.cache
-def _upload_nf(k: int, device: int) -> Any:
+def _uploaded(values: np.ndarray, device: int) -> Any:
+    """A codebook on a device: uploaded once, then the same array for everybody."""
+    with _upload_lock:
+        return _upload(values.tobytes(), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _upload(values: bytes, device: int) -> Any:
     cupy = sys.modules["cupy"]
     # A stream of its own: the caller's may be capturing a graph, where an upload would become part of the graph.
-    with _upload_lock, cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
-        values = cupy.asarray(tables.standard_codebook("nf", k).values)
+    with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
+        array = cupy.asarray(np.frombuffer(values, np.float32))
         stream.synchronize()
-    return values
+    return array
+
+
+def _on_device_of(array: Any, values: np.ndarray) -> Any:
+    """A host codebook where `array` is."""
+    return _uploaded(values, array.data.device_id) if _xp.is_cupy(array) else values
 
 
 def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str = "e4m4") -> tuple[Any, Any, Any]:
@@ -119,19 +125,22 @@ def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str =
     >>> packed.shape, absmax.shape, codebook.shape
     ((12,), (3,), (16,))
     """
-    k = _check_k(k)
+    k = kbit.check_k(k)
     x = _xp.as_array(A, "A")
     _xp.float_dtype(x.dtype, "A")
     if not isinstance(absmax_format, str) or absmax_format not in _ABSMAX_FORMATS:
         allowed = ", ".join(map(repr, _ABSMAX_FORMATS))
         raise FormatError(f"absmax_format is {absmax_format!r}; allowed are {allowed}")
     kind = _ABSMAX_FORMATS[absmax_format]
-    standard = _nf_values(k, x.data.device_id if _xp.is_cupy(x) else None)
+    standard = _on_device_of(x, tables.standard_codebook("nf", k).values)
     if codebook is None or codebook is standard:
         codebook, form = standard, _nf_format(k, kind)
     else:
-        codebook = _codebook_beside(codebook, k, x)
+        # A host codebook stays on the host for the search, which knows more of it there.
+        codebook = _checked_codebook(codebook, k, x)
         form = kbit.KBit(k, codebook=codebook, absmax=kind)
+        if isinstance(codebook, np.ndarray):
+            codebook = _on_device_of(x, codebook)
     x = source(x, form.dtypes)
     blocks = -(-x.size // kbit.BLOCK)
     with _xp.on_device_of(x):
@@ -183,7 +192,7 @@ def dequantize_kbit(
     >>> bool(abs(x - y).max() < 0.12)
     True
     """
-    k = _check_k(k)
+    k = kbit.check_k(k)
     n = _check_count(n)
     for name, array, dtypes in (
         ("packed", packed, _WORDS),
@@ -202,26 +211,25 @@ def dequantize_kbit(
                 f"{name} has {array.size} entries; n = {n} and k = {k} need {exact}, or {exact + padding} with padding"
             )
     _xp.check_same_device(packed, absmax)
-    values = _codebook_beside(codebook, k, packed)
+    values = _checked_codebook(codebook, k, packed)
     if out is not None:
         if not _xp.is_array(out):
             raise TypeError(f"out is {type(out).__name__}; it must be a NumPy or CuPy array")
         if out.ndim != 1 or out.size < n:
             raise ValueError(f"out has shape {out.shape}; it must be one-dimensional with at least {n} elements")
         check_out(out, out.shape, packed)
-    form = kbit.custom_format(k, _ABSMAX_OF_DTYPE[absmax.dtype])
+    kind = _ABSMAX_OF_DTYPE[absmax.dtype]
     if isinstance(packed, np.ndarray):  # a kernel looks at no more than n elements anyway
         packed, absmax = packed.view(np.uint32)[: blocks * k], absmax[:blocks]
-    planes = {"packed": packed, "absmax": absmax, "codebook": values}
+    planes = {"packed": packed, "absmax": absmax}
+    if _xp.is_cupy(packed) and isinstance(values, np.ndarray):
+        form = kbit.KBit(k, codebook=values, absmax=kind)  # the values travel with the launch
+    else:
+        form = kbit.custom_format(k, kind)
+        planes["codebook"] = values
     with _xp.on_device_of(packed):
-        empty = _xp.namespace(packed).empty
-        result = empty(n, _xp.float_dtype(dtype)) if out is None else out[:n]
-        if result.dtype == np.float64:
-            single = empty(n, np.float32)
-            form.decode(planes, single)
-            result[...] = single
-        else:
-            form.decode(planes, result)
+        result = _xp.namespace(packed).empty(n, _xp.float_dtype(dtype)) if out is None else out[:n]
+        decode(form, planes, result)
     return result
 
 
@@ -251,7 +259,7 @@ def pack_kbit(indices: Any, k: int) -> Any:
     >>> kb.pack_kbit([1, 2, 3], k=2)
     array([5, 6], dtype=int32)
     """
-    k = _check_k(k)
+    k = kbit.check_k(k)
     array = _xp.as_array(indices, "indices")
     if array.size == 0 and not _xp.is_array(indices):
         array = array.astype(np.uint8)
@@ -301,7 +309,7 @@ def unpack_kbit(packed: Any, k: int, n: int) -> Any:
     >>> kb.unpack_kbit(kb.pack_kbit([1, 2, 3], k=2), k=2, n=3)
     array([1, 2, 3], dtype=uint8)
     """
-    k = _check_k(k)
+    k = kbit.check_k(k)
     n = _check_count(n)
     if not _xp.is_array(packed) or packed.dtype.name not in ("int32", "uint32"):
         raise TypeError(f"packed is {getattr(packed, 'dtype', type(packed).__name__)}; it must be an int32 array")
@@ -412,20 +420,14 @@ def _nf_format(k: int, kind: str) -> kbit.KBit:
     return kbit.KBit(k, codebook="nf", absmax=kind)
 
 
-def _codebook_beside(codebook: Any, k: int, array: Any) -> Any:
-    """A codebook as float32[2^k] on the device of the other buffers."""
-    if _xp.is_cupy(codebook):
-        if not _xp.same_device(codebook, array):
-            there, here = _xp.device_of(codebook), _xp.device_of(array)
-            raise DeviceError(f"codebook is on {there} and the data on {here}; move one of them")
-        return kbit.check_device_codebook(codebook, k)
-    return _xp.to_device(kbit.custom_codebook(codebook, k).values, _xp.device_of(array))
-
-
-def _check_k(k: Any) -> int:
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= 8:
-        raise FormatError(f"k is {k!r}; allowed are the integers 1 to 8")
-    return int(k)
+def _checked_codebook(codebook: Any, k: int, array: Any) -> Any:
+    """A codebook as float32[2^k]: a CuPy array on the device of `array`, or a NumPy array."""
+    if not _xp.is_cupy(codebook):
+        return kbit.custom_codebook(codebook, k).values
+    if not _xp.same_device(codebook, array):
+        there, here = _xp.device_of(codebook), _xp.device_of(array)
+        raise DeviceError(f"codebook is on {there} and the data on {here}; move one of them")
+    return kbit.check_device_codebook(codebook, k)
 
 
 def _check_count(n: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -112,17 +113,11 @@ def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> A
         raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
     first = next(iter(q.planes.values()))
     with _xp.on_device_of(first):
-        empty = _xp.namespace(first).empty
         if out is None:
-            out = empty(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype))
+            out = _xp.namespace(first).empty(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype))
         else:
             check_out(out, q.shape, first, dtype)
-        if out.dtype in _xp.dtype_set(q.format.dtypes):
-            q.format.decode(q.planes, out)
-        else:
-            single = empty(q.shape, np.float32)
-            q.format.decode(q.planes, single)
-            out[...] = single
+        decode(q.format, q.planes, out)
     return out
 
 
@@ -160,6 +155,16 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
     return dequantize(q[_xp.as_array(ids, "ids")], dtype=dtype, out=out)
+
+
+def decode(format: Format, planes: Mapping[str, Any], out: Any) -> None:
+    """`Format.decode` to any float dtype: what the format does not write itself goes through float32."""
+    if out.dtype in _xp.dtype_set(format.dtypes):
+        format.decode(planes, out)
+    else:
+        single = _xp.namespace(out).empty(out.shape, np.float32)
+        format.decode(planes, single)
+        out[...] = single
 
 
 def check_out(out: Any, shape: tuple[int, ...], beside: Any, dtype: Any = None) -> None:
@@ -221,7 +226,4 @@ def source(array: Any, dtypes: tuple[str, ...]) -> Any:
 @functools.lru_cache(maxsize=512)
 def _allocation(format: Format, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...], np.dtype], ...]:
     """(name, shape, dtype) of every plane."""
-    planes = format.planes(shape).items()
-    return tuple(
-        (name, p.shape, np.dtype(p.dtype) if p.dtype != "bfloat16" else _xp.float_dtype(p.dtype)) for name, p in planes
-    )
+    return tuple((name, plane.shape, _xp.named_dtype(plane.dtype)) for name, plane in format.planes(shape).items())

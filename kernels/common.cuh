@@ -143,7 +143,6 @@ __device__ __forceinline__ unsigned warp_max(unsigned x) {
 template <int K>
 struct Field {
     static constexpr int BITS = K == 1 ? 1 : K == 2 ? 2 : K <= 4 ? 4 : 8;
-    static constexpr int PER_WORD = 32 / BITS;
 };
 
 // Exchange rows and columns of the BITS x BITS bit matrices that stand side by side in BITS words. On one side of the

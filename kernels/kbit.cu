@@ -91,10 +91,12 @@ __device__ __forceinline__ void search_row(
 }
 
 // Bring a row and its divisor to where search_row is exact: a matter of a few blocks, if any. float16 is always there.
-template <typename T, int K>
+template <typename T, int K, int SEARCH>
 __device__ __forceinline__ void tame(unsigned (&row)[Tile<T>::WORDS], bool infinite, float& d, float slope) {
-    // Outside this range the short division, or the reciprocal, would lose bits: move the block by a power of two.
-    constexpr float LOW = sizeof(T) == 4 ? 0x1p-60f : 0x1p-125f, HIGH = sizeof(T) == 4 ? 0x1p100f : 0x1p125f;
+    // Outside this range the short division (or where nothing is divided, the reciprocal) would lose bits: move the
+    // block by a power of two.
+    constexpr bool DIRECT = SEARCH == ORDERED && sizeof(T) == 2;
+    constexpr float LOW = DIRECT ? 0x1p-125f : 0x1p-60f, HIGH = DIRECT ? 0x1p125f : 0x1p100f;
     if (SameType<T, __half>::VALUE) return;
     if (d != 0.0f && d < infinity() && ((infinite && sizeof(T) == 4) || d < LOW || d > HIGH)) {
         const int exponent = int(__float_as_uint(d) >> 23) - 127;
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
                 search_slowly<T, K>(tile, lane, d, nearest, plane);
             } else {
                 float divisor = d;
-                tame<T, K>(row, !(a < infinity()), divisor, search.slope);
+                tame<T, K, SEARCH>(row, !(a < infinity()), divisor, search.slope);
                 search_row<T, K, SEARCH>(row, divisor, codebook, search, table, plane);
                 // An infinity breaks the short division (inf - inf), but not the product. (float32 has been tamed.)
                 if (SEARCH == MAPPED && sizeof(T) == 2 && !(a < infinity()))
@@ -251,8 +253,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
 // all the writing a read from DRAM takes as long as everything else that a block does.
 constexpr int ANNOUNCED = 2048;
 
-// The compressed tiles that a warp has ahead of it, on their way from memory. Writing keeps memory so busy that a read
-// takes several tiles' time: with one tile in flight a warp mostly waited.
+// The compressed tiles of a warp: the one it works on, and those on their way from memory.
 template <int K, int FORMAT>
 struct Pipeline {
     using Code = typename Absmax<FORMAT>::Code;

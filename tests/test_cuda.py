@@ -10,7 +10,7 @@ from inputs import ABSMAX, BFLOAT16, CODEBOOKS, DTYPES, KINDS, SIZES, codebook, 
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
-from kbitcupy.tables import standard_codebook
+from kbitcupy.tables import Codebook, standard_codebook
 
 pytestmark = pytest.mark.gpu
 FLAT = {"e4m4": "e4m4", "float16": "fp16", "float32": "fp32"}
@@ -35,13 +35,15 @@ def check_format(cupy, x, name, **options):
 
 
 def check_flat(cupy, x, k, values, absmax):
+    """`values` None is the default codebook; host values stay on the host for the search, and may for decoding."""
     host = kb.quantize_kbit(x, k, values, absmax)
     device = kb.quantize_kbit(cupy.asarray(x), k, values, absmax)
     for a, b in zip(device, host, strict=True):
         assert a.dtype == b.dtype and a.get().tobytes() == b.tobytes()
     for dtype in DTYPES:
-        y = kb.dequantize_kbit(*device, k, x.size, dtype)
-        assert same_values(y.get(), kb.dequantize_kbit(*host, k, x.size, dtype))
+        wanted = kb.dequantize_kbit(*host, k, x.size, dtype)
+        assert same_values(kb.dequantize_kbit(*device, k, x.size, dtype).get(), wanted)
+        assert same_values(kb.dequantize_kbit(*device[:2], host[2], k, x.size, dtype).get(), wanted)
 
 
 class TestSmall:
@@ -56,8 +58,7 @@ class TestSmall:
                     x = make("special", size, dtype)
                     choice = codebook(book, k)
                     check_format(cupy, x, f"kbit{k}", codebook=choice, absmax=absmax)
-                    values = standard_codebook("nf", k).values if book == "nf" else choice
-                    check_flat(cupy, x, k, values, FLAT[absmax])
+                    check_flat(cupy, x, k, None if book == "nf" else choice, FLAT[absmax])
 
     def test_codes(self, cupy):
         codes = np.arange(256, dtype=np.uint8)
@@ -104,7 +105,7 @@ def test_kinds_and_sizes(cupy, k, kind, dtype):
         x = make(kind, size, dtype)
         for absmax in ABSMAX:
             check_format(cupy, x, f"kbit{k}", absmax=absmax)
-        check_flat(cupy, x, k, standard_codebook("nf", k).values, "e4m4")
+        check_flat(cupy, x, k, None, "e4m4")
     check_format(cupy, make(kind, 70_000, dtype), f"kbit{k}", codebook="nf")
 
 
@@ -152,6 +153,7 @@ def test_every_16_bit_number_under_several_scales(cupy, k, dtype):
         for book in ("bnf", "nf"):
             check_format(cupy, blocks, f"kbit{k}", codebook=book)
             check_format(cupy, blocks, f"kbit{k}", codebook=book, absmax="float32")
+            check_flat(cupy, blocks, k, None if book == "nf" else standard_codebook(book, k).values, "fp32")
     check_format(cupy, every, f"kbit{k}")
 
 
@@ -172,7 +174,30 @@ def test_around_every_threshold(cupy, k, book):
     x = np.concatenate(rows).reshape(-1)
     for absmax in ABSMAX:
         check_format(cupy, x, f"kbit{k}", codebook=book, absmax=absmax)
-        check_flat(cupy, x, k, standard_codebook(book, k).values, FLAT[absmax])
+        check_flat(cupy, x, k, None if book == "nf" else standard_codebook(book, k).values, FLAT[absmax])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("book", ["unsorted", "duplicate", "asymmetric"])
+@pytest.mark.parametrize("k", [1, 2, 4, 5, 8])
+def test_around_thresholds_of_custom_codebooks(cupy, k, book, dtype):
+    """Quotients next to every threshold, down to scales where a short division would lose bits."""
+    choice = codebook(book, k)
+    thresholds = Codebook(choice).thresholds
+    rng = np.random.default_rng(k)
+    exponents = (-20, -8, 0, 12) if dtype == np.float16 else (-126, -110, -100, -80, -61, -59, -20, 0, 90, 101, 125)
+    rows = []
+    for exponent in exponents:
+        for scale in (np.exp2(np.float32(exponent)) * (1 + rng.random(60)).astype(np.float32)).astype(dtype):
+            with np.errstate(over="ignore"):
+                near = np.float32(thresholds) * np.float32(scale)
+                values = np.concatenate([near * np.float32(1 + i * 2.0**-8) for i in (-2, -1, 0, 1, 2)]).astype(dtype)
+            values = np.append(values, np.zeros(-values.size % 31, dtype)).reshape(-1, 31)
+            rows.append(np.concatenate((np.full((len(values), 1), scale, dtype), values), 1))
+    x = np.concatenate(rows).reshape(-1)
+    for absmax in ABSMAX:
+        check_format(cupy, x, f"kbit{k}", codebook=choice, absmax=absmax)
+        check_flat(cupy, x, k, choice, FLAT[absmax])
 
 
 @settings(max_examples=80)
@@ -193,7 +218,7 @@ def test_a_large_odd_size(cupy, dtype):
     x = make("normal", (1 << 20) + 7, dtype)
     for k in range(1, 9):
         check_format(cupy, x, f"kbit{k}")
-        check_flat(cupy, x, k, standard_codebook("nf", k).values, "e4m4")
+        check_flat(cupy, x, k, None, "e4m4")
 
 
 def test_codes_of_many_floats(cupy):

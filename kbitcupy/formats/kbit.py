@@ -115,9 +115,7 @@ class KBit(Format):
     kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, *CODES)
 
     def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None):
-        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= 8:
-            raise FormatError(f"k is {k!r}; allowed are the integers 1 to 8")
-        self.bits = int(k)
+        self.bits = check_k(k)
         self.name = f"kbit{self.bits}"
         if absmax is None:
             absmax = "e4m4" if self.bits < 8 else "float16"
@@ -138,7 +136,6 @@ class KBit(Format):
                 self._device_values = check_device_codebook(codebook, self.bits)
             else:
                 self._table = custom_codebook(codebook, self.bits)
-        self._launches: dict[Any, _Launch] = {}
 
     def options(self) -> dict[str, Any]:
         return {"codebook": self.codebook, "absmax": self.absmax}
@@ -209,7 +206,7 @@ class KBit(Format):
             if not flat:
                 self._fill_shared_planes(planes)
             return
-        launch = self._launch("quantize", x.dtype)
+        launch = _launch("quantize", self.bits, self.absmax, x.dtype, self._table)
         values = 0 if self._device_values is None else self._device_values
         scale: Any = 0 if flat else planes["scale"]
         arguments = (x, x.size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))
@@ -223,7 +220,7 @@ class KBit(Format):
     def _decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
         if out.size == 0:
             return
-        launch = self._launch("dequantize", out.dtype)
+        launch = _launch("dequantize", self.bits, self.absmax, out.dtype, self._table)
         arguments = (planes["packed"], planes["absmax"], planes.get("scale", 0), planes.get("codebook", 0))
         launch(out, (*arguments, out, out.size, launch.codebook))
 
@@ -235,32 +232,6 @@ class KBit(Format):
             planes["codebook"][...] = namespace(values).where(abs(values) < tables.SMALLEST_NORMAL, 0, values)
         elif "codebook" in planes:
             planes["codebook"].set(self._host_table().values)
-
-    def _launch(self, kind: str, dtype: np.dtype) -> _Launch:
-        key = (kind, dtype)
-        found = self._launches.get(key)
-        if found is None:
-            found = self._launches[key] = self._make_launch(kind, dtype)
-        return found
-
-    def _make_launch(self, kind: str, dtype: np.dtype) -> _Launch:
-        expression = f"{kind}_kbit<{CXX_TYPES[dtype.name]}, {self.bits}, {ABSMAX[self.absmax].kernel}"
-        # Threads as kernels/kbit.cu has them. Rounds are measured: more of them spread the cost of the tables, fewer
-        # keep what is under way close together in memory.
-        if kind == "quantize":
-            search = bucket_search(self.bits, self._table, _MANTISSA_BITS.get(dtype.name))
-            threads = 128 if dtype.itemsize == 4 else 256
-            rounds = _QUANTIZE_ROUNDS[dtype.itemsize][self.bits - 1]
-            shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
-            return _Launch(f"{expression}, {search.kernel}>", threads, shared, rounds, search.argument)
-        # For each warp two compressed tiles and one unpacked, and the table of values.
-        threads = 128 if self.bits <= 4 else 256
-        rounds = _DEQUANTIZE_ROUNDS[dtype.itemsize][self.bits - 1]
-        stage = 4 * self.bits + np.dtype(ABSMAX[self.absmax].dtype).itemsize
-        groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[self.bits - 1]
-        shared = threads * (2 * stage + groups) + (1 << min(self.bits + 8, 14))
-        values = bucket_search(self.bits, self._table, None).argument
-        return _Launch(f"{expression}>", threads, shared, rounds, values)
 
 
 # Rounds of a thread block, by the bytes of an element and the bits of an index.
@@ -288,6 +259,27 @@ class _Launch:
 
     def __call__(self, array: Any, arguments: tuple[Any, ...], waves: int = 0) -> None:
         self._kernel(array, -(-array.size // self._unit), arguments, waves)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(kind: str, k: int, absmax: str, dtype: np.dtype, table: Codebook | None) -> _Launch:
+    """The launch of ``quantize_kbit`` or ``dequantize_kbit``; without `table` only the device knows the values."""
+    expression = f"{kind}_kbit<{CXX_TYPES[dtype.name]}, {k}, {ABSMAX[absmax].kernel}"
+    # Threads as kernels/kbit.cu has them. Rounds are measured: more of them spread the cost of the tables, fewer keep
+    # what is under way close together in memory.
+    if kind == "quantize":
+        search = BucketSearch(k, table, _MANTISSA_BITS.get(dtype.name))
+        threads = 128 if dtype.itemsize == 4 else 256
+        rounds = _QUANTIZE_ROUNDS[dtype.itemsize][k - 1]
+        shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
+        return _Launch(f"{expression}, {search.kernel}>", threads, shared, rounds, search.argument)
+    # For each warp two compressed tiles and one unpacked, and the table of values.
+    threads = 128 if k <= 4 else 256
+    rounds = _DEQUANTIZE_ROUNDS[dtype.itemsize][k - 1]
+    stage = 4 * k + np.dtype(ABSMAX[absmax].dtype).itemsize
+    groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[k - 1]
+    shared = threads * (2 * stage + groups) + (1 << min(k + 8, 14))
+    return _Launch(f"{expression}>", threads, shared, rounds, BucketSearch(k, table, None).argument)
 
 
 class BucketSearch:
@@ -348,9 +340,6 @@ class BucketSearch:
             self.shared_bytes = (buckets + 1) * copies * 8
 
 
-bucket_search = functools.lru_cache(maxsize=64)(BucketSearch)
-
-
 @functools.cache
 def _codebook_struct(k: int) -> np.dtype:
     """``struct Codebook<K>`` of kernels/kbit.cuh."""
@@ -363,6 +352,19 @@ def _codebook_struct(k: int) -> np.dtype:
 def custom_format(k: int, absmax: str) -> KBit:
     """The format of planes that hold their own codebook."""
     return KBit(k, codebook="custom", absmax=absmax)
+
+
+def check_k(k: Any) -> int:
+    """k as an int.
+
+    Raises
+    ------
+    FormatError
+        When it is not an integer from 1 to 8.
+    """
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= 8:
+        raise FormatError(f"k is {k!r}; allowed are the integers 1 to 8")
+    return int(k)
 
 
 def custom_codebook(values: Any, k: int) -> Codebook:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from .. import _xp
 from .._version import __version__
-from ..array import QuantizedArray
+from ..array import QuantizedArray, config_of
 from ..errors import FileError
 from ..formats.base import Format, get_format
 from ..ops import quantize
@@ -207,7 +207,7 @@ class SourceFile:
                 "dequantize_file copy it byte for byte"
             )
         try:
-            return self.raw(name).view(_numpy_dtype(_NAMES[entry.dtype])).reshape(entry.shape)
+            return self.raw(name).view(_xp.named_dtype(_NAMES[entry.dtype])).reshape(entry.shape)
         except ValueError as error:
             raise FileError(f"{self.path}: tensor {name!r} of shape {entry.shape}: {error}") from error
 
@@ -279,15 +279,6 @@ def _read_configs(text: str | None, path: Path) -> dict[str, Any] | None:
     return stored["tensors"]
 
 
-def _numpy_dtype(name: str) -> np.dtype:
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes  # only files with these dtypes pay for the import
-
-        return np.dtype(getattr(ml_dtypes, name))
-
-
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +302,7 @@ def _with_planes(
                     f"plane {plane!r} of tensor {name!r} would be stored as {stored!r}, but that is the name of "
                     f"another tensor: rename one of them, or keep {name!r} as it is"
                 )
-            entries[stored] = _entry(_numpy_dtype(spec.dtype), spec.shape, f"plane {stored!r}")
+            entries[stored] = _entry(_xp.named_dtype(spec.dtype), spec.shape, f"plane {stored!r}")
     return entries
 
 
@@ -580,7 +571,7 @@ def quantize_file(
     configs = dict(file.configs or {})
     for name in chosen:
         dtype = _xp.float_dtype(_NAMES[file.entries[name].dtype])
-        configs[name] = QuantizedArray._wrap(stored, {}, file.entries[name].shape, dtype).config()
+        configs[name] = config_of(stored, file.entries[name].shape, dtype)
 
     compressed = 0
     with _writing(path, entries, _with_configs(file.metadata, configs), force) as put:
