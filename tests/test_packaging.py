@@ -19,7 +19,7 @@ FLOORS = [
     ["errors", "_version"],
     ["tables"],
     ["_cuda", "_xp"],
-    ["formats.base", "formats.scales"],
+    ["formats.base", "formats.chunks", "formats.scales"],
     ["formats.*"],  # the families: none knows another
     ["formats"],
     ["array"],

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, Codebook, flush
 from . import scales
 from .base import Format, Plane, register
+from .chunks import CHUNK, Buckets, Buffers, chunk_absmax, chunks, flush_chunk
 
 BLOCK = 32
 
@@ -409,65 +410,12 @@ def check_device_codebook(values: Any, k: int) -> Any:
 
 # ---- NumPy ---------------------------------------------------------------------------------------------------------
 
-#: NumPy works on this many elements at a time: the buffers stay in the cache.
-_CHUNK = 1 << 16
-
 # With divisors from here on, a subnormal x and 0 have quotients on the same side of every threshold.
 _SAFE_DIVISOR = np.float32(2.0**-80)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_INFINITE = np.uint32(0x7F800000)
-_NORMAL = np.uint32(0x00800000)
 # Up to this many thresholds, counting those below y beats a table.
 _COUNTED = 7
-# Marks a bucket with a threshold inside. Only for k = 8 it is an index as well, one that is rare in sorted codebooks.
-_AMBIGUOUS = 254
 # Decoding looks up two neighbours at a time up to this k.
 _PAIRED = 6
-
-
-class _Buffers:
-    """Arrays that every chunk uses again: the page faults of fresh ones would cost more than the arithmetic."""
-
-    def __init__(self, size: int):
-        size = min(size + -size % BLOCK, _CHUNK)
-        self.x = np.empty(size, np.float32)
-        self.y = np.empty(size, np.float32)
-        self.position = np.empty(size, np.intp)
-        self.index = np.empty(size, np.uint8)
-        self.flag = np.empty(size, np.bool_)
-
-
-def _chunks(x: np.ndarray, buffers: _Buffers) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of the first block, float32[blocks, 32]) of a flat array, not to be written: zeros beyond its end."""
-    for start in range(0, x.size, _CHUNK):
-        part = x[start : start + _CHUNK]
-        if x.dtype != np.float32 or part.size % BLOCK:
-            padded = buffers.x[: part.size + -part.size % BLOCK]
-            padded[: part.size] = part
-            padded[part.size :] = 0
-            part = padded
-        yield start // BLOCK, part.reshape(-1, BLOCK)
-
-
-def _chunk_absmax(block: np.ndarray, buffers: _Buffers) -> np.ndarray:
-    """max|x| of each row of float32[blocks, 32]; NaN is ignored, a subnormal maximum is 0."""
-    # As integers, which have the order of the numbers; fmax may lose a number to a signaling NaN.
-    magnitude = buffers.y[: block.size].view(np.uint32)
-    np.bitwise_and(block.reshape(-1).view(np.uint32), _MAGNITUDE, out=magnitude)
-    largest = _row_max(magnitude, buffers)
-    if largest.max() > _INFINITE:
-        magnitude *= magnitude <= _INFINITE
-        largest = _row_max(magnitude, buffers)
-    return _flush_chunk(largest.view(np.float32))
-
-
-def _row_max(x: np.ndarray, buffers: _Buffers) -> np.ndarray:
-    """The largest of each 32 numbers of a flat uint32 array."""
-    # Reducing rows of 32 is slow. Columns of 16 bytes (as complex128) become rows first: then it goes along them.
-    turned = buffers.position.view(np.uint32)[: x.size]
-    np.copyto(turned.view(np.complex128).reshape(8, -1), x.view(np.complex128).reshape(-1, 8).T)
-    quarter = np.maximum.reduce(turned.reshape(8, -1), axis=0).reshape(-1, 4)
-    return np.maximum.reduce(np.ascontiguousarray(quarter.T), axis=0)
 
 
 def block_absmax(x: np.ndarray) -> np.ndarray:
@@ -480,9 +428,9 @@ def block_absmax(x: np.ndarray) -> np.ndarray:
 def _largest_absmax(x: np.ndarray, out: np.ndarray) -> np.float32:
     """Write max|x| of each block to `out`; the largest finite one, or 0."""
     largest = np.float32(0)
-    buffers = _Buffers(x.size)
-    for first, block in _chunks(x, buffers):
-        absmax = _chunk_absmax(block, buffers)
+    buffers = Buffers(x.size, BLOCK)
+    for first, block in chunks(x, buffers):
+        absmax = chunk_absmax(block, buffers)
         out[first : first + absmax.size] = absmax
         largest = max(largest, absmax.max(initial=0, where=absmax < np.inf))
     return largest
@@ -527,11 +475,11 @@ def _encode_blocks(
 
     `known` holds max|x| of each block where that has been found already, and may share memory with the planes.
     """
-    buffers = _Buffers(x.size)
+    buffers = Buffers(x.size, BLOCK)
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-        for first, block in _chunks(x, buffers):
+        for first, block in chunks(x, buffers):
             last = first + len(block)
-            absmax = _chunk_absmax(block, buffers) if known is None else known[first:last]
+            absmax = chunk_absmax(block, buffers) if known is None else known[first:last]
             codes = encode_absmax(absmax if scale is None else absmax / scale, kind)
             if scale is None:
                 divisor = np.maximum(absmax, np.float32(1e-8))
@@ -542,32 +490,25 @@ def _encode_blocks(
             y = buffers.y[: block.size].reshape(block.shape)
             if table.thresholds is None or divisor.min() < _SAFE_DIVISOR:
                 np.copyto(y, block)
-                block = _flush_chunk(y)
+                block = flush_chunk(y)
             np.divide(block, divisor[:, None], out=y)
             index = _search(y, table, scale is not None, buffers)
             _pack(index, k, planes["packed"][first * k : last * k], buffers.flag.view(np.uint8)[: index.size])
 
 
-def _flush_chunk(x: np.ndarray) -> np.ndarray:
-    """`tables.flush` for contiguous float32, faster."""
-    bits = x.view(np.uint32)
-    bits *= (bits & _MAGNITUDE) >= _NORMAL
-    return x
-
-
 def nearest(y: np.ndarray, table: Codebook, clamp: bool) -> np.ndarray:
     """uint8 indices of the nearest codebook values: ties to the lower index, NaN to index 0."""
     index = np.empty(y.shape, np.uint8)
-    buffers = _Buffers(y.size)
+    buffers = Buffers(y.size, BLOCK)
     with np.errstate(invalid="ignore", over="ignore"):
-        for start in range(0, y.size, _CHUNK):
-            part = buffers.y[: min(_CHUNK, y.size - start)]
-            part[:] = y.reshape(-1)[start : start + _CHUNK]
-            index.reshape(-1)[start : start + _CHUNK] = _search(part, table, clamp, buffers)
+        for start in range(0, y.size, CHUNK):
+            part = buffers.y[: min(CHUNK, y.size - start)]
+            part[:] = y.reshape(-1)[start : start + CHUNK]
+            index.reshape(-1)[start : start + CHUNK] = _search(part, table, clamp, buffers)
     return index
 
 
-def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: _Buffers) -> np.ndarray:
+def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: Buffers) -> np.ndarray:
     """`nearest` of a chunk, which it may overwrite; the result lies in a buffer."""
     index, flag = buffers.index[: y.size].reshape(y.shape), buffers.flag[: y.size].reshape(y.shape)
     if table.thresholds is None:
@@ -578,89 +519,35 @@ def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: _Buffers) -> n
             np.greater(y, threshold, out=flag)
             index += flag.view(np.uint8)
         return index
-    buckets = _buckets(table)
-    nan = None
-    if not (y.min() >= -buckets.limit and y.max() <= buckets.limit):
-        nan = np.isnan(y)
-        np.fmax(y, -buckets.limit, out=y)
-        np.fmin(y, buckets.limit, out=y)
-    position = buffers.position[: y.size].reshape(y.shape)
-    position[...] = buckets.position(y, buffers.x[: y.size].reshape(y.shape))
-    np.take(buckets.index, position, out=index, mode="wrap")
-    np.equal(index, _AMBIGUOUS, out=flag)
-    rare = np.flatnonzero(flag)
-    if rare.size:
-        level = np.searchsorted(table.thresholds, y.reshape(-1)[rare], side="left")
-        index.reshape(-1)[rare] = table.index[level]
-    if nan is not None:
-        index[nan] = 0
-    return index
+    return _buckets(table).search(y, buffers)
 
 
 def _search_all(y: np.ndarray, table: Codebook, clamp: bool, index: np.ndarray) -> np.ndarray:
     """The distance to every codebook value, for codebooks without thresholds."""
-    _flush_chunk(y)
+    flush_chunk(y)
     if clamp:
         np.clip(y, table.lowest, table.highest, out=y)
     best = np.full(y.shape, np.inf, np.float32)
     index[...] = 0
     for i, value in enumerate(table.values):
-        distance = _flush_chunk(np.abs(y - value))
+        distance = flush_chunk(np.abs(y - value))
         closer = distance < best
         np.putmask(index, closer, np.uint8(i))
         np.putmask(best, closer, distance)
     return index
 
 
-class _Buckets:
-    """A table of 2^16 buckets of quotients: the index that all of a bucket share, or 254 where a threshold splits it.
-
-    Adding `magic` leaves y as a multiple of reach / 2^15 in the low 16 bits of the sum: a monotone function, so a
-    bucket without a threshold has one index. For k = 8 the index 254 itself counts as split, too.
-
-    Parameters
-    ----------
-    table : Codebook
-        With thresholds.
-
-    Attributes
-    ----------
-    limit : numpy.float32
-        Quotients are clamped to +-limit, which is beyond every threshold.
-    index : numpy.ndarray
-        uint8[2^16].
-    """
-
-    def __init__(self, table: Codebook):
-        assert table.thresholds is not None
-        largest = float(np.abs(table.thresholds).max(initial=2.0**-40))
-        reach = 2.0 ** (int(np.floor(np.log2(largest))) + 2)
-        if reach > 2.0**100:  # magic would not be finite, or not accurate
-            self.magic, self.limit = np.float32(0), np.float32(np.inf)
-            self.index = np.full(1 << 16, _AMBIGUOUS, np.uint8)
-            return
-        self.magic, self.limit = np.float32(reach * (2.0**8 + 1)), np.float32(reach * 0.75)
-        bucket = self.position(table.thresholds, np.empty_like(table.thresholds)).astype(np.intp)
-        ends = np.concatenate(([0], bucket + 1, [1 << 16]))
-        self.index = np.repeat(table.index, np.diff(ends))
-        self.index[bucket] = _AMBIGUOUS
-
-    def position(self, y: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """The buckets of finite quotients, uint32, in the float32 array `work`."""
-        np.add(y, self.magic, out=work)
-        bits = work.view(np.uint32)
-        bits &= np.uint32(0xFFFF)
-        return bits
-
-
-_buckets = functools.lru_cache(maxsize=64)(_Buckets)
+@functools.lru_cache(maxsize=64)
+def _buckets(table: Codebook) -> Buckets:
+    assert table.thresholds is not None
+    return Buckets(table.thresholds, table.index)
 
 
 def pack_words(index: np.ndarray, k: int, out: np.ndarray) -> None:
     """uint8[blocks, 32] indices to uint32[blocks * k] bit planes."""
     planes = out.reshape(-1, k)
-    step = _CHUNK // BLOCK
-    work = np.empty(min(index.size, _CHUNK), np.uint8)
+    step = CHUNK // BLOCK
+    work = np.empty(min(index.size, CHUNK), np.uint8)
     for first in range(0, len(index), step):
         _pack(index[first : first + step], k, planes[first : first + step], work)
 
@@ -679,7 +566,7 @@ def unpack_words(packed: np.ndarray, k: int) -> np.ndarray:
     """uint32[blocks * k] bit planes to uint8[blocks, 32] indices."""
     index = np.empty((packed.size // k, BLOCK), np.uint8)
     words = packed.reshape(-1, k)
-    step = _CHUNK // BLOCK
+    step = CHUNK // BLOCK
     for first in range(0, len(index), step):
         part = index[first : first + step]
         part[...] = _unpack(words[first : first + step]).reshape(part.shape)
@@ -709,8 +596,8 @@ def decode_blocks(
     item, code = ("u8", "u2") if pairs else ("f4", "u1")
     items = _pairs(values, k) if pairs else values
     words = packed.reshape(-1, k)
-    buffer = np.empty(min(flat_out.size + -flat_out.size % BLOCK, _CHUNK), np.float32)
-    step = _CHUNK // BLOCK
+    buffer = np.empty(min(flat_out.size + -flat_out.size % BLOCK, CHUNK), np.float32)
+    step = CHUNK // BLOCK
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for first in range(0, absmax.size, step):
             factor = decode_absmax(absmax[first : first + step])
@@ -728,7 +615,7 @@ def decode_blocks(
                 continue
             np.multiply(rows, factor[:, None], out=rows)
             if not normal:
-                _flush_chunk(decoded)
+                flush_chunk(decoded)
             target[:] = decoded[: target.size]
 
 

@@ -1,0 +1,144 @@
+"""What the NumPy sides of the families share: work in chunks that stay in the cache, block maxima, bucket search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+#: NumPy works on this many elements at a time: the buffers stay in the cache.
+CHUNK = 1 << 16
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITE = np.uint32(0x7F800000)
+_NORMAL = np.uint32(0x00800000)
+# Rows that are reduced at a time; longer ones are made of them.
+_ROW = 32
+# Marks a bucket with a threshold inside. With 256 levels it is an index as well, one that is rare.
+_AMBIGUOUS = 254
+
+
+class Buffers:
+    """Arrays that every chunk uses again: the page faults of fresh ones would cost more than the arithmetic.
+
+    Parameters
+    ----------
+    size : int
+        Elements of the whole array.
+    block : int
+        Elements of a block.
+    """
+
+    def __init__(self, size: int, block: int):
+        self.block = block
+        size = min(size + -size % block, CHUNK)
+        self.x = np.empty(size, np.float32)
+        self.y = np.empty(size, np.float32)
+        self.position = np.empty(size, np.intp)
+        self.index = np.empty(size, np.uint8)
+        self.flag = np.empty(size, np.bool_)
+
+
+def chunks(x: np.ndarray, buffers: Buffers) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of the first block, float32[blocks, block]) of a flat array, not to be written: zeros beyond its end."""
+    block = buffers.block
+    for start in range(0, x.size, CHUNK):
+        part = x[start : start + CHUNK]
+        if x.dtype != np.float32 or part.size % block:
+            padded = buffers.x[: part.size + -part.size % block]
+            padded[: part.size] = part
+            padded[part.size :] = 0
+            part = padded
+        yield start // block, part.reshape(-1, block)
+
+
+def chunk_absmax(rows: np.ndarray, buffers: Buffers) -> np.ndarray:
+    """max|x| of each row of float32[blocks, block]; NaN is ignored, a subnormal maximum is 0."""
+    # As integers, which have the order of the numbers; fmax may lose a number to a signaling NaN.
+    magnitude = buffers.y[: rows.size].view(np.uint32)
+    np.bitwise_and(rows.reshape(-1).view(np.uint32), _MAGNITUDE, out=magnitude)
+    largest = _row_max(magnitude, buffers)
+    if largest.max() > _INFINITE:
+        magnitude *= magnitude <= _INFINITE
+        largest = _row_max(magnitude, buffers)
+    return flush_chunk(largest.view(np.float32))
+
+
+def _row_max(x: np.ndarray, buffers: Buffers) -> np.ndarray:
+    """The largest number of each block of a flat uint32 array."""
+    # Reducing short rows is slow. Columns of 16 bytes (as complex128) become rows first: then it goes along them.
+    row = min(buffers.block, _ROW)
+    columns = row // 4
+    turned = buffers.position.view(np.uint32)[: x.size]
+    np.copyto(turned.view(np.complex128).reshape(columns, -1), x.view(np.complex128).reshape(-1, columns).T)
+    quarter = np.maximum.reduce(turned.reshape(columns, -1), axis=0).reshape(-1, 4)
+    largest = np.maximum.reduce(np.ascontiguousarray(quarter.T), axis=0)
+    return largest if buffers.block == row else largest.reshape(-1, buffers.block // row).max(axis=1)
+
+
+def flush_chunk(x: np.ndarray) -> np.ndarray:
+    """`tables.flush` for contiguous float32, faster."""
+    bits = x.view(np.uint32)
+    bits *= (bits & _MAGNITUDE) >= _NORMAL
+    return x
+
+
+class Buckets:
+    """A table of 2^16 buckets of quotients: the index that all of a bucket share, or 254 where a threshold splits it.
+
+    Adding `magic` leaves y as a multiple of reach / 2^15 in the low 16 bits of the sum: a monotone function, so a
+    bucket without a threshold has one index. With 256 levels the index 254 itself counts as split, too.
+
+    Parameters
+    ----------
+    thresholds : numpy.ndarray
+        float32, ascending.
+    index : numpy.ndarray
+        uint8, one more: that of the numbers below the first threshold, up to the second, and so on.
+
+    Attributes
+    ----------
+    limit : numpy.float32
+        Quotients are clamped to +-limit, which is beyond every threshold.
+    """
+
+    def __init__(self, thresholds: np.ndarray, index: np.ndarray):
+        self.thresholds, self.levels = thresholds, index
+        largest = float(np.abs(thresholds).max(initial=2.0**-40))
+        reach = 2.0 ** (int(np.floor(np.log2(largest))) + 2)
+        if reach > 2.0**100:  # magic would not be finite, or not accurate
+            self.magic, self.limit = np.float32(0), np.float32(np.inf)
+            self.index = np.full(1 << 16, _AMBIGUOUS, np.uint8)
+            return
+        self.magic, self.limit = np.float32(reach * (2.0**8 + 1)), np.float32(reach * 0.75)
+        bucket = self._position(thresholds, np.empty_like(thresholds)).astype(np.intp)
+        ends = np.concatenate(([0], bucket + 1, [1 << 16]))
+        self.index = np.repeat(index, np.diff(ends))
+        self.index[bucket] = _AMBIGUOUS
+
+    def _position(self, y: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """The buckets of finite quotients, uint32, in the float32 array `work`."""
+        np.add(y, self.magic, out=work)
+        bits = work.view(np.uint32)
+        bits &= np.uint32(0xFFFF)
+        return bits
+
+    def search(self, y: np.ndarray, buffers: Buffers) -> np.ndarray:
+        """The index of each number of a chunk, which it may overwrite; 0 for NaN. The result lies in a buffer."""
+        index, flag = buffers.index[: y.size].reshape(y.shape), buffers.flag[: y.size].reshape(y.shape)
+        nan = None
+        if not (y.min() >= -self.limit and y.max() <= self.limit):
+            nan = np.isnan(y)
+            np.fmax(y, -self.limit, out=y)
+            np.fmin(y, self.limit, out=y)
+        position = buffers.position[: y.size].reshape(y.shape)
+        position[...] = self._position(y, buffers.x[: y.size].reshape(y.shape))
+        np.take(self.index, position, out=index, mode="wrap")
+        np.equal(index, _AMBIGUOUS, out=flag)
+        rare = np.flatnonzero(flag)
+        if rare.size:
+            level = np.searchsorted(self.thresholds, y.reshape(-1)[rare], side="left")
+            index.reshape(-1)[rare] = self.levels[level]
+        if nan is not None:
+            index[nan] = 0
+        return index
