@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kbitcupy as kb
-from kbitcupy import _xp, cli
+from kbitcupy import _xp, cli_compare
 from kbitcupy.cli import main
 from kbitcupy.formats.base import unregister
 from kbitcupy.io import safetensors as files
@@ -36,8 +36,8 @@ def model(tmp_path):
 @pytest.fixture
 def small_samples(monkeypatch):
     """Samples of 4096 elements instead of a million: the same code, sooner."""
-    draw = cli.draw
-    monkeypatch.setattr(cli, "draw", lambda name: draw(name, (64, 64)))
+    draw = cli_compare.draw
+    monkeypatch.setattr(cli_compare, "draw", lambda name: draw(name, (64, 64)))
 
 
 class Half(kb.Format):
@@ -103,11 +103,11 @@ def test_samples_are_the_same_every_time(capsys):
 
 
 def test_samples_have_the_shape_they_promise():
-    for name in cli.DISTRIBUTIONS:
-        x = cli.draw(name, (256, 256))
+    for name in cli_compare.DISTRIBUTIONS:
+        x = cli_compare.draw(name, (256, 256))
         assert (x.shape, x.dtype) == ((256, 256), np.float32)
         assert np.isfinite(x).all()
-    columns = cli.draw("normal, outlier channels", (256, 256)).std(axis=0)
+    columns = cli_compare.draw("normal, outlier channels", (256, 256)).std(axis=0)
     assert (columns[::128] > 10).all()
     assert (np.delete(columns, [0, 128]) < 2).all()
 

@@ -29,6 +29,8 @@ FLOORS = [
     ["io"],
     [""],  # kbitcupy itself
     ["samples", "explore", "bench"],
+    ["cli_common"],
+    ["cli_compare", "cli_files", "cli_doctor"],  # the commands
     ["cli"],
     ["__main__"],
 ]
