@@ -23,7 +23,8 @@ from .functional import (
     quantize_kbit,
     unpack_kbit,
 )
-from .ops import dequantize, quantize, take
+from .linear import linear, linear_grouped, matmul
+from .ops import concatenate, dequantize, quantize, stack, take
 
 __all__ = [
     "Format",
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "create_normal_float_codebook",
     "decode_absmax_e4m4",
+    "concatenate",
     "dequantize",
     "dequantize_kbit",
     "encode_absmax_e4m4",
@@ -43,12 +45,16 @@ __all__ = [
     "pack_kbit",
     "quantize",
     "quantize_kbit",
+    "linear",
+    "linear_grouped",
+    "matmul",
     "register",
     "take",
     "unpack_kbit",
 ]
 
 
+    "stack",
 def __getattr__(name: str) -> object:
     """`io` is imported when it is first asked for: it needs safetensors."""
     if name == "io":

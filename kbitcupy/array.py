@@ -173,6 +173,18 @@ class QuantizedArray:
         raise TypeError("a QuantizedArray does not convert to an array by itself: call .dequantize()")
 
     def __iter__(self) -> Any:
+    def __matmul__(self, other: Any) -> Any:
+        """Shorthand of `kbitcupy.matmul`."""
+        from .linear import matmul
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        """Shorthand of `kbitcupy.matmul`."""
+        from .linear import matmul
+
+        return matmul(other, self)
+
         raise TypeError("a QuantizedArray is not iterable: call .dequantize() first, or index it")
 
     def __reduce__(self) -> Any:
@@ -252,7 +264,8 @@ class QuantizedArray:
             shape: tuple[int, ...] = (count, *self.shape[1:])
         else:
             shape = (*key.shape, *self.shape[1:])
-        return self._wrap(self.format, planes, shape, self.dtype)
+        format = self.format.selected(self.shape, math.prod(shape[: len(shape) - self.ndim + 1]))
+        return self._wrap(format, planes, shape, self.dtype)
 
 
 class TransposedQuantizedArray:
@@ -287,6 +300,8 @@ class TransposedQuantizedArray:
         """dtype of the array that was compressed."""
         return self.T.dtype
 
+    __matmul__ = QuantizedArray.__matmul__
+    __rmatmul__ = QuantizedArray.__rmatmul__
     @property
     def ndim(self) -> int:
         """2."""

@@ -1,9 +1,9 @@
-"""quantize, dequantize, take."""
+"""quantize, dequantize, take, stack, concatenate."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,131 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
     return dequantize(q[_xp.as_array(ids, "ids")], dtype=dtype, out=out)
+
+
+def stack(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
+    """Compressed arrays of one shape as one array with a new first axis, such as the experts of a layer.
+
+    Parameters
+    ----------
+    qs : sequence of QuantizedArray
+        Of one format, shape, dtype and device; their sizes are whole blocks of the format.
+
+    Returns
+    -------
+    QuantizedArray
+        Shape ``(len(qs), *shape)``; ``stack(qs)[i]`` has the bytes of ``qs[i]``. Every member keeps its own tensor
+        scale.
+
+    Raises
+    ------
+    TypeError
+        When `qs` is not a sequence of QuantizedArrays.
+    FormatError
+        When they differ, or are not whole blocks, or differ in a plane that they would have to share. Such planes are
+        compared by value, for which arrays on a GPU are read back.
+    DeviceError
+        When they are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> experts = kb.stack([kb.quantize(np.full((4, 32), 10.0**i, np.float32), "kbit4") for i in range(3)])
+    >>> experts.shape, experts[1].shape
+    ((3, 4, 32), (4, 32))
+    """
+    first = _check_members(qs)
+    for number, q in enumerate(qs):
+        if q.shape != first.shape:
+            raise FormatError(f"qs[{number}] has shape {q.shape} and qs[0] {first.shape}; they must be equal")
+    return _join(qs, first.format.stacked(len(qs)), (len(qs), *first.shape), [1] * len(qs))
+
+
+def concatenate(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
+    """Compressed arrays one behind the other along axis 0.
+
+    Parameters
+    ----------
+    qs : sequence of QuantizedArray
+        Of one format, dtype and device, and of one shape but for the first length; their rows are whole blocks.
+
+    Returns
+    -------
+    QuantizedArray
+        Slices of it have the bytes of its parts.
+
+    Raises
+    ------
+    TypeError
+        When `qs` is not a sequence of QuantizedArrays.
+    FormatError
+        When they do not fit together, or differ in a plane that they would have to share, such as the tensor scale.
+        Such planes are compared by value, for which arrays on a GPU are read back.
+    DeviceError
+        When they are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> x = np.random.default_rng(0).standard_normal((6, 32)).astype(np.float32)
+    >>> q = kb.quantize(x, "kbit4")
+    >>> bool((kb.concatenate([q[:2], q[2:]]).dequantize() == q.dequantize()).all())
+    True
+    """
+    first = _check_members(qs)
+    for number, q in enumerate(qs):
+        if q.shape[1:] != first.shape[1:] or not q.shape:
+            raise FormatError(
+                f"qs[{number}] has shape {q.shape} and qs[0] {first.shape}; they must agree but for axis 0"
+            )
+    rows = [len(q) for q in qs]
+    return _join(qs, first.format.stacked(1), (sum(rows), *first.shape[1:]), rows)
+
+
+def _check_members(qs: Any) -> QuantizedArray:
+    if not isinstance(qs, (list, tuple)) or not qs or not all(isinstance(q, QuantizedArray) for q in qs):
+        raise TypeError("qs must be a list or tuple of one or more QuantizedArrays")
+    first: QuantizedArray = qs[0]
+    for number, q in enumerate(qs):
+        if q.format != first.format or q.dtype != first.dtype:
+            raise FormatError(
+                f"qs[{number}] is {q.format!r} of {q.dtype} and qs[0] {first.format!r} of {first.dtype}; they must be "
+                "equal: quantize them alike"
+            )
+        if q.device != first.device:
+            raise DeviceError(f"qs[{number}] is on {q.device} and qs[0] on {first.device}; move one with .to_device()")
+    return first
+
+
+def _join(qs: Sequence[QuantizedArray], format: Format, shape: tuple[int, ...], rows: Sequence[int]) -> QuantizedArray:
+    """The planes of `qs` behind each other; `rows` of the result belong to each."""
+    first = qs[0]
+    specs = format.planes(shape)
+    # Cutting the result at the members' borders must be allowed. Planes of one repeated byte are enough to ask.
+    hollow = {name: np.broadcast_to(np.uint8(0), spec.shape) for name, spec in specs.items()}
+    if not format.rows_are_blocks(shape):
+        raise FormatError(
+            f"rows of shape {shape[1:]} are not whole blocks of {format.block} elements: dequantize first"
+        )
+    start = 0
+    for count in rows:
+        format.select(hollow, shape, slice(start, start + count))
+        start += count
+    xp = _xp.namespace(next(iter(first.planes.values())))
+    planes = {}
+    with _xp.on_device_of(next(iter(first.planes.values()))):
+        for name, spec in specs.items():
+            members = [q.planes[name] for q in qs]
+            if spec.shape[0] == sum(len(member) for member in members):
+                planes[name] = xp.concatenate(members)
+            elif all(member is members[0] or bool((member == members[0]).all()) for member in members[1:]):
+                planes[name] = members[0]
+            else:
+                raise FormatError(
+                    f"the arrays differ in their plane {name!r}, of which {format} has one for the whole array: "
+                    "quantize them as one array, or dequantize first"
+                )
+    return QuantizedArray._wrap(format, planes, shape, first.dtype)
 
 
 def decode(format: Format, planes: Mapping[str, Any], out: Any) -> None:

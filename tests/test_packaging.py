@@ -24,6 +24,7 @@ FLOORS = [
     ["formats"],
     ["array"],
     ["ops"],
+    ["linear"],
     ["metrics"],
     ["functional", "io.*"],
     ["io"],

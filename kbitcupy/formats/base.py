@@ -109,6 +109,21 @@ class Format(ABC):
                 chosen[name] = plane
         return chosen
 
+    def selected(self, shape: tuple[int, ...], count: int) -> Format:
+        """The format of the planes that `select` gives for `count` rows of an array of `shape`."""
+        return self
+
+    def stacked(self, members: int) -> Format:
+        """The format of so many arrays of this format as one, planes behind planes, where what all blocks of a member
+        share is stored once for each member; this format where nothing has to be.
+
+        Raises
+        ------
+        FormatError
+            When this format is a stack already.
+        """
+        return self
+
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
         """Whether every row along axis 0 consists of whole blocks."""
         return bool(shape) and int(np.prod(shape[1:], dtype=np.int64)) % self.block == 0

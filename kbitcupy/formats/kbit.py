@@ -10,7 +10,7 @@ packed     uint32, blocks * K  bit e of word b * K + p: bit p of the index of el
 absmax     uint8 (E4M4),       max|x| of the block over the tensor scale, NaN ignored, encoded
            float16 or float32
 scale      float32, 1          tensor scale, a power of two; 1 unless the largest finite absmax lies outside the
-                               range where `absmax` is accurate
+                               range where `absmax` is accurate; one for each member of a stack
 codebook   float32, 2^K        only for custom codebooks
 =========  ==================  =============================================================================
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,8 @@ class KBit(Format):
 
     Examples
     --------
+    members : int, default 1
+        Equal parts of the flattened array, whole blocks each, that have a tensor scale of their own.
     >>> from kbitcupy.formats.kbit import KBit
     >>> KBit(3, absmax="float16")
     get_format('kbit3', codebook='bnf', absmax='float16')
@@ -115,7 +117,7 @@ class KBit(Format):
     summary = "codebook indices in bit planes, one scale for 32 elements"
     kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, *CODES)
 
-    def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None):
+    def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None, members: int = 1):
         self.bits = check_k(k)
         self.name = f"kbit{self.bits}"
         if absmax is None:
@@ -126,6 +128,9 @@ class KBit(Format):
         self._table: Codebook | None = None
         self._device_values: Any = None
         if isinstance(codebook, str):
+        if isinstance(members, bool) or not isinstance(members, int) or members < 1:
+            raise FormatError(f"members is {members!r}; it must be a positive integer")
+        self.members = members
             if codebook not in (*tables.STANDARD, "custom"):
                 raise FormatError(f"codebook is {codebook!r}; allowed are 'bnf', 'nf' or an array of {2**k} numbers")
             self.codebook = codebook
@@ -139,7 +144,8 @@ class KBit(Format):
                 self._table = custom_codebook(codebook, self.bits)
 
     def options(self) -> dict[str, Any]:
-        return {"codebook": self.codebook, "absmax": self.absmax}
+        options = {"codebook": self.codebook, "absmax": self.absmax}
+        return options if self.members == 1 else {**options, "members": self.members}
 
     def stored(self) -> Format:
         return self if self.codebook != "custom" else custom_format(self.bits, self.absmax)
@@ -149,7 +155,7 @@ class KBit(Format):
         planes = {
             "packed": Plane("uint32", (blocks * self.bits,), self.bits),
             "absmax": Plane(ABSMAX[self.absmax].dtype, (blocks,), 1),
-            "scale": Plane("float32", (1,)),
+            "scale": Plane("float32", (self.members,)),
         }
         if self.codebook == "custom":
             planes["codebook"] = Plane("float32", (1 << self.bits,))
@@ -191,8 +197,14 @@ class KBit(Format):
         absmax = block_absmax(x.reshape(-1)).astype(np.float64)
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         stored = ABSMAX[self.absmax]
-        scale_error = np.maximum(stored.relative_error * absmax, stored.absolute_error * float(planes["scale"][0]))
+        scale = np.repeat(planes["scale"].astype(np.float64), absmax.size // self.members)
+        scale_error = np.maximum(stored.relative_error * absmax, stored.absolute_error * scale)
         return Codebook(values).edge * absmax + np.minimum(scale_error, absmax)
+        if self.members > 1:
+            single = KBit(self.bits, codebook=self._any_codebook(), absmax=self.absmax)
+            for part, cut in self._parts(x, planes):
+                single.encode(part, cut)
+            return
 
     def _host_table(self) -> Codebook:
         if self._table is None:
@@ -216,6 +228,11 @@ class KBit(Format):
         else:
             scale.data.memset_async(0, 4)
             launch(x, (*arguments, _NOTE, launch.codebook))
+        if self.members > 1 and "scale" in planes:
+            single = self._with_members(1)
+            for part, cut in self._parts(out, planes):
+                single.decode(cut, part)
+            return
             launch(x, (*arguments, _REPEAT, launch.codebook), _REPEAT_WAVES)
 
     def _decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
@@ -229,6 +246,12 @@ class KBit(Format):
         """What the kernel would write if there were a block to write."""
         planes["scale"].fill(1)
         if "codebook" in planes and self._device_values is not None:
+    def _any_codebook(self) -> Any:
+        """The codebook as the constructor takes it."""
+        if self.codebook != "custom":
+            return self.codebook
+        return self._device_values if self._table is None else self._table.values
+
             values = self._device_values
             planes["codebook"][...] = namespace(values).where(abs(values) < tables.SMALLEST_NORMAL, 0, values)
         elif "codebook" in planes:
@@ -337,8 +360,8 @@ class BucketSearch:
         self.argument["index"][: table.index.size] = table.index
         self.argument["slope"], self.argument["buckets"], self.argument["copies"] = slope, buckets, copies
         self.kernel = kernel
-        if kernel == "MAPPED" or k > 2:  # one or two bits are found without a table
-            self.shared_bytes = (buckets + 1) * copies * 8
+        # One or two bits in order are found without a table.
+        self.shared_bytes = (buckets + 1) * copies * 8 if kernel == "MAPPED" or k > 2 else 0
 
 
 @functools.cache
@@ -350,9 +373,9 @@ def _codebook_struct(k: int) -> np.dtype:
 
 
 @functools.cache
-def custom_format(k: int, absmax: str) -> KBit:
-    """The format of planes that hold their own codebook."""
-    return KBit(k, codebook="custom", absmax=absmax)
+def custom_format(k: int, absmax: str, members: int = 1, codebook: str = "custom") -> KBit:
+    """The format of planes that hold their own codebook, or whose codebook has a name."""
+    return KBit(k, codebook=codebook, absmax=absmax, members=members)
 
 
 def check_k(k: Any) -> int:

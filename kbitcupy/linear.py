@@ -1,0 +1,401 @@
+"""Products with compressed weights: linear, matmul, linear_grouped.
+
+On NumPy the weights are decoded to float32, some rows at a time. On a GPU they are decoded whole and cuBLAS multiplies,
+with fp32 accumulation; the tensor scale of a k-bit format and the bias are applied in fp32, before the one rounding to
+the dtype of the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from . import _xp
+from .array import QuantizedArray, TransposedQuantizedArray
+from .errors import DeviceError, FormatError
+from .formats.kbit import KBit
+from .ops import check_out, decode, dequantize
+
+# NumPy decodes about this many elements at a time, in whole multiples of so many rows: 256 rows are whole runs of
+# nested absmax values, whatever their length.
+_CHUNK = 1 << 20
+_CHUNK_ROWS = 256
+
+
+def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None) -> Any:
+    """x times the transpose of a compressed weight, plus a bias.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, bfloat16, float32 or float64 [..., K].
+    q : QuantizedArray
+        Weight [N, K], on the device of `x`.
+    bias : array_like, optional
+        float [N]; added in fp32 (fp64 for float64 `x`) before the one rounding to x's dtype.
+    out : array, optional
+        C-contiguous array of the result's shape and dtype, which receives it; it must not overlap `x`.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        [..., N], with the dtype of `x`; `out` itself where it is given. Accumulated in fp32 (fp64 for float64 `x`). On
+        CuPy the call does not synchronise, and the same call gives the same bits every time.
+
+    Raises
+    ------
+    TypeError
+        When an argument is of the wrong type or dtype.
+    ValueError
+        When a shape does not fit the others.
+    DeviceError
+        When the arguments are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> w = kb.quantize(rng.standard_normal((48, 64)).astype(np.float16), "kbit4")
+    >>> x = rng.standard_normal((2, 3, 64)).astype(np.float16)
+    >>> y = kb.linear(x, w, np.ones(48, np.float16))
+    >>> y.shape, y.dtype
+    ((2, 3, 48), dtype('float16'))
+    >>> np.allclose(y, x @ kb.dequantize(w).T + 1, atol=0.05)
+    True
+    """
+    x = _as_float(x, "x")
+    _check_weight(q, 2, "q", "[N, K]")
+    rows, depth = q.shape
+    if x.ndim == 0 or x.shape[-1] != depth:
+        raise ValueError(f"x has shape {x.shape}; a weight of shape {q.shape} needs [..., {depth}]")
+    _check_beside(x, q)
+    shape = (*x.shape[:-1], rows)
+    if bias is not None:
+        bias = _as_float(bias, "bias")
+        if bias.shape != (rows,):
+            raise ValueError(f"bias has shape {bias.shape}; a weight of shape {q.shape} needs ({rows},)")
+        if not _xp.same_device(bias, x):
+            raise DeviceError(f"bias is on {_xp.device_of(bias)} and x on {_xp.device_of(x)}; move one of them")
+    if out is not None:
+        check_out(out, shape, x, x.dtype)
+    with _xp.on_device_of(x):
+        if out is None:
+            out = _xp.namespace(x).empty(shape, x.dtype)
+        if out.size:
+            _multiply(x, q, bias, out)
+    return out
+
+
+def matmul(a: Any, b: Any, *, out: Any = None) -> Any:
+    """NumPy's ``a @ b`` where one of the two is compressed.
+
+    Parameters
+    ----------
+    a, b : array_like, QuantizedArray or TransposedQuantizedArray
+        Exactly one of them is compressed, the other one float16, bfloat16, float32 or float64. ``x @ q.T`` and
+        ``q @ x`` of a 2-D `q` are `linear`; any other product decodes first.
+    out : array, optional
+        C-contiguous array of the result's shape and dtype, which receives it; it must not overlap the arguments.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        With the dtype of the operand that is not compressed, and the shape that NumPy gives the product; `out` itself
+        where it is given.
+
+    Raises
+    ------
+    TypeError
+        When both or neither of the operands are compressed, or a dtype is not a float dtype.
+    ValueError
+        When the shapes do not fit.
+    DeviceError
+        When the operands are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> q = kb.quantize(rng.standard_normal((48, 64)).astype(np.float32), "kbit4")
+    >>> kb.matmul(np.ones((5, 64), np.float32), q.T).shape, (q @ np.ones(64, np.float32)).shape
+    ((5, 48), (48,))
+    """
+    compressed = (QuantizedArray, TransposedQuantizedArray)
+    if isinstance(a, compressed) == isinstance(b, compressed):
+        raise TypeError(
+            f"a is {type(a).__name__} and b is {type(b).__name__}; exactly one of them must be a QuantizedArray: "
+            "call .dequantize() on the other, or use the plain @ of two arrays"
+        )
+    left = isinstance(a, compressed)
+    q = a if left else b
+    x = _as_float(b if left else a, "b" if left else "a")
+    shape = _product_shape(q.shape, x.shape) if left else _product_shape(x.shape, q.shape)
+    _check_beside(x, q.T if isinstance(q, TransposedQuantizedArray) else q)
+    if out is not None:
+        check_out(out, shape, x, x.dtype)
+    if not left and isinstance(b, TransposedQuantizedArray):
+        return linear(x, b.T, out=out)
+    if left and isinstance(a, QuantizedArray) and a.ndim == 2:
+        if x.ndim == 1:
+            return linear(x, a, out=out)
+        result = linear(x.swapaxes(-1, -2), a).swapaxes(-1, -2)
+    else:
+        with _xp.on_device_of(x):
+            dtype = _working_dtype(x.dtype)
+            weight, array = q.dequantize(dtype=dtype), x.astype(dtype, copy=False)
+            product = _xp.namespace(x).matmul(*((weight, array) if left else (array, weight)))
+            result = product.astype(x.dtype, copy=False)
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out: Any = None) -> Any:
+    """Each token times the transposes of the weights that it chose: a mixture of experts.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, bfloat16, float32 or float64: [T, K], shared by the slots of a token, or [T, top_k, K], one for each.
+    qs : QuantizedArray or array_like
+        Weights [E, N, K] of the experts, compressed (see `stack`) or a plain float array, on the device of `x`.
+    expert_ids : array_like of int
+        [T, top_k]. An id outside 0 .. E - 1 chooses no expert: its product is zero.
+    weights : array_like, optional
+        float [T, top_k]: combine the slots of a token, in their order, in fp32.
+    out : array, optional
+        C-contiguous array of the result's shape and dtype, which receives it; it must not overlap the arguments.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        [T, top_k, N], or [T, N] with `weights`; with the dtype of `x`. The same call gives the same bits every time.
+
+    Raises
+    ------
+    TypeError
+        When an argument is of the wrong type or dtype.
+    ValueError
+        When a shape does not fit the others.
+    DeviceError
+        When the arguments are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> experts = kb.stack([kb.quantize(rng.standard_normal((48, 64)).astype(np.float32), "kbit4") for _ in range(4)])
+    >>> x = rng.standard_normal((3, 64)).astype(np.float32)
+    >>> kb.linear_grouped(x, experts, [[0, 2], [1, 3], [3, 0]]).shape
+    (3, 2, 48)
+    >>> kb.linear_grouped(x, experts, [[0, 2], [1, 3], [3, 0]], np.full((3, 2), 0.5, np.float32)).shape
+    (3, 48)
+    """
+    x = _as_float(x, "x")
+    if isinstance(qs, QuantizedArray):
+        _check_weight(qs, 3, "qs", "[E, N, K]")
+    else:
+        qs = _as_float(qs, "qs")
+        if qs.ndim != 3:
+            raise ValueError(f"qs has shape {qs.shape}; it must be [E, N, K]")
+    ids = _xp.as_array(expert_ids, "expert_ids")
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"expert_ids is {ids.dtype}; it must be an integer array")
+    _, rows, depth = qs.shape
+    if ids.ndim != 2:
+        raise ValueError(f"expert_ids has shape {ids.shape}; it must be [T, top_k]")
+    if x.shape not in ((len(ids), depth), (*ids.shape, depth)):
+        raise ValueError(
+            f"x has shape {x.shape}; expert_ids of shape {ids.shape} and weights of shape {qs.shape} need "
+            f"({len(ids)}, {depth}) or ({len(ids)}, {ids.shape[1]}, {depth})"
+        )
+    _check_beside(x, qs, "qs")
+    if not _xp.same_device(ids, x):
+        ids = _xp.to_device(ids, _xp.device_of(x))
+    if weights is not None:
+        weights = _as_float(weights, "weights")
+        if weights.shape != ids.shape:
+            raise ValueError(f"weights has shape {weights.shape}; expert_ids has shape {ids.shape}")
+        if not _xp.same_device(weights, x):
+            raise DeviceError(f"weights is on {_xp.device_of(weights)} and x on {_xp.device_of(x)}; move one of them")
+    shape = (len(ids), rows) if weights is not None else (*ids.shape, rows)
+    if out is not None:
+        check_out(out, shape, x, x.dtype)
+    with _xp.on_device_of(x):
+        xp = _xp.namespace(x)
+        if out is None:
+            out = xp.empty(shape, x.dtype)
+        working = _working_dtype(x.dtype)
+        products = xp.zeros((*ids.shape, rows), working)
+        x = xp.broadcast_to(x if x.ndim == 3 else x[:, None], (*ids.shape, depth)).astype(working, copy=False)
+        for expert in range(len(qs)):
+            chosen = ids == expert
+            weight = qs[expert].dequantize(dtype=working) if isinstance(qs, QuantizedArray) else qs[expert]
+            if isinstance(x, np.ndarray):
+                products[chosen] = x[chosen] @ weight.T.astype(working, copy=False)
+            else:  # which tokens these are is known on the device only
+                xp.copyto(products, xp.matmul(x, weight.T.astype(working, copy=False)), where=chosen[..., None])
+        out[...] = products if weights is None else _combined(products, weights.astype(working, copy=False))
+    return out
+
+
+def _combined(products: Any, weights: Any) -> Any:
+    """The weighted sum over the slots, in their order."""
+    total = products[:, 0] * weights[:, :1] if products.shape[1] else products.sum(1)
+    for slot in range(1, products.shape[1]):
+        total = total + products[:, slot] * weights[:, slot : slot + 1]
+    return total
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def _as_float(x: Any, argument: str) -> Any:
+    if isinstance(x, (QuantizedArray, TransposedQuantizedArray)):
+        raise TypeError(f"{argument} is {type(x).__name__}; it must be a plain array: call .dequantize()")
+    array = _xp.as_array(x, argument)
+    dtype = _xp.float_dtype(array.dtype, argument)
+    return array if array.dtype == dtype else array.astype(dtype)  # another byte order
+
+
+def _check_weight(q: Any, ndim: int, argument: str, shape: str) -> None:
+    if not isinstance(q, QuantizedArray):
+        hint = ": pass q, not q.T" if isinstance(q, TransposedQuantizedArray) else ", as quantize returns"
+        raise TypeError(f"{argument} is {type(q).__name__}; it must be a QuantizedArray{hint}")
+    if q.ndim != ndim:
+        raise FormatError(f"{argument} has shape {q.shape}; it must be {shape}: reshape it")
+
+
+def _check_beside(x: Any, q: Any, argument: str = "q") -> None:
+    plane = next(iter(q.planes.values())) if isinstance(q, QuantizedArray) else q
+    if not _xp.same_device(x, plane):
+        raise DeviceError(
+            f"{argument} is on {_xp.device_of(plane)} and x on {_xp.device_of(x)}; move one with .to_device(), "
+            "cupy.asarray or cupy.asnumpy"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of ``a @ b``; strided views of one byte know NumPy's rules and messages and take no memory."""
+    if not a or not b or a[-1] != b[-2 if len(b) > 1 else -1]:
+        raise ValueError(f"a has shape {a} and b has shape {b}: the last length of a must be the last but one of b")
+    try:
+        batch = np.broadcast_shapes(a[:-2], b[:-2])
+    except ValueError:
+        raise ValueError(f"a has shape {a} and b has shape {b}: their leading lengths do not broadcast") from None
+    return (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+def _working_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype to multiply in: float32, or float64 for float64."""
+    return dtype if dtype == np.float64 else np.dtype(np.float32)
+
+
+# ---- through decoded weights ---------------------------------------------------------------------------------------
+
+
+def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+    """Fill `out`, which is not empty; the device of `x` is the current one."""
+    x = _xp.namespace(x).ascontiguousarray(x).reshape(-1, q.shape[1])
+    out = out.reshape(len(x), q.shape[0])
+    if isinstance(x, np.ndarray):
+        _multiply_on_host(x, q, bias, out)
+    else:
+        _multiply_decoded(x, q, bias, out)
+
+
+def _multiply_on_host(x: np.ndarray, q: QuantizedArray, bias: Any, out: np.ndarray) -> None:
+    rows, depth = q.shape
+    working = _working_dtype(x.dtype)
+    x = x.astype(working, copy=False)
+    step = rows
+    if q.format.rows_are_blocks(q.shape):
+        step = max(1, _CHUNK // max(1, depth) // _CHUNK_ROWS) * _CHUNK_ROWS
+    with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range of a dtype becomes infinite, as on a GPU
+        for start in range(0, rows, step):
+            part = q if step >= rows else q[start : start + step]
+            product = x @ dequantize(part, dtype=working).T
+            if bias is not None:
+                product += bias[start : start + step].astype(working, copy=False)
+            out[:, start : start + step] = product
+
+
+def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+    """Decode to x's dtype and let cuBLAS multiply: alpha is the tensor scale, beta times C the bias."""
+    cupy = _xp.namespace(x)
+    if x.dtype == np.float64 or not x.shape[1]:
+        cupy.matmul(x, dequantize(q, dtype=x.dtype).T, out=out)
+        if bias is not None:
+            out += bias
+        return
+    weight = cupy.empty(q.shape, x.dtype)
+    planes = dict(q.planes)
+    scale = None
+    if isinstance(q.format, KBit) and x.dtype != np.float32:
+        scale = planes.pop("scale")  # decoded without it, weights of 1e-6 stay in the range of float16
+    decode(q.format, planes, weight)
+    target = out
+    if bias is not None:
+        if bias.dtype != out.dtype:
+            target = cupy.empty(out.shape, np.float32)
+        target[...] = bias
+    _gemm(x, weight, scale, bias is not None, target)
+    if target is not out:
+        out[...] = target
+
+
+def _gemm(x: Any, weight: Any, scale: Any, accumulate: bool, out: Any) -> None:
+    """out = scale * x @ weight.T (+ out), all row-major, accumulated in fp32."""
+    from cupy.cuda import device
+    from cupy_backends.cuda.libs import cublas
+
+    one, zero = _constants(x.data.device_id)
+    handle = device.get_cublas_handle()
+    kinds = [_CUDA_TYPES[array.dtype.name] for array in (weight, x, out)]
+    rows, depth = weight.shape
+    mode = cublas.getPointerMode(handle)
+    cublas.setPointerMode(handle, cublas.CUBLAS_POINTER_MODE_DEVICE)
+    try:
+        cublas.gemmEx(
+            handle,
+            cublas.CUBLAS_OP_T,
+            cublas.CUBLAS_OP_N,
+            rows,
+            len(x),
+            depth,
+            (one if scale is None else scale).data.ptr,
+            weight.data.ptr,
+            kinds[0],
+            depth,
+            x.data.ptr,
+            kinds[1],
+            depth,
+            (one if accumulate else zero).data.ptr,
+            out.data.ptr,
+            kinds[2],
+            rows,
+            cublas.CUBLAS_COMPUTE_32F,
+            cublas.CUBLAS_GEMM_DEFAULT,
+        )
+    finally:
+        cublas.setPointerMode(handle, mode)
+
+
+# cudaDataType of the dtypes.
+_CUDA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+
+
+@functools.cache
+def _constants(device: int) -> tuple[Any, Any]:
+    """float32 1 and 0 on a device: cuBLAS reads both factors there once one of them is a plane."""
+    import cupy
+
+    # A stream of its own: the caller's may be capturing a graph, where an upload would become part of the graph.
+    with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
+        values = cupy.asarray(np.array([1, 0], np.float32))
+        stream.synchronize()
+    return values[:1], values[1:]

@@ -1,0 +1,339 @@
+"""linear, matmul, linear_grouped, stack, concatenate: meaning, shapes and refusals; on a GPU too where there is one."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs import BFLOAT16
+
+import kbitcupy as kb
+from kbitcupy.errors import DeviceError, FormatError
+
+HALF = [np.dtype("float16"), BFLOAT16]
+DTYPES = [*HALF, np.dtype("float32"), np.dtype("float64")]
+
+
+def formats_to_test():
+    """Every registered format, and options that decode in another way."""
+    found = [kb.get_format(name) for name in kb.formats()]
+    for name, options in [
+        ("kbit4", {"absmax": "float16"}),
+        ("kbit4", {"absmax": "float32"}),
+        ("kbit3", {"absmax": "float32", "codebook": "nf"}),
+        ("kbit5", {"absmax": "float16"}),
+        ("kbit4", {"codebook": np.random.default_rng(0).permutation(np.linspace(-3, 2, 16))}),
+        ("kbit2", {"codebook": [5e4, -1e5, 0.0, 2e5]}),
+    ]:
+        found.append(kb.get_format(name, **options))
+    for name in ("nf4", "fp4", "table4"):
+        if name in kb.formats():
+            choices = ({"block": 16}, {"block": 32}, {"block": 128}, {"block": 4096}, {"double_quant": True})
+            found += [kb.get_format(name, **options) for options in choices]
+    return found
+
+
+FORMATS = formats_to_test()
+
+
+def weight(shape, format, xp=np, scale=1.0, seed=0):
+    w = np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32) * np.float32(scale)
+    return kb.quantize(xp.asarray(w), format)
+
+
+def numbers(shape, dtype, xp=np, seed=1):
+    return xp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32).astype(dtype))
+
+
+def host(array):
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def exact(x, q, bias=None):
+    """The product in float64, of the decoded weights as they are in float32."""
+    w = host(q.dequantize(dtype="float32")).astype(np.float64)
+    y = host(x).astype(np.float64) @ w.swapaxes(-1, -2)
+    return y if bias is None else y + host(bias).astype(np.float64)
+
+
+def naive(x, q, bias=None):
+    """What the dtype itself can do: weights, product and sum with the bias rounded to it, accumulated in float32."""
+    working = np.float64 if x.dtype == np.float64 else np.float32
+    w = host(q.dequantize(dtype=x.dtype)).astype(working)
+    y = (host(x).astype(working) @ w.swapaxes(-1, -2)).astype(x.dtype)
+    return y if bias is None else (y.astype(working) + host(bias).astype(working)).astype(x.dtype)
+
+
+def error(y, wanted):
+    return float(np.sqrt(np.mean(np.square(host(y).astype(np.float64) - wanted)))) if wanted.size else 0.0
+
+
+def check(y, x, q, bias=None):
+    """At most twice the error of the naive product; float32 sums in another order, so it gets that order's noise."""
+    wanted = exact(x, q, bias)
+    assert y.dtype == x.dtype and y.shape == wanted.shape
+    allowed = 2 * error(naive(x, q, bias), wanted)
+    magnitude = float(np.sqrt(np.mean(np.square(wanted)))) if wanted.size else 0.0
+    noise = 2.0**-22 if x.dtype != np.float64 else 2.0**-50
+    found = error(y, wanted)
+    assert found <= max(allowed, noise * magnitude), (found, allowed, magnitude)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_every_format(xp, format, dtype):
+    for shape in ((7, 256), (300, 128), (5, 33)):
+        q = weight(shape, format, xp)
+        bias = numbers(shape[:1], dtype, xp)
+        for m in (1, 9):
+            x = numbers((m, shape[1]), dtype, xp)
+            check(kb.linear(x, q), x, q)
+            check(kb.linear(x, q, bias), x, q, bias)
+
+
+@given(
+    m=st.integers(0, 20),
+    n=st.integers(0, 40),
+    k=st.integers(0, 100),
+    lead=st.sampled_from([(), (1,), (3,), (2, 0), (2, 3)]),
+    biased=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    format=st.sampled_from(["kbit1", "kbit4", "kbit8"]),
+)
+def test_any_shape(m, n, k, lead, biased, dtype, format):
+    q = weight((n, k), format)
+    x = numbers((*lead, m, k), dtype)
+    bias = numbers((n,), np.dtype("float32")) if biased else None
+    y = kb.linear(x, q, bias)
+    check(y, x, q, bias)
+    out = np.full(y.shape, 7, dtype)
+    assert kb.linear(x, q, bias, out=out) is out and np.array_equal(out, y)
+
+
+def test_operand_orders(xp):
+    q = weight((24, 64), "kbit4", xp)
+    w = host(q.dequantize()).astype(np.float64)
+    for left, right, wanted in [
+        (numbers((5, 64), "float32", xp), q.T, lambda x: x @ w.T),
+        (numbers((64,), "float32", xp), q.T, lambda x: x @ w.T),
+        (numbers((2, 5, 64), "float32", xp), q.T, lambda x: x @ w.T),
+        (numbers((5, 24), "float32", xp), q, lambda x: x @ w),
+        (numbers((24,), "float32", xp), q, lambda x: x @ w),
+    ]:
+        y = left @ right
+        assert type(y) is type(left)
+        assert np.allclose(host(y), wanted(host(left).astype(np.float64)), atol=1e-4)
+        assert np.array_equal(host(y), host(kb.matmul(left, right)))
+    for left, right, wanted in [
+        (q, numbers((64,), "float32", xp), lambda x: w @ x),
+        (q, numbers((64, 5), "float32", xp), lambda x: w @ x),
+        (q, numbers((3, 64, 5), "float32", xp), lambda x: w @ x),
+        (q.T, numbers((24, 5), "float32", xp), lambda x: w.T @ x),
+        (q.T, numbers((24,), "float32", xp), lambda x: w.T @ x),
+    ]:
+        y = left @ right
+        assert np.allclose(host(y), wanted(host(right).astype(np.float64)), atol=1e-4)
+        out = xp.empty(y.shape, y.dtype)
+        assert kb.matmul(left, right, out=out) is out and np.array_equal(host(out), host(y))
+
+
+def test_products_of_more_dimensions(xp):
+    q = weight((3, 8, 32), "kbit4", xp)
+    w = host(q.dequantize()).astype(np.float64)
+    for left, right in [
+        (q, numbers((32, 5), "float32", xp)),
+        (q, numbers((2, 1, 32, 5), "float32", xp)),
+        (q, numbers((32,), "float32", xp)),
+        (numbers((5, 8), "float32", xp), q),
+        (numbers((8,), "float32", xp), q),
+    ]:
+        wanted = np.matmul(*(w if a is q else host(a).astype(np.float64) for a in (left, right)))
+        y = left @ right
+        assert y.shape == wanted.shape and np.allclose(host(y), wanted, atol=1e-4)
+
+
+def test_half_precision_sums_in_float32(xp):
+    # 4096 ones leave float16's integers behind at 2048 when they are added in float16.
+    q = kb.quantize(xp.ones((8, 4096), np.float16), "kbit8", codebook=np.linspace(-1, 1, 256))
+    for dtype in HALF:
+        assert (host(kb.linear(xp.ones((1, 4096), dtype), q)).astype(np.float32) == 4096).all()
+        assert (host(xp.ones((1, 8), dtype) @ q).astype(np.float32) == 8).all()
+
+
+@pytest.mark.parametrize("m", [1, 5, 40, 200])
+def test_small_weights_do_not_vanish(xp, m):
+    """Weights of 1e-6 and of 1e-12, products of ordinary size: the scale must not be rounded to float16."""
+    x = numbers((m, 256), "float16", xp)
+    for scale in (1e-6, 2.0**-16):
+        q = weight((16, 256), "kbit4", xp, scale=scale)
+        big = x * xp.float16(1024)
+        wanted = exact(big, q)
+        assert error(kb.linear(big, q), wanted) <= 2.0**-10 * np.sqrt(np.mean(wanted**2))
+
+
+def test_bias_is_added_before_the_rounding():
+    q = kb.quantize(np.full((1, 32), 1.0, np.float32), "kbit8", codebook=np.linspace(-1, 1, 256))
+    x = np.full((1, 32), 64, np.float16)  # the product is 2048, where float16 has no half
+    assert kb.linear(x, q, np.float32([-2047.5]))[0, 0] == 0.5
+    assert kb.linear(x, q, np.float16([-1023.5]))[0, 0] == 1024.5
+
+
+def test_arrays_of_other_layouts(xp):
+    q = weight((16, 64), "kbit4", xp)
+    x = numbers((6, 64), "float32", xp)
+    wanted = host(kb.linear(x, q))
+    for layout in (xp.asfortranarray(x), xp.repeat(x, 2, axis=1)[:, ::2], xp.repeat(x, 2, axis=0)[::2]):
+        assert np.array_equal(host(kb.linear(layout, q)), wanted)
+    if xp is np:
+        assert np.array_equal(kb.linear(x.astype(">f4"), q), wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, q: kb.linear(x, q.dequantize()), TypeError, "q is ndarray; it must be a QuantizedArray"),
+        (lambda x, q: kb.linear(x, q.T), TypeError, "pass q, not q.T"),
+        (lambda x, q: kb.linear(q, q), TypeError, "x is QuantizedArray; it must be a plain array"),
+        (lambda x, q: kb.linear(x[:, :8], q), ValueError, r"x has shape \(3, 8\).* needs \[..., 64\]"),
+        (lambda x, q: kb.linear(x[0, 0], q), ValueError, r"x has shape \(\)"),
+        (lambda x, q: kb.linear(x.astype(int), q), TypeError, "x is int64; allowed are float16"),
+        (lambda x, q: kb.linear(x, q.reshape(2, 8, 64)), FormatError, r"q has shape .* it must be \[N, K\]"),
+        (lambda x, q: kb.linear(x, q, x[0, :5]), ValueError, r"bias has shape \(5,\).* needs \(16,\)"),
+        (lambda x, q: kb.linear(x, q, np.arange(16)), TypeError, "bias is int64"),
+        (lambda x, q: kb.linear(x, q, out=np.empty((3, 15), "f4")), ValueError, "out has shape"),
+        (lambda x, q: kb.linear(x, q, out=np.empty((3, 16), "f2")), TypeError, "out is float16"),
+        (lambda x, q: kb.linear(x, q, out=[1.0]), TypeError, "out is list"),
+        (lambda x, q: kb.matmul(q, q.T), TypeError, "exactly one of them must be a QuantizedArray"),
+        (lambda x, q: kb.matmul(x, x), TypeError, "exactly one of them"),
+        (lambda x, q: x @ q, ValueError, r"a has shape \(3, 64\) and b has shape \(16, 64\)"),
+        (lambda x, q: q.reshape(2, 8, 64) @ np.ones((3, 64, 1), "f4"), ValueError, "do not broadcast"),
+        (lambda x, q: kb.matmul(x, q.T, out=np.empty((3, 1), "f4")), ValueError, "out has shape"),
+        (lambda x, q: kb.linear_grouped(x, q, [[0]] * 3), FormatError, r"qs has shape .* it must be \[E, N, K\]"),
+        (lambda x, q: kb.linear_grouped(x, x, [[0]] * 3), ValueError, r"qs has shape .* it must be \[E, N, K\]"),
+        (lambda x, q: kb.linear_grouped(x, kb.stack([q]), [[0.0]] * 3), TypeError, "expert_ids is float64"),
+        (lambda x, q: kb.linear_grouped(x, kb.stack([q]), [0]), ValueError, r"expert_ids has shape \(1,\)"),
+        (lambda x, q: kb.linear_grouped(x, kb.stack([q]), [[0]]), ValueError, r"x has shape \(3, 64\)"),
+        (lambda x, q: kb.linear_grouped(x, kb.stack([q]), [[0]] * 3, x), ValueError, "weights has shape"),
+        (lambda x, q: kb.stack([]), TypeError, "qs must be a list or tuple"),
+        (lambda x, q: kb.stack([q, x]), TypeError, "qs must be a list or tuple"),
+        (lambda x, q: kb.stack([q, q[:8]]), FormatError, r"qs\[1\] has shape \(8, 64\)"),
+        (lambda x, q: kb.stack([q, weight((16, 64), "kbit3")]), FormatError, r"qs\[1\] is .*kbit3"),
+        (lambda x, q: kb.stack([kb.stack([q])] * 2).format.stacked(2), FormatError, "is a stack already"),
+        (lambda x, q: kb.stack([weight((3, 5), "kbit4")] * 2), FormatError, "not whole blocks"),
+        (lambda x, q: kb.concatenate([q, weight((16, 32), "kbit4")]), FormatError, "must agree but for axis 0"),
+        (
+            lambda x, q: kb.concatenate([q, weight((16, 64), "kbit4", scale=1e-6)]),
+            FormatError,
+            "differ in their plane 'scale'",
+        ),
+    ],
+)
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call(numbers((3, 64), "float32"), weight((16, 64), "kbit4"))
+
+
+def test_other_devices_are_refused(cupy):
+    x, q = numbers((3, 64), "float32"), weight((16, 64), "kbit4")
+    there = kb.quantize(cupy.asarray(q.dequantize()), "kbit4")
+    for call in (
+        lambda: kb.linear(x, there),
+        lambda: kb.linear(cupy.asarray(x), q),
+        lambda: kb.matmul(x, there.T),
+        lambda: kb.linear(cupy.asarray(x), there, np.ones(16, "f4")),
+        lambda: kb.linear_grouped(x, kb.stack([there]), [[0]] * 3),
+        lambda: kb.stack([q, there]),
+        lambda: kb.linear(x, q, out=cupy.empty((3, 16), "f4")),
+    ):
+        with pytest.raises(DeviceError, match="move one|allocate it"):
+            call()
+
+
+# ---- stacks and experts --------------------------------------------------------------------------------------------
+
+
+def experts(format, xp=np, count=5, shape=(24, 64), scales=False):
+    members = [weight(shape, format, xp, seed=i, scale=10.0 ** (-4 * i) if scales else 1.0) for i in range(count)]
+    return members, kb.stack(members)
+
+
+def test_stack_keeps_the_bytes(xp):
+    members, whole = experts("kbit4", xp, scales=True)
+    assert whole.shape == (5, 24, 64) and whole.planes["scale"].shape == (5,)
+    for i, member in enumerate(members):
+        found = whole[i]
+        assert found.format == member.format
+        for name, plane in member.planes.items():
+            assert host(found.planes[name]).tobytes() == host(plane).tobytes()
+    decoded = host(whole.dequantize())
+    assert np.array_equal(decoded, np.stack([host(member.dequantize()) for member in members]))
+    for key in (slice(1, 4), [3, 0, 3], np.array([[4, 1]]), slice(0, 0)):
+        assert np.array_equal(host(whole[key].dequantize()), decoded[key])
+    again = kb.QuantizedArray.from_config(whole.config(), whole.planes)
+    assert again.format == whole.format and np.array_equal(host(again.dequantize()), decoded)
+
+
+def test_a_stack_can_be_quantized_as_one(xp):
+    members, whole = experts("kbit4", xp, scales=True)
+    x = xp.stack([member.dequantize() for member in members])
+    found = kb.quantize(x, whole.format)
+    for i in range(5):
+        alone = kb.quantize(x[i], "kbit4")
+        for name, plane in alone.planes.items():
+            assert host(found[i].planes[name]).tobytes() == host(plane).tobytes()
+    with pytest.raises(FormatError, match="not the 5 members"):
+        whole.reshape(10, 12, 64)[:1]
+    with pytest.raises(FormatError, match="members is 0"):
+        kb.get_format("kbit4", members=0)
+    with pytest.raises(FormatError, match="not 5 members of whole blocks"):
+        kb.quantize(xp.ones(32, np.float32), whole.format)
+
+
+def test_concatenate(xp):
+    q = weight((12, 64), "kbit3", xp)
+    parts = [q[:3], q[3:4], q[4:]]
+    found = kb.concatenate(parts)
+    assert found.shape == q.shape
+    for name, plane in q.planes.items():
+        assert host(found.planes[name]).tobytes() == host(plane).tobytes()
+
+
+def reference(x, w, ids, weights):
+    x, w = host(x).astype(np.float64), host(w).astype(np.float64)
+    x = np.broadcast_to(x if x.ndim == 3 else x[:, None], (*ids.shape, x.shape[-1]))
+    y = np.zeros((*ids.shape, w.shape[1]))
+    for t, s in np.ndindex(ids.shape):
+        if 0 <= ids[t, s] < len(w):
+            y[t, s] = w[ids[t, s]] @ x[t, s]
+    return y if weights is None else (y * host(weights).astype(np.float64)[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped(xp, dtype, weighted, shared):
+    _, qs = experts("kbit4", xp)
+    ids = np.random.default_rng(3).integers(-1, 6, (9, 2))
+    x = numbers((9, 64) if shared else (9, 2, 64), dtype, xp)
+    weights = xp.asarray(np.random.default_rng(4).random((9, 2)).astype(np.float32)) if weighted else None
+    w = qs.dequantize(dtype="float32")
+    wanted = reference(x, w, ids, weights)
+    tolerance = {2: 2.0**-7 if dtype == BFLOAT16 else 2.0**-10, 4: 1e-5, 8: 1e-6}[dtype.itemsize]
+    for source in (qs, w.astype(dtype)):
+        y = kb.linear_grouped(x, source, xp.asarray(ids), weights)
+        assert y.dtype == dtype and y.shape == wanted.shape
+        assert error(y, wanted) <= tolerance * math.sqrt(np.mean(wanted**2))
+    out = xp.empty(y.shape, dtype)
+    assert kb.linear_grouped(x, qs, ids, weights, out=out) is out
+    assert not host(kb.linear_grouped(x, qs, xp.full((9, 2), 5))).astype(np.float32).any()
+
+
+def test_grouped_without_tokens_or_slots(xp):
+    _, qs = experts("kbit4", xp)
+    for tokens, slots in ((0, 2), (3, 0)):
+        ids = xp.zeros((tokens, slots), np.int32)
+        x = numbers((tokens, 64), "float16", xp)
+        assert kb.linear_grouped(x, qs, ids).shape == (tokens, slots, 24)
+        combined = kb.linear_grouped(x, qs, ids, xp.ones((tokens, slots), np.float32))
+        assert combined.shape == (tokens, 24) and not host(combined).any()
