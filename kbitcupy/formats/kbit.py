@@ -125,15 +125,15 @@ class KBit(Format):
         if not isinstance(absmax, str) or absmax not in ABSMAX:
             raise FormatError(f"absmax is {absmax!r}; allowed are {', '.join(map(repr, ABSMAX))}")
         self.absmax = absmax
-        self._table: Codebook | None = None
-        self._device_values: Any = None
-        if isinstance(codebook, str):
         if isinstance(members, bool) or not isinstance(members, int) or members < 1:
             raise FormatError(f"members is {members!r}; it must be a positive integer")
         self.members = members
             if codebook not in (*tables.STANDARD, "custom"):
                 raise FormatError(f"codebook is {codebook!r}; allowed are 'bnf', 'nf' or an array of {2**k} numbers")
             self.codebook = codebook
+        self._table: Codebook | None = None
+        self._device_values: Any = None
+        if isinstance(codebook, str):
             if codebook != "custom":
                 self._table = tables.standard_codebook(codebook, self.bits)
         else:
@@ -148,7 +148,39 @@ class KBit(Format):
         return options if self.members == 1 else {**options, "members": self.members}
 
     def stored(self) -> Format:
-        return self if self.codebook != "custom" else custom_format(self.bits, self.absmax)
+        return self if self.codebook != "custom" else custom_format(self.bits, self.absmax, self.members)
+
+    def stacked(self, members: int) -> Format:
+        if self.members != 1:
+            raise FormatError(f"{self!r} is a stack already: take its members apart, or dequantize first")
+        return self._with_members(members)
+
+    def selected(self, shape: tuple[int, ...], count: int) -> Format:
+        return self if self.members == 1 else self._with_members(max(count, 1))
+
+    def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
+        chosen = super().select(planes, shape, key)
+        if self.members > 1:
+            if shape[0] != self.members:
+                raise FormatError(f"rows of shape {shape[1:]} are not the {self.members} members of a stack")
+            chosen["scale"] = planes["scale"][key].reshape(-1)
+            if not chosen["scale"].size:
+                chosen["scale"] = planes["scale"][:1]
+        return chosen
+
+    def _with_members(self, members: int) -> KBit:
+        return custom_format(self.bits, self.absmax, members, self.codebook)
+
+    def _parts(self, array: Any, planes: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The members of a stack: a flat view of each one's elements, and its planes."""
+        if array.size % (self.members * BLOCK):
+            raise FormatError(f"{array.size} elements are not {self.members} members of whole blocks of {BLOCK}")
+        for member, part in enumerate(array.reshape(self.members, -1)):
+            cut = {
+                name: plane.reshape(self.members, -1)[member] if name != "codebook" else plane
+                for name, plane in planes.items()
+            }
+            yield part, cut
 
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         blocks = -(-math.prod(shape) // BLOCK)
@@ -166,6 +198,11 @@ class KBit(Format):
             raise FormatError("codebook='custom' names no values: pass the array itself as codebook=")
         if is_cupy(x):
             self._encode_cuda(x, planes)
+            return
+        if self.members > 1:
+            single = KBit(self.bits, codebook=self._any_codebook(), absmax=self.absmax)
+            for part, cut in self._parts(x, planes):
+                single.encode(part, cut)
             return
         table = self._host_table()
         scale = np.float32(1)
@@ -190,6 +227,11 @@ class KBit(Format):
         if is_cupy(out):
             self._decode_cuda(planes, out)
             return
+        if self.members > 1 and "scale" in planes:
+            single = self._with_members(1)
+            for part, cut in self._parts(out, planes):
+                single.decode(cut, part)
+            return
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         decode_blocks(planes["packed"], planes["absmax"], planes.get("scale"), values, self.bits, out)
 
@@ -200,11 +242,12 @@ class KBit(Format):
         scale = np.repeat(planes["scale"].astype(np.float64), absmax.size // self.members)
         scale_error = np.maximum(stored.relative_error * absmax, stored.absolute_error * scale)
         return Codebook(values).edge * absmax + np.minimum(scale_error, absmax)
-        if self.members > 1:
-            single = KBit(self.bits, codebook=self._any_codebook(), absmax=self.absmax)
-            for part, cut in self._parts(x, planes):
-                single.encode(part, cut)
-            return
+
+    def _any_codebook(self) -> Any:
+        """The codebook as the constructor takes it."""
+        if self.codebook != "custom":
+            return self.codebook
+        return self._device_values if self._table is None else self._table.values
 
     def _host_table(self) -> Codebook:
         if self._table is None:
@@ -228,11 +271,6 @@ class KBit(Format):
         else:
             scale.data.memset_async(0, 4)
             launch(x, (*arguments, _NOTE, launch.codebook))
-        if self.members > 1 and "scale" in planes:
-            single = self._with_members(1)
-            for part, cut in self._parts(out, planes):
-                single.decode(cut, part)
-            return
             launch(x, (*arguments, _REPEAT, launch.codebook), _REPEAT_WAVES)
 
     def _decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
@@ -246,12 +284,6 @@ class KBit(Format):
         """What the kernel would write if there were a block to write."""
         planes["scale"].fill(1)
         if "codebook" in planes and self._device_values is not None:
-    def _any_codebook(self) -> Any:
-        """The codebook as the constructor takes it."""
-        if self.codebook != "custom":
-            return self.codebook
-        return self._device_values if self._table is None else self._table.values
-
             values = self._device_values
             planes["codebook"][...] = namespace(values).where(abs(values) < tables.SMALLEST_NORMAL, 0, values)
         elif "codebook" in planes:
