@@ -32,15 +32,18 @@ __all__ = [
     "Plane",
     "QuantizedArray",
     "__version__",
+    "concatenate",
     "create_normal_float_codebook",
     "decode_absmax_e4m4",
-    "concatenate",
     "dequantize",
     "dequantize_kbit",
     "encode_absmax_e4m4",
     "formats",
     "get_format",
     "io",
+    "linear",
+    "linear_grouped",
+    "matmul",
     "metrics",
     "pack_kbit",
     "quantize",
@@ -49,12 +52,12 @@ __all__ = [
     "linear_grouped",
     "matmul",
     "register",
+    "stack",
     "take",
     "unpack_kbit",
 ]
 
 
-    "stack",
 def __getattr__(name: str) -> object:
     """`io` is imported when it is first asked for: it needs safetensors."""
     if name == "io":

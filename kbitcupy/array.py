@@ -173,18 +173,6 @@ class QuantizedArray:
         raise TypeError("a QuantizedArray does not convert to an array by itself: call .dequantize()")
 
     def __iter__(self) -> Any:
-    def __matmul__(self, other: Any) -> Any:
-        """Shorthand of `kbitcupy.matmul`."""
-        from .linear import matmul
-
-        return matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        """Shorthand of `kbitcupy.matmul`."""
-        from .linear import matmul
-
-        return matmul(other, self)
-
         raise TypeError("a QuantizedArray is not iterable: call .dequantize() first, or index it")
 
     def __reduce__(self) -> Any:
@@ -197,6 +185,18 @@ class QuantizedArray:
         from .ops import dequantize
 
         return dequantize(self, dtype=dtype, out=out)
+
+    def __matmul__(self, other: Any) -> Any:
+        """Shorthand of `kbitcupy.matmul`."""
+        from .linear import matmul
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        """Shorthand of `kbitcupy.matmul`."""
+        from .linear import matmul
+
+        return matmul(other, self)
 
     # ---- the same bits elsewhere, or part of them ----------------------------------------------------------------
 
@@ -300,8 +300,6 @@ class TransposedQuantizedArray:
         """dtype of the array that was compressed."""
         return self.T.dtype
 
-    __matmul__ = QuantizedArray.__matmul__
-    __rmatmul__ = QuantizedArray.__rmatmul__
     @property
     def ndim(self) -> int:
         """2."""
@@ -315,6 +313,8 @@ class TransposedQuantizedArray:
         return f"{self.T!r}.T"
 
     __array__ = QuantizedArray.__array__
+    __matmul__ = QuantizedArray.__matmul__
+    __rmatmul__ = QuantizedArray.__rmatmul__
 
 
 def config_of(format: Format, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, Any]:

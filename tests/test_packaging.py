@@ -26,7 +26,12 @@ FLOORS = [
     ["ops"],
     ["linear"],
     ["metrics"],
-    ["functional", "io.*"],
+    ["functional"],
+    ["io.atomic"],
+    ["io.safetensors"],
+    ["io.checkpoint"],
+    ["io.*"],  # other projects' layouts: none knows another
+    ["io.convert"],
     ["io"],
     [""],  # kbitcupy itself
     ["samples", "explore", "bench"],

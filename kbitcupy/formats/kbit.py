@@ -102,11 +102,11 @@ class KBit(Format):
         a CuPy array is never read back and takes the general search.
     absmax : {"e4m4", "float16", "float32"}, optional
         Storage of the block scales; ``"e4m4"`` for k up to 7, ``"float16"`` for k = 8.
+    members : int, default 1
+        Equal parts of the flattened array, whole blocks each, that have a tensor scale of their own.
 
     Examples
     --------
-    members : int, default 1
-        Equal parts of the flattened array, whole blocks each, that have a tensor scale of their own.
     >>> from kbitcupy.formats.kbit import KBit
     >>> KBit(3, absmax="float16")
     get_format('kbit3', codebook='bnf', absmax='float16')
@@ -128,12 +128,12 @@ class KBit(Format):
         if isinstance(members, bool) or not isinstance(members, int) or members < 1:
             raise FormatError(f"members is {members!r}; it must be a positive integer")
         self.members = members
-            if codebook not in (*tables.STANDARD, "custom"):
-                raise FormatError(f"codebook is {codebook!r}; allowed are 'bnf', 'nf' or an array of {2**k} numbers")
-            self.codebook = codebook
         self._table: Codebook | None = None
         self._device_values: Any = None
         if isinstance(codebook, str):
+            if codebook not in (*tables.STANDARD, "custom"):
+                raise FormatError(f"codebook is {codebook!r}; allowed are 'bnf', 'nf' or an array of {2**k} numbers")
+            self.codebook = codebook
             if codebook != "custom":
                 self._table = tables.standard_codebook(codebook, self.bits)
         else:
@@ -196,13 +196,13 @@ class KBit(Format):
     def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
         if self._table is None and self._device_values is None:
             raise FormatError("codebook='custom' names no values: pass the array itself as codebook=")
-        if is_cupy(x):
-            self._encode_cuda(x, planes)
-            return
         if self.members > 1:
             single = KBit(self.bits, codebook=self._any_codebook(), absmax=self.absmax)
             for part, cut in self._parts(x, planes):
                 single.encode(part, cut)
+            return
+        if is_cupy(x):
+            self._encode_cuda(x, planes)
             return
         table = self._host_table()
         scale = np.float32(1)
@@ -224,13 +224,13 @@ class KBit(Format):
         _encode_blocks(x.reshape(-1), planes, self.bits, self._host_table(), self.absmax, None, None)
 
     def decode(self, planes: Mapping[str, Any], out: Any) -> None:
-        if is_cupy(out):
-            self._decode_cuda(planes, out)
-            return
         if self.members > 1 and "scale" in planes:
             single = self._with_members(1)
             for part, cut in self._parts(out, planes):
                 single.decode(cut, part)
+            return
+        if is_cupy(out):
+            self._decode_cuda(planes, out)
             return
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         decode_blocks(planes["packed"], planes["absmax"], planes.get("scale"), values, self.bits, out)
