@@ -130,21 +130,8 @@ class QuantizedArray:
         FormatError
             When the configuration is malformed, from a newer version, or does not fit the planes.
         """
-        try:
-            version, shape, dtype = config["version"], config["shape"], config["dtype"]
-            options = dict(config["format"])
-            name = options.pop("name")
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"the configuration of a quantized array lacks {error}; got {config!r}") from error
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise FormatError(f"version of the configuration is {version!r}; it must be a positive integer")
-        if version > CONFIG_VERSION:
-            raise FormatError(
-                f"version of the configuration is {version}; this kbitcupy reads up to {CONFIG_VERSION}: upgrade it"
-            )
-        if not isinstance(dtype, str) or not all(isinstance(option, str) for option in options):
-            raise FormatError(f"the configuration of a quantized array is malformed: {config!r}")
-        return cls(get_format(name, **options), planes, shape, dtype)
+        format, shape, dtype = read_config(config)
+        return cls(format, planes, shape, dtype)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -320,6 +307,33 @@ class TransposedQuantizedArray:
 def config_of(format: Format, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, Any]:
     """The JSON description of an array that is compressed, or is going to be."""
     return {"version": CONFIG_VERSION, "format": format.config(), "shape": list(shape), "dtype": dtype.name}
+
+
+def read_config(config: Mapping[str, Any]) -> tuple[Format, tuple[int, ...], np.dtype]:
+    """Format, shape and dtype from the JSON description of an array; `config_of` is the inverse.
+
+    Raises
+    ------
+    FormatError
+        When the description is malformed or from a newer version.
+    TypeError
+        When the dtype is no float dtype.
+    """
+    try:
+        version, shape, dtype = config["version"], config["shape"], config["dtype"]
+        options = dict(config["format"])
+        name = options.pop("name")
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"the configuration of a quantized array lacks {error}; got {config!r}") from error
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FormatError(f"version of the configuration is {version!r}; it must be a positive integer")
+    if version > CONFIG_VERSION:
+        raise FormatError(
+            f"version of the configuration is {version}; this kbitcupy reads up to {CONFIG_VERSION}: upgrade it"
+        )
+    if not isinstance(dtype, str) or not all(isinstance(option, str) for option in options):
+        raise FormatError(f"the configuration of a quantized array is malformed: {config!r}")
+    return get_format(name, **options), _checked_shape(shape), _xp.float_dtype(dtype)
 
 
 def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ...]) -> None:

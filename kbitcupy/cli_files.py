@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from .cli_common import chosen_format
-from .io.safetensors import FileReport, dequantize_file, quantize_file
+from .io.convert import FileReport, dequantize_file, quantize_file
 
 
 def run_quantize(arguments: argparse.Namespace) -> None:

@@ -40,7 +40,11 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.nda
 }
 
 
-def draw(name: str, shape: tuple[int, ...] = (1024, 1024), seed: int = 0) -> np.ndarray:
+#: Shape of a sample, unless another is asked for.
+SHAPE = (1024, 1024)
+
+
+def draw(name: str, shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
     """A float32 sample of one of `DISTRIBUTIONS`, the same on every call.
 
     Examples

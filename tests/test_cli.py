@@ -15,7 +15,7 @@ import kbitcupy as kb
 from kbitcupy import _xp, cli_compare
 from kbitcupy.cli import main
 from kbitcupy.formats.base import unregister
-from kbitcupy.io import safetensors as files
+from kbitcupy.io import convert
 
 ROOT = Path(kb.__file__).resolve().parent.parent
 LONG = "model.language_model.layers.10.self_attention.query_projection.weight"
@@ -344,7 +344,7 @@ def test_failures_in_the_middle_leave_nothing_behind(model, monkeypatch, capsys,
     def failing(*_):
         raise failure
 
-    monkeypatch.setattr(files, "quantize", failing)
+    monkeypatch.setattr(convert, "quantize", failing)
     out = model.with_name("out")
     assert main(["quantize", str(model), "-o", str(out), "--device", "cpu"]) == status
     assert capsys.readouterr().err == message.format(out=out, model=model)

@@ -1,5 +1,6 @@
 """Files: compressed tensors in safetensors."""
 
-from .safetensors import FileReport, dequantize_file, load, quantize_file, save
+from .checkpoint import Checkpoint, load, save
+from .convert import FileReport, dequantize_file, quantize_file
 
-__all__ = ["FileReport", "dequantize_file", "load", "quantize_file", "save"]
+__all__ = ["Checkpoint", "FileReport", "dequantize_file", "load", "quantize_file", "save"]

@@ -1,0 +1,330 @@
+"""Files and sharded checkpoints as mappings of names to arrays: `load` and `save`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _xp
+from ..array import QuantizedArray
+from ..errors import FileError
+from .atomic import check_file, check_folder, filling, replacing
+from .safetensors import METADATA_KEY, Entry, SourceFile, entry_of, plane_entries, read_json, with_configs, writing
+
+#: Name of the only file of a checkpoint; shards are numbered before the ending.
+SINGLE = "model.safetensors"
+#: A sharded checkpoint has one file with this ending, which says where each tensor is.
+INDEX_ENDING = ".safetensors.index.json"
+
+_LONGEST_INDEX = 100_000_000
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The tensors of a safetensors file, or of a directory of shards, read when they are asked for.
+
+    Parameters
+    ----------
+    path : path_like
+        A safetensors file, a directory that holds one file or shards with their index, or the index
+        (``model.safetensors.index.json``).
+
+    Attributes
+    ----------
+    files : dict of str to SourceFile
+        The files by name.
+    index : str or None
+        Name of the index.
+    index_metadata : dict
+        What the index says besides where the tensors are.
+    metadata : dict of str to str
+        Metadata of all files together, without the key of kbitcupy.
+
+    Raises
+    ------
+    FileError
+        When a file is missing or hostile, see `SourceFile`; when the index is not one, names a file outside its
+        directory, or places a tensor where it is not; when two files hold the same tensor.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.is_folder = self.path.is_dir() or self.path.name.endswith(INDEX_ENDING)
+        self.index: str | None = None
+        self.index_metadata: dict[str, Any] = {}
+        folder = self.path
+        names = [self.path.name]
+        weight_map: dict[str, str] = {}
+        if self.is_folder:
+            folder, self.index, names = _contents(self.path)
+        else:
+            folder = self.path.parent
+        if self.index is not None:
+            weight_map, self.index_metadata = _read_index(folder / self.index)
+            names = sorted(set(weight_map.values()))
+        self.files = {name: SourceFile(folder / name if self.is_folder else self.path) for name in names}
+        for name, owner in weight_map.items():
+            if name not in self.files[owner].entries:
+                raise FileError(
+                    f"{folder / str(self.index)}: tensor {name!r} is not in {owner}, where weight_map puts it"
+                )
+        self._owners: dict[str, SourceFile] = {}
+        self.metadata: dict[str, str] = {}
+        for file in self.files.values():
+            self.metadata.update(file.metadata)
+            for name in (*file.plain, *file.compressed):
+                if name in self._owners:
+                    raise FileError(
+                        f"{self.path}: tensor {name!r} is in {self._owners[name].path.name} and {file.path.name}"
+                    )
+                self._owners[name] = file
+
+    def __getitem__(self, name: str) -> np.ndarray | QuantizedArray:
+        """A `QuantizedArray`, or a read-only array that is a view of the file: ``.copy()`` makes it writeable."""
+        file = self._owners[name]
+        return file.quantized(name) if name in file.compressed else file.array(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __repr__(self) -> str:
+        compressed = sum(len(file.compressed) for file in self.files.values())
+        return f"Checkpoint({str(self.path)!r}: {len(self)} tensors, {compressed} of them compressed)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(file.nbytes for file in self.files.values())
+
+
+def _contents(path: Path) -> tuple[Path, str | None, list[str]]:
+    """Folder, name of the index, names of the files where there is none."""
+    if not path.is_dir():
+        return path.parent, path.name, []
+    names = sorted(entry.name for entry in path.iterdir())
+    indices = [name for name in names if name.endswith(INDEX_ENDING)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(indices) == 1:
+        return path, indices[0], []
+    if not indices and len(files) == 1:
+        return path, None, files
+    found = ", ".join((indices or files)[:4])
+    raise FileError(
+        f"{path} is a directory with {len(indices)} indices (*{INDEX_ENDING}) and {len(files)} safetensors files"
+        f"{f' ({found})' if found else ''}; it must hold one index, or one file: pass the file that you mean"
+    )
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """weight_map and metadata of an index, of which nothing can be trusted."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_LONGEST_INDEX + 1)
+        if len(text) > _LONGEST_INDEX:
+            raise ValueError(f"it is longer than {_LONGEST_INDEX} bytes")
+        index = read_json(text)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("it has no object 'weight_map' with the files of the tensors")
+        for name, file_name in weight_map.items():
+            _check_file_name(name, file_name)
+        metadata = index.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise ValueError("'metadata' is not an object")
+    except FileNotFoundError as error:
+        raise FileError(f"{path} does not exist") from error
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise FileError(f"{path} is not an index of shards: {str(error)[:400]}") from error
+    return weight_map, metadata
+
+
+def _check_file_name(name: str, file: Any) -> None:
+    # A backslash or a colon would leave the directory on Windows.
+    if not isinstance(file, str) or not file.endswith(".safetensors") or set(file) & set("/\\:\0") or file[0] == ".":
+        raise ValueError(
+            f"weight_map puts tensor {name!r} into {str(file)[:200]!r}; it must be the name of a .safetensors file in "
+            "the same directory"
+        )
+
+
+def write_index(folder: Path, name: str, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    """Write the index of a folder that is being filled."""
+    text = json.dumps({"metadata": dict(metadata), "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    with replacing(folder / name, len(text), force=True) as file:
+        file.write(text.encode())
+
+
+# ---- public --------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a safetensors file or a sharded checkpoint; its tensors are read when they are asked for.
+
+    Parameters
+    ----------
+    path : path_like
+        A safetensors file, a directory that holds one file or shards with their index, or the index
+        (``model.safetensors.index.json``), written by kbitcupy or by any other tool.
+
+    Returns
+    -------
+    Checkpoint
+        A read-only mapping: for each name an array of the stored shape and dtype (BF16 and the FP8 types as ml_dtypes'
+        dtypes), or a `QuantizedArray` for a compressed tensor. Arrays are views of the file, mapped into memory for as
+        long as they are referred to, and read-only; ``.copy()`` makes one writeable, ``.to_device("cuda:0")`` moves a
+        `QuantizedArray` to a GPU. ``dict(...)`` of the mapping holds them all.
+
+    Raises
+    ------
+    FileError
+        When a file is missing or not a safetensors file, or when the configuration of a compressed tensor does not fit
+        its planes. When a tensor is asked for that has a dtype which NumPy cannot hold.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, kbitcupy as kb
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     kb.io.save(f"{folder}/a.safetensors", {"w": kb.quantize(np.eye(64), "kbit4"), "bias": np.zeros(64)})
+    ...     tensors = dict(kb.io.load(f"{folder}/a.safetensors"))
+    >>> tensors["w"]
+    QuantizedArray(kbit4, shape=(64, 64), dtype=float64, device=cpu, 4.26 bits/element)
+    >>> tensors["bias"].shape
+    (64,)
+    """
+    return Checkpoint(path)
+
+
+def save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    force: bool = False,
+    max_shard_size: int | None = None,
+) -> None:
+    """Write arrays and compressed arrays to a safetensors file, or to a directory of shards.
+
+    Parameters
+    ----------
+    path : path_like
+        The file, or with `max_shard_size` the directory, to write. It is written beside and renamed: after a failure
+        nothing is left of it.
+    tensors : mapping of str to array_like or QuantizedArray
+        NumPy or CuPy arrays of any shape and of a dtype that safetensors knows, and compressed arrays; what `load`
+        returned is passed on tensor by tensor.
+    metadata : mapping of str to str, optional
+        Metadata of the file, or of each shard; the key ``kbitcupy`` is taken.
+    force : bool, default False
+        Overwrite `path` if it is a file; a directory with files in it never is.
+    max_shard_size : int, optional
+        Bytes of tensors in a shard; a larger tensor gets a shard of its own. The directory then holds shards and
+        ``model.safetensors.index.json``, or ``model.safetensors`` alone when one is enough.
+
+    Raises
+    ------
+    FileError
+        When `path` exists or cannot be written, when two tensors would get the same name, or when a name, dtype or
+        metadata entry cannot be stored.
+    ValueError
+        When `max_shard_size` is not a positive integer.
+
+    Examples
+    --------
+    >>> import os, tempfile, numpy as np, kbitcupy as kb
+    >>> q = kb.quantize(np.ones((32, 32), np.float16), "kbit4")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     kb.io.save(f"{folder}/shards", {"w": q, "bias": np.zeros(64)}, {"origin": "example"}, max_shard_size=600)
+    ...     names = sorted(os.listdir(f"{folder}/shards"))
+    ...     restored = kb.io.load(f"{folder}/shards")["w"].copy()
+    >>> names[0]
+    'model-00001-of-00002.safetensors'
+    >>> bool((restored.dequantize() == q.dequantize()).all())
+    True
+    """
+    metadata = dict(metadata or {})
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise FileError(f"metadata has {key!r}: {value!r}; keys and values must be str: use str() or json.dumps")
+    if METADATA_KEY in metadata:
+        raise FileError(f"metadata key {METADATA_KEY!r} belongs to kbitcupy: choose another one")
+    if max_shard_size is not None and (type(max_shard_size) is not int or max_shard_size < 1):
+        raise ValueError(f"max_shard_size is {max_shard_size!r}; it must be a positive number of bytes, or None")
+    stored = _stored(tensors)
+    if max_shard_size is None:
+        _save(check_file(path, force), tensors, stored, metadata, force)
+        return
+    target = check_folder(path)
+    shards = _shards(
+        {name: sum(e.nbytes for e in entries.values()) for name, entries in stored.items()}, max_shard_size
+    )
+    with filling(target, {}) as folder:
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards, start=1):
+            file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            part = {name: stored[name] for name in names}
+            _save(folder / file, tensors, part, metadata, force)
+            weight_map.update((entry, file) for entries in part.values() for entry in entries)
+        if len(shards) > 1:
+            total = sum(entry.nbytes for entries in stored.values() for entry in entries.values())
+            write_index(folder, f"model{INDEX_ENDING}", weight_map, {"total_size": total})
+
+
+def _stored(tensors: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+    """What is written for each tensor; no array is held."""
+    stored = {}
+    taken = set(tensors)
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise FileError(f"a tensor's name is {name!r}; it must be a str")
+        if isinstance(tensor, QuantizedArray):
+            stored[name] = plane_entries(name, tensor.format, tensor.shape, taken)
+            taken.update(stored[name])
+        else:
+            array = _xp.as_array(tensor, f"tensors[{name!r}]")
+            stored[name] = {name: entry_of(array.dtype, array.shape, f"tensor {name!r}")}
+    return stored
+
+
+def _shards(sizes: Mapping[str, int], most: int) -> Sequence[list[str]]:
+    """The tensors of each shard, in their order."""
+    shards: list[list[str]] = [[]]
+    room = most
+    for name, nbytes in sizes.items():
+        if nbytes > room and shards[-1]:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room -= nbytes
+    return shards
+
+
+def _save(
+    target: Path,
+    tensors: Mapping[str, Any],
+    stored: Mapping[str, Mapping[str, Entry]],
+    metadata: Mapping[str, str],
+    force: bool,
+) -> None:
+    configs = {}
+    for name in stored:
+        tensor = tensors[name]
+        if isinstance(tensor, QuantizedArray):
+            configs[name] = tensor.config()
+    entries = {name: entry for group in stored.values() for name, entry in group.items()}
+    with writing(target, entries, with_configs(metadata, configs) if configs else metadata, force) as put:
+        for name in stored:
+            tensor = tensors[name]
+            if isinstance(tensor, QuantizedArray):
+                for plane, array in tensor.planes.items():
+                    put(f"{name}.{plane}", _xp.to_device(array, "cpu"))
+            else:
+                put(name, _xp.to_device(_xp.as_array(tensor, f"tensors[{name!r}]"), "cpu"))
