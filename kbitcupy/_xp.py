@@ -52,7 +52,7 @@ def _dtype_name(dtype: Any) -> str:
     try:
         return np.dtype(dtype).name
     except TypeError:
-        return str(getattr(dtype, "name", None) or getattr(dtype, "__name__", repr(dtype)))
+        return str(getattr(dtype, "name", None) or getattr(dtype, "__name__", repr(dtype))).removeprefix("torch.")
 
 
 def named_dtype(name: str) -> np.dtype:
@@ -143,6 +143,22 @@ def device_of(x: Any) -> str:
     return f"cuda:{x.data.device_id}" if is_cupy(x) else "cpu"
 
 
+_kept: list[Any] = []
+
+
+def scratch(size: int, dtype: Any) -> Any:
+    """An uninitialised CuPy array on the current device for the kernels of one call.
+
+    Its memory goes back to CuPy's pool after the call, in the order of the stream. A graph that is being captured
+    writes to it again whenever it is launched, so there it is kept for the life of the process.
+    """
+    cupy = sys.modules["cupy"]
+    array = cupy.empty(size, dtype)
+    if cupy.cuda.get_current_stream().is_capturing():
+        _kept.append(array)
+    return array
+
+
 def import_cupy() -> ModuleType:
     """CuPy, with a GPU behind it.
 
@@ -223,7 +239,7 @@ def as_array(x: Any, argument: str = "x") -> Any:
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, argument)
     if hasattr(x, "__cuda_array_interface__"):
-        return import_cupy().asarray(x)
+        return _from_cuda_interface(x)
     try:
         return np.asarray(x)
     except Exception as error:  # third-party __array__ may raise anything
@@ -235,7 +251,9 @@ def _from_dlpack(x: Any, argument: str) -> Any:
     host = 1  # kDLCPU
     try:
         if int(kind) != host:
-            return import_cupy().from_dlpack(x)
+            array = import_cupy().from_dlpack(x)  # our current stream waits for the producer's
+            _share_with_torch(x, array)
+            return array
         if "bfloat16" in str(getattr(x, "dtype", "")):
             # NumPy's DLPack has no bfloat16: the same bytes travel as int16.
             int16 = getattr(sys.modules.get(type(x).__module__.partition(".")[0]), "int16", np.int16)
@@ -246,3 +264,90 @@ def _from_dlpack(x: Any, argument: str) -> Any:
             f"{argument} is {type(x).__name__} and refuses DLPack export ({error}); pass a plain array of it "
             "(for torch: x.detach())"
         ) from error
+
+
+class _Described:
+    """Memory of another library, described for CuPy; `owner` keeps it alive."""
+
+    __slots__ = ("__cuda_array_interface__", "owner")
+
+
+def _from_cuda_interface(x: Any) -> Any:
+    """A CuPy array on the memory of `x`; our current stream waits for the stream that `x` names."""
+    cupy = import_cupy()
+    described = _Described()
+    described.owner = x
+    # CuPy would make the host wait for that stream.
+    described.__cuda_array_interface__ = {**x.__cuda_array_interface__, "stream": None}
+    array = cupy.asarray(described)
+    stream = x.__cuda_array_interface__.get("stream")
+    if stream is not None:
+        with on_device_of(array):
+            _wait(cupy.cuda.get_current_stream(), cupy.cuda.ExternalStream(stream))
+    return array
+
+
+def _wait(waiting: Any, earlier: Any) -> None:
+    """Let a CuPy stream wait for what another one has been given so far; the host does not wait."""
+    event = sys.modules["cupy"].cuda.Event(disable_timing=True)
+    event.record(earlier)
+    waiting.wait_event(event)
+
+
+# ---- torch, which is only ever imported by who asks for a tensor -----------------------------------------------------
+
+
+def _share_with_torch(x: Any, array: Any) -> None:
+    """Where `x` is a torch tensor: its memory is not given to another tensor before our current stream has read it.
+
+    torch frees in the order of its own stream and knows of ours only what it is told.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return
+    ours = _current_stream(array)
+    if ours.ptr != torch.cuda.current_stream(x.device).cuda_stream:
+        default = ours.ptr in (0, 1)  # two names of the default stream
+        x.record_stream(
+            torch.cuda.default_stream(x.device) if default else torch.cuda.ExternalStream(ours.ptr, x.device)
+        )
+
+
+def _current_stream(array: Any) -> Any:
+    return sys.modules["cupy"].cuda.get_current_stream(array.data.device_id)
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: np.dtype, beside: Any) -> tuple[Any, Any]:
+    """A new torch tensor on the device of the array `beside`, and a NumPy or CuPy array on its memory.
+
+    Raises
+    ------
+    MissingExtraError
+        When torch is not installed.
+    DeviceError
+        When `beside` is on a GPU and torch was built without CUDA.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingExtraError("torch is not installed: pip install torch, or call dequantize") from error
+    try:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype.name), device=device_of(beside))
+    except AssertionError as error:
+        raise DeviceError(f"q is on {device_of(beside)}, but {error}: move it with .get()") from error
+    if is_cupy(beside):
+        return tensor, as_array(tensor)
+    if dtype.name == "bfloat16":  # unknown to torch's NumPy bridge
+        return tensor, tensor.view(torch.int16).numpy().view(dtype)
+    return tensor, tensor.numpy()
+
+
+def hand_over(tensor: Any, array: Any) -> None:
+    """Let torch's current stream wait for ours, which is writing `array` on the memory of `tensor`."""
+    if isinstance(array, np.ndarray):
+        return
+    cuda = sys.modules["cupy"].cuda
+    ours, theirs = _current_stream(array), sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream
+    if ours.ptr != theirs:
+        with on_device_of(array):
+            _wait(cuda.ExternalStream(theirs), ours)

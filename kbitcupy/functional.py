@@ -19,8 +19,9 @@ import numpy as np
 
 from . import _cuda, _xp, tables
 from .errors import DeviceError, FormatError
-from .formats import kbit, scales
-from .ops import check_out, decode, source
+from .formats import float4, kbit, scales
+from .formats.base import get_format
+from .ops import check_out, decode, quantize, source
 
 _ABSMAX_FORMATS = {"e4m4": "e4m4", "fp32": "float32", "fp16": "float16"}
 _ABSMAX_OF_DTYPE = {np.dtype(np.uint8): "e4m4", np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}
@@ -404,6 +405,123 @@ def decode_absmax_e4m4(encoded: Any, bias: int = scales.E4M4_BIAS) -> Any:
         absmax = _xp.namespace(codes).empty(codes.shape, np.float32)
         _launch("decode_absmax_e4m4", codes.size, (codes, codes.size, np.int32(bias), absmax))
     return absmax
+
+
+def quantize_nf4(x: Any, block_size_outer: int = 64, block_size_inner: int = 1) -> tuple[Any, Any]:
+    """NF4 codes and scales as plain buffers.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, bfloat16, float32 or float64, any shape; taken flat, in C order.
+    block_size_outer, block_size_inner : int
+        Their product is the number of elements that share an absmax: a power of two from 16 to 4096.
+
+    Returns
+    -------
+    packed : array
+        uint8[(n + 1) // 2], two codes a byte, the first in the high nibble.
+    absmax : array
+        float32[ceil(n / block)].
+
+    Raises
+    ------
+    TypeError
+        When `x` is not a float array.
+    FormatError
+        When the block size is not allowed.
+
+    Notes
+    -----
+    The layout is that of bitsandbytes' ``quantize_4bit(quant_type="nf4")``. Source: QLoRA (arXiv 2305.14314).
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> packed, absmax = kb.quantize_nf4(np.linspace(-1, 1, 128, dtype=np.float32))
+    >>> packed.shape, absmax
+    ((64,), array([1., 1.], dtype=float32))
+    """
+    q = quantize(x, get_format("nf4", block=_nf4_block(block_size_outer, block_size_inner)))
+    return q.planes["packed"], q.planes["absmax"]
+
+
+def dequantize_nf4(
+    packed: Any,
+    absmax: Any,
+    n: int,
+    block_size_outer: int = 64,
+    block_size_inner: int = 1,
+    *,
+    dtype: Any = "float16",
+    out: Any = None,
+) -> Any:
+    """Dequantize the buffers of `quantize_nf4`.
+
+    Parameters
+    ----------
+    packed : array
+        uint8, (n + 1) // 2 entries in any shape.
+    absmax : array
+        float32[ceil(n / block)].
+    n : int
+        Number of elements.
+    block_size_outer, block_size_inner : int
+        As `quantize_nf4` was called.
+    dtype : dtype_like, default float16
+        dtype of a new result.
+    out : array, optional
+        C-contiguous array of shape (n,), which receives the result.
+
+    Returns
+    -------
+    array
+        Shape (n,); `out` itself where that is given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        When an argument does not fit the others.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> x = np.linspace(-1, 1, 128, dtype=np.float32)
+    >>> y = kb.dequantize_nf4(*kb.quantize_nf4(x), n=128)
+    >>> bool(abs(x - y).max() < 0.16)
+    True
+    """
+    form = get_format("nf4", block=_nf4_block(block_size_outer, block_size_inner))
+    for name, array in (("packed", packed), ("absmax", absmax)):
+        if not _xp.is_array(array):
+            raise TypeError(f"{name} is {type(array).__name__}; it must be a NumPy or CuPy array")
+    planes = {"packed": _contiguous(packed.reshape(-1)), "absmax": _contiguous(absmax.reshape(-1))}
+    n = _check_count(n)
+    for name, spec in form.planes((n,)).items():
+        plane = planes[name]
+        if plane.dtype.name != spec.dtype or plane.shape != spec.shape:
+            raise FormatError(
+                f"{name} is {plane.dtype}[{plane.size}]; n = {n} in blocks of {form.block} needs "
+                f"{spec.dtype}[{spec.shape[0]}]"
+            )
+    _xp.check_same_device(packed, absmax)
+    with _xp.on_device_of(packed):
+        if out is None:
+            out = _xp.namespace(packed).empty(n, _xp.float_dtype(dtype))
+        else:
+            check_out(out, (n,), packed)
+        decode(form, planes, out)
+    return out
+
+
+def _nf4_block(outer: Any, inner: Any) -> int:
+    if not all(isinstance(size, (int, np.integer)) for size in (outer, inner)) or outer * inner not in float4.BLOCKS:
+        product = outer * inner if isinstance(outer, int) and isinstance(inner, int) else f"{outer!r} * {inner!r}"
+        raise FormatError(
+            f"block_size_outer * block_size_inner is {product}; allowed are the powers of two from "
+            f"{float4.BLOCKS[0]} to {float4.BLOCKS[-1]}"
+        )
+    return int(outer * inner)
 
 
 def _launch(name: str, n: int, arguments: tuple[Any, ...]) -> None:

@@ -5,6 +5,8 @@
 normal blocks of 32 divided by their absmax, error weighted by absmax^2; K = 2..5 as bitsandbytes' pull request 1858
 rounds them to four decimals, the others iterated until no level moves by 1e-9. Both are symmetric, so the positive
 halves are written down, as big-endian float32 bits.
+
+``NF4``, ``FP4`` and the dynamic map are those of bitsandbytes' CUDA kernels.
 """
 
 from __future__ import annotations
@@ -95,6 +97,38 @@ _BNF_HALVES = {
         "3f66fe1b 3f6a5606 3f6dbf93 3f713ba7 3f74cb33 3f786f3d 3f7c28e0 3f7ff94c"
     ),
 }
+
+#: bitsandbytes' NF4: 16 ascending float32 values by code.
+NF4 = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+
+_FP4_MAGNITUDES = (0.0, 5.2083333e-3, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+#: bitsandbytes' FP4: bit 3 of a code is the sign; the code of a negative zero decodes to +0.
+FP4 = np.array([*_FP4_MAGNITUDES, 0.0, *(-m for m in _FP4_MAGNITUDES[1:])], np.float32)
+#: Where |x| / absmax goes up to the next magnitude of FP4, as bitsandbytes' kernel writes these numbers.
+FP4_THRESHOLDS = np.array([0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333], np.float32)
+
+for _table in (NF4, FP4, FP4_THRESHOLDS):
+    _table.setflags(write=False)
 
 #: Names of the standard codebooks.
 STANDARD = ("bnf", "nf")
@@ -239,3 +273,35 @@ def standard_codebook(name: str, k: int) -> Codebook:
     halves = {"nf": _NF_HALVES, "bnf": _BNF_HALVES}[name]
     half = np.frombuffer(bytes.fromhex(halves[k]), ">f4").astype(np.float32)
     return Codebook(np.concatenate((-half[::-1], half)))
+
+
+def midpoints(levels: np.ndarray) -> np.ndarray:
+    """The float32 means of ascending neighbours, each step rounded."""
+    with np.errstate(over="ignore"):
+        return (levels[:-1] + levels[1:]) * np.float32(0.5)
+
+
+@functools.cache
+def dynamic_map() -> np.ndarray:
+    """bitsandbytes' signed dynamic map of 8 bits: seven decades, the highest in 64 steps each way, 0 and 1.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32[256], ascending, read-only, to the bit what ``create_dynamic_map`` makes with PyTorch.
+    """
+    tenth = np.float64(np.float32(0.1))
+    values = [np.float32(0), np.float32(1)]
+    for decade in range(7):
+        steps = 1 << decade
+        step = np.float64(np.float32(np.float32(1 - np.float32(0.1)) / steps))
+        # torch.linspace counts from the nearer end, with a fused multiply-add: exact in float64, then rounded.
+        ends = [
+            np.float32(step * j + tenth if j < (steps + 1) // 2 else 1 - step * (steps - j)) for j in range(steps + 1)
+        ]
+        for low, high in zip(ends[:-1], ends[1:], strict=True):
+            mean = (low + high) / np.float32(2) * np.float32(10.0 ** (decade - 6))
+            values += [mean, -mean]
+    made = np.sort(np.array(values, np.float32))
+    made.setflags(write=False)
+    return made

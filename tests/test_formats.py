@@ -140,7 +140,7 @@ def test_entry_points_are_asked_for_unknown_names_only(monkeypatch):
         assert isinstance(kb.get_format("toy"), Toy)
         kb.get_format("kbit4")
         assert asked == [("kbitcupy.formats", "toy")]
-        with pytest.raises(kb.KbitError, match="format is 'nothing'; registered are kbit1"):
+        with pytest.raises(kb.KbitError, match="format is 'nothing'; registered are kbit1, "):
             kb.get_format("nothing")
     finally:
         unregister("toy")

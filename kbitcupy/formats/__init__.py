@@ -1,3 +1,6 @@
-"""The formats: importing this package registers them."""
+"""The formats: importing this package registers them, in the order in which lists name them."""
 
 from . import kbit as kbit
+
+# isort: split
+from . import float4 as float4

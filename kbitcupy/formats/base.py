@@ -57,9 +57,9 @@ class Format(ABC):
     #: dtypes of the arrays that `encode` takes and `decode` writes; float64 goes through float32.
     dtypes: ClassVar[tuple[str, ...]] = FLOAT_DTYPES[:3]
     #: Where the format comes from (paper, project, file).
-    origin: ClassVar[str]
+    origin: str
     #: One line on what it is good for.
-    summary: ClassVar[str]
+    summary: str
     #: Kernels of the family, for the compile check.
     kernels: ClassVar[tuple[Template, ...]] = ()
 
@@ -127,6 +127,10 @@ class Format(ABC):
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
         """Whether every row along axis 0 consists of whole blocks."""
         return bool(shape) and int(np.prod(shape[1:], dtype=np.int64)) % self.block == 0
+
+    def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
+        """Whether the planes of an array of `shape` are those of the same elements as an array of shape `new`."""
+        return bool(self.planes(new) == self.planes(shape))
 
     def config(self) -> dict[str, Any]:
         """JSON description: the name and the options."""
@@ -232,7 +236,7 @@ def get_format(name: str, /, **options: Any) -> Format:
     >>> kb.get_format("kbit4", absmax="float32")
     get_format('kbit4', codebook='bnf', absmax='float32')
     """
-    key = (name, *options.items())
+    key = (name, *options.items(), *map(type, options.values()))  # 1, 1.0 and True are equal, but not all allowed
     try:
         found = _made.get(key)
     except TypeError:  # an option that does not hash, such as an array

@@ -1,0 +1,293 @@
+// Kernels of the blockwise tables: one lane encodes 32 elements, a warp a tile of 1024, neighbouring warps larger
+// blocks.
+#include "float4.cuh"
+
+// Threads of a block: each warp needs shared memory for two tiles.
+template <typename T>
+constexpr int QUANTIZE_THREADS = sizeof(T) == 4 ? 128 : 256;
+
+// The tiles of a thread block: a run of neighbours, which its warps take in turn. Short runs keep what is under way
+// close together in memory. Every run is whole rounds, so that the warps which share a block work on it together.
+struct Run {
+    long long first, end;
+
+    __device__ __forceinline__ Run(long long tiles, int warps) {
+        const long long rounds = (tiles + warps - 1) / warps;
+        const long long each = (rounds + gridDim.x - 1) / gridDim.x * warps;
+        first = blockIdx.x * each;
+        end = min(tiles, first + each);
+    }
+};
+
+// Load tile after tile of a run and hand each row with its scale to `encode(row, scale, tile, staging chunks)`.
+template <typename T, typename Encode>
+__device__ __forceinline__ void for_each_row(
+    const T* x, long long n, const Run& run, int block_log2, uint4* tiles, float* shared, const Encode& encode) {
+    constexpr int WARPS = QUANTIZE_THREADS<T> / WARP, CHUNKS = WARP * Tile<T>::CHUNKS;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const bool aligned = is_aligned(x);
+    Tile<T> tile{tiles + warp * 2 * CHUNKS}, next{tile.chunks + CHUNKS};
+    for (long long base = run.first; base < run.end; base += WARPS) {
+        const long long t = base + warp;
+        // Tiles beyond the array are zeros: their warps still take part in the meetings of scale_row.
+        if (base == run.first) {
+            tile.load(x, t * TILE, n, aligned, lane);
+            close_copies();
+        }
+        if (base + WARPS < run.end) next.load(x, (t + WARPS) * TILE, n, aligned, lane);
+        close_copies();
+        copies_arrived<1>();
+        __syncwarp();
+        unsigned row[Tile<T>::WORDS];
+        tile.read_row(lane, row);
+        const RowScale scale = scale_row<T, WARPS>(row, block_log2, shared, lane, warp);
+        __syncwarp();  // every row has been read: the tile's memory is free
+        encode(row, scale, t, tile.chunks);
+        __syncwarp();
+        uint4* freed = tile.chunks;
+        tile.chunks = next.chunks, next.chunks = freed;
+    }
+}
+
+// x            T[n]
+// packed       uint8[(n + 1) / 2]
+// absmax       float32[blocks]
+// values_out   float32[16], or null
+template <typename T, int SEARCH>
+__global__ void __launch_bounds__(QUANTIZE_THREADS<T>) quantize_table4(
+    const T* x, long long n, unsigned char* packed, float* absmax, float* values_out, long long block_log2,
+    const __grid_constant__ Table4 table) {
+    constexpr int WARPS = QUANTIZE_THREADS<T> / WARP;
+    extern __shared__ uint4 dynamic[];  // for each warp two tiles, then the search table
+    __shared__ float meeting[WARPS];
+    const int lane = threadIdx.x % WARP;
+    const long long tiles = (n + TILE - 1) / TILE, blocks = (n + (1 << block_log2) - 1) >> block_log2;
+    const Run run(tiles, WARPS);
+    char* search = reinterpret_cast<char*>(dynamic + WARPS * 2 * WARP * Tile<T>::CHUNKS);
+    build_table4<SEARCH>(table, search);
+    if (values_out && blockIdx.x == 0 && threadIdx.x < 16) values_out[threadIdx.x] = table.value[threadIdx.x];
+    __syncthreads();
+    const unsigned lane_offset = lane % COPIES * sizeof(Bucket);
+    const bool aligned = is_aligned(packed);
+    for_each_row<T>(
+        x, n, run, int(block_log2), dynamic, meeting,
+        [&](const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, long long t, uint4*) {
+            const long long start = t * TILE + lane * ROW;
+            store_absmax(absmax, t * WARP + lane, blocks, int(block_log2), scale);
+            const uint4 codes = encode4<T, SEARCH>(row, scale, search, lane_offset);
+            if (aligned && start + ROW <= n) {
+                __stcs(reinterpret_cast<uint4*>(packed + start / 2), codes);
+            } else {
+                const unsigned word[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+                for (int i = 0; i < ROW / 2; ++i)
+                    if (start + 2 * i < n) packed[start / 2 + i] = word[i / 4] >> i % 4 * 8;
+            }
+        });
+}
+
+// x            T[n]
+// codes        uint8[n]
+// absmax       float32[blocks]
+template <typename T>
+__global__ void __launch_bounds__(QUANTIZE_THREADS<T>) quantize_dynamic8(
+    const T* x, long long n, unsigned char* codes, float* absmax, long long block_log2,
+    const __grid_constant__ Dynamic table) {
+    constexpr int WARPS = QUANTIZE_THREADS<T> / WARP;
+    extern __shared__ uint4 dynamic[];
+    __shared__ float meeting[WARPS];
+    const int lane = threadIdx.x % WARP;
+    const long long tiles = (n + TILE - 1) / TILE, blocks = (n + (1 << block_log2) - 1) >> block_log2;
+    const Run run(tiles, WARPS);
+    char* search = reinterpret_cast<char*>(dynamic + WARPS * 2 * WARP * Tile<T>::CHUNKS);
+    build_dynamic(table, search);
+    __syncthreads();
+    const bool aligned = is_aligned(codes);
+    for_each_row<T>(
+        x, n, run, int(block_log2), dynamic, meeting,
+        [&](const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, long long t, uint4* stage) {
+            store_absmax(absmax, t * WARP + lane, blocks, int(block_log2), scale);
+            unsigned word[8] = {};
+#pragma unroll
+            for (int e = 0; e < ROW; ++e) {
+                const float x = Word<T>::get(row[e / Word<T>::COUNT], e % Word<T>::COUNT);
+                const float y = __fmul_rn(x, scale.reciprocal[e / (ROW / 2)]);
+                word[e / 4] |= encode_dynamic(y, search, lane * 4) << e % 4 * 8;
+            }
+            const long long start = t * TILE + lane * ROW;
+            if (aligned && (t + 1) * TILE <= n) {
+                // Through shared memory, to write whole lines; the half that a lane reads first alternates, and with it
+                // the banks.
+                stage[2 * lane + (lane / 4 & 1)] = make_uint4(word[0], word[1], word[2], word[3]);
+                stage[2 * lane + (~(lane / 4) & 1)] = make_uint4(word[4], word[5], word[6], word[7]);
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int chunk = i * WARP + lane, owner = chunk / 2;
+                    __stcs(
+                        reinterpret_cast<uint4*>(codes + t * TILE) + chunk,
+                        stage[2 * owner + ((chunk ^ owner / 4) & 1)]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < ROW; ++i)
+                    if (start + i < n) codes[start + i] = word[i / 4] >> i % 4 * 8;
+            }
+        });
+}
+
+// ---- decoding --------------------------------------------------------------------------------------------------
+
+constexpr int DEQUANTIZE_THREADS = 256;
+constexpr int UNITS = 8;  // groups of eight 4-bit codes that a thread has under way
+
+struct Values4 {
+    float value[16];
+};
+struct Values8 {
+    float value[256];
+};
+struct Values4Nested {
+    float value[16], map[256];
+};
+
+// Sixteen elements of output registers to memory: 16 bytes at once where `whole`, else one by one up to n.
+template <typename T>
+__device__ __forceinline__ void store_chunk(
+    T* y, long long first, long long n, bool whole, const float (&v)[Tile<T>::PER_CHUNK]) {
+    constexpr int PER_WORD = Word<T>::COUNT;
+    unsigned out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = Word<T>::pack(v + i * PER_WORD);
+    if (whole) {
+        __stcs(reinterpret_cast<uint4*>(y + first), make_uint4(out[0], out[1], out[2], out[3]));
+    } else {
+#pragma unroll
+        for (int e = 0; e < Tile<T>::PER_CHUNK; ++e)
+            if (first + e < n) y[first + e] = Word<T>::element(out[e / PER_WORD], e % PER_WORD);
+    }
+}
+
+template <bool NESTED>
+struct ValuesOf {
+    using Type = Values4;
+};
+template <>
+struct ValuesOf<true> {
+    using Type = Values4Nested;
+};
+
+// packed           uint8[(n + 1) / 2]
+// absmax           float32[blocks], or uint8[blocks] with NESTED
+// nested_absmax    float32[(blocks + 255) / 256], or null
+// nested_offset    float32[1], or null
+// values           float32[16] on the device, or null: then table.value
+// y                T[n]
+template <typename T, bool NESTED>
+__global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_table4(
+    const unsigned char* packed, const void* absmax, const float* nested_absmax, const float* nested_offset,
+    const float* values, T* y, long long n, long long block_log2,
+    const __grid_constant__ typename ValuesOf<NESTED>::Type table) {
+    // An entry of the table is one float for each lane, and 256 bytes: a byte permutation forms the address.
+    __shared__ float lut[16][2 * WARP];
+    __shared__ float map[NESTED ? 256 : 1];
+    constexpr int PER_CHUNK = Tile<T>::PER_CHUNK, WARP_ELEMENTS = WARP * 8;
+    const int lane = threadIdx.x % WARP;
+    // A warp has UNITS neighbouring spans of 256 elements: 128 packed bytes each.
+    const long long first = ((long long)blockIdx.x * (DEQUANTIZE_THREADS / WARP) + threadIdx.x / WARP) * UNITS;
+    const bool aligned = (reinterpret_cast<unsigned long long>(packed) & 3) == 0 && is_aligned(y);
+    unsigned words[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+        const long long start = (first + u) * WARP_ELEMENTS + lane * 8;
+        words[u] = 0;
+        if (aligned && start + 8 <= n) {
+            words[u] = __ldcs(reinterpret_cast<const unsigned*>(packed + start / 2));
+        } else {
+            for (int i = 0; i < 4; ++i)
+                if (start + 2 * i < n) words[u] |= unsigned(packed[start / 2 + i]) << 8 * i;
+        }
+    }
+    for (int i = threadIdx.x; i < 16 * WARP; i += DEQUANTIZE_THREADS)
+        lut[i / WARP][i % WARP] = flush(values ? values[i / WARP] : table.value[i / WARP]);
+    if constexpr (NESTED)
+        for (int i = threadIdx.x; i < 256; i += DEQUANTIZE_THREADS) map[i] = table.map[i];
+    __syncthreads();
+    const BlockScale<NESTED> scale_of{absmax, nested_absmax, nested_offset, map, int(block_log2)};
+    const unsigned lane_offset = lane * 4;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+        const long long span = (first + u) * WARP_ELEMENTS;
+        if (span >= n) return;
+        const bool whole = aligned && span + WARP_ELEMENTS <= n;
+#pragma unroll
+        for (int c = 0; c < 8 / PER_CHUNK; ++c) {
+            const long long start = span + c * WARP * PER_CHUNK + lane * PER_CHUNK;
+            unsigned word = words[u];
+            if (PER_CHUNK == 4)  // half a word each, from the lane that has it
+                word = __shfl_sync(FULL_WARP, word, c * (WARP / 2) + lane / 2) >> (lane % 2 * 16);
+            const float scale = start < n ? scale_of(start) : 0.0f;
+            const unsigned high = word >> 4 & 0x0f0f0f0fu, low = word & 0x0f0f0f0fu;
+            float v[PER_CHUNK];
+#pragma unroll
+            for (int e = 0; e < PER_CHUNK; ++e) {
+                const unsigned offset = __byte_perm(e % 2 ? low : high, lane_offset, 0x5504 | e / 2 << 4);
+                v[e] = __fmul_rn(*reinterpret_cast<const float*>(reinterpret_cast<const char*>(lut) + offset), scale);
+            }
+            store_chunk<T>(y, start, n, whole, v);
+        }
+    }
+}
+
+// codes    uint8[n]
+// absmax   float32[blocks]
+// y        T[n]
+template <typename T>
+__global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_dynamic8(
+    const unsigned char* codes, const float* absmax, T* y, long long n, long long block_log2,
+    const __grid_constant__ Values8 table) {
+    __shared__ float lut[256][WARP];
+    constexpr int PER_CHUNK = Tile<T>::PER_CHUNK, WORDS = PER_CHUNK / 4, SPAN = WARP * PER_CHUNK;
+    constexpr int UNITS = 8 / WORDS;                                        // chunks that a thread has under way
+    constexpr int THREAD_BLOCK = DEQUANTIZE_THREADS / WARP * UNITS * SPAN;  // elements of one round
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const bool aligned = (reinterpret_cast<unsigned long long>(codes) & (PER_CHUNK - 1)) == 0 && is_aligned(y);
+    for (int i = threadIdx.x; i < 256 * WARP; i += DEQUANTIZE_THREADS) lut[i / WARP][i % WARP] = table.value[i / WARP];
+    __syncthreads();
+    const long long rounds = (n + THREAD_BLOCK - 1) / THREAD_BLOCK, each = (rounds + gridDim.x - 1) / gridDim.x;
+    const long long end = min(n, (blockIdx.x + 1) * each * THREAD_BLOCK);
+    const char* table_lane = reinterpret_cast<const char*>(lut) + lane * 4;
+    for (long long first = blockIdx.x * each * THREAD_BLOCK + warp * UNITS * SPAN; first < end; first += THREAD_BLOCK) {
+        unsigned words[UNITS][WORDS];
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            const long long start = first + u * SPAN + lane * PER_CHUNK;
+            if (aligned && start + PER_CHUNK <= n) {
+                if constexpr (WORDS == 2) {
+                    const uint2 both = __ldcs(reinterpret_cast<const uint2*>(codes + start));
+                    words[u][0] = both.x, words[u][1] = both.y;
+                } else {
+                    words[u][0] = __ldcs(reinterpret_cast<const unsigned*>(codes + start));
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < WORDS; ++i) words[u][i] = 0;
+#pragma unroll
+                for (int i = 0; i < PER_CHUNK; ++i)
+                    if (start + i < n) words[u][i / 4] |= unsigned(codes[start + i]) << i % 4 * 8;
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            const long long start = first + u * SPAN + lane * PER_CHUNK;
+            const float scale = start < n ? absmax[start >> block_log2] : 0.0f;
+            float v[PER_CHUNK];
+#pragma unroll
+            for (int e = 0; e < PER_CHUNK; ++e) {
+                const unsigned code = words[u][e / 4] >> e % 4 * 8 & 0xffu;
+                v[e] = __fmul_rn(*reinterpret_cast<const float*>(table_lane + code * (WARP * 4)), scale);
+            }
+            store_chunk<T>(y, start, n, aligned && start + PER_CHUNK <= n, v);
+        }
+    }
+}
