@@ -803,9 +803,9 @@ def _run_gpu(
             compute_capability=cupy.cuda.Device(ordinal).compute_capability,
             memory_bytes=int(gpu.memory),
             l2_bytes=gpu.cold // 4,
-            driver=_driver_version(),
-            driver_cuda=_cuda_version(runtime.driverGetVersion()),
-            cuda_runtime=_cuda_version(runtime.runtimeGetVersion()),
+            driver=driver_version(),
+            driver_cuda=cuda_version(runtime.driverGetVersion()),
+            cuda_runtime=cuda_version(runtime.runtimeGetVersion()),
             nvrtc=nvrtc,
         )
         environment["versions"]["CuPy"] = cupy.__version__
@@ -884,11 +884,12 @@ def _cpu_rows(gpu: _Gpu, format: Format, x: Any) -> list[Row]:
     return rows
 
 
-def _cuda_version(number: int) -> str:
+def cuda_version(number: int) -> str:
+    """CUDA's version number as people write it."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     """Version of the NVIDIA driver; CuPy knows only which CUDA version the driver takes."""
     with contextlib.suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from . import bench, cli_compare, cli_files
+from . import bench, cli_compare, cli_doctor, cli_files, cli_formats
 from ._version import __version__
 from .cli_common import DEFAULT_FORMAT, option, printable
 from .errors import KbitError
@@ -27,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0, 1 after bad input, 130 after Ctrl-C. Bad usage raises SystemExit with status 2, as argparse
-        does.
+        Exit status: 0, 1 after bad input or a failed check, 130 after Ctrl-C. Bad usage raises SystemExit with status
+        2, as argparse does.
 
     Examples
     --------
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        status = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("kbit: interrupted", file=sys.stderr)
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = " ".join(str(error).split()) or type(error).__name__
             print("kbit: error:", printable(message), file=sys.stderr)
         return 1
-    return 0
+    return status or 0
 
 
 # ---- what each command takes ---------------------------------------------------------------------------------------
@@ -67,7 +68,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kbitcupy {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for add in (_add_compare, _add_quantize, _add_dequantize, _add_bench):
+    for add in (
+        _add_compare,
+        _add_plan,
+        _add_quantize,
+        _add_dequantize,
+        _add_inspect,
+        _add_formats,
+        _add_doctor,
+        _add_bench,
+    ):
         add(commands)
     return parser
 
@@ -87,28 +97,84 @@ def _add_compare(commands: Any) -> None:
         help=f"formats to compare (default: {DEFAULT_FORMAT} on a file, all on samples)",
     )
     command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.add_argument("--plot", metavar="OUT", help="draw SQNR and bits too: a file such as out.png or out.svg")
+    command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
     command.set_defaults(run=cli_compare.run)
+
+
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan",
+        parents=[_common(), _spared()],
+        help="the best format for each tensor of a file under a budget of bits",
+        description="Measure every format on every tensor of FILE and choose the formats with the least total squared "
+        "error that fit the budget. kbit quantize --plan compresses the file so.",
+    )
+    command.add_argument("file", metavar="FILE", help=_INPUT)
+    command.add_argument("-o", "--output", metavar="OUT", required=True, help="JSON file to write")
+    command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
+    command.add_argument("--bits", type=_bits, required=True, metavar="B", help="bits per element, such as 3.5")
+    command.add_argument("--formats", type=_words, metavar="A,B", help="formats to choose from (default: all)")
+    command.set_defaults(run=cli_compare.run_plan)
 
 
 def _add_quantize(commands: Any) -> None:
     command = commands.add_parser(
         "quantize",
-        parents=[_common(), _selection(), _writing()],
-        help="compress the float tensors of a file",
+        parents=[_common(), _selection(), _converting()],
+        help="compress the float tensors of a file or checkpoint",
         description="Compress the float tensors of FILE that have two or more dimensions, and copy all others.",
     )
-    command.add_argument("--format", default=DEFAULT_FORMAT, help="format (default %(default)s)")
+    how = command.add_mutually_exclusive_group()
+    how.add_argument("--format", default=DEFAULT_FORMAT, help="format (default %(default)s)")
+    how.add_argument("--plan", metavar="PLAN", help="formats by tensor, as kbit plan wrote them; the rest is copied")
     command.set_defaults(run=cli_files.run_quantize)
 
 
 def _add_dequantize(commands: Any) -> None:
     command = commands.add_parser(
         "dequantize",
-        parents=[_common(), _writing()],
+        parents=[_common(), _converting()],
         help="restore a compressed file",
         description="Restore the tensors of a FILE that kbit quantize wrote.",
     )
     command.set_defaults(run=cli_files.run_dequantize)
+
+
+def _add_inspect(commands: Any) -> None:
+    command = commands.add_parser(
+        "inspect",
+        parents=[_debugging()],
+        help="what is in a file or checkpoint",
+        description="Show format, dtype, shape, bits per element and share of every tensor of FILE, and the metadata.",
+    )
+    command.add_argument("file", metavar="FILE", help=_INPUT)
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.set_defaults(run=cli_files.run_inspect)
+
+
+def _add_formats(commands: Any) -> None:
+    command = commands.add_parser(
+        "formats",
+        parents=[_debugging()],
+        help="the formats there are",
+        description="Show bits, block, dtypes and origin of the registered formats.",
+    )
+    command.add_argument("formats", metavar="FORMAT", nargs="*", help="only these formats")
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.set_defaults(run=cli_formats.run)
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        parents=[_common()],
+        help="whether this machine has what is needed",
+        description="Check versions, disk, GPU, driver, headers and cache, and one kernel against NumPy. Exit status 1 "
+        "when a check fails; each failure comes with its remedy.",
+    )
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.set_defaults(run=cli_doctor.run)
 
 
 def _add_bench(commands: Any) -> None:
@@ -155,18 +221,26 @@ def _run_bench(arguments: argparse.Namespace) -> None:
 # ---- what several commands take ------------------------------------------------------------------------------------
 
 
-def _common() -> argparse.ArgumentParser:
+_INPUT = "safetensors file, directory of a checkpoint, or its index of shards"
+
+
+def _debugging() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
     # Without SUPPRESS a command's default would overwrite a --debug that stands before the command.
     parent.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
     )
+    return parent
+
+
+def _common() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False, parents=[_debugging()])
     parent.add_argument("--device", default="auto", help="auto (default: a GPU where there is one), cpu or cuda:N")
     return parent
 
 
 def _selection() -> argparse.ArgumentParser:
-    parent = argparse.ArgumentParser(add_help=False)
+    parent = argparse.ArgumentParser(add_help=False, parents=[_spared()])
     parent.add_argument(
         "--option",
         action="append",
@@ -175,6 +249,11 @@ def _selection() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="option of the format, such as codebook=nf; the value is JSON, or else text",
     )
+    return parent
+
+
+def _spared() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
     parent.add_argument(
         "--min-size",
         type=_count,
@@ -192,16 +271,38 @@ def _selection() -> argparse.ArgumentParser:
     return parent
 
 
-def _writing() -> argparse.ArgumentParser:
+def _writing(output: str) -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
-    parent.add_argument("file", metavar="FILE", help="safetensors file to read")
-    parent.add_argument("-o", "--output", metavar="OUT", required=True, help="safetensors file to write")
-    parent.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
+    parent.add_argument("file", metavar="FILE", help=_INPUT)
+    parent.add_argument("-o", "--output", metavar="OUT", required=True, help=output)
+    parent.add_argument("--force", action="store_true", help="overwrite OUT if it is a file that exists")
+    return parent
+
+
+def _converting() -> argparse.ArgumentParser:
+    output = "file to write, or the directory when FILE is a directory or an index"
+    parent = argparse.ArgumentParser(add_help=False, parents=[_writing(output)])
+    parent.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted job at the first missing shard, and keep finished shards if it is interrupted",
+    )
+    parent.add_argument("--json", action="store_true", help="print a JSON document instead of a line")
     return parent
 
 
 def _words(text: str) -> list[str]:
     return text.split(",")
+
+
+def _bits(text: str) -> float:
+    try:
+        bits = float(text)
+    except ValueError:
+        bits = math.nan
+    if not 0 < bits < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of bits")
+    return bits
 
 
 def _count(text: str) -> int:

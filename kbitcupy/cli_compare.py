@@ -1,11 +1,13 @@
-"""``kbit compare``: what formats cost and keep, on a file or on samples."""
+"""``kbit compare`` and ``kbit plan``: what formats cost and keep, and which one each tensor should have."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from . import _xp, explore
@@ -13,13 +15,15 @@ from ._version import __version__
 from .cli_common import DEFAULT_FORMAT, Column, chosen_format, dumps, table
 from .errors import FileError
 from .explore import Measurement
+from .io.atomic import check_file, replacing
 from .io.checkpoint import Checkpoint
 from .io.convert import progress_bar
 from .samples import DISTRIBUTIONS, SHAPE, draw
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the command."""
+    """Run ``kbit compare``."""
+    picture = None if arguments.plot is None else _picture(arguments.plot, arguments.force)
     names = arguments.formats
     if names is None:
         every = [format.name for format in explore.default_formats()]
@@ -34,6 +38,11 @@ def run(arguments: argparse.Namespace) -> None:
             for name, format in chosen.items():
                 rows[name].append(explore.measure(on_device, format, tensor))
             advance(x.nbytes)
+    if picture is not None:
+        page = explore.figure([row.row() for measured in rows.values() for row in measured])
+        drawn = io.BytesIO()
+        page.savefig(drawn, format=picture.suffix[1:], dpi=160)
+        _write(picture, drawn.getvalue(), arguments.force)
     totals = {name: Measurement("total") for name in chosen}
     for name, total in totals.items():
         for row in rows[name]:
@@ -56,6 +65,59 @@ def run(arguments: argparse.Namespace) -> None:
         return
     label = " ".join([*chosen, *(option.text for option in arguments.option)]) if len(chosen) == 1 else None
     print(_table([(name, row) for name in chosen for row in (*rows[name], totals[name])], label))
+
+
+def _picture(path: str, force: bool) -> Path:
+    """The file for a picture, checked before anything is measured."""
+    found = check_file(path, force)
+    kinds = explore.picture_kinds()
+    if found.suffix[1:] not in kinds:
+        raise FileError(f"--plot {path}: the ending is {found.suffix!r}; it must be one of {', '.join(kinds)}")
+    return found
+
+
+def _write(path: Path, data: bytes, force: bool) -> None:
+    with replacing(path, len(data), force) as file:
+        file.write(data)
+
+
+def run_plan(arguments: argparse.Namespace) -> None:
+    """Run ``kbit plan``."""
+    target = check_file(arguments.output, arguments.force, Path(arguments.file))
+    chosen = None if arguments.formats is None else [chosen_format(name, ()) for name in arguments.formats]
+    tensors, nbytes = _tensors(arguments)
+    with progress_bar("plan", nbytes, sys.stderr.isatty()) as advance:
+        rows = explore.sweep(_counted(tensors, advance), chosen, device=arguments.device)
+    plan = explore.plan(rows, arguments.bits)
+    _write(target, dumps(plan.config()).encode() + b"\n", arguments.force)
+    print(f"{arguments.output}: a format for each of {len(plan.rows)} tensors, within {arguments.bits:g} bits")
+    print(_plan_table(plan, rows))
+
+
+def _counted(tensors: Iterator[tuple[str, Any]], advance: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    for name, x in tensors:
+        yield name, x
+        advance(x.nbytes)
+
+
+def _plan_table(plan: explore.Plan, rows: list[dict[str, Any]]) -> str:
+    """The plan, its parts, and every format that fits the budget on all tensors."""
+
+    def line(name: str, part: explore.Plan) -> list[str]:
+        numbers = f"{part.bits_per_element:.2f}", f"{part.sqnr_db:.2f}", f"{part.squared_error:.3e}"
+        return [name, str(len(part.rows)), *numbers]
+
+    lines = [line("plan", plan)]
+    uniform = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        part = [row for row in plan.rows if row["label"] == label]
+        if part:
+            lines.append(line(f"  of which {label}", explore.Plan(plan.budget_bits, tuple(part))))
+        every = explore.Plan(plan.budget_bits, tuple(row for row in rows if row["label"] == label))
+        if every.bits_per_element <= plan.budget_bits:
+            uniform.append(line(f"{label} for all", every))
+    columns = [Column("", left=True), Column("tensors"), Column("bits", 5), Column("SQNR dB"), Column("squared error")]
+    return table(columns, [*lines, *uniform])
 
 
 def _tensors(arguments: argparse.Namespace) -> tuple[Iterator[tuple[str, Any]], int]:

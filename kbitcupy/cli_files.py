@@ -1,49 +1,162 @@
-"""``kbit quantize`` and ``kbit dequantize``: files in, files out."""
+"""``kbit quantize``, ``kbit dequantize``, ``kbit inspect``: files in, files out, and what is in them."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import math
+import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
-from .cli_common import chosen_format
+from ._version import __version__
+from .cli_common import Column, chosen_format, dumps, printable, table
+from .explore import label, read_plan
+from .io.atomic import PART
+from .io.checkpoint import Checkpoint
 from .io.convert import FileReport, dequantize_file, quantize_file
+from .io.safetensors import NAMES, SourceFile
 
 
 def run_quantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit quantize``."""
-    report = quantize_file(
-        arguments.file,
-        arguments.output,
-        chosen_format(arguments.format, arguments.option),
-        min_size=arguments.min_size,
-        keep=arguments.keep,
-        device=arguments.device,
-        force=arguments.force,
-        progress=sys.stderr.isatty(),
-    )
+    if arguments.plan is None:
+        formats: Any = chosen_format(arguments.format, arguments.option)
+    else:
+        formats = read_plan(arguments.plan)
+    with _resumable(arguments):
+        report = quantize_file(
+            arguments.file,
+            arguments.output,
+            formats,
+            min_size=arguments.min_size,
+            keep=arguments.keep,
+            **_writing(arguments),
+        )
     for pattern in report.unused_keep:
         print(f"kbit: note: --keep {pattern!r} matches no tensor", file=sys.stderr)
-    bits = f", {report.bits_per_element:.2f} bits per element" if report.elements else ""
-    print(
-        f"{arguments.output}: {report.converted} tensors quantized to {arguments.format}, {report.copied} copied; "
-        f"{_megabytes(report)}{bits}, {report.seconds:.2f} s"
-    )
+    _close(arguments, f"quantized {'by' if arguments.plan else 'to'} {arguments.plan or arguments.format}", report)
 
 
 def run_dequantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit dequantize``."""
-    report = dequantize_file(
-        arguments.file,
-        arguments.output,
-        device=arguments.device,
-        force=arguments.force,
-        progress=sys.stderr.isatty(),
-    )
+    with _resumable(arguments):
+        report = dequantize_file(arguments.file, arguments.output, **_writing(arguments))
+    _close(arguments, "dequantized", report)
+
+
+def _writing(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "device": arguments.device,
+        "force": arguments.force,
+        "resume": arguments.resume,
+        "progress": sys.stderr.isatty(),
+    }
+
+
+@contextlib.contextmanager
+def _resumable(arguments: argparse.Namespace) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        part = os.path.normpath(arguments.output) + PART
+        if arguments.resume and os.path.isdir(part):
+            print(f"kbit: note: {part} keeps finished shards; repeat the command to continue", file=sys.stderr)
+        raise
+
+
+def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None:
+    """The closing line."""
+    if arguments.json:
+        numbers = {"bits_per_element": report.bits_per_element, "gb_per_second": report.gb_per_second}
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        print(dumps({"kbitcupy": __version__, "output": arguments.output, **dataclasses.asdict(report), **finite}))
+        return
+    there = f" ({report.resumed} files were there already)" if report.resumed else ""
+    bits = f", {report.bits_per_element:.2f} bits per element" if report.elements else ""
     print(
-        f"{arguments.output}: {report.converted} tensors dequantized, {report.copied} copied; {_megabytes(report)}, "
-        f"{report.seconds:.2f} s"
+        f"{printable(arguments.output)}: {report.converted} tensors {done}, {report.copied} copied{there}; "
+        f"{report.nbytes_before / 1e6:.2f} MB before, {report.nbytes_after / 1e6:.2f} MB after{bits}, "
+        f"{report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s"
     )
 
 
-def _megabytes(report: FileReport) -> str:
-    return f"{report.nbytes_before / 1e6:.2f} MB before, {report.nbytes_after / 1e6:.2f} MB after"
+# ---- inspect -------------------------------------------------------------------------------------------------------
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """Run ``kbit inspect``."""
+    checkpoint = Checkpoint(arguments.file)
+    total = checkpoint.nbytes
+    rows = [row for file in checkpoint.files.values() for row in _rows(file, total)]
+    written_by = next((file.written_by for file in checkpoint.files.values() if file.written_by), None)
+    compressed = sum(row["format"] is not None for row in rows)
+    if arguments.json:
+        print(
+            dumps(
+                {
+                    "kbitcupy": __version__,
+                    "source": arguments.file,
+                    "written_by": written_by,
+                    "files": {name: file.nbytes for name, file in checkpoint.files.items()},
+                    "metadata": checkpoint.metadata,
+                    "index_metadata": checkpoint.index_metadata,
+                    "nbytes": total,
+                    "tensors": [{key: value for key, value in row.items() if key != "label"} for row in rows],
+                }
+            )
+        )
+        return
+    files = f" in {len(checkpoint.files)} files" if len(checkpoint.files) > 1 else ""
+    writer = f", written by {written_by}" if written_by else ""
+    about = f"{len(rows)} tensors{files}, {compressed} of them compressed{writer}"
+    print(printable(f"{arguments.file}: {about}, {total / 1e6:.2f} MB"))
+    for key, value in checkpoint.metadata.items():
+        print(printable(f"metadata {key}: {value}"))
+    columns = [
+        Column("tensor", left=True, elastic=True),
+        Column("format", left=True),
+        Column("dtype", left=True),
+        Column("shape", left=True),
+        Column("bits"),
+        Column("MB"),
+        Column("share"),
+    ]
+    cells = [
+        [
+            row["name"],
+            row["label"],
+            row["dtype"],
+            "x".join(map(str, row["shape"])) or "scalar",
+            "" if row["bits_per_element"] is None else f"{row['bits_per_element']:.2f}",
+            f"{row['nbytes'] / 1e6:.3f}",
+            f"{row['share']:.1%}",
+        ]
+        for row in rows
+    ]
+    print(table(columns, cells))
+
+
+def _rows(file: SourceFile, total: int) -> Iterator[dict[str, Any]]:
+    """One row for each tensor, by name; the planes of a compressed one are counted together."""
+    for name in sorted((*file.compressed, *file.plain)):
+        if name in file.compressed:
+            format, shape, dtype = file.compressed[name]
+            nbytes = sum(file.entries[f"{name}.{plane}"].nbytes for plane in format.planes(shape))
+            about: tuple[Any, ...] = (format.config(), label(format), dtype.name)
+        else:
+            entry = file.entries[name]
+            nbytes = entry.nbytes
+            shape, about = entry.shape, (None, "", NAMES.get(entry.dtype, entry.dtype))
+        size = math.prod(shape)
+        yield {
+            "name": name,
+            **dict(zip(("format", "label", "dtype"), about, strict=True)),
+            "shape": list(shape),
+            "nbytes": nbytes,
+            "bits_per_element": nbytes * 8 / size if size else None,
+            "share": nbytes / total if total else 0.0,
+            "file": file.path.name,
+        }

@@ -25,6 +25,7 @@ FLOORS = [
     ["array"],
     ["ops"],
     ["linear"],
+    ["affine"],
     ["metrics"],
     ["functional"],
     ["io.atomic"],
@@ -36,7 +37,7 @@ FLOORS = [
     [""],  # kbitcupy itself
     ["samples", "explore", "bench"],
     ["cli_common"],
-    ["cli_compare", "cli_files", "cli_doctor"],  # the commands
+    ["cli_compare", "cli_files", "cli_formats", "cli_doctor"],  # the commands
     ["cli"],
     ["__main__"],
 ]

@@ -44,7 +44,7 @@ def check_file(path: str | os.PathLike[str], force: bool, source: Path | None = 
     target = _beyond_links(path)
     if target.is_dir():
         raise FileError(f"{path} is a directory; name the output file itself")
-    if source is not None and target.exists() and target.samefile(source):
+    if source is not None and source.exists() and target.exists() and target.samefile(source):
         raise FileError(f"output {path} is the input file; write to another path")
     if target.exists() and not target.is_file():
         raise FileError(f"{path} is not a regular file; name a file to write")

@@ -120,7 +120,7 @@ class Job:
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    format: str | Format,
+    format: str | Format | Mapping[str, str | Format],
     *,
     min_size: int = MIN_SIZE,
     keep: str | Iterable[str] = (),
@@ -138,8 +138,9 @@ def quantize_file(
     target : path_like
         Where to write: a file when `source` is a file, else a directory, whose shards have the names of the source's.
         It is written beside (a directory as ``target.part``) and renamed.
-    format : str or Format
-        Name of a registered format, or a format with its options chosen.
+    format : str, Format or mapping of str to them
+        Name of a registered format, or a format with its options chosen. A mapping names the format of each tensor to
+        compress (see `kbitcupy.explore.plan`); all others are copied, and `min_size` and `keep` are not asked.
     min_size : int, default 512
         Tensors with fewer elements are copied, as are those of fewer than two dimensions and those whose dtype is not
         float16, bfloat16, float32 or float64.
@@ -162,8 +163,8 @@ def quantize_file(
     Raises
     ------
     FileError
-        When `source` is not a safetensors file, `target` exists or cannot be written, or two tensors would get the
-        same name.
+        When `source` is not a safetensors file, `target` exists or cannot be written, two tensors would get the same
+        name, or a mapping names a tensor that is not there or cannot be compressed.
     FormatError, DeviceError
         When the format or the device is not known.
 
@@ -185,15 +186,24 @@ def quantize_file(
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)) or min_size < 0:
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    format = format if isinstance(format, Format) else get_format(format)
+    wanted: Format | dict[str, Format]
+    if isinstance(format, Mapping):
+        wanted = {name: _made(one) for name, one in format.items()}
+        options: dict[str, Any] = {"formats": {name: one.config() for name, one in wanted.items()}}
+    else:
+        wanted = _made(format)
+        options = {"format": wanted.config(), "min_size": int(min_size), "keep": patterns}
     device = _xp.resolve_device(device)
     checkpoint = Checkpoint(source)
+    if isinstance(wanted, dict):
+        chosen = _planned(checkpoint, wanted)
+    else:
+        chosen = {
+            name: dict.fromkeys(file.compressible(min_size, patterns), wanted)
+            for name, file in checkpoint.files.items()
+        }
     taken = {name for file in checkpoint.files.values() for name in (*file.entries, *file.compressed)}
-    jobs = {
-        name: _quantizing(file, file.compressible(min_size, patterns), format, device, taken)
-        for name, file in checkpoint.files.items()
-    }
-    options = {"format": format.config(), "min_size": int(min_size), "keep": patterns}
+    jobs = {name: _quantizing(file, chosen[name], device, taken) for name, file in checkpoint.files.items()}
     return _run(
         checkpoint,
         target,
@@ -208,18 +218,37 @@ def quantize_file(
     )
 
 
-def _quantizing(file: SourceFile, chosen: Sequence[str], format: Format, device: str, taken: set[str]) -> Job:
-    stored = format.stored()
+def _made(format: str | Format) -> Format:
+    return format if isinstance(format, Format) else get_format(format)
+
+
+def _planned(checkpoint: Checkpoint, wanted: Mapping[str, Format]) -> dict[str, dict[str, Format]]:
+    """For each file the formats of its tensors, checked that no tensor is left over."""
+    chosen = {}
+    missing = dict(wanted)
+    for path, file in checkpoint.files.items():
+        possible = file.compressible(0)
+        chosen[path] = {name: missing.pop(name) for name in possible if name in wanted}
+    for name in missing:
+        why = "cannot be compressed" if name in set(checkpoint) else "is not in it"
+        raise FileError(
+            f"{checkpoint.path}: a format is given for tensor {name!r}, which {why}; compressed are tensors of "
+            f"{', '.join(_xp.FLOAT_DTYPES)} with two or more dimensions: plan for this file"
+        )
+    return chosen
+
+
+def _quantizing(file: SourceFile, chosen: Mapping[str, Format], device: str, taken: set[str]) -> Job:
     configs = dict(file.configs or {})
     planes: dict[str, Entry] = {}
-    for name in chosen:
-        shape = file.entries[name].shape
+    for name, format in chosen.items():
+        stored, shape = format.stored(), file.entries[name].shape
         planes.update(plane_entries(name, stored, shape, taken))
         configs[name] = config_of(stored, shape, _xp.float_dtype(NAMES[file.entries[name].dtype]))
     taken.update(planes)
 
     def convert(name: str) -> Mapping[str, np.ndarray]:
-        q = quantize(_xp.to_device(file.array(name), device), format).get()
+        q = quantize(_xp.to_device(file.array(name), device), chosen[name]).get()
         return {f"{name}.{plane}": array for plane, array in q.planes.items()}
 
     converted = {name: file.entries[name].nbytes for name in chosen}
