@@ -14,7 +14,7 @@ from .. import _xp
 from ..array import QuantizedArray
 from ..errors import FileError
 from .atomic import check_file, check_folder, filling, replacing
-from .safetensors import METADATA_KEY, Entry, SourceFile, entry_of, plane_entries, read_json, with_configs, writing
+from .safetensors import METADATA_KEY, Entry, Layout, SourceFile, entry_of, read_json, writing
 
 #: Name of the only file of a checkpoint; shards are numbered before the ending.
 SINGLE = "model.safetensors"
@@ -72,6 +72,7 @@ class Checkpoint(Mapping[str, Any]):
                 raise FileError(
                     f"{folder / str(self.index)}: tensor {name!r} is not in {owner}, where weight_map puts it"
                 )
+        self._claim()
         self._owners: dict[str, SourceFile] = {}
         self.metadata: dict[str, str] = {}
         for file in self.files.values():
@@ -82,6 +83,17 @@ class Checkpoint(Mapping[str, Any]):
                         f"{self.path}: tensor {name!r} is in {self._owners[name].path.name} and {file.path.name}"
                     )
                 self._owners[name] = file
+
+    def _claim(self) -> None:
+        """Where a subclass tells its files which tensors are compressed by another project's rules."""
+
+    def stored(self, name: str) -> dict[str, Entry]:
+        """The stored tensors that one consists of."""
+        file = self._owners[name]
+        if name not in file.compressed:
+            return {name: file.entries[name]}
+        format, shape, _ = file.compressed[name]
+        return {stored: file.entries[stored] for stored in (f"{name}.{plane}" for plane in format.planes(shape))}
 
     def __getitem__(self, name: str) -> np.ndarray | QuantizedArray:
         """A `QuantizedArray`, or a read-only array that is a view of the file: ``.copy()`` makes it writeable."""
@@ -250,6 +262,19 @@ def save(
     >>> bool((restored.dequantize() == q.dequantize()).all())
     True
     """
+    save_as(Layout(), path, tensors, metadata, force=force, max_shard_size=max_shard_size)
+
+
+def save_as(
+    layout: Layout,
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    force: bool = False,
+    max_shard_size: int | None = None,
+) -> None:
+    """`save` with compressed arrays in any layout."""
     metadata = dict(metadata or {})
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -258,9 +283,9 @@ def save(
         raise FileError(f"metadata key {METADATA_KEY!r} belongs to kbitcupy: choose another one")
     if max_shard_size is not None and (type(max_shard_size) is not int or max_shard_size < 1):
         raise ValueError(f"max_shard_size is {max_shard_size!r}; it must be a positive number of bytes, or None")
-    stored = _stored(tensors)
+    stored = _stored(tensors, layout)
     if max_shard_size is None:
-        _save(check_file(path, force), tensors, stored, metadata, force)
+        _save(check_file(path, force), tensors, stored, layout, metadata, force)
         return
     target = check_folder(path)
     shards = _shards(
@@ -268,17 +293,18 @@ def save(
     )
     with filling(target, {}) as folder:
         weight_map: dict[str, str] = {}
+        total = 0
         for number, names in enumerate(shards, start=1):
             file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             part = {name: stored[name] for name in names}
-            _save(folder / file, tensors, part, metadata, force)
-            weight_map.update((entry, file) for entries in part.values() for entry in entries)
+            entries = _save(folder / file, tensors, part, layout, metadata, force)
+            weight_map.update(dict.fromkeys(entries, file))
+            total += sum(entry.nbytes for entry in entries.values())
         if len(shards) > 1:
-            total = sum(entry.nbytes for entries in stored.values() for entry in entries.values())
             write_index(folder, f"model{INDEX_ENDING}", weight_map, {"total_size": total})
 
 
-def _stored(tensors: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+def _stored(tensors: Mapping[str, Any], layout: Layout) -> dict[str, dict[str, Entry]]:
     """What is written for each tensor; no array is held."""
     stored = {}
     taken = set(tensors)
@@ -286,7 +312,7 @@ def _stored(tensors: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
         if not isinstance(name, str):
             raise FileError(f"a tensor's name is {name!r}; it must be a str")
         if isinstance(tensor, QuantizedArray):
-            stored[name] = plane_entries(name, tensor.format, tensor.shape, taken)
+            stored[name] = layout.entries(name, tensor.format, tensor.shape, tensor.dtype, taken)
             taken.update(stored[name])
         else:
             array = _xp.as_array(tensor, f"tensors[{name!r}]")
@@ -311,20 +337,23 @@ def _save(
     target: Path,
     tensors: Mapping[str, Any],
     stored: Mapping[str, Mapping[str, Entry]],
+    layout: Layout,
     metadata: Mapping[str, str],
     force: bool,
-) -> None:
+) -> dict[str, Entry]:
+    """Write a file; what stands in its header."""
     configs = {}
     for name in stored:
         tensor = tensors[name]
         if isinstance(tensor, QuantizedArray):
             configs[name] = tensor.config()
     entries = {name: entry for group in stored.values() for name, entry in group.items()}
-    with writing(target, entries, with_configs(metadata, configs) if configs else metadata, force) as put:
+    with writing(target, entries, layout.metadata(metadata, {}, configs) if configs else metadata, force) as put:
         for name in stored:
             tensor = tensors[name]
             if isinstance(tensor, QuantizedArray):
-                for plane, array in tensor.planes.items():
-                    put(f"{name}.{plane}", _xp.to_device(array, "cpu"))
+                for key, array in layout.arrays(name, tensor).items():
+                    put(key, array)
             else:
                 put(name, _xp.to_device(_xp.as_array(tensor, f"tensors[{name!r}]"), "cpu"))
+    return entries

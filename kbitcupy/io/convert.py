@@ -20,8 +20,12 @@ from ..errors import FileError
 from ..formats.base import Format, get_format
 from ..ops import quantize
 from .atomic import check_file, check_folder, check_space, filling
+from .bitsandbytes import BitsandbytesCheckpoint, BitsandbytesLayout
 from .checkpoint import Checkpoint, write_index
-from .safetensors import MIN_SIZE, NAMES, Entry, Put, SourceFile, entry_of, plane_entries, with_configs, writing
+from .safetensors import MIN_SIZE, NAMES, Entry, Layout, Put, SourceFile, entry_of, writing
+
+#: How compressed tensors can be stored.
+LAYOUTS: Mapping[str, Layout] = {"kbitcupy": Layout(), "bitsandbytes": BitsandbytesLayout()}
 
 
 @dataclass(frozen=True)
@@ -85,18 +89,20 @@ class Job:
         Tensors that do not, and their bytes in the file to read.
     convert : callable
         Takes the name of a tensor, returns the arrays to store by their names.
-    elements, compressed_nbytes, tensors_copied : int
+    compressed_nbytes : callable
+        Bytes of the compressed tensors, when they are known.
+    elements, tensors_copied : int
         For the report.
     """
 
     file: SourceFile
-    entries: Mapping[str, Entry]
+    entries: dict[str, Entry]
     metadata: Mapping[str, str]
     copied: Sequence[str]
     converted: Mapping[str, int]
     convert: Callable[[str], Mapping[str, np.ndarray]]
+    compressed_nbytes: Callable[[], int]
     elements: int
-    compressed_nbytes: int
     tensors_copied: int
 
     def run(self, put: Put, advance: Callable[[int], object]) -> None:
@@ -105,16 +111,19 @@ class Job:
             put(name, self.file.raw(name))
             advance(self.file.entries[name].nbytes)
         for name, nbytes in self.converted.items():
-            try:
-                arrays = self.convert(name)
-            except FileError:
-                raise
-            except (ValueError, TypeError, OverflowError) as error:
-                raise FileError(f"{self.file.path}: tensor {name!r}: {error}") from error
-            for stored, array in arrays.items():
-                put(stored, array)
-            del arrays  # not beside the next tensor's
+            self._run_one(name, put)
             advance(nbytes)
+
+    def _run_one(self, name: str, put: Put) -> None:
+        """A function of its own: when it returns, nothing of this tensor stays in memory beside the next one."""
+        try:
+            arrays = self.convert(name)
+        except FileError:
+            raise
+        except (ValueError, TypeError, OverflowError) as error:
+            raise FileError(f"{self.file.path}: tensor {name!r}: {error}") from error
+        for stored, array in arrays.items():
+            put(stored, array)
 
 
 def quantize_file(
@@ -124,6 +133,7 @@ def quantize_file(
     *,
     min_size: int = MIN_SIZE,
     keep: str | Iterable[str] = (),
+    layout: str = "kbitcupy",
     device: str = "auto",
     force: bool = False,
     resume: bool = False,
@@ -146,6 +156,9 @@ def quantize_file(
         float16, bfloat16, float32 or float64.
     keep : str or iterable of str, optional
         Patterns (``"*embed*"``, ``"lm_head.weight"``; case matters) of names to copy as well.
+    layout : {"kbitcupy", "bitsandbytes"}, default "kbitcupy"
+        How compressed tensors are stored: ``"bitsandbytes"`` makes a file that bitsandbytes loads, see
+        `kbitcupy.io.bitsandbytes.save`.
     device : str, default "auto"
         Where to compress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one.
     force : bool, default False
@@ -164,9 +177,11 @@ def quantize_file(
     ------
     FileError
         When `source` is not a safetensors file, `target` exists or cannot be written, two tensors would get the same
-        name, or a mapping names a tensor that is not there or cannot be compressed.
+        name, the layout cannot hold a format, or a mapping names a tensor that is not there or cannot be compressed.
     FormatError, DeviceError
         When the format or the device is not known.
+    ValueError
+        When the layout is not known.
 
     Notes
     -----
@@ -185,6 +200,8 @@ def quantize_file(
     began = time.perf_counter()
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)) or min_size < 0:
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; allowed are {', '.join(LAYOUTS)}")
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     wanted: Format | dict[str, Format]
     if isinstance(format, Mapping):
@@ -194,7 +211,8 @@ def quantize_file(
         wanted = _made(format)
         options = {"format": wanted.config(), "min_size": int(min_size), "keep": patterns}
     device = _xp.resolve_device(device)
-    checkpoint = Checkpoint(source)
+    options["layout"] = layout
+    checkpoint = BitsandbytesCheckpoint(source)
     if isinstance(wanted, dict):
         chosen = _planned(checkpoint, wanted)
     else:
@@ -203,7 +221,9 @@ def quantize_file(
             for name, file in checkpoint.files.items()
         }
     taken = {name for file in checkpoint.files.values() for name in (*file.entries, *file.compressed)}
-    jobs = {name: _quantizing(file, chosen[name], device, taken) for name, file in checkpoint.files.items()}
+    jobs = {
+        name: _quantizing(file, chosen[name], LAYOUTS[layout], device, taken) for name, file in checkpoint.files.items()
+    }
     return _run(
         checkpoint,
         target,
@@ -238,30 +258,31 @@ def _planned(checkpoint: Checkpoint, wanted: Mapping[str, Format]) -> dict[str, 
     return chosen
 
 
-def _quantizing(file: SourceFile, chosen: Mapping[str, Format], device: str, taken: set[str]) -> Job:
-    configs = dict(file.configs or {})
-    planes: dict[str, Entry] = {}
+def _quantizing(file: SourceFile, chosen: Mapping[str, Format], layout: Layout, device: str, taken: set[str]) -> Job:
+    configs = {}
+    made: dict[str, Entry] = {}
     for name, format in chosen.items():
         stored, shape = format.stored(), file.entries[name].shape
-        planes.update(plane_entries(name, stored, shape, taken))
-        configs[name] = config_of(stored, shape, _xp.float_dtype(NAMES[file.entries[name].dtype]))
-    taken.update(planes)
+        dtype = _xp.float_dtype(NAMES[file.entries[name].dtype])
+        made.update(layout.entries(name, stored, shape, dtype, taken))
+        configs[name] = config_of(stored, shape, dtype)
+    taken.update(made)
 
     def convert(name: str) -> Mapping[str, np.ndarray]:
-        q = quantize(_xp.to_device(file.array(name), device), chosen[name]).get()
-        return {f"{name}.{plane}": array for plane, array in q.planes.items()}
+        return layout.arrays(name, quantize(_xp.to_device(file.array(name), device), chosen[name]))
 
     converted = {name: file.entries[name].nbytes for name in chosen}
     copied = [name for name in file.entries if name not in converted]
+    entries = {**{name: file.entries[name] for name in copied}, **made}
     return Job(
         file,
-        {**{name: file.entries[name] for name in copied}, **planes},
-        with_configs(file.metadata, configs),
+        entries,
+        layout.metadata(file.metadata, file.configs or {}, configs),
         copied,
         converted,
         convert,
+        lambda: sum(entries[name].nbytes for name in made),
         elements=sum(file.entries[name].size for name in chosen),
-        compressed_nbytes=sum(entry.nbytes for entry in planes.values()),
         tensors_copied=len(file.plain) - len(chosen) + len(file.compressed),
     )
 
@@ -275,7 +296,7 @@ def dequantize_file(
     resume: bool = False,
     progress: bool = False,
 ) -> FileReport:
-    """Restore the tensors of what `quantize_file` or `save` wrote, one at a time.
+    """Restore the tensors of what `quantize_file` or `save` or bitsandbytes wrote, one at a time.
 
     Parameters
     ----------
@@ -293,7 +314,7 @@ def dequantize_file(
     Raises
     ------
     FileError
-        When `source` is not a safetensors file of kbitcupy, when a plane is missing or does not fit its
+        When `source` is not a safetensors file with compressed tensors, when a plane is missing or does not fit its
         configuration, or when `target` exists or cannot be written.
     DeviceError
         When the device is not known.
@@ -315,22 +336,25 @@ def dequantize_file(
     """
     began = time.perf_counter()
     device = _xp.resolve_device(device)
-    checkpoint = Checkpoint(source)
-    if all(file.configs is None for file in checkpoint.files.values()):
-        raise FileError(f"{checkpoint.path} holds no tensors compressed by kbitcupy: there is nothing to dequantize")
-    jobs = {name: _dequantizing(file, device) for name, file in checkpoint.files.items()}
+    checkpoint = BitsandbytesCheckpoint(source)
+    if all(file.configs is None and not file.compressed for file in checkpoint.files.values()):
+        raise FileError(
+            f"{checkpoint.path} holds no tensors compressed by kbitcupy or bitsandbytes: there is nothing to dequantize"
+        )
+    jobs = {name: _dequantizing(checkpoint, file, device) for name, file in checkpoint.files.items()}
     return _run(checkpoint, target, jobs, began, "dequantize", {}, force=force, resume=resume, progress=progress)
 
 
-def _dequantizing(file: SourceFile, device: str) -> Job:
+def _dequantizing(checkpoint: Checkpoint, file: SourceFile, device: str) -> Job:
     entries = {name: file.entries[name] for name in file.plain}
     converted = {}
-    for name, (format, shape, dtype) in file.compressed.items():
+    for name, (_, shape, dtype) in file.compressed.items():
         entries[name] = entry_of(dtype, shape, f"tensor {name!r}")
-        converted[name] = sum(file.entries[f"{name}.{plane}"].nbytes for plane in format.planes(shape))
+        converted[name] = sum(entry.nbytes for entry in checkpoint.stored(name).values())
 
     def convert(name: str) -> Mapping[str, np.ndarray]:
-        return {name: _xp.to_device(file.quantized(name).to_device(device).dequantize(), "cpu")}
+        q: Any = checkpoint[name]
+        return {name: _xp.to_device(q.to_device(device).dequantize(), "cpu")}
 
     return Job(
         file,
@@ -339,8 +363,8 @@ def _dequantizing(file: SourceFile, device: str) -> Job:
         file.plain,
         converted,
         convert,
+        lambda: sum(converted.values()),
         elements=sum(entries[name].size for name in converted),
-        compressed_nbytes=sum(converted.values()),
         tensors_copied=len(file.plain),
     )
 
@@ -360,22 +384,22 @@ def _run(
 ) -> FileReport:
     """Run the jobs, into one file or a folder of them."""
     resumed = 0
-    sizes = {name: sum(entry.nbytes for entry in job.entries.values()) for name, job in jobs.items()}
     with progress_bar(label, checkpoint.nbytes, progress) as advance:
         if checkpoint.is_folder:
             path = check_folder(target)
-            check_space(path.parent, sum(sizes.values()) if not resume else 0)
+            check_space(path.parent, _nbytes(jobs) if not resume else 0)
             with filling(path, _note(checkpoint, label, options), resume) as folder:
                 for name, job in jobs.items():
                     if resume and (folder / name).exists():
                         resumed += 1
+                        job.entries.update(SourceFile(folder / name).entries)
                         advance(job.file.nbytes)
                         continue
                     with writing(folder / name, job.entries, job.metadata, force=False) as put:
                         job.run(put, advance)
                 if checkpoint.index is not None:
                     weight_map = {entry: name for name, job in jobs.items() for entry in job.entries}
-                    metadata = {**checkpoint.index_metadata, "total_size": sum(sizes.values())}
+                    metadata = {**checkpoint.index_metadata, "total_size": _nbytes(jobs)}
                     write_index(folder, checkpoint.index, weight_map, metadata)
         else:
             (job,) = jobs.values()
@@ -385,13 +409,17 @@ def _run(
         converted=sum(len(job.converted) for job in jobs.values()),
         copied=sum(job.tensors_copied for job in jobs.values()),
         elements=sum(job.elements for job in jobs.values()),
-        compressed_nbytes=sum(job.compressed_nbytes for job in jobs.values()),
+        compressed_nbytes=sum(job.compressed_nbytes() for job in jobs.values()),
         nbytes_before=checkpoint.nbytes,
-        nbytes_after=sum(sizes.values()),
+        nbytes_after=_nbytes(jobs),
         seconds=time.perf_counter() - began,
         unused_keep=unused_keep,
         resumed=resumed,
     )
+
+
+def _nbytes(jobs: Mapping[str, Job]) -> int:
+    return sum(entry.nbytes for job in jobs.values() for entry in job.entries.values())
 
 
 def _note(checkpoint: Checkpoint, label: str, options: Mapping[str, Any]) -> dict[str, Any]:

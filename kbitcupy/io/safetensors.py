@@ -20,10 +20,10 @@ import os
 import stat
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -87,11 +87,14 @@ class Entry:
         Shape of the tensor.
     nbytes : int
         Bytes of its data.
+    at_most : bool, default False
+        Of a file to write: whether the data may turn out shorter than this, in one dimension.
     """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    at_most: bool = False
 
     @property
     def size(self) -> int:
@@ -466,15 +469,42 @@ def with_configs(metadata: Mapping[str, str], configs: Mapping[str, Any]) -> dic
     return {**metadata, METADATA_KEY: json.dumps(stored, separators=(",", ":"))}
 
 
+class Layout:
+    """How compressed tensors are stored: kbitcupy's own way. Other projects' ways are subclasses."""
+
+    def entries(
+        self, name: str, format: Format, shape: tuple[int, ...], dtype: np.dtype, taken: Iterable[str]
+    ) -> dict[str, Entry]:
+        """The stored tensors that a compressed one becomes.
+
+        Raises
+        ------
+        FileError
+            When one would get a name that is `taken`, or this layout cannot hold the format.
+        """
+        return plane_entries(name, format, shape, taken)
+
+    def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
+        """Their data, in host memory."""
+        return {f"{name}.{plane}": _xp.to_device(array, "cpu") for plane, array in q.planes.items()}
+
+    def metadata(
+        self, metadata: Mapping[str, str], before: Mapping[str, Any], configs: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """The file's metadata: its own, and configurations of tensors compressed before and now."""
+        return with_configs(metadata, {**before, **configs})
+
+
 def _layout(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """The file's first bytes, up to the data, and where each tensor's data begins in the file.
 
-    Wider dtypes come first, so every tensor is aligned to its dtype without gaps, which the format forbids.
+    Wider dtypes come first, so every tensor is aligned to its dtype without gaps, which the format forbids. What may
+    turn out shorter comes last.
     """
 
-    def order(name: str) -> tuple[float, str]:
+    def order(name: str) -> tuple[bool, float, str]:
         entry = entries[name]
-        return (-8 * entry.nbytes / entry.size if entry.size else -math.inf), name
+        return entry.at_most, (-8 * entry.nbytes / entry.size if entry.size else -math.inf), name
 
     header: dict[str, Any] = {_HEADER_KEY: dict(metadata)} if metadata else {}
     starts = {}
@@ -502,27 +532,55 @@ Put = Callable[[str, np.ndarray], None]
 
 
 @contextlib.contextmanager
-def writing(target: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], force: bool) -> Iterator[Put]:
+def writing(target: Path, entries: dict[str, Entry], metadata: Mapping[str, str], force: bool) -> Iterator[Put]:
     """Write a file of known layout; the tensors come one by one, in any order.
 
     Yields
     ------
     callable
-        ``put(name, data)``; the data must have as many bytes as its entry says.
+        ``put(name, data)``; the data must have as many bytes as its entry says. An entry that says "at most" becomes
+        what was put, and such data should be small: it is kept until the end.
     """
     first, starts = _layout(entries, metadata)
     check_file(target, force)
     with replacing(target, len(first) + sum(entry.nbytes for entry in entries.values()), force) as file:
         file.write(first)
+        late: dict[str, np.ndarray] = {}
 
         def put(name: str, data: np.ndarray) -> None:
             raw = _raw(data)
-            if raw.nbytes != entries[name].nbytes:
-                raise FileError(f"tensor {name!r} has {raw.nbytes} bytes; {entries[name].nbytes} were announced")
+            entry = entries[name]
+            if entry.at_most and raw.nbytes <= entry.nbytes:
+                late[name] = raw
+                return
+            if raw.nbytes != entry.nbytes:
+                raise FileError(f"tensor {name!r} has {raw.nbytes} bytes; {entry.nbytes} were announced")
             file.seek(starts[name])
             file.write(raw.data)
 
         yield put
+        if late:
+            for name, raw in late.items():
+                entries[name] = Entry(entries[name].dtype, (raw.nbytes,), raw.nbytes)
+            _write_late(file, len(first), entries, metadata, late)
+
+
+def _write_late(
+    file: IO[bytes],
+    first_nbytes: int,
+    entries: Mapping[str, Entry],
+    metadata: Mapping[str, str],
+    late: Mapping[str, np.ndarray],
+) -> None:
+    """Write data whose length was not known, and the header again: shorter, with spaces to the same length."""
+    first, starts = _layout({name: replace(entry, at_most=name in late) for name, entry in entries.items()}, metadata)
+    spare = first_nbytes - len(first)
+    file.seek(0)
+    file.write((first_nbytes - 8).to_bytes(8, "little") + first[8:] + b" " * spare)
+    for name, raw in late.items():
+        file.seek(starts[name] + spare)
+        file.write(raw.data)
+    file.truncate(first_nbytes + sum(entry.nbytes for entry in entries.values()))
 
 
 def _raw(array: np.ndarray) -> np.ndarray:
