@@ -254,10 +254,10 @@ def _from_dlpack(x: Any, argument: str) -> Any:
             array = import_cupy().from_dlpack(x)  # our current stream waits for the producer's
             _share_with_torch(x, array)
             return array
-        if "bfloat16" in str(getattr(x, "dtype", "")):
-            # NumPy's DLPack has no bfloat16: the same bytes travel as int16.
-            int16 = getattr(sys.modules.get(type(x).__module__.partition(".")[0]), "int16", np.int16)
-            return np.from_dlpack(x.view(int16)).view(float_dtype("bfloat16"))
+        if "bfloat16" in str(getattr(x, "dtype", "")):  # unknown to NumPy's DLPack
+            if not _is_torch(x):
+                return np.asarray(x)  # such as JAX's, which are NumPy's own memory under ml_dtypes' dtype
+            return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(float_dtype("bfloat16"))
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, AttributeError) as error:
         raise TypeError(
@@ -270,6 +270,9 @@ class _Described:
     """Memory of another library, described for CuPy; `owner` keeps it alive."""
 
     __slots__ = ("__cuda_array_interface__", "owner")
+
+    __cuda_array_interface__: dict[str, Any]
+    owner: Any
 
 
 def _from_cuda_interface(x: Any) -> Any:
@@ -297,15 +300,19 @@ def _wait(waiting: Any, earlier: Any) -> None:
 # ---- torch, which is only ever imported by who asks for a tensor -----------------------------------------------------
 
 
+def _is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
 def _share_with_torch(x: Any, array: Any) -> None:
     """Where `x` is a torch tensor: its memory is not given to another tensor before our current stream has read it.
 
     torch frees in the order of its own stream and knows of ours only what it is told.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(x, torch.Tensor):
+    if not _is_torch(x):
         return
-    ours = _current_stream(array)
+    torch, ours = sys.modules["torch"], _current_stream(array)
     if ours.ptr != torch.cuda.current_stream(x.device).cuda_stream:
         default = ours.ptr in (0, 1)  # two names of the default stream
         x.record_stream(

@@ -353,10 +353,9 @@ def plan(
 
     Raises
     ------
-    ValueError
-        When there is no tensor, a tensor is not finite, or even the smallest choice is over the budget.
     FormatError
-        When a format's options cannot be written into a plan (a codebook or scales given as an array).
+        When there is no tensor, a tensor is not finite, even the smallest choice is over the budget, or a format's
+        options cannot be written into a plan (a codebook or scales given as an array).
 
     Notes
     -----
@@ -376,10 +375,10 @@ def plan(
     3.26
     """
     if isinstance(budget_bits, bool) or not isinstance(budget_bits, (int, float, np.number)) or not budget_bits > 0:
-        raise ValueError(f"budget_bits is {budget_bits!r}; it must be a positive number of bits per element")
+        raise FormatError(f"budget_bits is {budget_bits!r}; it must be a positive number of bits per element")
     if isinstance(tensors, list) and tensors and all(isinstance(row, dict) for row in tensors):
         if formats is not None:
-            raise ValueError("formats goes with arrays; rows of a sweep have theirs: filter the rows instead")
+            raise FormatError("formats goes with arrays; rows of a sweep have theirs: filter the rows instead")
         rows = tensors
     else:
         chosen = _chosen(formats)
@@ -389,13 +388,13 @@ def plan(
         if row["elements"]:
             choices.setdefault(row["tensor"], []).append(row)
     if not choices:
-        raise ValueError("there is nothing to plan: no tensor has an element")
+        raise FormatError("there is nothing to plan: no tensor has an element")
     _check_choices(choices)
     elements = sum(options[0]["elements"] for options in choices.values())
     budget = math.floor(float(budget_bits) * elements / 8)
     least = sum(min(row["nbytes_after"] for row in options) for options in choices.values())
     if least > budget:
-        raise ValueError(
+        raise FormatError(
             f"budget_bits is {budget_bits}; the smallest choice takes {8 * least / elements:.3f} bits per element: "
             "raise the budget, or offer formats of fewer bits"
         )
@@ -410,7 +409,7 @@ def plan(
 def _check_choices(choices: Mapping[str, list[dict[str, Any]]]) -> None:
     for name, options in choices.items():
         if not all(math.isfinite(row["squared_error"]) for row in options):
-            raise ValueError(f"tensor {name!r} has an error that is not finite (NaN or infinity in it); leave it out")
+            raise FormatError(f"tensor {name!r} has an error that is not finite (NaN or infinity in it); leave it out")
         for row in options:
             format = get_format(row["format"], **row["options"])
             if format.stored() is not format:
@@ -531,9 +530,10 @@ def _cheapest(nbytes: Sequence[Sequence[int]], errors: Sequence[Sequence[float]]
         options = np.flatnonzero(np.isfinite(error[row]))
         before, choice = np.repeat(np.arange(len(spent)), len(options)), np.tile(options, len(spent))
         spent, lost = spent[before] + cost[row, choice], lost[before] + error[row, choice]
-        bound = (lost[:, None] + rest_priced[row + 1] - near * (budget - spent)[:, None]).max(1)
-        # A state goes when it cannot end below the best known total (the sums are rounded, hence the tolerance), ...
-        alive = np.flatnonzero((bound <= upper * (1 + 1e-12)) & (spent + rest_cost[row + 1, -1] <= budget))
+        # A state goes when it cannot end below the best known total, with a margin for the rounding of these sums, ...
+        priced, paid = lost[:, None] + rest_priced[row + 1], near * (budget - spent)[:, None]
+        bound = (priced - paid - 1e-12 * (priced + abs(paid))).max(1)
+        alive = np.flatnonzero((bound <= upper) & (spent + rest_cost[row + 1, -1] <= budget))
         # ... or when another one takes no more bytes and has no more error.
         alive = alive[np.lexsort((lost[alive], spent[alive]))]
         alive = alive[lost[alive] < np.minimum.accumulate(np.append(np.inf, lost[alive]))[:-1]]
@@ -611,22 +611,25 @@ def plot_sqnr(rows: Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any:
     tensors = list(dict.fromkeys(tensor for tensor, _ in series))
     families = list(dict.fromkeys(family for _, family in series))
     for (tensor, family), members in series.items():
-        place = tensors.index(tensor) if len(tensors) > 1 else families.index(family)
-        name = family if len(tensors) == 1 else tensor if len(families) == 1 else f"{tensor}: {family}"
         members.sort(key=lambda row: row["bits_per_element"])
+        place = tensors.index(tensor) if len(tensors) > 1 else families.index(family)
+        name = " to ".join(dict.fromkeys((members[0]["label"], members[-1]["label"])))
+        if len(tensors) > 1:
+            name = tensor if len(families) == 1 else f"{tensor}: {name}"
         ax.plot(
             [row["bits_per_element"] for row in members],
             [row["sqnr_db"] for row in members],
             marker=_MARKERS[families.index(family) % len(_MARKERS)],
             color=_COLOURS[place % len(_COLOURS)],
+            fillstyle="none",  # what lies on one point stays visible
             linewidth=1.2,
-            markersize=6,
+            markersize=7,
             label=name,
         )
     most = max((row["bits_per_element"] for row in rows), default=8.0)
     ax.plot([0, most], [0, DB_PER_BIT * most], color=_GREY, linestyle="--", linewidth=1, label="6.02 dB per bit")
     ax.set(xlabel="bits per element", ylabel="SQNR in dB", xlim=(0, 1.05 * most))
-    ax.set_title(tensors[0] if len(tensors) == 1 else "")
+    ax.set_title(_shortened(tensors[0], 40) if len(tensors) == 1 else "")
     ax.grid(color="#DDDDDD", linewidth=0.6)
     ax.legend(fontsize="small", frameon=False)
     return ax
@@ -814,8 +817,22 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
         panel.label_outer()
     for panel in panels[len(tensors) :]:
         panel.set_axis_off()
-    page.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    page.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     return page
+
+
+def picture_kinds() -> list[str]:
+    """The endings of files that a figure can be saved as: ``"png"``, ``"svg"``, ...
+
+    Raises
+    ------
+    MissingExtraError
+        When matplotlib is not installed.
+    """
+    _matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return sorted(FigureCanvasBase.get_supported_filetypes())
 
 
 def _matplotlib() -> Any:

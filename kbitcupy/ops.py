@@ -68,6 +68,7 @@ def quantize(x: Any, format: str | Format, /, *, out: QuantizedArray | None = No
     array = source(array, format.dtypes)
     with _xp.on_device_of(array):
         if out is not None:
+            out._note_sqnr(None)
             format.encode(array, out.planes)
             return out if out.dtype == dtype else QuantizedArray._wrap(stored, out.planes, shape, dtype)
         empty = _xp.namespace(array).empty
@@ -119,6 +120,53 @@ def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> A
             check_out(out, q.shape, first, dtype)
         decode(q.format, q.planes, out)
     return out
+
+
+def to_torch(q: QuantizedArray, /, *, dtype: Any = None) -> Any:
+    """Decompress an array into a torch tensor.
+
+    Parameters
+    ----------
+    q : QuantizedArray
+        The array to decompress.
+    dtype : dtype_like or torch.dtype, optional
+        float16, bfloat16, float32 or float64; by default the dtype that was compressed.
+
+    Returns
+    -------
+    torch.Tensor
+        Shape of `q`, on its device, in memory of torch's own allocator; the values are decoded into it without a copy.
+        On a GPU the call does not synchronise: CuPy's current stream decodes, and torch's current stream waits for it.
+
+    Raises
+    ------
+    TypeError
+        When `q` or `dtype` is of the wrong type.
+    MissingExtraError
+        When torch is not installed.
+    DeviceError
+        When `q` is on a GPU and torch was built without CUDA.
+
+    Notes
+    -----
+    The other way needs no function: `quantize` takes a torch tensor as it is. Outside of this function kbitcupy never
+    imports torch.
+
+    Examples
+    --------
+    >>> import torch, kbitcupy as kb  # doctest: +SKIP
+    >>> q = kb.quantize(torch.randn(64, 64, dtype=torch.bfloat16), "kbit4")  # doctest: +SKIP
+    >>> kb.to_torch(q).dtype  # doctest: +SKIP
+    torch.bfloat16
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
+    first = next(iter(q.planes.values()))
+    with _xp.on_device_of(first):
+        tensor, out = _xp.empty_tensor(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype), first)
+        decode(q.format, q.planes, out)
+        _xp.hand_over(tensor, out)
+    return tensor
 
 
 def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) -> Any:

@@ -1,0 +1,277 @@
+"""torch tensors in and out: no copy, both libraries' streams in order; JAX and numba arrays where installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kbitcupy as kb
+from kbitcupy import _xp
+from kbitcupy.errors import DeviceError, MissingExtraError
+
+DTYPES = ["float16", "bfloat16", "float32"]
+SHAPES = [(96, 64), (5, 33), (0, 4), ()]
+
+# Long enough that what is queued behind it on a stream has not happened when another stream gets there.
+CYCLES = 100_000_000
+
+
+@pytest.fixture(scope="session")
+def torch():
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture
+def gpu(torch, cupy):
+    """torch with CUDA, beside CuPy."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch was built without CUDA")
+    return torch
+
+
+def random(torch, shape, dtype, device="cpu"):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, generator=generator).to(device, getattr(torch, dtype))
+
+
+def plain(tensor):
+    """Its numbers in a float32 NumPy array, by a copy."""
+    return np.array(tensor.detach().cpu().float().tolist(), np.float32).reshape(tensor.shape)
+
+
+# ---- on the CPU ----------------------------------------------------------------------------------------------------
+
+
+def test_torch_is_never_imported_by_itself():
+    code = (
+        "import sys, numpy as np, kbitcupy as kb; q = kb.quantize(np.ones(64), 'kbit4'); kb.dequantize(q);"
+        "kb.explore.sweep(np.ones(64), 'kbit4'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["False"], done.stderr
+
+
+def test_without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtraError, match="torch is not installed"):
+        kb.to_torch(kb.quantize(np.ones(64), "kbit4"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpu(torch, dtype, shape):
+    tensor = random(torch, shape, dtype)
+    array = _xp.as_array(tensor)
+    assert array.shape == shape and array.dtype == _xp.float_dtype(dtype)
+    assert array.size == 0 or array.ctypes.data == tensor.data_ptr(), "no copy"
+    q = kb.quantize(tensor, "kbit4")
+    assert (q.shape, q.dtype.name, q.device) == (shape, dtype, "cpu")
+    wanted = kb.dequantize(kb.quantize(plain(tensor).astype(q.dtype), "kbit4"))
+    restored = kb.to_torch(q)
+    assert isinstance(restored, torch.Tensor) and str(restored.dtype) == f"torch.{dtype}"
+    assert restored.shape == shape and np.array_equal(plain(restored), wanted.astype(np.float32))
+    assert kb.to_torch(q, dtype=torch.float16).dtype == torch.float16
+    assert kb.dequantize(q, dtype=torch.float32).dtype == np.float32
+
+
+def test_views_are_taken_as_they_are(torch):
+    tensor = random(torch, (64, 96), "float32")
+    for view in (tensor.T, tensor[1:, ::3], tensor[3]):
+        assert _xp.as_array(view).ctypes.data == view.data_ptr()
+        wanted = kb.quantize(plain(view), "kbit4").planes
+        got = kb.quantize(view, "kbit4").planes
+        assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_numpy_results_go_to_torch_by_themselves(torch):
+    y = kb.dequantize(kb.quantize(random(torch, (64, 64), "float32"), "kbit4"))
+    assert torch.from_dlpack(y).data_ptr() == y.ctypes.data
+
+
+def test_a_tensor_with_a_gradient_is_refused(torch):
+    with pytest.raises(TypeError, match=r"refuses DLPack export .*x\.detach\(\)"):
+        kb.quantize(random(torch, (64,), "float32").requires_grad_(), "kbit4")
+
+
+@pytest.mark.parametrize("argument", [np.ones(3), None])
+def test_to_torch_takes_quantized_arrays(argument):
+    with pytest.raises(TypeError, match="q is .*; it must be a QuantizedArray"):
+        kb.to_torch(argument)
+
+
+def test_rows_by_a_tensor_of_indices(torch):
+    q = kb.quantize(random(torch, (96, 64), "float32"), "kbit4")
+    assert np.array_equal(kb.take(q, torch.tensor([5, 5, 90])), kb.dequantize(q)[[5, 5, 90]])
+
+
+@pytest.mark.gpu
+def test_torch_without_cuda(torch, cupy):
+    if torch.cuda.is_available():
+        pytest.skip("torch has CUDA here")
+    with pytest.raises(DeviceError, match=r"q is on cuda:0.*\.get\(\)"):
+        kb.to_torch(kb.quantize(cupy.ones(64), "kbit4"))
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu(gpu, cupy, dtype, shape):
+    tensor = random(gpu, shape, dtype, "cuda")
+    array = _xp.as_array(tensor)
+    assert array.size == 0 or array.data.ptr == tensor.data_ptr(), "no copy"
+    q = kb.quantize(tensor, "kbit4")
+    assert (q.shape, q.dtype.name, q.device) == (shape, dtype, "cuda:0")
+    wanted = kb.dequantize(kb.quantize(plain(tensor).astype(q.dtype), "kbit4"))
+    restored = kb.to_torch(q)
+    assert str(restored.dtype) == f"torch.{dtype}" and restored.shape == shape and restored.is_cuda
+    assert np.array_equal(plain(restored), wanted.astype(np.float32))
+    y = kb.dequantize(q)
+    assert gpu.from_dlpack(y).data_ptr() == y.data.ptr or array.size == 0
+
+
+class Unordered:
+    """A tensor whose export asks nobody to wait: what a stream reads too early."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.dtype = tensor.dtype
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**{**options, "stream": -1})
+
+
+class ByInterface:
+    """Memory of CuPy, known only by the CUDA array interface, which names a stream (as numba's arrays do)."""
+
+    def __init__(self, array, stream):
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
+
+
+def late_values(gpu, size=1 << 16):
+    """(tensor, its final values, the stream that writes them): zeros for a while yet."""
+    values = random(gpu, size, "float32", "cuda")
+    tensor = gpu.zeros_like(values)
+    gpu.cuda.synchronize()
+    side = gpu.cuda.Stream()
+    with gpu.cuda.stream(side):
+        gpu.cuda._sleep(CYCLES)
+        tensor.copy_(values)
+    return tensor, plain(values), side
+
+
+def same_planes(q, x):
+    wanted = kb.quantize(x, "kbit4").planes
+    return all(np.array_equal(q.get().planes[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "without the wait"])
+@pytest.mark.parametrize("ours", ["default", "non-blocking"])
+def test_quantize_waits_for_torch(gpu, cupy, ours, ordered):
+    kb.quantize(cupy.ones(1 << 16, np.float32), "kbit4")  # compiled by now
+    stream = cupy.cuda.Stream.null if ours == "default" else cupy.cuda.Stream(non_blocking=True)
+    tensor, values, side = late_values(gpu)
+    with gpu.cuda.stream(side), stream:
+        q = kb.quantize(tensor if ordered else Unordered(tensor), "kbit4")
+        assert not side.query(), "the host waited, or the delay is too short to show anything"
+        stream.synchronize()
+    assert same_planes(q, values) == ordered
+    gpu.cuda.synchronize()
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "without the wait"])
+def test_quantize_waits_for_the_stream_of_the_interface(gpu, cupy, ordered):
+    kb.quantize(cupy.ones(1 << 16, np.float32), "kbit4")
+    tensor, values, side = late_values(gpu)
+    with gpu.cuda.stream(gpu.cuda.default_stream()):
+        memory = cupy.from_dlpack(Unordered(tensor))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        q = kb.quantize(ByInterface(memory, side.cuda_stream if ordered else None), "kbit4")
+        assert not side.query(), "the host waited, or the delay is too short to show anything"
+        stream.synchronize()
+    assert same_planes(q, values) == ordered
+    gpu.cuda.synchronize()
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "without the wait"])
+def test_torch_waits_for_to_torch(gpu, cupy, monkeypatch, ordered):
+    if not ordered:
+        monkeypatch.setattr(_xp, "hand_over", lambda tensor, array: None)
+    q = kb.quantize(random(gpu, 1 << 16, "float32", "cuda"), "kbit4")
+    wanted = plain(kb.to_torch(q))
+    ours = cupy.cuda.Stream(non_blocking=True)
+    side = gpu.cuda.Stream()
+    seen = gpu.empty(1 << 16, device="cuda")
+    # torch's allocator hands out this memory again, which is zero until the decoder has written it.
+    with gpu.cuda.stream(side):
+        zeros = gpu.zeros(1 << 16, device="cuda")
+        pointer = zeros.data_ptr()
+        del zeros
+    gpu.cuda.synchronize()
+    with gpu.cuda.stream(gpu.cuda.ExternalStream(ours.ptr)):
+        gpu.cuda._sleep(CYCLES)
+    with gpu.cuda.stream(side), ours:
+        tensor = kb.to_torch(q)
+        assert tensor.data_ptr() == pointer
+        seen.copy_(tensor)
+        assert not ours.done, "the host waited, or the delay is too short to show anything"
+        side.synchronize()
+    gpu.cuda.synchronize()
+    assert np.array_equal(plain(seen), wanted) == ordered
+    assert np.array_equal(plain(tensor), wanted)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "not told"])
+def test_memory_of_a_deleted_tensor_is_not_reused_too_early(gpu, cupy, monkeypatch, shared):
+    if not shared:
+        monkeypatch.setattr(_xp, "_share_with_torch", lambda x, array: None)
+    kb.quantize(cupy.ones(1 << 16, np.float32), "kbit4")
+    values = random(gpu, 1 << 16, "float32")
+    side, ours = gpu.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+    with gpu.cuda.stream(side):
+        tensor = values.cuda()
+        pointer = tensor.data_ptr()
+    gpu.cuda.synchronize()
+    with gpu.cuda.stream(gpu.cuda.ExternalStream(ours.ptr)):
+        gpu.cuda._sleep(CYCLES)
+    with gpu.cuda.stream(side), ours:
+        q = kb.quantize(tensor, "kbit4")
+        del tensor
+        other = gpu.zeros(1 << 16, device="cuda")
+        assert (other.data_ptr() != pointer) == shared
+        ours.synchronize()
+    assert same_planes(q, plain(values)) == shared
+    gpu.cuda.synchronize()
+
+
+# ---- other libraries -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # what JAX says while it looks for a device is about the machine
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_jax(dtype):
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    x = np.random.default_rng(2).standard_normal((64, 96)).astype(np.float32)
+    array = jax.numpy.asarray(x, dtype)
+    q = kb.quantize(array, "kbit4")
+    assert q.shape == x.shape and q.dtype == _xp.float_dtype(dtype)
+    assert same_planes(q, np.asarray(array))
+    if array.devices().pop().platform == "cpu":
+        assert _xp.as_array(array).ctypes.data == array.unsafe_buffer_pointer()
+
+
+def test_numba(cupy):
+    cuda = pytest.importorskip("numba.cuda", reason="numba is not installed")
+    x = np.random.default_rng(2).standard_normal((64, 96)).astype(np.float32)
+    stream = cuda.stream()
+    array = cuda.to_device(x, stream=stream)
+    assert _xp.as_array(array).data.ptr == array.device_ctypes_pointer.value
+    assert same_planes(kb.quantize(array, "kbit4"), x)
