@@ -50,13 +50,15 @@ class QuantizedArray:
     (8, 32)
     """
 
-    __slots__ = ("dtype", "format", "planes", "shape")
+    __slots__ = ("dtype", "format", "planes", "shape", "sqnr_db")
     __array_ufunc__ = None  # NumPy and CuPy operators defer to this class
 
     format: Format
     planes: Mapping[str, Any]
     shape: tuple[int, ...]
     dtype: np.dtype
+    #: SQNR in dB that `kbitcupy.metrics` measured last, against the original; None before.
+    sqnr_db: float | None
 
     def __init__(self, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: Any):
         shape = _checked_shape(shape)
@@ -69,6 +71,11 @@ class QuantizedArray:
         put(self, "planes", MappingProxyType(dict(planes)))
         put(self, "shape", shape)
         put(self, "dtype", dtype)
+        put(self, "sqnr_db", None)
+
+    def _note_sqnr(self, value: float | None) -> None:
+        """Keep what was measured; None when the planes have been overwritten."""
+        object.__setattr__(self, "sqnr_db", value)
 
     @classmethod
     def _wrap(
@@ -148,9 +155,12 @@ class QuantizedArray:
             "shape": str(self.shape),
             "dtype": str(self.dtype),
             "device": self.device,
-            "MB": f"{self.size * self.dtype.itemsize / 1e6:.3f} to {self.nbytes / 1e6:.3f}",
-            "bits per element": f"{self.bits_per_element:.2f}",
+            "MB before": f"{self.size * self.dtype.itemsize / 1e6:.3f}",
+            "MB after": f"{self.nbytes / 1e6:.3f}",
+            "bits per element": f"{self.bits_per_element:.2f}" if self.size else "",
         }
+        if self.sqnr_db is not None:
+            rows["SQNR"] = f"{self.sqnr_db:.2f} dB"
         cells = "".join(
             f"<tr><th style='text-align:left'>{name}</th><td>{_escape(value)}</td></tr>" for name, value in rows.items()
         )
@@ -218,7 +228,7 @@ class QuantizedArray:
             new = np.broadcast_to(np.uint8(0), self.size).reshape(wanted).shape if self.size else _empty(wanted)
         except (TypeError, ValueError) as error:
             raise ValueError(f"cannot reshape a QuantizedArray of shape {self.shape} to {wanted}: {error}") from None
-        if self.format.planes(new) != self.format.planes(self.shape):
+        if not self.format.keeps_blocks(self.shape, new):
             raise FormatError(f"reshaping {self.shape} to {new} would cut blocks of {self.format}: dequantize first")
         return self._wrap(self.format, self.planes, new, self.dtype)
 

@@ -1,7 +1,7 @@
 """How much an array lost: errors, SQNR, storage, and the analytical bound.
 
 All functions take NumPy or CuPy arrays, compute in float64 and return Python numbers (on CuPy that waits for the
-device).
+device). The approximation may still be compressed; its ``sqnr_db`` is noted in it then.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def sums(x: Any, y: Any) -> Sums:
     Parameters
     ----------
     x, y : array
-        Original and approximation, of equal shape and on one device.
+        Original and approximation, of equal shape and on one device. `y` may be a QuantizedArray, which is decoded for
+        this and keeps the SQNR as its ``sqnr_db``.
 
     Returns
     -------
@@ -132,12 +133,14 @@ def sums(x: Any, y: Any) -> Sums:
     (4, 0.75)
     """
     total = Sums()
-    for a, b in _pairs(x, y):
+    for a, b in _pairs(x, dequantize(y) if isinstance(y, QuantizedArray) else y):
         with np.errstate(invalid="ignore", over="ignore"):
             error = a - b
             total += Sums(
                 a.size, float(a @ a), float(error @ error), float(b @ b), float(a @ b), float(abs(error).max())
             )
+    if isinstance(y, QuantizedArray):
+        y._note_sqnr(total.sqnr_db)
     return total
 
 
@@ -185,6 +188,10 @@ def sqnr_db(x: Any, y: Any) -> float:
     >>> import numpy as np, kbitcupy as kb
     >>> kb.metrics.sqnr_db(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
     20.0
+    >>> x = np.random.default_rng(0).standard_normal(4096)
+    >>> q = kb.quantize(x, "kbit4")
+    >>> kb.metrics.sqnr_db(x, q) == q.sqnr_db
+    True
     """
     return sums(x, y).sqnr_db
 
@@ -282,7 +289,7 @@ def error_bound(x: Any, q: QuantizedArray, y: Any = None) -> BoundCheck:
     if x.shape != y.shape or x.shape != q.shape:
         raise ValueError(f"x has shape {x.shape}, q {q.shape} and y {y.shape}; they must be equal")
     host_x, host_y = _xp.to_device(x, "cpu").reshape(-1), _xp.to_device(y, "cpu").reshape(-1)
-    blocks = q.format.error_bound(host_x, q.get().planes)
+    blocks = q.format.error_bound(host_x.reshape(x.shape), q.get().planes)
     if blocks is None:
         raise FormatError(f"{q.format} has no analytical error bound; use max_abs")
     largest_bound = largest_error = 0.0

@@ -23,6 +23,17 @@ def test_formulas():
     assert metrics.cosine(X, Y) == pytest.approx((X * Y).sum() / np.sqrt((X**2).sum() * (Y**2).sum()), rel=1e-12)
 
 
+def test_a_compressed_array_keeps_its_sqnr():
+    q = kb.quantize(X, "kbit4")
+    assert q.sqnr_db is None and "SQNR" not in q._repr_html_()
+    wanted = metrics.sqnr_db(X, q.dequantize())
+    assert q.sqnr_db is None, "only what was measured on q itself is kept"
+    assert metrics.sqnr_db(X, q) == q.sqnr_db == wanted
+    assert f"{wanted:.2f} dB" in q._repr_html_()
+    kb.quantize(Y, "kbit4", out=q)
+    assert q.sqnr_db is None
+
+
 def test_sums_add_up():
     whole = metrics.sums(X, Y)
     parts = metrics.sums(X[:1], Y[:1]) + metrics.sums(X[1:], Y[1:])
@@ -50,8 +61,8 @@ def test_edges():
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"x has shape \(3, 700\) and y \(2, 700\)"):
         metrics.mse(X, Y[:2])
-    with pytest.raises(TypeError, match=r"y is QuantizedArray; .*call \.dequantize\(\)"):
-        metrics.mse(X, kb.quantize(X, "kbit4"))
+    with pytest.raises(TypeError, match=r"x is QuantizedArray; .*call \.dequantize\(\)"):
+        metrics.mse(kb.quantize(X, "kbit4"), X)
     with pytest.raises(TypeError, match="x is list"):
         metrics.mse([1.0], np.ones(1))
     with pytest.raises(ValueError, match="they must be equal"):
