@@ -14,6 +14,7 @@ from . import bench, cli_compare, cli_doctor, cli_files, cli_formats
 from ._version import __version__
 from .cli_common import DEFAULT_FORMAT, option, printable
 from .errors import KbitError
+from .io.convert import LAYOUTS
 from .io.safetensors import MIN_SIZE
 
 
@@ -87,7 +88,8 @@ def _add_compare(commands: Any) -> None:
         "compare",
         parents=[_common(), _selection()],
         help="what formats cost and keep, on a file or on samples",
-        description="Compress and restore every tensor of FILE (or seeded samples) and show the loss and the size.",
+        description="Compress and restore every tensor of FILE (or seeded samples) and show the loss and the size. A "
+        "tensor that is compressed already takes part as what it decodes to.",
     )
     command.add_argument("file", metavar="FILE", nargs="?", help="safetensors file; seeded samples without it")
     command.add_argument(
@@ -128,6 +130,13 @@ def _add_quantize(commands: Any) -> None:
     how = command.add_mutually_exclusive_group()
     how.add_argument("--format", default=DEFAULT_FORMAT, help="format (default %(default)s)")
     how.add_argument("--plan", metavar="PLAN", help="formats by tensor, as kbit plan wrote them; the rest is copied")
+    command.add_argument(
+        "--layout",
+        choices=list(LAYOUTS),
+        default="kbitcupy",
+        help="how compressed tensors are stored (default %(default)s); bitsandbytes loads files of its own layout, which "
+        'holds nf4, fp4 and int8 with granularity ["channel", 0]',
+    )
     command.set_defaults(run=cli_files.run_quantize)
 
 
@@ -136,7 +145,7 @@ def _add_dequantize(commands: Any) -> None:
         "dequantize",
         parents=[_common(), _converting()],
         help="restore a compressed file",
-        description="Restore the tensors of a FILE that kbit quantize wrote.",
+        description="Restore the tensors of a FILE that kbit quantize or bitsandbytes wrote.",
     )
     command.set_defaults(run=cli_files.run_dequantize)
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from . import _xp, explore
 from ._version import __version__
+from .array import QuantizedArray
 from .cli_common import DEFAULT_FORMAT, Column, chosen_format, dumps, table
 from .errors import FileError
 from .explore import Measurement
 from .io.atomic import check_file, replacing
-from .io.checkpoint import Checkpoint
+from .io.bitsandbytes import BitsandbytesCheckpoint
 from .io.convert import progress_bar
+from .io.safetensors import SourceFile
 from .samples import DISTRIBUTIONS, SHAPE, draw
 
 
@@ -30,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
         names = every if arguments.file is None else [DEFAULT_FORMAT]
     chosen = {name: chosen_format(name, arguments.option) for name in names}
     device = _xp.resolve_device(arguments.device)
-    tensors, nbytes = _tensors(arguments)
+    tensors, nbytes = _tensors(arguments, again=True)
     rows: dict[str, list[Measurement]] = {name: [] for name in chosen}
     with progress_bar("compare", nbytes, sys.stderr.isatty()) as advance:
         for tensor, x in tensors:
@@ -85,7 +87,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
     """Run ``kbit plan``."""
     target = check_file(arguments.output, arguments.force, Path(arguments.file))
     chosen = None if arguments.formats is None else [chosen_format(name, ()) for name in arguments.formats]
-    tensors, nbytes = _tensors(arguments)
+    tensors, nbytes = _tensors(arguments, again=False)
     with progress_bar("plan", nbytes, sys.stderr.isatty()) as advance:
         rows = explore.sweep(_counted(tensors, advance), chosen, device=arguments.device)
     plan = explore.plan(rows, arguments.bits)
@@ -120,22 +122,37 @@ def _plan_table(plan: explore.Plan, rows: list[dict[str, Any]]) -> str:
     return table(columns, [*lines, *uniform])
 
 
-def _tensors(arguments: argparse.Namespace) -> tuple[Iterator[tuple[str, Any]], int]:
-    """(name, array) of what is compared, one at a time, and the bytes of all."""
+def _tensors(arguments: argparse.Namespace, again: bool) -> tuple[Iterator[tuple[str, Any]], int]:
+    """(name, array) of what is compared, one at a time, and the bytes of all.
+
+    With `again`, tensors that are compressed already take part as what they decode to.
+    """
     if arguments.file is None:
         return ((name, draw(name)) for name in DISTRIBUTIONS), len(DISTRIBUTIONS) * 4 * math.prod(SHAPE)
-    chosen = [
-        (file, name)
-        for file in Checkpoint(arguments.file).files.values()
-        for name in file.compressible(arguments.min_size, arguments.keep)
-    ]
+    checkpoint = BitsandbytesCheckpoint(arguments.file)
+    chosen = {
+        name: _nbytes(file, name)
+        for file in checkpoint.files.values()
+        for name in file.compressible(arguments.min_size, arguments.keep, again)
+    }
     if not chosen:
         raise FileError(
             f"{arguments.file} holds no tensor to compress: none is {', '.join(_xp.FLOAT_DTYPES)} with two or more "
             f"dimensions, {arguments.min_size} or more elements (--min-size) and a name that --keep does not match"
         )
-    tensors = ((name, file.array(name)) for file, name in chosen)
-    return tensors, sum(file.entries[name].nbytes for file, name in chosen)
+    return ((name, _decoded(checkpoint[name])) for name in chosen), sum(chosen.values())
+
+
+def _nbytes(file: SourceFile, name: str) -> int:
+    """Bytes of a tensor when it is not compressed."""
+    if name not in file.compressed:
+        return file.entries[name].nbytes
+    _, shape, dtype = file.compressed[name]
+    return math.prod(shape) * dtype.itemsize
+
+
+def _decoded(tensor: Any) -> Any:
+    return tensor.dequantize() if isinstance(tensor, QuantizedArray) else tensor
 
 
 def _json(row: Measurement) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ._version import __version__
 from .cli_common import Column, chosen_format, dumps, printable, table
 from .explore import label, read_plan
 from .io.atomic import PART
+from .io.bitsandbytes import BitsandbytesCheckpoint
 from .io.checkpoint import Checkpoint
 from .io.convert import FileReport, dequantize_file, quantize_file
 from .io.safetensors import NAMES, SourceFile
@@ -33,6 +34,7 @@ def run_quantize(arguments: argparse.Namespace) -> None:
             formats,
             min_size=arguments.min_size,
             keep=arguments.keep,
+            layout=arguments.layout,
             **_writing(arguments),
         )
     for pattern in report.unused_keep:
@@ -88,9 +90,9 @@ def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None
 
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Run ``kbit inspect``."""
-    checkpoint = Checkpoint(arguments.file)
+    checkpoint = BitsandbytesCheckpoint(arguments.file)
     total = checkpoint.nbytes
-    rows = [row for file in checkpoint.files.values() for row in _rows(file, total)]
+    rows = [row for file in checkpoint.files.values() for row in _rows(checkpoint, file, total)]
     written_by = next((file.written_by for file in checkpoint.files.values() if file.written_by), None)
     compressed = sum(row["format"] is not None for row in rows)
     if arguments.json:
@@ -139,16 +141,15 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     print(table(columns, cells))
 
 
-def _rows(file: SourceFile, total: int) -> Iterator[dict[str, Any]]:
-    """One row for each tensor, by name; the planes of a compressed one are counted together."""
+def _rows(checkpoint: Checkpoint, file: SourceFile, total: int) -> Iterator[dict[str, Any]]:
+    """One row for each tensor, by name; all that a compressed one consists of is counted together."""
     for name in sorted((*file.compressed, *file.plain)):
+        nbytes = sum(entry.nbytes for entry in checkpoint.stored(name).values())
         if name in file.compressed:
             format, shape, dtype = file.compressed[name]
-            nbytes = sum(file.entries[f"{name}.{plane}"].nbytes for plane in format.planes(shape))
             about: tuple[Any, ...] = (format.config(), label(format), dtype.name)
         else:
             entry = file.entries[name]
-            nbytes = entry.nbytes
             shape, about = entry.shape, (None, "", NAMES.get(entry.dtype, entry.dtype))
         size = math.prod(shape)
         yield {

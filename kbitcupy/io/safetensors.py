@@ -235,15 +235,19 @@ class SourceFile:
         planes = {plane: self.array(f"{name}.{plane}") for plane in format.planes(shape)}
         return QuantizedArray(format, planes, shape, dtype)
 
-    def compressible(self, min_size: int = MIN_SIZE, keep: Iterable[str] = ()) -> list[str]:
-        """Names of the float tensors of at least two dimensions and `min_size` elements that no `keep` matches."""
+    def compressible(self, min_size: int = MIN_SIZE, keep: Iterable[str] = (), again: bool = False) -> list[str]:
+        """Names of the float tensors of at least two dimensions and `min_size` elements that no `keep` matches; with
+        `again` also of those that are compressed already.
+        """
         patterns = tuple(keep)
+        shapes = {name: self.entries[name].shape for name in self.plain if self.entries[name].dtype in _COMPRESSIBLE}
+        if again:
+            shapes.update((name, found.shape) for name, found in self.compressed.items())
         return [
             name
-            for name in self.plain
-            if (entry := self.entries[name]).dtype in _COMPRESSIBLE
-            and len(entry.shape) >= 2
-            and entry.size >= max(min_size, 1)
+            for name, shape in shapes.items()
+            if len(shape) >= 2
+            and math.prod(shape) >= max(min_size, 1)
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         ]
 
