@@ -134,7 +134,7 @@ def _add_quantize(commands: Any) -> None:
         "--layout",
         choices=list(LAYOUTS),
         default="kbitcupy",
-        help="how compressed tensors are stored (default %(default)s); bitsandbytes loads files of its own layout, which "
+        help="how compressed tensors are stored (default %(default)s); bitsandbytes loads its own, which "
         'holds nf4, fp4 and int8 with granularity ["channel", 0]',
     )
     command.set_defaults(run=cli_files.run_quantize)
