@@ -121,13 +121,23 @@ NF4 = np.array(
     np.float32,
 )
 
+#: Where x / absmax goes up to the next value of NF4, in bitsandbytes' compiled kernels: the float32 midpoints, but four
+#: are off by the last bit (-0.8480964, 0.12025525, 0.50166345 and 0.86147845 were the midpoints).
+NF4_THRESHOLDS = np.array(
+    [
+        *(-0.84809643, -0.6106329, -0.45999527, -0.33967942, -0.2346074, -0.13791174, -0.045525018, 0.03979015),
+        *(0.120255254, 0.20352125, 0.29201376, 0.38931254, 0.5016634, 0.6427869, 0.8614784),
+    ],
+    np.float32,
+)
+
 _FP4_MAGNITUDES = (0.0, 5.2083333e-3, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 #: bitsandbytes' FP4: bit 3 of a code is the sign; the code of a negative zero decodes to +0.
 FP4 = np.array([*_FP4_MAGNITUDES, 0.0, *(-m for m in _FP4_MAGNITUDES[1:])], np.float32)
 #: Where |x| / absmax goes up to the next magnitude of FP4, as bitsandbytes' kernel writes these numbers.
 FP4_THRESHOLDS = np.array([0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333], np.float32)
 
-for _table in (NF4, FP4, FP4_THRESHOLDS):
+for _table in (NF4, NF4_THRESHOLDS, FP4, FP4_THRESHOLDS):
     _table.setflags(write=False)
 
 #: Names of the standard codebooks.

@@ -17,10 +17,7 @@ SIZES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 257, 4096, 4097]
 
 
 def nf4_code(y):
-    code = 0
-    for low, high in itertools.pairwise(tables.NF4):
-        code += bool(y > (low + high) * F32(0.5))
-    return code
+    return sum(bool(y > threshold) for threshold in tables.NF4_THRESHOLDS)
 
 
 def fp4_code(y):
@@ -117,6 +114,8 @@ def test_the_tables():
     assert hashlib.sha256(tables.dynamic_map().tobytes()).hexdigest().startswith("e732639a65f497b4ad684bb166a44677")
     assert tables.NF4.dtype == tables.FP4.dtype == F32 and not np.signbit(tables.FP4[8])
     assert np.array_equal(tables.FP4[:8], -tables.FP4[8:] + F32(0))
+    off = tables.NF4_THRESHOLDS.view(np.int32) - tables.midpoints(tables.NF4).view(np.int32)
+    assert off.tolist() == [1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, -1, 0, -1]
 
 
 @pytest.mark.parametrize(

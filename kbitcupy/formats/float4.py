@@ -15,7 +15,8 @@ nested_offset   float32, 1              the mean of all absmax
 table           float32, 16             only for tables of one's own
 ==============  ======================  ======================================================================
 
-Thresholds are the float32 midpoints of neighbours. A number on a threshold stays below it; in the dynamic map it goes
+Thresholds are the float32 midpoints of neighbours; for NF4 they are bitsandbytes' own numbers, four of which are the
+next float32 to the midpoint. A number on a threshold stays below it; in the dynamic map it goes
 to the even code. FP4 compares magnitudes with bitsandbytes' own seven numbers, and numbers below zero get the sign bit.
 
 Special values: NaN gets code 0; every code of a block without a number other than zero is 0, and its absmax 0;
@@ -109,7 +110,7 @@ def _table_of(values: np.ndarray) -> Table:
 
 @functools.cache
 def _nf4() -> Table:
-    return _table_of(tables.NF4)
+    return Table(tables.NF4, tables.NF4_THRESHOLDS, np.arange(16, dtype=np.uint8))
 
 
 @functools.cache
