@@ -13,18 +13,21 @@ from . import metrics
 from ._version import __version__
 from .array import QuantizedArray
 from .errors import KbitError
+from .fit import fit_table
 from .formats.base import Format, Plane, formats, get_format, register
 from .functional import (
     create_normal_float_codebook,
     decode_absmax_e4m4,
     dequantize_kbit,
+    dequantize_nf4,
     encode_absmax_e4m4,
     pack_kbit,
     quantize_kbit,
+    quantize_nf4,
     unpack_kbit,
 )
 from .linear import linear, linear_grouped, matmul
-from .ops import concatenate, dequantize, quantize, stack, take
+from .ops import concatenate, dequantize, quantize, stack, take, to_torch
 
 __all__ = [
     "Format",
@@ -37,7 +40,10 @@ __all__ = [
     "decode_absmax_e4m4",
     "dequantize",
     "dequantize_kbit",
+    "dequantize_nf4",
     "encode_absmax_e4m4",
+    "explore",
+    "fit_table",
     "formats",
     "get_format",
     "io",
@@ -48,20 +54,19 @@ __all__ = [
     "pack_kbit",
     "quantize",
     "quantize_kbit",
-    "linear",
-    "linear_grouped",
-    "matmul",
+    "quantize_nf4",
     "register",
     "stack",
     "take",
+    "to_torch",
     "unpack_kbit",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """`io` is imported when it is first asked for: it needs safetensors."""
-    if name == "io":
+    """`io` (which needs safetensors), `explore` and `affine` are imported when they are first asked for."""
+    if name in ("io", "explore", "affine"):
         from importlib import import_module
 
-        return import_module(".io", __name__)
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,6 +78,23 @@ def options() -> tuple[str, ...]:
     return ("-std=c++17", "--fmad=false", f"-I{kernel_folder()}", f"-DKBIT_HEADERS={_headers_hash()}")
 
 
+def architecture_of(file: str) -> str:
+    """The one architecture that a file is for, ``"90a"`` of ``w8a8_sm90a.cu``; "" when it compiles for all.
+
+    What only one architecture has needs its letter in the option. CuPy adds the option of the device: of two that
+    differ in the letter alone NVRTC takes the one with it.
+    """
+    return file.partition("_sm")[2].removesuffix(".cu")
+
+
+@functools.cache
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a thread block can have on a device."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
 @dataclass(frozen=True)
 class Ready:
     """A kernel that is loaded on one device.
@@ -150,10 +167,7 @@ class Kernel:
             Limit the grid to so many times what the device holds, instead of by rounds: for a kernel that may find
             nothing to do, where each block costs.
         """
-        device = array.data.device_id
-        ready = self._ready.get(device)
-        if ready is None:
-            ready = self._ready[device] = self._load(device)
+        ready = self.ready(array.data.device_id)
         if units <= ready.resident:
             grid = units
         elif waves:
@@ -162,13 +176,24 @@ class Kernel:
             grid = max(ready.resident, -(-units // self.rounds))
         ready.function((grid,), (self.threads,), arguments, shared_mem=self.shared)
 
+    def ready(self, device: int) -> Ready:
+        """The kernel on a device, compiled where it has to be; ``ready.function(grid, ...)`` launches any grid."""
+        ready = self._ready.get(device)
+        if ready is None:
+            ready = self._ready[device] = self._load(device)
+        return ready
+
+    def launch(self, array: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        """Launch a grid of the caller's choice; the rest is as in a call."""
+        self.ready(array.data.device_id).function(grid, (self.threads,), arguments, shared_mem=self.shared)
+
     def _load(self, device: int) -> Ready:
         import cupy
         from cupy_backends.cuda.api import driver
 
         with _compile_lock:
             function = _function(self.file, self.expression, device)
-            if self.shared > 48 << 10:  # more than that has to be asked for
+            if self.shared + function.shared_size_bytes > 48 << 10:  # more than that has to be asked for
                 function.max_dynamic_shared_size_bytes = max(self.shared, function.max_dynamic_shared_size_bytes)
             count = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, self.threads, self.shared)
         return Ready(function, count * int(cupy.cuda.Device(device).attributes["MultiProcessorCount"]))
@@ -177,14 +202,24 @@ class Kernel:
 _compile_lock = threading.RLock()
 
 
-@functools.cache
+#: The kernels that this process has compiled or loaded, by (file, expression, device), for its life.
+loaded: dict[tuple[str, str, int], Any] = {}
+
+
 def _function(file: str, expression: str, device: int) -> Any:
-    """The compiled kernel, for the life of the process."""
+    """The compiled kernel."""
+    key = file, expression, device
+    if key not in loaded:
+        loaded[key] = _compiled(file, expression, device)
+    return loaded[key]
+
+
+def _compiled(file: str, expression: str, device: int) -> Any:
     import cupy
 
-    module = cupy.RawModule(
-        code=(kernel_folder() / file).read_text(), options=options(), name_expressions=(expression,)
-    )
+    only = architecture_of(file)
+    chosen = (*options(), f"-arch=sm_{only}") if only else options()
+    module = cupy.RawModule(code=(kernel_folder() / file).read_text(), options=chosen, name_expressions=(expression,))
     try:
         return module.get_function(expression)
     except Exception as error:  # NVRTC, the driver and the loader each raise a class of their own
@@ -192,7 +227,7 @@ def _function(file: str, expression: str, device: int) -> Any:
         raise KernelCompileError(f"{file}: {expression} for sm_{architecture}: {error}") from error
 
 
-def compile_offline(file: str, expression: str, architecture: int) -> str:
+def compile_offline(file: str, expression: str, architecture: int | str) -> str:
     """Compile one kernel for ``sm_<architecture>`` without a GPU and return the log of ptxas.
 
     Raises

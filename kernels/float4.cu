@@ -2,9 +2,7 @@
 // blocks.
 #include "float4.cuh"
 
-// Threads of a block: each warp needs shared memory for two tiles.
-template <typename T>
-constexpr int QUANTIZE_THREADS = sizeof(T) == 4 ? 128 : 256;
+constexpr int QUANTIZE_THREADS = 256;
 
 // The tiles of a thread block: a run of neighbours, which its warps take in turn. Short runs keep what is under way
 // close together in memory. Every run is whole rounds, so that the warps which share a block work on it together.
@@ -19,33 +17,29 @@ struct Run {
     }
 };
 
-// Load tile after tile of a run and hand each row with its scale to `encode(row, scale, tile, staging chunks)`.
+// Load tile after tile of a run and hand each row with its scale to `encode(row, scale, tile)`. `tiles` is one tile for
+// each warp: once the rows are in registers, the next one is on its way to the same place.
 template <typename T, typename Encode>
 __device__ __forceinline__ void for_each_row(
     const T* x, long long n, const Run& run, int block_log2, uint4* tiles, float* shared, const Encode& encode) {
-    constexpr int WARPS = QUANTIZE_THREADS<T> / WARP, CHUNKS = WARP * Tile<T>::CHUNKS;
+    constexpr int WARPS = QUANTIZE_THREADS / WARP;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const bool aligned = is_aligned(x);
-    Tile<T> tile{tiles + warp * 2 * CHUNKS}, next{tile.chunks + CHUNKS};
-    for (long long base = run.first; base < run.end; base += WARPS) {
-        const long long t = base + warp;
-        // Tiles beyond the array are zeros: their warps still take part in the meetings of scale_row.
-        if (base == run.first) {
-            tile.load(x, t * TILE, n, aligned, lane);
-            close_copies();
-        }
-        if (base + WARPS < run.end) next.load(x, (t + WARPS) * TILE, n, aligned, lane);
-        close_copies();
-        copies_arrived<1>();
+    const Tile<T> tile{tiles + warp * WARP * Tile<T>::CHUNKS};
+    // Tiles beyond the array are zeros: their warps still take part in the meetings of scale_row.
+    long long t = run.first + warp;
+    tile.load(x, t * TILE, n, aligned, lane);
+    close_copies();
+    for (long long base = run.first; base < run.end; base += WARPS, t += WARPS) {
+        copies_arrived<0>();
         __syncwarp();
         unsigned row[Tile<T>::WORDS];
         tile.read_row(lane, row);
-        const RowScale scale = scale_row<T, WARPS>(row, block_log2, shared, lane, warp);
-        __syncwarp();  // every row has been read: the tile's memory is free
-        encode(row, scale, t, tile.chunks);
         __syncwarp();
-        uint4* freed = tile.chunks;
-        tile.chunks = next.chunks, next.chunks = freed;
+        if (base + WARPS < run.end) tile.load(x, (t + WARPS) * TILE, n, aligned, lane);
+        close_copies();
+        const RowScale scale = scale_row<T, WARPS>(row, block_log2, shared, lane, warp);
+        encode(row, scale, t);
     }
 }
 
@@ -54,16 +48,16 @@ __device__ __forceinline__ void for_each_row(
 // absmax       float32[blocks]
 // values_out   float32[16], or null
 template <typename T, int SEARCH>
-__global__ void __launch_bounds__(QUANTIZE_THREADS<T>) quantize_table4(
+__global__ void __launch_bounds__(QUANTIZE_THREADS) quantize_table4(
     const T* x, long long n, unsigned char* packed, float* absmax, float* values_out, long long block_log2,
     const __grid_constant__ Table4 table) {
-    constexpr int WARPS = QUANTIZE_THREADS<T> / WARP;
-    extern __shared__ uint4 dynamic[];  // for each warp two tiles, then the search table
+    constexpr int WARPS = QUANTIZE_THREADS / WARP;
+    extern __shared__ uint4 dynamic[];  // a tile for each warp
     __shared__ float meeting[WARPS];
     const int lane = threadIdx.x % WARP;
     const long long tiles = (n + TILE - 1) / TILE, blocks = (n + (1 << block_log2) - 1) >> block_log2;
     const Run run(tiles, WARPS);
-    char* search = reinterpret_cast<char*>(dynamic + WARPS * 2 * WARP * Tile<T>::CHUNKS);
+    __shared__ __align__(16) char search[TABLE4_BYTES];
     build_table4<SEARCH>(table, search);
     if (values_out && blockIdx.x == 0 && threadIdx.x < 16) values_out[threadIdx.x] = table.value[threadIdx.x];
     __syncthreads();
@@ -71,7 +65,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>) quantize_table4(
     const bool aligned = is_aligned(packed);
     for_each_row<T>(
         x, n, run, int(block_log2), dynamic, meeting,
-        [&](const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, long long t, uint4*) {
+        [&](const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, long long t) {
             const long long start = t * TILE + lane * ROW;
             store_absmax(absmax, t * WARP + lane, blocks, int(block_log2), scale);
             const uint4 codes = encode4<T, SEARCH>(row, scale, search, lane_offset);
@@ -90,44 +84,50 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>) quantize_table4(
 // codes        uint8[n]
 // absmax       float32[blocks]
 template <typename T>
-__global__ void __launch_bounds__(QUANTIZE_THREADS<T>) quantize_dynamic8(
+__global__ void __launch_bounds__(QUANTIZE_THREADS) quantize_dynamic8(
     const T* x, long long n, unsigned char* codes, float* absmax, long long block_log2,
     const __grid_constant__ Dynamic table) {
-    constexpr int WARPS = QUANTIZE_THREADS<T> / WARP;
-    extern __shared__ uint4 dynamic[];
+    constexpr int WARPS = QUANTIZE_THREADS / WARP;
+    extern __shared__ uint4 dynamic[];  // a tile for each warp
     __shared__ float meeting[WARPS];
+    __shared__ DynamicSearch search;
     const int lane = threadIdx.x % WARP;
     const long long tiles = (n + TILE - 1) / TILE, blocks = (n + (1 << block_log2) - 1) >> block_log2;
     const Run run(tiles, WARPS);
-    char* search = reinterpret_cast<char*>(dynamic + WARPS * 2 * WARP * Tile<T>::CHUNKS);
     build_dynamic(table, search);
+    const DynamicLane search_lane(search, lane);
     __syncthreads();
     const bool aligned = is_aligned(codes);
     for_each_row<T>(
         x, n, run, int(block_log2), dynamic, meeting,
-        [&](const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, long long t, uint4* stage) {
+        [&](const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, long long t) {
             store_absmax(absmax, t * WARP + lane, blocks, int(block_log2), scale);
-            unsigned word[8] = {};
+            unsigned word[8];
 #pragma unroll
-            for (int e = 0; e < ROW; ++e) {
-                const float x = Word<T>::get(row[e / Word<T>::COUNT], e % Word<T>::COUNT);
-                const float y = __fmul_rn(x, scale.reciprocal[e / (ROW / 2)]);
-                word[e / 4] |= encode_dynamic(y, search, lane * 4) << e % 4 * 8;
+            for (int w = 0; w < 8; ++w) {
+                float y[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int e = 4 * w + i;
+                    const float x = Word<T>::get(row[e / Word<T>::COUNT], e % Word<T>::COUNT);
+                    y[i] = __fmul_rn(x, scale.reciprocal[e / (ROW / 2)]);
+                }
+                word[w] = search_lane.encode(y);
             }
             const long long start = t * TILE + lane * ROW;
             if (aligned && (t + 1) * TILE <= n) {
-                // Through shared memory, to write whole lines; the half that a lane reads first alternates, and with it
-                // the banks.
-                stage[2 * lane + (lane / 4 & 1)] = make_uint4(word[0], word[1], word[2], word[3]);
-                stage[2 * lane + (~(lane / 4) & 1)] = make_uint4(word[4], word[5], word[6], word[7]);
-                __syncwarp();
+                // Neighbours exchange halves, so that each store of the two is one piece of 32 bytes.
+                const bool odd = lane & 1;
+                unsigned out[2][4];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int chunk = i * WARP + lane, owner = chunk / 2;
-                    __stcs(
-                        reinterpret_cast<uint4*>(codes + t * TILE) + chunk,
-                        stage[2 * owner + ((chunk ^ owner / 4) & 1)]);
+                for (int i = 0; i < 4; ++i) {
+                    const unsigned other = __shfl_xor_sync(FULL_WARP, odd ? word[i] : word[4 + i], 1);
+                    out[0][i] = odd ? other : word[i];
+                    out[1][i] = odd ? word[4 + i] : other;
                 }
+                uint4* target = reinterpret_cast<uint4*>(codes + t * TILE) + lane / 2 * 4 + odd;
+                __stcs(target, make_uint4(out[0][0], out[0][1], out[0][2], out[0][3]));
+                __stcs(target + 2, make_uint4(out[1][0], out[1][1], out[1][2], out[1][3]));
             } else {
 #pragma unroll
                 for (int i = 0; i < ROW; ++i)
@@ -139,7 +139,10 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>) quantize_dynamic8(
 // ---- decoding --------------------------------------------------------------------------------------------------
 
 constexpr int DEQUANTIZE_THREADS = 256;
-constexpr int UNITS = 8;  // groups of eight 4-bit codes that a thread has under way
+// Groups of eight 4-bit codes that a thread has under way: more where it has a second table to make.
+template <bool NESTED>
+constexpr int UNITS4 = NESTED ? 8 : 2;
+constexpr int ANNOUNCED = 8192;  // groups of 256 codes ahead: about what is under way at a time
 
 struct Values4 {
     float value[16];
@@ -191,12 +194,15 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_table4(
     // An entry of the table is one float for each lane, and 256 bytes: a byte permutation forms the address.
     __shared__ float lut[16][2 * WARP];
     __shared__ float map[NESTED ? 256 : 1];
-    constexpr int PER_CHUNK = Tile<T>::PER_CHUNK, WARP_ELEMENTS = WARP * 8;
+    constexpr int PER_CHUNK = Tile<T>::PER_CHUNK, WARP_ELEMENTS = WARP * 8, UNITS = UNITS4<NESTED>;
     const int lane = threadIdx.x % WARP;
     // A warp has UNITS neighbouring spans of 256 elements: 128 packed bytes each.
     const long long first = ((long long)blockIdx.x * (DEQUANTIZE_THREADS / WARP) + threadIdx.x / WARP) * UNITS;
     const bool aligned = (reinterpret_cast<unsigned long long>(packed) & 3) == 0 && is_aligned(y);
     unsigned words[UNITS];
+    // What another thread block will read is brought to the L2 cache: beside all the writing, reads take long.
+    const long long ahead = (first + ANNOUNCED + lane) * WARP_ELEMENTS;
+    if (lane < UNITS && ahead < n) prefetch_l2(packed + ahead / 2);
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
         const long long start = (first + u) * WARP_ELEMENTS + lane * 8;
@@ -246,13 +252,16 @@ template <typename T>
 __global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_dynamic8(
     const unsigned char* codes, const float* absmax, T* y, long long n, long long block_log2,
     const __grid_constant__ Values8 table) {
-    __shared__ float lut[256][WARP];
+    __shared__ __align__(16) float lut[256][WARP];
     constexpr int PER_CHUNK = Tile<T>::PER_CHUNK, WORDS = PER_CHUNK / 4, SPAN = WARP * PER_CHUNK;
-    constexpr int UNITS = 8 / WORDS;                                        // chunks that a thread has under way
+    constexpr int UNITS = 4 / WORDS;                                        // chunks that a thread has under way
     constexpr int THREAD_BLOCK = DEQUANTIZE_THREADS / WARP * UNITS * SPAN;  // elements of one round
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const bool aligned = (reinterpret_cast<unsigned long long>(codes) & (PER_CHUNK - 1)) == 0 && is_aligned(y);
-    for (int i = threadIdx.x; i < 256 * WARP; i += DEQUANTIZE_THREADS) lut[i / WARP][i % WARP] = table.value[i / WARP];
+    for (int i = threadIdx.x; i < 256 * WARP / 4; i += DEQUANTIZE_THREADS) {
+        const float value = table.value[i / (WARP / 4)];
+        reinterpret_cast<float4*>(lut)[i] = make_float4(value, value, value, value);
+    }
     __syncthreads();
     const long long rounds = (n + THREAD_BLOCK - 1) / THREAD_BLOCK, each = (rounds + gridDim.x - 1) / gridDim.x;
     const long long end = min(n, (blockIdx.x + 1) * each * THREAD_BLOCK);

@@ -125,6 +125,8 @@ __device__ __forceinline__ unsigned bucket_of(float y) {
     return __float_as_uint(__fadd_rn(SEARCH == ORDERED ? y : fabsf(y), MAGIC)) & (FIELDS - 1) * (COPIES * 8);
 }
 
+constexpr int TABLE4_BYTES = 64 * COPIES * sizeof(Bucket);
+
 // Every thread of the block helps; the caller synchronises.
 template <int SEARCH>
 __device__ __forceinline__ void build_table4(const Table4& table, void* shared) {
@@ -187,39 +189,74 @@ struct Dynamic {
     unsigned char guess[GUESSES];  // 127 + the level that each bucket begins with
 };
 
-// The search table in shared memory: thresholds, one copy for each lane, then the guesses.
-constexpr int DYNAMIC_BYTES = 129 * WARP * 4;
+// The search table in shared memory, thresholds with one copy for each lane.
+struct DynamicSearch {
+    float threshold[129][WARP];
+    unsigned char guess[GUESSES];
+};
 
-__device__ __forceinline__ void build_dynamic(const Dynamic& dynamic, char* shared) {
+__device__ __forceinline__ void build_dynamic(const Dynamic& dynamic, DynamicSearch& search) {
     for (int i = threadIdx.x; i < 129 * WARP; i += blockDim.x)
-        reinterpret_cast<float*>(shared)[i] = dynamic.threshold[i / WARP];
-    for (int i = threadIdx.x; i < GUESSES; i += blockDim.x)
-        reinterpret_cast<unsigned char*>(shared)[DYNAMIC_BYTES + i] = dynamic.guess[i];
+        search.threshold[i / WARP][i % WARP] = dynamic.threshold[i / WARP];
+    for (int i = threadIdx.x; i < GUESSES; i += blockDim.x) search.guess[i] = dynamic.guess[i];
 }
 
 // The lowest value of the map; what lies below it, and NaN, has its code 0.
 constexpr float DYNAMIC_LOWEST = -0.99296874f;
 
-__device__ __forceinline__ unsigned encode_dynamic(float y, const char* table, unsigned lane_offset) {
-    y = fmaxf(y, DYNAMIC_LOWEST);
-    const unsigned bits = __float_as_uint(fmaxf(fabsf(y), 0x1p-23f));
-    const unsigned guess =
-        reinterpret_cast<const unsigned char*>(table + DYNAMIC_BYTES)[(bits >> GUESS_SHIFT) - GUESS_BASE];
-    const float threshold =
-        *reinterpret_cast<const float*>(table + (guess * (WARP * 4) + lane_offset) - 127 * WARP * 4);
-    const unsigned code = guess + (__float_as_uint(__fsub_rn(threshold, fabsf(y))) >> 31);
-    // Below zero 254 - code, which is the complement less one.
-    const unsigned negative = static_cast<unsigned>(__float_as_int(y) >> 31);
-    return ((code ^ negative) + negative) & 0xffu;
+// 0xff in each byte whose number is negative.
+__device__ __forceinline__ unsigned sign_bytes(const float (&y)[4]) {
+    unsigned low, high;
+    // A selector with bit 3 set spreads the sign of the byte.
+    asm("prmt.b32 %0, %1, %2, 0x00fb;" : "=r"(low) : "r"(__float_as_uint(y[0])), "r"(__float_as_uint(y[1])));
+    asm("prmt.b32 %0, %1, %2, 0x00fb;" : "=r"(high) : "r"(__float_as_uint(y[2])), "r"(__float_as_uint(y[3])));
+    return __byte_perm(low, high, 0x5410);
 }
 
-// The same, with only the thresholds, in any memory.
-__device__ __forceinline__ unsigned encode_dynamic_slowly(float y, const float* threshold) {
-    y = fmaxf(y, DYNAMIC_LOWEST);
-    unsigned level = 0;
+// A number and a byte from shared memory by 32-bit addresses. What was written there must have been synchronised.
+__device__ __forceinline__ float load_shared(unsigned address) {
+    float v;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    return v;
+}
+__device__ __forceinline__ unsigned load_shared_byte(unsigned address) {
+    unsigned v;
+    asm("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+
+// The lane's view of the search table: addresses from which guesses and shifted bits count.
+struct DynamicLane {
+    unsigned thresholds, guesses;
+
+    __device__ __forceinline__ DynamicLane(const DynamicSearch& search, int lane)
+        : thresholds(static_cast<unsigned>(__cvta_generic_to_shared(&search.threshold[0][lane])) - 127 * WARP * 4),
+          guesses(static_cast<unsigned>(__cvta_generic_to_shared(search.guess)) - GUESS_BASE) {}
+
+    // The codes of four numbers, one a byte.
+    __device__ __forceinline__ unsigned encode(float (&y)[4]) const {
+        unsigned code[4];
 #pragma unroll
-    for (int step = 64; step > 0; step >>= 1)
-        if (fabsf(y) > threshold[level + step - 1]) level += step;
-    if (fabsf(y) > threshold[127]) level = 128;
-    return y < 0.0f ? 127 - level : 127 + level;
+        for (int i = 0; i < 4; ++i) {
+            y[i] = fmaxf(y[i], DYNAMIC_LOWEST);
+            const float magnitude = fmaxf(fabsf(y[i]), 0x1p-23f);  // still below the first threshold
+            const unsigned guess = load_shared_byte(guesses + (__float_as_uint(magnitude) >> GUESS_SHIFT));
+            const float distance = __fsub_rn(load_shared(thresholds + guess * (WARP * 4)), magnitude);
+            code[i] = guess + (__float_as_uint(distance) >> 31);
+        }
+        const unsigned negative = sign_bytes(y);
+        const unsigned all =
+            __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
+        // Below zero the code is 254 - code: the complement less one, which no byte is too small for.
+        return (all ^ negative) - (negative & 0x01010101u);
+    }
+};
+
+// The code of one number, with a single copy of the table.
+__device__ __forceinline__ unsigned encode_dynamic(float y, const float* threshold, const unsigned char* guess) {
+    y = fmaxf(y, DYNAMIC_LOWEST);
+    const float magnitude = fmaxf(fabsf(y), 0x1p-23f);
+    const unsigned level = guess[(__float_as_uint(magnitude) >> GUESS_SHIFT) - GUESS_BASE] - 127u;
+    const unsigned above = level + (magnitude > threshold[level]);
+    return y < 0.0f ? 127 - above : 127 + above;
 }

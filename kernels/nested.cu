@@ -1,18 +1,28 @@
-// Double quantization: the absmax of blocks, themselves quantized. Apart, since a module compiles every plain kernel.
+// Double quantization: the absmax of blocks, themselves quantized. One warp has the 256 absmax of a nested block, eight
+// a lane. Apart from float4.cu, since a module compiles every plain kernel.
 #include "float4.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
 // The sums of each 256 absmax, as the tree (i) + (i + half), zeros beyond the end.
 // absmax   float32[blocks]
 // sums     float64[(blocks + 255) / 256]
-__global__ void __launch_bounds__(256) absmax_sums(const float* absmax, long long blocks, double* sums) {
-    __shared__ double tree[256];
-    const long long i = (long long)blockIdx.x * 256 + threadIdx.x;
-    tree[threadIdx.x] = i < blocks ? double(absmax[i]) : 0.0;
-    for (int half = 128; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) tree[threadIdx.x] += tree[threadIdx.x + half];
+__global__ void __launch_bounds__(THREADS) absmax_sums(const float* absmax, long long blocks, double* sums) {
+    const int lane = threadIdx.x % WARP;
+    const long long nested = (long long)blockIdx.x * WARPS + threadIdx.x / WARP;
+    double v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const long long i = nested * 256 + j * WARP + lane;
+        v[j] = i < blocks ? double(absmax[i]) : 0.0;
     }
-    if (threadIdx.x == 0) sums[blockIdx.x] = tree[0];
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2)
+#pragma unroll
+        for (int j = 0; j < half; ++j) v[j] += v[j + half];
+#pragma unroll
+    for (int half = WARP / 2; half > 0; half /= 2) v[0] += __shfl_xor_sync(FULL_WARP, v[0], half);
+    if (lane == 0 && nested * 256 < blocks) sums[nested] = v[0];
 }
 
 // The mean: thread i adds sums i, i + 1024, ..., then a tree. One thread block of 1024.
@@ -21,6 +31,7 @@ __global__ void __launch_bounds__(1024) absmax_mean(const double* sums, long lon
     __shared__ double tree[1024];
     const long long count = (blocks + 255) / 256;
     double total = 0.0;
+#pragma unroll 8
     for (long long i = threadIdx.x; i < count; i += 1024) total += sums[i];
     tree[threadIdx.x] = total;
     for (int half = 512; half > 0; half /= 2) {
@@ -32,20 +43,34 @@ __global__ void __launch_bounds__(1024) absmax_mean(const double* sums, long lon
 
 // codes    uint8[blocks]
 // nested   float32[(blocks + 255) / 256]
-__global__ void __launch_bounds__(256) quantize_absmax(
-    const float* absmax, long long blocks, const float* offset, unsigned char* codes, float* nested,
+__global__ void __launch_bounds__(THREADS) quantize_absmax(
+    const float* absmax, long long blocks, const float* offset, unsigned char* codes, float* nested_absmax,
     const __grid_constant__ Dynamic table) {
-    __shared__ float threshold[128], largest[256 / WARP];
-    const long long i = (long long)blockIdx.x * 256 + threadIdx.x;
-    if (threadIdx.x < 128) threshold[threadIdx.x] = table.threshold[threadIdx.x];
-    float v = i < blocks ? __fsub_rn(absmax[i], *offset) : 0.0f;
-    float a = fmaxf(fabsf(v), 0.0f);  // NaN is no maximum
-    for (int step = 1; step < WARP; step *= 2) a = fmaxf(a, __shfl_xor_sync(FULL_WARP, a, step));
-    if (threadIdx.x % WARP == 0) largest[threadIdx.x / WARP] = a;
+    __shared__ float threshold[129];
+    __shared__ unsigned char guess[GUESSES];
+    for (int i = threadIdx.x; i < 129; i += THREADS) threshold[i] = table.threshold[i];
+    for (int i = threadIdx.x; i < GUESSES; i += THREADS) guess[i] = table.guess[i];
     __syncthreads();
-    for (int w = 0; w < 256 / WARP; ++w) a = fmaxf(a, largest[w]);
-    if (threadIdx.x == 0) nested[blockIdx.x] = a;
-    float divisor = a;
-    if (a > 0x1p126f && a < infinity()) divisor = __fmul_rn(a, 0x1p-64f), v = __fmul_rn(v, 0x1p-64f);
-    if (i < blocks) codes[i] = encode_dynamic_slowly(__fmul_rn(v, __frcp_rn(divisor)), threshold);
+    const int lane = threadIdx.x % WARP;
+    const float mean = *offset;
+    const long long count = (blocks + 255) / 256;
+    for (long long nested = (long long)blockIdx.x * WARPS + threadIdx.x / WARP; nested < count;
+         nested += (long long)gridDim.x * WARPS) {
+        float v[8], a = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const long long i = nested * 256 + j * WARP + lane;
+            v[j] = i < blocks ? __fsub_rn(absmax[i], mean) : 0.0f;
+            a = fmaxf(a, fabsf(v[j]));  // NaN is no maximum
+        }
+        a = __uint_as_float(warp_max(__float_as_uint(a)));
+        if (lane == 0) nested_absmax[nested] = a;
+        const bool large = a > 0x1p126f && a < infinity();  // its reciprocal would be subnormal
+        const float down = large ? 0x1p-64f : 1.0f, reciprocal = __frcp_rn(__fmul_rn(a, down));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const long long i = nested * 256 + j * WARP + lane;
+            if (i < blocks) codes[i] = encode_dynamic(__fmul_rn(__fmul_rn(v[j], down), reciprocal), threshold, guess);
+        }
+    }
 }

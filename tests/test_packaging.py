@@ -27,7 +27,7 @@ FLOORS = [
     ["linear"],
     ["affine"],
     ["metrics"],
-    ["functional"],
+    ["fit", "functional"],
     ["io.atomic"],
     ["io.safetensors"],
     ["io.checkpoint"],

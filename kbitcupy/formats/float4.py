@@ -380,14 +380,14 @@ def _encode_chunks(x: np.ndarray, block: int, table: Table, out: np.ndarray) -> 
             reciprocal = np.float32(1) / (absmax * down)
             np.multiply(rows, reciprocal[:, None], out=y)
             if table.flushes:
-                # The GPU flushes what is tiny before it rounds; here it may have been rounded up to 2^-126.
+                # The GPU rounds to 24 bits before it looks whether that is subnormal; here 23 bits have become 2^-126.
                 rare = np.flatnonzero(
                     np.abs(y, out=buffers.position.view(np.float32)[: y.size].reshape(y.shape)) == SMALLEST_NORMAL
                 )
                 exact = (
                     x_rows.reshape(-1)[rare].astype(np.float64) * (down * reciprocal.astype(np.float64))[rare // block]
                 )
-                y.reshape(-1)[rare[np.abs(exact) < SMALLEST_NORMAL]] = 0
+                y.reshape(-1)[rare[np.abs(exact) < float(SMALLEST_NORMAL) * (1 - 2.0**-25)]] = 0
             yield first * block, table.search(y, buffers)
 
 
@@ -495,9 +495,7 @@ def _error_bound(x: Any, block: int, table: Table, planes: Mapping[str, Any]) ->
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
-_THREADS = {2: 256, 4: 128}
-# Copies of the search table in shared memory, one for each pair of lanes.
-_COPIES = 16
+_THREADS = 256
 # The kernels' search tables: `fields` buckets a sixteenth wide, y + magic having the number of the bucket in its bits.
 _FIELDS = {"ORDERED": 64, "MAGNITUDE": 32}
 _STRUCT4 = np.dtype(
@@ -586,23 +584,22 @@ class _Launch:
         self._kernel(array, -(-size // self._unit), (*arguments, self.table))
 
 
-_QUANTIZE_ROUNDS = {2: 8, 4: 4}
-_DYNAMIC_ROUNDS = {2: 16, 4: 8}
+# Rounds of a thread block, by the bytes of an element: more spread the cost of its table, fewer keep what is under way
+# close together in memory.
+_QUANTIZE_ROUNDS = {2: 4, 4: 2}
+_DYNAMIC_ROUNDS = {2: 16, 4: 16}
 
 
 @functools.lru_cache(maxsize=256)
 def _quantize_launch(dtype: np.dtype, table: Table | None) -> _Launch:
     """Quantization by a table of 16, or by the dynamic map where it is None."""
-    threads = _THREADS[dtype.itemsize]
-    tiles = 2 * threads * 32 * dtype.itemsize
     if table is None:
         name, struct, rounds = f"quantize_dynamic8<{CXX_TYPES[dtype.name]}>", _search8(), _DYNAMIC_ROUNDS
-        tiles += 129 * 128 + _GUESSES + -_GUESSES % 16
     else:
         kernel, struct = _search4(table)
         name, rounds = f"quantize_table4<{CXX_TYPES[dtype.name]}, {kernel}>", _QUANTIZE_ROUNDS
-        tiles += 64 * _COPIES * 8
-    return _Launch(_FILE, name, threads, 32 * threads, tiles, rounds[dtype.itemsize], struct)
+    unit = 32 * _THREADS
+    return _Launch(_FILE, name, _THREADS, unit, unit * dtype.itemsize, rounds[dtype.itemsize], struct)
 
 
 @functools.lru_cache(maxsize=256)
@@ -612,20 +609,22 @@ def _dequantize_launch(dtype: np.dtype, table: Table | None, nested: bool) -> _L
     if nested:
         struct = np.concatenate((struct, tables.dynamic_map()))
     name = f"dequantize_table4<{CXX_TYPES[dtype.name]}, {str(nested).lower()}>"
-    return _Launch(_FILE, name, 256, 256 * 64, 0, 1, struct)
+    return _Launch(_FILE, name, _THREADS, _THREADS * (64 if nested else 16), 0, 1, struct)
 
 
 @functools.cache
 def _dynamic_dequantize_launch(dtype: np.dtype) -> _Launch:
-    return _Launch(_FILE, f"dequantize_dynamic8<{CXX_TYPES[dtype.name]}>", 256, 256 * 32, 0, 4, tables.dynamic_map())
+    return _Launch(
+        _FILE, f"dequantize_dynamic8<{CXX_TYPES[dtype.name]}>", _THREADS, _THREADS * 16, 0, 4, tables.dynamic_map()
+    )
 
 
 @functools.cache
 def _nested_launches() -> tuple[_cuda.Kernel, _cuda.Kernel, _Launch]:
     return (
-        _cuda.Kernel(_NESTED_FILE, "absmax_sums", NESTED_BLOCK),
+        _cuda.Kernel(_NESTED_FILE, "absmax_sums", _THREADS),
         _cuda.Kernel(_NESTED_FILE, "absmax_mean", _MEAN_LANES),
-        _Launch(_NESTED_FILE, "quantize_absmax", NESTED_BLOCK, NESTED_BLOCK, 0, 1, _search8()),
+        _Launch(_NESTED_FILE, "quantize_absmax", _THREADS, 8 * _THREADS, 0, 4, _search8()),
     )
 
 
@@ -651,7 +650,7 @@ def _encode4_cuda(format: Table4, table: Table, x: Any, planes: Mapping[str, Any
     count, offset = absmax.size, planes["nested_offset"]
     sums = scratch(-(-count // NESTED_BLOCK), np.float64)
     add, mean, encode = _nested_launches()
-    add(absmax, sums.size, (absmax, count, sums))
+    add(absmax, -(-sums.size // 8), (absmax, count, sums))  # a warp for each
     mean(absmax, 1, (sums, count, offset))
     encode(absmax, count, (absmax, count, offset, planes["absmax"], planes["nested_absmax"]))
 
