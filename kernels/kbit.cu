@@ -29,17 +29,18 @@ struct Share {
     }
 };
 
-// One or two bits need no table: the sign of (threshold - y) for each threshold is nearly the bit plane itself.
+// Ordered codebooks of one or two bits need none: the sign of (threshold - y) for each threshold is nearly the plane.
 template <int K, int SEARCH>
-constexpr bool USES_TABLE = SEARCH == MAPPED || (SEARCH == ORDERED && K > 2);
+constexpr bool USES_TABLE = SEARCH != ORDERED || K > 2;
 
 // The index of every element of a row, as bit planes.
 //
 // DIRECT: the thresholds are those for the product x * r (see direct_thresholds in tables.py), so nothing is divided.
 // Otherwise y is the correctly rounded quotient. With ORDERED the bucket gives the level below its threshold, the sign
 // of (threshold - y) is the one to add: 32 signs are gathered in a word and added to the planes as binary digits.
+// Returns the elements (bit e) that the table leaves open, which is possible with ANY; their index is 0.
 template <typename T, int K, int SEARCH>
-__device__ __forceinline__ void search_row(
+__device__ __forceinline__ unsigned search_row(
     const unsigned (&row)[Tile<T>::WORDS], float d, const Codebook<K>& codebook, const BucketSearch& search,
     const char* table, unsigned (&plane)[Field<K>::BITS]) {
     constexpr int BITS = Field<K>::BITS, PER_WORD = Word<T>::COUNT;
@@ -48,6 +49,7 @@ __device__ __forceinline__ void search_row(
     const float factor = DIRECT ? __fmul_rn(r, search.slope) : search.slope;
     constexpr int SIGNS = USES_TABLE<K, SEARCH> ? 1 : (1 << K) - 1;
     unsigned above[SIGNS] = {};  // bit e: y of element e lies above the threshold
+    unsigned open = 0;
 #pragma unroll
     for (int p = 0; p < BITS; ++p) plane[p] = 0;
 #pragma unroll
@@ -71,6 +73,7 @@ __device__ __forceinline__ void search_row(
                 unsigned index = distance < 0.0f ? bucket.index >> 16 : bucket.index & 0xffffu;
                 if (y != y) index = 0;
                 plane[e % BITS] += index << (e / BITS * BITS);
+                if (SEARCH == ANY) open = __funnelshift_l(bucket.index, open, 1);
             }
         }
     }
@@ -88,6 +91,7 @@ __device__ __forceinline__ void search_row(
             }
         }
     }
+    return open;
 }
 
 // Bring a row and its divisor to where search_row is exact: a matter of a few blocks, if any. float16 is always there.
@@ -120,12 +124,14 @@ __device__ __forceinline__ void tame(unsigned (&row)[Tile<T>::WORDS], bool infin
     }
 }
 
-// The same for any codebook and any divisor, one element after the other: `index_of` takes the IEEE quotient.
+// The same for any codebook, any divisor and only the elements `which`, one after the other: `index_of` takes the IEEE
+// quotient.
 template <typename T, int K, typename Index>
 __device__ __forceinline__ void search_slowly(
-    const Tile<T>& tile, int lane, float d, Index index_of, unsigned (&plane)[Field<K>::BITS]) {
+    const Tile<T>& tile, int lane, float d, unsigned which, Index index_of, unsigned (&plane)[Field<K>::BITS]) {
 #pragma unroll 1
-    for (int e = 0; e < ROW; ++e) {
+    for (; which != 0; which &= which - 1) {
+        const int e = __ffs(which) - 1;
         const float x = flush(to_float(*tile.element(lane, e)));
         const unsigned index = index_of(d == 0.0f ? x * 0.0f : flush(divide_ieee(x, d)));
 #pragma unroll
@@ -137,7 +143,7 @@ __device__ __forceinline__ void search_slowly(
 // packed        uint32[blocks * K], and K zero words more in the FLAT pass
 // absmax        Code[blocks], and one zero more in the FLAT pass
 // tensor_scale  float32[1]; not used in the FLAT pass
-// values        float32[2^K] on the device, or null: then codebook.value
+// values        float32[2^K] on the device, only for ANY, or null: then codebook.value
 // values_out    float32[2^K], receives the values, or null
 template <typename T, int K, int FORMAT, int SEARCH>
 __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) quantize_kbit(
@@ -146,8 +152,10 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
     using A = Absmax<FORMAT>;
     constexpr int THREADS = QUANTIZE_THREADS<T>, WARPS = THREADS / WARP;
     constexpr int TILE_CHUNKS = WARP * Tile<T>::CHUNKS;
-    extern __shared__ uint4 dynamic[];        // two tiles for each warp, then the bucket table
-    __shared__ float shared_numbers[1 << K];  // thresholds, or the values where each is tried
+    // Two tiles for each warp, then the bucket table. Copies to anything but whole 128-byte lines are slower.
+    extern __shared__ __align__(128) uint4 dynamic[];
+    __shared__ float thresholds[1 << K];
+    __shared__ Codebook<K> analysed;  // only for ANY
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const long long blocks = (n + ROW - 1) / ROW;
@@ -161,13 +169,6 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
         if (note >> 31 && threadIdx.x == 0) atomicExch(tensor_scale, __float_as_uint(scale));
         if (scale == 1.0f) return;
     }
-    // A maximum beyond the range of scale 1 has been noted already: REPEAT will encode, here only the maximum counts.
-    bool only_note = false;
-    unsigned noted = 0;
-    if (pass == NOTE) {
-        noted = __shfl_sync(FULL_WARP, *static_cast<volatile unsigned*>(tensor_scale), 0);
-        only_note = noted >> 31 && __uint_as_float(noted & 0x7fffffffu) > A::HIGH;
-    }
     const float inverse_scale = __int_as_float((254 << 23) - __float_as_int(scale));  // of a power of two
 
     // The first tile is on its way while the table is built.
@@ -178,19 +179,21 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
     close_copies();
 
     char* table = reinterpret_cast<char*>(dynamic + WARPS * 2 * TILE_CHUNKS);
-    const BucketSearch search(codebook, lane);
-    FullSearch<K> nearest{shared_numbers, infinity(), -infinity(), pass != FLAT};
-#pragma unroll 1
-    for (int i = threadIdx.x; i < (1 << K); i += THREADS)
-        shared_numbers[i] = SEARCH != FULL ? codebook.threshold[i] : flush(values ? values[i] : codebook.value[i]);
-    __syncthreads();
-    if (USES_TABLE<K, SEARCH>) build_buckets<K, SEARCH>(codebook, shared_numbers, reinterpret_cast<Bucket*>(table));
-    if (SEARCH == FULL) {
-        for (int i = 0; i < (1 << K); ++i) {
-            nearest.lowest = fminf(nearest.lowest, shared_numbers[i]);
-            nearest.highest = fmaxf(nearest.highest, shared_numbers[i]);
-        }
+    bool has_thresholds = true, has_table = true;
+    if constexpr (SEARCH == ANY) {
+        has_thresholds = analyse<K>(values ? values : codebook.value, analysed, reinterpret_cast<float*>(table));
+        has_table = analysed.buckets > 0;
     }
+    const Codebook<K>& known = SEARCH == ANY ? analysed : codebook;
+    const BucketSearch search(known, lane);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (1 << K); i += THREADS) thresholds[i] = known.threshold[i];
+    __syncthreads();
+    if (USES_TABLE<K, SEARCH> && has_table)
+        build_buckets<K, SEARCH>(known, thresholds, reinterpret_cast<Bucket*>(table));
+    FullSearch<K> nearest{analysed.value, 0.0f, 0.0f, pass != FLAT};
+    if (!has_thresholds) nearest.find_extremes();
+    auto index_of = [&](float y) { return has_thresholds ? bisect<K, SEARCH>(known, thresholds, y) : nearest(y); };
     if (blockIdx.x == 0) {
 #pragma unroll 1
         for (int i = threadIdx.x; values_out && i < (1 << K); i += THREADS)
@@ -214,30 +217,28 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
         for (int i = 0; i < Tile<T>::WORDS; ++i) magnitude = Word<T>::larger_magnitude(magnitude, row[i]);
         const float a = flush(Word<T>::largest(magnitude));
         if (a < infinity()) largest = fmaxf(largest, a);
-        if (!only_note) {
-            const typename A::Code code = A::encode(__fmul_rn(a, inverse_scale));
-            // The divisor of the search; 0 divides to 0.
-            float d = pass == FLAT ? fmaxf(a, 1e-8f) : __fmul_rn(A::decode(code), scale);
+        const typename A::Code code = A::encode(__fmul_rn(a, inverse_scale));
+        // The divisor of the search; 0 divides to 0.
+        float d = pass == FLAT ? fmaxf(a, 1e-8f) : __fmul_rn(A::decode(code), scale);
 
-            unsigned plane[Field<K>::BITS] = {};
-            if (SEARCH == FULL) {
-                search_slowly<T, K>(tile, lane, d, nearest, plane);
-            } else {
-                float divisor = d;
-                tame<T, K, SEARCH>(row, !(a < infinity()), divisor, search.slope);
-                search_row<T, K, SEARCH>(row, divisor, codebook, search, table, plane);
-                // An infinity breaks the short division (inf - inf), but not the product. (float32 has been tamed.)
-                if (SEARCH == MAPPED && sizeof(T) == 2 && !(a < infinity()))
-                    search_slowly<T, K>(
-                        tile, lane, d, [&](float y) { return bisect<K, SEARCH>(codebook, shared_numbers, y); }, plane);
-            }
-            __syncwarp();  // every row has been read: the tile's memory now stages the words
-            unsigned words[K];
-#pragma unroll
-            for (int p = 0; p < K; ++p) words[p] = plane[p];
-            WordTile<K>::store(packed, t * WARP, blocks, tile.chunks, lane, words);
-            if (t * WARP + lane < blocks) absmax[t * WARP + lane] = code;
+        unsigned plane[Field<K>::BITS] = {};
+        unsigned open = ~0u;
+        if (has_table) {
+            float divisor = d;
+            tame<T, K, SEARCH>(row, !(a < infinity()), divisor, search.slope);
+            open = search_row<T, K, SEARCH>(row, divisor, known, search, table, plane);
         }
+        if constexpr (SEARCH != ORDERED) {
+            // An infinity breaks the short division (inf - inf), but not the product. (float32 has been tamed.)
+            if (sizeof(T) == 2 && !(a < infinity())) open = ~0u;
+            search_slowly<T, K>(tile, lane, d, open, index_of, plane);
+        }
+        __syncwarp();  // every row has been read: the tile's memory now stages the words
+        unsigned words[K];
+#pragma unroll
+        for (int p = 0; p < K; ++p) words[p] = plane[p];
+        WordTile<K>::store(packed, t * WARP, blocks, tile.chunks, lane, words);
+        if (t * WARP + lane < blocks) absmax[t * WARP + lane] = code;
         __syncwarp();
         uint4* freed = tile.chunks;
         tile.chunks = next.chunks, next.chunks = freed;
@@ -245,7 +246,8 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
 
     if (pass == NOTE) {
         const unsigned note = warp_max(__float_as_uint(largest)) | 0x80000000u;
-        if (lane == 0 && note > noted) atomicMax(tensor_scale, note);  // all to one address: most must not
+        // All to one address: most must not. The note is not read any earlier: every block would wait for it.
+        if (lane == 0 && note > *static_cast<volatile unsigned*>(tensor_scale)) atomicMax(tensor_scale, note);
     }
 }
 

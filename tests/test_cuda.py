@@ -120,25 +120,106 @@ def test_codebooks(cupy, k, book):
         check_flat(cupy, x, k, values, "fp32")
 
 
-@pytest.mark.parametrize("book", ["unsorted", "asymmetric", "tiny"])
-@pytest.mark.parametrize("k", [1, 4, 8])
-def test_device_codebooks(cupy, k, book):
-    """A CuPy codebook is not read back; the general search gives what the host's analysis gives."""
-    choice = codebook(book, k)
-    for kind in ("normal", "special", "wide"):
-        x = make(kind, 4000, np.dtype("float32"))
-        host = kb.quantize(x, f"kbit{k}", codebook=choice)
-        device = kb.quantize(cupy.asarray(x), f"kbit{k}", codebook=cupy.asarray(choice))
-        assert_equal_planes(device, host)
-        packed = kb.quantize_kbit(cupy.asarray(x), k, cupy.asarray(choice))[0]
-        assert packed.get().tobytes() == kb.quantize_kbit(x, k, choice)[0].tobytes()
-    empty = kb.quantize(cupy.empty(0, "f4"), f"kbit{k}", codebook=cupy.asarray(choice))
-    assert (
-        empty.planes["codebook"].get().tobytes()
-        == kb.quantize(x[:0], f"kbit{k}", codebook=choice).planes["codebook"].tobytes()
-    )
+def check_custom_codebook(cupy, x, k, values, absmax):
+    """Values that the host knows, and values that only the device knows, by both rules of the search."""
+    there = cupy.asarray(x)
+    host = kb.quantize(x, f"kbit{k}", codebook=values, absmax=absmax)
+    packed = kb.quantize_kbit(x, k, values, FLAT[absmax])[0]
+    for known in (values, cupy.asarray(values)):
+        assert_equal_planes(kb.quantize(there, f"kbit{k}", codebook=known, absmax=absmax), host)
+        assert kb.quantize_kbit(there, k, known, FLAT[absmax])[0].get().tobytes() == packed.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", range(1, 9))
+def test_device_codebooks(cupy, k, dtype):
+    """A CuPy codebook is not read back; the device finds what the host's analysis finds."""
+    for book in CODEBOOKS:
+        choice = codebook(book, k)
+        values = standard_codebook(book, k).values if isinstance(choice, str) else choice
+        for kind in ("normal", "special", "wide", "extreme"):
+            x = make(kind, 5000, dtype)
+            for absmax in ABSMAX:
+                check_custom_codebook(cupy, x, k, values, absmax)
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_codebooks_at_the_limits_of_the_analysis(cupy, k):
+    """Gaps, thresholds and magnitudes around every limit: host and device draw the same conclusions."""
+    rng = np.random.default_rng(k)
+    size = 1 << k
+    grid = rng.permutation(np.linspace(-1, 1, size, dtype=np.float32))
+    books = [np.zeros(size), np.full(size, -0.7), -grid, grid * 1e38, grid * 3.4e38, grid + 1, grid * 2.0**-126]
+    for seed in range(6):
+        random = np.random.default_rng([seed, k]).standard_normal(size)
+        pair = rng.choice(size, 2, replace=False)
+        for distance in (0.0, 2.0**-19, 2.0**-18, 2.0**-17, 2.0**-11, 2.0**-10, 2.0**-9):  # from full search to table
+            close = grid.copy()
+            close[pair[0]] = close[pair[1]] + np.float32(distance)
+            books.append(close)
+        around_zero = grid.copy()
+        around_zero[pair] = 2.0 ** -(13 + seed), -(2.0 ** -(13 + seed))  # their threshold is next to 0
+        books += [random, np.round(random, 1), around_zero, random * 2.0 ** rng.integers(-30, 125)]
+    x = make("special", 3000, np.dtype("float32"))
+    x[1000:] = make("normal", 2000, np.dtype("float32"))
+    for book in books:
+        book = np.float32(book)
+        check_custom_codebook(cupy, x, k, book, "float32")
+        thresholds = Codebook(book).thresholds
+        if thresholds is not None and thresholds.size:  # quotients next to every threshold: divide by absmax 1
+            near = np.float32([thresholds, np.nextafter(thresholds, np.float32(9)), np.nextafter(thresholds, -9)])
+            near = near[:, np.abs(thresholds) <= 1].reshape(-1)
+            near = np.append(near, np.zeros(-near.size % 31, np.float32)).reshape(-1, 31)
+            rows = np.concatenate((np.ones((len(near), 1), np.float32), near), 1).reshape(-1)
+            check_custom_codebook(cupy, rows, k, book, "float32")
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_device_codebooks_that_are_not_finite(cupy, k):
+    """Each value is tried: NaN is never nearest, and quotients are clamped to the values that are numbers."""
+    x = make("normal", 3200, np.dtype("float32")).reshape(-1, 32)
+    absmax = np.abs(x).max(1, keepdims=True)
+    for bad in ([np.nan], [np.inf], [-np.inf, np.nan], [np.nan] * (1 << k)):
+        values = codebook("unsorted", k)
+        values[: len(bad)] = bad[: values.size]
+        lowest, highest = np.fmin.reduce(values, initial=np.inf), np.fmax.reduce(values, initial=-np.inf)
+        y = x / absmax
+        y = np.where(y < lowest, lowest, np.where(y > highest, highest, y))
+        with np.errstate(invalid="ignore"):
+            distance = np.abs(y[..., None] - values)
+        index = np.where(np.isnan(distance), np.inf, distance).argmin(-1).astype(np.uint8)
+        q = kb.quantize(cupy.asarray(x), f"kbit{k}", codebook=cupy.asarray(values), absmax="float32")
+        assert np.array_equal(kb.unpack_kbit(q.planes["packed"], k, x.size).get(), index.reshape(-1))
+        assert np.array_equal(q.planes["codebook"].get(), values, equal_nan=True)
+
+
+def test_a_device_codebook_may_change(cupy):
+    """The values count that a codebook holds when the work runs, in a captured graph, too."""
+    x = make("normal", 40_000, np.dtype("float16"))
+    there, values = cupy.asarray(x), cupy.asarray(codebook("unsorted", 4))
+    form = kb.get_format("kbit4", codebook=values)
+    q = kb.quantize(there, form)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        kb.quantize(there, form, out=q)
+        graph = stream.end_capture()
+    for book in ("asymmetric", "tiny", "duplicate", "unsorted"):
+        choice = codebook(book, 4)
+        wanted = kb.quantize(x, "kbit4", codebook=choice)
+        values.set(choice)
+        assert_equal_planes(kb.quantize(there, form), wanted)
+        graph.launch(stream)
+        stream.synchronize()
+        assert_equal_planes(q, wanted)
+
+
+def test_empty_arrays_and_device_codebooks(cupy):
+    x, choice = np.empty(0, np.float32), codebook("unsorted", 4)
+    form = kb.get_format("kbit4", codebook=cupy.asarray(choice))
+    assert_equal_planes(kb.quantize(cupy.asarray(x), form), kb.quantize(x, "kbit4", codebook=choice))
     with pytest.raises(FormatError, match="x is not: pass it as codebook"):
-        kb.quantize(x, f"kbit{k}", codebook=cupy.asarray(choice))
+        kb.quantize(x, form)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

@@ -45,9 +45,15 @@ from .chunks import CHUNK, Buckets, Buffers, chunk_absmax, chunks, flush_chunk
 
 BLOCK = 32
 
-# Largest bucket table of the kernels' search, and the shared memory it may take (see kernels/kbit.cuh).
+# Largest bucket table of the kernels' search, and the shared memory that copies of a smaller one may take; as
+# kernels/kbit.cuh has them.
 _MAX_BUCKETS = 2048
 _BUCKET_BYTES = 16384
+_MAX_COPIES = 16
+# Fewer than eight copies mean bank conflicts, which 16-bit elements wait for. Where a thread block can have this much
+# shared memory, more than one such block fits a multiprocessor even with a larger table.
+_ROOMY = 160 << 10
+_ROOMY_BUCKET_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ ABSMAX = {
 _AXES = (tuple(CXX_TYPES.values()), tuple("12345678"), tuple(a.kernel for a in ABSMAX.values()))
 QUANTIZE = Template("kbit.cu", "quantize_kbit", (*_AXES, ("ORDERED",)))
 # Codebooks that are not in order are the exception: a few bytes of spilled registers do not matter to them.
-QUANTIZE_UNORDERED = Template("kbit.cu", "quantize_kbit", (*_AXES, ("MAPPED", "FULL")), hot=False)
+QUANTIZE_UNORDERED = Template("kbit.cu", "quantize_kbit", (*_AXES, ("MAPPED", "ANY")), hot=False)
 DEQUANTIZE = Template("kbit.cu", "dequantize_kbit", _AXES)
 CODES = tuple(
     Template("codes.cu", name, hot=False)
@@ -99,7 +105,8 @@ class KBit(Format):
     codebook : {"bnf", "nf"} or array_like of 2^k float
         The values an index stands for: Lloyd-Max levels of normal blocks (``"bnf"``), normal quantiles (``"nf"``,
         bitsandbytes' default), or any 2^k numbers, in any order. A NumPy array or a sequence is checked to be finite;
-        a CuPy array is never read back and takes the general search.
+        a CuPy array is never read back: its values at the time of each call count, and what is not finite is never
+        nearest.
     absmax : {"e4m4", "float16", "float32"}, optional
         Storage of the block scales; ``"e4m4"`` for k up to 7, ``"float16"`` for k = 8.
     members : int, default 1
@@ -262,7 +269,8 @@ class KBit(Format):
             if not flat:
                 self._fill_shared_planes(planes)
             return
-        launch = _launch("quantize", self.bits, self.absmax, x.dtype, self._table)
+        roomy = x.dtype.itemsize == 2 and _cuda.shared_memory(x.data.device_id) >= _ROOMY
+        launch = _launch("quantize", self.bits, self.absmax, x.dtype, self._table, roomy)
         values = 0 if self._device_values is None else self._device_values
         scale: Any = 0 if flat else planes["scale"]
         arguments = (x, x.size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))
@@ -291,13 +299,14 @@ class KBit(Format):
 
 
 # Rounds of a thread block, by the bytes of an element and the bits of an index.
-_QUANTIZE_ROUNDS = {2: (3, 4, 8, 8, 16, 16, 16, 16), 4: (2, 4, 5, 4, 8, 16, 12, 16)}
+_QUANTIZE_ROUNDS = {2: (3, 4, 8, 8, 16, 32, 32, 32), 4: (2, 4, 5, 4, 8, 16, 12, 16)}
+_ANY_ROUNDS = 32  # each thread block has looked at the codebook first
 _DEQUANTIZE_ROUNDS = {2: (2, 2, 2, 2, 4, 4, 4, 8), 4: (1, 1, 1, 1, 1, 1, 2, 2)}
 # Significant bits of the dtypes whose quotients need no division.
 _MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
 
 # Thread blocks of the REPEAT pass, which mostly ends at once, in units of what the device holds.
-_REPEAT_WAVES = 3
+_REPEAT_WAVES = 2
 
 _FLAT, _FIXED, _NOTE, _REPEAT = (np.int32(i) for i in range(4))
 
@@ -318,15 +327,15 @@ class _Launch:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(kind: str, k: int, absmax: str, dtype: np.dtype, table: Codebook | None) -> _Launch:
+def _launch(kind: str, k: int, absmax: str, dtype: np.dtype, table: Codebook | None, roomy: bool = False) -> _Launch:
     """The launch of ``quantize_kbit`` or ``dequantize_kbit``; without `table` only the device knows the values."""
     expression = f"{kind}_kbit<{CXX_TYPES[dtype.name]}, {k}, {ABSMAX[absmax].kernel}"
     # Threads as kernels/kbit.cu has them. Rounds are measured: more of them spread the cost of the tables, fewer keep
     # what is under way close together in memory.
     if kind == "quantize":
-        search = BucketSearch(k, table, _MANTISSA_BITS.get(dtype.name))
+        search = BucketSearch(k, table, _MANTISSA_BITS.get(dtype.name), roomy)
         threads = 128 if dtype.itemsize == 4 else 256
-        rounds = _QUANTIZE_ROUNDS[dtype.itemsize][k - 1]
+        rounds = _ANY_ROUNDS if search.kernel == "ANY" else _QUANTIZE_ROUNDS[dtype.itemsize][k - 1]
         shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
         return _Launch(f"{expression}, {search.kernel}>", threads, shared, rounds, search.argument)
     # For each warp two compressed tiles and one unpacked, and the table of values.
@@ -353,6 +362,8 @@ class BucketSearch:
         None for a codebook that only the device knows.
     mantissa_bits : int or None
         Significant bits of inputs whose quotients are compared as products (see `tables.direct_thresholds`).
+    roomy : bool, default False
+        Whether there is shared memory for a larger table.
 
     Attributes
     ----------
@@ -364,10 +375,10 @@ class BucketSearch:
         Bytes of the bucket table.
     """
 
-    def __init__(self, k: int, table: Codebook | None, mantissa_bits: int | None):
-        self.kernel = "FULL"
+    def __init__(self, k: int, table: Codebook | None, mantissa_bits: int | None, roomy: bool = False):
+        self.kernel = "ANY"
         self.argument = np.zeros((), _codebook_struct(k))
-        self.shared_bytes = 0
+        self.shared_bytes = _BUCKET_BYTES + 8 * _MAX_COPIES  # of any table that the device may choose
         if table is None:
             return
         self.argument["value"] = table.values
@@ -384,9 +395,11 @@ class BucketSearch:
         buckets = 1
         while buckets <= _MAX_BUCKETS and (np.diff(np.floor(position * buckets)) < 1).any():
             buckets *= 2
-        if buckets > _MAX_BUCKETS:
+        if buckets > _MAX_BUCKETS or slope < SMALLEST_NORMAL:
             return
-        copies = max(1, min(16, _BUCKET_BYTES // (8 * buckets)))
+        copies = max(1, min(_MAX_COPIES, _BUCKET_BYTES // (8 * buckets)))
+        if roomy:
+            copies = max(copies, min(8, _ROOMY_BUCKET_BYTES // (8 * buckets)))
         self.argument["threshold"] = np.inf
         self.argument["threshold"][: thresholds.size] = thresholds
         self.argument["index"][: table.index.size] = table.index
