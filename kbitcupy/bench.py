@@ -40,6 +40,7 @@ from . import _cuda, _xp
 from ._version import __version__
 from .errors import FormatError, KbitError
 from .formats.base import Format, formats, get_format
+from .formats.float4 import Table4
 from .formats.kbit import KBit
 from .formats.scales import E4M4_BIAS
 from .functional import create_normal_float_codebook, dequantize_kbit, quantize_kbit
@@ -110,13 +111,25 @@ def _quantize_case(format: Format, operation: str = "quantize", **how: bool) -> 
     return Case(operation, prepare, **how)
 
 
-def _dequantize_case(format: Format) -> Case:
+def _dequantize_case(format: Format, operation: str = "dequantize", **how: bool) -> Case:
     def prepare(x: Any) -> tuple[Call, int]:
         q = quantize(x, format)
         y = _xp.namespace(x).empty(x.shape, x.dtype)
         return lambda: dequantize(q, out=y), y.nbytes + q.nbytes
 
-    return Case("dequantize", prepare)
+    return Case(operation, prepare, **how)
+
+
+def _table4_cases(format: Any) -> list[Case]:
+    """Other block sizes, and absmax that are quantized themselves."""
+    variants = [(f"block {block}", {"block": block}) for block in (32, 4096)]
+    variants.append(("double_quant", {"double_quant": True}))
+    cases = []
+    for label, options in variants:
+        other = get_format(format.name, **options)
+        cases.append(_quantize_case(other, f"quantize, {label}", largest_only=True))
+        cases.append(_dequantize_case(other, f"dequantize, {label}", largest_only=True))
+    return cases
 
 
 def _kbit_cases(format: Any) -> list[Case]:
@@ -151,7 +164,7 @@ def _kbit_cases(format: Any) -> list[Case]:
 
 
 #: Cases beside `quantize` and `dequantize` that the class of a format adds on a GPU.
-EXTRA_CASES: dict[type[Format], Callable[[Any], list[Case]]] = {KBit: _kbit_cases}
+EXTRA_CASES: dict[type[Format], Callable[[Any], list[Case]]] = {KBit: _kbit_cases, Table4: _table4_cases}
 
 
 def _extra_cases(format: Format) -> list[Case]:
