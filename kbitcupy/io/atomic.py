@@ -116,13 +116,13 @@ def replacing(target: Path, nbytes: int, force: bool) -> Iterator[IO[bytes]]:
         beside.unlink(missing_ok=True)
 
 
-def _remove_stale(folder: Path) -> None:
-    """Delete the temporary files that killed processes left."""
+def _remove_stale(folder: Path, seconds: float = _STALE_SECONDS) -> None:
+    """Delete the temporary files that killed processes left that long ago."""
     for path in folder.glob(_TEMPORARY.format("*")):
         with contextlib.suppress(OSError):
             if fcntl is None or path.is_symlink() or not path.is_file():
                 continue
-            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+            if time.time() - path.stat().st_mtime >= seconds:
                 with open(path, "rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
@@ -167,18 +167,24 @@ def _begin(part: Path, job: bytes, resume: bool) -> None:
         raise FileError(
             f"{part} is in the way: if it is unfinished work, continue it with resume=True (--resume), or delete it"
         )
-    part.mkdir(exist_ok=True)
-    _remove_stale(part)
-    note = part / JOB
-    if not note.exists() and not any(part.iterdir()):
-        with replacing(note, len(job), force=False) as file:
-            file.write(job)
-    # A little more is read than there should be, and no more: anybody can have put a file there.
-    elif not note.is_file() or _head(note, len(job) + 1) != job:
-        raise FileError(
-            f"{part} is not the unfinished work of this command, with this input and these options: delete it, or "
-            "repeat the command that began it"
-        )
+    fresh = not part.exists()
+    try:
+        part.mkdir(exist_ok=True)
+        _remove_stale(part, 0)  # nobody else is expected here
+        note = part / JOB
+        if not note.exists() and all(path.match(_TEMPORARY.format("*")) for path in part.iterdir()):
+            with replacing(note, len(job), force=False) as file:
+                file.write(job)
+        # A little more is read than there should be, and no more: anybody can have put a file there.
+        elif not note.is_file() or _head(note, len(job) + 1) != job:
+            raise FileError(
+                f"{part} is not the unfinished work of this command, with this input and these options: delete it, or "
+                "repeat the command that began it"
+            )
+    except BaseException:
+        if fresh:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def _head(path: Path, nbytes: int) -> bytes:

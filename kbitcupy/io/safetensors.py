@@ -381,7 +381,7 @@ def _read_entry(tensor: Any, nbytes: int) -> tuple[Entry, int]:
         expected = _size(shape) * _xp.named_dtype(NAMES[dtype]).itemsize
         if expected != entry.nbytes:
             raise ValueError(
-                f"{dtype} of shape {_brief(shape)} takes {expected} bytes, data_offsets span {entry.nbytes}"
+                f"{dtype} of shape {_brief(shape, 80)} takes {expected} bytes, data_offsets span {entry.nbytes}"
             )
     return entry, offsets[0]
 
@@ -394,14 +394,14 @@ def _size(shape: list[int]) -> int:
     for length in shape:
         size *= length
         if size >= _MOST_BYTES:
-            raise ValueError(f"shape {_brief(shape)} has 2^63 elements or more")
+            raise ValueError(f"shape {_brief(shape, 80)} has 2^63 elements or more")
     return size
 
 
-def _brief(text: Any) -> str:
+def _brief(text: Any, length: int = 400) -> str:
     """The beginning of what may quote a large part of a file."""
     text = str(text)
-    return text if len(text) <= 400 else f"{text[:400]}..."
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def _read_stored(text: str | None, path: Path) -> dict[str, Any] | None:
