@@ -142,7 +142,9 @@ constexpr int DEQUANTIZE_THREADS = 256;
 // Groups of eight 4-bit codes that a thread has under way: more where it has a second table to make.
 template <bool NESTED>
 constexpr int UNITS4 = NESTED ? 8 : 2;
-constexpr int ANNOUNCED = 8192;  // groups of 256 codes ahead: about what is under way at a time
+// Elements ahead that are brought to the L2 cache for other thread blocks: about what is under way at a time. Beside
+// all the writing, reads take long.
+constexpr long long ANNOUNCED = 1 << 21;
 
 struct Values4 {
     float value[16];
@@ -200,8 +202,7 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_table4(
     const long long first = ((long long)blockIdx.x * (DEQUANTIZE_THREADS / WARP) + threadIdx.x / WARP) * UNITS;
     const bool aligned = (reinterpret_cast<unsigned long long>(packed) & 3) == 0 && is_aligned(y);
     unsigned words[UNITS];
-    // What another thread block will read is brought to the L2 cache: beside all the writing, reads take long.
-    const long long ahead = (first + ANNOUNCED + lane) * WARP_ELEMENTS;
+    const long long ahead = (first + lane) * WARP_ELEMENTS + ANNOUNCED;
     if (lane < UNITS && ahead < n) prefetch_l2(packed + ahead / 2);
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
@@ -267,6 +268,8 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_dynamic8(
     const long long end = min(n, (blockIdx.x + 1) * each * THREAD_BLOCK);
     const char* table_lane = reinterpret_cast<const char*>(lut) + lane * 4;
     for (long long first = blockIdx.x * each * THREAD_BLOCK + warp * UNITS * SPAN; first < end; first += THREAD_BLOCK) {
+        const long long ahead = first + lane * 128 + ANNOUNCED;
+        if (lane < UNITS * SPAN / 128 && ahead < n) prefetch_l2(codes + ahead);
         unsigned words[UNITS][WORDS];
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {

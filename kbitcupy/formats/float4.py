@@ -615,7 +615,13 @@ def _dequantize_launch(dtype: np.dtype, table: Table | None, nested: bool) -> _L
 @functools.cache
 def _dynamic_dequantize_launch(dtype: np.dtype) -> _Launch:
     return _Launch(
-        _FILE, f"dequantize_dynamic8<{CXX_TYPES[dtype.name]}>", _THREADS, _THREADS * 16, 0, 4, tables.dynamic_map()
+        _FILE,
+        f"dequantize_dynamic8<{CXX_TYPES[dtype.name]}>",
+        _THREADS,
+        _THREADS * 16,
+        0,
+        16 // dtype.itemsize,
+        tables.dynamic_map(),
     )
 
 
