@@ -4,3 +4,6 @@ from . import kbit as kbit
 
 # isort: split
 from . import float4 as float4
+
+# isort: split
+from . import affine as affine

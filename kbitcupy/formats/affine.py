@@ -1,0 +1,1036 @@
+"""Affine integers: formats ``int8``, ``uint8``, ``int4``, ``uint4``, and the arithmetic behind `kbitcupy.affine`.
+
+An element is stored as the integer ``q = clamp(rint(x / scale) + zero_point, qmin, qmax)`` and comes back as
+``scale * (q - zero_point)``. How many elements share a scale is the granularity; a shape and a granularity make one
+block shape (`Blocks`), and everything below works on that.
+
+==========  ==============================================================  ===================
+granularity  elements that share a scale, of an array of shape [..., N, D]   scales
+==========  ==============================================================  ===================
+tensor      all                                                             [1]
+channel, a  all with the same index on axis a                               [C], C = shape[a]
+token       those of one row along the last axis                            [..., N]
+group, g    g neighbours along the last axis, the last group may be short   [..., N, ceil(D/g)]
+==========  ==============================================================  ===================
+
+===========  =============================  =================================================================
+plane        dtype, entries                 contents
+===========  =============================  =================================================================
+codes        int8 or uint8, n               the integers in C order; ``int4`` and ``uint4``: uint8, ceil(n / 2),
+                                            element 2i in the low nibble (two's complement), a last odd high
+                                            nibble is 0
+scale        float32, one for each block    in C order of the scales
+zero_point   int32, one for each block      only with ``symmetric=False``
+===========  =============================  =================================================================
+
+Rounding: every operation is one IEEE operation in float32, or in float64 where an array is float64 (a plane of scales
+is float32 all the same), and subnormal numbers are kept. rint rounds half to even; its result is clamped before the
+zero point is added, so nothing overflows.
+
+Special values: NaN becomes the zero point, infinities the ends of the range. A scale of 0, and on a device also one
+that is negative or not finite, gives the zero point, comes back as 0 and has gradient 0. A zero point on a device that
+lies outside the range counts as the nearer end of it.
+
+Scales that are found: symmetric ``max|x| / qmax`` with zero point 0; an unsigned range takes the zero point in its
+middle, ``2^(bits-1)``, and ``max|x| / (2^(bits-1) - 1)``. Asymmetric ``(max - min) / (qmax - qmin)``, the range widened
+to hold 0, the difference (which does not overflow) and the quotient in float64, and ``zero_point = qmin - rint(min /
+scale)``, clamped. NaN is ignored, an infinity counts as the largest finite number, and a block of zeros has the scale
+1. With a percentile p the maximum is the value of rank ``ceil(p / 100 * m)`` among the m of a block (NaN counts as 0),
+the minimum that of the same rank from above.
+
+Sources: the quantize family of baracuda-kernels, PyTorch's fake_quantize, the granularities of torchao.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import _cuda, _xp
+from .._cuda import CXX_TYPES, Template
+from ..errors import DeviceError, FormatError
+from .base import Format, Plane, register
+
+#: Bounds of the integers of a fake quantization: float32 rounds to integers exactly well beyond them.
+MAX_LEVEL = 1 << 20
+
+_SINGLE, _DOUBLE, _INT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32)
+_LARGEST = float(np.finfo(np.float32).max)
+
+Granularity = str | tuple[str, int]
+
+
+# ---- granularity ---------------------------------------------------------------------------------------------------
+
+
+def check_granularity(granularity: Any) -> Granularity:
+    """``"tensor"``, ``"token"``, ``("channel", axis)`` or ``("group", size)``, from any of their spellings.
+
+    Raises
+    ------
+    FormatError
+        When it is none of them.
+    """
+    if isinstance(granularity, str) and granularity in ("tensor", "token"):
+        return granularity
+    if isinstance(granularity, (tuple, list)) and len(granularity) == 2:
+        kind, number = granularity
+        if kind in ("channel", "group") and isinstance(number, (int, np.integer)) and not isinstance(number, bool):
+            if kind == "group" and number < 1:
+                raise FormatError(f"the group size of granularity is {number}; it must be at least 1")
+            return kind, int(number)
+    raise FormatError(
+        f"granularity is {granularity!r}; allowed are 'tensor', 'token', ('channel', axis) and ('group', size)"
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks of one size: an array, cut to ``[:, first:last]`` and viewed as [outer, blocks, inner].
+
+    Parameters
+    ----------
+    rows : tuple of int
+        The array as a matrix.
+    first, last : int
+        Columns of the part.
+    shape : tuple of int
+        The part, viewed as three axes.
+    scale : tuple of int
+        All scales, as a matrix with the same rows or one.
+    scale_first, scale_last : int
+        Columns of that matrix.
+    """
+
+    rows: tuple[int, int]
+    first: int
+    last: int
+    shape: tuple[int, int, int]
+    scale: tuple[int, int]
+    scale_first: int
+    scale_last: int
+
+    def view(self, array: np.ndarray) -> np.ndarray:
+        """[outer, blocks, inner] of a contiguous array."""
+        return array.reshape(self.rows)[:, self.first : self.last].reshape(self.shape)
+
+    def of_blocks(self, array: np.ndarray) -> np.ndarray:
+        """An array of one entry for each block (or for all), to be broadcast against `view`."""
+        if array.size == 1:
+            return array.reshape(1, 1, 1)
+        return array.reshape(self.scale)[:, self.scale_first : self.scale_last].reshape(-1, self.shape[1], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The block shape of an array: element i has scale number ``i // row * per_row + i % row // run``.
+
+    Parameters
+    ----------
+    size : int
+        Elements.
+    row, run, per_row : int
+        See above.
+    shape : tuple of int
+        Shape of the scales.
+    parts : tuple of Part
+        What NumPy works on.
+    """
+
+    size: int
+    row: int
+    run: int
+    per_row: int
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of scales."""
+        return math.prod(self.shape)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Equal for two shapes whose elements share scales in the same way."""
+        return self.size, self.row, self.run, self.per_row
+
+
+@functools.lru_cache(maxsize=1024)
+def blocks_of(shape: tuple[int, ...], granularity: Granularity) -> Blocks:
+    """The block shape of an array.
+
+    Raises
+    ------
+    FormatError
+        When the granularity does not go with the shape.
+    """
+    size = math.prod(shape)
+    if granularity == "tensor":
+        part = Part((1, size), 0, size, (1, 1, size), (1, 1), 0, 1)
+        return Blocks(size, max(size, 1), max(size, 1), 0, (1,), (part,))
+    if not shape:
+        raise FormatError(f"granularity {granularity!r} needs an axis, and a 0-d array has none: use 'tensor'")
+    if granularity[0] == "channel":
+        axis = int(granularity[1])
+        if not -len(shape) <= axis < len(shape):
+            raise FormatError(
+                f"axis {axis} of granularity {granularity!r} is out of range for an array of shape {shape}"
+            )
+        axis %= len(shape)
+        outer, count, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+        part = Part((outer, count * inner), 0, count * inner, (outer, count, inner), (1, count), 0, count)
+        if outer == 1:  # as tokens: block after block
+            return Blocks(size, max(inner, 1), max(inner, 1), 1, (count,), (part,))
+        return Blocks(size, max(count * inner, 1), max(inner, 1), 0, (count,), (part,))
+    length = shape[-1]
+    rows = math.prod(shape[:-1])
+    if granularity == "token":
+        part = Part((1, size), 0, size, (1, rows, length), (1, rows), 0, rows)
+        return Blocks(size, max(length, 1), max(length, 1), 1, shape[:-1], (part,))
+    group = min(int(granularity[1]), max(length, 1))
+    groups = -(-length // group)
+    scales = (*shape[:-1], groups)
+    if length % group == 0:
+        part = Part((1, size), 0, size, (1, rows * groups, group), (1, rows * groups), 0, rows * groups)
+        return Blocks(size, group, group, 1, scales, (part,))
+    whole = groups - 1
+    parts = (
+        Part((rows, length), 0, whole * group, (rows, whole, group), (rows, groups), 0, whole),
+        Part((rows, length), whole * group, length, (rows, 1, length - whole * group), (rows, groups), whole, groups),
+    )
+    return Blocks(size, length, group, groups, scales, parts if whole else parts[1:])
+
+
+# ---- ranges --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The integers that a quantizer may use.
+
+    Parameters
+    ----------
+    qmin, qmax : int
+        Ends of the range.
+    symmetric : bool, default True
+        How a scale is found: around one zero point for all blocks, or each with its own.
+    """
+
+    qmin: int
+    qmax: int
+    symmetric: bool = True
+
+    @property
+    def zero(self) -> int:
+        """The zero point of a symmetric range: 0, or the middle of a range without negative numbers."""
+        return 0 if self.qmin < 0 else (self.qmin + self.qmax + 1) // 2
+
+    @property
+    def divisor(self) -> int:
+        """What a block's range is divided by to give its scale."""
+        return self.qmax - self.zero if self.symmetric else self.qmax - self.qmin
+
+
+SIGNED8, UNSIGNED8 = Levels(-128, 127), Levels(0, 255)
+
+
+def check_levels(qmin: Any, qmax: Any, limits: tuple[int, int] = (-MAX_LEVEL, MAX_LEVEL)) -> tuple[int, int]:
+    """Both ends as ints.
+
+    Raises
+    ------
+    FormatError
+        When they are not integers in order within `limits`.
+    """
+    for name, value in (("qmin", qmin), ("qmax", qmax)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise FormatError(f"{name} is {value!r}; it must be an integer")
+    if not limits[0] <= qmin < qmax <= limits[1]:
+        raise FormatError(f"qmin is {qmin} and qmax {qmax}; allowed is {limits[0]} <= qmin < qmax <= {limits[1]}")
+    return int(qmin), int(qmax)
+
+
+def compute_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of scales and of arithmetic beside an array of `dtype`."""
+    return _DOUBLE if dtype == _DOUBLE else _SINGLE
+
+
+def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argument: str = "scale") -> Any:
+    """A scale as a Python float, or as a flat array of one entry for each block beside the array `beside`.
+
+    Values of a device array are not looked at.
+
+    Raises
+    ------
+    FormatError
+        When there are neither one nor as many as blocks, or one is negative or not finite.
+    DeviceError
+        When it is an array on another device.
+    TypeError
+        When it is not numeric.
+    """
+    if type(scale) in (float, int):
+        scale = np.asarray(scale, np.float64)
+    array = _block_values(scale, blocks, beside, dtype, "fiu", argument)
+    if _xp.is_cupy(array):
+        return array
+    if not (np.isfinite(array) & (array >= 0)).all():
+        bad = array[~(np.isfinite(array) & (array >= 0))][0]
+        raise FormatError(f"{argument} holds {bad}; scales must be finite in {dtype} and not negative")
+    return float(array[0]) if array.size == 1 else array
+
+
+def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Levels) -> Any:
+    """A zero point as a Python int, or as a flat int32 array of one entry for each block beside the array `beside`.
+
+    Raises
+    ------
+    FormatError
+        When there are neither one nor as many as blocks, or one is outside the range.
+    DeviceError, TypeError
+        As `check_scale`.
+    """
+    array = _block_values(zero_point, blocks, beside, None, "iu", "zero_point")
+    if _xp.is_cupy(array):
+        return array
+    if ((array < levels.qmin) | (array > levels.qmax)).any():
+        bad = array[(array < levels.qmin) | (array > levels.qmax)][0]
+        raise FormatError(f"zero_point holds {bad}; it must lie in the range, {levels.qmin} to {levels.qmax}")
+    array = array.astype(_INT32, copy=False)
+    return int(array[0]) if array.size == 1 else array
+
+
+def _block_values(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype | None, kinds: str, argument: str) -> Any:
+    """One or `blocks.count` numbers, flat; a single one on the host may go with any array."""
+    array = _xp.as_array(values, argument)
+    if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
+        raise TypeError(f"{argument} is {array.dtype}; it must hold {'numbers' if 'f' in kinds else 'integers'}")
+    if array.size not in (1, blocks.count):
+        raise FormatError(
+            f"{argument} has shape {array.shape}; this granularity needs shape {blocks.shape} or a single number"
+        )
+    if not _xp.same_device(array, beside) and not (isinstance(array, np.ndarray) and array.size == 1):
+        raise DeviceError(
+            f"{argument} is on {_xp.device_of(array)} and the data on {_xp.device_of(beside)}; move it with "
+            ".get() or cupy.asarray"
+        )
+    with _xp.on_device_of(array), np.errstate(over="ignore"):
+        if _xp.is_cupy(array):
+            dtype = dtype or _INT32
+        return _xp.namespace(array).ascontiguousarray(
+            array.reshape(-1) if dtype is None else array.astype(dtype, copy=False).reshape(-1)
+        )
+
+
+# ---- NumPy ---------------------------------------------------------------------------------------------------------
+
+# Elements that are worked on at a time: what is computed in between stays in the cache.
+_SLAB = 1 << 15
+
+
+def _slabs(shape: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
+    """Cuts of three axes, each of about _SLAB elements."""
+    outer, blocks, inner = shape
+    steps = (max(1, _SLAB // (blocks * inner)), max(1, min(blocks, _SLAB // inner)), min(inner, _SLAB))
+    for a in range(0, outer, steps[0]):
+        for b in range(0, blocks, steps[1]):
+            for c in range(0, inner, steps[2]):
+                yield slice(a, a + steps[0]), slice(b, b + steps[1]), slice(c, c + steps[2])
+
+
+def _walk(
+    blocks: Blocks, arrays: tuple[np.ndarray, ...], per_block: tuple[Any, ...]
+) -> Iterator[tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]]:
+    """Views of the same elements of all arrays, and of their blocks' entries, that broadcast against them."""
+    with np.errstate(all="ignore"):
+        for part in blocks.parts if blocks.size else ():
+            views = [part.view(array) for array in arrays]
+            entries = [part.of_blocks(np.asarray(values)) for values in per_block]
+            for cut in _slabs(part.shape):
+                yield (
+                    tuple(view[cut] for view in views),
+                    tuple(
+                        e[tuple(c if n > 1 else slice(None) for c, n in zip(cut, e.shape, strict=True))]
+                        for e in entries
+                    ),
+                )
+
+
+def _divisor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The scales as divisors: x / inf is 0 where a scale does not count."""
+    scale = scale.astype(dtype)
+    return np.where((scale > 0) & (scale < np.inf), scale, dtype.type(np.inf))
+
+
+def _factor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The scales as factors."""
+    scale = scale.astype(dtype)
+    return np.where((scale > 0) & (scale < np.inf), scale, dtype.type(0))
+
+
+def _bounds(zero_point: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Zero points within the range, and what rint(x / scale) may be."""
+    zero = np.clip(zero_point, levels.qmin, levels.qmax).astype(np.int32)
+    return zero, levels.qmin - zero, levels.qmax - zero
+
+
+def _steps(x: np.ndarray, divisor: np.ndarray) -> np.ndarray:
+    """rint(x / scale) in the dtype of `divisor`."""
+    steps = x.astype(divisor.dtype)
+    steps /= divisor
+    return np.rint(steps, out=steps)
+
+
+def _clamped(steps: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Within the range, NaN to 0."""
+    steps[np.isnan(steps)] = 0
+    return np.clip(steps, low, high, out=steps)
+
+
+def _quantize_host(
+    x: np.ndarray, codes: np.ndarray, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels
+) -> None:
+    dtype = compute_dtype(x.dtype)
+    for (part, out), (s, z) in _walk(blocks, (x, codes), (scale, zero_point)):
+        zero, low, high = _bounds(z, levels)
+        steps = _clamped(_steps(part, _divisor(s, dtype)), low.astype(dtype), high.astype(dtype))
+        steps += zero.astype(dtype)
+        out[...] = steps
+
+
+def _dequantize_host(
+    codes: np.ndarray, out: np.ndarray, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels
+) -> None:
+    dtype = compute_dtype(out.dtype)
+    for (part, y), (s, z) in _walk(blocks, (codes, out), (scale, zero_point)):
+        steps = part.astype(dtype)
+        steps -= _bounds(z, levels)[0].astype(dtype)
+        steps *= _factor(s, dtype)
+        y[...] = steps
+
+
+def _fake_quantize_host(
+    x: np.ndarray, out: np.ndarray, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels
+) -> None:
+    dtype = compute_dtype(x.dtype)
+    for (part, y), (s, z) in _walk(blocks, (x, out), (scale, zero_point)):
+        _, low, high = _bounds(z, levels)
+        steps = _clamped(_steps(part, _divisor(s, dtype)), low.astype(dtype), high.astype(dtype))
+        steps += 0  # the integer 0 has no sign
+        steps *= _factor(s, dtype)
+        y[...] = steps
+
+
+def _mask_host(
+    x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, levels: Levels, margin: int, dtype: np.dtype
+) -> np.ndarray:
+    """Where rint(x / scale) lies in the range, by `margin` steps from its ends; nowhere under a scale of 0."""
+    _, low, high = _bounds(zero_point, levels)
+    divisor = _divisor(scale, dtype)
+    steps = _steps(x, divisor)
+    return (steps >= (low + margin).astype(dtype)) & (steps <= (high - margin).astype(dtype)) & (divisor < np.inf)
+
+
+def _backward_host(
+    dy: np.ndarray,
+    x: np.ndarray | None,
+    dx: np.ndarray,
+    scale: Any,
+    zero_point: Any,
+    blocks: Blocks,
+    levels: Levels,
+    margin: int,
+    divide: bool,
+) -> None:
+    dtype = compute_dtype(dy.dtype)
+    arrays = (dy, dx) if x is None else (dy, dx, x)
+    for (dy_part, out, *rest), (s, z) in _walk(blocks, arrays, (scale, zero_point)):
+        gradient = dy_part
+        if divide:
+            divisor = _divisor(s, dtype)
+            gradient = np.where(divisor < np.inf, dy_part.astype(dtype) / divisor, dtype.type(0))
+        if rest:
+            gradient = np.where(_mask_host(rest[0], s, z, levels, margin, dtype), gradient, gradient.dtype.type(0))
+        out[...] = gradient
+
+
+def _multiply_host(dy: np.ndarray, dq: np.ndarray, scale: Any, blocks: Blocks) -> None:
+    dtype = compute_dtype(dy.dtype)
+    for (part, out), (s,) in _walk(blocks, (dy, dq), (scale,)):
+        out[...] = part.astype(dtype) * _factor(s, dtype)
+
+
+def _find_host(
+    x: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray | None,
+    blocks: Blocks,
+    levels: Levels,
+    fraction: float | None,
+) -> None:
+    """Scales and zero points of the blocks of x."""
+    dtype = compute_dtype(x.dtype)
+    high, low = np.zeros(blocks.count, dtype), np.zeros(blocks.count, dtype)  # max(x, 0) and max(-x, 0)
+    if fraction is None:
+        for (part,), (up, down) in _walk(blocks, (x,), (high, low)):
+            number = _without_nan(part, dtype)
+            np.maximum(up, number.max(_reduced(up), keepdims=True), out=up)
+            np.maximum(down, -number.min(_reduced(up), keepdims=True), out=down)
+    else:
+        for piece in blocks.parts:
+            ends = piece.of_blocks(high), piece.of_blocks(low)
+            rows = _without_nan(piece.view(x), dtype)
+            if ends[0].shape[0] == 1 and rows.shape[0] > 1:  # a channel's elements lie apart
+                rows = rows.transpose(1, 0, 2).reshape(1, rows.shape[1], -1)
+            _percentile_host(rows, ends, levels, fraction)
+    np.abs(high, out=high), np.abs(low, out=low)  # no -0
+    scale[...], zero = _range_host(high, low, levels, dtype)
+    if zero_point is not None:
+        zero_point[...] = zero
+
+
+def _without_nan(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    number = x.astype(dtype)
+    number[np.isnan(number)] = 0
+    return number
+
+
+def _reduced(entries: np.ndarray) -> tuple[int, ...]:
+    """The axes of a view that one entry stands for."""
+    return (0, 2) if entries.shape[0] == 1 else (2,)
+
+
+def _percentile_host(rows: np.ndarray, ends: tuple[np.ndarray, np.ndarray], levels: Levels, fraction: float) -> None:
+    """The ends of the range by rank, among the last axis."""
+    count = rows.shape[-1]
+    rank = max(math.ceil(fraction * count) - 1, 0)
+    if levels.symmetric:
+        ends[0][...] = np.partition(np.abs(rows), rank, axis=-1)[..., rank, None]
+    else:
+        for end, numbers in zip(ends, (rows, -rows), strict=True):
+            end[...] = np.maximum(np.partition(numbers, rank, axis=-1)[..., rank, None], 0)
+
+
+def _range_host(high: np.ndarray, low: np.ndarray, levels: Levels, dtype: np.dtype) -> tuple[np.ndarray, Any]:
+    """Scale and zero point of blocks whose numbers lie between -low and high."""
+    largest = np.finfo(dtype).max
+    with np.errstate(all="ignore"):
+        high, low = np.minimum(high, largest), np.minimum(low, largest)
+        empty = (high == 0) & (low == 0)
+        if levels.symmetric:
+            scale = np.maximum(high, low) / dtype.type(levels.divisor)
+            return np.where(empty, dtype.type(1), scale), levels.zero
+        span = np.minimum(high.astype(np.float64) + low, np.finfo(np.float64).max) / levels.divisor
+        scale = np.where(empty, dtype.type(1), np.minimum(span, largest).astype(dtype))
+        zero = levels.qmin + np.rint(low / _divisor(scale, dtype))
+        return scale, np.clip(zero, levels.qmin, levels.qmax).astype(np.int32)
+
+
+def _pack_host(codes: np.ndarray, packed: np.ndarray) -> None:
+    """Two neighbours a byte, the first in the low nibble."""
+    nibbles = codes.view(np.uint8)
+    np.bitwise_and(nibbles[::2], 15, out=packed)
+    packed[: nibbles.size // 2] |= nibbles[1::2] << 4
+
+
+def _unpack_host(packed: np.ndarray, codes: np.ndarray) -> None:
+    nibbles = codes.view(np.uint8)
+    nibbles[::2] = packed & 15
+    nibbles[1::2] = packed[: nibbles.size // 2] >> 4
+    if codes.dtype == np.int8:
+        nibbles ^= 8
+        codes -= 8
+
+
+# ---- one entrance for both libraries -------------------------------------------------------------------------------
+#
+# Arrays are contiguous and beside each other, scales and zero points what check_scale and check_zero_point return, or
+# planes. The device of a CuPy array is the current one.
+
+
+def find(
+    x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, fraction: float | None = None
+) -> None:
+    """Fill `scale` and `zero_point` (or None) with what dynamic range gives for the blocks of x.
+
+    `fraction` is a percentile / 100.
+    """
+    if blocks.size == 0:
+        scale.fill(1)
+        if zero_point is not None:
+            zero_point.fill(levels.zero if levels.symmetric else levels.qmin)
+    elif _xp.is_cupy(x):
+        _find_cuda(x, scale, zero_point, blocks, levels, fraction)
+    else:
+        _find_host(x, scale, zero_point, blocks, levels, fraction)
+
+
+def quantize(x: Any, codes: Any, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels, bits: int = 8) -> None:
+    """Fill `codes`: int8 or uint8, or with 4 bits the packed bytes, signed when ``levels.qmin`` is."""
+    if blocks.size == 0:
+        return
+    if _xp.is_cupy(x):
+        _each_cuda("quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point)
+    elif bits == 8:
+        _quantize_host(x, codes, scale, zero_point, blocks, levels)
+    else:
+        whole = np.empty(blocks.size, np.int8 if levels.qmin < 0 else np.uint8)
+        _quantize_host(x, whole, scale, zero_point, blocks, levels)
+        _pack_host(whole, codes)
+
+
+def quantize_dynamic(
+    x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int = 8
+) -> None:
+    """`find` and `quantize`; where a block fits on chip, with one reading of x."""
+    if blocks.size and _xp.is_cupy(x) and _fits_on_chip(blocks, x.dtype):
+        _dynamic_cuda(x, codes, scale, zero_point, blocks, levels, bits)
+        return
+    find(x, scale, zero_point, blocks, levels)
+    quantize(x, codes, scale, levels.zero if zero_point is None else zero_point, blocks, levels, bits)
+
+
+def dequantize(
+    codes: Any, out: Any, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels, bits: int = 8
+) -> None:
+    """Fill `out` with ``scale * (q - zero_point)``; zero points outside `levels` count as the nearer end."""
+    if blocks.size == 0:
+        return
+    if _xp.is_cupy(codes):
+        _each_cuda("dequantize", out.dtype, bits, blocks, levels, (codes, out), scale, zero_point)
+        return
+    if bits == 4:
+        packed, codes = codes, np.empty(blocks.size, np.int8 if levels.qmin < 0 else np.uint8)
+        _unpack_host(packed, codes)
+    _dequantize_host(codes, out, scale, zero_point, blocks, levels)
+
+
+def fake_quantize(x: Any, out: Any, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels) -> None:
+    """Fill `out` with x quantized and dequantized."""
+    if blocks.size and _xp.is_cupy(x):
+        _each_cuda("fake_quantize", x.dtype, None, blocks, levels, (x, out), scale, zero_point)
+    elif blocks.size:
+        _fake_quantize_host(x, out, scale, zero_point, blocks, levels)
+
+
+def backward(
+    dy: Any,
+    x: Any | None,
+    dx: Any,
+    scale: Any,
+    zero_point: Any,
+    blocks: Blocks,
+    levels: Levels,
+    margin: int,
+    divide: bool,
+) -> None:
+    """Fill `dx` with dy, divided by the scale for `divide`, where x (if any) is within the range less `margin`."""
+    if blocks.size and _xp.is_cupy(dy):
+        kind = "quantize_backward" if divide else "fake_quantize_backward"
+        _each_cuda(kind, dy.dtype, None, blocks, levels, (dy, 0 if x is None else x, dx), scale, zero_point, margin)
+    elif blocks.size:
+        _backward_host(dy, x, dx, scale, zero_point, blocks, levels, margin, divide)
+
+
+def multiply(dy: Any, dq: Any, scale: Any, blocks: Blocks) -> None:
+    """Fill `dq` with dy times the scale."""
+    if blocks.size and _xp.is_cupy(dy):
+        _each_cuda("dequantize_backward", dy.dtype, None, blocks, SIGNED8, (dy, dq), scale, 0)
+    elif blocks.size:
+        _multiply_host(dy, dq, scale, blocks)
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+_TYPES = {**CXX_TYPES, "float64": "double"}
+_FILE, _RANGE_FILE = "affine.cu", "affine_range.cu"
+_THREADS = 256
+# Neighbours that a thread works on at a time, and such units that it has under way, by the bytes of an element.
+_UNIT = 8
+_DEPTH = {
+    "quantize": {2: 4, 4: 2, 8: 1},
+    "dequantize": {2: 4, 4: 4, 8: 1},
+    "fake_quantize": {2: 4, 4: 2, 8: 1},
+    "quantize_backward": {2: 2, 4: 1, 8: 1},
+    "fake_quantize_backward": {2: 2, 4: 1, 8: 1},
+    "dequantize_backward": {2: 4, 4: 2, 8: 1},
+    "find_range": {2: 4, 4: 2, 8: 1},
+}
+# Rows of a thread where scales repeat with a short period (see COLUMNS in kernels/affine.cuh): so many times its depth,
+# or so many.
+_COLUMN_DEPTHS, _FIND_ROWS = 2, 64
+# Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
+_FIND_ROUNDS = 16
+# Units of a thread that holds blocks in its registers, and the threads of the largest team.
+_SLOTS = 4
+_LARGEST_TEAM = {2: 1024, 4: 512, 8: 256}
+# Blocks from this length on are held four units a thread, shorter ones one unit a thread and four at a time.
+_SHARED_BLOCK = 128
+# Rows from this length on, and below the length of a unit, are divided by in 64 bits.
+_WIDE_ROW = 1 << 30
+_WIDEST_PERIOD = 1 << 28
+
+_EVERY = tuple(_TYPES.values())
+_LAYOUTS = ("RUNS", "COLUMNS")
+KERNELS = (
+    Template(_FILE, "quantize_affine", (_EVERY, ("8", "4"), _LAYOUTS)),
+    Template(_FILE, "dequantize_affine", (_EVERY, ("8", "4"), _LAYOUTS)),
+    Template(_FILE, "fake_quantize_affine", (_EVERY, _LAYOUTS)),
+    Template(_FILE, "quantize_backward_affine", (_EVERY, _LAYOUTS)),
+    Template(_FILE, "fake_quantize_backward_affine", (_EVERY, _LAYOUTS)),
+    Template(_FILE, "dequantize_backward_affine", (_EVERY, _LAYOUTS)),
+    Template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
+    Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
+    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
+    Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
+)
+
+_GEOMETRY = np.dtype(
+    [
+        *((name, "i8") for name in ("n", "row", "run", "per_row", "count", "columns", "rows")),
+        *((name, [("magic", "u4"), ("shift", "i4")]) for name in ("by_row", "by_run")),
+        *((name, "i4") for name in ("wide", "qmin", "qmax", "margin", "zero", "divisor", "symmetric")),
+    ],
+    align=True,
+)
+
+
+class _Geometry:
+    """``struct Geometry`` of kernels/affine.cuh, and the grid that goes with it.
+
+    Parameters
+    ----------
+    blocks : Blocks
+        The block shape.
+    levels : Levels
+        The range.
+    margin : int, default 0
+        How far from the ends of the range a mask begins.
+    whole : bool, default False
+        Whether a block that is the whole array counts as one run, however long.
+    """
+
+    __slots__ = ("_struct", "argument", "columns", "layout", "rows", "size")
+
+    def __init__(self, blocks: Blocks, levels: Levels, margin: int = 0, whole: bool = False):
+        row, run, per_row = blocks.row, blocks.run, blocks.per_row
+        if blocks.count == 1:
+            row = run = blocks.size if whole else 1 << 20  # any multiple of a unit: all have scale number 0
+            per_row = 1 if whole else 0
+        self.size = blocks.size
+        self.layout = "COLUMNS" if per_row == 0 and run < min(row, _UNIT) and row <= _WIDEST_PERIOD else "RUNS"
+        self.columns = _columns(row, self.size) if self.layout == "COLUMNS" else self.size
+        self.rows = -(-self.size // self.columns)
+        struct = np.zeros((), _GEOMETRY)
+        struct["n"], struct["row"], struct["run"], struct["per_row"] = self.size, row, run, per_row
+        struct["count"], struct["columns"], struct["rows"] = blocks.count, self.columns, self.rows
+        struct["wide"] = not _UNIT <= row < _WIDE_ROW
+        for name, divisor in (("by_row", row), ("by_run", run)):
+            if not struct["wide"]:
+                shift = 31 + (divisor - 1).bit_length()
+                struct[name]["magic"], struct[name]["shift"] = -(-(1 << shift) // divisor), shift
+        struct["qmin"], struct["qmax"], struct["margin"] = levels.qmin, levels.qmax, margin
+        struct["zero"], struct["divisor"], struct["symmetric"] = levels.zero, levels.divisor, levels.symmetric
+        self._struct = struct
+        self.argument = _cuda.by_value(struct)
+
+    def units(self, depth: int, rows: int) -> int:
+        """Thread blocks that have work, when a thread takes `depth` units, or `rows` rows of its columns."""
+        if self.layout == "RUNS":
+            return -(-self.size // (_THREADS * _UNIT * depth))
+        return -(-self.rows // rows) * -(-self.columns // (_THREADS * _UNIT))
+
+
+def _columns(period: int, size: int) -> int:
+    """Columns of a matrix whose rows are whole periods and whole units, with few idle threads at its right edge."""
+    least = math.lcm(period, _UNIT)
+    best, best_use = least, 0.0
+    for times in range(1, 65):
+        columns = least * times
+        width = _THREADS * _UNIT
+        use = columns / (-(-columns // width) * width)
+        if use > best_use + 0.02 and (times == 1 or columns <= size):
+            best, best_use = columns, use
+    return best
+
+
+_geometry = functools.lru_cache(maxsize=1024)(_Geometry)
+
+
+@functools.cache
+def _kernel(name: str, axes: tuple[str, ...], threads: int = _THREADS, rounds: int = 1) -> _cuda.Kernel:
+    """A kernel of the family by the name of its template and the template's arguments."""
+    file = next(template.file for template in KERNELS if template.name == name)
+    return _cuda.Kernel(file, f"{name}<{', '.join(axes)}>", threads, rounds=rounds)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    kind: str, dtype: np.dtype, bits: int | None, blocks: Blocks, levels: Levels, margin: int
+) -> tuple[_cuda.Kernel, _Geometry, int]:
+    """Kernel, geometry and grid of an operation that goes from element to element."""
+    geometry = _geometry(blocks, levels, margin)
+    axes = (_TYPES[dtype.name], *(() if bits is None else (str(bits),)), geometry.layout)
+    depth = _DEPTH[kind][dtype.itemsize]
+    return _kernel(f"{kind}_affine", axes), geometry, geometry.units(depth, _COLUMN_DEPTHS * depth)
+
+
+def _each_cuda(
+    kind: str,
+    dtype: np.dtype,
+    bits: int | None,
+    blocks: Blocks,
+    levels: Levels,
+    arrays: tuple[Any, ...],
+    scale: Any,
+    zero_point: Any,
+    margin: int = 0,
+) -> None:
+    kernel, geometry, units = _launch(kind, dtype, bits, blocks, levels, margin)
+    computed = _DOUBLE if dtype == _DOUBLE else _SINGLE
+    value: Any = 0
+    if isinstance(scale, float):
+        scale, value = 0, scale
+    elif scale.dtype != computed:  # a plane beside float64
+        scale = scale.astype(computed)
+    point = 0
+    if isinstance(zero_point, int):
+        zero_point, point = 0, zero_point
+    parameters = (scale, computed.type(value), zero_point, np.int32(point), geometry.argument)
+    kernel(arrays[-1], units, (*arrays, *parameters))
+
+
+def _find_cuda(
+    x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, fraction: float | None
+) -> None:
+    name = _TYPES[x.dtype.name]
+    computed = compute_dtype(x.dtype)
+    exact = scale if scale.dtype == computed else _xp.namespace(x).empty(blocks.count, computed)
+    point = 0 if zero_point is None else zero_point
+    if fraction is not None:
+        geometry = _geometry(blocks, levels, 0, True)
+        period = blocks.row if blocks.per_row == 0 and blocks.count > 1 else 0
+        kernel = _kernel("percentile_affine", (name,), 2 * _THREADS)
+        kernel(x, blocks.count, (x, exact, point, np.float64(fraction), period, geometry.argument))
+    else:
+        geometry = _geometry(blocks, levels)
+        depth = _DEPTH["find_range"][x.dtype.itemsize]
+        low: Any = 0
+        if not levels.symmetric:
+            low = _xp.namespace(x).empty(blocks.count, computed)
+            low.data.memset_async(0, low.nbytes)
+        exact.data.memset_async(0, exact.nbytes)
+        find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=_FIND_ROUNDS)
+        find_range(x, geometry.units(depth, _FIND_ROWS), (x, exact, low, geometry.argument))
+        finish = _kernel("finish_range_affine", (_TYPES[computed.name],))
+        finish(x, -(-blocks.count // _THREADS), (exact, low, exact, point, geometry.argument))
+    if exact is not scale:
+        scale[...] = exact
+
+
+def _fits_on_chip(blocks: Blocks, dtype: np.dtype) -> bool:
+    """Whether a team of threads can hold a block in its registers; blocks must begin and end with a unit."""
+    longest = _LARGEST_TEAM[dtype.itemsize] * _SLOTS * _UNIT
+    return blocks.per_row != 0 and blocks.row % _UNIT == 0 and blocks.run % _UNIT == 0 and blocks.run <= longest
+
+
+@functools.lru_cache(maxsize=1024)
+def _dynamic_launch(
+    dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels
+) -> tuple[_cuda.Kernel, _Geometry, int, np.int32]:
+    """Kernel, geometry, grid and team of a search for ranges that quantizes at once."""
+    each = 1 if blocks.run >= _SHARED_BLOCK else _SLOTS
+    units = -(-blocks.run // (_UNIT * _SLOTS // each))
+    team = 1 << (units - 1).bit_length()
+    threads = max(team, _THREADS) if team <= 32 else team
+    kernel = _kernel("quantize_dynamic_affine", (_TYPES[dtype.name], str(bits), str(each)), threads)
+    return kernel, _geometry(blocks, levels), -(-blocks.count // (threads // team * each)), np.int32(team)
+
+
+def _dynamic_cuda(
+    x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int
+) -> None:
+    kernel, geometry, units, team = _dynamic_launch(x.dtype, bits, blocks, levels)
+    kernel(x, units, (x, codes, scale, 0 if zero_point is None else zero_point, team, geometry.argument))
+
+
+# ---- formats -------------------------------------------------------------------------------------------------------
+
+
+class Affine(Format):
+    """Integers of 8 or 4 bits with scales of any granularity.
+
+    Parameters
+    ----------
+    bits : {8, 4}
+        Bits of an integer.
+    signed : bool
+        Whether integers are two's complement.
+    granularity : {"tensor", "token", ("channel", axis), ("group", size)}, default "tensor"
+        Elements that share a scale.
+    symmetric : bool, default True
+        One zero point for all blocks (0, or 2^(bits - 1) of unsigned integers) instead of one for each.
+    percentile : float, optional
+        Find the range as this percentile of a block's magnitudes (of its values on both sides, where it is not
+        symmetric) instead of the extremes; above 0, up to 100.
+    scale : float or array, optional
+        Scales to use, instead of finding them: one number or one for each block; with NumPy checked to be finite and
+        not negative.
+    zero_point : int or array, optional
+        Zero points to use with `scale` and ``symmetric=False``; 0 by default.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> kb.get_format("int8", granularity=("channel", 0))
+    get_format('int8', granularity=['channel', 0], symmetric=True)
+    """
+
+    block = 1
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+    origin = "baracuda-kernels, PyTorch, torchao"
+    summary = "integers with a scale for a tensor, channel, token or group"
+    kernels = KERNELS
+
+    def __init__(
+        self,
+        bits: int,
+        signed: bool,
+        *,
+        granularity: Any = "tensor",
+        symmetric: bool = True,
+        percentile: float | None = None,
+        scale: Any = None,
+        zero_point: Any = None,
+    ):
+        self.bits = bits
+        self.name = f"{'int' if signed else 'uint'}{bits}"
+        self.granularity = check_granularity(granularity)
+        if not isinstance(symmetric, bool):
+            raise FormatError(f"symmetric is {symmetric!r}; allowed are True and False")
+        self.levels = _levels(bits, signed, symmetric)
+        self.percentile = check_percentile(percentile)
+        if scale is not None and percentile is not None:
+            raise FormatError("percentile says how a scale is found, and scale gives one: leave one of them away")
+        if zero_point is not None and (scale is None or symmetric):
+            raise FormatError("zero_point goes with scale and symmetric=False")
+        self._scale, self._zero_point = scale, zero_point
+        self._stored: Affine = self
+        if scale is not None or self.percentile is not None:
+            self._stored = Affine(bits, signed, granularity=self.granularity, symmetric=symmetric)
+
+    def options(self) -> dict[str, Any]:
+        granularity = self.granularity
+        options = {
+            "granularity": granularity if isinstance(granularity, str) else list(granularity),
+            "symmetric": self.levels.symmetric,
+        }
+        return options if self.percentile is None else {**options, "percentile": self.percentile}
+
+    def stored(self) -> Format:
+        return self._stored
+
+    def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
+        blocks = blocks_of(shape, self.granularity)
+        codes = "uint8" if self.bits == 4 or self.levels.qmin == 0 else "int8"
+        # Rows along axis 0 own scales, or all rows share them.
+        if self.granularity[0] == "channel":
+            own = self.granularity[1] in (0, -len(shape))
+        else:
+            own = self.granularity != "tensor" and len(shape) > 1
+        planes = {
+            "codes": Plane(codes, (-(-blocks.size * self.bits // 8),), 1),
+            "scale": Plane("float32", (blocks.count,), int(own)),
+        }
+        if not self.levels.symmetric:
+            planes["zero_point"] = Plane("int32", (blocks.count,), int(own))
+        return planes
+
+    def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
+        blocks = blocks_of(x.shape, self.granularity)
+        scale, zero = planes["scale"], planes.get("zero_point")
+        if self._scale is not None:
+            given = check_scale(self._scale, blocks, x, _SINGLE)
+            zero_point = 0 if self._zero_point is None else self._zero_point
+            zero_point = check_zero_point(zero_point, blocks, x, self.levels)
+            scale[...] = given
+            if zero is not None:
+                zero[...] = zero_point
+        elif self.percentile is None and x.dtype != _DOUBLE:
+            quantize_dynamic(x, planes["codes"], scale, zero, blocks, self.levels, self.bits)
+            return
+        else:
+            found = scale
+            if x.dtype == _DOUBLE:
+                found = _xp.namespace(x).empty(blocks.count, _DOUBLE)
+            find(x, found, zero, blocks, self.levels, None if self.percentile is None else self.percentile / 100)
+            if found is not scale:
+                scale[...] = _xp.namespace(x).minimum(found, _LARGEST)
+        quantize(x, planes["codes"], scale, self._zero_of(planes), blocks, self.levels, self.bits)
+
+    def decode(self, planes: Mapping[str, Any], out: Any) -> None:
+        blocks = blocks_of(out.shape, self.granularity)
+        dequantize(planes["codes"], out, planes["scale"], self._zero_of(planes), blocks, self.levels, self.bits)
+
+    def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
+        blocks = blocks_of(x.shape, self.granularity)
+        bound = np.empty(x.shape, np.float64)
+        for (part, out), (s, z) in _walk(blocks, (x, bound), (planes["scale"], self._zero_of(planes))):
+            _, low, high = _bounds(z, self.levels)
+            number, step = part.astype(np.float64), _factor(s, _DOUBLE)
+            outside = np.maximum(np.maximum(number - high * step, low * step - number), 0)
+            # Half a step or the distance to the range; and the quotient and the product are rounded to float32.
+            out[...] = np.maximum(step / 2, outside) + 2.0**-22 * np.abs(number) + 2.0**-149
+            out[...] = np.where(step > 0, out, np.abs(number))
+        return bound.reshape(-1)
+
+    def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
+        return blocks_of(shape, self.granularity).layout == blocks_of(new, self.granularity).layout
+
+    def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
+        if not shape or (len(shape) == 1 and self.granularity[0] == "group"):
+            return False
+        return math.prod(shape[1:]) * self.bits % 8 == 0
+
+    def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
+        if self.granularity[0] == "channel" and not isinstance(key, slice) and key.ndim != 1:
+            raise FormatError(
+                f"indices of shape {key.shape} would move axis {self.granularity[1]} of {self!r}: index with a flat "
+                "array, or dequantize first"
+            )
+        return super().select(planes, shape, key)
+
+    def _zero_of(self, planes: Mapping[str, Any]) -> Any:
+        return planes.get("zero_point", self.levels.zero)
+
+
+@functools.cache
+def _levels(bits: int, signed: bool, symmetric: bool) -> Levels:
+    low = -(1 << bits - 1) if signed else 0
+    return Levels(low, low + (1 << bits) - 1, symmetric)
+
+
+def check_percentile(percentile: Any) -> float | None:
+    """A percentile as a float.
+
+    Raises
+    ------
+    FormatError
+        When it is not a number above 0, up to 100.
+    """
+    if percentile is None:
+        return None
+    number = isinstance(percentile, (int, float, np.integer, np.floating)) and not isinstance(percentile, bool)
+    if not number or not 0 < percentile <= 100:
+        raise FormatError(f"percentile is {percentile!r}; it must be a number above 0, up to 100, such as 99.9")
+    return float(percentile)
+
+
+for _bits in (8, 4):
+    for _signed in (True, False):
+        register(f"{'int' if _signed else 'uint'}{_bits}", functools.partial(Affine, _bits, _signed))

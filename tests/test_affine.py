@@ -1,0 +1,378 @@
+"""Affine integers on NumPy: the contract spelled out a second time, boundary cases, bad input."""
+
+import math
+
+import numpy as np
+import pytest
+from affine_inputs import CASES, DTYPES, MASKS, block_numbers, numbers, oracle_steps, wide_divide
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kbitcupy as kb
+from kbitcupy import affine
+from kbitcupy.errors import FormatError
+
+RANGES = [(-128, 127), (0, 255), (-8, 7), (0, 15)]
+INF, NAN = np.inf, np.nan
+
+
+def parameters(shape, granularity, dtype, levels, seed=0):
+    """Scales and zero points of every kind that is allowed, in the shape of the granularity."""
+    rng = np.random.default_rng(seed)
+    _, wanted = block_numbers(shape, granularity)
+    scale = np.exp2(rng.uniform(-6, 3, wanted)).astype(np.float64 if dtype == np.float64 else np.float32)
+    scale.reshape(-1)[3::5] = 0
+    scale.reshape(-1)[4::7] = 1e-42
+    return scale, rng.integers(levels[0], levels[1] + 1, wanted).astype(np.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "granularity"), CASES, ids=str)
+def test_every_function_by_its_formula(shape, granularity, dtype):
+    block, _ = block_numbers(shape, granularity)
+    for kind, (qmin, qmax) in zip(["normal", "special", "wide", "extreme"], RANGES, strict=True):
+        x = numbers(kind, shape, dtype)
+        scale, zero = parameters(shape, granularity, dtype, (qmin, qmax))
+        s, z = scale.reshape(-1)[block], zero.reshape(-1)[block]
+        steps = oracle_steps(x, s, qmin - z, qmax - z)
+        q = affine.quantize(x, scale, zero, qmin=qmin, qmax=qmax, granularity=granularity)
+        assert q.dtype == (np.int8 if qmin < 0 else np.uint8) and np.array_equal(q, steps + z)
+
+        with np.errstate(over="ignore"):
+            y = (s * steps.astype(s.dtype)).astype(dtype)
+        fake = affine.fake_quantize(x, scale, zero, qmin=qmin, qmax=qmax, granularity=granularity)
+        assert fake.dtype == dtype and np.array_equal(fake, y)
+        back = affine.dequantize(q, scale, zero, granularity=granularity, dtype=dtype)
+        assert back.dtype == dtype and np.array_equal(back, y)
+
+        dy = numbers("normal", shape, dtype, seed=1)
+        with np.errstate(all="ignore"):
+            u = np.rint((x.astype(s.dtype) / s if dtype == np.float64 else wide_divide(x, s)).astype(np.float64)) + z
+        for mask in MASKS:
+            inside = {"inclusive": (u >= qmin) & (u <= qmax), "strict": (u > qmin) & (u < qmax), "none": u == u}[mask]
+            inside = inside & (s > 0) if mask != "none" else np.ones(shape, bool)
+            options = {"qmin": qmin, "qmax": qmax, "granularity": granularity, "mask": mask}
+            dx = affine.fake_quantize_backward(dy, x, scale, zero, **options)
+            assert dx.dtype == dtype and np.array_equal(dx, np.where(inside, dy, 0))
+            dx = affine.quantize_backward(dy, x, scale, zero, **options)
+            with np.errstate(all="ignore"):
+                wanted = (dy.astype(s.dtype) / s if dtype == np.float64 else wide_divide(dy, s)).astype(dtype)
+            assert dx.dtype == dtype and np.array_equal(dx, np.where(inside & (s > 0), wanted, 0))
+        dq = affine.dequantize_backward(dy, scale, granularity=granularity)
+        assert dq.dtype == dtype and np.array_equal(dq, (dy.astype(s.dtype) * s).astype(dtype))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1, 1 / 3, 0.0078125, 3.7e-6, 1e-42, 0.0, 700.0, 65504.0])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_every_16_bit_number(dtype, scale):
+    x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    s = np.full(x.shape, scale, np.float32)
+    for (qmin, qmax), zero in zip(RANGES, (0, 128, -3, 9), strict=True):
+        wanted = oracle_steps(x, s, qmin - zero, qmax - zero)
+        q = affine.quantize(x, scale, zero, qmin=qmin, qmax=qmax)
+        assert np.array_equal(q, wanted + zero)
+        y = affine.fake_quantize(x, scale, zero, qmin=qmin, qmax=qmax)
+        assert y.tobytes() == affine.dequantize(q, scale, zero, dtype=dtype).tobytes()
+        assert not np.signbit(y[wanted == 0]).any()  # the integer 0 has no sign
+
+
+def test_the_examples_of_the_contract():
+    quantize = affine.quantize
+    # Half to even, and the zero point is added behind the rounding.
+    assert list(quantize(np.float32([0.5, 1.5, 2.5, -0.5, -1.5]), 1.0)) == [0, 2, 2, 0, -2]
+    assert list(quantize(np.float32([0.5, 1.5]), 1.0, 3)) == [3, 5]
+    # NaN, infinities, and what overflows the quotient.
+    x = np.float32([NAN, INF, -INF, 3e38, -3e38])
+    assert list(quantize(x, 1e-30, 5)) == [5, 127, -128, 127, -128]
+    assert list(quantize(x, 0.0, 5)) == [5] * 5
+    assert list(affine.dequantize(np.int8([5, 127, -128]), 0.0, 5)) == [0, 0, 0]
+    # Subnormal scales and numbers are numbers.
+    assert list(quantize(np.float32([3e-45, -1.4e-44]), 1.4e-45)) == [2, -10]
+    assert affine.dequantize(np.int8([3]), 1.4e-45)[0] == np.float32(4.2e-45)
+
+
+EDGE = np.array([-129.6, -129.5, -128.51, -128.5, -128, 0, 127, 127.49, 127.5, 127.51, NAN, INF, -INF])
+INSIDE = [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0]  # rint(-128.5) is -128, rint(127.5) is 128
+STRICT = [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
+class TestGradients:
+    """x on the edge, between, beyond; scale 0; what is not a number."""
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_on_the_edge_of_the_range(self, dtype):
+        x = EDGE.astype(dtype)
+        dy = np.linspace(1, 2, x.size).astype(dtype)
+        for mask, inside in (("inclusive", INSIDE), ("strict", STRICT), ("none", [1] * x.size)):
+            dx = affine.fake_quantize_backward(dy, x, 1.0, qmin=-128, qmax=127, mask=mask)
+            assert np.array_equal(dx, np.where(inside, dy, 0))
+            dx = affine.quantize_backward(2 * dy, 2 * x, 2.0, mask=mask)
+            assert np.array_equal(dx, np.where(inside, dy, 0))
+
+    def test_scale_zero_has_no_gradient(self):
+        dy, x = np.float32([1, -2, INF, NAN]), np.float32([0, 1, 2, 3])
+        zero = np.zeros(4, np.float32)
+        assert np.array_equal(affine.quantize_backward(dy, x, 0.0), zero)
+        assert np.array_equal(affine.quantize_backward(dy, x, 0.0, mask="none"), zero)
+        assert np.array_equal(affine.fake_quantize_backward(dy, x, 0.0, qmin=0, qmax=3), zero)
+        assert np.array_equal(affine.fake_quantize_backward(dy, x, 0.0, qmin=0, qmax=3, mask="none"), dy, True)
+        assert np.array_equal(affine.dequantize_backward(dy[:2], 0.0), zero[:2])
+
+    def test_against_differences_of_the_relaxed_function(self):
+        """Without rounding, fake_quantize is clamp(x, scale * low, scale * high): the gradient is its slope."""
+        rng = np.random.default_rng(0)
+        x, scale, zero = rng.normal(0, 3, 2000), 0.037, 11
+        low, high = scale * (0 - zero - 0.5), scale * (255 - zero + 0.5)
+        h = 1e-6
+        slope = (np.clip(x + h, low, high) - np.clip(x - h, low, high)) / (2 * h)
+        dx = affine.fake_quantize_backward(np.ones_like(x), x, scale, zero, qmin=0, qmax=255)
+        assert np.allclose(dx, slope)
+
+    def test_of_a_range_that_was_found(self):
+        x = numbers("normal", (6, 64), np.float32)
+        _, scale, zero = affine.dynamic_range(x, granularity="token", symmetric=False)
+        dy = numbers("normal", (6, 64), np.float32, seed=1)
+        wanted = affine.quantize_backward(dy, x, scale, zero, granularity="token")
+        assert np.array_equal(affine.dynamic_range_backward(dy, x, scale, zero, granularity="token"), wanted)
+        assert (wanted != 0).mean() > 0.98
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("shape", "granularity"), CASES, ids=str)
+def test_ranges_by_their_formula(shape, granularity, symmetric):
+    block, wanted = block_numbers(shape, granularity)
+    for dtype in DTYPES:
+        for kind in ("normal", "special", "zeros", "extreme"):
+            x = numbers(kind, shape, dtype)
+            if kind == "normal":
+                x = np.abs(x) + dtype.type(1)  # the range is widened to hold 0
+            for qmin, qmax in RANGES:
+                options = {"qmin": qmin, "qmax": qmax, "granularity": granularity, "symmetric": symmetric}
+                scale, zero = affine.choose_qparams(x, **options)
+                computed = np.float64 if dtype == np.float64 else np.float32
+                assert (scale.dtype, scale.shape, zero.dtype, zero.shape) == (computed, wanted, np.int32, wanted)
+                for i in range(scale.size):
+                    member = x[block == i].astype(np.float64)
+                    member = member[~np.isnan(member)]
+                    low, high = member.min(initial=0), member.max(initial=0)
+                    largest = float(np.finfo(computed).max)
+                    low, high = max(low, -largest), min(high, largest)
+                    if symmetric:
+                        point = 0 if qmin < 0 else (qmax + 1) // 2
+                        s = computed(max(high, -low)) / computed(qmax - point)
+                    else:
+                        s = computed(min(high - low, np.finfo(np.float64).max) / (qmax - qmin))
+                        with np.errstate(all="ignore"):
+                            point = qmin - np.rint(computed(low) / s) if s else qmin
+                        point = min(max(point, qmin), qmax)
+                    if low == high == 0:
+                        s, point = 1, point if symmetric else qmin
+                    assert (scale.reshape(-1)[i], zero.reshape(-1)[i]) == (s, point)
+                q, s, z = affine.dynamic_range(x, **options)
+                assert np.array_equal(s, scale) and np.array_equal(z, zero)
+                assert np.array_equal(q, affine.quantize(x, s, z, qmin=qmin, qmax=qmax, granularity=granularity))
+
+
+@pytest.mark.parametrize(("shape", "granularity"), [c for c in CASES if math.prod(c[0])], ids=str)
+def test_percentiles_are_numpys(shape, granularity):
+    block, _ = block_numbers(shape, granularity)
+    x = numbers("wide", shape, np.dtype("float32"))
+    for percentile in (100, 99.9, 75, 1e-3):
+        scale, _ = affine.choose_qparams(x, granularity=granularity, percentile=percentile)
+        found, _ = affine.choose_qparams(x, granularity=granularity, percentile=percentile, symmetric=False)
+        for i in range(scale.size):
+            member = x[block == i]
+            largest = np.percentile(abs(member), percentile, method="inverted_cdf")
+            assert scale.reshape(-1)[i] == (largest / np.float32(127) if largest else 1)
+            high = max(np.percentile(member, percentile, method="inverted_cdf"), np.float32(0))
+            low = max(np.percentile(-member, percentile, method="inverted_cdf"), np.float32(0))
+            width = np.float32((float(high) + float(low)) / 255)
+            assert found.reshape(-1)[i] == (width if high or low else 1)
+    assert np.array_equal(
+        affine.choose_qparams(x, granularity=granularity)[0],
+        affine.choose_qparams(x, granularity=granularity, percentile=100)[0],
+    )
+
+
+@given(st.data())
+def test_what_is_decoded_is_near(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape, granularity = data.draw(st.sampled_from(CASES))
+    name = data.draw(st.sampled_from(["int8", "uint8", "int4", "uint4"]))
+    symmetric = data.draw(st.booleans())
+    kind = data.draw(st.sampled_from(["normal", "small", "wide", "subnormal", "constant"]))
+    x = numbers(kind, shape, dtype, data.draw(st.integers(0, 1000)))
+    x[~np.isfinite(x.astype(np.float64))] = 0
+    q = kb.quantize(x, name, granularity=granularity, symmetric=symmetric)
+    assert kb.metrics.error_bound(x, q).violations == 0
+    # The functions give the same integers and numbers as the format.
+    levels = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": (0, 15)}[name]
+    if dtype != np.float64:  # whose scales a format rounds to float32
+        codes, scale, zero = affine.dynamic_range(
+            x, qmin=levels[0], qmax=levels[1], granularity=granularity, symmetric=symmetric
+        )
+        assert np.array_equal(q.planes["scale"], scale.reshape(-1))
+        if not symmetric:
+            assert np.array_equal(q.planes["zero_point"], zero.reshape(-1))
+        y = affine.dequantize(codes, scale, zero, granularity=granularity, dtype=dtype)
+        assert q.dequantize().tobytes() == y.tobytes()
+
+
+# ---- the container ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 16])
+@pytest.mark.parametrize("name", ["int4", "uint4"])
+def test_packing(name, size):
+    x = np.random.default_rng(size).integers(-8, 8, size).astype(np.float32)
+    x += 8 * (name == "uint4")
+    q = kb.quantize(x, name, symmetric=False, scale=1.0, zero_point=0)
+    packed = q.planes["codes"]
+    assert packed.dtype == np.uint8 and packed.size == -(-size // 2)
+    for i, value in enumerate(x.astype(int)):
+        assert packed[i // 2] >> i % 2 * 4 & 15 == value & 15
+    if size % 2:
+        assert packed[-1] >> 4 == 0
+    assert np.array_equal(q.dequantize(), x)
+
+
+def test_scales_that_are_given():
+    x = numbers("normal", (4, 6), np.float32)
+    scale = np.float32([[0.1], [0.2], [0.0], [0.4]])
+    q = kb.quantize(x, "int8", granularity="token", scale=scale)
+    assert np.array_equal(q.planes["scale"], scale.reshape(-1)) and list(q.planes) == ["codes", "scale"]
+    assert np.array_equal(q.planes["codes"], affine.quantize(x, scale, granularity="token").reshape(-1))
+    q = kb.quantize(x, "uint8", symmetric=False, scale=0.02, zero_point=100)
+    assert q.planes["zero_point"][0] == 100 and q.planes["scale"][0] == np.float32(0.02)
+    assert kb.quantize(x, "uint8", symmetric=False, scale=0.02).planes["zero_point"][0] == 0
+    assert kb.quantize(x, "int8", percentile=50).planes["scale"] < kb.quantize(x, "int8").planes["scale"]
+    assert kb.quantize(x, "int8", percentile=50).format == kb.get_format("int8")
+
+
+@pytest.mark.parametrize("name", ["int8", "uint4"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "granularity", ["tensor", "token", ("channel", 0), ("channel", 1), ("channel", -1), ("group", 4)], ids=str
+)
+def test_rows_stay_what_they_are(name, symmetric, granularity):
+    x = numbers("normal", (5, 6, 10), np.float32) * np.exp2(np.arange(5, dtype=np.float32))[:, None, None]
+    q = kb.quantize(x, name, granularity=granularity, symmetric=symmetric)
+    y = q.dequantize()
+    for key in (slice(1, 4), slice(None, None, -2), [4, 0, 0], np.array([True, False, True, True, False])):
+        assert np.array_equal(q[key].dequantize(), y[key])
+    assert np.array_equal(kb.take(q, [2, 2]), y[[2, 2]])
+    if granularity in ("tensor", "token", ("channel", -1), ("group", 4)):
+        assert np.array_equal(q[3].dequantize(), y[3])
+        if granularity[0] != "channel":
+            assert np.array_equal(kb.take(q, [[2, 2], [0, 1]]), y[[[2, 2], [0, 1]]])
+    if granularity[0] == "channel":
+        with pytest.raises(FormatError, match="index with a flat array"):
+            q[np.array([[0, 1]])]
+    if granularity in (("channel", 0), ("channel", 1)):
+        with pytest.raises(FormatError):
+            q[3]
+
+
+def test_shapes_that_keep_blocks():
+    x = numbers("normal", (4, 6, 8), np.float32)
+    token, channel = kb.quantize(x, "int8", granularity="token"), kb.quantize(x, "int8", granularity=("channel", 1))
+    assert np.array_equal(token.reshape(24, 8).dequantize(), token.dequantize().reshape(24, 8))
+    assert np.array_equal(channel.reshape(4, 6, 2, 4).dequantize(), channel.dequantize().reshape(4, 6, 2, 4))
+    for q, shape in ((token, (4, 48)), (channel, (2, 2, 6, 8)), (channel, (6, 4, 8))):
+        with pytest.raises(FormatError):
+            q.reshape(shape)
+    with pytest.raises(FormatError, match="not whole blocks"):
+        kb.quantize(x[0, 0], "int8", granularity=("group", 4))[:4]
+    with pytest.raises(FormatError, match="not whole blocks"):
+        kb.quantize(x[:, 0, :5], "int4")[:2]
+
+
+def test_finer_is_better():
+    """On data with outlier channels, each finer granularity has a better signal to noise ratio."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, 512)).astype(np.float32)
+    x[:, ::100] *= 50
+    ratios = [
+        kb.metrics.sqnr_db(x, kb.quantize(x, "int4", granularity=g).dequantize())
+        for g in ("tensor", "token", ("group", 128), ("group", 32))
+    ]
+    assert ratios == sorted(ratios) and ratios[-1] > ratios[0] + 5
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+X = np.ones((4, 6), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: affine.quantize(X, -1.0), FormatError, "scale holds -1.0; scales must be finite"),
+        (lambda: affine.quantize(X, NAN), FormatError, "scale holds nan"),
+        (lambda: affine.quantize(X, 1e39), FormatError, "scale holds inf; scales must be finite in float32"),
+        (lambda: affine.quantize(X, [0.1, INF, 1, 1], granularity="token"), FormatError, "scale holds inf"),
+        (lambda: affine.quantize(X, [0.1, 0.2]), FormatError, r"scale has shape \(2,\); .* needs shape \(1,\)"),
+        (lambda: affine.quantize(X, "1"), TypeError, "scale is <U1; it must hold numbers"),
+        (
+            lambda: affine.quantize(X, 1.0, 128),
+            FormatError,
+            "zero_point holds 128; it must lie in the range, -128 to 127",
+        ),
+        (lambda: affine.quantize(X, 1.0, 0.5), TypeError, "zero_point is float64; it must hold integers"),
+        (lambda: affine.quantize(X, 1.0, 0, qmin=1, qmax=9), FormatError, "zero_point holds 0"),
+        (lambda: affine.quantize(X, 1.0, qmin=-1, qmax=200), FormatError, "within -128 to 127, or within 0 to 255"),
+        (lambda: affine.quantize(X, 1.0, qmin=0, qmax=256), FormatError, "allowed is -128 <= qmin < qmax <= 255"),
+        (lambda: affine.quantize(X, 1.0, qmin=5, qmax=5), FormatError, "qmin < qmax"),
+        (lambda: affine.quantize(X, 1.0, qmin=0.0, qmax=5), FormatError, "qmin is 0.0; it must be an integer"),
+        (lambda: affine.quantize(X.astype(int), 1.0), TypeError, "x is int64; allowed are float16"),
+        (lambda: affine.quantize(X, 1.0, out=X), TypeError, "out is float32; this range needs int8"),
+        (lambda: affine.quantize(X, 1.0, out=np.empty(3, np.int8)), ValueError, r"out has shape \(3,\)"),
+        (lambda: affine.quantize(X, 1.0, out=np.empty((6, 4), np.int8).T), ValueError, "out is not C-contiguous"),
+        (lambda: affine.quantize(X, 1.0, out=[1]), TypeError, "out is list"),
+        (lambda: affine.quantize(X, 1.0, granularity="row"), FormatError, "granularity is 'row'; allowed are 'tensor'"),
+        (lambda: affine.quantize(X, 1.0, granularity=("group", 0)), FormatError, "must be at least 1"),
+        (lambda: affine.quantize(X, 1.0, granularity=("group", 1.5)), FormatError, "granularity is"),
+        (lambda: affine.quantize(X, 1.0, granularity=("channel", 2)), FormatError, "axis 2 .* is out of range"),
+        (lambda: affine.quantize(X, 1.0, granularity=("channel", -3)), FormatError, "axis -3 .* is out of range"),
+        (lambda: affine.quantize(X[0, 0], 1.0, granularity="token"), FormatError, "0-d array"),
+        (lambda: affine.dequantize(X, 1.0), TypeError, "q is float32; allowed are int8 and uint8"),
+        (lambda: affine.dequantize(X.astype("i1"), 1.0, 200), FormatError, "zero_point holds 200"),
+        (lambda: affine.fake_quantize(X, 1.0, qmin=0, qmax=1 << 21), FormatError, "allowed is -1048576"),
+        (lambda: affine.fake_quantize(X, 1.0, qmin=0, qmax=9, out=X.astype("f8")), TypeError, "out is float64"),
+        (lambda: affine.fake_quantize_backward(X[0], X, 1.0, qmin=0, qmax=9), ValueError, "they must be alike"),
+        (lambda: affine.quantize_backward(X, X.astype("f2"), 1.0), ValueError, "they must be alike"),
+        (lambda: affine.quantize_backward(X, X, 1.0, mask="soft"), FormatError, "mask is 'soft'; allowed are"),
+        (lambda: affine.choose_qparams(X, symmetric=1), FormatError, "symmetric is 1"),
+        (lambda: affine.choose_qparams(X, percentile=0), FormatError, "percentile is 0; it must be a number above 0"),
+        (lambda: affine.choose_qparams(X, percentile=101.0), FormatError, "percentile is 101.0"),
+        (lambda: affine.dynamic_range(X, qmin=-9, qmax=0), FormatError, "pass symmetric=False"),
+        (lambda: kb.quantize(X, "int8", granularity=["channel"]), FormatError, "granularity is"),
+        (lambda: kb.quantize(X, "int8", granularity=("channel", 5)), FormatError, "axis 5"),
+        (lambda: kb.quantize(X, "int8", symmetric="yes"), FormatError, "symmetric is 'yes'"),
+        (lambda: kb.quantize(X, "int8", zero_point=3), FormatError, "zero_point goes with scale"),
+        (lambda: kb.quantize(X, "int8", scale=1.0, percentile=99), FormatError, "leave one of them away"),
+        (lambda: kb.quantize(X, "int8", scale=-1.0), FormatError, "scale holds -1.0"),
+        (lambda: kb.quantize(X, "int4", scale=1.0, symmetric=False, zero_point=9), FormatError, "zero_point holds 9"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_out_is_filled_and_given_back():
+    x = numbers("normal", (4, 6), np.float32)
+    out = np.empty(x.shape, np.int8)
+    assert affine.quantize(x, 0.1, out=out) is out
+    assert affine.dynamic_range(x, out=out)[0] is out
+    y = np.empty_like(x)
+    assert affine.dequantize(out, 0.1, out=y) is y
+    assert affine.fake_quantize(x, 0.1, qmin=-8, qmax=7, out=y) is y
+    assert affine.dequantize_backward(x, 0.1, out=y) is y
+    copy = x.copy()
+    assert affine.fake_quantize(copy, 0.1, qmin=-8, qmax=7, out=copy) is copy  # in place
+    assert np.array_equal(copy, affine.fake_quantize(x, 0.1, qmin=-8, qmax=7))
+    read_only = np.empty(x.shape, np.int8)
+    read_only.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        affine.quantize(x, 0.1, out=read_only)
