@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_compare(commands: Any) -> None:
     command = commands.add_parser(
         "compare",
+        epilog="example: kbit compare model.safetensors --formats kbit3,kbit4",
         parents=[_common(), _selection()],
         help="what formats cost and keep, on a file or on samples",
         description="Compress and restore every tensor of FILE (or seeded samples) and show the loss and the size. A "
@@ -107,6 +108,7 @@ def _add_compare(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     command = commands.add_parser(
         "plan",
+        epilog="example: kbit plan model.safetensors -o plan.json --bits 3.5",
         parents=[_common(), _spared()],
         help="the best format for each tensor of a file under a budget of bits",
         description="Measure every format on every tensor of FILE and choose the formats with the least total squared "
@@ -123,6 +125,7 @@ def _add_plan(commands: Any) -> None:
 def _add_quantize(commands: Any) -> None:
     command = commands.add_parser(
         "quantize",
+        epilog="example: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'",
         parents=[_common(), _selection(), _converting()],
         help="compress the float tensors of a file or checkpoint",
         description="Compress the float tensors of FILE that have two or more dimensions, and copy all others.",
@@ -143,6 +146,7 @@ def _add_quantize(commands: Any) -> None:
 def _add_dequantize(commands: Any) -> None:
     command = commands.add_parser(
         "dequantize",
+        epilog="example: kbit dequantize small.safetensors -o restored.safetensors",
         parents=[_common(), _converting()],
         help="restore a compressed file",
         description="Restore the tensors of a FILE that kbit quantize or bitsandbytes wrote.",
@@ -153,6 +157,7 @@ def _add_dequantize(commands: Any) -> None:
 def _add_inspect(commands: Any) -> None:
     command = commands.add_parser(
         "inspect",
+        epilog="example: kbit inspect small.safetensors",
         parents=[_debugging()],
         help="what is in a file or checkpoint",
         description="Show format, dtype, shape, bits per element and share of every tensor of FILE, and the metadata.",
@@ -165,6 +170,7 @@ def _add_inspect(commands: Any) -> None:
 def _add_formats(commands: Any) -> None:
     command = commands.add_parser(
         "formats",
+        epilog="example: kbit formats --json",
         parents=[_debugging()],
         help="the formats there are",
         description="Show bits, block, dtypes and origin of the registered formats.",
@@ -177,6 +183,7 @@ def _add_formats(commands: Any) -> None:
 def _add_doctor(commands: Any) -> None:
     command = commands.add_parser(
         "doctor",
+        epilog="example: kbit doctor --device cuda",
         parents=[_common()],
         help="whether this machine has what is needed",
         description="Check versions, disk, GPU, driver, headers and cache, and one kernel against NumPy. Exit status 1 "
@@ -189,6 +196,7 @@ def _add_doctor(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     command = commands.add_parser(
         "bench",
+        epilog="example: kbit bench --quick",
         parents=[_common()],
         help="how fast the formats are on this machine",
         description="Time quantize and dequantize: on a GPU against the bandwidth of a copy, on NumPy per core.",

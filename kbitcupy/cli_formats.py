@@ -33,7 +33,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _about(name: str) -> dict[str, Any]:
-    format = get_format(name)
+    try:
+        format = get_format(name)
+    except (ValueError, TypeError) as error:
+        if name not in formats():
+            raise
+        # Nothing can be said about it before its user chooses.
+        unknown = dict.fromkeys(("bits", "block", "bits per element", "dtypes", "summary", "options", "planes"))
+        return {"name": name, **unknown, "origin": f"needs an option: {error}"}
     planes = format.planes((_SIZE,))
     nbytes = sum(math.prod(plane.shape) * _xp.named_dtype(plane.dtype).itemsize for plane in planes.values())
     return {
@@ -52,4 +59,6 @@ def _about(name: str) -> dict[str, Any]:
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(value)
+    if value is None:
+        return ""
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -2,18 +2,21 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import kbitcupy as kb
-from kbitcupy import _xp, cli_compare
+from kbitcupy import _xp, cli_compare, cli_doctor
 from kbitcupy.cli import main
+from kbitcupy.errors import MissingExtraError
 from kbitcupy.formats.base import unregister
 from kbitcupy.io import convert
 
@@ -231,6 +234,211 @@ def test_keep_and_min_size(model, capsys):
     assert [name for name, t in kb.io.load(out).items() if isinstance(t, kb.QuantizedArray)] == ["a.weight"]
 
 
+def test_the_closing_line_and_its_json(model, capsys):
+    out = model.with_name("out")
+    assert main(["quantize", str(model), "-o", str(out), "--device", "cpu"]) == 0
+    assert re.fullmatch(
+        r".*out: 2 tensors quantized to kbit4, 1 copied; 0\.02 MB before, 0\.00 MB after, 4\.2\d bits per element, "
+        r"\d+\.\d\d s, \d+\.\d\d GB/s\n",
+        capsys.readouterr().out,
+    )
+    for words in (["quantize", str(model)], ["dequantize", str(out)]):
+        assert main([*words, "-o", str(model.with_name(words[0])), "--device", "cpu", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert (document["converted"], document["copied"], document["elements"]) == (2, 1, 64 * 64 + 32 * 64)
+        assert document["nbytes_before"] > 0 and document["gb_per_second"] > 0
+        assert document["bits_per_element"] == pytest.approx(4.25, abs=0.02)
+
+
+def test_a_sharded_job_says_that_it_can_go_on(tmp_path, monkeypatch, capsys):
+    kb.io.save(tmp_path / "in", {f"w{i}": np.ones((64, 64), np.float32) for i in range(4)}, max_shard_size=20_000)
+    calls = []
+
+    def quantize(x, format):
+        calls.append(x)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return kb.quantize(x, format)
+
+    monkeypatch.setattr(convert, "quantize", quantize)
+    words = ["quantize", str(tmp_path / "in"), "-o", f"{tmp_path / 'out'}/", "--device", "cpu", "--resume"]
+    assert main(words) == 130
+    note = f"kbit: note: {tmp_path / 'out.part'} keeps finished shards; repeat the command to continue\n"
+    assert capsys.readouterr().err == note + "kbit: interrupted\n"
+    assert main(words) == 0
+    assert "4 tensors quantized to kbit4, 0 copied (2 files were there already); " in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+# ---- inspect, formats, doctor ----
+
+
+def test_inspect(model, capsys):
+    small = model.with_name("small")
+    assert main(["quantize", str(model), "-o", str(small), "--option", "codebook=nf", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(small)]) == 0
+    first, metadata, heading, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{small}: 3 tensors, 2 of them compressed, written by kbitcupy {kb.__version__}, 0.0")
+    assert metadata == "metadata format: pt"
+    assert heading.split() == ["tensor", "format", "dtype", "shape", "bits", "MB", "share"]
+    assert rows[0].split() == ["a.bias", "float32", "64", "32.00", "0.000", "7.3%"]
+    assert rows[1].split() == ["a.weight", "kbit4", "codebook=nf", "float32", "64x64", "4.26", "0.002", "61.8%"]
+    assert rows[2].split()[1:5] == ["kbit4", "codebook=nf", "float16", "32x64"]
+    assert max(map(len, rows)) <= 100 and "..." in rows[2]
+
+
+def test_inspect_json(model, capsys):
+    small = model.with_name("small")
+    assert main(["quantize", str(model), "-o", str(small), "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(small), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["metadata"] == {"format": "pt"} and document["files"] == {"small": document["nbytes"]}
+    assert document["written_by"] == f"kbitcupy {kb.__version__}"
+    tensors = {row["name"]: row for row in document["tensors"]}
+    loaded = kb.io.load(small)
+    assert set(tensors) == set(loaded)
+    for name, row in tensors.items():
+        tensor = loaded[name]
+        assert (row["shape"], row["dtype"], row["nbytes"]) == (list(tensor.shape), tensor.dtype.name, tensor.nbytes)
+        assert row["bits_per_element"] == tensor.nbytes * 8 / tensor.size
+        assert row["format"] == (tensor.format.config() if isinstance(tensor, kb.QuantizedArray) else None)
+    assert sum(row["share"] for row in tensors.values()) == pytest.approx(1)
+
+
+def test_inspect_shows_nothing_that_controls_a_terminal(tmp_path, capsys):
+    kb.io.save(tmp_path / "m", {"\x1b[2Jw\n": np.zeros(()), "empty": np.zeros((0, 3))}, {"\x1b]0;a": "b\r\x07"})
+    assert main(["inspect", str(tmp_path / "m")]) == 0
+    text = capsys.readouterr().out
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "scalar" in text and "0x3" in text
+
+
+def test_formats(capsys):
+    assert main(["formats"]) == 0
+    heading, *rows = table(capsys.readouterr().out)
+    assert " ".join(heading) == "name bits block bits per element dtypes origin"
+    assert [row[0] for row in rows] == kb.formats()
+    assert main(["formats", "kbit3", "--json"]) == 0
+    (about,) = json.loads(capsys.readouterr().out)["formats"]
+    format = kb.get_format("kbit3")
+    assert (about["name"], about["bits"], about["block"]) == ("kbit3", 3, 32)
+    assert about["bits per element"] == pytest.approx(3.25, abs=0.001)
+    assert (about["origin"], about["summary"], about["dtypes"]) == (format.origin, format.summary, list(format.dtypes))
+    assert about["options"] == format.options()
+    assert main(["formats", "kbit9"]) == 1
+    assert "registered are kbit1" in capsys.readouterr().err
+
+
+def test_a_format_that_needs_an_option_is_listed(capsys):
+    class Needy(Half):
+        name = "toy-needy"
+
+        def __init__(self, *, factor=None):
+            if factor is None:
+                raise ValueError("factor is None; give it")
+            super().__init__(factor=factor)
+
+    kb.register("toy-needy", Needy)
+    try:
+        assert main(["formats"]) == 0
+        (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("toy-needy")]
+        assert row.endswith("needs an option: factor is None; give it")
+        assert main(["formats", "toy-needy", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["formats"][0]["bits"] is None
+    finally:
+        unregister("toy-needy")
+
+
+def test_doctor_on_this_machine(capsys):
+    assert main(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert f"kbitcupy {kb.__version__}" in text and "everything is in order" in text
+    assert [line.split()[:2] for line in text.splitlines()[:5]] == [
+        ["ok", "kbitcupy"],
+        ["ok", "packages"],
+        ["ok", "NumPy"],
+        ["ok", "disk"],
+        ["-", "GPU"],
+    ]
+
+
+def test_doctor_on_a_gpu(cupy, capsys):
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in document["checks"]}
+    assert document["ok"] and {check["status"] for check in checks.values()} == {"ok"}
+    assert "same bytes as NumPy" in checks["kernel"]["found"] and cupy.__version__ in checks["CuPy"]["found"]
+    assert len(checks) == 4 + 7
+
+
+def test_doctor_names_a_remedy_for_each_failure(monkeypatch, capsys):
+    def failing(device):
+        raise OSError(30, "Read-only\nfile system")
+
+    check = cli_doctor.Check("disk", failing, "make room")
+    monkeypatch.setattr(cli_doctor, "_HOST", (check,))
+    monkeypatch.setattr(cli_doctor, "driver_version", lambda: None)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "FAIL  disk  OSError: [Errno 30] Read-only file system"
+    assert lines[1].strip() == "remedy: make room"
+    assert lines[2].startswith("-     GPU   there is no NVIDIA driver")
+    assert lines[3] == "1 of 2 checks failed"
+    assert main(["doctor", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert not document["ok"]
+    assert [(c["status"], c["remedy"]) for c in document["checks"]] == [("failed", "make room"), ("skipped", None)]
+
+
+def test_doctor_where_there_is_a_driver_but_no_cupy(monkeypatch, capsys):
+    def missing():
+        raise MissingExtraError("CuPy is not installed: pip install 'kbitcupy[cuda12]'")
+
+    monkeypatch.setattr(cli_doctor, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(_xp, "import_cupy", missing)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "FAIL  CuPy      CuPy is not installed" in text and "remedy: check nvidia-smi" in text
+
+
+def test_what_doctor_finds_on_a_gpu(monkeypatch, tmp_path):
+    """The checks of a GPU, on a stand-in for CuPy."""
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda i: {"name": b"GPU", "major": 9, "minor": 0, "totalGlobalMem": 80 * 10**9},
+        driverGetVersion=lambda: 12080,
+        runtimeGetVersion=lambda: 12090,
+    )
+    nvrtc = SimpleNamespace(getVersion=lambda: (12, 9))
+    fake = SimpleNamespace(__version__="14", cuda=SimpleNamespace(runtime=runtime, nvrtc=nvrtc))
+    monkeypatch.setattr(_xp, "import_cupy", lambda: fake)
+    monkeypatch.setattr(cli_doctor, "driver_version", lambda: "580.1")
+    assert cli_doctor._gpu("cuda:0") == "cuda:0 GPU, sm_90, 80 GB"
+    assert cli_doctor._driver("cuda:0") == "driver 580.1, which takes CUDA 12.8; CuPy's runtime is 12.9"
+    assert cli_doctor._nvrtc("cuda:0") == "NVRTC 12.9"
+    runtime.runtimeGetVersion = lambda: 13000
+    with pytest.raises(RuntimeError, match=r"takes CUDA 12\.8; CuPy's runtime is 13\.0"):
+        cli_doctor._driver("cuda:0")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    assert cli_doctor._cache("cuda:0").startswith(f"{tmp_path / 'cache'}, ")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        cli_doctor._cache("cuda:0")
+
+
+def test_the_doctors_kernel_check_compares(monkeypatch):
+    assert "the same bytes as NumPy" in cli_doctor._kernel("cpu")
+    x = cli_doctor.draw("normal", (64, 512))
+    q = kb.quantize(x, "kbit4")
+    with pytest.raises(ArithmeticError, match="plane 'absmax' of kbit4 differs"):
+        cli_doctor._compare(q.format, x, {**q.planes, "absmax": q.planes["absmax"] + 1}, q.dequantize())
+    with pytest.raises(ArithmeticError, match="what kbit4 restores differs"):
+        cli_doctor._compare(q.format, x, q.planes, q.dequantize() + 1)
+
+
 # ---- errors ----
 
 
@@ -261,7 +469,7 @@ def test_bad_usage_exits_2(model, capsys, words):
     [
         (["compare", "{missing}"], "{missing} does not exist"),
         (["compare", "{text}"], "{text} is not a valid safetensors file: "),
-        (["compare", "{folder}"], "{folder} is a directory"),
+        (["compare", "{folder}"], "{folder} is a directory with 0 indices"),
         (["compare", "{truncated}"], "{truncated} is not a valid safetensors file: "),
         (["compare", "--formats", "kbit9"], "format is 'kbit9'; registered are kbit1, "),
         (["compare", "--formats", "kbit4,"], "format is ''; registered are kbit1, "),
@@ -278,6 +486,9 @@ def test_bad_usage_exits_2(model, capsys, words):
             ["compare", "--formats", "kbit1", "--option", "codebook=custom"],
             "tensor 'normal' with kbit1: codebook='custom'",
         ),
+        (["inspect", "{missing}"], "{missing} does not exist"),
+        (["inspect", "{text}"], "{text} is not a valid safetensors file: "),
+        (["inspect", "{folder}"], "{folder} is a directory with 0 indices"),
         (["compare", "--device", "tpu"], "device is 'tpu'; allowed are 'auto', 'cpu' and 'cuda:N'"),
         (["compare", "--device", "cuda:x"], "device is 'cuda:x'; allowed are 'auto', 'cpu' and 'cuda:N'"),
         (["quantize", "{missing}", "-o", "{out}"], "{missing} does not exist"),
@@ -302,7 +513,7 @@ def test_bad_input_exits_1_with_one_line(model, capsys, words, message):
     paths["truncated"].write_bytes(model.read_bytes()[:-1])
     before = sorted(os.listdir(model.parent))
     words = [word.format(**paths) for word in words]
-    assert main(words if "--device" in words else [*words, "--device", "cpu"]) == 1
+    assert main(words if "--device" in words or words[0] == "inspect" else [*words, "--device", "cpu"]) == 1
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("kbit: error: " + message.format(**paths))
