@@ -44,7 +44,7 @@ DB_PER_BIT = 20 * math.log10(2)
 
 # The palette of Okabe and Ito, without its yellow: colours that colour-blind readers tell apart, on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "osD^vPX*<>"
+_MARKERS = "osD^v+x*<>"
 _GREY = "#6E6E6E"
 
 
@@ -181,8 +181,9 @@ def label(format: Format) -> str:
         default = get_format(format.name).options()
     except (ValueError, TypeError):
         default = {}
-    changed = (f"{key}={value}" for key, value in format.options().items() if default.get(key, ...) != value)
-    return " ".join((format.name, *changed))
+    changed = {key: value for key, value in format.options().items() if default.get(key, ...) != value}
+    texts = (",".join(map(str, value)) if isinstance(value, (list, tuple)) else value for value in changed.values())
+    return " ".join((format.name, *map("=".join, zip(changed, map(str, texts), strict=True))))
 
 
 def sweep(
@@ -621,7 +622,8 @@ def plot_sqnr(rows: Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any:
             [row["sqnr_db"] for row in members],
             marker=_MARKERS[families.index(family) % len(_MARKERS)],
             color=_COLOURS[place % len(_COLOURS)],
-            fillstyle="none",  # what lies on one point stays visible
+            linestyle=("-", "-.")[families.index(family) % 2],
+            fillstyle="none",  # like the dashes: what lies on one point stays visible
             linewidth=1.2,
             markersize=7,
             label=name,
@@ -677,6 +679,7 @@ def plot_error_histogram(
         density, edges = np.histogram(error, np.linspace(-reach, reach, bins + 1), density=True)
         ax.stairs(density, edges, color=_COLOURS[i % len(_COLOURS)], linestyle=_dashes(i), linewidth=1.2, label=name)
     ax.set(xlabel="error / root mean square of the array", ylabel="density", yscale="log")
+    ax.set_axisbelow(True)
     ax.grid(color="#DDDDDD", linewidth=0.6)
     ax.legend(fontsize="small", frameon=False, ncols=2)
     return ax

@@ -86,3 +86,25 @@ def minilm():
     names["vocabulary"] = names["read_vocabulary"](folder)
     names["model"] = {name: np.asarray(x) for name, x in kb.io.load(folder / "model.safetensors").items()}
     return names
+
+
+def test_the_forward_pass_is_that_of_transformers(minilm):
+    stored = np.load(ROOT / "tests" / "data" / "minilm_embeddings.npz")
+    sentences = stored["sentences"].tolist()
+    tokens = [[token for token in row if token] for row in stored["tokens"].tolist()]
+    assert [minilm["tokenize"](sentence, minilm["vocabulary"]) for sentence in sentences] == tokens
+    embeddings = minilm["embed"](sentences, minilm["model"], minilm["vocabulary"])
+    assert np.abs(embeddings - stored["embeddings"]).max() < 1e-5
+
+
+@pytest.mark.parametrize(("format", "least"), [("kbit3", 0.8), ("kbit4", 0.95), ("kbit6", 0.99), ("kbit8", 0.999)])
+def test_embeddings_of_compressed_weights(minilm, format, least):
+    """The end task, on fewer sentences than in the notebook."""
+    sentences = np.load(ROOT / "tests" / "data" / "minilm_embeddings.npz")["sentences"].tolist()
+    model = minilm["model"]
+    restored = {
+        name: kb.dequantize(kb.quantize(x, format)) for name, x in model.items() if x.ndim == 2 and x.dtype.kind == "f"
+    }
+    reference = minilm["embed"](sentences, model, minilm["vocabulary"])
+    vectors = minilm["embed"](sentences, {**model, **restored}, minilm["vocabulary"])
+    assert least < (vectors * reference).sum(1).mean() < 1 - 1e-6
