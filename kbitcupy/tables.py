@@ -132,8 +132,8 @@ NF4_THRESHOLDS = np.array(
 )
 
 _FP4_MAGNITUDES = (0.0, 5.2083333e-3, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
-#: bitsandbytes' FP4: bit 3 of a code is the sign; the code of a negative zero decodes to +0.
-FP4 = np.array([*_FP4_MAGNITUDES, 0.0, *(-m for m in _FP4_MAGNITUDES[1:])], np.float32)
+#: bitsandbytes' FP4, as its kernels decode it: bit 3 of a code is the sign, that of zero too.
+FP4 = np.array([*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES)], np.float32)
 #: Where |x| / absmax goes up to the next magnitude of FP4, as bitsandbytes' kernel writes these numbers.
 FP4_THRESHOLDS = np.array([0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333], np.float32)
 

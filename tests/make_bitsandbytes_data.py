@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-# As the kernels of bitsandbytes have them: NF4 decides at the float32 midpoints, FP4 at literals.
+# As the kernels of bitsandbytes have them; NF4 decides at the float32 midpoints, or at the next float32 to one.
 FP4_THRESHOLDS = (0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333)
 TYPES = ("nf4", "fp4")
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -272,7 +272,9 @@ class Table4(Format):
         if is_cupy(out):
             _decode4_cuda(self, self._table, planes, out)
             return
-        values = flush(self.values(planes).astype(np.float32))
+        values = self.values(planes)
+        if self._table is None:
+            values = flush(values.astype(np.float32))
         byte = np.arange(256)
         pairs = np.stack((values[byte >> 4], values[byte & 15]), axis=1).view(np.uint64).reshape(-1)
         _decode_chunks(planes["packed"], pairs, values, host_absmax(planes), self.block, out)

@@ -47,6 +47,8 @@ BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 #: dtypes that the bytes of a 4-bit weight may be stored under.
 STORAGES = ("uint8", "float16", "bfloat16", "float32")
 
+# The zero of FP4's code 8 has a sign only in the kernels.
+_QUANT_MAPS = {"nf4": tables.NF4, "fp4": tables.FP4 + np.float32(0)}
 _DTYPES = ("float16", "bfloat16", "float32")
 _STATE = ".quant_state.bitsandbytes__"
 _LONGEST_STATE = 1 << 14
@@ -168,7 +170,7 @@ class BitsandbytesCheckpoint(Checkpoint):
             _check_shape(shape, dtype)
         except ValueError as error:
             raise FileError(f"{owners[key].path}: tensor {key!r}: {error}") from error
-        maps = {f"{name}.quant_map": tables.NF4 if quant_type == "nf4" else tables.FP4}
+        maps = {f"{name}.quant_map": _QUANT_MAPS[quant_type]}
         if offset is not None:
             maps[f"{name}.nested_quant_map"] = tables.dynamic_map()
         about = f"{key!r} describes {format} of shape {shape}"
@@ -358,7 +360,7 @@ class BitsandbytesLayout(Layout):
         arrays = {
             name: planes["packed"],
             f"{name}.absmax": planes["absmax"],
-            f"{name}.quant_map": tables.NF4 if q.format.name == "nf4" else tables.FP4,
+            f"{name}.quant_map": _QUANT_MAPS[q.format.name],
         }
         offset = None
         if "nested_offset" in planes:
@@ -578,7 +580,7 @@ def quantize_4bit(
     state = QuantState(
         _copied(planes["absmax"], absmax, "absmax"),
         shape=q.shape,
-        code=tables.NF4 if quant_type == "nf4" else tables.FP4,
+        code=_QUANT_MAPS[quant_type],
         blocksize=format.block,
         quant_type=quant_type,
         dtype=q.dtype,
