@@ -36,9 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _cuda, _xp
+from . import _cuda, _xp, affine
 from ._version import __version__
 from .errors import FormatError, KbitError
+from .formats.affine import Affine
 from .formats.base import Format, formats, get_format
 from .formats.float4 import Table4
 from .formats.kbit import KBit
@@ -163,8 +164,89 @@ def _kbit_cases(format: Any) -> list[Case]:
     return cases
 
 
+# What the rows of affine integers call a granularity.
+_GRANULARITIES: dict[str, Any] = {
+    "tensor": "tensor",
+    "token": "token",
+    "channel 0": ("channel", 0),
+    "channel 1": ("channel", 1),
+    "group 128": ("group", 128),
+}
+
+
+def _affine_cases(format: Any) -> list[Case]:
+    """Given scales and found ones, of every granularity; fake quantization and the gradients."""
+    if format.name not in ("int8", "int4"):
+        return []
+    cases = []
+    for label, granularity in _GRANULARITIES.items():
+        cases += [
+            _affine_case(format, f"quantize, given {label}", granularity, "quantize", scale=_GIVEN),
+            _affine_case(format, f"dequantize, {label}", granularity, "dequantize", scale=_GIVEN),
+        ]
+        if label != "tensor":  # which is the plain row
+            cases.append(_affine_case(format, f"quantize, {label}", granularity, "quantize"))
+        if format.name == "int8":
+            cases += [
+                _gradient_case(f"fake_quantize, {label}", granularity, _fake_quantize, 2),
+                _gradient_case(f"fake_quantize_backward, {label}", granularity, _fake_quantize_backward, 3),
+                _gradient_case(f"quantize_backward, {label}", granularity, affine.quantize_backward, 3),
+                _gradient_case(f"dequantize_backward, {label}", granularity, _dequantize_backward, 2),
+            ]
+    return cases
+
+
+# A scale for numbers from N(0, 1).
+_GIVEN = 0.03
+
+
+def _matrix(x: Any) -> Any:
+    """A flat array as rows of 4096 elements, or of what its size allows."""
+    return x.reshape(-1, math.gcd(x.size, 4096))
+
+
+def _affine_case(format: Format, operation: str, granularity: Any, call: str, **options: Any) -> Case:
+    chosen = get_format(format.name, granularity=granularity, **options)
+
+    def prepare(x: Any) -> tuple[Call, int]:
+        x = _matrix(x)
+        return (_quantize_case(chosen) if call == "quantize" else _dequantize_case(chosen)).prepare(x)
+
+    return Case(operation, prepare, largest_only=True)
+
+
+def _gradient_case(operation: str, granularity: Any, function: Callable[..., Any], arrays: int) -> Case:
+    """A function of dy, x and scales that fills `out` and moves so many arrays."""
+
+    def prepare(x: Any) -> tuple[Call, int]:
+        x = _matrix(x)
+        scale, _ = affine.choose_qparams(x, granularity=granularity)
+        out = _xp.namespace(x).empty_like(x)
+        dy = x[::-1].copy() if arrays == 3 else x
+        call = functools.partial(function, dy, x, scale, granularity=granularity, out=out)
+        return call, arrays * x.nbytes + scale.nbytes
+
+    return Case(operation, prepare, largest_only=True)
+
+
+def _fake_quantize(dy: Any, x: Any, scale: Any, **options: Any) -> Any:
+    return affine.fake_quantize(x, scale, qmin=-128, qmax=127, **options)
+
+
+def _fake_quantize_backward(dy: Any, x: Any, scale: Any, **options: Any) -> Any:
+    return affine.fake_quantize_backward(dy, x, scale, qmin=-128, qmax=127, **options)
+
+
+def _dequantize_backward(dy: Any, x: Any, scale: Any, **options: Any) -> Any:
+    return affine.dequantize_backward(dy, scale, **options)
+
+
 #: Cases beside `quantize` and `dequantize` that the class of a format adds on a GPU.
-EXTRA_CASES: dict[type[Format], Callable[[Any], list[Case]]] = {KBit: _kbit_cases, Table4: _table4_cases}
+EXTRA_CASES: dict[type[Format], Callable[[Any], list[Case]]] = {
+    KBit: _kbit_cases,
+    Table4: _table4_cases,
+    Affine: _affine_cases,
+}
 
 
 def _extra_cases(format: Format) -> list[Case]:

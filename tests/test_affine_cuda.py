@@ -1,0 +1,438 @@
+"""Affine integers: CUDA against NumPy, bit for bit, and against torch where it is installed."""
+
+import contextlib
+import math
+
+import numpy as np
+import pytest
+from affine_inputs import BFLOAT16, CASES, DTYPES, MASKS, block_numbers, numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kbitcupy as kb
+from kbitcupy import affine
+from kbitcupy.errors import DeviceError
+from kbitcupy.formats import affine as family
+
+pytestmark = pytest.mark.gpu
+RANGES = [(-128, 127), (0, 255), (-8, 7), (0, 15)]
+
+# Larger than a tile of a thread block, with every walk through the array: units in one block, units across two, rows
+# of 64-bit length, scales of a short period.
+LARGE = [
+    ((70_001,), "tensor"),
+    ((37, 2048), "token"),
+    ((11, 5003), "token"),
+    ((3, 40_000), "token"),
+    ((1, 70_016), "token"),
+    ((64, 1100), ("channel", 0)),
+    ((64, 1100), ("channel", 1)),
+    ((9, 8192), ("channel", 1)),
+    ((300, 24), ("channel", 1)),
+    ((5, 33, 256), ("channel", 1)),
+    ((3, 700, 5), ("channel", 1)),
+    ((20, 4096), ("group", 128)),
+    ((20, 4096), ("group", 32)),
+    ((300, 96), ("group", 48)),
+    ((20, 4000), ("group", 256)),
+    ((20, 1001), ("group", 64)),
+    ((700, 60), ("group", 3)),
+]
+
+
+def same(device, host):
+    """The same bytes, any NaN equal to any NaN."""
+    found = device.get()
+    if found.dtype != host.dtype or found.shape != host.shape:
+        return False
+    if found.tobytes() == host.tobytes():
+        return True
+    if host.dtype.kind in "iu":
+        return False
+    nan = np.isnan(host)
+    bits = f"u{host.dtype.itemsize}"
+    return bool(
+        np.array_equal(nan, np.isnan(found))
+        and np.array_equal(np.where(nan, 0, found.view(bits)), np.where(nan, 0, host.view(bits)))
+    )
+
+
+def draw_parameters(shape, granularity, dtype, levels, seed):
+    rng = np.random.default_rng(seed)
+    wanted = block_numbers(shape, granularity)[1] if math.prod(shape) < 1e5 or granularity != "tensor" else (1,)
+    scale = np.exp2(rng.uniform(-8, 3, wanted)).astype(np.float64 if dtype == np.float64 else np.float32)
+    flat = scale.reshape(-1)
+    for step, value in ((5, 0.0), (7, 1e-42), (11, 1e-30), (13, 1e30), (17, 2.0**-60), (19, 3e38)):
+        flat[step - 1 :: step] = value
+    return scale, rng.integers(levels[0], levels[1] + 1, wanted).astype(np.int32)
+
+
+def check_functions(cupy, x, granularity, levels=(-128, 127), seed=0):
+    """Every function, with scales and zero points of every kind, on both libraries."""
+    scale, zero = draw_parameters(x.shape, granularity, x.dtype, levels, seed)
+    there, scales, zeros = cupy.asarray(x), cupy.asarray(scale), cupy.asarray(zero)
+    options = {"qmin": levels[0], "qmax": levels[1], "granularity": granularity}
+    q = affine.quantize(x, scale, zero, **options)
+    assert same(affine.quantize(there, scales, zeros, **options), q)
+    assert same(affine.fake_quantize(there, scales, zeros, **options), affine.fake_quantize(x, scale, zero, **options))
+    assert same(
+        affine.dequantize(cupy.asarray(q), scales, zeros, granularity=granularity, dtype=x.dtype),
+        affine.dequantize(q, scale, zero, granularity=granularity, dtype=x.dtype),
+    )
+    dy = numbers("special", x.shape, x.dtype, seed + 1)
+    for mask in MASKS:
+        for function in (affine.quantize_backward, affine.fake_quantize_backward):
+            wanted = function(dy, x, scale, zero, mask=mask, **options)
+            assert same(function(cupy.asarray(dy), there, scales, zeros, mask=mask, **options), wanted), mask
+    with np.errstate(all="ignore"):
+        wanted = affine.dequantize_backward(dy, scale, granularity=granularity)
+    assert same(affine.dequantize_backward(cupy.asarray(dy), scales, granularity=granularity), wanted)
+    # One number on the host goes with every granularity, and needs no array on the device.
+    assert same(
+        affine.quantize(there, 0.37, levels[0] + 3, **options), affine.quantize(x, 0.37, levels[0] + 3, **options)
+    )
+
+
+def check_ranges(cupy, x, granularity, levels=(-128, 127)):
+    there = cupy.asarray(x)
+    options = {"qmin": levels[0], "qmax": levels[1], "granularity": granularity}
+    for symmetric in (True, False):
+        for function in (affine.choose_qparams, affine.dynamic_range):
+            for found, wanted in zip(
+                function(there, symmetric=symmetric, **options),
+                function(x, symmetric=symmetric, **options),
+                strict=True,
+            ):
+                assert same(found, wanted), (function.__name__, symmetric)
+
+
+def check_format(cupy, x, name, **options):
+    host, device = kb.quantize(x, name, **options), kb.quantize(cupy.asarray(x), name, **options)
+    for plane, wanted in host.planes.items():
+        assert same(device.planes[plane], wanted), plane
+    for dtype in DTYPES:
+        assert same(device.dequantize(dtype=dtype), host.dequantize(dtype=dtype))
+
+
+class TestSmall:
+    """Every instantiation once, at sizes around a unit and a block; compute-sanitizer runs this."""
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(("shape", "granularity"), CASES, ids=str)
+    def test_every_function(self, cupy, shape, granularity, dtype):
+        for seed, (kind, levels) in enumerate(zip(["normal", "special", "wide", "extreme"], RANGES, strict=True)):
+            x = numbers(kind, shape, dtype, seed)
+            check_functions(cupy, x, granularity, levels, seed)
+            check_ranges(cupy, x, granularity, levels)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", ["int8", "uint4"])
+    @pytest.mark.parametrize(("shape", "granularity"), CASES[::2], ids=str)
+    def test_every_format(self, cupy, shape, granularity, name, dtype):
+        for symmetric in (True, False):
+            x = numbers("special", shape, dtype)
+            check_format(cupy, x, name, granularity=granularity, symmetric=symmetric)
+            check_format(cupy, x, name, granularity=granularity, symmetric=symmetric, percentile=90)
+
+    @pytest.mark.parametrize("offset", [1, 2, 3, 5, 7, 8])
+    def test_unaligned_arrays(self, cupy, offset):
+        """Inputs and outputs may start at any element; nothing before or behind them is touched."""
+        for dtype in DTYPES:
+            for shape, granularity in (((3, 40), "token"), ((5, 27), ("channel", 1)), ((2, 128), ("group", 64))):
+                x, size = numbers("special", shape, dtype), math.prod(shape)
+
+                def shifted(array, shape=shape, size=size):
+                    room = cupy.zeros(size + offset + 32, array.dtype)
+                    room[offset : offset + size] = cupy.asarray(array).reshape(-1)
+                    return room[offset : offset + size].reshape(shape), room
+
+                there, _ = shifted(x)
+                codes, room = shifted(np.zeros(shape, np.int8))
+                q, scale, zero = affine.dynamic_range(x, granularity=granularity, symmetric=False)
+                found = affine.dynamic_range(there, granularity=granularity, symmetric=False, out=codes)
+                assert all(map(same, found, (q, scale, zero)))
+                assert not room[:offset].any() and not room[offset + size :].any()
+                affine.quantize(there, found[1], found[2], granularity=granularity, out=codes)
+                assert same(codes, q)
+                y, room = shifted(np.zeros(shape, dtype))
+                affine.dequantize(codes, found[1], found[2], granularity=granularity, out=y)
+                wanted = affine.dequantize(q, scale, zero, granularity=granularity, dtype=dtype)
+                assert same(y, wanted)
+                assert not room[:offset].any() and not room[offset + size :].any()
+                options = {"qmin": -128, "qmax": 127, "granularity": granularity}
+                affine.fake_quantize(there, found[1], found[2], out=y, **options)
+                assert same(y, wanted)
+                affine.fake_quantize_backward(there, there, found[1], found[2], out=y, **options)
+                assert same(y, affine.fake_quantize_backward(x, x, scale, zero, **options))
+                for name in ("int8", "int4"):
+                    host = kb.quantize(x, name, granularity=granularity)
+                    planes = {}
+                    for plane, array in host.planes.items():
+                        planes[plane] = cupy.zeros(array.size + offset, array.dtype)[offset:]
+                    out = kb.QuantizedArray(host.format, planes, shape, dtype)
+                    kb.quantize(there, name, granularity=granularity, out=out)
+                    assert all(same(out.planes[plane], array) for plane, array in host.planes.items())
+                    assert same(out.dequantize(), host.dequantize())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "granularity"), LARGE, ids=str)
+def test_large_arrays(cupy, shape, granularity, dtype):
+    for seed, (kind, levels) in enumerate(zip(["normal", "special"], RANGES[:2], strict=True)):
+        x = numbers(kind, shape, dtype, seed)
+        check_functions(cupy, x, granularity, levels, seed)
+        check_ranges(cupy, x, granularity, levels)
+        for name in ("uint8", "int4"):
+            check_format(cupy, x, name, granularity=granularity, symmetric=bool(seed))
+            check_format(cupy, x, name, granularity=granularity, symmetric=bool(seed), percentile=99.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_every_16_bit_number(cupy, dtype):
+    x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    there, ones = cupy.asarray(x), np.ones(1 << 16, dtype)
+    rng = np.random.default_rng(0)
+    scales = [1.0, 0.1, 1 / 3, 2.0**-7, 3.7e-6, 1e-42, 0.0, 700.0, 65504.0, 2.0**-61, 2.0**61]
+    for scale in [*scales, *np.exp2(rng.uniform(-20, 8, 40))]:
+        for (qmin, qmax), zero in zip(RANGES, (0, 128, -3, 9), strict=True):
+            options = {"qmin": qmin, "qmax": qmax}
+            assert same(affine.quantize(there, scale, zero, **options), affine.quantize(x, scale, zero, **options))
+            wanted = affine.fake_quantize(x, scale, zero, **options)
+            assert same(affine.fake_quantize(there, scale, zero, **options), wanted)
+            for mask in MASKS[:2]:
+                wanted = affine.quantize_backward(x, x, scale, zero, mask=mask, **options)
+                assert same(affine.quantize_backward(there, there, scale, zero, mask=mask, **options), wanted)
+                wanted = affine.fake_quantize_backward(ones, x, scale, zero, mask=mask, **options)
+                found = affine.fake_quantize_backward(cupy.asarray(ones), there, scale, zero, mask=mask, **options)
+                assert same(found, wanted)
+
+
+def test_the_short_division_is_the_division(cupy):
+    """Quotients at and beside every tie between two steps, for scales of any mantissa."""
+    rng = np.random.default_rng(0)
+    ties = np.arange(-130, 130, dtype=np.float32) + np.float32(0.5)
+    scale = np.exp2(rng.uniform(-55, 55, 4000)).astype(np.float32)
+    x = ties * scale[:, None]
+    beside = [x, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf))]
+    for values in (*beside, x.astype(BFLOAT16)):
+        found = affine.quantize(cupy.asarray(values), cupy.asarray(scale), granularity="token")
+        assert same(found, affine.quantize(values, scale, granularity="token"))
+    # The reciprocal's own worst cases: mantissas of all ones and next to powers of two.
+    scale = np.concatenate(
+        [np.nextafter(np.exp2(np.arange(-50, 50, dtype=np.float32)), np.float32(s)) for s in (0, 9e37)]
+    )
+    x = (rng.uniform(-130, 130, (scale.size, 4096)) * scale[:, None]).astype(np.float32)
+    found = affine.quantize(cupy.asarray(x), cupy.asarray(scale), granularity="token")
+    assert same(found, affine.quantize(x, scale, granularity="token"))
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_any_shape_and_granularity(cupy, data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    group = data.draw(st.integers(1, 48))
+    granularity = data.draw(st.sampled_from(["tensor", "token", ("channel", axis), ("group", group)]))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    levels = data.draw(st.sampled_from(RANGES))
+    kind = data.draw(st.sampled_from(["normal", "special", "wide", "extreme", "subnormal"]))
+    seed = data.draw(st.integers(0, 1000))
+    x = numbers(kind, shape, dtype, seed)
+    check_functions(cupy, x, granularity, levels, seed)
+    check_ranges(cupy, x, granularity, levels)
+    name = data.draw(st.sampled_from(["int8", "uint8", "int4", "uint4"]))
+    check_format(cupy, x, name, granularity=granularity, symmetric=data.draw(st.booleans()))
+
+
+def test_bad_scales_on_a_device_have_a_defined_result(cupy):
+    x = numbers("normal", (9, 24), np.dtype("float16"))
+    scale = np.float32([-1, np.nan, np.inf, -np.inf, 0, -0.0, 0.1, 1e-45, 3e38])
+    zero = np.int32([-1000, 1000, 5, 2**31 - 1, -(2**31), 0, 4, 300, 0])
+    there, scales, zeros = cupy.asarray(x), cupy.asarray(scale), cupy.asarray(zero)
+    blocks = family.blocks_of(x.shape, "token")
+    q = np.empty(x.shape, np.int8)
+    family.quantize(x, q, scale, zero, blocks, family.SIGNED8)
+    found = affine.quantize(there, scales, zeros, granularity="token")
+    assert same(found, q)
+    assert np.array_equal(q[:6], np.clip(zero, -128, 127)[:6, None].repeat(24, 1))
+    y = affine.dequantize(found, scales, zeros, granularity="token", dtype="float16")
+    assert not y[:6].any()
+    with pytest.raises(DeviceError, match="scale is on cpu and the data on cuda:0"):
+        affine.quantize(there, scale, granularity="token")
+    with pytest.raises(DeviceError, match="arrays on different devices"):
+        affine.quantize_backward(x, there, 1.0)
+    with pytest.raises(DeviceError, match="out is on cpu"):
+        affine.quantize(there, 1.0, out=q)
+
+
+def test_layouts_of_the_input(cupy):
+    base = cupy.asarray(numbers("normal", (48, 64), np.dtype("float32")))
+    for x in (base.T, base[::-1, ::3], base[5:, 1:], cupy.asfortranarray(base)):
+        q, scale, zero = affine.dynamic_range(x, granularity="token")
+        assert all(map(same, (q, scale, zero), affine.dynamic_range(x.get(), granularity="token")))
+        y = affine.dequantize(q[::2], scale[::2], granularity="token")
+        assert same(y, affine.dequantize(q.get()[::2], scale.get()[::2], granularity="token"))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "token", ("channel", 1), ("group", 64)], ids=str)
+def test_graph_capture(cupy, granularity):
+    x, y = cupy.ones((64, 256), "f2"), cupy.empty((64, 256), "f2")
+    options = {"granularity": granularity}
+    q = kb.quantize(x, "int8", **options)
+    kb.dequantize(q, out=y)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        kb.quantize(x, "int8", out=q, **options)
+        kb.dequantize(q, out=y)
+        graph = stream.end_capture()
+    for seed in range(3):
+        data = numbers("normal", x.shape, np.dtype("float16"), seed)
+        x.set(data)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            graph.launch()
+        stream.synchronize()
+        assert same(y, kb.quantize(data, "int8", **options).dequantize())
+
+
+def test_work_goes_to_the_current_stream(cupy):
+    x = cupy.asarray(numbers("normal", (1024, 1024), np.dtype("float32")))
+    affine.dynamic_range(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    busy = cupy.random.standard_normal((8192, 8192), dtype="f4")
+    cupy.cuda.Device().synchronize()
+    with stream:
+        late = x * 1
+        for _ in range(20):
+            busy = busy @ busy * 1e-4
+        late *= 3
+        q, scale, _ = affine.dynamic_range(late)
+        y = affine.dequantize(q, scale)
+        assert not stream.done  # nothing above has waited for the device
+    stream.synchronize()
+    q, scale, _ = affine.dynamic_range(x.get() * np.float32(3))
+    assert same(y, affine.dequantize(q, scale))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "token", ("channel", 0), ("channel", 1), ("group", 128)], ids=str)
+def test_more_than_two_to_the_31_elements(cupy, granularity):
+    if cupy.cuda.runtime.memGetInfo()[0] < 30e9:
+        pytest.skip("needs 30 GB of GPU memory")
+    period, times = 1 << 20, (1 << 11) + 1
+    piece = numbers("normal", (256, 4096), np.dtype("float16"))
+    x = cupy.empty((256 * times, 4096), "f2")
+    x.reshape(times, 256, 4096)[...] = cupy.asarray(piece)
+    q = kb.quantize(x, "int8", granularity=granularity)
+    wanted = kb.quantize(piece, "int8", granularity=granularity)
+    codes = q.planes["codes"].reshape(times, period)
+    assert bool((codes == cupy.asarray(wanted.planes["codes"])).all())
+    repeats = q.planes["scale"].size // wanted.planes["scale"].size
+    assert same(q.planes["scale"], np.tile(wanted.planes["scale"], repeats))
+    kb.dequantize(q, out=x)
+    expected = cupy.asarray(wanted.dequantize())
+    assert bool((x.reshape(times, 256, 4096) == expected).all())
+    del q, x, codes
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch(cupy):
+    found = pytest.importorskip("torch")
+    if not found.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    return found
+
+
+def draws(n=1 << 20):
+    """Numbers over the whole range of the integers and beyond it, and scales."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(n) * 60).astype(np.float32)
+    for scale in (0.5, 0.1, 0.0371, 1 / 3, 1.7e-5, 2.0**-9):
+        yield (x * np.float32(scale)).reshape(256, -1), float(np.float32(scale))
+
+
+def near_a_tie(x, scale):
+    """Whether x / scale lies within two units in the last place of the middle between two integers."""
+    ratio = x.astype(np.float64) / scale
+    return abs(ratio - np.floor(ratio) - 0.5) <= 2.0**-22 * np.maximum(abs(ratio), 1)
+
+
+@pytest.mark.parametrize("zero", [0, 3, -7])
+def test_torch_fake_quantize(cupy, torch, zero):
+    """torch multiplies by 1 / scale: only quotients beside a tie between two integers may round the other way."""
+    differ = total = 0
+    for x, scale in draws():
+        options = {"qmin": -128, "qmax": 127}
+        tensor = torch.from_numpy(x).cuda().requires_grad_()
+        theirs = torch.fake_quantize_per_tensor_affine(tensor, scale, zero, -128, 127)
+        theirs.backward(torch.ones_like(tensor))
+        ours = affine.fake_quantize(cupy.asarray(x), scale, zero, **options).get()
+        mask = affine.fake_quantize_backward(cupy.ones_like(cupy.asarray(x)), cupy.asarray(x), scale, zero, **options)
+        unlike = (ours != theirs.detach().cpu().numpy()) | (mask.get() != tensor.grad.cpu().numpy())
+        assert near_a_tie(x, scale)[unlike].all()
+        differ, total = differ + int(unlike.sum()), total + x.size
+    assert differ < total * 1e-4
+
+
+def test_torch_fake_quantize_per_channel(cupy, torch):
+    differ = total = 0
+    rng = np.random.default_rng(1)
+    for axis in (0, 1):
+        x = (rng.standard_normal((512, 600)) * 60).astype(np.float32)
+        scale = np.exp2(rng.uniform(-6, 3, x.shape[axis])).astype(np.float32)
+        zero = rng.integers(0, 256, x.shape[axis]).astype(np.int32)
+        spread = scale[:, None] if axis == 0 else scale
+        x *= spread
+        tensor = torch.from_numpy(x).cuda().requires_grad_()
+        theirs = torch.fake_quantize_per_channel_affine(
+            tensor, torch.from_numpy(scale).cuda(), torch.from_numpy(zero).cuda(), axis, 0, 255
+        )
+        theirs.backward(torch.ones_like(tensor))
+        options = {"qmin": 0, "qmax": 255, "granularity": ("channel", axis)}
+        there = cupy.asarray(x), cupy.asarray(scale), cupy.asarray(zero)
+        ours = affine.fake_quantize(*there, **options).get()
+        mask = affine.fake_quantize_backward(cupy.ones_like(there[0]), *there, **options).get()
+        unlike = (ours != theirs.detach().cpu().numpy()) | (mask != tensor.grad.cpu().numpy())
+        assert near_a_tie(x, spread)[unlike].all()
+        differ, total = differ + int(unlike.sum()), total + x.size
+    assert differ < total * 1e-4
+
+
+@pytest.mark.parametrize("zero", [0, 3, 128])
+def test_torch_quantize_per_tensor(cupy, torch, zero):
+    """torch adds the zero point before it rounds: ties go to an even sum, ours to an even quotient."""
+    for x, scale in draws():
+        for dtype, qmin, qmax in ((torch.qint8, -128, 127), (torch.quint8, 0, 255)):
+            if not qmin <= zero <= qmax:
+                continue
+            theirs = torch.quantize_per_tensor(torch.from_numpy(x).cuda(), scale, zero, dtype).int_repr().cpu().numpy()
+            ours = affine.quantize(cupy.asarray(x), scale, zero, qmin=qmin, qmax=qmax).get()
+            unlike = ours != theirs
+            assert near_a_tie(x, scale)[unlike].all()
+            assert unlike.mean() < (1e-4 if scale not in (0.5, 2.0**-9) else 0.01)
+
+
+def test_torch_quantize_per_channel(cupy, torch):
+    rng = np.random.default_rng(2)
+    for axis in (0, 1):
+        scale = np.exp2(rng.uniform(-6, 3, (256, 384)[axis])).astype(np.float32)
+        zero = rng.integers(-128, 128, scale.size).astype(np.int32)
+        spread = scale[:, None] if axis == 0 else scale
+        x = (rng.standard_normal((256, 384)) * 60).astype(np.float32) * spread
+        scales, zeros = torch.from_numpy(scale).double(), torch.from_numpy(zero).long()
+        theirs = torch.quantize_per_channel(torch.from_numpy(x), scales, zeros, axis, torch.qint8).int_repr().numpy()
+        there = cupy.asarray(x), cupy.asarray(scale), cupy.asarray(zero)
+        ours = affine.quantize(*there, granularity=("channel", axis)).get()
+        unlike = ours != theirs
+        assert near_a_tie(x, spread)[unlike].all() and unlike.mean() < 1e-3
+
+
+def test_the_known_differences_from_torch(cupy, torch):
+    with contextlib.suppress(RuntimeError):  # a version of torch without these on the GPU
+        x = np.float32([0.5])
+        theirs = torch.quantize_per_tensor(torch.from_numpy(x).cuda(), 1.0, 3, torch.qint8).int_repr().cpu().numpy()
+        assert theirs[0] == 4 and affine.quantize(x, 1.0, 3)[0] == 3
