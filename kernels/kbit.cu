@@ -97,12 +97,12 @@ __device__ __forceinline__ unsigned search_row(
 // Bring a row and its divisor to where search_row is exact: a matter of a few blocks, if any. float16 is always there.
 template <typename T, int K, int SEARCH>
 __device__ __forceinline__ void tame(unsigned (&row)[Tile<T>::WORDS], bool infinite, float& d, float slope) {
-    // Outside this range the short division (or where nothing is divided, the reciprocal) would lose bits: move the
-    // block by a power of two.
+    // Outside this range the short division (or where nothing is divided, the reciprocal or its product with the slope)
+    // would lose bits: move the block by a power of two.
     constexpr bool DIRECT = SEARCH == ORDERED && sizeof(T) == 2;
-    constexpr float LOW = DIRECT ? 0x1p-125f : 0x1p-60f, HIGH = DIRECT ? 0x1p125f : 0x1p100f;
+    const float low = DIRECT ? 0x1p-125f : 0x1p-60f, high = DIRECT ? 0x1p126f * slope : 0x1p100f;
     if (SameType<T, __half>::VALUE) return;
-    if (d != 0.0f && d < infinity() && ((infinite && sizeof(T) == 4) || d < LOW || d > HIGH)) {
+    if (d != 0.0f && d < infinity() && ((infinite && sizeof(T) == 4) || d < low || d > high)) {
         const int exponent = int(__float_as_uint(d) >> 23) - 127;
         const float factor = __int_as_float((127 - min(exponent, 126)) << 23);
         d = __fmul_rn(d, factor);
