@@ -191,11 +191,11 @@ def _nvrtc(device: str) -> str:
 def _headers(device: str) -> str:
     from cuda.pathfinder import find_nvidia_header_directory
 
-    folders = [find_nvidia_header_directory("cudart"), os.environ.get("CUDA_PATH", "") + "/include"]
-    for folder in folders:
+    roots = [_xp.import_cupy().cuda.get_cuda_path(), os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME")]
+    for folder in (find_nvidia_header_directory("cudart"), *(Path(root) / "include" for root in roots if root)):
         if folder and (Path(folder) / "cuda_fp16.h").is_file():
             return str(folder)
-    raise FileNotFoundError("cuda_fp16.h is neither in the installed packages nor in CUDA_PATH/include")
+    raise FileNotFoundError("cuda_fp16.h is neither in the installed packages nor in the CUDA toolkit's folder")
 
 
 def _cache(device: str) -> str:

@@ -412,12 +412,20 @@ def test_what_doctor_finds_on_a_gpu(monkeypatch, tmp_path):
         runtimeGetVersion=lambda: 12090,
     )
     nvrtc = SimpleNamespace(getVersion=lambda: (12, 9))
-    fake = SimpleNamespace(__version__="14", cuda=SimpleNamespace(runtime=runtime, nvrtc=nvrtc))
+    cuda = SimpleNamespace(runtime=runtime, nvrtc=nvrtc, get_cuda_path=lambda: str(tmp_path))
+    fake = SimpleNamespace(__version__="14", cuda=cuda)
+    pathfinder = SimpleNamespace(find_nvidia_header_directory=lambda library: None)
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
     monkeypatch.setattr(_xp, "import_cupy", lambda: fake)
     monkeypatch.setattr(cli_doctor, "driver_version", lambda: "580.1")
     assert cli_doctor._gpu("cuda:0") == "cuda:0 GPU, sm_90, 80 GB"
     assert cli_doctor._driver("cuda:0") == "driver 580.1, which takes CUDA 12.8; CuPy's runtime is 12.9"
     assert cli_doctor._nvrtc("cuda:0") == "NVRTC 12.9"
+    with pytest.raises(FileNotFoundError, match="cuda_fp16.h"):
+        cli_doctor._headers("cuda:0")
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_fp16.h").write_text("")
+    assert cli_doctor._headers("cuda:0") == str(tmp_path / "include")
     runtime.runtimeGetVersion = lambda: 13000
     with pytest.raises(RuntimeError, match=r"takes CUDA 12\.8; CuPy's runtime is 13\.0"):
         cli_doctor._driver("cuda:0")
