@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -252,12 +253,11 @@ def _from_dlpack(x: Any, argument: str) -> Any:
     try:
         if int(kind) != host:
             array = import_cupy().from_dlpack(x)  # our current stream waits for the producer's
-            _share_with_torch(x, array)
-            return array
+            return _borrowed(array, _torch().cuda.current_stream(x.device).cuda_stream) if _is_torch(x) else array
         if "bfloat16" in str(getattr(x, "dtype", "")):  # unknown to NumPy's DLPack
             if not _is_torch(x):
                 return np.asarray(x)  # such as JAX's, which are NumPy's own memory under ml_dtypes' dtype
-            return np.from_dlpack(x.view(sys.modules["torch"].int16)).view(float_dtype("bfloat16"))
+            return np.from_dlpack(x.view(_torch().int16)).view(float_dtype("bfloat16"))
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, AttributeError) as error:
         raise TypeError(
@@ -284,48 +284,60 @@ def _from_cuda_interface(x: Any) -> Any:
     described.__cuda_array_interface__ = {**x.__cuda_array_interface__, "stream": None}
     array = cupy.asarray(described)
     stream = x.__cuda_array_interface__.get("stream")
-    if stream is not None:
-        with on_device_of(array):
-            _wait(cupy.cuda.get_current_stream(), cupy.cuda.ExternalStream(stream))
+    if stream is None:
+        return array
+    device = array.data.device_id
+    _order(device, stream, _current_stream(device))
+    return _borrowed(array, stream)
+
+
+# ---- streams of other libraries, by their pointers -------------------------------------------------------------------
+
+
+def _borrowed(array: Any, theirs: int) -> Any:
+    """`array`, on memory whose owner works on the stream `theirs`.
+
+    When the array goes, that stream is told to wait for ours. Else the owner, who knows nothing of our stream, could
+    overwrite the memory or give it away while we have yet to read it.
+    """
+    device = array.data.device_id
+    if _current_stream(device) != theirs:
+        weakref.finalize(array, _give_back, device, theirs).atexit = False
     return array
 
 
-def _wait(waiting: Any, earlier: Any) -> None:
-    """Let a CuPy stream wait for what another one has been given so far; the host does not wait."""
-    event = sys.modules["cupy"].cuda.Event(disable_timing=True)
-    event.record(earlier)
-    waiting.wait_event(event)
+def _give_back(device: int, theirs: int) -> None:
+    _order(device, _current_stream(device), theirs)
+
+
+def _current_stream(device: int) -> int:
+    return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
+
+
+def _order(device: int, first: int, then: int) -> None:
+    """Let the stream `then` wait for what the stream `first` has been given so far; the host does not wait."""
+    cuda = sys.modules["cupy"].cuda
+    with cuda.Device(device):
+        event = cuda.Event(disable_timing=True)
+        cuda.runtime.eventRecord(event.ptr, first)
+        cuda.runtime.streamWaitEvent(then, event.ptr)
 
 
 # ---- torch, which is only ever imported by who asks for a tensor -----------------------------------------------------
 
 
+def _torch() -> Any:
+    return sys.modules["torch"]
+
+
 def _is_torch(x: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
-
-
-def _share_with_torch(x: Any, array: Any) -> None:
-    """Where `x` is a torch tensor: its memory is not given to another tensor before our current stream has read it.
-
-    torch frees in the order of its own stream and knows of ours only what it is told.
-    """
-    if not _is_torch(x):
-        return
-    torch, ours = sys.modules["torch"], _current_stream(array)
-    if ours.ptr != torch.cuda.current_stream(x.device).cuda_stream:
-        default = ours.ptr in (0, 1)  # two names of the default stream
-        x.record_stream(
-            torch.cuda.default_stream(x.device) if default else torch.cuda.ExternalStream(ours.ptr, x.device)
-        )
-
-
-def _current_stream(array: Any) -> Any:
-    return sys.modules["cupy"].cuda.get_current_stream(array.data.device_id)
+    return "torch" in sys.modules and isinstance(x, _torch().Tensor)
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: np.dtype, beside: Any) -> tuple[Any, Any]:
     """A new torch tensor on the device of the array `beside`, and a NumPy or CuPy array on its memory.
+
+    torch's current stream waits for what ours writes there when the array goes.
 
     Raises
     ------
@@ -347,14 +359,3 @@ def empty_tensor(shape: tuple[int, ...], dtype: np.dtype, beside: Any) -> tuple[
     if dtype.name == "bfloat16":  # unknown to torch's NumPy bridge
         return tensor, tensor.view(torch.int16).numpy().view(dtype)
     return tensor, tensor.numpy()
-
-
-def hand_over(tensor: Any, array: Any) -> None:
-    """Let torch's current stream wait for ours, which is writing `array` on the memory of `tensor`."""
-    if isinstance(array, np.ndarray):
-        return
-    cuda = sys.modules["cupy"].cuda
-    ours, theirs = _current_stream(array), sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream
-    if ours.ptr != theirs:
-        with on_device_of(array):
-            _wait(cuda.ExternalStream(theirs), ours)

@@ -165,7 +165,7 @@ def to_torch(q: QuantizedArray, /, *, dtype: Any = None) -> Any:
     with _xp.on_device_of(first):
         tensor, out = _xp.empty_tensor(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype), first)
         decode(q.format, q.planes, out)
-        _xp.hand_over(tensor, out)
+        del out  # the tensor is torch's again, in the order of its stream
     return tensor
 
 

@@ -332,7 +332,8 @@ def test_plan_and_quantize(tmp_path, capsys, model):
     plan = explore.plan(WEIGHTS, 3.0, formats=KBITS)
     assert explore.read_plan(path) == plan.formats
     stored = json.loads(path.read_text())
-    assert stored["bits_per_element"] == plan.bits_per_element and stored["squared_error"] == plan.squared_error
+    assert stored["bits_per_element"] == plan.bits_per_element
+    assert stored["squared_error"] == pytest.approx(plan.squared_error, rel=1e-9)  # a GPU sums in another order
     assert f"{plan.bits_per_element:.2f}" in shown and "kbit2 for all" in shown and "kbit4 for all" not in shown
     assert main(["quantize", str(model), "-o", str(small), "--plan", str(path)]) == 0
     loaded = kb.io.load(small)

@@ -201,14 +201,24 @@ def test_quantize_waits_for_the_stream_of_the_interface(gpu, cupy, ordered):
     gpu.cuda.synchronize()
 
 
-@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "without the wait"])
-def test_torch_waits_for_to_torch(gpu, cupy, monkeypatch, ordered):
-    if not ordered:
-        monkeypatch.setattr(_xp, "hand_over", lambda tensor, array: None)
+@pytest.fixture(params=[True, False], ids=["ordered", "without the wait"])
+def ordered(request, monkeypatch):
+    """Whether torch's stream is told to wait for ours."""
+    if not request.param:
+        monkeypatch.setattr(_xp, "_give_back", lambda device, theirs: None)
+    return request.param
+
+
+def busy(gpu, stream):
+    """Keep a stream of CuPy's busy for a while."""
+    with gpu.cuda.stream(gpu.cuda.ExternalStream(stream.ptr)):
+        gpu.cuda._sleep(CYCLES)
+
+
+def test_torch_waits_for_to_torch(gpu, cupy, ordered):
     q = kb.quantize(random(gpu, 1 << 16, "float32", "cuda"), "kbit4")
     wanted = plain(kb.to_torch(q))
-    ours = cupy.cuda.Stream(non_blocking=True)
-    side = gpu.cuda.Stream()
+    ours, side = cupy.cuda.Stream(non_blocking=True), gpu.cuda.Stream()
     seen = gpu.empty(1 << 16, device="cuda")
     # torch's allocator hands out this memory again, which is zero until the decoder has written it.
     with gpu.cuda.stream(side):
@@ -216,8 +226,7 @@ def test_torch_waits_for_to_torch(gpu, cupy, monkeypatch, ordered):
         pointer = zeros.data_ptr()
         del zeros
     gpu.cuda.synchronize()
-    with gpu.cuda.stream(gpu.cuda.ExternalStream(ours.ptr)):
-        gpu.cuda._sleep(CYCLES)
+    busy(gpu, ours)
     with gpu.cuda.stream(side), ours:
         tensor = kb.to_torch(q)
         assert tensor.data_ptr() == pointer
@@ -229,27 +238,30 @@ def test_torch_waits_for_to_torch(gpu, cupy, monkeypatch, ordered):
     assert np.array_equal(plain(tensor), wanted)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "not told"])
-def test_memory_of_a_deleted_tensor_is_not_reused_too_early(gpu, cupy, monkeypatch, shared):
-    if not shared:
-        monkeypatch.setattr(_xp, "_share_with_torch", lambda x, array: None)
+@pytest.mark.parametrize("deleted", [False, True], ids=["overwritten", "deleted"])
+@pytest.mark.parametrize("protocol", ["DLPack", "interface"])
+def test_torch_waits_until_a_tensor_has_been_read(gpu, cupy, ordered, protocol, deleted):
+    """What torch writes to the memory later, on its own stream, is not what is quantized."""
     kb.quantize(cupy.ones(1 << 16, np.float32), "kbit4")
     values = random(gpu, 1 << 16, "float32")
     side, ours = gpu.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
     with gpu.cuda.stream(side):
         tensor = values.cuda()
-        pointer = tensor.data_ptr()
     gpu.cuda.synchronize()
-    with gpu.cuda.stream(gpu.cuda.ExternalStream(ours.ptr)):
-        gpu.cuda._sleep(CYCLES)
+    busy(gpu, ours)
     with gpu.cuda.stream(side), ours:
-        q = kb.quantize(tensor, "kbit4")
-        del tensor
-        other = gpu.zeros(1 << 16, device="cuda")
-        assert (other.data_ptr() != pointer) == shared
+        x = tensor if protocol == "DLPack" else ByInterface(cupy.from_dlpack(tensor), side.cuda_stream)
+        q = kb.quantize(x, "kbit4")
+        if deleted:
+            pointer = tensor.data_ptr()
+            del tensor, x
+            assert gpu.zeros(1 << 16, device="cuda").data_ptr() == pointer, "torch uses the memory again"
+        else:
+            tensor.zero_()
+        assert not ours.done, "the host waited, or the delay is too short to show anything"
         ours.synchronize()
-    assert same_planes(q, plain(values)) == shared
     gpu.cuda.synchronize()
+    assert same_planes(q, plain(values)) == ordered
 
 
 # ---- other libraries -----------------------------------------------------------------------------------------------
