@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_table4(
         }
     }
     for (int i = threadIdx.x; i < 16 * WARP; i += DEQUANTIZE_THREADS)
-        lut[i / WARP][i % WARP] = flush(values ? values[i / WARP] : table.value[i / WARP]);
+        lut[i / WARP][i % WARP] = values ? values[i / WARP] : table.value[i / WARP];
     if constexpr (NESTED)
         for (int i = threadIdx.x; i < 256; i += DEQUANTIZE_THREADS) map[i] = table.map[i];
     __syncthreads();
