@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -396,3 +397,15 @@ def test_a_plan_for_a_real_model():
         uniform = explore.Plan(3.5, tuple(row for row in rows if row["label"] == format.name))
         if uniform.bits_per_element <= 3.5:
             assert plan.squared_error < 0.9 * uniform.squared_error, format
+
+
+def test_the_picture_of_the_readme(tmp_path, capsys, pyplot):
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (stored,) = re.findall(r"!\[[^\]]*\]\(([^)]*\.png)\)", text)
+    (command,) = re.findall(r"`kbit (compare --plot \S+)`", text)
+    *words, target = command.split()
+    assert target == stored
+    assert main([*words, str(tmp_path / "drawn.png")]) == 0
+    drawn, kept = (pyplot.imread(path) for path in (tmp_path / "drawn.png", Path(__file__).parent.parent / stored))
+    # Fonts differ between versions of matplotlib, not the size of the page and hardly the lines on it.
+    assert drawn.shape == kept.shape and np.abs(drawn - kept).mean() < 0.02
