@@ -10,6 +10,8 @@ import make_bitsandbytes_data as data
 import numpy as np
 import pytest
 from bitsandbytes_rules import differences, unpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from inputs import BFLOAT16, DTYPES, make, same_values
 from safetensors import safe_open
 
@@ -17,7 +19,7 @@ import kbitcupy as kb
 from kbitcupy import tables
 from kbitcupy.cli import main
 from kbitcupy.errors import FileError, FormatError
-from kbitcupy.io import bitsandbytes
+from kbitcupy.io import bitsandbytes, convert
 
 DATA = Path(__file__).parent / "data"
 MODEL = DATA / "bitsandbytes_model.safetensors"
@@ -670,12 +672,47 @@ def test_commands_refuse(float_file, tmp_path, capsys):
         main(["quantize", str(float_file), "-o", out, "--layout", "gguf"])
 
 
-def test_layout_of_shards_resumed(float_file, tmp_path):
-    tensors = dict(kb.io.load(float_file))
-    kb.io.save(tmp_path / "shards", tensors, max_shard_size=7000)
-    options = {"layout": "bitsandbytes", "device": "cpu"}
-    format = kb.get_format("nf4", double_quant=True)
-    whole = kb.io.quantize_file(tmp_path / "shards", tmp_path / "whole", format, **options)
-    assert kb.io.load(tmp_path / "whole").nbytes == whole.nbytes_after
-    assert kb.io.load(tmp_path / "whole").index_metadata["total_size"] == whole.nbytes_after
-    assert bitsandbytes.load(tmp_path / "whole")["down.weight"].format == format
+def test_a_job_in_shards_is_resumed(float_file, tmp_path, monkeypatch):
+    """What a finished shard really takes is counted, though its JSON turned out shorter than it might have."""
+    kb.io.save(tmp_path / "shards", dict(kb.io.load(float_file)), max_shard_size=7000)
+    options = {"format": kb.get_format("nf4", double_quant=True), "layout": "bitsandbytes", "device": "cpu"}
+    whole = kb.io.quantize_file(tmp_path / "shards", tmp_path / "whole", **options)
+    run = convert.Job.run
+
+    def interrupted(job, put, advance):
+        if "00002-of" in job.file.path.name:
+            raise KeyboardInterrupt
+        run(job, put, advance)
+
+    monkeypatch.setattr(convert.Job, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kb.io.quantize_file(tmp_path / "shards", tmp_path / "target", **options, resume=True)
+    monkeypatch.undo()
+    report = kb.io.quantize_file(tmp_path / "shards", tmp_path / "target", **options, resume=True)
+    assert report.resumed == 1 and report.nbytes_after == whole.nbytes_after
+    for folder in ("whole", "target"):
+        checkpoint = bitsandbytes.load(tmp_path / folder)
+        assert checkpoint.nbytes == checkpoint.index_metadata["total_size"] == whole.nbytes_after
+        assert checkpoint["down.weight"].format == options["format"]
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_damaged_files_are_refused_or_read(tmp_path_factory, data):
+    """Bytes of the header and of the JSON are changed at random: nothing but a FileError comes out."""
+    damaged = bytearray(MODEL.read_bytes())
+    header = 8 + int.from_bytes(damaged[:8], "little")
+    start = data.draw(st.sampled_from([0, 8, header // 2, damaged.index(b'{"quant_type": "nf4"')]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = start + data.draw(st.integers(0, 180))
+        damaged[place] = data.draw(st.sampled_from([*b'0123456789",:[]{}abnft\x00\xff']))
+    path = tmp_path_factory.mktemp("damaged") / "a.safetensors"
+    path.write_bytes(damaged)
+    try:
+        checkpoint = bitsandbytes.load(path)
+        tensors = dict(checkpoint)
+    except FileError:
+        return
+    for tensor in tensors.values():
+        if isinstance(tensor, kb.QuantizedArray):
+            tensor.dequantize()

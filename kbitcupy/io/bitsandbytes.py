@@ -93,7 +93,7 @@ def _read_state(text: bytes, quant_type: str) -> _State:
         Says what is wrong.
     """
     if quant_type not in QUANT_TYPES:
-        raise ValueError(f"quant_type {quant_type!r} is unknown; known are {', '.join(QUANT_TYPES)}")
+        raise ValueError(f"quant_type {quant_type[:100]!r} is unknown; known are {', '.join(QUANT_TYPES)}")
     state = read_json(text)
     if not isinstance(state, dict):
         raise ValueError(f"it is a JSON {type(state).__name__}, not an object")
