@@ -316,6 +316,8 @@ def _current_stream(device: int) -> int:
 
 def _order(device: int, first: int, then: int) -> None:
     """Let the stream `then` wait for what the stream `first` has been given so far; the host does not wait."""
+    if first == then:
+        return
     cuda = sys.modules["cupy"].cuda
     with cuda.Device(device):
         event = cuda.Event(disable_timing=True)

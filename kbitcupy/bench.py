@@ -420,21 +420,14 @@ class Report:
         return "\n".join(lines)
 
     def markdown(self) -> str:
-        """The README's table: the largest size, a column for each format."""
+        """The README's tables: the largest size, a column for each format, a table for each family."""
         kind, title, show = ("gpu", "fraction of copy", _fraction_text)
         if self.device == "cpu":
             kind, title, show = ("numpy", "ns per element", lambda row: f"{row.ns_per_element:.1f}")
         measured = [row for row in self.rows if row.kind == kind]
         largest = max((row.elements for row in measured if not row.peer), default=0)
         rows = [row for row in measured if row.elements == largest]
-        names = list(dict.fromkeys(row.format for row in rows if not row.peer))
-        cells = {(row.operation, row.dtype, row.format): show(row) for row in rows if not row.peer}
-        table = [["operation", "dtype", *names]]
-        for operation in dict.fromkeys(row.operation for row in rows if not row.peer):
-            for dtype in dict.fromkeys(row.dtype for row in rows if not row.peer):
-                line = [cells.get((operation, dtype, name), "") for name in names]
-                if any(line):
-                    table.append([operation, dtype, *line])
+        tables = [_family_table(family, show) for family in _families([row for row in rows if not row.peer])]
         if kind == "gpu":
             caption = (
                 f"{_size_text(largest)} elements: bytes that must move, over GPU time, as a fraction of the copy "
@@ -442,7 +435,7 @@ class Report:
             )
         else:
             caption = f"{_size_text(largest)} elements: nanoseconds per element on one core, median of 3."
-        blocks = [[caption], _markdown_table(table)]
+        blocks = [[caption], *tables]
         peers = [row for row in rows if row.peer]
         if peers:
             lines = [[row.format, row.operation, row.dtype, show(row)] for row in peers]
@@ -497,6 +490,27 @@ _COLUMNS: dict[str, tuple[tuple[str, Callable[[Row], str]], ...]] = {
         ("elements/s", lambda row: f"{row.elements / row.us * 1e6:.2e}"),
     ),
 }
+
+
+def _families(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of formats that are implemented together, in the order of the formats."""
+    found: dict[type[Format], list[Row]] = {}
+    for row in rows:
+        found.setdefault(type(get_format(row.format)), []).append(row)
+    return list(found.values())
+
+
+def _family_table(rows: Sequence[Row], show: Callable[[Row], str]) -> list[str]:
+    """A column for each format."""
+    names, dtypes = list(dict.fromkeys(row.format for row in rows)), list(dict.fromkeys(row.dtype for row in rows))
+    cells = {(row.operation, row.dtype, row.format): show(row) for row in rows}
+    table = [["operation", "dtype", *names]]
+    for operation in dict.fromkeys(row.operation for row in rows):
+        for dtype in dtypes:
+            line = [cells.get((operation, dtype, name), "") for name in names]
+            if any(line):
+                table.append([operation, dtype, *line])
+    return _markdown_table(table)
 
 
 def _aligned(cells: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -638,7 +652,7 @@ class _Progress:
     def total(self, count: int) -> None:
         """Say how many steps there are."""
         if self._show:
-            from tqdm import tqdm  # most runs in scripts show no bar
+            from tqdm.auto import tqdm  # most runs in scripts show no bar
 
             self._bar = tqdm(total=count, desc="bench", leave=False)
 

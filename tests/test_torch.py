@@ -1,7 +1,10 @@
 """torch tensors in and out: no copy, both libraries' streams in order; JAX and numba arrays where installed."""
 
+import contextlib
+import gc
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +117,55 @@ def test_torch_without_cuda(torch, cupy):
         pytest.skip("torch has CUDA here")
     with pytest.raises(DeviceError, match=r"q is on cuda:0.*\.get\(\)"):
         kb.to_torch(kb.quantize(cupy.ones(64), "kbit4"))
+
+
+# ---- what is asked of CUDA, with no GPU ------------------------------------------------------------------------------
+
+
+class FakeCuPy(types.ModuleType):
+    """As much of CuPy as the order of streams needs; writes down what waits for what."""
+
+    class ndarray:
+        def __init__(self):
+            self.data = types.SimpleNamespace(device_id=0)
+
+    def __init__(self, current):
+        super().__init__("cupy")
+        self.waits, self.described = [], []
+        recorded = {}
+        self.cuda = types.SimpleNamespace(
+            is_available=lambda: True,
+            get_current_stream=lambda device: types.SimpleNamespace(ptr=current),
+            Device=lambda device: contextlib.nullcontext(),
+            Event=lambda disable_timing: types.SimpleNamespace(ptr=len(recorded)),
+            runtime=types.SimpleNamespace(
+                getDevice=lambda: 0,
+                eventRecord=recorded.__setitem__,
+                streamWaitEvent=lambda stream, event: self.waits.append((stream, recorded[event])),
+            ),
+        )
+
+    def asarray(self, described):
+        self.described.append(described.__cuda_array_interface__)
+        return self.ndarray()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "before", "after"),
+    [(5, 7, [(5, 7)], [(5, 7), (7, 5)]), (5, 5, [], []), (5, None, [], [])],
+    ids=["two streams", "one stream", "no stream"],
+)
+def test_streams_wait_for_each_other(monkeypatch, ours, theirs, before, after):
+    """(who waits, for whom): ours for theirs before we read, theirs for ours when the array is gone."""
+    fake = FakeCuPy(ours)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    interface = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3, "stream": theirs}
+    array = _xp.as_array(types.SimpleNamespace(__cuda_array_interface__=interface))
+    assert fake.waits == before
+    assert fake.described == [{**interface, "stream": None}], "CuPy would synchronise with the stream"
+    del array
+    gc.collect()
+    assert fake.waits == after
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

@@ -437,7 +437,7 @@ def progress_bar(label: str, nbytes: int, show: bool) -> Iterator[Callable[[int]
     if not show:
         yield lambda nbytes: None
         return
-    from tqdm import tqdm  # most calls show no bar
+    from tqdm.auto import tqdm  # most calls show no bar; a widget in a notebook, text elsewhere
 
     with tqdm(desc=label, total=nbytes, unit="B", unit_scale=True, leave=False) as bar:
         yield bar.update
