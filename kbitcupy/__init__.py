@@ -14,7 +14,7 @@ from ._version import __version__
 from .array import QuantizedArray
 from .errors import KbitError
 from .fit import fit_table
-from .formats.base import Format, Plane, formats, get_format, register
+from .formats.base import formats, get_format, register
 from .functional import (
     create_normal_float_codebook,
     decode_absmax_e4m4,
@@ -30,11 +30,10 @@ from .linear import linear, linear_grouped, matmul
 from .ops import concatenate, dequantize, quantize, stack, take, to_torch
 
 __all__ = [
-    "Format",
     "KbitError",
-    "Plane",
     "QuantizedArray",
     "__version__",
+    "affine",
     "concatenate",
     "create_normal_float_codebook",
     "decode_absmax_e4m4",

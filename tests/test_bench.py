@@ -11,7 +11,7 @@ import pytest
 import kbitcupy as kb
 from kbitcupy import _xp, bench
 from kbitcupy.cli import main
-from kbitcupy.formats.base import unregister
+from kbitcupy.formats.base import Format, Plane, unregister
 
 ROW_KEYS = {
     "kind",
@@ -33,7 +33,7 @@ ROW_KEYS = {
 TINY = ["bench", "--device", "cpu", "--sizes", "2^10"]
 
 
-class Half(kb.Format):
+class Half(Format):
     """A toy format: everything as float16."""
 
     name = "toy-half"
@@ -49,7 +49,7 @@ class Half(kb.Format):
         return {"broken": self.broken}
 
     def planes(self, shape):
-        return {"half": kb.Plane("float16", (math.prod(shape),), 1)}
+        return {"half": Plane("float16", (math.prod(shape),), 1)}
 
     def encode(self, x, planes):
         planes["half"][:] = x.reshape(-1).astype(np.float16)

@@ -17,7 +17,7 @@ import kbitcupy as kb
 from kbitcupy import _xp, cli_compare, cli_doctor
 from kbitcupy.cli import main
 from kbitcupy.errors import MissingExtraError
-from kbitcupy.formats.base import unregister
+from kbitcupy.formats.base import Format, Plane, unregister
 from kbitcupy.io import convert
 
 ROOT = Path(kb.__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def small_samples(monkeypatch):
     monkeypatch.setattr(cli_compare, "draw", lambda name: draw(name, (64, 64)))
 
 
-class Half(kb.Format):
+class Half(Format):
     """A toy format: everything as float16."""
 
     name = "toy-half"
@@ -59,7 +59,7 @@ class Half(kb.Format):
         return {"factor": self.factor}
 
     def planes(self, shape):
-        return {"half": kb.Plane("float16", (int(np.prod(shape, dtype=np.int64)),), 1)}
+        return {"half": Plane("float16", (int(np.prod(shape, dtype=np.int64)),), 1)}
 
     def encode(self, x, planes):
         planes["half"][:] = (x.reshape(-1) / self.factor).astype(np.float16)
