@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import kbitcupy.affine  # noqa: F401  (registers the kernels of its products)
 from kbitcupy import _cuda
 from kbitcupy.errors import KernelCompileError
 from kbitcupy.formats.base import kernel_templates
@@ -28,7 +29,8 @@ def jobs():
     """(file, expression, architecture, hot) of everything that is compiled."""
     for template in kernel_templates():
         for number, expression in enumerate(template.instances()):
-            for architecture in EVERY_INSTANCE + (ONE_INSTANCE if number == 0 else ()):
+            only = _cuda.architecture_of(template.file)
+            for architecture in (only,) if only else EVERY_INSTANCE + (ONE_INSTANCE if number == 0 else ()):
                 yield template.file, expression, architecture, template.hot
 
 
@@ -73,7 +75,7 @@ def main():
         print(f"FAILED {name}: {complaint}")
     instances = {job[:2] for job in work}
     print(f"{len(results) - len(failures)} of {len(results)} kernels compiled, {len(instances)} instances:")
-    for architecture in sorted({job[2] for job in work}):
+    for architecture in sorted({job[2] for job in work}, key=str):
         of_this = [result for result in results if result[0][2] == architecture]
         job, _, registers, _ = max(of_this, key=lambda result: result[2])
         print(f"  sm_{architecture:<4} {len(of_this):4}   most registers: {registers:3}  {job[0]}: {job[1]}")

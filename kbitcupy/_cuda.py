@@ -188,7 +188,6 @@ class Kernel:
         self.ready(array.data.device_id).function(grid, (self.threads,), arguments, shared_mem=self.shared)
 
     def _load(self, device: int) -> Ready:
-        import cupy
         from cupy_backends.cuda.api import driver
 
         with _compile_lock:
@@ -196,10 +195,18 @@ class Kernel:
             if self.shared + function.shared_size_bytes > 48 << 10:  # more than that has to be asked for
                 function.max_dynamic_shared_size_bytes = max(self.shared, function.max_dynamic_shared_size_bytes)
             count = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, self.threads, self.shared)
-        return Ready(function, count * int(cupy.cuda.Device(device).attributes["MultiProcessorCount"]))
+        return Ready(function, count * multiprocessors(device))
 
 
 _compile_lock = threading.RLock()
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many multiprocessors a device has."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 #: The kernels that this process has compiled or loaded, by (file, expression, device), for its life.

@@ -39,8 +39,10 @@ from .errors import DeviceError, FormatError
 from .formats import affine as _affine
 from .formats.affine import Blocks, Levels
 from .ops import check_out, source
+from .w8a8 import Calibration, linear_smoothquant, linear_w8a8, smooth_scales, smooth_weight
 
 __all__ = [
+    "Calibration",
     "choose_qparams",
     "dequantize",
     "dequantize_backward",
@@ -48,8 +50,12 @@ __all__ = [
     "dynamic_range_backward",
     "fake_quantize",
     "fake_quantize_backward",
+    "linear_smoothquant",
+    "linear_w8a8",
     "quantize",
     "quantize_backward",
+    "smooth_scales",
+    "smooth_weight",
 ]
 
 # How far from the ends of the range a mask begins; None: no mask.

@@ -2,6 +2,7 @@
 
 import pytest
 
+import kbitcupy.affine  # noqa: F401  (registers the kernels of its products)
 from kbitcupy import _cuda
 from kbitcupy.errors import KernelCompileError
 from kbitcupy.formats.base import kernel_templates
@@ -28,7 +29,8 @@ def nvrtc():
 @pytest.mark.parametrize("template", TEMPLATES, ids=[template.name for template in TEMPLATES])
 def test_one_instance(nvrtc, template):
     # Raises where NVRTC refuses; what ptxas says of the registers is .ci/compile_kernels.py's to read.
-    assert isinstance(_cuda.compile_offline(template.file, next(template.instances()), ARCHITECTURE), str)
+    architecture = _cuda.architecture_of(template.file) or ARCHITECTURE
+    assert isinstance(_cuda.compile_offline(template.file, next(template.instances()), architecture), str)
 
 
 def test_error_names_file_expression_and_architecture(nvrtc):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -273,11 +274,18 @@ def _from_entry_point(name: Any) -> Callable[..., Format]:
     raise FormatError(f"format is {name!r}; registered are {', '.join(_registry)}")
 
 
+_templates: list[Template] = []
+
+
+def register_templates(*templates: Template) -> None:
+    """Add kernels that belong to no format, such as those of a product, to what `kernel_templates` yields."""
+    _templates.extend(templates)
+
+
 def kernel_templates() -> Iterator[Template]:
-    """The kernel templates of all registered formats, each once."""
+    """The kernel templates of all registered formats, then those of `register_templates`, each once."""
     seen: set[Template] = set()
-    for name in formats():
-        for template in get_format(name).kernels:
-            if template not in seen:
-                seen.add(template)
-                yield template
+    for template in itertools.chain(*(get_format(name).kernels for name in formats()), _templates):
+        if template not in seen:
+            seen.add(template)
+            yield template

@@ -1,0 +1,81 @@
+"""Tensor maps: how the bulk tensor copy engine of Hopper is told where a matrix lies."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+
+from . import _cuda
+from .errors import DeviceError
+
+#: Bytes of a row of a box: what the engine swizzles together.
+BOX_BYTES = 128
+
+# Values of the driver's enumerations.
+_UINT8, _PLAIN, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO = 0, 0, 3, 3, 0
+
+
+@functools.cache
+def _encode() -> Any:
+    """The driver's function; None where the driver is too old to have it."""
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return getattr(library, "cuTensorMapEncodeTiled", None)
+
+
+def available() -> bool:
+    """Whether the driver makes tensor maps."""
+    return _encode() is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int) -> tuple[Any, Any]:
+    """The tensor map of a byte matrix that is copied in boxes of `box_rows` rows x 128 bytes.
+
+    What a box has beyond the matrix arrives as zeros.
+
+    Parameters
+    ----------
+    address : int
+        Of the first byte, a multiple of 16.
+    rows, columns : int
+        Size of the matrix.
+    pitch : int
+        Bytes from row to row, a multiple of 16.
+    box_rows : int
+        1 to 256.
+
+    Returns
+    -------
+    tuple
+        A kernel argument that is passed by value, and the memory behind it, which must be kept alive.
+
+    Raises
+    ------
+    DeviceError
+        When the driver refuses.
+    """
+    memory = np.zeros(128 + 64, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :][:128]
+    status = _encode()(
+        ctypes.c_void_p(memory.ctypes.data),
+        _UINT8,
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(BOX_BYTES, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        _PLAIN,
+        _SWIZZLE_128,
+        _PROMOTE_256,
+        _FILL_ZERO,
+    )
+    if status:
+        raise DeviceError(
+            f"cuTensorMapEncodeTiled refused a matrix of {rows} x {columns} bytes with the status {status}"
+        )
+    return _cuda.by_value(memory), memory

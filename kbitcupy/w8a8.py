@@ -1,0 +1,627 @@
+"""W8A8: products of int8 activations and int8 weights, and SmoothQuant.
+
+    y[m, n] = sum_k aq[m, k] * wq[n, k] * sa[m] * sw[n] + bias[n]
+
+The weight is compressed beforehand, with a scale for each output channel. The activations are quantized on the way,
+with a scale for each token (symmetric, ``absmax / 127``), by the rules of `kbitcupy.formats.affine`: NaN becomes 0,
+infinity counts as the largest finite number, a token of zeros has the scale 1. The sum is exact in int32, which holds
+for K up to 131071. What follows is float32, every operation rounded once and subnormal numbers kept:
+``fl(fl(float(sum) * sa) * sw) + bias``, then one cast to the dtype of the activations. A scale of a weight that is not
+positive and finite counts as 0.
+
+SmoothQuant divides activation channel k by ``s[k]`` and multiplies weight column k by it, which moves outliers of
+activations into the weights: ``s[k] = max|A[:, k]|^alpha / max|W[:, k]|^(1 - alpha)``. The weights are smoothed before
+they are compressed; the division of the activations is part of their quantization.
+
+On a GPU the activations are quantized in one launch and multiplied in a second one, on tensor cores, with rescaling and
+bias at the end of it. Up to 16 tokens read the weights once; more go in tiles, on Hopper by wgmma and the bulk tensor
+copy engine where rows of the weight start at multiples of 16 bytes, everywhere else by mma.sync.
+
+Sources: the SmoothQuant paper (arXiv 2211.10438); LLM.int8 (arXiv 2208.07339) for scales of tokens and channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import _cuda, _tma, _xp
+from .array import QuantizedArray
+from .errors import DeviceError, FormatError
+from .formats import affine
+from .formats.base import Format, register_templates
+from .ops import check_out, source
+
+#: The largest K whose sums of products of int8 cannot leave int32.
+MAX_DEPTH = 131071
+#: The smallest maximum that SmoothQuant reckons with.
+SMALLEST_ABSMAX = 1e-5
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_LARGEST = np.finfo(np.float32).max
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, out: Any = None) -> Any:
+    """x times the transpose of an int8 weight, with x quantized to int8 by token.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, bfloat16 or float32 [..., K].
+    qw : QuantizedArray
+        Weight [N, K] of format ``int8`` with ``granularity=("channel", 0)``, on the device of `x`; K up to 131071.
+    bias : array_like, optional
+        float [N]; added in float32.
+    out : array, optional
+        C-contiguous array of the result's shape and dtype, which receives it.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        [..., N], with the dtype of `x`; `out` itself where it is given. On CuPy the call does not synchronise.
+
+    Raises
+    ------
+    TypeError
+        When an argument is of the wrong type or dtype.
+    FormatError
+        When `qw` is not such a weight.
+    ValueError
+        When a shape does not fit the others.
+    DeviceError
+        When the arguments are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((48, 256), (5, 256)))
+    >>> y = kb.affine.linear_w8a8(x, kb.quantize(w, "int8", granularity=("channel", 0)))
+    >>> round(kb.metrics.sqnr_db(x @ w.T, y), 1)
+    39.5
+    """
+    return _linear(x, qw, None, bias, None, out)
+
+
+def linear_smoothquant(
+    x: Any, qw: QuantizedArray, smooth: Any, bias: Any = None, *, activation_scale: Any = None, out: Any = None
+) -> Any:
+    """`linear_w8a8` of x / smooth and a smoothed weight.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, bfloat16 or float32 [..., K].
+    qw : QuantizedArray
+        Weight [N, K], smoothed with `smooth_weight` and then compressed as for `linear_w8a8`.
+    smooth : array
+        float32 [K], from `smooth_scales`, on the device of `x`. The quotient is rounded once to float32.
+    bias : array_like, optional
+        float [N]; added in float32.
+    activation_scale : float or array, optional
+        One scale for all tokens, found beforehand (see `Calibration`); where it is not positive and finite the product
+        is 0. By default each token gets its own from its absmax.
+    out : array, optional
+        C-contiguous array of the result's shape and dtype, which receives it.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        As `linear_w8a8`.
+
+    Raises
+    ------
+    TypeError, FormatError, ValueError, DeviceError
+        As `linear_w8a8`.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((48, 256), (64, 256)))
+    >>> x[:, 7] *= 100  # an outlier channel
+    >>> calibration = kb.affine.Calibration().update(x)
+    >>> s = kb.affine.smooth_scales(calibration.absmax, w)
+    >>> q = kb.quantize(kb.affine.smooth_weight(w, s), "int8", granularity=("channel", 0))
+    >>> round(kb.metrics.sqnr_db(x @ w.T, kb.affine.linear_smoothquant(x, q, s)), 1)
+    44.5
+    >>> scale = calibration.activation_scale(s)
+    >>> round(kb.metrics.sqnr_db(x @ w.T, kb.affine.linear_smoothquant(x, q, s, activation_scale=scale)), 1)
+    38.1
+    """
+    return _linear(x, qw, smooth, bias, activation_scale, out)
+
+
+def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, out: Any) -> Any:
+    x = _xp.as_array(x)
+    if x.dtype not in _xp.dtype_set(_FLOATS) and _xp.float_dtype(x.dtype, "x").name not in _FLOATS:
+        raise TypeError(f"x is {x.dtype}; allowed are {', '.join(_FLOATS)}: convert with astype first")
+    codes, scales = _weight_planes(qw)
+    rows, depth = qw.shape
+    if x.ndim == 0 or x.shape[-1] != depth:
+        raise ValueError(f"x has shape {x.shape}; a weight of shape {qw.shape} needs [..., {depth}]")
+    if not _xp.same_device(x, codes):
+        raise DeviceError(f"x is on {_xp.device_of(x)} and the weight on {qw.device}; move one of them")
+    shape = (*x.shape[:-1], rows)
+    dtype = _xp.float_dtype(x.dtype)
+    if smooth is not None:
+        smooth = _vector(smooth, "smooth", depth, x, True)
+    if bias is not None:
+        bias = _vector(bias, "bias", rows, x)
+    if activation_scale is not None:
+        activation_scale = _one_scale(activation_scale, x)
+    if out is not None:
+        check_out(out, shape, x, dtype)
+    with _xp.on_device_of(x):
+        if out is None:
+            out = _xp.namespace(x).empty(shape, dtype)
+        if out.size:
+            multiply = _multiply_host if isinstance(x, np.ndarray) else _multiply_cuda
+            multiply(source(x, _FLOATS), codes, scales, smooth, activation_scale, bias, out)
+    return out
+
+
+def _weight_planes(qw: Any) -> tuple[Any, Any]:
+    """Codes and scales of a weight that a product takes."""
+    if not isinstance(qw, QuantizedArray):
+        raise TypeError(
+            f"qw is {type(qw).__name__}; it must be a QuantizedArray: quantize(w, 'int8', granularity=('channel', 0))"
+        )
+    if not _fits(qw.format, qw.shape):
+        raise FormatError(
+            f"qw is {qw.format!r} of shape {qw.shape}; it must be [N, K] in a symmetric int8 with a scale for each "
+            "row: quantize(w, 'int8', granularity=('channel', 0))"
+        )
+    if qw.shape[1] > MAX_DEPTH:
+        raise ValueError(f"qw has K = {qw.shape[1]}; sums are exact in int32 up to K = {MAX_DEPTH}: split K")
+    return qw.planes["codes"], qw.planes["scale"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _fits(format: Format, shape: tuple[int, ...]) -> bool:
+    """Whether planes of this format are a matrix of int8 with a scale for each row."""
+    if not isinstance(format, affine.Affine) or format.name != "int8" or not format.levels.symmetric or len(shape) != 2:
+        return False
+    return affine.blocks_of(shape, format.granularity).layout == affine.blocks_of(shape, ("channel", 0)).layout
+
+
+def _vector(values: Any, argument: str, size: int, beside: Any, single: bool = False) -> Any:
+    """A contiguous float array [size] beside another; float32 for `single` and where it was float64."""
+    array = _xp.as_array(values, argument)
+    dtype = _xp.float_dtype(array.dtype, argument)
+    if array.shape != (size,):
+        raise ValueError(f"{argument} has shape {array.shape}; it must be ({size},)")
+    if not _xp.same_device(array, beside):
+        raise DeviceError(f"{argument} is on {_xp.device_of(array)} and x on {_xp.device_of(beside)}; move one of them")
+    if single and dtype != np.float32:
+        array = array.astype(np.float32)
+    return source(array, _FLOATS)
+
+
+def _one_scale(scale: Any, beside: Any) -> Any:
+    """A scale of all tokens as float32 [1]: a host array that has been checked, or an array beside x."""
+    array = _xp.as_array(scale, "activation_scale")
+    if array.dtype.kind not in "fiu" or array.size != 1:
+        raise ValueError(
+            f"activation_scale is {array.dtype} of shape {array.shape}; it must be one number, or None for a scale for "
+            "each token"
+        )
+    if not _xp.is_cupy(array):
+        with np.errstate(all="ignore"):
+            single = array.astype(np.float32).reshape(1)
+        if not 0 < single[0] <= _LARGEST:
+            raise FormatError(f"activation_scale is {array.reshape(-1)[0]}; it must be positive and finite in float32")
+        array = single
+        return single
+    if not _xp.same_device(array, beside):
+        raise DeviceError(
+            f"activation_scale is on {_xp.device_of(array)} and x on {_xp.device_of(beside)}; move one of them"
+        )
+    with _xp.on_device_of(array):
+        return array.astype(np.float32, copy=False).reshape(1)
+
+
+# ---- NumPy ---------------------------------------------------------------------------------------------------------
+
+# 1024 products of int8 stay within 2^24, up to which float32 holds every integer: partial sums by BLAS are exact.
+_EXACT = 1024
+
+
+def quantize_tokens(x: np.ndarray, smooth: np.ndarray | None, fixed: np.ndarray | None) -> tuple[Any, Any]:
+    """int8 [M, K] and scales [M] of a matrix, by the rules of the affine formats."""
+    with np.errstate(all="ignore"):
+        numbers = x if smooth is None else x.astype(np.float32) / smooth
+    blocks = affine.blocks_of(numbers.shape, "token")
+    codes, scales = np.zeros(numbers.shape, np.int8), np.ones(len(numbers), np.float32)
+    if fixed is None:
+        affine.quantize_dynamic(numbers, codes, scales, None, blocks, affine.SIGNED8)
+    else:
+        scales[:] = fixed
+        affine.quantize(numbers, codes, scales, 0, blocks, affine.SIGNED8)
+    return codes, scales
+
+
+def integer_product(a: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """int32 [M, N]: the product of int8 [M, K] and int8 [N, K], exact."""
+    total = np.zeros((len(a), len(w)), np.int32)
+    for k in range(0, a.shape[1], _EXACT):
+        part = slice(k, k + _EXACT)
+        total += (a[:, part].astype(np.float32) @ w[:, part].T.astype(np.float32)).astype(np.int32)
+    return total
+
+
+# Channels whose weights are float32 at a time.
+_CHANNELS = 4096
+
+
+def _multiply_host(
+    x: np.ndarray,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    smooth: np.ndarray | None,
+    fixed: np.ndarray | None,
+    bias: np.ndarray | None,
+    out: np.ndarray,
+) -> None:
+    rows, depth = out.shape[-1], x.shape[-1]
+    result = out.reshape(-1, rows)
+    a, token_scales = quantize_tokens(x.reshape(len(result), depth), smooth, fixed)
+    weight = codes.reshape(rows, depth)
+    factors = np.where((scales > 0) & (scales < np.inf), scales, np.float32(0))
+    with np.errstate(all="ignore"):
+        for first in range(0, rows, _CHANNELS):
+            part = slice(first, first + _CHANNELS)
+            y = integer_product(a, weight[part]).astype(np.float32)
+            y *= token_scales[:, None]
+            y *= factors[part]
+            if bias is not None:
+                y += bias[part].astype(np.float32)
+            result[:, part] = y
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+_FILE, _HOPPER_FILE = "w8a8.cu", "w8a8_sm90a.cu"
+_TYPES = tuple(_cuda.CXX_TYPES[name] for name in _FLOATS)
+_NOT_GIVEN = np.float32(0)
+_BIAS_KINDS = {"float32": 1, "float16": 2, "bfloat16": 3}
+
+_ALIGNMENT = 16  # bytes, of what moves in vectors
+_PITCH = 128  # columns of quantized tokens come in multiples of this
+_TOKEN_THREADS = 256
+_STREAM_TOKENS = 16  # the most that are streamed
+_STREAM_ROWS = 16
+_STREAM_SHARED = _TOKEN_THREADS // 32 * 3 * _STREAM_ROWS * 128
+_TILE_N, _TILE_STAGE, _TILE_STAGES = 128, 64, 4
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The template parameters of ``wgmma_w8a8`` after the dtype (see kernels/w8a8_sm90a.cu), and what a round costs.
+
+    A round is as many tiles as the GPU holds at a time; its cost is in microseconds for K = 8192, from products on an
+    H200 whose time was proportional to the number of rounds.
+    """
+
+    warpgroups: int
+    m_steps: int
+    n_steps: int
+    stages: int
+    cluster: int
+    cost: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return 64 * self.m_steps * self.warpgroups
+
+    @property
+    def channels(self) -> int:
+        """Channels of a tile."""
+        return 128 * self.n_steps
+
+    @property
+    def shared(self) -> int:
+        """Bytes of the ring, with room to align it."""
+        return self.stages * (self.tokens + self.channels) * _tma.BOX_BYTES + 1024
+
+    @property
+    def text(self) -> str:
+        """As C++."""
+        return f"{self.warpgroups}, {self.m_steps}, {self.n_steps}, {self.stages}, {self.cluster}"
+
+    def blocks(self, tokens: int, channels: int) -> int:
+        """Thread blocks that have work."""
+        return -(-tokens // (self.tokens * self.cluster)) * self.cluster * -(-channels // self.channels)
+
+
+_BOOLS = ("false", "true")
+#: The narrow one leaves room for a second block on a multiprocessor.
+_TILINGS = (Tiling(1, 1, 1, 4, 1, 60), Tiling(2, 1, 1, 4, 1, 50), Tiling(2, 1, 2, 4, 1, 64), Tiling(2, 1, 2, 4, 2, 59))
+
+register_templates(
+    _cuda.Template(_FILE, "quantize_tokens", (_TYPES, _BOOLS)),
+    _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), _BOOLS)),
+    _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), _BOOLS)),
+    *(_cuda.Template(_HOPPER_FILE, "wgmma_w8a8", (_TYPES, (tiling.text,))) for tiling in _TILINGS),
+)
+
+
+@functools.cache
+def _quantizer(dtype: str, vector: bool) -> _cuda.Kernel:
+    return _cuda.Kernel(_FILE, f"quantize_tokens<{_cuda.CXX_TYPES[dtype]}, {_BOOLS[vector]}>", _TOKEN_THREADS)
+
+
+@functools.cache
+def _streamer(dtype: str, tokens: int, aligned: bool) -> _cuda.Kernel:
+    expression = f"stream_w8a8<{_cuda.CXX_TYPES[dtype]}, {tokens}, {_BOOLS[aligned]}>"
+    return _cuda.Kernel(_FILE, expression, _TOKEN_THREADS, _STREAM_SHARED)
+
+
+@functools.cache
+def _tiler(dtype: str, tokens: int, aligned: bool) -> _cuda.Kernel:
+    expression = f"tile_w8a8<{_cuda.CXX_TYPES[dtype]}, {tokens}, {_BOOLS[aligned]}>"
+    return _cuda.Kernel(_FILE, expression, 2 * tokens, _TILE_STAGES * (tokens + _TILE_N) * _TILE_STAGE)
+
+
+@functools.cache
+def _wgmma(dtype: str, tiling: Tiling) -> _cuda.Kernel:
+    expression = f"wgmma_w8a8<{_cuda.CXX_TYPES[dtype]}, {tiling.text}>"
+    return _cuda.Kernel(_HOPPER_FILE, expression, 128 * (tiling.warpgroups + 1), tiling.shared)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    """Multiprocessors of a Hopper GPU whose driver makes tensor maps; 0 of any other."""
+    import cupy
+
+    hopper = cupy.cuda.Device(device).compute_capability == "90" and _tma.available()
+    return _cuda.multiprocessors(device) if hopper else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tiling(tokens: int, channels: int, multiprocessors: int) -> Tiling:
+    """The tiling whose rounds take the least time."""
+
+    def cost(tiling: Tiling) -> float:
+        held = multiprocessors * (2 if tiling.warpgroups == 1 else 1)
+        return -(-tiling.blocks(tokens, channels) // held) * tiling.cost
+
+    candidates = _TILINGS[:1] if tokens <= 64 else _TILINGS  # the others would leave half of each tile empty
+    return min(candidates, key=cost)
+
+
+def _multiply_cuda(
+    x: Any, codes: Any, scales: Any, smooth: Any | None, fixed: Any | None, bias: Any | None, out: Any
+) -> None:
+    channels, depth = out.shape[-1], x.shape[-1]
+    tokens = out.size // channels
+    dtype = out.dtype.name
+    device = x.data.device_id
+    pitch = max(-(-depth // _PITCH) * _PITCH, _PITCH)
+    address = codes.data.ptr
+    aligned = depth % _ALIGNMENT == 0 and address % _ALIGNMENT == 0
+    streamed = tokens <= _STREAM_TOKENS
+    room = tokens * pitch  # the quantized tokens, and behind them their scales
+    scratch = _xp.scratch(room + 4 * tokens, np.uint8)
+    a = scratch.data.ptr
+    token_scales = a + room
+    vector = depth % 8 == 0 and x.data.ptr % _ALIGNMENT == 0 and (smooth is None or smooth.data.ptr % _ALIGNMENT == 0)
+    there, given = (0, fixed[0]) if isinstance(fixed, np.ndarray) else (0 if fixed is None else fixed, _NOT_GIVEN)
+    arguments = (x, 0 if smooth is None else smooth, there, given, a, token_scales, tokens, depth, pitch)
+    _quantizer(dtype, vector)(x, tokens, arguments)
+    last = 0 if bias is None else bias, 0 if bias is None else _BIAS_KINDS[bias.dtype.name], tokens, channels, depth
+    if streamed:
+        kernel = _streamer(dtype, 8 if tokens <= 8 else 16, aligned)
+        kernel(x, -(-channels // _STREAM_ROWS), (a, codes, out, token_scales, scales, *last, pitch), 1)
+        return
+    multiprocessors = _multiprocessors(device) if aligned and depth else 0
+    if multiprocessors:
+        tiling = choose_tiling(tokens, channels, multiprocessors)
+        a_map = _tma.byte_matrix(a, tokens, pitch, pitch, tiling.tokens)[0]
+        w_map = _tma.byte_matrix(address, channels, depth, depth, tiling.channels // tiling.cluster)[0]
+        kernel = _wgmma(dtype, tiling)
+        kernel(x, tiling.blocks(tokens, channels), (a_map, w_map, out, token_scales, scales, *last), 1)
+        return
+    tile = 64 if tokens <= 64 else 128
+    units = -(-tokens // tile) * -(-channels // _TILE_N)
+    _tiler(dtype, tile, aligned)(x, units, (a, codes, out, token_scales, scales, *last, pitch))
+
+
+# ---- SmoothQuant ---------------------------------------------------------------------------------------------------
+
+
+class Calibration:
+    """The running absmax of activation channels over batches.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> calibration = kb.affine.Calibration()
+    >>> for batch in ([[1.0, -2.0]], [[-3.0, 0.5]]):
+    ...     _ = calibration.update(np.array(batch, np.float32))
+    >>> calibration.absmax
+    array([3., 2.], dtype=float32)
+    """
+
+    __slots__ = ("_absmax",)
+
+    def __init__(self) -> None:
+        self._absmax: Any = None
+
+    def update(self, batch: Any) -> Calibration:
+        """Take a batch into account.
+
+        Parameters
+        ----------
+        batch : array_like
+            float [..., K]. NaN is ignored, an infinity counts as the largest float32. On CuPy nothing synchronises.
+
+        Returns
+        -------
+        Calibration
+            The object itself.
+
+        Raises
+        ------
+        TypeError
+            When the batch is not a float array.
+        ValueError
+            When its K is not that of the batches before.
+        DeviceError
+            When it is on another device than they.
+        """
+        batch = _xp.as_array(batch, "batch")
+        _xp.float_dtype(batch.dtype, "batch")
+        if batch.ndim == 0 or (self._absmax is not None and batch.shape[-1:] != self._absmax.shape):
+            wanted = "[..., K]" if self._absmax is None else f"[..., {self._absmax.size}]"
+            raise ValueError(f"batch has shape {batch.shape}; it must be {wanted}")
+        if self._absmax is not None and not _xp.same_device(batch, self._absmax):
+            raise DeviceError(
+                f"batch is on {_xp.device_of(batch)} and the earlier ones on {_xp.device_of(self._absmax)}; move it"
+            )
+        with _xp.on_device_of(batch):
+            found = column_absmax(batch)
+            if self._absmax is not None:
+                found = _xp.namespace(batch).maximum(found, self._absmax)
+        self._absmax = found
+        return self
+
+    @property
+    def absmax(self) -> Any:
+        """float32 [K], on the device of the batches.
+
+        Raises
+        ------
+        ValueError
+            Before the first batch.
+        """
+        if self._absmax is None:
+            raise ValueError("no batch has been seen: call update first")
+        return self._absmax
+
+    def activation_scale(self, smooth: Any = None) -> Any:
+        """The scale of all tokens for `linear_smoothquant`: the largest ``absmax / smooth``, over 127.
+
+        Parameters
+        ----------
+        smooth : array, optional
+            float [K], from `smooth_scales`; by default nothing is divided.
+
+        Returns
+        -------
+        array
+            float32 [1], on the device of the batches; 1 where all batches were zeros.
+
+        Raises
+        ------
+        ValueError, TypeError, DeviceError
+            When `smooth` does not fit, or no batch has been seen.
+        """
+        absmax = self.absmax
+        xp = _xp.namespace(absmax)
+        with _xp.on_device_of(absmax):
+            if smooth is not None:
+                absmax = absmax / _vector(smooth, "smooth", absmax.size, absmax, True)
+            largest = absmax.max(initial=0).reshape(1)
+            return xp.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
+
+
+def column_absmax(x: Any) -> Any:
+    """float32 [K]: the absmax over all axes but the last; NaN is ignored, infinity is the largest float32."""
+    xp = _xp.namespace(x)
+    with np.errstate(over="ignore"):
+        magnitudes = xp.abs(x.astype(np.float32, copy=False)).reshape(-1, x.shape[-1])
+    magnitudes = xp.where(xp.isnan(magnitudes), np.float32(0), magnitudes)
+    return xp.minimum(magnitudes.max(axis=0, initial=0), _LARGEST)
+
+
+def smooth_scales(activation_absmax: Any, weight: Any, alpha: float = 0.5) -> Any:
+    """SmoothQuant's divisors of activation channels, ``max|A[:, k]|^alpha / max|W[:, k]|^(1 - alpha)``.
+
+    Parameters
+    ----------
+    activation_absmax : array
+        float [K], as `Calibration` keeps it.
+    weight : array
+        float [N, K], on the same device.
+    alpha : float, default 0.5
+        From 0 (everything stays with the activations) to 1 (all of their range moves to the weights).
+
+    Returns
+    -------
+    array
+        float32 [K]. Maxima below 1e-5 count as 1e-5; powers are taken in float64.
+
+    Raises
+    ------
+    TypeError
+        When an argument is not a float array.
+    ValueError
+        When the shapes do not fit or alpha is out of range.
+    DeviceError
+        When the arrays are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> kb.affine.smooth_scales(np.array([16.0, 1.0], np.float32), np.array([[1.0, 4.0]], np.float32))
+    array([4. , 0.5], dtype=float32)
+    """
+    weight = _weight(weight)
+    absmax = _vector(activation_absmax, "activation_absmax", weight.shape[1], weight, True)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float, np.number)) or not 0 <= alpha <= 1:
+        raise ValueError(f"alpha is {alpha!r}; it must be a number from 0 to 1")
+    xp = _xp.namespace(weight)
+    with _xp.on_device_of(weight):
+        activations = xp.maximum(absmax.astype(np.float64), SMALLEST_ABSMAX)
+        weights = xp.maximum(column_absmax(weight).astype(np.float64), SMALLEST_ABSMAX)
+        return (activations ** float(alpha) / weights ** (1 - float(alpha))).astype(np.float32)
+
+
+def smooth_weight(weight: Any, smooth: Any) -> Any:
+    """A weight whose columns are multiplied by SmoothQuant's divisors.
+
+    Parameters
+    ----------
+    weight : array
+        float [N, K].
+    smooth : array
+        float [K], from `smooth_scales`, on the same device.
+
+    Returns
+    -------
+    array
+        Shape and dtype of `weight`; the product is rounded to float32 and then to that dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, DeviceError
+        As `smooth_scales`.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> kb.affine.smooth_weight(np.ones((1, 2), np.float16), np.array([4.0, 0.5], np.float32))
+    array([[4. , 0.5]], dtype=float16)
+    """
+    weight = _weight(weight)
+    smooth = _vector(smooth, "smooth", weight.shape[1], weight, True)
+    with _xp.on_device_of(weight), np.errstate(over="ignore"):
+        return (weight.astype(np.float32, copy=False) * smooth).astype(weight.dtype, copy=False)
+
+
+def _weight(weight: Any) -> Any:
+    if isinstance(weight, QuantizedArray):
+        raise TypeError("weight is a QuantizedArray; smooth the float weight before it is compressed")
+    weight = _xp.as_array(weight, "weight")
+    _xp.float_dtype(weight.dtype, "weight")
+    if weight.ndim != 2:
+        raise ValueError(f"weight has shape {weight.shape}; it must be [N, K]")
+    return weight

@@ -1,0 +1,348 @@
+// W8A8 products: tokens are quantized by quantize_tokens, then one of three kernels multiplies.
+//
+//     stream_w8a8   up to 16 tokens: reads the weights once, straight into registers
+//     tile_w8a8     any number of tokens, on any GPU: tiles in shared memory, mma.sync
+//     wgmma_w8a8    the same on sm_90a: tiles by the bulk tensor copy engine, wgmma
+#include "w8a8.cuh"
+
+// ---- tokens ----------------------------------------------------------------------------------------------------
+
+constexpr int TOKEN_THREADS = 256;  // of a block that quantizes
+constexpr int OCTET = 8;            // elements that a thread reads at a time
+constexpr int HELD = 4;             // octets of a thread that stay in registers: 8192 elements of a row
+
+// Element e of octet `number` of this thread: neighbours with VECTOR, else TOKEN_THREADS apart.
+template <bool VECTOR>
+__device__ __forceinline__ long long place_of(int number, int e) {
+    return VECTOR ? (static_cast<long long>(number) * TOKEN_THREADS + threadIdx.x) * OCTET + e
+                  : (static_cast<long long>(number) * OCTET + e) * TOKEN_THREADS + threadIdx.x;
+}
+
+// One octet of a row, divided by `smooth` where that is not null; NaN and what lies beyond the row are 0.
+template <typename T, bool VECTOR>
+__device__ __forceinline__ void load_octet(
+    const T* row, const float* smooth, long long depth, int number, float (&v)[OCTET]) {
+    constexpr int WORDS = OCTET * sizeof(T) / 4;
+    const long long first = place_of<VECTOR>(number, 0);
+#pragma unroll
+    for (int e = 0; e < OCTET; ++e) v[e] = 0.0f;
+    if (first >= depth) return;
+    if constexpr (VECTOR) {
+        unsigned words[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS / 4; ++i) {
+            const uint4 c = *reinterpret_cast<const uint4*>(row + first + i * (16 / sizeof(T)));
+            words[4 * i] = c.x, words[4 * i + 1] = c.y, words[4 * i + 2] = c.z, words[4 * i + 3] = c.w;
+        }
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) v[e] = Word<T>::get(words[e / Word<T>::COUNT], e % Word<T>::COUNT);
+        if (smooth != nullptr) {
+            float s[OCTET];
+            *reinterpret_cast<float4*>(s) = __ldg(reinterpret_cast<const float4*>(smooth + first));
+            *reinterpret_cast<float4*>(s + 4) = __ldg(reinterpret_cast<const float4*>(smooth + first + 4));
+#pragma unroll
+            for (int e = 0; e < OCTET; ++e) v[e] = divide_ieee(v[e], s[e]);
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) {
+            const long long k = place_of<VECTOR>(number, e);
+            if (k < depth) v[e] = smooth == nullptr ? to_float(row[k]) : divide_ieee(to_float(row[k]), smooth[k]);
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < OCTET; ++e)
+        if ((__float_as_uint(v[e]) & 0x7fffffffu) > 0x7f800000u) v[e] = 0.0f;
+}
+
+// The largest number of the block, in every thread.
+__device__ __forceinline__ unsigned block_max(unsigned x) {
+    __shared__ unsigned of_warp[TOKEN_THREADS / WARP];
+    x = warp_max(x);
+    __syncthreads();  // an earlier maximum has been read
+    if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = x;
+    __syncthreads();
+    return warp_max(of_warp[threadIdx.x % (TOKEN_THREADS / WARP)]);
+}
+
+// rint(x / scale) as bytes, clamped to -128 .. 127.
+struct TokenQuantizer {
+    float scale, reciprocal;
+    bool plain;  // whether the short division is exact
+
+    __device__ __forceinline__ explicit TokenQuantizer(float s) : scale(s) {
+        plain = s > 0x1p-60f && s < 0x1p60f;
+        reciprocal = plain ? __frcp_rn(s) : 0.0f;
+    }
+    __device__ __forceinline__ float quotient(float x) const {
+        if (plain) {
+            // A quotient beyond the range may overflow on the way; clamped first, it stays beyond.
+            const float q = fminf(fmaxf(__fmul_rn(x, reciprocal), -200.0f), 200.0f);
+            return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
+        }
+        return scale > 0.0f ? divide_ieee(x, scale) : 0.0f;
+    }
+    __device__ __forceinline__ unsigned byte(float x) const {
+        // Adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it in the low bits.
+        return __float_as_uint(__fadd_rn(fminf(fmaxf(quotient(x), -128.0f), 127.0f), 12582912.0f)) & 0xffu;
+    }
+};
+
+// A block quantizes one token: scale = absmax / 127 (1 for zeros only), or the one that is given. Columns from K to
+// pitch become 0. VECTOR: rows of x, and smooth, start at multiples of 16 bytes, and K is a multiple of 8.
+template <typename T, bool VECTOR>
+__global__ void __launch_bounds__(TOKEN_THREADS) quantize_tokens(
+    const T* __restrict__ x,           // [M, K]
+    const float* __restrict__ smooth,  // [K] divisors, or null
+    const float* __restrict__ fixed,   // [1] scale of all tokens, or null
+    float given,                       // ... or this one, where it is positive
+    signed char* __restrict__ a,       // [M, pitch]
+    float* __restrict__ scales,        // [M]
+    long long tokens, long long depth, long long pitch) {
+    const int octets = static_cast<int>((depth + OCTET * TOKEN_THREADS - 1) / (OCTET * TOKEN_THREADS));
+    for (long long m = blockIdx.x; m < tokens; m += gridDim.x) {
+        const T* row = x + m * depth;
+        signed char* target = a + m * pitch;
+        float held[HELD][OCTET];
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) load_octet<T, VECTOR>(row, smooth, depth, i, held[i]);
+        float scale;
+        if (fixed == nullptr && !(given > 0.0f)) {
+            unsigned largest = 0;  // bits of magnitudes are in their order
+            auto note = [&](const float (&v)[OCTET]) {
+#pragma unroll
+                for (int e = 0; e < OCTET; ++e) largest = max(largest, __float_as_uint(v[e]) & 0x7fffffffu);
+            };
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) note(held[i]);
+            for (int i = HELD; i < octets; ++i) {
+                float v[OCTET];
+                load_octet<T, VECTOR>(row, smooth, depth, i, v);
+                note(v);
+            }
+            largest = min(block_max(largest), 0x7f7fffffu);  // infinity counts as the largest finite number
+            scale = largest == 0 ? 1.0f : divide_ieee(__uint_as_float(largest), 127.0f);
+        } else {
+            scale = fixed == nullptr ? given : as_factor(__ldg(fixed));
+        }
+        if (threadIdx.x == 0) scales[m] = scale;
+        const TokenQuantizer quantizer(scale);
+        auto write = [&](const float (&v)[OCTET], int number) {
+            if (place_of<VECTOR>(number, 0) >= depth) return;
+            unsigned q[OCTET];
+#pragma unroll
+            for (int e = 0; e < OCTET; ++e) q[e] = quantizer.byte(v[e]);
+            if constexpr (VECTOR) {
+                const unsigned low = q[0] | q[1] << 8 | q[2] << 16 | q[3] << 24;
+                const unsigned high = q[4] | q[5] << 8 | q[6] << 16 | q[7] << 24;
+                *reinterpret_cast<uint2*>(target + place_of<VECTOR>(number, 0)) = make_uint2(low, high);
+            } else {
+#pragma unroll
+                for (int e = 0; e < OCTET; ++e) {
+                    const long long k = place_of<VECTOR>(number, e);
+                    if (k < depth) target[k] = static_cast<signed char>(q[e]);
+                }
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) write(held[i], i);
+        for (int i = HELD; i < octets; ++i) {
+            float v[OCTET];
+            load_octet<T, VECTOR>(row, smooth, depth, i, v);
+            write(v, i);
+        }
+        for (long long k = depth + threadIdx.x; k < pitch; k += TOKEN_THREADS) target[k] = 0;
+    }
+}
+
+// ---- up to 16 tokens -------------------------------------------------------------------------------------------
+
+constexpr int STREAM_WARPS = TOKEN_THREADS / WARP;
+constexpr int STREAM_ROWS = 16;                                    // channels of a block
+constexpr int STREAM_K = 128;                                      // k that a warp takes at a time
+constexpr int STREAM_RUN = STREAM_WARPS * STREAM_K;                // k that a block takes at a time
+constexpr int STREAM_DEPTH = 3;                                    // places in a lane's queue; more were not faster
+constexpr int STREAM_PIECES = STREAM_ROWS * STREAM_K / WARP / 16;  // 16-byte pieces of an item
+
+// The warps of a block share 16 channels: each takes every eighth run of 128 k, and the sums meet in shared memory.
+//
+// The weights are the rows of mma's a, the tokens the columns of b. Which k stand at which place of an mma does not
+// matter as long as a and b agree, so lane (g, t) takes 16 neighbouring bytes of rows g and g + 8, at 16 t of each 64.
+// It fetches them itself, through a queue of its own in shared memory that two items are under way to at any time, also
+// across the end of a group of channels: no lane waits for another before the sums are complete.
+template <typename T, int TOKENS, bool ALIGNED>
+__global__ void __launch_bounds__(TOKEN_THREADS) stream_w8a8(
+    const signed char* __restrict__ a,  // [M, pitch]
+    const signed char* __restrict__ w,  // [N, K]
+    T* __restrict__ y,                  // [M, N]
+    const float* __restrict__ token_scale, const float* __restrict__ channel_scale, const void* __restrict__ bias,
+    long long bias_kind, long long tokens, long long channels, long long depth, long long pitch) {
+    constexpr int GROUPS = TOKENS / 8;
+    extern __shared__ uint4 memory[];
+    __shared__ int partial[STREAM_WARPS][TOKENS][STREAM_ROWS + 1];
+    const Rescaling rescaling{token_scale, channel_scale, bias, bias_kind};
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    uint4* queue = memory + threadIdx.x;  // piece p of place s at (s * STREAM_PIECES + p) * TOKEN_THREADS
+    const int runs = static_cast<int>((depth + STREAM_RUN - 1) / STREAM_RUN);
+    const long long groups = (channels + STREAM_ROWS - 1) / STREAM_ROWS;
+
+    long long fetched_group = blockIdx.x;
+    int fetched_run = 0, fetched_place = 0;
+    auto fetch = [&] {
+        if (fetched_group < groups) {
+#pragma unroll
+            for (int p = 0; p < STREAM_PIECES; ++p) {
+                // Channels beyond the last one are computed again and not written.
+                const long long n = min(fetched_group * STREAM_ROWS + p / 2 * 8 + g, channels - 1);
+                const long long k = fetched_run * STREAM_RUN + warp * STREAM_K + p % 2 * 64 + t * 16;
+                uint4* target = queue + (fetched_place * STREAM_PIECES + p) * TOKEN_THREADS;
+                if (ALIGNED && k < depth) copy_async(target, reinterpret_cast<const uint4*>(w + n * depth + k));
+                else *target = load_weights<ALIGNED>(w + n * depth, k, depth);
+            }
+            if (++fetched_run == runs) fetched_run = 0, fetched_group += gridDim.x;
+            if (++fetched_place == STREAM_DEPTH) fetched_place = 0;
+        }
+        close_copies();
+    };
+#pragma unroll
+    for (int i = 0; i < STREAM_DEPTH - 1; ++i) fetch();
+
+    const signed char* token[GROUPS];
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) token[i] = a + min(i * 8ll + g, tokens - 1) * pitch + warp * STREAM_K + t * 16;
+
+    int place = 0;
+    for (long long group = blockIdx.x; group < groups; group += gridDim.x) {
+        int sum[GROUPS][4] = {};
+        for (int run = 0; run < runs; ++run) {
+            copies_arrived<STREAM_DEPTH - 2>();
+            fetch();
+            uint4 v[STREAM_PIECES];
+#pragma unroll
+            for (int p = 0; p < STREAM_PIECES; ++p) v[p] = queue[(place * STREAM_PIECES + p) * TOKEN_THREADS];
+            if (++place == STREAM_DEPTH) place = 0;
+            // The padding of the tokens reaches to the end of 128 k, not to the end of the run.
+            if (run * STREAM_RUN + warp * STREAM_K >= depth) continue;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4 u = v[half], l = v[2 + half];
+#pragma unroll
+                for (int i = 0; i < GROUPS; ++i) {
+                    const uint4 b = __ldg(reinterpret_cast<const uint4*>(token[i] + run * STREAM_RUN + half * 64));
+                    mma_s8(sum[i], {u.x, l.x, u.y, l.y}, b.x, b.y);
+                    mma_s8(sum[i], {u.z, l.z, u.w, l.w}, b.z, b.w);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) partial[warp][i * 8 + 2 * t + e % 2][g + e / 2 * 8] = sum[i][e];
+        __syncthreads();
+        const int m = threadIdx.x / STREAM_ROWS;
+        const long long n = group * STREAM_ROWS + threadIdx.x % STREAM_ROWS;
+        if (m < tokens && n < channels) {
+            int total = 0;
+#pragma unroll
+            for (int part = 0; part < STREAM_WARPS; ++part) total += partial[part][m][threadIdx.x % STREAM_ROWS];
+            from_float(
+                y[m * channels + n],
+                Rescaling::apply(total, rescaling.of_token(m), rescaling.of_channel(n), rescaling.bias_of(n)));
+        }
+        __syncthreads();
+    }
+}
+
+// ---- tiles, mma.sync -------------------------------------------------------------------------------------------
+
+constexpr int TILE_N = 128;     // channels of a tile
+constexpr int TILE_K = 64;      // k of a stage
+constexpr int TILE_STAGES = 4;  // 64 KiB with 128 tokens: what the smallest architecture has
+constexpr int TILE_CHUNKS = TILE_K / 16;
+
+// A warp computes 64 tokens x 32 channels. Row r of a stage holds its 16-byte chunk c at c ^ (r / 2 % 4): the eight
+// rows that ldmatrix reads at a time then lie in different banks.
+template <typename T, int TILE_M, bool ALIGNED>
+__global__ void __launch_bounds__(TILE_M * 2) tile_w8a8(
+    const signed char* __restrict__ a,  // [M, pitch]
+    const signed char* __restrict__ w,  // [N, K]
+    T* __restrict__ y,                  // [M, N]
+    const float* __restrict__ token_scale, const float* __restrict__ channel_scale, const void* __restrict__ bias,
+    long long bias_kind, long long tokens, long long channels, long long depth, long long pitch) {
+    constexpr int THREADS = TILE_M * 2, STAGE = (TILE_M + TILE_N) * TILE_CHUNKS;
+    extern __shared__ uint4 stages[];
+    const Rescaling rescaling{token_scale, channel_scale, bias, bias_kind};
+    const Output<T> output{y, tokens, channels, is_aligned(y) && channels * sizeof(T) % 16 == 0};
+    const TileOrder order{(tokens + TILE_M - 1) / TILE_M, (channels + TILE_N - 1) / TILE_N};
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warp_m = warp / 4, warp_n = warp % 4;
+    const int steps = static_cast<int>((depth + TILE_K - 1) / TILE_K);
+    auto place = [](int row, int chunk) { return row * TILE_CHUNKS + (chunk ^ (row / 2 % 4)); };
+
+    for (long long number = blockIdx.x; number < order.along_m * order.along_n; number += gridDim.x) {
+        long long tile_m, tile_n;
+        order.at(number, tile_m, tile_n);
+        auto fill = [&](int step) {
+            uint4* stage = stages + step % TILE_STAGES * STAGE;
+#pragma unroll
+            for (int i = 0; i < STAGE / THREADS; ++i) {
+                const int c = i * THREADS + threadIdx.x, row = c / TILE_CHUNKS;
+                const long long k = static_cast<long long>(step) * TILE_K + c % TILE_CHUNKS * 16;
+                uint4* target = stage + place(row, c % TILE_CHUNKS);
+                if (row < TILE_M) {
+                    const long long m = min(tile_m * TILE_M + row, tokens - 1);
+                    copy_async(target, reinterpret_cast<const uint4*>(a + m * pitch + k));
+                } else {
+                    const signed char* source = w + min(tile_n * TILE_N + row - TILE_M, channels - 1) * depth;
+                    if (ALIGNED && k < depth) copy_async(target, reinterpret_cast<const uint4*>(source + k));
+                    else *target = load_weights<ALIGNED>(source, k, depth);
+                }
+            }
+        };
+        int sum[4][4][4] = {};  // 16 tokens x 8 channels
+#pragma unroll
+        for (int i = 0; i < TILE_STAGES - 1; ++i) {
+            if (i < steps) fill(i);
+            close_copies();
+        }
+        for (int step = 0; step < steps; ++step) {
+            copies_arrived<TILE_STAGES - 2>();
+            __syncthreads();
+            if (step + TILE_STAGES - 1 < steps) fill(step + TILE_STAGES - 1);
+            close_copies();
+            const uint4* stage = stages + step % TILE_STAGES * STAGE;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                unsigned x[4][4], b[2][4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    load_matrices(x[i], stage + place(warp_m * 64 + i * 16 + lane % 16, half * 2 + lane / 16));
+#pragma unroll
+                for (int i = 0; i < 2; ++i)  // 16 channels: k low and high of the first eight, then of the others
+                    load_matrices(
+                        b[i],
+                        stage +
+                            place(TILE_M + warp_n * 32 + i * 16 + lane % 8 + lane / 16 * 8, half * 2 + lane / 8 % 2));
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) mma_s8(sum[i][j], x[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            }
+        }
+        copies_arrived<0>();
+        __syncthreads();
+        // Scales and biases of the tile's channels, where the stages were.
+        float* scale = reinterpret_cast<float*>(stages);
+        for (int i = threadIdx.x; i < TILE_N; i += THREADS) {
+            const long long n = tile_n * TILE_N + i;
+            scale[i] = n < channels ? rescaling.of_channel(n) : 0.0f;
+            scale[TILE_N + i] = n < channels ? rescaling.bias_of(n) : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            output.store(
+                &sum[i][0][0], tile_m * TILE_M + warp_m * 64 + i * 16, tile_n * TILE_N + warp_n * 32, rescaling,
+                scale + warp_n * 32, scale + TILE_N + warp_n * 32, lane);
+        __syncthreads();
+    }
+}

@@ -1,0 +1,200 @@
+// Products of int8 activations and int8 weights: quantization of tokens, integer mma, rescaling.
+//
+// y[m, n] = sum_k a[m, k] * w[n, k] * token_scale[m] * channel_scale[n] + bias[n]
+//
+// a is what quantize_tokens wrote: int8 [M, pitch], zeros from K to pitch, pitch a multiple of 128 and the array
+// aligned to 16 bytes. So only w, which is the caller's, has edges in K. Sums are exact in int32 up to K = 131071. The
+// float32 operations keep subnormal numbers, as NumPy does, although -ftz=true is on.
+#pragma once
+#include "common.cuh"
+
+// ---- float32 without flushing ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ float multiply_ieee(float a, float b) {
+    float r;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+__device__ __forceinline__ float add_ieee(float a, float b) {
+    float r;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+// A scale as a factor: one that is not positive and finite counts as 0.
+__device__ __forceinline__ float as_factor(float scale) {
+    const unsigned bits = __float_as_uint(scale);
+    return bits - 1u < 0x7f7fffffu ? scale : 0.0f;
+}
+
+// ---- rescaling -------------------------------------------------------------------------------------------------
+
+// dtype of the bias.
+enum Bias { NONE, FLOAT32, FLOAT16, BFLOAT16 };
+
+struct Rescaling {
+    const float* token_scale;    // [M]
+    const float* channel_scale;  // [N]
+    const void* bias;            // [N]
+    long long bias_kind;         // Bias
+
+    __device__ __forceinline__ float of_token(long long m) const { return __ldg(token_scale + m); }
+    __device__ __forceinline__ float of_channel(long long n) const { return as_factor(__ldg(channel_scale + n)); }
+    // Without a bias -0, which changes no number.
+    __device__ __forceinline__ float bias_of(long long n) const {
+        switch (bias_kind) {
+            case FLOAT32:
+                return static_cast<const float*>(bias)[n];
+            case FLOAT16:
+                return to_float(static_cast<const __half*>(bias)[n]);
+            case BFLOAT16:
+                return to_float(static_cast<const __nv_bfloat16*>(bias)[n]);
+            default:
+                return -0.0f;
+        }
+    }
+    __device__ __forceinline__ static float apply(int sum, float token, float channel, float bias) {
+        return add_ieee(multiply_ieee(multiply_ieee(__int2float_rn(sum), token), channel), bias);
+    }
+};
+
+__device__ __forceinline__ void from_float(float& y, float x) { y = x; }
+__device__ __forceinline__ void from_float(__half& y, float x) { y = __float2half_rn(x); }
+__device__ __forceinline__ void from_float(__nv_bfloat16& y, float x) { y = __float2bfloat16_rn(x); }
+
+// Four words of each of four neighbouring lanes, rows and columns exchanged.
+__device__ __forceinline__ void transpose_quad(unsigned (&w)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool upper = lane & step;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & step) continue;
+            const unsigned got = __shfl_xor_sync(FULL_WARP, upper ? w[i] : w[i + step], step);
+            if (upper) w[i] = got;
+            else w[i + step] = got;
+        }
+    }
+}
+
+// Where a warp writes sums. Those of 16 tokens x 8 channels are laid out by mma as: lane (g, t), g = lane / 4 and t =
+// lane % 4, holds channels 2t and 2t + 1 of token g, then those of token g + 8.
+template <typename T>
+struct Output {
+    T* y;            // [M, N]
+    long long m, n;  // M and N
+    bool aligned;    // whether rows start at multiples of 16 bytes
+
+    // Sums of 16 tokens from `token` on and of 32 channels from `channel` on; scale and bias of those channels.
+    __device__ __forceinline__ void store(
+        const int* sums, long long token, long long channel, const Rescaling& rescaling, const float* scale,
+        const float* bias, int lane) const {
+        const int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const long long row = token + g + 8 * half;
+            const float of_token = row < m ? rescaling.of_token(row) : 0.0f;
+            unsigned words[sizeof(T) == 2 ? 4 : 1];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 s = *reinterpret_cast<const float2*>(scale + 8 * i + 2 * t);
+                const float2 b = *reinterpret_cast<const float2*>(bias + 8 * i + 2 * t);
+                const float v[2] = {
+                    Rescaling::apply(sums[4 * i + 2 * half], of_token, s.x, b.x),
+                    Rescaling::apply(sums[4 * i + 2 * half + 1], of_token, s.y, b.y)};
+                if constexpr (sizeof(T) == 2) {
+                    words[i] = Word<T>::pack(v);
+                } else {
+                    const long long column = channel + 8 * i + 2 * t;
+                    T* target = y + row * n + column;
+                    if (row < m && aligned && column < n)
+                        __stcs(reinterpret_cast<float2*>(target), make_float2(v[0], v[1]));
+                    else if (row < m)
+                        for (int e = 0; e < 2; ++e)
+                            if (column + e < n) target[e] = v[e];
+                }
+            }
+            if constexpr (sizeof(T) == 2) {
+                transpose_quad(words, lane);  // eight neighbouring channels a lane
+                const long long column = channel + 8 * t;
+                T* target = y + row * n + column;
+                if (row < m && aligned && column < n) {
+                    __stcs(reinterpret_cast<uint4*>(target), make_uint4(words[0], words[1], words[2], words[3]));
+                } else if (row < m) {
+#pragma unroll
+                    for (int e = 0; e < 8; ++e)
+                        if (column + e < n) target[e] = Word<T>::element(words[e / 2], e % 2);
+                }
+            }
+        }
+    }
+};
+
+// ---- tiles ------------------------------------------------------------------------------------------------------
+
+// Tiles in an order that keeps those under way at a time together: runs of up to 16 tiles of tokens for each tile of
+// channels.
+struct TileOrder {
+    long long along_m, along_n;
+    static constexpr int RUN = 16;
+
+    __device__ __forceinline__ void at(long long number, long long& m, long long& n) const {
+        const long long group = number / (RUN * along_n), rest = number % (RUN * along_n);
+        const long long run = min(static_cast<long long>(RUN), along_m - group * RUN);
+        m = group * RUN + rest % run;
+        n = rest / run;
+    }
+};
+
+// ---- integer mma -----------------------------------------------------------------------------------------------
+
+// sum += a * b for a of 16 x 32, b of 32 x 8, four neighbouring k a register:
+// a[0] row g, k 4t ..; a[1] row g + 8; a[2], a[3] the same at k 16 + 4t; b0, b1 column g at k 4t and 16 + 4t.
+__device__ __forceinline__ void mma_s8(int* sum, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // Turing has a quarter of it
+        asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+            : "+r"(sum[i % 2 * 2]), "+r"(sum[i % 2 * 2 + 1])
+            : "r"(a[i]), "r"(i < 2 ? b0 : b1));
+#endif
+}
+
+// Four 8 x 16 byte matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// 16 bytes of weights that are read once.
+__device__ __forceinline__ uint4 load_once(const signed char* w) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(w));
+    return v;
+}
+
+// 16 bytes of row w from k on, zeros from K on. ALIGNED: rows start at multiples of 16 bytes and so does k.
+template <bool ALIGNED>
+__device__ __forceinline__ uint4 load_weights(const signed char* row, long long k, long long depth) {
+    if constexpr (ALIGNED) {
+        return k < depth ? load_once(row + k) : make_uint4(0, 0, 0, 0);
+    } else {
+        unsigned word[4] = {};
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            if (k + i < depth)
+                word[i / 4] |= static_cast<unsigned>(static_cast<unsigned char>(row[k + i])) << i % 4 * 8;
+        return make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}
