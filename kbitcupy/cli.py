@@ -12,7 +12,7 @@ from typing import Any
 
 from . import bench, cli_compare, cli_doctor, cli_files, cli_formats
 from ._version import __version__
-from .cli_common import DEFAULT_FORMAT, option, printable
+from .cli_common import DEFAULT_FORMAT, option, printable, split_outside_brackets
 from .errors import KbitError
 from .io.convert import LAYOUTS
 from .io.safetensors import MIN_SIZE
@@ -95,9 +95,12 @@ def _add_compare(commands: Any) -> None:
     command.add_argument("file", metavar="FILE", nargs="?", help="safetensors file; seeded samples without it")
     command.add_argument(
         "--formats",
-        type=_words,
+        type=split_outside_brackets,
         metavar="A,B",
-        help=f"formats to compare (default: {DEFAULT_FORMAT} on a file, all on samples)",
+        help=f"formats to compare, such as kbit4,nf4[block=32] (default: {DEFAULT_FORMAT} on a file, all on samples)",
+    )
+    command.add_argument(
+        "--wide", action="store_true", help="a line for each format: bits, and the SQNR of each tensor"
     )
     command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     command.add_argument("--plot", metavar="OUT", help="draw SQNR and bits too: a file such as out.png or out.svg")
@@ -118,7 +121,9 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("-o", "--output", metavar="OUT", required=True, help="JSON file to write")
     command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
     command.add_argument("--bits", type=_bits, required=True, metavar="B", help="bits per element, such as 3.5")
-    command.add_argument("--formats", type=_words, metavar="A,B", help="formats to choose from (default: all)")
+    command.add_argument(
+        "--formats", type=split_outside_brackets, metavar="A,B", help="formats to choose from (default: all)"
+    )
     command.set_defaults(run=cli_compare.run_plan)
 
 

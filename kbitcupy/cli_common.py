@@ -35,10 +35,29 @@ def option(text: str) -> Option:
         return Option(text, key, value)
 
 
-def chosen_format(name: str, options: Iterable[Option]) -> Format:
-    """The format `name` with the options of the command line."""
+def split_outside_brackets(text: str) -> list[str]:
+    """The parts between commas, those inside brackets left alone."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c == "[") - (c == "]")
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return parts
+
+
+def chosen_format(text: str, options: Iterable[Option]) -> Format:
+    """A format with the options of the command line, and its own in brackets: ``nf4[block=32]``."""
+    name, bracket, inside = text.partition("[")
+    if bracket and not inside.endswith("]"):
+        raise FormatError(f"format is {text!r}; options stand in brackets, such as nf4[block=32]")
     try:
-        return get_format(name, **{option.key: option.value for option in options})
+        own = [option(part) for part in split_outside_brackets(inside[:-1])] if inside[:-1] else []
+    except argparse.ArgumentTypeError as error:
+        raise FormatError(f"format is {text!r}: {error}") from error
+    try:
+        return get_format(name, **{option.key: option.value for option in (*options, *own)})
     except KbitError:
         raise
     except (ValueError, TypeError) as error:  # a third party's format need not know kbitcupy's errors

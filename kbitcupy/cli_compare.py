@@ -65,6 +65,9 @@ def run(arguments: argparse.Namespace) -> None:
         }
         print(dumps(document))
         return
+    if arguments.wide:
+        print(_wide_table(rows, totals))
+        return
     label = " ".join([*chosen, *(option.text for option in arguments.option)]) if len(chosen) == 1 else None
     print(_table([(name, row) for name in chosen for row in (*rows[name], totals[name])], label))
 
@@ -182,6 +185,18 @@ _NUMBERS: tuple[tuple[Column, Callable[[Measurement], str]], ...] = (
     (Column("MB before", 9), lambda row: f"{row.nbytes_before / 1e6:.3f}"),
     (Column("MB after", 8), lambda row: f"{row.nbytes_after / 1e6:.3f}"),
 )
+
+
+def _wide_table(rows: dict[str, list[Measurement]], totals: dict[str, Measurement]) -> str:
+    """Bits, and the SQNR in dB of each tensor."""
+    titles = list(dict.fromkeys(row.tensor for measured in rows.values() for row in measured))
+    columns = [Column("format", left=True, elastic=True), Column("bits", 5), *map(Column, titles), Column("total")]
+    lines = []
+    for name, measured in rows.items():
+        found = {row.tensor: row for row in (*measured, totals[name])}
+        bits = f"{totals[name].bits_per_element:.2f}"
+        lines.append([name, bits, *(f"{found[title].sums.sqnr_db:.2f}" for title in (*titles, "total"))])
+    return table(columns, lines)
 
 
 def _table(lines: list[tuple[str, Measurement]], label: str | None) -> str:

@@ -270,6 +270,19 @@ def test_a_sharded_job_says_that_it_can_go_on(tmp_path, monkeypatch, capsys):
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
+def test_wide_comparison_and_options_in_brackets(capsys):
+    formats = 'kbit2,kbit2[absmax="float16"],int4[granularity=["group",32],symmetric=false]'
+    assert main(["compare", "--wide", "--formats", formats, "--device", "cpu"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split()[:3] == ["format", "bits", "normal"] and heading.endswith("total") and len(lines) == 3
+    assert main(["compare", "--formats", formats, "--json", "--device", "cpu"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [r["format"]["name"] for r in results] == ["kbit2", "kbit2", "int4"]
+    assert results[1]["format"]["absmax"] == "float16" and results[2]["format"]["granularity"] == ["group", 32]
+    for line, result in zip(lines, results, strict=True):
+        assert line.split()[-1] == f"{result['total']['sqnr_db']:.2f}"
+
+
 # ---- inspect, formats, doctor ----
 
 
@@ -480,6 +493,8 @@ def test_bad_usage_exits_2(model, capsys, words):
         (["compare", "{folder}"], "{folder} is a directory with 0 indices"),
         (["compare", "{truncated}"], "{truncated} is not a valid safetensors file: "),
         (["compare", "--formats", "kbit9"], "format is 'kbit9'; registered are kbit1, "),
+        (["compare", "--formats", "nf4[block=32"], "format is 'nf4[block=32'; options stand in brackets"),
+        (["compare", "--formats", "nf4[32]"], "format is 'nf4[32]': '32' is not KEY=VALUE"),
         (["compare", "--formats", "kbit4,"], "format is ''; registered are kbit1, "),
         (["compare", "{model}", "--min-size", "999999"], "{model} holds no tensor to compress"),
         (["compare", "{model}", "--keep", "*"], "{model} holds no tensor to compress"),
