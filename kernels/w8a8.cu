@@ -80,7 +80,7 @@ struct TokenQuantizer {
             const float q = fminf(fmaxf(__fmul_rn(x, reciprocal), -200.0f), 200.0f);
             return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
         }
-        return scale > 0.0f ? divide_ieee(x, scale) : 0.0f;
+        return is_zero(scale) ? 0.0f : divide_ieee(x, scale);
     }
     __device__ __forceinline__ unsigned byte(float x) const {
         // Adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it in the low bits.
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS) quantize_tokens(
     const T* __restrict__ x,           // [M, K]
     const float* __restrict__ smooth,  // [K] divisors, or null
     const float* __restrict__ fixed,   // [1] scale of all tokens, or null
-    float given,                       // ... or this one, where it is positive
+    float given,                       // ... or this one, where it is not 0
     signed char* __restrict__ a,       // [M, pitch]
     float* __restrict__ scales,        // [M]
     long long tokens, long long depth, long long pitch) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS) quantize_tokens(
 #pragma unroll
         for (int i = 0; i < HELD; ++i) load_octet<T, VECTOR>(row, smooth, depth, i, held[i]);
         float scale;
-        if (fixed == nullptr && !(given > 0.0f)) {
+        if (fixed == nullptr && is_zero(given)) {
             unsigned largest = 0;  // bits of magnitudes are in their order
             auto note = [&](const float (&v)[OCTET]) {
 #pragma unroll

@@ -22,6 +22,9 @@ __device__ __forceinline__ float add_ieee(float a, float b) {
     return r;
 }
 
+// Comparisons flush subnormal numbers, too.
+__device__ __forceinline__ bool is_zero(float x) { return (__float_as_uint(x) & 0x7fffffffu) == 0; }
+
 // A scale as a factor: one that is not positive and finite counts as 0.
 __device__ __forceinline__ float as_factor(float scale) {
     const unsigned bits = __float_as_uint(scale);
