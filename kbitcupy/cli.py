@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from . import bench, cli_compare, cli_doctor, cli_files, cli_formats
+from . import bench, bench_w8a8, cli_compare, cli_doctor, cli_files, cli_formats
 from ._version import __version__
 from .cli_common import DEFAULT_FORMAT, option, printable, split_outside_brackets
-from .errors import KbitError
+from .errors import FormatError, KbitError
 from .io.convert import LAYOUTS
 from .io.safetensors import MIN_SIZE
 
@@ -219,6 +219,7 @@ def _add_bench(commands: Any) -> None:
         default=True,
         help="time bitsandbytes, torch and gguf too, where they are installed (default: yes)",
     )
+    command.add_argument("--w8a8", action="store_true", help="time W8A8 products on a GPU instead of formats")
     output = command.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
     output.add_argument("--markdown", action="store_true", help="print the table for the README instead")
@@ -226,15 +227,21 @@ def _add_bench(commands: Any) -> None:
 
 
 def _run_bench(arguments: argparse.Namespace) -> None:
-    report = bench.run(
-        arguments.formats,
-        sizes=None if arguments.sizes is None else [bench.parse_size(text) for text in arguments.sizes],
-        dtypes=arguments.dtypes,
-        device=arguments.device,
-        quick=arguments.quick,
-        peers=arguments.peers,
-        progress=sys.stderr.isatty(),
-    )
+    report: bench.Report | bench_w8a8.Report
+    if arguments.w8a8:
+        if arguments.formats or arguments.sizes or arguments.dtypes:
+            raise FormatError("--w8a8 has shapes of its own: leave --formats, --sizes and --dtypes away")
+        report = bench_w8a8.run(device=arguments.device, quick=arguments.quick)
+    else:
+        report = bench.run(
+            arguments.formats,
+            sizes=None if arguments.sizes is None else [bench.parse_size(text) for text in arguments.sizes],
+            dtypes=arguments.dtypes,
+            device=arguments.device,
+            quick=arguments.quick,
+            peers=arguments.peers,
+            progress=sys.stderr.isatty(),
+        )
     for note in report.notes:
         print(f"kbit: note: {note}", file=sys.stderr)
     print(report.json() if arguments.json else report.markdown() if arguments.markdown else report.text())

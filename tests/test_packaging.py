@@ -38,6 +38,7 @@ FLOORS = [
     ["io"],
     [""],  # kbitcupy itself
     ["samples", "explore", "bench"],
+    ["bench_w8a8"],
     ["cli_common"],
     ["cli_compare", "cli_files", "cli_formats", "cli_doctor"],  # the commands
     ["cli"],
