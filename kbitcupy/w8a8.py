@@ -347,8 +347,11 @@ _TILINGS = (Tiling(1, 1, 1, 4, 1, 60), Tiling(2, 1, 1, 4, 1, 50), Tiling(2, 1, 2
 
 register_templates(
     _cuda.Template(_FILE, "quantize_tokens", (_TYPES, _BOOLS)),
-    _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), _BOOLS)),
-    _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), _BOOLS)),
+    _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("true",))),
+    _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("true",))),
+    # Weights whose rows start anywhere are read byte by byte.
+    _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("false",)), hot=False),
+    _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("false",)), hot=False),
     *(_cuda.Template(_HOPPER_FILE, "wgmma_w8a8", (_TYPES, (tiling.text,))) for tiling in _TILINGS),
 )
 

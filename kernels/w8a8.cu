@@ -91,7 +91,7 @@ struct TokenQuantizer {
 // A block quantizes one token: scale = absmax / 127 (1 for zeros only), or the one that is given. Columns from K to
 // pitch become 0. VECTOR: rows of x, and smooth, start at multiples of 16 bytes, and K is a multiple of 8.
 template <typename T, bool VECTOR>
-__global__ void __launch_bounds__(TOKEN_THREADS) quantize_tokens(
+__global__ void __launch_bounds__(TOKEN_THREADS, 2) quantize_tokens(
     const T* __restrict__ x,           // [M, K]
     const float* __restrict__ smooth,  // [K] divisors, or null
     const float* __restrict__ fixed,   // [1] scale of all tokens, or null
