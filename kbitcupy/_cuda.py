@@ -18,6 +18,8 @@ from .errors import KernelCompileError
 
 #: C++ names of the element types, by NumPy dtype name.
 CXX_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
+#: ... and of row numbers.
+IDS_CXX = {"int32": "int", "int64": "long long"}
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,14 @@ class Kernel:
 
 
 _compile_lock = threading.RLock()
+
+
+@functools.cache
+def capability(device: int) -> int:
+    """The compute capability of a device: 90 for 9.0."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
 
 
 @functools.cache

@@ -7,15 +7,22 @@ the dtype of the result.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import _xp
+from . import _cuda, _xp, tables
+from ._cuda import CXX_TYPES, IDS_CXX, Template
 from .array import QuantizedArray, TransposedQuantizedArray
 from .errors import DeviceError, FormatError
-from .formats.kbit import KBit
+from .formats.base import Format, register_templates
+from .formats.float4 import Table4
+from .formats.kbit import ABSMAX, BLOCK, KBit
 from .ops import check_out, decode, dequantize
 
 # NumPy decodes about this many elements at a time, in whole multiples of so many rows: 256 rows are whole runs of
@@ -225,21 +232,51 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
     if out is not None:
         check_out(out, shape, x, x.dtype)
     with _xp.on_device_of(x):
-        xp = _xp.namespace(x)
         if out is None:
-            out = xp.empty(shape, x.dtype)
-        working = _working_dtype(x.dtype)
-        products = xp.zeros((*ids.shape, rows), working)
-        x = xp.broadcast_to(x if x.ndim == 3 else x[:, None], (*ids.shape, depth)).astype(working, copy=False)
-        for expert in range(len(qs)):
-            chosen = ids == expert
-            weight = qs[expert].dequantize(dtype=working) if isinstance(qs, QuantizedArray) else qs[expert]
-            if isinstance(x, np.ndarray):
-                products[chosen] = x[chosen] @ weight.T.astype(working, copy=False)
-            else:  # which tokens these are is known on the device only
-                xp.copyto(products, xp.matmul(x, weight.T.astype(working, copy=False)), where=chosen[..., None])
-        out[...] = products if weights is None else _combined(products, weights.astype(working, copy=False))
+            out = _xp.namespace(x).empty(shape, x.dtype)
+        if not out.size:
+            return out
+        if not ids.size:  # no slot to add up
+            out.fill(0)
+        elif not _multiply_grouped(x, qs, ids, weights, out):
+            _multiply_each(x, qs, ids, weights, out)
     return out
+
+
+def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> bool:
+    """One launch for all experts, between those that sort and combine; whether there is a kernel for it."""
+    if isinstance(x, np.ndarray) or not isinstance(qs, QuantizedArray):
+        return False
+    experts, rows, depth = qs.shape
+    if not experts:
+        return False
+    few = _grouped_plan(qs.format, (rows, depth), x.dtype, min(ids.size, experts), x.data.device_id)
+    xp = _xp.namespace(x)
+    x = xp.ascontiguousarray(x)
+    if few is None or not few.takes(x, qs.planes) or experts > _MAX_EXPERTS or ids.size >= 1 << 31:
+        return False
+    ids = xp.ascontiguousarray(ids if ids.dtype.name in IDS_CXX else ids.astype(np.int64))
+    if weights is not None:
+        weights = xp.ascontiguousarray(weights.astype(np.float32, copy=False))
+    few.grouped(x, qs.planes, ids, experts, weights, out)
+    return True
+
+
+def _multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:
+    """Expert after expert, through decoded weights."""
+    xp = _xp.namespace(x)
+    working = _working_dtype(x.dtype)
+    _, rows, depth = qs.shape
+    products = xp.zeros((*ids.shape, rows), working)
+    x = xp.broadcast_to(x if x.ndim == 3 else x[:, None], (*ids.shape, depth)).astype(working, copy=False)
+    for expert in range(qs.shape[0]):
+        chosen = ids == expert
+        weight = qs[expert].dequantize(dtype=working) if isinstance(qs, QuantizedArray) else qs[expert]
+        if isinstance(x, np.ndarray):
+            products[chosen] = x[chosen] @ weight.T.astype(working, copy=False)
+        else:  # which tokens these are is known on the device only
+            xp.copyto(products, xp.matmul(x, weight.T.astype(working, copy=False)), where=chosen[..., None])
+    out[...] = products if weights is None else _combined(products, weights.astype(working, copy=False))
 
 
 def _combined(products: Any, weights: Any) -> Any:
@@ -300,12 +337,18 @@ def _working_dtype(dtype: np.dtype) -> np.dtype:
 
 def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     """Fill `out`, which is not empty; the device of `x` is the current one."""
-    x = _xp.namespace(x).ascontiguousarray(x).reshape(-1, q.shape[1])
-    out = out.reshape(len(x), q.shape[0])
+    if not x.flags.c_contiguous:
+        x = _xp.namespace(x).ascontiguousarray(x)
+    n, k = q.shape
+    m = out.size // n
     if isinstance(x, np.ndarray):
-        _multiply_on_host(x, q, bias, out)
+        _multiply_on_host(x.reshape(m, k), q, bias, out.reshape(m, n))
+        return
+    plan = _plan(q.format, q.shape, x.dtype, m, x.data.device_id)
+    if plan.fused is not None and plan.fused.takes(x, q.planes):
+        plan.fused(x, q.planes, bias, out)
     else:
-        _multiply_decoded(x, q, bias, out)
+        _multiply_decoded(x.reshape(m, k), q, bias, out.reshape(m, n))
 
 
 def _multiply_on_host(x: np.ndarray, q: QuantizedArray, bias: Any, out: np.ndarray) -> None:
@@ -399,3 +442,415 @@ def _constants(device: int) -> tuple[Any, Any]:
         values = cupy.asarray(np.array([1, 0], np.float32))
         stream.synchronize()
     return values[:1], values[1:]
+
+
+# ---- through compressed weights --------------------------------------------------------------------------------------
+
+# As in kernels/linear.cu and linear.cuh.
+_FEW_THREADS, _FEW_WARPS = 512, 16
+_ITEM_K, _ITEM_ROWS, _TOKENS = 128, 16, 8
+_TABLE_AT = 2048
+# Shared memory that a warp may fill with the scales of a turn.
+_STAGE_BYTES = 2048
+# Counted in the 48 KiB of shared memory that every kernel has.
+_MAX_EXPERTS = 12000
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a kernel reads the weights of a format.
+
+    Parameters
+    ----------
+    expression : str
+        The C++ type; ``{T}`` stands for the type of x.
+    granule : int
+        k must be a multiple of it: the elements of a row that have to lie in one block.
+    alignment : int
+        Bytes at which the packed plane must start.
+    pairs : int
+        ``PAIRS`` of the decoder.
+    wide : bool
+        Whether a thread block may take 16 tokens: there are registers for it.
+    table_bytes : int
+        Of the table of values, and of the sums where they do not fit in its gaps.
+    scale_bytes : int
+        ``SCALE_BYTES`` of the decoder.
+    copied : bool
+        Whether the scales are used as they are stored; otherwise they are spread, one for each granule.
+    block : int
+        Elements of a block.
+    """
+
+    expression: str
+    granule: int
+    alignment: int
+    pairs: int
+    wide: bool
+    table_bytes: int
+    scale_bytes: int
+    copied: bool
+    block: int
+
+
+def _kbit_decoder(k: int, absmax: str) -> Decoder:
+    pairs = 1 if k == 5 or absmax == "float32" else 2
+    wide = pairs == 2
+    # Entries of 4 bytes leave gaps; the sums of a warp are those of four tiles and 8 tokens, or of two and 16.
+    sums = 0 if k in (3, 4) else _FEW_WARPS * 2 * pairs * _ITEM_ROWS * _TOKENS * 4
+    scale_bytes = _ITEM_K // BLOCK * np.dtype(ABSMAX[absmax].dtype).itemsize
+    expression = f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>"
+    table_bytes = (32 if k == 5 else 256) * 256 + sums
+    return Decoder(expression, BLOCK, {2: 8, 4: 16}.get(k, 4), pairs, wide, table_bytes, scale_bytes, True, BLOCK)
+
+
+def _table4_decoder(block: int, double_quant: bool) -> Decoder:
+    granule = min(block, 64)
+    copied = block == granule and not double_quant
+    wide = granule == 64
+    return Decoder(
+        f"Table4<{{T}}, {granule}>",
+        granule,
+        granule // 8,
+        1 + wide,
+        wide,
+        256 * 256,
+        _ITEM_K // granule * 4,
+        copied,
+        block,
+    )
+
+
+def decoder_of(format: Format) -> Decoder | None:
+    """The decoder of a format; None where products go through decoded weights."""
+    if isinstance(format, KBit):
+        return _kbit_decoder(format.bits, format.absmax) if 2 <= format.bits <= 5 else None
+    return _table4_decoder(format.block, format.double_quant) if isinstance(format, Table4) else None
+
+
+def _decoders() -> list[Decoder]:
+    """All there are, for the compile check."""
+    kbit = [_kbit_decoder(k, absmax) for k in (2, 3, 4, 5) for absmax in ABSMAX]
+    return kbit + [_table4_decoder(block, False) for block in (64, 32, 16)]
+
+
+_HALF_CXX = (CXX_TYPES["float16"], CXX_TYPES["bfloat16"])
+
+
+def _instances(flavour: str, decoders: list[Decoder]) -> tuple[str, ...]:
+    return tuple(f"{decoder.expression.format(T=T)}, {flavour}" for decoder in decoders for T in _HALF_CXX)
+
+
+_TIGHT = [decoder for decoder in _decoders() if decoder.expression.startswith("Kbit<{T}, 5, FLOAT32")]
+TEMPLATES = (
+    Template("linear.cu", "linear_few", (_instances("1, false", _decoders()),)),
+    Template("linear.cu", "linear_few", (_instances("2, false", [d for d in _decoders() if d.wide]),)),
+    Template("linear.cu", "linear_few", (_instances("1, true", [d for d in _decoders() if d not in _TIGHT]),)),
+    Template("linear.cu", "linear_few", (_instances("1, true", _TIGHT),), hot=False),  # one register too many
+    Template("linear.cu", "add_partials", (_HALF_CXX,), hot=False),
+    Template("linear.cu", "combine_slots", (_HALF_CXX,), hot=False),
+    Template("linear.cu", "group_tokens", (tuple(IDS_CXX.values()),), hot=False),
+)
+register_templates(*TEMPLATES)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work of ``linear_few`` is cut: ``struct Cut`` of kernels/linear.cu, and the grid.
+
+    Parameters
+    ----------
+    run, pairs, warps, span, share
+        As there; `warps` is not a logarithm.
+    grid : tuple of int
+        Thread blocks along n and along k.
+    """
+
+    run: int
+    pairs: int
+    warps: int
+    span: int
+    share: int
+    grid: tuple[int, int]
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_few(n: int, k: int, decoder: Decoder, resident: int, paired: bool = True) -> Cut:
+    """The cut with the least work for the busiest warp.
+
+    Parameters
+    ----------
+    n, k : int
+        Shape of the weight.
+    decoder : Decoder
+        How it is read.
+    resident : int
+        Thread blocks that the device holds.
+    paired : bool
+        Whether two pairs of tiles may be under way, as the decoder allows.
+    """
+    most_pairs = decoder.pairs if paired else 1
+    rows, items = -(-n // _ITEM_ROWS), -(-k // _ITEM_K)
+    run = max(2, -(-rows // resident))
+    blocks = -(-rows // run)
+    splits = max(1, min(resident // blocks, items // _FEW_WARPS))
+    best: tuple[float, Cut] | None = None
+    for pairs, warps, span in itertools.product((2, 1), (16, 8, 4, 2, 1), (8, 4, 2, 1)):
+        if pairs > most_pairs or (pairs > 1 and _FEW_WARPS // warps * 2 >= run):
+            continue  # a slot for a pair that is not there is one less for what is under way
+        if 2 * pairs * _ITEM_ROWS * span * decoder.scale_bytes > _STAGE_BYTES:
+            continue
+        share = -(-items // splits)
+        share += -share % span
+        at_once = _FEW_WARPS // warps * 2 * pairs
+        passes = -(-run // at_once)
+        my_tiles = sum(min(2 * pairs, run - at_once * i) for i in range(passes))
+        my_items = sum(min(span, share - i) for i in range(0, share, warps * span))
+        # What an item costs beside itself: scales, in shorter pieces the shorter a turn is, and x, once for all pairs.
+        empty = max(1.0, most_pairs / (pairs * span))
+        work = (my_tiles + my_tiles % 2) * my_items * (1 + 0.2 / span + 0.12 / pairs + 0.1 * empty) + 2 * passes
+        if best is None or work < best[0]:
+            best = work, Cut(run, pairs, warps, span, share, (blocks, -(-items // share)))
+    assert best is not None
+    return best[1]
+
+
+@functools.cache
+def _values_struct() -> np.dtype:
+    """``struct Values`` of kernels/linear.cuh."""
+    return np.dtype([("value", "f4", 32), ("map", "f4", 256), ("factor", "f4")])
+
+
+@functools.lru_cache(maxsize=256)
+def _values_of(format: Format, dtype: np.dtype) -> np.ndarray:
+    """What a kernel knows of a format by value; planes with values of their own come first."""
+    struct = np.zeros((), _values_struct())
+    struct["factor"] = 1
+    values = known_values(format)
+    if values is not None:
+        struct["value"][: values.size] = values
+        struct["factor"] = gentle_factor(values, dtype)
+    if isinstance(format, Table4) and format.double_quant:
+        struct["map"] = tables.dynamic_map()
+    return struct
+
+
+def known_values(format: Format) -> Any:
+    """The values that the indices of a format stand for, float32; None where a plane holds them."""
+    if isinstance(format, KBit):
+        return None if format.codebook == "custom" else tables.standard_codebook(format.codebook, format.bits).values
+    if isinstance(format, Table4) and format.table_name != "custom":
+        return format.values({})
+    return None
+
+
+def gentle_factor(values: np.ndarray, dtype: np.dtype) -> float:
+    """A factor from 1 to 2 with which `values` lose least when they are rounded to `dtype`.
+
+    The rounding of a table is the same for every weight of an index, so it is worth some choice; the products are
+    divided by the factor in fp32.
+    """
+    factors = np.float32(1) + np.arange(1024, dtype=np.float32) / np.float32(1024)
+    scaled = np.asarray(values, np.float32)[None, :] * factors[:, None] / np.abs(values).max()
+    lost = (scaled.astype(dtype).astype(np.float64) - scaled) / factors[:, None]
+    return float(factors[np.square(lost).sum(1).argmin()])
+
+
+@functools.cache
+def _cut_struct() -> np.dtype:
+    """``struct Cut`` of kernels/linear.cu."""
+    return np.dtype([(name, "i4") for name in ("run", "pairs", "warps_log2", "span", "share", "width")])
+
+
+class _Few:
+    """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block."""
+
+    def __init__(
+        self,
+        format: Format,
+        decoder: Decoder,
+        shape: tuple[int, int],
+        dtype: np.dtype,
+        device: int,
+        *,
+        eights: int = 1,
+        together: int = 1,
+        grouped: bool = False,
+    ):
+        n, k = shape
+        # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
+        cut = cut_few(n, k, decoder, max(1, _cuda.multiprocessors(device) // together), eights == 1 and not grouped)
+        if grouped and cut.grid[1] > 1:
+            cut = dataclasses.replace(cut, share=-(-k // _ITEM_K), grid=(cut.grid[0], 1))
+        stages = 2 * _FEW_WARPS * 2 * cut.pairs * _ITEM_ROWS * cut.span * decoder.scale_bytes
+        expression = f"{decoder.expression.format(T=CXX_TYPES[dtype.name])}, {eights}, {str(grouped).lower()}"
+        self.shared = _TABLE_AT + decoder.table_bytes + 16 + stages
+        self._kernel = _few_kernel(expression, self.shared)
+        self._eights, self._grid, self._alignment = eights, cut.grid, decoder.alignment
+        self._shape = (np.int32(n), np.int32(k), np.int32(decoder.block))
+        # Scales are copied in pieces as wide as rows and turns allow; a plane that starts elsewhere takes narrow ones.
+        pitch, turn = k * decoder.scale_bytes // _ITEM_K, cut.span * decoder.scale_bytes
+        widths = [w for w in (16, 4, 1) if pitch % w == 0 and turn % w == 0] if decoder.copied else [0]
+        common = (cut.run, cut.pairs, cut.warps.bit_length() - 1, cut.span, cut.share)
+        structs = {width: np.array((*common, width), _cut_struct()) for width in widths}
+        self._cuts = {width: _cuda.by_value(struct) for width, struct in structs.items()}
+        values = _values_of(format, dtype)
+        self._values = _cuda.by_value(values)
+        self._structs = (structs, values)  # what the pointers point to
+
+    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
+        """Whether the arrays start where the kernel can read them."""
+        return not (planes["packed"].data.ptr % self._alignment or x.data.ptr % 16)
+
+    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+        """Fill out[..., n], each row from that of x."""
+        n = int(self._shape[0])
+        tokens = out.size // n
+        if bias is not None and bias.dtype != x.dtype and bias.dtype != np.float32:
+            bias = bias.astype(np.float32)
+        kind = _NO_BIAS if bias is None else _OWN_BIAS if bias.dtype == x.dtype else _FLOAT_BIAS
+        bias = 0 if bias is None else bias if bias.flags.c_contiguous else bias.copy()
+        splits = self._grid[1]
+        partial: Any = 0 if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
+        self._launch(-(-tokens // (self._eights * _TOKENS)), x, planes, bias, out, partial, tokens, kind=kind)
+        if splits > 1:
+            _other_kernel("add_partials", CXX_TYPES[x.dtype.name])(
+                out, -(-out.size // 256), (partial, np.int32(splits), bias, kind, out, out.size, self._shape[0])
+            )
+
+    def grouped(self, x: Any, planes: Mapping[str, Any], ids: Any, experts: int, weights: Any, out: Any) -> None:
+        """`linear_grouped`: sort by expert, multiply, combine."""
+        xp = _xp.namespace(x)
+        products, n = ids.size, int(self._shape[0])
+        room = products // _TOKENS + min(products, experts + 1)
+        order, groups = xp.empty(products, np.int32), xp.empty(room * 4, np.int32)
+        _other_kernel("group_tokens", IDS_CXX[ids.dtype.name], 1024, 4 * (experts + 1))(
+            ids, 1, (ids, np.int32(products), np.int32(experts), order, groups, np.int32(room))
+        )
+        divisor = 1 if x.ndim == 3 else ids.shape[1]
+        partial: Any = 0 if weights is None else xp.empty(products * n, np.float32)
+        step = int("scale" in planes and planes["scale"].size > 1)
+        self._launch(room, x, planes, 0, out, partial, products, groups, order, divisor, step)
+        if weights is not None:
+            _other_kernel("combine_slots", CXX_TYPES[x.dtype.name])(
+                out, -(-out.size // 256), (partial, weights, np.int32(ids.shape[1]), out, out.size, self._shape[0])
+            )
+
+    def _launch(
+        self,
+        blocks: int,
+        x: Any,
+        planes: Mapping[str, Any],
+        bias: Any,
+        out: Any,
+        partial: Any,
+        tokens: int,
+        groups: Any = 0,
+        order: Any = 0,
+        divisor: int = 1,
+        step: int = 0,
+        *,
+        kind: Any = None,
+    ) -> None:
+        absmax = planes["absmax"]
+        cut = next(cut for width, cut in self._cuts.items() if not width or absmax.data.ptr % width == 0)
+        self._kernel.launch(
+            x,
+            (blocks, *self._grid),
+            (
+                planes["packed"],
+                absmax,
+                planes.get("nested_absmax", 0),
+                planes.get("nested_offset", 0),
+                planes.get("scale", 0),
+                planes.get("codebook", planes.get("table", 0)),
+                x,
+                bias,
+                out,
+                partial,
+                groups,
+                order,
+                np.int32(divisor),
+                np.int32(step),
+                _NO_BIAS if kind is None else kind,
+                np.int32(tokens),
+                *self._shape,
+                cut,
+                self._values,
+            ),
+        )
+
+
+_NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = (np.int32(i) for i in range(3))
+
+
+@functools.cache
+def _few_kernel(arguments: str, shared: int) -> _cuda.Kernel:
+    return _cuda.Kernel("linear.cu", f"linear_few<{arguments}>", _FEW_THREADS, shared)
+
+
+@functools.cache
+def _other_kernel(name: str, argument: str, threads: int = 256, shared: int = 0) -> _cuda.Kernel:
+    return _cuda.Kernel("linear.cu", f"{name}<{argument}>", threads, shared)
+
+
+# Tokens up to which the fused kernel is taken, by whether a thread block can take 16 of them at a time. Beyond, cuBLAS
+# reads the decoded weights once for all tokens, and the fused kernel decodes them again for each 8 or 16.
+_FUSED_UP_TO = {True: 32, False: 16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is computed.
+
+    Parameters
+    ----------
+    fused : _Few or None
+        The kernel; None: decode and multiply.
+    reason : str
+        One line for the user.
+    """
+
+    fused: _Few | None
+    reason: str
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, device: int) -> Plan:
+    decoder, refusal = _fits(format, shape, dtype, device)
+    if decoder is None or (isinstance(format, KBit) and format.members > 1):
+        return Plan(None, f"decode, then cuBLAS: {refusal or 'a stack is for linear_grouped'}")
+    if m > _FUSED_UP_TO[decoder.wide]:
+        return Plan(None, f"decode, then cuBLAS: more than {_FUSED_UP_TO[decoder.wide]} tokens")
+    eights = 2 if decoder.wide and m > _TOKENS else 1
+    together = -(-m // (eights * _TOKENS))
+    few = _Few(format, decoder, shape, dtype, device, eights=eights, together=together)
+    if few.shared > _cuda.shared_memory(device):
+        return Plan(None, "decode, then cuBLAS: the device has too little shared memory for the fused kernel")
+    return Plan(few, f"fused: linear_few, {eights * _TOKENS} tokens a thread block, grid {(together, *few._grid)}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _grouped_plan(format: Format, shape: tuple[int, int], dtype: np.dtype, experts: int, device: int) -> _Few | None:
+    decoder, _ = _fits(format, shape, dtype, device)
+    if decoder is None:
+        return None
+    few = _Few(format, decoder, shape, dtype, device, together=experts, grouped=True)
+    return few if few.shared <= _cuda.shared_memory(device) else None
+
+
+def _fits(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int) -> tuple[Decoder | None, str]:
+    """The decoder, or None and what stands against a fused kernel."""
+    decoder = decoder_of(format)
+    if decoder is None:
+        return None, f"{format} has no decoder"
+    if dtype.itemsize != 2:
+        return None, f"x is {dtype}, the tensor cores take float16 and bfloat16"
+    if _cuda.capability(device) < 80:
+        return None, "the fused kernel needs compute capability 8.0"
+    n, k = shape
+    if k % decoder.granule or not k:
+        return None, f"rows of {k} elements are not whole blocks of {decoder.granule}"
+    if n * k >= 1 << 33:
+        return None, "the kernel's offsets of 32 bits do not reach through the weight"
+    return decoder, ""

@@ -202,7 +202,27 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
-    return dequantize(q[_xp.as_array(ids, "ids")], dtype=dtype, out=out)
+    ids = _xp.as_array(ids, "ids")
+    first = next(iter(q.planes.values()))
+    if isinstance(first, np.ndarray) or ids.dtype.kind not in "iu" or not q.format.rows_are_blocks(q.shape):
+        return dequantize(q[ids], dtype=dtype, out=out)
+    shape = (*ids.shape, *q.shape[1:])
+    with _xp.on_device_of(first):
+        xp = _xp.namespace(first)
+        if isinstance(ids, np.ndarray):
+            if ids.size and not (-len(q) <= ids.min() and ids.max() < len(q)):
+                raise IndexError(f"an index is out of bounds for axis 0 with size {len(q)}")
+            ids = xp.asarray(ids)
+        if out is None:
+            out = xp.empty(shape, q.dtype if dtype is None else _xp.float_dtype(dtype))
+        else:
+            check_out(out, shape, first, dtype)
+        ids = xp.ascontiguousarray(ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64))
+        known = out.dtype in _xp.dtype_set(q.format.dtypes) and out.size and q.size
+        if not (known and q.format.decode_rows(q.planes, q.shape, ids, out)):
+            rows = q[ids]
+            decode(rows.format, rows.planes, out)
+    return out
 
 
 def stack(qs: Sequence[QuantizedArray], /) -> QuantizedArray:

@@ -20,7 +20,7 @@ FLOORS = [
     ["tables"],
     ["_cuda", "_xp"],
     ["_tma"],
-    ["formats.base", "formats.chunks", "formats.scales"],
+    ["formats.base", "formats.chunks", "formats.rows", "formats.scales"],
     ["formats.*"],  # the families: none knows another
     ["formats"],
     ["array"],

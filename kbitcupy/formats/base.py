@@ -110,6 +110,18 @@ class Format(ABC):
                 chosen[name] = plane
         return chosen
 
+    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any) -> bool:
+        """Fill `out` with the rows `ids` (int32 or int64) of an array of `shape`, in one launch.
+
+        All arrays are CuPy's, on the current device, and not empty; rows are whole blocks. Row numbers wrap.
+
+        Returns
+        -------
+        bool
+            Whether there is a kernel for it; otherwise nothing was done.
+        """
+        return False
+
     def selected(self, shape: tuple[int, ...], count: int) -> Format:
         """The format of the planes that `select` gives for `count` rows of an array of `shape`."""
         return self

@@ -43,6 +43,7 @@ from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, flush
 from .base import Format, Plane, register
 from .chunks import CHUNK, Buckets, Buffers, chunk_absmax, chunks, flush_chunk
+from .rows import TAKE_TABLE4, Take
 
 #: Elements that may share an absmax.
 BLOCKS = tuple(1 << i for i in range(4, 13))
@@ -198,7 +199,7 @@ class Table4(Format):
     """
 
     bits = 4
-    kernels = (_QUANTIZE4, _QUANTIZE4_ANY, _DEQUANTIZE4, *_NESTED)
+    kernels = (_QUANTIZE4, _QUANTIZE4_ANY, _DEQUANTIZE4, TAKE_TABLE4, *_NESTED)
 
     def __init__(self, kind: str, *, block: int = 64, double_quant: bool = False, table: Any = "bnf"):
         self.name = kind
@@ -278,6 +279,12 @@ class Table4(Format):
         byte = np.arange(256)
         pairs = np.stack((values[byte >> 4], values[byte & 15]), axis=1).view(np.uint64).reshape(-1)
         _decode_chunks(planes["packed"], pairs, values, host_absmax(planes), self.block, out)
+
+    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any) -> bool:
+        names = ("packed", "absmax", "nested_absmax", "nested_offset", "table")
+        taken = tuple(planes.get(name, 0) for name in names)
+        _take(self._table, self.double_quant)(taken, shape, ids, out, self.block.bit_length() - 1)
+        return True
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
         return _error_bound(x, self.block, self._table or _table_of(self.values(planes)), planes)
@@ -661,6 +668,11 @@ def _encode4_cuda(format: Table4, table: Table, x: Any, planes: Mapping[str, Any
     add(absmax, -(-sums.size // 8), (absmax, count, sums))  # a warp for each
     mean(absmax, 1, (sums, count, offset))
     encode(absmax, count, (absmax, count, offset, planes["absmax"], planes["nested_absmax"]))
+
+
+@functools.lru_cache(maxsize=64)
+def _take(table: Table | None, nested: bool) -> Take:
+    return Take(TAKE_TABLE4, None if table is None else table.values, tables.dynamic_map() if nested else None)
 
 
 def _decode4_cuda(format: Table4, table: Table | None, planes: Mapping[str, Any], out: Any) -> None:

@@ -42,6 +42,7 @@ from ..tables import SMALLEST_NORMAL, Codebook, flush
 from . import scales
 from .base import Format, Plane, register
 from .chunks import CHUNK, Buckets, Buffers, chunk_absmax, chunks, flush_chunk
+from .rows import TAKE_KBIT, Take
 
 BLOCK = 32
 
@@ -122,7 +123,7 @@ class KBit(Format):
     block = BLOCK
     origin = "bitsandbytes pull request 1858"
     summary = "codebook indices in bit planes, one scale for 32 elements"
-    kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, *CODES)
+    kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, TAKE_KBIT, *CODES)
 
     def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None, members: int = 1):
         self.bits = check_k(k)
@@ -242,6 +243,13 @@ class KBit(Format):
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         decode_blocks(planes["packed"], planes["absmax"], planes.get("scale"), values, self.bits, out)
 
+    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any) -> bool:
+        if self.members > 1:
+            return False
+        taken = (planes["packed"], planes["absmax"], planes["scale"], planes.get("codebook", 0))
+        _take(self._table)(taken, shape, ids, out, self.bits, list(ABSMAX).index(self.absmax))
+        return True
+
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
         absmax = block_absmax(x.reshape(-1)).astype(np.float64)
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
@@ -296,6 +304,11 @@ class KBit(Format):
             planes["codebook"][...] = namespace(values).where(abs(values) < tables.SMALLEST_NORMAL, 0, values)
         elif "codebook" in planes:
             planes["codebook"].set(self._host_table().values)
+
+
+@functools.lru_cache(maxsize=256)
+def _take(table: Codebook | None) -> Take:
+    return Take(TAKE_KBIT, None if table is None else table.values)
 
 
 # Rounds of a thread block, by the bytes of an element and the bits of an index.
