@@ -5,14 +5,18 @@
 //     zero_point, zero_value   int32[count], or null: zero_value for all
 #include "affine.cuh"
 
-// ---- x to codes ------------------------------------------------------------------------------------------------
+// Thread blocks that a multiprocessor must have registers for.
+template <typename T, int LAYOUT>
+constexpr int RESIDENT = sizeof(T) == 8 ? 1 : 4 >> (LAYOUT == COLUMNS);
 
 // x  T[n]      codes  int8 or uint8 [n], or uint8[ceil(n / 2)] of 4-bit codes
 template <typename T, int BITS, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS) quantize_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) quantize_affine(
     const T* x, unsigned char* codes, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
-    const Quantize<T, BITS> op{
+    // Two loads a thread next to each other make one store, and share what there is to do for a scale.
+    constexpr int SIZE = LAYOUT == RUNS && sizeof(T) == 2 ? 2 * UNIT : UNIT;
+    const Quantize<T, BITS, SIZE> op{
         x, codes, {scale, zero_point, scale_value, zero_value}, g, is_aligned(x) && is_aligned(codes)};
     for_each_unit<LAYOUT>(op, g);
 }
@@ -22,6 +26,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS) quantize_affine(
 template <typename T, int BITS>
 struct Dequantize {
     using Compute = typename ::Compute<T>::Type;
+    static constexpr int SIZE = UNIT;
     using Data = Codes<BITS>;
     static constexpr int DEPTH = sizeof(T) == 8 ? 1 : 4;
     const unsigned char* codes;
@@ -30,14 +35,17 @@ struct Dequantize {
     const Geometry& g;
     bool aligned;
 
-    __device__ __forceinline__ void load(long long i, Data& data) const { data.load(codes + i * BITS / 8, aligned); }
-
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long index, Scales<Compute, N>& scales) const {
-        scales.template set<false>(j, source.scale_at(index), source.zero_at(index, g));
+    template <bool ALIGNED>
+    __device__ __forceinline__ void load(long long i, Data& data) const {
+        data.template load<ALIGNED>(codes + i * BITS / 8);
     }
 
     template <int N>
+    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
+        scales.template set<false>(j, source.scale_at(first, offset), source.zero_at(g, first, offset));
+    }
+
+    template <bool ALIGNED, int N>
     __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<Compute, N>& scales) const {
         float biased[UNIT];
         data.unpack(g.qmin < 0, biased);
@@ -49,7 +57,7 @@ struct Dequantize {
         }
         Unit<T> unit;
         unit.pack(v);
-        unit.store(y + i, aligned);
+        unit.template store<ALIGNED>(y + i);
         return true;
     }
 
@@ -57,15 +65,15 @@ struct Dequantize {
 #pragma unroll 1
         for (long long e = i; e < i + count; ++e) {
             const long long index = g.index(e);
-            const int steps = Codes<BITS>::at(codes, e, g.qmin < 0) - source.zero_at(index, g);
-            y[e] = stored<T>(multiply_ieee(source.scale_at(index), Compute(steps)));
+            const int steps = Codes<BITS>::at(codes, e, g.qmin < 0) - source.zero_at(g, index);
+            y[e] = stored<T>(multiply_ieee(usable(source.scale_at(index)), Compute(steps)));
         }
     }
 };
 
 // codes  as above      y  T[n]
 template <typename T, int BITS, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS) dequantize_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) dequantize_affine(
     const unsigned char* codes, T* y, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
     const Dequantize<T, BITS> op{
@@ -78,22 +86,26 @@ __global__ void __launch_bounds__(AFFINE_THREADS) dequantize_affine(
 template <typename T>
 struct FakeQuantize {
     using Compute = typename ::Compute<T>::Type;
+    static constexpr int SIZE = UNIT;
     using Data = Unit<T>;
-    static constexpr int DEPTH = UNITS_UNDER_WAY<T, 1>;
+    static constexpr int DEPTH = UNITS_UNDER_WAY<T>;
     const T* x;
     T* y;
     Source<Compute> source;
     const Geometry& g;
     bool aligned;
 
-    __device__ __forceinline__ void load(long long i, Data& data) const { data.load(x + i, aligned); }
-
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long index, Scales<Compute, N>& scales) const {
-        scales.template set<true>(j, source.scale_at(index), source.zero_at(index, g));
+    template <bool ALIGNED>
+    __device__ __forceinline__ void load(long long i, Data& data) const {
+        data.template load<ALIGNED>(x + i);
     }
 
     template <int N>
+    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
+        scales.template set<true>(j, source.scale_at(first, offset), source.zero_at(g, first, offset));
+    }
+
+    template <bool ALIGNED, int N>
     __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<Compute, N>& scales) const {
         Compute v[UNIT];
         if constexpr (sizeof(T) == 8) {
@@ -113,7 +125,7 @@ struct FakeQuantize {
         }
         Unit<T> unit;
         unit.pack(v);
-        unit.store(y + i, aligned);
+        unit.template store<ALIGNED>(y + i);
         return true;
     }
 
@@ -126,14 +138,14 @@ struct FakeQuantize {
 #pragma unroll 1
         for (long long e = i; e < i + count; ++e) {
             const long long index = g.index(e);
-            y[e] = stored<T>(once(to_float(x[e]), source.scale_at(index), source.zero_at(index, g)));
+            y[e] = stored<T>(once(to_float(x[e]), usable(source.scale_at(index)), source.zero_at(g, index)));
         }
     }
 };
 
 // x, y  T[n], may be the same
 template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS) fake_quantize_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) fake_quantize_affine(
     const T* x, T* y, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
     const FakeQuantize<T> op{x, y, {scale, zero_point, scale_value, zero_value}, g, is_aligned(x) && is_aligned(y)};
@@ -147,10 +159,11 @@ __global__ void __launch_bounds__(AFFINE_THREADS) fake_quantize_affine(
 template <typename T, bool DIVIDE>
 struct Backward {
     using Compute = typename ::Compute<T>::Type;
+    static constexpr int SIZE = UNIT;
     struct Data {
         Unit<T> dy, x;
     };
-    static constexpr int DEPTH = UNITS_UNDER_WAY<T, 1> > 1 ? UNITS_UNDER_WAY<T, 1> / 2 : 1;
+    static constexpr int DEPTH = UNITS_UNDER_WAY<T> > 1 ? UNITS_UNDER_WAY<T> / 2 : 1;
     const T* dy;
     const T* x;
     T* dx;
@@ -158,17 +171,18 @@ struct Backward {
     const Geometry& g;
     bool aligned;
 
+    template <bool ALIGNED>
     __device__ __forceinline__ void load(long long i, Data& data) const {
-        data.dy.load(dy + i, aligned);
-        if (x) data.x.load(x + i, aligned);
+        data.dy.template load<ALIGNED>(dy + i);
+        if (x) data.x.template load<ALIGNED>(x + i);
     }
 
     template <int N>
-    __device__ __forceinline__ void scales(int j, long long index, Scales<Compute, N>& scales) const {
-        scales.template set<true>(j, source.scale_at(index), source.zero_at(index, g));
+    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
+        scales.template set<true>(j, source.scale_at(first, offset), source.zero_at(g, first, offset));
     }
 
-    template <int N>
+    template <bool ALIGNED, int N>
     __device__ __forceinline__ bool quick(long long i, Data& data, const Scales<Compute, N>& scales) const {
         unsigned mask = 0;
         float bad = 0.0f;
@@ -198,14 +212,14 @@ struct Backward {
                     v[j] = short_division(data.dy.get(j), scales.s(j), scales.r(j));
                     bad = __fmaf_rn(v[j], 0.0f, bad);
                 } else {
-                    v[j] = over(data.dy.get(j), scales.s(j));
+                    v[j] = over(data.dy.get(j), usable(scales.s(j)));
                 }
             }
             if (SameType<T, __half>::VALUE && !(scales.ordinary && bad == 0.0f)) return false;
             data.dy.pack(v);
         }
         data.dy.keep(mask);
-        data.dy.store(dx + i, aligned);
+        data.dy.template store<ALIGNED>(dx + i);
         return true;
     }
 
@@ -222,8 +236,8 @@ struct Backward {
 #pragma unroll 1
         for (long long e = i; e < i + count; ++e) {
             const long long index = g.index(e);
-            const Compute s = source.scale_at(index);
-            const bool inside = !x || within(to_float(x[e]), s, source.zero_at(index, g));
+            const Compute s = usable(source.scale_at(index));
+            const bool inside = !x || within(to_float(x[e]), s, source.zero_at(g, index));
             T value = dy[e];
             if (DIVIDE) value = stored<T>(over(to_float(value), s));
             dx[e] = inside ? value : T(0.0f);
@@ -233,7 +247,7 @@ struct Backward {
 
 // dy, dx  T[n], may be the same      x  T[n], or null: no mask
 template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS) quantize_backward_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) quantize_backward_affine(
     const T* dy, const T* x, T* dx, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
     const bool aligned = is_aligned(dy) && is_aligned(x) && is_aligned(dx);
@@ -242,7 +256,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS) quantize_backward_affine(
 }
 
 template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS) fake_quantize_backward_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) fake_quantize_backward_affine(
     const T* dy, const T* x, T* dx, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
     const bool aligned = is_aligned(dy) && is_aligned(x) && is_aligned(dx);
@@ -253,41 +267,45 @@ __global__ void __launch_bounds__(AFFINE_THREADS) fake_quantize_backward_affine(
 template <typename T>
 struct Multiply {
     using Compute = typename ::Compute<T>::Type;
+    static constexpr int SIZE = UNIT;
     using Data = Unit<T>;
-    static constexpr int DEPTH = UNITS_UNDER_WAY<T, 1>;
+    static constexpr int DEPTH = UNITS_UNDER_WAY<T>;
     const T* dy;
     T* dq;
     Source<Compute> source;
     const Geometry& g;
     bool aligned;
 
-    __device__ __forceinline__ void load(long long i, Data& data) const { data.load(dy + i, aligned); }
-
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long index, Scales<Compute, N>& scales) const {
-        scales.template set<false>(j, source.scale_at(index), 0);
+    template <bool ALIGNED>
+    __device__ __forceinline__ void load(long long i, Data& data) const {
+        data.template load<ALIGNED>(dy + i);
     }
 
     template <int N>
+    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
+        scales.template set<false>(j, source.scale_at(first, offset), 0);
+    }
+
+    template <bool ALIGNED, int N>
     __device__ __forceinline__ bool quick(long long i, Data& data, const Scales<Compute, N>& scales) const {
         Compute v[UNIT];
 #pragma unroll
         for (int j = 0; j < UNIT; ++j) v[j] = multiply_ieee(data.get(j), scales.s(j));
         data.pack(v);
-        data.store(dq + i, aligned);
+        data.template store<ALIGNED>(dq + i);
         return true;
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
 #pragma unroll 1
         for (long long e = i; e < i + count; ++e)
-            dq[e] = stored<T>(multiply_ieee(to_float(dy[e]), source.scale_at(g.index(e))));
+            dq[e] = stored<T>(multiply_ieee(to_float(dy[e]), usable(source.scale_at(g.index(e)))));
     }
 };
 
 // dy, dq  T[n], may be the same
 template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS) dequantize_backward_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) dequantize_backward_affine(
     const T* dy, T* dq, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value, const int*, int,
     const __grid_constant__ Geometry g) {
     const Multiply<T> op{dy, dq, {scale, nullptr, scale_value, 0}, g, is_aligned(dy) && is_aligned(dq)};

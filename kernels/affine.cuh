@@ -4,7 +4,7 @@
 //     scale       float32, beside float64 arrays float64, one for each block
 //     zero_point  int32, one for each block
 //
-// A thread works on units of eight consecutive elements, which nearly always share one scale. What is not in order (a
+// A thread works on units of 8 or 16 consecutive elements, which nearly always share one scale. What is not in order (a
 // block that ends inside a unit, the end of the array, a scale or an element that the short division is not exact for)
 // is left to a careful path, one element after the other.
 //
@@ -13,7 +13,7 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int UNIT = 8;
+constexpr int UNIT = 8;  // elements of a unit, unless it says otherwise
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------
 
@@ -59,6 +59,12 @@ __device__ __forceinline__ float narrow(double x, float) {
     return r;
 }
 __device__ __forceinline__ double narrow(double x, double) { return x; }
+__device__ __forceinline__ double widen(float x) {
+    double r;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ double widen(double x) { return x; }
 
 // Magnitudes in the order of their bits.
 __device__ __forceinline__ unsigned magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
@@ -79,7 +85,7 @@ __device__ __forceinline__ double usable(double s) {
 // rint(x / s), not clamped, by the contract; NaN stays. s is usable.
 template <typename C>
 __device__ __forceinline__ C steps_of(C x, C s) {
-    return s == C(0) && magnitude_bits(s) == 0 ? C(0) : C(rint(divide_ieee(x, s)));
+    return magnitude_bits(s) == 0 ? C(0) : C(rint(divide_ieee(x, s)));
 }
 
 // Within the range, NaN to 0.
@@ -124,7 +130,7 @@ struct Geometry {
 struct Run {
     long long first, end;
     __device__ __forceinline__ explicit Run(long long tiles) {
-        const long long run = (tiles + gridDim.x - 1) / gridDim.x;
+        const long long run = tiles <= gridDim.x ? 1 : (tiles + gridDim.x - 1) / gridDim.x;
         first = blockIdx.x * run;
         end = min(tiles, first + run);
     }
@@ -140,13 +146,21 @@ struct Source {
     C scale_value;
     int zero_value;
 
-    __device__ __forceinline__ C scale_at(long long index) const {
-        return usable(scale ? __ldg(scale + index) : scale_value);
+    // Entry first + offset, as it is stored (see usable), or within the range.
+    __device__ __forceinline__ C scale_at(long long first, unsigned offset = 0) const {
+        return scale ? __ldg(scale + first + offset) : scale_value;
     }
-    __device__ __forceinline__ int zero_at(long long index, const Geometry& g) const {
-        return zero_point ? min(max(__ldg(zero_point + index), g.qmin), g.qmax) : zero_value;
+    __device__ __forceinline__ int zero_at(const Geometry& g, long long first, unsigned offset = 0) const {
+        return zero_point ? min(max(__ldg(zero_point + first + offset), g.qmin), g.qmax) : zero_value;
     }
 };
+
+// 1 / s correctly rounded, for s between 2^-60 and 2^60: what __frcp_rn comes down to in that range.
+__device__ __forceinline__ float short_reciprocal(float s) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(s));
+    return __fmaf_rn(r, __fmaf_rn(-s, r, 1.0f), r);
+}
 
 // The scales of a unit: one for all, or one for each element.
 template <typename C, int N>
@@ -157,12 +171,16 @@ struct Scales {
     bool ordinary =
         true;  // the short division is exact: neither scale nor inverse nor residual leaves the normal range
 
+    // INVERSE: for a short division; then a scale is only to be used while all are ordinary.
     template <bool INVERSE>
     __device__ __forceinline__ void set(int j, C s, int z) {
-        scale[j] = s, zero[j] = z;
+        zero[j] = z;
         if constexpr (INVERSE && sizeof(C) == 4) {
-            ordinary &= s >= 0x1p-60f && s <= 0x1p60f;
-            inverse[j] = __frcp_rn(s);
+            constexpr unsigned LOWEST = (127u - 60) << 23, HIGHEST = (127u + 60) << 23;
+            ordinary &= __float_as_uint(s) - LOWEST <= HIGHEST - LOWEST;
+            scale[j] = s, inverse[j] = short_reciprocal(s);
+        } else {
+            scale[j] = usable(s);
         }
     }
     __device__ __forceinline__ C s(int j) const { return scale[N == 1 ? 0 : j]; }
@@ -179,15 +197,16 @@ __device__ __forceinline__ float short_division(float x, float s, float r) {
 
 // ---- units -----------------------------------------------------------------------------------------------------
 
-// Eight elements in registers.
-template <typename T>
+// SIZE elements in registers.
+template <typename T, int SIZE = UNIT>
 struct Unit {
     using C = typename Compute<T>::Type;
-    static constexpr int WORDS = UNIT * sizeof(T) / 4, PER_WORD = sizeof(T) == 2 ? 2 : 1;
+    static constexpr int WORDS = SIZE * sizeof(T) / 4, PER_WORD = sizeof(T) == 2 ? 2 : 1;
     unsigned word[WORDS];
 
-    __device__ __forceinline__ void load(const T* x, bool aligned) {
-        if (aligned) {
+    template <bool ALIGNED>
+    __device__ __forceinline__ void load(const T* x) {
+        if constexpr (ALIGNED) {
 #pragma unroll
             for (int i = 0; i < WORDS / 4; ++i) {
                 const uint4 v = __ldcs(reinterpret_cast<const uint4*>(x) + i);
@@ -195,7 +214,7 @@ struct Unit {
             }
         } else {
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
+            for (int j = 0; j < SIZE; ++j) {
                 if constexpr (sizeof(T) == 2) {
                     const unsigned bits = reinterpret_cast<const unsigned short*>(x)[j];
                     word[j / 2] = j % 2 ? word[j / 2] | bits << 16 : bits;
@@ -207,8 +226,9 @@ struct Unit {
             }
         }
     }
-    __device__ __forceinline__ void store(T* y, bool aligned) const {
-        if (aligned) {
+    template <bool ALIGNED>
+    __device__ __forceinline__ void store(T* y) const {
+        if constexpr (ALIGNED) {
 #pragma unroll
             for (int i = 0; i < WORDS / 4; ++i)
                 __stcs(
@@ -216,7 +236,7 @@ struct Unit {
                     make_uint4(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]));
         } else {
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
+            for (int j = 0; j < SIZE; ++j) {
                 if constexpr (sizeof(T) == 2)
                     reinterpret_cast<unsigned short*>(y)[j] = static_cast<unsigned short>(word[j / 2] >> j % 2 * 16);
                 else if constexpr (sizeof(T) == 4) reinterpret_cast<unsigned*>(y)[j] = word[j];
@@ -231,10 +251,10 @@ struct Unit {
     __device__ __forceinline__ void set(int j, double value) {
         word[2 * j] = __double2loint(value), word[2 * j + 1] = __double2hiint(value);
     }
-    // All eight, rounded to T.
-    __device__ __forceinline__ void pack(const C (&v)[UNIT]) {
+    // All of them, rounded to T.
+    __device__ __forceinline__ void pack(const C (&v)[SIZE]) {
 #pragma unroll
-        for (int i = 0; i < UNIT / PER_WORD; ++i) {
+        for (int i = 0; i < SIZE / PER_WORD; ++i) {
             if constexpr (sizeof(T) == 8) set(i, v[i]);
             else word[i] = Word<T>::pack(v + i * PER_WORD);
         }
@@ -242,7 +262,7 @@ struct Unit {
     // Zero in place of the elements whose bit is not set.
     __device__ __forceinline__ void keep(unsigned mask) {
 #pragma unroll
-        for (int j = 0; j < UNIT; ++j) {
+        for (int j = 0; j < SIZE; ++j) {
             const bool kept = mask >> j & 1u;
             if constexpr (sizeof(T) == 2) word[j / 2] &= kept ? 0xffffffffu : j % 2 ? 0x0000ffffu : 0xffff0000u;
             else if constexpr (sizeof(T) == 4) word[j] = kept ? word[j] : 0u;
@@ -262,61 +282,69 @@ __device__ __forceinline__ T stored(typename Compute<T>::Type v) {
     }
 }
 
-// Eight codes of 8 or 4 bits in registers, as they lie in memory.
-template <int BITS>
+// SIZE codes of 8 or 4 bits in registers, as they lie in memory.
+template <int BITS, int SIZE = UNIT>
 struct Codes {
-    static constexpr int BYTES = UNIT * BITS / 8, WORDS = BYTES / 4;
+    static constexpr int BYTES = SIZE * BITS / 8, WORDS = BYTES / 4;
     unsigned word[WORDS];
 
-    // Low bits of eight integers.
-    __device__ __forceinline__ void pack(const int (&q)[UNIT]) {
-        unsigned four[2];
+    // Low bits of integers.
+    __device__ __forceinline__ void pack(const int (&q)[SIZE]) {
+        unsigned four[SIZE / 4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < SIZE / 4; ++h)
             four[h] = __byte_perm(
                 __byte_perm(q[4 * h], q[4 * h + 1], 0x0040), __byte_perm(q[4 * h + 2], q[4 * h + 3], 0x0040), 0x5410);
         if constexpr (BITS == 8) {
-            word[0] = four[0], word[1] = four[1];
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) word[i] = four[i];
         } else {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) four[h] &= 0x0f0f0f0fu, four[h] |= four[h] >> 4;  // byte pairs to nibble pairs
-            word[0] = __byte_perm(four[0], four[1], 0x6420);
+            for (int h = 0; h < SIZE / 4; ++h) four[h] &= 0x0f0f0f0fu, four[h] |= four[h] >> 4;  // pairs of nibbles
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) word[i] = __byte_perm(four[2 * i], four[2 * i + 1], 0x6420);
         }
     }
-    // As 2^23 + (code + offset), offset being 0 or 128 (8), that is: without a sign. As floats these are exact.
-    __device__ __forceinline__ void unpack(bool with_sign, float (&v)[UNIT]) const {
-        unsigned four[2];
-        if constexpr (BITS == 8) four[0] = word[0], four[1] = word[1];
-        else four[0] = word[0] & 0x0f0f0f0fu, four[1] = word[0] >> 4 & 0x0f0f0f0fu;
+    // As 2^23 + (code + offset), offset being 0 or 2^(BITS - 1), that is: without a sign. As floats these are exact.
+    __device__ __forceinline__ void unpack(bool with_sign, float (&v)[SIZE]) const {
         const unsigned flip = !with_sign ? 0u : BITS == 8 ? 0x80808080u : 0x08080808u;
-        four[0] ^= flip, four[1] ^= flip;
 #pragma unroll
-        for (int j = 0; j < UNIT; ++j) {
-            const int half = BITS == 8 ? j / 4 : j % 2, byte = BITS == 8 ? j % 4 : j / 2;
-            v[j] = __uint_as_float(__byte_perm(four[half], 0x4b000000u, 0x7440 | byte));
+        for (int e = 0; e < SIZE; e += 8) {
+            unsigned four[2];
+            if constexpr (BITS == 8) four[0] = word[e / 4] ^ flip, four[1] = word[e / 4 + 1] ^ flip;
+            else four[0] = word[e / 8] & 0x0f0f0f0fu ^ flip, four[1] = word[e / 8] >> 4 & 0x0f0f0f0fu ^ flip;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const int half = BITS == 8 ? j / 4 : j % 2, byte = BITS == 8 ? j % 4 : j / 2;
+                v[e + j] = __uint_as_float(__byte_perm(four[half], 0x4b000000u, 0x7440 | byte));
+            }
         }
     }
-    __device__ __forceinline__ void load(const unsigned char* codes, bool aligned) {
-        if (aligned) {
-            if constexpr (BITS == 8) {
-                const uint2 v = __ldcs(reinterpret_cast<const uint2*>(codes));
-                word[0] = v.x, word[1] = v.y;
-            } else {
-                word[0] = __ldcs(reinterpret_cast<const unsigned*>(codes));
-            }
-        } else {
+    template <bool ALIGNED>
+    __device__ __forceinline__ void load(const unsigned char* codes) {
+        if constexpr (!ALIGNED) {
 #pragma unroll
             for (int i = 0; i < BYTES; ++i)
                 word[i / 4] = i % 4 ? word[i / 4] | unsigned(codes[i]) << i % 4 * 8 : unsigned(codes[i]);
+        } else if constexpr (WORDS == 2) {
+            const uint2 v = __ldcs(reinterpret_cast<const uint2*>(codes));
+            word[0] = v.x, word[1] = v.y;
+        } else {
+            static_assert(WORDS == 1, "codes are read 8 at a time");
+            word[0] = __ldcs(reinterpret_cast<const unsigned*>(codes));
         }
     }
-    __device__ __forceinline__ void store(unsigned char* codes, bool aligned) const {
-        if (aligned) {
-            if constexpr (BITS == 8) __stcs(reinterpret_cast<uint2*>(codes), make_uint2(word[0], word[1]));
-            else __stcs(reinterpret_cast<unsigned*>(codes), word[0]);
-        } else {
+    template <bool ALIGNED>
+    __device__ __forceinline__ void store(unsigned char* codes) const {
+        if constexpr (!ALIGNED) {
 #pragma unroll
             for (int i = 0; i < BYTES; ++i) codes[i] = static_cast<unsigned char>(word[i / 4] >> i % 4 * 8);
+        } else if constexpr (WORDS == 4) {
+            __stcs(reinterpret_cast<uint4*>(codes), make_uint4(word[0], word[1], word[2], word[3]));
+        } else if constexpr (WORDS == 2) {
+            __stcs(reinterpret_cast<uint2*>(codes), make_uint2(word[0], word[1]));
+        } else {
+            __stcs(reinterpret_cast<unsigned*>(codes), word[0]);
         }
     }
     // The code of one element.
@@ -337,136 +365,165 @@ enum Layout {
 constexpr int AFFINE_THREADS = 256;
 
 // Do `op` to all units. An Op has
+//     SIZE               elements of a unit
 //     Data               registers of a unit
 //     DEPTH              units whose loads a thread has under way
-//     load(i, data)      reads the unit that begins with element i
-//     scales<N>(j, index, scales)   sets entry j to scale number `index`
-//     quick(i, data, scales)        does a unit; false where it must be done carefully
-//     careful(i, count)  does count elements one by one
+//     aligned            whether all arrays begin at a multiple of 16 bytes
+//     load<ALIGNED>(i, data)            reads the unit that begins with element i
+//     scales(j, first, offset, scales)  sets entry j to scale number first + offset
+//     quick<ALIGNED>(i, data, scales)   does a unit; false where it must be done carefully
+//     careful(i, count)                 does count elements one by one
 template <int LAYOUT, typename Op>
 __device__ __forceinline__ void for_each_unit(const Op& op, const Geometry& g) {
-    using C = typename Op::Compute;
-    constexpr int DEPTH = Op::DEPTH;
+    constexpr int DEPTH = Op::DEPTH, SIZE = Op::SIZE, STEP = AFFINE_THREADS * SIZE;
     if constexpr (LAYOUT == RUNS) {
-        constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
+        constexpr long long TILE_SIZE = (long long)STEP * DEPTH;
+        const unsigned length = static_cast<unsigned>(g.row), run = static_cast<unsigned>(g.run);  // unless g.wide
+        const int mine = threadIdx.x * SIZE;
         const Run tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
             const long long base = tile * TILE_SIZE;
-            typename Op::Data data[DEPTH];
-#pragma unroll
-            for (int u = 0; u < DEPTH; ++u) {
-                const long long i = base + (u * AFFINE_THREADS + threadIdx.x) * UNIT;
-                if (i + UNIT <= g.n) op.load(i, data[u]);
+            if (g.wide) {
+                for (int local = mine; local < TILE_SIZE && base + local < g.n; local += STEP)
+                    op.careful(base + local, static_cast<int>(min((long long)SIZE, g.n - base - local)));
+                continue;
             }
-            const long long row0 = base / g.row, column0 = base - row0 * g.row;
+            // The tile begins in row `row`, at column `column`, at a scale not before number `first`.
+            const long long row = base >> 31 ? base / g.row : g.by_row(static_cast<unsigned>(base));
+            const unsigned column = static_cast<unsigned>(base - row * g.row);
+            const long long first = row * g.per_row;
+            // The scales of the unit at `local`; false where it has more than one.
+            auto find = [&](int local, Scales<typename Op::Compute, 1>& scales) {
+                const unsigned at = column + local, r = g.by_row(at);
+                unsigned c = at - r * length, left = length - c, index = r * static_cast<unsigned>(g.per_row);
+                if (run != length) {
+                    const unsigned k = g.by_run(c);
+                    index += k, left = min(left, (k + 1) * run - c);
+                }
+                op.scales(0, first, index, scales);
+                return left >= SIZE;
+            };
             unsigned left = 0;  // bit u: unit u is not done
+            if (op.aligned && base + TILE_SIZE <= g.n) {
+                typename Op::Data data[DEPTH];
 #pragma unroll
-            for (int u = 0; u < DEPTH; ++u) {
-                const int local = (u * AFFINE_THREADS + threadIdx.x) * UNIT;
-                const long long i = base + local;
-                if (i >= g.n) continue;
-                long long index;
-                bool inside;
-                if (!g.wide) {
-                    const unsigned column = static_cast<unsigned>(column0) + local;
-                    const unsigned r = g.by_row(column), c = column - r * static_cast<unsigned>(g.row);
-                    const unsigned k = g.by_run(c), e = c - k * static_cast<unsigned>(g.run);
-                    index = (row0 + r) * g.per_row + k;
-                    inside = c + UNIT <= g.row && e + UNIT <= g.run;
-                } else {
-                    index = g.index(i);
-                    inside = i % g.row + UNIT <= g.row && i % g.row % g.run + UNIT <= g.run;
+                for (int u = 0; u < DEPTH; ++u) op.template load<true>(base + mine + u * STEP, data[u]);
+#pragma unroll
+                for (int u = 0; u < DEPTH; ++u) {
+                    Scales<typename Op::Compute, 1> scales;
+                    if (!find(mine + u * STEP, scales) ||
+                        !op.template quick<true>(base + mine + u * STEP, data[u], scales))
+                        left |= 1u << u;
                 }
-                bool done = false;
-                if (inside && i + UNIT <= g.n) {
-                    Scales<C, 1> scales;
-                    op.scales(0, index, scales);
-                    done = op.quick(i, data[u], scales);
+            } else {
+#pragma unroll 1
+                for (int u = 0; u < DEPTH; ++u) {
+                    const int local = mine + u * STEP;
+                    bool done = base + local >= g.n;
+                    if (base + local + SIZE <= g.n) {
+                        typename Op::Data data;
+                        op.template load<false>(base + local, data);
+                        Scales<typename Op::Compute, 1> scales;
+                        done = find(local, scales) && op.template quick<false>(base + local, data, scales);
+                    }
+                    if (!done) left |= 1u << u;
                 }
-                if (!done) left |= 1u << u;
             }
             for (; left; left &= left - 1) {
-                const long long i = base + ((__ffs(left) - 1) * AFFINE_THREADS + threadIdx.x) * UNIT;
-                op.careful(i, static_cast<int>(min((long long)UNIT, g.n - i)));
+                const long long i = base + mine + (__ffs(left) - 1) * STEP;
+                op.careful(i, static_cast<int>(min((long long)SIZE, g.n - i)));
             }
         }
     } else {
         constexpr int ROWS = 2 * DEPTH;  // that a thread does with one set of scales
-        constexpr long long WIDTH = AFFINE_THREADS * UNIT;
-        const long long across = (g.columns + WIDTH - 1) / WIDTH;
+        static_assert(SIZE == UNIT, "columns go by eight");
+        const long long across = (g.columns + STEP - 1) / STEP;
         const Run tiles((g.rows + ROWS - 1) / ROWS * across);
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
             const long long first = tile / across * ROWS;
-            const long long column = tile % across * WIDTH + threadIdx.x * UNIT;
+            const long long column = tile % across * STEP + threadIdx.x * UNIT;
             if (column >= g.columns) continue;
-            Scales<C, UNIT> scales;
+            Scales<typename Op::Compute, UNIT> scales;
             unsigned c = static_cast<unsigned>(column % g.row);
             unsigned index = c / static_cast<unsigned>(g.run), e = c % static_cast<unsigned>(g.run);
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
-                op.scales(j, index, scales);
+                op.scales(j, 0, index, scales);
                 if (++e == g.run) e = 0, index = index + 1 == g.count ? 0 : index + 1;
             }
+            unsigned left = 0;  // bit r: row r is not done
+            if (op.aligned && (first + ROWS) * g.columns <= g.n) {
 #pragma unroll 1
-            for (int batch = 0; batch < ROWS; batch += DEPTH) {
-                typename Op::Data data[DEPTH];
-                unsigned left = 0;
+                for (int batch = 0; batch < ROWS; batch += DEPTH) {
+                    typename Op::Data data[DEPTH];
 #pragma unroll
-                for (int u = 0; u < DEPTH; ++u) {
-                    const long long i = (first + batch + u) * g.columns + column;
-                    if (i + UNIT <= g.n) op.load(i, data[u]);
-                }
+                    for (int u = 0; u < DEPTH; ++u)
+                        op.template load<true>((first + batch + u) * g.columns + column, data[u]);
 #pragma unroll
-                for (int u = 0; u < DEPTH; ++u) {
-                    const long long i = (first + batch + u) * g.columns + column;
-                    if (i < g.n && !(i + UNIT <= g.n && op.quick(i, data[u], scales))) left |= 1u << u;
+                    for (int u = 0; u < DEPTH; ++u)
+                        if (!op.template quick<true>((first + batch + u) * g.columns + column, data[u], scales))
+                            left |= 1u << (batch + u);
                 }
-                for (; left; left &= left - 1) {
-                    const long long i = (first + batch + __ffs(left) - 1) * g.columns + column;
-                    op.careful(i, static_cast<int>(min((long long)UNIT, g.n - i)));
+            } else {
+#pragma unroll 1
+                for (int r = 0; r < ROWS; ++r) {
+                    const long long i = (first + r) * g.columns + column;
+                    bool done = false;
+                    if (i + UNIT <= g.n) {
+                        typename Op::Data data;
+                        op.template load<false>(i, data);
+                        done = op.template quick<false>(i, data, scales);
+                    }
+                    if (!done) left |= 1u << r;
                 }
+            }
+            for (; left; left &= left - 1) {
+                const long long i = (first + __ffs(left) - 1) * g.columns + column;
+                op.careful(i, static_cast<int>(min((long long)UNIT, g.n - i)));
             }
         }
     }
 }
 
 // Bytes under way in a thread are what hides the latency of memory; registers limit them.
-template <typename T, int ARRAYS>
-constexpr int UNITS_UNDER_WAY = sizeof(T) == 2   ? 4 / ARRAYS
-                                : sizeof(T) == 4 ? 2 / ARRAYS
-                                                 : 1;
+template <typename T>
+constexpr int UNITS_UNDER_WAY = 8 / sizeof(T);
 
 // ---- x to codes ------------------------------------------------------------------------------------------------
 
 // An Op that writes codes.
-template <typename T, int BITS>
+template <typename T, int BITS, int SIZE_ = UNIT>
 struct Quantize {
     using Compute = typename ::Compute<T>::Type;
-    using Data = Unit<T>;
-    static constexpr int DEPTH = UNITS_UNDER_WAY<T, 1>;
+    static constexpr int SIZE = SIZE_;
+    using Data = Unit<T, SIZE>;
+    static constexpr int DEPTH = UNITS_UNDER_WAY<T> * UNIT / SIZE;
     const T* x;
     unsigned char* codes;
     Source<Compute> source;
     const Geometry& g;
     bool aligned;
 
-    __device__ __forceinline__ void load(long long i, Data& data) const { data.load(x + i, aligned); }
-
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long index, Scales<Compute, N>& scales) const {
-        scales.template set<true>(j, source.scale_at(index), source.zero_at(index, g));
+    template <bool ALIGNED>
+    __device__ __forceinline__ void load(long long i, Data& data) const {
+        data.template load<ALIGNED>(x + i);
     }
 
     template <int N>
+    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
+        scales.template set<true>(j, source.scale_at(first, offset), source.zero_at(g, first, offset));
+    }
+
+    template <bool ALIGNED, int N>
     __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<Compute, N>& scales) const {
-        int q[UNIT];
+        int q[SIZE];
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) q[j] = level(data.get(j), scales.s(j), scales.z(j));
+            for (int j = 0; j < SIZE; ++j) q[j] = level(data.get(j), scales.s(j), scales.z(j));
         } else {
             float bad = 0.0f;  // NaN if any quotient is not finite
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
+            for (int j = 0; j < SIZE; ++j) {
                 const float steps = short_division(data.get(j), scales.s(j), scales.r(j));
                 bad = __fmaf_rn(steps, 0.0f, bad);
                 const float low = float(g.qmin - scales.z(j)), high = float(g.qmax - scales.z(j));
@@ -474,9 +531,9 @@ struct Quantize {
             }
             if (!(scales.ordinary && bad == 0.0f)) return false;
         }
-        Codes<BITS> packed;
+        Codes<BITS, SIZE> packed;
         packed.pack(q);
-        packed.store(codes + i * BITS / 8, aligned);
+        packed.template store<ALIGNED>(codes + i * BITS / 8);
         return true;
     }
 
@@ -491,7 +548,7 @@ struct Quantize {
 #pragma unroll 1
             for (int h = 0; h < 8 / BITS && j + h < count; ++h) {
                 const long long index = g.index(i + j + h);
-                const int q = level(to_float(x[i + j + h]), source.scale_at(index), source.zero_at(index, g));
+                const int q = level(to_float(x[i + j + h]), usable(source.scale_at(index)), source.zero_at(g, index));
                 byte |= (q & (1 << BITS) - 1) << h * BITS;
             }
             codes[(i + j) * BITS / 8] = static_cast<unsigned char>(byte);

@@ -21,7 +21,7 @@ struct Range {
             scale = divide_ieee(larger(up, down), C(g.divisor));
             return;
         }
-        const C width = narrow(fmin(double(up) + double(down), from_bits(largest_finite(0.0))) / g.divisor, C(0));
+        const C width = narrow(fmin(widen(up) + widen(down), from_bits(largest_finite(0.0))) / g.divisor, C(0));
         scale = smaller(width, from_bits(largest_finite(C(0))));
         zero = min(g.qmax, g.qmin + int(clamped(steps_of(down, usable(scale)), C(0), C(g.qmax - g.qmin))));
     }
@@ -76,6 +76,12 @@ __device__ __forceinline__ void join_lanes(Range<C>& range, int lanes) {
         range.join({__shfl_xor_sync(FULL_WARP, range.high, step), __shfl_xor_sync(FULL_WARP, range.low, step)});
 }
 
+template <typename T>
+__device__ __forceinline__ void load_unit(Unit<T>& unit, const T* x, bool aligned) {
+    if (aligned) unit.template load<true>(x);
+    else unit.template load<false>(x);
+}
+
 // ---- ranges in memory --------------------------------------------------------------------------------------------
 
 // Join `range` to those of block `index`. Most ranges change nothing, which a look at the memory finds out for less.
@@ -106,7 +112,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS) find_range_affine(
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) {
                 const long long i = tile * TILE_SIZE + (u * AFFINE_THREADS + threadIdx.x) * UNIT;
-                if (i + UNIT <= g.n) unit[u].load(x + i, aligned);
+                if (i + UNIT <= g.n) load_unit(unit[u], x + i, aligned);
             }
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) {
@@ -146,7 +152,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS) find_range_affine(
                 const long long i = (tile / across * ROWS + r) * g.columns + column;
                 if (i + UNIT <= g.n) {
                     Unit<T> unit;
-                    unit.load(x + i, aligned);
+                    load_unit(unit, x + i, aligned);
 #pragma unroll
                     for (int j = 0; j < UNIT; ++j) {
                         const C v = unit.get(j);
@@ -224,7 +230,7 @@ __global__ void __launch_bounds__(DYNAMIC_THREADS<T, EACH>, 1) quantize_dynamic_
 #pragma unroll
         for (int v = 0; v < SLOTS; ++v) {
             const int b = EACH == 1 ? 0 : v, e = (EACH == 1 ? v * team + lane : lane) * UNIT;
-            if (e < length[b]) unit[v].load(x + begin[b] + e, aligned);
+            if (e < length[b]) load_unit(unit[v], x + begin[b] + e, aligned);
         }
         Range<C> range[EACH];
 #pragma unroll
@@ -263,7 +269,9 @@ __global__ void __launch_bounds__(DYNAMIC_THREADS<T, EACH>, 1) quantize_dynamic_
 #pragma unroll
             for (int v = 0; v < SLOTS; ++v) {
                 const int e = (EACH == 1 ? v * team + lane : lane) * UNIT;
-                if ((EACH == 1 || v == b) && e < length[b] && !op.quick(begin[b] + e, unit[v], scales)) left |= 1u << v;
+                if ((EACH == 1 || v == b) && e < length[b] &&
+                    !(aligned && op.template quick<true>(begin[b] + e, unit[v], scales)))
+                    left |= 1u << v;
             }
             for (; left; left &= left - 1)
                 op.careful(begin[b] + ((EACH == 1 ? (__ffs(left) - 1) * team : 0) + lane) * UNIT, UNIT);
