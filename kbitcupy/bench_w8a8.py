@@ -194,7 +194,7 @@ def run(
     return report
 
 
-def _torch(report: Report) -> Any:
+def _torch(report: Any) -> Any:
     """torch; None, and a note, where it is not installed or has no GPU."""
     try:
         torch = importlib.import_module("torch")

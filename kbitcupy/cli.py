@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from . import bench, bench_w8a8, cli_compare, cli_doctor, cli_files, cli_formats
+from . import bench, bench_linear, bench_w8a8, cli_compare, cli_doctor, cli_files, cli_formats
 from ._version import __version__
 from .cli_common import DEFAULT_FORMAT, option, printable, split_outside_brackets
 from .errors import FormatError, KbitError
@@ -219,7 +219,9 @@ def _add_bench(commands: Any) -> None:
         default=True,
         help="time bitsandbytes, torch and gguf too, where they are installed (default: yes)",
     )
-    command.add_argument("--w8a8", action="store_true", help="time W8A8 products on a GPU instead of formats")
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument("--w8a8", action="store_true", help="time W8A8 products on a GPU instead of formats")
+    instead.add_argument("--linear", action="store_true", help="time products with compressed weights on a GPU instead")
     output = command.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
     output.add_argument("--markdown", action="store_true", help="print the table for the README instead")
@@ -227,11 +229,17 @@ def _add_bench(commands: Any) -> None:
 
 
 def _run_bench(arguments: argparse.Namespace) -> None:
-    report: bench.Report | bench_w8a8.Report
+    report: bench.Report | bench_w8a8.Report | bench_linear.Report
     if arguments.w8a8:
         if arguments.formats or arguments.sizes or arguments.dtypes:
             raise FormatError("--w8a8 has shapes of its own: leave --formats, --sizes and --dtypes away")
         report = bench_w8a8.run(device=arguments.device, quick=arguments.quick)
+    elif arguments.linear:
+        if arguments.sizes or arguments.dtypes:
+            raise FormatError("--linear has shapes of its own: leave --sizes and --dtypes away")
+        report = bench_linear.run(
+            names=arguments.formats, device=arguments.device, quick=arguments.quick, peers=arguments.peers
+        )
     else:
         report = bench.run(
             arguments.formats,

@@ -1,8 +1,14 @@
 """Products with compressed weights: linear, matmul, linear_grouped.
 
-On NumPy the weights are decoded to float32, some rows at a time. On a GPU they are decoded whole and cuBLAS multiplies,
-with fp32 accumulation; the tensor scale of a k-bit format and the bias are applied in fp32, before the one rounding to
-the dtype of the result.
+Three ways lead to a product; ``linear(..., explain=True)`` prints which one is taken, and why:
+
+- On NumPy the weights are decoded to float32, some rows at a time, and multiplied.
+- On a GPU few tokens are multiplied with weights that are decoded in registers and never written (kernels/linear.cu):
+  ``kbit2`` to ``kbit5`` and the 4-bit tables, float16 and bfloat16, rows of whole blocks, compute capability 8.0.
+- On a GPU everything else is decoded whole, and cuBLAS multiplies.
+
+Products are accumulated in fp32; the tensor scale of a k-bit format and the bias are applied in fp32, before the one
+rounding to the dtype of the result.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ _CHUNK = 1 << 20
 _CHUNK_ROWS = 256
 
 
-def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None) -> Any:
+def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None, explain: bool = False) -> Any:
     """x times the transpose of a compressed weight, plus a bias.
 
     Parameters
@@ -44,6 +50,8 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None) -> A
         float [N]; added in fp32 (fp64 for float64 `x`) before the one rounding to x's dtype.
     out : array, optional
         C-contiguous array of the result's shape and dtype, which receives it; it must not overlap `x`.
+    explain : bool, default False
+        Print how the product is computed, and from how many tokens on it would be computed in another way.
 
     Returns
     -------
@@ -90,6 +98,8 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None) -> A
     with _xp.on_device_of(x):
         if out is None:
             out = _xp.namespace(x).empty(shape, x.dtype)
+        if explain:
+            print(_explanation(x, q, out.size // rows if rows else 0))
         if out.size:
             _multiply(x, q, bias, out)
     return out
@@ -349,6 +359,21 @@ def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         plan.fused(x, q.planes, bias, out)
     else:
         _multiply_decoded(x.reshape(m, k), q, bias, out.reshape(m, n))
+
+
+def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
+    """What happens to `m` tokens of the dtype and on the device of `x`, and to other numbers of them."""
+    heading = f"{m} tokens of {x.dtype}, {q!r}"
+    if isinstance(x, np.ndarray):
+        return f"{heading}\n  any number of tokens: NumPy, decode {_CHUNK_ROWS} rows or more at a time and multiply"
+
+    def way(tokens: int) -> str:
+        return _plan(q.format, q.shape, x.dtype, tokens, x.data.device_id).reason if q.size else "nothing to multiply"
+
+    lines = [heading, f"  these: {way(max(m, 1))}"]
+    starts = [1, _TOKENS + 1, *(limit + 1 for limit in sorted(_FUSED_UP_TO.values()))]
+    lines += [f"  from {start}: {way(start)}" for start in starts]
+    return "\n".join(lines)
 
 
 def _multiply_on_host(x: np.ndarray, q: QuantizedArray, bias: Any, out: np.ndarray) -> None:

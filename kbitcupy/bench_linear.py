@@ -1,0 +1,317 @@
+"""``kbit bench --linear``: products with compressed weights, beside cuBLAS and other libraries' 4-bit products.
+
+A row is the median GPU time of `kbitcupy.linear` on float16 activations with ``out=``, and how much of that time would
+be needed to read the compressed weights once, at the copy bandwidth of the same run. Beside it stand decoding the
+weights to float16 and multiplying by cuBLAS, which is the other way that `linear` may take, torch's bfloat16 product
+(cuBLAS), bitsandbytes' NF4 product and torch's int4 product (tinygemm, groups of 128), as far as they are installed.
+The timing is that of `kbitcupy.bench`: weights rotate, so that no call finds them in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import _xp
+from ._version import __version__
+from .array import QuantizedArray
+from .bench import Call, Case, _aligned, _environment, _Gpu, _markdown_table
+from .bench_w8a8 import _torch, _torch_stream
+from .errors import DeviceError
+from .formats.base import Format, get_format
+from .linear import linear
+from .ops import dequantize
+
+#: [N, K] of the weights, numbers of tokens, and formats.
+SHAPES = ((28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096))
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+FORMATS = ("kbit4", "nf4")
+#: Formats that are timed at the first shape only.
+EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5")
+QUICK_TOKENS = (1, 8, 16, 64)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The times of one product in microseconds.
+
+    Parameters
+    ----------
+    format : str
+        Of the weight.
+    channels, depth, tokens : int
+        Its N, K and M.
+    us, cpu_us : float
+        GPU time and CPU time of `linear`.
+    read_fraction : float
+        Time to read the compressed weights at the copy bandwidth, over `us`.
+    peers : dict of str to float
+        Times of the others, by name; what was not measured is missing.
+    """
+
+    format: str
+    channels: int
+    depth: int
+    tokens: int
+    us: float
+    cpu_us: float
+    read_fraction: float
+    peers: dict[str, float]
+
+    def cells(self) -> list[str]:
+        """As text."""
+        peers = (f"{self.peers[name]:.1f}" if name in self.peers else "" for name in PEERS)
+        ours = (f"{self.us:.1f}", f"{self.cpu_us:.1f}", f"{self.read_fraction:.2f}")
+        return [self.format, f"{self.channels} x {self.depth}", str(self.tokens), *ours, *peers]
+
+
+PEERS = ("decode + cuBLAS", "cuBLAS bf16", "bitsandbytes", "tinygemm")
+_TITLES = ["format", "N x K", "M", "us", "CPU us", "of reading", *PEERS]
+
+
+@dataclass
+class Report:
+    """What a run found.
+
+    Parameters
+    ----------
+    device : str
+        ``"cuda:N"``.
+    environment : dict
+        The machine and the versions, as JSON values.
+    copy_gb_per_s : float
+        Copy bandwidth of the GPU, bytes read and bytes written counted.
+    products : list of Product
+        The measurements.
+    notes : list of str
+        What was left out, and why.
+    """
+
+    device: str
+    environment: dict[str, Any]
+    copy_gb_per_s: float
+    products: list[Product] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def json(self) -> str:
+        """One JSON document."""
+        document = {"kbitcupy": __version__, **vars(self), "products": [vars(product) for product in self.products]}
+        return json.dumps(document, indent=1, allow_nan=False)
+
+    def text(self) -> str:
+        """An aligned table."""
+        return "\n".join([*self._heading(), "", *_aligned([_TITLES, *(p.cells() for p in self.products)], 2)])
+
+    def markdown(self) -> str:
+        """A table for a document."""
+        return "\n".join([*_markdown_table([_TITLES, *(p.cells() for p in self.products)]), "", *self._heading()])
+
+    def _heading(self) -> list[str]:
+        versions = ", ".join(f"{name} {version}" for name, version in self.environment["versions"].items())
+        return [
+            f"{self.environment['gpu']}, copy bandwidth {self.copy_gb_per_s:.0f} GB/s; {versions}",
+            "linear on float16 activations, microseconds of GPU time; the columns behind `of reading` are the others'.",
+        ]
+
+
+def run(
+    shapes: Sequence[tuple[int, int]] | None = None,
+    *,
+    tokens: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
+    device: str = "auto",
+    quick: bool = False,
+    peers: bool = True,
+) -> Report:
+    """Time products with compressed weights.
+
+    Parameters
+    ----------
+    shapes : sequence of (int, int), optional
+        [N, K] of the weights; by default `SHAPES`.
+    tokens : sequence of int, optional
+        M; by default `TOKENS`.
+    names : sequence of str, optional
+        Formats; by default `FORMATS`, and `EXTRA_FORMATS` at the first shape.
+    device : str, default "auto"
+        ``"auto"`` or ``"cuda:N"``.
+    quick : bool, default False
+        One shape, fewer numbers of tokens and repetitions.
+    peers : bool, default True
+        Time the others too, where they are installed.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    DeviceError
+        When there is no GPU, or `device` is not one.
+
+    Examples
+    --------
+    >>> from kbitcupy import bench_linear
+    >>> bench_linear.run(device="cpu")
+    Traceback (most recent call last):
+        ...
+    kbitcupy.errors.DeviceError: products with compressed weights are timed on a GPU only; device is 'cpu'
+    """
+    device = _xp.resolve_device(device)
+    if device == "cpu":
+        raise DeviceError(f"products with compressed weights are timed on a GPU only; device is {device!r}")
+    cupy = _xp.import_cupy()
+    ordinal = int(device.partition(":")[2])
+    with cupy.cuda.Device(ordinal), cupy.cuda.Stream() as stream:
+        gpu = _Gpu(cupy, ordinal, stream, quick)
+        environment = _environment(gpu=gpu.name)
+        environment["versions"]["CuPy"] = cupy.__version__
+        report = Report(device, environment, gpu.bandwidth * 1e-9)
+        torch = _torch(report) if peers else None
+        with _torch_stream(torch, stream, ordinal):
+            for number, shape in enumerate(shapes or (SHAPES[:1] if quick else SHAPES)):
+                for count in tokens or (QUICK_TOKENS if quick else TOKENS):
+                    others = _others(gpu, torch, shape, count, report)
+                    for name in names or (*FORMATS, *(EXTRA_FORMATS if number == 0 else ())):
+                        report.products.append(measure(gpu, get_format(name), shape, count, others))
+                    gpu.free()
+                    if torch is not None:
+                        torch.cuda.empty_cache()
+    cupy.get_default_memory_pool().free_all_blocks()
+    return report
+
+
+def measure(gpu: Any, format: Format, shape: tuple[int, int], tokens: int, others: dict[str, float]) -> Product:
+    """One product, and the same through decoded weights.
+
+    Parameters
+    ----------
+    gpu : object
+        What `kbitcupy.bench` times with: ``cupy`` and ``time(case, name, inputs)``.
+    format : Format
+        Of the weight.
+    shape : tuple of int
+        N and K.
+    tokens : int
+        M.
+    others : dict of str to float
+        Times of other libraries' products of this shape.
+
+    Returns
+    -------
+    Product
+    """
+    xp = gpu.cupy
+    x = xp.asarray(np.random.default_rng(0).standard_normal((tokens, shape[1]), np.float32).astype(np.float16))
+    q = random_weight(format, shape, xp)
+
+    def moved(number: int) -> Any:
+        planes = {name: plane if number == 0 else xp.roll(plane, number) for name, plane in q.planes.items()}
+        return _Moved(QuantizedArray(q.format, planes, shape, np.float16))
+
+    def fused(weight: Any) -> tuple[Call, int]:
+        out = xp.empty((tokens, shape[0]), np.float16)
+        return lambda: linear(x, weight.q, out=out), q.nbytes
+
+    def decoded(weight: Any) -> tuple[Call, int]:
+        w, out = xp.empty(shape, np.float16), xp.empty((tokens, shape[0]), np.float16)
+
+        def call() -> None:
+            dequantize(weight.q, out=w)
+            xp.matmul(x, w.T, out=out)
+
+        return call, q.nbytes
+
+    ours = gpu.time(Case("linear", fused), str(format), moved)
+    through = gpu.time(Case("decode + cuBLAS", decoded), str(format), moved)
+    return Product(
+        str(format), *shape, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, {PEERS[0]: through.us, **others}
+    )
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A weight where `kbitcupy.bench` expects an input array."""
+
+    q: QuantizedArray
+
+    @property
+    def size(self) -> int:
+        return self.q.size
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.q.dtype
+
+
+def random_weight(format: Format, shape: tuple[int, int], xp: Any) -> QuantizedArray:
+    """A weight of random bits with scales of ordinary size: nothing has to be quantized."""
+    rng = np.random.default_rng(0)
+    planes = {}
+    for name, plane in format.planes(shape).items():
+        size, dtype = math.prod(plane.shape), np.dtype(plane.dtype)
+        if name == "packed":
+            words = rng.integers(0, 1 << 32, -(-size * dtype.itemsize // 4), np.uint32)
+            array = words.view(dtype)[:size]
+        elif dtype == np.uint8:  # E4M4 codes of 2^-4 to 1, or codes of the dynamic map
+            array = rng.integers(112, 176, size, np.uint8)
+        else:
+            array = np.ones(size, dtype) if size == 1 else rng.random(size, np.float32).astype(dtype)
+        planes[name] = xp.asarray(array.reshape(plane.shape))
+    return QuantizedArray(format, planes, shape, np.float16)
+
+
+# ---- other libraries -------------------------------------------------------------------------------------------------
+
+
+def _others(gpu: Any, torch: Any, shape: tuple[int, int], tokens: int, report: Report) -> dict[str, float]:
+    """The times of torch's and bitsandbytes' products; what fails is left out with a note."""
+    found: dict[str, float] = {}
+    if torch is None:
+        return found
+    makers: tuple[Callable[..., tuple[Call, int]], ...] = (_cublas, _bitsandbytes, _tinygemm)
+    for name, make in zip(PEERS[1:], makers, strict=True):
+        codes = gpu.cupy.asarray(np.random.default_rng(0).integers(0, 256, shape[0] * shape[1] // 2, np.uint8))
+
+        def moved(number: int, codes: Any = codes) -> Any:
+            return codes if number == 0 else gpu.cupy.roll(codes, number)
+
+        try:
+            case = Case(name, functools.partial(make, torch, shape, tokens), capture=True)
+            found[name] = gpu.time(case, name, moved).us
+        except Exception as error:  # other libraries raise what they like
+            note = f"{name} left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if note not in report.notes:
+                report.notes.append(note)
+    return found
+
+
+def _cublas(torch: Any, shape: tuple[int, int], tokens: int, codes: Any) -> tuple[Call, int]:
+    w = (torch.from_dlpack(codes).to(torch.bfloat16).repeat_interleave(2) / 128 - 1).reshape(shape)
+    x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device=w.device)
+    return lambda: torch.nn.functional.linear(x, w), 2 * w.numel()
+
+
+def _bitsandbytes(torch: Any, shape: tuple[int, int], tokens: int, codes: Any) -> tuple[Call, int]:
+    library = importlib.import_module("bitsandbytes")
+    packed = torch.from_dlpack(codes).reshape(-1, 1)
+    w = torch.randn(64, 64, dtype=torch.float16, device=packed.device)
+    _, state = library.functional.quantize_4bit(w, quant_type="nf4")
+    state.absmax = torch.rand(shape[0] * shape[1] // 64, device=packed.device)
+    state.shape = torch.Size(shape)
+    x = torch.randn(tokens, shape[1], dtype=torch.float16, device=packed.device)
+    return lambda: library.matmul_4bit(x, packed.t(), state), packed.numel()
+
+
+def _tinygemm(torch: Any, shape: tuple[int, int], tokens: int, codes: Any) -> tuple[Call, int]:
+    w = torch._convert_weight_to_int4pack(torch.from_dlpack(codes).reshape(shape[0], shape[1] // 2), 8)
+    scales = torch.rand(shape[1] // 128, shape[0], 2, dtype=torch.bfloat16, device=w.device)
+    x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device=w.device)
+    return lambda: torch._weight_int4pack_mm(x, w, 128, scales), codes.nbytes

@@ -1,0 +1,183 @@
+"""The kernels behind linear, linear_grouped and take. Class `TestSmall` is what compute-sanitizer runs."""
+
+import importlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import BFLOAT16, same_values
+from test_linear import FORMATS, HALF, check, error, exact, naive, numbers, reference, weight
+
+import kbitcupy as kb
+
+pytestmark = pytest.mark.gpu
+MODULE = importlib.import_module("kbitcupy.linear")
+
+# Formats that a kernel decodes, and those among them with a tensor scale for each member of a stack.
+DECODED = [format for format in FORMATS if MODULE.decoder_of(format) is not None]
+
+
+def plan_of(x, q):
+    return MODULE._plan(q.format, q.shape, x.dtype, x.size // q.shape[1], 0)
+
+
+class TestSmall:
+    """Every decoder at the edges of its tiles, turns and blocks."""
+
+    @pytest.mark.parametrize("dtype", HALF, ids=str)
+    @pytest.mark.parametrize("format", DECODED, ids=repr)
+    def test_every_kernel(self, cupy, format, dtype):
+        for shape in ((16, 128), (77, 320), (130, 1024), (33, 192)):
+            q = weight(shape, format, cupy)
+            bias = numbers(shape[:1], np.dtype("float32"), cupy)
+            for m in (1, 8, 9, 16, 17):
+                x = numbers((m, shape[1]), dtype, cupy)
+                check(kb.linear(x, q, bias), x, q, bias)
+
+    @pytest.mark.parametrize("dtype", HALF, ids=str)
+    @pytest.mark.parametrize("format", ["kbit4", "kbit3", "nf4"])
+    def test_experts(self, cupy, format, dtype):
+        w = [weight((40, 256), format, cupy, seed=i, scale=10.0**-i) for i in range(5)]
+        qs = kb.stack(w)
+        for tokens, slots, shared in ((1, 2, True), (30, 2, False), (4, 5, True)):
+            ids = np.random.default_rng(tokens).integers(-1, 6, (tokens, slots))
+            x = numbers((tokens, 256) if shared else (tokens, slots, 256), dtype, cupy)
+            weights = numbers((tokens, slots), np.dtype("float32"), cupy)
+            for given_weights in (None, weights):
+                y = kb.linear_grouped(x, qs, cupy.asarray(ids), given_weights)
+                wanted = reference(x, qs.dequantize(dtype="float32"), ids, given_weights)
+                limit = 2.0**-7 if dtype == BFLOAT16 else 2.0**-10
+                assert error(y, wanted) <= limit * np.sqrt(np.mean(np.square(wanted)))
+
+    @pytest.mark.parametrize("dtype", [*HALF, np.dtype("float32")], ids=str)
+    @pytest.mark.parametrize("format", FORMATS, ids=repr)
+    def test_rows(self, cupy, format, dtype):
+        q = weight((37, 4096), format, cupy)
+        decoded = q.dequantize(dtype=dtype).get()
+        for kind in (np.int32, np.int64, np.uint8):
+            ids = np.random.default_rng(0).integers(0, 37, (3, 2)).astype(kind)
+            assert same_values(kb.take(q, cupy.asarray(ids), dtype=dtype).get(), decoded[ids])
+        room = cupy.zeros(2 * 4096 + 3, dtype)
+        kb.take(q, [5, -1], out=room[3:].reshape(2, 4096))
+        assert same_values(room[3:].get().reshape(2, 4096), decoded[[5, -1]]) and not room[:3].any()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_error_of_every_format(cupy, format, dtype):
+    """At most twice the naive error; odd shapes and float32 weights of 1e-6 included."""
+    for shape in ((257, 512), (100, 1376), (65, 333)):
+        q = weight(shape, format, cupy, scale=0.02)
+        for m in (*range(1, 18), 31, 32, 33, 64, 127, 128, 129, 500):
+            x = numbers((m, shape[1]), dtype, cupy)
+            check(kb.linear(x, q), x, q)
+
+
+@settings(max_examples=60)
+@given(
+    m=st.integers(1, 70),
+    n=st.integers(64, 700),
+    k=st.integers(1, 1500),
+    dtype=st.sampled_from(HALF),
+    format=st.sampled_from(DECODED),
+)
+def test_any_shape(cupy, m, n, k, dtype, format):
+    q = weight((n, k), format, cupy)
+    x = numbers((m, k), dtype, cupy)
+    check(kb.linear(x, q), x, q)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-12, 1e6])
+@pytest.mark.parametrize("options", [{"absmax": "float32"}, {"absmax": "float16"}, {}])
+def test_scales_far_from_one(cupy, options, scale):
+    q = weight((256, 512), kb.get_format("kbit4", **options), cupy, scale=scale)
+    x = numbers((8, 512), np.dtype("float16"), cupy)
+    big = (x.astype(np.float32) * min(1e3, 1 / scale / 100)).astype(np.float16)
+    wanted = exact(big, q)
+    y = kb.linear(big, q)
+    limit = 2.0**-10 * np.sqrt(np.mean(np.square(wanted)))
+    assert error(y, wanted) <= max(limit, 2.0**-25)
+
+
+@pytest.mark.parametrize("format", ["kbit4", "kbit5", "nf4"])
+@pytest.mark.parametrize("shape", [(4096, 4096), (1000, 2048), (64, 8192)])
+def test_the_same_bits_every_time(cupy, format, shape):
+    q = weight(shape, format, cupy)
+    for m in (1, 8, 16, 32):
+        x = numbers((m, shape[1]), np.dtype("float16"), cupy)
+        assert plan_of(x, q).fused is not None
+        first = kb.linear(x, q)
+        for _ in range(50):
+            assert bool((kb.linear(x, q).view(np.uint16) == first.view(np.uint16)).all())
+    qs = kb.stack([q[:64].copy() for _ in range(3)]) if format == "nf4" else None
+    if qs is not None:
+        ids = cupy.asarray(np.random.default_rng(0).integers(0, 3, (40, 2)))
+        x = numbers((40, shape[1]), np.dtype("float16"), cupy)
+        first = kb.linear_grouped(x, qs, ids)
+        for _ in range(50):
+            assert bool((kb.linear_grouped(x, qs, ids).view(np.uint16) == first.view(np.uint16)).all())
+
+
+@pytest.mark.parametrize("format", ["kbit4", "nf4", "kbit8"])
+def test_graphs_and_streams(cupy, format):
+    q = weight((512, 1024), format, cupy)
+    for m in (3, 64):
+        x = numbers((m, 1024), np.dtype("float16"), cupy)
+        bias = numbers((512,), np.dtype("float16"), cupy)
+        wanted = kb.linear(x, q, bias)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        out = cupy.zeros_like(wanted)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            kb.linear(x, q, bias, out=out)
+            stream.synchronize()
+            out.fill(0)
+            stream.begin_capture()
+            kb.linear(x, q, bias, out=out)
+            graph = stream.end_capture()
+            graph.launch(stream)
+            stream.synchronize()
+        assert bool((out == wanted).all())
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 7, 8])
+@pytest.mark.parametrize("format", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4"])
+def test_arrays_that_start_anywhere(cupy, format, offset):
+    q = weight((96, 512), format, cupy)
+    x = numbers((5, 512), np.dtype("float16"), cupy)
+    bias = numbers((96,), np.dtype("float16"), cupy)
+
+    def shifted(array):
+        room = cupy.zeros(array.size + offset, array.dtype)
+        room[offset:] = array.reshape(-1)
+        return room[offset:].reshape(array.shape)
+
+    moved = kb.QuantizedArray(q.format, {n: shifted(p) for n, p in q.planes.items()}, q.shape, q.dtype)
+    out = shifted(cupy.zeros((5, 96), np.float16))
+    kb.linear(shifted(x), moved, shifted(bias), out=out)
+    check(out, x, q, bias)
+
+
+def test_float16_and_other_routes_agree(cupy):
+    """Fused and decoded products of the same arrays lie within the naive error of each other."""
+    q = weight((640, 1024), "kbit4", cupy, scale=0.02)
+    x = numbers((8, 1024), np.dtype("float16"), cupy)
+    fused, decoded = kb.linear(x, q), cupy.empty((8, 640), np.float16)
+    MODULE._multiply_decoded(x, q, None, decoded)
+    wanted = exact(x, q)
+    assert error(fused, wanted) <= 2 * error(naive(x, q), wanted)
+    assert error(decoded, wanted) <= 2 * error(naive(x, q), wanted)
+
+
+def test_stacks_larger_than_a_group_of_tokens(cupy):
+    """More than 8 products of an expert, experts without any, and ids of no expert."""
+    qs = kb.stack([weight((48, 256), "kbit4", cupy, seed=i) for i in range(7)])
+    ids = np.zeros((50, 2), np.int64)
+    ids[:, 1] = np.where(np.arange(50) % 3 == 0, 6, 99)
+    x = numbers((50, 256), np.dtype("float16"), cupy)
+    wanted = reference(x, qs.dequantize(dtype="float32"), ids, None)
+    y = kb.linear_grouped(x, qs, cupy.asarray(ids))
+    assert error(y, wanted) <= 2.0**-10 * np.sqrt(np.mean(np.square(wanted)))
+    assert not y[ids == 99].any()
