@@ -219,7 +219,7 @@ def fake_quantize(
     array([-1. ,  0.5,  3.5], dtype=float32)
     """
     x, blocks = _blocked(x, granularity)
-    levels = Levels(*_affine.check_levels(qmin, qmax))
+    levels = _affine.check_levels(qmin, qmax)
     _float_out(out, x)
     scale, zero_point = _parameters(scale, zero_point, blocks, x, levels, x.dtype)
     with _xp.on_device_of(x):
@@ -275,7 +275,7 @@ def choose_qparams(
     (array([0.1       , 0.13333334], dtype=float32), array([10,  0], dtype=int32))
     """
     x, blocks = _blocked(x, granularity)
-    levels = Levels(*_affine.check_levels(qmin, qmax), _flag(symmetric))
+    levels = _affine.check_levels(qmin, qmax, symmetric=_flag(symmetric))
     fraction = _affine.check_percentile(percentile)
     with _xp.on_device_of(x):
         scale, zero_point = _new_parameters(x, blocks, levels)
@@ -521,7 +521,7 @@ def _backward(
     if dy.shape != x.shape or dy.dtype != x.dtype:
         raise ValueError(f"dy is {dy.dtype}{list(dy.shape)} and x {x.dtype}{list(x.shape)}; they must be alike")
     _xp.check_same_device(x, dy)
-    levels = _byte_levels(qmin, qmax) if divide else Levels(*_affine.check_levels(qmin, qmax))
+    levels = _byte_levels(qmin, qmax) if divide else _affine.check_levels(qmin, qmax)
     if not isinstance(mask, str) or mask not in _MARGINS:
         raise FormatError(f"mask is {mask!r}; allowed are {', '.join(map(repr, _MARGINS))}")
     margin = _MARGINS[mask]
@@ -547,10 +547,10 @@ def _blocked(x: Any, granularity: Any, argument: str = "x") -> tuple[Any, Blocks
 
 def _byte_levels(qmin: Any, qmax: Any, symmetric: bool = True) -> Levels:
     """A range that int8 or uint8 holds."""
-    low, high = _affine.check_levels(qmin, qmax, (-128, 255))
-    if low < 0 and high > 127:
-        raise FormatError(f"qmin is {low} and qmax {high}; the range must lie within -128 to 127, or within 0 to 255")
-    return Levels(low, high, symmetric)
+    levels = _affine.check_levels(qmin, qmax, (-128, 255), symmetric)
+    if levels.qmin < 0 and levels.qmax > 127:
+        raise FormatError(f"qmin is {qmin} and qmax {qmax}; the range must lie within -128 to 127, or within 0 to 255")
+    return levels
 
 
 def _parameters(

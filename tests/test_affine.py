@@ -204,7 +204,9 @@ def test_what_is_decoded_is_near(data):
     x = numbers(kind, shape, dtype, data.draw(st.integers(0, 1000)))
     x[~np.isfinite(x.astype(np.float64))] = 0
     q = kb.quantize(x, name, granularity=granularity, symmetric=symmetric)
-    assert kb.metrics.error_bound(x, q).violations == 0
+    # (float16 could overflow: what is decoded may lie half a step beyond its largest number.)
+    y = q.dequantize(dtype="float64" if dtype == np.float64 else "float32")
+    assert kb.metrics.error_bound(x, q, y).violations == 0
     # The functions give the same integers and numbers as the format.
     levels = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": (0, 15)}[name]
     if dtype != np.float64:  # whose scales a format rounds to float32

@@ -61,6 +61,7 @@ MAX_LEVEL = 1 << 20
 
 _SINGLE, _DOUBLE, _INT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32)
 _LARGEST = float(np.finfo(np.float32).max)
+_SURELY_FINITE = 2.0**127  # in every dtype of scales
 
 Granularity = str | tuple[str, int]
 
@@ -239,20 +240,27 @@ class Levels:
 SIGNED8, UNSIGNED8 = Levels(-128, 127), Levels(0, 255)
 
 
-def check_levels(qmin: Any, qmax: Any, limits: tuple[int, int] = (-MAX_LEVEL, MAX_LEVEL)) -> tuple[int, int]:
-    """Both ends as ints.
+def check_levels(
+    qmin: Any, qmax: Any, limits: tuple[int, int] = (-MAX_LEVEL, MAX_LEVEL), symmetric: bool = True
+) -> Levels:
+    """A range from its ends.
 
     Raises
     ------
     FormatError
         When they are not integers in order within `limits`.
     """
+    if type(qmin) is type(qmax) is int and limits[0] <= qmin < qmax <= limits[1]:
+        return _levels(qmin, qmax, symmetric)
     for name, value in (("qmin", qmin), ("qmax", qmax)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise FormatError(f"{name} is {value!r}; it must be an integer")
     if not limits[0] <= qmin < qmax <= limits[1]:
         raise FormatError(f"qmin is {qmin} and qmax {qmax}; allowed is {limits[0]} <= qmin < qmax <= {limits[1]}")
-    return int(qmin), int(qmax)
+    return _levels(int(qmin), int(qmax), symmetric)
+
+
+_levels = functools.lru_cache(maxsize=256)(Levels)
 
 
 def compute_dtype(dtype: np.dtype) -> np.dtype:
@@ -261,7 +269,7 @@ def compute_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argument: str = "scale") -> Any:
-    """A scale as a Python float, or as a flat array of one entry for each block beside the array `beside`.
+    """A scale as a Python float, or as a contiguous array of one entry for each block beside the array `beside`.
 
     Values of a device array are not looked at.
 
@@ -274,6 +282,8 @@ def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argume
     TypeError
         When it is not numeric.
     """
+    if type(scale) is float and 0 <= scale < _SURELY_FINITE:
+        return float(dtype.type(scale))
     if type(scale) in (float, int):
         scale = np.asarray(scale, np.float64)
     array = _block_values(scale, blocks, beside, dtype, "fiu", argument)
@@ -286,7 +296,7 @@ def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argume
 
 
 def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Levels) -> Any:
-    """A zero point as a Python int, or as a flat int32 array of one entry for each block beside the array `beside`.
+    """A zero point as a Python int, or as a contiguous int32 array of one entry for each block beside `beside`.
 
     Raises
     ------
@@ -306,7 +316,7 @@ def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Level
 
 
 def _block_values(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype | None, kinds: str, argument: str) -> Any:
-    """One or `blocks.count` numbers, flat; a single one on the host may go with any array."""
+    """One or `blocks.count` numbers, flat on the host; a single one there may go with any array."""
     array = _xp.as_array(values, argument)
     if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
         raise TypeError(f"{argument} is {array.dtype}; it must hold {'numbers' if 'f' in kinds else 'integers'}")
@@ -319,12 +329,14 @@ def _block_values(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype | No
             f"{argument} is on {_xp.device_of(array)} and the data on {_xp.device_of(beside)}; move it with "
             ".get() or cupy.asarray"
         )
-    with _xp.on_device_of(array), np.errstate(over="ignore"):
-        if _xp.is_cupy(array):
-            dtype = dtype or _INT32
-        return _xp.namespace(array).ascontiguousarray(
-            array.reshape(-1) if dtype is None else array.astype(dtype, copy=False).reshape(-1)
-        )
+    if _xp.is_cupy(array):
+        wanted = dtype or _INT32
+        if array.dtype == wanted and array.flags.c_contiguous:
+            return array
+        with _xp.on_device_of(array):
+            return array.astype(wanted, order="C")
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array if dtype is None else array.astype(dtype, copy=False)).reshape(-1)
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------------------------
@@ -913,7 +925,8 @@ class Affine(Format):
         self.granularity = check_granularity(granularity)
         if not isinstance(symmetric, bool):
             raise FormatError(f"symmetric is {symmetric!r}; allowed are True and False")
-        self.levels = _levels(bits, signed, symmetric)
+        low = -(1 << bits - 1) if signed else 0
+        self.levels = check_levels(low, low + (1 << bits) - 1, symmetric=symmetric)
         self.percentile = check_percentile(percentile)
         if scale is not None and percentile is not None:
             raise FormatError("percentile says how a scale is found, and scale gives one: leave one of them away")
@@ -1007,12 +1020,6 @@ class Affine(Format):
 
     def _zero_of(self, planes: Mapping[str, Any]) -> Any:
         return planes.get("zero_point", self.levels.zero)
-
-
-@functools.cache
-def _levels(bits: int, signed: bool, symmetric: bool) -> Levels:
-    low = -(1 << bits - 1) if signed else 0
-    return Levels(low, low + (1 << bits) - 1, symmetric)
 
 
 def check_percentile(percentile: Any) -> float | None:
