@@ -364,6 +364,30 @@ enum Layout {
 
 constexpr int AFFINE_THREADS = 256;
 
+// Where a tile of neighbouring elements lies among the blocks, in 32 bits; not for wide geometries.
+struct RunsTile {
+    long long first;  // number of a scale at or before that of the tile's first element
+    unsigned column;  // of the tile's first element in its row
+
+    __device__ __forceinline__ RunsTile(const Geometry& g, long long base) {
+        const long long row = base >> 31 ? base / g.row : g.by_row(static_cast<unsigned>(base));
+        first = row * g.per_row;
+        column = static_cast<unsigned>(base - row * g.row);
+    }
+    // The number of the scale at `local`, less `first`, and the elements from there to the end of its run.
+    __device__ __forceinline__ unsigned locate(const Geometry& g, int local, unsigned& rest) const {
+        const unsigned length = static_cast<unsigned>(g.row), run = static_cast<unsigned>(g.run);
+        const unsigned at = column + local, r = g.by_row(at), c = at - r * length;
+        unsigned offset = r * static_cast<unsigned>(g.per_row);
+        rest = length - c;
+        if (run != length) {
+            const unsigned k = g.by_run(c);
+            offset += k, rest = min(rest, (k + 1) * run - c);
+        }
+        return offset;
+    }
+};
+
 // Do `op` to all units. An Op has
 //     SIZE               elements of a unit
 //     Data               registers of a unit
@@ -378,7 +402,6 @@ __device__ __forceinline__ void for_each_unit(const Op& op, const Geometry& g) {
     constexpr int DEPTH = Op::DEPTH, SIZE = Op::SIZE, STEP = AFFINE_THREADS * SIZE;
     if constexpr (LAYOUT == RUNS) {
         constexpr long long TILE_SIZE = (long long)STEP * DEPTH;
-        const unsigned length = static_cast<unsigned>(g.row), run = static_cast<unsigned>(g.run);  // unless g.wide
         const int mine = threadIdx.x * SIZE;
         const Run tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
@@ -388,20 +411,13 @@ __device__ __forceinline__ void for_each_unit(const Op& op, const Geometry& g) {
                     op.careful(base + local, static_cast<int>(min((long long)SIZE, g.n - base - local)));
                 continue;
             }
-            // The tile begins in row `row`, at column `column`, at a scale not before number `first`.
-            const long long row = base >> 31 ? base / g.row : g.by_row(static_cast<unsigned>(base));
-            const unsigned column = static_cast<unsigned>(base - row * g.row);
-            const long long first = row * g.per_row;
+            const RunsTile place(g, base);
             // The scales of the unit at `local`; false where it has more than one.
             auto find = [&](int local, Scales<typename Op::Compute, 1>& scales) {
-                const unsigned at = column + local, r = g.by_row(at);
-                unsigned c = at - r * length, left = length - c, index = r * static_cast<unsigned>(g.per_row);
-                if (run != length) {
-                    const unsigned k = g.by_run(c);
-                    index += k, left = min(left, (k + 1) * run - c);
-                }
-                op.scales(0, first, index, scales);
-                return left >= SIZE;
+                unsigned rest;
+                const unsigned offset = place.locate(g, local, rest);
+                op.scales(0, place.first, offset, scales);
+                return rest >= SIZE;
             };
             unsigned left = 0;  // bit u: unit u is not done
             if (op.aligned && base + TILE_SIZE <= g.n) {

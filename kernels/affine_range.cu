@@ -97,7 +97,7 @@ __device__ __forceinline__ void join_block(
 // x          T[n]
 // high, low  Bits[count], zero at first; they receive the ranges. low null: high is the larger one of both
 template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS) find_range_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, 2) find_range_affine(
     const T* x, typename Compute<T>::Bits* high, typename Compute<T>::Bits* low, const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     const bool aligned = is_aligned(x);
@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS) find_range_affine(
         long long mine = -1;  // the block whose range is being gathered
         Gather<T> gather;
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
+            const RunsTile place(g, tile * TILE_SIZE);
             Unit<T> unit[DEPTH];
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) {
@@ -118,8 +119,10 @@ __global__ void __launch_bounds__(AFFINE_THREADS) find_range_affine(
             for (int u = 0; u < DEPTH; ++u) {
                 const long long i = tile * TILE_SIZE + (u * AFFINE_THREADS + threadIdx.x) * UNIT;
                 if (i >= g.n) continue;
-                const long long index = g.index(i);
-                if (i + UNIT <= g.n && g.index(i + UNIT - 1) == index) {
+                unsigned rest = 0;
+                const long long index =
+                    g.wide ? -1 : place.first + place.locate(g, (u * AFFINE_THREADS + threadIdx.x) * UNIT, rest);
+                if (i + UNIT <= g.n && rest >= UNIT) {
                     if (index != mine) {
                         if (mine >= 0) join_block<C>(high, low, mine, gather.range());
                         mine = index, gather = Gather<T>();
@@ -222,8 +225,8 @@ __global__ void __launch_bounds__(DYNAMIC_THREADS<T, EACH>, 1) quantize_dynamic_
         Unit<T> unit[SLOTS];
 #pragma unroll
         for (int b = 0; b < EACH; ++b) {
-            const long long block = first + b * teams, row = block / g.per_row,
-                            column = (block - row * g.per_row) * g.run;
+            const long long block = first + b * teams, row = g.per_row == 1 ? block : block / g.per_row;
+            const long long column = (block - row * g.per_row) * g.run;
             begin[b] = row * g.row + column;
             length[b] = block < g.count ? static_cast<int>(min(g.run, g.row - column)) : 0;
         }
