@@ -622,7 +622,7 @@ def cut_few(n: int, k: int, decoder: Decoder, resident: int, paired: bool = True
     best: tuple[float, Cut] | None = None
     for pairs, warps, span in itertools.product((2, 1), (16, 8, 4, 2, 1), (8, 4, 2, 1)):
         if pairs > most_pairs or (pairs > 1 and _FEW_WARPS // warps * 2 >= run):
-            continue  # a slot for a pair that is not there is one less for what is under way
+            continue  # a place for a pair that is not there
         if 2 * pairs * _ITEM_ROWS * span * decoder.scale_bytes > _STAGE_BYTES:
             continue
         share = -(-items // splits)
@@ -632,8 +632,7 @@ def cut_few(n: int, k: int, decoder: Decoder, resident: int, paired: bool = True
         my_tiles = sum(min(2 * pairs, run - at_once * i) for i in range(passes))
         my_items = sum(min(span, share - i) for i in range(0, share, warps * span))
         # What an item costs beside itself: scales, in shorter pieces the shorter a turn is, and x, once for all pairs.
-        empty = max(1.0, most_pairs / (pairs * span))
-        work = (my_tiles + my_tiles % 2) * my_items * (1 + 0.2 / span + 0.12 / pairs + 0.1 * empty) + 2 * passes
+        work = (my_tiles + my_tiles % 2) * my_items * (1 + 0.2 / span + 0.12 / pairs) + 2 * passes
         if best is None or work < best[0]:
             best = work, Cut(run, pairs, warps, span, share, (blocks, -(-items // share)))
     assert best is not None

@@ -18,7 +18,7 @@ __device__ __forceinline__ void store(float* y, float v) { *y = v; }
 struct Scales {
     const char* absmax;
     const float* nested_absmax;  // double quantization: float32[blocks / 256], or null
-    float nested_offset;
+    const float* nested_offset;
     const float* map;  // the values of its 8-bit codes
     long long above;   // rows before the first
     int n, k;
@@ -59,7 +59,7 @@ struct Scales {
                 const long long block = ((above + min(row + r, n - 1)) * k + start) >> shift;
                 if (nested_absmax) {
                     const float v = map[reinterpret_cast<const unsigned char*>(absmax)[block]];
-                    *target = __fadd_rn(__fmul_rn(v, nested_absmax[block / 256]), nested_offset);
+                    *target = __fadd_rn(__fmul_rn(v, nested_absmax[block / 256]), *nested_offset);
                 } else {
                     copy_word_async(
                         reinterpret_cast<unsigned*>(target), reinterpret_cast<const unsigned*>(absmax) + block);
@@ -72,7 +72,7 @@ struct Scales {
 // How the work of linear_few is cut; the host chooses (see linear.py).
 struct Cut {
     int run;         // tiles of 16 rows of a thread block
-    int pairs;       // pairs of tiles that a warp takes at a time, at most PAIRS
+    int pairs;       // pairs of tiles that a warp takes at a time, at most PAIRS; with fewer, more items of k in turn
     int warps_log2;  // warps that share k; the others take other tiles
     int span;        // items of a turn, a power of two
     int share;       // items of k of a thread block, a multiple of span
@@ -91,8 +91,10 @@ struct Group {
 // turn of `span` items at a time; they add up in shared memory, in the order of the warps. gridDim.z thread blocks
 // share k: then partial[gridDim.z][m][n] receives the sums, and add_partials adds them up.
 //
-// The weights of the next pairs of items are on their way to registers while one is multiplied, the scales of the next
-// turn on their way to shared memory.
+// While a pair of tiles is multiplied, the weights of the next one are on their way to registers, and the scales of the
+// next turn on their way to shared memory. All loads to registers are waited for at one point of a round, before any of
+// the next is issued: a warp has six counters to wait for loads with, the lookups need most of them, and whatever loads
+// share one are only known to have arrived together.
 //
 // GROUPED: W is [experts][n][k] and thread block x takes the tokens of groups[x]: product number p = order[i] is
 // that of row p / divisor of x; expert e has tensor_scale[e * scale_step]. Otherwise the tokens are taken as they come.
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
     char* stages = reinterpret_cast<char*>(Decoder::GAPS ? sums : sums + FEW_WARPS * TILES * SUM_SIZE);
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    const int pairs = cut.pairs, tiles = 2 * pairs, step = PAIRS / pairs;  // items of k in a round of all pairs
+    const int pairs = cut.pairs, tiles = 2 * pairs;
     const int k_warps = 1 << cut.warps_log2, teams = FEW_WARPS >> cut.warps_log2;
     const int first = blockIdx.y * cut.run, last = min((n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
     const int my_first = first + (warp >> cut.warps_log2) * tiles;
@@ -144,13 +146,14 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
     const long long above = GROUPED ? (long long)group.expert * n : 0;  // rows of the experts before
 
     const unsigned row_bytes = cut.span * Decoder::SCALE_BYTES, stage_bytes = tiles * ITEM_ROWS * row_bytes;
-    char* stage = stages + warp * 2 * stage_bytes;
-    const Scales scales{absmax,    nested_absmax,    nested_absmax ? *nested_offset : 0.0f, codebook.map, above, n, k,
-                        cut.width, 31 - __clz(block)};
+    unsigned stage =
+        warp * 2 * stage_bytes;  // offset of the scales of this turn; those of the next one are beside them
+    const unsigned both_stages = 2 * stage + stage_bytes;
+    const Scales scales{absmax, nested_absmax, nested_offset, codebook.map, above, n, k, cut.width, 31 - __clz(block)};
     // Offsets of 32 bits from the first weights that the thread block reads.
     const unsigned pitch =
         unsigned((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
-    const char* origin = packed + (above + first * ITEM_ROWS) * pitch + t * Decoder::LANE_BYTES;
+    const char* origin = packed + (above + first * ITEM_ROWS) * pitch;
     const int last_row = n - 1 - first * ITEM_ROWS;
     const T* token[EIGHTS];
 #pragma unroll
@@ -158,14 +161,15 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
         token[e] = x + product_of(group.first + (8 * e + g < m ? 8 * e + g : 0)) / (GROUPED ? divisor : 1) * k;
 
     constexpr bool EARLY = EIGHTS == 1 && Decoder::EARLY;
-    unsigned word[PAIRS][2][2][Decoder::WORDS] = {}, next_x[EIGHTS][16] = {}, now_x[EIGHTS][16];
-    auto fetch = [&](unsigned (&into)[2][2][Decoder::WORDS], int tile, int item, int end) {
+    unsigned word[2][2][Decoder::WORDS] = {}, next_x[EIGHTS][16] = {}, now_x[EIGHTS][16];
+    auto fetch = [&](int tile, int item, int end) {
         if (item < end && tile < last) {
             const int row = (tile - first) * ITEM_ROWS + g;
-            const char* source = origin + unsigned(item) * Decoder::ITEM_BYTES;
+            const unsigned at = item * Decoder::ITEM_BYTES + t * Decoder::LANE_BYTES;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                Decoder::load(into[i / 2][i % 2], source + min(row + 8 * i, last_row) * pitch, k - item * ITEM_K, t);
+                Decoder::load(
+                    word[i / 2][i % 2], origin + (min(row + 8 * i, last_row) * pitch + at), k - item * ITEM_K, t);
         }
     };
     auto fetch_x = [&](int item, int end) {
@@ -181,19 +185,16 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
             }
         }
     };
-    auto start_scales = [&](int tile, int item, int number) {
+    auto start_scales = [&](int tile, int item, unsigned to) {
         if (item < last_item && tile < last)
-            scales.start<Decoder::SCALE_BYTES>(
-                stage + (number & 1) * stage_bytes, tile * ITEM_ROWS, tiles * ITEM_ROWS, item, cut.span, lane);
+            scales.start<Decoder::SCALE_BYTES>(stages + to, tile * ITEM_ROWS, tiles * ITEM_ROWS, item, cut.span, lane);
         close_copies();
     };
     auto end_of = [&](int turn) { return min(turn + cut.span, last_item); };
 
-#pragma unroll
-    for (int p = 0; p < PAIRS; ++p)
-        fetch(word[p], my_first + (p & (pairs - 1)) * 2, my_item + (pairs == 1 ? p : 0), end_of(my_item));
+    fetch(my_first, my_item, end_of(my_item));
     fetch_x(my_item, last_item);
-    start_scales(my_first, my_item, 0);
+    start_scales(my_first, my_item, stage);
     const float* value = values ? values : codebook.value;
     const float power = power_below(value, Decoder::VALUES) * codebook.factor;
     Decoder::build(table, value, power, threadIdx.x, FEW_THREADS);
@@ -202,43 +203,43 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
     __syncthreads();
 
     const unsigned offset = Decoder::lane_offset(lane);
-    const unsigned scales_at = static_cast<unsigned>(__cvta_generic_to_shared(stage)) + g * row_bytes;
-    int number = 0;  // of the turn
     for (int pass = first; pass < last; pass += teams * tiles) {
         const int tile = pass + my_first - first;
         float acc[PAIRS][2][EIGHTS][4] = {};
         for (int turn = my_item; turn < last_item && tile < last; turn += stride) {
             copies_arrived<0>();
             __syncwarp();
-            const bool ends = turn + stride >= last_item;
-            const int next_tile = ends ? tile + teams * tiles : tile, next_turn = ends ? my_item : turn + stride;
-            const int end = end_of(turn), next_end = end_of(next_turn);
-            start_scales(next_tile, next_turn, number + 1);
-            unsigned scale_at = scales_at + (number & 1) * stage_bytes;
-            for (int item = turn; item < end; item += step) {
-                const bool wraps = item + step >= end;
-                const int ahead = wraps ? next_turn : item + step, ahead_end = wraps ? next_end : end;
-                const int ahead_tile = wraps ? next_tile : tile;
+            // Where the next turn is: worked out again where it is needed, for the registers' sake.
+            auto ends = [&] { return turn + stride >= last_item; };
+            auto next_turn = [&] { return ends() ? my_item : turn + stride; };
+            auto next_tile = [&] { return ends() ? tile + teams * tiles : tile; };
+            const int end = end_of(turn);
+            start_scales(next_tile(), next_turn(), both_stages - stage);
+            unsigned scale_at = static_cast<unsigned>(__cvta_generic_to_shared(stages + stage)) + g * row_bytes;
+            for (int item = turn; item < end; ++item) {
+                const bool wraps = item + 1 == end;
+                const int ahead = wraps ? next_turn() : item + 1, ahead_end = wraps ? end_of(ahead) : end;
+                const int ahead_tile = wraps ? next_tile() : tile;
 #pragma unroll
                 for (int p = 0; p < PAIRS; ++p) {
-                    // The second pair is of the same items of k, or of the same tiles.
-                    const int down = pairs == 1 ? 0 : 2 * p, along = pairs == 1 ? p : 0;
-                    const bool inside = p + 1 < step;
-                    if (p == 0 || pairs == 1) {
+                    if (p == pairs) break;
+                    if (p == 0) {
 #pragma unroll
                         for (int e = 0; e < EIGHTS; ++e) {
 #pragma unroll
                             for (int i = 0; i < 16; ++i) now_x[e][i] = next_x[e][i];
                             Decoder::arrange(now_x[e]);
                         }
-                        if (EARLY) fetch_x(inside ? item + 1 : ahead, inside ? end : ahead_end);
                     }
-                    if (item + along < end && tile + down < last)
+                    unsigned field[2][2][Decoder::FIELDS];
+                    Decoder::unpack(word, field);
+                    const bool here = p + 1 < pairs;
+                    fetch(here ? tile + 2 * (p + 1) : ahead_tile, here ? item : ahead, here ? end : ahead_end);
+                    if (EARLY && p == 0) fetch_x(ahead, ahead_end);
+                    if (tile + 2 * p < last)
                         Decoder::multiply(
-                            word[p], now_x, offset,
-                            scale_at + down * ITEM_ROWS * row_bytes + along * Decoder::SCALE_BYTES, 8 * row_bytes, t,
-                            acc[p]);
-                    if (!EARLY) {
+                            field, now_x, offset, scale_at + 2 * p * ITEM_ROWS * row_bytes, 8 * row_bytes, t, acc[p]);
+                    if (!EARLY && p + 1 == pairs) {
                         if (8 * (EIGHTS - 1) + g >= m) {  // the registers hold x in another order by now
 #pragma unroll
                             for (int e = 0; e < EIGHTS; ++e)
@@ -247,11 +248,10 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
                         }
                         fetch_x(ahead, ahead_end);
                     }
-                    fetch(word[p], ahead_tile + down, ahead + along, ahead_end);
                 }
-                scale_at += step * Decoder::SCALE_BYTES;
+                scale_at += Decoder::SCALE_BYTES;
             }
-            ++number;
+            stage = both_stages - stage;
         }
 
         // Where a sum stands among those of an item: by tokens, each pair of them turned by eight banks against the
@@ -263,12 +263,14 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
         };
         if (pass != first) __syncthreads();  // the sums before have been read
 #pragma unroll
-        for (int s = 0; s < TILES; ++s)
+        for (int s = 0; s < TILES; ++s) {
+            if (s == tiles) break;
 #pragma unroll
             for (int e = 0; e < EIGHTS; ++e)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     sum_at(warp, s, e * TOKENS + t * 2 + i % 2, g + i / 2 * 8) = acc[s / 2][s % 2][e][i];
+        }
         __syncthreads();
         const Group mine = my_group();
         for (int i = threadIdx.x; i < teams * tiles * SUM_SIZE; i += FEW_THREADS) {
@@ -277,8 +279,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
             if (at >= mine.count || row >= n || pass + down >= last) continue;
             const int w = down / tiles << cut.warps_log2;
             float sum = 0.0f;
-            for (int s = down & (tiles - 1); s < TILES; s += tiles)
-                for (int j = 0; j < k_warps; ++j) sum += sum_at(w + j, s, at, r);
+            for (int j = 0; j < k_warps; ++j) sum += sum_at(w + j, down & (tiles - 1), at, r);
             sum = sum * factor[0] * factor[1];
             const long long to = product_of(mine.first + at) * n + row;
             if (partial) partial[(long long)blockIdx.z * tokens * n + to] = sum;

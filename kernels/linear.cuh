@@ -15,13 +15,14 @@
 //
 // A decoder is a struct with
 //     Type                            of x
-//     PAIRS                           pairs of items that a warp has under way in registers, 1 or 2
-//     EARLY                           whether there are registers for the x of the next item, too
+//     PAIRS                           pairs of tiles that may share the x of an item, 1 or 2
+//     EARLY                           whether there are registers for the x of the next item
 //     SCALE_BYTES                     of the scales of a row and an item
 //     build(...)                      fill the table of values
 //     load(words, source)             what a lane reads of a row and an item
 //     load_x, arrange                 the 16 words of x, in the order of multiply
-//     multiply(words, ...)            acc += 16 rows x 8 tokens
+//     unpack(words, fields)           the first step of decoding, which frees the words
+//     multiply(fields, ...)           acc += two tiles of 16 rows x 8 tokens
 #pragma once
 #include "kbit.cuh"
 
@@ -206,7 +207,7 @@ struct Kbit {
     using Type = T;
     using Code = typename Absmax<FORMAT>::Code;
     static constexpr int PAIRS = K == 5 || FORMAT == FLOAT32 ? 1 : 2;
-    static constexpr bool EARLY = K < 5;
+    static constexpr bool EARLY = true;
     static constexpr int VALUES = 1 << K, ENTRIES = K == 5 ? 32 : 256;
     static constexpr bool GAPS = K == 3 || K == 4;
     static constexpr int SCALE_BYTES = ITEM_K / ROW * sizeof(Code), WORDS = K;
@@ -271,13 +272,23 @@ struct Kbit {
 
     __device__ __forceinline__ static unsigned lane_offset(int lane) { return lane * (K == 2 ? 8 : 4); }
 
+    // The planes of two tiles, transposed: field n of word w is an index. Then `word` is free for what comes next.
+    __device__ __forceinline__ static void unpack(const unsigned (&word)[2][2][WORDS], unsigned (&f)[2][2][FIELDS]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int p = 0; p < FIELDS; ++p) f[i / 2][i % 2][p] = p < K ? word[i / 2][i % 2][p] : 0u;
+            transpose_fields<FIELDS>(f[i / 2][i % 2]);
+        }
+    }
+
     // Two tiles of 16 rows, whose chains of instructions fill each other's gaps. `scales` is the address of the scales
     // of row g of the first; those of row g + 8 and of the second tile follow `eight` and 2 * eight bytes on.
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&word)[2][2][WORDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales,
+        const unsigned (&f)[2][2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales,
         unsigned eight, int t, float (&acc)[2][EIGHTS][4]) {
-        unsigned scale[2][2], f[2][2][FIELDS];
+        unsigned scale[2][2];
         float after[2][2], part[2][EIGHTS][4] = {};
         float (&sum)[2][EIGHTS][4] = FORMAT == FLOAT32 ? part : acc;
 #pragma unroll
@@ -299,9 +310,6 @@ struct Kbit {
                     const float s = code * __uint_as_float((254u << 23) - largest);
                     scale[d][i] = Pair<T>::pack(s, s);
                 }
-#pragma unroll
-                for (int p = 0; p < FIELDS; ++p) f[d][i][p] = p < K ? word[d][i][p] : 0u;
-                transpose_fields<FIELDS>(f[d][i]);
             }
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
@@ -370,17 +378,17 @@ template <typename T, int SUB>
 struct Table4 {
     using Type = T;
     static constexpr int PAIRS = SUB == 64 ? 2 : 1;
-    static constexpr bool EARLY = true;
+    static constexpr bool EARLY = SUB != 64;
     static constexpr int VALUES = 16, ENTRIES = 256, SUBS = ITEM_K / SUB;
     static constexpr bool GAPS = true;
-    static constexpr int SCALE_BYTES = SUBS * 4, WORDS = 4;
+    static constexpr int SCALE_BYTES = SUBS * 4, WORDS = 4, FIELDS = 4;
     static constexpr int ITEM_BYTES = ITEM_K / 2, LANE_BYTES = SUB / 8;
 
     __device__ __forceinline__ static void load(unsigned (&word)[WORDS], const char* source, int left, int) {
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
             const char* p = source + j * (SUB / 2);
-            const bool there = j * SUB < left;
+            const bool there = j == 0 || j * SUB < left;
             if constexpr (SUB == 64) {
                 read_weights(word[2 * j], word[2 * j + 1], p, there);
             } else if constexpr (SUB == 32) {
@@ -416,38 +424,40 @@ struct Table4 {
 
     __device__ __forceinline__ static unsigned lane_offset(int lane) { return lane * 4; }
 
+    // The codes of two tiles as they are. Then `word` is free for what comes next.
+    __device__ __forceinline__ static void unpack(const unsigned (&word)[2][2][WORDS], unsigned (&f)[2][2][FIELDS]) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) f[i / 8][i / 4 % 2][i % 4] = word[i / 8][i / 4 % 2][i % 4];
+    }
+
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&word)[2][2][WORDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales,
+        const unsigned (&f)[2][2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales,
         unsigned eight, int, float (&acc)[2][EIGHTS][4]) {
 #pragma unroll
-        for (int j = 0; j < SUBS; ++j) {
-            float part[2][EIGHTS][4] = {};
+        for (int j = 0; j < SUBS; ++j)
 #pragma unroll
-            for (int s = j * (SUB / 16); s < (j + 1) * (SUB / 16); ++s)
+            for (int d = 0; d < 2; ++d) {
+                float part[EIGHTS][4] = {};
 #pragma unroll
-                for (int d = 0; d < 2; ++d) {
+                for (int s = j * (SUB / 16); s < (j + 1) * (SUB / 16); ++s) {
                     unsigned a[2][2];
 #pragma unroll
-                    for (int i = 0; i < 2; ++i)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h)
-                            a[i][h] = entry(entry_offset(word[d][i][s / 2], s % 2 * 2 + h, lane));
+                    for (int i = 0; i < 4; ++i)
+                        a[i / 2][i % 2] = entry(entry_offset(f[d][i / 2][s / 2], s % 2 * 2 + i % 2, lane));
 #pragma unroll
                     for (int e = 0; e < EIGHTS; ++e)
-                        mma<T>(part[d][e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
+                        mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
                 }
-#pragma unroll
-            for (int d = 0; d < 2; ++d)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const float scale = shared_at<float>(scales + (2 * d + i) * eight + 4 * j);
 #pragma unroll
                     for (int e = 0; e < EIGHTS; ++e) {
-                        acc[d][e][2 * i] = fmaf(part[d][e][2 * i], scale, acc[d][e][2 * i]);
-                        acc[d][e][2 * i + 1] = fmaf(part[d][e][2 * i + 1], scale, acc[d][e][2 * i + 1]);
+                        acc[d][e][2 * i] = fmaf(part[e][2 * i], scale, acc[d][e][2 * i]);
+                        acc[d][e][2 * i + 1] = fmaf(part[e][2 * i + 1], scale, acc[d][e][2 * i + 1]);
                     }
                 }
-        }
+            }
     }
 };
