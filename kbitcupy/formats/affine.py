@@ -845,10 +845,16 @@ def _find_cuda(
         scale[...] = exact
 
 
+def _run_on_chip(blocks: Blocks) -> int:
+    """Elements of a block where all blocks are runs, else 0; blocks must begin and end with a unit."""
+    if blocks.count == 1:
+        return 0 if blocks.size % _UNIT else blocks.size
+    return 0 if blocks.per_row == 0 or blocks.row % _UNIT or blocks.run % _UNIT else blocks.run
+
+
 def _fits_on_chip(blocks: Blocks, dtype: np.dtype) -> bool:
-    """Whether a team of threads can hold a block in its registers; blocks must begin and end with a unit."""
-    longest = _LARGEST_TEAM[dtype.itemsize] * _SLOTS * _UNIT
-    return blocks.per_row != 0 and blocks.row % _UNIT == 0 and blocks.run % _UNIT == 0 and blocks.run <= longest
+    """Whether a team of threads can hold a block in its registers."""
+    return 0 < _run_on_chip(blocks) <= _LARGEST_TEAM[dtype.itemsize] * _SLOTS * _UNIT
 
 
 @functools.lru_cache(maxsize=1024)
@@ -856,12 +862,13 @@ def _dynamic_launch(
     dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels
 ) -> tuple[_cuda.Kernel, _Geometry, int, np.int32]:
     """Kernel, geometry, grid and team of a search for ranges that quantizes at once."""
-    each = 1 if blocks.run >= _SHARED_BLOCK else _SLOTS
-    units = -(-blocks.run // (_UNIT * _SLOTS // each))
+    run = _run_on_chip(blocks)
+    each = 1 if run >= _SHARED_BLOCK else _SLOTS
+    units = -(-run // (_UNIT * _SLOTS // each))
     team = 1 << (units - 1).bit_length()
     threads = max(team, _THREADS) if team <= 32 else team
     kernel = _kernel("quantize_dynamic_affine", (_TYPES[dtype.name], str(bits), str(each)), threads)
-    return kernel, _geometry(blocks, levels), -(-blocks.count // (threads // team * each)), np.int32(team)
+    return kernel, _geometry(blocks, levels, 0, True), -(-blocks.count // (threads // team * each)), np.int32(team)
 
 
 def _dynamic_cuda(
