@@ -429,6 +429,8 @@ def test_what_doctor_finds_on_a_gpu(monkeypatch, tmp_path):
     fake = SimpleNamespace(__version__="14", cuda=cuda)
     pathfinder = SimpleNamespace(find_nvidia_header_directory=lambda library: None)
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(_xp, "import_cupy", lambda: fake)
     monkeypatch.setattr(cli_doctor, "driver_version", lambda: "580.1")
     assert cli_doctor._gpu("cuda:0") == "cuda:0 GPU, sm_90, 80 GB"

@@ -227,7 +227,7 @@ def test_the_bound_holds(name, kind):
         ({"block": "64"}, "block is '64'"),
         ({"double_quant": 1}, "double_quant is 1; allowed are True and False"),
         ({"table": "gauss"}, "table is 'gauss'; allowed are 'bnf', 'nf' or an array of 16 numbers"),
-        ({"table": np.zeros(15)}, r"table is of shape \(15,\); it must be 16 numbers"),
+        ({"table": np.zeros(15)}, r"table is of shape \(15,\); it must be a one-dimensional sequence of 16 numbers"),
         ({"table": [1j] * 16}, "table is not numeric"),
         ({"table": [np.nan] * 16}, "table holds values that are not finite"),
         ({"table": "custom"}, "names no values: pass the array itself as table="),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BFLOAT16
+from ml_dtypes import finfo
 from safetensors import safe_open
 
 import kbitcupy as kb
@@ -73,12 +74,18 @@ def error(y, wanted):
 
 
 def check(y, x, q, bias=None):
-    """At most twice the error of the naive product; float32 sums in another order, so it gets that order's noise."""
+    """At most twice the error of the naive product.
+
+    float32 sums in another order, so it gets that order's noise. With a few numbers the naive product may be lucky:
+    there half a unit in the last place is allowed.
+    """
     wanted = exact(x, q, bias)
     assert y.dtype == x.dtype and y.shape == wanted.shape
     allowed = 2 * error(naive(x, q, bias), wanted)
     magnitude = float(np.sqrt(np.mean(np.square(wanted)))) if wanted.size else 0.0
     noise = 2.0**-22 if x.dtype != np.float64 else 2.0**-50
+    if wanted.size < 64:
+        noise = max(noise, float(finfo(x.dtype).eps) / 2)
     found = error(y, wanted)
     assert found <= max(allowed, noise * magnitude), (found, allowed, magnitude)
 

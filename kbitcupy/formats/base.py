@@ -163,6 +163,29 @@ class Format(ABC):
         return hash(self.name)
 
 
+def host_numbers(values: Any, size: int, argument: str) -> np.ndarray:
+    """A table that the user gave, as float32[size] in host memory.
+
+    Raises
+    ------
+    FormatError
+        When it is not `size` finite numbers in one dimension.
+    """
+    array: Any
+    try:
+        array = np.asarray(values)
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32) if array.dtype.kind in "fiu" or array.dtype.name == "bfloat16" else None
+    except (TypeError, ValueError):
+        array = None
+    if array is None or array.shape != (size,):
+        got = "not numeric" if array is None else f"of shape {array.shape}"
+        raise FormatError(f"{argument} is {got}; it must be a one-dimensional sequence of {size} numbers")
+    if not np.isfinite(array).all():
+        raise FormatError(f"{argument} holds values that are not finite in float32; remove NaN and infinities")
+    return np.asarray(array)
+
+
 _registry: dict[str, Callable[..., Format]] = {}
 _made: dict[tuple[Any, ...], Format] = {}  # formats whose options are all strings, numbers or None
 _lock = threading.Lock()

@@ -16,8 +16,8 @@ table           float32, 16             only for tables of one's own
 ==============  ======================  ======================================================================
 
 Thresholds are the float32 midpoints of neighbours; for NF4 they are bitsandbytes' own numbers, four of which are the
-next float32 to the midpoint. A number on a threshold stays below it; in the dynamic map it goes
-to the even code. FP4 compares magnitudes with bitsandbytes' own seven numbers, and numbers below zero get the sign bit.
+next float32 to the midpoint. A number on a threshold stays below it; in the dynamic map it goes to the even code. FP4
+compares magnitudes with bitsandbytes' own seven numbers, and numbers below zero get the sign bit.
 
 Special values: NaN gets code 0; every code of a block without a number other than zero is 0, and its absmax 0;
 the spare nibble of an odd array holds the code of 0. Where the absmax is infinite, finite numbers get the code of 0
@@ -41,7 +41,7 @@ from .._cuda import CXX_TYPES, Template
 from .._xp import is_cupy, scratch
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, flush
-from .base import Format, Plane, register
+from .base import Format, Plane, host_numbers, register
 from .chunks import CHUNK, Buckets, Buffers, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_TABLE4, Take
 
@@ -161,19 +161,7 @@ def check_table(values: Any) -> np.ndarray:
     """
     if is_cupy(values):
         raise FormatError("table is a CuPy array, whose values are not read back: pass table=values.get()")
-    array: Any
-    try:
-        array = np.asarray(values)
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32) if array.dtype.kind in "fiu" or array.dtype.name == "bfloat16" else None
-    except (TypeError, ValueError):
-        array = None
-    if array is None or array.shape != (16,):
-        got = "not numeric" if array is None else f"of shape {array.shape}"
-        raise FormatError(f"table is {got}; it must be 16 numbers, one for each code")
-    if not np.isfinite(array).all():
-        raise FormatError("table holds values that are not finite in float32; remove NaN and infinities")
-    return np.asarray(array)
+    return host_numbers(values, 16, "table")
 
 
 class Table4(Format):

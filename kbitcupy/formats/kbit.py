@@ -40,7 +40,7 @@ from .._xp import is_cupy, namespace, on_device_of
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, Codebook, flush
 from . import scales
-from .base import Format, Plane, register
+from .base import Format, Plane, host_numbers, register
 from .chunks import CHUNK, Buckets, Buffers, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_KBIT, Take
 
@@ -457,19 +457,7 @@ def custom_codebook(values: Any, k: int) -> Codebook:
     FormatError
         When it is not 2^k finite numbers.
     """
-    array: Any
-    try:
-        array = np.asarray(values)
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32) if array.dtype.kind in "fiu" or array.dtype.name == "bfloat16" else None
-    except (TypeError, ValueError):
-        array = None
-    if array is None or array.shape != (1 << k,):
-        got = "not numeric" if array is None else f"of shape {array.shape}"
-        raise FormatError(f"codebook is {got}; k = {k} needs a one-dimensional sequence of {1 << k} numbers")
-    if not np.isfinite(array).all():
-        raise FormatError("codebook holds values that are not finite in float32; remove NaN and infinities")
-    return _codebook_of(array.tobytes())
+    return _codebook_of(host_numbers(values, 1 << k, "codebook").tobytes())
 
 
 @functools.lru_cache(maxsize=64)
