@@ -245,7 +245,11 @@ def test_bad_x(x, error, message):
         (4, {}, "format is 4"),
         ("kbit4", {"blok": 1}, "format 'kbit4' has no option 'blok'; it takes: codebook, absmax"),
         ("kbit4", {"codebook": "fp"}, "codebook is 'fp'; allowed are 'bnf', 'nf' or an array of 16 numbers"),
-        ("kbit4", {"codebook": np.ones(15)}, r"codebook is of shape \(15,\); it must be a one-dimensional sequence of 16"),
+        (
+            "kbit4",
+            {"codebook": np.ones(15)},
+            r"codebook is of shape \(15,\); it must be a one-dimensional sequence of 16",
+        ),
         ("kbit4", {"codebook": [0.0] * 15 + [np.nan]}, "codebook holds values that are not finite"),
         ("kbit4", {"codebook": [0.0] * 15 + [1e300]}, "not finite in float32"),
         ("kbit4", {"codebook": ["a"] * 16}, "codebook is not numeric"),
