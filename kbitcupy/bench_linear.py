@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import _xp
-from ._version import __version__
+from . import bench_products
 from .array import QuantizedArray
-from .bench import Call, Case, _aligned, _environment, _Gpu, _markdown_table
-from .bench_w8a8 import _torch, _torch_stream
-from .errors import DeviceError
+from .bench import Call, Case
+from .bench_products import SHAPES, release, started
 from .formats.base import Format, get_format
 from .linear import linear
 from .ops import dequantize
 
-#: [N, K] of the weights, numbers of tokens, and formats.
-SHAPES = ((28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096))
+#: Numbers of tokens, and formats.
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 FORMATS = ("kbit4", "nf4")
 #: Formats that are timed at the first shape only.
@@ -65,6 +61,10 @@ class Product:
     read_fraction: float
     peers: dict[str, float]
 
+    def as_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return dict(vars(self))
+
     def cells(self) -> list[str]:
         """As text."""
         peers = (f"{self.peers[name]:.1f}" if name in self.peers else "" for name in PEERS)
@@ -73,52 +73,14 @@ class Product:
 
 
 PEERS = ("decode + cuBLAS", "cuBLAS bf16", "bitsandbytes", "tinygemm")
-_TITLES = ["format", "N x K", "M", "us", "CPU us", "of reading", *PEERS]
 
 
-@dataclass
-class Report:
-    """What a run found.
+class Report(bench_products.Report):
+    """What a run found."""
 
-    Parameters
-    ----------
-    device : str
-        ``"cuda:N"``.
-    environment : dict
-        The machine and the versions, as JSON values.
-    copy_gb_per_s : float
-        Copy bandwidth of the GPU, bytes read and bytes written counted.
-    products : list of Product
-        The measurements.
-    notes : list of str
-        What was left out, and why.
-    """
-
-    device: str
-    environment: dict[str, Any]
-    copy_gb_per_s: float
-    products: list[Product] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def json(self) -> str:
-        """One JSON document."""
-        document = {"kbitcupy": __version__, **vars(self), "products": [vars(product) for product in self.products]}
-        return json.dumps(document, indent=1, allow_nan=False)
-
-    def text(self) -> str:
-        """An aligned table."""
-        return "\n".join([*self._heading(), "", *_aligned([_TITLES, *(p.cells() for p in self.products)], 2)])
-
-    def markdown(self) -> str:
-        """A table for a document."""
-        return "\n".join([*_markdown_table([_TITLES, *(p.cells() for p in self.products)]), "", *self._heading()])
-
-    def _heading(self) -> list[str]:
-        versions = ", ".join(f"{name} {version}" for name, version in self.environment["versions"].items())
-        return [
-            f"{self.environment['gpu']}, copy bandwidth {self.copy_gb_per_s:.0f} GB/s; {versions}",
-            "linear on float16 activations, microseconds of GPU time; the columns behind `of reading` are the others'.",
-        ]
+    titles = ("format", "N x K", "M", "us", "CPU us", "of reading", *PEERS)
+    left = 2
+    about = "linear on float16 activations, microseconds of GPU time; the columns behind `of reading` are the others'."
 
 
 def run(
@@ -164,27 +126,13 @@ def run(
         ...
     kbitcupy.errors.DeviceError: products with compressed weights are timed on a GPU only; device is 'cpu'
     """
-    device = _xp.resolve_device(device)
-    if device == "cpu":
-        raise DeviceError(f"products with compressed weights are timed on a GPU only; device is {device!r}")
-    cupy = _xp.import_cupy()
-    ordinal = int(device.partition(":")[2])
-    with cupy.cuda.Device(ordinal), cupy.cuda.Stream() as stream:
-        gpu = _Gpu(cupy, ordinal, stream, quick)
-        environment = _environment(gpu=gpu.name)
-        environment["versions"]["CuPy"] = cupy.__version__
-        report = Report(device, environment, gpu.bandwidth * 1e-9)
-        torch = _torch(report) if peers else None
-        with _torch_stream(torch, stream, ordinal):
-            for number, shape in enumerate(shapes or (SHAPES[:1] if quick else SHAPES)):
-                for count in tokens or (QUICK_TOKENS if quick else TOKENS):
-                    others = _others(gpu, torch, shape, count, report)
-                    for name in names or (*FORMATS, *(EXTRA_FORMATS if number == 0 else ())):
-                        report.products.append(measure(gpu, get_format(name), shape, count, others))
-                    gpu.free()
-                    if torch is not None:
-                        torch.cuda.empty_cache()
-    cupy.get_default_memory_pool().free_all_blocks()
+    with started(Report, "products with compressed weights", device, quick, peers) as (report, gpu, torch):
+        for number, shape in enumerate(shapes or (SHAPES[:1] if quick else SHAPES)):
+            for count in tokens or (QUICK_TOKENS if quick else TOKENS):
+                others = _others(gpu, torch, shape, count, report)
+                for name in names or (*FORMATS, *(EXTRA_FORMATS if number == 0 else ())):
+                    report.products.append(measure(gpu, get_format(name), shape, count, others))
+                release(gpu, torch)
     return report
 
 

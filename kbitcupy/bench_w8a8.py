@@ -9,26 +9,21 @@ cache.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import _xp
-from ._version import __version__
+from . import bench_products
 from .affine import linear_w8a8
 from .array import QuantizedArray
-from .bench import Call, Case, Row, _aligned, _distribution_version, _environment, _Gpu, _markdown_table
-from .errors import DeviceError
+from .bench import Call, Case, Row
+from .bench_products import SHAPES, release, started
 from .formats.base import get_format
 
-#: [N, K] of the weights: layers of models with 8 and 70 billion parameters.
-SHAPES = ((28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096))
+#: Numbers of tokens.
 TOKENS = (1, 4, 16, 64, 256, 512, 2048, 4096)
 QUICK_SHAPES, QUICK_TOKENS = SHAPES[:1], (1, 16, 512, 2048)
 
@@ -71,6 +66,10 @@ class Product:
         """torch's time of the bfloat16 product, over ours."""
         return None if self.bfloat16_us is None else self.bfloat16_us / self.us
 
+    def as_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {**vars(self), "of_int8": self.of_int8, "of_bfloat16": self.of_bfloat16}
+
     def cells(self) -> list[str]:
         """As text."""
         numbers = (
@@ -86,53 +85,12 @@ class Product:
         return [f"{self.channels} x {self.depth}", str(self.tokens), *texts]
 
 
-_TITLES = ["N x K", "M", "us", "CPU us", "of reading", "int8 us", "int8 / ours", "bf16 us", "bf16 / ours"]
+class Report(bench_products.Report):
+    """What a run found."""
 
-
-@dataclass
-class Report:
-    """What a run found.
-
-    Parameters
-    ----------
-    device : str
-        ``"cuda:N"``.
-    environment : dict
-        The machine and the versions, as JSON values.
-    copy_gb_per_s : float
-        Copy bandwidth of the GPU, bytes read and bytes written counted.
-    products : list of Product
-        The measurements.
-    notes : list of str
-        What was left out, and why.
-    """
-
-    device: str
-    environment: dict[str, Any]
-    copy_gb_per_s: float
-    products: list[Product] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def json(self) -> str:
-        """One JSON document."""
-        rows = [vars(p) | {"of_int8": p.of_int8, "of_bfloat16": p.of_bfloat16} for p in self.products]
-        document = {"kbitcupy": __version__, **vars(self), "products": rows}
-        return json.dumps(document, indent=1, allow_nan=False)
-
-    def text(self) -> str:
-        """An aligned table."""
-        return "\n".join([*self._heading(), "", *_aligned([_TITLES, *(p.cells() for p in self.products)], 1)])
-
-    def markdown(self) -> str:
-        """A table for a document."""
-        return "\n".join([*_markdown_table([_TITLES, *(p.cells() for p in self.products)]), "", *self._heading()])
-
-    def _heading(self) -> list[str]:
-        versions = ", ".join(f"{name} {version}" for name, version in self.environment["versions"].items())
-        return [
-            f"{self.environment['gpu']}, copy bandwidth {self.copy_gb_per_s:.0f} GB/s; {versions}",
-            "W8A8 on float16 activations; int8: torch._int_mm alone; bf16: torch's bfloat16 product.",
-        ]
+    titles = ("N x K", "M", "us", "CPU us", "of reading", "int8 us", "int8 / ours", "bf16 us", "bf16 / ours")
+    left = 1
+    about = "W8A8 on float16 activations; int8: torch._int_mm alone; bf16: torch's bfloat16 product."
 
 
 def run(
@@ -172,49 +130,12 @@ def run(
         ...
     kbitcupy.errors.DeviceError: W8A8 products are timed on a GPU only; device is 'cpu'
     """
-    device = _xp.resolve_device(device)
-    if device == "cpu":
-        raise DeviceError(f"W8A8 products are timed on a GPU only; device is {device!r}")
-    cupy = _xp.import_cupy()
-    ordinal = int(device.partition(":")[2])
-    with cupy.cuda.Device(ordinal), cupy.cuda.Stream() as stream:
-        gpu = _Gpu(cupy, ordinal, stream, quick)
-        environment = _environment(gpu=gpu.name)
-        environment["versions"]["CuPy"] = cupy.__version__
-        report = Report(device, environment, gpu.bandwidth * 1e-9)
-        torch = _torch(report)
-        with _torch_stream(torch, stream, ordinal):
-            for channels, depth in shapes or (QUICK_SHAPES if quick else SHAPES):
-                for count in tokens or (QUICK_TOKENS if quick else TOKENS):
-                    report.products.append(measure(gpu, torch, channels, depth, count))
-                    gpu.free()
-                    if torch is not None:
-                        torch.cuda.empty_cache()
-    cupy.get_default_memory_pool().free_all_blocks()
+    with started(Report, "W8A8 products", device, quick) as (report, gpu, torch):
+        for channels, depth in shapes or (QUICK_SHAPES if quick else SHAPES):
+            for count in tokens or (QUICK_TOKENS if quick else TOKENS):
+                report.products.append(measure(gpu, torch, channels, depth, count))
+                release(gpu, torch)
     return report
-
-
-def _torch(report: Any) -> Any:
-    """torch; None, and a note, where it is not installed or has no GPU."""
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError:
-        torch = None
-    if torch is None or not torch.cuda.is_available():
-        report.notes.append("torch's products left out: torch with CUDA is not installed")
-        return None
-    report.environment["versions"]["torch"] = _distribution_version("torch")
-    return torch
-
-
-@contextlib.contextmanager
-def _torch_stream(torch: Any, stream: Any, ordinal: int) -> Iterator[None]:
-    """torch works on this stream of CuPy's."""
-    if torch is None:
-        yield
-        return
-    with torch.cuda.device(ordinal), torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr, device=f"cuda:{ordinal}")):
-        yield
 
 
 def measure(gpu: Any, torch: Any, channels: int, depth: int, tokens: int) -> Product:

@@ -9,7 +9,8 @@ import numpy as np
 
 from . import _xp
 from .errors import FormatError
-from .formats.float4 import BLOCKS
+from .formats.float4 import check_block
+from .formats.kbit import check_k
 
 # Quotients are counted in this many bins of [-1, 1]; the centre of mass of each bin is kept, so levels are not rounded.
 _BINS = 1 << 16
@@ -64,12 +65,9 @@ def fit_table(x: Any, k: int = 4, *, block: int = 64, tolerance: float = 1e-7, i
     """
     array = _xp.as_array(x)
     _xp.float_dtype(array.dtype, "x")
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= 8:
-        raise FormatError(f"k is {k!r}; allowed are the integers 1 to 8")
-    if isinstance(block, bool) or not isinstance(block, (int, np.integer)) or block not in BLOCKS:
-        raise FormatError(f"block is {block!r}; allowed are the powers of two from {BLOCKS[0]} to {BLOCKS[-1]}")
+    k, block = check_k(k), check_block(block)
     with _xp.on_device_of(array):
-        weight, moment = _histogram(array.reshape(-1), int(block))
+        weight, moment = _histogram(array.reshape(-1), block)
     used = weight > 0
     weight, moment = weight[used], moment[used]
     if weight.size < 1 << k:
@@ -77,7 +75,7 @@ def fit_table(x: Any, k: int = 4, *, block: int = 64, tolerance: float = 1e-7, i
             f"x holds {weight.size} different quotients of an element and its block's absmax; a table of {1 << k} "
             "needs at least as many: use a smaller k"
         )
-    return _lloyd(weight, moment, 1 << int(k), tolerance, iterations)
+    return _lloyd(weight, moment, 1 << k, tolerance, iterations)
 
 
 def _histogram(x: Any, block: int) -> tuple[np.ndarray, np.ndarray]:

@@ -38,8 +38,8 @@ FLOORS = [
     ["io"],
     [""],  # kbitcupy itself
     ["samples", "explore", "bench"],
-    ["bench_w8a8"],
-    ["bench_linear"],
+    ["bench_products"],
+    ["bench_linear", "bench_w8a8"],
     ["cli_common"],
     ["cli_compare", "cli_files", "cli_formats", "cli_doctor"],  # the commands
     ["cli"],

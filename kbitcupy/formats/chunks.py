@@ -64,6 +64,17 @@ def chunk_absmax(rows: np.ndarray, buffers: Buffers) -> np.ndarray:
     return flush_chunk(largest.view(np.float32))
 
 
+def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np.ndarray:
+    """max|x| of each block of a flat array, float32, as `chunk_absmax` has it; `out` receives it where it is given."""
+    if out is None:
+        out = np.empty(-(-x.size // block), np.float32)
+    buffers = Buffers(x.size, block)
+    for first, rows in chunks(x, buffers):
+        absmax = chunk_absmax(rows, buffers)
+        out[first : first + absmax.size] = absmax
+    return out
+
+
 def _row_max(x: np.ndarray, buffers: Buffers) -> np.ndarray:
     """The largest number of each block of a flat uint32 array."""
     # Reducing short rows is slow. Columns of 16 bytes (as complex128) become rows first: then it goes along them.

@@ -42,7 +42,7 @@ from .._xp import is_cupy, scratch
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, flush
 from .base import Format, Plane, host_numbers, register
-from .chunks import CHUNK, Buckets, Buffers, chunk_absmax, chunks, flush_chunk
+from .chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_TABLE4, Take
 
 #: Elements that may share an absmax.
@@ -477,11 +477,7 @@ def _select_nested(nested: Any, shape: tuple[int, ...], block: int, key: Any) ->
 
 
 def _error_bound(x: Any, block: int, table: Table, planes: Mapping[str, Any]) -> Any:
-    absmax = np.empty(-(-x.size // block), np.float32)
-    buffers = Buffers(x.size, block)
-    for first, rows in chunks(x.reshape(-1), buffers):
-        largest = chunk_absmax(rows, buffers)
-        absmax[first : first + largest.size] = largest
+    absmax = block_absmax(x.reshape(-1), block)
     wide = absmax.astype(np.float64)
     bound = (table.edge + 2.0**-22) * wide
     if "nested_offset" in planes:  # the decoded absmax is off by as much as this

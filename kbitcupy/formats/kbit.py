@@ -41,7 +41,7 @@ from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, Codebook, flush
 from . import scales
 from .base import Format, Plane, host_numbers, register
-from .chunks import CHUNK, Buckets, Buffers, chunk_absmax, chunks, flush_chunk
+from .chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_KBIT, Take
 
 BLOCK = 32
@@ -218,7 +218,8 @@ class KBit(Format):
         if self.absmax != "float32":
             # The tensor scale needs every absmax first: each waits in a word of its block that has yet to be written.
             waiting = planes["packed"][:: self.bits].view(np.float32)
-            scale = tensor_scale(_largest_absmax(x.reshape(-1), waiting), self.absmax)
+            block_absmax(x.reshape(-1), BLOCK, waiting)
+            scale = tensor_scale(waiting.max(initial=0, where=waiting < np.inf), self.absmax)
         planes["scale"][:] = scale
         _encode_blocks(x.reshape(-1), planes, self.bits, table, self.absmax, scale, waiting)
         if "codebook" in planes:
@@ -251,7 +252,7 @@ class KBit(Format):
         return True
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
-        absmax = block_absmax(x.reshape(-1)).astype(np.float64)
+        absmax = block_absmax(x.reshape(-1), BLOCK).astype(np.float64)
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         stored = ABSMAX[self.absmax]
         scale = np.repeat(planes["scale"].astype(np.float64), absmax.size // self.members)
@@ -485,24 +486,6 @@ _SAFE_DIVISOR = np.float32(2.0**-80)
 _COUNTED = 7
 # Decoding looks up two neighbours at a time up to this k.
 _PAIRED = 6
-
-
-def block_absmax(x: np.ndarray) -> np.ndarray:
-    """max|x| of each block of 32 of a flat array, float32; NaN is ignored."""
-    absmax = np.empty(-(-x.size // BLOCK), np.float32)
-    _largest_absmax(x, absmax)
-    return absmax
-
-
-def _largest_absmax(x: np.ndarray, out: np.ndarray) -> np.float32:
-    """Write max|x| of each block to `out`; the largest finite one, or 0."""
-    largest = np.float32(0)
-    buffers = Buffers(x.size, BLOCK)
-    for first, block in chunks(x, buffers):
-        absmax = chunk_absmax(block, buffers)
-        out[first : first + absmax.size] = absmax
-        largest = max(largest, absmax.max(initial=0, where=absmax < np.inf))
-    return largest
 
 
 def tensor_scale(largest: np.float32, absmax: str) -> np.float32:
