@@ -464,18 +464,6 @@ def test_more_than_two_to_the_31_elements(cupy, k, dtype):
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-def test_a_second_device(cupy):
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("one device")
-    x = make("normal", 5000, np.dtype("float16"))
-    with cupy.cuda.Device(1):
-        there = cupy.asarray(x)
-    q = kb.quantize(there, "kbit4")  # the current device is 0
-    assert q.device == "cuda:1"
-    assert_equal_planes(q, kb.quantize(x, "kbit4"))
-    assert same_values(q.dequantize().get(), kb.quantize(x, "kbit4").dequantize())
-
-
 def test_compile_errors_say_what_and_where(cupy):
     from kbitcupy import _cuda
     from kbitcupy.errors import KernelCompileError

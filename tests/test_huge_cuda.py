@@ -1,0 +1,84 @@
+"""Arrays of more than 2^31 elements: indices, offsets and grids that need 64 bits."""
+
+import numpy as np
+import pytest
+from inputs import make, same_values
+
+import kbitcupy as kb
+from kbitcupy import affine
+
+pytestmark = pytest.mark.gpu
+
+COLUMNS = 4096
+ROWS = (1 << 31) // COLUMNS + 3
+PERIOD = 256  # rows that are repeated
+
+
+@pytest.fixture
+def rows(cupy):
+    """ROWS x COLUMNS of float16, a repetition of the rows of the second array, which is on the host."""
+    cupy.get_default_memory_pool().free_all_blocks()
+    if cupy.cuda.Device().mem_info[0] < 30 << 30:
+        pytest.skip("needs 30 GB of free GPU memory")
+    piece = make("normal", PERIOD * COLUMNS, np.dtype("float16")).reshape(PERIOD, COLUMNS)
+    x = cupy.empty((ROWS, COLUMNS), np.float16)
+    x.reshape(-1)[...] = cupy.resize(cupy.asarray(piece).reshape(-1), x.size)
+    return x, piece
+
+
+def assert_repeats(found, piece):
+    """Every repetition in `found` has the bytes of `piece`."""
+    expected = type(found)(piece.shape, piece.dtype)
+    expected.set(piece)
+    whole = len(found) // len(piece) * len(piece)
+    unsigned = f"u{piece.dtype.itemsize}"
+    for start in range(0, whole, 256 * len(piece)):
+        part = found[start : min(start + 256 * len(piece), whole)].view(unsigned)
+        assert bool((part.reshape(-1, *piece.shape) == expected.view(unsigned)).all())
+    assert bool((found[whole:].view(unsigned) == expected[: len(found) - whole].view(unsigned)).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int8", {"granularity": "token"}),
+        ("int8", {"granularity": ("channel", 1), "symmetric": False}),
+        ("int4", {"granularity": ("group", 128)}),
+        ("uint4", {"granularity": "tensor"}),
+    ],
+)
+def test_affine_formats(cupy, rows, name, options):
+    x, piece = rows
+    q, host = kb.quantize(x, name, **options), kb.quantize(piece, name, **options)
+    assert_repeats(q.planes["codes"].reshape(ROWS, -1), host.planes["codes"].reshape(PERIOD, -1))
+    del x
+    assert_repeats(q.dequantize(), host.dequantize())
+
+
+@pytest.mark.parametrize("granularity", ["token", ("channel", 1), ("group", 32), "tensor"])
+def test_affine_functions(cupy, rows, granularity):
+    x, piece = rows
+    blocks = {"token": ROWS, ("channel", 1): COLUMNS, ("group", 32): (ROWS, COLUMNS // 32), "tensor": 1}[granularity]
+    host_blocks = {("group", 32): (PERIOD, COLUMNS // 32), "token": PERIOD}.get(granularity, blocks)
+    options = {"qmin": -8, "qmax": 7, "granularity": granularity}
+    scale, host_scale = cupy.full(blocks, 0.25, np.float32), np.full(host_blocks, 0.25, np.float32)
+    assert_repeats(affine.fake_quantize(x, scale, **options), affine.fake_quantize(piece, host_scale, **options))
+    assert_repeats(
+        affine.fake_quantize_backward(x, x, scale, **options),
+        affine.fake_quantize_backward(piece, piece, host_scale, **options),
+    )
+
+
+@pytest.mark.parametrize(("name", "options"), [("kbit3", {}), ("nf4", {}), ("int8", {"granularity": "token"})])
+def test_rows_and_products(cupy, rows, name, options):
+    """The last rows, and the product with all of them."""
+    x, piece = rows
+    q, host = kb.quantize(x, name, **options), kb.quantize(piece, name, **options)
+    del x
+    last = np.arange(ROWS - 3, ROWS)
+    assert same_values(kb.take(q, cupy.asarray(last)).get(), host.dequantize()[last % PERIOD])
+    a = cupy.asarray(make("normal", COLUMNS, np.dtype("float16")).reshape(1, -1))
+    y, few = kb.linear(a, q)[0].get(), kb.linear(a, host.to_device("cuda:0"))[0].get()
+    limit = np.abs(few).max() * 2.0**-9
+    for found, expected in ((y[:PERIOD], few), (y[last], few[last % PERIOD])):
+        assert np.abs(found.astype(np.float64) - expected).max() <= limit
