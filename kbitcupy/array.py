@@ -255,7 +255,8 @@ class QuantizedArray:
         return self._rows(key)
 
     def _rows(self, key: Any) -> QuantizedArray:
-        planes = self.format.select(self.planes, self.shape, key)
+        with _xp.on_device_of(next(iter(self.planes.values()))):
+            planes = self.format.select(self.planes, self.shape, key)
         if isinstance(key, slice):
             count = len(range(*key.indices(len(self))))
             shape: tuple[int, ...] = (count, *self.shape[1:])

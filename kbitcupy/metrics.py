@@ -7,7 +7,6 @@ device). The approximation may still be compressed; its ``sqnr_db`` is noted in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +89,7 @@ class Sums:
         return self.product / norm if norm else math.nan
 
 
-def _pairs(x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
+def _check_pair(x: Any, y: Any) -> None:
     for name, array in (("x", x), ("y", y)):
         if not _xp.is_array(array):
             hint = ": call .dequantize()" if isinstance(array, QuantizedArray) else ""
@@ -98,10 +97,6 @@ def _pairs(x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
     if x.shape != y.shape:
         raise ValueError(f"x has shape {x.shape} and y {y.shape}; they must be equal")
     _xp.check_same_device(x, y)
-    a, b = x.reshape(-1), y.reshape(-1)
-    for start in range(0, a.size, _CHUNK):
-        piece = slice(start, start + _CHUNK)
-        yield a[piece].astype(np.float64), b[piece].astype(np.float64)
 
 
 def sums(x: Any, y: Any) -> Sums:
@@ -132,9 +127,13 @@ def sums(x: Any, y: Any) -> Sums:
     >>> both.count, both.mse
     (4, 0.75)
     """
+    other = dequantize(y) if isinstance(y, QuantizedArray) else y
+    _check_pair(x, other)
     total = Sums()
-    for a, b in _pairs(x, dequantize(y) if isinstance(y, QuantizedArray) else y):
-        with np.errstate(invalid="ignore", over="ignore"):
+    with _xp.on_device_of(x), np.errstate(invalid="ignore", over="ignore"):
+        flat = x.reshape(-1), other.reshape(-1)
+        for start in range(0, x.size, _CHUNK):
+            a, b = (array[start : start + _CHUNK].astype(np.float64) for array in flat)
             error = a - b
             total += Sums(
                 a.size, float(a @ a), float(error @ error), float(b @ b), float(a @ b), float(abs(error).max())

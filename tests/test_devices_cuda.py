@@ -43,6 +43,11 @@ def test_every_format(cupy, second, name):
     assert same_values(y.get(), host.dequantize()) and same_values(rows.get(), host.dequantize()[[3, 0, 3]])
     assert kb.metrics.sqnr_db(there, y) == pytest.approx(kb.metrics.sqnr_db(x, host.dequantize()), abs=1e-6)
     assert same_values(q.to_device("cuda:0").dequantize().get(), host.dequantize())
+    if q.format.rows_are_blocks(q.shape):
+        picked = [q[3:9], q[[3, 0]], kb.stack([q, q])[1]]
+        wanted = [host[3:9], host[[3, 0]], host]
+        assert all(a.device == "cuda:1" for a in picked)
+        assert all(same_values(a.dequantize().get(), b.dequantize()) for a, b in zip(picked, wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", ["kbit4", "kbit3", "nf4", "kbit8", "int8"])
@@ -84,6 +89,27 @@ def test_affine_functions(cupy, second):
     assert_on(second, y, dx)
     assert same_values(y.get(), kb.affine.fake_quantize(x, scale, **options))
     assert same_values(dx.get(), kb.affine.fake_quantize_backward(x, x, scale, **options))
+
+
+def test_smoothquant(cupy, second):
+    x, w = sample((40, 512)), sample((96, 512), seed=1)
+    there_x, there_w = put(cupy, second, x, w)
+
+    def product(x, w):
+        calibration = kb.affine.Calibration().update(x)
+        s = kb.affine.smooth_scales(calibration.absmax, w)
+        q = kb.quantize(kb.affine.smooth_weight(w, s), "int8", granularity=("channel", 0))
+        return kb.affine.linear_smoothquant(x, q, s)
+
+    y = product(there_x, there_w)
+    assert_on(second, y)
+    assert same_values(y.get(), product(cupy.asarray(x), cupy.asarray(w)).get())
+
+
+def test_fitted_tables(cupy, second):
+    x = sample(5000)
+    (there,) = put(cupy, second, x)
+    assert np.array_equal(kb.fit_table(there, 4), kb.fit_table(cupy.asarray(x), 4))
 
 
 def test_flat_functions(cupy, second):
