@@ -311,3 +311,15 @@ __global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) dequantiz
     const Multiply<T> op{dy, dq, {scale, nullptr, scale_value, 0}, g, is_aligned(dy) && is_aligned(dq)};
     for_each_unit<LAYOUT>(op, g);
 }
+
+// ---- scales of another precision -------------------------------------------------------------------------------
+
+// given, scale  [n], one float32 and the other float64. CuPy's own cast flushes the subnormal numbers of float32.
+template <typename From, typename To>
+__global__ void convert_scales_affine(const From* given, To* scale, long long n) {
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        if constexpr (sizeof(To) == 8) scale[i] = widen(given[i]);
+        else scale[i] = narrow(given[i], To(0));
+    }
+}

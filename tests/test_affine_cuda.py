@@ -37,6 +37,8 @@ LARGE = [
     ((20, 1001), ("group", 64)),
     ((700, 60), ("group", 3)),
 ]
+# One for each walk through an array: units in one block and across two, scales of a short period, blocks in registers.
+SMALL = [((3, 43), "token"), ((3, 50), ("group", 5)), ((9, 40), ("channel", 1)), ((5, 72), ("group", 32))]
 
 
 def same(device, host):
@@ -66,10 +68,15 @@ def draw_parameters(shape, granularity, dtype, levels, seed):
     return scale, rng.integers(levels[0], levels[1] + 1, wanted).astype(np.int32)
 
 
+def put(cupy, array):
+    """An array on the device; CuPy fills one of no axes with its value, and a 0 loses its sign there."""
+    return cupy.asarray(array.reshape(-1)).reshape(array.shape)
+
+
 def check_functions(cupy, x, granularity, levels=(-128, 127), seed=0):
     """Every function, with scales and zero points of every kind, on both libraries."""
     scale, zero = draw_parameters(x.shape, granularity, x.dtype, levels, seed)
-    there, scales, zeros = cupy.asarray(x), cupy.asarray(scale), cupy.asarray(zero)
+    there, scales, zeros = put(cupy, x), cupy.asarray(scale), cupy.asarray(zero)
     options = {"qmin": levels[0], "qmax": levels[1], "granularity": granularity}
     q = affine.quantize(x, scale, zero, **options)
     assert same(affine.quantize(there, scales, zeros, **options), q)
@@ -82,10 +89,10 @@ def check_functions(cupy, x, granularity, levels=(-128, 127), seed=0):
     for mask in MASKS:
         for function in (affine.quantize_backward, affine.fake_quantize_backward):
             wanted = function(dy, x, scale, zero, mask=mask, **options)
-            assert same(function(cupy.asarray(dy), there, scales, zeros, mask=mask, **options), wanted), mask
+            assert same(function(put(cupy, dy), there, scales, zeros, mask=mask, **options), wanted), mask
     with np.errstate(all="ignore"):
         wanted = affine.dequantize_backward(dy, scale, granularity=granularity)
-    assert same(affine.dequantize_backward(cupy.asarray(dy), scales, granularity=granularity), wanted)
+    assert same(affine.dequantize_backward(put(cupy, dy), scales, granularity=granularity), wanted)
     # One number on the host goes with every granularity, and needs no array on the device.
     assert same(
         affine.quantize(there, 0.37, levels[0] + 3, **options), affine.quantize(x, 0.37, levels[0] + 3, **options)
@@ -93,7 +100,7 @@ def check_functions(cupy, x, granularity, levels=(-128, 127), seed=0):
 
 
 def check_ranges(cupy, x, granularity, levels=(-128, 127)):
-    there = cupy.asarray(x)
+    there = put(cupy, x)
     options = {"qmin": levels[0], "qmax": levels[1], "granularity": granularity}
     for symmetric in (True, False):
         for function in (affine.choose_qparams, affine.dynamic_range):
@@ -106,7 +113,7 @@ def check_ranges(cupy, x, granularity, levels=(-128, 127)):
 
 
 def check_format(cupy, x, name, **options):
-    host, device = kb.quantize(x, name, **options), kb.quantize(cupy.asarray(x), name, **options)
+    host, device = kb.quantize(x, name, **options), kb.quantize(put(cupy, x), name, **options)
     for plane, wanted in host.planes.items():
         assert same(device.planes[plane], wanted), plane
     for dtype in DTYPES:
@@ -114,64 +121,77 @@ def check_format(cupy, x, name, **options):
 
 
 class TestSmall:
-    """Every instantiation once, at sizes around a unit and a block; compute-sanitizer runs this."""
+    """Every kernel at its smallest; compute-sanitizer runs this."""
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize(("shape", "granularity"), CASES, ids=str)
-    def test_every_function(self, cupy, shape, granularity, dtype):
-        for seed, (kind, levels) in enumerate(zip(["normal", "special", "wide", "extreme"], RANGES, strict=True)):
-            x = numbers(kind, shape, dtype, seed)
-            check_functions(cupy, x, granularity, levels, seed)
-            check_ranges(cupy, x, granularity, levels)
+    @pytest.mark.parametrize(("shape", "granularity"), SMALL, ids=str)
+    def test_every_kernel(self, cupy, shape, granularity, dtype):
+        x = numbers("special", shape, dtype)
+        check_functions(cupy, x, granularity)
+        check_ranges(cupy, x, granularity)
+        for name in ("uint8", "int4"):
+            check_format(cupy, x, name, granularity=granularity, symmetric=False)
+            check_format(cupy, x, name, granularity=granularity, percentile=90)
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", ["int8", "uint4"])
-    @pytest.mark.parametrize(("shape", "granularity"), CASES[::2], ids=str)
-    def test_every_format(self, cupy, shape, granularity, name, dtype):
-        for symmetric in (True, False):
-            x = numbers("special", shape, dtype)
-            check_format(cupy, x, name, granularity=granularity, symmetric=symmetric)
-            check_format(cupy, x, name, granularity=granularity, symmetric=symmetric, percentile=90)
 
-    @pytest.mark.parametrize("offset", [1, 2, 3, 5, 7, 8])
-    def test_unaligned_arrays(self, cupy, offset):
-        """Inputs and outputs may start at any element; nothing before or behind them is touched."""
-        for dtype in DTYPES:
-            for shape, granularity in (((3, 40), "token"), ((5, 27), ("channel", 1)), ((2, 128), ("group", 64))):
-                x, size = numbers("special", shape, dtype), math.prod(shape)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "granularity"), CASES, ids=str)
+def test_every_function(cupy, shape, granularity, dtype):
+    for seed, (kind, levels) in enumerate(zip(["normal", "special", "wide", "extreme"], RANGES, strict=True)):
+        x = numbers(kind, shape, dtype, seed)
+        check_functions(cupy, x, granularity, levels, seed)
+        check_ranges(cupy, x, granularity, levels)
 
-                def shifted(array, shape=shape, size=size):
-                    room = cupy.zeros(size + offset + 32, array.dtype)
-                    room[offset : offset + size] = cupy.asarray(array).reshape(-1)
-                    return room[offset : offset + size].reshape(shape), room
 
-                there, _ = shifted(x)
-                codes, room = shifted(np.zeros(shape, np.int8))
-                q, scale, zero = affine.dynamic_range(x, granularity=granularity, symmetric=False)
-                found = affine.dynamic_range(there, granularity=granularity, symmetric=False, out=codes)
-                assert all(map(same, found, (q, scale, zero)))
-                assert not room[:offset].any() and not room[offset + size :].any()
-                affine.quantize(there, found[1], found[2], granularity=granularity, out=codes)
-                assert same(codes, q)
-                y, room = shifted(np.zeros(shape, dtype))
-                affine.dequantize(codes, found[1], found[2], granularity=granularity, out=y)
-                wanted = affine.dequantize(q, scale, zero, granularity=granularity, dtype=dtype)
-                assert same(y, wanted)
-                assert not room[:offset].any() and not room[offset + size :].any()
-                options = {"qmin": -128, "qmax": 127, "granularity": granularity}
-                affine.fake_quantize(there, found[1], found[2], out=y, **options)
-                assert same(y, wanted)
-                affine.fake_quantize_backward(there, there, found[1], found[2], out=y, **options)
-                assert same(y, affine.fake_quantize_backward(x, x, scale, zero, **options))
-                for name in ("int8", "int4"):
-                    host = kb.quantize(x, name, granularity=granularity)
-                    planes = {}
-                    for plane, array in host.planes.items():
-                        planes[plane] = cupy.zeros(array.size + offset, array.dtype)[offset:]
-                    out = kb.QuantizedArray(host.format, planes, shape, dtype)
-                    kb.quantize(there, name, granularity=granularity, out=out)
-                    assert all(same(out.planes[plane], array) for plane, array in host.planes.items())
-                    assert same(out.dequantize(), host.dequantize())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["int8", "uint4"])
+@pytest.mark.parametrize(("shape", "granularity"), CASES[::2], ids=str)
+def test_every_format(cupy, shape, granularity, name, dtype):
+    for symmetric in (True, False):
+        x = numbers("special", shape, dtype)
+        check_format(cupy, x, name, granularity=granularity, symmetric=symmetric)
+        check_format(cupy, x, name, granularity=granularity, symmetric=symmetric, percentile=90)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 5, 7, 8])
+def test_unaligned_arrays(cupy, offset):
+    """Inputs and outputs may start at any element; nothing before or behind them is touched."""
+    for dtype in DTYPES:
+        for shape, granularity in (((3, 40), "token"), ((5, 27), ("channel", 1)), ((2, 128), ("group", 64))):
+            x, size = numbers("special", shape, dtype), math.prod(shape)
+
+            def shifted(array, shape=shape, size=size):
+                room = cupy.zeros(size + offset + 32, array.dtype)
+                room[offset : offset + size] = cupy.asarray(array).reshape(-1)
+                return room[offset : offset + size].reshape(shape), room
+
+            there, _ = shifted(x)
+            codes, room = shifted(np.zeros(shape, np.int8))
+            q, scale, zero = affine.dynamic_range(x, granularity=granularity, symmetric=False)
+            found = affine.dynamic_range(there, granularity=granularity, symmetric=False, out=codes)
+            assert all(map(same, found, (q, scale, zero)))
+            assert not room[:offset].any() and not room[offset + size :].any()
+            affine.quantize(there, found[1], found[2], granularity=granularity, out=codes)
+            assert same(codes, q)
+            y, room = shifted(np.zeros(shape, dtype))
+            affine.dequantize(codes, found[1], found[2], granularity=granularity, out=y)
+            wanted = affine.dequantize(q, scale, zero, granularity=granularity, dtype=dtype)
+            assert same(y, wanted)
+            assert not room[:offset].any() and not room[offset + size :].any()
+            options = {"qmin": -128, "qmax": 127, "granularity": granularity}
+            affine.fake_quantize(there, found[1], found[2], out=y, **options)
+            assert same(y, wanted)
+            affine.fake_quantize_backward(there, there, found[1], found[2], out=y, **options)
+            assert same(y, affine.fake_quantize_backward(x, x, scale, zero, **options))
+            for name in ("int8", "int4"):
+                host = kb.quantize(x, name, granularity=granularity)
+                planes = {}
+                for plane, array in host.planes.items():
+                    planes[plane] = cupy.zeros(array.size + offset, array.dtype)[offset:]
+                out = kb.QuantizedArray(host.format, planes, shape, dtype)
+                kb.quantize(there, name, granularity=granularity, out=out)
+                assert all(same(out.planes[plane], array) for plane, array in host.planes.items())
+                assert same(out.dequantize(), host.dequantize())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,8 +1,8 @@
 """Affine integers against torch, on its CPU and on a GPU; every element that differs is one that is known to.
 
-torch's fake_quantize multiplies by 1 / scale where ours divides, and its quantize_per_tensor and quantize_per_channel
-add the zero point before they round. Both can only move an element whose quotient lies at a tie between two integers,
-or as near to it as the last place of a float32.
+torch's fake_quantize multiplies by 1 / scale where ours divides, and some versions of its quantize_per_tensor and
+quantize_per_channel (2.13, not 2.11) add the zero point before they round. Both can only move an element whose
+quotient lies at a tie between two integers, or as near to it as the last place of a float32.
 """
 
 import numpy as np
@@ -123,5 +123,6 @@ def test_quantize_per_channel(xp, axis):
 def test_a_tie_shows_where_the_zero_point_is_added(xp, device):
     x = np.float32([0.5, 1.5, 2.5, -0.5])
     theirs = torch.quantize_per_tensor(torch.tensor(x, device=device), 1.0, 3, torch.qint8).int_repr().cpu().numpy()
-    assert list(theirs) == [4, 4, 6, 2]
-    assert list(host(affine.quantize(xp.asarray(x), 1.0, 3))) == [3, 5, 5, 3]
+    rounded_first, added_first = [3, 5, 5, 3], [4, 4, 6, 2]
+    assert theirs.tolist() in (rounded_first, added_first)  # torch 2.11, torch 2.13
+    assert host(affine.quantize(xp.asarray(x), 1.0, 3)).tolist() == rounded_first

@@ -334,7 +334,7 @@ def _block_values(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype | No
         if array.dtype == wanted and array.flags.c_contiguous:
             return array
         with _xp.on_device_of(array):
-            return array.astype(wanted, order="C")
+            return converted(array, wanted)
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array if dtype is None else array.astype(dtype, copy=False)).reshape(-1)
 
@@ -696,6 +696,8 @@ KERNELS = (
     Template(_FILE, "quantize_backward_affine", (_EVERY, _LAYOUTS)),
     Template(_FILE, "fake_quantize_backward_affine", (_EVERY, _LAYOUTS)),
     Template(_FILE, "dequantize_backward_affine", (_EVERY, _LAYOUTS)),
+    Template(_FILE, "convert_scales_affine", (("float",), ("double",))),
+    Template(_FILE, "convert_scales_affine", (("double",), ("float",))),
     Template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
     Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
     Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
@@ -792,6 +794,18 @@ def _launch(
     return _kernel(f"{kind}_affine", axes), geometry, geometry.units(depth, _COLUMN_DEPTHS * depth)
 
 
+def converted(values: Any, dtype: np.dtype) -> Any:
+    """Scales or zero points on a device as a contiguous array of another dtype, subnormal numbers kept."""
+    if {values.dtype, dtype} != {_SINGLE, _DOUBLE}:
+        return values.astype(dtype, order="C")
+    values = _xp.namespace(values).ascontiguousarray(values)
+    result = _xp.namespace(values).empty(values.shape, dtype)
+    if values.size:
+        kernel = _kernel("convert_scales_affine", (_TYPES[values.dtype.name], _TYPES[dtype.name]))
+        kernel(values, -(-values.size // _THREADS), (values, result, values.size))
+    return result
+
+
 def _each_cuda(
     kind: str,
     dtype: np.dtype,
@@ -809,7 +823,7 @@ def _each_cuda(
     if isinstance(scale, float):
         scale, value = 0, scale
     elif scale.dtype != computed:  # a plane beside float64
-        scale = scale.astype(computed)
+        scale = converted(scale, computed)
     point = 0
     if isinstance(zero_point, int):
         zero_point, point = 0, zero_point
@@ -990,7 +1004,8 @@ class Affine(Format):
                 found = _xp.namespace(x).empty(blocks.count, _DOUBLE)
             find(x, found, zero, blocks, self.levels, None if self.percentile is None else self.percentile / 100)
             if found is not scale:
-                scale[...] = _xp.namespace(x).minimum(found, _LARGEST)
+                found = _xp.namespace(x).minimum(found, _LARGEST)
+                scale[...] = converted(found, _SINGLE) if _xp.is_cupy(x) else found
         quantize(x, planes["codes"], scale, self._zero_of(planes), blocks, self.levels, self.bits)
 
     def decode(self, planes: Mapping[str, Any], out: Any) -> None:
