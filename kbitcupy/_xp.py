@@ -101,6 +101,14 @@ def same_device(a: Any, b: Any) -> bool:
     return bool(a.data.device_id == b.data.device_id)
 
 
+def same_gpu(a: Any, b: Any) -> bool:
+    """Whether both are CuPy arrays, on one device."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not (isinstance(a, cupy.ndarray) and isinstance(b, cupy.ndarray)):
+        return False
+    return bool(a.data.device_id == b.data.device_id)
+
+
 def check_same_device(*arrays: Any) -> None:
     """Check that all arrays live on one device.
 

@@ -60,7 +60,9 @@ __all__ = [
 
 # How far from the ends of the range a mask begins; None: no mask.
 _MARGINS = {"inclusive": 0, "strict": 1, "none": None}
-_CODES = {"int8": (-128, 127), "uint8": (0, 255)}
+_INT8, _UINT8, _INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
+_CODES = {_INT8: _affine.SIGNED8, _UINT8: _affine.UNSIGNED8}
+_SINGLE = np.dtype(np.float32)
 
 
 def quantize(
@@ -114,11 +116,11 @@ def quantize(
     """
     x, blocks = _blocked(x, granularity)
     levels = _byte_levels(qmin, qmax)
-    codes = _codes_out(out, x, "int8" if levels.qmin < 0 else "uint8")
+    codes = _codes_out(out, x, _code_dtype(levels))
     scale, zero_point = _parameters(scale, zero_point, blocks, x, levels, x.dtype)
     with _xp.on_device_of(x):
         if codes is None:
-            codes = _xp.namespace(x).empty(x.shape, np.int8 if levels.qmin < 0 else np.uint8)
+            codes = _xp.namespace(x).empty(x.shape, _code_dtype(levels))
         _affine.quantize(x, codes, scale, zero_point, blocks, levels)
     return codes
 
@@ -162,18 +164,18 @@ def dequantize(
     array([-1.,  0.,  9.], dtype=float32)
     """
     q = _xp.as_array(q, "q")
-    if q.dtype.name not in _CODES:
+    levels = _CODES.get(q.dtype)
+    if levels is None:
         raise TypeError(f"q is {q.dtype}; allowed are int8 and uint8")
     with _xp.on_device_of(q):
         if not q.flags.c_contiguous:
             q = q.copy(order="C")
         blocks = _affine.blocks_of(q.shape, _affine.check_granularity(granularity))
         if out is None:
-            out_dtype = np.dtype(np.float32) if dtype is None else _xp.float_dtype(dtype)
+            out_dtype = _SINGLE if dtype is None else _xp.float_dtype(dtype)
         else:
             check_out(out, q.shape, q, dtype)
             out_dtype = out.dtype
-        levels = _affine.SIGNED8 if q.dtype == np.int8 else _affine.UNSIGNED8
         scale, zero_point = _parameters(scale, zero_point, blocks, q, levels, out_dtype)
         if out is None:
             out = _xp.namespace(q).empty(q.shape, out_dtype)
@@ -280,7 +282,7 @@ def choose_qparams(
     with _xp.on_device_of(x):
         scale, zero_point = _new_parameters(x, blocks, levels)
         _affine.find(x, scale, zero_point, blocks, levels, None if fraction is None else fraction / 100)
-    return scale.reshape(blocks.shape), zero_point.reshape(blocks.shape)
+    return scale, zero_point
 
 
 def dynamic_range(
@@ -323,13 +325,13 @@ def dynamic_range(
     """
     x, blocks = _blocked(x, granularity)
     levels = _byte_levels(qmin, qmax, _flag(symmetric))
-    codes = _codes_out(out, x, "int8" if levels.qmin < 0 else "uint8")
+    codes = _codes_out(out, x, _code_dtype(levels))
     with _xp.on_device_of(x):
         if codes is None:
-            codes = _xp.namespace(x).empty(x.shape, np.int8 if levels.qmin < 0 else np.uint8)
+            codes = _xp.namespace(x).empty(x.shape, _code_dtype(levels))
         scale, zero_point = _new_parameters(x, blocks, levels)
         _affine.quantize_dynamic(x, codes, scale, zero_point, blocks, levels)
-    return codes, scale.reshape(blocks.shape), zero_point.reshape(blocks.shape)
+    return codes, scale, zero_point
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -517,7 +519,9 @@ def _backward(
     divide: bool,
 ) -> Any:
     x, blocks = _blocked(x, granularity)
-    dy, _ = _blocked(dy, granularity, "dy")
+    dy = _xp.as_array(dy, "dy")
+    _xp.float_dtype(dy.dtype, "dy")
+    dy = source(dy, _xp.FLOAT_DTYPES)
     if dy.shape != x.shape or dy.dtype != x.dtype:
         raise ValueError(f"dy is {dy.dtype}{list(dy.shape)} and x {x.dtype}{list(x.shape)}; they must be alike")
     _xp.check_same_device(x, dy)
@@ -564,10 +568,10 @@ def _parameters(
 
 
 def _new_parameters(x: Any, blocks: Blocks, levels: Levels) -> tuple[Any, Any]:
-    """Flat arrays for what will be found."""
+    """Arrays for what will be found."""
     if not levels.symmetric or levels.divisor > 0:
         empty = _xp.namespace(x).empty
-        return empty(blocks.count, _affine.compute_dtype(x.dtype)), empty(blocks.count, np.int32)
+        return empty(blocks.shape, _affine.compute_dtype(x.dtype)), empty(blocks.shape, _INT32)
     raise FormatError(
         f"qmin is {levels.qmin} and qmax {levels.qmax}; a symmetric range needs room above its zero point "
         f"{levels.zero}: pass symmetric=False"
@@ -580,7 +584,11 @@ def _flag(symmetric: Any) -> bool:
     return symmetric
 
 
-def _codes_out(out: Any, x: Any, dtype: str) -> Any:
+def _code_dtype(levels: Levels) -> np.dtype:
+    return _INT8 if levels.qmin < 0 else _UINT8
+
+
+def _codes_out(out: Any, x: Any, dtype: np.dtype) -> Any:
     """Check an output array of integers."""
     if out is None:
         return None

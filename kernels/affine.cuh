@@ -76,6 +76,9 @@ __device__ __forceinline__ double from_bits(unsigned long long bits) { return __
 __device__ __forceinline__ unsigned largest_finite(float) { return 0x7f7fffffu; }
 __device__ __forceinline__ unsigned long long largest_finite(double) { return 0x7fefffffffffffffull; }
 
+__device__ __forceinline__ unsigned all_bits(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ unsigned long long all_bits(double x) { return __double_as_longlong(x); }
+
 // A scale that is not a positive finite number counts as 0.
 __device__ __forceinline__ float usable(float s) { return __float_as_uint(s) - 1u < 0x7f7fffffu ? s : 0.0f; }
 __device__ __forceinline__ double usable(double s) {
@@ -162,6 +165,13 @@ __device__ __forceinline__ float short_reciprocal(float s) {
     return __fmaf_rn(r, __fmaf_rn(-s, r, 1.0f), r);
 }
 
+// Whether the short division by s is exact: neither scale nor inverse nor residual leaves the normal range.
+__device__ __forceinline__ bool is_ordinary(float s) {
+    constexpr unsigned LOWEST = (127u - 60) << 23, HIGHEST = (127u + 60) << 23;
+    return __float_as_uint(s) - LOWEST <= HIGHEST - LOWEST;
+}
+__device__ __forceinline__ bool is_ordinary(double) { return true; }
+
 // The scales of a unit: one for all, or one for each element.
 template <typename C, int N>
 struct Scales {
@@ -176,8 +186,7 @@ struct Scales {
     __device__ __forceinline__ void set(int j, C s, int z) {
         zero[j] = z;
         if constexpr (INVERSE && sizeof(C) == 4) {
-            constexpr unsigned LOWEST = (127u - 60) << 23, HIGHEST = (127u + 60) << 23;
-            ordinary &= __float_as_uint(s) - LOWEST <= HIGHEST - LOWEST;
+            ordinary &= is_ordinary(s);
             scale[j] = s, inverse[j] = short_reciprocal(s);
         } else {
             scale[j] = usable(s);

@@ -4,11 +4,19 @@
 // zero bytes are the range of nothing, atomicMax joins ranges, and the range holds 0 as it must.
 #include "affine.cuh"
 
+// a / b correctly rounded, with few instructions where the quotient is an ordinary number; b is an integer.
+__device__ __forceinline__ float divide_by_integer(float a, float b) {
+    const float q = short_division(a, b, short_reciprocal(b));
+    return is_ordinary(q) ? q : divide_ieee(a, b);
+}
+__device__ __forceinline__ double divide_by_integer(double a, double b) { return divide_ieee(a, b); }
+
 template <typename C>
 struct Range {
     using Bits = typename Compute<C>::Bits;
     Bits high, low;
 
+    __device__ __forceinline__ bool has_nan() const { return max(high, low) > largest_finite(C(0)) + 1; }
     __device__ __forceinline__ void join(const Range& other) {
         high = max(high, other.high), low = max(low, other.low);
     }
@@ -18,7 +26,7 @@ struct Range {
         scale = C(1), zero = g.symmetric ? g.zero : g.qmin;
         if ((high | low) == 0) return;
         if (g.symmetric) {
-            scale = divide_ieee(larger(up, down), C(g.divisor));
+            scale = divide_by_integer(larger(up, down), C(g.divisor));
             return;
         }
         const C width = narrow(fmin(widen(up) + widen(down), from_bits(largest_finite(0.0))) / g.divisor, C(0));
@@ -27,40 +35,86 @@ struct Range {
     }
 };
 
-// The range of some elements, gathered in packed registers.
-template <typename T>
-struct Gather {
+// The range of elements that are added in pieces of a unit: a register of two 16-bit elements, or one element.
+// STRICT: a NaN stays, beyond all numbers; else it is ignored.
+template <typename T, bool STRICT>
+struct Ends {
     using C = typename Compute<T>::Type;
-    C high = C(0), low = C(0);
-    __device__ __forceinline__ void add(const Unit<T>& unit) {
-#pragma unroll
-        for (int j = 0; j < UNIT; ++j) high = larger(high, unit.get(j)), low = smaller(low, unit.get(j));
+    static constexpr int PIECE = 1;  // elements of a piece
+    C high = C(0), low = C(0);       // the largest x and -x
+
+    __device__ __forceinline__ static C larger_one(C a, C b) {
+        const C found = larger(a, b);
+        return STRICT && a != a ? a : STRICT && b != b ? b : found;
     }
-    __device__ __forceinline__ Range<C> range() const { return {magnitude_bits(high), magnitude_bits(low)}; }
+    // BOTH: as the range wants it; else high becomes the largest magnitude.
+    template <bool BOTH, int SIZE>
+    __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, int piece) {
+        constexpr auto SIGN = typename Compute<C>::Bits(1) << (sizeof(C) * 8 - 1);
+        const C v = unit.get(piece);
+        if constexpr (!BOTH) high = larger_one(high, from_bits(magnitude_bits(v)));
+        else high = larger_one(high, v), low = larger_one(low, from_bits(all_bits(v) ^ SIGN));
+    }
+    __device__ __forceinline__ Range<C> of(int) const { return {magnitude_bits(high), magnitude_bits(low)}; }
 };
 
-template <typename T>
-struct GatherPairs {
-    using Pair = decltype(Word<T>::as(0u));
-    Pair high = Word<T>::as(0u), low = Word<T>::as(0u);
-    __device__ __forceinline__ void add(const Unit<T>& unit) {
-#pragma unroll
-        for (int i = 0; i < UNIT / 2; ++i) {
-            high = __hmax2(high, Word<T>::as(unit.word[i]));
-            low = __hmin2(low, Word<T>::as(unit.word[i]));
-        }
+template <typename T, bool STRICT>
+struct PairEnds {
+    static constexpr int PIECE = 2;
+    unsigned high = 0, low = 0;
+
+    __device__ __forceinline__ static unsigned larger_pair(unsigned a, unsigned b) {
+        const auto pair =
+            STRICT ? __hmax2_nan(Word<T>::as(a), Word<T>::as(b)) : __hmax2(Word<T>::as(a), Word<T>::as(b));
+        return *reinterpret_cast<const unsigned*>(&pair);
     }
-    __device__ __forceinline__ Range<float> range() const {
-        const unsigned h = *reinterpret_cast<const unsigned*>(&high), l = *reinterpret_cast<const unsigned*>(&low);
-        return {
-            max(magnitude_bits(Word<T>::get(h, 0)), magnitude_bits(Word<T>::get(h, 1))),
-            max(magnitude_bits(Word<T>::get(l, 0)), magnitude_bits(Word<T>::get(l, 1)))};
+    template <bool BOTH, int SIZE>
+    __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, int piece) {
+        const unsigned pair = unit.word[piece];
+        if constexpr (!BOTH) high = larger_pair(high, pair & 0x7fff7fffu);
+        else high = larger_pair(high, pair), low = larger_pair(low, pair ^ 0x80008000u);
+    }
+    __device__ __forceinline__ Range<float> of(int j) const {
+        return {magnitude_bits(Word<T>::get(high, j)), magnitude_bits(Word<T>::get(low, j))};
     }
 };
-template <>
-struct Gather<__half> : GatherPairs<__half> {};
-template <>
-struct Gather<__nv_bfloat16> : GatherPairs<__nv_bfloat16> {};
+template <bool STRICT>
+struct Ends<__half, STRICT> : PairEnds<__half, STRICT> {};
+template <bool STRICT>
+struct Ends<__nv_bfloat16, STRICT> : PairEnds<__nv_bfloat16, STRICT> {};
+
+// The ranges of the columns of units that lie below each other.
+template <bool BOTH, typename T, int PIECES, int COUNT>
+__device__ __forceinline__ void add_columns(Ends<T, false> (&ends)[PIECES], const Unit<T> (&unit)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) ends[piece].template add<BOTH>(unit[i], piece);
+    }
+}
+
+// The range of units.
+template <typename T, bool STRICT>
+struct Gather {
+    using C = typename Compute<T>::Type;
+    Ends<T, STRICT> ends;
+    template <int SIZE>
+    __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, bool both) {
+        constexpr int PIECES = SIZE / Ends<T, STRICT>::PIECE;
+        if (both) {
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) ends.template add<true>(unit, i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) ends.template add<false>(unit, i);
+        }
+    }
+    __device__ __forceinline__ Range<C> range() const {
+        Range<C> range = ends.of(0);
+        if constexpr (Ends<T, STRICT>::PIECE == 2) range.join(ends.of(1));
+        return range;
+    }
+};
 
 template <typename T>
 __device__ __forceinline__ Range<typename Compute<T>::Type> range_of(T x) {
@@ -69,11 +123,32 @@ __device__ __forceinline__ Range<typename Compute<T>::Type> range_of(T x) {
     return {magnitude_bits(larger(v, C(0))), magnitude_bits(smaller(v, C(0)))};
 }
 
+// The largest number of the warp, in every lane.
+__device__ __forceinline__ unsigned warp_largest(unsigned x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(FULL_WARP, x);
+#else
+    return warp_max(x);
+#endif
+}
+__device__ __forceinline__ unsigned long long warp_largest(unsigned long long x) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(FULL_WARP, x, step));
+    return x;
+}
+
 // Join the ranges of `lanes` neighbouring lanes, a power of two up to 32.
 template <typename C>
-__device__ __forceinline__ void join_lanes(Range<C>& range, int lanes) {
-    for (int step = lanes / 2; step > 0; step /= 2)
-        range.join({__shfl_xor_sync(FULL_WARP, range.high, step), __shfl_xor_sync(FULL_WARP, range.low, step)});
+__device__ __forceinline__ void join_lanes(Range<C>& range, int lanes, bool both) {
+    if (lanes == WARP) {
+        range.high = warp_largest(range.high);
+        if (both) range.low = warp_largest(range.low);
+        return;
+    }
+    for (int step = lanes / 2; step > 0; step /= 2) {
+        range.high = max(range.high, __shfl_xor_sync(FULL_WARP, range.high, step));
+        if (both) range.low = max(range.low, __shfl_xor_sync(FULL_WARP, range.low, step));
+    }
 }
 
 template <typename T>
@@ -94,6 +169,8 @@ __device__ __forceinline__ void join_block(
     if (low && range.low > *static_cast<volatile Bits*>(low + index)) atomicMax(low + index, range.low);
 }
 
+constexpr int WHOLE_BYTES = 128;  // that a thread of find_whole_affine has under way
+
 // x          T[n]
 // high, low  Bits[count], zero at first; they receive the ranges. low null: high is the larger one of both
 template <typename T, int LAYOUT>
@@ -106,7 +183,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 2) find_range_affine(
         constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
         const Run tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
         long long mine = -1;  // the block whose range is being gathered
-        Gather<T> gather;
+        Gather<T, false> gather;
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
             const RunsTile place(g, tile * TILE_SIZE);
             Unit<T> unit[DEPTH];
@@ -125,9 +202,9 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 2) find_range_affine(
                 if (i + UNIT <= g.n && rest >= UNIT) {
                     if (index != mine) {
                         if (mine >= 0) join_block<C>(high, low, mine, gather.range());
-                        mine = index, gather = Gather<T>();
+                        mine = index, gather = {};
                     }
-                    gather.add(unit[u]);
+                    gather.add(unit[u], low);
                 } else {
 #pragma unroll 1
                     for (long long e = i; e < min(i + UNIT, g.n); ++e)
@@ -137,37 +214,95 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 2) find_range_affine(
         }
         Range<C> range = gather.range();
         if (__all_sync(FULL_WARP, mine == __shfl_sync(FULL_WARP, mine, 0))) {
-            join_lanes(range, WARP);
+            join_lanes(range, WARP, low);
             if (threadIdx.x % WARP != 0) return;
         }
         if (mine >= 0) join_block<C>(high, low, mine, range);
     } else {
-        constexpr int ROWS = 64;
+        constexpr int ROWS = 64, BATCH = sizeof(T) == 2 ? 8 : sizeof(T) == 4 ? 4 : 2;
         constexpr long long WIDTH = AFFINE_THREADS * UNIT;
         const long long across = (g.columns + WIDTH - 1) / WIDTH;
         const Run tiles((g.rows + ROWS - 1) / ROWS * across);
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
             const long long column = tile % across * WIDTH + threadIdx.x * UNIT;
             if (column >= g.columns) continue;
-            Range<C> range[UNIT] = {};
-#pragma unroll 4
-            for (int r = 0; r < ROWS; ++r) {
+            using Pieces = Ends<T, false>;
+            Pieces ends[UNIT / Pieces::PIECE];
+            for (int r = 0; r < ROWS; r += BATCH) {
                 const long long i = (tile / across * ROWS + r) * g.columns + column;
-                if (i + UNIT <= g.n) {
-                    Unit<T> unit;
-                    load_unit(unit, x + i, aligned);
+                if (i + (BATCH - 1) * g.columns + UNIT <= g.n) {
+                    Unit<T> unit[BATCH];
 #pragma unroll
-                    for (int j = 0; j < UNIT; ++j) {
-                        const C v = unit.get(j);
-                        range[j].join({magnitude_bits(larger(v, C(0))), magnitude_bits(smaller(v, C(0)))});
-                    }
+                    for (int b = 0; b < BATCH; ++b) load_unit(unit[b], x + i + b * g.columns, aligned);
+                    if (low) add_columns<true>(ends, unit);
+                    else add_columns<false>(ends, unit);
                 } else {
-                    for (long long e = i; e < g.n; ++e) join_block<C>(high, low, g.index(e), range_of(x[e]));
+#pragma unroll 1
+                    for (int b = 0; b < BATCH; ++b) {
+#pragma unroll 1
+                        for (long long e = i + b * g.columns; e < min(i + b * g.columns + UNIT, g.n); ++e)
+                            join_block<C>(high, low, g.index(e), range_of(x[e]));
+                    }
                 }
             }
+            unsigned c = static_cast<unsigned>(column % g.row);
+            unsigned index = c / static_cast<unsigned>(g.run), e = c % static_cast<unsigned>(g.run);
+            unsigned indices[UNIT];
+            bool changes[UNIT];
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) join_block<C>(high, low, g.index(column + j), range[j]);
+            for (int j = 0; j < UNIT; ++j) {
+                indices[j] = index;
+                if (++e == g.run) e = 0, index = index + 1 == g.count ? 0 : index + 1;
+            }
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) {
+                // At a glance, that is without a wait for one after the other.
+                const Range<C> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
+                changes[j] = range.high > __ldcg(high + indices[j]) || (low && range.low > __ldcg(low + indices[j]));
+            }
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) {
+                if (!changes[j]) continue;
+                const Range<C> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
+                atomicMax(high + indices[j], range.high);
+                if (low) atomicMax(low + indices[j], range.low);
+            }
         }
+    }
+}
+
+// The range of an array that is one block; arguments as above.
+template <typename T>
+__global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
+    const T* x, typename Compute<T>::Bits* high, typename Compute<T>::Bits* low, const __grid_constant__ Geometry g) {
+    using C = typename Compute<T>::Type;
+    constexpr int DEPTH = WHOLE_BYTES / (UNIT * sizeof(T));
+    constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
+    const Run tiles(g.n / TILE_SIZE);
+    Gather<T, false> gather;
+    if (is_aligned(x)) {
+        for (long long tile = tiles.first; tile < tiles.end; ++tile) {
+            Unit<T> unit[DEPTH];
+#pragma unroll
+            for (int u = 0; u < DEPTH; ++u)
+                unit[u].template load<true>(x + tile * TILE_SIZE + (u * AFFINE_THREADS + threadIdx.x) * UNIT);
+#pragma unroll
+            for (int u = 0; u < DEPTH; ++u) gather.add(unit[u], low);
+        }
+    }
+    Range<C> range = gather.range();
+    // What is left: the end of the array, or all of it.
+    const long long step = (long long)gridDim.x * AFFINE_THREADS;
+    for (long long i = (is_aligned(x) ? g.n / TILE_SIZE * TILE_SIZE : 0) + blockIdx.x * AFFINE_THREADS + threadIdx.x;
+         i < g.n; i += step)
+        range.join(range_of(x[i]));
+    __shared__ Range<C> of_warps[AFFINE_THREADS / WARP];
+    join_lanes(range, WARP, true);
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = range;
+    __syncthreads();
+    if (threadIdx.x < AFFINE_THREADS / WARP) {
+        range = of_warps[threadIdx.x];
+        join_block<C>(high, low, 0, range);
     }
 }
 
@@ -188,97 +323,234 @@ __global__ void finish_range_affine(
     }
 }
 
+// Fill a plane of scales, and one of zero points if there is one.
+//
+// scale, zero_point          C[scales] and int32[points], for each `count` or 1, or null: the value
+// scale_out, zero_point_out  C[count] and int32[count]; zero_point_out may be null
+template <typename C>
+__global__ void store_parameters_affine(
+    const C* scale, C scale_value, long long scales, const int* zero_point, int zero_value, long long points,
+    C* scale_out, int* zero_point_out, long long count) {
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
+        scale_out[i] = scale ? scale[scales == 1 ? 0 : i] : scale_value;
+        if (zero_point_out) zero_point_out[i] = zero_point ? zero_point[points == 1 ? 0 : i] : zero_value;
+    }
+}
+
 // ---- ranges on chip ------------------------------------------------------------------------------------------------
 
-constexpr int SLOTS = 4;  // units of a thread
+// What quantizes the units of a block by the block's own range.
+template <typename T, int BITS>
+struct Own {
+    using C = typename Compute<T>::Type;
+    const T* x;
+    unsigned char* codes;
+    const Geometry& g;
+    C s, r;
+    int zero;
+    bool quick;  // all units of the block are
 
-// Threads of a thread block, as registers allow.
-template <typename T, int EACH>
-constexpr int DYNAMIC_THREADS = EACH > 1         ? AFFINE_THREADS
-                                : sizeof(T) == 2 ? 1024
-                                : sizeof(T) == 4 ? 512
-                                                 : 256;
+    __device__ __forceinline__ Own(const T* x, unsigned char* codes, const Geometry& g, const Range<C>& range)
+        : x(x), codes(codes), g(g) {
+        range.parameters(g, s, zero);
+        quick = is_ordinary(s);
+        if constexpr (sizeof(C) == 4) r = short_reciprocal(s);
+    }
+
+    // Numbers of a block of an ordinary scale. Neither do quotients overflow, nor do they leave a range with as many
+    // steps below the zero point as above it.
+    template <int SIZE>
+    __device__ __forceinline__ void level(const Unit<T, SIZE>& unit, int (&q)[SIZE]) const {
+        if constexpr (sizeof(T) == 8) {
+#pragma unroll
+            for (int j = 0; j < SIZE; ++j)
+                q[j] = int(clamped(steps_of(unit.get(j), s), C(g.qmin - zero), C(g.qmax - zero))) + zero;
+        } else if (g.symmetric && g.zero % 2 == 0 && g.zero - g.divisor >= g.qmin) {
+            const float rounder = ROUNDER + float(g.zero);  // even, so ties go where they go without it
+#pragma unroll
+            for (int j = 0; j < SIZE; ++j) q[j] = __float_as_int(__fadd_rn(short_division(unit.get(j), s, r), rounder));
+        } else {
+            const float middle = float(zero), low = ROUNDER + float(g.qmin), high = ROUNDER + float(g.qmax);
+#pragma unroll
+            for (int j = 0; j < SIZE; ++j) {
+                const float steps = __fadd_rn(short_division(unit.get(j), s, r), ROUNDER);
+                q[j] = __float_as_int(fminf(fmaxf(__fadd_rn(steps, middle), low), high));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const Unit<T>& unit, long long i) const {
+        int q[UNIT];
+        level(unit, q);
+        Codes<BITS> packed;
+        packed.pack(q);
+        packed.template store<true>(codes + i * BITS / 8);
+    }
+
+    __device__ __forceinline__ void careful(long long i, int count) const {
+        Quantize<T, BITS>{x, codes, {nullptr, nullptr, s, zero}, g, false}.careful(i, count);
+    }
+};
+
+// The most threads of a thread block, and how many of those a multiprocessor must have registers for.
+template <typename T, int EACH, int SLOTS>
+constexpr int DYNAMIC_THREADS = EACH > 1         ? 128
+                                : sizeof(T) == 8 ? 256
+                                : SLOTS > 4      ? 2048 / sizeof(T)
+                                                 : 512;
+template <typename T, int EACH, int SLOTS>
+constexpr int DYNAMIC_RESIDENT = sizeof(T) == 8 ? 1
+                                 : EACH > 1     ? 5
+                                 : SLOTS > 4    ? 1
+                                                : 2;
+
+// The ranges of a team's blocks (see quantize_dynamic_affine); of_warps is shared memory.
+template <bool STRICT, int EACH, typename T, int SLOTS, typename C>
+__device__ __forceinline__ void find_ranges(
+    const Unit<T> (&unit)[SLOTS], Range<C> (&range)[EACH], int team, bool both, Range<C>* of_warps) {
+#pragma unroll
+    for (int b = 0; b < EACH; ++b) {
+        Gather<T, STRICT> gather;
+#pragma unroll
+        for (int v = 0; v < SLOTS; ++v)
+            if (EACH == 1 || v == b) gather.add(unit[v], both);
+        range[b] = gather.range();
+        join_lanes(range[b], min(team, WARP), both);
+    }
+    if (EACH == 1 && team > WARP) {
+        if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = range[0];
+        __syncthreads();
+        range[0] = of_warps[min(threadIdx.x % WARP, team / WARP - 1)];
+        join_lanes(range[0], WARP, both);
+    }
+}
 
 // A team of threads reads a block once: it stays in registers from the search of its range to its codes. Blocks begin
 // at multiples of eight elements and are made of whole units.
 //
-// x           T[n]
-// codes       as quantize_affine
+// x           T[n], begins at a multiple of 16 bytes
+// codes       as quantize_affine, begins at a multiple of 16 bytes
 // scale       C[count]
 // zero_point  int32[count], or null
-// team        threads of a team, a power of two: up to 32, or all of the thread block
+// team        threads of a team: a power of two up to 32, or all of the thread block
 // EACH        blocks that a team has in its registers: SLOTS of one unit a thread, or 1 of SLOTS units a thread
-template <typename T, int BITS, int EACH>
-__global__ void __launch_bounds__(DYNAMIC_THREADS<T, EACH>, 1) quantize_dynamic_affine(
-    const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int team,
-    const __grid_constant__ Geometry g) {
+template <typename T, int BITS, int EACH, int SLOTS>
+__global__ void __launch_bounds__(DYNAMIC_THREADS<T, EACH, SLOTS>, DYNAMIC_RESIDENT<T, EACH, SLOTS>)
+    quantize_dynamic_affine(
+        const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int team,
+        const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     static_assert(EACH == 1 || EACH == SLOTS, "a slot is a block, or all are one");
-    __shared__ Range<C> of_warps[32];
-    const bool aligned = is_aligned(x) && is_aligned(codes);
-    const int lane = threadIdx.x & (team - 1), teams = blockDim.x / team;
-    const Run tiles((g.count + teams * EACH - 1) / (teams * EACH));
-    for (long long tile = tiles.first; tile < tiles.end; ++tile) {
-        const long long first = tile * teams * EACH + threadIdx.x / team;
-        long long begin[EACH];
-        int length[EACH];
-        Unit<T> unit[SLOTS];
+    __shared__ Range<C> of_warps[2][32];
+    const bool both = !g.symmetric, alone = EACH == 1 && team > WARP;  // in the thread block
+    const int lane = alone ? threadIdx.x : threadIdx.x & (team - 1);
+    const int mine = alone ? 0 : threadIdx.x / team, teams = alone ? 1 : blockDim.x / team;
+    const long long first = (long long)blockIdx.x * (teams * EACH) + mine;
+    long long begin[EACH];
+    int length[EACH];
+    Unit<T> unit[SLOTS] = {};
 #pragma unroll
-        for (int b = 0; b < EACH; ++b) {
-            const long long block = first + b * teams, row = g.per_row == 1 ? block : block / g.per_row;
-            const long long column = (block - row * g.per_row) * g.run;
-            begin[b] = row * g.row + column;
-            length[b] = block < g.count ? static_cast<int>(min(g.run, g.row - column)) : 0;
+    for (int b = 0; b < EACH; ++b) {
+        const long long block = first + b * teams;
+        begin[b] = block * g.run, length[b] = block < g.count ? int(g.run) : 0;
+        if (g.per_row != 1) {  // the last block of a row may be short
+            const long long row = block / g.per_row, column = (block - row * g.per_row) * g.run;
+            begin[b] = row * g.row + column, length[b] = min((long long)length[b], g.row - column);
         }
+    }
 #pragma unroll
-        for (int v = 0; v < SLOTS; ++v) {
-            const int b = EACH == 1 ? 0 : v, e = (EACH == 1 ? v * team + lane : lane) * UNIT;
-            if (e < length[b]) load_unit(unit[v], x + begin[b] + e, aligned);
+    for (int v = 0; v < SLOTS; ++v) {
+        const int b = EACH == 1 ? 0 : v, e = (EACH == 1 ? v * team + lane : lane) * UNIT;
+        if (e < length[b]) unit[v].template load<true>(x + begin[b] + e);
+    }
+    Range<C> range[EACH];
+    find_ranges<true, EACH>(unit, range, team, both, of_warps[0]);
+    bool nan = false;
+#pragma unroll
+    for (int b = 0; b < EACH; ++b) nan |= range[b].has_nan();
+    nan = __any_sync(FULL_WARP, nan);
+    if (nan) find_ranges<false, EACH>(unit, range, team, both, of_warps[1]);
+#pragma unroll
+    for (int b = 0; b < EACH; ++b) {
+        if (length[b] == 0) continue;
+        const Own<T, BITS> own(x, codes, g, range[b]);
+        if (lane == 0) {
+            scale[first + b * teams] = own.s;
+            if (zero_point) zero_point[first + b * teams] = own.zero;
         }
-        Range<C> range[EACH];
-#pragma unroll
-        for (int b = 0; b < EACH; ++b) {
-            Gather<T> gather;
+        if (own.quick && !nan) {
 #pragma unroll
             for (int v = 0; v < SLOTS; ++v) {
                 const int e = (EACH == 1 ? v * team + lane : lane) * UNIT;
-                if ((EACH == 1 || v == b) && e < length[b]) gather.add(unit[v]);
+                if ((EACH == 1 || v == b) && e < length[b]) own.store(unit[v], begin[b] + e);
             }
-            range[b] = gather.range();
-            join_lanes(range[b], min(team, WARP));
-        }
-        if (EACH == 1 && team > WARP) {
-            if (tile > tiles.first) __syncthreads();
-            if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = range[0];
-            __syncthreads();
-            range[0] = of_warps[threadIdx.x % (team / WARP)];
-            join_lanes(range[0], team / WARP);
-        }
-#pragma unroll
-        for (int b = 0; b < EACH; ++b) {
-            if (length[b] == 0) continue;
-            C s;
-            int zero;
-            range[b].parameters(g, s, zero);
-            if (lane == 0) {
-                scale[first + b * teams] = s;
-                if (zero_point) zero_point[first + b * teams] = zero;
-            }
-            Scales<C, 1> scales;
-            s = usable(s);
-            scales.template set<true>(0, s, zero);
-            const Quantize<T, BITS> op{x, codes, {nullptr, nullptr, s, zero}, g, aligned};
-            unsigned left = 0;
-#pragma unroll
+        } else {
+#pragma unroll 1
             for (int v = 0; v < SLOTS; ++v) {
                 const int e = (EACH == 1 ? v * team + lane : lane) * UNIT;
-                if ((EACH == 1 || v == b) && e < length[b] &&
-                    !(aligned && op.template quick<true>(begin[b] + e, unit[v], scales)))
-                    left |= 1u << v;
+                if ((EACH == 1 || v == b) && e < length[b]) own.careful(begin[b] + e, UNIT);
             }
-            for (; left; left &= left - 1)
-                op.careful(begin[b] + ((EACH == 1 ? (__ffs(left) - 1) * team : 0) + lane) * UNIT, UNIT);
         }
+    }
+}
+
+constexpr int LANE_THREADS = 256;
+
+// Blocks of 32 * 2^j elements, up to 1024: a lane owns 32 elements, so 2^j lanes own a block. What they read passes
+// through shared memory, one tile of the warp ahead.
+//
+// lanes  2^j; the rest as quantize_dynamic_affine
+template <typename T, int BITS>
+__global__ void __launch_bounds__(LANE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize_lanes_affine(
+    const T* x, unsigned char* codes, float* scale, int* zero_point, int lanes, const __grid_constant__ Geometry g) {
+    constexpr int WARPS = LANE_THREADS / WARP, TILE_CHUNKS = WARP * Tile<T>::CHUNKS;
+    extern __shared__ __align__(128) uint4 dynamic[];  // two tiles for each warp
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const bool both = !g.symmetric;
+    const long long rows = g.n / ROW, all = (rows + WARP - 1) / WARP, run = (all + gridDim.x - 1) / gridDim.x;
+    const long long end = min(all, (blockIdx.x + 1) * run);
+    long long t = blockIdx.x * run + warp;
+    Tile<T> tile{dynamic + warp * 2 * TILE_CHUNKS}, next{tile.chunks + TILE_CHUNKS};
+    if (t < end) tile.load(x, t * TILE, g.n, true, lane);
+    close_copies();
+    for (; t < end; t += WARPS) {
+        if (t + WARPS < end) next.load(x, (t + WARPS) * TILE, g.n, true, lane);
+        close_copies();
+        copies_arrived<1>();
+        __syncwarp();
+        Unit<T, ROW> unit;
+        tile.read_row(lane, unit.word);
+        Gather<T, true> gather;
+        gather.add(unit, both);
+        Range<float> range = gather.range();
+        join_lanes(range, lanes, both);
+        const bool nan = __any_sync(FULL_WARP, range.has_nan());
+        if (nan) {
+            Gather<T, false> numbers;
+            numbers.add(unit, both);
+            range = numbers.range();
+            join_lanes(range, lanes, both);
+        }
+        const Own<T, BITS> own(x, codes, g, range);
+        const long long row = t * WARP + lane;
+        if (row < rows && lane % lanes == 0) {
+            scale[row / lanes] = own.s;
+            if (zero_point) zero_point[row / lanes] = own.zero;
+        }
+        if (__all_sync(FULL_WARP, own.quick && !nan)) {
+            int q[ROW];
+            own.level(unit, q);
+            Codes<BITS, ROW> packed;
+            packed.pack(q);
+            __syncwarp();  // every row has been read: the tile's memory now stages the codes
+            WordTile<BITS>::store(reinterpret_cast<unsigned*>(codes), t * WARP, rows, tile.chunks, lane, packed.word);
+        } else if (row < rows) {
+            own.careful(row * ROW, ROW);
+        }
+        __syncwarp();
+        uint4* freed = tile.chunks;
+        tile.chunks = next.chunks, next.chunks = freed;
     }
 }
 

@@ -1,6 +1,7 @@
 """Affine integers: CUDA against NumPy, bit for bit."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -332,6 +333,38 @@ def test_work_goes_to_the_current_stream(cupy):
     stream.synchronize()
     q, scale, _ = affine.dynamic_range(x.get() * np.float32(3))
     assert same(y, affine.dequantize(q, scale))
+
+
+def test_a_call_costs_little_beside_its_launches(cupy):
+    """Counted in calls of Python functions, of which one takes a fraction of a microsecond."""
+    x, scale, zero = cupy.ones((64, 64), "f2"), cupy.ones(64, "f4"), cupy.zeros(64, "i4")
+    codes, token, levels = cupy.ones((64, 64), "i1"), {"granularity": "token"}, {"qmin": -8, "qmax": 7}
+    q = kb.quantize(x, "int8", **token)
+    calls = {
+        "quantize": lambda: affine.quantize(x, scale, zero, **token),
+        "quantize, out": lambda: affine.quantize(x, scale, zero, out=codes, **token),
+        "dequantize": lambda: affine.dequantize(codes, scale, zero, **token),
+        "fake_quantize": lambda: affine.fake_quantize(x, scale, zero, **token, **levels),
+        "backward": lambda: affine.fake_quantize_backward(x, x, scale, zero, **token, **levels),
+        "dequantize_backward": lambda: affine.dequantize_backward(x, scale, **token),
+        "dynamic_range, token": lambda: affine.dynamic_range(x, **token),
+        "dynamic_range, tensor": lambda: affine.dynamic_range(x[:, :63].copy()),
+        "kb.quantize": lambda: kb.quantize(x, "int8", granularity=("group", 32)),
+        "kb.quantize, out": lambda: kb.quantize(x, "int8", out=q, **token),
+        "kb.dequantize": lambda: kb.dequantize(q),
+    }
+    for name, call in calls.items():
+        call(), call()
+        count = 0
+
+        def note(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(note)
+        call()
+        sys.setprofile(None)
+        assert count <= 48, (name, count)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "token", ("channel", 0), ("channel", 1), ("group", 128)], ids=str)

@@ -60,7 +60,6 @@ from .base import Format, Plane, register
 MAX_LEVEL = 1 << 20
 
 _SINGLE, _DOUBLE, _INT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32)
-_LARGEST = float(np.finfo(np.float32).max)
 _SURELY_FINITE = 2.0**127  # in every dtype of scales
 
 Granularity = str | tuple[str, int]
@@ -150,7 +149,7 @@ class Blocks:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """Number of scales."""
         return math.prod(self.shape)
@@ -210,9 +209,9 @@ def blocks_of(shape: tuple[int, ...], granularity: Granularity) -> Blocks:
 # ---- ranges --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Levels:
-    """The integers that a quantizer may use.
+    """The integers that a quantizer may use. `check_levels` gives the same object for the same range.
 
     Parameters
     ----------
@@ -237,9 +236,6 @@ class Levels:
         return self.qmax - self.zero if self.symmetric else self.qmax - self.qmin
 
 
-SIGNED8, UNSIGNED8 = Levels(-128, 127), Levels(0, 255)
-
-
 def check_levels(
     qmin: Any, qmax: Any, limits: tuple[int, int] = (-MAX_LEVEL, MAX_LEVEL), symmetric: bool = True
 ) -> Levels:
@@ -260,7 +256,8 @@ def check_levels(
     return _levels(int(qmin), int(qmax), symmetric)
 
 
-_levels = functools.lru_cache(maxsize=256)(Levels)
+_levels = functools.cache(Levels)
+SIGNED8, UNSIGNED8 = _levels(-128, 127, True), _levels(0, 255, True)
 
 
 def compute_dtype(dtype: np.dtype) -> np.dtype:
@@ -282,8 +279,10 @@ def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argume
     TypeError
         When it is not numeric.
     """
+    if _fits(scale, blocks, beside, dtype):
+        return scale
     if type(scale) is float and 0 <= scale < _SURELY_FINITE:
-        return float(dtype.type(scale))
+        return scale if dtype is _DOUBLE else float(dtype.type(scale))
     if type(scale) in (float, int):
         scale = np.asarray(scale, np.float64)
     array = _block_values(scale, blocks, beside, dtype, "fiu", argument)
@@ -305,6 +304,10 @@ def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Level
     DeviceError, TypeError
         As `check_scale`.
     """
+    if _fits(zero_point, blocks, beside, _INT32):
+        return zero_point
+    if type(zero_point) is int and levels.qmin <= zero_point <= levels.qmax:
+        return zero_point
     array = _block_values(zero_point, blocks, beside, None, "iu", "zero_point")
     if _xp.is_cupy(array):
         return array
@@ -313,6 +316,16 @@ def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Level
         raise FormatError(f"zero_point holds {bad}; it must lie in the range, {levels.qmin} to {levels.qmax}")
     array = array.astype(_INT32, copy=False)
     return int(array[0]) if array.size == 1 else array
+
+
+def _fits(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype) -> bool:
+    """Whether this is what a kernel takes: nothing has to be converted, and no value on a device is looked at."""
+    return (
+        _xp.same_gpu(values, beside)
+        and values.dtype == dtype
+        and values.size in (1, blocks.count)
+        and values.flags.c_contiguous
+    )
 
 
 def _block_values(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype | None, kinds: str, argument: str) -> Any:
@@ -501,9 +514,10 @@ def _find_host(
                 rows = rows.transpose(1, 0, 2).reshape(1, rows.shape[1], -1)
             _percentile_host(rows, ends, levels, fraction)
     np.abs(high, out=high), np.abs(low, out=low)  # no -0
-    scale[...], zero = _range_host(high, low, levels, dtype)
+    found, zero = _range_host(high, low, levels, dtype)
+    scale.reshape(-1)[...] = np.minimum(found, np.finfo(scale.dtype).max)
     if zero_point is not None:
-        zero_point[...] = zero
+        zero_point.reshape(-1)[...] = zero
 
 
 def _without_nan(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -582,6 +596,16 @@ def find(
         _find_host(x, scale, zero_point, blocks, levels, fraction)
 
 
+def store_parameters(scale: Any, zero_point: Any, scale_out: Any, zero_point_out: Any | None) -> None:
+    """Fill the planes with scales and zero points as `check_scale` and `check_zero_point` return them."""
+    if scale_out.size and _xp.is_cupy(scale_out):
+        _store_cuda(scale, zero_point, scale_out, zero_point_out)
+    else:
+        scale_out[...] = scale
+        if zero_point_out is not None:
+            zero_point_out[...] = zero_point
+
+
 def quantize(x: Any, codes: Any, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels, bits: int = 8) -> None:
     """Fill `codes`: int8 or uint8, or with 4 bits the packed bytes, signed when ``levels.qmin`` is."""
     if blocks.size == 0:
@@ -600,8 +624,7 @@ def quantize_dynamic(
     x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int = 8
 ) -> None:
     """`find` and `quantize`; where a block fits on chip, with one reading of x."""
-    if blocks.size and _xp.is_cupy(x) and _fits_on_chip(blocks, x.dtype):
-        _dynamic_cuda(x, codes, scale, zero_point, blocks, levels, bits)
+    if blocks.size and _xp.is_cupy(x) and _dynamic_cuda(x, codes, scale, zero_point, blocks, levels, bits):
         return
     find(x, scale, zero_point, blocks, levels)
     quantize(x, codes, scale, levels.zero if zero_point is None else zero_point, blocks, levels, bits)
@@ -678,14 +701,19 @@ _DEPTH = {
 _COLUMN_DEPTHS, _FIND_ROWS = 2, 64
 # Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
 _FIND_ROUNDS = 16
-# Units of a thread that holds blocks in its registers, and the threads of the largest team.
-_SLOTS = 4
-_LARGEST_TEAM = {2: 1024, 4: 512, 8: 256}
-# Blocks from this length on are held four units a thread, shorter ones one unit a thread and four at a time.
-_SHARED_BLOCK = 128
+_WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
+# The most units of a block that a thread block holds in its registers, and up to how many a thread holds 4 instead of 8
+# of them: many small thread blocks hide each other's waits.
+_ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
+_FEW_UNITS = {2: 1024, 4: 2048, 8: 1024}
+# Blocks of so many elements are held 32 elements a lane.
+_LANE_BLOCKS = tuple(32 << j for j in range(6))
+_LANE_ROUNDS = 4
 # Rows from this length on, and below the length of a unit, are divided by in 64 bits.
 _WIDE_ROW = 1 << 30
 _WIDEST_PERIOD = 1 << 28
+
+_NO_VALUE, _NO_POINT = {_SINGLE: np.float32(0), _DOUBLE: np.float64(0)}, np.int32(0)
 
 _EVERY = tuple(_TYPES.values())
 _LAYOUTS = ("RUNS", "COLUMNS")
@@ -699,8 +727,12 @@ KERNELS = (
     Template(_FILE, "convert_scales_affine", (("float",), ("double",))),
     Template(_FILE, "convert_scales_affine", (("double",), ("float",))),
     Template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
+    Template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
     Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
-    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
+    Template(_RANGE_FILE, "store_parameters_affine", (("float",),)),
+    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", "4"), ("4",))),
+    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY[:3], ("8", "4"), ("1",), ("8",))),
+    Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
     Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
 )
 
@@ -777,10 +809,12 @@ _geometry = functools.lru_cache(maxsize=1024)(_Geometry)
 
 
 @functools.cache
-def _kernel(name: str, axes: tuple[str, ...], threads: int = _THREADS, rounds: int = 1) -> _cuda.Kernel:
+def _kernel(
+    name: str, axes: tuple[str, ...], threads: int = _THREADS, rounds: int = 1, shared: int = 0
+) -> _cuda.Kernel:
     """A kernel of the family by the name of its template and the template's arguments."""
     file = next(template.file for template in KERNELS if template.name == name)
-    return _cuda.Kernel(file, f"{name}<{', '.join(axes)}>", threads, rounds=rounds)
+    return _cuda.Kernel(file, f"{name}<{', '.join(axes)}>", threads, shared, rounds)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -818,17 +852,22 @@ def _each_cuda(
     margin: int = 0,
 ) -> None:
     kernel, geometry, units = _launch(kind, dtype, bits, blocks, levels, margin)
-    computed = _DOUBLE if dtype == _DOUBLE else _SINGLE
-    value: Any = 0
+    computed = compute_dtype(dtype)
+    value, point = _NO_VALUE[computed], _NO_POINT
     if isinstance(scale, float):
-        scale, value = 0, scale
+        scale, value = 0, computed.type(scale)
     elif scale.dtype != computed:  # a plane beside float64
         scale = converted(scale, computed)
-    point = 0
     if isinstance(zero_point, int):
-        zero_point, point = 0, zero_point
-    parameters = (scale, computed.type(value), zero_point, np.int32(point), geometry.argument)
-    kernel(arrays[-1], units, (*arrays, *parameters))
+        zero_point, point = 0, np.int32(zero_point) if zero_point else _NO_POINT
+    kernel(arrays[-1], units, (*arrays, scale, value, zero_point, point, geometry.argument))
+
+
+def _store_cuda(scale: Any, zero_point: Any, scale_out: Any, zero_point_out: Any | None) -> None:
+    scales = (0, np.float32(scale), 1) if isinstance(scale, float) else (scale, np.float32(0), scale.size)
+    points = (0, np.int32(zero_point), 1) if isinstance(zero_point, int) else (zero_point, _NO_POINT, zero_point.size)
+    out = scale_out, 0 if zero_point_out is None else zero_point_out, scale_out.size
+    _kernel("store_parameters_affine", ("float",))(scale_out, -(-scale_out.size // _THREADS), (*scales, *points, *out))
 
 
 def _find_cuda(
@@ -845,18 +884,22 @@ def _find_cuda(
         kernel(x, blocks.count, (x, exact, point, np.float64(fraction), period, geometry.argument))
     else:
         geometry = _geometry(blocks, levels)
-        depth = _DEPTH["find_range"][x.dtype.itemsize]
         low: Any = 0
         if not levels.symmetric:
             low = _xp.namespace(x).empty(blocks.count, computed)
             low.data.memset_async(0, low.nbytes)
         exact.data.memset_async(0, exact.nbytes)
-        find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=_FIND_ROUNDS)
-        find_range(x, geometry.units(depth, _FIND_ROWS), (x, exact, low, geometry.argument))
+        if blocks.count == 1:
+            find_range = _kernel("find_whole_affine", (name,), rounds=_FIND_ROUNDS)
+            units = -(-x.nbytes // (_THREADS * _WHOLE_BYTES))
+        else:
+            find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=_FIND_ROUNDS)
+            units = geometry.units(_DEPTH["find_range"][x.dtype.itemsize], _FIND_ROWS)
+        find_range(x, units, (x, exact, low, geometry.argument))
         finish = _kernel("finish_range_affine", (_TYPES[computed.name],))
         finish(x, -(-blocks.count // _THREADS), (exact, low, exact, point, geometry.argument))
     if exact is not scale:
-        scale[...] = exact
+        scale[...] = converted(_xp.namespace(x).minimum(exact, float(np.finfo(scale.dtype).max)), scale.dtype)
 
 
 def _run_on_chip(blocks: Blocks) -> int:
@@ -866,30 +909,37 @@ def _run_on_chip(blocks: Blocks) -> int:
     return 0 if blocks.per_row == 0 or blocks.row % _UNIT or blocks.run % _UNIT else blocks.run
 
 
-def _fits_on_chip(blocks: Blocks, dtype: np.dtype) -> bool:
-    """Whether a team of threads can hold a block in its registers."""
-    return 0 < _run_on_chip(blocks) <= _LARGEST_TEAM[dtype.itemsize] * _SLOTS * _UNIT
-
-
 @functools.lru_cache(maxsize=1024)
 def _dynamic_launch(
     dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels
-) -> tuple[_cuda.Kernel, _Geometry, int, np.int32]:
-    """Kernel, geometry, grid and team of a search for ranges that quantizes at once."""
-    run = _run_on_chip(blocks)
-    each = 1 if run >= _SHARED_BLOCK else _SLOTS
-    units = -(-run // (_UNIT * _SLOTS // each))
-    team = 1 << (units - 1).bit_length()
-    threads = max(team, _THREADS) if team <= 32 else team
-    kernel = _kernel("quantize_dynamic_affine", (_TYPES[dtype.name], str(bits), str(each)), threads)
-    return kernel, _geometry(blocks, levels, 0, True), -(-blocks.count // (threads // team * each)), np.int32(team)
+) -> tuple[_cuda.Kernel, _Geometry, int, np.int32] | None:
+    """Kernel, geometry, grid and team of a search for ranges that quantizes at once; None where blocks do not fit."""
+    run, size = _run_on_chip(blocks), dtype.itemsize
+    units = run // _UNIT
+    if not 0 < units <= _ON_CHIP[size]:
+        return None
+    geometry, axes = _geometry(blocks, levels, 0, True), (_TYPES[dtype.name], str(bits))
+    if size < 8 and run in _LANE_BLOCKS and blocks.row == run:
+        shared = 2 * 32 * _THREADS * size
+        kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, shared)
+        return kernel, geometry, -(-blocks.size // (32 * _THREADS)), np.int32(run // 32)
+    each, slots = (4, 4) if units <= 8 else (1, 4) if units <= _FEW_UNITS[size] else (1, 8)
+    team = -(-units * each // slots)
+    team = 1 << (team - 1).bit_length() if team <= 32 else -(-team // 32) * 32
+    threads = max(team, 128)
+    kernel = _kernel("quantize_dynamic_affine", (*axes, str(each), str(slots)), threads)
+    return kernel, geometry, -(-blocks.count // (threads // team * each)), np.int32(team)
 
 
 def _dynamic_cuda(
     x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int
-) -> None:
-    kernel, geometry, units, team = _dynamic_launch(x.dtype, bits, blocks, levels)
+) -> bool:
+    launch = _dynamic_launch(x.dtype, bits, blocks, levels)
+    if launch is None or x.data.ptr % 16 or codes.data.ptr % 16:
+        return False
+    kernel, geometry, units, team = launch
     kernel(x, units, (x, codes, scale, 0 if zero_point is None else zero_point, team, geometry.argument))
+    return True
 
 
 # ---- formats -------------------------------------------------------------------------------------------------------
@@ -992,20 +1042,12 @@ class Affine(Format):
             given = check_scale(self._scale, blocks, x, _SINGLE)
             zero_point = 0 if self._zero_point is None else self._zero_point
             zero_point = check_zero_point(zero_point, blocks, x, self.levels)
-            scale[...] = given
-            if zero is not None:
-                zero[...] = zero_point
+            store_parameters(given, zero_point, scale, zero)
         elif self.percentile is None and x.dtype != _DOUBLE:
             quantize_dynamic(x, planes["codes"], scale, zero, blocks, self.levels, self.bits)
             return
         else:
-            found = scale
-            if x.dtype == _DOUBLE:
-                found = _xp.namespace(x).empty(blocks.count, _DOUBLE)
-            find(x, found, zero, blocks, self.levels, None if self.percentile is None else self.percentile / 100)
-            if found is not scale:
-                found = _xp.namespace(x).minimum(found, _LARGEST)
-                scale[...] = converted(found, _SINGLE) if _xp.is_cupy(x) else found
+            find(x, scale, zero, blocks, self.levels, None if self.percentile is None else self.percentile / 100)
         quantize(x, planes["codes"], scale, self._zero_of(planes), blocks, self.levels, self.bits)
 
     def decode(self, planes: Mapping[str, Any], out: Any) -> None:

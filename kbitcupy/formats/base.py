@@ -187,7 +187,9 @@ def host_numbers(values: Any, size: int, argument: str) -> np.ndarray:
 
 
 _registry: dict[str, Callable[..., Format]] = {}
-_made: dict[tuple[Any, ...], Format] = {}  # formats whose options are all strings, numbers or None
+# Formats whose options are all strings, numbers, None or tuples of those. An option may be any number, so not too many.
+_made: dict[tuple[Any, ...], Format] = {}
+_MOST_MADE = 4096
 _lock = threading.Lock()
 
 
@@ -272,7 +274,7 @@ def get_format(name: str, /, **options: Any) -> Format:
     >>> kb.get_format("kbit4", absmax="float32")
     get_format('kbit4', codebook='bnf', absmax='float32')
     """
-    key = (name, *options.items(), *map(type, options.values()))  # 1, 1.0 and True are equal, but not all allowed
+    key = (name, *options.items(), *map(_types, options.values()))  # 1, 1.0 and True are equal, but not all allowed
     try:
         found = _made.get(key)
     except TypeError:  # an option that does not hash, such as an array
@@ -287,9 +289,21 @@ def get_format(name: str, /, **options: Any) -> Format:
     if unknown:
         raise FormatError(f"format {name!r} has no option {unknown[0]!r}; it takes: {', '.join(known) or 'no options'}")
     made = factory(**options)
-    if key and all(isinstance(value, (str, int, float, type(None))) for value in options.values()):
+    if key and all(map(_is_plain, options.values())):
+        if len(_made) == _MOST_MADE:
+            _made.clear()
         _made[key] = made
     return made
+
+
+def _types(value: Any) -> Any:
+    return tuple(map(type, value)) if type(value) is tuple else type(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(isinstance(part, (str, int)) for part in value)
+    return isinstance(value, (str, int, float, type(None)))
 
 
 @functools.cache
