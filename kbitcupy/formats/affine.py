@@ -870,36 +870,46 @@ def _store_cuda(scale: Any, zero_point: Any, scale_out: Any, zero_point_out: Any
     _kernel("store_parameters_affine", ("float",))(scale_out, -(-scale_out.size // _THREADS), (*scales, *points, *out))
 
 
+@functools.lru_cache(maxsize=1024)
+def _find_launch(
+    dtype: np.dtype, blocks: Blocks, levels: Levels
+) -> tuple[_cuda.Kernel, int, _cuda.Kernel, int, _Geometry]:
+    """The kernel that finds ranges, the one that makes scales of them, their grids and geometry."""
+    geometry, name = _geometry(blocks, levels), _TYPES[dtype.name]
+    if blocks.count == 1:
+        find_range = _kernel("find_whole_affine", (name,), rounds=_FIND_ROUNDS)
+        units = -(-blocks.size * dtype.itemsize // (_THREADS * _WHOLE_BYTES))
+    else:
+        find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=_FIND_ROUNDS)
+        units = geometry.units(_DEPTH["find_range"][dtype.itemsize], _FIND_ROWS)
+    finish = _kernel("finish_range_affine", (_TYPES[compute_dtype(dtype).name],))
+    return find_range, units, finish, -(-blocks.count // _THREADS), geometry
+
+
 def _find_cuda(
     x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, fraction: float | None
 ) -> None:
-    name = _TYPES[x.dtype.name]
     computed = compute_dtype(x.dtype)
-    exact = scale if scale.dtype == computed else _xp.namespace(x).empty(blocks.count, computed)
+    empty = _xp.namespace(x).empty
+    exact = scale if scale.dtype == computed else empty(blocks.count, computed)
     point = 0 if zero_point is None else zero_point
     if fraction is not None:
         geometry = _geometry(blocks, levels, 0, True)
         period = blocks.row if blocks.per_row == 0 and blocks.count > 1 else 0
-        kernel = _kernel("percentile_affine", (name,), 2 * _THREADS)
+        kernel = _kernel("percentile_affine", (_TYPES[x.dtype.name],), 2 * _THREADS)
         kernel(x, blocks.count, (x, exact, point, np.float64(fraction), period, geometry.argument))
     else:
-        geometry = _geometry(blocks, levels)
+        find_range, units, finish, groups, geometry = _find_launch(x.dtype, blocks, levels)
         low: Any = 0
         if not levels.symmetric:
-            low = _xp.namespace(x).empty(blocks.count, computed)
+            low = empty(blocks.count, computed)
             low.data.memset_async(0, low.nbytes)
         exact.data.memset_async(0, exact.nbytes)
-        if blocks.count == 1:
-            find_range = _kernel("find_whole_affine", (name,), rounds=_FIND_ROUNDS)
-            units = -(-x.nbytes // (_THREADS * _WHOLE_BYTES))
-        else:
-            find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=_FIND_ROUNDS)
-            units = geometry.units(_DEPTH["find_range"][x.dtype.itemsize], _FIND_ROWS)
         find_range(x, units, (x, exact, low, geometry.argument))
-        finish = _kernel("finish_range_affine", (_TYPES[computed.name],))
-        finish(x, -(-blocks.count // _THREADS), (exact, low, exact, point, geometry.argument))
+        finish(x, groups, (exact, low, exact, point, geometry.argument))
     if exact is not scale:
-        scale[...] = converted(_xp.namespace(x).minimum(exact, float(np.finfo(scale.dtype).max)), scale.dtype)
+        limit = float(np.finfo(scale.dtype).max)
+        scale[...] = converted(_xp.namespace(x).minimum(exact, limit), scale.dtype)
 
 
 def _run_on_chip(blocks: Blocks) -> int:
