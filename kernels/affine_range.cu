@@ -4,18 +4,19 @@
 // zero bytes are the range of nothing, atomicMax joins ranges, and the range holds 0 as it must.
 #include "affine.cuh"
 
-// a / b correctly rounded, with few instructions where the quotient is an ordinary number; b is an integer.
-__device__ __forceinline__ float divide_by_integer(float a, float b) {
+// a / b correctly rounded, by few instructions where b and the quotient are ordinary.
+__device__ __forceinline__ float divide(float a, float b) {
     const float q = short_division(a, b, short_reciprocal(b));
-    return is_ordinary(q) ? q : divide_ieee(a, b);
+    return is_ordinary(b) && is_ordinary(q) ? q : divide_ieee(a, b);
 }
-__device__ __forceinline__ double divide_by_integer(double a, double b) { return divide_ieee(a, b); }
+__device__ __forceinline__ double divide(double a, double b) { return divide_ieee(a, b); }
 
 template <typename C>
 struct Range {
     using Bits = typename Compute<C>::Bits;
     Bits high, low;
 
+    // Of ends that keep it (see Ends).
     __device__ __forceinline__ bool has_nan() const { return max(high, low) > largest_finite(C(0)) + 1; }
     __device__ __forceinline__ void join(const Range& other) {
         high = max(high, other.high), low = max(low, other.low);
@@ -26,12 +27,13 @@ struct Range {
         scale = C(1), zero = g.symmetric ? g.zero : g.qmin;
         if ((high | low) == 0) return;
         if (g.symmetric) {
-            scale = divide_by_integer(larger(up, down), C(g.divisor));
+            scale = divide(larger(up, down), C(g.divisor));
             return;
         }
         const C width = narrow(fmin(widen(up) + widen(down), from_bits(largest_finite(0.0))) / g.divisor, C(0));
         scale = smaller(width, from_bits(largest_finite(C(0))));
-        zero = min(g.qmax, g.qmin + int(clamped(steps_of(down, usable(scale)), C(0), C(g.qmax - g.qmin))));
+        const C s = usable(scale), steps = magnitude_bits(s) == 0 ? C(0) : C(rint(divide(down, s)));
+        zero = g.qmin + int(smaller(steps, C(g.qmax - g.qmin)));
     }
 };
 
