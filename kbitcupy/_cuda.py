@@ -103,8 +103,8 @@ class Ready:
 
     Parameters
     ----------
-    function : cupy.RawKernel
-        The kernel.
+    function : cupy.cuda.Function
+        The kernel. (A RawKernel takes a microsecond more to find it out again.)
     resident : int
         Thread blocks of it that the device holds at a time.
     """
@@ -197,7 +197,7 @@ class Kernel:
             if self.shared + function.shared_size_bytes > 48 << 10:  # more than that has to be asked for
                 function.max_dynamic_shared_size_bytes = max(self.shared, function.max_dynamic_shared_size_bytes)
             count = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, self.threads, self.shared)
-        return Ready(function, count * multiprocessors(device))
+        return Ready(function.kernel, count * multiprocessors(device))
 
 
 _compile_lock = threading.RLock()

@@ -171,12 +171,10 @@ __device__ __forceinline__ void join_block(
     if (low && range.low > *static_cast<volatile Bits*>(low + index)) atomicMax(low + index, range.low);
 }
 
-constexpr int WHOLE_BYTES = 128;  // that a thread of find_whole_affine has under way
-
 // x          T[n]
 // high, low  Bits[count], zero at first; they receive the ranges. low null: high is the larger one of both
 template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS, 2) find_range_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 8 ? 2 : 4) find_range_affine(
     const T* x, typename Compute<T>::Bits* high, typename Compute<T>::Bits* low, const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     const bool aligned = is_aligned(x);
@@ -186,26 +184,35 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 2) find_range_affine(
         const Run tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
         long long mine = -1;  // the block whose range is being gathered
         Gather<T, false> gather;
+        auto flush = [&] {
+            Range<C> range = gather.range();
+            if (__all_sync(FULL_WARP, mine == __shfl_sync(FULL_WARP, mine, 0))) {
+                join_lanes(range, WARP, low);
+                if (threadIdx.x % WARP != 0) return;
+            }
+            if (mine >= 0) join_block<C>(high, low, mine, range);
+        };
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
-            const RunsTile place(g, tile * TILE_SIZE);
             Unit<T> unit[DEPTH];
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) {
                 const long long i = tile * TILE_SIZE + (u * AFFINE_THREADS + threadIdx.x) * UNIT;
                 if (i + UNIT <= g.n) load_unit(unit[u], x + i, aligned);
             }
+            const RunsTile place(g, tile * TILE_SIZE);
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) {
                 const long long i = tile * TILE_SIZE + (u * AFFINE_THREADS + threadIdx.x) * UNIT;
-                if (i >= g.n) continue;
                 unsigned rest = 0;
-                const long long index =
+                long long index =
                     g.wide ? -1 : place.first + place.locate(g, (u * AFFINE_THREADS + threadIdx.x) * UNIT, rest);
-                if (i + UNIT <= g.n && rest >= UNIT) {
-                    if (index != mine) {
-                        if (mine >= 0) join_block<C>(high, low, mine, gather.range());
-                        mine = index, gather = {};
-                    }
+                const bool whole = i + UNIT <= g.n && rest >= UNIT;
+                if (!whole) index = mine;
+                if (__any_sync(FULL_WARP, index != mine)) {
+                    flush();
+                    mine = index, gather = {};
+                }
+                if (whole) {
                     gather.add(unit[u], low);
                 } else {
 #pragma unroll 1
@@ -214,12 +221,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 2) find_range_affine(
                 }
             }
         }
-        Range<C> range = gather.range();
-        if (__all_sync(FULL_WARP, mine == __shfl_sync(FULL_WARP, mine, 0))) {
-            join_lanes(range, WARP, low);
-            if (threadIdx.x % WARP != 0) return;
-        }
-        if (mine >= 0) join_block<C>(high, low, mine, range);
+        flush();
     } else {
         constexpr int ROWS = 64, BATCH = sizeof(T) == 2 ? 8 : sizeof(T) == 4 ? 4 : 2;
         constexpr long long WIDTH = AFFINE_THREADS * UNIT;
@@ -278,7 +280,7 @@ template <typename T>
 __global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
     const T* x, typename Compute<T>::Bits* high, typename Compute<T>::Bits* low, const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
-    constexpr int DEPTH = WHOLE_BYTES / (UNIT * sizeof(T));
+    constexpr int DEPTH = 128 / (UNIT * sizeof(T));  // 128 bytes of a thread are under way
     constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
     const Run tiles(g.n / TILE_SIZE);
     Gather<T, false> gather;
@@ -382,6 +384,11 @@ struct Own {
         }
     }
 
+    __device__ __forceinline__ void note(long long block, C* scale, int* zero_point) const {
+        scale[block] = s;
+        if (zero_point) zero_point[block] = zero;
+    }
+
     __device__ __forceinline__ void store(const Unit<T>& unit, long long i) const {
         int q[UNIT];
         level(unit, q);
@@ -395,60 +402,44 @@ struct Own {
     }
 };
 
-// The most threads of a thread block, and how many of those a multiprocessor must have registers for.
-template <typename T, int EACH, int SLOTS>
-constexpr int DYNAMIC_THREADS = EACH > 1         ? 128
-                                : sizeof(T) == 8 ? 256
-                                : SLOTS > 4      ? 2048 / sizeof(T)
-                                                 : 512;
-template <typename T, int EACH, int SLOTS>
-constexpr int DYNAMIC_RESIDENT = sizeof(T) == 8 ? 1
-                                 : EACH > 1     ? 5
-                                 : SLOTS > 4    ? 1
-                                                : 2;
+constexpr int SLOTS = 4, TEAM_THREADS = 128;  // units of a thread; threads of a thread block
 
-// The ranges of a team's blocks (see quantize_dynamic_affine); of_warps is shared memory.
-template <bool STRICT, int EACH, typename T, int SLOTS, typename C>
+// The ranges of the blocks of a team.
+template <bool STRICT, typename T, int EACH, typename C>
 __device__ __forceinline__ void find_ranges(
-    const Unit<T> (&unit)[SLOTS], Range<C> (&range)[EACH], int team, bool both, Range<C>* of_warps) {
+    const Unit<T> (&unit)[SLOTS], Range<C> (&range)[EACH], int team, bool both) {
+    Gather<T, STRICT> gather[EACH];
+#pragma unroll
+    for (int v = 0; v < SLOTS; ++v) gather[EACH == 1 ? 0 : v].add(unit[v], both);
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
-        Gather<T, STRICT> gather;
-#pragma unroll
-        for (int v = 0; v < SLOTS; ++v)
-            if (EACH == 1 || v == b) gather.add(unit[v], both);
-        range[b] = gather.range();
-        join_lanes(range[b], min(team, WARP), both);
-    }
-    if (EACH == 1 && team > WARP) {
-        if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = range[0];
-        __syncthreads();
-        range[0] = of_warps[min(threadIdx.x % WARP, team / WARP - 1)];
-        join_lanes(range[0], WARP, both);
+        range[b] = gather[b].range();
+        join_lanes(range[b], team, both);
     }
 }
 
-// A team of threads reads a block once: it stays in registers from the search of its range to its codes. Blocks begin
-// at multiples of eight elements and are made of whole units.
+// Blocks of up to 1024 elements, which begin at multiples of eight and are made of whole units. A team of threads reads
+// a block once: it stays in registers from the search of its range to its codes.
 //
 // x           T[n], begins at a multiple of 16 bytes
 // codes       as quantize_affine, begins at a multiple of 16 bytes
 // scale       C[count]
 // zero_point  int32[count], or null
-// team        threads of a team: a power of two up to 32, or all of the thread block
+// team        threads of a team: a power of two up to 32
 // EACH        blocks that a team has in its registers: SLOTS of one unit a thread, or 1 of SLOTS units a thread
-template <typename T, int BITS, int EACH, int SLOTS>
-__global__ void __launch_bounds__(DYNAMIC_THREADS<T, EACH, SLOTS>, DYNAMIC_RESIDENT<T, EACH, SLOTS>)
+template <typename T, int BITS, int EACH>
+__global__ void __launch_bounds__(
+    TEAM_THREADS, sizeof(T) == 8 ? 2
+                  : EACH > 1     ? 5
+                                 : 8)
     quantize_dynamic_affine(
         const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int team,
         const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     static_assert(EACH == 1 || EACH == SLOTS, "a slot is a block, or all are one");
-    __shared__ Range<C> of_warps[2][32];
-    const bool both = !g.symmetric, alone = EACH == 1 && team > WARP;  // in the thread block
-    const int lane = alone ? threadIdx.x : threadIdx.x & (team - 1);
-    const int mine = alone ? 0 : threadIdx.x / team, teams = alone ? 1 : blockDim.x / team;
-    const long long first = (long long)blockIdx.x * (teams * EACH) + mine;
+    const bool both = !g.symmetric;
+    const int lane = threadIdx.x & (team - 1), teams = TEAM_THREADS / team;
+    const long long first = (long long)blockIdx.x * (teams * EACH) + threadIdx.x / team;
     long long begin[EACH];
     int length[EACH];
     Unit<T> unit[SLOTS] = {};
@@ -461,38 +452,117 @@ __global__ void __launch_bounds__(DYNAMIC_THREADS<T, EACH, SLOTS>, DYNAMIC_RESID
             begin[b] = row * g.row + column, length[b] = min((long long)length[b], g.row - column);
         }
     }
+    // The element of a block that slot v begins with.
+    auto element = [&](int v) { return (EACH == 1 ? v * team + lane : lane) * UNIT; };
 #pragma unroll
     for (int v = 0; v < SLOTS; ++v) {
-        const int b = EACH == 1 ? 0 : v, e = (EACH == 1 ? v * team + lane : lane) * UNIT;
-        if (e < length[b]) unit[v].template load<true>(x + begin[b] + e);
+        const int b = EACH == 1 ? 0 : v;
+        if (element(v) < length[b]) unit[v].template load<true>(x + begin[b] + element(v));
     }
     Range<C> range[EACH];
-    find_ranges<true, EACH>(unit, range, team, both, of_warps[0]);
+    find_ranges<true>(unit, range, team, both);
     bool nan = false;
 #pragma unroll
     for (int b = 0; b < EACH; ++b) nan |= range[b].has_nan();
     nan = __any_sync(FULL_WARP, nan);
-    if (nan) find_ranges<false, EACH>(unit, range, team, both, of_warps[1]);
+    if (nan) find_ranges<false>(unit, range, team, both);
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
         if (length[b] == 0) continue;
         const Own<T, BITS> own(x, codes, g, range[b]);
-        if (lane == 0) {
-            scale[first + b * teams] = own.s;
-            if (zero_point) zero_point[first + b * teams] = own.zero;
+        if (lane == 0) own.note(first + b * teams, scale, zero_point);
+        if (own.quick && !nan) {
+#pragma unroll
+            for (int v = 0; v < SLOTS; ++v)
+                if ((EACH == 1 || v == b) && element(v) < length[b]) own.store(unit[v], begin[b] + element(v));
+        } else {
+#pragma unroll 1
+            for (int v = 0; v < SLOTS; ++v)
+                if ((EACH == 1 || v == b) && element(v) < length[b]) own.careful(begin[b] + element(v), UNIT);
         }
+    }
+}
+
+// Join the ranges of the threads of a thread block, at most 1024; of_warps is shared memory.
+template <typename C>
+__device__ __forceinline__ void join_threads(Range<C>& range, bool both, Range<C>* of_warps) {
+    join_lanes(range, WARP, both);
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = range;
+    __syncthreads();
+    range = of_warps[min(threadIdx.x % WARP, blockDim.x / WARP - 1)];
+    join_lanes(range, WARP, both);
+}
+
+template <typename T>
+constexpr int ROW_THREADS = sizeof(T) == 8 ? 256 : 1024;
+
+// The same with a block of `run` elements, all of them whole, for a thread block. It takes one after the other: while
+// it works on one in its registers, the next is on its way to shared memory, where each thread has a place of its own.
+//
+// Arguments as quantize_dynamic_affine; team is not used.
+template <typename T, int BITS, int SLOTS>
+__global__ void __launch_bounds__(ROW_THREADS<T>, 1) quantize_rows_affine(
+    const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int,
+    const __grid_constant__ Geometry g) {
+    using C = typename Compute<T>::Type;
+    constexpr int CHUNKS = UNIT * sizeof(T) / 16;
+    extern __shared__ __align__(128) uint4 dynamic[];
+    __shared__ Range<C> of_warps[3][32];
+    const bool both = !g.symmetric;
+    const Run blocks(g.count);
+    const int length = static_cast<int>(g.run);
+    auto fetch = [&](long long block) {
+        const uint4* source = reinterpret_cast<const uint4*>(x + block * length) + threadIdx.x * CHUNKS;
+#pragma unroll
+        for (int v = 0; v < SLOTS; ++v) {
+            if ((v * blockDim.x + threadIdx.x) * UNIT >= length) continue;
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i)
+                copy_async(dynamic + (v * CHUNKS + i) * blockDim.x + threadIdx.x, source + v * blockDim.x * CHUNKS + i);
+        }
+    };
+    if (blocks.first < blocks.end) fetch(blocks.first);
+    close_copies();
+    for (long long block = blocks.first; block < blocks.end; ++block) {
+        copies_arrived<0>();
+        Unit<T> unit[SLOTS] = {};
+        Gather<T, true> gather;
+#pragma unroll
+        for (int v = 0; v < SLOTS; ++v) {
+            if ((v * blockDim.x + threadIdx.x) * UNIT >= length) continue;
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i) {
+                const uint4 chunk = dynamic[(v * CHUNKS + i) * blockDim.x + threadIdx.x];
+                unit[v].word[4 * i] = chunk.x, unit[v].word[4 * i + 1] = chunk.y;
+                unit[v].word[4 * i + 2] = chunk.z, unit[v].word[4 * i + 3] = chunk.w;
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < SLOTS; ++v) gather.add(unit[v], both);
+        Range<C> range = gather.range();
+        // All has been read: the range depends on it.
+        if (block + 1 < blocks.end) fetch(block + 1);
+        close_copies();
+        join_threads(range, both, of_warps[block & 1]);
+        const bool nan = range.has_nan();
+        if (nan) {
+            Gather<T, false> numbers;
+#pragma unroll
+            for (int v = 0; v < SLOTS; ++v) numbers.add(unit[v], both);
+            range = numbers.range();
+            join_threads(range, both, of_warps[2]);
+        }
+        const Own<T, BITS> own(x, codes, g, range);
+        if (threadIdx.x == 0) own.note(block, scale, zero_point);
         if (own.quick && !nan) {
 #pragma unroll
             for (int v = 0; v < SLOTS; ++v) {
-                const int e = (EACH == 1 ? v * team + lane : lane) * UNIT;
-                if ((EACH == 1 || v == b) && e < length[b]) own.store(unit[v], begin[b] + e);
+                const int e = (v * blockDim.x + threadIdx.x) * UNIT;
+                if (e < length) own.store(unit[v], block * length + e);
             }
         } else {
 #pragma unroll 1
-            for (int v = 0; v < SLOTS; ++v) {
-                const int e = (EACH == 1 ? v * team + lane : lane) * UNIT;
-                if ((EACH == 1 || v == b) && e < length[b]) own.careful(begin[b] + e, UNIT);
-            }
+            for (int e = threadIdx.x * UNIT; e < length; e += blockDim.x * UNIT) own.careful(block * length + e, UNIT);
         }
     }
 }
@@ -536,10 +606,7 @@ __global__ void __launch_bounds__(LANE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize
         }
         const Own<T, BITS> own(x, codes, g, range);
         const long long row = t * WARP + lane;
-        if (row < rows && lane % lanes == 0) {
-            scale[row / lanes] = own.s;
-            if (zero_point) zero_point[row / lanes] = own.zero;
-        }
+        if (row < rows && lane % lanes == 0) own.note(row / lanes, scale, zero_point);
         if (__all_sync(FULL_WARP, own.quick && !nan)) {
             int q[ROW];
             own.level(unit, q);

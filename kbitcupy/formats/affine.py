@@ -702,10 +702,13 @@ _COLUMN_DEPTHS, _FIND_ROWS = 2, 64
 # Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
 _FIND_ROUNDS = 16
 _WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
-# The most units of a block that a thread block holds in its registers, and up to how many a thread holds 4 instead of 8
-# of them: many small thread blocks hide each other's waits.
+# Of kernels that hold blocks in registers: units of a thread and threads of teams; the most units of a thread block, and
+# up to how many a thread holds _SLOTS instead of twice as many: many small thread blocks hide each other's waits.
+_SLOTS, _TEAM_THREADS = 4, 128
 _ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
-_FEW_UNITS = {2: 1024, 4: 2048, 8: 1024}
+_FEW_UNITS = {2: 1024, 4: 4096, 8: 1024}
+_ROW_ROUNDS = 8
+_STATIC_BYTES = 2048  # at most, of shared memory
 # Blocks of so many elements are held 32 elements a lane.
 _LANE_BLOCKS = tuple(32 << j for j in range(6))
 _LANE_ROUNDS = 4
@@ -730,8 +733,9 @@ KERNELS = (
     Template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
     Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
     Template(_RANGE_FILE, "store_parameters_affine", (("float",),)),
-    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", "4"), ("4",))),
-    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY[:3], ("8", "4"), ("1",), ("8",))),
+    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
+    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"), (str(_SLOTS),))),
+    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY[:2], ("8", "4"), (str(2 * _SLOTS),))),
     Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
     Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
 )
@@ -921,30 +925,39 @@ def _run_on_chip(blocks: Blocks) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _dynamic_launch(
-    dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels
+    dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels, memory: int
 ) -> tuple[_cuda.Kernel, _Geometry, int, np.int32] | None:
-    """Kernel, geometry, grid and team of a search for ranges that quantizes at once; None where blocks do not fit."""
+    """Kernel, geometry, grid and team of a search for ranges that quantizes at once; None where blocks do not fit.
+
+    `memory` is the shared memory of a thread block.
+    """
     run, size = _run_on_chip(blocks), dtype.itemsize
-    units = run // _UNIT
+    units, whole = run // _UNIT, blocks.row == run
     if not 0 < units <= _ON_CHIP[size]:
         return None
     geometry, axes = _geometry(blocks, levels, 0, True), (_TYPES[dtype.name], str(bits))
-    if size < 8 and run in _LANE_BLOCKS and blocks.row == run:
-        shared = 2 * 32 * _THREADS * size
-        kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, shared)
+    if size < 8 and run in _LANE_BLOCKS and whole:
+        kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
         return kernel, geometry, -(-blocks.size // (32 * _THREADS)), np.int32(run // 32)
-    each, slots = (4, 4) if units <= 8 else (1, 4) if units <= _FEW_UNITS[size] else (1, 8)
-    team = -(-units * each // slots)
-    team = 1 << (team - 1).bit_length() if team <= 32 else -(-team // 32) * 32
-    threads = max(team, 128)
-    kernel = _kernel("quantize_dynamic_affine", (*axes, str(each), str(slots)), threads)
-    return kernel, geometry, -(-blocks.count // (threads // team * each)), np.int32(team)
+    if units <= 32 * _SLOTS:
+        each = _SLOTS if units <= _SLOTS else 1
+        team = 1 << (-(-units * each // _SLOTS) - 1).bit_length()
+        kernel = _kernel("quantize_dynamic_affine", (*axes, str(each)), _TEAM_THREADS)
+        return kernel, geometry, -(-blocks.count // (_TEAM_THREADS // team * each)), np.int32(team)
+    slots = _SLOTS if units <= _FEW_UNITS[size] else 2 * _SLOTS
+    threads = -(-units // (32 * slots)) * 32
+    shared = slots * _UNIT * threads * size
+    if not whole or shared + _STATIC_BYTES > memory:
+        return None
+    kernel = _kernel("quantize_rows_affine", (*axes, str(slots)), threads, _ROW_ROUNDS, shared)
+    return kernel, geometry, blocks.count, np.int32(0)
 
 
 def _dynamic_cuda(
     x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int
 ) -> bool:
-    launch = _dynamic_launch(x.dtype, bits, blocks, levels)
+    """Whether blocks fit on chip, and it is done."""
+    launch = _dynamic_launch(x.dtype, bits, blocks, levels, _cuda.shared_memory(x.data.device_id))
     if launch is None or x.data.ptr % 16 or codes.data.ptr % 16:
         return False
     kernel, geometry, units, team = launch
