@@ -43,7 +43,16 @@ LARGE = [
     ((700, 60), ("group", 3)),
 ]
 # One for each walk through an array: units in one block and across two, scales of a short period, blocks in registers.
-SMALL = [((3, 43), "token"), ((3, 50), ("group", 5)), ((9, 40), ("channel", 1)), ((5, 72), ("group", 32))]
+SMALL = [
+    ((3, 43), "token"),
+    ((3, 1040), "token"),
+    ((3, 50), ("group", 5)),
+    ((9, 40), ("channel", 1)),
+    ((5, 72), ("group", 32)),
+    ((3, 96), ("group", 48)),
+    ((3, 128), ("group", 64)),
+    ((1001,), "tensor"),
+]
 
 
 def same(device, host):

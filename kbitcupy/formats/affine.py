@@ -702,7 +702,7 @@ _COLUMN_DEPTHS, _FIND_ROWS = 2, 64
 # Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
 _FIND_ROUNDS = 16
 _WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
-# Of kernels that hold blocks in registers: units of a thread and threads of teams; the most units of a thread block, and
+# Of kernels that hold blocks in registers: units of a thread, threads of teams, the most units of a thread block, and
 # up to how many a thread holds _SLOTS instead of twice as many: many small thread blocks hide each other's waits.
 _SLOTS, _TEAM_THREADS = 4, 128
 _ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
