@@ -169,14 +169,14 @@ class Kernel:
             Limit the grid to so many times what the device holds, instead of by rounds: for a kernel that may find
             nothing to do, where each block costs.
         """
-        ready = self.ready(array.data.device_id)
+        ready = self._ready.get(array.data.device_id) or self.ready(array.data.device_id)
         if units <= ready.resident:
             grid = units
         elif waves:
             grid = min(units, waves * ready.resident)
         else:
             grid = max(ready.resident, -(-units // self.rounds))
-        ready.function((grid,), (self.threads,), arguments, shared_mem=self.shared)
+        ready.function((grid,), (self.threads,), arguments, self.shared)
 
     def ready(self, device: int) -> Ready:
         """The kernel on a device, compiled where it has to be; ``ready.function(grid, ...)`` launches any grid."""

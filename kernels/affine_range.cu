@@ -493,15 +493,18 @@ __device__ __forceinline__ void join_threads(Range<C>& range, bool both, Range<C
     join_lanes(range, WARP, both);
 }
 
-template <typename T>
-constexpr int ROW_THREADS = sizeof(T) == 8 ? 256 : 1024;
+// The most threads of a thread block that holds a long block, as registers allow.
+template <typename T, int SLOTS>
+constexpr int ROW_THREADS = sizeof(T) == 8 ? 256
+                            : SLOTS > 4    ? 512
+                                           : 1024;
 
 // The same with a block of `run` elements, all of them whole, for a thread block. It takes one after the other: while
-// it works on one in its registers, the next is on its way to shared memory, where each thread has a place of its own.
+// it works on one in its registers, the next is on its way to shared memory, where each warp has a place of its own.
 //
 // Arguments as quantize_dynamic_affine; team is not used.
 template <typename T, int BITS, int SLOTS>
-__global__ void __launch_bounds__(ROW_THREADS<T>, 1) quantize_rows_affine(
+__global__ void __launch_bounds__(ROW_THREADS<T, SLOTS>, 1) quantize_rows_affine(
     const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int,
     const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
@@ -509,40 +512,45 @@ __global__ void __launch_bounds__(ROW_THREADS<T>, 1) quantize_rows_affine(
     extern __shared__ __align__(128) uint4 dynamic[];
     __shared__ Range<C> of_warps[3][32];
     const bool both = !g.symmetric;
-    const Run blocks(g.count);
     const int length = static_cast<int>(g.run);
+    // A warp copies what its lanes are going to read, in order: a slot of all threads holds neighbours.
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x - lane;
     auto fetch = [&](long long block) {
-        const uint4* source = reinterpret_cast<const uint4*>(x + block * length) + threadIdx.x * CHUNKS;
-#pragma unroll
+        const uint4* source = reinterpret_cast<const uint4*>(x + block * length);
+#pragma unroll 4  // where copies stop in registers these are few
         for (int v = 0; v < SLOTS; ++v) {
-            if ((v * blockDim.x + threadIdx.x) * UNIT >= length) continue;
 #pragma unroll
-            for (int i = 0; i < CHUNKS; ++i)
-                copy_async(dynamic + (v * CHUNKS + i) * blockDim.x + threadIdx.x, source + v * blockDim.x * CHUNKS + i);
+            for (int i = 0; i < CHUNKS; ++i) {
+                const int chunk = (v * blockDim.x + warp) * CHUNKS + i * WARP + lane;
+                if (chunk * (UNIT / CHUNKS) < length) copy_async(dynamic + chunk, source + chunk);
+            }
         }
     };
+    const Run blocks(g.count);
     if (blocks.first < blocks.end) fetch(blocks.first);
     close_copies();
     for (long long block = blocks.first; block < blocks.end; ++block) {
         copies_arrived<0>();
+        __syncwarp();
         Unit<T> unit[SLOTS] = {};
         Gather<T, true> gather;
 #pragma unroll
         for (int v = 0; v < SLOTS; ++v) {
-            if ((v * blockDim.x + threadIdx.x) * UNIT >= length) continue;
+            const int first = v * blockDim.x + threadIdx.x;
+            if (first * UNIT >= length) continue;
 #pragma unroll
             for (int i = 0; i < CHUNKS; ++i) {
-                const uint4 chunk = dynamic[(v * CHUNKS + i) * blockDim.x + threadIdx.x];
+                const uint4 chunk = dynamic[first * CHUNKS + i];
                 unit[v].word[4 * i] = chunk.x, unit[v].word[4 * i + 1] = chunk.y;
                 unit[v].word[4 * i + 2] = chunk.z, unit[v].word[4 * i + 3] = chunk.w;
             }
         }
+        __syncwarp();
+        if (block + 1 < blocks.end) fetch(block + 1);
+        close_copies();
 #pragma unroll
         for (int v = 0; v < SLOTS; ++v) gather.add(unit[v], both);
         Range<C> range = gather.range();
-        // All has been read: the range depends on it.
-        if (block + 1 < blocks.end) fetch(block + 1);
-        close_copies();
         join_threads(range, both, of_warps[block & 1]);
         const bool nan = range.has_nan();
         if (nan) {

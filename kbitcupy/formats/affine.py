@@ -703,11 +703,11 @@ _COLUMN_DEPTHS, _FIND_ROWS = 2, 64
 _FIND_ROUNDS = 16
 _WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
 # Of kernels that hold blocks in registers: units of a thread, threads of teams, the most units of a thread block, and
-# up to how many a thread holds _SLOTS instead of twice as many: many small thread blocks hide each other's waits.
+# up to how many a thread holds _SLOTS instead of four times as many, for which there are no registers otherwise.
 _SLOTS, _TEAM_THREADS = 4, 128
 _ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
-_FEW_UNITS = {2: 1024, 4: 4096, 8: 1024}
-_ROW_ROUNDS = 8
+_FEW_UNITS = 4096
+_ROW_ROUNDS = 2
 _STATIC_BYTES = 2048  # at most, of shared memory
 # Blocks of so many elements are held 32 elements a lane.
 _LANE_BLOCKS = tuple(32 << j for j in range(6))
@@ -715,8 +715,6 @@ _LANE_ROUNDS = 4
 # Rows from this length on, and below the length of a unit, are divided by in 64 bits.
 _WIDE_ROW = 1 << 30
 _WIDEST_PERIOD = 1 << 28
-
-_NO_VALUE, _NO_POINT = {_SINGLE: np.float32(0), _DOUBLE: np.float64(0)}, np.int32(0)
 
 _EVERY = tuple(_TYPES.values())
 _LAYOUTS = ("RUNS", "COLUMNS")
@@ -735,7 +733,7 @@ KERNELS = (
     Template(_RANGE_FILE, "store_parameters_affine", (("float",),)),
     Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
     Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"), (str(_SLOTS),))),
-    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY[:2], ("8", "4"), (str(2 * _SLOTS),))),
+    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY[:2], ("8", "4"), (str(4 * _SLOTS),))),
     Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
     Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
 )
@@ -844,6 +842,12 @@ def converted(values: Any, dtype: np.dtype) -> Any:
     return result
 
 
+@functools.lru_cache(maxsize=1024)
+def _scalar(dtype: np.dtype, value: float) -> Any:
+    """A number as a kernel takes it; to make one costs more than to find it."""
+    return dtype.type(value)
+
+
 def _each_cuda(
     kind: str,
     dtype: np.dtype,
@@ -857,21 +861,24 @@ def _each_cuda(
 ) -> None:
     kernel, geometry, units = _launch(kind, dtype, bits, blocks, levels, margin)
     computed = compute_dtype(dtype)
-    value, point = _NO_VALUE[computed], _NO_POINT
+    value, point = _scalar(computed, 0), _scalar(_INT32, 0)
     if isinstance(scale, float):
-        scale, value = 0, computed.type(scale)
+        scale, value = 0, _scalar(computed, scale)
     elif scale.dtype != computed:  # a plane beside float64
         scale = converted(scale, computed)
     if isinstance(zero_point, int):
-        zero_point, point = 0, np.int32(zero_point) if zero_point else _NO_POINT
+        zero_point, point = 0, _scalar(_INT32, zero_point)
     kernel(arrays[-1], units, (*arrays, scale, value, zero_point, point, geometry.argument))
 
 
 def _store_cuda(scale: Any, zero_point: Any, scale_out: Any, zero_point_out: Any | None) -> None:
-    scales = (0, np.float32(scale), 1) if isinstance(scale, float) else (scale, np.float32(0), scale.size)
-    points = (0, np.int32(zero_point), 1) if isinstance(zero_point, int) else (zero_point, _NO_POINT, zero_point.size)
+    none, nowhere = _scalar(_SINGLE, 0), _scalar(_INT32, 0)
+    scales = (0, _scalar(_SINGLE, scale), 1) if isinstance(scale, float) else (scale, none, scale.size)
+    point = (
+        (0, _scalar(_INT32, zero_point), 1) if isinstance(zero_point, int) else (zero_point, nowhere, zero_point.size)
+    )
     out = scale_out, 0 if zero_point_out is None else zero_point_out, scale_out.size
-    _kernel("store_parameters_affine", ("float",))(scale_out, -(-scale_out.size // _THREADS), (*scales, *points, *out))
+    _kernel("store_parameters_affine", ("float",))(scale_out, -(-scale_out.size // _THREADS), (*scales, *point, *out))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -944,7 +951,7 @@ def _dynamic_launch(
         team = 1 << (-(-units * each // _SLOTS) - 1).bit_length()
         kernel = _kernel("quantize_dynamic_affine", (*axes, str(each)), _TEAM_THREADS)
         return kernel, geometry, -(-blocks.count // (_TEAM_THREADS // team * each)), np.int32(team)
-    slots = _SLOTS if units <= _FEW_UNITS[size] else 2 * _SLOTS
+    slots = _SLOTS if units <= _FEW_UNITS else 4 * _SLOTS
     threads = -(-units // (32 * slots)) * 32
     shared = slots * _UNIT * threads * size
     if not whole or shared + _STATIC_BYTES > memory:
@@ -1026,6 +1033,7 @@ class Affine(Format):
             raise FormatError("percentile says how a scale is found, and scale gives one: leave one of them away")
         if zero_point is not None and (scale is None or symmetric):
             raise FormatError("zero_point goes with scale and symmetric=False")
+        self._key = self.name, self.granularity, symmetric, self.percentile  # what options() says
         self._scale, self._zero_point = scale, zero_point
         self._stored: Affine = self
         if scale is not None or self.percentile is not None:
@@ -1038,6 +1046,12 @@ class Affine(Format):
             "symmetric": self.levels.symmetric,
         }
         return options if self.percentile is None else {**options, "percentile": self.percentile}
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, Affine) else super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def stored(self) -> Format:
         return self._stored
