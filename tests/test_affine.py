@@ -275,6 +275,19 @@ def test_rows_stay_what_they_are(name, symmetric, granularity):
             q[3]
 
 
+def test_a_format_is_made_once():
+    made = kb.get_format("int8", granularity=("channel", 1))
+    assert kb.get_format("int8", granularity=("channel", 1)) is made
+    same = kb.get_format("int8", granularity=["channel", 1], symmetric=True)
+    assert same == made and hash(same) == hash(made)
+    others = [{"granularity": ("channel", 0)}, {"symmetric": False}, {"percentile": 99.0}]
+    assert made not in [kb.get_format("int8", **{"granularity": ("channel", 1), **other}) for other in others]
+    assert made not in (kb.get_format("uint8", granularity=("channel", 1)), kb.get_format("kbit4"), "int8")
+    for number in (True, 1.0):  # equal to 1, but not numbers of an axis
+        with pytest.raises(FormatError, match="granularity is"):
+            kb.get_format("int8", granularity=("channel", number))
+
+
 def test_shapes_that_keep_blocks():
     x = numbers("normal", (4, 6, 8), np.float32)
     token, channel = kb.quantize(x, "int8", granularity="token"), kb.quantize(x, "int8", granularity=("channel", 1))

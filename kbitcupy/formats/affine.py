@@ -256,7 +256,7 @@ def check_levels(
     return _levels(int(qmin), int(qmax), symmetric)
 
 
-_levels = functools.cache(Levels)
+_levels = functools.lru_cache(maxsize=256)(Levels)
 SIGNED8, UNSIGNED8 = _levels(-128, 127, True), _levels(0, 255, True)
 
 
