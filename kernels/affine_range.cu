@@ -343,6 +343,11 @@ __global__ void store_parameters_affine(
 }
 
 // ---- ranges on chip ------------------------------------------------------------------------------------------------
+//
+// x is read once where a block stays in registers from the search of its range to its codes. Three kernels share the
+// lengths of blocks: 32 elements a lane (up to 1024 elements, a power of two), a team of lanes (up to 1024, any
+// multiple of eight), a thread block (beyond). What fits none of them is read twice: find_range_affine, then
+// quantize_affine.
 
 // What quantizes the units of a block by the block's own range.
 template <typename T, int BITS>
