@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
-from typing import Any
 
 import numpy as np
 
@@ -19,20 +17,13 @@ BOX_BYTES = 128
 _UINT8, _PLAIN, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO = 0, 0, 3, 3, 0
 
 
-@functools.cache
-def _encode() -> Any:
-    """The driver's function; None where the driver is too old to have it."""
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    return getattr(library, "cuTensorMapEncodeTiled", None)
-
-
 def available() -> bool:
     """Whether the driver makes tensor maps."""
-    return _encode() is not None
+    return _cuda.driver_function("cuTensorMapEncodeTiled") is not None
 
 
 @functools.lru_cache(maxsize=1024)
-def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int) -> tuple[Any, Any]:
+def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int) -> bytes:
     """The tensor map of a byte matrix that is copied in boxes of `box_rows` rows x 128 bytes.
 
     What a box has beyond the matrix arrives as zeros.
@@ -50,8 +41,8 @@ def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int
 
     Returns
     -------
-    tuple
-        A kernel argument that is passed by value, and the memory behind it, which must be kept alive.
+    bytes
+        A kernel argument that is passed by value.
 
     Raises
     ------
@@ -60,7 +51,7 @@ def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int
     """
     memory = np.zeros(128 + 64, np.uint8)
     memory = memory[-memory.ctypes.data % 64 :][:128]
-    status = _encode()(
+    status = _cuda.driver_function("cuTensorMapEncodeTiled")(
         ctypes.c_void_p(memory.ctypes.data),
         _UINT8,
         2,
@@ -78,4 +69,4 @@ def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int
         raise DeviceError(
             f"cuTensorMapEncodeTiled refused a matrix of {rows} x {columns} bytes with the status {status}"
         )
-    return _cuda.by_value(memory), memory
+    return memory.tobytes()

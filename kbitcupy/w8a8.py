@@ -14,8 +14,10 @@ activations into the weights: ``s[k] = max|A[:, k]|^alpha / max|W[:, k]|^(1 - al
 they are compressed; the division of the activations is part of their quantization.
 
 On a GPU the activations are quantized in one launch and multiplied in a second one, on tensor cores, with rescaling and
-bias at the end of it. Up to 16 tokens read the weights once; more go in tiles, on Hopper by wgmma and the bulk tensor
-copy engine where rows of the weight start at multiples of 16 bytes, everywhere else by mma.sync.
+bias at the end of it. From Hopper on the second one starts before the first one has ended, and fetches weights
+meanwhile. Up to 16 tokens read the weights once; more go in tiles, on Hopper by wgmma and the bulk tensor copy engine
+where rows of the weight start at multiples of 16 bytes, everywhere else by mma.sync. Where tiles are too few for a
+Hopper GPU, blocks side by side take parts of K, and exchange their sums.
 
 Sources: the SmoothQuant paper (arXiv 2211.10438); LLM.int8 (arXiv 2208.07339) for scales of tokens and channels.
 """
@@ -289,42 +291,54 @@ def _multiply_host(
 
 _FILE, _HOPPER_FILE = "w8a8.cu", "w8a8_sm90a.cu"
 _TYPES = tuple(_cuda.CXX_TYPES[name] for name in _FLOATS)
-_NOT_GIVEN = np.float32(0)
 _BIAS_KINDS = {"float32": 1, "float16": 2, "bfloat16": 3}
 
 _ALIGNMENT = 16  # bytes, of what moves in vectors
+_MOST_BLOCKS = 1 << 30
 _PITCH = 128  # columns of quantized tokens come in multiples of this
-_TOKEN_THREADS = 256
+_TOKEN_THREADS = 512
 _STREAM_TOKENS = 16  # the most that are streamed
 _STREAM_ROWS = 16
-_STREAM_SHARED = _TOKEN_THREADS // 32 * 3 * _STREAM_ROWS * 128
+_SMALL_WEIGHT = 1 << 25  # bytes; of larger ones tiles stream more than 8 tokens faster on Hopper
+_STREAM_THREADS = 256
+_STREAM_SHARED = _STREAM_THREADS // 32 * 3 * _STREAM_ROWS * 128
 _TILE_N, _TILE_STAGE, _TILE_STAGES = 128, 64, 4
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The template parameters of ``wgmma_w8a8`` after the dtype (see kernels/w8a8_sm90a.cu), and what a round costs.
+    """The template parameters of ``wgmma_w8a8`` after the dtype (see kernels/w8a8_sm90a.cu), and what it costs.
 
-    A round is as many tiles as the GPU holds at a time; its cost is in microseconds for K = 8192, from products on an
-    H200 whose time was proportional to the number of rounds.
+    Parameters
+    ----------
+    warpgroups, n_steps, stages, share, split : int
+        The template parameters.
+    step, exchange : float
+        Microseconds of 128 k, and of the exchange of sums, on an H200.
     """
 
     warpgroups: int
-    m_steps: int
     n_steps: int
     stages: int
-    cluster: int
-    cost: float
+    share: int
+    split: int
+    step: float
+    exchange: float = 0
 
     @property
     def tokens(self) -> int:
         """Tokens of a tile."""
-        return 64 * self.m_steps * self.warpgroups
+        return 64 * self.warpgroups
 
     @property
     def channels(self) -> int:
         """Channels of a tile."""
         return 128 * self.n_steps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the warpgroups that multiply, and what fetches."""
+        return 160 if self.warpgroups == 1 else 128 * (self.warpgroups + 1)
 
     @property
     def shared(self) -> int:
@@ -334,19 +348,41 @@ class Tiling:
     @property
     def text(self) -> str:
         """As C++."""
-        return f"{self.warpgroups}, {self.m_steps}, {self.n_steps}, {self.stages}, {self.cluster}"
+        return f"{self.warpgroups}, {self.n_steps}, {self.stages}, {self.share}, {self.split}"
+
+    def splits(self, depth: int) -> bool:
+        """Whether there is something to do for each part of k."""
+        return self.split <= -(-depth // _tma.BOX_BYTES)
 
     def blocks(self, tokens: int, channels: int) -> int:
         """Thread blocks that have work."""
-        return -(-tokens // (self.tokens * self.cluster)) * self.cluster * -(-channels // self.channels)
+        along_m = -(-tokens // (self.tokens * self.share)) * self.share
+        return along_m * -(-channels // self.channels) * self.split
+
+    def cost(self, tokens: int, channels: int, depth: int, multiprocessors: int) -> float:
+        """Microseconds of a product, give or take what all tilings have in common."""
+        # Not every multiprocessor finds three others for a cluster of four.
+        held = multiprocessors if self.share * self.split < 4 else multiprocessors * 3 // 4
+        rounds = -(-self.blocks(tokens, channels) // held)
+        multiplying = rounds * -(-depth // _tma.BOX_BYTES) / self.split * self.step
+        return max(multiplying, channels * depth / _READ_PER_US) + rounds * self.exchange
 
 
 _BOOLS = ("false", "true")
-#: The narrow one leaves room for a second block on a multiprocessor.
-_TILINGS = (Tiling(1, 1, 1, 4, 1, 60), Tiling(2, 1, 1, 4, 1, 50), Tiling(2, 1, 2, 4, 1, 64), Tiling(2, 1, 2, 4, 2, 59))
+_READ_PER_US = 4.2e6  # bytes of weights
+_TILINGS = (
+    Tiling(1, 1, 8, 1, 1, 0.30),
+    Tiling(1, 1, 8, 1, 2, 0.30, 2),
+    Tiling(1, 1, 8, 1, 4, 0.30, 3),
+    Tiling(2, 1, 6, 1, 1, 0.42),
+    Tiling(2, 1, 6, 1, 2, 0.42, 3),
+    Tiling(2, 1, 6, 1, 4, 0.42, 4),
+    Tiling(2, 2, 4, 1, 2, 0.72, 5),
+    Tiling(2, 2, 4, 2, 1, 0.71),
+)
 
 register_templates(
-    _cuda.Template(_FILE, "quantize_tokens", (_TYPES, _BOOLS)),
+    _cuda.Template(_FILE, "quantize_tokens", (_TYPES, _BOOLS, _BOOLS)),
     _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("true",))),
     _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("true",))),
     # Weights whose rows start anywhere are read byte by byte.
@@ -357,47 +393,94 @@ register_templates(
 
 
 @functools.cache
-def _quantizer(dtype: str, vector: bool) -> _cuda.Kernel:
-    return _cuda.Kernel(_FILE, f"quantize_tokens<{_cuda.CXX_TYPES[dtype]}, {_BOOLS[vector]}>", _TOKEN_THREADS)
-
-
-@functools.cache
-def _streamer(dtype: str, tokens: int, aligned: bool) -> _cuda.Kernel:
-    expression = f"stream_w8a8<{_cuda.CXX_TYPES[dtype]}, {tokens}, {_BOOLS[aligned]}>"
-    return _cuda.Kernel(_FILE, expression, _TOKEN_THREADS, _STREAM_SHARED)
-
-
-@functools.cache
-def _tiler(dtype: str, tokens: int, aligned: bool) -> _cuda.Kernel:
-    expression = f"tile_w8a8<{_cuda.CXX_TYPES[dtype]}, {tokens}, {_BOOLS[aligned]}>"
-    return _cuda.Kernel(_FILE, expression, 2 * tokens, _TILE_STAGES * (tokens + _TILE_N) * _TILE_STAGE)
-
-
-@functools.cache
-def _wgmma(dtype: str, tiling: Tiling) -> _cuda.Kernel:
-    expression = f"wgmma_w8a8<{_cuda.CXX_TYPES[dtype]}, {tiling.text}>"
-    return _cuda.Kernel(_HOPPER_FILE, expression, 128 * (tiling.warpgroups + 1), tiling.shared)
-
-
-@functools.cache
 def _multiprocessors(device: int) -> int:
-    """Multiprocessors of a Hopper GPU whose driver makes tensor maps; 0 of any other."""
+    """Multiprocessors of a Hopper GPU whose driver makes tensor maps and starts kernels early; 0 of any other."""
     import cupy
 
-    hopper = cupy.cuda.Device(device).compute_capability == "90" and _tma.available()
+    hopper = cupy.cuda.Device(device).compute_capability == "90" and _tma.available() and _cuda.starts_early(device)
     return _cuda.multiprocessors(device) if hopper else 0
 
 
+def choose_tiling(tokens: int, channels: int, depth: int, multiprocessors: int) -> Tiling | None:
+    """The tiling that takes the least time; None for ``stream_w8a8``."""
+    if tokens <= _STREAM_TOKENS and (tokens <= 8 or channels * depth < _SMALL_WEIGHT):
+        return None
+    # Narrow tiles read the weights again for every 64 tokens; wide ones would be half empty.
+    fitting = (t for t in _TILINGS if t.splits(depth) and (tokens <= 128 if t.warpgroups == 1 else tokens > 64))
+    return min(fitting, key=lambda tiling: tiling.cost(tokens, channels, depth, multiprocessors))
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The two launches of a product of one shape.
+
+    Parameters
+    ----------
+    quantize, multiply : callable
+        Kernels that are loaded.
+    quantizers : int
+        Threads of a block of the first one.
+    blocks, threads, shared : int
+        Of the second one.
+    boxes : tuple of int
+        Rows of the boxes of tokens and of weights that the bulk tensor copy engine fetches; empty without it.
+    """
+
+    quantize: Any
+    quantizers: int
+    multiply: Any
+    blocks: int
+    threads: int
+    shared: int
+    boxes: tuple[int, ...]
+
+
+_kernel = functools.cache(_cuda.Kernel)
+# Sizes of the arguments: pointers and ints, and tensor maps.
+_SIZES, _MAP_SIZES = (8,) * 11, (128, 128, *(8,) * 8)
+
+
 @functools.lru_cache(maxsize=4096)
-def choose_tiling(tokens: int, channels: int, multiprocessors: int) -> Tiling:
-    """The tiling whose rounds take the least time."""
+def _plan(
+    dtype: np.dtype, tokens: int, channels: int, depth: int, vector: bool, smooth: bool, aligned: bool, device: int
+) -> _Plan:
+    """How a product is computed, its kernels compiled."""
+    cxx = _cuda.CXX_TYPES[dtype.name]
+    multiprocessors = _multiprocessors(device) if aligned and depth else 0
+    tiling = choose_tiling(tokens, channels, depth, multiprocessors) if multiprocessors else None
+    boxes: tuple[int, ...] = ()
+    if tiling is not None:
+        boxes = tiling.tokens, tiling.channels // tiling.share
+        expression = f"wgmma_w8a8<{cxx}, {tiling.text}>"
+        kernel = _kernel(_HOPPER_FILE, expression, tiling.threads, tiling.shared, sizes=_MAP_SIZES, early=True)
+        units, waves = tiling.blocks(tokens, channels), tiling.split == 1
+    elif tokens <= _STREAM_TOKENS:
+        expression = f"stream_w8a8<{cxx}, {8 if tokens <= 8 else 16}, {_BOOLS[aligned]}>"
+        kernel = _kernel(_FILE, expression, _STREAM_THREADS, _STREAM_SHARED, sizes=_SIZES, early=True)
+        units, waves = -(-channels // _STREAM_ROWS), True
+    else:
+        tile = 64 if tokens <= 64 else 128
+        expression = f"tile_w8a8<{cxx}, {tile}, {_BOOLS[aligned]}>"
+        shared = _TILE_STAGES * (tile + _TILE_N) * _TILE_STAGE
+        kernel = _kernel(_FILE, expression, 2 * tile, shared, sizes=_SIZES, early=True)
+        units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
+    expression = f"quantize_tokens<{cxx}, {_BOOLS[vector]}, {_BOOLS[smooth]}>"
+    quantizer = _kernel(_FILE, expression, _TOKEN_THREADS)
+    ready = kernel.ready(device)
+    return _Plan(
+        quantizer.ready(device).function,
+        _TOKEN_THREADS if tokens <= _cuda.multiprocessors(device) else _TOKEN_THREADS // 2,
+        ready.function,
+        min(units, ready.resident if waves else _MOST_BLOCKS),
+        kernel.threads,
+        kernel.shared,
+        boxes,
+    )
 
-    def cost(tiling: Tiling) -> float:
-        held = multiprocessors * (2 if tiling.warpgroups == 1 else 1)
-        return -(-tiling.blocks(tokens, channels) // held) * tiling.cost
 
-    candidates = _TILINGS[:1] if tokens <= 64 else _TILINGS  # the others would leave half of each tile empty
-    return min(candidates, key=cost)
+@functools.cache
+def _bias_kind(dtype: np.dtype) -> int:
+    return _BIAS_KINDS[dtype.name]
 
 
 def _multiply_cuda(
@@ -405,36 +488,39 @@ def _multiply_cuda(
 ) -> None:
     channels, depth = out.shape[-1], x.shape[-1]
     tokens = out.size // channels
-    dtype = out.dtype.name
-    device = x.data.device_id
+    numbers, weight, divisors = x.data.ptr, codes.data.ptr, 0 if smooth is None else smooth.data.ptr
+    vector = not (depth % 8 or numbers % _ALIGNMENT or divisors % _ALIGNMENT)
+    aligned = not (depth % _ALIGNMENT or weight % _ALIGNMENT)
+    plan = _plan(out.dtype, tokens, channels, depth, vector, divisors != 0, aligned, x.data.device_id)
     pitch = max(-(-depth // _PITCH) * _PITCH, _PITCH)
-    address = codes.data.ptr
-    aligned = depth % _ALIGNMENT == 0 and address % _ALIGNMENT == 0
-    streamed = tokens <= _STREAM_TOKENS
-    room = tokens * pitch  # the quantized tokens, and behind them their scales
-    scratch = _xp.scratch(room + 4 * tokens, np.uint8)
+    scratch = _xp.scratch(tokens * (pitch + 4), np.uint8)  # the quantized tokens, and behind them their scales
     a = scratch.data.ptr
-    token_scales = a + room
-    vector = depth % 8 == 0 and x.data.ptr % _ALIGNMENT == 0 and (smooth is None or smooth.data.ptr % _ALIGNMENT == 0)
-    there, given = (0, fixed[0]) if isinstance(fixed, np.ndarray) else (0 if fixed is None else fixed, _NOT_GIVEN)
-    arguments = (x, 0 if smooth is None else smooth, there, given, a, token_scales, tokens, depth, pitch)
-    _quantizer(dtype, vector)(x, tokens, arguments)
-    last = 0 if bias is None else bias, 0 if bias is None else _BIAS_KINDS[bias.dtype.name], tokens, channels, depth
-    if streamed:
-        kernel = _streamer(dtype, 8 if tokens <= 8 else 16, aligned)
-        kernel(x, -(-channels // _STREAM_ROWS), (a, codes, out, token_scales, scales, *last, pitch), 1)
-        return
-    multiprocessors = _multiprocessors(device) if aligned and depth else 0
-    if multiprocessors:
-        tiling = choose_tiling(tokens, channels, multiprocessors)
-        a_map = _tma.byte_matrix(a, tokens, pitch, pitch, tiling.tokens)[0]
-        w_map = _tma.byte_matrix(address, channels, depth, depth, tiling.channels // tiling.cluster)[0]
-        kernel = _wgmma(dtype, tiling)
-        kernel(x, tiling.blocks(tokens, channels), (a_map, w_map, out, token_scales, scales, *last), 1)
-        return
-    tile = 64 if tokens <= 64 else 128
-    units = -(-tokens // tile) * -(-channels // _TILE_N)
-    _tiler(dtype, tile, aligned)(x, units, (a, codes, out, token_scales, scales, *last, pitch))
+    token_scales = a + tokens * pitch
+    there = given = 0
+    if isinstance(fixed, np.ndarray):
+        given = int(fixed.view(np.int32)[0])
+    elif fixed is not None:
+        there = fixed.data.ptr
+    plan.quantize(
+        (min(tokens, _MOST_BLOCKS),),
+        (plan.quantizers,),
+        (numbers, divisors, there, given, a, token_scales, tokens, depth, pitch),
+    )
+    matrices: tuple[Any, Any] = a, weight
+    last: tuple[int, ...] = (pitch,)
+    if plan.boxes:
+        matrices = (
+            _tma.byte_matrix(a, tokens, pitch, pitch, plan.boxes[0]),
+            _tma.byte_matrix(weight, channels, depth, depth, plan.boxes[1]),
+        )
+        last = ()
+    added = (0, 0) if bias is None else (bias.data.ptr, _bias_kind(bias.dtype))
+    plan.multiply(
+        (plan.blocks,),
+        (plan.threads,),
+        (*matrices, out.data.ptr, token_scales, scales.data.ptr, *added, tokens, channels, depth, *last),
+        shared_mem=plan.shared,
+    )
 
 
 # ---- SmoothQuant ---------------------------------------------------------------------------------------------------
@@ -532,7 +618,7 @@ class Calibration:
         with _xp.on_device_of(absmax):
             if smooth is not None:
                 absmax = absmax / _vector(smooth, "smooth", absmax.size, absmax, True)
-            largest = absmax.max(initial=0).reshape(1)
+            largest = (absmax if absmax.size else xp.zeros(1, np.float32)).max().reshape(1)
             return xp.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
 
 
@@ -542,7 +628,9 @@ def column_absmax(x: Any) -> Any:
     with np.errstate(over="ignore"):
         magnitudes = xp.abs(x.astype(np.float32, copy=False)).reshape(-1, x.shape[-1])
     magnitudes = xp.where(xp.isnan(magnitudes), np.float32(0), magnitudes)
-    return xp.minimum(magnitudes.max(axis=0, initial=0), _LARGEST)
+    if not len(magnitudes):  # CuPy's max knows no initial value
+        return xp.zeros(x.shape[-1], np.float32)
+    return xp.minimum(magnitudes.max(axis=0), _LARGEST)
 
 
 def smooth_scales(activation_absmax: Any, weight: Any, alpha: float = 0.5) -> Any:

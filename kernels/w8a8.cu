@@ -7,53 +7,126 @@
 
 // ---- tokens ----------------------------------------------------------------------------------------------------
 
-constexpr int TOKEN_THREADS = 256;  // of a block that quantizes
+constexpr int TOKEN_THREADS = 512;  // the most of a block that quantizes
 constexpr int OCTET = 8;            // elements that a thread reads at a time
-constexpr int HELD = 4;             // octets of a thread that stay in registers: 8192 elements of a row
+constexpr unsigned LARGEST_FINITE = 0x7f7fffffu;
 
-// Element e of octet `number` of this thread: neighbours with VECTOR, else TOKEN_THREADS apart.
-template <bool VECTOR>
-__device__ __forceinline__ long long place_of(int number, int e) {
-    return VECTOR ? (static_cast<long long>(number) * TOKEN_THREADS + threadIdx.x) * OCTET + e
-                  : (static_cast<long long>(number) * OCTET + e) * TOKEN_THREADS + threadIdx.x;
-}
-
-// One octet of a row, divided by `smooth` where that is not null; NaN and what lies beyond the row are 0.
-template <typename T, bool VECTOR>
-__device__ __forceinline__ void load_octet(
-    const T* row, const float* smooth, long long depth, int number, float (&v)[OCTET]) {
-    constexpr int WORDS = OCTET * sizeof(T) / 4;
-    const long long first = place_of<VECTOR>(number, 0);
-#pragma unroll
-    for (int e = 0; e < OCTET; ++e) v[e] = 0.0f;
-    if (first >= depth) return;
-    if constexpr (VECTOR) {
-        unsigned words[WORDS];
-#pragma unroll
-        for (int i = 0; i < WORDS / 4; ++i) {
-            const uint4 c = *reinterpret_cast<const uint4*>(row + first + i * (16 / sizeof(T)));
-            words[4 * i] = c.x, words[4 * i + 1] = c.y, words[4 * i + 2] = c.z, words[4 * i + 3] = c.w;
-        }
-#pragma unroll
-        for (int e = 0; e < OCTET; ++e) v[e] = Word<T>::get(words[e / Word<T>::COUNT], e % Word<T>::COUNT);
-        if (smooth != nullptr) {
-            float s[OCTET];
-            *reinterpret_cast<float4*>(s) = __ldg(reinterpret_cast<const float4*>(smooth + first));
-            *reinterpret_cast<float4*>(s + 4) = __ldg(reinterpret_cast<const float4*>(smooth + first + 4));
-#pragma unroll
-            for (int e = 0; e < OCTET; ++e) v[e] = divide_ieee(v[e], s[e]);
-        }
+#if __CUDA_ARCH__ >= 800
+// The larger of two magnitudes in each half of a register, NaN where one of them is.
+template <typename T>
+__device__ __forceinline__ unsigned larger_or_nan(unsigned a, unsigned b) {
+    if constexpr (SameType<T, __half>::VALUE) {
+        const __half2 most = __hmax2_nan(Word<T>::as(a), Word<T>::as(b));
+        return *reinterpret_cast<const unsigned*>(&most);
     } else {
+        const __nv_bfloat162 most = __hmax2_nan(Word<T>::as(a), Word<T>::as(b));
+        return *reinterpret_cast<const unsigned*>(&most);
+    }
+}
+#else
+template <typename T>
+__device__ unsigned larger_or_nan(unsigned, unsigned);
+#endif
+
+// Eight elements of a row: as they are, or as float32 where they are divided or gathered one by one.
+template <typename T, bool VECTOR, bool SMOOTH>
+struct Octet {
+    static constexpr bool RAW = VECTOR && !SMOOTH;
+    static constexpr int LOADED = OCTET * sizeof(T) / 4;  // words in memory
+    static constexpr int WORDS = RAW ? LOADED : OCTET;
+#if __CUDA_ARCH__ >= 800
+    static constexpr bool PACKED = RAW && Word<T>::COUNT == 2;
+#else
+    static constexpr bool PACKED = false;  // no maximum that keeps NaN
+#endif
+    static constexpr int HELD = WORDS == 4 ? 7 : VECTOR ? 4 : 2;  // octets of a thread that stay in registers
+    unsigned word[WORDS];
+
+    // Element e of octet `number` of this thread: neighbours with VECTOR, else as far apart as the block is wide.
+    __device__ __forceinline__ static int place(int number, int e) {
+        const int thread = threadIdx.x, threads = blockDim.x;
+        return VECTOR ? (number * threads + thread) * OCTET + e : (number * OCTET + e) * threads + thread;
+    }
+    // What lies beyond the row is 0.
+    __device__ __forceinline__ void load(const T* row, const float* smooth, int depth, int number) {
+        const int first = place(number, 0);
 #pragma unroll
-        for (int e = 0; e < OCTET; ++e) {
-            const long long k = place_of<VECTOR>(number, e);
-            if (k < depth) v[e] = smooth == nullptr ? to_float(row[k]) : divide_ieee(to_float(row[k]), smooth[k]);
+        for (int i = 0; i < WORDS; ++i) word[i] = 0;
+        if (first >= depth) return;
+        if constexpr (VECTOR) {
+            unsigned loaded[LOADED];
+#pragma unroll
+            for (int i = 0; i < LOADED; i += 4) {
+                const uint4 c = *reinterpret_cast<const uint4*>(row + first + i * (4 / sizeof(T)));
+                loaded[i] = c.x, loaded[i + 1] = c.y, loaded[i + 2] = c.z, loaded[i + 3] = c.w;
+            }
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) {
+                if constexpr (RAW) word[i] = loaded[i];
+                else
+                    word[i] = __float_as_uint(divide_ieee(
+                        Word<T>::get(loaded[i / Word<T>::COUNT], i % Word<T>::COUNT), __ldg(smooth + first + i)));
+            }
+        } else {
+#pragma unroll
+            for (int e = 0; e < OCTET; ++e) {
+                const int k = place(number, e);
+                if (k >= depth) break;
+                const float x = to_float(row[k]);
+                word[e] = __float_as_uint(SMOOTH ? divide_ieee(x, smooth[k]) : x);
+            }
         }
     }
+    __device__ __forceinline__ float get(int e) const {
+        if constexpr (RAW) return Word<T>::get(word[e / Word<T>::COUNT], e % Word<T>::COUNT);
+        else return __uint_as_float(word[e]);
+    }
+    // The bits of the largest magnitude; of a NaN where there is one, as those are the largest.
+    __device__ __forceinline__ unsigned largest() const {
+        if constexpr (PACKED) {
+            unsigned most = 0;
 #pragma unroll
-    for (int e = 0; e < OCTET; ++e)
-        if ((__float_as_uint(v[e]) & 0x7fffffffu) > 0x7f800000u) v[e] = 0.0f;
-}
+            for (int i = 0; i < WORDS; ++i) most = larger_or_nan<T>(most, word[i] & 0x7fff7fffu);
+            return max(__float_as_uint(Word<T>::get(most, 0)), __float_as_uint(Word<T>::get(most, 1)));
+        } else {
+            unsigned most = 0;
+#pragma unroll
+            for (int e = 0; e < OCTET; ++e) most = max(most, __float_as_uint(get(e)) & 0x7fffffffu);
+            return most;
+        }
+    }
+    // The same with NaN as 0.
+    __device__ __forceinline__ unsigned largest_number() const {
+        unsigned most = 0;
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) most = max(most, __float_as_uint(number(get(e))) & 0x7fffffffu);
+        return most;
+    }
+    // x, or 0 where that is NaN.
+    __device__ __forceinline__ static float number(float x) {
+        return (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u ? 0.0f : x;
+    }
+    // Write what `byte` makes of each element.
+    template <typename Byte>
+    __device__ __forceinline__ void write(signed char* target, int depth, int number, const Byte& byte) const {
+        if (place(number, 0) >= depth) return;
+        if constexpr (VECTOR) {
+            unsigned packed[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                packed[i] = __byte_perm(
+                    __byte_perm(byte(get(4 * i)), byte(get(4 * i + 1)), 0x0040),
+                    __byte_perm(byte(get(4 * i + 2)), byte(get(4 * i + 3)), 0x0040), 0x5410);
+            *reinterpret_cast<uint2*>(target + place(number, 0)) = make_uint2(packed[0], packed[1]);
+        } else {
+#pragma unroll
+            for (int e = 0; e < OCTET; ++e) {
+                const int k = place(number, e);
+                if (k < depth) target[k] = static_cast<signed char>(byte(get(e)));
+            }
+        }
+    }
+};
 
 // The largest number of the block, in every thread.
 __device__ __forceinline__ unsigned block_max(unsigned x) {
@@ -62,18 +135,28 @@ __device__ __forceinline__ unsigned block_max(unsigned x) {
     __syncthreads();  // an earlier maximum has been read
     if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = x;
     __syncthreads();
-    return warp_max(of_warp[threadIdx.x % (TOKEN_THREADS / WARP)]);
+    return warp_max(of_warp[threadIdx.x % (blockDim.x / WARP)]);
 }
 
-// rint(x / scale) as bytes, clamped to -128 .. 127.
-struct TokenQuantizer {
+// rint(x / scale) as the lowest byte; adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it there.
+__device__ __forceinline__ unsigned low_byte(float quotient) {
+    return __float_as_uint(__fadd_rn(quotient, 12582912.0f));
+}
+
+// Of numbers that are not larger than 127 scales, give or take a rounding, for a scale from 2^-60 to 2^60.
+struct PlainQuantizer {
+    float scale, reciprocal;
+
+    __device__ __forceinline__ unsigned operator()(float x) const {
+        return low_byte(divide_by_reciprocal(x, scale, reciprocal));
+    }
+};
+
+// Of anything: NaN becomes 0, and what is too large -128 or 127.
+struct AnyQuantizer {
     float scale, reciprocal;
     bool plain;  // whether the short division is exact
 
-    __device__ __forceinline__ explicit TokenQuantizer(float s) : scale(s) {
-        plain = s > 0x1p-60f && s < 0x1p60f;
-        reciprocal = plain ? __frcp_rn(s) : 0.0f;
-    }
     __device__ __forceinline__ float quotient(float x) const {
         if (plain) {
             // A quotient beyond the range may overflow on the way; clamped first, it stays beyond.
@@ -82,82 +165,87 @@ struct TokenQuantizer {
         }
         return is_zero(scale) ? 0.0f : divide_ieee(x, scale);
     }
-    __device__ __forceinline__ unsigned byte(float x) const {
-        // Adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it in the low bits.
-        return __float_as_uint(__fadd_rn(fminf(fmaxf(quotient(x), -128.0f), 127.0f), 12582912.0f)) & 0xffu;
+    __device__ __forceinline__ unsigned operator()(float x) const {
+        const bool is_nan = (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u;
+        return is_nan ? 0u : low_byte(fminf(fmaxf(quotient(x), -128.0f), 127.0f));
     }
 };
 
+// Calls f with each octet of a row; those that are not held are read again.
+template <typename T, typename Part, typename F>
+__device__ __forceinline__ void each_octet(
+    const Part (&held)[Part::HELD], const T* row, const float* smooth, int depth, int octets, const F& f) {
+#pragma unroll
+    for (int i = 0; i < Part::HELD; ++i)
+        if (i < octets) f(held[i], i);
+    for (int i = Part::HELD; i < octets; ++i) {
+        Part part;
+        part.load(row, smooth, depth, i);
+        f(part, i);
+    }
+}
+
 // A block quantizes one token: scale = absmax / 127 (1 for zeros only), or the one that is given. Columns from K to
 // pitch become 0. VECTOR: rows of x, and smooth, start at multiples of 16 bytes, and K is a multiple of 8.
-template <typename T, bool VECTOR>
-__global__ void __launch_bounds__(TOKEN_THREADS, 2) quantize_tokens(
+template <typename T, bool VECTOR, bool SMOOTH>
+__global__ void __launch_bounds__(TOKEN_THREADS, Octet<T, VECTOR, SMOOTH>::WORDS == 4 ? 2 : 1) quantize_tokens(
     const T* __restrict__ x,           // [M, K]
-    const float* __restrict__ smooth,  // [K] divisors, or null
+    const float* __restrict__ smooth,  // [K] divisors
     const float* __restrict__ fixed,   // [1] scale of all tokens, or null
-    float given,                       // ... or this one, where it is not 0
+    long long given,                   // ... or the bits of this one, where they are not 0
     signed char* __restrict__ a,       // [M, pitch]
     float* __restrict__ scales,        // [M]
-    long long tokens, long long depth, long long pitch) {
-    const int octets = static_cast<int>((depth + OCTET * TOKEN_THREADS - 1) / (OCTET * TOKEN_THREADS));
+    long long tokens, long long columns, long long pitch) {
+    using Part = Octet<T, VECTOR, SMOOTH>;
+    let_next_start();
+    const int depth = static_cast<int>(columns);  // at most 131071
+    const int run = OCTET * blockDim.x, octets = (depth + run - 1) / run;
+    const bool dynamic = fixed == nullptr && given == 0;
     for (long long m = blockIdx.x; m < tokens; m += gridDim.x) {
-        const T* row = x + m * depth;
+        const T* row = x + m * columns;
         signed char* target = a + m * pitch;
-        float held[HELD][OCTET];
+        Part held[Part::HELD];
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) load_octet<T, VECTOR>(row, smooth, depth, i, held[i]);
-        float scale;
-        if (fixed == nullptr && is_zero(given)) {
-            unsigned largest = 0;  // bits of magnitudes are in their order
-            auto note = [&](const float (&v)[OCTET]) {
-#pragma unroll
-                for (int e = 0; e < OCTET; ++e) largest = max(largest, __float_as_uint(v[e]) & 0x7fffffffu);
-            };
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) note(held[i]);
-            for (int i = HELD; i < octets; ++i) {
-                float v[OCTET];
-                load_octet<T, VECTOR>(row, smooth, depth, i, v);
-                note(v);
+        for (int i = 0; i < Part::HELD; ++i)
+            if (i < octets) held[i].load(row, smooth, depth, i);
+        unsigned largest = 0;
+        float scale = fixed == nullptr ? __int_as_float(static_cast<int>(given)) : as_factor(__ldg(fixed));
+        if (dynamic) {
+            each_octet(held, row, smooth, depth, octets, [&](const Part& part, int) {
+                largest = max(largest, part.largest());
+            });
+            largest = block_max(largest);
+            if (largest > LARGEST_FINITE) {  // infinity counts as the largest finite number, NaN as 0
+                unsigned most = 0;
+                each_octet(held, row, smooth, depth, octets, [&](const Part& part, int) {
+                    most = max(most, part.largest_number());
+                });
+                scale = __uint_as_float(min(block_max(most), LARGEST_FINITE));
+            } else {
+                scale = __uint_as_float(largest);
             }
-            largest = min(block_max(largest), 0x7f7fffffu);  // infinity counts as the largest finite number
-            scale = largest == 0 ? 1.0f : divide_ieee(__uint_as_float(largest), 127.0f);
-        } else {
-            scale = fixed == nullptr ? given : as_factor(__ldg(fixed));
+            scale = is_zero(scale) ? 1.0f : divide_ieee(scale, 127.0f);
         }
         if (threadIdx.x == 0) scales[m] = scale;
-        const TokenQuantizer quantizer(scale);
-        auto write = [&](const float (&v)[OCTET], int number) {
-            if (place_of<VECTOR>(number, 0) >= depth) return;
-            unsigned q[OCTET];
-#pragma unroll
-            for (int e = 0; e < OCTET; ++e) q[e] = quantizer.byte(v[e]);
-            if constexpr (VECTOR) {
-                const unsigned low = q[0] | q[1] << 8 | q[2] << 16 | q[3] << 24;
-                const unsigned high = q[4] | q[5] << 8 | q[6] << 16 | q[7] << 24;
-                *reinterpret_cast<uint2*>(target + place_of<VECTOR>(number, 0)) = make_uint2(low, high);
-            } else {
-#pragma unroll
-                for (int e = 0; e < OCTET; ++e) {
-                    const long long k = place_of<VECTOR>(number, e);
-                    if (k < depth) target[k] = static_cast<signed char>(q[e]);
-                }
-            }
-        };
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) write(held[i], i);
-        for (int i = HELD; i < octets; ++i) {
-            float v[OCTET];
-            load_octet<T, VECTOR>(row, smooth, depth, i, v);
-            write(v, i);
+        const bool plain = scale > 0x1p-60f && scale < 0x1p60f;
+        const float reciprocal = plain ? __frcp_rn(scale) : 0.0f;
+        if (dynamic && plain && largest <= LARGEST_FINITE) {
+            const PlainQuantizer byte{scale, reciprocal};
+            each_octet(
+                held, row, smooth, depth, octets, [&](const Part& part, int i) { part.write(target, depth, i, byte); });
+        } else {
+            const AnyQuantizer byte{scale, reciprocal, plain};
+            each_octet(
+                held, row, smooth, depth, octets, [&](const Part& part, int i) { part.write(target, depth, i, byte); });
         }
-        for (long long k = depth + threadIdx.x; k < pitch; k += TOKEN_THREADS) target[k] = 0;
+        for (int k = depth + threadIdx.x; k < pitch; k += blockDim.x) target[k] = 0;
     }
 }
 
 // ---- up to 16 tokens -------------------------------------------------------------------------------------------
 
-constexpr int STREAM_WARPS = TOKEN_THREADS / WARP;
+constexpr int STREAM_THREADS = 256;
+constexpr int STREAM_WARPS = STREAM_THREADS / WARP;
 constexpr int STREAM_ROWS = 16;                                    // channels of a block
 constexpr int STREAM_K = 128;                                      // k that a warp takes at a time
 constexpr int STREAM_RUN = STREAM_WARPS * STREAM_K;                // k that a block takes at a time
@@ -171,7 +259,7 @@ constexpr int STREAM_PIECES = STREAM_ROWS * STREAM_K / WARP / 16;  // 16-byte pi
 // It fetches them itself, through a queue of its own in shared memory that two items are under way to at any time, also
 // across the end of a group of channels: no lane waits for another before the sums are complete.
 template <typename T, int TOKENS, bool ALIGNED>
-__global__ void __launch_bounds__(TOKEN_THREADS) stream_w8a8(
+__global__ void __launch_bounds__(STREAM_THREADS) stream_w8a8(
     const signed char* __restrict__ a,  // [M, pitch]
     const signed char* __restrict__ w,  // [N, K]
     T* __restrict__ y,                  // [M, N]
@@ -182,7 +270,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS) stream_w8a8(
     __shared__ int partial[STREAM_WARPS][TOKENS][STREAM_ROWS + 1];
     const Rescaling rescaling{token_scale, channel_scale, bias, bias_kind};
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    uint4* queue = memory + threadIdx.x;  // piece p of place s at (s * STREAM_PIECES + p) * TOKEN_THREADS
+    uint4* queue = memory + threadIdx.x;  // piece p of place s at (s * STREAM_PIECES + p) * STREAM_THREADS
     const int runs = static_cast<int>((depth + STREAM_RUN - 1) / STREAM_RUN);
     const long long groups = (channels + STREAM_ROWS - 1) / STREAM_ROWS;
 
@@ -195,7 +283,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS) stream_w8a8(
                 // Channels beyond the last one are computed again and not written.
                 const long long n = min(fetched_group * STREAM_ROWS + p / 2 * 8 + g, channels - 1);
                 const long long k = fetched_run * STREAM_RUN + warp * STREAM_K + p % 2 * 64 + t * 16;
-                uint4* target = queue + (fetched_place * STREAM_PIECES + p) * TOKEN_THREADS;
+                uint4* target = queue + (fetched_place * STREAM_PIECES + p) * STREAM_THREADS;
                 if (ALIGNED && k < depth) copy_async(target, reinterpret_cast<const uint4*>(w + n * depth + k));
                 else *target = load_weights<ALIGNED>(w + n * depth, k, depth);
             }
@@ -206,6 +294,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS) stream_w8a8(
     };
 #pragma unroll
     for (int i = 0; i < STREAM_DEPTH - 1; ++i) fetch();
+    wait_for_previous();
 
     const signed char* token[GROUPS];
 #pragma unroll
@@ -219,7 +308,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS) stream_w8a8(
             fetch();
             uint4 v[STREAM_PIECES];
 #pragma unroll
-            for (int p = 0; p < STREAM_PIECES; ++p) v[p] = queue[(place * STREAM_PIECES + p) * TOKEN_THREADS];
+            for (int p = 0; p < STREAM_PIECES; ++p) v[p] = queue[(place * STREAM_PIECES + p) * STREAM_THREADS];
             if (++place == STREAM_DEPTH) place = 0;
             // The padding of the tokens reaches to the end of 128 k, not to the end of the run.
             if (run * STREAM_RUN + warp * STREAM_K >= depth) continue;
@@ -228,7 +317,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS) stream_w8a8(
                 const uint4 u = v[half], l = v[2 + half];
 #pragma unroll
                 for (int i = 0; i < GROUPS; ++i) {
-                    const uint4 b = __ldg(reinterpret_cast<const uint4*>(token[i] + run * STREAM_RUN + half * 64));
+                    const uint4 b =
+                        load_written(reinterpret_cast<const uint4*>(token[i] + run * STREAM_RUN + half * 64));
                     mma_s8(sum[i], {u.x, l.x, u.y, l.y}, b.x, b.y);
                     mma_s8(sum[i], {u.z, l.z, u.w, l.w}, b.z, b.w);
                 }
@@ -299,6 +389,7 @@ __global__ void __launch_bounds__(TILE_M * 2) tile_w8a8(
             }
         };
         int sum[4][4][4] = {};  // 16 tokens x 8 channels
+        wait_for_previous();
 #pragma unroll
         for (int i = 0; i < TILE_STAGES - 1; ++i) {
             if (i < steps) fill(i);

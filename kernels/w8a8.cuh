@@ -31,6 +31,37 @@ __device__ __forceinline__ float as_factor(float scale) {
     return bits - 1u < 0x7f7fffffu ? scale : 0.0f;
 }
 
+// ---- launches that overlap -------------------------------------------------------------------------------------
+
+// Let a kernel that waits for this one start already.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Wait for what the kernel before this one writes, where the launch does not do so.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// What that kernel has written; neither the compiler nor the read-only cache may fetch it earlier.
+__device__ __forceinline__ float load_written(const float* p) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_written(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
 // ---- rescaling -------------------------------------------------------------------------------------------------
 
 // dtype of the bias.
@@ -42,7 +73,7 @@ struct Rescaling {
     const void* bias;            // [N]
     long long bias_kind;         // Bias
 
-    __device__ __forceinline__ float of_token(long long m) const { return __ldg(token_scale + m); }
+    __device__ __forceinline__ float of_token(long long m) const { return load_written(token_scale + m); }
     __device__ __forceinline__ float of_channel(long long n) const { return as_factor(__ldg(channel_scale + n)); }
     // Without a bias -0, which changes no number.
     __device__ __forceinline__ float bias_of(long long n) const {

@@ -6,8 +6,10 @@
 //
 // A row of a stage is 128 bytes of k, in the 128-byte swizzle that both the engine and wgmma know. Blocks are
 // persistent, so the ring fills with the next tile while the last one is rescaled and written.
-// Two blocks of a cluster take neighbouring tiles of tokens and the same channels: each reads half of the weights, for
-// both.
+//
+// A cluster is SHARE x SPLIT blocks. SHARE of them take neighbouring tiles of tokens and the same channels: each reads
+// its part of the weights, for all of them. SPLIT parts of k are multiplied side by side where tiles are too few to
+// fill the GPU; then the sums are exchanged through shared memory and each block adds up, rescales and writes its part.
 #include "w8a8.cuh"
 
 constexpr int STEP_K = 128;  // k of a stage: one row of the swizzle
@@ -36,11 +38,16 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive at the barrier that block `rank` of the cluster has at this address.
+// Arrive at a barrier. What was read before by wgmma and the copy engine needs no fence; a wider scope would cost one.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The same at the barrier that block `rank` of the cluster has at this address.
 __device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned rank) {
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+        " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }
@@ -48,7 +55,7 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned rank) 
 // Wait until the phase of this parity is over.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;"
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
         " @!done bra again; }" ::"r"(barrier),
         "r"(parity)
         : "memory");
@@ -80,12 +87,42 @@ __device__ __forceinline__ unsigned block_in_cluster() {
 }
 
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// A barrier of one warpgroup.
+// The same where nothing that was written has to be seen: without a fence.
+__device__ __forceinline__ void cluster_meet() {
+    asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory");
+}
+
+// Where an address of this block's shared memory lies in that of block `rank` of the cluster.
+__device__ __forceinline__ unsigned address_in(unsigned address, unsigned rank) {
+    unsigned remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+
+__device__ __forceinline__ int4 load_remote(unsigned address) {
+    int4 v;
+    asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_shared(unsigned address, const int* v) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+// A barrier of one warpgroup, and one of all that multiply.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+template <int WARPGROUPS>
+__device__ __forceinline__ void multipliers_sync() {
+    asm volatile("bar.sync %0, %1;" ::"n"(WARPGROUPS + 1), "n"(WARPGROUPS * WARPGROUP) : "memory");
 }
 
 template <int REGISTERS>
@@ -135,73 +172,135 @@ __device__ __forceinline__ void sums_arrived(int (&sum)[64]) { asm volatile("" :
 
 // ---- the kernel ------------------------------------------------------------------------------------------------
 
-// WARPGROUPS multiply, each 64 * M_STEPS tokens x 128 * N_STEPS channels.
-template <typename T, int WARPGROUPS, int M_STEPS, int N_STEPS, int STAGES, int CLUSTER>
-__global__ void __cluster_dims__(CLUSTER) __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, WARPGROUPS == 1 ? 2 : 1)
-    wgmma_w8a8(
-        const __grid_constant__ TensorMap a_map,  // int8 [M, K], boxes of 128 bytes x the tokens of a tile
-        const __grid_constant__ TensorMap
-            w_map,          // int8 [N, K], of 128 bytes x the channels that a block reads of a tile
-        T* __restrict__ y,  // [M, N]
-        const float* __restrict__ token_scale, const float* __restrict__ channel_scale, const void* __restrict__ bias,
-        long long bias_kind, long long tokens, long long channels, long long depth) {
-    constexpr int GROUP_M = 64 * M_STEPS, TILE_M = GROUP_M * WARPGROUPS, TILE_N = 128 * N_STEPS;
-    constexpr int A_BYTES = TILE_M * STEP_K, STAGE = A_BYTES + TILE_N * STEP_K;
+// The ring: stage after stage, gone through alike by the thread that fills it and by those who empty it.
+template <int STAGES, int BYTES>
+struct Ring {
+    unsigned memory, full0, empty0;  // the stages, and their barriers
+    unsigned stage = 0, phase = 0;
+
+    __device__ __forceinline__ unsigned place(unsigned s) const { return memory + s * BYTES; }
+    __device__ __forceinline__ unsigned full(unsigned s) const { return full0 + 8 * s; }
+    __device__ __forceinline__ unsigned empty(unsigned s) const { return empty0 + 8 * s; }
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+// Fills the ring with the steps of a tile.
+template <int TILE_M, int TILE_N, int STAGES, int SHARE>
+struct Fetcher {
+    static constexpr int A_BYTES = TILE_M * STEP_K, BYTES = A_BYTES + TILE_N * STEP_K, ROWS = TILE_N / SHARE;
+    const TensorMap *a_map, *w_map;
+    unsigned sharer, part;
+    int first_step, steps;
+
+    __device__ __forceinline__ void weights(const Ring<STAGES, BYTES>& ring, unsigned s, int step, int channel) const {
+        const int k = (first_step + step) * STEP_K;
+        const unsigned target = ring.place(s) + A_BYTES + sharer * ROWS * STEP_K;
+        barrier_expect(ring.full(s), BYTES);
+        if constexpr (SHARE == 1) copy_box(target, w_map, k, channel, ring.full(s));
+        else copy_box_to(target, w_map, k, channel + sharer * ROWS, ring.full(s), ((1 << SHARE) - 1) << part * SHARE);
+    }
+    // first: of the block. Then the weights of all stages do not wait for the tokens to be quantized.
+    __device__ __forceinline__ void tile(Ring<STAGES, BYTES>& ring, int token, int channel, bool first) const {
+        const int ahead = first ? min(steps, STAGES) : 0;
+        for (int step = 0; step < ahead; ++step) weights(ring, step, step, channel);
+        if (first) wait_for_previous();
+        for (int step = 0; step < steps; ++step) {
+            if (step >= ahead) {
+                barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
+                weights(ring, ring.stage, step, channel);
+            }
+            copy_box(ring.place(ring.stage), a_map, (first_step + step) * STEP_K, token, ring.full(ring.stage));
+            ring.next();
+        }
+    }
+};
+
+// The sums of SPLIT blocks, of which each adds up and stores a part: 16 tokens x 32 channels, a unit, at a time. `own`
+// is shared memory of this warpgroup, at the same place in all blocks.
+template <int N_STEPS, int SHARE, int SPLIT, typename Store>
+__device__ __forceinline__ void exchange(
+    const int (&sum)[N_STEPS][64], unsigned own, unsigned part, unsigned sharer, const Store& store) {
+    constexpr int UNITS = 4 * N_STEPS;  // of a warp
+    const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
+#pragma unroll
+    for (int r = 0; r < 16 * N_STEPS; ++r)  // four sums of thread t go to place (r, t)
+        store_shared(own + (r * WARPGROUP + thread) * 16, &sum[r / 16][r % 16 * 4]);
+    cluster_sync();
+    for (int unit = part * 4 + warp; unit < 4 * UNITS; unit += 4 * SPLIT) {
+        const int of_warp = unit / UNITS, q = unit % UNITS;
+        const unsigned place = own + (q * 4 * WARPGROUP + of_warp * WARP + lane) * 16;
+        int total[16] = {};
+#pragma unroll
+        for (int other = 0; other < SPLIT; ++other) {
+            const unsigned source = address_in(place, other * SHARE + sharer);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int4 v = load_remote(source + r * WARPGROUP * 16);
+                total[4 * r] += v.x, total[4 * r + 1] += v.y, total[4 * r + 2] += v.z, total[4 * r + 3] += v.w;
+            }
+        }
+        store(total, of_warp, 32 * q);
+    }
+}
+
+// WARPGROUPS multiply, each 64 tokens x 128 * N_STEPS channels. With SPLIT > 1 the grid has a cluster for every tile.
+template <typename T, int WARPGROUPS, int N_STEPS, int STAGES, int SHARE, int SPLIT>
+__global__ void __cluster_dims__(SHARE* SPLIT)
+    __launch_bounds__(WARPGROUPS* WARPGROUP + (WARPGROUPS == 1 ? WARP : WARPGROUP), WARPGROUPS* N_STEPS == 1 ? 2 : 1)
+        wgmma_w8a8(
+            const __grid_constant__ TensorMap a_map,  // int8 [M, K], boxes of 128 bytes x the tokens of a tile
+            const __grid_constant__ TensorMap
+                w_map,          // int8 [N, K], of 128 bytes x the channels that a block reads of a tile
+            T* __restrict__ y,  // [M, N]
+            const float* __restrict__ token_scale, const float* __restrict__ channel_scale,
+            const void* __restrict__ bias, long long bias_kind, long long tokens, long long channels, long long depth) {
+    constexpr int CLUSTER = SHARE * SPLIT, TILE_M = 64 * WARPGROUPS, TILE_N = 128 * N_STEPS;
+    using Fetch = Fetcher<TILE_M, TILE_N, STAGES, SHARE>;
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long full[STAGES], empty[STAGES];
     __shared__ float factors[WARPGROUPS][2][TILE_N];  // scales and biases of a tile's channels
     // The swizzle counts in units of 1024 bytes from address 0.
-    const unsigned ring = (shared_address(memory) + 1023u) & ~1023u;
-    const unsigned full0 = shared_address(full), empty0 = shared_address(empty);
+    Ring<STAGES, Fetch::BYTES> ring{
+        (shared_address(memory) + 1023u) & ~1023u, shared_address(full), shared_address(empty)};
     const unsigned rank = CLUSTER == 1 ? 0 : block_in_cluster();
+    const unsigned sharer = rank % SHARE, part = rank / SHARE;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(full0 + 8 * i, 1);
-            barrier_init(empty0 + 8 * i, WARPGROUPS * CLUSTER);
+            barrier_init(ring.full(i), 1);
+            barrier_init(ring.empty(i), WARPGROUPS * SHARE);
         }
         barriers_ready();
     }
-    if constexpr (CLUSTER == 1) __syncthreads();
+    if constexpr (SHARE == 1) __syncthreads();
     else cluster_sync();
 
-    const TileOrder order{(tokens + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER), (channels + TILE_N - 1) / TILE_N};
-    const int steps = static_cast<int>((depth + STEP_K - 1) / STEP_K);
-    const long long tiles = order.along_m * order.along_n;
-    unsigned stage = 0, phase = 0;
-    auto next_stage = [&] {
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-    };
-    auto tile_at = [&](long long number, long long& m, long long& n) {
-        order.at(number, m, n);
-        m = m * CLUSTER + rank;
+    const TileOrder order{(tokens + TILE_M * SHARE - 1) / (TILE_M * SHARE), (channels + TILE_N - 1) / TILE_N};
+    const int all_steps = static_cast<int>((depth + STEP_K - 1) / STEP_K);
+    const int first_step = all_steps * static_cast<int>(part) / SPLIT;
+    const int steps = all_steps * static_cast<int>(part + 1) / SPLIT - first_step;
+    const long long tiles = order.along_m * order.along_n, stride = gridDim.x / CLUSTER;
+    // Where a tile starts.
+    auto tile_at = [&](long long number, long long& token, long long& channel) {
+        order.at(number, token, channel);
+        token = (token * SHARE + sharer) * TILE_M;
+        channel *= TILE_N;
     };
     if (warpgroup == WARPGROUPS) {
         if constexpr (WARPGROUPS > 1) give_registers<40>();
         if (threadIdx.x == WARPGROUPS * WARPGROUP) {
-            for (long long number = blockIdx.x / CLUSTER; number < tiles; number += gridDim.x / CLUSTER) {
-                long long m, n;
-                tile_at(number, m, n);
-                for (int step = 0; step < steps; ++step) {
-                    const int k = step * STEP_K;
-                    barrier_wait(empty0 + 8 * stage, phase ^ 1);
-                    const unsigned target = ring + stage * STAGE, barrier = full0 + 8 * stage;
-                    barrier_expect(barrier, STAGE);
-                    copy_box(target, &a_map, k, static_cast<int>(m * TILE_M), barrier);
-                    const int channel = static_cast<int>(n * TILE_N);
-                    if constexpr (CLUSTER == 1) {
-                        copy_box(target + A_BYTES, &w_map, k, channel, barrier);
-                    } else {
-                        constexpr int PART = TILE_N / CLUSTER;
-                        copy_box_to(
-                            target + A_BYTES + rank * PART * STEP_K, &w_map, k, channel + rank * PART, barrier,
-                            (1 << CLUSTER) - 1);
-                    }
-                    next_stage();
-                }
+            const Fetch fetch{&a_map, &w_map, sharer, part, first_step, steps};
+            const long long first = blockIdx.x / CLUSTER;
+            for (long long number = first; number < tiles; number += stride) {
+                long long token, channel;
+                tile_at(number, token, channel);
+                fetch.tile(ring, static_cast<int>(token), static_cast<int>(channel), number == first);
             }
         }
         __syncwarp();
+        if constexpr (SPLIT > 1) cluster_sync();  // the one of the exchange
     } else {
         if constexpr (WARPGROUPS > 1) take_registers<232>();
         const Rescaling rescaling{token_scale, channel_scale, bias, bias_kind};
@@ -210,56 +309,58 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((WARPGROUPS + 1) * W
         float* scale = factors[warpgroup][0];
         float* biases = factors[warpgroup][1];
         auto release = [&](unsigned s) {
-            if (thread < CLUSTER) barrier_arrive(empty0 + 8 * s, thread);
-        };
-        for (long long number = blockIdx.x / CLUSTER; number < tiles; number += gridDim.x / CLUSTER) {
-            long long m, n;
-            tile_at(number, m, n);
-            for (int i = thread; i < TILE_N; i += WARPGROUP) {
-                const long long channel = n * TILE_N + i;
-                scale[i] = channel < channels ? rescaling.of_channel(channel) : 0.0f;
-                biases[i] = channel < channels ? rescaling.bias_of(channel) : 0.0f;
+            if constexpr (SHARE == 1) {
+                if (thread == 0) barrier_arrive(ring.empty(s));
+            } else {
+                if (thread < SHARE) barrier_arrive(ring.empty(s), part * SHARE + thread);
             }
-            int sum[M_STEPS][N_STEPS][64];
+        };
+        for (long long number = blockIdx.x / CLUSTER; number < tiles; number += stride) {
+            long long token, channel;
+            tile_at(number, token, channel);
+            for (int i = thread; i < TILE_N; i += WARPGROUP) {
+                scale[i] = channel + i < channels ? rescaling.of_channel(channel + i) : 0.0f;
+                biases[i] = channel + i < channels ? rescaling.bias_of(channel + i) : 0.0f;
+            }
+            int sum[N_STEPS][64];
             unsigned last = 0;
             for (int step = 0; step < steps; ++step) {
-                barrier_wait(full0 + 8 * stage, phase);
-                const unsigned tile = ring + stage * STAGE;
-                const unsigned long long x = describe(tile + warpgroup * GROUP_M * STEP_K);
-                const unsigned long long b = describe(tile + A_BYTES);
+                barrier_wait(ring.full(ring.stage), ring.phase);
+                const unsigned tile = ring.place(ring.stage);
+                const unsigned long long x = describe(tile + warpgroup * 64 * STEP_K);
+                const unsigned long long b = describe(tile + Fetch::A_BYTES);
                 wgmma_begin();
 #pragma unroll
                 for (int k = 0; k < STEP_K / 32; ++k)
 #pragma unroll
-                    for (int i = 0; i < M_STEPS; ++i)
-#pragma unroll
-                        for (int j = 0; j < N_STEPS; ++j)  // descriptors count in units of 16 bytes
-                            wgmma_s8(
-                                sum[i][j], x + i * 64 * STEP_K / 16 + 2 * k, b + j * 128 * STEP_K / 16 + 2 * k,
-                                step > 0 || k > 0);
+                    for (int j = 0; j < N_STEPS; ++j)  // descriptors count in units of 16 bytes
+                        wgmma_s8(sum[j], x + 2 * k, b + j * 128 * STEP_K / 16 + 2 * k, step > 0 || k > 0);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (step > 0) release(last);  // its products are done
-                last = stage;
-                next_stage();
+                last = ring.stage;
+                ring.next();
             }
             wgmma_wait<0>();
             release(last);
-            warpgroup_sync(warpgroup);  // scales and biases are there
+            wait_for_previous();        // the scales of the tokens are there
+            warpgroup_sync(warpgroup);  // ... and those of the channels
+            auto store = [&](const int* sums, int of_warp, int n) {
+                output.store(
+                    sums, token + warpgroup * 64 + of_warp * 16, channel + n, rescaling, scale + n, biases + n, lane);
+            };
 #pragma unroll
-            for (int i = 0; i < M_STEPS; ++i)
+            for (int j = 0; j < N_STEPS; ++j) sums_arrived(sum[j]);
+            if constexpr (SPLIT == 1) {
 #pragma unroll
-                for (int j = 0; j < N_STEPS; ++j) {
-                    sums_arrived(sum[i][j]);
-                    const long long token = m * TILE_M + warpgroup * GROUP_M + i * 64 + warp * 16;
-#pragma unroll
-                    for (int q = 0; q < 4; ++q)
-                        output.store(
-                            sum[i][j] + 16 * q, token, n * TILE_N + j * 128 + 32 * q, rescaling,
-                            scale + j * 128 + 32 * q, biases + j * 128 + 32 * q, lane);
-                }
+                for (int q = 0; q < 4 * N_STEPS; ++q) store(sum[q / 4] + q % 4 * 16, warp, 32 * q);
+            } else {
+                multipliers_sync<WARPGROUPS>();  // the ring is free, as nothing more is fetched
+                exchange<N_STEPS, SHARE, SPLIT>(
+                    sum, ring.memory + warpgroup * N_STEPS * 64 * WARPGROUP * 4, part, sharer, store);
+            }
             warpgroup_sync(warpgroup);  // scales and biases are read
         }
     }
-    if constexpr (CLUSTER > 1) cluster_sync();  // the other block may still arrive at barriers here
+    if constexpr (CLUSTER > 1) cluster_meet();  // others may still arrive at barriers or read sums here
 }

@@ -1,5 +1,6 @@
 """W8A8 products and SmoothQuant: the definition, its edges, CUDA against NumPy. Compute-sanitizer runs `TestSmall`."""
 
+import concurrent.futures
 import functools
 
 import numpy as np
@@ -164,6 +165,19 @@ def test_shapes_layouts_and_out():
     assert np.array_equal(nothing, [[0, 1, 2], [0, 1, 2]])
 
 
+def test_every_tiling_is_the_best_somewhere():
+    """... and none has parts of k without work."""
+    chosen = set()
+    for channels in (100, 1024, 4096, 8192, 14336, 28672):
+        for depth in (16, 128, 384, 4096, 8192, 14336):
+            for tokens in (1, 9, 17, 64, 65, 128, 256, 512, 1000, 4096):
+                tiling = w8a8.choose_tiling(tokens, channels, depth, 132)
+                assert tiling is not None or tokens <= 16
+                assert tiling is None or tiling.split * 128 < depth + 128
+                chosen.add(tiling)
+    assert chosen == {None, *w8a8._TILINGS}
+
+
 # ---- SmoothQuant ---------------------------------------------------------------------------------------------------
 
 
@@ -320,21 +334,29 @@ def check(cupy, x, q, **options):
 
 @pytest.fixture(params=["chosen", "mma.sync", *w8a8._TILINGS], ids=str)
 def path(request, monkeypatch, cupy):
-    """Which kernel multiplies more than 16 tokens; tilings where the GPU has wgmma."""
+    """Which kernel multiplies; tilings where the GPU has wgmma."""
     if request.param == "mma.sync":
         monkeypatch.setattr(w8a8, "_multiprocessors", lambda device: 0)
     elif request.param != "chosen":
         if not w8a8._multiprocessors(0):
             pytest.skip("needs a Hopper GPU")
-        monkeypatch.setattr(w8a8, "choose_tiling", lambda *sizes: request.param)
-    return request.param
+        chosen = w8a8.choose_tiling
+
+        def choose(tokens, channels, depth, multiprocessors):
+            return request.param if request.param.splits(depth) else chosen(tokens, channels, depth, multiprocessors)
+
+        monkeypatch.setattr(w8a8, "choose_tiling", choose)
+    w8a8._plan.cache_clear()
+    yield request.param
+    w8a8._plan.cache_clear()
 
 
 class TestSmall:
     """Every kernel at sizes around its tiles, with edges in all three directions."""
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_streams(self, cupy, dtype):
+    @pytest.mark.parametrize("path", ["chosen", "mma.sync", w8a8._TILINGS[0]], ids=str, indirect=True)
+    def test_streams(self, cupy, path, dtype):
         for tokens, rows, depth in ((1, 1, 1), (1, 33, 16), (3, 50, 1000), (8, 16, 2048), (9, 31, 144), (16, 40, 1184)):
             x = make("special", tokens * depth, dtype).reshape(tokens, depth)
             for variant in VARIANTS:
@@ -469,8 +491,10 @@ def test_graph_capture(cupy, tokens):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        calls()
-        graph = stream.end_capture()
+        try:
+            calls()
+        finally:  # a stream that stays in capture fails every later test of the process
+            graph = stream.end_capture()
     for seed in range(3):
         data = make("normal", x.size, np.dtype("float16"), seed).reshape(x.shape)
         x.set(data)
@@ -479,6 +503,49 @@ def test_graph_capture(cupy, tokens):
         stream.synchronize()
         assert same_values(y.get(), affine.linear_w8a8(data, q, bias))
         assert same_values(z.get(), affine.linear_smoothquant(data, q, smooth, activation_scale=0.01))
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 200])
+def test_weights_and_activations_that_were_just_written(cupy, tokens):
+    """The second kernel of a product starts before the first one has ended, but not before those ahead of both."""
+    there, x = on_device(cupy, weight(520, 1024)), cupy.empty((tokens, 1024), "f2")
+    out = cupy.empty((tokens, 520), "f2")
+    rng = np.random.default_rng(tokens)
+    for _ in range(10):
+        data = rng.standard_normal(x.shape).astype("f2")
+        codes = rng.integers(-128, 128, 520 * 1024).astype(np.int8)
+        scale = rng.random(520).astype(np.float32)
+        new = cupy.asarray(data), cupy.asarray(codes), cupy.asarray(scale)
+        cupy.cuda.Device().synchronize()
+        for target, values in zip((x, there.planes["codes"], there.planes["scale"]), new, strict=True):
+            cupy.add(values, 0, out=target, casting="unsafe")
+        affine.linear_w8a8(x, there, out=out)
+        y = out.copy()
+        out.fill(7)
+        q = kb.QuantizedArray(there.format, {"codes": codes, "scale": scale}, there.shape, there.dtype)
+        assert same_values(y.get(), affine.linear_w8a8(data, q))
+
+
+def test_threads(cupy):
+    """Each thread launches with buffers of its own."""
+    q = on_device(cupy, weight(264, 512))
+    inputs = [
+        make("normal", tokens * 512, np.dtype("float16"), tokens).reshape(tokens, 512) for tokens in (3, 40, 70, 5)
+    ]
+    expected = [affine.linear_w8a8(x, q.get()) for x in inputs]
+    for x in inputs:
+        affine.linear_w8a8(cupy.asarray(x), q)  # compiles
+
+    def work(x):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            there = cupy.asarray(x)
+            results = [affine.linear_w8a8(there, q) for _ in range(50)]
+            stream.synchronize()
+            return [y.get() for y in results]
+
+    with concurrent.futures.ThreadPoolExecutor(len(inputs)) as pool:
+        for found, y in zip(pool.map(work, inputs), expected, strict=True):
+            assert all(same_values(each, y) for each in found)
 
 
 def test_work_goes_to_the_current_stream(cupy):
