@@ -174,13 +174,13 @@ def starts_early(device: int) -> bool:
     return capability(device) >= 90 and int(cupy.cuda.runtime.driverGetVersion()) >= _EARLY_DRIVER
 
 
-class _Launch(threading.local):
-    """Launches a kernel as CuPy's own launcher does, in less time, as it need not ask what each argument is.
+class _EarlyLaunch(threading.local):
+    """Called as CuPy's own launcher, but the kernel may start before the one ahead of it has ended.
 
     Each thread has buffers of its own, as ctypes lets other threads run during the call.
     """
 
-    def __init__(self, handle: int, shared: int, sizes: tuple[int, ...], early: bool):
+    def __init__(self, handle: int, shared: int, sizes: tuple[int, ...]):
         from cupy.cuda import get_current_stream
         from cupy_backends.cuda.api import driver
 
@@ -194,7 +194,7 @@ class _Launch(threading.local):
         self._arguments = (ctypes.c_void_p * len(sizes))(*itertools.islice(places, 1, None))
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
         attribute = ctypes.addressof(self._attribute)
-        self._config = _Config(1, 1, 1, 1, 1, 1, shared, 0, attribute, int(early))
+        self._config = _Config(1, 1, 1, 1, 1, 1, shared, 0, attribute, 1)
         where = ctypes.addressof(self._config), ctypes.addressof(self._arguments)
         self._pointers = where[0], handle, where[1], None
 
@@ -223,14 +223,13 @@ class Kernel:
         Bytes of dynamic shared memory of a block.
     rounds : int, default 1
         Units of work that a block takes one after the other in a grid that is larger than the device.
-    sizes : tuple of int, default ()
-        Bytes of each argument, where all are ints of 8 bytes or `bytes`: such a launch takes less time.
-    early : bool, default False
-        Whether the kernel may start before the one ahead of it has ended, where the device can do so (see
-        `starts_early`): it waits itself, by ``griddepcontrol.wait``, before it looks at what that one writes.
+    early : tuple of int, default ()
+        For a kernel that may start before the one ahead of it has ended, where the device can do so (see
+        `starts_early`), as it waits itself, by ``griddepcontrol.wait``, before it looks at what that one writes: the
+        sizes of its arguments, which are ints of 8 bytes or `bytes`.
     """
 
-    __slots__ = ("_ready", "early", "expression", "file", "rounds", "shared", "sizes", "threads")
+    __slots__ = ("_ready", "early", "expression", "file", "rounds", "shared", "threads")
 
     def __init__(
         self,
@@ -239,11 +238,10 @@ class Kernel:
         threads: int,
         shared: int = 0,
         rounds: int = 1,
-        sizes: tuple[int, ...] = (),
-        early: bool = False,
+        early: tuple[int, ...] = (),
     ):
         self.file, self.expression, self.threads = file, expression, threads
-        self.shared, self.rounds, self.sizes, self.early = shared, rounds, sizes, early
+        self.shared, self.rounds, self.early = shared, rounds, early
         self._ready: dict[int, Ready] = {}
 
     def __call__(self, array: Any, units: int, arguments: tuple[Any, ...], waves: int = 0) -> None:
@@ -291,8 +289,8 @@ class Kernel:
                 function.max_dynamic_shared_size_bytes = max(self.shared, function.max_dynamic_shared_size_bytes)
             count = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, self.threads, self.shared)
         launch: Any = function.kernel
-        if self.sizes and driver_function("cuLaunchKernelEx") is not None:
-            launch = _Launch(launch.ptr, self.shared, self.sizes, self.early and starts_early(device))
+        if self.early and starts_early(device):
+            launch = _EarlyLaunch(launch.ptr, self.shared, self.early)
         return Ready(launch, count * multiprocessors(device))
 
 
