@@ -702,12 +702,15 @@ _COLUMN_DEPTHS, _FIND_ROWS = 2, 64
 # Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
 _FIND_ROUNDS = 16
 _WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
-# Of kernels that hold blocks in registers: units of a thread, threads of teams, the most units of a thread block, and
-# up to how many a thread holds _SLOTS instead of four times as many, for which there are no registers otherwise.
-_SLOTS, _TEAM_THREADS = 4, 128
+# Of kernels that hold blocks in registers: units of a thread (many for the longest blocks of 16-bit elements), threads
+# of teams; the most units of a team, of a thread block with few units a thread, of any.
+_SLOTS, _MANY_SLOTS, _TEAM_THREADS = 4, 16, 128
+_OF_TEAM = 64
+_OF_FEW_SLOTS = {2: 2048, 4: 4096, 8: 1024}
 _ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
-_FEW_UNITS = 4096
-_ROW_ROUNDS = 2
+# Blocks that a thread block takes one after the other, where it has little to compute and else. Long runs overlap more,
+# short ones keep what is under way together in memory.
+_ROW_ROUNDS, _BUSY_ROW_ROUNDS = 4, 8
 _STATIC_BYTES = 2048  # at most, of shared memory
 # Blocks of so many elements are held 32 elements a lane.
 _LANE_BLOCKS = tuple(32 << j for j in range(6))
@@ -733,7 +736,7 @@ KERNELS = (
     Template(_RANGE_FILE, "store_parameters_affine", (("float",),)),
     Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
     Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"), (str(_SLOTS),))),
-    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY[:2], ("8", "4"), (str(4 * _SLOTS),))),
+    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY[:2], ("8", "4"), (str(_MANY_SLOTS),))),
     Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
     Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
 )
@@ -946,17 +949,18 @@ def _dynamic_launch(
     if size < 8 and run in _LANE_BLOCKS and whole:
         kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
         return kernel, geometry, -(-blocks.size // (32 * _THREADS)), np.int32(run // 32)
-    if units <= 32 * _SLOTS:
+    if units <= _OF_TEAM or (units <= 32 * _SLOTS and not whole):
         each = _SLOTS if units <= _SLOTS else 1
         team = 1 << (-(-units * each // _SLOTS) - 1).bit_length()
         kernel = _kernel("quantize_dynamic_affine", (*axes, str(each)), _TEAM_THREADS)
         return kernel, geometry, -(-blocks.count // (_TEAM_THREADS // team * each)), np.int32(team)
-    slots = _SLOTS if units <= _FEW_UNITS else 4 * _SLOTS
+    slots = _SLOTS if units <= _OF_FEW_SLOTS[size] else _MANY_SLOTS
     threads = -(-units // (32 * slots)) * 32
     shared = slots * _UNIT * threads * size
     if not whole or shared + _STATIC_BYTES > memory:
         return None
-    kernel = _kernel("quantize_rows_affine", (*axes, str(slots)), threads, _ROW_ROUNDS, shared)
+    rounds = _ROW_ROUNDS if bits == 8 and levels.symmetric else _BUSY_ROW_ROUNDS
+    kernel = _kernel("quantize_rows_affine", (*axes, str(slots)), threads, rounds, shared)
     return kernel, geometry, blocks.count, np.int32(0)
 
 
