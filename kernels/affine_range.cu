@@ -174,8 +174,13 @@ __device__ __forceinline__ void join_block(
 // x          T[n]
 // high, low  Bits[count], zero at first; they receive the ranges. low null: high is the larger one of both
 template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 8 ? 2 : 4) find_range_affine(
-    const T* x, typename Compute<T>::Bits* high, typename Compute<T>::Bits* low, const __grid_constant__ Geometry g) {
+__global__ void __launch_bounds__(
+    AFFINE_THREADS, sizeof(T) == 8      ? 2
+                    : LAYOUT == COLUMNS ? 3
+                                        : 4)
+    find_range_affine(
+        const T* x, typename Compute<T>::Bits* high, typename Compute<T>::Bits* low,
+        const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     const bool aligned = is_aligned(x);
     if constexpr (LAYOUT == RUNS) {
@@ -225,14 +230,16 @@ __global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 8 ? 2 : 4) find_r
     } else {
         constexpr int ROWS = 64, BATCH = sizeof(T) == 2 ? 8 : sizeof(T) == 4 ? 4 : 2;
         constexpr long long WIDTH = AFFINE_THREADS * UNIT;
+        constexpr int PITCH = AFFINE_THREADS + 4;  // eight times four banks apart
+        using Bits = typename Compute<T>::Bits;
+        __shared__ Bits highs[UNIT * PITCH], lows[UNIT * PITCH];
         const long long across = (g.columns + WIDTH - 1) / WIDTH;
         const Run tiles((g.rows + ROWS - 1) / ROWS * across);
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
-            const long long column = tile % across * WIDTH + threadIdx.x * UNIT;
-            if (column >= g.columns) continue;
+            const long long left = tile % across * WIDTH, column = left + threadIdx.x * UNIT;
             using Pieces = Ends<T, false>;
             Pieces ends[UNIT / Pieces::PIECE];
-            for (int r = 0; r < ROWS; r += BATCH) {
+            for (int r = 0; r < ROWS && column < g.columns; r += BATCH) {
                 const long long i = (tile / across * ROWS + r) * g.columns + column;
                 if (i + (BATCH - 1) * g.columns + UNIT <= g.n) {
                     Unit<T> unit[BATCH];
@@ -249,27 +256,28 @@ __global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 8 ? 2 : 4) find_r
                     }
                 }
             }
-            unsigned c = static_cast<unsigned>(column % g.row);
-            unsigned index = c / static_cast<unsigned>(g.run), e = c % static_cast<unsigned>(g.run);
-            unsigned indices[UNIT];
-            bool changes[UNIT];
+            // Neighbouring lanes join the ranges of neighbouring columns, which touches the fewest sectors.
+            __syncthreads();
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
-                indices[j] = index;
-                if (++e == g.run) e = 0, index = index + 1 == g.count ? 0 : index + 1;
+                const Range<C> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
+                highs[j * PITCH + threadIdx.x] = range.high, lows[j * PITCH + threadIdx.x] = range.low;
+            }
+            __syncthreads();
+            unsigned index[UNIT];
+            Bits seen_high[UNIT], seen_low[UNIT];  // one look, so that there is one wait
+#pragma unroll
+            for (int k = 0; k < UNIT; ++k) {
+                const long long c = min(left + k * AFFINE_THREADS + threadIdx.x, g.columns - 1);
+                index[k] = static_cast<unsigned>(c % g.row) / static_cast<unsigned>(g.run);
+                seen_high[k] = __ldcg(high + index[k]), seen_low[k] = low ? __ldcg(low + index[k]) : 0;
             }
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                // At a glance, that is without a wait for one after the other.
-                const Range<C> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
-                changes[j] = range.high > __ldcg(high + indices[j]) || (low && range.low > __ldcg(low + indices[j]));
-            }
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                if (!changes[j]) continue;
-                const Range<C> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
-                atomicMax(high + indices[j], range.high);
-                if (low) atomicMax(low + indices[j], range.low);
+            for (int k = 0; k < UNIT; ++k) {
+                const int c = k * AFFINE_THREADS + threadIdx.x, place = c % UNIT * PITCH + c / UNIT;
+                if (left + c >= g.columns) break;
+                if (highs[place] > seen_high[k]) atomicMax(high + index[k], highs[place]);
+                if (low && lows[place] > seen_low[k]) atomicMax(low + index[k], lows[place]);
             }
         }
     }
