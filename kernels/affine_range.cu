@@ -515,10 +515,10 @@ constexpr int ROW_THREADS = sizeof(T) == 8 ? 256
 // The same with a block of `run` elements, all of them whole, for a thread block. It takes one after the other: while
 // it works on one in its registers, the next is on its way to shared memory, where each warp has a place of its own.
 //
-// Arguments as quantize_dynamic_affine; team is not used.
+// Arguments as quantize_dynamic_affine.
 template <typename T, int BITS, int SLOTS>
 __global__ void __launch_bounds__(ROW_THREADS<T, SLOTS>, 1) quantize_rows_affine(
-    const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int,
+    const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point,
     const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     constexpr int CHUNKS = UNIT * sizeof(T) / 16;

@@ -936,8 +936,10 @@ def _run_on_chip(blocks: Blocks) -> int:
 @functools.lru_cache(maxsize=1024)
 def _dynamic_launch(
     dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels, memory: int
-) -> tuple[_cuda.Kernel, _Geometry, int, np.int32] | None:
-    """Kernel, geometry, grid and team of a search for ranges that quantizes at once; None where blocks do not fit.
+) -> tuple[_cuda.Kernel, int, tuple[Any, ...], _Geometry] | None:
+    """Kernel, grid and last arguments of a search for ranges that quantizes at once, and what they point to.
+
+    None where blocks do not fit on chip.
 
     `memory` is the shared memory of a thread block.
     """
@@ -948,12 +950,13 @@ def _dynamic_launch(
     geometry, axes = _geometry(blocks, levels, 0, True), (_TYPES[dtype.name], str(bits))
     if size < 8 and run in _LANE_BLOCKS and whole:
         kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
-        return kernel, geometry, -(-blocks.size // (32 * _THREADS)), np.int32(run // 32)
+        return kernel, -(-blocks.size // (32 * _THREADS)), (np.int32(run // 32), geometry.argument), geometry
     if units <= _OF_TEAM or (units <= 32 * _SLOTS and not whole):
         each = _SLOTS if units <= _SLOTS else 1
         team = 1 << (-(-units * each // _SLOTS) - 1).bit_length()
         kernel = _kernel("quantize_dynamic_affine", (*axes, str(each)), _TEAM_THREADS)
-        return kernel, geometry, -(-blocks.count // (_TEAM_THREADS // team * each)), np.int32(team)
+        units = -(-blocks.count // (_TEAM_THREADS // team * each))
+        return kernel, units, (np.int32(team), geometry.argument), geometry
     slots = _SLOTS if units <= _OF_FEW_SLOTS[size] else _MANY_SLOTS
     threads = -(-units // (32 * slots)) * 32
     shared = slots * _UNIT * threads * size
@@ -961,7 +964,7 @@ def _dynamic_launch(
         return None
     rounds = _ROW_ROUNDS if bits == 8 and levels.symmetric else _BUSY_ROW_ROUNDS
     kernel = _kernel("quantize_rows_affine", (*axes, str(slots)), threads, rounds, shared)
-    return kernel, geometry, blocks.count, np.int32(0)
+    return kernel, blocks.count, (geometry.argument,), geometry
 
 
 def _dynamic_cuda(
@@ -971,8 +974,8 @@ def _dynamic_cuda(
     launch = _dynamic_launch(x.dtype, bits, blocks, levels, _cuda.shared_memory(x.data.device_id))
     if launch is None or x.data.ptr % 16 or codes.data.ptr % 16:
         return False
-    kernel, geometry, units, team = launch
-    kernel(x, units, (x, codes, scale, 0 if zero_point is None else zero_point, team, geometry.argument))
+    kernel, units, last, _ = launch
+    kernel(x, units, (x, codes, scale, 0 if zero_point is None else zero_point, *last))
     return True
 
 
