@@ -265,6 +265,12 @@ def compute_dtype(dtype: np.dtype) -> np.dtype:
     return _DOUBLE if dtype == _DOUBLE else _SINGLE
 
 
+@functools.lru_cache(maxsize=1024)
+def _scalar(dtype: np.dtype, value: float) -> Any:
+    """A number as a kernel takes it; to make one costs more than to find it."""
+    return dtype.type(value)
+
+
 def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argument: str = "scale") -> Any:
     """A scale as a Python float, or as a contiguous array of one entry for each block beside the array `beside`.
 
@@ -279,10 +285,10 @@ def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argume
     TypeError
         When it is not numeric.
     """
+    if type(scale) is float and 0 <= scale < _SURELY_FINITE:
+        return float(_scalar(dtype, scale))
     if _fits(scale, blocks, beside, dtype):
         return scale
-    if type(scale) is float and 0 <= scale < _SURELY_FINITE:
-        return scale if dtype is _DOUBLE else float(dtype.type(scale))
     if type(scale) in (float, int):
         scale = np.asarray(scale, np.float64)
     array = _block_values(scale, blocks, beside, dtype, "fiu", argument)
@@ -304,9 +310,9 @@ def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Level
     DeviceError, TypeError
         As `check_scale`.
     """
-    if _fits(zero_point, blocks, beside, _INT32):
-        return zero_point
     if type(zero_point) is int and levels.qmin <= zero_point <= levels.qmax:
+        return zero_point
+    if _fits(zero_point, blocks, beside, _INT32):
         return zero_point
     array = _block_values(zero_point, blocks, beside, None, "iu", "zero_point")
     if _xp.is_cupy(array):
@@ -845,12 +851,6 @@ def converted(values: Any, dtype: np.dtype) -> Any:
     return result
 
 
-@functools.lru_cache(maxsize=1024)
-def _scalar(dtype: np.dtype, value: float) -> Any:
-    """A number as a kernel takes it; to make one costs more than to find it."""
-    return dtype.type(value)
-
-
 def _each_cuda(
     kind: str,
     dtype: np.dtype,
@@ -939,9 +939,7 @@ def _dynamic_launch(
 ) -> tuple[_cuda.Kernel, int, tuple[Any, ...], _Geometry] | None:
     """Kernel, grid and last arguments of a search for ranges that quantizes at once, and what they point to.
 
-    None where blocks do not fit on chip.
-
-    `memory` is the shared memory of a thread block.
+    None where blocks do not fit on chip. `memory` is the shared memory of a thread block.
     """
     run, size = _run_on_chip(blocks), dtype.itemsize
     units, whole = run // _UNIT, blocks.row == run
