@@ -716,7 +716,7 @@ _OF_FEW_SLOTS = {2: 2048, 4: 4096, 8: 1024}
 _ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
 # Blocks that a thread block takes one after the other, where it has little to compute and else. Long runs overlap more,
 # short ones keep what is under way together in memory.
-_ROW_ROUNDS, _BUSY_ROW_ROUNDS = 4, 8
+_ROW_ROUNDS, _BUSY_ROW_ROUNDS = {_SLOTS: 4, _MANY_SLOTS: 2}, 8
 _STATIC_BYTES = 2048  # at most, of shared memory
 # Blocks of so many elements are held 32 elements a lane.
 _LANE_BLOCKS = tuple(32 << j for j in range(6))
@@ -894,7 +894,8 @@ def _find_launch(
         find_range = _kernel("find_whole_affine", (name,), rounds=_FIND_ROUNDS)
         units = -(-blocks.size * dtype.itemsize // (_THREADS * _WHOLE_BYTES))
     else:
-        find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=_FIND_ROUNDS)
+        rounds = 1 if geometry.layout == "COLUMNS" else _FIND_ROUNDS
+        find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=rounds)
         units = geometry.units(_DEPTH["find_range"][dtype.itemsize], _FIND_ROWS)
     finish = _kernel("finish_range_affine", (_TYPES[compute_dtype(dtype).name],))
     return find_range, units, finish, -(-blocks.count // _THREADS), geometry
@@ -960,7 +961,7 @@ def _dynamic_launch(
     shared = slots * _UNIT * threads * size
     if not whole or shared + _STATIC_BYTES > memory:
         return None
-    rounds = _ROW_ROUNDS if bits == 8 and levels.symmetric else _BUSY_ROW_ROUNDS
+    rounds = _ROW_ROUNDS[slots] if bits == 8 and levels.symmetric else _BUSY_ROW_ROUNDS
     kernel = _kernel("quantize_rows_affine", (*axes, str(slots)), threads, rounds, shared)
     return kernel, blocks.count, (geometry.argument,), geometry
 
