@@ -34,7 +34,8 @@ struct SameType<A, A> {
     static constexpr bool VALUE = true;
 };
 
-// Elements per 32-bit register, their conversion, and the larger magnitude of two registers (NaN loses).
+// Elements per 32-bit register, their conversion, and the larger magnitude of two registers: NaN loses in
+// larger_magnitude and wins in largest_or_nan, whose first operand has no signs.
 template <typename T>
 struct Word;
 
@@ -47,6 +48,10 @@ struct Word<float> {
     __device__ __forceinline__ static unsigned larger_magnitude(unsigned a, unsigned b) {
         return __float_as_uint(fmaxf(__uint_as_float(a), fabsf(__uint_as_float(b))));
     }
+    __device__ __forceinline__ static unsigned largest_or_nan(unsigned a, unsigned b) {
+        return max(a, b & 0x7fffffffu);
+    }
+    __device__ __forceinline__ static bool is_finite(unsigned word) { return (word & 0x7fffffffu) < 0x7f800000u; }
     __device__ __forceinline__ static float largest(unsigned word) { return __uint_as_float(word); }
     __device__ __forceinline__ static unsigned scale(unsigned word, float factor) {
         return __float_as_uint(__fmul_rn(__uint_as_float(word), factor));
@@ -70,6 +75,13 @@ struct Word<__half> {
     __device__ __forceinline__ static unsigned larger_magnitude(unsigned a, unsigned b) {
         __half2 both = __hmax2(as(a), as(b & 0x7fff7fffu));
         return *reinterpret_cast<unsigned*>(&both);
+    }
+    __device__ __forceinline__ static unsigned largest_or_nan(unsigned a, unsigned b) {
+        __half2 both = __hmax2_nan(as(a), as(b & 0x7fff7fffu));
+        return *reinterpret_cast<unsigned*>(&both);
+    }
+    __device__ __forceinline__ static bool is_finite(unsigned word) {
+        return (word & 0x7fffu) < 0x7c00u && (word >> 16 & 0x7fffu) < 0x7c00u;
     }
     __device__ __forceinline__ static float largest(unsigned word) { return fmaxf(get(word, 0), get(word, 1)); }
     __device__ __forceinline__ static unsigned scale(unsigned word, float factor) {
@@ -97,6 +109,13 @@ struct Word<__nv_bfloat16> {
     __device__ __forceinline__ static unsigned larger_magnitude(unsigned a, unsigned b) {
         __nv_bfloat162 both = __hmax2(as(a), as(b & 0x7fff7fffu));
         return *reinterpret_cast<unsigned*>(&both);
+    }
+    __device__ __forceinline__ static unsigned largest_or_nan(unsigned a, unsigned b) {
+        __nv_bfloat162 both = __hmax2_nan(as(a), as(b & 0x7fff7fffu));
+        return *reinterpret_cast<unsigned*>(&both);
+    }
+    __device__ __forceinline__ static bool is_finite(unsigned word) {
+        return (word & 0x7fffu) < 0x7f80u && (word >> 16 & 0x7fffu) < 0x7f80u;
     }
     __device__ __forceinline__ static float largest(unsigned word) { return fmaxf(get(word, 0), get(word, 1)); }
     __device__ __forceinline__ static unsigned scale(unsigned word, float factor) {
@@ -221,21 +240,27 @@ struct Tile {
         return reinterpret_cast<T*>(chunks + place(row, column / PER_CHUNK)) + column % PER_CHUNK;
     }
 
-    // Start to fill from x[start ..], zeros beyond n; complete after copies_arrived() and a barrier of the warp.
-    __device__ __forceinline__ void load(const T* x, long long start, long long n, bool aligned, int lane) const {
-        if (aligned && start + TILE <= n) {
-            const uint4* source = reinterpret_cast<const uint4*>(x + start) + lane;
+    // Start to fill from a whole aligned tile, of which `source` is the lane's first chunk; complete after
+    // copies_arrived() and a barrier of the warp.
+    __device__ __forceinline__ void load_whole(const uint4* source, int lane) const {
+        const int first = place(lane / CHUNKS, lane % CHUNKS);
 #pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                int chunk = i * WARP + lane;
-                copy_async(chunks + place(chunk / CHUNKS, chunk % CHUNKS), source + i * WARP);
-            }
-        } else {
-            for (int i = 0; i < ROW; ++i) {
-                int e = i * WARP + lane;
-                *element(e / ROW, e % ROW) = start + e < n ? x[start + e] : T(0.0f);
-            }
+        for (int i = 0; i < CHUNKS; ++i)  // place(chunk / CHUNKS, chunk % CHUNKS) of chunk i * WARP + lane
+            copy_async(chunks + i * WARP + (first ^ (4 * i & (CHUNKS - 1))), source + i * WARP);
+    }
+
+    // Fill from x[start ..], zeros beyond n, an element at a time.
+    __device__ __forceinline__ void load_part(const T* x, long long start, long long n, int lane) const {
+        for (int i = 0; i < ROW; ++i) {
+            int e = i * WARP + lane;
+            *element(e / ROW, e % ROW) = start + e < n ? x[start + e] : T(0.0f);
         }
+    }
+
+    // Either of them.
+    __device__ __forceinline__ void load(const T* x, long long start, long long n, bool aligned, int lane) const {
+        if (aligned && start + TILE <= n) load_whole(reinterpret_cast<const uint4*>(x + start) + lane, lane);
+        else load_part(x, start, n, lane);
     }
 
     // The words of one row, in order.

@@ -14,69 +14,63 @@ constexpr int NESTED_LOG2 = 8;  // absmax that are quantized together
 
 // ---- absmax ----------------------------------------------------------------------------------------------------
 
-// Number of the block that an element belongs to, and the scale of it.
-template <bool NESTED>
-struct BlockScale {
-    const void* absmax;
-    const float* nested_absmax;
-    const float* nested_offset;
-    const float* map;  // float32[256], the dynamic map
-    int block_log2;
-
-    __device__ __forceinline__ float operator()(long long element) const {
-        const long long block = element >> block_log2;
-        if constexpr (NESTED) {
-            const unsigned char code = static_cast<const unsigned char*>(absmax)[block];
-            return __fadd_rn(__fmul_rn(map[code], nested_absmax[block >> NESTED_LOG2]), *nested_offset);
-        } else {
-            return static_cast<const float*>(absmax)[block];
-        }
-    }
-};
-
 // The scales that a row needs for its two halves, and the quotients' factors.
 struct RowScale {
     float absmax[2];
     float reciprocal[2];
+    bool finite;  // whether the row is: NaN is no absmax
 };
 
-// max|x| of the blocks that the lane's row lies in. In a block of more than a tile, WARPS warps with a tile each meet
-// in `shared`, float[WARPS]: then all of the thread block must call this.
-template <typename T, int WARPS>
+// The factor of quotients by `a`. Where it would be subnormal, the words are scaled down: they have the same quotients.
+template <typename T, int WORDS>
+__device__ __forceinline__ float reciprocal_of(float a, unsigned* word) {
+    if (!SameType<T, __half>::VALUE && a > 0x1p126f && a < infinity()) {
+        a = __fmul_rn(a, 0x1p-64f);
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) word[i] = Word<T>::scale(word[i], 0x1p-64f);
+    }
+    return __frcp_rn(a);
+}
+
+// max|x| of the blocks that the lane's row lies in. In a block of more than a tile, neighbouring warps with a tile each
+// meet in `shared`, a float for each warp: then all of the thread block must call this, and two calls in turn must have
+// two places.
+template <typename T>
 __device__ __forceinline__ RowScale
 scale_row(unsigned (&row)[Tile<T>::WORDS], int block_log2, float* shared, int lane, int warp) {
     constexpr int HALF = Tile<T>::WORDS / 2;
     unsigned magnitude[2] = {};
 #pragma unroll
-    for (int i = 0; i < 2 * HALF; ++i) magnitude[i / HALF] = Word<T>::larger_magnitude(magnitude[i / HALF], row[i]);
+    for (int i = 0; i < 2 * HALF; ++i) magnitude[i / HALF] = Word<T>::largest_or_nan(magnitude[i / HALF], row[i]);
     RowScale scale;
-    scale.absmax[0] = flush(Word<T>::largest(magnitude[0]));
-    scale.absmax[1] = flush(Word<T>::largest(magnitude[1]));
-    if (block_log2 > 4) {
-        float a = fmaxf(scale.absmax[0], scale.absmax[1]);
-        const int lanes = min(1 << (block_log2 - 5), WARP);
-        for (int step = 1; step < lanes; step *= 2) a = fmaxf(a, __shfl_xor_sync(FULL_WARP, a, step));
-        if (block_log2 > 10) {
-            const int warps = 1 << (block_log2 - 10), first = warp & -warps;
-            if (lane == 0) shared[warp] = a;
-            __syncthreads();
-            a = shared[first];
-            for (int i = 1; i < warps; ++i) a = fmaxf(a, shared[first + i]);
-            __syncthreads();
-        }
-        scale.absmax[0] = scale.absmax[1] = a;
-    }
+    scale.finite = Word<T>::is_finite(Word<T>::largest_or_nan(magnitude[0], magnitude[1]));
+    if (!scale.finite) {
+        magnitude[0] = magnitude[1] = 0;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float a = scale.absmax[h];
-        // The reciprocal would be subnormal: the same block, scaled down, has the same quotients.
-        if (!SameType<T, __half>::VALUE && a > 0x1p126f && a < infinity()) {
-            a = __fmul_rn(a, 0x1p-64f);
-#pragma unroll
-            for (int i = h * HALF; i < (h + 1) * HALF; ++i) row[i] = Word<T>::scale(row[i], 0x1p-64f);
-        }
-        scale.reciprocal[h] = __frcp_rn(a);
+        for (int i = 0; i < 2 * HALF; ++i) magnitude[i / HALF] = Word<T>::larger_magnitude(magnitude[i / HALF], row[i]);
     }
+    if (block_log2 == 4) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            scale.absmax[h] = flush(Word<T>::largest(magnitude[h]));
+            scale.reciprocal[h] = reciprocal_of<T, HALF>(scale.absmax[h], row + h * HALF);
+        }
+        return scale;
+    }
+    float a = flush(Word<T>::largest(Word<T>::larger_magnitude(magnitude[0], magnitude[1])));
+#pragma unroll
+    for (int log2 = 0; log2 < 5; ++log2)
+        if (block_log2 > 5 + log2) a = fmaxf(a, __shfl_xor_sync(FULL_WARP, a, 1 << log2));
+    if (block_log2 > 10) {
+        // Two or four warps: their places alternate, so that one barrier is enough.
+        const int others = (1 << (block_log2 - 10)) - 1;
+        if (lane == 0) shared[warp] = a;
+        __syncthreads();
+#pragma unroll
+        for (int i = 1; i < 4; ++i) a = fmaxf(a, shared[warp ^ (i & others)]);
+    }
+    scale.absmax[0] = scale.absmax[1] = a;
+    scale.reciprocal[0] = scale.reciprocal[1] = reciprocal_of<T, 2 * HALF>(a, row);
     return scale;
 }
 
@@ -86,7 +80,7 @@ __device__ __forceinline__ void store_absmax(
     if (block_log2 == 4) {
         if (2 * row < blocks) absmax[2 * row] = scale.absmax[0];
         if (2 * row + 1 < blocks) absmax[2 * row + 1] = scale.absmax[1];
-    } else if ((row & ((1 << (block_log2 - 5)) - 1)) == 0) {
+    } else if ((unsigned(row) & ((1u << (block_log2 - 5)) - 1)) == 0) {
         const long long block = row >> (block_log2 - 5);
         if (block < blocks) absmax[block] = scale.absmax[0];
     }
@@ -95,9 +89,9 @@ __device__ __forceinline__ void store_absmax(
 // ---- search in a table of 16 -----------------------------------------------------------------------------------
 
 enum Search {
-    ORDERED,    // code = level: buckets of y
-    MAGNITUDE,  // FP4: buckets of |y|, then the sign
-    ANY,        // bisection, then a map from level to code
+    ORDERED,  // code = level
+    FP4,      // levels of the signed values of FP4
+    ANY,      // bisection, then a map from level to code
 };
 
 // What the host knows of a table, passed by value.
@@ -116,13 +110,11 @@ struct __align__(8) Bucket {
 };
 constexpr int COPIES = 16;
 
-// Byte offset of the bucket of y. Adding 2^12 leaves y in the low bits of the sum, in units of 2^-11: 2^-7 of a bucket,
-// and a bucket's copies are 2^7 bytes. NaN has all bits set and gets the last bucket, which no number reaches.
-template <int SEARCH>
+// Byte offset of the bucket of y, floor(16 * (y + 1)). The sum, rounded down, has y in its low bits, in units of 2^-11:
+// 2^-7 of a bucket, and a bucket's copies are 2^7 bytes. NaN has all bits set and gets the last bucket, which no number
+// reaches.
 __device__ __forceinline__ unsigned bucket_of(float y) {
-    constexpr float MAGIC = SEARCH == ORDERED ? 6145.0f : 4096.0f;  // + 2^11, + 1: -1 gets bucket 0
-    constexpr unsigned FIELDS = SEARCH == ORDERED ? 64 : 32;
-    return __float_as_uint(__fadd_rn(SEARCH == ORDERED ? y : fabsf(y), MAGIC)) & (FIELDS - 1) * (COPIES * 8);
+    return __float_as_uint(__fadd_rd(y, 6145.0f)) & 63 * (COPIES * 8);  // 2^12 + 2^11 + 1: -1 gets bucket 0
 }
 
 constexpr int TABLE4_BYTES = 64 * COPIES * sizeof(Bucket);
@@ -136,8 +128,7 @@ __device__ __forceinline__ void build_table4(const Table4& table, void* shared) 
             static_cast<unsigned*>(shared)[16 + i] = table.code[i];
         }
     } else {
-        constexpr int FIELDS = SEARCH == ORDERED ? 64 : 32;
-        for (int i = threadIdx.x; i < FIELDS * COPIES; i += blockDim.x)
+        for (int i = threadIdx.x; i < 64 * COPIES; i += blockDim.x)
             static_cast<Bucket*>(shared)[i] = Bucket{table.threshold[i / COPIES], table.level[i / COPIES]};
     }
 }
@@ -161,102 +152,136 @@ encode4(const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, const char
             const unsigned code = y == y ? reinterpret_cast<const unsigned*>(table)[16 + level] : 0u;
             word[e / 8] |= code << shift;
         } else {
-            const Bucket bucket = *reinterpret_cast<const Bucket*>(table + (bucket_of<SEARCH>(y) | lane_offset));
-            const float distance = __fsub_rn(bucket.threshold, SEARCH == ORDERED ? y : fabsf(y));
+            const Bucket bucket = *reinterpret_cast<const Bucket*>(table + (bucket_of(y) | lane_offset));
+            const float distance = __fsub_rn(bucket.threshold, y);
             word[e / 8] += (bucket.level + (__float_as_uint(distance) >> 31)) << shift;
-            // The sign of numbers below zero, of neither -0 nor NaN.
-            if (SEARCH == MAGNITUDE) word[e / 8] |= (__float_as_uint(__fadd_rn(y, 0.0f)) >> 31) << (shift + 3);
         }
     }
-    if (SEARCH == MAGNITUDE) {
-        // Levels 0 .. 7 have the codes 0 1 6 7 4 5 2 3.
+    if (SEARCH == FP4) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) word[i] ^= (word[i] & 0x22222222u) << 1;
+        for (int i = 0; i < 4; ++i) {
+            // Levels 0 .. 7 are those of magnitude 7 .. 0 with the sign bit, levels 8 .. 15 those of magnitude 0 .. 7.
+            const unsigned negative = ~word[i] & 0x88888888u;
+            word[i] ^= negative - (negative >> 3) ^ 0x88888888u;
+            // Magnitudes 0 .. 7 have the codes 0 1 6 7 4 5 2 3.
+            word[i] ^= (word[i] & 0x22222222u) << 1;
+        }
     }
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 // ---- the dynamic map -------------------------------------------------------------------------------------------
 
-// |y| is searched: its level counts from zero, and the code is 127 plus or minus that. Buckets are ranges of float
-// bits, an exponent and six bits of the fraction, so narrow that none holds two thresholds.
-constexpr int GUESS_SHIFT = 17;
-constexpr unsigned GUESS_BASE = (127 - 23) << 6;
-constexpr int GUESSES = (23 << 6) + 1;  // from 2^-23 to 1
+// A magnitude |y| has a level, counted from zero; the code is 127 plus or minus that. What is searched is |y| + 2^-23:
+// the sum leaves the order of numbers around every threshold as it is, and small numbers close together. Float bits
+// divided by four are the bits of about its fourth root, up to a factor. Buckets of equal width of that are as narrow
+// as thresholds are close: none holds two.
+constexpr int DYNAMIC_BUCKETS = 293;
+constexpr float DYNAMIC_SCALE = 167.0f * 0x1p96f;  // the bits of 1, so divided, are those of 1.75 * 2^-96: bucket 292
+constexpr float DYNAMIC_OFFSET = 0x1p-23f;
 struct Dynamic {
-    float value[256];              // by code
-    float threshold[129];          // between level i and i + 1; +inf
-    unsigned char guess[GUESSES];  // 127 + the level that each bucket begins with
+    // Added to the float bits of a number in the bucket, gives the level in the highest byte.
+    unsigned entry[DYNAMIC_BUCKETS];
 };
 
-// The search table in shared memory, thresholds with one copy for each lane.
+// The bucket of a number from 2^-23 to 1 + 2^-23, in the low bits of a float from 2^23.
+__device__ __forceinline__ unsigned dynamic_bucket(unsigned bits) {
+    return __float_as_uint(__fmaf_rn(__uint_as_float(bits >> 2), DYNAMIC_SCALE, 0x1p23f));
+}
+
+// The search table in shared memory, with copies for lanes to read it with few bank conflicts: one for each lane leaves
+// less room for tiles, and is slower.
+constexpr int DYNAMIC_COPIES = 16;
 struct DynamicSearch {
-    float threshold[129][WARP];
-    unsigned char guess[GUESSES];
+    unsigned entry[DYNAMIC_BUCKETS][DYNAMIC_COPIES];
 };
 
 __device__ __forceinline__ void build_dynamic(const Dynamic& dynamic, DynamicSearch& search) {
-    for (int i = threadIdx.x; i < 129 * WARP; i += blockDim.x)
-        search.threshold[i / WARP][i % WARP] = dynamic.threshold[i / WARP];
-    for (int i = threadIdx.x; i < GUESSES; i += blockDim.x) search.guess[i] = dynamic.guess[i];
+    constexpr int EACH = DYNAMIC_COPIES / 4;
+    for (int i = threadIdx.x; i < DYNAMIC_BUCKETS * EACH; i += blockDim.x) {
+        const unsigned entry = dynamic.entry[i / EACH];
+        reinterpret_cast<uint4*>(search.entry)[i] = make_uint4(entry, entry, entry, entry);
+    }
 }
 
-// The lowest value of the map; what lies below it, and NaN, has its code 0.
-constexpr float DYNAMIC_LOWEST = -0.99296874f;
-
-// 0xff in each byte whose number is negative.
-__device__ __forceinline__ unsigned sign_bytes(const float (&y)[4]) {
-    unsigned low, high;
-    // A selector with bit 3 set spreads the sign of the byte.
-    asm("prmt.b32 %0, %1, %2, 0x00fb;" : "=r"(low) : "r"(__float_as_uint(y[0])), "r"(__float_as_uint(y[1])));
-    asm("prmt.b32 %0, %1, %2, 0x00fb;" : "=r"(high) : "r"(__float_as_uint(y[2])), "r"(__float_as_uint(y[3])));
-    return __byte_perm(low, high, 0x5410);
-}
-
-// A number and a byte from shared memory by 32-bit addresses. What was written there must have been synchronised.
-__device__ __forceinline__ float load_shared(unsigned address) {
-    float v;
-    asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
-    return v;
-}
-__device__ __forceinline__ unsigned load_shared_byte(unsigned address) {
+// A word from shared memory by its 32-bit address. What was written there must have been synchronised.
+__device__ __forceinline__ unsigned load_shared(unsigned address) {
     unsigned v;
-    asm("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+    asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
     return v;
 }
 
-// The lane's view of the search table: addresses from which guesses and shifted bits count.
-struct DynamicLane {
-    unsigned thresholds, guesses;
+// 0xff in each byte whose element of a row is negative, for elements 4 * w to 4 * w + 3.
+template <typename T>
+__device__ __forceinline__ unsigned sign_bytes(const unsigned* row, int w) {
+    // A selector with bit 3 set spreads the sign of the byte.
+    if constexpr (Word<T>::COUNT == 2) {
+        unsigned all;
+        asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(all) : "r"(row[2 * w]), "r"(row[2 * w + 1]));
+        return all;
+    } else {
+        unsigned low, high;
+        asm("prmt.b32 %0, %1, %2, 0x00fb;" : "=r"(low) : "r"(row[4 * w]), "r"(row[4 * w + 1]));
+        asm("prmt.b32 %0, %1, %2, 0x00fb;" : "=r"(high) : "r"(row[4 * w + 2]), "r"(row[4 * w + 3]));
+        return __byte_perm(low, high, 0x5410);
+    }
+}
 
-    __device__ __forceinline__ DynamicLane(const DynamicSearch& search, int lane)
-        : thresholds(static_cast<unsigned>(__cvta_generic_to_shared(&search.threshold[0][lane])) - 127 * WARP * 4),
-          guesses(static_cast<unsigned>(__cvta_generic_to_shared(search.guess)) - GUESS_BASE) {}
+// The codes of four numbers, one a byte, from their levels and sign_bytes.
+__device__ __forceinline__ unsigned signed_levels(unsigned level, unsigned negative) {
+    // There is no code for level 128 below zero: 127 stands for it.
+    level -= (level & negative & 0x80808080u) >> 7;
+    // 127 + level, or 127 - level, which is level with seven bits flipped.
+    const unsigned flip = negative & 0x7f7f7f7fu;
+    return level + (flip ^ 0x7f7f7f7fu) ^ flip;
+}
 
-    // The codes of four numbers, one a byte.
-    __device__ __forceinline__ unsigned encode(float (&y)[4]) const {
-        unsigned code[4];
+// The codes of a row, one a byte. `table` is the address of the lane's copy in the search table.
+template <typename T>
+__device__ __forceinline__ void encode8(
+    unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, unsigned table, unsigned (&word)[8]) {
+    constexpr int COUNT = Word<T>::COUNT;
+    constexpr unsigned NO_SIGN = COUNT == 2 ? 0x7fff7fffu : 0x7fffffffu;
+    unsigned zeros = 0;  // a bit for each element that has code 0 without a search
+    if (!scale.finite) {
+#pragma unroll
+        for (int e = 0; e < ROW; ++e) {
+            const unsigned half = COUNT == 1 ? ~0u : 0xffffu << e % COUNT * 16;
+            if (Word<T>::is_finite(row[e / COUNT] & half)) continue;
+            row[e / COUNT] &= ~half;
+            zeros |= 1u << e;
+        }
+    }
+    float reciprocal[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const bool zero = scale.absmax[h] == 0.0f;
+        reciprocal[h] = zero ? 0.0f : scale.reciprocal[h];
+        if (zero) zeros |= 0xffffu << h * 16;
+    }
+#pragma unroll
+    for (int w = 0; w < 8; ++w) {
+        unsigned sum[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            y[i] = fmaxf(y[i], DYNAMIC_LOWEST);
-            const float magnitude = fmaxf(fabsf(y[i]), 0x1p-23f);  // still below the first threshold
-            const unsigned guess = load_shared_byte(guesses + (__float_as_uint(magnitude) >> GUESS_SHIFT));
-            const float distance = __fsub_rn(load_shared(thresholds + guess * (WARP * 4)), magnitude);
-            code[i] = guess + (__float_as_uint(distance) >> 31);
+            const int e = 4 * w + i;
+            const float x = Word<T>::get(row[e / COUNT] & NO_SIGN, e % COUNT);
+            const unsigned bits = __float_as_uint(__fadd_rn(__fmul_rn(x, reciprocal[w / 4]), DYNAMIC_OFFSET));
+            sum[i] = bits + load_shared(table + dynamic_bucket(bits) * (DYNAMIC_COPIES * 4));
         }
-        const unsigned negative = sign_bytes(y);
-        const unsigned all =
-            __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
-        // Below zero the code is 254 - code: the complement less one, which no byte is too small for.
-        return (all ^ negative) - (negative & 0x01010101u);
+        const unsigned low = __byte_perm(sum[0], sum[1], 0x0073), high = __byte_perm(sum[2], sum[3], 0x0073);
+        word[w] = signed_levels(__byte_perm(low, high, 0x5410), sign_bytes<T>(row, w));
     }
-};
+    if (zeros) {
+#pragma unroll
+        for (int w = 0; w < 8; ++w)
+            word[w] &= ~(((zeros >> 4 * w & 15) * 0x204081u & 0x01010101u) * 0xffu);  // bits to bytes
+    }
+}
 
 // The code of one number, with a single copy of the table.
-__device__ __forceinline__ unsigned encode_dynamic(float y, const float* threshold, const unsigned char* guess) {
-    y = fmaxf(y, DYNAMIC_LOWEST);
-    const float magnitude = fmaxf(fabsf(y), 0x1p-23f);
-    const unsigned level = guess[(__float_as_uint(magnitude) >> GUESS_SHIFT) - GUESS_BASE] - 127u;
-    const unsigned above = level + (magnitude > threshold[level]);
-    return y < 0.0f ? 127 - above : 127 + above;
+__device__ __forceinline__ unsigned encode_dynamic(float y, const unsigned* entry) {
+    const unsigned bits = __float_as_uint(__fadd_rn(y == y ? fabsf(y) : 0.0f, DYNAMIC_OFFSET));
+    const unsigned level = (bits + entry[dynamic_bucket(bits) & 511]) >> 24;
+    return y == y ? signed_levels(level, y < 0.0f ? 0xffu : 0u) & 0xffu : 0u;
 }

@@ -46,31 +46,41 @@ __global__ void __launch_bounds__(1024) absmax_mean(const double* sums, long lon
 __global__ void __launch_bounds__(THREADS) quantize_absmax(
     const float* absmax, long long blocks, const float* offset, unsigned char* codes, float* nested_absmax,
     const __grid_constant__ Dynamic table) {
-    __shared__ float threshold[129];
-    __shared__ unsigned char guess[GUESSES];
-    for (int i = threadIdx.x; i < 129; i += THREADS) threshold[i] = table.threshold[i];
-    for (int i = threadIdx.x; i < GUESSES; i += THREADS) guess[i] = table.guess[i];
-    __syncthreads();
+    __shared__ unsigned entry[DYNAMIC_BUCKETS];
     const int lane = threadIdx.x % WARP;
+    const long long nested = (long long)blockIdx.x * WARPS + threadIdx.x / WARP, first = nested * 256 + lane * 8;
+    // A lane has eight neighbours; what memory takes longest for comes first.
+    const bool whole = first + 8 <= blocks;
     const float mean = *offset;
-    const long long count = (blocks + 255) / 256;
-    for (long long nested = (long long)blockIdx.x * WARPS + threadIdx.x / WARP; nested < count;
-         nested += (long long)gridDim.x * WARPS) {
-        float v[8], a = 0.0f;
+    float v[8] = {};
+    if (whole && is_aligned(absmax)) {
+        const float4* source = reinterpret_cast<const float4*>(absmax + first);
+        *reinterpret_cast<float4*>(v) = source[0], *reinterpret_cast<float4*>(v + 4) = source[1];
+    } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const long long i = nested * 256 + j * WARP + lane;
-            v[j] = i < blocks ? __fsub_rn(absmax[i], mean) : 0.0f;
-            a = fmaxf(a, fabsf(v[j]));  // NaN is no maximum
-        }
-        a = __uint_as_float(warp_max(__float_as_uint(a)));
-        if (lane == 0) nested_absmax[nested] = a;
-        const bool large = a > 0x1p126f && a < infinity();  // its reciprocal would be subnormal
-        const float down = large ? 0x1p-64f : 1.0f, reciprocal = __frcp_rn(__fmul_rn(a, down));
+        for (int j = 0; j < 8; ++j) v[j] = first + j < blocks ? absmax[first + j] : mean;
+    }
+    for (int i = threadIdx.x; i < DYNAMIC_BUCKETS; i += THREADS) entry[i] = table.entry[i];
+    __syncthreads();
+    float a = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const long long i = nested * 256 + j * WARP + lane;
-            if (i < blocks) codes[i] = encode_dynamic(__fmul_rn(__fmul_rn(v[j], down), reciprocal), threshold, guess);
-        }
+    for (int j = 0; j < 8; ++j) {
+        v[j] = __fsub_rn(v[j], mean);
+        a = fmaxf(a, fabsf(v[j]));  // NaN is no maximum
+    }
+    a = __uint_as_float(warp_max(__float_as_uint(a)));
+    if (lane == 0 && nested * 256 < blocks) nested_absmax[nested] = a;
+    const bool large = a > 0x1p126f && a < infinity();  // its reciprocal would be subnormal
+    const float down = large ? 0x1p-64f : 1.0f, reciprocal = __frcp_rn(__fmul_rn(a, down));
+    unsigned word[2] = {};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+        word[j / 4] |= encode_dynamic(__fmul_rn(__fmul_rn(v[j], down), reciprocal), entry) << j % 4 * 8;
+    if (whole && (reinterpret_cast<unsigned long long>(codes) & 7) == 0) {
+        *reinterpret_cast<uint2*>(codes + first) = make_uint2(word[0], word[1]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            if (first + j < blocks) codes[first + j] = word[j / 4] >> j % 4 * 8;
     }
 }

@@ -261,3 +261,28 @@ def test_flat_functions():
         kb.dequantize_nf4(packed, absmax.astype(np.float64), x.size)
     with pytest.raises(FormatError, match="n is -1"):
         kb.dequantize_nf4(packed, absmax, -1)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "table4"])
+def test_search_table_of_the_kernels(name):
+    """One comparison in the bucket of a number gives its level."""
+    table = kb.get_format(name)._known_table()
+    struct = float4._search4(table)[1]
+    near = table.thresholds.view(np.int32) + np.arange(-3, 4)[:, None].astype(np.int32)
+    y = np.concatenate((near.view(np.float32).ravel(), np.linspace(-1, 1, 4001), [0.0, -0.0])).astype(np.float32)
+    y = tables.flush(y[np.abs(y) <= 1])
+    # Rounded down, as the kernel adds: what is just below 0 stays in the bucket below.
+    bucket = np.where((y < 0) & (y > -(2.0**-20)), 15, np.floor((y.astype(np.float64) + 1) * 16)).astype(int)
+    level = struct["level"][bucket] + (y > struct["threshold"][bucket])
+    assert (level == np.searchsorted(table.thresholds, y)).all()
+
+
+def test_search_table_of_the_dynamic_map():
+    """Entry and bits give the level."""
+    entry = float4._search8()["entry"]
+    thresholds = float4.dynamic_table().thresholds[127:]
+    near = (thresholds.view(np.int32) + np.arange(-40, 41)[:, None].astype(np.int32)).view(np.float32).ravel()
+    y = np.concatenate((near, np.geomspace(2.0**-126, 1, 100_001), [0.0, 1.0])).astype(np.float32)
+    searched = y + float4._DYNAMIC_OFFSET
+    level = (searched.view(np.uint32) + entry[float4._dynamic_bucket(searched)]) >> 24
+    assert (level == np.searchsorted(thresholds, y)).all()

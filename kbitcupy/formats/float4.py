@@ -52,7 +52,7 @@ NESTED_BLOCK = 256
 
 _FILE = "float4.cu"
 _TYPES = tuple(CXX_TYPES[name] for name in ("float16", "bfloat16", "float32"))
-_QUANTIZE4 = Template(_FILE, "quantize_table4", (_TYPES, ("ORDERED", "MAGNITUDE")))
+_QUANTIZE4 = Template(_FILE, "quantize_table4", (_TYPES, ("ORDERED", "FP4")))
 _QUANTIZE4_ANY = Template(_FILE, "quantize_table4", (_TYPES, ("ANY",)), hot=False)
 _DEQUANTIZE4 = Template(_FILE, "dequantize_table4", (_TYPES, ("false", "true")))
 _QUANTIZE8 = Template(_FILE, "quantize_dynamic8", (_TYPES,))
@@ -489,8 +489,6 @@ def _error_bound(x: Any, block: int, table: Table, planes: Mapping[str, Any]) ->
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
 _THREADS = 256
-# The kernels' search tables: `fields` buckets a sixteenth wide, y + magic having the number of the bucket in its bits.
-_FIELDS = {"ORDERED": 64, "MAGNITUDE": 32}
 _STRUCT4 = np.dtype(
     [
         ("value", "f4", 16),
@@ -501,9 +499,10 @@ _STRUCT4 = np.dtype(
     ],
     align=True,
 )
-# Buckets of the search in the dynamic map, by exponent and six bits of the fraction: from 2^-23 to 1.
-_GUESS_BASE, _GUESSES = (127 - 23) << 6, (23 << 6) + 1
-_STRUCT8 = np.dtype([("value", "f4", 256), ("threshold", "f4", 129), ("guess", "u1", _GUESSES)], align=True)
+# Buckets of the search in the dynamic map, the factor of a quarter of the float bits, read as a float, and what is
+# added to a magnitude.
+_DYNAMIC_BUCKETS, _DYNAMIC_SCALE, _DYNAMIC_OFFSET = 293, 167.0 * 2.0**96, np.float32(2.0**-23)
+_STRUCT8 = np.dtype([("entry", "u4", _DYNAMIC_BUCKETS)])
 
 
 @functools.cache
@@ -512,10 +511,12 @@ def _stored_custom(block: int, double_quant: bool) -> Table4:
     return Table4("table4", block=block, double_quant=double_quant, table="custom")
 
 
-def _bucket(y: np.ndarray, kernel: str) -> np.ndarray:
-    """The bucket of float32 numbers in [-1, 1], as ``kernels/float4.cuh`` finds it."""
-    magic, y = (np.float32(6145), y) if kernel == "ORDERED" else (np.float32(4096), np.abs(y))
-    return (y + magic).view(np.uint32) >> 7 & np.uint32(_FIELDS[kernel] - 1)
+def _bucket_ends() -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest float32, subnormals left out, of the 32 buckets of [-1, 1) and of the one of 1."""
+    least = (np.arange(33) / 16 - 1).astype(np.float32)
+    largest = np.nextafter(np.append(least[1:], np.float32(17 / 16)), np.float32(-np.inf))
+    largest[15] = -SMALLEST_NORMAL
+    return least, largest
 
 
 @functools.lru_cache(maxsize=64)
@@ -526,40 +527,40 @@ def _search4(table: Table) -> tuple[str, np.ndarray]:
     struct["ordered"] = np.inf
     struct["ordered"][: table.thresholds.size] = table.thresholds
     struct["code"][: table.codes.size] = table.codes
-    if table is _fp4():
-        kernel, thresholds, levels = "MAGNITUDE", tables.FP4_THRESHOLDS, np.arange(8)
-    else:
-        kernel, levels = "ORDERED", np.arange(16)
-        inside = np.abs(table.thresholds) <= 1
-        thresholds, levels = table.thresholds[inside], levels[np.count_nonzero(table.thresholds < -1) :]
-        if not np.array_equal(table.codes, np.arange(16)):
-            return "ANY", struct
-    bucket = _bucket(thresholds, kernel)
-    if np.unique(bucket).size < bucket.size:
+    first, last = (np.searchsorted(table.thresholds, ends) for ends in _bucket_ends())
+    known = table is _fp4() or np.array_equal(table.codes, np.arange(16))
+    if not known or (last - first).max() > 1:
         return "ANY", struct
     struct["threshold"] = np.inf
-    struct["threshold"][bucket] = thresholds
-    field = np.arange(_FIELDS[kernel])
-    struct["level"][field] = levels[np.searchsorted(bucket, field, side="left")]
-    struct["level"][field[-1]] = 0  # NaN, whose bits are all ones
-    return kernel, struct
+    struct["threshold"][:33][last > first] = table.thresholds[first[last > first]]
+    struct["level"][:33] = first
+    struct["level"][-1] = np.flatnonzero(table.codes == 0)[0]  # NaN, whose bits are all ones
+    return "FP4" if table is _fp4() else "ORDERED", struct
+
+
+def _dynamic_bucket(searched: np.ndarray) -> np.ndarray:
+    """The bucket of a float32 |y| + 2^-23, as ``kernels/float4.cuh`` finds it."""
+    quarter = (searched.view(np.uint32) >> 2).view(np.float32).astype(np.float64)
+    return (quarter * _DYNAMIC_SCALE + 2.0**23).astype(np.float32).view(np.uint32) & 511
 
 
 @functools.cache
 def _search8() -> np.ndarray:
     """``struct Dynamic`` of kernels/float4.cuh: levels of |y|, counted from zero."""
-    values = tables.dynamic_map()
-    struct = np.zeros((), _STRUCT8)
-    struct["value"] = values
-    magnitude = values[127:]
-    thresholds = tables.midpoints(magnitude)
+    thresholds = tables.midpoints(tables.dynamic_map()[127:])
     # A tie goes to the even code, which is the odd level: up from an even one.
     thresholds[::2] = np.nextafter(thresholds[::2], np.float32(0))
-    struct["threshold"][:128], struct["threshold"][128] = thresholds, np.inf
-    bucket = (thresholds.view(np.uint32) >> 17) - _GUESS_BASE
+    first = np.nextafter(thresholds, np.float32(1)) + _DYNAMIC_OFFSET  # the first above each
+    assert (first > thresholds + _DYNAMIC_OFFSET).all()
+    bucket = _dynamic_bucket(first)
     assert np.unique(bucket).size == bucket.size
-    # The level a bucket begins with; the code of a positive number is 127 more.
-    struct["guess"] = 127 + np.searchsorted(bucket, np.arange(_GUESSES), side="left")
+    field = np.arange(_DYNAMIC_BUCKETS)
+    level = np.searchsorted(bucket, field)  # what a bucket begins with
+    # Entry and bits carry into the highest byte from `limit` on: over the bucket's threshold, else nowhere in it.
+    limit = ((field / _DYNAMIC_SCALE).astype(np.float32).view(np.uint32).astype(np.int64) << 2) + (1 << 23)
+    limit[bucket] = first.view(np.uint32)
+    struct = np.zeros((), _STRUCT8)
+    struct["entry"] = ((1 + level << 24) - limit) % 2**32
     return struct
 
 
@@ -580,7 +581,7 @@ class _Launch:
 # Rounds of a thread block, by the bytes of an element: more spread the cost of its table, fewer keep what is under way
 # close together in memory.
 _QUANTIZE_ROUNDS = {2: 4, 4: 2}
-_DYNAMIC_ROUNDS = {2: 16, 4: 16}
+_DYNAMIC_ROUNDS = {2: 8, 4: 2}
 
 
 @functools.lru_cache(maxsize=256)
@@ -602,20 +603,14 @@ def _dequantize_launch(dtype: np.dtype, table: Table | None, nested: bool) -> _L
     if nested:
         struct = np.concatenate((struct, tables.dynamic_map()))
     name = f"dequantize_table4<{CXX_TYPES[dtype.name]}, {str(nested).lower()}>"
-    return _Launch(_FILE, name, _THREADS, _THREADS * (64 if nested else 16), 0, 1, struct)
+    each = 32 if nested and dtype.itemsize == 2 else 16  # elements of a thread
+    return _Launch(_FILE, name, _THREADS, _THREADS * each, 0, 1, struct)
 
 
 @functools.cache
 def _dynamic_dequantize_launch(dtype: np.dtype) -> _Launch:
-    return _Launch(
-        _FILE,
-        f"dequantize_dynamic8<{CXX_TYPES[dtype.name]}>",
-        _THREADS,
-        _THREADS * 16,
-        0,
-        16 // dtype.itemsize,
-        tables.dynamic_map(),
-    )
+    name, threads = f"dequantize_dynamic8<{CXX_TYPES[dtype.name]}>", 1024
+    return _Launch(_FILE, name, threads, threads * 16, 0, 4, tables.dynamic_map())
 
 
 @functools.cache
@@ -623,7 +618,7 @@ def _nested_launches() -> tuple[_cuda.Kernel, _cuda.Kernel, _Launch]:
     return (
         _cuda.Kernel(_NESTED_FILE, "absmax_sums", _THREADS),
         _cuda.Kernel(_NESTED_FILE, "absmax_mean", _MEAN_LANES),
-        _Launch(_NESTED_FILE, "quantize_absmax", _THREADS, 8 * _THREADS, 0, 4, _search8()),
+        _Launch(_NESTED_FILE, "quantize_absmax", _THREADS, 8 * _THREADS, 0, 1, _search8()),
     )
 
 
