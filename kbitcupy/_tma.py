@@ -10,11 +10,12 @@ import numpy as np
 from . import _cuda
 from .errors import DeviceError
 
-#: Bytes of a row of a box: what the engine swizzles together.
+#: Bytes of a row of a box, unless another number is asked for.
 BOX_BYTES = 128
 
-# Values of the driver's enumerations.
-_UINT8, _PLAIN, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO = 0, 0, 3, 3, 0
+# Values of the driver's enumerations; a swizzle is named by the bytes that it turns together.
+_UINT8, _PLAIN, _PROMOTE_256, _FILL_ZERO = 0, 0, 3, 0
+_SWIZZLES = {32: 1, 64: 2, 128: 3}
 
 
 def available() -> bool:
@@ -23,8 +24,10 @@ def available() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int) -> bytes:
-    """The tensor map of a byte matrix that is copied in boxes of `box_rows` rows x 128 bytes.
+def byte_matrix(
+    address: int, rows: int, columns: int, pitch: int, box_rows: int, box_bytes: int = BOX_BYTES
+) -> bytes:
+    """The tensor map of a byte matrix that is copied in boxes of `box_rows` rows x `box_bytes` bytes.
 
     What a box has beyond the matrix arrives as zeros.
 
@@ -38,6 +41,9 @@ def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int
         Bytes from row to row, a multiple of 16.
     box_rows : int
         1 to 256.
+    box_bytes : int, default 128
+        A multiple of 16, at most 256. Boxes of 32, 64 and 128 bytes arrive in the swizzle of that size, others in
+        order.
 
     Returns
     -------
@@ -58,10 +64,10 @@ def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * 2)(columns, rows),
         (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(BOX_BYTES, box_rows),
+        (ctypes.c_uint32 * 2)(box_bytes, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         _PLAIN,
-        _SWIZZLE_128,
+        _SWIZZLES.get(box_bytes, 0),
         _PROMOTE_256,
         _FILL_ZERO,
     )

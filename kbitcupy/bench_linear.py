@@ -5,6 +5,9 @@ be needed to read the compressed weights once, at the copy bandwidth of the same
 weights to float16 and multiplying by cuBLAS, which is the other way that `linear` may take, torch's bfloat16 product
 (cuBLAS), bitsandbytes' NF4 product and torch's int4 product (tinygemm, groups of 128), as far as they are installed.
 The timing is that of `kbitcupy.bench`: weights rotate, so that no call finds them in the cache.
+
+Below them stand products with a mixture of experts, `kbitcupy.linear_grouped`: M tokens choose 8 of 128 experts each.
+There reading counts the weights of the experts that are chosen, and cuBLAS multiplies with one of them after the other.
 """
 
 from __future__ import annotations
@@ -23,15 +26,20 @@ from .array import QuantizedArray
 from .bench import Call, Case
 from .bench_products import SHAPES, release, started
 from .formats.base import Format, get_format
-from .linear import linear
-from .ops import dequantize
+from .linear import linear, linear_grouped, multiply_decoded
 
 #: Numbers of tokens, and formats.
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 FORMATS = ("kbit4", "nf4")
-#: Formats that are timed at the first shape only.
+#: Formats that are timed at the first shape only, with one token.
 EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5")
 QUICK_TOKENS = (1, 8, 16, 64)
+#: Experts, N, K and experts a token of the mixture, and its numbers of tokens.
+EXPERTS = (128, 768, 2048, 8)
+EXPERT_TOKENS = (8, 64)
+
+# Random words drawn; larger weights repeat them.
+_POOL = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -128,16 +136,26 @@ def run(
     """
     with started(Report, "products with compressed weights", device, quick, peers) as (report, gpu, torch):
         for number, shape in enumerate(shapes or (SHAPES[:1] if quick else SHAPES)):
-            for count in tokens or (QUICK_TOKENS if quick else TOKENS):
-                others = _others(gpu, torch, shape, count, report)
-                for name in names or (*FORMATS, *(EXTRA_FORMATS if number == 0 else ())):
-                    report.products.append(measure(gpu, get_format(name), shape, count, others))
-                release(gpu, torch)
+            counts = tuple(tokens or (QUICK_TOKENS if quick else TOKENS))
+            others = {count: _others(gpu, torch, shape, count, report) for count in counts}
+            for name in names or FORMATS:
+                report.products += measure(gpu, get_format(name), shape, counts, others)
+            if number == 0 and not names:
+                for name in EXTRA_FORMATS:
+                    report.products += measure(gpu, get_format(name), shape, counts[:1], others)
+            release(gpu, torch)
+        if not shapes:
+            for name in names or FORMATS:
+                for count in EXPERT_TOKENS:
+                    report.products.append(measure_experts(gpu, torch, get_format(name), count))
+            release(gpu, torch)
     return report
 
 
-def measure(gpu: Any, format: Format, shape: tuple[int, int], tokens: int, others: dict[str, float]) -> Product:
-    """One product, and the same through decoded weights.
+def measure(
+    gpu: Any, format: Format, shape: tuple[int, int], counts: Sequence[int], others: dict[int, dict[str, float]]
+) -> list[Product]:
+    """Products of one weight with several numbers of tokens, and the same through decoded weights.
 
     Parameters
     ----------
@@ -147,41 +165,95 @@ def measure(gpu: Any, format: Format, shape: tuple[int, int], tokens: int, other
         Of the weight.
     shape : tuple of int
         N and K.
+    counts : sequence of int
+        M.
+    others : dict of int to dict of str to float
+        Times of other libraries' products of this shape, by M and name.
+
+    Returns
+    -------
+    list of Product
+    """
+    xp = gpu.cupy
+    weights = _Rotated(random_weight(format, shape, xp), xp)
+
+    def product(tokens: int) -> Product:
+        x = _activations((tokens, shape[1]), xp)
+        out = xp.empty((tokens, shape[0]), np.float16)
+
+        def fused(weight: Any) -> tuple[Call, int]:
+            return lambda: linear(x, weight.q, out=out), weight.q.nbytes
+
+        def decoded(weight: Any) -> tuple[Call, int]:
+            return lambda: multiply_decoded(x, weight.q, out), weight.q.nbytes
+
+        ours = gpu.time(Case("linear", fused), str(format), weights)
+        through = gpu.time(Case("decode + cuBLAS", decoded), str(format), weights)
+        peers = {PEERS[0]: through.us, **others.get(tokens, {})}
+        return Product(str(format), *shape, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, peers)
+
+    return [product(tokens) for tokens in counts]
+
+
+def measure_experts(gpu: Any, torch: Any, format: Format, tokens: int) -> Product:
+    """One product with a mixture of experts.
+
+    Parameters
+    ----------
+    gpu : object
+        As in `measure`.
+    torch : module or None
+        torch, on the stream of `gpu`.
+    format : Format
+        Of the weights.
     tokens : int
         M.
-    others : dict of str to float
-        Times of other libraries' products of this shape.
 
     Returns
     -------
     Product
     """
     xp = gpu.cupy
-    x = xp.asarray(np.random.default_rng(0).standard_normal((tokens, shape[1]), np.float32).astype(np.float16))
-    q = random_weight(format, shape, xp)
+    experts, rows, depth, chosen = EXPERTS
+    rng = np.random.default_rng(tokens)
+    ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    touched = np.unique(ids)
+    whole = random_weight(format, (experts * rows, depth), xp).reshape(experts, rows, depth)
+    weights = _Rotated(whole, xp)
+    x, on_device = _activations((tokens, depth), xp), xp.asarray(ids)
+    out = xp.empty((tokens, chosen, rows), np.float16)
 
-    def moved(number: int) -> Any:
-        planes = {name: plane if number == 0 else xp.roll(plane, number) for name, plane in q.planes.items()}
-        return _Moved(QuantizedArray(q.format, planes, shape, np.float16))
+    def grouped(weight: Any) -> tuple[Call, int]:
+        return lambda: linear_grouped(x, weight.q, on_device, out=out), whole.nbytes * len(touched) // experts
 
-    def fused(weight: Any) -> tuple[Call, int]:
-        out = xp.empty((tokens, shape[0]), np.float16)
-        return lambda: linear(x, weight.q, out=out), q.nbytes
+    ours = gpu.time(Case("linear_grouped", grouped), str(format), weights)
+    peers = {}
+    if torch is not None:
+        one_after_the_other = functools.partial(_cublas_experts, torch, ids, touched)
+        codes = xp.asarray(_words(experts * rows * depth // 8).view(np.uint8))
+        peers[PEERS[1]] = gpu.time(
+            Case(PEERS[1], one_after_the_other), PEERS[1], lambda number: xp.roll(codes, number)
+        ).us
+    name = f"{format}, {chosen} of {experts}"
+    return Product(name, rows, depth, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, peers)
 
-    def decoded(weight: Any) -> tuple[Call, int]:
-        w, out = xp.empty(shape, np.float16), xp.empty((tokens, shape[0]), np.float16)
 
-        def call() -> None:
-            dequantize(weight.q, out=w)
-            xp.matmul(x, w.T, out=out)
+def _activations(shape: tuple[int, ...], xp: Any) -> Any:
+    return xp.asarray(np.random.default_rng(0).standard_normal(shape, np.float32).astype(np.float16))
 
-        return call, q.nbytes
 
-    ours = gpu.time(Case("linear", fused), str(format), moved)
-    through = gpu.time(Case("decode + cuBLAS", decoded), str(format), moved)
-    return Product(
-        str(format), *shape, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, {PEERS[0]: through.us, **others}
-    )
+class _Rotated:
+    """Weights like a given one, by number: their planes are turned a little, and kept."""
+
+    def __init__(self, q: QuantizedArray, xp: Any):
+        self._q, self._xp = q, xp
+        self._made: dict[int, _Moved] = {}
+
+    def __call__(self, number: int) -> _Moved:
+        if number not in self._made:
+            planes = {n: plane if number == 0 else self._xp.roll(plane, number) for n, plane in self._q.planes.items()}
+            self._made[number] = _Moved(QuantizedArray(self._q.format, planes, self._q.shape, np.float16))
+        return self._made[number]
 
 
 @dataclass(frozen=True)
@@ -206,14 +278,23 @@ def random_weight(format: Format, shape: tuple[int, int], xp: Any) -> QuantizedA
     for name, plane in format.planes(shape).items():
         size, dtype = math.prod(plane.shape), np.dtype(plane.dtype)
         if name == "packed":
-            words = rng.integers(0, 1 << 32, -(-size * dtype.itemsize // 4), np.uint32)
-            array = words.view(dtype)[:size]
+            array = _words(-(-size * dtype.itemsize // 4)).view(dtype)[:size]
         elif dtype == np.uint8:  # E4M4 codes of 2^-4 to 1, or codes of the dynamic map
             array = rng.integers(112, 176, size, np.uint8)
         else:
             array = np.ones(size, dtype) if size == 1 else rng.random(size, np.float32).astype(dtype)
         planes[name] = xp.asarray(array.reshape(plane.shape))
     return QuantizedArray(format, planes, shape, np.float16)
+
+
+@functools.lru_cache(maxsize=1)
+def _pool() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 1 << 32, _POOL, np.uint32)
+
+
+def _words(count: int) -> np.ndarray:
+    """Random words."""
+    return np.resize(_pool(), count)
 
 
 # ---- other libraries -------------------------------------------------------------------------------------------------
@@ -226,7 +307,7 @@ def _others(gpu: Any, torch: Any, shape: tuple[int, int], tokens: int, report: R
         return found
     makers: tuple[Callable[..., tuple[Call, int]], ...] = (_cublas, _bitsandbytes, _tinygemm)
     for name, make in zip(PEERS[1:], makers, strict=True):
-        codes = gpu.cupy.asarray(np.random.default_rng(0).integers(0, 256, shape[0] * shape[1] // 2, np.uint8))
+        codes = gpu.cupy.asarray(_words(shape[0] * shape[1] // 8).view(np.uint8))
 
         def moved(number: int, codes: Any = codes) -> Any:
             return codes if number == 0 else gpu.cupy.roll(codes, number)
@@ -239,6 +320,22 @@ def _others(gpu: Any, torch: Any, shape: tuple[int, int], tokens: int, report: R
             if note not in report.notes:
                 report.notes.append(note)
     return found
+
+
+def _cublas_experts(torch: Any, ids: np.ndarray, touched: np.ndarray, codes: Any) -> tuple[Call, int]:
+    """One product for each expert that is chosen, on tokens that are gathered already."""
+    _, rows, depth, _ = EXPERTS
+    w = (torch.from_dlpack(codes).to(torch.bfloat16).repeat_interleave(2) / 128 - 1).reshape(-1, rows, depth)
+    pairs = [
+        (torch.randn(int((ids == expert).sum()), depth, dtype=torch.bfloat16, device=w.device), w[int(expert)])
+        for expert in touched
+    ]
+
+    def call() -> None:
+        for x, weight in pairs:
+            torch.nn.functional.linear(x, weight)
+
+    return call, 2 * rows * depth * len(touched)
 
 
 def _cublas(torch: Any, shape: tuple[int, int], tokens: int, codes: Any) -> tuple[Call, int]:

@@ -1,10 +1,12 @@
 """Products with compressed weights: linear, matmul, linear_grouped.
 
-Three ways lead to a product; ``linear(..., explain=True)`` prints which one is taken, and why:
+Four ways lead to a product; ``linear(..., explain=True)`` prints which one is taken, and why:
 
 - On NumPy the weights are decoded to float32, some rows at a time, and multiplied.
 - On a GPU few tokens are multiplied with weights that are decoded in registers and never written (kernels/linear.cu):
   ``kbit2`` to ``kbit5`` and the 4-bit tables, float16 and bfloat16, rows of whole blocks, compute capability 8.0.
+- On a GPU of compute capability 9.0 up to 128 tokens and mixtures of experts are multiplied in the same way, by larger
+  tiles (kernels/linear_tile_sm90a.cu).
 - On a GPU everything else is decoded whole, and cuBLAS multiplies.
 
 Products are accumulated in fp32; the tensor scale of a k-bit format and the bias are applied in fp32, before the one
@@ -16,13 +18,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import _cuda, _xp, tables
+from . import _cuda, _tma, _xp, tables
 from ._cuda import CXX_TYPES, IDS_CXX, Template
 from .array import QuantizedArray, TransposedQuantizedArray
 from .errors import DeviceError, FormatError
@@ -260,15 +262,16 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> bool
     experts, rows, depth = qs.shape
     if not experts:
         return False
-    few = _grouped_plan(qs.format, (rows, depth), x.dtype, min(ids.size, experts), x.data.device_id)
+    kernels = _grouped_plan(qs.format, (rows, depth), x.dtype, min(ids.size, experts), x.data.device_id)
     xp = _xp.namespace(x)
     x = xp.ascontiguousarray(x)
-    if few is None or not few.takes(x, qs.planes) or experts > _MAX_EXPERTS or ids.size >= 1 << 31:
+    kernel = next((kernel for kernel in kernels if kernel.takes(x, qs.planes)), None)
+    if kernel is None or experts > _MAX_EXPERTS or max(ids.size, qs.size >> 5) >= 1 << 31:
         return False
     ids = xp.ascontiguousarray(ids if ids.dtype.name in IDS_CXX else ids.astype(np.int64))
     if weights is not None:
         weights = xp.ascontiguousarray(weights.astype(np.float32, copy=False))
-    few.grouped(x, qs.planes, ids, experts, weights, out)
+    kernel.grouped(x, qs.planes, ids, experts, weights, out)
     return True
 
 
@@ -355,10 +358,19 @@ def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         _multiply_on_host(x.reshape(m, k), q, bias, out.reshape(m, n))
         return
     plan = _plan(q.format, q.shape, x.dtype, m, x.data.device_id)
-    if plan.fused is not None and plan.fused.takes(x, q.planes):
-        plan.fused(x, q.planes, bias, out)
+    kernel = plan.kernel_for(x, q.planes)
+    if kernel is not None:
+        kernel(x, q.planes, bias, out)
     else:
         _multiply_decoded(x.reshape(m, k), q, bias, out.reshape(m, n))
+
+
+def multiply_decoded(x: Any, q: QuantizedArray, out: Any) -> None:
+    """`linear` of a 2-D `x` by the way that writes the decoded weights: what a fused kernel is compared with."""
+    if isinstance(x, np.ndarray):
+        _multiply_on_host(x, q, None, out)
+    else:
+        _multiply_decoded(x, q, None, out)
 
 
 def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
@@ -371,8 +383,11 @@ def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
         return _plan(q.format, q.shape, x.dtype, tokens, x.data.device_id).reason if q.size else "nothing to multiply"
 
     lines = [heading, f"  these: {way(max(m, 1))}"]
-    starts = [1, _TOKENS + 1, *(limit + 1 for limit in sorted(_FUSED_UP_TO.values()))]
-    lines += [f"  from {start}: {way(start)}" for start in starts]
+    shown = ""
+    for start in sorted({1, *(limit + 1 for limit in (_TOKENS, *_FUSED_UP_TO.values(), *_TILE_TOKENS))}):
+        if way(start) != shown:
+            shown = way(start)
+            lines.append(f"  from {start}: {shown}")
     return "\n".join(lines)
 
 
@@ -475,6 +490,9 @@ def _constants(device: int) -> tuple[Any, Any]:
 _FEW_THREADS, _FEW_WARPS = 512, 16
 _ITEM_K, _ITEM_ROWS, _TOKENS = 128, 16, 8
 _TABLE_AT = 2048
+# As in kernels/linear_tile_sm90a.cu, and the tokens of its instances.
+_GRANULE_K, _RING_END = 32, 228 * 1024 - 512
+_TILE_TOKENS = (16, 32, 64, 128)
 # Shared memory that a warp may fill with the scales of a turn.
 _STAGE_BYTES = 2048
 # Counted in the 48 KiB of shared memory that every kernel has.
@@ -686,7 +704,109 @@ def _cut_struct() -> np.dtype:
     return np.dtype([(name, "i4") for name in ("run", "pairs", "warps_log2", "span", "share", "width")])
 
 
-class _Few:
+@dataclass(frozen=True)
+class TileCut:
+    """How the work of ``linear_tile`` is cut.
+
+    Parameters
+    ----------
+    tokens : int
+        Of a thread block.
+    groups, k_groups : int
+        Warpgroups of a thread block: those with other rows, 64 each, and those that share k.
+    splits : int
+        Thread blocks that share k, a cluster.
+    """
+
+    tokens: int
+    groups: int
+    k_groups: int
+    splits: int
+
+    def ring_bytes(self, bits: int) -> int:
+        """Shared memory left of the system's and the declared part and of the table."""
+        entries = {3: 64, 5: 32}.get(bits, 256)
+        return _RING_END - (-(-(_TABLE_AT + entries * 256) // 1024) * 1024)
+
+    def stage_bytes(self, bits: int) -> int:
+        """x and weights of a stage."""
+        return self.tokens * _ITEM_K * 2 + 64 * self.groups * _ITEM_K * bits // 8
+
+    def shared(self, bits: int, grouped: bool = False) -> int:
+        """Dynamic shared memory of a thread block; the sums of groups do not take the place of the ring."""
+        ring, stage = self.ring_bytes(bits), self.stage_bytes(bits)
+        sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
+        if grouped:
+            used = min((ring - sums) // stage, 12) * stage + sums
+        else:
+            used = max(min(ring // stage, 12) * stage, sums)
+        return _RING_END - ring - 1024 + used
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_tile(n: int, k: int, m: int, processors: int) -> TileCut:
+    """The cut that should be fastest.
+
+    Parameters
+    ----------
+    n, k : int
+        Shape of the weight.
+    m : int
+        Tokens.
+    processors : int
+        Multiprocessors of the device.
+    """
+    items = -(-k // _ITEM_K)
+
+    def microseconds(cut: TileCut) -> float:
+        # Measured on an H200: what 64 rows and what the tokens of a stage cost, and a thread block beside them.
+        rows, tokens = 0.19 + 0.0007 * cut.tokens, 0.02 + 0.0037 * cut.tokens if cut.tokens <= 64 else 0.7
+        blocks = -(-n // (64 * cut.groups)) * cut.splits * -(-m // cut.tokens)
+        return -(-blocks // processors) * (-(-items // cut.splits) * (cut.groups * rows + tokens) + 4)
+
+    return min((cut for cut in tile_cuts() if cut.tokens >= min(m, 64)), key=microseconds)
+
+
+_GROUPED_CUT = TileCut(_TOKENS, 4, 1, 1)
+
+
+@functools.cache
+def tile_cuts() -> tuple[TileCut, ...]:
+    """All that `cut_tile` chooses from. Four warpgroups leave the registers for the sums of 64 tokens, two for 128."""
+    cuts = []
+    for tokens in _TILE_TOKENS:
+        groups = ((2, 2), (1, 4)) if tokens <= 64 else ((2, 1), (1, 2))
+        cuts += [TileCut(tokens, 4, 1, 1)] if tokens <= 64 else []
+        cuts += [TileCut(tokens, *shape, splits) for shape in groups for splits in (1, 2)]
+    return tuple(cuts)
+
+
+class _Fused:
+    """What the kernels have in common that multiply compressed weights."""
+
+    _shape: tuple[np.int32, ...]  # n and more
+    _launch: Callable[..., None]
+
+    def grouped(self, x: Any, planes: Mapping[str, Any], ids: Any, experts: int, weights: Any, out: Any) -> None:
+        """`linear_grouped`: sort by expert, multiply, combine."""
+        xp = _xp.namespace(x)
+        products, n = ids.size, int(self._shape[0])
+        room = products // _TOKENS + min(products, experts + 1)
+        order, groups = xp.empty(products, np.int32), xp.empty(room * 4, np.int32)
+        _other_kernel("group_tokens", IDS_CXX[ids.dtype.name], 1024, 4 * (experts + 1))(
+            ids, 1, (ids, np.int32(products), np.int32(experts), order, groups, np.int32(room))
+        )
+        divisor = 1 if x.ndim == 3 else ids.shape[1]
+        partial: Any = 0 if weights is None else xp.empty(products * n, np.float32)
+        step = int("scale" in planes and planes["scale"].size > 1)
+        self._launch(room, x, planes, 0, out, partial, products, groups, order, divisor, step)
+        if weights is not None:
+            _other_kernel("combine_slots", CXX_TYPES[x.dtype.name])(
+                out, -(-out.size // 256), (partial, weights, np.int32(ids.shape[1]), out, out.size, self._shape[0])
+            )
+
+
+class _Few(_Fused):
     """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block."""
 
     def __init__(
@@ -730,34 +850,13 @@ class _Few:
         """Fill out[..., n], each row from that of x."""
         n = int(self._shape[0])
         tokens = out.size // n
-        if bias is not None and bias.dtype != x.dtype and bias.dtype != np.float32:
-            bias = bias.astype(np.float32)
-        kind = _NO_BIAS if bias is None else _OWN_BIAS if bias.dtype == x.dtype else _FLOAT_BIAS
-        bias = 0 if bias is None else bias if bias.flags.c_contiguous else bias.copy()
+        bias, kind = _bias_argument(bias, x.dtype)
         splits = self._grid[1]
         partial: Any = 0 if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
         self._launch(-(-tokens // (self._eights * _TOKENS)), x, planes, bias, out, partial, tokens, kind=kind)
         if splits > 1:
             _other_kernel("add_partials", CXX_TYPES[x.dtype.name])(
                 out, -(-out.size // 256), (partial, np.int32(splits), bias, kind, out, out.size, self._shape[0])
-            )
-
-    def grouped(self, x: Any, planes: Mapping[str, Any], ids: Any, experts: int, weights: Any, out: Any) -> None:
-        """`linear_grouped`: sort by expert, multiply, combine."""
-        xp = _xp.namespace(x)
-        products, n = ids.size, int(self._shape[0])
-        room = products // _TOKENS + min(products, experts + 1)
-        order, groups = xp.empty(products, np.int32), xp.empty(room * 4, np.int32)
-        _other_kernel("group_tokens", IDS_CXX[ids.dtype.name], 1024, 4 * (experts + 1))(
-            ids, 1, (ids, np.int32(products), np.int32(experts), order, groups, np.int32(room))
-        )
-        divisor = 1 if x.ndim == 3 else ids.shape[1]
-        partial: Any = 0 if weights is None else xp.empty(products * n, np.float32)
-        step = int("scale" in planes and planes["scale"].size > 1)
-        self._launch(room, x, planes, 0, out, partial, products, groups, order, divisor, step)
-        if weights is not None:
-            _other_kernel("combine_slots", CXX_TYPES[x.dtype.name])(
-                out, -(-out.size // 256), (partial, weights, np.int32(ids.shape[1]), out, out.size, self._shape[0])
             )
 
     def _launch(
@@ -805,6 +904,134 @@ class _Few:
         )
 
 
+def _tile_instances(decoders: Iterable[str], cuts: Iterable[TileCut], flavour: str = "false") -> tuple[str, ...]:
+    return tuple(
+        f"{decoder.format(T=T)}, {', '.join(map(str, dataclasses.astuple(cut)))}, {flavour}"
+        for decoder in decoders
+        for T in _HALF_CXX
+        for cut in cuts
+    )
+
+
+_MAIN_TILES = (f"TileKbit<{{T}}, 4, {ABSMAX['e4m4'].kernel}>", "TileTable4<{T}>")
+_MORE_TILES = tuple(f"TileKbit<{{T}}, {k}, {absmax.kernel}>" for k in (2, 3, 4, 5) for absmax in ABSMAX.values())
+# Every cut of the formats with targets; of all others those with the most registers.
+register_templates(
+    Template("linear_tile_sm90a.cu", "linear_tile", (_tile_instances(_MAIN_TILES, tile_cuts()),)),
+    Template(
+        "linear_tile_sm90a.cu",
+        "linear_tile",
+        (_tile_instances(_MORE_TILES, (TileCut(64, 2, 2, 1), TileCut(128, 2, 1, 1))),),
+        hot=False,  # the sums of 64 tokens leave some of them one register too few
+    ),
+    Template(
+        "linear_tile_sm90a.cu",
+        "linear_tile",
+        (_tile_instances((*_MORE_TILES, _MAIN_TILES[1]), (_GROUPED_CUT,), "true"),),
+    ),
+)
+
+
+class _Tile(_Fused):
+    """``linear_tile`` for one format, shape and dtype."""
+
+    def __init__(
+        self,
+        format: Format,
+        shape: tuple[int, int],
+        dtype: np.dtype,
+        device: int,
+        cut: TileCut,
+        *,
+        grouped: bool = False,
+    ):
+        n, k = shape
+        bits, expression, block = _tile_decoder(format)
+        arguments = cut.tokens, cut.groups, cut.k_groups, cut.splits, str(grouped).lower()
+        expression = ", ".join((expression.format(T=CXX_TYPES[dtype.name]), *map(str, arguments)))
+        self._kernel = _tile_kernel(expression, 128 * (cut.groups * cut.k_groups + 1), cut.shared(bits, grouped))
+        self._cut, self._row_bytes, self._box_bytes = cut, k * bits // 8, _ITEM_K * bits // 8
+        self._tiles, self._processors = -(-n // (64 * cut.groups)), _cuda.multiprocessors(device)
+        self._shape = np.int32(n), np.int32(k), np.int32(block)
+        values = _values_of(format, dtype)
+        self._values = _cuda.by_value(values)
+        self._struct = values  # what the pointer points to
+
+    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
+        """Whether the copy engine can read the arrays."""
+        return not (planes["packed"].data.ptr % 16 or x.data.ptr % 16)
+
+    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+        """Fill out[..., n], each row from that of x."""
+        tokens = out.size // int(self._shape[0])
+        bias, kind = _bias_argument(bias, x.dtype)
+        self._launch(-(-tokens // self._cut.tokens), x, planes, bias, out, 0, tokens, kind=kind)
+
+    def _launch(
+        self,
+        blocks: int,
+        x: Any,
+        planes: Mapping[str, Any],
+        bias: Any,
+        out: Any,
+        partial: Any,
+        tokens: int,
+        groups: Any = 0,
+        order: Any = 0,
+        divisor: int = 1,
+        step: int = 0,
+        *,
+        kind: Any = None,
+    ) -> None:
+        grouped = kind is None
+        packed, k = planes["packed"], int(self._shape[1])
+        rows, depth = packed.nbytes // self._row_bytes, 2 * k
+        x_map, _ = _matrix(x.data.ptr, x.size // k, depth, 1 if grouped else self._cut.tokens, _tma.BOX_BYTES)
+        w_map, _ = _matrix(packed.data.ptr, rows, self._row_bytes, 64, self._box_bytes)
+        grid = (min(blocks * self._tiles, self._processors), 1) if grouped else (self._tiles * self._cut.splits, blocks)
+        self._kernel.launch(
+            x,
+            grid,
+            (
+                x_map,
+                w_map,
+                planes["absmax"],
+                planes.get("nested_absmax", 0),
+                planes.get("nested_offset", 0),
+                planes.get("scale", 0),
+                planes.get("codebook", planes.get("table", 0)),
+                bias,
+                out,
+                partial,
+                groups,
+                order,
+                np.int32(divisor),
+                np.int32(step),
+                _NO_BIAS if grouped else kind,
+                np.int32(blocks if grouped else tokens),
+                *self._shape,
+                self._values,
+            ),
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _matrix(address: int, rows: int, columns: int, box_rows: int, box_bytes: int) -> tuple[Any, np.ndarray]:
+    """The tensor map of a byte matrix as a kernel argument, and the memory behind it."""
+    memory = np.frombuffer(_tma.byte_matrix(address, rows, columns, columns, box_rows, box_bytes), np.uint8)
+    return _cuda.by_value(memory), memory
+
+
+def _bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, np.int32]:
+    """A bias as the kernels take it, and its kind."""
+    if bias is None:
+        return 0, _NO_BIAS
+    if bias.dtype != dtype and bias.dtype != np.float32:
+        bias = bias.astype(np.float32)
+    bias = bias if bias.flags.c_contiguous else bias.copy()
+    return bias, _OWN_BIAS if bias.dtype == dtype else _FLOAT_BIAS
+
+
 _NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = (np.int32(i) for i in range(3))
 
 
@@ -814,12 +1041,18 @@ def _few_kernel(arguments: str, shared: int) -> _cuda.Kernel:
 
 
 @functools.cache
+def _tile_kernel(arguments: str, threads: int, shared: int) -> _cuda.Kernel:
+    return _cuda.Kernel("linear_tile_sm90a.cu", f"linear_tile<{arguments}>", threads, shared)
+
+
+@functools.cache
 def _other_kernel(name: str, argument: str, threads: int = 256, shared: int = 0) -> _cuda.Kernel:
     return _cuda.Kernel("linear.cu", f"{name}<{argument}>", threads, shared)
 
 
-# Tokens up to which the fused kernel is taken, by whether a thread block can take 16 of them at a time. Beyond, cuBLAS
-# reads the decoded weights once for all tokens, and the fused kernel decodes them again for each 8 or 16.
+# Tokens up to which a kernel is taken: linear_tile; linear_few, by whether a thread block can take 16 of them at a
+# time. Beyond, cuBLAS reads the decoded weights once for all tokens, and the kernel decodes them again for each tile.
+_TILED_UP_TO = 128
 _FUSED_UP_TO = {True: 32, False: 16}
 
 
@@ -829,38 +1062,86 @@ class Plan:
 
     Parameters
     ----------
-    fused : _Few or None
-        The kernel; None: decode and multiply.
+    kernels : tuple of _Tile or _Few
+        The first one that takes the arrays; where none does: decode and multiply.
     reason : str
         One line for the user.
     """
 
-    fused: _Few | None
+    kernels: tuple[_Tile | _Few, ...]
     reason: str
+
+    def kernel_for(self, x: Any, planes: Mapping[str, Any]) -> _Tile | _Few | None:
+        """The kernel that takes these arrays, which may start anywhere."""
+        return next((kernel for kernel in self.kernels if kernel.takes(x, planes)), None)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, device: int) -> Plan:
+    kernels: list[_Tile | _Few] = []
+    reasons = []
+    if _TOKENS < m <= _TILED_UP_TO and not _tile_refusal(format, shape, dtype, device):
+        cut = cut_tile(*shape, m, _cuda.multiprocessors(device))
+        kernels.append(_Tile(format, shape, dtype, device, cut))
+        shape_of_block = f"{cut.tokens} tokens x {64 * cut.groups} rows a thread block"
+        reasons.append(f"fused: linear_tile, {shape_of_block}, k in {cut.k_groups * cut.splits} parts")
     decoder, refusal = _fits(format, shape, dtype, device)
-    if decoder is None or (isinstance(format, KBit) and format.members > 1):
-        return Plan(None, f"decode, then cuBLAS: {refusal or 'a stack is for linear_grouped'}")
-    if m > _FUSED_UP_TO[decoder.wide]:
-        return Plan(None, f"decode, then cuBLAS: more than {_FUSED_UP_TO[decoder.wide]} tokens")
-    eights = 2 if decoder.wide and m > _TOKENS else 1
-    together = -(-m // (eights * _TOKENS))
-    few = _Few(format, decoder, shape, dtype, device, eights=eights, together=together)
-    if few.shared > _cuda.shared_memory(device):
-        return Plan(None, "decode, then cuBLAS: the device has too little shared memory for the fused kernel")
-    return Plan(few, f"fused: linear_few, {eights * _TOKENS} tokens a thread block, grid {(together, *few._grid)}")
+    if isinstance(format, KBit) and format.members > 1:
+        refusal = "a stack is for linear_grouped"
+    elif decoder is not None and m > _FUSED_UP_TO[decoder.wide]:
+        refusal = f"more than {_FUSED_UP_TO[decoder.wide]} tokens"
+    elif decoder is not None:
+        eights = 2 if decoder.wide and m > _TOKENS else 1
+        together = -(-m // (eights * _TOKENS))
+        few = _Few(format, decoder, shape, dtype, device, eights=eights, together=together)
+        if few.shared <= _cuda.shared_memory(device):
+            kernels.append(few)
+            grid = together, *few._grid
+            reasons.append(f"fused: linear_few, {eights * _TOKENS} tokens a thread block, grid {grid}")
+        refusal = "the device has too little shared memory for the fused kernel"
+    return Plan(tuple(kernels), (*reasons, f"decode, then cuBLAS: {refusal}")[0])
 
 
 @functools.lru_cache(maxsize=1024)
-def _grouped_plan(format: Format, shape: tuple[int, int], dtype: np.dtype, experts: int, device: int) -> _Few | None:
+def _grouped_plan(
+    format: Format, shape: tuple[int, int], dtype: np.dtype, experts: int, device: int
+) -> tuple[_Tile | _Few, ...]:
+    """Kernels for a mixture of experts, of which `experts` may be chosen; the faster one first."""
+    tile: tuple[_Tile, ...] = ()
+    # Large tiles are the faster ones where they fill the device a few times.
+    filled = experts * shape[0] // (64 * _GROUPED_CUT.groups) >= 2 * _cuda.multiprocessors(device)
+    if filled and not _tile_refusal(format, shape, dtype, device, grouped=True):
+        tile = (_Tile(format, shape, dtype, device, _GROUPED_CUT, grouped=True),)
     decoder, _ = _fits(format, shape, dtype, device)
     if decoder is None:
-        return None
+        return tile
     few = _Few(format, decoder, shape, dtype, device, together=experts, grouped=True)
-    return few if few.shared <= _cuda.shared_memory(device) else None
+    return (*tile, few) if few.shared <= _cuda.shared_memory(device) else tile
+
+
+def _tile_decoder(format: Format) -> tuple[int, str, int]:
+    """Bits of an element, C++ type (``{T}`` is that of x) and block; 0 bits where the kernel has no decoder."""
+    if isinstance(format, KBit) and 2 <= format.bits <= 5:
+        return format.bits, f"TileKbit<{{T}}, {format.bits}, {ABSMAX[format.absmax].kernel}>", BLOCK
+    if isinstance(format, Table4) and format.block >= _GRANULE_K:
+        return 4, "TileTable4<{T}>", format.block
+    return 0, "", 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _tile_refusal(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int, grouped: bool = False) -> str:
+    """What stands against ``linear_tile``; nothing: an empty text."""
+    bits, _, _ = _tile_decoder(format)
+    n, k = shape
+    if not bits or (not grouped and isinstance(format, KBit) and format.members > 1):
+        return f"{format} has no decoder"
+    if dtype.itemsize != 2:
+        return f"x is {dtype}"
+    if _cuda.capability(device) != 90 or not _tma.available():
+        return "it is for compute capability 9.0"
+    if k % _GRANULE_K or k * bits // 8 % 16 or not k or not n:
+        return f"rows of {k} elements are not whole granules"
+    return "" if max(n, k) < 1 << 30 and n * k < 1 << 36 else "numbers of 32 bits do not reach through the weight"
 
 
 def _fits(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int) -> tuple[Decoder | None, str]:

@@ -38,11 +38,23 @@ def report():
 @pytest.mark.parametrize("name", ["kbit2", "kbit4", "nf4"])
 def test_measure_runs_both_ways(name):
     host, format = Host(), get_format(name)
-    product = bench_linear.measure(host, format, (48, 64), 3, {"tinygemm": 5.0})
+    products = bench_linear.measure(host, format, (48, 64), (3, 5), {3: {"tinygemm": 5.0}})
     nbytes = bench_linear.random_weight(format, (48, 64), np).nbytes
-    assert host.calls == [("linear", name, nbytes), ("decode + cuBLAS", name, nbytes)]
-    peers = {"decode + cuBLAS": 50.0, "tinygemm": 5.0}
-    assert product == bench_linear.Product(name, 48, 64, 3, 50.0, 12.0, 0.5, peers)
+    assert host.calls == [("linear", name, nbytes), ("decode + cuBLAS", name, nbytes)] * 2
+    assert products == [
+        bench_linear.Product(name, 48, 64, tokens, 50.0, 12.0, 0.5, {"decode + cuBLAS": 50.0, **peers})
+        for tokens, peers in ((3, {"tinygemm": 5.0}), (5, {}))
+    ]
+
+
+@pytest.mark.parametrize("name", ["kbit4", "nf4"])
+def test_experts_are_measured(name, monkeypatch):
+    monkeypatch.setattr(bench_linear, "EXPERTS", (6, 16, 64, 2))
+    host = Host()
+    product = bench_linear.measure_experts(host, None, get_format(name), 1)
+    whole = bench_linear.random_weight(get_format(name), (6 * 16, 64), np)
+    assert host.calls == [("linear_grouped", name, whole.nbytes * 2 // 6)]  # those that are chosen
+    assert product == bench_linear.Product(f"{name}, 2 of 6", 16, 64, 1, 50.0, 12.0, 0.5, {})
 
 
 def test_random_weights_are_ordinary_numbers():
@@ -70,5 +82,5 @@ def test_there_must_be_a_gpu(capsys):
 
 def test_a_small_run(cupy):
     report = bench_linear.run([(256, 512)], tokens=[1, 40], quick=True)
-    assert [(p.format, p.tokens) for p in report.products[:2]] == [("kbit4", 1), ("nf4", 1)]
+    assert [(p.format, p.tokens) for p in report.products[:4]] == [("kbit4", 1), ("kbit4", 40), ("nf4", 1), ("nf4", 40)]
     assert all(p.us > 0 and p.peers["decode + cuBLAS"] > 0 for p in report.products)

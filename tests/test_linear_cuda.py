@@ -16,6 +16,8 @@ MODULE = importlib.import_module("kbitcupy.linear")
 
 # Formats that a kernel decodes, and those among them with a tensor scale for each member of a stack.
 DECODED = [format for format in FORMATS if MODULE.decoder_of(format) is not None]
+# ... and those among them that linear_tile decodes.
+TILED = [format for format in DECODED if MODULE._tile_decoder(format)[0]]
 
 
 def plan_of(x, q):
@@ -31,9 +33,29 @@ class TestSmall:
         for shape in ((16, 128), (77, 320), (130, 1024), (33, 192)):
             q = weight(shape, format, cupy)
             bias = numbers(shape[:1], np.dtype("float32"), cupy)
-            for m in (1, 8, 9, 16, 17):
+            for m in (1, 8, 9, 16, 17, 40, 65):
                 x = numbers((m, shape[1]), dtype, cupy)
                 check(kb.linear(x, q, bias), x, q, bias)
+
+    @pytest.mark.parametrize("dtype", HALF, ids=str)
+    @pytest.mark.parametrize("format", TILED, ids=repr)
+    def test_every_tile(self, cupy, format, dtype):
+        """Every cut of the work for the formats with targets, some for the others."""
+        if MODULE._tile_refusal(format, (64, 512), dtype, 0):
+            pytest.skip("linear_tile is for compute capability 9.0")
+        few = MODULE.TileCut(16, 1, 4, 2), MODULE.TileCut(64, 2, 2, 1), MODULE.TileCut(128, 2, 1, 1)
+        every = format in (kb.get_format("kbit4"), kb.get_format("nf4"))
+        for number, cut in enumerate(MODULE.tile_cuts() if every else few):
+            tokens, groups = cut.tokens, cut.groups
+            shape = (64 * groups + 5 * (number % 3), 128 * (number % 5) + 128)
+            q = weight(shape, format, cupy, scale=(1e-4, 1.0, 20.0)[number % 3])
+            x = numbers((max(1, tokens - number), shape[1]), dtype, cupy)
+            bias = numbers(shape[:1], np.dtype("float32") if number % 2 else dtype, cupy)
+            tile = MODULE._Tile(format, shape, dtype, 0, cut)
+            assert tile.takes(x, q.planes)
+            out = cupy.full((len(x), shape[0]), np.nan, dtype)
+            tile(x, q.planes, bias, out)
+            check(out, x, q, bias)
 
     @pytest.mark.parametrize("dtype", HALF, ids=str)
     @pytest.mark.parametrize("format", ["kbit4", "kbit3", "nf4"])
@@ -106,7 +128,7 @@ def test_the_same_bits_every_time(cupy, format, shape):
     q = weight(shape, format, cupy)
     for m in (1, 8, 16, 32):
         x = numbers((m, shape[1]), np.dtype("float16"), cupy)
-        assert plan_of(x, q).fused is not None
+        assert m > 16 or plan_of(x, q).kernels
         first = kb.linear(x, q)
         for _ in range(50):
             assert bool((kb.linear(x, q).view(np.uint16) == first.view(np.uint16)).all())
@@ -117,6 +139,21 @@ def test_the_same_bits_every_time(cupy, format, shape):
         first = kb.linear_grouped(x, qs, ids)
         for _ in range(50):
             assert bool((kb.linear_grouped(x, qs, ids).view(np.uint16) == first.view(np.uint16)).all())
+
+
+@pytest.mark.parametrize("format", ["kbit4", "nf4"])
+def test_scales_that_grow_along_a_row(cupy, format):
+    """float16 scales are relative to the rows' first ones: later ones may be far larger, or the first ones zero."""
+    w = np.random.default_rng(0).standard_normal((96, 1024)).astype(np.float32)
+    w[:, :512] *= 1e-9
+    w[::3, :256] = 0
+    w[::4, 512:] *= 1e-6
+    w[5] = 0
+    q = kb.quantize(cupy.asarray(w), kb.get_format(format, **({"absmax": "float32"} if format == "kbit4" else {})))
+    for dtype in HALF:
+        for m in (12, 64):
+            x = numbers((m, 1024), dtype, cupy)
+            check(kb.linear(x, q), x, q)
 
 
 @pytest.mark.parametrize("format", ["kbit4", "nf4", "kbit8"])

@@ -1,0 +1,618 @@
+// Products of 9 to 128 tokens with compressed weights on Hopper (sm_90a): y[m, n] = x[m, k] W[n, k]^T, and products
+// with a mixture of experts.
+//
+// One warp has the bulk tensor copy engine fill a ring of stages in shared memory, 128 k each: TOKENS rows of x, and
+// the weights of a tile of rows as they are stored. Warpgroups of 64 rows decode the weights to registers, which are
+// operand A of wgmma; operand B is x, straight from shared memory, so x costs the warps nothing:
+//
+//     copy engine --full[stage]--> x in the lanes' order --ready[stage]--> wgmma, 64 rows x TOKENS x 16 k
+//     --empty[stage]-->
+//
+// Which k of a stage a lane (g, t) of operand A holds is free as long as B agrees. It owns the granule t, 32 k with one
+// scale, of the rows g and g + 8, so no weight crosses lanes; three more warps bring x into that order, in place.
+//
+// ROW_GROUPS x K_GROUPS warpgroups multiply: those of a K_GROUP each take every K_GROUPS-th stage, for 64 rows each.
+// The thread blocks of a cluster share k as well. Each leaves its sums in its shared memory, and they add up in the
+// order of the blocks, each for some of the tokens: one launch, and the same bits every time.
+#include "hopper.cuh"
+#include "linear.cuh"
+
+constexpr int STAGE_K = 128;   // k of a stage
+constexpr int HALF_K = 64;     // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
+constexpr int GRANULE_K = 32;  // k that share a scale
+// In the shared window, whose first 1024 bytes are the system's: 227 KiB less what is declared by name.
+constexpr int RING_END = 228 * 1024 - 512;
+
+// ---- wgmma
+// -----------------------------------------------------------------------------------------------------------
+
+#define SUMS8(s, i)                                                                                             \
+    "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
+        "+f"(s[i + 7])
+#define SUMS16(s, i) SUMS8(s, i), SUMS8(s, i + 8)
+#define SUMS32(s, i) SUMS16(s, i), SUMS16(s, i + 16)
+#define SUMS64(s, i) SUMS32(s, i), SUMS32(s, i + 32)
+#define SUMS4(s, i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define LIST4 "%0, %1, %2, %3"
+#define LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define LIST16 LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define LIST32 LIST16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LIST64                                                                                            \
+    LIST32                                                                                                \
+        ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50" \
+        ", %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA(tokens, type, list, inputs, ...)                                                              \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32." type "." type " {" list "}, " inputs \
+                 ", 1, 1, 1, 0;"                                                                            \
+                 : __VA_ARGS__                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define WGMMA_OF(tokens, list, inputs, ...)                                                        \
+    do {                                                                                           \
+        if constexpr (SameType<T, __half>::VALUE) WGMMA(tokens, "f16", list, inputs, __VA_ARGS__); \
+        else WGMMA(tokens, "bf16", list, inputs, __VA_ARGS__);                                     \
+    } while (false)
+
+// Describes rows of 128 bytes to wgmma, as `describe` does, from the lower half of the description.
+__device__ __forceinline__ unsigned long long described(unsigned low) {
+    return (unsigned long long)(64u | 1u << 30) << 32 | low;
+}
+
+// sum += a * b for 64 rows x 2 N tokens x 16 k.
+template <typename T, int N>
+__device__ __forceinline__ void wgmma_rows(float (&sum)[N], const unsigned (&a)[4], unsigned long long b) {
+    if constexpr (N == 4) WGMMA_OF("8", LIST4, "{%4, %5, %6, %7}, %8", SUMS4(sum, 0));
+    else if constexpr (N == 8) WGMMA_OF("16", LIST8, "{%8, %9, %10, %11}, %12", SUMS8(sum, 0));
+    else if constexpr (N == 16) WGMMA_OF("32", LIST16, "{%16, %17, %18, %19}, %20", SUMS16(sum, 0));
+    else if constexpr (N == 32) WGMMA_OF("64", LIST32, "{%32, %33, %34, %35}, %36", SUMS32(sum, 0));
+    else WGMMA_OF("128", LIST64, "{%64, %65, %66, %67}, %68", SUMS64(sum, 0));
+}
+
+// Registers that wgmma reads or writes: until here nothing else may have them.
+template <int N>
+__device__ __forceinline__ void held(float (&sum)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void held(unsigned (&a)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+}
+
+// ---- decoders
+// --------------------------------------------------------------------------------------------------------
+
+// WORDS consecutive words of shared memory.
+template <int WORDS>
+__device__ __forceinline__ void read_shared(unsigned (&w)[WORDS], unsigned address) {
+    if constexpr (WORDS == 4)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"(address));
+    else if constexpr (WORDS == 2)
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+    else
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) w[i] = shared_at<unsigned>(address + 4 * i);
+}
+
+// The address of entry number byte `byte` of `indices`, less that of the table: by one permutation.
+__device__ __forceinline__ unsigned entry_of(unsigned indices, int byte, unsigned lane_offset) {
+    return __byte_perm(indices, lane_offset, 0x7604 | byte << 4);
+}
+
+// A decoder fills the table from a value a lane, lane i that of index i % VALUES; turns the words of a granule to
+// FIELDS words, in place; and looks up its pairs, q being that of the elements 2q and 2q + 1.
+
+// Bit planes of blocks of 32.
+template <typename T, int K, int FORMAT>
+struct TileKbit {
+    using Type = T;
+    static constexpr int BITS = K, SCALE = FORMAT, VALUES = 1 << K, FIELDS = K == 5 ? 8 : K == 2 ? 2 : 4;
+    static constexpr int ENTRIES = K == 5 ? 32 : K == 3 ? 64 : 256, LANE_BYTES = K == 2 ? 8 : 4;
+    static constexpr bool BLOCKS_OF_32 = true;
+    static constexpr float FACTOR = FORMAT == E4M4 ? Pair<T>::E4M4_FACTOR : 1.0f;
+
+    // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
+    // K = 5 one value, in the low half of a word, and 128 bytes on in the high half.
+    __device__ static void build(char* table, float mine, int thread, int threads) {
+        auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index); };
+        auto both = [&](int bits) {
+            int low = 0, high = 0;
+#pragma unroll
+            for (int p = 0; p < K; ++p) low |= (bits >> 2 * p & 1) << p, high |= (bits >> (2 * p + 1) & 1) << p;
+            const float first = value(low), second = value(high);
+            return Pair<T>::pack(first, second);
+        };
+        for (int i = thread; i < 2 * ENTRIES; i += threads) {
+            const int index = i / 2, part = i % 2;
+            if constexpr (K == 5) {
+                const float v = value(index);
+                const unsigned word[1] = {part ? Pair<T>::pack(0.0f, v) : Pair<T>::pack(v, 0.0f)};
+                fill_entry<1>(table + part * 128, index, 0, word);
+                fill_entry<1>(table + part * 128, index, 1, word);
+            } else if constexpr (K == 2) {
+                const unsigned first = both(index & 15), second = both(index >> 4);
+                const unsigned word[2] = {first, second};
+                fill_entry<2>(table, index, part, word);
+            } else {
+                const unsigned word[1] = {both(index)};
+                fill_entry<1>(table, index, part, word);
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void unpack(unsigned (&f)[FIELDS]) {
+        if constexpr (K == 5) {
+            transpose_fields<8>(f);  // byte n of word w: the index of element 8 n + w
+        } else {
+            // The same on fields of two bits: byte n of word w is the index of the elements 8 n + 2 w and the next.
+#pragma unroll
+            for (int step = 1; step < FIELDS; step *= 2) {
+                const unsigned low = step == 1 ? 0x33333333u : 0x0f0f0f0fu;
+#pragma unroll
+                for (int p = 0; p < FIELDS; ++p) {
+                    if (p & step) continue;
+                    const unsigned a = f[p], b = f[p + step];
+                    f[p] = select_bits(low, a, b << 2 * step);
+                    f[p + step] = select_bits(low, a >> 2 * step, b);
+                }
+            }
+        }
+    }
+
+    // Pairs 8 h to 8 h + 7.
+    __device__ __forceinline__ static void pairs(
+        const unsigned (&f)[FIELDS], int h, unsigned lane_offset, unsigned (&pair)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int byte = 2 * h + j / 4;
+            if constexpr (K == 5) {
+                pair[j] = entry(entry_of(f[j % 4 * 2], byte, lane_offset)) |
+                          entry<128>(entry_of(f[j % 4 * 2 + 1], byte, lane_offset));
+            } else if constexpr (K == 2) {
+                if (j % 4 >= 2) continue;
+                const uint2 v = entry_pair(entry_of(f[j % 4], byte, lane_offset));
+                pair[j] = v.x, pair[j + 2] = v.y;
+            } else {
+                pair[j] = entry(entry_of(f[j % 4], byte, lane_offset));
+            }
+        }
+    }
+};
+
+// Tables of 16 values, two elements a byte, the earlier in its upper half.
+template <typename T>
+struct TileTable4 {
+    using Type = T;
+    static constexpr int BITS = 4, SCALE = FLOAT32, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
+    static constexpr bool BLOCKS_OF_32 = false;
+    static constexpr float FACTOR = 1.0f;
+
+    __device__ static void build(char* table, float mine, int thread, int threads) {
+        for (int i = thread; i < 2 * ENTRIES; i += threads) {
+            const int index = i / 2;
+            const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
+            const float second = __shfl_sync(FULL_WARP, mine, index & 15);
+            const unsigned word[1] = {Pair<T>::pack(first, second)};
+            fill_entry<1>(table, index, i % 2, word);
+        }
+    }
+
+    __device__ __forceinline__ static void unpack(unsigned (&)[FIELDS]) {}
+
+    __device__ __forceinline__ static void pairs(
+        const unsigned (&f)[FIELDS], int h, unsigned lane_offset, unsigned (&pair)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) pair[j] = entry(entry_of(f[2 * h + j / 4], j % 4, lane_offset));
+    }
+};
+
+// Where the scales of the granules are.
+struct TileScales {
+    const void* absmax;
+    const float* nested_absmax;  // double quantization: float32[blocks / 256], or null
+    const float* nested_offset;
+    const float* map;  // the values of its 8-bit codes
+    int shift;         // log2 of the granules of a block
+};
+
+// The scales of a lane's two rows, of granule t: as they are in memory, so that nothing waits for them.
+template <typename Decoder>
+struct RawScales {
+    unsigned code[2];
+    float nested[2];
+
+    // Of the granules `at` of the rows, whose first ones are `origin` in the weight.
+    __device__ __forceinline__ void fetch(const TileScales& from, const unsigned (&origin)[2], unsigned at) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned block = (origin[i] + at) >> (Decoder::BLOCKS_OF_32 ? 0 : from.shift);
+            if (Decoder::SCALE == E4M4 || from.nested_absmax)
+                code[i] = static_cast<const unsigned char*>(from.absmax)[block];
+            else if (Decoder::SCALE == FLOAT16) code[i] = static_cast<const unsigned short*>(from.absmax)[block];
+            else code[i] = static_cast<const unsigned*>(from.absmax)[block];
+            if (Decoder::SCALE == FLOAT32 && from.nested_absmax) nested[i] = from.nested_absmax[block / 256];
+        }
+    }
+
+    __device__ __forceinline__ float value(const TileScales& from, int i) const {
+        if (Decoder::SCALE == FLOAT16) return __half2float(__ushort_as_half(code[i]));
+        if (from.nested_absmax) return __fadd_rn(__fmul_rn(from.map[code[i]], nested[i]), *from.nested_offset);
+        return __uint_as_float(code[i]);
+    }
+};
+
+template <typename T>
+__device__ __forceinline__ float bias_at(const void* bias, int kind, int row) {
+    if (kind == 0) return 0.0f;
+    return kind == 1 ? to_float(static_cast<const T*>(bias)[row]) : static_cast<const float*>(bias)[row];
+}
+__device__ __forceinline__ void store(__half* y, float v) { *y = __float2half_rn(v); }
+__device__ __forceinline__ void store(__nv_bfloat16* y, float v) { *y = __float2bfloat16_rn(v); }
+
+// A number in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ float shared_of(unsigned address, unsigned rank) {
+    float v;
+    asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %1, %2; ld.shared::cluster.f32 %0, [remote]; }"
+                 : "=f"(v)
+                 : "r"(address), "r"(rank));
+    return v;
+}
+
+// A stage of x, 8 tokens: the words (t, q), t of 4 granules, q of 16 pairs, to the order (q, t). Chunks of 16 bytes lie
+// in the 128-byte swizzle, those of the second half of a stage `half` bytes on.
+__device__ __forceinline__ void reorder(unsigned x, unsigned half, int lane) {
+    const unsigned row = lane % 8, c = lane / 8;
+    const unsigned at = x + row * 128;
+    unsigned word[4][4];
+#pragma unroll
+    for (unsigned t = 0; t < 4; ++t) read_shared(word[t], at + t / 2 * half + (((t % 2 * 4 + c) ^ row) << 4));
+    __syncwarp();
+#pragma unroll
+    for (unsigned i = 0; i < 4; ++i)
+        asm volatile(
+            "st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at + c / 2 * half + (((c % 2 * 4 + i) ^ row) << 4)),
+            "r"(word[0][i]), "r"(word[1][i]), "r"(word[2][i]), "r"(word[3][i])
+            : "memory");
+}
+
+// What this thread wrote to shared memory is there for wgmma, once a barrier has told of it.
+__device__ __forceinline__ void wgmma_sees_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- the parts of a thread block
+// ---------------------------------------------------------------------------------------
+
+template <typename Decoder_, int TOKENS_, int ROW_GROUPS_, int K_GROUPS_, bool GROUPED_>
+struct Tiling {
+    using Decoder = Decoder_;
+    static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, K_GROUPS = K_GROUPS_;
+    static constexpr bool GROUPED = GROUPED_;
+    static constexpr int WARPS = 4 * ROW_GROUPS * K_GROUPS, ROWS = 64 * ROW_GROUPS;  // warps that multiply
+    static constexpr int ROW_BYTES = STAGE_K * Decoder::BITS / 8, W_BYTES = ROWS * ROW_BYTES;
+    static constexpr int X_BYTES = TOKENS * STAGE_K * 2, STAGE = X_BYTES + W_BYTES;
+    static constexpr int PITCH = ROWS + 4, SUMS = TOKENS * PITCH;  // of the sums of a group along k
+    // The swizzle counts in units of 1024 bytes from address 0. The sums stand where the ring was; behind it where the
+    // ring goes on for the next tile.
+    static constexpr int RING_AT = (int(TABLE_AT) + Decoder::ENTRIES * ENTRY_STRIDE + 1023) / 1024 * 1024;
+    static constexpr int ROOM = RING_END - RING_AT - (GROUPED ? K_GROUPS * SUMS * 4 : 0), FITTING = ROOM / STAGE;
+    static constexpr int STAGES = FITTING < 12 ? FITTING : 12;
+    static constexpr int SUMS_AT = RING_AT + (GROUPED ? STAGES * STAGE : 0);
+    static_assert(STAGES > K_GROUPS, "a stage is given back when the next one of its group is there");
+};
+
+// Addresses in shared memory, and which stage is next.
+template <typename S>
+struct Ring {
+    unsigned at, full0, ready0, empty0;
+    unsigned stage = 0, phase = 0;
+
+    __device__ __forceinline__ unsigned data() const { return at + stage * S::STAGE; }
+    __device__ __forceinline__ unsigned full() const { return full0 + 8 * stage; }
+    __device__ __forceinline__ unsigned ready() const { return ready0 + 8 * stage; }
+    __device__ __forceinline__ unsigned empty() const { return empty0 + 8 * stage; }
+    __device__ __forceinline__ void step(int stages, int rounds = 0) {
+        stage += stages, phase ^= rounds & 1;
+        if (stage >= S::STAGES) stage -= S::STAGES, phase ^= 1;
+    }
+};
+
+// The tokens that one expert multiplies in one tile: order[first .. first + count] of them.
+struct TokenGroup {
+    int expert;  // -1: none, the products are zero
+    int first, count, unused;
+};
+
+// Rows of W, tokens of x and stages of k that a thread block multiplies.
+struct Task {
+    int row;  // of W, or of the expert
+    TokenGroup group;
+    int begin, end;
+};
+
+// What all threads know.
+struct Job {
+    const TokenGroup* groups;
+    const int* order;
+    int divisor;  // product p has row p / divisor of x
+    int tokens, n, k;
+    unsigned rank, blocks;  // of the cluster
+
+    // Task number i of this thread block; without tokens behind the last one.
+    template <typename S>
+    __device__ __forceinline__ Task task(int i) const {
+        const int items = (k + STAGE_K - 1) / STAGE_K, share = (items + blocks - 1) / blocks;
+        Task found{0, {0, int(blockIdx.y) * S::TOKENS, 0, 0}, int(rank) * share, min(items, (int(rank) + 1) * share)};
+        if constexpr (S::GROUPED) {
+            const int tiles = (n + S::ROWS - 1) / S::ROWS, unit = blockIdx.x + i * gridDim.x;
+            if (unit / tiles < tokens) found.group = groups[unit / tiles];  // `tokens` counts the groups
+            found.row = unit % tiles * S::ROWS;
+        } else {
+            found.row = blockIdx.x / blocks * S::ROWS;
+            found.group.count = i > 0 ? 0 : min(S::TOKENS, tokens - found.group.first);
+        }
+        return found;
+    }
+
+    template <typename S>
+    __device__ __forceinline__ long long product(const Task& task, int token) const {
+        return S::GROUPED ? order[task.group.first + token] : task.group.first + token;
+    }
+};
+
+// A barrier of the warps that multiply.
+template <typename S>
+__device__ __forceinline__ void warps_sync() {
+    asm volatile("bar.sync 1, %0;" ::"n"(S::WARPS * WARP) : "memory");
+}
+
+// Fill the stages: one warp.
+template <typename S>
+__device__ __forceinline__ void copy_stages(
+    Ring<S> ring, const Job& job, const TensorMap* x_map, const TensorMap* w_map, int lane) {
+    for (int i = 0;; ++i) {
+        const Task task = job.task<S>(i);
+        if (task.group.count == 0) return;
+        if (task.group.expert < 0) continue;
+        const int x_row = S::GROUPED && lane < task.group.count ? int(job.product<S>(task, lane)) / job.divisor : 0;
+        const int w_row = (S::GROUPED ? task.group.expert * job.n : 0) + task.row;
+        for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
+            const unsigned x_column = item * STAGE_K * 2, target = ring.data();
+            if (lane == 0) {
+                barrier_wait_here(ring.empty(), ring.phase ^ 1);
+                barrier_expect(ring.full(), S::W_BYTES + (S::GROUPED ? task.group.count * STAGE_K * 2 : S::X_BYTES));
+#pragma unroll
+                for (int r = 0; r < S::ROW_GROUPS; ++r)
+                    copy_box(
+                        target + S::X_BYTES + r * (S::W_BYTES / S::ROW_GROUPS), w_map, item * S::ROW_BYTES,
+                        w_row + 64 * r, ring.full());
+            }
+            __syncwarp();
+            if (S::GROUPED ? lane < task.group.count : lane == 0)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    copy_box(
+                        target + h * (S::X_BYTES / 2) + (S::GROUPED ? lane * 128 : 0), x_map, x_column + h * HALF_K * 2,
+                        S::GROUPED ? x_row : task.group.first, ring.full());
+        }
+    }
+}
+
+// Bring x into the order of the lanes: three warps.
+template <typename S>
+__device__ __forceinline__ void reorder_stages(Ring<S> ring, const Job& job, int warp, int lane) {
+    for (int i = 0;; ++i) {
+        const Task task = job.task<S>(i);
+        if (task.group.count == 0) return;
+        if (task.group.expert < 0) continue;
+        for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
+            barrier_wait_here(ring.full(), ring.phase);
+            for (int token = warp * 8; token < task.group.count; token += 24)
+                reorder(ring.data() + token * 128, S::X_BYTES / 2, lane);
+            wgmma_sees_writes();
+            __syncwarp();
+            if (lane == 0) barrier_arrive_here(ring.ready());
+        }
+    }
+}
+
+// What multiplies the granules of a lane, in both halves of a word: their scales, as far as half precision reaches.
+// There scales of other types are relative to a power of two for each row, `top`, which may have to grow.
+template <typename Decoder, int N>
+__device__ __forceinline__ void scale_words(
+    const RawScales<Decoder>& raw, const TileScales& scales, unsigned (&top)[2], float (&sum)[N], unsigned (&own)[2]) {
+    using T = typename Decoder::Type;
+    if constexpr (Decoder::SCALE == E4M4) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) own[i] = Pair<T>::e4m4(raw.code[i]);
+        return;
+    }
+    float s[2] = {raw.value(scales, 0), raw.value(scales, 1)};
+    if constexpr (SameType<T, __half>::VALUE) {
+        unsigned largest[2];
+        bool beyond = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            largest[i] = __float_as_uint(s[i]) & 0x7f800000u;
+            largest[i] = max(largest[i], __shfl_xor_sync(FULL_WARP, largest[i], 1));
+            largest[i] = min(max(largest[i], __shfl_xor_sync(FULL_WARP, largest[i], 2)), 252u << 23);
+            beyond |= largest[i] > top[i] + (8u << 23);
+        }
+        if (__any_sync(FULL_WARP, beyond)) {
+            wgmma_wait<0>();
+            held(sum);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const unsigned one = 127u << 23, higher = max(largest[i], top[i]);
+                const float down = top[i] + one > higher ? __uint_as_float(top[i] + one - higher) : 0.0f;
+#pragma unroll
+                for (int j = 0; j < N; j += 4) sum[j + 2 * i] *= down, sum[j + 2 * i + 1] *= down;
+                top[i] = higher;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) s[i] *= __uint_as_float((254u << 23) - top[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) own[i] = Pair<T>::pack(s[i], s[i]);
+}
+
+// Decode and multiply the stages of a task: a warp of a warpgroup. Leaves the sums in shared memory, by tokens; the
+// lanes of a warp meet in no bank.
+template <typename S>
+__device__ __forceinline__ void multiply_stages(
+    Ring<S> ring, const Task& task, const TileScales& scales, int n, int k, int warp, int lane, unsigned own_block,
+    char* sums) {
+    using Decoder = typename S::Decoder;
+    using T = typename Decoder::Type;
+    const int g = lane / 4, t = lane % 4;
+    const int k_group = S::K_GROUPS == 1 ? 0 : __shfl_sync(FULL_WARP, warp / (4 * S::ROW_GROUPS), 0);  // uniform
+    const int row = 16 * (warp % (4 * S::ROW_GROUPS)) + g;  // in the tile; the other one is 8 on
+    const unsigned granules = k / GRANULE_K, above = S::GROUPED ? task.group.expert * n : 0;
+    const unsigned origin[2] = {
+        (above + min(task.row + row, n - 1)) * granules, (above + min(task.row + row + 8, n - 1)) * granules};
+    // Where x is zero any scale will do.
+    auto granule = [&](unsigned item) { return min(item * (STAGE_K / GRANULE_K) + t, granules - 1); };
+    RawScales<Decoder> raw;  // of the next stage
+    raw.fetch(scales, origin, granule(task.begin + k_group));
+
+    float sum[S::TOKENS / 2] = {};
+    unsigned top[2] = {1u << 23, 1u << 23};
+    const unsigned lane_offset = own_block | Decoder::LANE_BYTES * lane;
+    // Rows of 32 or 64 bytes come in the swizzle of that size, others in order and without bank conflicts.
+    constexpr int SWIZZLE = S::ROW_BYTES == 64 ? 0x30 : S::ROW_BYTES == 32 ? 0x10 : 0;
+    const unsigned w_offset =
+        S::X_BYTES + row * S::ROW_BYTES + (t * (S::ROW_BYTES / 4) ^ (row * S::ROW_BYTES >> 3 & SWIZZLE));
+    const unsigned x_low = (ring.at & 0xffffffu) >> 4 | 1u << 16;  // the lower half of its description
+    unsigned last = 0;
+    ring.step(k_group);
+    for (int item = task.begin + k_group; item < task.end; item += S::K_GROUPS) {
+        unsigned own[2];
+        scale_words<Decoder>(raw, scales, top, sum, own);
+        raw.fetch(scales, origin, granule(item + S::K_GROUPS));
+        barrier_wait_here(ring.full(), ring.phase);
+        unsigned field[2][Decoder::FIELDS];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            unsigned word[S::ROW_BYTES / 16];
+            read_shared(word, ring.data() + w_offset + i * 8 * S::ROW_BYTES);
+#pragma unroll
+            for (int p = 0; p < Decoder::FIELDS; ++p) field[i][p] = p < S::ROW_BYTES / 16 ? word[p] : 0u;
+            Decoder::unpack(field[i]);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            unsigned a[4][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                unsigned pair[8];
+                Decoder::pairs(field[i], h, lane_offset, pair);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) a[j / 2][j % 2 * 2 + i] = pair[j];
+            }
+            if (h == 0) barrier_wait_here(ring.ready(), ring.phase);
+            // Operands may change only while no product is under way: so far nothing is scaled.
+            wgmma_wait<0>();
+            if (h == 0 && item >= task.begin + S::K_GROUPS && lane == 0) barrier_arrive_here(last);
+            held(a);
+#pragma unroll
+            for (int j = 0; j < 16; ++j) a[j / 4][j % 4] = Pair<T>::multiply(a[j / 4][j % 4], own[j % 2]);
+            held(a);
+            const unsigned x = x_low + ring.stage * (S::STAGE / 16) + h * (S::X_BYTES / 32);
+            wgmma_begin();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) wgmma_rows<T>(sum, a[s], described(x + 2 * s));  // in units of 16 bytes
+            wgmma_commit();
+        }
+        last = ring.empty();
+        ring.step(S::K_GROUPS);
+    }
+    wgmma_wait<0>();
+    held(sum);
+    if (last && lane == 0) barrier_arrive_here(last);
+    warps_sync<S>();  // the sums before have been read
+#pragma unroll
+    for (int j = 0; j < S::TOKENS / 2; ++j) {
+        const int token = j / 4 * 8 + 2 * t + j % 2, i = j / 2 % 2;
+        const float up = Decoder::SCALE != E4M4 && SameType<T, __half>::VALUE ? __uint_as_float(top[i]) : 1.0f;
+        *reinterpret_cast<float*>(sums + (k_group * S::SUMS + token * S::PITCH + row + 8 * i) * 4) = sum[j] * up;
+    }
+}
+
+// ---- the kernel
+// ------------------------------------------------------------------------------------------------------
+
+// gridDim.x: tiles of rows x CLUSTER; gridDim.y: tiles of tokens. GROUPED: W is [experts][n][k], the thread blocks
+// share out the tiles of rows of the groups, `tokens` of them at most, and product number order[i] is that of one
+// expert. Products go to `partial`, fp32, where it is given.
+template <typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int CLUSTER, bool GROUPED>
+__global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROUPS + 1) * WARPGROUP, 1) linear_tile(
+    const __grid_constant__ TensorMap x_map,  // [M, K], boxes of 128 bytes x TOKENS, or of one row where GROUPED
+    const __grid_constant__ TensorMap w_map,  // [N, bytes], boxes of the bytes of a stage x 64 rows
+    const void* absmax, const float* nested_absmax, const float* nested_offset, const float* tensor_scale,
+    const float* values, const void* bias, typename Decoder::Type* y, float* partial, const TokenGroup* groups,
+    const int* order, int divisor, int scale_step, int bias_kind, int tokens, int n, int k, int block,
+    const __grid_constant__ Values codebook) {
+    using T = typename Decoder::Type;
+    using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, GROUPED>;
+    static_assert(!GROUPED || CLUSTER == 1, "thread blocks have different tasks");
+    extern __shared__ uint4 dynamic[];
+    __shared__ alignas(8) unsigned long long full[S::STAGES], ready[S::STAGES], empty[S::STAGES];
+    // In a cluster the upper byte of an address in shared memory is the block's number.
+    const unsigned window = shared_address(dynamic), own_block = window & 0xff000000u;
+    char* const shared0 = reinterpret_cast<char*>(dynamic) - (window - own_block);
+    Ring<S> ring{own_block | S::RING_AT, shared_address(full), shared_address(ready), shared_address(empty)};
+    const unsigned rank = CLUSTER == 1 ? 0 : block_in_cluster();
+    const Job job{groups, order, divisor, tokens, n, k, rank, CLUSTER};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::STAGES; ++i) {
+            barrier_init(ring.full0 + 8 * i, 1);
+            barrier_init(ring.ready0 + 8 * i, 3);
+            barrier_init(ring.empty0 + 8 * i, 4 * ROW_GROUPS);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (warp >= S::WARPS) {
+        if (warp == S::WARPS) copy_stages<S>(ring, job, &x_map, &w_map, lane);
+        else reorder_stages<S>(ring, job, warp - S::WARPS - 1, lane);
+        __syncwarp();
+        if constexpr (CLUSTER > 1) cluster_sync(), cluster_sync();
+        return;
+    }
+    const float mine = (values ? values : codebook.value)[lane % Decoder::VALUES];
+    const float largest = __uint_as_float(warp_max(__float_as_uint(fabsf(mine))));
+    const float power = power_below(&largest, 1) * codebook.factor;
+    Decoder::build(shared0 + TABLE_AT, mine * (power * Decoder::FACTOR), threadIdx.x, S::WARPS * WARP);
+    warps_sync<S>();
+    const TileScales scales{absmax, nested_absmax, nested_offset, codebook.map, 31 - __clz(block / GRANULE_K)};
+    for (int i = 0;; ++i) {
+        const Task task = job.task<S>(i);
+        if (task.group.count == 0) break;
+        if (task.group.expert >= 0) {
+            multiply_stages<S>(ring, task, scales, n, k, warp, lane, own_block, shared0 + S::SUMS_AT);
+            if (GROUPED) ring.step((task.end - task.begin) % S::STAGES, (task.end - task.begin) / S::STAGES);
+        }
+        if constexpr (CLUSTER == 1) warps_sync<S>();
+        else cluster_sync();
+        const float factor = (tensor_scale ? tensor_scale[max(task.group.expert, 0) * scale_step] : 1.0f) / power;
+        constexpr int PART = TOKENS / CLUSTER;
+        for (int j = threadIdx.x; j < PART * S::ROWS; j += S::WARPS * WARP) {
+            const int token = rank * PART + j / S::ROWS, r = j % S::ROWS, to_row = task.row + r;
+            if (token >= task.group.count || to_row >= n) continue;
+            const unsigned at = own_block + S::SUMS_AT + (token * S::PITCH + r) * 4;
+            float total = 0.0f;
+#pragma unroll
+            for (int q = 0; q < CLUSTER * K_GROUPS; ++q) {
+                const unsigned part = at + q % K_GROUPS * S::SUMS * 4;
+                total += CLUSTER == 1 ? shared_at<float>(part) : shared_of(part, q / K_GROUPS);
+            }
+            total = GROUPED && task.group.expert < 0 ? 0.0f : total * factor;
+            const long long to = job.product<S>(task, token) * n + to_row;
+            if (GROUPED && partial) partial[to] = total;
+            else store(y + to, total + bias_at<T>(bias, bias_kind, to_row));
+        }
+    }
+    if constexpr (CLUSTER > 1) cluster_sync();  // the others may still read here
+}
