@@ -24,9 +24,7 @@ def available() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def byte_matrix(
-    address: int, rows: int, columns: int, pitch: int, box_rows: int, box_bytes: int = BOX_BYTES
-) -> bytes:
+def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int, box_bytes: int = BOX_BYTES) -> bytes:
     """The tensor map of a byte matrix that is copied in boxes of `box_rows` rows x `box_bytes` bytes.
 
     What a box has beyond the matrix arrives as zeros.
