@@ -775,8 +775,8 @@ def tile_cuts() -> tuple[TileCut, ...]:
     """All that `cut_tile` chooses from. Four warpgroups leave the registers for the sums of 64 tokens, two for 128."""
     cuts = []
     for tokens in _TILE_TOKENS:
-        groups = ((2, 2), (1, 4)) if tokens <= 64 else ((2, 1), (1, 2))
         cuts += [TileCut(tokens, 4, 1, 1)] if tokens <= 64 else []
+        groups = ((2, 2), (1, 4)) if tokens <= 64 else ((2, 1),)
         cuts += [TileCut(tokens, *shape, splits) for shape in groups for splits in (1, 2)]
     return tuple(cuts)
 
