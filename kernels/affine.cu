@@ -1,175 +1,171 @@
-// Kernels of affine integers with given scales: each an operation on units of eight elements (see for_each_unit).
+// Kernels of affine integers with given scales: each an operation on units of neighbouring elements.
 //
+// Template integers that all share (the host chooses them and the grid, see for_each_unit):
+//     LAYOUT                   how elements share scales
+//     SIZE                     elements of a unit
+//     DEPTH, UNITS             units of a thread whose loads are under way at a time, and all of them
 // Arguments that all share:
 //     scale, scale_value       C[count] (C: float32, float64 beside float64 arrays), or null: scale_value for all
 //     zero_point, zero_value   int32[count], or null: zero_value for all
 #include "affine.cuh"
 
 // Thread blocks that a multiprocessor must have registers for.
-template <typename T, int LAYOUT>
-constexpr int RESIDENT = sizeof(T) == 8 ? 1 : 4 >> (LAYOUT == COLUMNS);
+template <typename T, int LAYOUT, int RUNS_MOST, int COLUMNS_MOST>
+constexpr int RESIDENT = (LAYOUT == RUNS ? RUNS_MOST : COLUMNS_MOST) / (sizeof(T) == 8 ? 4 : 1);
 
 // x  T[n]      codes  int8 or uint8 [n], or uint8[ceil(n / 2)] of 4-bit codes
-template <typename T, int BITS, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) quantize_affine(
+template <typename T, int BITS, int LAYOUT, int SIZE, int DEPTH, int UNITS>
+__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 12, 8>) quantize_affine(
     const T* x, unsigned char* codes, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
-    // Two loads a thread next to each other make one store, and share what there is to do for a scale.
-    constexpr int SIZE = LAYOUT == RUNS && sizeof(T) == 2 ? 2 * UNIT : UNIT;
     const Quantize<T, BITS, SIZE> op{
-        x, codes, {scale, zero_point, scale_value, zero_value}, g, is_aligned(x) && is_aligned(codes)};
-    for_each_unit<LAYOUT>(op, g);
+        {{scale, zero_point, scale_value, zero_value}, g, is_aligned(x) && is_aligned(codes)}, x, codes};
+    for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
 }
 
 // ---- codes to y ------------------------------------------------------------------------------------------------
 
-template <typename T, int BITS>
-struct Dequantize {
-    using Compute = typename ::Compute<T>::Type;
-    static constexpr int SIZE = UNIT;
-    using Data = Codes<BITS>;
-    static constexpr int DEPTH = sizeof(T) == 8 ? 1 : 4;
+// Elements from one read to the line that it fetches for later.
+constexpr long long AHEAD = 1 << 21;
+
+template <typename T, int BITS, int SIZE_>
+struct Dequantize : Operation<T, false> {
+    using C = typename Operation<T, false>::C;
+    using Operation<T, false>::g;
+    using Operation<T, false>::source;
+    static constexpr int SIZE = SIZE_;
+    using Data = Codes<BITS, SIZE>;
     const unsigned char* codes;
     T* y;
-    Source<Compute> source;
-    const Geometry& g;
-    bool aligned;
 
     template <bool ALIGNED>
     __device__ __forceinline__ void load(long long i, Data& data) const {
         data.template load<ALIGNED>(codes + i * BITS / 8);
-    }
-
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
-        scales.template set<false>(j, source.scale_at(first, offset), source.zero_at(g, first, offset));
+        if (ALIGNED && threadIdx.x * Data::BYTES % 128 == 0 && i + AHEAD < g.n)
+            prefetch_l2(codes + (i + AHEAD) * BITS / 8);
     }
 
     template <bool ALIGNED, int N>
-    __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<Compute, N>& scales) const {
-        float biased[UNIT];
+    __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<C, N>& scales) const {
+        if (!scales.usable) return false;
+        float biased[SIZE];
         data.unpack(g.qmin < 0, biased);
-        Compute v[UNIT];
+        const float offset = __int_as_float(0x4b000000 + (g.qmin < 0 ? 1 << (BITS - 1) : 0));  // 2^23 + ...
+        C v[SIZE];
 #pragma unroll
-        for (int j = 0; j < UNIT; ++j) {
-            const float bias = 8388608.0f + float((g.qmin < 0 ? 1 << (BITS - 1) : 0) + scales.z(j));
-            v[j] = multiply_ieee(scales.s(j), Compute(__fsub_rn(biased[j], bias)));
+        for (int j = 0; j < SIZE; ++j) {
+            const float bias = __fadd_rn(offset, float(scales.z(j)));
+            v[j] = multiply_ieee(scales.s(j), C(__fsub_rn(biased[j], bias)));
         }
-        Unit<T> unit;
+        Unit<T, SIZE> unit;
         unit.pack(v);
         unit.template store<ALIGNED>(y + i);
         return true;
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
+        Steps<C> at(source, g, i);
 #pragma unroll 1
-        for (long long e = i; e < i + count; ++e) {
-            const long long index = g.index(e);
-            const int steps = Codes<BITS>::at(codes, e, g.qmin < 0) - source.zero_at(g, index);
-            y[e] = stored<T>(multiply_ieee(usable(source.scale_at(index)), Compute(steps)));
+        for (; count > 0; --count, at.next()) {
+            const C code = C(Codes<BITS>::at(codes, at.element, g.qmin < 0));
+            y[at.element] = stored<T>(multiply_ieee(at.scale, code - at.zero));
         }
     }
 };
 
 // codes  as above      y  T[n]
-template <typename T, int BITS, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) dequantize_affine(
+template <typename T, int BITS, int LAYOUT, int SIZE, int DEPTH, int UNITS>
+__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 8>) dequantize_affine(
     const unsigned char* codes, T* y, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
-    const Dequantize<T, BITS> op{
-        codes, y, {scale, zero_point, scale_value, zero_value}, g, is_aligned(codes) && is_aligned(y)};
-    for_each_unit<LAYOUT>(op, g);
+    const Dequantize<T, BITS, SIZE> op{
+        {{scale, zero_point, scale_value, zero_value}, g, is_aligned(codes) && is_aligned(y)}, codes, y};
+    for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
 }
 
 // ---- both at once ----------------------------------------------------------------------------------------------
 
-template <typename T>
-struct FakeQuantize {
-    using Compute = typename ::Compute<T>::Type;
-    static constexpr int SIZE = UNIT;
-    using Data = Unit<T>;
-    static constexpr int DEPTH = UNITS_UNDER_WAY<T>;
+template <typename T, int SIZE_>
+struct FakeQuantize : Operation<T, true> {
+    using C = typename Operation<T, true>::C;
+    using Operation<T, true>::g;
+    using Operation<T, true>::source;
+    static constexpr int SIZE = SIZE_;
+    using Data = Unit<T, SIZE>;
     const T* x;
     T* y;
-    Source<Compute> source;
-    const Geometry& g;
-    bool aligned;
 
     template <bool ALIGNED>
     __device__ __forceinline__ void load(long long i, Data& data) const {
         data.template load<ALIGNED>(x + i);
     }
 
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
-        scales.template set<true>(j, source.scale_at(first, offset), source.zero_at(g, first, offset));
-    }
-
     template <bool ALIGNED, int N>
-    __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<Compute, N>& scales) const {
-        Compute v[UNIT];
+    __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<C, N>& scales) const {
+        C v[SIZE];
+        bool usable = scales.usable;
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) v[j] = once(data.get(j), scales.s(j), scales.z(j));
+            for (int j = 0; j < SIZE; ++j) v[j] = once(data.get(j), scales.s(j), scales.z(j));
         } else {
-            float bad = 0.0f;
+            const Rounding rounding(0, g.qmin, g.qmax);
+            Finite<T> finite;
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
+            for (int j = 0; j < SIZE; ++j) {
+                if (j % Data::PER_WORD == 0) finite.add(data.word[j / Data::PER_WORD]);
                 const float steps = short_division(data.get(j), scales.s(j), scales.r(j));
-                bad = __fmaf_rn(steps, 0.0f, bad);
-                const float low = float(g.qmin - scales.z(j)), high = float(g.qmax - scales.z(j));
-                const float whole = __fsub_rn(__fadd_rn(fminf(fmaxf(steps, low), high), ROUNDER), ROUNDER);
-                v[j] = multiply_ieee(scales.s(j), whole);
+                finite.add_quotient(steps);
+                const float level = __fsub_rn(rounding.clamped(rounding(steps, scales.z(j))), ROUNDER);
+                v[j] = multiply_ieee(scales.s(j), __fsub_rn(level, scales.z(j)));
             }
-            if (!(scales.ordinary && bad == 0.0f)) return false;
+            usable &= finite.all();
         }
-        Unit<T> unit;
+        if (!usable) return false;
+        Data unit;
         unit.pack(v);
         unit.template store<ALIGNED>(y + i);
         return true;
     }
 
-    __device__ __forceinline__ Compute once(Compute v, Compute s, int z) const {
+    __device__ __forceinline__ C once(C v, C s, C z) const {
         // + 0: the integer 0 has no sign.
-        return multiply_ieee(s, clamped(steps_of(v, s), Compute(g.qmin - z), Compute(g.qmax - z)) + Compute(0));
+        return multiply_ieee(s, clamped(steps_of(v, s), C(g.qmin) - z, C(g.qmax) - z) + C(0));
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
+        Steps<C> at(source, g, i);
 #pragma unroll 1
-        for (long long e = i; e < i + count; ++e) {
-            const long long index = g.index(e);
-            y[e] = stored<T>(once(to_float(x[e]), usable(source.scale_at(index)), source.zero_at(g, index)));
-        }
+        for (; count > 0; --count, at.next())
+            y[at.element] = stored<T>(once(to_float(x[at.element]), at.scale, at.zero));
     }
 };
 
 // x, y  T[n], may be the same
-template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) fake_quantize_affine(
+template <typename T, int LAYOUT, int SIZE, int DEPTH, int UNITS>
+__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 8>) fake_quantize_affine(
     const T* x, T* y, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
-    const FakeQuantize<T> op{x, y, {scale, zero_point, scale_value, zero_value}, g, is_aligned(x) && is_aligned(y)};
-    for_each_unit<LAYOUT>(op, g);
+    const FakeQuantize<T, SIZE> op{
+        {{scale, zero_point, scale_value, zero_value}, g, is_aligned(x) && is_aligned(y)}, x, y};
+    for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
 }
 
 // ---- gradients -------------------------------------------------------------------------------------------------
 
 // dx = dy, divided by the scale (DIVIDE), where rint(x / scale) is within the range less the margin; x null:
 // everywhere.
-template <typename T, bool DIVIDE>
-struct Backward {
-    using Compute = typename ::Compute<T>::Type;
-    static constexpr int SIZE = UNIT;
+template <typename T, bool DIVIDE, int SIZE_>
+struct Backward : Operation<T, true> {
+    using C = typename Operation<T, true>::C;
+    using Operation<T, true>::g;
+    using Operation<T, true>::source;
+    static constexpr int SIZE = SIZE_;
     struct Data {
-        Unit<T> dy, x;
+        Unit<T, SIZE> dy, x;
     };
-    static constexpr int DEPTH = UNITS_UNDER_WAY<T> > 1 ? UNITS_UNDER_WAY<T> / 2 : 1;
     const T* dy;
     const T* x;
     T* dx;
-    Source<Compute> source;
-    const Geometry& g;
-    bool aligned;
 
     template <bool ALIGNED>
     __device__ __forceinline__ void load(long long i, Data& data) const {
@@ -177,139 +173,144 @@ struct Backward {
         if (x) data.x.template load<ALIGNED>(x + i);
     }
 
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
-        scales.template set<true>(j, source.scale_at(first, offset), source.zero_at(g, first, offset));
-    }
-
     template <bool ALIGNED, int N>
-    __device__ __forceinline__ bool quick(long long i, Data& data, const Scales<Compute, N>& scales) const {
-        unsigned mask = 0;
-        float bad = 0.0f;
-#pragma unroll
-        for (int j = 0; j < UNIT; ++j) {
-            bool inside = true;
+    __device__ __forceinline__ bool quick(long long i, Data& data, const Scales<C, N>& scales) const {
+        bool usable = scales.usable;
+        if (x) {
             if constexpr (sizeof(T) == 8) {
-                if (x) inside = within(data.x.get(j), scales.s(j), scales.z(j));
-            } else if (x) {
-                const float steps = short_division(data.x.get(j), scales.s(j), scales.r(j));
-                bad = __fmaf_rn(steps, 0.0f, bad);
-                // One step beyond the ends, so that what lies outside does not come out as an end.
-                const float low = float(g.qmin + g.margin - scales.z(j)), high = float(g.qmax - g.margin - scales.z(j));
-                const float near = fminf(fmaxf(steps, __fsub_rn(low, 1.0f)), __fadd_rn(high, 1.0f));
-                const float whole = __fsub_rn(__fadd_rn(near, ROUNDER), ROUNDER);
-                inside = whole >= low && whole <= high;
-            }
-            mask |= unsigned(inside) << j;
-        }
-        if (sizeof(T) < 8 && x && !(scales.ordinary && bad == 0.0f)) return false;
-        if constexpr (DIVIDE) {
-            Compute v[UNIT];
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                // Every float16 has a quotient in the range of the short division, infinities excepted.
-                if constexpr (SameType<T, __half>::VALUE) {
-                    v[j] = short_division(data.dy.get(j), scales.s(j), scales.r(j));
-                    bad = __fmaf_rn(v[j], 0.0f, bad);
-                } else {
-                    v[j] = over(data.dy.get(j), usable(scales.s(j)));
+                for (int j = 0; j < SIZE; ++j) data.dy.drop(j, !within(data.x.get(j), scales.s(j), scales.z(j)));
+            } else {
+                const Rounding rounding(0, g.qmin + g.margin, g.qmax - g.margin);
+                Finite<T> finite;
+#pragma unroll
+                for (int j = 0; j < SIZE; ++j) {
+                    if (j % data.x.PER_WORD == 0) finite.add(data.x.word[j / data.x.PER_WORD]);
+                    const float steps = short_division(data.x.get(j), scales.s(j), scales.r(j));
+                    finite.add_quotient(steps);
+                    data.dy.drop(j, !rounding.within(rounding(steps, scales.z(j))));
                 }
+                usable &= finite.all();
             }
-            if (SameType<T, __half>::VALUE && !(scales.ordinary && bad == 0.0f)) return false;
-            data.dy.pack(v);
         }
-        data.dy.keep(mask);
+        if constexpr (DIVIDE) usable &= divide(data.dy, scales);
+        if (!usable) return false;
         data.dy.template store<ALIGNED>(dx + i);
         return true;
     }
 
-    __device__ __forceinline__ bool within(Compute v, Compute s, int z) const {
-        const Compute steps = steps_of(v, s);
-        return magnitude_bits(s) != 0 && steps >= Compute(g.qmin + g.margin - z) &&
-               steps <= Compute(g.qmax - g.margin - z);
-    }
-    __device__ __forceinline__ Compute over(Compute v, Compute s) const {
-        return magnitude_bits(s) != 0 ? divide_ieee(v, s) : Compute(0);
+    // dy / scale; false where the short division will not do.
+    template <int N>
+    __device__ __forceinline__ bool divide(Unit<T, SIZE>& unit, const Scales<C, N>& scales) const {
+        C v[SIZE];
+        bool usable = true;
+        if constexpr (sizeof(T) == 8) {
+#pragma unroll
+            for (int j = 0; j < SIZE; ++j) v[j] = over(unit.get(j), ::usable(scales.s(j)));
+        } else if constexpr (SameType<T, __half>::VALUE) {  // all but infinities are in the range of the short division
+            Finite<T> finite;
+#pragma unroll
+            for (int j = 0; j < SIZE; ++j) {
+                if (j % unit.PER_WORD == 0) finite.add(unit.word[j / unit.PER_WORD]);
+                v[j] = short_division(unit.get(j), scales.s(j), scales.r(j));
+            }
+            usable = finite.all();
+        } else {
+            bool near_one = true;  // magnitudes from 2^-60 to 2^60, whose quotient is in that range, or 0
+#pragma unroll
+            for (int j = 0; j < SIZE; ++j) {
+                const float number = unit.get(j);
+                v[j] = short_division(number, scales.s(j), scales.r(j));
+                const unsigned bits = magnitude_bits(number);
+                near_one &= bits - (67u << 23) <= (120u << 23) || bits == 0;
+            }
+            if (!near_one) {
+#pragma unroll
+                for (int j = 0; j < SIZE; ++j) v[j] = divide_ieee(unit.get(j), scales.s(j));
+            }
+        }
+        unit.pack(v);
+        return usable;
     }
 
+    __device__ __forceinline__ bool within(C v, C s, C z) const {
+        const C steps = steps_of(v, s);
+        return magnitude_bits(s) != 0 && steps >= C(g.qmin + g.margin) - z && steps <= C(g.qmax - g.margin) - z;
+    }
+    __device__ __forceinline__ C over(C v, C s) const { return magnitude_bits(s) != 0 ? divide_ieee(v, s) : C(0); }
+
     __device__ __forceinline__ void careful(long long i, int count) const {
+        Steps<C> at(source, g, i);
 #pragma unroll 1
-        for (long long e = i; e < i + count; ++e) {
-            const long long index = g.index(e);
-            const Compute s = usable(source.scale_at(index));
-            const bool inside = !x || within(to_float(x[e]), s, source.zero_at(g, index));
-            T value = dy[e];
-            if (DIVIDE) value = stored<T>(over(to_float(value), s));
-            dx[e] = inside ? value : T(0.0f);
+        for (; count > 0; --count, at.next()) {
+            const bool inside = !x || within(to_float(x[at.element]), at.scale, at.zero);
+            T value = dy[at.element];
+            if (DIVIDE) value = stored<T>(over(to_float(value), at.scale));
+            dx[at.element] = inside ? value : T(0.0f);
         }
     }
 };
 
 // dy, dx  T[n], may be the same      x  T[n], or null: no mask
-template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) quantize_backward_affine(
+template <typename T, int LAYOUT, int SIZE, int DEPTH, int UNITS>
+__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 6>) quantize_backward_affine(
     const T* dy, const T* x, T* dx, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
     const bool aligned = is_aligned(dy) && is_aligned(x) && is_aligned(dx);
-    const Backward<T, true> op{dy, x, dx, {scale, zero_point, scale_value, zero_value}, g, aligned};
-    for_each_unit<LAYOUT>(op, g);
+    const Backward<T, true, SIZE> op{{{scale, zero_point, scale_value, zero_value}, g, aligned}, dy, x, dx};
+    for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
 }
 
-template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) fake_quantize_backward_affine(
+template <typename T, int LAYOUT, int SIZE, int DEPTH, int UNITS>
+__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 6>) fake_quantize_backward_affine(
     const T* dy, const T* x, T* dx, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
     const bool aligned = is_aligned(dy) && is_aligned(x) && is_aligned(dx);
-    const Backward<T, false> op{dy, x, dx, {scale, zero_point, scale_value, zero_value}, g, aligned};
-    for_each_unit<LAYOUT>(op, g);
+    const Backward<T, false, SIZE> op{{{scale, zero_point, scale_value, zero_value}, g, aligned}, dy, x, dx};
+    for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
 }
 
-template <typename T>
-struct Multiply {
-    using Compute = typename ::Compute<T>::Type;
-    static constexpr int SIZE = UNIT;
-    using Data = Unit<T>;
-    static constexpr int DEPTH = UNITS_UNDER_WAY<T>;
+template <typename T, int SIZE_>
+struct Multiply : Operation<T, false> {
+    using C = typename Operation<T, false>::C;
+    using Operation<T, false>::g;
+    using Operation<T, false>::source;
+    static constexpr int SIZE = SIZE_;
+    using Data = Unit<T, SIZE>;
     const T* dy;
     T* dq;
-    Source<Compute> source;
-    const Geometry& g;
-    bool aligned;
 
     template <bool ALIGNED>
     __device__ __forceinline__ void load(long long i, Data& data) const {
         data.template load<ALIGNED>(dy + i);
     }
 
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
-        scales.template set<false>(j, source.scale_at(first, offset), 0);
-    }
-
     template <bool ALIGNED, int N>
-    __device__ __forceinline__ bool quick(long long i, Data& data, const Scales<Compute, N>& scales) const {
-        Compute v[UNIT];
+    __device__ __forceinline__ bool quick(long long i, Data& data, const Scales<C, N>& scales) const {
+        if (!scales.usable) return false;
+        C v[SIZE];
 #pragma unroll
-        for (int j = 0; j < UNIT; ++j) v[j] = multiply_ieee(data.get(j), scales.s(j));
+        for (int j = 0; j < SIZE; ++j) v[j] = multiply_ieee(data.get(j), scales.s(j));
         data.pack(v);
         data.template store<ALIGNED>(dq + i);
         return true;
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
+        Steps<C> at(source, g, i);
 #pragma unroll 1
-        for (long long e = i; e < i + count; ++e)
-            dq[e] = stored<T>(multiply_ieee(to_float(dy[e]), usable(source.scale_at(g.index(e)))));
+        for (; count > 0; --count, at.next())
+            dq[at.element] = stored<T>(multiply_ieee(to_float(dy[at.element]), at.scale));
     }
 };
 
 // dy, dq  T[n], may be the same
-template <typename T, int LAYOUT>
-__global__ void __launch_bounds__(AFFINE_THREADS, RESIDENT<T, LAYOUT>) dequantize_backward_affine(
+template <typename T, int LAYOUT, int SIZE, int DEPTH, int UNITS>
+__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 8>) dequantize_backward_affine(
     const T* dy, T* dq, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value, const int*, int,
     const __grid_constant__ Geometry g) {
-    const Multiply<T> op{dy, dq, {scale, nullptr, scale_value, 0}, g, is_aligned(dy) && is_aligned(dq)};
-    for_each_unit<LAYOUT>(op, g);
+    const Multiply<T, SIZE> op{{{scale, nullptr, scale_value, 0}, g, is_aligned(dy) && is_aligned(dq)}, dy, dq};
+    for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
 }
 
 // ---- scales of another precision -------------------------------------------------------------------------------

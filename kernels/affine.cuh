@@ -97,49 +97,103 @@ __device__ __forceinline__ C clamped(C steps, C low, C high) {
     return steps != steps ? C(0) : steps < low ? low : steps > high ? high : steps;
 }
 
-// Added to a float below 2^22 in magnitude, this leaves its nearest integer in the low bits of the sum.
+// Added to a float, this leaves its nearest integer in the low bits of the sum. Beyond 2^22 in magnitude it does not,
+// but sums keep the order of what they are sums of.
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
+
+// ROUNDER + i, for integers below 2^22 in magnitude.
+__device__ __forceinline__ float beside_rounder(int i) { return __int_as_float(0x4b400000 + i); }
+
+// Integers in the low bits of floats: rint(steps) + zero beside a large number.
+struct Rounding {
+    float rounder, lowest, highest;
+    // `offset`, an even number, is added to all; it is in `low` and `high` already.
+    __device__ __forceinline__ Rounding(int offset, int low, int high)
+        : rounder(beside_rounder(offset)), lowest(beside_rounder(low)), highest(beside_rounder(high)) {}
+    __device__ __forceinline__ float operator()(float steps, float zero) const {
+        return __fadd_rn(__fadd_rn(steps, rounder), zero);
+    }
+    __device__ __forceinline__ float clamped(float sum) const { return fminf(fmaxf(sum, lowest), highest); }
+    __device__ __forceinline__ bool within(float sum) const { return sum >= lowest && sum <= highest; }
+};
 
 // ---- geometry --------------------------------------------------------------------------------------------------
 
-// a / divisor for a < 2^31, as a product: magic = ceil(2^shift / divisor), shift = 31 + ceil(log2(divisor)).
+// a / divisor for a < 2^31, as a product: magic = ceil(2^(32 + shift) / divisor), shift = ceil(log2(divisor)) - 1.
 struct ShortDivision {
     unsigned magic;
     int shift;
-    __device__ __forceinline__ unsigned operator()(unsigned a) const {
-        return static_cast<unsigned>(static_cast<unsigned long long>(a) * magic >> shift);
+    __device__ __forceinline__ unsigned operator()(unsigned a) const { return __umulhi(a, magic) >> shift; }
+};
+
+// The same for a < 2^63.
+struct LongDivision {
+    unsigned long long magic;
+    __device__ __forceinline__ long long operator()(long long a, int shift) const {
+        return static_cast<long long>(__umul64hi(a, magic) >> shift);
     }
 };
 
 // Element i has scale number i / row * per_row + i % row / run. Passed by value, made by the host.
 struct Geometry {
     long long n, row, run, per_row;
-    long long count;               // scales
-    long long columns, rows;       // COLUMNS: the array as a matrix whose rows are whole periods of the scales
-    ShortDivision by_row, by_run;  // valid unless `wide`
-    int wide;                      // row is below 8, or from 2^30 on: divide in 64 bits
+    long long count;           // scales
+    long long columns, rows;   // COLUMNS: the array as a matrix whose rows are whole periods of the scales
+    LongDivision long_by_row;  // these three are valid unless `wide`
+    ShortDivision by_row, by_run;
+    int wide;  // row is below 8, or from 2^30 on, or run is 1: divide in 64 bits
     int qmin, qmax;
     int margin;         // a mask begins so far from the ends of the range
     int zero, divisor;  // ranges that are found: zero point if symmetric; what the width of the range is divided by
     int symmetric;
 
+    // i / row; not where `wide`.
+    __device__ __forceinline__ long long row_of(long long i) const {
+        return i >> 31 ? long_by_row(i, by_row.shift) : by_row(static_cast<unsigned>(i));
+    }
     __device__ __forceinline__ long long index(long long i) const {
         const long long r = i / row;
         return r * per_row + (i - r * row) / run;
     }
 };
 
-// The tiles of a thread block: a run of neighbours (see Share in kbit.cu for why).
+// The tiles of a thread block: a run of neighbours (see Share in kbit.cu for why). 2^32 tiles are more than memory
+// holds.
 struct Run {
-    long long first, end;
-    __device__ __forceinline__ explicit Run(long long tiles) {
-        const long long run = tiles <= gridDim.x ? 1 : (tiles + gridDim.x - 1) / gridDim.x;
+    unsigned first, end;
+    __device__ __forceinline__ explicit Run(long long all) {
+        const unsigned tiles = static_cast<unsigned>(all);
+        const unsigned run = tiles <= gridDim.x ? 1 : (tiles + gridDim.x - 1) / gridDim.x;
         first = blockIdx.x * run;
         end = min(tiles, first + run);
     }
 };
 
 // ---- scales ----------------------------------------------------------------------------------------------------
+
+// N neighbours, in loads of 16 bytes where they lie for it.
+template <typename V, int N>
+__device__ __forceinline__ void load_neighbours(const V* from, V (&to)[N]) {
+    if (is_aligned(from)) {
+        constexpr int EACH = 16 / sizeof(V);
+#pragma unroll
+        for (int i = 0; i < N / EACH; ++i) {
+            const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + i);
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) to[i * EACH + j] = reinterpret_cast<const V*>(&four)[j];
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) to[j] = __ldg(from + j);
+    }
+}
+
+// A scale and a zero point as they are stored.
+template <typename C>
+struct Parameters {
+    C scale;
+    int zero;
+};
 
 // Where scales and zero points come from: an array, or one value where the pointer is null.
 template <typename C>
@@ -149,12 +203,81 @@ struct Source {
     C scale_value;
     int zero_value;
 
-    // Entry first + offset, as it is stored (see usable), or within the range.
-    __device__ __forceinline__ C scale_at(long long first, unsigned offset = 0) const {
-        return scale ? __ldg(scale + first + offset) : scale_value;
+    __device__ __forceinline__ Parameters<C> at(long long i) const {
+        return {scale ? __ldg(scale + i) : scale_value, zero_point ? __ldg(zero_point + i) : zero_value};
     }
-    __device__ __forceinline__ int zero_at(const Geometry& g, long long first, unsigned offset = 0) const {
-        return zero_point ? min(max(__ldg(zero_point + first + offset), g.qmin), g.qmax) : zero_value;
+    // COLUMNS: do set(j, parameters) to the columns from `column` on.
+    template <int N, typename Set>
+    __device__ __forceinline__ void columns(const Geometry& g, unsigned column, const Set& set) const {
+        const unsigned row = static_cast<unsigned>(g.row), run = static_cast<unsigned>(g.run);
+        const unsigned c = column < row ? column : column % row;
+        if (run == 1 && row % N == 0) {
+            C scales[N];
+            int zeros[N];
+            if (scale) load_neighbours(scale + c, scales);
+            if (zero_point) load_neighbours(zero_point + c, zeros);
+#pragma unroll
+            for (int j = 0; j < N; ++j) set(j, {scale ? scales[j] : scale_value, zero_point ? zeros[j] : zero_value});
+        } else {
+            unsigned index = c / run, e = c % run;
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                set(j, at(index));
+                if (++e == run) e = 0, index = index + 1 == g.count ? 0 : index + 1;
+            }
+        }
+    }
+};
+
+// One element after the other, with its scale (0 where it does not count) and zero point: those of one block.
+template <typename C>
+struct Steady {
+    C scale, zero;
+    __device__ __forceinline__ void next() {}
+};
+
+// The same through blocks as they come.
+template <typename C>
+struct Steps {
+    const Source<C>& source;
+    const Geometry& g;
+    long long element, rest;  // `rest`: elements from here to the end of the run
+    C scale, zero;
+
+    __device__ __forceinline__ Steps(const Source<C>& source, const Geometry& g, long long i) : source(source), g(g) {
+        go(i);
+    }
+    __device__ __forceinline__ void go(long long i) {
+        const long long r = i / g.row, c = i - r * g.row, k = c / g.run;
+        element = i, rest = min(g.row - c, (k + 1) * g.run - c);
+        const Parameters<C> from = source.at(r * g.per_row + k);
+        scale = usable(from.scale), zero = C(min(max(from.zero, g.qmin), g.qmax));
+    }
+    __device__ __forceinline__ void next() {
+        ++element;
+        if (--rest == 0 && element < g.n) go(element);
+    }
+};
+
+// A pointer that the compiler must keep in a register, instead of working it out again wherever it is used.
+template <typename P>
+__device__ __forceinline__ P pinned(P pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
+// The entries of a Source from one on.
+template <typename C>
+struct SourcePart {
+    const Source<C>& source;
+    const C* scale;
+    const int* zero_point;
+    __device__ __forceinline__ SourcePart(const Source<C>& source, long long first)
+        : source(source), scale(pinned(source.scale + first)), zero_point(pinned(source.zero_point + first)) {}
+    __device__ __forceinline__ Parameters<C> operator[](unsigned i) const {
+        return {
+            source.scale ? __ldg(scale + i) : source.scale_value,
+            source.zero_point ? __ldg(zero_point + i) : source.zero_value};
     }
 };
 
@@ -177,24 +300,25 @@ template <typename C, int N>
 struct Scales {
     C scale[N];
     C inverse[N];  // float32 only
-    int zero[N];
-    bool ordinary =
-        true;  // the short division is exact: neither scale nor inverse nor residual leaves the normal range
+    C zero[N];
+    bool usable = true;
 
-    // INVERSE: for a short division; then a scale is only to be used while all are ordinary.
+    // INVERSE: for a short division, usable only where that is exact: while neither scale nor inverse nor residual
+    // leaves the normal range.
     template <bool INVERSE>
     __device__ __forceinline__ void set(int j, C s, int z) {
-        zero[j] = z;
+        if constexpr (sizeof(C) == 4) zero[j] = __fsub_rn(beside_rounder(z), ROUNDER);
+        else zero[j] = C(z);
         if constexpr (INVERSE && sizeof(C) == 4) {
-            ordinary &= is_ordinary(s);
+            usable &= is_ordinary(s);
             scale[j] = s, inverse[j] = short_reciprocal(s);
         } else {
-            scale[j] = usable(s);
+            scale[j] = ::usable(s);
         }
     }
     __device__ __forceinline__ C s(int j) const { return scale[N == 1 ? 0 : j]; }
     __device__ __forceinline__ C r(int j) const { return inverse[N == 1 ? 0 : j]; }
-    __device__ __forceinline__ int z(int j) const { return zero[N == 1 ? 0 : j]; }
+    __device__ __forceinline__ C z(int j) const { return zero[N == 1 ? 0 : j]; }
 };
 
 // x / s correctly rounded (Markstein) where the quotient is finite and in the normal range; NaN otherwise, 0 keeps its
@@ -268,15 +392,33 @@ struct Unit {
             else word[i] = Word<T>::pack(v + i * PER_WORD);
         }
     }
-    // Zero in place of the elements whose bit is not set.
-    __device__ __forceinline__ void keep(unsigned mask) {
-#pragma unroll
-        for (int j = 0; j < SIZE; ++j) {
-            const bool kept = mask >> j & 1u;
-            if constexpr (sizeof(T) == 2) word[j / 2] &= kept ? 0xffffffffu : j % 2 ? 0x0000ffffu : 0xffff0000u;
-            else if constexpr (sizeof(T) == 4) word[j] = kept ? word[j] : 0u;
-            else if (!kept) set(j, 0.0);
-        }
+    // Zero in place of element j, if so.
+    __device__ __forceinline__ void drop(int j, bool so) {
+        if constexpr (sizeof(T) == 2)
+            word[j / 2] = so ? word[j / 2] & (j % 2 ? 0x0000ffffu : 0xffff0000u) : word[j / 2];
+        else if constexpr (sizeof(T) == 4) word[j] = so ? 0u : word[j];
+        else if (so) set(j, 0.0);
+    }
+};
+
+// Whether all quotients of a unit are finite: one instruction for each, or for two elements where a quotient of a
+// finite number cannot overflow.
+template <typename T>
+struct Finite {
+    float sum = 0.0f;  // NaN if not
+    __device__ __forceinline__ void add(unsigned) {}
+    __device__ __forceinline__ void add_quotient(float q) { sum = __fmaf_rn(q, 0.0f, sum); }
+    __device__ __forceinline__ bool all() const { return sum == 0.0f; }
+};
+template <>
+struct Finite<__half> {
+    __half2 sum = Word<__half>::as(0u);
+    __device__ __forceinline__ void add(unsigned word) {
+        sum = __hfma2(Word<__half>::as(word), Word<__half>::as(0u), sum);
+    }
+    __device__ __forceinline__ void add_quotient(float) {}
+    __device__ __forceinline__ bool all() const {
+        return (*reinterpret_cast<const unsigned*>(&sum) & 0x7fff7fffu) == 0;
     }
 };
 
@@ -294,38 +436,48 @@ __device__ __forceinline__ T stored(typename Compute<T>::Type v) {
 // SIZE codes of 8 or 4 bits in registers, as they lie in memory.
 template <int BITS, int SIZE = UNIT>
 struct Codes {
-    static constexpr int BYTES = SIZE * BITS / 8, WORDS = BYTES / 4;
+    static constexpr int BYTES = SIZE * BITS / 8, WORDS = (BYTES + 3) / 4;
     unsigned word[WORDS];
 
+    // The low bytes of four words.
+    __device__ __forceinline__ static unsigned low_bytes(unsigned a, unsigned b, unsigned c, unsigned d) {
+        return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+    }
     // Low bits of integers.
     __device__ __forceinline__ void pack(const int (&q)[SIZE]) {
         unsigned four[SIZE / 4];
 #pragma unroll
-        for (int h = 0; h < SIZE / 4; ++h)
-            four[h] = __byte_perm(
-                __byte_perm(q[4 * h], q[4 * h + 1], 0x0040), __byte_perm(q[4 * h + 2], q[4 * h + 3], 0x0040), 0x5410);
-        if constexpr (BITS == 8) {
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i) word[i] = four[i];
-        } else {
-#pragma unroll
-            for (int h = 0; h < SIZE / 4; ++h) four[h] &= 0x0f0f0f0fu, four[h] |= four[h] >> 4;  // pairs of nibbles
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i) word[i] = __byte_perm(four[2 * i], four[2 * i + 1], 0x6420);
+        for (int h = 0; h < SIZE / 4; ++h) {
+            four[h] = low_bytes(q[4 * h], q[4 * h + 1], q[4 * h + 2], q[4 * h + 3]);
+            if constexpr (BITS == 4) four[h] &= 0x0f0f0f0fu, four[h] |= four[h] >> 4;  // pairs of nibbles
         }
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i)
+            word[i] = BITS == 8 ? four[i] : __byte_perm(four[2 * i], four[(2 * i + 1) % (SIZE / 4)], 0x6420);
+    }
+    // Codes in the low bytes of words; of 4 bits these hold nothing else.
+    __device__ __forceinline__ void pack_bytes(const unsigned (&q)[SIZE]) {
+        constexpr int SHARE = 8 / BITS;
+        unsigned byte[BYTES];
+#pragma unroll
+        for (int i = 0; i < BYTES; ++i) byte[i] = BITS == 8 ? q[i] : q[SHARE * i] + q[SHARE * i + SHARE - 1] * 16;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i)
+            word[i] = BYTES == 2 ? __byte_perm(byte[0], byte[1], 0x0040)
+                                 : low_bytes(byte[4 * i], byte[4 * i + 1], byte[4 * i + 2], byte[4 * i + 3]);
     }
     // As 2^23 + (code + offset), offset being 0 or 2^(BITS - 1), that is: without a sign. As floats these are exact.
     __device__ __forceinline__ void unpack(bool with_sign, float (&v)[SIZE]) const {
         const unsigned flip = !with_sign ? 0u : BITS == 8 ? 0x80808080u : 0x08080808u;
 #pragma unroll
-        for (int e = 0; e < SIZE; e += 8) {
-            unsigned four[2];
-            if constexpr (BITS == 8) four[0] = word[e / 4] ^ flip, four[1] = word[e / 4 + 1] ^ flip;
-            else four[0] = word[e / 8] & 0x0f0f0f0fu ^ flip, four[1] = word[e / 8] >> 4 & 0x0f0f0f0fu ^ flip;
+        for (int e = 0; e < SIZE; e += 32 / BITS) {
+            const unsigned w = word[e * BITS / 32];
+            const unsigned even = (BITS == 8 ? w : w & 0x0f0f0f0fu) ^ flip, odd = (w >> 4 & 0x0f0f0f0fu) ^ flip;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const int half = BITS == 8 ? j / 4 : j % 2, byte = BITS == 8 ? j % 4 : j / 2;
-                v[e + j] = __uint_as_float(__byte_perm(four[half], 0x4b000000u, 0x7440 | byte));
+            for (int j = 0; j < 32 / BITS && e + j < SIZE; ++j) {
+                const int byte = BITS == 8 ? j : j / 2;
+                v[e + j] =
+                    __uint_as_float(__byte_perm(BITS == 8 || j % 2 == 0 ? even : odd, 0x4b000000u, 0x7440 | byte));
             }
         }
     }
@@ -335,12 +487,17 @@ struct Codes {
 #pragma unroll
             for (int i = 0; i < BYTES; ++i)
                 word[i / 4] = i % 4 ? word[i / 4] | unsigned(codes[i]) << i % 4 * 8 : unsigned(codes[i]);
-        } else if constexpr (WORDS == 2) {
+        } else if constexpr (BYTES == 16) {
+            const uint4 v = __ldcs(reinterpret_cast<const uint4*>(codes));
+            word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+        } else if constexpr (BYTES == 8) {
             const uint2 v = __ldcs(reinterpret_cast<const uint2*>(codes));
             word[0] = v.x, word[1] = v.y;
-        } else {
-            static_assert(WORDS == 1, "codes are read 8 at a time");
+        } else if constexpr (BYTES == 4) {
             word[0] = __ldcs(reinterpret_cast<const unsigned*>(codes));
+        } else {
+            static_assert(BYTES == 2, "codes are read whole");
+            word[0] = __ldcs(reinterpret_cast<const unsigned short*>(codes));
         }
     }
     template <bool ALIGNED>
@@ -348,12 +505,15 @@ struct Codes {
         if constexpr (!ALIGNED) {
 #pragma unroll
             for (int i = 0; i < BYTES; ++i) codes[i] = static_cast<unsigned char>(word[i / 4] >> i % 4 * 8);
-        } else if constexpr (WORDS == 4) {
+        } else if constexpr (BYTES == 16) {
             __stcs(reinterpret_cast<uint4*>(codes), make_uint4(word[0], word[1], word[2], word[3]));
-        } else if constexpr (WORDS == 2) {
+        } else if constexpr (BYTES == 8) {
             __stcs(reinterpret_cast<uint2*>(codes), make_uint2(word[0], word[1]));
-        } else {
+        } else if constexpr (BYTES == 4) {
             __stcs(reinterpret_cast<unsigned*>(codes), word[0]);
+        } else {
+            static_assert(BYTES == 2, "codes are written whole");
+            __stcs(reinterpret_cast<unsigned short*>(codes), static_cast<unsigned short>(word[0]));
         }
     }
     // The code of one element.
@@ -371,25 +531,28 @@ enum Layout {
     COLUMNS,  // they do not: scales repeat with a short period, and a thread stays in its columns
 };
 
-constexpr int AFFINE_THREADS = 256;
+constexpr int AFFINE_THREADS = 256;  // of the searches for ranges
+constexpr int EACH_THREADS = 128;  // of the walks below: many small thread blocks, done soon and in the order of memory
 
 // Where a tile of neighbouring elements lies among the blocks, in 32 bits; not for wide geometries.
 struct RunsTile {
     long long first;  // number of a scale at or before that of the tile's first element
     unsigned column;  // of the tile's first element in its row
 
-    __device__ __forceinline__ RunsTile(const Geometry& g, long long base) {
-        const long long row = base >> 31 ? base / g.row : g.by_row(static_cast<unsigned>(base));
-        first = row * g.per_row;
-        column = static_cast<unsigned>(base - row * g.row);
-    }
-    // The number of the scale at `local`, less `first`, and the elements from there to the end of its run.
+    __device__ __forceinline__ RunsTile(const Geometry& g, long long base, long long row)
+        : first(row * g.per_row), column(static_cast<unsigned>(base - row * g.row)) {}
+    // The same with fewer registers and, beyond 2^31 elements, more instructions.
+    __device__ __forceinline__ RunsTile(const Geometry& g, long long base)
+        : RunsTile(g, base, base >> 31 ? base / g.row : g.by_row(static_cast<unsigned>(base))) {}
+    // The number of the scale at `local`, less `first`, and the elements from there to the end of its run. STRAIGHT:
+    // without a branch where a row is one run, so that loads before it stay before it.
+    template <bool STRAIGHT = false>
     __device__ __forceinline__ unsigned locate(const Geometry& g, int local, unsigned& rest) const {
         const unsigned length = static_cast<unsigned>(g.row), run = static_cast<unsigned>(g.run);
         const unsigned at = column + local, r = g.by_row(at), c = at - r * length;
         unsigned offset = r * static_cast<unsigned>(g.per_row);
         rest = length - c;
-        if (run != length) {
+        if (STRAIGHT || run != length) {
             const unsigned k = g.by_run(c);
             offset += k, rest = min(rest, (k + 1) * run - c);
         }
@@ -397,183 +560,197 @@ struct RunsTile {
     }
 };
 
-// Do `op` to all units. An Op has
+// What is common to all Ops. An Op also has
 //     SIZE               elements of a unit
 //     Data               registers of a unit
-//     DEPTH              units whose loads a thread has under way
-//     aligned            whether all arrays begin at a multiple of 16 bytes
 //     load<ALIGNED>(i, data)            reads the unit that begins with element i
-//     scales(j, first, offset, scales)  sets entry j to scale number first + offset
 //     quick<ALIGNED>(i, data, scales)   does a unit; false where it must be done carefully
 //     careful(i, count)                 does count elements one by one
-template <int LAYOUT, typename Op>
-__device__ __forceinline__ void for_each_unit(const Op& op, const Geometry& g) {
-    constexpr int DEPTH = Op::DEPTH, SIZE = Op::SIZE, STEP = AFFINE_THREADS * SIZE;
-    if constexpr (LAYOUT == RUNS) {
-        constexpr long long TILE_SIZE = (long long)STEP * DEPTH;
-        const int mine = threadIdx.x * SIZE;
-        const Run tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
-        for (long long tile = tiles.first; tile < tiles.end; ++tile) {
-            const long long base = tile * TILE_SIZE;
-            if (g.wide) {
-                for (int local = mine; local < TILE_SIZE && base + local < g.n; local += STEP)
-                    op.careful(base + local, static_cast<int>(min((long long)SIZE, g.n - base - local)));
-                continue;
-            }
-            const RunsTile place(g, base);
-            // The scales of the unit at `local`; false where it has more than one.
-            auto find = [&](int local, Scales<typename Op::Compute, 1>& scales) {
-                unsigned rest;
-                const unsigned offset = place.locate(g, local, rest);
-                op.scales(0, place.first, offset, scales);
-                return rest >= SIZE;
-            };
-            unsigned left = 0;  // bit u: unit u is not done
-            if (op.aligned && base + TILE_SIZE <= g.n) {
-                typename Op::Data data[DEPTH];
+// INVERSE: it divides by scales (see Scales).
+template <typename T, bool INVERSE>
+struct Operation {
+    using C = typename Compute<T>::Type;
+    Source<C> source;
+    const Geometry& g;
+    bool aligned;  // all arrays begin at a multiple of 16 bytes
+
+    template <int N>
+    __device__ __forceinline__ void prepare(int j, Parameters<C> from, Scales<C, N>& scales) const {
+        scales.template set<INVERSE>(j, from.scale, min(max(from.zero, g.qmin), g.qmax));
+    }
+};
+
+// RUNS: a thread does UNITS units, EACH_THREADS * SIZE elements from each other, and has all their loads under way.
+template <int UNITS, typename Op>
+__device__ __forceinline__ void for_each_unit_of_runs(const Op& op, const Geometry& g) {
+    using C = typename Op::C;
+    constexpr int SIZE = Op::SIZE, STEP = EACH_THREADS * SIZE;
+    const long long base = (long long)blockIdx.x * (STEP * UNITS), mine = base + threadIdx.x * SIZE;
+    if (op.aligned && !g.wide && base + STEP * UNITS <= g.n) {
+        typename Op::Data data[UNITS];
 #pragma unroll
-                for (int u = 0; u < DEPTH; ++u) op.template load<true>(base + mine + u * STEP, data[u]);
+        for (int u = 0; u < UNITS; ++u) op.template load<true>(mine + u * STEP, data[u]);
+        const RunsTile place(g, base, g.row_of(base));
+        const SourcePart<C> source(op.source, place.first);
+        Parameters<C> parameters[UNITS];
+        unsigned rest[UNITS], left = 0;  // bit u: unit u is not done
 #pragma unroll
-                for (int u = 0; u < DEPTH; ++u) {
-                    Scales<typename Op::Compute, 1> scales;
-                    if (!find(mine + u * STEP, scales) ||
-                        !op.template quick<true>(base + mine + u * STEP, data[u], scales))
-                        left |= 1u << u;
-                }
-            } else {
-#pragma unroll 1
-                for (int u = 0; u < DEPTH; ++u) {
-                    const int local = mine + u * STEP;
-                    bool done = base + local >= g.n;
-                    if (base + local + SIZE <= g.n) {
-                        typename Op::Data data;
-                        op.template load<false>(base + local, data);
-                        Scales<typename Op::Compute, 1> scales;
-                        done = find(local, scales) && op.template quick<false>(base + local, data, scales);
-                    }
-                    if (!done) left |= 1u << u;
-                }
-            }
-            for (; left; left &= left - 1) {
-                const long long i = base + mine + (__ffs(left) - 1) * STEP;
-                op.careful(i, static_cast<int>(min((long long)SIZE, g.n - i)));
-            }
+        for (int u = 0; u < UNITS; ++u)
+            parameters[u] = source[place.locate<true>(g, threadIdx.x * SIZE + u * STEP, rest[u])];
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            Scales<C, 1> scales;
+            scales.usable = rest[u] >= SIZE;
+            op.prepare(0, parameters[u], scales);
+            if (!op.template quick<true>(mine + u * STEP, data[u], scales)) left |= 1u << u;
         }
-    } else {
-        constexpr int ROWS = 2 * DEPTH;  // that a thread does with one set of scales
-        static_assert(SIZE == UNIT, "columns go by eight");
-        const long long across = (g.columns + STEP - 1) / STEP;
-        const Run tiles((g.rows + ROWS - 1) / ROWS * across);
-        for (long long tile = tiles.first; tile < tiles.end; ++tile) {
-            const long long first = tile / across * ROWS;
-            const long long column = tile % across * STEP + threadIdx.x * UNIT;
-            if (column >= g.columns) continue;
-            Scales<typename Op::Compute, UNIT> scales;
-            unsigned c = static_cast<unsigned>(column % g.row);
-            unsigned index = c / static_cast<unsigned>(g.run), e = c % static_cast<unsigned>(g.run);
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                op.scales(j, 0, index, scales);
-                if (++e == g.run) e = 0, index = index + 1 == g.count ? 0 : index + 1;
-            }
-            unsigned left = 0;  // bit r: row r is not done
-            if (op.aligned && (first + ROWS) * g.columns <= g.n) {
-#pragma unroll 1
-                for (int batch = 0; batch < ROWS; batch += DEPTH) {
-                    typename Op::Data data[DEPTH];
-#pragma unroll
-                    for (int u = 0; u < DEPTH; ++u)
-                        op.template load<true>((first + batch + u) * g.columns + column, data[u]);
-#pragma unroll
-                    for (int u = 0; u < DEPTH; ++u)
-                        if (!op.template quick<true>((first + batch + u) * g.columns + column, data[u], scales))
-                            left |= 1u << (batch + u);
-                }
-            } else {
-#pragma unroll 1
-                for (int r = 0; r < ROWS; ++r) {
-                    const long long i = (first + r) * g.columns + column;
-                    bool done = false;
-                    if (i + UNIT <= g.n) {
-                        typename Op::Data data;
-                        op.template load<false>(i, data);
-                        done = op.template quick<false>(i, data, scales);
-                    }
-                    if (!done) left |= 1u << r;
-                }
-            }
-            for (; left; left &= left - 1) {
-                const long long i = (first + __ffs(left) - 1) * g.columns + column;
-                op.careful(i, static_cast<int>(min((long long)UNIT, g.n - i)));
-            }
+        for (; left; left &= left - 1) op.careful(mine + (__ffs(left) - 1) * STEP, SIZE);
+        return;
+    }
+    const RunsTile place(g, base);
+    for (int u = 0; u < UNITS && mine + u * STEP < g.n; ++u) {
+        const long long i = mine + u * STEP;
+        bool done = false;
+        if (!g.wide && i + SIZE <= g.n) {
+            typename Op::Data data;
+            op.template load<false>(i, data);
+            Scales<C, 1> scales;
+            unsigned rest;
+            const unsigned offset = place.locate(g, threadIdx.x * SIZE + u * STEP, rest);
+            scales.usable = rest >= SIZE;
+            op.prepare(0, op.source.at(place.first + offset), scales);
+            done = op.template quick<false>(i, data, scales);
         }
+        if (!done) op.careful(i, static_cast<int>(min((long long)SIZE, g.n - i)));
     }
 }
 
-// Bytes under way in a thread are what hides the latency of memory; registers limit them.
-template <typename T>
-constexpr int UNITS_UNDER_WAY = 8 / sizeof(T);
+// COLUMNS: a thread stays in the columns of one unit for UNITS rows, with their scales in registers and the loads of
+// DEPTH rows under way. Thread blocks go along the rows first.
+template <int DEPTH, int UNITS, typename Op>
+__device__ __forceinline__ void for_each_unit_of_columns(const Op& op, const Geometry& g) {
+    using C = typename Op::C;
+    constexpr int SIZE = Op::SIZE, STEP = EACH_THREADS * SIZE;
+    static_assert(UNITS % DEPTH == 0 && UNITS <= 32, "a bit for each row");
+    const unsigned across = static_cast<unsigned>((g.columns + STEP - 1) / STEP), slab = blockIdx.x / across;
+    const unsigned column = (blockIdx.x - slab * across) * STEP + threadIdx.x * SIZE;
+    if (column >= g.columns) return;
+    const long long first = (long long)slab * UNITS, begin = first * g.columns + column;
+    const bool whole = op.aligned && (first + UNITS) * g.columns <= g.n;
+    typename Op::Data data[DEPTH];
+    if (whole) {
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u) op.template load<true>(begin + u * g.columns, data[u]);
+    }
+    Scales<C, SIZE> scales;
+    op.source.template columns<SIZE>(g, column, [&](int j, Parameters<C> from) { op.prepare(j, from, scales); });
+    unsigned left = 0;  // bit r: row r is not done
+    if (whole) {
+        long long i = begin;
+#pragma unroll 1
+        for (int batch = 0; batch < UNITS; batch += DEPTH) {
+#pragma unroll
+            for (int u = 0; u < DEPTH; ++u, i += g.columns) {
+                // As soon as a unit is done its registers take the one that is DEPTH rows on.
+                if (!op.template quick<true>(i, data[u], scales)) left |= 1u << (batch + u);
+                if (batch + DEPTH < UNITS) op.template load<true>(i + DEPTH * g.columns, data[u]);
+            }
+        }
+    } else {
+#pragma unroll 1
+        for (int r = 0; r < UNITS && begin + r * g.columns < g.n; ++r) {
+            const long long i = begin + r * g.columns;
+            bool done = false;
+            if (i + SIZE <= g.n) {
+                op.template load<false>(i, data[0]);
+                done = op.template quick<false>(i, data[0], scales);
+            }
+            if (!done) left |= 1u << r;
+        }
+    }
+    for (; left; left &= left - 1) {
+        const long long i = begin + (__ffs(left) - 1) * g.columns;
+        op.careful(i, static_cast<int>(min((long long)SIZE, g.n - i)));
+    }
+}
+
+// Do `op` to all units. The grid has a thread block for every EACH_THREADS * UNITS of them.
+template <int LAYOUT, int DEPTH, int UNITS, typename Op>
+__device__ __forceinline__ void for_each_unit(const Op& op, const Geometry& g) {
+    if constexpr (LAYOUT == RUNS) {
+        static_assert(DEPTH == UNITS, "all loads are under way at once");
+        for_each_unit_of_runs<UNITS>(op, g);
+    } else {
+        for_each_unit_of_columns<DEPTH, UNITS>(op, g);
+    }
+}
 
 // ---- x to codes ------------------------------------------------------------------------------------------------
 
-// An Op that writes codes.
 template <typename T, int BITS, int SIZE_ = UNIT>
-struct Quantize {
-    using Compute = typename ::Compute<T>::Type;
+struct Quantize : Operation<T, true> {
+    using C = typename Operation<T, true>::C;
+    using Operation<T, true>::g;
+    using Operation<T, true>::source;
     static constexpr int SIZE = SIZE_;
     using Data = Unit<T, SIZE>;
-    static constexpr int DEPTH = UNITS_UNDER_WAY<T> * UNIT / SIZE;
     const T* x;
     unsigned char* codes;
-    Source<Compute> source;
-    const Geometry& g;
-    bool aligned;
 
     template <bool ALIGNED>
     __device__ __forceinline__ void load(long long i, Data& data) const {
         data.template load<ALIGNED>(x + i);
     }
 
-    template <int N>
-    __device__ __forceinline__ void scales(int j, long long first, unsigned offset, Scales<Compute, N>& scales) const {
-        scales.template set<true>(j, source.scale_at(first, offset), source.zero_at(g, first, offset));
-    }
-
     template <bool ALIGNED, int N>
-    __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<Compute, N>& scales) const {
-        int q[SIZE];
+    __device__ __forceinline__ bool quick(long long i, const Data& data, const Scales<C, N>& scales) const {
+        const int offset = BITS == 4 && g.qmin < 0 ? 8 : 0;  // makes 4-bit codes positive, which lets them be added up
+        unsigned q[SIZE];
+        bool usable = scales.usable;
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
-            for (int j = 0; j < SIZE; ++j) q[j] = level(data.get(j), scales.s(j), scales.z(j));
+            for (int j = 0; j < SIZE; ++j) q[j] = level(data.get(j), scales.s(j), scales.z(j)) + offset;
         } else {
-            float bad = 0.0f;  // NaN if any quotient is not finite
+            // An even offset moves no tie.
+            const Rounding rounding(offset, g.qmin + offset, g.qmax + offset);
+            Finite<T> finite;
 #pragma unroll
             for (int j = 0; j < SIZE; ++j) {
+                if (j % Data::PER_WORD == 0) finite.add(data.word[j / Data::PER_WORD]);
                 const float steps = short_division(data.get(j), scales.s(j), scales.r(j));
-                bad = __fmaf_rn(steps, 0.0f, bad);
-                const float low = float(g.qmin - scales.z(j)), high = float(g.qmax - scales.z(j));
-                q[j] = __float_as_int(__fadd_rn(fminf(fmaxf(steps, low), high), ROUNDER)) + scales.z(j);
+                finite.add_quotient(steps);
+                q[j] = __float_as_uint(rounding.clamped(rounding(steps, scales.z(j))));
             }
-            if (!(scales.ordinary && bad == 0.0f)) return false;
+            usable &= finite.all();
         }
+        if (!usable) return false;
         Codes<BITS, SIZE> packed;
-        packed.pack(q);
+        packed.pack_bytes(q);
+        if (BITS == 4 && offset) {
+#pragma unroll
+            for (int w = 0; w < packed.WORDS; ++w) packed.word[w] ^= 0x88888888u;
+        }
         packed.template store<ALIGNED>(codes + i * BITS / 8);
         return true;
     }
 
-    __device__ __forceinline__ int level(Compute v, Compute s, int z) const {
-        return static_cast<int>(clamped(steps_of(v, s), Compute(g.qmin - z), Compute(g.qmax - z))) + z;
+    __device__ __forceinline__ int level(C v, C s, C z) const {
+        return static_cast<int>(clamped(steps_of(v, s), C(g.qmin) - z, C(g.qmax) - z) + z);
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
+        Steps<C> at(source, g, i);
+        one_by_one(i, count, at);
+    }
+    // `at` steps through scales and zero points (see Steps).
+    template <typename At>
+    __device__ __forceinline__ void one_by_one(long long i, int count, At& at) const {
 #pragma unroll 1
         for (int j = 0; j < count; j += 8 / BITS) {
             unsigned byte = 0;
 #pragma unroll 1
-            for (int h = 0; h < 8 / BITS && j + h < count; ++h) {
-                const long long index = g.index(i + j + h);
-                const int q = level(to_float(x[i + j + h]), usable(source.scale_at(index)), source.zero_at(g, index));
+            for (int h = 0; h < 8 / BITS && j + h < count; ++h, at.next()) {
+                const int q = level(to_float(x[i + j + h]), at.scale, at.zero);
                 byte |= (q & (1 << BITS) - 1) << h * BITS;
             }
             codes[(i + j) * BITS / 8] = static_cast<unsigned char>(byte);

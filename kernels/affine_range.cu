@@ -411,7 +411,8 @@ struct Own {
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
-        Quantize<T, BITS>{x, codes, {nullptr, nullptr, s, zero}, g, false}.careful(i, count);
+        Steady<C> at{usable(s), C(zero)};
+        Quantize<T, BITS>{{{}, g, false}, x, codes}.one_by_one(i, count, at);
     }
 };
 

@@ -44,6 +44,7 @@ Sources: the quantize family of baracuda-kernels, PyTorch's fake_quantize, the g
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -689,22 +690,40 @@ def multiply(dy: Any, dq: Any, scale: Any, blocks: Blocks) -> None:
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
 _TYPES = {**CXX_TYPES, "float64": "double"}
+_ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _FILE, _RANGE_FILE = "affine.cu", "affine_range.cu"
 _THREADS = 256
-# Neighbours that a thread works on at a time, and such units that it has under way, by the bytes of an element.
+_EACH_THREADS = 128
 _UNIT = 8
-_DEPTH = {
-    "quantize": {2: 4, 4: 2, 8: 1},
-    "dequantize": {2: 4, 4: 4, 8: 1},
-    "fake_quantize": {2: 4, 4: 2, 8: 1},
-    "quantize_backward": {2: 2, 4: 1, 8: 1},
-    "fake_quantize_backward": {2: 2, 4: 1, 8: 1},
-    "dequantize_backward": {2: 4, 4: 2, 8: 1},
-    "find_range": {2: 4, 4: 2, 8: 1},
+_LAYOUTS = ("RUNS", "COLUMNS")
+# The walks of kernels/affine.cuh by operation and bytes of an element: elements of a unit, and units of a thread, which
+# has the loads of all under way.
+_RUNS_WALKS = {
+    "quantize8": {2: (16, 1), 4: (8, 1), 8: (4, 2)},
+    "quantize4": {2: (16, 2), 4: (8, 1), 8: (4, 2)},
+    "dequantize8": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
+    "dequantize4": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
+    "fake_quantize": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
+    "quantize_backward": {2: (8, 2), 4: (4, 1), 8: (4, 1)},
+    "fake_quantize_backward": {2: (8, 2), 4: (4, 1), 8: (4, 1)},
+    "dequantize_backward": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
 }
-# Rows of a thread where scales repeat with a short period (see COLUMNS in kernels/affine.cuh): so many times its depth,
-# or so many.
-_COLUMN_DEPTHS, _FIND_ROWS = 2, 64
+# Others for what takes more instructions an element, and for blocks that are no multiple of these units.
+_SLOWER_WALKS = {("quantize8", "bfloat16"): (16, 2)}
+_NARROW_WALKS = {"quantize8": (8, 2), "quantize4": (8, 4)}
+# The same where scales repeat with a short period: elements of a unit, units under way, all units.
+_COLUMNS_WALKS = {
+    "quantize8": {2: (8, 4, 8), 4: (4, 4, 4), 8: (4, 1, 8)},
+    "quantize4": {2: (8, 4, 16), 4: (4, 4, 8), 8: (4, 1, 8)},
+    "dequantize8": {2: (8, 4, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
+    "dequantize4": {2: (8, 4, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
+    "fake_quantize": {2: (8, 4, 4), 4: (4, 4, 4), 8: (4, 1, 8)},
+    "quantize_backward": {2: (8, 2, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
+    "fake_quantize_backward": {2: (8, 2, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
+    "dequantize_backward": {2: (8, 2, 4), 4: (4, 4, 4), 8: (4, 1, 8)},
+}
+_DEPTH = {"find_range": {2: 4, 4: 2, 8: 1}}
+_FIND_ROWS = 64
 # Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
 _FIND_ROUNDS = 16
 _WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
@@ -726,14 +745,34 @@ _WIDE_ROW = 1 << 30
 _WIDEST_PERIOD = 1 << 28
 
 _EVERY = tuple(_TYPES.values())
-_LAYOUTS = ("RUNS", "COLUMNS")
+
+
+def _walk_of(operation: str, dtype: str, layout: str, narrow: bool = False) -> tuple[int, int, int]:
+    """SIZE, DEPTH and UNITS of a kernel (see kernels/affine.cu)."""
+    itemsize = _ITEMSIZES[dtype]
+    if layout == "COLUMNS":
+        return _COLUMNS_WALKS[operation][itemsize]
+    size, units = _SLOWER_WALKS.get((operation, dtype)) or _RUNS_WALKS[operation][itemsize]
+    if narrow and itemsize == 2:
+        size, units = _NARROW_WALKS.get(operation, (size, units))
+    return size, units, units
+
+
+def _arguments(operation: str, dtype: str, layout: str, narrow: bool = False) -> str:
+    """The template arguments of a kernel that goes from element to element."""
+    bits = [operation[-1]] if operation[-1] in "84" else []
+    return ", ".join([_TYPES[dtype], *bits, layout, *map(str, _walk_of(operation, dtype, layout, narrow))])
+
+
+def _each_template(name: str, operations: tuple[str, ...]) -> Template:
+    every = itertools.product(operations, _TYPES, _LAYOUTS, (False, True))
+    return Template(_FILE, f"{name}_affine", (tuple(dict.fromkeys(_arguments(*each) for each in every)),))
+
+
 KERNELS = (
-    Template(_FILE, "quantize_affine", (_EVERY, ("8", "4"), _LAYOUTS)),
-    Template(_FILE, "dequantize_affine", (_EVERY, ("8", "4"), _LAYOUTS)),
-    Template(_FILE, "fake_quantize_affine", (_EVERY, _LAYOUTS)),
-    Template(_FILE, "quantize_backward_affine", (_EVERY, _LAYOUTS)),
-    Template(_FILE, "fake_quantize_backward_affine", (_EVERY, _LAYOUTS)),
-    Template(_FILE, "dequantize_backward_affine", (_EVERY, _LAYOUTS)),
+    _each_template("quantize", ("quantize8", "quantize4")),
+    _each_template("dequantize", ("dequantize8", "dequantize4")),
+    *(_each_template(name, (name,)) for name in _RUNS_WALKS if name[-1] not in "84"),
     Template(_FILE, "convert_scales_affine", (("float",), ("double",))),
     Template(_FILE, "convert_scales_affine", (("double",), ("float",))),
     Template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
@@ -750,6 +789,7 @@ KERNELS = (
 _GEOMETRY = np.dtype(
     [
         *((name, "i8") for name in ("n", "row", "run", "per_row", "count", "columns", "rows")),
+        ("long_by_row", "u8"),
         *((name, [("magic", "u4"), ("shift", "i4")]) for name in ("by_row", "by_run")),
         *((name, "i4") for name in ("wide", "qmin", "qmax", "margin", "zero", "divisor", "symmetric")),
     ],
@@ -772,7 +812,7 @@ class _Geometry:
         Whether a block that is the whole array counts as one run, however long.
     """
 
-    __slots__ = ("_struct", "argument", "columns", "layout", "rows", "size")
+    __slots__ = ("_struct", "argument", "columns", "layout", "narrow", "rows", "size")
 
     def __init__(self, blocks: Blocks, levels: Levels, margin: int = 0, whole: bool = False):
         row, run, per_row = blocks.row, blocks.run, blocks.per_row
@@ -781,26 +821,32 @@ class _Geometry:
             per_row = 1 if whole else 0
         self.size = blocks.size
         self.layout = "COLUMNS" if per_row == 0 and run < min(row, _UNIT) and row <= _WIDEST_PERIOD else "RUNS"
+        self.narrow = row % (2 * _UNIT) != 0 or run % (2 * _UNIT) != 0
         self.columns = _columns(row, self.size) if self.layout == "COLUMNS" else self.size
         self.rows = -(-self.size // self.columns)
         struct = np.zeros((), _GEOMETRY)
         struct["n"], struct["row"], struct["run"], struct["per_row"] = self.size, row, run, per_row
         struct["count"], struct["columns"], struct["rows"] = blocks.count, self.columns, self.rows
-        struct["wide"] = not _UNIT <= row < _WIDE_ROW
+        struct["wide"] = not _UNIT <= row < _WIDE_ROW or run < 2
         for name, divisor in (("by_row", row), ("by_run", run)):
             if not struct["wide"]:
-                shift = 31 + (divisor - 1).bit_length()
-                struct[name]["magic"], struct[name]["shift"] = -(-(1 << shift) // divisor), shift
+                bits = (divisor - 1).bit_length()
+                struct[name]["magic"], struct[name]["shift"] = -(-(1 << 31 + bits) // divisor), bits - 1
+        if not struct["wide"]:
+            struct["long_by_row"] = -(-(1 << 63 + (row - 1).bit_length()) // row)
         struct["qmin"], struct["qmax"], struct["margin"] = levels.qmin, levels.qmax, margin
         struct["zero"], struct["divisor"], struct["symmetric"] = levels.zero, levels.divisor, levels.symmetric
         self._struct = struct
         self.argument = _cuda.by_value(struct)
 
-    def units(self, depth: int, rows: int) -> int:
-        """Thread blocks that have work, when a thread takes `depth` units, or `rows` rows of its columns."""
+    def units(self, depth: int, rows: int, width: int = _THREADS * _UNIT) -> int:
+        """Thread blocks that have work, when a thread takes `depth` units, or `rows` rows of the columns of a unit.
+
+        `width` is the number of elements in the units of a thread block.
+        """
         if self.layout == "RUNS":
-            return -(-self.size // (_THREADS * _UNIT * depth))
-        return -(-self.rows // rows) * -(-self.columns // (_THREADS * _UNIT))
+            return -(-self.size // (width * depth))
+        return -(-self.rows // rows) * -(-self.columns // width)
 
 
 def _columns(period: int, size: int) -> int:
@@ -809,7 +855,7 @@ def _columns(period: int, size: int) -> int:
     best, best_use = least, 0.0
     for times in range(1, 65):
         columns = least * times
-        width = _THREADS * _UNIT
+        width = _EACH_THREADS * _UNIT
         use = columns / (-(-columns // width) * width)
         if use > best_use + 0.02 and (times == 1 or columns <= size):
             best, best_use = columns, use
@@ -834,9 +880,11 @@ def _launch(
 ) -> tuple[_cuda.Kernel, _Geometry, int]:
     """Kernel, geometry and grid of an operation that goes from element to element."""
     geometry = _geometry(blocks, levels, margin)
-    axes = (_TYPES[dtype.name], *(() if bits is None else (str(bits),)), geometry.layout)
-    depth = _DEPTH[kind][dtype.itemsize]
-    return _kernel(f"{kind}_affine", axes), geometry, geometry.units(depth, _COLUMN_DEPTHS * depth)
+    operation = kind if bits is None else f"{kind}{bits}"
+    walk = operation, dtype.name, geometry.layout, geometry.narrow
+    size, _, units = _walk_of(*walk)
+    kernel = _kernel(f"{kind}_affine", (_arguments(*walk),), _EACH_THREADS)
+    return kernel, geometry, geometry.units(units, units, _EACH_THREADS * size)
 
 
 def converted(values: Any, dtype: np.dtype) -> Any:
