@@ -135,9 +135,10 @@ def run(
     kbitcupy.errors.DeviceError: products with compressed weights are timed on a GPU only; device is 'cpu'
     """
     with started(Report, "products with compressed weights", device, quick, peers) as (report, gpu, torch):
+        gpu.most, gpu.budget = min(gpu.most, 25), min(gpu.budget, 0.05)  # there are hundreds of them
         for number, shape in enumerate(shapes or (SHAPES[:1] if quick else SHAPES)):
             counts = tuple(tokens or (QUICK_TOKENS if quick else TOKENS))
-            others = {count: _others(gpu, torch, shape, count, report) for count in counts}
+            others = _others(gpu, torch, shape, counts, report)
             for name in names or FORMATS:
                 report.products += measure(gpu, get_format(name), shape, counts, others)
             if number == 0 and not names:
@@ -300,25 +301,30 @@ def _words(count: int) -> np.ndarray:
 # ---- other libraries -------------------------------------------------------------------------------------------------
 
 
-def _others(gpu: Any, torch: Any, shape: tuple[int, int], tokens: int, report: Report) -> dict[str, float]:
-    """The times of torch's and bitsandbytes' products; what fails is left out with a note."""
-    found: dict[str, float] = {}
+def _others(
+    gpu: Any, torch: Any, shape: tuple[int, int], counts: Sequence[int], report: Report
+) -> dict[int, dict[str, float]]:
+    """The times of torch's and bitsandbytes' products, by M and name; what fails is left out with a note."""
+    found: dict[int, dict[str, float]] = {count: {} for count in counts}
     if torch is None:
         return found
     makers: tuple[Callable[..., tuple[Call, int]], ...] = (_cublas, _bitsandbytes, _tinygemm)
+    codes = gpu.cupy.asarray(_words(shape[0] * shape[1] // 8).view(np.uint8))
+
+    def moved(number: int) -> Any:
+        return codes if number == 0 else gpu.cupy.roll(codes, number)
+
     for name, make in zip(PEERS[1:], makers, strict=True):
-        codes = gpu.cupy.asarray(_words(shape[0] * shape[1] // 8).view(np.uint8))
-
-        def moved(number: int, codes: Any = codes) -> Any:
-            return codes if number == 0 else gpu.cupy.roll(codes, number)
-
-        try:
-            case = Case(name, functools.partial(make, torch, shape, tokens), capture=True)
-            found[name] = gpu.time(case, name, moved).us
-        except Exception as error:  # other libraries raise what they like
-            note = f"{name} left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if note not in report.notes:
-                report.notes.append(note)
+        for count in counts:
+            try:
+                case = Case(name, functools.partial(make, torch, shape, count), capture=True)
+                found[count][name] = gpu.time(case, name, moved).us
+            except Exception as error:  # other libraries raise what they like
+                note = f"{name} left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                if note not in report.notes:
+                    report.notes.append(note)
+                if isinstance(error, ImportError):
+                    break
     return found
 
 
