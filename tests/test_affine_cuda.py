@@ -45,11 +45,9 @@ LARGE = [
 # One for each walk through an array: units in one block and across two, scales of a short period, blocks in registers,
 # whole tiles and what is left of one.
 SMALL = [
-    ((3, 43), "token"),
     ((5, 1040), "token"),
     ((5, 1044), "token"),
     ((3, 50), ("group", 5)),
-    ((9, 40), ("channel", 1)),
     ((17, 1024), ("channel", 1)),
     ((5, 72), ("group", 32)),
     ((3, 96), ("group", 48)),
