@@ -4,7 +4,7 @@
 //     scale       float32, beside float64 arrays float64, one for each block
 //     zero_point  int32, one for each block
 //
-// A thread works on units of 8 or 16 consecutive elements, which nearly always share one scale. What is not in order (a
+// A thread works on units of 4 to 16 consecutive elements, which nearly always share one scale. What is not in order (a
 // block that ends inside a unit, the end of the array, a scale or an element that the short division is not exact for)
 // is left to a careful path, one element after the other.
 //
@@ -527,7 +527,7 @@ struct Codes {
 // ---- walks -----------------------------------------------------------------------------------------------------
 
 enum Layout {
-    RUNS,     // eight neighbours nearly always share a scale
+    RUNS,     // the elements of a unit nearly always share a scale
     COLUMNS,  // they do not: scales repeat with a short period, and a thread stays in its columns
 };
 
