@@ -24,7 +24,15 @@ def available() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int, box_bytes: int = BOX_BYTES) -> bytes:
+def byte_matrix(
+    address: int,
+    rows: int,
+    columns: int,
+    pitch: int,
+    box_rows: int,
+    box_bytes: int = BOX_BYTES,
+    swizzled: bool = True,
+) -> bytes:
     """The tensor map of a byte matrix that is copied in boxes of `box_rows` rows x `box_bytes` bytes.
 
     What a box has beyond the matrix arrives as zeros.
@@ -42,6 +50,8 @@ def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int
     box_bytes : int, default 128
         A multiple of 16, at most 256. Boxes of 32, 64 and 128 bytes arrive in the swizzle of that size, others in
         order.
+    swizzled : bool, default True
+        False: boxes of any size arrive in order.
 
     Returns
     -------
@@ -65,7 +75,7 @@ def byte_matrix(address: int, rows: int, columns: int, pitch: int, box_rows: int
         (ctypes.c_uint32 * 2)(box_bytes, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         _PLAIN,
-        _SWIZZLES.get(box_bytes, 0),
+        _SWIZZLES.get(box_bytes, 0) if swizzled else 0,
         _PROMOTE_256,
         _FILL_ZERO,
     )

@@ -15,6 +15,7 @@ rounding to the dtype of the result.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -384,7 +385,7 @@ def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
 
     lines = [heading, f"  these: {way(max(m, 1))}"]
     shown = ""
-    for start in sorted({1, *(limit + 1 for limit in (_TOKENS, *_FUSED_UP_TO.values(), *_TILE_TOKENS))}):
+    for start in sorted({1, 2, *(limit + 1 for limit in (_TOKENS, *_FUSED_UP_TO.values(), *_TILE_TOKENS))}):
         if way(start) != shown:
             shown = way(start)
             lines.append(f"  from {start}: {shown}")
@@ -410,20 +411,18 @@ def _multiply_on_host(x: np.ndarray, q: QuantizedArray, bias: Any, out: np.ndarr
 def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     """Decode to x's dtype and let cuBLAS multiply: alpha is the tensor scale, beta times C the bias."""
     cupy = _xp.namespace(x)
-    if x.dtype == np.float64 or not x.shape[1]:
-        cupy.matmul(x, dequantize(q, dtype=x.dtype).T, out=out)
-        if bias is not None:
-            out += bias
+    if not x.shape[1]:
+        out[...] = 0 if bias is None else bias
         return
     weight = cupy.empty(q.shape, x.dtype)
     planes = dict(q.planes)
     scale = None
-    if isinstance(q.format, KBit) and x.dtype != np.float32:
+    if isinstance(q.format, KBit) and x.dtype.itemsize == 2:
         scale = planes.pop("scale")  # decoded without it, weights of 1e-6 stay in the range of float16
     decode(q.format, planes, weight)
     target = out
     if bias is not None:
-        if bias.dtype != out.dtype:
+        if bias.dtype != out.dtype and out.dtype.itemsize == 2:
             target = cupy.empty(out.shape, np.float32)
         target[...] = bias
     _gemm(x, weight, scale, bias is not None, target)
@@ -433,53 +432,70 @@ def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
 
 def _gemm(x: Any, weight: Any, scale: Any, accumulate: bool, out: Any) -> None:
     """out = scale * x @ weight.T (+ out), all row-major, accumulated in fp32."""
+    import cupy
     from cupy.cuda import device
     from cupy_backends.cuda.libs import cublas
 
-    one, zero = _constants(x.data.device_id)
+    double = x.dtype == np.float64
+    one, zero = _constants(x.data.device_id, "float64" if double else "float32")
     handle = device.get_cublas_handle()
     kinds = [_CUDA_TYPES[array.dtype.name] for array in (weight, x, out)]
     rows, depth = weight.shape
     mode = cublas.getPointerMode(handle)
     cublas.setPointerMode(handle, cublas.CUBLAS_POINTER_MODE_DEVICE)
     try:
-        cublas.gemmEx(
-            handle,
-            cublas.CUBLAS_OP_T,
-            cublas.CUBLAS_OP_N,
-            rows,
-            len(x),
-            depth,
-            (one if scale is None else scale).data.ptr,
-            weight.data.ptr,
-            kinds[0],
-            depth,
-            x.data.ptr,
-            kinds[1],
-            depth,
-            (one if accumulate else zero).data.ptr,
-            out.data.ptr,
-            kinds[2],
-            rows,
-            cublas.CUBLAS_COMPUTE_32F,
-            cublas.CUBLAS_GEMM_DEFAULT,
+        call = _cublas()
+        statuses = (
+            call.cublasSetStream_v2(ctypes.c_void_p(handle), ctypes.c_void_p(cupy.cuda.get_current_stream().ptr)),
+            call.cublasGemmEx(
+                ctypes.c_void_p(handle),
+                cublas.CUBLAS_OP_T,
+                cublas.CUBLAS_OP_N,
+                rows,
+                len(x),
+                depth,
+                ctypes.c_void_p((one if scale is None else scale).data.ptr),
+                ctypes.c_void_p(weight.data.ptr),
+                kinds[0],
+                depth,
+                ctypes.c_void_p(x.data.ptr),
+                kinds[1],
+                depth,
+                ctypes.c_void_p((one if accumulate else zero).data.ptr),
+                ctypes.c_void_p(out.data.ptr),
+                kinds[2],
+                rows,
+                cublas.CUBLAS_COMPUTE_64F if double else cublas.CUBLAS_COMPUTE_32F,
+                cublas.CUBLAS_GEMM_DEFAULT,
+            ),
         )
     finally:
         cublas.setPointerMode(handle, mode)
-
-
-# cudaDataType of the dtypes.
-_CUDA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+    for status in statuses:
+        if status:
+            raise cublas.CUBLASError(status)
 
 
 @functools.cache
-def _constants(device: int) -> tuple[Any, Any]:
-    """float32 1 and 0 on a device: cuBLAS reads both factors there once one of them is a plane."""
+def _cublas() -> ctypes.CDLL:
+    """The library that CuPy has loaded: CuPy's own calls are refused while a stream captures, cuBLAS allows them."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    return ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
+
+
+# cudaDataType of the dtypes.
+_CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+
+
+@functools.cache
+def _constants(device: int, dtype: str) -> tuple[Any, Any]:
+    """1 and 0 on a device: cuBLAS reads both factors there once one of them is a plane."""
     import cupy
 
     # A stream of its own: the caller's may be capturing a graph, where an upload would become part of the graph.
     with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
-        values = cupy.asarray(np.array([1, 0], np.float32))
+        values = cupy.asarray(np.array([1, 0], dtype))
         stream.synchronize()
     return values[:1], values[1:]
 
@@ -487,14 +503,12 @@ def _constants(device: int) -> tuple[Any, Any]:
 # ---- through compressed weights --------------------------------------------------------------------------------------
 
 # As in kernels/linear.cu and linear.cuh.
-_FEW_THREADS, _FEW_WARPS = 512, 16
 _ITEM_K, _ITEM_ROWS, _TOKENS = 128, 16, 8
-_TABLE_AT = 2048
+_TABLE_AT, _HEAD = 2048, 1024
+_MOST_K = 128 * _ITEM_K  # elements of x in the gaps of a table
 # As in kernels/linear_tile_sm90a.cu, and the tokens of its instances.
 _GRANULE_K, _RING_END = 32, 228 * 1024 - 512
 _TILE_TOKENS = (16, 32, 64, 128)
-# Shared memory that a warp may fill with the scales of a turn.
-_STAGE_BYTES = 2048
 # Counted in the 48 KiB of shared memory that every kernel has.
 _MAX_EXPERTS = 12000
 
@@ -509,16 +523,18 @@ class Decoder:
         The C++ type; ``{T}`` stands for the type of x.
     granule : int
         k must be a multiple of it: the elements of a row that have to lie in one block.
-    alignment : int
-        Bytes at which the packed plane must start.
-    pairs : int
-        ``PAIRS`` of the decoder.
+    entries : int
+        Of the table of values.
+    gaps : bool
+        Whether the table has gaps, where the sums find room.
+    item_bytes, scale_bytes : int
+        As there.
+    items, grouped_items : int
+        Most items of a warp of ``linear_few``, and of its grouped flavour: there are registers for them.
     wide : bool
-        Whether a thread block may take 16 tokens: there are registers for it.
-    table_bytes : int
-        Of the table of values, and of the sums where they do not fit in its gaps.
-    scale_bytes : int
-        ``SCALE_BYTES`` of the decoder.
+        Whether a thread block of ``linear_few`` may take 16 tokens: there are registers for it.
+    swizzled : bool
+        Whether ``TURNS`` is not 1.
     copied : bool
         Whether the scales are used as they are stored; otherwise they are spread, one for each granule.
     block : int
@@ -527,40 +543,67 @@ class Decoder:
 
     expression: str
     granule: int
-    alignment: int
-    pairs: int
-    wide: bool
-    table_bytes: int
+    entries: int
+    gaps: bool
+    item_bytes: int
     scale_bytes: int
+    items: int
+    grouped_items: int
+    wide: bool
+    swizzled: bool
     copied: bool
     block: int
 
+    def shared_bytes(self, eights: int, items: int, warps: int) -> int:
+        """Shared memory of a thread block of ``linear_few``."""
+        stages = warps * items * _ITEM_ROWS * (self.item_bytes + 2 * self.scale_bytes)
+        slots = 2 if eights == 2 else 4
+        sums = 0 if self.gaps else slots * warps * _ITEM_ROWS * _TOKENS * eights * 4
+        return self._table_bytes + sums + stages
+
+    def shared_bytes_one(self, k: int, run: int, items: int, warps: int) -> int:
+        """... of ``linear_one``."""
+        slots = warps * 2 * items * _ITEM_ROWS * (self.item_bytes + self.scale_bytes)
+        return self._table_bytes + (0 if self.gaps else k * 2) + slots + (run + warps) * _ITEM_ROWS * 4
+
+    @property
+    def _table_bytes(self) -> int:
+        """Shared memory up to the end of the table of values and of what stands behind it."""
+        return _TABLE_AT + self.entries * 256 + _HEAD
+
 
 def _kbit_decoder(k: int, absmax: str) -> Decoder:
-    pairs = 1 if k == 5 or absmax == "float32" else 2
-    wide = pairs == 2
-    # Entries of 4 bytes leave gaps; the sums of a warp are those of four tiles and 8 tokens, or of two and 16.
-    sums = 0 if k in (3, 4) else _FEW_WARPS * 2 * pairs * _ITEM_ROWS * _TOKENS * 4
-    scale_bytes = _ITEM_K // BLOCK * np.dtype(ABSMAX[absmax].dtype).itemsize
-    expression = f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>"
-    table_bytes = (32 if k == 5 else 256) * 256 + sums
-    return Decoder(expression, BLOCK, {2: 8, 4: 16}.get(k, 4), pairs, wide, table_bytes, scale_bytes, True, BLOCK)
+    return Decoder(
+        f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>",
+        granule=BLOCK,
+        entries=32 if k == 5 else 256,
+        gaps=k in (3, 4),
+        item_bytes=_ITEM_K * k // 8,
+        scale_bytes=_ITEM_K // BLOCK * np.dtype(ABSMAX[absmax].dtype).itemsize,
+        items=2 if k == 5 or absmax == "float32" else 4,
+        grouped_items=2 if k == 5 or absmax == "float32" else 4,
+        wide=absmax != "float32",
+        swizzled=False,
+        copied=True,
+        block=BLOCK,
+    )
 
 
 def _table4_decoder(block: int, double_quant: bool) -> Decoder:
     granule = min(block, 64)
-    copied = block == granule and not double_quant
-    wide = granule == 64
     return Decoder(
         f"Table4<{{T}}, {granule}>",
-        granule,
-        granule // 8,
-        1 + wide,
-        wide,
-        256 * 256,
-        _ITEM_K // granule * 4,
-        copied,
-        block,
+        granule=granule,
+        entries=256,
+        gaps=True,
+        item_bytes=_ITEM_K // 2,
+        scale_bytes=_ITEM_K // granule * 4,
+        items=4 if block == 64 and not double_quant else 2,
+        grouped_items=2,
+        wide=granule == 64,
+        swizzled=True,
+        copied=block == granule and not double_quant,
+        block=block,
     )
 
 
@@ -574,22 +617,87 @@ def decoder_of(format: Format) -> Decoder | None:
 def _decoders() -> list[Decoder]:
     """All there are, for the compile check."""
     kbit = [_kbit_decoder(k, absmax) for k in (2, 3, 4, 5) for absmax in ABSMAX]
-    return kbit + [_table4_decoder(block, False) for block in (64, 32, 16)]
+    return kbit + [_table4_decoder(*options) for options in ((64, False), (32, False), (16, False), (64, True))]
 
 
 _HALF_CXX = (CXX_TYPES["float16"], CXX_TYPES["bfloat16"])
 
 
-def _instances(flavour: str, decoders: list[Decoder]) -> tuple[str, ...]:
-    return tuple(f"{decoder.expression.format(T=T)}, {flavour}" for decoder in decoders for T in _HALF_CXX)
+def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool = False) -> tuple[int, int]:
+    """``ITEMS`` and warps of ``linear_few``, as many as the shared memory allows; no warps where it does not at all.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        How a weight is read.
+    eights : int
+        Tokens of a thread block, in eights.
+    room : int
+        Bytes of shared memory that a thread block can have.
+    even : bool
+        Whether tiles are whole, and rows whole items that begin at multiples of 16 bytes.
+    grouped : bool
+        Whether it is the flavour for experts.
+    """
+    most = decoder.grouped_items if grouped else decoder.items
+    for warps, items in itertools.product((16, 8), (4, 2) if even else (1,)):
+        if eights * items <= 4 and items <= most and decoder.shared_bytes(eights, items, warps) <= room:
+            return items, warps
+    return 1, 0
 
 
-_TIGHT = [decoder for decoder in _decoders() if decoder.expression.startswith("Kbit<{T}, 5, FLOAT32")]
+def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
+    """``ITEMS`` and warps of ``linear_one`` as `few_room` has them, for rows of `k` and `run` tiles a thread block."""
+    for warps, items in itertools.product((16, 8), (4, 2, 1)):
+        if k % (items * _ITEM_K) or (items > 1 and not decoder.copied) or (decoder.gaps and k > _MOST_K):
+            continue
+        if decoder.shared_bytes_one(k, run, items, warps) <= room:
+            return items, warps
+    return 1, 0
+
+
+def _instances(eights: int, grouped: bool, even: bool) -> tuple[str, ...]:
+    """Those that a device with the 227 KiB of shared memory of an H100 takes."""
+    found = {
+        _few_arguments(decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped): None
+        for decoder in _decoders()
+        for T in (_HALF_CXX if even else _HALF_CXX[:1])
+        if eights == 1 or decoder.wide
+    }
+    return tuple(found)
+
+
+def _one_instances(even: bool) -> tuple[str, ...]:
+    """... of ``linear_one``, for rows of whole units of four items, and for others."""
+    room = 227 << 10
+    return tuple(
+        dict.fromkeys(
+            f"{decoder.expression.format(T=T)}, {one_room(decoder, k, 16, room)[0]}, 16"
+            for decoder in _decoders()
+            for k in ((8192,) if even else (256, 128))
+            for T in (_HALF_CXX if even else _HALF_CXX[:1])
+        )
+    )
+
+
+def _few_arguments(decoder: Decoder, T: str, eights: int, items: int, grouped: bool) -> str:
+    return f"{decoder.expression.format(T=T)}, {eights}, {items}, {str(grouped).lower()}"
+
+
+def _tight() -> tuple[str, ...]:
+    """With two registers too many; so are some of those for 16 tokens."""
+    return tuple(f"Table4<{T}, 64>, 1, 4, false" for T in _HALF_CXX)
+
+
 TEMPLATES = (
-    Template("linear.cu", "linear_few", (_instances("1, false", _decoders()),)),
-    Template("linear.cu", "linear_few", (_instances("2, false", [d for d in _decoders() if d.wide]),)),
-    Template("linear.cu", "linear_few", (_instances("1, true", [d for d in _decoders() if d not in _TIGHT]),)),
-    Template("linear.cu", "linear_few", (_instances("1, true", _TIGHT),), hot=False),  # one register too many
+    Template("linear.cu", "linear_few", (tuple(i for i in _instances(1, False, True) if i not in _tight()),)),
+    Template("linear.cu", "linear_few", (_tight(),), hot=False),
+    Template("linear.cu", "linear_few", (_instances(2, False, True),), hot=False),
+    Template("linear.cu", "linear_few", (_instances(1, True, True),)),
+    *(Template("linear.cu", "linear_few", (_instances(eights, False, False),), hot=False) for eights in (1, 2)),
+    Template("linear.cu", "linear_few", (_instances(1, True, False),), hot=False),
+    Template("linear.cu", "linear_one", (_one_instances(True),)),
+    Template("linear.cu", "linear_one", (_one_instances(False),), hot=False),
     Template("linear.cu", "add_partials", (_HALF_CXX,), hot=False),
     Template("linear.cu", "combine_slots", (_HALF_CXX,), hot=False),
     Template("linear.cu", "group_tokens", (tuple(IDS_CXX.values()),), hot=False),
@@ -603,56 +711,48 @@ class Cut:
 
     Parameters
     ----------
-    run, pairs, warps, span, share
-        As there; `warps` is not a logarithm.
+    run, warps, items, share
+        As there.
     grid : tuple of int
         Thread blocks along n and along k.
     """
 
     run: int
-    pairs: int
     warps: int
-    span: int
+    items: int
     share: int
     grid: tuple[int, int]
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_few(n: int, k: int, decoder: Decoder, resident: int, paired: bool = True) -> Cut:
+def cut_few(n: int, k: int, most: int, warps: int, resident: int, splits: int = 8) -> Cut:
     """The cut with the least work for the busiest warp.
 
     Parameters
     ----------
     n, k : int
         Shape of the weight.
-    decoder : Decoder
-        How it is read.
+    most : int
+        Items of k that a warp can have at a time, ``ITEMS`` of the kernel.
+    warps : int
+        Warps of a thread block.
     resident : int
         Thread blocks that the device holds.
-    paired : bool
-        Whether two pairs of tiles may be under way, as the decoder allows.
+    splits : int
+        Thread blocks that may share k.
     """
-    most_pairs = decoder.pairs if paired else 1
-    rows, items = -(-n // _ITEM_ROWS), -(-k // _ITEM_K)
-    run = max(2, -(-rows // resident))
-    blocks = -(-rows // run)
-    splits = max(1, min(resident // blocks, items // _FEW_WARPS))
+    rows, total = -(-n // _ITEM_ROWS), -(-k // _ITEM_K)
     best: tuple[float, Cut] | None = None
-    for pairs, warps, span in itertools.product((2, 1), (16, 8, 4, 2, 1), (8, 4, 2, 1)):
-        if pairs > most_pairs or (pairs > 1 and _FEW_WARPS // warps * 2 >= run):
-            continue  # a place for a pair that is not there
-        if 2 * pairs * _ITEM_ROWS * span * decoder.scale_bytes > _STAGE_BYTES:
-            continue
-        share = -(-items // splits)
-        share += -share % span
-        at_once = _FEW_WARPS // warps * 2 * pairs
-        passes = -(-run // at_once)
-        my_tiles = sum(min(2 * pairs, run - at_once * i) for i in range(passes))
-        my_items = sum(min(span, share - i) for i in range(0, share, warps * span))
-        # What an item costs beside itself: scales, in shorter pieces the shorter a turn is, and x, once for all pairs.
-        work = (my_tiles + my_tiles % 2) * my_items * (1 + 0.2 / span + 0.12 / pairs) + 2 * passes
+    for split, teams in itertools.product(range(1, 1 + min(splits, total)), range(1, 1 + warps)):
+        share, team = -(-total // split), warps // teams
+        chunks = -(-share // (team * most))
+        items = -(-share // (team * chunks))
+        run = -(-rows // max(1, resident // split))
+        passes = -(-run // teams)
+        # Beside the items of a warp, in their unit: x, once or in each pass; sums; the launch that adds up the splits.
+        work = passes * (chunks * items * (1 + 0.4 * (chunks > 1)) + 0.5) + (4 + 0.2 * split) * (split > 1)
         if best is None or work < best[0]:
-            best = work, Cut(run, pairs, warps, span, share, (blocks, -(-items // share)))
+            best = work, Cut(run, team, items, share, (-(-rows // run), -(-total // share)))
     assert best is not None
     return best[1]
 
@@ -693,7 +793,9 @@ def gentle_factor(values: np.ndarray, dtype: np.dtype) -> float:
     divided by the factor in fp32.
     """
     factors = np.float32(1) + np.arange(1024, dtype=np.float32) / np.float32(1024)
-    scaled = np.asarray(values, np.float32)[None, :] * factors[:, None] / np.abs(values).max()
+    # The kernel brings the largest value to 1 .. 2 by a power of two.
+    power = np.ldexp(np.float32(1), 1 - np.frexp(np.abs(values).max())[1])
+    scaled = np.asarray(values, np.float32)[None, :] * power * factors[:, None]
     lost = (scaled.astype(dtype).astype(np.float64) - scaled) / factors[:, None]
     return float(factors[np.square(lost).sum(1).argmin()])
 
@@ -701,7 +803,7 @@ def gentle_factor(values: np.ndarray, dtype: np.dtype) -> float:
 @functools.cache
 def _cut_struct() -> np.dtype:
     """``struct Cut`` of kernels/linear.cu."""
-    return np.dtype([(name, "i4") for name in ("run", "pairs", "warps_log2", "span", "share", "width")])
+    return np.dtype([(name, "i4") for name in ("run", "warps", "items", "share", "width", "wide")])
 
 
 @dataclass(frozen=True)
@@ -822,29 +924,35 @@ class _Few(_Fused):
         grouped: bool = False,
     ):
         n, k = shape
+        self.tokens = _TOKENS * eights
+        room = _cuda.shared_memory(device)
+        even = n % _ITEM_ROWS == 0 and k % _ITEM_K == 0 and _copies(device)
+        even = even and few_room(decoder, eights, room, True, grouped)[1] > 0
+        items, warps = few_room(decoder, eights, room, even, grouped)
+        self.fits = warps > 0
         # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
-        cut = cut_few(n, k, decoder, max(1, _cuda.multiprocessors(device) // together), eights == 1 and not grouped)
-        if grouped and cut.grid[1] > 1:
-            cut = dataclasses.replace(cut, share=-(-k // _ITEM_K), grid=(cut.grid[0], 1))
-        stages = 2 * _FEW_WARPS * 2 * cut.pairs * _ITEM_ROWS * cut.span * decoder.scale_bytes
-        expression = f"{decoder.expression.format(T=CXX_TYPES[dtype.name])}, {eights}, {str(grouped).lower()}"
-        self.shared = _TABLE_AT + decoder.table_bytes + 16 + stages
-        self._kernel = _few_kernel(expression, self.shared)
-        self._eights, self._grid, self._alignment = eights, cut.grid, decoder.alignment
+        resident = max(1, _cuda.multiprocessors(device) // together)
+        cut = cut_few(n, k, items, max(1, warps), resident, 1 if grouped else 8)
+        arguments = _few_arguments(decoder, CXX_TYPES[dtype.name], eights, items, grouped)
+        self._kernel = _few_kernel("linear_few", arguments, 32 * warps, decoder.shared_bytes(eights, items, warps))
+        self._grid, self._even = cut.grid, even
+        self._map = functools.partial(_map_of_weights, decoder, k, device)
         self._shape = (np.int32(n), np.int32(k), np.int32(decoder.block))
-        # Scales are copied in pieces as wide as rows and turns allow; a plane that starts elsewhere takes narrow ones.
-        pitch, turn = k * decoder.scale_bytes // _ITEM_K, cut.span * decoder.scale_bytes
-        widths = [w for w in (16, 4, 1) if pitch % w == 0 and turn % w == 0] if decoder.copied else [0]
-        common = (cut.run, cut.pairs, cut.warps.bit_length() - 1, cut.span, cut.share)
-        structs = {width: np.array((*common, width), _cut_struct()) for width in widths}
-        self._cuts = {width: _cuda.by_value(struct) for width, struct in structs.items()}
+        pitches = [k * size // _ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
+        wide = even or pitches[0] % 16 == 0
+        width = 0
+        if decoder.copied:
+            width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
+        self._alignments = (16, 16 if wide else 4, max(1, width))
+        struct = np.array((cut.run, cut.warps, cut.items, cut.share, width, wide), _cut_struct())
+        self._cut = _cuda.by_value(struct)
         values = _values_of(format, dtype)
         self._values = _cuda.by_value(values)
-        self._structs = (structs, values)  # what the pointers point to
+        self._structs = (struct, values)  # what the pointers point to
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
         """Whether the arrays start where the kernel can read them."""
-        return not (planes["packed"].data.ptr % self._alignment or x.data.ptr % 16)
+        return _start_at((x, planes["packed"], planes["absmax"]), self._alignments)
 
     def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
@@ -853,7 +961,7 @@ class _Few(_Fused):
         bias, kind = _bias_argument(bias, x.dtype)
         splits = self._grid[1]
         partial: Any = 0 if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
-        self._launch(-(-tokens // (self._eights * _TOKENS)), x, planes, bias, out, partial, tokens, kind=kind)
+        self._launch(-(-tokens // self.tokens), x, planes, bias, out, partial, tokens, kind=kind)
         if splits > 1:
             _other_kernel("add_partials", CXX_TYPES[x.dtype.name])(
                 out, -(-out.size // 256), (partial, np.int32(splits), bias, kind, out, out.size, self._shape[0])
@@ -875,18 +983,11 @@ class _Few(_Fused):
         *,
         kind: Any = None,
     ) -> None:
-        absmax = planes["absmax"]
-        cut = next(cut for width, cut in self._cuts.items() if not width or absmax.data.ptr % width == 0)
         self._kernel.launch(
             x,
             (blocks, *self._grid),
             (
-                planes["packed"],
-                absmax,
-                planes.get("nested_absmax", 0),
-                planes.get("nested_offset", 0),
-                planes.get("scale", 0),
-                planes.get("codebook", planes.get("table", 0)),
+                *_plane_arguments(planes),
                 x,
                 bias,
                 out,
@@ -898,8 +999,9 @@ class _Few(_Fused):
                 _NO_BIAS if kind is None else kind,
                 np.int32(tokens),
                 *self._shape,
-                cut,
+                self._cut,
                 self._values,
+                self._map(planes) if self._even else _no_map(),
             ),
         )
 
@@ -1015,10 +1117,98 @@ class _Tile(_Fused):
         )
 
 
+class _One:
+    """``linear_one`` for one format, shape and dtype."""
+
+    def __init__(self, format: Format, decoder: Decoder, shape: tuple[int, int], dtype: np.dtype, device: int):
+        n, k = shape
+        self.run = max(1, -(-n // _ITEM_ROWS // _cuda.multiprocessors(device)))
+        items, warps = one_room(decoder, k, self.run, _cuda.shared_memory(device))
+        self.fits = n % _ITEM_ROWS == 0 and warps > 0 and _copies(device)
+        if not self.fits:
+            return
+        self._blocks = -(-n // (_ITEM_ROWS * self.run))
+        part = -(-self.run * (k // _ITEM_K // items) // warps)
+        arguments = f"{decoder.expression.format(T=CXX_TYPES[dtype.name])}, {items}, {warps}"
+        shared = decoder.shared_bytes_one(k, self.run, items, warps)
+        self._kernel = _few_kernel("linear_one", arguments, 32 * warps, shared)
+        numbers = (n, k, decoder.block, self.run, part, decoder.copied)
+        self._numbers = tuple(np.int32(i) for i in numbers)
+        self._map = functools.partial(_map_of_weights, decoder, k, device)
+        self._alignments = (16, 16, min(16, items * decoder.scale_bytes) if decoder.copied else 1)
+        values = _values_of(format, dtype)
+        self._values = _cuda.by_value(values)
+        self._struct = values  # what the pointer points to
+
+    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
+        """Whether the arrays start where the kernel can read them."""
+        return _start_at((x, planes["packed"], planes["absmax"]), self._alignments)
+
+    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+        """Fill out[..., n], which has one row."""
+        self._kernel.launch(
+            x,
+            (self._blocks,),
+            (
+                *_plane_arguments(planes),
+                x,
+                *_bias_argument(bias, x.dtype),
+                out,
+                *self._numbers,
+                self._values,
+                self._map(planes),
+            ),
+        )
+
+
+def _copies(device: int) -> bool:
+    """Whether there is what copies whole tiles: Hopper's bulk copy engine, or asynchronous copies before it."""
+    return _cuda.capability(device) < 90 or _tma.available()
+
+
+def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, Any]) -> Any:
+    """The tensor map of the packed plane: boxes of 16 rows and an item."""
+    if _cuda.capability(device) < 90:
+        return _no_map()
+    packed, pitch = planes["packed"], k // _ITEM_K * decoder.item_bytes
+    rows = packed.nbytes // pitch
+    return _matrix(packed.data.ptr, rows, pitch, _ITEM_ROWS, decoder.item_bytes, decoder.swizzled)[0]
+
+
+@functools.cache
+def _no_map() -> Any:
+    """An argument in the place of a tensor map where there is no use for one."""
+    memory = np.zeros(128, np.uint8)
+    pointer = _cuda.by_value(memory)
+    _kept.append(memory)
+    return pointer
+
+
+_kept: list[np.ndarray] = []
+
+
+def _start_at(arrays: tuple[Any, ...], alignments: tuple[int, ...]) -> bool:
+    """Whether arrays start at multiples of so many bytes."""
+    return not any(array.data.ptr % size for array, size in zip(arrays, alignments, strict=True))
+
+
+def _plane_arguments(planes: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (
+        planes["packed"],
+        planes["absmax"],
+        planes.get("nested_absmax", 0),
+        planes.get("nested_offset", 0),
+        planes.get("scale", 0),
+        planes.get("codebook", planes.get("table", 0)),
+    )
+
+
 @functools.lru_cache(maxsize=1024)
-def _matrix(address: int, rows: int, columns: int, box_rows: int, box_bytes: int) -> tuple[Any, np.ndarray]:
+def _matrix(
+    address: int, rows: int, columns: int, box_rows: int, box_bytes: int, swizzled: bool = True
+) -> tuple[Any, np.ndarray]:
     """The tensor map of a byte matrix as a kernel argument, and the memory behind it."""
-    memory = np.frombuffer(_tma.byte_matrix(address, rows, columns, columns, box_rows, box_bytes), np.uint8)
+    memory = np.frombuffer(_tma.byte_matrix(address, rows, columns, columns, box_rows, box_bytes, swizzled), np.uint8)
     return _cuda.by_value(memory), memory
 
 
@@ -1036,8 +1226,8 @@ _NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = (np.int32(i) for i in range(3))
 
 
 @functools.cache
-def _few_kernel(arguments: str, shared: int) -> _cuda.Kernel:
-    return _cuda.Kernel("linear.cu", f"linear_few<{arguments}>", _FEW_THREADS, shared)
+def _few_kernel(name: str, arguments: str, threads: int, shared: int) -> _cuda.Kernel:
+    return _cuda.Kernel("linear.cu", f"{name}<{arguments}>", threads, shared)
 
 
 @functools.cache
@@ -1062,23 +1252,23 @@ class Plan:
 
     Parameters
     ----------
-    kernels : tuple of _Tile or _Few
+    kernels : tuple of _One, _Tile or _Few
         The first one that takes the arrays; where none does: decode and multiply.
     reason : str
         One line for the user.
     """
 
-    kernels: tuple[_Tile | _Few, ...]
+    kernels: tuple[_One | _Tile | _Few, ...]
     reason: str
 
-    def kernel_for(self, x: Any, planes: Mapping[str, Any]) -> _Tile | _Few | None:
+    def kernel_for(self, x: Any, planes: Mapping[str, Any]) -> _One | _Tile | _Few | None:
         """The kernel that takes these arrays, which may start anywhere."""
         return next((kernel for kernel in self.kernels if kernel.takes(x, planes)), None)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, device: int) -> Plan:
-    kernels: list[_Tile | _Few] = []
+    kernels: list[_One | _Tile | _Few] = []
     reasons = []
     if _TOKENS < m <= _TILED_UP_TO and not _tile_refusal(format, shape, dtype, device):
         cut = cut_tile(*shape, m, _cuda.multiprocessors(device))
@@ -1091,10 +1281,15 @@ def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, devic
     elif decoder is not None and m > _FUSED_UP_TO[decoder.wide]:
         refusal = f"more than {_FUSED_UP_TO[decoder.wide]} tokens"
     elif decoder is not None:
+        if m == 1:
+            one = _One(format, decoder, shape, dtype, device)
+            if one.fits:
+                kernels.append(one)
+                reasons.append(f"fused: linear_one, {one.run} tiles a thread block")
         eights = 2 if decoder.wide and m > _TOKENS else 1
         together = -(-m // (eights * _TOKENS))
         few = _Few(format, decoder, shape, dtype, device, eights=eights, together=together)
-        if few.shared <= _cuda.shared_memory(device):
+        if few.fits:
             kernels.append(few)
             grid = together, *few._grid
             reasons.append(f"fused: linear_few, {eights * _TOKENS} tokens a thread block, grid {grid}")
@@ -1116,7 +1311,7 @@ def _grouped_plan(
     if decoder is None:
         return tile
     few = _Few(format, decoder, shape, dtype, device, together=experts, grouped=True)
-    return (*tile, few) if few.shared <= _cuda.shared_memory(device) else tile
+    return (*tile, few) if few.fits else tile
 
 
 def _tile_decoder(format: Format) -> tuple[int, str, int]:

@@ -1,41 +1,32 @@
 // Products with compressed weights: dequantize and multiply is written once, over a decoder.
 #include "linear.cuh"
 
-constexpr int FEW_THREADS = 512, FEW_WARPS = FEW_THREADS / WARP;
-
-template <typename T>
-__device__ __forceinline__ float bias_at(const void* bias, int kind, int row) {
-    if (kind == 0) return 0.0f;
-    return kind == 1 ? to_float(static_cast<const T*>(bias)[row]) : static_cast<const float*>(bias)[row];
-}
-
-__device__ __forceinline__ void store(__half* y, float v) { *y = __float2half_rn(v); }
-__device__ __forceinline__ void store(__nv_bfloat16* y, float v) { *y = __float2bfloat16_rn(v); }
-__device__ __forceinline__ void store(float* y, float v) { *y = v; }
-
 // Where the scales of a weight come from, and how a turn of them gets to shared memory: for each of `rows` rows the
 // bytes of `span` items.
 struct Scales {
     const char* absmax;
     const float* nested_absmax;  // double quantization: float32[blocks / 256], or null
     const float* nested_offset;
-    const float* map;  // the values of its 8-bit codes
+    const float* map;  // the values of its 8-bit codes, in shared memory
     long long above;   // rows before the first
     int n, k;
     int width;  // bytes copied at a time, 16, 4 or 1; 0 where they are spread: one float32 for each SUB elements
     int shift;  // log2 of the elements of a block, where they are spread
 
-    template <int SCALE_BYTES>
-    __device__ __forceinline__ void start(char* stage, int row, int rows, int item, int span, int lane) const {
-        const int row_bytes = span * SCALE_BYTES, row_shift = 31 - __clz(row_bytes);  // a power of two
+    // Start to copy: of 16 rows from `row` on, ITEMS items from `item` on, of which `items` are wanted.
+    template <typename Decoder, int ITEMS>
+    __device__ __forceinline__ void start(char* stage, int row, int item, int items, int lane) const {
+        constexpr int SCALE_BYTES = Decoder::SCALE_BYTES, ROW_BYTES = ITEMS * SCALE_BYTES;
         if (width) {
-            const int item_bytes = SCALE_BYTES;
             // Bytes of a whole row, and of it what follows `item`.
-            const long long pitch = (long long)k / ITEM_K * item_bytes + (long long)(k % ITEM_K) * item_bytes / ITEM_K;
-            const long long left = pitch - (long long)item * item_bytes;
-            for (int i = lane * width; i < rows * row_bytes; i += WARP * width) {
-                const int r = i >> row_shift, at = i & (row_bytes - 1);
-                const char* source = absmax + (above + min(row + r, n - 1)) * pitch + (long long)item * item_bytes + at;
+            const long long pitch =
+                (long long)k / ITEM_K * SCALE_BYTES + (long long)(k % ITEM_K) * SCALE_BYTES / ITEM_K;
+            const int left = int(min((long long)items * SCALE_BYTES, pitch - (long long)item * SCALE_BYTES));
+            const char* origin = absmax + (long long)item * SCALE_BYTES;
+#pragma unroll 1
+            for (int i = lane * width; i < ITEM_ROWS * ROW_BYTES; i += WARP * width) {
+                const int at = i % ROW_BYTES;
+                const char* source = origin + (above + min(row + i / ROW_BYTES, n - 1)) * pitch + at;
                 if (at < left) {
                     if (width == 16)
                         copy_async(reinterpret_cast<uint4*>(stage + i), reinterpret_cast<const uint4*>(source));
@@ -47,22 +38,39 @@ struct Scales {
                     for (int b = 0; b < width; ++b) stage[i + b] = 0;
                 }
             }
-        } else {
-            constexpr int SUB = ITEM_K * 4 / SCALE_BYTES;
-            for (int i = lane; i < rows * row_bytes / 4; i += WARP) {
-                const int r = i >> (row_shift - 2), start = item * ITEM_K + (i & (row_bytes / 4 - 1)) * SUB;
-                float* target = reinterpret_cast<float*>(stage) + i;
-                if (start >= k) {
-                    *target = 0.0f;
-                    continue;
+        } else if constexpr (Decoder::SPREAD_SCALES) {
+            constexpr int SUB = ITEM_K * 4 / SCALE_BYTES, PER_ROW = ROW_BYTES / 4,
+                          AT_ONCE = PER_ROW < 8 ? PER_ROW / 2 : 4;
+#pragma unroll 1
+            for (int i = lane; i < ITEM_ROWS * PER_ROW; i += AT_ONCE * WARP) {
+                long long block[AT_ONCE];  // -1: not there
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; ++u) {
+                    const int place = i + u * WARP, start = item * ITEM_K + place % PER_ROW * SUB;
+                    const bool there = start < k && place % PER_ROW < items * (SCALE_BYTES / 4);
+                    block[u] = there ? ((above + min(row + place / PER_ROW, n - 1)) * k + start) >> shift : -1;
                 }
-                const long long block = ((above + min(row + r, n - 1)) * k + start) >> shift;
+                float* target = reinterpret_cast<float*>(stage) + i;
                 if (nested_absmax) {
-                    const float v = map[reinterpret_cast<const unsigned char*>(absmax)[block]];
-                    *target = __fadd_rn(__fmul_rn(v, nested_absmax[block / 256]), *nested_offset);
+                    unsigned code[AT_ONCE];
+                    float outer[AT_ONCE];
+#pragma unroll
+                    for (int u = 0; u < AT_ONCE; ++u) {  // all loads before the first use
+                        const long long at = max(block[u], 0ll);
+                        code[u] = reinterpret_cast<const unsigned char*>(absmax)[at],
+                        outer[u] = nested_absmax[at / 256];
+                    }
+                    const float offset = *nested_offset;
+#pragma unroll
+                    for (int u = 0; u < AT_ONCE; ++u)
+                        target[u * WARP] = block[u] < 0 ? 0.0f : __fadd_rn(__fmul_rn(map[code[u]], outer[u]), offset);
                 } else {
-                    copy_word_async(
-                        reinterpret_cast<unsigned*>(target), reinterpret_cast<const unsigned*>(absmax) + block);
+                    const unsigned* source = reinterpret_cast<const unsigned*>(absmax);
+#pragma unroll
+                    for (int u = 0; u < AT_ONCE; ++u) {
+                        if (block[u] < 0) target[u * WARP] = 0.0f;
+                        else copy_word_async(reinterpret_cast<unsigned*>(target + u * WARP), source + block[u]);
+                    }
                 }
             }
         }
@@ -71,12 +79,73 @@ struct Scales {
 
 // How the work of linear_few is cut; the host chooses (see linear.py).
 struct Cut {
-    int run;         // tiles of 16 rows of a thread block
-    int pairs;       // pairs of tiles that a warp takes at a time, at most PAIRS; with fewer, more items of k in turn
-    int warps_log2;  // warps that share k; the others take other tiles
-    int span;        // items of a turn, a power of two
-    int share;       // items of k of a thread block, a multiple of span
-    int width;       // see Scales
+    int run;    // tiles of 16 rows of a thread block
+    int warps;  // warps that share k, a team; each team takes other tiles
+    int items;  // items of k of a warp at a time, at most ITEMS
+    int share;  // items of k of a thread block
+    int width;  // see Scales
+    int wide;   // whether the weights can be copied in pieces of 16 bytes
+};
+
+// Whether weights are copied by the bulk copy engine, in boxes of an item.
+#if __CUDA_ARCH__ >= 900
+constexpr bool BULK = true;
+#else
+constexpr bool BULK = false;
+#endif
+// Behind the table of values: two numbers, and the barriers of the copies, two for each warp.
+constexpr int HEAD = 1024, BARRIERS_AT = 64;
+
+// The weights of an item in shared memory: rows as they are stored, or permuted in pieces of 16 bytes as the 64-byte
+// swizzle of the copy engine does it, so that the lanes which read together meet in no bank.
+template <typename Decoder>
+struct Slot {
+    static constexpr int ROW = Decoder::ITEM_BYTES, BYTES = ITEM_ROWS * ROW;
+
+    // The same for a row and the one 8 below it.
+    __device__ __forceinline__ static int turn(int row) { return row / 2 % Decoder::TURNS * 16; }
+
+    // Start to copy the part of lane t of a row, of which `left` bytes are there; it may start anywhere if not `wide`.
+    __device__ __forceinline__ static void start(
+        unsigned slot, const char* source, int left, bool wide, int row, int t) {
+        const int size = wide ? 16 : 4;
+#pragma unroll 1
+        for (int at = t * size; at < min(left, ROW); at += 4 * size) {
+            const unsigned to = slot + row * ROW + (at ^ turn(row));
+            copy_async_if<16>(to, source + at, wide);
+            copy_async_if<4>(to, source + at, !wide);
+        }
+    }
+};
+
+// How a warp copies 16 rows of ITEMS items that begin at multiples of 16 bytes: as few rows at once as can be, because
+// each takes a pass through the tags of the L1 cache.
+template <typename Decoder, int ITEMS>
+struct Rows {
+    using Slot = ::Slot<Decoder>;
+    static constexpr int BYTES = ITEMS * Decoder::ITEM_BYTES, PIECES = BYTES / 16;
+    static constexpr bool WHOLE = PIECES >= 4 && (PIECES & (PIECES - 1)) == 0;
+    static constexpr int AT_ONCE = WHOLE ? WARP / PIECES : 8;
+
+    // The first row and byte that a lane copies.
+    __device__ __forceinline__ static int row(int lane) { return lane / (WARP / AT_ONCE); }
+    __device__ __forceinline__ static int byte(int lane) { return lane % (WARP / AT_ONCE) * 16; }
+
+    // Where byte `at` of a row of a unit stands in its slots.
+    __device__ __forceinline__ static int place(int row, int at) {
+        return at / Slot::ROW * Slot::BYTES + row * Slot::ROW + (at % Slot::ROW ^ Slot::turn(row));
+    }
+
+    // Start to copy; `source` is where this lane begins, and `left` bytes of each row are there.
+    __device__ __forceinline__ static void start(unsigned slots, const char* source, int pitch, int left, int lane) {
+#pragma unroll
+        for (int down = 0; down < ITEM_ROWS; down += AT_ONCE)
+#pragma unroll
+            for (int at = 0; at < BYTES; at += WARP / AT_ONCE * 16)
+                copy_async_if<16>(
+                    slots + place(row(lane) + down, byte(lane) + at), source + (long long)down * pitch + at,
+                    byte(lane) + at < min(left, BYTES));
+    }
 };
 
 // The tokens that one expert multiplies in one thread block: order[first .. first + count] of them.
@@ -85,50 +154,70 @@ struct Group {
     int first, count, unused;
 };
 
-// y[m, n] = x[m, k] W[n, k]^T, EIGHTS * 8 tokens a thread block, gridDim.x of them.
+// Fill the table with the values of the codebook, in the plane or by value, times the power of two that brings the
+// largest to 1 .. 2 and a factor; returns both.
+template <typename Decoder, bool ONE>
+__device__ __forceinline__ float fill_table(char* table, const float* values, const Values& codebook) {
+    const int index = threadIdx.x % WARP % Decoder::VALUES;
+    const float value = values ? values[index] : codebook.value[index];
+    const float power = power_below(__uint_as_float(warp_max(__float_as_uint(fabsf(value))))) * codebook.factor;
+    Decoder::template build<ONE>(table, value * power, threadIdx.x, blockDim.x);
+    return power;
+}
+
+// y[m, n] = x[m, k] W[n, k]^T for EIGHTS * 8 tokens a thread block, gridDim.x of them.
 //
-// Each thread block has a run of tiles of 16 rows. Teams of its warps share out the tiles, the warps of a team k, a
-// turn of `span` items at a time; they add up in shared memory, in the order of the warps. gridDim.z thread blocks
-// share k: then partial[gridDim.z][m][n] receives the sums, and add_partials adds them up.
-//
-// While a pair of tiles is multiplied, the weights of the next one are on their way to registers, and the scales of the
-// next turn on their way to shared memory. All loads to registers are waited for at one point of a round, before any of
-// the next is issued: a warp has six counters to wait for loads with, the lookups need most of them, and whatever loads
-// share one are only known to have arrived together.
+// Each thread block has a run of tiles of 16 rows. Teams of its warps share out the tiles, the warps of a team k: each
+// keeps its part of x in registers, ITEMS items of k, and meets with it one tile after the other. The weights pass
+// through shared memory: a warp has a slot of its own there for each of its items, and as soon as it has read an item
+// starts to copy that of the next tile. The sums of a team are added up in the order of the warps. gridDim.z thread
+// blocks share k: then partial[gridDim.z][m][n] receives the sums, and add_partials adds them up.
 //
 // GROUPED: W is [experts][n][k] and thread block x takes the tokens of groups[x]: product number p = order[i] is
 // that of row p / divisor of x; expert e has tensor_scale[e * scale_step]. Otherwise the tokens are taken as they come.
-template <typename Decoder, int EIGHTS, bool GROUPED>
-__global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
+template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED>
+__global__ void __launch_bounds__(512, 1) linear_few(
     const char* packed, const char* absmax, const float* nested_absmax, const float* nested_offset,
     const float* tensor_scale, const float* values, const typename Decoder::Type* x, const void* bias,
     typename Decoder::Type* y, float* partial, const Group* groups, const int* order, int divisor, int scale_step,
     int bias_kind, int tokens, int n, int k, int block, const __grid_constant__ Cut cut,
-    const __grid_constant__ Values codebook) {
+    const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
 #if __CUDA_ARCH__ >= 800  // Turing's 64 KiB of shared memory are too few: the host never asks it
     using T = typename Decoder::Type;
-    constexpr int PAIRS = EIGHTS == 1 && !GROUPED ? Decoder::PAIRS : 1, TILES = 2 * PAIRS,
-                  SUM_SIZE = ITEM_ROWS * TOKENS * EIGHTS;
+    using Slot = ::Slot<Decoder>;
+    constexpr int TOGETHER = TOKENS * EIGHTS;
+    constexpr int SUM_SIZE = ITEM_ROWS * TOGETHER, BATCH = EIGHTS == 2 ? 1 : 2;
+    // Whether tiles are whole, and rows whole items that begin at multiples of 16 bytes; how many items are copied at a
+    // time.
+    constexpr bool EVEN = ITEMS > 1;
+    constexpr int GROUP = ITEMS == 4 ? 2 : 1;
+    using Rows = ::Rows<Decoder, GROUP>;
+    constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES;
     extern __shared__ uint4 dynamic[];
     const unsigned window = static_cast<unsigned>(__cvta_generic_to_shared(dynamic));
+    const int warps = blockDim.x / WARP;
     char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
     float* factor = reinterpret_cast<float*>(table + Decoder::ENTRIES * ENTRY_STRIDE);
-    float* sums = factor + 4;  // where the table has no gaps
-    char* stages = reinterpret_cast<char*>(Decoder::GAPS ? sums : sums + FEW_WARPS * TILES * SUM_SIZE);
+    char* slots = reinterpret_cast<char*>(factor) + HEAD;
+    char* stages = slots + warps * ITEMS * Slot::BYTES;                   // of scales
+    float* sums = reinterpret_cast<float*>(stages + warps * 2 * SCALES);  // where the table has no gaps
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    const int pairs = cut.pairs, tiles = 2 * pairs;
-    const int k_warps = 1 << cut.warps_log2, teams = FEW_WARPS >> cut.warps_log2;
+    const int my_row = Decoder::row(g);
+    const int team = warp / cut.warps, teams = warps / cut.warps;
     const int first = blockIdx.y * cut.run, last = min((n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
-    const int my_first = first + (warp >> cut.warps_log2) * tiles;
-    const int last_item = min((k + ITEM_K - 1) / ITEM_K, int(blockIdx.z + 1) * cut.share);
-    const int my_item = blockIdx.z * cut.share + (warp & (k_warps - 1)) * cut.span, stride = k_warps * cut.span;
+    const int my_first = team < teams ? first + team : last;
+    // k goes through in chunks of cut.warps * cut.items items; where mine starts, and where the thread block's end.
+    const int step = cut.warps * cut.items, first_item = blockIdx.z * cut.share;
+    const int my_item = first_item + warp % cut.warps * cut.items;
+    const int last_item = min((k + ITEM_K - 1) / ITEM_K, first_item + cut.share);
+    const int chunks = (cut.share + step - 1) / step;
 
     // Read again where it is needed: registers are scarce in between.
     auto my_group = [&] {
         if constexpr (GROUPED) return groups[blockIdx.x];
-        const int begin = int(blockIdx.x) * TOKENS * EIGHTS;
-        return Group{0, begin, min(tokens - begin, TOKENS * EIGHTS), 0};
+        const int begin = int(blockIdx.x) * TOGETHER;
+        return Group{0, begin, min(tokens - begin, TOGETHER), 0};
     };
     auto product_of = [&](int i) { return (long long)(GROUPED ? order[i] : i); };
     const Group group = my_group();
@@ -136,7 +225,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
     if (GROUPED && m == 0) return;
     if (GROUPED && group.expert < 0) {
         const int rows = min(last * ITEM_ROWS, n) - first * ITEM_ROWS;
-        for (int i = threadIdx.x; i < rows * m; i += FEW_THREADS) {
+        for (int i = threadIdx.x; i < rows * m; i += blockDim.x) {
             const long long to = product_of(group.first + i / rows) * n + first * ITEM_ROWS + i % rows;
             if (partial) partial[to] = 0.0f;
             else store(y + to, 0.0f);
@@ -145,146 +234,368 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) linear_few(
     }
     const long long above = GROUPED ? (long long)group.expert * n : 0;  // rows of the experts before
 
-    const unsigned row_bytes = cut.span * Decoder::SCALE_BYTES, stage_bytes = tiles * ITEM_ROWS * row_bytes;
-    unsigned stage =
-        warp * 2 * stage_bytes;  // offset of the scales of this turn; those of the next one are beside them
-    const unsigned both_stages = 2 * stage + stage_bytes;
-    const Scales scales{absmax, nested_absmax, nested_offset, codebook.map, above, n, k, cut.width, 31 - __clz(block)};
-    // Offsets of 32 bits from the first weights that the thread block reads.
-    const unsigned pitch =
-        unsigned((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
-    const char* origin = packed + (above + first * ITEM_ROWS) * pitch;
-    const int last_row = n - 1 - first * ITEM_ROWS;
-    const T* token[EIGHTS];
-#pragma unroll
-    for (int e = 0; e < EIGHTS; ++e)
-        token[e] = x + product_of(group.first + (8 * e + g < m ? 8 * e + g : 0)) / (GROUPED ? divisor : 1) * k;
+    float* map = reinterpret_cast<float*>(table - 1024);
+    if (nested_absmax) {
+        for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
+        __syncthreads();
+    }
+    const Scales scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
+    const int pitch = int((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
+    const int scale_pitch = k / ITEM_K * Decoder::SCALE_BYTES;  // where rows are whole items
+    const char* origin = packed + above * pitch;
+    // Addresses of this lane in the shared window, which the compiler must not work out again in each turn: where it
+    // copies weights and scales to, and where it reads them.
+    const unsigned my_slots = kept(shared_address(slots) + warp * ITEMS * Slot::BYTES);
+    const unsigned my_scales = shared_address(stages) + warp * 2 * SCALES;
+    const unsigned scales_to = my_scales + (g * ITEMS + t) * Decoder::SCALE_BYTES;
+    const unsigned slot_from = my_slots + my_row * Slot::ROW + (Decoder::OWN ? t * 16 : 0);
+    const unsigned scales_from = my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP;
+    const unsigned barriers = shared_address(factor) + BARRIERS_AT + warp * 16;
+    if (BULK && EVEN && lane == 0) {
+        barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
+        barriers_ready();
+    }
+    __syncwarp();
+    auto count_at = [&](int item) { return max(0, min(cut.items, last_item - item)); };
 
-    constexpr bool EARLY = EIGHTS == 1 && Decoder::EARLY;
-    unsigned word[2][2][Decoder::WORDS] = {}, next_x[EIGHTS][16] = {}, now_x[EIGHTS][16];
-    auto fetch = [&](int tile, int item, int end) {
-        if (item < end && tile < last) {
-            const int row = (tile - first) * ITEM_ROWS + g;
-            const unsigned at = item * Decoder::ITEM_BYTES + t * Decoder::LANE_BYTES;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                Decoder::load(
-                    word[i / 2][i % 2], origin + (min(row + 8 * i, last_row) * pitch + at), k - item * ITEM_K, t);
+    // What to copy next: `ahead` items, and their scales.
+    int ahead_tile = my_first, ahead_item = my_item, ahead = 0;
+    const char *source = origin, *lower = origin, *scale_row = absmax;
+    auto aim = [&] {
+        if (ahead_tile >= last) {
+            ahead = 0;
+            return;
+        }
+        const int row = ahead_tile * ITEM_ROWS;
+        ahead = count_at(ahead_item);
+        source = origin + ahead_item * Decoder::ITEM_BYTES;
+        if constexpr (EVEN) {
+            source += (long long)(row + Rows::row(lane)) * pitch + Rows::byte(lane);
+            scale_row = absmax + (above + row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
+        } else {
+            lower = source + (long long)min(row + g + 8, n - 1) * pitch;
+            source += (long long)min(row + g, n - 1) * pitch;
         }
     };
-    auto fetch_x = [&](int item, int end) {
-        if (item < end) {
-            const int left = k - item * ITEM_K;
+    auto advance = [&] {
+        if (EVEN && chunks == 1) {
+            ahead_tile += teams;
+            const int down = teams * ITEM_ROWS;
+            source += down * pitch, scale_row += down * scale_pitch;
+            if (ahead_tile >= last) ahead = 0;
+        } else {
+            ahead_item += step;
+            if (ahead_item - my_item >= chunks * step) ahead_item = my_item, ahead_tile += teams;
+            aim();
+        }
+    };
+    // Start to copy items i .. i + GROUP - 1 of that, and with the first ones the scales.
+    auto start = [&](int i, int other) {
+        if constexpr (BULK && EVEN) {
+            if (ahead_tile < last && lane == 0) {
+                const int count = max(0, min(ahead - i, GROUP));
+                barrier_expect(barriers + i / GROUP * 8, count * Slot::BYTES);
+                for (int j = i; j < i + count; ++j)
+                    copy_box(
+                        my_slots + j * Slot::BYTES, &map_of_weights, (ahead_item + j) * Decoder::ITEM_BYTES,
+                        int(above) + ahead_tile * ITEM_ROWS, barriers + i / GROUP * 8);
+            }
+        } else if constexpr (EVEN) {
+            Rows::start(
+                my_slots + i * Slot::BYTES, source + i * Decoder::ITEM_BYTES, pitch, (ahead - i) * Decoder::ITEM_BYTES,
+                lane);
+        } else {
+            const int left = ahead ? pitch - ahead_item * Decoder::ITEM_BYTES : 0;
+            Slot::start(my_slots, source, left, cut.wide, g, t);
+            Slot::start(my_slots, lower, left, cut.wide, g + 8, t);
+        }
+        if (i == 0) {
+            if (EVEN && (!Decoder::SPREAD_SCALES || ITEMS == 4 || cut.width)) {
+                constexpr int PIECE = Decoder::SCALE_BYTES < 16 ? Decoder::SCALE_BYTES : 16;
+                const unsigned target = scales_to + other;
 #pragma unroll
-            for (int e = 0; e < EIGHTS; ++e) {
-                if (left < ITEM_K) {  // what is not there must be zero
-#pragma unroll
-                    for (int i = 0; i < 16; ++i) next_x[e][i] = 0;
+                for (int at = 0; at < Decoder::SCALE_BYTES; at += PIECE) {
+                    copy_async_if<PIECE>(target + at, scale_row + at, t < ahead);
+                    copy_async_if<PIECE>(
+                        target + at + 8 * ITEMS * Decoder::SCALE_BYTES, scale_row + at + 8 * scale_pitch, t < ahead);
                 }
-                Decoder::load_x(next_x[e], token[e] + item * ITEM_K, 8 * e + g < m, left, t);
+            } else if (ahead) {
+                scales.start<Decoder, ITEMS>(
+                    stages + warp * 2 * SCALES + other, ahead_tile * ITEM_ROWS, ahead_item, ahead, lane);
+            }
+        }
+        if (!(BULK && EVEN) || i == 0) close_copies();
+    };
+    aim();
+#pragma unroll
+    for (int i = 0; i < ITEMS; i += GROUP) start(i, 0);
+
+    auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
+    unsigned my_x[ITEMS][EIGHTS][16];
+    auto fetch_x = [&](int item) {
+        const int count = count_at(item);
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e) {
+            const bool there = 8 * e + g < m;
+            const T* token = token_at(there ? 8 * e + g : 0);
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+                for (int j = 0; j < 16; ++j) my_x[i][e][j] = 0;
+                Decoder::load_x(
+                    my_x[i][e], token + (item + i) * ITEM_K, there && i < count, k - (item + i) * ITEM_K, t);
             }
         }
     };
-    auto start_scales = [&](int tile, int item, unsigned to) {
-        if (item < last_item && tile < last)
-            scales.start<Decoder::SCALE_BYTES>(stages + to, tile * ITEM_ROWS, tiles * ITEM_ROWS, item, cut.span, lane);
-        close_copies();
+    auto arrange_x = [&] {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+            for (int e = 0; e < EIGHTS; ++e) Decoder::arrange(my_x[i][e]);
     };
-    auto end_of = [&](int turn) { return min(turn + cut.span, last_item); };
-
-    fetch(my_first, my_item, end_of(my_item));
-    fetch_x(my_item, last_item);
-    start_scales(my_first, my_item, stage);
-    const float* value = values ? values : codebook.value;
-    const float power = power_below(value, Decoder::VALUES) * codebook.factor;
-    Decoder::build(table, value, power, threadIdx.x, FEW_THREADS);
+    if (chunks == 1) fetch_x(my_item);
+    const float power = fill_table<Decoder, false>(table, values, codebook);
     if (threadIdx.x == 0)  // what the sums lack
-        factor[0] = tensor_scale ? tensor_scale[group.expert * scale_step] : 1.0f, factor[1] = 1.0f / power;
+        factor[0] = tensor_scale ? tensor_scale[group.expert * scale_step] : 1.0f, factor[1] = Decoder::AFTER / power;
     __syncthreads();
+    if (chunks == 1) arrange_x();
 
-    const unsigned offset = Decoder::lane_offset(lane);
-    for (int pass = first; pass < last; pass += teams * tiles) {
+    // Where a sum stands among those of a tile: by tokens, each pair of them turned by eight banks against the pair
+    // before, so that the lanes of a warp meet in no bank; in the gaps of the table where there are any.
+    auto sum_at = [&](int slot, int w, int at, int row) -> float& {
+        const int i = (slot * warps + w) * SUM_SIZE + at / 2 * 32 + ((at % 2 * ITEM_ROWS + row + at / 2 * 8) & 31);
+        if (Decoder::GAPS) return *reinterpret_cast<float*>(table + (i / 32 * ENTRY_STRIDE + 128 + i % 32 * 4));
+        return sums[i];
+    };
+    const unsigned offset = kept(Decoder::lane_offset(lane));
+    int scales_at = 0, slot = 0;  // of this tile; scales and sums of the next one go elsewhere
+    for (int pass = first; pass < last; pass += teams) {
         const int tile = pass + my_first - first;
-        float acc[PAIRS][2][EIGHTS][4] = {};
-        for (int turn = my_item; turn < last_item && tile < last; turn += stride) {
-            copies_arrived<0>();
-            __syncwarp();
-            // Where the next turn is: worked out again where it is needed, for the registers' sake.
-            auto ends = [&] { return turn + stride >= last_item; };
-            auto next_turn = [&] { return ends() ? my_item : turn + stride; };
-            auto next_tile = [&] { return ends() ? tile + teams * tiles : tile; };
-            const int end = end_of(turn);
-            start_scales(next_tile(), next_turn(), both_stages - stage);
-            unsigned scale_at = static_cast<unsigned>(__cvta_generic_to_shared(stages + stage)) + g * row_bytes;
-            for (int item = turn; item < end; ++item) {
-                const bool wraps = item + 1 == end;
-                const int ahead = wraps ? next_turn() : item + 1, ahead_end = wraps ? end_of(ahead) : end;
-                const int ahead_tile = wraps ? next_tile() : tile;
+        if (tile < last) {
+            float acc[EIGHTS][4] = {};
+            for (int item = my_item, chunk = 0; chunk < chunks; item += step, ++chunk) {
+                if (chunks > 1) {
+                    fetch_x(item);
+                    arrange_x();
+                }
+                const int count = count_at(item);
+                const unsigned scale_at = scales_from + scales_at;
+                advance();
 #pragma unroll
-                for (int p = 0; p < PAIRS; ++p) {
-                    if (p == pairs) break;
-                    if (p == 0) {
-#pragma unroll
-                        for (int e = 0; e < EIGHTS; ++e) {
-#pragma unroll
-                            for (int i = 0; i < 16; ++i) now_x[e][i] = next_x[e][i];
-                            Decoder::arrange(now_x[e]);
-                        }
+                for (int i = 0; i < ITEMS; ++i) {
+                    if (i % GROUP == 0) {
+                        if (BULK && EVEN) barrier_wait_here(barriers + i / GROUP * 8, scales_at != 0);
+                        if (!(BULK && EVEN)) copies_arrived<ITEMS / GROUP - 1>();
+                        else if (i == 0) copies_arrived<0>();
+                        __syncwarp();
                     }
-                    unsigned field[2][2][Decoder::FIELDS];
-                    Decoder::unpack(word, field);
-                    const bool here = p + 1 < pairs;
-                    fetch(here ? tile + 2 * (p + 1) : ahead_tile, here ? item : ahead, here ? end : ahead_end);
-                    if (EARLY && p == 0) fetch_x(ahead, ahead_end);
-                    if (tile + 2 * p < last)
-                        Decoder::multiply(
-                            field, now_x, offset, scale_at + 2 * p * ITEM_ROWS * row_bytes, 8 * row_bytes, t, acc[p]);
-                    if (!EARLY && p + 1 == pairs) {
-                        if (8 * (EIGHTS - 1) + g >= m) {  // the registers hold x in another order by now
-#pragma unroll
-                            for (int e = 0; e < EIGHTS; ++e)
-#pragma unroll
-                                for (int i = 0; i < 16; ++i) next_x[e][i] = 0;
-                        }
-                        fetch_x(ahead, ahead_end);
+                    unsigned word[2][Decoder::WORDS], field[2][Decoder::FIELDS];
+                    Decoder::template read<Decoder::OWN>(word[0], slot_from + i * Slot::BYTES, Slot::turn(my_row), t);
+                    Decoder::template read<Decoder::OWN>(
+                        word[1], slot_from + i * Slot::BYTES + 8 * Slot::ROW, Slot::turn(my_row), t);
+                    if (i % GROUP == GROUP - 1) {
+                        __syncwarp();
+                        start(i + 1 - GROUP, SCALES - scales_at);
+                    }
+                    if (i < count) {
+                        Decoder::unpack(word, field);
+                        const unsigned at = scale_at + i * Decoder::SCALE_BYTES;
+                        constexpr int EIGHT = 8 * ITEMS * Decoder::SCALE_BYTES;
+                        Decoder::template multiply<EIGHTS>(field, my_x[i], offset, at, EIGHT, acc);
                     }
                 }
-                scale_at += Decoder::SCALE_BYTES;
+                scales_at = SCALES - scales_at;
             }
-            stage = both_stages - stage;
-        }
-
-        // Where a sum stands among those of an item: by tokens, each pair of them turned by eight banks against the
-        // pair before, so that the lanes of a warp meet in no bank; in the gaps of the table where there are any.
-        auto sum_at = [&](int w, int slot, int at, int row) -> float& {
-            const int i = (w * TILES + slot) * SUM_SIZE + at / 2 * 32 + ((at % 2 * ITEM_ROWS + row + at / 2 * 8) & 31);
-            if (Decoder::GAPS) return *reinterpret_cast<float*>(table + (i / 32 * ENTRY_STRIDE + 128 + i % 32 * 4));
-            return sums[i];
-        };
-        if (pass != first) __syncthreads();  // the sums before have been read
-#pragma unroll
-        for (int s = 0; s < TILES; ++s) {
-            if (s == tiles) break;
 #pragma unroll
             for (int e = 0; e < EIGHTS; ++e)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    sum_at(warp, s, e * TOKENS + t * 2 + i % 2, g + i / 2 * 8) = acc[s / 2][s % 2][e][i];
+                    sum_at(slot, warp, e * TOKENS + t * 2 + i % 2, my_row + i / 2 * 8) = acc[e][i];
         }
+        slot = (slot + 1) % (2 * BATCH);
+        const bool ends = pass + teams >= last;
+        if (slot % BATCH && !ends) continue;
+        // A slot is written again only behind the next barrier, which no thread reaches before it has read this one.
         __syncthreads();
         const Group mine = my_group();
-        for (int i = threadIdx.x; i < teams * tiles * SUM_SIZE; i += FEW_THREADS) {
-            const int down = i / SUM_SIZE, at = i / ITEM_ROWS % (TOKENS * EIGHTS), r = i % ITEM_ROWS;
-            const int row = (pass + down) * ITEM_ROWS + r;
-            if (at >= mine.count || row >= n || pass + down >= last) continue;
-            const int w = down / tiles << cut.warps_log2;
+        const int passes = slot % BATCH ? slot % BATCH : BATCH, slot_before = slot - passes & 2 * BATCH - 1;
+        const int pass_before = pass - (passes - 1) * teams;
+        for (int i = threadIdx.x; i < passes * teams * SUM_SIZE; i += blockDim.x) {
+            const int down = i / SUM_SIZE, at = i / ITEM_ROWS % TOGETHER, r = i % ITEM_ROWS;
+            const int row = (pass_before + down) * ITEM_ROWS + r;
+            if (at >= mine.count || row >= n || pass_before + down >= last) continue;
             float sum = 0.0f;
-            for (int j = 0; j < k_warps; ++j) sum += sum_at(w + j, down & (tiles - 1), at, r);
+            for (int j = 0; j < cut.warps; ++j)
+                sum += sum_at(slot_before + down / teams, down % teams * cut.warps + j, at, r);
             sum = sum * factor[0] * factor[1];
             const long long to = product_of(mine.first + at) * n + row;
             if (partial) partial[(long long)blockIdx.z * tokens * n + to] = sum;
             else store(y + to, sum + bias_at<T>(bias, bias_kind, row));
         }
+    }
+#endif
+}
+
+// y[n] = x[k] W[n, k]^T for one token; tiles are whole, and rows whole units of ITEMS items that begin at multiples of
+// 16 bytes. The rest is as in linear_few.
+//
+// Each thread block has a run of tiles of 16 rows, whose units of ITEMS items stand in a row, tile after tile; each
+// warp takes an equal part of them. x is in shared memory. The weights pass through two slots of a warp, and a warp
+// leaves a sum for each tile that it meets: at place tile + warp, which grows with every one of them. Those of a tile
+// are added up in their order.
+template <typename Decoder, int ITEMS, int WARPS>
+__global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
+    const char* packed, const char* absmax, const float* nested_absmax, const float* nested_offset,
+    const float* tensor_scale, const float* values, const typename Decoder::Type* x, const void* bias, int bias_kind,
+    typename Decoder::Type* y, int n, int k, int block, int run, int part, int copied,
+    const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
+#if __CUDA_ARCH__ >= 800
+    using T = typename Decoder::Type;
+    using Slot = ::Slot<Decoder>;
+    constexpr int UNIT = ITEMS * Decoder::ITEM_BYTES, SCALE_UNIT = ITEMS * Decoder::SCALE_BYTES;
+    constexpr int UNIT_BYTES = ITEMS * Slot::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
+    constexpr int SCALE_PIECE = SCALE_UNIT < 16 ? SCALE_UNIT : 16, SCALE_PIECES = SCALE_UNIT / SCALE_PIECE;
+    using Rows = ::Rows<Decoder, ITEMS>;
+    extern __shared__ uint4 dynamic[];
+    const unsigned window = static_cast<unsigned>(__cvta_generic_to_shared(dynamic));
+    char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
+    float* factor = reinterpret_cast<float*>(table + Decoder::ENTRIES * ENTRY_STRIDE);
+    const int items = k / ITEM_K, units = items / ITEMS;
+    char* slots = reinterpret_cast<char*>(factor) + HEAD;
+    char* stages = slots + WARPS * 2 * UNIT_BYTES;  // of scales
+    float* sums = reinterpret_cast<float*>(stages + WARPS * 2 * SCALES);
+    char* lines = Decoder::GAPS ? table + 128 : reinterpret_cast<char*>(sums + (run + WARPS) * ITEM_ROWS);
+
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const int first = blockIdx.x * run, tiles = min(n / ITEM_ROWS - first, run);
+    const int begin = min(warp * part, tiles * units), end = min(begin + part, tiles * units);
+    int tile = begin / units, unit = begin - tile * units;
+
+    float* map = reinterpret_cast<float*>(table - 1024);
+    if (nested_absmax) {
+        for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
+        __syncthreads();
+    }
+    const Scales scales{absmax, nested_absmax, nested_offset, map, 0, n, k, 0, 31 - __clz(block)};
+
+    // What to copy next.
+    const int pitch = items * Decoder::ITEM_BYTES, scale_pitch = items * Decoder::SCALE_BYTES;
+    const unsigned my_slots = kept(shared_address(slots) + warp * 2 * UNIT_BYTES);
+    const unsigned my_scales = shared_address(stages) + warp * 2 * SCALES;
+    const unsigned scales_to = kept(my_scales + lane * SCALE_PIECE);
+    const unsigned barriers = kept(shared_address(factor) + BARRIERS_AT + warp * 16);
+    if (BULK && lane == 0) {
+        barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
+        barriers_ready();
+    }
+    __syncwarp();
+    const int row = (first + tile) * ITEM_ROWS;
+    const char* source = packed + (long long)(row + Rows::row(lane)) * pitch + unit * UNIT + Rows::byte(lane);
+    const char* scale_source = absmax + (long long)(row + lane / SCALE_PIECES) * scale_pitch + unit * SCALE_UNIT +
+                               lane % SCALE_PIECES * SCALE_PIECE;
+    int ahead_tile = tile, ahead_unit = unit;
+    auto start = [&](int to, bool there) {  // slots 0 or 1
+        if constexpr (BULK) {
+            if (there && lane == 0) {
+                barrier_expect(barriers + to * 8, UNIT_BYTES);
+#pragma unroll
+                for (int j = 0; j < ITEMS; ++j)
+                    copy_box(
+                        my_slots + to * UNIT_BYTES + j * Slot::BYTES, &map_of_weights,
+                        (ahead_unit * ITEMS + j) * Decoder::ITEM_BYTES, (first + ahead_tile) * ITEM_ROWS,
+                        barriers + to * 8);
+            }
+        } else {
+            Rows::start(my_slots + to * UNIT_BYTES, source, pitch, there ? UNIT : 0, lane);
+        }
+        if (!Decoder::SPREAD_SCALES || ITEMS > 1 || copied) {
+#pragma unroll
+            for (int i = 0; i < ITEM_ROWS * SCALE_PIECES; i += WARP)
+                copy_async_if<SCALE_PIECE>(
+                    scales_to + to * SCALES + i * SCALE_PIECE,
+                    scale_source + (long long)(i / SCALE_PIECES) * scale_pitch,
+                    there && i + lane < ITEM_ROWS * SCALE_PIECES);
+        } else if (there) {
+            scales.start<Decoder, ITEMS>(
+                stages + (warp * 2 + to) * SCALES, (first + ahead_tile) * ITEM_ROWS, ahead_unit * ITEMS, ITEMS, lane);
+        }
+        close_copies();
+        if (!BULK) source += UNIT;
+        scale_source += SCALE_UNIT;
+        if (++ahead_unit == units) {
+            ahead_unit = 0, ++ahead_tile;
+            if (!BULK) source += 15 * pitch;
+            scale_source += 15 * scale_pitch;
+        }
+    };
+    start(0, begin < end);
+    start(1, begin + 1 < end);
+
+    for (int i = threadIdx.x; i < items * 4; i += blockDim.x) {
+        unsigned w[16];
+        Decoder::load_x(w, x + i / 4 * ITEM_K, true, ITEM_K, i % 4);
+        Decoder::arrange(w);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            *reinterpret_cast<uint4*>(lines + x_line<Decoder::GAPS>(i / 4 * 4 + j) + i % 4 * 16) =
+                make_uint4(w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3]);
+    }
+    const float power = fill_table<Decoder, true>(table, values, codebook);
+    if (threadIdx.x == 0) factor[0] = tensor_scale ? *tensor_scale : 1.0f, factor[1] = 1.0f / power;
+    __syncthreads();
+
+    const unsigned offset = kept(Decoder::lane_offset(lane));
+    const int my_row = Decoder::row(g);
+    const unsigned slot_from = kept(my_slots + my_row * Slot::ROW + (Decoder::OWN ? t * 16 : 0));
+    const unsigned scales_from = kept(my_scales + my_row * SCALE_UNIT + t * Decoder::SCALE_STEP);
+    const unsigned first_line = kept(shared_address(lines) + t * 16);
+    const bool has_x = g == Decoder::column(t);  // of the token, or of the token and the block that lane t owns
+    constexpr int ITEM_LINES = Decoder::GAPS ? 2 * ENTRY_STRIDE : 256;
+    unsigned word_x[8] = {}, line = first_line + unit * ITEMS * ITEM_LINES;
+    int at = 0;  // which slots
+    float acc[2] = {};
+    auto leave = [&] {  // the sums of a tile
+        float* to = sums + (tile + warp) * ITEM_ROWS;
+        if (Decoder::SPREAD_SCALES) {
+            if (t == 0) to[my_row] = acc[0], to[my_row + 8] = acc[1];
+        } else {  // of four blocks
+            float sum = (t & 1 ? acc[1] : acc[0]) + __shfl_xor_sync(FULL_WARP, t & 1 ? acc[0] : acc[1], 1);
+            sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+            if (t < 2) to[my_row + t * 8] = sum;
+        }
+        acc[0] = acc[1] = 0.0f;
+    };
+    for (int i = begin; i < end; ++i) {
+        if (BULK) barrier_wait_here(barriers + at * 8, (i - begin) / 2 & 1);
+        copies_arrived<1>();
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) {
+            unsigned word[2][Decoder::WORDS], field[2][Decoder::FIELDS];
+            const unsigned from = slot_from + at * UNIT_BYTES + j * Slot::BYTES;
+            Decoder::template read<Decoder::OWN>(word[0], from, Slot::turn(my_row), t);
+            Decoder::template read<Decoder::OWN>(word[1], from + 8 * Slot::ROW, Slot::turn(my_row), t);
+            Decoder::unpack(word, field);
+            Decoder::multiply_one(
+                field, word_x, line + j * ITEM_LINES, has_x, offset,
+                scales_from + at * SCALES + j * Decoder::SCALE_BYTES, 8 * SCALE_UNIT, acc);
+        }
+        __syncwarp();
+        start(at, i + 2 < end);
+        at ^= 1, line += ITEMS * ITEM_LINES;
+        if (++unit == units) {
+            leave();
+            unit = 0, ++tile, line = first_line;
+        }
+    }
+    if (unit != 0 && begin < end) leave();
+    __syncthreads();
+    for (int i = threadIdx.x; i < tiles * ITEM_ROWS; i += blockDim.x) {
+        const int down = i / ITEM_ROWS, to = first * ITEM_ROWS + i;
+        float sum = 0.0f;
+        for (int w = down * units / part; w * part < (down + 1) * units; ++w)
+            sum += sums[(down + w) * ITEM_ROWS + i % ITEM_ROWS];
+        store(y + to, sum * factor[0] * factor[1] + bias_at<T>(bias, bias_kind, to));
     }
 #endif
 }

@@ -8,22 +8,24 @@
 //     B   b0 = k lo, token g  b1 = k hi, token g
 //
 // Which four k of a step a lane holds is free as long as A and B agree. So an item of work is 16 rows x 128 k, and a
-// lane owns 32 k of each of its two rows: it reads them as they are stored, decodes them where they are, and takes x
-// in the order in which they come out. No weight crosses lanes.
-//
-// Scales go through shared memory, a turn of a few items ahead: as they are stored, or as float32.
+// lane owns 32 k of each of its two rows: it decodes them where they are, and takes x in the order in which they come
+// out. No weight crosses lanes.
 //
 // A decoder is a struct with
 //     Type                            of x
-//     PAIRS                           pairs of tiles that may share the x of an item, 1 or 2
-//     EARLY                           whether there are registers for the x of the next item
 //     SCALE_BYTES                     of the scales of a row and an item
+//     SCALE_STEP                      bytes from the scale of a lane to that of the next one
+//     SPREAD_SCALES                   whether the scales may need another place than they are stored at
+//     TURNS                           how many pairs of rows are permuted in different ways in shared memory
+//     OWN                             whether what a lane reads of an item is one piece of 16 bytes
+//     row(g)                          of a tile, which with the row 8 below it is that of the lanes g
 //     build(...)                      fill the table of values
-//     load(words, source)             what a lane reads of a row and an item
+//     read(words, row)                what a lane reads of a row and an item, from shared memory
 //     load_x, arrange                 the 16 words of x, in the order of multiply
-//     unpack(words, fields)           the first step of decoding, which frees the words
-//     multiply(fields, ...)           acc += two tiles of 16 rows x 8 tokens
+//     unpack(words)                   the first step of decoding
+//     multiply(fields, ...)           acc += a tile of 16 rows x tokens
 #pragma once
+#include "hopper.cuh"
 #include "kbit.cuh"
 
 constexpr int ITEM_K = 128;    // k of an item
@@ -91,30 +93,7 @@ struct Values {
     float factor;  // of the values, which then lose less when they are rounded to x's type
 };
 
-// Read 16, 8, 4 or 2 bytes unless they are not there: then the registers stay as they are. Weights are read once, so
-// they need not stay in the L1 cache, whose room is for x.
-__device__ __forceinline__ void read_weights(unsigned (&w)[4], const char* p, bool there) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
-                 : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
-                 : "l"(p), "r"(unsigned(there)));
-}
-__device__ __forceinline__ void read_weights(unsigned& w0, unsigned& w1, const char* p, bool there) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];}"
-                 : "+r"(w0), "+r"(w1)
-                 : "l"(p), "r"(unsigned(there)));
-}
-__device__ __forceinline__ void read_weights(unsigned& w, const char* p, bool there) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u32 %0, [%1];}"
-                 : "+r"(w)
-                 : "l"(p), "r"(unsigned(there)));
-}
-__device__ __forceinline__ void read_weights(unsigned short& w, const char* p, bool there) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u16 %0, [%1];}"
-                 : "+h"(w)
-                 : "l"(p), "r"(unsigned(there)));
-}
-
-// 16 or 8 bytes of x, which other warps read as well.
+// 16 or 8 bytes of x, unless they are not there: then the registers stay as they are.
 __device__ __forceinline__ void read_x(unsigned* w, const uint4* p, bool there) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
                  : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
@@ -124,6 +103,31 @@ __device__ __forceinline__ void read_x(unsigned* w, const uint2* p, bool there) 
     asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.u32 {%0,%1}, [%2];}"
                  : "+r"(w[0]), "+r"(w[1])
                  : "l"(p), "r"(unsigned(there)));
+}
+
+// 16 bytes from shared memory, by their address in the window, unless they are not there.
+__device__ __forceinline__ void read_line(unsigned* w, unsigned address, bool there) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
+                 : "r"(address), "r"(unsigned(there)));
+}
+
+// BYTES, 4, 8 or 16, from global memory to an address of the shared window, as copy_async moves 16, if they are there.
+// A predicate costs less than a branch in a loop.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_if(unsigned address, const char* global, bool there) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (BYTES == 16)
+        asm volatile(
+            "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(address),
+            "l"(global), "r"(unsigned(there))
+            : "memory");
+    else
+        asm volatile(
+            "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], %3;}" ::"r"(address),
+            "l"(global), "r"(unsigned(there)), "n"(BYTES)
+            : "memory");
+#endif
 }
 
 // 4 bytes from global to shared memory, as copy_async moves 16.
@@ -136,17 +140,14 @@ __device__ __forceinline__ void copy_word_async(unsigned* shared, const unsigned
 #endif
 }
 
-// 2^-e with e the exponent of the largest magnitude among `count` values: the table then fits the range of half
+// 2^-e with e the exponent of `largest`, the largest magnitude of a table: the table then fits the range of half
 // precision whatever the codebook.
-__device__ __forceinline__ float power_below(const float* values, int count) {
-    float largest = 0.0f;
-    for (int i = 0; i < count; ++i) largest = fmaxf(largest, fabsf(values[i]));
+__device__ __forceinline__ float power_below(float largest) {
     const int exponent = int(__float_as_uint(largest) >> 23);
     return exponent == 0 || exponent > 252 ? 1.0f : __int_as_float((254 - exponent) << 23);
 }
 
-// ---- shared memory
-// ---------------------------------------------------------------------------------------------------
+// ---- shared memory -------------------------------------------------------------------------------------------------
 
 // The table of values stands at a fixed address of the shared window, so that a byte permutation forms the address of
 // an entry and no addition is left: entries are 256 bytes apart, byte 1 of the offset is the index, byte 0 the lane,
@@ -171,7 +172,7 @@ __device__ __forceinline__ uint2 entry_pair(unsigned offset) {
     return v;
 }
 
-// A number in shared memory, by its address in the window.
+// A number, or two or four words, in shared memory, by its address in the window.
 template <typename A>
 __device__ __forceinline__ A shared_at(unsigned address) {
     if constexpr (sizeof(A) == 1) {
@@ -182,11 +183,27 @@ __device__ __forceinline__ A shared_at(unsigned address) {
         unsigned short v;
         asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
         return *reinterpret_cast<A*>(&v);
-    } else {
+    } else if constexpr (sizeof(A) == 4) {
         unsigned v;
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
         return *reinterpret_cast<A*>(&v);
+    } else if constexpr (sizeof(A) == 8) {
+        A v;
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+        return v;
+    } else {
+        A v;
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(address));
+        return v;
     }
+}
+
+// The same number, of which the compiler does not know where it comes from: it stays in a register.
+__device__ __forceinline__ unsigned kept(unsigned v) {
+    asm volatile("" : "+r"(v));
+    return v;
 }
 
 // Write one half, `part`, of entry `index`: WARP copies of the words.
@@ -200,30 +217,60 @@ __device__ __forceinline__ void fill_entry(char* table, int index, int part, con
     for (int i = 0; i < CHUNKS; ++i) at[part * CHUNKS + ((i + index) & (CHUNKS - 1))] = v;
 }
 
+// ---- results -------------------------------------------------------------------------------------------------------
+
+// Of a bias of x's type (kind 1) or of float32 (kind 2); 0 where there is none.
+template <typename T>
+__device__ __forceinline__ float bias_at(const void* bias, int kind, int row) {
+    if (kind == 0) return 0.0f;
+    return kind == 1 ? to_float(static_cast<const T*>(bias)[row]) : static_cast<const float*>(bias)[row];
+}
+
+__device__ __forceinline__ void store(__half* y, float v) { *y = __float2half_rn(v); }
+__device__ __forceinline__ void store(__nv_bfloat16* y, float v) { *y = __float2bfloat16_rn(v); }
+__device__ __forceinline__ void store(float* y, float v) { *y = v; }
+
+// Where line i of x of one token stands, 64 bytes of an item, four lines each: in the gaps of the table where there are
+// any, which are as long as two.
+template <bool GAPS>
+__device__ __forceinline__ int x_line(int i) {
+    return GAPS ? i / 2 * ENTRY_STRIDE + i % 2 * 64 : i * 64;
+}
+
 // ---- k-bit ---------------------------------------------------------------------------------------------------------
 
 template <typename T, int K, int FORMAT>
 struct Kbit {
     using Type = T;
     using Code = typename Absmax<FORMAT>::Code;
-    static constexpr int PAIRS = K == 5 || FORMAT == FLOAT32 ? 1 : 2;
-    static constexpr bool EARLY = true;
     static constexpr int VALUES = 1 << K, ENTRIES = K == 5 ? 32 : 256;
     static constexpr bool GAPS = K == 3 || K == 4;
     static constexpr int SCALE_BYTES = ITEM_K / ROW * sizeof(Code), WORDS = K;
     static constexpr int FIELDS = Field<K>::BITS;
     static constexpr int ITEM_BYTES = ITEM_K * K / 8, LANE_BYTES = ROW * K / 8;
+    static constexpr bool SPREAD_SCALES = false;
+    // What the sums of multiply lack: a scale of up to 65504 must leave room for the values.
+    static constexpr float AFTER = FORMAT == FLOAT16 ? 4.0f : 1.0f;
+    static constexpr int SCALE_STEP = sizeof(Code);
+    static constexpr int TURNS = 1;
+    static constexpr bool OWN = K == 4;
 
-    // What a lane reads of one row and one item, of which `left` elements are there: its block of 32.
-    __device__ __forceinline__ static void load(unsigned (&word)[WORDS], const char* source, int left, int t) {
-        const bool there = t * ROW < left;
+    __device__ __forceinline__ static int row(int g) { return g; }
+
+    // The block of 32 that a lane owns in a row of an item; `row` is the address of that in the shared window, of this
+    // lane's part where MINE, and `turn` by how much it is permuted.
+    template <bool MINE>
+    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int turn, int t) {
+        const unsigned source = MINE ? row : row + ((t * LANE_BYTES) ^ turn);
         if constexpr (K == 4) {
-            read_weights(word, source, there);
+            const uint4 v = shared_at<uint4>(source);
+            word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
         } else if constexpr (K == 2) {
-            read_weights(word[0], word[1], source, there);
+            const uint2 v = shared_at<uint2>(source);
+            word[0] = v.x, word[1] = v.y;
         } else {
 #pragma unroll
-            for (int p = 0; p < K; ++p) read_weights(word[p], source + 4 * p, there);
+            for (int p = 0; p < K; ++p) word[p] = shared_at<unsigned>(source + 4 * p);
         }
     }
 
@@ -246,25 +293,27 @@ struct Kbit {
         }
     }
 
-    // value[i] is multiplied by `factor` first.
-    __device__ static void build(char* table, const float* value, float factor, int thread, int threads) {
-        if constexpr (FORMAT == E4M4) factor *= Pair<T>::E4M4_FACTOR;
+    // Each lane brings a value: lane i that of index i % VALUES. All lanes of a warp are here.
+    template <bool ONE>
+    __device__ static void build(char* table, float mine, int thread, int threads) {
+        if constexpr (FORMAT == E4M4 && !ONE) mine *= Pair<T>::E4M4_FACTOR;
+        if constexpr (!ONE) mine /= AFTER;
+        auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index & (VALUES - 1)); };
         for (int i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
             if constexpr (K == 5) {
                 // The value in the low half of a word, and 128 bytes on in the high half.
-                const float v = value[index] * factor;
+                const float v = value(index);
                 const unsigned word[1] = {part ? Pair<T>::pack(0.0f, v) : Pair<T>::pack(v, 0.0f)};
                 fill_entry<1>(table + part * 128, index, 0, word);
                 fill_entry<1>(table + part * 128, index, 1, word);
             } else if constexpr (K == 2) {
-                const unsigned word[2] = {
-                    Pair<T>::pack(value[index & 3] * factor, value[index >> 2 & 3] * factor),
-                    Pair<T>::pack(value[index >> 4 & 3] * factor, value[index >> 6] * factor)};
+                const float v[4] = {value(index), value(index >> 2), value(index >> 4), value(index >> 6)};
+                const unsigned word[2] = {Pair<T>::pack(v[0], v[1]), Pair<T>::pack(v[2], v[3])};
                 fill_entry<2>(table, index, part, word);
             } else {
-                const unsigned word[1] = {
-                    Pair<T>::pack(value[index & (VALUES - 1)] * factor, value[index >> 4 & (VALUES - 1)] * factor)};
+                const float low = value(index), high = value(index >> 4);
+                const unsigned word[1] = {Pair<T>::pack(low, high)};
                 fill_entry<1>(table, index, part, word);
             }
         }
@@ -272,70 +321,87 @@ struct Kbit {
 
     __device__ __forceinline__ static unsigned lane_offset(int lane) { return lane * (K == 2 ? 8 : 4); }
 
-    // The planes of two tiles, transposed: field n of word w is an index. Then `word` is free for what comes next.
-    __device__ __forceinline__ static void unpack(const unsigned (&word)[2][2][WORDS], unsigned (&f)[2][2][FIELDS]) {
+    // The planes of a tile, transposed: field n of word w is an index.
+    __device__ __forceinline__ static void unpack(const unsigned (&word)[2][WORDS], unsigned (&f)[2][FIELDS]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int p = 0; p < FIELDS; ++p) f[i / 2][i % 2][p] = p < K ? word[i / 2][i % 2][p] : 0u;
-            transpose_fields<FIELDS>(f[i / 2][i % 2]);
+            for (int p = 0; p < FIELDS; ++p) f[i][p] = p < K ? word[i][p] : 0u;
+            transpose_fields<FIELDS>(f[i]);
         }
     }
 
-    // Two tiles of 16 rows, whose chains of instructions fill each other's gaps. `scales` is the address of the scales
-    // of row g of the first; those of row g + 8 and of the second tile follow `eight` and 2 * eight bytes on.
+    // A tile of 16 rows. `scales` is the address of the scale of row g; those of row g + 8 follow `eight` bytes on.
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&f)[2][2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales,
-        unsigned eight, int t, float (&acc)[2][EIGHTS][4]) {
-        unsigned scale[2][2];
-        float after[2][2], part[2][EIGHTS][4] = {};
-        float (&sum)[2][EIGHTS][4] = FORMAT == FLOAT32 ? part : acc;
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
+        float (&acc)[EIGHTS][4]) {
+        unsigned scale[2];
+        float after[2], part[EIGHTS][4] = {};
+        float (&sum)[EIGHTS][4] = FORMAT == FLOAT32 ? part : acc;
 #pragma unroll
-        for (int d = 0; d < 2; ++d)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Code code = shared_at<Code>(scales + (2 * d + i) * eight + t * sizeof(Code));
-                if constexpr (FORMAT == E4M4) {
-                    scale[d][i] = Pair<T>::e4m4(code);
-                } else if constexpr (FORMAT == FLOAT16) {
-                    scale[d][i] = Pair<T>::pack(__half2float(code), __half2float(code));
-                } else {
-                    // The scales of the four blocks of a row, relative to the largest: half precision lacks the range.
-                    unsigned largest = __float_as_uint(code) & 0x7f800000u;
-                    largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
-                    largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-                    largest = min(max(largest, 1u << 23), 252u << 23);
-                    after[d][i] = __uint_as_float(largest);
-                    const float s = code * __uint_as_float((254u << 23) - largest);
-                    scale[d][i] = Pair<T>::pack(s, s);
-                }
+        for (int i = 0; i < 2; ++i) {
+            const Code code = shared_at<Code>(scales + i * eight);
+            if constexpr (FORMAT == E4M4) {
+                scale[i] = Pair<T>::e4m4(code);
+            } else if constexpr (FORMAT == FLOAT16) {
+                scale[i] = Pair<T>::pack(__half2float(code), __half2float(code));
+            } else {
+                // The scales of the four blocks of a row, relative to the largest: half precision lacks the range.
+                unsigned largest = __float_as_uint(code) & 0x7f800000u;
+                largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
+                largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
+                largest = min(max(largest, 1u << 23), 252u << 23);
+                after[i] = __uint_as_float(largest);
+                const float s = code * __uint_as_float((254u << 23) - largest);
+                scale[i] = Pair<T>::pack(s, s);
             }
+        }
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
-            unsigned a[2][2][2];
+            unsigned a[2][2];
 #pragma unroll
-            for (int d = 0; d < 2; ++d)
+            for (int i = 0; i < 2; ++i) weights(f[i], s, lane, a[i]);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) weights(f[d][i], s, lane, a[d][i]);
+            for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int d = 0; d < 2; ++d) {
+                for (int h = 0; h < 2; ++h) a[i][h] = Pair<T>::multiply(a[i][h], scale[i]);
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) a[d][i][h] = Pair<T>::multiply(a[d][i][h], scale[d][i]);
-#pragma unroll
-                for (int e = 0; e < EIGHTS; ++e)
-                    mma<T>(sum[d][e], a[d][0][0], a[d][1][0], a[d][0][1], a[d][1][1], x[e][2 * s], x[e][2 * s + 1]);
-            }
+            for (int e = 0; e < EIGHTS; ++e)
+                mma<T>(sum[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
         }
         if constexpr (FORMAT == FLOAT32) {
 #pragma unroll
-            for (int d = 0; d < 2; ++d)
+            for (int e = 0; e < EIGHTS; ++e)
 #pragma unroll
-                for (int e = 0; e < EIGHTS; ++e)
+                for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[e][i], after[i / 2], acc[e][i]);
+        }
+    }
+
+    // One token, with a column of its own for each of the four blocks: column 2t of the result, which lane t holds, is
+    // that of the block that it owns, so that the scale is applied to the sums, in fp32. x comes from lines of shared
+    // memory; only the lanes that own a column have any, the registers of others are zero.
+    __device__ __forceinline__ static int column(int t) { return 2 * t; }
+    __device__ __forceinline__ static void multiply_one(
+        const unsigned (&f)[2][FIELDS], unsigned (&x)[8], unsigned line, bool has_x, unsigned lane, unsigned scales,
+        unsigned eight, float (&acc)[2]) {
+        float part[4] = {};
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) acc[d][e][i] = fmaf(part[d][e][i], after[d][i / 2], acc[d][e][i]);
+        for (int s = 0; s < 8; ++s) {
+            unsigned* pair = x + s % 4 * 2;  // eight registers in turn
+            if (s % 2 == 0) read_line(pair, line + x_line<GAPS>(s / 2), has_x);
+            unsigned a[2][2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) weights(f[i], s, lane, a[i]);
+            mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], pair[0], pair[1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Code code = shared_at<Code>(scales + i * eight);
+            float scale;
+            if constexpr (FORMAT == E4M4) scale = __half2float(__ushort_as_half(code << 6)) * Pair<__half>::E4M4_FACTOR;
+            else scale = Absmax<FORMAT>::decode(code);
+            acc[i] = fmaf(part[2 * i], scale, acc[i]);
         }
     }
 
@@ -377,26 +443,32 @@ struct PieceOf<8> {
 template <typename T, int SUB>
 struct Table4 {
     using Type = T;
-    static constexpr int PAIRS = SUB == 64 ? 2 : 1;
-    static constexpr bool EARLY = SUB != 64;
     static constexpr int VALUES = 16, ENTRIES = 256, SUBS = ITEM_K / SUB;
     static constexpr bool GAPS = true;
     static constexpr int SCALE_BYTES = SUBS * 4, WORDS = 4, FIELDS = 4;
     static constexpr int ITEM_BYTES = ITEM_K / 2, LANE_BYTES = SUB / 8;
+    static constexpr bool SPREAD_SCALES = true;
+    static constexpr float AFTER = 1.0f;
+    static constexpr int SCALE_STEP = 0;
+    static constexpr int TURNS = 4;
+    static constexpr bool OWN = false;
 
-    __device__ __forceinline__ static void load(unsigned (&word)[WORDS], const char* source, int left, int) {
+    // With reads of 8 bytes, half of the lanes meet in a bank if they have neighbouring rows.
+    __device__ __forceinline__ static int row(int g) { return SUB == 64 ? (g & 1) | (g & 2) << 1 | (g & 4) >> 1 : g; }
+
+    template <bool>
+    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int turn, int t) {
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
-            const char* p = source + j * (SUB / 2);
-            const bool there = j == 0 || j * SUB < left;
+            const unsigned source = row + ((j * (SUB / 2) + t * LANE_BYTES) ^ turn);
             if constexpr (SUB == 64) {
-                read_weights(word[2 * j], word[2 * j + 1], p, there);
+                const uint2 v = shared_at<uint2>(source);
+                word[2 * j] = v.x, word[2 * j + 1] = v.y;
             } else if constexpr (SUB == 32) {
-                read_weights(word[j], p, there);
+                word[j] = shared_at<unsigned>(source);
             } else {
-                unsigned short half = 0;
-                read_weights(half, p, there);
-                word[j / 2] = j % 2 ? word[j / 2] | unsigned(half) << 16 : half;
+                const unsigned half = shared_at<unsigned short>(source);
+                word[j / 2] = j % 2 ? word[j / 2] | half << 16 : half;
             }
         }
     }
@@ -414,50 +486,75 @@ struct Table4 {
 
     __device__ __forceinline__ static void arrange(unsigned (&)[16]) {}
 
-    __device__ static void build(char* table, const float* value, float factor, int thread, int threads) {
+    template <bool ONE>
+    __device__ static void build(char* table, float mine, int thread, int threads) {
         for (int i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2;
-            const unsigned word[1] = {Pair<T>::pack(value[index >> 4] * factor, value[index & 15] * factor)};
+            const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
+            const float second = __shfl_sync(FULL_WARP, mine, index & 15);
+            const unsigned word[1] = {Pair<T>::pack(first, second)};
             fill_entry<1>(table, index, i % 2, word);
         }
     }
 
     __device__ __forceinline__ static unsigned lane_offset(int lane) { return lane * 4; }
 
-    // The codes of two tiles as they are. Then `word` is free for what comes next.
-    __device__ __forceinline__ static void unpack(const unsigned (&word)[2][2][WORDS], unsigned (&f)[2][2][FIELDS]) {
+    // The codes as they are.
+    __device__ __forceinline__ static void unpack(const unsigned (&word)[2][WORDS], unsigned (&f)[2][FIELDS]) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) f[i / 8][i / 4 % 2][i % 4] = word[i / 8][i / 4 % 2][i % 4];
+        for (int i = 0; i < 8; ++i) f[i / 4][i % 4] = word[i / 4][i % 4];
     }
 
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&f)[2][2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales,
-        unsigned eight, int, float (&acc)[2][EIGHTS][4]) {
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
+        float (&acc)[EIGHTS][4]) {
 #pragma unroll
-        for (int j = 0; j < SUBS; ++j)
+        for (int j = 0; j < SUBS; ++j) {
+            float part[EIGHTS][4] = {};
 #pragma unroll
-            for (int d = 0; d < 2; ++d) {
-                float part[EIGHTS][4] = {};
+            for (int s = j * (SUB / 16); s < (j + 1) * (SUB / 16); ++s) {
+                unsigned a[2][2];
 #pragma unroll
-                for (int s = j * (SUB / 16); s < (j + 1) * (SUB / 16); ++s) {
-                    unsigned a[2][2];
+                for (int i = 0; i < 4; ++i)
+                    a[i / 2][i % 2] = entry(entry_offset(f[i / 2][s / 2], s % 2 * 2 + i % 2, lane));
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        a[i / 2][i % 2] = entry(entry_offset(f[d][i / 2][s / 2], s % 2 * 2 + i % 2, lane));
+                for (int e = 0; e < EIGHTS; ++e)
+                    mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
+            }
 #pragma unroll
-                    for (int e = 0; e < EIGHTS; ++e)
-                        mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
-                }
+            for (int i = 0; i < 2; ++i) {
+                const float scale = shared_at<float>(scales + i * eight + 4 * j);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float scale = shared_at<float>(scales + (2 * d + i) * eight + 4 * j);
-#pragma unroll
-                    for (int e = 0; e < EIGHTS; ++e) {
-                        acc[d][e][2 * i] = fmaf(part[e][2 * i], scale, acc[d][e][2 * i]);
-                        acc[d][e][2 * i + 1] = fmaf(part[e][2 * i + 1], scale, acc[d][e][2 * i + 1]);
-                    }
+                for (int e = 0; e < EIGHTS; ++e) {
+                    acc[e][2 * i] = fmaf(part[e][2 * i], scale, acc[e][2 * i]);
+                    acc[e][2 * i + 1] = fmaf(part[e][2 * i + 1], scale, acc[e][2 * i + 1]);
                 }
             }
+        }
+    }
+
+    // One token, in column 0.
+    __device__ __forceinline__ static int column(int) { return 0; }
+    __device__ __forceinline__ static void multiply_one(
+        const unsigned (&f)[2][FIELDS], unsigned (&x)[8], unsigned line, bool has_x, unsigned lane, unsigned scales,
+        unsigned eight, float (&acc)[2]) {
+#pragma unroll
+        for (int j = 0; j < SUBS; ++j) {
+            float part[4] = {};
+#pragma unroll
+            for (int s = j * (SUB / 16); s < (j + 1) * (SUB / 16); ++s) {
+                unsigned* pair = x + s % 4 * 2;
+                if (s % 2 == 0) read_line(pair, line + x_line<GAPS>(s / 2), has_x);
+                unsigned a[2][2];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    a[i / 2][i % 2] = entry(entry_offset(f[i / 2][s / 2], s % 2 * 2 + i % 2, lane));
+                mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], pair[0], pair[1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                acc[i] = fmaf(part[2 * i], shared_at<float>(scales + i * eight + 4 * j), acc[i]);
+        }
     }
 };

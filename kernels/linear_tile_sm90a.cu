@@ -243,14 +243,6 @@ struct RawScales {
     }
 };
 
-template <typename T>
-__device__ __forceinline__ float bias_at(const void* bias, int kind, int row) {
-    if (kind == 0) return 0.0f;
-    return kind == 1 ? to_float(static_cast<const T*>(bias)[row]) : static_cast<const float*>(bias)[row];
-}
-__device__ __forceinline__ void store(__half* y, float v) { *y = __float2half_rn(v); }
-__device__ __forceinline__ void store(__nv_bfloat16* y, float v) { *y = __float2bfloat16_rn(v); }
-
 // A number in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ float shared_of(unsigned address, unsigned rank) {
     float v;
@@ -583,7 +575,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     }
     const float mine = (values ? values : codebook.value)[lane % Decoder::VALUES];
     const float largest = __uint_as_float(warp_max(__float_as_uint(fabsf(mine))));
-    const float power = power_below(&largest, 1) * codebook.factor;
+    const float power = power_below(largest) * codebook.factor;
     Decoder::build(shared0 + TABLE_AT, mine * (power * Decoder::FACTOR), threadIdx.x, S::WARPS * WARP);
     warps_sync<S>();
     const TileScales scales{absmax, nested_absmax, nested_offset, codebook.map, 31 - __clz(block / GRANULE_K)};

@@ -19,6 +19,9 @@ DECODED = [format for format in FORMATS if MODULE.decoder_of(format) is not None
 # ... and those among them that linear_tile decodes.
 TILED = [format for format in DECODED if MODULE._tile_decoder(format)[0]]
 
+# One format for each kernel that decodes.
+KERNELS = list({MODULE.decoder_of(format): format for format in DECODED}.values())
+
 
 def plan_of(x, q):
     return MODULE._plan(q.format, q.shape, x.dtype, x.size // q.shape[1], 0)
@@ -49,12 +52,12 @@ class TestSmall:
     """Every decoder at the edges of its tiles, turns and blocks."""
 
     @pytest.mark.parametrize("dtype", HALF, ids=str)
-    @pytest.mark.parametrize("format", DECODED, ids=repr)
+    @pytest.mark.parametrize("format", KERNELS, ids=repr)
     def test_every_kernel(self, cupy, format, dtype):
-        for shape in ((16, 128), (77, 320), (130, 1024), (33, 192)):
+        for shape in ((33, 192), (144, 1024)):  # rows and tiles that are whole, and not
             q = weight(shape, format, cupy)
             bias = numbers(shape[:1], np.dtype("float32"), cupy)
-            for m in (1, 8, 9, 16, 17):
+            for m in (1, 8, 9, 16):
                 x = numbers((m, shape[1]), dtype, cupy)
                 check(kb.linear(x, q, bias), x, q, bias)
 
@@ -128,16 +131,17 @@ def test_any_shape(cupy, m, n, k, dtype, format):
     check(kb.linear(x, q), x, q)
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-12, 1e6])
+@pytest.mark.parametrize("scale", [1e-6, 1e-12, 1e4, 1e6])
 @pytest.mark.parametrize("options", [{"absmax": "float32"}, {"absmax": "float16"}, {}])
 def test_scales_far_from_one(cupy, options, scale):
     q = weight((256, 512), kb.get_format("kbit4", **options), cupy, scale=scale)
-    x = numbers((8, 512), np.dtype("float16"), cupy)
-    big = (x.astype(np.float32) * min(1e3, 1 / scale / 100)).astype(np.float16)
-    wanted = exact(big, q)
-    y = kb.linear(big, q)
-    limit = 2.0**-10 * np.sqrt(np.mean(np.square(wanted)))
-    assert error(y, wanted) <= max(limit, 2.0**-25)
+    for m in (1, 8):
+        x = numbers((m, 512), np.dtype("float16"), cupy)
+        big = (x.astype(np.float32) * min(1e3, 1 / scale / 100)).astype(np.float16)
+        wanted = exact(big, q)
+        y = kb.linear(big, q)
+        limit = 2.0**-10 * np.sqrt(np.mean(np.square(wanted)))
+        assert error(y, wanted) <= max(limit, 2.0**-25)
 
 
 @pytest.mark.parametrize("format", ["kbit4", "kbit5", "nf4"])
@@ -174,11 +178,12 @@ def test_scales_that_grow_along_a_row(cupy, format):
             check(kb.linear(x, q), x, q)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("format", ["kbit4", "nf4", "kbit8"])
-def test_graphs_and_streams(cupy, format):
+def test_graphs_and_streams(cupy, format, dtype):
     q = weight((512, 1024), format, cupy)
     for m in (3, 64):
-        x = numbers((m, 1024), np.dtype("float16"), cupy)
+        x = numbers((m, 1024), np.dtype(dtype), cupy)
         bias = numbers((512,), np.dtype("float16"), cupy)
         wanted = kb.linear(x, q, bias)
         stream = cupy.cuda.Stream(non_blocking=True)
@@ -201,7 +206,6 @@ def test_graphs_and_streams(cupy, format):
 @pytest.mark.parametrize("format", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4"])
 def test_arrays_that_start_anywhere(cupy, format, offset):
     q = weight((96, 512), format, cupy)
-    x = numbers((5, 512), np.dtype("float16"), cupy)
     bias = numbers((96,), np.dtype("float16"), cupy)
 
     def shifted(array):
@@ -210,20 +214,24 @@ def test_arrays_that_start_anywhere(cupy, format, offset):
         return room[offset:].reshape(array.shape)
 
     moved = kb.QuantizedArray(q.format, {n: shifted(p) for n, p in q.planes.items()}, q.shape, q.dtype)
-    out = shifted(cupy.zeros((5, 96), np.float16))
-    kb.linear(shifted(x), moved, shifted(bias), out=out)
-    check(out, x, q, bias)
+    for m in (1, 5):
+        x = numbers((m, 512), np.dtype("float16"), cupy)
+        for planes in (moved, q):
+            out = shifted(cupy.zeros((m, 96), np.float16))
+            kb.linear(shifted(x) if planes is moved else x, planes, shifted(bias), out=out)
+            check(out, x, q, bias)
 
 
 def test_float16_and_other_routes_agree(cupy):
     """Fused and decoded products of the same arrays lie within the naive error of each other."""
     q = weight((640, 1024), "kbit4", cupy, scale=0.02)
-    x = numbers((8, 1024), np.dtype("float16"), cupy)
-    fused, decoded = kb.linear(x, q), cupy.empty((8, 640), np.float16)
-    MODULE._multiply_decoded(x, q, None, decoded)
-    wanted = exact(x, q)
-    assert error(fused, wanted) <= 2 * error(naive(x, q), wanted)
-    assert error(decoded, wanted) <= 2 * error(naive(x, q), wanted)
+    for m in (1, 8):
+        x = numbers((m, 1024), np.dtype("float16"), cupy)
+        fused, decoded = kb.linear(x, q), cupy.empty((m, 640), np.float16)
+        MODULE._multiply_decoded(x, q, None, decoded)
+        wanted = exact(x, q)
+        assert error(fused, wanted) <= 2 * error(naive(x, q), wanted)
+        assert error(decoded, wanted) <= 2 * error(naive(x, q), wanted)
 
 
 def test_stacks_larger_than_a_group_of_tokens(cupy):
