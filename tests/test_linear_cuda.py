@@ -110,7 +110,7 @@ def test_every_cut_of_a_tile(cupy, name, dtype):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_error_of_every_format(cupy, format, dtype):
     """At most twice the naive error; odd shapes and float32 weights of 1e-6 included."""
-    for shape in ((257, 512), (100, 1376), (65, 333)):
+    for shape in ((257, 512), (100, 1376), (65, 333), (96, 768)):
         q = weight(shape, format, cupy, scale=0.02)
         for m in (*range(1, 18), 31, 32, 33, 64, 127, 128, 129, 500):
             x = numbers((m, shape[1]), dtype, cupy)
@@ -145,7 +145,7 @@ def test_scales_far_from_one(cupy, options, scale):
 
 
 @pytest.mark.parametrize("format", ["kbit4", "kbit5", "nf4"])
-@pytest.mark.parametrize("shape", [(4096, 4096), (1000, 2048), (64, 8192)])
+@pytest.mark.parametrize("shape", [(4096, 4096), (1000, 2048), (64, 8192), (512, 4352)])
 def test_the_same_bits_every_time(cupy, format, shape):
     q = weight(shape, format, cupy)
     for m in (1, 8, 16, 32):
