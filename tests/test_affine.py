@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import kbitcupy as kb
 from kbitcupy import affine
 from kbitcupy.errors import FormatError
+from kbitcupy.formats import affine as family
 
 RANGES = [(-128, 127), (0, 255), (-8, 7), (0, 15)]
 INF, NAN = np.inf, np.nan
@@ -391,3 +392,17 @@ def test_out_is_filled_and_given_back():
     read_only.flags.writeable = False
     with pytest.raises(ValueError, match="out is read-only"):
         affine.quantize(x, 0.1, out=read_only)
+
+
+def test_divisions_by_multiplication():
+    """What kernels/affine.cuh divides by rows and runs with is exact beside every multiple, beyond 2^31 elements too."""
+    rng = np.random.default_rng(0)
+    for row in (8, 9, 24, 1000, 4096, 5003, 50257, (1 << 29) - 1, 1 << 29, *rng.integers(8, 1 << 28, 40).tolist()):
+        struct = family._Geometry(family.blocks_of((6, row), "token"), family.SIGNED8)._struct
+        short, long = int(struct["by_row"]["magic"]), int(struct["long_by_row"])
+        shift = int(struct["by_row"]["shift"])
+        for times in rng.integers(1, 1 << 34, 50).tolist():
+            for number in (times * row - 1, times * row, times * row + 1):
+                assert number * long >> 64 + shift == number // row
+                number %= 1 << 31
+                assert number * short >> 32 + shift == number // row
