@@ -87,8 +87,8 @@ struct Cut {
     int wide;   // whether the weights can be copied in pieces of 16 bytes
 };
 
-// Whether weights are copied by the bulk copy engine, in boxes of an item.
-#if __CUDA_ARCH__ >= 900
+// Whether weights are copied by the bulk copy engine, in boxes of an item; not where ptxas gives such kernels a stack.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 constexpr bool BULK = true;
 #else
 constexpr bool BULK = false;
