@@ -27,11 +27,16 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive at the barrier that block `rank` of the cluster has at this address.
+// Arrive at a barrier. What was read before by wgmma and the copy engine needs no fence; a wider scope would cost one.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The same at the barrier that block `rank` of the cluster has at this address.
 __device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned rank) {
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+        " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }
@@ -39,20 +44,8 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned rank) 
 // Wait until the phase of this parity is over.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;"
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
         " @!done bra again; }" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-// The two for a barrier that only this block uses.
-__device__ __forceinline__ void barrier_arrive_here(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait_here(unsigned barrier, unsigned parity) {
-    asm volatile(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(
-            barrier),
         "r"(parity)
         : "memory");
 }
@@ -83,7 +76,7 @@ __device__ __forceinline__ unsigned block_in_cluster() {
 }
 
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // A barrier of one warpgroup.

@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(512, 1) linear_few(
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) {
                     if (i % GROUP == 0) {
-                        if (BULK && EVEN) barrier_wait_here(barriers + i / GROUP * 8, scales_at != 0);
+                        if (BULK && EVEN) barrier_wait(barriers + i / GROUP * 8, scales_at != 0);
                         if (!(BULK && EVEN)) copies_arrived<ITEMS / GROUP - 1>();
                         else if (i == 0) copies_arrived<0>();
                         __syncwarp();
@@ -566,7 +566,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
         acc[0] = acc[1] = 0.0f;
     };
     for (int i = begin; i < end; ++i) {
-        if (BULK) barrier_wait_here(barriers + at * 8, (i - begin) / 2 & 1);
+        if (BULK) barrier_wait(barriers + at * 8, (i - begin) / 2 & 1);
         copies_arrived<1>();
         __syncwarp();
 #pragma unroll

@@ -37,10 +37,10 @@ constexpr int RING_END = 228 * 1024 - 512;
 #define LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LIST16 LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST32 LIST16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define LIST64                                                                                            \
-    LIST32                                                                                                \
-        ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50" \
-        ", %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define LIST64                                                                                        \
+    LIST32                                                                                            \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50" \
+    ", %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA(tokens, type, list, inputs, ...)                                                              \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32." type "." type " {" list "}, " inputs \
                  ", 1, 1, 1, 0;"                                                                            \
@@ -371,7 +371,7 @@ __device__ __forceinline__ void copy_stages(
         for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
             const unsigned x_column = item * STAGE_K * 2, target = ring.data();
             if (lane == 0) {
-                barrier_wait_here(ring.empty(), ring.phase ^ 1);
+                barrier_wait(ring.empty(), ring.phase ^ 1);
                 barrier_expect(ring.full(), S::W_BYTES + (S::GROUPED ? task.group.count * STAGE_K * 2 : S::X_BYTES));
 #pragma unroll
                 for (int r = 0; r < S::ROW_GROUPS; ++r)
@@ -398,12 +398,12 @@ __device__ __forceinline__ void reorder_stages(Ring<S> ring, const Job& job, int
         if (task.group.count == 0) return;
         if (task.group.expert < 0) continue;
         for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
-            barrier_wait_here(ring.full(), ring.phase);
+            barrier_wait(ring.full(), ring.phase);
             for (int token = warp * 8; token < task.group.count; token += 24)
                 reorder(ring.data() + token * 128, S::X_BYTES / 2, lane);
             wgmma_sees_writes();
             __syncwarp();
-            if (lane == 0) barrier_arrive_here(ring.ready());
+            if (lane == 0) barrier_arrive(ring.ready());
         }
     }
 }
@@ -482,7 +482,7 @@ __device__ __forceinline__ void multiply_stages(
         unsigned own[2];
         scale_words<Decoder>(raw, scales, top, sum, own);
         raw.fetch(scales, origin, granule(item + S::K_GROUPS));
-        barrier_wait_here(ring.full(), ring.phase);
+        barrier_wait(ring.full(), ring.phase);
         unsigned field[2][Decoder::FIELDS];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -502,10 +502,10 @@ __device__ __forceinline__ void multiply_stages(
 #pragma unroll
                 for (int j = 0; j < 8; ++j) a[j / 2][j % 2 * 2 + i] = pair[j];
             }
-            if (h == 0) barrier_wait_here(ring.ready(), ring.phase);
+            if (h == 0) barrier_wait(ring.ready(), ring.phase);
             // Operands may change only while no product is under way: so far nothing is scaled.
             wgmma_wait<0>();
-            if (h == 0 && item >= task.begin + S::K_GROUPS && lane == 0) barrier_arrive_here(last);
+            if (h == 0 && item >= task.begin + S::K_GROUPS && lane == 0) barrier_arrive(last);
             held(a);
 #pragma unroll
             for (int j = 0; j < 16; ++j) a[j / 4][j % 4] = Pair<T>::multiply(a[j / 4][j % 4], own[j % 2]);
@@ -521,7 +521,7 @@ __device__ __forceinline__ void multiply_stages(
     }
     wgmma_wait<0>();
     held(sum);
-    if (last && lane == 0) barrier_arrive_here(last);
+    if (last && lane == 0) barrier_arrive(last);
     warps_sync<S>();  // the sums before have been read
 #pragma unroll
     for (int j = 0; j < S::TOKENS / 2; ++j) {
