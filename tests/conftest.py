@@ -1,5 +1,6 @@
 """Fixtures of all tests: NumPy, or NumPy and CuPy, and what happens where there is no GPU."""
 
+import contextlib
 import functools
 import os
 import warnings
@@ -56,18 +57,34 @@ def pytest_runtest_setup(item):
         (pytest.fail if item.config.getoption("--require-gpu") else pytest.skip)(missing)
 
 
-def pytest_runtest_teardown(item):
-    # What a test with large arrays leaves in the memory pool is missing to the other processes of the run.
-    if item.get_closest_marker("gpu") is not None and (module := find_cupy()[0]) is not None:
-        pool = module.get_default_memory_pool()
-        if pool.total_bytes() > 1 << 30:
-            pool.free_all_blocks()
-
-
 @pytest.fixture(scope="session")
 def cupy():
     """CuPy with a GPU; a test that asks for it is marked `gpu`, and skipped or failed without one."""
     return find_cupy()[0]
+
+
+@pytest.fixture
+def large_memory(cupy, tmp_path_factory):
+    """A function that skips the test unless so many GB of GPU memory are free.
+
+    One test at a time has it, whatever processes the run has, and gives its memory back to the others.
+    """
+    pool = cupy.get_default_memory_pool()
+
+    def require(gigabytes):
+        pool.free_all_blocks()
+        if cupy.cuda.runtime.memGetInfo()[0] < gigabytes * 1e9:
+            pytest.skip(f"needs {gigabytes} GB of free GPU memory")
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with open(shared / "large_memory.lock", "w") as lock:
+        with contextlib.suppress(ImportError):  # Windows: processes may then run out of memory
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield require
+        pool.free_all_blocks()
 
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])

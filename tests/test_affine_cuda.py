@@ -383,9 +383,8 @@ def test_a_call_costs_little_beside_its_launches(cupy):
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "token", ("channel", 0), ("channel", 1), ("group", 128)], ids=str)
-def test_more_than_two_to_the_31_elements(cupy, granularity):
-    if cupy.cuda.runtime.memGetInfo()[0] < 30e9:
-        pytest.skip("needs 30 GB of GPU memory")
+def test_more_than_two_to_the_31_elements(cupy, large_memory, granularity):
+    large_memory(30)
     period, times = 1 << 20, (1 << 11) + 1
     piece = numbers("normal", (256, 4096), np.dtype("float16"))
     x = cupy.empty((256 * times, 4096), "f2")
@@ -399,5 +398,3 @@ def test_more_than_two_to_the_31_elements(cupy, granularity):
     kb.dequantize(q, out=x)
     expected = cupy.asarray(wanted.dequantize())
     assert bool((x.reshape(times, 256, 4096) == expected).all())
-    del q, x, codes
-    cupy.get_default_memory_pool().free_all_blocks()

@@ -431,11 +431,10 @@ def test_threads(cupy):
 
 
 @pytest.mark.parametrize(("k", "dtype"), [(2, "float16"), (5, "bfloat16"), (3, "float32")])
-def test_more_than_two_to_the_31_elements(cupy, k, dtype):
+def test_more_than_two_to_the_31_elements(cupy, large_memory, k, dtype):
     """2^31 + 64 elements there and back: repetitions of a tensor whose planes NumPy knows."""
     period, size = 1 << 20, (1 << 31) + 64
-    if cupy.cuda.runtime.memGetInfo()[0] < 45e9:
-        pytest.skip("needs 45 GB of GPU memory")
+    large_memory(45)
     piece = make("normal", period, np.dtype("float32")).astype(BFLOAT16 if dtype == "bfloat16" else dtype)
     piece[0] = 4.75  # the largest of every repetition, and of the tail
     wanted = kb.quantize(piece, f"kbit{k}")
@@ -460,8 +459,6 @@ def test_more_than_two_to_the_31_elements(cupy, k, dtype):
             ).all()
         )
     assert bool((y[whole:] == expected[:64]).all())
-    del q, y
-    cupy.get_default_memory_pool().free_all_blocks()
 
 
 def test_compile_errors_say_what_and_where(cupy):

@@ -158,12 +158,9 @@ def test_graph_capture(cupy, options):
 
 
 @pytest.mark.parametrize("name", ["nf4", "dynamic8"])
-def test_more_than_two_to_the_31_elements(cupy, name):
+def test_more_than_two_to_the_31_elements(cupy, large_memory, name):
+    large_memory(11)
     n = (1 << 31) + 64 * 3 + 1
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    if cupy.cuda.Device().mem_info[0] < 5 * n:
-        pytest.skip("needs 11 GB of free GPU memory")
     pattern = make("normal", 1 << 20, np.dtype("float16"))
     x = cupy.resize(cupy.asarray(pattern), n)
     q = kb.quantize(x, name)
@@ -171,5 +168,3 @@ def test_more_than_two_to_the_31_elements(cupy, name):
     for part in (slice(0, 1 << 20), slice(2047 << 20, n)):
         host = kb.quantize(x[part].get(), name)
         assert same_values(y[part].get(), host.dequantize())
-    del x, y, q
-    pool.free_all_blocks()

@@ -567,10 +567,9 @@ def test_work_goes_to_the_current_stream(cupy):
     assert same_values(y.get(), affine.linear_w8a8(x.get() * np.float32(3), q.get()))
 
 
-def test_more_than_two_to_the_31_elements(cupy):
+def test_more_than_two_to_the_31_elements(cupy, large_memory):
     """A weight of 2^31 + 2^17 bytes, and a result of more than 2^31 elements."""
-    if cupy.cuda.runtime.memGetInfo()[0] < 20e9:
-        pytest.skip("needs 20 GB of GPU memory")
+    large_memory(20)
     depth, rows = 8192, (1 << 18) + 16
     piece = weight(16, depth)
     repeated = functools.partial(np.tile, reps=rows // 16)
