@@ -385,7 +385,7 @@ def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
 
     lines = [heading, f"  these: {way(max(m, 1))}"]
     shown = ""
-    for start in sorted({1, 2, *(limit + 1 for limit in (_TOKENS, *_FUSED_UP_TO.values(), *_TILE_TOKENS))}):
+    for start in sorted({1, 2, _TILED_FROM, *(limit + 1 for limit in (*_FUSED_UP_TO.values(), *_TILE_TOKENS))}):
         if way(start) != shown:
             shown = way(start)
             lines.append(f"  from {start}: {shown}")
@@ -508,7 +508,7 @@ _TABLE_AT, _HEAD = 2048, 1024
 _MOST_K = 128 * _ITEM_K  # elements of x in the gaps of a table
 # As in kernels/linear_tile_sm90a.cu, and the tokens of its instances.
 _GRANULE_K, _RING_END = 32, 228 * 1024 - 512
-_TILE_TOKENS = (16, 32, 64, 128)
+_TILE_TOKENS = (8, 16, 32, 64, 128)
 # Counted in the 48 KiB of shared memory that every kernel has.
 _MAX_EXPERTS = 12000
 
@@ -1243,6 +1243,9 @@ def _other_kernel(name: str, argument: str, threads: int = 256, shared: int = 0)
 # Tokens up to which a kernel is taken: linear_tile; linear_few, by whether a thread block can take 16 of them at a
 # time. Beyond, cuBLAS reads the decoded weights once for all tokens, and the kernel decodes them again for each tile.
 _TILED_UP_TO = 128
+# From so few tokens on, where the weight has so many elements: larger weights fill the device for linear_few, smaller
+# ones are no work for either.
+_TILED_FROM, _TILED_SIZES = 3, range(1 << 24, 1 << 27)
 _FUSED_UP_TO = {True: 32, False: 16}
 
 
@@ -1270,7 +1273,8 @@ class Plan:
 def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, device: int) -> Plan:
     kernels: list[_One | _Tile | _Few] = []
     reasons = []
-    if _TOKENS < m <= _TILED_UP_TO and not _tile_refusal(format, shape, dtype, device):
+    least = _TILED_FROM if shape[0] * shape[1] in _TILED_SIZES else _TOKENS + 1
+    if least <= m <= _TILED_UP_TO and not _tile_refusal(format, shape, dtype, device):
         cut = cut_tile(*shape, m, _cuda.multiprocessors(device))
         kernels.append(_Tile(format, shape, dtype, device, cut))
         shape_of_block = f"{cut.tokens} tokens x {64 * cut.groups} rows a thread block"

@@ -164,6 +164,17 @@ def test_the_same_bits_every_time(cupy, format, shape):
 
 
 @pytest.mark.parametrize("format", ["kbit4", "nf4"])
+def test_tiles_take_few_tokens_of_middling_weights(cupy, format):
+    if MODULE._tile_refusal(kb.get_format(format), (4096, 4096), HALF[0], 0):
+        pytest.skip("linear_tile is for compute capability 9.0")
+    q = weight((4096, 4096), format, cupy)
+    for m, kernel in ((2, MODULE._Few), (3, MODULE._Tile), (8, MODULE._Tile)):
+        x = numbers((m, 4096), HALF[0], cupy)
+        assert isinstance(plan_of(x, q).kernels[0], kernel)
+        check(kb.linear(x, q), x, q)
+
+
+@pytest.mark.parametrize("format", ["kbit4", "nf4"])
 def test_scales_that_grow_along_a_row(cupy, format):
     """float16 scales are relative to the rows' first ones: later ones may be far larger, or the first ones zero."""
     w = np.random.default_rng(0).standard_normal((96, 1024)).astype(np.float32)
