@@ -57,6 +57,14 @@ def pytest_runtest_setup(item):
         (pytest.fail if item.config.getoption("--require-gpu") else pytest.skip)(missing)
 
 
+def pytest_runtest_teardown(item):
+    # What a test leaves in CuPy's memory pool is missing to the other processes of the run.
+    if item.get_closest_marker("gpu") is not None and (module := find_cupy()[0]) is not None:
+        pool = module.get_default_memory_pool()
+        if pool.total_bytes() > 1 << 30:
+            pool.free_all_blocks()
+
+
 @pytest.fixture(scope="session")
 def cupy():
     """CuPy with a GPU; a test that asks for it is marked `gpu`, and skipped or failed without one."""
