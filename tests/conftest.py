@@ -72,17 +72,22 @@ def cupy():
 
 
 @pytest.fixture
-def large_memory(cupy, tmp_path_factory):
-    """A function that skips the test unless so many GB of GPU memory are free.
+def large_memory(cupy, request, tmp_path_factory):
+    """A function that skips the test on a GPU of fewer GB than it needs, or with fewer free.
 
-    One test at a time has it, whatever processes the run has, and gives its memory back to the others.
+    With --require-gpu memory that others hold is a failure. One test at a time has this, whatever processes the run
+    has, and gives its memory back to the others.
     """
     pool = cupy.get_default_memory_pool()
 
     def require(gigabytes):
         pool.free_all_blocks()
-        if cupy.cuda.runtime.memGetInfo()[0] < gigabytes * 1e9:
-            pytest.skip(f"needs {gigabytes} GB of free GPU memory")
+        free, total = cupy.cuda.runtime.memGetInfo()
+        if total < gigabytes * 1e9:
+            pytest.skip(f"needs a GPU of {gigabytes} GB")
+        if free < gigabytes * 1e9:
+            missing = f"needs {gigabytes} GB of free GPU memory and finds {free / 1e9:.0f}: run fewer processes"
+            (pytest.fail if request.config.getoption("--require-gpu") else pytest.skip)(missing)
 
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
