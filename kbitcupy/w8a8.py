@@ -452,17 +452,17 @@ def _plan(
     if tiling is not None:
         boxes = tiling.tokens, tiling.channels // tiling.share
         expression = f"wgmma_w8a8<{cxx}, {tiling.text}>"
-        kernel = _kernel(_HOPPER_FILE, expression, tiling.threads, tiling.shared, early=_MAP_SIZES)
+        kernel = _kernel(_HOPPER_FILE, expression, tiling.threads, tiling.shared, sizes=_MAP_SIZES)
         units, waves = tiling.blocks(tokens, channels), tiling.split == 1
     elif tokens <= _STREAM_TOKENS:
         expression = f"stream_w8a8<{cxx}, {8 if tokens <= 8 else 16}, {_BOOLS[aligned]}>"
-        kernel = _kernel(_FILE, expression, _STREAM_THREADS, _STREAM_SHARED, early=_SIZES)
+        kernel = _kernel(_FILE, expression, _STREAM_THREADS, _STREAM_SHARED, sizes=_SIZES)
         units, waves = -(-channels // _STREAM_ROWS), True
     else:
         tile = 64 if tokens <= 64 else 128
         expression = f"tile_w8a8<{cxx}, {tile}, {_BOOLS[aligned]}>"
         shared = _TILE_STAGES * (tile + _TILE_N) * _TILE_STAGE
-        kernel = _kernel(_FILE, expression, 2 * tile, shared, early=_SIZES)
+        kernel = _kernel(_FILE, expression, 2 * tile, shared, sizes=_SIZES)
         units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
     expression = f"quantize_tokens<{cxx}, {_BOOLS[vector]}, {_BOOLS[smooth]}>"
     quantizer = _kernel(_FILE, expression, _TOKEN_THREADS)

@@ -149,6 +149,9 @@ __device__ __forceinline__ float divide_by_reciprocal(float x, float divisor, fl
     return __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
 }
 
+// This thread's warp; the compiler learns that it is the same for all lanes, and keeps what follows from it once.
+__device__ __forceinline__ int warp_number() { return __shfl_sync(FULL_WARP, int(threadIdx.x) / WARP, 0); }
+
 // The largest of the warp's 32 numbers, in every lane.
 __device__ __forceinline__ unsigned warp_max(unsigned x) {
 #pragma unroll
@@ -343,3 +346,19 @@ struct WordTile {
         }
     }
 };
+
+// ---- launches that overlap -------------------------------------------------------------------------------------
+
+// Let a kernel that waits for this one start already.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Wait for what the kernel before this one writes, where the launch does not do so.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

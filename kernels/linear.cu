@@ -155,13 +155,15 @@ struct Group {
 };
 
 // Fill the table with the values of the codebook, in the plane or by value, times the power of two that brings the
-// largest to 1 .. 2 and a factor; returns both.
+// largest to 1 .. 2 and a factor; returns both. Waits for the kernel before this one when nothing else is left to do.
 template <typename Decoder, bool ONE>
 __device__ __forceinline__ float fill_table(char* table, const float* values, const Values& codebook) {
+    if (values) wait_for_previous();
     const int index = threadIdx.x % WARP % Decoder::VALUES;
     const float value = values ? values[index] : codebook.value[index];
     const float power = power_below(__uint_as_float(warp_max(__float_as_uint(fabsf(value))))) * codebook.factor;
     Decoder::template build<ONE>(table, value * power, threadIdx.x, blockDim.x);
+    wait_for_previous();
     return power;
 }
 
@@ -177,8 +179,8 @@ __device__ __forceinline__ float fill_table(char* table, const float* values, co
 // that of row p / divisor of x; expert e has tensor_scale[e * scale_step]. Otherwise the tokens are taken as they come.
 template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED>
 __global__ void __launch_bounds__(512, 1) linear_few(
-    const char* packed, const char* absmax, const float* nested_absmax, const float* nested_offset,
-    const float* tensor_scale, const float* values, const typename Decoder::Type* x, const void* bias,
+    const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
+    const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
     typename Decoder::Type* y, float* partial, const Group* groups, const int* order, int divisor, int scale_step,
     int bias_kind, int tokens, int n, int k, int block, const __grid_constant__ Cut cut,
     const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
@@ -202,7 +204,7 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     char* stages = slots + warps * ITEMS * Slot::BYTES;                   // of scales
     float* sums = reinterpret_cast<float*>(stages + warps * 2 * SCALES);  // where the table has no gaps
 
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
     const int my_row = Decoder::row(g);
     const int team = warp / cut.warps, teams = warps / cut.warps;
     const int first = blockIdx.y * cut.run, last = min((n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
@@ -213,6 +215,8 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     const int last_item = min((k + ITEM_K - 1) / ITEM_K, first_item + cut.share);
     const int chunks = (cut.share + step - 1) / step;
 
+    let_next_start();
+    if (GROUPED) wait_for_previous();
     // Read again where it is needed: registers are scarce in between.
     auto my_group = [&] {
         if constexpr (GROUPED) return groups[blockIdx.x];
@@ -327,6 +331,9 @@ __global__ void __launch_bounds__(512, 1) linear_few(
         if (!(BULK && EVEN) || i == 0) close_copies();
     };
     aim();
+    if (BULK && EVEN && lane < ahead)
+        prefetch_box(&map_of_weights, (ahead_item + lane) * Decoder::ITEM_BYTES, int(above) + ahead_tile * ITEM_ROWS);
+    const float power = fill_table<Decoder, false>(table, values, codebook);
 #pragma unroll
     for (int i = 0; i < ITEMS; i += GROUP) start(i, 0);
 
@@ -354,7 +361,6 @@ __global__ void __launch_bounds__(512, 1) linear_few(
             for (int e = 0; e < EIGHTS; ++e) Decoder::arrange(my_x[i][e]);
     };
     if (chunks == 1) fetch_x(my_item);
-    const float power = fill_table<Decoder, false>(table, values, codebook);
     if (threadIdx.x == 0)  // what the sums lack
         factor[0] = tensor_scale ? tensor_scale[group.expert * scale_step] : 1.0f, factor[1] = Decoder::AFTER / power;
     __syncthreads();
@@ -445,9 +451,9 @@ __global__ void __launch_bounds__(512, 1) linear_few(
 // are added up in their order.
 template <typename Decoder, int ITEMS, int WARPS>
 __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
-    const char* packed, const char* absmax, const float* nested_absmax, const float* nested_offset,
-    const float* tensor_scale, const float* values, const typename Decoder::Type* x, const void* bias, int bias_kind,
-    typename Decoder::Type* y, int n, int k, int block, int run, int part, int copied,
+    const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
+    const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
+    typename Decoder::Type* y, int bias_kind, int n, int k, int block, int run, int part, int copied,
     const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
 #if __CUDA_ARCH__ >= 800
     using T = typename Decoder::Type;
@@ -466,11 +472,12 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     float* sums = reinterpret_cast<float*>(stages + WARPS * 2 * SCALES);
     char* lines = Decoder::GAPS ? table + 128 : reinterpret_cast<char*>(sums + (run + WARPS) * ITEM_ROWS);
 
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
     const int first = blockIdx.x * run, tiles = min(n / ITEM_ROWS - first, run);
     const int begin = min(warp * part, tiles * units), end = min(begin + part, tiles * units);
     int tile = begin / units, unit = begin - tile * units;
 
+    let_next_start();
     float* map = reinterpret_cast<float*>(table - 1024);
     if (nested_absmax) {
         for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
@@ -528,6 +535,13 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
             scale_source += 15 * scale_pitch;
         }
     };
+    if (BULK && lane < 2 * ITEMS && begin + lane / ITEMS < end) {
+        const int ahead = unit + lane / ITEMS, down = ahead / units;
+        prefetch_box(
+            &map_of_weights, ((ahead - down * units) * ITEMS + lane % ITEMS) * Decoder::ITEM_BYTES,
+            row + down * ITEM_ROWS);
+    }
+    const float power = fill_table<Decoder, true>(table, values, codebook);
     start(0, begin < end);
     start(1, begin + 1 < end);
 
@@ -540,7 +554,6 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
             *reinterpret_cast<uint4*>(lines + x_line<Decoder::GAPS>(i / 4 * 4 + j) + i % 4 * 16) =
                 make_uint4(w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3]);
     }
-    const float power = fill_table<Decoder, true>(table, values, codebook);
     if (threadIdx.x == 0) factor[0] = tensor_scale ? *tensor_scale : 1.0f, factor[1] = 1.0f / power;
     __syncthreads();
 

@@ -358,6 +358,14 @@ __device__ __forceinline__ void warps_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(S::WARPS * WARP) : "memory");
 }
 
+// Bring the weights of the first stages to the L2 cache: one warp.
+template <typename S>
+__device__ __forceinline__ void prefetch_stages(const Task& task, const TensorMap* w_map, int lane) {
+    for (int i = lane; i < S::STAGES * S::ROW_GROUPS; i += WARP)
+        if (blockIdx.y == 0 && task.begin + i / S::ROW_GROUPS < task.end)
+            prefetch_box(w_map, (task.begin + i / S::ROW_GROUPS) * S::ROW_BYTES, task.row + i % S::ROW_GROUPS * 64);
+}
+
 // Fill the stages: one warp.
 template <typename S>
 __device__ __forceinline__ void copy_stages(
@@ -566,13 +574,17 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     }
     __syncthreads();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    let_next_start();
     if (warp >= S::WARPS) {
+        if (!GROUPED && warp == S::WARPS) prefetch_stages<S>(job.task<S>(0), &w_map, lane);
+        wait_for_previous();
         if (warp == S::WARPS) copy_stages<S>(ring, job, &x_map, &w_map, lane);
         else reorder_stages<S>(ring, job, warp - S::WARPS - 1, lane);
         __syncwarp();
         if constexpr (CLUSTER > 1) cluster_sync(), cluster_sync();
         return;
     }
+    wait_for_previous();
     const float mine = (values ? values : codebook.value)[lane % Decoder::VALUES];
     const float largest = __uint_as_float(warp_max(__float_as_uint(fabsf(mine))));
     const float power = power_below(largest) * codebook.factor;

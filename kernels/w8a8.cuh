@@ -33,21 +33,7 @@ __device__ __forceinline__ float as_factor(float scale) {
 
 // ---- launches that overlap -------------------------------------------------------------------------------------
 
-// Let a kernel that waits for this one start already.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Wait for what the kernel before this one writes, where the launch does not do so.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// What that kernel has written; neither the compiler nor the read-only cache may fetch it earlier.
+// What the kernel before this one has written; neither the compiler nor the read-only cache may fetch it earlier.
 __device__ __forceinline__ float load_written(const float* p) {
     float v;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");

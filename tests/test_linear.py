@@ -272,6 +272,8 @@ def test_other_devices_are_refused(cupy):
 # ---- how the kernels' work is cut --------------------------------------------------------------------------------
 
 MODULE = importlib.import_module("kbitcupy.linear")
+FUSED = importlib.import_module("kbitcupy.fused")
+TILES = importlib.import_module("kbitcupy.fused_tile")
 
 
 @given(
@@ -283,7 +285,7 @@ MODULE = importlib.import_module("kbitcupy.linear")
     splits=st.integers(1, 8),
 )
 def test_every_item_is_some_warps(n, k, most, warps, processors, splits):
-    cut = MODULE.cut_few(n, k, most, warps, processors, splits)
+    cut = FUSED.cut_few(n, k, most, warps, processors, splits)
     rows, items = -(-n // 16), -(-k // 128)
     assert cut.grid[0] * cut.run >= rows > (cut.grid[0] - 1) * cut.run
     assert cut.grid[1] * cut.share >= items > (cut.grid[1] - 1) * cut.share
@@ -298,18 +300,18 @@ def test_every_item_is_some_warps(n, k, most, warps, processors, splits):
 )
 def test_tiles_fit_and_cover(n, k, m, processors):
     """Whatever is chosen has an instance, whose stages fit the shared memory of a thread block."""
-    cut = MODULE.cut_tile(n, k, m, processors)
-    assert cut in MODULE.tile_cuts() and cut.tokens >= min(m, 64)
+    cut = TILES.cut_tile(n, k, m, processors)
+    assert cut in TILES.tile_cuts() and cut.tokens >= min(m, 64)
     for bits in (2, 3, 4, 5):
         assert cut.ring_bytes(bits) // cut.stage_bytes(bits) > cut.k_groups
         assert cut.shared(bits) + 512 <= 227 << 10 and cut.stage_bytes(bits) % 1024 == 0
-        assert MODULE._GROUPED_CUT.shared(bits, grouped=True) + 512 <= 227 << 10
+        assert TILES.GROUPED_CUT.shared(bits, grouped=True) + 512 <= 227 << 10
 
 
 def test_larger_weights_fill_the_device():
     for n, k in ((28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096)):
         for m in (16, 64, 128):
-            cut = MODULE.cut_tile(n, k, m, 132)
+            cut = TILES.cut_tile(n, k, m, 132)
             blocks = n // (64 * cut.groups) * cut.splits * -(-m // cut.tokens)
             assert blocks / (-(-blocks // 132) * 132) > 0.8
 
@@ -317,20 +319,20 @@ def test_larger_weights_fill_the_device():
 def test_default_formats_fit_small_devices():
     """They run on devices with 99 KiB of shared memory for a thread block."""
     for name in ("kbit2", "kbit3", "kbit4", "kbit5", "nf4", "fp4"):
-        assert MODULE.few_room(MODULE.decoder_of(kb.get_format(name)), 1, 99 << 10, False)[1]
+        assert FUSED.few_room(FUSED.decoder_of(kb.get_format(name)), 1, 99 << 10, False)[1]
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "fp4"])
 def test_the_gentle_factor_is_gentle(name, dtype):
-    values = MODULE.known_values(kb.get_format(name)).astype(np.float64)
+    values = FUSED.known_values(kb.get_format(name)).astype(np.float64)
     power = 2.0 ** -np.floor(np.log2(np.abs(values).max()))  # as the kernel does
 
     def lost(factor):
         scaled = (values * factor * power).astype(np.float32)
         return np.square((scaled.astype(dtype).astype(np.float64) - scaled) / factor).sum()
 
-    factor = MODULE.gentle_factor(values.astype(np.float32), dtype)
+    factor = FUSED.gentle_factor(values.astype(np.float32), dtype)
     assert 1 <= factor < 2 and lost(factor) <= lost(1.0)
 
 

@@ -13,14 +13,16 @@ import kbitcupy as kb
 
 pytestmark = pytest.mark.gpu
 MODULE = importlib.import_module("kbitcupy.linear")
+FUSED = importlib.import_module("kbitcupy.fused")
+TILES = importlib.import_module("kbitcupy.fused_tile")
 
 # Formats that a kernel decodes, and those among them with a tensor scale for each member of a stack.
-DECODED = [format for format in FORMATS if MODULE.decoder_of(format) is not None]
+DECODED = [format for format in FORMATS if FUSED.decoder_of(format) is not None]
 # ... and those among them that linear_tile decodes.
-TILED = [format for format in DECODED if MODULE._tile_decoder(format)[0]]
+TILED = [format for format in DECODED if TILES._tile_decoder(format)[0]]
 
 # One format for each kernel that decodes.
-KERNELS = list({MODULE.decoder_of(format): format for format in DECODED}.values())
+KERNELS = list({FUSED.decoder_of(format): format for format in DECODED}.values())
 
 
 def plan_of(x, q):
@@ -29,13 +31,13 @@ def plan_of(x, q):
 
 def check_tile(cupy, format, dtype, cut, number):
     """``linear_tile`` as the host would not choose it for such a shape."""
-    if MODULE._tile_refusal(format, (64, 512), dtype, 0):
+    if TILES.tile_refusal(format, (64, 512), dtype, 0):
         pytest.skip("linear_tile is for compute capability 9.0")
     shape = (64 * cut.groups + 5 * (number % 3), 128 * (number % 5) + 128)
     q = weight(shape, format, cupy, scale=(1e-3, 1.0, 20.0)[number % 3])
     x = numbers((max(2, cut.tokens - number), shape[1]), dtype, cupy)
     bias = numbers(shape[:1], np.dtype("float32") if number % 2 else dtype, cupy)
-    tile = MODULE._Tile(format, shape, dtype, 0, cut)
+    tile = TILES.Tile(format, shape, dtype, 0, cut)
     assert tile.takes(x, q.planes)
     out = cupy.full((len(x), shape[0]), np.nan, dtype)
     tile(x, q.planes, bias, out)
@@ -44,7 +46,7 @@ def check_tile(cupy, format, dtype, cut, number):
 
 def check_two_tiles(cupy, format, dtype):
     """Thread blocks that share k, and warpgroups that do."""
-    for number, cut in enumerate((MODULE.TileCut(16, 1, 4, 2), MODULE.TileCut(64, 2, 2, 1))):
+    for number, cut in enumerate((TILES.TileCut(16, 1, 4, 2), TILES.TileCut(64, 2, 2, 1))):
         check_tile(cupy, format, dtype, cut, number)
 
 
@@ -102,7 +104,7 @@ def test_every_decoder_of_tiles(cupy, format, dtype):
 @pytest.mark.parametrize("name", ["kbit4", "nf4"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_every_cut_of_a_tile(cupy, name, dtype):
-    for number, cut in enumerate(MODULE.tile_cuts()):
+    for number, cut in enumerate(TILES.tile_cuts()):
         check_tile(cupy, kb.get_format(name), dtype, cut, number)
 
 
@@ -165,10 +167,10 @@ def test_the_same_bits_every_time(cupy, format, shape):
 
 @pytest.mark.parametrize("format", ["kbit4", "nf4"])
 def test_tiles_take_few_tokens_of_middling_weights(cupy, format):
-    if MODULE._tile_refusal(kb.get_format(format), (4096, 4096), HALF[0], 0):
+    if TILES.tile_refusal(kb.get_format(format), (4096, 4096), HALF[0], 0):
         pytest.skip("linear_tile is for compute capability 9.0")
     q = weight((4096, 4096), format, cupy)
-    for m, kernel in ((2, MODULE._Few), (3, MODULE._Tile), (8, MODULE._Tile)):
+    for m, kernel in ((2, FUSED.Few), (3, TILES.Tile), (8, TILES.Tile)):
         x = numbers((m, 4096), HALF[0], cupy)
         assert isinstance(plan_of(x, q).kernels[0], kernel)
         check(kb.linear(x, q), x, q)

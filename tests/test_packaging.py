@@ -25,6 +25,8 @@ FLOORS = [
     ["formats"],
     ["array"],
     ["ops"],
+    ["fused"],
+    ["fused_tile"],
     ["linear"],
     ["w8a8"],
     ["affine"],

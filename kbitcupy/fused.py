@@ -1,0 +1,592 @@
+"""Kernels that multiply few tokens by compressed weights, for any GPU (kernels/linear.cu).
+
+``linear_one`` takes one token, ``linear_few`` up to 32 and mixtures of experts. Here stands what they can take, how
+their work is cut, and how they are launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _cuda, _tma, _xp, tables
+from ._cuda import CXX_TYPES, IDS_CXX, Template
+from .formats.base import Format, register_templates
+from .formats.float4 import Table4
+from .formats.kbit import ABSMAX, BLOCK, KBit
+
+# As in kernels/linear.cu and linear.cuh.
+ITEM_K, _ITEM_ROWS, TOKENS = 128, 16, 8
+TABLE_AT, _HEAD = 2048, 1024
+_MOST_K = 128 * ITEM_K  # elements of x in the gaps of a table
+# Counted in the 48 KiB of shared memory that every kernel has.
+MAX_EXPERTS = 12000
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a kernel reads the weights of a format.
+
+    Parameters
+    ----------
+    expression : str
+        The C++ type; ``{T}`` stands for the type of x.
+    granule : int
+        k must be a multiple of it: the elements of a row that have to lie in one block.
+    entries : int
+        Of the table of values.
+    gaps : bool
+        Whether the table has gaps, where the sums find room.
+    item_bytes, scale_bytes : int
+        As there.
+    items, grouped_items : int
+        Most items of a warp of ``linear_few``, and of its grouped flavour: there are registers for them.
+    wide : bool
+        Whether a thread block of ``linear_few`` may take 16 tokens: there are registers for it.
+    swizzled : bool
+        Whether ``TURNS`` is not 1.
+    copied : bool
+        Whether the scales are used as they are stored; otherwise they are spread, one for each granule.
+    block : int
+        Elements of a block.
+    """
+
+    expression: str
+    granule: int
+    entries: int
+    gaps: bool
+    item_bytes: int
+    scale_bytes: int
+    items: int
+    grouped_items: int
+    wide: bool
+    swizzled: bool
+    copied: bool
+    block: int
+
+    def shared_bytes(self, eights: int, items: int, warps: int) -> int:
+        """Shared memory of a thread block of ``linear_few``."""
+        stages = warps * items * _ITEM_ROWS * (self.item_bytes + 2 * self.scale_bytes)
+        slots = 2 if eights == 2 else 4
+        sums = 0 if self.gaps else slots * warps * _ITEM_ROWS * TOKENS * eights * 4
+        return self._table_bytes + sums + stages
+
+    def shared_bytes_one(self, k: int, run: int, items: int, warps: int) -> int:
+        """... of ``linear_one``."""
+        slots = warps * 2 * items * _ITEM_ROWS * (self.item_bytes + self.scale_bytes)
+        return self._table_bytes + (0 if self.gaps else k * 2) + slots + (run + warps) * _ITEM_ROWS * 4
+
+    @property
+    def _table_bytes(self) -> int:
+        """Shared memory up to the end of the table of values and of what stands behind it."""
+        return TABLE_AT + self.entries * 256 + _HEAD
+
+
+def _kbit_decoder(k: int, absmax: str) -> Decoder:
+    return Decoder(
+        f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>",
+        granule=BLOCK,
+        entries=32 if k == 5 else 256,
+        gaps=k in (3, 4),
+        item_bytes=ITEM_K * k // 8,
+        scale_bytes=ITEM_K // BLOCK * np.dtype(ABSMAX[absmax].dtype).itemsize,
+        items=2 if k == 5 or absmax == "float32" else 4,
+        grouped_items=2 if k == 5 or absmax == "float32" else 4,
+        wide=absmax != "float32",
+        swizzled=False,
+        copied=True,
+        block=BLOCK,
+    )
+
+
+def _table4_decoder(block: int, double_quant: bool) -> Decoder:
+    granule = min(block, 64)
+    return Decoder(
+        f"Table4<{{T}}, {granule}>",
+        granule=granule,
+        entries=256,
+        gaps=True,
+        item_bytes=ITEM_K // 2,
+        scale_bytes=ITEM_K // granule * 4,
+        items=4 if block == 64 and not double_quant else 2,
+        grouped_items=2,
+        wide=granule == 64,
+        swizzled=True,
+        copied=block == granule and not double_quant,
+        block=block,
+    )
+
+
+def decoder_of(format: Format) -> Decoder | None:
+    """The decoder of a format; None where products go through decoded weights."""
+    if isinstance(format, KBit):
+        return _kbit_decoder(format.bits, format.absmax) if 2 <= format.bits <= 5 else None
+    return _table4_decoder(format.block, format.double_quant) if isinstance(format, Table4) else None
+
+
+def _decoders() -> list[Decoder]:
+    """All there are, for the compile check."""
+    kbit = [_kbit_decoder(k, absmax) for k in (2, 3, 4, 5) for absmax in ABSMAX]
+    return kbit + [_table4_decoder(*options) for options in ((64, False), (32, False), (16, False), (64, True))]
+
+
+HALF_CXX = (CXX_TYPES["float16"], CXX_TYPES["bfloat16"])
+
+
+def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool = False) -> tuple[int, int]:
+    """``ITEMS`` and warps of ``linear_few``, as many as the shared memory allows; no warps where it does not at all.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        How a weight is read.
+    eights : int
+        Tokens of a thread block, in eights.
+    room : int
+        Bytes of shared memory that a thread block can have.
+    even : bool
+        Whether tiles are whole, and rows whole items that begin at multiples of 16 bytes.
+    grouped : bool
+        Whether it is the flavour for experts.
+    """
+    most = decoder.grouped_items if grouped else decoder.items
+    for warps, items in itertools.product((16, 8), (4, 2) if even else (1,)):
+        if eights * items <= 4 and items <= most and decoder.shared_bytes(eights, items, warps) <= room:
+            return items, warps
+    return 1, 0
+
+
+def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
+    """``ITEMS`` and warps of ``linear_one`` as `few_room` has them, for rows of `k` and `run` tiles a thread block."""
+    for warps, items in itertools.product((16, 8), (4, 2, 1)):
+        if k % (items * ITEM_K) or (items > 1 and not decoder.copied) or (decoder.gaps and k > _MOST_K):
+            continue
+        if decoder.shared_bytes_one(k, run, items, warps) <= room:
+            return items, warps
+    return 1, 0
+
+
+def _instances(eights: int, grouped: bool, even: bool) -> tuple[str, ...]:
+    """Those that a device with the 227 KiB of shared memory of an H100 takes."""
+    found = {
+        _few_arguments(decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped): None
+        for decoder in _decoders()
+        for T in (HALF_CXX if even else HALF_CXX[:1])
+        if eights == 1 or decoder.wide
+    }
+    return tuple(found)
+
+
+def _one_instances(even: bool) -> tuple[str, ...]:
+    """... of ``linear_one``, for rows of whole units of four items, and for others."""
+    room = 227 << 10
+    return tuple(
+        dict.fromkeys(
+            f"{decoder.expression.format(T=T)}, {one_room(decoder, k, 16, room)[0]}, 16"
+            for decoder in _decoders()
+            for k in ((8192,) if even else (256, 128))
+            for T in (HALF_CXX if even else HALF_CXX[:1])
+        )
+    )
+
+
+def _few_arguments(decoder: Decoder, T: str, eights: int, items: int, grouped: bool) -> str:
+    return f"{decoder.expression.format(T=T)}, {eights}, {items}, {str(grouped).lower()}"
+
+
+def _tight() -> tuple[str, ...]:
+    """With two registers too many; so are some of those for 16 tokens."""
+    return tuple(f"Table4<{T}, 64>, 1, 4, false" for T in HALF_CXX)
+
+
+TEMPLATES = (
+    Template("linear.cu", "linear_few", (tuple(i for i in _instances(1, False, True) if i not in _tight()),)),
+    Template("linear.cu", "linear_few", (_tight(),), hot=False),
+    Template("linear.cu", "linear_few", (_instances(2, False, True),), hot=False),
+    Template("linear.cu", "linear_few", (_instances(1, True, True),)),
+    *(Template("linear.cu", "linear_few", (_instances(eights, False, False),), hot=False) for eights in (1, 2)),
+    Template("linear.cu", "linear_few", (_instances(1, True, False),), hot=False),
+    Template("linear.cu", "linear_one", (_one_instances(True),)),
+    Template("linear.cu", "linear_one", (_one_instances(False),), hot=False),
+    Template("linear.cu", "add_partials", (HALF_CXX,), hot=False),
+    Template("linear.cu", "combine_slots", (HALF_CXX,), hot=False),
+    Template("linear.cu", "group_tokens", (tuple(IDS_CXX.values()),), hot=False),
+)
+register_templates(*TEMPLATES)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work of ``linear_few`` is cut: ``struct Cut`` of kernels/linear.cu, and the grid.
+
+    Parameters
+    ----------
+    run, warps, items, share
+        As there.
+    grid : tuple of int
+        Thread blocks along n and along k.
+    """
+
+    run: int
+    warps: int
+    items: int
+    share: int
+    grid: tuple[int, int]
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_few(n: int, k: int, most: int, warps: int, resident: int, splits: int = 8) -> Cut:
+    """The cut with the least work for the busiest warp.
+
+    Parameters
+    ----------
+    n, k : int
+        Shape of the weight.
+    most : int
+        Items of k that a warp can have at a time, ``ITEMS`` of the kernel.
+    warps : int
+        Warps of a thread block.
+    resident : int
+        Thread blocks that the device holds.
+    splits : int
+        Thread blocks that may share k.
+    """
+    rows, total = -(-n // _ITEM_ROWS), -(-k // ITEM_K)
+    best: tuple[float, Cut] | None = None
+    for split, teams in itertools.product(range(1, 1 + min(splits, total)), range(1, 1 + warps)):
+        share, team = -(-total // split), warps // teams
+        chunks = -(-share // (team * most))
+        items = -(-share // (team * chunks))
+        run = -(-rows // max(1, resident // split))
+        passes = -(-run // teams)
+        # Beside the items of a warp, in their unit: x, once or in each pass; sums; the launch that adds up the splits.
+        work = passes * (chunks * items * (1 + 0.4 * (chunks > 1)) + 0.5) + (4 + 0.2 * split) * (split > 1)
+        if best is None or work < best[0]:
+            best = work, Cut(run, team, items, share, (-(-rows // run), -(-total // share)))
+    assert best is not None
+    return best[1]
+
+
+# ``struct Values`` of kernels/linear.cuh.
+_VALUES = np.dtype([("value", "f4", 32), ("map", "f4", 256), ("factor", "f4")])
+VALUES_BYTES = _VALUES.itemsize
+
+
+@functools.lru_cache(maxsize=256)
+def _values_of(format: Format, dtype: np.dtype) -> bytes:
+    """What a kernel knows of a format by value; planes with values of their own come first."""
+    struct = np.zeros((), _VALUES)
+    struct["factor"] = 1
+    values = known_values(format)
+    if values is not None:
+        struct["value"][: values.size] = values
+        struct["factor"] = gentle_factor(values, dtype)
+    if isinstance(format, Table4) and format.double_quant:
+        struct["map"] = tables.dynamic_map()
+    return struct.tobytes()
+
+
+def known_values(format: Format) -> Any:
+    """The values that the indices of a format stand for, float32; None where a plane holds them."""
+    if isinstance(format, KBit):
+        return None if format.codebook == "custom" else tables.standard_codebook(format.codebook, format.bits).values
+    if isinstance(format, Table4) and format.table_name != "custom":
+        return format.values({})
+    return None
+
+
+def gentle_factor(values: np.ndarray, dtype: np.dtype) -> float:
+    """A factor from 1 to 2 with which `values` lose least when they are rounded to `dtype`.
+
+    The rounding of a table is the same for every weight of an index, so it is worth some choice; the products are
+    divided by the factor in fp32.
+    """
+    factors = np.float32(1) + np.arange(1024, dtype=np.float32) / np.float32(1024)
+    # The kernel brings the largest value to 1 .. 2 by a power of two.
+    power = np.ldexp(np.float32(1), 1 - np.frexp(np.abs(values).max())[1])
+    scaled = np.asarray(values, np.float32)[None, :] * power * factors[:, None]
+    lost = (scaled.astype(dtype).astype(np.float64) - scaled) / factors[:, None]
+    return float(factors[np.square(lost).sum(1).argmin()])
+
+
+class Experts(NamedTuple):
+    """What a mixture of experts adds to the arguments of a kernel.
+
+    Parameters
+    ----------
+    groups, order : int
+        Addresses of what ``group_tokens`` writes.
+    divisor : int
+        Product number p is that of row p / divisor of x.
+    step : int
+        Tensor scales of an expert: 1, or 0 where they share one.
+    """
+
+    groups: int
+    order: int
+    divisor: int
+    step: int
+
+
+NO_EXPERTS = Experts(0, 0, 1, 0)
+#: Sizes of what `Fused.arguments` returns.
+SIZES = (*(8,) * 10, *(4,) * 7)
+
+
+class Fused:
+    """What the kernels have in common that multiply compressed weights.
+
+    Parameters
+    ----------
+    format : Format
+        Of the weight.
+    shape : tuple of int
+        Its N and K.
+    dtype : numpy.dtype
+        Of x.
+    block : int
+        Elements of a block.
+    """
+
+    _launch: Callable[..., None]
+
+    def __init__(self, format: Format, shape: tuple[int, int], dtype: np.dtype, block: int):
+        self._n, self._k, self._block = *shape, block
+        self._cxx = CXX_TYPES[dtype.name]
+        self._values = _values_of(format, dtype)
+
+    def arguments(
+        self, planes: Mapping[str, Any], bias: Any, kind: int, out: Any, partial: int, experts: Experts, tokens: int
+    ) -> tuple[int, ...]:
+        """Those that the kernels have in common, from the scales on."""
+        groups, order, divisor, step = experts
+        return (
+            *_scales_and_values(planes),
+            bias,
+            out.data.ptr,
+            partial,
+            groups,
+            order,
+            divisor,
+            step,
+            kind,
+            tokens,
+            self._n,
+            self._k,
+            self._block,
+        )
+
+    def grouped(self, x: Any, planes: Mapping[str, Any], ids: Any, experts: int, weights: Any, out: Any) -> None:
+        """`linear_grouped`: sort by expert, multiply, combine."""
+        xp = _xp.namespace(x)
+        products = ids.size
+        room = products // TOKENS + min(products, experts + 1)
+        order, groups = xp.empty(products, np.int32), xp.empty(room * 4, np.int32)
+        _kernel(f"group_tokens<{IDS_CXX[ids.dtype.name]}>", 1024, 4 * (experts + 1))(
+            ids, 1, (ids, np.int32(products), np.int32(experts), order, groups, np.int32(room))
+        )
+        divisor = 1 if x.ndim == 3 else ids.shape[1]
+        partial: Any = None if weights is None else xp.empty(products * self._n, np.float32)
+        step = int("scale" in planes and planes["scale"].size > 1)
+        chosen = Experts(groups.data.ptr, order.data.ptr, divisor, step)
+        self._launch(room, x, planes, None, out, partial, products, chosen)
+        if weights is not None:
+            _kernel(f"combine_slots<{self._cxx}>", 256)(
+                out, -(-out.size // 256), (partial, weights, np.int32(ids.shape[1]), out, out.size, np.int32(self._n))
+            )
+
+
+class Few(Fused):
+    """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block."""
+
+    def __init__(
+        self,
+        format: Format,
+        decoder: Decoder,
+        shape: tuple[int, int],
+        dtype: np.dtype,
+        device: int,
+        *,
+        eights: int = 1,
+        together: int = 1,
+        grouped: bool = False,
+    ):
+        super().__init__(format, shape, dtype, decoder.block)
+        n, k = shape
+        self.tokens = TOKENS * eights
+        room = _cuda.shared_memory(device)
+        even = n % _ITEM_ROWS == 0 and k % ITEM_K == 0 and _copies(device)
+        even = even and few_room(decoder, eights, room, True, grouped)[1] > 0
+        items, warps = few_room(decoder, eights, room, even, grouped)
+        self.fits = warps > 0
+        # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
+        resident = max(1, _cuda.multiprocessors(device) // together)
+        cut = cut_few(n, k, items, max(1, warps), resident, 1 if grouped else 8)
+        arguments = _few_arguments(decoder, self._cxx, eights, items, grouped)
+        shared = decoder.shared_bytes(eights, items, warps)
+        self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, (8, 8, *SIZES, 24, VALUES_BYTES, 128))
+        self.grid = cut.grid
+        self._map = functools.partial(_map_of_weights, decoder, k, device) if even else _no_map
+        pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
+        wide = even or pitches[0] % 16 == 0
+        width = 0
+        if decoder.copied:
+            width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
+        self._alignments = (16, 16 if wide else 4, max(1, width))
+        self._cut = np.array((cut.run, cut.warps, cut.items, cut.share, width, wide), np.int32).tobytes()
+
+    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
+        """Whether the arrays start where the kernel can read them."""
+        return _start_at((x, planes["packed"], planes["absmax"]), self._alignments)
+
+    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+        """Fill out[..., n], each row from that of x."""
+        tokens, splits = out.size // self._n, self.grid[1]
+        partial = None if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
+        self._launch(-(-tokens // self.tokens), x, planes, bias, out, partial, tokens)
+        if partial is not None:
+            bias, address, kind = bias_argument(bias, x.dtype)
+            _kernel(f"add_partials<{self._cxx}>", 256)(
+                out,
+                -(-out.size // 256),
+                (partial, np.int32(splits), address, np.int32(kind), out, out.size, np.int32(self._n)),
+            )
+
+    def _launch(
+        self,
+        blocks: int,
+        x: Any,
+        planes: Mapping[str, Any],
+        bias: Any,
+        out: Any,
+        partial: Any,
+        tokens: int,
+        experts: Experts = NO_EXPERTS,
+    ) -> None:
+        bias, address, kind = bias_argument(bias, x.dtype)
+        to = 0 if partial is None else partial.data.ptr
+        arguments = self.arguments(planes, address, kind, out, to, experts, tokens)
+        pointers = x.data.ptr, planes["packed"].data.ptr
+        self._kernel.launch(
+            x, (blocks, *self.grid), (*pointers, *arguments, self._cut, self._values, self._map(planes))
+        )
+
+
+class One(Fused):
+    """``linear_one`` for one format, shape and dtype."""
+
+    def __init__(self, format: Format, decoder: Decoder, shape: tuple[int, int], dtype: np.dtype, device: int):
+        super().__init__(format, shape, dtype, decoder.block)
+        n, k = shape
+        self.run = max(1, -(-n // _ITEM_ROWS // _cuda.multiprocessors(device)))
+        items, warps = one_room(decoder, k, self.run, _cuda.shared_memory(device))
+        self.fits = n % _ITEM_ROWS == 0 and warps > 0 and _copies(device)
+        if not self.fits:
+            return
+        self._blocks = -(-n // (_ITEM_ROWS * self.run))
+        part = -(-self.run * (k // ITEM_K // items) // warps)
+        arguments = f"{decoder.expression.format(T=self._cxx)}, {items}, {warps}"
+        shared = decoder.shared_bytes_one(k, self.run, items, warps)
+        sizes = (*(8,) * 9, *(4,) * 7, VALUES_BYTES, 128)
+        self._kernel = _kernel(f"linear_one<{arguments}>", 32 * warps, shared, sizes)
+        self._numbers = n, k, decoder.block, self.run, part, int(decoder.copied)
+        self._map = functools.partial(_map_of_weights, decoder, k, device)
+        self._alignments = (16, 16, min(16, items * decoder.scale_bytes) if decoder.copied else 1)
+
+    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
+        """Whether the arrays start where the kernel can read them."""
+        return _start_at((x, planes["packed"], planes["absmax"]), self._alignments)
+
+    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+        """Fill out[..., n], which has one row."""
+        bias, address, kind = bias_argument(bias, x.dtype)
+        self._kernel.launch(
+            x,
+            (self._blocks,),
+            (
+                x.data.ptr,
+                planes["packed"].data.ptr,
+                *_scales_and_values(planes),
+                address,
+                out.data.ptr,
+                kind,
+                *self._numbers,
+                self._values,
+                self._map(planes),
+            ),
+        )
+
+
+def _copies(device: int) -> bool:
+    """Whether there is what copies whole tiles: Hopper's bulk copy engine, or asynchronous copies before it."""
+    return _cuda.capability(device) < 90 or _tma.available()
+
+
+def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, Any]) -> bytes:
+    """The tensor map of the packed plane: boxes of 16 rows and an item."""
+    if _cuda.capability(device) < 90:
+        return _no_map(planes)
+    packed, pitch = planes["packed"], k // ITEM_K * decoder.item_bytes
+    rows = packed.nbytes // pitch
+    return _tma.byte_matrix(packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, decoder.item_bytes, decoder.swizzled)
+
+
+def _no_map(planes: Mapping[str, Any]) -> bytes:
+    """An argument in the place of a tensor map where there is no use for one."""
+    return bytes(128)
+
+
+def _start_at(arrays: tuple[Any, ...], alignments: tuple[int, ...]) -> bool:
+    """Whether arrays start at multiples of so many bytes."""
+    return not any(array.data.ptr % size for array, size in zip(arrays, alignments, strict=True))
+
+
+def _scales_and_values(planes: Mapping[str, Any]) -> tuple[int, ...]:
+    """Addresses of the planes that kernels take beside the packed one; 0 for one that is not there."""
+    found = []
+    for name in ("absmax", "nested_absmax", "nested_offset", "scale", "codebook"):
+        plane = planes.get(name)
+        found.append(0 if plane is None else plane.data.ptr)
+    if "table" in planes:
+        found[-1] = planes["table"].data.ptr
+    return tuple(found)
+
+
+def bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, int, int]:
+    """A bias as the kernels take it, which must outlive the launch, its address, and its kind."""
+    if bias is None:
+        return None, 0, _NO_BIAS
+    if bias.dtype != dtype and bias.dtype != np.float32:
+        bias = bias.astype(np.float32)
+    bias = bias if bias.flags.c_contiguous else bias.copy()
+    return bias, bias.data.ptr, _OWN_BIAS if bias.dtype == dtype else _FLOAT_BIAS
+
+
+_NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = range(3)
+
+
+@functools.cache
+def _kernel(expression: str, threads: int, shared: int = 0, sizes: tuple[int, ...] = ()) -> _cuda.Kernel:
+    return _cuda.Kernel("linear.cu", expression, threads, shared, sizes=sizes)
+
+
+def fits(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int) -> tuple[Decoder | None, str]:
+    """The decoder, or None and what stands against a fused kernel."""
+    decoder = decoder_of(format)
+    if decoder is None:
+        return None, f"{format} has no decoder"
+    if dtype.itemsize != 2:
+        return None, f"x is {dtype}, the tensor cores take float16 and bfloat16"
+    if _cuda.capability(device) < 80:
+        return None, "the fused kernel needs compute capability 8.0"
+    n, k = shape
+    if k % decoder.granule or not k:
+        return None, f"rows of {k} elements are not whole blocks of {decoder.granule}"
+    if n * k >= 1 << 33:
+        return None, "the kernel's offsets of 32 bits do not reach through the weight"
+    return decoder, ""

@@ -1,0 +1,220 @@
+"""The kernel that multiplies up to 128 tokens by compressed weights on Hopper (kernels/linear_tile_sm90a.cu).
+
+It takes mixtures of experts, too. Here stands what it can take, how its work is cut, and how it is launched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import _cuda, _tma
+from ._cuda import Template
+from .formats.base import Format, register_templates
+from .formats.float4 import Table4
+from .formats.kbit import ABSMAX, BLOCK, KBit
+from .fused import HALF_CXX, ITEM_K, NO_EXPERTS, SIZES, TABLE_AT, TOKENS, VALUES_BYTES, Experts, Fused, bias_argument
+
+# As in kernels/linear_tile_sm90a.cu, and the tokens of its instances.
+_GRANULE_K, _RING_END = 32, 228 * 1024 - 512
+TILE_TOKENS = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class TileCut:
+    """How the work of ``linear_tile`` is cut.
+
+    Parameters
+    ----------
+    tokens : int
+        Of a thread block.
+    groups, k_groups : int
+        Warpgroups of a thread block: those with other rows, 64 each, and those that share k.
+    splits : int
+        Thread blocks that share k, a cluster.
+    """
+
+    tokens: int
+    groups: int
+    k_groups: int
+    splits: int
+
+    def ring_bytes(self, bits: int) -> int:
+        """Shared memory left of the system's and the declared part and of the table."""
+        entries = {3: 64, 5: 32}.get(bits, 256)
+        return _RING_END - (-(-(TABLE_AT + entries * 256) // 1024) * 1024)
+
+    def stage_bytes(self, bits: int) -> int:
+        """x and weights of a stage."""
+        return self.tokens * ITEM_K * 2 + 64 * self.groups * ITEM_K * bits // 8
+
+    def shared(self, bits: int, grouped: bool = False) -> int:
+        """Dynamic shared memory of a thread block; the sums of groups do not take the place of the ring."""
+        ring, stage = self.ring_bytes(bits), self.stage_bytes(bits)
+        sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
+        if grouped:
+            used = min((ring - sums) // stage, 12) * stage + sums
+        else:
+            used = max(min(ring // stage, 12) * stage, sums)
+        return _RING_END - ring - 1024 + used
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_tile(n: int, k: int, m: int, processors: int) -> TileCut:
+    """The cut that should be fastest.
+
+    Parameters
+    ----------
+    n, k : int
+        Shape of the weight.
+    m : int
+        Tokens.
+    processors : int
+        Multiprocessors of the device.
+    """
+    items = -(-k // ITEM_K)
+
+    def microseconds(cut: TileCut) -> float:
+        # Measured on an H200: what 64 rows and what the tokens of a stage cost, and a thread block beside them.
+        rows, tokens = 0.19 + 0.0007 * cut.tokens, 0.02 + 0.0037 * cut.tokens if cut.tokens <= 64 else 0.7
+        blocks = -(-n // (64 * cut.groups)) * cut.splits * -(-m // cut.tokens)
+        return -(-blocks // processors) * (-(-items // cut.splits) * (cut.groups * rows + tokens) + 4)
+
+    return min((cut for cut in tile_cuts() if cut.tokens >= min(m, 64)), key=microseconds)
+
+
+GROUPED_CUT = TileCut(TOKENS, 4, 1, 1)
+
+
+@functools.cache
+def tile_cuts() -> tuple[TileCut, ...]:
+    """All that `cut_tile` chooses from. Four warpgroups leave the registers for the sums of 64 tokens, two for 128."""
+    cuts = []
+    for tokens in TILE_TOKENS:
+        cuts += [TileCut(tokens, 4, 1, 1)] if tokens <= 64 else []
+        groups = ((2, 2), (1, 4)) if tokens <= 64 else ((2, 1),)
+        cuts += [TileCut(tokens, *shape, splits) for shape in groups for splits in (1, 2)]
+    return tuple(cuts)
+
+
+def _tile_instances(decoders: Iterable[str], cuts: Iterable[TileCut], flavour: str = "false") -> tuple[str, ...]:
+    return tuple(
+        f"{decoder.format(T=T)}, {', '.join(map(str, dataclasses.astuple(cut)))}, {flavour}"
+        for decoder in decoders
+        for T in HALF_CXX
+        for cut in cuts
+    )
+
+
+_MAIN_TILES = (f"TileKbit<{{T}}, 4, {ABSMAX['e4m4'].kernel}>", "TileTable4<{T}>")
+_MORE_TILES = tuple(f"TileKbit<{{T}}, {k}, {absmax.kernel}>" for k in (2, 3, 4, 5) for absmax in ABSMAX.values())
+# Every cut of the formats with targets; of all others those with the most registers.
+register_templates(
+    Template("linear_tile_sm90a.cu", "linear_tile", (_tile_instances(_MAIN_TILES, tile_cuts()),)),
+    Template(
+        "linear_tile_sm90a.cu",
+        "linear_tile",
+        (_tile_instances(_MORE_TILES, (TileCut(64, 2, 2, 1), TileCut(128, 2, 1, 1))),),
+        hot=False,  # the sums of 64 tokens leave some of them one register too few
+    ),
+    Template(
+        "linear_tile_sm90a.cu",
+        "linear_tile",
+        (_tile_instances((*_MORE_TILES, _MAIN_TILES[1]), (GROUPED_CUT,), "true"),),
+    ),
+)
+
+
+class Tile(Fused):
+    """``linear_tile`` for one format, shape and dtype."""
+
+    def __init__(
+        self,
+        format: Format,
+        shape: tuple[int, int],
+        dtype: np.dtype,
+        device: int,
+        cut: TileCut,
+        *,
+        grouped: bool = False,
+    ):
+        bits, expression, block = _tile_decoder(format)
+        super().__init__(format, shape, dtype, block)
+        n, k = shape
+        arguments = cut.tokens, cut.groups, cut.k_groups, cut.splits, str(grouped).lower()
+        expression = ", ".join((expression.format(T=self._cxx), *map(str, arguments)))
+        self._kernel = _kernel(expression, 128 * (cut.groups * cut.k_groups + 1), cut.shared(bits, grouped))
+        self._cut, self._row_bytes, self._box_bytes = cut, k * bits // 8, ITEM_K * bits // 8
+        self._tiles, self._processors = -(-n // (64 * cut.groups)), _cuda.multiprocessors(device)
+
+    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
+        """Whether the copy engine can read the arrays."""
+        return not (planes["packed"].data.ptr % 16 or x.data.ptr % 16)
+
+    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+        """Fill out[..., n], each row from that of x."""
+        tokens = out.size // self._n
+        self._launch(-(-tokens // self._cut.tokens), x, planes, bias, out, None, tokens)
+
+    def _launch(
+        self,
+        blocks: int,
+        x: Any,
+        planes: Mapping[str, Any],
+        bias: Any,
+        out: Any,
+        partial: Any,
+        tokens: int,
+        experts: Experts = NO_EXPERTS,
+    ) -> None:
+        grouped = experts is not NO_EXPERTS
+        packed, pitch = planes["packed"], 2 * self._k
+        box = 1 if grouped else self._cut.tokens
+        maps = (
+            _tma.byte_matrix(x.data.ptr, x.size // self._k, pitch, pitch, box),
+            _tma.byte_matrix(
+                packed.data.ptr, packed.nbytes // self._row_bytes, self._row_bytes, self._row_bytes, 64, self._box_bytes
+            ),
+        )
+        bias, address, kind = bias_argument(bias, x.dtype)
+        to = 0 if partial is None else partial.data.ptr
+        # The grouped kernel counts groups, not tokens.
+        arguments = self.arguments(planes, address, kind, out, to, experts, blocks if grouped else tokens)
+        grid = (min(blocks * self._tiles, self._processors),) if grouped else (self._tiles * self._cut.splits, blocks)
+        self._kernel.launch(x, grid, (*maps, *arguments, self._values))
+
+
+@functools.cache
+def _kernel(arguments: str, threads: int, shared: int) -> _cuda.Kernel:
+    sizes = 128, 128, *SIZES, VALUES_BYTES
+    return _cuda.Kernel("linear_tile_sm90a.cu", f"linear_tile<{arguments}>", threads, shared, sizes=sizes)
+
+
+def _tile_decoder(format: Format) -> tuple[int, str, int]:
+    """Bits of an element, C++ type (``{T}`` is that of x) and block; 0 bits where the kernel has no decoder."""
+    if isinstance(format, KBit) and 2 <= format.bits <= 5:
+        return format.bits, f"TileKbit<{{T}}, {format.bits}, {ABSMAX[format.absmax].kernel}>", BLOCK
+    if isinstance(format, Table4) and format.block >= _GRANULE_K:
+        return 4, "TileTable4<{T}>", format.block
+    return 0, "", 0
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_refusal(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int, grouped: bool = False) -> str:
+    """What stands against ``linear_tile``; nothing: an empty text."""
+    bits, _, _ = _tile_decoder(format)
+    n, k = shape
+    if not bits or (not grouped and isinstance(format, KBit) and format.members > 1):
+        return f"{format} has no decoder"
+    if dtype.itemsize != 2:
+        return f"x is {dtype}"
+    if _cuda.capability(device) != 90 or not _tma.available():
+        return "it is for compute capability 9.0"
+    if k % _GRANULE_K or k * bits // 8 % 16 or not k or not n:
+        return f"rows of {k} elements are not whole granules"
+    return "" if max(n, k) < 1 << 30 and n * k < 1 << 36 else "numbers of 32 bits do not reach through the weight"
