@@ -215,6 +215,38 @@ def test_graphs_and_streams(cupy, format, dtype):
         assert bool((out == wanted).all())
 
 
+@pytest.mark.parametrize("m", [1, 2, 8, 16, 64])
+@pytest.mark.parametrize("format", ["kbit4", "nf4", "kbit5"])
+def test_products_wait_for_what_they_read(cupy, format, m):
+    """Kernels start before those ahead of them have ended, which write their weights, their x, and the memory of both."""
+    k = 2048
+    weights = [numbers((k, k), np.dtype("float16"), cupy, seed=i) * np.float16(k**-0.5) for i in range(3)]
+    first = numbers((m, k), np.dtype("float16"), cupy)
+    ids = cupy.asarray(np.random.default_rng(0).integers(0, 2, (m, 2)))
+    w = cupy.empty_like(weights[0])
+
+    def chain(pause):
+        x = first
+        for other in weights:
+            w[...] = other
+            pause()
+            q = kb.quantize(w, format)
+            pause()
+            for _ in range(4):
+                x = kb.linear(x, q)
+                pause()
+            experts = q.reshape(2, k // 2, k)
+            x = kb.linear_grouped(x, experts, ids).reshape(m, k)
+            pause()
+        return x
+
+    wanted = chain(cupy.cuda.get_current_stream().synchronize)
+    assert bool(wanted.any()) and bool(cupy.isfinite(wanted).all())
+    for _ in range(20):
+        _ = weights[0] @ weights[1]  # work to do while the calls below pile up behind it
+        assert bool((chain(lambda: None).view(np.uint16) == wanted.view(np.uint16)).all())
+
+
 @pytest.mark.parametrize("offset", [1, 2, 4, 7, 8])
 @pytest.mark.parametrize("format", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4"])
 def test_arrays_that_start_anywhere(cupy, format, offset):
