@@ -103,10 +103,7 @@ def same_device(a: Any, b: Any) -> bool:
 
 def same_gpu(a: Any, b: Any) -> bool:
     """Whether both are CuPy arrays, on one device."""
-    cupy = sys.modules.get("cupy")
-    if cupy is None or not (isinstance(a, cupy.ndarray) and isinstance(b, cupy.ndarray)):
-        return False
-    return bool(a.data.device_id == b.data.device_id)
+    return is_cupy(a) and is_cupy(b) and same_device(a, b)
 
 
 def check_same_device(*arrays: Any) -> None:

@@ -218,7 +218,7 @@ def test_graphs_and_streams(cupy, format, dtype):
 @pytest.mark.parametrize("m", [1, 2, 8, 16, 64])
 @pytest.mark.parametrize("format", ["kbit4", "nf4", "kbit5"])
 def test_products_wait_for_what_they_read(cupy, format, m):
-    """Kernels start before those ahead of them have ended, which write their weights, their x, and the memory of both."""
+    """Kernels start before those ahead of them have ended, which write weights, x, and what their memory held."""
     k = 2048
     weights = [numbers((k, k), np.dtype("float16"), cupy, seed=i) * np.float16(k**-0.5) for i in range(3)]
     first = numbers((m, k), np.dtype("float16"), cupy)

@@ -85,6 +85,9 @@ ABSMAX = {
     "float32": AbsmaxFormat("float32", "FLOAT32", 2.0**-22, 0.0),
 }
 
+# ``AbsmaxFormat`` of kernels/kbit.cuh.
+_ABSMAX_NUMBERS = {name: number for number, name in enumerate(ABSMAX)}
+
 _AXES = (tuple(CXX_TYPES.values()), tuple("12345678"), tuple(a.kernel for a in ABSMAX.values()))
 QUANTIZE = Template("kbit.cu", "quantize_kbit", (*_AXES, ("ORDERED",)))
 # Codebooks that are not in order are the exception: a few bytes of spilled registers do not matter to them.
@@ -248,7 +251,7 @@ class KBit(Format):
         if self.members > 1:
             return False
         taken = (planes["packed"], planes["absmax"], planes["scale"], planes.get("codebook", 0))
-        _take(self._table)(taken, shape, ids, out, self.bits, list(ABSMAX).index(self.absmax))
+        _take(self._table)(taken, shape, ids, out, self.bits, _ABSMAX_NUMBERS[self.absmax])
         return True
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
