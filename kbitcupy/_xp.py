@@ -6,9 +6,11 @@ imported CuPy already.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -136,33 +138,52 @@ _nowhere = _Nowhere()
 
 
 def on_device_of(array: Any) -> Any:
-    """A context in which the device of a CuPy array is the current one; it costs nothing when it already is."""
+    """A context for work on an array: the device of a CuPy array is the current one in it.
+
+    While a graph is captured, what is allocated in it is kept for the life of the process: the graph writes there
+    whenever it is launched, so that CuPy's pool must not give the memory to others. The context costs nothing where
+    neither is the case.
+    """
     if isinstance(array, np.ndarray):
         return _nowhere
     cuda = sys.modules["cupy"].cuda
     device = array.data.device_id
-    return _nowhere if cuda.runtime.getDevice() == device else cuda.Device(device)
+    if cuda.runtime.getDevice() != device:
+        return _elsewhere(cuda, device)
+    return _keeping(cuda) if _captures(cuda) else _nowhere
 
 
-def device_of(x: Any) -> str:
-    """``"cpu"`` or ``"cuda:<ordinal>"``."""
-    return f"cuda:{x.data.device_id}" if is_cupy(x) else "cpu"
+def _captures(cuda: Any) -> bool:
+    """Whether the current stream captures a graph; the two default streams of a process cannot."""
+    stream = cuda.get_current_stream().ptr
+    return stream > 1 and bool(cuda.runtime.streamIsCapturing(stream))
+
+
+@contextlib.contextmanager
+def _elsewhere(cuda: Any, device: int) -> Iterator[None]:
+    with cuda.Device(device), _keeping(cuda) if _captures(cuda) else _nowhere:
+        yield
 
 
 _kept: list[Any] = []
 
 
-def scratch(size: int, dtype: Any) -> Any:
-    """An uninitialised CuPy array on the current device for the kernels of one call.
+@contextlib.contextmanager
+def _keeping(cuda: Any) -> Iterator[None]:
+    allocate = cuda.get_allocator()
 
-    Its memory goes back to CuPy's pool after the call, in the order of the stream. A graph that is being captured
-    writes to it again whenever it is launched, so there it is kept for the life of the process.
-    """
-    cupy = sys.modules["cupy"]
-    array = cupy.empty(size, dtype)
-    if cupy.cuda.get_current_stream().is_capturing():
-        _kept.append(array)
-    return array
+    def kept(size: int) -> Any:
+        memory = allocate(size)
+        _kept.append(memory)
+        return memory
+
+    with cuda.using_allocator(kept):
+        yield
+
+
+def device_of(x: Any) -> str:
+    """``"cpu"`` or ``"cuda:<ordinal>"``."""
+    return f"cuda:{x.data.device_id}" if is_cupy(x) else "cpu"
 
 
 def import_cupy() -> ModuleType:

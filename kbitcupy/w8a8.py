@@ -493,7 +493,9 @@ def _multiply_cuda(
     aligned = not (depth % _ALIGNMENT or weight % _ALIGNMENT)
     plan = _plan(out.dtype, tokens, channels, depth, vector, divisors != 0, aligned, x.data.device_id)
     pitch = max(-(-depth // _PITCH) * _PITCH, _PITCH)
-    scratch = _xp.scratch(tokens * (pitch + 4), np.uint8)  # the quantized tokens, and behind them their scales
+    scratch = _xp.namespace(x).empty(
+        tokens * (pitch + 4), np.uint8
+    )  # the quantized tokens, and behind them their scales
     a = scratch.data.ptr
     token_scales = a + tokens * pitch
     there = given = 0

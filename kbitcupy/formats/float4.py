@@ -38,7 +38,7 @@ import numpy as np
 
 from .. import _cuda, tables
 from .._cuda import CXX_TYPES, Template
-from .._xp import is_cupy, scratch
+from .._xp import is_cupy, namespace
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, flush
 from .base import Format, Plane, host_numbers, register
@@ -636,13 +636,13 @@ def _encode4_cuda(format: Table4, table: Table, x: Any, planes: Mapping[str, Any
             planes["table"].set(table.values)
         return
     if format.double_quant:
-        absmax = scratch(absmax.size, np.float32)
+        absmax = namespace(x).empty(absmax.size, np.float32)
     launch = _quantize_launch(x.dtype, table)
     launch(x, x.size, (x, x.size, planes["packed"], absmax, values_out, _log2(format.block)))
     if not format.double_quant:
         return
     count, offset = absmax.size, planes["nested_offset"]
-    sums = scratch(-(-count // NESTED_BLOCK), np.float64)
+    sums = namespace(x).empty(-(-count // NESTED_BLOCK), np.float64)
     add, mean, encode = _nested_launches()
     add(absmax, -(-sums.size // 8), (absmax, count, sums))  # a warp for each
     mean(absmax, 1, (sums, count, offset))
