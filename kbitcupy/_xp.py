@@ -108,6 +108,11 @@ def same_gpu(a: Any, b: Any) -> bool:
     return is_cupy(a) and is_cupy(b) and same_device(a, b)
 
 
+def contiguous(x: Any) -> Any:
+    """`x`, or a copy of it that is C-contiguous."""
+    return x if x.flags.c_contiguous else namespace(x).ascontiguousarray(x)
+
+
 def check_same_device(*arrays: Any) -> None:
     """Check that all arrays live on one device.
 

@@ -269,7 +269,7 @@ def pack_kbit(indices: Any, k: int) -> Any:
     blocks = -(-array.size // kbit.BLOCK)
     if _xp.is_cupy(array):
         with _xp.on_device_of(array):
-            array = _contiguous(array.astype(np.uint8, copy=False))
+            array = _xp.contiguous(array.astype(np.uint8, copy=False))
             packed = _xp.namespace(array).empty(blocks * k, np.uint32)
             _launch("pack_kbit", array.size, (array, array.size, np.int32(k), packed))
         return packed.view(np.int32)
@@ -322,7 +322,7 @@ def unpack_kbit(packed: Any, k: int, n: int) -> Any:
         )
     if _xp.is_cupy(packed):
         with _xp.on_device_of(packed):
-            words = _contiguous(packed)
+            words = _xp.contiguous(packed)
             indices = _xp.namespace(words).empty(n, np.uint8)
             _launch("unpack_kbit", n, (words, n, np.int32(k), indices))
         return indices
@@ -362,7 +362,7 @@ def encode_absmax_e4m4(absmax: Any, bias: int = scales.E4M4_BIAS) -> Any:
         with np.errstate(over="ignore"):
             return scales.encode_e4m4(x.astype(np.float32), bias)
     with _xp.on_device_of(x):
-        x = _contiguous(x.astype(np.float32, copy=False))
+        x = _xp.contiguous(x.astype(np.float32, copy=False))
         codes = _xp.namespace(x).empty(x.shape, np.uint8)
         _launch("encode_absmax_e4m4", x.size, (x, x.size, np.int32(bias), codes))
     return codes
@@ -401,7 +401,7 @@ def decode_absmax_e4m4(encoded: Any, bias: int = scales.E4M4_BIAS) -> Any:
     if not _xp.is_cupy(codes):
         return scales.decode_e4m4(codes, bias)
     with _xp.on_device_of(codes):
-        codes = _contiguous(codes)
+        codes = _xp.contiguous(codes)
         absmax = _xp.namespace(codes).empty(codes.shape, np.float32)
         _launch("decode_absmax_e4m4", codes.size, (codes, codes.size, np.int32(bias), absmax))
     return absmax
@@ -495,7 +495,7 @@ def dequantize_nf4(
     for name, array in (("packed", packed), ("absmax", absmax)):
         if not _xp.is_array(array):
             raise TypeError(f"{name} is {type(array).__name__}; it must be a NumPy or CuPy array")
-    planes = {"packed": _contiguous(packed.reshape(-1)), "absmax": _contiguous(absmax.reshape(-1))}
+    planes = {"packed": _xp.contiguous(packed.reshape(-1)), "absmax": _xp.contiguous(absmax.reshape(-1))}
     n = _check_count(n)
     for name, spec in form.planes((n,)).items():
         plane = planes[name]
@@ -527,10 +527,6 @@ def _nf4_block(outer: Any, inner: Any) -> int:
 def _launch(name: str, n: int, arguments: tuple[Any, ...]) -> None:
     if n:
         _CODES[name](arguments[0], -(-n // 256), arguments)
-
-
-def _contiguous(x: Any) -> Any:
-    return x if x.flags.c_contiguous else _xp.namespace(x).ascontiguousarray(x)
 
 
 @functools.cache

@@ -383,22 +383,21 @@ class Fused:
 
     def grouped(self, x: Any, planes: Mapping[str, Any], ids: Any, experts: int, weights: Any, out: Any) -> None:
         """`linear_grouped`: sort by expert, multiply, combine."""
-        xp = _xp.namespace(x)
-        products = ids.size
+        products, slots = ids.size, ids.shape[1]
         room = products // TOKENS + min(products, experts + 1)
-        order, groups = xp.empty(products, np.int32), xp.empty(room * 4, np.int32)
-        _kernel(f"group_tokens<{IDS_CXX[ids.dtype.name]}>", 1024, 4 * (experts + 1))(
-            ids, 1, (ids, np.int32(products), np.int32(experts), order, groups, np.int32(room))
+        empty = _xp.namespace(x).empty
+        lists = empty(products + 4 * room, np.int32)
+        groups = lists.data.ptr
+        order = groups + 16 * room
+        _group_tokens(ids.dtype, experts).launch(x, (1,), (ids.data.ptr, order, groups, products, experts, room))
+        partial: Any = None if weights is None else empty(products * self._n, np.float32)
+        chosen = Experts(
+            groups, order, slots if x.ndim == 2 else 1, int("scale" in planes and planes["scale"].size > 1)
         )
-        divisor = 1 if x.ndim == 3 else ids.shape[1]
-        partial: Any = None if weights is None else xp.empty(products * self._n, np.float32)
-        step = int("scale" in planes and planes["scale"].size > 1)
-        chosen = Experts(groups.data.ptr, order.data.ptr, divisor, step)
         self._launch(room, x, planes, None, out, partial, products, chosen)
         if weights is not None:
-            _kernel(f"combine_slots<{self._cxx}>", 256)(
-                out, -(-out.size // 256), (partial, weights, np.int32(ids.shape[1]), out, out.size, np.int32(self._n))
-            )
+            pointers = partial.data.ptr, weights.data.ptr, out.data.ptr
+            _combine_slots(self._cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, self._n))
 
 
 class Few(Fused):
@@ -451,11 +450,8 @@ class Few(Fused):
         self._launch(-(-tokens // self.tokens), x, planes, bias, out, partial, tokens)
         if partial is not None:
             bias, address, kind = bias_argument(bias, x.dtype)
-            _kernel(f"add_partials<{self._cxx}>", 256)(
-                out,
-                -(-out.size // 256),
-                (partial, np.int32(splits), address, np.int32(kind), out, out.size, np.int32(self._n)),
-            )
+            pointers = partial.data.ptr, address, out.data.ptr
+            _add_partials(self._cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
 
     def _launch(
         self,
@@ -571,7 +567,22 @@ _NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = range(3)
 
 
 @functools.cache
-def _kernel(expression: str, threads: int, shared: int = 0, sizes: tuple[int, ...] = ()) -> _cuda.Kernel:
+def _group_tokens(ids: np.dtype, experts: int) -> _cuda.Kernel:
+    return _kernel(f"group_tokens<{IDS_CXX[ids.name]}>", 1024, 4 * (experts + 1), (*(8,) * 3, *(4,) * 3))
+
+
+@functools.cache
+def _combine_slots(cxx: str) -> _cuda.Kernel:
+    return _kernel(f"combine_slots<{cxx}>", 256, 0, (*(8,) * 4, *(4,) * 2))
+
+
+@functools.cache
+def _add_partials(cxx: str) -> _cuda.Kernel:
+    return _kernel(f"add_partials<{cxx}>", 256, 0, (*(8,) * 4, *(4,) * 3))
+
+
+@functools.cache
+def _kernel(expression: str, threads: int, shared: int, sizes: tuple[int, ...]) -> _cuda.Kernel:
     return _cuda.Kernel("linear.cu", expression, threads, shared, sizes=sizes)
 
 

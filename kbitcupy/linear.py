@@ -260,17 +260,18 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> bool
     if isinstance(x, np.ndarray) or not isinstance(qs, QuantizedArray):
         return False
     experts, rows, depth = qs.shape
-    if not experts:
+    if not experts or experts > MAX_EXPERTS or max(ids.size, qs.size >> 5) >= 1 << 31:
         return False
+    x = _xp.contiguous(x)
     kernels = _grouped_plan(qs.format, (rows, depth), x.dtype, min(ids.size, experts), x.data.device_id)
-    xp = _xp.namespace(x)
-    x = xp.ascontiguousarray(x)
-    kernel = next((kernel for kernel in kernels if kernel.takes(x, qs.planes)), None)
-    if kernel is None or experts > MAX_EXPERTS or max(ids.size, qs.size >> 5) >= 1 << 31:
+    for kernel in kernels:
+        if kernel.takes(x, qs.planes):
+            break
+    else:
         return False
-    ids = xp.ascontiguousarray(ids if ids.dtype.name in IDS_CXX else ids.astype(np.int64))
+    ids = _xp.contiguous(ids if ids.dtype.name in IDS_CXX else ids.astype(np.int64))
     if weights is not None:
-        weights = xp.ascontiguousarray(weights.astype(np.float32, copy=False))
+        weights = _xp.contiguous(weights if weights.dtype == np.float32 else weights.astype(np.float32))
     kernel.grouped(x, qs.planes, ids, experts, weights, out)
     return True
 
@@ -350,8 +351,7 @@ def _working_dtype(dtype: np.dtype) -> np.dtype:
 
 def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     """Fill `out`, which is not empty; the device of `x` is the current one."""
-    if not x.flags.c_contiguous:
-        x = _xp.namespace(x).ascontiguousarray(x)
+    x = _xp.contiguous(x)
     n, k = q.shape
     m = out.size // n
     if isinstance(x, np.ndarray):
@@ -525,7 +525,10 @@ class Plan:
 
     def kernel_for(self, x: Any, planes: Mapping[str, Any]) -> One | Tile | Few | None:
         """The kernel that takes these arrays, which may start anywhere."""
-        return next((kernel for kernel in self.kernels if kernel.takes(x, planes)), None)
+        for kernel in self.kernels:
+            if kernel.takes(x, planes):
+                return kernel
+        return None
 
 
 @functools.lru_cache(maxsize=4096)

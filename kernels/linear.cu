@@ -616,7 +616,9 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
 // y[m, n] = the sum of partial[parts][m, n], in the order of the parts, plus the bias.
 template <typename T>
 __global__ void add_partials(
-    const float* partial, int parts, const void* bias, int bias_kind, T* y, long long size, int n) {
+    const float* partial, const void* bias, T* y, long long size, int parts, int bias_kind, int n) {
+    let_next_start();
+    wait_for_previous();
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < size;
          i += (long long)gridDim.x * blockDim.x) {
         float sum = 0.0f;
@@ -627,7 +629,9 @@ __global__ void add_partials(
 
 // y[t, n] = the sum over the slots s of weights[t, s] * products[t, s, n], in their order.
 template <typename T>
-__global__ void combine_slots(const float* products, const float* weights, int slots, T* y, long long size, int n) {
+__global__ void combine_slots(const float* products, const float* weights, T* y, long long size, int slots, int n) {
+    let_next_start();
+    wait_for_previous();
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < size;
          i += (long long)gridDim.x * blockDim.x) {
         const long long token = i / n;
@@ -642,11 +646,13 @@ __global__ void combine_slots(const float* products, const float* weights, int s
 // Ids outside 0 .. experts - 1 stand for no expert. One thread block; dynamic shared memory: experts + 1 numbers.
 template <typename Id>
 __global__ void __launch_bounds__(1024, 1)
-    group_tokens(const Id* ids, int products, int experts, int* order, Group* groups, int room) {
+    group_tokens(const Id* ids, int* order, Group* groups, int products, int experts, int room) {
+    let_next_start();
     extern __shared__ uint4 dynamic[];
     int* count = reinterpret_cast<int*>(dynamic);  // of each expert, then where its next product goes
     auto bin_of = [&](int p) { return ids[p] >= Id(0) && ids[p] < Id(experts) ? int(ids[p]) : experts; };
     for (int e = threadIdx.x; e <= experts; e += blockDim.x) count[e] = 0;
+    wait_for_previous();
     for (int i = threadIdx.x; i < room; i += blockDim.x) groups[i] = Group{-1, 0, 0, 0};
     __syncthreads();
     for (int p = threadIdx.x; p < products; p += blockDim.x) atomicAdd(count + bin_of(p), 1);

@@ -648,14 +648,17 @@ def dequantize_4bit(
     if state.shape is None:
         raise FormatError("quant_state has no shape: it belongs to 8-bit codes, see dequantize_blockwise")
     format = _four_bit_format(state.quant_type, state.blocksize, state.nested)
-    codes = _contiguous(_xp.as_array(A, "A"))
+    codes = _xp.contiguous(_xp.as_array(A, "A"))
     if codes.dtype.name not in STORAGES:
         raise TypeError(f"A is {codes.dtype}; codes are stored as {', '.join(STORAGES)}")
-    planes = {"packed": codes.reshape(-1).view(np.uint8), "absmax": _contiguous(_xp.as_array(state.absmax, "absmax"))}
+    planes = {
+        "packed": codes.reshape(-1).view(np.uint8),
+        "absmax": _xp.contiguous(_xp.as_array(state.absmax, "absmax")),
+    }
     if state.state2 is not None:
         if state.state2.blocksize != NESTED_BLOCK:
             raise FormatError(f"state2.blocksize is {state.state2.blocksize}; it must be {NESTED_BLOCK}")
-        planes["nested_absmax"] = _contiguous(_xp.as_array(state.state2.absmax, "state2.absmax"))
+        planes["nested_absmax"] = _xp.contiguous(_xp.as_array(state.state2.absmax, "state2.absmax"))
         planes["nested_offset"] = _xp.as_array(state.offset, "offset").reshape(1)
     return dequantize(QuantizedArray(format, planes, state.shape, state.dtype), out=out)
 
@@ -768,8 +771,8 @@ def dequantize_blockwise(
         quant_state.code = code
     state = _checked_state(quant_state)
     _check_code(state.code)
-    codes = _contiguous(_xp.as_array(A, "A"))
-    maxima = _contiguous(_xp.as_array(state.absmax, "absmax"))
+    codes = _xp.contiguous(_xp.as_array(A, "A"))
+    maxima = _xp.contiguous(_xp.as_array(state.absmax, "absmax"))
     if state.state2 is not None:
         with _xp.on_device_of(maxima):
             maxima = dequantize_blockwise(maxima, state.state2) + state.offset
@@ -813,7 +816,3 @@ def _copied(result: Any, given: Any, argument: str) -> Any:
     with _xp.on_device_of(given):
         given[...] = result
     return given
-
-
-def _contiguous(array: Any) -> Any:
-    return array if array.flags.c_contiguous else _xp.namespace(array).ascontiguousarray(array)
