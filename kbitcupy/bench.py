@@ -1,8 +1,9 @@
 """``kbit bench``: how fast the registered formats are on this machine, beside what moving their bytes costs.
 
 On a GPU every row is the median GPU time of a call, the bytes that the call must move (input read plus output
-written) over that time, and that rate as a fraction of the copy bandwidth measured in the same run. On NumPy a row is
-the time of an element on one core.
+written) over that time, and that rate as a fraction of the copy bandwidth measured in the same run. Scales that are
+given are read as an input, and written as a part of the result, which owns them. On NumPy a row is the time of an
+element on one core.
 
 How the GPU is timed:
 
@@ -39,7 +40,7 @@ import numpy as np
 from . import _cuda, _xp, affine
 from ._version import __version__
 from .errors import FormatError, KbitError
-from .formats.affine import Affine
+from .formats.affine import Affine, blocks_of
 from .formats.base import Format, formats, get_format
 from .formats.float4 import Table4
 from .formats.kbit import KBit
@@ -181,11 +182,11 @@ def _affine_cases(format: Any) -> list[Case]:
     cases = []
     for label, granularity in _GRANULARITIES.items():
         cases += [
-            _affine_case(format, f"quantize, given {label}", granularity, "quantize", scale=_GIVEN),
-            _affine_case(format, f"dequantize, {label}", granularity, "dequantize", scale=_GIVEN),
+            _affine_case(format, f"quantize, given {label}", granularity, _quantize_case, given=True),
+            _affine_case(format, f"dequantize, {label}", granularity, _dequantize_case),
         ]
         if label != "tensor":  # which is the plain row
-            cases.append(_affine_case(format, f"quantize, {label}", granularity, "quantize"))
+            cases.append(_affine_case(format, f"quantize, {label}", granularity, _quantize_case))
         if format.name == "int8":
             cases += [
                 _gradient_case(f"fake_quantize, {label}", granularity, _fake_quantize, 2),
@@ -205,12 +206,18 @@ def _matrix(x: Any) -> Any:
     return x.reshape(-1, math.gcd(x.size, 4096))
 
 
-def _affine_case(format: Format, operation: str, granularity: Any, call: str, **options: Any) -> Case:
-    chosen = get_format(format.name, granularity=granularity, **options)
+def _affine_case(
+    format: Format, operation: str, granularity: Any, make: Callable[[Format], Case], given: bool = False
+) -> Case:
+    """`given`: with an array of scales, which is read, and written again as it belongs to the result."""
 
     def prepare(x: Any) -> tuple[Call, int]:
-        x = _matrix(x)
-        return (_quantize_case(chosen) if call == "quantize" else _dequantize_case(chosen)).prepare(x)
+        x, options, more = _matrix(x), {}, 0
+        if given:
+            scale = _xp.namespace(x).full(blocks_of(x.shape, granularity).shape, _GIVEN, np.float32)
+            options, more = {"scale": scale}, scale.nbytes
+        call, nbytes = make(get_format(format.name, granularity=granularity, **options)).prepare(x)
+        return call, nbytes + more
 
     return Case(operation, prepare, largest_only=True)
 

@@ -14,13 +14,25 @@ template <typename T, int LAYOUT, int RUNS_MOST, int COLUMNS_MOST>
 constexpr int RESIDENT = (LAYOUT == RUNS ? RUNS_MOST : COLUMNS_MOST) / (sizeof(T) == 8 ? 4 : 1);
 
 // x  T[n]      codes  int8 or uint8 [n], or uint8[ceil(n / 2)] of 4-bit codes
+//
+// scale_out, zero_point_out  float32[count] and int32[count], which receive what is used; either may be null
+// every, share               thread blocks of which one writes them for all, and how many of them that is
 template <typename T, int BITS, int LAYOUT, int SIZE, int DEPTH, int UNITS>
-__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 12, 8>) quantize_affine(
-    const T* x, unsigned char* codes, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
-    const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
+__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, UNITS == 1 && sizeof(T) == 2 ? 16 : 12, 8>)
+    quantize_affine(
+        const T* x, unsigned char* codes, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
+        const int* zero_point, int zero_value, const __grid_constant__ Geometry g, float* scale_out,
+        int* zero_point_out, unsigned every, unsigned share) {
     const Quantize<T, BITS, SIZE> op{
         {{scale, zero_point, scale_value, zero_value}, g, is_aligned(x) && is_aligned(codes)}, x, codes};
     for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
+    if (!scale_out || blockIdx.x % every != 0) return;
+    const long long first = (long long)(blockIdx.x / every) * share;
+    for (unsigned i = threadIdx.x; i < share && first + i < g.count; i += EACH_THREADS) {
+        const Parameters<typename Compute<T>::Type> from = op.source.at(first + i);
+        scale_out[first + i] = narrow(from.scale, 0.0f);
+        if (zero_point_out) zero_point_out[first + i] = from.zero;
+    }
 }
 
 // ---- codes to y ------------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ __device__ __forceinline__ float narrow(double x, float) {
     return r;
 }
 __device__ __forceinline__ double narrow(double x, double) { return x; }
+__device__ __forceinline__ float narrow(float x, float) { return x; }
 __device__ __forceinline__ double widen(float x) {
     double r;
     asm("cvt.f64.f32 %0, %1;" : "=d"(r) : "f"(x));
@@ -421,6 +422,21 @@ struct Finite<__half> {
         return (*reinterpret_cast<const unsigned*>(&sum) & 0x7fff7fffu) == 0;
     }
 };
+#if __CUDA_ARCH__ >= 800
+// The sum of squares stays finite unless an element is beyond 2^63. Divided by an ordinary scale, no other overflows.
+template <>
+struct Finite<__nv_bfloat16> {
+    __nv_bfloat162 sum = Word<__nv_bfloat16>::as(0u);
+    __device__ __forceinline__ void add(unsigned word) {
+        sum = __hfma2(Word<__nv_bfloat16>::as(word), Word<__nv_bfloat16>::as(word), sum);
+    }
+    __device__ __forceinline__ void add_quotient(float) {}
+    __device__ __forceinline__ bool all() const {
+        const unsigned bits = *reinterpret_cast<const unsigned*>(&sum);
+        return (bits & 0x7f800000u) != 0x7f800000u && (bits & 0x7f80u) != 0x7f80u;
+    }
+};
+#endif
 
 // One number as it is stored.
 template <typename T>
@@ -442,18 +458,6 @@ struct Codes {
     // The low bytes of four words.
     __device__ __forceinline__ static unsigned low_bytes(unsigned a, unsigned b, unsigned c, unsigned d) {
         return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-    }
-    // Low bits of integers.
-    __device__ __forceinline__ void pack(const int (&q)[SIZE]) {
-        unsigned four[SIZE / 4];
-#pragma unroll
-        for (int h = 0; h < SIZE / 4; ++h) {
-            four[h] = low_bytes(q[4 * h], q[4 * h + 1], q[4 * h + 2], q[4 * h + 3]);
-            if constexpr (BITS == 4) four[h] &= 0x0f0f0f0fu, four[h] |= four[h] >> 4;  // pairs of nibbles
-        }
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i)
-            word[i] = BITS == 8 ? four[i] : __byte_perm(four[2 * i], four[(2 * i + 1) % (SIZE / 4)], 0x6420);
     }
     // Codes in the low bytes of words; of 4 bits these hold nothing else.
     __device__ __forceinline__ void pack_bytes(const unsigned (&q)[SIZE]) {
@@ -711,17 +715,11 @@ struct Quantize : Operation<T, true> {
 #pragma unroll
             for (int j = 0; j < SIZE; ++j) q[j] = level(data.get(j), scales.s(j), scales.z(j)) + offset;
         } else {
-            // An even offset moves no tie.
-            const Rounding rounding(offset, g.qmin + offset, g.qmax + offset);
-            Finite<T> finite;
-#pragma unroll
-            for (int j = 0; j < SIZE; ++j) {
-                if (j % Data::PER_WORD == 0) finite.add(data.word[j / Data::PER_WORD]);
-                const float steps = short_division(data.get(j), scales.s(j), scales.r(j));
-                finite.add_quotient(steps);
-                q[j] = __float_as_uint(rounding.clamped(rounding(steps, scales.z(j))));
-            }
-            usable &= finite.all();
+            // An even number moves no tie.
+            const int zero = source.zero_value;
+            if (N == 1 && !source.zero_point && zero % 2 == 0)
+                usable &= levels<true>(data, scales, offset + zero, offset, q);
+            else usable &= levels<false>(data, scales, offset, offset, q);
         }
         if (!usable) return false;
         Codes<BITS, SIZE> packed;
@@ -732,6 +730,24 @@ struct Quantize : Operation<T, true> {
         }
         packed.template store<ALIGNED>(codes + i * BITS / 8);
         return true;
+    }
+
+    // Levels, with `offset` added, in the low bits of words; false where the short division will not do. ALL: `added`
+    // holds the zero point of all elements.
+    template <bool ALL, int N>
+    __device__ __forceinline__ bool levels(
+        const Data& data, const Scales<C, N>& scales, int added, int offset, unsigned (&q)[SIZE]) const {
+        const Rounding rounding(added, g.qmin + offset, g.qmax + offset);
+        Finite<T> finite;
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) {
+            if (j % Data::PER_WORD == 0) finite.add(data.word[j / Data::PER_WORD]);
+            const float steps = short_division(data.get(j), scales.s(j), scales.r(j));
+            finite.add_quotient(steps);
+            const float sum = ALL ? __fadd_rn(steps, rounding.rounder) : rounding(steps, scales.z(j));
+            q[j] = __float_as_uint(rounding.clamped(sum));
+        }
+        return finite.all();
     }
 
     __device__ __forceinline__ int level(C v, C s, C z) const {

@@ -70,10 +70,25 @@ struct PairEnds {
             STRICT ? __hmax2_nan(Word<T>::as(a), Word<T>::as(b)) : __hmax2(Word<T>::as(a), Word<T>::as(b));
         return *reinterpret_cast<const unsigned*>(&pair);
     }
+    // The larger magnitudes, with any signs.
+    __device__ __forceinline__ static unsigned larger_magnitudes(unsigned a, unsigned b) {
+#if __CUDA_ARCH__ >= 860
+        unsigned r;
+        if constexpr (SameType<T, __half>::VALUE && STRICT)
+            asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        else if constexpr (SameType<T, __half>::VALUE)
+            asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        else if constexpr (STRICT) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        else asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+#else
+        return larger_pair(a, b & 0x7fff7fffu);
+#endif
+    }
     template <bool BOTH, int SIZE>
     __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, int piece) {
         const unsigned pair = unit.word[piece];
-        if constexpr (!BOTH) high = larger_pair(high, pair & 0x7fff7fffu);
+        if constexpr (!BOTH) high = larger_magnitudes(high, pair);
         else high = larger_pair(high, pair), low = larger_pair(low, pair ^ 0x80008000u);
     }
     __device__ __forceinline__ Range<float> of(int j) const {
@@ -335,21 +350,6 @@ __global__ void finish_range_affine(
     }
 }
 
-// Fill a plane of scales, and one of zero points if there is one.
-//
-// scale, zero_point          C[scales] and int32[points], for each `count` or 1, or null: the value
-// scale_out, zero_point_out  C[count] and int32[count]; zero_point_out may be null
-template <typename C>
-__global__ void store_parameters_affine(
-    const C* scale, C scale_value, long long scales, const int* zero_point, int zero_value, long long points,
-    C* scale_out, int* zero_point_out, long long count) {
-    const long long step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
-        scale_out[i] = scale ? scale[scales == 1 ? 0 : i] : scale_value;
-        if (zero_point_out) zero_point_out[i] = zero_point ? zero_point[points == 1 ? 0 : i] : zero_value;
-    }
-}
-
 // ---- ranges on chip ------------------------------------------------------------------------------------------------
 //
 // x is read once where a block stays in registers from the search of its range to its codes. Three kernels share the
@@ -378,23 +378,31 @@ struct Own {
     // Numbers of a block of an ordinary scale. Neither do quotients overflow, nor do they leave a range with as many
     // steps below the zero point as above it.
     template <int SIZE>
-    __device__ __forceinline__ void level(const Unit<T, SIZE>& unit, int (&q)[SIZE]) const {
+    __device__ __forceinline__ Codes<BITS, SIZE> level(const Unit<T, SIZE>& unit) const {
+        const int offset = BITS == 4 && g.qmin < 0 ? 8 : 0;  // as in Quantize
+        unsigned q[SIZE];
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
             for (int j = 0; j < SIZE; ++j)
-                q[j] = int(clamped(steps_of(unit.get(j), s), C(g.qmin - zero), C(g.qmax - zero))) + zero;
+                q[j] = int(clamped(steps_of(unit.get(j), s), C(g.qmin - zero), C(g.qmax - zero))) + zero + offset;
         } else if (g.symmetric && g.zero % 2 == 0 && g.zero - g.divisor >= g.qmin) {
-            const float rounder = ROUNDER + float(g.zero);  // even, so ties go where they go without it
+            const float rounder = beside_rounder(g.zero + offset);  // even, so ties go where they go without it
 #pragma unroll
-            for (int j = 0; j < SIZE; ++j) q[j] = __float_as_int(__fadd_rn(short_division(unit.get(j), s, r), rounder));
+            for (int j = 0; j < SIZE; ++j)
+                q[j] = __float_as_uint(__fadd_rn(short_division(unit.get(j), s, r), rounder));
         } else {
-            const float middle = float(zero), low = ROUNDER + float(g.qmin), high = ROUNDER + float(g.qmax);
+            const Rounding rounding(offset, g.qmin + offset, g.qmax + offset);
 #pragma unroll
-            for (int j = 0; j < SIZE; ++j) {
-                const float steps = __fadd_rn(short_division(unit.get(j), s, r), ROUNDER);
-                q[j] = __float_as_int(fminf(fmaxf(__fadd_rn(steps, middle), low), high));
-            }
+            for (int j = 0; j < SIZE; ++j)
+                q[j] = __float_as_uint(rounding.clamped(rounding(short_division(unit.get(j), s, r), float(zero))));
         }
+        Codes<BITS, SIZE> packed;
+        packed.pack_bytes(q);
+        if (BITS == 4 && offset) {
+#pragma unroll
+            for (int w = 0; w < packed.WORDS; ++w) packed.word[w] ^= 0x88888888u;
+        }
+        return packed;
     }
 
     __device__ __forceinline__ void note(long long block, C* scale, int* zero_point) const {
@@ -403,11 +411,7 @@ struct Own {
     }
 
     __device__ __forceinline__ void store(const Unit<T>& unit, long long i) const {
-        int q[UNIT];
-        level(unit, q);
-        Codes<BITS> packed;
-        packed.pack(q);
-        packed.template store<true>(codes + i * BITS / 8);
+        level(unit).template store<true>(codes + i * BITS / 8);
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
@@ -630,10 +634,7 @@ __global__ void __launch_bounds__(LANE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize
         const long long row = t * WARP + lane;
         if (row < rows && lane % lanes == 0) own.note(row / lanes, scale, zero_point);
         if (__all_sync(FULL_WARP, own.quick && !nan)) {
-            int q[ROW];
-            own.level(unit, q);
-            Codes<BITS, ROW> packed;
-            packed.pack(q);
+            const Codes<BITS, ROW> packed = own.level(unit);
             __syncwarp();  // every row has been read: the tile's memory now stages the codes
             WordTile<BITS>::store(reinterpret_cast<unsigned*>(codes), t * WARP, rows, tile.chunks, lane, packed.word);
         } else if (row < rows) {

@@ -148,6 +148,7 @@ class TestSmall:
         for name in ("uint8", "int4"):
             check_format(cupy, x, name, granularity=granularity, symmetric=False)
             check_format(cupy, x, name, granularity=granularity, percentile=90)
+            check_format(cupy, x, name, granularity=granularity, symmetric=False, scale=0.3, zero_point=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -167,6 +168,33 @@ def test_every_format(cupy, shape, granularity, name, dtype):
         x = numbers("special", shape, dtype)
         check_format(cupy, x, name, granularity=granularity, symmetric=symmetric)
         check_format(cupy, x, name, granularity=granularity, symmetric=symmetric, percentile=90)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "granularity"), CASES + LARGE[::3], ids=str)
+def test_given_scales(cupy, shape, granularity, dtype):
+    """Numbers, arrays and arrays of one number; what is used goes into the planes."""
+    x = numbers("special", shape, dtype)
+    for name, levels in (("uint8", (0, 255)), ("int4", (-8, 7))):
+        scale, zero = draw_parameters(shape, granularity, np.dtype("float32"), levels, 0)
+        for options in (
+            {"scale": scale},
+            {"scale": scale, "zero_point": zero, "symmetric": False},
+            {"scale": 0.3, "zero_point": 5, "symmetric": False},
+            {"scale": np.float32([0.3]), "zero_point": zero, "symmetric": False},
+            {"scale": scale, "zero_point": np.int32([4]), "symmetric": False},
+        ):
+            there = {
+                option: cupy.asarray(value) if isinstance(value, np.ndarray) else value
+                for option, value in options.items()
+            }
+            host = kb.quantize(x, name, granularity=granularity, **options)
+            device = kb.quantize(put(cupy, x), name, granularity=granularity, **there)
+            for plane, wanted in host.planes.items():
+                assert same(device.planes[plane], wanted), (plane, options)
+    single = cupy.asarray(np.float32([0.3]))
+    found = affine.fake_quantize(put(cupy, x), single, qmin=-8, qmax=7, granularity=granularity)
+    assert same(found, affine.fake_quantize(x, np.float32(0.3), qmin=-8, qmax=7, granularity=granularity))
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 5, 7, 8])

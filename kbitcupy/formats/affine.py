@@ -603,23 +603,32 @@ def find(
         _find_host(x, scale, zero_point, blocks, levels, fraction)
 
 
-def store_parameters(scale: Any, zero_point: Any, scale_out: Any, zero_point_out: Any | None) -> None:
-    """Fill the planes with scales and zero points as `check_scale` and `check_zero_point` return them."""
-    if scale_out.size and _xp.is_cupy(scale_out):
-        _store_cuda(scale, zero_point, scale_out, zero_point_out)
-    else:
-        scale_out[...] = scale
-        if zero_point_out is not None:
-            zero_point_out[...] = zero_point
+def quantize(
+    x: Any,
+    codes: Any,
+    scale: Any,
+    zero_point: Any,
+    blocks: Blocks,
+    levels: Levels,
+    bits: int = 8,
+    scale_out: Any | None = None,
+    zero_point_out: Any | None = None,
+) -> None:
+    """Fill `codes`: int8 or uint8, or with 4 bits the packed bytes, signed when ``levels.qmin`` is.
 
-
-def quantize(x: Any, codes: Any, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels, bits: int = 8) -> None:
-    """Fill `codes`: int8 or uint8, or with 4 bits the packed bytes, signed when ``levels.qmin`` is."""
+    The planes `scale_out` and `zero_point_out`, if any, receive what is used.
+    """
+    if blocks.size and _xp.is_cupy(x):
+        _each_cuda(
+            "quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point, 0, (scale_out, zero_point_out)
+        )
+        return
+    for plane, values in ((scale_out, scale), (zero_point_out, zero_point)):
+        if plane is not None:
+            plane[...] = values if isinstance(values, (float, int)) else values.reshape(-1)
     if blocks.size == 0:
         return
-    if _xp.is_cupy(x):
-        _each_cuda("quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point)
-    elif bits == 8:
+    if bits == 8:
         _quantize_host(x, codes, scale, zero_point, blocks, levels)
     else:
         whole = np.empty(blocks.size, np.int8 if levels.qmin < 0 else np.uint8)
@@ -708,8 +717,7 @@ _RUNS_WALKS = {
     "fake_quantize_backward": {2: (8, 2), 4: (4, 1), 8: (4, 1)},
     "dequantize_backward": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
 }
-# Others for what takes more instructions an element, and for blocks that are no multiple of these units.
-_SLOWER_WALKS = {("quantize8", "bfloat16"): (16, 2)}
+# Others for blocks that are no multiple of these units.
 _NARROW_WALKS = {"quantize8": (8, 2), "quantize4": (8, 4)}
 # The same where scales repeat with a short period: elements of a unit, units under way, all units.
 _COLUMNS_WALKS = {
@@ -752,7 +760,7 @@ def _walk_of(operation: str, dtype: str, layout: str, narrow: bool = False) -> t
     itemsize = _ITEMSIZES[dtype]
     if layout == "COLUMNS":
         return _COLUMNS_WALKS[operation][itemsize]
-    size, units = _SLOWER_WALKS.get((operation, dtype)) or _RUNS_WALKS[operation][itemsize]
+    size, units = _RUNS_WALKS[operation][itemsize]
     if narrow and itemsize == 2:
         size, units = _NARROW_WALKS.get(operation, (size, units))
     return size, units, units
@@ -778,7 +786,6 @@ KERNELS = (
     Template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
     Template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
     Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
-    Template(_RANGE_FILE, "store_parameters_affine", (("float",),)),
     Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
     Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"), (str(_SLOTS),))),
     Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY[:2], ("8", "4"), (str(_MANY_SLOTS),))),
@@ -877,14 +884,18 @@ def _kernel(
 @functools.lru_cache(maxsize=1024)
 def _launch(
     kind: str, dtype: np.dtype, bits: int | None, blocks: Blocks, levels: Levels, margin: int
-) -> tuple[_cuda.Kernel, _Geometry, int]:
-    """Kernel, geometry and grid of an operation that goes from element to element."""
+) -> tuple[_cuda.Kernel, _Geometry, int, tuple[Any, Any]]:
+    """Kernel, geometry and grid of an operation that goes from element to element, and who writes scales."""
     geometry = _geometry(blocks, levels, margin)
     operation = kind if bits is None else f"{kind}{bits}"
     walk = operation, dtype.name, geometry.layout, geometry.narrow
     size, _, units = _walk_of(*walk)
     kernel = _kernel(f"{kind}_affine", (_arguments(*walk),), _EACH_THREADS)
-    return kernel, geometry, geometry.units(units, units, _EACH_THREADS * size)
+    grid = geometry.units(units, units, _EACH_THREADS * size)
+    # A scale for each thread of those thread blocks that write some, unless there are more.
+    every = max(1, min(grid, grid * _EACH_THREADS // blocks.count))
+    share = -(-blocks.count // -(-grid // every))
+    return kernel, geometry, grid, (np.uint32(every), np.uint32(share))
 
 
 def converted(values: Any, dtype: np.dtype) -> Any:
@@ -909,27 +920,24 @@ def _each_cuda(
     scale: Any,
     zero_point: Any,
     margin: int = 0,
+    planes: tuple[Any, ...] = (),
 ) -> None:
-    kernel, geometry, units = _launch(kind, dtype, bits, blocks, levels, margin)
+    kernel, geometry, units, shares = _launch(kind, dtype, bits, blocks, levels, margin)
     computed = compute_dtype(dtype)
     value, point = _scalar(computed, 0), _scalar(_INT32, 0)
     if isinstance(scale, float):
         scale, value = 0, _scalar(computed, scale)
-    elif scale.dtype != computed:  # a plane beside float64
-        scale = converted(scale, computed)
+    else:
+        if scale.dtype != computed:  # a plane beside float64
+            scale = converted(scale, computed)
+        if scale.size < blocks.count:  # one for all
+            scale = scale.repeat(blocks.count)
     if isinstance(zero_point, int):
         zero_point, point = 0, _scalar(_INT32, zero_point)
-    kernel(arrays[-1], units, (*arrays, scale, value, zero_point, point, geometry.argument))
-
-
-def _store_cuda(scale: Any, zero_point: Any, scale_out: Any, zero_point_out: Any | None) -> None:
-    none, nowhere = _scalar(_SINGLE, 0), _scalar(_INT32, 0)
-    scales = (0, _scalar(_SINGLE, scale), 1) if isinstance(scale, float) else (scale, none, scale.size)
-    point = (
-        (0, _scalar(_INT32, zero_point), 1) if isinstance(zero_point, int) else (zero_point, nowhere, zero_point.size)
-    )
-    out = scale_out, 0 if zero_point_out is None else zero_point_out, scale_out.size
-    _kernel("store_parameters_affine", ("float",))(scale_out, -(-scale_out.size // _THREADS), (*scales, *point, *out))
+    elif zero_point.size < blocks.count:
+        zero_point = zero_point.repeat(blocks.count)
+    last = (*(0 if plane is None else plane for plane in planes), *shares) if planes else ()
+    kernel(arrays[-1], units, (*arrays, scale, value, zero_point, point, geometry.argument, *last))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -1130,15 +1138,16 @@ class Affine(Format):
         blocks = blocks_of(x.shape, self.granularity)
         scale, zero = planes["scale"], planes.get("zero_point")
         if self._scale is not None:
-            given = check_scale(self._scale, blocks, x, _SINGLE)
-            zero_point = 0 if self._zero_point is None else self._zero_point
-            zero_point = check_zero_point(zero_point, blocks, x, self.levels)
-            store_parameters(given, zero_point, scale, zero)
-        elif self.percentile is None and x.dtype != _DOUBLE:
+            given, point = check_scale(self._scale, blocks, x, _SINGLE), self.levels.zero
+            if zero is not None:
+                point = 0 if self._zero_point is None else self._zero_point
+                point = check_zero_point(point, blocks, x, self.levels)
+            quantize(x, planes["codes"], given, point, blocks, self.levels, self.bits, scale, zero)
+            return
+        if self.percentile is None and x.dtype != _DOUBLE:
             quantize_dynamic(x, planes["codes"], scale, zero, blocks, self.levels, self.bits)
             return
-        else:
-            find(x, scale, zero, blocks, self.levels, None if self.percentile is None else self.percentile / 100)
+        find(x, scale, zero, blocks, self.levels, None if self.percentile is None else self.percentile / 100)
         quantize(x, planes["codes"], scale, self._zero_of(planes), blocks, self.levels, self.bits)
 
     def decode(self, planes: Mapping[str, Any], out: Any) -> None:
