@@ -10,6 +10,7 @@ cache.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from .formats.base import get_format
 TOKENS = (1, 4, 16, 64, 256, 512, 2048, 4096)
 QUICK_SHAPES, QUICK_TOKENS = SHAPES[:1], (1, 16, 512, 2048)
 
+# Random codes drawn; larger weights repeat them.
+_POOL = 1 << 22
 # torch refuses fewer rows.
 _INT_MM_TOKENS = 17
 
@@ -131,15 +134,15 @@ def run(
     kbitcupy.errors.DeviceError: W8A8 products are timed on a GPU only; device is 'cpu'
     """
     with started(Report, "W8A8 products", device, quick) as (report, gpu, torch):
-        for channels, depth in shapes or (QUICK_SHAPES if quick else SHAPES):
-            for count in tokens or (QUICK_TOKENS if quick else TOKENS):
-                report.products.append(measure(gpu, torch, channels, depth, count))
-                release(gpu, torch)
+        gpu.most, gpu.budget = min(gpu.most, 25), min(gpu.budget, 0.05)  # there are a hundred of them
+        for shape in shapes or (QUICK_SHAPES if quick else SHAPES):
+            report.products += measure(gpu, torch, shape, tokens or (QUICK_TOKENS if quick else TOKENS))
+            release(gpu, torch)
     return report
 
 
-def measure(gpu: Any, torch: Any, channels: int, depth: int, tokens: int) -> Product:
-    """One product of every kind.
+def measure(gpu: Any, torch: Any, shape: tuple[int, int], counts: Sequence[int]) -> list[Product]:
+    """Products of every kind with one weight.
 
     Parameters
     ----------
@@ -147,27 +150,32 @@ def measure(gpu: Any, torch: Any, channels: int, depth: int, tokens: int) -> Pro
         What `kbitcupy.bench` times with: ``cupy`` and ``time(case, name, inputs)``.
     torch : module or None
         torch, on the stream of `gpu`.
-    channels, depth, tokens : int
-        N, K and M.
+    shape : tuple of int
+        N and K.
+    counts : sequence of int
+        M.
 
     Returns
     -------
-    Product
+    list of Product
     """
     xp = gpu.cupy
     rng = np.random.default_rng(0)
-    codes = xp.asarray(rng.integers(-127, 128, channels * depth, dtype=np.int8))
-    activations = rng.standard_normal((tokens, depth), np.float32)
-    x = xp.asarray(activations.astype(np.float16))
-    ours = _time(gpu, codes, functools.partial(_w8a8, xp, channels, depth, x), capture=True)
-    int8 = bfloat16 = None
-    if torch is not None:
-        if tokens >= _INT_MM_TOKENS:
-            steps = xp.asarray(np.clip(np.rint(activations * 32), -127, 127).astype(np.int8))
-            int8 = _time(gpu, codes, functools.partial(_int_mm, torch, channels, depth, steps)).us
-        bfloat16 = _time(gpu, codes, functools.partial(_bfloat16, torch, channels, depth, xp.asarray(activations))).us
-    read_fraction = 0.0 if ours.fraction is None else ours.fraction
-    return Product(channels, depth, tokens, ours.us, ours.cpu_us or 0.0, read_fraction, int8, bfloat16)
+    codes = xp.asarray(np.resize(rng.integers(-127, 128, _POOL, dtype=np.int8), math.prod(shape)))
+
+    def product(tokens: int) -> Product:
+        activations = rng.standard_normal((tokens, shape[1]), np.float32)
+        x = xp.asarray(activations.astype(np.float16))
+        ours = _time(gpu, codes, functools.partial(_w8a8, xp, *shape, x), capture=True)
+        int8 = bfloat16 = None
+        if torch is not None:
+            if tokens >= _INT_MM_TOKENS:
+                steps = xp.asarray(np.clip(np.rint(activations * 32), -127, 127).astype(np.int8))
+                int8 = _time(gpu, codes, functools.partial(_int_mm, torch, *shape, steps)).us
+            bfloat16 = _time(gpu, codes, functools.partial(_bfloat16, torch, *shape, xp.asarray(activations))).us
+        return Product(*shape, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, int8, bfloat16)
+
+    return [product(tokens) for tokens in counts]
 
 
 def _time(gpu: Any, codes: Any, prepare: Callable[[Any], tuple[Call, int]], capture: bool = False) -> Row:

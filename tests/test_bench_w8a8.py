@@ -36,22 +36,22 @@ def report():
 
 def test_measure_runs_the_product():
     host = Host()
-    product = bench_w8a8.measure(host, None, 48, 64, 3)
-    assert host.calls == [("product", True, (3, 48), 48 * 64)]
-    assert product == bench_w8a8.Product(48, 64, 3, 50.0, 12.0, 0.5)
+    products = bench_w8a8.measure(host, None, (48, 64), (3, 5))
+    assert host.calls == [("product", True, (count, 48), 48 * 64) for count in (3, 5)]
+    assert products == [bench_w8a8.Product(48, 64, count, 50.0, 12.0, 0.5) for count in (3, 5)]
 
 
 def test_measure_runs_torch():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     host = Host()
-    product = bench_w8a8.measure(host, torch, 48, 64, 20)
+    (product,) = bench_w8a8.measure(host, torch, (48, 64), (20,))
     assert [call[1:] for call in host.calls] == [
         (True, (20, 48), 48 * 64),
         (False, (20, 48), 48 * 64),
         (False, (20, 48), 2 * 48 * 64),
     ]
     assert product.of_int8 == product.of_bfloat16 == 1
-    assert bench_w8a8.measure(host, torch, 48, 64, 16).int8_us is None  # fewer than torch takes
+    assert bench_w8a8.measure(host, torch, (48, 64), (16,))[0].int8_us is None  # fewer than torch takes
 
 
 def test_reports(report):
