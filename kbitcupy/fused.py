@@ -385,18 +385,19 @@ class Fused:
         """`linear_grouped`: sort by expert, multiply, combine."""
         products, slots = ids.size, ids.shape[1]
         room = products // TOKENS + min(products, experts + 1)
-        empty = _xp.namespace(x).empty
-        lists = empty(products + 4 * room, np.int32)
-        groups = lists.data.ptr
+        lists = 4 * room + products
+        # One array for all: groups, order, and the products that are combined.
+        scratch = _xp.namespace(x).empty(lists + (0 if weights is None else products * self._n), np.int32)
+        groups = scratch.data.ptr
         order = groups + 16 * room
+        partial = 0 if weights is None else groups + 4 * lists
         _group_tokens(ids.dtype, experts).launch(x, (1,), (ids.data.ptr, order, groups, products, experts, room))
-        partial: Any = None if weights is None else empty(products * self._n, np.float32)
         chosen = Experts(
             groups, order, slots if x.ndim == 2 else 1, int("scale" in planes and planes["scale"].size > 1)
         )
         self._launch(room, x, planes, None, out, partial, products, chosen)
         if weights is not None:
-            pointers = partial.data.ptr, weights.data.ptr, out.data.ptr
+            pointers = partial, weights.data.ptr, out.data.ptr
             _combine_slots(self._cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, self._n))
 
 
@@ -447,10 +448,11 @@ class Few(Fused):
         """Fill out[..., n], each row from that of x."""
         tokens, splits = out.size // self._n, self.grid[1]
         partial = None if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
-        self._launch(-(-tokens // self.tokens), x, planes, bias, out, partial, tokens)
+        to = 0 if partial is None else partial.data.ptr
+        self._launch(-(-tokens // self.tokens), x, planes, bias, out, to, tokens)
         if partial is not None:
             bias, address, kind = bias_argument(bias, x.dtype)
-            pointers = partial.data.ptr, address, out.data.ptr
+            pointers = to, address, out.data.ptr
             _add_partials(self._cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
 
     def _launch(
@@ -460,13 +462,12 @@ class Few(Fused):
         planes: Mapping[str, Any],
         bias: Any,
         out: Any,
-        partial: Any,
+        partial: int,
         tokens: int,
         experts: Experts = NO_EXPERTS,
     ) -> None:
         bias, address, kind = bias_argument(bias, x.dtype)
-        to = 0 if partial is None else partial.data.ptr
-        arguments = self.arguments(planes, address, kind, out, to, experts, tokens)
+        arguments = self.arguments(planes, address, kind, out, partial, experts, tokens)
         pointers = x.data.ptr, planes["packed"].data.ptr
         self._kernel.launch(
             x, (blocks, *self.grid), (*pointers, *arguments, self._cut, self._values, self._map(planes))

@@ -159,7 +159,7 @@ class Tile(Fused):
     def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
         tokens = out.size // self._n
-        self._launch(-(-tokens // self._cut.tokens), x, planes, bias, out, None, tokens)
+        self._launch(-(-tokens // self._cut.tokens), x, planes, bias, out, 0, tokens)
 
     def _launch(
         self,
@@ -168,7 +168,7 @@ class Tile(Fused):
         planes: Mapping[str, Any],
         bias: Any,
         out: Any,
-        partial: Any,
+        partial: int,
         tokens: int,
         experts: Experts = NO_EXPERTS,
     ) -> None:
@@ -182,9 +182,8 @@ class Tile(Fused):
             ),
         )
         bias, address, kind = bias_argument(bias, x.dtype)
-        to = 0 if partial is None else partial.data.ptr
         # The grouped kernel counts groups, not tokens.
-        arguments = self.arguments(planes, address, kind, out, to, experts, blocks if grouped else tokens)
+        arguments = self.arguments(planes, address, kind, out, partial, experts, blocks if grouped else tokens)
         grid = (min(blocks * self._tiles, self._processors),) if grouped else (self._tiles * self._cut.splits, blocks)
         self._kernel.launch(x, grid, (*maps, *arguments, self._values))
 

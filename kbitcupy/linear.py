@@ -269,7 +269,7 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> bool
             break
     else:
         return False
-    ids = _xp.contiguous(ids if ids.dtype.name in IDS_CXX else ids.astype(np.int64))
+    ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
     if weights is not None:
         weights = _xp.contiguous(weights if weights.dtype == np.float32 else weights.astype(np.float32))
     kernel.grouped(x, qs.planes, ids, experts, weights, out)
@@ -498,6 +498,8 @@ def _constants(device: int, dtype: str) -> tuple[Any, Any]:
         stream.synchronize()
     return values[:1], values[1:]
 
+
+_IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as the kernels take them
 
 # Tokens up to which a kernel is taken: linear_tile; linear_few, by whether a thread block can take 16 of them at a
 # time. Beyond, cuBLAS reads the decoded weights once for all tokens, and the kernel decodes them again for each tile.
