@@ -14,10 +14,10 @@ activations into the weights: ``s[k] = max|A[:, k]|^alpha / max|W[:, k]|^(1 - al
 they are compressed; the division of the activations is part of their quantization.
 
 On a GPU the activations are quantized in one launch and multiplied in a second one, on tensor cores, with rescaling and
-bias at the end of it. From Hopper on the second one starts before the first one has ended, and fetches weights
-meanwhile. Up to 16 tokens read the weights once; more go in tiles, on Hopper by wgmma and the bulk tensor copy engine
-where rows of the weight start at multiples of 16 bytes, everywhere else by mma.sync. Where tiles are too few for a
-Hopper GPU, blocks side by side take parts of K, and exchange their sums.
+bias at the end of it. From Hopper on each starts before what is ahead of it has ended, and the second one fetches
+weights while tokens are quantized. Up to 16 tokens read the weights once; more go in tiles, on Hopper by wgmma and the
+bulk tensor copy engine where rows of the weight start at multiples of 16 bytes, everywhere else by mma.sync. Where
+tiles are too few for a Hopper GPU, blocks side by side take parts of K, and exchange their sums.
 
 Sources: the SmoothQuant paper (arXiv 2211.10438); LLM.int8 (arXiv 2208.07339) for scales of tokens and channels.
 """
@@ -437,7 +437,7 @@ class _Plan:
 
 _kernel = functools.cache(_cuda.Kernel)
 # Sizes of the arguments: pointers and ints, and tensor maps.
-_SIZES, _MAP_SIZES = (8,) * 11, (128, 128, *(8,) * 8)
+_TOKEN_SIZES, _SIZES, _MAP_SIZES = (8,) * 9, (8,) * 11, (128, 128, *(8,) * 8)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -465,7 +465,7 @@ def _plan(
         kernel = _kernel(_FILE, expression, 2 * tile, shared, sizes=_SIZES)
         units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
     expression = f"quantize_tokens<{cxx}, {_BOOLS[vector]}, {_BOOLS[smooth]}>"
-    quantizer = _kernel(_FILE, expression, _TOKEN_THREADS)
+    quantizer = _kernel(_FILE, expression, _TOKEN_THREADS, sizes=_TOKEN_SIZES)
     ready = kernel.ready(device)
     return _Plan(
         quantizer.ready(device).function,

@@ -185,8 +185,51 @@ __device__ __forceinline__ void each_octet(
     }
 }
 
-// A block quantizes one token: scale = absmax / 127 (1 for zeros only), or the one that is given. Columns from K to
-// pitch become 0. VECTOR: rows of x, and smooth, start at multiples of 16 bytes, and K is a multiple of 8.
+// A block quantizes one token and returns its scale: absmax / 127 (1 for zeros only), or the one that is given. Columns
+// from K to pitch become 0. VECTOR: rows of x, and smooth, start at multiples of 16 bytes, and K is a multiple of 8.
+template <typename T, bool VECTOR, bool SMOOTH>
+__device__ __forceinline__ float quantize_token(
+    const T* row, const float* smooth, const float* fixed, long long given, signed char* target, int depth, int pitch) {
+    using Part = Octet<T, VECTOR, SMOOTH>;
+    const int run = OCTET * blockDim.x, octets = (depth + run - 1) / run;
+    const bool dynamic = fixed == nullptr && given == 0;
+    Part held[Part::HELD];
+#pragma unroll
+    for (int i = 0; i < Part::HELD; ++i)
+        if (i < octets) held[i].load(row, smooth, depth, i);
+    unsigned largest = 0;
+    float scale = fixed == nullptr ? __int_as_float(static_cast<int>(given)) : as_factor(__ldg(fixed));
+    if (dynamic) {
+        each_octet(
+            held, row, smooth, depth, octets, [&](const Part& part, int) { largest = max(largest, part.largest()); });
+        largest = block_max(largest);
+        if (largest > LARGEST_FINITE) {  // infinity counts as the largest finite number, NaN as 0
+            unsigned most = 0;
+            each_octet(held, row, smooth, depth, octets, [&](const Part& part, int) {
+                most = max(most, part.largest_number());
+            });
+            scale = __uint_as_float(min(block_max(most), LARGEST_FINITE));
+        } else {
+            scale = __uint_as_float(largest);
+        }
+        scale = is_zero(scale) ? 1.0f : divide_ieee(scale, 127.0f);
+    }
+    const bool plain = scale > 0x1p-60f && scale < 0x1p60f;
+    const float reciprocal = plain ? __frcp_rn(scale) : 0.0f;
+    if (dynamic && plain && largest <= LARGEST_FINITE) {
+        const PlainQuantizer byte{scale, reciprocal};
+        each_octet(
+            held, row, smooth, depth, octets, [&](const Part& part, int i) { part.write(target, depth, i, byte); });
+    } else {
+        const AnyQuantizer byte{scale, reciprocal, plain};
+        each_octet(
+            held, row, smooth, depth, octets, [&](const Part& part, int i) { part.write(target, depth, i, byte); });
+    }
+    for (int k = depth + threadIdx.x; k < pitch; k += blockDim.x) target[k] = 0;
+    return scale;
+}
+
+// Arguments as quantize_token.
 template <typename T, bool VECTOR, bool SMOOTH>
 __global__ void __launch_bounds__(TOKEN_THREADS, Octet<T, VECTOR, SMOOTH>::WORDS == 4 ? 2 : 1) quantize_tokens(
     const T* __restrict__ x,           // [M, K]
@@ -196,49 +239,13 @@ __global__ void __launch_bounds__(TOKEN_THREADS, Octet<T, VECTOR, SMOOTH>::WORDS
     signed char* __restrict__ a,       // [M, pitch]
     float* __restrict__ scales,        // [M]
     long long tokens, long long columns, long long pitch) {
-    using Part = Octet<T, VECTOR, SMOOTH>;
-    let_next_start();
+    wait_for_previous();
+    let_next_start();                             // not earlier: the next kernel reads weights at once
     const int depth = static_cast<int>(columns);  // at most 131071
-    const int run = OCTET * blockDim.x, octets = (depth + run - 1) / run;
-    const bool dynamic = fixed == nullptr && given == 0;
     for (long long m = blockIdx.x; m < tokens; m += gridDim.x) {
-        const T* row = x + m * columns;
-        signed char* target = a + m * pitch;
-        Part held[Part::HELD];
-#pragma unroll
-        for (int i = 0; i < Part::HELD; ++i)
-            if (i < octets) held[i].load(row, smooth, depth, i);
-        unsigned largest = 0;
-        float scale = fixed == nullptr ? __int_as_float(static_cast<int>(given)) : as_factor(__ldg(fixed));
-        if (dynamic) {
-            each_octet(held, row, smooth, depth, octets, [&](const Part& part, int) {
-                largest = max(largest, part.largest());
-            });
-            largest = block_max(largest);
-            if (largest > LARGEST_FINITE) {  // infinity counts as the largest finite number, NaN as 0
-                unsigned most = 0;
-                each_octet(held, row, smooth, depth, octets, [&](const Part& part, int) {
-                    most = max(most, part.largest_number());
-                });
-                scale = __uint_as_float(min(block_max(most), LARGEST_FINITE));
-            } else {
-                scale = __uint_as_float(largest);
-            }
-            scale = is_zero(scale) ? 1.0f : divide_ieee(scale, 127.0f);
-        }
+        const float scale = quantize_token<T, VECTOR, SMOOTH>(
+            x + m * columns, smooth, fixed, given, a + m * pitch, depth, static_cast<int>(pitch));
         if (threadIdx.x == 0) scales[m] = scale;
-        const bool plain = scale > 0x1p-60f && scale < 0x1p60f;
-        const float reciprocal = plain ? __frcp_rn(scale) : 0.0f;
-        if (dynamic && plain && largest <= LARGEST_FINITE) {
-            const PlainQuantizer byte{scale, reciprocal};
-            each_octet(
-                held, row, smooth, depth, octets, [&](const Part& part, int i) { part.write(target, depth, i, byte); });
-        } else {
-            const AnyQuantizer byte{scale, reciprocal, plain};
-            each_octet(
-                held, row, smooth, depth, octets, [&](const Part& part, int i) { part.write(target, depth, i, byte); });
-        }
-        for (int k = depth + threadIdx.x; k < pitch; k += blockDim.x) target[k] = 0;
     }
 }
 
@@ -259,7 +266,7 @@ constexpr int STREAM_PIECES = STREAM_ROWS * STREAM_K / WARP / 16;  // 16-byte pi
 // It fetches them itself, through a queue of its own in shared memory that two items are under way to at any time, also
 // across the end of a group of channels: no lane waits for another before the sums are complete.
 template <typename T, int TOKENS, bool ALIGNED>
-__global__ void __launch_bounds__(STREAM_THREADS) stream_w8a8(
+__global__ void __launch_bounds__(STREAM_THREADS, TOKENS == 8 ? 4 : 3) stream_w8a8(
     const signed char* __restrict__ a,  // [M, pitch]
     const signed char* __restrict__ w,  // [N, K]
     T* __restrict__ y,                  // [M, N]
