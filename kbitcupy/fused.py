@@ -22,7 +22,7 @@ from .formats.kbit import ABSMAX, BLOCK, KBit
 
 # As in kernels/linear.cu and linear.cuh.
 ITEM_K, _ITEM_ROWS, TOKENS = 128, 16, 8
-TABLE_AT, _HEAD = 2048, 1024
+TABLE_AT, _HEAD, _FEW_HEAD = 2048, 1024, 2048
 _MOST_K = 128 * ITEM_K  # elements of x in the gaps of a table
 # Counted in the 48 KiB of shared memory that every kernel has.
 MAX_EXPERTS = 12000
@@ -74,7 +74,7 @@ class Decoder:
         stages = warps * items * _ITEM_ROWS * (self.item_bytes + 2 * self.scale_bytes)
         slots = 2 if eights == 2 else 4
         sums = 0 if self.gaps else slots * warps * _ITEM_ROWS * TOKENS * eights * 4
-        return self._table_bytes + sums + stages
+        return self._table_bytes - _HEAD + _FEW_HEAD + sums + stages
 
     def shared_bytes_one(self, k: int, run: int, items: int, warps: int) -> int:
         """... of ``linear_one``."""
@@ -113,7 +113,7 @@ def _table4_decoder(block: int, double_quant: bool) -> Decoder:
         gaps=True,
         item_bytes=ITEM_K // 2,
         scale_bytes=ITEM_K // granule * 4,
-        items=4 if block == 64 and not double_quant else 2,
+        items=4 if granule == 64 else 2,
         grouped_items=2,
         wide=granule == 64,
         swizzled=True,
@@ -171,13 +171,13 @@ def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
     return 1, 0
 
 
-def _instances(eights: int, grouped: bool, even: bool) -> tuple[str, ...]:
+def _instances(eights: int, grouped: bool, even: bool, flow: int) -> tuple[str, ...]:
     """Those that a device with the 227 KiB of shared memory of an H100 takes."""
     found = {
-        _few_arguments(decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped): None
-        for decoder in _decoders()
+        _few_arguments(decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped, flow): None
+        for decoder in (*_decoders(), _table4_decoder(32, True), _table4_decoder(16, True))
         for T in (HALF_CXX if even else HALF_CXX[:1])
-        if eights == 1 or decoder.wide
+        if (eights == 1 or decoder.wide) and flow in (_IN_CHUNKS, _flow_at_once(decoder))
     }
     return tuple(found)
 
@@ -195,22 +195,35 @@ def _one_instances(even: bool) -> tuple[str, ...]:
     )
 
 
-def _few_arguments(decoder: Decoder, T: str, eights: int, items: int, grouped: bool) -> str:
-    return f"{decoder.expression.format(T=T)}, {eights}, {items}, {str(grouped).lower()}"
+def _few_arguments(decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: int) -> str:
+    return f"{decoder.expression.format(T=T)}, {eights}, {items}, {grouped:d}, {flow}"
 
 
-def _tight() -> tuple[str, ...]:
-    """With two registers too many; so are some of those for 16 tokens."""
-    return tuple(f"Table4<{T}, 64>, 1, 4, false" for T in HALF_CXX)
+# ``Flow`` of kernels/linear.cu.
+_IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = range(3)
+
+
+def _flow_at_once(decoder: Decoder) -> int:
+    return _AT_ONCE if decoder.copied else _AT_ONCE_SPREAD
 
 
 TEMPLATES = (
-    Template("linear.cu", "linear_few", (tuple(i for i in _instances(1, False, True) if i not in _tight()),)),
-    Template("linear.cu", "linear_few", (_tight(),), hot=False),
-    Template("linear.cu", "linear_few", (_instances(2, False, True),), hot=False),
-    Template("linear.cu", "linear_few", (_instances(1, True, True),)),
-    *(Template("linear.cu", "linear_few", (_instances(eights, False, False),), hot=False) for eights in (1, 2)),
-    Template("linear.cu", "linear_few", (_instances(1, True, False),), hot=False),
+    Template("linear.cu", "linear_few", (_instances(1, False, True, _AT_ONCE),)),
+    Template("linear.cu", "linear_few", (_instances(1, True, True, _AT_ONCE),)),
+    *(
+        Template("linear.cu", "linear_few", (_instances(1, grouped, True, _AT_ONCE_SPREAD),), hot=False)
+        for grouped in (False, True)
+    ),
+    *(
+        Template("linear.cu", "linear_few", (_instances(2, False, True, flow),), hot=False)
+        for flow in (_AT_ONCE, _AT_ONCE_SPREAD)
+    ),
+    Template("linear.cu", "linear_few", (_instances(1, True, True, _IN_CHUNKS),), hot=False),
+    *(
+        Template("linear.cu", "linear_few", (_instances(eights, False, False, _IN_CHUNKS),), hot=False)
+        for eights in (1, 2)
+    ),
+    Template("linear.cu", "linear_few", (_instances(1, True, False, _IN_CHUNKS),), hot=False),
     Template("linear.cu", "linear_one", (_one_instances(True),)),
     Template("linear.cu", "linear_one", (_one_instances(False),), hot=False),
     Template("linear.cu", "add_partials", (HALF_CXX,), hot=False),
@@ -240,7 +253,7 @@ class Cut:
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_few(n: int, k: int, most: int, warps: int, resident: int, splits: int = 8) -> Cut:
+def cut_few(n: int, k: int, most: int, warps: int, resident: int, splits: int = 8, once: bool = False) -> Cut | None:
     """The cut with the least work for the busiest warp.
 
     Parameters
@@ -255,21 +268,30 @@ def cut_few(n: int, k: int, most: int, warps: int, resident: int, splits: int = 
         Thread blocks that the device holds.
     splits : int
         Thread blocks that may share k.
+    once : bool
+        Whether all of k has to go through at once; a warp then has `most` items or half of them.
+
+    Returns
+    -------
+    Cut or None
+        None where k is too long for that.
     """
     rows, total = -(-n // _ITEM_ROWS), -(-k // ITEM_K)
     best: tuple[float, Cut] | None = None
-    for split, teams in itertools.product(range(1, 1 + min(splits, total)), range(1, 1 + warps)):
+    for split, teams in itertools.product(range(1, 1 + min(splits, total)), range(warps, 0, -1)):
         share, team = -(-total // split), warps // teams
         chunks = -(-share // (team * most))
+        if once and chunks > 1:
+            continue
         items = -(-share // (team * chunks))
+        items = -(-items // (most // 2)) * (most // 2) if once else items
         run = -(-rows // max(1, resident // split))
         passes = -(-run // teams)
         # Beside the items of a warp, in their unit: x, once or in each pass; sums; the launch that adds up the splits.
         work = passes * (chunks * items * (1 + 0.4 * (chunks > 1)) + 0.5) + (4 + 0.2 * split) * (split > 1)
         if best is None or work < best[0]:
             best = work, Cut(run, team, items, share, (-(-rows // run), -(-total // share)))
-    assert best is not None
-    return best[1]
+    return best and best[1]
 
 
 # ``struct Values`` of kernels/linear.cuh.
@@ -420,24 +442,32 @@ class Few(Fused):
         n, k = shape
         self.tokens = TOKENS * eights
         room = _cuda.shared_memory(device)
-        even = n % _ITEM_ROWS == 0 and k % ITEM_K == 0 and _copies(device)
-        even = even and few_room(decoder, eights, room, True, grouped)[1] > 0
-        items, warps = few_room(decoder, eights, room, even, grouped)
-        self.fits = warps > 0
+        whole = n % _ITEM_ROWS == 0 and k % ITEM_K == 0 and _copies(device)
         # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
         resident = max(1, _cuda.multiprocessors(device) // together)
-        cut = cut_few(n, k, items, max(1, warps), resident, 1 if grouped else 8)
-        arguments = _few_arguments(decoder, self._cxx, eights, items, grouped)
+        cut = None
+        for even, flow in ((True, _flow_at_once(decoder)), (True, _IN_CHUNKS), (False, _IN_CHUNKS)):
+            items, warps = few_room(decoder, eights, room, even, grouped)
+            if even and not (whole and warps and (flow != _IN_CHUNKS or grouped)):
+                continue
+            cut = cut_few(n, k, items, max(1, warps), resident, 1 if grouped else 8, flow != _IN_CHUNKS)
+            if cut:
+                break
+        assert cut is not None  # the last one takes anything
+        self.fits = warps > 0
+        arguments = _few_arguments(decoder, self._cxx, eights, items, grouped, flow)
         shared = decoder.shared_bytes(eights, items, warps)
         self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, (8, 8, *SIZES, 24, VALUES_BYTES, 128))
         self.grid = cut.grid
-        self._map = functools.partial(_map_of_weights, decoder, k, device) if even else _no_map
+        box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
+        self._map = functools.partial(_map_of_weights, decoder, k, device, box=box) if even else _no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
         width = 0
         if decoder.copied:
             width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
-        self._alignments = (16, 16 if wide else 4, max(1, width))
+        codes = ITEM_K // decoder.granule if flow == _AT_ONCE_SPREAD else 1  # of an item, read at once
+        self._alignments = (16, 16 if wide else 4, max(codes, width))
         self._cut = np.array((cut.run, cut.warps, cut.items, cut.share, width, wide), np.int32).tobytes()
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
@@ -524,13 +554,14 @@ def _copies(device: int) -> bool:
     return _cuda.capability(device) < 90 or _tma.available()
 
 
-def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, Any]) -> bytes:
-    """The tensor map of the packed plane: boxes of 16 rows and an item."""
+def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, Any], box: int = 1) -> bytes:
+    """The tensor map of the packed plane: boxes of 16 rows and `box` items."""
     if _cuda.capability(device) < 90:
         return _no_map(planes)
     packed, pitch = planes["packed"], k // ITEM_K * decoder.item_bytes
     rows = packed.nbytes // pitch
-    return _tma.byte_matrix(packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, decoder.item_bytes, decoder.swizzled)
+    swizzled = box > 1 or decoder.swizzled
+    return _tma.byte_matrix(packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, box * decoder.item_bytes, swizzled)
 
 
 def _no_map(planes: Mapping[str, Any]) -> bytes:

@@ -77,6 +77,51 @@ struct Scales {
     }
 };
 
+// Scales that are not copied as they are stored, where rows are whole items: each lane brings those of an item of a row
+// and of the row 8 below it to shared memory, by way of registers.
+template <typename Decoder>
+struct SpreadScales {
+    static constexpr int SUBS = Decoder::SCALE_BYTES / 4, LEAST_SHIFT = SUBS == 2 ? 6 : SUBS == 4 ? 5 : 4;
+    const char* absmax;
+    const float* nested_absmax;  // or null
+    long long above;
+    int k, shift;  // as in Scales
+    float offset = 0.0f;
+    float outer[2] = {};             // the scale, or that of its code
+    uint2 code[2] = {{}, {}};  // bytes
+
+    __device__ __forceinline__ void load(int row, int item, bool there) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            outer[i] = 0.0f, code[i] = uint2{};
+            const long long at = ((above + row + 8 * i) * k + item * ITEM_K) >> shift;
+            if (!there) continue;
+            outer[i] = nested_absmax ? nested_absmax[at >> 8] : reinterpret_cast<const float*>(absmax)[at];
+            if (!nested_absmax) continue;
+            // All blocks of an item are of one outer block.
+            if (SUBS == 2 && shift > LEAST_SHIFT)
+                code[i].x = 0x0101u * reinterpret_cast<const unsigned char*>(absmax)[at];
+            else if (SUBS == 2) code[i].x = *reinterpret_cast<const unsigned short*>(absmax + at);
+            else if (SUBS == 4) code[i].x = *reinterpret_cast<const unsigned*>(absmax + at);
+            else code[i] = *reinterpret_cast<const uint2*>(absmax + at);
+        }
+    }
+
+    __device__ __forceinline__ void store(unsigned to, int eight) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < SUBS; ++j) {
+                float scale = outer[i];
+                if (nested_absmax) {
+                    const unsigned byte = (j < 4 ? code[i].x : code[i].y) >> j % 4 * 8 & 255u;
+                    scale = __fadd_rn(__fmul_rn(shared_at<float>(TABLE_AT - 1024 + byte * 4), scale), offset);
+                }
+                store_shared(to + i * eight + 4 * j, scale);
+            }
+    }
+};
+
 // How the work of linear_few is cut; the host chooses (see linear.py).
 struct Cut {
     int run;    // tiles of 16 rows of a thread block
@@ -95,15 +140,26 @@ constexpr bool BULK = false;
 #endif
 // Behind the table of values: two numbers, and the barriers of the copies, two for each warp.
 constexpr int HEAD = 1024, BARRIERS_AT = 64;
+// ... and in linear_few behind these the barriers of its sums.
+constexpr int FEW_HEAD = HEAD + 1024;
 
-// The weights of an item in shared memory: rows as they are stored, or permuted in pieces of 16 bytes as the 64-byte
-// swizzle of the copy engine does it, so that the lanes which read together meet in no bank.
-template <typename Decoder>
+// The weights of BOX items in shared memory: rows as they are stored, or permuted in pieces of 16 bytes as the swizzle
+// of the copy engine for rows of 64 or 128 bytes does it, so that the lanes which read together meet in no bank.
+template <typename Decoder, int BOX = 1>
 struct Slot {
-    static constexpr int ROW = Decoder::ITEM_BYTES, BYTES = ITEM_ROWS * ROW;
+    static constexpr int ROW = BOX * Decoder::ITEM_BYTES, BYTES = ITEM_ROWS * ROW;
 
     // The same for a row and the one 8 below it.
-    __device__ __forceinline__ static int turn(int row) { return row / 2 % Decoder::TURNS * 16; }
+    __device__ __forceinline__ static int turn(int row) {
+        return BOX == 1 ? row / 2 % Decoder::TURNS * 16 : row % 8 * 16;
+    }
+
+    // Of a tile the row that with the one 8 below it is that of the lanes g: of those that read 16 bytes together, or
+    // 8, the turns must differ in the item's bit, or in the two bits of 32 bytes.
+    __device__ __forceinline__ static int row(int g) {
+        if (BOX == 1) return Decoder::row(g);
+        return Decoder::OWN ? (g & 1) << 2 | g >> 1 : (g & 3) << 1 | g >> 2;
+    }
 
     // Start to copy the part of lane t of a row, of which `left` bytes are there; it may start anywhere if not `wide`.
     __device__ __forceinline__ static void start(
@@ -118,11 +174,11 @@ struct Slot {
     }
 };
 
-// How a warp copies 16 rows of ITEMS items that begin at multiples of 16 bytes: as few rows at once as can be, because
-// each takes a pass through the tags of the L1 cache.
-template <typename Decoder, int ITEMS>
+// How a warp copies 16 rows of ITEMS items that begin at multiples of 16 bytes, to slots of BOX: as few rows at once as
+// can be, because each takes a pass through the tags of the L1 cache.
+template <typename Decoder, int ITEMS, int BOX = 1>
 struct Rows {
-    using Slot = ::Slot<Decoder>;
+    using Slot = ::Slot<Decoder, BOX>;
     static constexpr int BYTES = ITEMS * Decoder::ITEM_BYTES, PIECES = BYTES / 16;
     static constexpr bool WHOLE = PIECES >= 4 && (PIECES & (PIECES - 1)) == 0;
     static constexpr int AT_ONCE = WHOLE ? WARP / PIECES : 8;
@@ -172,12 +228,21 @@ __device__ __forceinline__ float fill_table(char* table, const float* values, co
 // Each thread block has a run of tiles of 16 rows. Teams of its warps share out the tiles, the warps of a team k: each
 // keeps its part of x in registers, ITEMS items of k, and meets with it one tile after the other. The weights pass
 // through shared memory: a warp has a slot of its own there for each of its items, and as soon as it has read an item
-// starts to copy that of the next tile. The sums of a team are added up in the order of the warps. gridDim.z thread
-// blocks share k: then partial[gridDim.z][m][n] receives the sums, and add_partials adds them up.
+// starts to copy that of the next tile. gridDim.z thread blocks share k: then partial[gridDim.z][m][n] receives the
+// sums, and add_partials adds them up.
+//
+// The sums of a tile go through a ring of slots in shared memory. One warp of the team, another for each tile, adds them
+// up in the order of the warps, and only a few tiles later: so warps need not keep step.
+//
+// FLOW: IN_CHUNKS where a warp may have more than ITEMS items. Otherwise all of them go through at once, in whole tiles
+// and rows of whole items that begin at multiples of 16 bytes. A warp has whole groups of them; x is zero where they are
+// not its own. Scales are copied as they are, or SPREAD, by way of registers.
 //
 // GROUPED: W is [experts][n][k] and thread block x takes the tokens of groups[x]: product number p = order[i] is
 // that of row p / divisor of x; expert e has tensor_scale[e * scale_step]. Otherwise the tokens are taken as they come.
-template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED>
+enum Flow { IN_CHUNKS, AT_ONCE, AT_ONCE_SPREAD };
+
+template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED, int FLOW>
 __global__ void __launch_bounds__(512, 1) linear_few(
     const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
     const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
@@ -186,34 +251,35 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
 #if __CUDA_ARCH__ >= 800  // Turing's 64 KiB of shared memory are too few: the host never asks it
     using T = typename Decoder::Type;
-    using Slot = ::Slot<Decoder>;
     constexpr int TOGETHER = TOKENS * EIGHTS;
-    constexpr int SUM_SIZE = ITEM_ROWS * TOGETHER, BATCH = EIGHTS == 2 ? 1 : 2;
     // Whether tiles are whole, and rows whole items that begin at multiples of 16 bytes; how many items are copied at a
-    // time.
-    constexpr bool EVEN = ITEMS > 1;
-    constexpr int GROUP = ITEMS == 4 ? 2 : 1;
-    using Rows = ::Rows<Decoder, GROUP>;
-    constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES;
+    // time, and how many of them in one box.
+    constexpr bool EVEN = ITEMS > 1, ONCE = FLOW != IN_CHUNKS, SPREAD = FLOW == AT_ONCE_SPREAD;
+    constexpr int GROUP = ITEMS == 4 ? 2 : 1, BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
+    using Slot = ::Slot<Decoder, BOX>;
+    using Rows = ::Rows<Decoder, GROUP, BOX>;
+    constexpr int GROUP_BYTES = GROUP / BOX * Slot::BYTES, GROUPS = ITEMS / GROUP;
+    constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, EIGHT = SCALES / 2;
     extern __shared__ uint4 dynamic[];
     const unsigned window = static_cast<unsigned>(__cvta_generic_to_shared(dynamic));
     const int warps = blockDim.x / WARP;
     char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
     float* factor = reinterpret_cast<float*>(table + Decoder::ENTRIES * ENTRY_STRIDE);
-    char* slots = reinterpret_cast<char*>(factor) + HEAD;
-    char* stages = slots + warps * ITEMS * Slot::BYTES;                   // of scales
+    char* slots = reinterpret_cast<char*>(factor) + FEW_HEAD;
+    char* stages = slots + warps * GROUPS * GROUP_BYTES;                  // of scales
     float* sums = reinterpret_cast<float*>(stages + warps * 2 * SCALES);  // where the table has no gaps
 
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
-    const int my_row = Decoder::row(g);
-    const int team = warp / cut.warps, teams = warps / cut.warps;
+    const int my_row = Slot::row(g);
+    const int team = warp / cut.warps, teams = warps / cut.warps, mate = warp - team * cut.warps;
     const int first = blockIdx.y * cut.run, last = min((n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
-    const int my_first = team < teams ? first + team : last;
+    const int my_first = first + team;
+    const unsigned passes = team < teams ? max(0, last - my_first + teams - 1) / teams : 0;
     // k goes through in chunks of cut.warps * cut.items items; where mine starts, and where the thread block's end.
     const int step = cut.warps * cut.items, first_item = blockIdx.z * cut.share;
-    const int my_item = first_item + warp % cut.warps * cut.items;
+    const int my_item = first_item + mate * cut.items;
     const int last_item = min((k + ITEM_K - 1) / ITEM_K, first_item + cut.share);
-    const int chunks = (cut.share + step - 1) / step;
+    const int chunks = ONCE ? 1 : (cut.share + step - 1) / step;
 
     let_next_start();
     if (GROUPED) wait_for_previous();
@@ -243,99 +309,121 @@ __global__ void __launch_bounds__(512, 1) linear_few(
         for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
         __syncthreads();
     }
+    SpreadScales<Decoder> spread{absmax, nested_absmax, above, k, 31 - __clz(block)};
     const Scales scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
     const int pitch = int((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
-    const int scale_pitch = k / ITEM_K * Decoder::SCALE_BYTES;  // where rows are whole items
+    const unsigned scale_pitch = unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);  // where rows are whole items
     const char* origin = packed + above * pitch;
     // Addresses of this lane in the shared window, which the compiler must not work out again in each turn: where it
     // copies weights and scales to, and where it reads them.
-    const unsigned my_slots = kept(shared_address(slots) + warp * ITEMS * Slot::BYTES);
+    const unsigned my_slots = shared_address(slots) + warp * GROUPS * GROUP_BYTES;
     const unsigned my_scales = shared_address(stages) + warp * 2 * SCALES;
-    const unsigned scales_to = my_scales + (g * ITEMS + t) * Decoder::SCALE_BYTES;
-    const unsigned slot_from = my_slots + my_row * Slot::ROW + (Decoder::OWN ? t * 16 : 0);
-    const unsigned scales_from = my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP;
+    const unsigned scales_to = kept(my_scales + (g * ITEMS + t) * Decoder::SCALE_BYTES);
+    const unsigned slot_from = kept(
+        BOX > 1 ? my_slots + my_row * Slot::ROW + (t * Decoder::LANE_BYTES ^ Slot::turn(my_row))
+                : my_slots + my_row * Slot::ROW + (Decoder::OWN ? t * 16 : 0));
+    const unsigned scales_from =
+        kept(my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP);
+    // Barriers: of the copies of a warp, and of the slots of sums of a team, each where it is full and where it is
+    // free.
     const unsigned barriers = shared_address(factor) + BARRIERS_AT + warp * 16;
-    if (BULK && EVEN && lane == 0) {
-        barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
-        barriers_ready();
-    }
+    constexpr int RING = EIGHTS == 2 ? 2 : 4, LATER = RING / 2;
+    const unsigned ring = shared_address(factor) + HEAD + team * RING * 16;
+    if (BULK && EVEN && lane == 0) barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
+    if (mate == 0 && lane < RING && team < teams)
+        barrier_init(ring + lane * 16, cut.warps), barrier_init(ring + lane * 16 + 8, 1);
+    if (BULK) barriers_ready();
     __syncwarp();
     auto count_at = [&](int item) { return max(0, min(cut.items, last_item - item)); };
 
     // What to copy next: `ahead` items, and their scales.
-    int ahead_tile = my_first, ahead_item = my_item, ahead = 0;
-    const char *source = origin, *lower = origin, *scale_row = absmax;
+    unsigned ahead_pass = 0;
+    int ahead_item = my_item, ahead_row = my_first * ITEM_ROWS, ahead = 0;
+    const char *source = origin, *lower = origin;
+    const char* const scale_origin = absmax + above * scale_pitch;
+    unsigned scale_source = 0;  // from there
     auto aim = [&] {
-        if (ahead_tile >= last) {
+        if (ahead_pass >= passes) {
             ahead = 0;
             return;
         }
-        const int row = ahead_tile * ITEM_ROWS;
         ahead = count_at(ahead_item);
         source = origin + ahead_item * Decoder::ITEM_BYTES;
         if constexpr (EVEN) {
-            source += (long long)(row + Rows::row(lane)) * pitch + Rows::byte(lane);
-            scale_row = absmax + (above + row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
+            source += (long long)(ahead_row + Rows::row(lane)) * pitch + Rows::byte(lane);
+            scale_source = (ahead_row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
         } else {
-            lower = source + (long long)min(row + g + 8, n - 1) * pitch;
-            source += (long long)min(row + g, n - 1) * pitch;
+            lower = source + (long long)min(ahead_row + g + 8, n - 1) * pitch;
+            source += (long long)min(ahead_row + g, n - 1) * pitch;
         }
     };
     auto advance = [&] {
-        if (EVEN && chunks == 1) {
-            ahead_tile += teams;
+        if constexpr (ONCE) {
             const int down = teams * ITEM_ROWS;
-            source += down * pitch, scale_row += down * scale_pitch;
-            if (ahead_tile >= last) ahead = 0;
+            ++ahead_pass, ahead_row += down, source += down * pitch, scale_source += down * scale_pitch;
         } else {
             ahead_item += step;
-            if (ahead_item - my_item >= chunks * step) ahead_item = my_item, ahead_tile += teams;
+            if (ahead_item - my_item >= chunks * step)
+                ahead_item = my_item, ++ahead_pass, ahead_row += teams * ITEM_ROWS;
             aim();
         }
     };
-    // Start to copy items i .. i + GROUP - 1 of that, and with the first ones the scales.
-    auto start = [&](int i, int other) {
+    // Start to copy group i of that, and with the first one the scales. The copy engine does not wait for earlier reads
+    // of shared memory: what was `read` from there must have arrived. `never` is 0, which the compiler does not know.
+    const unsigned never = cut.wide >> 1;
+    auto start = [&](int i, int other, unsigned read) {
+        const bool there = ahead_pass < passes;
         if constexpr (BULK && EVEN) {
-            if (ahead_tile < last && lane == 0) {
-                const int count = max(0, min(ahead - i, GROUP));
-                barrier_expect(barriers + i / GROUP * 8, count * Slot::BYTES);
-                for (int j = i; j < i + count; ++j)
+            if (there && elected()) {
+                barrier_expect(barriers + i * 8, GROUP_BYTES | read & never);
+#pragma unroll
+                for (int j = 0; j < GROUP / BOX; ++j)
                     copy_box(
-                        my_slots + j * Slot::BYTES, &map_of_weights, (ahead_item + j) * Decoder::ITEM_BYTES,
-                        int(above) + ahead_tile * ITEM_ROWS, barriers + i / GROUP * 8);
+                        my_slots + i * GROUP_BYTES + j * Slot::BYTES, &map_of_weights,
+                        (ahead_item + i * GROUP + j * BOX) * Decoder::ITEM_BYTES, int(above) + ahead_row,
+                        barriers + i * 8);
             }
         } else if constexpr (EVEN) {
             Rows::start(
-                my_slots + i * Slot::BYTES, source + i * Decoder::ITEM_BYTES, pitch, (ahead - i) * Decoder::ITEM_BYTES,
-                lane);
+                my_slots + i * GROUP_BYTES, source + i * GROUP * Decoder::ITEM_BYTES, pitch,
+                there ? (ahead - i * GROUP) * Decoder::ITEM_BYTES : 0, lane);
         } else {
-            const int left = ahead ? pitch - ahead_item * Decoder::ITEM_BYTES : 0;
+            const int left = there && ahead ? pitch - ahead_item * Decoder::ITEM_BYTES : 0;
             Slot::start(my_slots, source, left, cut.wide, g, t);
             Slot::start(my_slots, lower, left, cut.wide, g + 8, t);
         }
         if (i == 0) {
-            if (EVEN && (!Decoder::SPREAD_SCALES || ITEMS == 4 || cut.width)) {
+            if constexpr (SPREAD) {
+                if (there) spread.load(ahead_row + g, ahead_item + t, t < ahead);
+            } else if (EVEN && (!Decoder::SPREAD_SCALES || ONCE || cut.width)) {
                 constexpr int PIECE = Decoder::SCALE_BYTES < 16 ? Decoder::SCALE_BYTES : 16;
                 const unsigned target = scales_to + other;
+                const int bytes = t < ahead ? PIECE : 0;
+                if (there && t < ITEMS) {
 #pragma unroll
-                for (int at = 0; at < Decoder::SCALE_BYTES; at += PIECE) {
-                    copy_async_if<PIECE>(target + at, scale_row + at, t < ahead);
-                    copy_async_if<PIECE>(
-                        target + at + 8 * ITEMS * Decoder::SCALE_BYTES, scale_row + at + 8 * scale_pitch, t < ahead);
+                    for (int at = 0; at < Decoder::SCALE_BYTES; at += PIECE) {
+                        copy_async_or_zero<PIECE>(target + at, scale_origin + (scale_source + at), bytes);
+                        copy_async_or_zero<PIECE>(
+                            target + at + EIGHT,
+                            scale_origin + (scale_source + 8 * scale_pitch + at), bytes);
+                    }
                 }
-            } else if (ahead) {
+            } else if (there && ahead) {
                 scales.start<Decoder, ITEMS>(
-                    stages + warp * 2 * SCALES + other, ahead_tile * ITEM_ROWS, ahead_item, ahead, lane);
+                    stages + warp * 2 * SCALES + other, ahead_row, ahead_item, ahead, lane);
             }
         }
         if (!(BULK && EVEN) || i == 0) close_copies();
     };
     aim();
-    if (BULK && EVEN && lane < ahead)
-        prefetch_box(&map_of_weights, (ahead_item + lane) * Decoder::ITEM_BYTES, int(above) + ahead_tile * ITEM_ROWS);
+    if (BULK && EVEN && lane < ITEMS / BOX && passes > 0)
+        prefetch_box(&map_of_weights, (my_item + lane * BOX) * Decoder::ITEM_BYTES, int(above) + ahead_row);
     const float power = fill_table<Decoder, false>(table, values, codebook);
 #pragma unroll
-    for (int i = 0; i < ITEMS; i += GROUP) start(i, 0);
+    for (int i = 0; i < GROUPS; ++i)
+        if (i * GROUP < cut.items) start(i, 0, 0);
+    if (SPREAD && nested_absmax) spread.offset = *nested_offset;
+    if (SPREAD && t < ITEMS) spread.store(scales_to, EIGHT);
 
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
     unsigned my_x[ITEMS][EIGHTS][16];
@@ -366,78 +454,97 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     __syncthreads();
     if (chunks == 1) arrange_x();
 
-    // Where a sum stands among those of a tile: by tokens, each pair of them turned by eight banks against the pair
-    // before, so that the lanes of a warp meet in no bank; in the gaps of the table where there are any.
-    auto sum_at = [&](int slot, int w, int at, int row) -> float& {
-        const int i = (slot * warps + w) * SUM_SIZE + at / 2 * 32 + ((at % 2 * ITEM_ROWS + row + at / 2 * 8) & 31);
-        if (Decoder::GAPS) return *reinterpret_cast<float*>(table + (i / 32 * ENTRY_STRIDE + 128 + i % 32 * 4));
-        return sums[i];
-    };
+    // The sums of a warp: 16 bytes a lane, as mma leaves them. They are in the gaps of the table where there are any.
+    constexpr int EIGHT_LANES = Decoder::GAPS ? ENTRY_STRIDE : 128, EIGHT_TOKENS = 4 * EIGHT_LANES;
+    constexpr int SUMS = EIGHTS * EIGHT_TOKENS;
+    const unsigned my_sums =
+        kept((Decoder::GAPS ? TABLE_AT + 128 : shared_address(sums)) + lane / 8 * EIGHT_LANES + lane % 8 * 16);
     const unsigned offset = kept(Decoder::lane_offset(lane));
-    int scales_at = 0, slot = 0;  // of this tile; scales and sums of the next one go elsewhere
-    for (int pass = first; pass < last; pass += teams) {
-        const int tile = pass + my_first - first;
-        if (tile < last) {
+    int scales_at = 0;  // of this tile; the scales of the next one go elsewhere
+    int turn = mate;    // in so many tiles this warp adds up
+    for (unsigned pass = 0; pass < passes + LATER; ++pass) {
+        if (pass < passes) {
             float acc[EIGHTS][4] = {};
             for (int item = my_item, chunk = 0; chunk < chunks; item += step, ++chunk) {
-                if (chunks > 1) {
+                if (!ONCE && chunks > 1) {
                     fetch_x(item);
                     arrange_x();
                 }
-                const int count = count_at(item);
+                const int count = ONCE ? GROUPS * GROUP : count_at(item);
                 const unsigned scale_at = scales_from + scales_at;
                 advance();
 #pragma unroll
-                for (int i = 0; i < ITEMS; ++i) {
-                    if (i % GROUP == 0) {
-                        if (BULK && EVEN) barrier_wait(barriers + i / GROUP * 8, scales_at != 0);
-                        if (!(BULK && EVEN)) copies_arrived<ITEMS / GROUP - 1>();
-                        else if (i == 0) copies_arrived<0>();
-                        __syncwarp();
-                    }
-                    unsigned word[2][Decoder::WORDS], field[2][Decoder::FIELDS];
-                    Decoder::template read<Decoder::OWN>(word[0], slot_from + i * Slot::BYTES, Slot::turn(my_row), t);
-                    Decoder::template read<Decoder::OWN>(
-                        word[1], slot_from + i * Slot::BYTES + 8 * Slot::ROW, Slot::turn(my_row), t);
-                    if (i % GROUP == GROUP - 1) {
-                        __syncwarp();
-                        start(i + 1 - GROUP, SCALES - scales_at);
-                    }
-                    if (i < count) {
-                        Decoder::unpack(word, field);
-                        const unsigned at = scale_at + i * Decoder::SCALE_BYTES;
-                        constexpr int EIGHT = 8 * ITEMS * Decoder::SCALE_BYTES;
-                        Decoder::template multiply<EIGHTS>(field, my_x[i], offset, at, EIGHT, acc);
+                for (int i = 0; i < GROUPS; ++i) {
+                    if (i * GROUP >= cut.items) break;
+                    if (BULK && EVEN) barrier_wait(barriers + i * 8, scales_at != 0);
+                    if (!(BULK && EVEN)) copies_arrived<GROUPS - 1>();
+                    else if (i == 0) copies_arrived<0>();
+                    __syncwarp();
+                    unsigned word[GROUP][2][Decoder::WORDS], read = 0;
+#pragma unroll
+                    for (int j = 0; j < GROUP; ++j)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const int behind = i * GROUP_BYTES + h * 8 * Slot::ROW;
+                            if constexpr (BOX > 1) Decoder::read_turned(word[j][h], slot_from, j, behind);
+                            else
+                                Decoder::template read<Decoder::OWN>(
+                                    word[j][h], slot_from + j * Slot::BYTES + behind, Slot::turn(my_row), t);
+                            read |= word[j][h][Decoder::WORDS - 1];  // the last one to arrive
+                        }
+                    __syncwarp();
+                    start(i, SCALES - scales_at, read);
+                    // They were on their way while the groups before were multiplied.
+                    if (SPREAD && t < ITEMS && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items))
+                        spread.store(scales_to + SCALES - scales_at, EIGHT);
+#pragma unroll
+                    for (int j = 0; j < GROUP; ++j) {
+                        const int nth = i * GROUP + j;
+                        if (nth >= count) continue;
+                        unsigned field[2][Decoder::FIELDS];
+                        Decoder::unpack(word[j], field);
+                        Decoder::template multiply<EIGHTS>(
+                            field, my_x[nth], offset, scale_at + nth * Decoder::SCALE_BYTES, EIGHT, acc);
                     }
                 }
                 scales_at = SCALES - scales_at;
             }
+            const unsigned slot = pass % RING;
+            ring_wait(ring + slot * 16 + 8, pass / RING & 1 ^ 1);
+            const unsigned to = my_sums + (slot * warps + warp) * SUMS;
 #pragma unroll
-            for (int e = 0; e < EIGHTS; ++e)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    sum_at(slot, warp, e * TOKENS + t * 2 + i % 2, my_row + i / 2 * 8) = acc[e][i];
+            for (int e = 0; e < EIGHTS; ++e) store_shared(to + e * EIGHT_TOKENS, acc[e]);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring + slot * 16);
         }
-        slot = (slot + 1) % (2 * BATCH);
-        const bool ends = pass + teams >= last;
-        if (slot % BATCH && !ends) continue;
-        // A slot is written again only behind the next barrier, which no thread reaches before it has read this one.
-        __syncthreads();
-        const Group mine = my_group();
-        const int passes = slot % BATCH ? slot % BATCH : BATCH, slot_before = slot - passes & 2 * BATCH - 1;
-        const int pass_before = pass - (passes - 1) * teams;
-        for (int i = threadIdx.x; i < passes * teams * SUM_SIZE; i += blockDim.x) {
-            const int down = i / SUM_SIZE, at = i / ITEM_ROWS % TOGETHER, r = i % ITEM_ROWS;
-            const int row = (pass_before + down) * ITEM_ROWS + r;
-            if (at >= mine.count || row >= n || pass_before + down >= last) continue;
-            float sum = 0.0f;
+        if (pass >= LATER && turn == 0) {
+            const unsigned before = pass - LATER, slot = before % RING;
+            ring_wait(ring + slot * 16, before / RING & 1);
+            const unsigned from = my_sums + (slot * warps + team * cut.warps) * SUMS;
+            float sum[EIGHTS][4] = {};
+#pragma unroll 4
             for (int j = 0; j < cut.warps; ++j)
-                sum += sum_at(slot_before + down / teams, down % teams * cut.warps + j, at, r);
-            sum = sum * factor[0] * factor[1];
-            const long long to = product_of(mine.first + at) * n + row;
-            if (partial) partial[(long long)blockIdx.z * tokens * n + to] = sum;
-            else store(y + to, sum + bias_at<T>(bias, bias_kind, row));
+#pragma unroll
+                for (int e = 0; e < EIGHTS; ++e) {
+                    const float4 v = shared_at<float4>(from + j * SUMS + e * EIGHT_TOKENS);
+                    sum[e][0] += v.x, sum[e][1] += v.y, sum[e][2] += v.z, sum[e][3] += v.w;
+                }
+            const Group mine = my_group();
+            const float scale = factor[0] * factor[1];
+#pragma unroll
+            for (int i = 0; i < EIGHTS * 4; ++i) {
+                const int at = i / 4 * TOKENS + t * 2 + i % 2;
+                const int row = (my_first + before * teams) * ITEM_ROWS + my_row + i / 2 % 2 * 8;
+                if (at >= mine.count || (!EVEN && row >= n)) continue;
+                const float product = sum[i / 4][i % 4] * scale;
+                const long long to = product_of(mine.first + at) * n + row;
+                if (partial) partial[(long long)blockIdx.z * tokens * n + to] = product;
+                else store(y + to, product + bias_at<T>(bias, bias_kind, row));
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring + slot * 16 + 8);
         }
+        if (pass >= LATER) turn = turn == 0 ? cut.warps - 1 : turn - 1;
     }
 #endif
 }

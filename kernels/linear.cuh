@@ -130,6 +130,43 @@ __device__ __forceinline__ void copy_async_if(unsigned address, const char* glob
 #endif
 }
 
+// ... and zeros behind the first `bytes` of them.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_or_zero(unsigned address, const char* global, int bytes) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(global), "r"(bytes), "n"(BYTES)
+                     : "memory");
+#endif
+}
+
+// One lane of a warp, all of whose lanes are here.
+__device__ __forceinline__ bool elected() {
+#if __CUDA_ARCH__ >= 900
+    unsigned mine;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(mine));
+    return mine;
+#else
+    return threadIdx.x % WARP == 0;
+#endif
+}
+
+// barrier_wait for any architecture that has barriers.
+__device__ __forceinline__ void ring_wait(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+    barrier_wait(barrier, parity);
+#elif __CUDA_ARCH__ >= 800
+    asm volatile(
+        "{ .reg .pred done; again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;"
+        " @!done bra again; }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+#endif
+}
+
 // 4 bytes from global to shared memory, as copy_async moves 16.
 __device__ __forceinline__ void copy_word_async(unsigned* shared, const unsigned* global) {
 #if __CUDA_ARCH__ >= 800
@@ -192,12 +229,20 @@ __device__ __forceinline__ A shared_at(unsigned address) {
         asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
         return v;
     } else {
-        A v;
+        uint4 v;
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                      : "r"(address));
-        return v;
+        return *reinterpret_cast<A*>(&v);
     }
+}
+
+__device__ __forceinline__ void store_shared(unsigned address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+__device__ __forceinline__ void store_shared(unsigned address, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
 }
 
 // The same number, of which the compiler does not know where it comes from: it stays in a register.
@@ -272,6 +317,14 @@ struct Kbit {
 #pragma unroll
             for (int p = 0; p < K; ++p) word[p] = shared_at<unsigned>(source + 4 * p);
         }
+    }
+
+    // The same of item `j` of two whose rows, of 128 bytes, are permuted; `from` is where this lane begins in the first,
+    // less `behind`.
+    __device__ __forceinline__ static void read_turned(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
+        static_assert(K == 4, "rows of 64 bytes");
+        const uint4 v = shared_at<uint4>((from ^ j * ITEM_BYTES) + behind);
+        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
     }
 
     // The x that a lane needs for an item, of which `left` elements are there; `x` is that of the lane's token.
@@ -470,6 +523,15 @@ struct Table4 {
                 const unsigned half = shared_at<unsigned short>(source);
                 word[j / 2] = j % 2 ? word[j / 2] | half << 16 : half;
             }
+        }
+    }
+
+    __device__ __forceinline__ static void read_turned(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
+        static_assert(SUB == 64, "pieces of 8 bytes");
+#pragma unroll
+        for (int i = 0; i < SUBS; ++i) {
+            const uint2 v = shared_at<uint2>((from ^ (j * ITEM_BYTES + i * (SUB / 2))) + behind);
+            word[2 * i] = v.x, word[2 * i + 1] = v.y;
         }
     }
 
