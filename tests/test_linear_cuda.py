@@ -10,6 +10,8 @@ from inputs import BFLOAT16, same_values
 from test_linear import FORMATS, HALF, check, error, exact, naive, numbers, reference, weight
 
 import kbitcupy as kb
+from kbitcupy.bench_linear import random_weight
+from kbitcupy.linear import multiply_decoded
 
 pytestmark = pytest.mark.gpu
 MODULE = importlib.import_module("kbitcupy.linear")
@@ -163,6 +165,21 @@ def test_the_same_bits_every_time(cupy, format, shape):
         first = kb.linear_grouped(x, qs, ids)
         for _ in range(50):
             assert bool((kb.linear_grouped(x, qs, ids).view(np.uint16) == first.view(np.uint16)).all())
+
+
+@pytest.mark.parametrize("format", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "nf4 double"])
+def test_weights_that_keep_the_memory_busy(cupy, format):
+    """Copies that arrive while the numbers before them are still being read would show here."""
+    format = kb.get_format(format.split()[0], **({"double_quant": True} if " " in format else {}))
+    q = random_weight(format, (14336, 8192), cupy)
+    for m in (1, 8, 16, 64):
+        x = numbers((m, 8192), np.dtype("float16"), cupy) * np.float16(2**-6)
+        first, decoded = kb.linear(x, q), cupy.empty((m, 14336), np.float16)
+        multiply_decoded(x, q, decoded)
+        off = (first.astype(np.float32) - decoded.astype(np.float32)).get()
+        assert np.abs(off).max() <= 2.0**-5 * np.sqrt(np.mean(np.square(decoded.get().astype(np.float64))))
+        for _ in range(60):
+            assert bool((kb.linear(x, q).view(np.uint16) == first.view(np.uint16)).all())
 
 
 @pytest.mark.parametrize("format", ["kbit4", "nf4"])
