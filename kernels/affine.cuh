@@ -140,6 +140,7 @@ struct Geometry {
     long long n, row, run, per_row;
     long long count;           // scales
     long long columns, rows;   // COLUMNS: the array as a matrix whose rows are whole periods of the scales
+    double inverse;            // 1 / divisor
     LongDivision long_by_row;  // these three are valid unless `wide`
     ShortDivision by_row, by_run;
     int wide;  // row is below 8, or from 2^30 on, or run is 1: divide in 64 bits
@@ -470,6 +471,21 @@ struct Codes {
             word[i] = BYTES == 2 ? __byte_perm(byte[0], byte[1], 0x0040)
                                  : low_bytes(byte[4 * i], byte[4 * i + 1], byte[4 * i + 2], byte[4 * i + 3]);
     }
+    // Codes that integers in words, and `correction`, add up to.
+    __device__ __forceinline__ void pack_sums(const unsigned (&q)[SIZE], int correction) {
+        constexpr int PER_WORD = 32 / BITS;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            word[i] = correction * (BITS == 8 ? 0x01010101u : 0x11111111u);
+#pragma unroll
+            for (int j = 0; j < PER_WORD && i * PER_WORD + j < SIZE; ++j) word[i] += q[i * PER_WORD + j] << j * BITS;
+        }
+    }
+    // Codes without a sign as codes with one, for an offset of 2^(BITS - 1); offset 0: as they are.
+    __device__ __forceinline__ void flip(int offset) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) word[i] ^= offset * (BITS == 8 ? 0x01010101u : 0x11111111u);
+    }
     // As 2^23 + (code + offset), offset being 0 or 2^(BITS - 1), that is: without a sign. As floats these are exact.
     __device__ __forceinline__ void unpack(bool with_sign, float (&v)[SIZE]) const {
         const unsigned flip = !with_sign ? 0u : BITS == 8 ? 0x80808080u : 0x08080808u;
@@ -724,10 +740,7 @@ struct Quantize : Operation<T, true> {
         if (!usable) return false;
         Codes<BITS, SIZE> packed;
         packed.pack_bytes(q);
-        if (BITS == 4 && offset) {
-#pragma unroll
-            for (int w = 0; w < packed.WORDS; ++w) packed.word[w] ^= 0x88888888u;
-        }
+        packed.flip(offset);
         packed.template store<ALIGNED>(codes + i * BITS / 8);
         return true;
     }

@@ -16,24 +16,27 @@ struct Range {
     using Bits = typename Compute<C>::Bits;
     Bits high, low;
 
+    // A width over the divisor of ranges: a float64 that is made of two C.
+    __device__ __forceinline__ static double part_of(double width, const Geometry& g) {
+        if constexpr (sizeof(C) == 8) return divide_ieee(width, double(g.divisor));
+        const double q = __dmul_rn(width, g.inverse);  // as short_division
+        return __fma_rn(-__fma_rn(q, double(g.divisor), -width), g.inverse, q);
+    }
+
     // Of ends that keep it (see Ends).
     __device__ __forceinline__ bool has_nan() const { return max(high, low) > largest_finite(C(0)) + 1; }
     __device__ __forceinline__ void join(const Range& other) {
         high = max(high, other.high), low = max(low, other.low);
     }
     // Scale and zero point by the contract; infinities count as the largest finite number.
-    __device__ __forceinline__ void parameters(const Geometry& g, C& scale, int& zero) const {
+    __device__ __forceinline__ Parameters<C> parameters(const Geometry& g) const {
         const C up = from_bits(min(high, largest_finite(C(0)))), down = from_bits(min(low, largest_finite(C(0))));
-        scale = C(1), zero = g.symmetric ? g.zero : g.qmin;
-        if ((high | low) == 0) return;
-        if (g.symmetric) {
-            scale = divide(larger(up, down), C(g.divisor));
-            return;
-        }
-        const C width = narrow(fmin(widen(up) + widen(down), from_bits(largest_finite(0.0))) / g.divisor, C(0));
-        scale = smaller(width, from_bits(largest_finite(C(0))));
+        if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin};
+        if (g.symmetric) return {divide(larger(up, down), C(g.divisor)), g.zero};
+        const C width = narrow(part_of(fmin(widen(up) + widen(down), from_bits(largest_finite(0.0))), g), C(0));
+        const C scale = smaller(width, from_bits(largest_finite(C(0))));
         const C s = usable(scale), steps = magnitude_bits(s) == 0 ? C(0) : C(rint(divide(down, s)));
-        zero = g.qmin + int(smaller(steps, C(g.qmax - g.qmin)));
+        return {scale, g.qmin + int(smaller(steps, C(g.qmax - g.qmin)))};
     }
 };
 
@@ -49,7 +52,7 @@ struct Ends {
         const C found = larger(a, b);
         return STRICT && a != a ? a : STRICT && b != b ? b : found;
     }
-    // BOTH: as the range wants it; else high becomes the largest magnitude.
+    // BOTH: as the range wants it; else the larger end is the largest magnitude.
     template <bool BOTH, int SIZE>
     __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, int piece) {
         constexpr auto SIGN = typename Compute<C>::Bits(1) << (sizeof(C) * 8 - 1);
@@ -63,33 +66,14 @@ struct Ends {
 template <typename T, bool STRICT>
 struct PairEnds {
     static constexpr int PIECE = 2;
-    unsigned high = 0, low = 0;
+    unsigned high = 0, low = 0;  // the largest and the smallest x
 
-    __device__ __forceinline__ static unsigned larger_pair(unsigned a, unsigned b) {
-        const auto pair =
-            STRICT ? __hmax2_nan(Word<T>::as(a), Word<T>::as(b)) : __hmax2(Word<T>::as(a), Word<T>::as(b));
-        return *reinterpret_cast<const unsigned*>(&pair);
-    }
-    // The larger magnitudes, with any signs.
-    __device__ __forceinline__ static unsigned larger_magnitudes(unsigned a, unsigned b) {
-#if __CUDA_ARCH__ >= 860
-        unsigned r;
-        if constexpr (SameType<T, __half>::VALUE && STRICT)
-            asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-        else if constexpr (SameType<T, __half>::VALUE)
-            asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-        else if constexpr (STRICT) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-        else asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-        return r;
-#else
-        return larger_pair(a, b & 0x7fff7fffu);
-#endif
-    }
     template <bool BOTH, int SIZE>
     __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, int piece) {
-        const unsigned pair = unit.word[piece];
-        if constexpr (!BOTH) high = larger_magnitudes(high, pair);
-        else high = larger_pair(high, pair), low = larger_pair(low, pair ^ 0x80008000u);
+        const auto pair = Word<T>::as(unit.word[piece]), up = Word<T>::as(high), down = Word<T>::as(low);
+        const auto more = STRICT ? __hmax2_nan(up, pair) : __hmax2(up, pair);
+        const auto less = STRICT ? __hmin2_nan(down, pair) : __hmin2(down, pair);
+        high = *reinterpret_cast<const unsigned*>(&more), low = *reinterpret_cast<const unsigned*>(&less);
     }
     __device__ __forceinline__ Range<float> of(int j) const {
         return {magnitude_bits(Word<T>::get(high, j)), magnitude_bits(Word<T>::get(low, j))};
@@ -126,9 +110,10 @@ struct Gather {
             for (int i = 0; i < PIECES; ++i) ends.template add<false>(unit, i);
         }
     }
-    __device__ __forceinline__ Range<C> range() const {
+    __device__ __forceinline__ Range<C> range(bool both) const {
         Range<C> range = ends.of(0);
         if constexpr (Ends<T, STRICT>::PIECE == 2) range.join(ends.of(1));
+        if (!both) range.high = max(range.high, range.low);
         return range;
     }
 };
@@ -205,7 +190,7 @@ __global__ void __launch_bounds__(
         long long mine = -1;  // the block whose range is being gathered
         Gather<T, false> gather;
         auto flush = [&] {
-            Range<C> range = gather.range();
+            Range<C> range = gather.range(low);
             if (__all_sync(FULL_WARP, mine == __shfl_sync(FULL_WARP, mine, 0))) {
                 join_lanes(range, WARP, low);
                 if (threadIdx.x % WARP != 0) return;
@@ -275,7 +260,8 @@ __global__ void __launch_bounds__(
             __syncthreads();
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
-                const Range<C> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
+                Range<C> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
+                if (!low) range.high = max(range.high, range.low);
                 highs[j * PITCH + threadIdx.x] = range.high, lows[j * PITCH + threadIdx.x] = range.low;
             }
             __syncthreads();
@@ -317,7 +303,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
             for (int u = 0; u < DEPTH; ++u) gather.add(unit[u], low);
         }
     }
-    Range<C> range = gather.range();
+    Range<C> range = gather.range(low);
     // What is left: the end of the array, or all of it.
     const long long step = (long long)gridDim.x * AFFINE_THREADS;
     for (long long i = (is_aligned(x) ? g.n / TILE_SIZE * TILE_SIZE : 0) + blockIdx.x * AFFINE_THREADS + threadIdx.x;
@@ -342,20 +328,18 @@ __global__ void finish_range_affine(
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < g.count; i += step) {
         const Range<C> range{high[i], low ? low[i] : 0};
-        C s;
-        int zero;
-        range.parameters(g, s, zero);
-        scale[i] = s;
-        if (zero_point) zero_point[i] = zero;
+        const Parameters<C> found = range.parameters(g);
+        scale[i] = found.scale;
+        if (zero_point) zero_point[i] = found.zero;
     }
 }
 
 // ---- ranges on chip ------------------------------------------------------------------------------------------------
 //
-// x is read once where a block stays in registers from the search of its range to its codes. Three kernels share the
-// lengths of blocks: 32 elements a lane (up to 1024 elements, a power of two), a team of lanes (up to 1024, any
-// multiple of eight), a thread block (beyond). What fits none of them is read twice: find_range_affine, then
-// quantize_affine.
+// x is read once where a block stays on chip from the search of its range to its codes. Three kernels share the lengths
+// of blocks: 32 elements a lane (up to 1024 elements, a power of two), a team of lanes that holds a block in registers
+// (up to 1024, any multiple of eight), a thread block that holds it in shared memory (beyond). What fits none of them
+// is read twice: find_range_affine, then quantize_affine.
 
 // What quantizes the units of a block by the block's own range.
 template <typename T, int BITS>
@@ -368,41 +352,51 @@ struct Own {
     int zero;
     bool quick;  // all units of the block are
 
-    __device__ __forceinline__ Own(const T* x, unsigned char* codes, const Geometry& g, const Range<C>& range)
-        : x(x), codes(codes), g(g) {
-        range.parameters(g, s, zero);
-        quick = is_ordinary(s);
+    __device__ __forceinline__ Own(const T* x, unsigned char* codes, const Geometry& g, Parameters<C> from)
+        : x(x), codes(codes), g(g), s(from.scale), zero(from.zero), quick(is_ordinary(s)) {
         if constexpr (sizeof(C) == 4) r = short_reciprocal(s);
     }
 
-    // Numbers of a block of an ordinary scale. Neither do quotients overflow, nor do they leave a range with as many
-    // steps below the zero point as above it.
-    template <int SIZE>
-    __device__ __forceinline__ Codes<BITS, SIZE> level(const Unit<T, SIZE>& unit) const {
-        const int offset = BITS == 4 && g.qmin < 0 ? 8 : 0;  // as in Quantize
+    // Whether the zero point is an even number, which moves no tie, with as many steps below it as above: then nothing
+    // leaves the range.
+    __device__ __forceinline__ static bool is_plain(const Geometry& g) {
+        return sizeof(T) < 8 && g.symmetric && g.zero % 2 == 0 && g.zero - g.divisor >= g.qmin;
+    }
+
+    // Numbers of a block of an ordinary scale, whose quotients do not overflow. PLAIN: see above.
+    template <bool PLAIN, int SIZE>
+    __device__ __forceinline__ Codes<BITS, SIZE> level_as(const Unit<T, SIZE>& unit) const {
+        constexpr int HALF = 1 << (BITS - 1);
+        // Makes codes positive, which lets them be added up.
+        const int offset = (BITS == 4 || !PLAIN) && g.qmin < 0 ? HALF : 0;
         unsigned q[SIZE];
+        Codes<BITS, SIZE> packed;
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
             for (int j = 0; j < SIZE; ++j)
                 q[j] = int(clamped(steps_of(unit.get(j), s), C(g.qmin - zero), C(g.qmax - zero))) + zero + offset;
-        } else if (g.symmetric && g.zero % 2 == 0 && g.zero - g.divisor >= g.qmin) {
-            const float rounder = beside_rounder(g.zero + offset);  // even, so ties go where they go without it
+            packed.pack_sums(q, 0);
+        } else if constexpr (PLAIN) {
+            const float rounder = beside_rounder(g.zero + offset);
 #pragma unroll
             for (int j = 0; j < SIZE; ++j)
                 q[j] = __float_as_uint(__fadd_rn(short_division(unit.get(j), s, r), rounder));
+            packed.pack_bytes(q);
         } else {
-            const Rounding rounding(offset, g.qmin + offset, g.qmax + offset);
+            const float low = beside_rounder(g.qmin - zero), high = beside_rounder(g.qmax - zero);
 #pragma unroll
-            for (int j = 0; j < SIZE; ++j)
-                q[j] = __float_as_uint(rounding.clamped(rounding(short_division(unit.get(j), s, r), float(zero))));
+            for (int j = 0; j < SIZE; ++j) {
+                const float sum = __fadd_rn(short_division(unit.get(j), s, r), ROUNDER);
+                q[j] = __float_as_uint(fminf(fmaxf(sum, low), high));
+            }
+            packed.pack_sums(q, zero + offset - __float_as_int(ROUNDER));
         }
-        Codes<BITS, SIZE> packed;
-        packed.pack_bytes(q);
-        if (BITS == 4 && offset) {
-#pragma unroll
-            for (int w = 0; w < packed.WORDS; ++w) packed.word[w] ^= 0x88888888u;
-        }
+        packed.flip(offset);
         return packed;
+    }
+    template <int SIZE>
+    __device__ __forceinline__ Codes<BITS, SIZE> level(const Unit<T, SIZE>& unit) const {
+        return is_plain(g) ? level_as<true>(unit) : level_as<false>(unit);
     }
 
     __device__ __forceinline__ void note(long long block, C* scale, int* zero_point) const {
@@ -431,7 +425,7 @@ __device__ __forceinline__ void find_ranges(
     for (int v = 0; v < SLOTS; ++v) gather[EACH == 1 ? 0 : v].add(unit[v], both);
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
-        range[b] = gather[b].range();
+        range[b] = gather[b].range(both);
         join_lanes(range[b], team, both);
     }
 }
@@ -487,7 +481,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
         if (length[b] == 0) continue;
-        const Own<T, BITS> own(x, codes, g, range[b]);
+        const Own<T, BITS> own(x, codes, g, range[b].parameters(g));
         if (lane == 0) own.note(first + b * teams, scale, zero_point);
         if (own.quick && !nan) {
 #pragma unroll
@@ -501,95 +495,136 @@ __global__ void __launch_bounds__(
     }
 }
 
-// Join the ranges of the threads of a thread block, at most 1024; of_warps is shared memory.
-template <typename C>
-__device__ __forceinline__ void join_threads(Range<C>& range, bool both, Range<C>* of_warps) {
-    join_lanes(range, WARP, both);
-    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = range;
-    __syncthreads();
-    range = of_warps[min(threadIdx.x % WARP, blockDim.x / WARP - 1)];
-    join_lanes(range, WARP, both);
+constexpr int ROW_THREADS = 512;  // the most of a thread block below
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_chunk(unsigned address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
 }
 
-// The most threads of a thread block that holds a long block, as registers allow.
-template <typename T, int SLOTS>
-constexpr int ROW_THREADS = sizeof(T) == 8 ? 256
-                            : SLOTS > 4    ? 512
-                                           : 1024;
+// As copy_async, to an address.
+__device__ __forceinline__ void copy_chunk(unsigned address, const uint4* global) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+#else
+    const uint4 v = __ldcs(global);
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+#endif
+}
 
-// The same with a block of `run` elements, all of them whole, for a thread block. It takes one after the other: while
-// it works on one in its registers, the next is on its way to shared memory, where each warp has a place of its own.
+// A block in shared memory, as this thread sees it. A warp copies what its lanes read, in order.
+template <typename T>
+struct Row {
+    static constexpr int CHUNKS = UNIT * sizeof(T) / 16;  // of a unit
+    int units;
+    unsigned place;  // address of this lane's first chunk
+
+    __device__ __forceinline__ Row(const uint4* chunks, int units) : units(units) {
+        place = static_cast<unsigned>(__cvta_generic_to_shared(chunks)) + threadIdx.x * CHUNKS * 16;
+        asm volatile("" : "+r"(place));  // not worked out again and again
+    }
+    __device__ __forceinline__ void copy(const T* x) const {
+        const int lane = threadIdx.x % WARP, first = (threadIdx.x - lane) * CHUNKS + lane;
+        const uint4* source = reinterpret_cast<const uint4*>(x) + first;
+        unsigned target = place - lane * (CHUNKS - 1) * 16;
+        for (int chunk = first; chunk < units * CHUNKS; chunk += CHUNKS * blockDim.x) {
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i)
+                if (i == 0 || chunk + i * WARP < units * CHUNKS) copy_chunk(target + i * WARP * 16, source + i * WARP);
+            target += CHUNKS * blockDim.x * 16, source += CHUNKS * blockDim.x;
+        }
+    }
+    __device__ __forceinline__ static void read(unsigned from, Unit<T>& unit) {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            const uint4 chunk = load_chunk(from + i * 16);
+            unit.word[4 * i] = chunk.x, unit.word[4 * i + 1] = chunk.y;
+            unit.word[4 * i + 2] = chunk.z, unit.word[4 * i + 3] = chunk.w;
+        }
+    }
+    // The range of this thread's units.
+    template <bool STRICT>
+    __device__ __forceinline__ Range<typename Compute<T>::Type> range(bool both) const {
+        Gather<T, STRICT> gather;
+        unsigned from = place;
+#pragma unroll 4
+        for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
+            Unit<T> unit;
+            read(from, unit);
+            gather.add(unit, both);
+        }
+        return gather.range(both);
+    }
+    // Its codes, from where `codes` has those of this thread's first unit.
+    template <bool PLAIN, int BITS>
+    __device__ __forceinline__ void quantize(const Own<T, BITS>& own, unsigned char* codes) const {
+        unsigned from = place;
+#pragma unroll 1
+        for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
+            Unit<T> unit;
+            read(from, unit);
+            own.template level_as<PLAIN>(unit).template store<true>(codes);
+            codes += blockDim.x * (UNIT * BITS / 8);
+        }
+    }
+};
+
+// The same with a thread block for each block of `run` elements, all of them whole: shared memory holds it, and is read
+// once for its range and once for its codes.
 //
 // Arguments as quantize_dynamic_affine.
-template <typename T, int BITS, int SLOTS>
-__global__ void __launch_bounds__(ROW_THREADS<T, SLOTS>, 1) quantize_rows_affine(
-    const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point,
-    const __grid_constant__ Geometry g) {
+template <typename T, int BITS>
+__global__ void __launch_bounds__(
+    ROW_THREADS, sizeof(T) == 2   ? 3
+                 : sizeof(T) == 4 ? 2
+                                  : 1)
+    quantize_rows_affine(
+        const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point,
+        const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
-    constexpr int CHUNKS = UNIT * sizeof(T) / 16;
     extern __shared__ __align__(128) uint4 dynamic[];
-    __shared__ Range<C> of_warps[3][32];
+    __shared__ Range<C> of_warps[ROW_THREADS / WARP];
+    __shared__ Parameters<C> found;
+    __shared__ bool nan;
     const bool both = !g.symmetric;
-    const int length = static_cast<int>(g.run);
-    // A warp copies what its lanes are going to read, in order: a slot of all threads holds neighbours.
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x - lane;
-    auto fetch = [&](long long block) {
-        const uint4* source = reinterpret_cast<const uint4*>(x + block * length);
-#pragma unroll 4  // where copies stop in registers these are few
-        for (int v = 0; v < SLOTS; ++v) {
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                const int chunk = (v * blockDim.x + warp) * CHUNKS + i * WARP + lane;
-                if (chunk * (UNIT / CHUNKS) < length) copy_async(dynamic + chunk, source + chunk);
-            }
-        }
-    };
-    const Run blocks(g.count);
-    if (blocks.first < blocks.end) fetch(blocks.first);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const long long first = blockIdx.x * g.run;
+    const Row<T> row(dynamic, static_cast<int>(g.run / UNIT));
+    row.copy(x + first);
     close_copies();
-    for (long long block = blocks.first; block < blocks.end; ++block) {
-        copies_arrived<0>();
-        __syncwarp();
-        Unit<T> unit[SLOTS] = {};
-        Gather<T, true> gather;
-#pragma unroll
-        for (int v = 0; v < SLOTS; ++v) {
-            const int first = v * blockDim.x + threadIdx.x;
-            if (first * UNIT >= length) continue;
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                const uint4 chunk = dynamic[first * CHUNKS + i];
-                unit[v].word[4 * i] = chunk.x, unit[v].word[4 * i + 1] = chunk.y;
-                unit[v].word[4 * i + 2] = chunk.z, unit[v].word[4 * i + 3] = chunk.w;
-            }
+    copies_arrived<0>();
+    __syncwarp();
+    // The first warp makes scale and zero point of the ranges of all threads.
+    auto meet = [&](Range<C> range) {
+        join_lanes(range, WARP, both);
+        if (lane == 0) of_warps[warp] = range;
+        __syncthreads();
+        if (warp == 0) {
+            range = of_warps[min(lane, warps - 1)];
+            join_lanes(range, WARP, both);
+            if (lane == 0) found = range.parameters(g), nan = range.has_nan();
         }
-        __syncwarp();
-        if (block + 1 < blocks.end) fetch(block + 1);
-        close_copies();
-#pragma unroll
-        for (int v = 0; v < SLOTS; ++v) gather.add(unit[v], both);
-        Range<C> range = gather.range();
-        join_threads(range, both, of_warps[block & 1]);
-        const bool nan = range.has_nan();
-        if (nan) {
-            Gather<T, false> numbers;
-#pragma unroll
-            for (int v = 0; v < SLOTS; ++v) numbers.add(unit[v], both);
-            range = numbers.range();
-            join_threads(range, both, of_warps[2]);
-        }
-        const Own<T, BITS> own(x, codes, g, range);
-        if (threadIdx.x == 0) own.note(block, scale, zero_point);
-        if (own.quick && !nan) {
-#pragma unroll
-            for (int v = 0; v < SLOTS; ++v) {
-                const int e = (v * blockDim.x + threadIdx.x) * UNIT;
-                if (e < length) own.store(unit[v], block * length + e);
-            }
-        } else {
+        __syncthreads();
+    };
+    meet(row.template range<true>(both));
+    const bool careful = nan;
+    if (careful) meet(row.template range<false>(both));
+    const Own<T, BITS> own(x, codes, g, found);
+    if (threadIdx.x == 0) own.note(blockIdx.x, scale, zero_point);
+    unsigned char* mine = codes + (first + threadIdx.x * UNIT) * BITS / 8;
+    if (careful || !own.quick) {
 #pragma unroll 1
-            for (int e = threadIdx.x * UNIT; e < length; e += blockDim.x * UNIT) own.careful(block * length + e, UNIT);
-        }
+        for (int e = threadIdx.x * UNIT; e < g.run; e += blockDim.x * UNIT) own.careful(first + e, UNIT);
+    } else if (Own<T, BITS>::is_plain(g)) {
+        row.template quantize<true>(own, mine);
+    } else {
+        row.template quantize<false>(own, mine);
     }
 }
 
@@ -621,16 +656,16 @@ __global__ void __launch_bounds__(LANE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize
         tile.read_row(lane, unit.word);
         Gather<T, true> gather;
         gather.add(unit, both);
-        Range<float> range = gather.range();
+        Range<float> range = gather.range(both);
         join_lanes(range, lanes, both);
         const bool nan = __any_sync(FULL_WARP, range.has_nan());
         if (nan) {
             Gather<T, false> numbers;
             numbers.add(unit, both);
-            range = numbers.range();
+            range = numbers.range(both);
             join_lanes(range, lanes, both);
         }
-        const Own<T, BITS> own(x, codes, g, range);
+        const Own<T, BITS> own(x, codes, g, range.parameters(g));
         const long long row = t * WARP + lane;
         if (row < rows && lane % lanes == 0) own.note(row / lanes, scale, zero_point);
         if (__all_sync(FULL_WARP, own.quick && !nan)) {
@@ -714,11 +749,9 @@ __global__ void percentile_affine(
             range.high = high & SIGN ? high ^ SIGN : 0, range.low = low & SIGN ? low ^ SIGN : 0;
         }
         if (threadIdx.x == 0) {
-            C s;
-            int zero;
-            range.parameters(g, s, zero);
-            scale[block] = s;
-            if (zero_point) zero_point[block] = zero;
+            const Parameters<C> found = range.parameters(g);
+            scale[block] = found.scale;
+            if (zero_point) zero_point[block] = found.zero;
         }
     }
 }

@@ -735,15 +735,11 @@ _FIND_ROWS = 64
 # Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
 _FIND_ROUNDS = 16
 _WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
-# Of kernels that hold blocks in registers: units of a thread (many for the longest blocks of 16-bit elements), threads
-# of teams; the most units of a team, of a thread block with few units a thread, of any.
-_SLOTS, _MANY_SLOTS, _TEAM_THREADS = 4, 16, 128
-_OF_TEAM = 64
-_OF_FEW_SLOTS = {2: 2048, 4: 4096, 8: 1024}
+# Of teams of lanes that hold blocks in registers: units of a lane, threads of a thread block.
+_SLOTS, _TEAM_THREADS = 4, 128
+# Of thread blocks that hold a block in shared memory: the most threads, about how many units each has, the most units.
+_ROW_THREADS, _ROW_UNITS = 512, 8
 _ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
-# Blocks that a thread block takes one after the other, where it has little to compute and else. Long runs overlap more,
-# short ones keep what is under way together in memory.
-_ROW_ROUNDS, _BUSY_ROW_ROUNDS = {_SLOTS: 4, _MANY_SLOTS: 2}, 8
 _STATIC_BYTES = 2048  # at most, of shared memory
 # Blocks of so many elements are held 32 elements a lane.
 _LANE_BLOCKS = tuple(32 << j for j in range(6))
@@ -787,8 +783,7 @@ KERNELS = (
     Template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
     Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
     Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
-    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"), (str(_SLOTS),))),
-    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY[:2], ("8", "4"), (str(_MANY_SLOTS),))),
+    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"))),
     Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
     Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
 )
@@ -796,6 +791,7 @@ KERNELS = (
 _GEOMETRY = np.dtype(
     [
         *((name, "i8") for name in ("n", "row", "run", "per_row", "count", "columns", "rows")),
+        ("inverse", "f8"),
         ("long_by_row", "u8"),
         *((name, [("magic", "u4"), ("shift", "i4")]) for name in ("by_row", "by_run")),
         *((name, "i4") for name in ("wide", "qmin", "qmax", "margin", "zero", "divisor", "symmetric")),
@@ -842,6 +838,7 @@ class _Geometry:
         if not struct["wide"]:
             struct["long_by_row"] = -(-(1 << 63 + (row - 1).bit_length()) // row)
         struct["qmin"], struct["qmax"], struct["margin"] = levels.qmin, levels.qmax, margin
+        struct["inverse"] = 1 / levels.divisor if levels.divisor else 0
         struct["zero"], struct["divisor"], struct["symmetric"] = levels.zero, levels.divisor, levels.symmetric
         self._struct = struct
         self.argument = _cuda.by_value(struct)
@@ -1006,20 +1003,25 @@ def _dynamic_launch(
     if size < 8 and run in _LANE_BLOCKS and whole:
         kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
         return kernel, -(-blocks.size // (32 * _THREADS)), (np.int32(run // 32), geometry.argument), geometry
-    if units <= _OF_TEAM or (units <= 32 * _SLOTS and not whole):
+    if units <= 32 * _SLOTS:
         each = _SLOTS if units <= _SLOTS else 1
         team = 1 << (-(-units * each // _SLOTS) - 1).bit_length()
         kernel = _kernel("quantize_dynamic_affine", (*axes, str(each)), _TEAM_THREADS)
         units = -(-blocks.count // (_TEAM_THREADS // team * each))
         return kernel, units, (np.int32(team), geometry.argument), geometry
-    slots = _SLOTS if units <= _OF_FEW_SLOTS[size] else _MANY_SLOTS
-    threads = -(-units // (32 * slots)) * 32
-    shared = slots * _UNIT * threads * size
-    if not whole or shared + _STATIC_BYTES > memory:
+    if not whole or run * size + _STATIC_BYTES > memory:
         return None
-    rounds = _ROW_ROUNDS[slots] if bits == 8 and levels.symmetric else _BUSY_ROW_ROUNDS
-    kernel = _kernel("quantize_rows_affine", (*axes, str(slots)), threads, rounds, shared)
+    kernel = _kernel("quantize_rows_affine", axes, _row_threads(units), 1, run * size)
     return kernel, blocks.count, (geometry.argument,), geometry
+
+
+def _row_threads(units: int) -> int:
+    """Threads for a block of so many units: whole warps, of which few are idle in the last round."""
+    most = min(_ROW_THREADS, -(-units // (32 * _ROW_UNITS)) * 64)
+    return min(
+        range(max(32, most // 128 * 32), most + 1, 32),
+        key=lambda threads: (-(-units // threads) * threads, abs(_ROW_UNITS * threads - units)),
+    )
 
 
 def _dynamic_cuda(
