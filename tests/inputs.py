@@ -64,3 +64,24 @@ def same_values(a, b):
     """Equal numbers, any NaN equal to any NaN, 0 equal to -0."""
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     return a.shape == b.shape and bool(((a == b) | (np.isnan(a) & np.isnan(b))).all())
+
+
+def repeated(cupy, piece, length):
+    """`piece` over and over along axis 0, on the device."""
+    x, source = cupy.empty((length, *piece.shape[1:]), piece.dtype), cupy.asarray(piece)
+    whole = length // len(piece) * len(piece)
+    x[:whole].reshape(-1, *piece.shape)[...] = source
+    x[whole:] = source[: length - whole]
+    return x
+
+
+def assert_repeats(found, piece):
+    """Every repetition in `found`, which is on a device, has the bytes of `piece`, and the last part of one, too."""
+    expected = type(found)(piece.shape, piece.dtype)
+    expected.set(piece)
+    whole, rows = len(found) // len(piece) * len(piece), max(1, (1 << 28) // piece.size) * len(piece)
+    unsigned = f"u{piece.dtype.itemsize}"
+    for start in range(0, whole, rows):
+        part = found[start : min(start + rows, whole)].view(unsigned)
+        assert bool((part.reshape(-1, *piece.shape) == expected.view(unsigned)).all())
+    assert bool((found[whole:].view(unsigned) == expected[: len(found) - whole].view(unsigned)).all())

@@ -8,6 +8,7 @@ import pytest
 from affine_inputs import BFLOAT16, CASES, DTYPES, MASKS, block_numbers, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import assert_repeats, repeated
 
 import kbitcupy as kb
 from kbitcupy import affine
@@ -413,16 +414,10 @@ def test_a_call_costs_little_beside_its_launches(cupy):
 @pytest.mark.parametrize("granularity", ["tensor", "token", ("channel", 0), ("channel", 1), ("group", 128)], ids=str)
 def test_more_than_two_to_the_31_elements(cupy, large_memory, granularity):
     large_memory(30)
-    period, times = 1 << 20, (1 << 11) + 1
     piece = numbers("normal", (256, 4096), np.dtype("float16"))
-    x = cupy.empty((256 * times, 4096), "f2")
-    x.reshape(times, 256, 4096)[...] = cupy.asarray(piece)
-    q = kb.quantize(x, "int8", granularity=granularity)
-    wanted = kb.quantize(piece, "int8", granularity=granularity)
-    codes = q.planes["codes"].reshape(times, period)
-    assert bool((codes == cupy.asarray(wanted.planes["codes"])).all())
-    repeats = q.planes["scale"].size // wanted.planes["scale"].size
-    assert same(q.planes["scale"], np.tile(wanted.planes["scale"], repeats))
+    x = repeated(cupy, piece, (1 << 19) + 256)
+    q, wanted = (kb.quantize(each, "int8", granularity=granularity) for each in (x, piece))
+    for name in ("codes", "scale"):
+        assert_repeats(q.planes[name], wanted.planes[name])
     kb.dequantize(q, out=x)
-    expected = cupy.asarray(wanted.dequantize())
-    assert bool((x.reshape(times, 256, 4096) == expected).all())
+    assert_repeats(x, wanted.dequantize())

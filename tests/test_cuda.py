@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import ABSMAX, BFLOAT16, CODEBOOKS, DTYPES, KINDS, SIZES, codebook, make, same_values
+from inputs import (
+    ABSMAX,
+    BFLOAT16,
+    CODEBOOKS,
+    DTYPES,
+    KINDS,
+    SIZES,
+    assert_repeats,
+    codebook,
+    make,
+    repeated,
+    same_values,
+)
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
@@ -438,27 +450,10 @@ def test_more_than_two_to_the_31_elements(cupy, large_memory, k, dtype):
     piece = make("normal", period, np.dtype("float32")).astype(BFLOAT16 if dtype == "bfloat16" else dtype)
     piece[0] = 4.75  # the largest of every repetition, and of the tail
     wanted = kb.quantize(piece, f"kbit{k}")
-    x = cupy.empty(size, piece.dtype)
-    whole = size // period * period
-    x[:whole].reshape(-1, period)[...] = cupy.asarray(piece)
-    x[whole:] = cupy.asarray(piece[:64])
-    q = kb.quantize(x, f"kbit{k}")
-    del x
+    q = kb.quantize(repeated(cupy, piece, size), f"kbit{k}")
     for name in ("packed", "absmax"):
-        plane, expected = q.planes[name], cupy.asarray(wanted.planes[name])
-        cut = size // period * expected.size
-        assert bool((plane[:cut].reshape(-1, expected.size) == expected).all())
-        assert bool((plane[cut:] == expected[: plane.size - cut]).all())
-    y, expected = q.dequantize(), cupy.asarray(wanted.dequantize())
-    for start in range(0, whole, 1 << 28):
-        part = y[start : min(start + (1 << 28), whole)].reshape(-1, period)
-        assert bool(
-            (
-                part.view("i2" if part.dtype.itemsize == 2 else "i4")
-                == expected.view("i2" if part.dtype.itemsize == 2 else "i4")
-            ).all()
-        )
-    assert bool((y[whole:] == expected[:64]).all())
+        assert_repeats(q.planes[name], wanted.planes[name])
+    assert_repeats(q.dequantize(), wanted.dequantize())
 
 
 def test_compile_errors_say_what_and_where(cupy):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from inputs import make, same_values
+from inputs import assert_repeats, make, repeated, same_values
 
 import kbitcupy as kb
 from kbitcupy import affine
@@ -19,24 +19,9 @@ def rows(cupy, large_memory):
     """ROWS x COLUMNS of float16, a repetition of the rows of the second array, which is on the host."""
     large_memory(30)
     piece = make("normal", PERIOD * COLUMNS, np.dtype("float16")).reshape(PERIOD, COLUMNS)
-    x = cupy.empty((ROWS, COLUMNS), np.float16)
-    x.reshape(-1)[...] = cupy.resize(cupy.asarray(piece).reshape(-1), x.size)
-    held = [x, piece]
-    del x
+    held = [repeated(cupy, piece, ROWS), piece]
     yield held
     held.clear()  # pytest keeps the list a little longer
-
-
-def assert_repeats(found, piece):
-    """Every repetition in `found` has the bytes of `piece`."""
-    expected = type(found)(piece.shape, piece.dtype)
-    expected.set(piece)
-    whole = len(found) // len(piece) * len(piece)
-    unsigned = f"u{piece.dtype.itemsize}"
-    for start in range(0, whole, 256 * len(piece)):
-        part = found[start : min(start + 256 * len(piece), whole)].view(unsigned)
-        assert bool((part.reshape(-1, *piece.shape) == expected.view(unsigned)).all())
-    assert bool((found[whole:].view(unsigned) == expected[: len(found) - whole].view(unsigned)).all())
 
 
 @pytest.mark.parametrize(
