@@ -78,7 +78,7 @@ class Decoder:
 
     def shared_bytes_one(self, k: int, run: int, items: int, warps: int) -> int:
         """... of ``linear_one``."""
-        slots = warps * 2 * items * _ITEM_ROWS * (self.item_bytes + self.scale_bytes)
+        slots = warps * items * _ITEM_ROWS * (self.item_bytes + self.scale_bytes)
         return self._table_bytes + (0 if self.gaps else k * 2) + slots + (run + warps) * _ITEM_ROWS * 4
 
     @property
@@ -163,12 +163,12 @@ def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool
 
 def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
     """``ITEMS`` and warps of ``linear_one`` as `few_room` has them, for rows of `k` and `run` tiles a thread block."""
-    for warps, items in itertools.product((16, 8), (4, 2, 1)):
-        if k % (items * ITEM_K) or (items > 1 and not decoder.copied) or (decoder.gaps and k > _MOST_K):
+    for warps, items in itertools.product((16, 8), (4, 2)):
+        if k % (items * ITEM_K) or (items > 2 and not decoder.copied) or (decoder.gaps and k > _MOST_K):
             continue
         if decoder.shared_bytes_one(k, run, items, warps) <= room:
             return items, warps
-    return 1, 0
+    return 2, 0
 
 
 def _instances(eights: int, grouped: bool, even: bool, flow: int) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def _one_instances(even: bool) -> tuple[str, ...]:
         dict.fromkeys(
             f"{decoder.expression.format(T=T)}, {one_room(decoder, k, 16, room)[0]}, 16"
             for decoder in _decoders()
-            for k in ((8192,) if even else (256, 128))
+            for k in ((8192,) if even else (256,))
             for T in (HALF_CXX if even else HALF_CXX[:1])
         )
     )
@@ -515,14 +515,15 @@ class One(Fused):
         self.fits = n % _ITEM_ROWS == 0 and warps > 0 and _copies(device)
         if not self.fits:
             return
-        self._blocks = -(-n // (_ITEM_ROWS * self.run))
-        part = -(-self.run * (k // ITEM_K // items) // warps)
+        # All multiprocessors have some of them, `run` or one less.
+        self._blocks = min(n // _ITEM_ROWS, _cuda.multiprocessors(device))
         arguments = f"{decoder.expression.format(T=self._cxx)}, {items}, {warps}"
         shared = decoder.shared_bytes_one(k, self.run, items, warps)
-        sizes = (*(8,) * 9, *(4,) * 7, VALUES_BYTES, 128)
+        sizes = (*(8,) * 9, *(4,) * 6, VALUES_BYTES, 128)
         self._kernel = _kernel(f"linear_one<{arguments}>", 32 * warps, shared, sizes)
-        self._numbers = n, k, decoder.block, self.run, part, int(decoder.copied)
-        self._map = functools.partial(_map_of_weights, decoder, k, device)
+        self._numbers = n, k, decoder.block, self.run, int(decoder.copied)
+        box = 2 if decoder.item_bytes > 48 else items
+        self._map = functools.partial(_map_of_weights, decoder, k, device, box=box)
         self._alignments = (16, 16, min(16, items * decoder.scale_bytes) if decoder.copied else 1)
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
@@ -560,7 +561,7 @@ def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, 
         return _no_map(planes)
     packed, pitch = planes["packed"], k // ITEM_K * decoder.item_bytes
     rows = packed.nbytes // pitch
-    swizzled = box > 1 or decoder.swizzled
+    swizzled = box * decoder.item_bytes == 128 or (box == 1 and decoder.swizzled)
     return _tma.byte_matrix(packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, box * decoder.item_bytes, swizzled)
 
 

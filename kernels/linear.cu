@@ -1,5 +1,5 @@
 // Products with compressed weights: dequantize and multiply is written once, over a decoder.
-#include "linear.cuh"
+#include "linear_one.cuh"
 
 // Where the scales of a weight come from, and how a turn of them gets to shared memory: for each of `rows` rows the
 // bytes of `span` items.
@@ -550,39 +550,44 @@ __global__ void __launch_bounds__(512, 1) linear_few(
 }
 
 // y[n] = x[k] W[n, k]^T for one token; tiles are whole, and rows whole units of ITEMS items that begin at multiples of
-// 16 bytes. The rest is as in linear_few.
+// 16 bytes.
 //
 // Each thread block has a run of tiles of 16 rows, whose units of ITEMS items stand in a row, tile after tile; each
-// warp takes an equal part of them. x is in shared memory. The weights pass through two slots of a warp, and a warp
-// leaves a sum for each tile that it meets: at place tile + warp, which grows with every one of them. Those of a tile
-// are added up in their order.
+// warp takes an equal part of them. x is in shared memory, arranged. The weights pass through a slot of a warp, which
+// starts to copy a box of the next unit as soon as it has read that of this one. A warp leaves a sum for each tile that
+// it meets: at place tile + warp, which grows with every one of them. Those of a tile are added up in their order.
 template <typename Decoder, int ITEMS, int WARPS>
 __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
     const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
-    typename Decoder::Type* y, int bias_kind, int n, int k, int block, int run, int part, int copied,
+    typename Decoder::Type* y, int bias_kind, int n, int k, int block, int run, int copied,
     const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
 #if __CUDA_ARCH__ >= 800
     using T = typename Decoder::Type;
-    using Slot = ::Slot<Decoder>;
+    using One = OneToken<Decoder>;
+    using Box = ::Box<Decoder, ITEMS>;
+    using Line = ::Line<Decoder>;
     constexpr int UNIT = ITEMS * Decoder::ITEM_BYTES, SCALE_UNIT = ITEMS * Decoder::SCALE_BYTES;
-    constexpr int UNIT_BYTES = ITEMS * Slot::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
+    constexpr int UNIT_BYTES = Box::BOXES * Box::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
     constexpr int SCALE_PIECE = SCALE_UNIT < 16 ? SCALE_UNIT : 16, SCALE_PIECES = SCALE_UNIT / SCALE_PIECE;
-    using Rows = ::Rows<Decoder, ITEMS>;
+    constexpr bool SPREAD = Decoder::SPREAD_SCALES && ITEMS == 2;
     extern __shared__ uint4 dynamic[];
     const unsigned window = static_cast<unsigned>(__cvta_generic_to_shared(dynamic));
     char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
-    float* factor = reinterpret_cast<float*>(table + Decoder::ENTRIES * ENTRY_STRIDE);
-    const int items = k / ITEM_K, units = items / ITEMS;
-    char* slots = reinterpret_cast<char*>(factor) + HEAD;
-    char* stages = slots + WARPS * 2 * UNIT_BYTES;  // of scales
-    float* sums = reinterpret_cast<float*>(stages + WARPS * 2 * SCALES);
+    char* head = table + Decoder::ENTRIES * ENTRY_STRIDE;
+    char* slots = head + HEAD;
+    char* stages = slots + WARPS * UNIT_BYTES;  // of scales
+    float* sums = reinterpret_cast<float*>(stages + WARPS * SCALES);
     char* lines = Decoder::GAPS ? table + 128 : reinterpret_cast<char*>(sums + (run + WARPS) * ITEM_ROWS);
 
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
-    const int first = blockIdx.x * run, tiles = min(n / ITEM_ROWS - first, run);
+    // The first so many thread blocks have `run` tiles, the others one less.
+    const int full = n / ITEM_ROWS - (run - 1) * gridDim.x, me = blockIdx.x;
+    const int first = me * (run - 1) + min(me, full), tiles = run - (me >= full);
+    const int items = k / ITEM_K, units = items / ITEMS, part = (tiles * units + WARPS - 1) / WARPS;
     const int begin = min(warp * part, tiles * units), end = min(begin + part, tiles * units);
-    int tile = begin / units, unit = begin - tile * units;
+    int tile = quotient(begin, units);
+    const int unit = begin - tile * units;
 
     let_next_start();
     float* map = reinterpret_cast<float*>(table - 1024);
@@ -594,128 +599,137 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
 
     // What to copy next.
     const int pitch = items * Decoder::ITEM_BYTES, scale_pitch = items * Decoder::SCALE_BYTES;
-    const unsigned my_slots = kept(shared_address(slots) + warp * 2 * UNIT_BYTES);
-    const unsigned my_scales = shared_address(stages) + warp * 2 * SCALES;
+    const unsigned my_slot = shared_address(slots) + warp * UNIT_BYTES;
+    const unsigned my_scales = shared_address(stages) + warp * SCALES;
     const unsigned scales_to = kept(my_scales + lane * SCALE_PIECE);
-    const unsigned barriers = kept(shared_address(factor) + BARRIERS_AT + warp * 16);
+    const unsigned barriers = shared_address(head) + BARRIERS_AT + warp * (Box::BOXES * 8);
     if (BULK && lane == 0) {
-        barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
+        for (int b = 0; b < Box::BOXES; ++b) barrier_init(barriers + b * 8, 1);
         barriers_ready();
     }
     __syncwarp();
-    const int row = (first + tile) * ITEM_ROWS;
-    const char* source = packed + (long long)(row + Rows::row(lane)) * pitch + unit * UNIT + Rows::byte(lane);
-    const char* scale_source = absmax + (long long)(row + lane / SCALE_PIECES) * scale_pitch + unit * SCALE_UNIT +
-                               lane % SCALE_PIECES * SCALE_PIECE;
-    int ahead_tile = tile, ahead_unit = unit;
-    auto start = [&](int to, bool there) {  // slots 0 or 1
+    int ahead_byte = unit * UNIT, ahead_row = (first + tile) * ITEM_ROWS;
+    unsigned scale_source =
+        unsigned(ahead_row + lane / SCALE_PIECES) * scale_pitch + unit * SCALE_UNIT + lane % SCALE_PIECES * SCALE_PIECE;
+    // Box b of it, and behind the last one its scales. Where they go depends on `seen`, some bits of all that was read
+    // from there, as far as the compiler knows: a read that still waits in its queue could otherwise find what the copy
+    // engine brings.
+    const unsigned nothing = unsigned(bias_kind) >> 8;
+    auto start = [&](int b, bool there, unsigned seen) {
+        const unsigned behind = seen & nothing, target = my_slot + b * Box::BYTES + behind;
         if constexpr (BULK) {
-            if (there && lane == 0) {
-                barrier_expect(barriers + to * 8, UNIT_BYTES);
-#pragma unroll
-                for (int j = 0; j < ITEMS; ++j)
-                    copy_box(
-                        my_slots + to * UNIT_BYTES + j * Slot::BYTES, &map_of_weights,
-                        (ahead_unit * ITEMS + j) * Decoder::ITEM_BYTES, (first + ahead_tile) * ITEM_ROWS,
-                        barriers + to * 8);
+            if (there && elected()) {
+                barrier_expect(barriers + b * 8, Box::BYTES);
+                copy_box(target, &map_of_weights, ahead_byte + b * Box::ROW, ahead_row, barriers + b * 8);
             }
         } else {
-            Rows::start(my_slots + to * UNIT_BYTES, source, pitch, there ? UNIT : 0, lane);
+            const char* source = packed + (long long)ahead_row * pitch + ahead_byte + b * Box::ROW;
+#pragma unroll
+            for (int i = 0; i < Box::BYTES; i += WARP * 16) {
+                const int at = i + lane * 16, row = at / Box::ROW, byte = at % Box::ROW;
+                copy_async_if<16>(
+                    target + Box::place(row, byte), source + (long long)row * pitch + byte, there && at < Box::BYTES);
+            }
         }
-        if (!Decoder::SPREAD_SCALES || ITEMS > 1 || copied) {
+        if (b < Box::BOXES - 1) return;
+        if (!SPREAD || copied) {
 #pragma unroll
             for (int i = 0; i < ITEM_ROWS * SCALE_PIECES; i += WARP)
                 copy_async_if<SCALE_PIECE>(
-                    scales_to + to * SCALES + i * SCALE_PIECE,
-                    scale_source + (long long)(i / SCALE_PIECES) * scale_pitch,
+                    scales_to + behind + i * SCALE_PIECE,
+                    absmax + (scale_source + unsigned(i / SCALE_PIECES) * scale_pitch),
                     there && i + lane < ITEM_ROWS * SCALE_PIECES);
         } else if (there) {
             scales.start<Decoder, ITEMS>(
-                stages + (warp * 2 + to) * SCALES, (first + ahead_tile) * ITEM_ROWS, ahead_unit * ITEMS, ITEMS, lane);
+                stages + warp * SCALES + behind, ahead_row, ahead_byte / Decoder::ITEM_BYTES, ITEMS, lane);
         }
         close_copies();
-        if (!BULK) source += UNIT;
-        scale_source += SCALE_UNIT;
-        if (++ahead_unit == units) {
-            ahead_unit = 0, ++ahead_tile;
-            if (!BULK) source += 15 * pitch;
-            scale_source += 15 * scale_pitch;
+        ahead_byte += UNIT, scale_source += SCALE_UNIT;
+        if (ahead_byte == pitch) ahead_byte = 0, ahead_row += ITEM_ROWS, scale_source += 15 * scale_pitch;
+    };
+    if (BULK && begin < end && elected())
+#pragma unroll
+        for (int b = 0; b < Box::BOXES; ++b) prefetch_box(&map_of_weights, ahead_byte + b * Box::ROW, ahead_row);
+    wait_for_previous();
+
+    // x for the blocks of 32, in the order of the boxes, where lane t has COUNT blocks in a row. It is asked for before
+    // the weights, which would keep it waiting; the table is filled meanwhile.
+    auto store_x = [&](unsigned (&w)[16], int i) {
+        One::arrange(w);
+        const int own = i % (4 * Box::COUNT), item = i / (4 * Box::COUNT) * Box::COUNT + own % Box::COUNT;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const unsigned* v = w + j / 2 * 8 + j % 2;
+            *reinterpret_cast<uint4*>(lines + (2 * item + j / 2) * Line::STEP + j % 2 * 64 + own / Box::COUNT * 16) =
+                make_uint4(v[0], v[2], v[4], v[6]);
         }
     };
-    if (BULK && lane < 2 * ITEMS && begin + lane / ITEMS < end) {
-        const int ahead = unit + lane / ITEMS, down = ahead / units;
-        prefetch_box(
-            &map_of_weights, ((ahead - down * units) * ITEMS + lane % ITEMS) * Decoder::ITEM_BYTES,
-            row + down * ITEM_ROWS);
-    }
-    const float power = fill_table<Decoder, true>(table, values, codebook);
-    start(0, begin < end);
-    start(1, begin + 1 < end);
-
-    for (int i = threadIdx.x; i < items * 4; i += blockDim.x) {
-        unsigned w[16];
-        Decoder::load_x(w, x + i / 4 * ITEM_K, true, ITEM_K, i % 4);
-        Decoder::arrange(w);
+    const int mine = threadIdx.x, blocks = items * 4;
+    unsigned w[16];
+    if (mine < blocks) One::load_x(w, x + mine * ROW);
+    float tensor = 1.0f;
+    read_number(tensor, tensor_scale);
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            *reinterpret_cast<uint4*>(lines + x_line<Decoder::GAPS>(i / 4 * 4 + j) + i % 4 * 16) =
-                make_uint4(w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3]);
+    for (int b = 0; b < Box::BOXES; ++b) start(b, begin < end, 0u);
+    const float power = fill_table<Decoder, true>(table, values, codebook);
+    if (mine < blocks) store_x(w, mine);
+    for (int i = mine + blockDim.x; i < blocks; i += blockDim.x) {
+        One::load_x(w, x + i * ROW);
+        store_x(w, i);
     }
-    if (threadIdx.x == 0) factor[0] = tensor_scale ? *tensor_scale : 1.0f, factor[1] = 1.0f / power;
     __syncthreads();
 
     const unsigned offset = kept(Decoder::lane_offset(lane));
-    const int my_row = Decoder::row(g);
-    const unsigned slot_from = kept(my_slots + my_row * Slot::ROW + (Decoder::OWN ? t * 16 : 0));
-    const unsigned scales_from = kept(my_scales + my_row * SCALE_UNIT + t * Decoder::SCALE_STEP);
-    const unsigned first_line = kept(shared_address(lines) + t * 16);
-    const bool has_x = g == Decoder::column(t);  // of the token, or of the token and the block that lane t owns
-    constexpr int ITEM_LINES = Decoder::GAPS ? 2 * ENTRY_STRIDE : 256;
-    unsigned word_x[8] = {}, line = first_line + unit * ITEMS * ITEM_LINES;
-    int at = 0;  // which slots
+    const unsigned slot_from = kept(my_slot + Box::place(g, t * Box::OWN));
+    const unsigned scales_from = kept(my_scales + g * SCALE_UNIT);
+    const unsigned first_line = kept(shared_address(lines) + g % 2 * 64 + t * 16);
+    const unsigned line_end = kept(first_line + items * 2 * Line::STEP);
+    const unsigned has_x = kept(g / 2 == t);
+    unsigned word_x[8] = {}, line = first_line + unit * ITEMS * 2 * Line::STEP, parity = 0;
     float acc[2] = {};
-    auto leave = [&] {  // the sums of a tile
+    auto leave = [&] {  // the sums of a tile, of the four lanes
         float* to = sums + (tile + warp) * ITEM_ROWS;
-        if (Decoder::SPREAD_SCALES) {
-            if (t == 0) to[my_row] = acc[0], to[my_row + 8] = acc[1];
-        } else {  // of four blocks
-            float sum = (t & 1 ? acc[1] : acc[0]) + __shfl_xor_sync(FULL_WARP, t & 1 ? acc[0] : acc[1], 1);
-            sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-            if (t < 2) to[my_row + t * 8] = sum;
-        }
+        float sum = (t & 1 ? acc[1] : acc[0]) + __shfl_xor_sync(FULL_WARP, t & 1 ? acc[0] : acc[1], 1);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        if (t < 2) to[g + t * 8] = sum;
         acc[0] = acc[1] = 0.0f;
     };
-    for (int i = begin; i < end; ++i) {
-        if (BULK) barrier_wait(barriers + at * 8, (i - begin) / 2 & 1);
-        copies_arrived<1>();
-        __syncwarp();
+    for (int left = kept(end - begin); left > 0; --left) {
 #pragma unroll
-        for (int j = 0; j < ITEMS; ++j) {
-            unsigned word[2][Decoder::WORDS], field[2][Decoder::FIELDS];
-            const unsigned from = slot_from + at * UNIT_BYTES + j * Slot::BYTES;
-            Decoder::template read<Decoder::OWN>(word[0], from, Slot::turn(my_row), t);
-            Decoder::template read<Decoder::OWN>(word[1], from + 8 * Slot::ROW, Slot::turn(my_row), t);
-            Decoder::unpack(word, field);
-            Decoder::multiply_one(
-                field, word_x, line + j * ITEM_LINES, has_x, offset,
-                scales_from + at * SCALES + j * Decoder::SCALE_BYTES, 8 * SCALE_UNIT, acc);
+        for (int b = 0; b < Box::BOXES; ++b) {
+            if (BULK) barrier_wait(barriers + b * 8, parity);
+            if (b == 0) copies_arrived<0>();
+            __syncwarp();
+            unsigned word[2][Box::WORDS], seen = 0;
+            typename One::template Scales<Box::COUNT> scale[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                scale[h].read(scales_from + h * 8 * SCALE_UNIT + b * Box::COUNT * Decoder::SCALE_BYTES, t, seen);
+                Box::read(word[h], slot_from + b * Box::BYTES + h * 8 * Box::ROW, seen);
+            }
+            __syncwarp();
+            start(b, left > 1, seen);
+            float part[2][4] = {};
+#pragma unroll
+            for (int j = 0; j < Box::COUNT; ++j) {
+                const Line from{line + (b * Box::COUNT + j) * 2 * Line::STEP, has_x != 0};
+                One::template multiply<Box::COUNT>(word, j, word_x, from, offset, scale, part, acc);
+            }
         }
-        __syncwarp();
-        start(at, i + 2 < end);
-        at ^= 1, line += ITEMS * ITEM_LINES;
-        if (++unit == units) {
+        parity ^= 1, line += ITEMS * 2 * Line::STEP;
+        if (line == line_end) {
             leave();
-            unit = 0, ++tile, line = first_line;
+            ++tile, line = first_line;
         }
     }
-    if (unit != 0 && begin < end) leave();
+    if (line != first_line && begin < end) leave();
     __syncthreads();
     for (int i = threadIdx.x; i < tiles * ITEM_ROWS; i += blockDim.x) {
         const int down = i / ITEM_ROWS, to = first * ITEM_ROWS + i;
         float sum = 0.0f;
-        for (int w = down * units / part; w * part < (down + 1) * units; ++w)
+        for (int w = quotient(down * units, part); w * part < (down + 1) * units; ++w)
             sum += sums[(down + w) * ITEM_ROWS + i % ITEM_ROWS];
-        store(y + to, sum * factor[0] * factor[1] + bias_at<T>(bias, bias_kind, to));
+        store(y + to, sum * tensor * (One::AFTER / power) + bias_at<T>(bias, bias_kind, to));
     }
 #endif
 }

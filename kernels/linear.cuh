@@ -275,13 +275,6 @@ __device__ __forceinline__ void store(__half* y, float v) { *y = __float2half_rn
 __device__ __forceinline__ void store(__nv_bfloat16* y, float v) { *y = __float2bfloat16_rn(v); }
 __device__ __forceinline__ void store(float* y, float v) { *y = v; }
 
-// Where line i of x of one token stands, 64 bytes of an item, four lines each: in the gaps of the table where there are
-// any, which are as long as two.
-template <bool GAPS>
-__device__ __forceinline__ int x_line(int i) {
-    return GAPS ? i / 2 * ENTRY_STRIDE + i % 2 * 64 : i * 64;
-}
-
 // ---- k-bit ---------------------------------------------------------------------------------------------------------
 
 template <typename T, int K, int FORMAT>
@@ -431,34 +424,6 @@ struct Kbit {
         }
     }
 
-    // One token, with a column of its own for each of the four blocks: column 2t of the result, which lane t holds, is
-    // that of the block that it owns, so that the scale is applied to the sums, in fp32. x comes from lines of shared
-    // memory; only the lanes that own a column have any, the registers of others are zero.
-    __device__ __forceinline__ static int column(int t) { return 2 * t; }
-    __device__ __forceinline__ static void multiply_one(
-        const unsigned (&f)[2][FIELDS], unsigned (&x)[8], unsigned line, bool has_x, unsigned lane, unsigned scales,
-        unsigned eight, float (&acc)[2]) {
-        float part[4] = {};
-#pragma unroll
-        for (int s = 0; s < 8; ++s) {
-            unsigned* pair = x + s % 4 * 2;  // eight registers in turn
-            if (s % 2 == 0) read_line(pair, line + x_line<GAPS>(s / 2), has_x);
-            unsigned a[2][2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) weights(f[i], s, lane, a[i]);
-            mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], pair[0], pair[1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const Code code = shared_at<Code>(scales + i * eight);
-            float scale;
-            if constexpr (FORMAT == E4M4) scale = __half2float(__ushort_as_half(code << 6)) * Pair<__half>::E4M4_FACTOR;
-            else scale = Absmax<FORMAT>::decode(code);
-            acc[i] = fmaf(part[2 * i], scale, acc[i]);
-        }
-    }
-
-  private:
     // The four unscaled values of step s of a row, from its transposed planes.
     __device__ __forceinline__ static void weights(
         const unsigned (&f)[FIELDS], int s, unsigned lane, unsigned (&pair)[2]) {
@@ -593,30 +558,6 @@ struct Table4 {
                     acc[e][2 * i + 1] = fmaf(part[e][2 * i + 1], scale, acc[e][2 * i + 1]);
                 }
             }
-        }
-    }
-
-    // One token, in column 0.
-    __device__ __forceinline__ static int column(int) { return 0; }
-    __device__ __forceinline__ static void multiply_one(
-        const unsigned (&f)[2][FIELDS], unsigned (&x)[8], unsigned line, bool has_x, unsigned lane, unsigned scales,
-        unsigned eight, float (&acc)[2]) {
-#pragma unroll
-        for (int j = 0; j < SUBS; ++j) {
-            float part[4] = {};
-#pragma unroll
-            for (int s = j * (SUB / 16); s < (j + 1) * (SUB / 16); ++s) {
-                unsigned* pair = x + s % 4 * 2;
-                if (s % 2 == 0) read_line(pair, line + x_line<GAPS>(s / 2), has_x);
-                unsigned a[2][2];
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    a[i / 2][i % 2] = entry(entry_offset(f[i / 2][s / 2], s % 2 * 2 + i % 2, lane));
-                mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], pair[0], pair[1]);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                acc[i] = fmaf(part[2 * i], shared_at<float>(scales + i * eight + 4 * j), acc[i]);
         }
     }
 };

@@ -135,6 +135,17 @@ def test_any_shape(cupy, m, n, k, dtype, format):
     check(kb.linear(x, q), x, q)
 
 
+@pytest.mark.parametrize("format", KERNELS, ids=repr)
+def test_one_token(cupy, format):
+    """Units of two and of four items, warps that meet no tile or several, thread blocks with a tile less than others."""
+    for number, shape in enumerate([(16, 256), (48, 4352), (2240, 768), (2240, 1536), (4256, 512)]):
+        dtype = HALF[number % 2]
+        q, x = weight(shape, format, cupy), numbers((1, shape[1]), dtype, cupy)
+        bias = numbers(shape[:1], dtype, cupy)
+        assert isinstance(plan_of(x, q).kernels[0], FUSED.One)
+        check(kb.linear(x, q, bias), x, q, bias)
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-12, 1e4, 1e6])
 @pytest.mark.parametrize("options", [{"absmax": "float32"}, {"absmax": "float16"}, {}])
 def test_scales_far_from_one(cupy, options, scale):
