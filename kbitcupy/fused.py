@@ -161,14 +161,41 @@ def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool
     return 1, 0
 
 
-def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
-    """``ITEMS`` and warps of ``linear_one`` as `few_room` has them, for rows of `k` and `run` tiles a thread block."""
-    for warps, items in itertools.product((16, 8), (4, 2)):
+def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int, int]:
+    """``ITEMS``, ``WARPS`` and ``RESIDENT`` of ``linear_one``; no warps where none of them fit.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        How a weight is read.
+    k : int
+        Elements of a row.
+    run : int
+        Tiles of a thread block.
+    room : int
+        Bytes of shared memory that a thread block can have.
+    """
+
+    def per_warp(items: int) -> float:
+        """Items of the busiest warp; smaller boxes cost more, most of all where they are narrow."""
+        dearer = 1.0 if items == 4 else 1.05 if decoder.item_bytes > 48 else 1.2
+        return -(-run * k // (items * ITEM_K * 16)) * items * dearer
+
+    choices = [(items, warps, 1) for warps in (16, 8) for items in sorted((4, 2), key=per_warp)]
+    if run * k <= _LITTLE:
+        choices.insert(0, (2, 12, 2))
+    for items, warps, resident in choices:
         if k % (items * ITEM_K) or (items > 2 and not decoder.copied) or (decoder.gaps and k > _MOST_K):
             continue
-        if decoder.shared_bytes_one(k, run, items, warps) <= room:
-            return items, warps
-    return 2, 0
+        # Each thread block of several takes another KiB.
+        if decoder.shared_bytes_one(k, run, items, warps) <= (room - (resident - 1) * 1024) // resident:
+            return items, warps, resident
+    return 2, 0, 1
+
+
+# Elements of a row of all tiles of a thread block up to which the next kernel's thread blocks had better wait beside
+# those of this one.
+_LITTLE = 64 * ITEM_K
 
 
 def _instances(eights: int, grouped: bool, even: bool, flow: int) -> tuple[str, ...]:
@@ -182,15 +209,15 @@ def _instances(eights: int, grouped: bool, even: bool, flow: int) -> tuple[str, 
     return tuple(found)
 
 
-def _one_instances(even: bool) -> tuple[str, ...]:
-    """... of ``linear_one``, for rows of whole units of four items, and for others."""
-    room = 227 << 10
+def _one_instances(large: bool) -> tuple[str, ...]:
+    """... of ``linear_one``: what `one_room` chooses for large weights, and what else."""
     return tuple(
         dict.fromkeys(
-            f"{decoder.expression.format(T=T)}, {one_room(decoder, k, 16, room)[0]}, 16"
+            f"{decoder.expression.format(T=T)}, {choice}"
             for decoder in _decoders()
-            for k in ((8192,) if even else (256,))
-            for T in (HALF_CXX if even else HALF_CXX[:1])
+            for choice in (("4, 16, 1",) if large else ("2, 16, 1", "2, 12, 2"))
+            for T in (HALF_CXX if large else HALF_CXX[:1])
+            if decoder.copied or not large
         )
     )
 
@@ -511,13 +538,13 @@ class One(Fused):
         super().__init__(format, shape, dtype, decoder.block)
         n, k = shape
         self.run = max(1, -(-n // _ITEM_ROWS // _cuda.multiprocessors(device)))
-        items, warps = one_room(decoder, k, self.run, _cuda.shared_memory(device))
+        items, warps, resident = one_room(decoder, k, self.run, _cuda.shared_memory(device))
         self.fits = n % _ITEM_ROWS == 0 and warps > 0 and _copies(device)
         if not self.fits:
             return
         # All multiprocessors have some of them, `run` or one less.
         self._blocks = min(n // _ITEM_ROWS, _cuda.multiprocessors(device))
-        arguments = f"{decoder.expression.format(T=self._cxx)}, {items}, {warps}"
+        arguments = f"{decoder.expression.format(T=self._cxx)}, {items}, {warps}, {resident}"
         shared = decoder.shared_bytes_one(k, self.run, items, warps)
         sizes = (*(8,) * 9, *(4,) * 6, VALUES_BYTES, 128)
         self._kernel = _kernel(f"linear_one<{arguments}>", 32 * warps, shared, sizes)

@@ -87,7 +87,7 @@ struct SpreadScales {
     long long above;
     int k, shift;  // as in Scales
     float offset = 0.0f;
-    float outer[2] = {};             // the scale, or that of its code
+    float outer[2] = {};       // the scale, or that of its code
     uint2 code[2] = {{}, {}};  // bytes
 
     __device__ __forceinline__ void load(int row, int item, bool there) {
@@ -231,12 +231,12 @@ __device__ __forceinline__ float fill_table(char* table, const float* values, co
 // starts to copy that of the next tile. gridDim.z thread blocks share k: then partial[gridDim.z][m][n] receives the
 // sums, and add_partials adds them up.
 //
-// The sums of a tile go through a ring of slots in shared memory. One warp of the team, another for each tile, adds them
-// up in the order of the warps, and only a few tiles later: so warps need not keep step.
+// The sums of a tile go through a ring of slots in shared memory. One warp of the team, another for each tile, adds
+// them up in the order of the warps, and only a few tiles later: so warps need not keep step.
 //
 // FLOW: IN_CHUNKS where a warp may have more than ITEMS items. Otherwise all of them go through at once, in whole tiles
-// and rows of whole items that begin at multiples of 16 bytes. A warp has whole groups of them; x is zero where they are
-// not its own. Scales are copied as they are, or SPREAD, by way of registers.
+// and rows of whole items that begin at multiples of 16 bytes. A warp has whole groups of them; x is zero where they
+// are not its own. Scales are copied as they are, or SPREAD, by way of registers.
 //
 // GROUPED: W is [experts][n][k] and thread block x takes the tokens of groups[x]: product number p = order[i] is
 // that of row p / divisor of x; expert e has tensor_scale[e * scale_step]. Otherwise the tokens are taken as they come.
@@ -322,8 +322,7 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     const unsigned slot_from = kept(
         BOX > 1 ? my_slots + my_row * Slot::ROW + (t * Decoder::LANE_BYTES ^ Slot::turn(my_row))
                 : my_slots + my_row * Slot::ROW + (Decoder::OWN ? t * 16 : 0));
-    const unsigned scales_from =
-        kept(my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP);
+    const unsigned scales_from = kept(my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP);
     // Barriers: of the copies of a warp, and of the slots of sums of a team, each where it is full and where it is
     // free.
     const unsigned barriers = shared_address(factor) + BARRIERS_AT + warp * 16;
@@ -404,13 +403,11 @@ __global__ void __launch_bounds__(512, 1) linear_few(
                     for (int at = 0; at < Decoder::SCALE_BYTES; at += PIECE) {
                         copy_async_or_zero<PIECE>(target + at, scale_origin + (scale_source + at), bytes);
                         copy_async_or_zero<PIECE>(
-                            target + at + EIGHT,
-                            scale_origin + (scale_source + 8 * scale_pitch + at), bytes);
+                            target + at + EIGHT, scale_origin + (scale_source + 8 * scale_pitch + at), bytes);
                     }
                 }
             } else if (there && ahead) {
-                scales.start<Decoder, ITEMS>(
-                    stages + warp * 2 * SCALES + other, ahead_row, ahead_item, ahead, lane);
+                scales.start<Decoder, ITEMS>(stages + warp * 2 * SCALES + other, ahead_row, ahead_item, ahead, lane);
             }
         }
         if (!(BULK && EVEN) || i == 0) close_copies();
@@ -556,8 +553,8 @@ __global__ void __launch_bounds__(512, 1) linear_few(
 // warp takes an equal part of them. x is in shared memory, arranged. The weights pass through a slot of a warp, which
 // starts to copy a box of the next unit as soon as it has read that of this one. A warp leaves a sum for each tile that
 // it meets: at place tile + warp, which grows with every one of them. Those of a tile are added up in their order.
-template <typename Decoder, int ITEMS, int WARPS>
-__global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
+template <typename Decoder, int ITEMS, int WARPS, int RESIDENT>
+__global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
     const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
     const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
     typename Decoder::Type* y, int bias_kind, int n, int k, int block, int run, int copied,
@@ -650,10 +647,10 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     if (BULK && begin < end && elected())
 #pragma unroll
         for (int b = 0; b < Box::BOXES; ++b) prefetch_box(&map_of_weights, ahead_byte + b * Box::ROW, ahead_row);
-    wait_for_previous();
+    const float power = fill_table<Decoder, true>(table, values, codebook);
 
     // x for the blocks of 32, in the order of the boxes, where lane t has COUNT blocks in a row. It is asked for before
-    // the weights, which would keep it waiting; the table is filled meanwhile.
+    // the weights, which would keep it waiting.
     auto store_x = [&](unsigned (&w)[16], int i) {
         One::arrange(w);
         const int own = i % (4 * Box::COUNT), item = i / (4 * Box::COUNT) * Box::COUNT + own % Box::COUNT;
@@ -671,7 +668,6 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     read_number(tensor, tensor_scale);
 #pragma unroll
     for (int b = 0; b < Box::BOXES; ++b) start(b, begin < end, 0u);
-    const float power = fill_table<Decoder, true>(table, values, codebook);
     if (mine < blocks) store_x(w, mine);
     for (int i = mine + blockDim.x; i < blocks; i += blockDim.x) {
         One::load_x(w, x + i * ROW);

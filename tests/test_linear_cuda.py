@@ -137,7 +137,7 @@ def test_any_shape(cupy, m, n, k, dtype, format):
 
 @pytest.mark.parametrize("format", KERNELS, ids=repr)
 def test_one_token(cupy, format):
-    """Units of two and of four items, warps that meet no tile or several, thread blocks with a tile less than others."""
+    """Units of two and four items, warps that meet no tile or several, thread blocks with a tile less than others."""
     for number, shape in enumerate([(16, 256), (48, 4352), (2240, 768), (2240, 1536), (4256, 512)]):
         dtype = HALF[number % 2]
         q, x = weight(shape, format, cupy), numbers((1, shape[1]), dtype, cupy)
