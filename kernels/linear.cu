@@ -553,6 +553,7 @@ __global__ void __launch_bounds__(512, 1) linear_few(
 // warp takes an equal part of them. x is in shared memory, arranged. The weights pass through a slot of a warp, which
 // starts to copy a box of the next unit as soon as it has read that of this one. A warp leaves a sum for each tile that
 // it meets: at place tile + warp, which grows with every one of them. Those of a tile are added up in their order.
+// A multiprocessor holds RESIDENT thread blocks, those of the next kernel among them.
 template <typename Decoder, int ITEMS, int WARPS, int RESIDENT>
 __global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
     const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
