@@ -11,32 +11,44 @@ __device__ __forceinline__ float divide(float a, float b) {
 }
 __device__ __forceinline__ double divide(double a, double b) { return divide_ieee(a, b); }
 
+// What a range is quantized with.
+template <typename C>
+struct Found {
+    C scale;
+    int zero;
+    bool inside;  // whether all numbers of the range, divided by an ordinary scale, stay within the levels
+};
+
 template <typename C>
 struct Range {
     using Bits = typename Compute<C>::Bits;
     Bits high, low;
-
-    // A width over the divisor of ranges: a float64 that is made of two C.
-    __device__ __forceinline__ static double part_of(double width, const Geometry& g) {
-        if constexpr (sizeof(C) == 8) return divide_ieee(width, double(g.divisor));
-        const double q = __dmul_rn(width, g.inverse);  // as short_division
-        return __fma_rn(-__fma_rn(q, double(g.divisor), -width), g.inverse, q);
-    }
 
     // Of ends that keep it (see Ends).
     __device__ __forceinline__ bool has_nan() const { return max(high, low) > largest_finite(C(0)) + 1; }
     __device__ __forceinline__ void join(const Range& other) {
         high = max(high, other.high), low = max(low, other.low);
     }
+    // (up + down) / divisor, the sum and the quotient in float64.
+    __device__ __forceinline__ static double width(C up, C down, const Geometry& g) {
+        if constexpr (sizeof(C) == 8) {
+            return divide_ieee(fmin(up + down, from_bits(largest_finite(0.0))), double(g.divisor));
+        } else {  // as short_division: nothing leaves the normal range
+            const double sum = widen(up) + widen(down), q = __dmul_rn(sum, g.inverse);
+            return __fma_rn(-__fma_rn(q, double(g.divisor), -sum), g.inverse, q);
+        }
+    }
     // Scale and zero point by the contract; infinities count as the largest finite number.
-    __device__ __forceinline__ Parameters<C> parameters(const Geometry& g) const {
+    __device__ __forceinline__ Found<C> found(const Geometry& g) const {
         const C up = from_bits(min(high, largest_finite(C(0)))), down = from_bits(min(low, largest_finite(C(0))));
-        if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin};
-        if (g.symmetric) return {divide(larger(up, down), C(g.divisor)), g.zero};
-        const C width = narrow(part_of(fmin(widen(up) + widen(down), from_bits(largest_finite(0.0))), g), C(0));
-        const C scale = smaller(width, from_bits(largest_finite(C(0))));
-        const C s = usable(scale), steps = magnitude_bits(s) == 0 ? C(0) : C(rint(divide(down, s)));
-        return {scale, g.qmin + int(smaller(steps, C(g.qmax - g.qmin)))};
+        if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true};
+        if (g.symmetric) return {divide(larger(up, down), C(g.divisor)), g.zero, g.zero - g.divisor >= g.qmin};
+        const C scale = smaller(narrow(width(up, down, g), C(0)), from_bits(largest_finite(C(0))));
+        const C s = usable(scale);
+        if (magnitude_bits(s) == 0) return {scale, g.qmin, false};
+        const int zero = g.qmin + int(smaller(C(rint(divide(down, s))), C(g.qmax - g.qmin)));
+        // The smallest number becomes qmin.
+        return {scale, zero, C(rint(divide(up, s))) <= C(g.qmax - zero)};
     }
 };
 
@@ -328,7 +340,7 @@ __global__ void finish_range_affine(
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < g.count; i += step) {
         const Range<C> range{high[i], low ? low[i] : 0};
-        const Parameters<C> found = range.parameters(g);
+        const Found<C> found = range.found(g);
         scale[i] = found.scale;
         if (zero_point) zero_point[i] = found.zero;
     }
@@ -350,25 +362,17 @@ struct Own {
     const Geometry& g;
     C s, r;
     int zero;
-    bool quick;  // all units of the block are
+    bool quick, inside;  // whether all units of the block are quick; see Found
 
-    __device__ __forceinline__ Own(const T* x, unsigned char* codes, const Geometry& g, Parameters<C> from)
-        : x(x), codes(codes), g(g), s(from.scale), zero(from.zero), quick(is_ordinary(s)) {
+    __device__ __forceinline__ Own(const T* x, unsigned char* codes, const Geometry& g, Found<C> found)
+        : x(x), codes(codes), g(g), s(found.scale), zero(found.zero), quick(is_ordinary(s)), inside(found.inside) {
         if constexpr (sizeof(C) == 4) r = short_reciprocal(s);
     }
 
-    // Whether the zero point is an even number, which moves no tie, with as many steps below it as above: then nothing
-    // leaves the range.
-    __device__ __forceinline__ static bool is_plain(const Geometry& g) {
-        return sizeof(T) < 8 && g.symmetric && g.zero % 2 == 0 && g.zero - g.divisor >= g.qmin;
-    }
-
-    // Numbers of a block of an ordinary scale, whose quotients do not overflow. PLAIN: see above.
-    template <bool PLAIN, int SIZE>
+    // Numbers of a block of an ordinary scale, whose quotients do not overflow. INSIDE: the block's `inside` is true.
+    template <bool INSIDE, int SIZE>
     __device__ __forceinline__ Codes<BITS, SIZE> level_as(const Unit<T, SIZE>& unit) const {
-        constexpr int HALF = 1 << (BITS - 1);
-        // Makes codes positive, which lets them be added up.
-        const int offset = (BITS == 4 || !PLAIN) && g.qmin < 0 ? HALF : 0;
+        const int offset = g.qmin < 0 ? 1 << (BITS - 1) : 0;  // makes codes positive, which lets them be added up
         unsigned q[SIZE];
         Codes<BITS, SIZE> packed;
         if constexpr (sizeof(T) == 8) {
@@ -376,18 +380,12 @@ struct Own {
             for (int j = 0; j < SIZE; ++j)
                 q[j] = int(clamped(steps_of(unit.get(j), s), C(g.qmin - zero), C(g.qmax - zero))) + zero + offset;
             packed.pack_sums(q, 0);
-        } else if constexpr (PLAIN) {
-            const float rounder = beside_rounder(g.zero + offset);
-#pragma unroll
-            for (int j = 0; j < SIZE; ++j)
-                q[j] = __float_as_uint(__fadd_rn(short_division(unit.get(j), s, r), rounder));
-            packed.pack_bytes(q);
         } else {
             const float low = beside_rounder(g.qmin - zero), high = beside_rounder(g.qmax - zero);
 #pragma unroll
             for (int j = 0; j < SIZE; ++j) {
                 const float sum = __fadd_rn(short_division(unit.get(j), s, r), ROUNDER);
-                q[j] = __float_as_uint(fminf(fmaxf(sum, low), high));
+                q[j] = __float_as_uint(INSIDE ? sum : fminf(fmaxf(sum, low), high));
             }
             packed.pack_sums(q, zero + offset - __float_as_int(ROUNDER));
         }
@@ -396,7 +394,7 @@ struct Own {
     }
     template <int SIZE>
     __device__ __forceinline__ Codes<BITS, SIZE> level(const Unit<T, SIZE>& unit) const {
-        return is_plain(g) ? level_as<true>(unit) : level_as<false>(unit);
+        return inside ? level_as<true>(unit) : level_as<false>(unit);
     }
 
     __device__ __forceinline__ void note(long long block, C* scale, int* zero_point) const {
@@ -481,7 +479,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
         if (length[b] == 0) continue;
-        const Own<T, BITS> own(x, codes, g, range[b].parameters(g));
+        const Own<T, BITS> own(x, codes, g, range[b].found(g));
         if (lane == 0) own.note(first + b * teams, scale, zero_point);
         if (own.quick && !nan) {
 #pragma unroll
@@ -562,14 +560,14 @@ struct Row {
         return gather.range(both);
     }
     // Its codes, from where `codes` has those of this thread's first unit.
-    template <bool PLAIN, int BITS>
+    template <bool INSIDE, int BITS>
     __device__ __forceinline__ void quantize(const Own<T, BITS>& own, unsigned char* codes) const {
         unsigned from = place;
 #pragma unroll 1
         for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
             Unit<T> unit;
             read(from, unit);
-            own.template level_as<PLAIN>(unit).template store<true>(codes);
+            own.template level_as<INSIDE>(unit).template store<true>(codes);
             codes += blockDim.x * (UNIT * BITS / 8);
         }
     }
@@ -590,7 +588,7 @@ __global__ void __launch_bounds__(
     using C = typename Compute<T>::Type;
     extern __shared__ __align__(128) uint4 dynamic[];
     __shared__ Range<C> of_warps[ROW_THREADS / WARP];
-    __shared__ Parameters<C> found;
+    __shared__ Found<C> found;
     __shared__ bool nan;
     const bool both = !g.symmetric;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
@@ -608,7 +606,7 @@ __global__ void __launch_bounds__(
         if (warp == 0) {
             range = of_warps[min(lane, warps - 1)];
             join_lanes(range, WARP, both);
-            if (lane == 0) found = range.parameters(g), nan = range.has_nan();
+            if (lane == 0) found = range.found(g), nan = range.has_nan();
         }
         __syncthreads();
     };
@@ -621,7 +619,7 @@ __global__ void __launch_bounds__(
     if (careful || !own.quick) {
 #pragma unroll 1
         for (int e = threadIdx.x * UNIT; e < g.run; e += blockDim.x * UNIT) own.careful(first + e, UNIT);
-    } else if (Own<T, BITS>::is_plain(g)) {
+    } else if (own.inside) {
         row.template quantize<true>(own, mine);
     } else {
         row.template quantize<false>(own, mine);
@@ -665,7 +663,7 @@ __global__ void __launch_bounds__(LANE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize
             range = numbers.range(both);
             join_lanes(range, lanes, both);
         }
-        const Own<T, BITS> own(x, codes, g, range.parameters(g));
+        const Own<T, BITS> own(x, codes, g, range.found(g));
         const long long row = t * WARP + lane;
         if (row < rows && lane % lanes == 0) own.note(row / lanes, scale, zero_point);
         if (__all_sync(FULL_WARP, own.quick && !nan)) {
@@ -749,7 +747,7 @@ __global__ void percentile_affine(
             range.high = high & SIGN ? high ^ SIGN : 0, range.low = low & SIGN ? low ^ SIGN : 0;
         }
         if (threadIdx.x == 0) {
-            const Parameters<C> found = range.parameters(g);
+            const Found<C> found = range.found(g);
             scale[block] = found.scale;
             if (zero_point) zero_point[block] = found.zero;
         }
