@@ -161,8 +161,8 @@ def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool
     return 1, 0
 
 
-def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int, int]:
-    """``ITEMS``, ``WARPS`` and ``RESIDENT`` of ``linear_one``; no warps where none of them fit.
+def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
+    """``ITEMS`` and ``WARPS`` of ``linear_one``; no warps where none of them fit.
 
     Parameters
     ----------
@@ -175,26 +175,16 @@ def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int, i
     room : int
         Bytes of shared memory that a thread block can have.
     """
-
-    def per_warp(items: int) -> float:
-        """Items of the busiest warp; smaller boxes cost more, most of all where they are narrow."""
-        dearer = 1.0 if items == 4 else 1.05 if decoder.item_bytes > 48 else 1.2
-        return -(-run * k // (items * ITEM_K * 16)) * items * dearer
-
-    choices = [(items, warps, 1) for warps in (16, 8) for items in sorted((4, 2), key=per_warp)]
-    if run * k <= _LITTLE:
-        choices.insert(0, (2, 12, 2))
-    for items, warps, resident in choices:
-        if k % (items * ITEM_K) or (items > 2 and not decoder.copied) or (decoder.gaps and k > _MOST_K):
+    # With fewer warps the first weights of little work come earlier.
+    for warps, items in itertools.product((12, 16, 8) if run * k <= _LITTLE else (16, 8), (4, 2)):
+        if k % (items * ITEM_K) or (decoder.gaps and k > _MOST_K):
             continue
-        # Each thread block of several takes another KiB.
-        if decoder.shared_bytes_one(k, run, items, warps) <= (room - (resident - 1) * 1024) // resident:
-            return items, warps, resident
-    return 2, 0, 1
+        if decoder.shared_bytes_one(k, run, items, warps) <= room:
+            return items, warps
+    return 2, 0
 
 
-# Elements of a row of all tiles of a thread block up to which the next kernel's thread blocks had better wait beside
-# those of this one.
+# Elements of a row of all tiles of a thread block.
 _LITTLE = 64 * ITEM_K
 
 
@@ -212,13 +202,11 @@ def _instances(eights: int, grouped: bool, even: bool, flow: int) -> tuple[str, 
 def _one_instances(large: bool) -> tuple[str, ...]:
     """... of ``linear_one``: what `one_room` chooses for large weights, and what else."""
     return tuple(
-        dict.fromkeys(
-            f"{decoder.expression.format(T=T)}, {choice}"
-            for decoder in _decoders()
-            for choice in (("4, 16, 1",) if large else ("2, 16, 1", "2, 12, 2"))
-            for T in (HALF_CXX if large else HALF_CXX[:1])
-            if decoder.copied or not large
-        )
+        f"{decoder.expression.format(T=T)}, {choice}"
+        for decoder in _decoders()
+        if decoder.copied
+        for choice in (("4, 16",) if large else ("2, 16", "4, 12"))
+        for T in (HALF_CXX if large else HALF_CXX[:1])
     )
 
 
@@ -532,26 +520,26 @@ class Few(Fused):
 
 
 class One(Fused):
-    """``linear_one`` for one format, shape and dtype."""
+    """``linear_one`` for one format whose scales are used as they are stored, shape and dtype."""
 
     def __init__(self, format: Format, decoder: Decoder, shape: tuple[int, int], dtype: np.dtype, device: int):
         super().__init__(format, shape, dtype, decoder.block)
         n, k = shape
         self.run = max(1, -(-n // _ITEM_ROWS // _cuda.multiprocessors(device)))
-        items, warps, resident = one_room(decoder, k, self.run, _cuda.shared_memory(device))
-        self.fits = n % _ITEM_ROWS == 0 and warps > 0 and _copies(device)
+        items, warps = one_room(decoder, k, self.run, _cuda.shared_memory(device))
+        self.fits = decoder.copied and n % _ITEM_ROWS == 0 and warps > 0 and _copies(device)
         if not self.fits:
             return
         # All multiprocessors have some of them, `run` or one less.
         self._blocks = min(n // _ITEM_ROWS, _cuda.multiprocessors(device))
-        arguments = f"{decoder.expression.format(T=self._cxx)}, {items}, {warps}, {resident}"
+        arguments = f"{decoder.expression.format(T=self._cxx)}, {items}, {warps}"
         shared = decoder.shared_bytes_one(k, self.run, items, warps)
-        sizes = (*(8,) * 9, *(4,) * 6, VALUES_BYTES, 128)
+        sizes = (*(8,) * 7, *(4,) * 4, VALUES_BYTES, 128)
         self._kernel = _kernel(f"linear_one<{arguments}>", 32 * warps, shared, sizes)
-        self._numbers = n, k, decoder.block, self.run, int(decoder.copied)
+        self._numbers = n, k, self.run
         box = 2 if decoder.item_bytes > 48 else items
         self._map = functools.partial(_map_of_weights, decoder, k, device, box=box)
-        self._alignments = (16, 16, min(16, items * decoder.scale_bytes) if decoder.copied else 1)
+        self._alignments = (16, 16, min(16, items * decoder.scale_bytes))
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
         """Whether the arrays start where the kernel can read them."""
@@ -560,13 +548,16 @@ class One(Fused):
     def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
         """Fill out[..., n], which has one row."""
         bias, address, kind = bias_argument(bias, x.dtype)
+        absmax, _, _, scale, values = _scales_and_values(planes)
         self._kernel.launch(
             x,
             (self._blocks,),
             (
                 x.data.ptr,
                 planes["packed"].data.ptr,
-                *_scales_and_values(planes),
+                absmax,
+                scale,
+                values,
                 address,
                 out.data.ptr,
                 kind,

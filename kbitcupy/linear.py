@@ -549,7 +549,7 @@ def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, devic
     elif decoder is not None and m > _FUSED_UP_TO[decoder.wide]:
         refusal = f"more than {_FUSED_UP_TO[decoder.wide]} tokens"
     elif decoder is not None:
-        if m == 1 and decoder.copied:
+        if m == 1:
             one = One(format, decoder, shape, dtype, device)
             if one.fits:
                 kernels.append(one)

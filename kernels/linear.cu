@@ -553,12 +553,10 @@ __global__ void __launch_bounds__(512, 1) linear_few(
 // warp takes an equal part of them. x is in shared memory, arranged. The weights pass through a slot of a warp, which
 // starts to copy a box of the next unit as soon as it has read that of this one. A warp leaves a sum for each tile that
 // it meets: at place tile + warp, which grows with every one of them. Those of a tile are added up in their order.
-// A multiprocessor holds RESIDENT thread blocks, those of the next kernel among them.
-template <typename Decoder, int ITEMS, int WARPS, int RESIDENT>
-__global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
-    const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
-    const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
-    typename Decoder::Type* y, int bias_kind, int n, int k, int block, int run, int copied,
+template <typename Decoder, int ITEMS, int WARPS>
+__global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
+    const typename Decoder::Type* x, const char* packed, const char* absmax, const float* tensor_scale,
+    const float* values, const void* bias, typename Decoder::Type* y, int bias_kind, int n, int k, int run,
     const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
 #if __CUDA_ARCH__ >= 800
     using T = typename Decoder::Type;
@@ -568,7 +566,6 @@ __global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
     constexpr int UNIT = ITEMS * Decoder::ITEM_BYTES, SCALE_UNIT = ITEMS * Decoder::SCALE_BYTES;
     constexpr int UNIT_BYTES = Box::BOXES * Box::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
     constexpr int SCALE_PIECE = SCALE_UNIT < 16 ? SCALE_UNIT : 16, SCALE_PIECES = SCALE_UNIT / SCALE_PIECE;
-    constexpr bool SPREAD = Decoder::SPREAD_SCALES && ITEMS == 2;
     extern __shared__ uint4 dynamic[];
     const unsigned window = static_cast<unsigned>(__cvta_generic_to_shared(dynamic));
     char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
@@ -588,12 +585,6 @@ __global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
     const int unit = begin - tile * units;
 
     let_next_start();
-    float* map = reinterpret_cast<float*>(table - 1024);
-    if (nested_absmax) {
-        for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
-        __syncthreads();
-    }
-    const Scales scales{absmax, nested_absmax, nested_offset, map, 0, n, k, 0, 31 - __clz(block)};
 
     // What to copy next.
     const int pitch = items * Decoder::ITEM_BYTES, scale_pitch = items * Decoder::SCALE_BYTES;
@@ -609,12 +600,11 @@ __global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
     int ahead_byte = unit * UNIT, ahead_row = (first + tile) * ITEM_ROWS;
     unsigned scale_source =
         unsigned(ahead_row + lane / SCALE_PIECES) * scale_pitch + unit * SCALE_UNIT + lane % SCALE_PIECES * SCALE_PIECE;
-    // Box b of it, and behind the last one its scales. Where they go depends on `seen`, some bits of all that was read
-    // from there, as far as the compiler knows: a read that still waits in its queue could otherwise find what the copy
-    // engine brings.
+    // Box b of it, or its scales. Where they go depends on `seen`, some bits of all that was read from there, as far as
+    // the compiler knows: a read that still waits in its queue could otherwise find what the copy engine brings.
     const unsigned nothing = unsigned(bias_kind) >> 8;
     auto start = [&](int b, bool there, unsigned seen) {
-        const unsigned behind = seen & nothing, target = my_slot + b * Box::BYTES + behind;
+        const unsigned target = my_slot + b * Box::BYTES + (seen & nothing);
         if constexpr (BULK) {
             if (there && elected()) {
                 barrier_expect(barriers + b * 8, Box::BYTES);
@@ -629,19 +619,17 @@ __global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
                     target + Box::place(row, byte), source + (long long)row * pitch + byte, there && at < Box::BYTES);
             }
         }
-        if (b < Box::BOXES - 1) return;
-        if (!SPREAD || copied) {
+    };
+    auto start_scales = [&](bool there, unsigned seen) {
 #pragma unroll
-            for (int i = 0; i < ITEM_ROWS * SCALE_PIECES; i += WARP)
-                copy_async_if<SCALE_PIECE>(
-                    scales_to + behind + i * SCALE_PIECE,
-                    absmax + (scale_source + unsigned(i / SCALE_PIECES) * scale_pitch),
-                    there && i + lane < ITEM_ROWS * SCALE_PIECES);
-        } else if (there) {
-            scales.start<Decoder, ITEMS>(
-                stages + warp * SCALES + behind, ahead_row, ahead_byte / Decoder::ITEM_BYTES, ITEMS, lane);
-        }
+        for (int i = 0; i < ITEM_ROWS * SCALE_PIECES; i += WARP)
+            copy_async_if<SCALE_PIECE>(
+                scales_to + (seen & nothing) + i * SCALE_PIECE,
+                absmax + (scale_source + unsigned(i / SCALE_PIECES) * scale_pitch),
+                there && i + lane < ITEM_ROWS * SCALE_PIECES);
         close_copies();
+    };
+    auto advance = [&] {
         ahead_byte += UNIT, scale_source += SCALE_UNIT;
         if (ahead_byte == pitch) ahead_byte = 0, ahead_row += ITEM_ROWS, scale_source += 15 * scale_pitch;
     };
@@ -667,14 +655,19 @@ __global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
     if (mine < blocks) One::load_x(w, x + mine * ROW);
     float tensor = 1.0f;
     read_number(tensor, tensor_scale);
-#pragma unroll
-    for (int b = 0; b < Box::BOXES; ++b) start(b, begin < end, 0u);
+    start(0, begin < end, 0u);
+    for (int b = 1; !BULK && b < Box::BOXES; ++b) start(b, begin < end, 0u);
+    start_scales(begin < end, 0u);
     if (mine < blocks) store_x(w, mine);
     for (int i = mine + blockDim.x; i < blocks; i += blockDim.x) {
         One::load_x(w, x + i * ROW);
         store_x(w, i);
     }
     __syncthreads();
+    // The other boxes of the first unit: had they come with the first one, it would have come later.
+#pragma unroll
+    for (int b = 1; BULK && b < Box::BOXES; ++b) start(b, begin < end, 0u);
+    advance();
 
     const unsigned offset = kept(Decoder::lane_offset(lane));
     const unsigned slot_from = kept(my_slot + Box::place(g, t * Box::OWN));
@@ -682,7 +675,7 @@ __global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
     const unsigned first_line = kept(shared_address(lines) + g % 2 * 64 + t * 16);
     const unsigned line_end = kept(first_line + items * 2 * Line::STEP);
     const unsigned has_x = kept(g / 2 == t);
-    unsigned word_x[8] = {}, line = first_line + unit * ITEMS * 2 * Line::STEP, parity = 0;
+    unsigned word_x[8] = {}, line = first_line + unit * ITEMS * 2 * Line::STEP, parity = 0, seen_scales;
     float acc[2] = {};
     auto leave = [&] {  // the sums of a tile, of the four lanes
         float* to = sums + (tile + warp) * ITEM_ROWS;
@@ -698,14 +691,19 @@ __global__ void __launch_bounds__(WARPS* WARP, RESIDENT) linear_one(
             if (b == 0) copies_arrived<0>();
             __syncwarp();
             unsigned word[2][Box::WORDS], seen = 0;
+            if (b == 0) seen_scales = 0;
             typename One::template Scales<Box::COUNT> scale[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                scale[h].read(scales_from + h * 8 * SCALE_UNIT + b * Box::COUNT * Decoder::SCALE_BYTES, t, seen);
+                scale[h].read(scales_from + h * 8 * SCALE_UNIT + b * Box::COUNT * Decoder::SCALE_BYTES, t, seen_scales);
                 Box::read(word[h], slot_from + b * Box::BYTES + h * 8 * Box::ROW, seen);
             }
             __syncwarp();
             start(b, left > 1, seen);
+            if (b == Box::BOXES - 1) {
+                start_scales(left > 1, seen_scales);
+                advance();
+            }
             float part[2][4] = {};
 #pragma unroll
             for (int j = 0; j < Box::COUNT; ++j) {
