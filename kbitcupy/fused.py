@@ -175,7 +175,7 @@ def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
     room : int
         Bytes of shared memory that a thread block can have.
     """
-    # With fewer warps the first weights of little work come earlier.
+    # Fewer warps get the first of their weights earlier, which matters where they have few.
     for warps, items in itertools.product((12, 16, 8) if run * k <= _LITTLE else (16, 8), (4, 2)):
         if k % (items * ITEM_K) or (decoder.gaps and k > _MOST_K):
             continue
@@ -184,8 +184,8 @@ def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
     return 2, 0
 
 
-# Elements of a row of all tiles of a thread block.
-_LITTLE = 64 * ITEM_K
+# Few: elements of k, times the tiles of a thread block.
+_LITTLE = 96 * ITEM_K
 
 
 def _instances(eights: int, grouped: bool, even: bool, flow: int) -> tuple[str, ...]:

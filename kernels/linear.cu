@@ -600,8 +600,9 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     int ahead_byte = unit * UNIT, ahead_row = (first + tile) * ITEM_ROWS;
     unsigned scale_source =
         unsigned(ahead_row + lane / SCALE_PIECES) * scale_pitch + unit * SCALE_UNIT + lane % SCALE_PIECES * SCALE_PIECE;
-    // Box b of it, or its scales. Where they go depends on `seen`, some bits of all that was read from there, as far as
-    // the compiler knows: a read that still waits in its queue could otherwise find what the copy engine brings.
+    // Box b of it, and its scales, behind which comes the next unit. Where they go depends on `seen`, bits of all that
+    // was read from there, as far as the compiler knows: a read that still waits in its queue could otherwise find what
+    // the copy engine brings.
     const unsigned nothing = unsigned(bias_kind) >> 8;
     auto start = [&](int b, bool there, unsigned seen) {
         const unsigned target = my_slot + b * Box::BYTES + (seen & nothing);
@@ -628,8 +629,6 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
                 absmax + (scale_source + unsigned(i / SCALE_PIECES) * scale_pitch),
                 there && i + lane < ITEM_ROWS * SCALE_PIECES);
         close_copies();
-    };
-    auto advance = [&] {
         ahead_byte += UNIT, scale_source += SCALE_UNIT;
         if (ahead_byte == pitch) ahead_byte = 0, ahead_row += ITEM_ROWS, scale_source += 15 * scale_pitch;
     };
@@ -655,8 +654,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     if (mine < blocks) One::load_x(w, x + mine * ROW);
     float tensor = 1.0f;
     read_number(tensor, tensor_scale);
-    start(0, begin < end, 0u);
-    for (int b = 1; !BULK && b < Box::BOXES; ++b) start(b, begin < end, 0u);
+#pragma unroll
+    for (int b = 0; b < Box::BOXES; ++b) start(b, begin < end, 0u);
     start_scales(begin < end, 0u);
     if (mine < blocks) store_x(w, mine);
     for (int i = mine + blockDim.x; i < blocks; i += blockDim.x) {
@@ -664,10 +663,6 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
         store_x(w, i);
     }
     __syncthreads();
-    // The other boxes of the first unit: had they come with the first one, it would have come later.
-#pragma unroll
-    for (int b = 1; BULK && b < Box::BOXES; ++b) start(b, begin < end, 0u);
-    advance();
 
     const unsigned offset = kept(Decoder::lane_offset(lane));
     const unsigned slot_from = kept(my_slot + Box::place(g, t * Box::OWN));
@@ -700,10 +695,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
             }
             __syncwarp();
             start(b, left > 1, seen);
-            if (b == Box::BOXES - 1) {
-                start_scales(left > 1, seen_scales);
-                advance();
-            }
+            if (b == Box::BOXES - 1) start_scales(left > 1, seen_scales);
             float part[2][4] = {};
 #pragma unroll
             for (int j = 0; j < Box::COUNT; ++j) {
