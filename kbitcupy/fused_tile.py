@@ -21,7 +21,7 @@ from .formats.kbit import ABSMAX, BLOCK, KBit
 from .fused import HALF_CXX, ITEM_K, NO_EXPERTS, SIZES, TABLE_AT, TOKENS, VALUES_BYTES, Experts, Fused, bias_argument
 
 # As in kernels/linear_tile_sm90a.cu, and the tokens of its instances.
-_GRANULE_K, _RING_END = 32, 228 * 1024 - 512
+_GRANULE_K, _RING_END, _MOST_STAGES = 32, 228 * 1024 - 512, 20
 TILE_TOKENS = (8, 16, 32, 64, 128)
 
 
@@ -58,9 +58,9 @@ class TileCut:
         ring, stage = self.ring_bytes(bits), self.stage_bytes(bits)
         sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
         if grouped:
-            used = min((ring - sums) // stage, 12) * stage + sums
+            used = min((ring - sums) // stage, _MOST_STAGES) * stage + sums
         else:
-            used = max(min(ring // stage, 12) * stage, sums)
+            used = max(min(ring // stage, _MOST_STAGES) * stage, sums)
         return _RING_END - ring - 1024 + used
 
 
@@ -80,12 +80,14 @@ def cut_tile(n: int, k: int, m: int, processors: int) -> TileCut:
     items = -(-k // ITEM_K)
 
     def microseconds(cut: TileCut) -> float:
-        # Measured on an H200: what 64 rows and what the tokens of a stage cost, and a thread block beside them.
-        rows, tokens = 0.19 + 0.0007 * cut.tokens, 0.02 + 0.0037 * cut.tokens if cut.tokens <= 64 else 0.7
-        blocks = -(-n // (64 * cut.groups)) * cut.splits * -(-m // cut.tokens)
-        return -(-blocks // processors) * (-(-items // cut.splits) * (cut.groups * rows + tokens) + 4)
+        # Measured on an H200: what 64 rows and what the tokens of a stage cost; a thread block, and a cluster, beside.
+        x = 6.6e-5 * cut.tokens**2 if cut.tokens <= 64 else 0.7
+        stage = cut.groups * (0.19 + 0.0003 * cut.tokens) + x
+        cluster = 0.5 + 0.015 * cut.tokens if cut.splits > 1 else 0.0
+        waves = -(-(-(-n // (64 * cut.groups)) * cut.splits * -(-m // cut.tokens)) // processors)
+        return waves * (-(-items // cut.splits) * stage + 2.2) + cluster
 
-    return min((cut for cut in tile_cuts() if cut.tokens >= min(m, 64)), key=microseconds)
+    return min((cut for cut in tile_cuts() if cut.tokens >= min(m, 32)), key=microseconds)
 
 
 GROUPED_CUT = TileCut(TOKENS, 4, 1, 1)
@@ -111,8 +113,11 @@ def _tile_instances(decoders: Iterable[str], cuts: Iterable[TileCut], flavour: s
     )
 
 
-_MAIN_TILES = (f"TileKbit<{{T}}, 4, {ABSMAX['e4m4'].kernel}>", "TileTable4<{T}>")
-_MORE_TILES = tuple(f"TileKbit<{{T}}, {k}, {absmax.kernel}>" for k in (2, 3, 4, 5) for absmax in ABSMAX.values())
+_MAIN_TILES = (f"TileKbit<{{T}}, 4, {ABSMAX['e4m4'].kernel}>", "TileTable4<{T}, false>")
+_MORE_TILES = (
+    *(f"TileKbit<{{T}}, {k}, {absmax.kernel}>" for k in (2, 3, 4, 5) for absmax in ABSMAX.values()),
+    "TileTable4<{T}, true>",
+)
 # Every cut of the formats with targets; of all others those with the most registers.
 register_templates(
     Template("linear_tile_sm90a.cu", "linear_tile", (_tile_instances(_MAIN_TILES, tile_cuts()),)),
@@ -146,7 +151,7 @@ class Tile(Fused):
         bits, expression, block = _tile_decoder(format)
         super().__init__(format, shape, dtype, block)
         n, k = shape
-        arguments = cut.tokens, cut.groups, cut.k_groups, cut.splits, str(grouped).lower()
+        arguments = *dataclasses.astuple(cut), str(grouped).lower()
         expression = ", ".join((expression.format(T=self._cxx), *map(str, arguments)))
         self._kernel = _kernel(expression, 128 * (cut.groups * cut.k_groups + 1), cut.shared(bits, grouped))
         self._cut, self._row_bytes, self._box_bytes = cut, k * bits // 8, ITEM_K * bits // 8
@@ -199,7 +204,7 @@ def _tile_decoder(format: Format) -> tuple[int, str, int]:
     if isinstance(format, KBit) and 2 <= format.bits <= 5:
         return format.bits, f"TileKbit<{{T}}, {format.bits}, {ABSMAX[format.absmax].kernel}>", BLOCK
     if isinstance(format, Table4) and format.block >= _GRANULE_K:
-        return 4, "TileTable4<{T}>", format.block
+        return 4, f"TileTable4<{{T}}, {str(format.double_quant).lower()}>", format.block
     return 0, "", 0
 
 

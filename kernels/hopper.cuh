@@ -59,6 +59,19 @@ __device__ __forceinline__ void copy_box(unsigned target, const TensorMap* map, 
         : "memory");
 }
 
+// True for one lane of a warp, of which the compiler knows that it is alone: its operands of the copy engine need no
+// loop.
+__device__ __forceinline__ bool elect_lane() {
+    unsigned elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected;
+}
+
+// Have the copy engine look at a map before it is used.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Bring a box to the L2 cache: allowed before `wait_for_previous`, as other kernels' writes pass through it.
 __device__ __forceinline__ void prefetch_box(const TensorMap* map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)

@@ -1,4 +1,4 @@
-// Products of 9 to 128 tokens with compressed weights on Hopper (sm_90a): y[m, n] = x[m, k] W[n, k]^T, and products
+// Products of 3 to 128 tokens with compressed weights on Hopper (sm_90a): y[m, n] = x[m, k] W[n, k]^T, and products
 // with a mixture of experts.
 //
 // One warp has the bulk tensor copy engine fill a ring of stages in shared memory, 128 k each: TOKENS rows of x, and
@@ -9,7 +9,8 @@
 //     --empty[stage]-->
 //
 // Which k of a stage a lane (g, t) of operand A holds is free as long as B agrees. It owns the granule t, 32 k with one
-// scale, of the rows g and g + 8, so no weight crosses lanes; three more warps bring x into that order, in place.
+// scale, of the rows g and g + 8, so no weight crosses lanes; three more warps bring x into that order, in place, each
+// another stage.
 //
 // ROW_GROUPS x K_GROUPS warpgroups multiply: those of a K_GROUP each take every K_GROUPS-th stage, for 64 rows each.
 // The thread blocks of a cluster share k as well. Each leaves its sums in its shared memory, and they add up in the
@@ -17,9 +18,10 @@
 #include "hopper.cuh"
 #include "linear.cuh"
 
-constexpr int STAGE_K = 128;   // k of a stage
-constexpr int HALF_K = 64;     // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
-constexpr int GRANULE_K = 32;  // k that share a scale
+constexpr int STAGE_K = 128;     // k of a stage
+constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
+constexpr int GRANULE_K = 32;    // k that share a scale
+constexpr int MOST_STAGES = 20;  // their barriers must fit what RING_END leaves
 // In the shared window, whose first 1024 bytes are the system's: 227 KiB less what is declared by name.
 constexpr int RING_END = 228 * 1024 - 512;
 
@@ -110,7 +112,7 @@ struct TileKbit {
     using Type = T;
     static constexpr int BITS = K, SCALE = FORMAT, VALUES = 1 << K, FIELDS = K == 5 ? 8 : K == 2 ? 2 : 4;
     static constexpr int ENTRIES = K == 5 ? 32 : K == 3 ? 64 : 256, LANE_BYTES = K == 2 ? 8 : 4;
-    static constexpr bool BLOCKS_OF_32 = true;
+    static constexpr bool BLOCKS_OF_32 = true, NESTED = false;
     static constexpr float FACTOR = FORMAT == E4M4 ? Pair<T>::E4M4_FACTOR : 1.0f;
 
     // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
@@ -182,11 +184,11 @@ struct TileKbit {
 };
 
 // Tables of 16 values, two elements a byte, the earlier in its upper half.
-template <typename T>
+template <typename T, bool DOUBLE_QUANT>
 struct TileTable4 {
     using Type = T;
     static constexpr int BITS = 4, SCALE = FLOAT32, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
-    static constexpr bool BLOCKS_OF_32 = false;
+    static constexpr bool BLOCKS_OF_32 = false, NESTED = DOUBLE_QUANT;
     static constexpr float FACTOR = 1.0f;
 
     __device__ static void build(char* table, float mine, int thread, int threads) {
@@ -211,7 +213,7 @@ struct TileTable4 {
 // Where the scales of the granules are.
 struct TileScales {
     const void* absmax;
-    const float* nested_absmax;  // double quantization: float32[blocks / 256], or null
+    const float* nested_absmax;  // NESTED: float32[blocks / 256]
     const float* nested_offset;
     const float* map;  // the values of its 8-bit codes
     int shift;         // log2 of the granules of a block
@@ -228,45 +230,55 @@ struct RawScales {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const unsigned block = (origin[i] + at) >> (Decoder::BLOCKS_OF_32 ? 0 : from.shift);
-            if (Decoder::SCALE == E4M4 || from.nested_absmax)
-                code[i] = static_cast<const unsigned char*>(from.absmax)[block];
-            else if (Decoder::SCALE == FLOAT16) code[i] = static_cast<const unsigned short*>(from.absmax)[block];
+            if constexpr (Decoder::SCALE == E4M4 || Decoder::NESTED)
+                asm volatile("ld.global.u8 %0, [%1];"
+                             : "=r"(code[i])
+                             : "l"(static_cast<const unsigned char*>(from.absmax) + block));
+            else if constexpr (Decoder::SCALE == FLOAT16)
+                code[i] = static_cast<const unsigned short*>(from.absmax)[block];
             else code[i] = static_cast<const unsigned*>(from.absmax)[block];
-            if (Decoder::SCALE == FLOAT32 && from.nested_absmax) nested[i] = from.nested_absmax[block / 256];
+            if constexpr (Decoder::NESTED) nested[i] = from.nested_absmax[block / 256];
         }
     }
 
     __device__ __forceinline__ float value(const TileScales& from, int i) const {
         if (Decoder::SCALE == FLOAT16) return __half2float(__ushort_as_half(code[i]));
-        if (from.nested_absmax) return __fadd_rn(__fmul_rn(from.map[code[i]], nested[i]), *from.nested_offset);
+        if (Decoder::NESTED) return __fadd_rn(__fmul_rn(from.map[code[i]], nested[i]), *from.nested_offset);
         return __uint_as_float(code[i]);
     }
 };
 
-// A number in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ float shared_of(unsigned address, unsigned rank) {
-    float v;
-    asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %1, %2; ld.shared::cluster.f32 %0, [remote]; }"
-                 : "=f"(v)
-                 : "r"(address), "r"(rank));
+// Four words in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ uint4 shared_of(unsigned address, unsigned rank) {
+    uint4 v;
+    asm volatile(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
+        " ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [remote]; }"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "r"(address), "r"(rank));
     return v;
 }
 
-// A stage of x, 8 tokens: the words (t, q), t of 4 granules, q of 16 pairs, to the order (q, t). Chunks of 16 bytes lie
-// in the 128-byte swizzle, those of the second half of a stage `half` bytes on.
+// A stage of x, 8 PARTS tokens: the words (t, q), t of 4 granules, q of 16 pairs, to the order (q, t). Chunks of 16
+// bytes lie in the 128-byte swizzle, those of the second half of a stage `half` bytes on.
+template <int PARTS>
 __device__ __forceinline__ void reorder(unsigned x, unsigned half, int lane) {
     const unsigned row = lane % 8, c = lane / 8;
-    const unsigned at = x + row * 128;
-    unsigned word[4][4];
+    unsigned word[PARTS][4][4];
 #pragma unroll
-    for (unsigned t = 0; t < 4; ++t) read_shared(word[t], at + t / 2 * half + (((t % 2 * 4 + c) ^ row) << 4));
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (unsigned t = 0; t < 4; ++t)
+            read_shared(word[part][t], x + part * 1024 + row * 128 + t / 2 * half + (((t % 2 * 4 + c) ^ row) << 4));
     __syncwarp();
 #pragma unroll
-    for (unsigned i = 0; i < 4; ++i)
-        asm volatile(
-            "st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at + c / 2 * half + (((c % 2 * 4 + i) ^ row) << 4)),
-            "r"(word[0][i]), "r"(word[1][i]), "r"(word[2][i]), "r"(word[3][i])
-            : "memory");
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (unsigned i = 0; i < 4; ++i)
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
+                             x + part * 1024 + row * 128 + c / 2 * half + (((c % 2 * 4 + i) ^ row) << 4)),
+                         "r"(word[part][0][i]), "r"(word[part][1][i]), "r"(word[part][2][i]), "r"(word[part][3][i])
+                         : "memory");
 }
 
 // What this thread wrote to shared memory is there for wgmma, once a barrier has told of it.
@@ -288,21 +300,23 @@ struct Tiling {
     // ring goes on for the next tile.
     static constexpr int RING_AT = (int(TABLE_AT) + Decoder::ENTRIES * ENTRY_STRIDE + 1023) / 1024 * 1024;
     static constexpr int ROOM = RING_END - RING_AT - (GROUPED ? K_GROUPS * SUMS * 4 : 0), FITTING = ROOM / STAGE;
-    static constexpr int STAGES = FITTING < 12 ? FITTING : 12;
+    static constexpr int STAGES = FITTING < MOST_STAGES ? FITTING : MOST_STAGES;
     static constexpr int SUMS_AT = RING_AT + (GROUPED ? STAGES * STAGE : 0);
+    // A number that need not be computed again, where there is a register for it.
+    __device__ __forceinline__ static unsigned keep(unsigned v) { return TOKENS < 64 ? kept(v) : v; }
     static_assert(STAGES > K_GROUPS, "a stage is given back when the next one of its group is there");
 };
 
 // Addresses in shared memory, and which stage is next.
 template <typename S>
 struct Ring {
-    unsigned at, full0, ready0, empty0;
+    unsigned at, barriers;
     unsigned stage = 0, phase = 0;
 
     __device__ __forceinline__ unsigned data() const { return at + stage * S::STAGE; }
-    __device__ __forceinline__ unsigned full() const { return full0 + 8 * stage; }
-    __device__ __forceinline__ unsigned ready() const { return ready0 + 8 * stage; }
-    __device__ __forceinline__ unsigned empty() const { return empty0 + 8 * stage; }
+    __device__ __forceinline__ unsigned full() const { return barriers + 8 * stage; }
+    __device__ __forceinline__ unsigned ready() const { return full() + 8 * S::STAGES; }
+    __device__ __forceinline__ unsigned empty() const { return full() + 16 * S::STAGES; }
     __device__ __forceinline__ void step(int stages, int rounds = 0) {
         stage += stages, phase ^= rounds & 1;
         if (stage >= S::STAGES) stage -= S::STAGES, phase ^= 1;
@@ -341,7 +355,7 @@ struct Job {
             found.row = unit % tiles * S::ROWS;
         } else {
             found.row = blockIdx.x / blocks * S::ROWS;
-            found.group.count = i > 0 ? 0 : min(S::TOKENS, tokens - found.group.first);
+            found.group.count = min(S::TOKENS, tokens - found.group.first);
         }
         return found;
     }
@@ -358,19 +372,27 @@ __device__ __forceinline__ void warps_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(S::WARPS * WARP) : "memory");
 }
 
-// Bring the weights of the first stages to the L2 cache: one warp.
+// Bring the scales of a task to the L2 cache.
 template <typename S>
-__device__ __forceinline__ void prefetch_stages(const Task& task, const TensorMap* w_map, int lane) {
-    for (int i = lane; i < S::STAGES * S::ROW_GROUPS; i += WARP)
-        if (blockIdx.y == 0 && task.begin + i / S::ROW_GROUPS < task.end)
-            prefetch_box(w_map, (task.begin + i / S::ROW_GROUPS) * S::ROW_BYTES, task.row + i % S::ROW_GROUPS * 64);
+__device__ __forceinline__ void prefetch_scales(
+    const Task& task, const TileScales& scales, int n, int k, int thread, int threads) {
+    using Decoder = typename S::Decoder;
+    const int size = Decoder::SCALE == E4M4 || Decoder::NESTED ? 1 : Decoder::SCALE == FLOAT16 ? 2 : 4;
+    const int granules = k / GRANULE_K, shift = Decoder::BLOCKS_OF_32 ? 0 : scales.shift;
+    const int first = task.begin * (STAGE_K / GRANULE_K), last = min(task.end * (STAGE_K / GRANULE_K), granules);
+    const int bytes = max(0, last - first) * size >> shift, lines = (bytes + 127) / 128;
+    for (int i = thread; i < min(S::ROWS, n - task.row) * lines; i += threads) {
+        const long long block = (task.row + i / lines) * (long long)granules + first >> shift;
+        prefetch_l2(static_cast<const char*>(scales.absmax) + block * size + i % lines * 128);
+    }
 }
 
 // Fill the stages: one warp.
 template <typename S>
 __device__ __forceinline__ void copy_stages(
     Ring<S> ring, const Job& job, const TensorMap* x_map, const TensorMap* w_map, int lane) {
-    for (int i = 0;; ++i) {
+    const bool elected = elect_lane();
+    for (int i = 0; S::GROUPED || i == 0; ++i) {
         const Task task = job.task<S>(i);
         if (task.group.count == 0) return;
         if (task.group.expert < 0) continue;
@@ -378,7 +400,7 @@ __device__ __forceinline__ void copy_stages(
         const int w_row = (S::GROUPED ? task.group.expert * job.n : 0) + task.row;
         for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
             const unsigned x_column = item * STAGE_K * 2, target = ring.data();
-            if (lane == 0) {
+            if (elected) {
                 barrier_wait(ring.empty(), ring.phase ^ 1);
                 barrier_expect(ring.full(), S::W_BYTES + (S::GROUPED ? task.group.count * STAGE_K * 2 : S::X_BYTES));
 #pragma unroll
@@ -386,29 +408,43 @@ __device__ __forceinline__ void copy_stages(
                     copy_box(
                         target + S::X_BYTES + r * (S::W_BYTES / S::ROW_GROUPS), w_map, item * S::ROW_BYTES,
                         w_row + 64 * r, ring.full());
+                if (!S::GROUPED)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        copy_box(
+                            target + h * (S::X_BYTES / 2), x_map, x_column + h * HALF_K * 2, task.group.first,
+                            ring.full());
             }
             __syncwarp();
-            if (S::GROUPED ? lane < task.group.count : lane == 0)
+            if (S::GROUPED && lane < task.group.count)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
                     copy_box(
-                        target + h * (S::X_BYTES / 2) + (S::GROUPED ? lane * 128 : 0), x_map, x_column + h * HALF_K * 2,
-                        S::GROUPED ? x_row : task.group.first, ring.full());
+                        target + h * (S::X_BYTES / 2) + lane * 128, x_map, x_column + h * HALF_K * 2, x_row,
+                        ring.full());
         }
     }
 }
 
-// Bring x into the order of the lanes: three warps.
+// Bring x into the order of the lanes: three warps, a stage each in turn, as one takes longer than to multiply it.
 template <typename S>
 __device__ __forceinline__ void reorder_stages(Ring<S> ring, const Job& job, int warp, int lane) {
-    for (int i = 0;; ++i) {
+    int turn = 0;
+    for (int i = 0; S::GROUPED || i == 0; ++i) {
         const Task task = job.task<S>(i);
         if (task.group.count == 0) return;
         if (task.group.expert < 0) continue;
+#pragma unroll 1
         for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
+            const bool mine = turn == warp;
+            turn = turn == 2 ? 0 : turn + 1;
+            // Of all stages: a warp that skips one would lose count of the rounds.
             barrier_wait(ring.full(), ring.phase);
-            for (int token = warp * 8; token < task.group.count; token += 24)
-                reorder(ring.data() + token * 128, S::X_BYTES / 2, lane);
+            if (!mine) continue;
+            constexpr int PARTS = S::TOKENS == 16 || S::TOKENS == 32 ? 2 : 1;
+#pragma unroll 1
+            for (int token = 0; token < task.group.count; token += 8 * PARTS)
+                reorder<PARTS>(ring.data() + token * 128, S::X_BYTES / 2, lane);
             wgmma_sees_writes();
             __syncwarp();
             if (lane == 0) barrier_arrive(ring.ready());
@@ -430,19 +466,15 @@ __device__ __forceinline__ void scale_words(
     float s[2] = {raw.value(scales, 0), raw.value(scales, 1)};
     if constexpr (SameType<T, __half>::VALUE) {
         unsigned largest[2];
-        bool beyond = false;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            largest[i] = __float_as_uint(s[i]) & 0x7f800000u;
-            largest[i] = max(largest[i], __shfl_xor_sync(FULL_WARP, largest[i], 1));
-            largest[i] = min(max(largest[i], __shfl_xor_sync(FULL_WARP, largest[i], 2)), 252u << 23);
-            beyond |= largest[i] > top[i] + (8u << 23);
-        }
-        if (__any_sync(FULL_WARP, beyond)) {
+        for (int i = 0; i < 2; ++i) largest[i] = min(__float_as_uint(s[i]) & 0x7f800000u, 252u << 23);
+        if (__any_sync(FULL_WARP, largest[0] > top[0] + (8u << 23) || largest[1] > top[1] + (8u << 23))) {
             wgmma_wait<0>();
             held(sum);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
+                largest[i] = max(largest[i], __shfl_xor_sync(FULL_WARP, largest[i], 1));
+                largest[i] = max(largest[i], __shfl_xor_sync(FULL_WARP, largest[i], 2));
                 const unsigned one = 127u << 23, higher = max(largest[i], top[i]);
                 const float down = top[i] + one > higher ? __uint_as_float(top[i] + one - higher) : 0.0f;
 #pragma unroll
@@ -466,11 +498,12 @@ __device__ __forceinline__ void multiply_stages(
     using Decoder = typename S::Decoder;
     using T = typename Decoder::Type;
     const int g = lane / 4, t = lane % 4;
-    const int k_group = S::K_GROUPS == 1 ? 0 : __shfl_sync(FULL_WARP, warp / (4 * S::ROW_GROUPS), 0);  // uniform
+    const int k_group = warp / (4 * S::ROW_GROUPS);
     const int row = 16 * (warp % (4 * S::ROW_GROUPS)) + g;  // in the tile; the other one is 8 on
     const unsigned granules = k / GRANULE_K, above = S::GROUPED ? task.group.expert * n : 0;
     const unsigned origin[2] = {
-        (above + min(task.row + row, n - 1)) * granules, (above + min(task.row + row + 8, n - 1)) * granules};
+        S::keep((above + min(task.row + row, n - 1)) * granules),
+        S::keep((above + min(task.row + row + 8, n - 1)) * granules)};
     // Where x is zero any scale will do.
     auto granule = [&](unsigned item) { return min(item * (STAGE_K / GRANULE_K) + t, granules - 1); };
     RawScales<Decoder> raw;  // of the next stage
@@ -482,13 +515,14 @@ __device__ __forceinline__ void multiply_stages(
     // Rows of 32 or 64 bytes come in the swizzle of that size, others in order and without bank conflicts.
     constexpr int SWIZZLE = S::ROW_BYTES == 64 ? 0x30 : S::ROW_BYTES == 32 ? 0x10 : 0;
     const unsigned w_offset =
-        S::X_BYTES + row * S::ROW_BYTES + (t * (S::ROW_BYTES / 4) ^ (row * S::ROW_BYTES >> 3 & SWIZZLE));
+        S::keep(S::X_BYTES + row * S::ROW_BYTES + (t * (S::ROW_BYTES / 4) ^ (row * S::ROW_BYTES >> 3 & SWIZZLE)));
     const unsigned x_low = (ring.at & 0xffffffu) >> 4 | 1u << 16;  // the lower half of its description
     unsigned last = 0;
     ring.step(k_group);
     for (int item = task.begin + k_group; item < task.end; item += S::K_GROUPS) {
         unsigned own[2];
         scale_words<Decoder>(raw, scales, top, sum, own);
+        own[0] = kept(own[0]), own[1] = kept(own[1]);  // now: the next ones may then come to where these were
         raw.fetch(scales, origin, granule(item + S::K_GROUPS));
         barrier_wait(ring.full(), ring.phase);
         unsigned field[2][Decoder::FIELDS];
@@ -513,7 +547,7 @@ __device__ __forceinline__ void multiply_stages(
             if (h == 0) barrier_wait(ring.ready(), ring.phase);
             // Operands may change only while no product is under way: so far nothing is scaled.
             wgmma_wait<0>();
-            if (h == 0 && item >= task.begin + S::K_GROUPS && lane == 0) barrier_arrive(last);
+            if (h == 0 && last && lane == 0) barrier_arrive(last);
             held(a);
 #pragma unroll
             for (int j = 0; j < 16; ++j) a[j / 4][j % 4] = Pair<T>::multiply(a[j / 4][j % 4], own[j % 2]);
@@ -557,26 +591,31 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, GROUPED>;
     static_assert(!GROUPED || CLUSTER == 1, "thread blocks have different tasks");
     extern __shared__ uint4 dynamic[];
-    __shared__ alignas(8) unsigned long long full[S::STAGES], ready[S::STAGES], empty[S::STAGES];
+    __shared__ unsigned scale;
+    __shared__ alignas(8) unsigned long long barriers[3 * S::STAGES];  // full, ready, empty
     // In a cluster the upper byte of an address in shared memory is the block's number.
     const unsigned window = shared_address(dynamic), own_block = window & 0xff000000u;
     char* const shared0 = reinterpret_cast<char*>(dynamic) - (window - own_block);
-    Ring<S> ring{own_block | S::RING_AT, shared_address(full), shared_address(ready), shared_address(empty)};
+    Ring<S> ring{own_block | S::RING_AT, shared_address(barriers)};
     const unsigned rank = CLUSTER == 1 ? 0 : block_in_cluster();
     const Job job{groups, order, divisor, tokens, n, k, rank, CLUSTER};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < S::STAGES; ++i) {
-            barrier_init(ring.full0 + 8 * i, 1);
-            barrier_init(ring.ready0 + 8 * i, 3);
-            barrier_init(ring.empty0 + 8 * i, 4 * ROW_GROUPS);
-        }
+    const int warp = warp_number(), lane = threadIdx.x % WARP;
+    let_next_start();
+    if (warp < 3 && elect_lane()) {  // each warp those of a kind: it is a long list for one
+#pragma unroll
+        for (int i = 0; i < S::STAGES; ++i)
+            barrier_init(ring.barriers + 8 * (warp * S::STAGES + i), warp < 2 ? 1 : 4 * ROW_GROUPS);
         barriers_ready();
     }
     __syncthreads();
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    let_next_start();
+    const TileScales scales{absmax, nested_absmax, nested_offset, codebook.map, 31 - __clz(block / GRANULE_K)};
+    // The sums of 64 tokens need registers that the other warps do not.
+    constexpr bool SHIFT = TOKENS == 64 && S::WARPS == 16;
     if (warp >= S::WARPS) {
-        if (!GROUPED && warp == S::WARPS) prefetch_stages<S>(job.task<S>(0), &w_map, lane);
+        if constexpr (SHIFT) give_registers<64>();
+        if (!GROUPED && warp > S::WARPS)
+            prefetch_scales<S>(job.task<S>(0), scales, n, k, threadIdx.x - (S::WARPS + 1) * WARP, 3 * WARP);
+        else if (lane == 0) prefetch_map(&x_map);
         wait_for_previous();
         if (warp == S::WARPS) copy_stages<S>(ring, job, &x_map, &w_map, lane);
         else reorder_stages<S>(ring, job, warp - S::WARPS - 1, lane);
@@ -584,38 +623,64 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         if constexpr (CLUSTER > 1) cluster_sync(), cluster_sync();
         return;
     }
-    wait_for_previous();
-    const float mine = (values ? values : codebook.value)[lane % Decoder::VALUES];
+    if constexpr (SHIFT) take_registers<104>();
+    float mine;
+    if (values) {
+        wait_for_previous();
+        mine = values[lane % Decoder::VALUES];
+    } else {
+        mine = codebook.value[lane % Decoder::VALUES];
+    }
     const float largest = __uint_as_float(warp_max(__float_as_uint(fabsf(mine))));
     const float power = power_below(largest) * codebook.factor;
     Decoder::build(shared0 + TABLE_AT, mine * (power * Decoder::FACTOR), threadIdx.x, S::WARPS * WARP);
+    wait_for_previous();
+    if (!GROUPED && threadIdx.x == 0) {
+        // Read at the end, where it would have to come from memory.
+        if (tensor_scale) copy_word_async(&scale, reinterpret_cast<const unsigned*>(tensor_scale)), close_copies();
+        else scale = __float_as_uint(1.0f);
+    }
     warps_sync<S>();
-    const TileScales scales{absmax, nested_absmax, nested_offset, codebook.map, 31 - __clz(block / GRANULE_K)};
-    for (int i = 0;; ++i) {
+    for (int i = 0; GROUPED || i == 0; ++i) {
         const Task task = job.task<S>(i);
         if (task.group.count == 0) break;
         if (task.group.expert >= 0) {
             multiply_stages<S>(ring, task, scales, n, k, warp, lane, own_block, shared0 + S::SUMS_AT);
             if (GROUPED) ring.step((task.end - task.begin) % S::STAGES, (task.end - task.begin) / S::STAGES);
         }
+        copies_arrived<0>();
         if constexpr (CLUSTER == 1) warps_sync<S>();
         else cluster_sync();
-        const float factor = (tensor_scale ? tensor_scale[max(task.group.expert, 0) * scale_step] : 1.0f) / power;
-        constexpr int PART = TOKENS / CLUSTER;
-        for (int j = threadIdx.x; j < PART * S::ROWS; j += S::WARPS * WARP) {
-            const int token = rank * PART + j / S::ROWS, r = j % S::ROWS, to_row = task.row + r;
+        const float of_all = GROUPED && tensor_scale ? tensor_scale[max(task.group.expert, 0) * scale_step] : 1.0f;
+        const float factor = (GROUPED ? of_all : __uint_as_float(scale)) / power;
+        constexpr int PART = TOKENS / CLUSTER, FOURS = S::ROWS / 4;
+        for (int j = threadIdx.x; j < PART * FOURS; j += S::WARPS * WARP) {
+            const int token = rank * PART + j / FOURS, r = j % FOURS * 4, to_row = task.row + r;
             if (token >= task.group.count || to_row >= n) continue;
             const unsigned at = own_block + S::SUMS_AT + (token * S::PITCH + r) * 4;
-            float total = 0.0f;
+            float total[4] = {};
 #pragma unroll
             for (int q = 0; q < CLUSTER * K_GROUPS; ++q) {
                 const unsigned part = at + q % K_GROUPS * S::SUMS * 4;
-                total += CLUSTER == 1 ? shared_at<float>(part) : shared_of(part, q / K_GROUPS);
+                const uint4 v = CLUSTER == 1 ? shared_at<uint4>(part) : shared_of(part, q / K_GROUPS);
+                total[0] += __uint_as_float(v.x), total[1] += __uint_as_float(v.y);
+                total[2] += __uint_as_float(v.z), total[3] += __uint_as_float(v.w);
             }
-            total = GROUPED && task.group.expert < 0 ? 0.0f : total * factor;
             const long long to = job.product<S>(task, token) * n + to_row;
-            if (GROUPED && partial) partial[to] = total;
-            else store(y + to, total + bias_at<T>(bias, bias_kind, to_row));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                total[i] = GROUPED && task.group.expert < 0 ? 0.0f : total[i] * factor;
+                if (!GROUPED || !partial) total[i] += bias_at<T>(bias, bias_kind, min(to_row + i, n - 1));
+            }
+            if (!(GROUPED && partial) && to_row + 4 <= n && reinterpret_cast<unsigned long long>(y + to) % 8 == 0) {
+                *reinterpret_cast<uint2*>(y + to) =
+                    make_uint2(Pair<T>::pack(total[0], total[1]), Pair<T>::pack(total[2], total[3]));
+            } else {
+                for (int i = 0; i < min(4, n - to_row); ++i) {
+                    if (GROUPED && partial) partial[to + i] = total[i];
+                    else store(y + to + i, total[i]);
+                }
+            }
         }
     }
     if constexpr (CLUSTER > 1) cluster_sync();  // the others may still read here
