@@ -21,7 +21,8 @@ from .formats.kbit import ABSMAX, BLOCK, KBit
 from .fused import HALF_CXX, ITEM_K, NO_EXPERTS, SIZES, TABLE_AT, TOKENS, VALUES_BYTES, Experts, Fused, bias_argument
 
 # As in kernels/linear_tile_sm90a.cu, and the tokens of its instances.
-_GRANULE_K, _RING_END, _MOST_STAGES = 32, 228 * 1024 - 512, 20
+_GRANULE_K, _MOST_STAGES = 32, 20
+_RING_END, _LARGE_RING_END = 196 * 1024 - 512, 228 * 1024 - 512
 TILE_TOKENS = (8, 16, 32, 64, 128)
 
 
@@ -44,24 +45,29 @@ class TileCut:
     k_groups: int
     splits: int
 
-    def ring_bytes(self, bits: int) -> int:
-        """Shared memory left of the system's and the declared part and of the table."""
+    def ring_at(self, bits: int) -> int:
+        """Where the ring begins in the shared window: behind the table."""
         entries = {3: 64, 5: 32}.get(bits, 256)
-        return _RING_END - (-(-(TABLE_AT + entries * 256) // 1024) * 1024)
+        return -(-(TABLE_AT + entries * 256) // 1024) * 1024
 
     def stage_bytes(self, bits: int) -> int:
         """x and weights of a stage."""
         return self.tokens * ITEM_K * 2 + 64 * self.groups * ITEM_K * bits // 8
 
+    def stages(self, bits: int, grouped: bool = False) -> int:
+        """Of the ring; the sums of groups do not take its place."""
+        room = (_LARGE_RING_END if grouped or self.tokens >= 64 else _RING_END) - self.ring_at(bits)
+        room -= self._sums_bytes if grouped else 0
+        return min(room // self.stage_bytes(bits), _MOST_STAGES) // self.k_groups * self.k_groups
+
     def shared(self, bits: int, grouped: bool = False) -> int:
-        """Dynamic shared memory of a thread block; the sums of groups do not take the place of the ring."""
-        ring, stage = self.ring_bytes(bits), self.stage_bytes(bits)
-        sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
-        if grouped:
-            used = min((ring - sums) // stage, _MOST_STAGES) * stage + sums
-        else:
-            used = max(min(ring // stage, _MOST_STAGES) * stage, sums)
-        return _RING_END - ring - 1024 + used
+        """Dynamic shared memory of a thread block."""
+        ring, sums = self.stages(bits, grouped) * self.stage_bytes(bits), self._sums_bytes
+        return self.ring_at(bits) - 1024 + (ring + sums if grouped else max(ring, sums))
+
+    @property
+    def _sums_bytes(self) -> int:
+        return self.k_groups * self.tokens * (64 * self.groups + 4) * 4
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,8 +22,9 @@ constexpr int STAGE_K = 128;     // k of a stage
 constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
 constexpr int GRANULE_K = 32;    // k that share a scale
 constexpr int MOST_STAGES = 20;  // their barriers must fit what RING_END leaves
-// In the shared window, whose first 1024 bytes are the system's: 227 KiB less what is declared by name.
-constexpr int RING_END = 228 * 1024 - 512;
+// In the shared window, whose first 1024 bytes are the system's: less what is declared by name, 195 KiB, which leave
+// the scales more of the L1 cache, or 227 where the stages are large.
+constexpr int RING_END = 196 * 1024 - 512, LARGE_RING_END = 228 * 1024 - 512;
 
 // ---- wgmma
 // -----------------------------------------------------------------------------------------------------------
@@ -299,8 +300,10 @@ struct Tiling {
     // The swizzle counts in units of 1024 bytes from address 0. The sums stand where the ring was; behind it where the
     // ring goes on for the next tile.
     static constexpr int RING_AT = (int(TABLE_AT) + Decoder::ENTRIES * ENTRY_STRIDE + 1023) / 1024 * 1024;
-    static constexpr int ROOM = RING_END - RING_AT - (GROUPED ? K_GROUPS * SUMS * 4 : 0), FITTING = ROOM / STAGE;
-    static constexpr int STAGES = FITTING < MOST_STAGES ? FITTING : MOST_STAGES;
+    static constexpr int ROOM = (TOKENS < 64 && !GROUPED ? RING_END : LARGE_RING_END) - RING_AT -
+                                (GROUPED ? K_GROUPS * SUMS * 4 : 0),
+                         FITTING = ROOM / STAGE;
+    static constexpr int STAGES = (FITTING < MOST_STAGES ? FITTING : MOST_STAGES) / K_GROUPS * K_GROUPS;
     static constexpr int SUMS_AT = RING_AT + (GROUPED ? STAGES * STAGE : 0);
     // A number that need not be computed again, where there is a register for it.
     __device__ __forceinline__ static unsigned keep(unsigned v) { return TOKENS < 64 ? kept(v) : v; }

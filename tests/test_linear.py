@@ -301,9 +301,9 @@ def test_every_item_is_some_warps(n, k, most, warps, processors, splits):
 def test_tiles_fit_and_cover(n, k, m, processors):
     """Whatever is chosen has an instance, whose stages fit the shared memory of a thread block."""
     cut = TILES.cut_tile(n, k, m, processors)
-    assert cut in TILES.tile_cuts() and cut.tokens >= min(m, 64)
+    assert cut in TILES.tile_cuts() and cut.tokens >= min(m, 32)
     for bits in (2, 3, 4, 5):
-        assert cut.ring_bytes(bits) // cut.stage_bytes(bits) > cut.k_groups
+        assert cut.stages(bits) > cut.k_groups
         assert cut.shared(bits) + 512 <= 227 << 10 and cut.stage_bytes(bits) % 1024 == 0
         assert TILES.GROUPED_CUT.shared(bits, grouped=True) + 512 <= 227 << 10
 
