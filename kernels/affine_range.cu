@@ -412,10 +412,10 @@ struct Own {
     }
 };
 
-constexpr int SLOTS = 4, TEAM_THREADS = 128;  // units of a thread; threads of a thread block
+constexpr int TEAM_THREADS = 128;  // of a thread block
 
 // The ranges of the blocks of a team.
-template <bool STRICT, typename T, int EACH, typename C>
+template <bool STRICT, typename T, int SLOTS, int EACH, typename C>
 __device__ __forceinline__ void find_ranges(
     const Unit<T> (&unit)[SLOTS], Range<C> (&range)[EACH], int team, bool both) {
     Gather<T, STRICT> gather[EACH];
@@ -436,12 +436,15 @@ __device__ __forceinline__ void find_ranges(
 // scale       C[count]
 // zero_point  int32[count], or null
 // team        threads of a team: a power of two up to 32
+// SLOTS       units of a thread
 // EACH        blocks that a team has in its registers: SLOTS of one unit a thread, or 1 of SLOTS units a thread
-template <typename T, int BITS, int EACH>
+template <typename T, int BITS, int SLOTS, int EACH>
 __global__ void __launch_bounds__(
-    TEAM_THREADS, sizeof(T) == 8 ? 2
-                  : EACH > 1     ? 5
-                                 : 8)
+    TEAM_THREADS, sizeof(T) == 8   ? 2
+                  : EACH > 1       ? 5
+                  : SLOTS == 4     ? 8
+                  : sizeof(T) == 2 ? 7
+                                   : 4)
     quantize_dynamic_affine(
         const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int team,
         const __grid_constant__ Geometry g) {

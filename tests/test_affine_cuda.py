@@ -27,6 +27,7 @@ LARGE = [
     ((3, 24_000), "token"),
     ((3, 40_000), "token"),
     ((33, 1024), "token"),
+    ((70, 384), "token"),
     ((9, 640), "token"),
     ((1, 70_016), "token"),
     ((64, 1100), ("channel", 0)),
@@ -47,6 +48,7 @@ LARGE = [
 # One for each walk through an array: units in one block and across two, scales of a short period, blocks in registers,
 # whole tiles and what is left of one.
 SMALL = [
+    ((5, 640), "token"),
     ((5, 1040), "token"),
     ((5, 1044), "token"),
     ((3, 50), ("group", 5)),

@@ -735,8 +735,9 @@ _FIND_ROWS = 64
 # Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
 _FIND_ROUNDS = 16
 _WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
-# Of teams of lanes that hold blocks in registers: units of a lane, threads of a thread block.
-_SLOTS, _TEAM_THREADS = 4, 128
+# Of teams of lanes that hold blocks in registers: units of a lane, few or many; the most units of a block that few are
+# for, and for all blocks of float64; threads of a thread block.
+_SLOTS, _MANY_SLOTS, _OF_FEW_SLOTS, _TEAM_THREADS = 4, 8, 32, 128
 # Of thread blocks that hold a block in shared memory: the most threads, about how many units each has, the most units.
 _ROW_THREADS, _ROW_UNITS = 512, 8
 _ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
@@ -782,7 +783,8 @@ KERNELS = (
     Template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
     Template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
     Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
-    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), ("1", str(_SLOTS)))),
+    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), (f"{_SLOTS}, 1", f"{_SLOTS}, {_SLOTS}"))),
+    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY[:3], ("8", "4"), (f"{_MANY_SLOTS}, 1",))),
     Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"))),
     Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
     Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
@@ -1005,8 +1007,9 @@ def _dynamic_launch(
         return kernel, -(-blocks.size // (32 * _THREADS)), (np.int32(run // 32), geometry.argument), geometry
     if units <= 32 * _SLOTS:
         each = _SLOTS if units <= _SLOTS else 1
-        team = 1 << (-(-units * each // _SLOTS) - 1).bit_length()
-        kernel = _kernel("quantize_dynamic_affine", (*axes, str(each)), _TEAM_THREADS)
+        slots = _MANY_SLOTS if units > _OF_FEW_SLOTS and size < 8 else _SLOTS
+        team = 1 << (-(-units * each // slots) - 1).bit_length()
+        kernel = _kernel("quantize_dynamic_affine", (*axes, f"{slots}, {each}"), _TEAM_THREADS)
         units = -(-blocks.count // (_TEAM_THREADS // team * each))
         return kernel, units, (np.int32(team), geometry.argument), geometry
     if not whole or run * size + _STATIC_BYTES > memory:
