@@ -188,10 +188,12 @@ def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
 _LITTLE = 96 * ITEM_K
 
 
-def _instances(eights: int, grouped: bool, even: bool, flow: int) -> tuple[str, ...]:
+def _instances(eights: int, grouped: bool, even: bool, flow: int, cluster: int) -> tuple[str, ...]:
     """Those that a device with the 227 KiB of shared memory of an H100 takes."""
     found = {
-        _few_arguments(decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped, flow): None
+        _few_arguments(
+            decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped, flow, cluster
+        ): None
         for decoder in (*_decoders(), _table4_decoder(32, True), _table4_decoder(16, True))
         for T in (HALF_CXX if even else HALF_CXX[:1])
         if (eights == 1 or decoder.wide) and flow in (_IN_CHUNKS, _flow_at_once(decoder))
@@ -210,10 +212,14 @@ def _one_instances(large: bool) -> tuple[str, ...]:
     )
 
 
-def _few_arguments(decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: int) -> str:
-    return f"{decoder.expression.format(T=T)}, {eights}, {items}, {grouped:d}, {flow}"
+def _few_arguments(
+    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: int, cluster: int = 1
+) -> str:
+    return f"{decoder.expression.format(T=T)}, {eights}, {items}, {grouped:d}, {flow}, {cluster}"
 
 
+# Thread blocks of a cluster, where there are any: multiprocessors come in pairs, so that all of them find a place.
+_CLUSTER = 2
 # ``Flow`` of kernels/linear.cu.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = range(3)
 
@@ -222,23 +228,28 @@ def _flow_at_once(decoder: Decoder) -> int:
     return _AT_ONCE if decoder.copied else _AT_ONCE_SPREAD
 
 
+def _few_template(*options: Any, hot: bool = True) -> Template:
+    return Template("linear.cu", "linear_few", (_instances(*options),), hot=hot)
+
+
 TEMPLATES = (
-    Template("linear.cu", "linear_few", (_instances(1, False, True, _AT_ONCE),)),
-    Template("linear.cu", "linear_few", (_instances(1, True, True, _AT_ONCE),)),
+    _few_template(1, False, True, _AT_ONCE, _CLUSTER),
+    _few_template(1, True, True, _AT_ONCE, 1),
+    _few_template(1, False, True, _AT_ONCE, 1),
     *(
-        Template("linear.cu", "linear_few", (_instances(1, grouped, True, _AT_ONCE_SPREAD),), hot=False)
-        for grouped in (False, True)
+        _few_template(*options, hot=False)
+        for options in (
+            (1, False, True, _AT_ONCE_SPREAD, _CLUSTER),
+            (1, False, True, _AT_ONCE_SPREAD, 1),
+            (1, True, True, _AT_ONCE_SPREAD, 1),
+            (2, False, True, _AT_ONCE, 1),
+            (2, False, True, _AT_ONCE_SPREAD, 1),
+            (1, True, True, _IN_CHUNKS, 1),
+            (1, False, False, _IN_CHUNKS, 1),
+            (2, False, False, _IN_CHUNKS, 1),
+            (1, True, False, _IN_CHUNKS, 1),
+        )
     ),
-    *(
-        Template("linear.cu", "linear_few", (_instances(2, False, True, flow),), hot=False)
-        for flow in (_AT_ONCE, _AT_ONCE_SPREAD)
-    ),
-    Template("linear.cu", "linear_few", (_instances(1, True, True, _IN_CHUNKS),), hot=False),
-    *(
-        Template("linear.cu", "linear_few", (_instances(eights, False, False, _IN_CHUNKS),), hot=False)
-        for eights in (1, 2)
-    ),
-    Template("linear.cu", "linear_few", (_instances(1, True, False, _IN_CHUNKS),), hot=False),
     Template("linear.cu", "linear_one", (_one_instances(True),)),
     Template("linear.cu", "linear_one", (_one_instances(False),), hot=False),
     Template("linear.cu", "add_partials", (HALF_CXX,), hot=False),
@@ -258,6 +269,8 @@ class Cut:
         As there.
     grid : tuple of int
         Thread blocks along n and along k.
+    cluster : int
+        Thread blocks of a cluster; those along k, or 1.
     """
 
     run: int
@@ -265,10 +278,20 @@ class Cut:
     items: int
     share: int
     grid: tuple[int, int]
+    cluster: int = 1
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_few(n: int, k: int, most: int, warps: int, resident: int, splits: int = 8, once: bool = False) -> Cut | None:
+def cut_few(
+    n: int,
+    k: int,
+    most: int,
+    warps: int,
+    resident: int,
+    splits: int = 8,
+    once: bool = False,
+    clusters: tuple[int, int] = (1, 0),
+) -> Cut | None:
     """The cut with the least work for the busiest warp.
 
     Parameters
@@ -285,6 +308,8 @@ def cut_few(n: int, k: int, most: int, warps: int, resident: int, splits: int = 
         Thread blocks that may share k.
     once : bool
         Whether all of k has to go through at once; a warp then has `most` items or half of them.
+    clusters : tuple of int
+        Thread blocks of a cluster, and how many clusters the device holds.
 
     Returns
     -------
@@ -293,19 +318,25 @@ def cut_few(n: int, k: int, most: int, warps: int, resident: int, splits: int = 
     """
     rows, total = -(-n // _ITEM_ROWS), -(-k // ITEM_K)
     best: tuple[float, Cut] | None = None
-    for split, teams in itertools.product(range(1, 1 + min(splits, total)), range(warps, 0, -1)):
+    choices = [(split, resident // split, 1) for split in range(1, 1 + min(splits, total))]
+    if clusters[1] and total >= clusters[0]:
+        choices.append((clusters[0], clusters[1], clusters[0]))
+    for (split, blocks, cluster), teams in itertools.product(choices, range(warps, 0, -1)):
         share, team = -(-total // split), warps // teams
         chunks = -(-share // (team * most))
         if once and chunks > 1:
             continue
         items = -(-share // (team * chunks))
         items = -(-items // (most // 2)) * (most // 2) if once else items
-        run = -(-rows // max(1, resident // split))
+        run = -(-rows // max(1, blocks))
         passes = -(-run // teams)
         # Beside the items of a warp, in their unit: x, once or in each pass; sums; the launch that adds up the splits.
-        work = passes * (chunks * items * (1 + 0.4 * (chunks > 1)) + 0.5) + (4 + 0.2 * split) * (split > 1)
+        work = passes * (chunks * items * (1 + 0.4 * (chunks > 1)) + 0.5) + share / 32
+        work += (4 + 0.2 * split) * (split > cluster)
         if best is None or work < best[0]:
-            best = work, Cut(run, team, items, share, (-(-rows // run), -(-total // share)))
+            team = -(-share // (items * chunks)) if once else team
+            along = cluster if cluster > 1 else -(-total // share)
+            best = work, Cut(run, team, items, share, (-(-rows // run), along), cluster)
     return best and best[1]
 
 
@@ -455,7 +486,6 @@ class Few(Fused):
     ):
         super().__init__(format, shape, dtype, decoder.block)
         n, k = shape
-        self.tokens = TOKENS * eights
         room = _cuda.shared_memory(device)
         whole = n % _ITEM_ROWS == 0 and k % ITEM_K == 0 and _copies(device)
         # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
@@ -465,15 +495,21 @@ class Few(Fused):
             items, warps = few_room(decoder, eights, room, even, grouped)
             if even and not (whole and warps and (flow != _IN_CHUNKS or grouped)):
                 continue
-            cut = cut_few(n, k, items, max(1, warps), resident, 1 if grouped else 8, flow != _IN_CHUNKS)
+            clusters = _clusters(device, together) if flow != _IN_CHUNKS and eights == 1 and not grouped else (1, 0)
+            cut = cut_few(n, k, items, max(1, warps), resident, 1 if grouped else 8, flow != _IN_CHUNKS, clusters)
             if cut:
                 break
         assert cut is not None  # the last one takes anything
         self.fits = warps > 0
-        arguments = _few_arguments(decoder, self._cxx, eights, items, grouped, flow)
+        self.tokens, self.clustered = TOKENS * eights, cut.cluster > 1
+        arguments = _few_arguments(decoder, self._cxx, eights, items, grouped, flow, cut.cluster)
         shared = decoder.shared_bytes(eights, items, warps)
-        self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, (8, 8, *SIZES, 24, VALUES_BYTES, 128))
-        self.grid = cut.grid
+        # By way of shared memory whole lines of x are read, and once.
+        stage = cut.warps * cut.items * ITEM_K * TOKENS * 2
+        staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
+        shared += stage * staged
+        self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, (8, 8, *SIZES, 28, VALUES_BYTES, 128))
+        self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
         self._map = functools.partial(_map_of_weights, decoder, k, device, box=box) if even else _no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
@@ -483,7 +519,8 @@ class Few(Fused):
             width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
         codes = ITEM_K // decoder.granule if flow == _AT_ONCE_SPREAD else 1  # of an item, read at once
         self._alignments = (16, 16 if wide else 4, max(codes, width))
-        self._cut = np.array((cut.run, cut.warps, cut.items, cut.share, width, wide), np.int32).tobytes()
+        numbers = cut.run, cut.warps, cut.items, cut.share, width, wide, staged
+        self._cut = np.array(numbers, np.int32).tobytes()
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
         """Whether the arrays start where the kernel can read them."""
@@ -491,7 +528,7 @@ class Few(Fused):
 
     def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
-        tokens, splits = out.size // self._n, self.grid[1]
+        tokens, splits = out.size // self._n, self._splits
         partial = None if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
         to = 0 if partial is None else partial.data.ptr
         self._launch(-(-tokens // self.tokens), x, planes, bias, out, to, tokens)
@@ -566,6 +603,13 @@ class One(Fused):
                 self._map(planes),
             ),
         )
+
+
+def _clusters(device: int, together: int) -> tuple[int, int]:
+    """Thread blocks of a cluster, and how many clusters a device holds at least."""
+    if not 90 <= _cuda.capability(device) < 120:
+        return 1, 0
+    return _CLUSTER, max(1, _cuda.multiprocessors(device) // _CLUSTER // together)
 
 
 def _copies(device: int) -> bool:

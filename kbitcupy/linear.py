@@ -384,7 +384,7 @@ def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
 
     lines = [heading, f"  these: {way(max(m, 1))}"]
     shown = ""
-    for start in sorted({1, 2, _TILED_FROM, *(limit + 1 for limit in (*_FUSED_UP_TO.values(), *TILE_TOKENS))}):
+    for start in sorted({1, 2, 3, _TILED_FROM, *(limit + 1 for limit in (*_FUSED_UP_TO.values(), *TILE_TOKENS))}):
         if way(start) != shown:
             shown = way(start)
             lines.append(f"  from {start}: {shown}")
@@ -504,8 +504,8 @@ _IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as th
 # Tokens up to which a kernel is taken: linear_tile; linear_few, by whether a thread block can take 16 of them at a
 # time. Beyond, cuBLAS reads the decoded weights once for all tokens, and the kernel decodes them again for each tile.
 _TILED_UP_TO = 128
-# From so few tokens on, where the weight has so many elements: larger weights fill the device for linear_few, smaller
-# ones are no work for either.
+# From so few tokens on where linear_few has no clusters, and the weight has so many elements: larger weights fill the
+# device for linear_few, smaller ones are no work for either.
 _TILED_FROM, _TILED_SIZES = 3, range(1 << 24, 1 << 27)
 _FUSED_UP_TO = {True: 32, False: 16}
 
@@ -537,30 +537,32 @@ class Plan:
 def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, device: int) -> Plan:
     kernels: list[One | Tile | Few] = []
     reasons = []
-    least = _TILED_FROM if shape[0] * shape[1] in _TILED_SIZES else TOKENS + 1
-    if least <= m <= _TILED_UP_TO and not tile_refusal(format, shape, dtype, device):
-        cut = cut_tile(*shape, m, _cuda.multiprocessors(device))
-        kernels.append(Tile(format, shape, dtype, device, cut))
-        shape_of_block = f"{cut.tokens} tokens x {64 * cut.groups} rows a thread block"
-        reasons.append(f"fused: linear_tile, {shape_of_block}, k in {cut.k_groups * cut.splits} parts")
     decoder, refusal = fits(format, shape, dtype, device)
+    few = None
     if isinstance(format, KBit) and format.members > 1:
         refusal = "a stack is for linear_grouped"
     elif decoder is not None and m > _FUSED_UP_TO[decoder.wide]:
         refusal = f"more than {_FUSED_UP_TO[decoder.wide]} tokens"
     elif decoder is not None:
+        eights = 2 if decoder.wide and m > TOKENS else 1
+        together = -(-m // (eights * TOKENS))
+        few = Few(format, decoder, shape, dtype, device, eights=eights, together=together)
+    least = _TILED_FROM if shape[0] * shape[1] in _TILED_SIZES and not (few and few.clustered) else TOKENS + 1
+    if least <= m <= _TILED_UP_TO and not tile_refusal(format, shape, dtype, device):
+        cut = cut_tile(*shape, m, _cuda.multiprocessors(device))
+        kernels.append(Tile(format, shape, dtype, device, cut))
+        shape_of_block = f"{cut.tokens} tokens x {64 * cut.groups} rows a thread block"
+        reasons.append(f"fused: linear_tile, {shape_of_block}, k in {cut.k_groups * cut.splits} parts")
+    if few and decoder:
         if m == 1:
             one = One(format, decoder, shape, dtype, device)
             if one.fits:
                 kernels.append(one)
                 reasons.append(f"fused: linear_one, {one.run} tiles a thread block")
-        eights = 2 if decoder.wide and m > TOKENS else 1
-        together = -(-m // (eights * TOKENS))
-        few = Few(format, decoder, shape, dtype, device, eights=eights, together=together)
         if few.fits:
             kernels.append(few)
             grid = together, *few.grid
-            reasons.append(f"fused: linear_few, {eights * TOKENS} tokens a thread block, grid {grid}")
+            reasons.append(f"fused: linear_few, {few.tokens} tokens a thread block, grid {grid}")
         refusal = "the device has too little shared memory for the fused kernel"
     return Plan(tuple(kernels), (*reasons, f"decode, then cuBLAS: {refusal}")[0])
 

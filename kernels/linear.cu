@@ -84,6 +84,7 @@ struct SpreadScales {
     static constexpr int SUBS = Decoder::SCALE_BYTES / 4, LEAST_SHIFT = SUBS == 2 ? 6 : SUBS == 4 ? 5 : 4;
     const char* absmax;
     const float* nested_absmax;  // or null
+    unsigned map;                // address in the window
     long long above;
     int k, shift;  // as in Scales
     float offset = 0.0f;
@@ -115,21 +116,22 @@ struct SpreadScales {
                 float scale = outer[i];
                 if (nested_absmax) {
                     const unsigned byte = (j < 4 ? code[i].x : code[i].y) >> j % 4 * 8 & 255u;
-                    scale = __fadd_rn(__fmul_rn(shared_at<float>(TABLE_AT - 1024 + byte * 4), scale), offset);
+                    scale = __fadd_rn(__fmul_rn(shared_at<float>(map + byte * 4), scale), offset);
                 }
                 store_shared(to + i * eight + 4 * j, scale);
             }
     }
 };
 
-// How the work of linear_few is cut; the host chooses (see linear.py).
+// How the work of linear_few is cut; the host chooses (see fused.py).
 struct Cut {
-    int run;    // tiles of 16 rows of a thread block
-    int warps;  // warps that share k, a team; each team takes other tiles
-    int items;  // items of k of a warp at a time, at most ITEMS
-    int share;  // items of k of a thread block
-    int width;  // see Scales
-    int wide;   // whether the weights can be copied in pieces of 16 bytes
+    int run;     // tiles of 16 rows of a thread block
+    int warps;   // warps that share k, a team; each team takes other tiles
+    int items;   // items of k of a warp at a time, at most ITEMS
+    int share;   // items of k of a thread block
+    int width;   // see Scales
+    int wide;    // whether the weights can be copied in pieces of 16 bytes
+    int staged;  // whether x comes by way of shared memory
 };
 
 // Whether weights are copied by the bulk copy engine, in boxes of an item; not where ptxas gives such kernels a stack.
@@ -234,6 +236,9 @@ __device__ __forceinline__ float fill_table(char* table, const float* values, co
 // The sums of a tile go through a ring of slots in shared memory. One warp of the team, another for each tile, adds
 // them up in the order of the warps, and only a few tiles later: so warps need not keep step.
 //
+// Or BLOCKS thread blocks, a cluster, share k: each slot of the ring is in one of them, and the others write to it.
+// Then each block has less of x to read than if it had all of k and fewer tiles.
+//
 // FLOW: IN_CHUNKS where a warp may have more than ITEMS items. Otherwise all of them go through at once, in whole tiles
 // and rows of whole items that begin at multiples of 16 bytes. A warp has whole groups of them; x is zero where they
 // are not its own. Scales are copied as they are, or SPREAD, by way of registers.
@@ -242,8 +247,14 @@ __device__ __forceinline__ float fill_table(char* table, const float* values, co
 // that of row p / divisor of x; expert e has tensor_scale[e * scale_step]. Otherwise the tokens are taken as they come.
 enum Flow { IN_CHUNKS, AT_ONCE, AT_ONCE_SPREAD };
 
-template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED, int FLOW>
-__global__ void __launch_bounds__(512, 1) linear_few(
+#if __CUDA_ARCH__ >= 900
+#define ALONG_Z(BLOCKS) __cluster_dims__(1, 1, BLOCKS)
+#else
+#define ALONG_Z(BLOCKS)
+#endif
+
+template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED, int FLOW, int BLOCKS>
+__global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
     const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
     typename Decoder::Type* y, float* partial, const Group* groups, const int* order, int divisor, int scale_step,
@@ -251,7 +262,7 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
 #if __CUDA_ARCH__ >= 800  // Turing's 64 KiB of shared memory are too few: the host never asks it
     using T = typename Decoder::Type;
-    constexpr int TOGETHER = TOKENS * EIGHTS;
+    constexpr int TOGETHER = TOKENS * EIGHTS, CLUSTER = __CUDA_ARCH__ >= 900 ? BLOCKS : 1;
     // Whether tiles are whole, and rows whole items that begin at multiples of 16 bytes; how many items are copied at a
     // time, and how many of them in one box.
     constexpr bool EVEN = ITEMS > 1, ONCE = FLOW != IN_CHUNKS, SPREAD = FLOW == AT_ONCE_SPREAD;
@@ -260,21 +271,25 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     using Rows = ::Rows<Decoder, GROUP, BOX>;
     constexpr int GROUP_BYTES = GROUP / BOX * Slot::BYTES, GROUPS = ITEMS / GROUP;
     constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, EIGHT = SCALES / 2;
+    constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     extern __shared__ uint4 dynamic[];
-    const unsigned window = static_cast<unsigned>(__cvta_generic_to_shared(dynamic));
+    // In a cluster the upper byte of an address in shared memory is the block's number.
+    const unsigned window = shared_address(dynamic), own_block = CLUSTER == 1 ? 0 : window & 0xff000000u;
     const int warps = blockDim.x / WARP;
-    char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
+    char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT + own_block - window);
     float* factor = reinterpret_cast<float*>(table + Decoder::ENTRIES * ENTRY_STRIDE);
     char* slots = reinterpret_cast<char*>(factor) + FEW_HEAD;
-    char* stages = slots + warps * GROUPS * GROUP_BYTES;                  // of scales
-    float* sums = reinterpret_cast<float*>(stages + warps * 2 * SCALES);  // where the table has no gaps
+    char* stages = slots + warps * GROUPS * GROUP_BYTES;  // of scales
+    char* x_stage = stages + warps * 2 * SCALES;
+    float* sums = reinterpret_cast<float*>(x_stage + cut.staged * cut.warps * cut.items * X_BYTES);  // if without gaps
 
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
     const int my_row = Slot::row(g);
-    const int team = warp / cut.warps, teams = warps / cut.warps, mate = warp - team * cut.warps;
+    const int team = quotient(warp, cut.warps), teams = quotient(warps, cut.warps), mate = warp - team * cut.warps;
     const int first = blockIdx.y * cut.run, last = min((n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
     const int my_first = first + team;
-    const unsigned passes = team < teams ? max(0, last - my_first + teams - 1) / teams : 0;
+    const int upto = team < teams ? max(0, last - my_first + teams - 1) : 0;
+    const unsigned passes = ONCE ? quotient(upto, teams) : upto / teams;
     // k goes through in chunks of cut.warps * cut.items items; where mine starts, and where the thread block's end.
     const int step = cut.warps * cut.items, first_item = blockIdx.z * cut.share;
     const int my_item = first_item + mate * cut.items;
@@ -309,7 +324,7 @@ __global__ void __launch_bounds__(512, 1) linear_few(
         for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
         __syncthreads();
     }
-    SpreadScales<Decoder> spread{absmax, nested_absmax, above, k, 31 - __clz(block)};
+    SpreadScales<Decoder> spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
     const Scales scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
     const int pitch = int((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
     const unsigned scale_pitch = unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);  // where rows are whole items
@@ -327,12 +342,14 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     // free.
     const unsigned barriers = shared_address(factor) + BARRIERS_AT + warp * 16;
     constexpr int RING = EIGHTS == 2 ? 2 : 4, LATER = RING / 2;
+    static_assert(RING % CLUSTER == 0 && (CLUSTER == 1 || (ONCE && !GROUPED)), "");
     const unsigned ring = shared_address(factor) + HEAD + team * RING * 16;
     if (BULK && EVEN && lane == 0) barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
     if (mate == 0 && lane < RING && team < teams)
-        barrier_init(ring + lane * 16, cut.warps), barrier_init(ring + lane * 16 + 8, 1);
+        barrier_init(ring + lane * 16, CLUSTER == 1 ? cut.warps : 1), barrier_init(ring + lane * 16 + 8, 1);
     if (BULK) barriers_ready();
     __syncwarp();
+    if constexpr (CLUSTER > 1) cluster_arrive();
     auto count_at = [&](int item) { return max(0, min(cut.items, last_item - item)); };
 
     // What to copy next: `ahead` items, and their scales.
@@ -416,13 +433,24 @@ __global__ void __launch_bounds__(512, 1) linear_few(
     if (BULK && EVEN && lane < ITEMS / BOX && passes > 0)
         prefetch_box(&map_of_weights, (my_item + lane * BOX) * Decoder::ITEM_BYTES, int(above) + ahead_row);
     const float power = fill_table<Decoder, false>(table, values, codebook);
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i)
-        if (i * GROUP < cut.items) start(i, 0, 0);
-    if (SPREAD && nested_absmax) spread.offset = *nested_offset;
-    if (SPREAD && t < ITEMS) spread.store(scales_to, EIGHT);
-
+    const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
+    // By way of shared memory whole lines of x are read, once for all teams; one or two tokens are few lines anyway.
+    // Pieces of 16 bytes are permuted, so that the lanes which read together meet in no bank.
+    const bool staged = ONCE && EIGHTS == 1 && cut.staged && m > 2;
+    auto place_of = [](int piece, int token) { return (piece ^ (piece >> 3 & 1) ^ (token & 1) * 3) * 16; };
+    const int pieces = step * (ITEM_K / 8);  // of a token
+    if (staged) {
+        const int token = warp % TOKENS;
+        const bool there = token < m;
+        const char* from = reinterpret_cast<const char*>(token_at(there ? token : 0) + (long long)first_item * ITEM_K);
+        const unsigned to = shared_address(x_stage) + token * pieces * 16;
+        const int all = there ? (last_item - first_item) * (ITEM_K / 8) : 0;
+#pragma unroll 4
+        for (int i = warp / TOKENS * WARP + lane; i < pieces; i += warps / TOKENS * WARP)
+            copy_async_or_zero<16>(to + place_of(i, token), from + i * 16, i < all ? 16 : 0);
+        close_copies();
+    }
     unsigned my_x[ITEMS][EIGHTS][16];
     auto fetch_x = [&](int item) {
         const int count = count_at(item);
@@ -445,20 +473,42 @@ __global__ void __launch_bounds__(512, 1) linear_few(
 #pragma unroll
             for (int e = 0; e < EIGHTS; ++e) Decoder::arrange(my_x[i][e]);
     };
-    if (chunks == 1) fetch_x(my_item);
-    if (threadIdx.x == 0)  // what the sums lack
-        factor[0] = tensor_scale ? tensor_scale[group.expert * scale_step] : 1.0f, factor[1] = Decoder::AFTER / power;
+    if (chunks == 1 && !staged) fetch_x(my_item);
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i)
+        if (i * GROUP < cut.items) start(i, 0, 0);
+    if (SPREAD && nested_absmax) spread.offset = *nested_offset;
+    if (SPREAD && t < ITEMS) spread.store(scales_to, EIGHT);
+
+    // What the sums lack.
+    if (threadIdx.x == 0) factor[0] = scale_of_all, factor[1] = Decoder::AFTER / power;
+    // The copies of x came first.
+    if (staged) copies_arrived<1>();
     __syncthreads();
+    if (staged) {
+        const unsigned from = shared_address(x_stage) + g * pieces * 16 + mate * cut.items * (ITEM_K * 2);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            Decoder::take_x(
+                my_x[i][0], [&](int at) { return from + i * (ITEM_K * 2) + place_of(at / 8, g) + at % 8 * 2; }, t);
+    }
     if (chunks == 1) arrange_x();
 
     // The sums of a warp: 16 bytes a lane, as mma leaves them. They are in the gaps of the table where there are any.
     constexpr int EIGHT_LANES = Decoder::GAPS ? ENTRY_STRIDE : 128, EIGHT_TOKENS = 4 * EIGHT_LANES;
     constexpr int SUMS = EIGHTS * EIGHT_TOKENS;
-    const unsigned my_sums =
-        kept((Decoder::GAPS ? TABLE_AT + 128 : shared_address(sums)) + lane / 8 * EIGHT_LANES + lane % 8 * 16);
-    const unsigned offset = kept(Decoder::lane_offset(lane));
+    const unsigned my_sums = kept(
+        (Decoder::GAPS ? own_block + TABLE_AT + 128 : shared_address(sums)) + lane / 8 * EIGHT_LANES + lane % 8 * 16);
+    // Where those of a slot of the ring begin, of all blocks of the cluster, and in which of them.
+    const unsigned rank = CLUSTER == 1 ? 0 : blockIdx.z;
+    auto sums_of = [&](unsigned slot) {
+        return my_sums + (slot / CLUSTER * teams + team) * (CLUSTER * cut.warps * SUMS);
+    };
+    auto owner_of = [&](unsigned slot) { return (slot + team) % CLUSTER; };
+    const unsigned offset = kept(own_block | Decoder::lane_offset(lane));
+    if constexpr (CLUSTER > 1) cluster_wait();
     int scales_at = 0;  // of this tile; the scales of the next one go elsewhere
-    int turn = mate;    // in so many tiles this warp adds up
+    int turn = mate;    // in so many tiles of those that this block adds up it is this warp's turn
     for (unsigned pass = 0; pass < passes + LATER; ++pass) {
         if (pass < passes) {
             float acc[EIGHTS][4] = {};
@@ -474,8 +524,8 @@ __global__ void __launch_bounds__(512, 1) linear_few(
                 for (int i = 0; i < GROUPS; ++i) {
                     if (i * GROUP >= cut.items) break;
                     if (BULK && EVEN) barrier_wait(barriers + i * 8, scales_at != 0);
-                    if (!(BULK && EVEN)) copies_arrived<GROUPS - 1>();
-                    else if (i == 0) copies_arrived<0>();
+                    if (!(BULK && EVEN) && cut.items > GROUP) copies_arrived<GROUPS - 1>();
+                    else if (!(BULK && EVEN) || i == 0) copies_arrived<0>();
                     __syncwarp();
                     unsigned word[GROUP][2][Decoder::WORDS], read = 0;
 #pragma unroll
@@ -500,27 +550,36 @@ __global__ void __launch_bounds__(512, 1) linear_few(
                         if (nth >= count) continue;
                         unsigned field[2][Decoder::FIELDS];
                         Decoder::unpack(word[j], field);
-                        Decoder::template multiply<EIGHTS>(
-                            field, my_x[nth], offset, scale_at + nth * Decoder::SCALE_BYTES, EIGHT, acc);
+                        const unsigned at = scale_at + nth * Decoder::SCALE_BYTES;
+                        Decoder::template multiply<EIGHTS>(field, my_x[nth], offset, at, EIGHT, acc);
                     }
                 }
                 scales_at = SCALES - scales_at;
             }
             const unsigned slot = pass % RING;
             ring_wait(ring + slot * 16 + 8, pass / RING & 1 ^ 1);
-            const unsigned to = my_sums + (slot * warps + warp) * SUMS;
+            const unsigned to = sums_of(slot) + (rank * cut.warps + mate) * SUMS;
+            if constexpr (CLUSTER == 1) {
 #pragma unroll
-            for (int e = 0; e < EIGHTS; ++e) store_shared(to + e * EIGHT_TOKENS, acc[e]);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(ring + slot * 16);
+                for (int e = 0; e < EIGHTS; ++e) store_shared(to + e * EIGHT_TOKENS, acc[e]);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(ring + slot * 16);
+            } else {
+#pragma unroll
+                for (int e = 0; e < EIGHTS; ++e)
+                    store_async(to + e * EIGHT_TOKENS, acc[e], ring + slot * 16, owner_of(slot));
+            }
         }
-        if (pass >= LATER && turn == 0) {
-            const unsigned before = pass - LATER, slot = before % RING;
+        const unsigned before = pass - LATER, slot = before % RING;
+        const bool mine_to_add = pass >= LATER && (CLUSTER == 1 || owner_of(slot) == rank);
+        if (mine_to_add && turn == 0) {
+            constexpr int ROOM = CLUSTER * EIGHTS * WARP * 16;
+            if (CLUSTER > 1 && lane == 0) barrier_expect(ring + slot * 16, cut.warps * ROOM);
             ring_wait(ring + slot * 16, before / RING & 1);
-            const unsigned from = my_sums + (slot * warps + team * cut.warps) * SUMS;
+            const unsigned from = sums_of(slot);
             float sum[EIGHTS][4] = {};
 #pragma unroll 4
-            for (int j = 0; j < cut.warps; ++j)
+            for (int j = 0; j < CLUSTER * cut.warps; ++j)
 #pragma unroll
                 for (int e = 0; e < EIGHTS; ++e) {
                     const float4 v = shared_at<float4>(from + j * SUMS + e * EIGHT_TOKENS);
@@ -539,9 +598,14 @@ __global__ void __launch_bounds__(512, 1) linear_few(
                 else store(y + to, product + bias_at<T>(bias, bias_kind, row));
             }
             __syncwarp();
-            if (lane == 0) barrier_arrive(ring + slot * 16 + 8);
+            if constexpr (CLUSTER == 1) {
+                if (lane == 0) barrier_arrive(ring + slot * 16 + 8);
+            } else {
+                // Only where a warp waits for it: a block must not write to one that has ended.
+                if (lane < CLUSTER && before + RING < passes) barrier_arrive(ring + slot * 16 + 8, lane);
+            }
         }
-        if (pass >= LATER) turn = turn == 0 ? cut.warps - 1 : turn - 1;
+        if (mine_to_add) turn = turn == 0 ? cut.warps - 1 : turn - 1;
     }
 #endif
 }

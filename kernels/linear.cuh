@@ -105,6 +105,10 @@ __device__ __forceinline__ void read_x(unsigned* w, const uint2* p, bool there) 
                  : "l"(p), "r"(unsigned(there)));
 }
 
+// Spread them over registers.
+__device__ __forceinline__ void take(unsigned* w, uint4 v) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
+__device__ __forceinline__ void take(unsigned* w, uint2 v) { w[0] = v.x, w[1] = v.y; }
+
 // 16 bytes from shared memory, by their address in the window, unless they are not there.
 __device__ __forceinline__ void read_line(unsigned* w, unsigned address, bool there) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
@@ -188,12 +192,13 @@ __device__ __forceinline__ float power_below(float largest) {
 
 // The table of values stands at a fixed address of the shared window, so that a byte permutation forms the address of
 // an entry and no addition is left: entries are 256 bytes apart, byte 1 of the offset is the index, byte 0 the lane,
-// which has a copy of its own (no bank conflicts). Entries of 4 bytes leave a gap of 128 bytes behind each.
+// which has a copy of its own (no bank conflicts), byte 3 the block's number in its cluster. Entries of 4 bytes leave a
+// gap of 128 bytes behind each.
 constexpr unsigned TABLE_AT = 2048;
 constexpr int ENTRY_STRIDE = 256;
 
 __device__ __forceinline__ unsigned entry_offset(unsigned indices, int byte, unsigned lane_offset) {
-    return __byte_perm(indices, lane_offset, 0x5504 | byte << 4);
+    return __byte_perm(indices, lane_offset, 0x7504 | byte << 4);
 }
 
 // Entry of the table, BEHIND bytes on.
@@ -244,6 +249,22 @@ __device__ __forceinline__ void store_shared(unsigned address, const float (&v)[
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
                  : "memory");
 }
+
+// To this address of block `rank` of the cluster, whose barrier counts the bytes.
+__device__ __forceinline__ void store_async(unsigned address, const float (&v)[4], unsigned barrier, unsigned rank) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{ .reg .b32 to, counts; mapa.shared::cluster.u32 to, %0, %6; mapa.shared::cluster.u32 counts, %5, %6;"
+        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%1,%2,%3,%4}, [counts]; }" ::"r"(
+            address),
+        "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier), "r"(rank)
+        : "memory");
+#endif
+}
+
+// The two halves of a barrier of the cluster, behind barriers_ready.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // The same number, of which the compiler does not know where it comes from: it stays in a register.
 __device__ __forceinline__ unsigned kept(unsigned v) {
@@ -312,8 +333,8 @@ struct Kbit {
         }
     }
 
-    // The same of item `j` of two whose rows, of 128 bytes, are permuted; `from` is where this lane begins in the first,
-    // less `behind`.
+    // The same of item `j` of two whose rows, of 128 bytes, are permuted; `from` is where this lane begins in the
+    // first, less `behind`.
     __device__ __forceinline__ static void read_turned(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
         static_assert(K == 4, "rows of 64 bytes");
         const uint4 v = shared_at<uint4>((from ^ j * ITEM_BYTES) + behind);
@@ -325,6 +346,13 @@ struct Kbit {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             read_x(word + 4 * i, reinterpret_cast<const uint4*>(x + t * ROW) + i, there && t * ROW < left);
+    }
+
+    // The same from shared memory, `address(i)` being that of element i.
+    template <typename Address>
+    __device__ __forceinline__ static void take_x(unsigned (&word)[16], const Address& address, int t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) take(word + 4 * i, shared_at<uint4>(address(t * ROW + 8 * i)));
     }
 
     // For each 8 consecutive elements, which stand in 4 words, the 4 pairs of the table.
@@ -509,6 +537,17 @@ struct Table4 {
                 read_x(
                     word + j * (SUB / 8) + 4 * c, reinterpret_cast<const Piece*>(x + j * SUB + t * (SUB / 4)) + c,
                     there && j * SUB < left);
+    }
+
+    template <typename Address>
+    __device__ __forceinline__ static void take_x(unsigned (&word)[16], const Address& address, int t) {
+        using Piece = typename PieceOf<(SUB > 16 ? 16 : 8)>::Type;
+        constexpr int SIZE = sizeof(Piece) / 4;
+#pragma unroll
+        for (int i = 0; i < 16 / SIZE; ++i) {
+            const int j = i * SIZE / (SUB / 8), c = i * SIZE % (SUB / 8);
+            take(word + i * SIZE, shared_at<Piece>(address(j * SUB + t * (SUB / 4) + c * 2)));
+        }
     }
 
     __device__ __forceinline__ static void arrange(unsigned (&)[16]) {}

@@ -283,13 +283,25 @@ TILES = importlib.import_module("kbitcupy.fused_tile")
     warps=st.sampled_from([8, 16]),
     processors=st.integers(1, 200),
     splits=st.integers(1, 8),
+    once=st.booleans(),
+    clusters=st.sampled_from([(1, 0), (2, 1), (2, 66), (4, 32)]),
 )
-def test_every_item_is_some_warps(n, k, most, warps, processors, splits):
-    cut = FUSED.cut_few(n, k, most, warps, processors, splits)
+def test_every_item_is_some_warps(n, k, most, warps, processors, splits, once, clusters):
+    most = max(most, 2) if once else most
+    cut = FUSED.cut_few(n, k, most, warps, processors, splits, once, clusters if once else (1, 0))
     rows, items = -(-n // 16), -(-k // 128)
+    if cut is None:
+        assert once and items > splits * warps * most
+        return
     assert cut.grid[0] * cut.run >= rows > (cut.grid[0] - 1) * cut.run
-    assert cut.grid[1] * cut.share >= items > (cut.grid[1] - 1) * cut.share
-    assert 1 <= cut.items <= most and 1 <= cut.warps <= warps and cut.grid[1] <= splits
+    assert cut.grid[1] * cut.share >= items
+    assert 1 <= cut.items <= most and 1 <= cut.warps <= warps
+    if cut.cluster > 1:
+        assert cut.grid[1] == cut.cluster == clusters[0] and cut.grid[0] <= clusters[1]
+    else:
+        assert items > (cut.grid[1] - 1) * cut.share and cut.grid[1] <= splits
+    if once:
+        assert cut.warps * cut.items >= cut.share and cut.items in (most // 2, most)
 
 
 @given(

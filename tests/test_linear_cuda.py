@@ -198,11 +198,13 @@ def test_weights_that_keep_the_memory_busy(cupy, format):
 def test_tiles_take_few_tokens_of_middling_weights(cupy, format):
     if TILES.tile_refusal(kb.get_format(format), (4096, 4096), HALF[0], 0):
         pytest.skip("linear_tile is for compute capability 9.0")
-    q = weight((4096, 4096), format, cupy)
-    for m, kernel in ((2, FUSED.Few), (3, TILES.Tile), (8, TILES.Tile)):
-        x = numbers((m, 4096), HALF[0], cupy)
-        assert isinstance(plan_of(x, q).kernels[0], kernel)
-        check(kb.linear(x, q), x, q)
+    # Few tokens are for linear_few where its tiles are whole.
+    for n, few in ((4096, 8), (4104, 2)):
+        q = weight((n, 4096), format, cupy)
+        for m in (2, 3, 8, 9):
+            x = numbers((m, 4096), HALF[0], cupy)
+            assert isinstance(plan_of(x, q).kernels[0], FUSED.Few if m <= few else TILES.Tile)
+            check(kb.linear(x, q), x, q)
 
 
 @pytest.mark.parametrize("format", ["kbit4", "nf4"])
