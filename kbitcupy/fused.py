@@ -506,8 +506,8 @@ class Few(Fused):
         shared = decoder.shared_bytes(eights, items, warps)
         # By way of shared memory whole lines of x are read, and once.
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2
-        staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
-        shared += stage * staged
+        self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
+        shared += stage * self.staged
         self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, (8, 8, *SIZES, 28, VALUES_BYTES, 128))
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
@@ -519,7 +519,7 @@ class Few(Fused):
             width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
         codes = ITEM_K // decoder.granule if flow == _AT_ONCE_SPREAD else 1  # of an item, read at once
         self._alignments = (16, 16 if wide else 4, max(codes, width))
-        numbers = cut.run, cut.warps, cut.items, cut.share, width, wide, staged
+        numbers = cut.run, cut.warps, cut.items, cut.share, width, wide, self.staged
         self._cut = np.array(numbers, np.int32).tobytes()
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:

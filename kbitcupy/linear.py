@@ -384,7 +384,8 @@ def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
 
     lines = [heading, f"  these: {way(max(m, 1))}"]
     shown = ""
-    for start in sorted({1, 2, 3, _TILED_FROM, *(limit + 1 for limit in (*_FUSED_UP_TO.values(), *TILE_TOKENS))}):
+    limits = (1, TOKENS // 2, TOKENS, *_FUSED_UP_TO.values(), *TILE_TOKENS)
+    for start in sorted({1, _TILED_FROM, *(limit + 1 for limit in limits)}):
         if way(start) != shown:
             shown = way(start)
             lines.append(f"  from {start}: {shown}")
@@ -504,7 +505,7 @@ _IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as th
 # Tokens up to which a kernel is taken: linear_tile; linear_few, by whether a thread block can take 16 of them at a
 # time. Beyond, cuBLAS reads the decoded weights once for all tokens, and the kernel decodes them again for each tile.
 _TILED_UP_TO = 128
-# From so few tokens on where linear_few has no clusters, and the weight has so many elements: larger weights fill the
+# From so few tokens on where linear_few is not quick, and the weight has so many elements: larger weights fill the
 # device for linear_few, smaller ones are no work for either.
 _TILED_FROM, _TILED_SIZES = 3, range(1 << 24, 1 << 27)
 _FUSED_UP_TO = {True: 32, False: 16}
@@ -547,7 +548,9 @@ def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, devic
         eights = 2 if decoder.wide and m > TOKENS else 1
         together = -(-m // (eights * TOKENS))
         few = Few(format, decoder, shape, dtype, device, eights=eights, together=together)
-    least = _TILED_FROM if shape[0] * shape[1] in _TILED_SIZES and not (few and few.clustered) else TOKENS + 1
+    # Lines of x are read in halves for bit planes where x does not fit shared memory: that takes too long for 8 tokens.
+    quick = few and few.clustered and (few.staged or m <= TOKENS // 2 or not isinstance(format, KBit))
+    least = _TILED_FROM if shape[0] * shape[1] in _TILED_SIZES and not quick else TOKENS + 1
     if least <= m <= _TILED_UP_TO and not tile_refusal(format, shape, dtype, device):
         cut = cut_tile(*shape, m, _cuda.multiprocessors(device))
         kernels.append(Tile(format, shape, dtype, device, cut))

@@ -150,9 +150,7 @@ __device__ __forceinline__ void copy_async_or_zero(unsigned address, const char*
 // One lane of a warp, all of whose lanes are here.
 __device__ __forceinline__ bool elected() {
 #if __CUDA_ARCH__ >= 900
-    unsigned mine;
-    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(mine));
-    return mine;
+    return elect_lane();
 #else
     return threadIdx.x % WARP == 0;
 #endif
