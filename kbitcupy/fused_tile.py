@@ -50,19 +50,20 @@ class TileCut:
         entries = {3: 64, 5: 32}.get(bits, 256)
         return -(-(TABLE_AT + entries * 256) // 1024) * 1024
 
-    def stage_bytes(self, bits: int) -> int:
+    def stage_bytes(self, bits: int, grouped: bool = False) -> int:
         """x and weights of a stage."""
-        return self.tokens * ITEM_K * 2 + 64 * self.groups * ITEM_K * bits // 8
+        x = 3072 if self.tokens == TOKENS and not grouped else self.tokens * ITEM_K * 2
+        return x + 64 * self.groups * ITEM_K * bits // 8
 
     def stages(self, bits: int, grouped: bool = False) -> int:
         """Of the ring; the sums of groups do not take its place."""
         room = (_LARGE_RING_END if grouped or self.tokens >= 64 else _RING_END) - self.ring_at(bits)
         room -= self._sums_bytes if grouped else 0
-        return min(room // self.stage_bytes(bits), _MOST_STAGES) // self.k_groups * self.k_groups
+        return min(room // self.stage_bytes(bits, grouped), _MOST_STAGES) // self.k_groups * self.k_groups
 
     def shared(self, bits: int, grouped: bool = False) -> int:
         """Dynamic shared memory of a thread block."""
-        ring, sums = self.stages(bits, grouped) * self.stage_bytes(bits), self._sums_bytes
+        ring, sums = self.stages(bits, grouped) * self.stage_bytes(bits, grouped), self._sums_bytes
         return self.ring_at(bits) - 1024 + (ring + sums if grouped else max(ring, sums))
 
     @property

@@ -10,7 +10,7 @@
 //
 // Which k of a stage a lane (g, t) of operand A holds is free as long as B agrees. It owns the granule t, 32 k with one
 // scale, of the rows g and g + 8, so no weight crosses lanes; three more warps bring x into that order, in place, each
-// another stage.
+// another stage. Up to 8 tokens need neither: they go from shared memory to the lanes as operand B of mma.
 //
 // ROW_GROUPS x K_GROUPS warpgroups multiply: those of a K_GROUP each take every K_GROUPS-th stage, for 64 rows each.
 // The thread blocks of a cluster share k as well. Each leaves its sums in its shared memory, and they add up in the
@@ -295,7 +295,10 @@ struct Tiling {
     static constexpr bool GROUPED = GROUPED_;
     static constexpr int WARPS = 4 * ROW_GROUPS * K_GROUPS, ROWS = 64 * ROW_GROUPS;  // warps that multiply
     static constexpr int ROW_BYTES = STAGE_K * Decoder::BITS / 8, W_BYTES = ROWS * ROW_BYTES;
-    static constexpr int X_BYTES = TOKENS * STAGE_K * 2, STAGE = X_BYTES + W_BYTES;
+    static constexpr bool DIRECT = TOKENS == 8 && !GROUPED;  // mma, not wgmma
+    // Of x, its second half, and the weights in a stage. DIRECT: the lanes t and t + 2 must not meet in a bank.
+    static constexpr int X_BYTES = TOKENS * STAGE_K * 2, HALF_AT = DIRECT ? 1024 + 256 : X_BYTES / 2;
+    static constexpr int W_AT = DIRECT ? 3072 : X_BYTES, STAGE = W_AT + W_BYTES;
     static constexpr int PITCH = ROWS + 4, SUMS = TOKENS * PITCH;  // of the sums of a group along k
     // The swizzle counts in units of 1024 bytes from address 0. The sums stand where the ring was; behind it where the
     // ring goes on for the next tile.
@@ -409,14 +412,13 @@ __device__ __forceinline__ void copy_stages(
 #pragma unroll
                 for (int r = 0; r < S::ROW_GROUPS; ++r)
                     copy_box(
-                        target + S::X_BYTES + r * (S::W_BYTES / S::ROW_GROUPS), w_map, item * S::ROW_BYTES,
-                        w_row + 64 * r, ring.full());
+                        target + S::W_AT + r * (S::W_BYTES / S::ROW_GROUPS), w_map, item * S::ROW_BYTES, w_row + 64 * r,
+                        ring.full());
                 if (!S::GROUPED)
 #pragma unroll
                     for (int h = 0; h < 2; ++h)
                         copy_box(
-                            target + h * (S::X_BYTES / 2), x_map, x_column + h * HALF_K * 2, task.group.first,
-                            ring.full());
+                            target + h * S::HALF_AT, x_map, x_column + h * HALF_K * 2, task.group.first, ring.full());
             }
             __syncwarp();
             if (S::GROUPED && lane < task.group.count)
@@ -459,7 +461,8 @@ __device__ __forceinline__ void reorder_stages(Ring<S> ring, const Job& job, int
 // There scales of other types are relative to a power of two for each row, `top`, which may have to grow.
 template <typename Decoder, int N>
 __device__ __forceinline__ void scale_words(
-    const RawScales<Decoder>& raw, const TileScales& scales, unsigned (&top)[2], float (&sum)[N], unsigned (&own)[2]) {
+    const RawScales<Decoder>& raw, const TileScales& scales, unsigned (&top)[2], float (&sum)[N], float (&part)[2][4],
+    unsigned (&own)[2]) {
     using T = typename Decoder::Type;
     if constexpr (Decoder::SCALE == E4M4) {
 #pragma unroll
@@ -482,6 +485,8 @@ __device__ __forceinline__ void scale_words(
                 const float down = top[i] + one > higher ? __uint_as_float(top[i] + one - higher) : 0.0f;
 #pragma unroll
                 for (int j = 0; j < N; j += 4) sum[j + 2 * i] *= down, sum[j + 2 * i + 1] *= down;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) part[j / 2][2 * i + j % 2] *= down;
                 top[i] = higher;
             }
         }
@@ -518,13 +523,16 @@ __device__ __forceinline__ void multiply_stages(
     // Rows of 32 or 64 bytes come in the swizzle of that size, others in order and without bank conflicts.
     constexpr int SWIZZLE = S::ROW_BYTES == 64 ? 0x30 : S::ROW_BYTES == 32 ? 0x10 : 0;
     const unsigned w_offset =
-        S::keep(S::X_BYTES + row * S::ROW_BYTES + (t * (S::ROW_BYTES / 4) ^ (row * S::ROW_BYTES >> 3 & SWIZZLE)));
+        S::keep(S::W_AT + row * S::ROW_BYTES + (t * (S::ROW_BYTES / 4) ^ (row * S::ROW_BYTES >> 3 & SWIZZLE)));
     const unsigned x_low = (ring.at & 0xffffffu) >> 4 | 1u << 16;  // the lower half of its description
+    // DIRECT: where a lane's granule of token g begins, in the 128-byte swizzle, and the sums of both halves.
+    const unsigned x_row = (g + t / 2 * 2) % 8, x_offset = t / 2 * S::HALF_AT + g * 128 + ((t % 2 * 4 ^ x_row) << 4);
+    float part[2][4] = {};
     unsigned last = 0;
     ring.step(k_group);
     for (int item = task.begin + k_group; item < task.end; item += S::K_GROUPS) {
         unsigned own[2];
-        scale_words<Decoder>(raw, scales, top, sum, own);
+        scale_words<Decoder>(raw, scales, top, sum, part, own);
         own[0] = kept(own[0]), own[1] = kept(own[1]);  // now: the next ones may then come to where these were
         raw.fetch(scales, origin, granule(item + S::K_GROUPS));
         barrier_wait(ring.full(), ring.phase);
@@ -536,6 +544,30 @@ __device__ __forceinline__ void multiply_stages(
 #pragma unroll
             for (int p = 0; p < Decoder::FIELDS; ++p) field[i][p] = p < S::ROW_BYTES / 16 ? word[p] : 0u;
             Decoder::unpack(field[i]);
+        }
+        if constexpr (S::DIRECT) {
+            unsigned x[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) read_shared(x[i], ring.data() + (x_offset ^ i << 4));
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring.empty());
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                unsigned pair[2][8];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    Decoder::pairs(field[i], h, lane_offset, pair[i]);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) pair[i][j] = Pair<T>::multiply(pair[i][j], own[i]);
+                }
+#pragma unroll
+                for (int s = 0; s < 4; ++s)
+                    mma<T>(
+                        part[h], pair[0][2 * s], pair[1][2 * s], pair[0][2 * s + 1], pair[1][2 * s + 1],
+                        x[2 * h + s / 2][s % 2 * 2], x[2 * h + s / 2][s % 2 * 2 + 1]);
+            }
+            ring.step(S::K_GROUPS);
+            continue;
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -564,8 +596,13 @@ __device__ __forceinline__ void multiply_stages(
         last = ring.empty();
         ring.step(S::K_GROUPS);
     }
-    wgmma_wait<0>();
-    held(sum);
+    if constexpr (S::DIRECT) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = part[0][i] + part[1][i];
+    } else {
+        wgmma_wait<0>();
+        held(sum);
+    }
     if (last && lane == 0) barrier_arrive(last);
     warps_sync<S>();  // the sums before have been read
 #pragma unroll
@@ -621,7 +658,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         else if (lane == 0) prefetch_map(&x_map);
         wait_for_previous();
         if (warp == S::WARPS) copy_stages<S>(ring, job, &x_map, &w_map, lane);
-        else reorder_stages<S>(ring, job, warp - S::WARPS - 1, lane);
+        else if constexpr (!S::DIRECT) reorder_stages<S>(ring, job, warp - S::WARPS - 1, lane);
         __syncwarp();
         if constexpr (CLUSTER > 1) cluster_sync(), cluster_sync();
         return;
