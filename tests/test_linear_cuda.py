@@ -1,5 +1,6 @@
 """The kernels behind linear, linear_grouped and take. Class `TestSmall` is what compute-sanitizer runs."""
 
+import functools
 import importlib
 
 import numpy as np
@@ -179,19 +180,37 @@ def test_the_same_bits_every_time(cupy, format, shape):
             assert bool((kb.linear_grouped(x, qs, ids).view(np.uint16) == first.view(np.uint16)).all())
 
 
+def assert_repeats(call, wanted):
+    """The same bits 60 times, and about the wanted numbers."""
+    first = call()
+    off = (first.astype(np.float32) - wanted.astype(np.float32)).get()
+    assert np.abs(off).max() <= 2.0**-5 * np.sqrt(np.mean(np.square(wanted.get().astype(np.float64))))
+    for _ in range(60):
+        assert bool((call().view(np.uint16) == first.view(np.uint16)).all())
+
+
 @pytest.mark.parametrize("format", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "nf4 double"])
 def test_weights_that_keep_the_memory_busy(cupy, format):
     """Copies that arrive while the numbers before them are still being read would show here."""
     format = kb.get_format(format.split()[0], **({"double_quant": True} if " " in format else {}))
-    q = random_weight(format, (14336, 8192), cupy)
+    n, k = 14336, 8192
+    q = random_weight(format, (n, k), cupy)
+    x = numbers((64, k), HALF[0], cupy) * np.float16(2**-6)
+    wanted = cupy.empty((64, n), np.float16)
+    multiply_decoded(x, q, wanted)
     for m in (1, 8, 16, 64):
-        x = numbers((m, 8192), np.dtype("float16"), cupy) * np.float16(2**-6)
-        first, decoded = kb.linear(x, q), cupy.empty((m, 14336), np.float16)
-        multiply_decoded(x, q, decoded)
-        off = (first.astype(np.float32) - decoded.astype(np.float32)).get()
-        assert np.abs(off).max() <= 2.0**-5 * np.sqrt(np.mean(np.square(decoded.get().astype(np.float64))))
-        for _ in range(60):
-            assert bool((kb.linear(x, q).view(np.uint16) == first.view(np.uint16)).all())
+        assert_repeats(functools.partial(kb.linear, x[:m], q), wanted[:m])
+    ids = cupy.asarray(np.random.default_rng(0).integers(0, 8, (64, 2)))
+    chosen = wanted.reshape(64, 8, n // 8)[cupy.arange(64)[:, None], ids]
+    assert_repeats(functools.partial(kb.linear_grouped, x, q.reshape(8, n // 8, k), ids), chosen)
+    if not TILES.tile_refusal(format, (n, k), HALF[0], 0):
+        tile, out = TILES.Tile(format, (n, k), HALF[0], 0, TILES.cut_tile(n, k, 8, 132)), cupy.empty((8, n), np.float16)
+
+        def by_tiles():
+            tile(x[:8], q.planes, None, out)
+            return out.copy()
+
+        assert_repeats(by_tiles, wanted[:8])
 
 
 @pytest.mark.parametrize("format", ["kbit4", "nf4"])
