@@ -518,13 +518,14 @@ class Few(Fused):
         if decoder.copied:
             width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
         codes = ITEM_K // decoder.granule if flow == _AT_ONCE_SPREAD else 1  # of an item, read at once
-        self._alignments = (16, 16 if wide else 4, max(codes, width))
+        self._alignments = (16 if wide else 4, max(codes, width))
         numbers = cut.run, cut.warps, cut.items, cut.share, width, wide, self.staged
         self._cut = np.array(numbers, np.int32).tobytes()
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
         """Whether the arrays start where the kernel can read them."""
-        return _start_at((x, planes["packed"], planes["absmax"]), self._alignments)
+        packed, absmax = self._alignments
+        return not (x.data.ptr % 16 or planes["packed"].data.ptr % packed or planes["absmax"].data.ptr % absmax)
 
     def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
@@ -576,11 +577,12 @@ class One(Fused):
         self._numbers = n, k, self.run
         box = 2 if decoder.item_bytes > 48 else items
         self._map = functools.partial(_map_of_weights, decoder, k, device, box=box)
-        self._alignments = (16, 16, min(16, items * decoder.scale_bytes))
+        self._alignments = (16, min(16, items * decoder.scale_bytes))
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
         """Whether the arrays start where the kernel can read them."""
-        return _start_at((x, planes["packed"], planes["absmax"]), self._alignments)
+        packed, absmax = self._alignments
+        return not (x.data.ptr % 16 or planes["packed"].data.ptr % packed or planes["absmax"].data.ptr % absmax)
 
     def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
         """Fill out[..., n], which has one row."""
@@ -630,11 +632,6 @@ def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, 
 def _no_map(planes: Mapping[str, Any]) -> bytes:
     """An argument in the place of a tensor map where there is no use for one."""
     return bytes(128)
-
-
-def _start_at(arrays: tuple[Any, ...], alignments: tuple[int, ...]) -> bool:
-    """Whether arrays start at multiples of so many bytes."""
-    return not any(array.data.ptr % size for array, size in zip(arrays, alignments, strict=True))
 
 
 def _scales_and_values(planes: Mapping[str, Any]) -> tuple[int, ...]:

@@ -343,13 +343,17 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const unsigned barriers = shared_address(factor) + BARRIERS_AT + warp * 16;
     constexpr int RING = EIGHTS == 2 ? 2 : 4, LATER = RING / 2;
     static_assert(RING % CLUSTER == 0 && (CLUSTER == 1 || (ONCE && !GROUPED)), "");
+    // Arrivals of a warp at them: one is enough, but racecheck follows each lane by itself, and here there is time.
+    constexpr int ARRIVALS = EVEN ? 1 : WARP;
     const unsigned ring = shared_address(factor) + HEAD + team * RING * 16;
     if (BULK && EVEN && lane == 0) barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
     if (mate == 0 && lane < RING && team < teams)
-        barrier_init(ring + lane * 16, CLUSTER == 1 ? cut.warps : 1), barrier_init(ring + lane * 16 + 8, 1);
+        barrier_init(ring + lane * 16, CLUSTER == 1 ? cut.warps * ARRIVALS : 1),
+            barrier_init(ring + lane * 16 + 8, ARRIVALS);
     if (BULK) barriers_ready();
     __syncwarp();
-    if constexpr (CLUSTER > 1) cluster_arrive();
+    // racecheck takes barriers of a cluster for other places of shared memory: it must not see them beside the table.
+    if constexpr (CLUSTER > 1) cluster_arrive(), __syncthreads();
     auto count_at = [&](int item) { return max(0, min(cut.items, last_item - item)); };
 
     // What to copy next: `ahead` items, and their scales.
@@ -563,7 +567,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
                 for (int e = 0; e < EIGHTS; ++e) store_shared(to + e * EIGHT_TOKENS, acc[e]);
                 __syncwarp();
-                if (lane == 0) barrier_arrive(ring + slot * 16);
+                if (lane < ARRIVALS) barrier_arrive(ring + slot * 16);
             } else {
 #pragma unroll
                 for (int e = 0; e < EIGHTS; ++e)
@@ -599,7 +603,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             }
             __syncwarp();
             if constexpr (CLUSTER == 1) {
-                if (lane == 0) barrier_arrive(ring + slot * 16 + 8);
+                if (lane < ARRIVALS) barrier_arrive(ring + slot * 16 + 8);
             } else {
                 // Only where a warp waits for it: a block must not write to one that has ended.
                 if (lane < CLUSTER && before + RING < passes) barrier_arrive(ring + slot * 16 + 8, lane);
