@@ -352,7 +352,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             barrier_init(ring + lane * 16 + 8, ARRIVALS);
     if (BULK) barriers_ready();
     __syncwarp();
-    // racecheck takes barriers of a cluster for other places of shared memory: it must not see them beside the table.
+    // The barriers of a cluster are there before the block writes anything else to shared memory.
     if constexpr (CLUSTER > 1) cluster_arrive(), __syncthreads();
     auto count_at = [&](int item) { return max(0, min(cut.items, last_item - item)); };
 
