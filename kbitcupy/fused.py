@@ -195,20 +195,21 @@ def _instances(eights: int, grouped: bool, even: bool, flow: int, cluster: int) 
             decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped, flow, cluster
         ): None
         for decoder in (*_decoders(), _table4_decoder(32, True), _table4_decoder(16, True))
-        for T in (HALF_CXX if even else HALF_CXX[:1])
+        for T in HALF_CXX
         if (eights == 1 or decoder.wide) and flow in (_IN_CHUNKS, _flow_at_once(decoder))
     }
     return tuple(found)
 
 
-def _one_instances(large: bool) -> tuple[str, ...]:
-    """... of ``linear_one``: what `one_room` chooses for large weights, and what else."""
+def _one_instances(hot: bool) -> tuple[str, ...]:
+    """... of ``linear_one``: whatever `one_room` may choose; with four items and most warps where `hot`."""
     return tuple(
-        f"{decoder.expression.format(T=T)}, {choice}"
+        f"{decoder.expression.format(T=T)}, {items}, {warps}"
         for decoder in _decoders()
         if decoder.copied
-        for choice in (("4, 16",) if large else ("2, 16", "4, 12"))
-        for T in (HALF_CXX if large else HALF_CXX[:1])
+        for items, warps in itertools.product((4, 2), (16, 12, 8))
+        if (items == 4 and warps > 8) == hot
+        for T in HALF_CXX
     )
 
 

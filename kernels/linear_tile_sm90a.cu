@@ -26,8 +26,7 @@ constexpr int MOST_STAGES = 20;  // their barriers must fit what RING_END leaves
 // the scales more of the L1 cache, or 227 where the stages are large.
 constexpr int RING_END = 196 * 1024 - 512, LARGE_RING_END = 228 * 1024 - 512;
 
-// ---- wgmma
-// -----------------------------------------------------------------------------------------------------------
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
 
 #define SUMS8(s, i)                                                                                             \
     "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
@@ -82,8 +81,7 @@ __device__ __forceinline__ void held(unsigned (&a)[N][4]) {
     for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// ---- decoders
-// --------------------------------------------------------------------------------------------------------
+// ---- decoders -------------------------------------------------------------------------------------------------------
 
 // WORDS consecutive words of shared memory.
 template <int WORDS>
@@ -285,8 +283,7 @@ __device__ __forceinline__ void reorder(unsigned x, unsigned half, int lane) {
 // What this thread wrote to shared memory is there for wgmma, once a barrier has told of it.
 __device__ __forceinline__ void wgmma_sees_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- the parts of a thread block
-// ---------------------------------------------------------------------------------------
+// ---- the parts of a thread block ------------------------------------------------------------------------------------
 
 template <typename Decoder_, int TOKENS_, int ROW_GROUPS_, int K_GROUPS_, bool GROUPED_>
 struct Tiling {
@@ -613,8 +610,7 @@ __device__ __forceinline__ void multiply_stages(
     }
 }
 
-// ---- the kernel
-// ------------------------------------------------------------------------------------------------------
+// ---- the kernel -----------------------------------------------------------------------------------------------------
 
 // gridDim.x: tiles of rows x CLUSTER; gridDim.y: tiles of tokens. GROUPED: W is [experts][n][k], the thread blocks
 // share out the tiles of rows of the groups, `tokens` of them at most, and product number order[i] is that of one
