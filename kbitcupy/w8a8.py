@@ -493,9 +493,8 @@ def _multiply_cuda(
     aligned = not (depth % _ALIGNMENT or weight % _ALIGNMENT)
     plan = _plan(out.dtype, tokens, channels, depth, vector, divisors != 0, aligned, x.data.device_id)
     pitch = max(-(-depth // _PITCH) * _PITCH, _PITCH)
-    scratch = _xp.namespace(x).empty(
-        tokens * (pitch + 4), np.uint8
-    )  # the quantized tokens, and behind them their scales
+    # The quantized tokens, and behind them their scales.
+    scratch = _xp.namespace(x).empty(tokens * (pitch + 4), np.uint8)
     a = scratch.data.ptr
     token_scales = a + tokens * pitch
     there = given = 0
