@@ -221,8 +221,15 @@ def _few_arguments(
 
 # Thread blocks of a cluster, where there are any: multiprocessors come in pairs, so that all of them find a place.
 _CLUSTER = 2
-# ``Flow`` of kernels/linear.cu.
+# ``Flow`` and the size of ``struct Cut`` of kernels/linear.cu.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = range(3)
+_CUT_BYTES = 40
+_X_GAP = 256
+
+
+def _reciprocal(divisor: int) -> int:
+    """By which a kernel divides numbers below 2^32 / divisor: ``divided`` of kernels/linear.cu."""
+    return 0 if divisor == 1 else (1 << 32) // divisor + 1
 
 
 def _flow_at_once(decoder: Decoder) -> int:
@@ -342,7 +349,7 @@ def cut_few(
 
 
 # ``struct Values`` of kernels/linear.cuh.
-_VALUES = np.dtype([("value", "f4", 32), ("map", "f4", 256), ("factor", "f4")])
+_VALUES = np.dtype([("power", "f4"), ("value", "f4", 32), ("map", "f4", 256)])
 VALUES_BYTES = _VALUES.itemsize
 
 
@@ -350,11 +357,10 @@ VALUES_BYTES = _VALUES.itemsize
 def _values_of(format: Format, dtype: np.dtype) -> bytes:
     """What a kernel knows of a format by value; planes with values of their own come first."""
     struct = np.zeros((), _VALUES)
-    struct["factor"] = 1
     values = known_values(format)
     if values is not None:
-        struct["value"][: values.size] = values
-        struct["factor"] = gentle_factor(values, dtype)
+        struct["power"] = _power_below(values) * np.float32(gentle_factor(values, dtype))
+        struct["value"][: values.size] = values * struct["power"]
     if isinstance(format, Table4) and format.double_quant:
         struct["map"] = tables.dynamic_map()
     return struct.tobytes()
@@ -376,11 +382,14 @@ def gentle_factor(values: np.ndarray, dtype: np.dtype) -> float:
     divided by the factor in fp32.
     """
     factors = np.float32(1) + np.arange(1024, dtype=np.float32) / np.float32(1024)
-    # The kernel brings the largest value to 1 .. 2 by a power of two.
-    power = np.ldexp(np.float32(1), 1 - np.frexp(np.abs(values).max())[1])
-    scaled = np.asarray(values, np.float32)[None, :] * power * factors[:, None]
+    scaled = np.asarray(values, np.float32)[None, :] * _power_below(values) * factors[:, None]
     lost = (scaled.astype(dtype).astype(np.float64) - scaled) / factors[:, None]
     return float(factors[np.square(lost).sum(1).argmin()])
+
+
+def _power_below(values: np.ndarray) -> np.float32:
+    """The power of two that brings the largest magnitude to 1 .. 2: then the range of half precision is enough."""
+    return np.float32(np.ldexp(np.float32(1), 1 - np.frexp(np.abs(values).max())[1]))
 
 
 class Experts(NamedTuple):
@@ -506,13 +515,16 @@ class Few(Fused):
         arguments = _few_arguments(decoder, self._cxx, eights, items, grouped, flow, cut.cluster)
         shared = decoder.shared_bytes(eights, items, warps)
         # By way of shared memory whole lines of x are read, and once.
-        stage = cut.warps * cut.items * ITEM_K * TOKENS * 2
+        stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _X_GAP
         self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
-        self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, (8, 8, *SIZES, 28, VALUES_BYTES, 128))
+        sizes = 8, 8, *SIZES, _CUT_BYTES, VALUES_BYTES, 128, 128
+        self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
         self._map = functools.partial(_map_of_weights, decoder, k, device, box=box) if even else _no_map
+        maps_x = self.staged and not grouped and 90 <= _cuda.capability(device) < 120
+        self._map_of_x = functools.partial(_map_of_x, k) if maps_x else _no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
         width = 0
@@ -520,8 +532,9 @@ class Few(Fused):
             width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
         codes = ITEM_K // decoder.granule if flow == _AT_ONCE_SPREAD else 1  # of an item, read at once
         self._alignments = (16 if wide else 4, max(codes, width))
-        numbers = cut.run, cut.warps, cut.items, cut.share, width, wide, self.staged
-        self._cut = np.array(numbers, np.int32).tobytes()
+        teams = warps // cut.warps
+        numbers = cut.run, cut.warps, teams, cut.items, cut.share, width, wide, self.staged
+        self._cut = np.array((*numbers, _reciprocal(cut.warps), _reciprocal(teams)), np.uint32).tobytes()
 
     def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
         """Whether the arrays start where the kernel can read them."""
@@ -554,7 +567,9 @@ class Few(Fused):
         arguments = self.arguments(planes, address, kind, out, partial, experts, tokens)
         pointers = x.data.ptr, planes["packed"].data.ptr
         self._kernel.launch(
-            x, (blocks, *self.grid), (*pointers, *arguments, self._cut, self._values, self._map(planes))
+            x,
+            (blocks, *self.grid),
+            (*pointers, *arguments, self._cut, self._values, self._map(planes), self._map_of_x(x)),
         )
 
 
@@ -630,7 +645,12 @@ def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, 
     return _tma.byte_matrix(packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, box * decoder.item_bytes, swizzled)
 
 
-def _no_map(planes: Mapping[str, Any]) -> bytes:
+def _map_of_x(k: int, x: Any) -> bytes:
+    """The tensor map of x: boxes of 8 tokens and 64 elements."""
+    return _tma.byte_matrix(x.data.ptr, x.size // k, 2 * k, 2 * k, TOKENS)
+
+
+def _no_map(_: Any) -> bytes:
     """An argument in the place of a tensor map where there is no use for one."""
     return bytes(128)
 

@@ -150,7 +150,7 @@ __device__ __forceinline__ float divide_by_reciprocal(float x, float divisor, fl
 }
 
 // This thread's warp; the compiler learns that it is the same for all lanes, and keeps what follows from it once.
-__device__ __forceinline__ int warp_number() { return __shfl_sync(FULL_WARP, int(threadIdx.x) / WARP, 0); }
+__device__ __forceinline__ int warp_number() { return __shfl_sync(FULL_WARP, int(threadIdx.x / WARP), 0); }
 
 // The largest of the warp's 32 numbers, in every lane.
 __device__ __forceinline__ unsigned warp_max(unsigned x) {

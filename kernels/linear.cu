@@ -127,12 +127,19 @@ struct SpreadScales {
 struct Cut {
     int run;     // tiles of 16 rows of a thread block
     int warps;   // warps that share k, a team; each team takes other tiles
+    int teams;   // of a thread block
     int items;   // items of k of a warp at a time, at most ITEMS
     int share;   // items of k of a thread block
     int width;   // see Scales
     int wide;    // whether the weights can be copied in pieces of 16 bytes
     int staged;  // whether x comes by way of shared memory
+    unsigned per_warps, per_teams;  // for quotients by these two numbers
 };
+
+// a / b, given 2^32 / b + 1: exact for a < 2^32 / b.
+__device__ __forceinline__ unsigned divided(unsigned a, unsigned reciprocal, unsigned b) {
+    return b == 1 ? a : __umulhi(a, reciprocal);
+}
 
 // Whether weights are copied by the bulk copy engine, in boxes of an item; not where ptxas gives such kernels a stack.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
@@ -140,8 +147,8 @@ constexpr bool BULK = true;
 #else
 constexpr bool BULK = false;
 #endif
-// Behind the table of values: two numbers, and the barriers of the copies, two for each warp.
-constexpr int HEAD = 1024, BARRIERS_AT = 64;
+// Behind the table of values: two numbers, and the barriers of the copies, two for each warp, and those of x.
+constexpr int HEAD = 1024, BARRIERS_AT = 64, X_BARRIERS_AT = BARRIERS_AT + 16 * 16;
 // ... and in linear_few behind these the barriers of its sums.
 constexpr int FEW_HEAD = HEAD + 1024;
 
@@ -212,15 +219,13 @@ struct Group {
     int first, count, unused;
 };
 
-// Fill the table with the values of the codebook, in the plane or by value, times the power of two that brings the
-// largest to 1 .. 2 and a factor; returns both. Waits for the kernel before this one when nothing else is left to do.
+// Fill the table with the values of the codebook, and return `power` of take_value. Waits for the kernel before this one
+// when nothing else is left to do.
 template <typename Decoder, bool ONE>
-__device__ __forceinline__ float fill_table(char* table, const float* values, const Values& codebook) {
-    if (values) wait_for_previous();
-    const int index = threadIdx.x % WARP % Decoder::VALUES;
-    const float value = values ? values[index] : codebook.value[index];
-    const float power = power_below(__uint_as_float(warp_max(__float_as_uint(fabsf(value))))) * codebook.factor;
-    Decoder::template build<ONE>(table, value * power, threadIdx.x, blockDim.x);
+__device__ __forceinline__ float fill_table(unsigned table, const float* values, const Values& codebook) {
+    float power;
+    const float mine = take_value<Decoder::VALUES>(values, codebook, power);
+    Decoder::template build<ONE>(table, mine, threadIdx.x, blockDim.x);
     wait_for_previous();
     return power;
 }
@@ -259,7 +264,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
     typename Decoder::Type* y, float* partial, const Group* groups, const int* order, int divisor, int scale_step,
     int bias_kind, int tokens, int n, int k, int block, const __grid_constant__ Cut cut,
-    const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
+    const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights,
+    const __grid_constant__ TensorMap map_of_x) {
 #if __CUDA_ARCH__ >= 800  // Turing's 64 KiB of shared memory are too few: the host never asks it
     using T = typename Decoder::Type;
     constexpr int TOGETHER = TOKENS * EIGHTS, CLUSTER = __CUDA_ARCH__ >= 900 ? BLOCKS : 1;
@@ -271,7 +277,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     using Rows = ::Rows<Decoder, GROUP, BOX>;
     constexpr int GROUP_BYTES = GROUP / BOX * Slot::BYTES, GROUPS = ITEMS / GROUP;
     constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, EIGHT = SCALES / 2;
-    constexpr int X_BYTES = TOKENS * ITEM_K * 2;
+    constexpr int X_BYTES = TOKENS * ITEM_K * 2, X_GAP = 256;
+    // By way of shared memory whole lines of x are read, once for all teams, and by the copy engine where tokens follow
+    // one another.
+    constexpr bool X_BULK = BULK && EVEN && ONCE && EIGHTS == 1 && !GROUPED;
     extern __shared__ uint4 dynamic[];
     // In a cluster the upper byte of an address in shared memory is the block's number.
     const unsigned window = shared_address(dynamic), own_block = CLUSTER == 1 ? 0 : window & 0xff000000u;
@@ -281,15 +290,16 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     char* slots = reinterpret_cast<char*>(factor) + FEW_HEAD;
     char* stages = slots + warps * GROUPS * GROUP_BYTES;  // of scales
     char* x_stage = stages + warps * 2 * SCALES;
-    float* sums = reinterpret_cast<float*>(x_stage + cut.staged * cut.warps * cut.items * X_BYTES);  // if without gaps
+    float* sums = reinterpret_cast<float*>(
+        x_stage + cut.staged * (cut.warps * cut.items * X_BYTES + X_GAP));  // if without gaps
 
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
     const int my_row = Slot::row(g);
-    const int team = quotient(warp, cut.warps), teams = quotient(warps, cut.warps), mate = warp - team * cut.warps;
+    const int teams = cut.teams, team = divided(warp, cut.per_warps, cut.warps), mate = warp - team * cut.warps;
     const int first = blockIdx.y * cut.run, last = min((n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
     const int my_first = first + team;
     const int upto = team < teams ? max(0, last - my_first + teams - 1) : 0;
-    const unsigned passes = ONCE ? quotient(upto, teams) : upto / teams;
+    const unsigned passes = divided(upto, cut.per_teams, teams);
     // k goes through in chunks of cut.warps * cut.items items; where mine starts, and where the thread block's end.
     const int step = cut.warps * cut.items, first_item = blockIdx.z * cut.share;
     const int my_item = first_item + mate * cut.items;
@@ -341,19 +351,26 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // Barriers: of the copies of a warp, and of the slots of sums of a team, each where it is full and where it is
     // free.
     const unsigned barriers = shared_address(factor) + BARRIERS_AT + warp * 16;
+    const unsigned x_barrier = shared_address(factor) + X_BARRIERS_AT + mate * 8;
     constexpr int RING = EIGHTS == 2 ? 2 : 4, LATER = RING / 2;
     static_assert(RING % CLUSTER == 0 && (CLUSTER == 1 || (ONCE && !GROUPED)), "");
     // Arrivals of a warp at them: one is enough, but racecheck follows each lane by itself, and here there is time.
     constexpr int ARRIVALS = EVEN ? 1 : WARP;
     const unsigned ring = shared_address(factor) + HEAD + team * RING * 16;
-    if (BULK && EVEN && lane == 0) barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
-    if (mate == 0 && lane < RING && team < teams)
-        barrier_init(ring + lane * 16, CLUSTER == 1 ? cut.warps * ARRIVALS : 1),
-            barrier_init(ring + lane * 16 + 8, ARRIVALS);
+    if (BULK && EVEN && lane == 0) {
+        barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
+        if (X_BULK && team == 0) barrier_init(x_barrier, 1);
+    }
+    if (mate == 0 && lane == 0 && team < teams) {
+#pragma unroll
+        for (int i = 0; i < RING; ++i) {
+            barrier_init(ring + i * 16, CLUSTER == 1 ? cut.warps * ARRIVALS : 1);
+            barrier_init(ring + i * 16 + 8, ARRIVALS);
+        }
+    }
     if (BULK) barriers_ready();
     __syncwarp();
-    // The barriers of a cluster are there before the block writes anything else to shared memory.
-    if constexpr (CLUSTER > 1) cluster_arrive(), __syncthreads();
+    if constexpr (CLUSTER > 1) cluster_arrive();
     auto count_at = [&](int item) { return max(0, min(cut.items, last_item - item)); };
 
     // What to copy next: `ahead` items, and their scales.
@@ -434,25 +451,41 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         if (!(BULK && EVEN) || i == 0) close_copies();
     };
     aim();
-    if (BULK && EVEN && lane < ITEMS / BOX && passes > 0)
-        prefetch_box(&map_of_weights, (my_item + lane * BOX) * Decoder::ITEM_BYTES, int(above) + ahead_row);
-    const float power = fill_table<Decoder, false>(table, values, codebook);
+    if (BULK && EVEN && passes > 0 && elected())
+#pragma unroll
+        for (int i = 0; i < ITEMS / BOX; ++i)
+            prefetch_box(&map_of_weights, (my_item + i * BOX) * Decoder::ITEM_BYTES, int(above) + ahead_row);
+    const float power = fill_table<Decoder, false>(own_block | TABLE_AT, values, codebook);
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
-    // By way of shared memory whole lines of x are read, once for all teams; one or two tokens are few lines anyway.
-    // Pieces of 16 bytes are permuted, so that the lanes which read together meet in no bank.
-    const bool staged = ONCE && EIGHTS == 1 && cut.staged && m > 2;
-    auto place_of = [](int piece, int token) { return (piece ^ (piece >> 3 & 1) ^ (token & 1) * 3) * 16; };
-    const int pieces = step * (ITEM_K / 8);  // of a token
-    if (staged) {
+    // x in shared memory: for each half of the items of 64 elements, for each item 8 tokens, in the swizzle of the copy
+    // engine. The gap between the halves lets the lanes which read together meet in no bank.
+    const bool staged = ONCE && EIGHTS == 1 && cut.staged && (X_BULK || m > 2);
+    const int second_half = step * (X_BYTES / 2) + X_GAP;
+    auto place_of = [&](int element, int token) {
+        const int half = element / 64 % 2, row = element / ITEM_K * (X_BYTES / 2) + half * second_half + token * 128;
+        return row + ((element / 8 % 8 ^ (token + half * 2) % 8) * 16) + element % 8 * 2;
+    };
+    if (X_BULK && staged) {
+        if (team == 0 && elected()) {
+            barrier_expect(x_barrier, cut.items * X_BYTES);
+            for (int i = 0; i < cut.items; ++i) {
+                // Zeros where they are not its own: what is beyond the row.
+                const int column = my_item + i < last_item ? (my_item + i) * (ITEM_K * 2) : 2 * k;
+                const unsigned to = shared_address(x_stage) + (mate * cut.items + i) * (X_BYTES / 2);
+                copy_box(to, &map_of_x, column, group.first, x_barrier);
+                copy_box(to + second_half, &map_of_x, column + 128, group.first, x_barrier);
+            }
+        }
+    } else if (staged) {
         const int token = warp % TOKENS;
         const bool there = token < m;
         const char* from = reinterpret_cast<const char*>(token_at(there ? token : 0) + (long long)first_item * ITEM_K);
-        const unsigned to = shared_address(x_stage) + token * pieces * 16;
-        const int all = there ? (last_item - first_item) * (ITEM_K / 8) : 0;
+        const unsigned to = shared_address(x_stage);
+        const int pieces = step * (ITEM_K / 8), all = there ? (last_item - first_item) * (ITEM_K / 8) : 0;
 #pragma unroll 4
         for (int i = warp / TOKENS * WARP + lane; i < pieces; i += warps / TOKENS * WARP)
-            copy_async_or_zero<16>(to + place_of(i, token), from + i * 16, i < all ? 16 : 0);
+            copy_async_or_zero<16>(to + place_of(i * 8, token), from + i * 16, i < all ? 16 : 0);
         close_copies();
     }
     unsigned my_x[ITEMS][EIGHTS][16];
@@ -487,14 +520,17 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // What the sums lack.
     if (threadIdx.x == 0) factor[0] = scale_of_all, factor[1] = Decoder::AFTER / power;
     // The copies of x came first.
-    if (staged) copies_arrived<1>();
+    if (!X_BULK && staged) copies_arrived<1>();
     __syncthreads();
     if (staged) {
-        const unsigned from = shared_address(x_stage) + g * pieces * 16 + mate * cut.items * (ITEM_K * 2);
+        if (X_BULK) barrier_wait(x_barrier, 0);
+        const unsigned from = shared_address(x_stage) + mate * cut.items * (X_BYTES / 2);
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
+        for (int i = 0; i < ITEMS; ++i) {
+            if (i >= cut.items) break;
             Decoder::take_x(
-                my_x[i][0], [&](int at) { return from + i * (ITEM_K * 2) + place_of(at / 8, g) + at % 8 * 2; }, t);
+                my_x[i][0], [&](int at) { return from + i * (X_BYTES / 2) + place_of(at, g); }, t);
+        }
     }
     if (chunks == 1) arrange_x();
 
@@ -703,7 +739,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     if (BULK && begin < end && elected())
 #pragma unroll
         for (int b = 0; b < Box::BOXES; ++b) prefetch_box(&map_of_weights, ahead_byte + b * Box::ROW, ahead_row);
-    const float power = fill_table<Decoder, true>(table, values, codebook);
+    const float power = fill_table<Decoder, true>(TABLE_AT, values, codebook);
 
     // x for the blocks of 32, in the order of the boxes, where lane t has COUNT blocks in a row. It is asked for before
     // the weights, which would keep it waiting.

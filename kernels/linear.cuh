@@ -88,9 +88,9 @@ __device__ __forceinline__ void mma(
 
 // The values of a codebook and those of 8-bit scales, passed by value: no upload, nothing to keep alive.
 struct Values {
-    float value[32];
+    float power;
+    float value[32];  // times `power`
     float map[256];
-    float factor;  // of the values, which then lose less when they are rounded to x's type
 };
 
 // 16 or 8 bytes of x, unless they are not there: then the registers stay as they are.
@@ -186,6 +186,33 @@ __device__ __forceinline__ float power_below(float largest) {
     return exponent == 0 || exponent > 252 ? 1.0f : __int_as_float((254 - exponent) << 23);
 }
 
+// value[lane % (2 HALF)], by selection: where lanes read parameters at different places, they are served one after the
+// other.
+template <int HALF>
+__device__ __forceinline__ float select_value(const float* value, int lane) {
+    if constexpr (HALF == 0) {
+        return value[0];
+    } else {
+        const float low = select_value<HALF / 2>(value, lane), high = select_value<HALF / 2>(value + HALF, lane);
+        return lane & HALF ? high : low;
+    }
+}
+
+// Of a codebook, in a plane or by value, number lane % VALUES, times a factor for all: `power`, which brings the largest
+// to 1 .. 2. All lanes of a warp are here.
+template <int VALUES>
+__device__ __forceinline__ float take_value(const float* values, const Values& codebook, float& power) {
+    const int lane = threadIdx.x % WARP;
+    if (values) {
+        wait_for_previous();
+        const float value = values[lane % VALUES];
+        power = power_below(__uint_as_float(warp_max(__float_as_uint(fabsf(value)))));
+        return value * power;
+    }
+    power = codebook.power;
+    return select_value<VALUES / 2>(codebook.value, lane);
+}
+
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
 // The table of values stands at a fixed address of the shared window, so that a byte permutation forms the address of
@@ -270,15 +297,16 @@ __device__ __forceinline__ unsigned kept(unsigned v) {
     return v;
 }
 
-// Write one half, `part`, of entry `index`: WARP copies of the words.
+// Write one half, `part`, of entry `index` of a table: WARP copies of the words.
 template <int WORDS>
-__device__ __forceinline__ void fill_entry(char* table, int index, int part, const unsigned (&word)[WORDS]) {
+__device__ __forceinline__ void fill_entry(unsigned table, int index, int part, const unsigned (&word)[WORDS]) {
     // The chunks of neighbouring entries are written in different order: no bank conflicts.
-    uint4* at = reinterpret_cast<uint4*>(table + index * ENTRY_STRIDE);
-    constexpr int CHUNKS = WORDS * WARP / 4 / 2;
-    const uint4 v = make_uint4(word[0], word[WORDS - 1], word[0], word[WORDS - 1]);
+    constexpr unsigned CHUNKS = WORDS * WARP / 4 / 2;
+    const unsigned at = table + index * ENTRY_STRIDE + (part * CHUNKS + index % CHUNKS) * 16;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) at[part * CHUNKS + ((i + index) & (CHUNKS - 1))] = v;
+    for (unsigned i = 0; i < CHUNKS; ++i)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %1, %2};" ::"r"(at ^ i * 16), "r"(word[0]), "r"(word[WORDS - 1])
+                     : "memory");
 }
 
 // ---- results -------------------------------------------------------------------------------------------------------
@@ -367,11 +395,11 @@ struct Kbit {
 
     // Each lane brings a value: lane i that of index i % VALUES. All lanes of a warp are here.
     template <bool ONE>
-    __device__ static void build(char* table, float mine, int thread, int threads) {
+    __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
         if constexpr (FORMAT == E4M4 && !ONE) mine *= Pair<T>::E4M4_FACTOR;
         if constexpr (!ONE) mine /= AFTER;
         auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index & (VALUES - 1)); };
-        for (int i = thread; i < 2 * ENTRIES; i += threads) {
+        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
             if constexpr (K == 5) {
                 // The value in the low half of a word, and 128 bytes on in the high half.
@@ -551,8 +579,8 @@ struct Table4 {
     __device__ __forceinline__ static void arrange(unsigned (&)[16]) {}
 
     template <bool ONE>
-    __device__ static void build(char* table, float mine, int thread, int threads) {
-        for (int i = thread; i < 2 * ENTRIES; i += threads) {
+    __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
+        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2;
             const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
             const float second = __shfl_sync(FULL_WARP, mine, index & 15);

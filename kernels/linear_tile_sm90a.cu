@@ -116,7 +116,7 @@ struct TileKbit {
 
     // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
     // K = 5 one value, in the low half of a word, and 128 bytes on in the high half.
-    __device__ static void build(char* table, float mine, int thread, int threads) {
+    __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
         auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index); };
         auto both = [&](int bits) {
             int low = 0, high = 0;
@@ -125,7 +125,7 @@ struct TileKbit {
             const float first = value(low), second = value(high);
             return Pair<T>::pack(first, second);
         };
-        for (int i = thread; i < 2 * ENTRIES; i += threads) {
+        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
             if constexpr (K == 5) {
                 const float v = value(index);
@@ -190,8 +190,8 @@ struct TileTable4 {
     static constexpr bool BLOCKS_OF_32 = false, NESTED = DOUBLE_QUANT;
     static constexpr float FACTOR = 1.0f;
 
-    __device__ static void build(char* table, float mine, int thread, int threads) {
-        for (int i = thread; i < 2 * ENTRIES; i += threads) {
+    __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
+        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2;
             const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
             const float second = __shfl_sync(FULL_WARP, mine, index & 15);
@@ -660,16 +660,9 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         return;
     }
     if constexpr (SHIFT) take_registers<104>();
-    float mine;
-    if (values) {
-        wait_for_previous();
-        mine = values[lane % Decoder::VALUES];
-    } else {
-        mine = codebook.value[lane % Decoder::VALUES];
-    }
-    const float largest = __uint_as_float(warp_max(__float_as_uint(fabsf(mine))));
-    const float power = power_below(largest) * codebook.factor;
-    Decoder::build(shared0 + TABLE_AT, mine * (power * Decoder::FACTOR), threadIdx.x, S::WARPS * WARP);
+    float power;
+    const float mine = take_value<Decoder::VALUES>(values, codebook, power) * Decoder::FACTOR;
+    Decoder::build(own_block | TABLE_AT, mine, threadIdx.x, S::WARPS * WARP);
     wait_for_previous();
     if (!GROUPED && threadIdx.x == 0) {
         // Read at the end, where it would have to come from memory.
