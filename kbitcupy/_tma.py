@@ -14,7 +14,7 @@ from .errors import DeviceError
 BOX_BYTES = 128
 
 # Values of the driver's enumerations; a swizzle is named by the bytes that it turns together.
-_UINT8, _PLAIN, _PROMOTE_256, _FILL_ZERO = 0, 0, 3, 0
+_UINT8, _PLAIN, _PROMOTE_128, _FILL_ZERO = 0, 0, 2, 0
 _SWIZZLES = {32: 1, 64: 2, 128: 3}
 
 
@@ -76,7 +76,7 @@ def byte_matrix(
         (ctypes.c_uint32 * 2)(1, 1),
         _PLAIN,
         _SWIZZLES.get(box_bytes, 0) if swizzled else 0,
-        _PROMOTE_256,
+        _PROMOTE_128,
         _FILL_ZERO,
     )
     if status:
