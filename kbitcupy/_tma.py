@@ -14,8 +14,8 @@ from .errors import DeviceError
 BOX_BYTES = 128
 
 # Values of the driver's enumerations; a swizzle is named by the bytes that it turns together.
-_UINT8, _PLAIN, _PROMOTE_128, _FILL_ZERO = 0, 0, 2, 0
-_SWIZZLES = {32: 1, 64: 2, 128: 3}
+_UINT8, _PLAIN, _FILL_ZERO = 0, 0, 0
+_SWIZZLES, _PROMOTIONS = {32: 1, 64: 2, 128: 3}, {128: 2, 256: 3}
 
 
 def available() -> bool:
@@ -32,6 +32,7 @@ def byte_matrix(
     box_rows: int,
     box_bytes: int = BOX_BYTES,
     swizzled: bool = True,
+    promotion: int = 256,
 ) -> bytes:
     """The tensor map of a byte matrix that is copied in boxes of `box_rows` rows x `box_bytes` bytes.
 
@@ -52,6 +53,8 @@ def byte_matrix(
         order.
     swizzled : bool, default True
         False: boxes of any size arrive in order.
+    promotion : int, default 256
+        Bytes of global memory, 128 or 256, that the L2 cache fetches together.
 
     Returns
     -------
@@ -76,7 +79,7 @@ def byte_matrix(
         (ctypes.c_uint32 * 2)(1, 1),
         _PLAIN,
         _SWIZZLES.get(box_bytes, 0) if swizzled else 0,
-        _PROMOTE_128,
+        _PROMOTIONS[promotion],
         _FILL_ZERO,
     )
     if status:

@@ -221,6 +221,9 @@ def _few_arguments(
 
 # Thread blocks of a cluster, where there are any: multiprocessors come in pairs, so that all of them find a place.
 _CLUSTER = 2
+# Bytes that the L2 cache fetches together: rows of a box are shorter than 256, and what stands beside them another warp
+# fetches a little later.
+_PROMOTION = 128
 # ``Flow`` and the size of ``struct Cut`` of kernels/linear.cu.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = range(3)
 _CUT_BYTES = 40
@@ -523,8 +526,7 @@ class Few(Fused):
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
         self._map = functools.partial(_map_of_weights, decoder, k, device, box=box) if even else _no_map
-        maps_x = self.staged and not grouped and 90 <= _cuda.capability(device) < 120
-        self._map_of_x = functools.partial(_map_of_x, k) if maps_x else _no_map
+        self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else _no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
         width = 0
@@ -642,12 +644,14 @@ def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, 
     packed, pitch = planes["packed"], k // ITEM_K * decoder.item_bytes
     rows = packed.nbytes // pitch
     swizzled = box * decoder.item_bytes == 128 or (box == 1 and decoder.swizzled)
-    return _tma.byte_matrix(packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, box * decoder.item_bytes, swizzled)
+    return _tma.byte_matrix(
+        packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, box * decoder.item_bytes, swizzled, _PROMOTION
+    )
 
 
 def _map_of_x(k: int, x: Any) -> bytes:
     """The tensor map of x: boxes of 8 tokens and 64 elements."""
-    return _tma.byte_matrix(x.data.ptr, x.size // k, 2 * k, 2 * k, TOKENS)
+    return _tma.byte_matrix(x.data.ptr, x.size // k, 2 * k, 2 * k, TOKENS, _tma.BOX_BYTES, True, _PROMOTION)
 
 
 def _no_map(_: Any) -> bytes:

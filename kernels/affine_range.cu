@@ -498,27 +498,6 @@ __global__ void __launch_bounds__(
 
 constexpr int ROW_THREADS = 512;  // the most of a thread block below
 
-// 16 bytes of shared memory.
-__device__ __forceinline__ uint4 load_chunk(unsigned address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
-// As copy_async, to an address.
-__device__ __forceinline__ void copy_chunk(unsigned address, const uint4* global) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
-#else
-    const uint4 v = __ldcs(global);
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-#endif
-}
-
 // A block in shared memory, as this thread sees it. A warp copies what its lanes read, in order.
 template <typename T>
 struct Row {
@@ -527,7 +506,7 @@ struct Row {
     unsigned place;  // address of this lane's first chunk
 
     __device__ __forceinline__ Row(const uint4* chunks, int units) : units(units) {
-        place = static_cast<unsigned>(__cvta_generic_to_shared(chunks)) + threadIdx.x * CHUNKS * 16;
+        place = shared_address(chunks) + threadIdx.x * CHUNKS * 16;
         asm volatile("" : "+r"(place));  // not worked out again and again
     }
     __device__ __forceinline__ void copy(const T* x) const {
@@ -537,14 +516,15 @@ struct Row {
         for (int chunk = first; chunk < units * CHUNKS; chunk += CHUNKS * blockDim.x) {
 #pragma unroll
             for (int i = 0; i < CHUNKS; ++i)
-                if (i == 0 || chunk + i * WARP < units * CHUNKS) copy_chunk(target + i * WARP * 16, source + i * WARP);
+                if (i == 0 || chunk + i * WARP < units * CHUNKS)
+                    copy_async<16>(target + i * WARP * 16, source + i * WARP);
             target += CHUNKS * blockDim.x * 16, source += CHUNKS * blockDim.x;
         }
     }
     __device__ __forceinline__ static void read(unsigned from, Unit<T>& unit) {
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
-            const uint4 chunk = load_chunk(from + i * 16);
+            const uint4 chunk = shared_at<uint4>(from + i * 16);
             unit.word[4 * i] = chunk.x, unit.word[4 * i + 1] = chunk.y;
             unit.word[4 * i + 2] = chunk.z, unit.word[4 * i + 3] = chunk.w;
         }

@@ -195,13 +195,83 @@ __device__ __forceinline__ void transpose_fields(unsigned (&word)[BITS]) {
 
 // ---- copies ----------------------------------------------------------------------------------------------------
 
-// 16 bytes from global to shared memory, without a stop in registers where the architecture can (sm_80 on).
-__device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
+// The address of shared memory in its window.
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// A number, or two or four words, in shared memory, by its address in the window.
+template <typename A>
+__device__ __forceinline__ A shared_at(unsigned address) {
+    if constexpr (sizeof(A) == 1) {
+        unsigned v;
+        asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+        return A(v);
+    } else if constexpr (sizeof(A) == 2) {
+        unsigned short v;
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+        return *reinterpret_cast<A*>(&v);
+    } else if constexpr (sizeof(A) == 4) {
+        unsigned v;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+        return *reinterpret_cast<A*>(&v);
+    } else if constexpr (sizeof(A) == 8) {
+        A v;
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+        return v;
+    } else {
+        uint4 v;
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(address));
+        return *reinterpret_cast<A*>(&v);
+    }
+}
+
+// Start to copy BYTES, 4, 8 or 16, from global memory to an address of the shared window, without a stop in registers
+// where the architecture can (sm_80 on).
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned address, const void* global) {
 #if __CUDA_ARCH__ >= 800
-    unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(global), "n"(BYTES) : "memory");
 #else
-    *shared = __ldcs(global);
+    static_assert(BYTES % 4 == 0, "words");
+    void* shared = __cvta_shared_to_generic(address);
+    if constexpr (BYTES == 16) *static_cast<uint4*>(shared) = __ldcs(static_cast<const uint4*>(global));
+    else if constexpr (BYTES == 8) *static_cast<uint2*>(shared) = __ldg(static_cast<const uint2*>(global));
+    else *static_cast<unsigned*>(shared) = __ldg(static_cast<const unsigned*>(global));
+#endif
+}
+
+// The same from sm_80 on, if they are there: a predicate costs less than a branch in a loop.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_if(unsigned address, const void* global, bool there) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (BYTES == 16)
+        asm volatile(
+            "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(address),
+            "l"(global), "r"(unsigned(there))
+            : "memory");
+    else
+        asm volatile(
+            "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], %3;}" ::"r"(address),
+            "l"(global), "r"(unsigned(there)), "n"(BYTES)
+            : "memory");
+#endif
+}
+
+// ... and the first `bytes` of them, with zeros behind.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_or_zero(unsigned address, const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(global), "r"(bytes), "n"(BYTES)
+                     : "memory");
 #endif
 }
 
@@ -249,7 +319,7 @@ struct Tile {
         const int first = place(lane / CHUNKS, lane % CHUNKS);
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)  // place(chunk / CHUNKS, chunk % CHUNKS) of chunk i * WARP + lane
-            copy_async(chunks + i * WARP + (first ^ (4 * i & (CHUNKS - 1))), source + i * WARP);
+            copy_async<16>(shared_address(chunks + i * WARP + (first ^ (4 * i & (CHUNKS - 1)))), source + i * WARP);
     }
 
     // Fill from x[start ..], zeros beyond n, an element at a time.
@@ -296,7 +366,8 @@ struct WordTile {
         const uint4* source = reinterpret_cast<const uint4*>(packed + first * K);
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i)
-            if (i * WARP + lane < CHUNKS) copy_async(stage + i * WARP + lane, source + i * WARP + lane);
+            if (i * WARP + lane < CHUNKS)
+                copy_async<16>(shared_address(stage + i * WARP + lane), source + i * WARP + lane);
     }
 
     __device__ __forceinline__ static void read(const uint4* stage, int lane, unsigned (&word)[K]) {

@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS, QUANTIZE_BLOCKS) quantize_dy
     const long long blocks = (n + (1 << block_log2) - 1) >> block_log2, whole = is_aligned(codes) ? n / TILE : 0;
     build_dynamic(table, search);
     // A bucket's number is added to the bits of 2^23: here they are taken off.
-    const unsigned copy = static_cast<unsigned>(__cvta_generic_to_shared(&search.entry[0][lane % DYNAMIC_COPIES])) -
-                          0x4b000000u * (DYNAMIC_COPIES * 4);
+    const unsigned copy = shared_address(&search.entry[0][lane % DYNAMIC_COPIES]) - 0x4b000000u * (DYNAMIC_COPIES * 4);
     __syncthreads();
     for_each_row<T>(
         x, n, int(block_log2), dynamic, [&](unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, long long t) {

@@ -11,10 +11,6 @@ struct alignas(64) TensorMap {
 
 // ---- barriers, copies, wgmma -----------------------------------------------------------------------------------
 
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-
 __device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }

@@ -278,8 +278,9 @@ struct Pipeline {
             uint4* stage = stages + slot * STAGE;
             WordTile<K>::load_async(packed, tile * WARP, lane, stage);
             if (lane < CODE_CHUNKS)
-                copy_async(
-                    stage + WordTile<K>::CHUNKS + lane, reinterpret_cast<const uint4*>(absmax + tile * WARP) + lane);
+                copy_async<16>(
+                    shared_address(stage + WordTile<K>::CHUNKS + lane),
+                    reinterpret_cast<const uint4*>(absmax + tile * WARP) + lane);
         }
         close_copies();
     }

@@ -28,11 +28,8 @@ struct Scales {
                 const int at = i % ROW_BYTES;
                 const char* source = origin + (above + min(row + i / ROW_BYTES, n - 1)) * pitch + at;
                 if (at < left) {
-                    if (width == 16)
-                        copy_async(reinterpret_cast<uint4*>(stage + i), reinterpret_cast<const uint4*>(source));
-                    else if (width == 4)
-                        copy_word_async(
-                            reinterpret_cast<unsigned*>(stage + i), reinterpret_cast<const unsigned*>(source));
+                    if (width == 16) copy_async<16>(shared_address(stage + i), source);
+                    else if (width == 4) copy_async<4>(shared_address(stage + i), source);
                     else stage[i] = *source;
                 } else {
                     for (int b = 0; b < width; ++b) stage[i + b] = 0;
@@ -69,7 +66,7 @@ struct Scales {
 #pragma unroll
                     for (int u = 0; u < AT_ONCE; ++u) {
                         if (block[u] < 0) target[u * WARP] = 0.0f;
-                        else copy_word_async(reinterpret_cast<unsigned*>(target + u * WARP), source + block[u]);
+                        else copy_async<4>(shared_address(target + u * WARP), source + block[u]);
                     }
                 }
             }
@@ -125,14 +122,14 @@ struct SpreadScales {
 
 // How the work of linear_few is cut; the host chooses (see fused.py).
 struct Cut {
-    int run;     // tiles of 16 rows of a thread block
-    int warps;   // warps that share k, a team; each team takes other tiles
-    int teams;   // of a thread block
-    int items;   // items of k of a warp at a time, at most ITEMS
-    int share;   // items of k of a thread block
-    int width;   // see Scales
-    int wide;    // whether the weights can be copied in pieces of 16 bytes
-    int staged;  // whether x comes by way of shared memory
+    int run;                        // tiles of 16 rows of a thread block
+    int warps;                      // warps that share k, a team; each team takes other tiles
+    int teams;                      // of a thread block
+    int items;                      // items of k of a warp at a time, at most ITEMS
+    int share;                      // items of k of a thread block
+    int width;                      // see Scales
+    int wide;                       // whether the weights can be copied in pieces of 16 bytes
+    int staged;                     // whether x comes by way of shared memory
     unsigned per_warps, per_teams;  // for quotients by these two numbers
 };
 
@@ -219,8 +216,8 @@ struct Group {
     int first, count, unused;
 };
 
-// Fill the table with the values of the codebook, and return `power` of take_value. Waits for the kernel before this one
-// when nothing else is left to do.
+// Fill the table with the values of the codebook, and return `power` of take_value. Waits for the kernel before this
+// one when nothing else is left to do.
 template <typename Decoder, bool ONE>
 __device__ __forceinline__ float fill_table(unsigned table, const float* values, const Values& codebook) {
     float power;
@@ -278,9 +275,11 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     constexpr int GROUP_BYTES = GROUP / BOX * Slot::BYTES, GROUPS = ITEMS / GROUP;
     constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, EIGHT = SCALES / 2;
     constexpr int X_BYTES = TOKENS * ITEM_K * 2, X_GAP = 256;
-    // By way of shared memory whole lines of x are read, once for all teams, and by the copy engine where tokens follow
-    // one another.
-    constexpr bool X_BULK = BULK && EVEN && ONCE && EIGHTS == 1 && !GROUPED;
+    // By way of shared memory whole lines of x are read, once for all teams; in a cluster by the copy engine.
+    constexpr bool X_BULK = BULK && EVEN && CLUSTER > 1;
+    // Whether the copy engine is at first asked for one group only: where all thread blocks ask for everything at once,
+    // all of them get it late, x too.
+    constexpr bool HELD_BACK = X_BULK && FLOW == AT_ONCE;
     extern __shared__ uint4 dynamic[];
     // In a cluster the upper byte of an address in shared memory is the block's number.
     const unsigned window = shared_address(dynamic), own_block = CLUSTER == 1 ? 0 : window & 0xff000000u;
@@ -290,8 +289,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     char* slots = reinterpret_cast<char*>(factor) + FEW_HEAD;
     char* stages = slots + warps * GROUPS * GROUP_BYTES;  // of scales
     char* x_stage = stages + warps * 2 * SCALES;
-    float* sums = reinterpret_cast<float*>(
-        x_stage + cut.staged * (cut.warps * cut.items * X_BYTES + X_GAP));  // if without gaps
+    float* sums =
+        reinterpret_cast<float*>(x_stage + cut.staged * (cut.warps * cut.items * X_BYTES + X_GAP));  // if without gaps
 
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
     const int my_row = Slot::row(g);
@@ -405,21 +404,24 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             aim();
         }
     };
-    // Start to copy group i of that, and with the first one the scales. The copy engine does not wait for earlier reads
-    // of shared memory: what was `read` from there must have arrived. `never` is 0, which the compiler does not know.
+    // Have the copy engine fetch group i of the items from `item` on, of the tile at `row`. It does not wait for
+    // earlier reads of shared memory: what was `read` from there must have arrived. `never` is 0, which the compiler
+    // does not know.
     const unsigned never = cut.wide >> 1;
+    auto fetch_group = [&](int i, int item, int row, unsigned read) {
+        if (!elected()) return;
+        barrier_expect(barriers + i * 8, GROUP_BYTES | read & never);
+#pragma unroll
+        for (int j = 0; j < GROUP / BOX; ++j)
+            copy_box(
+                my_slots + i * GROUP_BYTES + j * Slot::BYTES, &map_of_weights,
+                (item + i * GROUP + j * BOX) * Decoder::ITEM_BYTES, int(above) + row, barriers + i * 8);
+    };
+    // Start to copy group i of what is next, and with the first one the scales.
     auto start = [&](int i, int other, unsigned read) {
         const bool there = ahead_pass < passes;
         if constexpr (BULK && EVEN) {
-            if (there && elected()) {
-                barrier_expect(barriers + i * 8, GROUP_BYTES | read & never);
-#pragma unroll
-                for (int j = 0; j < GROUP / BOX; ++j)
-                    copy_box(
-                        my_slots + i * GROUP_BYTES + j * Slot::BYTES, &map_of_weights,
-                        (ahead_item + i * GROUP + j * BOX) * Decoder::ITEM_BYTES, int(above) + ahead_row,
-                        barriers + i * 8);
-            }
+            if (there) fetch_group(i, ahead_item, ahead_row, read);
         } else if constexpr (EVEN) {
             Rows::start(
                 my_slots + i * GROUP_BYTES, source + i * GROUP * Decoder::ITEM_BYTES, pitch,
@@ -452,9 +454,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     };
     aim();
     if (BULK && EVEN && passes > 0 && elected())
-#pragma unroll
-        for (int i = 0; i < ITEMS / BOX; ++i)
-            prefetch_box(&map_of_weights, (my_item + i * BOX) * Decoder::ITEM_BYTES, int(above) + ahead_row);
+        prefetch_box(&map_of_weights, my_item * Decoder::ITEM_BYTES, int(above) + ahead_row);
     const float power = fill_table<Decoder, false>(own_block | TABLE_AT, values, codebook);
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
@@ -513,7 +513,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if (chunks == 1 && !staged) fetch_x(my_item);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
-        if (i * GROUP < cut.items) start(i, 0, 0);
+        if (i * GROUP < cut.items && (i == 0 || !HELD_BACK)) start(i, 0, 0);
     if (SPREAD && nested_absmax) spread.offset = *nested_offset;
     if (SPREAD && t < ITEMS) spread.store(scales_to, EIGHT);
 
@@ -528,8 +528,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (i >= cut.items) break;
-            Decoder::take_x(
-                my_x[i][0], [&](int at) { return from + i * (X_BYTES / 2) + place_of(at, g); }, t);
+            Decoder::take_x(my_x[i][0], [&](int at) { return from + i * (X_BYTES / 2) + place_of(at, g); }, t);
         }
     }
     if (chunks == 1) arrange_x();
@@ -564,6 +563,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 for (int i = 0; i < GROUPS; ++i) {
                     if (i * GROUP >= cut.items) break;
                     if (BULK && EVEN) barrier_wait(barriers + i * 8, scales_at != 0);
+                    if (HELD_BACK && pass == 0 && i + 1 < GROUPS && (i + 1) * GROUP < cut.items)
+                        fetch_group(i + 1, my_item, my_first * ITEM_ROWS, 0);
                     if (!(BULK && EVEN) && cut.items > GROUP) copies_arrived<GROUPS - 1>();
                     else if (!(BULK && EVEN) || i == 0) copies_arrived<0>();
                     __syncwarp();
@@ -671,7 +672,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     constexpr int UNIT_BYTES = Box::BOXES * Box::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
     constexpr int SCALE_PIECE = SCALE_UNIT < 16 ? SCALE_UNIT : 16, SCALE_PIECES = SCALE_UNIT / SCALE_PIECE;
     extern __shared__ uint4 dynamic[];
-    const unsigned window = static_cast<unsigned>(__cvta_generic_to_shared(dynamic));
+    const unsigned window = shared_address(dynamic);
     char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
     char* head = table + Decoder::ENTRIES * ENTRY_STRIDE;
     char* slots = head + HEAD;
@@ -736,9 +737,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
         ahead_byte += UNIT, scale_source += SCALE_UNIT;
         if (ahead_byte == pitch) ahead_byte = 0, ahead_row += ITEM_ROWS, scale_source += 15 * scale_pitch;
     };
-    if (BULK && begin < end && elected())
-#pragma unroll
-        for (int b = 0; b < Box::BOXES; ++b) prefetch_box(&map_of_weights, ahead_byte + b * Box::ROW, ahead_row);
+    if (BULK && begin < end && elected()) prefetch_box(&map_of_weights, ahead_byte, ahead_row);
     const float power = fill_table<Decoder, true>(TABLE_AT, values, codebook);
 
     // x for the blocks of 32, in the order of the boxes, where lane t has COUNT blocks in a row. It is asked for before

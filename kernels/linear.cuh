@@ -116,37 +116,6 @@ __device__ __forceinline__ void read_line(unsigned* w, unsigned address, bool th
                  : "r"(address), "r"(unsigned(there)));
 }
 
-// BYTES, 4, 8 or 16, from global memory to an address of the shared window, as copy_async moves 16, if they are there.
-// A predicate costs less than a branch in a loop.
-template <int BYTES>
-__device__ __forceinline__ void copy_async_if(unsigned address, const char* global, bool there) {
-#if __CUDA_ARCH__ >= 800
-    if constexpr (BYTES == 16)
-        asm volatile(
-            "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(address),
-            "l"(global), "r"(unsigned(there))
-            : "memory");
-    else
-        asm volatile(
-            "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], %3;}" ::"r"(address),
-            "l"(global), "r"(unsigned(there)), "n"(BYTES)
-            : "memory");
-#endif
-}
-
-// ... and zeros behind the first `bytes` of them.
-template <int BYTES>
-__device__ __forceinline__ void copy_async_or_zero(unsigned address, const char* global, int bytes) {
-#if __CUDA_ARCH__ >= 800
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes)
-                     : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(global), "r"(bytes), "n"(BYTES)
-                     : "memory");
-#endif
-}
-
 // One lane of a warp, all of whose lanes are here.
 __device__ __forceinline__ bool elected() {
 #if __CUDA_ARCH__ >= 900
@@ -169,16 +138,6 @@ __device__ __forceinline__ void ring_wait(unsigned barrier, unsigned parity) {
 #endif
 }
 
-// 4 bytes from global to shared memory, as copy_async moves 16.
-__device__ __forceinline__ void copy_word_async(unsigned* shared, const unsigned* global) {
-#if __CUDA_ARCH__ >= 800
-    unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
-#else
-    *shared = __ldg(global);
-#endif
-}
-
 // 2^-e with e the exponent of `largest`, the largest magnitude of a table: the table then fits the range of half
 // precision whatever the codebook.
 __device__ __forceinline__ float power_below(float largest) {
@@ -198,8 +157,8 @@ __device__ __forceinline__ float select_value(const float* value, int lane) {
     }
 }
 
-// Of a codebook, in a plane or by value, number lane % VALUES, times a factor for all: `power`, which brings the largest
-// to 1 .. 2. All lanes of a warp are here.
+// Of a codebook, in a plane or by value, number lane % VALUES, times a factor for all: `power`, which brings the
+// largest to 1 .. 2. All lanes of a warp are here.
 template <int VALUES>
 __device__ __forceinline__ float take_value(const float* values, const Values& codebook, float& power) {
     const int lane = threadIdx.x % WARP;
@@ -237,34 +196,6 @@ __device__ __forceinline__ uint2 entry_pair(unsigned offset) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2+%3];" : "=r"(v.x), "=r"(v.y) : "r"(offset), "n"(TABLE_AT));
     return v;
-}
-
-// A number, or two or four words, in shared memory, by its address in the window.
-template <typename A>
-__device__ __forceinline__ A shared_at(unsigned address) {
-    if constexpr (sizeof(A) == 1) {
-        unsigned v;
-        asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
-        return A(v);
-    } else if constexpr (sizeof(A) == 2) {
-        unsigned short v;
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
-        return *reinterpret_cast<A*>(&v);
-    } else if constexpr (sizeof(A) == 4) {
-        unsigned v;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-        return *reinterpret_cast<A*>(&v);
-    } else if constexpr (sizeof(A) == 8) {
-        A v;
-        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-        return v;
-    } else {
-        uint4 v;
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                     : "r"(address));
-        return *reinterpret_cast<A*>(&v);
-    }
 }
 
 __device__ __forceinline__ void store_shared(unsigned address, float v) {
@@ -307,6 +238,27 @@ __device__ __forceinline__ void fill_entry(unsigned table, int index, int part, 
     for (unsigned i = 0; i < CHUNKS; ++i)
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %1, %2};" ::"r"(at ^ i * 16), "r"(word[0]), "r"(word[WORDS - 1])
                      : "memory");
+}
+
+// Entry `index` for one value: in the low half of a word, `part` 0, and 128 bytes on in the high half, `part` 1.
+template <typename T>
+__device__ __forceinline__ void fill_halves(unsigned table, int index, int part, float v) {
+    const unsigned word[1] = {part ? Pair<T>::pack(0.0f, v) : Pair<T>::pack(v, 0.0f)};
+    fill_entry<1>(table + part * 128, index, 0, word);
+    fill_entry<1>(table + part * 128, index, 1, word);
+}
+
+// A whole table of pairs of 16 values, the first of a pair in the upper four bits of the index. Each lane brings a
+// value: lane i that of index i % 16.
+template <typename T>
+__device__ __forceinline__ void fill_pairs(unsigned table, float mine, unsigned thread, unsigned threads) {
+    for (unsigned i = thread; i < 2 * 256; i += threads) {
+        const int index = i / 2;
+        const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
+        const float second = __shfl_sync(FULL_WARP, mine, index & 15);
+        const unsigned word[1] = {Pair<T>::pack(first, second)};
+        fill_entry<1>(table, index, i % 2, word);
+    }
 }
 
 // ---- results -------------------------------------------------------------------------------------------------------
@@ -402,11 +354,7 @@ struct Kbit {
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
             if constexpr (K == 5) {
-                // The value in the low half of a word, and 128 bytes on in the high half.
-                const float v = value(index);
-                const unsigned word[1] = {part ? Pair<T>::pack(0.0f, v) : Pair<T>::pack(v, 0.0f)};
-                fill_entry<1>(table + part * 128, index, 0, word);
-                fill_entry<1>(table + part * 128, index, 1, word);
+                fill_halves<T>(table, index, part, value(index));
             } else if constexpr (K == 2) {
                 const float v[4] = {value(index), value(index >> 2), value(index >> 4), value(index >> 6)};
                 const unsigned word[2] = {Pair<T>::pack(v[0], v[1]), Pair<T>::pack(v[2], v[3])};
@@ -580,13 +528,7 @@ struct Table4 {
 
     template <bool ONE>
     __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
-        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
-            const int index = i / 2;
-            const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
-            const float second = __shfl_sync(FULL_WARP, mine, index & 15);
-            const unsigned word[1] = {Pair<T>::pack(first, second)};
-            fill_entry<1>(table, index, i % 2, word);
-        }
+        fill_pairs<T>(table, mine, thread, threads);
     }
 
     __device__ __forceinline__ static unsigned lane_offset(int lane) { return lane * 4; }

@@ -4,8 +4,9 @@
 // four belong to h = 0 and four to h = 1, and A has the former where mma has row g and the latter where it has row g +
 // 8:
 //
-//     A   a0 = first pair    a1 = second pair    a2 = third pair    a3 = fourth pair      of the same row of W, of lane
-//     t B   b0 = x for the first (h = 0) or second (h = 1) pair    b1 = ... third or fourth pair
+//     A    a0 to a3 = the first to the fourth pair, of the same row of W and of lane t
+//     B    b0 = x for the first (h = 0) or the second (h = 1) pair
+//          b1 = x for the third (h = 0) or the fourth (h = 1) pair
 //
 // Of the result, lane t has D[g][2t] and D[g + 8][2t + 1], whose sum is that of the weights that it owns itself: the
 // scale of a block is applied to sums, in fp32. The values of a table of pairs of pairs come as A wants them, and the
@@ -50,10 +51,10 @@ struct Box {
 };
 
 // What the decoders differ in.
-//     Scales<COUNT>      of a row of a box those of the blocks that a lane owns; read(row, t, seen), from those of the
-//     row AFTER              what the sums lack load_x             the 16 words of x for a block, in the order of
-//     `multiply` multiply           acc += a block of 16 rows, COUNT blocks one after the other; `part` is zero before
-//     the first
+//     Scales<COUNT>      of a row of a box, of the blocks that a lane owns; read(row, t, seen) from those of the row
+//     AFTER              what the sums lack
+//     load_x             the 16 words of x for a block, in the order of `multiply`
+//     multiply           acc += a block of 16 rows, COUNT blocks one after the other; `part` is zero before the first
 template <typename Decoder>
 struct OneToken;
 

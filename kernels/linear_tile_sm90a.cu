@@ -86,12 +86,8 @@ __device__ __forceinline__ void held(unsigned (&a)[N][4]) {
 // WORDS consecutive words of shared memory.
 template <int WORDS>
 __device__ __forceinline__ void read_shared(unsigned (&w)[WORDS], unsigned address) {
-    if constexpr (WORDS == 4)
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                     : "r"(address));
-    else if constexpr (WORDS == 2)
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+    if constexpr (WORDS == 4) take(w, shared_at<uint4>(address));
+    else if constexpr (WORDS == 2) take(w, shared_at<uint2>(address));
     else
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) w[i] = shared_at<unsigned>(address + 4 * i);
@@ -128,10 +124,7 @@ struct TileKbit {
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
             if constexpr (K == 5) {
-                const float v = value(index);
-                const unsigned word[1] = {part ? Pair<T>::pack(0.0f, v) : Pair<T>::pack(v, 0.0f)};
-                fill_entry<1>(table + part * 128, index, 0, word);
-                fill_entry<1>(table + part * 128, index, 1, word);
+                fill_halves<T>(table, index, part, value(index));
             } else if constexpr (K == 2) {
                 const unsigned first = both(index & 15), second = both(index >> 4);
                 const unsigned word[2] = {first, second};
@@ -191,13 +184,7 @@ struct TileTable4 {
     static constexpr float FACTOR = 1.0f;
 
     __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
-        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
-            const int index = i / 2;
-            const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
-            const float second = __shfl_sync(FULL_WARP, mine, index & 15);
-            const unsigned word[1] = {Pair<T>::pack(first, second)};
-            fill_entry<1>(table, index, i % 2, word);
-        }
+        fill_pairs<T>(table, mine, thread, threads);
     }
 
     __device__ __forceinline__ static void unpack(unsigned (&)[FIELDS]) {}
@@ -666,7 +653,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     wait_for_previous();
     if (!GROUPED && threadIdx.x == 0) {
         // Read at the end, where it would have to come from memory.
-        if (tensor_scale) copy_word_async(&scale, reinterpret_cast<const unsigned*>(tensor_scale)), close_copies();
+        if (tensor_scale) copy_async<4>(shared_address(&scale), tensor_scale), close_copies();
         else scale = __float_as_uint(1.0f);
     }
     warps_sync<S>();

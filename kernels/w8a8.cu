@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, TOKENS == 8 ? 4 : 3) stream_w8
                 const long long n = min(fetched_group * STREAM_ROWS + p / 2 * 8 + g, channels - 1);
                 const long long k = fetched_run * STREAM_RUN + warp * STREAM_K + p % 2 * 64 + t * 16;
                 uint4* target = queue + (fetched_place * STREAM_PIECES + p) * STREAM_THREADS;
-                if (ALIGNED && k < depth) copy_async(target, reinterpret_cast<const uint4*>(w + n * depth + k));
+                if (ALIGNED && k < depth) copy_async<16>(shared_address(target), w + n * depth + k);
                 else *target = load_weights<ALIGNED>(w + n * depth, k, depth);
             }
             if (++fetched_run == runs) fetched_run = 0, fetched_group += gridDim.x;
@@ -387,10 +387,10 @@ __global__ void __launch_bounds__(TILE_M * 2) tile_w8a8(
                 uint4* target = stage + place(row, c % TILE_CHUNKS);
                 if (row < TILE_M) {
                     const long long m = min(tile_m * TILE_M + row, tokens - 1);
-                    copy_async(target, reinterpret_cast<const uint4*>(a + m * pitch + k));
+                    copy_async<16>(shared_address(target), a + m * pitch + k);
                 } else {
                     const signed char* source = w + min(tile_n * TILE_N + row - TILE_M, channels - 1) * depth;
-                    if (ALIGNED && k < depth) copy_async(target, reinterpret_cast<const uint4*>(source + k));
+                    if (ALIGNED && k < depth) copy_async<16>(shared_address(target), source + k);
                     else *target = load_weights<ALIGNED>(source, k, depth);
                 }
             }
