@@ -50,13 +50,15 @@ class QuantizedArray:
     (8, 32)
     """
 
-    __slots__ = ("dtype", "format", "planes", "shape", "sqnr_db")
+    __slots__ = ("_launches", "dtype", "format", "planes", "shape", "sqnr_db")
     __array_ufunc__ = None  # NumPy and CuPy operators defer to this class
 
     format: Format
     planes: Mapping[str, Any]
     shape: tuple[int, ...]
     dtype: np.dtype
+    #: What kernels say of the planes when they are launched, by kernel: the planes are the same for life.
+    _launches: dict[Any, Any]
     #: SQNR in dB that `kbitcupy.metrics` measured last, against the original; None before.
     sqnr_db: float | None
 
@@ -72,6 +74,7 @@ class QuantizedArray:
         put(self, "shape", shape)
         put(self, "dtype", dtype)
         put(self, "sqnr_db", None)
+        put(self, "_launches", {})
 
     def _note_sqnr(self, value: float | None) -> None:
         """Keep what was measured; None when the planes have been overwritten."""

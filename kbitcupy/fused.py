@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _cuda, _tma, _xp, tables
 from ._cuda import CXX_TYPES, IDS_CXX, Template
+from .array import QuantizedArray
 from .formats.base import Format, register_templates
 from .formats.float4 import Table4
 from .formats.kbit import ABSMAX, BLOCK, KBit
@@ -419,6 +420,27 @@ NO_EXPERTS = Experts(0, 0, 1, 0)
 SIZES = (*(8,) * 10, *(4,) * 7)
 
 
+class Weight(NamedTuple):
+    """What a kernel says of a weight in every launch.
+
+    Parameters
+    ----------
+    fits : bool
+        Whether its planes start where the kernel can read them.
+    packed : int
+        Address of that plane.
+    planes : tuple of int
+        Addresses of the others; 0 for one that is not there.
+    map : bytes
+        The tensor map of the packed plane.
+    """
+
+    fits: bool
+    packed: int
+    planes: tuple[int, ...]
+    map: bytes
+
+
 class Fused:
     """What the kernels have in common that multiply compressed weights.
 
@@ -435,19 +457,31 @@ class Fused:
     """
 
     _launch: Callable[..., None]
+    _look: Callable[[Mapping[str, Any]], Weight]
 
     def __init__(self, format: Format, shape: tuple[int, int], dtype: np.dtype, block: int):
         self._n, self._k, self._block = *shape, block
         self._cxx = CXX_TYPES[dtype.name]
         self._values = _values_of(format, dtype)
 
+    def weight(self, q: QuantizedArray) -> Weight:
+        """What the kernel says of a weight, which is found out once."""
+        found: Weight | None = q._launches.get(self)
+        if found is None:
+            found = q._launches[self] = self._look(q.planes)
+        return found
+
+    def takes(self, x: Any, q: QuantizedArray) -> bool:
+        """Whether the arrays start where the kernel can read them."""
+        return not x.data.ptr % 16 and self.weight(q).fits
+
     def arguments(
-        self, planes: Mapping[str, Any], bias: Any, kind: int, out: Any, partial: int, experts: Experts, tokens: int
+        self, weight: Weight, bias: Any, kind: int, out: Any, partial: int, experts: Experts, tokens: int
     ) -> tuple[int, ...]:
         """Those that the kernels have in common, from the scales on."""
         groups, order, divisor, step = experts
         return (
-            *_scales_and_values(planes),
+            *weight.planes,
             bias,
             out.data.ptr,
             partial,
@@ -462,7 +496,7 @@ class Fused:
             self._block,
         )
 
-    def grouped(self, x: Any, planes: Mapping[str, Any], ids: Any, experts: int, weights: Any, out: Any) -> None:
+    def grouped(self, x: Any, q: QuantizedArray, ids: Any, experts: int, weights: Any, out: Any) -> None:
         """`linear_grouped`: sort by expert, multiply, combine."""
         products, slots = ids.size, ids.shape[1]
         room = products // TOKENS + min(products, experts + 1)
@@ -473,10 +507,9 @@ class Fused:
         order = groups + 16 * room
         partial = 0 if weights is None else groups + 4 * lists
         _group_tokens(ids.dtype, experts).launch(x, (1,), (ids.data.ptr, order, groups, products, experts, room))
-        chosen = Experts(
-            groups, order, slots if x.ndim == 2 else 1, int("scale" in planes and planes["scale"].size > 1)
-        )
-        self._launch(room, x, planes, None, out, partial, products, chosen)
+        step = int("scale" in q.planes and q.planes["scale"].size > 1)
+        chosen = Experts(groups, order, slots if x.ndim == 2 else 1, step)
+        self._launch(room, x, q, None, out, partial, products, chosen)
         if weights is not None:
             pointers = partial, weights.data.ptr, out.data.ptr
             _combine_slots(self._cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, self._n))
@@ -538,17 +571,15 @@ class Few(Fused):
         numbers = cut.run, cut.warps, teams, cut.items, cut.share, width, wide, self.staged
         self._cut = np.array((*numbers, _reciprocal(cut.warps), _reciprocal(teams)), np.uint32).tobytes()
 
-    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
-        """Whether the arrays start where the kernel can read them."""
-        packed, absmax = self._alignments
-        return not (x.data.ptr % 16 or planes["packed"].data.ptr % packed or planes["absmax"].data.ptr % absmax)
+    def _look(self, planes: Mapping[str, Any]) -> Weight:
+        return look_at(planes, *self._alignments, self._map)
 
-    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+    def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
         tokens, splits = out.size // self._n, self._splits
         partial = None if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
         to = 0 if partial is None else partial.data.ptr
-        self._launch(-(-tokens // self.tokens), x, planes, bias, out, to, tokens)
+        self._launch(-(-tokens // self.tokens), x, q, bias, out, to, tokens)
         if partial is not None:
             bias, address, kind = bias_argument(bias, x.dtype)
             pointers = to, address, out.data.ptr
@@ -558,7 +589,7 @@ class Few(Fused):
         self,
         blocks: int,
         x: Any,
-        planes: Mapping[str, Any],
+        q: QuantizedArray,
         bias: Any,
         out: Any,
         partial: int,
@@ -566,12 +597,12 @@ class Few(Fused):
         experts: Experts = NO_EXPERTS,
     ) -> None:
         bias, address, kind = bias_argument(bias, x.dtype)
-        arguments = self.arguments(planes, address, kind, out, partial, experts, tokens)
-        pointers = x.data.ptr, planes["packed"].data.ptr
+        weight = self.weight(q)
+        arguments = self.arguments(weight, address, kind, out, partial, experts, tokens)
         self._kernel.launch(
             x,
             (blocks, *self.grid),
-            (*pointers, *arguments, self._cut, self._values, self._map(planes), self._map_of_x(x)),
+            (x.data.ptr, weight.packed, *arguments, self._cut, self._values, weight.map, self._map_of_x(x)),
         )
 
 
@@ -597,21 +628,20 @@ class One(Fused):
         self._map = functools.partial(_map_of_weights, decoder, k, device, box=box)
         self._alignments = (16, min(16, items * decoder.scale_bytes))
 
-    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
-        """Whether the arrays start where the kernel can read them."""
-        packed, absmax = self._alignments
-        return not (x.data.ptr % 16 or planes["packed"].data.ptr % packed or planes["absmax"].data.ptr % absmax)
+    def _look(self, planes: Mapping[str, Any]) -> Weight:
+        return look_at(planes, *self._alignments, self._map)
 
-    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+    def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], which has one row."""
         bias, address, kind = bias_argument(bias, x.dtype)
-        absmax, _, _, scale, values = _scales_and_values(planes)
+        weight = self.weight(q)
+        absmax, _, _, scale, values = weight.planes
         self._kernel.launch(
             x,
             (self._blocks,),
             (
                 x.data.ptr,
-                planes["packed"].data.ptr,
+                weight.packed,
                 absmax,
                 scale,
                 values,
@@ -620,7 +650,7 @@ class One(Fused):
                 kind,
                 *self._numbers,
                 self._values,
-                self._map(planes),
+                weight.map,
             ),
         )
 
@@ -659,15 +689,17 @@ def _no_map(_: Any) -> bytes:
     return bytes(128)
 
 
-def _scales_and_values(planes: Mapping[str, Any]) -> tuple[int, ...]:
-    """Addresses of the planes that kernels take beside the packed one; 0 for one that is not there."""
+def look_at(planes: Mapping[str, Any], packed: int, absmax: int, map: Callable[[Mapping[str, Any]], bytes]) -> Weight:
+    """What a kernel says of a weight, of which two planes must start at multiples of `packed` and `absmax` bytes."""
     found = []
     for name in ("absmax", "nested_absmax", "nested_offset", "scale", "codebook"):
         plane = planes.get(name)
         found.append(0 if plane is None else plane.data.ptr)
     if "table" in planes:
         found[-1] = planes["table"].data.ptr
-    return tuple(found)
+    address = planes["packed"].data.ptr
+    fits = not (address % packed or found[0] % absmax)
+    return Weight(fits, address, tuple(found), map(planes) if fits else b"")
 
 
 def bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, int, int]:

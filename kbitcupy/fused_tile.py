@@ -15,10 +15,24 @@ import numpy as np
 
 from . import _cuda, _tma
 from ._cuda import Template
+from .array import QuantizedArray
 from .formats.base import Format, register_templates
 from .formats.float4 import Table4
 from .formats.kbit import ABSMAX, BLOCK, KBit
-from .fused import HALF_CXX, ITEM_K, NO_EXPERTS, SIZES, TABLE_AT, TOKENS, VALUES_BYTES, Experts, Fused, bias_argument
+from .fused import (
+    HALF_CXX,
+    ITEM_K,
+    NO_EXPERTS,
+    SIZES,
+    TABLE_AT,
+    TOKENS,
+    VALUES_BYTES,
+    Experts,
+    Fused,
+    Weight,
+    bias_argument,
+    look_at,
+)
 
 # As in kernels/linear_tile_sm90a.cu, and the tokens of its instances.
 _GRANULE_K, _MOST_STAGES = 32, 20
@@ -164,20 +178,23 @@ class Tile(Fused):
         self._cut, self._row_bytes, self._box_bytes = cut, k * bits // 8, ITEM_K * bits // 8
         self._tiles, self._processors = -(-n // (64 * cut.groups)), _cuda.multiprocessors(device)
 
-    def takes(self, x: Any, planes: Mapping[str, Any]) -> bool:
-        """Whether the copy engine can read the arrays."""
-        return not (planes["packed"].data.ptr % 16 or x.data.ptr % 16)
+    def _look(self, planes: Mapping[str, Any]) -> Weight:
+        return look_at(planes, 16, 1, self._map)
 
-    def __call__(self, x: Any, planes: Mapping[str, Any], bias: Any, out: Any) -> None:
+    def _map(self, planes: Mapping[str, Any]) -> bytes:
+        packed, pitch = planes["packed"], self._row_bytes
+        return _tma.byte_matrix(packed.data.ptr, packed.nbytes // pitch, pitch, pitch, 64, self._box_bytes)
+
+    def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
         tokens = out.size // self._n
-        self._launch(-(-tokens // self._cut.tokens), x, planes, bias, out, 0, tokens)
+        self._launch(-(-tokens // self._cut.tokens), x, q, bias, out, 0, tokens)
 
     def _launch(
         self,
         blocks: int,
         x: Any,
-        planes: Mapping[str, Any],
+        q: QuantizedArray,
         bias: Any,
         out: Any,
         partial: int,
@@ -185,19 +202,13 @@ class Tile(Fused):
         experts: Experts = NO_EXPERTS,
     ) -> None:
         grouped = experts is not NO_EXPERTS
-        packed, pitch = planes["packed"], 2 * self._k
-        box = 1 if grouped else self._cut.tokens
-        maps = (
-            _tma.byte_matrix(x.data.ptr, x.size // self._k, pitch, pitch, box),
-            _tma.byte_matrix(
-                packed.data.ptr, packed.nbytes // self._row_bytes, self._row_bytes, self._row_bytes, 64, self._box_bytes
-            ),
-        )
+        weight, pitch = self.weight(q), 2 * self._k
+        map_of_x = _tma.byte_matrix(x.data.ptr, x.size // self._k, pitch, pitch, 1 if grouped else self._cut.tokens)
         bias, address, kind = bias_argument(bias, x.dtype)
         # The grouped kernel counts groups, not tokens.
-        arguments = self.arguments(planes, address, kind, out, partial, experts, blocks if grouped else tokens)
+        arguments = self.arguments(weight, address, kind, out, partial, experts, blocks if grouped else tokens)
         grid = (min(blocks * self._tiles, self._processors),) if grouped else (self._tiles * self._cut.splits, blocks)
-        self._kernel.launch(x, grid, (*maps, *arguments, self._values))
+        self._kernel.launch(x, grid, (map_of_x, weight.map, *arguments, self._values))
 
 
 @functools.cache

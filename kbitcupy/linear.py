@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,14 +264,14 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> bool
     x = _xp.contiguous(x)
     kernels = _grouped_plan(qs.format, (rows, depth), x.dtype, min(ids.size, experts), x.data.device_id)
     for kernel in kernels:
-        if kernel.takes(x, qs.planes):
+        if kernel.takes(x, qs):
             break
     else:
         return False
     ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
     if weights is not None:
         weights = _xp.contiguous(weights if weights.dtype == np.float32 else weights.astype(np.float32))
-    kernel.grouped(x, qs.planes, ids, experts, weights, out)
+    kernel.grouped(x, qs, ids, experts, weights, out)
     return True
 
 
@@ -358,9 +357,9 @@ def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         _multiply_on_host(x.reshape(m, k), q, bias, out.reshape(m, n))
         return
     plan = _plan(q.format, q.shape, x.dtype, m, x.data.device_id)
-    kernel = plan.kernel_for(x, q.planes)
+    kernel = plan.kernel_for(x, q)
     if kernel is not None:
-        kernel(x, q.planes, bias, out)
+        kernel(x, q, bias, out)
     else:
         _multiply_decoded(x.reshape(m, k), q, bias, out.reshape(m, n))
 
@@ -526,10 +525,10 @@ class Plan:
     kernels: tuple[One | Tile | Few, ...]
     reason: str
 
-    def kernel_for(self, x: Any, planes: Mapping[str, Any]) -> One | Tile | Few | None:
+    def kernel_for(self, x: Any, q: QuantizedArray) -> One | Tile | Few | None:
         """The kernel that takes these arrays, which may start anywhere."""
         for kernel in self.kernels:
-            if kernel.takes(x, planes):
+            if kernel.takes(x, q):
                 return kernel
         return None
 

@@ -41,9 +41,9 @@ def check_tile(cupy, format, dtype, cut, number):
     x = numbers((max(2, cut.tokens - number), shape[1]), dtype, cupy)
     bias = numbers(shape[:1], np.dtype("float32") if number % 2 else dtype, cupy)
     tile = TILES.Tile(format, shape, dtype, 0, cut)
-    assert tile.takes(x, q.planes)
+    assert tile.takes(x, q)
     out = cupy.full((len(x), shape[0]), np.nan, dtype)
-    tile(x, q.planes, bias, out)
+    tile(x, q, bias, out)
     check(out, x, q, bias)
 
 
@@ -207,7 +207,7 @@ def test_weights_that_keep_the_memory_busy(cupy, format):
         tile, out = TILES.Tile(format, (n, k), HALF[0], 0, TILES.cut_tile(n, k, 8, 132)), cupy.empty((8, n), np.float16)
 
         def by_tiles():
-            tile(x[:8], q.planes, None, out)
+            tile(x[:8], q, None, out)
             return out.copy()
 
         assert_repeats(by_tiles, wanted[:8])
