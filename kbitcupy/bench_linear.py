@@ -24,7 +24,7 @@ import numpy as np
 from . import bench_products
 from .array import QuantizedArray
 from .bench import Call, Case
-from .bench_products import SHAPES, release, started
+from .bench_products import SHAPES, random_words, release, started
 from .formats.base import Format, get_format
 from .linear import linear, linear_grouped, multiply_decoded
 
@@ -37,9 +37,6 @@ QUICK_TOKENS = (1, 8, 16, 64)
 #: Experts, N, K and experts a token of the mixture, and its numbers of tokens.
 EXPERTS = (128, 768, 2048, 8)
 EXPERT_TOKENS = (8, 64)
-
-# Random words drawn; larger weights repeat them.
-_POOL = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,6 @@ def run(
     kbitcupy.errors.DeviceError: products with compressed weights are timed on a GPU only; device is 'cpu'
     """
     with started(Report, "products with compressed weights", device, quick, peers) as (report, gpu, torch):
-        gpu.most, gpu.budget = min(gpu.most, 25), min(gpu.budget, 0.05)  # there are hundreds of them
         for number, shape in enumerate(shapes or (SHAPES[:1] if quick else SHAPES)):
             counts = tuple(tokens or (QUICK_TOKENS if quick else TOKENS))
             others = _others(gpu, torch, shape, counts, report)
@@ -231,7 +227,7 @@ def measure_experts(gpu: Any, torch: Any, format: Format, tokens: int) -> Produc
     peers = {}
     if torch is not None:
         one_after_the_other = functools.partial(_cublas_experts, torch, ids, touched)
-        codes = xp.asarray(_words(experts * rows * depth // 8).view(np.uint8))
+        codes = xp.asarray(random_words(experts * rows * depth // 8).view(np.uint8))
         peers[PEERS[1]] = gpu.time(
             Case(PEERS[1], one_after_the_other), PEERS[1], lambda number: xp.roll(codes, number)
         ).us
@@ -279,23 +275,13 @@ def random_weight(format: Format, shape: tuple[int, int], xp: Any) -> QuantizedA
     for name, plane in format.planes(shape).items():
         size, dtype = math.prod(plane.shape), np.dtype(plane.dtype)
         if name == "packed":
-            array = _words(-(-size * dtype.itemsize // 4)).view(dtype)[:size]
+            array = random_words(-(-size * dtype.itemsize // 4)).view(dtype)[:size]
         elif dtype == np.uint8:  # E4M4 codes of 2^-4 to 1, or codes of the dynamic map
             array = rng.integers(112, 176, size, np.uint8)
         else:
             array = np.ones(size, dtype) if size == 1 else rng.random(size, np.float32).astype(dtype)
         planes[name] = xp.asarray(array.reshape(plane.shape))
     return QuantizedArray(format, planes, shape, np.float16)
-
-
-@functools.lru_cache(maxsize=1)
-def _pool() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 1 << 32, _POOL, np.uint32)
-
-
-def _words(count: int) -> np.ndarray:
-    """Random words."""
-    return np.resize(_pool(), count)
 
 
 # ---- other libraries -------------------------------------------------------------------------------------------------
@@ -309,7 +295,7 @@ def _others(
     if torch is None:
         return found
     makers: tuple[Callable[..., tuple[Call, int]], ...] = (_cublas, _bitsandbytes, _tinygemm)
-    codes = gpu.cupy.asarray(_words(shape[0] * shape[1] // 8).view(np.uint8))
+    codes = gpu.cupy.asarray(random_words(shape[0] * shape[1] // 8).view(np.uint8))
 
     def moved(number: int) -> Any:
         return codes if number == 0 else gpu.cupy.roll(codes, number)

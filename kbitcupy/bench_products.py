@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from . import _xp
 from ._version import __version__
@@ -16,6 +19,9 @@ from .errors import DeviceError
 
 #: [N, K] of the weights: layers of models with 8 and 70 billion parameters.
 SHAPES = ((28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096))
+
+# Random words drawn; larger weights repeat them.
+_POOL = 1 << 22
 
 
 @dataclass
@@ -91,6 +97,8 @@ def started(
     ordinal = int(device.partition(":")[2])
     with cupy.cuda.Device(ordinal), cupy.cuda.Stream() as stream:
         gpu = _Gpu(cupy, ordinal, stream, quick)
+        gpu.most, gpu.budget = min(gpu.most, 25), min(gpu.budget, 0.05)  # there are hundreds of products
+        gpu.captured = 64  # the start of a graph is as long as a call
         environment = _environment(gpu=gpu.name)
         environment["versions"]["CuPy"] = cupy.__version__
         made = report(device, environment, gpu.bandwidth * 1e-9)
@@ -98,6 +106,16 @@ def started(
         with _torch_stream(torch, stream, ordinal):
             yield made, gpu, torch
     cupy.get_default_memory_pool().free_all_blocks()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 1 << 32, _POOL, np.uint32)
+
+
+def random_words(count: int) -> np.ndarray:
+    """Random words of 32 bits."""
+    return np.resize(_pool(), count)
 
 
 def release(gpu: Any, torch: Any) -> None:

@@ -21,15 +21,13 @@ from . import bench_products
 from .affine import linear_w8a8
 from .array import QuantizedArray
 from .bench import Call, Case, Row
-from .bench_products import SHAPES, release, started
+from .bench_products import SHAPES, random_words, release, started
 from .formats.base import get_format
 
 #: Numbers of tokens.
 TOKENS = (1, 4, 16, 64, 256, 512, 2048, 4096)
 QUICK_SHAPES, QUICK_TOKENS = SHAPES[:1], (1, 16, 512, 2048)
 
-# Random codes drawn; larger weights repeat them.
-_POOL = 1 << 22
 # torch refuses fewer rows.
 _INT_MM_TOKENS = 17
 
@@ -134,7 +132,6 @@ def run(
     kbitcupy.errors.DeviceError: W8A8 products are timed on a GPU only; device is 'cpu'
     """
     with started(Report, "W8A8 products", device, quick) as (report, gpu, torch):
-        gpu.most, gpu.budget = min(gpu.most, 25), min(gpu.budget, 0.05)  # there are a hundred of them
         for shape in shapes or (QUICK_SHAPES if quick else SHAPES):
             report.products += measure(gpu, torch, shape, tokens or (QUICK_TOKENS if quick else TOKENS))
             release(gpu, torch)
@@ -161,7 +158,7 @@ def measure(gpu: Any, torch: Any, shape: tuple[int, int], counts: Sequence[int])
     """
     xp = gpu.cupy
     rng = np.random.default_rng(0)
-    codes = xp.asarray(np.resize(rng.integers(-127, 128, _POOL, dtype=np.int8), math.prod(shape)))
+    codes = xp.asarray(np.maximum(random_words(math.prod(shape) // 4).view(np.int8), np.int8(-127)))
 
     def product(tokens: int) -> Product:
         activations = rng.standard_normal((tokens, shape[1]), np.float32)

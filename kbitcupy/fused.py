@@ -225,7 +225,7 @@ _CLUSTER = 2
 # Bytes that the L2 cache fetches together: rows of a box are shorter than 256, and what stands beside them another warp
 # fetches a little later.
 _PROMOTION = 128
-# ``Flow`` and the size of ``struct Cut`` of kernels/linear.cu.
+# ``Flow``, the size of ``struct Cut`` and the gap between the halves of x, of kernels/linear.cu.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = range(3)
 _CUT_BYTES = 40
 _X_GAP = 256

@@ -217,7 +217,7 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
             out = xp.empty(shape, q.dtype if dtype is None else _xp.float_dtype(dtype))
         else:
             check_out(out, shape, first, dtype)
-        ids = xp.ascontiguousarray(ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64))
+        ids = _xp.contiguous(ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64))
         known = out.dtype in _xp.dtype_set(q.format.dtypes) and out.size and q.size
         if not (known and q.format.decode_rows(q.planes, q.shape, ids, out)):
             rows = q[ids]

@@ -121,16 +121,10 @@ struct FakeQuantize : Operation<T, true> {
             for (int j = 0; j < SIZE; ++j) v[j] = once(data.get(j), scales.s(j), scales.z(j));
         } else {
             const Rounding rounding(0, g.qmin, g.qmax);
-            Finite<T> finite;
-#pragma unroll
-            for (int j = 0; j < SIZE; ++j) {
-                if (j % Data::PER_WORD == 0) finite.add(data.word[j / Data::PER_WORD]);
-                const float steps = short_division(data.get(j), scales.s(j), scales.r(j));
-                finite.add_quotient(steps);
+            usable &= data.divide(scales, [&](int j, float steps) {
                 const float level = __fsub_rn(rounding.clamped(rounding(steps, scales.z(j))), ROUNDER);
                 v[j] = multiply_ieee(scales.s(j), __fsub_rn(level, scales.z(j)));
-            }
-            usable &= finite.all();
+            });
         }
         if (!usable) return false;
         Data unit;
@@ -194,15 +188,9 @@ struct Backward : Operation<T, true> {
                 for (int j = 0; j < SIZE; ++j) data.dy.drop(j, !within(data.x.get(j), scales.s(j), scales.z(j)));
             } else {
                 const Rounding rounding(0, g.qmin + g.margin, g.qmax - g.margin);
-                Finite<T> finite;
-#pragma unroll
-                for (int j = 0; j < SIZE; ++j) {
-                    if (j % data.x.PER_WORD == 0) finite.add(data.x.word[j / data.x.PER_WORD]);
-                    const float steps = short_division(data.x.get(j), scales.s(j), scales.r(j));
-                    finite.add_quotient(steps);
+                usable &= data.x.divide(scales, [&](int j, float steps) {
                     data.dy.drop(j, !rounding.within(rounding(steps, scales.z(j))));
-                }
-                usable &= finite.all();
+                });
             }
         }
         if constexpr (DIVIDE) usable &= divide(data.dy, scales);
@@ -220,13 +208,7 @@ struct Backward : Operation<T, true> {
 #pragma unroll
             for (int j = 0; j < SIZE; ++j) v[j] = over(unit.get(j), ::usable(scales.s(j)));
         } else if constexpr (SameType<T, __half>::VALUE) {  // all but infinities are in the range of the short division
-            Finite<T> finite;
-#pragma unroll
-            for (int j = 0; j < SIZE; ++j) {
-                if (j % unit.PER_WORD == 0) finite.add(unit.word[j / unit.PER_WORD]);
-                v[j] = short_division(unit.get(j), scales.s(j), scales.r(j));
-            }
-            usable = finite.all();
+            usable = unit.divide(scales, [&](int j, float quotient) { v[j] = quotient; });
         } else {
             bool near_one = true;  // magnitudes from 2^-60 to 2^60, whose quotient is in that range, or 0
 #pragma unroll

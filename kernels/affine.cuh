@@ -332,6 +332,42 @@ __device__ __forceinline__ float short_division(float x, float s, float r) {
 
 // ---- units -----------------------------------------------------------------------------------------------------
 
+// Whether all quotients of a unit are finite: one instruction for each, or for two elements where a quotient of a
+// finite number cannot overflow.
+template <typename T>
+struct Finite {
+    float sum = 0.0f;  // NaN if not
+    __device__ __forceinline__ void add(unsigned) {}
+    __device__ __forceinline__ void add_quotient(float q) { sum = __fmaf_rn(q, 0.0f, sum); }
+    __device__ __forceinline__ bool all() const { return sum == 0.0f; }
+};
+template <>
+struct Finite<__half> {
+    __half2 sum = Word<__half>::as(0u);
+    __device__ __forceinline__ void add(unsigned word) {
+        sum = __hfma2(Word<__half>::as(word), Word<__half>::as(0u), sum);
+    }
+    __device__ __forceinline__ void add_quotient(float) {}
+    __device__ __forceinline__ bool all() const {
+        return (*reinterpret_cast<const unsigned*>(&sum) & 0x7fff7fffu) == 0;
+    }
+};
+#if __CUDA_ARCH__ >= 800
+// The sum of squares stays finite unless an element is beyond 2^63. Divided by an ordinary scale, no other overflows.
+template <>
+struct Finite<__nv_bfloat16> {
+    __nv_bfloat162 sum = Word<__nv_bfloat16>::as(0u);
+    __device__ __forceinline__ void add(unsigned word) {
+        sum = __hfma2(Word<__nv_bfloat16>::as(word), Word<__nv_bfloat16>::as(word), sum);
+    }
+    __device__ __forceinline__ void add_quotient(float) {}
+    __device__ __forceinline__ bool all() const {
+        const unsigned bits = *reinterpret_cast<const unsigned*>(&sum);
+        return (bits & 0x7f800000u) != 0x7f800000u && (bits & 0x7f80u) != 0x7f80u;
+    }
+};
+#endif
+
 // SIZE elements in registers.
 template <typename T, int SIZE = UNIT>
 struct Unit {
@@ -379,6 +415,20 @@ struct Unit {
             }
         }
     }
+    // Have `use` take each element's number and its quotient, rounded by the short division; whether that holds for
+    // all.
+    template <typename Scales, typename Use>
+    __device__ __forceinline__ bool divide(const Scales& scales, const Use& use) const {
+        Finite<T> finite;
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) {
+            if (j % PER_WORD == 0) finite.add(word[j / PER_WORD]);
+            const float quotient = short_division(get(j), scales.s(j), scales.r(j));
+            finite.add_quotient(quotient);
+            use(j, quotient);
+        }
+        return finite.all();
+    }
     __device__ __forceinline__ C get(int j) const {
         if constexpr (sizeof(T) == 8) return __hiloint2double(word[2 * j + 1], word[2 * j]);
         else return Word<T>::get(word[j / PER_WORD], j % PER_WORD);
@@ -402,42 +452,6 @@ struct Unit {
         else if (so) set(j, 0.0);
     }
 };
-
-// Whether all quotients of a unit are finite: one instruction for each, or for two elements where a quotient of a
-// finite number cannot overflow.
-template <typename T>
-struct Finite {
-    float sum = 0.0f;  // NaN if not
-    __device__ __forceinline__ void add(unsigned) {}
-    __device__ __forceinline__ void add_quotient(float q) { sum = __fmaf_rn(q, 0.0f, sum); }
-    __device__ __forceinline__ bool all() const { return sum == 0.0f; }
-};
-template <>
-struct Finite<__half> {
-    __half2 sum = Word<__half>::as(0u);
-    __device__ __forceinline__ void add(unsigned word) {
-        sum = __hfma2(Word<__half>::as(word), Word<__half>::as(0u), sum);
-    }
-    __device__ __forceinline__ void add_quotient(float) {}
-    __device__ __forceinline__ bool all() const {
-        return (*reinterpret_cast<const unsigned*>(&sum) & 0x7fff7fffu) == 0;
-    }
-};
-#if __CUDA_ARCH__ >= 800
-// The sum of squares stays finite unless an element is beyond 2^63. Divided by an ordinary scale, no other overflows.
-template <>
-struct Finite<__nv_bfloat16> {
-    __nv_bfloat162 sum = Word<__nv_bfloat16>::as(0u);
-    __device__ __forceinline__ void add(unsigned word) {
-        sum = __hfma2(Word<__nv_bfloat16>::as(word), Word<__nv_bfloat16>::as(word), sum);
-    }
-    __device__ __forceinline__ void add_quotient(float) {}
-    __device__ __forceinline__ bool all() const {
-        const unsigned bits = *reinterpret_cast<const unsigned*>(&sum);
-        return (bits & 0x7f800000u) != 0x7f800000u && (bits & 0x7f80u) != 0x7f80u;
-    }
-};
-#endif
 
 // One number as it is stored.
 template <typename T>
@@ -751,16 +765,10 @@ struct Quantize : Operation<T, true> {
     __device__ __forceinline__ bool levels(
         const Data& data, const Scales<C, N>& scales, int added, int offset, unsigned (&q)[SIZE]) const {
         const Rounding rounding(added, g.qmin + offset, g.qmax + offset);
-        Finite<T> finite;
-#pragma unroll
-        for (int j = 0; j < SIZE; ++j) {
-            if (j % Data::PER_WORD == 0) finite.add(data.word[j / Data::PER_WORD]);
-            const float steps = short_division(data.get(j), scales.s(j), scales.r(j));
-            finite.add_quotient(steps);
+        return data.divide(scales, [&](int j, float steps) {
             const float sum = ALL ? __fadd_rn(steps, rounding.rounder) : rounding(steps, scales.z(j));
             q[j] = __float_as_uint(rounding.clamped(sum));
-        }
-        return finite.all();
+        });
     }
 
     __device__ __forceinline__ int level(C v, C s, C z) const {

@@ -458,8 +458,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const float power = fill_table<Decoder, false>(own_block | TABLE_AT, values, codebook);
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
-    // x in shared memory: for each half of the items of 64 elements, for each item 8 tokens, in the swizzle of the copy
-    // engine. The gap between the halves lets the lanes which read together meet in no bank.
+    // x in shared memory, from a multiple of 1024 bytes on: for each half of the items, 64 elements, for each item 8
+    // tokens, in the 128-byte swizzle of the copy engine. The gap between the halves lets the lanes which read together
+    // meet in no bank. Where it is not that engine which copies, one or two tokens are few lines anyway.
     const bool staged = ONCE && EIGHTS == 1 && cut.staged && (X_BULK || m > 2);
     const int second_half = step * (X_BYTES / 2) + X_GAP;
     auto place_of = [&](int element, int token) {

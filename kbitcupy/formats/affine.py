@@ -901,7 +901,7 @@ def converted(values: Any, dtype: np.dtype) -> Any:
     """Scales or zero points on a device as a contiguous array of another dtype, subnormal numbers kept."""
     if {values.dtype, dtype} != {_SINGLE, _DOUBLE}:
         return values.astype(dtype, order="C")
-    values = _xp.namespace(values).ascontiguousarray(values)
+    values = _xp.contiguous(values)
     result = _xp.namespace(values).empty(values.shape, dtype)
     if values.size:
         kernel = _kernel("convert_scales_affine", (_TYPES[values.dtype.name], _TYPES[dtype.name]))
