@@ -334,6 +334,13 @@ def test_default_formats_fit_small_devices():
         assert FUSED.few_room(FUSED.decoder_of(kb.get_format(name)), 1, 99 << 10, False)[1]
 
 
+@given(st.integers(1, 16), st.integers(0, (1 << 24) - 1), st.integers(0, 15))
+def test_a_reciprocal_divides_exactly(divisor, quotient, rest):
+    """Warps by those of a team, and tiles by teams."""
+    number = quotient * divisor + rest % divisor
+    assert (number if divisor == 1 else number * FUSED._reciprocal(divisor) >> 32) == quotient
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "fp4"])
 def test_the_gentle_factor_is_gentle(name, dtype):
