@@ -528,8 +528,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         const unsigned from = shared_address(x_stage) + mate * cut.items * (X_BYTES / 2);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (i >= cut.items) break;
-            Decoder::take_x(my_x[i][0], [&](int at) { return from + i * (X_BYTES / 2) + place_of(at, g); }, t);
+            const int item = min(i, cut.items - 1);  // there may be less of them, and nothing behind
+            Decoder::take_x(my_x[i][0], [&](int at) { return from + item * (X_BYTES / 2) + place_of(at, g); }, t);
         }
     }
     if (chunks == 1) arrange_x();
@@ -564,8 +564,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 for (int i = 0; i < GROUPS; ++i) {
                     if (i * GROUP >= cut.items) break;
                     if (BULK && EVEN) barrier_wait(barriers + i * 8, scales_at != 0);
-                    if (HELD_BACK && pass == 0 && i + 1 < GROUPS && (i + 1) * GROUP < cut.items)
-                        fetch_group(i + 1, my_item, my_first * ITEM_ROWS, 0);
+                    if constexpr (HELD_BACK && GROUPS == 2)
+                        if (pass == 0 && i == 0 && GROUP < cut.items) fetch_group(1, my_item, my_first * ITEM_ROWS, 0);
                     if (!(BULK && EVEN) && cut.items > GROUP) copies_arrived<GROUPS - 1>();
                     else if (!(BULK && EVEN) || i == 0) copies_arrived<0>();
                     __syncwarp();
