@@ -224,7 +224,7 @@ def _few_arguments(
 _CLUSTER = 2
 # Bytes that the L2 cache fetches together: rows of a box are shorter than 256, and what stands beside them another warp
 # fetches a little later.
-_PROMOTION = 128
+PROMOTION = 128
 # ``Flow``, the size of ``struct Cut`` and the gap between the halves of x, of kernels/linear.cu.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = range(3)
 _CUT_BYTES = 40
@@ -675,13 +675,13 @@ def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, 
     rows = packed.nbytes // pitch
     swizzled = box * decoder.item_bytes == 128 or (box == 1 and decoder.swizzled)
     return _tma.byte_matrix(
-        packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, box * decoder.item_bytes, swizzled, _PROMOTION
+        packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, box * decoder.item_bytes, swizzled, PROMOTION
     )
 
 
 def _map_of_x(k: int, x: Any) -> bytes:
     """The tensor map of x: boxes of 8 tokens and 64 elements."""
-    return _tma.byte_matrix(x.data.ptr, x.size // k, 2 * k, 2 * k, TOKENS, _tma.BOX_BYTES, True, _PROMOTION)
+    return _tma.byte_matrix(x.data.ptr, x.size // k, 2 * k, 2 * k, TOKENS, _tma.BOX_BYTES, True, PROMOTION)
 
 
 def _no_map(_: Any) -> bytes:

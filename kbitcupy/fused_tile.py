@@ -23,6 +23,7 @@ from .fused import (
     HALF_CXX,
     ITEM_K,
     NO_EXPERTS,
+    PROMOTION,
     SIZES,
     TABLE_AT,
     TOKENS,
@@ -102,11 +103,11 @@ def cut_tile(n: int, k: int, m: int, processors: int) -> TileCut:
 
     def microseconds(cut: TileCut) -> float:
         # Measured on an H200: what 64 rows and what the tokens of a stage cost; a thread block, and a cluster, beside.
-        x = 6.6e-5 * cut.tokens**2 if cut.tokens <= 64 else 0.7
-        stage = cut.groups * (0.19 + 0.0003 * cut.tokens) + x
-        cluster = 0.5 + 0.015 * cut.tokens if cut.splits > 1 else 0.0
+        x = 5.5e-5 * cut.tokens**2 if cut.tokens <= 64 else 0.7
+        stage = cut.groups * (0.19 + 0.00045 * cut.tokens) + x
+        cluster = 1.0 if cut.splits > 1 else 0.0
         waves = -(-(-(-n // (64 * cut.groups)) * cut.splits * -(-m // cut.tokens)) // processors)
-        return waves * (-(-items // cut.splits) * stage + 2.2) + cluster
+        return waves * (-(-items // cut.splits) * stage + 3.0) + cluster
 
     return min((cut for cut in tile_cuts() if cut.tokens >= min(m, 32)), key=microseconds)
 
@@ -116,11 +117,15 @@ GROUPED_CUT = TileCut(TOKENS, 4, 1, 1)
 
 @functools.cache
 def tile_cuts() -> tuple[TileCut, ...]:
-    """All that `cut_tile` chooses from. Four warpgroups leave the registers for the sums of 64 tokens, two for 128."""
+    """All that `cut_tile` chooses from.
+
+    Four warpgroups leave the registers for the sums of 64 tokens, two for 128; to add up those of 64 tokens from four
+    parts of k takes longer than to have fewer parts.
+    """
     cuts = []
     for tokens in TILE_TOKENS:
         cuts += [TileCut(tokens, 4, 1, 1)] if tokens <= 64 else []
-        groups = ((2, 2), (1, 4)) if tokens <= 64 else ((2, 1),)
+        groups = ((2, 2), (1, 4 if tokens <= 32 else 2)) if tokens <= 64 else ((2, 1),)
         cuts += [TileCut(tokens, *shape, splits) for shape in groups for splits in (1, 2)]
     return tuple(cuts)
 
@@ -183,7 +188,8 @@ class Tile(Fused):
 
     def _map(self, planes: Mapping[str, Any]) -> bytes:
         packed, pitch = planes["packed"], self._row_bytes
-        return _tma.byte_matrix(packed.data.ptr, packed.nbytes // pitch, pitch, pitch, 64, self._box_bytes)
+        rows = packed.nbytes // pitch
+        return _tma.byte_matrix(packed.data.ptr, rows, pitch, pitch, 64, self._box_bytes, True, PROMOTION)
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
@@ -203,7 +209,16 @@ class Tile(Fused):
     ) -> None:
         grouped = experts is not NO_EXPERTS
         weight, pitch = self.weight(q), 2 * self._k
-        map_of_x = _tma.byte_matrix(x.data.ptr, x.size // self._k, pitch, pitch, 1 if grouped else self._cut.tokens)
+        map_of_x = _tma.byte_matrix(
+            x.data.ptr,
+            x.size // self._k,
+            pitch,
+            pitch,
+            1 if grouped else self._cut.tokens,
+            _tma.BOX_BYTES,
+            True,
+            PROMOTION,
+        )
         bias, address, kind = bias_argument(bias, x.dtype)
         # The grouped kernel counts groups, not tokens.
         arguments = self.arguments(weight, address, kind, out, partial, experts, blocks if grouped else tokens)
