@@ -18,7 +18,7 @@ DTYPES = ["float16", "bfloat16", "float32"]
 SHAPES = [(96, 64), (5, 33), (0, 4), ()]
 
 # Long enough that what is queued behind it on a stream has not happened when another stream gets there.
-CYCLES = 100_000_000
+CYCLES = 1_000_000_000
 
 
 @pytest.fixture(scope="session")
