@@ -4,6 +4,7 @@ import contextlib
 import gc
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -18,7 +19,7 @@ DTYPES = ["float16", "bfloat16", "float32"]
 SHAPES = [(96, 64), (5, 33), (0, 4), ()]
 
 # Long enough that what is queued behind it on a stream has not happened when another stream gets there.
-CYCLES = 1_000_000_000
+CYCLES = 300_000_000
 
 
 @pytest.fixture(scope="session")
@@ -220,6 +221,18 @@ def late_values(gpu, size=1 << 16):
     return tensor, plain(values), side
 
 
+def shown(scene):
+    """Have `scene` happen; again, if what was queued was over before it could show anything, when it returns False.
+
+    The driver keeps a process waiting while another one allocates many gigabytes. A host that always waits is a fault.
+    """
+    for _ in range(6):
+        if scene():
+            return
+        time.sleep(0.5)
+    pytest.fail("the host waited, or the delay is too short to show anything")
+
+
 def same_planes(q, x):
     wanted = kb.quantize(x, "kbit4").planes
     return all(np.array_equal(q.get().planes[name], wanted[name]) for name in wanted)
@@ -230,27 +243,39 @@ def same_planes(q, x):
 def test_quantize_waits_for_torch(gpu, cupy, ours, ordered):
     kb.quantize(cupy.ones(1 << 16, np.float32), "kbit4")  # compiled by now
     stream = cupy.cuda.Stream.null if ours == "default" else cupy.cuda.Stream(non_blocking=True)
-    tensor, values, side = late_values(gpu)
-    with gpu.cuda.stream(side), stream:
-        q = kb.quantize(tensor if ordered else Unordered(tensor), "kbit4")
-        assert not side.query(), "the host waited, or the delay is too short to show anything"
-        stream.synchronize()
-    assert same_planes(q, values) == ordered
-    gpu.cuda.synchronize()
+
+    def scene():
+        tensor, values, side = late_values(gpu)
+        with gpu.cuda.stream(side), stream:
+            q = kb.quantize(tensor if ordered else Unordered(tensor), "kbit4")
+            early = not side.query()
+            stream.synchronize()
+        same = same_planes(q, values)
+        gpu.cuda.synchronize()
+        assert not early or same == ordered
+        return early
+
+    shown(scene)
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "without the wait"])
 def test_quantize_waits_for_the_stream_of_the_interface(gpu, cupy, ordered):
     kb.quantize(cupy.ones(1 << 16, np.float32), "kbit4")
-    tensor, values, side = late_values(gpu)
-    with gpu.cuda.stream(gpu.cuda.default_stream()):
-        memory = cupy.from_dlpack(Unordered(tensor))
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        q = kb.quantize(ByInterface(memory, side.cuda_stream if ordered else None), "kbit4")
-        assert not side.query(), "the host waited, or the delay is too short to show anything"
-        stream.synchronize()
-    assert same_planes(q, values) == ordered
-    gpu.cuda.synchronize()
+
+    def scene():
+        tensor, values, side = late_values(gpu)
+        with gpu.cuda.stream(gpu.cuda.default_stream()):
+            memory = cupy.from_dlpack(Unordered(tensor))
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            q = kb.quantize(ByInterface(memory, side.cuda_stream if ordered else None), "kbit4")
+            early = not side.query()
+            stream.synchronize()
+        same = same_planes(q, values)
+        gpu.cuda.synchronize()
+        assert not early or same == ordered
+        return early
+
+    shown(scene)
 
 
 @pytest.fixture(params=[True, False], ids=["ordered", "without the wait"])
@@ -272,22 +297,27 @@ def test_torch_waits_for_to_torch(gpu, cupy, ordered):
     wanted = plain(kb.to_torch(q))
     ours, side = cupy.cuda.Stream(non_blocking=True), gpu.cuda.Stream()
     seen = gpu.empty(1 << 16, device="cuda")
-    # torch's allocator hands out this memory again, which is zero until the decoder has written it.
-    with gpu.cuda.stream(side):
-        zeros = gpu.zeros(1 << 16, device="cuda")
-        pointer = zeros.data_ptr()
-        del zeros
-    gpu.cuda.synchronize()
-    busy(gpu, ours)
-    with gpu.cuda.stream(side), ours:
-        tensor = kb.to_torch(q)
-        assert tensor.data_ptr() == pointer
-        seen.copy_(tensor)
-        assert not ours.done, "the host waited, or the delay is too short to show anything"
-        side.synchronize()
-    gpu.cuda.synchronize()
-    assert np.array_equal(plain(seen), wanted) == ordered
-    assert np.array_equal(plain(tensor), wanted)
+
+    def scene():
+        # torch's allocator hands out this memory again, which is zero until the decoder has written it.
+        with gpu.cuda.stream(side):
+            zeros = gpu.zeros(1 << 16, device="cuda")
+            pointer = zeros.data_ptr()
+            del zeros
+        gpu.cuda.synchronize()
+        busy(gpu, ours)
+        with gpu.cuda.stream(side), ours:
+            tensor = kb.to_torch(q)
+            assert tensor.data_ptr() == pointer
+            seen.copy_(tensor)
+            early = not ours.done
+            side.synchronize()
+        gpu.cuda.synchronize()
+        assert not early or np.array_equal(plain(seen), wanted) == ordered
+        assert np.array_equal(plain(tensor), wanted)
+        return early
+
+    shown(scene)
 
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["overwritten", "deleted"])
@@ -297,23 +327,28 @@ def test_torch_waits_until_a_tensor_has_been_read(gpu, cupy, ordered, protocol, 
     kb.quantize(cupy.ones(1 << 16, np.float32), "kbit4")
     values = random(gpu, 1 << 16, "float32")
     side, ours = gpu.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
-    with gpu.cuda.stream(side):
-        tensor = values.cuda()
-    gpu.cuda.synchronize()
-    busy(gpu, ours)
-    with gpu.cuda.stream(side), ours:
-        x = tensor if protocol == "DLPack" else ByInterface(cupy.from_dlpack(tensor), side.cuda_stream)
-        q = kb.quantize(x, "kbit4")
-        if deleted:
-            pointer = tensor.data_ptr()
-            del tensor, x
-            assert gpu.zeros(1 << 16, device="cuda").data_ptr() == pointer, "torch uses the memory again"
-        else:
-            tensor.zero_()
-        assert not ours.done, "the host waited, or the delay is too short to show anything"
-        ours.synchronize()
-    gpu.cuda.synchronize()
-    assert same_planes(q, plain(values)) == ordered
+
+    def scene():
+        with gpu.cuda.stream(side):
+            tensor = values.cuda()
+        gpu.cuda.synchronize()
+        busy(gpu, ours)
+        with gpu.cuda.stream(side), ours:
+            x = tensor if protocol == "DLPack" else ByInterface(cupy.from_dlpack(tensor), side.cuda_stream)
+            q = kb.quantize(x, "kbit4")
+            if deleted:
+                pointer = tensor.data_ptr()
+                del tensor, x
+                assert gpu.zeros(1 << 16, device="cuda").data_ptr() == pointer, "torch uses the memory again"
+            else:
+                tensor.zero_()
+            early = not ours.done
+            ours.synchronize()
+        gpu.cuda.synchronize()
+        assert not early or same_planes(q, plain(values)) == ordered
+        return early
+
+    shown(scene)
 
 
 # ---- other libraries -----------------------------------------------------------------------------------------------
