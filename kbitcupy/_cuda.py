@@ -131,6 +131,17 @@ def by_value(struct: Any) -> Any:
     return CPointer(struct.ctypes.data)
 
 
+def bind_thread() -> None:
+    """Make the context of the current device that of this thread.
+
+    Functions of the driver take the context that the thread has, and a thread that has not used the runtime yet has
+    none. CuPy binds it before its own launches; whoever calls the driver has to do it, once a thread.
+    """
+    from cupy.cuda import runtime
+
+    runtime.setDevice(runtime.getDevice())
+
+
 @functools.cache
 def driver_function(name: str) -> Any:
     """A function of the driver that CuPy does not wrap; None where the driver is too old to have it."""
@@ -177,13 +188,15 @@ def starts_early(device: int) -> bool:
 class _Launch(threading.local):
     """Called as CuPy's own launcher, with arguments that are ints and `bytes`; it takes less time.
 
-    Each thread has buffers of its own, as ctypes lets other threads run during the call.
+    Each thread has buffers of its own, as ctypes lets other threads run during the call; making them, it is bound to
+    its device.
     """
 
     def __init__(self, handle: int, shared: int, sizes: tuple[int, ...], early: bool):
         from cupy.cuda import get_current_stream
         from cupy_backends.cuda.api import driver
 
+        bind_thread()
         self._stream, self._check = get_current_stream, driver.check_status
         self._launch = driver_function("cuLaunchKernelEx")
         self._launch.argtypes = (ctypes.c_void_p,) * 4
@@ -286,6 +299,7 @@ class Kernel:
     def _load(self, device: int) -> Ready:
         from cupy_backends.cuda.api import driver
 
+        bind_thread()
         with _compile_lock:
             function = _function(self.file, self.expression, device)
             if self.shared + function.shared_size_bytes > 48 << 10:  # more than that has to be asked for

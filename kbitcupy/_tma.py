@@ -68,6 +68,7 @@ def byte_matrix(
     """
     memory = np.zeros(128 + 64, np.uint8)
     memory = memory[-memory.ctypes.data % 64 :][:128]
+    _cuda.bind_thread()
     status = _cuda.driver_function("cuTensorMapEncodeTiled")(
         ctypes.c_void_p(memory.ctypes.data),
         _UINT8,

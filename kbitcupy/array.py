@@ -50,13 +50,15 @@ class QuantizedArray:
     (8, 32)
     """
 
-    __slots__ = ("_launches", "dtype", "format", "planes", "shape", "sqnr_db")
+    __slots__ = ("_borrowed", "_launches", "dtype", "format", "planes", "shape", "sqnr_db")
     __array_ufunc__ = None  # NumPy and CuPy operators defer to this class
 
     format: Format
     planes: Mapping[str, Any]
     shape: tuple[int, ...]
     dtype: np.dtype
+    #: Planes that elements of another array are decoded with, too, such as the tensor scale of a slice.
+    _borrowed: tuple[str, ...]
     #: What kernels say of the planes when they are launched, by kernel: the planes are the same for life.
     _launches: dict[Any, Any]
     #: SQNR in dB that `kbitcupy.metrics` measured last, against the original; None before.
@@ -67,13 +69,21 @@ class QuantizedArray:
         check_planes(format, planes, shape)
         self._set(format, planes, shape, _xp.float_dtype(dtype))
 
-    def _set(self, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype) -> None:
+    def _set(
+        self,
+        format: Format,
+        planes: Mapping[str, Any],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        borrowed: tuple[str, ...] = (),
+    ) -> None:
         put = object.__setattr__
         put(self, "format", format)
         put(self, "planes", MappingProxyType(dict(planes)))
         put(self, "shape", shape)
         put(self, "dtype", dtype)
         put(self, "sqnr_db", None)
+        put(self, "_borrowed", borrowed)
         put(self, "_launches", {})
 
     def _note_sqnr(self, value: float | None) -> None:
@@ -82,11 +92,16 @@ class QuantizedArray:
 
     @classmethod
     def _wrap(
-        cls, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype
+        cls,
+        format: Format,
+        planes: Mapping[str, Any],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        borrowed: tuple[str, ...] = (),
     ) -> QuantizedArray:
         """The constructor without its checks."""
         made = object.__new__(cls)
-        made._set(format, planes, shape, dtype)
+        made._set(format, planes, shape, dtype, borrowed)
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -176,7 +191,10 @@ class QuantizedArray:
         raise TypeError("a QuantizedArray is not iterable: call .dequantize() first, or index it")
 
     def __reduce__(self) -> Any:
-        return QuantizedArray._wrap, (self.format, dict(self.planes), self.shape, self.dtype)
+        return QuantizedArray, (self.format, dict(self.planes), self.shape, self.dtype)
+
+    def __copy__(self) -> QuantizedArray:
+        return self._wrap(self.format, self.planes, self.shape, self.dtype, self._borrowed)
 
     # ---- shorthands of free functions ----------------------------------------------------------------------------
 
@@ -231,9 +249,10 @@ class QuantizedArray:
             new = np.broadcast_to(np.uint8(0), self.size).reshape(wanted).shape if self.size else _empty(wanted)
         except (TypeError, ValueError) as error:
             raise ValueError(f"cannot reshape a QuantizedArray of shape {self.shape} to {wanted}: {error}") from None
+        self.format.check_shape(new)
         if not self.format.keeps_blocks(self.shape, new):
             raise FormatError(f"reshaping {self.shape} to {new} would cut blocks of {self.format}: dequantize first")
-        return self._wrap(self.format, self.planes, new, self.dtype)
+        return self._wrap(self.format, self.planes, new, self.dtype, self._borrowed)
 
     def __getitem__(self, key: Any) -> QuantizedArray:
         """Rows along axis 0, still quantized: an integer, a slice, or an array of integers or booleans.
@@ -266,7 +285,10 @@ class QuantizedArray:
         else:
             shape = (*key.shape, *self.shape[1:])
         format = self.format.selected(self.shape, math.prod(shape[: len(shape) - self.ndim + 1]))
-        return self._wrap(format, planes, shape, self.dtype)
+        borrowed = self._borrowed
+        if shape != self.shape or not isinstance(key, slice):
+            borrowed = tuple(name for name, plane in planes.items() if plane is self.planes[name])
+        return self._wrap(format, planes, shape, self.dtype, borrowed)
 
 
 class TransposedQuantizedArray:
@@ -347,7 +369,9 @@ def read_config(config: Mapping[str, Any]) -> tuple[Format, tuple[int, ...], np.
         )
     if not isinstance(dtype, str) or not all(isinstance(option, str) for option in options):
         raise FormatError(f"the configuration of a quantized array is malformed: {config!r}")
-    return get_format(name, **options), _checked_shape(shape), _xp.float_dtype(dtype)
+    format, lengths = get_format(name, **options), _checked_shape(shape)
+    format.check_shape(lengths)
+    return format, lengths, _xp.float_dtype(dtype)
 
 
 def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ...]) -> None:
@@ -360,6 +384,7 @@ def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ..
     """
     if not isinstance(format, Format):
         raise FormatError(f"format is {type(format).__name__}; it must be a Format, see kbitcupy.get_format")
+    format.check_shape(shape)
     wanted = format.planes(shape)
     if set(planes) != set(wanted):
         raise FormatError(f"{format} has the planes {', '.join(wanted)}; got {', '.join(planes) or 'none'}")

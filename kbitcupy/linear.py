@@ -30,7 +30,7 @@ from .formats.base import Format
 from .formats.kbit import KBit
 from .fused import MAX_EXPERTS, TOKENS, Few, One, fits
 from .fused_tile import GROUPED_CUT, TILE_TOKENS, Tile, cut_tile, tile_refusal
-from .ops import check_out, decode, dequantize
+from .ops import check_out, decode, dequantize, take
 
 # NumPy decodes about this many elements at a time, in whole multiples of so many rows: 256 rows are whole runs of
 # nested absmax values, whatever their length.
@@ -259,6 +259,8 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> bool
     if isinstance(x, np.ndarray) or not isinstance(qs, QuantizedArray):
         return False
     experts, rows, depth = qs.shape
+    if isinstance(qs.format, KBit) and qs.format.members not in (1, experts):  # kernels read one scale an expert
+        return False
     if not experts or experts > MAX_EXPERTS or max(ids.size, qs.size >> 5) >= 1 << 31:
         return False
     x = _xp.contiguous(x)
@@ -282,9 +284,12 @@ def _multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:
     _, rows, depth = qs.shape
     products = xp.zeros((*ids.shape, rows), working)
     x = xp.broadcast_to(x if x.ndim == 3 else x[:, None], (*ids.shape, depth)).astype(working, copy=False)
+    numbers = xp.arange(qs.shape[0])
     for expert in range(qs.shape[0]):
         chosen = ids == expert
-        weight = qs[expert].dequantize(dtype=working) if isinstance(qs, QuantizedArray) else qs[expert]
+        # Rows can be taken where they cannot be cut out: double quantization stores the absmax of some of them together.
+        this = numbers[expert : expert + 1]
+        weight = take(qs, this, dtype=working)[0] if isinstance(qs, QuantizedArray) else qs[expert]
         if isinstance(x, np.ndarray):
             products[chosen] = x[chosen] @ weight.T.astype(working, copy=False)
         else:  # which tokens these are is known on the device only
@@ -416,7 +421,7 @@ def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     weight = cupy.empty(q.shape, x.dtype)
     planes = dict(q.planes)
     scale = None
-    if isinstance(q.format, KBit) and x.dtype.itemsize == 2:
+    if isinstance(q.format, KBit) and q.format.members == 1 and x.dtype.itemsize == 2:
         scale = planes.pop("scale")  # decoded without it, weights of 1e-6 stay in the range of float16
     decode(q.format, planes, weight)
     target = out

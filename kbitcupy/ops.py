@@ -203,8 +203,10 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
     ids = _xp.as_array(ids, "ids")
+    if not ids.size and ids.dtype.kind == "f":  # an empty list
+        ids = ids.astype(np.int64)
     first = next(iter(q.planes.values()))
-    if isinstance(first, np.ndarray) or ids.dtype.kind not in "iu" or not q.format.rows_are_blocks(q.shape):
+    if ids.dtype.kind not in "iu" or not q.format.rows_are_blocks(q.shape):
         return dequantize(q[ids], dtype=dtype, out=out)
     shape = (*ids.shape, *q.shape[1:])
     with _xp.on_device_of(first):
@@ -213,15 +215,20 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
             if ids.size and not (-len(q) <= ids.min() and ids.max() < len(q)):
                 raise IndexError(f"an index is out of bounds for axis 0 with size {len(q)}")
             ids = xp.asarray(ids)
+        elif xp is np:
+            raise DeviceError(f"ids is on {_xp.device_of(ids)} and q on cpu; move one with cupy.asnumpy or .to_device()")
         if out is None:
             out = xp.empty(shape, q.dtype if dtype is None else _xp.float_dtype(dtype))
         else:
             check_out(out, shape, first, dtype)
-        ids = _xp.contiguous(ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64))
-        known = out.dtype in _xp.dtype_set(q.format.dtypes) and out.size and q.size
-        if not (known and q.format.decode_rows(q.planes, q.shape, ids, out)):
-            rows = q[ids]
-            decode(rows.format, rows.planes, out)
+        if out.size:
+            ids = _xp.contiguous(ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64))
+            written = out if out.dtype in _xp.dtype_set(q.format.dtypes) else xp.empty(shape, np.float32)
+            if not (q.size and q.format.decode_rows(q.planes, q.shape, ids, written)):
+                rows = q[ids]
+                decode(rows.format, rows.planes, written)
+            if written is not out:
+                out[...] = written
     return out
 
 
@@ -341,7 +348,7 @@ def _join(qs: Sequence[QuantizedArray], format: Format, shape: tuple[int, ...], 
             if spec.shape[0] == sum(len(member) for member in members):
                 planes[name] = xp.concatenate(members)
             elif all(member is members[0] or bool((member == members[0]).all()) for member in members[1:]):
-                planes[name] = members[0]
+                planes[name] = members[0].copy()
             else:
                 raise FormatError(
                     f"the arrays differ in their plane {name!r}, of which {format} has one for the whole array: "
@@ -396,6 +403,11 @@ def _check_quantized_out(out: Any, stored: Format, array: Any) -> None:
         raise FormatError(f"out is {out!r}; it must be {stored!r} of shape {array.shape}, as an earlier result is")
     if not _xp.same_device(next(iter(out.planes.values())), array):
         raise DeviceError(f"out is on {out.device} and x on {_xp.device_of(array)}; move one with .to_device()")
+    if out._borrowed:
+        raise FormatError(
+            f"out is a part of another array, whose other rows are decoded with the same {' and '.join(out._borrowed)}: "
+            "overwrite the whole array, or pass out.copy() and stack or concatenate the copies"
+        )
     if isinstance(array, np.ndarray):
         for name, plane in out.planes.items():
             if not plane.flags.writeable:
@@ -419,4 +431,5 @@ def source(array: Any, dtypes: tuple[str, ...]) -> Any:
 @functools.lru_cache(maxsize=512)
 def _allocation(format: Format, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...], np.dtype], ...]:
     """(name, shape, dtype) of every plane."""
+    format.check_shape(shape)
     return tuple((name, plane.shape, _xp.named_dtype(plane.dtype)) for name, plane in format.planes(shape).items())

@@ -98,6 +98,16 @@ class Format(ABC):
         """The format that describes what `encode` wrote: without arrays that now are planes."""
         return self
 
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Check that an array of `shape` can have this format; asked whenever one is made, reshaped or read.
+
+        Raises
+        ------
+        FormatError
+            When it cannot.
+        """
+        return
+
     def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
         """The planes of ``array[key]`` along axis 0; rows are whole blocks (see `rows_are_blocks`)."""
         specs = self.planes(shape)
@@ -113,12 +123,12 @@ class Format(ABC):
     def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any) -> bool:
         """Fill `out` with the rows `ids` (int32 or int64) of an array of `shape`, in one launch.
 
-        All arrays are CuPy's, on the current device, and not empty; rows are whole blocks. Row numbers wrap.
+        All arrays are on one device, the current one, and not empty; rows are whole blocks. Row numbers wrap.
 
         Returns
         -------
         bool
-            Whether there is a kernel for it; otherwise nothing was done.
+            Whether it was done. Otherwise the caller selects the rows and decodes them.
         """
         return False
 
@@ -161,6 +171,17 @@ class Format(ABC):
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+def remade(kind: Callable[..., Format], arguments: tuple[Any, ...], options: dict[str, Any]) -> Format:
+    """Call `kind`: how a format is unpickled that holds arrays of its user, without what it derives from them."""
+    return kind(*arguments, **options)
+
+
+def named(config: dict[str, Any]) -> Format:
+    """The format of a `Format.config`: how one is unpickled that its name and options describe."""
+    options = dict(config)
+    return get_format(options.pop("name"), **options)
 
 
 def host_numbers(values: Any, size: int, argument: str) -> np.ndarray:

@@ -41,7 +41,7 @@ from .._cuda import CXX_TYPES, Template
 from .._xp import is_cupy, namespace
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, flush
-from .base import Format, Plane, host_numbers, register
+from .base import Format, Plane, host_numbers, named, register, remade
 from .chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_TABLE4, Take
 
@@ -216,6 +216,11 @@ class Table4(Format):
         options = {"block": self.block, "double_quant": self.double_quant}
         return {**options, "table": self.table_name} if self.name == "table4" else options
 
+    def __reduce__(self) -> Any:
+        if self.table_name != "custom" or self._table is None:
+            return named, (self.config(),)
+        return remade, (Table4, (self.name,), {**self.options(), "table": self._table.values})
+
     def stored(self) -> Format:
         return self if self.table_name != "custom" else _stored_custom(self.block, self.double_quant)
 
@@ -269,6 +274,15 @@ class Table4(Format):
         _decode_chunks(planes["packed"], pairs, values, host_absmax(planes), self.block, out)
 
     def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any) -> bool:
+        if isinstance(out, np.ndarray):
+            if not self.double_quant:
+                return False
+            # 256 blocks share what their absmax are decoded with, wherever rows end: those of all rows are decoded.
+            single = Table4(self.name, block=self.block, table=self.table_name)
+            kept = {name: planes[name] for name in single.planes(shape)}
+            rows = single.select({**kept, "absmax": host_absmax(planes)}, shape, ids)
+            single.decode(rows, out)
+            return True
         names = ("packed", "absmax", "nested_absmax", "nested_offset", "table")
         taken = tuple(planes.get(name, 0) for name in names)
         _take(self._table, self.double_quant)(taken, shape, ids, out, self.block.bit_length() - 1)
@@ -325,6 +339,9 @@ class Dynamic8(Format):
 
     def __init__(self, *, block: int = 256):
         self.block = check_block(block)
+
+    def __reduce__(self) -> Any:
+        return named, (self.config(),)
 
     def options(self) -> dict[str, Any]:
         return {"block": self.block}

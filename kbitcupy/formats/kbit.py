@@ -27,7 +27,9 @@ Source: bitsandbytes pull request 1858 (layout, E4M4, nf and bnf codebooks).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +42,7 @@ from .._xp import is_cupy, namespace, on_device_of
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, Codebook, flush
 from . import scales
-from .base import Format, Plane, host_numbers, register
+from .base import Format, Plane, host_numbers, named, register, remade
 from .chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_KBIT, Take
 
@@ -158,6 +160,11 @@ class KBit(Format):
         options = {"codebook": self.codebook, "absmax": self.absmax}
         return options if self.members == 1 else {**options, "members": self.members}
 
+    def __reduce__(self) -> Any:
+        if self.codebook != "custom" or (self._table is None and self._device_values is None):
+            return named, (self.config(),)
+        return remade, (KBit, (self.bits,), {**self.options(), "codebook": self._any_codebook()})
+
     def stored(self) -> Format:
         return self if self.codebook != "custom" else custom_format(self.bits, self.absmax, self.members)
 
@@ -166,15 +173,24 @@ class KBit(Format):
             raise FormatError(f"{self!r} is a stack already: take its members apart, or dequantize first")
         return self._with_members(members)
 
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        if self.members == 1:
+            return
+        leading = itertools.accumulate(shape, operator.mul)
+        if self.members not in leading or math.prod(shape) % (self.members * BLOCK):
+            raise FormatError(
+                f"shape is {shape}; a stack of {self.members} arrays of {self.name}, which have a tensor scale each, "
+                f"keeps them apart along its first axes, {self.members} x whole blocks of {BLOCK}: take a member by its "
+                "index, or dequantize first"
+            )
+
     def selected(self, shape: tuple[int, ...], count: int) -> Format:
-        return self if self.members == 1 else self._with_members(max(count, 1))
+        return self if self.members == 1 else self._with_members(max(count * (self.members // shape[0]), 1))
 
     def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
         chosen = super().select(planes, shape, key)
         if self.members > 1:
-            if shape[0] != self.members:
-                raise FormatError(f"rows of shape {shape[1:]} are not the {self.members} members of a stack")
-            chosen["scale"] = planes["scale"][key].reshape(-1)
+            chosen["scale"] = planes["scale"].reshape(shape[0], -1)[key].reshape(-1)
             if not chosen["scale"].size:
                 chosen["scale"] = planes["scale"][:1]
         return chosen
@@ -184,8 +200,6 @@ class KBit(Format):
 
     def _parts(self, array: Any, planes: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         """The members of a stack: a flat view of each one's elements, and its planes."""
-        if array.size % (self.members * BLOCK):
-            raise FormatError(f"{array.size} elements are not {self.members} members of whole blocks of {BLOCK}")
         for member, part in enumerate(array.reshape(self.members, -1)):
             cut = {
                 name: plane.reshape(self.members, -1)[member] if name != "codebook" else plane
@@ -248,7 +262,7 @@ class KBit(Format):
         decode_blocks(planes["packed"], planes["absmax"], planes.get("scale"), values, self.bits, out)
 
     def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any) -> bool:
-        if self.members > 1:
+        if self.members > 1 or isinstance(out, np.ndarray):
             return False
         taken = (planes["packed"], planes["absmax"], planes["scale"], planes.get("codebook", 0))
         _take(self._table)(taken, shape, ids, out, self.bits, _ABSMAX_NUMBERS[self.absmax])
