@@ -286,7 +286,7 @@ class QuantizedArray:
             shape = (*key.shape, *self.shape[1:])
         format = self.format.selected(self.shape, math.prod(shape[: len(shape) - self.ndim + 1]))
         borrowed = self._borrowed
-        if shape != self.shape or not isinstance(key, slice):
+        if not isinstance(key, slice) or key.indices(len(self)) != (0, len(self), 1):
             borrowed = tuple(name for name, plane in planes.items() if plane is self.planes[name])
         return self._wrap(format, planes, shape, self.dtype, borrowed)
 

@@ -457,6 +457,7 @@ class Fused:
     """
 
     _launch: Callable[..., None]
+    #: Finds out what the kernel says of a weight; the same object for all kernels that say the same.
     _look: Callable[[Mapping[str, Any]], Weight]
 
     def __init__(self, format: Format, shape: tuple[int, int], dtype: np.dtype, block: int):
@@ -465,10 +466,13 @@ class Fused:
         self._values = _values_of(format, dtype)
 
     def weight(self, q: QuantizedArray) -> Weight:
-        """What the kernel says of a weight, which is found out once."""
-        found: Weight | None = q._launches.get(self)
+        """What the kernel says of a weight, which is found out once.
+
+        Kernels for other numbers of tokens look at it in the same way: so a weight keeps few entries.
+        """
+        found: Weight | None = q._launches.get(self._look)
         if found is None:
-            found = q._launches[self] = self._look(q.planes)
+            found = q._launches[self._look] = self._look(q.planes)
         return found
 
     def takes(self, x: Any, q: QuantizedArray) -> bool:
@@ -558,7 +562,6 @@ class Few(Fused):
         self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
-        self._map = functools.partial(_map_of_weights, decoder, k, device, box=box) if even else _no_map
         self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else _no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
@@ -566,13 +569,10 @@ class Few(Fused):
         if decoder.copied:
             width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
         codes = ITEM_K // decoder.granule if flow == _AT_ONCE_SPREAD else 1  # of an item, read at once
-        self._alignments = (16 if wide else 4, max(codes, width))
+        self._look = look(16 if wide else 4, max(codes, width), decoder, k, device, box if even else 0)
         teams = warps // cut.warps
         numbers = cut.run, cut.warps, teams, cut.items, cut.share, width, wide, self.staged
         self._cut = np.array((*numbers, _reciprocal(cut.warps), _reciprocal(teams)), np.uint32).tobytes()
-
-    def _look(self, planes: Mapping[str, Any]) -> Weight:
-        return look_at(planes, *self._alignments, self._map)
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
@@ -625,11 +625,7 @@ class One(Fused):
         self._kernel = _kernel(f"linear_one<{arguments}>", 32 * warps, shared, sizes)
         self._numbers = n, k, self.run
         box = 2 if decoder.item_bytes > 48 else items
-        self._map = functools.partial(_map_of_weights, decoder, k, device, box=box)
-        self._alignments = (16, min(16, items * decoder.scale_bytes))
-
-    def _look(self, planes: Mapping[str, Any]) -> Weight:
-        return look_at(planes, *self._alignments, self._map)
+        self._look = look(16, min(16, items * decoder.scale_bytes), decoder, k, device, box)
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], which has one row."""
@@ -687,6 +683,15 @@ def _map_of_x(k: int, x: Any) -> bytes:
 def _no_map(_: Any) -> bytes:
     """An argument in the place of a tensor map where there is no use for one."""
     return bytes(128)
+
+
+@functools.cache
+def look(
+    packed: int, absmax: int, decoder: Decoder, k: int, device: int, box: int
+) -> Callable[[Mapping[str, Any]], Weight]:
+    """`look_at` for ``linear_few`` and ``linear_one``; without boxes, a `box` of 0, there is no tensor map."""
+    map = functools.partial(_map_of_weights, decoder, k, device, box=box) if box else _no_map
+    return functools.partial(look_at, packed=packed, absmax=absmax, map=map)
 
 
 def look_at(planes: Mapping[str, Any], packed: int, absmax: int, map: Callable[[Mapping[str, Any]], bytes]) -> Weight:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,16 +180,8 @@ class Tile(Fused):
         arguments = *dataclasses.astuple(cut), str(grouped).lower()
         expression = ", ".join((expression.format(T=self._cxx), *map(str, arguments)))
         self._kernel = _kernel(expression, 128 * (cut.groups * cut.k_groups + 1), cut.shared(bits, grouped))
-        self._cut, self._row_bytes, self._box_bytes = cut, k * bits // 8, ITEM_K * bits // 8
+        self._cut, self._look = cut, _look(k * bits // 8, ITEM_K * bits // 8)
         self._tiles, self._processors = -(-n // (64 * cut.groups)), _cuda.multiprocessors(device)
-
-    def _look(self, planes: Mapping[str, Any]) -> Weight:
-        return look_at(planes, 16, 1, self._map)
-
-    def _map(self, planes: Mapping[str, Any]) -> bytes:
-        packed, pitch = planes["packed"], self._row_bytes
-        rows = packed.nbytes // pitch
-        return _tma.byte_matrix(packed.data.ptr, rows, pitch, pitch, 64, self._box_bytes, True, PROMOTION)
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
@@ -224,6 +216,18 @@ class Tile(Fused):
         arguments = self.arguments(weight, address, kind, out, partial, experts, blocks if grouped else tokens)
         grid = (min(blocks * self._tiles, self._processors),) if grouped else (self._tiles * self._cut.splits, blocks)
         self._kernel.launch(x, grid, (map_of_x, weight.map, *arguments, self._values))
+
+
+@functools.cache
+def _look(row_bytes: int, box_bytes: int) -> Callable[[Mapping[str, Any]], Weight]:
+    """`look_at` for rows and boxes of so many bytes."""
+
+    def map(planes: Mapping[str, Any]) -> bytes:
+        packed = planes["packed"]
+        rows = packed.nbytes // row_bytes
+        return _tma.byte_matrix(packed.data.ptr, rows, row_bytes, row_bytes, 64, box_bytes, True, PROMOTION)
+
+    return functools.partial(look_at, packed=16, absmax=1, map=map)
 
 
 @functools.cache

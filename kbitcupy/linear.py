@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from . import _cuda, _xp
-from ._cuda import IDS_CXX
+from ._cuda import IDS_CXX, Template
 from .array import QuantizedArray, TransposedQuantizedArray
 from .errors import DeviceError, FormatError
-from .formats.base import Format
+from .formats.base import Format, Magnitude, register_templates
 from .formats.kbit import KBit
 from .fused import MAX_EXPERTS, TOKENS, Few, One, fits
 from .fused_tile import GROUPED_CUT, TILE_TOKENS, Tile, cut_tile, tile_refusal
@@ -287,7 +287,7 @@ def _multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:
     numbers = xp.arange(qs.shape[0])
     for expert in range(qs.shape[0]):
         chosen = ids == expert
-        # Rows can be taken where they cannot be cut out: double quantization stores the absmax of some of them together.
+        # Rows can be taken that cannot be cut out: double quantization stores the absmax of some of them together.
         this = numbers[expert : expert + 1]
         weight = take(qs, this, dtype=working)[0] if isinstance(qs, QuantizedArray) else qs[expert]
         if isinstance(x, np.ndarray):
@@ -421,7 +421,10 @@ def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     weight = cupy.empty(q.shape, x.dtype)
     planes = dict(q.planes)
     scale = None
-    if isinstance(q.format, KBit) and q.format.members == 1 and x.dtype.itemsize == 2:
+    magnitude = q.format.magnitude() if x.dtype == np.float16 else None
+    if magnitude is not None:
+        planes, scale = _normalized(planes, magnitude)
+    elif isinstance(q.format, KBit) and q.format.members == 1 and x.dtype.itemsize == 2:
         scale = planes.pop("scale")  # decoded without it, weights of 1e-6 stay in the range of float16
     decode(q.format, planes, weight)
     target = out
@@ -432,6 +435,36 @@ def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     _gemm(x, weight, scale, bias is not None, target)
     if target is not out:
         out[...] = target
+
+
+# Thread blocks of ``largest_scales``, each of which the other kernel asks for what it has found; scales of a thread.
+_MOST_PARTS, _SCALES_THREADS, _SCALES_EACH = 512, 256, 8
+_LARGEST_SCALES = _cuda.Kernel("scales.cu", "largest_scales", _SCALES_THREADS)
+_NORMALIZE_SCALES = _cuda.Kernel("scales.cu", "normalize_scales", _SCALES_THREADS)
+register_templates(*(Template("scales.cu", name, hot=False) for name in ("largest_scales", "normalize_scales")))
+
+
+def _normalized(planes: dict[str, Any], magnitude: Magnitude) -> tuple[dict[str, Any], Any]:
+    """Planes of weights that a power of two has brought into the range of float16, and the float32[1] that undoes it.
+
+    Of weights in the range of normal float16 numbers no bit changes in a product. The device is the current one.
+    """
+    scales = planes[magnitude.scales]
+    offset, values = (None if name is None else planes[name] for name in (magnitude.offset, magnitude.values))
+    count = scales.size
+    blocks = -(-count // (_SCALES_THREADS * _SCALES_EACH))
+    parts = min(blocks, _MOST_PARTS)
+    scratch = _xp.namespace(scales).empty(count + 2 + parts, np.float32)
+    largest = scratch[count + 2 :]
+    _LARGEST_SCALES.launch(scales, (parts,), (scales, count, largest))
+    known = 0 if offset is None else offset, 0 if values is None else values
+    size, largest_value = np.int32(0 if values is None else values.size), np.float32(magnitude.largest)
+    arguments = scales, count, *known, size, largest_value, largest, np.int32(parts), scratch
+    _NORMALIZE_SCALES.launch(scales, (blocks,), arguments)
+    planes[magnitude.scales] = scratch[:count]
+    if magnitude.offset is not None:
+        planes[magnitude.offset] = scratch[count : count + 1]
+    return planes, scratch[count + 1 : count + 2]
 
 
 def _gemm(x: Any, weight: Any, scale: Any, accumulate: bool, out: Any) -> None:

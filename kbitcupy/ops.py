@@ -216,7 +216,7 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
                 raise IndexError(f"an index is out of bounds for axis 0 with size {len(q)}")
             ids = xp.asarray(ids)
         elif xp is np:
-            raise DeviceError(f"ids is on {_xp.device_of(ids)} and q on cpu; move one with cupy.asnumpy or .to_device()")
+            raise DeviceError(f"ids is on {_xp.device_of(ids)} and q on cpu; move one with .get() or .to_device()")
         if out is None:
             out = xp.empty(shape, q.dtype if dtype is None else _xp.float_dtype(dtype))
         else:
@@ -405,7 +405,7 @@ def _check_quantized_out(out: Any, stored: Format, array: Any) -> None:
         raise DeviceError(f"out is on {out.device} and x on {_xp.device_of(array)}; move one with .to_device()")
     if out._borrowed:
         raise FormatError(
-            f"out is a part of another array, whose other rows are decoded with the same {' and '.join(out._borrowed)}: "
+            f"out is a part of another array, whose other rows share its {' and '.join(out._borrowed)}: "
             "overwrite the whole array, or pass out.copy() and stack or concatenate the copies"
         )
     if isinstance(array, np.ndarray):

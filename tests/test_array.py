@@ -1,5 +1,6 @@
 """QuantizedArray: what it is, rows, shapes, pickle, configuration, and what it refuses."""
 
+import copy
 import json
 import pickle
 import sys
@@ -27,6 +28,62 @@ def test_attributes(q):
     assert repr(q.format) == "get_format('kbit4', codebook='bnf', absmax='e4m4')"
     assert "<table>" in q._repr_html_() and "kbit4" in q._repr_html_()
     assert repr(kb.quantize(X[:0], "kbit4")) == "QuantizedArray(kbit4, shape=(0, 4, 16), dtype=float32, device=cpu)"
+
+
+SHARED = [  # formats, and the planes that rows share
+    ("kbit4", {}, "scale"),
+    ("kbit3", {"codebook": np.linspace(-1, 1, 8)}, "scale and codebook"),
+    ("nf4", {"block": 16, "double_quant": True}, "nested_offset"),
+    ("table4", {"block": 16, "table": np.linspace(-1, 1, 16)}, "table"),
+    ("int8", {}, "scale"),
+    ("uint4", {"granularity": ("channel", 1), "symmetric": False}, "scale and zero_point"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "shared"), SHARED)
+@pytest.mark.parametrize("part", [slice(0, 256), slice(256, 512), np.s_[::-1]], ids=str)
+def test_a_part_is_no_out(xp, name, options, shared, part):
+    """What all rows share would change under the others."""
+    format = kb.get_format(name, **options)
+    x = xp.asarray(np.random.default_rng(0).standard_normal((512, 32)).astype(np.float32)) * np.float32(1e-3)
+    q = kb.quantize(x, format)
+    before = q.dequantize()
+    if part.step and options.get("double_quant"):
+        part = slice(0, 128)
+    rows = q[part]
+    for out in (rows, rows[:], copy.copy(rows)):
+        with pytest.raises(FormatError, match=f"out is a part of another array, whose other rows share its {shared}: "):
+            kb.quantize(x[part] * 1e6, format, out=out)
+    assert bool((q.dequantize() == before).all())
+    alone = kb.quantize(x[part] * 1e6, format, out=rows.copy())
+    assert bool((alone.dequantize() == kb.quantize(x[part] * 1e6, format).dequantize()).all())
+    assert bool((q.dequantize() == before).all())
+
+
+def test_rows_that_share_nothing_are_an_out(xp):
+    x = xp.asarray(np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32))
+    for name, options in (("nf4", {}), ("int8", {"granularity": "token"}), ("dynamic8", {"block": 64})):
+        q = kb.quantize(x, name, **options)
+        kb.quantize(x[:3] * 1e6, name, out=q[2:5], **options)
+        x_now = xp.concatenate([x[:2], x[:3] * np.float32(1e6), x[5:]])
+        assert bool((q.dequantize() == kb.quantize(x_now, name, **options).dequantize()).all())
+    experts = kb.stack([kb.quantize(x * 10.0**i, "kbit4") for i in range(3)])
+    kb.quantize(x * 1e6, "kbit4", out=experts[1])
+    assert bool((experts[1].dequantize() == kb.quantize(x * 1e6, "kbit4").dequantize()).all())
+    assert bool((experts[2].dequantize() == kb.quantize(x * 100.0, "kbit4").dequantize()).all())
+    q = kb.quantize(x, "kbit4")
+    assert bool((kb.quantize(x * 2, "kbit4", out=q[:]).dequantize() == q.dequantize()).all())  # all of it is no part
+
+
+def test_what_was_joined_is_an_out_of_its_own(xp):
+    """A plane that members have in common is not that of the first of them."""
+    x = xp.asarray(np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32))
+    for name in ("kbit4", "int8"):
+        q = kb.quantize(x, name)
+        before = q.dequantize()
+        joined = kb.concatenate([q, q.copy()])
+        kb.quantize(xp.concatenate([x, x]) * 1e6, name, out=joined)
+        assert bool((q.dequantize() == before).all())
 
 
 def test_it_is_frozen(q):
@@ -120,6 +177,30 @@ def test_pickle_copy_and_configuration(options):
         assert other.config() == q.config() and other.format == q.format and hash(other.format) == hash(q.format)
         assert np.array_equal(other.dequantize(), q.dequantize())
     assert not np.shares_memory(q.copy().planes["packed"], q.planes["packed"])
+
+
+def test_what_is_unpickled_is_checked(q):
+    made, arguments = q.__reduce__()
+    assert made(*arguments).shape == q.shape
+    with pytest.raises(FormatError, match="plane 'packed' of kbit4 is"):
+        made(*arguments[:2], (600, 4, 16), *arguments[3:])
+    with pytest.raises(FormatError, match="non-negative integers"):
+        made(*arguments[:2], (6, 4, -16), *arguments[3:])
+
+
+@pytest.mark.parametrize("name", kb.formats())
+def test_pickles_are_small(name):
+    q = kb.quantize(X[0, 0], name)
+    assert len(pickle.dumps(q)) < 700 + q.nbytes
+    assert pickle.loads(pickle.dumps(q.format)) == q.format
+
+
+@pytest.mark.parametrize(("name", "option"), [("kbit4", "codebook"), ("table4", "table")])
+def test_formats_with_numbers_of_their_own_are_pickled_with_them(name, option):
+    format = kb.get_format(name, **{option: np.random.default_rng(0).permutation(np.linspace(-2, 1, 16))})
+    again = pickle.loads(pickle.dumps(format))
+    assert len(pickle.dumps(format)) < 700
+    assert np.array_equal(kb.quantize(X, again).dequantize(), kb.quantize(X, format).dequantize())
 
 
 @pytest.mark.parametrize(

@@ -387,12 +387,71 @@ def test_a_stack_can_be_quantized_as_one(xp):
         alone = kb.quantize(x[i], "kbit4")
         for name, plane in alone.planes.items():
             assert host(found[i].planes[name]).tobytes() == host(plane).tobytes()
-    with pytest.raises(FormatError, match="keeps them apart"):
-        whole.reshape(10, 12, 64)[:1]
     with pytest.raises(FormatError, match="members is 0"):
         kb.get_format("kbit4", members=0)
     with pytest.raises(FormatError, match="5 x whole blocks"):
         kb.quantize(xp.ones(32, np.float32), whole.format)
+
+
+def test_a_stack_keeps_its_members_apart(xp):
+    """Reshaped, read from a configuration or unpickled, it has one tensor scale for each member or is refused."""
+    _, whole = experts("kbit4", xp, count=4, shape=(16, 64), scales=True)
+    decoded = host(whole.dequantize())
+    for shape in ((64, 64), (8, 8, 64), (1, 64, 64), (4096,), (2, 32, 64)):
+        with pytest.raises(FormatError, match="keeps them apart"):
+            whole.reshape(shape)
+        with pytest.raises(FormatError, match="keeps them apart"):
+            kb.QuantizedArray(whole.format, whole.planes, shape, "float32")
+        with pytest.raises(FormatError, match="keeps them apart"):
+            kb.QuantizedArray.from_config({**whole.config(), "shape": list(shape)}, whole.planes)
+        with pytest.raises(FormatError, match="keeps them apart"):
+            kb.quantize(xp.zeros(shape, np.float32), whole.format)
+    for shape in ((4, 1024), (2, 2, 16, 64), (4, 2, 8, 64), (1, 4, 16, 64)):
+        again = whole.reshape(shape)
+        assert np.array_equal(host(again.dequantize()), decoded.reshape(shape))
+        assert np.array_equal(host(again[0].dequantize()), decoded.reshape(shape)[0])
+        assert np.array_equal(host(again[[0, -1]].dequantize()), decoded.reshape(shape)[[0, -1]])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_stack_of_vectors_is_a_weight(xp, dtype, tokens):
+    members = [weight((64,), "kbit4", xp, seed=i, scale=s) for i, s in enumerate((0.01, 0.5, 20.0, 1e-3))]
+    whole = kb.stack(members)
+    x = numbers((tokens, 64), dtype, xp)
+    y, wanted = host(kb.linear(x, whole)).astype(np.float64), exact(x, whole)
+    for row in range(4):  # each has a scale of its own, and so an error of its own
+        limit = {2: 2.0**-7 if dtype == BFLOAT16 else 2.0**-10, 4: 1e-5, 8: 1e-6}[dtype.itemsize]
+        assert np.abs(y[:, row] - wanted[:, row]).max() <= limit * np.abs(wanted[:, row]).max() + 2.0**-24
+
+
+def test_experts_that_are_not_the_members_of_the_stack(xp):
+    """Two tensor scales for each expert: kernels read one."""
+    _, whole = experts("kbit4", xp, count=6, shape=(64,), scales=True)
+    qs = whole.reshape(2, 3, 64)
+    x, ids = numbers((5, 64), np.dtype("float16"), xp), np.array([[0, 1], [1, 0], [0, 0], [1, 1], [-1, 0]])
+    y, wanted = host(kb.linear_grouped(x, qs, ids)), reference(x, qs.dequantize(dtype="float32"), ids, None)
+    assert np.allclose(y, wanted, rtol=2e-3, atol=1e-7)
+
+
+NESTED = kb.get_format("nf4", double_quant=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ids", [[3, 5], 7, [[-1, 0], [999, 2]], []], ids=str)
+def test_rows_of_double_quantization(xp, ids, dtype):
+    q = weight((1000, 64), NESTED, xp)
+    wanted = host(q.dequantize(dtype=dtype))[np.asarray(ids, int)]
+    assert np.array_equal(host(kb.take(q, ids, dtype=dtype)), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_of_double_quantization(xp, dtype):
+    qs = weight((3, 4, 64), NESTED, xp)
+    x, ids = numbers((5, 64), dtype, xp), np.random.default_rng(0).integers(-1, 4, (5, 2))
+    wanted = reference(x, qs.dequantize(dtype="float32"), ids, None)
+    tolerance = {2: 2.0**-7 if dtype == BFLOAT16 else 2.0**-10, 4: 1e-5, 8: 1e-6}[dtype.itemsize]
+    assert error(kb.linear_grouped(x, qs, ids), wanted) <= tolerance * math.sqrt(np.mean(wanted**2))
 
 
 def test_concatenate(xp):

@@ -55,7 +55,7 @@ import numpy as np
 from .. import _cuda, _xp
 from .._cuda import CXX_TYPES, Template
 from ..errors import DeviceError, FormatError
-from .base import Format, Plane, register
+from .base import Format, Magnitude, Plane, register
 
 #: Bounds of the integers of a fake quantization: float32 rounds to integers exactly well beyond them.
 MAX_LEVEL = 1 << 20
@@ -1170,6 +1170,9 @@ class Affine(Format):
             out[...] = np.maximum(step / 2, outside) + 2.0**-22 * np.abs(number) + 2.0**-149
             out[...] = np.where(step > 0, out, np.abs(number))
         return bound.reshape(-1)
+
+    def magnitude(self) -> Magnitude:
+        return Magnitude("scale", largest=float(1 << self.bits))  # of a code less its zero point
 
     def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
         return blocks_of(shape, self.granularity).layout == blocks_of(new, self.granularity).layout

@@ -40,6 +40,28 @@ class Plane:
     per_block: int = 0
 
 
+@dataclass(frozen=True)
+class Magnitude:
+    """What decoded elements are proportional to: ``(code * scale + offset) * value`` of planes and known numbers.
+
+    Parameters
+    ----------
+    scales : str
+        A float32 plane.
+    offset : str or None
+        A float32 plane of one number that is added to what the scales multiply; None where there is none.
+    values : str or None
+        A float32 plane of what codes stand for; None where the host knows it.
+    largest : float
+        Then the largest magnitude of what a code stands for.
+    """
+
+    scales: str
+    offset: str | None = None
+    values: str | None = None
+    largest: float = 1.0
+
+
 class Format(ABC):
     """A way to store an array in a few bits per element, with all its options chosen.
 
@@ -92,6 +114,10 @@ class Format(ABC):
         array or None
             float64, one entry for each block of the flattened `x`; None where no bound is known.
         """
+        return None
+
+    def magnitude(self) -> Magnitude | None:
+        """The planes that bring decoded elements out of the range of float16; None where none of them can."""
         return None
 
     def stored(self) -> Format:

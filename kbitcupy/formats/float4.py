@@ -41,7 +41,7 @@ from .._cuda import CXX_TYPES, Template
 from .._xp import is_cupy, namespace
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, flush
-from .base import Format, Plane, host_numbers, named, register, remade
+from .base import Format, Magnitude, Plane, host_numbers, named, register, remade
 from .chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_TABLE4, Take
 
@@ -291,6 +291,12 @@ class Table4(Format):
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
         return _error_bound(x, self.block, self._table or _table_of(self.values(planes)), planes)
 
+    def magnitude(self) -> Magnitude:
+        scales, offset = ("nested_absmax", "nested_offset") if self.double_quant else ("absmax", None)
+        if self.table_name == "custom":
+            return Magnitude(scales, offset, "table")
+        return Magnitude(scales, offset, largest=float(np.abs(self._known_table().values).max()))
+
     def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
         if not self.double_quant:
             return super().select(planes, shape, key)
@@ -342,6 +348,9 @@ class Dynamic8(Format):
 
     def __reduce__(self) -> Any:
         return named, (self.config(),)
+
+    def magnitude(self) -> Magnitude:
+        return Magnitude("absmax")
 
     def options(self) -> dict[str, Any]:
         return {"block": self.block}

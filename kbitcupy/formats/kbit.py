@@ -42,7 +42,7 @@ from .._xp import is_cupy, namespace, on_device_of
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, Codebook, flush
 from . import scales
-from .base import Format, Plane, host_numbers, named, register, remade
+from .base import Format, Magnitude, Plane, host_numbers, named, register, remade
 from .chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_KBIT, Take
 
@@ -179,9 +179,9 @@ class KBit(Format):
         leading = itertools.accumulate(shape, operator.mul)
         if self.members not in leading or math.prod(shape) % (self.members * BLOCK):
             raise FormatError(
-                f"shape is {shape}; a stack of {self.members} arrays of {self.name}, which have a tensor scale each, "
-                f"keeps them apart along its first axes, {self.members} x whole blocks of {BLOCK}: take a member by its "
-                "index, or dequantize first"
+                f"shape is {shape}; a stack of {self.members} arrays of {self.name}, each with a tensor scale of its "
+                f"own, keeps them apart along its first axes, {self.members} x whole blocks of {BLOCK}: take a member "
+                "by its index, or dequantize first"
             )
 
     def selected(self, shape: tuple[int, ...], count: int) -> Format:
@@ -275,6 +275,13 @@ class KBit(Format):
         scale = np.repeat(planes["scale"].astype(np.float64), absmax.size // self.members)
         scale_error = np.maximum(stored.relative_error * absmax, stored.absolute_error * scale)
         return Codebook(values).edge * absmax + np.minimum(scale_error, absmax)
+
+    def magnitude(self) -> Magnitude | None:
+        if self.absmax != "float32":  # the others have a tensor scale
+            return None
+        if self.codebook == "custom":
+            return Magnitude("absmax", values="codebook")
+        return Magnitude("absmax", largest=float(np.abs(self._host_table().values).max()))
 
     def _any_codebook(self) -> Any:
         """The codebook as the constructor takes it."""
