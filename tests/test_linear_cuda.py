@@ -339,3 +339,59 @@ def test_stacks_larger_than_a_group_of_tokens(cupy):
     y = kb.linear_grouped(x, qs, cupy.asarray(ids))
     assert error(y, wanted) <= 2.0**-10 * np.sqrt(np.mean(np.square(wanted)))
     assert not y[ids == 99].any()
+
+
+# ---- weights beyond the range of float16 -----------------------------------------------------------------------------
+
+SCALED = [format for format in FORMATS if format.magnitude() is not None] + [
+    kb.get_format(name, granularity=granularity, symmetric=symmetric)
+    for name in ("int8", "uint4")
+    for granularity in ("token", ("channel", 1), ("group", 32))
+    for symmetric in (True, False)
+]
+
+
+@pytest.mark.parametrize(("scale", "size"), [(1e-9, 2e3), (3e-6, 1e2), (3e6, 2e-5)])
+@pytest.mark.parametrize("format", SCALED, ids=repr)
+def test_weights_beyond_float16(cupy, format, scale, size):
+    """Weights of that scale with tokens of that size, so that products are in the range: whatever way they take."""
+    q = weight((48, 320), format, cupy, scale=scale)
+    for m in (1, 20, 300):
+        x = (numbers((m, 320), np.dtype("float32"), cupy) * np.float32(size)).astype(HALF[0])
+        wanted = exact(x, q)
+        found = kb.linear(x, q).get().astype(np.float64)
+        limit = 2.0**-10 * np.sqrt(np.mean(np.square(wanted))) + 2.0**-25
+        assert np.isfinite(found).all() and np.sqrt(np.mean(np.square(found - wanted))) <= limit
+
+
+@pytest.mark.parametrize("format", SCALED, ids=repr)
+def test_the_range_of_weights_changes_no_bit(cupy, format, monkeypatch):
+    """Where float16 holds the weights, the power of two that brings them into its range is not seen in the product."""
+    q = weight((96, 512), format, cupy)
+    x = numbers((200, 512), HALF[0], cupy)
+    y = cupy.empty((200, 96), HALF[0])
+    multiply_decoded(x, q, y)
+    monkeypatch.setattr(MODULE, "_normalized", lambda planes, magnitude: (planes, None))
+    plain = cupy.empty_like(y)
+    multiply_decoded(x, q, plain)
+    assert same_values(y.get(), plain.get())
+
+
+def test_weights_of_zero_and_infinite_scales(cupy):
+    x = numbers((40, 64), HALF[0], cupy)
+    zero = kb.quantize(cupy.zeros((32, 64), np.float32), "dynamic8")
+    assert not kb.linear(x, zero).any()
+    w = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    w[5] = np.inf
+    q = kb.quantize(cupy.asarray(w), "dynamic8", block=64)
+    y = kb.linear(x, q).get()
+    assert np.isfinite(np.delete(y, 5, axis=1)).all() and not np.isfinite(y[:, 5]).any()
+
+
+def test_a_weight_keeps_few_notes(cupy):
+    """What kernels say of it does not grow with the numbers of tokens it has met."""
+    for format in ("kbit4", "nf4"):
+        q = weight((4096, 1024), format, cupy)
+        for m in range(1, 131):
+            kb.linear(numbers((m, 1024), HALF[0], cupy), q)
+        assert 1 <= len(q._launches) <= 8
