@@ -437,10 +437,11 @@ def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         out[...] = target
 
 
-# Thread blocks of ``largest_scales``, each of which the other kernel asks for what it has found; scales of a thread.
-_MOST_PARTS, _SCALES_THREADS, _SCALES_EACH = 512, 256, 8
-_LARGEST_SCALES = _cuda.Kernel("scales.cu", "largest_scales", _SCALES_THREADS)
-_NORMALIZE_SCALES = _cuda.Kernel("scales.cu", "normalize_scales", _SCALES_THREADS)
+_SCALES_THREADS, _SCALES_EACH = 256, 8  # scales of a thread, where there are not many more
+# Thread blocks: what each of the first kernel's has found, each of the second one's asks for before it begins.
+_MOST_PARTS, _MOST_SCALING = 512, 1024
+_LARGEST_SCALES = _cuda.Kernel("scales.cu", "largest_scales", _SCALES_THREADS, sizes=(8, 8, 8))
+_NORMALIZE_SCALES = _cuda.Kernel("scales.cu", "normalize_scales", _SCALES_THREADS, sizes=(8, 8, 8, 8, 4, 4, 8, 4, 8))
 register_templates(*(Template("scales.cu", name, hot=False) for name in ("largest_scales", "normalize_scales")))
 
 
@@ -450,17 +451,21 @@ def _normalized(planes: dict[str, Any], magnitude: Magnitude) -> tuple[dict[str,
     Of weights in the range of normal float16 numbers no bit changes in a product. The device is the current one.
     """
     scales = planes[magnitude.scales]
-    offset, values = (None if name is None else planes[name] for name in (magnitude.offset, magnitude.values))
-    count = scales.size
+    count, source = scales.size, scales.data.ptr
     blocks = -(-count // (_SCALES_THREADS * _SCALES_EACH))
     parts = min(blocks, _MOST_PARTS)
     scratch = _xp.namespace(scales).empty(count + 2 + parts, np.float32)
-    largest = scratch[count + 2 :]
-    _LARGEST_SCALES.launch(scales, (parts,), (scales, count, largest))
-    known = 0 if offset is None else offset, 0 if values is None else values
-    size, largest_value = np.int32(0 if values is None else values.size), np.float32(magnitude.largest)
-    arguments = scales, count, *known, size, largest_value, largest, np.int32(parts), scratch
-    _NORMALIZE_SCALES.launch(scales, (blocks,), arguments)
+    target = scratch.data.ptr
+    largest = target + 4 * (count + 2)
+    _LARGEST_SCALES.launch(scales, (parts,), (source, count, largest))
+    offset = values = size = 0
+    if magnitude.offset is not None:
+        offset = planes[magnitude.offset].data.ptr
+    if magnitude.values is not None:
+        values, size = planes[magnitude.values].data.ptr, planes[magnitude.values].size
+    bits = int(np.float32(magnitude.largest).view(np.int32))
+    arguments = source, count, offset, values, size, bits, largest, parts, target
+    _NORMALIZE_SCALES.launch(scales, (min(blocks, _MOST_SCALING),), arguments)
     planes[magnitude.scales] = scratch[:count]
     if magnitude.offset is not None:
         planes[magnitude.offset] = scratch[count : count + 1]

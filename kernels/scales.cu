@@ -30,6 +30,8 @@ __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e 
 // scales   float32[n]
 // largest  uint32[gridDim.x]: what each thread block has found, as bits of a float32
 __global__ void __launch_bounds__(THREADS) largest_scales(const float* scales, long long n, unsigned* largest) {
+    let_next_start();
+    wait_for_previous();
     const long long step = (long long)gridDim.x * THREADS;
     unsigned most = 0;
 #pragma unroll 8
@@ -47,6 +49,7 @@ __global__ void __launch_bounds__(THREADS) largest_scales(const float* scales, l
 __global__ void __launch_bounds__(THREADS) normalize_scales(
     const float* scales, long long n, const float* offset, const float* values, int count, float value,
     const unsigned* largest, int parts, float* out) {
+    wait_for_previous();
     unsigned most = 0, most_value = __float_as_uint(value);
     for (int i = threadIdx.x; i < parts; i += THREADS) most = max(most, largest[i]);
     if (values != nullptr) {
