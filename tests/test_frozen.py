@@ -8,7 +8,8 @@ from inputs import same_values
 
 import kbitcupy as kb
 
-FILE = Path(__file__).parent / "data" / "kbit_version1.safetensors"
+DATA = Path(__file__).parent / "data"
+FILE = DATA / "kbit_version1.safetensors"
 TENSORS = kb.io.load(FILE)
 NAMES = [name for name, tensor in TENSORS.items() if isinstance(tensor, kb.QuantizedArray)]
 
@@ -28,3 +29,34 @@ def test_numpy_decodes_the_same_bytes(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_cuda_decodes_the_same_values(cupy, name):
     assert same_values(TENSORS[name].to_device("cuda:0").dequantize().get(), TENSORS[f"{name}.decoded"])
+
+
+# ---- a file for each format, with kinds of options; see make_frozen_data.py ------------------------------------------
+
+FORMATS = kb.formats()
+FROZEN = {path.stem: kb.io.load(path) for path in sorted((DATA / "frozen").glob("*.safetensors"))}
+INPUTS = FROZEN.pop("inputs")
+CASES = [(name, case) for name, tensors in FROZEN.items() for case in tensors if not case.endswith(" decoded")]
+
+
+def test_every_format_has_a_file():
+    assert sorted(FROZEN) == sorted(FORMATS)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_what_was_written_decodes_to_the_same_bytes(xp, name, case):
+    q, wanted = FROZEN[name][case], FROZEN[name][f"{case} decoded"]
+    found = q.dequantize() if xp is np else q.to_device("cuda:0").dequantize().get()
+    assert found.dtype == wanted.dtype and same_values(found, wanted)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_the_same_numbers_are_written_as_the_same_bytes(xp, name, case):
+    frozen = FROZEN[name][case]
+    options = frozen.format.config()
+    own = {key: frozen.planes[key] for key in ("codebook", "table") if options.get(key) == "custom"}
+    format = kb.get_format(options.pop("name"), **{**options, **own})
+    found = kb.quantize(xp.asarray(INPUTS[case.split()[-1]]), format).get()
+    assert found.config() == frozen.config()
+    for plane, wanted in frozen.planes.items():
+        assert found.planes[plane].tobytes() == np.asarray(wanted).tobytes(), plane

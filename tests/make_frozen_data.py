@@ -1,0 +1,74 @@
+"""Write tests/data/frozen/: what this version makes of a few numbers, by every format and kind of options.
+
+Run once for a format that is new, ``python tests/make_frozen_data.py NAME ...``, and never again for one that has been
+released: what a file holds is what every later version must decode to the same bytes. Files that exist are kept.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from inputs import DTYPES, make
+
+import kbitcupy as kb
+
+FOLDER = Path(__file__).parent / "data" / "frozen"
+KINDS = ("normal", "small", "wide", "special", "zeros")
+OPTIONS = {
+    "kbit": [{}, {"codebook": "nf"}, {"absmax": "float16"}, {"absmax": "float32"}],
+    "nf4": [{}, {"block": 16}, {"block": 128}, {"block": 16, "double_quant": True}],
+    "fp4": [{}, {"block": 32}, {"block": 16, "double_quant": True}],
+    "table4": [{}, {"table": "nf", "block": 32}, {"block": 16, "double_quant": True}],
+    "dynamic8": [{}, {"block": 32}],
+    "int": [
+        {"granularity": granularity, "symmetric": symmetric}
+        for granularity in ("tensor", "token", ("channel", 0), ("channel", 1), ("group", 32))
+        for symmetric in (True, False)
+    ],
+}
+# Formats that take numbers of one's own, and the option.
+OWN = {"kbit": "codebook", "table4": "table"}
+
+
+def numbers(dtype):
+    """[5, 96]: a row of each kind."""
+    return np.stack([make(kind, 96, dtype, seed=i) for i, kind in enumerate(KINDS)])
+
+
+def family(name):
+    return "int" if "int" in name else name if name in OPTIONS else name.rstrip("0123456789")
+
+
+def cases(name):
+    """(label, options) of a format."""
+    for options in OPTIONS[family(name)]:
+        if not (name == "kbit8" and options.get("absmax") == "float16"):  # its default
+            yield " ".join(f"{key}={value}" for key, value in options.items()) or "default", options
+    if family(name) in OWN:
+        size = 1 << kb.get_format(name).bits
+        values = np.random.default_rng(size).permutation(np.linspace(-1, 0.75, size, dtype=np.float32))
+        yield "own values", {OWN[family(name)]: values}
+
+
+def main():
+    FOLDER.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or kb.formats():
+        path = FOLDER / f"{name}.safetensors"
+        if path.exists():
+            print(f"{path.name} exists and is kept")
+            continue
+        tensors = {}
+        for label, options in cases(name):
+            for dtype in DTYPES:
+                q = kb.quantize(numbers(dtype), name, **options)
+                tensors[f"{label} {dtype}"] = q
+                tensors[f"{label} {dtype} decoded"] = q.dequantize()
+        kb.io.save(path, tensors)
+        print(f"{path.name}: {len(tensors) // 2} arrays, {path.stat().st_size} bytes")
+    inputs = FOLDER / "inputs.safetensors"
+    if not inputs.exists():
+        kb.io.save(inputs, {str(dtype): numbers(dtype) for dtype in DTYPES})
+
+
+if __name__ == "__main__":
+    main()
