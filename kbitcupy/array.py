@@ -169,7 +169,7 @@ class QuantizedArray:
 
     def _repr_html_(self) -> str:
         rows = {
-            "format": repr(self.format),
+            "format": str(self.format),
             "shape": str(self.shape),
             "dtype": str(self.dtype),
             "device": self.device,

@@ -168,22 +168,16 @@ def default_formats() -> list[Format]:
 
 
 def label(format: Format) -> str:
-    """The format's name, and the options that differ from its defaults.
+    """The format's name, and the options that differ from its defaults, as `get_format` reads them.
 
     Examples
     --------
     >>> import kbitcupy as kb
     >>> from kbitcupy.explore import label
     >>> label(kb.get_format("kbit4")), label(kb.get_format("kbit4", absmax="float32"))
-    ('kbit4', 'kbit4 absmax=float32')
+    ('kbit4', 'kbit4:absmax=float32')
     """
-    try:
-        default = get_format(format.name).options()
-    except (ValueError, TypeError):
-        default = {}
-    changed = {key: value for key, value in format.options().items() if default.get(key, ...) != value}
-    texts = (",".join(map(str, value)) if isinstance(value, (list, tuple)) else value for value in changed.values())
-    return " ".join((format.name, *map("=".join, zip(changed, map(str, texts), strict=True))))
+    return str(format)
 
 
 def sweep(
@@ -447,7 +441,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Format]:
     ...     path = pathlib.Path(folder, "plan.json")
     ...     _ = path.write_text(json.dumps(found.config()))
     ...     kb.explore.read_plan(path)
-    {'w': get_format('kbit4', codebook='bnf', absmax='e4m4')}
+    {'w': get_format('kbit4')}
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -858,8 +852,8 @@ def _axes(ax: Any, figsize: tuple[float, float] = (7.0, 4.5)) -> Any:
 
 def _family(row: Mapping[str, Any]) -> str:
     """What the formats of one line have in common: the name without its number, and the changed options."""
-    name, _, changed = row["label"].partition(" ")
-    return " ".join(filter(None, (re.sub(r"\d+$", "", name), changed)))
+    name, _, changed = row["label"].partition(":")
+    return ":".join(filter(None, (re.sub(r"\d+$", "", name), changed)))
 
 
 def _dashes(i: int) -> str:

@@ -23,7 +23,8 @@ def quantize(x: Any, format: str | Format, /, *, out: QuantizedArray | None = No
         float16, bfloat16, float32 or float64 array of any shape and memory layout: NumPy, CuPy, or anything with
         ``__dlpack__`` or ``__cuda_array_interface__``. float64 is rounded to float32 first.
     format : str or Format
-        Name of a registered format (see `formats`), or a format with its options chosen (see `get_format`).
+        Name of a registered format (see `formats`), with options of its own where it has some (``"int4:block=32"``), or
+        a Format (see `get_format`).
     out : QuantizedArray, optional
         An earlier result of the same format, shape and device, whose planes are overwritten.
     **options

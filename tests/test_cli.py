@@ -296,7 +296,7 @@ def test_inspect(model, capsys):
     assert metadata == "metadata format: pt"
     assert heading.split() == ["tensor", "format", "dtype", "shape", "bits", "MB", "share"]
     assert rows[0].split() == ["a.bias", "float32", "64", "32.00", "0.000", "7.3%"]
-    assert rows[1].split() == ["a.weight", "kbit4", "codebook=nf", "float32", "64x64", "4.26", "0.002", "61.8%"]
+    assert rows[1].split() == ["a.weight", "kbit4:codebook=nf", "float32", "64x64", "4.26", "0.002", "61.8%"]
     assert rows[2].split()[1:5] == ["kbit4", "codebook=nf", "float16", "32x64"]
     assert max(map(len, rows)) <= 100 and "..." in rows[2]
 
@@ -509,7 +509,7 @@ def test_bad_usage_exits_2(model, capsys, words):
         ),
         (
             ["compare", "--formats", "kbit1", "--option", "codebook=custom"],
-            "tensor 'normal' with kbit1: codebook='custom'",
+            "tensor 'normal' with kbit1:codebook=custom: codebook='custom' names",
         ),
         (["inspect", "{missing}"], "{missing} does not exist"),
         (["inspect", "{text}"], "{text} is not a valid safetensors file: "),

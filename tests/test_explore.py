@@ -39,7 +39,7 @@ def test_a_row_is_what_the_metrics_say(xp):
     q = kb.quantize(x, "kbit3", absmax="float16")
     sums = kb.metrics.sums(x, kb.dequantize(q))
     assert (row["tensor"], row["shape"], row["dtype"], row["elements"]) == ("x", (64, 96), "float32", x.size)
-    assert (row["format"], row["options"], row["label"]) == ("kbit3", q.format.options(), "kbit3 absmax=float16")
+    assert (row["format"], row["options"], row["label"]) == ("kbit3", q.format.options(), "kbit3:absmax=float16")
     assert row["nbytes_before"] == x.nbytes and row["nbytes_after"] == q.nbytes
     assert row["bits_per_element"] == q.bits_per_element
     assert (row["sqnr_db"], row["mse"], row["max_error"]) == (sums.sqnr_db, sums.mse, sums.largest)
@@ -237,7 +237,7 @@ def test_plot_sqnr(pyplot):
     assert list(line.get_xdata()) == [row["bits_per_element"] for row in rows[:5]]
     assert list(line.get_ydata()) == [row["sqnr_db"] for row in rows[:5]]
     assert list(other.get_ydata()) == [rows[5]["sqnr_db"]]
-    assert texts(ax) == ["kbit1 to kbit5", "kbit2 absmax=float16", "6.02 dB per bit"]
+    assert texts(ax) == ["kbit1 to kbit5", "kbit2:absmax=float16", "6.02 dB per bit"]
     bits, decibels = bound.get_data()
     assert decibels[1] / bits[1] == pytest.approx(6.0206, abs=1e-4)
     assert texts(explore.plot_sqnr(explore.sweep(WEIGHTS, KBITS))) == ["a", "b", "c", "6.02 dB per bit"]

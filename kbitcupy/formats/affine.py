@@ -77,8 +77,12 @@ def check_granularity(granularity: Any) -> Granularity:
     FormatError
         When it is none of them.
     """
-    if isinstance(granularity, str) and granularity in ("tensor", "token"):
-        return granularity
+    if isinstance(granularity, str):
+        if granularity in ("tensor", "token"):
+            return granularity
+        kind, colon, number = granularity.partition(":")
+        if colon and number.removeprefix("-").isdecimal():
+            granularity = kind, int(number)
     if isinstance(granularity, (tuple, list)) and len(granularity) == 2:
         kind, number = granularity
         if kind in ("channel", "group") and isinstance(number, (int, np.integer)) and not isinstance(number, bool):
@@ -86,7 +90,8 @@ def check_granularity(granularity: Any) -> Granularity:
                 raise FormatError(f"the group size of granularity is {number}; it must be at least 1")
             return kind, int(number)
     raise FormatError(
-        f"granularity is {granularity!r}; allowed are 'tensor', 'token', ('channel', axis) and ('group', size)"
+        f"granularity is {granularity!r}; allowed are 'tensor', 'token', ('channel', axis) and ('group', size), in "
+        "text channel:0 and group:32"
     )
 
 
@@ -1051,8 +1056,11 @@ class Affine(Format):
         Bits of an integer.
     signed : bool
         Whether integers are two's complement.
-    granularity : {"tensor", "token", ("channel", axis), ("group", size)}, default "tensor"
-        Elements that share a scale.
+    granularity : {"tensor", "token", ("channel", axis), ("group", size)}, optional
+        Elements that share a scale; as text ``"channel:0"``, ``"group:32"``. ``"tensor"`` where `block` is not given
+        either.
+    block : int, optional
+        Another way to say ``("group", block)``.
     symmetric : bool, default True
         One zero point for all blocks (0, or 2^(bits - 1) of unsigned integers) instead of one for each.
     percentile : float, optional
@@ -1068,7 +1076,9 @@ class Affine(Format):
     --------
     >>> import kbitcupy as kb
     >>> kb.get_format("int8", granularity=("channel", 0))
-    get_format('int8', granularity=['channel', 0], symmetric=True)
+    get_format('int8:granularity=channel:0')
+    >>> kb.get_format("int4", granularity=("group", 32))
+    get_format('int4:block=32')
     """
 
     block = 1
@@ -1082,7 +1092,8 @@ class Affine(Format):
         bits: int,
         signed: bool,
         *,
-        granularity: Any = "tensor",
+        granularity: Any = None,
+        block: int | None = None,
         symmetric: bool = True,
         percentile: float | None = None,
         scale: Any = None,
@@ -1090,7 +1101,7 @@ class Affine(Format):
     ):
         self.bits = bits
         self.name = f"{'int' if signed else 'uint'}{bits}"
-        self.granularity = check_granularity(granularity)
+        self.granularity = _granularity_of(granularity, block)
         if not isinstance(symmetric, bool):
             raise FormatError(f"symmetric is {symmetric!r}; allowed are True and False")
         low = -(1 << bits - 1) if signed else 0
@@ -1113,6 +1124,14 @@ class Affine(Format):
             "symmetric": self.levels.symmetric,
         }
         return options if self.percentile is None else {**options, "percentile": self.percentile}
+
+    def spelled(self) -> dict[str, Any]:
+        options = self.options()
+        if isinstance(self.granularity, str):
+            return options
+        kind, number = self.granularity
+        del options["granularity"]
+        return {"block": number, **options} if kind == "group" else {"granularity": f"{kind}:{number}", **options}
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Affine) else super().__eq__(other)
@@ -1192,6 +1211,20 @@ class Affine(Format):
 
     def _zero_of(self, planes: Mapping[str, Any]) -> Any:
         return planes.get("zero_point", self.levels.zero)
+
+
+def _granularity_of(granularity: Any, block: Any) -> Granularity:
+    """The granularity of a format, from the two options that say it."""
+    if block is None:
+        return "tensor" if granularity is None else check_granularity(granularity)
+    if isinstance(block, bool) or not isinstance(block, (int, np.integer)) or block < 1:
+        raise FormatError(f"block is {block!r}; it must be a positive integer, the elements of a group")
+    groups = ("group", int(block))
+    if granularity is not None and check_granularity(granularity) != groups:
+        raise FormatError(
+            f"granularity is {granularity!r} and block {block}, which means ('group', {block}): leave one of them away"
+        )
+    return groups
 
 
 def check_percentile(percentile: Any) -> float | None:

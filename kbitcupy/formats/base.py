@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import inspect
 import itertools
+import json
+import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -185,12 +189,22 @@ class Format(ABC):
         """JSON description: the name and the options."""
         return {"name": self.name, **self.options()}
 
+    def spelled(self) -> dict[str, Any]:
+        """The options as the text of the format has them; a family may have a shorter word for one."""
+        return self.options()
+
     def __repr__(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options().items())
-        return f"get_format({self.name!r}{options})"
+        return f"get_format({str(self)!r})"
 
     def __str__(self) -> str:
-        return self.name
+        """The text that `get_format` reads: the name, and the options that differ from their defaults."""
+        default: Mapping[str, Any] = {}
+        if self.name in _registry:
+            with contextlib.suppress(ValueError, TypeError):  # it needs an option: all of them are told
+                default = get_format(self.name).spelled()
+        changed = {key: value for key, value in self.spelled().items() if default.get(key, ...) != value}
+        pieces = ",".join(f"{key}={_value_text(value)}" for key, value in changed.items())
+        return f"{self.name}:{pieces}" if pieces else self.name
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Format) and self.config() == other.config())
@@ -267,6 +281,11 @@ def register(name: str, factory: Callable[..., Format], *, replace: bool = False
     """
     if not isinstance(name, str) or not name:
         raise FormatError(f"format name is {name!r}; it must be a non-empty string")
+    if name != name.strip() or set(name) & set(_MARKS):
+        raise FormatError(
+            f"format name is {name!r}; it must be free of {' '.join(_MARKS)} and of space at its ends, which divide "
+            "a name from options: use letters, digits, - and _"
+        )
     if not callable(factory):
         raise FormatError(f"factory of format {name!r} is {type(factory).__name__}; it must be callable")
     with _lock:
@@ -301,25 +320,30 @@ def get_format(name: str, /, **options: Any) -> Format:
     Parameters
     ----------
     name : str
-        A registered name; an unknown one is looked up once among the installed entry points of the group
+        A registered name in any case, with options of its own where it has some: ``"int4:block=32"``, see
+        `parse_format`. An unknown name is looked up once among the installed entry points of the group
         ``kbitcupy.formats``.
     **options
-        The format's own options.
+        The format's options, beside those in `name`.
 
     Returns
     -------
     Format
+        Its ``str`` is the shortest text for it, and its ``repr`` evaluates to an equal format.
 
     Raises
     ------
     FormatError
-        When the name or an option is unknown, or an option's value is not allowed.
+        When the name or an option is unknown, an option's value is not allowed, or `name` and `options` contradict
+        each other.
 
     Examples
     --------
     >>> import kbitcupy as kb
     >>> kb.get_format("kbit4", absmax="float32")
-    get_format('kbit4', codebook='bnf', absmax='float32')
+    get_format('kbit4:absmax=float32')
+    >>> kb.get_format("NF4:block=32,double_quant=true") == kb.get_format("nf4", block=32, double_quant=True)
+    True
     """
     key = (name, *options.items(), *map(_types, options.values()))  # 1, 1.0 and True are equal, but not all allowed
     try:
@@ -328,19 +352,180 @@ def get_format(name: str, /, **options: Any) -> Format:
         key, found = (), None
     if found is not None:
         return found
-    factory = _registry.get(name) if isinstance(name, str) else None
-    if factory is None:
-        factory = _from_entry_point(name)
+    plain, own = parse_format(name) if isinstance(name, str) else (name, {})
+    registered, factory = _factory(plain)
     known = option_names(factory)
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise FormatError(f"format {name!r} has no option {unknown[0]!r}; it takes: {', '.join(known) or 'no options'}")
-    made = factory(**options)
+    chosen: dict[str, Any] = {}
+    for option, value in (*own.items(), *options.items()):
+        exact = option if option in known else _other_case(option, known)
+        if exact is None:
+            raise FormatError(
+                f"format {registered!r} has no option {option!r}; it takes: {', '.join(known) or 'no options'}"
+            )
+        if exact in chosen and not _equal(chosen[exact], value):
+            raise FormatError(
+                f"format {registered!r} is given {exact}={chosen[exact]!r} and {exact}={value!r}: leave one away"
+            )
+        chosen[exact] = value
+    made = factory(**chosen)
     if key and all(map(_is_plain, options.values())):
         if len(_made) == _MOST_MADE:
             _made.clear()
         _made[key] = made
     return made
+
+
+def parse_format(text: str, /) -> tuple[str, dict[str, Any]]:
+    """Take the text of a format apart, without asking whether there is such a format.
+
+    Parameters
+    ----------
+    text : str
+        ``name:key=value,key=value``, ``name[key=value,key=value]`` or ``name``. A value is JSON where it can be
+        (``32``, ``0.5``, ``[1,2]``, ``"text"``), ``true``, ``false`` or ``null`` in any case, a list in brackets, else
+        text.
+
+    Returns
+    -------
+    name : str
+        As it was written.
+    options : dict of str to object
+        The values, by the keys as they were written.
+
+    Raises
+    ------
+    TypeError
+        When `text` is not a string.
+    FormatError
+        When it is not written like this, or holds an option twice.
+
+    Examples
+    --------
+    >>> from kbitcupy.formats.base import parse_format
+    >>> parse_format("nf4:block=32,double_quant=True")
+    ('nf4', {'block': 32, 'double_quant': True})
+    >>> parse_format("int8[granularity=channel:0]")
+    ('int8', {'granularity': 'channel:0'})
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"a format is given as {type(text).__name__}; parse_format takes text, such as 'nf4:block=32'")
+    text = text.strip()
+    found = re.search(r"[:\[]", text)
+    name, mark, inside = (text[: found.start()].rstrip(), found[0], text[found.end() :]) if found else (text, "", "")
+    if set(name) & set(_MARKS):
+        raise FormatError(f"format is {text!r}; options stand behind a colon, such as nf4:block=32,double_quant=true")
+    if not mark:
+        return name, {}
+    if mark == "[":
+        if not inside.endswith("]"):
+            raise FormatError(f"format is {text!r}; the bracket of its options is not closed: write nf4:block=32")
+        inside = inside[:-1].strip()
+        if not inside:
+            return name, {}
+    options: dict[str, Any] = {}
+    for piece in _pieces(inside):
+        key, equals, value = (part.strip() for part in piece.partition("="))
+        if not key or not equals:
+            raise FormatError(f"format is {text!r}; {piece!r} in it is not KEY=VALUE, such as block=32")
+        if _other_case(key, options) is not None:
+            raise FormatError(f"format is {text!r}; it holds the option {key!r} twice")
+        options[key] = _value(value)
+    return name, options
+
+
+def split_formats(text: str, /) -> list[str]:
+    """The formats of a comma-separated list, each of them a text for `get_format`.
+
+    Parameters
+    ----------
+    text : str
+        A piece with ``=`` and no ``:`` or ``[`` before it is one more option of the format ahead of it.
+
+    Returns
+    -------
+    list of str
+
+    Raises
+    ------
+    TypeError
+        When `text` is not a string.
+    FormatError
+        When nothing stands between two commas.
+
+    Examples
+    --------
+    >>> from kbitcupy.formats.base import split_formats
+    >>> split_formats("kbit4,nf4:block=32,double_quant=true,int8[granularity=token]")
+    ['kbit4', 'nf4:block=32,double_quant=true', 'int8[granularity=token]']
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"formats are given as {type(text).__name__}; split_formats takes text, such as 'kbit4,nf4'")
+    found: list[str] = []
+    for piece in _pieces(text):
+        if not piece:
+            raise FormatError(f"formats are {text!r}; each must be a name, such as kbit4,nf4:block=32")
+        more = re.match(r"[^:\[]*=", piece) and found
+        if more:
+            found[-1] += f",{piece}"
+        else:
+            found.append(piece)
+    return found
+
+
+#: What divides names from options and options from each other.
+_MARKS = ":[],="
+_LITERALS = {"true": True, "false": False, "null": None}
+
+
+def _pieces(text: str) -> list[str]:
+    """The stripped parts between commas; brackets and quotes are left alone."""
+    parts, depth, quoted, escaped = [""], 0, False, False
+    for c in text:
+        if quoted:
+            quoted, escaped = c != '"' or escaped, c == "\\" and not escaped
+        else:
+            quoted = c == '"'
+            depth += (c in "[{") - (c in "]}")
+        if c == "," and depth <= 0 and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [part.strip() for part in parts]
+
+
+def _value(text: str) -> Any:
+    """An option's value, from its text."""
+    if text.lower() in _LITERALS:
+        return _LITERALS[text.lower()]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    if text.startswith("[") and text.endswith("]") and text.count("[") == 1:
+        return [_value(part) for part in _pieces(text[1:-1])]
+    return text
+
+
+def _value_text(value: Any) -> str:
+    """The text that `_value` reads as `value`."""
+    if isinstance(value, str) and value == value.strip() and not set(value) & set(',[]{}"') and _value(value) == value:
+        return value
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether an option that is given twice has one value."""
+    if a is b:
+        return True
+    try:
+        return bool(a == b)
+    except (ValueError, TypeError):  # arrays
+        return False
+
+
+def _other_case(word: str, words: Iterable[str]) -> str | None:
+    """The first of `words` that is `word` but for upper and lower case."""
+    return next((each for each in words if each.lower() == word.lower()), None)
 
 
 def _types(value: Any) -> Any:
@@ -360,14 +545,37 @@ def option_names(factory: Callable[..., Format]) -> list[str]:
     return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-def _from_entry_point(name: Any) -> Callable[..., Format]:
+def _factory(name: Any) -> tuple[str, Callable[..., Format]]:
+    """The name as it is registered, and its factory."""
     if isinstance(name, str):
+        found = name if name in _registry else _other_case(name, list(_registry))
+        if found is not None:
+            return found, _registry[found]
         from importlib.metadata import entry_points  # slow to import, seldom needed
 
-        for entry in entry_points(group=ENTRY_POINTS, name=name):
-            with _lock:
-                return _registry.setdefault(name, entry.load())
-    raise FormatError(f"format is {name!r}; registered are {', '.join(_registry)}")
+        for wanted in dict.fromkeys((name, name.lower())):
+            for entry in entry_points(group=ENTRY_POINTS, name=wanted):
+                with _lock:
+                    return wanted, _registry.setdefault(wanted, entry.load())
+    guesses = _guesses(str(name)) if isinstance(name, (str, int)) else []
+    meant = " or ".join(filter(None, (", ".join(guesses[:-1]), *guesses[-1:])))
+    shown = repr(name) if isinstance(name, (str, int)) else type(name).__name__
+    hint = f"did you mean {meant}? Registered" if guesses else "registered"
+    raise FormatError(f"format is {shown}; {hint} are {', '.join(_registry)}")
+
+
+def _guesses(name: str) -> list[str]:
+    """The registered names that somebody may have meant; a number in the name has to be theirs."""
+    plain = re.sub(r"[\s_-]", "", name.lower())
+    number = re.findall(r"\d+", plain)
+    same = [each for each in _registry if not number or re.findall(r"\d+", each) == number]
+    likeness = {each: difflib.SequenceMatcher(None, each, plain).ratio() for each in same}
+    nearest = [each for each in same if likeness[each] == max(likeness.values()) >= _ALIKE]
+    return nearest or (same if number else [])
+
+
+# Likeness of two names that may be one, misspelled; difflib's own choice.
+_ALIKE = 0.6
 
 
 _templates: list[Template] = []
@@ -379,9 +587,24 @@ def register_templates(*templates: Template) -> None:
 
 
 def kernel_templates() -> Iterator[Template]:
-    """The kernel templates of all registered formats, then those of `register_templates`, each once."""
+    """The kernel templates of all registered formats, then those of `register_templates`, each once.
+
+    Those of a format stand in the attribute `kernels` of its factory, or of what the factory makes without options.
+    """
     seen: set[Template] = set()
-    for template in itertools.chain(*(get_format(name).kernels for name in formats()), _templates):
+    for template in itertools.chain(*map(_kernels_of, formats()), _templates):
         if template not in seen:
             seen.add(template)
             yield template
+
+
+def _kernels_of(name: str) -> tuple[Template, ...]:
+    factory: Any = _registry[name]
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    if hasattr(factory, "kernels"):  # a class says it without an instance, for which options may be needed
+        return tuple(factory.kernels)
+    try:
+        return get_format(name).kernels
+    except (ValueError, TypeError):  # a function that needs an option, and does not say
+        return ()

@@ -183,7 +183,7 @@ class Table4(Format):
     --------
     >>> from kbitcupy.formats.float4 import Table4
     >>> Table4("nf4", block=32)
-    get_format('nf4', block=32, double_quant=False)
+    get_format('nf4:block=32')
     """
 
     bits = 4
@@ -334,7 +334,7 @@ class Dynamic8(Format):
     --------
     >>> from kbitcupy.formats.float4 import Dynamic8
     >>> Dynamic8()
-    get_format('dynamic8', block=256)
+    get_format('dynamic8')
     """
 
     name = "dynamic8"

@@ -122,7 +122,7 @@ class KBit(Format):
     --------
     >>> from kbitcupy.formats.kbit import KBit
     >>> KBit(3, absmax="float16")
-    get_format('kbit3', codebook='bnf', absmax='float16')
+    get_format('kbit3:absmax=float16')
     """
 
     block = BLOCK
