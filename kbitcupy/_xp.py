@@ -260,28 +260,59 @@ def as_array(x: Any, argument: str = "x") -> Any:
     argument : str
         The name that an error message gives to `x`.
 
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        Of a subclass of NumPy's array, such as ``numpy.matrix`` and ``numpy.memmap``, the plain array of its memory.
+
     Raises
     ------
     TypeError
-        When `x` cannot be read as an array.
+        When `x` cannot be read as an array, or has a mask.
     """
-    if is_array(x):
+    if type(x) is np.ndarray or is_cupy(x):
         return x
+    if isinstance(x, np.ndarray):
+        return _plain(x, argument)
     # DLPack first: it knows bfloat16 and streams, and what a tensor that may not be exported says can be passed on.
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, argument)
     if hasattr(x, "__cuda_array_interface__"):
         return _from_cuda_interface(x)
     try:
-        return np.asarray(x)
+        array = np.asarray(x)
     except Exception as error:  # third-party __array__ may raise anything
         raise TypeError(f"{argument} is {type(x).__name__}, which does not convert to an array: {error}") from error
+    if array.dtype.kind in "OUST":
+        raise TypeError(f"{argument} is {type(x).__name__}, {_no_numbers(x)}")
+    return array
+
+
+def _plain(x: np.ndarray, argument: str) -> np.ndarray:
+    """The memory of a subclass of NumPy's array, whose own rules are left behind."""
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(x, masked.MaskedArray):
+        raise TypeError(
+            f"{argument} is a masked array, and no format keeps a mask: pass {argument}.filled(value), and keep the "
+            f"mask ({argument}.mask) yourself, or {argument}.compressed(), which drops what is masked"
+        )
+    return x.view(np.ndarray)
+
+
+def _no_numbers(x: Any) -> str:
+    """What is wrong with an object of which NumPy makes no array of numbers, and what to do."""
+    kind = type(x)
+    if "scipy.sparse" in kind.__module__:
+        return "a sparse array: pass its dense form (.toarray()), or its nonzero elements alone (.data)"
+    if x is None or isinstance(x, (str, bytes)) or not (hasattr(x, "__array__") or hasattr(x, "__len__")):
+        return "which holds no numbers: pass an array"
+    return "of which NumPy makes no array of numbers: convert it with numpy.asarray(..., dtype=...) first"
 
 
 def _from_dlpack(x: Any, argument: str) -> Any:
-    kind, _ = x.__dlpack_device__()
     host = 1  # kDLCPU
     try:
+        kind, _ = x.__dlpack_device__()
         if int(kind) != host:
             array = import_cupy().from_dlpack(x)  # our current stream waits for the producer's
             return _borrowed(array, _torch().cuda.current_stream(x.device).cuda_stream) if _is_torch(x) else array
@@ -290,11 +321,26 @@ def _from_dlpack(x: Any, argument: str) -> Any:
                 return np.asarray(x)  # such as JAX's, which are NumPy's own memory under ml_dtypes' dtype
             return np.from_dlpack(x.view(_torch().int16)).view(float_dtype("bfloat16"))
         return np.from_dlpack(x)
-    except (BufferError, RuntimeError, AttributeError) as error:
+    except (BufferError, RuntimeError, AttributeError, ValueError) as error:
         raise TypeError(
-            f"{argument} is {type(x).__name__} and refuses DLPack export ({error}); pass a plain array of it "
-            "(for torch: x.detach())"
+            f"{argument} is {type(x).__name__} and refuses DLPack export ({error}); pass a plain array of it"
+            f"{_torch_remedy(x)}"
         ) from error
+
+
+def _torch_remedy(x: Any) -> str:
+    """What makes a plain array of a tensor that may not be exported."""
+    if not _is_torch(x):
+        return ""
+    if x.is_meta:
+        return ", which has values"
+    if x.requires_grad:
+        return " (for torch: x.detach())"
+    if x.layout is not _torch().strided:
+        return " (for torch: x.to_dense())"
+    if x.is_conj() or x.is_neg():
+        return " (for torch: x.resolve_conj().resolve_neg())"
+    return f" (for torch: x.to(torch.float32); it is {x.dtype})"
 
 
 class _Described:

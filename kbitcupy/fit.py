@@ -15,6 +15,7 @@ from .formats.kbit import check_k
 # Quotients are counted in this many bins of [-1, 1]; the centre of mass of each bin is kept, so levels are not rounded.
 _BINS = 1 << 16
 _CHUNK = 1 << 22
+_NUMBERS = (int, float, np.integer, np.floating)
 
 
 def fit_table(x: Any, k: int = 4, *, block: int = 64, tolerance: float = 1e-7, iterations: int = 10_000) -> np.ndarray:
@@ -27,15 +28,16 @@ def fit_table(x: Any, k: int = 4, *, block: int = 64, tolerance: float = 1e-7, i
     Parameters
     ----------
     x : array_like
-        float16, bfloat16, float32 or float64 data, any shape; taken flat. NaN and infinities are left out.
+        float16, bfloat16, float32 or float64 data, any shape; taken flat. float64 is rounded to float32 first, as
+        `quantize` does. NaN and infinities are left out.
     k : int, default 4
         1 to 8.
     block : int, default 64
         Elements that share an absmax: that of the format the table is for.
     tolerance : float, default 1e-7
-        The iteration ends when no level moves by more.
+        The iteration ends when no level moves by more; 0 or more.
     iterations : int, default 10000
-        ... or after so many steps.
+        ... or after so many steps; 1 or more.
 
     Returns
     -------
@@ -48,7 +50,8 @@ def fit_table(x: Any, k: int = 4, *, block: int = 64, tolerance: float = 1e-7, i
     TypeError
         When `x` is not a float array.
     FormatError
-        When `k` or `block` is not allowed, or the data hold fewer than 2^k different quotients.
+        When `k`, `block`, `tolerance` or `iterations` is not allowed, or the data hold fewer than 2^k different
+        quotients.
 
     Notes
     -----
@@ -66,10 +69,19 @@ def fit_table(x: Any, k: int = 4, *, block: int = 64, tolerance: float = 1e-7, i
     array = _xp.as_array(x)
     _xp.float_dtype(array.dtype, "x")
     k, block = check_k(k), check_block(block)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, _NUMBERS) or not 0 <= tolerance < math.inf:
+        raise FormatError(f"tolerance is {tolerance!r}; it must be a finite number from 0 on, such as 1e-7")
+    if isinstance(iterations, bool) or not isinstance(iterations, (int, np.integer)) or iterations < 1:
+        raise FormatError(f"iterations is {iterations!r}; it must be a positive integer")
     with _xp.on_device_of(array):
         weight, moment = _histogram(array.reshape(-1), block)
     used = weight > 0
     weight, moment = weight[used], moment[used]
+    if not weight.size:
+        raise FormatError(
+            "x holds no finite number but 0, of which no table can be made; float32 holds magnitudes from 1e-45 to "
+            "3.4e38: scale what lies beyond"
+        )
     if weight.size < 1 << k:
         raise FormatError(
             f"x holds {weight.size} different quotients of an element and its block's absmax; a table of {1 << k} "
@@ -83,7 +95,9 @@ def _histogram(x: Any, block: int) -> tuple[np.ndarray, np.ndarray]:
     xp = _xp.namespace(x)
     weight, moment = xp.zeros(_BINS), xp.zeros(_BINS)
     for start in range(0, x.size, _CHUNK):
-        part = x[start : start + _CHUNK].astype(np.float64)
+        part = x[start : start + _CHUNK]
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # what float32 has not is left out
+            part = part.astype(np.float32).astype(np.float64)
         rows = xp.zeros((math.ceil(part.size / block), block))
         rows.reshape(-1)[: part.size] = xp.where(xp.isfinite(part), part, 0)
         absmax = abs(rows).max(axis=1, keepdims=True)

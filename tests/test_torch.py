@@ -101,6 +101,18 @@ def test_a_tensor_with_a_gradient_is_refused(torch):
         kb.quantize(random(torch, (64,), "float32").requires_grad_(), "kbit4")
 
 
+def test_tensors_that_are_no_plain_arrays(torch):
+    tensor = random(torch, (4, 64), "float32")
+    for given, remedy in [
+        (tensor.to(torch.float8_e4m3fn), r"x\.to\(torch\.float32\); it is torch\.float8_e4m3fn"),
+        (tensor.to_sparse(), r"x\.to_dense\(\)"),
+        (torch.complex(tensor, tensor).conj(), r"x\.resolve_conj\(\)\.resolve_neg\(\)"),
+        (tensor.to("meta"), "pass a plain array of it, which has values"),
+    ]:
+        with pytest.raises(TypeError, match=f"refuses DLPack export .*{remedy}"):
+            kb.quantize(given, "kbit4")
+
+
 @pytest.mark.parametrize("argument", [np.ones(3), None])
 def test_to_torch_takes_quantized_arrays(argument):
     with pytest.raises(TypeError, match="q is .*; it must be a QuantizedArray"):
