@@ -50,7 +50,7 @@ class QuantizedArray:
     (8, 32)
     """
 
-    __slots__ = ("_borrowed", "_launches", "dtype", "format", "planes", "shape", "sqnr_db")
+    __slots__ = ("_borrowed", "_launches", "dtype", "format", "planes", "shape")
     __array_ufunc__ = None  # NumPy and CuPy operators defer to this class
 
     format: Format
@@ -61,8 +61,6 @@ class QuantizedArray:
     _borrowed: tuple[str, ...]
     #: What kernels say of the planes when they are launched, by kernel: the planes are the same for life.
     _launches: dict[Any, Any]
-    #: SQNR in dB that `kbitcupy.metrics` measured last, against the original; None before.
-    sqnr_db: float | None
 
     def __init__(self, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: Any):
         shape = _checked_shape(shape)
@@ -82,13 +80,8 @@ class QuantizedArray:
         put(self, "planes", MappingProxyType(dict(planes)))
         put(self, "shape", shape)
         put(self, "dtype", dtype)
-        put(self, "sqnr_db", None)
         put(self, "_borrowed", borrowed)
         put(self, "_launches", {})
-
-    def _note_sqnr(self, value: float | None) -> None:
-        """Keep what was measured; None when the planes have been overwritten."""
-        object.__setattr__(self, "sqnr_db", value)
 
     @classmethod
     def _wrap(
@@ -177,8 +170,6 @@ class QuantizedArray:
             "MB after": f"{self.nbytes / 1e6:.3f}",
             "bits per element": f"{self.bits_per_element:.2f}" if self.size else "",
         }
-        if self.sqnr_db is not None:
-            rows["SQNR"] = f"{self.sqnr_db:.2f} dB"
         cells = "".join(
             f"<tr><th style='text-align:left'>{name}</th><td>{_escape(value)}</td></tr>" for name, value in rows.items()
         )

@@ -1,7 +1,7 @@
 """How much an array lost: errors, SQNR, storage, and the analytical bound.
 
 All functions take NumPy or CuPy arrays, compute in float64 and return Python numbers (on CuPy that waits for the
-device). The approximation may still be compressed; its ``sqnr_db`` is noted in it then.
+device). The approximation may still be compressed; measuring changes nothing in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from . import _xp
 from .array import QuantizedArray
 from .errors import FormatError
-from .ops import dequantize
+from .ops import dequantize, source
 
 __all__ = [
     "BoundCheck",
@@ -25,12 +25,17 @@ __all__ = [
     "error_bound",
     "max_abs",
     "mse",
+    "offset_note",
     "rmse",
     "sqnr_db",
     "sums",
 ]
 
 _CHUNK = 1 << 22
+
+#: |mean| / standard deviation from which `offset_note` speaks: the SQNR is 10 dB over the centred one from there on,
+#: which is more than a bit and a half, and next to nothing of a normal distribution lies on the other side of 0.
+FAR_OFFSET = 3.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class Sums:
         Sum of products of original and approximation.
     largest : float
         Largest absolute error.
+    mean : float
+        Mean of the original.
+    spread : float
+        Sum of squares of the original's distances to its mean.
     """
 
     count: int = 0
@@ -57,15 +66,22 @@ class Sums:
     other: float = 0.0
     product: float = 0.0
     largest: float = 0.0
+    mean: float = 0.0
+    spread: float = 0.0
 
     def __add__(self, right: Sums) -> Sums:
+        count = self.count + right.count
+        share = right.count / count if count else 0.0
+        apart = right.mean - self.mean
         return Sums(
-            self.count + right.count,
+            count,
             self.signal + right.signal,
             self.noise + right.noise,
             self.other + right.other,
             self.product + right.product,
             float(np.maximum(self.largest, right.largest)),
+            self.mean + share * apart if self.count else right.mean,
+            self.spread + right.spread + apart * apart * share * self.count,
         )
 
     @property
@@ -76,11 +92,19 @@ class Sums:
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise ratio in dB: infinite without an error, NaN without elements."""
-        if not self.count or math.isnan(self.signal) or math.isnan(self.noise):
+        return self._ratio_db(self.signal)
+
+    @property
+    def sqnr_centered_db(self) -> float:
+        """The same with the variance of the original as its signal: what an offset of the data adds is left out."""
+        return self._ratio_db(self.spread)
+
+    def _ratio_db(self, signal: float) -> float:
+        if not self.count or math.isnan(signal) or math.isnan(self.noise):
             return math.nan
         if self.noise == 0:
             return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        return 10 * math.log10(signal / self.noise) if signal else -math.inf
 
     @property
     def cosine(self) -> float:
@@ -89,14 +113,20 @@ class Sums:
         return self.product / norm if norm else math.nan
 
 
-def _check_pair(x: Any, y: Any) -> None:
-    for name, array in (("x", x), ("y", y)):
-        if not _xp.is_array(array):
-            hint = ": call .dequantize()" if isinstance(array, QuantizedArray) else ""
-            raise TypeError(f"{name} is {type(array).__name__}; it must be a NumPy or CuPy array{hint}")
+def _array(x: Any, argument: str) -> Any:
+    """A NumPy or CuPy array, without masks."""
+    if not _xp.is_array(x):
+        hint = ": call .dequantize()" if isinstance(x, QuantizedArray) else ""
+        raise TypeError(f"{argument} is {type(x).__name__}; it must be a NumPy or CuPy array{hint}")
+    return _xp.as_array(x, argument)
+
+
+def _pair(x: Any, y: Any) -> tuple[Any, Any]:
+    x, y = _array(x, "x"), _array(y, "y")
     if x.shape != y.shape:
         raise ValueError(f"x has shape {x.shape} and y {y.shape}; they must be equal")
     _xp.check_same_device(x, y)
+    return x, y
 
 
 def sums(x: Any, y: Any) -> Sums:
@@ -106,17 +136,18 @@ def sums(x: Any, y: Any) -> Sums:
     ----------
     x, y : array
         Original and approximation, of equal shape and on one device. `y` may be a QuantizedArray, which is decoded for
-        this and keeps the SQNR as its ``sqnr_db``.
+        this.
 
     Returns
     -------
     Sums
-        Carries ``mse``, ``sqnr_db``, ``cosine`` and ``largest``; adding two of them joins their arrays.
+        Carries ``mse``, ``sqnr_db``, ``sqnr_centered_db``, ``cosine`` and ``largest``; adding two of them joins their
+        arrays.
 
     Raises
     ------
     TypeError
-        When an argument is not an array.
+        When an argument is not an array, or has a mask.
     ValueError
         When shapes or devices differ.
 
@@ -127,20 +158,72 @@ def sums(x: Any, y: Any) -> Sums:
     >>> both.count, both.mse
     (4, 0.75)
     """
-    other = dequantize(y) if isinstance(y, QuantizedArray) else y
-    _check_pair(x, other)
+    x, other = _pair(x, dequantize(y) if isinstance(y, QuantizedArray) else y)
     total = Sums()
     with _xp.on_device_of(x), np.errstate(invalid="ignore", over="ignore"):
         flat = x.reshape(-1), other.reshape(-1)
         for start in range(0, x.size, _CHUNK):
             a, b = (array[start : start + _CHUNK].astype(np.float64) for array in flat)
             error = a - b
-            total += Sums(
-                a.size, float(a @ a), float(error @ error), float(b @ b), float(a @ b), float(abs(error).max())
-            )
-    if isinstance(y, QuantizedArray):
-        y._note_sqnr(total.sqnr_db)
+            products = float(a @ a), float(error @ error), float(b @ b), float(a @ b)
+            total += Sums(a.size, *products, float(abs(error).max()), *_moments(a))
     return total
+
+
+def _moments(a: Any) -> tuple[float, float]:
+    """Mean, and sum of squared distances to it, of a flat float64 array that is not empty."""
+    first = a[:1]
+    a = a - first  # a constant array has a spread of exactly 0
+    mean = a.mean()
+    a -= mean
+    return float(first[0] + mean), float(a @ a)
+
+
+def offset_note(x: Any) -> str | None:
+    """Say it when the mean of an array is far from 0, compared with its standard deviation.
+
+    Formats have a scale and no offset: they keep what lies around 0, and the SQNR of data far from there is high
+    however little of their variation is left.
+
+    Parameters
+    ----------
+    x : array or Sums
+        The original, or what `sums` has measured of it.
+
+    Returns
+    -------
+    str or None
+        One sentence with the remedy; None where |mean| is at most 3 standard deviations, or all elements are equal, or
+        one is NaN or infinite.
+
+    Raises
+    ------
+    TypeError
+        When `x` is not an array, or has a mask.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> kelvin = np.array([285.0, 295.0] * 100)
+    >>> kb.metrics.offset_note(kelvin)  # doctest: +ELLIPSIS
+    'the mean is 290 and the standard deviation 5: the SQNR is 35 dB over that of the variation ...; subtract ...'
+    >>> kb.metrics.offset_note(kelvin - 290) is None
+    True
+    """
+    if not isinstance(x, Sums):
+        x = _array(x, "x")
+        x = sums(x, x)
+    if not 0 < x.spread < math.inf:
+        return None
+    deviation = math.sqrt(x.spread / x.count)
+    ratio = abs(x.mean) / deviation
+    if not ratio > FAR_OFFSET:
+        return None
+    return (
+        f"the mean is {x.mean:.4g} and the standard deviation {deviation:.4g}: the SQNR is "
+        f"{10 * math.log10(1 + ratio * ratio):.0f} dB over that of the variation (sqnr_centered_db); subtract the mean "
+        "before quantizing and add it afterwards"
+    )
 
 
 def mse(x: Any, y: Any) -> float:
@@ -179,20 +262,32 @@ def max_abs(x: Any, y: Any) -> float:
     return sums(x, y).largest
 
 
-def sqnr_db(x: Any, y: Any) -> float:
+def sqnr_db(x: Any, y: Any, *, centered: bool = False) -> float:
     """Signal to quantization noise ratio, ``10 log10(sum x^2 / sum (x - y)^2)`` in dB; infinite when x equals y.
+
+    Parameters
+    ----------
+    x, y : array
+        Original and approximation, as for `sums`.
+    centered : bool, default False
+        Take the distances of x to its mean for the signal, instead of x: then an offset of the data does not count.
+
+    Returns
+    -------
+    float
 
     Examples
     --------
     >>> import numpy as np, kbitcupy as kb
     >>> kb.metrics.sqnr_db(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
     20.0
-    >>> x = np.random.default_rng(0).standard_normal(4096)
-    >>> q = kb.quantize(x, "kbit4")
-    >>> kb.metrics.sqnr_db(x, q) == q.sqnr_db
-    True
+    >>> x = 290 + 5 * np.random.default_rng(0).standard_normal(4096)
+    >>> q = kb.quantize(x, "kbit8")
+    >>> round(kb.metrics.sqnr_db(x, q), 1), round(kb.metrics.sqnr_db(x, q, centered=True), 1)
+    (47.4, 12.2)
     """
-    return sums(x, y).sqnr_db
+    found = sums(x, y)
+    return found.sqnr_centered_db if centered else found.sqnr_db
 
 
 def cosine(x: Any, y: Any) -> float:
@@ -239,11 +334,12 @@ class BoundCheck:
     Parameters
     ----------
     bound : float
-        Largest bound of any element.
+        Largest bound of any finite element; infinite where a block holds an infinity.
     error : float
-        Largest error of any element.
+        Largest error of any element; infinite where one was lost.
     violations : int
-        Elements whose error exceeds their own bound.
+        Elements whose error exceeds their own bound, and elements that were lost: NaN that did not come back as NaN,
+        infinities that did not come back as themselves, and finite numbers that came back as NaN.
     """
 
     bound: float
@@ -254,13 +350,14 @@ class BoundCheck:
 def error_bound(x: Any, q: QuantizedArray, y: Any = None) -> BoundCheck:
     """Compare every error with the format's analytical bound, half an ulp of the output's dtype included.
 
-    For a codebook that is ``(max(largest gap / 2, 1 - last, first + 1) + e) * absmax`` of the element's block, where
-    e bounds the relative error of the stored scale. It holds for finite blocks.
+    For a codebook that is ``(max(largest gap / 2, 1 - last, first + 1) + e * max(1, largest magnitude)) * absmax`` of
+    the element's block, where e bounds the relative error of the stored scale. It holds for finite blocks.
 
     Parameters
     ----------
     x : array
-        The original, NumPy or CuPy.
+        The original, NumPy or CuPy. float64 beyond the range of float32 counts as infinite where the format is given
+        float32.
     q : QuantizedArray
         Its compressed form.
     y : array, optional
@@ -272,6 +369,8 @@ def error_bound(x: Any, q: QuantizedArray, y: Any = None) -> BoundCheck:
 
     Raises
     ------
+    TypeError
+        When an argument is of the wrong type or dtype, or has a mask.
     FormatError
         When the format has no analytical bound.
     ValueError
@@ -283,29 +382,42 @@ def error_bound(x: Any, q: QuantizedArray, y: Any = None) -> BoundCheck:
     >>> x = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     >>> kb.metrics.error_bound(x, kb.quantize(x, "kbit4")).violations
     0
+    >>> x[7] = np.nan  # which comes back as a number
+    >>> kb.metrics.error_bound(x, kb.quantize(x, "kbit4")).violations
+    1
     """
-    y = dequantize(q) if y is None else y
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
+    x, y = _array(x, "x"), dequantize(q) if y is None else _array(y, "y")
+    _xp.float_dtype(x.dtype, "x")
+    half, least = _float_info(_xp.float_dtype(y.dtype, "y").name)
     if x.shape != y.shape or x.shape != q.shape:
         raise ValueError(f"x has shape {x.shape}, q {q.shape} and y {y.shape}; they must be equal")
-    host_x, host_y = _xp.to_device(x, "cpu").reshape(-1), _xp.to_device(y, "cpu").reshape(-1)
-    blocks = q.format.error_bound(host_x.reshape(x.shape), q.get().planes)
-    if blocks is None:
-        raise FormatError(f"{q.format} has no analytical error bound; use max_abs")
+    host_x, host_y = _xp.to_device(x, "cpu"), _xp.to_device(y, "cpu").reshape(-1)
     largest_bound = largest_error = 0.0
     violations = 0
-    info = _float_info(y.dtype.name)
-    chunk = _CHUNK // q.format.block * q.format.block
-    for start in range(0, host_x.size, chunk):
-        a = host_x[start : start + chunk].astype(np.float64)
-        b = host_y[start : start + chunk].astype(np.float64)
-        first = start // q.format.block
-        bound = np.repeat(blocks[first : first + -(-a.size // q.format.block)], q.format.block)[: a.size]
-        # Half an ulp of the output, at the larger magnitude that a value within the bound may have.
-        bound = bound + np.maximum((abs(a) + bound) * info[0], info[1])
-        error = abs(a - b)
-        violations += int(np.count_nonzero(error > bound))
-        largest_bound = max(largest_bound, float(bound.max()))
-        largest_error = max(largest_error, float(error.max()))
+    with np.errstate(invalid="ignore", over="ignore"):
+        given = source(host_x, q.format.dtypes)
+        blocks = q.format.error_bound(given, q.get().planes)
+        if blocks is None:
+            raise FormatError(f"{q.format} has no analytical error bound; use max_abs")
+        host_x, given = host_x.reshape(-1), given.reshape(-1)
+        chunk = max(_CHUNK // q.format.block, 1) * q.format.block
+        for start in range(0, host_x.size, chunk):
+            a = host_x[start : start + chunk].astype(np.float64)
+            b = host_y[start : start + chunk].astype(np.float64)
+            entered = given[start : start + chunk].astype(np.float64)
+            first = start // q.format.block
+            bound = np.repeat(blocks[first : first + -(-a.size // q.format.block)], q.format.block)[: a.size]
+            # Half an ulp of the output, at the larger magnitude that a value within the bound may have.
+            bound = bound + np.maximum((abs(a) + bound) * half, least)
+            finite = np.isfinite(entered)
+            kept = np.where(finite, ~np.isnan(b), (entered == b) | (np.isnan(entered) & np.isnan(b)))
+            error = np.where(finite, abs(a - b), 0.0)
+            error[~kept] = np.inf
+            violations += int(np.count_nonzero(~kept | (finite & ~(error <= bound))))
+            largest_bound = float(np.maximum(largest_bound, bound.max(initial=0, where=finite)))
+            largest_error = max(largest_error, float(error.max()))
     return BoundCheck(largest_bound, largest_error, violations)
 
 

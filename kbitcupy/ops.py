@@ -11,10 +11,18 @@ import numpy as np
 from . import _xp
 from .array import QuantizedArray
 from .errors import DeviceError, FormatError
-from .formats.base import Format, get_format
+from .formats.base import Format, formats, get_format
 
 
-def quantize(x: Any, format: str | Format, /, *, out: QuantizedArray | None = None, **options: Any) -> QuantizedArray:
+def quantize(
+    x: Any,
+    /,
+    format: str | Format | None = None,
+    *,
+    out: QuantizedArray | None = None,
+    check_finite: bool = False,
+    **options: Any,
+) -> QuantizedArray:
     """Compress an array.
 
     Parameters
@@ -27,6 +35,9 @@ def quantize(x: Any, format: str | Format, /, *, out: QuantizedArray | None = No
         a Format (see `get_format`).
     out : QuantizedArray, optional
         An earlier result of the same format, shape and device, whose planes are overwritten.
+    check_finite : bool, default False
+        Refuse NaN and infinities, for which most formats store some number (each says which). On a GPU this
+        synchronises, and cannot be captured in a graph.
     **options
         The format's own options, when `format` is a name.
 
@@ -39,9 +50,11 @@ def quantize(x: Any, format: str | Format, /, *, out: QuantizedArray | None = No
     Raises
     ------
     TypeError
-        When `x` is not a float array.
+        When `x` is not a float array, or has a mask, or `format` is missing.
     FormatError
         When the format or an option is not known, or `out` does not fit.
+    ValueError
+        When `check_finite` is true and `x` holds NaN or infinities.
     DeviceError
         When `out` is on another device.
 
@@ -61,15 +74,18 @@ def quantize(x: Any, format: str | Format, /, *, out: QuantizedArray | None = No
     if isinstance(format, Format):
         if options:
             raise FormatError(f"options ({', '.join(options)}) go with a format's name, not with a Format")
+    elif format is None:
+        raise TypeError(_no_format(options))
     else:
         format = get_format(format, **options)
     stored = format.stored()
     if out is not None:
         _check_quantized_out(out, stored, array)
     array = source(array, format.dtypes)
+    if check_finite:
+        _check_finite(array, dtype)
     with _xp.on_device_of(array):
         if out is not None:
-            out._note_sqnr(None)
             format.encode(array, out.planes)
             return out if out.dtype == dtype else QuantizedArray._wrap(stored, out.planes, shape, dtype)
         empty = _xp.namespace(array).empty
@@ -395,6 +411,35 @@ def check_out(out: Any, shape: tuple[int, ...], beside: Any, dtype: Any = None) 
         raise ValueError("out is not C-contiguous; allocate it with empty(shape, dtype)")
     if isinstance(out, np.ndarray) and not flags.writeable:
         raise ValueError("out is read-only; pass a writable array")
+
+
+def _no_format(options: Mapping[str, Any]) -> str:
+    """What to say to a call that names no format."""
+    given = f"; {', '.join(f'{name}={value!r}' for name, value in options.items())} alone names none" if options else ""
+    return (
+        f'quantize needs a format{given}: quantize(x, "kbit4"), or with options quantize(x, "int4:block=32"); '
+        f"registered are {', '.join(formats())}"
+    )
+
+
+def _check_finite(x: Any, dtype: np.dtype) -> None:
+    """Refuse NaN and infinities in `x`, which has been an array of `dtype`."""
+    layout = np.finfo(np.float32) if x.dtype.name == "bfloat16" else np.finfo(x.dtype)
+    bits = 8 * x.dtype.itemsize
+    exponent = ((1 << layout.nexp) - 1) << (bits - 1 - layout.nexp)
+    with _xp.on_device_of(x):
+        # By its bits, as CuPy has no isfinite for bfloat16.
+        words = x.reshape(-1).view(f"u{x.dtype.itemsize}") & ((1 << (bits - 1)) - 1)
+        nan, infinite = int((words > exponent).sum()), int((words == exponent).sum())
+        if not nan and not infinite:
+            return
+        first = int((words >= exponent).argmax())
+    index = tuple(map(int, np.unravel_index(first, x.shape)))
+    beyond = f" (so is {dtype} beyond {x.dtype}, to which it is rounded)" if infinite and dtype != x.dtype else ""
+    raise ValueError(
+        f"x holds {nan} NaN and {infinite} infinities{beyond} among {x.size} elements, the first at index {index}; "
+        "replace them, such as with nan_to_num, or leave check_finite away"
+    )
 
 
 def _check_quantized_out(out: Any, stored: Format, array: Any) -> None:

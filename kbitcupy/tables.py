@@ -200,6 +200,11 @@ class Codebook:
         return float(max(np.diff(ordered).max() / 2, 1 - ordered[-1], ordered[0] + 1))
 
 
+def reach(values: np.ndarray) -> float:
+    """What an error of the scale grows by when it is multiplied with one of these values, 1 at least."""
+    return max(1.0, float(np.abs(values).max()))
+
+
 def _thresholds(levels: np.ndarray, index: np.ndarray) -> np.ndarray | None:
     """For each pair of neighbours the largest float32 that belongs to the lower one, by bisection."""
     low, high = levels[:-1], levels[1:]

@@ -297,7 +297,7 @@ def test_inspect(model, capsys):
     assert heading.split() == ["tensor", "format", "dtype", "shape", "bits", "MB", "share"]
     assert rows[0].split() == ["a.bias", "float32", "64", "32.00", "0.000", "7.3%"]
     assert rows[1].split() == ["a.weight", "kbit4:codebook=nf", "float32", "64x64", "4.26", "0.002", "61.8%"]
-    assert rows[2].split()[1:5] == ["kbit4", "codebook=nf", "float16", "32x64"]
+    assert rows[2].split()[1:4] == ["kbit4:codebook=nf", "float16", "32x64"]
     assert max(map(len, rows)) <= 100 and "..." in rows[2]
 
 

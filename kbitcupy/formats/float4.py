@@ -505,11 +505,11 @@ def _select_nested(nested: Any, shape: tuple[int, ...], block: int, key: Any) ->
 def _error_bound(x: Any, block: int, table: Table, planes: Mapping[str, Any]) -> Any:
     absmax = block_absmax(x.reshape(-1), block)
     wide = absmax.astype(np.float64)
-    bound = (table.edge + 2.0**-22) * wide
+    scale_error = 2.0**-22 * wide
     if "nested_offset" in planes:  # the decoded absmax is off by as much as this
         nested = np.repeat(planes["nested_absmax"].astype(np.float64), NESTED_BLOCK)[: absmax.size]
-        bound = bound + (dynamic_table().edge + 2.0**-22) * nested + 2.0**-22 * (wide + nested)
-    return bound
+        scale_error = scale_error + (dynamic_table().edge + 2.0**-22) * nested + 2.0**-22 * (wide + nested)
+    return table.edge * wide + tables.reach(table.values) * scale_error
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ class KBit(Format):
         stored = ABSMAX[self.absmax]
         scale = np.repeat(planes["scale"].astype(np.float64), absmax.size // self.members)
         scale_error = np.maximum(stored.relative_error * absmax, stored.absolute_error * scale)
-        return Codebook(values).edge * absmax + np.minimum(scale_error, absmax)
+        return Codebook(values).edge * absmax + tables.reach(values) * np.minimum(scale_error, absmax)
 
     def magnitude(self) -> Magnitude | None:
         if self.absmax != "float32":  # the others have a tensor scale

@@ -429,7 +429,7 @@ def load(path: str | os.PathLike[str]) -> BitsandbytesCheckpoint:
     ...     bitsandbytes.save(f"{folder}/a.safetensors", {"up.weight": kb.quantize(x, "nf4", double_quant=True)})
     ...     q = bitsandbytes.load(f"{folder}/a.safetensors")["up.weight"].copy()
     >>> q
-    QuantizedArray(nf4, shape=(64, 64), dtype=float16, device=cpu, 4.14 bits/element)
+    QuantizedArray(nf4:double_quant=true, shape=(64, 64), dtype=float16, device=cpu, 4.14 bits/element)
     """
     return BitsandbytesCheckpoint(path)
 
