@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import DeviceError, MissingExtraError
+from .errors import DeviceError, KbitError, MissingExtraError
 
 #: dtype names that every format takes and gives back; float64 passes through one cast to float32.
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -321,6 +321,8 @@ def _from_dlpack(x: Any, argument: str) -> Any:
                 return np.asarray(x)  # such as JAX's, which are NumPy's own memory under ml_dtypes' dtype
             return np.from_dlpack(x.view(_torch().int16)).view(float_dtype("bfloat16"))
         return np.from_dlpack(x)
+    except KbitError:  # the device of `x` is out of reach
+        raise
     except (BufferError, RuntimeError, AttributeError, ValueError) as error:
         raise TypeError(
             f"{argument} is {type(x).__name__} and refuses DLPack export ({error}); pass a plain array of it"
@@ -334,13 +336,13 @@ def _torch_remedy(x: Any) -> str:
         return ""
     if x.is_meta:
         return ", which has values"
-    if x.requires_grad:
-        return " (for torch: x.detach())"
     if x.layout is not _torch().strided:
         return " (for torch: x.to_dense())"
     if x.is_conj() or x.is_neg():
         return " (for torch: x.resolve_conj().resolve_neg())"
-    return f" (for torch: x.to(torch.float32); it is {x.dtype})"
+    if str(x.dtype).removeprefix("torch.") not in FLOAT_DTYPES:
+        return f" (for torch: x.to(torch.float32); it is {x.dtype})"
+    return " (for torch: x.detach())"
 
 
 class _Described:

@@ -191,6 +191,13 @@ def test_texts_that_are_none(text, message):
         kb.get_format(text)
 
 
+def test_a_text_has_an_end():
+    with pytest.raises(kb.KbitError, match="format is a text of 1000007 characters; at most 65536 are read"):
+        kb.get_format("table4:" + "[" * 1_000_000)
+    with pytest.raises(kb.KbitError, match="table is '\\[\\["):
+        kb.get_format("table4:table=" + "[" * 60_000)
+
+
 def test_text_is_a_string():
     for function in (parse_format, split_formats):
         with pytest.raises(TypeError, match="given as int; .* takes text"):

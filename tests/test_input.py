@@ -1,6 +1,8 @@
 """What `quantize` and the others take for an array and a format, and what they refuse with which remedy."""
 
 import functools
+import sys
+import types
 import warnings
 
 import numpy as np
@@ -14,6 +16,7 @@ from kbitcupy import affine
 X = np.random.default_rng(3).standard_normal((8, 64)).astype(np.float32)
 MASKED = np.ma.masked_greater(X, 1)
 W = kb.quantize(X, "kbit4")
+NO_GPU = types.SimpleNamespace(is_available=lambda: False)
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
@@ -101,6 +104,15 @@ def test_a_mapped_file_is_an_array(tmp_path):
 def test_what_is_no_array(x, message):
     with pytest.raises(TypeError, match=message):
         kb.quantize(x, "kbit4")
+
+
+@pytest.mark.parametrize("missing", [None, types.SimpleNamespace(cuda=NO_GPU, ndarray=type("ndarray", (), {}))])
+def test_memory_out_of_reach(monkeypatch, missing):
+    """What says that a GPU is out of reach says it of a tensor, too."""
+    monkeypatch.setitem(sys.modules, "cupy", missing)
+    there = types.SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (2, 0))
+    with pytest.raises(kb.KbitError, match="CuPy is not installed" if missing is None else "CuPy finds none"):
+        kb.quantize(there, "kbit4")
 
 
 # ---- formats ---------------------------------------------------------------------------------------------------------

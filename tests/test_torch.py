@@ -105,8 +105,10 @@ def test_tensors_that_are_no_plain_arrays(torch):
     tensor = random(torch, (4, 64), "float32")
     for given, remedy in [
         (tensor.to(torch.float8_e4m3fn), r"x\.to\(torch\.float32\); it is torch\.float8_e4m3fn"),
-        (tensor.to_sparse(), r"x\.to_dense\(\)"),
-        (torch.complex(tensor, tensor).conj(), r"x\.resolve_conj\(\)\.resolve_neg\(\)"),
+        (tensor.to(torch.float8_e5m2), r"x\.to\(torch\.float32\); it is torch\.float8_e5m2"),
+        (tensor.requires_grad_(), r"x\.detach\(\)"),
+        (tensor.detach().to_sparse(), r"x\.to_dense\(\)"),
+        (torch.complex(tensor.detach(), tensor.detach()).conj(), r"x\.resolve_conj\(\)\.resolve_neg\(\)"),
         (tensor.to("meta"), "pass a plain array of it, which has values"),
     ]:
         with pytest.raises(TypeError, match=f"refuses DLPack export .*{remedy}"):

@@ -409,6 +409,8 @@ def parse_format(text: str, /) -> tuple[str, dict[str, Any]]:
     """
     if not isinstance(text, str):
         raise TypeError(f"a format is given as {type(text).__name__}; parse_format takes text, such as 'nf4:block=32'")
+    if len(text) > _LONGEST:
+        raise FormatError(f"format is a text of {len(text)} characters; at most {_LONGEST} are read")
     text = text.strip()
     found = re.search(r"[:\[]", text)
     name, mark, inside = (text[: found.start()].rstrip(), found[0], text[found.end() :]) if found else (text, "", "")
@@ -474,6 +476,8 @@ def split_formats(text: str, /) -> list[str]:
 
 #: What divides names from options and options from each other.
 _MARKS = ":[],="
+# Texts come from files, too; one of 256 numbers has a tenth of this.
+_LONGEST = 1 << 16
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
@@ -510,7 +514,7 @@ def _value_text(value: Any) -> str:
     """The text that `_value` reads as `value`."""
     if isinstance(value, str) and value == value.strip() and not set(value) & set(',[]{}"') and _value(value) == value:
         return value
-    return json.dumps(value, separators=(",", ":"))
+    return json.dumps(value, separators=(",", ":"), default=str)
 
 
 def _equal(a: Any, b: Any) -> bool:
