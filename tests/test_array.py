@@ -215,6 +215,7 @@ def test_formats_with_numbers_of_their_own_are_pickled_with_them(name, option):
         ({"format": {"name": "kbit4", "absmax": "int8"}}, "absmax is 'int8'; allowed are"),
         ({"format": {"name": "kbit4", "absmax": ["e4m4"]}}, "absmax is"),
         ({"format": 3}, "lacks"),
+        ({"format": {"name": "kbit4:absmax=float32"}}, "is malformed"),
         ({"shape": [6, 4, -16]}, "non-negative integers"),
         ({"shape": [6, 4, 16.5]}, "non-negative integers"),
         ({"shape": "abc"}, "non-negative integers"),
