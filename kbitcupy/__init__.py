@@ -8,6 +8,8 @@
 22.0
 """
 
+from typing import TYPE_CHECKING
+
 from . import formats as _formats  # noqa: F401  (registers the formats)
 from . import metrics
 from ._version import __version__
@@ -62,10 +64,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """`io` (which needs safetensors), `explore` and `affine` are imported when they are first asked for."""
-    if name in ("io", "explore", "affine"):
-        from importlib import import_module
+if TYPE_CHECKING:
+    from . import affine, explore, io
+else:
+    # Hidden from type checkers, to which a module with `__getattr__` has every name that anybody asks for.
+    def __getattr__(name):
+        """`io` (which needs safetensors), `explore` and `affine` are imported when they are first asked for."""
+        if name in ("io", "explore", "affine"):
+            from importlib import import_module
 
-        return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, whether or not they are loaded yet, and no modules that only the package itself needs."""
+    return sorted(__all__)

@@ -75,11 +75,17 @@ def floor_of(module):
     raise LookupError(f"module {module!r} has no floor: give it one in FLOORS")
 
 
+def only_for_types(node):
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def imports_of(path):
-    """(imported module of this package, whether a function imports it)."""
+    """(imported module of this package, whether a function imports it); type checkers' imports are none."""
     module = module_name(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in filter(only_for_types, ast.walk(tree)):
+        node.body = []
     inside = {
         node
         for function in ast.walk(tree)
@@ -127,6 +133,25 @@ def test_version_is_the_changelogs():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## \[(\d[^\]]*)\]", text, re.MULTILINE)
     assert versions[0] == kb.__version__
+
+
+def test_tab_offers_the_public_names_and_no_others():
+    assert dir(kb) == sorted(kb.__all__)
+
+
+def test_types_know_what_is_loaded_later():
+    """mypy reads tests/typed_use.py as well; here only that no namespace was forgotten."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    typed = {
+        alias.name
+        for block in filter(only_for_types, tree.body)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    code = f"import kbitcupy; print(*(name for name in {kb.__all__} if name not in vars(kbitcupy)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert typed == set(done.stdout.split()) != set()
 
 
 def test_typed_marker():
