@@ -3,21 +3,101 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import numbers
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from . import _xp
-from .errors import DeviceError, FormatError
+from .errors import DeviceError, FormatError, TransposeError
 from .formats.base import Format, get_format
 
 #: Version of the JSON configuration; what an older version wrote is still read.
 CONFIG_VERSION = 1
 
+# What NumPy's functions may ask of a compressed array: none of these looks at a value.
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    np.shape: lambda a: a.shape,
+    np.ndim: lambda a: a.ndim,
+    np.size: lambda a, axis=None: math.prod(a.shape) if axis is None else a.shape[axis],
+}
 
-class QuantizedArray:
+# The axes that NumPy names in ``x @= q.T``, of two axes and of one: those of any product.
+_LAST_AXES = ([(-2, -1)] * 3, [(-1,), (-2, -1), (-1,)])
+
+# What does the work of NumPy's functions, by their names; everything else decodes first.
+_INSTEAD = {
+    **dict.fromkeys(("matmul", "dot", "inner", "vecdot", "matvec", "vecmat", "tensordot", "einsum"), "kbitcupy.matmul"),
+    **dict.fromkeys(("save", "savez", "savez_compressed"), "kbitcupy.io.save(path, {name: array})"),
+    **dict.fromkeys(("concatenate", "vstack", "append"), "kbitcupy.concatenate"),
+    **dict.fromkeys(("transpose", "matrix_transpose", "permute_dims", "swapaxes"), ".T of a 2-D array"),
+    "stack": "kbitcupy.stack",
+    "take": "kbitcupy.take",
+    "reshape": ".reshape()",
+    "copy": ".copy()",
+}
+
+
+class Compressed(np.lib.mixins.NDArrayOperatorsMixin):
+    """How a `QuantizedArray` and its transpose answer operators and NumPy's functions.
+
+    ``@`` and ``np.matmul`` are products with the compressed values. Whatever else needs the values is refused, with the
+    remedy: nothing is decoded unasked.
+    """
+
+    __slots__ = ()
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        raise TypeError(f"a {type(self).__name__} does not convert to an array by itself: call .dequantize()")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        from .linear import matmul
+
+        if ufunc is np.matmul and method == "__call__":
+            if not options:  # x @ q.T
+                return matmul(*inputs)
+            if options.pop("axes", _LAST_AXES[0]) in _LAST_AXES and options.keys() == {"out"}:
+                return _multiply_into(options["out"][0], inputs, matmul)
+        raise self._refusal(ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}")
+
+    def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
+        answer = _ANSWERS.get(function)
+        if answer is None:
+            raise self._refusal(function.__name__)
+        return answer(*arguments, **options)
+
+    def _refusal(self, name: str) -> TypeError:
+        instead = _INSTEAD.get(name)
+        use = f"use {instead}, or " if instead else ""
+        return TypeError(f"{name} does not take a {type(self).__name__}: {use}call .dequantize() and pass the result")
+
+    def __matmul__(self, other: Any) -> Any:
+        """Shorthand of `kbitcupy.matmul`."""
+        from .linear import matmul
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        """Shorthand of `kbitcupy.matmul`."""
+        from .linear import matmul
+
+        return matmul(other, self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, numbers.Number) or hasattr(other, "__array__"):
+            raise TypeError(
+                f"{type(self).__name__}s are not compared with == or !=: call .dequantize() and compare the results, "
+                "or compare the planes; `a is b` says whether two are the same object"
+            )
+        return NotImplemented
+
+    __ne__ = __eq__  # refuses or leaves it to identity, too
+    __hash__ = object.__hash__
+
+
+class QuantizedArray(Compressed):
     """An array compressed to a few bits per element.
 
     Made by `kbitcupy.quantize`; the constructor puts one together from planes that exist already, and checks them.
@@ -51,7 +131,6 @@ class QuantizedArray:
     """
 
     __slots__ = ("_borrowed", "_launches", "dtype", "format", "planes", "shape")
-    __array_ufunc__ = None  # NumPy and CuPy operators defer to this class
 
     format: Format
     planes: Mapping[str, Any]
@@ -175,8 +254,8 @@ class QuantizedArray:
         )
         return f"<table>{cells}</table>"
 
-    def __array__(self, *arguments: Any, **options: Any) -> Any:
-        raise TypeError("a QuantizedArray does not convert to an array by itself: call .dequantize()")
+    def __sizeof__(self) -> int:
+        return object.__sizeof__(self) + self.nbytes
 
     def __iter__(self) -> Any:
         raise TypeError("a QuantizedArray is not iterable: call .dequantize() first, or index it")
@@ -194,18 +273,6 @@ class QuantizedArray:
         from .ops import dequantize
 
         return dequantize(self, dtype=dtype, out=out)
-
-    def __matmul__(self, other: Any) -> Any:
-        """Shorthand of `kbitcupy.matmul`."""
-        from .linear import matmul
-
-        return matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        """Shorthand of `kbitcupy.matmul`."""
-        from .linear import matmul
-
-        return matmul(other, self)
 
     # ---- the same bits elsewhere, or part of them ----------------------------------------------------------------
 
@@ -282,7 +349,7 @@ class QuantizedArray:
         return self._wrap(format, planes, shape, self.dtype, borrowed)
 
 
-class TransposedQuantizedArray:
+class TransposedQuantizedArray(Compressed):
     """The lazy transpose of a 2-D `QuantizedArray`, from its ``.T``.
 
     Parameters
@@ -292,16 +359,15 @@ class TransposedQuantizedArray:
 
     Raises
     ------
-    FormatError
-        When `source` is not 2-D.
+    TransposeError
+        When `source` is not 2-D: an AttributeError as well, so that ``hasattr(q, "T")`` is False.
     """
 
     __slots__ = ("T",)
-    __array_ufunc__ = None
 
     def __init__(self, source: QuantizedArray):
         if source.ndim != 2:
-            raise FormatError(f".T needs a 2-D QuantizedArray, this one has shape {source.shape}: reshape it")
+            raise TransposeError(f".T needs a 2-D QuantizedArray, this one has shape {source.shape}: reshape it")
         self.T = source
 
     @property
@@ -326,9 +392,14 @@ class TransposedQuantizedArray:
     def __repr__(self) -> str:
         return f"{self.T!r}.T"
 
-    __array__ = QuantizedArray.__array__
-    __matmul__ = QuantizedArray.__matmul__
-    __rmatmul__ = QuantizedArray.__rmatmul__
+
+def _multiply_into(out: Any, operands: tuple[Any, ...], matmul: Callable[..., Any]) -> Any:
+    """`matmul` with an `out` that may overlap the operands, as NumPy's may."""
+    if not _xp.is_array(out):
+        return matmul(*operands, out=out)
+    with _xp.on_device_of(out):
+        out[...] = matmul(*operands, out=_xp.namespace(out).empty(out.shape, out.dtype))
+    return out
 
 
 def config_of(format: Format, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, Any]:

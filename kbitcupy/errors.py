@@ -1,6 +1,14 @@
 """Errors of kbitcupy: each is also the built-in class that a NumPy user would expect."""
 
-__all__ = ["DeviceError", "FileError", "FormatError", "KbitError", "KernelCompileError", "MissingExtraError"]
+__all__ = [
+    "DeviceError",
+    "FileError",
+    "FormatError",
+    "KbitError",
+    "KernelCompileError",
+    "MissingExtraError",
+    "TransposeError",
+]
 
 
 class KbitError(Exception):
@@ -9,6 +17,10 @@ class KbitError(Exception):
 
 class FormatError(KbitError, ValueError):
     """A format, option or plane does not fit its contract."""
+
+
+class TransposeError(FormatError, AttributeError):
+    """An array that is not 2-D has no ``.T``."""
 
 
 class FileError(KbitError, ValueError):

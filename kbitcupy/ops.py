@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _xp
-from .array import QuantizedArray
+from .array import Compressed, QuantizedArray
 from .errors import DeviceError, FormatError
 from .formats.base import Format, formats, get_format
 
@@ -128,7 +128,7 @@ def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> A
     dtype('float16')
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
+        raise _not_quantized(q)
     first = next(iter(q.planes.values()))
     with _xp.on_device_of(first):
         if out is None:
@@ -177,7 +177,7 @@ def to_torch(q: QuantizedArray, /, *, dtype: Any = None) -> Any:
     torch.bfloat16
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
+        raise _not_quantized(q)
     first = next(iter(q.planes.values()))
     with _xp.on_device_of(first):
         tensor, out = _xp.empty_tensor(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype), first)
@@ -218,7 +218,7 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
     (3, 64)
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns")
+        raise _not_quantized(q)
     ids = _xp.as_array(ids, "ids")
     if not ids.size and ids.dtype.kind == "f":  # an empty list
         ids = ids.astype(np.int64)
@@ -247,6 +247,11 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
             if written is not out:
                 out[...] = written
     return out
+
+
+def _not_quantized(q: Any) -> TypeError:
+    remedy = ": pass q, not q.T, or call q.T.dequantize()" if isinstance(q, Compressed) else ", as quantize returns"
+    return TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray{remedy}")
 
 
 def stack(qs: Sequence[QuantizedArray], /) -> QuantizedArray:

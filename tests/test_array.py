@@ -1,10 +1,12 @@
 """QuantizedArray: what it is, rows, shapes, pickle, configuration, and what it refuses."""
 
 import copy
+import io
 import json
 import pickle
 import sys
 import types
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -95,12 +97,75 @@ def test_it_is_frozen(q):
         q.planes["packed"] = None
 
 
-def test_nothing_happens_implicitly(q):
-    for convert in (np.asarray, lambda a: np.array(a, np.float32), np.sqrt, lambda a: X + a, list):
-        with pytest.raises(TypeError):
-            convert(q)
-    with pytest.raises(TypeError, match=r"call \.dequantize\(\)"):
-        np.asarray(q)
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (np.asarray, r"a QuantizedArray does not convert .* call \.dequantize\(\)"),
+        (lambda q: np.array(q, np.float32), r"call \.dequantize\(\)"),
+        (list, r"not iterable: call \.dequantize\(\)"),
+        (np.sqrt, r"sqrt does not take a QuantizedArray: call \.dequantize\(\)"),
+        (np.add.reduce, r"add.reduce does not take a QuantizedArray: call \.dequantize\(\)"),
+        (lambda q: X + q, r"add does not take a QuantizedArray: call \.dequantize\(\)"),
+        (lambda q: q + X, r"add does not take a QuantizedArray: call \.dequantize\(\)"),
+        (lambda q: q * 2, r"multiply does not take .* call \.dequantize\(\)"),
+        (lambda q: 2 * q, r"multiply does not take .* call \.dequantize\(\)"),
+        (lambda q: np.float32(2) * q, r"multiply does not take .* call \.dequantize\(\)"),
+        (lambda q: -q, r"negative does not take .* call \.dequantize\(\)"),
+        (lambda q: q < 1, r"less does not take .* call \.dequantize\(\)"),
+        (np.sum, r"sum does not take .* call \.dequantize\(\)"),
+        (np.linalg.norm, r"norm does not take .* call \.dequantize\(\)"),
+        (lambda q: np.array_equal(q, q), r"array_equal does not take .* call \.dequantize\(\)"),
+        (lambda q: np.concatenate([q, q]), r"concatenate does not take .* use kbitcupy.concatenate, or call \.dequ"),
+        (lambda q: np.stack([X, q]), r"stack does not take .* use kbitcupy.stack, or call \.dequantize\(\)"),
+        (lambda q: np.take(q, [1], axis=0), r"use kbitcupy.take, or call \.dequantize\(\)"),
+        (lambda q: np.dot(X, q), r"dot does not take a QuantizedArray: use kbitcupy.matmul, or call \.dequantize\(\)"),
+        (lambda q: np.matmul(X, q, dtype="float64"), r"use kbitcupy.matmul, or call \.dequantize\(\)"),
+        (lambda q: np.save(io.BytesIO(), q), r"use kbitcupy.io.save\(path, \{name: array\}\), or call"),
+        (lambda q: np.savez(io.BytesIO(), weight=q), r"savez does not take .* use kbitcupy.io.save\("),
+        (lambda q: q == q.copy(), r"QuantizedArrays are not compared with == or !=: call \.dequantize\(\)"),
+        (lambda q: q != q.copy(), r"not compared with == or !=: call \.dequantize\(\)"),
+        (lambda q: q == X, r"not compared with == or !=: call \.dequantize\(\)"),
+        (lambda q: X.__eq__(q), r"equal does not take a QuantizedArray: call \.dequantize\(\)"),
+        (lambda q: q == 0, r"not compared with == or !=: call \.dequantize\(\)"),
+    ],
+)
+def test_nothing_happens_implicitly(q, use, message):
+    with pytest.raises(TypeError, match=message):
+        use(q)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (np.asarray, r"a TransposedQuantizedArray does not convert .* call \.dequantize\(\)"),
+        (lambda t: t + 1, r"add does not take a TransposedQuantizedArray: call \.dequantize\(\)"),
+        (lambda t: t == t.T.copy().T, r"TransposedQuantizedArrays are not compared"),
+        (kb.dequantize, r"q is TransposedQuantizedArray.* pass q, not q.T, or call q.T.dequantize\(\)"),
+        (lambda t: kb.take(t, [0]), r"q is TransposedQuantizedArray.* pass q, not q.T"),
+        (kb.to_torch, r"q is TransposedQuantizedArray.* pass q, not q.T"),
+    ],
+)
+def test_nothing_happens_implicitly_to_a_transpose(q, use, message):
+    with pytest.raises(TypeError, match=message):
+        use(q.reshape(24, 16).T)
+
+
+def test_what_needs_no_values_is_answered(q):
+    assert (np.shape(q), np.ndim(q), np.size(q), np.size(q, 1)) == ((6, 4, 16), 3, 384, 4)
+    assert np.shape(q.reshape(24, 16).T) == (16, 24)
+
+
+def test_identity_stays(q):
+    """What is no array compares as any object does; hashing and membership go by identity."""
+    other = q.copy()
+    assert q in [q, other] and {q: 1, other: 2}[q] == 1 and len({q, other, q}) == 2
+    assert q != None and q != "kbit4" and q not in (None, "kbit4") and q == unittest.mock.ANY  # noqa: E711
+    transposed = q.reshape(24, 16).T
+    assert transposed in [transposed] and {transposed: 1}[transposed] == 1
+
+
+def test_size_in_memory_counts_the_planes(q):
+    assert sys.getsizeof(q) - sys.getsizeof(kb.quantize(X[:0], "kbit4")) == q.nbytes - 4
 
 
 @pytest.mark.parametrize(
@@ -165,8 +230,7 @@ def test_transpose():
     assert np.array_equal(q.T.dequantize(), q.dequantize().T)
     with pytest.raises(FormatError, match="needs a 2-D QuantizedArray"):
         _ = kb.quantize(X, "kbit4").T
-    with pytest.raises(TypeError):
-        np.asarray(q.T)
+    assert not hasattr(kb.quantize(X, "kbit4"), "T") and hasattr(q, "T")
 
 
 @pytest.mark.parametrize("options", [{}, {"absmax": "float16"}, {"codebook": np.linspace(-1, 1, 16)}])

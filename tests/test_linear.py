@@ -148,6 +148,27 @@ def test_operand_orders(xp):
         assert kb.matmul(left, right, out=out) is out and np.array_equal(host(out), host(y))
 
 
+def test_numpy_s_own_function(xp):
+    """np.matmul is ``@``; its out may overlap an operand, and so may what ``@=`` multiplies."""
+    q = weight((512, 512), "kbit4", xp)
+    x = numbers((3, 512), "float32", xp)
+    wanted = host(x @ q.T)
+    assert np.array_equal(host(np.matmul(x, q.T)), wanted)
+    assert np.array_equal(host(np.matmul(q, x.T)), host(q @ x.T))
+    strided = xp.empty((3, 1024), "float32")[:, ::2]
+    assert np.matmul(x, q.T, out=strided) is strided and np.array_equal(host(strided), wanted)
+    vector, rows = x[0].copy(), x.copy()
+    vector @= q.T
+    assert np.matmul(rows, q.T, out=rows) is rows and np.array_equal(host(rows), wanted)
+    rows = x.copy()
+    rows @= q.T
+    assert np.array_equal(host(rows), wanted) and np.array_equal(host(vector), host(x[0] @ q.T))
+    with pytest.raises(TypeError, match="exactly one of them must be a QuantizedArray"):
+        np.matmul(q, q.T)
+    with pytest.raises(TypeError, match="out is QuantizedArray; it must be a NumPy or CuPy array"):
+        q @= x.T
+
+
 def test_products_of_more_dimensions(xp):
     q = weight((3, 8, 32), "kbit4", xp)
     w = host(q.dequantize()).astype(np.float64)
