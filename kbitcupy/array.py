@@ -327,8 +327,8 @@ class QuantizedArray(Compressed):
         key = _row_key(key, len(self))
         if not self.format.rows_are_blocks(self.shape):
             raise FormatError(
-                f"rows of shape {self.shape[1:]} are not whole blocks of {self.format.block} elements: call "
-                ".dequantize() and index the result"
+                f"rows of shape {self.shape[1:]} are not {self.format.row_unit}: call .dequantize() and index the "
+                "result"
             )
         if isinstance(key, int):
             return self._rows(slice(key, key + 1)).reshape(self.shape[1:])

@@ -215,6 +215,11 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
     x = _as_float(x, "x")
     if isinstance(qs, QuantizedArray):
         _check_weight(qs, 3, "qs", "[E, N, K]")
+        if not qs.format.rows_are_blocks(qs.shape):
+            raise FormatError(
+                f"qs has shape {qs.shape}; experts of shape {qs.shape[1:]} are not {qs.format.row_unit} of "
+                f"{qs.format}, so they cannot be decoded one by one: pass qs.dequantize()"
+            )
     else:
         qs = _as_float(qs, "qs")
         if qs.ndim != 3:

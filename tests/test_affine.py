@@ -297,9 +297,9 @@ def test_shapes_that_keep_blocks():
     for q, shape in ((token, (4, 48)), (channel, (2, 2, 6, 8)), (channel, (6, 4, 8))):
         with pytest.raises(FormatError):
             q.reshape(shape)
-    with pytest.raises(FormatError, match="not whole blocks"):
+    with pytest.raises(FormatError, match="not whole groups"):
         kb.quantize(x[0, 0], "int8", granularity=("group", 4))[:4]
-    with pytest.raises(FormatError, match="not whole blocks"):
+    with pytest.raises(FormatError, match="not whole bytes"):
         kb.quantize(x[:, 0, :5], "int4")[:2]
 
 

@@ -250,6 +250,16 @@ def test_it_explains_itself(xp, capsys):
         (lambda x, q: q.reshape(2, 8, 64) @ np.ones((3, 64, 1), "f4"), ValueError, "do not broadcast"),
         (lambda x, q: kb.matmul(x, q.T, out=np.empty((3, 1), "f4")), ValueError, "out has shape"),
         (lambda x, q: kb.linear_grouped(x, q, [[0]] * 3), FormatError, r"qs has shape .* it must be \[E, N, K\]"),
+        (
+            lambda x, q: kb.linear_grouped(x[:, :5], weight((4, 3, 5), "nf4"), [[0]] * 3),
+            FormatError,
+            r"experts of shape \(3, 5\) are not whole blocks of 64 elements of nf4, .*: pass qs.dequantize\(\)",
+        ),
+        (
+            lambda x, q: kb.linear_grouped(x[:, :5], weight((4, 3, 5), "int4"), [[0]] * 3),
+            FormatError,
+            r"experts of shape \(3, 5\) are not whole bytes \(two codes each\) of int4, .*: pass qs.dequantize\(\)",
+        ),
         (lambda x, q: kb.linear_grouped(x, x, [[0]] * 3), ValueError, r"qs has shape .* it must be \[E, N, K\]"),
         (lambda x, q: kb.linear_grouped(x, kb.stack([q]), [[0.0]] * 3), TypeError, "expert_ids is float64"),
         (lambda x, q: kb.linear_grouped(x, kb.stack([q]), [0]), ValueError, r"expert_ids has shape \(1,\)"),

@@ -1196,6 +1196,10 @@ class Affine(Format):
     def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
         return blocks_of(shape, self.granularity).layout == blocks_of(new, self.granularity).layout
 
+    @property
+    def row_unit(self) -> str:
+        return "whole bytes (two codes each)" if self.bits == 4 else "whole groups"
+
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
         if not shape or (len(shape) == 1 and self.granularity[0] == "group"):
             return False

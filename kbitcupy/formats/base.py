@@ -177,6 +177,11 @@ class Format(ABC):
         """
         return self
 
+    @property
+    def row_unit(self) -> str:
+        """What rows along axis 0 are made of wherever `rows_are_blocks`, for messages."""
+        return f"whole blocks of {self.block} elements"
+
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
         """Whether every row along axis 0 consists of whole blocks."""
         return bool(shape) and int(np.prod(shape[1:], dtype=np.int64)) % self.block == 0
