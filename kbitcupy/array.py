@@ -336,7 +336,9 @@ class QuantizedArray(Compressed):
 
     def _rows(self, key: Any) -> QuantizedArray:
         with _xp.on_device_of(next(iter(self.planes.values()))):
-            planes = self.format.select(self.planes, self.shape, key)
+            # Steps other than 1 may leave views with gaps, or of the other direction: kernels know neither.
+            selected = self.format.select(self.planes, self.shape, key)
+            planes = {name: _xp.contiguous(plane) for name, plane in selected.items()}
         if isinstance(key, slice):
             count = len(range(*key.indices(len(self))))
             shape: tuple[int, ...] = (count, *self.shape[1:])
