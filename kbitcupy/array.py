@@ -332,23 +332,28 @@ class QuantizedArray(Compressed):
             )
         if isinstance(key, int):
             return self._rows(slice(key, key + 1)).reshape(self.shape[1:])
-        return self._rows(key)
+        if isinstance(key, slice) or key.ndim == 1:
+            return self._rows(key)
+        rows, shape = self._rows(key.reshape(-1)), (*key.shape, *self.shape[1:])
+        if not rows.format.keeps_blocks(rows.shape, shape):
+            raise FormatError(
+                f"an index of shape {key.shape} gives shape {shape}, for which {self.format!r} shares scales in "
+                "another way: index with a flat array, or dequantize first"
+            )
+        return rows.reshape(shape)
 
     def _rows(self, key: Any) -> QuantizedArray:
+        """Rows by a slice or a flat array of numbers."""
         with _xp.on_device_of(next(iter(self.planes.values()))):
             # Steps other than 1 may leave views with gaps, or of the other direction: kernels know neither.
             selected = self.format.select(self.planes, self.shape, key)
             planes = {name: _xp.contiguous(plane) for name, plane in selected.items()}
-        if isinstance(key, slice):
-            count = len(range(*key.indices(len(self))))
-            shape: tuple[int, ...] = (count, *self.shape[1:])
-        else:
-            shape = (*key.shape, *self.shape[1:])
-        format = self.format.selected(self.shape, math.prod(shape[: len(shape) - self.ndim + 1]))
+        count = len(range(*key.indices(len(self)))) if isinstance(key, slice) else key.size
         borrowed = self._borrowed
         if not isinstance(key, slice) or key.indices(len(self)) != (0, len(self), 1):
             borrowed = tuple(name for name, plane in planes.items() if plane is self.planes[name])
-        return self._wrap(format, planes, shape, self.dtype, borrowed)
+        format = self.format.selected(self.shape, count)
+        return self._wrap(format, planes, (count, *self.shape[1:]), self.dtype, borrowed)
 
 
 class TransposedQuantizedArray(Compressed):

@@ -266,14 +266,23 @@ def test_rows_stay_what_they_are(name, symmetric, granularity):
     assert np.array_equal(kb.take(q, [2, 2]), y[[2, 2]])
     if granularity in ("tensor", "token", ("channel", -1), ("group", 4)):
         assert np.array_equal(q[3].dequantize(), y[3])
-        if granularity[0] != "channel":
-            assert np.array_equal(kb.take(q, [[2, 2], [0, 1]]), y[[[2, 2], [0, 1]]])
-    if granularity[0] == "channel":
+        assert np.array_equal(kb.take(q, [[2, 2], [0, 1]]), y[[[2, 2], [0, 1]]])
+        assert np.array_equal(q[np.array([[0, 1]])].dequantize(), y[[[0, 1]]])
+    else:
         with pytest.raises(FormatError, match="index with a flat array"):
             q[np.array([[0, 1]])]
-    if granularity in (("channel", 0), ("channel", 1)):
         with pytest.raises(FormatError):
             q[3]
+
+
+@pytest.mark.parametrize("key", [np.array([[0, 3], [5, 1]]), np.array(3)], ids=["two axes", "none"])
+@pytest.mark.parametrize("granularity", ["token", ("channel", 0)], ids=str)
+def test_rows_of_one_axis(granularity, key):
+    """The elements of a vector with one scale, or one each, by an index of more or fewer axes."""
+    q = kb.quantize(numbers("normal", (8,), np.float32), "int8", granularity=granularity)
+    with pytest.raises(FormatError, match="index with a flat array|a 0-d array has none"):
+        q[key]
+    assert np.array_equal(q[key.reshape(-1)].dequantize(), q.dequantize()[key.reshape(-1)])
 
 
 def test_a_format_is_made_once():

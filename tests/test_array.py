@@ -177,6 +177,20 @@ def test_rows_stay_quantized(q, key):
     assert np.array_equal(rows.dequantize(), q.dequantize()[key])
 
 
+@pytest.mark.parametrize("key", [slice(None, None, -1), slice(1, None, 2), slice(5, 0, -3)], ids=str)
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [("kbit4", {}), ("nf4", {"block": 32}), ("dynamic8", {"block": 32}), ("int8", {"granularity": "token"})],
+)
+def test_steps_leave_no_gaps(format, options, key):
+    """The planes of every part are contiguous, as kernels read them and as the constructor demands."""
+    q = kb.quantize(X.reshape(12, 32), format, **options)
+    part = q[key]
+    assert all(plane.flags.c_contiguous for plane in part.planes.values())
+    again = kb.QuantizedArray(part.format, part.planes, part.shape, part.dtype)
+    assert np.array_equal(again.dequantize(), q.dequantize()[key])
+
+
 @pytest.mark.parametrize(
     ("key", "error", "message"),
     [

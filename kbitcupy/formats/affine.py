@@ -1205,14 +1205,6 @@ class Affine(Format):
             return False
         return math.prod(shape[1:]) * self.bits % 8 == 0
 
-    def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
-        if self.granularity[0] == "channel" and not isinstance(key, slice) and key.ndim != 1:
-            raise FormatError(
-                f"indices of shape {key.shape} would move axis {self.granularity[1]} of {self!r}: index with a flat "
-                "array, or dequantize first"
-            )
-        return super().select(planes, shape, key)
-
     def _zero_of(self, planes: Mapping[str, Any]) -> Any:
         return planes.get("zero_point", self.levels.zero)
 
