@@ -326,10 +326,7 @@ class QuantizedArray(Compressed):
             raise IndexError("too many indices: a 0-d QuantizedArray cannot be indexed")
         key = _row_key(key, len(self))
         if not self.format.rows_are_blocks(self.shape):
-            raise FormatError(
-                f"rows of shape {self.shape[1:]} are not {self.format.row_unit}: call .dequantize() and index the "
-                "result"
-            )
+            raise FormatError(f"{self.format.why_not_blocks(self.shape)}: call .dequantize() and index the result")
         if isinstance(key, int):
             return self._rows(slice(key, key + 1)).reshape(self.shape[1:])
         if isinstance(key, slice) or key.ndim == 1:

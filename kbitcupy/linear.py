@@ -217,8 +217,8 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
         _check_weight(qs, 3, "qs", "[E, N, K]")
         if not qs.format.rows_are_blocks(qs.shape):
             raise FormatError(
-                f"qs has shape {qs.shape}; experts of shape {qs.shape[1:]} are not {qs.format.row_unit} of "
-                f"{qs.format}, so they cannot be decoded one by one: pass qs.dequantize()"
+                f"qs is {qs.format} of shape {qs.shape}, whose experts cannot be decoded one by one: "
+                f"{qs.format.why_not_blocks(qs.shape)}; pass qs.dequantize()"
             )
     else:
         qs = _as_float(qs, "qs")

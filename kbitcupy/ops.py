@@ -355,7 +355,7 @@ def _join(qs: Sequence[QuantizedArray], format: Format, shape: tuple[int, ...], 
     # Cutting the result at the members' borders must be allowed. Planes of one repeated byte are enough to ask.
     hollow = {name: np.broadcast_to(np.uint8(0), spec.shape) for name, spec in specs.items()}
     if not format.rows_are_blocks(shape):
-        raise FormatError(f"rows of shape {shape[1:]} are not {format.row_unit}: dequantize first")
+        raise FormatError(f"{format.why_not_blocks(shape)}: dequantize first")
     start = 0
     for count in rows:
         format.select(hollow, shape, slice(start, start + count))

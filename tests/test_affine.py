@@ -306,9 +306,9 @@ def test_shapes_that_keep_blocks():
     for q, shape in ((token, (4, 48)), (channel, (2, 2, 6, 8)), (channel, (6, 4, 8))):
         with pytest.raises(FormatError):
             q.reshape(shape)
-    with pytest.raises(FormatError, match="not whole groups"):
+    with pytest.raises(FormatError, match=r"rows of shape \(\) are not whole blocks: those are groups of 4 elements"):
         kb.quantize(x[0, 0], "int8", granularity=("group", 4))[:4]
-    with pytest.raises(FormatError, match="not whole bytes"):
+    with pytest.raises(FormatError, match=r"\(5,\) are not whole blocks: 5 codes of 4 bits are no whole bytes: call"):
         kb.quantize(x[:, 0, :5], "int4")[:2]
 
 

@@ -253,12 +253,12 @@ def test_it_explains_itself(xp, capsys):
         (
             lambda x, q: kb.linear_grouped(x[:, :5], weight((4, 3, 5), "nf4"), [[0]] * 3),
             FormatError,
-            r"experts of shape \(3, 5\) are not whole blocks of 64 elements of nf4, .*: pass qs.dequantize\(\)",
+            r"experts cannot be decoded one by one: rows of shape \(3, 5\) are .*; pass qs.dequantize\(\)",
         ),
         (
             lambda x, q: kb.linear_grouped(x[:, :5], weight((4, 3, 5), "int4"), [[0]] * 3),
             FormatError,
-            r"experts of shape \(3, 5\) are not whole bytes \(two codes each\) of int4, .*: pass qs.dequantize\(\)",
+            r"rows of shape \(3, 5\) are not whole blocks: 15 codes of 4 bits are no whole bytes; pass qs.dequantize",
         ),
         (lambda x, q: kb.linear_grouped(x, x, [[0]] * 3), ValueError, r"qs has shape .* it must be \[E, N, K\]"),
         (lambda x, q: kb.linear_grouped(x, kb.stack([q]), [[0.0]] * 3), TypeError, "expert_ids is float64"),

@@ -1196,14 +1196,16 @@ class Affine(Format):
     def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
         return blocks_of(shape, self.granularity).layout == blocks_of(new, self.granularity).layout
 
-    @property
-    def row_unit(self) -> str:
-        return "whole bytes (two codes each)" if self.bits == 4 else "whole groups"
-
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
         if not shape or (len(shape) == 1 and self.granularity[0] == "group"):
             return False
         return math.prod(shape[1:]) * self.bits % 8 == 0
+
+    def why_not_blocks(self, shape: tuple[int, ...]) -> str:
+        if len(shape) == 1 and self.granularity[0] == "group":
+            return f"rows of shape () are not whole blocks: those are groups of {self.granularity[1]} elements"
+        codes = math.prod(shape[1:])
+        return f"rows of shape {shape[1:]} are not whole blocks: {codes} codes of {self.bits} bits are no whole bytes"
 
     def _zero_of(self, planes: Mapping[str, Any]) -> Any:
         return planes.get("zero_point", self.levels.zero)

@@ -177,14 +177,13 @@ class Format(ABC):
         """
         return self
 
-    @property
-    def row_unit(self) -> str:
-        """What rows along axis 0 are made of wherever `rows_are_blocks`, for messages."""
-        return f"whole blocks of {self.block} elements"
-
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
         """Whether every row along axis 0 consists of whole blocks."""
         return bool(shape) and int(np.prod(shape[1:], dtype=np.int64)) % self.block == 0
+
+    def why_not_blocks(self, shape: tuple[int, ...]) -> str:
+        """What an error message says of an array of `shape` whose rows are not whole blocks."""
+        return f"rows of shape {shape[1:]} are not whole blocks of {self.block} elements"
 
     def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
         """Whether the planes of an array of `shape` are those of the same elements as an array of shape `new`."""
