@@ -487,6 +487,8 @@ def _row_key(key: Any, length: int) -> Any:
     """An int in range, a slice, or an array of integers in range (host arrays only: devices are not read back)."""
     if isinstance(key, slice):
         return key
+    if isinstance(key, np.ndarray) and key.ndim == 0:
+        key = key[()]
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         if not -length <= key < length:
             raise IndexError(f"index {key} is out of bounds for axis 0 with size {length}")
