@@ -290,11 +290,16 @@ def overwrite(rng, state):
     """``out=`` of a part: refused, or the other rows stay as they are."""
     q, y, format = state.q, state.y, state.format
     first, last = sorted(int(end) for end in rng.integers(0, len(y) + 1, 2)) if y.ndim else (0, 0)
-    state.history.append(f"quantize(out=q[{first}:{last}])")
+    if rng.random() < 0.3 and first < last:
+        last = first + 1
+    key = slice(first, last)
+    if last == first + 1 and rng.random() < 0.7:
+        key = first
+    state.history.append(f"quantize(out=q[{key}])")
     xp = np if isinstance(next(iter(q.planes.values())), np.ndarray) else sys.modules["cupy"]
 
     def ours():
-        part = q[first:last]
+        part = q[key]
         x = random_numbers(rng, part.shape, y.dtype)
         found = kb.quantize(xp.asarray(x), format, out=part)
         if not same(host(found.dequantize()), kb.quantize(x, format).dequantize()):

@@ -169,7 +169,19 @@ def test_size_in_memory_counts_the_planes(q):
 
 
 @pytest.mark.parametrize(
-    "key", [0, -1, np.int64(3), slice(1, 4), slice(None, None, -2), [0, 5, 5], [], np.array([[1], [2]]), X[:, 0, 0] > 0]
+    "key",
+    [
+        0,
+        -1,
+        np.int64(3),
+        np.array(-2),
+        slice(1, 4),
+        slice(None, None, -2),
+        [0, 5, 5],
+        [],
+        np.array([[1], [2]]),
+        X[:, 0, 0] > 0,
+    ],
 )
 def test_rows_stay_quantized(q, key):
     rows = q[key]
