@@ -173,14 +173,13 @@ def cut_freely(q, key):
         return False
     if getattr(format, "double_quant", False):  # absmax of 256 blocks are stored together
         return math.prod(q.shape[1:]) // format.block % 256 == 0 or (isinstance(key, slice) and key == slice(None))
-    axes = 1 if isinstance(key, slice) else np.ndim(key)
-    scalar = len(q.shape) == 1 and axes == 0 and "granularity" in format.options()  # some have none for 0-d arrays
-    return not moves_channels(format, axes) and not scalar
+    return not moves_axes(q, 1 if isinstance(key, slice) else np.ndim(key))
 
 
-def moves_channels(format, ndim):
-    """Indices of more or fewer than one axis move the channel axis."""
-    return "channel" in format.options().get("granularity", ()) and ndim != 1
+def moves_axes(q, ndim):
+    """Whether indices of so many axes move one that scales belong to, or leave a vector's scales without one."""
+    granularity = q.format.options().get("granularity", "tensor")
+    return ndim != 1 and ("channel" in granularity or (granularity != "tensor" and q.ndim == 1))
 
 
 def index(rng, state):
@@ -197,7 +196,7 @@ def take(rng, state):
     dtype = DTYPES[rng.integers(4)] if rng.random() < 0.3 else None
     state.history.append(f"take({ids!r}, dtype={dtype})")
     found = y if dtype is None else host(q.dequantize(dtype=dtype))
-    allowed = not q.format.rows_are_blocks(q.shape) or moves_channels(q.format, np.ndim(ids))
+    allowed = not q.format.rows_are_blocks(q.shape) or moves_axes(q, np.ndim(ids))
     return lambda: kb.take(q, ids, dtype=dtype), lambda: found[np.asarray(ids, int)], allowed
 
 
