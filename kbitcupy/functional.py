@@ -1,11 +1,12 @@
-"""Flat functions with the names and the argument order of bitsandbytes: buffers in, buffers out.
+"""Flat functions with the names and the argument order of bitsandbytes' pull request 1858: buffers in, buffers out.
 
-They follow bitsandbytes' rules to the bit: the index search divides by the float32 absmax, there is no tensor scale,
-and buffers carry the padding that bitsandbytes allocates (K words of ``packed``, one entry of ``absmax``, both zero
-and never read). Buffers without the padding are accepted. Two of its faults are mended: E4M4 saturates at 31 instead
-of wrapping, and a float32 absmax is decoded as what it is.
+The pull request is open, no release of bitsandbytes has its functions. Its rules are kept: the index search divides by
+the float32 absmax, there is no tensor scale, and buffers carry the padding that it allocates (K words of ``packed``,
+one entry of ``absmax``, both zero and never read). Buffers without the padding are accepted. Two of its faults are
+mended: E4M4 saturates at 31 instead of wrapping, and a float32 absmax is decoded as what it is. K = 1, 6, 7, 8, a
+float16 absmax, `pack_kbit` and `unpack_kbit` are additions; magnitudes under 2^-126 are zero, as everywhere here.
 
-Source: bitsandbytes pull request 1858.
+`quantize_nf4` and `dequantize_nf4` are the layout of bitsandbytes 0.50, see `kbitcupy.formats.float4`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CODES = {
 
 
 def create_normal_float_codebook(k: int, device: str | None = None) -> Any:
-    """The 2^k values of bitsandbytes' normal-float codebook: normal quantiles over their maximum.
+    """The 2^k values of the pull request's normal-float codebook: normal quantiles over their maximum.
 
     Parameters
     ----------
@@ -90,7 +91,7 @@ def _on_device_of(array: Any, values: np.ndarray) -> Any:
 
 
 def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str = "e4m4") -> tuple[Any, Any, Any]:
-    """Quantize an array to k bits, as bitsandbytes' ``quantize_kbit``.
+    """Quantize an array to k bits, as ``quantize_kbit`` of bitsandbytes' pull request 1858.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Constants: the standard codebooks, frozen, and what is derived from a codebook.
 
-``nf`` (bitsandbytes' ``create_normal_float_codebook``): value i is the standard normal quantile of
+``nf`` (``create_normal_float_codebook`` of bitsandbytes' pull request 1858): value i is the standard normal quantile of
 (2i + 1) / 2^(k+1), rounded to float32 and then divided by the largest of them. ``bnf``: the Lloyd-Max quantizer of
 normal blocks of 32 divided by their absmax, error weighted by absmax^2; K = 2..5 as bitsandbytes' pull request 1858
 rounds them to four decimals, the others iterated until no level moves by 1e-9. Both are symmetric, so the positive

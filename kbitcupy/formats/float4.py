@@ -24,7 +24,11 @@ the spare nibble of an odd array holds the code of 0. Where the absmax is infini
 and infinities code 0. Magnitudes under 2^-126, of input or output, are zero. A block with an absmax over 2^126, whose
 reciprocal would be such a number, is searched 2^64 times smaller.
 
-Source: bitsandbytes 0.50, ``csrc/kernels.cu`` (NF4, FP4, dynamic map, nested statistics).
+Source: bitsandbytes 0.50, ``csrc/kernels.cu`` (NF4, FP4, dynamic map, nested statistics). Equal to these CUDA kernels,
+to the bit, are absmax and what given planes decode to. Codes are equal but for three cases: there r is the GPU's
+approximate reciprocal, so that a number on a threshold may get the neighbouring code; with an absmax over 2^126 it is
+zero; and the mean of the absmax is added up in another order. Of a block of NaN alone they store the lowest float32 as
+absmax. bitsandbytes' CPU backend has rules of its own.
 """
 
 from __future__ import annotations

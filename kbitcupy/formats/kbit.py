@@ -19,9 +19,10 @@ infinite); magnitudes under 2^-126, of input or output, are zero; a block whose 
 nearest to 0; elements beyond the end of the array count as 0.
 
 The two rules of the index search: the format searches with the scale that will be decoded, the flat functions of
-`kbitcupy.functional` with the float32 absmax (bitsandbytes' rule). Layout and decoder are the same.
+`kbitcupy.functional` with the float32 absmax (the pull request's rule). Layout and decoder are the same.
 
-Source: bitsandbytes pull request 1858 (layout, E4M4, nf and bnf codebooks).
+Source: bitsandbytes pull request 1858 (layout, E4M4, nf and bnf codebooks, for K = 2 to 5), which is open: no release
+of bitsandbytes reads or writes these planes.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class KBit(Format):
         Bits of an index, 1 to 8.
     codebook : {"bnf", "nf"} or array_like of 2^k float
         The values an index stands for: Lloyd-Max levels of normal blocks (``"bnf"``), normal quantiles (``"nf"``,
-        bitsandbytes' default), or any 2^k numbers, in any order. A NumPy array or a sequence is checked to be finite;
+        default of the source), or any 2^k numbers, in any order. A NumPy array or a sequence is checked to be finite;
         a CuPy array is never read back: its values at the time of each call count, and what is not finite is never
         nearest.
     absmax : {"e4m4", "float16", "float32"}, optional
@@ -243,7 +244,7 @@ class KBit(Format):
             planes["codebook"][:] = table.values
 
     def encode_flat(self, x: Any, planes: Mapping[str, Any]) -> None:
-        """bitsandbytes' rule: search with the float32 absmax; buffers with the padding of bitsandbytes."""
+        """The pull request's rule: search with the float32 absmax; buffers with its padding."""
         if is_cupy(x):
             self._encode_cuda(x, planes, flat=True)
             return

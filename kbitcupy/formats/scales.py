@@ -1,8 +1,8 @@
-"""Block scales in one byte: E4M4 (bitsandbytes' absmax format), on NumPy.
+"""Block scales in one byte: E4M4 (the absmax format of bitsandbytes' pull request 1858), on NumPy.
 
 A code ``e << 4 | m`` stands for ``2^(e - bias) * (1 + m / 16)``, or ``m * 2^(-bias - 3)`` where ``e`` is 0. With the
 usual bias 11 that is 0, 2^-14 .. 31, exact to one part in 32 from 2^-10 on. Encoding rounds the mantissa half to even
-and clamps it at 15, without carry; what is too large saturates (bitsandbytes wraps there), NaN and what is not
+and clamps it at 15, without carry; what is too large saturates (the pull request wraps there), NaN and what is not
 positive become 0.
 """
 

@@ -18,7 +18,9 @@ key                                     dtype, shape                    contents
 A weight of LLM.int8 is ``layer.weight`` int8 [N, K], ``layer.SCB`` float32 [N] (the maximum of each row, 127 times the
 scale) and ``layer.weight_format`` uint8 [].
 
-Source: bitsandbytes 0.50, ``functional.py`` (QuantState) and ``nn/modules.py``.
+Source: bitsandbytes 0.50, ``functional.py`` (QuantState) and ``nn/modules.py``. What its 0.50.2 wrote is read and written
+again to the same bytes, but for the last bit of SCB. Functions have its names and arguments; their codes are those of
+its CUDA kernels, with the exceptions that `kbitcupy.formats.float4` lists.
 """
 
 from __future__ import annotations
@@ -452,8 +454,8 @@ def save(
     tensors : mapping of str to array_like or QuantizedArray
         Compressed arrays must be ``nf4`` or ``fp4`` in blocks of 32 to 4096, or ``int8`` with
         ``granularity=("channel", 0)`` under a name that ends in ``weight``. Every key gets the bytes that bitsandbytes
-        writes; only of SCB, which is 127 times the scale, the last bit may differ from what `load` has read. A float64
-        array is described as float32.
+        writes for these planes; only of SCB, which is 127 times the scale, the last bit may differ from what `load`
+        has read. A float64 array is described as float32.
     quant_storage : str or mapping of str to str, default "uint8"
         dtype under which the bytes of 4-bit weights are stored: ``"uint8"``, ``"float16"``, ``"bfloat16"`` or
         ``"float32"`` for all or by name, such as the `BitsandbytesCheckpoint.quant_storage` of what was loaded.
