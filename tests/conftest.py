@@ -38,8 +38,8 @@ def find_cupy():
             warnings.simplefilter("ignore")  # what CuPy says while it is imported is about the machine, not about us
             import cupy
     except ImportError as error:
-        return None, f"CuPy cannot be imported: {error}"
-    return (cupy, "") if cupy.cuda.is_available() else (None, "CuPy finds no GPU")
+        return None, f"needs a GPU, and CuPy cannot be imported: {error}"
+    return (cupy, "") if cupy.cuda.is_available() else (None, "needs a GPU, and CuPy finds none")
 
 
 def pytest_collection_modifyitems(items):

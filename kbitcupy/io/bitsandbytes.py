@@ -18,9 +18,9 @@ key                                     dtype, shape                    contents
 A weight of LLM.int8 is ``layer.weight`` int8 [N, K], ``layer.SCB`` float32 [N] (the maximum of each row, 127 times the
 scale) and ``layer.weight_format`` uint8 [].
 
-Source: bitsandbytes 0.50, ``functional.py`` (QuantState) and ``nn/modules.py``. What its 0.50.2 wrote is read and written
-again to the same bytes, but for the last bit of SCB. Functions have its names and arguments; their codes are those of
-its CUDA kernels, with the exceptions that `kbitcupy.formats.float4` lists.
+Source: bitsandbytes 0.50, ``functional.py`` (QuantState) and ``nn/modules.py``. What its 0.50.2 wrote is read and
+written again to the same bytes, but for the last bit of SCB. Functions have its names and arguments; their codes are
+those of its CUDA kernels, with the exceptions that `kbitcupy.formats.float4` lists.
 """
 
 from __future__ import annotations
