@@ -405,8 +405,9 @@ def product(rng, state, xp, outcomes):
     depth = w.shape[1] if order == "x @ q" else k
     rounding = float(ml_dtypes.finfo(dtype).eps)
     allowed = magnitude * (2.0**-50 if dtype == np.float64 else 2.0**-22) * (depth + 8)
-    if xp is not np:  # there weights may be rounded to the dtype of the tokens
-        allowed = allowed + magnitude * rounding
+    if xp is not np:  # there weights may be rounded to the dtype of the tokens, the smallest ones to a fixed step
+        step = 2.0**-24 if dtype == np.float16 else 0.0
+        allowed = allowed + magnitude * rounding + step * depth * float(np.abs(x).max(initial=0))
     allowed = allowed + np.abs(wanted) * rounding + 2.0**-24
     y = host(y)
     if y.dtype != dtype or y.shape != wanted.shape:

@@ -13,12 +13,13 @@ from kbitcupy.formats.kbit import KBit
 def test_random_chains(xp):
     # In CI every run draws the same chains, so a failure is the change's own; elsewhere each run draws new ones.
     seed = 0 if "CI" in os.environ else int(np.random.default_rng().integers(10**9))
-    outcomes, failures = fuzz_arrays.run(seed, 2000, xp)
+    chains = 2000 if xp is np else 500  # each new kernel is compiled first
+    outcomes, failures = fuzz_arrays.run(seed, chains, xp)
     assert not failures, "\n".join(failures[:5])
     done = ["index", "take", "reshape", "stack", "concatenate", "again", "overwrite"]
     done += ["linear", "q @ x", "x @ q", "linear_grouped"]
-    assert min(outcomes[name] for name in done) > 20, outcomes
-    assert min(outcomes[f"{name} refused by both"] for name in ("index", "take", "reshape")) > 10, outcomes
+    assert min(outcomes[name] for name in done) > chains // 100, outcomes
+    assert min(outcomes[f"{name} refused by both"] for name in ("index", "take", "reshape")) > chains // 500, outcomes
 
 
 def wrong_row(self, planes, shape, key):
