@@ -328,7 +328,9 @@ class QuantizedArray(Compressed):
         if not self.format.rows_are_blocks(self.shape):
             raise FormatError(f"{self.format.why_not_blocks(self.shape)}: call .dequantize() and index the result")
         if isinstance(key, int):
-            return self._rows(slice(key, key + 1)).reshape(self.shape[1:])
+            row = self._rows(slice(key, key + 1))
+            format = row.format.unstacked(row.shape)
+            return self._wrap(format, row.planes, row.shape[1:], row.dtype, row._borrowed)
         if isinstance(key, slice) or key.ndim == 1:
             return self._rows(key)
         rows, shape = self._rows(key.reshape(-1)), (*key.shape, *self.shape[1:])

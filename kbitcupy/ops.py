@@ -266,7 +266,8 @@ def stack(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
     -------
     QuantizedArray
         Shape ``(len(qs), *shape)``; ``stack(qs)[i]`` has the bytes of ``qs[i]``. Every member keeps its own tensor
-        scale.
+        scale. Scales of channels along axis 0 of a matrix become those of "token"; along another axis all members
+        share them, and must have equal ones.
 
     Raises
     ------
@@ -289,7 +290,7 @@ def stack(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
     for number, q in enumerate(qs):
         if q.shape != first.shape:
             raise FormatError(f"qs[{number}] has shape {q.shape} and qs[0] {first.shape}; they must be equal")
-    return _join(qs, first.format.stacked(len(qs)), (len(qs), *first.shape), [1] * len(qs))
+    return _join(qs, first.format.stacked(len(qs), first.shape), (len(qs), *first.shape), [1] * len(qs))
 
 
 def concatenate(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
@@ -371,8 +372,8 @@ def _join(qs: Sequence[QuantizedArray], format: Format, shape: tuple[int, ...], 
                 planes[name] = members[0].copy()
             else:
                 raise FormatError(
-                    f"the arrays differ in their plane {name!r}, of which {format} has one for the whole array: "
-                    "quantize them as one array, or dequantize first"
+                    f"the arrays differ in their plane {name!r}, which all rows would share in {format!r} of shape "
+                    f"{shape}: quantize them as one array, or dequantize first"
                 )
     return QuantizedArray._wrap(format, planes, shape, first.dtype)
 

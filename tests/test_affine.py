@@ -264,15 +264,122 @@ def test_rows_stay_what_they_are(name, symmetric, granularity):
     for key in (slice(1, 4), slice(None, None, -2), [4, 0, 0], np.array([True, False, True, True, False])):
         assert np.array_equal(q[key].dequantize(), y[key])
     assert np.array_equal(kb.take(q, [2, 2]), y[[2, 2]])
+    assert np.array_equal(q[3].dequantize(), y[3])
+    assert np.array_equal(q[3][1:3].dequantize(), y[3, 1:3])
     if granularity in ("tensor", "token", ("channel", -1), ("group", 4)):
-        assert np.array_equal(q[3].dequantize(), y[3])
         assert np.array_equal(kb.take(q, [[2, 2], [0, 1]]), y[[[2, 2], [0, 1]]])
         assert np.array_equal(q[np.array([[0, 1]])].dequantize(), y[[[0, 1]]])
     else:
         with pytest.raises(FormatError, match="index with a flat array"):
             q[np.array([[0, 1]])]
-        with pytest.raises(FormatError):
-            q[3]
+
+
+GRANULARITIES = ["tensor", "token", ("group", 4), *(("channel", axis) for axis in (0, 1, 2, -1, -2, -3))]
+
+
+def valid(granularity, shape):
+    return bool(shape) and (granularity[0] != "channel" or -len(shape) <= granularity[1] < len(shape))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", ["int8", "uint4"])
+@pytest.mark.parametrize(
+    ("shape", "granularity"),
+    [(s, g) for s in [(8,), (4, 8), (4, 1), (1, 6), (2, 3, 8), (4, 1, 4)] for g in GRANULARITIES if valid(g, s)],
+    ids=str,
+)
+def test_a_stack_keeps_the_scales_of_its_members(shape, granularity, name, symmetric):
+    """Where blocks of the stack can hold them; where all members share scales, different ones are refused."""
+    x = numbers("normal", (3, *shape), np.float32) * np.float32([1, 30, 0.01]).reshape(3, *[1] * len(shape))
+    members = [kb.quantize(part, name, granularity=granularity, symmetric=symmetric) for part in x]
+    if math.prod(shape) * members[0].format.bits % 8:
+        with pytest.raises(FormatError, match="no whole bytes"):
+            kb.stack(members)
+        return
+    one = kb.stack(members[:1])
+    kb.QuantizedArray(one.format, one.planes, one.shape, one.dtype)  # checks its planes
+    assert np.array_equal(one.dequantize()[0], members[0].dequantize())
+    alike = kb.stack([members[1]] * 2)
+    assert np.array_equal(alike.dequantize(), np.stack([members[1].dequantize()] * 2))
+    axis = granularity[1] % len(shape) if granularity[0] == "channel" else None
+    shared = axis is not None and math.prod(shape[:axis]) > 1
+    if shared or (axis == 0 and len(shape) == 3 and shape[1] > 1):
+        with pytest.raises(FormatError, match=r"differ in their plane 'scale', which all rows would share"):
+            kb.stack(members)
+        return
+    stack = kb.stack(members)
+    kb.QuantizedArray.from_config(stack.config(), stack.planes)
+    assert np.array_equal(stack.dequantize(), np.stack([member.dequantize() for member in members]))
+    for i, member in enumerate(members):
+        found = stack[i]
+        kb.QuantizedArray(found.format, found.planes, found.shape, found.dtype)
+        assert found.shape == member.shape and np.array_equal(found.dequantize(), member.dequantize())
+        assert all(np.array_equal(found.planes[plane], member.planes[plane]) for plane in member.planes)
+    assert np.array_equal(kb.concatenate([stack[:1], stack[1:]]).dequantize(), stack.dequantize())
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "token", ("channel", 0), ("channel", -2), ("group", 16)], ids=str)
+def test_products_with_a_stack(granularity):
+    """The experts of a layer: each is multiplied as it is, alone."""
+    w = numbers("normal", (3, 24, 32), np.float32) * np.float32([1, 30, 0.01]).reshape(3, 1, 1)
+    experts = [kb.quantize(part, "int8", granularity=granularity) for part in w]
+    x = numbers("normal", (5, 32), np.float32, seed=1)
+    ids = [[0, 2], [1, 0], [2, 2], [1, 1], [0, 1]]
+    found = kb.linear_grouped(x, kb.stack(experts), ids)
+    for token, slots in enumerate(ids):
+        for slot, expert in enumerate(slots):
+            assert np.allclose(found[token, slot], kb.linear(x[token], experts[expert]), rtol=1e-5, atol=1e-6)
+    if granularity not in ("tensor", ("group", 16)):
+        assert np.array_equal(affine.linear_w8a8(x, kb.stack(experts)[1]), affine.linear_w8a8(x, experts[1]))
+
+
+@pytest.mark.parametrize("granularity", [("channel", 0), ("channel", 1), ("channel", -1)], ids=str)
+def test_concatenated_channels(granularity):
+    x = numbers("normal", (6, 8), np.float32) * np.exp2(np.arange(6, dtype=np.float32))[:, None]
+    parts = [kb.quantize(part, "int8", granularity=granularity, symmetric=False) for part in (x[:2], x[2:])]
+    if granularity == ("channel", 0):
+        whole = kb.concatenate(parts)
+        assert np.array_equal(
+            whole.planes["scale"], kb.quantize(x, "int8", **{**parts[0].format.options()}).planes["scale"]
+        )
+        assert np.array_equal(whole.dequantize(), np.concatenate([part.dequantize() for part in parts]))
+        return
+    with pytest.raises(FormatError, match="differ in their plane 'scale'"):
+        kb.concatenate(parts)
+    twice = kb.concatenate([parts[1], parts[1]])
+    assert np.array_equal(twice.dequantize(), np.concatenate([parts[1].dequantize()] * 2))
+
+
+@given(st.data())
+def test_chains_of_shapes_with_lengths_of_zero(data):
+    """Whatever may be reshaped, cut, stacked and joined gives an array that the constructor takes."""
+    shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 3]), min_size=1, max_size=3)))
+    granularity = data.draw(st.sampled_from([g for g in GRANULARITIES if valid(g, shape)]))
+    name, symmetric = data.draw(st.sampled_from(["int8", "int4"])), data.draw(st.booleans())
+    x = numbers("normal", shape, np.float32)
+    q = kb.quantize(x, name, granularity=granularity, symmetric=symmetric)
+    y = q.dequantize()
+    for _ in range(data.draw(st.integers(1, 4))):
+        change = data.draw(st.sampled_from(["reshape", "rows", "row", "stack", "concatenate"]))
+        try:
+            if change == "reshape":
+                lengths = data.draw(st.lists(st.sampled_from([0, 1, 2, 3]), max_size=3))
+                if math.prod(lengths) != y.size:
+                    continue
+                q, y = q.reshape(lengths), y.reshape(lengths)
+            elif change == "rows" and y.ndim:
+                cut = slice(data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3)))
+                q, y = q[cut], y[cut]
+            elif change == "row" and y.ndim and len(y):
+                q, y = q[-1], y[-1]
+            elif change == "stack":
+                q, y = kb.stack([q, q]), np.stack([y, y])
+            elif change == "concatenate" and y.ndim:
+                q, y = kb.concatenate([q, q]), np.concatenate([y, y])
+        except FormatError:
+            continue
+        kb.QuantizedArray.from_config(q.config(), q.planes)
+        assert q.shape == y.shape and np.array_equal(q.dequantize(), y)
 
 
 @pytest.mark.parametrize("granularity", ["token", ("channel", 0)], ids=str)

@@ -163,7 +163,9 @@ class Blocks:
     @property
     def layout(self) -> tuple[int, ...]:
         """Equal for two shapes whose elements share scales in the same way."""
-        return self.size, self.row, self.run, self.per_row
+        # Where there are no elements, or one scale for all, the lengths say nothing.
+        lengths = (self.row, self.run, self.per_row) if self.size and self.count > 1 else ()
+        return self.size, self.count, *lengths
 
 
 @functools.lru_cache(maxsize=1024)
@@ -1196,6 +1198,36 @@ class Affine(Format):
     def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
         return blocks_of(shape, self.granularity).layout == blocks_of(new, self.granularity).layout
 
+    def stacked(self, members: int, shape: tuple[int, ...] | None = None) -> Format:
+        granularity = self.granularity
+        if shape is None or granularity == "token" or granularity[0] == "group":
+            return self
+        if granularity == "tensor":
+            return self._with(("channel", 0))
+        # The new axis moves that of the channels. Blocks that lie one behind the other are tokens or groups, of which
+        # each member has its own; others all members share.
+        axis, one = int(granularity[1]), (1, *shape)
+        blocks = blocks_of(shape, granularity)
+        for owned in ("token", ("group", max(blocks.run, 1))):
+            if blocks_of(one, owned).layout == blocks.layout:
+                return self._with(owned)
+        return self if axis < 0 else self._with(("channel", axis + 1))
+
+    def unstacked(self, shape: tuple[int, ...]) -> Format:
+        granularity = self.granularity
+        if granularity == "token" and len(shape) == 1:
+            return self._with("tensor")
+        if granularity[0] != "channel":
+            return self
+        axis = int(granularity[1])
+        if axis in (0, -len(shape)):
+            return self._with("tensor")
+        return self if axis < 0 else self._with(("channel", axis - 1))
+
+    def _with(self, granularity: Granularity) -> Affine:
+        """The stored format under another granularity."""
+        return _of_granularity(self.name, granularity, self.levels.symmetric)
+
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
         if not shape or (len(shape) == 1 and self.granularity[0] == "group"):
             return False
@@ -1223,6 +1255,11 @@ def _granularity_of(granularity: Any, block: Any) -> Granularity:
             f"granularity is {granularity!r} and block {block}, which means ('group', {block}): leave one of them away"
         )
     return groups
+
+
+@functools.lru_cache(maxsize=256)
+def _of_granularity(name: str, granularity: Granularity, symmetric: bool) -> Affine:
+    return Affine(int(name[-1]), name[0] == "i", granularity=granularity, symmetric=symmetric)
 
 
 def check_percentile(percentile: Any) -> float | None:

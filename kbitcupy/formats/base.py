@@ -166,15 +166,29 @@ class Format(ABC):
         """The format of the planes that `select` gives for `count` rows of an array of `shape`."""
         return self
 
-    def stacked(self, members: int) -> Format:
+    def stacked(self, members: int, shape: tuple[int, ...] | None = None) -> Format:
         """The format of so many arrays of this format as one, planes behind planes, where what all blocks of a member
         share is stored once for each member; this format where nothing has to be.
+
+        `shape` is that of each member where they get a new first axis; None where they lie along the one they have.
 
         Raises
         ------
         FormatError
             When this format is a stack already.
         """
+        return self
+
+    def unstacked(self, shape: tuple[int, ...]) -> Format:
+        """The format of one row of an array of `shape`, as an array of ``shape[1:]``.
+
+        Raises
+        ------
+        FormatError
+            When the row's planes are not those of such an array.
+        """
+        if not self.keeps_blocks((1, *shape[1:]), shape[1:]):
+            raise FormatError(f"a row of shape {shape[1:]} would not keep its blocks of {self}: dequantize first")
         return self
 
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:

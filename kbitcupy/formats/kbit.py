@@ -169,7 +169,7 @@ class KBit(Format):
     def stored(self) -> Format:
         return self if self.codebook != "custom" else custom_format(self.bits, self.absmax, self.members)
 
-    def stacked(self, members: int) -> Format:
+    def stacked(self, members: int, shape: tuple[int, ...] | None = None) -> Format:
         if self.members != 1:
             raise FormatError(f"{self!r} is a stack already: take its members apart, or dequantize first")
         return self._with_members(members)
