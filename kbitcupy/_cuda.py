@@ -243,9 +243,11 @@ class Kernel:
         For a kernel that may start before the one ahead of it has ended, where the device can do so (see
         `starts_early`), as it waits itself, by ``griddepcontrol.wait``, before it looks at what that one writes: the
         sizes of its arguments, which are then ints, of 8 or 4 bytes, or `bytes`.
+    early : bool, default True
+        Whether it may: not where it reads more before it waits than the kernel ahead of it allows for.
     """
 
-    __slots__ = ("_ready", "expression", "file", "rounds", "shared", "sizes", "threads")
+    __slots__ = ("_ready", "early", "expression", "file", "rounds", "shared", "sizes", "threads")
 
     def __init__(
         self,
@@ -255,9 +257,10 @@ class Kernel:
         shared: int = 0,
         rounds: int = 1,
         sizes: tuple[int, ...] = (),
+        early: bool = True,
     ):
         self.file, self.expression, self.threads = file, expression, threads
-        self.shared, self.rounds, self.sizes = shared, rounds, sizes
+        self.shared, self.rounds, self.sizes, self.early = shared, rounds, sizes, early
         self._ready: dict[int, Ready] = {}
 
     def __call__(self, array: Any, units: int, arguments: tuple[Any, ...], waves: int = 0) -> None:
@@ -307,7 +310,7 @@ class Kernel:
             count = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, self.threads, self.shared)
         launch: Any = function.kernel
         if self.sizes:
-            launch = _Launch(launch.ptr, self.shared, self.sizes, starts_early(device))
+            launch = _Launch(launch.ptr, self.shared, self.sizes, self.early and starts_early(device))
         return Ready(launch, count * multiprocessors(device))
 
 

@@ -3,21 +3,26 @@
     y[m, n] = sum_k aq[m, k] * wq[n, k] * sa[m] * sw[n] + bias[n]
 
 The weight is compressed beforehand, with a scale for each output channel. The activations are quantized on the way,
-with a scale for each token (symmetric, ``absmax / 127``), by the rules of `kbitcupy.formats.affine`: NaN becomes 0,
-infinity counts as the largest finite number, a token of zeros has the scale 1. The sum is exact in int32, which holds
-for K up to 131071. What follows is float32, every operation rounded once and subnormal numbers kept:
-``fl(fl(float(sum) * sa) * sw) + bias``, then one cast to the dtype of the activations. A scale of a weight that is not
-positive and finite counts as 0.
+with a scale for each token (symmetric, ``absmax / 127``), as float32 and by the rules of `kbitcupy.formats.affine`: NaN
+becomes 0, infinity counts as the largest float32, a token of zeros has the scale 1; float64 is rounded to float32
+first. Activations that are int8 already, with a scale for each token or one for all, are taken as they are. The sum is
+exact in int32, which holds for K up to 131071. What follows is float32, every operation rounded once and subnormal
+numbers kept: ``fl(fl(float(sum) * sa) * sw) + bias``, then one cast to the dtype of the activations. A scale that is
+not positive and finite counts as 0.
+
+The lowest code of activations is -128, or -127 on request. A scale that is found makes no finite number smaller than
+-127: the two differ for -inf, and where one scale for all tokens was found beforehand.
 
 SmoothQuant divides activation channel k by ``s[k]`` and multiplies weight column k by it, which moves outliers of
 activations into the weights: ``s[k] = max|A[:, k]|^alpha / max|W[:, k]|^(1 - alpha)``. The weights are smoothed before
 they are compressed; the division of the activations is part of their quantization.
 
-On a GPU the activations are quantized in one launch and multiplied in a second one, on tensor cores, with rescaling and
-bias at the end of it. From Hopper on each starts before what is ahead of it has ended, and the second one fetches
-weights while tokens are quantized. Up to 16 tokens read the weights once; more go in tiles, on Hopper by wgmma and the
-bulk tensor copy engine where rows of the weight start at multiples of 16 bytes, everywhere else by mma.sync. Where
-tiles are too few for a Hopper GPU, blocks side by side take parts of K, and exchange their sums.
+On a GPU the activations are quantized in one launch (none, where they are int8 already and K is a multiple of 128) and
+multiplied in a second one, on tensor cores, with rescaling and bias at the end of it. From Hopper on each starts before
+what is ahead of it has ended, and the second one fetches weights while tokens are quantized. Up to 16 tokens read the
+weights once; more go in tiles, on Hopper by wgmma and the bulk tensor copy engine where rows of the weight start at
+multiples of 16 bytes, everywhere else by mma.sync. Where tiles are too few for a Hopper GPU, blocks side by side take
+parts of K, and exchange their sums.
 
 Sources: the SmoothQuant paper (arXiv 2211.10438); LLM.int8 (arXiv 2208.07339) for scales of tokens and channels.
 """
@@ -42,6 +47,7 @@ MAX_DEPTH = 131071
 #: The smallest maximum that SmoothQuant reckons with.
 SMALLEST_ABSMAX = 1e-5
 
+# What the kernels take; float64 goes through float32.
 _FLOATS = ("float16", "bfloat16", "float32")
 _LARGEST = np.finfo(np.float32).max
 
@@ -49,17 +55,20 @@ _LARGEST = np.finfo(np.float32).max
 # ---- products ------------------------------------------------------------------------------------------------------
 
 
-def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, out: Any = None) -> Any:
+def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, qmin: int = -128, out: Any = None) -> Any:
     """x times the transpose of an int8 weight, with x quantized to int8 by token.
 
     Parameters
     ----------
-    x : array_like
-        float16, bfloat16 or float32 [..., K].
+    x : array_like or QuantizedArray
+        float16, bfloat16, float32 or float64 [..., K]; or compressed already, in a symmetric ``int8`` with
+        ``granularity="token"`` or ``"tensor"``.
     qw : QuantizedArray
         Weight [N, K] of format ``int8`` with ``granularity=("channel", 0)``, on the device of `x`; K up to 131071.
     bias : array_like, optional
         float [N]; added in float32.
+    qmin : {-128, -127}, default -128
+        The lowest code of `x`, where that is quantized here.
     out : array, optional
         C-contiguous array of the result's shape and dtype, which receives it.
 
@@ -73,7 +82,7 @@ def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, out: Any = None
     TypeError
         When an argument is of the wrong type or dtype.
     FormatError
-        When `qw` is not such a weight.
+        When `qw` is not such a weight, or `x` compressed in another way.
     ValueError
         When a shape does not fit the others.
     DeviceError
@@ -87,28 +96,41 @@ def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, out: Any = None
     >>> y = kb.affine.linear_w8a8(x, kb.quantize(w, "int8", granularity=("channel", 0)))
     >>> round(kb.metrics.sqnr_db(x @ w.T, y), 1)
     39.5
+    >>> codes = kb.quantize(x, "int8", granularity="token")
+    >>> bool((kb.affine.linear_w8a8(codes, kb.quantize(w, "int8", granularity=("channel", 0))) == y).all())
+    True
     """
-    return _linear(x, qw, None, bias, None, out)
+    return _linear(x, qw, None, bias, None, qmin, out)
 
 
 def linear_smoothquant(
-    x: Any, qw: QuantizedArray, smooth: Any, bias: Any = None, *, activation_scale: Any = None, out: Any = None
+    x: Any,
+    qw: QuantizedArray,
+    smooth: Any,
+    bias: Any = None,
+    *,
+    activation_scale: Any = None,
+    qmin: int = -128,
+    out: Any = None,
 ) -> Any:
     """`linear_w8a8` of x / smooth and a smoothed weight.
 
     Parameters
     ----------
-    x : array_like
-        float16, bfloat16 or float32 [..., K].
+    x : array_like or QuantizedArray
+        As for `linear_w8a8`. What is compressed already has been divided before: pass None for `smooth`.
     qw : QuantizedArray
         Weight [N, K], smoothed with `smooth_weight` and then compressed as for `linear_w8a8`.
-    smooth : array
-        float32 [K], from `smooth_scales`, on the device of `x`. The quotient is rounded once to float32.
+    smooth : array or None
+        float32 [K], from `smooth_scales`, on the device of `x`. The quotient is rounded once to float32. None where
+        nothing is to be divided.
     bias : array_like, optional
         float [N]; added in float32.
     activation_scale : float or array, optional
         One scale for all tokens, found beforehand (see `Calibration`); where it is not positive and finite the product
-        is 0. By default each token gets its own from its absmax.
+        is 0. By default each token gets its own from its absmax, or has it, where `x` is compressed already.
+    qmin : {-128, -127}, default -128
+        The lowest code of `x`, where that is quantized here.
     out : array, optional
         C-contiguous array of the result's shape and dtype, which receives it.
 
@@ -137,13 +159,24 @@ def linear_smoothquant(
     >>> round(kb.metrics.sqnr_db(x @ w.T, kb.affine.linear_smoothquant(x, q, s, activation_scale=scale)), 1)
     38.1
     """
-    return _linear(x, qw, smooth, bias, activation_scale, out)
+    return _linear(x, qw, smooth, bias, activation_scale, qmin, out)
 
 
-def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, out: Any) -> Any:
-    x = _xp.as_array(x)
-    if x.dtype not in _xp.dtype_set(_FLOATS) and _xp.float_dtype(x.dtype, "x").name not in _FLOATS:
-        raise TypeError(f"x is {x.dtype}; allowed are {', '.join(_FLOATS)}: convert with astype first")
+def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin: Any, out: Any) -> Any:
+    if type(qmin) is not int or qmin not in _LEVELS:
+        raise FormatError(f"qmin is {qmin!r}; allowed are -128 and -127")
+    token_scales = None
+    if isinstance(x, QuantizedArray):
+        dtype = x.dtype
+        for name, given in (("smooth", smooth), ("activation_scale", activation_scale)):
+            if given is not None:
+                raise FormatError(f"{name} goes with activations that are quantized here, and x is {x!r}: pass None")
+        if qmin != -128:
+            raise FormatError(f"qmin goes with activations that are quantized here, and x is {x!r}: leave it away")
+        x, token_scales = _token_planes(x)
+    else:
+        x = _xp.as_array(x)
+        dtype = _xp.float_dtype(x.dtype, "x")
     codes, scales = _weight_planes(qw)
     rows, depth = qw.shape
     if x.ndim == 0 or x.shape[-1] != depth:
@@ -151,7 +184,6 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, out:
     if not _xp.same_device(x, codes):
         raise DeviceError(f"x is on {_xp.device_of(x)} and the weight on {qw.device}; move one of them")
     shape = (*x.shape[:-1], rows)
-    dtype = _xp.float_dtype(x.dtype)
     if smooth is not None:
         smooth = _vector(smooth, "smooth", depth, x, True)
     if bias is not None:
@@ -163,10 +195,29 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, out:
     with _xp.on_device_of(x):
         if out is None:
             out = _xp.namespace(x).empty(shape, dtype)
-        if out.size:
-            multiply = _multiply_host if isinstance(x, np.ndarray) else _multiply_cuda
-            multiply(source(x, _FLOATS), codes, scales, smooth, activation_scale, bias, out)
+        if not out.size:
+            return out
+        if token_scales is None:
+            x = source(x, _FLOATS)
+        if isinstance(x, np.ndarray):
+            _multiply_host(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
+        elif dtype.name in _FLOATS:
+            _multiply_cuda(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
+        else:
+            single = _xp.namespace(x).empty(shape, np.float32)
+            _multiply_cuda(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, single)
+            out[...] = single
     return out
+
+
+def _token_planes(x: QuantizedArray) -> tuple[Any, Any]:
+    """Codes [..., K] and scales, one for each token or for all, of activations that are int8."""
+    if not x.ndim or not _has_token_scales(x.format, x.shape):
+        raise FormatError(
+            f"x is {x.format!r} of shape {x.shape}; activations that are compressed must be [..., K] in a symmetric "
+            "int8 with a scale for each token or for all: quantize(x, 'int8', granularity='token')"
+        )
+    return x.planes["codes"].reshape(x.shape), x.planes["scale"]
 
 
 def _weight_planes(qw: Any) -> tuple[Any, Any]:
@@ -185,12 +236,25 @@ def _weight_planes(qw: Any) -> tuple[Any, Any]:
     return qw.planes["codes"], qw.planes["scale"]
 
 
+def _is_int8(format: Format) -> bool:
+    return isinstance(format, affine.Affine) and format.name == "int8" and format.levels.symmetric
+
+
 @functools.lru_cache(maxsize=1024)
 def _fits(format: Format, shape: tuple[int, ...]) -> bool:
     """Whether planes of this format are a matrix of int8 with a scale for each row."""
-    if not isinstance(format, affine.Affine) or format.name != "int8" or not format.levels.symmetric or len(shape) != 2:
+    if not isinstance(format, affine.Affine) or not _is_int8(format) or len(shape) != 2:
         return False
     return affine.blocks_of(shape, format.granularity).layout == affine.blocks_of(shape, ("channel", 0)).layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_token_scales(format: Format, shape: tuple[int, ...]) -> bool:
+    """Whether planes of this format are int8 with a scale for each row along the last axis, or one for all."""
+    if not isinstance(format, affine.Affine) or not _is_int8(format):
+        return False
+    blocks = affine.blocks_of(shape, format.granularity)
+    return blocks.count == 1 or blocks.layout == affine.blocks_of(shape, "token").layout
 
 
 def _vector(values: Any, argument: str, size: int, beside: Any, single: bool = False) -> Any:
@@ -235,17 +299,25 @@ def _one_scale(scale: Any, beside: Any) -> Any:
 _EXACT = 1024
 
 
-def quantize_tokens(x: np.ndarray, smooth: np.ndarray | None, fixed: np.ndarray | None) -> tuple[Any, Any]:
+# The codes of activations, by the lowest of them.
+_LEVELS = {qmin: affine.check_levels(qmin, 127) for qmin in (-128, -127)}
+
+
+def quantize_tokens(
+    x: np.ndarray, smooth: np.ndarray | None, fixed: np.ndarray | None, qmin: int = -128
+) -> tuple[Any, Any]:
     """int8 [M, K] and scales [M] of a matrix, by the rules of the affine formats."""
-    with np.errstate(all="ignore"):
-        numbers = x if smooth is None else x.astype(np.float32) / smooth
+    numbers, levels = x.astype(np.float32, copy=False), _LEVELS[qmin]
+    if smooth is not None:
+        with np.errstate(all="ignore"):
+            numbers = numbers / smooth
     blocks = affine.blocks_of(numbers.shape, "token")
     codes, scales = np.zeros(numbers.shape, np.int8), np.ones(len(numbers), np.float32)
     if fixed is None:
-        affine.quantize_dynamic(numbers, codes, scales, None, blocks, affine.SIGNED8)
+        affine.quantize_dynamic(numbers, codes, scales, None, blocks, levels)
     else:
         scales[:] = fixed
-        affine.quantize(numbers, codes, scales, 0, blocks, affine.SIGNED8)
+        affine.quantize(numbers, codes, scales, 0, blocks, levels)
     return codes, scales
 
 
@@ -262,25 +334,34 @@ def integer_product(a: np.ndarray, w: np.ndarray) -> np.ndarray:
 _CHANNELS = 4096
 
 
+def _factors(scales: np.ndarray) -> np.ndarray:
+    """Scales that do not count as 0."""
+    return np.where((scales > 0) & (scales < np.inf), scales, np.float32(0))
+
+
 def _multiply_host(
     x: np.ndarray,
+    token_scales: np.ndarray | None,
     codes: np.ndarray,
     scales: np.ndarray,
     smooth: np.ndarray | None,
     fixed: np.ndarray | None,
+    qmin: int,
     bias: np.ndarray | None,
     out: np.ndarray,
 ) -> None:
     rows, depth = out.shape[-1], x.shape[-1]
     result = out.reshape(-1, rows)
-    a, token_scales = quantize_tokens(x.reshape(len(result), depth), smooth, fixed)
+    a = x.reshape(len(result), depth)
+    if token_scales is None:
+        a, token_scales = quantize_tokens(a, smooth, fixed, qmin)
     weight = codes.reshape(rows, depth)
-    factors = np.where((scales > 0) & (scales < np.inf), scales, np.float32(0))
+    tokens, factors = _factors(token_scales)[:, None], _factors(scales)
     with np.errstate(all="ignore"):
         for first in range(0, rows, _CHANNELS):
             part = slice(first, first + _CHANNELS)
             y = integer_product(a, weight[part]).astype(np.float32)
-            y *= token_scales[:, None]
+            y *= tokens
             y *= factors[part]
             if bias is not None:
                 y += bias[part].astype(np.float32)
@@ -417,7 +498,7 @@ class _Plan:
     Parameters
     ----------
     quantize, multiply : callable
-        Kernels that are loaded.
+        Kernels that are loaded; no first one for tokens that are int8 already.
     quantizers : int
         Threads of a block of the first one.
     blocks, threads, shared : int
@@ -436,39 +517,52 @@ class _Plan:
 
 
 _kernel = functools.cache(_cuda.Kernel)
+# The lowest codes as a kernel takes a float.
+_LOWEST = {qmin: int(np.float32(qmin).view(np.int32)) for qmin in _LEVELS}
 # Sizes of the arguments: pointers and ints, and tensor maps.
-_TOKEN_SIZES, _SIZES, _MAP_SIZES = (8,) * 9, (8,) * 11, (128, 128, *(8,) * 8)
+_TOKEN_SIZES, _SIZES, _MAP_SIZES = (*(8,) * 9, 4), (8,) * 11, (128, 128, *(8,) * 8)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    dtype: np.dtype, tokens: int, channels: int, depth: int, vector: bool, smooth: bool, aligned: bool, device: int
+    dtype: np.dtype,
+    tokens: int,
+    channels: int,
+    depth: int,
+    vector: bool | None,
+    smooth: bool,
+    aligned: bool,
+    device: int,
 ) -> _Plan:
-    """How a product is computed, its kernels compiled."""
+    """How a product is computed, its kernels compiled. `vector` is None for tokens that are int8 already."""
     cxx = _cuda.CXX_TYPES[dtype.name]
     multiprocessors = _multiprocessors(device) if aligned and depth else 0
     tiling = choose_tiling(tokens, channels, depth, multiprocessors) if multiprocessors else None
     boxes: tuple[int, ...] = ()
+    # quantize_tokens lets the next kernel start once all work ahead of itself is done: weights can be read at once.
+    early = vector is not None
     if tiling is not None:
         boxes = tiling.tokens, tiling.channels // tiling.share
         expression = f"wgmma_w8a8<{cxx}, {tiling.text}>"
-        kernel = _kernel(_HOPPER_FILE, expression, tiling.threads, tiling.shared, sizes=_MAP_SIZES)
+        kernel = _kernel(_HOPPER_FILE, expression, tiling.threads, tiling.shared, sizes=_MAP_SIZES, early=early)
         units, waves = tiling.blocks(tokens, channels), tiling.split == 1
     elif tokens <= _STREAM_TOKENS:
         expression = f"stream_w8a8<{cxx}, {8 if tokens <= 8 else 16}, {_BOOLS[aligned]}>"
-        kernel = _kernel(_FILE, expression, _STREAM_THREADS, _STREAM_SHARED, sizes=_SIZES)
+        kernel = _kernel(_FILE, expression, _STREAM_THREADS, _STREAM_SHARED, sizes=_SIZES, early=early)
         units, waves = -(-channels // _STREAM_ROWS), True
     else:
         tile = 64 if tokens <= 64 else 128
         expression = f"tile_w8a8<{cxx}, {tile}, {_BOOLS[aligned]}>"
         shared = _TILE_STAGES * (tile + _TILE_N) * _TILE_STAGE
-        kernel = _kernel(_FILE, expression, 2 * tile, shared, sizes=_SIZES)
+        kernel = _kernel(_FILE, expression, 2 * tile, shared, sizes=_SIZES, early=early)
         units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
-    expression = f"quantize_tokens<{cxx}, {_BOOLS[vector]}, {_BOOLS[smooth]}>"
-    quantizer = _kernel(_FILE, expression, _TOKEN_THREADS, sizes=_TOKEN_SIZES)
+    quantize = None
+    if vector is not None:
+        expression = f"quantize_tokens<{cxx}, {_BOOLS[vector]}, {_BOOLS[smooth]}>"
+        quantize = _kernel(_FILE, expression, _TOKEN_THREADS, sizes=_TOKEN_SIZES).ready(device).function
     ready = kernel.ready(device)
     return _Plan(
-        quantizer.ready(device).function,
+        quantize,
         _TOKEN_THREADS if tokens <= _cuda.multiprocessors(device) else _TOKEN_THREADS // 2,
         ready.function,
         min(units, ready.resident if waves else _MOST_BLOCKS),
@@ -483,30 +577,53 @@ def _bias_kind(dtype: np.dtype) -> int:
     return _BIAS_KINDS[dtype.name]
 
 
+def _padded_tokens(codes: Any, scales: Any, tokens: int, pitch: int) -> tuple[Any, Any]:
+    """Tokens that are int8 already, as the kernels read them: rows of `pitch` bytes that end in zeros, a scale each."""
+    if codes.shape[-1] != pitch or codes.data.ptr % _ALIGNMENT:
+        rows = codes.reshape(tokens, codes.shape[-1])
+        codes = _xp.namespace(codes).zeros((tokens, pitch), np.int8)
+        codes[:, : rows.shape[1]] = rows
+    return codes, scales if scales.size == tokens else scales.repeat(tokens)
+
+
 def _multiply_cuda(
-    x: Any, codes: Any, scales: Any, smooth: Any | None, fixed: Any | None, bias: Any | None, out: Any
+    x: Any,
+    token_scales: Any | None,
+    codes: Any,
+    scales: Any,
+    smooth: Any | None,
+    fixed: Any | None,
+    qmin: int,
+    bias: Any | None,
+    out: Any,
 ) -> None:
     channels, depth = out.shape[-1], x.shape[-1]
     tokens = out.size // channels
     numbers, weight, divisors = x.data.ptr, codes.data.ptr, 0 if smooth is None else smooth.data.ptr
-    vector = not (depth % 8 or numbers % _ALIGNMENT or divisors % _ALIGNMENT)
+    vector = None
+    if token_scales is None:
+        vector = not (depth % 8 or numbers % _ALIGNMENT or divisors % _ALIGNMENT)
     aligned = not (depth % _ALIGNMENT or weight % _ALIGNMENT)
     plan = _plan(out.dtype, tokens, channels, depth, vector, divisors != 0, aligned, x.data.device_id)
     pitch = max(-(-depth // _PITCH) * _PITCH, _PITCH)
-    # The quantized tokens, and behind them their scales.
-    scratch = _xp.namespace(x).empty(tokens * (pitch + 4), np.uint8)
-    a = scratch.data.ptr
-    token_scales = a + tokens * pitch
-    there = given = 0
-    if isinstance(fixed, np.ndarray):
-        given = int(fixed.view(np.int32)[0])
-    elif fixed is not None:
-        there = fixed.data.ptr
-    plan.quantize(
-        (min(tokens, _MOST_BLOCKS),),
-        (plan.quantizers,),
-        (numbers, divisors, there, given, a, token_scales, tokens, depth, pitch),
-    )
+    if token_scales is None:
+        # The quantized tokens, and behind them their scales.
+        scratch = _xp.namespace(x).empty(tokens * (pitch + 4), np.uint8)
+        a = scratch.data.ptr
+        factors = a + tokens * pitch
+        there = given = 0
+        if isinstance(fixed, np.ndarray):
+            given = int(fixed.view(np.int32)[0])
+        elif fixed is not None:
+            there = fixed.data.ptr
+        plan.quantize(
+            (min(tokens, _MOST_BLOCKS),),
+            (plan.quantizers,),
+            (numbers, divisors, there, given, a, factors, tokens, depth, pitch, _LOWEST[qmin]),
+        )
+    else:
+        scratch = _padded_tokens(x, token_scales, tokens, pitch)
+        a, factors = (array.data.ptr for array in scratch)
     matrices: tuple[Any, Any] = a, weight
     last: tuple[int, ...] = (pitch,)
     if plan.boxes:
@@ -519,7 +636,7 @@ def _multiply_cuda(
     plan.multiply(
         (plan.blocks,),
         (plan.threads,),
-        (*matrices, out.data.ptr, token_scales, scales.data.ptr, *added, tokens, channels, depth, *last),
+        (*matrices, out.data.ptr, factors, scales.data.ptr, *added, tokens, channels, depth, *last),
         shared_mem=plan.shared,
     )
 

@@ -38,17 +38,28 @@ struct Range {
             return __fma_rn(-__fma_rn(q, double(g.divisor), -sum), g.inverse, q);
         }
     }
+    // The scale, or the largest one for which all levels are decoded to finite numbers.
+    __device__ __forceinline__ static Found<C> kept_finite(const Found<C>& found, const Geometry& g) {
+        if (all_bits(found.scale) <= Bits(g.surely)) return found;
+        const C reach = C(g.symmetric ? g.reach : max(g.qmax - found.zero, found.zero - g.qmin));
+        const C limit = from_bits(Bits(g.limit));
+        if (!(multiply_ieee(found.scale, reach) > limit)) return found;
+        Bits most = all_bits(divide_ieee(limit, reach));
+        if (multiply_ieee(from_bits(most), reach) > limit) --most;
+        return {from_bits(most), found.zero, false};
+    }
     // Scale and zero point by the contract; infinities count as the largest finite number.
     __device__ __forceinline__ Found<C> found(const Geometry& g) const {
-        const C up = from_bits(min(high, largest_finite(C(0)))), down = from_bits(min(low, largest_finite(C(0))));
+        const C up = from_bits(min(high, Bits(g.largest))), down = from_bits(min(low, Bits(g.largest)));
         if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true};
-        if (g.symmetric) return {divide(larger(up, down), C(g.divisor)), g.zero, g.zero - g.divisor >= g.qmin};
+        if (g.symmetric)
+            return kept_finite({divide(larger(up, down), C(g.divisor)), g.zero, g.zero - g.divisor >= g.qmin}, g);
         const C scale = smaller(narrow(width(up, down, g), C(0)), from_bits(largest_finite(C(0))));
         const C s = usable(scale);
         if (magnitude_bits(s) == 0) return {scale, g.qmin, false};
         const int zero = g.qmin + int(smaller(C(rint(divide(down, s))), C(g.qmax - g.qmin)));
         // The smallest number becomes qmin.
-        return {scale, zero, C(rint(divide(up, s))) <= C(g.qmax - zero)};
+        return kept_finite({scale, zero, C(rint(divide(up, s))) <= C(g.qmax - zero)}, g);
     }
 };
 

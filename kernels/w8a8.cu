@@ -1,4 +1,4 @@
-// W8A8 products: tokens are quantized by quantize_tokens, then one of three kernels multiplies.
+// W8A8 products: tokens are quantized by quantize_tokens, if they are not yet, then one of three kernels multiplies.
 //
 //     stream_w8a8   up to 16 tokens: reads the weights once, straight into registers
 //     tile_w8a8     any number of tokens, on any GPU: tiles in shared memory, mma.sync
@@ -10,6 +10,7 @@
 constexpr int TOKEN_THREADS = 512;  // the most of a block that quantizes
 constexpr int OCTET = 8;            // elements that a thread reads at a time
 constexpr unsigned LARGEST_FINITE = 0x7f7fffffu;
+constexpr unsigned LARGEST_SCALE = 0x7c010203u;  // of which 127 are finite
 
 #if __CUDA_ARCH__ >= 800
 // The larger of two magnitudes in each half of a register, NaN where one of them is.
@@ -152,9 +153,9 @@ struct PlainQuantizer {
     }
 };
 
-// Of anything: NaN becomes 0, and what is too large -128 or 127.
+// Of anything: NaN becomes 0, and what is too large `lowest` or 127.
 struct AnyQuantizer {
-    float scale, reciprocal;
+    float scale, reciprocal, lowest;
     bool plain;  // whether the short division is exact
 
     __device__ __forceinline__ float quotient(float x) const {
@@ -167,7 +168,7 @@ struct AnyQuantizer {
     }
     __device__ __forceinline__ unsigned operator()(float x) const {
         const bool is_nan = (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u;
-        return is_nan ? 0u : low_byte(fminf(fmaxf(quotient(x), -128.0f), 127.0f));
+        return is_nan ? 0u : low_byte(fminf(fmaxf(quotient(x), lowest), 127.0f));
     }
 };
 
@@ -189,7 +190,8 @@ __device__ __forceinline__ void each_octet(
 // from K to pitch become 0. VECTOR: rows of x, and smooth, start at multiples of 16 bytes, and K is a multiple of 8.
 template <typename T, bool VECTOR, bool SMOOTH>
 __device__ __forceinline__ float quantize_token(
-    const T* row, const float* smooth, const float* fixed, long long given, signed char* target, int depth, int pitch) {
+    const T* row, const float* smooth, const float* fixed, long long given, float lowest, signed char* target,
+    int depth, int pitch) {
     using Part = Octet<T, VECTOR, SMOOTH>;
     const int run = OCTET * blockDim.x, octets = (depth + run - 1) / run;
     const bool dynamic = fixed == nullptr && given == 0;
@@ -213,6 +215,7 @@ __device__ __forceinline__ float quantize_token(
             scale = __uint_as_float(largest);
         }
         scale = is_zero(scale) ? 1.0f : divide_ieee(scale, 127.0f);
+        scale = __uint_as_float(min(__float_as_uint(scale), LARGEST_SCALE));
     }
     const bool plain = scale > 0x1p-60f && scale < 0x1p60f;
     const float reciprocal = plain ? __frcp_rn(scale) : 0.0f;
@@ -221,7 +224,7 @@ __device__ __forceinline__ float quantize_token(
         each_octet(
             held, row, smooth, depth, octets, [&](const Part& part, int i) { part.write(target, depth, i, byte); });
     } else {
-        const AnyQuantizer byte{scale, reciprocal, plain};
+        const AnyQuantizer byte{scale, reciprocal, lowest, plain};
         each_octet(
             held, row, smooth, depth, octets, [&](const Part& part, int i) { part.write(target, depth, i, byte); });
     }
@@ -238,13 +241,14 @@ __global__ void __launch_bounds__(TOKEN_THREADS, Octet<T, VECTOR, SMOOTH>::WORDS
     long long given,                   // ... or the bits of this one, where they are not 0
     signed char* __restrict__ a,       // [M, pitch]
     float* __restrict__ scales,        // [M]
-    long long tokens, long long columns, long long pitch) {
+    long long tokens, long long columns, long long pitch,
+    float lowest) {  // code: -128 or -127
     wait_for_previous();
     let_next_start();                             // not earlier: the next kernel reads weights at once
     const int depth = static_cast<int>(columns);  // at most 131071
     for (long long m = blockIdx.x; m < tokens; m += gridDim.x) {
         const float scale = quantize_token<T, VECTOR, SMOOTH>(
-            x + m * columns, smooth, fixed, given, a + m * pitch, depth, static_cast<int>(pitch));
+            x + m * columns, smooth, fixed, given, lowest, a + m * pitch, depth, static_cast<int>(pitch));
         if (threadIdx.x == 0) scales[m] = scale;
     }
 }

@@ -2,9 +2,9 @@
 //
 // y[m, n] = sum_k a[m, k] * w[n, k] * token_scale[m] * channel_scale[n] + bias[n]
 //
-// a is what quantize_tokens wrote: int8 [M, pitch], zeros from K to pitch, pitch a multiple of 128 and the array
-// aligned to 16 bytes. So only w, which is the caller's, has edges in K. Sums are exact in int32 up to K = 131071. The
-// float32 operations keep subnormal numbers, as NumPy does, although -ftz=true is on.
+// a is what quantize_tokens wrote, or laid out as that: int8 [M, pitch], zeros from K to pitch, pitch a multiple of 128
+// and the array aligned to 16 bytes. So only w, which is the caller's, has edges in K. Sums are exact in int32 up to K
+// = 131071. The float32 operations keep subnormal numbers, as NumPy does, although -ftz=true is on.
 #pragma once
 #include "common.cuh"
 
@@ -34,9 +34,14 @@ __device__ __forceinline__ float as_factor(float scale) {
 // ---- launches that overlap -------------------------------------------------------------------------------------
 
 // What the kernel before this one has written; neither the compiler nor the read-only cache may fetch it earlier.
-__device__ __forceinline__ float load_written(const float* p) {
-    float v;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+__device__ __forceinline__ float load_written_factor(const float* p) {
+    float v;  // as as_factor has it, which from here would take 30 more registers
+    asm volatile(
+        "{ .reg .pred usable; .reg .b32 bits, less; ld.global.b32 bits, [%1]; sub.u32 less, bits, 1;"
+        " setp.lt.u32 usable, less, 0x7f7fffff; selp.b32 %0, bits, 0, usable; }"
+        : "=f"(v)
+        : "l"(p)
+        : "memory");
     return v;
 }
 __device__ __forceinline__ uint4 load_written(const uint4* p) {
@@ -59,7 +64,7 @@ struct Rescaling {
     const void* bias;            // [N]
     long long bias_kind;         // Bias
 
-    __device__ __forceinline__ float of_token(long long m) const { return load_written(token_scale + m); }
+    __device__ __forceinline__ float of_token(long long m) const { return load_written_factor(token_scale + m); }
     __device__ __forceinline__ float of_channel(long long n) const { return as_factor(__ldg(channel_scale + n)); }
     // Without a bias -0, which changes no number.
     __device__ __forceinline__ float bias_of(long long n) const {

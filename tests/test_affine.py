@@ -138,6 +138,30 @@ class TestGradients:
         assert (wanted != 0).mean() > 0.98
 
 
+def limit_of(dtype, computed):
+    """The largest number of `computed` that is finite in `dtype`, by looking for it."""
+    low, high = np.array([1, INF], computed).view(f"u{np.dtype(computed).itemsize}").tolist()
+    while high - low > 1:
+        middle = (low + high) // 2
+        number = np.array(middle, f"u{np.dtype(computed).itemsize}").view(computed)
+        with np.errstate(over="ignore"):
+            low, high = (middle, high) if np.isfinite(number.astype(dtype)) else (low, middle)
+    return np.array(low, f"u{np.dtype(computed).itemsize}").view(computed)[()]
+
+
+LIMITS = {dtype: limit_of(dtype, np.float64 if dtype == np.float64 else np.float32) for dtype in DTYPES}
+
+
+def kept_finite(scale, reach, dtype):
+    """The scale that the contract takes where `reach` steps of the one that was found would not be finite."""
+    limit, steps = LIMITS[dtype], type(LIMITS[dtype])(reach)
+    with np.errstate(over="ignore"):
+        if scale * steps <= limit:
+            return scale
+        most = limit / steps
+        return most if most * steps <= limit else np.nextafter(most, type(limit)(0))
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("shape", "granularity"), CASES, ids=str)
 def test_ranges_by_their_formula(shape, granularity, symmetric):
@@ -156,7 +180,7 @@ def test_ranges_by_their_formula(shape, granularity, symmetric):
                     member = x[block == i].astype(np.float64)
                     member = member[~np.isnan(member)]
                     low, high = member.min(initial=0), member.max(initial=0)
-                    largest = float(np.finfo(computed).max)
+                    largest = float(np.nextafter(dtype.type(INF), dtype.type(0)))
                     low, high = max(low, -largest), min(high, largest)
                     if symmetric:
                         point = 0 if qmin < 0 else (qmax + 1) // 2
@@ -166,12 +190,66 @@ def test_ranges_by_their_formula(shape, granularity, symmetric):
                         with np.errstate(all="ignore"):
                             point = qmin - np.rint(computed(low) / s) if s else qmin
                         point = min(max(point, qmin), qmax)
+                    s = kept_finite(s, qmax - point if symmetric else max(qmax - point, point - qmin), dtype)
                     if low == high == 0:
                         s, point = 1, point if symmetric else qmin
                     assert (scale.reshape(-1)[i], zero.reshape(-1)[i]) == (s, point)
                 q, s, z = affine.dynamic_range(x, **options)
                 assert np.array_equal(s, scale) and np.array_equal(z, zero)
                 assert np.array_equal(q, affine.quantize(x, s, z, qmin=qmin, qmax=qmax, granularity=granularity))
+
+
+@pytest.mark.parametrize("percentile", [None, 100, 99], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4"])
+def test_finite_numbers_stay_finite(name, dtype, symmetric, percentile):
+    """At the end of a dtype, where half a step more is infinite; and numbers within their error bound."""
+    end = np.nextafter(dtype.type(INF), dtype.type(0))
+    rng = np.random.default_rng(0)
+    x = (rng.uniform(-1, 1, (512, 32)) * float(end)).astype(dtype)
+    x[::2, 0], x[1::2, 0], x[::3, 1] = end, -end, end
+    for granularity in ("tensor", "token", ("group", 8), ("channel", 1)):
+        options = {"granularity": granularity, "symmetric": symmetric, "percentile": percentile}
+        q = kb.quantize(x, name, **options)
+        assert np.isfinite(q.dequantize()).all()
+        if dtype != np.float64:
+            assert kb.metrics.error_bound(x, q, q.dequantize(dtype="float32")).violations == 0
+        else:  # the functions keep scales of float64
+            levels = {"qmin": q.format.levels.qmin, "qmax": q.format.levels.qmax}
+            scale, zero = affine.choose_qparams(x, **levels, **options)
+            assert np.isfinite(affine.fake_quantize(x, scale, zero, granularity=granularity, **levels)).all()
+
+
+@pytest.mark.parametrize("reach", [1, 7, 8, 127, 128, 255, 1 << 20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_scale_that_keeps_numbers_finite_is_the_largest(dtype, reach):
+    computed = type(LIMITS[dtype])
+    with np.errstate(over="ignore"):
+        found = family._finite_scale(computed([LIMITS[dtype]]), reach, dtype)[0]
+        assert np.isfinite((found * computed(reach)).astype(dtype))
+        beyond = found
+        for _ in range(3):  # rounding may leave a product where it is
+            beyond = np.nextafter(beyond, computed(INF))
+        assert reach == 1 or not np.isfinite((beyond * computed(reach)).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["int8", "uint4"])
+def test_ordinary_scales_are_what_the_range_says(name, dtype):
+    """Up to half of the largest number there is, whatever the zero point."""
+    rng = np.random.default_rng(1)
+    end = float(np.nextafter(dtype.type(INF), dtype.type(0)))
+    computed = type(LIMITS[dtype])
+    x = (rng.uniform(-0.5, 0.5, (64, 16)) * end * np.exp2(-np.arange(64.0) / 2)[:, None]).astype(dtype)
+    levels = kb.get_format(name).levels
+    options = {"qmin": levels.qmin, "qmax": levels.qmax, "granularity": "token"}
+    wide = x.astype(computed)
+    low, high = wide.min(1).clip(max=0).astype(np.float64), wide.max(1).clip(min=0).astype(np.float64)
+    scale, _ = affine.choose_qparams(x, symmetric=False, **options)
+    assert np.array_equal(scale, ((high - low) / (levels.qmax - levels.qmin)).astype(computed))
+    scale, _ = affine.choose_qparams(x, **options)
+    assert np.array_equal(scale, np.abs(wide).max(1) / computed(levels.divisor))
 
 
 @pytest.mark.parametrize(("shape", "granularity"), [c for c in CASES if math.prod(c[0])], ids=str)
@@ -201,11 +279,11 @@ def test_what_is_decoded_is_near(data):
     shape, granularity = data.draw(st.sampled_from(CASES))
     name = data.draw(st.sampled_from(["int8", "uint8", "int4", "uint4"]))
     symmetric = data.draw(st.booleans())
-    kind = data.draw(st.sampled_from(["normal", "small", "wide", "subnormal", "constant"]))
+    kind = data.draw(st.sampled_from(["normal", "small", "wide", "subnormal", "constant", "extreme"]))
     x = numbers(kind, shape, dtype, data.draw(st.integers(0, 1000)))
     x[~np.isfinite(x.astype(np.float64))] = 0
     q = kb.quantize(x, name, granularity=granularity, symmetric=symmetric)
-    # (float16 could overflow: what is decoded may lie half a step beyond its largest number.)
+    assert np.isfinite(q.dequantize().astype(np.float64)).all()
     y = q.dequantize(dtype="float64" if dtype == np.float64 else "float32")
     assert kb.metrics.error_bound(x, q, y).violations == 0
     # The functions give the same integers and numbers as the format.
@@ -340,7 +418,7 @@ def test_concatenated_channels(granularity):
     if granularity == ("channel", 0):
         whole = kb.concatenate(parts)
         assert np.array_equal(
-            whole.planes["scale"], kb.quantize(x, "int8", **{**parts[0].format.options()}).planes["scale"]
+            whole.planes["scale"], kb.quantize(x, "int8", **parts[0].format.options()).planes["scale"]
         )
         assert np.array_equal(whole.dequantize(), np.concatenate([part.dequantize() for part in parts]))
         return

@@ -273,6 +273,27 @@ def test_every_16_bit_number(cupy, dtype):
                 assert same(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "granularity"), SMALL + LARGE[::4], ids=str)
+def test_numbers_at_the_end_of_a_dtype(cupy, shape, granularity, dtype):
+    """Where half a step more than the largest number would be infinite: by every kernel that finds ranges."""
+    end = float(np.nextafter(dtype.type(np.inf), dtype.type(0)))
+    rng = np.random.default_rng(0)
+    x = (rng.uniform(-1, 1, shape) * end).astype(dtype)
+    flat = x.reshape(-1)
+    flat[::3], flat[1::7], flat[5::11] = end, -end, rng.uniform(-1e-3, 1e-3, flat[5::11].shape)
+    for levels in RANGES:
+        check_ranges(cupy, x, granularity, levels)
+    for name in ("int8", "uint4"):
+        for symmetric in (True, False):
+            check_format(cupy, x, name, granularity=granularity, symmetric=symmetric)
+            check_format(cupy, x, name, granularity=granularity, symmetric=symmetric, percentile=99)
+            q = kb.quantize(put(cupy, x), name, granularity=granularity, symmetric=symmetric)
+            assert bool(cupy.isfinite(q.dequantize().astype("f8")).all())
+    flat[::13] = -np.inf
+    check_ranges(cupy, x, granularity)
+
+
 def test_the_short_division_is_the_division(cupy):
     """Quotients at and beside every tie between two steps, for scales of any mantissa."""
     rng = np.random.default_rng(0)

@@ -18,7 +18,14 @@ INT8 = {"granularity": ("channel", 0)}
 # ---- what the definition says --------------------------------------------------------------------------------------
 
 
-def quantized_tokens(x, smooth=None, fixed=None):
+# The largest scale of which 127 are finite.
+LARGEST_SCALE = np.float32(2.0**121)
+with np.errstate(over="ignore"):
+    while np.isfinite(np.nextafter(LARGEST_SCALE, np.float32(np.inf)) * np.float32(127)):
+        LARGEST_SCALE = np.nextafter(LARGEST_SCALE, np.float32(np.inf))
+
+
+def quantized_tokens(x, smooth=None, fixed=None, qmin=-128):
     """int8 codes and scales, one token after the other."""
     codes, scales = np.zeros(x.shape, np.int64), np.zeros(len(x), np.float32)
     with np.errstate(all="ignore"):
@@ -29,16 +36,20 @@ def quantized_tokens(x, smooth=None, fixed=None):
             scale = (
                 np.float32(fixed) if fixed is not None else np.float32(1) if largest == 0 else largest / np.float32(127)
             )
+            scale = scale if fixed is not None else min(scale, LARGEST_SCALE)
             scales[m] = scale if 0 < scale < np.inf else 0
             if scales[m]:
                 steps = np.rint(numbers / scale)
-                codes[m] = np.where(np.isnan(steps), 0, np.clip(steps, -128, 127)).astype(np.int64)
+                codes[m] = np.where(np.isnan(steps), 0, np.clip(steps, qmin, 127)).astype(np.int64)
     return codes, scales
 
 
-def defined(x, q, smooth=None, bias=None, fixed=None):
+def defined(x, q, smooth=None, bias=None, fixed=None, qmin=-128):
     """The product straight from the definition: int64 sums, then float32 step by step."""
-    codes, scales = quantized_tokens(x, smooth, fixed)
+    return rescaled(*quantized_tokens(x, smooth, fixed, qmin), q, bias, x.dtype)
+
+
+def rescaled(codes, scales, q, bias, dtype):
     rows, depth = q.shape
     sums = codes @ q.planes["codes"].reshape(rows, depth).astype(np.int64).T
     assert np.abs(sums).max(initial=0) < 2**31
@@ -48,7 +59,7 @@ def defined(x, q, smooth=None, bias=None, fixed=None):
         y = sums.astype(np.float32) * scales[:, None] * factors
         if bias is not None:
             y = y + bias.astype(np.float32)
-        return y.astype(x.dtype)
+        return y.astype(dtype)
 
 
 def weight(rows, depth, seed=1):
@@ -74,30 +85,29 @@ VARIANTS = [
     {"smooth": True},
     {"smooth": True, "bias": True, "fixed": 0.02},
     {"fixed": 3e-3},
+    {"fixed": 3e-3, "qmin": -127},
+    {"qmin": -127, "bias": True},
 ]
 
 
 def arguments_of(variant, kind, rows, depth, dtype):
     """Keyword arguments of `defined`."""
     bias, smooth = vectors(kind, rows, depth, dtype)
-    chosen = {"bias": bias, "smooth": smooth, "fixed": variant.get("fixed")}
+    chosen = {"bias": bias, "smooth": smooth, "fixed": variant.get("fixed"), "qmin": variant.get("qmin")}
     return {name: chosen[name] for name in variant}
 
 
-def product(x, q, smooth=None, bias=None, fixed=None, out=None):
+def product(x, q, smooth=None, bias=None, fixed=None, out=None, qmin=-128):
     """The public call that these arguments ask for."""
     if smooth is None and fixed is None:
-        return affine.linear_w8a8(x, q, bias, out=out)
-    if smooth is None:
-        xp = np if isinstance(x, np.ndarray) else __import__("cupy")
-        smooth = xp.ones(x.shape[-1], np.float32)
-    return affine.linear_smoothquant(x, q, smooth, bias, activation_scale=fixed, out=out)
+        return affine.linear_w8a8(x, q, bias, qmin=qmin, out=out)
+    return affine.linear_smoothquant(x, q, smooth, bias, activation_scale=fixed, qmin=qmin, out=out)
 
 
 SHAPES = [(1, 1, 1), (1, 40, 128), (3, 17, 33), (16, 5, 300), (20, 130, 64), (70, 3, 1040)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype("float64")], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "special", "extreme", "subnormal", "zeros", "constant"])
 def test_the_definition(kind, dtype):
     for tokens, rows, depth in SHAPES:
@@ -119,6 +129,71 @@ def test_any_numbers(data):
     q = weight(rows, depth)
     options = arguments_of(data.draw(st.sampled_from(VARIANTS)), "special", rows, depth, dtype)
     assert same_values(product(x, q, **options), defined(x, q, **options))
+
+
+def activations(shape, scales, dtype, seed=2):
+    """Activations that are int8, with every code, and scales of many magnitudes among which some do not count."""
+    rng = np.random.default_rng([seed, *shape])
+    codes = rng.integers(-128, 128, np.prod(shape)).astype(np.int8)
+    scale = (rng.random(scales) * np.exp2(rng.integers(-14, 2, scales))).astype(np.float32)
+    scale[3::7], scale[4::7], scale[5::7], scale[6::7] = 0, -1, np.inf, 1e-40
+    format = kb.get_format("int8", granularity="tensor" if scales == 1 else "token")
+    return kb.QuantizedArray(format, {"codes": codes, "scale": scale}, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype("float64")], ids=str)
+def test_activations_that_are_int8_already(dtype):
+    for tokens, rows, depth in SHAPES:
+        q = weight(rows, depth)
+        bias, _ = vectors("normal", rows, depth, np.dtype("float32"))
+        for scales in {tokens, 1}:
+            a = activations((tokens, depth), scales, dtype)
+            factors = np.where((a.planes["scale"] > 0) & (a.planes["scale"] < np.inf), a.planes["scale"], np.float32(0))
+            wanted = rescaled(
+                a.planes["codes"].reshape(tokens, depth).astype(np.int64),
+                factors.repeat(tokens // scales),
+                q,
+                bias,
+                dtype,
+            )
+            y = affine.linear_w8a8(a, q, bias)
+            assert y.dtype == dtype and same_values(y, wanted)
+            assert same_values(affine.linear_smoothquant(a, q, None, bias), wanted)
+
+
+def test_activations_quantized_beforehand_give_the_same_product():
+    """Under every name of the same blocks; smoothed ones, too."""
+    x, q = make("special", 3 * 4 * 24, np.dtype("float16")).reshape(3, 4, 24), weight(6, 24)
+    x[~np.isfinite(x)] = 0
+    for options in ({"granularity": "token"}, {"granularity": ("group", 24)}):
+        assert same_values(affine.linear_w8a8(kb.quantize(x, "int8", **options), q), affine.linear_w8a8(x, q))
+    rows = kb.quantize(x[0], "int8", granularity=("channel", 0))
+    assert same_values(affine.linear_w8a8(rows, q), affine.linear_w8a8(x[0], q))
+    single = kb.quantize(x, "int8", scale=0.03)
+    assert same_values(affine.linear_w8a8(single, q), affine.linear_smoothquant(x, q, None, activation_scale=0.03))
+    _, smooth = vectors("normal", 6, 24, np.dtype("float16"))
+    divided = kb.quantize(x.astype(np.float32) / smooth, "int8", granularity="token")
+    found = affine.linear_smoothquant(divided, q, None).astype(np.float16)
+    assert same_values(found, affine.linear_smoothquant(x, q, smooth))
+    out = np.empty((3, 4, 6), np.float16)
+    assert affine.linear_w8a8(kb.quantize(x, "int8", granularity="token"), q, out=out) is out
+
+
+def test_the_lowest_code():
+    """-inf, and what a scale that was found beforehand does not reach."""
+    identity = kb.QuantizedArray(
+        kb.get_format("int8", **INT8),
+        {"codes": np.eye(4, dtype=np.int8).reshape(-1), "scale": np.ones(4, np.float32)},
+        (4, 4),
+        "float32",
+    )
+    x = np.float32([[-1000, 1000, -127, -128]])
+    for qmin in (-128, -127):
+        found = affine.linear_smoothquant(x, identity, None, activation_scale=1, qmin=qmin)
+        assert np.array_equal(found, [[qmin, 127, -127, qmin]])
+    x[0] = -np.inf, 0, 1, np.nan
+    lowest, found = (affine.linear_w8a8(x, identity, qmin=qmin)[0, 0] for qmin in (-128, -127))
+    assert found == LARGEST_SCALE * np.float32(-127) and lowest == -np.inf
 
 
 @pytest.mark.parametrize("depth", [1, 1023, 1024, 1025, 5000, w8a8.MAX_DEPTH])
@@ -258,8 +333,34 @@ ONES = np.ones(32, np.float32)
     [
         (lambda: affine.linear_w8a8(X[:, :31], Q), ValueError, r"x has shape \(2, 31\).*\[\.\.\., 32\]"),
         (lambda: affine.linear_w8a8(np.float32(1), Q), ValueError, r"x has shape \(\)"),
-        (lambda: affine.linear_w8a8(X.astype("f8"), Q), TypeError, "x is float64; allowed are float16, bfloat16"),
         (lambda: affine.linear_w8a8(X.astype("i4"), Q), TypeError, "x is int32"),
+        (lambda: affine.linear_w8a8(X.astype("f8"), Q, out=np.empty((2, 4), "f4")), TypeError, "out is float32"),
+        (lambda: affine.linear_w8a8(X, Q, qmin=-126), FormatError, "qmin is -126; allowed are -128 and -127"),
+        (lambda: affine.linear_w8a8(X, Q, qmin=-127.0), FormatError, "qmin is -127.0"),
+        (lambda: affine.linear_w8a8(kb.quantize(X, "uint8"), Q), FormatError, "x is .*'uint8'.* a symmetric int8 with"),
+        (
+            lambda: affine.linear_w8a8(kb.quantize(X, "int8", symmetric=False), Q),
+            FormatError,
+            "a symmetric int8 with a",
+        ),
+        (
+            lambda: affine.linear_w8a8(kb.quantize(X, "int8", granularity=("group", 8)), Q),
+            FormatError,
+            "scale for each token or for all",
+        ),
+        (lambda: affine.linear_w8a8(kb.quantize(X, "kbit4"), Q), FormatError, "x is .*kbit4"),
+        (lambda: affine.linear_w8a8(kb.quantize(X, "int8"), Q, qmin=-127), FormatError, "qmin goes with activations"),
+        (
+            lambda: affine.linear_smoothquant(kb.quantize(X, "int8"), Q, ONES),
+            FormatError,
+            "smooth goes with .*pass None",
+        ),
+        (
+            lambda: affine.linear_smoothquant(kb.quantize(X, "int8"), Q, None, activation_scale=1.0),
+            FormatError,
+            "activation_scale goes with",
+        ),
+        (lambda: affine.linear_w8a8(kb.quantize(X[:, :31], "int8"), Q), ValueError, r"x has shape \(2, 31\)"),
         (lambda: affine.linear_w8a8(X, X), TypeError, "qw is ndarray; it must be a QuantizedArray"),
         (lambda: affine.linear_w8a8(X, kb.quantize(X, "kbit4")), FormatError, "it must be .N, K. in a symmetric int8"),
         (lambda: affine.linear_w8a8(X, kb.quantize(X, "int8")), FormatError, "scale for each row"),
@@ -367,6 +468,19 @@ class TestSmall:
             x = make("special", tokens * depth, dtype).reshape(tokens, depth)
             for variant in VARIANTS[1:4:2]:
                 check(cupy, x, weight(rows, depth), **arguments_of(variant, "special", rows, depth, dtype))
+
+    @pytest.mark.parametrize("dtype", [*DTYPES, np.dtype("float64")], ids=str)
+    def test_activations_that_are_int8_already(self, cupy, path, dtype):
+        for tokens, rows, depth in ((1, 33, 128), (3, 50, 1000), (9, 31, 256), (20, 130, 64), (130, 100, 1040)):
+            bias, _ = vectors("normal", rows, depth, np.dtype("float32"))
+            for scales in {tokens, 1}:
+                check(cupy, activations((tokens, depth), scales, dtype), weight(rows, depth), bias=bias)
+
+    def test_float64(self, cupy):
+        for tokens, rows, depth in ((1, 33, 128), (20, 130, 64)):
+            x = make("special", tokens * depth, np.dtype("float32")).astype(np.float64).reshape(tokens, depth)
+            for variant in VARIANTS:
+                check(cupy, x, weight(rows, depth), **arguments_of(variant, "special", rows, depth, DTYPES[0]))
 
     def test_long_rows(self, cupy):
         """Rows that a thread block does not hold in registers."""
@@ -502,6 +616,24 @@ def test_graph_capture(cupy, tokens):
         stream.synchronize()
         assert same_values(y.get(), affine.linear_w8a8(data, q, bias))
         assert same_values(z.get(), affine.linear_smoothquant(data, q, smooth, activation_scale=0.01))
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 200])
+def test_weights_that_were_just_written_beside_int8_activations(cupy, tokens):
+    """No kernel is launched ahead of the product that would have waited for what wrote the weight."""
+    there, out = on_device(cupy, weight(520, 1024)), cupy.empty((tokens, 520), "f2")
+    a = activations((tokens, 1024), tokens, np.dtype("float16"))
+    x = on_device(cupy, a)
+    rng = np.random.default_rng(tokens)
+    for _ in range(10):
+        codes = rng.integers(-128, 128, 520 * 1024).astype(np.int8)
+        new = cupy.asarray(codes)
+        cupy.cuda.Device().synchronize()
+        cupy.add(new, 0, out=there.planes["codes"], casting="unsafe")
+        affine.linear_w8a8(x, there, out=out)
+        y = out.copy()
+        q = kb.QuantizedArray(there.format, {"codes": codes, "scale": there.planes["scale"].get()}, (520, 1024), "f4")
+        assert same_values(y.get(), affine.linear_w8a8(a, q))
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 200])

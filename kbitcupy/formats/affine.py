@@ -34,9 +34,15 @@ lies outside the range counts as the nearer end of it.
 Scales that are found: symmetric ``max|x| / qmax`` with zero point 0; an unsigned range takes the zero point in its
 middle, ``2^(bits-1)``, and ``max|x| / (2^(bits-1) - 1)``. Asymmetric ``(max - min) / (qmax - qmin)``, the range widened
 to hold 0, the difference (which does not overflow) and the quotient in float64, and ``zero_point = qmin - rint(min /
-scale)``, clamped. NaN is ignored, an infinity counts as the largest finite number, and a block of zeros has the scale
-1. With a percentile p the maximum is the value of rank ``ceil(p / 100 * m)`` among the m of a block (NaN counts as 0),
-the minimum that of the same rank from above.
+scale)``, clamped. NaN is ignored, an infinity counts as the largest finite number of the array's dtype, and a block of
+zeros has the scale 1. With a percentile p the maximum is the value of rank ``ceil(p / 100 * m)`` among the m of a block
+(NaN counts as 0), the minimum that of the same rank from above.
+
+What is decoded may lie half a step beyond what was found. A finite number comes back as a finite number of its dtype
+all the same: let r be the larger of ``qmax - zero_point`` and ``zero_point - qmin`` (for a symmetric range what max|x|
+becomes, unless a percentile below 100 leaves numbers beyond it), and F the largest float32 that is rounded to a finite
+number of the array's dtype (the largest float64, for float64). Where ``scale * r`` exceeds F the scale is ``F / r``
+instead, or the number below that where ``(F / r) * r`` exceeds F too.
 
 Sources: the quantize family of baracuda-kernels, PyTorch's fake_quantize, the granularities of torchao.
 """
@@ -266,6 +272,30 @@ def check_levels(
 
 _levels = functools.lru_cache(maxsize=256)(Levels)
 SIGNED8, UNSIGNED8 = _levels(-128, 127, True), _levels(0, 255, True)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where the numbers of a dtype end.
+
+    Parameters
+    ----------
+    largest : float
+        The largest finite number.
+    limit : float
+        The largest float32 that is rounded to a finite one (of float64 the same as `largest`).
+    """
+
+    largest: float
+    limit: float
+
+
+_ENDS = {
+    "float16": Ends(65504.0, 65520.0 - 2.0**-8),
+    "bfloat16": Ends((2 - 2.0**-7) * 2.0**127, (2 - 2.0**-8 - 2.0**-23) * 2.0**127),
+    "float32": Ends(float(np.finfo(np.float32).max), float(np.finfo(np.float32).max)),
+    "float64": Ends(float(np.finfo(np.float64).max), float(np.finfo(np.float64).max)),
+}
 
 
 def compute_dtype(dtype: np.dtype) -> np.dtype:
@@ -528,7 +558,7 @@ def _find_host(
                 rows = rows.transpose(1, 0, 2).reshape(1, rows.shape[1], -1)
             _percentile_host(rows, ends, levels, fraction)
     np.abs(high, out=high), np.abs(low, out=low)  # no -0
-    found, zero = _range_host(high, low, levels, dtype)
+    found, zero = _range_host(high, low, levels, x.dtype, _reach(levels, fraction))
     scale.reshape(-1)[...] = np.minimum(found, np.finfo(scale.dtype).max)
     if zero_point is not None:
         zero_point.reshape(-1)[...] = zero
@@ -556,19 +586,41 @@ def _percentile_host(rows: np.ndarray, ends: tuple[np.ndarray, np.ndarray], leve
             end[...] = np.maximum(np.partition(numbers, rank, axis=-1)[..., rank, None], 0)
 
 
-def _range_host(high: np.ndarray, low: np.ndarray, levels: Levels, dtype: np.dtype) -> tuple[np.ndarray, Any]:
-    """Scale and zero point of blocks whose numbers lie between -low and high."""
-    largest = np.finfo(dtype).max
+def _range_host(high: np.ndarray, low: np.ndarray, levels: Levels, of: np.dtype, reach: int) -> tuple[np.ndarray, Any]:
+    """Scale and zero point of blocks of the dtype `of` whose numbers lie between -low and high."""
+    dtype = high.dtype
+    largest = dtype.type(_ENDS[of.name].largest)
     with np.errstate(all="ignore"):
         high, low = np.minimum(high, largest), np.minimum(low, largest)
         empty = (high == 0) & (low == 0)
         if levels.symmetric:
-            scale = np.maximum(high, low) / dtype.type(levels.divisor)
+            scale = _finite_scale(np.maximum(high, low) / dtype.type(levels.divisor), reach, of)
             return np.where(empty, dtype.type(1), scale), levels.zero
         span = np.minimum(high.astype(np.float64) + low, np.finfo(np.float64).max) / levels.divisor
-        scale = np.where(empty, dtype.type(1), np.minimum(span, largest).astype(dtype))
-        zero = levels.qmin + np.rint(low / _divisor(scale, dtype))
-        return scale, np.clip(zero, levels.qmin, levels.qmax).astype(np.int32)
+        scale = np.minimum(span, np.finfo(dtype).max).astype(dtype)
+        point = np.where(empty, levels.qmin, levels.qmin + np.rint(low / _divisor(scale, dtype)))
+        zero = np.clip(point, levels.qmin, levels.qmax).astype(np.int32)
+        scale = _finite_scale(scale, np.maximum(levels.qmax - zero, zero - levels.qmin), of)
+        return np.where(empty, dtype.type(1), scale), zero
+
+
+def _reach(levels: Levels, fraction: float | None) -> int:
+    """The most steps from the zero point of a symmetric range that a finite number may become."""
+    if fraction is None or fraction == 1:
+        return levels.divisor
+    return max(levels.qmax - levels.zero, levels.zero - levels.qmin)
+
+
+def _finite_scale(scale: np.ndarray, reach: Any, of: np.dtype) -> np.ndarray:
+    """The scale, or the largest one whose product with `reach` stays finite in the dtype `of`."""
+    dtype = scale.dtype
+    limit, steps = dtype.type(_ENDS[of.name].limit), np.asarray(reach).astype(dtype)
+    beyond = scale * steps > limit
+    if not beyond.any():
+        return scale
+    most = limit / steps
+    most = np.where(most * steps > limit, np.nextafter(most, dtype.type(0)), most)
+    return np.where(beyond, most, scale)
 
 
 def _pack_host(codes: np.ndarray, packed: np.ndarray) -> None:
@@ -801,9 +853,10 @@ _GEOMETRY = np.dtype(
     [
         *((name, "i8") for name in ("n", "row", "run", "per_row", "count", "columns", "rows")),
         ("inverse", "f8"),
+        *((name, "u8") for name in ("largest", "limit", "surely")),
         ("long_by_row", "u8"),
         *((name, [("magic", "u4"), ("shift", "i4")]) for name in ("by_row", "by_run")),
-        *((name, "i4") for name in ("wide", "qmin", "qmax", "margin", "zero", "divisor", "symmetric")),
+        *((name, "i4") for name in ("wide", "qmin", "qmax", "margin", "zero", "divisor", "reach", "symmetric")),
     ],
     align=True,
 )
@@ -822,11 +875,23 @@ class _Geometry:
         How far from the ends of the range a mask begins.
     whole : bool, default False
         Whether a block that is the whole array counts as one run, however long.
+    of : dtype, optional
+        dtype of the array whose ranges are found.
+    reach : int, default 0
+        See `_reach`.
     """
 
     __slots__ = ("_struct", "argument", "columns", "layout", "narrow", "rows", "size")
 
-    def __init__(self, blocks: Blocks, levels: Levels, margin: int = 0, whole: bool = False):
+    def __init__(
+        self,
+        blocks: Blocks,
+        levels: Levels,
+        margin: int = 0,
+        whole: bool = False,
+        of: np.dtype | None = None,
+        reach: int = 0,
+    ):
         row, run, per_row = blocks.row, blocks.run, blocks.per_row
         if blocks.count == 1:
             row = run = blocks.size if whole else 1 << 20  # any multiple of a unit: all have scale number 0
@@ -849,6 +914,14 @@ class _Geometry:
         struct["qmin"], struct["qmax"], struct["margin"] = levels.qmin, levels.qmax, margin
         struct["inverse"] = 1 / levels.divisor if levels.divisor else 0
         struct["zero"], struct["divisor"], struct["symmetric"] = levels.zero, levels.divisor, levels.symmetric
+        struct["reach"] = reach
+        if of is not None:
+            # The largest number of steps is below qmax - qmin + 1, so no product with a scale up to `surely` is larger
+            # than the limit.
+            ends, dtype = _ENDS[of.name], compute_dtype(of)
+            surely = ends.limit / (levels.qmax - levels.qmin + 1)
+            for name, end in (("largest", ends.largest), ("limit", ends.limit), ("surely", surely)):
+                struct[name] = np.array(end, dtype).view(f"u{dtype.itemsize}")
         self._struct = struct
         self.argument = _cuda.by_value(struct)
 
@@ -951,7 +1024,7 @@ def _find_launch(
     dtype: np.dtype, blocks: Blocks, levels: Levels
 ) -> tuple[_cuda.Kernel, int, _cuda.Kernel, int, _Geometry]:
     """The kernel that finds ranges, the one that makes scales of them, their grids and geometry."""
-    geometry, name = _geometry(blocks, levels), _TYPES[dtype.name]
+    geometry, name = _geometry(blocks, levels, 0, False, dtype, _reach(levels, None)), _TYPES[dtype.name]
     if blocks.count == 1:
         find_range = _kernel("find_whole_affine", (name,), rounds=_FIND_ROUNDS)
         units = -(-blocks.size * dtype.itemsize // (_THREADS * _WHOLE_BYTES))
@@ -971,7 +1044,7 @@ def _find_cuda(
     exact = scale if scale.dtype == computed else empty(blocks.count, computed)
     point = 0 if zero_point is None else zero_point
     if fraction is not None:
-        geometry = _geometry(blocks, levels, 0, True)
+        geometry = _geometry(blocks, levels, 0, True, x.dtype, _reach(levels, fraction))
         period = blocks.row if blocks.per_row == 0 and blocks.count > 1 else 0
         kernel = _kernel("percentile_affine", (_TYPES[x.dtype.name],), 2 * _THREADS)
         kernel(x, blocks.count, (x, exact, point, np.float64(fraction), period, geometry.argument))
@@ -1008,7 +1081,8 @@ def _dynamic_launch(
     units, whole = run // _UNIT, blocks.row == run
     if not 0 < units <= _ON_CHIP[size]:
         return None
-    geometry, axes = _geometry(blocks, levels, 0, True), (_TYPES[dtype.name], str(bits))
+    geometry = _geometry(blocks, levels, 0, True, dtype, _reach(levels, None))
+    axes = _TYPES[dtype.name], str(bits)
     if size < 8 and run in _LANE_BLOCKS and whole:
         kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
         return kernel, -(-blocks.size // (32 * _THREADS)), (np.int32(run // 32), geometry.argument), geometry
