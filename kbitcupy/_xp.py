@@ -315,9 +315,9 @@ def _from_dlpack(x: Any, argument: str) -> Any:
         kind, _ = x.__dlpack_device__()
         if int(kind) != host:
             array = import_cupy().from_dlpack(x)  # our current stream waits for the producer's
-            return _borrowed(array, _torch().cuda.current_stream(x.device).cuda_stream) if _is_torch(x) else array
+            return _borrowed(array, _torch().cuda.current_stream(x.device).cuda_stream) if is_tensor(x) else array
         if "bfloat16" in str(getattr(x, "dtype", "")):  # unknown to NumPy's DLPack
-            if not _is_torch(x):
+            if not is_tensor(x):
                 return np.asarray(x)  # such as JAX's, which are NumPy's own memory under ml_dtypes' dtype
             return np.from_dlpack(x.view(_torch().int16)).view(float_dtype("bfloat16"))
         return np.from_dlpack(x)
@@ -332,7 +332,7 @@ def _from_dlpack(x: Any, argument: str) -> Any:
 
 def _torch_remedy(x: Any) -> str:
     """What makes a plain array of a tensor that may not be exported."""
-    if not _is_torch(x):
+    if not is_tensor(x):
         return ""
     if x.is_meta:
         return ", which has values"
@@ -343,6 +343,19 @@ def _torch_remedy(x: Any) -> str:
     if str(x.dtype).removeprefix("torch.") not in FLOAT_DTYPES:
         return f" (for torch: x.to(torch.float32); it is {x.dtype})"
     return " (for torch: x.detach())"
+
+
+def as_buffer(x: Any, argument: str) -> Any:
+    """An array of the caller's own layout: a NumPy or CuPy array, or what shares its memory by a protocol of arrays.
+
+    Raises
+    ------
+    TypeError
+        When it is a list or anything else that would have to be converted.
+    """
+    if is_array(x) or hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
+        return as_array(x, argument)
+    raise TypeError(f"{argument} is {type(x).__name__}; it must be a NumPy or CuPy array, or a torch tensor")
 
 
 class _Described:
@@ -411,8 +424,96 @@ def _torch() -> Any:
     return sys.modules["torch"]
 
 
-def _is_torch(x: Any) -> bool:
-    return "torch" in sys.modules and isinstance(x, _torch().Tensor)
+def is_tensor(x: Any) -> bool:
+    """Whether `x` is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def in_torch(function: Any, argument: str, x: Any, *arguments: Any, out: Any = None, **options: Any) -> Any:
+    """What `function` makes of the torch tensor `x`, which is its first argument, as tensors.
+
+    Parameters
+    ----------
+    function : callable
+        Takes an array, `arguments` and `options`, and returns an array, or a tuple of arrays.
+    argument : str
+        The name that an error message gives to `x`.
+    x : torch.Tensor
+        Taken as an array without a copy.
+    out : array or torch.Tensor, optional
+        Passed on as an array; it itself is returned then, in the place of the result.
+
+    Returns
+    -------
+    torch.Tensor or tuple of torch.Tensor
+        See `as_tensor`.
+    """
+    array = as_array(x, argument)
+    if out is not None:
+        into = as_array(out, "out") if is_tensor(out) else out
+        options["out"] = into
+    result = function(array, *arguments, **options)
+    if not isinstance(result, tuple):
+        return as_tensor(result) if out is None else out
+    return tuple(out if out is not None and part is into else as_tensor(part) for part in result)
+
+
+def as_tensor(array: Any) -> Any:
+    """A NumPy or CuPy array as a torch tensor, without a copy unless it is read-only or goes backwards.
+
+    On a GPU torch's current stream waits for ours; when the tensor has gone, ours waits for that one before the memory
+    is used again.
+
+    Raises
+    ------
+    TypeError
+        When torch has no such dtype.
+    DeviceError
+        When the array is on a GPU and torch was built without CUDA.
+    """
+    torch = _torch()
+    if not is_cupy(array):
+        array = np.asarray(array)
+        if not array.flags.writeable or not array.dtype.isnative or min(array.strides, default=0) < 0:
+            array = array.astype(array.dtype.newbyteorder("="), order="C")
+        if array.dtype.isbuiltin == 1:
+            return _numpy_tensor(torch, array)
+        if not hasattr(torch, array.dtype.name):
+            raise TypeError(f"torch has no dtype {array.dtype.name}: convert with astype first")
+        bits = array.view(f"i{array.dtype.itemsize}")  # of ml_dtypes, which are unknown to torch's NumPy bridge
+        return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
+    device = array.data.device_id
+    if not torch.cuda.is_available():
+        raise DeviceError(f"the array is on cuda:{device}, but torch has no CUDA: move it with .get()")
+    ours, theirs = _current_stream(device), torch.cuda.current_stream(device).cuda_stream
+    if ours != theirs:
+        array = array.view()  # the tensor alone keeps it
+        weakref.finalize(array, _order, device, theirs, ours).atexit = False
+    with sys.modules["cupy"].cuda.Device(device):
+        return torch.from_dlpack(array)
+
+
+def _numpy_tensor(torch: Any, array: np.ndarray) -> Any:
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise TypeError(f"torch has no dtype {array.dtype.name}: convert with astype first") from None
+
+
+def import_torch() -> Any:
+    """torch, for who asks for a tensor.
+
+    Raises
+    ------
+    MissingExtraError
+        When it is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingExtraError("torch is not installed: pip install torch, or call dequantize") from error
+    return torch
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: np.dtype, beside: Any) -> tuple[Any, Any]:
@@ -427,10 +528,7 @@ def empty_tensor(shape: tuple[int, ...], dtype: np.dtype, beside: Any) -> tuple[
     DeviceError
         When `beside` is on a GPU and torch was built without CUDA.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise MissingExtraError("torch is not installed: pip install torch, or call dequantize") from error
+    torch = import_torch()
     try:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype.name), device=device_of(beside))
     except AssertionError as error:

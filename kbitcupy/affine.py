@@ -23,9 +23,9 @@ Asymmetric ranges pay where values lie on one side of 0, as behind a ReLU. For a
 "token", which stays right when rows are picked in any shape.
 
 Arrays may be NumPy, CuPy, or anything with ``__dlpack__`` or ``__cuda_array_interface__``, of float16, bfloat16,
-float32 or float64. Arithmetic and scales are float32, beside float64 arrays float64. On CuPy nothing synchronises and
-no value is read back: scales and zero points in NumPy arrays and Python numbers are checked, those on the device are
-not (what becomes of bad ones is part of the contract).
+float32 or float64; where the first argument is a torch tensor, so are the results. Arithmetic and scales are float32,
+beside float64 arrays float64. On CuPy nothing synchronises and no value is read back: scales and zero points in NumPy
+arrays and Python numbers are checked, those on the device are not (what becomes of bad ones is part of the contract).
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def quantize(
     >>> kb.affine.quantize(np.array([-1.0, 0.25, 0.75, 9.0], np.float32), 0.5)
     array([-2,  0,  2, 18], dtype=int8)
     """
+    if _xp.is_tensor(x):
+        return _xp.in_torch(quantize, "x", x, scale, zero_point, qmin=qmin, qmax=qmax, granularity=granularity, out=out)
     x, blocks = _blocked(x, granularity)
     levels = _byte_levels(qmin, qmax)
     codes = _codes_out(out, x, _code_dtype(levels))
@@ -163,6 +165,8 @@ def dequantize(
     >>> kb.affine.dequantize(np.array([-2, 0, 18], np.int8), 0.5)
     array([-1.,  0.,  9.], dtype=float32)
     """
+    if _xp.is_tensor(q):
+        return _xp.in_torch(dequantize, "q", q, scale, zero_point, granularity=granularity, dtype=dtype, out=out)
     q = _xp.as_array(q, "q")
     levels = _CODES.get(q.dtype)
     if levels is None:
@@ -220,6 +224,9 @@ def fake_quantize(
     >>> kb.affine.fake_quantize(np.array([-1.0, 0.3, 9.0], np.float32), 0.5, qmin=-8, qmax=7)
     array([-1. ,  0.5,  3.5], dtype=float32)
     """
+    if _xp.is_tensor(x):
+        options = {"qmin": qmin, "qmax": qmax, "granularity": granularity}
+        return _xp.in_torch(fake_quantize, "x", x, scale, zero_point, out=out, **options)
     x, blocks = _blocked(x, granularity)
     levels = _affine.check_levels(qmin, qmax)
     _float_out(out, x)
@@ -276,6 +283,10 @@ def choose_qparams(
     >>> kb.affine.choose_qparams(x, qmin=0, qmax=15, granularity="token", symmetric=False)
     (array([0.1       , 0.13333334], dtype=float32), array([10,  0], dtype=int32))
     """
+    if _xp.is_tensor(x):
+        options = {"qmin": qmin, "qmax": qmax, "granularity": granularity}
+        options |= {"symmetric": symmetric, "percentile": percentile}
+        return _xp.in_torch(choose_qparams, "x", x, **options)
     x, blocks = _blocked(x, granularity)
     levels = _affine.check_levels(qmin, qmax, symmetric=_flag(symmetric))
     fraction = _affine.check_percentile(percentile)
@@ -323,6 +334,9 @@ def dynamic_range(
     array([[-127,   64],
            [   0,  127]], dtype=int8)
     """
+    if _xp.is_tensor(x):
+        options = {"qmin": qmin, "qmax": qmax, "granularity": granularity, "symmetric": symmetric}
+        return _xp.in_torch(dynamic_range, "x", x, out=out, **options)
     x, blocks = _blocked(x, granularity)
     levels = _byte_levels(qmin, qmax, _flag(symmetric))
     codes = _codes_out(out, x, _code_dtype(levels))
@@ -380,7 +394,7 @@ def quantize_backward(
     >>> kb.affine.quantize_backward(np.ones_like(x), x, 0.5, qmin=-8, qmax=7)
     array([2., 2., 0.], dtype=float32)
     """
-    return _backward(dy, x, scale, zero_point, qmin, qmax, granularity, mask, out, divide=True)
+    return _backward(dy, x, scale, zero_point, qmin, qmax, granularity, mask, out=out, divide=True)
 
 
 def dynamic_range_backward(
@@ -420,7 +434,7 @@ def dynamic_range_backward(
     >>> kb.affine.dynamic_range_backward(scale * np.ones_like(x), x, scale, zero_point)
     array([1., 1., 1.], dtype=float32)
     """
-    return _backward(dy, x, scale, zero_point, qmin, qmax, granularity, mask, out, divide=True)
+    return _backward(dy, x, scale, zero_point, qmin, qmax, granularity, mask, out=out, divide=True)
 
 
 def fake_quantize_backward(
@@ -465,7 +479,7 @@ def fake_quantize_backward(
     >>> kb.affine.fake_quantize_backward(np.ones_like(x), x, 0.5, qmin=-8, qmax=7, mask="strict")
     array([0., 0., 0.], dtype=float32)
     """
-    return _backward(dy, x, scale, zero_point, qmin, qmax, granularity, mask, out, divide=False)
+    return _backward(dy, x, scale, zero_point, qmin, qmax, granularity, mask, out=out, divide=False)
 
 
 def dequantize_backward(dy: Any, scale: Any, *, granularity: Any = "tensor", out: Any = None) -> Any:
@@ -496,6 +510,8 @@ def dequantize_backward(dy: Any, scale: Any, *, granularity: Any = "tensor", out
     >>> kb.affine.dequantize_backward(np.array([1.0, -2.0], np.float32), 0.5)
     array([ 0.5, -1. ], dtype=float32)
     """
+    if _xp.is_tensor(dy):
+        return _xp.in_torch(dequantize_backward, "dy", dy, scale, granularity=granularity, out=out)
     dy, blocks = _blocked(dy, granularity, "dy")
     _float_out(out, dy)
     scale = _affine.check_scale(scale, blocks, dy, _affine.compute_dtype(dy.dtype))
@@ -515,9 +531,13 @@ def _backward(
     qmax: Any,
     granularity: Any,
     mask: Any,
-    out: Any,
+    *,
+    out: Any = None,
     divide: bool,
 ) -> Any:
+    if _xp.is_tensor(dy):
+        arguments = x, scale, zero_point, qmin, qmax, granularity, mask
+        return _xp.in_torch(_backward, "dy", dy, *arguments, out=out, divide=divide)
     x, blocks = _blocked(x, granularity)
     dy = _xp.as_array(dy, "dy")
     _xp.float_dtype(dy.dtype, "dy")

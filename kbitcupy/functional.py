@@ -6,6 +6,9 @@ one entry of ``absmax``, both zero and never read). Buffers without the padding 
 mended: E4M4 saturates at 31 instead of wrapping, and a float32 absmax is decoded as what it is. K = 1, 6, 7, 8, a
 float16 absmax, `pack_kbit` and `unpack_kbit` are additions; magnitudes under 2^-126 are zero, as everywhere here.
 
+Arrays are NumPy's, CuPy's, or torch tensors, which are shared without a copy; where the first argument is a tensor,
+results are.
+
 `quantize_nf4` and `dequantize_nf4` are the layout of bitsandbytes 0.50, see `kbitcupy.formats.float4`.
 """
 
@@ -127,6 +130,8 @@ def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str =
     >>> packed.shape, absmax.shape, codebook.shape
     ((12,), (3,), (16,))
     """
+    if _xp.is_tensor(A):
+        return _xp.in_torch(quantize_kbit, "A", A, k, codebook, absmax_format)
     k = kbit.check_k(k)
     x = _xp.as_array(A, "A")
     _xp.float_dtype(x.dtype, "A")
@@ -154,9 +159,7 @@ def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str =
     return packed.view(np.int32), absmax, codebook
 
 
-def dequantize_kbit(
-    packed: Any, absmax: Any, codebook: Any, k: int, n: int, dtype: Any = "float16", out: Any = None
-) -> Any:
+def dequantize_kbit(packed: Any, absmax: Any, codebook: Any, k: int, n: int, dtype: Any = None, out: Any = None) -> Any:
     """Dequantize the buffers of `quantize_kbit`.
 
     Parameters
@@ -170,9 +173,10 @@ def dequantize_kbit(
     k : int
         1 to 8.
     n : int
-        Number of elements.
-    dtype : dtype_like, default float16
-        dtype of a new result.
+        Number of elements. The buffers do not hold it: with the padding, up to one block more than was quantized looks
+        like buffers without, and decodes it.
+    dtype : dtype_like, optional
+        dtype of the result: float16 by default, or that of `out`.
     out : array, optional
         One-dimensional contiguous array of at least n elements; exactly n are written.
 
@@ -194,14 +198,15 @@ def dequantize_kbit(
     >>> bool(abs(x - y).max() < 0.12)
     True
     """
+    if _xp.is_tensor(packed):
+        return _xp.in_torch(dequantize_kbit, "packed", packed, absmax, codebook, k, n, dtype, out=out)
     k = kbit.check_k(k)
     n = _check_count(n)
+    packed, absmax = _xp.as_buffer(packed, "packed"), _xp.as_buffer(absmax, "absmax")
     for name, array, dtypes in (
         ("packed", packed, _WORDS),
         ("absmax", absmax, _ABSMAX_OF_DTYPE),
     ):
-        if not _xp.is_array(array):
-            raise TypeError(f"{name} is {type(array).__name__}; it must be a NumPy or CuPy array")
         if array.dtype not in dtypes:
             raise TypeError(f"{name} is {array.dtype}; allowed are {', '.join(map(str, dtypes))}")
         if array.ndim != 1 or not array.flags.c_contiguous:
@@ -219,7 +224,7 @@ def dequantize_kbit(
             raise TypeError(f"out is {type(out).__name__}; it must be a NumPy or CuPy array")
         if out.ndim != 1 or out.size < n:
             raise ValueError(f"out has shape {out.shape}; it must be one-dimensional with at least {n} elements")
-        check_out(out, out.shape, packed)
+        check_out(out, out.shape, packed, dtype)
     kind = _ABSMAX_OF_DTYPE[absmax.dtype]
     if isinstance(packed, np.ndarray):  # a kernel looks at no more than n elements anyway
         packed, absmax = packed.view(np.uint32)[: blocks * k], absmax[:blocks]
@@ -230,7 +235,7 @@ def dequantize_kbit(
         form = kbit.custom_format(k, kind)
         planes["codebook"] = values
     with _xp.on_device_of(packed):
-        result = _xp.namespace(packed).empty(n, _xp.float_dtype(dtype)) if out is None else out[:n]
+        result = _xp.namespace(packed).empty(n, _new_dtype(dtype)) if out is None else out[:n]
         decode(form, planes, result)
     return result
 
@@ -261,6 +266,8 @@ def pack_kbit(indices: Any, k: int) -> Any:
     >>> kb.pack_kbit([1, 2, 3], k=2)
     array([5, 6], dtype=int32)
     """
+    if _xp.is_tensor(indices):
+        return _xp.in_torch(pack_kbit, "indices", indices, k)
     k = kbit.check_k(k)
     array = _xp.as_array(indices, "indices")
     if array.size == 0 and not _xp.is_array(indices):
@@ -293,7 +300,7 @@ def unpack_kbit(packed: Any, k: int, n: int) -> Any:
     k : int
         1 to 8.
     n : int
-        Number of indices.
+        Number of indices; see `dequantize_kbit`.
 
     Returns
     -------
@@ -311,10 +318,13 @@ def unpack_kbit(packed: Any, k: int, n: int) -> Any:
     >>> kb.unpack_kbit(kb.pack_kbit([1, 2, 3], k=2), k=2, n=3)
     array([1, 2, 3], dtype=uint8)
     """
+    if _xp.is_tensor(packed):
+        return _xp.in_torch(unpack_kbit, "packed", packed, k, n)
     k = kbit.check_k(k)
     n = _check_count(n)
-    if not _xp.is_array(packed) or packed.dtype.name not in ("int32", "uint32"):
-        raise TypeError(f"packed is {getattr(packed, 'dtype', type(packed).__name__)}; it must be an int32 array")
+    packed = _xp.as_buffer(packed, "packed")
+    if packed.dtype not in _WORDS:
+        raise TypeError(f"packed is {packed.dtype}; it must be an int32 array")
     blocks = -(-n // kbit.BLOCK)
     if packed.ndim != 1 or packed.size not in (blocks * k, blocks * k + k):
         raise ValueError(
@@ -356,6 +366,8 @@ def encode_absmax_e4m4(absmax: Any, bias: int = scales.E4M4_BIAS) -> Any:
     >>> kb.encode_absmax_e4m4(np.array([0.0, 1.0, 1.999, 40.0], np.float32))
     array([  0, 176, 191, 255], dtype=uint8)
     """
+    if _xp.is_tensor(absmax):
+        return _xp.in_torch(encode_absmax_e4m4, "absmax", absmax, bias)
     x = _xp.as_array(absmax, "absmax")
     _xp.float_dtype(x.dtype, "absmax")
     bias = _check_bias(bias)
@@ -395,6 +407,8 @@ def decode_absmax_e4m4(encoded: Any, bias: int = scales.E4M4_BIAS) -> Any:
     >>> kb.decode_absmax_e4m4(np.array([0, 176, 255], np.uint8))
     array([ 0.,  1., 31.], dtype=float32)
     """
+    if _xp.is_tensor(encoded):
+        return _xp.in_torch(decode_absmax_e4m4, "encoded", encoded, bias)
     codes = _xp.as_array(encoded, "encoded")
     if codes.dtype != np.uint8:
         raise TypeError(f"encoded is {codes.dtype}; it must be uint8")
@@ -415,8 +429,10 @@ def quantize_nf4(x: Any, block_size_outer: int = 64, block_size_inner: int = 1) 
     ----------
     x : array_like
         float16, bfloat16, float32 or float64, any shape; taken flat, in C order.
-    block_size_outer, block_size_inner : int
-        Their product is the number of elements that share an absmax: a power of two from 16 to 4096.
+    block_size_outer : int, default 64
+        Elements that share an absmax: a power of two from 16 to 4096.
+    block_size_inner : int, default 1
+        Changes nothing, as in the function of this name that it comes from: its kernel never reads it.
 
     Returns
     -------
@@ -443,6 +459,8 @@ def quantize_nf4(x: Any, block_size_outer: int = 64, block_size_inner: int = 1) 
     >>> packed.shape, absmax
     ((64,), array([1., 1.], dtype=float32))
     """
+    if _xp.is_tensor(x):
+        return _xp.in_torch(quantize_nf4, "x", x, block_size_outer, block_size_inner)
     q = quantize(x, get_format("nf4", block=_nf4_block(block_size_outer, block_size_inner)))
     return q.planes["packed"], q.planes["absmax"]
 
@@ -454,7 +472,7 @@ def dequantize_nf4(
     block_size_outer: int = 64,
     block_size_inner: int = 1,
     *,
-    dtype: Any = "float16",
+    dtype: Any = None,
     out: Any = None,
 ) -> Any:
     """Dequantize the buffers of `quantize_nf4`.
@@ -469,8 +487,8 @@ def dequantize_nf4(
         Number of elements.
     block_size_outer, block_size_inner : int
         As `quantize_nf4` was called.
-    dtype : dtype_like, default float16
-        dtype of a new result.
+    dtype : dtype_like, optional
+        dtype of the result: float16 by default, or that of `out`.
     out : array, optional
         C-contiguous array of shape (n,), which receives the result.
 
@@ -492,10 +510,11 @@ def dequantize_nf4(
     >>> bool(abs(x - y).max() < 0.16)
     True
     """
+    if _xp.is_tensor(packed):
+        blocks = block_size_outer, block_size_inner
+        return _xp.in_torch(dequantize_nf4, "packed", packed, absmax, n, *blocks, dtype=dtype, out=out)
     form = get_format("nf4", block=_nf4_block(block_size_outer, block_size_inner))
-    for name, array in (("packed", packed), ("absmax", absmax)):
-        if not _xp.is_array(array):
-            raise TypeError(f"{name} is {type(array).__name__}; it must be a NumPy or CuPy array")
+    packed, absmax = _xp.as_buffer(packed, "packed"), _xp.as_buffer(absmax, "absmax")
     planes = {"packed": _xp.contiguous(packed.reshape(-1)), "absmax": _xp.contiguous(absmax.reshape(-1))}
     n = _check_count(n)
     for name, spec in form.planes((n,)).items():
@@ -508,21 +527,27 @@ def dequantize_nf4(
     _xp.check_same_device(packed, absmax)
     with _xp.on_device_of(packed):
         if out is None:
-            out = _xp.namespace(packed).empty(n, _xp.float_dtype(dtype))
+            out = _xp.namespace(packed).empty(n, _new_dtype(dtype))
         else:
-            check_out(out, (n,), packed)
+            check_out(out, (n,), packed, dtype)
         decode(form, planes, out)
     return out
 
 
 def _nf4_block(outer: Any, inner: Any) -> int:
-    if not all(isinstance(size, (int, np.integer)) for size in (outer, inner)) or outer * inner not in float4.BLOCKS:
-        product = outer * inner if isinstance(outer, int) and isinstance(inner, int) else f"{outer!r} * {inner!r}"
+    if isinstance(outer, bool) or not isinstance(outer, (int, np.integer)) or outer not in float4.BLOCKS:
         raise FormatError(
-            f"block_size_outer * block_size_inner is {product}; allowed are the powers of two from "
-            f"{float4.BLOCKS[0]} to {float4.BLOCKS[-1]}"
+            f"block_size_outer is {outer!r}; allowed are the powers of two from {float4.BLOCKS[0]} to "
+            f"{float4.BLOCKS[-1]}"
         )
-    return int(outer * inner)
+    if isinstance(inner, bool) or not isinstance(inner, (int, np.integer)) or inner < 1:
+        raise FormatError(f"block_size_inner is {inner!r}; it must be a positive integer, and changes nothing")
+    return int(outer)
+
+
+def _new_dtype(dtype: Any) -> np.dtype:
+    """The dtype of a result that is allocated here."""
+    return _xp.float_dtype("float16" if dtype is None else dtype)
 
 
 def _launch(name: str, n: int, arguments: tuple[Any, ...]) -> None:
@@ -537,6 +562,8 @@ def _nf_format(k: int, kind: str) -> kbit.KBit:
 
 def _checked_codebook(codebook: Any, k: int, array: Any) -> Any:
     """A codebook as float32[2^k]: a CuPy array on the device of `array`, or a NumPy array."""
+    if _xp.is_tensor(codebook):
+        codebook = _xp.as_array(codebook, "codebook")
     if not _xp.is_cupy(codebook):
         return kbit.custom_codebook(codebook, k).values
     if not _xp.same_device(codebook, array):

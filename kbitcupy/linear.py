@@ -57,8 +57,9 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None, expl
     Returns
     -------
     numpy.ndarray or cupy.ndarray
-        [..., N], with the dtype of `x`; `out` itself where it is given. Accumulated in fp32 (fp64 for float64 `x`). On
-        CuPy the call does not synchronise, and the same call gives the same bits every time.
+        [..., N], with the dtype of `x`; a torch tensor where `x` is one; `out` itself where it is given. Accumulated
+        in fp32 (fp64 for float64 `x`). On CuPy the call does not synchronise, and the same call gives the same bits
+        every time.
 
     Raises
     ------
@@ -81,6 +82,8 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None, expl
     >>> np.allclose(y, x @ kb.dequantize(w).T + 1, atol=0.05)
     True
     """
+    if _xp.is_tensor(x):
+        return _xp.in_torch(linear, "x", x, q, bias, out=out, explain=explain)
     x = _as_float(x, "x")
     _check_weight(q, 2, "q", "[N, K]")
     rows, depth = q.shape
@@ -120,8 +123,8 @@ def matmul(a: Any, b: Any, *, out: Any = None) -> Any:
     Returns
     -------
     numpy.ndarray or cupy.ndarray
-        With the dtype of the operand that is not compressed, and the shape that NumPy gives the product; `out` itself
-        where it is given.
+        With the dtype of the operand that is not compressed, and the shape that NumPy gives the product; a torch tensor
+        where that operand is one; `out` itself where it is given.
 
     Raises
     ------
@@ -147,6 +150,10 @@ def matmul(a: Any, b: Any, *, out: Any = None) -> Any:
             "call .dequantize() on the other, or use the plain @ of two arrays"
         )
     left = isinstance(a, compressed)
+    if _xp.is_tensor(b if left else a):
+        if left:
+            return _xp.in_torch(lambda array, **options: matmul(a, array, **options), "b", b, out=out)
+        return _xp.in_torch(matmul, "a", a, b, out=out)
     q = a if left else b
     x = _as_float(b if left else a, "b" if left else "a")
     shape = _product_shape(q.shape, x.shape) if left else _product_shape(x.shape, q.shape)
@@ -190,7 +197,8 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
     Returns
     -------
     numpy.ndarray or cupy.ndarray
-        [T, top_k, N], or [T, N] with `weights`; with the dtype of `x`. The same call gives the same bits every time.
+        [T, top_k, N], or [T, N] with `weights`; with the dtype of `x`; a torch tensor where `x` is one. The same call
+        gives the same bits every time.
 
     Raises
     ------
@@ -212,6 +220,8 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
     >>> kb.linear_grouped(x, experts, [[0, 2], [1, 3], [3, 0]], np.full((3, 2), 0.5, np.float32)).shape
     (3, 48)
     """
+    if _xp.is_tensor(x):
+        return _xp.in_torch(linear_grouped, "x", x, qs, expert_ids, weights, out=out)
     x = _as_float(x, "x")
     if isinstance(qs, QuantizedArray):
         _check_weight(qs, 3, "qs", "[E, N, K]")

@@ -139,21 +139,23 @@ def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> A
     return out
 
 
-def to_torch(q: QuantizedArray, /, *, dtype: Any = None) -> Any:
-    """Decompress an array into a torch tensor.
+def to_torch(q: Any, /, *, dtype: Any = None) -> Any:
+    """Decompress an array into a torch tensor; or give a plain array to torch.
 
     Parameters
     ----------
-    q : QuantizedArray
-        The array to decompress.
+    q : QuantizedArray or array
+        The array to decompress, or a NumPy or CuPy array, such as a bfloat16 one that `kbitcupy.io.load` returned.
     dtype : dtype_like or torch.dtype, optional
-        float16, bfloat16, float32 or float64; by default the dtype that was compressed.
+        float16, bfloat16, float32 or float64; by default the dtype that was compressed, or that of the plain array.
 
     Returns
     -------
     torch.Tensor
         Shape of `q`, on its device, in memory of torch's own allocator; the values are decoded into it without a copy.
         On a GPU the call does not synchronise: CuPy's current stream decodes, and torch's current stream waits for it.
+        A plain array shares its memory with the tensor, unless it is read-only, as those from a file are, or `dtype`
+        is another one.
 
     Raises
     ------
@@ -166,8 +168,8 @@ def to_torch(q: QuantizedArray, /, *, dtype: Any = None) -> Any:
 
     Notes
     -----
-    The other way needs no function: `quantize` takes a torch tensor as it is. Outside of this function kbitcupy never
-    imports torch.
+    The other way needs no function: `quantize` takes a torch tensor as it is, and functions that return arrays, such as
+    `linear`, return tensors where their first argument is one. Outside of this function kbitcupy never imports torch.
 
     Examples
     --------
@@ -176,8 +178,12 @@ def to_torch(q: QuantizedArray, /, *, dtype: Any = None) -> Any:
     >>> kb.to_torch(q).dtype  # doctest: +SKIP
     torch.bfloat16
     """
+    if _xp.is_array(q):
+        _xp.import_torch()
+        with _xp.on_device_of(q), np.errstate(over="ignore"):
+            return _xp.as_tensor(q if dtype is None else q.astype(_xp.float_dtype(dtype), copy=False))
     if not isinstance(q, QuantizedArray):
-        raise _not_quantized(q)
+        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns, or a plain array")
     first = next(iter(q.planes.values()))
     with _xp.on_device_of(first):
         tensor, out = _xp.empty_tensor(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype), first)

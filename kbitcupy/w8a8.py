@@ -75,7 +75,8 @@ def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, qmin: int = -12
     Returns
     -------
     numpy.ndarray or cupy.ndarray
-        [..., N], with the dtype of `x`; `out` itself where it is given. On CuPy the call does not synchronise.
+        [..., N], with the dtype of `x`; a torch tensor where `x` is one; `out` itself where it is given. On CuPy the
+        call does not synchronise.
 
     Raises
     ------
@@ -100,7 +101,7 @@ def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, qmin: int = -12
     >>> bool((kb.affine.linear_w8a8(codes, kb.quantize(w, "int8", granularity=("channel", 0))) == y).all())
     True
     """
-    return _linear(x, qw, None, bias, None, qmin, out)
+    return _linear(x, qw, None, bias, None, qmin, out=out)
 
 
 def linear_smoothquant(
@@ -159,10 +160,12 @@ def linear_smoothquant(
     >>> round(kb.metrics.sqnr_db(x @ w.T, kb.affine.linear_smoothquant(x, q, s, activation_scale=scale)), 1)
     38.1
     """
-    return _linear(x, qw, smooth, bias, activation_scale, qmin, out)
+    return _linear(x, qw, smooth, bias, activation_scale, qmin, out=out)
 
 
-def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin: Any, out: Any) -> Any:
+def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin: Any, *, out: Any = None) -> Any:
+    if _xp.is_tensor(x):
+        return _xp.in_torch(_linear, "x", x, qw, smooth, bias, activation_scale, qmin, out=out)
     if type(qmin) is not int or qmin not in _LEVELS:
         raise FormatError(f"qmin is {qmin!r}; allowed are -128 and -127")
     token_scales = None
@@ -783,6 +786,8 @@ def smooth_scales(activation_absmax: Any, weight: Any, alpha: float = 0.5) -> An
     >>> kb.affine.smooth_scales(np.array([16.0, 1.0], np.float32), np.array([[1.0, 4.0]], np.float32))
     array([4. , 0.5], dtype=float32)
     """
+    if _xp.is_tensor(activation_absmax):
+        return _xp.in_torch(smooth_scales, "activation_absmax", activation_absmax, weight, alpha)
     weight = _weight(weight)
     absmax = _vector(activation_absmax, "activation_absmax", weight.shape[1], weight, True)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float, np.number)) or not 0 <= alpha <= 1:
@@ -820,6 +825,8 @@ def smooth_weight(weight: Any, smooth: Any) -> Any:
     >>> kb.affine.smooth_weight(np.ones((1, 2), np.float16), np.array([4.0, 0.5], np.float32))
     array([[4. , 0.5]], dtype=float16)
     """
+    if _xp.is_tensor(weight):
+        return _xp.in_torch(smooth_weight, "weight", weight, smooth)
     weight = _weight(weight)
     smooth = _vector(smooth, "smooth", weight.shape[1], weight, True)
     with _xp.on_device_of(weight), np.errstate(over="ignore"):

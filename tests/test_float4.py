@@ -243,16 +243,22 @@ def test_bad_options(options, message):
 
 def test_flat_functions():
     x = np.random.default_rng(0).standard_normal((33, 7)).astype(np.float16)
-    packed, absmax = kb.quantize_nf4(x, 16, 4)
+    packed, absmax = kb.quantize_nf4(x, 64, 4)  # the second size changes nothing
     q = kb.quantize(x, "nf4", block=64)
     assert np.array_equal(packed, q.planes["packed"]) and np.array_equal(absmax, q.planes["absmax"])
-    y = kb.dequantize_nf4(packed, absmax, x.size, 16, 4)
+    y = kb.dequantize_nf4(packed, absmax, x.size, 64, 32)
     assert y.dtype == np.float16 and y.shape == (x.size,) and same_values(y, q.dequantize().reshape(-1))
     assert kb.dequantize_nf4(packed, absmax, x.size, 64, dtype="bfloat16").dtype == BFLOAT16
     out = np.empty(x.size, F32)
     assert kb.dequantize_nf4(packed.reshape(-1, 1), absmax, x.size, 64, out=out) is out
-    with pytest.raises(FormatError, match="block_size_outer \\* block_size_inner is 48"):
-        kb.quantize_nf4(x, 16, 3)
+    with pytest.raises(FormatError, match="block_size_outer is 48; allowed are the powers of two from 16 to 4096"):
+        kb.quantize_nf4(x, 48)
+    with pytest.raises(FormatError, match="block_size_inner is 0; it must be a positive integer"):
+        kb.quantize_nf4(x, 64, 0)
+    assert kb.quantize_nf4(np.ones(512, np.float32), 128, 32)[1].shape == (4,)
+    with pytest.raises(TypeError, match="out is float32 but dtype says float16"):
+        kb.dequantize_nf4(packed, absmax, x.size, dtype="float16", out=np.empty(x.size, np.float32))
+    assert kb.dequantize_nf4(packed, absmax, x.size).dtype == np.float16
     with pytest.raises(FormatError, match="packed is"):
         kb.dequantize_nf4(packed[:-1], absmax, x.size)
     with pytest.raises(FormatError, match="absmax is"):

@@ -42,8 +42,18 @@ def test_out_takes_exactly_n(dtype):
 def test_default_dtype_is_float16_and_float64_works():
     packed, absmax, codebook = kb.quantize_kbit(np.linspace(-1, 1, 40))
     assert kb.dequantize_kbit(packed, absmax, codebook, 4, 40).dtype == np.float16
+    assert kb.dequantize_kbit(packed, absmax, codebook, 4, 40, dtype=None).dtype == np.float16
     double = kb.dequantize_kbit(packed, absmax, codebook, 4, 40, "float64")
     assert np.array_equal(double, kb.dequantize_kbit(packed, absmax, codebook, 4, 40, "float32"))
+
+
+def test_padding_of_one_block_may_be_decoded():
+    """Buffers with the padding of n elements are those without of a block more, as the docstring says."""
+    packed, absmax, codebook = kb.quantize_kbit(np.linspace(-1, 1, 64))
+    longer = kb.dequantize_kbit(packed, absmax, codebook, 4, 96)
+    assert np.array_equal(longer[:64], kb.dequantize_kbit(packed, absmax, codebook, 4, 64)) and not longer[64:].any()
+    with pytest.raises(ValueError, match="packed has 12 entries; n = 97"):
+        kb.dequantize_kbit(packed, absmax, codebook, 4, 97)
 
 
 def test_a_float32_absmax_is_decoded_as_what_it_is():
@@ -93,6 +103,8 @@ PACKED, MAXIMA, VALUES = kb.quantize_kbit(np.ones(64, np.float32))
         ({"out": np.empty(64, np.int8)}, TypeError, "out.dtype is int8"),
         ({"out": np.empty(128, np.float32)[::2]}, ValueError, "not C-contiguous"),
         ({"out": [0.0] * 64}, TypeError, "out is list"),
+        ({"out": np.empty(64, np.float32), "dtype": "float16"}, TypeError, "out is float32 but dtype says float16"),
+        ({"out": np.empty(64, np.float16), "dtype": np.float64}, TypeError, "out is float16 but dtype says float64"),
     ],
 )
 def test_bad_dequantize(change, error, message):

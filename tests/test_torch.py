@@ -115,10 +115,149 @@ def test_tensors_that_are_no_plain_arrays(torch):
             kb.quantize(given, "kbit4")
 
 
-@pytest.mark.parametrize("argument", [np.ones(3), None])
-def test_to_torch_takes_quantized_arrays(argument):
-    with pytest.raises(TypeError, match="q is .*; it must be a QuantizedArray"):
+@pytest.mark.parametrize("argument", [[1.0], None])
+def test_to_torch_takes_arrays(argument):
+    with pytest.raises(TypeError, match="q is .*; it must be a QuantizedArray, .* or a plain array"):
         kb.to_torch(argument)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int8", "uint8", "int64", "bool", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plain_arrays_to_torch(torch, shape, dtype):
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(_xp.named_dtype(dtype))
+    tensor = kb.to_torch(array)
+    assert str(tensor.dtype) == f"torch.{dtype}" and tensor.shape == shape
+    assert array.size == 0 or tensor.data_ptr() == array.ctypes.data, "no copy"
+    assert np.array_equal(plain(tensor), array.astype(np.float32))
+
+
+def test_plain_arrays_that_torch_cannot_share(torch):
+    x = np.arange(6, dtype=np.float32)
+    read_only = x.view()
+    read_only.flags.writeable = False
+    for array in (read_only, x[::-1], x.astype(">f4")):
+        assert np.array_equal(kb.to_torch(array).numpy(), array)
+    kb.to_torch(read_only)[0] = 7
+    assert x[0] == 0
+    assert kb.to_torch(x, dtype=torch.bfloat16).dtype == torch.bfloat16
+    for name in ("longdouble", "int4"):
+        with pytest.raises(TypeError, match="torch has no dtype"):
+            kb.to_torch(x.astype(_xp.named_dtype(name)))
+
+
+def test_a_bfloat16_array_of_a_file_goes_to_torch(torch, tmp_path):
+    tensor = random(torch, (6, 8), "bfloat16")
+    kb.io.save(tmp_path / "file.safetensors", {"w": _xp.as_array(tensor)})
+    assert torch.equal(kb.to_torch(kb.io.load(tmp_path / "file.safetensors")["w"]), tensor)
+
+
+def calls(torch, dtype, device="cpu"):
+    """Every public function that takes an array first and returns arrays: name, what to call with it, the array."""
+    x = random(torch, (6, 64), dtype, device)
+    w = random(torch, (32, 64), "float32", device)
+    q = kb.quantize(w, "kbit4")
+    stack = kb.stack([q, q])
+    int8 = kb.quantize(w, "int8", granularity=("channel", 0))
+    ones = kb.dequantize(kb.quantize(w.abs() + 1, "kbit8"))[0]  # float32 [64], of the other library
+    affine, levels = kb.affine, {"qmin": -8, "qmax": 7}
+    packed, absmax, codebook = kb.quantize_kbit(x)
+    nf4 = kb.quantize_nf4(x)
+    codes = affine.quantize(x, 0.1)
+    bnb = kb.io.bitsandbytes
+    four = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+    eight = bnb.quantize_blockwise(x, nested=True)
+    return {
+        "linear": (lambda t: kb.linear(t, q), x),
+        "matmul": (lambda t: kb.matmul(t, q.T), x),
+        "@": (lambda t: t @ q.T, x),
+        "q @": (lambda t: q @ t, w.T.contiguous().to(x.dtype)),
+        "matmul, decoded": (lambda t: kb.matmul(t, q), x[:, :32].contiguous()),
+        "linear_grouped": (lambda t: kb.linear_grouped(t, stack, [[0, 1]] * 6), x),
+        "affine.quantize": (lambda t: affine.quantize(t, 0.1), x),
+        "affine.dequantize": (lambda t: affine.dequantize(t, 0.1, dtype=dtype), codes),
+        "affine.fake_quantize": (lambda t: affine.fake_quantize(t, 0.1, **levels), x),
+        "affine.choose_qparams": (lambda t: affine.choose_qparams(t, granularity="token", symmetric=False), x),
+        "affine.dynamic_range": (lambda t: affine.dynamic_range(t, granularity="token"), x),
+        "affine.quantize_backward": (lambda t: affine.quantize_backward(t, x, 0.1), x),
+        "affine.dynamic_range_backward": (lambda t: affine.dynamic_range_backward(t, x, 0.1), x),
+        "affine.fake_quantize_backward": (lambda t: affine.fake_quantize_backward(t, x, 0.1, **levels), x),
+        "affine.dequantize_backward": (lambda t: affine.dequantize_backward(t, 0.1), x),
+        "affine.linear_w8a8": (lambda t: affine.linear_w8a8(t, int8), x),
+        "affine.linear_smoothquant": (lambda t: affine.linear_smoothquant(t, int8, ones), x),
+        "affine.smooth_scales": (lambda t: affine.smooth_scales(t, w), x[0].abs()),
+        "affine.smooth_weight": (lambda t: affine.smooth_weight(t, ones), x),
+        "quantize_kbit": (kb.quantize_kbit, x),
+        "quantize_kbit, codebook": (lambda t: kb.quantize_kbit(t, 4, codebook), x),
+        "dequantize_kbit": (lambda t: kb.dequantize_kbit(t, absmax, codebook, 4, 384, dtype), packed),
+        "pack_kbit": (lambda t: kb.pack_kbit(t, 4), kb.unpack_kbit(packed, 4, 384)),
+        "unpack_kbit": (lambda t: kb.unpack_kbit(t, 4, 384), packed),
+        "encode_absmax_e4m4": (kb.encode_absmax_e4m4, x),
+        "decode_absmax_e4m4": (kb.decode_absmax_e4m4, absmax),
+        "quantize_nf4": (kb.quantize_nf4, x),
+        "dequantize_nf4": (lambda t: kb.dequantize_nf4(t, nf4[1], 384, dtype=dtype), nf4[0]),
+        "bitsandbytes.quantize_4bit": (lambda t: bnb.quantize_4bit(t)[0], x),
+        "bitsandbytes.dequantize_4bit": (lambda t: bnb.dequantize_4bit(t, four[1]), four[0]),
+        "bitsandbytes.quantize_blockwise": (lambda t: bnb.quantize_blockwise(t)[0], x),
+        "bitsandbytes.dequantize_blockwise": (lambda t: bnb.dequantize_blockwise(t, eight[1]), eight[0]),
+    }
+
+
+CALLS = [
+    "linear", "matmul", "@", "q @", "matmul, decoded", "linear_grouped",
+    *(f"affine.{name}" for name in kb.affine.__all__ if name not in ("Calibration",)),
+    "quantize_kbit", "quantize_kbit, codebook", "dequantize_kbit", "pack_kbit", "unpack_kbit", "encode_absmax_e4m4",
+    "decode_absmax_e4m4", "quantize_nf4", "dequantize_nf4",
+    *(f"bitsandbytes.{verb}_{how}" for verb in ("quantize", "dequantize") for how in ("4bit", "blockwise")),
+]  # fmt: skip
+
+
+def parts_of(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_give_tensors(torch, name, dtype):
+    """... with the bytes that an array gives."""
+    call, tensor = calls(torch, dtype)[name]
+    results, arrays = parts_of(call(tensor)), parts_of(call(_xp.as_array(tensor)))
+    assert len(results) == len(arrays)
+    for result, array in zip(results, arrays, strict=True):
+        assert isinstance(result, torch.Tensor) and isinstance(array, np.ndarray)
+        assert result.shape == array.shape and str(result.dtype) == f"torch.{array.dtype}"
+        assert np.array_equal(plain(result), array.astype(np.float32))
+    with pytest.raises(TypeError, match=r"refuses DLPack export .*x\.detach\(\)"):
+        call(random(torch, (6, 64), "float32").requires_grad_())
+
+
+def test_every_call_is_among_them(torch):
+    assert set(CALLS) == set(calls(torch, "float32"))
+
+
+def test_out_of_either_library(torch):
+    """What is given is what comes back."""
+    x, q = random(torch, (6, 64), "bfloat16"), kb.quantize(random(torch, (32, 64), "float32"), "kbit4")
+    wanted = kb.linear(x, q)
+    tensor, array = torch.empty(6, 32, dtype=torch.bfloat16), np.empty((6, 32), _xp.float_dtype("bfloat16"))
+    assert kb.linear(x, q, out=tensor) is tensor and torch.equal(tensor, wanted)
+    assert kb.linear(x, q, out=array) is array and np.array_equal(array, _xp.as_array(wanted))
+    codes = torch.empty(6, 64, dtype=torch.int8)
+    found, scale, _ = kb.affine.dynamic_range(x, granularity="token", out=codes)
+    assert found is codes and isinstance(scale, torch.Tensor)
+    assert torch.equal(codes, kb.affine.dynamic_range(x, granularity="token")[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_codebooks_that_are_tensors(torch, dtype):
+    values = torch.linspace(-1, 1, 16).to(getattr(torch, dtype))
+    x = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    wanted = np.array(values.float().tolist(), np.float32)
+    for call in (
+        lambda codebook: kb.quantize(x, "kbit4", codebook=codebook).planes["packed"],
+        lambda codebook: kb.quantize_kbit(x, 4, codebook)[0],
+        lambda codebook: kb.dequantize_kbit(*kb.quantize_kbit(x)[:2], codebook, 4, 64),
+    ):
+        assert np.array_equal(call(values), call(wanted))
 
 
 def test_rows_by_a_tensor_of_indices(torch):
@@ -200,6 +339,41 @@ def test_gpu(gpu, cupy, dtype, shape):
     assert np.array_equal(plain(restored), wanted.astype(np.float32))
     y = kb.dequantize(q)
     assert gpu.from_dlpack(y).data_ptr() == y.data.ptr or array.size == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_give_tensors_on_a_gpu(gpu, cupy, name, dtype):
+    call, tensor = calls(gpu, dtype, "cuda")[name]
+    results, arrays = parts_of(call(tensor)), parts_of(call(_xp.as_array(tensor)))
+    for result, array in zip(results, arrays, strict=True):
+        assert isinstance(result, gpu.Tensor) and result.is_cuda and isinstance(array, cupy.ndarray)
+        assert result.shape == array.shape and str(result.dtype) == f"torch.{array.dtype}"
+        assert np.array_equal(plain(result), array.get().astype(np.float32))
+
+
+@pytest.mark.parametrize("ours", ["default", "non-blocking"])
+def test_torch_waits_for_a_result(gpu, cupy, ours):
+    """A tensor that a product returned is whole for torch's own stream, and its memory is not used again too early."""
+    q = kb.quantize(random(gpu, (1024, 1024), "float32", "cuda"), "kbit4")
+    x = random(gpu, (64, 1024), "float16", "cuda")
+    wanted = plain(kb.linear(x, q))
+    stream, side = (
+        cupy.cuda.Stream.null if ours == "default" else cupy.cuda.Stream(non_blocking=True),
+        gpu.cuda.Stream(),
+    )
+    gpu.cuda.synchronize()
+    for _ in range(3):
+        busy(gpu, stream)
+        with gpu.cuda.stream(side), stream:
+            y = kb.linear(x, q)
+            seen = y.clone()
+            gpu.cuda._sleep(CYCLES)
+            again = y.clone()  # queued behind the delay
+            del y
+            cupy.zeros((64, 1024), "f2"), cupy.zeros((64, 1024), "f2")
+        gpu.cuda.synchronize()
+        assert np.array_equal(plain(seen), wanted) and np.array_equal(plain(again), wanted)
 
 
 class Unordered:

@@ -39,7 +39,7 @@ import numpy as np
 
 from .. import _cuda, tables
 from .._cuda import CXX_TYPES, Template
-from .._xp import is_cupy, namespace, on_device_of
+from .._xp import as_array, is_cupy, namespace, on_device_of
 from ..errors import FormatError
 from ..tables import SMALLEST_NORMAL, Codebook, flush
 from . import scales
@@ -152,6 +152,8 @@ class KBit(Format):
                 self._table = tables.standard_codebook(codebook, self.bits)
         else:
             self.codebook = "custom"
+            if hasattr(codebook, "__dlpack__"):
+                codebook = as_array(codebook, "codebook")
             if is_cupy(codebook):
                 self._device_values = check_device_codebook(codebook, self.bits)
             else:
