@@ -477,9 +477,9 @@ def as_tensor(array: Any) -> Any:
         array = np.asarray(array)
         if not array.flags.writeable or not array.dtype.isnative or min(array.strides, default=0) < 0:
             array = array.astype(array.dtype.newbyteorder("="), order="C")
-        if array.dtype.isbuiltin == 1:
+        if array.dtype.kind != "V":
             return _numpy_tensor(torch, array)
-        if not hasattr(torch, array.dtype.name):
+        if not array.dtype.name.startswith(("bfloat16", "float8_")) or not hasattr(torch, array.dtype.name):
             raise TypeError(f"torch has no dtype {array.dtype.name}: convert with astype first")
         bits = array.view(f"i{array.dtype.itemsize}")  # of ml_dtypes, which are unknown to torch's NumPy bridge
         return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))

@@ -15,6 +15,9 @@ granularity           elements that share a scale                               
 ``("group", g)``      g neighbours along the last axis; the last may be fewer    [..., N, ceil(D / g)]
 ====================  =========================================================  ======================
 
+That shape with a 1 behind it is taken as well, and all scales in one dimension. Another order of axes is refused, such
+as GPTQ's [D / g, N]: transpose it.
+
 When which one pays: one scale for a tensor costs nothing, and one outlier costs everybody their precision; take it
 where a calibrated scale is fixed beforehand. A scale for each output channel of a weight (axis 0 of [N, K]) and for
 each token of an activation is what an integer matrix product can still take out of its sum: 8 bits in general. Groups

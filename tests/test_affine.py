@@ -1,6 +1,7 @@
 """Affine integers on NumPy: the contract spelled out a second time, boundary cases, bad input."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -317,6 +318,51 @@ def test_packing(name, size):
     assert np.array_equal(q.dequantize(), x)
 
 
+@pytest.mark.parametrize(
+    ("granularity", "shapes"),
+    [
+        ("tensor", [(), (1,), (1, 1)]),
+        ("token", [(4, 3), (4, 3, 1), (12,)]),
+        (("channel", 1), [(3,), (3, 1)]),
+        (("group", 4), [(4, 3, 2), (4, 3, 2, 1), (24,)]),
+        (("group", 8), [(4, 3, 1), (4, 3, 1, 1), (12,)]),
+    ],
+    ids=str,
+)
+def test_shapes_of_given_scales(granularity, shapes):
+    x = numbers("normal", (4, 3, 8), np.float32)
+    scale = np.exp2(np.arange(np.prod(shapes[0], dtype=int)) / 8).astype(np.float32)
+    zero = np.arange(scale.size, dtype=np.int32)
+    found = set()
+    for shape in shapes:
+        s, z = scale.reshape(shape), zero.reshape(shape)
+        codes = affine.quantize(x, s, z, granularity=granularity)
+        q = kb.quantize(x, "int8", granularity=granularity, scale=s, zero_point=z, symmetric=False)
+        assert np.array_equal(q.planes["codes"], codes.reshape(-1))
+        found.add(affine.dequantize(codes, s, z, granularity=granularity).tobytes())
+        found.add(q.dequantize().tobytes())
+    assert len(found) == 1
+
+
+def test_scales_of_a_square_are_those_of_the_documented_shape():
+    x = numbers("normal", (2, 8), np.float32)
+    scale = np.float32([[1, 2], [4, 8]])
+    codes = affine.quantize(x, scale, granularity=("group", 4))
+    assert np.array_equal(codes[0, 4:], affine.quantize(x[0, 4:], 2.0))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("granularity", ["tensor", "token", ("channel", 1), ("group", 48)], ids=str)
+def test_a_percentile_takes_one_copy(granularity, symmetric):
+    """... of float32, and a byte for each element while NaN are looked for."""
+    x = np.random.default_rng(0).standard_normal((1000, 1000)).astype(np.float32)
+    tracemalloc.start()
+    affine.choose_qparams(x, granularity=granularity, symmetric=symmetric, percentile=99)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5 * x.nbytes
+
+
 def test_scales_that_are_given():
     x = numbers("normal", (4, 6), np.float32)
     scale = np.float32([[0.1], [0.2], [0.0], [0.4]])
@@ -523,6 +569,18 @@ X = np.ones((4, 6), np.float32)
         (lambda: affine.quantize(X, NAN), FormatError, "scale holds nan"),
         (lambda: affine.quantize(X, 1e39), FormatError, "scale holds inf; scales must be finite in float32"),
         (lambda: affine.quantize(X, [0.1, INF, 1, 1], granularity="token"), FormatError, "scale holds inf"),
+        (
+            lambda: affine.quantize(X, np.ones((2, 4)), granularity=("group", 3)),
+            FormatError,
+            r"scale has shape \(2, 4\); this granularity needs shape \(4, 2\) .* flat: \(8,\)\).*: transpose it",
+        ),
+        (
+            lambda: affine.quantize(X, 1.0, np.zeros((2, 4), int), granularity=("group", 3)),
+            FormatError,
+            r"zero_point has shape \(2, 4\); .*: transpose it",
+        ),
+        (lambda: kb.quantize(X, "int4", granularity=("group", 3), scale=np.ones((2, 4))), FormatError, "transpose it"),
+        (lambda: affine.quantize(X, np.ones((2, 2)), granularity="token"), FormatError, r"needs shape \(4,\)"),
         (lambda: affine.quantize(X, [0.1, 0.2]), FormatError, r"scale has shape \(2,\); .* needs shape \(1,\)"),
         (lambda: affine.quantize(X, "1"), TypeError, "scale is str, which holds no numbers"),
         (

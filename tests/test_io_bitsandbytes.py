@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import make_bitsandbytes_data as data
@@ -592,6 +593,62 @@ def test_bad_arguments():
     nested.state2.blocksize = 64
     with pytest.raises(FormatError, match=r"state2.blocksize is 64"):
         bitsandbytes.dequantize_4bit(packed, nested)
+    nested.state2 = 3
+    with pytest.raises(TypeError, match="state2 is int and has no absmax; it must be a QuantState"):
+        bitsandbytes.dequantize_4bit(packed, nested)
+    nested.state2 = nested
+    with pytest.raises(FormatError, match="state2 has a state2 of its own"):
+        bitsandbytes.dequantize_4bit(packed, nested)
+    nested.offset = None
+    with pytest.raises(FormatError, match="a state2 but no offset"):
+        bitsandbytes.dequantize_4bit(packed, nested)
+
+
+@pytest.fixture(scope="session")
+def origin():
+    """bitsandbytes itself, on the CPU."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says while it is imported is about the machine
+        return pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_states_of_bitsandbytes_itself(origin, quant_type, nested, dtype):
+    """Its tensors and its own QuantState, and ours given to it."""
+    import torch
+
+    x = torch.randn(32, 512, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    packed, state = origin.quantize_4bit(x, quant_type=quant_type, compress_statistics=nested)
+    y = bitsandbytes.dequantize_4bit(packed, state)
+    assert isinstance(y, torch.Tensor) and y.dtype == x.dtype and torch.equal(y, origin.dequantize_4bit(packed, state))
+    out = torch.empty_like(x)
+    assert bitsandbytes.dequantize_4bit(packed, state, out=out) is out and torch.equal(out, y)
+    ours, mine = bitsandbytes.quantize_4bit(x, quant_type=quant_type, compress_statistics=nested)
+    assert ours.shape == packed.shape and ours.dtype == packed.dtype and torch.equal(mine.code, state.code)
+    # Its CPU code divides where the GPU's, and ours, multiplies; and its mean of absmax is summed in another order.
+    assert torch.isclose(bitsandbytes.dequantize_4bit(ours, mine), y, rtol=1e-2).float().mean() > 0.997
+    absmax = torch.empty_like(mine.absmax)
+    again, stored = bitsandbytes.quantize_4bit(
+        x, absmax=absmax, out=torch.empty_like(ours), quant_type=quant_type, compress_statistics=nested
+    )
+    assert stored.absmax is absmax and torch.equal(absmax, mine.absmax) and torch.equal(again, ours)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_blockwise_states_of_bitsandbytes_itself(origin, nested):
+    import torch
+
+    x = torch.randn(32, 512, generator=torch.Generator().manual_seed(0))
+    codes, state = origin.quantize_blockwise(x, nested=nested)
+    assert torch.equal(bitsandbytes.dequantize_blockwise(codes, state), origin.dequantize_blockwise(codes, state))
+    ours, mine = bitsandbytes.quantize_blockwise(x, nested=nested)
+    assert ours.shape == x.shape and bitsandbytes.dequantize_blockwise(ours, mine).shape == x.shape
+    _, state = origin.quantize_blockwise(x, code=torch.linspace(-1, 1, 256))
+    with pytest.raises(FormatError, match="code must be bitsandbytes' dynamic map"):
+        bitsandbytes.dequantize_blockwise(codes, state)
 
 
 # ---- command line --------------------------------------------------------------------------------------------------

@@ -166,6 +166,11 @@ class Blocks:
         """Number of scales."""
         return math.prod(self.shape)
 
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes that scales may be given in: that of the granularity, with a 1 behind it, or flat."""
+        return self.shape, (*self.shape, 1), (self.count,)
+
     @property
     def layout(self) -> tuple[int, ...]:
         """Equal for two shapes whose elements share scales in the same way."""
@@ -317,7 +322,7 @@ def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argume
     Raises
     ------
     FormatError
-        When there are neither one nor as many as blocks, or one is negative or not finite.
+        When there is neither one, nor one for each block in one of their shapes, or one is negative or not finite.
     DeviceError
         When it is an array on another device.
     TypeError
@@ -344,7 +349,7 @@ def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Level
     Raises
     ------
     FormatError
-        When there are neither one nor as many as blocks, or one is outside the range.
+        When there is neither one, nor one for each block in one of their shapes, or one is outside the range.
     DeviceError, TypeError
         As `check_scale`.
     """
@@ -367,19 +372,21 @@ def _fits(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype) -> bool:
     return (
         _xp.same_gpu(values, beside)
         and values.dtype == dtype
-        and values.size in (1, blocks.count)
+        and (values.size == 1 or values.shape in blocks.shapes)
         and values.flags.c_contiguous
     )
 
 
 def _block_values(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype | None, kinds: str, argument: str) -> Any:
-    """One or `blocks.count` numbers, flat on the host; a single one there may go with any array."""
+    """One number, or one for each block in their order, flat on the host; a single one there may go with any array."""
     array = _xp.as_array(values, argument)
     if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
         raise TypeError(f"{argument} is {array.dtype}; it must hold {'numbers' if 'f' in kinds else 'integers'}")
-    if array.size not in (1, blocks.count):
+    if array.size != 1 and array.shape not in blocks.shapes:
+        hint = ": transpose it" if array.shape[::-1] in blocks.shapes else ""
         raise FormatError(
-            f"{argument} has shape {array.shape}; this granularity needs shape {blocks.shape} or a single number"
+            f"{argument} has shape {array.shape}; this granularity needs shape {blocks.shape} (or that with a 1 behind "
+            f"it, or flat: ({blocks.count},)) or a single number{hint}"
         )
     if not _xp.same_device(array, beside) and not (isinstance(array, np.ndarray) and array.size == 1):
         raise DeviceError(
@@ -553,10 +560,11 @@ def _find_host(
     else:
         for piece in blocks.parts:
             ends = piece.of_blocks(high), piece.of_blocks(low)
-            rows = _without_nan(piece.view(x), dtype)
+            rows = piece.view(x)
             if ends[0].shape[0] == 1 and rows.shape[0] > 1:  # a channel's elements lie apart
-                rows = rows.transpose(1, 0, 2).reshape(1, rows.shape[1], -1)
-            _percentile_host(rows, ends, levels, fraction)
+                rows = rows.transpose(1, 0, 2)
+            number = _without_nan(rows, dtype)  # the one copy there is
+            _percentile_host(number.reshape(*ends[0].shape[:2], -1), ends, levels, fraction)
     np.abs(high, out=high), np.abs(low, out=low)  # no -0
     found, zero = _range_host(high, low, levels, x.dtype, _reach(levels, fraction))
     scale.reshape(-1)[...] = np.minimum(found, np.finfo(scale.dtype).max)
@@ -565,7 +573,7 @@ def _find_host(
 
 
 def _without_nan(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    number = x.astype(dtype)
+    number = x.astype(dtype, order="C")
     number[np.isnan(number)] = 0
     return number
 
@@ -576,14 +584,17 @@ def _reduced(entries: np.ndarray) -> tuple[int, ...]:
 
 
 def _percentile_host(rows: np.ndarray, ends: tuple[np.ndarray, np.ndarray], levels: Levels, fraction: float) -> None:
-    """The ends of the range by rank, among the last axis."""
+    """The ends of the range by rank, among the last axis, whose order is not kept."""
     count = rows.shape[-1]
     rank = max(math.ceil(fraction * count) - 1, 0)
     if levels.symmetric:
-        ends[0][...] = np.partition(np.abs(rows), rank, axis=-1)[..., rank, None]
+        np.abs(rows, out=rows)
+        rows.partition(rank, axis=-1)
+        ends[0][...] = rows[..., rank, None]
     else:
-        for end, numbers in zip(ends, (rows, -rows), strict=True):
-            end[...] = np.maximum(np.partition(numbers, rank, axis=-1)[..., rank, None], 0)
+        for end, place, sign in ((ends[0], rank, 1), (ends[1], count - 1 - rank, -1)):
+            rows.partition(place, axis=-1)
+            end[...] = np.maximum(sign * rows[..., place, None], 0)
 
 
 def _range_host(high: np.ndarray, low: np.ndarray, levels: Levels, of: np.dtype, reach: int) -> tuple[np.ndarray, Any]:
@@ -1143,8 +1154,8 @@ class Affine(Format):
         Find the range as this percentile of a block's magnitudes (of its values on both sides, where it is not
         symmetric) instead of the extremes; above 0, up to 100.
     scale : float or array, optional
-        Scales to use, instead of finding them: one number or one for each block; with NumPy checked to be finite and
-        not negative.
+        Scales to use, instead of finding them: one number, or one for each block in the shape of the granularity, in
+        that with a 1 behind it, or flat; with NumPy checked to be finite and not negative.
     zero_point : int or array, optional
         Zero points to use with `scale` and ``symmetric=False``; 0 by default.
 

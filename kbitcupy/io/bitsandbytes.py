@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -487,6 +487,9 @@ def save(
 class QuantState:
     """What bitsandbytes keeps beside the codes of an array.
 
+    The functions below take bitsandbytes' own QuantState as well. Where they return one beside torch tensors, its
+    arrays are tensors.
+
     Parameters
     ----------
     absmax : array
@@ -570,6 +573,10 @@ def quantize_4bit(
     >>> packed.shape, state.absmax
     ((64, 1), array([1., 1.], dtype=float32))
     """
+    if _xp.is_tensor(A):
+        options: dict[str, Any] = {"blocksize": blocksize, "compress_statistics": compress_statistics}
+        options |= {"quant_type": quant_type, "quant_storage": quant_storage}
+        return _in_torch(quantize_4bit, A, absmax, out, options)
     format = _four_bit_format(quant_type, 64 if blocksize is None else blocksize, compress_statistics)
     if quant_storage not in STORAGES:
         raise FormatError(f"quant_storage is {quant_storage!r}; allowed is {' or '.join(STORAGES)}")
@@ -608,7 +615,8 @@ def dequantize_4bit(
     A : array_like
         The codes, under any dtype that `quantize_4bit` returns them in.
     quant_state : QuantState, optional
-        Their state. Without it `absmax` and `out` are needed, and `blocksize` and `quant_type` say what `A` is.
+        Their state, of this module's or bitsandbytes' own class. Without it `absmax` and `out` are needed, and
+        `blocksize` and `quant_type` say what `A` is.
     absmax : array, optional
         float32[blocks]; ignored beside `quant_state`.
     out : array, optional
@@ -639,6 +647,9 @@ def dequantize_4bit(
     >>> y.shape, y.dtype, float(abs(x - y).max()) < 0.16
     ((2, 64), dtype('float16'), True)
     """
+    if _xp.is_tensor(A):
+        options = {"blocksize": blocksize, "quant_type": quant_type}
+        return _xp.in_torch(dequantize_4bit, "A", A, quant_state, absmax, out=out, **options)
     if quant_state is None:
         if absmax is None or out is None:
             raise FormatError("without quant_state both absmax and out are needed")
@@ -704,6 +715,8 @@ def quantize_blockwise(
     >>> codes
     array([[219,   0, 127, 255]], dtype=uint8)
     """
+    if _xp.is_tensor(A):
+        return _in_torch(quantize_blockwise, A, absmax, out, {"code": code, "blocksize": blocksize, "nested": nested})
     _check_code(code)
     q = quantize(A, get_format("dynamic8", block=blocksize))
     maxima = q.planes["absmax"]
@@ -735,7 +748,8 @@ def dequantize_blockwise(
     A : array_like
         uint8 codes.
     quant_state : QuantState, optional
-        Their state. Without it `absmax` is needed, and the result is float32 or what `out` is.
+        Their state, of this module's or bitsandbytes' own class. Without it `absmax` is needed, and the result is
+        float32 or what `out` is.
     absmax : array, optional
         float32[blocks]; ignored beside `quant_state`.
     code : array, optional
@@ -766,6 +780,10 @@ def dequantize_blockwise(
     >>> bitsandbytes.dequantize_blockwise(np.array([219, 0, 127, 255], np.uint8), absmax=np.array([2.0], np.float32))
     array([ 1.0015625, -1.9859375,  0.       ,  2.       ], dtype=float32)
     """
+    if _xp.is_tensor(A):
+        arguments = quant_state, absmax, code
+        options = {"blocksize": blocksize, "nested": nested}
+        return _xp.in_torch(dequantize_blockwise, "A", A, *arguments, out=out, **options)
     if quant_state is None:
         if absmax is None:
             raise FormatError("without quant_state absmax is needed")
@@ -777,7 +795,7 @@ def dequantize_blockwise(
     maxima = _xp.contiguous(_xp.as_array(state.absmax, "absmax"))
     if state.state2 is not None:
         with _xp.on_device_of(maxima):
-            maxima = dequantize_blockwise(maxima, state.state2) + state.offset
+            maxima = dequantize_blockwise(maxima, state.state2) + _xp.as_array(state.offset, "offset")
     planes = {"codes": codes.reshape(-1), "absmax": maxima}
     format = get_format("dynamic8", block=state.blocksize)
     return dequantize(QuantizedArray(format, planes, codes.shape, state.dtype), out=out)
@@ -793,17 +811,50 @@ def _blockwise_state(absmax: Any, blocksize: int, dtype: np.dtype) -> QuantState
     return QuantState(absmax, code=tables.dynamic_map(), blocksize=blocksize, dtype=dtype)
 
 
-def _checked_state(state: Any) -> QuantState:
-    if not isinstance(state, QuantState):
-        raise TypeError(f"quant_state is {type(state).__name__}; it must be a QuantState, as the functions return")
-    return state
+def _checked_state(state: Any, argument: str = "quant_state") -> QuantState:
+    """A state of this module's class, from one of any class with the same attributes, such as bitsandbytes' own."""
+    missing = [field.name for field in fields(QuantState) if not hasattr(state, field.name)]
+    if missing:
+        raise TypeError(
+            f"{argument} is {type(state).__name__} and has no {missing[0]}; it must be a QuantState, as these "
+            "functions or bitsandbytes' return"
+        )
+    made = QuantState(**{field.name: getattr(state, field.name) for field in fields(QuantState)})
+    if made.shape is not None:
+        made.shape = tuple(made.shape)
+    if made.state2 is not None:
+        if argument != "quant_state":
+            raise FormatError(f"{argument} has a state2 of its own; what is quantized twice has none")
+        if made.offset is None:
+            raise FormatError("quant_state has a state2 but no offset")
+        made.state2 = _checked_state(made.state2, "state2")
+    return made
 
 
 def _check_code(code: Any) -> None:
     if code is None or code is tables.dynamic_map():
         return
-    if _xp.is_cupy(code) or not np.array_equal(np.asarray(code), tables.dynamic_map()):
+    if _xp.is_tensor(code):  # bitsandbytes' own states hold it on the device of the codes
+        code = _xp.to_device(_xp.as_array(code, "code"), "cpu")
+    table = None if _xp.is_cupy(code) else np.asarray(code)
+    if table is None or table.shape != (256,) or not np.allclose(table, tables.dynamic_map(), _MAP_TOLERANCE, 0):
         raise FormatError("code must be bitsandbytes' dynamic map in host memory: leave it away")
+
+
+def _in_torch(function: Any, A: Any, absmax: Any, out: Any, options: dict[str, Any]) -> tuple[Any, QuantState]:
+    """The tensors that `function` makes of the tensor `A`."""
+    given = [_xp.as_array(x, name) if _xp.is_tensor(x) else x for x, name in ((absmax, "absmax"), (out, "out"))]
+    codes, state = function(_xp.as_array(A, "A"), absmax=given[0], out=given[1], **options)
+    state = _state_of_tensors(state)
+    if absmax is not None:
+        state.absmax = absmax
+    return _xp.as_tensor(codes) if out is None else out, state
+
+
+def _state_of_tensors(state: QuantState) -> QuantState:
+    names = [name for name in ("absmax", "code", "offset") if getattr(state, name) is not None]
+    inner = None if state.state2 is None else _state_of_tensors(state.state2)
+    return replace(state, **{name: _xp.as_tensor(getattr(state, name)) for name in names}, state2=inner)
 
 
 def _copied(result: Any, given: Any, argument: str) -> Any:
