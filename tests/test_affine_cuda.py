@@ -12,7 +12,7 @@ from inputs import assert_repeats, repeated
 
 import kbitcupy as kb
 from kbitcupy import affine
-from kbitcupy.errors import DeviceError
+from kbitcupy.errors import DeviceError, FormatError
 from kbitcupy.formats import affine as family
 
 pytestmark = pytest.mark.gpu
@@ -198,6 +198,33 @@ def test_given_scales(cupy, shape, granularity, dtype):
     single = cupy.asarray(np.float32([0.3]))
     found = affine.fake_quantize(put(cupy, x), single, qmin=-8, qmax=7, granularity=granularity)
     assert same(found, affine.fake_quantize(x, np.float32(0.3), qmin=-8, qmax=7, granularity=granularity))
+
+
+def test_shapes_of_given_scales(cupy):
+    x = numbers("normal", (4, 24), np.dtype("float16"))
+    scale = np.exp2(np.arange(12, dtype=np.float32) / 4).reshape(4, 3)
+    wanted, there = affine.quantize(x, scale, granularity=("group", 8)), put(cupy, x)
+    for shape in ((4, 3), (4, 3, 1), (12,)):
+        scales = cupy.asarray(scale.reshape(shape))
+        assert same(affine.quantize(there, scales, granularity=("group", 8)), wanted)
+        q = kb.quantize(there, "int8", granularity=("group", 8), scale=scales)
+        assert same(q.planes["codes"], wanted.reshape(-1))
+    with pytest.raises(FormatError, match=r"scale has shape \(3, 4\).*transpose it"):
+        affine.quantize(there, cupy.asarray(scale).T.copy(), granularity=("group", 8))
+
+
+def test_stacks(cupy):
+    """Members keep their scales, without a look at the values."""
+    w = numbers("normal", (3, 24, 32), np.dtype("float32")) * np.float32([1, 30, 0.01]).reshape(3, 1, 1)
+    for granularity in ("tensor", "token", ("channel", 0), ("group", 16)):
+        members = [kb.quantize(put(cupy, part), "int8", granularity=granularity) for part in w]
+        stack = kb.stack(members)
+        for i, member in enumerate(members):
+            assert same(stack[i].dequantize(), member.dequantize().get())
+            assert same(stack.dequantize()[i], member.dequantize().get())
+        x, ids = numbers("normal", (5, 32), np.dtype("float32"), seed=1), [[0, 2], [1, 0], [2, 2], [1, 1], [0, 1]]
+        wanted = kb.linear_grouped(x, stack.get(), ids)
+        assert np.allclose(kb.linear_grouped(put(cupy, x), stack, ids).get(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 5, 7, 8])
