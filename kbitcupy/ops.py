@@ -183,7 +183,7 @@ def to_torch(q: Any, /, *, dtype: Any = None) -> Any:
         with _xp.on_device_of(q), np.errstate(over="ignore"):
             return _xp.as_tensor(q if dtype is None else q.astype(_xp.float_dtype(dtype), copy=False))
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray, as quantize returns, or a plain array")
+        raise _not_quantized(q, " or a plain array")
     first = next(iter(q.planes.values()))
     with _xp.on_device_of(first):
         tensor, out = _xp.empty_tensor(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype), first)
@@ -255,9 +255,9 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
     return out
 
 
-def _not_quantized(q: Any) -> TypeError:
+def _not_quantized(q: Any, also: str = "") -> TypeError:
     remedy = ": pass q, not q.T, or call q.T.dequantize()" if isinstance(q, Compressed) else ", as quantize returns"
-    return TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray{remedy}")
+    return TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray{also}{remedy}")
 
 
 def stack(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
