@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from inputs import DTYPES, make
+from ml_dtypes import finfo
 
 import kbitcupy as kb
 
@@ -30,9 +31,17 @@ OPTIONS = {
 OWN = {"kbit": "codebook", "table4": "table"}
 
 
-def numbers(dtype):
-    """[5, 96]: a row of each kind."""
-    return np.stack([make(kind, 96, dtype, seed=i) for i, kind in enumerate(KINDS)])
+def numbers(dtype, bounded=False):
+    """[5, 96]: a row of each kind; `bounded`: what is infinite or near the end of the dtype is 0 instead."""
+    x = np.stack([make(kind, 96, dtype, seed=i) for i, kind in enumerate(KINDS)])
+    if bounded:
+        x[np.abs(x.astype(np.float32)) > float(finfo(dtype).max) / 4] = 0
+    return x
+
+
+def is_bounded(name):
+    """Whether a format gets the bounded numbers: 0.1 took the range of float32 for that of every dtype."""
+    return family(name) == "int"
 
 
 def family(name):
@@ -60,14 +69,15 @@ def main():
         tensors = {}
         for label, options in cases(name):
             for dtype in DTYPES:
-                q = kb.quantize(numbers(dtype), name, **options)
+                q = kb.quantize(numbers(dtype, is_bounded(name)), name, **options)
                 tensors[f"{label} {dtype}"] = q
                 tensors[f"{label} {dtype} decoded"] = q.dequantize()
         kb.io.save(path, tensors)
         print(f"{path.name}: {len(tensors) // 2} arrays, {path.stat().st_size} bytes")
     inputs = FOLDER / "inputs.safetensors"
     if not inputs.exists():
-        kb.io.save(inputs, {str(dtype): numbers(dtype) for dtype in DTYPES})
+        given = {str(dtype): numbers(dtype) for dtype in DTYPES}
+        kb.io.save(inputs, given | {f"bounded {dtype}": numbers(dtype, True) for dtype in DTYPES})
 
 
 if __name__ == "__main__":
