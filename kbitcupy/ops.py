@@ -248,8 +248,8 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
             ids = _xp.contiguous(ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64))
             written = out if out.dtype in _xp.dtype_set(q.format.dtypes) else xp.empty(shape, np.float32)
             if not (q.size and q.format.decode_rows(q.planes, q.shape, ids, written)):
-                rows = q[ids]
-                decode(rows.format, rows.planes, written)
+                rows = q[ids.reshape(-1)]
+                decode(rows.format, rows.planes, written.reshape(rows.shape))
             if written is not out:
                 out[...] = written
     return out

@@ -194,8 +194,8 @@ class KBit(Format):
         chosen = super().select(planes, shape, key)
         if self.members > 1:
             chosen["scale"] = planes["scale"].reshape(shape[0], -1)[key].reshape(-1)
-            if not chosen["scale"].size:
-                chosen["scale"] = planes["scale"][:1]
+            if not chosen["scale"].size:  # no member: a scale of its own
+                chosen["scale"] = planes["scale"][:1].copy()
         return chosen
 
     def _with_members(self, members: int) -> KBit:
