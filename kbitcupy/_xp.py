@@ -41,7 +41,7 @@ def float_dtype(dtype: Any, argument: str = "dtype") -> np.dtype:
         found = None
     if found is not None:
         return found
-    name = dtype if isinstance(dtype, str) else _dtype_name(dtype)
+    name = _dtype_name(dtype)
     if name == "bfloat16":
         found = named_dtype(name)
         _known["bfloat16"] = _known[found] = _known[found.type] = found
@@ -55,6 +55,8 @@ def _dtype_name(dtype: Any) -> str:
     try:
         return np.dtype(dtype).name
     except TypeError:
+        if isinstance(dtype, str):  # "bfloat16", as long as NumPy has not heard of it
+            return dtype
         return str(getattr(dtype, "name", None) or getattr(dtype, "__name__", repr(dtype))).removeprefix("torch.")
 
 

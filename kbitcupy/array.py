@@ -435,7 +435,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[Format, tuple[int, ...], np.
         raise FormatError(
             f"version of the configuration is {version}; this kbitcupy reads up to {CONFIG_VERSION}: upgrade it"
         )
-    plain = isinstance(name, str) and not set(name) & set(":[")  # its options stand beside it
+    plain = not isinstance(name, str) or not set(name) & set(":[")  # its options stand beside it
     if not isinstance(dtype, str) or not plain or not all(isinstance(option, str) for option in options):
         raise FormatError(f"the configuration of a quantized array is malformed: {config!r}")
     format, lengths = get_format(name, **options), _checked_shape(shape)

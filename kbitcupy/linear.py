@@ -498,8 +498,10 @@ def _gemm(x: Any, weight: Any, scale: Any, accumulate: bool, out: Any) -> None:
     handle = device.get_cublas_handle()
     kinds = [_CUDA_TYPES[array.dtype.name] for array in (weight, x, out)]
     rows, depth = weight.shape
-    mode = cublas.getPointerMode(handle)
+    mode, math = cublas.getPointerMode(handle), cublas.getMathMode(handle)
     cublas.setPointerMode(handle, cublas.CUBLAS_POINTER_MODE_DEVICE)
+    # Else sums of parts of k may be rounded to 16 bits, and leave their range, before alpha brings them back.
+    cublas.setMathMode(handle, cublas.CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
         call = _cublas()
         statuses = (
@@ -528,6 +530,7 @@ def _gemm(x: Any, weight: Any, scale: Any, accumulate: bool, out: Any) -> None:
         )
     finally:
         cublas.setPointerMode(handle, mode)
+        cublas.setMathMode(handle, math)
     for status in statuses:
         if status:
             raise cublas.CUBLASError(status)

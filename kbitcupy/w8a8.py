@@ -201,7 +201,9 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin
         if not out.size:
             return out
         if token_scales is None:
-            x = source(x, _FLOATS)
+            # CuPy's own cast flushes subnormal numbers.
+            single = x.dtype == np.float64 and not isinstance(x, np.ndarray)
+            x = affine.converted(x, np.dtype(np.float32)) if single else source(x, _FLOATS)
         if isinstance(x, np.ndarray):
             _multiply_host(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
         elif dtype.name in _FLOATS:

@@ -52,14 +52,17 @@ struct Range {
     __device__ __forceinline__ Found<C> found(const Geometry& g) const {
         const C up = from_bits(min(high, Bits(g.largest))), down = from_bits(min(low, Bits(g.largest)));
         if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true};
-        if (g.symmetric)
-            return kept_finite({divide(larger(up, down), C(g.divisor)), g.zero, g.zero - g.divisor >= g.qmin}, g);
+        const bool finite = max(high, low) <= Bits(g.largest);  // the quotient of an infinity lies beyond all levels
+        if (g.symmetric) {
+            const C scale = divide(larger(up, down), C(g.divisor));
+            return kept_finite({scale, g.zero, finite && g.zero - g.divisor >= g.qmin}, g);
+        }
         const C scale = smaller(narrow(width(up, down, g), C(0)), from_bits(largest_finite(C(0))));
         const C s = usable(scale);
         if (magnitude_bits(s) == 0) return {scale, g.qmin, false};
         const int zero = g.qmin + int(smaller(C(rint(divide(down, s))), C(g.qmax - g.qmin)));
         // The smallest number becomes qmin.
-        return kept_finite({scale, zero, C(rint(divide(up, s))) <= C(g.qmax - zero)}, g);
+        return kept_finite({scale, zero, finite && C(rint(divide(up, s))) <= C(g.qmax - zero)}, g);
     }
 };
 
