@@ -131,7 +131,7 @@ def _add_quantize(commands: Any) -> None:
     command = commands.add_parser(
         "quantize",
         epilog="example: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'",
-        parents=[_common(), _selection(), _converting()],
+        parents=[_common(), _selection(min_size=None), _converting()],
         help="compress the float tensors of a file or checkpoint",
         description="Compress the float tensors of FILE that have two or more dimensions, and copy all others.",
     )
@@ -276,8 +276,8 @@ def _common() -> argparse.ArgumentParser:
     return parent
 
 
-def _selection() -> argparse.ArgumentParser:
-    parent = argparse.ArgumentParser(add_help=False, parents=[_spared()])
+def _selection(min_size: int | None = MIN_SIZE) -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False, parents=[_spared(min_size)])
     parent.add_argument(
         "--option",
         action="append",
@@ -289,14 +289,15 @@ def _selection() -> argparse.ArgumentParser:
     return parent
 
 
-def _spared() -> argparse.ArgumentParser:
+def _spared(min_size: int | None = MIN_SIZE) -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
+    beside = "" if min_size is not None else ", and none beside --plan"
     parent.add_argument(
         "--min-size",
         type=_count,
-        default=MIN_SIZE,
+        default=min_size,
         metavar="N",
-        help="leave tensors with fewer elements as they are (default %(default)s)",
+        help=f"leave tensors with fewer elements as they are (default {MIN_SIZE}{beside})",
     )
     parent.add_argument(
         "--keep",

@@ -18,6 +18,7 @@ from .errors import FileError
 from .explore import Measurement
 from .io.atomic import check_file, replacing
 from .io.bitsandbytes import BitsandbytesCheckpoint
+from .io.checkpoint import Checkpoint
 from .io.convert import progress_bar
 from .io.safetensors import SourceFile
 from .samples import DISTRIBUTIONS, SHAPE, draw
@@ -88,8 +89,8 @@ def _write(path: Path, data: bytes, force: bool) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> None:
     """Run ``kbit plan``."""
-    target = check_file(arguments.output, arguments.force, Path(arguments.file))
     chosen = None if arguments.formats is None else [chosen_format(name, ()) for name in arguments.formats]
+    target = check_file(arguments.output, arguments.force, Checkpoint(arguments.file).paths)
     tensors, nbytes = _tensors(arguments, again=False)
     with progress_bar("plan", nbytes, sys.stderr.isatty()) as advance:
         rows = explore.sweep(_counted(tensors, advance), chosen, device=arguments.device)
@@ -132,7 +133,7 @@ def _tensors(arguments: argparse.Namespace, again: bool) -> tuple[Iterator[tuple
     """
     if arguments.file is None:
         return ((name, draw(name)) for name in DISTRIBUTIONS), len(DISTRIBUTIONS) * 4 * math.prod(SHAPE)
-    checkpoint = BitsandbytesCheckpoint(arguments.file)
+    checkpoint = BitsandbytesCheckpoint(arguments.file, mapped=False)
     chosen = {
         name: _nbytes(file, name)
         for file in checkpoint.files.values()

@@ -8,26 +8,32 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ._version import __version__
 from .cli_common import Column, chosen_format, dumps, printable, table
+from .errors import FormatError
 from .explore import label, read_plan
-from .io.atomic import PART
+from .io.atomic import PART, check_file, leftovers
 from .io.bitsandbytes import BitsandbytesCheckpoint
 from .io.checkpoint import Checkpoint
 from .io.convert import FileReport, dequantize_file, quantize_file
-from .io.safetensors import NAMES, SourceFile
+from .io.safetensors import MIN_SIZE, NAMES, SourceFile
 
 
 def run_quantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit quantize``."""
     if arguments.plan is None:
         formats: Any = chosen_format(arguments.format, arguments.option)
+    elif arguments.option:
+        raise FormatError("--option is one of --format; the formats of a plan have theirs in it: leave it away")
     else:
         formats = read_plan(arguments.plan)
-    with _resumable(arguments):
+        if os.path.isfile(arguments.output):
+            check_file(arguments.output, arguments.force, [Path(arguments.plan)])
+    with _resumable(arguments), _sweeping(arguments.output):
         report = quantize_file(
             arguments.file,
             arguments.output,
@@ -38,15 +44,58 @@ def run_quantize(arguments: argparse.Namespace) -> None:
             **_writing(arguments),
         )
     for pattern in report.unused_keep:
-        print(f"kbit: note: --keep {pattern!r} matches no tensor", file=sys.stderr)
+        _note(f"--keep {pattern!r} matches no tensor")
+    if not report.converted:
+        _note(_why_nothing(arguments, report))
     _close(arguments, f"quantized {'by' if arguments.plan else 'to'} {arguments.plan or arguments.format}", report)
 
 
 def run_dequantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit dequantize``."""
-    with _resumable(arguments):
+    with _resumable(arguments), _sweeping(arguments.output):
         report = dequantize_file(arguments.file, arguments.output, **_writing(arguments))
     _close(arguments, "dequantized", report)
+
+
+def _note(text: str) -> None:
+    print(printable(f"kbit: note: {text}"), file=sys.stderr)
+
+
+def _why_nothing(arguments: argparse.Namespace, report: FileReport) -> str:
+    already = report.compressed_already
+    some = f"{already} of {report.copied} tensors are compressed already (kbit dequantize restores them)"
+    if already == report.copied > 0:
+        return f"nothing was compressed: {some}"
+    least = MIN_SIZE if arguments.min_size is None else arguments.min_size
+    wanted = f"a float dtype, two or more dimensions, {least} or more elements (--min-size)"
+    if arguments.plan:
+        wanted = "a format in the plan"
+    none = f"no {'other ' if already else ''}tensor has {wanted} and a name that --keep does not match"
+    return f"nothing was compressed: {f'{some}, and ' if already else ''}{none}"
+
+
+@contextlib.contextmanager
+def _sweeping(output: str) -> Iterator[None]:
+    """Say what killed runs have left beside an output, which a run may have removed when it ends."""
+    folder = Path(os.path.abspath(output)).parent
+    before = leftovers(folder)
+    own = Path(os.path.abspath(output) + PART)
+    try:
+        yield
+    finally:
+        after = leftovers(folder)
+        for path, nbytes in before.items():
+            if path not in after and path != own:
+                _note(f"removed {path} ({nbytes / 1e6:.1f} MB), which a run that was killed had left")
+        _note_leftovers({path: nbytes for path, nbytes in after.items() if path != own})
+
+
+def _note_leftovers(found: Mapping[Path, int]) -> None:
+    for path, nbytes in found.items():
+        remedy = "delete it"
+        if path.suffix == PART:
+            remedy = "repeat that run with --resume, or delete it"
+        _note(f"a run that was killed has left {path} ({nbytes / 1e6:.1f} MB): {remedy}")
 
 
 def _writing(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -65,7 +114,7 @@ def _resumable(arguments: argparse.Namespace) -> Iterator[None]:
     except BaseException:
         part = os.path.normpath(arguments.output) + PART
         if arguments.resume and os.path.isdir(part):
-            print(f"kbit: note: {part} keeps finished shards; repeat the command to continue", file=sys.stderr)
+            _note(f"{part} keeps finished shards; repeat the command to continue")
         raise
 
 
@@ -76,12 +125,17 @@ def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None
         finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
         print(dumps({"kbitcupy": __version__, "output": arguments.output, **dataclasses.asdict(report), **finite}))
         return
-    there = f" ({report.resumed} files were there already)" if report.resumed else ""
+    files = "file was" if report.resumed == 1 else "files were"
+    there = f" ({report.resumed} {files} there already)" if report.resumed else ""
+    lost = ""
+    if report.not_finite:
+        names = ", ".join(report.not_finite[:3]) + (", ..." if len(report.not_finite) > 3 else "")
+        lost = f"; {report.nan} NaN and {report.infinite} infinite values, which are not kept, in {names}"
     bits = f", {report.bits_per_element:.2f} bits per element" if report.elements else ""
     print(
         f"{printable(arguments.output)}: {report.converted} tensors {done}, {report.copied} copied{there}; "
         f"{report.nbytes_before / 1e6:.2f} MB before, {report.nbytes_after / 1e6:.2f} MB after{bits}, "
-        f"{report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s"
+        f"{report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s{printable(lost)}"
     )
 
 
@@ -91,6 +145,7 @@ def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Run ``kbit inspect``."""
     checkpoint = BitsandbytesCheckpoint(arguments.file)
+    _note_leftovers(leftovers(checkpoint.paths[0].parent))
     total = checkpoint.nbytes
     rows = [row for file in checkpoint.files.values() for row in _rows(checkpoint, file, total)]
     written_by = next((file.written_by for file in checkpoint.files.values() if file.written_by), None)

@@ -6,7 +6,6 @@ one is drawn; each takes a matplotlib Axes, or makes one, and returns it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from . import _xp, metrics
 from ._version import __version__
 from .errors import FileError, FormatError, MissingExtraError
 from .formats.base import Format, formats, get_format
+from .io.safetensors import read_json
 from .ops import dequantize, quantize
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
 
 #: Version of the JSON that a plan is written as; what an older version wrote is still read.
 PLAN_VERSION = 1
+_LONGEST_PLAN = 100_000_000
 
 #: SQNR in dB that one more bit can buy on a Gaussian source: its distortion at rate R is at least 2^(-2 R).
 DB_PER_BIT = 20 * math.log10(2)
@@ -444,11 +445,11 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Format]:
     {'w': get_format('kbit4')}
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            stored = json.load(file)
+        with open(path, "rb") as file:
+            stored = read_json(file.read(_LONGEST_PLAN))
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FileError(f"{path} is not a plan: it is not JSON ({error})") from error
     tensors = stored.get("tensors") if isinstance(stored, dict) else None
     version = stored.get("version") if isinstance(stored, dict) else None

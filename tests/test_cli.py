@@ -572,7 +572,7 @@ def test_debug_shows_the_traceback(capsys, words):
         (KeyboardInterrupt, 130, "kbit: interrupted\n"),
         (MemoryError("no room\nfor 5 bytes"), 1, "kbit: error: no room for 5 bytes\n"),
         (MemoryError, 1, "kbit: error: MemoryError\n"),
-        (OSError(5, "Input/output error"), 1, "kbit: error: {out} cannot be written: Input/output error\n"),
+        (OSError(5, "Input/output error"), 1, "kbit: error: [Errno 5] Input/output error\n"),
         (TypeError("no such cast"), 1, "kbit: error: {model}: tensor 'a.weight': no such cast\n"),
     ],
 )

@@ -560,20 +560,21 @@ def test_a_failure_leaves_nothing_behind(model, monkeypatch, failure, existing):
         return kb.quantize(x, format)
 
     monkeypatch.setattr(convert, "quantize", failing)
-    expected = FileError if isinstance(failure, OSError) else failure
-    with pytest.raises(expected):
+    with pytest.raises(OSError if isinstance(failure, OSError) else failure) as raised:
         convert.quantize_file(model, target, "kbit4", device="cpu", force=True)
+    assert not isinstance(failure, OSError) or raised.value is failure  # it is not the output's
     assert len(calls[1]) == 1  # the file was being written
     assert sorted(path.name for path in model.parent.iterdir()) == ["model.safetensors"] + ["out"] * existing
     assert not existing or target.read_text() == "precious"
 
 
-@pytest.mark.parametrize("function", ["fsync", "replace"])
+@pytest.mark.parametrize("function", ["fsync", "open", "replace"])
 def test_a_disk_that_fails_is_named_and_leaves_nothing(model, monkeypatch, function):
     def failing(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic.os, function, failing)
+    monkeypatch.setattr(atomic.os, "link", failing)  # then the file is renamed
     with pytest.raises(FileError, match="out cannot be written: No space left on device"):
         convert.quantize_file(model, model.with_name("out"), "kbit4", device="cpu")
     assert os.listdir(model.parent) == ["model.safetensors"]

@@ -32,7 +32,7 @@ FLOORS = [
     ["affine"],
     ["metrics"],
     ["fit", "functional"],
-    ["io.atomic"],
+    ["io.atomic", "io.kinds"],
     ["io.safetensors"],
     ["io.checkpoint"],
     ["io.*"],  # other projects' layouts: none knows another

@@ -1226,6 +1226,10 @@ class Affine(Format):
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def given(self) -> dict[str, Any]:
+        found = {"scale": self._scale, "zero_point": self._zero_point}
+        return {name: value for name, value in found.items() if value is not None}
+
     def stored(self) -> Format:
         return self._stored
 

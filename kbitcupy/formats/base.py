@@ -124,6 +124,10 @@ class Format(ABC):
         """The planes that bring decoded elements out of the range of float16; None where none of them can."""
         return None
 
+    def given(self) -> Mapping[str, Any]:
+        """Arrays and numbers that decide what `encode` writes and that `options` does not hold, by their names."""
+        return {}
+
     def stored(self) -> Format:
         """The format that describes what `encode` wrote: without arrays that now are planes."""
         return self

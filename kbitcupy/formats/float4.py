@@ -220,10 +220,12 @@ class Table4(Format):
         options = {"block": self.block, "double_quant": self.double_quant}
         return {**options, "table": self.table_name} if self.name == "table4" else options
 
+    def given(self) -> dict[str, Any]:
+        return {} if self._table is None or self.table_name != "custom" else {"table": self._table.values}
+
     def __reduce__(self) -> Any:
-        if self.table_name != "custom" or self._table is None:
-            return named, (self.config(),)
-        return remade, (Table4, (self.name,), {**self.options(), "table": self._table.values})
+        given = self.given()
+        return (remade, (Table4, (self.name,), {**self.options(), **given})) if given else (named, (self.config(),))
 
     def stored(self) -> Format:
         return self if self.table_name != "custom" else _stored_custom(self.block, self.double_quant)

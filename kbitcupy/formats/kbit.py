@@ -163,10 +163,13 @@ class KBit(Format):
         options = {"codebook": self.codebook, "absmax": self.absmax}
         return options if self.members == 1 else {**options, "members": self.members}
 
+    def given(self) -> dict[str, Any]:
+        values = self._any_codebook() if self.codebook == "custom" else None
+        return {} if values is None else {"codebook": values}
+
     def __reduce__(self) -> Any:
-        if self.codebook != "custom" or (self._table is None and self._device_values is None):
-            return named, (self.config(),)
-        return remade, (KBit, (self.bits,), {**self.options(), "codebook": self._any_codebook()})
+        given = self.given()
+        return (remade, (KBit, (self.bits,), {**self.options(), **given})) if given else (named, (self.config(),))
 
     def stored(self) -> Format:
         return self if self.codebook != "custom" else custom_format(self.bits, self.absmax, self.members)

@@ -26,6 +26,7 @@ those of its CUDA kernels, with the exceptions that `kbitcupy.formats.float4` li
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -111,8 +112,8 @@ def _read_state(text: bytes, quant_type: str) -> _State:
     if not isinstance(shape, list) or not all(type(length) is int and 0 <= length < 1 << 63 for length in shape):
         raise ValueError(f"shape is {str(shape)[:100]}; it must be a list of non-negative integers")
     offset = state.get("nested_offset")
-    if nested and type(offset) is not float:
-        raise ValueError(f"nested_offset is {str(offset)[:100]!r}; it must be a floating-point number")
+    if nested and (type(offset) is not float or math.isnan(offset)):
+        raise ValueError(f"nested_offset is {str(offset)[:100]!r}; it must be a floating-point number, not NaN")
     format = get_format(quant_type, block=state["blocksize"], double_quant=nested)
     return _State(format, tuple(shape), _xp.float_dtype(state["dtype"]), offset)
 
@@ -168,7 +169,7 @@ class BitsandbytesCheckpoint(Checkpoint):
         if entry.dtype != "U8" or len(entry.shape) != 1 or entry.nbytes > _LONGEST_STATE:
             raise FileError(f"{owners[key].path}: tensor {key!r} is {entry}; it must be U8 text in one dimension")
         try:
-            format, shape, dtype, offset = _read_state(owners[key].raw(key).tobytes(), quant_type)
+            format, shape, dtype, offset = _read_state(owners[key].read(key).tobytes(), quant_type)
             _check_shape(shape, dtype)
         except ValueError as error:
             raise FileError(f"{owners[key].path}: tensor {key!r}: {error}") from error
@@ -213,7 +214,7 @@ class BitsandbytesCheckpoint(Checkpoint):
             )
         keys = [name, scales]
         if order in owners:
-            if owners[order].entries[order].nbytes != 1 or owners[order].raw(order)[0] != 0:
+            if owners[order].entries[order].nbytes != 1 or owners[order].read(order)[0] != 0:
                 raise FileError(
                     f"{owners[order].path}: tensor {order!r} says that {name!r} is not in row order (0), which only "
                     "old versions of bitsandbytes can read: load it there and save it again"

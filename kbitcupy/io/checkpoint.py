@@ -13,8 +13,9 @@ import numpy as np
 from .. import _xp
 from ..array import QuantizedArray
 from ..errors import FileError
-from .atomic import check_file, check_folder, filling, replacing
-from .safetensors import METADATA_KEY, Entry, Layout, SourceFile, entry_of, read_json, writing
+from .atomic import as_path, check_file, check_folder, filling, replacing
+from .kinds import other_checkpoints
+from .safetensors import METADATA_KEY, Entry, Layout, SourceFile, entry_of, read_json, reading, writing
 
 #: Name of the only file of a checkpoint; shards are numbered before the ending.
 SINGLE = "model.safetensors"
@@ -32,6 +33,8 @@ class Checkpoint(Mapping[str, Any]):
     path : path_like
         A safetensors file, a directory that holds one file or shards with their index, or the index
         (``model.safetensors.index.json``).
+    mapped : bool, default True
+        Whether arrays are views of the files, see `SourceFile`.
 
     Attributes
     ----------
@@ -41,6 +44,8 @@ class Checkpoint(Mapping[str, Any]):
         Name of the index.
     index_metadata : dict
         What the index says besides where the tensors are.
+    paths : list of pathlib.Path
+        The files and the index.
     metadata : dict of str to str
         Metadata of all files together, without the key of kbitcupy.
 
@@ -51,22 +56,25 @@ class Checkpoint(Mapping[str, Any]):
         directory, or places a tensor where it is not; when two files hold the same tensor.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        self.is_folder = self.path.is_dir() or self.path.name.endswith(INDEX_ENDING)
+    def __init__(self, path: str | os.PathLike[str], mapped: bool = True):
+        self.path = as_path(path, "path")
+        with reading(self.path):
+            self.is_folder = self.path.is_dir() or self.path.name.endswith(INDEX_ENDING)
         self.index: str | None = None
         self.index_metadata: dict[str, Any] = {}
         folder = self.path
         names = [self.path.name]
         weight_map: dict[str, str] = {}
         if self.is_folder:
-            folder, self.index, names = _contents(self.path)
+            with reading(self.path):
+                folder, self.index, names = _contents(self.path)
         else:
             folder = self.path.parent
         if self.index is not None:
             weight_map, self.index_metadata = _read_index(folder / self.index)
             names = sorted(set(weight_map.values()))
-        self.files = {name: SourceFile(folder / name if self.is_folder else self.path) for name in names}
+        self.files = {name: SourceFile(folder / name if self.is_folder else self.path, mapped) for name in names}
+        self.paths = [file.path for file in self.files.values()] + ([folder / self.index] if self.index else [])
         for name, owner in weight_map.items():
             if name not in self.files[owner].entries:
                 raise FileError(
@@ -83,6 +91,11 @@ class Checkpoint(Mapping[str, Any]):
                         f"{self.path}: tensor {name!r} is in {self._owners[name].path.name} and {file.path.name}"
                     )
                 self._owners[name] = file
+
+    def check_unchanged(self) -> None:
+        """Check that nobody has written to the files since they were opened, see `SourceFile.check_unchanged`."""
+        for file in self.files.values():
+            file.check_unchanged()
 
     def _claim(self) -> None:
         """Where a subclass tells its files which tensors are compressed by another project's rules."""
@@ -128,9 +141,11 @@ def _contents(path: Path) -> tuple[Path, str | None, list[str]]:
     if not indices and len(files) == 1:
         return path, None, files
     found = ", ".join((indices or files)[:4])
+    others = "" if found else other_checkpoints(names)
+    hint = others or "it must hold one index, or one file: pass the file that you mean"
     raise FileError(
         f"{path} is a directory with {len(indices)} indices (*{INDEX_ENDING}) and {len(files)} safetensors files"
-        f"{f' ({found})' if found else ''}; it must hold one index, or one file: pass the file that you mean"
+        f"{f' ({found})' if found else ''}; {hint}"
     )
 
 
@@ -168,11 +183,16 @@ def _check_file_name(name: str, file: Any) -> None:
         )
 
 
-def write_index(folder: Path, name: str, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+def index_text(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
+    """The content of an index."""
+    index = {"metadata": dict(metadata), "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+def write_index(folder: Path, name: str, text: bytes) -> None:
     """Write the index of a folder that is being filled."""
-    text = json.dumps({"metadata": dict(metadata), "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
     with replacing(folder / name, len(text), force=True) as file:
-        file.write(text.encode())
+        file.write(text)
 
 
 # ---- public --------------------------------------------------------------------------------------------------------
@@ -193,13 +213,18 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         A read-only mapping: for each name an array of the stored shape and dtype (BF16 and the FP8 types as ml_dtypes'
         dtypes), or a `QuantizedArray` for a compressed tensor. Arrays are views of the file, mapped into memory for as
         long as they are referred to, and read-only; ``.copy()`` makes one writeable, ``.to_device("cuda:0")`` moves a
-        `QuantizedArray` to a GPU. ``dict(...)`` of the mapping holds them all.
+        `QuantizedArray` to a GPU. ``dict(...)`` of the mapping holds them all. Whoever cuts the file off while it is
+        mapped takes the memory away from under the arrays: a process that then looks at them is ended by the system
+        (SIGBUS). A file that may be rewritten in place should be copied first, or each array with ``.copy()``.
 
     Raises
     ------
+    TypeError
+        When `path` is no path.
     FileError
-        When a file is missing or not a safetensors file, or when the configuration of a compressed tensor does not fit
-        its planes. When a tensor is asked for that has a dtype which NumPy cannot hold.
+        When a file is missing or not a safetensors file (the message says what it is, where its first bytes tell, and
+        how to convert it), or when the configuration of a compressed tensor does not fit its planes. When a tensor is
+        asked for that has a dtype which NumPy cannot hold.
 
     Examples
     --------
@@ -246,6 +271,8 @@ def save(
     FileError
         When `path` exists or cannot be written, when two tensors would get the same name, or when a name, dtype or
         metadata entry cannot be stored.
+    TypeError
+        When `path` is no path, or `tensors` or `metadata` no mapping.
     ValueError
         When `max_shard_size` is not a positive integer.
 
@@ -275,6 +302,9 @@ def save_as(
     max_shard_size: int | None = None,
 ) -> None:
     """`save` with compressed arrays in any layout."""
+    _check_order(path, tensors)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata is {type(metadata).__name__}; it must be a mapping of str to str, or None")
     metadata = dict(metadata or {})
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -301,7 +331,15 @@ def save_as(
             weight_map.update(dict.fromkeys(entries, file))
             total += sum(entry.nbytes for entry in entries.values())
         if len(shards) > 1:
-            write_index(folder, f"model{INDEX_ENDING}", weight_map, {"total_size": total})
+            write_index(folder, f"model{INDEX_ENDING}", index_text(weight_map, {"total_size": total}))
+
+
+def _check_order(path: Any, tensors: Any) -> None:
+    order = "the order is save(path, {'name': array, ...})"
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path is {type(path).__name__}; it must be a str or pathlib.Path: {order}")
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors is {type(tensors).__name__}; it must be a mapping of names to arrays: {order}")
 
 
 def _stored(tensors: Mapping[str, Any], layout: Layout) -> dict[str, dict[str, Entry]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,23 @@ from ..array import config_of
 from ..errors import FileError
 from ..formats.base import Format, get_format
 from ..ops import quantize
-from .atomic import check_file, check_folder, check_space, filling
+from .atomic import as_path, check_file, check_folder, check_space, filling, forget
 from .bitsandbytes import BitsandbytesCheckpoint, BitsandbytesLayout
-from .checkpoint import Checkpoint, write_index
-from .safetensors import MIN_SIZE, NAMES, Entry, Layout, Put, SourceFile, entry_of, writing
+from .checkpoint import Checkpoint, index_text, write_index
+from .safetensors import (
+    MIN_SIZE,
+    NAMES,
+    Entry,
+    Layout,
+    Put,
+    SourceFile,
+    Unlike,
+    comparing,
+    entry_of,
+    reading,
+    writing,
+    written,
+)
 
 #: How compressed tensors can be stored.
 LAYOUTS: Mapping[str, Layout] = {"kbitcupy": Layout(), "bitsandbytes": BitsandbytesLayout()}
@@ -49,7 +64,13 @@ class FileReport:
     unused_keep : tuple of str
         Patterns of `keep` that no tensor's name matches.
     resumed : int
-        Shards that an earlier run had finished.
+        Files that an earlier run had finished.
+    compressed_already : int
+        Of the copied tensors those that are compressed in the source.
+    nan, infinite : int
+        Elements of the tensors compressed in this run that are no finite numbers: formats do not keep them.
+    not_finite : tuple of str
+        The tensors that have such elements.
     """
 
     converted: int
@@ -61,6 +82,10 @@ class FileReport:
     seconds: float
     unused_keep: tuple[str, ...] = ()
     resumed: int = 0
+    compressed_already: int = 0
+    nan: int = 0
+    infinite: int = 0
+    not_finite: tuple[str, ...] = ()
 
     @property
     def bits_per_element(self) -> float:
@@ -91,7 +116,7 @@ class Job:
         Takes the name of a tensor, returns the arrays to store by their names.
     compressed_nbytes : callable
         Bytes of the compressed tensors, when they are known.
-    elements, tensors_copied : int
+    elements, tensors_copied, compressed_already : int
         For the report.
     """
 
@@ -104,11 +129,12 @@ class Job:
     compressed_nbytes: Callable[[], int]
     elements: int
     tensors_copied: int
+    compressed_already: int
 
     def run(self, put: Put, advance: Callable[[int], object]) -> None:
         """Write everything, tensor by tensor."""
         for name in self.copied:
-            put(name, self.file.raw(name))
+            put(name, self.file.parts(name))
             advance(self.file.entries[name].nbytes)
         for name, nbytes in self.converted.items():
             self._run_one(name, put)
@@ -126,12 +152,56 @@ class Job:
             put(stored, array)
 
 
+#: As an integer, what is not finite has at least the exponent's bits: NaN more, infinity just these.
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
+# Elements that are looked at together: NumPy's part stays in the cache, CuPy's temporary arrays stay small.
+_HOST_PART, _DEVICE_PART = 1 << 17, 1 << 24
+
+
+class _NotFinite:
+    """How many NaN and infinities tensors hold; a GPU is not waited for until the end."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[Any]] = {}
+
+    def add(self, name: str, x: Any) -> None:
+        """Count those of a contiguous tensor."""
+        xp = _xp.namespace(x)
+        exponent = _EXPONENTS[x.dtype.name]
+        bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
+        infinity, sign = bits.dtype.type(exponent), bits.dtype.type(1 << 8 * x.dtype.itemsize - 1)
+        part = _HOST_PART if xp is np else _DEVICE_PART
+        counts = self._counts.setdefault(name, [])
+        with _xp.on_device_of(x):
+            for begin in range(0, bits.size, part):
+                some = bits[begin : begin + part]
+                # The largest positive and the largest negative number: two reductions, and nearly always that is all.
+                if xp is np:
+                    negative = int(some.max()) >= int(sign | infinity)
+                    if not negative and int(some.view(f"i{x.dtype.itemsize}").max()) < exponent:
+                        continue
+                magnitude = some & ~sign
+                counts.append(
+                    xp.stack([xp.count_nonzero(magnitude > infinity), xp.count_nonzero(magnitude == infinity)])
+                )
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """NaN and infinities of each tensor that has any."""
+        found = {}
+        for name, counts in self._counts.items():
+            host = [_xp.to_device(count, "cpu") for count in counts]
+            nan, infinite = (int(sum(count[kind] for count in host)) for kind in (0, 1))
+            if nan or infinite:
+                found[name] = nan, infinite
+        return found
+
+
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     format: str | Format | Mapping[str, str | Format],
     *,
-    min_size: int = MIN_SIZE,
+    min_size: int | None = None,
     keep: str | Iterable[str] = (),
     layout: str = "kbitcupy",
     device: str = "auto",
@@ -150,12 +220,13 @@ def quantize_file(
         It is written beside (a directory as ``target.part``) and renamed.
     format : str, Format or mapping of str to them
         Name of a registered format, or a format with its options chosen. A mapping names the format of each tensor to
-        compress (see `kbitcupy.explore.plan`); all others are copied, and `min_size` and `keep` are not asked.
-    min_size : int, default 512
+        compress (see `kbitcupy.explore.plan`); all others are copied.
+    min_size : int, optional
         Tensors with fewer elements are copied, as are those of fewer than two dimensions and those whose dtype is not
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64. By default 512, and 0 beside a mapping.
     keep : str or iterable of str, optional
-        Patterns (``"*embed*"``, ``"lm_head.weight"``; case matters) of names to copy as well.
+        Patterns (``"*embed*"``, ``"lm_head.weight"``; case matters) of names to copy as well, also of those that a
+        mapping names.
     layout : {"kbitcupy", "bitsandbytes"}, default "kbitcupy"
         How compressed tensors are stored: ``"bitsandbytes"`` makes a file that bitsandbytes loads, see
         `kbitcupy.io.bitsandbytes.save`.
@@ -165,7 +236,8 @@ def quantize_file(
         Overwrite `target` if it is a file; a directory with files in it never is.
     resume : bool, default False
         Continue an interrupted run with the same arguments at the first shard that is missing, and keep finished
-        shards in ``target.part`` if this one is interrupted too.
+        shards in ``target.part`` if this one is interrupted too. A `target` that is there already is no error if it
+        holds, byte for byte, what this call would write: the tensors are compressed again and compared.
     progress : bool, default False
         Show a progress bar on stderr.
 
@@ -177,16 +249,20 @@ def quantize_file(
     ------
     FileError
         When `source` is not a safetensors file, `target` exists or cannot be written, two tensors would get the same
-        name, the layout cannot hold a format, or a mapping names a tensor that is not there or cannot be compressed.
+        name, the layout cannot hold a format, or a mapping names a tensor that is not there or cannot be compressed;
+        when another process is writing `target`, or writes to `source` meanwhile.
     FormatError, DeviceError
         When the format or the device is not known.
+    TypeError
+        When a path is none.
     ValueError
         When the layout is not known.
 
     Notes
     -----
     Copied tensors keep their bytes whatever their dtype; tensors that are compressed already, and the file's own
-    metadata, stay as they are. Memory holds about twice the largest tensor.
+    metadata, stay as they are. Memory holds about twice the largest tensor. A source that somebody writes to while it
+    is read is an error, and nothing is kept.
 
     Examples
     --------
@@ -198,6 +274,8 @@ def quantize_file(
     (1, 1, 16896, 2692)
     """
     began = time.perf_counter()
+    if min_size is None:
+        min_size = 0 if isinstance(format, Mapping) else MIN_SIZE
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)) or min_size < 0:
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
     if layout not in LAYOUTS:
@@ -206,23 +284,25 @@ def quantize_file(
     wanted: Format | dict[str, Format]
     if isinstance(format, Mapping):
         wanted = {name: _made(one) for name, one in format.items()}
-        options: dict[str, Any] = {"formats": {name: one.config() for name, one in wanted.items()}}
+        options: dict[str, Any] = {"formats": {name: _described(one) for name, one in wanted.items()}}
     else:
         wanted = _made(format)
-        options = {"format": wanted.config(), "min_size": int(min_size), "keep": patterns}
+        options = {"format": _described(wanted)}
+    options.update(min_size=int(min_size), keep=patterns, layout=layout)
     device = _xp.resolve_device(device)
-    options["layout"] = layout
-    checkpoint = BitsandbytesCheckpoint(source)
+    checkpoint = BitsandbytesCheckpoint(as_path(source, "source"), mapped=False)
     if isinstance(wanted, dict):
-        chosen = _planned(checkpoint, wanted)
+        chosen = _planned(checkpoint, wanted, int(min_size), patterns)
     else:
         chosen = {
             name: dict.fromkeys(file.compressible(min_size, patterns), wanted)
             for name, file in checkpoint.files.items()
         }
     taken = {name for file in checkpoint.files.values() for name in (*file.entries, *file.compressed)}
+    not_finite = _NotFinite()
     jobs = {
-        name: _quantizing(file, chosen[name], LAYOUTS[layout], device, taken) for name, file in checkpoint.files.items()
+        name: _quantizing(file, chosen[name], LAYOUTS[layout], device, taken, not_finite)
+        for name, file in checkpoint.files.items()
     }
     return _run(
         checkpoint,
@@ -234,6 +314,7 @@ def quantize_file(
         force=force,
         resume=resume,
         progress=progress,
+        not_finite=not_finite,
         unused_keep=tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint)),
     )
 
@@ -242,14 +323,25 @@ def _made(format: str | Format) -> Format:
     return format if isinstance(format, Format) else get_format(format)
 
 
-def _planned(checkpoint: Checkpoint, wanted: Mapping[str, Format]) -> dict[str, dict[str, Format]]:
+def _described(format: Format) -> dict[str, Any]:
+    """JSON values that differ where the bytes do that a format makes of an array."""
+    given = {}
+    for name, value in format.given().items():
+        array = np.ascontiguousarray(_xp.to_device(_xp.as_array(value, name), "cpu"))
+        given[name] = [array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest()]
+    return {**format.config(), "given": given}
+
+
+def _planned(
+    checkpoint: Checkpoint, wanted: Mapping[str, Format], min_size: int, keep: Sequence[str]
+) -> dict[str, dict[str, Format]]:
     """For each file the formats of its tensors, checked that no tensor is left over."""
     chosen = {}
-    missing = dict(wanted)
+    missing = set(wanted)
     for path, file in checkpoint.files.items():
-        possible = file.compressible(0)
-        chosen[path] = {name: missing.pop(name) for name in possible if name in wanted}
-    for name in missing:
+        missing.difference_update(file.compressible(0))
+        chosen[path] = {name: wanted[name] for name in file.compressible(min_size, keep) if name in wanted}
+    for name in sorted(missing):
         why = "cannot be compressed" if name in set(checkpoint) else "is not in it"
         raise FileError(
             f"{checkpoint.path}: a format is given for tensor {name!r}, which {why}; compressed are tensors of "
@@ -258,7 +350,14 @@ def _planned(checkpoint: Checkpoint, wanted: Mapping[str, Format]) -> dict[str, 
     return chosen
 
 
-def _quantizing(file: SourceFile, chosen: Mapping[str, Format], layout: Layout, device: str, taken: set[str]) -> Job:
+def _quantizing(
+    file: SourceFile,
+    chosen: Mapping[str, Format],
+    layout: Layout,
+    device: str,
+    taken: set[str],
+    not_finite: _NotFinite,
+) -> Job:
     configs = {}
     made: dict[str, Entry] = {}
     for name, format in chosen.items():
@@ -269,7 +368,9 @@ def _quantizing(file: SourceFile, chosen: Mapping[str, Format], layout: Layout, 
     taken.update(made)
 
     def convert(name: str) -> Mapping[str, np.ndarray]:
-        return layout.arrays(name, quantize(_xp.to_device(file.array(name), device), chosen[name]))
+        x = _xp.to_device(file.array(name), device)
+        not_finite.add(name, x)
+        return layout.arrays(name, quantize(x, chosen[name]))
 
     converted = {name: file.entries[name].nbytes for name in chosen}
     copied = [name for name in file.entries if name not in converted]
@@ -284,6 +385,7 @@ def _quantizing(file: SourceFile, chosen: Mapping[str, Format], layout: Layout, 
         lambda: sum(entries[name].nbytes for name in made),
         elements=sum(file.entries[name].size for name in chosen),
         tensors_copied=len(file.plain) - len(chosen) + len(file.compressed),
+        compressed_already=len(file.compressed),
     )
 
 
@@ -315,7 +417,8 @@ def dequantize_file(
     ------
     FileError
         When `source` is not a safetensors file with compressed tensors, when a plane is missing or does not fit its
-        configuration, or when `target` exists or cannot be written.
+        configuration, when `target` exists or cannot be written, when another process is writing it, or writes to
+        `source` meanwhile.
     DeviceError
         When the device is not known.
 
@@ -336,7 +439,7 @@ def dequantize_file(
     """
     began = time.perf_counter()
     device = _xp.resolve_device(device)
-    checkpoint = BitsandbytesCheckpoint(source)
+    checkpoint = BitsandbytesCheckpoint(as_path(source, "source"), mapped=False)
     if all(file.configs is None and not file.compressed for file in checkpoint.files.values()):
         raise FileError(
             f"{checkpoint.path} holds no tensors compressed by kbitcupy or bitsandbytes: there is nothing to dequantize"
@@ -366,6 +469,7 @@ def _dequantizing(checkpoint: Checkpoint, file: SourceFile, device: str) -> Job:
         lambda: sum(converted.values()),
         elements=sum(entries[name].size for name in converted),
         tensors_copied=len(file.plain),
+        compressed_already=0,
     )
 
 
@@ -380,31 +484,40 @@ def _run(
     force: bool,
     resume: bool,
     progress: bool,
+    not_finite: _NotFinite | None = None,
     unused_keep: tuple[str, ...] = (),
 ) -> FileReport:
     """Run the jobs, into one file or a folder of them."""
     resumed = 0
+    path = as_path(target, "target")
     with progress_bar(label, checkpoint.nbytes, progress) as advance:
-        if checkpoint.is_folder:
+        if resume and not (force and not checkpoint.is_folder) and _is_there(checkpoint, path):
+            _compare(checkpoint, path, jobs, advance)
+            resumed = len(jobs)
+            if checkpoint.is_folder:
+                forget(path, _note(checkpoint, label, options))
+        elif checkpoint.is_folder:
             path = check_folder(target)
             check_space(path.parent, _nbytes(jobs) if not resume else 0)
             with filling(path, _note(checkpoint, label, options), resume) as folder:
                 for name, job in jobs.items():
                     if resume and (folder / name).exists():
+                        written(folder / name, job.entries, job.metadata)
                         resumed += 1
-                        job.entries.update(SourceFile(folder / name).entries)
                         advance(job.file.nbytes)
                         continue
                     with writing(folder / name, job.entries, job.metadata, force=False) as put:
                         job.run(put, advance)
+                        checkpoint.check_unchanged()
                 if checkpoint.index is not None:
-                    weight_map = {entry: name for name, job in jobs.items() for entry in job.entries}
-                    metadata = {**checkpoint.index_metadata, "total_size": _nbytes(jobs)}
-                    write_index(folder, checkpoint.index, weight_map, metadata)
+                    write_index(folder, checkpoint.index, _index(checkpoint, jobs))
         else:
             (job,) = jobs.values()
-            with writing(check_file(target, force, job.file.path), job.entries, job.metadata, force) as put:
+            path = check_file(target, force, checkpoint.paths)
+            with writing(path, job.entries, job.metadata, force) as put:
                 job.run(put, advance)
+                checkpoint.check_unchanged()
+    counts = {} if not_finite is None else not_finite.counts()
     return FileReport(
         converted=sum(len(job.converted) for job in jobs.values()),
         copied=sum(job.tensors_copied for job in jobs.values()),
@@ -415,7 +528,53 @@ def _run(
         seconds=time.perf_counter() - began,
         unused_keep=unused_keep,
         resumed=resumed,
+        compressed_already=sum(job.compressed_already for job in jobs.values()),
+        nan=sum(nan for nan, _ in counts.values()),
+        infinite=sum(infinite for _, infinite in counts.values()),
+        not_finite=tuple(counts),
     )
+
+
+def _is_there(checkpoint: Checkpoint, path: Path) -> bool:
+    """Whether a run may have finished this output: it has files in it, or is one that is not the input."""
+    with reading(path):
+        if checkpoint.is_folder:
+            return path.is_dir() and any(path.iterdir())
+        return path.is_file() and not any(path.samefile(source) for source in checkpoint.paths)
+
+
+def _compare(checkpoint: Checkpoint, path: Path, jobs: Mapping[str, Job], advance: Callable[[int], object]) -> None:
+    """Do the work once more, and compare every byte with what is there."""
+    try:
+        puts = {
+            name: comparing(path / name if checkpoint.is_folder else path, job.entries, job.metadata)
+            for name, job in jobs.items()
+        }
+        if checkpoint.index is not None:
+            wanted = _index(checkpoint, jobs)
+            with reading(path / checkpoint.index), open(path / checkpoint.index, "rb") as file:
+                if file.read(len(wanted) + 1) != wanted:
+                    raise Unlike(f"{path / checkpoint.index} is another index")
+    except FileError as error:
+        raise _in_the_way(path, error) from error
+    for name, job in jobs.items():
+        try:
+            job.run(puts[name], advance)
+        except Unlike as error:
+            raise _in_the_way(path, error) from error
+        checkpoint.check_unchanged()
+
+
+def _in_the_way(path: Path, error: FileError) -> FileError:
+    return FileError(
+        f"{path} is there already, and it is not what this command writes with this input and these options ({error}): "
+        "choose another path, or delete it"
+    )
+
+
+def _index(checkpoint: Checkpoint, jobs: Mapping[str, Job]) -> bytes:
+    weight_map = {entry: name for name, job in jobs.items() for entry in job.entries}
+    return index_text(weight_map, {**checkpoint.index_metadata, "total_size": _nbytes(jobs)})
 
 
 def _nbytes(jobs: Mapping[str, Job]) -> int:
@@ -424,10 +583,7 @@ def _nbytes(jobs: Mapping[str, Job]) -> int:
 
 def _note(checkpoint: Checkpoint, label: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What has to be the same when a run is resumed: the command, and the input as far as that is cheap to tell."""
-    files = {}
-    for name, file in checkpoint.files.items():
-        about = os.stat(file.path)
-        files[name] = [about.st_size, about.st_mtime_ns]
+    files = {name: file.identity() for name, file in checkpoint.files.items()}
     return {"kbitcupy": __version__, "command": label, **options, "files": files}
 
 

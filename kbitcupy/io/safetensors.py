@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import json
 import math
 import mmap
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -33,7 +35,8 @@ from .._version import __version__
 from ..array import QuantizedArray, read_config
 from ..errors import FileError
 from ..formats.base import Format
-from .atomic import check_file, replacing
+from .atomic import InputChanged, Output, as_path, check_file, replacing
+from .kinds import HEAD, what_it_is
 
 #: Metadata key of the compressed tensors' configurations.
 METADATA_KEY = "kbitcupy"
@@ -72,10 +75,17 @@ _HEADER_KEY = "__metadata__"  # reserved in the header: no tensor can have this 
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 # The library reads hostile JSON in little memory; Python does not, and gets longer headers only when they are good.
 _LONGEST_DIAGNOSED = 1 << 20
+_CUT = "; if it is cut off, download or copy it again"
 _MOST_BYTES = 1 << 63  # of a tensor
+# What a short text of JSON becomes in memory is bounded by its values. A header has nine for a tensor of two
+# dimensions, and a compressed tensor some forty: this is room for 100,000 of them in one file.
+_MOST_VALUES = 1 << 22
+_DEEPEST = 100  # levels of JSON; Python's own limit would be found while it is written
+_COPIED_BYTES = 1 << 23  # of a tensor that is copied, at a time
+_HASHED_BYTES = 1 << 20  # at either end of a file
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """What a file's header says about one tensor.
 
@@ -117,12 +127,15 @@ class Compressed(NamedTuple):
 
 
 class SourceFile:
-    """A safetensors file, checked; its data is mapped into memory when it is asked for.
+    """A safetensors file, checked; its data is mapped into memory, or read, when it is asked for.
 
     Parameters
     ----------
     path : path_like
         The file.
+    mapped : bool, default True
+        Whether arrays are views of the file. Those that are read instead survive a file that is cut while they are in
+        use, which ends a process that looks at a view.
 
     Attributes
     ----------
@@ -130,6 +143,8 @@ class SourceFile:
         All stored tensors, planes included, in the order of their data.
     metadata : dict of str to str
         The file's metadata without the key of kbitcupy.
+    all_metadata : dict of str to str
+        The same with it.
     configs : dict of str to dict, or None
         Configurations of the compressed tensors, by name; None in a file that kbitcupy did not write.
     written_by : str or None
@@ -145,12 +160,17 @@ class SourceFile:
         When the file is missing, is not a safetensors file, or describes compressed tensors that it does not hold.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        with _reading(self.path):
+    def __init__(self, path: str | os.PathLike[str], mapped: bool = True):
+        self.path = as_path(path, "path")
+        self._mapped = mapped
+        self._mapping: weakref.ref[mmap.mmap] | None = None
+        self._reading = threading.Lock()
+        with reading(self.path):
             self._file = _open(self.path)
             weakref.finalize(self, self._file.close)
-            self.entries, self._starts, self.metadata = _header(self._file, self.path)
+            self._before = self._about()
+            self.entries, self._starts, self.metadata = _header(self._file, self.path, self._before[0])
+        self.all_metadata = dict(self.metadata)
         stored = _read_stored(self.metadata.pop(METADATA_KEY, None), self.path)
         self.configs: dict[str, Any] | None = None if stored is None else stored["tensors"]
         self.written_by = _writer(stored)
@@ -195,19 +215,81 @@ class SourceFile:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
+    def _about(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Check that nobody has written to the file since it was opened.
+
+        Raises
+        ------
+        InputChanged
+            When its size or the time of its last change is another.
+        """
+        with reading(self.path):
+            changed = self._about() != self._before
+        if changed:
+            raise InputChanged(
+                f"{self.path} was changed while it was read: nothing is kept; wait until it is complete, and repeat"
+            )
+
+    def identity(self) -> list[Any]:
+        """Size, time of the last change, and a hash of both ends of the file: JSON that tells files apart."""
+        size, changed = self._before
+        ends = hashlib.sha256(self._read_at(0, min(size, _HASHED_BYTES)).data)
+        ends.update(self._read_at(max(size - _HASHED_BYTES, 0), min(size, _HASHED_BYTES)).data)
+        return [size, changed, ends.hexdigest()]
+
     def raw(self, name: str) -> np.ndarray:
-        """The bytes of a stored tensor: read-only uint8 view of the file, which is unmapped with its last view."""
+        """The bytes of a stored tensor, uint8: a read-only view of the file, which is unmapped with the last view of
+        any of its tensors, or in memory where the file is not mapped.
+        """
         nbytes = self.entries[name].nbytes
-        if not nbytes:
-            return np.empty(0, np.uint8)
-        start = self._starts[name]
-        page = start - start % mmap.ALLOCATIONGRANULARITY
-        with _reading(self.path):
-            mapped = mmap.mmap(self._file.fileno(), start - page + nbytes, access=mmap.ACCESS_READ, offset=page)
-        return np.frombuffer(mapped, np.uint8, nbytes, start - page)
+        if not nbytes or not self._mapped:
+            return self.read(name)
+        with reading(self.path):
+            return np.frombuffer(self._map(), np.uint8, nbytes, self._starts[name])
+
+    def _map(self) -> mmap.mmap:
+        """The mapping of the whole file that all views share: each mapping holds a descriptor."""
+        size = self._before[0]
+        if self._about()[0] < size:
+            raise ValueError(f"it has fewer than its {size} bytes now")
+        mapped = None if self._mapping is None else self._mapping()
+        if mapped is None:
+            mapped = mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ)
+            self._mapping = weakref.ref(mapped)
+        return mapped
+
+    def read(self, name: str) -> np.ndarray:
+        """The bytes of a stored tensor, uint8, in memory."""
+        return self._read_at(self._starts[name], self.entries[name].nbytes)
+
+    def parts(self, name: str) -> Iterator[np.ndarray]:
+        """The bytes of a stored tensor, part after part in one buffer."""
+        start, nbytes = self._starts[name], self.entries[name].nbytes
+        buffer = np.empty(min(nbytes, _COPIED_BYTES), np.uint8)
+        for begin in range(0, nbytes, _COPIED_BYTES):
+            yield self._read_at(start + begin, min(nbytes - begin, _COPIED_BYTES), buffer)
+
+    def _read_at(self, start: int, nbytes: int, buffer: np.ndarray | None = None) -> np.ndarray:
+        found = np.empty(nbytes, np.uint8) if buffer is None else buffer[:nbytes]
+        left = found.data
+        with reading(self.path), self._reading:
+            self._file.seek(start)
+            while left.nbytes:
+                count = self._file.readinto(left)
+                if not count:
+                    raise InputChanged(
+                        f"{self.path} was cut off while it was read: nothing is kept; wait until it is complete, and "
+                        "repeat"
+                    )
+                left = left[count:]
+        return found
 
     def array(self, name: str) -> np.ndarray:
-        """A stored tensor: read-only view of the file (a copy where it is not aligned there).
+        """A stored tensor: read-only, a view of the file if that is mapped (a copy where it is not aligned there).
 
         Raises
         ------
@@ -230,7 +312,7 @@ class SourceFile:
         return array
 
     def quantized(self, name: str) -> QuantizedArray:
-        """A compressed tensor; its planes are views of the file."""
+        """A compressed tensor; its planes are what `array` gives."""
         format, shape, dtype = self.compressed[name]
         planes = {plane: self.array(f"{name}.{plane}") for plane in format.planes(shape)}
         return QuantizedArray(format, planes, shape, dtype)
@@ -253,11 +335,13 @@ class SourceFile:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """What the file system refuses in this block is an error of this input."""
     try:
         yield
     except FileNotFoundError as error:
-        raise FileError(f"{path} does not exist") from error
+        hint = "; standard input is not read: save it to a file first" if str(path) == "-" else ""
+        raise FileError(f"{path} does not exist{hint}") from error
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -282,8 +366,11 @@ def read_json(text: bytes | str) -> Any:
     Raises
     ------
     ValueError
-        When it is not JSON, nests too deep, or an object has a key twice: readers differ in which one they take.
+        When it is not JSON, has too many values or nests too deep, or an object has a key twice: readers differ in
+        which one they take.
     """
+    if len(text) > _MOST_VALUES:
+        _check_values(_count_values(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text))
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -294,32 +381,59 @@ def read_json(text: bytes | str) -> Any:
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=without_duplicates)
+        found = json.loads(text, object_pairs_hook=without_duplicates)
     except RecursionError as error:
         raise ValueError("it nests too deep") from error
+    level = [found] if isinstance(found, (dict, list)) else []
+    for _ in range(_DEEPEST):
+        inside = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inside for value in values if isinstance(value, (dict, list))]
+    if level:
+        raise ValueError(f"it nests too deep: more than {_DEEPEST} levels")
+    return found
 
 
-def _header(file: FileIO, path: Path) -> tuple[dict[str, Entry], dict[str, int], dict[str, str]]:
+def _count_values(text: bytes) -> int:
+    """How many values a JSON text has, or more: commas and brackets of strings count as well."""
+    return sum(map(text.count, (b",", b"[", b"{")))
+
+
+def _check_values(count: int) -> None:
+    if count > _MOST_VALUES:
+        raise ValueError(f"it has more than {_MOST_VALUES} values, which would take gigabytes of memory; use shards")
+
+
+def _header(file: FileIO, path: Path, size: int) -> tuple[dict[str, Entry], dict[str, int], dict[str, str]]:
     """Entries, the offset in the file of each one's data, metadata."""
     invalid = f"{path} is not a valid safetensors file"
-    size = os.fstat(file.fileno()).st_size
-    first = file.read(8)
-    length = int.from_bytes(first, "little")
-    if len(first) < 8:
+    head = file.read(HEAD)
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length > min(size - 8, _LONGEST_HEADER) or head[8:9] != b"{":
+        kind = what_it_is(path, head)
+        if kind is not None:
+            raise FileError(f"{invalid}: {kind}")
+    if len(head) < 8:
         raise FileError(f"{invalid}: it ends within its first 8 bytes")
     if length > min(size - 8, _LONGEST_HEADER):
+        hint = _CUT if length <= _LONGEST_HEADER and head[8:9] == b"{" else ""
         raise FileError(
             f"{invalid}: its first 8 bytes announce a header of {length} bytes, but the file has {size} bytes and a "
-            f"header at most {_LONGEST_HEADER}"
+            f"header at most {_LONGEST_HEADER}{hint}"
         )
     refusal = ""
+    try:
+        if length > _MOST_VALUES:
+            _check_values(_count_ahead(file, length))
+    except ValueError as error:
+        raise FileError(f"{invalid}: {error}") from error
     try:
         with safe_open(path, framework="np"):
             pass
     except SafetensorError as error:
         refusal = str(error)
         if length > _LONGEST_DIAGNOSED:
-            raise FileError(f"{invalid}: {_brief(error)}") from error
+            raise FileError(f"{invalid}: {_brief(error)}{_CUT if 'IncompleteBuffer' in refusal else ''}") from error
+    file.seek(8)
     try:
         found = _read_header(read_json(file.read(length)), size - 8 - length)
     except ValueError as error:
@@ -328,6 +442,16 @@ def _header(file: FileIO, path: Path) -> tuple[dict[str, Entry], dict[str, int],
         raise FileError(f"{invalid}: {refusal}")
     entries, starts, metadata = found
     return entries, {name: 8 + length + start for name, start in starts.items()}, metadata
+
+
+def _count_ahead(file: FileIO, length: int) -> int:
+    """`_count_values` of a header, of which little is in memory at a time."""
+    file.seek(8)
+    count = 0
+    while length > 0 and (part := file.read(min(length, 1 << 16))):
+        count += _count_values(part)
+        length -= len(part)
+    return count
 
 
 def _read_header(header: Any, nbytes: int) -> tuple[dict[str, Entry], dict[str, int], dict[str, str]]:
@@ -375,7 +499,8 @@ def _read_entry(tensor: Any, nbytes: int) -> tuple[Entry, int]:
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < _MOST_BYTES for n in numbers):
             raise ValueError(f"{key} is not a list of integers from 0 to 2^63 - 1")
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= nbytes:
-        raise ValueError(f"data_offsets {offsets[:4]} are not a range within the {nbytes} bytes of data")
+        hint = _CUT if len(offsets) == 2 and nbytes < offsets[1] and offsets[0] <= offsets[1] else ""
+        raise ValueError(f"data_offsets {offsets[:4]} are not a range within the {nbytes} bytes of data{hint}")
     entry = Entry(dtype, tuple(shape), offsets[1] - offsets[0])
     if dtype in NAMES:
         expected = _size(shape) * _xp.named_dtype(NAMES[dtype]).itemsize
@@ -527,12 +652,17 @@ def _layout(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[
     text += b" " * (-len(text) % 8)
     if len(text) > _LONGEST_HEADER:
         raise FileError(f"the header would take {len(text)} bytes; safetensors allows {_LONGEST_HEADER}: use shards")
+    if len(text) > _MOST_VALUES:
+        try:
+            _check_values(_count_values(text))
+        except ValueError as error:
+            raise FileError(f"the header is one that kbitcupy would not read: {error}") from error
     first = len(text).to_bytes(8, "little") + text
     return first, {name: len(first) + start for name, start in starts.items()}
 
 
-#: Takes a stored tensor's name and its data.
-Put = Callable[[str, np.ndarray], None]
+#: Takes a stored tensor's name and its data, whole or part after part.
+Put = Callable[[str, np.ndarray | Iterator[np.ndarray]], None]
 
 
 @contextlib.contextmanager
@@ -551,16 +681,19 @@ def writing(target: Path, entries: dict[str, Entry], metadata: Mapping[str, str]
         file.write(first)
         late: dict[str, np.ndarray] = {}
 
-        def put(name: str, data: np.ndarray) -> None:
-            raw = _raw(data)
+        def put(name: str, data: np.ndarray | Iterator[np.ndarray]) -> None:
             entry = entries[name]
-            if entry.at_most and raw.nbytes <= entry.nbytes:
-                late[name] = raw
+            if entry.at_most and isinstance(data, np.ndarray) and data.nbytes <= entry.nbytes:
+                late[name] = _raw(data)
                 return
-            if raw.nbytes != entry.nbytes:
-                raise FileError(f"tensor {name!r} has {raw.nbytes} bytes; {entry.nbytes} were announced")
+            nbytes = 0
             file.seek(starts[name])
-            file.write(raw.data)
+            for part in _parts(data):
+                nbytes += part.nbytes
+                if nbytes <= entry.nbytes:
+                    file.write(part.data)
+            if nbytes != entry.nbytes:
+                raise FileError(f"tensor {name!r} has {nbytes} bytes; {entry.nbytes} were announced")
 
         yield put
         if late:
@@ -569,8 +702,64 @@ def writing(target: Path, entries: dict[str, Entry], metadata: Mapping[str, str]
             _write_late(file, len(first), entries, metadata, late)
 
 
+def _parts(data: np.ndarray | Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The bytes to store, as `SourceFile.parts` cuts them."""
+    if not isinstance(data, np.ndarray):
+        yield from data
+        return
+    raw = _raw(data)
+    for begin in range(0, raw.nbytes, _COPIED_BYTES):
+        yield raw[begin : begin + _COPIED_BYTES]
+
+
+class Unlike(FileError):
+    """A file is not what it was compared with."""
+
+
+def written(path: Path, entries: dict[str, Entry], metadata: Mapping[str, str]) -> SourceFile:
+    """A finished file, which must be of this layout; what turned out shorter is put into `entries`.
+
+    Raises
+    ------
+    Unlike
+        When its header says anything else.
+    """
+    found = SourceFile(path, mapped=False)
+    same = found.all_metadata == dict(metadata) and found.entries.keys() == entries.keys()
+    if not same or not all(_fits(found.entries[name], entry) for name, entry in entries.items()):
+        raise Unlike(f"{path} is not what this command writes: other tensors, or other metadata")
+    entries.update(found.entries)
+    return found
+
+
+def _fits(found: Entry, wanted: Entry) -> bool:
+    if wanted.at_most:
+        return found == Entry(wanted.dtype, (found.nbytes,), found.nbytes) and found.nbytes <= wanted.nbytes
+    return found == wanted
+
+
+def comparing(path: Path, entries: dict[str, Entry], metadata: Mapping[str, str]) -> Put:
+    """What takes tensors like the ``put`` of `writing`, and compares them with a finished file.
+
+    Raises
+    ------
+    Unlike
+        When the layout is another, or later when a tensor is.
+    """
+    file = written(path, entries, metadata)
+
+    def put(name: str, data: np.ndarray | Iterator[np.ndarray]) -> None:
+        found = file.parts(name)
+        for part in _parts(data):
+            if not np.array_equal(part, next(found, empty)):
+                raise Unlike(f"{path} is not what this command writes: tensor {name!r} has other bytes")
+
+    empty = np.empty(0, np.uint8)
+    return put
+
+
 def _write_late(
-    file: IO[bytes],
+    file: Output,
     first_nbytes: int,
     entries: Mapping[str, Entry],
     metadata: Mapping[str, str],
