@@ -302,8 +302,9 @@ class SourceFile:
                 f"{self.path}: tensor {name!r} has dtype {entry.dtype}, which NumPy cannot hold; quantize_file and "
                 "dequantize_file copy it byte for byte"
             )
+        raw = self.raw(name)
         try:
-            array = self.raw(name).view(_xp.named_dtype(NAMES[entry.dtype])).reshape(entry.shape)
+            array = raw.view(_xp.named_dtype(NAMES[entry.dtype])).reshape(entry.shape)
         except ValueError as error:
             raise FileError(f"{self.path}: tensor {name!r} of shape {entry.shape}: {error}") from error
         if not array.flags.aligned:
