@@ -19,7 +19,7 @@ from . import _xp, metrics
 from ._version import __version__
 from .errors import FileError, FormatError, MissingExtraError
 from .formats.base import Format, formats, get_format
-from .io.safetensors import read_json
+from .io.safetensors import read_json_file
 from .ops import dequantize, quantize
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
 
 #: Version of the JSON that a plan is written as; what an older version wrote is still read.
 PLAN_VERSION = 1
-_LONGEST_PLAN = 100_000_000
 
 #: SQNR in dB that one more bit can buy on a Gaussian source: its distortion at rate R is at least 2^(-2 R).
 DB_PER_BIT = 20 * math.log10(2)
@@ -445,8 +444,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Format]:
     {'w': get_format('kbit4')}
     """
     try:
-        with open(path, "rb") as file:
-            stored = read_json(file.read(_LONGEST_PLAN))
+        stored = read_json_file(path)
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:

@@ -59,13 +59,17 @@ def as_path(value: Any, argument: str) -> Path:
     TypeError
         When it is no path.
     FileError
-        When it is empty or holds a NUL character.
+        When it is empty, or holds a NUL character or one that the file system cannot encode.
     """
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise TypeError(f"{argument} is {type(value).__name__}; it must be a path: a str or pathlib.Path")
     if not text or "\0" in text:
         raise FileError(f"{argument} is {text[:200]!r}; a path is not empty and has no NUL character")
+    try:
+        os.fsencode(text)
+    except UnicodeError as error:
+        raise FileError(f"{argument} is {text[:200]!r}, which the file system cannot encode: {error}") from error
     return Path(text)
 
 
@@ -143,8 +147,6 @@ def _written(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
-    except UnicodeError as error:  # a name that the file system's encoding lacks
-        raise FileError(f"{path!r} cannot be written: {error}") from error
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

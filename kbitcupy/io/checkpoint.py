@@ -15,14 +15,12 @@ from ..array import QuantizedArray
 from ..errors import FileError
 from .atomic import as_path, check_file, check_folder, filling, replacing
 from .kinds import other_checkpoints
-from .safetensors import METADATA_KEY, Entry, Layout, SourceFile, entry_of, read_json, reading, writing
+from .safetensors import METADATA_KEY, Entry, Layout, SourceFile, entry_of, read_json_file, reading, writing
 
 #: Name of the only file of a checkpoint; shards are numbered before the ending.
 SINGLE = "model.safetensors"
 #: A sharded checkpoint has one file with this ending, which says where each tensor is.
 INDEX_ENDING = ".safetensors.index.json"
-
-_LONGEST_INDEX = 100_000_000
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -152,11 +150,7 @@ def _contents(path: Path) -> tuple[Path, str | None, list[str]]:
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """weight_map and metadata of an index, of which nothing can be trusted."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(_LONGEST_INDEX + 1)
-        if len(text) > _LONGEST_INDEX:
-            raise ValueError(f"it is longer than {_LONGEST_INDEX} bytes")
-        index = read_json(text)
+        index = read_json_file(path)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("it has no object 'weight_map' with the files of the tensors")

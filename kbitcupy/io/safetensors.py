@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import gc
 import hashlib
 import json
 import math
@@ -73,6 +74,7 @@ _COMPRESSIBLE = tuple(CODES[name] for name in _xp.FLOAT_DTYPES)
 
 _HEADER_KEY = "__metadata__"  # reserved in the header: no tensor can have this name
 _LONGEST_HEADER = 100_000_000  # the library's own limit
+_LONGEST_JSON = 100_000_000
 # The library reads hostile JSON in little memory; Python does not, and gets longer headers only when they are good.
 _LONGEST_DIAGNOSED = 1 << 20
 _CUT = "; if it is cut off, download or copy it again"
@@ -394,6 +396,23 @@ def read_json(text: bytes | str) -> Any:
     return found
 
 
+def read_json_file(path: str | os.PathLike[str]) -> Any:
+    """A file of JSON of a stranger.
+
+    Raises
+    ------
+    OSError
+        When it cannot be read.
+    ValueError
+        As `read_json`, and when it is too long.
+    """
+    with open(path, "rb") as file:
+        text = file.read(min(os.fstat(file.fileno()).st_size, _LONGEST_JSON) + 1)
+    if len(text) > _LONGEST_JSON:
+        raise ValueError(f"it is longer than {_LONGEST_JSON} bytes")
+    return read_json(text)
+
+
 def _count_values(text: bytes) -> int:
     """How many values a JSON text has, or more: commas and brackets of strings count as well."""
     return sum(map(text.count, (b",", b"[", b"{")))
@@ -436,13 +455,27 @@ def _header(file: FileIO, path: Path, size: int) -> tuple[dict[str, Entry], dict
             raise FileError(f"{invalid}: {_brief(error)}{_CUT if 'IncompleteBuffer' in refusal else ''}") from error
     file.seek(8)
     try:
-        found = _read_header(read_json(file.read(length)), size - 8 - length)
+        with _uncollected(length):
+            found = _read_header(read_json(file.read(length)), size - 8 - length)
     except ValueError as error:
         raise FileError(f"{invalid}: {_brief(error)}") from error
     if refusal:
         raise FileError(f"{invalid}: {refusal}")
     entries, starts, metadata = found
     return entries, {name: 8 + length + start for name, start in starts.items()}, metadata
+
+
+@contextlib.contextmanager
+def _uncollected(length: int) -> Iterator[None]:
+    """No garbage collection while a long text is read: it would look at all that was read, again and again."""
+    if length < _LONGEST_DIAGNOSED or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _count_ahead(file: FileIO, length: int) -> int:
