@@ -4,6 +4,8 @@ import json
 import math
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -300,6 +302,133 @@ def test_save_refuses_what_cannot_be_stored(tmp_path, tensors, information, mess
     with pytest.raises(FileError, match=message):
         kb.io.save(tmp_path / "a", tensors, information)
     assert os.listdir(tmp_path) == []
+
+
+MANY = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+import numpy as np, kbitcupy as kb
+path = sys.argv[1]
+q = kb.quantize(np.ones((2, 32), np.float32), "kbit4")
+kb.io.save(path, {f"w{i}": q if i % 3 == 0 else np.full(3, i) for i in range(3000)})
+tensors = dict(kb.io.load(path))
+assert len(tensors) == 3000
+assert all(np.allclose(x.dequantize(), 1, atol=0.1) if isinstance(x, kb.QuantizedArray) else (x == int(n[1:])).all()
+           for n, x in tensors.items())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits are POSIX's")
+def test_thousands_of_tensors_need_few_descriptors(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, str(tmp_path / "a")],
+        env={**os.environ, "PYTHONPATH": str(Path(kb.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_views_of_one_file_share_a_mapping_and_outlive_what_loaded_them(tmp_path):
+    kb.io.save(tmp_path / "a", {"x": np.arange(5), "y": np.arange(7)})
+    loaded = kb.io.load(tmp_path / "a")
+    x, y = loaded["x"], loaded["y"]
+
+    def owner(view):
+        while isinstance(view, np.ndarray):
+            view = view.base
+        return view.obj if isinstance(view, memoryview) else view
+
+    assert owner(x) is owner(y)
+    del loaded
+    kb.io.save(tmp_path / "a", {"x": np.zeros(5)}, force=True)
+    assert x.tolist() == list(range(5)) and y.tolist() == list(range(7))
+
+
+def test_a_closed_mapping_of_a_cut_file_is_an_error(tmp_path):
+    kb.io.save(tmp_path / "a", {"x": np.arange(5000), "y": np.arange(5000)})
+    loaded = kb.io.load(tmp_path / "a")
+    view = loaded["x"]  # keeps the mapping
+    os.truncate(tmp_path / "a", 300)
+    with pytest.raises(FileError, match="was it changed meanwhile"):
+        loaded["y"]
+    assert view.shape == (5000,)
+
+
+ORDER = r"the order is save\(path, {'name': array, ...}\)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda path, q: (path, q), f"tensors is QuantizedArray; it must be a mapping .*{ORDER}"),
+        (lambda path, q: (path, np.zeros(3)), f"tensors is ndarray; .*{ORDER}"),
+        (lambda path, q: (path, [("x", np.zeros(3))]), f"tensors is list; .*{ORDER}"),
+        (lambda path, q: ({"x": q}, path), f"path is dict; it must be a str or pathlib.Path: {ORDER}"),
+        (lambda path, q: (q, path), f"path is QuantizedArray; .*{ORDER}"),
+        (lambda path, q: (3, {"x": q}), f"path is int; .*{ORDER}"),
+        (lambda path, q: (str(path).encode(), {"x": q}), f"path is bytes; .*{ORDER}"),
+        (lambda path, q: (path, {"x": q}, "pt"), "metadata is str; it must be a mapping of str to str, or None"),
+    ],
+)
+@pytest.mark.parametrize("save", [kb.io.save, kb.io.bitsandbytes.save])
+def test_save_says_what_its_arguments_are(tmp_path, save, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        save(*arguments(tmp_path / "a", kb.quantize(np.zeros((4, 32)), "nf4")))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", [3, None, b"a", ["a"], np.zeros(3)], ids=repr)
+@pytest.mark.parametrize("argument", ["path", "source", "target"])
+def test_what_is_no_path_is_a_type_error(model, path, argument):
+    work = {
+        "path": lambda: kb.io.load(path),
+        "source": lambda: convert.quantize_file(path, model.with_name("out"), "kbit4"),
+        "target": lambda: convert.quantize_file(model, path, "kbit4"),
+    }
+    with pytest.raises(TypeError, match=f"{argument} is {type(path).__name__}; it must be a path: a str or pathlib"):
+        work[argument]()
+    assert os.listdir(model.parent) == [model.name]
+
+
+@pytest.mark.parametrize("code", FLOATS)
+@pytest.mark.parametrize("size", [64, 1 << 13])
+def test_what_is_not_finite_is_counted(xp, tmp_path, code, size):
+    device = "cpu" if xp is np else "cuda:0"
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, size // 64 * 32)).astype(FLOATS[code])
+    y, large = x.copy(), np.full_like(x, ml_dtypes.finfo(x.dtype).max)
+    large[::2] *= FLOATS[code](-1)
+    y[3, 5], y[63, -1], y[0, 0], y[40, 7] = np.nan, -np.nan, np.inf, -np.inf
+    y[41, 0] = np.nan
+    kb.io.save(tmp_path / "a", {"x": x, "y": y, "large": large, "z": -np.abs(y), "bias": y[3]})
+    report = convert.quantize_file(tmp_path / "a", tmp_path / "b", "kbit4", device=device)
+    assert (report.nan, report.infinite, report.not_finite) == (6, 4, ("y", "z"))
+    report = convert.quantize_file(tmp_path / "a", tmp_path / "c", "kbit4", keep="y", device=device)
+    assert (report.nan, report.infinite, report.not_finite) == (3, 2, ("z",))
+    assert convert.dequantize_file(tmp_path / "b", tmp_path / "d", device=device).not_finite == ()
+
+
+def test_a_mapping_of_formats_goes_with_keep_and_min_size(model):
+    formats = {"a.weight": "kbit4", "b.weight": "kbit8"}
+
+    def compressed_by(**options):
+        convert.quantize_file(model, model.with_name("out"), formats, device="cpu", force=True, **options)
+        found = kb.io.load(model.with_name("out"))
+        return {name: found[name].format.name for name in found if isinstance(found[name], kb.QuantizedArray)}
+
+    assert compressed_by() == formats
+    assert compressed_by(keep="a.*") == {"b.weight": "kbit8"}
+    assert compressed_by(min_size=4096) == {"a.weight": "kbit4"}
+    assert compressed_by(min_size=4096, keep="a.*") == {}
+    with pytest.raises(FileError, match="tensor 'a.bias', which cannot be compressed"):
+        convert.quantize_file(model, model.with_name("c"), {"a.bias": "kbit4"}, keep="a.*", device="cpu")
+
+
+def test_a_mapping_compresses_what_is_small(tmp_path):
+    source = write(tmp_path / "a", {"w": weights((8, 32))})
+    assert convert.quantize_file(source, tmp_path / "b", {"w": "kbit4"}, device="cpu").converted == 1
+    assert convert.quantize_file(source, tmp_path / "c", "kbit4", device="cpu").converted == 0
 
 
 def test_load_names_a_tensor_that_numpy_cannot_hold(tmp_path):
