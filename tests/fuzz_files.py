@@ -2,7 +2,8 @@
 
 ``python tests/fuzz_files.py 100000`` runs that many cases and prints what became of them; the suite runs fewer. A case
 is a small file of one registered format, maybe with an index, in which bytes of the header, values of the header, of
-kbitcupy's configuration or of the index, or data were changed.
+kbitcupy's configuration or of the index, or data were changed; a file of bitsandbytes whose JSON was changed; the
+beginning of another kind of file; or a plan with other values.
 """
 
 import contextlib
@@ -26,7 +27,29 @@ from kbitcupy.errors import KbitError
 
 SECONDS = 10  # a case that takes longer hangs
 INDEX = "model.safetensors.index.json"
+PLAN = "plan.json"
 DEEP = json.loads("[" * 60 + "]" * 60)
+HEADS = [
+    *(
+        b"PK\x03\x04",
+        b"\x80\x02",
+        b"\x93NUMPY",
+        b"GGUF",
+        b"\x89HDF\r\n\x1a\n",
+        b"\x1f\x8b",
+        b"BZh",
+        b"7z\xbc\xaf\x27\x1c",
+    ),
+    *(
+        b"version https://git-lfs.github.com/spec/v1",
+        b"<!DOCTYPE html>",
+        b"<?xml",
+        b'{"a": 1}',
+        b"",
+        bytes(8),
+        bytes(300),
+    ),
+]
 VALUES = [
     *(
         None,
@@ -157,11 +180,24 @@ def seeds():
     return found
 
 
+def bitsandbytes_seed():
+    """The stored tensors of a file of bitsandbytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seed"
+        x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+        kb.io.bitsandbytes.save(path, {"w": kb.quantize(x, "nf4", double_quant=True)})
+        return {name: array.copy() for name, array in kb.io.load(path).items()}
+
+
+STATES = bitsandbytes_seed()
+STATE = "w.quant_state.bitsandbytes__nf4"
+
+
 def write_case(folder, seed, draw):
     """Write one case and return the path to open."""
     header, data = seed
     path = folder / "case.safetensors"
-    kind = draw.randrange(5)
+    kind = draw.randrange(8)
     if kind == 0:  # bytes of the header
         content = with_header(header, data)
         path.write_bytes(damaged(content, len(content) - len(data), draw))
@@ -178,13 +214,25 @@ def write_case(folder, seed, draw):
         for _ in range(8):
             data[draw.randrange(len(data))] = draw.randrange(256)
         path.write_bytes(with_header(header, bytes(data)))
-    else:  # an index of shards
+    elif kind == 4:  # an index of shards
         names = [name for name in header if name != "__metadata__"]
         path.write_bytes(with_header(header, data))
         index = text(changed({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, path.name)}, draw))
         content = index.encode("utf-8", "surrogatepass")
         (folder / INDEX).write_bytes(content if draw.random() < 0.7 else damaged(content, len(content), draw))
         return folder
+    elif kind == 5:  # what bitsandbytes says of a weight
+        state = text(changed(json.loads(STATES[STATE].tobytes()), draw)).encode("utf-8", "surrogatepass")
+        state = state if draw.random() < 0.7 else damaged(state, len(state), draw)
+        kb.io.save(path, {**STATES, STATE: np.frombuffer(state, np.uint8)})
+    elif kind == 6:  # another kind of file
+        content = draw.choice(HEADS) + draw.randbytes(draw.choice((0, 1, 22, 600)))
+        path.write_bytes(content if draw.random() < 0.7 else damaged(content or b"a", 40, draw))
+    else:  # formats by tensor
+        path.write_bytes(with_header(header, data))
+        plan = {"version": 1, "tensors": {"c": {"name": "kbit4", "codebook": "nf", "absmax": "float32"}}}
+        content = text(changed(plan, draw)).encode("utf-8", "surrogatepass")
+        (folder / PLAN).write_bytes(content if draw.random() < 0.7 else damaged(content, len(content), draw))
     return path
 
 
@@ -195,8 +243,11 @@ def check(fact, about):
 
 def try_case(path, out, draw):
     """Returns "read" or "refused"; anything else is raised."""
+    plan = path.with_name(PLAN)
     try:
-        tensors = kb.io.load(path)
+        if plan.exists():
+            kb.explore.read_plan(plan)
+        tensors = draw.choice((kb.io.load, kb.io.bitsandbytes.load))(path)
         for name in tensors:
             try:
                 tensor = tensors[name]
@@ -207,18 +258,22 @@ def try_case(path, out, draw):
                 assert tensor.dequantize().shape == tensor.shape
         outcome = "read"
     except KbitError as error:
-        check("case.safetensors" in str(error) or str(path) in str(error), error)
+        named = "case.safetensors" in str(error) or str(path) in str(error)
+        check(named or plan.exists(), error)  # a format of a plan says itself what is wrong
         outcome = "refused"
     if draw.random() < 0.25:
         command = draw.choice((["dequantize"], ["quantize", "--format", "kbit2", "--min-size", "1"]))
         words = [*command, str(path), "-o", str(out), "--device", "cpu"]
+        if plan.exists():
+            words = ["quantize", str(path), "-o", str(out), "--device", "cpu", "--plan", str(plan), "--min-size", "1"]
         if draw.random() < 0.3:
             words = ["inspect", str(path)]
         errors = io.StringIO()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
             status = main(words)
-        assert status in (0, 1) and errors.getvalue().count("\n") == status, errors.getvalue()
-        assert errors.getvalue().rstrip("\n").isprintable()
+        lines = [line for line in errors.getvalue().split("\n")[:-1] if not line.startswith("kbit: note: ")]
+        assert status in (0, 1) and len(lines) == status, errors.getvalue()
+        assert all(line.isprintable() for line in lines)
         assert out.exists() == (status == 0 and words[0] != "inspect")
     return outcome
 
