@@ -158,6 +158,20 @@ _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "fl
 _HOST_PART, _DEVICE_PART = 1 << 17, 1 << 24
 
 
+class _Memory:
+    """Memory that is used again and again."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        """At least so many bytes; what was handed out before is overwritten."""
+        if self._buffer.nbytes < nbytes:
+            self._buffer = np.empty(0, np.uint8)  # so that both are not there at once
+            self._buffer = np.empty(nbytes, np.uint8)
+        return self._buffer
+
+
 class _NotFinite:
     """How many NaN and infinities tensors hold; a GPU is not waited for until the end."""
 
@@ -175,15 +189,22 @@ class _NotFinite:
         with _xp.on_device_of(x):
             for begin in range(0, bits.size, part):
                 some = bits[begin : begin + part]
-                # The largest positive and the largest negative number: two reductions, and nearly always that is all.
-                if xp is np:
-                    negative = int(some.max()) >= int(sign | infinity)
-                    if not negative and int(some.view(f"i{x.dtype.itemsize}").max()) < exponent:
-                        continue
+                if xp is np and self._all_finite(some, x.dtype, exponent):
+                    continue
                 magnitude = some & ~sign
                 counts.append(
                     xp.stack([xp.count_nonzero(magnitude > infinity), xp.count_nonzero(magnitude == infinity)])
                 )
+
+    @staticmethod
+    def _all_finite(bits: np.ndarray, dtype: np.dtype, exponent: int) -> bool:
+        """Whether all are finite numbers, at little cost; False too where squares are too large."""
+        if dtype == np.float32:
+            some = bits.view(dtype)
+            return math.isfinite(np.dot(some, some))
+        # The largest negative and the largest positive number.
+        sign = 1 << 8 * dtype.itemsize - 1
+        return int(bits.max()) < sign + exponent and int(bits.view(f"i{dtype.itemsize}").max()) < exponent
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """NaN and infinities of each tensor that has any."""
@@ -299,9 +320,9 @@ def quantize_file(
             for name, file in checkpoint.files.items()
         }
     taken = {name for file in checkpoint.files.values() for name in (*file.entries, *file.compressed)}
-    not_finite = _NotFinite()
+    not_finite, memory = _NotFinite(), _Memory()
     jobs = {
-        name: _quantizing(file, chosen[name], LAYOUTS[layout], device, taken, not_finite)
+        name: _quantizing(file, chosen[name], LAYOUTS[layout], device, taken, not_finite, memory)
         for name, file in checkpoint.files.items()
     }
     return _run(
@@ -357,6 +378,7 @@ def _quantizing(
     device: str,
     taken: set[str],
     not_finite: _NotFinite,
+    memory: Callable[[int], np.ndarray],
 ) -> Job:
     configs = {}
     made: dict[str, Entry] = {}
@@ -368,7 +390,8 @@ def _quantizing(
     taken.update(made)
 
     def convert(name: str) -> Mapping[str, np.ndarray]:
-        x = _xp.to_device(file.array(name), device)
+        # No format keeps the array that it is given, so one piece of memory serves all: fresh pages take time.
+        x = _xp.to_device(file.array(name, memory(file.entries[name].nbytes)), device)
         not_finite.add(name, x)
         return layout.arrays(name, quantize(x, chosen[name]))
 

@@ -290,8 +290,9 @@ class SourceFile:
                 left = left[count:]
         return found
 
-    def array(self, name: str) -> np.ndarray:
-        """A stored tensor: read-only, a view of the file if that is mapped (a copy where it is not aligned there).
+    def array(self, name: str, buffer: np.ndarray | None = None) -> np.ndarray:
+        """A stored tensor: read-only, a view of the file if that is mapped (a copy where it is not aligned there); in
+        uint8 memory of the caller, where it is given.
 
         Raises
         ------
@@ -304,7 +305,7 @@ class SourceFile:
                 f"{self.path}: tensor {name!r} has dtype {entry.dtype}, which NumPy cannot hold; quantize_file and "
                 "dequantize_file copy it byte for byte"
             )
-        raw = self.raw(name)
+        raw = self.raw(name) if buffer is None else self._read_at(self._starts[name], entry.nbytes, buffer)
         try:
             array = raw.view(_xp.named_dtype(NAMES[entry.dtype])).reshape(entry.shape)
         except ValueError as error:
