@@ -201,7 +201,8 @@ class _NotFinite:
         """Whether all are finite numbers, at little cost; False too where squares are too large."""
         if dtype == np.float32:
             some = bits.view(dtype)
-            return math.isfinite(np.dot(some, some))
+            with np.errstate(over="ignore", invalid="ignore"):
+                return math.isfinite(np.dot(some, some))
         # The largest negative and the largest positive number.
         sign = 1 << 8 * dtype.itemsize - 1
         return int(bits.max()) < sign + exponent and int(bits.view(f"i{dtype.itemsize}").max()) < exponent
