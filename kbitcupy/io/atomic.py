@@ -194,7 +194,7 @@ def replacing(target: Path, nbytes: int, force: bool) -> Iterator[Output]:
             yield Output(file, target)
             with _written(target):
                 os.fsync(file.fileno())
-                if before is not None and hasattr(os, "fchown"):
+                if before is not None and sys.platform != "win32":
                     with contextlib.suppress(OSError):  # only root gives files away
                         os.fchown(file.fileno(), before.st_uid, before.st_gid)
                     os.fchmod(file.fileno(), _permissions(before))
