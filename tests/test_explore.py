@@ -7,6 +7,8 @@ import math
 import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,57 @@ def test_a_row_is_what_the_metrics_say(xp):
     assert row["bits_per_element"] == q.bits_per_element
     assert (row["sqnr_db"], row["mse"], row["max_error"]) == (sums.sqnr_db, sums.mse, sums.largest)
     assert (row["signal"], row["squared_error"], row["cosine"]) == (sums.signal, sums.noise, sums.cosine)
+
+
+FIELD = (290 + 5 * RNG.standard_normal((64, 64))).astype(np.float32)
+
+
+def test_a_mean_far_from_zero_is_said(xp):
+    rows = explore.sweep({"flat": xp.asarray(WEIGHTS["a"]), "field": xp.asarray(FIELD)}, "kbit4")
+    q = kb.quantize(xp.asarray(FIELD), "kbit4")
+    assert rows[1]["sqnr_centered_db"] == pytest.approx(
+        kb.metrics.sqnr_db(xp.asarray(FIELD), kb.dequantize(q), centered=True)
+    )
+    assert rows[1]["sqnr_centered_db"] < 0 < 25 < rows[1]["sqnr_db"]
+    assert rows[1]["mean"] == pytest.approx(290, abs=0.5) and rows[1]["deviation"] == pytest.approx(5, rel=0.1)
+    assert rows[0]["sqnr_centered_db"] == pytest.approx(rows[0]["sqnr_db"], abs=0.1)
+    (note,) = explore.notes(rows)
+    assert note.startswith("note: 'field': the mean is 29") and "subtract the mean" in note
+    assert repr(rows).splitlines()[-1] == note
+    assert explore.notes(rows[:1]) == []
+    two = explore.sweep({"field": FIELD, "another": FIELD + 10, "flat": WEIGHTS["a"]}, "kbit4")
+    assert explore.notes(two)[0].startswith(
+        "note: 2 of 3 tensors lie far from 0, most of all 'another': the mean is 30"
+    )
+
+
+def test_what_is_not_finite_is_counted(xp):
+    x = WEIGHTS["a"].copy()
+    x[0, :3], x[1, 0] = np.nan, -np.inf
+    rows = explore.sweep({"x": xp.asarray(x), "y": xp.asarray(WEIGHTS["a"])}, "kbit4")
+    assert [(row["nan"], row["infinite"]) for row in rows] == [(3, 1), (0, 0)]
+    assert explore.notes(rows) == ["note: 1 of 2 tensors holds 3 NaN and 1 infinity: 'x'"]
+    assert explore.notes(rows[:1]) == ["note: 'x' holds 3 NaN and 1 infinity"]
+    large = explore.sweep(np.full(64, 1e200), "int8")
+    assert (large[0]["nan"], large[0]["infinite"]) == (0, 0)  # though its sum of squares is infinite
+
+
+def test_a_sweep_is_shown_as_a_table():
+    rows = explore.sweep(WEIGHTS, ["kbit2", "int4:block=32"])
+    lines = repr(rows).splitlines()
+    assert lines[0].split() == ["tensor", "format", "bits", "SQNR", "dB", "centered"] and len(lines) == 7
+    for line, row in zip(lines[1:], rows, strict=True):
+        numbers = [f"{row[key]:.2f}" for key in ("bits_per_element", "sqnr_db", "sqnr_centered_db")]
+        assert line.split() == [row["tensor"], row["label"], *numbers]
+    many = explore.sweep({str(i): np.ones(3) for i in range(50)}, "kbit1")
+    assert len(repr(many).splitlines()) == 42 and repr(many).endswith("... 10 more rows")
+    assert isinstance(rows, list) and rows == list(rows)
+
+
+@pytest.mark.parametrize("label", ["int4:block=32", "int4:block=32,symmetric=false", "kbit4:absmax=float32"])
+def test_a_label_is_taken_as_a_format(label):
+    (row,) = explore.sweep(WEIGHTS["a"], label)
+    assert row["label"] == label == explore.label(kb.get_format(label))
 
 
 @pytest.mark.parametrize("given_as", [dict, lambda d: list(d.items()), lambda d: iter(d.items())])
@@ -120,9 +173,10 @@ def problems(draw):
 @given(problems())
 def test_the_choice_is_the_best_of_all(problem):
     nbytes, errors, budget = problem
-    choice = explore._cheapest(nbytes, errors, budget)
+    choice, bound = explore._cheapest(nbytes, errors, budget)
     assert total(nbytes, choice) <= budget
     assert total(errors, choice) <= brute_force(nbytes, errors, budget) * (1 + 1e-11)
+    assert bound == pytest.approx(total(errors, choice), rel=1e-12)
 
 
 def test_a_model_of_many_tensors_is_planned_exactly():
@@ -137,9 +191,69 @@ def test_a_model_of_many_tensors_is_planned_exactly():
         for cost, loss in zip(costs, losses, strict=True):
             best[cost:] = np.minimum(best[cost:], least[: budget + 1 - cost] + loss)
         least = best
-    choice = explore._cheapest(nbytes, errors, budget)
+    choice, bound = explore._cheapest(nbytes, errors, budget)
     assert total(nbytes, choice) <= budget
-    assert total(errors, choice) == pytest.approx(least[budget], rel=1e-12)
+    assert total(errors, choice) == pytest.approx(least[budget], rel=1e-12) == bound
+
+
+def near_ties(name):
+    """Problems with very many choices that are as good as the best one, or nearly."""
+    rng = np.random.default_rng(5)
+    elements = rng.integers(1000, 4_000_000, (3000, 1))
+    bits = np.arange(1, 9)
+    nbytes = -(-elements // 32) * (4 * bits + 1)
+    if name == "linear":
+        nbytes = (elements[:100] * np.array([1.25, 2.25, 3.25, 4.25, 4.5, 5.25, 6.25, 7.25, 8.25, 8.5]) / 8).astype(int)
+        errors = 1e10 - nbytes.astype(float)
+    elif name == "one distribution":
+        nbytes = nbytes[:300]
+        errors = elements[:300] * 4.0**-bits
+    elif name == "a tenth of a percent":
+        errors = elements * 4.0**-bits * rng.lognormal(0, 1e-3, elements.shape)
+    else:  # linear, and no choice fills the budget
+        nbytes = np.sort(rng.integers(10**6, 10**8, (100, 8)) * 2)
+        nbytes[0, 0] += 1
+        errors = 1e10 - nbytes.astype(float)
+    least, most = int(nbytes.min(1).sum()), int(nbytes.max(1).sum())
+    return nbytes.tolist(), errors.tolist(), least + int(0.43 * (most - least))
+
+
+@pytest.mark.parametrize("name", ["linear", "one distribution", "a tenth of a percent"])
+def test_near_ties_are_planned_exactly_too(name):
+    nbytes, errors, budget = near_ties(name)
+    began = time.monotonic()
+    choice, bound = explore._cheapest(nbytes, errors, budget, 60.0)
+    assert time.monotonic() - began < 15  # it takes half a second where nothing else runs
+    assert total(nbytes, choice) <= budget
+    assert total(errors, choice) == pytest.approx(bound, rel=1e-11)
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 0.5])
+def test_when_the_time_is_up_the_best_choice_so_far_is_taken(seconds):
+    nbytes, errors, budget = near_ties("unreachable")
+    began = time.monotonic()
+    choice, bound = explore._cheapest(nbytes, errors, budget, seconds)
+    assert time.monotonic() - began < seconds + 10
+    found = total(errors, choice)
+    assert total(nbytes, choice) <= budget and 0.99 * found < bound < found
+    # Uniform choices are no better.
+    fitting = [c for c in range(8) if sum(row[c] for row in nbytes) <= budget]
+    assert all(found < sum(row[c] for row in errors) for c in fitting)
+
+
+def test_a_plan_says_how_good_it_is():
+    rows = explore.sweep(WEIGHTS, KBITS)
+    plan = explore.plan(rows, 3.0)
+    assert plan.gap == 0 and plan.bound == pytest.approx(plan.squared_error)
+    assert repr(plan).startswith("<Plan: 3 tensors, 2.") and repr(plan).endswith(
+        f"of 3 bits per element, SQNR {plan.sqnr_db:.2f} dB, no other choice within the budget has less squared error>"
+    )
+    part = replace(plan, bound=0.75 * plan.squared_error)
+    assert part.gap == pytest.approx(0.25)
+    assert "stopped early; no choice within the budget has 25 % less squared error" in repr(part)
+    unknown = explore.Plan(3.0, plan.rows)
+    assert math.isnan(unknown.gap) and "choice" not in repr(unknown)
+    assert plan.config()["squared_error_bound"] == plan.bound
 
 
 def test_plan_of_arrays_is_the_best_assignment():
@@ -180,6 +294,9 @@ def test_a_plan_is_not_worse_than_any_uniform_format():
         (WEIGHTS, math.nan, {}, FormatError, "budget_bits is nan"),
         (WEIGHTS, 1.0, {"formats": KBITS}, FormatError, r"the smallest choice takes 1\.2\d+ bits per element"),
         ({}, 3, {}, FormatError, "nothing to plan"),
+        (WEIGHTS, 3, {"time_limit": 0}, FormatError, "time_limit is 0; it must be a positive number of seconds"),
+        (WEIGHTS, 3, {"time_limit": "1"}, FormatError, "time_limit is '1'"),
+        (WEIGHTS, 3, {"time_limit": math.nan}, FormatError, "time_limit is nan"),
         ({"w": np.array([1.0, np.nan])}, 99, {"formats": "kbit4"}, FormatError, "tensor 'w' has an error that is not"),
         (explore.sweep(WEIGHTS, KBITS), 3, {"formats": KBITS}, FormatError, "formats goes with arrays"),
         (WEIGHTS, 5, {"formats": kb.get_format("kbit1", codebook=[-0.5, 0.5])}, FormatError, "a plan cannot carry"),
@@ -278,28 +395,68 @@ def test_plot_layers(pyplot):
     assert framed == [(i, str(format)) for i, format in enumerate(plan.formats.values())]
 
 
-def test_no_text_is_cut_off(pyplot):
-    rows = explore.sweep({f"{name}.{'long' * 20}": x for name, x in WEIGHTS.items()})
-    many = explore.sweep({f"{i}.{'long' * 20}": WEIGHTS["a"] for i in range(9)})
+OPTIONS = ["kbit2", "kbit4", "nf4:block=32,double_quant=true", "int4:block=32,symmetric=false", "kbit4:absmax=float32"]
+
+
+def arrays(count):
+    return {f"model.layers.{i}.self_attn.{'long' * 20}": WEIGHTS["a"] * (i + 1) for i in range(count)}
+
+
+@pytest.mark.parametrize("formats", [None, OPTIONS], ids=["default", "options"])
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 40])
+@pytest.mark.parametrize("draw_it", ["figure", "plot_sqnr", "plot_layers"])
+def test_no_text_is_cut_off(pyplot, draw_it, count, formats):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    for page in (explore.figure(rows), explore.figure(many), explore.plot_layers(rows).figure):
-        canvas = FigureCanvasAgg(page)
-        canvas.draw()
-        renderer = canvas.get_renderer()
-        for ax in page.axes:
-            views = ((ax.get_xticklabels(), ax.get_xlim()), (ax.get_yticklabels(), ax.get_ylim()))
-            ticks = [
-                text
-                for place, (labels, limits) in enumerate(views)
-                for text in labels
-                if min(limits) <= text.get_position()[place] <= max(limits)
-            ]
-            for text in (ax.title, ax.xaxis.label, ax.yaxis.label, *ticks):
-                if text.get_visible() and text.get_text():
-                    box = text.get_window_extent(renderer)
-                    assert page.bbox.x0 <= box.x0 and box.x1 <= page.bbox.x1, text
-                    assert page.bbox.y0 <= box.y0 and box.y1 <= page.bbox.y1, text
+    made = getattr(explore, draw_it)(explore.sweep(arrays(count), formats))
+    page = made if draw_it == "figure" else made.figure
+    canvas = FigureCanvasAgg(page)
+    canvas.draw()  # which warns where axes have no room, and warnings are errors
+    renderer = canvas.get_renderer()
+    inside = page.bbox.padded(1)
+    for legend in (*page.legends, *(ax.get_legend() for ax in page.axes if ax.get_legend())):
+        box = legend.get_window_extent(renderer)
+        assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+    for ax in page.axes:
+        views = ((ax.get_xticklabels(), ax.get_xlim()), (ax.get_yticklabels(), ax.get_ylim()))
+        shown = [
+            [text for text in labels if text.get_text() and min(limits) <= text.get_position()[place] <= max(limits)]
+            for place, (labels, limits) in enumerate(views)
+        ]
+        for text in (ax.title, ax.xaxis.label, ax.yaxis.label, *shown[0], *shown[1]):
+            if text.get_visible() and text.get_text():
+                box = text.get_window_extent(renderer)
+                assert inside.x0 <= box.x0 and box.x1 <= inside.x1, text
+                assert inside.y0 <= box.y0 and box.y1 <= inside.y1, text
+        for labels, (low, high) in zip(shown, (("x0", "x1"), ("y0", "y1")), strict=True):
+            boxes = [label.get_window_extent(renderer) for label in labels if label.get_visible()]
+            boxes.sort(key=lambda box: getattr(box, low))
+            assert all(getattr(a, high) <= getattr(b, low) for a, b in itertools.pairwise(boxes)), labels
+    main = page.axes[0].get_window_extent(renderer)
+    assert main.width > 0.3 * page.bbox.width and main.height > 0.25 * page.bbox.height / (2 if count in (3, 4) else 1)
+
+
+def test_the_legend_has_a_line_for_each_tensor_and_each_family(pyplot):
+    rows = explore.sweep(WEIGHTS, [*KBITS, "nf4", "int4:block=32"])
+    assert texts(explore.plot_sqnr(rows)) == [
+        "a",
+        "b",
+        "c",
+        "kbit1 to kbit5",
+        "nf4",
+        "int4:block=32",
+        "6.02 dB per bit",
+    ]
+    ax = explore.plot_sqnr(explore.sweep({str(i): WEIGHTS["a"] for i in range(12)}, [*KBITS, "nf4"]))
+    assert texts(ax) == ["kbit1 to kbit5", "nf4", "6.02 dB per bit"] and ax.get_title() == "12 tensors"
+
+
+def test_the_heat_map_has_its_numbers_where_they_fit(pyplot):
+    rows = explore.sweep(WEIGHTS, KBITS)
+    ax = explore.plot_layers(rows)
+    assert [text.get_text() for text in ax.texts] == [f"{row['sqnr_db']:.1f}" for row in rows]
+    small = pyplot.subplots(figsize=(2, 1))[1]
+    assert not explore.plot_layers(explore.sweep(arrays(40), KBITS), ax=small).texts
 
 
 def test_without_matplotlib(monkeypatch):
@@ -335,12 +492,55 @@ def test_plan_and_quantize(tmp_path, capsys, model):
     stored = json.loads(path.read_text())
     assert stored["bits_per_element"] == plan.bits_per_element
     assert stored["squared_error"] == pytest.approx(plan.squared_error, rel=1e-9)  # a GPU sums in another order
+    assert shown.splitlines()[-1] == "no other choice within the budget has less squared error"
     assert f"{plan.bits_per_element:.2f}" in shown and "kbit2 for all" in shown and "kbit4 for all" not in shown
     assert main(["quantize", str(model), "-o", str(small), "--plan", str(path)]) == 0
     loaded = kb.io.load(small)
     assert {name: loaded[name].format for name in WEIGHTS} == plan.formats
     assert sum(loaded[name].nbytes for name in WEIGHTS) == sum(row["nbytes_after"] for row in plan.rows)
     assert np.array_equal(loaded["bias"], np.ones(64, np.float32)) and loaded["ids"].dtype == np.int64
+
+
+def test_plan_json(tmp_path, capsys, model):
+    words = ["plan", str(model), "--bits", "3.0", "--formats", ",".join(KBITS), "--json"]
+    assert main([*words, "-o", str(tmp_path / "plan.json")]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["output"] == str(tmp_path / "plan.json") and document["gap"] == 0
+    assert {**json.loads((tmp_path / "plan.json").read_text())}.items() <= document.items()
+    plan = explore.plan(WEIGHTS, 3.0, formats=KBITS)
+    assert document["sqnr_db"] == pytest.approx(plan.sqnr_db) and set(document["tensors"]) == set(WEIGHTS)
+
+
+def test_plan_says_how_far_from_the_best_it_may_be(tmp_path, capsys, monkeypatch, model):
+    limits = []
+
+    def stopped(nbytes, errors, budget, time_limit):
+        limits.append(time_limit)
+        choice, bound = cheapest(nbytes, errors, budget)
+        return choice, 0.9 * bound
+
+    cheapest = explore._cheapest
+    monkeypatch.setattr(explore, "_cheapest", stopped)
+    words = ["plan", str(model), "--bits", "3.0", "--formats", ",".join(KBITS), "-o"]
+    assert main([*words, str(tmp_path / "a")]) == 0
+    assert main([*words, str(tmp_path / "b"), "--time-limit", "2.5"]) == 0
+    line = "stopped early; no choice within the budget has 10 % less squared error"
+    assert capsys.readouterr().out.splitlines().count(line) == 2 and limits == [10.0, 2.5]
+
+
+def test_formats_with_options_go_through_a_plan(tmp_path, capsys, model):
+    path, small = tmp_path / "plan.json", tmp_path / "small.safetensors"
+    formats = "nf4:block=32,double_quant=true,int4:block=32,symmetric=false"
+    assert main(["plan", str(model), "--bits", "6.5", "--formats", formats, "-o", str(path)]) == 0
+    assert {str(format) for format in explore.read_plan(path).values()} <= {
+        "nf4:block=32,double_quant=true",
+        "int4:block=32,symmetric=false",
+    }
+    assert main(["quantize", str(model), "-o", str(small), "--plan", str(path)]) == 0
+    assert {name: kb.io.load(small)[name].format for name in WEIGHTS} == explore.read_plan(path)
+    words = ["quantize", str(model), "-o", str(small), "--force", "--format", "NF4:block=32"]
+    assert main([*words, "--option", "double_quant=true"]) == 0
+    assert str(kb.io.load(small)["a"].format) == "nf4:block=32,double_quant=true"
 
 
 @pytest.mark.parametrize(
