@@ -22,12 +22,15 @@ import functools
 import importlib
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
 import re
 import statistics
 import subprocess
+import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -1032,7 +1035,7 @@ def _bitsandbytes(torch: Any, functional: Any) -> list[Case]:
 
     def dequantize_(x: Any) -> tuple[Call, int]:
         a, packed, state, nbytes = compressed(x)
-        y = torch.empty_like(a)
+        y = torch.empty_like(a) if a.is_cuda else None  # on a CPU it takes no output
         return lambda: functional.dequantize_4bit(packed, state, out=y), nbytes
 
     # Its C code ends the process on a CUDA error, so no capture is tried.
@@ -1071,13 +1074,17 @@ GPU_PEERS = (
     ("bitsandbytes NF4", ("torch", "bitsandbytes.functional"), _bitsandbytes),
     ("torch", ("torch",), _torch),
 )
-HOST_PEERS = (("gguf Q4_0", ("gguf", "gguf.quants"), _gguf),)
+HOST_PEERS = (
+    ("bitsandbytes NF4", ("torch", "bitsandbytes.functional"), _bitsandbytes),
+    ("torch", ("torch",), _torch),
+    ("gguf Q4_0", ("gguf", "gguf.quants"), _gguf),
+)
 
 
 def _peer_cases(report: Report, label: str, names: Sequence[str], make: Callable[..., list[Case]]) -> list[Case]:
     """The cases of a peer; none, and a note unless it is just not installed, when it cannot be imported."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_log():
             warnings.simplefilter("ignore")
             cases = make(*(importlib.import_module(name) for name in names))
         for name in names:
@@ -1093,6 +1100,17 @@ def _peer_cases(report: Report, label: str, names: Sequence[str], make: Callable
     return cases
 
 
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Libraries log what they miss when they are imported."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _distribution_version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
@@ -1101,7 +1119,7 @@ def _distribution_version(name: str) -> str:
 
 
 def _note_peer(report: Report, label: str, error: BaseException) -> None:
-    note = f"{label} left out: " + (" ".join(str(error).split()) or type(error).__name__)
+    note = f"{label} left out: " + (textwrap.shorten(str(error), 200) or type(error).__name__)
     if note not in report.notes:
         report.notes.append(note)
 
@@ -1126,6 +1144,22 @@ def _run_host_peers(report: Report, x: Any) -> None:
     for label, names, make in HOST_PEERS:
         for case in _peer_cases(report, label, names, make):
             try:
-                report.rows.append(_time_on_core(case, x, label, peer=True))
+                with _one_thread():
+                    report.rows.append(_time_on_core(case, x, label, peer=True))
             except Exception as error:
                 _note_peer(report, label, error)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch, and what shares its OpenMP as bitsandbytes does, on one core as everything else here."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
