@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 
 from . import bench, bench_linear, bench_w8a8, cli_compare, cli_doctor, cli_files, cli_formats
 from ._version import __version__
-from .cli_common import DEFAULT_FORMAT, option, printable, split_outside_brackets
+from .cli_common import DEFAULT_FORMAT, option, printable
 from .errors import FormatError, KbitError
+from .formats.base import split_formats
 from .io.convert import LAYOUTS
 from .io.safetensors import MIN_SIZE
 
@@ -38,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["quantize", "missing.safetensors", "-o", "out.safetensors"])
     1
     """
-    arguments = _parser().parse_args(argv)
+    _mend_streams()
+    arguments = _parse(argv)
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe left (`kbit compare | head`); Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (KbitError, ImportError, OSError, MemoryError) as error:
+    except (KbitError, ImportError, OSError, MemoryError, RecursionError) as error:
         if arguments.debug:
             traceback.print_exc()
         else:
@@ -57,6 +60,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("kbit: error:", printable(message), file=sys.stderr)
         return 1
     return status or 0
+
+
+def _mend_streams() -> None:
+    """Streams that take whatever is printed.
+
+    A job of cron or a daemon may start without them: Python has None in their place, and the next file that is opened
+    would get their number. Where the encoding has no sign for a name's character, an escape stands for it.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; what no option takes is an error with the usage of the command that it was given to."""
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        arguments.command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
 
 
 # ---- what each command takes ---------------------------------------------------------------------------------------
@@ -80,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         _add_bench,
     ):
         add(commands)
+    for command in commands.choices.values():
+        command.set_defaults(command=command)
     return parser
 
 
@@ -92,15 +119,22 @@ def _add_compare(commands: Any) -> None:
         description="Compress and restore every tensor of FILE (or seeded samples) and show the loss and the size. A "
         "tensor that is compressed already takes part as what it decodes to.",
     )
-    command.add_argument("file", metavar="FILE", nargs="?", help="safetensors file; seeded samples without it")
     command.add_argument(
-        "--formats",
-        type=split_outside_brackets,
-        metavar="A,B",
-        help=f"formats to compare, such as kbit4,nf4[block=32] (default: {DEFAULT_FORMAT} on a file, all on samples)",
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="safetensors files, directories of checkpoints, or their indices; seeded samples without any",
     )
     command.add_argument(
-        "--wide", action="store_true", help="a line for each format: bits, and the SQNR of each tensor"
+        "--formats",
+        metavar="A,B",
+        help=f"formats to compare, such as kbit4,nf4:block=32 (default: {DEFAULT_FORMAT} on a file, all on samples)",
+    )
+    command.add_argument(
+        "--wide",
+        action="store_true",
+        help="bits and SQNR only: a line for each tensor and a column for each format; without FILE the other way "
+        "round",
     )
     command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     command.add_argument("--plot", metavar="OUT", help="draw SQNR and bits too: a file such as out.png or out.svg")
@@ -122,8 +156,19 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
     command.add_argument("--bits", type=_bits, required=True, metavar="B", help="bits per element, such as 3.5")
     command.add_argument(
-        "--formats", type=split_outside_brackets, metavar="A,B", help="formats to choose from (default: all)"
+        "--formats",
+        metavar="A,B",
+        help="formats to choose from, such as kbit4,nf4:block=32 (default: all)",
     )
+    command.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds for choosing, after which the best plan so far is taken, and how far from the best it may be is "
+        "said (default %(default)g)",
+    )
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     command.set_defaults(run=cli_compare.run_plan)
 
 
@@ -136,14 +181,14 @@ def _add_quantize(commands: Any) -> None:
         description="Compress the float tensors of FILE that have two or more dimensions, and copy all others.",
     )
     how = command.add_mutually_exclusive_group()
-    how.add_argument("--format", default=DEFAULT_FORMAT, help="format (default %(default)s)")
+    how.add_argument("--format", default=DEFAULT_FORMAT, help="format, such as nf4:block=32 (default %(default)s)")
     how.add_argument("--plan", metavar="PLAN", help="formats by tensor, as kbit plan wrote them; the rest is copied")
     command.add_argument(
         "--layout",
         choices=list(LAYOUTS),
         default="kbitcupy",
         help="how compressed tensors are stored (default %(default)s); bitsandbytes loads its own, which "
-        'holds nf4, fp4 and int8 with granularity ["channel", 0]',
+        "holds nf4, fp4 and int8:granularity=channel:0",
     )
     command.set_defaults(run=cli_files.run_quantize)
 
@@ -211,7 +256,7 @@ def _add_bench(commands: Any) -> None:
         ("--sizes", "N,M", "numbers of elements, such as 1000 or 2^20 (default: 2^12 to 2^28 on a GPU, else 2^22)"),
         ("--dtypes", "A,B", "dtypes (default: float16, bfloat16 and float32 on a GPU, else float32)"),
     ):
-        command.add_argument(name, type=_words, metavar=example, help=text)
+        command.add_argument(name, type=str if name == "--formats" else _words, metavar=example, help=text)
     command.add_argument("--quick", action="store_true", help="fewer sizes, dtypes and repetitions")
     command.add_argument(
         "--peers",
@@ -230,6 +275,7 @@ def _add_bench(commands: Any) -> None:
 
 def _run_bench(arguments: argparse.Namespace) -> None:
     report: bench.Report | bench_w8a8.Report | bench_linear.Report
+    formats = None if arguments.formats is None else split_formats(arguments.formats)
     if arguments.w8a8:
         if arguments.formats or arguments.sizes or arguments.dtypes:
             raise FormatError("--w8a8 has shapes of its own: leave --formats, --sizes and --dtypes away")
@@ -237,12 +283,10 @@ def _run_bench(arguments: argparse.Namespace) -> None:
     elif arguments.linear:
         if arguments.sizes or arguments.dtypes:
             raise FormatError("--linear has shapes of its own: leave --sizes and --dtypes away")
-        report = bench_linear.run(
-            names=arguments.formats, device=arguments.device, quick=arguments.quick, peers=arguments.peers
-        )
+        report = bench_linear.run(names=formats, device=arguments.device, quick=arguments.quick, peers=arguments.peers)
     else:
         report = bench.run(
-            arguments.formats,
+            formats,
             sizes=None if arguments.sizes is None else [bench.parse_size(text) for text in arguments.sizes],
             dtypes=arguments.dtypes,
             device=arguments.device,
@@ -284,7 +328,7 @@ def _selection(min_size: int | None = MIN_SIZE) -> argparse.ArgumentParser:
         default=[],
         type=option,
         metavar="KEY=VALUE",
-        help="option of the format, such as codebook=nf; the value is JSON, or else text",
+        help="option of the format (of every one that is given), such as codebook=nf; the same as format:KEY=VALUE",
     )
     return parent
 
@@ -334,13 +378,24 @@ def _words(text: str) -> list[str]:
 
 
 def _bits(text: str) -> float:
-    try:
-        bits = float(text)
-    except ValueError:
-        bits = math.nan
+    bits = _number(text)
     if not 0 < bits < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of bits")
     return bits
+
+
+def _seconds(text: str) -> float:
+    seconds = _number(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, or inf")
+    return seconds
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _count(text: str) -> int:

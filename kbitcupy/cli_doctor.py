@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -22,7 +23,7 @@ from . import _xp
 from ._version import __version__
 from .bench import cuda_version, driver_version
 from .cli_common import dumps, printable
-from .errors import KbitError
+from .errors import DeviceError, KbitError
 from .explore import default_formats
 from .formats.base import Format
 from .metrics import error_bound
@@ -92,11 +93,13 @@ def _findings(device: str) -> Iterator[Finding]:
         yield Finding("GPU", None, "there is no NVIDIA driver: everything runs on NumPy")
         return
     device = "cuda:0" if device == "auto" else device
-    found = _tried(_CUPY, device)
-    yield found
-    if found.ok:
-        for check in _GPU:
-            yield _tried(check, device)
+    for check in (_CUPY, _FOUND):
+        found = _tried(check, device)
+        yield found
+        if not found.ok:
+            return
+    for check in _GPU:
+        yield _tried(check, device)
 
 
 def _tried(check: Check, device: str) -> Finding:
@@ -104,9 +107,12 @@ def _tried(check: Check, device: str) -> Finding:
         return Finding(check.name, True, check.run(device))
     except Exception as error:  # whatever goes wrong here is what was looked for
         text = str(error) or type(error).__name__
-        return Finding(
-            check.name, False, text if isinstance(error, KbitError) else f"{type(error).__name__}: {text}", check.remedy
-        )
+        text = text if isinstance(error, KbitError) else f"{type(error).__name__}: {text}"
+        return Finding(check.name, False, text, _DRIVER if isinstance(error, _NoDriverError) else check.remedy)
+
+
+class _NoDriverError(KbitError):
+    """CuPy is there, and the driver is what is missing."""
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -160,11 +166,19 @@ def _cupy(device: str) -> str:
     )
     if len(wheels) > 1:
         raise ImportError(f"{' and '.join(wheels)} are installed, and conflict")
-    _xp.resolve_device(device)
-    return f"CuPy {_xp.import_cupy().__version__} ({', '.join(wheels)})"
+    with contextlib.suppress(DeviceError):  # it is there, and finds no GPU: the next check says why
+        _xp.import_cupy()
+    return f"CuPy {sys.modules['cupy'].__version__} ({', '.join(wheels)})"
 
 
 def _gpu(device: str) -> str:
+    try:
+        _xp.import_cupy()
+    except DeviceError as error:
+        if driver_version() is None:
+            raise _NoDriverError("there is no NVIDIA driver") from error
+        raise
+    _xp.resolve_device(device)
     runtime = _xp.import_cupy().cuda.runtime
     found = []
     for ordinal in range(runtime.getDeviceCount()):
@@ -239,10 +253,15 @@ _HOST = (
 _CUPY = Check(
     "CuPy",
     _cupy,
-    "check nvidia-smi; pip uninstall all cupy packages, then install one: 'kbitcupy[cuda12]' or 'kbitcupy[cuda13]'",
+    "pip uninstall all cupy packages, then install one for the CUDA version that nvidia-smi shows: 'kbitcupy[cuda12]' "
+    "or 'kbitcupy[cuda13]'",
 )
+_DRIVER = (
+    "CuPy needs no change: install the NVIDIA driver of this machine, or start its container with the GPUs (docker run "
+    "--gpus all); nvidia-smi must list them"
+)
+_FOUND = Check("GPU", _gpu, "check nvidia-smi, and CUDA_VISIBLE_DEVICES")
 _GPU = (
-    Check("GPU", _gpu, "check nvidia-smi, and CUDA_VISIBLE_DEVICES"),
     Check("driver", _driver, "update the NVIDIA driver, or install the extra for its CUDA version"),
     Check("NVRTC", _nvrtc, _EXTRA),
     Check("headers", _headers, _EXTRA),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ._version import __version__
-from .cli_common import Column, chosen_format, dumps, printable, table
+from .cli_common import Column, chosen_format, dumps, finite, printable, table
 from .errors import FormatError
 from .explore import label, read_plan
 from .io.atomic import PART, check_file, leftovers
@@ -159,7 +159,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
                     "written_by": written_by,
                     "files": {name: file.nbytes for name, file in checkpoint.files.items()},
                     "metadata": checkpoint.metadata,
-                    "index_metadata": checkpoint.index_metadata,
+                    "index_metadata": finite(checkpoint.index_metadata),
                     "nbytes": total,
                     "tensors": [{key: value for key, value in row.items() if key != "label"} for row in rows],
                 }
@@ -176,7 +176,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         Column("tensor", left=True, elastic=True),
         Column("format", left=True),
         Column("dtype", left=True),
-        Column("shape", left=True),
+        Column("shape", left=True, elastic=True),
         Column("bits"),
         Column("MB"),
         Column("share"),

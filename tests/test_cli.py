@@ -1,6 +1,7 @@
 """The command line: tables and JSON, exit statuses, one-line errors."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -16,12 +17,18 @@ import pytest
 import kbitcupy as kb
 from kbitcupy import _xp, cli_compare, cli_doctor
 from kbitcupy.cli import main
-from kbitcupy.errors import MissingExtraError
+from kbitcupy.errors import DeviceError, MissingExtraError
 from kbitcupy.formats.base import Format, Plane, unregister
 from kbitcupy.io import convert
 
 ROOT = Path(kb.__file__).resolve().parent.parent
 LONG = "model.language_model.layers.10.self_attention.query_projection.weight"
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    """A terminal of 100 columns."""
+    monkeypatch.setenv("COLUMNS", "100")
 
 
 @pytest.fixture
@@ -86,7 +93,7 @@ def table(text):
 @pytest.mark.usefixtures("small_samples")
 def test_compare_without_a_file_shows_every_format_on_every_sample(capsys):
     assert main(["compare", "--device", "cpu"]) == 0
-    text = capsys.readouterr().out
+    text, conclusion = capsys.readouterr().out.split("best of each number of bits by total SQNR: ")
     heading, *rows = table(text)
     assert heading[0] == "format"
     assert list(dict.fromkeys(row[0] for row in rows)) == kb.formats()
@@ -94,6 +101,15 @@ def test_compare_without_a_file_shows_every_format_on_every_sample(capsys):
     assert sum(row[1] == "total" for row in rows) == len(kb.formats())
     assert max(map(len, text.splitlines())) <= 100
     assert len({len(line) for line in text.splitlines()}) == 1
+    # The conclusion names one format of each number of bits: the one whose total is the largest.
+    best = {}
+    for row in rows:
+        if row[1] == "total":
+            bits = kb.get_format(row[0]).bits
+            best[bits] = max(best.get(bits, (-99.0, "")), (float(row[2]), row[0]))
+    named = re.findall(r"(\w+) (-?[\d.]+) dB at [\d.]+", " ".join(conclusion.split()))
+    assert sorted(named) == sorted((name, f"{decibels:.2f}") for decibels, name in best.values())
+    assert conclusion.rstrip().endswith("bits per element")
 
 
 @pytest.mark.usefixtures("small_samples")
@@ -119,12 +135,13 @@ def test_compare_a_file_with_the_default_format(model, capsys):
     assert main(["compare", str(model), "--device", "cpu"]) == 0
     heading, *rows = table(capsys.readouterr().out)
     assert heading[0] == "kbit4"
-    assert [row[0] for row in rows] == ["a.weight", LONG[:21] + "..." + LONG[-21:], "total"]
+    assert [row[0] for row in rows] == ["a.weight", LONG[:16] + "..." + LONG[-16:], "total"]
     x = kb.io.load(model)["a.weight"]
     q = kb.quantize(x, "kbit4")
     assert rows[0][1] == f"{kb.metrics.sqnr_db(x, q.dequantize()):.2f}"
-    assert rows[0][2:4] == [f"{f(x, q.dequantize()):.1e}" for f in (kb.metrics.mse, kb.metrics.max_abs)]
-    assert rows[0][4:] == [f"{q.bits_per_element:.2f}", f"{x.nbytes / 1e6:.3f}", f"{q.nbytes / 1e6:.3f}"]
+    assert rows[0][2] == f"{kb.metrics.sqnr_db(x, q.dequantize(), centered=True):.2f}"
+    assert rows[0][3:5] == [f"{f(x, q.dequantize()):.1e}" for f in (kb.metrics.mse, kb.metrics.max_abs)]
+    assert rows[0][5:] == [f"{q.bits_per_element:.2f}", f"{x.nbytes / 1e6:.3f}", f"{q.nbytes / 1e6:.3f}"]
 
 
 def test_compare_json(model, capsys):
@@ -143,6 +160,8 @@ def test_compare_json(model, capsys):
         assert row["shape"] == list(x.shape)
         assert row["dtype"] == x.dtype.name
         assert (row["sqnr_db"], row["mse"], row["max_error"]) == (sums.sqnr_db, sums.mse, sums.largest)
+        assert row["sqnr_centered_db"] == pytest.approx(kb.metrics.sqnr_db(x, q.dequantize(), centered=True))
+        assert (row["nan"], row["infinite"]) == (0, 0)
         assert (row["bytes_before"], row["bytes_after"]) == (x.nbytes, q.nbytes)
     assert document["results"][0]["total"]["sqnr_db"] == total.sqnr_db
     assert document["results"][0]["total"]["bits_per_element"] == pytest.approx(2.25, abs=0.02)
@@ -160,12 +179,22 @@ def test_json_has_no_token_that_json_lacks(tmp_path, capsys):
 
     rows = json.loads(capsys.readouterr().out, parse_constant=refuse)["results"][0]["tensors"]
     assert {row["name"]: row["sqnr_db"] for row in rows} == {"nan": None, "zeros": None}
+    assert {row["name"]: row["nan"] for row in rows} == {"nan": 1, "zeros": 0}
     assert main(["compare", str(tmp_path / "m"), "--device", "cpu"]) == 0
-    assert {row[0]: row[1] for row in table(capsys.readouterr().out)[1:]} == {
-        "nan": "nan",
-        "zeros": "inf",
-        "total": "nan",
-    }
+    *lines, closing = capsys.readouterr().out.splitlines()
+    assert {row[0]: row[1] for row in table("\n".join(lines))[1:]} == {"nan": "nan", "zeros": "inf", "total": "nan"}
+    assert closing == "note: 1 of 2 tensors holds 1 NaN and 0 infinities: 'nan'"
+
+
+@pytest.mark.parametrize("wide", [[], ["--wide"]])
+def test_compare_says_when_a_mean_is_far_from_zero(tmp_path, capsys, wide):
+    field = 290 + 5 * np.random.default_rng(0).standard_normal((64, 64))
+    kb.io.save(tmp_path / "m", {"field": field.astype(np.float32)})
+    assert main(["compare", str(tmp_path / "m"), "--device", "cpu", *wide]) == 0
+    *_, closing = capsys.readouterr().out.splitlines()
+    assert closing.startswith("note: 'field': the mean is 289.9 and the standard deviation 4.98")
+    assert main(["plan", str(tmp_path / "m"), "-o", str(tmp_path / "p"), "--bits", "5", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == closing
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path, capsys):
@@ -270,17 +299,93 @@ def test_a_sharded_job_says_that_it_can_go_on(tmp_path, monkeypatch, capsys):
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-def test_wide_comparison_and_options_in_brackets(capsys):
-    formats = 'kbit2,kbit2[absmax="float16"],int4[granularity=["group",32],symmetric=false]'
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize(
+    "formats",
+    [
+        "kbit2,kbit2:absmax=float16,int4:block=32,symmetric=false",
+        'kbit2,kbit2[absmax="float16"],int4[granularity=["group",32],symmetric=false]',
+    ],
+)
+def test_wide_comparison_and_formats_with_options(capsys, formats):
     assert main(["compare", "--wide", "--formats", formats, "--device", "cpu"]) == 0
-    heading, *lines = capsys.readouterr().out.splitlines()
+    shown, _, conclusion = capsys.readouterr().out.partition("best of each number of bits by total SQNR: ")
+    _, heading, *lines = shown.splitlines()
     assert heading.split()[:3] == ["format", "bits", "normal"] and heading.endswith("total") and len(lines) == 3
+    assert [line.split()[0] for line in lines] == ["kbit2", "kbit2:absmax=float16", "int4:block=32,symmetric=false"]
+    assert "kbit2:absmax=float16 " in conclusion and "kbit2 " not in conclusion
     assert main(["compare", "--formats", formats, "--json", "--device", "cpu"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [r["format"]["name"] for r in results] == ["kbit2", "kbit2", "int4"]
     assert results[1]["format"]["absmax"] == "float16" and results[2]["format"]["granularity"] == ["group", 32]
     for line, result in zip(lines, results, strict=True):
         assert line.split()[-1] == f"{result['total']['sqnr_db']:.2f}"
+
+
+def test_a_wide_comparison_of_a_file_has_tensors_as_lines(tmp_path, capsys):
+    names = [LONG.replace("10", str(i)) for i in range(12)]
+    kb.io.save(tmp_path / "m", {name: np.eye(32, 64, i, np.float32) + i for i, name in enumerate(names)})
+    formats = "kbit4,int4:block=32,symmetric=false"
+    assert main(["compare", str(tmp_path / "m"), "--wide", "--formats", formats, "--device", "cpu"]) == 0
+    one, two, heading, bits, *lines = capsys.readouterr().out.splitlines()
+    assert (one.split(), two.split()) == (["int4:"], ["block=32,"])
+    assert heading.split() == ["tensor", "kbit4", "symmetric=false"] and bits.split()[0] == "bits"
+    shown = [line.split()[0] for line in lines[:13]]
+    assert shown == [*sorted(names), "total"]  # whole names: there is room
+    assert max(map(len, (one, two, heading, bits, *lines[:13]))) <= 100
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_a_comparison_of_many_formats_goes_on_below(model, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    every = ",".join(kb.formats())
+    assert main(["compare", str(model), "--wide", "--formats", every, "--device", "cpu"]) == 0
+    text = capsys.readouterr().out.partition("\nbest of")[0]
+    parts = text.split("\n\n")
+    assert len(parts) > 1 and max(map(len, text.splitlines())) <= columns
+    assert [name for part in parts for name in part.splitlines()[0].split()[1:]] == kb.formats()
+    assert {part.splitlines()[3].split()[0] for part in parts} != {"total"}
+    assert all(LONG[:5] in part for part in parts)
+
+
+def test_compare_several_files(model, tmp_path, capsys):
+    other = tmp_path / "other"
+    kb.io.save(other, {"a.weight": np.eye(64, dtype=np.float32)})
+    assert main(["compare", str(model), str(other), "--json", "--device", "cpu"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["source"] == [str(model), str(other)]
+    names = [row["name"] for row in document["results"][0]["tensors"]]
+    assert names == [f"{model}: a.weight", f"{model}: {LONG}", f"{other}: a.weight"]
+
+
+TABLE = "table4[table=[1,2,3,4,5,6,7,8,-1,-2,-3,-4,-5,-6,-7,-8]]"
+
+
+@pytest.mark.parametrize("columns", ["0", "20", "-5", "abc"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "{model}", "--formats", f"kbit4,{TABLE}"],
+        ["compare", "{model}", "--formats", TABLE],
+        ["compare", "{model}", "--wide", "--formats", f"kbit4,{TABLE},int4:block=32,symmetric=false"],
+        ["compare", "--wide", "--formats", f"kbit4,{TABLE}"],
+        ["compare", "--formats", "kbit4:absmax=float32,codebook=nf,kbit5"],
+        ["inspect", "{model}"],
+        ["inspect", "{deep}"],
+        ["formats"],
+        ["formats", "int4", "table4"],
+        ["plan", "{model}", "-o", "{out}", "--bits", "5", "--formats", "kbit4,int4:block=32,symmetric=false"],
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)
+@pytest.mark.usefixtures("small_samples")
+def test_no_terminal_is_too_narrow(model, monkeypatch, capsys, words, columns):
+    deep = model.with_name("deep")
+    kb.io.save(deep, {LONG: np.ones((1,) * 62 + (64, 64), np.float32)})
+    monkeypatch.setenv("COLUMNS", columns)
+    device = [] if words[0] in ("inspect", "formats") else ["--device", "cpu"]
+    assert main([word.format(model=model, deep=deep, out=model.with_name("out")) for word in words] + device) == 0
+    assert all(line == line.rstrip() for line in capsys.readouterr().out.splitlines())
 
 
 # ---- inspect, formats, doctor ----
@@ -320,6 +425,21 @@ def test_inspect_json(model, capsys):
     assert sum(row["share"] for row in tensors.values()) == pytest.approx(1)
 
 
+def test_inspect_json_of_an_index_with_numbers_that_json_lacks(tmp_path, capsys):
+    kb.io.save(tmp_path / "in", {f"w{i}": np.ones((64, 64), np.float32) for i in range(2)}, max_shard_size=20_000)
+    (index,) = (tmp_path / "in").glob("*.index.json")
+    stored = json.loads(index.read_text())
+    stored["metadata"] |= {"loss": math.nan, "more": [math.inf, {"least": -math.inf, "step": 3}]}
+    index.write_text(json.dumps(stored))
+
+    def refuse(token):
+        raise AssertionError(token)
+
+    assert main(["inspect", str(tmp_path / "in"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)["index_metadata"]
+    assert found == stored["metadata"] | {"loss": None, "more": [None, {"least": None, "step": 3}]}
+
+
 def test_inspect_shows_nothing_that_controls_a_terminal(tmp_path, capsys):
     kb.io.save(tmp_path / "m", {"\x1b[2Jw\n": np.zeros(()), "empty": np.zeros((0, 3))}, {"\x1b]0;a": "b\r\x07"})
     assert main(["inspect", str(tmp_path / "m")]) == 0
@@ -340,8 +460,37 @@ def test_formats(capsys):
     assert about["bits per element"] == pytest.approx(3.25, abs=0.001)
     assert (about["origin"], about["summary"], about["dtypes"]) == (format.origin, format.summary, list(format.dtypes))
     assert about["options"] == format.options()
+    assert [choice["name"] for choice in about["choices"]] == ["codebook", "absmax"]
     assert main(["formats", "kbit9"]) == 1
     assert "registered are kbit1" in capsys.readouterr().err
+
+
+def test_formats_lists_the_options_of_a_format(capsys):
+    assert main(["formats", "int4", "nf4", "kbit8"]) == 0
+    _, int4, nf4, kbit8 = capsys.readouterr().out.split("\noptions of ")
+    options = [line.split()[0] for line in int4.splitlines() if re.match(r"  \w", line)]
+    assert options == ["granularity=tensor", "block", "symmetric=true", "percentile", "scale", "zero_point"]
+    assert re.search(r"granularity=tensor +tensor, token, \(channel, axis\), \(group, size\): Elements that", int4)
+    assert "symmetric=true      true, false: One zero point for all blocks" in int4
+    assert nf4.startswith(
+        "nf4:\n  block=64            int: Elements that share an absmax: a power of two from 16 to 4096"
+    )
+    assert "absmax=float16" in kbit8 and "e4m4, float16, float32: Storage" in kbit8 and "members" not in kbit8
+    assert main(["formats"]) == 0
+    assert "options of" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("toy")
+def test_options_without_a_docstring_are_listed_too(capsys):
+    assert main(["formats", "toy-half"]) == 0
+    assert capsys.readouterr().out.endswith("\noptions of toy-half:\n  factor=1.0\n")
+
+
+def test_what_only_operations_set_is_not_offered(capsys):
+    assert main(["compare", "--formats", "kbit4:speed=2", "--device", "cpu"]) == 1
+    assert "it takes: codebook, absmax\n" in capsys.readouterr().err
+    stack = kb.stack([kb.quantize(np.ones(64), "kbit4")] * 2).format
+    assert kb.get_format("kbit4", members=2) == stack  # files have it
 
 
 def test_a_format_that_needs_an_option_is_listed(capsys):
@@ -413,7 +562,25 @@ def test_doctor_where_there_is_a_driver_but_no_cupy(monkeypatch, capsys):
     monkeypatch.setattr(_xp, "import_cupy", missing)
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert "FAIL  CuPy      CuPy is not installed" in text and "remedy: check nvidia-smi" in text
+    assert "FAIL  CuPy      CuPy is not installed" in text and "remedy: pip uninstall all cupy" in text
+
+
+def test_doctor_where_there_is_cupy_but_no_driver(monkeypatch, capsys):
+    def finds_none():
+        raise DeviceError("a CUDA device was asked for but CuPy finds none: use device 'cpu', or check nvidia-smi")
+
+    monkeypatch.setattr(cli_doctor, "_HOST", ())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="14.0"))
+    monkeypatch.setattr(_xp, "import_cupy", finds_none)
+    monkeypatch.setattr(cli_doctor, "driver_version", lambda: None)
+    assert main(["doctor", "--device", "cuda"]) == 1
+    ok, failed, remedy, last = capsys.readouterr().out.splitlines()
+    assert ok.startswith("ok    CuPy  CuPy 14.0") and failed == "FAIL  GPU   there is no NVIDIA driver"
+    assert "install the NVIDIA driver" in remedy and "pip" not in remedy and last == "1 of 2 checks failed"
+    monkeypatch.setattr(cli_doctor, "driver_version", lambda: "580.1")
+    assert main(["doctor", "--device", "cuda"]) == 1
+    _, failed, remedy, _ = capsys.readouterr().out.splitlines()
+    assert "CuPy finds none" in failed and "check nvidia-smi, and CUDA_VISIBLE_DEVICES" in remedy
 
 
 def test_what_doctor_finds_on_a_gpu(monkeypatch, tmp_path):
@@ -488,6 +655,28 @@ def test_bad_usage_exits_2(model, capsys, words):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--unknown"],
+        ["--debug", "plan", "m", "-o", "p", "--bits", "3", "--fast"],
+        ["plan", "m", "-o", "p", "--bits", "3", "--time-limit", "0"],
+        ["plan", "m", "-o", "p", "--bits", "3", "--time-limit", "soon"],
+        ["plan", "m", "-o", "p", "--bits", "nan"],
+        ["inspect", "one", "two"],
+        ["formats", "--wide"],
+        ["doctor", "now"],
+        ["bench", "--linear", "--w8a8"],
+    ],
+)
+def test_bad_usage_shows_the_usage_of_the_command(capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    command = next(word for word in words if not word.startswith("-"))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"usage: kbit {command} ")
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["compare", "{missing}"], "{missing} does not exist"),
@@ -495,9 +684,14 @@ def test_bad_usage_exits_2(model, capsys, words):
         (["compare", "{folder}"], "{folder} is a directory with 0 indices"),
         (["compare", "{truncated}"], "{truncated} is not a valid safetensors file: "),
         (["compare", "--formats", "kbit9"], "format is 'kbit9'; registered are kbit1, "),
-        (["compare", "--formats", "nf4[block=32"], "format is 'nf4[block=32'; options stand in brackets"),
-        (["compare", "--formats", "nf4[32]"], "format is 'nf4[32]': '32' is not KEY=VALUE"),
-        (["compare", "--formats", "kbit4,"], "format is ''; registered are kbit1, "),
+        (["compare", "--formats", "nf4[block=32"], "format is 'nf4[block=32'; "),
+        (["compare", "--formats", "nf4[32]"], "format is 'nf4[32]'; '32' in it is not KEY=VALUE"),
+        (["compare", "--formats", "nf4:32"], "format is 'nf4:32'; '32' in it is not KEY=VALUE"),
+        (["compare", "--formats", "nf4:block=33"], "block is 33; allowed are the powers of two"),
+        (["compare", "--formats", "kbit4,"], "formats are 'kbit4,'; each must be a name"),
+        (["compare", "--formats", ""], "formats are ''; each must be a name"),
+        (["compare", "{model}", "{missing}"], "{missing} does not exist"),
+        (["plan", "{model}", "-o", "{out}", "--bits", "4", "--formats", ",nf4"], "formats are ',nf4'; each"),
         (["compare", "{model}", "--min-size", "999999"], "{model} holds no tensor to compress"),
         (["compare", "{model}", "--keep", "*"], "{model} holds no tensor to compress"),
         (["compare", "--option", "speed=11"], "format 'kbit1' has no option 'speed'; it takes: codebook, absmax"),
@@ -607,7 +801,56 @@ def test_import_loads_no_command_line_and_no_files():
     assert not loaded & {"kbitcupy.cli", "kbitcupy.io", "kbitcupy.samples", "safetensors", "tqdm", "argparse", "cupy"}
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals and pipes are POSIX's")
+POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and pipes are POSIX's")
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("words", "closed"),
+    [
+        ("quantize {model} -o out", ">&-"),
+        ("quantize {model} -o out", "2>&-"),
+        ("quantize {model} -o out", "<&- >&- 2>&-"),
+        ("compare {model}", ">&-"),
+        ("inspect {model}", ">&- 2>&-"),
+        ("formats", ">&-"),
+        ("plan {model} -o out --bits 5 --formats kbit2,kbit4", ">&- 2>&-"),
+        ("bench --sizes 1000 --formats kbit2 --no-peers", "2>&-"),
+    ],
+)
+def test_streams_may_be_closed(model, tmp_path, words, closed):
+    """As for a job of cron: the work is done, the exit status is 0, and what is open has no traceback."""
+    device = "" if words.split()[0] in ("inspect", "formats") else " --device cpu"
+    command = f"{sys.executable} -m kbitcupy {words.format(model=model)}{device} {closed}"
+    run = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert ">&-" in closed.split() or run.stdout
+    assert ("-o" in words) == (tmp_path / "out").exists()
+    if words.startswith("quantize"):
+        assert isinstance(kb.io.load(tmp_path / "out")["a.weight"], kb.QuantizedArray)
+
+
+@POSIX
+def test_an_error_without_streams_is_an_exit_status(tmp_path):
+    command = f"{sys.executable} -m kbitcupy compare missing 2>&-"
+    run = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("words", [["inspect"], ["compare", "--device", "cpu"]], ids=["inspect", "compare"])
+def test_names_beyond_the_encoding_are_escaped(tmp_path, encoding, words):
+    kb.io.save(tmp_path / "m", {"caf\u00e9.\u6a21\u578b": np.eye(64, dtype=np.float32)})
+    command = [sys.executable, "-m", "kbitcupy", words[0], "m", *words[1:]]
+    run = subprocess.run(
+        command, cwd=tmp_path, env={**environment(), "PYTHONIOENCODING": encoding}, capture_output=True
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+    shown = run.stdout.decode(encoding)
+    assert ("caf\\xe9" if encoding == "ascii" else "caf\u00e9") + ".\\u6a21\\u578b" in shown
+
+
+@POSIX
 def test_a_reader_that_leaves_is_no_error(model):
     command = [sys.executable, "-m", "kbitcupy", "compare", str(model), "--device", "cpu"]
     reader, writer = os.pipe()
@@ -617,7 +860,7 @@ def test_a_reader_that_leaves_is_no_error(model):
     assert (run.returncode, run.stderr) == (1, "")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals and pipes are POSIX's")
+@POSIX
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     kb.io.save(tmp_path / "m", {f"w{i}": np.ones((2048, 4096), np.float16) for i in range(4)})
     # A shell may start its background jobs with SIGINT ignored, which Python would inherit.

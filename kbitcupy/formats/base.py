@@ -87,6 +87,8 @@ class Format(ABC):
     origin: str
     #: One line on what it is good for.
     summary: str
+    #: Options that operations set, such as `stack`: they are taken, but not offered.
+    unoffered: ClassVar[tuple[str, ...]] = ()
     #: Kernels of the family, for the compile check.
     kernels: ClassVar[tuple[Template, ...]] = ()
 
@@ -381,9 +383,8 @@ def get_format(name: str, /, **options: Any) -> Format:
     for option, value in (*own.items(), *options.items()):
         exact = option if option in known else _other_case(option, known)
         if exact is None:
-            raise FormatError(
-                f"format {registered!r} has no option {option!r}; it takes: {', '.join(known) or 'no options'}"
-            )
+            offered = ", ".join(offered_names(factory)) or "no options"
+            raise FormatError(f"format {registered!r} has no option {option!r}; it takes: {offered}")
         if exact in chosen and not _equal(chosen[exact], value):
             raise FormatError(
                 f"format {registered!r} is given {exact}={chosen[exact]!r} and {exact}={value!r}: leave one away"
@@ -562,6 +563,23 @@ def _is_plain(value: Any) -> bool:
     if type(value) is tuple:
         return all(isinstance(part, (str, int)) for part in value)
     return isinstance(value, (str, int, float, type(None)))
+
+
+def offered_names(factory: Callable[..., Format]) -> list[str]:
+    """Those options of a factory that a user chooses."""
+    unoffered = getattr(getattr(factory, "func", factory), "unoffered", ())
+    return [name for name in option_names(factory) if name not in unoffered]
+
+
+def format_factory(name: str) -> Callable[..., Format]:
+    """The factory of a registered name.
+
+    Raises
+    ------
+    FormatError
+        When the name is unknown.
+    """
+    return _factory(name)[1]
 
 
 @functools.cache

@@ -129,6 +129,7 @@ class KBit(Format):
     block = BLOCK
     origin = "bitsandbytes pull request 1858"
     summary = "codebook indices in bit planes, one scale for 32 elements"
+    unoffered = ("members",)
     kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, TAKE_KBIT, *CODES)
 
     def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None, members: int = 1):
