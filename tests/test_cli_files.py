@@ -187,7 +187,10 @@ def test_a_weight_whose_offset_is_nan_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("inner", "error", "message"),
-    [(3, TypeError, "state2 is int; it must be the QuantState of absmax"), (None, FormatError, "a state2 of its own")],
+    [
+        (3, TypeError, "state2 is int and has no absmax; it must be a QuantState"),
+        (None, FormatError, "a state2 of its own"),
+    ],
 )
 def test_states_that_are_no_states(inner, error, message):
     x = np.ones((4, 64), np.float32)

@@ -85,6 +85,21 @@ class TestSmall:
                 limit = 2.0**-7 if dtype == BFLOAT16 else 2.0**-10
                 assert error(y, wanted) <= limit * np.sqrt(np.mean(np.square(wanted)))
 
+    def test_scales_of_decoded_weights(self, cupy):
+        """With an offset, with values on the device, of a few blocks and of more than a thread block has threads."""
+        for name in (
+            "nf4:block=16,double_quant=true",
+            "kbit4:absmax=float32",
+            "int8:block=16",
+            "uint4:symmetric=false",
+        ):
+            for shape in ((3, 48), (96, 1040)):
+                q, x = weight(shape, name, cupy), numbers((40, shape[1]), HALF[0], cupy)
+                check(kb.linear(x, q), x, q)
+        q = kb.quantize(cupy.asarray(np.random.default_rng(0).random((64, 64), np.float32)), "table4", table=range(16))
+        x = numbers((200, 64), HALF[0], cupy)
+        check(kb.linear(x, q), x, q)
+
     @pytest.mark.parametrize("dtype", [*HALF, np.dtype("float32")], ids=str)
     @pytest.mark.parametrize("format", FORMATS, ids=repr)
     def test_rows(self, cupy, format, dtype):
