@@ -499,10 +499,9 @@ def _gemm(x: Any, weight: Any, scale: Any, accumulate: bool, out: Any) -> None:
     kinds = [_CUDA_TYPES[array.dtype.name] for array in (weight, x, out)]
     rows, depth = weight.shape
     mode, math = cublas.getPointerMode(handle), cublas.getMathMode(handle)
-    cublas.setPointerMode(handle, cublas.CUBLAS_POINTER_MODE_DEVICE)
-    # Else sums of parts of k may be rounded to 16 bits, and leave their range, before alpha brings them back.
-    cublas.setMathMode(handle, cublas.CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
+        cublas.setPointerMode(handle, cublas.CUBLAS_POINTER_MODE_DEVICE)
+        cublas.setMathMode(handle, _SUMS_IN_FLOAT32)
         call = _cublas()
         statuses = (
             call.cublasSetStream_v2(ctypes.c_void_p(handle), ctypes.c_void_p(cupy.cuda.get_current_stream().ptr)),
@@ -544,6 +543,9 @@ def _cublas() -> ctypes.CDLL:
     return ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
 
 
+# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, which CuPy has no name for. Else sums of parts of k may be rounded to
+# 16 bits, and leave their range, before alpha brings them back.
+_SUMS_IN_FLOAT32 = 16
 # cudaDataType of the dtypes.
 _CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 
