@@ -543,8 +543,8 @@ def _cublas() -> ctypes.CDLL:
     return ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
 
 
-# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, which CuPy has no name for. Else sums of parts of k may be rounded to
-# 16 bits, and leave their range, before alpha brings them back.
+# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, for which CuPy has no name. Else sums of parts of k may be rounded
+# to 16 bits, and leave their range, before alpha brings them back.
 _SUMS_IN_FLOAT32 = 16
 # cudaDataType of the dtypes.
 _CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
