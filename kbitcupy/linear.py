@@ -436,7 +436,7 @@ def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     weight = cupy.empty(q.shape, x.dtype)
     planes = dict(q.planes)
     scale = None
-    magnitude = q.format.magnitude() if x.dtype == np.float16 else None
+    magnitude = _magnitude(q.format) if x.dtype == np.float16 else None
     if magnitude is not None:
         planes, scale = _normalized(planes, magnitude)
     elif isinstance(q.format, KBit) and q.format.members == 1 and x.dtype.itemsize == 2:
@@ -460,6 +460,11 @@ _NORMALIZE_SCALES = _cuda.Kernel("scales.cu", "normalize_scales", _SCALES_THREAD
 register_templates(*(Template("scales.cu", name, hot=False) for name in ("largest_scales", "normalize_scales")))
 
 
+@functools.lru_cache(maxsize=256)
+def _magnitude(format: Format) -> Magnitude | None:
+    return format.magnitude()
+
+
 def _normalized(planes: dict[str, Any], magnitude: Magnitude) -> tuple[dict[str, Any], Any]:
     """Planes of weights that a power of two has brought into the range of float16, and the float32[1] that undoes it.
 
@@ -478,8 +483,7 @@ def _normalized(planes: dict[str, Any], magnitude: Magnitude) -> tuple[dict[str,
         offset = planes[magnitude.offset].data.ptr
     if magnitude.values is not None:
         values, size = planes[magnitude.values].data.ptr, planes[magnitude.values].size
-    bits = int(np.float32(magnitude.largest).view(np.int32))
-    arguments = source, count, offset, values, size, bits, largest, parts, target
+    arguments = source, count, offset, values, size, magnitude.bits, largest, parts, target
     _NORMALIZE_SCALES.launch(scales, (min(blocks, _MOST_SCALING),), arguments)
     planes[magnitude.scales] = scratch[:count]
     if magnitude.offset is not None:

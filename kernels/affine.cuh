@@ -141,17 +141,17 @@ struct Geometry {
     long long count;          // scales
     long long columns, rows;  // COLUMNS: the array as a matrix whose rows are whole periods of the scales
     double inverse;           // 1 / divisor
-    // Ranges that are found, as bits of the scales' type: the largest number of the array's type, the largest one that
-    // is rounded to a finite number of it, and a scale up to which no level is decoded to more.
-    unsigned long long largest, limit, surely;
     LongDivision long_by_row;  // these three are valid unless `wide`
     ShortDivision by_row, by_run;
     int wide;  // row is below 8, or from 2^30 on, or run is 1: divide in 64 bits
     int qmin, qmax;
     int margin;         // a mask begins so far from the ends of the range
     int zero, divisor;  // ranges that are found: zero point if symmetric; what the width of the range is divided by
-    int reach;          // ... if symmetric: the most steps from the zero point that a finite number may become
     int symmetric;
+    int reach;  // if symmetric: the most steps from the zero point that a finite number may become
+    // Ranges that are found, as bits of the scales' type: the largest number of the array's type, the largest one that
+    // is rounded to a finite number of it, and a scale up to which no level is decoded to more.
+    unsigned long long largest, limit, surely;
 
     // i / row; not where `wide`.
     __device__ __forceinline__ long long row_of(long long i) const {

@@ -17,6 +17,7 @@ struct Found {
     C scale;
     int zero;
     bool inside;  // whether all numbers of the range, divided by an ordinary scale, stay within the levels
+    bool finite;  // whether the range holds no infinity, which only careful divisions take
 };
 
 template <typename C>
@@ -46,23 +47,23 @@ struct Range {
         if (!(multiply_ieee(found.scale, reach) > limit)) return found;
         Bits most = all_bits(divide_ieee(limit, reach));
         if (multiply_ieee(from_bits(most), reach) > limit) --most;
-        return {from_bits(most), found.zero, false};
+        return {from_bits(most), found.zero, false, found.finite};
     }
     // Scale and zero point by the contract; infinities count as the largest finite number.
     __device__ __forceinline__ Found<C> found(const Geometry& g) const {
         const C up = from_bits(min(high, Bits(g.largest))), down = from_bits(min(low, Bits(g.largest)));
-        if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true};
-        const bool finite = max(high, low) <= Bits(g.largest);  // the quotient of an infinity lies beyond all levels
+        if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true, true};
+        const bool finite = max(high, low) <= Bits(g.largest);
         if (g.symmetric) {
             const C scale = divide(larger(up, down), C(g.divisor));
-            return kept_finite({scale, g.zero, finite && g.zero - g.divisor >= g.qmin}, g);
+            return kept_finite({scale, g.zero, g.zero - g.divisor >= g.qmin, finite}, g);
         }
         const C scale = smaller(narrow(width(up, down, g), C(0)), from_bits(largest_finite(C(0))));
         const C s = usable(scale);
-        if (magnitude_bits(s) == 0) return {scale, g.qmin, false};
+        if (magnitude_bits(s) == 0) return {scale, g.qmin, false, finite};
         const int zero = g.qmin + int(smaller(C(rint(divide(down, s))), C(g.qmax - g.qmin)));
         // The smallest number becomes qmin.
-        return kept_finite({scale, zero, finite && C(rint(divide(up, s))) <= C(g.qmax - zero)}, g);
+        return kept_finite({scale, zero, C(rint(divide(up, s))) <= C(g.qmax - zero), finite}, g);
     }
 };
 
@@ -379,7 +380,13 @@ struct Own {
     bool quick, inside;  // whether all units of the block are quick; see Found
 
     __device__ __forceinline__ Own(const T* x, unsigned char* codes, const Geometry& g, Found<C> found)
-        : x(x), codes(codes), g(g), s(found.scale), zero(found.zero), quick(is_ordinary(s)), inside(found.inside) {
+        : x(x),
+          codes(codes),
+          g(g),
+          s(found.scale),
+          zero(found.zero),
+          quick(found.finite && is_ordinary(s)),
+          inside(found.inside) {
         if constexpr (sizeof(C) == 4) r = short_reciprocal(s);
     }
 

@@ -864,10 +864,10 @@ _GEOMETRY = np.dtype(
     [
         *((name, "i8") for name in ("n", "row", "run", "per_row", "count", "columns", "rows")),
         ("inverse", "f8"),
-        *((name, "u8") for name in ("largest", "limit", "surely")),
         ("long_by_row", "u8"),
         *((name, [("magic", "u4"), ("shift", "i4")]) for name in ("by_row", "by_run")),
-        *((name, "i4") for name in ("wide", "qmin", "qmax", "margin", "zero", "divisor", "reach", "symmetric")),
+        *((name, "i4") for name in ("wide", "qmin", "qmax", "margin", "zero", "divisor", "symmetric", "reach")),
+        *((name, "u8") for name in ("largest", "limit", "surely")),
     ],
     align=True,
 )

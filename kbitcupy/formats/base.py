@@ -65,6 +65,11 @@ class Magnitude:
     values: str | None = None
     largest: float = 1.0
 
+    @functools.cached_property
+    def bits(self) -> int:
+        """`largest` as the bits of a float32."""
+        return int(np.float32(self.largest).view(np.int32))
+
 
 class Format(ABC):
     """A way to store an array in a few bits per element, with all its options chosen.
