@@ -138,9 +138,9 @@ struct LongDivision {
 // Element i has scale number i / row * per_row + i % row / run. Passed by value, made by the host.
 struct Geometry {
     long long n, row, run, per_row;
-    long long count;          // scales
-    long long columns, rows;  // COLUMNS: the array as a matrix whose rows are whole periods of the scales
-    double inverse;           // 1 / divisor
+    long long count;           // scales
+    long long columns, rows;   // COLUMNS: the array as a matrix whose rows are whole periods of the scales
+    double inverse;            // 1 / divisor
     LongDivision long_by_row;  // these three are valid unless `wide`
     ShortDivision by_row, by_run;
     int wide;  // row is below 8, or from 2^30 on, or run is 1: divide in 64 bits
