@@ -500,7 +500,7 @@ def _gemm(x: Any, weight: Any, scale: Any, accumulate: bool, out: Any) -> None:
     double = x.dtype == np.float64
     one, zero = _constants(x.data.device_id, "float64" if double else "float32")
     handle = device.get_cublas_handle()
-    kinds = [_CUDA_TYPES[array.dtype.name] for array in (weight, x, out)]
+    kinds = [_cuda_type(array.dtype) for array in (weight, x, out)]
     rows, depth = weight.shape
     mode, math = cublas.getPointerMode(handle), cublas.getMathMode(handle)
     try:
@@ -552,6 +552,11 @@ def _cublas() -> ctypes.CDLL:
 _SUMS_IN_FLOAT32 = 16
 # cudaDataType of the dtypes.
 _CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+
+
+@functools.cache
+def _cuda_type(dtype: np.dtype) -> int:
+    return _CUDA_TYPES[dtype.name]
 
 
 @functools.cache
