@@ -100,20 +100,18 @@ def _titles(chosen: dict[str, Format]) -> dict[str, str]:
 
 
 def _conclusion(chosen: dict[str, Format], totals: dict[str, Measurement], titles: dict[str, str]) -> list[str]:
-    """The format of each number of bits that keeps the most, where there are several of one number."""
-    best: dict[int, str] = {}
-    for name in sorted(chosen, key=lambda name: chosen[name].bits):
-        before = best.get(chosen[name].bits)
-        if before is None or totals[name].sums.sqnr_db > totals[before].sums.sqnr_db:
-            best[chosen[name].bits] = name
+    """The formats that keep more than any that is no larger, where there are others."""
+    best: list[str] = []
+    for name in sorted(chosen, key=lambda name: (totals[name].bits_per_element, -totals[name].sums.sqnr_db)):
+        if not best or totals[name].sums.sqnr_db > totals[best[-1]].sums.sqnr_db:
+            best.append(name)
     if len(best) == len(chosen) or any(math.isnan(total.sums.sqnr_db) for total in totals.values()):
         return []
     found = [
-        f"{titles[name]} {totals[name].sums.sqnr_db:.2f} dB at {totals[name].bits_per_element:.2f}"
-        for name in best.values()
+        f"{titles[name]} {totals[name].sums.sqnr_db:.2f} dB at {totals[name].bits_per_element:.2f}" for name in best
     ]
     return textwrap.wrap(
-        f"best of each number of bits by total SQNR: {', '.join(found)} bits per element",
+        f"not beaten by a smaller one, by total SQNR: {', '.join(found)} bits per element",
         max(terminal_width(), 40),
         subsequent_indent="  ",
         break_long_words=False,
