@@ -434,6 +434,13 @@ struct Own {
 };
 
 constexpr int TEAM_THREADS = 128;  // of a thread block
+// Thread blocks of a multiprocessor, with four and with eight units of a thread: the registers that so many of them
+// leave a thread are some too few for the code that the compiler makes for compute capability 12.
+#if __CUDA_ARCH__ >= 1200
+constexpr int FEW_SLOT_BLOCKS = 7, MANY_SLOT_BLOCKS = 6;
+#else
+constexpr int FEW_SLOT_BLOCKS = 8, MANY_SLOT_BLOCKS = 7;
+#endif
 
 // The ranges of the blocks of a team.
 template <bool STRICT, typename T, int SLOTS, int EACH, typename C>
@@ -463,8 +470,8 @@ template <typename T, int BITS, int SLOTS, int EACH>
 __global__ void __launch_bounds__(
     TEAM_THREADS, sizeof(T) == 8   ? 2
                   : EACH > 1       ? 5
-                  : SLOTS == 4     ? 8
-                  : sizeof(T) == 2 ? 7
+                  : SLOTS == 4     ? FEW_SLOT_BLOCKS
+                  : sizeof(T) == 2 ? MANY_SLOT_BLOCKS
                                    : 4)
     quantize_dynamic_affine(
         const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int team,
