@@ -9,6 +9,9 @@ import numpy
 import pytest
 from hypothesis import HealthCheck, settings
 
+# A program that imports CuPy, for test_threads_cuda.py; here it would be searched for doctests.
+collect_ignore = ["threads_program.py"]
+
 # The first call compiles a kernel, and a shared machine stalls: a deadline would only be noise. In CI every run draws
 # the same examples, so a failure is the change's own; elsewhere each run draws new ones.
 settings.register_profile(
