@@ -3,6 +3,7 @@
 A program of its own, so that its first kernels are the first of the process: ``python tests/threads_program.py``.
 """
 
+import importlib.util
 import sys
 import threading
 
@@ -46,6 +47,8 @@ def storage():
     yield "dequantize nested", lambda: nested.dequantize()
     yield "take nested", lambda: kb.take(nested, cupy.asarray([7, 2]))
     yield "to and fro", lambda: planes(nested.get().to_device("cuda:0"))
+    if importlib.util.find_spec("torch"):
+        yield "to_torch", lambda: cupy.from_dlpack(kb.to_torch(nested))
     yield "fit_table", lambda: np.asarray(kb.fit_table(x, 4))
 
 
@@ -71,6 +74,12 @@ def products():
                 f"linear_grouped {format} {tokens}",
                 lambda x=x, w=experts, ids=ids, mixed=mixed: kb.linear_grouped(x, w, ids, mixed),
             )
+    w = kb.quantize(numbers(512, 256, dtype="float32"), "int8", granularity=("channel", 0))
+    for granularity in ("token", "tensor"):
+        q = kb.quantize(numbers(20, 256), "int8", granularity=granularity)
+        yield f"linear_w8a8 of int8 {granularity}", lambda q=q, w=w: kb.affine.linear_w8a8(q, w)
+    wide = numbers(20, 256, dtype="float64")
+    yield "linear_w8a8 of float64", lambda w=w: kb.affine.linear_w8a8(wide, w)
     for shape in ((1024, 2048), (40, 99)):
         w = kb.quantize(numbers(*shape, dtype="float32", seed=3), "int8", granularity=("channel", 0))
         smooth = cupy.abs(numbers(shape[1], dtype="float32")) + 0.5
@@ -97,6 +106,12 @@ def functions():
             lambda g=granularity, f=found, c=codes: affine.dequantize(c, f[0], granularity=g),
         )
         yield f"dynamic_range {granularity}", lambda g=granularity: affine.dynamic_range(x, granularity=g)
+    backward = {**options, "mask": "strict"}
+    yield "quantize_backward", lambda: affine.quantize_backward(x, x, scale, **backward)
+    yield "dequantize_backward", lambda: affine.dequantize_backward(x, scale, granularity="token")
+    yield "dynamic_range_backward", lambda: affine.dynamic_range_backward(x, x, scale, **backward)
+    wide = x.astype(np.float64)
+    yield "fake_quantize of float64", lambda: affine.fake_quantize(wide, 0.02, qmin=-8, qmax=7)
     yield "calibration", lambda: affine.Calibration().update(x).absmax
     smooth = affine.smooth_scales(affine.Calibration().update(x).absmax, x)
     yield "smooth_scales", lambda: affine.smooth_scales(affine.Calibration().update(x).absmax, x)
