@@ -206,7 +206,7 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin
             x = affine.converted(x, np.dtype(np.float32)) if single else source(x, _FLOATS)
         if isinstance(x, np.ndarray):
             _multiply_host(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
-        elif dtype.name in _FLOATS:
+        elif dtype in _xp.dtype_set(_FLOATS):
             _multiply_cuda(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
         else:
             single = _xp.namespace(x).empty(shape, np.float32)

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -204,7 +205,7 @@ class Format(ABC):
 
     def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
         """Whether every row along axis 0 consists of whole blocks."""
-        return bool(shape) and int(np.prod(shape[1:], dtype=np.int64)) % self.block == 0
+        return bool(shape) and math.prod(shape[1:]) % self.block == 0
 
     def why_not_blocks(self, shape: tuple[int, ...]) -> str:
         """What an error message says of an array of `shape` whose rows are not whole blocks."""
