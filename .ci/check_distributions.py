@@ -8,7 +8,9 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-KERNELS = sorted(path.name for pattern in ("*.cu", "*.cuh") for path in Path("kernels").glob(pattern))
+KERNELS = sorted(
+    path.relative_to("kernels").as_posix() for pattern in ("*.cu", "*.cuh") for path in Path("kernels").rglob(pattern)
+)
 
 
 def lacking(names, wanted):

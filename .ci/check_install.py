@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 import kbitcupy as kb
-from kbitcupy import _cuda
+from kbitcupy.backend import cuda as _cuda
 
 KBIT = str(Path(sysconfig.get_path("scripts")) / "kbit")
 

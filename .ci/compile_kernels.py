@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import kbitcupy.affine  # noqa: F401  (registers the kernels of its products)
-from kbitcupy import _cuda
+from kbitcupy.backend import cuda as _cuda
 from kbitcupy.errors import KernelCompileError
 from kbitcupy.formats.base import kernel_templates
 

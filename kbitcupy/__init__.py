@@ -10,71 +10,97 @@
 
 from typing import TYPE_CHECKING
 
-from . import formats as _formats  # noqa: F401  (registers the formats)
-from . import metrics
+from . import (
+    formats as formats,  # registers the formats
+    metrics,
+)
 from ._version import __version__
 from .array import QuantizedArray
 from .errors import KbitError
-from .fit import fit_table
-from .formats.base import formats, get_format, register
-from .functional import (
-    create_normal_float_codebook,
-    decode_absmax_e4m4,
-    dequantize_kbit,
-    dequantize_nf4,
-    encode_absmax_e4m4,
-    pack_kbit,
-    quantize_kbit,
-    quantize_nf4,
-    unpack_kbit,
-)
-from .linear import linear, linear_grouped, matmul
+from .formats.base import get_format, list_formats, register
 from .ops import concatenate, dequantize, quantize, stack, take, to_torch
+from .products.functions import linear, linear_grouped, matmul
 
 __all__ = [
     "KbitError",
     "QuantizedArray",
     "__version__",
     "affine",
+    "bitsandbytes",
     "concatenate",
-    "create_normal_float_codebook",
-    "decode_absmax_e4m4",
     "dequantize",
-    "dequantize_kbit",
-    "dequantize_nf4",
-    "encode_absmax_e4m4",
     "explore",
     "fit_table",
-    "formats",
     "get_format",
     "io",
     "linear",
     "linear_grouped",
+    "list_formats",
     "matmul",
     "metrics",
-    "pack_kbit",
     "quantize",
-    "quantize_kbit",
-    "quantize_nf4",
     "register",
     "stack",
     "take",
     "to_torch",
-    "unpack_kbit",
 ]
 
 
 if TYPE_CHECKING:
     from . import affine, explore, io
+    from .compat import bitsandbytes
+    from .compat.bitsandbytes import (
+        create_normal_float_codebook as create_normal_float_codebook,
+        decode_absmax_e4m4 as decode_absmax_e4m4,
+        dequantize_kbit as dequantize_kbit,
+        dequantize_nf4 as dequantize_nf4,
+        encode_absmax_e4m4 as encode_absmax_e4m4,
+        pack_kbit as pack_kbit,
+        quantize_kbit as quantize_kbit,
+        quantize_nf4 as quantize_nf4,
+        unpack_kbit as unpack_kbit,
+    )
+    from .explore.fit import fit_table
 else:
+    # What is imported when it is first asked for, and where it stands: `io` needs safetensors, the others are large.
+    _LATER = {
+        "affine": "affine",
+        "bitsandbytes": "compat.bitsandbytes",
+        "explore": "explore",
+        "io": "io",
+    }
+    # Functions of such modules; those of bitsandbytes are documented there and not offered here.
+    _FUNCTIONS = {
+        "fit_table": "explore.fit",
+        **dict.fromkeys(
+            (
+                "create_normal_float_codebook",
+                "decode_absmax_e4m4",
+                "dequantize_kbit",
+                "dequantize_nf4",
+                "encode_absmax_e4m4",
+                "pack_kbit",
+                "quantize_kbit",
+                "quantize_nf4",
+                "unpack_kbit",
+            ),
+            "compat.bitsandbytes",
+        ),
+    }
+
     # Hidden from type checkers, to which a module with `__getattr__` has every name that anybody asks for.
     def __getattr__(name):
-        """`io` (which needs safetensors), `explore` and `affine` are imported when they are first asked for."""
-        if name in ("io", "explore", "affine"):
-            from importlib import import_module
+        """Namespaces and functions that are imported when they are first asked for."""
+        from importlib import import_module
 
-            return import_module(f".{name}", __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _LATER:
+            found = import_module(f".{_LATER[name]}", __name__)
+        elif name in _FUNCTIONS:
+            found = getattr(import_module(f".{_FUNCTIONS[name]}", __name__), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

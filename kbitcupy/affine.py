@@ -37,12 +37,12 @@ from typing import Any
 
 import numpy as np
 
-from . import _xp
+from .backend import xp as _xp
 from .errors import DeviceError, FormatError
 from .formats import affine as _affine
 from .formats.affine import Blocks, Levels
 from .ops import check_out, source
-from .w8a8 import Calibration, linear_smoothquant, linear_w8a8, smooth_scales, smooth_weight
+from .products.int8 import Calibration, linear_smoothquant, linear_w8a8, smooth_scales, smooth_weight
 
 __all__ = [
     "Calibration",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _xp
+from .backend import xp as _xp
 from .errors import DeviceError, FormatError, TransposeError
 from .formats.base import Format, get_format
 
@@ -53,7 +53,7 @@ class Compressed(np.lib.mixins.NDArrayOperatorsMixin):
         raise TypeError(f"a {type(self).__name__} does not convert to an array by itself: call .dequantize()")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        from .linear import matmul
+        from .products.functions import matmul
 
         if ufunc is np.matmul and method == "__call__":
             if not options:  # x @ q.T
@@ -75,13 +75,13 @@ class Compressed(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __matmul__(self, other: Any) -> Any:
         """Shorthand of `kbitcupy.matmul`."""
-        from .linear import matmul
+        from .products.functions import matmul
 
         return matmul(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
         """Shorthand of `kbitcupy.matmul`."""
-        from .linear import matmul
+        from .products.functions import matmul
 
         return matmul(other, self)
 

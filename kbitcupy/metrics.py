@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _xp
 from .array import QuantizedArray
+from .backend import xp as _xp
 from .errors import FormatError
 from .ops import dequantize, source
 

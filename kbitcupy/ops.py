@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _xp
 from .array import Compressed, QuantizedArray
+from .backend import xp as _xp
 from .errors import DeviceError, FormatError
-from .formats.base import Format, formats, get_format
+from .formats.base import Format, get_format, list_formats
 
 
 def quantize(
@@ -428,7 +428,7 @@ def _no_format(options: Mapping[str, Any]) -> str:
     given = f"; {', '.join(f'{name}={value!r}' for name, value in options.items())} alone names none" if options else ""
     return (
         f'quantize needs a format{given}: quantize(x, "kbit4"), or with options quantize(x, "int4:block=32"); '
-        f"registered are {', '.join(formats())}"
+        f"registered are {', '.join(list_formats())}"
     )
 
 

@@ -82,7 +82,7 @@ def random_option(rng, name, format, shape):
 
 def random_format(rng, shape):
     """A registered format with some of its options chosen: whatever is registered takes part."""
-    name = str(rng.choice(kb.formats()))
+    name = str(rng.choice(kb.list_formats()))
     plain = kb.get_format(name)
     options = {}
     for option in base.option_names(base._registry[name]):
@@ -451,7 +451,7 @@ def run(seed, n, xp=np):
     """Run n chains of a seed; what became of the steps, and descriptions of failures."""
     outcomes, failures = Counter(), []
     # Weights of few elements are decoded in parts, too, where they have more than 256 rows.
-    with unittest.mock.patch.object(sys.modules["kbitcupy.linear"], "_CHUNK", 1):
+    with unittest.mock.patch.object(sys.modules["kbitcupy.products.functions"], "_CHUNK", 1):
         for number in range(n):
             rng = np.random.default_rng([seed, number])
             state, history = None, ["(nothing)"]

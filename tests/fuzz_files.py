@@ -167,7 +167,7 @@ def seeds():
     found = []
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        for name in kb.formats():
+        for name in kb.list_formats():
             try:
                 q = kb.quantize(rng.standard_normal((4, 64)).astype(np.float32), name)
             except (ValueError, TypeError):  # it needs an option

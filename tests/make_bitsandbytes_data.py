@@ -1,4 +1,4 @@
-"""Write the frozen bytes of bitsandbytes that tests/test_io_bitsandbytes.py and others read.
+"""Write the frozen bytes of bitsandbytes that tests/io/test_io_bitsandbytes.py and others read.
 
     pip install '.[oracle]' && python tests/make_bitsandbytes_data.py tests/data
 

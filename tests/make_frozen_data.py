@@ -61,7 +61,7 @@ def cases(name):
 
 def main():
     FOLDER.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or kb.formats():
+    for name in sys.argv[1:] or kb.list_formats():
         path = FOLDER / f"{name}.safetensors"
         if path.exists():
             print(f"{path.name} exists and is kept")

@@ -27,7 +27,7 @@ def planes(q):
 
 def storage():
     """Quantize, dequantize and what moves compressed rows, for every format."""
-    for name in kb.formats():
+    for name in kb.list_formats():
         x = numbers(64, 512, dtype="float32", seed=1)
         q = kb.quantize(x, name)
         yield f"quantize {name}", lambda x=x, name=name: planes(kb.quantize(x, name))

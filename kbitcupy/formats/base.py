@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .._cuda import Template
-from .._xp import FLOAT_DTYPES
+from ..backend.cuda import Template
+from ..backend.xp import FLOAT_DTYPES
 from ..errors import FormatError
 
 #: Third parties list their formats under this entry-point group: name = "module:factory".
@@ -332,13 +332,13 @@ def unregister(name: str) -> None:
         _made.clear()
 
 
-def formats() -> list[str]:
+def list_formats() -> list[str]:
     """Names of the registered formats, in the order of their registration.
 
     Examples
     --------
     >>> import kbitcupy as kb
-    >>> kb.formats()[:3]
+    >>> kb.list_formats()[:3]
     ['kbit1', 'kbit2', 'kbit3']
     """
     return list(_registry)
@@ -642,7 +642,7 @@ def kernel_templates() -> Iterator[Template]:
     Those of a format stand in the attribute `kernels` of its factory, or of what the factory makes without options.
     """
     seen: set[Template] = set()
-    for template in itertools.chain(*map(_kernels_of, formats()), _templates):
+    for template in itertools.chain(*map(_kernels_of, list_formats()), _templates):
         if template not in seen:
             seen.add(template)
             yield template

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import _xp
 from ..array import QuantizedArray
+from ..backend import xp as _xp
 from ..errors import FileError
 from .atomic import as_path, check_file, check_folder, filling, replacing
 from .kinds import other_checkpoints

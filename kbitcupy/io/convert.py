@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from .. import _xp
 from .._version import __version__
 from ..array import config_of
+from ..backend import xp as _xp
 from ..errors import FileError
 from ..formats.base import Format, get_format
 from ..ops import quantize
 from .atomic import as_path, check_file, check_folder, check_space, filling, forget
-from .bitsandbytes import BitsandbytesCheckpoint, BitsandbytesLayout
 from .checkpoint import Checkpoint, index_text, write_index
+from .layouts.bitsandbytes import BitsandbytesCheckpoint, BitsandbytesLayout
 from .safetensors import (
     MIN_SIZE,
     NAMES,

@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .. import _xp
 from .._version import __version__
 from ..array import QuantizedArray, read_config
+from ..backend import xp as _xp
 from ..errors import FileError
 from ..formats.base import Format
 from .atomic import InputChanged, Output, as_path, check_file, replacing

@@ -1,0 +1,406 @@
+"""The command ``kbit``: what it takes, and what becomes of errors. Each command runs in a module of its own."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from .. import bench
+from .._version import __version__
+from ..bench import linear as bench_linear, w8a8 as bench_w8a8
+from ..errors import FormatError, KbitError
+from ..formats.base import split_formats
+from ..io.convert import LAYOUTS
+from ..io.safetensors import MIN_SIZE
+from . import compare, doctor, files, formats
+from .common import DEFAULT_FORMAT, option, printable
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; those of the process by default.
+
+    Returns
+    -------
+    int
+        Exit status: 0, 1 after bad input or a failed check, 130 after Ctrl-C. Bad usage raises SystemExit with status
+        2, as argparse does.
+
+    Examples
+    --------
+    >>> from kbitcupy.cli import main
+    >>> main(["quantize", "missing.safetensors", "-o", "out.safetensors"])
+    1
+    """
+    _mend_streams()
+    arguments = _parse(argv)
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("kbit: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe left (`kbit compare | head`); Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KbitError, ImportError, OSError, MemoryError, RecursionError) as error:
+        if arguments.debug:
+            traceback.print_exc()
+        else:
+            message = " ".join(str(error).split()) or type(error).__name__
+            print("kbit: error:", printable(message), file=sys.stderr)
+        return 1
+    return status or 0
+
+
+def _mend_streams() -> None:
+    """Streams that take whatever is printed.
+
+    A job of cron or a daemon may start without them: Python has None in their place, and the next file that is opened
+    would get their number. Where the encoding has no sign for a name's character, an escape stands for it.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; what no option takes is an error with the usage of the command that it was given to."""
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        arguments.command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
+
+
+# ---- what each command takes ---------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kbit", description="Compress tensors to a few bits per element, and restore them."
+    )
+    parser.add_argument("--version", action="version", version=f"kbitcupy {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for add in (
+        _add_compare,
+        _add_plan,
+        _add_quantize,
+        _add_dequantize,
+        _add_inspect,
+        _add_formats,
+        _add_doctor,
+        _add_bench,
+    ):
+        add(commands)
+    for command in commands.choices.values():
+        command.set_defaults(command=command)
+    return parser
+
+
+def _add_compare(commands: Any) -> None:
+    command = commands.add_parser(
+        "compare",
+        epilog="example: kbit compare model.safetensors --formats kbit3,kbit4",
+        parents=[_common(), _selection()],
+        help="what formats cost and keep, on a file or on samples",
+        description="Compress and restore every tensor of FILE (or seeded samples) and show the loss and the size. A "
+        "tensor that is compressed already takes part as what it decodes to.",
+    )
+    command.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="safetensors files, directories of checkpoints, or their indices; seeded samples without any",
+    )
+    command.add_argument(
+        "--formats",
+        metavar="A,B",
+        help=f"formats to compare, such as kbit4,nf4:block=32 (default: {DEFAULT_FORMAT} on a file, all on samples)",
+    )
+    command.add_argument(
+        "--wide",
+        action="store_true",
+        help="bits and SQNR only: a line for each tensor and a column for each format; without FILE the other way "
+        "round",
+    )
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.add_argument("--plot", metavar="OUT", help="draw SQNR and bits too: a file such as out.png or out.svg")
+    command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
+    command.set_defaults(run=compare.run)
+
+
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan",
+        epilog="example: kbit plan model.safetensors -o plan.json --bits 3.5",
+        parents=[_common(), _spared()],
+        help="the best format for each tensor of a file under a budget of bits",
+        description="Measure every format on every tensor of FILE and choose the formats with the least total squared "
+        "error that fit the budget. kbit quantize --plan compresses the file so.",
+    )
+    command.add_argument("file", metavar="FILE", help=_INPUT)
+    command.add_argument("-o", "--output", metavar="OUT", required=True, help="JSON file to write")
+    command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
+    command.add_argument("--bits", type=_bits, required=True, metavar="B", help="bits per element, such as 3.5")
+    command.add_argument(
+        "--formats",
+        metavar="A,B",
+        help="formats to choose from, such as kbit4,nf4:block=32 (default: all)",
+    )
+    command.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds for choosing, after which the best plan so far is taken, and how far from the best it may be is "
+        "said (default %(default)g)",
+    )
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.set_defaults(run=compare.run_plan)
+
+
+def _add_quantize(commands: Any) -> None:
+    command = commands.add_parser(
+        "quantize",
+        epilog="example: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'",
+        parents=[_common(), _selection(min_size=None), _converting()],
+        help="compress the float tensors of a file or checkpoint",
+        description="Compress the float tensors of FILE that have two or more dimensions, and copy all others.",
+    )
+    how = command.add_mutually_exclusive_group()
+    how.add_argument("--format", default=DEFAULT_FORMAT, help="format, such as nf4:block=32 (default %(default)s)")
+    how.add_argument("--plan", metavar="PLAN", help="formats by tensor, as kbit plan wrote them; the rest is copied")
+    command.add_argument(
+        "--layout",
+        choices=list(LAYOUTS),
+        default="kbitcupy",
+        help="how compressed tensors are stored (default %(default)s); bitsandbytes loads its own, which "
+        "holds nf4, fp4 and int8:granularity=channel:0",
+    )
+    command.set_defaults(run=files.run_quantize)
+
+
+def _add_dequantize(commands: Any) -> None:
+    command = commands.add_parser(
+        "dequantize",
+        epilog="example: kbit dequantize small.safetensors -o restored.safetensors",
+        parents=[_common(), _converting()],
+        help="restore a compressed file",
+        description="Restore the tensors of a FILE that kbit quantize or bitsandbytes wrote.",
+    )
+    command.set_defaults(run=files.run_dequantize)
+
+
+def _add_inspect(commands: Any) -> None:
+    command = commands.add_parser(
+        "inspect",
+        epilog="example: kbit inspect small.safetensors",
+        parents=[_debugging()],
+        help="what is in a file or checkpoint",
+        description="Show format, dtype, shape, bits per element and share of every tensor of FILE, and the metadata.",
+    )
+    command.add_argument("file", metavar="FILE", help=_INPUT)
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.set_defaults(run=files.run_inspect)
+
+
+def _add_formats(commands: Any) -> None:
+    command = commands.add_parser(
+        "formats",
+        epilog="example: kbit formats --json",
+        parents=[_debugging()],
+        help="the formats there are",
+        description="Show bits, block, dtypes and origin of the registered formats.",
+    )
+    command.add_argument("formats", metavar="FORMAT", nargs="*", help="only these formats")
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.set_defaults(run=formats.run)
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        epilog="example: kbit doctor --device cuda",
+        parents=[_common()],
+        help="whether this machine has what is needed",
+        description="Check versions, disk, GPU, driver, headers and cache, and one kernel against NumPy. Exit status 1 "
+        "when a check fails; each failure comes with its remedy.",
+    )
+    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.set_defaults(run=doctor.run)
+
+
+def _add_bench(commands: Any) -> None:
+    command = commands.add_parser(
+        "bench",
+        epilog="example: kbit bench --quick",
+        parents=[_common()],
+        help="how fast the formats are on this machine",
+        description="Time quantize and dequantize: on a GPU against the bandwidth of a copy, on NumPy per core.",
+    )
+    for name, example, text in (
+        ("--formats", "A,B", "formats to time (default: all)"),
+        ("--sizes", "N,M", "numbers of elements, such as 1000 or 2^20 (default: 2^12 to 2^28 on a GPU, else 2^22)"),
+        ("--dtypes", "A,B", "dtypes (default: float16, bfloat16 and float32 on a GPU, else float32)"),
+    ):
+        command.add_argument(name, type=str if name == "--formats" else _words, metavar=example, help=text)
+    command.add_argument("--quick", action="store_true", help="fewer sizes, dtypes and repetitions")
+    command.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time bitsandbytes, torch and gguf too, where they are installed (default: yes)",
+    )
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument("--w8a8", action="store_true", help="time W8A8 products on a GPU instead of formats")
+    instead.add_argument("--linear", action="store_true", help="time products with compressed weights on a GPU instead")
+    output = command.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
+    output.add_argument("--markdown", action="store_true", help="print the table for the README instead")
+    command.set_defaults(run=_run_bench)
+
+
+def _run_bench(arguments: argparse.Namespace) -> None:
+    report: bench.Report | bench_w8a8.Report | bench_linear.Report
+    formats = None if arguments.formats is None else split_formats(arguments.formats)
+    if arguments.w8a8:
+        if arguments.formats or arguments.sizes or arguments.dtypes:
+            raise FormatError("--w8a8 has shapes of its own: leave --formats, --sizes and --dtypes away")
+        report = bench_w8a8.run(device=arguments.device, quick=arguments.quick)
+    elif arguments.linear:
+        if arguments.sizes or arguments.dtypes:
+            raise FormatError("--linear has shapes of its own: leave --sizes and --dtypes away")
+        report = bench_linear.run(names=formats, device=arguments.device, quick=arguments.quick, peers=arguments.peers)
+    else:
+        report = bench.run(
+            formats,
+            sizes=None if arguments.sizes is None else [bench.parse_size(text) for text in arguments.sizes],
+            dtypes=arguments.dtypes,
+            device=arguments.device,
+            quick=arguments.quick,
+            peers=arguments.peers,
+            progress=sys.stderr.isatty(),
+        )
+    for note in report.notes:
+        print(f"kbit: note: {note}", file=sys.stderr)
+    print(report.json() if arguments.json else report.markdown() if arguments.markdown else report.text())
+
+
+# ---- what several commands take ------------------------------------------------------------------------------------
+
+
+_INPUT = "safetensors file, directory of a checkpoint, or its index of shards"
+
+
+def _debugging() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    # Without SUPPRESS a command's default would overwrite a --debug that stands before the command.
+    parent.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    return parent
+
+
+def _common() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False, parents=[_debugging()])
+    parent.add_argument("--device", default="auto", help="auto (default: a GPU where there is one), cpu or cuda:N")
+    return parent
+
+
+def _selection(min_size: int | None = MIN_SIZE) -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False, parents=[_spared(min_size)])
+    parent.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=option,
+        metavar="KEY=VALUE",
+        help="option of the format (of every one that is given), such as codebook=nf; the same as format:KEY=VALUE",
+    )
+    return parent
+
+
+def _spared(min_size: int | None = MIN_SIZE) -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    beside = "" if min_size is not None else ", and none beside --plan"
+    parent.add_argument(
+        "--min-size",
+        type=_count,
+        default=min_size,
+        metavar="N",
+        help=f"leave tensors with fewer elements as they are (default {MIN_SIZE}{beside})",
+    )
+    parent.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave tensors whose name matches as they are, such as '*embed*'; may be repeated",
+    )
+    return parent
+
+
+def _writing(output: str) -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument("file", metavar="FILE", help=_INPUT)
+    parent.add_argument("-o", "--output", metavar="OUT", required=True, help=output)
+    parent.add_argument("--force", action="store_true", help="overwrite OUT if it is a file that exists")
+    return parent
+
+
+def _converting() -> argparse.ArgumentParser:
+    output = "file to write, or the directory when FILE is a directory or an index"
+    parent = argparse.ArgumentParser(add_help=False, parents=[_writing(output)])
+    parent.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted job at the first missing shard, and keep finished shards if it is interrupted",
+    )
+    parent.add_argument("--json", action="store_true", help="print a JSON document instead of a line")
+    return parent
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _bits(text: str) -> float:
+    bits = _number(text)
+    if not 0 < bits < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of bits")
+    return bits
+
+
+def _seconds(text: str) -> float:
+    seconds = _number(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, or inf")
+    return seconds
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
+    return int(text)

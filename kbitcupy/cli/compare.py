@@ -1,0 +1,289 @@
+"""``kbit compare`` and ``kbit plan``: what formats cost and keep, and which one each tensor should have."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import explore
+from .._version import __version__
+from ..array import QuantizedArray
+from ..backend import xp as _xp
+from ..errors import FileError
+from ..explore import Measurement
+from ..explore.samples import DISTRIBUTIONS, SHAPE, draw
+from ..formats.base import Format, split_formats
+from ..io.atomic import check_file, replacing
+from ..io.checkpoint import Checkpoint
+from ..io.convert import progress_bar
+from ..io.layouts.bitsandbytes import BitsandbytesCheckpoint
+from ..io.safetensors import SourceFile
+from .common import DEFAULT_FORMAT, Column, chosen_format, dumps, printable, shortened, table, tables, terminal_width
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run ``kbit compare``."""
+    picture = None if arguments.plot is None else _picture(arguments.plot, arguments.force)
+    if arguments.formats is not None:
+        names = split_formats(arguments.formats)
+    elif arguments.files:
+        names = [DEFAULT_FORMAT]
+    else:
+        names = [format.name for format in explore.default_formats()]
+    chosen = {name: chosen_format(name, arguments.option) for name in names}
+    device = _xp.resolve_device(arguments.device)
+    tensors, nbytes = _tensors(arguments.files, arguments, again=True)
+    rows: dict[str, list[Measurement]] = {name: [] for name in chosen}
+    with progress_bar("compare", nbytes, sys.stderr.isatty()) as advance:
+        for tensor, x in tensors:
+            on_device = _xp.to_device(x, device)
+            for name, format in chosen.items():
+                rows[name].append(explore.measure(on_device, format, tensor))
+            advance(x.nbytes)
+    if picture is not None:
+        page = explore.figure([row.row() for measured in rows.values() for row in measured])
+        drawn = io.BytesIO()
+        page.savefig(drawn, format=picture.suffix[1:], dpi=160)
+        _write(picture, drawn.getvalue(), arguments.force)
+    totals = {name: Measurement("total") for name in chosen}
+    for name, total in totals.items():
+        for row in rows[name]:
+            total.add(row)
+    if arguments.json:
+        document = {
+            "kbitcupy": __version__,
+            "source": (arguments.files if len(arguments.files) > 1 else arguments.files[0])
+            if arguments.files
+            else "samples",
+            "device": device,
+            "results": [
+                {
+                    "format": format.config(),
+                    "tensors": [_json(row) for row in rows[name]],
+                    "total": _json(totals[name]),
+                }
+                for name, format in chosen.items()
+            ],
+        }
+        print(dumps(document))
+        return
+    titles = _titles(chosen)
+    if arguments.wide:
+        print(_wide_table(rows, totals, titles, bool(arguments.files)))
+    else:
+        lines = [(titles[name], row) for name in chosen for row in (*rows[name], totals[name])]
+        print(_table(lines, *(titles.values() if len(chosen) == 1 else ())))
+    for line in (*_conclusion(chosen, totals, titles), *explore.notes(row.row() for row in next(iter(rows.values())))):
+        print(printable(line))
+
+
+def _titles(chosen: dict[str, Format]) -> dict[str, str]:
+    """What the formats are called: as they call themselves, or as they were typed where that is not one's own."""
+    titles = {name: explore.label(format) for name, format in chosen.items()}
+    found = list(titles.values())
+    return {name: title if found.count(title) == 1 else name for name, title in titles.items()}
+
+
+def _conclusion(chosen: dict[str, Format], totals: dict[str, Measurement], titles: dict[str, str]) -> list[str]:
+    """The formats that keep more than any that is no larger, where there are others."""
+    best: list[str] = []
+    for name in sorted(chosen, key=lambda name: (totals[name].bits_per_element, -totals[name].sums.sqnr_db)):
+        if not best or totals[name].sums.sqnr_db > totals[best[-1]].sums.sqnr_db:
+            best.append(name)
+    if len(best) == len(chosen) or any(math.isnan(total.sums.sqnr_db) for total in totals.values()):
+        return []
+    found = [
+        f"{titles[name]} {totals[name].sums.sqnr_db:.2f} dB at {totals[name].bits_per_element:.2f}" for name in best
+    ]
+    return textwrap.wrap(
+        f"not beaten by a smaller one, by total SQNR: {', '.join(found)} bits per element",
+        max(terminal_width(), 40),
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _picture(path: str, force: bool) -> Path:
+    """The file for a picture, checked before anything is measured."""
+    found = check_file(path, force)
+    kinds = explore.picture_kinds()
+    if found.suffix[1:] not in kinds:
+        raise FileError(f"--plot {path}: the ending is {found.suffix!r}; it must be one of {', '.join(kinds)}")
+    return found
+
+
+def _write(path: Path, data: bytes, force: bool) -> None:
+    with replacing(path, len(data), force) as file:
+        file.write(data)
+
+
+def run_plan(arguments: argparse.Namespace) -> None:
+    """Run ``kbit plan``."""
+    target = check_file(arguments.output, arguments.force, Checkpoint(arguments.file).paths)
+    chosen = None
+    if arguments.formats is not None:
+        chosen = [chosen_format(name, ()) for name in split_formats(arguments.formats)]
+    tensors, nbytes = _tensors([arguments.file], arguments, again=False)
+    with progress_bar("plan", nbytes, sys.stderr.isatty()) as advance:
+        rows = explore.sweep(_counted(tensors, advance), chosen, device=arguments.device)
+    plan = explore.plan(rows, arguments.bits, time_limit=arguments.time_limit)
+    config = plan.config()
+    _write(target, dumps(config).encode() + b"\n", arguments.force)
+    if arguments.json:
+        numbers = {"sqnr_db": plan.sqnr_db, "gap": plan.gap}
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        print(dumps({"kbitcupy": __version__, "output": arguments.output, **config, **finite}))
+        return
+    output = printable(arguments.output)
+    print(f"{output}: a format for each of {len(plan.rows)} tensors, within {arguments.bits:g} bits")
+    print(_plan_table(plan, rows))
+    for line in (plan.proof, *explore.notes(rows)):
+        print(printable(line))
+
+
+def _counted(tensors: Iterator[tuple[str, Any]], advance: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    for name, x in tensors:
+        yield name, x
+        advance(x.nbytes)
+
+
+def _plan_table(plan: explore.Plan, rows: list[dict[str, Any]]) -> str:
+    """The plan, its parts, and every format that fits the budget on all tensors."""
+
+    def line(name: str, part: explore.Plan) -> list[str]:
+        numbers = f"{part.bits_per_element:.2f}", f"{part.sqnr_db:.2f}", f"{part.squared_error:.3e}"
+        return [name, str(len(part.rows)), *numbers]
+
+    lines = [line("plan", plan)]
+    uniform = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        part = [row for row in plan.rows if row["label"] == label]
+        if part:
+            lines.append(line(f"  of which {label}", explore.Plan(plan.budget_bits, tuple(part))))
+        every = explore.Plan(plan.budget_bits, tuple(row for row in rows if row["label"] == label))
+        if every.bits_per_element <= plan.budget_bits:
+            uniform.append(line(f"{label} for all", every))
+    columns = [
+        Column("", left=True, elastic=True),
+        Column("tensors"),
+        Column("bits", 5),
+        Column("SQNR dB"),
+        Column("squared error"),
+    ]
+    return table(columns, [*lines, *uniform])
+
+
+def _tensors(files: Sequence[str], arguments: argparse.Namespace, again: bool) -> tuple[Iterator[tuple[str, Any]], int]:
+    """(name, array) of what is compared, one at a time, and the bytes of all; samples without a file.
+
+    With `again`, tensors that are compressed already take part as what they decode to.
+    """
+    if not files:
+        return ((name, draw(name)) for name in DISTRIBUTIONS), len(DISTRIBUTIONS) * 4 * math.prod(SHAPE)
+    checkpoints = {path: BitsandbytesCheckpoint(path, mapped=False) for path in files}
+    chosen = {
+        (path, name): _nbytes(file, name)
+        for path, checkpoint in checkpoints.items()
+        for file in checkpoint.files.values()
+        for name in file.compressible(arguments.min_size, arguments.keep, again)
+    }
+    if not chosen:
+        raise FileError(
+            f"{', '.join(files)} holds no tensor to compress: none is {', '.join(_xp.FLOAT_DTYPES)} with two or more "
+            f"dimensions, {arguments.min_size} or more elements (--min-size) and a name that --keep does not match"
+        )
+    # Tensors of several files may have one name.
+    return (
+        (name if len(checkpoints) == 1 else f"{path}: {name}", _decoded(checkpoints[path][name]))
+        for path, name in chosen
+    ), sum(chosen.values())
+
+
+def _nbytes(file: SourceFile, name: str) -> int:
+    """Bytes of a tensor when it is not compressed."""
+    if name not in file.compressed:
+        return file.entries[name].nbytes
+    _, shape, dtype = file.compressed[name]
+    return math.prod(shape) * dtype.itemsize
+
+
+def _decoded(tensor: Any) -> Any:
+    return tensor.dequantize() if isinstance(tensor, QuantizedArray) else tensor
+
+
+def _json(row: Measurement) -> dict[str, Any]:
+    """JSON values; numbers that JSON has no token for are null."""
+    about = {} if row.shape is None else {"shape": list(row.shape), "dtype": row.dtype}
+    numbers = {
+        "sqnr_db": row.sums.sqnr_db,
+        "sqnr_centered_db": row.sqnr_centered_db,
+        "mse": row.sums.mse,
+        "max_error": row.sums.largest,
+        "bits_per_element": row.bits_per_element,
+    }
+    return {
+        "name": row.tensor,
+        **about,
+        **{key: value if math.isfinite(value) else None for key, value in numbers.items()},
+        "nan": row.nan,
+        "infinite": row.infinite,
+        "bytes_before": row.nbytes_before,
+        "bytes_after": row.nbytes_after,
+    }
+
+
+#: Columns that hold numbers, and the text of a cell.
+_NUMBERS: tuple[tuple[Column, Callable[[Measurement], str]], ...] = (
+    (Column("SQNR dB", 7), lambda row: f"{row.sums.sqnr_db:.2f}"),
+    (Column("centered", 7), lambda row: f"{row.sqnr_centered_db:.2f}"),
+    (Column("MSE", 7), lambda row: f"{row.sums.mse:.1e}"),
+    (Column("max err", 7), lambda row: f"{row.sums.largest:.1e}"),
+    (Column("bits", 5), lambda row: f"{row.bits_per_element:.2f}"),
+    (Column("MB before", 9), lambda row: f"{row.nbytes_before / 1e6:.3f}"),
+    (Column("MB after", 8), lambda row: f"{row.nbytes_after / 1e6:.3f}"),
+)
+
+
+def _wide_table(
+    rows: dict[str, list[Measurement]], totals: dict[str, Measurement], titles: dict[str, str], by_tensor: bool
+) -> str:
+    """Bits, and the SQNR in dB of each tensor in each format.
+
+    A line for each format, or for each tensor: a file has many, with long names.
+    """
+    tensors = [row.tensor for row in next(iter(rows.values()))]
+    cells = []
+    for name, measured in rows.items():
+        found = [f"{row.sums.sqnr_db:.2f}" for row in (*measured, totals[name])]
+        cells.append([f"{totals[name].bits_per_element:.2f}", *found])
+    if not by_tensor:
+        columns = [Column("format", left=True, elastic=True), Column("bits", 5)]
+        columns += (Column(tensor.replace(", ", ",\n")) for tensor in (*tensors, "total"))
+        return table(columns, [[titles[name], *line] for name, line in zip(rows, cells, strict=True)])
+    columns = [Column("tensor", left=True, elastic=True), *(Column(_heading(titles[name])) for name in rows)]
+    return tables(columns, [list(line) for line in zip(("bits", *tensors, "total"), *cells, strict=True)])
+
+
+def _heading(title: str) -> str:
+    """A format as the heading of a column: an option a line."""
+    name, colon, options = title.partition(":")
+    lines = [name + colon, *options.replace(",", ",\n").splitlines()]
+    return "\n".join(shortened(line, 24) for line in lines)
+
+
+def _table(lines: list[tuple[str, Measurement]], label: str | None = None) -> str:
+    """`label` names the only format; None asks for a column of formats."""
+    columns = [Column("format", left=True, elastic=True)] if label is None else []
+    columns += [Column(label or "tensor", left=True, elastic=True), *(column for column, _ in _NUMBERS)]
+    rows = []
+    for format, row in lines:
+        cells = [row.tensor, *(show(row) for _, show in _NUMBERS)]
+        rows.append([format, *cells] if label is None else cells)
+    return table(columns, rows)

@@ -1,0 +1,218 @@
+"""``kbit quantize``, ``kbit dequantize``, ``kbit inspect``: files in, files out, and what is in them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .._version import __version__
+from ..errors import FormatError
+from ..explore import label, read_plan
+from ..io.atomic import PART, check_file, leftovers
+from ..io.checkpoint import Checkpoint
+from ..io.convert import FileReport, dequantize_file, quantize_file
+from ..io.layouts.bitsandbytes import BitsandbytesCheckpoint
+from ..io.safetensors import MIN_SIZE, NAMES, SourceFile
+from .common import Column, chosen_format, dumps, finite, printable, table
+
+
+def run_quantize(arguments: argparse.Namespace) -> None:
+    """Run ``kbit quantize``."""
+    if arguments.plan is None:
+        formats: Any = chosen_format(arguments.format, arguments.option)
+    elif arguments.option:
+        raise FormatError("--option is one of --format; the formats of a plan have theirs in it: leave it away")
+    else:
+        formats = read_plan(arguments.plan)
+        if os.path.isfile(arguments.output):
+            check_file(arguments.output, arguments.force, [Path(arguments.plan)])
+    with _resumable(arguments), _sweeping(arguments.output):
+        report = quantize_file(
+            arguments.file,
+            arguments.output,
+            formats,
+            min_size=arguments.min_size,
+            keep=arguments.keep,
+            layout=arguments.layout,
+            **_writing(arguments),
+        )
+    for pattern in report.unused_keep:
+        _note(f"--keep {pattern!r} matches no tensor")
+    if not report.converted:
+        _note(_why_nothing(arguments, report))
+    _close(arguments, f"quantized {'by' if arguments.plan else 'to'} {arguments.plan or arguments.format}", report)
+
+
+def run_dequantize(arguments: argparse.Namespace) -> None:
+    """Run ``kbit dequantize``."""
+    with _resumable(arguments), _sweeping(arguments.output):
+        report = dequantize_file(arguments.file, arguments.output, **_writing(arguments))
+    _close(arguments, "dequantized", report)
+
+
+def _note(text: str) -> None:
+    print(printable(f"kbit: note: {text}"), file=sys.stderr)
+
+
+def _why_nothing(arguments: argparse.Namespace, report: FileReport) -> str:
+    already = report.compressed_already
+    some = f"{already} of {report.copied} tensors are compressed already (kbit dequantize restores them)"
+    if already == report.copied > 0:
+        return f"nothing was compressed: {some}"
+    least = MIN_SIZE if arguments.min_size is None else arguments.min_size
+    wanted = f"a float dtype, two or more dimensions, {least} or more elements (--min-size)"
+    if arguments.plan:
+        wanted = "a format in the plan"
+    none = f"no {'other ' if already else ''}tensor has {wanted} and a name that --keep does not match"
+    return f"nothing was compressed: {f'{some}, and ' if already else ''}{none}"
+
+
+@contextlib.contextmanager
+def _sweeping(output: str) -> Iterator[None]:
+    """Say what killed runs have left beside an output, which a run may have removed when it ends."""
+    folder = Path(os.path.abspath(output)).parent
+    before = leftovers(folder)
+    own = Path(os.path.abspath(output) + PART)
+    try:
+        yield
+    finally:
+        after = leftovers(folder)
+        for path, nbytes in before.items():
+            if path not in after and path != own:
+                _note(f"removed {path} ({nbytes / 1e6:.1f} MB), which a run that was killed had left")
+        _note_leftovers({path: nbytes for path, nbytes in after.items() if path != own})
+
+
+def _note_leftovers(found: Mapping[Path, int]) -> None:
+    for path, nbytes in found.items():
+        remedy = "delete it"
+        if path.suffix == PART:
+            remedy = "repeat that run with --resume, or delete it"
+        _note(f"a run that was killed has left {path} ({nbytes / 1e6:.1f} MB): {remedy}")
+
+
+def _writing(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "device": arguments.device,
+        "force": arguments.force,
+        "resume": arguments.resume,
+        "progress": sys.stderr.isatty(),
+    }
+
+
+@contextlib.contextmanager
+def _resumable(arguments: argparse.Namespace) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        part = os.path.normpath(arguments.output) + PART
+        if arguments.resume and os.path.isdir(part):
+            _note(f"{part} keeps finished shards; repeat the command to continue")
+        raise
+
+
+def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None:
+    """The closing line."""
+    if arguments.json:
+        numbers = {"bits_per_element": report.bits_per_element, "gb_per_second": report.gb_per_second}
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        print(dumps({"kbitcupy": __version__, "output": arguments.output, **dataclasses.asdict(report), **finite}))
+        return
+    files = "file was" if report.resumed == 1 else "files were"
+    there = f" ({report.resumed} {files} there already)" if report.resumed else ""
+    lost = ""
+    if report.not_finite:
+        names = ", ".join(report.not_finite[:3]) + (", ..." if len(report.not_finite) > 3 else "")
+        lost = f"; {report.nan} NaN and {report.infinite} infinite values, which are not kept, in {names}"
+    bits = f", {report.bits_per_element:.2f} bits per element" if report.elements else ""
+    print(
+        f"{printable(arguments.output)}: {report.converted} tensors {done}, {report.copied} copied{there}; "
+        f"{report.nbytes_before / 1e6:.2f} MB before, {report.nbytes_after / 1e6:.2f} MB after{bits}, "
+        f"{report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s{printable(lost)}"
+    )
+
+
+# ---- inspect -------------------------------------------------------------------------------------------------------
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """Run ``kbit inspect``."""
+    checkpoint = BitsandbytesCheckpoint(arguments.file)
+    _note_leftovers(leftovers(checkpoint.paths[0].parent))
+    total = checkpoint.nbytes
+    rows = [row for file in checkpoint.files.values() for row in _rows(checkpoint, file, total)]
+    written_by = next((file.written_by for file in checkpoint.files.values() if file.written_by), None)
+    compressed = sum(row["format"] is not None for row in rows)
+    if arguments.json:
+        print(
+            dumps(
+                {
+                    "kbitcupy": __version__,
+                    "source": arguments.file,
+                    "written_by": written_by,
+                    "files": {name: file.nbytes for name, file in checkpoint.files.items()},
+                    "metadata": checkpoint.metadata,
+                    "index_metadata": finite(checkpoint.index_metadata),
+                    "nbytes": total,
+                    "tensors": [{key: value for key, value in row.items() if key != "label"} for row in rows],
+                }
+            )
+        )
+        return
+    files = f" in {len(checkpoint.files)} files" if len(checkpoint.files) > 1 else ""
+    writer = f", written by {written_by}" if written_by else ""
+    about = f"{len(rows)} tensors{files}, {compressed} of them compressed{writer}"
+    print(printable(f"{arguments.file}: {about}, {total / 1e6:.2f} MB"))
+    for key, value in checkpoint.metadata.items():
+        print(printable(f"metadata {key}: {value}"))
+    columns = [
+        Column("tensor", left=True, elastic=True),
+        Column("format", left=True),
+        Column("dtype", left=True),
+        Column("shape", left=True, elastic=True),
+        Column("bits"),
+        Column("MB"),
+        Column("share"),
+    ]
+    cells = [
+        [
+            row["name"],
+            row["label"],
+            row["dtype"],
+            "x".join(map(str, row["shape"])) or "scalar",
+            "" if row["bits_per_element"] is None else f"{row['bits_per_element']:.2f}",
+            f"{row['nbytes'] / 1e6:.3f}",
+            f"{row['share']:.1%}",
+        ]
+        for row in rows
+    ]
+    print(table(columns, cells))
+
+
+def _rows(checkpoint: Checkpoint, file: SourceFile, total: int) -> Iterator[dict[str, Any]]:
+    """One row for each tensor, by name; all that a compressed one consists of is counted together."""
+    for name in sorted((*file.compressed, *file.plain)):
+        nbytes = sum(entry.nbytes for entry in checkpoint.stored(name).values())
+        if name in file.compressed:
+            format, shape, dtype = file.compressed[name]
+            about: tuple[Any, ...] = (format.config(), label(format), dtype.name)
+        else:
+            entry = file.entries[name]
+            shape, about = entry.shape, (None, "", NAMES.get(entry.dtype, entry.dtype))
+        size = math.prod(shape)
+        yield {
+            "name": name,
+            **dict(zip(("format", "label", "dtype"), about, strict=True)),
+            "shape": list(shape),
+            "nbytes": nbytes,
+            "bits_per_element": nbytes * 8 / size if size else None,
+            "share": nbytes / total if total else 0.0,
+            "file": file.path.name,
+        }

@@ -1,0 +1,1 @@
+"""The names and arguments of other projects, for code that moves from them."""

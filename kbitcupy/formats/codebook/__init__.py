@@ -1,0 +1,1 @@
+"""Formats whose codes are indices of a table of values: a family."""

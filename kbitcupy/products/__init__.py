@@ -1,0 +1,1 @@
+"""Products with compressed weights."""

@@ -1,0 +1,845 @@
+"""W8A8: products of int8 activations and int8 weights, and SmoothQuant.
+
+    y[m, n] = sum_k aq[m, k] * wq[n, k] * sa[m] * sw[n] + bias[n]
+
+The weight is compressed beforehand, with a scale for each output channel. The activations are quantized on the way,
+with a scale for each token (symmetric, ``absmax / 127``), as float32 and by the rules of `kbitcupy.formats.affine`: NaN
+becomes 0, infinity counts as the largest float32, a token of zeros has the scale 1; float64 is rounded to float32
+first. Activations that are int8 already, with a scale for each token or one for all, are taken as they are. The sum is
+exact in int32, which holds for K up to 131071. What follows is float32, every operation rounded once and subnormal
+numbers kept: ``fl(fl(float(sum) * sa) * sw) + bias``, then one cast to the dtype of the activations. A scale that is
+not positive and finite counts as 0.
+
+The lowest code of activations is -128, or -127 on request. A scale that is found makes no finite number smaller than
+-127: the two differ for -inf, and where one scale for all tokens was found beforehand.
+
+SmoothQuant divides activation channel k by ``s[k]`` and multiplies weight column k by it, which moves outliers of
+activations into the weights: ``s[k] = max|A[:, k]|^alpha / max|W[:, k]|^(1 - alpha)``. The weights are smoothed before
+they are compressed; the division of the activations is part of their quantization.
+
+On a GPU the activations are quantized in one launch (none, where they are int8 already and K is a multiple of 128) and
+multiplied in a second one, on tensor cores, with rescaling and bias at the end of it. From Hopper on each starts before
+what is ahead of it has ended, and the second one fetches weights while tokens are quantized. Up to 16 tokens read the
+weights once; more go in tiles, on Hopper by wgmma and the bulk tensor copy engine where rows of the weight start at
+multiples of 16 bytes, everywhere else by mma.sync. Where tiles are too few for a Hopper GPU, blocks side by side take
+parts of K, and exchange their sums.
+
+Sources: the SmoothQuant paper (arXiv 2211.10438); LLM.int8 (arXiv 2208.07339) for scales of tokens and channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import cuda as _cuda, tma as _tma, xp as _xp
+from ..errors import DeviceError, FormatError
+from ..formats import affine
+from ..formats.base import Format, register_templates
+from ..ops import check_out, source
+
+#: The largest K whose sums of products of int8 cannot leave int32.
+MAX_DEPTH = 131071
+#: The smallest maximum that SmoothQuant reckons with.
+SMALLEST_ABSMAX = 1e-5
+
+# What the kernels take; float64 goes through float32.
+_FLOATS = ("float16", "bfloat16", "float32")
+_LARGEST = np.finfo(np.float32).max
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, qmin: int = -128, out: Any = None) -> Any:
+    """x times the transpose of an int8 weight, with x quantized to int8 by token.
+
+    Parameters
+    ----------
+    x : array_like or QuantizedArray
+        float16, bfloat16, float32 or float64 [..., K]; or compressed already, in a symmetric ``int8`` with
+        ``granularity="token"`` or ``"tensor"``.
+    qw : QuantizedArray
+        Weight [N, K] of format ``int8`` with ``granularity=("channel", 0)``, on the device of `x`; K up to 131071.
+    bias : array_like, optional
+        float [N]; added in float32.
+    qmin : {-128, -127}, default -128
+        The lowest code of `x`, where that is quantized here.
+    out : array, optional
+        C-contiguous array of the result's shape and dtype, which receives it.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        [..., N], with the dtype of `x`; a torch tensor where `x` is one; `out` itself where it is given. On CuPy the
+        call does not synchronise.
+
+    Raises
+    ------
+    TypeError
+        When an argument is of the wrong type or dtype.
+    FormatError
+        When `qw` is not such a weight, or `x` compressed in another way.
+    ValueError
+        When a shape does not fit the others.
+    DeviceError
+        When the arguments are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((48, 256), (5, 256)))
+    >>> y = kb.affine.linear_w8a8(x, kb.quantize(w, "int8", granularity=("channel", 0)))
+    >>> round(kb.metrics.sqnr_db(x @ w.T, y), 1)
+    39.5
+    >>> codes = kb.quantize(x, "int8", granularity="token")
+    >>> bool((kb.affine.linear_w8a8(codes, kb.quantize(w, "int8", granularity=("channel", 0))) == y).all())
+    True
+    """
+    return _linear(x, qw, None, bias, None, qmin, out=out)
+
+
+def linear_smoothquant(
+    x: Any,
+    qw: QuantizedArray,
+    smooth: Any,
+    bias: Any = None,
+    *,
+    activation_scale: Any = None,
+    qmin: int = -128,
+    out: Any = None,
+) -> Any:
+    """`linear_w8a8` of x / smooth and a smoothed weight.
+
+    Parameters
+    ----------
+    x : array_like or QuantizedArray
+        As for `linear_w8a8`. What is compressed already has been divided before: pass None for `smooth`.
+    qw : QuantizedArray
+        Weight [N, K], smoothed with `smooth_weight` and then compressed as for `linear_w8a8`.
+    smooth : array or None
+        float32 [K], from `smooth_scales`, on the device of `x`. The quotient is rounded once to float32. None where
+        nothing is to be divided.
+    bias : array_like, optional
+        float [N]; added in float32.
+    activation_scale : float or array, optional
+        One scale for all tokens, found beforehand (see `Calibration`); where it is not positive and finite the product
+        is 0. By default each token gets its own from its absmax, or has it, where `x` is compressed already.
+    qmin : {-128, -127}, default -128
+        The lowest code of `x`, where that is quantized here.
+    out : array, optional
+        C-contiguous array of the result's shape and dtype, which receives it.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        As `linear_w8a8`.
+
+    Raises
+    ------
+    TypeError, FormatError, ValueError, DeviceError
+        As `linear_w8a8`.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((48, 256), (64, 256)))
+    >>> x[:, 7] *= 100  # an outlier channel
+    >>> calibration = kb.affine.Calibration().update(x)
+    >>> s = kb.affine.smooth_scales(calibration.absmax, w)
+    >>> q = kb.quantize(kb.affine.smooth_weight(w, s), "int8", granularity=("channel", 0))
+    >>> round(kb.metrics.sqnr_db(x @ w.T, kb.affine.linear_smoothquant(x, q, s)), 1)
+    44.5
+    >>> scale = calibration.activation_scale(s)
+    >>> round(kb.metrics.sqnr_db(x @ w.T, kb.affine.linear_smoothquant(x, q, s, activation_scale=scale)), 1)
+    38.1
+    """
+    return _linear(x, qw, smooth, bias, activation_scale, qmin, out=out)
+
+
+def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin: Any, *, out: Any = None) -> Any:
+    if _xp.is_tensor(x):
+        return _xp.in_torch(_linear, "x", x, qw, smooth, bias, activation_scale, qmin, out=out)
+    if type(qmin) is not int or qmin not in _LEVELS:
+        raise FormatError(f"qmin is {qmin!r}; allowed are -128 and -127")
+    token_scales = None
+    if isinstance(x, QuantizedArray):
+        dtype = x.dtype
+        for name, given in (("smooth", smooth), ("activation_scale", activation_scale)):
+            if given is not None:
+                raise FormatError(f"{name} goes with activations that are quantized here, and x is {x!r}: pass None")
+        if qmin != -128:
+            raise FormatError(f"qmin goes with activations that are quantized here, and x is {x!r}: leave it away")
+        x, token_scales = _token_planes(x)
+    else:
+        x = _xp.as_array(x)
+        dtype = _xp.float_dtype(x.dtype, "x")
+    codes, scales = _weight_planes(qw)
+    rows, depth = qw.shape
+    if x.ndim == 0 or x.shape[-1] != depth:
+        raise ValueError(f"x has shape {x.shape}; a weight of shape {qw.shape} needs [..., {depth}]")
+    if not _xp.same_device(x, codes):
+        raise DeviceError(f"x is on {_xp.device_of(x)} and the weight on {qw.device}; move one of them")
+    shape = (*x.shape[:-1], rows)
+    if smooth is not None:
+        smooth = _vector(smooth, "smooth", depth, x, True)
+    if bias is not None:
+        bias = _vector(bias, "bias", rows, x)
+    if activation_scale is not None:
+        activation_scale = _one_scale(activation_scale, x)
+    if out is not None:
+        check_out(out, shape, x, dtype)
+    with _xp.on_device_of(x):
+        if out is None:
+            out = _xp.namespace(x).empty(shape, dtype)
+        if not out.size:
+            return out
+        if token_scales is None:
+            # CuPy's own cast flushes subnormal numbers.
+            single = x.dtype == np.float64 and not isinstance(x, np.ndarray)
+            x = affine.converted(x, np.dtype(np.float32)) if single else source(x, _FLOATS)
+        if isinstance(x, np.ndarray):
+            _multiply_host(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
+        elif dtype in _xp.dtype_set(_FLOATS):
+            _multiply_cuda(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
+        else:
+            single = _xp.namespace(x).empty(shape, np.float32)
+            _multiply_cuda(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, single)
+            out[...] = single
+    return out
+
+
+def _token_planes(x: QuantizedArray) -> tuple[Any, Any]:
+    """Codes [..., K] and scales, one for each token or for all, of activations that are int8."""
+    if not x.ndim or not _has_token_scales(x.format, x.shape):
+        raise FormatError(
+            f"x is {x.format!r} of shape {x.shape}; activations that are compressed must be [..., K] in a symmetric "
+            "int8 with a scale for each token or for all: quantize(x, 'int8', granularity='token')"
+        )
+    return x.planes["codes"].reshape(x.shape), x.planes["scale"]
+
+
+def _weight_planes(qw: Any) -> tuple[Any, Any]:
+    """Codes and scales of a weight that a product takes."""
+    if not isinstance(qw, QuantizedArray):
+        raise TypeError(
+            f"qw is {type(qw).__name__}; it must be a QuantizedArray: quantize(w, 'int8', granularity=('channel', 0))"
+        )
+    if not _fits(qw.format, qw.shape):
+        raise FormatError(
+            f"qw is {qw.format!r} of shape {qw.shape}; it must be [N, K] in a symmetric int8 with a scale for each "
+            "row: quantize(w, 'int8', granularity=('channel', 0))"
+        )
+    if qw.shape[1] > MAX_DEPTH:
+        raise ValueError(f"qw has K = {qw.shape[1]}; sums are exact in int32 up to K = {MAX_DEPTH}: split K")
+    return qw.planes["codes"], qw.planes["scale"]
+
+
+def _is_int8(format: Format) -> bool:
+    return isinstance(format, affine.Affine) and format.name == "int8" and format.levels.symmetric
+
+
+@functools.lru_cache(maxsize=1024)
+def _fits(format: Format, shape: tuple[int, ...]) -> bool:
+    """Whether planes of this format are a matrix of int8 with a scale for each row."""
+    if not isinstance(format, affine.Affine) or not _is_int8(format) or len(shape) != 2:
+        return False
+    return affine.blocks_of(shape, format.granularity).layout == affine.blocks_of(shape, ("channel", 0)).layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_token_scales(format: Format, shape: tuple[int, ...]) -> bool:
+    """Whether planes of this format are int8 with a scale for each row along the last axis, or one for all."""
+    if not isinstance(format, affine.Affine) or not _is_int8(format):
+        return False
+    blocks = affine.blocks_of(shape, format.granularity)
+    return blocks.count == 1 or blocks.layout == affine.blocks_of(shape, "token").layout
+
+
+def _vector(values: Any, argument: str, size: int, beside: Any, single: bool = False) -> Any:
+    """A contiguous float array [size] beside another; float32 for `single` and where it was float64."""
+    array = _xp.as_array(values, argument)
+    dtype = _xp.float_dtype(array.dtype, argument)
+    if array.shape != (size,):
+        raise ValueError(f"{argument} has shape {array.shape}; it must be ({size},)")
+    if not _xp.same_device(array, beside):
+        raise DeviceError(f"{argument} is on {_xp.device_of(array)} and x on {_xp.device_of(beside)}; move one of them")
+    if single and dtype != np.float32:
+        array = array.astype(np.float32)
+    return source(array, _FLOATS)
+
+
+def _one_scale(scale: Any, beside: Any) -> Any:
+    """A scale of all tokens as float32 [1]: a host array that has been checked, or an array beside x."""
+    array = _xp.as_array(scale, "activation_scale")
+    if array.dtype.kind not in "fiu" or array.size != 1:
+        raise ValueError(
+            f"activation_scale is {array.dtype} of shape {array.shape}; it must be one number, or None for a scale for "
+            "each token"
+        )
+    if not _xp.is_cupy(array):
+        with np.errstate(all="ignore"):
+            single = array.astype(np.float32).reshape(1)
+        if not 0 < single[0] <= _LARGEST:
+            raise FormatError(f"activation_scale is {array.reshape(-1)[0]}; it must be positive and finite in float32")
+        array = single
+        return single
+    if not _xp.same_device(array, beside):
+        raise DeviceError(
+            f"activation_scale is on {_xp.device_of(array)} and x on {_xp.device_of(beside)}; move one of them"
+        )
+    with _xp.on_device_of(array):
+        return array.astype(np.float32, copy=False).reshape(1)
+
+
+# ---- NumPy ---------------------------------------------------------------------------------------------------------
+
+# 1024 products of int8 stay within 2^24, up to which float32 holds every integer: partial sums by BLAS are exact.
+_EXACT = 1024
+
+
+# The codes of activations, by the lowest of them.
+_LEVELS = {qmin: affine.check_levels(qmin, 127) for qmin in (-128, -127)}
+
+
+def quantize_tokens(
+    x: np.ndarray, smooth: np.ndarray | None, fixed: np.ndarray | None, qmin: int = -128
+) -> tuple[Any, Any]:
+    """int8 [M, K] and scales [M] of a matrix, by the rules of the affine formats."""
+    numbers, levels = x.astype(np.float32, copy=False), _LEVELS[qmin]
+    if smooth is not None:
+        with np.errstate(all="ignore"):
+            numbers = numbers / smooth
+    blocks = affine.blocks_of(numbers.shape, "token")
+    codes, scales = np.zeros(numbers.shape, np.int8), np.ones(len(numbers), np.float32)
+    if fixed is None:
+        affine.quantize_dynamic(numbers, codes, scales, None, blocks, levels)
+    else:
+        scales[:] = fixed
+        affine.quantize(numbers, codes, scales, 0, blocks, levels)
+    return codes, scales
+
+
+def integer_product(a: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """int32 [M, N]: the product of int8 [M, K] and int8 [N, K], exact."""
+    total = np.zeros((len(a), len(w)), np.int32)
+    for k in range(0, a.shape[1], _EXACT):
+        part = slice(k, k + _EXACT)
+        total += (a[:, part].astype(np.float32) @ w[:, part].T.astype(np.float32)).astype(np.int32)
+    return total
+
+
+# Channels whose weights are float32 at a time.
+_CHANNELS = 4096
+
+
+def _factors(scales: np.ndarray) -> np.ndarray:
+    """Scales that do not count as 0."""
+    return np.where((scales > 0) & (scales < np.inf), scales, np.float32(0))
+
+
+def _multiply_host(
+    x: np.ndarray,
+    token_scales: np.ndarray | None,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    smooth: np.ndarray | None,
+    fixed: np.ndarray | None,
+    qmin: int,
+    bias: np.ndarray | None,
+    out: np.ndarray,
+) -> None:
+    rows, depth = out.shape[-1], x.shape[-1]
+    result = out.reshape(-1, rows)
+    a = x.reshape(len(result), depth)
+    if token_scales is None:
+        a, token_scales = quantize_tokens(a, smooth, fixed, qmin)
+    weight = codes.reshape(rows, depth)
+    tokens, factors = _factors(token_scales)[:, None], _factors(scales)
+    with np.errstate(all="ignore"):
+        for first in range(0, rows, _CHANNELS):
+            part = slice(first, first + _CHANNELS)
+            y = integer_product(a, weight[part]).astype(np.float32)
+            y *= tokens
+            y *= factors[part]
+            if bias is not None:
+                y += bias[part].astype(np.float32)
+            result[:, part] = y
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+_FILE, _HOPPER_FILE = "w8a8.cu", "w8a8_sm90a.cu"
+_TYPES = tuple(_cuda.CXX_TYPES[name] for name in _FLOATS)
+_BIAS_KINDS = {"float32": 1, "float16": 2, "bfloat16": 3}
+
+_ALIGNMENT = 16  # bytes, of what moves in vectors
+_MOST_BLOCKS = 1 << 30
+_PITCH = 128  # columns of quantized tokens come in multiples of this
+_TOKEN_THREADS = 512
+_STREAM_TOKENS = 16  # the most that are streamed
+_STREAM_ROWS = 16
+_SMALL_WEIGHT = 1 << 25  # bytes; of larger ones tiles stream more than 8 tokens faster on Hopper
+_STREAM_THREADS = 256
+_STREAM_SHARED = _STREAM_THREADS // 32 * 3 * _STREAM_ROWS * 128
+_TILE_N, _TILE_STAGE, _TILE_STAGES = 128, 64, 4
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The template parameters of ``wgmma_w8a8`` after the dtype (see kernels/w8a8_sm90a.cu), and what it costs.
+
+    Parameters
+    ----------
+    warpgroups, n_steps, stages, share, split : int
+        The template parameters.
+    step, exchange : float
+        Microseconds of 128 k, and of the exchange of sums, on an H200.
+    """
+
+    warpgroups: int
+    n_steps: int
+    stages: int
+    share: int
+    split: int
+    step: float
+    exchange: float = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def channels(self) -> int:
+        """Channels of a tile."""
+        return 128 * self.n_steps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the warpgroups that multiply, and what fetches."""
+        return 160 if self.warpgroups == 1 else 128 * (self.warpgroups + 1)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of the ring, with room to align it."""
+        return self.stages * (self.tokens + self.channels) * _tma.BOX_BYTES + 1024
+
+    @property
+    def text(self) -> str:
+        """As C++."""
+        return f"{self.warpgroups}, {self.n_steps}, {self.stages}, {self.share}, {self.split}"
+
+    def splits(self, depth: int) -> bool:
+        """Whether there is something to do for each part of k."""
+        return self.split <= -(-depth // _tma.BOX_BYTES)
+
+    def blocks(self, tokens: int, channels: int) -> int:
+        """Thread blocks that have work."""
+        along_m = -(-tokens // (self.tokens * self.share)) * self.share
+        return along_m * -(-channels // self.channels) * self.split
+
+    def cost(self, tokens: int, channels: int, depth: int, multiprocessors: int) -> float:
+        """Microseconds of a product, give or take what all tilings have in common."""
+        # Not every multiprocessor finds three others for a cluster of four.
+        held = multiprocessors if self.share * self.split < 4 else multiprocessors * 3 // 4
+        rounds = -(-self.blocks(tokens, channels) // held)
+        multiplying = rounds * -(-depth // _tma.BOX_BYTES) / self.split * self.step
+        return max(multiplying, channels * depth / _READ_PER_US) + rounds * self.exchange
+
+
+_BOOLS = ("false", "true")
+_READ_PER_US = 4.2e6  # bytes of weights
+_TILINGS = (
+    Tiling(1, 1, 8, 1, 1, 0.30),
+    Tiling(1, 1, 8, 1, 2, 0.30, 2),
+    Tiling(1, 1, 8, 1, 4, 0.30, 3),
+    Tiling(2, 1, 6, 1, 1, 0.42),
+    Tiling(2, 1, 6, 1, 2, 0.42, 3),
+    Tiling(2, 1, 6, 1, 4, 0.42, 4),
+    Tiling(2, 2, 4, 1, 2, 0.72, 5),
+    Tiling(2, 2, 4, 2, 1, 0.71),
+)
+
+register_templates(
+    _cuda.Template(_FILE, "quantize_tokens", (_TYPES, _BOOLS, _BOOLS)),
+    _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("true",))),
+    _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("true",))),
+    # Weights whose rows start anywhere are read byte by byte.
+    _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("false",)), hot=False),
+    _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("false",)), hot=False),
+    *(_cuda.Template(_HOPPER_FILE, "wgmma_w8a8", (_TYPES, (tiling.text,))) for tiling in _TILINGS),
+)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    """Multiprocessors of a Hopper GPU whose driver makes tensor maps and starts kernels early; 0 of any other."""
+    import cupy
+
+    hopper = cupy.cuda.Device(device).compute_capability == "90" and _tma.available() and _cuda.starts_early(device)
+    return _cuda.multiprocessors(device) if hopper else 0
+
+
+def choose_tiling(tokens: int, channels: int, depth: int, multiprocessors: int) -> Tiling | None:
+    """The tiling that takes the least time; None for ``stream_w8a8``."""
+    if tokens <= _STREAM_TOKENS and (tokens <= 8 or channels * depth < _SMALL_WEIGHT):
+        return None
+    # Narrow tiles read the weights again for every 64 tokens; wide ones would be half empty.
+    fitting = (t for t in _TILINGS if t.splits(depth) and (tokens <= 128 if t.warpgroups == 1 else tokens > 64))
+    return min(fitting, key=lambda tiling: tiling.cost(tokens, channels, depth, multiprocessors))
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The two launches of a product of one shape.
+
+    Parameters
+    ----------
+    quantize, multiply : callable
+        Kernels that are loaded; no first one for tokens that are int8 already.
+    quantizers : int
+        Threads of a block of the first one.
+    blocks, threads, shared : int
+        Of the second one.
+    boxes : tuple of int
+        Rows of the boxes of tokens and of weights that the bulk tensor copy engine fetches; empty without it.
+    """
+
+    quantize: Any
+    quantizers: int
+    multiply: Any
+    blocks: int
+    threads: int
+    shared: int
+    boxes: tuple[int, ...]
+
+
+_kernel = functools.cache(_cuda.Kernel)
+# The lowest codes as a kernel takes a float.
+_LOWEST = {qmin: int(np.float32(qmin).view(np.int32)) for qmin in _LEVELS}
+# Sizes of the arguments: pointers and ints, and tensor maps.
+_TOKEN_SIZES, _SIZES, _MAP_SIZES = (*(8,) * 9, 4), (8,) * 11, (128, 128, *(8,) * 8)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    dtype: np.dtype,
+    tokens: int,
+    channels: int,
+    depth: int,
+    vector: bool | None,
+    smooth: bool,
+    aligned: bool,
+    device: int,
+) -> _Plan:
+    """How a product is computed, its kernels compiled. `vector` is None for tokens that are int8 already."""
+    cxx = _cuda.CXX_TYPES[dtype.name]
+    multiprocessors = _multiprocessors(device) if aligned and depth else 0
+    tiling = choose_tiling(tokens, channels, depth, multiprocessors) if multiprocessors else None
+    boxes: tuple[int, ...] = ()
+    # quantize_tokens lets the next kernel start once all work ahead of itself is done: weights can be read at once.
+    early = vector is not None
+    if tiling is not None:
+        boxes = tiling.tokens, tiling.channels // tiling.share
+        expression = f"wgmma_w8a8<{cxx}, {tiling.text}>"
+        kernel = _kernel(_HOPPER_FILE, expression, tiling.threads, tiling.shared, sizes=_MAP_SIZES, early=early)
+        units, waves = tiling.blocks(tokens, channels), tiling.split == 1
+    elif tokens <= _STREAM_TOKENS:
+        expression = f"stream_w8a8<{cxx}, {8 if tokens <= 8 else 16}, {_BOOLS[aligned]}>"
+        kernel = _kernel(_FILE, expression, _STREAM_THREADS, _STREAM_SHARED, sizes=_SIZES, early=early)
+        units, waves = -(-channels // _STREAM_ROWS), True
+    else:
+        tile = 64 if tokens <= 64 else 128
+        expression = f"tile_w8a8<{cxx}, {tile}, {_BOOLS[aligned]}>"
+        shared = _TILE_STAGES * (tile + _TILE_N) * _TILE_STAGE
+        kernel = _kernel(_FILE, expression, 2 * tile, shared, sizes=_SIZES, early=early)
+        units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
+    quantize = None
+    if vector is not None:
+        expression = f"quantize_tokens<{cxx}, {_BOOLS[vector]}, {_BOOLS[smooth]}>"
+        quantize = _kernel(_FILE, expression, _TOKEN_THREADS, sizes=_TOKEN_SIZES).ready(device).function
+    ready = kernel.ready(device)
+    return _Plan(
+        quantize,
+        _TOKEN_THREADS if tokens <= _cuda.multiprocessors(device) else _TOKEN_THREADS // 2,
+        ready.function,
+        min(units, ready.resident if waves else _MOST_BLOCKS),
+        kernel.threads,
+        kernel.shared,
+        boxes,
+    )
+
+
+@functools.cache
+def _bias_kind(dtype: np.dtype) -> int:
+    return _BIAS_KINDS[dtype.name]
+
+
+def _padded_tokens(codes: Any, scales: Any, tokens: int, pitch: int) -> tuple[Any, Any]:
+    """Tokens that are int8 already, as the kernels read them: rows of `pitch` bytes that end in zeros, a scale each."""
+    if codes.shape[-1] != pitch or codes.data.ptr % _ALIGNMENT:
+        rows = codes.reshape(tokens, codes.shape[-1])
+        codes = _xp.namespace(codes).zeros((tokens, pitch), np.int8)
+        codes[:, : rows.shape[1]] = rows
+    return codes, scales if scales.size == tokens else scales.repeat(tokens)
+
+
+def _multiply_cuda(
+    x: Any,
+    token_scales: Any | None,
+    codes: Any,
+    scales: Any,
+    smooth: Any | None,
+    fixed: Any | None,
+    qmin: int,
+    bias: Any | None,
+    out: Any,
+) -> None:
+    channels, depth = out.shape[-1], x.shape[-1]
+    tokens = out.size // channels
+    numbers, weight, divisors = x.data.ptr, codes.data.ptr, 0 if smooth is None else smooth.data.ptr
+    vector = None
+    if token_scales is None:
+        vector = not (depth % 8 or numbers % _ALIGNMENT or divisors % _ALIGNMENT)
+    aligned = not (depth % _ALIGNMENT or weight % _ALIGNMENT)
+    plan = _plan(out.dtype, tokens, channels, depth, vector, divisors != 0, aligned, x.data.device_id)
+    pitch = max(-(-depth // _PITCH) * _PITCH, _PITCH)
+    if token_scales is None:
+        # The quantized tokens, and behind them their scales.
+        scratch = _xp.namespace(x).empty(tokens * (pitch + 4), np.uint8)
+        a = scratch.data.ptr
+        factors = a + tokens * pitch
+        there = given = 0
+        if isinstance(fixed, np.ndarray):
+            given = int(fixed.view(np.int32)[0])
+        elif fixed is not None:
+            there = fixed.data.ptr
+        plan.quantize(
+            (min(tokens, _MOST_BLOCKS),),
+            (plan.quantizers,),
+            (numbers, divisors, there, given, a, factors, tokens, depth, pitch, _LOWEST[qmin]),
+        )
+    else:
+        scratch = _padded_tokens(x, token_scales, tokens, pitch)
+        a, factors = (array.data.ptr for array in scratch)
+    matrices: tuple[Any, Any] = a, weight
+    last: tuple[int, ...] = (pitch,)
+    if plan.boxes:
+        matrices = (
+            _tma.byte_matrix(a, tokens, pitch, pitch, plan.boxes[0]),
+            _tma.byte_matrix(weight, channels, depth, depth, plan.boxes[1]),
+        )
+        last = ()
+    added = (0, 0) if bias is None else (bias.data.ptr, _bias_kind(bias.dtype))
+    plan.multiply(
+        (plan.blocks,),
+        (plan.threads,),
+        (*matrices, out.data.ptr, factors, scales.data.ptr, *added, tokens, channels, depth, *last),
+        shared_mem=plan.shared,
+    )
+
+
+# ---- SmoothQuant ---------------------------------------------------------------------------------------------------
+
+
+class Calibration:
+    """The running absmax of activation channels over batches.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> calibration = kb.affine.Calibration()
+    >>> for batch in ([[1.0, -2.0]], [[-3.0, 0.5]]):
+    ...     _ = calibration.update(np.array(batch, np.float32))
+    >>> calibration.absmax
+    array([3., 2.], dtype=float32)
+    """
+
+    __slots__ = ("_absmax",)
+
+    def __init__(self) -> None:
+        self._absmax: Any = None
+
+    def update(self, batch: Any) -> Calibration:
+        """Take a batch into account.
+
+        Parameters
+        ----------
+        batch : array_like
+            float [..., K]. NaN is ignored, an infinity counts as the largest float32. On CuPy nothing synchronises.
+
+        Returns
+        -------
+        Calibration
+            The object itself.
+
+        Raises
+        ------
+        TypeError
+            When the batch is not a float array.
+        ValueError
+            When its K is not that of the batches before.
+        DeviceError
+            When it is on another device than they.
+        """
+        batch = _xp.as_array(batch, "batch")
+        _xp.float_dtype(batch.dtype, "batch")
+        if batch.ndim == 0 or (self._absmax is not None and batch.shape[-1:] != self._absmax.shape):
+            wanted = "[..., K]" if self._absmax is None else f"[..., {self._absmax.size}]"
+            raise ValueError(f"batch has shape {batch.shape}; it must be {wanted}")
+        if self._absmax is not None and not _xp.same_device(batch, self._absmax):
+            raise DeviceError(
+                f"batch is on {_xp.device_of(batch)} and the earlier ones on {_xp.device_of(self._absmax)}; move it"
+            )
+        with _xp.on_device_of(batch):
+            found = column_absmax(batch)
+            if self._absmax is not None:
+                found = _xp.namespace(batch).maximum(found, self._absmax)
+        self._absmax = found
+        return self
+
+    @property
+    def absmax(self) -> Any:
+        """float32 [K], on the device of the batches.
+
+        Raises
+        ------
+        ValueError
+            Before the first batch.
+        """
+        if self._absmax is None:
+            raise ValueError("no batch has been seen: call update first")
+        return self._absmax
+
+    def activation_scale(self, smooth: Any = None) -> Any:
+        """The scale of all tokens for `linear_smoothquant`: the largest ``absmax / smooth``, over 127.
+
+        Parameters
+        ----------
+        smooth : array, optional
+            float [K], from `smooth_scales`; by default nothing is divided.
+
+        Returns
+        -------
+        array
+            float32 [1], on the device of the batches; 1 where all batches were zeros.
+
+        Raises
+        ------
+        ValueError, TypeError, DeviceError
+            When `smooth` does not fit, or no batch has been seen.
+        """
+        absmax = self.absmax
+        xp = _xp.namespace(absmax)
+        with _xp.on_device_of(absmax):
+            if smooth is not None:
+                absmax = absmax / _vector(smooth, "smooth", absmax.size, absmax, True)
+            largest = (absmax if absmax.size else xp.zeros(1, np.float32)).max().reshape(1)
+            return xp.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
+
+
+def column_absmax(x: Any) -> Any:
+    """float32 [K]: the absmax over all axes but the last; NaN is ignored, infinity is the largest float32."""
+    xp = _xp.namespace(x)
+    with np.errstate(over="ignore"):
+        magnitudes = xp.abs(x.astype(np.float32, copy=False)).reshape(-1, x.shape[-1])
+    magnitudes = xp.where(xp.isnan(magnitudes), np.float32(0), magnitudes)
+    if not len(magnitudes):  # CuPy's max knows no initial value
+        return xp.zeros(x.shape[-1], np.float32)
+    return xp.minimum(magnitudes.max(axis=0), _LARGEST)
+
+
+def smooth_scales(activation_absmax: Any, weight: Any, alpha: float = 0.5) -> Any:
+    """SmoothQuant's divisors of activation channels, ``max|A[:, k]|^alpha / max|W[:, k]|^(1 - alpha)``.
+
+    Parameters
+    ----------
+    activation_absmax : array
+        float [K], as `Calibration` keeps it.
+    weight : array
+        float [N, K], on the same device.
+    alpha : float, default 0.5
+        From 0 (everything stays with the activations) to 1 (all of their range moves to the weights).
+
+    Returns
+    -------
+    array
+        float32 [K]. Maxima below 1e-5 count as 1e-5; powers are taken in float64.
+
+    Raises
+    ------
+    TypeError
+        When an argument is not a float array.
+    ValueError
+        When the shapes do not fit or alpha is out of range.
+    DeviceError
+        When the arrays are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> kb.affine.smooth_scales(np.array([16.0, 1.0], np.float32), np.array([[1.0, 4.0]], np.float32))
+    array([4. , 0.5], dtype=float32)
+    """
+    if _xp.is_tensor(activation_absmax):
+        return _xp.in_torch(smooth_scales, "activation_absmax", activation_absmax, weight, alpha)
+    weight = _weight(weight)
+    absmax = _vector(activation_absmax, "activation_absmax", weight.shape[1], weight, True)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float, np.number)) or not 0 <= alpha <= 1:
+        raise ValueError(f"alpha is {alpha!r}; it must be a number from 0 to 1")
+    xp = _xp.namespace(weight)
+    with _xp.on_device_of(weight):
+        activations = xp.maximum(absmax.astype(np.float64), SMALLEST_ABSMAX)
+        weights = xp.maximum(column_absmax(weight).astype(np.float64), SMALLEST_ABSMAX)
+        return (activations ** float(alpha) / weights ** (1 - float(alpha))).astype(np.float32)
+
+
+def smooth_weight(weight: Any, smooth: Any) -> Any:
+    """A weight whose columns are multiplied by SmoothQuant's divisors.
+
+    Parameters
+    ----------
+    weight : array
+        float [N, K].
+    smooth : array
+        float [K], from `smooth_scales`, on the same device.
+
+    Returns
+    -------
+    array
+        Shape and dtype of `weight`; the product is rounded to float32 and then to that dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, DeviceError
+        As `smooth_scales`.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> kb.affine.smooth_weight(np.ones((1, 2), np.float16), np.array([4.0, 0.5], np.float32))
+    array([[4. , 0.5]], dtype=float16)
+    """
+    if _xp.is_tensor(weight):
+        return _xp.in_torch(smooth_weight, "weight", weight, smooth)
+    weight = _weight(weight)
+    smooth = _vector(smooth, "smooth", weight.shape[1], weight, True)
+    with _xp.on_device_of(weight), np.errstate(over="ignore"):
+        return (weight.astype(np.float32, copy=False) * smooth).astype(weight.dtype, copy=False)
+
+
+def _weight(weight: Any) -> Any:
+    if isinstance(weight, QuantizedArray):
+        raise TypeError("weight is a QuantizedArray; smooth the float weight before it is compressed")
+    weight = _xp.as_array(weight, "weight")
+    _xp.float_dtype(weight.dtype, "weight")
+    if weight.ndim != 2:
+        raise ValueError(f"weight has shape {weight.shape}; it must be [N, K]")
+    return weight

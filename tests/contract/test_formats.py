@@ -1,0 +1,383 @@
+"""What every registered format promises: the tests go through the registry, so a new format is in them by itself."""
+
+import functools
+import json
+import re
+
+import numpy as np
+import pytest
+from inputs import BFLOAT16, make, same_values
+
+import kbitcupy as kb
+from kbitcupy.backend.cuda import Template
+from kbitcupy.formats.base import Format, Plane, kernel_templates, parse_format, split_formats, unregister
+
+SHAPES = [(0,), (), (1,), (31,), (3, 32), (5, 7, 33), (4, 0, 2)]
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+
+
+def sample(shape, dtype):
+    size = int(np.prod(shape, dtype=int))
+    return make("normal", size, np.dtype("float32")).reshape(shape).astype(BFLOAT16 if dtype == "bfloat16" else dtype)
+
+
+def check_round_trip(name, tmp_path):
+    """Shapes, dtypes, planes, configuration, slices and files of one format."""
+    format = kb.get_format(name)
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            x = sample(shape, dtype)
+            q = kb.quantize(x, name)
+            assert (q.shape, q.dtype, q.format) == (x.shape, x.dtype, format.stored())
+            specs = q.format.planes(shape)
+            assert {p: (a.dtype.name, a.shape) for p, a in q.planes.items()} == {
+                p: (s.dtype, s.shape) for p, s in specs.items()
+            }
+            y = kb.dequantize(q)
+            assert y.shape == x.shape and y.dtype == x.dtype
+            again = kb.QuantizedArray.from_config(json.loads(json.dumps(q.config())), q.planes)
+            assert same_values(again.dequantize(), y)
+            assert same_values(kb.quantize(x, name, out=q).dequantize(), y)
+    wide = sample((64, 128), "float32")
+    q = kb.quantize(wide, name)
+    y = q.dequantize()
+    assert kb.metrics.sqnr_db(wide, y) > 3  # half of a bit: whatever it is, it resembles the input
+    if format.rows_are_blocks(wide.shape):
+        assert np.array_equal(q[10:20].dequantize(), y[10:20])
+    if format.error_bound(wide, q.planes) is not None:
+        assert kb.metrics.error_bound(wide, q).violations == 0
+    kb.io.save(tmp_path / f"{name}.safetensors", {"w": q})
+    assert np.array_equal(kb.io.load(tmp_path / f"{name}.safetensors")["w"].dequantize(), y)
+
+
+def check_metadata(name):
+    format = kb.get_format(name)
+    assert format.name == name and format.bits >= 1 and format.block >= 1
+    assert format.origin and format.summary
+    assert kb.get_format(name, **format.options()) == format
+    assert repr(format).startswith(f"get_format({name!r}")
+    with pytest.raises(kb.KbitError, match="has no option 'no_such_option'"):
+        kb.get_format(name, no_such_option=1)
+
+
+@pytest.mark.parametrize("name", kb.list_formats())
+def test_round_trip(name, tmp_path):
+    check_round_trip(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", kb.list_formats())
+def test_metadata(name):
+    check_metadata(name)
+
+
+class Toy(Format):
+    """One bit an element and the mean magnitude of 16 of them: a whole format in one place."""
+
+    name, bits, block = "toy", 1, 16
+    origin, summary = "this test", "signs"
+
+    def __init__(self, *, boost: float = 1.0):
+        self.boost = boost
+
+    def options(self):
+        return {"boost": self.boost}
+
+    def planes(self, shape):
+        blocks = -(-int(np.prod(shape, dtype=int)) // 16)
+        return {"sign": Plane("uint8", (blocks * 2,), 2), "mean": Plane("float32", (blocks,), 1)}
+
+    def encode(self, x, planes):
+        rows = np.zeros((planes["mean"].size, 16), np.float32)
+        rows.reshape(-1)[: x.size] = x.reshape(-1)
+        planes["mean"][:] = np.abs(rows).mean(1) * self.boost
+        planes["sign"][:] = np.packbits(rows < 0, axis=1).reshape(-1)
+
+    def decode(self, planes, out):
+        signs = np.unpackbits(planes["sign"]).reshape(-1, 16)
+        out.reshape(-1)[:] = ((1 - 2.0 * signs) * planes["mean"][:, None]).reshape(-1)[: out.size]
+
+
+@pytest.fixture
+def toy():
+    kb.register("toy", Toy)
+    yield "toy"
+    unregister("toy")
+
+
+def test_a_new_format_is_picked_up(toy, tmp_path, capsys):
+    from kbitcupy.cli import main
+
+    assert toy in kb.list_formats()
+    for name in kb.list_formats():
+        check_metadata(name)
+    check_round_trip(toy, tmp_path)
+    assert kb.quantize(np.ones(16, np.float32), toy, boost=2.0).dequantize()[0] == 2
+    assert main(["compare", "--device", "cpu", "--json"]) == 0  # the toy knows NumPy only
+    rows = json.loads(capsys.readouterr().out)
+    assert toy in json.dumps(rows)
+    assert toy not in [t.name for t in kernel_templates()]  # no kernels: nothing to compile
+
+
+def test_registration():
+    with pytest.raises(kb.KbitError, match="registered already; pass replace=True"):
+        kb.register("kbit4", Toy)
+    with pytest.raises(kb.KbitError, match="must be a non-empty string"):
+        kb.register("", Toy)
+    with pytest.raises(kb.KbitError, match="must be callable"):
+        kb.register("other", 3)
+
+
+def test_entry_points_are_asked_for_unknown_names_only(monkeypatch):
+    asked = []
+
+    class Entry:
+        def load(self):
+            return Toy
+
+    def entry_points(*, group, name):
+        asked.append((group, name))
+        return [Entry()] if name == "toy" else []
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    try:
+        assert isinstance(kb.get_format("toy"), Toy)
+        kb.get_format("kbit4")
+        assert asked == [("kbitcupy.formats", "toy")]
+        with pytest.raises(kb.KbitError, match="format is 'nothing'; registered are kbit1, "):
+            kb.get_format("nothing")
+    finally:
+        unregister("toy")
+
+
+# ---- a format with options, as text ----------------------------------------------------------------------------------
+
+TEXTS = {
+    "kbit4": ("kbit4", {}),
+    " NF4 ": ("NF4", {}),
+    "kbit4[]": ("kbit4", {}),
+    "int4:block=32": ("int4", {"block": 32}),
+    "nf4 : block = 32 , double_quant = true": ("nf4", {"block": 32, "double_quant": True}),
+    "nf4[block=32,double_quant=FALSE]": ("nf4", {"block": 32, "double_quant": False}),
+    "int8:granularity=token,percentile=99.5": ("int8", {"granularity": "token", "percentile": 99.5}),
+    "int8:granularity=channel:0": ("int8", {"granularity": "channel:0"}),
+    'int4[granularity=["group",32],symmetric=false]': ("int4", {"granularity": ["group", 32], "symmetric": False}),
+    "int4:granularity=[group,32]": ("int4", {"granularity": ["group", 32]}),
+    'kbit4:codebook="nf",absmax=float32': ("kbit4", {"codebook": "nf", "absmax": "float32"}),
+    "table4:table=[-1,0.5,1e3],block=64": ("table4", {"table": [-1, 0.5, 1e3], "block": 64}),
+    'x:a="1,b=2]",c=Null': ("x", {"a": "1,b=2]", "c": None}),
+    'x:a="\\",b=1",c=2': ("x", {"a": '",b=1', "c": 2}),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_are_taken_apart(text):
+    assert parse_format(text) == TEXTS[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nf4:", "'' in it is not KEY=VALUE, such as block=32"),
+        ("nf4:block", "'block' in it is not KEY=VALUE"),
+        ("nf4:block=32,", "'' in it is not KEY=VALUE"),
+        ("nf4:=32", "'=32' in it is not KEY=VALUE"),
+        ("nf4[block=32", "the bracket of its options is not closed: write nf4:block=32"),
+        ("nf4,block=32", "options stand behind a colon, such as nf4:block=32"),
+        ("nf4:block=32,BLOCK=64", "holds the option 'BLOCK' twice"),
+    ],
+)
+def test_texts_that_are_none(text, message):
+    with pytest.raises(kb.KbitError, match=re.escape(message)):
+        kb.get_format(text)
+
+
+def test_a_text_has_an_end():
+    with pytest.raises(kb.KbitError, match="format is a text of 1000007 characters; at most 65536 are read"):
+        kb.get_format("table4:" + "[" * 1_000_000)
+    with pytest.raises(kb.KbitError, match="table is '\\[\\["):
+        kb.get_format("table4:table=" + "[" * 60_000)
+
+
+def test_text_is_a_string():
+    for function in (parse_format, split_formats):
+        with pytest.raises(TypeError, match="given as int; .* takes text"):
+            function(4)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("kbit4", ["kbit4"]),
+        ("kbit4, nf4", ["kbit4", "nf4"]),
+        ("nf4:block=32,double_quant=true,kbit2", ["nf4:block=32,double_quant=true", "kbit2"]),
+        ("int8:granularity=token,percentile=99,int8:granularity=channel:0,symmetric=false",
+         ["int8:granularity=token,percentile=99", "int8:granularity=channel:0,symmetric=false"]),
+        ("nf4[block=32,double_quant=true],int4[block=32]", ["nf4[block=32,double_quant=true]", "int4[block=32]"]),
+        ("table4:table=[1,2],block=64,fp4", ["table4:table=[1,2],block=64", "fp4"]),
+    ],
+)  # fmt: skip
+def test_lists_of_formats_are_split(text, parts):
+    assert split_formats(text) == parts
+
+
+@pytest.mark.parametrize("text", ["", "kbit4,,nf4", "kbit4,", ",kbit4"])
+def test_lists_with_holes(text):
+    with pytest.raises(kb.KbitError, match="each must be a name, such as kbit4,nf4:block=32"):
+        split_formats(text)
+
+
+SPELLED = [  # the shortest text, the name, the options
+    ("kbit4", "KBIT4", {}),
+    ("kbit4", "kbit4", {"absmax": "e4m4", "codebook": "bnf"}),
+    ("kbit4:absmax=float32", "kbit4", {"absmax": "float32"}),
+    ("kbit4:absmax=float32", "Kbit4:AbsMax=float32", {}),
+    ("kbit4:codebook=custom", "kbit4", {"codebook": list(range(16))}),
+    ("nf4:block=32,double_quant=true", "nf4[block=32]", {"double_quant": True}),
+    ("nf4:block=32", "nf4:block=32", {"block": 32}),
+    ("dynamic8", "Dynamic8", {"block": 256}),
+    ("table4:block=128,table=custom", "table4:table=[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15],block=128", {}),
+    ("int4:block=32", "int4", {"granularity": ("group", 32)}),
+    ("int4:block=32", 'int4[granularity=["group",32]]', {}),
+    ("int4:block=32", "int4:granularity=group:32", {}),
+    ("int4:block=32", "int4:block=32", {"granularity": ["group", 32]}),
+    ("int4:block=32,symmetric=false", "int4", {"block": 32, "symmetric": False}),
+    ("int8", "int8", {"granularity": "tensor"}),
+    ("int8:granularity=token,percentile=99.5", "int8:percentile=99.5", {"granularity": "token"}),
+    ("int8:granularity=channel:-1", "int8", {"granularity": ("channel", -1)}),
+]
+
+
+@pytest.mark.parametrize(("text", "name", "options"), SPELLED)
+def test_one_notation(text, name, options):
+    format = kb.get_format(name, **options)
+    assert str(format) == text and repr(format) == f"get_format({text!r})"
+    again = eval(repr(format), {"get_format": kb.get_format})
+    assert again == format and again.config() == format.config()
+    assert kb.get_format(format.name, **json.loads(json.dumps(format.options()))) == format
+
+
+def test_texts_are_read_wherever_a_format_is_named():
+    x = sample((4, 64), "float32")
+    q = kb.quantize(x, "NF4:block=32")
+    assert q.format == kb.get_format("nf4", block=32)
+    assert repr(q).startswith("QuantizedArray(nf4:block=32, shape=(4, 64), ")
+    assert kb.quantize(x, "int4[block=32]", symmetric=False).format == kb.get_format(
+        "int4", granularity=("group", 32), symmetric=False
+    )
+    assert [row["label"] for row in kb.explore.sweep(x, ["INT4:block=32", "kbit4"])] == ["int4:block=32", "kbit4"]
+
+
+def test_a_text_is_read_once():
+    format = kb.get_format("nf4:block=32")
+    assert kb.get_format("nf4:block=32") is format
+    assert kb.get_format("nf4:block=32", double_quant=True) is kb.get_format("nf4:block=32", double_quant=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nf4:block=32", {"block": 64}, "format 'nf4' is given block=32 and block=64: leave one away"),
+        ("table4:table=bnf", {"table": np.ones(16)}, "format 'table4' is given table='bnf' and table="),
+        ("int4:block=32", {"granularity": "token"}, "granularity is 'token' and block 32, which means"),
+        ("int4", {"block": 32, "granularity": "tensor"}, "granularity is 'tensor' and block 32"),
+        ("int4", {"block": 32, "granularity": ("group", 64)}, r"granularity is \('group', 64\) and block 32"),
+        ("int4:block=0", {}, "block is 0; it must be a positive integer"),
+        ("int4:block=half", {}, "block is 'half'; it must be a positive integer"),
+        ("int4", {"block": True}, "block is True; it must be a positive integer"),
+        ("int8:granularity=channel:x", {}, "granularity is 'channel:x'; allowed are .* in text channel:0"),
+        ("int8:granularity=group:0", {}, "the group size of granularity is 0"),
+        ("nf4:speed=9", {}, "format 'nf4' has no option 'speed'; it takes: block, double_quant"),
+    ],
+)
+def test_contradictions(name, options, message):
+    with pytest.raises(kb.KbitError, match=message):
+        kb.get_format(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("nf4x", "nf4"),
+        ("int 4", "int4"),
+        ("K-Bit_3", "kbit3"),
+        ("4bit", "kbit4"),
+        ("dynamic", "dynamic8"),
+        ("q4", "kbit4, nf4, fp4, table4, int4 or uint4"),
+        (4, "kbit4, nf4, fp4, table4, int4 or uint4"),
+        ("4", "kbit4, nf4, fp4, table4, int4 or uint4"),
+        ("fp8", "kbit8, dynamic8, int8 or uint8"),
+        ("q4:block=32", "kbit4, nf4, fp4, table4, int4 or uint4"),
+    ],
+)
+def test_did_you_mean(name, meant):
+    with pytest.raises(kb.KbitError, match=rf"did you mean {meant}\? Registered are kbit1, "):
+        kb.get_format(name)
+
+
+@pytest.mark.parametrize("name", ["kbit9", "nothing", "", None, {}])
+def test_no_name_is_near(name):
+    with pytest.raises(kb.KbitError, match=r"format is .*; registered are kbit1, "):
+        kb.get_format(name)
+
+
+@pytest.mark.parametrize("name", ["my:format", "a[b", "a,b", "a=b", " a"])
+def test_names_are_free_of_what_divides_them(name):
+    with pytest.raises(kb.KbitError, match="it must be free of"):
+        kb.register(name, Toy)
+
+
+class Needy(Toy):
+    name = "Needy"
+    kernels = (Template("needy.cu", "needy", ()),)
+
+    def __init__(self, *, shape):
+        super().__init__()
+        self.shape = shape
+
+    def options(self):
+        return {"shape": self.shape}
+
+
+@pytest.mark.parametrize("factory", [Needy, functools.partial(Needy)])
+def test_a_format_that_needs_an_option(factory):
+    """It is spelled with all of them, found in any case, and its kernels are known all the same."""
+    kb.register("Needy", factory)
+    try:
+        format = kb.get_format("needy", shape="a,b")
+        assert str(format) == 'Needy:shape="a,b"' and eval(repr(format), {"get_format": kb.get_format}) == format
+        assert "needy" in [template.name for template in kernel_templates()]
+    finally:
+        unregister("Needy")
+
+
+def test_a_function_that_needs_an_option():
+    """Nothing is known of its kernels; that of the others is."""
+    kb.register("needy", lambda *, shape: Needy(shape=shape))
+    try:
+        assert "needy" not in [template.name for template in kernel_templates()]
+        assert "quantize_kbit" in [template.name for template in kernel_templates()]
+    finally:
+        unregister("needy")
+
+
+def test_texts_of_hypothesis():
+    """Any value that JSON knows comes back from the text."""
+    from hypothesis import given, strategies as st
+
+    scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+    values = scalars | st.lists(scalars, max_size=4)
+
+    @given(value=values)
+    def check(value):
+        kb.register("toy", Toy, replace=True)
+        format = Toy(boost=value)
+        format.boost = value
+        name, options = parse_format(str(format))
+        assert name == "toy" and options.get("boost", 1.0) == value
+        (alone,) = split_formats(str(format))
+        assert alone == str(format)
+
+    try:
+        check()
+    finally:
+        unregister("toy")

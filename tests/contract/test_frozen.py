@@ -1,0 +1,64 @@
+"""What an earlier version wrote decodes to the same bytes, on either library."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inputs import same_values
+from make_frozen_data import is_bounded
+
+import kbitcupy as kb
+
+DATA = Path(__file__).parent.parent / "data"
+FILE = DATA / "kbit_version1.safetensors"
+TENSORS = kb.io.load(FILE)
+NAMES = [name for name, tensor in TENSORS.items() if isinstance(tensor, kb.QuantizedArray)]
+
+
+def test_the_file_holds_what_its_readme_says():
+    assert len(NAMES) == 8 * 3 + 1 and len(TENSORS) == 2 * len(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numpy_decodes_the_same_bytes(name):
+    wanted = TENSORS[f"{name}.decoded"]
+    found = TENSORS[name].dequantize()
+    assert found.dtype == wanted.dtype and same_values(found, wanted)
+    assert (found.tobytes() == wanted.tobytes()) or np.isnan(found.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_decodes_the_same_values(cupy, name):
+    assert same_values(TENSORS[name].to_device("cuda:0").dequantize().get(), TENSORS[f"{name}.decoded"])
+
+
+# ---- a file for each format, with kinds of options; see make_frozen_data.py ------------------------------------------
+
+FORMATS = kb.list_formats()
+FROZEN = {path.stem: kb.io.load(path) for path in sorted((DATA / "frozen").glob("*.safetensors"))}
+INPUTS = FROZEN.pop("inputs")
+CASES = [(name, case) for name, tensors in FROZEN.items() for case in tensors if not case.endswith(" decoded")]
+
+
+def test_every_format_has_a_file():
+    assert sorted(FROZEN) == sorted(FORMATS)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_what_was_written_decodes_to_the_same_bytes(xp, name, case):
+    q, wanted = FROZEN[name][case], FROZEN[name][f"{case} decoded"]
+    found = q.dequantize() if xp is np else q.to_device("cuda:0").dequantize().get()
+    assert found.dtype == wanted.dtype and same_values(found, wanted)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_the_same_numbers_are_written_as_the_same_bytes(xp, name, case):
+    frozen = FROZEN[name][case]
+    options = frozen.format.config()
+    own = {key: frozen.planes[key] for key in ("codebook", "table") if options.get(key) == "custom"}
+    format = kb.get_format(options.pop("name"), **{**options, **own})
+    bounded = "bounded " if is_bounded(name) else ""
+    found = kb.quantize(xp.asarray(INPUTS[bounded + case.split()[-1]]), format).get()
+    assert found.config() == frozen.config()
+    for plane, wanted in frozen.planes.items():
+        assert found.planes[plane].tobytes() == np.asarray(wanted).tobytes(), plane
