@@ -1,0 +1,315 @@
+"""What `sass.py` and `compile_kernels.py` share: the kernels of a tree, what they are made of, and their binaries.
+
+A tree is asked for its kernels in a process of its own, so that two trees can be compared. A binary is known by the
+hash of its whole source (the file, every header that it reaches, the options, the expression), the architecture and
+the version of NVRTC: comments, empty space and the names of files and folders do not count.
+"""
+
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sqlite3
+import struct
+import subprocess
+import sys
+import zlib
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+# Run in a tree's own process: one JSON object an instance.
+_LIST = """
+import importlib, json, sys
+sys.path.insert(0, sys.argv[1])
+import kbitcupy.affine
+from kbitcupy.formats.base import kernel_templates
+for name in ("backend.compile", "backend.cuda", "_cuda"):
+    try:
+        compiler = importlib.import_module("kbitcupy." + name)
+        break
+    except ModuleNotFoundError as error:
+        if not error.name.startswith("kbitcupy." + name.partition(".")[0]):
+            raise
+if hasattr(compiler, "offline"):  # source and options in one piece
+    request = compiler.offline
+else:
+    def request(template, expression):
+        source = (compiler.kernel_folder() / template.file).read_text()
+        return source, compiler.options()
+for template in kernel_templates():
+    for number, expression in enumerate(template.instances()):
+        source, options = request(template, expression)
+        print(json.dumps({
+            "file": template.file, "expression": expression, "template": template.name, "hot": template.hot,
+            "only": compiler.architecture_of(template.file), "least": getattr(template, "least", 0),
+            "first": number == 0, "source": source, "options": list(options),
+        }))
+"""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A kernel of a tree.
+
+    Parameters
+    ----------
+    file, expression, template : str
+        File in ``kernels/``, C++ name expression, and its name without arguments.
+    hot : bool
+        Whether it must not spill.
+    only : str
+        The one architecture that it is for, or "".
+    least : int
+        The oldest architecture on which its body is not empty, or 0.
+    first : bool
+        Whether it is the first instance of its template.
+    source : str
+        What NVRTC gets.
+    options : tuple of str
+        ... and its options.
+    """
+
+    file: str
+    expression: str
+    template: str
+    hot: bool
+    only: str
+    least: int
+    first: bool
+    source: str
+    options: tuple[str, ...]
+
+    @property
+    def name(self):
+        """How lists call it."""
+        return f"{self.file}: {self.expression}"
+
+
+@dataclass
+class Binary:
+    """A compiled kernel.
+
+    Parameters
+    ----------
+    text : str
+        Hash of its machine code and constants.
+    instructions, registers, stack, stores, loads : int
+        Bytes of code over 16; of ptxas: registers a thread, bytes of stack frame, of spill stores and of spill loads.
+    cubin : bytes
+        The file.
+    error : str
+        What NVRTC said where it refused; the rest is empty then.
+    """
+
+    text: str = ""
+    instructions: int = 0
+    registers: int = 0
+    stack: int = 0
+    stores: int = 0
+    loads: int = 0
+    cubin: bytes = field(default=b"", repr=False)
+    error: str = ""
+
+    @property
+    def spills(self):
+        """Whether memory stands in for registers."""
+        return bool(self.stack or self.stores or self.loads)
+
+
+def instances(tree):
+    """Every instance of every template of a tree, each once; hot when one of its templates is."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LIST, str(tree)], stdout=subprocess.PIPE, text=True, cwd=tree, check=True
+    )
+    found = {}
+    for line in done.stdout.splitlines():
+        instance = Instance(**{**json.loads(line), "options": tuple(json.loads(line)["options"])})
+        before = found.get(instance.name)
+        if before is None or (instance.hot and not before.hot):
+            found[instance.name] = instance
+    return list(found.values())
+
+
+# ---- what a kernel is made of ----------------------------------------------------------------------------------------
+
+_COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]+(\S+)", re.MULTILINE)
+
+
+def _plain(text):
+    """Source without comments and without empty space at the ends of lines."""
+    text = _COMMENT.sub(lambda found: found[1] or " ", text)
+    return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
+
+
+def _reached(text, folder, include, defines):
+    """The text and all that it includes, in order; what is in no folder of ours is the toolkit's."""
+    parts = [_plain(text)]
+    for spelled in _INCLUDE.findall(parts[0]):
+        name = defines.get(spelled, spelled).strip('<>"\\')
+        for place in (folder, *include):
+            path = place / name
+            if path.is_file():
+                parts += _reached_file(path.resolve(), tuple(include), tuple(sorted(defines.items())))
+                break
+    return parts
+
+
+@functools.cache
+def _reached_file(path, include, defines):
+    return tuple(_reached(path.read_text(encoding="utf-8"), path.parent, include, dict(defines)))
+
+
+def source_hash(instance):
+    """The hash of everything of ours that decides a binary, but for the architecture."""
+    include, defines, options = [], {}, []
+    for option in instance.options:
+        if option.startswith("-I"):
+            include.append(Path(option[2:]))
+        elif not option.startswith("-DKBIT_HEADERS="):  # for CuPy's cache on disk; the headers are read below
+            options.append(option)
+        if option.startswith("-D"):
+            name, _, value = option[2:].partition("=")
+            defines[name] = value
+    seen = dict.fromkeys(_reached(instance.source, include[0], tuple(include), defines))  # each once, as `#pragma once`
+    text = "\0".join([*seen, *options, instance.expression])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+@functools.cache
+def nvrtc_version():
+    from cupy.cuda import nvrtc
+
+    # Releases of one version differ in their code too: the package says which it is.
+    for package in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return "{}.{}".format(*nvrtc.getVersion())
+
+
+def build(instance, architecture):
+    """Compile for ``sm_<architecture>``; what NVRTC refuses is a Binary with an error."""
+    from cuda.pathfinder import find_nvidia_header_directory
+    from cupy.cuda import nvrtc
+
+    include = find_nvidia_header_directory("cudart")
+    if include is None:
+        raise FileNotFoundError("the CUDA headers are not installed: pip install -e '.[compile]'")
+    options = (
+        *(option for option in instance.options if not option.startswith("-DKBIT_HEADERS=")),
+        f"-I{include}",
+        f"-arch=sm_{architecture}",
+        "-ftz=true",  # as CuPy has it
+        "--ptxas-options=-v",
+    )
+    program = nvrtc.createProgram(instance.source, instance.file, (), ())
+    try:
+        nvrtc.addNameExpression(program, instance.expression)
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            return Binary(error=f"{error}\n{nvrtc.getProgramLog(program)}")
+        cubin, log = nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)  # CuPy drops the last byte, a NUL
+    finally:
+        nvrtc.destroyProgram(program)
+    # A device function that is not inlined has lines of its own: the worst of all counts.
+    frames = [tuple(map(int, found)) for found in _FRAME.findall(log)]
+    registers = [int(found) for found in _REGISTERS.findall(log)]
+    if not frames or not registers:
+        return Binary(error=f"ptxas reported no registers or no stack frame:\n{log}")
+    code = [data for name, data in _sections(cubin) if name.startswith(".text")]
+    # Bank 0 holds the arguments, which only a launch knows.
+    constants = [data for name, data in _sections(cubin) if re.match(r"\.nv\.(constant[1-9]|global\.init)", name)]
+    text = hashlib.sha256(b"".join(sorted(code) + sorted(constants))).hexdigest()[:16]
+    stack, stores, loads = map(max, zip(*frames, strict=True))
+    return Binary(text, sum(map(len, code)) // 16, max(registers), stack, stores, loads, cubin)
+
+
+def _sections(elf):
+    """Name and content of each section of an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    heads = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
+    for head in heads:
+        start = heads[names][4] + head[0]
+        yield elf[start : elf.index(b"\0", start)].decode(), elf[head[4] : head[4] + head[5]]
+
+
+# ---- what has been compiled before -----------------------------------------------------------------------------------
+
+
+class Store:
+    """Binaries on disk, by the hash of what they are made of; several processes may use it at once."""
+
+    def __init__(self, path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        with self._open() as database:
+            database.execute("create table if not exists binaries (key text primary key, about text, cubin blob)")
+
+    def _open(self):
+        return sqlite3.connect(self._path, timeout=60)
+
+    def get(self, key):
+        with self._open() as database:
+            row = database.execute("select about, cubin from binaries where key = ?", (key,)).fetchone()
+        return None if row is None else Binary(**json.loads(row[0]), cubin=zlib.decompress(row[1]))
+
+    def put(self, key, binary):
+        about = {name: value for name, value in asdict(binary).items() if name != "cubin"}
+        with self._open() as database:
+            row = (key, json.dumps(about), zlib.compress(binary.cubin))
+            database.execute("insert or replace into binaries values (?, ?, ?)", row)
+
+
+def folder():
+    """Where binaries and unpacked trees are kept between runs."""
+    return Path(os.environ.get("KBITCUPY_CI_CACHE") or Path.home() / ".cache" / "kbitcupy-ci")
+
+
+def _build_into(job):
+    path, key, instance, architecture = job
+    store = Store(path)
+    if store.get(key) is None:
+        store.put(key, build(instance, architecture))
+    return key
+
+
+def build_all(wanted, workers=None, progress=None):
+    """Binaries of (instance, architecture) pairs, by name and architecture; what the store has is not built again.
+
+    Parameters
+    ----------
+    wanted : iterable of (Instance, int or str)
+        What to build.
+    workers : int, optional
+        Processes; by default one for each core.
+    progress : callable, optional
+        Called with how many are built and how many are to build.
+
+    Returns
+    -------
+    dict of (str, str) to Binary
+    """
+    path = folder() / "binaries.sqlite"
+    store = Store(path)
+    keys = {(i.name, str(a)): (f"{source_hash(i)} {a} {nvrtc_version()}", i, a) for i, a in wanted}
+    jobs = {key: (path, key, i, a) for key, i, a in keys.values() if store.get(key) is None}
+    if jobs:
+        # Spawned, not forked: a forked child would share the parent's NVRTC state.
+        with multiprocessing.get_context("spawn").Pool(workers or os.cpu_count() or 1) as pool:
+            for number, _ in enumerate(pool.imap_unordered(_build_into, list(jobs.values()), chunksize=2), 1):
+                if progress is not None:
+                    progress(number, len(jobs))
+    return {name: store.get(key) for name, (key, _, _) in keys.items()}
