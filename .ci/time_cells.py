@@ -1,0 +1,263 @@
+"""Time named calls of two trees side by side on a GPU: ``python .ci/time_cells.py OLD NEW``.
+
+OLD and NEW are folders that hold the package. Each has a process of its own, which calls nothing but the public
+functions that both have; the two are timed in turns, so that clocks and temperature are the same for both. A cell is
+the GPU time of a call: CUDA events around a graph of calls that rotate through inputs larger than the cache, behind
+the same graph. `cpu` is the time that a call takes to be queued. A cell that is slower by more than 5 % is timed again
+with three times the rounds, and what is printed is the repetition.
+"""
+
+import argparse
+import fnmatch
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+ELEMENTS = 1 << 28
+#: What linear_grouped multiplies with: experts, rows, depth, experts a token.
+EXPERTS = (128, 768, 2048, 8)
+CELLS = [
+    *(f"quantize/{name}/float16/2^28" for name in ("kbit2", "kbit4", "kbit5", "nf4", "dynamic8", "int8", "int4")),
+    *(f"dequantize/{name}/float16/2^28" for name in ("kbit2", "kbit4", "kbit5", "nf4", "dynamic8", "int8", "int4")),
+    *(f"{operation}/{name}/float32/2^28" for name in ("kbit4", "int8") for operation in ("quantize", "dequantize")),
+    *(f"take/{name}/float16/65536x4096/512" for name in ("kbit4", "nf4")),
+    *(f"linear/kbit4/28672x8192/{tokens}" for tokens in (1, 8, 32, 64, 512)),
+    *(f"linear/nf4/28672x8192/{tokens}" for tokens in (1, 8, 64)),
+    *(f"linear/{name}/4096x4096/{tokens}" for name in ("kbit4", "nf4") for tokens in (1, 8)),
+    "linear_grouped/kbit4/128x768x2048/8",
+    "linear_grouped/nf4/128x768x2048/64",
+    *(f"linear_w8a8/int8/28672x8192/{tokens}" for tokens in (1, 16, 512)),
+]
+
+
+# ---- a tree's process ------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One tree on the GPU; a cell is prepared, timed as often as is asked for, and dropped."""
+
+    def __init__(self):
+        import cupy
+        import numpy
+
+        self.cp, self.np = cupy, numpy
+        self.stream = cupy.cuda.Stream()
+        self.stream.use()
+        pool = numpy.random.default_rng(0).standard_normal((1 << 24) + 4096, numpy.float32)
+        self.pools = {"float32": cupy.asarray(pool), "float16": cupy.asarray(pool.astype(numpy.float16))}
+        self.cold = 4 * int(cupy.cuda.runtime.getDeviceProperties(0)["l2CacheSize"])
+
+    def data(self, shape, dtype, number):
+        """Normal data that repeats after 2^24 elements, and begins elsewhere for each number."""
+        count = self.np.prod(shape, dtype=int)
+        part = self.pools[dtype][8 * number % 4096 :][: 1 << 24]
+        return self.cp.resize(part, int(count)).reshape(shape)
+
+    def calls(self, cell):
+        """Yields (call, bytes that it moves) for as many inputs as are asked for."""
+        import kbitcupy as kb
+
+        operation, name, *rest = cell.split("/")
+        cp, np = self.cp, self.np
+        if operation in ("quantize", "dequantize"):
+            dtype = rest[0]
+            for number in range(1 << 30):
+                x = self.data((ELEMENTS,), dtype, number)
+                q = kb.quantize(x, name)
+                if operation == "quantize":
+                    yield (lambda x=x, q=q: kb.quantize(x, name, out=q)), x.nbytes + q.nbytes
+                else:
+                    yield (lambda x=x, q=q: kb.dequantize(q, out=x)), x.nbytes + q.nbytes
+        shape, tokens = tuple(map(int, rest[-2].split("x"))), int(rest[-1])
+        rng = np.random.default_rng(tokens)
+        if operation == "take":
+            q = kb.quantize(self.data(shape, "float16", 0), name)
+            out = cp.empty((tokens, shape[1]), np.float16)
+            for _ in range(1 << 30):
+                rows = cp.asarray(rng.integers(0, shape[0], tokens))
+                yield (lambda rows=rows: kb.take(q, rows, out=out)), out.nbytes + q.nbytes * tokens // shape[0]
+        x = cp.asarray(rng.standard_normal((tokens, shape[-1])).astype(np.float16))
+        if operation == "linear_grouped":
+            experts, _, _, chosen = EXPERTS
+            ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
+            touched, ids = len(np.unique(ids)), cp.asarray(ids)
+            out = cp.empty((tokens, chosen, shape[1]), np.float16)
+        else:
+            out = cp.empty((tokens, shape[0]), np.float16)
+        for number in range(1 << 30):
+            w = self.data(shape, "float16", number)
+            if operation == "linear":
+                q = kb.quantize(w, name)
+                yield (lambda q=q: kb.linear(x, q, out=out)), q.nbytes
+            elif operation == "linear_grouped":
+                q = kb.quantize(w, name)
+                yield (lambda q=q: kb.linear_grouped(x, q, ids, out=out)), q.nbytes * touched // experts
+            else:
+                q = kb.quantize(w, name, granularity=("channel", 0))
+                yield (lambda q=q: kb.affine.linear_w8a8(x, q, out=out)), q.nbytes
+
+    def prepare(self, cell):
+        make = self.calls(cell)
+        call, nbytes = next(make)
+        rotated = max(1, min(64, -(-self.cold // nbytes)))
+        calls = [call, *(next(make)[0] for _ in range(rotated - 1))]
+        for _ in range(2):  # the first may compile
+            self.stream.synchronize()
+            start = time.perf_counter()
+            call()
+            self.stream.synchronize()
+            once = time.perf_counter() - start
+        calls *= -(-max(4, min(100, int(2e-3 / once))) // rotated)
+        self.list = calls
+        self.stream.begin_capture()
+        try:
+            self.kept = [call() for call in calls]
+            graph = self.stream.end_capture()
+            self.launch = lambda: graph.launch(self.stream)
+        except Exception:
+            self.stream.end_capture()
+            self.launch = lambda: [call() for call in calls]
+        self.launch()
+        self.stream.synchronize()
+
+    def sample(self):
+        """Microseconds of a call on the GPU and on the CPU."""
+        events = [self.cp.cuda.Event() for _ in range(2)]
+        found = []
+        for _ in range(5):
+            self.launch()
+            events[0].record(self.stream)
+            self.launch()
+            events[1].record(self.stream)
+            events[1].synchronize()
+            found.append(self.cp.cuda.get_elapsed_time(*events) * 1e3 / len(self.list))
+        count = min(len(self.list), 40)
+        start = time.perf_counter()
+        for call in self.list[:count]:
+            call()
+        cpu = (time.perf_counter() - start) / count * 1e6
+        self.stream.synchronize()
+        return [statistics.median(found), cpu]
+
+    def drop(self):
+        self.list = self.kept = self.launch = None
+        self.cp.get_default_memory_pool().free_all_blocks()
+
+
+def serve(tree):
+    sys.path.insert(0, tree)
+    worker = Worker()
+    import kbitcupy
+
+    if not kbitcupy.__file__.startswith(tree):
+        raise ImportError(f"{kbitcupy.__file__} is not of {tree}")
+    for line in sys.stdin:
+        word, *arguments = json.loads(line)
+        try:
+            answer = getattr(worker, word)(*arguments)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+class Tree:
+    def __init__(self, folder):
+        command = [sys.executable, __file__, "--serve", folder]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, *what):
+        print(json.dumps(what), file=self._process.stdin, flush=True)
+
+    def answer(self):
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit("a tree's process has ended")
+        answer = json.loads(line)
+        if isinstance(answer, dict):
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def both(trees, *what):
+    """The answers of both, who work at the same time."""
+    for tree in trees:
+        tree.ask(*what)
+    answers, errors = [], []
+    for tree in trees:
+        try:
+            answers.append(tree.answer())
+        except RuntimeError as error:
+            errors.append(str(error))
+    if errors:
+        raise RuntimeError("; ".join(errors))
+    return answers
+
+
+def compare(trees, rounds):
+    """Medians of (GPU us, CPU us) of each tree, timed in turns."""
+    found = ([], [])
+    for turn in range(rounds):
+        for i in (0, 1) if turn % 2 == 0 else (1, 0):
+            trees[i].ask("sample")
+            found[i].append(trees[i].answer())
+    return [[statistics.median(column) for column in zip(*samples, strict=True)] for samples in found]
+
+
+def main():
+    from pathlib import Path
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", metavar="OLD")
+    parser.add_argument("new", metavar="NEW")
+    parser.add_argument("--cells", default="*", metavar="PATTERN", help="such as 'linear/*/28672x8192/*'")
+    parser.add_argument("--list-cells", action="store_true", help="print the names and stop")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each tree has its turn (default 5)")
+    parser.add_argument("--limit", type=float, default=95, metavar="SECONDS", help="begin no cell after (default 95)")
+    arguments = parser.parse_args()
+    cells = [cell for cell in CELLS if any(fnmatch.fnmatch(cell, p) for p in arguments.cells.split(","))]
+    if arguments.list_cells:
+        print(*cells, sep="\n")
+        return 0
+    begin = time.monotonic()
+    trees = [Tree(str(Path(folder).resolve())) for folder in (arguments.old, arguments.new)]
+    slower = []
+    print(f"{'cell':<42}{'old us':>10}{'new us':>10}{'ratio':>7}{'old cpu':>9}{'new cpu':>9}")
+    for number, cell in enumerate(cells):
+        if time.monotonic() - begin > arguments.limit:
+            print(f"stopped after {arguments.limit:.0f} s: {len(cells) - number} cells are left, from {cell}")
+            break
+        try:
+            both(trees, "prepare", cell)
+            (old, old_cpu), (new, new_cpu) = compare(trees, arguments.rounds)
+            again = ""
+            if new > 1.05 * old:
+                (old, old_cpu), (new, new_cpu) = compare(trees, 3 * arguments.rounds)
+                again = "  repeated"
+            if new > 1.05 * old:
+                slower.append(cell)
+            print(f"{cell:<42}{old:10.2f}{new:10.2f}{new / old:7.3f}{old_cpu:9.1f}{new_cpu:9.1f}{again}", flush=True)
+        except RuntimeError as error:
+            print(f"{cell:<42}FAILED: {error}", flush=True)
+        finally:
+            both(trees, "drop")
+    for tree in trees:
+        tree.close()
+    print(f"{len(slower)} slower by more than 5 %{': ' + ', '.join(slower) if slower else ''}")
+    print(f"{time.monotonic() - begin:.0f} s")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2])
+    else:
+        sys.exit(main())
