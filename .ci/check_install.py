@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 import kbitcupy as kb
-from kbitcupy.backend import cuda as _cuda
+from kbitcupy.backend.compile import kernel_folder
 
 KBIT = str(Path(sysconfig.get_path("scripts")) / "kbit")
 
@@ -39,14 +39,14 @@ def round_trip(folder):
 
 def main(kind, checkout=None):
     assert kbit("--version").split() == ["kbitcupy", kb.__version__]
-    kernels = _cuda.kernel_folder()
+    kernels = kernel_folder()
     print("kernels:", kernels, *sorted(path.name for path in kernels.iterdir()))
     if kind == "wheel":
         assert kernels.is_relative_to(Path(sysconfig.get_path("purelib")).resolve())
         assert importlib.util.find_spec("kernels") is None, "a wheel must not make `import kernels` work"
     else:
         assert kernels == Path(checkout).resolve() / "kernels"
-    assert any(kernels.glob("*.cu"))
+    assert any(kernels.rglob("*.cu"))
     with tempfile.TemporaryDirectory() as folder:
         round_trip(Path(folder))
 

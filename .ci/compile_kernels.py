@@ -9,12 +9,13 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import kbitcupy.affine  # noqa: F401  (registers the kernels of its products)
-from kbitcupy.backend import cuda as _cuda
+from kbitcupy.backend.compile import architecture_of, compile_offline
 from kbitcupy.errors import KernelCompileError
 from kbitcupy.formats.base import kernel_templates
 
@@ -26,20 +27,20 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 def jobs():
-    """(file, expression, architecture, hot) of everything that is compiled."""
+    """(template, expression, architecture) of everything that is compiled."""
     for template in kernel_templates():
         for number, expression in enumerate(template.instances()):
-            only = _cuda.architecture_of(template.file)
+            only = architecture_of(template.file)
             for architecture in (only,) if only else EVERY_INSTANCE + (ONE_INSTANCE if number == 0 else ()):
-                yield template.file, expression, architecture, template.hot
+                yield replace(template, axes=()), expression, architecture
 
 
 def compile_one(job):
     """(job, seconds, registers, complaint); the complaint of a good kernel is empty."""
-    file, expression, architecture, hot = job
+    template, expression, architecture = job
     begin = time.perf_counter()
     try:
-        log = _cuda.compile_offline(file, expression, architecture)
+        log = compile_offline(template, expression, architecture)
     except KernelCompileError as error:
         return job, time.perf_counter() - begin, 0, str(error)
     seconds = time.perf_counter() - begin
@@ -50,14 +51,14 @@ def compile_one(job):
         return job, seconds, 0, f"ptxas reported no registers or no stack frame:\n{log}"
     stack, stores, loads = map(max, zip(*frames, strict=True))
     complaint = ""
-    if hot and (stack or stores or loads):
+    if template.hot and (stack or stores or loads):
         complaint = f"{stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads"
     return job, seconds, max(registers), complaint
 
 
 def name_of(job):
-    file, expression, architecture, _ = job
-    return f"{file}: {expression} for sm_{architecture}"
+    template, expression, architecture = job
+    return f"{template.label}: {expression} for sm_{architecture}"
 
 
 def main():
@@ -73,16 +74,18 @@ def main():
     failures = sorted((name_of(job), complaint) for job, _, _, complaint in results if complaint)
     for name, complaint in failures:
         print(f"FAILED {name}: {complaint}")
-    instances = {job[:2] for job in work}
+    instances = {(job[0].label, job[1]) for job in work}
     print(f"{len(results) - len(failures)} of {len(results)} kernels compiled, {len(instances)} instances:")
     for architecture in sorted({job[2] for job in work}, key=str):
         of_this = [result for result in results if result[0][2] == architecture]
         job, _, registers, _ = max(of_this, key=lambda result: result[2])
-        print(f"  sm_{architecture:<4} {len(of_this):4}   most registers: {registers:3}  {job[0]}: {job[1]}")
+        print(f"  sm_{architecture:<4} {len(of_this):4}   most registers: {registers:3}  {job[0].label}: {job[1]}")
     job, seconds, _, _ = max(results, key=lambda result: result[1])
     print(f"  slowest: {seconds:.2f} s, {name_of(job)}")
-    hot = sum(job[3] for job in work)
-    print(f"  {hot} of hot templates, {sum(job[3] and bool(bad) for job, _, _, bad in results)} with spills or errors")
+    hot = sum(job[0].hot for job in work)
+    print(
+        f"  {hot} of hot templates, {sum(job[0].hot and bool(bad) for job, _, _, bad in results)} with spills or errors"
+    )
     print(f"  {time.perf_counter() - begin:.1f} s with {workers} processes")
     return 1 if failures else 0
 

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from ..errors import DeviceError
-from . import cuda as _cuda
+from .launch import bind_thread, driver_function
 
 #: Bytes of a row of a box, unless another number is asked for.
 BOX_BYTES = 128
@@ -20,7 +20,7 @@ _SWIZZLES, _PROMOTIONS = {32: 1, 64: 2, 128: 3}, {128: 2, 256: 3}
 
 def available() -> bool:
     """Whether the driver makes tensor maps."""
-    return _cuda.driver_function("cuTensorMapEncodeTiled") is not None
+    return driver_function("cuTensorMapEncodeTiled") is not None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,8 +68,8 @@ def byte_matrix(
     """
     memory = np.zeros(128 + 64, np.uint8)
     memory = memory[-memory.ctypes.data % 64 :][:128]
-    _cuda.bind_thread()
-    status = _cuda.driver_function("cuTensorMapEncodeTiled")(
+    bind_thread()
+    status = driver_function("cuTensorMapEncodeTiled")(
         ctypes.c_void_p(memory.ctypes.data),
         _UINT8,
         2,

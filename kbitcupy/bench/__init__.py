@@ -42,7 +42,9 @@ import numpy as np
 
 from .. import affine
 from .._version import __version__
-from ..backend import cuda as _cuda, xp as _xp
+from ..backend import xp as _xp
+from ..backend.compile import Template
+from ..backend.launch import Kernel
 from ..compat.bitsandbytes import create_normal_float_codebook, dequantize_kbit, quantize_kbit
 from ..errors import FormatError, KbitError
 from ..formats.affine import Affine, blocks_of
@@ -788,7 +790,7 @@ class _Gpu:
     def launch_us(self) -> float:
         """CPU time of one launch of a kernel of one element."""
         codes, absmax = self.cupy.zeros(1, np.uint8), self.cupy.empty(1, np.float32)
-        kernel = _cuda.Kernel("codes.cu", "decode_absmax_e4m4", 256)
+        kernel = Kernel(Template("codes.cu", "decode_absmax_e4m4"), (), 256)
         call = functools.partial(kernel, absmax, 1, (codes, 1, np.int32(E4M4_BIAS), absmax))
         call()
         return self.cpu_us([call], 200)

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from .. import tables
-from ..backend import cuda as _cuda, xp as _xp
+from ..backend import xp as _xp
+from ..backend.compile import Template
+from ..backend.launch import Kernel
 from ..errors import DeviceError, FormatError
 from ..formats.base import get_format
 from ..formats.codebook import kbit, scales, table4 as float4
@@ -32,7 +34,7 @@ _ABSMAX_FORMATS = {"e4m4": "e4m4", "fp32": "float32", "fp16": "float16"}
 _ABSMAX_OF_DTYPE = {np.dtype(np.uint8): "e4m4", np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}
 _WORDS = {np.dtype(np.int32): None, np.dtype(np.uint32): None}
 _CODES = {
-    name: _cuda.Kernel("codes.cu", name, 256)
+    name: Kernel(Template("codes.cu", name), (), 256)
     for name in ("pack_kbit", "unpack_kbit", "encode_absmax_e4m4", "decode_absmax_e4m4")
 }
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..backend.cuda import Template
+from ..backend.compile import Template
 from ..backend.xp import FLOAT_DTYPES
 from ..errors import FormatError
 

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from ..array import QuantizedArray, TransposedQuantizedArray
-from ..backend import cuda as _cuda, xp as _xp
-from ..backend.cuda import IDS_CXX, Template
+from ..backend import xp as _xp
+from ..backend.compile import IDS_CXX, Template
+from ..backend.launch import Kernel, multiprocessors
 from ..errors import DeviceError, FormatError
 from ..formats.base import Format, Magnitude, register_templates
 from ..formats.codebook.kbit import KBit
@@ -455,9 +456,10 @@ def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
 _SCALES_THREADS, _SCALES_EACH = 256, 8  # scales of a thread, where there are not many more
 # Thread blocks: what each of the first kernel's has found, each of the second one's asks for before it begins.
 _MOST_PARTS, _MOST_SCALING = 512, 1024
-_LARGEST_SCALES = _cuda.Kernel("scales.cu", "largest_scales", _SCALES_THREADS, sizes=(8, 8, 8))
-_NORMALIZE_SCALES = _cuda.Kernel("scales.cu", "normalize_scales", _SCALES_THREADS, sizes=(8, 8, 8, 8, 4, 4, 8, 4, 8))
-register_templates(*(Template("scales.cu", name, hot=False) for name in ("largest_scales", "normalize_scales")))
+_SCALES = tuple(Template("scales.cu", name, hot=False) for name in ("largest_scales", "normalize_scales"))
+_LARGEST_SCALES = Kernel(_SCALES[0], (), _SCALES_THREADS, sizes=(8, 8, 8))
+_NORMALIZE_SCALES = Kernel(_SCALES[1], (), _SCALES_THREADS, sizes=(8, 8, 8, 8, 4, 4, 8, 4, 8))
+register_templates(*_SCALES)
 
 
 @functools.lru_cache(maxsize=256)
@@ -623,7 +625,7 @@ def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, devic
     quick = few and few.clustered and (few.staged or m <= TOKENS // 2 or not isinstance(format, KBit))
     least = _TILED_FROM if shape[0] * shape[1] in _TILED_SIZES and not quick else TOKENS + 1
     if least <= m <= _TILED_UP_TO and not tile_refusal(format, shape, dtype, device):
-        cut = cut_tile(*shape, m, _cuda.multiprocessors(device))
+        cut = cut_tile(*shape, m, multiprocessors(device))
         kernels.append(Tile(format, shape, dtype, device, cut))
         shape_of_block = f"{cut.tokens} tokens x {64 * cut.groups} rows a thread block"
         reasons.append(f"fused: linear_tile, {shape_of_block}, k in {cut.k_groups * cut.splits} parts")
@@ -648,7 +650,7 @@ def _grouped_plan(
     """Kernels for a mixture of experts, of which `experts` may be chosen; the faster one first."""
     tile: tuple[Tile, ...] = ()
     # Large tiles are the faster ones where they fill the device a few times.
-    filled = experts * shape[0] // (64 * GROUPED_CUT.groups) >= 2 * _cuda.multiprocessors(device)
+    filled = experts * shape[0] // (64 * GROUPED_CUT.groups) >= 2 * multiprocessors(device)
     if filled and not tile_refusal(format, shape, dtype, device, grouped=True):
         tile = (Tile(format, shape, dtype, device, GROUPED_CUT, grouped=True),)
     decoder, _ = fits(format, shape, dtype, device)

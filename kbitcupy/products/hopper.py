@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..array import QuantizedArray
-from ..backend import cuda as _cuda, tma as _tma
-from ..backend.cuda import Template
+from ..backend import tma as _tma
+from ..backend.compile import Template
+from ..backend.launch import Kernel, capability, multiprocessors
 from ..formats.base import Format, register_templates
 from ..formats.codebook.kbit import ABSMAX, BLOCK, KBit
 from ..formats.codebook.table4 import Table4
@@ -145,8 +146,9 @@ _MORE_TILES = (
     "TileTable4<{T}, true>",
 )
 # Every cut of the formats with targets; of all others those with the most registers.
+_LINEAR_TILE = Template("linear_tile_sm90a.cu", "linear_tile", (_tile_instances(_MAIN_TILES, tile_cuts()),))
 register_templates(
-    Template("linear_tile_sm90a.cu", "linear_tile", (_tile_instances(_MAIN_TILES, tile_cuts()),)),
+    _LINEAR_TILE,
     Template(
         "linear_tile_sm90a.cu",
         "linear_tile",
@@ -181,7 +183,7 @@ class Tile(Fused):
         expression = ", ".join((expression.format(T=self._cxx), *map(str, arguments)))
         self._kernel = _kernel(expression, 128 * (cut.groups * cut.k_groups + 1), cut.shared(bits, grouped))
         self._cut, self._look = cut, _look(k * bits // 8, ITEM_K * bits // 8)
-        self._tiles, self._processors = -(-n // (64 * cut.groups)), _cuda.multiprocessors(device)
+        self._tiles, self._processors = -(-n // (64 * cut.groups)), multiprocessors(device)
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
@@ -231,9 +233,9 @@ def _look(row_bytes: int, box_bytes: int) -> Callable[[Mapping[str, Any]], Weigh
 
 
 @functools.cache
-def _kernel(arguments: str, threads: int, shared: int) -> _cuda.Kernel:
+def _kernel(values: str, threads: int, shared: int) -> Kernel:
     sizes = 128, 128, *SIZES, VALUES_BYTES
-    return _cuda.Kernel("linear_tile_sm90a.cu", f"linear_tile<{arguments}>", threads, shared, sizes=sizes)
+    return Kernel(_LINEAR_TILE, (values,), threads, shared, sizes=sizes)
 
 
 def _tile_decoder(format: Format) -> tuple[int, str, int]:
@@ -254,7 +256,7 @@ def tile_refusal(format: Format, shape: tuple[int, int], dtype: np.dtype, device
         return f"{format} has no decoder"
     if dtype.itemsize != 2:
         return f"x is {dtype}"
-    if _cuda.capability(device) != 90 or not _tma.available():
+    if capability(device) != 90 or not _tma.available():
         return "it is for compute capability 9.0"
     if k % _GRANULE_K or k * bits // 8 % 16 or not k or not n:
         return f"rows of {k} elements are not whole granules"

@@ -36,7 +36,8 @@ from typing import Any
 import numpy as np
 
 from ..array import QuantizedArray
-from ..backend import cuda as _cuda, tma as _tma, xp as _xp
+from ..backend import launch as _launch, tma as _tma, xp as _xp
+from ..backend.compile import CXX_TYPES, Template
 from ..errors import DeviceError, FormatError
 from ..formats import affine
 from ..formats.base import Format, register_templates
@@ -376,7 +377,7 @@ def _multiply_host(
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
 _FILE, _HOPPER_FILE = "w8a8.cu", "w8a8_sm90a.cu"
-_TYPES = tuple(_cuda.CXX_TYPES[name] for name in _FLOATS)
+_TYPES = tuple(CXX_TYPES[name] for name in _FLOATS)
 _BIAS_KINDS = {"float32": 1, "float16": 2, "bfloat16": 3}
 
 _ALIGNMENT = 16  # bytes, of what moves in vectors
@@ -467,14 +468,18 @@ _TILINGS = (
     Tiling(2, 2, 4, 2, 1, 0.71),
 )
 
+_QUANTIZE_TOKENS = Template(_FILE, "quantize_tokens", (_TYPES, _BOOLS, _BOOLS))
+_STREAM = Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("true",)))
+_TILE = Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("true",)))
+_WGMMA = Template(_HOPPER_FILE, "wgmma_w8a8", (_TYPES, tuple(tiling.text for tiling in _TILINGS)))
 register_templates(
-    _cuda.Template(_FILE, "quantize_tokens", (_TYPES, _BOOLS, _BOOLS)),
-    _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("true",))),
-    _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("true",))),
+    _QUANTIZE_TOKENS,
+    _STREAM,
+    _TILE,
     # Weights whose rows start anywhere are read byte by byte.
-    _cuda.Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("false",)), hot=False),
-    _cuda.Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("false",)), hot=False),
-    *(_cuda.Template(_HOPPER_FILE, "wgmma_w8a8", (_TYPES, (tiling.text,))) for tiling in _TILINGS),
+    Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("false",)), hot=False),
+    Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("false",)), hot=False),
+    _WGMMA,
 )
 
 
@@ -483,8 +488,8 @@ def _multiprocessors(device: int) -> int:
     """Multiprocessors of a Hopper GPU whose driver makes tensor maps and starts kernels early; 0 of any other."""
     import cupy
 
-    hopper = cupy.cuda.Device(device).compute_capability == "90" and _tma.available() and _cuda.starts_early(device)
-    return _cuda.multiprocessors(device) if hopper else 0
+    hopper = cupy.cuda.Device(device).compute_capability == "90" and _tma.available() and _launch.starts_early(device)
+    return _launch.multiprocessors(device) if hopper else 0
 
 
 def choose_tiling(tokens: int, channels: int, depth: int, multiprocessors: int) -> Tiling | None:
@@ -521,7 +526,7 @@ class _Plan:
     boxes: tuple[int, ...]
 
 
-_kernel = functools.cache(_cuda.Kernel)
+_kernel = functools.cache(_launch.Kernel)
 # The lowest codes as a kernel takes a float.
 _LOWEST = {qmin: int(np.float32(qmin).view(np.int32)) for qmin in _LEVELS}
 # Sizes of the arguments: pointers and ints, and tensor maps.
@@ -540,7 +545,7 @@ def _plan(
     device: int,
 ) -> _Plan:
     """How a product is computed, its kernels compiled. `vector` is None for tokens that are int8 already."""
-    cxx = _cuda.CXX_TYPES[dtype.name]
+    cxx = CXX_TYPES[dtype.name]
     multiprocessors = _multiprocessors(device) if aligned and depth else 0
     tiling = choose_tiling(tokens, channels, depth, multiprocessors) if multiprocessors else None
     boxes: tuple[int, ...] = ()
@@ -548,27 +553,25 @@ def _plan(
     early = vector is not None
     if tiling is not None:
         boxes = tiling.tokens, tiling.channels // tiling.share
-        expression = f"wgmma_w8a8<{cxx}, {tiling.text}>"
-        kernel = _kernel(_HOPPER_FILE, expression, tiling.threads, tiling.shared, sizes=_MAP_SIZES, early=early)
+        kernel = _kernel(_WGMMA, (cxx, tiling.text), tiling.threads, tiling.shared, sizes=_MAP_SIZES, early=early)
         units, waves = tiling.blocks(tokens, channels), tiling.split == 1
     elif tokens <= _STREAM_TOKENS:
-        expression = f"stream_w8a8<{cxx}, {8 if tokens <= 8 else 16}, {_BOOLS[aligned]}>"
-        kernel = _kernel(_FILE, expression, _STREAM_THREADS, _STREAM_SHARED, sizes=_SIZES, early=early)
+        values = cxx, "8" if tokens <= 8 else "16", _BOOLS[aligned]
+        kernel = _kernel(_STREAM, values, _STREAM_THREADS, _STREAM_SHARED, sizes=_SIZES, early=early)
         units, waves = -(-channels // _STREAM_ROWS), True
     else:
         tile = 64 if tokens <= 64 else 128
-        expression = f"tile_w8a8<{cxx}, {tile}, {_BOOLS[aligned]}>"
         shared = _TILE_STAGES * (tile + _TILE_N) * _TILE_STAGE
-        kernel = _kernel(_FILE, expression, 2 * tile, shared, sizes=_SIZES, early=early)
+        kernel = _kernel(_TILE, (cxx, str(tile), _BOOLS[aligned]), 2 * tile, shared, sizes=_SIZES, early=early)
         units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
     quantize = None
     if vector is not None:
-        expression = f"quantize_tokens<{cxx}, {_BOOLS[vector]}, {_BOOLS[smooth]}>"
-        quantize = _kernel(_FILE, expression, _TOKEN_THREADS, sizes=_TOKEN_SIZES).ready(device).function
+        values = cxx, _BOOLS[vector], _BOOLS[smooth]
+        quantize = _kernel(_QUANTIZE_TOKENS, values, _TOKEN_THREADS, sizes=_TOKEN_SIZES).ready(device).function
     ready = kernel.ready(device)
     return _Plan(
         quantize,
-        _TOKEN_THREADS if tokens <= _cuda.multiprocessors(device) else _TOKEN_THREADS // 2,
+        _TOKEN_THREADS if tokens <= _launch.multiprocessors(device) else _TOKEN_THREADS // 2,
         ready.function,
         min(units, ready.resident if waves else _MOST_BLOCKS),
         kernel.threads,

@@ -16,8 +16,9 @@ import numpy as np
 
 from .. import tables
 from ..array import QuantizedArray
-from ..backend import cuda as _cuda, tma as _tma, xp as _xp
-from ..backend.cuda import CXX_TYPES, IDS_CXX, Template
+from ..backend import tma as _tma, xp as _xp
+from ..backend.compile import CXX_TYPES, IDS_CXX, Template
+from ..backend.launch import Kernel, capability, multiprocessors, shared_memory
 from ..formats.base import Format, register_templates
 from ..formats.codebook.kbit import ABSMAX, BLOCK, KBit
 from ..formats.codebook.table4 import Table4
@@ -537,10 +538,10 @@ class Few(Fused):
     ):
         super().__init__(format, shape, dtype, decoder.block)
         n, k = shape
-        room = _cuda.shared_memory(device)
+        room = shared_memory(device)
         whole = n % _ITEM_ROWS == 0 and k % ITEM_K == 0 and _copies(device)
         # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
-        resident = max(1, _cuda.multiprocessors(device) // together)
+        resident = max(1, multiprocessors(device) // together)
         cut = None
         for even, flow in ((True, _flow_at_once(decoder)), (True, _IN_CHUNKS), (False, _IN_CHUNKS)):
             items, warps = few_room(decoder, eights, room, even, grouped)
@@ -560,7 +561,7 @@ class Few(Fused):
         self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
         sizes = 8, 8, *SIZES, _CUT_BYTES, VALUES_BYTES, 128, 128
-        self._kernel = _kernel(f"linear_few<{arguments}>", 32 * warps, shared, sizes)
+        self._kernel = _kernel("linear_few", arguments, 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
         self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else _no_map
@@ -613,17 +614,17 @@ class One(Fused):
     def __init__(self, format: Format, decoder: Decoder, shape: tuple[int, int], dtype: np.dtype, device: int):
         super().__init__(format, shape, dtype, decoder.block)
         n, k = shape
-        self.run = max(1, -(-n // _ITEM_ROWS // _cuda.multiprocessors(device)))
-        items, warps = one_room(decoder, k, self.run, _cuda.shared_memory(device))
+        self.run = max(1, -(-n // _ITEM_ROWS // multiprocessors(device)))
+        items, warps = one_room(decoder, k, self.run, shared_memory(device))
         self.fits = decoder.copied and n % _ITEM_ROWS == 0 and warps > 0 and _copies(device)
         if not self.fits:
             return
         # All multiprocessors have some of them, `run` or one less.
-        self._blocks = min(n // _ITEM_ROWS, _cuda.multiprocessors(device))
+        self._blocks = min(n // _ITEM_ROWS, multiprocessors(device))
         arguments = f"{decoder.expression.format(T=self._cxx)}, {items}, {warps}"
         shared = decoder.shared_bytes_one(k, self.run, items, warps)
         sizes = (*(8,) * 7, *(4,) * 4, VALUES_BYTES, 128)
-        self._kernel = _kernel(f"linear_one<{arguments}>", 32 * warps, shared, sizes)
+        self._kernel = _kernel("linear_one", arguments, 32 * warps, shared, sizes)
         self._numbers = n, k, self.run
         box = 2 if decoder.item_bytes > 48 else items
         self._look = look(16, min(16, items * decoder.scale_bytes), decoder, k, device, box)
@@ -654,19 +655,19 @@ class One(Fused):
 
 def _clusters(device: int, together: int) -> tuple[int, int]:
     """Thread blocks of a cluster, and how many clusters a device holds at least."""
-    if not 90 <= _cuda.capability(device) < 120:
+    if not 90 <= capability(device) < 120:
         return 1, 0
-    return _CLUSTER, max(1, _cuda.multiprocessors(device) // _CLUSTER // together)
+    return _CLUSTER, max(1, multiprocessors(device) // _CLUSTER // together)
 
 
 def _copies(device: int) -> bool:
     """Whether there is what copies whole tiles: Hopper's bulk copy engine, or asynchronous copies before it."""
-    return _cuda.capability(device) < 90 or _tma.available()
+    return capability(device) < 90 or _tma.available()
 
 
 def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, Any], box: int = 1) -> bytes:
     """The tensor map of the packed plane: boxes of 16 rows and `box` items."""
-    if _cuda.capability(device) < 90:
+    if capability(device) < 90:
         return _no_map(planes)
     packed, pitch = planes["packed"], k // ITEM_K * decoder.item_bytes
     rows = packed.nbytes // pitch
@@ -722,23 +723,23 @@ _NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = range(3)
 
 
 @functools.cache
-def _group_tokens(ids: np.dtype, experts: int) -> _cuda.Kernel:
-    return _kernel(f"group_tokens<{IDS_CXX[ids.name]}>", 1024, 4 * (experts + 1), (*(8,) * 3, *(4,) * 3))
+def _group_tokens(ids: np.dtype, experts: int) -> Kernel:
+    return _kernel("group_tokens", IDS_CXX[ids.name], 1024, 4 * (experts + 1), (*(8,) * 3, *(4,) * 3))
 
 
 @functools.cache
-def _combine_slots(cxx: str) -> _cuda.Kernel:
-    return _kernel(f"combine_slots<{cxx}>", 256, 0, (*(8,) * 4, *(4,) * 2))
+def _combine_slots(cxx: str) -> Kernel:
+    return _kernel("combine_slots", cxx, 256, 0, (*(8,) * 4, *(4,) * 2))
 
 
 @functools.cache
-def _add_partials(cxx: str) -> _cuda.Kernel:
-    return _kernel(f"add_partials<{cxx}>", 256, 0, (*(8,) * 4, *(4,) * 3))
+def _add_partials(cxx: str) -> Kernel:
+    return _kernel("add_partials", cxx, 256, 0, (*(8,) * 4, *(4,) * 3))
 
 
 @functools.cache
-def _kernel(expression: str, threads: int, shared: int, sizes: tuple[int, ...]) -> _cuda.Kernel:
-    return _cuda.Kernel("linear.cu", expression, threads, shared, sizes=sizes)
+def _kernel(name: str, values: str, threads: int, shared: int, sizes: tuple[int, ...]) -> Kernel:
+    return Kernel(Template("linear.cu", name), (values,), threads, shared, sizes=sizes)
 
 
 def fits(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int) -> tuple[Decoder | None, str]:
@@ -748,7 +749,7 @@ def fits(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int) -
         return None, f"{format} has no decoder"
     if dtype.itemsize != 2:
         return None, f"x is {dtype}, the tensor cores take float16 and bfloat16"
-    if _cuda.capability(device) < 80:
+    if capability(device) < 80:
         return None, "the fused kernel needs compute capability 8.0"
     n, k = shape
     if k % decoder.granule or not k:

@@ -9,7 +9,7 @@ import pytest
 from inputs import BFLOAT16, make, same_values
 
 import kbitcupy as kb
-from kbitcupy.backend.cuda import Template
+from kbitcupy.backend.compile import Template
 from kbitcupy.formats.base import Format, Plane, kernel_templates, parse_format, split_formats, unregister
 
 SHAPES = [(0,), (), (1,), (31,), (3, 32), (5, 7, 33), (4, 0, 2)]

@@ -58,8 +58,9 @@ from typing import Any
 
 import numpy as np
 
-from ...backend import cuda as _cuda, xp as _xp
-from ...backend.cuda import CXX_TYPES, Template
+from ...backend import xp as _xp
+from ...backend.compile import CXX_TYPES, Template
+from ...backend.launch import Kernel, by_value, shared_memory
 from ...errors import DeviceError, FormatError
 from ..base import Format, Magnitude, Plane, register
 
@@ -934,7 +935,7 @@ class _Geometry:
             for name, end in (("largest", ends.largest), ("limit", ends.limit), ("surely", surely)):
                 struct[name] = np.array(end, dtype).view(f"u{dtype.itemsize}")
         self._struct = struct
-        self.argument = _cuda.by_value(struct)
+        self.argument = by_value(struct)
 
     def units(self, depth: int, rows: int, width: int = _THREADS * _UNIT) -> int:
         """Thread blocks that have work, when a thread takes `depth` units, or `rows` rows of the columns of a unit.
@@ -963,18 +964,16 @@ _geometry = functools.lru_cache(maxsize=1024)(_Geometry)
 
 
 @functools.cache
-def _kernel(
-    name: str, axes: tuple[str, ...], threads: int = _THREADS, rounds: int = 1, shared: int = 0
-) -> _cuda.Kernel:
+def _kernel(name: str, axes: tuple[str, ...], threads: int = _THREADS, rounds: int = 1, shared: int = 0) -> Kernel:
     """A kernel of the family by the name of its template and the template's arguments."""
-    file = next(template.file for template in KERNELS if template.name == name)
-    return _cuda.Kernel(file, f"{name}<{', '.join(axes)}>", threads, shared, rounds)
+    template = next(template for template in KERNELS if template.name == name)
+    return Kernel(template, axes, threads, shared, rounds)
 
 
 @functools.lru_cache(maxsize=1024)
 def _launch(
     kind: str, dtype: np.dtype, bits: int | None, blocks: Blocks, levels: Levels, margin: int
-) -> tuple[_cuda.Kernel, _Geometry, int, tuple[Any, Any]]:
+) -> tuple[Kernel, _Geometry, int, tuple[Any, Any]]:
     """Kernel, geometry and grid of an operation that goes from element to element, and who writes scales."""
     geometry = _geometry(blocks, levels, margin)
     operation = kind if bits is None else f"{kind}{bits}"
@@ -1031,9 +1030,7 @@ def _each_cuda(
 
 
 @functools.lru_cache(maxsize=1024)
-def _find_launch(
-    dtype: np.dtype, blocks: Blocks, levels: Levels
-) -> tuple[_cuda.Kernel, int, _cuda.Kernel, int, _Geometry]:
+def _find_launch(dtype: np.dtype, blocks: Blocks, levels: Levels) -> tuple[Kernel, int, Kernel, int, _Geometry]:
     """The kernel that finds ranges, the one that makes scales of them, their grids and geometry."""
     geometry, name = _geometry(blocks, levels, 0, False, dtype, _reach(levels, None)), _TYPES[dtype.name]
     if blocks.count == 1:
@@ -1083,7 +1080,7 @@ def _run_on_chip(blocks: Blocks) -> int:
 @functools.lru_cache(maxsize=1024)
 def _dynamic_launch(
     dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels, memory: int
-) -> tuple[_cuda.Kernel, int, tuple[Any, ...], _Geometry] | None:
+) -> tuple[Kernel, int, tuple[Any, ...], _Geometry] | None:
     """Kernel, grid and last arguments of a search for ranges that quantizes at once, and what they point to.
 
     None where blocks do not fit on chip. `memory` is the shared memory of a thread block.
@@ -1123,7 +1120,7 @@ def _dynamic_cuda(
     x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int
 ) -> bool:
     """Whether blocks fit on chip, and it is done."""
-    launch = _dynamic_launch(x.dtype, bits, blocks, levels, _cuda.shared_memory(x.data.device_id))
+    launch = _dynamic_launch(x.dtype, bits, blocks, levels, shared_memory(x.data.device_id))
     if launch is None or x.data.ptr % 16 or codes.data.ptr % 16:
         return False
     kernel, units, last, _ = launch

@@ -38,8 +38,8 @@ from typing import Any
 import numpy as np
 
 from ... import tables
-from ...backend import cuda as _cuda
-from ...backend.cuda import CXX_TYPES, Template
+from ...backend.compile import CXX_TYPES, Template
+from ...backend.launch import Kernel, by_value, shared_memory
 from ...backend.xp import as_array, is_cupy, namespace, on_device_of
 from ...errors import FormatError
 from ...tables import SMALLEST_NORMAL, Codebook, flush
@@ -310,7 +310,7 @@ class KBit(Format):
             if not flat:
                 self._fill_shared_planes(planes)
             return
-        roomy = x.dtype.itemsize == 2 and _cuda.shared_memory(x.data.device_id) >= _ROOMY
+        roomy = x.dtype.itemsize == 2 and shared_memory(x.data.device_id) >= _ROOMY
         launch = _launch("quantize", self.bits, self.absmax, x.dtype, self._table, roomy)
         values = 0 if self._device_values is None else self._device_values
         scale: Any = 0 if flat else planes["scale"]
@@ -362,11 +362,13 @@ class _Launch:
 
     __slots__ = ("_kernel", "_struct", "_unit", "codebook")
 
-    def __init__(self, expression: str, threads: int, shared: int, rounds: int, codebook: np.ndarray):
-        self._kernel = _cuda.Kernel(QUANTIZE.file, expression, threads, shared, rounds)
+    def __init__(
+        self, template: Template, values: tuple[str, ...], threads: int, shared: int, rounds: int, codebook: np.ndarray
+    ):
+        self._kernel = Kernel(template, values, threads, shared, rounds)
         self._unit = 1024 * threads // 32
         self._struct = codebook
-        self.codebook = _cuda.by_value(codebook)
+        self.codebook = by_value(codebook)
 
     def __call__(self, array: Any, arguments: tuple[Any, ...], waves: int = 0) -> None:
         self._kernel(array, -(-array.size // self._unit), arguments, waves)
@@ -375,7 +377,7 @@ class _Launch:
 @functools.lru_cache(maxsize=1024)
 def _launch(kind: str, k: int, absmax: str, dtype: np.dtype, table: Codebook | None, roomy: bool = False) -> _Launch:
     """The launch of ``quantize_kbit`` or ``dequantize_kbit``; without `table` only the device knows the values."""
-    expression = f"{kind}_kbit<{CXX_TYPES[dtype.name]}, {k}, {ABSMAX[absmax].kernel}"
+    axes = CXX_TYPES[dtype.name], str(k), ABSMAX[absmax].kernel
     # Threads as kernels/kbit.cu has them. Rounds are measured: more of them spread the cost of the tables, fewer keep
     # what is under way close together in memory.
     if kind == "quantize":
@@ -383,14 +385,14 @@ def _launch(kind: str, k: int, absmax: str, dtype: np.dtype, table: Codebook | N
         threads = 128 if dtype.itemsize == 4 else 256
         rounds = _ANY_ROUNDS if search.kernel == "ANY" else _QUANTIZE_ROUNDS[dtype.itemsize][k - 1]
         shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
-        return _Launch(f"{expression}, {search.kernel}>", threads, shared, rounds, search.argument)
+        return _Launch(QUANTIZE, (*axes, search.kernel), threads, shared, rounds, search.argument)
     # For each warp two compressed tiles and one unpacked, and the table of values.
     threads = 128 if k <= 4 else 256
     rounds = _DEQUANTIZE_ROUNDS[dtype.itemsize][k - 1]
     stage = 4 * k + np.dtype(ABSMAX[absmax].dtype).itemsize
     groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[k - 1]
     shared = threads * (2 * stage + groups) + (1 << min(k + 8, 14))
-    return _Launch(f"{expression}>", threads, shared, rounds, BucketSearch(k, table, None).argument)
+    return _Launch(DEQUANTIZE, axes, threads, shared, rounds, BucketSearch(k, table, None).argument)
 
 
 class BucketSearch:

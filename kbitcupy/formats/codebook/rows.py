@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...backend import cuda as _cuda
-from ...backend.cuda import CXX_TYPES, IDS_CXX, Template
+from ...backend.compile import CXX_TYPES, IDS_CXX, Template
+from ...backend.launch import Kernel, by_value
 
 TAKE_KBIT, TAKE_TABLE4 = (
     Template("take.cu", name, (tuple(CXX_TYPES.values()), tuple(IDS_CXX.values())), hot=False)
@@ -42,10 +42,9 @@ class Take:
         kernel = _kernel(self._template, out.dtype, ids.dtype)
         eights, per_row = out.size // 8, math.prod(shape[1:]) // 8
         numbers = (eights, shape[0], *map(np.int32, (per_row, *about)))
-        kernel(out, -(-eights // _THREADS), (*planes, ids, out, *numbers, _cuda.by_value(self._struct)))
+        kernel(out, -(-eights // _THREADS), (*planes, ids, out, *numbers, by_value(self._struct)))
 
 
 @functools.cache
-def _kernel(template: Template, dtype: np.dtype, ids: np.dtype) -> _cuda.Kernel:
-    expression = f"{template.name}<{CXX_TYPES[dtype.name]}, {IDS_CXX[ids.name]}>"
-    return _cuda.Kernel(template.file, expression, _THREADS)
+def _kernel(template: Template, dtype: np.dtype, ids: np.dtype) -> Kernel:
+    return Kernel(template, (CXX_TYPES[dtype.name], IDS_CXX[ids.name]), _THREADS)

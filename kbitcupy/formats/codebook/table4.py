@@ -41,8 +41,8 @@ from typing import Any
 import numpy as np
 
 from ... import tables
-from ...backend import cuda as _cuda
-from ...backend.cuda import CXX_TYPES, Template
+from ...backend.compile import CXX_TYPES, Template
+from ...backend.launch import Kernel, by_value
 from ...backend.xp import is_cupy, namespace
 from ...errors import FormatError
 from ...tables import SMALLEST_NORMAL, flush
@@ -62,8 +62,7 @@ _QUANTIZE4_ANY = Template(_FILE, "quantize_table4", (_TYPES, ("ANY",)), hot=Fals
 _DEQUANTIZE4 = Template(_FILE, "dequantize_table4", (_TYPES, ("false", "true")))
 _QUANTIZE8 = Template(_FILE, "quantize_dynamic8", (_TYPES,))
 _DEQUANTIZE8 = Template(_FILE, "dequantize_dynamic8", (_TYPES,))
-_NESTED_FILE = "nested.cu"
-_NESTED = tuple(Template(_NESTED_FILE, name, hot=False) for name in ("absmax_sums", "absmax_mean", "quantize_absmax"))
+_NESTED = tuple(Template("nested.cu", name, hot=False) for name in ("absmax_sums", "absmax_mean", "quantize_absmax"))
 
 # An absmax over this has no normal reciprocal; it and its block are scaled down first.
 _LARGE = np.float32(2.0**126)
@@ -602,10 +601,19 @@ class _Launch:
 
     __slots__ = ("_kernel", "_struct", "_unit", "table")
 
-    def __init__(self, file: str, name: str, threads: int, unit: int, shared: int, rounds: int, struct: np.ndarray):
-        self._kernel = _cuda.Kernel(file, name, threads, shared, rounds)
+    def __init__(
+        self,
+        template: Template,
+        values: tuple[str, ...],
+        threads: int,
+        unit: int,
+        shared: int,
+        rounds: int,
+        struct: np.ndarray,
+    ):
+        self._kernel = Kernel(template, values, threads, shared, rounds)
         self._unit, self._struct = unit, struct
-        self.table = _cuda.by_value(struct)
+        self.table = by_value(struct)
 
     def __call__(self, array: Any, size: int, arguments: tuple[Any, ...]) -> None:
         self._kernel(array, -(-size // self._unit), (*arguments, self.table))
@@ -621,12 +629,15 @@ _DYNAMIC_ROUNDS = {2: 8, 4: 2}
 def _quantize_launch(dtype: np.dtype, table: Table | None) -> _Launch:
     """Quantization by a table of 16, or by the dynamic map where it is None."""
     if table is None:
-        name, struct, rounds = f"quantize_dynamic8<{CXX_TYPES[dtype.name]}>", _search8(), _DYNAMIC_ROUNDS
+        template, struct, rounds = _QUANTIZE8, _search8(), _DYNAMIC_ROUNDS
+        axes: tuple[str, ...] = ()
     else:
-        kernel, struct = _search4(table)
-        name, rounds = f"quantize_table4<{CXX_TYPES[dtype.name]}, {kernel}>", _QUANTIZE_ROUNDS
+        search, struct = _search4(table)
+        template, axes, rounds = _QUANTIZE4, (search,), _QUANTIZE_ROUNDS
     unit = 32 * _THREADS
-    return _Launch(_FILE, name, _THREADS, unit, unit * dtype.itemsize, rounds[dtype.itemsize], struct)
+    return _Launch(
+        template, (CXX_TYPES[dtype.name], *axes), _THREADS, unit, unit * dtype.itemsize, rounds[dtype.itemsize], struct
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -635,23 +646,24 @@ def _dequantize_launch(dtype: np.dtype, table: Table | None, nested: bool) -> _L
     struct = np.zeros(16, np.float32) if table is None else table.values
     if nested:
         struct = np.concatenate((struct, tables.dynamic_map()))
-    name = f"dequantize_table4<{CXX_TYPES[dtype.name]}, {str(nested).lower()}>"
+    axes = CXX_TYPES[dtype.name], str(nested).lower()
     each = 32 if nested and dtype.itemsize == 2 else 16  # elements of a thread
-    return _Launch(_FILE, name, _THREADS, _THREADS * each, 0, 1, struct)
+    return _Launch(_DEQUANTIZE4, axes, _THREADS, _THREADS * each, 0, 1, struct)
 
 
 @functools.cache
 def _dynamic_dequantize_launch(dtype: np.dtype) -> _Launch:
-    name, threads = f"dequantize_dynamic8<{CXX_TYPES[dtype.name]}>", 1024
-    return _Launch(_FILE, name, threads, threads * 16, 0, 4, tables.dynamic_map())
+    axes, threads = (CXX_TYPES[dtype.name],), 1024
+    return _Launch(_DEQUANTIZE8, axes, threads, threads * 16, 0, 4, tables.dynamic_map())
 
 
 @functools.cache
-def _nested_launches() -> tuple[_cuda.Kernel, _cuda.Kernel, _Launch]:
+def _nested_launches() -> tuple[Kernel, Kernel, _Launch]:
+    sums, mean, encode = _NESTED
     return (
-        _cuda.Kernel(_NESTED_FILE, "absmax_sums", _THREADS),
-        _cuda.Kernel(_NESTED_FILE, "absmax_mean", _MEAN_LANES),
-        _Launch(_NESTED_FILE, "quantize_absmax", _THREADS, 8 * _THREADS, 0, 1, _search8()),
+        Kernel(sums, (), _THREADS),
+        Kernel(mean, (), _MEAN_LANES),
+        _Launch(encode, (), _THREADS, 8 * _THREADS, 0, 1, _search8()),
     )
 
 

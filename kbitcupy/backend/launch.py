@@ -1,8 +1,4 @@
-"""Kernels: the only file that names RawModule.
-
-A kernel is a file of ``kernels/`` and a C++ name expression, ``("kbit.cu", "dequantize_kbit<__half, 4, E4M4>")``.
-NVRTC compiles it for the GPU at hand on the first call; CuPy keeps the binary on disk for later processes.
-"""
+"""Launches: a compiled kernel with its grid and its arguments, and the facts of a device that choose them."""
 
 from __future__ import annotations
 
@@ -12,84 +8,11 @@ import itertools
 import struct
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..errors import KernelCompileError
-
-#: C++ names of the element types, by NumPy dtype name.
-CXX_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
-#: ... and of row numbers.
-IDS_CXX = {"int32": "int", "int64": "long long"}
-
-
-@dataclass(frozen=True)
-class Template:
-    """A ``__global__`` template and the values of its parameters.
-
-    Parameters
-    ----------
-    file : str
-        File name in ``kernels/``.
-    name : str
-        Name of the function template (or plain function, without `axes`).
-    axes : tuple of tuple of str
-        For each template parameter, its values as C++ text.
-    hot : bool
-        Whether a register spill is an error.
-    """
-
-    file: str
-    name: str
-    axes: tuple[tuple[str, ...], ...] = ()
-    hot: bool = True
-
-    def instances(self) -> Iterator[str]:
-        """Every name expression of the template."""
-        for values in itertools.product(*self.axes):
-            yield f"{self.name}<{', '.join(values)}>" if values else self.name
-
-
-@functools.cache
-def kernel_folder() -> Path:
-    """The folder of the ``.cu`` files: inside the package when installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    checkout = package.parent
-    for folder, owner in ((package / "kernels", package), (checkout / "kernels", checkout / "pyproject.toml")):
-        if folder.is_dir() and owner.exists():
-            return folder
-    raise FileNotFoundError(f"kbitcupy's kernels are not in {package}: the installation is broken, reinstall it")
-
-
-@functools.cache
-def _headers_hash() -> str:
-    """CuPy's on-disk cache does not see our headers, so their content goes into the options."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for header in sorted(kernel_folder().rglob("*.cuh")):
-        digest.update(header.relative_to(kernel_folder()).as_posix().encode())
-        digest.update(header.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def options() -> tuple[str, ...]:
-    """NVRTC options, the same at run time and in the offline check.
-
-    ``--fmad=false``: NumPy rounds after every operation, so a contraction would change the bytes.
-    """
-    return ("-std=c++17", "--fmad=false", f"-I{kernel_folder()}", f"-DKBIT_HEADERS={_headers_hash()}")
-
-
-def architecture_of(file: str) -> str:
-    """The one architecture that a file is for, ``"90a"`` of ``w8a8_sm90a.cu``; "" when it compiles for all.
-
-    What only one architecture has needs its letter in the option. CuPy adds the option of the device: of two that
-    differ in the letter alone NVRTC takes the one with it.
-    """
-    return file.partition("_sm")[2].removesuffix(".cu")
+from .compile import Template, function
+from .structs import Struct as Struct
 
 
 @functools.cache
@@ -107,7 +30,7 @@ class Ready:
     Parameters
     ----------
     function : cupy.cuda.Function
-        The kernel. (A RawKernel takes a microsecond more to find it out again.)
+        The kernel itself. (What CuPy wraps it in takes a microsecond more to find it again.)
     resident : int
         Thread blocks of it that the device holds at a time.
     """
@@ -185,7 +108,7 @@ def starts_early(device: int) -> bool:
     return capability(device) >= 90 and int(cupy.cuda.runtime.driverGetVersion()) >= _EARLY_DRIVER
 
 
-class _Launch(threading.local):
+class _PackedLaunch(threading.local):
     """Called as CuPy's own launcher, with arguments that are ints and `bytes`; it takes less time.
 
     Each thread has buffers of its own, as ctypes lets other threads run during the call; making them, it is bound to
@@ -231,8 +154,10 @@ class Kernel:
 
     Parameters
     ----------
-    file, expression : str
-        File in ``kernels/`` and C++ name expression.
+    template : Template
+        Which kernel.
+    values : tuple of str
+        The values of its template parameters, as C++ text.
     threads : int
         Threads of a block.
     shared : int, default 0
@@ -247,19 +172,19 @@ class Kernel:
         Whether it may: not where it reads more before it waits than the kernel ahead of it allows for.
     """
 
-    __slots__ = ("_ready", "early", "expression", "file", "rounds", "shared", "sizes", "threads")
+    __slots__ = ("_ready", "early", "expression", "rounds", "shared", "sizes", "template", "threads")
 
     def __init__(
         self,
-        file: str,
-        expression: str,
+        template: Template,
+        values: tuple[str, ...],
         threads: int,
         shared: int = 0,
         rounds: int = 1,
         sizes: tuple[int, ...] = (),
         early: bool = True,
     ):
-        self.file, self.expression, self.threads = file, expression, threads
+        self.template, self.expression, self.threads = template, template.expression(*values), threads
         self.shared, self.rounds, self.sizes, self.early = shared, rounds, sizes, early
         self._ready: dict[int, Ready] = {}
 
@@ -303,18 +228,18 @@ class Kernel:
         from cupy_backends.cuda.api import driver
 
         bind_thread()
-        with _compile_lock:
-            function = _function(self.file, self.expression, device)
-            if self.shared + function.shared_size_bytes > 48 << 10:  # more than that has to be asked for
-                function.max_dynamic_shared_size_bytes = max(self.shared, function.max_dynamic_shared_size_bytes)
-            count = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, self.threads, self.shared)
-        launch: Any = function.kernel
+        with _load_lock:
+            kernel = function(self.template, self.expression, device)
+            if self.shared + kernel.shared_size_bytes > 48 << 10:  # more than that has to be asked for
+                kernel.max_dynamic_shared_size_bytes = max(self.shared, kernel.max_dynamic_shared_size_bytes)
+            count = driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, self.threads, self.shared)
+        launch: Any = kernel.kernel
         if self.sizes:
-            launch = _Launch(launch.ptr, self.shared, self.sizes, self.early and starts_early(device))
+            launch = _PackedLaunch(launch.ptr, self.shared, self.sizes, self.early and starts_early(device))
         return Ready(launch, count * multiprocessors(device))
 
 
-_compile_lock = threading.RLock()
+_load_lock = threading.RLock()
 
 
 @functools.cache
@@ -331,57 +256,3 @@ def multiprocessors(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-
-
-#: The kernels that this process has compiled or loaded, by (file, expression, device), for its life.
-loaded: dict[tuple[str, str, int], Any] = {}
-
-
-def _function(file: str, expression: str, device: int) -> Any:
-    """The compiled kernel."""
-    key = file, expression, device
-    if key not in loaded:
-        loaded[key] = _compiled(file, expression, device)
-    return loaded[key]
-
-
-def _compiled(file: str, expression: str, device: int) -> Any:
-    import cupy
-
-    only = architecture_of(file)
-    chosen = (*options(), f"-arch=sm_{only}") if only else options()
-    module = cupy.RawModule(code=(kernel_folder() / file).read_text(), options=chosen, name_expressions=(expression,))
-    try:
-        return module.get_function(expression)
-    except Exception as error:  # NVRTC, the driver and the loader each raise a class of their own
-        architecture = cupy.cuda.Device(device).compute_capability
-        raise KernelCompileError(f"{file}: {expression} for sm_{architecture}: {error}") from error
-
-
-def compile_offline(file: str, expression: str, architecture: int | str) -> str:
-    """Compile one kernel for ``sm_<architecture>`` without a GPU and return the log of ptxas.
-
-    Raises
-    ------
-    KernelCompileError
-        When NVRTC refuses the kernel.
-    """
-    from cuda.pathfinder import find_nvidia_header_directory
-    from cupy.cuda import nvrtc
-
-    include = find_nvidia_header_directory("cudart")
-    if include is None:
-        raise FileNotFoundError("the CUDA headers are not installed: pip install nvidia-cuda-runtime-cu12")
-    arguments = (*options(), f"-I{include}", f"-arch=sm_{architecture}", "-ftz=true", "--ptxas-options=-v")
-    program = nvrtc.createProgram((kernel_folder() / file).read_text(), file, (), ())
-    try:
-        nvrtc.addNameExpression(program, expression)
-        try:
-            nvrtc.compileProgram(program, arguments)
-        except nvrtc.NVRTCError as error:
-            log = nvrtc.getProgramLog(program)
-            raise KernelCompileError(f"{file}: {expression} for sm_{architecture}: {error}\n{log}") from error
-        nvrtc.getCUBIN(program)
-        return str(nvrtc.getProgramLog(program))
-    finally:
-        nvrtc.destroyProgram(program)

@@ -1,0 +1,95 @@
+"""Structs that are passed to kernels by value: declared once, in Python.
+
+A `Struct` is a NumPy dtype, with which the host packs, and the text of a C++ struct of the same layout, which stands
+ahead of the source of the kernels that take it. So there is no second declaration that could disagree.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+#: C++ names of the members' types, by NumPy's.
+_CXX = {
+    "u1": "unsigned char",
+    "i4": "int",
+    "u4": "unsigned",
+    "i8": "long long",
+    "u8": "unsigned long long",
+    "f4": "float",
+    "f8": "double",
+}
+
+
+class Struct:
+    """A struct of C++ and NumPy.
+
+    Parameters
+    ----------
+    name : str
+        Its C++ name.
+    **members : str, Struct, or tuple of one of them and an int
+        Types by name, in order: ``"i4"`` and its like as NumPy writes them, another struct, or an array of one of them.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        With the padding that C++ gives it.
+
+    Examples
+    --------
+    >>> cut = Struct("Cut", rows="i4", value=("f4", 4))
+    >>> print(cut.text)
+    struct Cut {
+        int rows;
+        float value[4];
+    };
+    static_assert(sizeof(Cut) == 20, "Cut is what the host packs");
+    >>> len(cut.pack(rows=3, value=(1, 2, 3, 4)))
+    20
+    """
+
+    __slots__ = ("_members", "dtype", "name")
+    dtype: np.dtype[Any]
+
+    def __init__(self, name: str, **members: Any):
+        self.name = name
+        self._members = tuple((member, *(of if isinstance(of, tuple) else (of, 0))) for member, of in members.items())
+        fields = [
+            (member, of.dtype if isinstance(of, Struct) else np.dtype(of), *((count,) if count else ()))
+            for member, of, count in self._members
+        ]
+        self.dtype = np.dtype(fields, align=True)
+
+    @property
+    def text(self) -> str:
+        """The declaration in C++; structs of which it has members come ahead of it."""
+        inner = dict.fromkeys(of for _, of, _ in self._members if isinstance(of, Struct))
+        lines = [
+            f"    {of.name if isinstance(of, Struct) else _CXX[of]} {member}{f'[{count}]' if count else ''};"
+            for member, of, count in self._members
+        ]
+        check = f'static_assert(sizeof({self.name}) == {self.dtype.itemsize}, "{self.name} is what the host packs");'
+        return "\n".join((*(struct.text for struct in inner), f"struct {self.name} {{", *lines, "};", check))
+
+    def zeros(self) -> np.ndarray:
+        """One of them, all zero, as a zero-dimensional array whose members are set by name."""
+        return np.zeros((), self.dtype)
+
+    def pack(self, **members: Any) -> bytes:
+        """The bytes of one whose members are `members`; those not named are zero."""
+        struct = self.zeros()
+        for name, value in members.items():
+            struct[name] = value
+        return struct.tobytes()
+
+    def __repr__(self) -> str:
+        return f"Struct({self.name!r}, {', '.join(name for name, _, _ in self._members)})"
+
+
+@functools.cache
+def declarations(structs: tuple[Struct, ...]) -> str:
+    """The text of several, each once."""
+    return "\n".join(struct.text for struct in structs)
