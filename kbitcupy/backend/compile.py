@@ -43,6 +43,8 @@ class Template:
         The header with the decoder of a format, below `folder` or ours: what ``#include KBIT_FORMAT_HEADER`` includes.
     structs : tuple of Struct, default ()
         Those that stand ahead of the source.
+    least : int, default 0
+        The oldest architecture on which its body is not empty: the host never asks an older one.
     """
 
     file: str
@@ -52,6 +54,7 @@ class Template:
     folder: Path | None = None
     header: str = ""
     structs: tuple[Struct, ...] = ()
+    least: int = 0
 
     def expression(self, *values: str) -> str:
         """The name expression of one instance.
@@ -128,6 +131,11 @@ def source(template: Template) -> str:
     return "\n".join((*ahead, f'#line 1 "{template.file}"', _text(path))) if ahead else _text(path)
 
 
+def offline(template: Template, expression: str) -> tuple[str, tuple[str, ...]]:
+    """Source and options of one kernel, for whoever compiles it without a GPU."""
+    return source(template), options(template)
+
+
 def architecture_of(file: str) -> str:
     """The one architecture that a file is for, ``"90a"`` of ``w8a8_sm90a.cu``; "" when it compiles for all.
 
@@ -182,8 +190,9 @@ def compile_offline(template: Template, expression: str, architecture: int | str
     include = find_nvidia_header_directory("cudart")
     if include is None:
         raise FileNotFoundError("the CUDA headers are not installed: pip install nvidia-cuda-runtime-cu12")
-    arguments = (*options(template), f"-I{include}", f"-arch=sm_{architecture}", "-ftz=true", "--ptxas-options=-v")
-    program = nvrtc.createProgram(source(template), template.file, (), ())
+    text, chosen = offline(template, expression)
+    arguments = (*chosen, f"-I{include}", f"-arch=sm_{architecture}", "-ftz=true", "--ptxas-options=-v")
+    program = nvrtc.createProgram(text, template.file, (), ())
     try:
         nvrtc.addNameExpression(program, expression)
         try:
