@@ -72,6 +72,103 @@ class Magnitude:
         return int(np.float32(self.largest).view(np.int32))
 
 
+@dataclass(frozen=True)
+class Fragments:
+    """What the tuned product kernels need of a format, whose codes they decode to fragments: tensor-core operands.
+
+    The C++ types are decoders of ``kernels/``, in which ``{T}`` stands for the type of the tokens. Planes are named by
+    their roles; None where a format has no such plane. The numbers are constants of the decoders, where static
+    assertions compare them.
+
+    Parameters
+    ----------
+    small_batch : str
+        The decoder of ``linear_few`` and ``linear_one``.
+    hopper : str
+        ... of ``linear_tile``; empty where that kernel has none.
+    bits : int
+        Of a code.
+    block : int
+        Elements that share a scale.
+    granule : int
+        Elements of a row that have to lie in one block: K is a multiple of it.
+    scale_bytes : int
+        Of the scale of a granule in shared memory.
+    entries : int
+        Of the decoder's table of values in ``linear_few`` and ``linear_one``.
+    gaps : bool
+        Whether that table has gaps between its entries, where sums find room.
+    hopper_entries : int
+        Of the table of ``linear_tile``.
+    owned : bool
+        Whether a lane of a warp has whole granules to itself; otherwise the four lanes of a row share each of them.
+    copied : bool
+        Whether scales are used as they are stored; otherwise they are spread, one float32 for each granule.
+    swizzled : bool
+        Whether rows of one k-tile are permuted in shared memory.
+    items, grouped_items : int
+        The most k-tiles that a warp of ``linear_few``, and of its flavour for experts, has registers for.
+    wide : bool
+        Whether a thread block of ``linear_few`` has registers for 16 tokens.
+    targeted : bool
+        Whether the format has targets for the speed of products: then every instance is checked.
+    codes, scales : str
+        The planes of codes and of the scales of blocks.
+    nested_scales, offset : str or None
+        Planes of double quantization: the scales of the scales, and what is added to all of them.
+    tensor_scale : str or None
+        The plane of the scale of all blocks of a member.
+    values : str or None
+        The plane of the values that codes stand for.
+    known_values : tuple of float
+        ... where the host knows them: empty where they are in a plane.
+    scale_values : tuple of float
+        What the 8-bit codes of nested scales stand for; else empty.
+    """
+
+    small_batch: str
+    hopper: str
+    bits: int
+    block: int
+    granule: int
+    scale_bytes: int
+    entries: int
+    gaps: bool
+    hopper_entries: int
+    owned: bool
+    copied: bool
+    swizzled: bool
+    items: int
+    grouped_items: int
+    wide: bool
+    targeted: bool
+    codes: str
+    scales: str
+    nested_scales: str | None = None
+    offset: str | None = None
+    tensor_scale: str | None = None
+    values: str | None = None
+    known_values: tuple[float, ...] = ()
+    scale_values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A matrix of plain int8 codes, one byte each, as integer tensor cores multiply them.
+
+    Parameters
+    ----------
+    codes, scales : str
+        The planes; scales are float32 and positive, and zero points are 0.
+    shares : str
+        Who shares a scale: ``"row"`` where each row along the last axis has one, ``"tensor"`` where all share one.
+    """
+
+    codes: str
+    scales: str
+    shares: str
+
+
 class Format(ABC):
     """A way to store an array in a few bits per element, with all its options chosen.
 
@@ -97,6 +194,10 @@ class Format(ABC):
     unoffered: ClassVar[tuple[str, ...]] = ()
     #: Kernels of the family, for the compile check.
     kernels: ClassVar[tuple[Template, ...]] = ()
+    #: What `fragments` may return, for the compile check of product kernels, but for the values of codes.
+    all_fragments: ClassVar[tuple[Fragments, ...]] = ()
+    #: A plane that `decode` multiplies by where it is given, and products may multiply by instead, in fp32.
+    tensor_scale: ClassVar[str | None] = None
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
@@ -130,6 +231,14 @@ class Format(ABC):
 
     def magnitude(self) -> Magnitude | None:
         """The planes that bring decoded elements out of the range of float16; None where none of them can."""
+        return None
+
+    def fragments(self) -> Fragments | None:
+        """What the tuned product kernels need to decode this format; None where they cannot."""
+        return None
+
+    def integers(self, shape: tuple[int, ...]) -> Integers | None:
+        """How an array of `shape` is a matrix of plain int8; None where it is not."""
         return None
 
     def given(self) -> Mapping[str, Any]:
@@ -628,12 +737,21 @@ def _guesses(name: str) -> list[str]:
 _ALIKE = 0.6
 
 
-_templates: list[Template] = []
+_templates: list[Callable[[], Iterable[Template]]] = []
 
 
-def register_templates(*templates: Template) -> None:
-    """Add kernels that belong to no format, such as those of a product, to what `kernel_templates` yields."""
-    _templates.extend(templates)
+def register_templates(*templates: Template | Callable[[], Iterable[Template]]) -> None:
+    """Add kernels that belong to no format, such as those of a product, to what `kernel_templates` yields.
+
+    A function is called for them when they are asked for.
+    """
+    _templates.extend(t if callable(t) else functools.partial(iter, (t,)) for t in templates)
+
+
+def all_fragments() -> Iterator[Fragments]:
+    """Every way in which the product kernels decode a registered format, each once."""
+    found = (getattr(_maker(name), "all_fragments", ()) for name in list_formats())
+    yield from dict.fromkeys(itertools.chain(*found))
 
 
 def kernel_templates() -> Iterator[Template]:
@@ -642,16 +760,22 @@ def kernel_templates() -> Iterator[Template]:
     Those of a format stand in the attribute `kernels` of its factory, or of what the factory makes without options.
     """
     seen: set[Template] = set()
-    for template in itertools.chain(*map(_kernels_of, list_formats()), _templates):
+    for template in itertools.chain(*map(_kernels_of, list_formats()), *(make() for make in _templates)):
         if template not in seen:
             seen.add(template)
             yield template
 
 
-def _kernels_of(name: str) -> tuple[Template, ...]:
+def _maker(name: str) -> Any:
+    """The class or function that makes a registered format."""
     factory: Any = _registry[name]
     while isinstance(factory, functools.partial):
         factory = factory.func
+    return factory
+
+
+def _kernels_of(name: str) -> tuple[Template, ...]:
+    factory = _maker(name)
     if hasattr(factory, "kernels"):  # a class says it without an instance, for which options may be needed
         return tuple(factory.kernels)
     try:

@@ -62,7 +62,7 @@ from ...backend import xp as _xp
 from ...backend.compile import CXX_TYPES, Template
 from ...backend.launch import Kernel, by_value, shared_memory
 from ...errors import DeviceError, FormatError
-from ..base import Format, Magnitude, Plane, register
+from ..base import Format, Integers, Magnitude, Plane, register
 
 #: Bounds of the integers of a fake quantization: float32 rounds to integers exactly well beyond them.
 MAX_LEVEL = 1 << 20
@@ -1277,6 +1277,14 @@ class Affine(Format):
             out[...] = np.maximum(step / 2, outside) + 2.0**-22 * np.abs(number) + 2.0**-149
             out[...] = np.where(step > 0, out, np.abs(number))
         return bound.reshape(-1)
+
+    def integers(self, shape: tuple[int, ...]) -> Integers | None:
+        if self.name != "int8" or not self.levels.symmetric or not shape:
+            return None
+        blocks = blocks_of(shape, self.granularity)
+        if blocks.layout == blocks_of(shape, "token").layout:
+            return Integers("codes", "scale", "row")
+        return Integers("codes", "scale", "tensor") if blocks.count == 1 else None
 
     def magnitude(self) -> Magnitude:
         return Magnitude("scale", largest=float(1 << self.bits))  # of a code less its zero point

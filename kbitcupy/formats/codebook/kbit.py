@@ -43,7 +43,7 @@ from ...backend.launch import Kernel, by_value, shared_memory
 from ...backend.xp import as_array, is_cupy, namespace, on_device_of
 from ...errors import FormatError
 from ...tables import SMALLEST_NORMAL, Codebook, flush
-from ..base import Format, Magnitude, Plane, host_numbers, named, register, remade
+from ..base import Format, Fragments, Magnitude, Plane, host_numbers, named, register, remade
 from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
 from . import scales
 from .rows import TAKE_KBIT, Take
@@ -103,6 +103,36 @@ CODES = tuple(
 )
 
 
+@functools.lru_cache(maxsize=64)
+def _fragments(k: int, absmax: str, codebook: str | None) -> Fragments:
+    """What product kernels need of K = 2 to 5; `codebook` is a standard one, or None where it is in a plane."""
+    known = () if codebook is None else tuple(tables.standard_codebook(codebook, k).values.tolist())
+    few = 2 if k == 5 or absmax == "float32" else 4
+    return Fragments(
+        small_batch=f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>",
+        hopper=f"TileKbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>",
+        bits=k,
+        block=BLOCK,
+        granule=BLOCK,
+        scale_bytes=np.dtype(ABSMAX[absmax].dtype).itemsize,
+        entries=32 if k == 5 else 256,
+        gaps=k in (3, 4),
+        hopper_entries={3: 64, 5: 32}.get(k, 256),
+        owned=True,
+        copied=True,
+        swizzled=False,
+        items=few,
+        grouped_items=few,
+        wide=absmax != "float32",
+        targeted=k == 4 and absmax == "e4m4",
+        codes="packed",
+        scales="absmax",
+        tensor_scale="scale",
+        values="codebook",
+        known_values=known,
+    )
+
+
 class KBit(Format):
     """K-bit codebook indices in bit planes, one scale for 32 elements.
 
@@ -132,6 +162,8 @@ class KBit(Format):
     summary = "codebook indices in bit planes, one scale for 32 elements"
     unoffered = ("members",)
     kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, TAKE_KBIT, *CODES)
+    all_fragments = tuple(_fragments(k, absmax, None) for k in (2, 3, 4, 5) for absmax in ABSMAX)
+    tensor_scale = "scale"
 
     def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None, members: int = 1):
         self.bits = check_k(k)
@@ -290,6 +322,11 @@ class KBit(Format):
         if self.codebook == "custom":
             return Magnitude("absmax", values="codebook")
         return Magnitude("absmax", largest=float(np.abs(self._host_table().values).max()))
+
+    def fragments(self) -> Fragments | None:
+        if not 2 <= self.bits <= 5:
+            return None
+        return _fragments(self.bits, self.absmax, None if self.codebook == "custom" else self.codebook)
 
     def _any_codebook(self) -> Any:
         """The codebook as the constructor takes it."""

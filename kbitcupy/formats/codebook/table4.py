@@ -46,7 +46,7 @@ from ...backend.launch import Kernel, by_value
 from ...backend.xp import is_cupy, namespace
 from ...errors import FormatError
 from ...tables import SMALLEST_NORMAL, flush
-from ..base import Format, Magnitude, Plane, host_numbers, named, register, remade
+from ..base import Format, Fragments, Magnitude, Plane, host_numbers, named, register, remade
 from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
 from .rows import TAKE_TABLE4, Take
 
@@ -168,6 +168,37 @@ def check_table(values: Any) -> np.ndarray:
     return host_numbers(values, 16, "table")
 
 
+@functools.lru_cache(maxsize=256)
+def _fragments(block: int, double_quant: bool, known: tuple[float, ...] = ()) -> Fragments:
+    """What product kernels need of a table; `known` are its values, empty where they are in a plane."""
+    granule = min(block, 64)
+    return Fragments(
+        small_batch=f"Table4<{{T}}, {granule}>",
+        hopper=f"TileTable4<{{T}}, {str(double_quant).lower()}>" if block >= 32 else "",
+        bits=4,
+        block=block,
+        granule=granule,
+        scale_bytes=4,
+        entries=256,
+        gaps=True,
+        hopper_entries=256,
+        owned=False,
+        copied=block == granule and not double_quant,
+        swizzled=True,
+        items=4 if granule == 64 else 2,
+        grouped_items=2,
+        wide=granule == 64,
+        targeted=not double_quant,
+        codes="packed",
+        scales="absmax",
+        nested_scales="nested_absmax" if double_quant else None,
+        offset="nested_offset" if double_quant else None,
+        values="table",
+        known_values=known,
+        scale_values=tuple(tables.dynamic_map().tolist()) if double_quant else (),
+    )
+
+
 class Table4(Format):
     """4-bit codes into a table of 16 values, one absmax for a block.
 
@@ -192,6 +223,7 @@ class Table4(Format):
 
     bits = 4
     kernels = (_QUANTIZE4, _QUANTIZE4_ANY, _DEQUANTIZE4, TAKE_TABLE4, *_NESTED)
+    all_fragments = tuple(_fragments(block, double_quant) for block in (16, 32, 64) for double_quant in (False, True))
 
     def __init__(self, kind: str, *, block: int = 64, double_quant: bool = False, table: Any = "bnf"):
         self.name = kind
@@ -302,6 +334,10 @@ class Table4(Format):
         if self.table_name == "custom":
             return Magnitude(scales, offset, "table")
         return Magnitude(scales, offset, largest=float(np.abs(self._known_table().values).max()))
+
+    def fragments(self) -> Fragments | None:
+        known = () if self.table_name == "custom" else tuple(self._known_table().values.tolist())
+        return _fragments(self.block, self.double_quant, known)
 
     def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
         if not self.double_quant:
