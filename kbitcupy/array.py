@@ -274,6 +274,19 @@ class QuantizedArray(Compressed):
 
         return dequantize(self, dtype=dtype, out=out)
 
+    def to_bytes(self) -> bytes:
+        """Shorthand of `kbitcupy.serial.to_bytes`: the array as bytes, for sockets, queues, caches and files."""
+        from .serial import to_bytes
+
+        return to_bytes(self)
+
+    @classmethod
+    def from_buffer(cls, buffer: Any) -> QuantizedArray:
+        """Shorthand of `kbitcupy.serial.from_buffer`: the array of such bytes, without a copy."""
+        from .serial import from_buffer
+
+        return from_buffer(buffer)
+
     # ---- the same bits elsewhere, or part of them ----------------------------------------------------------------
 
     def to_device(self, device: str) -> QuantizedArray:

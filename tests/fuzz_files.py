@@ -1,9 +1,10 @@
-"""Damaged and hostile files: each is read or refused by name, quickly, and nothing is left behind.
+"""Damaged and hostile files and bytes: each is read or refused by name, quickly, and nothing is left behind.
 
-``python tests/fuzz_files.py 100000`` runs that many cases and prints what became of them; the suite runs fewer. A case
-is a small file of one registered format, maybe with an index, in which bytes of the header, values of the header, of
-kbitcupy's configuration or of the index, or data were changed; a file of bitsandbytes whose JSON was changed; the
-beginning of another kind of file; or a plan with other values.
+``python tests/fuzz_files.py 100000`` runs that many cases of files, and as many of the bytes of one array,
+and prints what became of them; the suite runs fewer. A case is a small file of one registered format, maybe with an
+index, in which bytes of the header, values of the header, of kbitcupy's configuration or of the index, or data were
+changed; a file of bitsandbytes whose JSON was changed; the beginning of another kind of file; a plan with other values;
+or what `QuantizedArray.to_bytes` makes, with such changes.
 """
 
 import contextlib
@@ -312,6 +313,92 @@ def run(count, seed=0):
     return outcomes, slowest, failures
 
 
+# ---- the bytes of one array ----
+
+
+def bytes_of(header, data, draw=None):
+    """The bytes of an array from its header and what follows; with `draw`, maybe with lies in the first 24."""
+    head = text(header).encode("utf-8", "surrogatepass") if not isinstance(header, bytes) else header
+    head += b" " * (-(len(head) + 24) % 64)
+    numbers = [1, len(head), 24 + len(head) + len(data)]
+    if draw is not None and draw.random() < 0.3:
+        number = draw.randrange(3)
+        limit = 2 ** (64 if number == 2 else 32)
+        lies = (0, 1, 2, 23, 64, len(head) - 64, numbers[2] - 24, numbers[2] + 64, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
+        numbers[number] = draw.choice(lies) % limit
+    first = b"\x93KBITQA\n" + numbers[0].to_bytes(4, "little") + numbers[1].to_bytes(4, "little")
+    return first + numbers[2].to_bytes(8, "little") + head + data
+
+
+def bytes_seeds():
+    """(header, data) of the bytes of a small array of every format."""
+    found = []
+    x = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    for name in kb.list_formats():
+        try:
+            content = kb.quantize(x, name).to_bytes()
+        except (ValueError, TypeError):  # it needs an option, or only decodes
+            continue
+        end = 24 + int.from_bytes(content[12:16], "little")
+        found.append((json.loads(content[24:end]), content[end:]))
+    return found
+
+
+def bytes_case(seed, draw):
+    """Damaged bytes, as one of the things that hold bytes."""
+    header, data = seed
+    kind = draw.randrange(5)
+    if kind == 0:
+        content = bytes_of(changed(header, draw), data, draw)
+    elif kind == 1:  # planes that lie
+        header = copy.deepcopy(header)
+        plane = draw.choice(header["planes"])
+        plane[draw.choice(("name", "dtype", "shape"))] = copy.deepcopy(draw.choice(VALUES))
+        content = bytes_of(header, data, draw)
+    elif kind == 2:  # more or fewer bytes, which are said to be there
+        content = bytes_of(header, data[: draw.randrange(len(data) + 1)] + draw.randbytes(draw.choice((0, 1, 64))))
+    elif kind == 3:
+        content = bytes_of(header, data)
+        content = damaged(content, len(content), draw)
+    else:
+        content = bytes_of(header, data, draw)
+        content = content[: draw.randrange(len(content) + 1)] if draw.random() < 0.5 else content
+    kind = draw.randrange(5)
+    if kind == 0:
+        return bytearray(content)
+    if kind == 1:
+        return memoryview(b"x" * 5 + content)[5:]
+    if kind == 2:
+        return np.frombuffer(content, np.uint8)
+    if kind == 3 and draw.random() < 0.3:
+        return memoryview(content)[::2]
+    return content
+
+
+def run_bytes(count, seed=0):
+    """Read `count` damaged arrays; returns what `run` does."""
+    corpus = bytes_seeds()
+    outcomes, slowest, failures = Counter(), 0.0, []
+    for number in range(count):
+        draw = random.Random(f"{seed}/bytes/{number}")
+        content = bytes_case(corpus[number % len(corpus)], draw)
+        began = time.perf_counter()
+        try:
+            try:
+                q = kb.QuantizedArray.from_buffer(content)
+                check(q.dequantize().shape == q.shape, q.shape)
+                again = kb.QuantizedArray.from_buffer(q.to_bytes())
+                check(again.config() == q.config() and again.to_bytes() == q.to_bytes(), q.config())
+                outcomes["read"] += 1
+            except KbitError as error:
+                check(str(error).startswith("buffer") and len(str(error)) < 1000, error)
+                outcomes["refused"] += 1
+        except Exception as error:
+            failures.append(f"bytes {number} of seed {seed}: {type(error).__name__}: {str(error)[:300]}")
+        slowest = max(slowest, time.perf_counter() - began)
+    return outcomes, slowest, failures
+
+
 def _hangs(*_):
     raise TimeoutError(f"more than {SECONDS} s")
 
@@ -326,8 +413,9 @@ def _main(count, seed):
     failures, totals, slowest = [], Counter(), 0.0
     for first in range(0, count, 1000):
         signal.alarm(1000 * SECONDS)
-        outcomes, longest, bad = run(min(1000, count - first), seed + first)
-        totals, slowest, failures = totals + outcomes, max(slowest, longest), failures + bad
+        for kind in (run, run_bytes):
+            outcomes, longest, bad = kind(min(1000, count - first), seed + first)
+            totals, slowest, failures = totals + outcomes, max(slowest, longest), failures + bad
     signal.alarm(0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(

@@ -20,7 +20,7 @@ FLOORS = [
     ["errors", "tables", "_version"],
     ["backend.*"],
     ["formats", "formats.*"],
-    ["array", "ops"],
+    ["array", "ops", "serial"],
     ["metrics", "products", "products.*", "io", "io.*"],
     ["affine", "compat.*", ""],  # "": kbitcupy itself
     ["explore", "explore.*", "bench", "bench.*"],
@@ -28,10 +28,17 @@ FLOORS = [
 ]
 
 # Who knows whom on one floor, beside the modules of one folder.
-NEIGHBOURS = {("ops", "array"), ("tables", "errors"), ("", "affine"), ("", "compat.bitsandbytes"), ("__main__", "cli")}
+NEIGHBOURS = {
+    ("ops", "array"),
+    ("serial", "array"),
+    ("tables", "errors"),
+    ("", "affine"),
+    ("", "compat.bitsandbytes"),
+    ("__main__", "cli"),
+}
 
 # Methods that are shorthands of a free function import it when they are called.
-SHORTHANDS = {("array", "ops"), ("array", "products.functions")}
+SHORTHANDS = {("array", "ops"), ("array", "serial"), ("array", "products.functions")}
 
 HEAVY = ["cupy", "cupy_backends", "matplotlib", "ml_dtypes", "safetensors", "scipy", "torch", "tqdm"]
 
