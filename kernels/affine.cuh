@@ -31,11 +31,6 @@ struct Compute<double> {
 
 __device__ __forceinline__ double to_float(double x) { return x; }
 
-__device__ __forceinline__ float multiply_ieee(float a, float b) {
-    float r;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
 __device__ __forceinline__ double multiply_ieee(double a, double b) { return a * b; }
 __device__ __forceinline__ double divide_ieee(double x, double y) { return x / y; }
 
@@ -80,8 +75,7 @@ __device__ __forceinline__ unsigned long long largest_finite(double) { return 0x
 __device__ __forceinline__ unsigned all_bits(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ unsigned long long all_bits(double x) { return __double_as_longlong(x); }
 
-// A scale that is not a positive finite number counts as 0.
-__device__ __forceinline__ float usable(float s) { return __float_as_uint(s) - 1u < 0x7f7fffffu ? s : 0.0f; }
+// As usable(float).
 __device__ __forceinline__ double usable(double s) {
     return __double_as_longlong(s) - 1ull < 0x7fefffffffffffffull ? s : 0.0;
 }

@@ -11,13 +11,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/scalar.cuh"
+
 constexpr int WARP = 32;
 constexpr int ROW = 32;           // elements that a lane owns
 constexpr int TILE = WARP * ROW;  // elements of a warp's tile
 constexpr unsigned FULL_WARP = 0xffffffffu;
-constexpr float SMALLEST_NORMAL = 1.17549435e-38f;  // 2^-126
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 // ---- element types ---------------------------------------------------------------------------------------------
 
@@ -125,8 +124,6 @@ struct Word<__nv_bfloat16> {
 };
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float flush(float x) { return fabsf(x) < SMALLEST_NORMAL ? 0.0f : x; }
 
 // IEEE division, subnormals included: -ftz=true turns every other spelling of it into the flushing one.
 __device__ __forceinline__ float divide_ieee(float x, float y) {

@@ -10,12 +10,6 @@
 
 // ---- float32 without flushing ----------------------------------------------------------------------------------
 
-__device__ __forceinline__ float multiply_ieee(float a, float b) {
-    float r;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-
 __device__ __forceinline__ float add_ieee(float a, float b) {
     float r;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));

@@ -21,6 +21,8 @@ import numpy as np
 from ..backend.compile import Template
 from ..backend.xp import FLOAT_DTYPES
 from ..errors import FormatError
+from . import decoders
+from .decoders import Decoder as Decoder
 
 #: Third parties list their formats under this entry-point group: name = "module:factory".
 ENTRY_POINTS = "kbitcupy.formats"
@@ -271,17 +273,29 @@ class Format(ABC):
                 chosen[name] = plane
         return chosen
 
-    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any) -> bool:
+    @property
+    def decoder(self) -> Decoder | None:
+        """The storey-1 decoder: what `take` and a simple product need on the GPU; None where there is none.
+
+        The same object every time, since kernels are remembered by it.
+        """
+        return None
+
+    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any, lead: int = 0) -> bool:
         """Fill `out` with the rows `ids` (int32 or int64) of an array of `shape`, in one launch.
 
-        All arrays are on one device, the current one, and not empty; rows are whole blocks. Row numbers wrap.
+        All arrays are on one device, the current one, and not empty; rows are whole blocks, or those of a stack, whose
+        first `lead` lengths count members. Row numbers wrap.
 
         Returns
         -------
         bool
             Whether it was done. Otherwise the caller selects the rows and decodes them.
         """
-        return False
+        if self.decoder is None or not decoders.decodes(out):
+            return False
+        decoders.take(self.decoder, planes, shape, ids, out, lead)
+        return True
 
     def selected(self, shape: tuple[int, ...], count: int) -> Format:
         """The format of the planes that `select` gives for `count` rows of an array of `shape`."""

@@ -63,6 +63,7 @@ from ...backend.compile import CXX_TYPES, Template
 from ...backend.launch import Kernel, by_value, shared_memory
 from ...errors import DeviceError, FormatError
 from ..base import Format, Integers, Magnitude, Plane, register
+from ..decoders import Decoder, templates
 
 #: Bounds of the integers of a fake quantization: float32 rounds to integers exactly well beyond them.
 MAX_LEVEL = 1 << 20
@@ -860,6 +861,12 @@ KERNELS = (
     Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
     Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
 )
+_HEADER = "formats/affine.cuh"
+_BLOCKS = templates(
+    _HEADER,
+    *(f"Affine<{bits}, {signed}>" for bits in (8, 4) for signed in ("true", "false")),
+    kernels=("take_blocks", "linear_blocks"),
+)
 
 _GEOMETRY = np.dtype(
     [
@@ -1169,7 +1176,7 @@ class Affine(Format):
     dtypes = ("float16", "bfloat16", "float32", "float64")
     origin = "baracuda-kernels, PyTorch, torchao"
     summary = "integers with a scale for a tensor, channel, token or group"
-    kernels = KERNELS
+    kernels = (*KERNELS, *_BLOCKS)
 
     def __init__(
         self,
@@ -1333,6 +1340,10 @@ class Affine(Format):
         codes = math.prod(shape[1:])
         return f"rows of shape {shape[1:]} are not whole blocks: {codes} codes of {self.bits} bits are no whole bytes"
 
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        return _decoder(self.bits, self.granularity, self.levels)
+
     def _zero_of(self, planes: Mapping[str, Any]) -> Any:
         return planes.get("zero_point", self.levels.zero)
 
@@ -1349,6 +1360,16 @@ def _granularity_of(granularity: Any, block: Any) -> Granularity:
             f"granularity is {granularity!r} and block {block}, which means ('group', {block}): leave one of them away"
         )
     return groups
+
+
+@functools.lru_cache(maxsize=1024)
+def _decoder(bits: int, granularity: Granularity, levels: Levels) -> Decoder:
+    def numbers(shape: tuple[int, ...]) -> tuple[int, ...]:
+        blocks = blocks_of(shape, granularity)
+        return blocks.row, blocks.run, blocks.per_row, levels.zero
+
+    struct = f"Affine<{bits}, {str(levels.qmin < 0).lower()}>"
+    return Decoder(_HEADER, struct, ("codes", "scale", "zero_point"), numbers)
 
 
 @functools.lru_cache(maxsize=256)

@@ -45,8 +45,8 @@ from ...errors import FormatError
 from ...tables import SMALLEST_NORMAL, Codebook, flush
 from ..base import Format, Fragments, Magnitude, Plane, host_numbers, named, register, remade
 from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
+from ..decoders import Decoder, templates
 from . import scales
-from .rows import TAKE_KBIT, Take
 
 BLOCK = 32
 
@@ -70,7 +70,7 @@ class AbsmaxFormat:
     dtype : str
         NumPy dtype of the plane.
     kernel : str
-        Name of the enumerator in ``kernels/kbit.cuh``.
+        Name of the enumerator in ``kernels/formats/scales.cuh``.
     relative_error : float
         Bound of the stored scale's own relative error in its normal range (rounding of the decoder included).
     absolute_error : float
@@ -89,14 +89,14 @@ ABSMAX = {
     "float32": AbsmaxFormat("float32", "FLOAT32", 2.0**-22, 0.0),
 }
 
-# ``AbsmaxFormat`` of kernels/kbit.cuh.
-_ABSMAX_NUMBERS = {name: number for number, name in enumerate(ABSMAX)}
-
 _AXES = (tuple(CXX_TYPES.values()), tuple("12345678"), tuple(a.kernel for a in ABSMAX.values()))
 QUANTIZE = Template("kbit.cu", "quantize_kbit", (*_AXES, ("ORDERED",)))
 # Codebooks that are not in order are the exception: a few bytes of spilled registers do not matter to them.
 QUANTIZE_UNORDERED = Template("kbit.cu", "quantize_kbit", (*_AXES, ("MAPPED", "ANY")), hot=False)
 DEQUANTIZE = Template("kbit.cu", "dequantize_kbit", _AXES)
+_HEADER = "formats/kbit.cuh"
+# All elements and products of float16 and bfloat16 have kernels of their own, which are faster.
+BLOCKS = templates(_HEADER, *(f"Kbit<{a.kernel}>" for a in ABSMAX.values()), kernels=("take_blocks", "linear_blocks"))
 CODES = tuple(
     Template("codes.cu", name, hot=False)
     for name in ("pack_kbit", "unpack_kbit", "encode_absmax_e4m4", "decode_absmax_e4m4")
@@ -161,7 +161,7 @@ class KBit(Format):
     origin = "bitsandbytes pull request 1858"
     summary = "codebook indices in bit planes, one scale for 32 elements"
     unoffered = ("members",)
-    kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, TAKE_KBIT, *CODES)
+    kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, *BLOCKS, *CODES)
     all_fragments = tuple(_fragments(k, absmax, None) for k in (2, 3, 4, 5) for absmax in ABSMAX)
     tensor_scale = "scale"
 
@@ -301,12 +301,12 @@ class KBit(Format):
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         decode_blocks(planes["packed"], planes["absmax"], planes.get("scale"), values, self.bits, out)
 
-    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any) -> bool:
-        if self.members > 1 or isinstance(out, np.ndarray):
-            return False
-        taken = (planes["packed"], planes["absmax"], planes["scale"], planes.get("codebook", 0))
-        _take(self._table)(taken, shape, ids, out, self.bits, _ABSMAX_NUMBERS[self.absmax])
-        return True
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        return _decoder(self.bits, self.absmax, self._table)
+
+    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any, lead: int = 0) -> bool:
+        return self.members == 1 and super().decode_rows(planes, shape, ids, out, lead)
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
         absmax = block_absmax(x.reshape(-1), BLOCK).astype(np.float64)
@@ -377,8 +377,12 @@ class KBit(Format):
 
 
 @functools.lru_cache(maxsize=256)
-def _take(table: Codebook | None) -> Take:
-    return Take(TAKE_KBIT, None if table is None else table.values)
+def _decoder(k: int, absmax: str, table: Codebook | None) -> Decoder:
+    values = np.zeros(256, np.float32)
+    if table is not None:
+        values[: 1 << k] = table.values
+    struct = f"Kbit<{ABSMAX[absmax].kernel}>"
+    return Decoder(_HEADER, struct, ("packed", "absmax", "scale"), lambda shape: (k,), values, "codebook")
 
 
 # Rounds of a thread block, by the bytes of an element and the bits of an index.

@@ -1,0 +1,81 @@
+// What a decoder is, and what it reads.
+//
+// A decoder is a struct F of one format, the twin of the format's NumPy reference:
+//
+//     static constexpr int TABLE                                   numbers of its table; 0: it has none
+//     static void decode8(const Planes&, long long octet, float (&v)[8])
+//
+// decode8 gives elements 8 * octet to 8 * octet + 7 of the flattened array as the float32 numbers that the contract of
+// the format names, exactly. At least one of them is in the array; what it gives for those beyond the end does not
+// matter, but it must not read past a plane. No lane talks to another, so the host's compiler takes it, too, and
+// tests/contract/test_decoders.py compares it with NumPy where there is no GPU. kernels/blocks.cu makes kernels of it.
+#pragma once
+#include "common/scalar.cuh"
+
+constexpr int MAX_PLANES = 6, MAX_NUMBERS = 4;  // as kbitcupy/formats/decoders.py has them
+
+// The planes of one array.
+struct Planes {
+    const void* plane[MAX_PLANES];  // in the order that the format's decoder names; null: the array has no such plane
+    long long number[MAX_NUMBERS];  // integers, their meaning is the decoder's
+    long long size;                 // elements of the array
+    const float* table;             // F::TABLE numbers in shared memory
+
+    template <typename V>
+    __device__ __forceinline__ const V* at(int i) const {
+        return static_cast<const V*>(plane[i]);
+    }
+};
+
+// The argument of a kernel, passed by value. A stack is `members` arrays of one shape, whose planes lie behind each
+// other.
+template <typename F>
+struct Argument {
+    Planes planes;                 // of the first member; no table
+    long long stride[MAX_PLANES];  // bytes from the plane of a member to that of the next
+    const float* values;           // on the device: what the table begins with instead, or null
+    long long value_count;
+    float table[F::TABLE > 0 ? F::TABLE : 1];
+};
+
+// The same of another member.
+template <typename F>
+__device__ __forceinline__ Planes of_member(Planes planes, const Argument<F>& argument, long long member) {
+#pragma unroll
+    for (int i = 0; i < MAX_PLANES; ++i) planes.plane[i] = planes.at<char>(i) + member * argument.stride[i];
+    return planes;
+}
+
+// Words of a plane from byte `first` on; what lies at byte `end` or behind it is zero. One load where they lie for it.
+template <int WORDS>
+__device__ __forceinline__ void load_words(const void* plane, long long first, long long end, unsigned (&word)[WORDS]) {
+    static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4, "one load");
+    const unsigned char* from = static_cast<const unsigned char*>(plane) + first;
+    if (first + 4 * WORDS <= end && (reinterpret_cast<unsigned long long>(from) & (4 * WORDS - 1)) == 0) {
+        if constexpr (WORDS == 1) {
+            word[0] = *reinterpret_cast<const unsigned*>(from);
+        } else if constexpr (WORDS == 2) {
+            const uint2 two = *reinterpret_cast<const uint2*>(from);
+            word[0] = two.x, word[1] = two.y;
+        } else {
+            const uint4 four = *reinterpret_cast<const uint4*>(from);
+            word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * WORDS; ++i) {
+        const unsigned byte = first + i < end ? from[i] : 0u;
+        word[i / 4] = i % 4 ? word[i / 4] | byte << i % 4 * 8 : byte;
+    }
+}
+
+// Eight bytes with rows and columns exchanged: bit c of byte r becomes bit r of byte c.
+__device__ __forceinline__ unsigned long long transpose8(unsigned long long bits) {
+    unsigned long long swap = (bits ^ bits >> 7) & 0x00aa00aa00aa00aaull;
+    bits ^= swap ^ swap << 7;
+    swap = (bits ^ bits >> 14) & 0x0000cccc0000ccccull;
+    bits ^= swap ^ swap << 14;
+    swap = (bits ^ bits >> 28) & 0x00000000f0f0f0f0ull;
+    return bits ^ swap ^ swap << 28;
+}
