@@ -11,7 +11,7 @@
 // Unlike the k-bit kernels these keep subnormal numbers, so where one may occur the arithmetic is inline PTX, which
 // -ftz=true does not reach.
 #pragma once
-#include "common.cuh"
+#include "common/tiles.cuh"
 
 constexpr int UNIT = 8;  // elements of a unit, unless it says otherwise
 
@@ -259,13 +259,6 @@ struct Steps {
     }
 };
 
-// A pointer that the compiler must keep in a register, instead of working it out again wherever it is used.
-template <typename P>
-__device__ __forceinline__ P pinned(P pointer) {
-    asm volatile("" : "+l"(pointer));
-    return pointer;
-}
-
 // The entries of a Source from one on.
 template <typename C>
 struct SourcePart {
@@ -273,7 +266,7 @@ struct SourcePart {
     const C* scale;
     const int* zero_point;
     __device__ __forceinline__ SourcePart(const Source<C>& source, long long first)
-        : source(source), scale(pinned(source.scale + first)), zero_point(pinned(source.zero_point + first)) {}
+        : source(source), scale(opaque(source.scale + first)), zero_point(opaque(source.zero_point + first)) {}
     __device__ __forceinline__ Parameters<C> operator[](unsigned i) const {
         return {
             source.scale ? __ldg(scale + i) : source.scale_value,

@@ -534,8 +534,7 @@ struct Row {
     unsigned place;  // address of this lane's first chunk
 
     __device__ __forceinline__ Row(const uint4* chunks, int units) : units(units) {
-        place = shared_address(chunks) + threadIdx.x * CHUNKS * 16;
-        asm volatile("" : "+r"(place));  // not worked out again and again
+        place = opaque(shared_address(chunks) + threadIdx.x * CHUNKS * 16);
     }
     __device__ __forceinline__ void copy(const T* x) const {
         const int lane = threadIdx.x % WARP, first = (threadIdx.x - lane) * CHUNKS + lane;

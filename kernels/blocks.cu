@@ -3,7 +3,7 @@
 //
 // A thread decodes eight neighbours at a time. Threads of a warp have neighbouring octets, so their loads and stores
 // make whole lines.
-#include "common.cuh"
+#include "common/types.cuh"
 #include KBIT_FORMAT_HEADER
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;

@@ -8,7 +8,7 @@
 //
 // A block is 2^block_log2 elements, 16 to 4096: half a row, one row or up to 128.
 #pragma once
-#include "common.cuh"
+#include "common/tiles.cuh"
 
 constexpr int NESTED_LOG2 = 8;  // absmax that are quantized together
 

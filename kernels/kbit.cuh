@@ -4,7 +4,7 @@
 //     absmax    [blocks]             one scale a block: E4M4 (uint8), float16 or float32
 //     scale     float32[1]           power of two that multiplies every block scale
 #pragma once
-#include "common.cuh"
+#include "common/tiles.cuh"
 #include "formats/scales.cuh"
 
 // ---- search ----------------------------------------------------------------------------------------------------

@@ -137,12 +137,12 @@ def offline(template: Template, expression: str) -> tuple[str, tuple[str, ...]]:
 
 
 def architecture_of(file: str) -> str:
-    """The one architecture that a file is for, ``"90a"`` of ``w8a8_sm90a.cu``; "" when it compiles for all.
+    """The one architecture that a file is for, ``"90a"`` of ``hopper_sm90a.cu``; "" when it compiles for all.
 
     What only one architecture has needs its letter in the option. CuPy adds the option of the device: of two that
     differ in the letter alone NVRTC takes the one with it.
     """
-    return file.partition("_sm")[2].removesuffix(".cu")
+    return file.rpartition("/")[2].partition("_sm")[2].removesuffix(".cu")
 
 
 #: The kernels that this process has compiled or loaded, by (label of the file, expression, device), for its life.

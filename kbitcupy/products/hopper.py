@@ -1,4 +1,4 @@
-"""The kernel that multiplies up to 128 tokens by compressed weights on Hopper (kernels/linear_tile_sm90a.cu).
+"""The kernel that multiplies up to 128 tokens by compressed weights on Hopper (kernels/linear/hopper_sm90a.cu).
 
 It takes mixtures of experts, too. Here stands what it can take, how its work is cut, and how it is launched.
 """
@@ -36,7 +36,7 @@ from .small_batch import (
     look_at,
 )
 
-# As in kernels/linear_tile_sm90a.cu, and the tokens of its instances.
+# As in kernels/linear/hopper_sm90a.cu, and the tokens of its instances.
 _GRANULE_K, _MOST_STAGES = 32, 20
 _RING_END, _LARGE_RING_END = 196 * 1024 - 512, 228 * 1024 - 512
 TILE_TOKENS = (8, 16, 32, 64, 128)
@@ -146,17 +146,17 @@ _MORE_TILES = (
     "TileTable4<{T}, true>",
 )
 # Every cut of the formats with targets; of all others those with the most registers.
-_LINEAR_TILE = Template("linear_tile_sm90a.cu", "linear_tile", (_tile_instances(_MAIN_TILES, tile_cuts()),))
+_LINEAR_TILE = Template("linear/hopper_sm90a.cu", "linear_tile", (_tile_instances(_MAIN_TILES, tile_cuts()),))
 register_templates(
     _LINEAR_TILE,
     Template(
-        "linear_tile_sm90a.cu",
+        "linear/hopper_sm90a.cu",
         "linear_tile",
         (_tile_instances(_MORE_TILES, (TileCut(64, 2, 2, 1), TileCut(128, 2, 1, 1))),),
         hot=False,  # the sums of 64 tokens leave some of them one register too few
     ),
     Template(
-        "linear_tile_sm90a.cu",
+        "linear/hopper_sm90a.cu",
         "linear_tile",
         (_tile_instances((*_MORE_TILES, _MAIN_TILES[1]), (GROUPED_CUT,), "true"),),
     ),

@@ -376,7 +376,7 @@ def _multiply_host(
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
-_FILE, _HOPPER_FILE = "w8a8.cu", "w8a8_sm90a.cu"
+_FILE, _HOPPER_FILE = "linear/int8.cu", "linear/int8_sm90a.cu"
 _TYPES = tuple(CXX_TYPES[name] for name in _FLOATS)
 _BIAS_KINDS = {"float32": 1, "float16": 2, "bfloat16": 3}
 
@@ -394,7 +394,7 @@ _TILE_N, _TILE_STAGE, _TILE_STAGES = 128, 64, 4
 
 @dataclass(frozen=True)
 class Tiling:
-    """The template parameters of ``wgmma_w8a8`` after the dtype (see kernels/w8a8_sm90a.cu), and what it costs.
+    """The template parameters of ``wgmma_w8a8`` after the dtype (see kernels/linear/int8_sm90a.cu), and what it costs.
 
     Parameters
     ----------

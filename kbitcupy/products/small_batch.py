@@ -1,4 +1,4 @@
-"""Kernels that multiply few tokens by compressed weights, for any GPU (kernels/linear.cu).
+"""Kernels that multiply few tokens by compressed weights, for any GPU (kernels/linear/).
 
 ``linear_one`` takes one token, ``linear_few`` up to 32 and mixtures of experts. Here stands what they can take, how
 their work is cut, and how they are launched.
@@ -23,7 +23,7 @@ from ..formats.base import Format, register_templates
 from ..formats.codebook.kbit import ABSMAX, BLOCK, KBit
 from ..formats.codebook.table4 import Table4
 
-# As in kernels/linear.cu and linear.cuh.
+# As in kernels/linear/decoder.cuh and pipeline.cuh.
 ITEM_K, _ITEM_ROWS, TOKENS = 128, 16, 8
 TABLE_AT, _HEAD, _FEW_HEAD = 2048, 1024, 2048
 _MOST_K = 128 * ITEM_K  # elements of x in the gaps of a table
@@ -227,14 +227,14 @@ _CLUSTER = 2
 # Bytes that the L2 cache fetches together: rows of a box are shorter than 256, and what stands beside them another warp
 # fetches a little later.
 PROMOTION = 128
-# ``Flow``, the size of ``struct Cut`` and the gap between the halves of x, of kernels/linear.cu.
+# ``Flow``, the size of ``struct Cut`` and the gap between the halves of x, of kernels/linear/small_batch.cu.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = range(3)
 _CUT_BYTES = 40
 _X_GAP = 256
 
 
 def _reciprocal(divisor: int) -> int:
-    """By which a kernel divides numbers below 2^32 / divisor: ``divided`` of kernels/linear.cu."""
+    """By which a kernel divides numbers below 2^32 / divisor: ``divided`` of kernels/linear/pipeline.cuh."""
     return 0 if divisor == 1 else (1 << 32) // divisor + 1
 
 
@@ -243,7 +243,7 @@ def _flow_at_once(decoder: Decoder) -> int:
 
 
 def _few_template(*options: Any, hot: bool = True) -> Template:
-    return Template("linear.cu", "linear_few", (_instances(*options),), hot=hot)
+    return Template("linear/small_batch.cu", "linear_few", (_instances(*options),), hot=hot)
 
 
 TEMPLATES = (
@@ -264,18 +264,19 @@ TEMPLATES = (
             (1, True, False, _IN_CHUNKS, 1),
         )
     ),
-    Template("linear.cu", "linear_one", (_one_instances(True),)),
-    Template("linear.cu", "linear_one", (_one_instances(False),), hot=False),
-    Template("linear.cu", "add_partials", (HALF_CXX,), hot=False),
-    Template("linear.cu", "combine_slots", (HALF_CXX,), hot=False),
-    Template("linear.cu", "group_tokens", (tuple(IDS_CXX.values()),), hot=False),
+    Template("linear/single_token.cu", "linear_one", (_one_instances(True),)),
+    Template("linear/single_token.cu", "linear_one", (_one_instances(False),), hot=False),
+    Template("linear/small_batch.cu", "add_partials", (HALF_CXX,), hot=False),
+    Template("linear/experts.cu", "combine_slots", (HALF_CXX,), hot=False),
+    Template("linear/experts.cu", "group_tokens", (tuple(IDS_CXX.values()),), hot=False),
 )
 register_templates(*TEMPLATES)
+_BY_NAME = {template.name: template for template in reversed(TEMPLATES)}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work of ``linear_few`` is cut: ``struct Cut`` of kernels/linear.cu, and the grid.
+    """How the work of ``linear_few`` is cut: ``struct Cut`` of kernels/linear/small_batch.cu, and the grid.
 
     Parameters
     ----------
@@ -354,7 +355,7 @@ def cut_few(
     return best and best[1]
 
 
-# ``struct Values`` of kernels/linear.cuh.
+# ``struct Values`` of kernels/linear/decoder.cuh.
 _VALUES = np.dtype([("power", "f4"), ("value", "f4", 32), ("map", "f4", 256)])
 VALUES_BYTES = _VALUES.itemsize
 
@@ -739,7 +740,7 @@ def _add_partials(cxx: str) -> Kernel:
 
 @functools.cache
 def _kernel(name: str, values: str, threads: int, shared: int, sizes: tuple[int, ...]) -> Kernel:
-    return Kernel(Template("linear.cu", name), (values,), threads, shared, sizes=sizes)
+    return Kernel(_BY_NAME[name], (values,), threads, shared, sizes=sizes)
 
 
 def fits(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int) -> tuple[Decoder | None, str]:

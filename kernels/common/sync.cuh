@@ -1,15 +1,10 @@
-// What only Hopper has (sm_90a): the bulk tensor copy engine, barriers that count its bytes, clusters, wgmma.
+// Who waits for whom: mbarriers, clusters, warpgroups, and kernels that overlap.
 #pragma once
-#include "common.cuh"
+#include "common/types.cuh"
 
 constexpr int WARPGROUP = 4 * WARP;
 
-// What cuTensorMapEncodeTiled writes.
-struct alignas(64) TensorMap {
-    unsigned char opaque[128];
-};
-
-// ---- barriers, copies, wgmma -----------------------------------------------------------------------------------
+// ---- mbarriers, by their addresses in the shared window ------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -46,14 +41,20 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         : "memory");
 }
 
-// Copy a box of the matrix, from row `row` and byte `column` on, to shared memory; the bytes count at `barrier`.
-__device__ __forceinline__ void copy_box(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {
+// barrier_wait for any architecture that has barriers.
+__device__ __forceinline__ void ring_wait(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+    barrier_wait(barrier, parity);
+#elif __CUDA_ARCH__ >= 800
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-        "[%4];" ::"r"(target),
-        "l"(map), "r"(column), "r"(row), "r"(barrier)
+        "{ .reg .pred done; again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;"
+        " @!done bra again; }" ::"r"(barrier),
+        "r"(parity)
         : "memory");
+#endif
 }
+
+// ---- lanes ---------------------------------------------------------------------------------------------------------
 
 // True for one lane of a warp, of which the compiler knows that it is alone: its operands of the copy engine need no
 // loop.
@@ -63,26 +64,16 @@ __device__ __forceinline__ bool elect_lane() {
     return elected;
 }
 
-// Have the copy engine look at a map before it is used.
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+// One lane of a warp, all of whose lanes are here.
+__device__ __forceinline__ bool elected() {
+#if __CUDA_ARCH__ >= 900
+    return elect_lane();
+#else
+    return threadIdx.x % WARP == 0;
+#endif
 }
 
-// Bring a box to the L2 cache: allowed before `wait_for_previous`, as other kernels' writes pass through it.
-__device__ __forceinline__ void prefetch_box(const TensorMap* map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
-                 : "memory");
-}
-
-// The same to this address of every block in `blocks`, whose barriers at that address count.
-__device__ __forceinline__ void copy_box_to(
-    unsigned target, const TensorMap* map, int column, int row, unsigned barrier, unsigned short blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
-        : "memory");
-}
+// ---- clusters ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ unsigned block_in_cluster() {
     unsigned rank;
@@ -93,6 +84,17 @@ __device__ __forceinline__ unsigned block_in_cluster() {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
+
+// A barrier of the cluster where nothing that was written has to be seen: without a fence.
+__device__ __forceinline__ void cluster_meet() {
+    asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory");
+}
+
+// The two halves of a barrier of the cluster, behind barriers_ready.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// ---- warpgroups ----------------------------------------------------------------------------------------------------
 
 // A barrier of one warpgroup.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
@@ -109,14 +111,18 @@ __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Describes rows of 128 bytes in the 128-byte swizzle to wgmma: eight rows, 1024 bytes, are a unit.
-__device__ __forceinline__ unsigned long long describe(unsigned address) {
-    return (address & 0x3ffffu) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// ---- kernels that overlap: programmatic dependent launch -----------------------------------------------------------
+
+// Let a kernel that waits for this one start already.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
-__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+// Wait for what the kernel before this one writes, where the launch does not do so.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }

@@ -15,8 +15,8 @@
 // ROW_GROUPS x K_GROUPS warpgroups multiply: those of a K_GROUP each take every K_GROUPS-th stage, for 64 rows each.
 // The thread blocks of a cluster share k as well. Each leaves its sums in its shared memory, and they add up in the
 // order of the blocks, each for some of the tokens: one launch, and the same bits every time.
-#include "hopper.cuh"
-#include "linear.cuh"
+#include "linear/decoder.cuh"
+#include "linear/epilogue.cuh"
 
 constexpr int STAGE_K = 128;     // k of a stage
 constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
@@ -25,61 +25,6 @@ constexpr int MOST_STAGES = 20;  // their barriers must fit what RING_END leaves
 // In the shared window, whose first 1024 bytes are the system's: less what is declared by name, 195 KiB, which leave
 // the scales more of the L1 cache, or 227 where the stages are large.
 constexpr int RING_END = 196 * 1024 - 512, LARGE_RING_END = 228 * 1024 - 512;
-
-// ---- wgmma ----------------------------------------------------------------------------------------------------------
-
-#define SUMS8(s, i)                                                                                             \
-    "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
-        "+f"(s[i + 7])
-#define SUMS16(s, i) SUMS8(s, i), SUMS8(s, i + 8)
-#define SUMS32(s, i) SUMS16(s, i), SUMS16(s, i + 16)
-#define SUMS64(s, i) SUMS32(s, i), SUMS32(s, i + 32)
-#define SUMS4(s, i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
-#define LIST4 "%0, %1, %2, %3"
-#define LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define LIST16 LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define LIST32 LIST16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define LIST64                                                                                        \
-    LIST32                                                                                            \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50" \
-    ", %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA(tokens, type, list, inputs, ...)                                                              \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32." type "." type " {" list "}, " inputs \
-                 ", 1, 1, 1, 0;"                                                                            \
-                 : __VA_ARGS__                                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define WGMMA_OF(tokens, list, inputs, ...)                                                        \
-    do {                                                                                           \
-        if constexpr (SameType<T, __half>::VALUE) WGMMA(tokens, "f16", list, inputs, __VA_ARGS__); \
-        else WGMMA(tokens, "bf16", list, inputs, __VA_ARGS__);                                     \
-    } while (false)
-
-// Describes rows of 128 bytes to wgmma, as `describe` does, from the lower half of the description.
-__device__ __forceinline__ unsigned long long described(unsigned low) {
-    return (unsigned long long)(64u | 1u << 30) << 32 | low;
-}
-
-// sum += a * b for 64 rows x 2 N tokens x 16 k.
-template <typename T, int N>
-__device__ __forceinline__ void wgmma_rows(float (&sum)[N], const unsigned (&a)[4], unsigned long long b) {
-    if constexpr (N == 4) WGMMA_OF("8", LIST4, "{%4, %5, %6, %7}, %8", SUMS4(sum, 0));
-    else if constexpr (N == 8) WGMMA_OF("16", LIST8, "{%8, %9, %10, %11}, %12", SUMS8(sum, 0));
-    else if constexpr (N == 16) WGMMA_OF("32", LIST16, "{%16, %17, %18, %19}, %20", SUMS16(sum, 0));
-    else if constexpr (N == 32) WGMMA_OF("64", LIST32, "{%32, %33, %34, %35}, %36", SUMS32(sum, 0));
-    else WGMMA_OF("128", LIST64, "{%64, %65, %66, %67}, %68", SUMS64(sum, 0));
-}
-
-// Registers that wgmma reads or writes: until here nothing else may have them.
-template <int N>
-__device__ __forceinline__ void held(float (&sum)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sum[i])::"memory");
-}
-template <int N>
-__device__ __forceinline__ void held(unsigned (&a)[N][4]) {
-#pragma unroll
-    for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
-}
 
 // ---- decoders -------------------------------------------------------------------------------------------------------
 
@@ -234,17 +179,6 @@ struct RawScales {
     }
 };
 
-// Four words in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ uint4 shared_of(unsigned address, unsigned rank) {
-    uint4 v;
-    asm volatile(
-        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
-        " ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [remote]; }"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "r"(address), "r"(rank));
-    return v;
-}
-
 // A stage of x, 8 PARTS tokens: the words (t, q), t of 4 granules, q of 16 pairs, to the order (q, t). Chunks of 16
 // bytes lie in the 128-byte swizzle, those of the second half of a stage `half` bytes on.
 template <int PARTS>
@@ -266,9 +200,6 @@ __device__ __forceinline__ void reorder(unsigned x, unsigned half, int lane) {
                          "r"(word[part][0][i]), "r"(word[part][1][i]), "r"(word[part][2][i]), "r"(word[part][3][i])
                          : "memory");
 }
-
-// What this thread wrote to shared memory is there for wgmma, once a barrier has told of it.
-__device__ __forceinline__ void wgmma_sees_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- the parts of a thread block ------------------------------------------------------------------------------------
 
@@ -293,7 +224,7 @@ struct Tiling {
     static constexpr int STAGES = (FITTING < MOST_STAGES ? FITTING : MOST_STAGES) / K_GROUPS * K_GROUPS;
     static constexpr int SUMS_AT = RING_AT + (GROUPED ? STAGES * STAGE : 0);
     // A number that need not be computed again, where there is a register for it.
-    __device__ __forceinline__ static unsigned keep(unsigned v) { return TOKENS < 64 ? kept(v) : v; }
+    __device__ __forceinline__ static unsigned keep(unsigned v) { return TOKENS < 64 ? opaque(v) : v; }
     static_assert(STAGES > K_GROUPS, "a stage is given back when the next one of its group is there");
 };
 
@@ -313,22 +244,16 @@ struct Ring {
     }
 };
 
-// The tokens that one expert multiplies in one tile: order[first .. first + count] of them.
-struct TokenGroup {
-    int expert;  // -1: none, the products are zero
-    int first, count, unused;
-};
-
 // Rows of W, tokens of x and stages of k that a thread block multiplies.
 struct Task {
     int row;  // of W, or of the expert
-    TokenGroup group;
+    Group group;
     int begin, end;
 };
 
 // What all threads know.
 struct Job {
-    const TokenGroup* groups;
+    const Group* groups;
     const int* order;
     int divisor;  // product p has row p / divisor of x
     int tokens, n, k;
@@ -517,7 +442,7 @@ __device__ __forceinline__ void multiply_stages(
     for (int item = task.begin + k_group; item < task.end; item += S::K_GROUPS) {
         unsigned own[2];
         scale_words<Decoder>(raw, scales, top, sum, part, own);
-        own[0] = kept(own[0]), own[1] = kept(own[1]);  // now: the next ones may then come to where these were
+        own[0] = opaque(own[0]), own[1] = opaque(own[1]);  // now: the next ones may then come to where these were
         raw.fetch(scales, origin, granule(item + S::K_GROUPS));
         barrier_wait(ring.full(), ring.phase);
         unsigned field[2][Decoder::FIELDS];
@@ -607,7 +532,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     const __grid_constant__ TensorMap x_map,  // [M, K], boxes of 128 bytes x TOKENS, or of one row where GROUPED
     const __grid_constant__ TensorMap w_map,  // [N, bytes], boxes of the bytes of a stage x 64 rows
     const void* absmax, const float* nested_absmax, const float* nested_offset, const float* tensor_scale,
-    const float* values, const void* bias, typename Decoder::Type* y, float* partial, const TokenGroup* groups,
+    const float* values, const void* bias, typename Decoder::Type* y, float* partial, const Group* groups,
     const int* order, int divisor, int scale_step, int bias_kind, int tokens, int n, int k, int block,
     const __grid_constant__ Values codebook) {
     using T = typename Decoder::Type;

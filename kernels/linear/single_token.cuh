@@ -14,7 +14,7 @@
 //
 // Weights come in boxes of 16 rows x BOX items; of each row of a box lane t owns a quarter, BOX blocks of 32.
 #pragma once
-#include "linear.cuh"
+#include "linear/pipeline.cuh"
 
 // How a box stands in shared memory: rows of 128 bytes permuted in pieces of 16 as the 128-byte swizzle of the copy
 // engine does it, others as they are. What eight lanes read together, 16 bytes each, or 16 lanes 8 each, meets in no
@@ -57,9 +57,6 @@ struct Box {
 //     multiply           acc += a block of 16 rows, COUNT blocks one after the other; `part` is zero before the first
 template <typename Decoder>
 struct OneToken;
-
-// a / b of numbers that are not negative, in fewer cycles than a division: exact where a < 2^19.
-__device__ __forceinline__ int quotient(int a, int b) { return int(__fdividef(float(a) + 0.5f, float(b))); }
 
 // A number from global memory, where there is one. It may still be on its way.
 __device__ __forceinline__ void read_number(float& number, const float* p) {

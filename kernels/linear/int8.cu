@@ -3,7 +3,7 @@
 //     stream_w8a8   up to 16 tokens: reads the weights once, straight into registers
 //     tile_w8a8     any number of tokens, on any GPU: tiles in shared memory, mma.sync
 //     wgmma_w8a8    the same on sm_90a: tiles by the bulk tensor copy engine, wgmma
-#include "w8a8.cuh"
+#include "linear/int8.cuh"
 
 // ---- tokens ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ __device__ __forceinline__ float quantize_token(
     for (int i = 0; i < Part::HELD; ++i)
         if (i < octets) held[i].load(row, smooth, depth, i);
     unsigned largest = 0;
-    float scale = fixed == nullptr ? __int_as_float(static_cast<int>(given)) : as_factor(__ldg(fixed));
+    float scale = fixed == nullptr ? __int_as_float(static_cast<int>(given)) : usable(__ldg(fixed));
     if (dynamic) {
         each_octet(
             held, row, smooth, depth, octets, [&](const Part& part, int) { largest = max(largest, part.largest()); });

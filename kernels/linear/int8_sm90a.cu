@@ -10,67 +10,15 @@
 // A cluster is SHARE x SPLIT blocks. SHARE of them take neighbouring tiles of tokens and the same channels: each reads
 // its part of the weights, for all of them. SPLIT parts of k are multiplied side by side where tiles are too few to
 // fill the GPU; then the sums are exchanged through shared memory and each block adds up, rescales and writes its part.
-#include "hopper.cuh"
-#include "w8a8.cuh"
+#include "linear/int8.cuh"
 
 constexpr int STEP_K = 128;  // k of a stage: one row of the swizzle
-
-// ---- clusters, barriers, wgmma -----------------------------------------------------------------------------------
-
-// A barrier of the cluster where nothing that was written has to be seen: without a fence.
-__device__ __forceinline__ void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory");
-}
-
-// Where an address of this block's shared memory lies in that of block `rank` of the cluster.
-__device__ __forceinline__ unsigned address_in(unsigned address, unsigned rank) {
-    unsigned remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    return remote;
-}
-
-__device__ __forceinline__ int4 load_remote(unsigned address) {
-    int4 v;
-    asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store_shared(unsigned address, const int* v) {
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
 
 // A barrier of all that multiply.
 template <int WARPGROUPS>
 __device__ __forceinline__ void multipliers_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(WARPGROUPS + 1), "n"(WARPGROUPS * WARPGROUP) : "memory");
 }
-
-#define OPERANDS8(s, i)                                                                                         \
-    "+r"(s[i]), "+r"(s[i + 1]), "+r"(s[i + 2]), "+r"(s[i + 3]), "+r"(s[i + 4]), "+r"(s[i + 5]), "+r"(s[i + 6]), \
-        "+r"(s[i + 7])
-#define OPERANDS64(s)                                                                                         \
-    OPERANDS8(s, 0), OPERANDS8(s, 8), OPERANDS8(s, 16), OPERANDS8(s, 24), OPERANDS8(s, 32), OPERANDS8(s, 40), \
-        OPERANDS8(s, 48), OPERANDS8(s, 56)
-
-// sum (+)= a * b for 64 tokens x 128 channels x 32 k; the old sum counts only where `keep` is not 0.
-__device__ __forceinline__ void wgmma_s8(int (&sum)[64], unsigned long long a, unsigned long long b, int keep) {
-    asm volatile(
-        "{ .reg .pred keep; setp.ne.b32 keep, %66, 0;"
-        " wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8"
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"
-        " %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44,"
-        " %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-        " %64, %65, keep; }"
-        : OPERANDS64(sum)
-        : "l"(a), "l"(b), "r"(keep));
-}
-
-// Sums that wgmma has written: nothing may read them earlier.
-__device__ __forceinline__ void sums_arrived(int (&sum)[64]) { asm volatile("" : OPERANDS64(sum)::"memory"); }
 
 // ---- the kernel ------------------------------------------------------------------------------------------------
 

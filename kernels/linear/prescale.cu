@@ -1,6 +1,6 @@
 // Scales of a weight that is decoded to float16 for a product: a power of two brings its largest element under 2^15, so
 // that small weights are not rounded to zero nor large ones to infinity. Both kernels read scales once, in passing.
-#include "common.cuh"
+#include "common/sync.cuh"
 
 constexpr int THREADS = 256;
 

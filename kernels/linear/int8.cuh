@@ -6,7 +6,7 @@
 // and the array aligned to 16 bytes. So only w, which is the caller's, has edges in K. Sums are exact in int32 up to K
 // = 131071. The float32 operations keep subnormal numbers, as NumPy does, although -ftz=true is on.
 #pragma once
-#include "common.cuh"
+#include "common/mma.cuh"
 
 // ---- float32 without flushing ----------------------------------------------------------------------------------
 
@@ -18,34 +18,6 @@ __device__ __forceinline__ float add_ieee(float a, float b) {
 
 // Comparisons flush subnormal numbers, too.
 __device__ __forceinline__ bool is_zero(float x) { return (__float_as_uint(x) & 0x7fffffffu) == 0; }
-
-// A scale as a factor: one that is not positive and finite counts as 0.
-__device__ __forceinline__ float as_factor(float scale) {
-    const unsigned bits = __float_as_uint(scale);
-    return bits - 1u < 0x7f7fffffu ? scale : 0.0f;
-}
-
-// ---- launches that overlap -------------------------------------------------------------------------------------
-
-// What the kernel before this one has written; neither the compiler nor the read-only cache may fetch it earlier.
-__device__ __forceinline__ float load_written_factor(const float* p) {
-    float v;  // as as_factor has it, which from here would take 30 more registers
-    asm volatile(
-        "{ .reg .pred usable; .reg .b32 bits, less; ld.global.b32 bits, [%1]; sub.u32 less, bits, 1;"
-        " setp.lt.u32 usable, less, 0x7f7fffff; selp.b32 %0, bits, 0, usable; }"
-        : "=f"(v)
-        : "l"(p)
-        : "memory");
-    return v;
-}
-__device__ __forceinline__ uint4 load_written(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
 
 // ---- rescaling -------------------------------------------------------------------------------------------------
 
@@ -59,7 +31,7 @@ struct Rescaling {
     long long bias_kind;         // Bias
 
     __device__ __forceinline__ float of_token(long long m) const { return load_written_factor(token_scale + m); }
-    __device__ __forceinline__ float of_channel(long long n) const { return as_factor(__ldg(channel_scale + n)); }
+    __device__ __forceinline__ float of_channel(long long n) const { return usable(__ldg(channel_scale + n)); }
     // Without a bias -0, which changes no number.
     __device__ __forceinline__ float bias_of(long long n) const {
         switch (bias_kind) {
@@ -165,43 +137,6 @@ struct TileOrder {
         n = rest / run;
     }
 };
-
-// ---- integer mma -----------------------------------------------------------------------------------------------
-
-// sum += a * b for a of 16 x 32, b of 32 x 8, four neighbouring k a register:
-// a[0] row g, k 4t ..; a[1] row g + 8; a[2], a[3] the same at k 16 + 4t; b0, b1 column g at k 4t and 16 + 4t.
-__device__ __forceinline__ void mma_s8(int* sum, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-#pragma unroll
-    for (int i = 0; i < 4; ++i)  // Turing has a quarter of it
-        asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
-            : "+r"(sum[i % 2 * 2]), "+r"(sum[i % 2 * 2 + 1])
-            : "r"(a[i]), "r"(i < 2 ? b0 : b1));
-#endif
-}
-
-// Four 8 x 16 byte matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
-    const unsigned address = shared_address(row);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-// 16 bytes of weights that are read once.
-__device__ __forceinline__ uint4 load_once(const signed char* w) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(w));
-    return v;
-}
 
 // 16 bytes of row w from k on, zeros from K on. ALIGNED: rows start at multiples of 16 bytes and so does k.
 template <bool ALIGNED>

@@ -1,0 +1,215 @@
+// How weights and scales get from global memory to shared memory in the products of few tokens.
+#pragma once
+#include "common/sync.cuh"
+#include "linear/codebook.cuh"
+
+// a / b, given 2^32 / b + 1: exact for a < 2^32 / b.
+__device__ __forceinline__ unsigned divided(unsigned a, unsigned reciprocal, unsigned b) {
+    return b == 1 ? a : __umulhi(a, reciprocal);
+}
+
+// Whether weights are copied by the bulk copy engine, in boxes of an item; not where ptxas gives such kernels a stack.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr bool BULK = true;
+#else
+constexpr bool BULK = false;
+#endif
+
+// a / b of numbers that are not negative, in fewer cycles than a division: exact where a < 2^19.
+__device__ __forceinline__ int quotient(int a, int b) { return int(__fdividef(float(a) + 0.5f, float(b))); }
+
+// Behind the table of values: two numbers, and the barriers of the copies, two for each warp, and those of x.
+constexpr int HEAD = 1024, BARRIERS_AT = 64, X_BARRIERS_AT = BARRIERS_AT + 16 * 16;
+// ... and in linear_few behind these the barriers of its sums.
+constexpr int FEW_HEAD = HEAD + 1024;
+
+// Where the scales of a weight come from, and how a turn of them gets to shared memory: for each of `rows` rows the
+// bytes of `span` items.
+struct Scales {
+    const char* absmax;
+    const float* nested_absmax;  // double quantization: float32[blocks / 256], or null
+    const float* nested_offset;
+    const float* map;  // the values of its 8-bit codes, in shared memory
+    long long above;   // rows before the first
+    int n, k;
+    int width;  // bytes copied at a time, 16, 4 or 1; 0 where they are spread: one float32 for each SUB elements
+    int shift;  // log2 of the elements of a block, where they are spread
+
+    // Start to copy: of 16 rows from `row` on, ITEMS items from `item` on, of which `items` are wanted.
+    template <typename Decoder, int ITEMS>
+    __device__ __forceinline__ void start(char* stage, int row, int item, int items, int lane) const {
+        constexpr int SCALE_BYTES = Decoder::SCALE_BYTES, ROW_BYTES = ITEMS * SCALE_BYTES;
+        if (width) {
+            // Bytes of a whole row, and of it what follows `item`.
+            const long long pitch =
+                (long long)k / ITEM_K * SCALE_BYTES + (long long)(k % ITEM_K) * SCALE_BYTES / ITEM_K;
+            const int left = int(min((long long)items * SCALE_BYTES, pitch - (long long)item * SCALE_BYTES));
+            const char* origin = absmax + (long long)item * SCALE_BYTES;
+#pragma unroll 1
+            for (int i = lane * width; i < ITEM_ROWS * ROW_BYTES; i += WARP * width) {
+                const int at = i % ROW_BYTES;
+                const char* source = origin + (above + min(row + i / ROW_BYTES, n - 1)) * pitch + at;
+                if (at < left) {
+                    if (width == 16) copy_async<16>(shared_address(stage + i), source);
+                    else if (width == 4) copy_async<4>(shared_address(stage + i), source);
+                    else stage[i] = *source;
+                } else {
+                    for (int b = 0; b < width; ++b) stage[i + b] = 0;
+                }
+            }
+        } else if constexpr (Decoder::SPREAD_SCALES) {
+            constexpr int SUB = ITEM_K * 4 / SCALE_BYTES, PER_ROW = ROW_BYTES / 4,
+                          AT_ONCE = PER_ROW < 8 ? PER_ROW / 2 : 4;
+#pragma unroll 1
+            for (int i = lane; i < ITEM_ROWS * PER_ROW; i += AT_ONCE * WARP) {
+                long long block[AT_ONCE];  // -1: not there
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; ++u) {
+                    const int place = i + u * WARP, start = item * ITEM_K + place % PER_ROW * SUB;
+                    const bool there = start < k && place % PER_ROW < items * (SCALE_BYTES / 4);
+                    block[u] = there ? ((above + min(row + place / PER_ROW, n - 1)) * k + start) >> shift : -1;
+                }
+                float* target = reinterpret_cast<float*>(stage) + i;
+                if (nested_absmax) {
+                    unsigned code[AT_ONCE];
+                    float outer[AT_ONCE];
+#pragma unroll
+                    for (int u = 0; u < AT_ONCE; ++u) {  // all loads before the first use
+                        const long long at = max(block[u], 0ll);
+                        code[u] = reinterpret_cast<const unsigned char*>(absmax)[at],
+                        outer[u] = nested_absmax[at / 256];
+                    }
+                    const float offset = *nested_offset;
+#pragma unroll
+                    for (int u = 0; u < AT_ONCE; ++u)
+                        target[u * WARP] = block[u] < 0 ? 0.0f : __fadd_rn(__fmul_rn(map[code[u]], outer[u]), offset);
+                } else {
+                    const unsigned* source = reinterpret_cast<const unsigned*>(absmax);
+#pragma unroll
+                    for (int u = 0; u < AT_ONCE; ++u) {
+                        if (block[u] < 0) target[u * WARP] = 0.0f;
+                        else copy_async<4>(shared_address(target + u * WARP), source + block[u]);
+                    }
+                }
+            }
+        }
+    }
+};
+
+// Scales that are not copied as they are stored, where rows are whole items: each lane brings those of an item of a row
+// and of the row 8 below it to shared memory, by way of registers.
+template <typename Decoder>
+struct SpreadScales {
+    static constexpr int SUBS = Decoder::SCALE_BYTES / 4, LEAST_SHIFT = SUBS == 2 ? 6 : SUBS == 4 ? 5 : 4;
+    const char* absmax;
+    const float* nested_absmax;  // or null
+    unsigned map;                // address in the window
+    long long above;
+    int k, shift;  // as in Scales
+    float offset = 0.0f;
+    float outer[2] = {};       // the scale, or that of its code
+    uint2 code[2] = {{}, {}};  // bytes
+
+    __device__ __forceinline__ void load(int row, int item, bool there) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            outer[i] = 0.0f, code[i] = uint2{};
+            const long long at = ((above + row + 8 * i) * k + item * ITEM_K) >> shift;
+            if (!there) continue;
+            outer[i] = nested_absmax ? nested_absmax[at >> 8] : reinterpret_cast<const float*>(absmax)[at];
+            if (!nested_absmax) continue;
+            // All blocks of an item are of one outer block.
+            if (SUBS == 2 && shift > LEAST_SHIFT)
+                code[i].x = 0x0101u * reinterpret_cast<const unsigned char*>(absmax)[at];
+            else if (SUBS == 2) code[i].x = *reinterpret_cast<const unsigned short*>(absmax + at);
+            else if (SUBS == 4) code[i].x = *reinterpret_cast<const unsigned*>(absmax + at);
+            else code[i] = *reinterpret_cast<const uint2*>(absmax + at);
+        }
+    }
+
+    __device__ __forceinline__ void store(unsigned to, int eight) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < SUBS; ++j) {
+                float scale = outer[i];
+                if (nested_absmax) {
+                    const unsigned byte = (j < 4 ? code[i].x : code[i].y) >> j % 4 * 8 & 255u;
+                    scale = __fadd_rn(__fmul_rn(shared_at<float>(map + byte * 4), scale), offset);
+                }
+                store_shared(to + i * eight + 4 * j, scale);
+            }
+    }
+};
+
+// The weights of BOX items in shared memory: rows as they are stored, or permuted in pieces of 16 bytes as the swizzle
+// of the copy engine for rows of 64 or 128 bytes does it, so that the lanes which read together meet in no bank.
+template <typename Decoder, int BOX = 1>
+struct Slot {
+    static constexpr int ROW = BOX * Decoder::ITEM_BYTES, BYTES = ITEM_ROWS * ROW;
+
+    // The same for a row and the one 8 below it.
+    __device__ __forceinline__ static int turn(int row) {
+        return BOX == 1 ? row / 2 % Decoder::TURNS * 16 : row % 8 * 16;
+    }
+
+    // Of a tile the row that with the one 8 below it is that of the lanes g: of those that read 16 bytes together, or
+    // 8, the turns must differ in the item's bit, or in the two bits of 32 bytes.
+    __device__ __forceinline__ static int row(int g) {
+        if (BOX == 1) return Decoder::row(g);
+        return Decoder::OWN ? (g & 1) << 2 | g >> 1 : (g & 3) << 1 | g >> 2;
+    }
+
+    // Start to copy the part of lane t of a row, of which `left` bytes are there; it may start anywhere if not `wide`.
+    __device__ __forceinline__ static void start(
+        unsigned slot, const char* source, int left, bool wide, int row, int t) {
+        const int size = wide ? 16 : 4;
+#pragma unroll 1
+        for (int at = t * size; at < min(left, ROW); at += 4 * size) {
+            const unsigned to = slot + row * ROW + (at ^ turn(row));
+            copy_async_if<16>(to, source + at, wide);
+            copy_async_if<4>(to, source + at, !wide);
+        }
+    }
+};
+
+// How a warp copies 16 rows of ITEMS items that begin at multiples of 16 bytes, to slots of BOX: as few rows at once as
+// can be, because each takes a pass through the tags of the L1 cache.
+template <typename Decoder, int ITEMS, int BOX = 1>
+struct Rows {
+    using Slot = ::Slot<Decoder, BOX>;
+    static constexpr int BYTES = ITEMS * Decoder::ITEM_BYTES, PIECES = BYTES / 16;
+    static constexpr bool WHOLE = PIECES >= 4 && (PIECES & (PIECES - 1)) == 0;
+    static constexpr int AT_ONCE = WHOLE ? WARP / PIECES : 8;
+
+    // The first row and byte that a lane copies.
+    __device__ __forceinline__ static int row(int lane) { return lane / (WARP / AT_ONCE); }
+    __device__ __forceinline__ static int byte(int lane) { return lane % (WARP / AT_ONCE) * 16; }
+
+    // Where byte `at` of a row of a unit stands in its slots.
+    __device__ __forceinline__ static int place(int row, int at) {
+        return at / Slot::ROW * Slot::BYTES + row * Slot::ROW + (at % Slot::ROW ^ Slot::turn(row));
+    }
+
+    // Start to copy; `source` is where this lane begins, and `left` bytes of each row are there.
+    __device__ __forceinline__ static void start(unsigned slots, const char* source, int pitch, int left, int lane) {
+#pragma unroll
+        for (int down = 0; down < ITEM_ROWS; down += AT_ONCE)
+#pragma unroll
+            for (int at = 0; at < BYTES; at += WARP / AT_ONCE * 16)
+                copy_async_if<16>(
+                    slots + place(row(lane) + down, byte(lane) + at), source + (long long)down * pitch + at,
+                    byte(lane) + at < min(left, BYTES));
+    }
+};
+
+// Fill the table with the values of the codebook, and return `power` of take_value. Waits for the kernel before this
+// one when nothing else is left to do.
+template <typename Decoder, bool ONE>
+__device__ __forceinline__ float fill_table(unsigned table, const float* values, const Values& codebook) {
+    float power;
+    const float mine = take_value<Decoder::VALUES>(values, codebook, power);
+    Decoder::template build<ONE>(table, mine, threadIdx.x, blockDim.x);
+    wait_for_previous();
+    return power;
+}
