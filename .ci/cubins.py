@@ -43,7 +43,8 @@ for template in kernel_templates():
     for number, expression in enumerate(template.instances()):
         source, options = request(template, expression)
         print(json.dumps({
-            "file": template.file, "expression": expression, "template": template.name, "hot": template.hot,
+            "file": getattr(template, "label", template.file), "expression": expression,
+            "template": template.name, "hot": template.hot,
             "only": compiler.architecture_of(template.file), "least": getattr(template, "least", 0),
             "first": number == 0, "source": source, "options": list(options),
         }))
@@ -57,7 +58,8 @@ class Instance:
     Parameters
     ----------
     file, expression, template : str
-        File in ``kernels/``, C++ name expression, and its name without arguments.
+        File in ``kernels/`` (``blocks.cu with formats/kbit.cuh`` where a header says which format), C++ name
+        expression, and its name without arguments.
     hot : bool
         Whether it must not spill.
     only : str
@@ -136,47 +138,54 @@ def instances(tree):
 # ---- what a kernel is made of ----------------------------------------------------------------------------------------
 
 _COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
-_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]+(\S+)", re.MULTILINE)
+_INCLUDE = re.compile(r"^ ?# ?include (\S+)", re.MULTILINE)
+_NAMED = re.compile(r'^ ?# ?define (\w+) (".*")$', re.MULTILINE)
 
 
 def _plain(text):
-    """Source without comments and without empty space at the ends of lines."""
+    """Source without comments, empty lines, and what only says where it stood."""
     text = _COMMENT.sub(lambda found: found[1] or " ", text)
-    return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
-
-
-def _reached(text, folder, include, defines):
-    """The text and all that it includes, in order; what is in no folder of ours is the toolkit's."""
-    parts = [_plain(text)]
-    for spelled in _INCLUDE.findall(parts[0]):
-        name = defines.get(spelled, spelled).strip('<>"\\')
-        for place in (folder, *include):
-            path = place / name
-            if path.is_file():
-                parts += _reached_file(path.resolve(), tuple(include), tuple(sorted(defines.items())))
-                break
-    return parts
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("#line"))
 
 
 @functools.cache
-def _reached_file(path, include, defines):
-    return tuple(_reached(path.read_text(encoding="utf-8"), path.parent, include, dict(defines)))
+def _plain_file(path):
+    return _plain(path.read_text(encoding="utf-8"))
+
+
+def _reached(text, folders, named, seen):
+    """The plain text and all of ours that it includes, each file once; what stands in <> is the toolkit's."""
+    named = {**named, **dict(_NAMED.findall(text))}
+    yield text
+    for spelled in _INCLUDE.findall(text):
+        spelled = named.get(spelled, spelled)
+        if spelled.startswith("<"):
+            continue
+        path = next(
+            (folder / spelled.strip('"') for folder in folders if (folder / spelled.strip('"')).is_file()), None
+        )
+        if path is None:
+            raise FileNotFoundError(f"#include {spelled} is in none of {', '.join(map(str, folders))}")
+        path = path.resolve()
+        if path not in seen:
+            seen.add(path)
+            yield from _reached(_plain_file(path), (path.parent, *folders), named, seen)
 
 
 def source_hash(instance):
     """The hash of everything of ours that decides a binary, but for the architecture."""
-    include, defines, options = [], {}, []
+    folders, named, options = [], {}, []
     for option in instance.options:
         if option.startswith("-I"):
-            include.append(Path(option[2:]))
-        elif not option.startswith("-DKBIT_HEADERS="):  # for CuPy's cache on disk; the headers are read below
+            folders.append(Path(option[2:]))
+        elif not option.startswith("-DKBIT_HEADERS="):  # for CuPy's cache on disk; the headers are read here
             options.append(option)
         if option.startswith("-D"):
             name, _, value = option[2:].partition("=")
-            defines[name] = value
-    seen = dict.fromkeys(_reached(instance.source, include[0], tuple(include), defines))  # each once, as `#pragma once`
-    text = "\0".join([*seen, *options, instance.expression])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+            named[name] = value
+    texts = _reached(_plain(instance.source), tuple(folders), named, set())
+    return hashlib.sha256("\0".join([*texts, *options, instance.expression]).encode()).hexdigest()[:16]
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
@@ -187,9 +196,9 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 @functools.cache
 def nvrtc_version():
+    """Of the package, where there is one: releases of one version differ in their code too."""
     from cupy.cuda import nvrtc
 
-    # Releases of one version differ in their code too: the package says which it is.
     for package in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"):
         try:
             return metadata.version(package)
@@ -278,6 +287,11 @@ def folder():
     return Path(os.environ.get("KBITCUPY_CI_CACHE") or Path.home() / ".cache" / "kbitcupy-ci")
 
 
+def key_of(instance, architecture):
+    """What a binary is known by: its source, its architecture, and the compiler."""
+    return hashlib.sha256(f"{source_hash(instance)} {architecture} {nvrtc_version()}".encode()).hexdigest()[:16]
+
+
 def _build_into(job):
     path, key, instance, architecture = job
     store = Store(path)
@@ -304,7 +318,7 @@ def build_all(wanted, workers=None, progress=None):
     """
     path = folder() / "binaries.sqlite"
     store = Store(path)
-    keys = {(i.name, str(a)): (f"{source_hash(i)} {a} {nvrtc_version()}", i, a) for i, a in wanted}
+    keys = {(i.name, str(a)): (key_of(i, a), i, a) for i, a in wanted}
     jobs = {key: (path, key, i, a) for key, i, a in keys.values() if store.get(key) is None}
     if jobs:
         # Spawned, not forked: a forked child would share the parent's NVRTC state.

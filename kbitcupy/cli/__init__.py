@@ -18,8 +18,9 @@ from ..errors import FormatError, KbitError
 from ..formats.base import split_formats
 from ..io.convert import LAYOUTS
 from ..io.safetensors import MIN_SIZE
+from ..text import printable
 from . import compare, doctor, files, formats
-from .common import DEFAULT_FORMAT, option, printable
+from .common import DEFAULT_FORMAT, option
 
 
 def main(argv: Sequence[str] | None = None) -> int:

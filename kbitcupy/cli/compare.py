@@ -24,7 +24,8 @@ from ..io.checkpoint import Checkpoint
 from ..io.convert import progress_bar
 from ..io.layouts.bitsandbytes import BitsandbytesCheckpoint
 from ..io.safetensors import SourceFile
-from .common import DEFAULT_FORMAT, Column, chosen_format, dumps, printable, shortened, table, tables, terminal_width
+from ..text import Column, printable, shortened, table, tables, terminal_width
+from .common import DEFAULT_FORMAT, chosen_format, dumps
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -28,7 +28,8 @@ from ..explore.samples import draw
 from ..formats.base import Format
 from ..metrics import error_bound
 from ..ops import dequantize, quantize
-from .common import dumps, printable
+from ..text import printable
+from .common import dumps
 
 _PACKAGES = ("numpy", "ml_dtypes", "scipy", "safetensors", "tqdm")
 _SHAPE = (64, 512)

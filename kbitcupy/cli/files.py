@@ -20,7 +20,8 @@ from ..io.checkpoint import Checkpoint
 from ..io.convert import FileReport, dequantize_file, quantize_file
 from ..io.layouts.bitsandbytes import BitsandbytesCheckpoint
 from ..io.safetensors import MIN_SIZE, NAMES, SourceFile
-from .common import Column, chosen_format, dumps, finite, printable, table
+from ..text import Column, printable, table
+from .common import chosen_format, dumps, finite
 
 
 def run_quantize(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from .._version import __version__
 from ..backend import xp as _xp
 from ..formats.base import Format, format_factory, get_format, list_formats, offered_names
-from .common import Column, dumps, table, terminal_width
+from ..text import Column, table, terminal_width
+from .common import dumps
 
 #: Elements for which bits per element are counted.
 _SIZE = 1 << 20

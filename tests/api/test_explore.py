@@ -19,6 +19,7 @@ import kbitcupy as kb
 from kbitcupy import explore
 from kbitcupy.cli import main
 from kbitcupy.errors import FileError, FormatError, MissingExtraError
+from kbitcupy.explore import planning
 from kbitcupy.explore.samples import draw
 
 RNG = np.random.default_rng(11)
@@ -172,7 +173,7 @@ def problems(draw):
 @given(problems())
 def test_the_choice_is_the_best_of_all(problem):
     nbytes, errors, budget = problem
-    choice, bound = explore._cheapest(nbytes, errors, budget)
+    choice, bound = planning.cheapest(nbytes, errors, budget)
     assert total(nbytes, choice) <= budget
     assert total(errors, choice) <= brute_force(nbytes, errors, budget) * (1 + 1e-11)
     assert bound == pytest.approx(total(errors, choice), rel=1e-12)
@@ -190,7 +191,7 @@ def test_a_model_of_many_tensors_is_planned_exactly():
         for cost, loss in zip(costs, losses, strict=True):
             best[cost:] = np.minimum(best[cost:], least[: budget + 1 - cost] + loss)
         least = best
-    choice, bound = explore._cheapest(nbytes, errors, budget)
+    choice, bound = planning.cheapest(nbytes, errors, budget)
     assert total(nbytes, choice) <= budget
     assert total(errors, choice) == pytest.approx(least[budget], rel=1e-12) == bound
 
@@ -221,7 +222,7 @@ def near_ties(name):
 def test_near_ties_are_planned_exactly_too(name):
     nbytes, errors, budget = near_ties(name)
     began = time.monotonic()
-    choice, bound = explore._cheapest(nbytes, errors, budget, 60.0)
+    choice, bound = planning.cheapest(nbytes, errors, budget, 60.0)
     assert time.monotonic() - began < 15  # it takes half a second where nothing else runs
     assert total(nbytes, choice) <= budget
     assert total(errors, choice) == pytest.approx(bound, rel=1e-11)
@@ -231,7 +232,7 @@ def test_near_ties_are_planned_exactly_too(name):
 def test_when_the_time_is_up_the_best_choice_so_far_is_taken(seconds):
     nbytes, errors, budget = near_ties("unreachable")
     began = time.monotonic()
-    choice, bound = explore._cheapest(nbytes, errors, budget, seconds)
+    choice, bound = planning.cheapest(nbytes, errors, budget, seconds)
     assert time.monotonic() - began < seconds + 10
     found = total(errors, choice)
     assert total(nbytes, choice) <= budget and 0.99 * found < bound < found
@@ -518,8 +519,8 @@ def test_plan_says_how_far_from_the_best_it_may_be(tmp_path, capsys, monkeypatch
         choice, bound = cheapest(nbytes, errors, budget)
         return choice, 0.9 * bound
 
-    cheapest = explore._cheapest
-    monkeypatch.setattr(explore, "_cheapest", stopped)
+    cheapest = planning.cheapest
+    monkeypatch.setattr(planning, "cheapest", stopped)
     words = ["plan", str(model), "--bits", "3.0", "--formats", ",".join(KBITS), "-o"]
     assert main([*words, str(tmp_path / "a")]) == 0
     assert main([*words, str(tmp_path / "b"), "--time-limit", "2.5"]) == 0

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "kbitcupy"
 
 # Modules import downwards only. A floor is one line; a name ending in ".*" stands for the modules of a folder.
 FLOORS = [
-    ["errors", "tables", "_version"],
+    ["errors", "tables", "text", "_version"],
     ["backend.*"],
     ["formats", "formats.*"],
     ["array", "ops", "serial"],

@@ -1,0 +1,343 @@
+"""What formats cost and keep, measured on arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .. import metrics
+from ..backend import xp as _xp
+from ..errors import FormatError
+from ..formats.base import Format, get_format, list_formats
+from ..ops import dequantize, quantize
+from ..text import Column, shortened, table
+
+
+@dataclass
+class Measurement:
+    """What one format made of one tensor, or of several together.
+
+    Parameters
+    ----------
+    tensor : str
+        Name of the tensor.
+    format : Format, optional
+        The format, with its options chosen.
+    shape : tuple of int, optional
+        Shape of the tensor; None for several together.
+    dtype : str, optional
+        Name of its dtype.
+    sums : metrics.Sums
+        The errors.
+    nbytes_before, nbytes_after : int
+        Bytes of the tensor and of its planes.
+    spread : float
+        Sum of the squared distances of the elements to the mean of their tensor.
+    nan, infinite : int
+        Elements that are NaN, and that are infinite.
+    """
+
+    tensor: str
+    format: Format | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    sums: metrics.Sums = field(default_factory=metrics.Sums)
+    nbytes_before: int = 0
+    nbytes_after: int = 0
+    spread: float = 0.0
+    nan: int = 0
+    infinite: int = 0
+
+    @property
+    def sqnr_centered_db(self) -> float:
+        """Ratio of the elements' variation around the mean of their tensor to the quantization noise, in dB."""
+        return replace(self.sums, spread=self.spread).sqnr_centered_db
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of all planes for each element; NaN without elements."""
+        return self.nbytes_after * 8 / self.sums.count if self.sums.count else math.nan
+
+    def add(self, other: Measurement) -> None:
+        """Count `other` in."""
+        self.sums += other.sums
+        self.spread += other.spread
+        self.nan += other.nan
+        self.infinite += other.infinite
+        self.nbytes_before += other.nbytes_before
+        self.nbytes_after += other.nbytes_after
+
+    def row(self) -> dict[str, Any]:
+        """The measurement as `sweep` lists it."""
+        return {
+            "tensor": self.tensor,
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "format": None if self.format is None else self.format.name,
+            "options": {} if self.format is None else self.format.options(),
+            "label": None if self.format is None else label(self.format),
+            "elements": self.sums.count,
+            "bits_per_element": self.bits_per_element,
+            "sqnr_db": self.sums.sqnr_db,
+            "sqnr_centered_db": self.sqnr_centered_db,
+            "cosine": self.sums.cosine,
+            "mse": self.sums.mse,
+            "max_error": self.sums.largest,
+            "signal": self.sums.signal,
+            "squared_error": self.sums.noise,
+            "nbytes_before": self.nbytes_before,
+            "nbytes_after": self.nbytes_after,
+            "mean": self.sums.mean,
+            "deviation": math.sqrt(self.spread / self.sums.count) if self.sums.count else math.nan,
+            "nan": self.nan,
+            "infinite": self.infinite,
+        }
+
+
+def measure(x: Any, format: Format, tensor: str = "x") -> Measurement:
+    """Compress an array, restore it, and measure what was lost.
+
+    Parameters
+    ----------
+    x : array
+        NumPy or CuPy array of a float dtype.
+    format : Format
+        The format.
+    tensor : str
+        The name that the measurement and an error message give to `x`.
+
+    Returns
+    -------
+    Measurement
+        On CuPy the call waits for the device.
+
+    Raises
+    ------
+    FormatError
+        When the format refuses the array.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> found = kb.explore.measure(np.eye(64, dtype=np.float32), kb.get_format("kbit4"))
+    >>> found.nbytes_before, found.nbytes_after, found.sums.count
+    (16384, 2180, 4096)
+    """
+    try:
+        q = quantize(x, format)
+        sums = metrics.sums(x, dequantize(q))
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"tensor {tensor!r} with {format}: {error}") from error
+    nan, infinite = (0, 0) if math.isfinite(sums.signal) else _not_finite(x)
+    return Measurement(tensor, format, x.shape, x.dtype.name, sums, x.nbytes, q.nbytes, sums.spread, nan, infinite)
+
+
+def _not_finite(x: Any, chunk: int = 1 << 22) -> tuple[int, int]:
+    """How many elements are NaN, and how many infinite."""
+    nan = infinite = 0
+    flat = x.reshape(-1)
+    with _xp.on_device_of(x):
+        for start in range(0, x.size, chunk):
+            part = flat[start : start + chunk].astype(np.float64)
+            nan += int((part != part).sum())
+            infinite += int((abs(part) == np.inf).sum())
+    return nan, infinite
+
+
+def default_formats() -> list[Format]:
+    """Every registered format that can be made without options.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> [str(format) for format in kb.explore.default_formats()][:2]
+    ['kbit1', 'kbit2']
+    """
+    made = []
+    for name in list_formats():
+        try:
+            made.append(get_format(name))
+        except (ValueError, TypeError):  # it needs an option that only the caller knows, such as a table
+            continue
+    return made
+
+
+def label(format: Format) -> str:
+    """The format's name, and the options that differ from its defaults, as `get_format` reads them.
+
+    Examples
+    --------
+    >>> import kbitcupy as kb
+    >>> from kbitcupy.explore import label
+    >>> label(kb.get_format("kbit4")), label(kb.get_format("kbit4", absmax="float32"))
+    ('kbit4', 'kbit4:absmax=float32')
+    """
+    return str(format)
+
+
+class Sweep(list[dict[str, Any]]):
+    """The rows of `sweep`: a list, which is shown as a table and says what its numbers hide."""
+
+    def __repr__(self) -> str:
+        columns = [Column(title, left=i < 2) for i, title in enumerate(_SHOWN)]
+        lines = []
+        for row in self[:_MOST_SHOWN]:
+            numbers = (f"{row[key]:.2f}" for key in _SHOWN.values() if key)
+            lines.append([shortened(row["tensor"], _NAME), shortened(row["label"], _NAME), *numbers])
+        more = [f"... {len(self) - _MOST_SHOWN} more rows"] if len(self) > _MOST_SHOWN else []
+        return "\n".join((table(columns, lines), *more, *notes(self)))
+
+
+# Columns that a sweep is shown with, and their keys; how many rows, and characters of a name.
+_SHOWN = {
+    "tensor": "",
+    "format": "",
+    "bits": "bits_per_element",
+    "SQNR dB": "sqnr_db",
+    "centered": "sqnr_centered_db",
+}
+_MOST_SHOWN, _NAME = 40, 44
+
+
+def notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What the numbers of `sweep` hide, in one line each: tensors that are not finite, or lie far from 0.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> x = 290 + 5 * np.random.default_rng(0).standard_normal((64, 64))
+    >>> for note in kb.explore.notes(kb.explore.sweep(x, "kbit4")):
+    ...     print(note[:35])
+    note: 'x': the mean is 289.9 and th
+    """
+    tensors = {row["tensor"]: row for row in rows}
+    found = []
+    broken = [row for row in tensors.values() if row["nan"] or row["infinite"]]
+    if broken:
+        nan, infinite = (sum(row[key] for row in broken) for key in ("nan", "infinite"))
+        counts = f"{nan} NaN and {infinite} infinit{'y' if infinite == 1 else 'ies'}"
+        if len(tensors) == 1:
+            found.append(f"note: {broken[0]['tensor']!r} holds {counts}")
+        else:
+            found.append(
+                f"note: {len(broken)} of {len(tensors)} tensors hold{'s' * (len(broken) == 1)} {counts}: "
+                + _listed([repr(row["tensor"]) for row in broken])
+            )
+    offsets = {}
+    for name, row in tensors.items():
+        about = metrics.Sums(row["elements"], mean=row["mean"], spread=row["deviation"] ** 2 * row["elements"])
+        offset = metrics.offset_note(about)
+        if offset is not None:
+            offsets[name] = offset, abs(row["mean"]) / row["deviation"]
+    if offsets:
+        name = max(offsets, key=lambda name: offsets[name][1])
+        others = f"{len(offsets)} of {len(tensors)} tensors lie far from 0, most of all " if len(offsets) > 1 else ""
+        found.append(f"note: {others}{name!r}: {offsets[name][0]}")
+    return found
+
+
+def _listed(words: Sequence[str], most: int = 3) -> str:
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def sweep(
+    x: Any,
+    formats: str | Format | Iterable[str | Format] | None = None,
+    *,
+    device: str | None = None,
+    progress: bool = False,
+) -> Sweep:
+    """Measure formats on arrays.
+
+    Parameters
+    ----------
+    x : array_like, mapping of str to array_like, or iterable of (str, array_like)
+        The arrays: float16, bfloat16, float32 or float64 of any shape. A generator of pairs keeps one of them in
+        memory at a time.
+    formats : str, Format or iterable of them, optional
+        What to measure, such as ``"int4:block=32"``; by default every format that needs no option (see
+        `default_formats`).
+    device : str, optional
+        Where to work: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one. By default where the arrays
+        are.
+    progress : bool, default False
+        Show a progress bar.
+
+    Returns
+    -------
+    Sweep
+        A list with a dict for each tensor and format, tensor by tensor, ready for ``pandas.DataFrame``. Keys:
+        ``tensor``, ``shape``, ``dtype``, ``format`` (name), ``options``, ``label`` (name and changed options, which
+        `get_format` reads), ``elements``, ``bits_per_element``, ``sqnr_db``, ``sqnr_centered_db`` (against the variance
+        instead of the mean square), ``cosine``, ``mse``, ``max_error``, ``signal`` and ``squared_error`` (sums of
+        squares), ``nbytes_before``, ``nbytes_after``, ``mean`` and ``deviation`` (standard deviation) of the tensor,
+        ``nan`` and ``infinite`` (how many of its elements are).
+
+    Raises
+    ------
+    FormatError
+        When a format is unknown or refuses an array.
+    TypeError
+        When an array is none, or not of a float dtype.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    >>> for row in kb.explore.sweep(x, ["kbit3", "kbit4"]):
+    ...     print(f"{row['format']} {row['bits_per_element']:.2f} {row['sqnr_db']:.1f}")
+    kbit3 3.25 15.4
+    kbit4 4.25 21.8
+    """
+    chosen = chosen_formats(formats)
+    device = None if device is None else _xp.resolve_device(device)
+    rows = Sweep()
+    for tensor, array in _progress(_named(x), progress):
+        data = _xp.as_array(array, f"tensor {tensor!r}")
+        _xp.float_dtype(data.dtype, f"tensor {tensor!r}")
+        if device is not None:
+            data = _xp.to_device(data, device)
+        rows += [measure(data, format, tensor).row() for format in chosen]
+    return rows
+
+
+def chosen_formats(wanted: str | Format | Iterable[str | Format] | None) -> list[Format]:
+    """Formats as `sweep` takes them, as a list; `default_formats` for None.
+
+    Raises
+    ------
+    FormatError
+        When there is none, or a name is not known.
+    """
+    if wanted is None:
+        return default_formats()
+    if isinstance(wanted, (str, Format)):
+        wanted = (wanted,)
+    found = [format if isinstance(format, Format) else get_format(format) for format in wanted]
+    if not found:
+        raise FormatError("formats is empty; name at least one, see kbitcupy.list_formats()")
+    return found
+
+
+def _named(x: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(x, Mapping):
+        return x.items()
+    if isinstance(x, Iterator) or (isinstance(x, (list, tuple)) and all(_is_pair(item) for item in x)):
+        return x
+    return (("x", x),)
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+
+
+def _progress(items: Iterable[tuple[str, Any]], show: bool) -> Iterable[tuple[str, Any]]:
+    if not show:
+        return items
+    from tqdm.auto import tqdm  # a widget in a notebook, text elsewhere
+
+    return tqdm(items, desc="sweep", unit="tensor")  # it asks the items how many they are
