@@ -15,7 +15,7 @@ from .errors import DeviceError, FormatError, TransposeError
 from .formats.base import Format, get_format
 
 #: Version of the JSON configuration; what an older version wrote is still read.
-CONFIG_VERSION = 1
+CONFIG_VERSION = 2
 
 # What NumPy's functions may ask of a compressed array: none of these looks at a value.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -130,12 +130,14 @@ class QuantizedArray(Compressed):
     (8, 32)
     """
 
-    __slots__ = ("_borrowed", "_launches", "dtype", "format", "planes", "shape")
+    __slots__ = ("_borrowed", "_launches", "dtype", "format", "lead", "planes", "shape")
 
     format: Format
     planes: Mapping[str, Any]
     shape: tuple[int, ...]
     dtype: np.dtype
+    #: How many leading lengths count the members of a stack, each of which has planes of its own; 0 for most arrays.
+    lead: int
     #: Planes that elements of another array are decoded with, too, such as the tensor scale of a slice.
     _borrowed: tuple[str, ...]
     #: What kernels say of the planes when they are launched, by kernel: the planes are the same for life.
@@ -143,8 +145,8 @@ class QuantizedArray(Compressed):
 
     def __init__(self, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: Any):
         shape = _checked_shape(shape)
-        check_planes(format, planes, shape)
-        self._set(format, planes, shape, _xp.float_dtype(dtype))
+        lead = check_planes(format, planes, shape)
+        self._set(format, planes, shape, _xp.float_dtype(dtype), lead=lead)
 
     def _set(
         self,
@@ -153,6 +155,7 @@ class QuantizedArray(Compressed):
         shape: tuple[int, ...],
         dtype: np.dtype,
         borrowed: tuple[str, ...] = (),
+        lead: int = 0,
     ) -> None:
         put = object.__setattr__
         put(self, "format", format)
@@ -160,6 +163,7 @@ class QuantizedArray(Compressed):
         put(self, "shape", shape)
         put(self, "dtype", dtype)
         put(self, "_borrowed", borrowed)
+        put(self, "lead", lead)
         put(self, "_launches", {})
 
     @classmethod
@@ -170,10 +174,11 @@ class QuantizedArray(Compressed):
         shape: tuple[int, ...],
         dtype: np.dtype,
         borrowed: tuple[str, ...] = (),
+        lead: int = 0,
     ) -> QuantizedArray:
         """The constructor without its checks."""
         made = object.__new__(cls)
-        made._set(format, planes, shape, dtype, borrowed)
+        made._set(format, planes, shape, dtype, borrowed, lead)
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -193,6 +198,13 @@ class QuantizedArray(Compressed):
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def members(self) -> int:
+        """Arrays of which this is a stack, each with planes of its own, one behind the other (see `kbitcupy.stack`); 1
+        for most arrays, and where all that a member has belongs to its blocks.
+        """
+        return math.prod(self.shape[: self.lead]) if self.lead else 1
 
     @property
     def nbytes(self) -> int:
@@ -264,7 +276,7 @@ class QuantizedArray(Compressed):
         return QuantizedArray, (self.format, dict(self.planes), self.shape, self.dtype)
 
     def __copy__(self) -> QuantizedArray:
-        return self._wrap(self.format, self.planes, self.shape, self.dtype, self._borrowed)
+        return self._wrap(self.format, self.planes, self.shape, self.dtype, self._borrowed, self.lead)
 
     # ---- shorthands of free functions ----------------------------------------------------------------------------
 
@@ -295,7 +307,7 @@ class QuantizedArray(Compressed):
         if device == self.device:
             return self
         planes = {name: _xp.to_device(plane, device) for name, plane in self.planes.items()}
-        return self._wrap(self.format, planes, self.shape, self.dtype)
+        return self._wrap(self.format, planes, self.shape, self.dtype, lead=self.lead)
 
     def get(self) -> QuantizedArray:
         """The array in host memory, as CuPy's ``get``."""
@@ -304,7 +316,7 @@ class QuantizedArray(Compressed):
     def copy(self) -> QuantizedArray:
         """A copy that shares no memory."""
         planes = {name: plane.copy() for name, plane in self.planes.items()}
-        return self._wrap(self.format, planes, self.shape, self.dtype)
+        return self._wrap(self.format, planes, self.shape, self.dtype, lead=self.lead)
 
     def reshape(self, *shape: Any) -> QuantizedArray:
         """The same planes under another shape of equal size; one length may be -1.
@@ -320,10 +332,14 @@ class QuantizedArray(Compressed):
             new = np.broadcast_to(np.uint8(0), self.size).reshape(wanted).shape if self.size else _empty(wanted)
         except (TypeError, ValueError) as error:
             raise ValueError(f"cannot reshape a QuantizedArray of shape {self.shape} to {wanted}: {error}") from None
-        self.format.check_shape(new)
-        if not self.format.keeps_blocks(self.shape, new):
+        lead = 0
+        if self.lead:
+            lead = check_lead(self.format, self.planes, new)
+        else:
+            self.format.check_shape(new)
+        if not self.format.keeps_blocks(self.shape, new, self.lead, lead):
             raise FormatError(f"reshaping {self.shape} to {new} would cut blocks of {self.format}: dequantize first")
-        return self._wrap(self.format, self.planes, new, self.dtype, self._borrowed)
+        return self._wrap(self.format, self.planes, new, self.dtype, self._borrowed, lead)
 
     def __getitem__(self, key: Any) -> QuantizedArray:
         """Rows along axis 0, still quantized: an integer, a slice, or an array of integers or booleans.
@@ -342,12 +358,15 @@ class QuantizedArray(Compressed):
             raise FormatError(f"{self.format.why_not_blocks(self.shape)}: call .dequantize() and index the result")
         if isinstance(key, int):
             row = self._rows(slice(key, key + 1))
-            format = row.format.unstacked(row.shape)
-            return self._wrap(format, row.planes, row.shape[1:], row.dtype, row._borrowed)
+            shape = row.shape[1:]
+            if row.lead:
+                lead = check_lead(row.format, row.planes, shape)
+                return self._wrap(row.format, row.planes, shape, row.dtype, row._borrowed, lead)
+            return self._wrap(row.format.of_row(row.shape), row.planes, shape, row.dtype, row._borrowed)
         if isinstance(key, slice) or key.ndim == 1:
             return self._rows(key)
         rows, shape = self._rows(key.reshape(-1)), (*key.shape, *self.shape[1:])
-        if not rows.format.keeps_blocks(rows.shape, shape):
+        if not rows.lead and not rows.format.keeps_blocks(rows.shape, shape):
             raise FormatError(
                 f"an index of shape {key.shape} gives shape {shape}, for which {self.format!r} shares scales in "
                 "another way: index with a flat array, or dequantize first"
@@ -358,14 +377,13 @@ class QuantizedArray(Compressed):
         """Rows by a slice or a flat array of numbers."""
         with _xp.on_device_of(next(iter(self.planes.values()))):
             # Steps other than 1 may leave views with gaps, or of the other direction: kernels know neither.
-            selected = self.format.select(self.planes, self.shape, key)
+            selected = self.format.select(self.planes, self.shape, key, self.lead)
             planes = {name: _xp.contiguous(plane) for name, plane in selected.items()}
         count = len(range(*key.indices(len(self)))) if isinstance(key, slice) else key.size
         borrowed = self._borrowed
         if not isinstance(key, slice) or key.indices(len(self)) != (0, len(self), 1):
             borrowed = tuple(name for name, plane in planes.items() if plane is self.planes[name])
-        format = self.format.selected(self.shape, count)
-        return self._wrap(format, planes, (count, *self.shape[1:]), self.dtype, borrowed)
+        return self._wrap(self.format, planes, (count, *self.shape[1:]), self.dtype, borrowed, self.lead)
 
 
 class TransposedQuantizedArray(Compressed):
@@ -448,16 +466,43 @@ def read_config(config: Mapping[str, Any]) -> tuple[Format, tuple[int, ...], np.
         raise FormatError(
             f"version of the configuration is {version}; this kbitcupy reads up to {CONFIG_VERSION}: upgrade it"
         )
+    if version == 1:
+        options.pop("members", None)  # of stacks: the lengths of the planes say it
     plain = not isinstance(name, str) or not set(name) & set(":[")  # its options stand beside it
     if not isinstance(dtype, str) or not plain or not all(isinstance(option, str) for option in options):
         raise FormatError(f"the configuration of a quantized array is malformed: {config!r}")
-    format, lengths = get_format(name, **options), _checked_shape(shape)
-    format.check_shape(lengths)
-    return format, lengths, _xp.float_dtype(dtype)
+    return get_format(name, **options), _checked_shape(shape), _xp.float_dtype(dtype)
 
 
-def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-    """Check that `planes` are what `format` needs for an array of `shape`.
+def check_lead(format: Format, planes: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+    """`Format.lead_of`, which must know one.
+
+    Raises
+    ------
+    FormatError
+        When the planes are those of no array, and no stack, of `shape`.
+    """
+    lead = format.lead_of(shape, {name: plane.shape for name, plane in planes.items()})
+    if lead is not None:
+        return lead
+    format.check_shape(shape)
+    specs = format.planes(shape)
+    if set(planes) != set(specs):
+        raise FormatError(f"{format} has the planes {', '.join(specs)}; got {', '.join(planes) or 'none'}")
+    wrong = [name for name, spec in specs.items() if spec.shape != planes[name].shape]
+    name = next((name for name in wrong if specs[name].scope == "tensor"), wrong[0])
+    remedy = ""
+    if specs[name].scope == "tensor":
+        remedy = "; a stack keeps its members apart, along its first axes: take one by its index, or dequantize first"
+    raise FormatError(
+        f"plane {name!r} of {format} is {planes[name].dtype}{list(planes[name].shape)}; an array of shape {shape} "
+        f"needs {specs[name].dtype}{list(specs[name].shape)}{remedy}"
+    )
+
+
+def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+    """Check that `planes` are what `format` needs for an array, or a stack, of `shape`; how many of its lengths count
+    members (see `Format.lead_of`).
 
     Raises
     ------
@@ -466,15 +511,13 @@ def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ..
     """
     if not isinstance(format, Format):
         raise FormatError(f"format is {type(format).__name__}; it must be a Format, see kbitcupy.get_format")
-    format.check_shape(shape)
-    wanted = format.planes(shape)
-    if set(planes) != set(wanted):
-        raise FormatError(f"{format} has the planes {', '.join(wanted)}; got {', '.join(planes) or 'none'}")
-    for name, spec in wanted.items():
-        plane = planes[name]
+    for name, plane in planes.items():
         if not _xp.is_array(plane):
             raise FormatError(f"plane {name!r} is {type(plane).__name__}; it must be a NumPy or CuPy array")
-        if plane.dtype.name != spec.dtype or plane.shape != spec.shape:
+    lead = check_lead(format, planes, shape)
+    for name, spec in format.planes_of(shape, lead).items():
+        plane = planes[name]
+        if plane.dtype.name != spec.dtype:
             raise FormatError(
                 f"plane {name!r} of {format} is {plane.dtype}{list(plane.shape)}; an array of shape {shape} needs "
                 f"{spec.dtype}{list(spec.shape)}"
@@ -485,6 +528,7 @@ def check_planes(format: Format, planes: Mapping[str, Any], shape: tuple[int, ..
         _xp.check_same_device(*planes.values())
     except DeviceError as error:
         raise DeviceError(f"planes of {format}: {error}") from None
+    return lead
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:

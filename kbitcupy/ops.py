@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .array import Compressed, QuantizedArray
+from .array import Compressed, QuantizedArray, check_lead
 from .backend import xp as _xp
 from .errors import DeviceError, FormatError
 from .formats.base import Format, get_format, list_formats
@@ -86,8 +86,8 @@ def quantize(
         _check_finite(array, dtype)
     with _xp.on_device_of(array):
         if out is not None:
-            format.encode(array, out.planes)
-            return out if out.dtype == dtype else QuantizedArray._wrap(stored, out.planes, shape, dtype)
+            format.encode(array, out.planes, None, out.lead)
+            return out if out.dtype == dtype else QuantizedArray._wrap(stored, out.planes, shape, dtype, lead=out.lead)
         empty = _xp.namespace(array).empty
         planes = {name: empty(size, kind) for name, size, kind in _allocation(stored, shape)}
         format.encode(array, planes)
@@ -135,7 +135,7 @@ def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> A
             out = _xp.namespace(first).empty(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype))
         else:
             check_out(out, q.shape, first, dtype)
-        decode(q.format, q.planes, out)
+        decode(q.format, q.planes, out, q.lead)
     return out
 
 
@@ -187,7 +187,7 @@ def to_torch(q: Any, /, *, dtype: Any = None) -> Any:
     first = next(iter(q.planes.values()))
     with _xp.on_device_of(first):
         tensor, out = _xp.empty_tensor(q.shape, q.dtype if dtype is None else _xp.float_dtype(dtype), first)
-        decode(q.format, q.planes, out)
+        decode(q.format, q.planes, out, q.lead)
         del out  # the tensor is torch's again, in the order of its stream
     return tensor
 
@@ -247,9 +247,9 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
         if out.size:
             ids = _xp.contiguous(ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64))
             written = out if out.dtype in _xp.dtype_set(q.format.dtypes) else xp.empty(shape, np.float32)
-            if not (q.size and q.format.decode_rows(q.planes, q.shape, ids, written)):
+            if not (q.size and q.format.decode_rows(q.planes, q.shape, ids, written, q.lead)):
                 rows = q[ids.reshape(-1)]
-                decode(rows.format, rows.planes, written.reshape(rows.shape))
+                decode(rows.format, rows.planes, written.reshape(rows.shape), rows.lead)
             if written is not out:
                 out[...] = written
     return out
@@ -272,16 +272,15 @@ def stack(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
     -------
     QuantizedArray
         Shape ``(len(qs), *shape)``; ``stack(qs)[i]`` has the bytes of ``qs[i]``. Every member keeps its own tensor
-        scale. Scales of channels along axis 0 of a matrix become those of "token"; along another axis all members
-        share them, and must have equal ones.
+        scale, scales of channels and whatever else belongs to a whole array: see `QuantizedArray.members`.
 
     Raises
     ------
     TypeError
         When `qs` is not a sequence of QuantizedArrays.
     FormatError
-        When they differ, or are not whole blocks, or differ in a plane that they would have to share. Such planes are
-        compared by value, for which arrays on a GPU are read back.
+        When they differ, or are not whole blocks, or differ in a plane that they would have to share, such as a
+        codebook. Such planes are compared by value, for which arrays on a GPU are read back.
     DeviceError
         When they are on different devices.
 
@@ -289,14 +288,15 @@ def stack(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
     --------
     >>> import numpy as np, kbitcupy as kb
     >>> experts = kb.stack([kb.quantize(np.full((4, 32), 10.0**i, np.float32), "kbit4") for i in range(3)])
-    >>> experts.shape, experts[1].shape
-    ((3, 4, 32), (4, 32))
+    >>> experts.shape, experts[1].shape, experts.members
+    ((3, 4, 32), (4, 32), 3)
     """
     first = _check_members(qs)
     for number, q in enumerate(qs):
         if q.shape != first.shape:
             raise FormatError(f"qs[{number}] has shape {q.shape} and qs[0] {first.shape}; they must be equal")
-    return _join(qs, first.format.stacked(len(qs), first.shape), (len(qs), *first.shape), [1] * len(qs))
+    ndim = first.ndim - max(q.lead for q in qs)
+    return _join(qs, first.format.counted_from_end(ndim), (len(qs), *first.shape), 1)
 
 
 def concatenate(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
@@ -336,8 +336,7 @@ def concatenate(qs: Sequence[QuantizedArray], /) -> QuantizedArray:
             raise FormatError(
                 f"qs[{number}] has shape {q.shape} and qs[0] {first.shape}; they must agree but for axis 0"
             )
-    rows = [len(q) for q in qs]
-    return _join(qs, first.format.stacked(1), (sum(rows), *first.shape[1:]), rows)
+    return _join(qs, first.format, (sum(map(len, qs)), *first.shape[1:]), 0)
 
 
 def _check_members(qs: Any) -> QuantizedArray:
@@ -355,24 +354,28 @@ def _check_members(qs: Any) -> QuantizedArray:
     return first
 
 
-def _join(qs: Sequence[QuantizedArray], format: Format, shape: tuple[int, ...], rows: Sequence[int]) -> QuantizedArray:
-    """The planes of `qs` behind each other; `rows` of the result belong to each."""
+def _join(qs: Sequence[QuantizedArray], format: Format, shape: tuple[int, ...], axes: int) -> QuantizedArray:
+    """The planes of `qs` behind each other, under so many new axes."""
     first = qs[0]
-    specs = format.planes(shape)
-    # Cutting the result at the members' borders must be allowed. Planes of one repeated byte are enough to ask.
-    hollow = {name: np.broadcast_to(np.uint8(0), spec.shape) for name, spec in specs.items()}
     if not format.rows_are_blocks(shape):
         raise FormatError(f"{format.why_not_blocks(shape)}: dequantize first")
-    start = 0
-    for count in rows:
-        format.select(hollow, shape, slice(start, start + count))
-        start += count
+    inner = max(q.lead for q in qs)
+    for number, q in enumerate(qs):
+        if any(spec.shape != q.planes[name].shape for name, spec in q.format.planes_of(q.shape, inner).items()):
+            raise FormatError(
+                f"qs[{number}] has planes of {q.members} array{'s' * (q.members != 1)}, others of one for each member "
+                "of a stack: stack the members of all alike"
+            )
+    specs = format.planes(shape[inner + axes :])
+    lead = inner + axes
+    if not lead:
+        _check_cuts(format, shape, [len(q) for q in qs])
     xp = _xp.namespace(next(iter(first.planes.values())))
     planes = {}
     with _xp.on_device_of(next(iter(first.planes.values()))):
         for name, spec in specs.items():
             members = [q.planes[name] for q in qs]
-            if spec.shape[0] == sum(len(member) for member in members):
+            if not (spec.scope == "constant" or (spec.scope == "tensor" and not lead)):
                 planes[name] = xp.concatenate(members)
             elif all(member is members[0] or bool((member == members[0]).all()) for member in members[1:]):
                 planes[name] = members[0].copy()
@@ -381,16 +384,27 @@ def _join(qs: Sequence[QuantizedArray], format: Format, shape: tuple[int, ...], 
                     f"the arrays differ in their plane {name!r}, which all rows would share in {format!r} of shape "
                     f"{shape}: quantize them as one array, or dequantize first"
                 )
-    return QuantizedArray._wrap(format, planes, shape, first.dtype)
+    lead = check_lead(format, planes, shape)
+    return QuantizedArray._wrap(format, planes, shape, first.dtype, lead=lead)
 
 
-def decode(format: Format, planes: Mapping[str, Any], out: Any) -> None:
+def _check_cuts(format: Format, shape: tuple[int, ...], rows: Sequence[int]) -> None:
+    """Check that an array of `shape` can be cut into parts of so many rows."""
+    # Planes of one repeated byte are enough to ask.
+    hollow = {name: np.broadcast_to(np.uint8(0), spec.shape) for name, spec in format.planes(shape).items()}
+    start = 0
+    for count in rows:
+        format.select(hollow, shape, slice(start, start + count))
+        start += count
+
+
+def decode(format: Format, planes: Mapping[str, Any], out: Any, lead: int = 0) -> None:
     """`Format.decode` to any float dtype: what the format does not write itself goes through float32."""
     if out.dtype in _xp.dtype_set(format.dtypes):
-        format.decode(planes, out)
+        format.decode(planes, out, lead)
     else:
         single = _xp.namespace(out).empty(out.shape, np.float32)
-        format.decode(planes, single)
+        format.decode(planes, single, lead)
         out[...] = single
 
 

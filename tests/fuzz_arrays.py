@@ -171,9 +171,9 @@ def cut_freely(q, key):
     format = q.format
     if not format.rows_are_blocks(q.shape):
         return False
-    if getattr(format, "double_quant", False):  # absmax of 256 blocks are stored together
+    if not q.lead and getattr(format, "double_quant", False):  # absmax of 256 blocks are stored together
         return math.prod(q.shape[1:]) // format.block % 256 == 0 or (isinstance(key, slice) and key == slice(None))
-    return not moves_axes(q, 1 if isinstance(key, slice) else np.ndim(key))
+    return bool(q.lead) or not moves_axes(q, 1 if isinstance(key, slice) else np.ndim(key))
 
 
 def moves_axes(q, ndim):
@@ -220,7 +220,7 @@ def reshape(rng, state):
             shape[rng.integers(len(shape))] = -1
         shape = tuple(shape)
     state.history.append(f"reshape({shape})")
-    whole = set(q.format.options()) & {"granularity", "members"}  # others know blocks of the flat array
+    whole = q.lead or "granularity" in q.format.options()  # others know blocks of the flat array
     return lambda: q.reshape(shape), lambda: y.reshape(shape), bool(whole)
 
 
@@ -301,7 +301,9 @@ def overwrite(rng, state):
         part = q[key]
         x = random_numbers(rng, part.shape, y.dtype)
         found = kb.quantize(xp.asarray(x), format, out=part)
-        if not same(host(found.dequantize()), kb.quantize(x, format).dequantize()):
+        alone = x.reshape(part.members, *x.shape[part.lead :])  # members of a stack have scales of their own
+        wanted = [kb.quantize(each, format).dequantize() for each in alone]
+        if wanted and not same(host(found.dequantize()), np.stack(wanted).reshape(x.shape)):
             raise Fault("out= holds other values than a new array")
         now = host(q.dequantize())
         if not (same(now[:first], y[:first]) and same(now[last:], y[last:])):

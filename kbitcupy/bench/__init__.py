@@ -276,7 +276,7 @@ def _cases(format: Format, dtype: np.dtype) -> list[Case]:
 def _has_tensor_scale(format: Format, dtype: np.dtype) -> bool:
     """Whether the format has a scale of the whole tensor that is 1 for ordinary data and not for rescaled data."""
     spec = format.planes((1024,)).get("scale")
-    if spec is None or spec.per_block:
+    if spec is None or spec.scope == "block":
         return False
     pool = _Source(1024)
     ordinary, rescaled = (quantize(pool.array(1024, dtype, flag), format).planes["scale"] for flag in (False, True))

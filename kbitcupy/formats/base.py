@@ -13,7 +13,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,8 +24,14 @@ from ..errors import FormatError
 from . import decoders
 from .decoders import Decoder as Decoder
 
+# Axes that an array can have, NumPy's limit.
+_MOST_AXES = 64
 #: Third parties list their formats under this entry-point group: name = "module:factory".
 ENTRY_POINTS = "kbitcupy.formats"
+
+
+#: What the entries of a plane belong to, see `Plane`.
+SCOPES = ("block", "tensor", "constant")
 
 
 @dataclass(frozen=True)
@@ -37,14 +43,32 @@ class Plane:
     dtype : str
         NumPy dtype name.
     shape : tuple of int
-        Shape of the plane.
-    per_block : int
-        Entries that belong to each block, in block order; 0 when all blocks share the plane.
+        Shape of the plane: one length or more.
+    scope : {"block", "tensor", "constant"}, default "block"
+        What its entries belong to, along its first axis: ``"block"``: the blocks of the array, in their order, so that
+        those of a row along axis 0 lie side by side; ``"tensor"``: the whole array, so that each member of a stack has
+        all of them; ``"constant"``: all arrays that are stacked or joined, in which they must be equal.
+    per : int, default 1
+        Entries of a block. Only sizes count; this is for the reader.
+    every : int, default 1
+        Blocks that one entry serves, where those of several are kept together.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    per_block: int = 0
+    scope: str = "block"
+    per: int = 1
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise FormatError(f"scope of a plane is {self.scope!r}; allowed are {', '.join(map(repr, SCOPES))}")
+
+    def repeated(self, members: int) -> Plane:
+        """The plane of a stack of so many arrays."""
+        if self.scope == "constant" or members == 1:
+            return self
+        return replace(self, shape=(members * self.shape[0], *self.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -209,17 +233,28 @@ class Format(ABC):
     def planes(self, shape: tuple[int, ...]) -> Mapping[str, Plane]:
         """The planes that an array of `shape` compresses to."""
 
-    @abstractmethod
-    def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
+    def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Fill `planes` from the C-contiguous array `x`, whose dtype is one of `dtypes`.
 
-        The device of a CuPy array is the current one when this is called; the work goes to its current stream, without
+        `given` holds what one call brings with it, by the names in `takes`.
+        """
+        raise FormatError(f"{self} does not quantize NumPy arrays: pass a CuPy array")
+
+    def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """The twin of `encode_numpy` for CuPy arrays, which gives the same bits.
+
+        The device of `x` is the current one when this is called; the work goes to its current stream, without
         synchronising.
         """
+        raise FormatError(f"{self} does not quantize CuPy arrays: pass x.get()")
 
-    @abstractmethod
-    def decode(self, planes: Mapping[str, Any], out: Any) -> None:
+    def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
         """Fill the C-contiguous array `out`, whose dtype is one of `dtypes`, from `planes`."""
+        raise FormatError(f"{self} does not decode NumPy arrays: call .to_device('cuda:0') first")
+
+    def decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
+        """The twin of `decode_numpy` for CuPy arrays, which gives the same bits."""
+        raise FormatError(f"{self} does not decode CuPy arrays: call .get() first")
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any | None:
         """Upper bound of ``|x - dequantized|`` before the rounding to the output dtype.
@@ -261,18 +296,6 @@ class Format(ABC):
         """
         return
 
-    def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
-        """The planes of ``array[key]`` along axis 0; rows are whole blocks (see `rows_are_blocks`)."""
-        specs = self.planes(shape)
-        chosen = {}
-        for name, plane in planes.items():
-            if specs[name].per_block:
-                rows = plane.reshape(shape[0], plane.size // shape[0] if shape[0] else 0)
-                chosen[name] = rows[key].reshape(-1)
-            else:
-                chosen[name] = plane
-        return chosen
-
     @property
     def decoder(self) -> Decoder | None:
         """The storey-1 decoder: what `take` and a simple product need on the GPU; None where there is none.
@@ -297,24 +320,23 @@ class Format(ABC):
         decoders.take(self.decoder, planes, shape, ids, out, lead)
         return True
 
-    def selected(self, shape: tuple[int, ...], count: int) -> Format:
-        """The format of the planes that `select` gives for `count` rows of an array of `shape`."""
-        return self
+    def decode_stack(self, planes: Mapping[str, Any], out: Any, lead: int) -> bool:
+        """Fill `out` with a stack whose first `lead` lengths count members, at once.
 
-    def stacked(self, members: int, shape: tuple[int, ...] | None = None) -> Format:
-        """The format of so many arrays of this format as one, planes behind planes, where what all blocks of a member
-        share is stored once for each member; this format where nothing has to be.
+        Returns
+        -------
+        bool
+            Whether it was done. Otherwise the caller decodes member after member.
+        """
+        return False
 
-        `shape` is that of each member where they get a new first axis; None where they lie along the one they have.
-
-        Raises
-        ------
-        FormatError
-            When this format is a stack already.
+    def counted_from_end(self, ndim: int) -> Format:
+        """An equal format for arrays of so many axes whose options count axes from the end: a stack puts its own axes
+        in front of those of its members.
         """
         return self
 
-    def unstacked(self, shape: tuple[int, ...]) -> Format:
+    def of_row(self, shape: tuple[int, ...]) -> Format:
         """The format of one row of an array of `shape`, as an array of ``shape[1:]``.
 
         Raises
@@ -334,9 +356,110 @@ class Format(ABC):
         """What an error message says of an array of `shape` whose rows are not whole blocks."""
         return f"rows of shape {shape[1:]} are not whole blocks of {self.block} elements"
 
-    def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
-        """Whether the planes of an array of `shape` are those of the same elements as an array of shape `new`."""
-        return bool(self.planes(new) == self.planes(shape))
+    def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...], lead: int = 0, new_lead: int = 0) -> bool:
+        """Whether the planes of an array of `shape` are those of the same elements as an array of shape `new`; of
+        stacks, where the first `lead` and `new_lead` lengths count members.
+        """
+        specs = self.planes_of(shape, lead)
+        if specs != self.planes_of(new, new_lead):
+            return False
+        if all(spec.scope != "tensor" and spec.every == 1 for spec in specs.values()):
+            return True
+        return math.prod(shape[:lead]) == math.prod(new[:new_lead])
+
+    # ---- what follows from the planes ------------------------------------------------------------------------------
+
+    def encode(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any] | None = None, lead: int = 0) -> None:
+        """Fill `planes` from the C-contiguous array `x`, whose first `lead` lengths count members of a stack."""
+        given = given or {}
+        if lead:
+            for part, cut in self.parts(x, planes, lead):
+                self.encode(part, cut, given)
+        elif isinstance(x, np.ndarray):
+            self.encode_numpy(x, planes, given)
+        else:
+            self.encode_cuda(x, planes, given)
+
+    def decode(self, planes: Mapping[str, Any], out: Any, lead: int = 0) -> None:
+        """Fill the C-contiguous array `out`, whose first `lead` lengths count members of a stack, from `planes`."""
+        if lead:
+            if not self.decode_stack(planes, out, lead):
+                for part, cut in self.parts(out, planes, lead):
+                    self.decode(cut, part)
+        elif isinstance(out, np.ndarray):
+            self.decode_numpy(planes, out)
+        else:
+            self.decode_cuda(planes, out)
+
+    def planes_of(self, shape: tuple[int, ...], lead: int = 0) -> dict[str, Plane]:
+        """The planes of an array of `shape`; with `lead` of a stack whose first lengths so many count members."""
+        members = math.prod(shape[:lead])
+        return {name: spec.repeated(members) for name, spec in self.planes(shape[lead:]).items()}
+
+    def lead_of(self, shape: tuple[int, ...], found: Mapping[str, tuple[int, ...]]) -> int | None:
+        """How many leading lengths of `shape` count the members of a stack, from the shapes of its planes.
+
+        A stack has the planes of its members one behind the other. Where all that a member has belongs to its blocks,
+        it is an array like any other.
+
+        Returns
+        -------
+        int or None
+            The least that fits, 0 for an array that is no stack; None where nothing does.
+        """
+        for lead in range(min(len(shape), _MOST_AXES) + 1):
+            try:
+                self.check_shape(shape[lead:])
+                specs = self.planes_of(shape, lead)
+            except FormatError:  # no member can have this shape
+                continue
+            if specs.keys() == found.keys() and all(spec.shape == found[name] for name, spec in specs.items()):
+                return lead
+        return None
+
+    def parts(self, array: Any, planes: Mapping[str, Any], lead: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The members of a stack: a view of each one's elements, and its planes."""
+        members, shape = math.prod(array.shape[:lead]), array.shape[lead:]
+        specs = self.planes(shape)
+        for member in range(members):
+            cut = {
+                name: plane if specs[name].scope == "constant" else plane.reshape(members, *specs[name].shape)[member]
+                for name, plane in planes.items()
+            }
+            yield array.reshape(members, *shape)[member], cut
+
+    def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any, lead: int = 0) -> dict[str, Any]:
+        """The planes of ``array[key]`` along axis 0; rows are members of a stack or whole blocks."""
+        specs, length = self.planes(shape[lead:]), shape[0]
+        chosen = {}
+        for name, plane in planes.items():
+            spec = specs[name]
+            if spec.scope == "constant" or (spec.scope == "tensor" and not lead):
+                chosen[name] = plane
+            elif spec.every > 1 and not lead:
+                chosen[name] = self._select_shared(plane, spec, shape, key)
+            else:
+                rows = plane.reshape(length, len(plane) // length if length else 0, *plane.shape[1:])[key]
+                chosen[name] = rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
+        return chosen
+
+    def _select_shared(self, plane: Any, spec: Plane, shape: tuple[int, ...], key: Any) -> Any:
+        """Of a plane whose entries serve several blocks each: it can only be cut where such a group ends."""
+        per_row = math.prod(shape[1:]) // self.block
+        length, every = shape[0], spec.every
+        if per_row % every == 0:
+            return plane.reshape(length, -1 if length else 0)[key].reshape(-1)
+        if isinstance(key, slice):
+            start, stop, step = key.indices(length)
+            whole = stop >= length or stop * per_row % every == 0
+            if step == 1 and start < stop and start * per_row % every == 0 and whole:
+                return plane[start * per_row // every : -(-min(stop, length) * per_row // every)].copy()
+            if step == 1 and start >= stop:
+                return plane[:0].copy()
+        raise FormatError(
+            f"rows of {per_row} blocks can be cut only where {every} blocks end, since double quantization stores "
+            "their absmax together: dequantize first, or quantize with double_quant=False"
+        )
 
     def config(self) -> dict[str, Any]:
         """JSON description: the name and the options."""

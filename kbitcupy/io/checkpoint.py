@@ -344,7 +344,7 @@ def _stored(tensors: Mapping[str, Any], layout: Layout) -> dict[str, dict[str, E
         if not isinstance(name, str):
             raise FileError(f"a tensor's name is {name!r}; it must be a str")
         if isinstance(tensor, QuantizedArray):
-            stored[name] = layout.entries(name, tensor.format, tensor.shape, tensor.dtype, taken)
+            stored[name] = layout.entries(name, tensor.format, tensor.shape, tensor.dtype, taken, tensor.lead)
             taken.update(stored[name])
         else:
             array = _xp.as_array(tensor, f"tensors[{name!r}]")

@@ -196,13 +196,17 @@ class SourceFile:
         found = Compressed(*read_config(config))
         np.broadcast_to(np.zeros((), found.dtype), found.shape)  # refuses what no array can have, and takes no memory
         names = []
-        for plane, spec in found.format.planes(found.shape).items():
-            stored = f"{name}.{plane}"
+        stored_names = {plane: f"{name}.{plane}" for plane in found.format.planes(found.shape)}
+        for plane, stored in stored_names.items():
             if stored not in self.entries:
                 raise FileError(
                     f"{self.path}: compressed tensor {name!r} lacks its plane {plane!r}: there is no tensor {stored!r} "
                     "in the file; compress it again"
                 )
+        shapes = {plane: self.entries[stored].shape for plane, stored in stored_names.items()}
+        specs = found.format.planes_of(found.shape, found.format.lead_of(found.shape, shapes) or 0)
+        for plane, spec in specs.items():
+            stored = stored_names[plane]
             wanted = entry_of(_xp.named_dtype(spec.dtype), tuple(spec.shape), f"plane {plane!r}")
             if self.entries[stored] != wanted:
                 raise FileError(
@@ -607,7 +611,9 @@ def entry_of(dtype: np.dtype, shape: tuple[int, ...], owner: str) -> Entry:
     return Entry(code, shape, math.prod(shape) * dtype.itemsize)
 
 
-def plane_entries(name: str, format: Format, shape: tuple[int, ...], taken: Iterable[str]) -> dict[str, Entry]:
+def plane_entries(
+    name: str, format: Format, shape: tuple[int, ...], taken: Iterable[str], lead: int = 0
+) -> dict[str, Entry]:
     """The entries of a compressed tensor's planes.
 
     Raises
@@ -616,7 +622,7 @@ def plane_entries(name: str, format: Format, shape: tuple[int, ...], taken: Iter
         When one would get a name that is `taken`.
     """
     entries: dict[str, Entry] = {}
-    for plane, spec in format.planes(shape).items():
+    for plane, spec in format.planes_of(shape, lead).items():
         stored = f"{name}.{plane}"
         if stored in taken:
             raise FileError(
@@ -637,16 +643,16 @@ class Layout:
     """How compressed tensors are stored: kbitcupy's own way. Other projects' ways are subclasses."""
 
     def entries(
-        self, name: str, format: Format, shape: tuple[int, ...], dtype: np.dtype, taken: Iterable[str]
+        self, name: str, format: Format, shape: tuple[int, ...], dtype: np.dtype, taken: Iterable[str], lead: int = 0
     ) -> dict[str, Entry]:
-        """The stored tensors that a compressed one becomes.
+        """The stored tensors that a compressed one becomes, a stack where `lead` of its lengths count members.
 
         Raises
         ------
         FileError
             When one would get a name that is `taken`, or this layout cannot hold the format.
         """
-        return plane_entries(name, format, shape, taken)
+        return plane_entries(name, format, shape, taken, lead)
 
     def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
         """Their data, in host memory."""

@@ -275,7 +275,7 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> bool
     if isinstance(x, np.ndarray) or not isinstance(qs, QuantizedArray):
         return False
     experts, rows, depth = qs.shape
-    if isinstance(qs.format, KBit) and qs.format.members not in (1, experts):  # kernels read one scale an expert
+    if qs.members != 1 and not (isinstance(qs.format, KBit) and qs.members == experts):  # kernels read one an expert
         return False
     if not experts or experts > MAX_EXPERTS or max(ids.size, qs.size >> 5) >= 1 << 31:
         return False
@@ -377,7 +377,7 @@ def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     if isinstance(x, np.ndarray):
         _multiply_on_host(x.reshape(m, k), q, bias, out.reshape(m, n))
         return
-    plan = _plan(q.format, q.shape, x.dtype, m, x.data.device_id)
+    plan = _plan(q.format, q.shape, x.dtype, m, x.data.device_id, q.lead > 0)
     kernel = plan.kernel_for(x, q)
     if kernel is not None:
         kernel(x, q, bias, out)
@@ -400,7 +400,11 @@ def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
         return f"{heading}\n  any number of tokens: NumPy, decode {_CHUNK_ROWS} rows or more at a time and multiply"
 
     def way(tokens: int) -> str:
-        return _plan(q.format, q.shape, x.dtype, tokens, x.data.device_id).reason if q.size else "nothing to multiply"
+        return (
+            _plan(q.format, q.shape, x.dtype, tokens, x.data.device_id, q.lead > 0).reason
+            if q.size
+            else "nothing to multiply"
+        )
 
     lines = [heading, f"  these: {way(max(m, 1))}"]
     shown = ""
@@ -438,11 +442,16 @@ def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     planes = dict(q.planes)
     scale = None
     magnitude = _magnitude(q.format) if x.dtype == np.float16 else None
+    if magnitude is not None and magnitude.offset is not None and q.lead:  # offsets by member: multiply in float32
+        single = cupy.empty(out.shape, np.float32)
+        _multiply_decoded(x.astype(np.float32), q, bias, single)
+        out[...] = single
+        return
     if magnitude is not None:
         planes, scale = _normalized(planes, magnitude)
-    elif isinstance(q.format, KBit) and q.format.members == 1 and x.dtype.itemsize == 2:
+    elif isinstance(q.format, KBit) and not q.lead and x.dtype.itemsize == 2:
         scale = planes.pop("scale")  # decoded without it, weights of 1e-6 stay in the range of float16
-    decode(q.format, planes, weight)
+    decode(q.format, planes, weight, q.lead)
     target = out
     if bias is not None:
         if bias.dtype != out.dtype and out.dtype.itemsize == 2:
@@ -608,12 +617,13 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, device: int) -> Plan:
+def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, device: int, stack: bool = False) -> Plan:
     kernels: list[One | Tile | Few] = []
     reasons = []
     decoder, refusal = fits(format, shape, dtype, device)
     few = None
-    if isinstance(format, KBit) and format.members > 1:
+    if stack:
+        decoder = None
         refusal = "a stack is for linear_grouped"
     elif decoder is not None and m > _FUSED_UP_TO[decoder.wide]:
         refusal = f"more than {_FUSED_UP_TO[decoder.wide]} tokens"
@@ -624,7 +634,7 @@ def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, devic
     # Lines of x are read in halves for bit planes where x does not fit shared memory: that takes too long for 8 tokens.
     quick = few and few.clustered and (few.staged or m <= TOKENS // 2 or not isinstance(format, KBit))
     least = _TILED_FROM if shape[0] * shape[1] in _TILED_SIZES and not quick else TOKENS + 1
-    if least <= m <= _TILED_UP_TO and not tile_refusal(format, shape, dtype, device):
+    if least <= m <= _TILED_UP_TO and not stack and not tile_refusal(format, shape, dtype, device):
         cut = cut_tile(*shape, m, multiprocessors(device))
         kernels.append(Tile(format, shape, dtype, device, cut))
         shape_of_block = f"{cut.tokens} tokens x {64 * cut.groups} rows a thread block"

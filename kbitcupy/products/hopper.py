@@ -252,7 +252,7 @@ def tile_refusal(format: Format, shape: tuple[int, int], dtype: np.dtype, device
     """What stands against ``linear_tile``; nothing: an empty text."""
     bits, _, _ = _tile_decoder(format)
     n, k = shape
-    if not bits or (not grouped and isinstance(format, KBit) and format.members > 1):
+    if not bits:
         return f"{format} has no decoder"
     if dtype.itemsize != 2:
         return f"x is {dtype}"

@@ -232,7 +232,7 @@ def _weight_planes(qw: Any) -> tuple[Any, Any]:
         raise TypeError(
             f"qw is {type(qw).__name__}; it must be a QuantizedArray: quantize(w, 'int8', granularity=('channel', 0))"
         )
-    if not _fits(qw.format, qw.shape):
+    if not _fits(qw.format, qw.shape, qw.lead):
         raise FormatError(
             f"qw is {qw.format!r} of shape {qw.shape}; it must be [N, K] in a symmetric int8 with a scale for each "
             "row: quantize(w, 'int8', granularity=('channel', 0))"
@@ -247,11 +247,11 @@ def _is_int8(format: Format) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fits(format: Format, shape: tuple[int, ...]) -> bool:
+def _fits(format: Format, shape: tuple[int, ...], lead: int = 0) -> bool:
     """Whether planes of this format are a matrix of int8 with a scale for each row."""
     if not isinstance(format, affine.Affine) or not _is_int8(format) or len(shape) != 2:
         return False
-    return affine.blocks_of(shape, format.granularity).layout == affine.blocks_of(shape, ("channel", 0)).layout
+    return format.layout_of(shape, lead) == affine.blocks_of(shape, ("channel", 0)).layout
 
 
 @functools.lru_cache(maxsize=1024)

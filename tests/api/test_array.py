@@ -296,7 +296,7 @@ def test_formats_with_numbers_of_their_own_are_pickled_with_them(name, option):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "this kbitcupy reads up to 1: upgrade it"),
+        ({"version": 3}, "this kbitcupy reads up to 2: upgrade it"),
         ({"version": True}, "must be a positive integer"),
         ({"version": "1"}, "must be a positive integer"),
         ({"format": {"codebook": "nf"}}, "lacks 'name'"),

@@ -50,12 +50,12 @@ class Half(Format):
         return {"broken": self.broken}
 
     def planes(self, shape):
-        return {"half": Plane("float16", (math.prod(shape),), 1)}
+        return {"half": Plane("float16", (math.prod(shape),))}
 
-    def encode(self, x, planes):
+    def encode_numpy(self, x, planes, given):
         planes["half"][:] = x.reshape(-1).astype(np.float16)
 
-    def decode(self, planes, out):
+    def decode_numpy(self, planes, out):
         out[...] = planes["half"].reshape(out.shape)
 
 

@@ -66,12 +66,12 @@ class Half(Format):
         return {"factor": self.factor}
 
     def planes(self, shape):
-        return {"half": Plane("float16", (int(np.prod(shape, dtype=np.int64)),), 1)}
+        return {"half": Plane("float16", (int(np.prod(shape, dtype=np.int64)),))}
 
-    def encode(self, x, planes):
+    def encode_numpy(self, x, planes, given):
         planes["half"][:] = (x.reshape(-1) / self.factor).astype(np.float16)
 
-    def decode(self, planes, out):
+    def decode_numpy(self, planes, out):
         out[...] = (planes["half"].astype(np.float32) * self.factor).reshape(out.shape)
 
 

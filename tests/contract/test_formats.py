@@ -84,15 +84,15 @@ class Toy(Format):
 
     def planes(self, shape):
         blocks = -(-int(np.prod(shape, dtype=int)) // 16)
-        return {"sign": Plane("uint8", (blocks * 2,), 2), "mean": Plane("float32", (blocks,), 1)}
+        return {"sign": Plane("uint8", (blocks * 2,), per=2), "mean": Plane("float32", (blocks,))}
 
-    def encode(self, x, planes):
+    def encode_numpy(self, x, planes, given):
         rows = np.zeros((planes["mean"].size, 16), np.float32)
         rows.reshape(-1)[: x.size] = x.reshape(-1)
         planes["mean"][:] = np.abs(rows).mean(1) * self.boost
         planes["sign"][:] = np.packbits(rows < 0, axis=1).reshape(-1)
 
-    def decode(self, planes, out):
+    def decode_numpy(self, planes, out):
         signs = np.unpackbits(planes["sign"]).reshape(-1, 16)
         out.reshape(-1)[:] = ((1 - 2.0 * signs) * planes["mean"][:, None]).reshape(-1)[: out.size]
 

@@ -15,6 +15,10 @@ TENSORS = kb.io.load(FILE)
 NAMES = [name for name, tensor in TENSORS.items() if isinstance(tensor, kb.QuantizedArray)]
 
 
+def host(array):
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
 def test_the_file_holds_what_its_readme_says():
     assert len(NAMES) == 8 * 3 + 1 and len(TENSORS) == 2 * len(NAMES)
 
@@ -30,6 +34,25 @@ def test_numpy_decodes_the_same_bytes(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_cuda_decodes_the_same_values(cupy, name):
     assert same_values(TENSORS[name].to_device("cuda:0").dequantize().get(), TENSORS[f"{name}.decoded"])
+
+
+# ---- stacks: the file says how many members there are, in the format or by its granularity ---------------------------
+
+STACKS = kb.io.load(DATA / "stacks_version1.safetensors")
+
+
+@pytest.mark.parametrize("name", [name for name in STACKS if f"{name} decoded" in STACKS])
+def test_stacks_decode_to_the_same_bytes(xp, name):
+    q, wanted = STACKS[name], STACKS[f"{name} decoded"]
+    assert q.members == ({"two axes": 6}.get(name, 3) if "kbit" in name or name == "two axes" else 1)
+    q = q if xp is np else q.to_device("cuda:0")
+    assert host(q.dequantize()).tobytes() == wanted.tobytes()
+    for i in range(len(q)):
+        assert host(q[i].dequantize()).tobytes() == wanted[i].tobytes()
+    if name != "two axes":
+        rows = STACKS[f"{name} rows"]
+        assert rows.members == (2 if "kbit" in name else 1)
+        assert rows.dequantize().tobytes() == wanted[1:].tobytes()
 
 
 # ---- a file for each format, with kinds of options; see make_frozen_data.py ------------------------------------------

@@ -292,3 +292,28 @@ def test_search_table_of_the_dynamic_map():
     searched = y + float4._DYNAMIC_OFFSET
     level = (searched.view(np.uint32) + entry[float4._dynamic_bucket(searched)]) >> 24
     assert (level == np.searchsorted(thresholds, y)).all()
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "table4"])
+@pytest.mark.parametrize("shape", [(4, 64), (16, 1024), (3, 16, 16)], ids=str)
+def test_a_stack_of_double_quantization(xp, name, shape):
+    """Every member keeps the offset of its scales, and its own blocks of them."""
+    x = np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
+    x *= np.float32([1, 30, 0.01]).reshape(3, *[1] * len(shape))
+    members = [kb.quantize(xp.asarray(part), name, block=16, double_quant=True) for part in x]
+    stack = kb.stack(members)
+    assert stack.members == 3 and stack.planes["nested_offset"].size == 3
+    wanted = xp.stack([member.dequantize() for member in members])
+    assert bool((stack.dequantize() == wanted).all())
+    again = kb.QuantizedArray.from_config(stack.config(), stack.planes)
+    assert again.members == 3 and bool((again[1:].dequantize() == wanted[1:]).all())
+    assert bool((kb.take(stack, [2, 0]) == wanted[[2, 0]]).all())
+    for plane in members[1].planes:
+        assert bool((stack[1].planes[plane] == members[1].planes[plane]).all())
+    if len(shape) == 2:
+        tokens = xp.asarray(np.random.default_rng(1).standard_normal((2, shape[1])).astype(np.float16))
+        found = kb.linear_grouped(tokens, stack, [[0, 2], [1, 1]])
+        for i, experts in enumerate(((0, 2), (1, 1))):
+            for j, expert in enumerate(experts):
+                alone = kb.linear(tokens[i : i + 1], members[expert])[0]
+                assert bool(xp.allclose(found[i, j], alone, rtol=2e-3, atol=1e-2))

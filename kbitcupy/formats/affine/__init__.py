@@ -227,6 +227,20 @@ def blocks_of(shape: tuple[int, ...], granularity: Granularity) -> Blocks:
     return Blocks(size, length, group, groups, scales, parts if whole else parts[1:])
 
 
+@functools.lru_cache(maxsize=1024)
+def stack_blocks(shape: tuple[int, ...], granularity: Granularity, lead: int) -> Blocks | None:
+    """The block shape of a stack of arrays whose first `lead` lengths count them; None where elements of a block lie
+    apart in each of them.
+    """
+    blocks = blocks_of(shape[lead:], granularity)
+    members = math.prod(shape[:lead])
+    if members == 1:
+        return blocks
+    if blocks.count > 1 and not (blocks.per_row == 1 and blocks.row == blocks.run):
+        return None
+    return blocks_of((members * blocks.count, blocks.size // max(blocks.count, 1)), "token")
+
+
 # ---- ranges --------------------------------------------------------------------------------------------------------
 
 
@@ -1245,15 +1259,22 @@ class Affine(Format):
             own = self.granularity[1] in (0, -len(shape))
         else:
             own = self.granularity != "tensor" and len(shape) > 1
+        scope = "block" if own else "tensor"
         planes = {
-            "codes": Plane(codes, (-(-blocks.size * self.bits // 8),), 1),
-            "scale": Plane("float32", (blocks.count,), int(own)),
+            "codes": Plane(codes, (-(-blocks.size * self.bits // 8),)),
+            "scale": Plane("float32", (blocks.count,), scope),
         }
         if not self.levels.symmetric:
-            planes["zero_point"] = Plane("int32", (blocks.count,), int(own))
+            planes["zero_point"] = Plane("int32", (blocks.count,), scope)
         return planes
 
-    def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
+    def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        self._encode(x, planes)
+
+    def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        self._encode(x, planes)
+
+    def _encode(self, x: Any, planes: Mapping[str, Any]) -> None:
         blocks = blocks_of(x.shape, self.granularity)
         scale, zero = planes["scale"], planes.get("zero_point")
         if self._scale is not None:
@@ -1269,8 +1290,19 @@ class Affine(Format):
         find(x, scale, zero, blocks, self.levels, None if self.percentile is None else self.percentile / 100)
         quantize(x, planes["codes"], scale, self._zero_of(planes), blocks, self.levels, self.bits)
 
-    def decode(self, planes: Mapping[str, Any], out: Any) -> None:
-        blocks = blocks_of(out.shape, self.granularity)
+    def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
+        self._decode(planes, out, blocks_of(out.shape, self.granularity))
+
+    def decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
+        self._decode(planes, out, blocks_of(out.shape, self.granularity))
+
+    def decode_stack(self, planes: Mapping[str, Any], out: Any, lead: int) -> bool:
+        blocks = stack_blocks(out.shape, self.granularity, lead)
+        if blocks is not None:
+            self._decode(planes, out, blocks)
+        return blocks is not None
+
+    def _decode(self, planes: Mapping[str, Any], out: Any, blocks: Blocks) -> None:
         dequantize(planes["codes"], out, planes["scale"], self._zero_of(planes), blocks, self.levels, self.bits)
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
@@ -1296,25 +1328,22 @@ class Affine(Format):
     def magnitude(self) -> Magnitude:
         return Magnitude("scale", largest=float(1 << self.bits))  # of a code less its zero point
 
-    def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
-        return blocks_of(shape, self.granularity).layout == blocks_of(new, self.granularity).layout
+    def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...], lead: int = 0, new_lead: int = 0) -> bool:
+        return self.layout_of(shape, lead) == self.layout_of(new, new_lead)
 
-    def stacked(self, members: int, shape: tuple[int, ...] | None = None) -> Format:
-        granularity = self.granularity
-        if shape is None or granularity == "token" or granularity[0] == "group":
-            return self
-        if granularity == "tensor":
-            return self._with(("channel", 0))
-        # The new axis moves that of the channels. Blocks that lie one behind the other are tokens or groups, of which
-        # each member has its own; others all members share.
-        axis, one = int(granularity[1]), (1, *shape)
-        blocks = blocks_of(shape, granularity)
-        for owned in ("token", ("group", max(blocks.run, 1))):
-            if blocks_of(one, owned).layout == blocks.layout:
-                return self._with(owned)
-        return self if axis < 0 else self._with(("channel", axis + 1))
+    def layout_of(self, shape: tuple[int, ...], lead: int = 0) -> tuple[int, ...]:
+        """Equal where elements share scales in the same way (`Blocks.layout`), of stacks as well."""
+        blocks = stack_blocks(shape, self.granularity, lead)
+        if blocks is not None:
+            return blocks.layout
+        return *blocks_of(shape[lead:], self.granularity).layout, math.prod(shape[:lead])
 
-    def unstacked(self, shape: tuple[int, ...]) -> Format:
+    def counted_from_end(self, ndim: int) -> Format:
+        if self.granularity[0] != "channel" or int(self.granularity[1]) <= 0:
+            return self  # the first axis of a member is told apart from that of the stack by the number of scales
+        return self._with(("channel", int(self.granularity[1]) - ndim))
+
+    def of_row(self, shape: tuple[int, ...]) -> Format:
         granularity = self.granularity
         if granularity == "token" and len(shape) == 1:
             return self._with("tensor")

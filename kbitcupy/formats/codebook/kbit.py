@@ -10,7 +10,7 @@ packed     uint32, blocks * K  bit e of word b * K + p: bit p of the index of el
 absmax     uint8 (E4M4),       max|x| of the block over the tensor scale, NaN ignored, encoded
            float16 or float32
 scale      float32, 1          tensor scale, a power of two; 1 unless the largest finite absmax lies outside the
-                               range where `absmax` is accurate; one for each member of a stack
+                               range where `absmax` is accurate
 codebook   float32, 2^K        only for custom codebooks
 =========  ==================  =============================================================================
 
@@ -28,10 +28,8 @@ of bitsandbytes reads or writes these planes.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,8 +145,6 @@ class KBit(Format):
         nearest.
     absmax : {"e4m4", "float16", "float32"}, optional
         Storage of the block scales; ``"e4m4"`` for k up to 7, ``"float16"`` for k = 8.
-    members : int, default 1
-        Equal parts of the flattened array, whole blocks each, that have a tensor scale of their own.
 
     Examples
     --------
@@ -160,12 +156,11 @@ class KBit(Format):
     block = BLOCK
     origin = "bitsandbytes pull request 1858"
     summary = "codebook indices in bit planes, one scale for 32 elements"
-    unoffered = ("members",)
     kernels = (QUANTIZE, QUANTIZE_UNORDERED, DEQUANTIZE, *BLOCKS, *CODES)
     all_fragments = tuple(_fragments(k, absmax, None) for k in (2, 3, 4, 5) for absmax in ABSMAX)
     tensor_scale = "scale"
 
-    def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None, members: int = 1):
+    def __init__(self, k: int, *, codebook: Any = "bnf", absmax: str | None = None):
         self.bits = check_k(k)
         self.name = f"kbit{self.bits}"
         if absmax is None:
@@ -173,9 +168,6 @@ class KBit(Format):
         if not isinstance(absmax, str) or absmax not in ABSMAX:
             raise FormatError(f"absmax is {absmax!r}; allowed are {', '.join(map(repr, ABSMAX))}")
         self.absmax = absmax
-        if isinstance(members, bool) or not isinstance(members, int) or members < 1:
-            raise FormatError(f"members is {members!r}; it must be a positive integer")
-        self.members = members
         self._table: Codebook | None = None
         self._device_values: Any = None
         if isinstance(codebook, str):
@@ -194,8 +186,7 @@ class KBit(Format):
                 self._table = custom_codebook(codebook, self.bits)
 
     def options(self) -> dict[str, Any]:
-        options = {"codebook": self.codebook, "absmax": self.absmax}
-        return options if self.members == 1 else {**options, "members": self.members}
+        return {"codebook": self.codebook, "absmax": self.absmax}
 
     def given(self) -> dict[str, Any]:
         values = self._any_codebook() if self.codebook == "custom" else None
@@ -206,69 +197,21 @@ class KBit(Format):
         return (remade, (KBit, (self.bits,), {**self.options(), **given})) if given else (named, (self.config(),))
 
     def stored(self) -> Format:
-        return self if self.codebook != "custom" else custom_format(self.bits, self.absmax, self.members)
-
-    def stacked(self, members: int, shape: tuple[int, ...] | None = None) -> Format:
-        if self.members != 1:
-            raise FormatError(f"{self!r} is a stack already: take its members apart, or dequantize first")
-        return self._with_members(members)
-
-    def check_shape(self, shape: tuple[int, ...]) -> None:
-        if self.members == 1:
-            return
-        leading = itertools.accumulate(shape, operator.mul)
-        if self.members not in leading or math.prod(shape) % (self.members * BLOCK):
-            raise FormatError(
-                f"shape is {shape}; a stack of {self.members} arrays of {self.name}, each with a tensor scale of its "
-                f"own, keeps them apart along its first axes, {self.members} x whole blocks of {BLOCK}: take a member "
-                "by its index, or dequantize first"
-            )
-
-    def selected(self, shape: tuple[int, ...], count: int) -> Format:
-        return self if self.members == 1 else self._with_members(max(count * (self.members // shape[0]), 1))
-
-    def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
-        chosen = super().select(planes, shape, key)
-        if self.members > 1:
-            chosen["scale"] = planes["scale"].reshape(shape[0], -1)[key].reshape(-1)
-            if not chosen["scale"].size:  # no member: a scale of its own
-                chosen["scale"] = planes["scale"][:1].copy()
-        return chosen
-
-    def _with_members(self, members: int) -> KBit:
-        return custom_format(self.bits, self.absmax, members, self.codebook)
-
-    def _parts(self, array: Any, planes: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The members of a stack: a flat view of each one's elements, and its planes."""
-        for member, part in enumerate(array.reshape(self.members, -1)):
-            cut = {
-                name: plane.reshape(self.members, -1)[member] if name != "codebook" else plane
-                for name, plane in planes.items()
-            }
-            yield part, cut
+        return self if self.codebook != "custom" else custom_format(self.bits, self.absmax)
 
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         blocks = -(-math.prod(shape) // BLOCK)
         planes = {
-            "packed": Plane("uint32", (blocks * self.bits,), self.bits),
-            "absmax": Plane(ABSMAX[self.absmax].dtype, (blocks,), 1),
-            "scale": Plane("float32", (self.members,)),
+            "packed": Plane("uint32", (blocks * self.bits,), per=self.bits),
+            "absmax": Plane(ABSMAX[self.absmax].dtype, (blocks,)),
+            "scale": Plane("float32", (1,), "tensor"),
         }
         if self.codebook == "custom":
-            planes["codebook"] = Plane("float32", (1 << self.bits,))
+            planes["codebook"] = Plane("float32", (1 << self.bits,), "constant")
         return planes
 
-    def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
-        if self._table is None and self._device_values is None:
-            raise FormatError("codebook='custom' names no values: pass the array itself as codebook=")
-        if self.members > 1:
-            single = KBit(self.bits, codebook=self._any_codebook(), absmax=self.absmax)
-            for part, cut in self._parts(x, planes):
-                single.encode(part, cut)
-            return
-        if is_cupy(x):
-            self._encode_cuda(x, planes)
-            return
+    def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        self._check_values()
         table = self._host_table()
         scale = np.float32(1)
         waiting = None
@@ -289,15 +232,18 @@ class KBit(Format):
             return
         _encode_blocks(x.reshape(-1), planes, self.bits, self._host_table(), self.absmax, None, None)
 
-    def decode(self, planes: Mapping[str, Any], out: Any) -> None:
-        if self.members > 1 and "scale" in planes:
-            single = self._with_members(1)
-            for part, cut in self._parts(out, planes):
-                single.decode(cut, part)
-            return
-        if is_cupy(out):
-            self._decode_cuda(planes, out)
-            return
+    def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        self._check_values()
+        self._encode_cuda(x, planes)
+
+    def _check_values(self) -> None:
+        if self._table is None and self._device_values is None:
+            raise FormatError("codebook='custom' names no values: pass the array itself as codebook=")
+
+    def decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
+        self._decode_cuda(planes, out)
+
+    def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         decode_blocks(planes["packed"], planes["absmax"], planes.get("scale"), values, self.bits, out)
 
@@ -305,14 +251,11 @@ class KBit(Format):
     def decoder(self) -> Decoder:
         return _decoder(self.bits, self.absmax, self._table)
 
-    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any, lead: int = 0) -> bool:
-        return self.members == 1 and super().decode_rows(planes, shape, ids, out, lead)
-
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
         absmax = block_absmax(x.reshape(-1), BLOCK).astype(np.float64)
         values = planes["codebook"] if self.codebook == "custom" else self._host_table().values
         stored = ABSMAX[self.absmax]
-        scale = np.repeat(planes["scale"].astype(np.float64), absmax.size // self.members)
+        scale = planes["scale"].astype(np.float64)
         scale_error = np.maximum(stored.relative_error * absmax, stored.absolute_error * scale)
         return Codebook(values).edge * absmax + tables.reach(values) * np.minimum(scale_error, absmax)
 
@@ -507,9 +450,9 @@ def _codebook_struct(k: int) -> np.dtype:
 
 
 @functools.cache
-def custom_format(k: int, absmax: str, members: int = 1, codebook: str = "custom") -> KBit:
-    """The format of planes that hold their own codebook, or whose codebook has a name."""
-    return KBit(k, codebook=codebook, absmax=absmax, members=members)
+def custom_format(k: int, absmax: str) -> KBit:
+    """The format of planes that hold their own codebook."""
+    return KBit(k, codebook="custom", absmax=absmax)
 
 
 def check_k(k: Any) -> int:

@@ -270,26 +270,26 @@ class Table4(Format):
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         n = math.prod(shape)
         blocks = -(-n // self.block)
-        planes = {"packed": Plane("uint8", (-(-n // 2),), self.block // 2)}
+        planes = {"packed": Plane("uint8", (-(-n // 2),), per=self.block // 2)}
         if self.double_quant:
-            planes["absmax"] = Plane("uint8", (blocks,), 1)
-            planes["nested_absmax"] = Plane("float32", (-(-blocks // NESTED_BLOCK),))
-            planes["nested_offset"] = Plane("float32", (1,))
+            planes["absmax"] = Plane("uint8", (blocks,))
+            planes["nested_absmax"] = Plane("float32", (-(-blocks // NESTED_BLOCK),), every=NESTED_BLOCK)
+            planes["nested_offset"] = Plane("float32", (1,), "tensor")
         else:
-            planes["absmax"] = Plane("float32", (blocks,), 1)
+            planes["absmax"] = Plane("float32", (blocks,))
         if self.table_name == "custom":
-            planes["table"] = Plane("float32", (16,))
+            planes["table"] = Plane("float32", (16,), "constant")
         return planes
 
     def values(self, planes: Mapping[str, Any]) -> np.ndarray:
         """The table that NumPy planes are decoded with, float32[16]."""
         return planes["table"] if self.table_name == "custom" else self._known_table().values
 
-    def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
+    def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        _encode4_cuda(self, self._known_table(), x, planes)
+
+    def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         table = self._known_table()
-        if is_cupy(x):
-            _encode4_cuda(self, table, x, planes)
-            return
         flat = x.reshape(-1)
         absmax = planes["absmax"]
         if self.double_quant:
@@ -305,10 +305,10 @@ class Table4(Format):
         if "table" in planes:
             planes["table"][:] = table.values
 
-    def decode(self, planes: Mapping[str, Any], out: Any) -> None:
-        if is_cupy(out):
-            _decode4_cuda(self, self._table, planes, out)
-            return
+    def decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
+        _decode4_cuda(self, self._table, planes, out)
+
+    def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
         values = self.values(planes)
         if self._table is None:
             values = flush(values.astype(np.float32))
@@ -322,12 +322,12 @@ class Table4(Format):
 
     def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any, lead: int = 0) -> bool:
         if isinstance(out, np.ndarray):
-            if not self.double_quant:
+            if not self.double_quant or lead:
                 return False
             # 256 blocks share what their absmax are decoded with, wherever rows end: those of all rows are decoded.
             single = Table4(self.name, block=self.block, table=self.table_name)
             kept = {name: planes[name] for name in single.planes(shape)}
-            rows = single.select({**kept, "absmax": host_absmax(planes)}, shape, ids)
+            rows = single.select({**kept, "absmax": host_absmax(planes)}, shape, ids.reshape(-1))
             single.decode(rows, out)
             return True
         return super().decode_rows(planes, shape, ids, out, lead)
@@ -344,13 +344,6 @@ class Table4(Format):
     def fragments(self) -> Fragments | None:
         known = () if self.table_name == "custom" else tuple(self._known_table().values.tolist())
         return _fragments(self.block, self.double_quant, known)
-
-    def select(self, planes: Mapping[str, Any], shape: tuple[int, ...], key: Any) -> dict[str, Any]:
-        if not self.double_quant:
-            return super().select(planes, shape, key)
-        chosen = super().select({name: plane for name, plane in planes.items() if name != "nested_absmax"}, shape, key)
-        chosen["nested_absmax"] = _select_nested(planes["nested_absmax"], shape, self.block, key)
-        return {name: chosen[name] for name in planes}
 
     def _known_table(self) -> Table:
         if self._table is None:
@@ -410,23 +403,23 @@ class Dynamic8(Format):
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         n = math.prod(shape)
         return {
-            "codes": Plane("uint8", (n,), self.block),
-            "absmax": Plane("float32", (-(-n // self.block),), 1),
+            "codes": Plane("uint8", (n,), per=self.block),
+            "absmax": Plane("float32", (-(-n // self.block),)),
         }
 
-    def encode(self, x: Any, planes: Mapping[str, Any]) -> None:
-        if is_cupy(x):
-            _encode8_cuda(self.block, x, planes)
-            return
+    def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        _encode8_cuda(self.block, x, planes)
+
+    def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         codes = planes["codes"]
         for first, index in _encode_chunks(x.reshape(-1), self.block, dynamic_table(), planes["absmax"]):
             size = min(index.size, codes.size - first)
             codes[first : first + size] = index.reshape(-1)[:size]
 
-    def decode(self, planes: Mapping[str, Any], out: Any) -> None:
-        if is_cupy(out):
-            _decode8_cuda(self.block, planes, out)
-            return
+    def decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
+        _decode8_cuda(self.block, planes, out)
+
+    def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
         values = tables.dynamic_map()
         _decode_chunks(planes["codes"], values, values, planes["absmax"], self.block, out)
 
@@ -533,25 +526,6 @@ def _mean(x: np.ndarray) -> np.float32:
 
 # Accumulators of the mean: threads of the kernel `absmax_mean`.
 _MEAN_LANES = 1024
-
-
-def _select_nested(nested: Any, shape: tuple[int, ...], block: int, key: Any) -> Any:
-    """The nested absmax of rows: they can only be cut where a nested block ends."""
-    per_row = math.prod(shape[1:]) // block
-    length = shape[0]
-    if per_row % NESTED_BLOCK == 0:
-        return nested.reshape(length, -1 if length else 0)[key].reshape(-1)
-    if isinstance(key, slice):
-        start, stop, step = key.indices(length)
-        whole = stop >= length or stop * per_row % NESTED_BLOCK == 0
-        if step == 1 and start < stop and start * per_row % NESTED_BLOCK == 0 and whole:
-            return nested[start * per_row // NESTED_BLOCK : -(-min(stop, length) * per_row // NESTED_BLOCK)].copy()
-        if step == 1 and start >= stop:
-            return nested[:0].copy()
-    raise FormatError(
-        f"rows of {per_row} blocks can be cut only where {NESTED_BLOCK} blocks end, since double quantization stores "
-        "their absmax together: dequantize first, or quantize with double_quant=False"
-    )
 
 
 def _error_bound(x: Any, block: int, table: Table, planes: Mapping[str, Any]) -> Any:

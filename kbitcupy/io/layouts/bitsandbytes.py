@@ -314,8 +314,13 @@ class BitsandbytesLayout(Layout):
     quant_storage: str | Mapping[str, str] = "uint8"
 
     def entries(
-        self, name: str, format: Format, shape: tuple[int, ...], dtype: np.dtype, taken: Iterable[str]
+        self, name: str, format: Format, shape: tuple[int, ...], dtype: np.dtype, taken: Iterable[str], lead: int = 0
     ) -> dict[str, Entry]:
+        if lead:
+            raise FileError(
+                f"tensor {name!r} is a stack of shape {shape}, for which bitsandbytes' layout has no place: save its "
+                "members one by one"
+            )
         if _is_int8(format, shape):
             prefix = _prefix(name)
             rows = shape[:1]
