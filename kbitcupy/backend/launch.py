@@ -8,8 +8,9 @@ import itertools
 import struct
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from .compile import Template, function
 from .structs import Struct as Struct
@@ -29,13 +30,13 @@ class Ready:
 
     Parameters
     ----------
-    function : cupy.cuda.Function
-        The kernel itself. (What CuPy wraps it in takes a microsecond more to find it again.)
+    launch : callable
+        Starts it: called with the grid and the arguments.
     resident : int
         Thread blocks of it that the device holds at a time.
     """
 
-    function: Any
+    launch: Callable[[tuple[int, ...], Sequence[Any]], None]
     resident: int
 
 
@@ -108,49 +109,103 @@ def starts_early(device: int) -> bool:
     return capability(device) >= 90 and int(cupy.cuda.runtime.driverGetVersion()) >= _EARLY_DRIVER
 
 
-class _PackedLaunch(threading.local):
-    """Called as CuPy's own launcher, with arguments that are ints and `bytes`; it takes less time.
+#: struct's letters of the types of arguments.
+_LETTERS = {"p": "Q", "i4": "i", "u4": "I", "i8": "q", "u8": "Q", "f4": "f", "f8": "d"}
+#: How an argument of a kernel is typed: a letter and bytes as NumPy has them, "p" for a pointer, a struct, or the
+#: number of its bytes, of which 4 and 8 are integers.
+Type: TypeAlias = "str | int | Struct"
 
-    Each thread has buffers of its own, as ctypes lets other threads run during the call; making them, it is bound to
-    its device.
+
+def _letters(type: Type) -> str:
+    if isinstance(type, Struct):
+        return f"{type.dtype.itemsize}s"
+    return _LETTERS[type] if isinstance(type, str) else {4: "i", 8: "q"}.get(type, f"{type}s")
+
+
+class _PackedLaunch(threading.local):
+    """A launch whose arguments are packed into one buffer: called with the grid and the arguments.
+
+    It takes half the time of CuPy's own launcher, which looks at the class of each argument, and what does not fit its
+    type raises. Each thread has buffers of its own, as other threads may run during the call; making them, it is bound
+    to its device.
     """
 
-    def __init__(self, handle: int, shared: int, sizes: tuple[int, ...], early: bool):
+    def __init__(
+        self, handle: int, name: str, threads: int, shared: int, signature: tuple[Type, ...], early: bool
+    ) -> None:
         from cupy.cuda import get_current_stream
         from cupy_backends.cuda.api import driver
 
         bind_thread()
-        self._stream, self._check = get_current_stream, driver.check_status
-        self._launch = driver_function("cuLaunchKernelEx")
-        self._launch.argtypes = (ctypes.c_void_p,) * 4
-        packing = struct.Struct("=" + "".join({8: "q", 4: "i"}.get(size, f"{size}s") for size in sizes))
+        self._stream, self._name = get_current_stream, name
+        letters = [_letters(type) for type in signature]
+        packing = struct.Struct("=" + "".join(letters))
         self._pack = packing.pack_into
         self._buffer = ctypes.create_string_buffer(packing.size)
-        places = itertools.accumulate((0, *sizes[:-1]), initial=ctypes.addressof(self._buffer))
-        self._arguments = (ctypes.c_void_p * len(sizes))(*itertools.islice(places, 1, None))
-        self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
-        attribute = ctypes.addressof(self._attribute)
-        self._config = _Config(1, 1, 1, 1, 1, 1, shared, 0, attribute, int(early))
-        where = ctypes.addressof(self._config), ctypes.addressof(self._arguments)
-        self._pointers = where[0], handle, where[1], None
+        sizes = (struct.calcsize(f"={each}") for each in letters)
+        places = itertools.accumulate(sizes, initial=ctypes.addressof(self._buffer))
+        self._arguments = (ctypes.c_void_p * len(letters))(*itertools.islice(places, len(letters)))
+        self._config: _Config | None = None
+        if early:
+            self._launch, self._check = driver_function("cuLaunchKernelEx"), driver.check_status
+            self._launch.argtypes = (ctypes.c_void_p,) * 4
+            self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
+            attribute = ctypes.addressof(self._attribute)
+            self._config = _Config(1, 1, 1, threads, 1, 1, shared, 0, attribute, 1)
+            where = ctypes.addressof(self._config), ctypes.addressof(self._arguments)
+            self._pointers = where[0], handle, where[1], None
+        else:
+            self._launch = driver.launchKernel
+            self._before, self._behind = (threads, 1, 1, shared), (ctypes.addressof(self._arguments), 0)
+            self._handle = handle
 
-    def __call__(
-        self, grid: tuple[int, ...], block: tuple[int], arguments: tuple[Any, ...], shared_mem: int = 0
-    ) -> None:
-        self._pack(self._buffer, 0, *arguments)
+    def __call__(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        try:
+            self._pack(self._buffer, 0, *arguments)
+        except struct.error as error:
+            raise TypeError(f"arguments of {self._name}: {error}") from None
+        width, height, depth = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         config = self._config
-        config.grid, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
-        config.block, config.stream = block[0], self._stream().ptr
+        if config is None:
+            self._launch(self._handle, width, height, depth, *self._before, self._stream().ptr, *self._behind)
+            return
+        config.grid, config.grid_y, config.grid_z = width, height, depth
+        config.stream = self._stream().ptr
         status = self._launch(*self._pointers)
         if status:
             self._check(status)
 
 
+def grid_of(units: int, resident: int, rounds: int = 1, waves: int = 0) -> int:
+    """Thread blocks for so many units of work.
+
+    Each takes an equal run of the work, whatever the size of the grid: one block for each unit while the device holds
+    them all at a time, and as many as fill it where that leaves each at most `rounds` units; beyond that more blocks,
+    which keep the runs short.
+
+    Parameters
+    ----------
+    units : int
+        What a thread block does in one round.
+    resident : int
+        Thread blocks that the device holds at a time.
+    rounds : int, default 1
+        Units of a thread block in a grid that is larger than the device.
+    waves : int, default 0
+        Limit the grid to so many times `resident` instead, where each block costs although there may be nothing to do.
+
+    Examples
+    --------
+    >>> grid_of(100, 132), grid_of(300, 132, rounds=4), grid_of(3000, 132, rounds=4), grid_of(3000, 132, waves=2)
+    (100, 132, 750, 264)
+    """
+    if units <= resident:
+        return units
+    return min(units, waves * resident) if waves else max(resident, -(-units // rounds))
+
+
 class Kernel:
     """One kernel with its launch shape, for every device: compiled on first use, then a lookup and a launch.
-
-    Each thread block takes an equal run of the work, whatever the size of the grid. The grid has as many blocks as fill
-    the device, and more where that keeps the runs short.
 
     Parameters
     ----------
@@ -163,16 +218,17 @@ class Kernel:
     shared : int, default 0
         Bytes of dynamic shared memory of a block.
     rounds : int, default 1
-        Units of work that a block takes one after the other in a grid that is larger than the device.
-    sizes : tuple of int, default ()
-        For a kernel that may start before the one ahead of it has ended, where the device can do so (see
-        `starts_early`), as it waits itself, by ``griddepcontrol.wait``, before it looks at what that one writes: the
-        sizes of its arguments, which are then ints, of 8 or 4 bytes, or `bytes`.
-    early : bool, default True
-        Whether it may: not where it reads more before it waits than the kernel ahead of it allows for.
+        See `grid_of`.
+    signature : tuple of str, int or Struct, default ()
+        Types of the arguments: ``"p"`` a pointer; ``"i4"``, ``"u4"``, ``"i8"``, ``"u8"``, ``"f4"`` and ``"f8"``
+        numbers; a struct, or the size of one in bytes. An argument that does not fit raises TypeError. Without it CuPy
+        finds out what each argument is, which takes longer.
+    early : bool, default False
+        Whether it may start before the kernel ahead of it has ended, where the device can do so (see `starts_early`):
+        it then waits itself, by ``griddepcontrol.wait``, before it looks at what that one writes. Needs `signature`.
     """
 
-    __slots__ = ("_ready", "early", "expression", "rounds", "shared", "sizes", "template", "threads")
+    __slots__ = ("_ready", "early", "expression", "rounds", "shared", "signature", "template", "threads")
 
     def __init__(
         self,
@@ -181,48 +237,44 @@ class Kernel:
         threads: int,
         shared: int = 0,
         rounds: int = 1,
-        sizes: tuple[int, ...] = (),
-        early: bool = True,
+        signature: tuple[Type, ...] = (),
+        early: bool = False,
     ):
         self.template, self.expression, self.threads = template, template.expression(*values), threads
-        self.shared, self.rounds, self.sizes, self.early = shared, rounds, sizes, early
+        self.shared, self.rounds, self.signature, self.early = shared, rounds, signature, early
         self._ready: dict[int, Ready] = {}
 
     def __call__(self, array: Any, units: int, arguments: tuple[Any, ...], waves: int = 0) -> None:
-        """Launch on the device of `array`, which must be the current one, and its current stream.
+        """Launch as many thread blocks as `grid_of` finds, on the device of `array` and its current stream.
 
         Parameters
         ----------
         array : cupy.ndarray
-            Any of the arrays.
-        units : int
-            Units of work: what a thread block does in one round.
+            Any of the arrays. Its device must be the current one.
+        units, waves : int
+            See `grid_of`.
         arguments : tuple
-            Arrays, Python ints (64 bits), NumPy scalars (their own size) and structs from `by_value`; 0 where a pointer
-            is null.
-        waves : int, default 0
-            Limit the grid to so many times what the device holds, instead of by rounds: for a kernel that may find
-            nothing to do, where each block costs.
+            Arrays, 0 where a pointer is null, and numbers. Structs are bytes with a signature; without one they come
+            from `by_value`, a Python int has 64 bits, and others are NumPy scalars.
         """
         ready = self._ready.get(array.data.device_id) or self.ready(array.data.device_id)
-        if units <= ready.resident:
-            grid = units
-        elif waves:
-            grid = min(units, waves * ready.resident)
-        else:
-            grid = max(ready.resident, -(-units // self.rounds))
-        ready.function((grid,), (self.threads,), arguments, self.shared)
+        grid = units if units <= ready.resident else grid_of(units, ready.resident, self.rounds, waves)
+        given: Sequence[Any] = arguments
+        if self.signature:
+            given = [each if type(each) in _PLAIN else each.data.ptr for each in arguments]
+        ready.launch((grid,), given)
 
     def ready(self, device: int) -> Ready:
-        """The kernel on a device, compiled where it has to be; ``ready.function(grid, ...)`` launches any grid."""
+        """The kernel on a device, compiled where it has to be."""
         ready = self._ready.get(device)
         if ready is None:
             ready = self._ready[device] = self._load(device)
         return ready
 
-    def launch(self, array: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        """Launch a grid of the caller's choice; the rest is as in a call."""
-        self.ready(array.data.device_id).function(grid, (self.threads,), arguments, shared_mem=self.shared)
+    def launch(self, array: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """Launch a grid of the caller's choice, with a signature and addresses in place of arrays."""
+        ready = self._ready.get(array.data.device_id) or self.ready(array.data.device_id)
+        ready.launch(grid, arguments)
 
     def _load(self, device: int) -> Ready:
         from cupy_backends.cuda.api import driver
@@ -233,11 +285,24 @@ class Kernel:
             if self.shared + kernel.shared_size_bytes > 48 << 10:  # more than that has to be asked for
                 kernel.max_dynamic_shared_size_bytes = max(self.shared, kernel.max_dynamic_shared_size_bytes)
             count = driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, self.threads, self.shared)
-        launch: Any = kernel.kernel
-        if self.sizes:
-            launch = _PackedLaunch(launch.ptr, self.shared, self.sizes, self.early and starts_early(device))
+        launch: Callable[[tuple[int, ...], Sequence[Any]], None]
+        if self.signature:
+            early = self.early and starts_early(device)
+            name = f"{self.template.label}: {self.expression}"
+            launch = _PackedLaunch(kernel.kernel.ptr, name, self.threads, self.shared, self.signature, early)
+        else:
+            launch = functools.partial(_launch_untyped, kernel.kernel, (self.threads,), self.shared)
         return Ready(launch, count * multiprocessors(device))
 
+
+def _launch_untyped(
+    kernel: Any, block: tuple[int], shared: int, grid: tuple[int, ...], arguments: Sequence[Any]
+) -> None:
+    kernel(grid, block, arguments, shared)
+
+
+# What is packed as it is.
+_PLAIN = frozenset((int, float, bytes))
 
 _load_lock = threading.RLock()
 

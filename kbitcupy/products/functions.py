@@ -466,8 +466,9 @@ _SCALES_THREADS, _SCALES_EACH = 256, 8  # scales of a thread, where there are no
 # Thread blocks: what each of the first kernel's has found, each of the second one's asks for before it begins.
 _MOST_PARTS, _MOST_SCALING = 512, 1024
 _SCALES = tuple(Template("linear/prescale.cu", name, hot=False) for name in ("largest_scales", "normalize_scales"))
-_LARGEST_SCALES = Kernel(_SCALES[0], (), _SCALES_THREADS, sizes=(8, 8, 8))
-_NORMALIZE_SCALES = Kernel(_SCALES[1], (), _SCALES_THREADS, sizes=(8, 8, 8, 8, 4, 4, 8, 4, 8))
+_LARGEST_SCALES = Kernel(_SCALES[0], (), _SCALES_THREADS, signature=("p", "i8", "p"), early=True)
+_NORMALIZED = "p", "i8", "p", "p", "i4", "i4", "p", "i4", "p"
+_NORMALIZE_SCALES = Kernel(_SCALES[1], (), _SCALES_THREADS, signature=_NORMALIZED, early=True)
 register_templates(*_SCALES)
 
 

@@ -235,7 +235,7 @@ def _look(row_bytes: int, box_bytes: int) -> Callable[[Mapping[str, Any]], Weigh
 @functools.cache
 def _kernel(values: str, threads: int, shared: int) -> Kernel:
     sizes = 128, 128, *SIZES, VALUES_BYTES
-    return Kernel(_LINEAR_TILE, (values,), threads, shared, sizes=sizes)
+    return Kernel(_LINEAR_TILE, (values,), threads, shared, signature=sizes, early=True)
 
 
 def _tile_decoder(format: Format) -> tuple[int, str, int]:

@@ -509,20 +509,15 @@ class _Plan:
     ----------
     quantize, multiply : callable
         Kernels that are loaded; no first one for tokens that are int8 already.
-    quantizers : int
-        Threads of a block of the first one.
-    blocks, threads, shared : int
+    blocks : int
         Of the second one.
     boxes : tuple of int
         Rows of the boxes of tokens and of weights that the bulk tensor copy engine fetches; empty without it.
     """
 
     quantize: Any
-    quantizers: int
     multiply: Any
     blocks: int
-    threads: int
-    shared: int
     boxes: tuple[int, ...]
 
 
@@ -553,29 +548,28 @@ def _plan(
     early = vector is not None
     if tiling is not None:
         boxes = tiling.tokens, tiling.channels // tiling.share
-        kernel = _kernel(_WGMMA, (cxx, tiling.text), tiling.threads, tiling.shared, sizes=_MAP_SIZES, early=early)
+        kernel = _kernel(_WGMMA, (cxx, tiling.text), tiling.threads, tiling.shared, signature=_MAP_SIZES, early=early)
         units, waves = tiling.blocks(tokens, channels), tiling.split == 1
     elif tokens <= _STREAM_TOKENS:
         values = cxx, "8" if tokens <= 8 else "16", _BOOLS[aligned]
-        kernel = _kernel(_STREAM, values, _STREAM_THREADS, _STREAM_SHARED, sizes=_SIZES, early=early)
+        kernel = _kernel(_STREAM, values, _STREAM_THREADS, _STREAM_SHARED, signature=_SIZES, early=early)
         units, waves = -(-channels // _STREAM_ROWS), True
     else:
         tile = 64 if tokens <= 64 else 128
         shared = _TILE_STAGES * (tile + _TILE_N) * _TILE_STAGE
-        kernel = _kernel(_TILE, (cxx, str(tile), _BOOLS[aligned]), 2 * tile, shared, sizes=_SIZES, early=early)
+        kernel = _kernel(_TILE, (cxx, str(tile), _BOOLS[aligned]), 2 * tile, shared, signature=_SIZES, early=early)
         units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
     quantize = None
     if vector is not None:
         values = cxx, _BOOLS[vector], _BOOLS[smooth]
-        quantize = _kernel(_QUANTIZE_TOKENS, values, _TOKEN_THREADS, sizes=_TOKEN_SIZES).ready(device).function
+        threads = _TOKEN_THREADS if tokens <= _launch.multiprocessors(device) else _TOKEN_THREADS // 2
+        kernel_of_tokens = _kernel(_QUANTIZE_TOKENS, values, threads, signature=_TOKEN_SIZES, early=True)
+        quantize = kernel_of_tokens.ready(device).launch
     ready = kernel.ready(device)
     return _Plan(
         quantize,
-        _TOKEN_THREADS if tokens <= _launch.multiprocessors(device) else _TOKEN_THREADS // 2,
-        ready.function,
+        ready.launch,
         min(units, ready.resident if waves else _MOST_BLOCKS),
-        kernel.threads,
-        kernel.shared,
         boxes,
     )
 
@@ -626,7 +620,6 @@ def _multiply_cuda(
             there = fixed.data.ptr
         plan.quantize(
             (min(tokens, _MOST_BLOCKS),),
-            (plan.quantizers,),
             (numbers, divisors, there, given, a, factors, tokens, depth, pitch, _LOWEST[qmin]),
         )
     else:
@@ -643,9 +636,7 @@ def _multiply_cuda(
     added = (0, 0) if bias is None else (bias.data.ptr, _bias_kind(bias.dtype))
     plan.multiply(
         (plan.blocks,),
-        (plan.threads,),
         (*matrices, out.data.ptr, factors, scales.data.ptr, *added, tokens, channels, depth, *last),
-        shared_mem=plan.shared,
     )
 
 

@@ -740,7 +740,7 @@ def _add_partials(cxx: str) -> Kernel:
 
 @functools.cache
 def _kernel(name: str, values: str, threads: int, shared: int, sizes: tuple[int, ...]) -> Kernel:
-    return Kernel(_BY_NAME[name], (values,), threads, shared, sizes=sizes)
+    return Kernel(_BY_NAME[name], (values,), threads, shared, signature=sizes, early=True)
 
 
 def fits(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int) -> tuple[Decoder | None, str]:

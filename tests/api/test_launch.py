@@ -1,0 +1,108 @@
+"""Launches with no GPU: what reaches the driver, and what is refused before."""
+
+import ctypes
+import struct
+import types
+
+import numpy as np
+import pytest
+
+from kbitcupy.backend import launch
+from kbitcupy.backend.compile import Template
+from kbitcupy.backend.launch import Kernel, Ready, grid_of
+from kbitcupy.backend.structs import Struct
+
+cupy = pytest.importorskip("cupy")
+
+CUT = Struct("Cut", rows="i4", value=("f4", 3))
+SIGNATURE = ("p", "i4", "i8", "u4", "f4", "f8", CUT, 8, 4, 16)
+SIZES = (8, 4, 8, 4, 4, 8, 16, 8, 4, 16)
+GIVEN = (0xDEADBEEF00, -3, -(1 << 40), 1 << 31, 0.5, -2.0, CUT.pack(rows=7, value=(1, 2, 3)), 1 << 40, -1, bytes(16))
+
+
+class Driver:
+    """Takes the place of the driver's two functions; keeps what a launch says."""
+
+    def __init__(self):
+        self.launches = []
+        self.argtypes = ()
+
+    def arguments(self, address):
+        places = (ctypes.c_void_p * len(SIZES)).from_address(address)
+        return tuple(ctypes.string_at(place, size) for place, size in zip(places, SIZES, strict=True))
+
+    def plain(self, handle, *numbers):
+        *shape, stream, arguments, extra = numbers
+        assert extra == 0
+        self.launches.append((handle, tuple(shape), stream, self.arguments(arguments), 0))
+
+    def __call__(self, config, handle, arguments, extra):
+        assert extra is None
+        config = launch._Config.from_address(config)
+        shape = (config.grid, config.grid_y, config.grid_z, config.block, config.block_y, config.block_z)
+        self.launches.append((handle, (*shape, config.shared), config.stream, self.arguments(arguments), config.count))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = Driver()
+    monkeypatch.setattr(launch, "bind_thread", lambda: None)
+    monkeypatch.setattr(launch, "driver_function", lambda name: fake)
+    monkeypatch.setattr("cupy.cuda.get_current_stream", lambda: types.SimpleNamespace(ptr=77))
+    monkeypatch.setattr("cupy_backends.cuda.api.driver.launchKernel", fake.plain)
+    return fake
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("grid", [(5,), (5, 6), (5, 6, 7)])
+def test_arguments_arrive_as_their_types_say(driver, early, grid):
+    start = launch._PackedLaunch(1234, "kernel", 256, 4096, SIGNATURE, early)
+    start(grid, GIVEN)
+    ((handle, shape, stream, arguments, attributes),) = driver.launches
+    assert (handle, stream, attributes) == (1234, 77, int(early))
+    assert shape == (*grid, *(1,) * (3 - len(grid)), 256, 1, 1, 4096)
+    wanted = [struct.pack(f"={letter}", value) for letter, value in zip("QiqIfd", GIVEN, strict=False)]
+    assert arguments[:6] == tuple(wanted)
+    assert arguments[6:] == (GIVEN[6], struct.pack("=q", 1 << 40), struct.pack("=i", -1), bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"), [(0, -1), (1, 1 << 31), (1, 1.5), (2, "3"), (3, -1), (4, b"x"), (6, 5), (7, None), (9, 1.0)]
+)
+def test_what_does_not_fit_its_type_is_refused(driver, place, wrong):
+    start = launch._PackedLaunch(1, "some kernel", 32, 0, SIGNATURE, False)
+    given = list(GIVEN)
+    given[place] = wrong
+    with pytest.raises(TypeError, match="arguments of some kernel: "):
+        start((1,), given)
+    with pytest.raises(TypeError, match="expected 10 items"):
+        start((1,), GIVEN[:-1])
+    assert not driver.launches
+
+
+def test_arrays_stand_for_their_addresses(driver):
+    """... and no value of them is read, as converting an array of one integer to an int would do."""
+    kernel = Kernel(Template("codes.cu", "any"), (), 32, signature=("p", "i8"))
+    memory = types.SimpleNamespace(ptr=4096, device_id=0)
+    array = types.SimpleNamespace(data=memory)
+    seen = []
+    kernel._ready[0] = Ready(lambda grid, arguments: seen.append((grid, list(arguments))), 4)
+    kernel(array, 3, (array, 8))
+    kernel(array, 100, (0, 8), 2)
+    assert seen == [((3,), [4096, 8]), ((8,), [0, 8])]
+
+
+@pytest.mark.parametrize("resident", [1, 7, 132])
+@pytest.mark.parametrize("rounds", [1, 3, 8])
+def test_grids_leave_no_unit_out(resident, rounds):
+    for units in (*range(1, 50), 1000, 1 << 40):
+        blocks = grid_of(units, resident, rounds)
+        assert blocks == units if units <= resident else resident <= blocks <= units
+        assert -(-units // blocks) <= max(rounds, -(-units // resident))
+        assert grid_of(units, resident, waves=2) == min(units, 2 * resident)
+
+
+def test_a_struct_has_its_members_where_numpy_has_them():
+    packed = np.frombuffer(CUT.pack(rows=5, value=2.5), CUT.dtype)[0]
+    assert packed["rows"] == 5 and (packed["value"] == 2.5).all()
