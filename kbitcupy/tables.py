@@ -160,6 +160,21 @@ def flush(x: Any) -> Any:
     return x
 
 
+#: A product of float32 numbers that is smaller is zero under ``-ftz=true``. The GPU rounds to 24 bits before it looks
+#: whether the result is subnormal, so this is half a step of those below 2^-126.
+LEAST_PRODUCT = float(SMALLEST_NORMAL) * (1 - 2.0**-25)
+
+
+def flushed_product(a: np.ndarray, b: np.ndarray | np.floating) -> np.ndarray:
+    """``a * b`` in float32 as the GPU rounds it under ``-ftz=true``; NumPy, whose subnormal numbers have fewer bits,
+    rounds some of them up to 2^-126.
+    """
+    exact = flush(np.array(a, np.float32)).astype(np.float64) * flush(np.array(b, np.float32))
+    product = exact.astype(np.float32)
+    product[np.abs(exact) < LEAST_PRODUCT] = 0
+    return product
+
+
 class Codebook:
     """The 2^k values that an index stands for, with what the search needs to know about them.
 

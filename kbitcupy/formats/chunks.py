@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..tables import LEAST_PRODUCT, SMALLEST_NORMAL
+
 #: NumPy works on this many elements at a time: the buffers stay in the cache.
 CHUNK = 1 << 16
 
@@ -92,6 +94,20 @@ def flush_chunk(x: np.ndarray) -> np.ndarray:
     bits = x.view(np.uint32)
     bits *= (bits & _MAGNITUDE) >= _NORMAL
     return x
+
+
+def flush_products(products: np.ndarray, items: np.ndarray, codes: np.ndarray, factor: np.ndarray, block: int) -> None:
+    """`flush_chunk` of ``items[codes] * factor`` as the GPU rounds it, see `tables.flushed_product`.
+
+    An item is one float32 or more; a factor belongs to `block` products in a row.
+    """
+    flush_chunk(products)
+    rare = np.flatnonzero(np.abs(products) == SMALLEST_NORMAL)
+    if rare.size:
+        each = items.itemsize // 4
+        value = items.view(np.float32).reshape(-1, each)[codes.reshape(-1)[rare // each], rare % each]
+        exact = value.astype(np.float64) * factor[rare // block]
+        products[rare[np.abs(exact) < LEAST_PRODUCT]] = 0
 
 
 class Buckets:

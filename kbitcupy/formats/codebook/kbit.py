@@ -40,9 +40,9 @@ from ...backend.compile import CXX_TYPES, Template
 from ...backend.launch import Kernel, by_value, shared_memory
 from ...backend.xp import as_array, is_cupy, namespace, on_device_of
 from ...errors import FormatError
-from ...tables import SMALLEST_NORMAL, Codebook, flush
+from ...tables import SMALLEST_NORMAL, Codebook, flush, flushed_product
 from ..base import Format, Fragments, Magnitude, Plane, host_numbers, named, register, remade
-from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
+from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk, flush_products
 from ..decoders import Decoder, templates
 from . import scales
 
@@ -670,9 +670,9 @@ def decode_blocks(
     step = CHUNK // BLOCK
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for first in range(0, absmax.size, step):
-            factor = decode_absmax(absmax[first : first + step])
-            if scale is not None:
-                factor = flush(factor * scale)
+            factor = flushed_product(
+                decode_absmax(absmax[first : first + step]), np.float32(1) if scale is None else scale
+            )
             decoded = buffer[: factor.size * BLOCK]
             index = _unpack(words[first : first + factor.size]).view(code)
             np.take(items, index, out=decoded.view(item), mode="wrap")
@@ -685,7 +685,7 @@ def decode_blocks(
                 continue
             np.multiply(rows, factor[:, None], out=rows)
             if not normal:
-                flush_chunk(decoded)
+                flush_products(decoded, items, index, factor, BLOCK)
             target[:] = decoded[: target.size]
 
 

@@ -45,9 +45,9 @@ from ...backend.compile import CXX_TYPES, Template
 from ...backend.launch import Kernel, by_value
 from ...backend.xp import is_cupy, namespace
 from ...errors import FormatError
-from ...tables import SMALLEST_NORMAL, flush
+from ...tables import SMALLEST_NORMAL, flush, flushed_product
 from ..base import Format, Fragments, Magnitude, Plane, host_numbers, named, register, remade
-from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk
+from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk, flush_products
 from ..decoders import Decoder, templates
 
 #: Elements that may share an absmax.
@@ -475,9 +475,12 @@ def _decode_chunks(
             decoded = work[: part.size * each]
             np.take(items, part, out=decoded.view(items.dtype), mode="wrap")
             work[decoded.size : rows.size] = 0  # the end of a short last block
+            normal = np.abs(factor).min() * smallest_value >= SMALLEST_NORMAL
+            if not normal:
+                factor = flush(factor.copy())
             np.multiply(rows, factor[:, None], out=rows)
-            if not np.abs(factor).min() * smallest_value >= SMALLEST_NORMAL:
-                flush_chunk(decoded)
+            if not normal:
+                flush_products(decoded, items, part, factor, block)
             target = flat[start : start + CHUNK]
             target[:] = decoded[: target.size]
 
@@ -489,7 +492,7 @@ def host_absmax(planes: Mapping[str, Any]) -> np.ndarray:
         return np.asarray(absmax)
     factor = np.repeat(planes["nested_absmax"], NESTED_BLOCK)[: absmax.size]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return flush(flush(tables.dynamic_map()[absmax] * factor) + planes["nested_offset"])
+        return flush(flushed_product(tables.dynamic_map()[absmax], factor) + flush(planes["nested_offset"].copy()))
 
 
 def _nest(absmax: np.ndarray, planes: Mapping[str, Any]) -> None:

@@ -1,0 +1,47 @@
+// Decoding whole arrays with a decoder of kernels/formats/, on the host.
+#pragma once
+#include "formats/planes.cuh"
+
+// A read of memory that is not there ends the decoding instead of the process.
+inline sigjmp_buf& escape() {
+    static sigjmp_buf buffer;
+    return buffer;
+}
+inline void on_bad_read(int) { siglongjmp(escape(), 1); }
+
+// out  float[members * size]
+template <typename F>
+__attribute__((noinline)) void decode_octets(const Argument<F>& argument, long long members, float* out) {
+    Planes first = argument.planes;
+    float table[F::TABLE > 0 ? F::TABLE : 1];
+    for (int i = 0; i < F::TABLE; ++i) table[i] = i < argument.value_count ? argument.values[i] : argument.table[i];
+    first.table = table;
+    for (long long member = 0; member < members; ++member, out += first.size) {
+        const Planes planes = of_member(first, argument, member);
+        for (long long octet = 0; octet * 8 < first.size; ++octet) {
+            float v[8];
+            F::decode8(planes, octet, v);
+            for (int e = 0; e < 8 && octet * 8 + e < first.size; ++e) out[octet * 8 + e] = v[e];
+        }
+    }
+}
+
+// Whether all that was read is there.
+template <typename F>
+int decode_all(const void* argument, long long members, float* out) {
+    struct sigaction action = {}, segv, bus;
+    action.sa_handler = on_bad_read;
+    sigaction(SIGSEGV, &action, &segv);
+    sigaction(SIGBUS, &action, &bus);
+    const FloatMode before = float_mode();
+    volatile int good = 0;
+    if (sigsetjmp(escape(), 1) == 0) {
+        set_float_mode(FLUSHING_MODE);
+        decode_octets(*static_cast<const Argument<F>*>(argument), members, out);
+        good = 1;
+    }
+    set_float_mode(before);
+    sigaction(SIGSEGV, &segv, nullptr);
+    sigaction(SIGBUS, &bus, nullptr);
+    return good;
+}
