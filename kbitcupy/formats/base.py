@@ -253,8 +253,10 @@ class Format(ABC):
         raise FormatError(f"{self} does not decode NumPy arrays: call .to_device('cuda:0') first")
 
     def decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
-        """The twin of `decode_numpy` for CuPy arrays, which gives the same bits."""
-        raise FormatError(f"{self} does not decode CuPy arrays: call .get() first")
+        """The twin of `decode_numpy` for CuPy arrays, which gives the same bits; by the `decoder` if there is one."""
+        if self.decoder is None:
+            raise FormatError(f"{self} does not decode CuPy arrays: call .get() first")
+        decoders.dequantize(self.decoder, planes, out.shape, out)
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any | None:
         """Upper bound of ``|x - dequantized|`` before the rounding to the output dtype.
@@ -298,7 +300,7 @@ class Format(ABC):
 
     @property
     def decoder(self) -> Decoder | None:
-        """The storey-1 decoder: what `take` and a simple product need on the GPU; None where there is none.
+        """The storey-1 decoder: all that decoding, `take` and a simple product need on a GPU; None where there is none.
 
         The same object every time, since kernels are remembered by it.
         """
@@ -326,9 +328,12 @@ class Format(ABC):
         Returns
         -------
         bool
-            Whether it was done. Otherwise the caller decodes member after member.
+            Whether it was done. Otherwise the caller decodes member after member, as where a format has own kernels.
         """
-        return False
+        if self.decoder is None or type(self).decode_cuda is not Format.decode_cuda or not decoders.decodes(out):
+            return False
+        decoders.dequantize(self.decoder, planes, out.shape[lead:], out, math.prod(out.shape[:lead]))
+        return True
 
     def counted_from_end(self, ndim: int) -> Format:
         """An equal format for arrays of so many axes whose options count axes from the end: a stack puts its own axes

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel
+from ..backend.launch import Kernel, Type
 from ..backend.structs import Struct
 
 #: The largest numbers of planes and of integers, as kernels/formats/planes.cuh has them.
@@ -45,14 +45,14 @@ class Decoder:
         The C++ type, such as ``"Kbit<E4M4>"``.
     planes : tuple of str
         Names of planes in the order in which the struct counts them, up to six; one that an array does not have is
-        null.
+        null. Each member of a stack has its own.
     numbers : callable, optional
         Up to four integers that the struct counts, from the shape of an array (of a member, where it is a stack).
     table : numpy.ndarray, optional
         The table of the struct, float32, as long as its ``TABLE``: passed by value. Zeros where `values` stands for
         them.
     values : str, optional
-        A float32 plane that holds the beginning of the table instead.
+        A float32 plane that holds the beginning of the table instead, one for all members of a stack.
     folder : Path, optional
         The kernels of another package.
 
@@ -241,9 +241,12 @@ def _shared_kernel(
     name: str, header: str, folder: Path | None, decoder: str, dtype: np.dtype, table_bytes: int
 ) -> Kernel:
     argument = _PLANES.size + _FIXED.size + _STRIDES.size + table_bytes
-    ahead = {"dequantize_blocks": (8, 8), "take_blocks": (8, 8, _ROWS.size), "linear_blocks": (8,) * 6}
-    template = _template(name, header, folder, (decoder,))
+    signatures: dict[str, tuple[Type, ...]] = {
+        "dequantize_blocks": ("p", "i8", argument),
+        "take_blocks": ("p", "p", ROWS, argument),
+        "linear_blocks": ("p", "p", "p", "i8", "i8", "i8", argument),
+    }
     # Each thread block makes a copy of the table, so that it should have some work.
     rounds = 4 if table_bytes > 64 else 1
-    sizes = (*ahead[name], argument)
-    return Kernel(template, (CXX_TYPES[dtype.name], decoder), _THREADS, 0, rounds, sizes, early=False)
+    template = _template(name, header, folder, (decoder,))
+    return Kernel(template, (CXX_TYPES[dtype.name], decoder), _THREADS, 0, rounds, signatures[name])
