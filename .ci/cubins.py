@@ -296,7 +296,11 @@ def _build_into(job):
     path, key, instance, architecture = job
     store = Store(path)
     if store.get(key) is None:
-        store.put(key, build(instance, architecture))
+        binary = build(instance, architecture)
+        _plain_file.cache_clear()
+        if key_of(instance, architecture) != key:
+            raise RuntimeError(f"{instance.name}: its headers changed while it was compiled; start again")
+        store.put(key, binary)
     return key
 
 
