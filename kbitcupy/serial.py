@@ -255,9 +255,9 @@ def _brief(text: Any, length: int = 400) -> str:
 
 # ---- JSON of strangers -----------------------------------------------------------------------------------------------
 
-# What a short text of JSON becomes in memory is bounded by its values. A header of safetensors has nine for a tensor of
-# two dimensions, and a compressed tensor some forty: this is room for 100,000 of them in one file.
-_MOST_VALUES = 1 << 22
+#: Values of a JSON text that is read: they bound what a short text becomes in memory. A header of safetensors has nine
+#: for a tensor of two dimensions, and a compressed tensor some forty: this is room for 100,000 of them in one file.
+MOST_VALUES = 1 << 22
 _LONGEST_JSON = 100_000_000
 _DEEPEST = 100  # levels of JSON; Python's own limit would be found while it is written
 
@@ -271,7 +271,7 @@ def read_json(text: bytes | str) -> Any:
         When it is not JSON, has too many values or nests too deep, or an object has a key twice: readers differ in
         which one they take.
     """
-    if len(text) > _MOST_VALUES:
+    if len(text) > MOST_VALUES:
         check_values(count_values(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text))
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -325,5 +325,5 @@ def check_values(count: int) -> None:
     ValueError
         When it would take gigabytes.
     """
-    if count > _MOST_VALUES:
-        raise ValueError(f"it has more than {_MOST_VALUES} values, which would take gigabytes of memory; use shards")
+    if count > MOST_VALUES:
+        raise ValueError(f"it has more than {MOST_VALUES} values, which would take gigabytes of memory; use shards")

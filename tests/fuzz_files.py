@@ -187,7 +187,7 @@ def bitsandbytes_seed():
         path = Path(folder) / "seed"
         x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
         kb.io.bitsandbytes.save(path, {"w": kb.quantize(x, "nf4", double_quant=True)})
-        return {name: array.copy() for name, array in kb.io.load(path).items()}
+        return {name: array.copy() for name, array in kb.io.load(path, raw=True).items()}
 
 
 STATES = bitsandbytes_seed()

@@ -16,8 +16,8 @@ from .._version import __version__
 from ..bench import linear as bench_linear, w8a8 as bench_w8a8
 from ..errors import FormatError, KbitError
 from ..formats.base import split_formats
-from ..io.convert import LAYOUTS
-from ..io.safetensors import MIN_SIZE
+from ..io.checkpoint import MIN_SIZE
+from ..io.layouts import LAYOUTS
 from ..text import printable
 from . import compare, doctor, files, formats
 from .common import DEFAULT_FORMAT, option
@@ -188,7 +188,7 @@ def _add_quantize(commands: Any) -> None:
     how.add_argument("--plan", metavar="PLAN", help="formats by tensor, as kbit plan wrote them; the rest is copied")
     command.add_argument(
         "--layout",
-        choices=list(LAYOUTS),
+        choices=[layout.name for layout in LAYOUTS],
         default="kbitcupy",
         help="how compressed tensors are stored (default %(default)s); bitsandbytes loads its own, which "
         "holds nf4, fp4 and int8:granularity=channel:0",

@@ -21,9 +21,8 @@ from ..explore.samples import DISTRIBUTIONS, SHAPE, draw
 from ..formats.base import Format, split_formats
 from ..io.atomic import check_file, replacing
 from ..io.checkpoint import Checkpoint
+from ..io.container import entry_of
 from ..io.convert import progress_bar
-from ..io.layouts.bitsandbytes import BitsandbytesCheckpoint
-from ..io.safetensors import SourceFile
 from ..text import Column, printable, shortened, table, tables, terminal_width
 from .common import DEFAULT_FORMAT, chosen_format, dumps
 
@@ -188,12 +187,11 @@ def _tensors(files: Sequence[str], arguments: argparse.Namespace, again: bool) -
     """
     if not files:
         return ((name, draw(name)) for name in DISTRIBUTIONS), len(DISTRIBUTIONS) * 4 * math.prod(SHAPE)
-    checkpoints = {path: BitsandbytesCheckpoint(path, mapped=False) for path in files}
+    checkpoints = {path: Checkpoint(path, mapped=False) for path in files}
     chosen = {
-        (path, name): _nbytes(file, name)
+        (path, name): _nbytes(checkpoint, name)
         for path, checkpoint in checkpoints.items()
-        for file in checkpoint.files.values()
-        for name in file.compressible(arguments.min_size, arguments.keep, again)
+        for name in checkpoint.compressible(arguments.min_size, arguments.keep, again)
     }
     if not chosen:
         raise FileError(
@@ -207,12 +205,10 @@ def _tensors(files: Sequence[str], arguments: argparse.Namespace, again: bool) -
     ), sum(chosen.values())
 
 
-def _nbytes(file: SourceFile, name: str) -> int:
+def _nbytes(checkpoint: Checkpoint, name: str) -> int:
     """Bytes of a tensor when it is not compressed."""
-    if name not in file.compressed:
-        return file.entries[name].nbytes
-    _, shape, dtype = file.compressed[name]
-    return math.prod(shape) * dtype.itemsize
+    found = checkpoint.compressed.get(name) or checkpoint.reader.entry(name)
+    return entry_of(found).nbytes
 
 
 def _decoded(tensor: Any) -> Any:

@@ -16,10 +16,8 @@ from .._version import __version__
 from ..errors import FormatError
 from ..explore import label, read_plan
 from ..io.atomic import PART, check_file, leftovers
-from ..io.checkpoint import Checkpoint
+from ..io.checkpoint import MIN_SIZE, Checkpoint, File
 from ..io.convert import FileReport, dequantize_file, quantize_file
-from ..io.layouts.bitsandbytes import BitsandbytesCheckpoint
-from ..io.safetensors import MIN_SIZE, NAMES, SourceFile
 from ..text import Column, printable, table
 from .common import chosen_format, dumps, finite
 
@@ -145,11 +143,11 @@ def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None
 
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Run ``kbit inspect``."""
-    checkpoint = BitsandbytesCheckpoint(arguments.file)
+    checkpoint = Checkpoint(arguments.file)
     _note_leftovers(leftovers(checkpoint.paths[0].parent))
     total = checkpoint.nbytes
     rows = [row for file in checkpoint.files.values() for row in _rows(checkpoint, file, total)]
-    written_by = next((file.written_by for file in checkpoint.files.values() if file.written_by), None)
+    written_by = checkpoint.written_by
     compressed = sum(row["format"] is not None for row in rows)
     if arguments.json:
         print(
@@ -197,16 +195,17 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     print(table(columns, cells))
 
 
-def _rows(checkpoint: Checkpoint, file: SourceFile, total: int) -> Iterator[dict[str, Any]]:
+def _rows(checkpoint: Checkpoint, file: File, total: int) -> Iterator[dict[str, Any]]:
     """One row for each tensor, by name; all that a compressed one consists of is counted together."""
+    about: tuple[Any, ...]
     for name in sorted((*file.compressed, *file.plain)):
         nbytes = sum(entry.nbytes for entry in checkpoint.stored(name).values())
         if name in file.compressed:
-            format, shape, dtype = file.compressed[name]
-            about: tuple[Any, ...] = (format.config(), label(format), dtype.name)
+            found = file.compressed[name]
+            shape, about = found.shape, (found.format.config(), label(found.format), found.dtype.name)
         else:
-            entry = file.entries[name]
-            shape, about = entry.shape, (None, "", NAMES.get(entry.dtype, entry.dtype))
+            entry = file.reader.entries[name]
+            shape, about = entry.shape, (None, "", entry.dtype)
         size = math.prod(shape)
         yield {
             "name": name,

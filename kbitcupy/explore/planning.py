@@ -16,7 +16,7 @@ from .. import metrics
 from .._version import __version__
 from ..errors import FileError, FormatError
 from ..formats.base import Format, get_format
-from ..io.safetensors import read_json_file
+from ..serial import read_json_file
 from .measurement import chosen_formats, sweep
 
 #: Version of the JSON that a plan is written as; what an older version wrote is still read.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +16,63 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..errors import FileError
+from ..serial import read_json_file
 from .atomic import as_path, check_file, check_folder, filling, replacing
+from .container import Container, Entry, FileReader, Together, entry_of, head_of, reading
 from .kinds import other_checkpoints
-from .safetensors import METADATA_KEY, Entry, Layout, SourceFile, entry_of, read_json_file, reading, writing
+from .layouts import LAYOUTS, Compressed, Layout, find_layout, recognise
+from .layouts.base import free_entries
+from .safetensors import SAFETENSORS
+
+#: Kinds of files, in the order in which their first bytes are looked at; safetensors has none that are the same in all
+#: files, and says what a file is that nobody reads.
+CONTAINERS: list[Container] = [SAFETENSORS]
 
 #: Name of the only file of a checkpoint; shards are numbered before the ending.
 SINGLE = "model.safetensors"
 #: A sharded checkpoint has one file with this ending, which says where each tensor is.
 INDEX_ENDING = ".safetensors.index.json"
+#: Tensors with fewer elements are copied: compressing them saves nothing.
+MIN_SIZE = 512
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint.
+
+    Parameters
+    ----------
+    reader : FileReader
+        Its stored tensors.
+    plain : list of str
+        Names of those that belong to no compressed tensor, in the order of their data.
+    compressed : dict of str to Compressed
+        The compressed tensors of this file, by name.
+    """
+
+    reader: FileReader
+    plain: list[str]
+    compressed: dict[str, Compressed]
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.reader.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.reader.nbytes
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The file's metadata without what describes compressed tensors."""
+        own = {key for layout in LAYOUTS for key in layout.own_keys()}
+        return {key: text for key, text in self.reader.metadata.items() if key not in own}
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The tensors of a safetensors file, or of a directory of shards, read when they are asked for.
+    """The tensors of a file, or of a directory of shards, read when they are asked for.
 
     Parameters
     ----------
@@ -32,12 +80,18 @@ class Checkpoint(Mapping[str, Any]):
         A safetensors file, a directory that holds one file or shards with their index, or the index
         (``model.safetensors.index.json``).
     mapped : bool, default True
-        Whether arrays are views of the files, see `SourceFile`.
+        Whether arrays are views of the files, see `FileReader`.
+    raw : bool, default False
+        Show the stored tensors as they are: none is recognised as a part of a compressed one.
 
     Attributes
     ----------
-    files : dict of str to SourceFile
+    files : dict of str to File
         The files by name.
+    reader : Together
+        The stored tensors of all files.
+    compressed : dict of str to Compressed
+        What is known of the compressed tensors, by name.
     index : str or None
         Name of the index.
     index_metadata : dict
@@ -45,16 +99,17 @@ class Checkpoint(Mapping[str, Any]):
     paths : list of pathlib.Path
         The files and the index.
     metadata : dict of str to str
-        Metadata of all files together, without the key of kbitcupy.
+        Metadata of all files together, without what describes compressed tensors.
 
     Raises
     ------
     FileError
-        When a file is missing or hostile, see `SourceFile`; when the index is not one, names a file outside its
-        directory, or places a tensor where it is not; when two files hold the same tensor.
+        When a file is missing or hostile, or describes compressed tensors that it does not hold; when the index is not
+        one, names a file outside its directory, or places a tensor where it is not; when two files hold the same
+        tensor.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mapped: bool = True):
+    def __init__(self, path: str | os.PathLike[str], mapped: bool = True, raw: bool = False):
         self.path = as_path(path, "path")
         with reading(self.path):
             self.is_folder = self.path.is_dir() or self.path.name.endswith(INDEX_ENDING)
@@ -71,60 +126,98 @@ class Checkpoint(Mapping[str, Any]):
         if self.index is not None:
             weight_map, self.index_metadata = _read_index(folder / self.index)
             names = sorted(set(weight_map.values()))
-        self.files = {name: SourceFile(folder / name if self.is_folder else self.path, mapped) for name in names}
-        self.paths = [file.path for file in self.files.values()] + ([folder / self.index] if self.index else [])
+        readers = {name: _open(folder / name if self.is_folder else self.path, mapped) for name in names}
+        self.paths = [reader.path for reader in readers.values()] + ([folder / self.index] if self.index else [])
         for name, owner in weight_map.items():
-            if name not in self.files[owner].entries:
+            if name not in readers[owner].entries:
                 raise FileError(
                     f"{folder / str(self.index)}: tensor {name!r} is not in {owner}, where weight_map puts it"
                 )
-        self._claim()
-        self._owners: dict[str, SourceFile] = {}
-        self.metadata: dict[str, str] = {}
-        for file in self.files.values():
-            self.metadata.update(file.metadata)
-            for name in (*file.plain, *file.compressed):
-                if name in self._owners:
-                    raise FileError(
-                        f"{self.path}: tensor {name!r} is in {self._owners[name].path.name} and {file.path.name}"
-                    )
-                self._owners[name] = file
+        self.reader = Together(self.path, list(readers.values()))
+        self.compressed, rest = ({}, self.reader) if raw else recognise(self.reader)
+        self.files = {name: File(reader, [], {}) for name, reader in readers.items()}
+        file_of = {id(file.reader): file for file in self.files.values()}
+        for name in rest.names:
+            file_of[id(rest.file_of(name))].plain.append(name)
+        for name, one in self.compressed.items():
+            file_of[id(self.reader.file_of(one.stored[0]))].compressed[name] = one
+        self._order = {name: None for file in self.files.values() for name in (*file.plain, *file.compressed)}
+        parts = [file.reader.metadata if raw else file.metadata for file in self.files.values()]
+        self.metadata = {key: text for part in parts for key, text in part.items()}
 
     def check_unchanged(self) -> None:
-        """Check that nobody has written to the files since they were opened, see `SourceFile.check_unchanged`."""
+        """Check that nobody has written to the files since they were opened, see `FileReader.check_unchanged`."""
         for file in self.files.values():
-            file.check_unchanged()
-
-    def _claim(self) -> None:
-        """Where a subclass tells its files which tensors are compressed by another project's rules."""
+            file.reader.check_unchanged()
 
     def stored(self, name: str) -> dict[str, Entry]:
         """The stored tensors that one consists of."""
-        file = self._owners[name]
-        if name not in file.compressed:
-            return {name: file.entries[name]}
-        format, shape, _ = file.compressed[name]
-        return {stored: file.entries[stored] for stored in (f"{name}.{plane}" for plane in format.planes(shape))}
+        if name not in self._order:
+            raise KeyError(name)
+        names = self.compressed[name].stored if name in self.compressed else (name,)
+        return {stored: self.reader.entry(stored) for stored in names}
+
+    def compressible(self, min_size: int = MIN_SIZE, keep: Iterable[str] = (), again: bool = False) -> list[str]:
+        """Names of the float tensors of at least two dimensions and `min_size` elements that no `keep` matches; with
+        `again` also of those that are compressed already.
+        """
+        patterns = tuple(keep)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in self.files.values():
+            entries = {name: file.reader.entries[name] for name in file.plain}
+            shapes.update((name, entry.shape) for name, entry in entries.items() if entry.dtype in _xp.FLOAT_DTYPES)
+            if again:
+                shapes.update((name, found.shape) for name, found in file.compressed.items())
+        return [
+            name
+            for name, shape in shapes.items()
+            if len(shape) >= 2
+            and math.prod(shape) >= max(min_size, 1)
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        ]
 
     def __getitem__(self, name: str) -> np.ndarray | QuantizedArray:
         """A `QuantizedArray`, or a read-only array that is a view of the file: ``.copy()`` makes it writeable."""
-        file = self._owners[name]
-        return file.quantized(name) if name in file.compressed else file.array(name)
+        if name in self.compressed:
+            return self.compressed[name].read(self.reader)
+        if name not in self._order:
+            raise KeyError(name)
+        return self.reader.array(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._order
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._owners)
+        return iter(self._order)
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._order)
 
     def __repr__(self) -> str:
-        compressed = sum(len(file.compressed) for file in self.files.values())
-        return f"Checkpoint({str(self.path)!r}: {len(self)} tensors, {compressed} of them compressed)"
+        return f"Checkpoint({str(self.path)!r}: {len(self)} tensors, {len(self.compressed)} of them compressed)"
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(file.nbytes for file in self.files.values())
+
+    @property
+    def written_by(self) -> str | None:
+        """Which program compressed the tensors, where a file says so."""
+        writers = (layout.written_by(file.reader.metadata) for file in self.files.values() for layout in LAYOUTS)
+        return next(filter(None, writers), None)
+
+    @property
+    def quant_storage(self) -> dict[str, str]:
+        """The dtype that the bytes of each 4-bit weight in bitsandbytes' layout are stored under."""
+        found = self.compressed.items()
+        return {name: one.options["quant_storage"] for name, one in found if "quant_storage" in one.options}
+
+
+def _open(path: Path, mapped: bool) -> FileReader:
+    """A file of any kind."""
+    head = head_of(path, max(len(container.magic) for container in CONTAINERS))
+    return next(container for container in CONTAINERS if head.startswith(container.magic)).open(path, mapped)
 
 
 def _contents(path: Path) -> tuple[Path, str | None, list[str]]:
@@ -192,24 +285,29 @@ def write_index(folder: Path, name: str, text: bytes) -> None:
 # ---- public --------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str]) -> Checkpoint:
+def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
     """Open a safetensors file or a sharded checkpoint; its tensors are read when they are asked for.
 
     Parameters
     ----------
     path : path_like
         A safetensors file, a directory that holds one file or shards with their index, or the index
-        (``model.safetensors.index.json``), written by kbitcupy or by any other tool.
+        (``model.safetensors.index.json``), written by kbitcupy, by bitsandbytes or by any other tool.
+    raw : bool, default False
+        Give every stored tensor under its own name, such as the planes ``w.packed`` and ``w.absmax`` of a compressed
+        ``w``: for files that are damaged, or to look at what a layout stores.
 
     Returns
     -------
     Checkpoint
         A read-only mapping: for each name an array of the stored shape and dtype (BF16 and the FP8 types as ml_dtypes'
-        dtypes), or a `QuantizedArray` for a compressed tensor. Arrays are views of the file, mapped into memory for as
-        long as they are referred to, and read-only; ``.copy()`` makes one writeable, ``.to_device("cuda:0")`` moves a
-        `QuantizedArray` to a GPU. ``dict(...)`` of the mapping holds them all. Whoever cuts the file off while it is
-        mapped takes the memory away from under the arrays: a process that then looks at them is ended by the system
-        (SIGBUS). A file that may be rewritten in place should be copied first, or each array with ``.copy()``.
+        dtypes), or a `QuantizedArray` for a tensor compressed by kbitcupy or, in bitsandbytes' layout, to ``nf4``,
+        ``fp4`` or ``int8`` (LLM.int8, see `kbitcupy.io.bitsandbytes.load`). Arrays are views of the file, mapped into
+        memory for as long as they are referred to, and read-only; ``.copy()`` makes one writeable,
+        ``.to_device("cuda:0")`` moves a `QuantizedArray` to a GPU. ``dict(...)`` of the mapping holds them all. Whoever
+        cuts the file off while it is mapped takes the memory away from under the arrays: a process that then looks at
+        them is ended by the system (SIGBUS). A file that may be rewritten in place should be copied first, or each
+        array with ``.copy()``.
 
     Raises
     ------
@@ -217,8 +315,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         When `path` is no path.
     FileError
         When a file is missing or not a safetensors file (the message says what it is, where its first bytes tell, and
-        how to convert it), or when the configuration of a compressed tensor does not fit its planes. When a tensor is
-        asked for that has a dtype which NumPy cannot hold.
+        how to convert it), or when the stored tensors of a compressed one do not fit together. When a tensor is asked
+        for that has a dtype which NumPy cannot hold.
 
     Examples
     --------
@@ -231,7 +329,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     >>> tensors["bias"].shape
     (64,)
     """
-    return Checkpoint(path)
+    return Checkpoint(path, raw=raw)
 
 
 def save(
@@ -283,7 +381,7 @@ def save(
     >>> bool((restored.dequantize() == q.dequantize()).all())
     True
     """
-    save_as(Layout(), path, tensors, metadata, force=force, max_shard_size=max_shard_size)
+    save_as(find_layout("kbitcupy"), path, tensors, metadata, force=force, max_shard_size=max_shard_size)
 
 
 def save_as(
@@ -303,8 +401,9 @@ def save_as(
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise FileError(f"metadata has {key!r}: {value!r}; keys and values must be str: use str() or json.dumps")
-    if METADATA_KEY in metadata:
-        raise FileError(f"metadata key {METADATA_KEY!r} belongs to kbitcupy: choose another one")
+    for key in (key for each in LAYOUTS for key in each.own_keys()):
+        if key in metadata:
+            raise FileError(f"metadata key {key!r} belongs to kbitcupy: choose another one")
     if max_shard_size is not None and (type(max_shard_size) is not int or max_shard_size < 1):
         raise ValueError(f"max_shard_size is {max_shard_size!r}; it must be a positive number of bytes, or None")
     stored = _stored(tensors, layout)
@@ -344,11 +443,12 @@ def _stored(tensors: Mapping[str, Any], layout: Layout) -> dict[str, dict[str, E
         if not isinstance(name, str):
             raise FileError(f"a tensor's name is {name!r}; it must be a str")
         if isinstance(tensor, QuantizedArray):
-            stored[name] = layout.entries(name, tensor.format, tensor.shape, tensor.dtype, taken, tensor.lead)
+            about = tensor.format, tensor.planes, tensor.shape, tensor.dtype
+            stored[name] = free_entries(layout, name, taken, *about)
             taken.update(stored[name])
         else:
-            array = _xp.as_array(tensor, f"tensors[{name!r}]")
-            stored[name] = {name: entry_of(array.dtype, array.shape, f"tensor {name!r}")}
+            stored[name] = {name: entry_of(_xp.as_array(tensor, f"tensors[{name!r}]"))}
+        layout.container.check(stored[name])
     return stored
 
 
@@ -380,12 +480,13 @@ def _save(
         if isinstance(tensor, QuantizedArray):
             configs[name] = tensor.config()
     entries = {name: entry for group in stored.values() for name, entry in group.items()}
-    with writing(target, entries, layout.metadata(metadata, {}, configs) if configs else metadata, force) as put:
+    about = layout.metadata(metadata, configs) if configs else metadata
+    with layout.container.writing(target, entries, about, force) as writer:
         for name in stored:
             tensor = tensors[name]
             if isinstance(tensor, QuantizedArray):
                 for key, array in layout.arrays(name, tensor).items():
-                    put(key, array)
+                    writer.put(key, array)
             else:
-                put(name, _xp.to_device(_xp.as_array(tensor, f"tensors[{name!r}]"), "cpu"))
+                writer.put(name, _xp.to_device(_xp.as_array(tensor, f"tensors[{name!r}]"), "cpu"))
     return entries

@@ -22,25 +22,11 @@ from ..errors import FileError
 from ..formats.base import Format, get_format
 from ..ops import quantize
 from .atomic import as_path, check_file, check_folder, check_space, filling, forget
-from .checkpoint import Checkpoint, index_text, write_index
-from .layouts.bitsandbytes import BitsandbytesCheckpoint, BitsandbytesLayout
-from .safetensors import (
-    MIN_SIZE,
-    NAMES,
-    Entry,
-    Layout,
-    Put,
-    SourceFile,
-    Unlike,
-    comparing,
-    entry_of,
-    reading,
-    writing,
-    written,
-)
-
-#: How compressed tensors can be stored.
-LAYOUTS: Mapping[str, Layout] = {"kbitcupy": Layout(), "bitsandbytes": BitsandbytesLayout()}
+from .checkpoint import MIN_SIZE, Checkpoint, File, index_text, write_index
+from .container import Comparison, Container, Entry, FileReader, Unlike, Writer, entry_of, finished, reading
+from .layouts import LAYOUTS, Layout, find_layout
+from .layouts.base import free_entries
+from .safetensors import SAFETENSORS
 
 
 @dataclass(frozen=True)
@@ -104,10 +90,12 @@ class Job:
 
     Parameters
     ----------
-    file : SourceFile
+    file : FileReader
         The file to read.
+    container : Container
+        The kind of file to write.
     entries, metadata : mapping
-        Header of the file to write.
+        What the file to write says of its tensors, and beside them.
     copied : list of str
         Stored tensors that keep their bytes.
     converted : dict of str to int
@@ -120,7 +108,8 @@ class Job:
         For the report.
     """
 
-    file: SourceFile
+    file: FileReader
+    container: Container
     entries: dict[str, Entry]
     metadata: Mapping[str, str]
     copied: Sequence[str]
@@ -131,16 +120,16 @@ class Job:
     tensors_copied: int
     compressed_already: int
 
-    def run(self, put: Put, advance: Callable[[int], object]) -> None:
+    def run(self, writer: Writer, advance: Callable[[int], object]) -> None:
         """Write everything, tensor by tensor."""
         for name in self.copied:
-            put(name, self.file.parts(name))
+            writer.put(name, self.file.parts(name))
             advance(self.file.entries[name].nbytes)
         for name, nbytes in self.converted.items():
-            self._run_one(name, put)
+            self._run_one(name, writer)
             advance(nbytes)
 
-    def _run_one(self, name: str, put: Put) -> None:
+    def _run_one(self, name: str, writer: Writer) -> None:
         """A function of its own: when it returns, nothing of this tensor stays in memory beside the next one."""
         try:
             arrays = self.convert(name)
@@ -149,7 +138,7 @@ class Job:
         except (ValueError, TypeError, OverflowError) as error:
             raise FileError(f"{self.file.path}: tensor {name!r}: {error}") from error
         for stored, array in arrays.items():
-            put(stored, array)
+            writer.put(stored, array)
 
 
 #: As an integer, what is not finite has at least the exponent's bits: NaN more, infinity just these.
@@ -300,8 +289,7 @@ def quantize_file(
         min_size = 0 if isinstance(format, Mapping) else MIN_SIZE
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)) or min_size < 0:
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; allowed are {', '.join(LAYOUTS)}")
+    target_layout = find_layout(layout)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     wanted: Format | dict[str, Format]
     if isinstance(format, Mapping):
@@ -312,20 +300,17 @@ def quantize_file(
         options = {"format": _described(wanted)}
     options.update(min_size=int(min_size), keep=patterns, layout=layout)
     device = _xp.resolve_device(device)
-    checkpoint = BitsandbytesCheckpoint(as_path(source, "source"), mapped=False)
+    checkpoint = Checkpoint(as_path(source, "source"), mapped=False)
     if isinstance(wanted, dict):
         chosen = _planned(checkpoint, wanted, int(min_size), patterns)
     else:
-        chosen = {
-            name: dict.fromkeys(file.compressible(min_size, patterns), wanted)
-            for name, file in checkpoint.files.items()
-        }
-    taken = {name for file in checkpoint.files.values() for name in (*file.entries, *file.compressed)}
+        chosen = dict.fromkeys(checkpoint.compressible(min_size, patterns), wanted)
+    taken = {*checkpoint.reader.names, *checkpoint.compressed}
     not_finite, memory = _NotFinite(), _Memory()
-    jobs = {
-        name: _quantizing(file, chosen[name], LAYOUTS[layout], device, taken, not_finite, memory)
-        for name, file in checkpoint.files.items()
-    }
+    jobs = {}
+    for name, file in checkpoint.files.items():
+        own = {tensor: chosen[tensor] for tensor in file.plain if tensor in chosen}
+        jobs[name] = _quantizing(file, own, target_layout, device, taken, not_finite, memory)
     return _run(
         checkpoint,
         target,
@@ -356,24 +341,19 @@ def _described(format: Format) -> dict[str, Any]:
 
 def _planned(
     checkpoint: Checkpoint, wanted: Mapping[str, Format], min_size: int, keep: Sequence[str]
-) -> dict[str, dict[str, Format]]:
-    """For each file the formats of its tensors, checked that no tensor is left over."""
-    chosen = {}
-    missing = set(wanted)
-    for path, file in checkpoint.files.items():
-        missing.difference_update(file.compressible(0))
-        chosen[path] = {name: wanted[name] for name in file.compressible(min_size, keep) if name in wanted}
-    for name in sorted(missing):
-        why = "cannot be compressed" if name in set(checkpoint) else "is not in it"
+) -> dict[str, Format]:
+    """The formats of the tensors, checked that none is left over."""
+    for name in sorted(set(wanted).difference(checkpoint.compressible(0))):
+        why = "cannot be compressed" if name in checkpoint else "is not in it"
         raise FileError(
             f"{checkpoint.path}: a format is given for tensor {name!r}, which {why}; compressed are tensors of "
             f"{', '.join(_xp.FLOAT_DTYPES)} with two or more dimensions: plan for this file"
         )
-    return chosen
+    return {name: wanted[name] for name in checkpoint.compressible(min_size, keep) if name in wanted}
 
 
 def _quantizing(
-    file: SourceFile,
+    file: File,
     chosen: Mapping[str, Format],
     layout: Layout,
     device: str,
@@ -381,33 +361,35 @@ def _quantizing(
     not_finite: _NotFinite,
     memory: Callable[[int], np.ndarray],
 ) -> Job:
+    reader = file.reader
     configs = {}
     made: dict[str, Entry] = {}
     for name, format in chosen.items():
-        stored, shape = format.stored(), file.entries[name].shape
-        dtype = _xp.float_dtype(NAMES[file.entries[name].dtype])
-        made.update(layout.entries(name, stored, shape, dtype, taken))
-        configs[name] = config_of(stored, shape, dtype)
+        stored, entry = format.stored(), reader.entries[name]
+        dtype = _xp.float_dtype(entry.dtype)
+        made.update(free_entries(layout, name, taken, stored, stored.planes(entry.shape), entry.shape, dtype))
+        configs[name] = config_of(stored, entry.shape, dtype)
     taken.update(made)
 
     def convert(name: str) -> Mapping[str, np.ndarray]:
         # No format keeps the array that it is given, so one piece of memory serves all: fresh pages take time.
-        x = _xp.to_device(file.array(name, memory(file.entries[name].nbytes)), device)
+        x = _xp.to_device(reader.array(name, memory(reader.entries[name].nbytes)), device)
         not_finite.add(name, x)
         return layout.arrays(name, quantize(x, chosen[name]))
 
-    converted = {name: file.entries[name].nbytes for name in chosen}
-    copied = [name for name in file.entries if name not in converted]
-    entries = {**{name: file.entries[name] for name in copied}, **made}
+    converted = {name: reader.entries[name].nbytes for name in chosen}
+    copied = [name for name in reader.entries if name not in converted]
+    entries = {**{name: reader.entries[name] for name in copied}, **made}
     return Job(
-        file,
+        reader,
+        layout.container,
         entries,
-        layout.metadata(file.metadata, file.configs or {}, configs),
+        layout.metadata(reader.metadata, configs),
         copied,
         converted,
         convert,
         lambda: sum(entries[name].nbytes for name in made),
-        elements=sum(file.entries[name].size for name in chosen),
+        elements=sum(reader.entries[name].size for name in chosen),
         tensors_copied=len(file.plain) - len(chosen) + len(file.compressed),
         compressed_already=len(file.compressed),
     )
@@ -463,20 +445,19 @@ def dequantize_file(
     """
     began = time.perf_counter()
     device = _xp.resolve_device(device)
-    checkpoint = BitsandbytesCheckpoint(as_path(source, "source"), mapped=False)
-    if all(file.configs is None and not file.compressed for file in checkpoint.files.values()):
-        raise FileError(
-            f"{checkpoint.path} holds no tensors compressed by kbitcupy or bitsandbytes: there is nothing to dequantize"
-        )
+    checkpoint = Checkpoint(as_path(source, "source"), mapped=False)
+    if not checkpoint.compressed and checkpoint.metadata == checkpoint.reader.metadata:
+        known = " or ".join(layout.name for layout in LAYOUTS)
+        raise FileError(f"{checkpoint.path} holds no tensors compressed by {known}: there is nothing to dequantize")
     jobs = {name: _dequantizing(checkpoint, file, device) for name, file in checkpoint.files.items()}
     return _run(checkpoint, target, jobs, began, "dequantize", {}, force=force, resume=resume, progress=progress)
 
 
-def _dequantizing(checkpoint: Checkpoint, file: SourceFile, device: str) -> Job:
-    entries = {name: file.entries[name] for name in file.plain}
+def _dequantizing(checkpoint: Checkpoint, file: File, device: str) -> Job:
+    entries = {name: file.reader.entries[name] for name in file.plain}
     converted = {}
-    for name, (_, shape, dtype) in file.compressed.items():
-        entries[name] = entry_of(dtype, shape, f"tensor {name!r}")
+    for name, about in file.compressed.items():
+        entries[name] = entry_of(about)
         converted[name] = sum(entry.nbytes for entry in checkpoint.stored(name).values())
 
     def convert(name: str) -> Mapping[str, np.ndarray]:
@@ -484,7 +465,8 @@ def _dequantizing(checkpoint: Checkpoint, file: SourceFile, device: str) -> Job:
         return {name: _xp.to_device(q.to_device(device).dequantize(), "cpu")}
 
     return Job(
-        file,
+        file.reader,
+        SAFETENSORS,
         entries,
         file.metadata,
         file.plain,
@@ -526,20 +508,20 @@ def _run(
             with filling(path, _note(checkpoint, label, options), resume) as folder:
                 for name, job in jobs.items():
                     if resume and (folder / name).exists():
-                        written(folder / name, job.entries, job.metadata)
+                        finished(job.container, folder / name, job.entries, job.metadata)
                         resumed += 1
                         advance(job.file.nbytes)
                         continue
-                    with writing(folder / name, job.entries, job.metadata, force=False) as put:
-                        job.run(put, advance)
+                    with job.container.writing(folder / name, job.entries, job.metadata, force=False) as writer:
+                        job.run(writer, advance)
                         checkpoint.check_unchanged()
                 if checkpoint.index is not None:
                     write_index(folder, checkpoint.index, _index(checkpoint, jobs))
         else:
             (job,) = jobs.values()
             path = check_file(target, force, checkpoint.paths)
-            with writing(path, job.entries, job.metadata, force) as put:
-                job.run(put, advance)
+            with job.container.writing(path, job.entries, job.metadata, force) as writer:
+                job.run(writer, advance)
                 checkpoint.check_unchanged()
     counts = {} if not_finite is None else not_finite.counts()
     return FileReport(
@@ -570,8 +552,8 @@ def _is_there(checkpoint: Checkpoint, path: Path) -> bool:
 def _compare(checkpoint: Checkpoint, path: Path, jobs: Mapping[str, Job], advance: Callable[[int], object]) -> None:
     """Do the work once more, and compare every byte with what is there."""
     try:
-        puts = {
-            name: comparing(path / name if checkpoint.is_folder else path, job.entries, job.metadata)
+        writers = {
+            name: Comparison(job.container, path / name if checkpoint.is_folder else path, job.entries, job.metadata)
             for name, job in jobs.items()
         }
         if checkpoint.index is not None:
@@ -583,7 +565,7 @@ def _compare(checkpoint: Checkpoint, path: Path, jobs: Mapping[str, Job], advanc
         raise _in_the_way(path, error) from error
     for name, job in jobs.items():
         try:
-            job.run(puts[name], advance)
+            job.run(writers[name], advance)
         except Unlike as error:
             raise _in_the_way(path, error) from error
         checkpoint.check_unchanged()
@@ -607,7 +589,7 @@ def _nbytes(jobs: Mapping[str, Job]) -> int:
 
 def _note(checkpoint: Checkpoint, label: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What has to be the same when a run is resumed: the command, and the input as far as that is cheap to tell."""
-    files = {name: file.identity() for name, file in checkpoint.files.items()}
+    files = {name: file.reader.identity() for name, file in checkpoint.files.items()}
     return {"kbitcupy": __version__, "command": label, **options, "files": files}
 
 

@@ -15,7 +15,7 @@ from bitsandbytes_rules import codes_of
 from make_bitsandbytes_data import special_rows
 
 import kbitcupy as kb
-from kbitcupy.io.layouts import bitsandbytes
+from kbitcupy.io import bitsandbytes
 
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():

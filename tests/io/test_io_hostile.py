@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kbitcupy as kb
+from kbitcupy import serial
 from kbitcupy.cli import main
 from kbitcupy.errors import FileError
 from kbitcupy.io import convert, safetensors as module
@@ -147,7 +148,8 @@ def test_an_index_of_too_many_values_is_refused(tmp_path):
 
 
 def test_nothing_is_written_that_would_not_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_VALUES", 1000)
+    for each in (module, serial):
+        monkeypatch.setattr(each, "MOST_VALUES", 1000)
     with pytest.raises(FileError, match="one that kbitcupy would not read: it has more than 1000 values.*use shards"):
         kb.io.save(tmp_path / "a", {f"x{i}": np.zeros(3) for i in range(200)})
     assert os.listdir(tmp_path) == []

@@ -310,6 +310,7 @@ TRUNCATED = """
 import os, sys
 import kbitcupy as kb
 from kbitcupy.cli import main
+from kbitcupy.explore import measurement
 from kbitcupy.io import convert
 path, calls = sys.argv[1], []
 
@@ -320,7 +321,7 @@ def quantize(x, format):
     return kb.quantize(x, format)
 
 convert.quantize = quantize
-kb.explore.quantize = quantize
+measurement.quantize = quantize
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -1,0 +1,118 @@
+"""What a layout is: who owns which stored tensors, and what they mean together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...array import QuantizedArray
+from ...errors import FileError
+from ...formats.base import Format
+from ..container import Container, Entry, Reader
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """What a file says about one compressed tensor, understood and checked.
+
+    Parameters
+    ----------
+    format : Format
+        Its format.
+    shape : tuple of int
+        Shape of the array that was compressed.
+    dtype : numpy.dtype
+        Its dtype.
+    stored : tuple of str
+        The stored tensors that it consists of. It belongs to the file of the first.
+    planes : callable
+        Takes the reader that it was recognised in, and returns the planes.
+    options : mapping, optional
+        What else the layout has to be told to write the tensor as it was.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    stored: tuple[str, ...]
+    planes: Callable[[Reader], dict[str, np.ndarray]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, reader: Reader) -> QuantizedArray:
+        """The compressed tensor."""
+        return QuantizedArray(self.format, self.planes(reader), self.shape, self.dtype)
+
+
+class Layout(ABC):
+    """How compressed tensors are stored.
+
+    Attributes
+    ----------
+    name : str
+        What it is chosen by.
+    container : Container
+        The kind of file that it writes.
+    """
+
+    name: ClassVar[str]
+    container: ClassVar[Container]
+
+    @abstractmethod
+    def recognise(self, reader: Reader) -> dict[str, Compressed]:
+        """The compressed tensors of this layout among the stored ones of `reader`, by their names.
+
+        Raises
+        ------
+        FileError
+            When stored tensors that are of this layout do not fit together; the message names one of them.
+        """
+
+    @abstractmethod
+    def entries(
+        self, name: str, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype
+    ) -> dict[str, Entry]:
+        """The stored tensors that a compressed one becomes; `planes` are arrays, or what `Format.planes` says of them.
+
+        Raises
+        ------
+        FileError
+            When this layout cannot hold the format.
+        """
+
+    @abstractmethod
+    def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
+        """Their data, in host memory."""
+
+    @abstractmethod
+    def metadata(self, metadata: Mapping[str, str], configs: Mapping[str, Any]) -> dict[str, str]:
+        """The metadata of a file: what it has, and the configurations of tensors that are compressed now."""
+
+    def own_keys(self) -> Collection[str]:
+        """Keys of the metadata that describe the compressed tensors, and mean nothing beside others."""
+        return ()
+
+    def written_by(self, metadata: Mapping[str, str]) -> str | None:
+        """Which program compressed the tensors of a file with this metadata, where it says so."""
+        return None
+
+
+def free_entries(layout: Layout, name: str, taken: Collection[str], *about: Any) -> dict[str, Entry]:
+    """`Layout.entries`, none of which is the name of another tensor.
+
+    Raises
+    ------
+    FileError
+        When a name is `taken`.
+    """
+    entries = layout.entries(name, *about)
+    for stored in entries:
+        if stored != name and stored in taken:
+            raise FileError(
+                f"tensor {name!r} would be stored as {stored!r} as well, but that is the name of another tensor: "
+                f"rename one of them, or keep {name!r} as it is"
+            )
+    return entries

@@ -1,0 +1,137 @@
+"""kbitcupy's own layout.
+
+A compressed tensor ``w`` is stored as one tensor for each of its planes, ``w.packed``, ``w.absmax``, ...; the metadata
+key ``kbitcupy`` holds ``{"version": 1, "written_by": ..., "tensors": {"w": configuration, ...}}`` as JSON. Every other
+tensor and metadata key stays as it is, so other tools read these files as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..._version import __version__
+from ...array import QuantizedArray, read_config
+from ...backend import xp as _xp
+from ...errors import FileError
+from ...formats.base import Format
+from ...serial import read_json
+from ..container import Entry, FileReader, Reader, entry_of
+from ..safetensors import SAFETENSORS
+from .base import Compressed, Layout
+
+#: Metadata key of the compressed tensors' configurations.
+METADATA_KEY = "kbitcupy"
+#: Version of what stands under `METADATA_KEY`; what an older version wrote is still read.
+FILE_VERSION = 1
+
+
+class OwnLayout(Layout):
+    """One stored tensor for each plane, and the configurations in the metadata."""
+
+    name = "kbitcupy"
+    container = SAFETENSORS
+
+    def recognise(self, reader: Reader) -> dict[str, Compressed]:
+        found: dict[str, Compressed] = {}
+        for file in reader.files:
+            for name, config in _configs(file.metadata, file.path).items():
+                if name in found:
+                    other = reader.file_of(found[name].stored[0])
+                    raise FileError(f"{reader.path}: tensor {name!r} is in {other.path.name} and {file.path.name}")
+                try:
+                    found[name] = _describe(file, name, config)
+                except FileError:
+                    raise
+                except Exception as error:  # a third party's format may raise anything on options it did not write
+                    writer = self.written_by(file.metadata)
+                    by = f" (written by {writer})" if writer else ""
+                    raise FileError(f"{file.path}: compressed tensor {name!r}{by}: {_brief(error)}") from error
+        return found
+
+    def entries(
+        self, name: str, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype
+    ) -> dict[str, Entry]:
+        return {f"{name}.{plane}": entry_of(spec) for plane, spec in planes.items()}
+
+    def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
+        return {f"{name}.{plane}": _xp.to_device(array, "cpu") for plane, array in q.planes.items()}
+
+    def metadata(self, metadata: Mapping[str, str], configs: Mapping[str, Any]) -> dict[str, str]:
+        before = _configs(metadata, Path("the metadata"))
+        stored = {"version": FILE_VERSION, "written_by": f"kbitcupy {__version__}", "tensors": {**before, **configs}}
+        plain = {key: text for key, text in metadata.items() if key != METADATA_KEY}
+        return {**plain, METADATA_KEY: json.dumps(stored, separators=(",", ":"))}
+
+    def own_keys(self) -> Collection[str]:
+        return (METADATA_KEY,)
+
+    def written_by(self, metadata: Mapping[str, str]) -> str | None:
+        text = metadata.get(METADATA_KEY)
+        return None if text is None else _writer(read_json(text))
+
+
+def _describe(file: FileReader, name: str, config: Any) -> Compressed:
+    """A tensor from its configuration, of which nothing can be trusted."""
+    if name in file.entries:
+        raise FileError(f"{file.path}: tensor {name!r} is stored twice, as it is and compressed; rename one")
+    format, shape, dtype = read_config(config)
+    np.broadcast_to(np.zeros((), dtype), shape)  # refuses what no array can have, and takes no memory
+    planes = {plane: f"{name}.{plane}" for plane in format.planes(shape)}
+    for plane, stored in planes.items():
+        if stored not in file.entries:
+            raise FileError(
+                f"{file.path}: compressed tensor {name!r} lacks its plane {plane!r}: there is no tensor {stored!r} "
+                "in the file; compress it again"
+            )
+    lead = format.lead_of(shape, {plane: file.entries[stored].shape for plane, stored in planes.items()})
+    for plane, spec in format.planes_of(shape, lead or 0).items():
+        stored, wanted = planes[plane], entry_of(spec)
+        if file.entries[stored] != wanted:
+            raise FileError(
+                f"{file.path}: compressed tensor {name!r}: plane {plane!r} is {file.entries[stored]}, but {format} of "
+                f"shape {shape} needs {wanted}; compress it again"
+            )
+    return Compressed(format, shape, dtype, tuple(planes.values()), functools.partial(_read, planes))
+
+
+def _read(planes: Mapping[str, str], reader: Reader) -> dict[str, np.ndarray]:
+    return {plane: reader.array(stored) for plane, stored in planes.items()}
+
+
+def _configs(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """The configurations under `METADATA_KEY`."""
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        return {}
+    try:
+        stored = read_json(text)
+    except ValueError as error:
+        raise FileError(f"{path}: metadata key {METADATA_KEY!r} is not JSON: {_brief(error)}") from error
+    version = stored.get("version") if isinstance(stored, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FileError(f"{path}: metadata key {METADATA_KEY!r} has no version: it was not written by kbitcupy")
+    if version > FILE_VERSION:
+        raise FileError(
+            f"{path}: written by {_writer(stored) or 'a newer kbitcupy'}, needs one that reads file version {version}; "
+            f"this is kbitcupy {__version__}, which reads up to {FILE_VERSION}: upgrade it"
+        )
+    if not isinstance(stored.get("tensors"), dict):
+        raise FileError(f"{path}: metadata key {METADATA_KEY!r} lists no tensors")
+    return dict(stored["tensors"])
+
+
+def _writer(stored: Mapping[str, Any]) -> str | None:
+    writer = stored.get("written_by")
+    return _brief(writer) if isinstance(writer, str) else None
+
+
+def _brief(text: Any, length: int = 400) -> str:
+    """The beginning of what may quote a large part of a file."""
+    text = str(text)
+    return text if len(text) <= length else f"{text[:length]}..."
