@@ -19,7 +19,7 @@ from .array import QuantizedArray
 from .errors import KbitError
 from .formats.base import get_format, list_formats, register
 from .ops import concatenate, dequantize, quantize, stack, take, to_torch
-from .products.functions import linear, linear_grouped, matmul
+from .products.functions import explain, linear, linear_grouped, matmul, precompile
 
 __all__ = [
     "KbitError",
@@ -29,6 +29,7 @@ __all__ = [
     "bitsandbytes",
     "concatenate",
     "dequantize",
+    "explain",
     "explore",
     "fit_table",
     "get_format",
@@ -38,6 +39,7 @@ __all__ = [
     "list_formats",
     "matmul",
     "metrics",
+    "precompile",
     "quantize",
     "register",
     "stack",

@@ -42,7 +42,8 @@ from .errors import DeviceError, FormatError
 from .formats import affine as _affine
 from .formats.affine import Blocks, Levels
 from .ops import check_out, source
-from .products.int8 import Calibration, linear_smoothquant, linear_w8a8, smooth_scales, smooth_weight
+from .products.int8 import linear_smoothquant, linear_w8a8
+from .products.smoothquant import Calibration, smooth_scales, smooth_weight
 
 __all__ = [
     "Calibration",

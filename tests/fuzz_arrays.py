@@ -453,7 +453,7 @@ def run(seed, n, xp=np):
     """Run n chains of a seed; what became of the steps, and descriptions of failures."""
     outcomes, failures = Counter(), []
     # Weights of few elements are decoded in parts, too, where they have more than 256 rows.
-    with unittest.mock.patch.object(sys.modules["kbitcupy.products.functions"], "_CHUNK", 1):
+    with unittest.mock.patch.object(sys.modules["kbitcupy.products.host"], "_CHUNK", 1):
         for number in range(n):
             rng = np.random.default_rng([seed, number])
             state, history = None, ["(nothing)"]

@@ -1,7 +1,8 @@
-"""Structs that are passed to kernels by value: declared once, in Python.
+"""Structs that are passed to kernels by value, and constants of theirs: declared once, in Python.
 
-A `Struct` is a NumPy dtype, with which the host packs, and the text of a C++ struct of the same layout, which stands
-ahead of the source of the kernels that take it. So there is no second declaration that could disagree.
+A `Struct` is a NumPy dtype, with which the host packs, and the text of a C++ struct of the same layout; `Constants` are
+numbers, and the text of their definitions in C++. The text stands ahead of the source of the kernels that ask for it.
+So there is no second declaration that could disagree.
 """
 
 from __future__ import annotations
@@ -89,7 +90,42 @@ class Struct:
         return f"Struct({self.name!r}, {', '.join(name for name, _, _ in self._members)})"
 
 
+class Constants:
+    """Numbers that Python and kernels share; the attributes are the numbers.
+
+    Parameters
+    ----------
+    **numbers : int
+        By their C++ names. They are ``int`` there.
+
+    Examples
+    --------
+    >>> sizes = Constants(ROWS=16, TOKENS=8)
+    >>> sizes.ROWS
+    16
+    >>> print(sizes.text)
+    [[maybe_unused]] constexpr int ROWS = 16;
+    [[maybe_unused]] constexpr int TOKENS = 8;
+    """
+
+    def __init__(self, **numbers: int):
+        self._numbers = numbers
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith("_") or name not in self._numbers:
+            raise AttributeError(f"{name} is none of the constants {', '.join(self._numbers)}")
+        return self._numbers[name]
+
+    @property
+    def text(self) -> str:
+        """The definitions in C++."""
+        return "\n".join(f"[[maybe_unused]] constexpr int {name} = {number};" for name, number in self._numbers.items())
+
+    def __repr__(self) -> str:
+        return f"Constants({', '.join(f'{name}={number}' for name, number in self._numbers.items())})"
+
+
 @functools.cache
-def declarations(structs: tuple[Struct, ...]) -> str:
-    """The text of several, each once."""
-    return "\n".join(struct.text for struct in structs)
+def declarations(declared: tuple[Struct | Constants, ...]) -> str:
+    """The text of several, in order."""
+    return "\n".join(each.text for each in declared)

@@ -12,6 +12,8 @@ from .launch import bind_thread, driver_function
 
 #: Bytes of a row of a box, unless another number is asked for.
 BOX_BYTES = 128
+#: Bytes of a tensor map.
+MAP_BYTES = 128
 
 # Values of the driver's enumerations; a swizzle is named by the bytes that it turns together.
 _UINT8, _PLAIN, _FILL_ZERO = 0, 0, 0
@@ -66,8 +68,8 @@ def byte_matrix(
     DeviceError
         When the driver refuses.
     """
-    memory = np.zeros(128 + 64, np.uint8)
-    memory = memory[-memory.ctypes.data % 64 :][:128]
+    memory = np.zeros(MAP_BYTES + 64, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :][:MAP_BYTES]
     bind_thread()
     status = driver_function("cuTensorMapEncodeTiled")(
         ctypes.c_void_p(memory.ctypes.data),

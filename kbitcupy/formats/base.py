@@ -276,8 +276,8 @@ class Format(ABC):
         """What the tuned product kernels need to decode this format; None where they cannot."""
         return None
 
-    def integers(self, shape: tuple[int, ...]) -> Integers | None:
-        """How an array of `shape` is a matrix of plain int8; None where it is not."""
+    def integers(self, shape: tuple[int, ...], lead: int = 0) -> Integers | None:
+        """How an array of `shape`, whose first `lead` lengths count members, is a matrix of plain int8; or None."""
         return None
 
     def given(self) -> Mapping[str, Any]:
@@ -892,8 +892,7 @@ def register_templates(*templates: Template | Callable[[], Iterable[Template]]) 
 
 def all_fragments() -> Iterator[Fragments]:
     """Every way in which the product kernels decode a registered format, each once."""
-    found = (getattr(_maker(name), "all_fragments", ()) for name in list_formats())
-    yield from dict.fromkeys(itertools.chain(*found))
+    yield from dict.fromkeys(itertools.chain(*(_of_family(name, "all_fragments") for name in list_formats())))
 
 
 def kernel_templates() -> Iterator[Template]:
@@ -902,25 +901,21 @@ def kernel_templates() -> Iterator[Template]:
     Those of a format stand in the attribute `kernels` of its factory, or of what the factory makes without options.
     """
     seen: set[Template] = set()
-    for template in itertools.chain(*map(_kernels_of, list_formats()), *(make() for make in _templates)):
+    families = (_of_family(name, "kernels") for name in list_formats())
+    for template in itertools.chain(*families, *(make() for make in _templates)):
         if template not in seen:
             seen.add(template)
             yield template
 
 
-def _maker(name: str) -> Any:
-    """The class or function that makes a registered format."""
+def _of_family(name: str, attribute: str) -> tuple[Any, ...]:
+    """What the class of a registered format says in an attribute."""
     factory: Any = _registry[name]
     while isinstance(factory, functools.partial):
         factory = factory.func
-    return factory
-
-
-def _kernels_of(name: str) -> tuple[Template, ...]:
-    factory = _maker(name)
-    if hasattr(factory, "kernels"):  # a class says it without an instance, for which options may be needed
-        return tuple(factory.kernels)
+    if hasattr(factory, attribute):  # a class says it without an instance, for which options may be needed
+        return tuple(getattr(factory, attribute))
     try:
-        return get_format(name).kernels
+        return tuple(getattr(get_format(name), attribute))
     except (ValueError, TypeError):  # a function that needs an option, and does not say
         return ()

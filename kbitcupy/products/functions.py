@@ -1,71 +1,91 @@
-"""Products with compressed weights: linear, matmul, linear_grouped.
+"""Products with compressed weights: linear, matmul, linear_grouped, explain, precompile.
 
-Four ways lead to a product; ``linear(..., explain=True)`` prints which one is taken, and why:
+The ways to compute a product are routes (`kbitcupy.products.routes`), of which the cheapest one that accepts it is
+taken; `explain` shows them all:
 
-- On NumPy the weights are decoded to float32, some rows at a time, and multiplied.
-- On a GPU few tokens are multiplied with weights that are decoded in registers and never written (`fused`):
-  ``kbit2`` to ``kbit5`` and the 4-bit tables, float16 and bfloat16, rows of whole blocks, compute capability 8.0.
-- On a GPU of compute capability 9.0 up to 128 tokens and mixtures of experts are multiplied in the same way, by larger
-  tiles (`fused_tile`).
-- On a GPU everything else is decoded whole, and cuBLAS multiplies.
+- `host`: on NumPy weights are decoded to float32, some rows at a time, and multiplied.
+- `small_batch`, `hopper`, `experts`: few tokens are multiplied with weights that are decoded in registers and never
+  written: ``kbit2`` to ``kbit5`` and the 4-bit tables, float16 and bfloat16, rows of whole blocks, compute capability
+  8.0; by larger tiles on compute capability 9.0.
+- `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
+- `int8`: ``activations="int8"`` multiplies integers.
+- `decoded`: everything else is decoded whole, and cuBLAS multiplies.
 
-Products are accumulated in fp32; the tensor scale of a k-bit format and the bias are applied in fp32, before the one
-rounding to the dtype of the result.
+Products are accumulated in fp32; the tensor scale of a format and the bias are applied in fp32, before the one rounding
+to the dtype of the result.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from dataclasses import dataclass
+import itertools
 from typing import Any
 
 import numpy as np
 
 from ..array import QuantizedArray, TransposedQuantizedArray
-from ..backend import xp as _xp
-from ..backend.compile import IDS_CXX, Template
-from ..backend.launch import Kernel, multiprocessors
+from ..backend import compile as _compile, xp as _xp
 from ..errors import DeviceError, FormatError
-from ..formats.base import Format, Magnitude, register_templates
-from ..formats.codebook.kbit import KBit
-from ..ops import check_out, decode, dequantize, take
-from .hopper import GROUPED_CUT, TILE_TOKENS, Tile, cut_tile, tile_refusal
-from .small_batch import MAX_EXPERTS, TOKENS, Few, One, fits
+from ..formats.base import Format
+from ..ops import check_out
+from . import decoded, host
+from .decoded import Decoded
+from .experts import EachExpert, GroupedHopper, GroupedSmallBatch, multiply_each
+from .generic import Generic
+from .hopper import Hopper
+from .host import Host, working_dtype
+from .int8 import Int8, Int8Host, integers_of, token_planes
+from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
+from .small_batch import SingleToken, SmallBatch
 
-# NumPy decodes about this many elements at a time, in whole multiples of so many rows: 256 rows are whole runs of
-# nested absmax values, whatever their length.
-_CHUNK = 1 << 20
-_CHUNK_ROWS = 256
+#: The routes of `linear` and of `linear_grouped`.
+LINEAR: tuple[Route, ...] = (
+    Host(),
+    SingleToken(),
+    SmallBatch(),
+    Hopper(),
+    Generic(),
+    Decoded(),
+    Int8(),
+    Int8Host(),
+)
+GROUPED: tuple[Route, ...] = (GroupedSmallBatch(), GroupedHopper(), EachExpert())
+#: How `linear` may quantize its activations, and what that is.
+ACTIVATIONS = {"int8": "one scale a token, its absmax over 127, as for W8A8"}
 
 
-def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None, explain: bool = False) -> Any:
+def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | None = None, out: Any = None) -> Any:
     """x times the transpose of a compressed weight, plus a bias.
 
     Parameters
     ----------
-    x : array_like
-        float16, bfloat16, float32 or float64 [..., K].
+    x : array_like or QuantizedArray
+        float16, bfloat16, float32 or float64 [..., K]. Activations that are compressed already, in a symmetric ``int8``
+        with ``granularity="token"`` or ``"tensor"``, are multiplied as they are, by weights as for ``"int8"``.
     q : QuantizedArray
         Weight [N, K], on the device of `x`.
     bias : array_like, optional
         float [N]; added in fp32 (fp64 for float64 `x`) before the one rounding to x's dtype.
+    activations : {None, "int8"}, default None
+        None multiplies the floats that came. ``"int8"`` quantizes each token on the way, with the scale
+        ``absmax / 127``, and multiplies integers: W8A8, see `kbitcupy.affine.linear_w8a8`. It takes weights in a
+        symmetric ``int8`` with ``granularity=("channel", 0)``; everything beside the integers is float32.
     out : array, optional
         C-contiguous array of the result's shape and dtype, which receives it; it must not overlap `x`.
-    explain : bool, default False
-        Print how the product is computed, and from how many tokens on it would be computed in another way.
 
     Returns
     -------
     numpy.ndarray or cupy.ndarray
         [..., N], with the dtype of `x`; a torch tensor where `x` is one; `out` itself where it is given. Accumulated
-        in fp32 (fp64 for float64 `x`). On CuPy the call does not synchronise, and the same call gives the same bits
-        every time.
+        in fp32 (fp64 for float64 `x`), or exactly, in int32. On CuPy the call does not synchronise, and the same call
+        gives the same bits every time.
 
     Raises
     ------
     TypeError
         When an argument is of the wrong type or dtype.
+    FormatError
+        When `activations` is no such word, or the weight cannot be multiplied by such activations.
     ValueError
         When a shape does not fit the others.
     DeviceError
@@ -82,31 +102,31 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, out: Any = None, expl
     ((2, 3, 48), dtype('float16'))
     >>> np.allclose(y, x @ kb.dequantize(w).T + 1, atol=0.05)
     True
+    >>> w8 = kb.quantize(w.dequantize(), "int8", granularity=("channel", 0))
+    >>> np.allclose(kb.linear(x, w8, activations="int8"), x @ w.dequantize().T, atol=0.5)
+    True
     """
     if _xp.is_tensor(x):
-        return _xp.in_torch(linear, "x", x, q, bias, out=out, explain=explain)
-    x = _as_float(x, "x")
+        return _xp.in_torch(linear, "x", x, q, bias, activations=activations, out=out)
+    x, activations = _operand(x, activations)
     _check_weight(q, 2, "q", "[N, K]")
     rows, depth = q.shape
     if x.ndim == 0 or x.shape[-1] != depth:
         raise ValueError(f"x has shape {x.shape}; a weight of shape {q.shape} needs [..., {depth}]")
-    _check_beside(x, q)
+    plane = _check_beside(x, q)
     shape = (*x.shape[:-1], rows)
     if bias is not None:
         bias = _as_float(bias, "bias")
         if bias.shape != (rows,):
             raise ValueError(f"bias has shape {bias.shape}; a weight of shape {q.shape} needs ({rows},)")
-        if not _xp.same_device(bias, x):
-            raise DeviceError(f"bias is on {_xp.device_of(bias)} and x on {_xp.device_of(x)}; move one of them")
+        if not _xp.same_device(bias, plane):
+            raise DeviceError(f"bias is on {_xp.device_of(bias)} and x on {_xp.device_of(plane)}; move one of them")
     if out is not None:
-        check_out(out, shape, x, x.dtype)
-    with _xp.on_device_of(x):
+        check_out(out, shape, plane, x.dtype)
+    with _xp.on_device_of(plane):
         if out is None:
-            out = _xp.namespace(x).empty(shape, x.dtype)
-        if explain:
-            print(_explanation(x, q, out.size // rows if rows else 0))
-        if out.size:
-            _multiply(x, q, bias, out)
+            out = _xp.namespace(plane).empty(shape, x.dtype)
+        _multiply(x, q, bias, out, activations)
     return out
 
 
@@ -169,7 +189,7 @@ def matmul(a: Any, b: Any, *, out: Any = None) -> Any:
         result = linear(x.swapaxes(-1, -2), a).swapaxes(-1, -2)
     else:
         with _xp.on_device_of(x):
-            dtype = _working_dtype(x.dtype)
+            dtype = working_dtype(x.dtype)
             weight, array = q.dequantize(dtype=dtype), x.astype(dtype, copy=False)
             product = _xp.namespace(x).matmul(*((weight, array) if left else (array, weight)))
             result = product.astype(x.dtype, copy=False)
@@ -265,63 +285,213 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
             return out
         if not ids.size:  # no slot to add up
             out.fill(0)
-        elif not _multiply_grouped(x, qs, ids, weights, out):
-            _multiply_each(x, qs, ids, weights, out)
+        else:
+            _multiply_grouped(x, qs, ids, weights, out)
     return out
 
 
-def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> bool:
-    """One launch for all experts, between those that sort and combine; whether there is a kernel for it."""
-    if isinstance(x, np.ndarray) or not isinstance(qs, QuantizedArray):
-        return False
-    experts, rows, depth = qs.shape
-    if qs.members != 1 and not (isinstance(qs.format, KBit) and qs.members == experts):  # kernels read one an expert
-        return False
-    if not experts or experts > MAX_EXPERTS or max(ids.size, qs.size >> 5) >= 1 << 31:
-        return False
-    x = _xp.contiguous(x)
-    kernels = _grouped_plan(qs.format, (rows, depth), x.dtype, min(ids.size, experts), x.data.device_id)
-    for kernel in kernels:
-        if kernel.takes(x, qs):
-            break
+def explain(x: Any, q: Any, bias: Any = None, *, activations: str | None = None, expert_ids: Any = None) -> Explanation:
+    """How a product is computed, and why so: what every route says of it. Nothing is computed.
+
+    Parameters
+    ----------
+    x, q, bias, activations
+        As for `linear`; with `expert_ids` as for `linear_grouped`.
+    expert_ids : array_like of int, optional
+        [T, top_k]; their values are not looked at.
+
+    Returns
+    -------
+    Explanation
+        A row for each route, the one that is taken first: its name, whether it is taken, its modelled microseconds on
+        an H200, and how it computes the product or what stands against it. ``print`` shows a table.
+
+    Raises
+    ------
+    TypeError, FormatError, ValueError, DeviceError
+        As the product does.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> q = kb.quantize(np.ones((48, 64), np.float16), "kbit4")
+    >>> found = kb.explain(np.ones((3, 64), np.float16), q)
+    >>> found.route, found[0].reason
+    ('numpy', 'NumPy: decode 256 rows or more at a time and multiply, in float32')
+    >>> {row.route: row.reason for row in found}["decoded"]
+    'the arrays are in host memory'
+    """
+    if _xp.is_tensor(x):
+        x = _xp.as_array(x, "x")
+    if expert_ids is not None:
+        if activations is not None:
+            raise FormatError("activations go with one weight; leave them away where expert_ids are given")
+        if bias is not None:
+            raise FormatError("a bias goes with one weight; leave it away where expert_ids are given")
+        x = _as_float(x, "x")
+        _check_weight(q, 3, "q", "[E, N, K]")
+        tokens = int(np.prod(np.shape(expert_ids)))
+        routes, experts, heading = GROUPED, q.shape[0], f"{tokens} products of {x.dtype} with experts, {q!r}"
     else:
-        return False
-    ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
-    if weights is not None:
-        weights = _xp.contiguous(weights if weights.dtype == np.float32 else weights.astype(np.float32))
-    kernel.grouped(x, qs, ids, experts, weights, out)
-    return True
+        x, activations = _operand(x, activations)
+        _check_weight(q, 2, "q", "[N, K]")
+        tokens = int(np.prod(x.shape[:-1]))
+        routes, experts, heading = LINEAR, 0, f"{tokens} tokens of {x.dtype}, {q!r}"
+    if not x.ndim or x.shape[-1] != q.shape[-1]:
+        raise ValueError(f"x has shape {x.shape}; a weight of shape {q.shape} needs [..., {q.shape[-1]}]")
+    plane = _check_beside(x, q)
+    if not tokens or not q.size:
+        return Explanation(f"{heading}: nothing to compute", ())
+    ordinal = -1 if isinstance(plane, np.ndarray) else plane.data.device_id
+    aligned = ordinal < 0 or isinstance(x, QuantizedArray) or not _xp.contiguous(x).data.ptr % 16
+
+    def problem(count: int) -> Problem:
+        facts = aligned, stored(q), activations, experts
+        return Problem(q.format, q.shape[-2:], count, x.dtype, device(ordinal), *facts)
+
+    taken = [(count, choices(problem(count), routes)[0]) for count in (_STEPS if ordinal >= 0 else (1,))]
+    names = [(count, choice.route.name) for count, choice in taken if choice.refusal is None]
+    ranges = [next(group) for _, group in itertools.groupby(names, key=lambda pair: pair[1])]
+    return explained(heading, problem(tokens), routes, ranges)
 
 
-def _multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:
-    """Expert after expert, through decoded weights."""
-    xp = _xp.namespace(x)
-    working = _working_dtype(x.dtype)
-    _, rows, depth = qs.shape
-    products = xp.zeros((*ids.shape, rows), working)
-    x = xp.broadcast_to(x if x.ndim == 3 else x[:, None], (*ids.shape, depth)).astype(working, copy=False)
-    numbers = xp.arange(qs.shape[0])
-    for expert in range(qs.shape[0]):
-        chosen = ids == expert
-        # Rows can be taken that cannot be cut out: double quantization stores the absmax of some of them together.
-        this = numbers[expert : expert + 1]
-        weight = take(qs, this, dtype=working)[0] if isinstance(qs, QuantizedArray) else qs[expert]
-        if isinstance(x, np.ndarray):
-            products[chosen] = x[chosen] @ weight.T.astype(working, copy=False)
-        else:  # which tokens these are is known on the device only
-            xp.copyto(products, xp.matmul(x, weight.T.astype(working, copy=False)), where=chosen[..., None])
-    out[...] = products if weights is None else _combined(products, weights.astype(working, copy=False))
+# Numbers of tokens from which on another route may be taken.
+_STEPS = (*range(1, 34), 65, 129, 257, 513, 1025, 2049, 4097)
 
 
-def _combined(products: Any, weights: Any) -> Any:
-    """The weighted sum over the slots, in their order."""
-    total = products[:, 0] * weights[:, :1] if products.shape[1] else products.sum(1)
-    for slot in range(1, products.shape[1]):
-        total = total + products[:, slot] * weights[:, slot : slot + 1]
-    return total
+def precompile(
+    q: QuantizedArray, tokens: Any = (1, 8, 32), *, dtype: Any = "float16", activations: str | None = None
+) -> int:
+    """Compile what `linear` needs for some numbers of tokens, so that no later call has to wait for it.
+
+    A kernel takes a few tenths of a second the first time; CuPy keeps the binary on disk for later processes. The
+    products are computed once, of zeros, which makes cuBLAS ready as well.
+
+    Parameters
+    ----------
+    q : QuantizedArray
+        Weight [N, K].
+    tokens : sequence of int, default (1, 8, 32)
+        How many tokens calls will have.
+    dtype : dtype_like, default "float16"
+        Of the tokens.
+    activations : {None, "int8"}, default None
+        As for `linear`.
+
+    Returns
+    -------
+    int
+        How many kernels of kbitcupy this process did not have before; 0 on NumPy.
+
+    Raises
+    ------
+    TypeError, FormatError, ValueError
+        As `linear`; ValueError too when a number of tokens is not positive.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> kb.precompile(kb.quantize(np.ones((48, 64), np.float16), "kbit4"), tokens=(1, 16))
+    0
+    """
+    _check_weight(q, 2, "q", "[N, K]")
+    wanted = _xp.float_dtype(dtype)
+    counts = tuple(tokens)
+    if not all(isinstance(count, (int, np.integer)) and count > 0 for count in counts):
+        raise ValueError(f"tokens is {tokens!r}; it must be a sequence of positive integers")
+    if isinstance(_plane(q), np.ndarray):
+        _operand(np.empty((1, 1), wanted), activations)
+        return 0
+    before = len(_compile.loaded)
+    with _xp.on_device_of(_plane(q)):
+        for count in counts:
+            linear(_xp.namespace(_plane(q)).zeros((count, q.shape[1]), wanted), q, activations=activations)
+    return len(_compile.loaded) - before
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    format: Format,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+    tokens: int,
+    ordinal: int,
+    aligned: bool = True,
+    lies: Stored = WELL_ALIGNED,
+    activations: str | None = None,
+    experts: int = 0,
+) -> Product:
+    """What computes a product; the parameters are the attributes of `Problem`, and the number of the device or -1.
+
+    Raises
+    ------
+    FormatError
+        When no route accepts it.
+    """
+    problem = Problem(format, shape, tokens, dtype, device(ordinal), aligned, lies, activations, experts)
+    route, refusal, _ = choices(problem, GROUPED if experts else LINEAR)[0]
+    if refusal is None:
+        return route.prepare(problem)
+    own = (Int8 if ordinal >= 0 else Int8Host)().accepts(problem)
+    raise FormatError(f"q cannot be multiplied by activations in {activations}: {own}")
+
+
+def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, activations: str | None) -> None:
+    """Fill `out`; its device is the current one."""
+    if not out.size and activations is None:
+        return
+    ordinal, aligned = -1, True
+    if activations is None:
+        x = _xp.contiguous(x)
+    if not isinstance(out, np.ndarray):
+        ordinal = out.data.device_id
+        aligned = activations is not None or not x.data.ptr % 16
+    lies = q._launches.get(Stored) or stored(q)
+    tokens = out.size // q.shape[0] if out.size else 1
+    product = plan(q.format, q.shape, x.dtype, tokens, ordinal, aligned, lies, activations)
+    if out.size:
+        product(x, q, bias, out)
+
+
+def multiply_decoded(x: Any, q: QuantizedArray, out: Any) -> None:
+    """`linear` of a 2-D `x` by the way that writes the decoded weights: what a fused kernel is compared with."""
+    (host if isinstance(x, np.ndarray) else decoded).multiply(x, q, None, out)
+
+
+def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:
+    """Fill `out`, which is not empty; its device is the current one."""
+    if not isinstance(qs, QuantizedArray):
+        multiply_each(x, qs, ids, weights, out)
+        return
+    experts, rows, depth = qs.shape
+    ordinal, aligned = -1, True
+    if not isinstance(x, np.ndarray):
+        x = _xp.contiguous(x)
+        ordinal, aligned = x.data.device_id, not x.data.ptr % 16
+    lies = qs._launches.get(Stored) or stored(qs)
+    product = plan(qs.format, (rows, depth), x.dtype, ids.size, ordinal, aligned, lies, None, experts)
+    product(x, qs, ids, weights, out)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def _operand(x: Any, activations: str | None) -> tuple[Any, str | None]:
+    """x as an array or in int8, and how it is quantized."""
+    if activations is not None and (not isinstance(activations, str) or activations not in ACTIVATIONS):
+        offered = ", ".join(f"{name!r} ({what})" for name, what in ACTIVATIONS.items())
+        raise FormatError(f"activations is {activations!r}; allowed are None, which multiplies floats, and {offered}")
+    if not isinstance(x, QuantizedArray):
+        return _as_float(x, "x"), activations
+    if activations is None and integers_of(x) is None:
+        raise TypeError(
+            "x is QuantizedArray; it must be a plain array, or in int8 with a scale for each token: call .dequantize()"
+        )
+    token_planes(x)
+    return x, "int8"
 
 
 def _as_float(x: Any, argument: str) -> Any:
@@ -340,13 +510,22 @@ def _check_weight(q: Any, ndim: int, argument: str, shape: str) -> None:
         raise FormatError(f"{argument} has shape {q.shape}; it must be {shape}: reshape it")
 
 
-def _check_beside(x: Any, q: Any, argument: str = "q") -> None:
+def _plane(q: QuantizedArray) -> Any:
+    """Any plane of a compressed array: all are on one device."""
+    return next(iter(q.planes.values()))
+
+
+def _check_beside(x: Any, q: Any, argument: str = "q") -> Any:
+    """x, or a plane of it where it is compressed: an array on the device of both."""
     plane = next(iter(q.planes.values())) if isinstance(q, QuantizedArray) else q
+    if isinstance(x, QuantizedArray):
+        x = _plane(x)
     if not _xp.same_device(x, plane):
         raise DeviceError(
             f"{argument} is on {_xp.device_of(plane)} and x on {_xp.device_of(x)}; move one with .to_device(), "
             "cupy.asarray or cupy.asnumpy"
         )
+    return x
 
 
 @functools.lru_cache(maxsize=1024)
@@ -359,313 +538,3 @@ def _product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     except ValueError:
         raise ValueError(f"a has shape {a} and b has shape {b}: their leading lengths do not broadcast") from None
     return (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
-
-
-def _working_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype to multiply in: float32, or float64 for float64."""
-    return dtype if dtype == np.float64 else np.dtype(np.float32)
-
-
-# ---- through decoded weights ---------------------------------------------------------------------------------------
-
-
-def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-    """Fill `out`, which is not empty; the device of `x` is the current one."""
-    x = _xp.contiguous(x)
-    n, k = q.shape
-    m = out.size // n
-    if isinstance(x, np.ndarray):
-        _multiply_on_host(x.reshape(m, k), q, bias, out.reshape(m, n))
-        return
-    plan = _plan(q.format, q.shape, x.dtype, m, x.data.device_id, q.lead > 0)
-    kernel = plan.kernel_for(x, q)
-    if kernel is not None:
-        kernel(x, q, bias, out)
-    else:
-        _multiply_decoded(x.reshape(m, k), q, bias, out.reshape(m, n))
-
-
-def multiply_decoded(x: Any, q: QuantizedArray, out: Any) -> None:
-    """`linear` of a 2-D `x` by the way that writes the decoded weights: what a fused kernel is compared with."""
-    if isinstance(x, np.ndarray):
-        _multiply_on_host(x, q, None, out)
-    else:
-        _multiply_decoded(x, q, None, out)
-
-
-def _explanation(x: Any, q: QuantizedArray, m: int) -> str:
-    """What happens to `m` tokens of the dtype and on the device of `x`, and to other numbers of them."""
-    heading = f"{m} tokens of {x.dtype}, {q!r}"
-    if isinstance(x, np.ndarray):
-        return f"{heading}\n  any number of tokens: NumPy, decode {_CHUNK_ROWS} rows or more at a time and multiply"
-
-    def way(tokens: int) -> str:
-        return (
-            _plan(q.format, q.shape, x.dtype, tokens, x.data.device_id, q.lead > 0).reason
-            if q.size
-            else "nothing to multiply"
-        )
-
-    lines = [heading, f"  these: {way(max(m, 1))}"]
-    shown = ""
-    limits = (1, TOKENS // 2, TOKENS, *_FUSED_UP_TO.values(), *TILE_TOKENS)
-    for start in sorted({1, _TILED_FROM, *(limit + 1 for limit in limits)}):
-        if way(start) != shown:
-            shown = way(start)
-            lines.append(f"  from {start}: {shown}")
-    return "\n".join(lines)
-
-
-def _multiply_on_host(x: np.ndarray, q: QuantizedArray, bias: Any, out: np.ndarray) -> None:
-    rows, depth = q.shape
-    working = _working_dtype(x.dtype)
-    x = x.astype(working, copy=False)
-    step = rows
-    if q.format.rows_are_blocks(q.shape):
-        step = max(1, _CHUNK // max(1, depth) // _CHUNK_ROWS) * _CHUNK_ROWS
-    with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range of a dtype becomes infinite, as on a GPU
-        for start in range(0, rows, step):
-            part = q if step >= rows else q[start : start + step]
-            product = x @ dequantize(part, dtype=working).T
-            if bias is not None:
-                product += bias[start : start + step].astype(working, copy=False)
-            out[:, start : start + step] = product
-
-
-def _multiply_decoded(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-    """Decode to x's dtype and let cuBLAS multiply: alpha is the tensor scale, beta times C the bias."""
-    cupy = _xp.namespace(x)
-    if not x.shape[1]:
-        out[...] = 0 if bias is None else bias
-        return
-    weight = cupy.empty(q.shape, x.dtype)
-    planes = dict(q.planes)
-    scale = None
-    magnitude = _magnitude(q.format) if x.dtype == np.float16 else None
-    if magnitude is not None and magnitude.offset is not None and q.lead:  # offsets by member: multiply in float32
-        single = cupy.empty(out.shape, np.float32)
-        _multiply_decoded(x.astype(np.float32), q, bias, single)
-        out[...] = single
-        return
-    if magnitude is not None:
-        planes, scale = _normalized(planes, magnitude)
-    elif isinstance(q.format, KBit) and not q.lead and x.dtype.itemsize == 2:
-        scale = planes.pop("scale")  # decoded without it, weights of 1e-6 stay in the range of float16
-    decode(q.format, planes, weight, q.lead)
-    target = out
-    if bias is not None:
-        if bias.dtype != out.dtype and out.dtype.itemsize == 2:
-            target = cupy.empty(out.shape, np.float32)
-        target[...] = bias
-    _gemm(x, weight, scale, bias is not None, target)
-    if target is not out:
-        out[...] = target
-
-
-_SCALES_THREADS, _SCALES_EACH = 256, 8  # scales of a thread, where there are not many more
-# Thread blocks: what each of the first kernel's has found, each of the second one's asks for before it begins.
-_MOST_PARTS, _MOST_SCALING = 512, 1024
-_SCALES = tuple(Template("linear/prescale.cu", name, hot=False) for name in ("largest_scales", "normalize_scales"))
-_LARGEST_SCALES = Kernel(_SCALES[0], (), _SCALES_THREADS, signature=("p", "i8", "p"), early=True)
-_NORMALIZED = "p", "i8", "p", "p", "i4", "i4", "p", "i4", "p"
-_NORMALIZE_SCALES = Kernel(_SCALES[1], (), _SCALES_THREADS, signature=_NORMALIZED, early=True)
-register_templates(*_SCALES)
-
-
-@functools.lru_cache(maxsize=256)
-def _magnitude(format: Format) -> Magnitude | None:
-    return format.magnitude()
-
-
-def _normalized(planes: dict[str, Any], magnitude: Magnitude) -> tuple[dict[str, Any], Any]:
-    """Planes of weights that a power of two has brought into the range of float16, and the float32[1] that undoes it.
-
-    Of weights in the range of normal float16 numbers no bit changes in a product. The device is the current one.
-    """
-    scales = planes[magnitude.scales]
-    count, source = scales.size, scales.data.ptr
-    blocks = -(-count // (_SCALES_THREADS * _SCALES_EACH))
-    parts = min(blocks, _MOST_PARTS)
-    scratch = _xp.namespace(scales).empty(count + 2 + parts, np.float32)
-    target = scratch.data.ptr
-    largest = target + 4 * (count + 2)
-    _LARGEST_SCALES.launch(scales, (parts,), (source, count, largest))
-    offset = values = size = 0
-    if magnitude.offset is not None:
-        offset = planes[magnitude.offset].data.ptr
-    if magnitude.values is not None:
-        values, size = planes[magnitude.values].data.ptr, planes[magnitude.values].size
-    arguments = source, count, offset, values, size, magnitude.bits, largest, parts, target
-    _NORMALIZE_SCALES.launch(scales, (min(blocks, _MOST_SCALING),), arguments)
-    planes[magnitude.scales] = scratch[:count]
-    if magnitude.offset is not None:
-        planes[magnitude.offset] = scratch[count : count + 1]
-    return planes, scratch[count + 1 : count + 2]
-
-
-def _gemm(x: Any, weight: Any, scale: Any, accumulate: bool, out: Any) -> None:
-    """out = scale * x @ weight.T (+ out), all row-major, accumulated in fp32."""
-    import cupy
-    from cupy.cuda import device
-    from cupy_backends.cuda.libs import cublas
-
-    double = x.dtype == np.float64
-    one, zero = _constants(x.data.device_id, "float64" if double else "float32")
-    handle = device.get_cublas_handle()
-    kinds = [_cuda_type(array.dtype) for array in (weight, x, out)]
-    rows, depth = weight.shape
-    mode, math = cublas.getPointerMode(handle), cublas.getMathMode(handle)
-    try:
-        cublas.setPointerMode(handle, cublas.CUBLAS_POINTER_MODE_DEVICE)
-        cublas.setMathMode(handle, _SUMS_IN_FLOAT32)
-        call = _cublas()
-        statuses = (
-            call.cublasSetStream_v2(ctypes.c_void_p(handle), ctypes.c_void_p(cupy.cuda.get_current_stream().ptr)),
-            call.cublasGemmEx(
-                ctypes.c_void_p(handle),
-                cublas.CUBLAS_OP_T,
-                cublas.CUBLAS_OP_N,
-                rows,
-                len(x),
-                depth,
-                ctypes.c_void_p((one if scale is None else scale).data.ptr),
-                ctypes.c_void_p(weight.data.ptr),
-                kinds[0],
-                depth,
-                ctypes.c_void_p(x.data.ptr),
-                kinds[1],
-                depth,
-                ctypes.c_void_p((one if accumulate else zero).data.ptr),
-                ctypes.c_void_p(out.data.ptr),
-                kinds[2],
-                rows,
-                cublas.CUBLAS_COMPUTE_64F if double else cublas.CUBLAS_COMPUTE_32F,
-                cublas.CUBLAS_GEMM_DEFAULT,
-            ),
-        )
-    finally:
-        cublas.setPointerMode(handle, mode)
-        cublas.setMathMode(handle, math)
-    for status in statuses:
-        if status:
-            raise cublas.CUBLASError(status)
-
-
-@functools.cache
-def _cublas() -> ctypes.CDLL:
-    """The library that CuPy has loaded: CuPy's own calls are refused while a stream captures, cuBLAS allows them."""
-    from cuda.pathfinder import load_nvidia_dynamic_lib
-
-    return ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
-
-
-# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, for which CuPy has no name. Else sums of parts of k may be rounded
-# to 16 bits, and leave their range, before alpha brings them back.
-_SUMS_IN_FLOAT32 = 16
-# cudaDataType of the dtypes.
-_CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
-
-
-@functools.cache
-def _cuda_type(dtype: np.dtype) -> int:
-    return _CUDA_TYPES[dtype.name]
-
-
-@functools.cache
-def _constants(device: int, dtype: str) -> tuple[Any, Any]:
-    """1 and 0 on a device: cuBLAS reads both factors there once one of them is a plane."""
-    import cupy
-
-    # A stream of its own: the caller's may be capturing a graph, where an upload would become part of the graph.
-    with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
-        values = cupy.asarray(np.array([1, 0], dtype))
-        stream.synchronize()
-    return values[:1], values[1:]
-
-
-_IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as the kernels take them
-
-# Tokens up to which a kernel is taken: linear_tile; linear_few, by whether a thread block can take 16 of them at a
-# time. Beyond, cuBLAS reads the decoded weights once for all tokens, and the kernel decodes them again for each tile.
-_TILED_UP_TO = 128
-# From so few tokens on where linear_few is not quick, and the weight has so many elements: larger weights fill the
-# device for linear_few, smaller ones are no work for either.
-_TILED_FROM, _TILED_SIZES = 3, range(1 << 24, 1 << 27)
-_FUSED_UP_TO = {True: 32, False: 16}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a product is computed.
-
-    Parameters
-    ----------
-    kernels : tuple of One, Tile or Few
-        The first one that takes the arrays; where none does: decode and multiply.
-    reason : str
-        One line for the user.
-    """
-
-    kernels: tuple[One | Tile | Few, ...]
-    reason: str
-
-    def kernel_for(self, x: Any, q: QuantizedArray) -> One | Tile | Few | None:
-        """The kernel that takes these arrays, which may start anywhere."""
-        for kernel in self.kernels:
-            if kernel.takes(x, q):
-                return kernel
-        return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(format: Format, shape: tuple[int, int], dtype: np.dtype, m: int, device: int, stack: bool = False) -> Plan:
-    kernels: list[One | Tile | Few] = []
-    reasons = []
-    decoder, refusal = fits(format, shape, dtype, device)
-    few = None
-    if stack:
-        decoder = None
-        refusal = "a stack is for linear_grouped"
-    elif decoder is not None and m > _FUSED_UP_TO[decoder.wide]:
-        refusal = f"more than {_FUSED_UP_TO[decoder.wide]} tokens"
-    elif decoder is not None:
-        eights = 2 if decoder.wide and m > TOKENS else 1
-        together = -(-m // (eights * TOKENS))
-        few = Few(format, decoder, shape, dtype, device, eights=eights, together=together)
-    # Lines of x are read in halves for bit planes where x does not fit shared memory: that takes too long for 8 tokens.
-    quick = few and few.clustered and (few.staged or m <= TOKENS // 2 or not isinstance(format, KBit))
-    least = _TILED_FROM if shape[0] * shape[1] in _TILED_SIZES and not quick else TOKENS + 1
-    if least <= m <= _TILED_UP_TO and not stack and not tile_refusal(format, shape, dtype, device):
-        cut = cut_tile(*shape, m, multiprocessors(device))
-        kernels.append(Tile(format, shape, dtype, device, cut))
-        shape_of_block = f"{cut.tokens} tokens x {64 * cut.groups} rows a thread block"
-        reasons.append(f"fused: linear_tile, {shape_of_block}, k in {cut.k_groups * cut.splits} parts")
-    if few and decoder:
-        if m == 1:
-            one = One(format, decoder, shape, dtype, device)
-            if one.fits:
-                kernels.append(one)
-                reasons.append(f"fused: linear_one, {one.run} tiles a thread block")
-        if few.fits:
-            kernels.append(few)
-            grid = together, *few.grid
-            reasons.append(f"fused: linear_few, {few.tokens} tokens a thread block, grid {grid}")
-        refusal = "the device has too little shared memory for the fused kernel"
-    return Plan(tuple(kernels), (*reasons, f"decode, then cuBLAS: {refusal}")[0])
-
-
-@functools.lru_cache(maxsize=1024)
-def _grouped_plan(
-    format: Format, shape: tuple[int, int], dtype: np.dtype, experts: int, device: int
-) -> tuple[Tile | Few, ...]:
-    """Kernels for a mixture of experts, of which `experts` may be chosen; the faster one first."""
-    tile: tuple[Tile, ...] = ()
-    # Large tiles are the faster ones where they fill the device a few times.
-    filled = experts * shape[0] // (64 * GROUPED_CUT.groups) >= 2 * multiprocessors(device)
-    if filled and not tile_refusal(format, shape, dtype, device, grouped=True):
-        tile = (Tile(format, shape, dtype, device, GROUPED_CUT, grouped=True),)
-    decoder, _ = fits(format, shape, dtype, device)
-    if decoder is None:
-        return tile
-    few = Few(format, decoder, shape, dtype, device, together=experts, grouped=True)
-    return (*tile, few) if few.fits else tile

@@ -1,13 +1,13 @@
-"""The kernel that multiplies up to 128 tokens by compressed weights on Hopper (kernels/linear/hopper_sm90a.cu).
+"""The route of up to 128 tokens on Hopper (kernels/linear/hopper_sm90a.cu).
 
-It takes mixtures of experts, too. Here stands what it can take, how its work is cut, and how it is launched.
+The kernel takes mixtures of experts, too. Here stands what it can take, how its work is cut, and how it is launched.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,29 +16,43 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import tma as _tma
 from ..backend.compile import Template
-from ..backend.launch import Kernel, capability, multiprocessors
-from ..formats.base import Format, register_templates
-from ..formats.codebook.kbit import ABSMAX, BLOCK, KBit
-from ..formats.codebook.table4 import Table4
-from .small_batch import (
+from ..backend.launch import Kernel
+from ..backend.structs import Constants
+from ..formats.base import Fragments, all_fragments, register_templates
+from .fused import (
+    ARGUMENTS,
+    DECLARED,
     HALF_CXX,
     ITEM_K,
     NO_EXPERTS,
     PROMOTION,
-    SIZES,
-    TABLE_AT,
+    SIZES as _SHARED,
     TOKENS,
-    VALUES_BYTES,
+    VALUES,
+    Binder,
     Experts,
     Fused,
-    Weight,
     bias_argument,
-    look_at,
+    bind,
+    refusal,
 )
+from .routes import Device, Problem, Product, Route, refused_by_all
 
-# As in kernels/linear/hopper_sm90a.cu, and the tokens of its instances.
-_GRANULE_K, _MOST_STAGES = 32, 20
-_RING_END, _LARGE_RING_END = 196 * 1024 - 512, 228 * 1024 - 512
+#: Numbers of the kernel: rows of a warpgroup, elements of k that share a scale, the most stages of its ring, where the
+#: ring ends in the shared window (whose first 1024 bytes are the system's: 195 KiB leave the scales more of the L1
+#: cache, 227 are there where the stages are large), and the bytes of x in a stage of up to 8 tokens, whose second half
+#: lies a little further on, so that lanes do not meet in a bank.
+SIZES = Constants(
+    GROUP_ROWS=64,
+    GRANULE_K=32,
+    MOST_STAGES=20,
+    RING_END=196 * 1024 - 512,
+    LARGE_RING_END=228 * 1024 - 512,
+    DIRECT_BYTES=3072,
+)
+TABLE_START, ENTRY_STRIDE = _SHARED.TABLE_START, _SHARED.ENTRY_STRIDE
+_DECLARED = (*DECLARED, SIZES)
+#: Tokens of a thread block.
 TILE_TOKENS = (8, 16, 32, 64, 128)
 
 
@@ -61,56 +75,72 @@ class TileCut:
     k_groups: int
     splits: int
 
-    def ring_at(self, bits: int) -> int:
+    @property
+    def rows(self) -> int:
+        """Rows of a thread block."""
+        return SIZES.GROUP_ROWS * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the warpgroups that multiply, and one that fetches and orders."""
+        return 128 * (self.groups * self.k_groups + 1)
+
+    def ring_at(self, fragments: Fragments) -> int:
         """Where the ring begins in the shared window: behind the table."""
-        entries = {3: 64, 5: 32}.get(bits, 256)
-        return -(-(TABLE_AT + entries * 256) // 1024) * 1024
+        return -(-(TABLE_START + fragments.hopper_entries * ENTRY_STRIDE) // 1024) * 1024
 
-    def stage_bytes(self, bits: int, grouped: bool = False) -> int:
+    def stage_bytes(self, fragments: Fragments, grouped: bool = False) -> int:
         """x and weights of a stage."""
-        x = 3072 if self.tokens == TOKENS and not grouped else self.tokens * ITEM_K * 2
-        return x + 64 * self.groups * ITEM_K * bits // 8
+        x = SIZES.DIRECT_BYTES if self.tokens == TOKENS and not grouped else self.tokens * ITEM_K * 2
+        return x + self.rows * ITEM_K * fragments.bits // 8
 
-    def stages(self, bits: int, grouped: bool = False) -> int:
+    def stages(self, fragments: Fragments, grouped: bool = False) -> int:
         """Of the ring; the sums of groups do not take its place."""
-        room = (_LARGE_RING_END if grouped or self.tokens >= 64 else _RING_END) - self.ring_at(bits)
+        room = (SIZES.LARGE_RING_END if grouped or self.tokens >= 64 else SIZES.RING_END) - self.ring_at(fragments)
         room -= self._sums_bytes if grouped else 0
-        return min(room // self.stage_bytes(bits, grouped), _MOST_STAGES) // self.k_groups * self.k_groups
+        fitting = min(room // self.stage_bytes(fragments, grouped), SIZES.MOST_STAGES)
+        return fitting // self.k_groups * self.k_groups
 
-    def shared(self, bits: int, grouped: bool = False) -> int:
+    def shared(self, fragments: Fragments, grouped: bool = False) -> int:
         """Dynamic shared memory of a thread block."""
-        ring, sums = self.stages(bits, grouped) * self.stage_bytes(bits, grouped), self._sums_bytes
-        return self.ring_at(bits) - 1024 + (ring + sums if grouped else max(ring, sums))
+        ring, sums = self.stages(fragments, grouped) * self.stage_bytes(fragments, grouped), self._sums_bytes
+        return self.ring_at(fragments) - 1024 + (ring + sums if grouped else max(ring, sums))
+
+    def layout(self, fragments: Fragments, grouped: bool = False) -> str:
+        """``TileLayout`` of the kernel: the sizes that the host reckons with, which the kernel compares."""
+        sizes = self.ring_at(fragments), self.stage_bytes(fragments, grouped), self.stages(fragments, grouped)
+        return f"TileLayout<{', '.join(map(str, (*sizes, self._sums_bytes)))}>"
+
+    def microseconds(self, n: int, k: int, m: int, processors: int) -> float:
+        """What a product takes, as measured on an H200.
+
+        Parameters
+        ----------
+        n, k : int
+            Shape of the weight.
+        m : int
+            Tokens.
+        processors : int
+            Multiprocessors of the device.
+        """
+        # What 64 rows and what the tokens of a stage cost; a thread block, and a cluster, beside.
+        x = 5.5e-5 * self.tokens**2 if self.tokens <= 64 else 0.7
+        stage = self.groups * (0.19 + 0.00045 * self.tokens) + x
+        cluster = 1.0 if self.splits > 1 else 0.0
+        waves = -(-(-(-n // self.rows) * self.splits * -(-m // self.tokens)) // processors)
+        stages = -(-k // ITEM_K)
+        return waves * (-(-stages // self.splits) * stage + 3.0) + cluster
 
     @property
     def _sums_bytes(self) -> int:
-        return self.k_groups * self.tokens * (64 * self.groups + 4) * 4
+        return self.k_groups * self.tokens * (self.rows + 4) * 4
 
 
 @functools.lru_cache(maxsize=1024)
 def cut_tile(n: int, k: int, m: int, processors: int) -> TileCut:
-    """The cut that should be fastest.
-
-    Parameters
-    ----------
-    n, k : int
-        Shape of the weight.
-    m : int
-        Tokens.
-    processors : int
-        Multiprocessors of the device.
-    """
-    items = -(-k // ITEM_K)
-
-    def microseconds(cut: TileCut) -> float:
-        # Measured on an H200: what 64 rows and what the tokens of a stage cost; a thread block, and a cluster, beside.
-        x = 5.5e-5 * cut.tokens**2 if cut.tokens <= 64 else 0.7
-        stage = cut.groups * (0.19 + 0.00045 * cut.tokens) + x
-        cluster = 1.0 if cut.splits > 1 else 0.0
-        waves = -(-(-(-n // (64 * cut.groups)) * cut.splits * -(-m // cut.tokens)) // processors)
-        return waves * (-(-items // cut.splits) * stage + 3.0) + cluster
-
-    return min((cut for cut in tile_cuts() if cut.tokens >= min(m, 32)), key=microseconds)
+    """The cut that should be fastest; the parameters are those of `TileCut.microseconds`."""
+    fitting = (cut for cut in tile_cuts() if cut.tokens >= min(m, 32))
+    return min(fitting, key=lambda cut: cut.microseconds(n, k, m, processors))
 
 
 GROUPED_CUT = TileCut(TOKENS, 4, 1, 1)
@@ -131,66 +161,62 @@ def tile_cuts() -> tuple[TileCut, ...]:
     return tuple(cuts)
 
 
-def _tile_instances(decoders: Iterable[str], cuts: Iterable[TileCut], flavour: str = "false") -> tuple[str, ...]:
-    return tuple(
-        f"{decoder.format(T=T)}, {', '.join(map(str, dataclasses.astuple(cut)))}, {flavour}"
-        for decoder in decoders
-        for T in HALF_CXX
-        for cut in cuts
-    )
+def _arguments(fragments: Fragments, T: str, cut: TileCut, grouped: bool) -> str:
+    numbers = ", ".join(map(str, dataclasses.astuple(cut)))
+    return f"{fragments.hopper.format(T=T)}, {numbers}, {str(grouped).lower()}, {cut.layout(fragments, grouped)}"
 
 
-_MAIN_TILES = (f"TileKbit<{{T}}, 4, {ABSMAX['e4m4'].kernel}>", "TileTable4<{T}, false>")
-_MORE_TILES = (
-    *(f"TileKbit<{{T}}, {k}, {absmax.kernel}>" for k in (2, 3, 4, 5) for absmax in ABSMAX.values()),
-    "TileTable4<{T}, true>",
-)
-# Every cut of the formats with targets; of all others those with the most registers.
-_LINEAR_TILE = Template("linear/hopper_sm90a.cu", "linear_tile", (_tile_instances(_MAIN_TILES, tile_cuts()),))
-register_templates(
-    _LINEAR_TILE,
-    Template(
-        "linear/hopper_sm90a.cu",
-        "linear_tile",
-        (_tile_instances(_MORE_TILES, (TileCut(64, 2, 2, 1), TileCut(128, 2, 1, 1))),),
-        hot=False,  # the sums of 64 tokens leave some of them one register too few
-    ),
-    Template(
-        "linear/hopper_sm90a.cu",
-        "linear_tile",
-        (_tile_instances((*_MORE_TILES, _MAIN_TILES[1]), (GROUPED_CUT,), "true"),),
-    ),
-)
+def _template(instances: tuple[str, ...] = (), hot: bool = True) -> Template:
+    axes = (instances,) if instances else ()
+    return Template("linear/hopper_sm90a.cu", "linear_tile", axes, hot=hot, structs=_DECLARED)
 
 
-class Tile(Fused):
+def _templates() -> Iterator[Template]:
+    """Every cut of the formats with targets; of all others those with the most registers; experts for all."""
+
+    def instances(of: Iterable[Fragments], cuts: Iterable[TileCut], grouped: bool) -> tuple[str, ...]:
+        every = (_arguments(fragments, T, cut, grouped) for fragments in of for cut in cuts for T in HALF_CXX)
+        return tuple(dict.fromkeys(every))
+
+    decoders = [fragments for fragments in all_fragments() if fragments.hopper]
+    targeted = [fragments for fragments in decoders if fragments.targeted]
+    others = [fragments for fragments in decoders if not fragments.targeted]
+    yield _template(instances(targeted, tile_cuts(), False))
+    # The sums of 64 tokens leave some of them one register too few.
+    yield _template(instances(others, (TileCut(64, 2, 2, 1), TileCut(128, 2, 1, 1)), False), hot=False)
+    yield _template(instances(decoders, (GROUPED_CUT,), True))
+
+
+register_templates(_templates)
+
+
+class TileKernel(Fused):
     """``linear_tile`` for one format, shape and dtype."""
 
     def __init__(
         self,
-        format: Format,
+        fragments: Fragments,
         shape: tuple[int, int],
         dtype: np.dtype,
-        device: int,
+        device: Device,
         cut: TileCut,
         *,
         grouped: bool = False,
     ):
-        bits, expression, block = _tile_decoder(format)
-        super().__init__(format, shape, dtype, block)
+        super().__init__(fragments, shape, dtype)
         n, k = shape
-        arguments = *dataclasses.astuple(cut), str(grouped).lower()
-        expression = ", ".join((expression.format(T=self._cxx), *map(str, arguments)))
-        self._kernel = _kernel(expression, 128 * (cut.groups * cut.k_groups + 1), cut.shared(bits, grouped))
-        self._cut, self._look = cut, _look(k * bits // 8, ITEM_K * bits // 8)
-        self._tiles, self._processors = -(-n // (64 * cut.groups)), multiprocessors(device)
+        self.kernel = _kernel(
+            _arguments(fragments, self.cxx, cut, grouped), cut.threads, cut.shared(fragments, grouped)
+        )
+        self._cut, self._bind = cut, _binder(fragments, k * fragments.bits // 8, ITEM_K * fragments.bits // 8)
+        self._tiles, self._processors = -(-n // cut.rows), device.multiprocessors
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
         tokens = out.size // self._n
-        self._launch(-(-tokens // self._cut.tokens), x, q, bias, out, 0, tokens)
+        self.launch(-(-tokens // self._cut.tokens), x, q, bias, out, 0, tokens)
 
-    def _launch(
+    def launch(
         self,
         blocks: int,
         x: Any,
@@ -217,47 +243,85 @@ class Tile(Fused):
         # The grouped kernel counts groups, not tokens.
         arguments = self.arguments(weight, address, kind, out, partial, experts, blocks if grouped else tokens)
         grid = (min(blocks * self._tiles, self._processors),) if grouped else (self._tiles * self._cut.splits, blocks)
-        self._kernel.launch(x, grid, (map_of_x, weight.map, *arguments, self._values))
+        self.kernel.launch(x, grid, (map_of_x, weight.map, *arguments, self._values))
 
 
 @functools.cache
-def _look(row_bytes: int, box_bytes: int) -> Callable[[Mapping[str, Any]], Weight]:
-    """`look_at` for rows and boxes of so many bytes."""
+def _binder(fragments: Fragments, row_bytes: int, box_bytes: int) -> Binder:
+    """How the kernel takes a weight: by a tensor map of boxes of 64 rows and `box_bytes`."""
 
-    def map(planes: Mapping[str, Any]) -> bytes:
-        packed = planes["packed"]
-        rows = packed.nbytes // row_bytes
-        return _tma.byte_matrix(packed.data.ptr, rows, row_bytes, row_bytes, 64, box_bytes, True, PROMOTION)
+    def map(codes: Any) -> bytes:
+        rows = codes.nbytes // row_bytes
+        address = codes.data.ptr
+        return _tma.byte_matrix(address, rows, row_bytes, row_bytes, SIZES.GROUP_ROWS, box_bytes, True, PROMOTION)
 
-    return functools.partial(look_at, packed=16, absmax=1, map=map)
+    return functools.partial(bind, fragments=fragments, map=map)
 
 
 @functools.cache
 def _kernel(values: str, threads: int, shared: int) -> Kernel:
-    sizes = 128, 128, *SIZES, VALUES_BYTES
-    return Kernel(_LINEAR_TILE, (values,), threads, shared, signature=sizes, early=True)
+    sizes = _tma.MAP_BYTES, _tma.MAP_BYTES, *ARGUMENTS, VALUES.dtype.itemsize
+    return Kernel(_template(), (values,), threads, shared, signature=sizes, early=True)
 
 
-def _tile_decoder(format: Format) -> tuple[int, str, int]:
-    """Bits of an element, C++ type (``{T}`` is that of x) and block; 0 bits where the kernel has no decoder."""
-    if isinstance(format, KBit) and 2 <= format.bits <= 5:
-        return format.bits, f"TileKbit<{{T}}, {format.bits}, {ABSMAX[format.absmax].kernel}>", BLOCK
-    if isinstance(format, Table4) and format.block >= _GRANULE_K:
-        return 4, f"TileTable4<{{T}}, {str(format.double_quant).lower()}>", format.block
-    return 0, "", 0
+# ---- the route -----------------------------------------------------------------------------------------------------
+
+# Beyond, cuBLAS reads the decoded weights once for all tokens, and the kernel decodes them again for each tile.
+MOST_TOKENS = 128
+# Microseconds of the launch; the fraction of the bandwidth at which weights of more bits pass than are quickly decoded.
+_START, _FRACTION = 3.0, 0.7
 
 
-@functools.lru_cache(maxsize=1024)
-def tile_refusal(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int, grouped: bool = False) -> str:
-    """What stands against ``linear_tile``; nothing: an empty text."""
-    bits, _, _ = _tile_decoder(format)
-    n, k = shape
-    if not bits:
-        return f"{format} has no decoder"
-    if dtype.itemsize != 2:
-        return f"x is {dtype}"
-    if capability(device) != 90 or not _tma.available():
+def tile_refusal(problem: Problem) -> str | None:
+    """What stands against ``linear_tile``, but for the number of tokens."""
+    found = refusal(problem)
+    if found is not None:
+        return found
+    assert problem.device is not None and problem.fragments is not None
+    n, k = problem.shape
+    if not problem.fragments.hopper:
+        return f"it has no decoder for blocks of {problem.fragments.block}"
+    if problem.device.capability != 90 or not problem.device.tensor_maps:
         return "it is for compute capability 9.0"
-    if k % _GRANULE_K or k * bits // 8 % 16 or not k or not n:
-        return f"rows of {k} elements are not whole granules"
-    return "" if max(n, k) < 1 << 30 and n * k < 1 << 36 else "numbers of 32 bits do not reach through the weight"
+    if k % SIZES.GRANULE_K or k * problem.fragments.bits // 8 % 16:
+        return f"rows of {k} elements do not start at multiples of 16 bytes"
+    if max(n, k) >= 1 << 30 or n * k >= 1 << 36:
+        return "numbers of 32 bits do not reach through the weight"
+    return None if problem.stored.codes >= 16 else "the plane of codes does not start at a multiple of 16 bytes"
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_kernel(
+    fragments: Fragments, shape: tuple[int, int], dtype: np.dtype, device: Device, cut: TileCut, grouped: bool = False
+) -> TileKernel:
+    """The launcher of ``linear_tile``."""
+    return TileKernel(fragments, shape, dtype, device, cut, grouped=grouped)
+
+
+class Hopper(Route):
+    """``linear_tile``: a GEMM of up to 128 tokens by the copy engine and wgmma."""
+
+    name = "hopper"
+
+    def accepts(self, problem: Problem) -> str | None:
+        found = refused_by_all(problem, "one weight") or tile_refusal(problem)
+        return found or (f"more than {MOST_TOKENS} tokens" if problem.tokens > MOST_TOKENS else None)
+
+    def cost(self, problem: Problem) -> float:
+        assert problem.device is not None
+        cut = self._cut(problem)
+        decoding = cut.microseconds(*problem.shape, problem.tokens, problem.device.multiprocessors)
+        return max(decoding, _START + problem.reading / _FRACTION)
+
+    def prepare(self, problem: Problem) -> Product:
+        assert problem.device is not None and problem.fragments is not None
+        return tile_kernel(problem.fragments, problem.shape, problem.dtype, problem.device, self._cut(problem))
+
+    def describe(self, problem: Problem) -> str:
+        cut = self._cut(problem)
+        tile = f"{cut.tokens} tokens x {cut.rows} rows a thread block"
+        return f"weights decoded in registers: linear_tile, {tile}, k in {cut.k_groups * cut.splits} parts"
+
+    def _cut(self, problem: Problem) -> TileCut:
+        assert problem.device is not None
+        return cut_tile(*problem.shape, problem.tokens, problem.device.multiprocessors)

@@ -1,4 +1,4 @@
-"""W8A8: products of int8 activations and int8 weights, and SmoothQuant.
+"""W8A8: products of int8 activations and int8 weights, the route of ``activations="int8"``.
 
     y[m, n] = sum_k aq[m, k] * wq[n, k] * sa[m] * sw[n] + bias[n]
 
@@ -13,9 +13,8 @@ not positive and finite counts as 0.
 The lowest code of activations is -128, or -127 on request. A scale that is found makes no finite number smaller than
 -127: the two differ for -inf, and where one scale for all tokens was found beforehand.
 
-SmoothQuant divides activation channel k by ``s[k]`` and multiplies weight column k by it, which moves outliers of
-activations into the weights: ``s[k] = max|A[:, k]|^alpha / max|W[:, k]|^(1 - alpha)``. The weights are smoothed before
-they are compressed; the division of the activations is part of their quantization.
+Activations may be divided by SmoothQuant's factors on the way (see `kbitcupy.products.smoothquant`), which is part of
+their quantization.
 
 On a GPU the activations are quantized in one launch (none, where they are int8 already and K is a multiple of 128) and
 multiplied in a second one, on tensor cores, with rescaling and bias at the end of it. From Hopper on each starts before
@@ -38,15 +37,15 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import launch as _launch, tma as _tma, xp as _xp
 from ..backend.compile import CXX_TYPES, Template
+from ..backend.structs import Constants
 from ..errors import DeviceError, FormatError
 from ..formats import affine
-from ..formats.base import Format, register_templates
+from ..formats.base import Format, Integers, register_templates
 from ..ops import check_out, source
+from .routes import BYTES_PER_US, Problem, Product, Route, device as device_of
 
 #: The largest K whose sums of products of int8 cannot leave int32.
 MAX_DEPTH = 131071
-#: The smallest maximum that SmoothQuant reckons with.
-SMALLEST_ABSMAX = 1e-5
 
 # What the kernels take; float64 goes through float32.
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -177,11 +176,11 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin
                 raise FormatError(f"{name} goes with activations that are quantized here, and x is {x!r}: pass None")
         if qmin != -128:
             raise FormatError(f"qmin goes with activations that are quantized here, and x is {x!r}: leave it away")
-        x, token_scales = _token_planes(x)
+        x, token_scales = token_planes(x)
     else:
         x = _xp.as_array(x)
         dtype = _xp.float_dtype(x.dtype, "x")
-    codes, scales = _weight_planes(qw)
+    codes, scales = weight_planes(qw, "qw")
     rows, depth = qw.shape
     if x.ndim == 0 or x.shape[-1] != depth:
         raise ValueError(f"x has shape {x.shape}; a weight of shape {qw.shape} needs [..., {depth}]")
@@ -189,9 +188,9 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin
         raise DeviceError(f"x is on {_xp.device_of(x)} and the weight on {qw.device}; move one of them")
     shape = (*x.shape[:-1], rows)
     if smooth is not None:
-        smooth = _vector(smooth, "smooth", depth, x, True)
+        smooth = float_vector(smooth, "smooth", depth, x, True)
     if bias is not None:
-        bias = _vector(bias, "bias", rows, x)
+        bias = float_vector(bias, "bias", rows, x)
     if activation_scale is not None:
         activation_scale = _one_scale(activation_scale, x)
     if out is not None:
@@ -199,71 +198,96 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin
     with _xp.on_device_of(x):
         if out is None:
             out = _xp.namespace(x).empty(shape, dtype)
-        if not out.size:
-            return out
-        if token_scales is None:
-            # CuPy's own cast flushes subnormal numbers.
-            single = x.dtype == np.float64 and not isinstance(x, np.ndarray)
-            x = affine.converted(x, np.dtype(np.float32)) if single else source(x, _FLOATS)
-        if isinstance(x, np.ndarray):
-            _multiply_host(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
-        elif dtype in _xp.dtype_set(_FLOATS):
-            _multiply_cuda(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
-        else:
-            single = _xp.namespace(x).empty(shape, np.float32)
-            _multiply_cuda(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, single)
-            out[...] = single
+        if out.size:
+            _multiply(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
     return out
 
 
-def _token_planes(x: QuantizedArray) -> tuple[Any, Any]:
-    """Codes [..., K] and scales, one for each token or for all, of activations that are int8."""
-    if not x.ndim or not _has_token_scales(x.format, x.shape):
+def _multiply(
+    x: Any,
+    token_scales: Any | None,
+    codes: Any,
+    scales: Any,
+    smooth: Any | None,
+    fixed: Any | None,
+    qmin: int,
+    bias: Any | None,
+    out: Any,
+) -> None:
+    """Fill `out`, which is not empty; x is int8 where it has `token_scales`, and float otherwise."""
+    if token_scales is None:
+        # CuPy's own cast flushes subnormal numbers.
+        single = x.dtype == np.float64 and not isinstance(x, np.ndarray)
+        x = affine.converted(x, np.dtype(np.float32)) if single else source(x, _FLOATS)
+    if isinstance(x, np.ndarray):
+        _multiply_host(x, token_scales, codes, scales, smooth, fixed, qmin, bias, out)
+    elif out.dtype in _xp.dtype_set(_FLOATS):
+        _multiply_cuda(x, token_scales, codes, scales, smooth, fixed, qmin, bias, out)
+    else:
+        single = _xp.namespace(x).empty(out.shape, np.float32)
+        _multiply_cuda(x, token_scales, codes, scales, smooth, fixed, qmin, bias, single)
+        out[...] = single
+
+
+def token_planes(x: QuantizedArray) -> tuple[Any, Any]:
+    """Codes [..., K] and scales, one for each token or for all, of activations that are int8.
+
+    Raises
+    ------
+    FormatError
+        When they are not.
+    """
+    integers = integers_of(x)
+    if integers is None:
         raise FormatError(
             f"x is {x.format!r} of shape {x.shape}; activations that are compressed must be [..., K] in a symmetric "
             "int8 with a scale for each token or for all: quantize(x, 'int8', granularity='token')"
         )
-    return x.planes["codes"].reshape(x.shape), x.planes["scale"]
+    return x.planes[integers.codes].reshape(x.shape), x.planes[integers.scales]
 
 
-def _weight_planes(qw: Any) -> tuple[Any, Any]:
-    """Codes and scales of a weight that a product takes."""
-    if not isinstance(qw, QuantizedArray):
+def weight_planes(q: Any, argument: str) -> tuple[Any, Any]:
+    """Codes and scales of a weight that a product takes.
+
+    Raises
+    ------
+    TypeError
+        When it is not compressed.
+    FormatError
+        When it is compressed in another way.
+    ValueError
+        When it has too many columns.
+    """
+    if not isinstance(q, QuantizedArray):
         raise TypeError(
-            f"qw is {type(qw).__name__}; it must be a QuantizedArray: quantize(w, 'int8', granularity=('channel', 0))"
+            f"{argument} is {type(q).__name__}; it must be a QuantizedArray: quantize(w, 'int8', granularity="
+            "('channel', 0))"
         )
-    if not _fits(qw.format, qw.shape, qw.lead):
-        raise FormatError(
-            f"qw is {qw.format!r} of shape {qw.shape}; it must be [N, K] in a symmetric int8 with a scale for each "
-            "row: quantize(w, 'int8', granularity=('channel', 0))"
-        )
-    if qw.shape[1] > MAX_DEPTH:
-        raise ValueError(f"qw has K = {qw.shape[1]}; sums are exact in int32 up to K = {MAX_DEPTH}: split K")
-    return qw.planes["codes"], qw.planes["scale"]
+    integers = integers_of(q)
+    if integers is None or integers.shares != "row" or q.ndim != 2:
+        raise FormatError(f"{argument} is {q.format!r} of shape {q.shape}; {_WANTED}")
+    if q.shape[1] > MAX_DEPTH:
+        raise ValueError(f"{argument} has K = {q.shape[1]}; {_TOO_DEEP}")
+    return q.planes[integers.codes], q.planes[integers.scales]
 
 
-def _is_int8(format: Format) -> bool:
-    return isinstance(format, affine.Affine) and format.name == "int8" and format.levels.symmetric
+_WANTED = (
+    "it must be [N, K] in a symmetric int8 with a scale for each row: quantize(w, 'int8', granularity=('channel', 0))"
+)
+_TOO_DEEP = f"sums are exact in int32 up to K = {MAX_DEPTH}: split K"
+
+
+def integers_of(q: QuantizedArray) -> Integers | None:
+    """How a compressed array is a matrix of int8."""
+    return _integers(q.format, q.shape, q.lead)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fits(format: Format, shape: tuple[int, ...], lead: int = 0) -> bool:
-    """Whether planes of this format are a matrix of int8 with a scale for each row."""
-    if not isinstance(format, affine.Affine) or not _is_int8(format) or len(shape) != 2:
-        return False
-    return format.layout_of(shape, lead) == affine.blocks_of(shape, ("channel", 0)).layout
+def _integers(format: Format, shape: tuple[int, ...], lead: int) -> Integers | None:
+    return format.integers(shape, lead)
 
 
-@functools.lru_cache(maxsize=1024)
-def _has_token_scales(format: Format, shape: tuple[int, ...]) -> bool:
-    """Whether planes of this format are int8 with a scale for each row along the last axis, or one for all."""
-    if not isinstance(format, affine.Affine) or not _is_int8(format):
-        return False
-    blocks = affine.blocks_of(shape, format.granularity)
-    return blocks.count == 1 or blocks.layout == affine.blocks_of(shape, "token").layout
-
-
-def _vector(values: Any, argument: str, size: int, beside: Any, single: bool = False) -> Any:
+def float_vector(values: Any, argument: str, size: int, beside: Any, single: bool = False) -> Any:
     """A contiguous float array [size] beside another; float32 for `single` and where it was float64."""
     array = _xp.as_array(values, argument)
     dtype = _xp.float_dtype(array.dtype, argument)
@@ -378,18 +402,35 @@ def _multiply_host(
 
 _FILE, _HOPPER_FILE = "linear/int8.cu", "linear/int8_sm90a.cu"
 _TYPES = tuple(CXX_TYPES[name] for name in _FLOATS)
-_BIAS_KINDS = {"float32": 1, "float16": 2, "bfloat16": 3}
+# Numbers of both files, of kernels/linear/int8.cu and of kernels/linear/int8_sm90a.cu.
+_BIASES = Constants(FLOAT32_BIAS=1, FLOAT16_BIAS=2, BFLOAT16_BIAS=3)
+_SHARED = Constants(
+    TOKEN_THREADS=512,
+    STREAM_THREADS=256,
+    STREAM_ROWS=16,
+    STREAM_K=128,
+    STREAM_DEPTH=3,
+    TILE_N=128,
+    TILE_K=64,
+    TILE_STAGES=4,
+)
+_HOPPER_SHARED = Constants(STEP_K=_tma.BOX_BYTES)
+_BIAS_KINDS = {
+    "float32": _BIASES.FLOAT32_BIAS,
+    "float16": _BIASES.FLOAT16_BIAS,
+    "bfloat16": _BIASES.BFLOAT16_BIAS,
+}
 
 _ALIGNMENT = 16  # bytes, of what moves in vectors
 _MOST_BLOCKS = 1 << 30
 _PITCH = 128  # columns of quantized tokens come in multiples of this
-_TOKEN_THREADS = 512
+_TOKEN_THREADS = _SHARED.TOKEN_THREADS
 _STREAM_TOKENS = 16  # the most that are streamed
-_STREAM_ROWS = 16
+_STREAM_ROWS = _SHARED.STREAM_ROWS
 _SMALL_WEIGHT = 1 << 25  # bytes; of larger ones tiles stream more than 8 tokens faster on Hopper
-_STREAM_THREADS = 256
-_STREAM_SHARED = _STREAM_THREADS // 32 * 3 * _STREAM_ROWS * 128
-_TILE_N, _TILE_STAGE, _TILE_STAGES = 128, 64, 4
+_STREAM_THREADS = _SHARED.STREAM_THREADS
+_STREAM_SHARED = _STREAM_THREADS // 32 * _SHARED.STREAM_DEPTH * _STREAM_ROWS * _SHARED.STREAM_K
+_TILE_N, _TILE_STAGE, _TILE_STAGES = _SHARED.TILE_N, _SHARED.TILE_K, _SHARED.TILE_STAGES
 
 
 @dataclass(frozen=True)
@@ -468,17 +509,24 @@ _TILINGS = (
     Tiling(2, 2, 4, 2, 1, 0.71),
 )
 
-_QUANTIZE_TOKENS = Template(_FILE, "quantize_tokens", (_TYPES, _BOOLS, _BOOLS))
-_STREAM = Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("true",)))
-_TILE = Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("true",)))
-_WGMMA = Template(_HOPPER_FILE, "wgmma_w8a8", (_TYPES, tuple(tiling.text for tiling in _TILINGS)))
+
+def _template(name: str, *axes: tuple[str, ...], hot: bool = True) -> Template:
+    return Template(_FILE, name, (_TYPES, *axes), hot=hot, structs=(_BIASES, _SHARED))
+
+
+_QUANTIZE_TOKENS = _template("quantize_tokens", _BOOLS, _BOOLS)
+_STREAM = _template("stream_w8a8", ("8", "16"), ("true",))
+_TILE = _template("tile_w8a8", ("64", "128"), ("true",))
+_WGMMA = Template(
+    _HOPPER_FILE, "wgmma_w8a8", (_TYPES, tuple(t.text for t in _TILINGS)), structs=(_BIASES, _HOPPER_SHARED)
+)
 register_templates(
     _QUANTIZE_TOKENS,
     _STREAM,
     _TILE,
     # Weights whose rows start anywhere are read byte by byte.
-    Template(_FILE, "stream_w8a8", (_TYPES, ("8", "16"), ("false",)), hot=False),
-    Template(_FILE, "tile_w8a8", (_TYPES, ("64", "128"), ("false",)), hot=False),
+    _template("stream_w8a8", ("8", "16"), ("false",), hot=False),
+    _template("tile_w8a8", ("64", "128"), ("false",), hot=False),
     _WGMMA,
 )
 
@@ -486,10 +534,9 @@ register_templates(
 @functools.cache
 def _multiprocessors(device: int) -> int:
     """Multiprocessors of a Hopper GPU whose driver makes tensor maps and starts kernels early; 0 of any other."""
-    import cupy
-
-    hopper = cupy.cuda.Device(device).compute_capability == "90" and _tma.available() and _launch.starts_early(device)
-    return _launch.multiprocessors(device) if hopper else 0
+    gpu = device_of(device)
+    hopper = gpu is not None and gpu.capability == 90 and gpu.tensor_maps and gpu.starts_early
+    return gpu.multiprocessors if gpu is not None and hopper else 0
 
 
 def choose_tiling(tokens: int, channels: int, depth: int, multiprocessors: int) -> Tiling | None:
@@ -640,200 +687,85 @@ def _multiply_cuda(
     )
 
 
-# ---- SmoothQuant ---------------------------------------------------------------------------------------------------
+# ---- routes --------------------------------------------------------------------------------------------------------
 
 
-class Calibration:
-    """The running absmax of activation channels over batches.
-
-    Examples
-    --------
-    >>> import numpy as np, kbitcupy as kb
-    >>> calibration = kb.affine.Calibration()
-    >>> for batch in ([[1.0, -2.0]], [[-3.0, 0.5]]):
-    ...     _ = calibration.update(np.array(batch, np.float32))
-    >>> calibration.absmax
-    array([3., 2.], dtype=float32)
-    """
-
-    __slots__ = ("_absmax",)
-
-    def __init__(self) -> None:
-        self._absmax: Any = None
-
-    def update(self, batch: Any) -> Calibration:
-        """Take a batch into account.
-
-        Parameters
-        ----------
-        batch : array_like
-            float [..., K]. NaN is ignored, an infinity counts as the largest float32. On CuPy nothing synchronises.
-
-        Returns
-        -------
-        Calibration
-            The object itself.
-
-        Raises
-        ------
-        TypeError
-            When the batch is not a float array.
-        ValueError
-            When its K is not that of the batches before.
-        DeviceError
-            When it is on another device than they.
-        """
-        batch = _xp.as_array(batch, "batch")
-        _xp.float_dtype(batch.dtype, "batch")
-        if batch.ndim == 0 or (self._absmax is not None and batch.shape[-1:] != self._absmax.shape):
-            wanted = "[..., K]" if self._absmax is None else f"[..., {self._absmax.size}]"
-            raise ValueError(f"batch has shape {batch.shape}; it must be {wanted}")
-        if self._absmax is not None and not _xp.same_device(batch, self._absmax):
-            raise DeviceError(
-                f"batch is on {_xp.device_of(batch)} and the earlier ones on {_xp.device_of(self._absmax)}; move it"
-            )
-        with _xp.on_device_of(batch):
-            found = column_absmax(batch)
-            if self._absmax is not None:
-                found = _xp.namespace(batch).maximum(found, self._absmax)
-        self._absmax = found
-        return self
-
-    @property
-    def absmax(self) -> Any:
-        """float32 [K], on the device of the batches.
-
-        Raises
-        ------
-        ValueError
-            Before the first batch.
-        """
-        if self._absmax is None:
-            raise ValueError("no batch has been seen: call update first")
-        return self._absmax
-
-    def activation_scale(self, smooth: Any = None) -> Any:
-        """The scale of all tokens for `linear_smoothquant`: the largest ``absmax / smooth``, over 127.
-
-        Parameters
-        ----------
-        smooth : array, optional
-            float [K], from `smooth_scales`; by default nothing is divided.
-
-        Returns
-        -------
-        array
-            float32 [1], on the device of the batches; 1 where all batches were zeros.
-
-        Raises
-        ------
-        ValueError, TypeError, DeviceError
-            When `smooth` does not fit, or no batch has been seen.
-        """
-        absmax = self.absmax
-        xp = _xp.namespace(absmax)
-        with _xp.on_device_of(absmax):
-            if smooth is not None:
-                absmax = absmax / _vector(smooth, "smooth", absmax.size, absmax, True)
-            largest = (absmax if absmax.size else xp.zeros(1, np.float32)).max().reshape(1)
-            return xp.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
+def _refusal(problem: Problem) -> str | None:
+    """What stands against int8 products, on a GPU or not."""
+    if problem.activations != "int8":
+        return 'it multiplies activations that are int8: ask for activations="int8"'
+    if problem.experts:
+        return "it is for one weight"
+    integers = problem.format.integers(problem.shape, problem.stored.lead)
+    if integers is None or integers.shares != "row":
+        return f"the weight is {problem.format!r}; {_WANTED}"
+    return f"K is {problem.shape[1]}; {_TOO_DEEP}" if problem.shape[1] > MAX_DEPTH else None
 
 
-def column_absmax(x: Any) -> Any:
-    """float32 [K]: the absmax over all axes but the last; NaN is ignored, infinity is the largest float32."""
-    xp = _xp.namespace(x)
-    with np.errstate(over="ignore"):
-        magnitudes = xp.abs(x.astype(np.float32, copy=False)).reshape(-1, x.shape[-1])
-    magnitudes = xp.where(xp.isnan(magnitudes), np.float32(0), magnitudes)
-    if not len(magnitudes):  # CuPy's max knows no initial value
-        return xp.zeros(x.shape[-1], np.float32)
-    return xp.minimum(magnitudes.max(axis=0), _LARGEST)
+def _product(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+    """`linear` of int8 weights; x is float, or int8 with scales of tokens."""
+    codes, scales = weight_planes(q, "q")
+    token_scales = None
+    if isinstance(x, QuantizedArray):
+        x, token_scales = token_planes(x)
+    bias = None if bias is None else source(bias, _FLOATS)
+    _multiply(x, token_scales, codes, scales, None, None, -128, bias, out)
 
 
-def smooth_scales(activation_absmax: Any, weight: Any, alpha: float = 0.5) -> Any:
-    """SmoothQuant's divisors of activation channels, ``max|A[:, k]|^alpha / max|W[:, k]|^(1 - alpha)``.
-
-    Parameters
-    ----------
-    activation_absmax : array
-        float [K], as `Calibration` keeps it.
-    weight : array
-        float [N, K], on the same device.
-    alpha : float, default 0.5
-        From 0 (everything stays with the activations) to 1 (all of their range moves to the weights).
-
-    Returns
-    -------
-    array
-        float32 [K]. Maxima below 1e-5 count as 1e-5; powers are taken in float64.
-
-    Raises
-    ------
-    TypeError
-        When an argument is not a float array.
-    ValueError
-        When the shapes do not fit or alpha is out of range.
-    DeviceError
-        When the arrays are on different devices.
-
-    Examples
-    --------
-    >>> import numpy as np, kbitcupy as kb
-    >>> kb.affine.smooth_scales(np.array([16.0, 1.0], np.float32), np.array([[1.0, 4.0]], np.float32))
-    array([4. , 0.5], dtype=float32)
-    """
-    if _xp.is_tensor(activation_absmax):
-        return _xp.in_torch(smooth_scales, "activation_absmax", activation_absmax, weight, alpha)
-    weight = _weight(weight)
-    absmax = _vector(activation_absmax, "activation_absmax", weight.shape[1], weight, True)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float, np.number)) or not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is {alpha!r}; it must be a number from 0 to 1")
-    xp = _xp.namespace(weight)
-    with _xp.on_device_of(weight):
-        activations = xp.maximum(absmax.astype(np.float64), SMALLEST_ABSMAX)
-        weights = xp.maximum(column_absmax(weight).astype(np.float64), SMALLEST_ABSMAX)
-        return (activations ** float(alpha) / weights ** (1 - float(alpha))).astype(np.float32)
+# Microseconds of the two launches; operations of a core of the host.
+_START, _HOST_RATE = 4.0, 2e4
 
 
-def smooth_weight(weight: Any, smooth: Any) -> Any:
-    """A weight whose columns are multiplied by SmoothQuant's divisors.
+class Int8(Route):
+    """Quantize tokens to int8, and multiply on integer tensor cores."""
 
-    Parameters
-    ----------
-    weight : array
-        float [N, K].
-    smooth : array
-        float [K], from `smooth_scales`, on the same device.
+    name = "int8"
 
-    Returns
-    -------
-    array
-        Shape and dtype of `weight`; the product is rounded to float32 and then to that dtype.
+    def accepts(self, problem: Problem) -> str | None:
+        return "the arrays are in host memory" if problem.device is None else _refusal(problem)
 
-    Raises
-    ------
-    TypeError, ValueError, DeviceError
-        As `smooth_scales`.
+    def cost(self, problem: Problem) -> float:
+        tiling = self._tiling(problem)
+        n, k = problem.shape
+        if tiling is None:
+            return _START + n * k / BYTES_PER_US * -(-problem.tokens // _STREAM_TOKENS)
+        assert problem.device is not None
+        return _START + tiling.cost(problem.tokens, n, k, problem.device.multiprocessors)
 
-    Examples
-    --------
-    >>> import numpy as np, kbitcupy as kb
-    >>> kb.affine.smooth_weight(np.ones((1, 2), np.float16), np.array([4.0, 0.5], np.float32))
-    array([[4. , 0.5]], dtype=float16)
-    """
-    if _xp.is_tensor(weight):
-        return _xp.in_torch(smooth_weight, "weight", weight, smooth)
-    weight = _weight(weight)
-    smooth = _vector(smooth, "smooth", weight.shape[1], weight, True)
-    with _xp.on_device_of(weight), np.errstate(over="ignore"):
-        return (weight.astype(np.float32, copy=False) * smooth).astype(weight.dtype, copy=False)
+    def prepare(self, problem: Problem) -> Product:
+        return _product
+
+    def describe(self, problem: Problem) -> str:
+        tiling = self._tiling(problem)
+        if tiling is not None:
+            how = f"wgmma_w8a8, {tiling.tokens} tokens x {tiling.channels} rows a thread block"
+        else:
+            how = "stream_w8a8" if problem.tokens <= _STREAM_TOKENS else "tile_w8a8"
+        return f"tokens quantized to int8, then integer tensor cores: {how}"
+
+    def _tiling(self, problem: Problem) -> Tiling | None:
+        """What Hopper takes where rows of the weight start at multiples of 16 bytes."""
+        assert problem.device is not None
+        n, k = problem.shape
+        aligned = k % _ALIGNMENT == 0 and k > 0 and problem.stored.codes >= _ALIGNMENT
+        processors = _multiprocessors(problem.device.ordinal) if aligned else 0
+        return choose_tiling(problem.tokens, n, k, processors) if processors else None
 
 
-def _weight(weight: Any) -> Any:
-    if isinstance(weight, QuantizedArray):
-        raise TypeError("weight is a QuantizedArray; smooth the float weight before it is compressed")
-    weight = _xp.as_array(weight, "weight")
-    _xp.float_dtype(weight.dtype, "weight")
-    if weight.ndim != 2:
-        raise ValueError(f"weight has shape {weight.shape}; it must be [N, K]")
-    return weight
+class Int8Host(Route):
+    """Quantize tokens to int8, and multiply exactly by NumPy's BLAS."""
+
+    name = "int8_numpy"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return "the arrays are on a GPU" if problem.device is not None else _refusal(problem)
+
+    def cost(self, problem: Problem) -> float:
+        n, k = problem.shape
+        return n * k * problem.tokens / _HOST_RATE
+
+    def prepare(self, problem: Problem) -> Product:
+        return _product
+
+    def describe(self, problem: Problem) -> str:
+        return "NumPy: tokens quantized to int8, integers multiplied exactly in float32"

@@ -1,4 +1,4 @@
-"""Kernels that multiply few tokens by compressed weights, for any GPU (kernels/linear/).
+"""Routes for few tokens: weights are decoded in registers and never written (kernels/linear/), on any GPU.
 
 ``linear_one`` takes one token, ``linear_few`` up to 32 and mixtures of experts. Here stands what they can take, how
 their work is cut, and how they are launched.
@@ -8,137 +8,58 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .. import tables
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
-from ..backend.compile import CXX_TYPES, IDS_CXX, Template
-from ..backend.launch import Kernel, capability, multiprocessors, shared_memory
-from ..formats.base import Format, register_templates
-from ..formats.codebook.kbit import ABSMAX, BLOCK, KBit
-from ..formats.codebook.table4 import Table4
+from ..backend.compile import Template
+from ..backend.launch import Kernel, Struct
+from ..backend.structs import Constants
+from ..formats.base import Fragments, all_fragments, register_templates
+from .fused import (
+    ARGUMENTS,
+    DECLARED,
+    HALF_CXX,
+    ITEM_K,
+    ITEM_ROWS,
+    NO_EXPERTS,
+    PROMOTION,
+    TOKENS,
+    VALUES,
+    Binder,
+    Decoder,
+    Experts,
+    Fused,
+    bias_argument,
+    bind,
+    no_map,
+    refusal,
+)
+from .routes import Device, Problem, Product, Route, refused_by_all
 
-# As in kernels/linear/decoder.cuh and pipeline.cuh.
-ITEM_K, _ITEM_ROWS, TOKENS = 128, 16, 8
-TABLE_AT, _HEAD, _FEW_HEAD = 2048, 1024, 2048
-_MOST_K = 128 * ITEM_K  # elements of x in the gaps of a table
-# Counted in the 48 KiB of shared memory that every kernel has.
-MAX_EXPERTS = 12000
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """How a kernel reads the weights of a format.
-
-    Parameters
-    ----------
-    expression : str
-        The C++ type; ``{T}`` stands for the type of x.
-    granule : int
-        k must be a multiple of it: the elements of a row that have to lie in one block.
-    entries : int
-        Of the table of values.
-    gaps : bool
-        Whether the table has gaps, where the sums find room.
-    item_bytes, scale_bytes : int
-        As there.
-    items, grouped_items : int
-        Most items of a warp of ``linear_few``, and of its grouped flavour: there are registers for them.
-    wide : bool
-        Whether a thread block of ``linear_few`` may take 16 tokens: there are registers for it.
-    swizzled : bool
-        Whether ``TURNS`` is not 1.
-    copied : bool
-        Whether the scales are used as they are stored; otherwise they are spread, one for each granule.
-    block : int
-        Elements of a block.
-    """
-
-    expression: str
-    granule: int
-    entries: int
-    gaps: bool
-    item_bytes: int
-    scale_bytes: int
-    items: int
-    grouped_items: int
-    wide: bool
-    swizzled: bool
-    copied: bool
-    block: int
-
-    def shared_bytes(self, eights: int, items: int, warps: int) -> int:
-        """Shared memory of a thread block of ``linear_few``."""
-        stages = warps * items * _ITEM_ROWS * (self.item_bytes + 2 * self.scale_bytes)
-        slots = 2 if eights == 2 else 4
-        sums = 0 if self.gaps else slots * warps * _ITEM_ROWS * TOKENS * eights * 4
-        return self._table_bytes - _HEAD + _FEW_HEAD + sums + stages
-
-    def shared_bytes_one(self, k: int, run: int, items: int, warps: int) -> int:
-        """... of ``linear_one``."""
-        slots = warps * items * _ITEM_ROWS * (self.item_bytes + self.scale_bytes)
-        return self._table_bytes + (0 if self.gaps else k * 2) + slots + (run + warps) * _ITEM_ROWS * 4
-
-    @property
-    def _table_bytes(self) -> int:
-        """Shared memory up to the end of the table of values and of what stands behind it."""
-        return TABLE_AT + self.entries * 256 + _HEAD
-
-
-def _kbit_decoder(k: int, absmax: str) -> Decoder:
-    return Decoder(
-        f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>",
-        granule=BLOCK,
-        entries=32 if k == 5 else 256,
-        gaps=k in (3, 4),
-        item_bytes=ITEM_K * k // 8,
-        scale_bytes=ITEM_K // BLOCK * np.dtype(ABSMAX[absmax].dtype).itemsize,
-        items=2 if k == 5 or absmax == "float32" else 4,
-        grouped_items=2 if k == 5 or absmax == "float32" else 4,
-        wide=absmax != "float32",
-        swizzled=False,
-        copied=True,
-        block=BLOCK,
-    )
-
-
-def _table4_decoder(block: int, double_quant: bool) -> Decoder:
-    granule = min(block, 64)
-    return Decoder(
-        f"Table4<{{T}}, {granule}>",
-        granule=granule,
-        entries=256,
-        gaps=True,
-        item_bytes=ITEM_K // 2,
-        scale_bytes=ITEM_K // granule * 4,
-        items=4 if granule == 64 else 2,
-        grouped_items=2,
-        wide=granule == 64,
-        swizzled=True,
-        copied=block == granule and not double_quant,
-        block=block,
-    )
-
-
-def decoder_of(format: Format) -> Decoder | None:
-    """The decoder of a format; None where products go through decoded weights."""
-    if isinstance(format, KBit):
-        return _kbit_decoder(format.bits, format.absmax) if 2 <= format.bits <= 5 else None
-    return _table4_decoder(format.block, format.double_quant) if isinstance(format, Table4) else None
-
-
-def _decoders() -> list[Decoder]:
-    """All there are, for the compile check."""
-    kbit = [_kbit_decoder(k, absmax) for k in (2, 3, 4, 5) for absmax in ABSMAX]
-    return kbit + [_table4_decoder(*options) for options in ((64, False), (32, False), (16, False), (64, True))]
-
-
-HALF_CXX = (CXX_TYPES["float16"], CXX_TYPES["bfloat16"])
+#: What ``linear_few`` is told of its `Cut`: run, warps, items and share; teams of a thread block; the bytes of scales
+#: that are copied at a time, 0 where they are spread; whether weights are copied in pieces of 16 bytes, and whether x
+#: comes by way of shared memory; the numbers by which it divides by warps and teams.
+CUT = Struct(
+    "Cut",
+    run="i4",
+    warps="i4",
+    teams="i4",
+    items="i4",
+    share="i4",
+    width="i4",
+    wide="i4",
+    staged="i4",
+    per_warps="u4",
+    per_teams="u4",
+)
+#: The gap between the halves of x in shared memory.
+_GAP = Constants(X_GAP=256)
+_DECLARED = (*DECLARED, _GAP, CUT)
 
 
 def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool = False) -> tuple[int, int]:
@@ -157,7 +78,7 @@ def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool
     grouped : bool
         Whether it is the flavour for experts.
     """
-    most = decoder.grouped_items if grouped else decoder.items
+    most = decoder.fragments.grouped_items if grouped else decoder.fragments.items
     for warps, items in itertools.product((16, 8), (4, 2) if even else (1,)):
         if eights * items <= 4 and items <= most and decoder.shared_bytes(eights, items, warps) <= room:
             return items, warps
@@ -180,7 +101,7 @@ def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
     """
     # Fewer warps get the first of their weights earlier, which matters where they have few.
     for warps, items in itertools.product((12, 16, 8) if run * k <= _LITTLE else (16, 8), (4, 2)):
-        if k % (items * ITEM_K) or (decoder.gaps and k > _MOST_K):
+        if k % (items * ITEM_K) or (decoder.fragments.gaps and k > decoder.elements_in_gaps):
             continue
         if decoder.shared_bytes_one(k, run, items, warps) <= room:
             return items, warps
@@ -191,15 +112,15 @@ def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
 _LITTLE = 96 * ITEM_K
 
 
-def _instances(eights: int, grouped: bool, even: bool, flow: int, cluster: int) -> tuple[str, ...]:
+def _instances(eights: int, grouped: bool, even: bool, flow: str, cluster: int) -> tuple[str, ...]:
     """Those that a device with the 227 KiB of shared memory of an H100 takes."""
     found = {
         _few_arguments(
             decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped, flow, cluster
         ): None
-        for decoder in (*_decoders(), _table4_decoder(32, True), _table4_decoder(16, True))
+        for decoder in map(Decoder, all_fragments())
         for T in HALF_CXX
-        if (eights == 1 or decoder.wide) and flow in (_IN_CHUNKS, _flow_at_once(decoder))
+        if (eights == 1 or decoder.fragments.wide) and flow in (_IN_CHUNKS, _flow_at_once(decoder))
     }
     return tuple(found)
 
@@ -207,30 +128,28 @@ def _instances(eights: int, grouped: bool, even: bool, flow: int, cluster: int) 
 def _one_instances(hot: bool) -> tuple[str, ...]:
     """... of ``linear_one``: whatever `one_room` may choose; with four items and most warps where `hot`."""
     return tuple(
-        f"{decoder.expression.format(T=T)}, {items}, {warps}"
-        for decoder in _decoders()
-        if decoder.copied
+        _one_arguments(decoder, T, items, warps)
+        for decoder in map(Decoder, all_fragments())
+        if decoder.fragments.copied
         for items, warps in itertools.product((4, 2), (16, 12, 8))
         if (items == 4 and warps > 8) == hot
         for T in HALF_CXX
     )
 
 
-def _few_arguments(
-    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: int, cluster: int = 1
-) -> str:
-    return f"{decoder.expression.format(T=T)}, {eights}, {items}, {grouped:d}, {flow}, {cluster}"
+def _few_arguments(decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int) -> str:
+    flavour = f"{eights}, {items}, {str(grouped).lower()}, {flow}, {cluster}"
+    return f"{decoder.fragments.small_batch.format(T=T)}, {flavour}, {decoder.layout}"
+
+
+def _one_arguments(decoder: Decoder, T: str, items: int, warps: int) -> str:
+    return f"{decoder.fragments.small_batch.format(T=T)}, {items}, {warps}, {decoder.layout}"
 
 
 # Thread blocks of a cluster, where there are any: multiprocessors come in pairs, so that all of them find a place.
 _CLUSTER = 2
-# Bytes that the L2 cache fetches together: rows of a box are shorter than 256, and what stands beside them another warp
-# fetches a little later.
-PROMOTION = 128
-# ``Flow``, the size of ``struct Cut`` and the gap between the halves of x, of kernels/linear/small_batch.cu.
-_IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = range(3)
-_CUT_BYTES = 40
-_X_GAP = 256
+# Values of ``Flow`` of kernels/linear/small_batch.cu.
+_IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = "IN_CHUNKS", "AT_ONCE", "AT_ONCE_SPREAD"
 
 
 def _reciprocal(divisor: int) -> int:
@@ -238,50 +157,64 @@ def _reciprocal(divisor: int) -> int:
     return 0 if divisor == 1 else (1 << 32) // divisor + 1
 
 
-def _flow_at_once(decoder: Decoder) -> int:
-    return _AT_ONCE if decoder.copied else _AT_ONCE_SPREAD
+def _flow_at_once(decoder: Decoder) -> str:
+    return _AT_ONCE if decoder.fragments.copied else _AT_ONCE_SPREAD
 
 
-def _few_template(*options: Any, hot: bool = True) -> Template:
-    return Template("linear/small_batch.cu", "linear_few", (_instances(*options),), hot=hot)
+def declared_template(name: str, instances: tuple[str, ...] = (), hot: bool = False) -> Template:
+    """A template of kernels/linear/, with what host and kernels both know."""
+    axes = (instances,) if instances else ()
+    return Template(f"linear/{_FILES[name]}.cu", name, axes, hot=hot, structs=_DECLARED, least=80)
 
 
-TEMPLATES = (
-    _few_template(1, False, True, _AT_ONCE, _CLUSTER),
-    _few_template(1, True, True, _AT_ONCE, 1),
-    _few_template(1, False, True, _AT_ONCE, 1),
-    *(
-        _few_template(*options, hot=False)
-        for options in (
-            (1, False, True, _AT_ONCE_SPREAD, _CLUSTER),
-            (1, False, True, _AT_ONCE_SPREAD, 1),
-            (1, True, True, _AT_ONCE_SPREAD, 1),
-            (2, False, True, _AT_ONCE, 1),
-            (2, False, True, _AT_ONCE_SPREAD, 1),
-            (1, True, True, _IN_CHUNKS, 1),
-            (1, False, False, _IN_CHUNKS, 1),
-            (2, False, False, _IN_CHUNKS, 1),
-            (1, True, False, _IN_CHUNKS, 1),
-        )
-    ),
-    Template("linear/single_token.cu", "linear_one", (_one_instances(True),)),
-    Template("linear/single_token.cu", "linear_one", (_one_instances(False),), hot=False),
-    Template("linear/small_batch.cu", "add_partials", (HALF_CXX,), hot=False),
-    Template("linear/experts.cu", "combine_slots", (HALF_CXX,), hot=False),
-    Template("linear/experts.cu", "group_tokens", (tuple(IDS_CXX.values()),), hot=False),
-)
-register_templates(*TEMPLATES)
-_BY_NAME = {template.name: template for template in reversed(TEMPLATES)}
+_FILES = {
+    "linear_few": "small_batch",
+    "linear_one": "single_token",
+    "add_partials": "small_batch",
+    "combine_slots": "experts",
+    "group_tokens": "experts",
+}
+
+
+def _templates() -> Iterator[Template]:
+    """All instances that the host may ask for."""
+    for hot, options in (
+        (True, (1, False, True, _AT_ONCE, _CLUSTER)),
+        (True, (1, True, True, _AT_ONCE, 1)),
+        (True, (1, False, True, _AT_ONCE, 1)),
+        (False, (1, False, True, _AT_ONCE_SPREAD, _CLUSTER)),
+        (False, (1, False, True, _AT_ONCE_SPREAD, 1)),
+        (False, (1, True, True, _AT_ONCE_SPREAD, 1)),
+        (False, (2, False, True, _AT_ONCE, 1)),
+        (False, (2, False, True, _AT_ONCE_SPREAD, 1)),
+        (False, (1, True, True, _IN_CHUNKS, 1)),
+        (False, (1, False, False, _IN_CHUNKS, 1)),
+        (False, (2, False, False, _IN_CHUNKS, 1)),
+        (False, (1, True, False, _IN_CHUNKS, 1)),
+    ):
+        yield declared_template("linear_few", _instances(*options), hot)
+    yield declared_template("linear_one", _one_instances(True), True)
+    yield declared_template("linear_one", _one_instances(False))
+    yield declared_template("add_partials", HALF_CXX)
+
+
+register_templates(_templates)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work of ``linear_few`` is cut: ``struct Cut`` of kernels/linear/small_batch.cu, and the grid.
+    """How the work of ``linear_few`` is cut.
 
     Parameters
     ----------
-    run, warps, items, share
-        As there.
+    run : int
+        Tiles of 16 rows of a thread block.
+    warps : int
+        Warps that share k, a team; each team takes other tiles.
+    items : int
+        k-tiles of a warp at a time.
+    share : int
+        k-tiles of a thread block.
     grid : tuple of int
         Thread blocks along n and along k.
     cluster : int
@@ -331,7 +264,7 @@ def cut_few(
     Cut or None
         None where k is too long for that.
     """
-    rows, total = -(-n // _ITEM_ROWS), -(-k // ITEM_K)
+    rows, total = -(-n // ITEM_ROWS), -(-k // ITEM_K)
     best: tuple[float, Cut] | None = None
     choices = [(split, resident // split, 1) for split in range(1, 1 + min(splits, total))]
     if clusters[1] and total >= clusters[0]:
@@ -355,194 +288,26 @@ def cut_few(
     return best and best[1]
 
 
-# ``struct Values`` of kernels/linear/decoder.cuh.
-_VALUES = np.dtype([("power", "f4"), ("value", "f4", 32), ("map", "f4", 256)])
-VALUES_BYTES = _VALUES.itemsize
-
-
-@functools.lru_cache(maxsize=256)
-def _values_of(format: Format, dtype: np.dtype) -> bytes:
-    """What a kernel knows of a format by value; planes with values of their own come first."""
-    struct = np.zeros((), _VALUES)
-    values = known_values(format)
-    if values is not None:
-        struct["power"] = _power_below(values) * np.float32(gentle_factor(values, dtype))
-        struct["value"][: values.size] = values * struct["power"]
-    if isinstance(format, Table4) and format.double_quant:
-        struct["map"] = tables.dynamic_map()
-    return struct.tobytes()
-
-
-def known_values(format: Format) -> Any:
-    """The values that the indices of a format stand for, float32; None where a plane holds them."""
-    if isinstance(format, KBit):
-        return None if format.codebook == "custom" else tables.standard_codebook(format.codebook, format.bits).values
-    if isinstance(format, Table4) and format.table_name != "custom":
-        return format.values({})
-    return None
-
-
-def gentle_factor(values: np.ndarray, dtype: np.dtype) -> float:
-    """A factor from 1 to 2 with which `values` lose least when they are rounded to `dtype`.
-
-    The rounding of a table is the same for every weight of an index, so it is worth some choice; the products are
-    divided by the factor in fp32.
-    """
-    factors = np.float32(1) + np.arange(1024, dtype=np.float32) / np.float32(1024)
-    scaled = np.asarray(values, np.float32)[None, :] * _power_below(values) * factors[:, None]
-    lost = (scaled.astype(dtype).astype(np.float64) - scaled) / factors[:, None]
-    return float(factors[np.square(lost).sum(1).argmin()])
-
-
-def _power_below(values: np.ndarray) -> np.float32:
-    """The power of two that brings the largest magnitude to 1 .. 2: then the range of half precision is enough."""
-    return np.float32(np.ldexp(np.float32(1), 1 - np.frexp(np.abs(values).max())[1]))
-
-
-class Experts(NamedTuple):
-    """What a mixture of experts adds to the arguments of a kernel.
-
-    Parameters
-    ----------
-    groups, order : int
-        Addresses of what ``group_tokens`` writes.
-    divisor : int
-        Product number p is that of row p / divisor of x.
-    step : int
-        Tensor scales of an expert: 1, or 0 where they share one.
-    """
-
-    groups: int
-    order: int
-    divisor: int
-    step: int
-
-
-NO_EXPERTS = Experts(0, 0, 1, 0)
-#: Sizes of what `Fused.arguments` returns.
-SIZES = (*(8,) * 10, *(4,) * 7)
-
-
-class Weight(NamedTuple):
-    """What a kernel says of a weight in every launch.
-
-    Parameters
-    ----------
-    fits : bool
-        Whether its planes start where the kernel can read them.
-    packed : int
-        Address of that plane.
-    planes : tuple of int
-        Addresses of the others; 0 for one that is not there.
-    map : bytes
-        The tensor map of the packed plane.
-    """
-
-    fits: bool
-    packed: int
-    planes: tuple[int, ...]
-    map: bytes
-
-
-class Fused:
-    """What the kernels have in common that multiply compressed weights.
-
-    Parameters
-    ----------
-    format : Format
-        Of the weight.
-    shape : tuple of int
-        Its N and K.
-    dtype : numpy.dtype
-        Of x.
-    block : int
-        Elements of a block.
-    """
-
-    _launch: Callable[..., None]
-    #: Finds out what the kernel says of a weight; the same object for all kernels that say the same.
-    _look: Callable[[Mapping[str, Any]], Weight]
-
-    def __init__(self, format: Format, shape: tuple[int, int], dtype: np.dtype, block: int):
-        self._n, self._k, self._block = *shape, block
-        self._cxx = CXX_TYPES[dtype.name]
-        self._values = _values_of(format, dtype)
-
-    def weight(self, q: QuantizedArray) -> Weight:
-        """What the kernel says of a weight, which is found out once.
-
-        Kernels for other numbers of tokens look at it in the same way: so a weight keeps few entries.
-        """
-        found: Weight | None = q._launches.get(self._look)
-        if found is None:
-            found = q._launches[self._look] = self._look(q.planes)
-        return found
-
-    def takes(self, x: Any, q: QuantizedArray) -> bool:
-        """Whether the arrays start where the kernel can read them."""
-        return not x.data.ptr % 16 and self.weight(q).fits
-
-    def arguments(
-        self, weight: Weight, bias: Any, kind: int, out: Any, partial: int, experts: Experts, tokens: int
-    ) -> tuple[int, ...]:
-        """Those that the kernels have in common, from the scales on."""
-        groups, order, divisor, step = experts
-        return (
-            *weight.planes,
-            bias,
-            out.data.ptr,
-            partial,
-            groups,
-            order,
-            divisor,
-            step,
-            kind,
-            tokens,
-            self._n,
-            self._k,
-            self._block,
-        )
-
-    def grouped(self, x: Any, q: QuantizedArray, ids: Any, experts: int, weights: Any, out: Any) -> None:
-        """`linear_grouped`: sort by expert, multiply, combine."""
-        products, slots = ids.size, ids.shape[1]
-        room = products // TOKENS + min(products, experts + 1)
-        lists = 4 * room + products
-        # One array for all: groups, order, and the products that are combined.
-        scratch = _xp.namespace(x).empty(lists + (0 if weights is None else products * self._n), np.int32)
-        groups = scratch.data.ptr
-        order = groups + 16 * room
-        partial = 0 if weights is None else groups + 4 * lists
-        _group_tokens(ids.dtype, experts).launch(x, (1,), (ids.data.ptr, order, groups, products, experts, room))
-        step = int("scale" in q.planes and q.planes["scale"].size > 1)
-        chosen = Experts(groups, order, slots if x.ndim == 2 else 1, step)
-        self._launch(room, x, q, None, out, partial, products, chosen)
-        if weights is not None:
-            pointers = partial, weights.data.ptr, out.data.ptr
-            _combine_slots(self._cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, self._n))
-
-
-class Few(Fused):
+class FewKernel(Fused):
     """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block."""
 
     def __init__(
         self,
-        format: Format,
-        decoder: Decoder,
+        fragments: Fragments,
         shape: tuple[int, int],
         dtype: np.dtype,
-        device: int,
+        device: Device,
         *,
         eights: int = 1,
         together: int = 1,
         grouped: bool = False,
     ):
-        super().__init__(format, shape, dtype, decoder.block)
+        super().__init__(fragments, shape, dtype)
         n, k = shape
-        room = shared_memory(device)
-        whole = n % _ITEM_ROWS == 0 and k % ITEM_K == 0 and _copies(device)
+        decoder, room = Decoder(fragments), device.shared_memory
+        whole = n % ITEM_ROWS == 0 and k % ITEM_K == 0 and device.copies_tiles
         # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
-        resident = max(1, multiprocessors(device) // together)
+        resident = max(1, device.multiprocessors // together)
         cut = None
         for even, flow in ((True, _flow_at_once(decoder)), (True, _IN_CHUNKS), (False, _IN_CHUNKS)):
             items, warps = few_room(decoder, eights, room, even, grouped)
@@ -553,42 +318,55 @@ class Few(Fused):
             if cut:
                 break
         assert cut is not None  # the last one takes anything
+        #: Whether the device has the shared memory.
         self.fits = warps > 0
         self.tokens, self.clustered = TOKENS * eights, cut.cluster > 1
-        arguments = _few_arguments(decoder, self._cxx, eights, items, grouped, flow, cut.cluster)
         shared = decoder.shared_bytes(eights, items, warps)
         # By way of shared memory whole lines of x are read, and once.
-        stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _X_GAP
+        stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
         self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
-        sizes = 8, 8, *SIZES, _CUT_BYTES, VALUES_BYTES, 128, 128
-        self._kernel = _kernel("linear_few", arguments, 32 * warps, shared, sizes)
+        sizes = 8, 8, *ARGUMENTS, CUT.dtype.itemsize, VALUES.dtype.itemsize, _tma.MAP_BYTES, _tma.MAP_BYTES
+        values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster)
+        self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
-        self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else _no_map
+        self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
         width = 0
-        if decoder.copied:
+        if fragments.copied:
             width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
-        codes = ITEM_K // decoder.granule if flow == _AT_ONCE_SPREAD else 1  # of an item, read at once
-        self._look = look(16 if wide else 4, max(codes, width), decoder, k, device, box if even else 0)
+        read = ITEM_K // fragments.granule if flow == _AT_ONCE_SPREAD else 1  # codes of scales, of an item, at once
+        #: At which multiples of bytes the planes of codes and scales have to start.
+        self.alignment = 16 if wide else 4, max(read, width)
+        self._bind = _binder(decoder, k, device.capability, box if even else 0)
         teams = warps // cut.warps
-        numbers = cut.run, cut.warps, teams, cut.items, cut.share, width, wide, self.staged
-        self._cut = np.array((*numbers, _reciprocal(cut.warps), _reciprocal(teams)), np.uint32).tobytes()
+        self._cut = CUT.pack(
+            run=cut.run,
+            warps=cut.warps,
+            teams=teams,
+            items=cut.items,
+            share=cut.share,
+            width=width,
+            wide=wide,
+            staged=self.staged,
+            per_warps=_reciprocal(cut.warps),
+            per_teams=_reciprocal(teams),
+        )
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
         tokens, splits = out.size // self._n, self._splits
         partial = None if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
         to = 0 if partial is None else partial.data.ptr
-        self._launch(-(-tokens // self.tokens), x, q, bias, out, to, tokens)
+        self.launch(-(-tokens // self.tokens), x, q, bias, out, to, tokens)
         if partial is not None:
             bias, address, kind = bias_argument(bias, x.dtype)
             pointers = to, address, out.data.ptr
-            _add_partials(self._cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
+            _add_partials(self.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
 
-    def _launch(
+    def launch(
         self,
         blocks: int,
         x: Any,
@@ -602,47 +380,48 @@ class Few(Fused):
         bias, address, kind = bias_argument(bias, x.dtype)
         weight = self.weight(q)
         arguments = self.arguments(weight, address, kind, out, partial, experts, tokens)
-        self._kernel.launch(
+        self.kernel.launch(
             x,
             (blocks, *self.grid),
-            (x.data.ptr, weight.packed, *arguments, self._cut, self._values, weight.map, self._map_of_x(x)),
+            (x.data.ptr, weight.codes, *arguments, self._cut, self._values, weight.map, self._map_of_x(x)),
         )
 
 
-class One(Fused):
+class OneKernel(Fused):
     """``linear_one`` for one format whose scales are used as they are stored, shape and dtype."""
 
-    def __init__(self, format: Format, decoder: Decoder, shape: tuple[int, int], dtype: np.dtype, device: int):
-        super().__init__(format, shape, dtype, decoder.block)
+    def __init__(self, fragments: Fragments, shape: tuple[int, int], dtype: np.dtype, device: Device):
+        super().__init__(fragments, shape, dtype)
         n, k = shape
-        self.run = max(1, -(-n // _ITEM_ROWS // multiprocessors(device)))
-        items, warps = one_room(decoder, k, self.run, shared_memory(device))
-        self.fits = decoder.copied and n % _ITEM_ROWS == 0 and warps > 0 and _copies(device)
-        if not self.fits:
-            return
+        decoder = Decoder(fragments)
+        self.run = max(1, -(-n // ITEM_ROWS // device.multiprocessors))
+        items, warps = one_room(decoder, k, self.run, device.shared_memory)
+        #: Whether the device has the shared memory.
+        self.fits = warps > 0
         # All multiprocessors have some of them, `run` or one less.
-        self._blocks = min(n // _ITEM_ROWS, multiprocessors(device))
-        arguments = f"{decoder.expression.format(T=self._cxx)}, {items}, {warps}"
+        self.blocks = min(n // ITEM_ROWS, device.multiprocessors)
         shared = decoder.shared_bytes_one(k, self.run, items, warps)
-        sizes = (*(8,) * 7, *(4,) * 4, VALUES_BYTES, 128)
-        self._kernel = _kernel("linear_one", arguments, 32 * warps, shared, sizes)
+        sizes = (*(8,) * 7, *(4,) * 4, VALUES.dtype.itemsize, _tma.MAP_BYTES)
+        self.kernel = kernel_of(
+            "linear_one", _one_arguments(decoder, self.cxx, items, warps), 32 * warps, shared, sizes
+        )
         self._numbers = n, k, self.run
-        box = 2 if decoder.item_bytes > 48 else items
-        self._look = look(16, min(16, items * decoder.scale_bytes), decoder, k, device, box)
+        self.alignment = 16, min(16, items * decoder.scale_bytes)
+        self._bind = _binder(decoder, k, device.capability, 2 if decoder.item_bytes > 48 else items)
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], which has one row."""
         bias, address, kind = bias_argument(bias, x.dtype)
         weight = self.weight(q)
-        absmax, _, _, scale, values = weight.planes
-        self._kernel.launch(
+        scales, _, _, tensor_scale, values = weight.planes
+        self.kernel.launch(
             x,
-            (self._blocks,),
+            (self.blocks,),
             (
                 x.data.ptr,
-                weight.packed,
-                absmax,
-                scale,
+                weight.codes,
+                scales,
+                tensor_scale,
                 values,
                 address,
                 out.data.ptr,
@@ -654,28 +433,29 @@ class One(Fused):
         )
 
 
-def _clusters(device: int, together: int) -> tuple[int, int]:
+def _clusters(device: Device, together: int) -> tuple[int, int]:
     """Thread blocks of a cluster, and how many clusters a device holds at least."""
-    if not 90 <= capability(device) < 120:
+    if not 90 <= device.capability < 120:
         return 1, 0
-    return _CLUSTER, max(1, multiprocessors(device) // _CLUSTER // together)
+    return _CLUSTER, max(1, device.multiprocessors // _CLUSTER // together)
 
 
-def _copies(device: int) -> bool:
-    """Whether there is what copies whole tiles: Hopper's bulk copy engine, or asynchronous copies before it."""
-    return capability(device) < 90 or _tma.available()
+@functools.cache
+def _binder(decoder: Decoder, k: int, capability: int, box: int) -> Binder:
+    """How ``linear_few`` and ``linear_one`` take a weight: by a tensor map of boxes of 16 rows and `box` k-tiles.
 
+    Without boxes, a `box` of 0, and before Hopper there is no tensor map.
+    """
+    row, pitch = box * decoder.item_bytes, k // ITEM_K * decoder.item_bytes
+    swizzled = row == 128 or (box == 1 and decoder.fragments.swizzled)
 
-def _map_of_weights(decoder: Decoder, k: int, device: int, planes: Mapping[str, Any], box: int = 1) -> bytes:
-    """The tensor map of the packed plane: boxes of 16 rows and `box` items."""
-    if capability(device) < 90:
-        return _no_map(planes)
-    packed, pitch = planes["packed"], k // ITEM_K * decoder.item_bytes
-    rows = packed.nbytes // pitch
-    swizzled = box * decoder.item_bytes == 128 or (box == 1 and decoder.swizzled)
-    return _tma.byte_matrix(
-        packed.data.ptr, rows, pitch, pitch, _ITEM_ROWS, box * decoder.item_bytes, swizzled, PROMOTION
-    )
+    def map(codes: Any) -> bytes:
+        return _tma.byte_matrix(
+            codes.data.ptr, codes.nbytes // pitch, pitch, pitch, ITEM_ROWS, row, swizzled, PROMOTION
+        )
+
+    used = box > 0 and capability >= 90
+    return functools.partial(bind, fragments=decoder.fragments, map=map if used else no_map)
 
 
 def _map_of_x(k: int, x: Any) -> bytes:
@@ -683,78 +463,160 @@ def _map_of_x(k: int, x: Any) -> bytes:
     return _tma.byte_matrix(x.data.ptr, x.size // k, 2 * k, 2 * k, TOKENS, _tma.BOX_BYTES, True, PROMOTION)
 
 
-def _no_map(_: Any) -> bytes:
-    """An argument in the place of a tensor map where there is no use for one."""
-    return bytes(128)
-
-
-@functools.cache
-def look(
-    packed: int, absmax: int, decoder: Decoder, k: int, device: int, box: int
-) -> Callable[[Mapping[str, Any]], Weight]:
-    """`look_at` for ``linear_few`` and ``linear_one``; without boxes, a `box` of 0, there is no tensor map."""
-    map = functools.partial(_map_of_weights, decoder, k, device, box=box) if box else _no_map
-    return functools.partial(look_at, packed=packed, absmax=absmax, map=map)
-
-
-def look_at(planes: Mapping[str, Any], packed: int, absmax: int, map: Callable[[Mapping[str, Any]], bytes]) -> Weight:
-    """What a kernel says of a weight, of which two planes must start at multiples of `packed` and `absmax` bytes."""
-    found = []
-    for name in ("absmax", "nested_absmax", "nested_offset", "scale", "codebook"):
-        plane = planes.get(name)
-        found.append(0 if plane is None else plane.data.ptr)
-    if "table" in planes:
-        found[-1] = planes["table"].data.ptr
-    address = planes["packed"].data.ptr
-    fits = not (address % packed or found[0] % absmax)
-    return Weight(fits, address, tuple(found), map(planes) if fits else b"")
-
-
-def bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, int, int]:
-    """A bias as the kernels take it, which must outlive the launch, its address, and its kind."""
-    if bias is None:
-        return None, 0, _NO_BIAS
-    if bias.dtype != dtype and bias.dtype != np.float32:
-        bias = bias.astype(np.float32)
-    bias = bias if bias.flags.c_contiguous else bias.copy()
-    return bias, bias.data.ptr, _OWN_BIAS if bias.dtype == dtype else _FLOAT_BIAS
-
-
-_NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = range(3)
-
-
-@functools.cache
-def _group_tokens(ids: np.dtype, experts: int) -> Kernel:
-    return _kernel("group_tokens", IDS_CXX[ids.name], 1024, 4 * (experts + 1), (*(8,) * 3, *(4,) * 3))
-
-
-@functools.cache
-def _combine_slots(cxx: str) -> Kernel:
-    return _kernel("combine_slots", cxx, 256, 0, (*(8,) * 4, *(4,) * 2))
-
-
 @functools.cache
 def _add_partials(cxx: str) -> Kernel:
-    return _kernel("add_partials", cxx, 256, 0, (*(8,) * 4, *(4,) * 3))
+    return kernel_of("add_partials", cxx, 256, 0, (*(8,) * 4, *(4,) * 3))
 
 
 @functools.cache
-def _kernel(name: str, values: str, threads: int, shared: int, sizes: tuple[int, ...]) -> Kernel:
-    return Kernel(_BY_NAME[name], (values,), threads, shared, signature=sizes, early=True)
+def kernel_of(name: str, values: str, threads: int, shared: int, sizes: tuple[int, ...]) -> Kernel:
+    """A kernel of kernels/linear/, which may start before the one ahead of it has ended."""
+    return Kernel(declared_template(name), (values,), threads, shared, signature=sizes, early=True)
 
 
-def fits(format: Format, shape: tuple[int, int], dtype: np.dtype, device: int) -> tuple[Decoder | None, str]:
-    """The decoder, or None and what stands against a fused kernel."""
-    decoder = decoder_of(format)
-    if decoder is None:
-        return None, f"{format} has no decoder"
-    if dtype.itemsize != 2:
-        return None, f"x is {dtype}, the tensor cores take float16 and bfloat16"
-    if capability(device) < 80:
-        return None, "the fused kernel needs compute capability 8.0"
-    n, k = shape
-    if k % decoder.granule or not k:
-        return None, f"rows of {k} elements are not whole blocks of {decoder.granule}"
-    if n * k >= 1 << 33:
-        return None, "the kernel's offsets of 32 bits do not reach through the weight"
-    return decoder, ""
+# ---- routes --------------------------------------------------------------------------------------------------------
+
+# The most tokens, by whether a thread block can take 16 of them at a time: each tile of tokens decodes the weights
+# again, and beyond that was never the fastest way.
+MOST_TOKENS = {True: 32, False: 16}
+# Microseconds of the launch; the fraction of the bandwidth at which weights pass; microseconds to decode an element.
+_START, _FRACTION, _DECODING = 2.5, 0.8, 1.1e-7
+# The same for more than 8 tokens, of which each thread block takes 16, or several decode the same weights; and
+# microseconds of a k-tile, as parts of k are added up by a launch of its own.
+_MORE_START, _MORE_FRACTION, _MORE_DECODING, _MORE_ALONG_K = 7.0, 0.45, 2.7e-7, 0.12
+# Where thread blocks do not share k as a cluster, or read x in halves, they wait longer for their data. From three
+# tokens on that counts for weights of so many elements: larger ones fill the device anyway, smaller ones are no work.
+_WAITING, _WAITING_TOKENS, _WAITING_SIZES = 2.5, 3, range(1 << 24, 1 << 27)
+
+
+def few_refusal(problem: Problem) -> str | None:
+    """What stands against ``linear_few`` and ``linear_one``, but for the number of tokens."""
+    found = refusal(problem)
+    if found is not None:
+        return found
+    assert problem.device is not None and problem.fragments is not None
+    n, k = problem.shape
+    if problem.device.capability < 80:
+        return "it needs compute capability 8.0"
+    if k % problem.fragments.granule:
+        return f"rows of {k} elements are not whole blocks of {problem.fragments.granule}"
+    return "offsets of 32 bits do not reach through the weight" if n * k >= 1 << 33 else None
+
+
+def _passing(problem: Problem, fraction: float, decoding: float) -> float:
+    """Microseconds in which the weights pass: they are read at a fraction of the bandwidth, and decoded."""
+    n, k = problem.shape
+    return max(problem.reading / fraction, n * k * decoding)
+
+
+def misaligned(problem: Problem, alignment: tuple[int, int]) -> str | None:
+    """What stands against a kernel whose planes have to start at such multiples of bytes."""
+    codes, scales = alignment
+    if problem.stored.codes < codes or problem.stored.scales < scales:
+        return f"the planes do not start at multiples of {codes} and {scales} bytes"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _one(fragments: Fragments, shape: tuple[int, int], dtype: np.dtype, device: Device) -> OneKernel:
+    return OneKernel(fragments, shape, dtype, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def few_kernel(
+    fragments: Fragments,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+    device: Device,
+    eights: int = 1,
+    together: int = 1,
+    grouped: bool = False,
+) -> FewKernel:
+    """The launcher of ``linear_few``."""
+    return FewKernel(fragments, shape, dtype, device, eights=eights, together=together, grouped=grouped)
+
+
+class SingleToken(Route):
+    """``linear_one``: a GEMV."""
+
+    name = "single_token"
+
+    def accepts(self, problem: Problem) -> str | None:
+        found = refused_by_all(problem, "one weight") or few_refusal(problem)
+        if found:
+            return found
+        if problem.tokens != 1:
+            return f"it takes one token, and these are {problem.tokens}"
+        assert problem.device is not None and problem.fragments is not None
+        if not problem.fragments.copied:
+            return "it takes scales as they are stored, and these have to be spread"
+        if problem.shape[0] % ITEM_ROWS or not problem.device.copies_tiles:
+            return f"{problem.shape[0]} rows are not whole tiles of {ITEM_ROWS}"
+        kernel = self._kernel(problem)
+        if not kernel.fits:
+            return f"rows of {problem.shape[1]} elements do not fit the shared memory of the device"
+        return misaligned(problem, kernel.alignment)
+
+    def cost(self, problem: Problem) -> float:
+        return 0.9 * _START + _passing(problem, _FRACTION, _DECODING)
+
+    def prepare(self, problem: Problem) -> Product:
+        return self._kernel(problem)
+
+    def describe(self, problem: Problem) -> str:
+        kernel = self._kernel(problem)
+        return f"weights decoded in registers: linear_one, {kernel.run} tiles a thread block, grid ({kernel.blocks},)"
+
+    def _kernel(self, problem: Problem) -> OneKernel:
+        assert problem.device is not None and problem.fragments is not None
+        return _one(problem.fragments, problem.shape, problem.dtype, problem.device)
+
+
+class SmallBatch(Route):
+    """``linear_few``: a GEMM of up to 32 tokens."""
+
+    name = "small_batch"
+
+    def accepts(self, problem: Problem) -> str | None:
+        found = refused_by_all(problem, "one weight") or few_refusal(problem)
+        if found:
+            return found
+        assert problem.fragments is not None
+        most = MOST_TOKENS[problem.fragments.wide]
+        if problem.tokens > most:
+            return f"more than {most} tokens"
+        kernel = self._kernel(problem)
+        if not kernel.fits:
+            return "the device has too little shared memory"
+        return misaligned(problem, kernel.alignment)
+
+    def cost(self, problem: Problem) -> float:
+        if problem.tokens > TOKENS:
+            along_k = problem.shape[1] / ITEM_K * _MORE_ALONG_K
+            return _MORE_START + along_k + _passing(problem, _MORE_FRACTION, _MORE_DECODING)
+        cost = _START + _passing(problem, _FRACTION, _DECODING)
+        middling = problem.shape[0] * problem.shape[1] in _WAITING_SIZES
+        waits = problem.tokens >= _WAITING_TOKENS and middling and not self._quick(problem)
+        return cost * _WAITING if waits else cost
+
+    def _quick(self, problem: Problem) -> bool:
+        """Whether thread blocks share k as a cluster, and have whole lines of x or need few of them."""
+        kernel = self._kernel(problem)
+        assert problem.fragments is not None
+        # Where a lane owns whole granules it reads lines of x in halves, unless they come by way of shared memory.
+        lines = kernel.staged or problem.tokens <= TOKENS // 2 or not problem.fragments.owned
+        return kernel.clustered and lines
+
+    def prepare(self, problem: Problem) -> Product:
+        return self._kernel(problem)
+
+    def describe(self, problem: Problem) -> str:
+        kernel = self._kernel(problem)
+        grid = -(-problem.tokens // kernel.tokens), *kernel.grid
+        return f"weights decoded in registers: linear_few, {kernel.tokens} tokens a thread block, grid {grid}"
+
+    def _kernel(self, problem: Problem) -> FewKernel:
+        assert problem.device is not None and problem.fragments is not None
+        eights = 2 if problem.fragments.wide and problem.tokens > TOKENS else 1
+        together = -(-problem.tokens // (eights * TOKENS))
+        return few_kernel(problem.fragments, problem.shape, problem.dtype, problem.device, eights, together)

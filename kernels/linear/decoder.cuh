@@ -29,9 +29,21 @@
 #include "common/tiles.cuh"
 #include "formats/scales.cuh"
 
-constexpr int ITEM_K = 128;    // k of an item
-constexpr int ITEM_ROWS = 16;  // rows of an item
-constexpr int TOKENS = 8;
+// Of the host (kbitcupy/products/fused.py), ahead of this source: ITEM_K and ITEM_ROWS, k and rows of an item; TOKENS
+// of an mma; TABLE_START and ENTRY_STRIDE, HEAD and FEW_HEAD, see below; NO_BIAS, OWN_BIAS and FLOAT_BIAS; struct
+// Group; and
+//     struct Values   the values of a codebook times `power`, and `map`, those of 8-bit scales: passed by value, so
+//     that
+//                     nothing is uploaded and nothing has to be kept
+
+// The sizes that the host reckons with when it finds out how much shared memory a kernel needs.
+template <int ENTRIES, bool GAPS, int ITEM_BYTES, int SCALE_BYTES, bool SWIZZLED>
+struct Layout {
+    template <typename Decoder>
+    static constexpr bool IS_OF =
+        Decoder::ENTRIES == ENTRIES && Decoder::GAPS == GAPS && Decoder::ITEM_BYTES == ITEM_BYTES &&
+        Decoder::SCALE_BYTES == SCALE_BYTES && (Decoder::TURNS > 1) == SWIZZLED;
+};
 
 // ---- arithmetic on pairs -----------------------------------------------------------------------------------------
 
@@ -70,13 +82,6 @@ struct Pair<__nv_bfloat16> {
 };
 
 // ---- what all decoders share ---------------------------------------------------------------------------------------
-
-// The values of a codebook and those of 8-bit scales, passed by value: no upload, nothing to keep alive.
-struct Values {
-    float power;
-    float value[32];  // times `power`
-    float map[256];
-};
 
 // 16 or 8 bytes of x, unless they are not there: then the registers stay as they are.
 __device__ __forceinline__ void read_x(unsigned* w, const uint4* p, bool there) {
@@ -134,8 +139,8 @@ __device__ __forceinline__ float take_value(const float* values, const Values& c
 // an entry and no addition is left: entries are 256 bytes apart, byte 1 of the offset is the index, byte 0 the lane,
 // which has a copy of its own (no bank conflicts), byte 3 the block's number in its cluster. Entries of 4 bytes leave a
 // gap of 128 bytes behind each.
-constexpr unsigned TABLE_AT = 2048;
-constexpr int ENTRY_STRIDE = 256;
+constexpr unsigned TABLE_AT = TABLE_START;
+static_assert(ENTRY_STRIDE == 256, "byte 1 of an offset is the index");
 
 __device__ __forceinline__ unsigned entry_offset(unsigned indices, int byte, unsigned lane_offset) {
     return __byte_perm(indices, lane_offset, 0x7504 | byte << 4);

@@ -18,13 +18,12 @@
 #include "linear/decoder.cuh"
 #include "linear/epilogue.cuh"
 
-constexpr int STAGE_K = 128;     // k of a stage
+// Of the host (kbitcupy/products/hopper.py), ahead of this source: GROUP_ROWS of a warpgroup; GRANULE_K, k that share a
+// scale; MOST_STAGES, whose barriers must fit what RING_END leaves; RING_END and LARGE_RING_END in the shared window,
+// whose first 1024 bytes are the system's: less what is declared by name, 195 KiB, which leave the scales more of the
+// L1 cache, or 227 where the stages are large; DIRECT_BYTES of x in a stage of up to 8 tokens.
+constexpr int STAGE_K = ITEM_K;  // k of a stage
 constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
-constexpr int GRANULE_K = 32;    // k that share a scale
-constexpr int MOST_STAGES = 20;  // their barriers must fit what RING_END leaves
-// In the shared window, whose first 1024 bytes are the system's: less what is declared by name, 195 KiB, which leave
-// the scales more of the L1 cache, or 227 where the stages are large.
-constexpr int RING_END = 196 * 1024 - 512, LARGE_RING_END = 228 * 1024 - 512;
 
 // ---- decoders -------------------------------------------------------------------------------------------------------
 
@@ -208,12 +207,12 @@ struct Tiling {
     using Decoder = Decoder_;
     static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, K_GROUPS = K_GROUPS_;
     static constexpr bool GROUPED = GROUPED_;
-    static constexpr int WARPS = 4 * ROW_GROUPS * K_GROUPS, ROWS = 64 * ROW_GROUPS;  // warps that multiply
+    static constexpr int WARPS = 4 * ROW_GROUPS * K_GROUPS, ROWS = GROUP_ROWS * ROW_GROUPS;  // warps that multiply
     static constexpr int ROW_BYTES = STAGE_K * Decoder::BITS / 8, W_BYTES = ROWS * ROW_BYTES;
     static constexpr bool DIRECT = TOKENS == 8 && !GROUPED;  // mma, not wgmma
     // Of x, its second half, and the weights in a stage. DIRECT: the lanes t and t + 2 must not meet in a bank.
     static constexpr int X_BYTES = TOKENS * STAGE_K * 2, HALF_AT = DIRECT ? 1024 + 256 : X_BYTES / 2;
-    static constexpr int W_AT = DIRECT ? 3072 : X_BYTES, STAGE = W_AT + W_BYTES;
+    static constexpr int W_AT = DIRECT ? DIRECT_BYTES : X_BYTES, STAGE = W_AT + W_BYTES;
     static constexpr int PITCH = ROWS + 4, SUMS = TOKENS * PITCH;  // of the sums of a group along k
     // The swizzle counts in units of 1024 bytes from address 0. The sums stand where the ring was; behind it where the
     // ring goes on for the next tile.
@@ -226,6 +225,14 @@ struct Tiling {
     // A number that need not be computed again, where there is a register for it.
     __device__ __forceinline__ static unsigned keep(unsigned v) { return TOKENS < 64 ? opaque(v) : v; }
     static_assert(STAGES > K_GROUPS, "a stage is given back when the next one of its group is there");
+};
+
+// The sizes that the host reckons with when it finds out how much shared memory a kernel needs.
+template <int RING_AT, int STAGE, int STAGES, int SUMS_BYTES>
+struct TileLayout {
+    template <typename S>
+    static constexpr bool IS_OF =
+        S::RING_AT == RING_AT && S::STAGE == STAGE && S::STAGES == STAGES && S::K_GROUPS * S::SUMS * 4 == SUMS_BYTES;
 };
 
 // Addresses in shared memory, and which stage is next.
@@ -527,7 +534,7 @@ __device__ __forceinline__ void multiply_stages(
 // gridDim.x: tiles of rows x CLUSTER; gridDim.y: tiles of tokens. GROUPED: W is [experts][n][k], the thread blocks
 // share out the tiles of rows of the groups, `tokens` of them at most, and product number order[i] is that of one
 // expert. Products go to `partial`, fp32, where it is given.
-template <typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int CLUSTER, bool GROUPED>
+template <typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int CLUSTER, bool GROUPED, typename Layout>
 __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROUPS + 1) * WARPGROUP, 1) linear_tile(
     const __grid_constant__ TensorMap x_map,  // [M, K], boxes of 128 bytes x TOKENS, or of one row where GROUPED
     const __grid_constant__ TensorMap w_map,  // [N, bytes], boxes of the bytes of a stage x 64 rows
@@ -537,6 +544,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     const __grid_constant__ Values codebook) {
     using T = typename Decoder::Type;
     using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, GROUPED>;
+    static_assert(Layout::template IS_OF<S>, "the host reckons with other sizes");
     static_assert(!GROUPED || CLUSTER == 1, "thread blocks have different tasks");
     extern __shared__ uint4 dynamic[];
     __shared__ unsigned scale;

@@ -7,8 +7,9 @@
 
 // ---- tokens ----------------------------------------------------------------------------------------------------
 
-constexpr int TOKEN_THREADS = 512;  // the most of a block that quantizes
-constexpr int OCTET = 8;            // elements that a thread reads at a time
+// Of the host (kbitcupy/products/int8.py), ahead of this source: TOKEN_THREADS, the most of a block that quantizes, and
+// numbers of the kernels below.
+constexpr int OCTET = 8;  // elements that a thread reads at a time
 constexpr unsigned LARGEST_FINITE = 0x7f7fffffu;
 constexpr unsigned LARGEST_SCALE = 0x7c010203u;  // of which 127 are finite
 
@@ -255,12 +256,10 @@ __global__ void __launch_bounds__(TOKEN_THREADS, Octet<T, VECTOR, SMOOTH>::WORDS
 
 // ---- up to 16 tokens -------------------------------------------------------------------------------------------
 
-constexpr int STREAM_THREADS = 256;
+// STREAM_THREADS of a block and STREAM_ROWS, its channels; STREAM_K that a warp takes at a time; STREAM_DEPTH places in
+// a lane's queue, of which more were not faster.
 constexpr int STREAM_WARPS = STREAM_THREADS / WARP;
-constexpr int STREAM_ROWS = 16;                                    // channels of a block
-constexpr int STREAM_K = 128;                                      // k that a warp takes at a time
 constexpr int STREAM_RUN = STREAM_WARPS * STREAM_K;                // k that a block takes at a time
-constexpr int STREAM_DEPTH = 3;                                    // places in a lane's queue; more were not faster
 constexpr int STREAM_PIECES = STREAM_ROWS * STREAM_K / WARP / 16;  // 16-byte pieces of an item
 
 // The warps of a block share 16 channels: each takes every eighth run of 128 k, and the sums meet in shared memory.
@@ -356,9 +355,8 @@ __global__ void __launch_bounds__(STREAM_THREADS, TOKENS == 8 ? 4 : 3) stream_w8
 
 // ---- tiles, mma.sync -------------------------------------------------------------------------------------------
 
-constexpr int TILE_N = 128;     // channels of a tile
-constexpr int TILE_K = 64;      // k of a stage
-constexpr int TILE_STAGES = 4;  // 64 KiB with 128 tokens: what the smallest architecture has
+// TILE_N channels of a tile, TILE_K of a stage; TILE_STAGES take 64 KiB with 128 tokens, which the smallest
+// architecture has.
 constexpr int TILE_CHUNKS = TILE_K / 16;
 
 // A warp computes 64 tokens x 32 channels. Row r of a stage holds its 16-byte chunk c at c ^ (r / 2 % 4): the eight

@@ -21,25 +21,22 @@ __device__ __forceinline__ bool is_zero(float x) { return (__float_as_uint(x) & 
 
 // ---- rescaling -------------------------------------------------------------------------------------------------
 
-// dtype of the bias.
-enum Bias { NONE, FLOAT32, FLOAT16, BFLOAT16 };
-
 struct Rescaling {
     const float* token_scale;    // [M]
     const float* channel_scale;  // [N]
     const void* bias;            // [N]
-    long long bias_kind;         // Bias
+    long long bias_kind;         // its dtype: FLOAT32_BIAS, FLOAT16_BIAS, BFLOAT16_BIAS; else there is none
 
     __device__ __forceinline__ float of_token(long long m) const { return load_written_factor(token_scale + m); }
     __device__ __forceinline__ float of_channel(long long n) const { return usable(__ldg(channel_scale + n)); }
     // Without a bias -0, which changes no number.
     __device__ __forceinline__ float bias_of(long long n) const {
         switch (bias_kind) {
-            case FLOAT32:
+            case FLOAT32_BIAS:
                 return static_cast<const float*>(bias)[n];
-            case FLOAT16:
+            case FLOAT16_BIAS:
                 return to_float(static_cast<const __half*>(bias)[n]);
-            case BFLOAT16:
+            case BFLOAT16_BIAS:
                 return to_float(static_cast<const __nv_bfloat16*>(bias)[n]);
             default:
                 return -0.0f;

@@ -12,7 +12,7 @@
 // fill the GPU; then the sums are exchanged through shared memory and each block adds up, rescales and writes its part.
 #include "linear/int8.cuh"
 
-constexpr int STEP_K = 128;  // k of a stage: one row of the swizzle
+// STEP_K of a stage, one row of the swizzle, is the host's.
 
 // A barrier of all that multiply.
 template <int WARPGROUPS>

@@ -18,10 +18,12 @@ constexpr bool BULK = false;
 // a / b of numbers that are not negative, in fewer cycles than a division: exact where a < 2^19.
 __device__ __forceinline__ int quotient(int a, int b) { return int(__fdividef(float(a) + 0.5f, float(b))); }
 
-// Behind the table of values: two numbers, and the barriers of the copies, two for each warp, and those of x.
-constexpr int HEAD = 1024, BARRIERS_AT = 64, X_BARRIERS_AT = BARRIERS_AT + 16 * 16;
-// ... and in linear_few behind these the barriers of its sums.
-constexpr int FEW_HEAD = HEAD + 1024;
+// In the HEAD bytes behind the table of values: two numbers, and the barriers of the copies, two for each warp, and
+// those of x.
+constexpr int BARRIERS_AT = 64, X_BARRIERS_AT = BARRIERS_AT + 16 * 16;
+static_assert(X_BARRIERS_AT + 16 * 8 <= HEAD, "a barrier of x for each of up to 16 warps");
+// ... and in the FEW_HEAD bytes of linear_few behind these the barriers of its sums: of up to 4 slots of 16 teams.
+static_assert(HEAD + 16 * 4 * 16 <= FEW_HEAD, "two barriers of 8 bytes a slot");
 
 // Where the scales of a weight come from, and how a turn of them gets to shared memory: for each of `rows` rows the
 // bytes of `span` items.

@@ -2,7 +2,7 @@
 // that small weights are not rounded to zero nor large ones to infinity. Both kernels read scales once, in passing.
 #include "common/sync.cuh"
 
-constexpr int THREADS = 256;
+// THREADS of a block is the host's.
 
 // The bits of |x|; 0 of what is not finite, which no factor changes.
 __device__ __forceinline__ unsigned finite_magnitude(float x) {

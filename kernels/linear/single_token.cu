@@ -9,12 +9,13 @@
 // warp takes an equal part of them. x is in shared memory, arranged. The weights pass through a slot of a warp, which
 // starts to copy a box of the next unit as soon as it has read that of this one. A warp leaves a sum for each tile that
 // it meets: at place tile + warp, which grows with every one of them. Those of a tile are added up in their order.
-template <typename Decoder, int ITEMS, int WARPS>
+template <typename Decoder, int ITEMS, int WARPS, typename Layout>
 __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     const typename Decoder::Type* x, const char* packed, const char* absmax, const float* tensor_scale,
     const float* values, const void* bias, typename Decoder::Type* y, int bias_kind, int n, int k, int run,
     const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
 #if __CUDA_ARCH__ >= 800
+    static_assert(Layout::template IS_OF<Decoder>, "the host reckons with other sizes");
     using T = typename Decoder::Type;
     using One = OneToken<Decoder>;
     using Box = ::Box<Decoder, ITEMS>;

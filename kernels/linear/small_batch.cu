@@ -2,18 +2,17 @@
 #include "linear/epilogue.cuh"
 #include "linear/pipeline.cuh"
 
-// How the work of linear_few is cut; the host chooses (see fused.py).
-struct Cut {
-    int run;                        // tiles of 16 rows of a thread block
-    int warps;                      // warps that share k, a team; each team takes other tiles
-    int teams;                      // of a thread block
-    int items;                      // items of k of a warp at a time, at most ITEMS
-    int share;                      // items of k of a thread block
-    int width;                      // see Scales
-    int wide;                       // whether the weights can be copied in pieces of 16 bytes
-    int staged;                     // whether x comes by way of shared memory
-    unsigned per_warps, per_teams;  // for quotients by these two numbers
-};
+// How the work of linear_few is cut, which the host chooses and declares (CUT of kbitcupy/products/small_batch.py):
+//     struct Cut
+//         run                    tiles of 16 rows of a thread block
+//         warps                  warps that share k, a team; each team takes other tiles
+//         teams                  of a thread block
+//         items                  items of k of a warp at a time, at most ITEMS
+//         share                  items of k of a thread block
+//         width                  see Scales
+//         wide                   whether the weights can be copied in pieces of 16 bytes
+//         staged                 whether x comes by way of shared memory
+//         per_warps, per_teams   for quotients by these two numbers
 
 // y[m, n] = x[m, k] W[n, k]^T for EIGHTS * 8 tokens a thread block, gridDim.x of them.
 //
@@ -43,7 +42,7 @@ enum Flow { IN_CHUNKS, AT_ONCE, AT_ONCE_SPREAD };
 #define ALONG_Z(BLOCKS)
 #endif
 
-template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED, int FLOW, int BLOCKS>
+template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED, int FLOW, int BLOCKS, typename Layout>
 __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
     const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
@@ -52,6 +51,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights,
     const __grid_constant__ TensorMap map_of_x) {
 #if __CUDA_ARCH__ >= 800  // Turing's 64 KiB of shared memory are too few: the host never asks it
+    static_assert(Layout::template IS_OF<Decoder>, "the host reckons with other sizes");
     using T = typename Decoder::Type;
     constexpr int TOGETHER = TOKENS * EIGHTS, CLUSTER = __CUDA_ARCH__ >= 900 ? BLOCKS : 1;
     // Whether tiles are whole, and rows whole items that begin at multiples of 16 bytes; how many items are copied at a
@@ -62,7 +62,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     using Rows = ::Rows<Decoder, GROUP, BOX>;
     constexpr int GROUP_BYTES = GROUP / BOX * Slot::BYTES, GROUPS = ITEMS / GROUP;
     constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, EIGHT = SCALES / 2;
-    constexpr int X_BYTES = TOKENS * ITEM_K * 2, X_GAP = 256;
+    constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by the copy engine.
     constexpr bool X_BULK = BULK && EVEN && CLUSTER > 1;
     // Whether the copy engine is at first asked for one group only: where all thread blocks ask for everything at once,

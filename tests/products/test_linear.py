@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
+from kbitcupy.products import fused, hopper, small_batch
 
 HALF = [np.dtype("float16"), BFLOAT16]
 DTYPES = [*HALF, np.dtype("float32"), np.dtype("float64")]
@@ -219,15 +220,6 @@ def test_arrays_of_other_layouts(xp):
         assert np.array_equal(kb.linear(x.astype(">f4"), q), wanted)
 
 
-def test_it_explains_itself(xp, capsys):
-    q = weight((64, 256), "kbit4", xp)
-    kb.linear(numbers((3, 256), "float16", xp), q, explain=True)
-    shown = capsys.readouterr().out
-    assert shown.startswith("3 tokens of float16, QuantizedArray(kbit4")
-    assert ("NumPy" if xp is np else "decode, then cuBLAS: more than") in shown
-    assert xp is np or shown.splitlines()[2].startswith("  from 1: fused: linear_")
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -305,10 +297,6 @@ def test_other_devices_are_refused(cupy):
 
 # ---- how the kernels' work is cut --------------------------------------------------------------------------------
 
-MODULE = importlib.import_module("kbitcupy.products.functions")
-FUSED = importlib.import_module("kbitcupy.products.small_batch")
-TILES = importlib.import_module("kbitcupy.products.hopper")
-
 
 @given(
     n=st.integers(1, 40_000),
@@ -322,7 +310,7 @@ TILES = importlib.import_module("kbitcupy.products.hopper")
 )
 def test_every_item_is_some_warps(n, k, most, warps, processors, splits, once, clusters):
     most = max(most, 2) if once else most
-    cut = FUSED.cut_few(n, k, most, warps, processors, splits, once, clusters if once else (1, 0))
+    cut = small_batch.cut_few(n, k, most, warps, processors, splits, once, clusters if once else (1, 0))
     rows, items = -(-n // 16), -(-k // 128)
     if cut is None:
         assert once and items > splits * warps * most
@@ -346,18 +334,19 @@ def test_every_item_is_some_warps(n, k, most, warps, processors, splits, once, c
 )
 def test_tiles_fit_and_cover(n, k, m, processors):
     """Whatever is chosen has an instance, whose stages fit the shared memory of a thread block."""
-    cut = TILES.cut_tile(n, k, m, processors)
-    assert cut in TILES.tile_cuts() and cut.tokens >= min(m, 32)
+    cut = hopper.cut_tile(n, k, m, processors)
+    assert cut in hopper.tile_cuts() and cut.tokens >= min(m, 32)
     for bits in (2, 3, 4, 5):
-        assert cut.stages(bits) > cut.k_groups
-        assert cut.shared(bits) + 512 <= 227 << 10 and cut.stage_bytes(bits) % 1024 == 0
-        assert TILES.GROUPED_CUT.shared(bits, grouped=True) + 512 <= 227 << 10
+        fragments = kb.get_format(f"kbit{bits}").fragments()
+        assert cut.stages(fragments) > cut.k_groups
+        assert cut.shared(fragments) + 512 <= 227 << 10 and cut.stage_bytes(fragments) % 1024 == 0
+        assert hopper.GROUPED_CUT.shared(fragments, grouped=True) + 512 <= 227 << 10
 
 
 def test_larger_weights_fill_the_device():
     for n, k in ((28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096)):
         for m in (16, 64, 128):
-            cut = TILES.cut_tile(n, k, m, 132)
+            cut = hopper.cut_tile(n, k, m, 132)
             blocks = n // (64 * cut.groups) * cut.splits * -(-m // cut.tokens)
             assert blocks / (-(-blocks // 132) * 132) > 0.8
 
@@ -365,27 +354,27 @@ def test_larger_weights_fill_the_device():
 def test_default_formats_fit_small_devices():
     """They run on devices with 99 KiB of shared memory for a thread block."""
     for name in ("kbit2", "kbit3", "kbit4", "kbit5", "nf4", "fp4"):
-        assert FUSED.few_room(FUSED.decoder_of(kb.get_format(name)), 1, 99 << 10, False)[1]
+        assert small_batch.few_room(fused.Decoder(kb.get_format(name).fragments()), 1, 99 << 10, False)[1]
 
 
 @given(st.integers(1, 16), st.integers(0, (1 << 24) - 1), st.integers(0, 15))
 def test_a_reciprocal_divides_exactly(divisor, quotient, rest):
     """Warps by those of a team, and tiles by teams."""
     number = quotient * divisor + rest % divisor
-    assert (number if divisor == 1 else number * FUSED._reciprocal(divisor) >> 32) == quotient
+    assert (number if divisor == 1 else number * small_batch._reciprocal(divisor) >> 32) == quotient
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "fp4"])
 def test_the_gentle_factor_is_gentle(name, dtype):
-    values = FUSED.known_values(kb.get_format(name)).astype(np.float64)
+    values = np.array(kb.get_format(name).fragments().known_values)
     power = 2.0 ** -np.floor(np.log2(np.abs(values).max()))  # as the kernel does
 
     def lost(factor):
         scaled = (values * factor * power).astype(np.float32)
         return np.square((scaled.astype(dtype).astype(np.float64) - scaled) / factor).sum()
 
-    factor = FUSED.gentle_factor(values.astype(np.float32), dtype)
+    factor = fused.gentle_factor(values.astype(np.float32), dtype)
     assert 1 <= factor < 2 and lost(factor) <= lost(1.0)
 
 

@@ -1,7 +1,7 @@
 """The kernels behind linear, linear_grouped and take. Class `TestSmall` is what compute-sanitizer runs."""
 
+import dataclasses
 import functools
-import importlib
 
 import numpy as np
 import pytest
@@ -11,36 +11,30 @@ from test_linear import FORMATS, HALF, check, error, exact, naive, numbers, refe
 
 import kbitcupy as kb
 from kbitcupy.bench.linear import random_weight
+from kbitcupy.products import decoded, hopper
 from kbitcupy.products.functions import multiply_decoded
+from kbitcupy.products.routes import Problem, device
 
 pytestmark = pytest.mark.gpu
-MODULE = importlib.import_module("kbitcupy.products.functions")
-FUSED = importlib.import_module("kbitcupy.products.small_batch")
-TILES = importlib.import_module("kbitcupy.products.hopper")
 
 # Formats that a kernel decodes, and those among them with a tensor scale for each member of a stack.
-DECODED = [format for format in FORMATS if FUSED.decoder_of(format) is not None]
+DECODED = [format for format in FORMATS if format.fragments() is not None]
 # ... and those among them that linear_tile decodes.
-TILED = [format for format in DECODED if TILES._tile_decoder(format)[0]]
+TILED = [format for format in DECODED if format.fragments().hopper]
 
 # One format for each kernel that decodes.
-KERNELS = list({FUSED.decoder_of(format): format for format in DECODED}.values())
-
-
-def plan_of(x, q):
-    return MODULE._plan(q.format, q.shape, x.dtype, x.size // q.shape[1], 0)
+KERNELS = list({dataclasses.replace(format.fragments(), known_values=()): format for format in DECODED}.values())
 
 
 def check_tile(cupy, format, dtype, cut, number):
     """``linear_tile`` as the host would not choose it for such a shape."""
-    if TILES.tile_refusal(format, (64, 512), dtype, 0):
+    if hopper.tile_refusal(Problem(format, (64, 512), 8, dtype, device(0))):
         pytest.skip("linear_tile is for compute capability 9.0")
     shape = (64 * cut.groups + 5 * (number % 3), 128 * (number % 5) + 128)
     q = weight(shape, format, cupy, scale=(1e-3, 1.0, 20.0)[number % 3])
     x = numbers((max(2, cut.tokens - number), shape[1]), dtype, cupy)
     bias = numbers(shape[:1], np.dtype("float32") if number % 2 else dtype, cupy)
-    tile = TILES.Tile(format, shape, dtype, 0, cut)
-    assert tile.takes(x, q)
+    tile = hopper.TileKernel(format.fragments(), shape, dtype, device(0), cut)
     out = cupy.full((len(x), shape[0]), np.nan, dtype)
     tile(x, q, bias, out)
     check(out, x, q, bias)
@@ -48,7 +42,7 @@ def check_tile(cupy, format, dtype, cut, number):
 
 def check_two_tiles(cupy, format, dtype):
     """Thread blocks that share k, and warpgroups that do."""
-    for number, cut in enumerate((TILES.TileCut(16, 1, 4, 2), TILES.TileCut(64, 2, 2, 1))):
+    for number, cut in enumerate((hopper.TileCut(16, 1, 4, 2), hopper.TileCut(64, 2, 2, 1))):
         check_tile(cupy, format, dtype, cut, number)
 
 
@@ -121,7 +115,7 @@ def test_every_decoder_of_tiles(cupy, format, dtype):
 @pytest.mark.parametrize("name", ["kbit4", "nf4"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_every_cut_of_a_tile(cupy, name, dtype):
-    for number, cut in enumerate(TILES.tile_cuts()):
+    for number, cut in enumerate(hopper.tile_cuts()):
         check_tile(cupy, kb.get_format(name), dtype, cut, number)
 
 
@@ -157,8 +151,8 @@ def test_one_token(cupy, format):
         dtype = HALF[number % 2]
         q, x = weight(shape, format, cupy), numbers((1, shape[1]), dtype, cupy)
         bias = numbers(shape[:1], dtype, cupy)
-        if FUSED.decoder_of(q.format).copied:
-            assert isinstance(plan_of(x, q).kernels[0], FUSED.One)
+        if q.format.fragments().copied:
+            assert kb.explain(x, q).route == "single_token"
         check(kb.linear(x, q, bias), x, q, bias)
 
 
@@ -181,7 +175,7 @@ def test_the_same_bits_every_time(cupy, format, shape):
     q = weight(shape, format, cupy)
     for m in (1, 8, 16, 32):
         x = numbers((m, shape[1]), np.dtype("float16"), cupy)
-        assert m > 16 or plan_of(x, q).kernels
+        assert m > 16 or kb.explain(x, q).route in ("single_token", "small_batch", "hopper")
         first = kb.linear(x, q)
         for _ in range(50):
             assert bool((kb.linear(x, q).view(np.uint16) == first.view(np.uint16)).all())
@@ -217,8 +211,9 @@ def test_weights_that_keep_the_memory_busy(cupy, format):
     ids = cupy.asarray(np.random.default_rng(0).integers(0, 8, (64, 2)))
     chosen = wanted.reshape(64, 8, n // 8)[cupy.arange(64)[:, None], ids]
     assert_repeats(functools.partial(kb.linear_grouped, x, q.reshape(8, n // 8, k), ids), chosen)
-    if not TILES.tile_refusal(format, (n, k), HALF[0], 0):
-        tile, out = TILES.Tile(format, (n, k), HALF[0], 0, TILES.cut_tile(n, k, 8, 132)), cupy.empty((8, n), np.float16)
+    if not hopper.tile_refusal(Problem(format, (n, k), 8, HALF[0], device(0))):
+        cut, out = hopper.cut_tile(n, k, 8, 132), cupy.empty((8, n), np.float16)
+        tile = hopper.TileKernel(format.fragments(), (n, k), HALF[0], device(0), cut)
 
         def by_tiles():
             tile(x[:8], q, None, out)
@@ -229,14 +224,14 @@ def test_weights_that_keep_the_memory_busy(cupy, format):
 
 @pytest.mark.parametrize("format", ["kbit4", "nf4"])
 def test_tiles_take_few_tokens_of_middling_weights(cupy, format):
-    if TILES.tile_refusal(kb.get_format(format), (4096, 4096), HALF[0], 0):
+    if hopper.tile_refusal(Problem(kb.get_format(format), (4096, 4096), 8, HALF[0], device(0))):
         pytest.skip("linear_tile is for compute capability 9.0")
     # Few tokens are for linear_few where its tiles are whole.
     for n, few in ((4096, 8), (4104, 2)):
         q = weight((n, 4096), format, cupy)
         for m in (2, 3, 8, 9):
             x = numbers((m, 4096), HALF[0], cupy)
-            assert isinstance(plan_of(x, q).kernels[0], FUSED.Few if m <= few else TILES.Tile)
+            assert kb.explain(x, q).route == ("small_batch" if m <= few else "hopper")
             check(kb.linear(x, q), x, q)
 
 
@@ -336,11 +331,11 @@ def test_float16_and_other_routes_agree(cupy):
     q = weight((640, 1024), "kbit4", cupy, scale=0.02)
     for m in (1, 8):
         x = numbers((m, 1024), np.dtype("float16"), cupy)
-        fused, decoded = kb.linear(x, q), cupy.empty((m, 640), np.float16)
-        MODULE._multiply_decoded(x, q, None, decoded)
+        fused, through = kb.linear(x, q), cupy.empty((m, 640), np.float16)
+        multiply_decoded(x, q, through)
         wanted = exact(x, q)
         assert error(fused, wanted) <= 2 * error(naive(x, q), wanted)
-        assert error(decoded, wanted) <= 2 * error(naive(x, q), wanted)
+        assert error(through, wanted) <= 2 * error(naive(x, q), wanted)
 
 
 def test_stacks_larger_than_a_group_of_tokens(cupy):
@@ -385,7 +380,7 @@ def test_the_range_of_weights_changes_no_bit(cupy, format, monkeypatch):
     x = numbers((200, 512), HALF[0], cupy)
     y = cupy.empty((200, 96), HALF[0])
     multiply_decoded(x, q, y)
-    monkeypatch.setattr(MODULE, "_normalized", lambda planes, magnitude: (planes, None))
+    monkeypatch.setattr(decoded, "_normalized", lambda planes, magnitude: (planes, None))
     plain = cupy.empty_like(y)
     multiply_decoded(x, q, plain)
     assert same_values(y.get(), plain.get())

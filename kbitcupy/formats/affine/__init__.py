@@ -1317,13 +1317,14 @@ class Affine(Format):
             out[...] = np.where(step > 0, out, np.abs(number))
         return bound.reshape(-1)
 
-    def integers(self, shape: tuple[int, ...]) -> Integers | None:
+    def integers(self, shape: tuple[int, ...], lead: int = 0) -> Integers | None:
         if self.name != "int8" or not self.levels.symmetric or not shape:
             return None
-        blocks = blocks_of(shape, self.granularity)
-        if blocks.layout == blocks_of(shape, "token").layout:
+        if self.layout_of(shape, lead) == blocks_of(shape, "token").layout:
             return Integers("codes", "scale", "row")
-        return Integers("codes", "scale", "tensor") if blocks.count == 1 else None
+        return (
+            Integers("codes", "scale", "tensor") if not lead and blocks_of(shape, self.granularity).count == 1 else None
+        )
 
     def magnitude(self) -> Magnitude:
         return Magnitude("scale", largest=float(1 << self.bits))  # of a code less its zero point

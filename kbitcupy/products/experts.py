@@ -1,0 +1,197 @@
+"""Routes of `linear_grouped`: each token multiplies the weights that it chose, a mixture of experts.
+
+One launch of a kernel that decodes to fragments takes all experts, between those that sort the products by expert and
+combine them. Where there is no such kernel, expert after expert is decoded and multiplied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import xp as _xp
+from ..backend.compile import IDS_CXX, Template
+from ..backend.launch import Kernel
+from ..formats.base import register_templates
+from ..ops import take
+from .decoded import Decoded
+from .fused import GROUP, HALF_CXX, TOKENS, Experts, Fused
+from .hopper import GROUPED_CUT, tile_kernel, tile_refusal
+from .host import Host, working_dtype
+from .routes import Problem, Product, Route, refused_by_all
+from .small_batch import FewKernel, declared_template, few_kernel, few_refusal, kernel_of, misaligned
+
+# A number for each expert, in the 48 KiB of shared memory that every kernel has.
+MOST_EXPERTS = 12000
+_IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as the kernels take them
+
+
+def _templates() -> Iterator[Template]:
+    yield declared_template("combine_slots", HALF_CXX)
+    yield declared_template("group_tokens", tuple(IDS_CXX.values()))
+
+
+register_templates(_templates)
+
+
+def _grouped(kernel: Fused, x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
+    """Sort by expert, multiply, combine."""
+    experts, rows, _ = qs.shape
+    x = _xp.contiguous(x)
+    ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
+    if weights is not None:
+        weights = _xp.contiguous(weights if weights.dtype == np.float32 else weights.astype(np.float32))
+    products, slots = ids.size, ids.shape[1]
+    room = products // TOKENS + min(products, experts + 1)
+    numbers = GROUP.dtype.itemsize // 4
+    lists = numbers * room + products
+    # One array for all: groups, order, and the products that are combined.
+    scratch = _xp.namespace(x).empty(lists + (0 if weights is None else products * rows), np.int32)
+    groups = scratch.data.ptr
+    order = groups + GROUP.dtype.itemsize * room
+    partial = 0 if weights is None else groups + 4 * lists
+    _group_tokens(ids.dtype, experts).launch(x, (1,), (ids.data.ptr, order, groups, products, experts, room))
+    chosen = Experts(groups, order, slots if x.ndim == 2 else 1, int(qs.members > 1))
+    kernel.launch(room, x, qs, None, out, partial, products, chosen)
+    if weights is not None:
+        pointers = partial, weights.data.ptr, out.data.ptr
+        _combine_slots(kernel.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, rows))
+
+
+@functools.cache
+def _group_tokens(ids: np.dtype, experts: int) -> Kernel:
+    return kernel_of("group_tokens", IDS_CXX[ids.name], 1024, 4 * (experts + 1), (*(8,) * 3, *(4,) * 3))
+
+
+@functools.cache
+def _combine_slots(cxx: str) -> Kernel:
+    return kernel_of("combine_slots", cxx, 256, 0, (*(8,) * 4, *(4,) * 2))
+
+
+def multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:
+    """Expert after expert, through decoded weights."""
+    xp = _xp.namespace(x)
+    working = working_dtype(x.dtype)
+    _, rows, depth = qs.shape
+    products = xp.zeros((*ids.shape, rows), working)
+    x = xp.broadcast_to(x if x.ndim == 3 else x[:, None], (*ids.shape, depth)).astype(working, copy=False)
+    numbers = xp.arange(qs.shape[0])
+    for expert in range(qs.shape[0]):
+        chosen = ids == expert
+        # Rows can be taken that cannot be cut out: double quantization stores the absmax of some of them together.
+        this = numbers[expert : expert + 1]
+        weight = take(qs, this, dtype=working)[0] if isinstance(qs, QuantizedArray) else qs[expert]
+        if isinstance(x, np.ndarray):
+            products[chosen] = x[chosen] @ weight.T.astype(working, copy=False)
+        else:  # which tokens these are is known on the device only
+            xp.copyto(products, xp.matmul(x, weight.T.astype(working, copy=False)), where=chosen[..., None])
+    out[...] = products if weights is None else _combined(products, weights.astype(working, copy=False))
+
+
+def _combined(products: Any, weights: Any) -> Any:
+    """The weighted sum over the slots, in their order."""
+    total = products[:, 0] * weights[:, :1] if products.shape[1] else products.sum(1)
+    for slot in range(1, products.shape[1]):
+        total = total + products[:, slot] * weights[:, slot : slot + 1]
+    return total
+
+
+# ---- routes --------------------------------------------------------------------------------------------------------
+
+# Microseconds of the launches that sort and combine, and the fraction of the bandwidth at which weights pass: by
+# ``linear_few``; by the large tiles of ``linear_tile`` where they fill the device twice over, and where they do not.
+_AROUND, _FRACTION, _FILLED, _UNFILLED = 9.0, 0.6, 0.7, 0.3
+# ... and of those that pick an expert's rows and tokens, where one is decoded after the other.
+_EACH = 20.0
+
+
+def _refusal(problem: Problem) -> str | None:
+    """What stands against all kernels that take experts."""
+    found = refused_by_all(problem, "experts")
+    if found is not None:
+        return found
+    n, k = problem.shape
+    if problem.experts > MOST_EXPERTS:
+        return f"more than {MOST_EXPERTS} experts"
+    if max(problem.tokens, problem.experts * n * k >> 5) >= 1 << 31:
+        return "numbers of 32 bits do not reach through the weights"
+    return None
+
+
+def _chosen(problem: Problem) -> int:
+    """How many experts may be chosen."""
+    return min(problem.tokens, problem.experts)
+
+
+class GroupedSmallBatch(Route):
+    """``linear_few`` for experts."""
+
+    name = "grouped_small_batch"
+
+    def accepts(self, problem: Problem) -> str | None:
+        found = _refusal(problem) or few_refusal(problem)
+        if found:
+            return found
+        kernel = self._kernel(problem)
+        return misaligned(problem, kernel.alignment) if kernel.fits else "the device has too little shared memory"
+
+    def cost(self, problem: Problem) -> float:
+        return _AROUND + _chosen(problem) * problem.reading / _FRACTION
+
+    def prepare(self, problem: Problem) -> Product:
+        return functools.partial(_grouped, self._kernel(problem))
+
+    def describe(self, problem: Problem) -> str:
+        return "sorted by expert, weights decoded in registers: linear_few, 8 tokens a thread block"
+
+    def _kernel(self, problem: Problem) -> FewKernel:
+        assert problem.device is not None and problem.fragments is not None
+        together = _chosen(problem)
+        return few_kernel(problem.fragments, problem.shape, problem.dtype, problem.device, 1, together, True)
+
+
+class GroupedHopper(Route):
+    """``linear_tile`` for experts."""
+
+    name = "grouped_hopper"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return _refusal(problem) or tile_refusal(problem)
+
+    def cost(self, problem: Problem) -> float:
+        assert problem.device is not None
+        tiles = _chosen(problem) * problem.shape[0] // GROUPED_CUT.rows
+        fraction = _FILLED if tiles >= 2 * problem.device.multiprocessors else _UNFILLED
+        return _AROUND + _chosen(problem) * problem.reading / fraction
+
+    def prepare(self, problem: Problem) -> Product:
+        assert problem.device is not None and problem.fragments is not None
+        arguments = problem.fragments, problem.shape, problem.dtype, problem.device
+        return functools.partial(_grouped, tile_kernel(*arguments, GROUPED_CUT, True))
+
+    def describe(self, problem: Problem) -> str:
+        return f"sorted by expert, weights decoded in registers: linear_tile, {GROUPED_CUT.rows} rows a thread block"
+
+
+class EachExpert(Route):
+    """Decode expert after expert, and multiply."""
+
+    name = "each_expert"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return None if problem.experts else "it is for experts"
+
+    def cost(self, problem: Problem) -> float:
+        one = dataclasses.replace(problem, experts=0)
+        return problem.experts * (_EACH + (Host() if problem.device is None else Decoded()).cost(one))
+
+    def prepare(self, problem: Problem) -> Product:
+        return multiply_each
+
+    def describe(self, problem: Problem) -> str:
+        return f"decode expert after expert to {working_dtype(problem.dtype)}, and multiply"

@@ -1,0 +1,276 @@
+"""What the kernels share that multiply compressed weights: sizes, arguments, and how a weight is bound to them.
+
+They decode weights in registers, to fragments, and never write them; see `kbitcupy.formats.base.Fragments` for what
+they need of a format. The constants and structs that host and kernels both know are declared here, for both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import tma as _tma
+from ..backend.compile import CXX_TYPES
+from ..backend.launch import Struct
+from ..backend.structs import Constants
+from ..formats.base import Fragments
+from .routes import Problem
+
+#: Numbers of kernels/linear/decoder.cuh: elements of k and rows of a k-tile, tokens of an mma; where the table of
+#: values begins in the shared window, the bytes from entry to entry, and those behind it, of which ``linear_few`` needs
+#: more; kinds of bias.
+SIZES = Constants(
+    ITEM_K=128,
+    ITEM_ROWS=16,
+    TOKENS=8,
+    TABLE_START=2048,
+    ENTRY_STRIDE=256,
+    HEAD=1024,
+    FEW_HEAD=2048,
+    NO_BIAS=0,
+    OWN_BIAS=1,
+    FLOAT_BIAS=2,
+)
+ITEM_K, ITEM_ROWS, TOKENS = SIZES.ITEM_K, SIZES.ITEM_ROWS, SIZES.TOKENS
+#: The values of a codebook, times `power`, and those of 8-bit scales: by value, so that nothing is uploaded.
+VALUES = Struct("Values", power="f4", value=("f4", 32), map=("f4", 256))
+#: The products of one expert that a thread block computes: order[first .. first + count]; -1 is no expert.
+GROUP = Struct("Group", expert="i4", first="i4", count="i4", unused="i4")
+#: What stands ahead of the source of all of them.
+DECLARED = (SIZES, VALUES, GROUP)
+
+HALF_CXX = (CXX_TYPES["float16"], CXX_TYPES["bfloat16"])
+#: Bytes that the L2 cache fetches together: rows of a box are shorter than 256, and what stands beside them another
+#: warp fetches a little later.
+PROMOTION = 128
+#: Sizes of what `Fused.arguments` returns.
+ARGUMENTS = (*(8,) * 10, *(4,) * 7)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a format's decoder, for k-tiles of `ITEM_K` elements of a row.
+
+    Parameters
+    ----------
+    fragments : Fragments
+        What the format says of itself.
+    """
+
+    fragments: Fragments
+
+    @property
+    def item_bytes(self) -> int:
+        """Codes of a k-tile of a row."""
+        return ITEM_K * self.fragments.bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of a k-tile of a row in shared memory."""
+        return ITEM_K // self.fragments.granule * self.fragments.scale_bytes
+
+    @property
+    def elements_in_gaps(self) -> int:
+        """Elements of x, of two bytes, in the gaps of the table of values: half of each entry."""
+        return self.fragments.entries * (SIZES.ENTRY_STRIDE // 2) // 2
+
+    @property
+    def layout(self) -> str:
+        """``Layout`` of kernels/linear/decoder.cuh: the sizes that the host reckons with, which the kernels compare."""
+        gaps, swizzled = (str(flag).lower() for flag in (self.fragments.gaps, self.fragments.swizzled))
+        return f"Layout<{self.fragments.entries}, {gaps}, {self.item_bytes}, {self.scale_bytes}, {swizzled}>"
+
+    def shared_bytes(self, eights: int, items: int, warps: int) -> int:
+        """Shared memory of a thread block of ``linear_few``."""
+        stages = warps * items * ITEM_ROWS * (self.item_bytes + 2 * self.scale_bytes)
+        slots = 2 if eights == 2 else 4
+        sums = 0 if self.fragments.gaps else slots * warps * ITEM_ROWS * TOKENS * eights * 4
+        return self._table_bytes - SIZES.HEAD + SIZES.FEW_HEAD + sums + stages
+
+    def shared_bytes_one(self, k: int, run: int, items: int, warps: int) -> int:
+        """... of ``linear_one``."""
+        slots = warps * items * ITEM_ROWS * (self.item_bytes + self.scale_bytes)
+        return self._table_bytes + (0 if self.fragments.gaps else k * 2) + slots + (run + warps) * ITEM_ROWS * 4
+
+    @property
+    def _table_bytes(self) -> int:
+        """Shared memory up to the end of the table of values and of what stands behind it."""
+        return SIZES.TABLE_START + self.fragments.entries * SIZES.ENTRY_STRIDE + SIZES.HEAD
+
+
+@functools.lru_cache(maxsize=256)
+def _values_of(fragments: Fragments, dtype: np.dtype) -> bytes:
+    """What a kernel knows of a format by value; planes with values of their own come first."""
+    struct = VALUES.zeros()
+    if fragments.known_values:
+        values = np.array(fragments.known_values, np.float32)
+        struct["power"] = _power_below(values) * np.float32(gentle_factor(values, dtype))
+        struct["value"][: values.size] = values * struct["power"]
+    if fragments.scale_values:
+        struct["map"] = fragments.scale_values
+    return struct.tobytes()
+
+
+def gentle_factor(values: np.ndarray, dtype: np.dtype) -> float:
+    """A factor from 1 to 2 with which `values` lose least when they are rounded to `dtype`.
+
+    The rounding of a table is the same for every weight of an index, so it is worth some choice; the products are
+    divided by the factor in fp32.
+    """
+    factors = np.float32(1) + np.arange(1024, dtype=np.float32) / np.float32(1024)
+    scaled = np.asarray(values, np.float32)[None, :] * _power_below(values) * factors[:, None]
+    lost = (scaled.astype(dtype).astype(np.float64) - scaled) / factors[:, None]
+    return float(factors[np.square(lost).sum(1).argmin()])
+
+
+def _power_below(values: np.ndarray) -> np.float32:
+    """The power of two that brings the largest magnitude to 1 .. 2: then the range of half precision is enough."""
+    return np.float32(np.ldexp(np.float32(1), 1 - np.frexp(np.abs(values).max())[1]))
+
+
+class Experts(NamedTuple):
+    """What a mixture of experts adds to the arguments of a kernel.
+
+    Parameters
+    ----------
+    groups, order : int
+        Addresses of what ``group_tokens`` writes.
+    divisor : int
+        Product number p is that of row p / divisor of x.
+    step : int
+        Tensor scales of an expert: 1, or 0 where they share one.
+    """
+
+    groups: int
+    order: int
+    divisor: int
+    step: int
+
+
+NO_EXPERTS = Experts(0, 0, 1, 0)
+
+
+class Bound(NamedTuple):
+    """A weight as a kernel takes it.
+
+    Parameters
+    ----------
+    codes : int
+        Address of that plane.
+    planes : tuple of int
+        Addresses of the scales, the nested scales, their offset, the tensor scale and the values; 0 for none.
+    map : bytes
+        The tensor map of the codes.
+    """
+
+    codes: int
+    planes: tuple[int, ...]
+    map: bytes
+
+
+#: Makes a `Bound` of planes.
+Binder = Callable[[Mapping[str, Any]], Bound]
+
+
+def bind(planes: Mapping[str, Any], fragments: Fragments, map: Callable[[Any], bytes]) -> Bound:
+    """A weight as a kernel takes it; `map` makes the tensor map of the plane of codes."""
+    roles = fragments.scales, fragments.nested_scales, fragments.offset, fragments.tensor_scale, fragments.values
+    found = (planes.get(name) if name else None for name in roles)
+    codes = planes[fragments.codes]
+    return Bound(codes.data.ptr, tuple(0 if plane is None else plane.data.ptr for plane in found), map(codes))
+
+
+class Fused:
+    """What the launchers of the kernels have in common.
+
+    Parameters
+    ----------
+    fragments : Fragments
+        Of the weight's format.
+    shape : tuple of int
+        Its N and K.
+    dtype : numpy.dtype
+        Of x.
+    """
+
+    #: Launches the kernel: blocks of tokens, x, the weight, bias, out, where sums of parts go, tokens, and experts.
+    launch: Callable[..., None]
+    #: The same object for all kernels that take a weight in the same way.
+    _bind: Binder
+
+    def __init__(self, fragments: Fragments, shape: tuple[int, int], dtype: np.dtype):
+        self._n, self._k, self._block = *shape, fragments.block
+        self.cxx = CXX_TYPES[dtype.name]
+        self._values = _values_of(fragments, dtype)
+
+    def weight(self, q: QuantizedArray) -> Bound:
+        """The weight as the kernel takes it, which is found out once.
+
+        Kernels for other numbers of tokens take it in the same way: so a weight keeps few entries.
+        """
+        found: Bound | None = q._launches.get(self._bind)
+        if found is None:
+            found = q._launches[self._bind] = self._bind(q.planes)
+        return found
+
+    def arguments(
+        self, weight: Bound, bias: Any, kind: int, out: Any, partial: int, experts: Experts, tokens: int
+    ) -> tuple[int, ...]:
+        """Those that the kernels have in common, from the scales on."""
+        groups, order, divisor, step = experts
+        return (
+            *weight.planes,
+            bias,
+            out.data.ptr,
+            partial,
+            groups,
+            order,
+            divisor,
+            step,
+            kind,
+            tokens,
+            self._n,
+            self._k,
+            self._block,
+        )
+
+
+def bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, int, int]:
+    """A bias as the kernels take it, which must outlive the launch, its address, and its kind."""
+    if bias is None:
+        return None, 0, _NO_BIAS
+    if bias.dtype != dtype and bias.dtype != np.float32:
+        bias = bias.astype(np.float32)
+    bias = bias if bias.flags.c_contiguous else bias.copy()
+    return bias, bias.data.ptr, _OWN_BIAS if bias.dtype == dtype else _FLOAT_BIAS
+
+
+_NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = SIZES.NO_BIAS, SIZES.OWN_BIAS, SIZES.FLOAT_BIAS
+
+
+def no_map(_: Any) -> bytes:
+    """An argument in the place of a tensor map where there is no use for one."""
+    return bytes(_tma.MAP_BYTES)
+
+
+def refusal(problem: Problem) -> str | None:
+    """What stands against all kernels that decode to fragments; None where nothing does."""
+    if problem.fragments is None:
+        return f"{problem.format} has no decoder to fragments"
+    if problem.dtype.itemsize != 2:
+        return f"x is {problem.dtype}; the tensor cores take float16 and bfloat16"
+    if not problem.shape[0] or not problem.shape[1]:
+        return "the weight is empty"
+    members = problem.stored.members
+    if problem.experts:
+        # The kernels read one tensor scale for each expert, and know no other planes of members.
+        if members != 1 and (members != problem.experts or problem.fragments.tensor_scale is None):
+            return f"a stack of {members} arrays with planes of their own, for {problem.experts} experts"
+    elif problem.stored.lead:
+        return "a stack is for linear_grouped"
+    return None if problem.aligned else "x does not start at a multiple of 16 bytes"

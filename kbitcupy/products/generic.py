@@ -1,0 +1,67 @@
+"""The simple product of any format that has a decoder (kernels/blocks.cu): few tokens, on any GPU, in exact float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import xp as _xp
+from ..backend.compile import CXX_TYPES
+from ..formats import decoders
+from .routes import Problem, Product, Route, refused_by_all
+
+# Tokens that share the decoding of a row.
+_TOGETHER = 8
+# Microseconds of the launch, to decode an element, and to multiply it by a token; the fraction of the bandwidth at
+# which weights pass at most.
+_START, _DECODING, _MULTIPLYING, _FRACTION = 3.0, 3e-7, 1e-7, 0.25
+
+
+def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+    """Fill out[M, N] from x[M, K], a weight and a bias or None; all on one device, the current one."""
+    decoder = q.format.decoder
+    assert decoder is not None
+    if bias is not None and bias.dtype != out.dtype and out.dtype.itemsize == 2:
+        # The bias has more bits than x: everything is float32 before the one rounding.
+        single, wide = x.astype(np.float32), bias.astype(np.float32, copy=False)
+        sums = _xp.namespace(out).empty(out.shape, np.float32)
+        multiply(single, q, wide, sums)
+        out[...] = sums
+        return
+    if bias is not None:
+        bias = bias.astype(out.dtype, copy=False)
+        bias = bias if bias.flags.c_contiguous else bias.copy()
+    decoders.multiply(decoder, q.planes, q.shape, x, bias, out)
+
+
+class Generic(Route):
+    """Decode rows in registers, element by element, and multiply in float32."""
+
+    name = "generic"
+
+    def accepts(self, problem: Problem) -> str | None:
+        found = refused_by_all(problem, "one weight")
+        if found is not None:
+            return found
+        if problem.format.decoder is None:
+            return f"{problem.format} has no decoder"
+        if problem.dtype.name not in CXX_TYPES:
+            return f"x is {problem.dtype}; sums are float32"
+        if not problem.shape[0] or not problem.shape[1]:
+            return "the weight is empty"
+        return "a stack is for linear_grouped" if problem.stored.lead else None
+
+    def cost(self, problem: Problem) -> float:
+        n, k = problem.shape
+        groups, rest = divmod(problem.tokens, _TOGETHER)
+        computing = (groups + (rest > 0)) * _DECODING + problem.tokens * _MULTIPLYING
+        return _START + max(problem.reading / _FRACTION, n * k * computing)
+
+    def prepare(self, problem: Problem) -> Product:
+        n, k = problem.shape
+        return lambda x, q, bias, out: multiply(x.reshape(-1, k), q, bias, out.reshape(-1, n))
+
+    def describe(self, problem: Problem) -> str:
+        return "rows decoded element by element and multiplied in float32: linear_blocks"

@@ -1,0 +1,64 @@
+"""Products on NumPy: weights are decoded to float32, some rows at a time, and multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..ops import dequantize
+from .routes import Problem, Product, Route
+
+# About this many elements are decoded at a time, in whole multiples of so many rows: 256 rows are whole runs of nested
+# absmax values, whatever their length.
+_CHUNK = 1 << 20
+_CHUNK_ROWS = 256
+# Microseconds of a decoded element, and of a product and its addition.
+_DECODING, _MULTIPLYING = 2e-3, 5e-5
+
+
+def working_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype to multiply in: float32, or float64 for float64."""
+    return dtype if dtype == np.float64 else np.dtype(np.float32)
+
+
+def multiply(x: np.ndarray, q: QuantizedArray, bias: Any, out: np.ndarray) -> None:
+    """Fill out[M, N] from x[M, K], a weight and a bias or None."""
+    rows, depth = q.shape
+    working = working_dtype(x.dtype)
+    x = x.astype(working, copy=False)
+    step = rows
+    if q.format.rows_are_blocks(q.shape):
+        step = max(1, _CHUNK // max(1, depth) // _CHUNK_ROWS) * _CHUNK_ROWS
+    with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range of a dtype becomes infinite, as on a GPU
+        for start in range(0, rows, step):
+            part = q if step >= rows else q[start : start + step]
+            product = x @ dequantize(part, dtype=working).T
+            if bias is not None:
+                product += bias[start : start + step].astype(working, copy=False)
+            out[:, start : start + step] = product
+
+
+class Host(Route):
+    """Decode to float32 (float64 for float64) and multiply by NumPy's BLAS."""
+
+    name = "numpy"
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.device is not None:
+            return "the arrays are on a GPU"
+        if problem.activations is not None:
+            return "it multiplies floats as they came"
+        return "it is for one weight" if problem.experts else None
+
+    def cost(self, problem: Problem) -> float:
+        n, k = problem.shape
+        return n * k * (_DECODING + _MULTIPLYING * problem.tokens)
+
+    def prepare(self, problem: Problem) -> Product:
+        n, k = problem.shape
+        return lambda x, q, bias, out: multiply(x.reshape(-1, k), q, bias, out.reshape(-1, n))
+
+    def describe(self, problem: Problem) -> str:
+        return f"NumPy: decode {_CHUNK_ROWS} rows or more at a time and multiply, in {working_dtype(problem.dtype)}"

@@ -1,0 +1,331 @@
+"""Routes: which one a product takes, what explain says of it, activations, and what is compiled beforehand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inputs import BFLOAT16
+
+import kbitcupy as kb
+from kbitcupy.errors import DeviceError, FormatError
+from kbitcupy.products import small_batch
+from kbitcupy.products.functions import GROUPED, LINEAR, plan
+from kbitcupy.products.hopper import cut_tile, tile_kernel
+from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices
+
+HALF, SINGLE = np.dtype("float16"), np.dtype("float32")
+FROZEN = json.loads((Path(__file__).parent.parent / "data" / "routes.json").read_text(encoding="utf-8"))
+LETTERS = {"1": "single_token", "s": "small_batch", "h": "hopper", "d": "decoded"}
+# The routes that version 0.1 had.
+OLD = [route for route in LINEAR if route.name in LETTERS.values()]
+
+
+def device(name):
+    capability, multiprocessors, shared_memory = FROZEN["devices"][name]
+    return Device(0, capability, multiprocessors, shared_memory, True, capability >= 90)
+
+
+def numbers(*shape, dtype=HALF, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+def weight(*shape, format="kbit4", seed=1):
+    return kb.quantize(numbers(*shape, dtype=SINGLE, seed=seed), format)
+
+
+# ---- the choices of version 0.1 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FROZEN["devices"])
+def test_choices_are_those_of_version_0_1(name):
+    """Its rules have become costs; `tests/data/routes.json` is what the rules chose."""
+    for text, letters in FROZEN["choices"][name].items():
+        format, _, dtype = text.partition(" ")
+        for shape, letter in zip(FROZEN["shapes"], letters, strict=True):
+            found = ""
+            for tokens in FROZEN["tokens"]:
+                problem = Problem(
+                    kb.get_format(format), tuple(shape), tokens, np.dtype(dtype or "float16"), device(name)
+                )
+                taken = choices(problem, OLD)[0].route.name
+                found += next(letter for letter, route in LETTERS.items() if route == taken)
+            wanted = FROZEN["patterns"][letter]
+            if shape == [100, 1376] and wanted.startswith("dddddddd"):
+                # Rows of half blocks: 0.1 took linear_tile from 9 tokens on, and decoded for fewer for no reason.
+                found = found.replace("h" * 8, "d" * 8, 1)
+            assert found == wanted, (name, text, shape)
+
+
+@pytest.mark.parametrize("name", FROZEN["devices"])
+def test_choices_of_experts_are_those_of_version_0_1(name):
+    """... of 128 experts, of which so many may be chosen; the first letter of the name of the kernel."""
+    letters = {"grouped_hopper": "h", "grouped_small_batch": "s", "each_expert": "d"}
+    frozen = FROZEN["grouped"]
+    for text, wanted in frozen["choices"][name].items():
+        found = ""
+        for shape in frozen["shapes"]:
+            for chosen in frozen["chosen"]:
+                problem = Problem(kb.get_format(text), tuple(shape), chosen, HALF, device(name), experts=128)
+                found += letters[choices(problem, GROUPED)[0].route.name]
+        assert found == wanted, (name, text)
+
+
+def test_kernels_and_grids_are_those_of_version_0_1():
+    """On an H200: template arguments, threads, shared memory, grid, and how the work is cut."""
+    gpu = device("H200")
+    for text, n, k, tokens, expression, threads, shared, grid, cut in FROZEN["kernels"]:
+        problem = Problem(kb.get_format(text), (n, k), tokens, HALF, gpu)
+        kernel = choices(problem, OLD)[0].route.prepare(problem)
+        name, _, layout = kernel.kernel.expression.rpartition(", ")
+        found = kernel.kernel.expression.split(", Layout")[0].split(", TileLayout")[0]
+        assert "Layout" in kernel.kernel.expression and layout and name
+        assert (found, kernel.kernel.threads, kernel.kernel.shared) == (expression, threads, shared)
+        if found.startswith("linear_few"):
+            assert [-(-tokens // kernel.tokens), *kernel.grid] == grid and kernel._cut.hex() == cut
+        elif found.startswith("linear_one"):
+            assert [kernel.blocks] == grid
+        else:
+            tile = cut_tile(n, k, tokens, 132)
+            assert tile_kernel(problem.fragments, (n, k), HALF, gpu, tile) is kernel
+            assert [kernel._tiles * tile.splits, -(-tokens // tile.tokens)] == grid
+
+
+# ---- what routes refuse ----------------------------------------------------------------------------------------------
+
+
+def refusals(routes=LINEAR, **changes):
+    given = {"format": kb.get_format("kbit4"), "shape": (4096, 4096), "tokens": 4, "dtype": HALF}
+    problem = Problem(**{**given, "device": device("H200"), **changes})
+    return {choice.route.name: choice.refusal for choice in choices(problem, routes)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "route", "text"),
+    [
+        ({"tokens": 33}, "small_batch", "more than 32 tokens"),
+        ({"tokens": 17, "format": kb.get_format("kbit5:absmax=float32")}, "small_batch", "more than 16 tokens"),
+        ({"tokens": 2}, "single_token", "one token, and these are 2"),
+        ({"tokens": 129}, "hopper", "more than 128 tokens"),
+        ({"format": kb.get_format("kbit8")}, "small_batch", "kbit8 has no decoder to fragments"),
+        ({"dtype": SINGLE}, "hopper", "x is float32"),
+        ({"device": device("A100")}, "hopper", "compute capability 9.0"),
+        ({"device": device("T4")}, "small_batch", "compute capability 8.0"),
+        ({"device": None}, "decoded", "host memory"),
+        ({"aligned": False}, "hopper", "x does not start at a multiple of 16"),
+        ({"stored": Stored(codes=8)}, "small_batch", "planes do not start at multiples of 16 and"),
+        ({"stored": Stored(codes=8)}, "hopper", "plane of codes does not start"),
+        ({"stored": Stored(members=4096, lead=1)}, "small_batch", "a stack is for linear_grouped"),
+        ({"shape": (4096, 4080)}, "small_batch", "not whole blocks of 32"),
+        ({"shape": (64, 1 << 20), "tokens": 1}, "single_token", "do not fit the shared memory"),
+        ({"shape": (4097, 4096), "tokens": 1}, "single_token", "not whole tiles of 16"),
+        ({"shape": (1 << 17, 1 << 16)}, "small_batch", "offsets of 32 bits"),
+        ({"format": kb.get_format("nf4:block=16")}, "hopper", "no decoder for blocks of 16"),
+        ({"format": kb.get_format("nf4:double_quant=true"), "tokens": 1}, "single_token", "scales as they are stored"),
+        ({"activations": "int8"}, "decoded", "it multiplies floats as they came"),
+        ({"activations": "int8"}, "int8", "a symmetric int8 with a scale for each row"),
+        ({}, "int8", 'ask for activations="int8"'),
+        ({"experts": 4}, "small_batch", "it is for one weight"),
+    ],
+)
+def test_refusals(changes, route, text):
+    assert text in refusals(**changes)[route]
+
+
+@pytest.mark.parametrize(
+    ("changes", "route", "text"),
+    [
+        ({}, "grouped_small_batch", "it is for experts"),
+        ({"experts": 12001}, "grouped_small_batch", "more than 12000 experts"),
+        ({"experts": 8, "stored": Stored(members=16, lead=2)}, "grouped_hopper", "16 arrays with planes of their own"),
+        ({"experts": 8, "tokens": 1 << 31}, "grouped_small_batch", "numbers of 32 bits"),
+    ],
+)
+def test_refusals_of_experts(changes, route, text):
+    assert text in refusals(GROUPED, **changes)[route]
+
+
+def test_every_problem_has_a_route():
+    for name in kb.list_formats():
+        format = kb.get_format(name)
+        for gpu in (None, *map(device, FROZEN["devices"])):
+            for dtype in (HALF, BFLOAT16, SINGLE, np.dtype("float64")):
+                for tokens in (1, 7, 1000):
+                    problem = Problem(format, (256, 512), tokens, dtype, gpu)
+                    found = choices(problem, LINEAR)
+                    assert found[0].refusal is None and 0 < found[0].cost < float("inf")
+                    assert found[0].route.describe(problem) and callable(found[0].route.prepare(problem))
+
+
+def test_a_plan_is_made_once():
+    q = weight(48, 64)
+    x = numbers(3, 64)
+    kb.linear(x, q)
+    before = plan.cache_info().misses
+    for _ in range(3):
+        kb.linear(x, q)
+    assert plan.cache_info().misses == before
+
+
+# ---- explain -------------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_what_every_route_says(xp):
+    q, x = kb.quantize(xp.asarray(numbers(64, 256)), "kbit4"), xp.asarray(numbers(3, 256))
+    found = kb.explain(x, q)
+    assert isinstance(found, Explanation) and len(found) == len(LINEAR)
+    assert [row.chosen for row in found] == [True] + [False] * (len(LINEAR) - 1)
+    assert found.route == found[0].route and found[0].cost == min(row.cost for row in found if row.cost is not None)
+    assert all(row.reason for row in found)
+    text = str(found)
+    assert text.startswith("3 tokens of float16, QuantizedArray(kbit4") and text == repr(found)
+    assert f"> {found.route}" in text and all(row.reason in text for row in found)
+    if xp is np:
+        assert found.route == "numpy" and {row.route: row.reason for row in found}["decoded"].endswith("host memory")
+    else:
+        assert found.route in ("small_batch", "generic", "hopper") and "tokens 1: " in text
+
+
+def test_explain_computes_nothing(xp, monkeypatch):
+    for route in {type(route) for route in (*LINEAR, *GROUPED)}:
+        monkeypatch.setattr(route, "prepare", lambda self, problem: pytest.fail("it computes"))
+    q = kb.quantize(xp.asarray(numbers(4, 16, 64)), "kbit4")
+    assert kb.explain(xp.asarray(numbers(3, 64)), q, expert_ids=[[0, 1]] * 3).route.startswith(("each", "grouped"))
+    assert kb.explain(xp.asarray(numbers(3, 64)), q[0]).route
+
+
+def test_explain_of_experts(xp):
+    q = kb.quantize(xp.asarray(numbers(4, 16, 64)), "kbit4")
+    found = kb.explain(xp.asarray(numbers(3, 64)), q, expert_ids=[[0, 1]] * 3)
+    assert len(found) == len(GROUPED) and "6 products of float16 with experts" in str(found)
+    assert found.route == "each_expert" if xp is np else found.route == "grouped_small_batch"
+
+
+def test_explain_of_nothing():
+    found = kb.explain(numbers(0, 64), weight(16, 64))
+    assert len(found) == 0 and found.route == "" and "nothing to compute" in str(found)
+
+
+def test_explanation_tells_from_how_many_tokens_on():
+    shown = str(Explanation("h", (), [(1, "a"), (2, "b"), (9, "c"), (10, "d")]))
+    assert shown.endswith("tokens 1: a, 2 to 8: b, 9: c, from 10: d")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, q: kb.explain(x, q.dequantize()), TypeError, "q is ndarray"),
+        (lambda x, q: kb.explain(x[:, :8], q), ValueError, r"needs \[..., 64\]"),
+        (lambda x, q: kb.explain(x, q, activations="int4"), FormatError, "activations is 'int4'"),
+        (lambda x, q: kb.explain(x, q, expert_ids=[[0]]), FormatError, r"it must be \[E, N, K\]"),
+        (lambda x, q: kb.explain(x, q, x[0], expert_ids=[[0]]), FormatError, "a bias goes with one weight"),
+        (lambda x, q: kb.explain(x, q, activations="int8", expert_ids=[[0]]), FormatError, "activations go with one"),
+    ],
+)
+def test_explain_refuses_what_the_product_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call(numbers(3, 64), weight(16, 64))
+
+
+# ---- activations ---------------------------------------------------------------------------------------------------
+
+INT8 = "int8:granularity=channel:0"
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16, SINGLE, np.dtype("float64")], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_int8_activations_are_w8a8(xp, dtype, biased, tokens):
+    """`linear_w8a8` is their shorthand: the same bits."""
+    q = kb.quantize(xp.asarray(numbers(48, 160)), INT8)
+    x = xp.asarray(numbers(2, tokens, 160, dtype=dtype, seed=3))
+    bias = xp.asarray(numbers(48, dtype=dtype, seed=4)) if biased else None
+    wanted = kb.affine.linear_w8a8(x, q, bias)
+    assert same(kb.linear(x, q, bias, activations="int8"), wanted)
+    out = xp.empty(wanted.shape, dtype)
+    assert kb.linear(x, q, bias, activations="int8", out=out) is out and same(out, wanted)
+    codes = kb.quantize(x, "int8", granularity="token")
+    for given in (None, "int8"):
+        assert same(kb.linear(codes, q, bias, activations=given), kb.affine.linear_w8a8(codes, q, bias))
+    assert kb.explain(x, q, activations="int8").route == ("int8_numpy" if xp is np else "int8")
+    assert kb.explain(codes, q).route == ("int8_numpy" if xp is np else "int8")
+
+
+def test_int8_activations_of_a_stack_and_of_nothing(xp):
+    members = [kb.quantize(xp.asarray(numbers(160, seed=i)), "int8") for i in range(5)]
+    q, x = kb.stack(members), xp.asarray(numbers(3, 160))
+    assert same(kb.linear(x, q, activations="int8"), kb.affine.linear_w8a8(x, q))
+    assert kb.linear(x[:0], q, activations="int8").shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, q: kb.linear(x, q, activations="bitnet"), FormatError, "activations is 'bitnet'; allowed are None"),
+        (lambda x, q: kb.linear(x, q, activations=8), FormatError, "activations is 8; .*'int8'"),
+        (lambda x, q: kb.linear(x, weight(16, 64), activations="int8"), FormatError, "'kbit4'.*symmetric int8"),
+        (lambda x, q: kb.linear(x[:0], weight(16, 64), activations="int8"), FormatError, "'kbit4'.*symmetric int8"),
+        (lambda x, q: kb.linear(x, weight(16, 64, format="int8"), activations="int8"), FormatError, "for each row"),
+        (lambda x, q: kb.linear(x, weight(4, 131072, format=INT8), activations="int8"), ValueError, "needs"),
+        (lambda x, q: kb.linear(x[:, :5], q, activations="int8"), ValueError, r"needs \[..., 64\]"),
+        (
+            lambda x, q: kb.linear(kb.quantize(x, "kbit4"), q),
+            TypeError,
+            "x is QuantizedArray; it must be a plain array",
+        ),
+        (lambda x, q: kb.linear(kb.quantize(x, "kbit4"), q, activations="int8"), FormatError, "symmetric int8"),
+        (lambda x, q: kb.linear(kb.quantize(x, "int8"), weight(16, 64)), FormatError, "'kbit4'.*symmetric int8"),
+        (lambda x, q: kb.linear(x, q, numbers(5), activations="int8"), ValueError, r"bias has shape \(5,\)"),
+        (lambda x, q: kb.linear(x, q, activations="int8", out=np.empty((3, 16), "f4")), TypeError, "out is float32"),
+    ],
+)
+def test_refusals_of_activations(call, error, message):
+    with pytest.raises(error, match=message):
+        call(numbers(3, 64), weight(16, 64, format=INT8))
+
+
+def test_activations_of_another_device_are_refused(cupy):
+    q = weight(16, 64, format=INT8)
+    with pytest.raises(DeviceError, match="move one"):
+        kb.linear(cupy.asarray(numbers(3, 64)), q, activations="int8")
+    with pytest.raises(DeviceError, match="move one"):
+        kb.linear(kb.quantize(cupy.asarray(numbers(3, 64)), "int8"), q)
+
+
+# ---- what is compiled beforehand -----------------------------------------------------------------------------------
+
+
+def test_precompile(xp):
+    q = kb.quantize(xp.asarray(numbers(96, 512)), "kbit3:absmax=float16")
+    found = kb.precompile(q, (1, 8, 32), dtype="bfloat16")
+    assert found == 0 if xp is np else found > 0
+    assert kb.precompile(q, (1, 8, 32), dtype="bfloat16") == 0
+    for wrong in ((0,), (1.5,), (-1, 8)):
+        with pytest.raises(ValueError, match="sequence of positive integers"):
+            kb.precompile(q, wrong)
+    with pytest.raises(TypeError, match="int32"):
+        kb.precompile(q, dtype="int32")
+    with pytest.raises(FormatError, match="activations is 'x'"):
+        kb.precompile(q, activations="x")
+
+
+def test_a_product_compiles_what_it_needs_and_no_more(cupy):
+    """One kernel where weights are decoded in registers; a split of k adds the one that adds up the parts."""
+    from kbitcupy.backend.compile import loaded
+
+    for format, shape, tokens, most in (("kbit2", (4096, 4096), 1, 1), ("kbit2", (4096, 4096), 8, 1)):
+        q = kb.quantize(cupy.asarray(numbers(*shape)), f"{format}:absmax=float32")
+        before = set(loaded)
+        kb.linear(cupy.asarray(numbers(tokens, shape[1])), q)
+        assert len(set(loaded) - before) <= most, set(loaded) - before
+
+
+def test_costs_know_no_device():
+    """The table above is a model of an H200; a route is chosen by it wherever it accepts."""
+    problem = Problem(kb.get_format("kbit4"), (4096, 4096), 8, HALF, device("A100"))
+    costs = [choice.cost for choice in choices(problem, OLD) if choice.refusal is None]
+    assert costs == sorted(costs) and small_batch.SmallBatch().cost(problem) == costs[0]
