@@ -168,7 +168,7 @@ def _plan_table(plan: explore.Plan, rows: list[dict[str, Any]]) -> str:
         if part:
             lines.append(line(f"  of which {label}", explore.Plan(plan.budget_bits, tuple(part))))
         every = explore.Plan(plan.budget_bits, tuple(row for row in rows if row["label"] == label))
-        if every.bits_per_element <= plan.budget_bits:
+        if len(every.rows) == len(plan.rows) and every.bits_per_element <= plan.budget_bits:
             uniform.append(line(f"{label} for all", every))
     columns = [
         Column("", left=True, elastic=True),

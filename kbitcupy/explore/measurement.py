@@ -148,21 +148,31 @@ def _not_finite(x: Any, chunk: int = 1 << 22) -> tuple[int, int]:
     return nan, infinite
 
 
-def default_formats() -> list[Format]:
+def default_formats(shape: tuple[int, ...] | None = None) -> list[Format]:
     """Every registered format that can be made without options.
+
+    Parameters
+    ----------
+    shape : tuple of int, optional
+        Leave out those that refuse an array of this shape, as its rows are not whole blocks of theirs.
 
     Examples
     --------
     >>> import kbitcupy as kb
     >>> [str(format) for format in kb.explore.default_formats()][:2]
     ['kbit1', 'kbit2']
+    >>> [name for name in ("q8_0", "q4_k") if kb.get_format(name) in kb.explore.default_formats((64, 96))]
+    ['q8_0']
     """
     made = []
     for name in list_formats():
         try:
-            made.append(get_format(name))
-        except (ValueError, TypeError):  # it needs an option that only the caller knows, such as a table
+            format = get_format(name)
+            if shape is not None:
+                format.check_shape(shape)
+        except (ValueError, TypeError):  # or it needs an option that only the caller knows, such as a table
             continue
+        made.append(format)
     return made
 
 
@@ -259,8 +269,8 @@ def sweep(
         The arrays: float16, bfloat16, float32 or float64 of any shape. A generator of pairs keeps one of them in
         memory at a time.
     formats : str, Format or iterable of them, optional
-        What to measure, such as ``"int4:block=32"``; by default every format that needs no option (see
-        `default_formats`).
+        What to measure, such as ``"int4:block=32"``; by default every format that needs no option and takes an array
+        of this shape (see `default_formats`).
     device : str, optional
         Where to work: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one. By default where the arrays
         are.
@@ -293,7 +303,7 @@ def sweep(
     kbit3 3.25 15.4
     kbit4 4.25 21.8
     """
-    chosen = chosen_formats(formats)
+    chosen = None if formats is None else chosen_formats(formats)
     device = None if device is None else _xp.resolve_device(device)
     rows = Sweep()
     for tensor, array in _progress(_named(x), progress):
@@ -301,20 +311,19 @@ def sweep(
         _xp.float_dtype(data.dtype, f"tensor {tensor!r}")
         if device is not None:
             data = _xp.to_device(data, device)
-        rows += [measure(data, format, tensor).row() for format in chosen]
+        for format in default_formats(data.shape) if chosen is None else chosen:
+            rows.append(measure(data, format, tensor).row())
     return rows
 
 
-def chosen_formats(wanted: str | Format | Iterable[str | Format] | None) -> list[Format]:
-    """Formats as `sweep` takes them, as a list; `default_formats` for None.
+def chosen_formats(wanted: str | Format | Iterable[str | Format]) -> list[Format]:
+    """Formats as `sweep` takes them, as a list.
 
     Raises
     ------
     FormatError
         When there is none, or a name is not known.
     """
-    if wanted is None:
-        return default_formats()
     if isinstance(wanted, (str, Format)):
         wanted = (wanted,)
     found = [format if isinstance(format, Format) else get_format(format) for format in wanted]

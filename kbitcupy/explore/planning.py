@@ -17,7 +17,7 @@ from .._version import __version__
 from ..errors import FileError, FormatError
 from ..formats.base import Format, get_format
 from ..serial import read_json_file
-from .measurement import chosen_formats, sweep
+from .measurement import sweep
 
 #: Version of the JSON that a plan is written as; what an older version wrote is still read.
 PLAN_VERSION = 1
@@ -121,7 +121,7 @@ def plan(
     budget_bits : float
         Bits per element of all tensors together, scales and every other plane included.
     formats : str, Format or iterable of them, optional
-        What to choose from; by default every format that needs no option. Not with rows.
+        What to choose from; by default every format that needs no option and takes a tensor's shape. Not with rows.
     device, progress
         As for `sweep`.
     time_limit : float, default 10
@@ -167,8 +167,7 @@ def plan(
             raise FormatError("formats goes with arrays; rows of a sweep have theirs: filter the rows instead")
         rows = tensors
     else:
-        chosen = chosen_formats(formats)
-        rows = sweep(tensors, chosen, device=device, progress=progress)
+        rows = sweep(tensors, formats, device=device, progress=progress)
     choices: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["elements"]:

@@ -17,7 +17,7 @@ from ..errors import MissingExtraError
 from ..formats.base import Format
 from ..ops import dequantize, quantize
 from ..text import shortened
-from .measurement import chosen_formats, label
+from .measurement import chosen_formats, default_formats, label
 from .planning import Plan
 
 #: SQNR in dB that one more bit can buy on a Gaussian source: its distortion at rate R is at least 2^(-2 R).
@@ -130,7 +130,7 @@ def plot_error_histogram(
     x : array_like
         float array, as `quantize` takes it.
     formats : str, Format or iterable of them, optional
-        Formats to draw; by default every format that needs no option.
+        Formats to draw; by default every format that needs no option and takes this shape.
     bins : int, default 121
         Bins of the histogram.
     ax : matplotlib.axes.Axes, optional
@@ -154,7 +154,7 @@ def plot_error_histogram(
     unit = math.sqrt(float(host @ host) / max(host.size, 1)) or 1.0
     errors = {
         label(format): (_xp.to_device(dequantize(quantize(data, format)), "cpu").reshape(-1) - host) / unit
-        for format in chosen_formats(formats)
+        for format in (default_formats(data.shape) if formats is None else chosen_formats(formats))
     }
     # The few largest errors would squeeze the rest into one bin.
     reach = max((float(np.quantile(abs(error), 0.9999)) for error in errors.values() if error.size), default=1.0)
@@ -226,7 +226,7 @@ def plot_layers(rows: Sequence[Mapping[str, Any]], *, plan: Plan | None = None, 
     Parameters
     ----------
     rows : sequence of dict
-        Rows of `sweep`, every format on every tensor.
+        Rows of `sweep`; the cell of a format that a tensor was not measured with stays empty.
     plan : Plan, optional
         The cells that it chose get a frame.
     ax : matplotlib.axes.Axes, optional
@@ -244,15 +244,17 @@ def plot_layers(rows: Sequence[Mapping[str, Any]], *, plan: Plan | None = None, 
     tensors, columns = _cells(rows)
     labels = list(columns)
     values = np.full((len(tensors), len(labels)), np.nan)
+    measured = np.zeros(values.shape, np.bool_)
     for row in rows:
-        values[tensors.index(row["tensor"]), labels.index(row["label"])] = row["sqnr_db"]
+        cell = tensors.index(row["tensor"]), labels.index(row["label"])
+        values[cell], measured[cell] = row["sqnr_db"], True
     ax = _axes(ax, _heat_map_size(rows))
     image = ax.imshow(np.where(np.isfinite(values), values, np.nan), cmap="cividis", aspect="auto")
     ax.figure.colorbar(image, ax=ax, label="SQNR in dB", pad=0.02)
     ax.set_yticks(range(len(tensors)), [shortened(name, _NAME) for name in tensors], fontsize="small")
     ax.set_xticks(range(len(labels)), columns.values(), fontsize="small")
     ax.xaxis.tick_top()
-    _write_numbers(ax, image, values)
+    _write_numbers(ax, image, values, measured)
     if plan is not None:
         from matplotlib.patches import Rectangle
 
@@ -293,7 +295,7 @@ def _heat_map_size(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return names + across + 1.4, max(above + _ROW * len(tensors) + 0.4, 2.0)
 
 
-def _write_numbers(ax: Any, image: Any, values: np.ndarray) -> None:
+def _write_numbers(ax: Any, image: Any, values: np.ndarray, measured: np.ndarray) -> None:
     """The numbers of a heat map in its cells, where those are large enough."""
     ax.figure.draw_without_rendering()  # the layout decides how large they are
     box = ax.get_window_extent()
@@ -301,7 +303,8 @@ def _write_numbers(ax: Any, image: Any, values: np.ndarray) -> None:
     size = min(8.0, 0.72 * height / max(len(values), 1), 0.38 * width / max(values.shape[1], 1))
     if size < 5:
         return
-    for (i, j), value in np.ndenumerate(values):
+    for i, j in np.argwhere(measured):
+        value = values[i, j]
         red, green, blue, _ = image.cmap(image.norm(value)) if math.isfinite(value) else (1, 1, 1, 1)
         dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
         text = f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
