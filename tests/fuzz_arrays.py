@@ -20,11 +20,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from inputs import CODEBOOKS, KINDS, codebook, make
+from inputs import CODEBOOKS, KINDS, codebook, fitting, make
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
 from kbitcupy.formats import base
+from kbitcupy.formats.blocks import BlockFormat
 
 DTYPES = [np.dtype(name) for name in ("float16", ml_dtypes.bfloat16, "float32", "float64")]
 LENGTHS = (0, 1, 1, 2, 2, 3, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 64, 96, 128, 260, 512)
@@ -121,6 +122,7 @@ def random_numbers(rng, shape, dtype):
 def begin(rng, xp):
     shape, dtype = random_shape(rng), DTYPES[rng.integers(len(DTYPES))]
     format = random_format(rng, shape)
+    shape = fitting(format, shape)
     history = [f"quantize({dtype}{list(shape)}, {format!r})"]
     x = random_numbers(rng, shape, dtype)
     try:
@@ -220,7 +222,8 @@ def reshape(rng, state):
             shape[rng.integers(len(shape))] = -1
         shape = tuple(shape)
     state.history.append(f"reshape({shape})")
-    whole = q.lead or "granularity" in q.format.options()  # others know blocks of the flat array
+    # Others know blocks of the flat array.
+    whole = q.lead or "granularity" in q.format.options() or isinstance(q.format, BlockFormat)
     return lambda: q.reshape(shape), lambda: y.reshape(shape), bool(whole)
 
 

@@ -170,7 +170,7 @@ def seeds():
     with tempfile.TemporaryDirectory() as folder:
         for name in kb.list_formats():
             try:
-                q = kb.quantize(rng.standard_normal((4, 64)).astype(np.float32), name)
+                q = kb.quantize(rng.standard_normal((4, 256)).astype(np.float32), name)
             except (ValueError, TypeError):  # it needs an option
                 continue
             path = Path(folder) / "seed"

@@ -3,10 +3,22 @@
 import ml_dtypes
 import numpy as np
 
+from kbitcupy.errors import FormatError
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32")]
 ABSMAX = ["e4m4", "float16", "float32"]
 SIZES = [0, 1, 31, 32, 33, 4097]
+
+
+def fitting(format, shape):
+    """`shape`, with a last length that a format takes which wants whole blocks there."""
+    try:
+        format.check_shape(shape)
+    except FormatError:
+        return (*shape[:-1], -(-shape[-1] // format.block) * format.block) if shape else (format.block,)
+    return shape
+
 
 KINDS = ["normal", "small", "wide", "huge", "extreme", "subnormal", "special", "constant", "zeros"]
 

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from inputs import DTYPES, make
+from inputs import DTYPES, fitting, make
 from ml_dtypes import finfo
 
 import kbitcupy as kb
+from kbitcupy.formats.blocks import BlockFormat
 
 FOLDER = Path(__file__).parent / "data" / "frozen"
 KINDS = ("normal", "small", "wide", "special", "zeros")
@@ -21,6 +22,7 @@ OPTIONS = {
     "fp4": [{}, {"block": 32}, {"block": 16, "double_quant": True}],
     "table4": [{}, {"table": "nf", "block": 32}, {"block": 16, "double_quant": True}],
     "dynamic8": [{}, {"block": 32}],
+    "gguf": [{}],
     "int": [
         {"granularity": granularity, "symmetric": symmetric}
         for granularity in ("tensor", "token", ("channel", 0), ("channel", 1), ("group", 32))
@@ -45,7 +47,14 @@ def is_bounded(name):
 
 
 def family(name):
+    if isinstance(kb.get_format(name), BlockFormat):
+        return "gguf"
     return "int" if "int" in name else name if name in OPTIONS else name.rstrip("0123456789")
+
+
+def fitted(name, x):
+    """The numbers, over and over, in a shape that the format takes."""
+    return np.resize(x, fitting(kb.get_format(name), x.shape))
 
 
 def cases(name):
@@ -69,7 +78,7 @@ def main():
         tensors = {}
         for label, options in cases(name):
             for dtype in DTYPES:
-                q = kb.quantize(numbers(dtype, is_bounded(name)), name, **options)
+                q = kb.quantize(fitted(name, numbers(dtype, is_bounded(name))), name, **options)
                 tensors[f"{label} {dtype}"] = q
                 tensors[f"{label} {dtype} decoded"] = q.dequantize()
         kb.io.save(path, tensors)

@@ -7,3 +7,12 @@ from .codebook import table4 as table4
 
 # isort: split
 from . import affine as affine
+
+# isort: split
+from .gguf import legacy as legacy
+
+# isort: split
+from .gguf import kquants as kquants
+
+# isort: split
+from .gguf import ternary as ternary

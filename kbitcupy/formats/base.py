@@ -866,10 +866,10 @@ def _factory(name: Any) -> tuple[str, Callable[..., Format]]:
 
 
 def _guesses(name: str) -> list[str]:
-    """The registered names that somebody may have meant; a number in the name has to be theirs."""
+    """The registered names that somebody may have meant; numbers in the name have to be the first in theirs."""
     plain = re.sub(r"[\s_-]", "", name.lower())
     number = re.findall(r"\d+", plain)
-    same = [each for each in _registry if not number or re.findall(r"\d+", each) == number]
+    same = [each for each in _registry if re.findall(r"\d+", each)[: len(number)] == number]
     likeness = {each: difflib.SequenceMatcher(None, each, plain).ratio() for each in same}
     nearest = [each for each in same if likeness[each] == max(likeness.values()) >= _ALIKE]
     return nearest or (same if number else [])

@@ -317,10 +317,10 @@ def registered():
 
 
 def lies_about(format):
-    """Configurations of an array of shape (4, 64) that lie, or nearly."""
-    config = kb.quantize(np.ones((4, 64), np.float32), format).config()
+    """Configurations of an array of shape (4, 256) that lie, or nearly."""
+    config = kb.quantize(np.ones((4, 256), np.float32), format).config()
     lies = [{**config, key: value} for key in config for value in fuzz_files.VALUES]
-    lies += [{**config, "shape": shape} for shape in ([4, 65], [5, 64], [4, 64, 2], [2**31, 2**31], [64])]
+    lies += [{**config, "shape": shape} for shape in ([4, 257], [5, 256], [4, 256, 2], [2**31, 2**31], [256])]
     for key in (*config["format"], "block", "bits", "table", "codebook"):
         lies += [{**config, "format": {**config["format"], key: value}} for value in fuzz_files.VALUES]
     return lies + [{**config, "format": other.config()} for other in registered()]
@@ -329,7 +329,7 @@ def lies_about(format):
 def try_lies(folder, format, lies):
     """Each is refused by name, or decodes to the shape that it says."""
     path = folder / "a"
-    kb.io.save(path, {"w": kb.quantize(np.ones((4, 64), np.float32), format)})
+    kb.io.save(path, {"w": kb.quantize(np.ones((4, 256), np.float32), format)})
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]

@@ -1,0 +1,205 @@
+"""Formats whose origin stores equal blocks of bytes: a class that reads and writes those bytes, and what follows.
+
+The origin lays a block's fields side by side. Here each field is a plane of its own, block after block: rows of codes
+then are whole multiples of 16 bytes where the origin's blocks are 2-byte aligned, a kernel may copy them without
+looking at the scales, and slices, stacks and files work as they do for every other format. `BlockFormat.to_blocks` and
+`BlockFormat.from_blocks` convert between the two; nothing is rounded on the way.
+
+What all of these formats have in common:
+
+- A row along the last axis consists of whole blocks; an array of another shape is refused.
+- NaN counts as 0, and magnitudes over 65504 count as 65504: then no scale, which is a half, is infinite.
+- Arithmetic is IEEE float32 as the origin has it, subnormal numbers included.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ..backend.compile import CXX_TYPES, Template
+from ..backend.launch import Kernel
+from ..backend.xp import namespace
+from ..errors import FormatError
+from .base import Format, Plane
+from .chunks import CHUNK
+from .decoders import Decoder, templates
+
+#: Fields that a block may have, as kernels take them.
+MAX_FIELDS = 4
+#: Magnitudes beyond this, the largest half, count as this.
+LARGEST = np.float32(65504)
+
+
+class Field(NamedTuple):
+    """A field of a block.
+
+    Parameters
+    ----------
+    name : str
+        Name of its plane.
+    dtype : str
+        NumPy dtype name of its entries.
+    entries : int
+        Entries of a block.
+    """
+
+    name: str
+    dtype: str
+    entries: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return np.dtype(self.dtype).itemsize * self.entries
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """The kernel that quantizes, the twin of `BlockFormat.quantize_blocks`.
+
+    Its arguments are the array, how many blocks it has (64 bits), and the planes in the order of the fields, null
+    pointers behind them up to `MAX_FIELDS`.
+
+    Parameters
+    ----------
+    file, name, struct : str
+        File below ``kernels/``, function template and the struct that is its second parameter, behind the dtype.
+    threads : int
+        Threads of a thread block.
+    blocks : int
+        Blocks that a thread block quantizes at a time.
+    folder : Path, optional
+        The kernels of another package.
+    """
+
+    file: str
+    name: str
+    struct: str
+    threads: int
+    blocks: int
+    folder: Path | None = None
+
+    @property
+    def template(self) -> Template:
+        """The kernel, for every dtype."""
+        return Template(self.file, self.name, (tuple(CXX_TYPES.values()), (self.struct,)), folder=self.folder)
+
+
+@functools.cache
+def _kernel(quantizer: Quantizer, dtype: np.dtype) -> Kernel:
+    signature = ("p", "i8", *["p"] * MAX_FIELDS)
+    values = CXX_TYPES[dtype.name], quantizer.struct
+    return Kernel(quantizer.template, values, quantizer.threads, signature=signature)
+
+
+class BlockFormat(Format):
+    """A format of equal byte blocks.
+
+    A subclass sets ``name``, ``origin``, ``summary``, ``block`` and `fields`, and writes `dequantize_blocks`, and
+    `quantize_blocks` unless ``can_encode`` is False. For CUDA it names the `struct` that decodes it and the kernel that
+    quantizes.
+    """
+
+    #: Fields in the order of the origin's bytes. Neighbours that a decoder always reads together may be one field.
+    fields: ClassVar[tuple[Field, ...]]
+    #: The header below ``kernels/``, or below `folder`, with the C++ struct that decodes it: storey 1 (`decoders`).
+    header: ClassVar[str] = ""
+    struct: ClassVar[str] = ""
+    #: The kernels of another package.
+    folder: ClassVar[Path | None] = None
+    #: The kernel that quantizes; None where only NumPy does.
+    quantizer: ClassVar[Quantizer | None] = None
+    _decoder: ClassVar[Decoder | None] = None
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if cls.struct:
+            cls._decoder = Decoder(cls.header, cls.struct, tuple(f.name for f in cls.fields), folder=cls.folder)
+            cls.kernels = templates(cls.header, cls.struct, folder=cls.folder)
+        if cls.quantizer is not None:
+            cls.kernels += (cls.quantizer.template,)
+
+    @property
+    def decoder(self) -> Decoder | None:
+        return self._decoder
+
+    @functools.cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one of the origin's blocks."""
+        return sum(field.nbytes for field in self.fields)
+
+    @abstractmethod
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        """float32[blocks, block] from the origin's bytes, uint8[blocks, block_bytes]."""
+
+    def quantize_blocks(self, rows: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
+        """The origin's bytes, uint8[blocks, block_bytes], from finite float32[blocks, block], not to be written."""
+        raise FormatError(f"{self.name} is read and decoded only: choose another format to quantize")
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        if not shape or shape[-1] % self.block:
+            raise FormatError(
+                f"shape is {shape}; the last axis of {self.name} is whole blocks of {self.block} elements: pad it, or "
+                "choose a format that cuts blocks across rows, such as kbit4"
+            )
+
+    def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
+        blocks = math.prod(shape) // self.block
+        return {f.name: Plane(f.dtype, (blocks * f.entries,), per=f.entries) for f in self.fields}
+
+    def to_blocks(self, planes: Mapping[str, Any]) -> Any:
+        """The origin's bytes, uint8[blocks, block_bytes], on the device of the planes."""
+        xp = namespace(planes[self.fields[0].name])
+        return xp.concatenate([planes[f.name].view(np.uint8).reshape(-1, f.nbytes) for f in self.fields], axis=1)
+
+    def from_blocks(self, blocks: Any) -> dict[str, Any]:
+        """The planes of the origin's bytes, of any shape whose size is whole blocks, on their device."""
+        xp, rows = namespace(blocks), blocks.reshape(-1, self.block_bytes)
+        planes, start = {}, 0
+        for field in self.fields:
+            part = xp.ascontiguousarray(rows[:, start : start + field.nbytes])
+            planes[field.name] = part.reshape(-1).view(field.dtype)
+            start += field.nbytes
+        return planes
+
+    def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        flat, size = x.reshape(-1), CHUNK - CHUNK % self.block
+        for start in range(0, flat.size, size):
+            part = flat[start : start + size].astype(np.float32)
+            part[np.isnan(part)] = 0
+            np.clip(part, -LARGEST, LARGEST, out=part)
+            # Overflow on the way is a part of the origin's rules.
+            with np.errstate(all="ignore"):
+                blocks = self.quantize_blocks(part.reshape(-1, self.block), given)
+            first = start // self.block
+            for name, plane in self.from_blocks(blocks).items():
+                at = first * plane.size // len(blocks)
+                planes[name][at : at + plane.size] = plane
+
+    def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        if self.quantizer is None:
+            raise FormatError(f"{self.name} is quantized on NumPy only: pass x.get(), then .to_device('cuda:0')")
+        blocks = x.size // self.block
+        if blocks:
+            fields = *(planes[field.name] for field in self.fields), *[0] * (MAX_FIELDS - len(self.fields))
+            _kernel(self.quantizer, x.dtype)(x, -(-blocks // self.quantizer.blocks), (x, blocks, *fields))
+
+    def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
+        flat, size = out.reshape(-1), CHUNK - CHUNK % self.block
+        for start in range(0, flat.size, size):
+            target = flat[start : start + size]
+            first, last = start // self.block, (start + target.size) // self.block
+            part = {f.name: planes[f.name][first * f.entries : last * f.entries] for f in self.fields}
+            with np.errstate(all="ignore"):
+                target[:] = self.dequantize_blocks(self.to_blocks(part)).reshape(-1)

@@ -1,0 +1,55 @@
+// Float arithmetic that keeps subnormal numbers: -ftz=true, which CuPy forces, turns every other spelling of it into
+// the flushing one. None of it is contracted. On the host, whose compiler flushes nothing, it is C++'s own.
+#pragma once
+
+namespace ieee {
+#ifdef KBIT_HOST
+inline float multiply(float a, float b) { return a * b; }
+inline float add(float a, float b) { return a + b; }
+inline float subtract(float a, float b) { return a - b; }
+inline float divide(float a, float b) { return a / b; }
+inline float square_root(float a) { return sqrtf(a); }
+inline bool less(float a, float b) { return a < b; }
+#else
+__device__ __forceinline__ float multiply(float a, float b) {
+    float r;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float add(float a, float b) {
+    float r;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float subtract(float a, float b) {
+    float r;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float divide(float a, float b) {
+    float r;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float square_root(float a) {
+    float r;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+__device__ __forceinline__ bool less(float a, float b) {
+    int r;
+    asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }" : "=r"(r) : "f"(a), "f"(b));
+    return r != 0;
+}
+#endif
+
+// By their bits, which nothing flushes.
+__device__ __forceinline__ unsigned magnitude_bits(float a) { return __float_as_uint(a) & 0x7fffffffu; }
+__device__ __forceinline__ float magnitude(float a) { return __uint_as_float(magnitude_bits(a)); }
+__device__ __forceinline__ float negative(float a) { return __uint_as_float(__float_as_uint(a) ^ 0x80000000u); }
+__device__ __forceinline__ bool is_zero(float a) { return magnitude_bits(a) == 0; }
+// The number, or 0 where it is NaN or infinite.
+__device__ __forceinline__ float finite(float a) { return magnitude_bits(a) < 0x7f800000u ? a : 0.0f; }
+// 1 / a, and 0 for 0.
+__device__ __forceinline__ float reciprocal(float a) { return is_zero(a) ? 0.0f : divide(1.0f, a); }
+}  // namespace ieee
