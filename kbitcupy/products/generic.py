@@ -14,9 +14,9 @@ from .routes import Problem, Product, Route, refused_by_all
 
 # Tokens that share the decoding of a row.
 _TOGETHER = 8
-# Microseconds of the launch, to decode an element, and to multiply it by a token; the fraction of the bandwidth at
-# which weights pass at most.
-_START, _DECODING, _MULTIPLYING, _FRACTION = 3.0, 3e-7, 1e-7, 0.25
+# Microseconds of the launch, to decode an element (tables of values take half of that), and to multiply it by a token,
+# by the bytes of its dtype; the numbers are those of weights that fill an H200.
+_START, _DECODING, _MULTIPLYING = 3.0, 1.75e-6, {2: 1.45e-7, 4: 2.0e-7}
 
 
 def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -56,8 +56,8 @@ class Generic(Route):
     def cost(self, problem: Problem) -> float:
         n, k = problem.shape
         groups, rest = divmod(problem.tokens, _TOGETHER)
-        computing = (groups + (rest > 0)) * _DECODING + problem.tokens * _MULTIPLYING
-        return _START + max(problem.reading / _FRACTION, n * k * computing)
+        multiplying = problem.tokens * _MULTIPLYING[problem.dtype.itemsize]
+        return _START + n * k * ((groups + (rest > 0)) * _DECODING + multiplying)
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
