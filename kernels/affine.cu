@@ -41,10 +41,10 @@ __global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, UNITS == 1 &
 constexpr long long AHEAD = 1 << 21;
 
 template <typename T, int BITS, int SIZE_>
-struct Dequantize : Operation<T, false> {
-    using C = typename Operation<T, false>::C;
-    using Operation<T, false>::g;
-    using Operation<T, false>::source;
+struct Dequantize : Operation<Dequantize<T, BITS, SIZE_>, T, false> {
+    using Base = Operation<Dequantize, T, false>;
+    using C = typename Base::C;
+    using Base::g;
     static constexpr int SIZE = SIZE_;
     using Data = Codes<BITS, SIZE>;
     const unsigned char* codes;
@@ -75,13 +75,9 @@ struct Dequantize : Operation<T, false> {
         return true;
     }
 
-    __device__ __forceinline__ void careful(long long i, int count) const {
-        Steps<C> at(source, g, i);
-#pragma unroll 1
-        for (; count > 0; --count, at.next()) {
-            const C code = C(Codes<BITS>::at(codes, at.element, g.qmin < 0));
-            y[at.element] = stored<T>(multiply_ieee(at.scale, code - at.zero));
-        }
+    __device__ __forceinline__ void one(const Steps<C>& at) const {
+        const C code = C(Codes<BITS>::at(codes, at.element, g.qmin < 0));
+        y[at.element] = stored<T>(multiply_ieee(at.scale, code - at.zero));
     }
 };
 
@@ -98,10 +94,10 @@ __global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 8>) dequa
 // ---- both at once ----------------------------------------------------------------------------------------------
 
 template <typename T, int SIZE_>
-struct FakeQuantize : Operation<T, true> {
-    using C = typename Operation<T, true>::C;
-    using Operation<T, true>::g;
-    using Operation<T, true>::source;
+struct FakeQuantize : Operation<FakeQuantize<T, SIZE_>, T, true> {
+    using Base = Operation<FakeQuantize, T, true>;
+    using C = typename Base::C;
+    using Base::g;
     static constexpr int SIZE = SIZE_;
     using Data = Unit<T, SIZE>;
     const T* x;
@@ -138,11 +134,8 @@ struct FakeQuantize : Operation<T, true> {
         return multiply_ieee(s, clamped(steps_of(v, s), C(g.qmin) - z, C(g.qmax) - z) + C(0));
     }
 
-    __device__ __forceinline__ void careful(long long i, int count) const {
-        Steps<C> at(source, g, i);
-#pragma unroll 1
-        for (; count > 0; --count, at.next())
-            y[at.element] = stored<T>(once(to_float(x[at.element]), at.scale, at.zero));
+    __device__ __forceinline__ void one(const Steps<C>& at) const {
+        y[at.element] = stored<T>(once(to_float(x[at.element]), at.scale, at.zero));
     }
 };
 
@@ -161,10 +154,10 @@ __global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 8>) fake_
 // dx = dy, divided by the scale (DIVIDE), where rint(x / scale) is within the range less the margin; x null:
 // everywhere.
 template <typename T, bool DIVIDE, int SIZE_>
-struct Backward : Operation<T, true> {
-    using C = typename Operation<T, true>::C;
-    using Operation<T, true>::g;
-    using Operation<T, true>::source;
+struct Backward : Operation<Backward<T, DIVIDE, SIZE_>, T, true> {
+    using Base = Operation<Backward, T, true>;
+    using C = typename Base::C;
+    using Base::g;
     static constexpr int SIZE = SIZE_;
     struct Data {
         Unit<T, SIZE> dy, x;
@@ -233,15 +226,11 @@ struct Backward : Operation<T, true> {
     }
     __device__ __forceinline__ C over(C v, C s) const { return magnitude_bits(s) != 0 ? divide_ieee(v, s) : C(0); }
 
-    __device__ __forceinline__ void careful(long long i, int count) const {
-        Steps<C> at(source, g, i);
-#pragma unroll 1
-        for (; count > 0; --count, at.next()) {
-            const bool inside = !x || within(to_float(x[at.element]), at.scale, at.zero);
-            T value = dy[at.element];
-            if (DIVIDE) value = stored<T>(over(to_float(value), at.scale));
-            dx[at.element] = inside ? value : T(0.0f);
-        }
+    __device__ __forceinline__ void one(const Steps<C>& at) const {
+        const bool inside = !x || within(to_float(x[at.element]), at.scale, at.zero);
+        T value = dy[at.element];
+        if (DIVIDE) value = stored<T>(over(to_float(value), at.scale));
+        dx[at.element] = inside ? value : T(0.0f);
     }
 };
 
@@ -265,10 +254,10 @@ __global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 6>) fake_
 }
 
 template <typename T, int SIZE_>
-struct Multiply : Operation<T, false> {
-    using C = typename Operation<T, false>::C;
-    using Operation<T, false>::g;
-    using Operation<T, false>::source;
+struct Multiply : Operation<Multiply<T, SIZE_>, T, false> {
+    using Base = Operation<Multiply, T, false>;
+    using C = typename Base::C;
+    using Base::g;
     static constexpr int SIZE = SIZE_;
     using Data = Unit<T, SIZE>;
     const T* dy;
@@ -290,11 +279,8 @@ struct Multiply : Operation<T, false> {
         return true;
     }
 
-    __device__ __forceinline__ void careful(long long i, int count) const {
-        Steps<C> at(source, g, i);
-#pragma unroll 1
-        for (; count > 0; --count, at.next())
-            dq[at.element] = stored<T>(multiply_ieee(to_float(dy[at.element]), at.scale));
+    __device__ __forceinline__ void one(const Steps<C>& at) const {
+        dq[at.element] = stored<T>(multiply_ieee(to_float(dy[at.element]), at.scale));
     }
 };
 

@@ -92,10 +92,6 @@ __device__ __forceinline__ C clamped(C steps, C low, C high) {
     return steps != steps ? C(0) : steps < low ? low : steps > high ? high : steps;
 }
 
-// Added to a float, this leaves its nearest integer in the low bits of the sum. Beyond 2^22 in magnitude it does not,
-// but sums keep the order of what they are sums of.
-constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
-
 // ROUNDER + i, for integers below 2^22 in magnitude.
 __device__ __forceinline__ float beside_rounder(int i) { return __int_as_float(0x4b400000 + i); }
 
@@ -154,18 +150,6 @@ struct Geometry {
     __device__ __forceinline__ long long index(long long i) const {
         const long long r = i / row;
         return r * per_row + (i - r * row) / run;
-    }
-};
-
-// The tiles of a thread block: a run of neighbours (see Share in kbit.cu for why). 2^32 tiles are more than memory
-// holds.
-struct Run {
-    unsigned first, end;
-    __device__ __forceinline__ explicit Run(long long all) {
-        const unsigned tiles = static_cast<unsigned>(all);
-        const unsigned run = tiles <= gridDim.x ? 1 : (tiles + gridDim.x - 1) / gridDim.x;
-        first = blockIdx.x * run;
-        end = min(tiles, first + run);
     }
 };
 
@@ -585,14 +569,14 @@ struct RunsTile {
     }
 };
 
-// What is common to all Ops. An Op also has
+// What is common to all operations Op on units. An Op also has
 //     SIZE               elements of a unit
 //     Data               registers of a unit
 //     load<ALIGNED>(i, data)            reads the unit that begins with element i
 //     quick<ALIGNED>(i, data, scales)   does a unit; false where it must be done carefully
-//     careful(i, count)                 does count elements one by one
+//     one(at)                           does element at.element, by at.scale and at.zero
 // INVERSE: it divides by scales (see Scales).
-template <typename T, bool INVERSE>
+template <typename Op, typename T, bool INVERSE>
 struct Operation {
     using C = typename Compute<T>::Type;
     Source<C> source;
@@ -602,6 +586,12 @@ struct Operation {
     template <int N>
     __device__ __forceinline__ void prepare(int j, Parameters<C> from, Scales<C, N>& scales) const {
         scales.template set<INVERSE>(j, from.scale, min(max(from.zero, g.qmin), g.qmax));
+    }
+    // Do `count` elements from i on, one after the other.
+    __device__ __forceinline__ void careful(long long i, int count) const {
+        Steps<C> at(source, g, i);
+#pragma unroll 1
+        for (; count > 0; --count, at.next()) static_cast<const Op*>(this)->one(at);
     }
 };
 
@@ -713,10 +703,11 @@ __device__ __forceinline__ void for_each_unit(const Op& op, const Geometry& g) {
 // ---- x to codes ------------------------------------------------------------------------------------------------
 
 template <typename T, int BITS, int SIZE_ = UNIT>
-struct Quantize : Operation<T, true> {
-    using C = typename Operation<T, true>::C;
-    using Operation<T, true>::g;
-    using Operation<T, true>::source;
+struct Quantize : Operation<Quantize<T, BITS, SIZE_>, T, true> {
+    using Base = Operation<Quantize, T, true>;
+    using C = typename Base::C;
+    using Base::g;
+    using Base::source;
     static constexpr int SIZE = SIZE_;
     using Data = Unit<T, SIZE>;
     const T* x;
@@ -766,6 +757,7 @@ struct Quantize : Operation<T, true> {
         return static_cast<int>(clamped(steps_of(v, s), C(g.qmin) - z, C(g.qmax) - z) + z);
     }
 
+    // In place of that of all operations: codes of 4 bits share a byte.
     __device__ __forceinline__ void careful(long long i, int count) const {
         Steps<C> at(source, g, i);
         one_by_one(i, count, at);

@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(
     if constexpr (LAYOUT == RUNS) {
         constexpr int DEPTH = sizeof(T) == 2 ? 4 : sizeof(T) == 4 ? 2 : 1;
         constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
-        const Run tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
+        const BlockRun<unsigned> tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
         long long mine = -1;  // the block whose range is being gathered
         Gather<T, false> gather;
         auto flush = [&] {
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(
         using Bits = typename Compute<T>::Bits;
         __shared__ Bits highs[UNIT * PITCH], lows[UNIT * PITCH];
         const long long across = (g.columns + WIDTH - 1) / WIDTH;
-        const Run tiles((g.rows + ROWS - 1) / ROWS * across);
+        const BlockRun<unsigned> tiles((g.rows + ROWS - 1) / ROWS * across);
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
             const long long left = tile % across * WIDTH, column = left + threadIdx.x * UNIT;
             using Pieces = Ends<T, false>;
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
     using C = typename Compute<T>::Type;
     constexpr int DEPTH = 128 / (UNIT * sizeof(T));  // 128 bytes of a thread are under way
     constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
-    const Run tiles(g.n / TILE_SIZE);
+    const BlockRun<unsigned> tiles(g.n / TILE_SIZE);
     Gather<T, false> gather;
     if (is_aligned(x)) {
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
@@ -605,8 +605,8 @@ __global__ void __launch_bounds__(
     const long long first = blockIdx.x * g.run;
     const Row<T> row(dynamic, static_cast<int>(g.run / UNIT));
     row.copy(x + first);
-    close_copies();
-    copies_arrived<0>();
+    commit_copies();
+    wait_copies<0>();
     __syncwarp();
     // The first warp makes scale and zero point of the ranges of all threads.
     auto meet = [&](Range<C> range) {
@@ -654,11 +654,11 @@ __global__ void __launch_bounds__(LANE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize
     long long t = blockIdx.x * run + warp;
     Tile<T> tile{dynamic + warp * 2 * TILE_CHUNKS}, next{tile.chunks + TILE_CHUNKS};
     if (t < end) tile.load(x, t * TILE, g.n, true, lane);
-    close_copies();
+    commit_copies();
     for (; t < end; t += WARPS) {
         if (t + WARPS < end) next.load(x, (t + WARPS) * TILE, g.n, true, lane);
-        close_copies();
-        copies_arrived<1>();
+        commit_copies();
+        wait_copies<1>();
         __syncwarp();
         Unit<T, ROW> unit;
         tile.read_row(lane, unit.word);

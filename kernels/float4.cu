@@ -29,10 +29,10 @@ __device__ __forceinline__ void for_each_row(
     int left = int(min(each, rounds - blockIdx.x * each));
     if (left <= 0) return;
     tile.load(x, t * TILE, n, aligned, lane);
-    close_copies();
+    commit_copies();
     const uint4* source = reinterpret_cast<const uint4*>(x + t * TILE) + lane;
     for (; left > 0; --left, t += QUANTIZE_WARPS) {
-        copies_arrived<0>();
+        wait_copies<0>();
         __syncwarp();
         unsigned row[Tile<T>::WORDS];
         tile.read_row(lane, row);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void for_each_row(
             if (t + QUANTIZE_WARPS < whole) tile.load_whole(source, lane);
             else tile.load_part(x, (t + QUANTIZE_WARPS) * TILE, n, lane);
         }
-        close_copies();
+        commit_copies();
         const RowScale scale = scale_row<T>(row, block_log2, meeting + (left & 1) * QUANTIZE_WARPS, lane, warp);
         encode(row, scale, t);
     }

@@ -16,19 +16,6 @@ constexpr int QUANTIZE_THREADS = sizeof(T) == 4 ? 128 : 256;
 template <int K>
 constexpr int DEQUANTIZE_THREADS = K <= 4 ? 128 : 256;
 
-// The tiles of a warp: each thread block has a run of neighbouring tiles, shared out in turn among its warps. The grid
-// decides how long a run is. Short runs are fast: blocks start in order, so all that is under way at a time lies close
-// together in memory. Warps that stride over the whole array drift apart, and DRAM pages are opened more than once.
-struct Share {
-    long long first, end;
-
-    __device__ __forceinline__ Share(long long tiles, int warp) {
-        const long long run = (tiles + gridDim.x - 1) / gridDim.x;
-        first = blockIdx.x * run + warp;
-        end = min(tiles, (blockIdx.x + 1) * run);
-    }
-};
-
 // Ordered codebooks of one or two bits need none: the sign of (threshold - y) for each threshold is nearly the plane.
 template <int K, int SEARCH>
 constexpr bool USES_TABLE = SEARCH != ORDERED || K > 2;
@@ -159,7 +146,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const long long blocks = (n + ROW - 1) / ROW;
-    const Share share((blocks + WARP - 1) / WARP, warp);
+    const BlockRun<long long> run((blocks + WARP - 1) / WARP);
 
     float scale = 1.0f;
     if (pass == REPEAT) {
@@ -173,10 +160,10 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
 
     // The first tile is on its way while the table is built.
     const bool aligned = is_aligned(x);
-    long long t = share.first;
+    long long t = run.first + warp;
     Tile<T> tile{dynamic + warp * 2 * TILE_CHUNKS}, next{tile.chunks + TILE_CHUNKS};
-    if (t < share.end) tile.load(x, t * TILE, n, aligned, lane);
-    close_copies();
+    if (t < run.end) tile.load(x, t * TILE, n, aligned, lane);
+    commit_copies();
 
     char* table = reinterpret_cast<char*>(dynamic + WARPS * 2 * TILE_CHUNKS);
     bool has_thresholds = true, has_table = true;
@@ -204,10 +191,10 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
     }
 
     float largest = 0.0f;
-    for (; t < share.end; t += WARPS) {
-        if (t + WARPS < share.end) next.load(x, (t + WARPS) * TILE, n, aligned, lane);
-        close_copies();
-        copies_arrived<1>();
+    for (; t < run.end; t += WARPS) {
+        if (t + WARPS < run.end) next.load(x, (t + WARPS) * TILE, n, aligned, lane);
+        commit_copies();
+        wait_copies<1>();
         __syncwarp();
         unsigned row[Tile<T>::WORDS];
         tile.read_row(lane, row);
@@ -282,7 +269,7 @@ struct Pipeline {
                     shared_address(stage + WordTile<K>::CHUNKS + lane),
                     reinterpret_cast<const uint4*>(absmax + tile * WARP) + lane);
         }
-        close_copies();
+        commit_copies();
     }
 
     // Ask for a tile that another thread block will read later, so that it finds it in the L2 cache.
@@ -295,7 +282,7 @@ struct Pipeline {
 
     // The words and the scale of this lane's block; DEPTH - 1 later groups may be on their way.
     __device__ __forceinline__ Code finish(long long tile, int slot, unsigned (&word)[K]) const {
-        copies_arrived<DEPTH - 1>();
+        wait_copies<DEPTH - 1>();
         __syncwarp();
         if (whole(tile)) {
             const uint4* stage = stages + slot * STAGE;
@@ -379,16 +366,16 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS<K>) dequantize_kbit(
     constexpr int WARP_CHUNKS = Lines::DEPTH * Lines::STAGE + Groups<BITS>::CHUNKS;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const long long blocks = (n + ROW - 1) / ROW;
-    const Share share((blocks + WARP - 1) / WARP, warp);
-    long long t = share.first;
+    const BlockRun<long long> run((blocks + WARP - 1) / WARP);
+    long long t = run.first + warp;
 
     uint4* mine = dynamic + warp * WARP_CHUNKS;
-    const Lines pipeline{packed, absmax, blocks, share.end, mine, lane, is_aligned(packed) && is_aligned(absmax)};
+    const Lines pipeline{packed, absmax, blocks, run.end, mine, lane, is_aligned(packed) && is_aligned(absmax)};
     const Groups<BITS> groups{reinterpret_cast<char*>(mine + Lines::DEPTH * Lines::STAGE)};
     // The first tiles are on their way while the table is built.
 #pragma unroll
     for (int i = 0; i < Lines::DEPTH - 1; ++i) pipeline.start(t + i * WARPS, i);
-    for (long long i = t; i < share.end; i += WARPS) pipeline.announce(i + ANNOUNCED);
+    for (long long i = t; i < run.end; i += WARPS) pipeline.announce(i + ANNOUNCED);
     char* table = reinterpret_cast<char*>(dynamic + WARPS * WARP_CHUNKS);
     for (int i = threadIdx.x; i < (COPIES << K); i += THREADS) {
         const int index = i / COPIES, copy = i % COPIES;
@@ -401,7 +388,7 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS<K>) dequantize_kbit(
     const float scale = tensor_scale ? *tensor_scale : 1.0f;
     const bool aligned = is_aligned(y);
     int slot = 0;
-    for (; t < share.end; t += WARPS) {
+    for (; t < run.end; t += WARPS) {
         const int last = slot == 0 ? Lines::DEPTH - 1 : slot - 1;
         pipeline.start(t + (Lines::DEPTH - 1) * WARPS, last);
         unsigned words[K];

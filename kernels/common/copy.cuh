@@ -1,4 +1,6 @@
-// Copies: shared memory by its addresses in the window, cp.async, and TMA, Hopper's tensor memory accelerator.
+// Copies: shared memory by its addresses in the window, cp.async, and TMA (Hopper's tensor memory accelerator,
+// cp.async. bulk.tensor), which copies boxes of a matrix that a tensor map describes, in the swizzle that the map
+// names.
 #pragma once
 #include "common/types.cuh"
 
@@ -8,6 +10,10 @@
 __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
+
+// The words of a vector.
+__device__ __forceinline__ void to_words(unsigned* w, uint4 v) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
+__device__ __forceinline__ void to_words(unsigned* w, uint2 v) { w[0] = v.x, w[1] = v.y; }
 
 // A number, or two or four words, in shared memory, by its address in the window.
 template <typename A>
@@ -37,11 +43,11 @@ __device__ __forceinline__ A shared_at(unsigned address) {
     }
 }
 
-// 16 bytes from shared memory, by their address in the window, unless they are not there.
-__device__ __forceinline__ void read_line(unsigned* w, unsigned address, bool there) {
+// 16 bytes from shared memory, by their address in the window, where `wanted`; else the registers stay as they are.
+__device__ __forceinline__ void load_shared_if(unsigned* w, unsigned address, bool wanted) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
                  : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
-                 : "r"(address), "r"(unsigned(there)));
+                 : "r"(address), "r"(unsigned(wanted)));
 }
 
 __device__ __forceinline__ void store_shared(unsigned address, float v) {
@@ -49,6 +55,11 @@ __device__ __forceinline__ void store_shared(unsigned address, float v) {
 }
 __device__ __forceinline__ void store_shared(unsigned address, const float (&v)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared(unsigned address, const int* v) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
 }
 
@@ -71,7 +82,7 @@ __device__ __forceinline__ void copy_async(unsigned address, const void* global)
 #endif
 }
 
-// The same from sm_80 on, if they are there: a predicate costs less than a branch in a loop.
+// The same from sm_80 on, where `there`: a predicate costs less than a branch in a loop.
 template <int BYTES>
 __device__ __forceinline__ void copy_async_if(unsigned address, const void* global, bool there) {
 #if __CUDA_ARCH__ >= 800
@@ -101,8 +112,8 @@ __device__ __forceinline__ void copy_async_or_zero(unsigned address, const void*
 #endif
 }
 
-// Close the group of the copies started since the last call.
-__device__ __forceinline__ void close_copies() {
+// Commit the copies started since the last call as one group.
+__device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
@@ -110,7 +121,7 @@ __device__ __forceinline__ void close_copies() {
 
 // Wait for this lane's copies, except those of the last PENDING groups.
 template <int PENDING>
-__device__ __forceinline__ void copies_arrived() {
+__device__ __forceinline__ void wait_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
@@ -121,6 +132,18 @@ __device__ __forceinline__ void copies_arrived() {
 // Bring the 128-byte line of an address to the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+// 16 or 8 bytes that no kernel under way writes, where `wanted`; else the registers stay as they are.
+__device__ __forceinline__ void load_global_if(unsigned* w, const uint4* p, bool wanted) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
+                 : "l"(p), "r"(unsigned(wanted)));
+}
+__device__ __forceinline__ void load_global_if(unsigned* w, const uint2* p, bool wanted) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.u32 {%0,%1}, [%2];}"
+                 : "+r"(w[0]), "+r"(w[1])
+                 : "l"(p), "r"(unsigned(wanted)));
 }
 
 // What the kernel before this one has written; neither the compiler nor the read-only cache may fetch it earlier.
@@ -156,10 +179,11 @@ __device__ __forceinline__ uint4 load_once(const signed char* w) {
 
 // What cuTensorMapEncodeTiled writes.
 struct alignas(64) TensorMap {
-    unsigned char opaque[128];
+    unsigned char bytes[128];
 };
 
-// Copy a box of the matrix, from row `row` and byte `column` on, to shared memory; the bytes count at `barrier`.
+// Copy a box of the matrix, from row `row` and byte `column` on, to shared memory; its bytes count at `barrier`. One
+// lane of a warp, with operands that are uniform: where they differ by lane the compiler makes a loop over lanes.
 __device__ __forceinline__ void copy_box(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
@@ -169,7 +193,7 @@ __device__ __forceinline__ void copy_box(unsigned target, const TensorMap* map, 
 }
 
 // The same to this address of every block in `blocks`, whose barriers at that address count.
-__device__ __forceinline__ void copy_box_to(
+__device__ __forceinline__ void copy_box_multicast(
     unsigned target, const TensorMap* map, int column, int row, unsigned barrier, unsigned short blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -178,7 +202,7 @@ __device__ __forceinline__ void copy_box_to(
         : "memory");
 }
 
-// Have the copy engine look at a map before it is used.
+// Fetch the tensor map itself to TMA's cache, so that the first copy need not wait for it.
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -192,29 +216,20 @@ __device__ __forceinline__ void prefetch_box(const TensorMap* map, int column, i
 // ---- shared memory of a cluster ------------------------------------------------------------------------------------
 
 // Where an address of this block's shared memory lies in that of block `rank` of the cluster.
-__device__ __forceinline__ unsigned address_in(unsigned address, unsigned rank) {
+__device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned rank) {
     unsigned remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
 }
 
-__device__ __forceinline__ int4 load_remote(unsigned address) {
-    int4 v;
-    asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];"
+// Four words from there.
+template <typename V>
+__device__ __forceinline__ V load_cluster(unsigned address) {
+    V v;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(address)
                  : "memory");
-    return v;
-}
-
-// Four words in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ uint4 shared_of(unsigned address, unsigned rank) {
-    uint4 v;
-    asm volatile(
-        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
-        " ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [remote]; }"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "r"(address), "r"(rank));
     return v;
 }
 
@@ -228,9 +243,4 @@ __device__ __forceinline__ void store_async(unsigned address, const float (&v)[4
         "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier), "r"(rank)
         : "memory");
 #endif
-}
-
-__device__ __forceinline__ void store_shared(unsigned address, const int* v) {
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
 }

@@ -49,9 +49,13 @@ __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row)
 
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 
-// Describes rows of 128 bytes in the 128-byte swizzle to wgmma: eight rows, 1024 bytes, are a unit.
-__device__ __forceinline__ unsigned long long describe(unsigned address) {
-    return (address & 0x3ffffu) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// The descriptor of an operand of wgmma: rows of 128 bytes in the 128-byte swizzle, of which eight, 1024 bytes, are a
+// unit. Descriptors count in units of 16 bytes.
+__device__ __forceinline__ unsigned long long wgmma_descriptor_of(unsigned low) {
+    return (unsigned long long)(64u | 1u << 30) << 32 | low;
+}
+__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address) {
+    return wgmma_descriptor_of((address & 0x3ffffu) >> 4 | 1u << 16);
 }
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -61,25 +65,21 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Describes rows of 128 bytes to wgmma, as `describe` does, from the lower half of the description.
-__device__ __forceinline__ unsigned long long described(unsigned low) {
-    return (unsigned long long)(64u | 1u << 30) << 32 | low;
-}
-
-// Registers that wgmma reads or writes: until here nothing else may have them.
+// Registers that wgmma reads or writes, which it does behind the compiler's back: until here nothing else may have
+// them.
 template <int N>
-__device__ __forceinline__ void held(float (&sum)[N]) {
+__device__ __forceinline__ void fence_operands(float (&sum)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sum[i])::"memory");
 }
 template <int N>
-__device__ __forceinline__ void held(unsigned (&a)[N][4]) {
+__device__ __forceinline__ void fence_operands(unsigned (&a)[N][4]) {
 #pragma unroll
     for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// What this thread wrote to shared memory is there for wgmma, once a barrier has told of it.
-__device__ __forceinline__ void wgmma_sees_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Behind it wgmma and TMA, the async proxy, see what this thread wrote to shared memory, once a barrier has told of it.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #define SUMS8(s, i)                                                                                             \
     "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
@@ -109,7 +109,7 @@ __device__ __forceinline__ void wgmma_sees_writes() { asm volatile("fence.proxy.
 
 // sum += a * b for 64 rows x 2 N tokens x 16 k.
 template <typename T, int N>
-__device__ __forceinline__ void wgmma_rows(float (&sum)[N], const unsigned (&a)[4], unsigned long long b) {
+__device__ __forceinline__ void wgmma(float (&sum)[N], const unsigned (&a)[4], unsigned long long b) {
     if constexpr (N == 4) WGMMA_OF("8", LIST4, "{%4, %5, %6, %7}, %8", SUMS4(sum, 0));
     else if constexpr (N == 8) WGMMA_OF("16", LIST8, "{%8, %9, %10, %11}, %12", SUMS8(sum, 0));
     else if constexpr (N == 16) WGMMA_OF("32", LIST16, "{%16, %17, %18, %19}, %20", SUMS16(sum, 0));
@@ -137,5 +137,4 @@ __device__ __forceinline__ void wgmma_s8(int (&sum)[64], unsigned long long a, u
         : "l"(a), "l"(b), "r"(keep));
 }
 
-// Sums that wgmma has written: nothing may read them earlier.
-__device__ __forceinline__ void sums_arrived(int (&sum)[64]) { asm volatile("" : OPERANDS64(sum)::"memory"); }
+__device__ __forceinline__ void fence_operands(int (&sum)[64]) { asm volatile("" : OPERANDS64(sum)::"memory"); }

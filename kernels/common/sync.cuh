@@ -10,15 +10,17 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
 
-// Make initialized barriers visible to the copy engine and to the other block of the cluster.
-__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Make initialized barriers visible to TMA and to the other blocks of the cluster.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
-// Arrive, and announce bytes that the copy engine will deliver.
+// Arrive, and announce bytes that TMA will deliver.
 __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive at a barrier. What was read before by wgmma and the copy engine needs no fence; a wider scope would cost one.
+// Arrive at a barrier. What wgmma and TMA have read before needs no fence; a wider scope would cost one.
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -32,19 +34,14 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned rank) 
         : "memory");
 }
 
-// Wait until the phase of this parity is over.
+// Wait until the phase of this parity is over: the first one has parity 0.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
     asm volatile(
         "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
         " @!done bra again; }" ::"r"(barrier),
         "r"(parity)
         : "memory");
-}
-
-// barrier_wait for any architecture that has barriers.
-__device__ __forceinline__ void ring_wait(unsigned barrier, unsigned parity) {
-#if __CUDA_ARCH__ >= 900
-    barrier_wait(barrier, parity);
 #elif __CUDA_ARCH__ >= 800
     asm volatile(
         "{ .reg .pred done; again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;"
@@ -54,20 +51,34 @@ __device__ __forceinline__ void ring_wait(unsigned barrier, unsigned parity) {
 #endif
 }
 
+// The stages of a ring buffer in shared memory, gone through alike by the warps that fill it and by those that empty
+// it. Each stage has KINDS barriers; those of a kind stand side by side: which kind says what has become of the stage.
+template <int STAGES, int BYTES, int KINDS>
+struct Ring {
+    unsigned data0, barriers;  // addresses in the shared window
+    unsigned stage = 0, phase = 0;
+
+    __device__ __forceinline__ unsigned data(unsigned s) const { return data0 + s * BYTES; }
+    __device__ __forceinline__ unsigned data() const { return data(stage); }
+    __device__ __forceinline__ unsigned barrier(int kind, unsigned s) const {
+        return barriers + 8 * s + 8 * kind * STAGES;
+    }
+    // The stages on, and rounds of the ring beside them.
+    __device__ __forceinline__ void step(int stages, int rounds = 0) {
+        stage += stages, phase ^= rounds & 1;
+        if (stage >= STAGES) stage -= STAGES, phase ^= 1;
+    }
+};
+
 // ---- lanes ---------------------------------------------------------------------------------------------------------
 
-// True for one lane of a warp, of which the compiler knows that it is alone: its operands of the copy engine need no
-// loop.
+// True for one lane of a warp, all of whose lanes are here. The compiler knows that it is alone: its operands of TMA
+// are uniform, and need no loop over the lanes.
 __device__ __forceinline__ bool elect_lane() {
+#if __CUDA_ARCH__ >= 900
     unsigned elected;
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
     return elected;
-}
-
-// One lane of a warp, all of whose lanes are here.
-__device__ __forceinline__ bool elected() {
-#if __CUDA_ARCH__ >= 900
-    return elect_lane();
 #else
     return threadIdx.x % WARP == 0;
 #endif
@@ -81,17 +92,16 @@ __device__ __forceinline__ unsigned block_in_cluster() {
     return rank;
 }
 
+// A barrier of the cluster; what was written to shared memory before is seen behind it.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// A barrier of the cluster where nothing that was written has to be seen: without a fence.
-__device__ __forceinline__ void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory");
+// The two halves of one without a fence: where nothing that was written has to be seen, or fence_barrier_init has been
+// called for what was.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
-
-// The two halves of a barrier of the cluster, behind barriers_ready.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // ---- warpgroups ----------------------------------------------------------------------------------------------------
@@ -101,20 +111,21 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
+// setmaxnreg: give this warpgroup more registers a thread, which others have given back by lower_registers.
 template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void raise_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 template <int REGISTERS>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void lower_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // ---- kernels that overlap: programmatic dependent launch -----------------------------------------------------------
 
-// Let a kernel that waits for this one start already.
-__device__ __forceinline__ void let_next_start() {
+// Let a kernel that was launched to start early start already; it waits itself for what this one writes.
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -44,6 +44,22 @@ __device__ __forceinline__ void transpose_fields(unsigned (&word)[BITS]) {
     }
 }
 
+// ---- runs of tiles -------------------------------------------------------------------------------------------------
+
+// The tiles of a thread block: a run of neighbours, which its warps take in turn. The grid decides how long a run is.
+// Short runs are fast: blocks start in order, so all that is under way at a time lies close together in memory. Warps
+// that stride over the whole array drift apart, and DRAM pages are opened more than once.
+template <typename Count>
+struct BlockRun {
+    Count first, end;
+
+    __device__ __forceinline__ explicit BlockRun(long long all) {
+        const Count tiles = static_cast<Count>(all);
+        const Count run = tiles <= gridDim.x ? 1 : (tiles + gridDim.x - 1) / gridDim.x;
+        first = blockIdx.x * run, end = min(tiles, first + run);
+    }
+};
+
 // ---- warp tiles ------------------------------------------------------------------------------------------------
 
 // A tile in shared memory: 32 rows of 32 elements, in 16-byte chunks. Chunk c of row r stands at column c ^ swizzle(r):
@@ -63,7 +79,7 @@ struct Tile {
     }
 
     // Start to fill from a whole aligned tile, of which `source` is the lane's first chunk; complete after
-    // copies_arrived() and a barrier of the warp.
+    // wait_copies() and a barrier of the warp.
     __device__ __forceinline__ void load_whole(const uint4* source, int lane) const {
         const int first = place(lane / CHUNKS, lane % CHUNKS);
 #pragma unroll

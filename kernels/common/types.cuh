@@ -27,8 +27,8 @@ struct SameType<A, A> {
     static constexpr bool VALUE = true;
 };
 
-// Elements per 32-bit register, their conversion, and the larger magnitude of two registers: NaN loses in
-// larger_magnitude and wins in largest_or_nan, whose first operand has no signs.
+// A 32-bit register of elements of T: how many they are, their conversion and arithmetic. Of two magnitudes NaN loses
+// in larger_magnitude and wins in largest_or_nan, whose first operand has no signs.
 template <typename T>
 struct Word;
 
@@ -51,69 +51,56 @@ struct Word<float> {
     }
 };
 
-template <>
-struct Word<__half> {
+// What CUDA names differently for its two types of two numbers.
+__device__ __forceinline__ __half2 rounded(float low, float high, __half2) { return __floats2half2_rn(low, high); }
+__device__ __forceinline__ __nv_bfloat162 rounded(float low, float high, __nv_bfloat162) {
+    return __floats2bfloat162_rn(low, high);
+}
+__device__ __forceinline__ __half low_of(__half2 v) { return __low2half(v); }
+__device__ __forceinline__ __half high_of(__half2 v) { return __high2half(v); }
+__device__ __forceinline__ __nv_bfloat16 low_of(__nv_bfloat162 v) { return __low2bfloat16(v); }
+__device__ __forceinline__ __nv_bfloat16 high_of(__nv_bfloat162 v) { return __high2bfloat16(v); }
+
+// Two elements of T, whose infinity has the bits INFINITE.
+template <typename T, typename Two, unsigned INFINITE>
+struct HalfWord {
     static constexpr int COUNT = 2;
-    __device__ __forceinline__ static __half2 as(unsigned word) { return *reinterpret_cast<__half2*>(&word); }
-    __device__ __forceinline__ static float get(unsigned word, int i) {
-        return i == 0 ? __low2float(as(word)) : __high2float(as(word));
+    __device__ __forceinline__ static Two as(unsigned word) { return *reinterpret_cast<Two*>(&word); }
+    __device__ __forceinline__ static unsigned bits(Two both) { return *reinterpret_cast<unsigned*>(&both); }
+    __device__ __forceinline__ static T element(unsigned word, int i) {
+        return i == 0 ? low_of(as(word)) : high_of(as(word));
     }
-    __device__ __forceinline__ static __half element(unsigned word, int i) {
-        return i == 0 ? __low2half(as(word)) : __high2half(as(word));
-    }
-    __device__ __forceinline__ static unsigned pack(const float* v) {
-        __half2 both = __floats2half2_rn(v[0], v[1]);
-        return *reinterpret_cast<unsigned*>(&both);
-    }
+    __device__ __forceinline__ static unsigned pack(float low, float high) { return bits(rounded(low, high, Two())); }
+    __device__ __forceinline__ static unsigned pack(const float* v) { return pack(v[0], v[1]); }
+    __device__ __forceinline__ static unsigned multiply(unsigned a, unsigned b) { return bits(__hmul2(as(a), as(b))); }
     __device__ __forceinline__ static unsigned larger_magnitude(unsigned a, unsigned b) {
-        __half2 both = __hmax2(as(a), as(b & 0x7fff7fffu));
-        return *reinterpret_cast<unsigned*>(&both);
+        return bits(__hmax2(as(a), as(b & 0x7fff7fffu)));
     }
     __device__ __forceinline__ static unsigned largest_or_nan(unsigned a, unsigned b) {
-        __half2 both = __hmax2_nan(as(a), as(b & 0x7fff7fffu));
-        return *reinterpret_cast<unsigned*>(&both);
+        return bits(__hmax2_nan(as(a), as(b & 0x7fff7fffu)));
     }
     __device__ __forceinline__ static bool is_finite(unsigned word) {
-        return (word & 0x7fffu) < 0x7c00u && (word >> 16 & 0x7fffu) < 0x7c00u;
+        return (word & 0x7fffu) < INFINITE && (word >> 16 & 0x7fffu) < INFINITE;
     }
-    __device__ __forceinline__ static float largest(unsigned word) { return fmaxf(get(word, 0), get(word, 1)); }
+    __device__ __forceinline__ static float largest(unsigned word) {
+        return fmaxf(Word<T>::get(word, 0), Word<T>::get(word, 1));
+    }
     __device__ __forceinline__ static unsigned scale(unsigned word, float factor) {
-        const float v[2] = {__fmul_rn(get(word, 0), factor), __fmul_rn(get(word, 1), factor)};
-        return pack(v);
+        return pack(__fmul_rn(Word<T>::get(word, 0), factor), __fmul_rn(Word<T>::get(word, 1), factor));
     }
 };
 
 template <>
-struct Word<__nv_bfloat16> {
-    static constexpr int COUNT = 2;
-    __device__ __forceinline__ static __nv_bfloat162 as(unsigned word) {
-        return *reinterpret_cast<__nv_bfloat162*>(&word);
+struct Word<__half> : HalfWord<__half, __half2, 0x7c00u> {
+    __device__ __forceinline__ static float get(unsigned word, int i) {
+        return i == 0 ? __low2float(as(word)) : __high2float(as(word));
     }
+};
+
+template <>
+struct Word<__nv_bfloat16> : HalfWord<__nv_bfloat16, __nv_bfloat162, 0x7f80u> {
     __device__ __forceinline__ static float get(unsigned word, int i) {
         return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
-    }
-    __device__ __forceinline__ static __nv_bfloat16 element(unsigned word, int i) {
-        return i == 0 ? __low2bfloat16(as(word)) : __high2bfloat16(as(word));
-    }
-    __device__ __forceinline__ static unsigned pack(const float* v) {
-        __nv_bfloat162 both = __floats2bfloat162_rn(v[0], v[1]);
-        return *reinterpret_cast<unsigned*>(&both);
-    }
-    __device__ __forceinline__ static unsigned larger_magnitude(unsigned a, unsigned b) {
-        __nv_bfloat162 both = __hmax2(as(a), as(b & 0x7fff7fffu));
-        return *reinterpret_cast<unsigned*>(&both);
-    }
-    __device__ __forceinline__ static unsigned largest_or_nan(unsigned a, unsigned b) {
-        __nv_bfloat162 both = __hmax2_nan(as(a), as(b & 0x7fff7fffu));
-        return *reinterpret_cast<unsigned*>(&both);
-    }
-    __device__ __forceinline__ static bool is_finite(unsigned word) {
-        return (word & 0x7fffu) < 0x7f80u && (word >> 16 & 0x7fffu) < 0x7f80u;
-    }
-    __device__ __forceinline__ static float largest(unsigned word) { return fmaxf(get(word, 0), get(word, 1)); }
-    __device__ __forceinline__ static unsigned scale(unsigned word, float factor) {
-        const float v[2] = {__fmul_rn(get(word, 0), factor), __fmul_rn(get(word, 1), factor)};
-        return pack(v);
     }
 };
 
@@ -139,6 +126,10 @@ __device__ __forceinline__ float divide_by_reciprocal(float x, float divisor, fl
     float q = __fmul_rn(x, reciprocal);
     return __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
 }
+
+// Added to a float, this leaves its nearest integer, half to even, in the low bits of the sum. Beyond 2^22 in magnitude
+// it does not, but sums keep the order of what they are sums of.
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
 
 // This thread's warp; the compiler learns that it is the same for all lanes, and keeps what follows from it once.
 __device__ __forceinline__ int warp_number() { return __shfl_sync(FULL_WARP, int(threadIdx.x / WARP), 0); }

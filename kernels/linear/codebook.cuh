@@ -52,14 +52,14 @@ struct Kbit {
     __device__ __forceinline__ static void load_x(unsigned (&word)[16], const T* x, bool there, int left, int t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            read_x(word + 4 * i, reinterpret_cast<const uint4*>(x + t * ROW) + i, there && t * ROW < left);
+            load_global_if(word + 4 * i, reinterpret_cast<const uint4*>(x + t * ROW) + i, there && t * ROW < left);
     }
 
     // The same from shared memory, `address(i)` being that of element i.
     template <typename Address>
     __device__ __forceinline__ static void take_x(unsigned (&word)[16], const Address& address, int t) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) take(word + 4 * i, shared_at<uint4>(address(t * ROW + 8 * i)));
+        for (int i = 0; i < 4; ++i) to_words(word + 4 * i, shared_at<uint4>(address(t * ROW + 8 * i)));
     }
 
     // For each 8 consecutive elements, which stand in 4 words, the 4 pairs of the table.
@@ -77,7 +77,7 @@ struct Kbit {
     // Each lane brings a value: lane i that of index i % VALUES. All lanes of a warp are here.
     template <bool ONE>
     __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
-        if constexpr (FORMAT == E4M4 && !ONE) mine *= Pair<T>::E4M4_FACTOR;
+        if constexpr (FORMAT == E4M4 && !ONE) mine *= E4m4Pair<T>::FACTOR;
         if constexpr (!ONE) mine /= AFTER;
         auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index & (VALUES - 1)); };
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
@@ -86,11 +86,11 @@ struct Kbit {
                 fill_halves<T>(table, index, part, value(index));
             } else if constexpr (K == 2) {
                 const float v[4] = {value(index), value(index >> 2), value(index >> 4), value(index >> 6)};
-                const unsigned word[2] = {Pair<T>::pack(v[0], v[1]), Pair<T>::pack(v[2], v[3])};
+                const unsigned word[2] = {Word<T>::pack(v[0], v[1]), Word<T>::pack(v[2], v[3])};
                 fill_entry<2>(table, index, part, word);
             } else {
                 const float low = value(index), high = value(index >> 4);
-                const unsigned word[1] = {Pair<T>::pack(low, high)};
+                const unsigned word[1] = {Word<T>::pack(low, high)};
                 fill_entry<1>(table, index, part, word);
             }
         }
@@ -120,9 +120,9 @@ struct Kbit {
         for (int i = 0; i < 2; ++i) {
             const Code code = shared_at<Code>(scales + i * eight);
             if constexpr (FORMAT == E4M4) {
-                scale[i] = Pair<T>::e4m4(code);
+                scale[i] = E4m4Pair<T>::of(code);
             } else if constexpr (FORMAT == FLOAT16) {
-                scale[i] = Pair<T>::pack(__half2float(code), __half2float(code));
+                scale[i] = Word<T>::pack(__half2float(code), __half2float(code));
             } else {
                 // The scales of the four blocks of a row, relative to the largest: half precision lacks the range.
                 unsigned largest = __float_as_uint(code) & 0x7f800000u;
@@ -131,7 +131,7 @@ struct Kbit {
                 largest = min(max(largest, 1u << 23), 252u << 23);
                 after[i] = __uint_as_float(largest);
                 const float s = code * __uint_as_float((254u << 23) - largest);
-                scale[i] = Pair<T>::pack(s, s);
+                scale[i] = Word<T>::pack(s, s);
             }
         }
 #pragma unroll
@@ -142,7 +142,7 @@ struct Kbit {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) a[i][h] = Pair<T>::multiply(a[i][h], scale[i]);
+                for (int h = 0; h < 2; ++h) a[i][h] = Word<T>::multiply(a[i][h], scale[i]);
 #pragma unroll
             for (int e = 0; e < EIGHTS; ++e)
                 mma<T>(sum[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
@@ -237,7 +237,7 @@ struct Table4 {
         for (int j = 0; j < SUBS; ++j)
 #pragma unroll
             for (int c = 0; c < (SUB > 32 ? 2 : 1); ++c)
-                read_x(
+                load_global_if(
                     word + j * (SUB / 8) + 4 * c, reinterpret_cast<const Piece*>(x + j * SUB + t * (SUB / 4)) + c,
                     there && j * SUB < left);
     }
@@ -249,7 +249,7 @@ struct Table4 {
 #pragma unroll
         for (int i = 0; i < 16 / SIZE; ++i) {
             const int j = i * SIZE / (SUB / 8), c = i * SIZE % (SUB / 8);
-            take(word + i * SIZE, shared_at<Piece>(address(j * SUB + t * (SUB / 4) + c * 2)));
+            to_words(word + i * SIZE, shared_at<Piece>(address(j * SUB + t * (SUB / 4) + c * 2)));
         }
     }
 

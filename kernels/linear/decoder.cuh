@@ -45,59 +45,26 @@ struct Layout {
         Decoder::SCALE_BYTES == SCALE_BYTES && (Decoder::TURNS > 1) == SWIZZLED;
 };
 
-// ---- arithmetic on pairs -----------------------------------------------------------------------------------------
+// ---- scales in half precision --------------------------------------------------------------------------------------
 
+// An E4M4 code as a number of T, twice in a register, without a conversion: its bits where T has exponent and mantissa,
+// which makes 1 / FACTOR of its value, subnormals included.
 template <typename T>
-struct Pair;
+struct E4m4Pair;
 
 template <>
-struct Pair<__half> {
-    __device__ __forceinline__ static unsigned pack(float low, float high) {
-        const __half2 both = __floats2half2_rn(low, high);
-        return *reinterpret_cast<const unsigned*>(&both);
-    }
-    __device__ __forceinline__ static unsigned multiply(unsigned a, unsigned b) {
-        const __half2 both = __hmul2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
-        return *reinterpret_cast<const unsigned*>(&both);
-    }
-    // An E4M4 code is the upper byte of half of 2^-4 of its value, subnormals included.
-    static constexpr float E4M4_FACTOR = 16.0f;
-    __device__ __forceinline__ static unsigned e4m4(unsigned code) { return code * 0x00400040u; }
+struct E4m4Pair<__half> {
+    static constexpr float FACTOR = 16.0f;  // the upper byte of a half, less its sign
+    __device__ __forceinline__ static unsigned of(unsigned code) { return code * 0x00400040u; }
 };
 
 template <>
-struct Pair<__nv_bfloat16> {
-    __device__ __forceinline__ static unsigned pack(float low, float high) {
-        const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-        return *reinterpret_cast<const unsigned*>(&both);
-    }
-    __device__ __forceinline__ static unsigned multiply(unsigned a, unsigned b) {
-        const __nv_bfloat162 both =
-            __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
-        return *reinterpret_cast<const unsigned*>(&both);
-    }
-    // ... and as bits 3 to 10 of a bfloat16, 2^-116 of its value, subnormals included.
-    static constexpr float E4M4_FACTOR = 8.307674973655724e34f;  // 2^116
-    __device__ __forceinline__ static unsigned e4m4(unsigned code) { return code * 0x00080008u; }
+struct E4m4Pair<__nv_bfloat16> {
+    static constexpr float FACTOR = 8.307674973655724e34f;  // 2^116: bits 3 to 10
+    __device__ __forceinline__ static unsigned of(unsigned code) { return code * 0x00080008u; }
 };
 
 // ---- what all decoders share ---------------------------------------------------------------------------------------
-
-// 16 or 8 bytes of x, unless they are not there: then the registers stay as they are.
-__device__ __forceinline__ void read_x(unsigned* w, const uint4* p, bool there) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
-                 : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
-                 : "l"(p), "r"(unsigned(there)));
-}
-__device__ __forceinline__ void read_x(unsigned* w, const uint2* p, bool there) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.u32 {%0,%1}, [%2];}"
-                 : "+r"(w[0]), "+r"(w[1])
-                 : "l"(p), "r"(unsigned(there)));
-}
-
-// Spread them over registers.
-__device__ __forceinline__ void take(unsigned* w, uint4 v) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
-__device__ __forceinline__ void take(unsigned* w, uint2 v) { w[0] = v.x, w[1] = v.y; }
 
 // 2^-e with e the exponent of `largest`, the largest magnitude of a table: the table then fits the range of half
 // precision whatever the codebook.
@@ -174,7 +141,7 @@ __device__ __forceinline__ void fill_entry(unsigned table, int index, int part, 
 // Entry `index` for one value: in the low half of a word, `part` 0, and 128 bytes on in the high half, `part` 1.
 template <typename T>
 __device__ __forceinline__ void fill_halves(unsigned table, int index, int part, float v) {
-    const unsigned word[1] = {part ? Pair<T>::pack(0.0f, v) : Pair<T>::pack(v, 0.0f)};
+    const unsigned word[1] = {part ? Word<T>::pack(0.0f, v) : Word<T>::pack(v, 0.0f)};
     fill_entry<1>(table + part * 128, index, 0, word);
     fill_entry<1>(table + part * 128, index, 1, word);
 }
@@ -187,7 +154,7 @@ __device__ __forceinline__ void fill_pairs(unsigned table, float mine, unsigned 
         const int index = i / 2;
         const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
         const float second = __shfl_sync(FULL_WARP, mine, index & 15);
-        const unsigned word[1] = {Pair<T>::pack(first, second)};
+        const unsigned word[1] = {Word<T>::pack(first, second)};
         fill_entry<1>(table, index, i % 2, word);
     }
 }

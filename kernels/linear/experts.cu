@@ -6,7 +6,7 @@
 // y[t, n] = the sum over the slots s of weights[t, s] * products[t, s, n], in their order.
 template <typename T>
 __global__ void combine_slots(const float* products, const float* weights, T* y, long long size, int slots, int n) {
-    let_next_start();
+    launch_dependents();
     wait_for_previous();
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < size;
          i += (long long)gridDim.x * blockDim.x) {
@@ -23,7 +23,7 @@ __global__ void combine_slots(const float* products, const float* weights, T* y,
 template <typename Id>
 __global__ void __launch_bounds__(1024, 1)
     group_tokens(const Id* ids, int* order, Group* groups, int products, int experts, int room) {
-    let_next_start();
+    launch_dependents();
     extern __shared__ uint4 dynamic[];
     int* count = reinterpret_cast<int*>(dynamic);  // of each expert, then where its next product goes
     auto bin_of = [&](int p) { return ids[p] >= Id(0) && ids[p] < Id(experts) ? int(ids[p]) : experts; };

@@ -30,16 +30,11 @@ constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the s
 // WORDS consecutive words of shared memory.
 template <int WORDS>
 __device__ __forceinline__ void read_shared(unsigned (&w)[WORDS], unsigned address) {
-    if constexpr (WORDS == 4) take(w, shared_at<uint4>(address));
-    else if constexpr (WORDS == 2) take(w, shared_at<uint2>(address));
+    if constexpr (WORDS == 4) to_words(w, shared_at<uint4>(address));
+    else if constexpr (WORDS == 2) to_words(w, shared_at<uint2>(address));
     else
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) w[i] = shared_at<unsigned>(address + 4 * i);
-}
-
-// The address of entry number byte `byte` of `indices`, less that of the table: by one permutation.
-__device__ __forceinline__ unsigned entry_of(unsigned indices, int byte, unsigned lane_offset) {
-    return __byte_perm(indices, lane_offset, 0x7604 | byte << 4);
 }
 
 // A decoder fills the table from a value a lane, lane i that of index i % VALUES; turns the words of a granule to
@@ -52,7 +47,7 @@ struct TileKbit {
     static constexpr int BITS = K, SCALE = FORMAT, VALUES = 1 << K, FIELDS = K == 5 ? 8 : K == 2 ? 2 : 4;
     static constexpr int ENTRIES = K == 5 ? 32 : K == 3 ? 64 : 256, LANE_BYTES = K == 2 ? 8 : 4;
     static constexpr bool BLOCKS_OF_32 = true, NESTED = false;
-    static constexpr float FACTOR = FORMAT == E4M4 ? Pair<T>::E4M4_FACTOR : 1.0f;
+    static constexpr float FACTOR = FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f;
 
     // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
     // K = 5 one value, in the low half of a word, and 128 bytes on in the high half.
@@ -63,7 +58,7 @@ struct TileKbit {
 #pragma unroll
             for (int p = 0; p < K; ++p) low |= (bits >> 2 * p & 1) << p, high |= (bits >> (2 * p + 1) & 1) << p;
             const float first = value(low), second = value(high);
-            return Pair<T>::pack(first, second);
+            return Word<T>::pack(first, second);
         };
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
@@ -106,14 +101,14 @@ struct TileKbit {
         for (int j = 0; j < 8; ++j) {
             const int byte = 2 * h + j / 4;
             if constexpr (K == 5) {
-                pair[j] = entry(entry_of(f[j % 4 * 2], byte, lane_offset)) |
-                          entry<128>(entry_of(f[j % 4 * 2 + 1], byte, lane_offset));
+                pair[j] = entry(entry_offset(f[j % 4 * 2], byte, lane_offset)) |
+                          entry<128>(entry_offset(f[j % 4 * 2 + 1], byte, lane_offset));
             } else if constexpr (K == 2) {
                 if (j % 4 >= 2) continue;
-                const uint2 v = entry_pair(entry_of(f[j % 4], byte, lane_offset));
+                const uint2 v = entry_pair(entry_offset(f[j % 4], byte, lane_offset));
                 pair[j] = v.x, pair[j + 2] = v.y;
             } else {
-                pair[j] = entry(entry_of(f[j % 4], byte, lane_offset));
+                pair[j] = entry(entry_offset(f[j % 4], byte, lane_offset));
             }
         }
     }
@@ -136,7 +131,7 @@ struct TileTable4 {
     __device__ __forceinline__ static void pairs(
         const unsigned (&f)[FIELDS], int h, unsigned lane_offset, unsigned (&pair)[8]) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) pair[j] = entry(entry_of(f[2 * h + j / 4], j % 4, lane_offset));
+        for (int j = 0; j < 8; ++j) pair[j] = entry(entry_offset(f[2 * h + j / 4], j % 4, lane_offset));
     }
 };
 
@@ -235,20 +230,14 @@ struct TileLayout {
         S::RING_AT == RING_AT && S::STAGE == STAGE && S::STAGES == STAGES && S::K_GROUPS * S::SUMS * 4 == SUMS_BYTES;
 };
 
-// Addresses in shared memory, and which stage is next.
+// The ring of stages. A stage is FULL when the copies have arrived, READY when x is in the order of the lanes, EMPTY
+// when it has been multiplied.
+enum Barrier { FULL, READY, EMPTY };
 template <typename S>
-struct Ring {
-    unsigned at, barriers;
-    unsigned stage = 0, phase = 0;
-
-    __device__ __forceinline__ unsigned data() const { return at + stage * S::STAGE; }
-    __device__ __forceinline__ unsigned full() const { return barriers + 8 * stage; }
-    __device__ __forceinline__ unsigned ready() const { return full() + 8 * S::STAGES; }
-    __device__ __forceinline__ unsigned empty() const { return full() + 16 * S::STAGES; }
-    __device__ __forceinline__ void step(int stages, int rounds = 0) {
-        stage += stages, phase ^= rounds & 1;
-        if (stage >= S::STAGES) stage -= S::STAGES, phase ^= 1;
-    }
+struct Stages : Ring<S::STAGES, S::STAGE, 3> {
+    __device__ __forceinline__ unsigned full() const { return this->barrier(FULL, this->stage); }
+    __device__ __forceinline__ unsigned ready() const { return this->barrier(READY, this->stage); }
+    __device__ __forceinline__ unsigned empty() const { return this->barrier(EMPTY, this->stage); }
 };
 
 // Rows of W, tokens of x and stages of k that a thread block multiplies.
@@ -312,7 +301,7 @@ __device__ __forceinline__ void prefetch_scales(
 // Fill the stages: one warp.
 template <typename S>
 __device__ __forceinline__ void copy_stages(
-    Ring<S> ring, const Job& job, const TensorMap* x_map, const TensorMap* w_map, int lane) {
+    Stages<S> ring, const Job& job, const TensorMap* x_map, const TensorMap* w_map, int lane) {
     const bool elected = elect_lane();
     for (int i = 0; S::GROUPED || i == 0; ++i) {
         const Task task = job.task<S>(i);
@@ -349,7 +338,7 @@ __device__ __forceinline__ void copy_stages(
 
 // Bring x into the order of the lanes: three warps, a stage each in turn, as one takes longer than to multiply it.
 template <typename S>
-__device__ __forceinline__ void reorder_stages(Ring<S> ring, const Job& job, int warp, int lane) {
+__device__ __forceinline__ void reorder_stages(Stages<S> ring, const Job& job, int warp, int lane) {
     int turn = 0;
     for (int i = 0; S::GROUPED || i == 0; ++i) {
         const Task task = job.task<S>(i);
@@ -366,7 +355,7 @@ __device__ __forceinline__ void reorder_stages(Ring<S> ring, const Job& job, int
 #pragma unroll 1
             for (int token = 0; token < task.group.count; token += 8 * PARTS)
                 reorder<PARTS>(ring.data() + token * 128, S::X_BYTES / 2, lane);
-            wgmma_sees_writes();
+            fence_async_proxy();
             __syncwarp();
             if (lane == 0) barrier_arrive(ring.ready());
         }
@@ -382,7 +371,7 @@ __device__ __forceinline__ void scale_words(
     using T = typename Decoder::Type;
     if constexpr (Decoder::SCALE == E4M4) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) own[i] = Pair<T>::e4m4(raw.code[i]);
+        for (int i = 0; i < 2; ++i) own[i] = E4m4Pair<T>::of(raw.code[i]);
         return;
     }
     float s[2] = {raw.value(scales, 0), raw.value(scales, 1)};
@@ -392,7 +381,7 @@ __device__ __forceinline__ void scale_words(
         for (int i = 0; i < 2; ++i) largest[i] = min(__float_as_uint(s[i]) & 0x7f800000u, 252u << 23);
         if (__any_sync(FULL_WARP, largest[0] > top[0] + (8u << 23) || largest[1] > top[1] + (8u << 23))) {
             wgmma_wait<0>();
-            held(sum);
+            fence_operands(sum);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 largest[i] = max(largest[i], __shfl_xor_sync(FULL_WARP, largest[i], 1));
@@ -410,14 +399,14 @@ __device__ __forceinline__ void scale_words(
         for (int i = 0; i < 2; ++i) s[i] *= __uint_as_float((254u << 23) - top[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) own[i] = Pair<T>::pack(s[i], s[i]);
+    for (int i = 0; i < 2; ++i) own[i] = Word<T>::pack(s[i], s[i]);
 }
 
 // Decode and multiply the stages of a task: a warp of a warpgroup. Leaves the sums in shared memory, by tokens; the
 // lanes of a warp meet in no bank.
 template <typename S>
 __device__ __forceinline__ void multiply_stages(
-    Ring<S> ring, const Task& task, const TileScales& scales, int n, int k, int warp, int lane, unsigned own_block,
+    Stages<S> ring, const Task& task, const TileScales& scales, int n, int k, int warp, int lane, unsigned own_block,
     char* sums) {
     using Decoder = typename S::Decoder;
     using T = typename Decoder::Type;
@@ -440,7 +429,7 @@ __device__ __forceinline__ void multiply_stages(
     constexpr int SWIZZLE = S::ROW_BYTES == 64 ? 0x30 : S::ROW_BYTES == 32 ? 0x10 : 0;
     const unsigned w_offset =
         S::keep(S::W_AT + row * S::ROW_BYTES + (t * (S::ROW_BYTES / 4) ^ (row * S::ROW_BYTES >> 3 & SWIZZLE)));
-    const unsigned x_low = (ring.at & 0xffffffu) >> 4 | 1u << 16;  // the lower half of its description
+    const unsigned x_low = (ring.data0 & 0xffffffu) >> 4 | 1u << 16;  // the lower half of its description
     // DIRECT: where a lane's granule of token g begins, in the 128-byte swizzle, and the sums of both halves.
     const unsigned x_row = (g + t / 2 * 2) % 8, x_offset = t / 2 * S::HALF_AT + g * 128 + ((t % 2 * 4 ^ x_row) << 4);
     float part[2][4] = {};
@@ -474,7 +463,7 @@ __device__ __forceinline__ void multiply_stages(
                 for (int i = 0; i < 2; ++i) {
                     Decoder::pairs(field[i], h, lane_offset, pair[i]);
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) pair[i][j] = Pair<T>::multiply(pair[i][j], own[i]);
+                    for (int j = 0; j < 8; ++j) pair[i][j] = Word<T>::multiply(pair[i][j], own[i]);
                 }
 #pragma unroll
                 for (int s = 0; s < 4; ++s)
@@ -499,14 +488,14 @@ __device__ __forceinline__ void multiply_stages(
             // Operands may change only while no product is under way: so far nothing is scaled.
             wgmma_wait<0>();
             if (h == 0 && last && lane == 0) barrier_arrive(last);
-            held(a);
+            fence_operands(a);
 #pragma unroll
-            for (int j = 0; j < 16; ++j) a[j / 4][j % 4] = Pair<T>::multiply(a[j / 4][j % 4], own[j % 2]);
-            held(a);
+            for (int j = 0; j < 16; ++j) a[j / 4][j % 4] = Word<T>::multiply(a[j / 4][j % 4], own[j % 2]);
+            fence_operands(a);
             const unsigned x = x_low + ring.stage * (S::STAGE / 16) + h * (S::X_BYTES / 32);
             wgmma_begin();
 #pragma unroll
-            for (int s = 0; s < 4; ++s) wgmma_rows<T>(sum, a[s], described(x + 2 * s));  // in units of 16 bytes
+            for (int s = 0; s < 4; ++s) wgmma<T>(sum, a[s], wgmma_descriptor_of(x + 2 * s));  // in units of 16 bytes
             wgmma_commit();
         }
         last = ring.empty();
@@ -517,7 +506,7 @@ __device__ __forceinline__ void multiply_stages(
         for (int i = 0; i < 4; ++i) sum[i] = part[0][i] + part[1][i];
     } else {
         wgmma_wait<0>();
-        held(sum);
+        fence_operands(sum);
     }
     if (last && lane == 0) barrier_arrive(last);
     warps_sync<S>();  // the sums before have been read
@@ -552,23 +541,23 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     // In a cluster the upper byte of an address in shared memory is the block's number.
     const unsigned window = shared_address(dynamic), own_block = window & 0xff000000u;
     char* const shared0 = reinterpret_cast<char*>(dynamic) - (window - own_block);
-    Ring<S> ring{own_block | S::RING_AT, shared_address(barriers)};
+    Stages<S> ring{{own_block | S::RING_AT, shared_address(barriers)}};
     const unsigned rank = CLUSTER == 1 ? 0 : block_in_cluster();
     const Job job{groups, order, divisor, tokens, n, k, rank, CLUSTER};
     const int warp = warp_number(), lane = threadIdx.x % WARP;
-    let_next_start();
+    launch_dependents();
     if (warp < 3 && elect_lane()) {  // each warp those of a kind: it is a long list for one
 #pragma unroll
         for (int i = 0; i < S::STAGES; ++i)
             barrier_init(ring.barriers + 8 * (warp * S::STAGES + i), warp < 2 ? 1 : 4 * ROW_GROUPS);
-        barriers_ready();
+        fence_barrier_init();
     }
     __syncthreads();
     const TileScales scales{absmax, nested_absmax, nested_offset, codebook.map, 31 - __clz(block / GRANULE_K)};
     // The sums of 64 tokens need registers that the other warps do not.
     constexpr bool SHIFT = TOKENS == 64 && S::WARPS == 16;
     if (warp >= S::WARPS) {
-        if constexpr (SHIFT) give_registers<64>();
+        if constexpr (SHIFT) lower_registers<64>();
         if (!GROUPED && warp > S::WARPS)
             prefetch_scales<S>(job.task<S>(0), scales, n, k, threadIdx.x - (S::WARPS + 1) * WARP, 3 * WARP);
         else if (lane == 0) prefetch_map(&x_map);
@@ -579,14 +568,14 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         if constexpr (CLUSTER > 1) cluster_sync(), cluster_sync();
         return;
     }
-    if constexpr (SHIFT) take_registers<104>();
+    if constexpr (SHIFT) raise_registers<104>();
     float power;
     const float mine = take_value<Decoder::VALUES>(values, codebook, power) * Decoder::FACTOR;
     Decoder::build(own_block | TABLE_AT, mine, threadIdx.x, S::WARPS * WARP);
     wait_for_previous();
     if (!GROUPED && threadIdx.x == 0) {
         // Read at the end, where it would have to come from memory.
-        if (tensor_scale) copy_async<4>(shared_address(&scale), tensor_scale), close_copies();
+        if (tensor_scale) copy_async<4>(shared_address(&scale), tensor_scale), commit_copies();
         else scale = __float_as_uint(1.0f);
     }
     warps_sync<S>();
@@ -597,7 +586,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
             multiply_stages<S>(ring, task, scales, n, k, warp, lane, own_block, shared0 + S::SUMS_AT);
             if (GROUPED) ring.step((task.end - task.begin) % S::STAGES, (task.end - task.begin) / S::STAGES);
         }
-        copies_arrived<0>();
+        wait_copies<0>();
         if constexpr (CLUSTER == 1) warps_sync<S>();
         else cluster_sync();
         const float of_all = GROUPED && tensor_scale ? tensor_scale[max(task.group.expert, 0) * scale_step] : 1.0f;
@@ -611,7 +600,8 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
 #pragma unroll
             for (int q = 0; q < CLUSTER * K_GROUPS; ++q) {
                 const unsigned part = at + q % K_GROUPS * S::SUMS * 4;
-                const uint4 v = CLUSTER == 1 ? shared_at<uint4>(part) : shared_of(part, q / K_GROUPS);
+                const uint4 v =
+                    CLUSTER == 1 ? shared_at<uint4>(part) : load_cluster<uint4>(cluster_address(part, q / K_GROUPS));
                 total[0] += __uint_as_float(v.x), total[1] += __uint_as_float(v.y);
                 total[2] += __uint_as_float(v.z), total[3] += __uint_as_float(v.w);
             }
@@ -623,7 +613,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
             }
             if (!(GROUPED && partial) && to_row + 4 <= n && reinterpret_cast<unsigned long long>(y + to) % 8 == 0) {
                 *reinterpret_cast<uint2*>(y + to) =
-                    make_uint2(Pair<T>::pack(total[0], total[1]), Pair<T>::pack(total[2], total[3]));
+                    make_uint2(Word<T>::pack(total[0], total[1]), Word<T>::pack(total[2], total[3]));
             } else {
                 for (int i = 0; i < min(4, n - to_row); ++i) {
                     if (GROUPED && partial) partial[to + i] = total[i];

@@ -140,9 +140,9 @@ __device__ __forceinline__ unsigned block_max(unsigned x) {
     return warp_max(of_warp[threadIdx.x % (blockDim.x / WARP)]);
 }
 
-// rint(x / scale) as the lowest byte; adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it there.
-__device__ __forceinline__ unsigned low_byte(float quotient) {
-    return __float_as_uint(__fadd_rn(quotient, 12582912.0f));
+// rint(quotient), below 2^22 in magnitude, in the low bits.
+__device__ __forceinline__ unsigned round_to_low_bits(float quotient) {
+    return __float_as_uint(__fadd_rn(quotient, ROUNDER));
 }
 
 // Of numbers that are not larger than 127 scales, give or take a rounding, for a scale from 2^-60 to 2^60.
@@ -150,7 +150,7 @@ struct PlainQuantizer {
     float scale, reciprocal;
 
     __device__ __forceinline__ unsigned operator()(float x) const {
-        return low_byte(divide_by_reciprocal(x, scale, reciprocal));
+        return round_to_low_bits(divide_by_reciprocal(x, scale, reciprocal));
     }
 };
 
@@ -169,7 +169,7 @@ struct AnyQuantizer {
     }
     __device__ __forceinline__ unsigned operator()(float x) const {
         const bool is_nan = (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u;
-        return is_nan ? 0u : low_byte(fminf(fmaxf(quotient(x), lowest), 127.0f));
+        return is_nan ? 0u : round_to_low_bits(fminf(fmaxf(quotient(x), lowest), 127.0f));
     }
 };
 
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, Octet<T, VECTOR, SMOOTH>::WORDS
     long long tokens, long long columns, long long pitch,
     float lowest) {  // code: -128 or -127
     wait_for_previous();
-    let_next_start();                             // not earlier: the next kernel reads weights at once
+    launch_dependents();                          // not earlier: the next kernel reads weights at once
     const int depth = static_cast<int>(columns);  // at most 131071
     for (long long m = blockIdx.x; m < tokens; m += gridDim.x) {
         const float scale = quantize_token<T, VECTOR, SMOOTH>(
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, TOKENS == 8 ? 4 : 3) stream_w8
             if (++fetched_run == runs) fetched_run = 0, fetched_group += gridDim.x;
             if (++fetched_place == STREAM_DEPTH) fetched_place = 0;
         }
-        close_copies();
+        commit_copies();
     };
 #pragma unroll
     for (int i = 0; i < STREAM_DEPTH - 1; ++i) fetch();
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, TOKENS == 8 ? 4 : 3) stream_w8
     for (long long group = blockIdx.x; group < groups; group += gridDim.x) {
         int sum[GROUPS][4] = {};
         for (int run = 0; run < runs; ++run) {
-            copies_arrived<STREAM_DEPTH - 2>();
+            wait_copies<STREAM_DEPTH - 2>();
             fetch();
             uint4 v[STREAM_PIECES];
 #pragma unroll
@@ -402,13 +402,13 @@ __global__ void __launch_bounds__(TILE_M * 2) tile_w8a8(
 #pragma unroll
         for (int i = 0; i < TILE_STAGES - 1; ++i) {
             if (i < steps) fill(i);
-            close_copies();
+            commit_copies();
         }
         for (int step = 0; step < steps; ++step) {
-            copies_arrived<TILE_STAGES - 2>();
+            wait_copies<TILE_STAGES - 2>();
             __syncthreads();
             if (step + TILE_STAGES - 1 < steps) fill(step + TILE_STAGES - 1);
-            close_copies();
+            commit_copies();
             const uint4* stage = stages + step % TILE_STAGES * STAGE;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -428,7 +428,7 @@ __global__ void __launch_bounds__(TILE_M * 2) tile_w8a8(
                     for (int j = 0; j < 4; ++j) mma_s8(sum[i][j], x[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
             }
         }
-        copies_arrived<0>();
+        wait_copies<0>();
         __syncthreads();
         // Scales and biases of the tile's channels, where the stages were.
         float* scale = reinterpret_cast<float*>(stages);

@@ -22,18 +22,12 @@ __device__ __forceinline__ void multipliers_sync() {
 
 // ---- the kernel ------------------------------------------------------------------------------------------------
 
-// The ring: stage after stage, gone through alike by the thread that fills it and by those who empty it.
+// The ring of stages. A stage is FULL when the copies have arrived, EMPTY when it has been multiplied.
+enum Barrier { FULL, EMPTY };
 template <int STAGES, int BYTES>
-struct Ring {
-    unsigned memory, full0, empty0;  // the stages, and their barriers
-    unsigned stage = 0, phase = 0;
-
-    __device__ __forceinline__ unsigned place(unsigned s) const { return memory + s * BYTES; }
-    __device__ __forceinline__ unsigned full(unsigned s) const { return full0 + 8 * s; }
-    __device__ __forceinline__ unsigned empty(unsigned s) const { return empty0 + 8 * s; }
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
+struct Stages : Ring<STAGES, BYTES, 2> {
+    __device__ __forceinline__ unsigned full(unsigned s) const { return this->barrier(FULL, s); }
+    __device__ __forceinline__ unsigned empty(unsigned s) const { return this->barrier(EMPTY, s); }
 };
 
 // Fills the ring with the steps of a tile.
@@ -44,15 +38,18 @@ struct Fetcher {
     unsigned sharer, part;
     int first_step, steps;
 
-    __device__ __forceinline__ void weights(const Ring<STAGES, BYTES>& ring, unsigned s, int step, int channel) const {
+    __device__ __forceinline__ void weights(
+        const Stages<STAGES, BYTES>& ring, unsigned s, int step, int channel) const {
         const int k = (first_step + step) * STEP_K;
-        const unsigned target = ring.place(s) + A_BYTES + sharer * ROWS * STEP_K;
+        const unsigned target = ring.data(s) + A_BYTES + sharer * ROWS * STEP_K;
         barrier_expect(ring.full(s), BYTES);
         if constexpr (SHARE == 1) copy_box(target, w_map, k, channel, ring.full(s));
-        else copy_box_to(target, w_map, k, channel + sharer * ROWS, ring.full(s), ((1 << SHARE) - 1) << part * SHARE);
+        else
+            copy_box_multicast(
+                target, w_map, k, channel + sharer * ROWS, ring.full(s), ((1 << SHARE) - 1) << part * SHARE);
     }
     // first: of the block. Then the weights of all stages do not wait for the tokens to be quantized.
-    __device__ __forceinline__ void tile(Ring<STAGES, BYTES>& ring, int token, int channel, bool first) const {
+    __device__ __forceinline__ void tile(Stages<STAGES, BYTES>& ring, int token, int channel, bool first) const {
         const int ahead = first ? min(steps, STAGES) : 0;
         for (int step = 0; step < ahead; ++step) weights(ring, step, step, channel);
         if (first) wait_for_previous();
@@ -61,8 +58,8 @@ struct Fetcher {
                 barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
                 weights(ring, ring.stage, step, channel);
             }
-            copy_box(ring.place(ring.stage), a_map, (first_step + step) * STEP_K, token, ring.full(ring.stage));
-            ring.next();
+            copy_box(ring.data(ring.stage), a_map, (first_step + step) * STEP_K, token, ring.full(ring.stage));
+            ring.step(1);
         }
     }
 };
@@ -84,10 +81,10 @@ __device__ __forceinline__ void exchange(
         int total[16] = {};
 #pragma unroll
         for (int other = 0; other < SPLIT; ++other) {
-            const unsigned source = address_in(place, other * SHARE + sharer);
+            const unsigned source = cluster_address(place, other * SHARE + sharer);
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const int4 v = load_remote(source + r * WARPGROUP * 16);
+                const int4 v = load_cluster<int4>(source + r * WARPGROUP * 16);
                 total[4 * r] += v.x, total[4 * r + 1] += v.y, total[4 * r + 2] += v.z, total[4 * r + 3] += v.w;
             }
         }
@@ -109,11 +106,10 @@ __global__ void __cluster_dims__(SHARE* SPLIT)
     constexpr int CLUSTER = SHARE * SPLIT, TILE_M = 64 * WARPGROUPS, TILE_N = 128 * N_STEPS;
     using Fetch = Fetcher<TILE_M, TILE_N, STAGES, SHARE>;
     extern __shared__ unsigned char memory[];
-    __shared__ alignas(8) unsigned long long full[STAGES], empty[STAGES];
+    __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
     __shared__ float factors[WARPGROUPS][2][TILE_N];  // scales and biases of a tile's channels
     // The swizzle counts in units of 1024 bytes from address 0.
-    Ring<STAGES, Fetch::BYTES> ring{
-        (shared_address(memory) + 1023u) & ~1023u, shared_address(full), shared_address(empty)};
+    Stages<STAGES, Fetch::BYTES> ring{{(shared_address(memory) + 1023u) & ~1023u, shared_address(barriers)}};
     const unsigned rank = CLUSTER == 1 ? 0 : block_in_cluster();
     const unsigned sharer = rank % SHARE, part = rank / SHARE;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
@@ -122,7 +118,7 @@ __global__ void __cluster_dims__(SHARE* SPLIT)
             barrier_init(ring.full(i), 1);
             barrier_init(ring.empty(i), WARPGROUPS * SHARE);
         }
-        barriers_ready();
+        fence_barrier_init();
     }
     if constexpr (SHARE == 1) __syncthreads();
     else cluster_sync();
@@ -139,7 +135,7 @@ __global__ void __cluster_dims__(SHARE* SPLIT)
         channel *= TILE_N;
     };
     if (warpgroup == WARPGROUPS) {
-        if constexpr (WARPGROUPS > 1) give_registers<40>();
+        if constexpr (WARPGROUPS > 1) lower_registers<40>();
         if (threadIdx.x == WARPGROUPS * WARPGROUP) {
             const Fetch fetch{&a_map, &w_map, sharer, part, first_step, steps};
             const long long first = blockIdx.x / CLUSTER;
@@ -152,7 +148,7 @@ __global__ void __cluster_dims__(SHARE* SPLIT)
         __syncwarp();
         if constexpr (SPLIT > 1) cluster_sync();  // the one of the exchange
     } else {
-        if constexpr (WARPGROUPS > 1) take_registers<232>();
+        if constexpr (WARPGROUPS > 1) raise_registers<232>();
         const Rescaling rescaling{token_scale, channel_scale, bias, bias_kind};
         const Output<T> output{y, tokens, channels, is_aligned(y) && channels * sizeof(T) % 16 == 0};
         const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP;
@@ -176,9 +172,9 @@ __global__ void __cluster_dims__(SHARE* SPLIT)
             unsigned last = 0;
             for (int step = 0; step < steps; ++step) {
                 barrier_wait(ring.full(ring.stage), ring.phase);
-                const unsigned tile = ring.place(ring.stage);
-                const unsigned long long x = describe(tile + warpgroup * 64 * STEP_K);
-                const unsigned long long b = describe(tile + Fetch::A_BYTES);
+                const unsigned tile = ring.data(ring.stage);
+                const unsigned long long x = wgmma_descriptor(tile + warpgroup * 64 * STEP_K);
+                const unsigned long long b = wgmma_descriptor(tile + Fetch::A_BYTES);
                 wgmma_begin();
 #pragma unroll
                 for (int k = 0; k < STEP_K / 32; ++k)
@@ -189,7 +185,7 @@ __global__ void __cluster_dims__(SHARE* SPLIT)
                 wgmma_wait<1>();
                 if (step > 0) release(last);  // its products are done
                 last = ring.stage;
-                ring.next();
+                ring.step(1);
             }
             wgmma_wait<0>();
             release(last);
@@ -200,17 +196,18 @@ __global__ void __cluster_dims__(SHARE* SPLIT)
                     sums, token + warpgroup * 64 + of_warp * 16, channel + n, rescaling, scale + n, biases + n, lane);
             };
 #pragma unroll
-            for (int j = 0; j < N_STEPS; ++j) sums_arrived(sum[j]);
+            for (int j = 0; j < N_STEPS; ++j) fence_operands(sum[j]);
             if constexpr (SPLIT == 1) {
 #pragma unroll
                 for (int q = 0; q < 4 * N_STEPS; ++q) store(sum[q / 4] + q % 4 * 16, warp, 32 * q);
             } else {
                 multipliers_sync<WARPGROUPS>();  // the ring is free, as nothing more is fetched
                 exchange<N_STEPS, SHARE, SPLIT>(
-                    sum, ring.memory + warpgroup * N_STEPS * 64 * WARPGROUP * 4, part, sharer, store);
+                    sum, ring.data0 + warpgroup * N_STEPS * 64 * WARPGROUP * 4, part, sharer, store);
             }
             warpgroup_sync(warpgroup);  // scales and biases are read
         }
     }
-    if constexpr (CLUSTER > 1) cluster_meet();  // others may still arrive at barriers or read sums here
+    if constexpr (CLUSTER > 1)
+        cluster_arrive_relaxed(), cluster_wait();  // others may still arrive at barriers or read sums here
 }

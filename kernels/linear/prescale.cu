@@ -30,7 +30,7 @@ __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e 
 // scales   float32[n]
 // largest  uint32[gridDim.x]: what each thread block has found, as bits of a float32
 __global__ void __launch_bounds__(THREADS) largest_scales(const float* scales, long long n, unsigned* largest) {
-    let_next_start();
+    launch_dependents();
     wait_for_previous();
     const long long step = (long long)gridDim.x * THREADS;
     unsigned most = 0;

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     int tile = quotient(begin, units);
     const int unit = begin - tile * units;
 
-    let_next_start();
+    launch_dependents();
 
     // What to copy next.
     const int pitch = items * Decoder::ITEM_BYTES, scale_pitch = items * Decoder::SCALE_BYTES;
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     const unsigned barriers = shared_address(head) + BARRIERS_AT + warp * (Box::BOXES * 8);
     if (BULK && lane == 0) {
         for (int b = 0; b < Box::BOXES; ++b) barrier_init(barriers + b * 8, 1);
-        barriers_ready();
+        fence_barrier_init();
     }
     __syncwarp();
     int ahead_byte = unit * UNIT, ahead_row = (first + tile) * ITEM_ROWS;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     auto start = [&](int b, bool there, unsigned seen) {
         const unsigned target = my_slot + b * Box::BYTES + (seen & nothing);
         if constexpr (BULK) {
-            if (there && elected()) {
+            if (there && elect_lane()) {
                 barrier_expect(barriers + b * 8, Box::BYTES);
                 copy_box(target, &map_of_weights, ahead_byte + b * Box::ROW, ahead_row, barriers + b * 8);
             }
@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
                 scales_to + (seen & nothing) + i * SCALE_PIECE,
                 absmax + (scale_source + unsigned(i / SCALE_PIECES) * scale_pitch),
                 there && i + lane < ITEM_ROWS * SCALE_PIECES);
-        close_copies();
+        commit_copies();
         ahead_byte += UNIT, scale_source += SCALE_UNIT;
         if (ahead_byte == pitch) ahead_byte = 0, ahead_row += ITEM_ROWS, scale_source += 15 * scale_pitch;
     };
-    if (BULK && begin < end && elected()) prefetch_box(&map_of_weights, ahead_byte, ahead_row);
+    if (BULK && begin < end && elect_lane()) prefetch_box(&map_of_weights, ahead_byte, ahead_row);
     const float power = fill_table<Decoder, true>(TABLE_AT, values, codebook);
 
     // x for the blocks of 32, in the order of the boxes, where lane t has COUNT blocks in a row. It is asked for before
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
 #pragma unroll
         for (int b = 0; b < Box::BOXES; ++b) {
             if (BULK) barrier_wait(barriers + b * 8, parity);
-            if (b == 0) copies_arrived<0>();
+            if (b == 0) wait_copies<0>();
             __syncwarp();
             unsigned word[2][Box::WORDS], seen = 0;
             if (b == 0) seen_scales = 0;

@@ -73,7 +73,7 @@ struct Line {
 
     // Before step s of four, the words for this one and the next.
     __device__ __forceinline__ void read(unsigned (&x)[8], int s) const {
-        if (s % 2 == 0) read_line(x + 2 * s, at + s / 2 * STEP, mine);
+        if (s % 2 == 0) load_shared_if(x + 2 * s, at + s / 2 * STEP, mine);
     }
 };
 
@@ -82,7 +82,7 @@ struct OneToken<Kbit<T_, K, FORMAT>> {
     using T = T_;
     using Decoder = Kbit<T, K, FORMAT>;
     static constexpr int WORDS = K;
-    static constexpr float AFTER = FORMAT == E4M4 ? Pair<__half>::E4M4_FACTOR : 1.0f;
+    static constexpr float AFTER = FORMAT == E4M4 ? E4m4Pair<__half>::FACTOR : 1.0f;
 
     template <int COUNT>
     struct Scales {
@@ -170,7 +170,7 @@ struct OneToken<Table4<T_, SUB>> {
 
     __device__ __forceinline__ static void load_x(unsigned (&word)[16], const T* x) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) read_x(word + 4 * i, reinterpret_cast<const uint4*>(x) + i, true);
+        for (int i = 0; i < 4; ++i) load_global_if(word + 4 * i, reinterpret_cast<const uint4*>(x) + i, true);
     }
     __device__ __forceinline__ static void arrange(unsigned (&)[16]) {}
 

@@ -93,7 +93,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const int last_item = min((k + ITEM_K - 1) / ITEM_K, first_item + cut.share);
     const int chunks = ONCE ? 1 : (cut.share + step - 1) / step;
 
-    let_next_start();
+    launch_dependents();
     if (GROUPED) wait_for_previous();
     // Read again where it is needed: registers are scarce in between.
     auto my_group = [&] {
@@ -155,9 +155,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             barrier_init(ring + i * 16 + 8, ARRIVALS);
         }
     }
-    if (BULK) barriers_ready();
+    if (BULK) fence_barrier_init();
     __syncwarp();
-    if constexpr (CLUSTER > 1) cluster_arrive();
+    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
     auto count_at = [&](int item) { return max(0, min(cut.items, last_item - item)); };
 
     // What to copy next: `ahead` items, and their scales.
@@ -197,7 +197,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // does not know.
     const unsigned never = cut.wide >> 1;
     auto fetch_group = [&](int i, int item, int row, unsigned read) {
-        if (!elected()) return;
+        if (!elect_lane()) return;
         barrier_expect(barriers + i * 8, GROUP_BYTES | read & never);
 #pragma unroll
         for (int j = 0; j < GROUP / BOX; ++j)
@@ -238,10 +238,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 scales.start<Decoder, ITEMS>(stages + warp * 2 * SCALES + other, ahead_row, ahead_item, ahead, lane);
             }
         }
-        if (!(BULK && EVEN) || i == 0) close_copies();
+        if (!(BULK && EVEN) || i == 0) commit_copies();
     };
     aim();
-    if (BULK && EVEN && passes > 0 && elected())
+    if (BULK && EVEN && passes > 0 && elect_lane())
         prefetch_box(&map_of_weights, my_item * Decoder::ITEM_BYTES, int(above) + ahead_row);
     const float power = fill_table<Decoder, false>(own_block | TABLE_AT, values, codebook);
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
@@ -256,7 +256,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         return row + ((element / 8 % 8 ^ (token + half * 2) % 8) * 16) + element % 8 * 2;
     };
     if (X_BULK && staged) {
-        if (team == 0 && elected()) {
+        if (team == 0 && elect_lane()) {
             barrier_expect(x_barrier, cut.items * X_BYTES);
             for (int i = 0; i < cut.items; ++i) {
                 // Zeros where they are not its own: what is beyond the row.
@@ -275,7 +275,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll 4
         for (int i = warp / TOKENS * WARP + lane; i < pieces; i += warps / TOKENS * WARP)
             copy_async_or_zero<16>(to + place_of(i * 8, token), from + i * 16, i < all ? 16 : 0);
-        close_copies();
+        commit_copies();
     }
     unsigned my_x[ITEMS][EIGHTS][16];
     auto fetch_x = [&](int item) {
@@ -309,7 +309,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // What the sums lack.
     if (threadIdx.x == 0) factor[0] = scale_of_all, factor[1] = Decoder::AFTER / power;
     // The copies of x came first.
-    if (!X_BULK && staged) copies_arrived<1>();
+    if (!X_BULK && staged) wait_copies<1>();
     __syncthreads();
     if (staged) {
         if (X_BULK) barrier_wait(x_barrier, 0);
@@ -354,8 +354,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     if (BULK && EVEN) barrier_wait(barriers + i * 8, scales_at != 0);
                     if constexpr (HELD_BACK && GROUPS == 2)
                         if (pass == 0 && i == 0 && GROUP < cut.items) fetch_group(1, my_item, my_first * ITEM_ROWS, 0);
-                    if (!(BULK && EVEN) && cut.items > GROUP) copies_arrived<GROUPS - 1>();
-                    else if (!(BULK && EVEN) || i == 0) copies_arrived<0>();
+                    if (!(BULK && EVEN) && cut.items > GROUP) wait_copies<GROUPS - 1>();
+                    else if (!(BULK && EVEN) || i == 0) wait_copies<0>();
                     __syncwarp();
                     unsigned word[GROUP][2][Decoder::WORDS], read = 0;
 #pragma unroll
@@ -387,7 +387,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 scales_at = SCALES - scales_at;
             }
             const unsigned slot = pass % RING;
-            ring_wait(ring + slot * 16 + 8, pass / RING & 1 ^ 1);
+            barrier_wait(ring + slot * 16 + 8, pass / RING & 1 ^ 1);
             const unsigned to = sums_of(slot) + (rank * cut.warps + mate) * SUMS;
             if constexpr (CLUSTER == 1) {
 #pragma unroll
@@ -405,7 +405,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         if (mine_to_add && turn == 0) {
             constexpr int ROOM = CLUSTER * EIGHTS * WARP * 16;
             if (CLUSTER > 1 && lane == 0) barrier_expect(ring + slot * 16, cut.warps * ROOM);
-            ring_wait(ring + slot * 16, before / RING & 1);
+            barrier_wait(ring + slot * 16, before / RING & 1);
             const unsigned from = sums_of(slot);
             float sum[EIGHTS][4] = {};
 #pragma unroll 4
@@ -444,7 +444,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 template <typename T>
 __global__ void add_partials(
     const float* partial, const void* bias, T* y, long long size, int parts, int bias_kind, int n) {
-    let_next_start();
+    launch_dependents();
     wait_for_previous();
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < size;
          i += (long long)gridDim.x * blockDim.x) {
