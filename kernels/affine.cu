@@ -1,4 +1,12 @@
-// Kernels of affine integers with given scales: each an operation on units of neighbouring elements.
+// Affine integers with given scales: quantize, dequantize, both at once, and their gradients (kbitcupy/formats/affine
+// and kbitcupy.affine). Each is an operation on units of neighbouring elements:
+//
+//     x or codes --8 to 16 B a lane, DEPTH units under way--> registers --> Op::quick for the unit --> 8 to 16 B a lane
+//                                                                     \--> Op::careful, element by element
+//
+// What is not in order goes the careful way, which keeps the quick one short: divisions there are a product and two
+// fused multiply-adds, exact while no number leaves the normal range.
+//
 //
 // Template integers that all share (the host chooses them and the grid, see for_each_unit):
 //     LAYOUT                   how elements share scales
@@ -37,8 +45,8 @@ __global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, UNITS == 1 &
 
 // ---- codes to y ------------------------------------------------------------------------------------------------
 
-// Elements from one read to the line that it fetches for later.
-constexpr long long AHEAD = 1 << 21;
+// How many elements ahead of a read its line is prefetched to the L2 cache, for other thread blocks.
+constexpr long long PREFETCH_ELEMENTS = 1 << 21;
 
 template <typename T, int BITS, int SIZE_>
 struct Dequantize : Operation<Dequantize<T, BITS, SIZE_>, T, false> {
@@ -53,8 +61,8 @@ struct Dequantize : Operation<Dequantize<T, BITS, SIZE_>, T, false> {
     template <bool ALIGNED>
     __device__ __forceinline__ void load(long long i, Data& data) const {
         data.template load<ALIGNED>(codes + i * BITS / 8);
-        if (ALIGNED && threadIdx.x * Data::BYTES % 128 == 0 && i + AHEAD < g.n)
-            prefetch_l2(codes + (i + AHEAD) * BITS / 8);
+        if (ALIGNED && threadIdx.x * Data::BYTES % 128 == 0 && i + PREFETCH_ELEMENTS < g.n)
+            prefetch_l2(codes + (i + PREFETCH_ELEMENTS) * BITS / 8);
     }
 
     template <bool ALIGNED, int N>
@@ -75,7 +83,7 @@ struct Dequantize : Operation<Dequantize<T, BITS, SIZE_>, T, false> {
         return true;
     }
 
-    __device__ __forceinline__ void one(const Steps<C>& at) const {
+    __device__ __forceinline__ void one(const ElementIterator<C>& at) const {
         const C code = C(Codes<BITS>::at(codes, at.element, g.qmin < 0));
         y[at.element] = stored<T>(multiply_ieee(at.scale, code - at.zero));
     }
@@ -134,7 +142,7 @@ struct FakeQuantize : Operation<FakeQuantize<T, SIZE_>, T, true> {
         return multiply_ieee(s, clamped(steps_of(v, s), C(g.qmin) - z, C(g.qmax) - z) + C(0));
     }
 
-    __device__ __forceinline__ void one(const Steps<C>& at) const {
+    __device__ __forceinline__ void one(const ElementIterator<C>& at) const {
         y[at.element] = stored<T>(once(to_float(x[at.element]), at.scale, at.zero));
     }
 };
@@ -226,7 +234,7 @@ struct Backward : Operation<Backward<T, DIVIDE, SIZE_>, T, true> {
     }
     __device__ __forceinline__ C over(C v, C s) const { return magnitude_bits(s) != 0 ? divide_ieee(v, s) : C(0); }
 
-    __device__ __forceinline__ void one(const Steps<C>& at) const {
+    __device__ __forceinline__ void one(const ElementIterator<C>& at) const {
         const bool inside = !x || within(to_float(x[at.element]), at.scale, at.zero);
         T value = dy[at.element];
         if (DIVIDE) value = stored<T>(over(to_float(value), at.scale));
@@ -279,7 +287,7 @@ struct Multiply : Operation<Multiply<T, SIZE_>, T, false> {
         return true;
     }
 
-    __device__ __forceinline__ void one(const Steps<C>& at) const {
+    __device__ __forceinline__ void one(const ElementIterator<C>& at) const {
         dq[at.element] = stored<T>(multiply_ieee(to_float(dy[at.element]), at.scale));
     }
 };

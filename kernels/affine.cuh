@@ -213,22 +213,23 @@ struct Source {
     }
 };
 
-// One element after the other, with its scale (0 where it does not count) and zero point: those of one block.
+// Iterators over elements, with the scale (0 where it does not count) and zero point of each: here those of one block.
 template <typename C>
-struct Steady {
+struct BlockIterator {
     C scale, zero;
     __device__ __forceinline__ void next() {}
 };
 
 // The same through blocks as they come.
 template <typename C>
-struct Steps {
+struct ElementIterator {
     const Source<C>& source;
     const Geometry& g;
     long long element, rest;  // `rest`: elements from here to the end of the run
     C scale, zero;
 
-    __device__ __forceinline__ Steps(const Source<C>& source, const Geometry& g, long long i) : source(source), g(g) {
+    __device__ __forceinline__ ElementIterator(const Source<C>& source, const Geometry& g, long long i)
+        : source(source), g(g) {
         go(i);
     }
     __device__ __forceinline__ void go(long long i) {
@@ -589,7 +590,7 @@ struct Operation {
     }
     // Do `count` elements from i on, one after the other.
     __device__ __forceinline__ void careful(long long i, int count) const {
-        Steps<C> at(source, g, i);
+        ElementIterator<C> at(source, g, i);
 #pragma unroll 1
         for (; count > 0; --count, at.next()) static_cast<const Op*>(this)->one(at);
     }
@@ -759,10 +760,10 @@ struct Quantize : Operation<Quantize<T, BITS, SIZE_>, T, true> {
 
     // In place of that of all operations: codes of 4 bits share a byte.
     __device__ __forceinline__ void careful(long long i, int count) const {
-        Steps<C> at(source, g, i);
+        ElementIterator<C> at(source, g, i);
         one_by_one(i, count, at);
     }
-    // `at` steps through scales and zero points (see Steps).
+    // `at` steps through scales and zero points (see ElementIterator).
     template <typename At>
     __device__ __forceinline__ void one_by_one(long long i, int count, At& at) const {
 #pragma unroll 1

@@ -1,4 +1,8 @@
-// Kernels that find the ranges of affine integers: scales and zero points from what the blocks hold.
+// Affine integers that choose their scales and zero points by what the blocks hold (kbitcupy/formats/affine and
+// kbitcupy.affine.choose_qparams).
+//
+//     in two launches    x --> range of each block, joined by atomicMax --> scale, zero_point; then quantize_affine
+//     in one             x --> block on chip: range --> scale, zero_point --> codes, x being read once
 //
 // The range of a block is kept as two magnitudes, max(x, 0) and max(-x, 0), whose bits have the order of the numbers:
 // zero bytes are the range of nothing, atomicMax joins ranges, and the range holds 0 as it must.
@@ -13,7 +17,7 @@ __device__ __forceinline__ double divide(double a, double b) { return divide_iee
 
 // What a range is quantized with.
 template <typename C>
-struct Found {
+struct QParams {
     C scale;
     int zero;
     bool inside;  // whether all numbers of the range, divided by an ordinary scale, stay within the levels
@@ -40,7 +44,7 @@ struct Range {
         }
     }
     // The scale, or the largest one for which all levels are decoded to finite numbers.
-    __device__ __forceinline__ static Found<C> kept_finite(const Found<C>& found, const Geometry& g) {
+    __device__ __forceinline__ static QParams<C> kept_finite(const QParams<C>& found, const Geometry& g) {
         if (all_bits(found.scale) <= Bits(g.surely)) return found;
         const C reach = C(g.symmetric ? g.reach : max(g.qmax - found.zero, found.zero - g.qmin));
         const C limit = from_bits(Bits(g.limit));
@@ -50,7 +54,7 @@ struct Range {
         return {from_bits(most), found.zero, false, found.finite};
     }
     // Scale and zero point by the contract; infinities count as the largest finite number.
-    __device__ __forceinline__ Found<C> found(const Geometry& g) const {
+    __device__ __forceinline__ QParams<C> choose_qparams(const Geometry& g) const {
         const C up = from_bits(min(high, Bits(g.largest))), down = from_bits(min(low, Bits(g.largest)));
         if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true, true};
         const bool finite = max(high, low) <= Bits(g.largest);
@@ -123,7 +127,7 @@ __device__ __forceinline__ void add_columns(Ends<T, false> (&ends)[PIECES], cons
 
 // The range of units.
 template <typename T, bool STRICT>
-struct Gather {
+struct RangeOf {
     using C = typename Compute<T>::Type;
     Ends<T, STRICT> ends;
     template <int SIZE>
@@ -215,7 +219,7 @@ __global__ void __launch_bounds__(
         constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
         const BlockRun<unsigned> tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
         long long mine = -1;  // the block whose range is being gathered
-        Gather<T, false> gather;
+        RangeOf<T, false> gather;
         auto flush = [&] {
             Range<C> range = gather.range(low);
             if (__all_sync(FULL_WARP, mine == __shfl_sync(FULL_WARP, mine, 0))) {
@@ -319,7 +323,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
     constexpr int DEPTH = 128 / (UNIT * sizeof(T));  // 128 bytes of a thread are under way
     constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
     const BlockRun<unsigned> tiles(g.n / TILE_SIZE);
-    Gather<T, false> gather;
+    RangeOf<T, false> gather;
     if (is_aligned(x)) {
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
             Unit<T> unit[DEPTH];
@@ -355,7 +359,7 @@ __global__ void finish_range_affine(
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < g.count; i += step) {
         const Range<C> range{high[i], low ? low[i] : 0};
-        const Found<C> found = range.found(g);
+        const QParams<C> found = range.choose_qparams(g);
         scale[i] = found.scale;
         if (zero_point) zero_point[i] = found.zero;
     }
@@ -368,18 +372,18 @@ __global__ void finish_range_affine(
 // (up to 1024, any multiple of eight), a thread block that holds it in shared memory (beyond). What fits none of them
 // is read twice: find_range_affine, then quantize_affine.
 
-// What quantizes the units of a block by the block's own range.
+// Quantizes the units of a block by what the block's own range has given.
 template <typename T, int BITS>
-struct Own {
+struct BlockQuantizer {
     using C = typename Compute<T>::Type;
     const T* x;
     unsigned char* codes;
     const Geometry& g;
     C s, r;
     int zero;
-    bool quick, inside;  // whether all units of the block are quick; see Found
+    bool quick, inside;  // whether all units of the block are quick; see QParams
 
-    __device__ __forceinline__ Own(const T* x, unsigned char* codes, const Geometry& g, Found<C> found)
+    __device__ __forceinline__ BlockQuantizer(const T* x, unsigned char* codes, const Geometry& g, QParams<C> found)
         : x(x),
           codes(codes),
           g(g),
@@ -418,7 +422,7 @@ struct Own {
         return inside ? level_as<true>(unit) : level_as<false>(unit);
     }
 
-    __device__ __forceinline__ void note(long long block, C* scale, int* zero_point) const {
+    __device__ __forceinline__ void store_params(long long block, C* scale, int* zero_point) const {
         scale[block] = s;
         if (zero_point) zero_point[block] = zero;
     }
@@ -428,7 +432,7 @@ struct Own {
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
-        Steady<C> at{usable(s), C(zero)};
+        BlockIterator<C> at{usable(s), C(zero)};
         Quantize<T, BITS>{{{}, g, false}, x, codes}.one_by_one(i, count, at);
     }
 };
@@ -444,9 +448,9 @@ constexpr int FEW_SLOT_BLOCKS = 8, MANY_SLOT_BLOCKS = 7;
 
 // The ranges of the blocks of a team.
 template <bool STRICT, typename T, int SLOTS, int EACH, typename C>
-__device__ __forceinline__ void find_ranges(
+__device__ __forceinline__ void ranges_of_units(
     const Unit<T> (&unit)[SLOTS], Range<C> (&range)[EACH], int team, bool both) {
-    Gather<T, STRICT> gather[EACH];
+    RangeOf<T, STRICT> gather[EACH];
 #pragma unroll
     for (int v = 0; v < SLOTS; ++v) gather[EACH == 1 ? 0 : v].add(unit[v], both);
 #pragma unroll
@@ -501,17 +505,17 @@ __global__ void __launch_bounds__(
         if (element(v) < length[b]) unit[v].template load<true>(x + begin[b] + element(v));
     }
     Range<C> range[EACH];
-    find_ranges<true>(unit, range, team, both);
+    ranges_of_units<true>(unit, range, team, both);
     bool nan = false;
 #pragma unroll
     for (int b = 0; b < EACH; ++b) nan |= range[b].has_nan();
     nan = __any_sync(FULL_WARP, nan);
-    if (nan) find_ranges<false>(unit, range, team, both);
+    if (nan) ranges_of_units<false>(unit, range, team, both);
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
         if (length[b] == 0) continue;
-        const Own<T, BITS> own(x, codes, g, range[b].found(g));
-        if (lane == 0) own.note(first + b * teams, scale, zero_point);
+        const BlockQuantizer<T, BITS> own(x, codes, g, range[b].choose_qparams(g));
+        if (lane == 0) own.store_params(first + b * teams, scale, zero_point);
         if (own.quick && !nan) {
 #pragma unroll
             for (int v = 0; v < SLOTS; ++v)
@@ -559,7 +563,7 @@ struct Row {
     // The range of this thread's units.
     template <bool STRICT>
     __device__ __forceinline__ Range<typename Compute<T>::Type> range(bool both) const {
-        Gather<T, STRICT> gather;
+        RangeOf<T, STRICT> gather;
         unsigned from = place;
 #pragma unroll 4
         for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
@@ -571,7 +575,7 @@ struct Row {
     }
     // Its codes, from where `codes` has those of this thread's first unit.
     template <bool INSIDE, int BITS>
-    __device__ __forceinline__ void quantize(const Own<T, BITS>& own, unsigned char* codes) const {
+    __device__ __forceinline__ void quantize(const BlockQuantizer<T, BITS>& own, unsigned char* codes) const {
         unsigned from = place;
 #pragma unroll 1
         for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
@@ -598,7 +602,7 @@ __global__ void __launch_bounds__(
     using C = typename Compute<T>::Type;
     extern __shared__ __align__(128) uint4 dynamic[];
     __shared__ Range<C> of_warps[ROW_THREADS / WARP];
-    __shared__ Found<C> found;
+    __shared__ QParams<C> found;
     __shared__ bool nan;
     const bool both = !g.symmetric;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
@@ -609,22 +613,22 @@ __global__ void __launch_bounds__(
     wait_copies<0>();
     __syncwarp();
     // The first warp makes scale and zero point of the ranges of all threads.
-    auto meet = [&](Range<C> range) {
+    auto reduce = [&](Range<C> range) {
         join_lanes(range, WARP, both);
         if (lane == 0) of_warps[warp] = range;
         __syncthreads();
         if (warp == 0) {
             range = of_warps[min(lane, warps - 1)];
             join_lanes(range, WARP, both);
-            if (lane == 0) found = range.found(g), nan = range.has_nan();
+            if (lane == 0) found = range.choose_qparams(g), nan = range.has_nan();
         }
         __syncthreads();
     };
-    meet(row.template range<true>(both));
+    reduce(row.template range<true>(both));
     const bool careful = nan;
-    if (careful) meet(row.template range<false>(both));
-    const Own<T, BITS> own(x, codes, g, found);
-    if (threadIdx.x == 0) own.note(blockIdx.x, scale, zero_point);
+    if (careful) reduce(row.template range<false>(both));
+    const BlockQuantizer<T, BITS> own(x, codes, g, found);
+    if (threadIdx.x == 0) own.store_params(blockIdx.x, scale, zero_point);
     unsigned char* mine = codes + (first + threadIdx.x * UNIT) * BITS / 8;
     if (careful || !own.quick) {
 #pragma unroll 1
@@ -662,20 +666,20 @@ __global__ void __launch_bounds__(LANE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize
         __syncwarp();
         Unit<T, ROW> unit;
         tile.read_row(lane, unit.word);
-        Gather<T, true> gather;
+        RangeOf<T, true> gather;
         gather.add(unit, both);
         Range<float> range = gather.range(both);
         join_lanes(range, lanes, both);
         const bool nan = __any_sync(FULL_WARP, range.has_nan());
         if (nan) {
-            Gather<T, false> numbers;
+            RangeOf<T, false> numbers;
             numbers.add(unit, both);
             range = numbers.range(both);
             join_lanes(range, lanes, both);
         }
-        const Own<T, BITS> own(x, codes, g, range.found(g));
+        const BlockQuantizer<T, BITS> own(x, codes, g, range.choose_qparams(g));
         const long long row = t * WARP + lane;
-        if (row < rows && lane % lanes == 0) own.note(row / lanes, scale, zero_point);
+        if (row < rows && lane % lanes == 0) own.store_params(row / lanes, scale, zero_point);
         if (__all_sync(FULL_WARP, own.quick && !nan)) {
             const Codes<BITS, ROW> packed = own.level(unit);
             __syncwarp();  // every row has been read: the tile's memory now stages the codes
@@ -757,7 +761,7 @@ __global__ void percentile_affine(
             range.high = high & SIGN ? high ^ SIGN : 0, range.low = low & SIGN ? low ^ SIGN : 0;
         }
         if (threadIdx.x == 0) {
-            const Found<C> found = range.found(g);
+            const QParams<C> found = range.choose_qparams(g);
             scale[block] = found.scale;
             if (zero_point) zero_point[block] = found.zero;
         }

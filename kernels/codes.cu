@@ -1,5 +1,6 @@
 // Kernels behind the flat functions that pack indices and encode scales: plain, one element a lane.
-#include "kbit.cuh"
+#include "common/tiles.cuh"
+#include "formats/scales.cuh"
 
 // indices  uint8[n], only the low k bits count      packed  uint32[ceil(n / 32) * k]
 // One lane an element, one warp a block.

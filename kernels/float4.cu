@@ -1,5 +1,16 @@
-// Kernels of the blockwise tables: one lane encodes 32 elements, a warp a tile of 1024, neighbouring warps larger
-// blocks.
+// Quantization and dequantization of the blockwise tables nf4, fp4, table4 and dynamic8
+// (kbitcupy/formats/codebook/table4.py).
+//
+// Blocks are 16 to 4096 elements. A lane encodes 32 elements, half a block to two blocks; of larger blocks neighbouring
+// lanes, and from 1024 elements on neighbouring warps, share the absmax:
+//
+//     quantize     x --16 B a lane--> tile --one row a lane--> absmax --shuffles, shared memory--> absmax of the block
+//                  --bucket of the quotient--> threshold and level --> codes, 16 or 32 B a lane
+//     dequantize   4 or 16 B of codes a lane --table of values, one copy a lane, times the scale--> 16 B a lane --> y
+//
+// bitsandbytes' kernels for NF4 in blocks of 64 reach .06 of the copy bandwidth of an H200 when they quantize and .55
+// when they dequantize; these reach .84 to .99 and .90 to .96, as a bucket holds at most one threshold (one comparison
+// an element) and no two lanes of a warp read one bank.
 #include "float4.cuh"
 
 constexpr int QUANTIZE_THREADS = 256;
@@ -18,13 +29,13 @@ constexpr int QUANTIZE_BLOCKS = 2;
 template <typename T, typename Encode>
 __device__ __forceinline__ void for_each_row(
     const T* x, long long n, int block_log2, uint4* tiles, const Encode& encode) {
-    __shared__ float meeting[2 * QUANTIZE_WARPS];
+    __shared__ float absmax_of_warps[2 * QUANTIZE_WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const bool aligned = is_aligned(x);
     const long long rounds = (n + TILE * QUANTIZE_WARPS - 1) / (TILE * QUANTIZE_WARPS);
     const long long each = (rounds + gridDim.x - 1) / gridDim.x, whole = aligned ? n / TILE : 0;
     const Tile<T> tile{tiles + warp * WARP * Tile<T>::CHUNKS};
-    // Tiles beyond the array are zeros: their warps still take part in the meetings of scale_row.
+    // Tiles beyond the array are zeros: their warps still take part in the barriers of scale_row.
     long long t = blockIdx.x * each * QUANTIZE_WARPS + warp;
     int left = int(min(each, rounds - blockIdx.x * each));
     if (left <= 0) return;
@@ -43,7 +54,7 @@ __device__ __forceinline__ void for_each_row(
             else tile.load_part(x, (t + QUANTIZE_WARPS) * TILE, n, lane);
         }
         commit_copies();
-        const RowScale scale = scale_row<T>(row, block_log2, meeting + (left & 1) * QUANTIZE_WARPS, lane, warp);
+        const RowScale scale = scale_row<T>(row, block_log2, absmax_of_warps + (left & 1) * QUANTIZE_WARPS, lane, warp);
         encode(row, scale, t);
     }
 }
@@ -129,9 +140,9 @@ constexpr int DEQUANTIZE_THREADS = 256, DYNAMIC_THREADS = 1024;
 // not take longest.
 template <typename T, bool NESTED>
 constexpr int UNITS4 = NESTED && sizeof(T) == 2 ? 4 : 2;
-// Elements ahead that are brought to the L2 cache for other thread blocks: about what is under way at a time. Beside
-// all the writing, reads take long.
-constexpr long long ANNOUNCED = 1 << 21;
+// How many elements ahead a warp prefetches to the L2 cache, for other thread blocks: about what is under way at a
+// time. Beside all the writing, reads from DRAM take long.
+constexpr long long PREFETCH_ELEMENTS = 1 << 21;
 
 struct Values4 {
     float value[16];
@@ -198,7 +209,7 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_table4(
     const long long first = ((long long)blockIdx.x * (DEQUANTIZE_THREADS / WARP) + threadIdx.x / WARP) * UNITS;
     const bool aligned = (reinterpret_cast<unsigned long long>(packed) & 3) == 0 && is_aligned(y);
     unsigned words[UNITS];
-    const long long ahead = (first + lane) * WARP_ELEMENTS + ANNOUNCED;
+    const long long ahead = (first + lane) * WARP_ELEMENTS + PREFETCH_ELEMENTS;
     if (lane < UNITS && ahead < n) prefetch_l2(packed + ahead / 2);
     typename ScaleOf<NESTED>::Type stored[UNITS];
     float nested = 0.0f, mean = 0.0f;
@@ -275,7 +286,7 @@ __global__ void __launch_bounds__(DYNAMIC_THREADS, sizeof(T) == 2 ? 2 : 1) dequa
     const long long rounds = (n + THREAD_BLOCK - 1) / THREAD_BLOCK, each = (rounds + gridDim.x - 1) / gridDim.x;
     const long long end = min(n, (blockIdx.x + 1) * each * THREAD_BLOCK);
     for (long long first = blockIdx.x * each * THREAD_BLOCK + warp * UNITS * SPAN; first < end; first += THREAD_BLOCK) {
-        const long long ahead = first + lane * 128 + ANNOUNCED;
+        const long long ahead = first + lane * 128 + PREFETCH_ELEMENTS;
         if (lane < UNITS * SPAN / 128 && ahead < n) prefetch_l2(codes + ahead);
         unsigned words[UNITS][WORDS];
         float scale[UNITS];

@@ -32,9 +32,9 @@ __device__ __forceinline__ float reciprocal_of(float a, unsigned* word) {
     return __frcp_rn(a);
 }
 
-// max|x| of the blocks that the lane's row lies in. In a block of more than a tile, neighbouring warps with a tile each
-// meet in `shared`, a float for each warp: then all of the thread block must call this, and two calls in turn must have
-// two places.
+// max|x| of the blocks that the lane's row lies in. Of a block of more than a tile neighbouring warps have a tile each
+// and exchange their absmax through `shared`, a float for each warp: then all of the thread block must call this, and
+// calls in turn must alternate between two such places, so that one barrier is enough.
 template <typename T>
 __device__ __forceinline__ RowScale
 scale_row(unsigned (&row)[Tile<T>::WORDS], int block_log2, float* shared, int lane, int warp) {

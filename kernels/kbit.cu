@@ -1,12 +1,28 @@
-// Kernels of the k-bit family: one lane encodes or decodes one block of 32, a warp works on a tile of 32 blocks.
+// Quantization and dequantization of the k-bit formats kbit1 to kbit8 (kbitcupy/formats/codebook/kbit.py).
+//
+// One lane encodes or decodes one block of 32, a warp works on a tile of 32 blocks:
+//
+//     quantize     x --16 B a lane--> tile --one row a lane--> absmax, search: an index an element
+//                  --transposition--> bit planes --16 B a lane--> packed, absmax
+//     dequantize   packed, absmax --16 B a lane--> stage --one block a lane--> bit planes --transposition--> indices
+//                  --groups of eight through shared memory--> table of values, one copy a lane --16 B a lane--> y
+//
+// What limited each version, as a fraction of the copy bandwidth of an H200, float16, K = 4:
+//   - a ballot for each bit of an index: .10 quantized, .32 dequantized;
+//   - a table of buckets and transposition in registers: .66 and .92. Quantization took 25.6 instructions an element
+//     and 83 % of the issue slots, the integer pipe was at 67 % and DRAM at 50 %: instructions are what it is bound by.
+//     Dequantization of K = 5 took 16.4 and 73 % of the integer pipe at .80, its fifth plane bit by bit;
+//   - this one divides nothing where thresholds for the product x * r exist (see direct_thresholds in tables.py), and
+//     keeps what is under way at a time close together in memory: .84 to .99 and .90 to .96.
 #include "kbit.cuh"
 
-// What a quantization pass does about scales.
+// What a pass of quantization does about the tensor scale. Where it is not known, there are two: FIND_SCALE, which
+// encodes with a tensor scale of 1, and RESCALE, which has nothing to do unless that was wrong.
 enum Pass {
-    FLAT,    // search with the float32 absmax, as bitsandbytes does; no tensor scale; padded buffers
-    FIXED,   // search with the decoded scale, tensor scale 1 (written)
-    NOTE,    // ... and the largest finite absmax is noted in tensor_scale, its sign bit set
-    REPEAT,  // turn that note into the tensor scale; encode again where it is not 1
+    FLAT,        // search with the float32 absmax, as bitsandbytes does; no tensor scale; padded buffers
+    UNIT_SCALE,  // search with the decoded scale, tensor scale 1 (written)
+    FIND_SCALE,  // ... and leave the largest finite absmax in tensor_scale, with its sign bit set
+    RESCALE,     // turn that into the tensor scale; encode again where it is not 1
 };
 
 // Threads of a block. More of them share the cost of a table, but each warp needs shared memory for its tiles, and the
@@ -81,9 +97,10 @@ __device__ __forceinline__ unsigned search_row(
     return open;
 }
 
-// Bring a row and its divisor to where search_row is exact: a matter of a few blocks, if any. float16 is always there.
+// Multiply a row and its divisor by a power of two that brings them to where search_row is exact: a matter of a few
+// blocks, if any. A divisor of float16 numbers needs it never.
 template <typename T, int K, int SEARCH>
-__device__ __forceinline__ void tame(unsigned (&row)[Tile<T>::WORDS], bool infinite, float& d, float slope) {
+__device__ __forceinline__ void renormalise(unsigned (&row)[Tile<T>::WORDS], bool infinite, float& d, float slope) {
     // Outside this range the short division (or where nothing is divided, the reciprocal or its product with the slope)
     // would lose bits: move the block by a power of two.
     constexpr bool DIRECT = SEARCH == ORDERED && sizeof(T) == 2;
@@ -96,7 +113,7 @@ __device__ __forceinline__ void tame(unsigned (&row)[Tile<T>::WORDS], bool infin
 #pragma unroll
         for (int i = 0; i < Tile<T>::WORDS; ++i) row[i] = Word<T>::scale(row[i], factor);
         if (sizeof(T) == 4) {
-            // What lies beyond every threshold, infinities too, only has to stay there.
+            // What lies beyond every threshold, infinities too, only has to stay beyond.
             const float beyond = 4.0f / slope;
 #pragma unroll
             for (int i = 0; i < Tile<T>::WORDS; ++i) {
@@ -114,7 +131,7 @@ __device__ __forceinline__ void tame(unsigned (&row)[Tile<T>::WORDS], bool infin
 // The same for any codebook, any divisor and only the elements `which`, one after the other: `index_of` takes the IEEE
 // quotient.
 template <typename T, int K, typename Index>
-__device__ __forceinline__ void search_slowly(
+__device__ __forceinline__ void search_elements(
     const Tile<T>& tile, int lane, float d, unsigned which, Index index_of, unsigned (&plane)[Field<K>::BITS]) {
 #pragma unroll 1
     for (; which != 0; which &= which - 1) {
@@ -147,20 +164,21 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const long long blocks = (n + ROW - 1) / ROW;
     const BlockRun<long long> run((blocks + WARP - 1) / WARP);
+    long long t = run.first + warp;
 
     float scale = 1.0f;
-    if (pass == REPEAT) {
-        // Whoever comes late may read the finished scale instead of the note: the sign bit tells them apart.
-        const unsigned note = *static_cast<volatile unsigned*>(tensor_scale);
-        scale = note >> 31 ? tensor_scale_of<FORMAT>(__uint_as_float(note & 0x7fffffffu)) : __uint_as_float(note);
-        if (note >> 31 && threadIdx.x == 0) atomicExch(tensor_scale, __float_as_uint(scale));
+    if (pass == RESCALE) {
+        // The first block to come here replaces the largest absmax by the scale, so a later one may read either: the
+        // sign bit tells them apart.
+        const unsigned found = *static_cast<volatile unsigned*>(tensor_scale);
+        scale = found >> 31 ? tensor_scale_of<FORMAT>(__uint_as_float(found & 0x7fffffffu)) : __uint_as_float(found);
+        if (found >> 31 && threadIdx.x == 0) atomicExch(tensor_scale, __float_as_uint(scale));
         if (scale == 1.0f) return;
     }
     const float inverse_scale = __int_as_float((254 << 23) - __float_as_int(scale));  // of a power of two
 
     // The first tile is on its way while the table is built.
     const bool aligned = is_aligned(x);
-    long long t = run.first + warp;
     Tile<T> tile{dynamic + warp * 2 * TILE_CHUNKS}, next{tile.chunks + TILE_CHUNKS};
     if (t < run.end) tile.load(x, t * TILE, n, aligned, lane);
     commit_copies();
@@ -187,7 +205,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
             values_out[i] = flush(values ? values[i] : codebook.value[i]);
         if (pass == FLAT && threadIdx.x < K) packed[blocks * K + threadIdx.x] = 0;
         if (pass == FLAT && threadIdx.x == K) absmax[blocks] = typename A::Code(0.0f);
-        if (pass == FIXED && threadIdx.x == 0) *tensor_scale = __float_as_uint(1.0f);
+        if (pass == UNIT_SCALE && threadIdx.x == 0) *tensor_scale = __float_as_uint(1.0f);
     }
 
     float largest = 0.0f;
@@ -209,16 +227,16 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
         float d = pass == FLAT ? fmaxf(a, 1e-8f) : __fmul_rn(A::decode(code), scale);
 
         unsigned plane[Field<K>::BITS] = {};
-        unsigned open = ~0u;
+        unsigned open = ~0u;  // elements that are still to be searched
         if (has_table) {
             float divisor = d;
-            tame<T, K, SEARCH>(row, !(a < infinity()), divisor, search.slope);
+            renormalise<T, K, SEARCH>(row, !(a < infinity()), divisor, search.slope);
             open = search_row<T, K, SEARCH>(row, divisor, known, search, table, plane);
         }
         if constexpr (SEARCH != ORDERED) {
-            // An infinity breaks the short division (inf - inf), but not the product. (float32 has been tamed.)
+            // An infinity breaks the short division (inf - inf), but not the product. (float32 has been renormalised.)
             if (sizeof(T) == 2 && !(a < infinity())) open = ~0u;
-            search_slowly<T, K>(tile, lane, d, open, index_of, plane);
+            search_elements<T, K>(tile, lane, d, open, index_of, plane);
         }
         __syncwarp();  // every row has been read: the tile's memory now stages the words
         unsigned words[K];
@@ -231,16 +249,17 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS<T>, sizeof(T) == 4 ? 5 : 0) q
         tile.chunks = next.chunks, next.chunks = freed;
     }
 
-    if (pass == NOTE) {
-        const unsigned note = warp_max(__float_as_uint(largest)) | 0x80000000u;
-        // All to one address: most must not. The note is not read any earlier: every block would wait for it.
-        if (lane == 0 && note > *static_cast<volatile unsigned*>(tensor_scale)) atomicMax(tensor_scale, note);
+    if (pass == FIND_SCALE) {
+        const unsigned found = warp_max(__float_as_uint(largest)) | 0x80000000u;
+        // Atomics of all warps on one address would queue, so most must not get there. What is in memory is read only
+        // now: earlier every block would wait for it.
+        if (lane == 0 && found > *static_cast<volatile unsigned*>(tensor_scale)) atomicMax(tensor_scale, found);
     }
 }
 
-// How many tiles ahead of its own a block announces what will be read: about as many as are under way at a time. Beside
+// How many tiles ahead of its own a block prefetches to the L2 cache: about as many as are under way at a time. Beside
 // all the writing a read from DRAM takes as long as everything else that a block does.
-constexpr int ANNOUNCED = 2048;
+constexpr int PREFETCH_TILES = 2048;
 
 // The compressed tiles of a warp: the one it works on, and those on their way from memory.
 template <int K, int FORMAT>
@@ -273,7 +292,7 @@ struct Pipeline {
     }
 
     // Ask for a tile that another thread block will read later, so that it finds it in the L2 cache.
-    __device__ __forceinline__ void announce(long long tile) const {
+    __device__ __forceinline__ void prefetch(long long tile) const {
         if ((tile + 1) * WARP <= blocks) {
             if (lane < K) prefetch_l2(packed + tile * WARP * K + lane * WARP);
             if (lane == K) prefetch_l2(absmax + tile * WARP);
@@ -375,7 +394,7 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS<K>) dequantize_kbit(
     // The first tiles are on their way while the table is built.
 #pragma unroll
     for (int i = 0; i < Lines::DEPTH - 1; ++i) pipeline.start(t + i * WARPS, i);
-    for (long long i = t; i < run.end; i += WARPS) pipeline.announce(i + ANNOUNCED);
+    for (long long i = t; i < run.end; i += WARPS) pipeline.prefetch(i + PREFETCH_TILES);
     char* table = reinterpret_cast<char*>(dynamic + WARPS * WARP_CHUNKS);
     for (int i = threadIdx.x; i < (COPIES << K); i += THREADS) {
         const int index = i / COPIES, copy = i % COPIES;

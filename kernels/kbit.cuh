@@ -1,4 +1,4 @@
-// k-bit blockwise codebook: how one block of 32 is encoded and decoded.
+// The search of k-bit codebooks: how the index of the nearest value is found.
 //
 //     packed    uint32[blocks * K]   bit e of word b * K + p is bit p of the index of element 32 * b + e
 //     absmax    [blocks]             one scale a block: E4M4 (uint8), float16 or float32
@@ -95,7 +95,7 @@ __device__ __forceinline__ unsigned bisect(const Codebook<K>& codebook, const fl
     return y == y ? codebook.index[level] : 0u;
 }
 
-// Largest bucket table, and the bytes that copies of a smaller one may take; as formats/kbit.py has them.
+// Largest bucket table, and the bytes that copies of a smaller one may take; as kbitcupy/formats/codebook has them.
 constexpr int MAX_BUCKETS = 2048;
 constexpr int BUCKET_BYTES = 16384;
 
@@ -119,9 +119,9 @@ __device__ inline float threshold_between(float low, float high, bool tie_is_low
     return unordered(below);
 }
 
-// For values that only the device knows, what Codebook in tables.py and BucketSearch in formats/kbit.py find on the
-// host. Every thread of the block helps; `codebook` and `scratch` (2^(K+1) numbers) are shared memory. Ends with a
-// barrier. Returns whether thresholds find the nearest value; `buckets` is 0 where no table helps.
+// For values that only the device knows, what Codebook in tables.py and BucketSearch of the family find on the host.
+// Every thread of the block helps; `codebook` and `scratch` (2^(K+1) numbers) are shared memory. Ends with a barrier.
+// Returns whether thresholds find the nearest value; `buckets` is 0 where no table helps.
 template <int K>
 __device__ bool analyse(const float* values, Codebook<K>& codebook, float* scratch) {
     constexpr int SIZE = 1 << K;

@@ -49,14 +49,16 @@ __device__ __forceinline__ void transpose_fields(unsigned (&word)[BITS]) {
 // The tiles of a thread block: a run of neighbours, which its warps take in turn. The grid decides how long a run is.
 // Short runs are fast: blocks start in order, so all that is under way at a time lies close together in memory. Warps
 // that stride over the whole array drift apart, and DRAM pages are opened more than once.
+// Count: unsigned where there are few tiles, whose division is then spared in a grid that has a block for each.
 template <typename Count>
 struct BlockRun {
     Count first, end;
 
     __device__ __forceinline__ explicit BlockRun(long long all) {
         const Count tiles = static_cast<Count>(all);
-        const Count run = tiles <= gridDim.x ? 1 : (tiles + gridDim.x - 1) / gridDim.x;
-        first = blockIdx.x * run, end = min(tiles, first + run);
+        const bool one_each = sizeof(Count) == 4 && tiles <= gridDim.x;
+        const Count run = one_each ? 1 : (tiles + gridDim.x - 1) / gridDim.x;
+        first = blockIdx.x * run, end = min(tiles, (blockIdx.x + 1) * run);
     }
 };
 
