@@ -1,148 +1,533 @@
-"""What the benchmarks of matrix products share: shapes, the report, and a GPU with torch on the same stream."""
+"""``kbit bench --linear`` and ``--w8a8``: matrix products, beside cuBLAS and other libraries' products.
+
+``--linear``: a row is the median GPU time of `kbitcupy.linear` on float16 activations with ``out=``, and how much of
+that time would be needed to read the compressed weights once, at the copy bandwidth of the same run. Beside it stand
+decoding the weights to float16 and multiplying by cuBLAS, which is the other way that `linear` may take, torch's
+bfloat16 product (cuBLAS), bitsandbytes' NF4 product and torch's int4 product (tinygemm, groups of 128), as far as they
+are installed. Below them stand products with a mixture of experts, `kbitcupy.linear_grouped`: M tokens choose 8 of 128
+experts each. There reading counts the weights of the experts that are chosen, and cuBLAS multiplies with one of them
+after the other.
+
+``--w8a8``: a row is the median GPU time of `kbitcupy.affine.linear_w8a8` on float16 activations, quantization,
+rescaling and bias included. Beside it stand ``torch._int_mm`` on matrices that are int8 already (from 17 tokens on, as
+it takes no fewer) and torch's bfloat16 product.
+
+The timing is that of `kbitcupy.bench`: weights rotate, so that no call finds them in the cache.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .._version import __version__
+from ..affine import linear_w8a8
+from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..errors import DeviceError
-from . import _aligned, _distribution_version, _environment, _Gpu, _markdown_table
+from ..formats.base import Format, get_format
+from ..products.functions import linear, linear_grouped, multiply_decoded
+from .cases import random_array, random_words
+from .peers import distribution_version
+from .report import LinearReport, Product, ProductReport, W8A8Report
+from .timing import Call, Case, Cell, Selection, Session, cell_name
 
 #: [N, K] of the weights: layers of models with 8 and 70 billion parameters.
 SHAPES = ((28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096))
+#: Numbers of tokens, and formats.
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+FORMATS = ("kbit4", "nf4")
+#: Formats that are timed at the first shape only, with one token.
+EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5")
+QUICK_TOKENS = (1, 8, 16, 64)
+#: Experts, N, K and experts a token of the mixture, and its numbers of tokens.
+EXPERTS = (128, 768, 2048, 8)
+EXPERT_TOKENS = (8, 64)
+#: Numbers of tokens of W8A8.
+W8A8_TOKENS = (1, 4, 16, 64, 256, 512, 2048, 4096)
+W8A8_QUICK_TOKENS = (1, 16, 512, 2048)
 
-# Random words drawn; larger weights repeat them.
-_POOL = 1 << 22
+# torch refuses fewer rows.
+_INT_MM_TOKENS = 17
 
 
-@dataclass
-class Report:
-    """What a run found.
+# ---- linear ----------------------------------------------------------------------------------------------------------
 
-    A subclass says what its products are: dataclasses with ``cells()``, the texts of a line, and ``as_json()``.
+
+def run_linear(
+    shapes: Sequence[tuple[int, int]] | None = None,
+    *,
+    tokens: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
+    device: str = "auto",
+    quick: bool = False,
+    peers: bool = True,
+    selection: Selection | None = None,
+) -> LinearReport:
+    """Time products with compressed weights.
 
     Parameters
     ----------
-    device : str
-        ``"cuda:N"``.
-    environment : dict
-        The machine and the versions, as JSON values.
-    copy_gb_per_s : float
-        Copy bandwidth of the GPU, bytes read and bytes written counted.
-    products : list
-        The measurements.
-    notes : list of str
-        What was left out, and why.
-    """
+    shapes : sequence of (int, int), optional
+        [N, K] of the weights; by default `SHAPES`.
+    tokens : sequence of int, optional
+        M; by default `TOKENS`.
+    names : sequence of str, optional
+        Formats; by default `FORMATS`, and `EXTRA_FORMATS` at the first shape.
+    device : str, default "auto"
+        ``"auto"`` or ``"cuda:N"``.
+    quick : bool, default False
+        One shape, fewer numbers of tokens and repetitions.
+    peers : bool, default True
+        Time the others too, where they are installed.
+    selection : Selection, optional
+        Which of the cells are timed, and until when; what is done when one is.
 
-    #: Titles of the columns, how many of them stand to the left, and a line about the table.
-    titles: ClassVar[tuple[str, ...]]
-    left: ClassVar[int]
-    about: ClassVar[str]
-
-    device: str
-    environment: dict[str, Any]
-    copy_gb_per_s: float
-    products: list[Any] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def json(self) -> str:
-        """One JSON document."""
-        document = {"kbitcupy": __version__, **vars(self), "products": [p.as_json() for p in self.products]}
-        return json.dumps(document, indent=1, allow_nan=False)
-
-    def text(self) -> str:
-        """An aligned table."""
-        return "\n".join([*self._heading(), "", *_aligned(self._cells(), self.left)])
-
-    def markdown(self) -> str:
-        """A table for a document."""
-        return "\n".join([*_markdown_table(self._cells()), "", *self._heading()])
-
-    def _cells(self) -> list[list[str]]:
-        return [list(self.titles), *(product.cells() for product in self.products)]
-
-    def _heading(self) -> list[str]:
-        versions = ", ".join(f"{name} {version}" for name, version in self.environment["versions"].items())
-        return [f"{self.environment['gpu']}, copy bandwidth {self.copy_gb_per_s:.0f} GB/s; {versions}", self.about]
-
-
-_AnyReport = TypeVar("_AnyReport", bound=Report)
-
-
-@contextlib.contextmanager
-def started(
-    report: type[_AnyReport], what: str, device: str, quick: bool, peers: bool = True
-) -> Iterator[tuple[_AnyReport, Any, Any]]:
-    """An empty report, what `kbitcupy.bench` times with, and torch on its stream (None without it).
+    Returns
+    -------
+    LinearReport
 
     Raises
     ------
     DeviceError
         When there is no GPU, or `device` is not one.
+
+    Examples
+    --------
+    >>> from kbitcupy.bench import products
+    >>> products.run_linear(device="cpu")
+    Traceback (most recent call last):
+        ...
+    kbitcupy.errors.DeviceError: products with compressed weights are timed on a GPU only; device is 'cpu'
     """
+    session = _session("products with compressed weights", device, quick)
+    report = LinearReport(session.device)
+    _timed(report, session, selection, linear_cells(report, session, shapes, tokens, names, quick, peers))
+    return report
+
+
+def linear_cells(
+    report: ProductReport,
+    session: Session,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    tokens: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
+    quick: bool = False,
+    peers: bool = True,
+) -> Iterator[Cell]:
+    """The cells of `run_linear`: ``linear/format/NxK/M`` and ``linear_grouped/format/EXPERTSxNxK/M``."""
+    counts = tuple(tokens or (QUICK_TOKENS if quick else TOKENS))
+    for number, shape in enumerate(shapes or (SHAPES[:1] if quick else SHAPES)):
+        others = _Others(report, session, shape) if peers else None
+        extra = EXTRA_FORMATS if number == 0 and not names else ()
+        for name in (*(names or FORMATS), *extra):
+            format = get_format(name)
+            for count in counts[:1] if name in extra else counts:
+                yield Cell(
+                    cell_name("linear", str(format), "x".join(map(str, shape)), str(count)),
+                    ("linear", shape, name),
+                    _adding(report, functools.partial(_time_linear, session, format, shape, count, others)),
+                )
+    if not shapes:
+        for name in names or FORMATS:
+            for count in EXPERT_TOKENS:
+                yield Cell(
+                    cell_name("linear_grouped", name, "x".join(map(str, EXPERTS[:3])), str(count)),
+                    ("linear_grouped", name),
+                    _adding(report, functools.partial(_time_experts, session, get_format(name), count, peers)),
+                )
+
+
+def _time_linear(
+    session: Session, format: Format, shape: tuple[int, int], tokens: int, others: _Others | None
+) -> Product:
+    xp = session.gpu.cupy
+    weights = session.kept((str(format), shape), lambda: Rotated(random_array(format, shape, xp), xp))
+    return measure_linear(session.gpu, weights, format, shape, tokens, {} if others is None else others.times(tokens))
+
+
+def _time_experts(session: Session, format: Format, tokens: int, peers: bool) -> Product:
+    return measure_experts(session.gpu, session.torch if peers else None, format, tokens)
+
+
+def measure_linear(
+    gpu: Any, weights: Rotated, format: Format, shape: tuple[int, int], tokens: int, others: dict[str, float]
+) -> Product:
+    """One product, and the same through decoded weights.
+
+    Parameters
+    ----------
+    gpu : object
+        What times: ``cupy`` and ``time(case, name, inputs)``.
+    weights : Rotated
+        The weight.
+    format : Format
+        ... its format,
+    shape : tuple of int
+        ... N and K.
+    tokens : int
+        M.
+    others : dict of str to float
+        Times of other libraries' products, by name.
+
+    Returns
+    -------
+    Product
+    """
+    xp = gpu.cupy
+    x = _activations((tokens, shape[1]), xp)
+    out = xp.empty((tokens, shape[0]), np.float16)
+
+    def fused(weight: Any) -> tuple[Call, int]:
+        return lambda: linear(x, weight.q, out=out), weight.q.nbytes
+
+    def decoded(weight: Any) -> tuple[Call, int]:
+        return lambda: multiply_decoded(x, weight.q, out), weight.q.nbytes
+
+    ours = gpu.time(Case("linear", fused), str(format), weights)
+    through = gpu.time(Case("decode + cuBLAS", decoded), str(format), weights)
+    peers = {"decode + cuBLAS": through.us, **others}
+    return Product(str(format), *shape, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, peers)
+
+
+def measure_experts(gpu: Any, torch: Any, format: Format, tokens: int) -> Product:
+    """One product with a mixture of experts.
+
+    Parameters
+    ----------
+    gpu : object
+        As in `measure_linear`.
+    torch : module or None
+        torch, on the stream of `gpu`.
+    format : Format
+        Of the weights.
+    tokens : int
+        M.
+
+    Returns
+    -------
+    Product
+    """
+    xp = gpu.cupy
+    experts, rows, depth, chosen = EXPERTS
+    rng = np.random.default_rng(tokens)
+    ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    touched = np.unique(ids)
+    whole = random_array(format, (experts * rows, depth), xp).reshape(experts, rows, depth)
+    weights = Rotated(whole, xp)
+    x, on_device = _activations((tokens, depth), xp), xp.asarray(ids)
+    out = xp.empty((tokens, chosen, rows), np.float16)
+
+    def grouped(weight: Any) -> tuple[Call, int]:
+        return lambda: linear_grouped(x, weight.q, on_device, out=out), whole.nbytes * len(touched) // experts
+
+    ours = gpu.time(Case("linear_grouped", grouped), str(format), weights)
+    peers = {}
+    if torch is not None:
+        one_after_the_other = functools.partial(_cublas_experts, torch, ids, touched)
+        codes = xp.asarray(random_words(experts * rows * depth // 8).view(np.uint8))
+        peers["cuBLAS bf16"] = gpu.time(
+            Case("cuBLAS bf16", one_after_the_other), "cuBLAS bf16", functools.partial(_moved, xp, codes)
+        ).us
+    name = f"{format}, {chosen} of {experts}"
+    return Product(name, rows, depth, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, peers)
+
+
+# ---- int8 activations ------------------------------------------------------------------------------------------------
+
+
+def run_w8a8(
+    shapes: Sequence[tuple[int, int]] | None = None,
+    *,
+    tokens: Sequence[int] | None = None,
+    device: str = "auto",
+    quick: bool = False,
+    peers: bool = True,
+    selection: Selection | None = None,
+) -> W8A8Report:
+    """Time W8A8 products.
+
+    Parameters
+    ----------
+    shapes : sequence of (int, int), optional
+        [N, K] of the weights; by default `SHAPES`.
+    tokens : sequence of int, optional
+        M; by default `W8A8_TOKENS`.
+    device, quick, peers, selection
+        As for `run_linear`.
+
+    Returns
+    -------
+    W8A8Report
+
+    Raises
+    ------
+    DeviceError
+        When there is no GPU, or `device` is not one.
+
+    Examples
+    --------
+    >>> from kbitcupy.bench import products
+    >>> products.run_w8a8(device="cpu")
+    Traceback (most recent call last):
+        ...
+    kbitcupy.errors.DeviceError: W8A8 products are timed on a GPU only; device is 'cpu'
+    """
+    session = _session("W8A8 products", device, quick)
+    report = W8A8Report(session.device)
+    _timed(report, session, selection, w8a8_cells(report, session, shapes, tokens, quick, peers))
+    return report
+
+
+def w8a8_cells(
+    report: ProductReport,
+    session: Session,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    tokens: Sequence[int] | None = None,
+    quick: bool = False,
+    peers: bool = True,
+) -> Iterator[Cell]:
+    """The cells of `run_w8a8`: ``linear_w8a8/int8/NxK/M``."""
+    for shape in shapes or (SHAPES[:1] if quick else SHAPES):
+        for count in tokens or (W8A8_QUICK_TOKENS if quick else W8A8_TOKENS):
+            yield Cell(
+                cell_name("linear_w8a8", "int8", "x".join(map(str, shape)), str(count)),
+                ("linear_w8a8", shape),
+                _adding(report, functools.partial(_time_w8a8, session, shape, count, peers)),
+            )
+
+
+def _time_w8a8(session: Session, shape: tuple[int, int], tokens: int, peers: bool) -> Product:
+    return measure_w8a8(session.gpu, session.torch if peers else None, shape, tokens)
+
+
+def measure_w8a8(gpu: Any, torch: Any, shape: tuple[int, int], tokens: int) -> Product:
+    """One product with int8 activations, and torch's.
+
+    Parameters
+    ----------
+    gpu : object
+        As in `measure_linear`.
+    torch : module or None
+        torch, on the stream of `gpu`.
+    shape : tuple of int
+        N and K.
+    tokens : int
+        M.
+
+    Returns
+    -------
+    Product
+    """
+    xp = gpu.cupy
+    codes = xp.asarray(np.maximum(random_words(math.prod(shape) // 4).view(np.int8), np.int8(-127)))
+    activations = np.random.default_rng(0).standard_normal((tokens, shape[1]), np.float32)
+
+    def time(prepare: Callable[[Any], tuple[Call, int]], capture: bool = False) -> Any:
+        case = Case("product", prepare, capture=capture)
+        return gpu.time(case, "w8a8", functools.partial(_moved, xp, codes))
+
+    ours = time(functools.partial(_w8a8, xp, *shape, xp.asarray(activations.astype(np.float16))), capture=True)
+    peers = {}
+    if torch is not None:
+        if tokens >= _INT_MM_TOKENS:
+            steps = xp.asarray(np.clip(np.rint(activations * 32), -127, 127).astype(np.int8))
+            peers["int8"] = time(functools.partial(_int_mm, torch, *shape, steps)).us
+        peers["bf16"] = time(functools.partial(_bfloat16, torch, *shape, xp.asarray(activations))).us
+    return Product("int8", *shape, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, peers)
+
+
+def _w8a8(xp: Any, channels: int, depth: int, x: Any, codes: Any) -> tuple[Call, int]:
+    format = get_format("int8", granularity=("channel", 0))
+    planes = {"codes": codes, "scale": xp.full(channels, 1e-3, np.float32)}
+    q = QuantizedArray(format, planes, (channels, depth), "float32")
+    bias, out = xp.ones(channels, np.float16), xp.empty((len(x), channels), np.float16)
+    return lambda: linear_w8a8(x, q, bias, out=out), codes.nbytes
+
+
+def _int_mm(torch: Any, channels: int, depth: int, a: Any, codes: Any) -> tuple[Call, int]:
+    left, right = torch.from_dlpack(a), torch.from_dlpack(codes).reshape(channels, depth).t()
+    return lambda: torch._int_mm(left, right), codes.nbytes
+
+
+def _bfloat16(torch: Any, channels: int, depth: int, a: Any, codes: Any) -> tuple[Call, int]:
+    left = torch.from_dlpack(a).to(torch.bfloat16)
+    right = torch.from_dlpack(codes).reshape(channels, depth).to(torch.bfloat16).t()
+    return lambda: left @ right, 2 * codes.nbytes
+
+
+# ---- what both share -------------------------------------------------------------------------------------------------
+
+
+def list_cells(names: Sequence[str] | None = None, *, quick: bool = False) -> dict[str, list[str]]:
+    """The names of the cells that `run_linear` and `run_w8a8` would time, under ``"linear"`` and ``"w8a8"``.
+
+    Examples
+    --------
+    >>> from kbitcupy.bench import products
+    >>> products.list_cells(quick=True)["linear"][:2]
+    ['linear/kbit4/28672x8192/1', 'linear/kbit4/28672x8192/8']
+    """
+    report, session = LinearReport("cuda:0"), Session("cuda:0", quick)
+    cells = linear_cells(report, session, names=names, quick=quick, peers=False)
+    return {
+        "linear": [cell.name for cell in cells],
+        "w8a8": [cell.name for cell in w8a8_cells(report, session, quick=quick)],
+    }
+
+
+def _session(what: str, device: str, quick: bool) -> Session:
     device = _xp.resolve_device(device)
     if device == "cpu":
         raise DeviceError(f"{what} are timed on a GPU only; device is {device!r}")
-    cupy = _xp.import_cupy()
-    ordinal = int(device.partition(":")[2])
-    with cupy.cuda.Device(ordinal), cupy.cuda.Stream() as stream:
-        gpu = _Gpu(cupy, ordinal, stream, quick)
+    return Session(device, quick)
+
+
+def _timed(report: ProductReport, session: Session, selection: Selection | None, cells: Iterator[Cell]) -> None:
+    selection = selection or Selection()
+    chosen = selection.chosen(cells)
+    with session.opened() as report.environment:
+        gpu = session.gpu
         gpu.most, gpu.budget = min(gpu.most, 25), min(gpu.budget, 0.05)  # there are hundreds of products
         gpu.captured = 64  # the start of a graph is as long as a call
-        environment = _environment(gpu=gpu.name)
-        environment["versions"]["CuPy"] = cupy.__version__
-        made = report(device, environment, gpu.bandwidth * 1e-9)
-        torch = _torch(made) if peers else None
-        with _torch_stream(torch, stream, ordinal):
-            yield made, gpu, torch
-    cupy.get_default_memory_pool().free_all_blocks()
+        report.copy_gb_per_s = gpu.bandwidth * 1e-9
+        selection.time(chosen, report.notes, session.release)
+        if session.used_torch:
+            report.environment["versions"]["torch"] = distribution_version("torch")
 
 
-@functools.lru_cache(maxsize=1)
-def _pool() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 1 << 32, _POOL, np.uint32)
+def _adding(report: ProductReport, measure: Callable[[], Product]) -> Callable[[], str]:
+    def time() -> str:
+        product = measure()
+        report.products.append(product)
+        peers = "".join(f", {name} {us:.1f} us" for name, us in product.peers.items())
+        return f"{product.us:.1f} us, {product.read_fraction:.2f} of reading{peers}"
+
+    return time
 
 
-def random_words(count: int) -> np.ndarray:
-    """Random words of 32 bits."""
-    return np.resize(_pool(), count)
+def _activations(shape: tuple[int, ...], xp: Any) -> Any:
+    return xp.asarray(np.random.default_rng(0).standard_normal(shape, np.float32).astype(np.float16))
 
 
-def release(gpu: Any, torch: Any) -> None:
-    """Free what a product has allocated."""
-    gpu.free()
-    if torch is not None:
-        torch.cuda.empty_cache()
+def _moved(xp: Any, codes: Any, number: int) -> Any:
+    """Codes of their own for every call of a pass: the same ones, turned."""
+    return codes if number == 0 else xp.roll(codes, number)
 
 
-def _torch(report: Report) -> Any:
-    """torch; None, and a note, where it is not installed or has no GPU."""
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError:
-        torch = None
-    if torch is None or not torch.cuda.is_available():
-        report.notes.append("torch's products left out: torch with CUDA is not installed")
-        return None
-    report.environment["versions"]["torch"] = _distribution_version("torch")
-    return torch
+class Rotated:
+    """Weights like a given one, by number: their planes are turned a little, and kept."""
+
+    def __init__(self, q: QuantizedArray, xp: Any):
+        self._q, self._xp = q, xp
+        self._made: dict[int, _Turned] = {}
+
+    def __call__(self, number: int) -> _Turned:
+        if number not in self._made:
+            planes = {n: plane if number == 0 else self._xp.roll(plane, number) for n, plane in self._q.planes.items()}
+            self._made[number] = _Turned(QuantizedArray(self._q.format, planes, self._q.shape, np.float16))
+        return self._made[number]
 
 
-@contextlib.contextmanager
-def _torch_stream(torch: Any, stream: Any, ordinal: int) -> Iterator[None]:
-    """torch works on this stream of CuPy's."""
-    if torch is None:
-        yield
-        return
-    with torch.cuda.device(ordinal), torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr, device=f"cuda:{ordinal}")):
-        yield
+@dataclass(frozen=True)
+class _Turned:
+    """A weight where the timing expects an input array."""
+
+    q: QuantizedArray
+
+    @property
+    def size(self) -> int:
+        return self.q.size
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.q.dtype
+
+
+# ---- other libraries -------------------------------------------------------------------------------------------------
+
+
+class _Others:
+    """Times of torch's and bitsandbytes' products with a weight of one shape; what fails is left out with a note."""
+
+    def __init__(self, report: ProductReport, session: Session, shape: tuple[int, int]):
+        self._report, self._session, self._shape = report, session, shape
+        self._found: dict[int, dict[str, float]] = {}
+
+    def times(self, tokens: int) -> dict[str, float]:
+        """By name, for a number of tokens; timed once."""
+        if tokens not in self._found:
+            self._found[tokens] = self._time(tokens)
+        return self._found[tokens]
+
+    def _time(self, tokens: int) -> dict[str, float]:
+        torch, gpu = self._session.torch, self._session.gpu
+        found: dict[str, float] = {}
+        if torch is None:
+            self._note("torch's products left out: torch with CUDA is not installed")
+            return found
+        codes = gpu.cupy.asarray(random_words(math.prod(self._shape) // 8).view(np.uint8))
+        for name, make in _MAKERS.items():
+            try:
+                case = Case(name, functools.partial(make, torch, self._shape, tokens), capture=True)
+                found[name] = gpu.time(case, name, functools.partial(_moved, gpu.cupy, codes)).us
+            except Exception as error:  # other libraries raise what they like
+                first = (str(error).splitlines() or [""])[0]
+                self._note(f"{name} left out: {type(error).__name__}: {first}")
+        return found
+
+    def _note(self, note: str) -> None:
+        if note not in self._report.notes:
+            self._report.notes.append(note)
+
+
+def _cublas_experts(torch: Any, ids: np.ndarray, touched: np.ndarray, codes: Any) -> tuple[Call, int]:
+    """One product for each expert that is chosen, on tokens that are gathered already."""
+    _, rows, depth, _ = EXPERTS
+    w = (torch.from_dlpack(codes).to(torch.bfloat16).repeat_interleave(2) / 128 - 1).reshape(-1, rows, depth)
+    pairs = [
+        (torch.randn(int((ids == expert).sum()), depth, dtype=torch.bfloat16, device=w.device), w[int(expert)])
+        for expert in touched
+    ]
+
+    def call() -> None:
+        for x, weight in pairs:
+            torch.nn.functional.linear(x, weight)
+
+    return call, 2 * rows * depth * len(touched)
+
+
+def _cublas(torch: Any, shape: tuple[int, int], tokens: int, codes: Any) -> tuple[Call, int]:
+    w = (torch.from_dlpack(codes).to(torch.bfloat16).repeat_interleave(2) / 128 - 1).reshape(shape)
+    x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device=w.device)
+    return lambda: torch.nn.functional.linear(x, w), 2 * w.numel()
+
+
+def _bitsandbytes(torch: Any, shape: tuple[int, int], tokens: int, codes: Any) -> tuple[Call, int]:
+    library = importlib.import_module("bitsandbytes")
+    packed = torch.from_dlpack(codes).reshape(-1, 1)
+    w = torch.randn(64, 64, dtype=torch.float16, device=packed.device)
+    _, state = library.functional.quantize_4bit(w, quant_type="nf4")
+    state.absmax = torch.rand(shape[0] * shape[1] // 64, device=packed.device)
+    state.shape = torch.Size(shape)
+    x = torch.randn(tokens, shape[1], dtype=torch.float16, device=packed.device)
+    return lambda: library.matmul_4bit(x, packed.t(), state), packed.numel()
+
+
+def _tinygemm(torch: Any, shape: tuple[int, int], tokens: int, codes: Any) -> tuple[Call, int]:
+    w = torch._convert_weight_to_int4pack(torch.from_dlpack(codes).reshape(shape[0], shape[1] // 2), 8)
+    scales = torch.rand(shape[1] // 128, shape[0], 2, dtype=torch.bfloat16, device=w.device)
+    x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device=w.device)
+    return lambda: torch._weight_int4pack_mm(x, w, 128, scales), codes.nbytes
+
+
+_MAKERS: dict[str, Callable[..., tuple[Call, int]]] = {
+    "cuBLAS bf16": _cublas,
+    "bitsandbytes": _bitsandbytes,
+    "tinygemm": _tinygemm,
+}

@@ -11,15 +11,12 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from .. import bench
 from .._version import __version__
-from ..bench import linear as bench_linear, w8a8 as bench_w8a8
-from ..errors import FormatError, KbitError
-from ..formats.base import split_formats
+from ..errors import KbitError
 from ..io.checkpoint import MIN_SIZE
 from ..io.layouts import LAYOUTS
 from ..text import printable
-from . import compare, doctor, files, formats
+from . import benchmark, compare, doctor, files, formats
 from .common import DEFAULT_FORMAT, option
 
 
@@ -267,39 +264,21 @@ def _add_bench(commands: Any) -> None:
         default=True,
         help="time bitsandbytes, torch and gguf too, where they are installed (default: yes)",
     )
-    instead = command.add_mutually_exclusive_group()
-    instead.add_argument("--w8a8", action="store_true", help="time W8A8 products on a GPU instead of formats")
-    instead.add_argument("--linear", action="store_true", help="time products with compressed weights on a GPU instead")
+    command.add_argument(
+        "--cells",
+        metavar="A,B",
+        help="time only the cells whose name matches, such as 'linear/nf4/28672x8192/*' or 'quantize/*/float16/2^28'; "
+        "those of products too, without their option",
+    )
+    command.add_argument("--list-cells", action="store_true", help="print the names of the cells instead")
+    command.add_argument("--limit", type=_seconds, metavar="S", help="seconds after which no cell begins")
+    only = command.add_mutually_exclusive_group()
+    only.add_argument("--w8a8", action="store_true", help="time W8A8 products on a GPU instead of formats")
+    only.add_argument("--linear", action="store_true", help="time products with compressed weights on a GPU instead")
     output = command.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
     output.add_argument("--markdown", action="store_true", help="print the table for the README instead")
-    command.set_defaults(run=_run_bench)
-
-
-def _run_bench(arguments: argparse.Namespace) -> None:
-    report: bench.Report | bench_w8a8.Report | bench_linear.Report
-    formats = None if arguments.formats is None else split_formats(arguments.formats)
-    if arguments.w8a8:
-        if arguments.formats or arguments.sizes or arguments.dtypes:
-            raise FormatError("--w8a8 has shapes of its own: leave --formats, --sizes and --dtypes away")
-        report = bench_w8a8.run(device=arguments.device, quick=arguments.quick)
-    elif arguments.linear:
-        if arguments.sizes or arguments.dtypes:
-            raise FormatError("--linear has shapes of its own: leave --sizes and --dtypes away")
-        report = bench_linear.run(names=formats, device=arguments.device, quick=arguments.quick, peers=arguments.peers)
-    else:
-        report = bench.run(
-            formats,
-            sizes=None if arguments.sizes is None else [bench.parse_size(text) for text in arguments.sizes],
-            dtypes=arguments.dtypes,
-            device=arguments.device,
-            quick=arguments.quick,
-            peers=arguments.peers,
-            progress=sys.stderr.isatty(),
-        )
-    for note in report.notes:
-        print(f"kbit: note: {note}", file=sys.stderr)
-    print(report.json() if arguments.json else report.markdown() if arguments.markdown else report.text())
+    command.set_defaults(run=benchmark.run)
 
 
 # ---- what several commands take ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import kbitcupy as kb
 from kbitcupy import bench
 from kbitcupy.backend import xp as _xp
+from kbitcupy.bench import cases, peers, timing
 from kbitcupy.cli import main
 from kbitcupy.formats.base import Format, Plane, unregister
 
@@ -75,7 +76,7 @@ def gguf(monkeypatch):
     quants.dequantize = lambda q, kind: q.astype(np.float32)
     monkeypatch.setitem(sys.modules, "gguf", module)
     monkeypatch.setitem(sys.modules, "gguf.quants", quants)
-    monkeypatch.setattr(bench, "HOST_PEERS", [peer for peer in bench.HOST_PEERS if peer[0] == "gguf Q4_0"])
+    monkeypatch.setattr(peers, "HOST_PEERS", [peer for peer in peers.HOST_PEERS if peer.label == "gguf Q4_0"])
     return quants
 
 
@@ -102,7 +103,13 @@ def test_the_table_has_a_row_for_each_operation(capsys):
     assert [row[:3] for row in rows] == wanted * 2
     assert all(float(number) > 0 for row in rows for number in row[3:])
     assert [line for line in tables if "(one core)" in line] == ["float32 (one core)", "bfloat16 (one core)"]
-    assert output.err == ""
+    done = [line.partition(": ")[0] for line in output.err.splitlines()]  # one line as each cell is done
+    assert done == [
+        f"{operation}/{name}/{dtype}/2^10"
+        for dtype in ("float32", "bfloat16")
+        for name in ("kbit2", "kbit8")
+        for operation in ("quantize", "dequantize")
+    ]
 
 
 def test_json_has_the_whole_environment(capsys):
@@ -149,14 +156,14 @@ def test_bitsandbytes_and_torch_are_timed_on_one_core_too(monkeypatch, capsys):
     torch = pytest.importorskip("torch")
     pytest.importorskip("bitsandbytes")
     threads, seen = torch.get_num_threads(), []
-    time_on_core = bench._time_on_core
+    time_on_core = timing.time_on_core
 
     def watched(*arguments, **options):
         seen.append(torch.get_num_threads())
         return time_on_core(*arguments, **options)
 
-    monkeypatch.setattr(bench, "_time_on_core", watched)
-    monkeypatch.setattr(bench, "HOST_PEERS", [peer for peer in bench.HOST_PEERS if peer[0] != "gguf Q4_0"])
+    monkeypatch.setattr(cases, "time_on_core", watched)
+    monkeypatch.setattr(peers, "HOST_PEERS", [peer for peer in peers.HOST_PEERS if peer.label != "gguf Q4_0"])
     found = document(capsys, *TINY, "--formats", "kbit4")
     assert found["notes"] == []
     assert [(row["format"], row["operation"]) for row in found["rows"] if row["peer"]] == [
@@ -184,16 +191,19 @@ def test_a_peer_that_fails_costs_one_line(gguf, capsys):
     gguf.dequantize = refuse
     assert main([*TINY, "--formats", "kbit4"]) == 0
     output = capsys.readouterr()
-    assert output.err.startswith("kbit: note: gguf Q4_0 left out: no blocks of 1024") and len(output.err) < 300
-    assert output.err.count("\n") == 1
+    assert "dequantize/gguf-Q4_0/float32/2^10: left out" in output.err.splitlines()
+    (note,) = [line for line in output.err.splitlines() if line.startswith("kbit: note: ")]
+    assert note.startswith("kbit: note: gguf Q4_0 left out: no blocks of 1024") and len(note) < 300
     assert "gguf Q4_0  quantize" in output.out and "gguf Q4_0  dequantize" not in output.out
 
 
 def test_a_peer_that_is_not_installed_is_no_news(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr(bench, "HOST_PEERS", (("nothing", ("no_such_module_at_all",), None),))
+    nothing = peers.Peer("nothing", ("no_such_module_at_all",), None, ("decode",))
+    gguf = [peer for peer in peers.HOST_PEERS if peer.label == "gguf Q4_0"]
+    monkeypatch.setattr(peers, "HOST_PEERS", [nothing, *gguf])
     assert main([*TINY, "--formats", "kbit4"]) == 0
-    assert capsys.readouterr().err == ""
+    assert len(capsys.readouterr().err.splitlines()) == 2  # those of kbit4
 
 
 @pytest.mark.parametrize(
@@ -241,7 +251,65 @@ def test_a_format_that_fails_is_named(monkeypatch, capsys):
 
     monkeypatch.setattr(Half, "encode", encode)
     assert main([*TINY, "--formats", Half.name]) == 1
-    assert capsys.readouterr().err == "kbit: error: quantize with toy-half: odd\n"
+    assert capsys.readouterr().err == "kbit: error: quantize/toy-half/float32/2^10: odd\n"
+
+
+# ---- cells ----
+
+
+def test_cells_are_chosen_by_name(capsys):
+    assert main([*TINY, "--no-peers", "--cells", "quantize/kbit[23]/*,dequantize/nf4/float32/2^10"]) == 0
+    output = capsys.readouterr()
+    names = ["quantize/kbit2/float32/2^10", "quantize/kbit3/float32/2^10", "dequantize/nf4/float32/2^10"]
+    assert [line.partition(": ")[0] for line in output.err.splitlines()] == names
+    rows = [line.split()[:2] for line in output.out.splitlines() if line.startswith(("kbit2", "kbit3", "nf4"))]
+    assert rows == [["kbit2", "quantize"], ["kbit3", "quantize"], ["nf4", "dequantize"]]
+
+
+def test_cells_are_listed_without_being_timed(capsys):
+    assert main([*TINY, "--formats", "kbit4", "--no-peers", "--list-cells"]) == 0
+    assert capsys.readouterr().out.split() == ["quantize/kbit4/float32/2^10", "dequantize/kbit4/float32/2^10"]
+    assert main(["bench", "--device", "cuda:0", "--list-cells", "--cells", "*/nf4/*"]) == 0
+    names = capsys.readouterr().out.split()
+    for name in (
+        "quantize/nf4/float16/2^28",
+        "dequantize:block-4096/nf4/bfloat16/2^28",
+        "cpu/nf4/float16/2^12",
+        "linear/nf4/28672x8192/512",
+        "linear_grouped/nf4/128x768x2048/8",
+    ):
+        assert name in names
+    assert len(set(names)) == len(names)
+
+
+def test_a_run_stops_at_its_limit(capsys):
+    assert main([*TINY, "--no-peers", "--formats", "kbit2,kbit4", "--limit", "1e-9"]) == 0
+    output = capsys.readouterr()
+    note = "kbit: note: stopped after 1e-09 s: 4 of 4 cells are left, from quantize/kbit2/float32/2^10\n"
+    assert output.err == note and "times per core" in output.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cells", "quantise/*"], "no cell is named 'quantise/*': kbit bench --list-cells prints their names"),
+        (["--linear", "--dtypes", "float16"], "--linear has shapes of its own"),
+    ],
+)
+def test_cells_that_are_not_there(capsys, words, message):
+    assert main(["bench", "--device", "cpu", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("toy")
+def test_what_memory_does_not_hold_is_left_out():
+    def refuse():
+        raise MemoryError
+
+    done, notes = [], []
+    cells = [timing.Cell("large", ("a",), refuse), timing.Cell("small", ("b",), lambda: "1 us")]
+    timing.Selection(say=done.append).time(cells, notes, lambda: None)
+    assert (done, notes) == (["small: 1 us"], ["large: not enough GPU memory"])
 
 
 # ---- what a GPU run is made of ----
@@ -250,15 +318,15 @@ def test_a_format_that_fails_is_named(monkeypatch, capsys):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_rescaled_data_needs_a_tensor_scale(dtype):
     dtype = _xp.float_dtype(dtype)
-    assert "quantize, s != 1" in [case.operation for case in bench._cases(kb.get_format("kbit4"), dtype)]
-    unscaled = bench._cases(kb.get_format("kbit4", absmax="float32"), dtype)
+    assert "quantize, s != 1" in [case.operation for case in cases.gpu_cases(kb.get_format("kbit4"), dtype)]
+    unscaled = cases.gpu_cases(kb.get_format("kbit4", absmax="float32"), dtype)
     assert "quantize, s != 1" not in [case.operation for case in unscaled]
-    assert [case.operation for case in bench._cases(Half(), dtype)] == ["quantize", "dequantize"]
+    assert [case.operation for case in cases.gpu_cases(Half(), dtype)] == ["quantize", "dequantize"]
 
 
 def test_every_case_runs_and_counts_its_bytes():
-    x = bench._Source(1000).array(1000, np.dtype("float16"))
-    for case in bench._cases(kb.get_format("kbit3"), x.dtype):
+    x = timing.Source(1000).array(1000, np.dtype("float16"))
+    for case in cases.gpu_cases(kb.get_format("kbit3"), x.dtype):
         call, nbytes = case.prepare(x)
         call()
         compressed = 32 * (3 * 4 + 1)  # blocks of 32: 3 words and 1 byte; then padding, tensor scale or codebook
@@ -266,8 +334,8 @@ def test_every_case_runs_and_counts_its_bytes():
 
 
 def test_source_repeats_beyond_its_pool(monkeypatch):
-    monkeypatch.setattr(bench, "_POOL", 100)
-    source = bench._Source(1000)
+    monkeypatch.setattr(timing, "_POOL", 100)
+    source = timing.Source(1000)
     x = source.array(250, np.dtype("float32"))
     assert np.array_equal(x[:50], x[200:]) and 0.5 < x.std() < 1.5
     first, second = (source.array(30, np.dtype("float16"), number=number) for number in range(2))

@@ -10,7 +10,7 @@ from inputs import BFLOAT16, same_values
 from test_linear import FORMATS, HALF, check, error, exact, naive, numbers, reference, weight
 
 import kbitcupy as kb
-from kbitcupy.bench.linear import random_weight
+from kbitcupy.bench.cases import random_array as random_weight
 from kbitcupy.products import decoded, hopper
 from kbitcupy.products.functions import multiply_decoded
 from kbitcupy.products.routes import Problem, device

@@ -1,0 +1,152 @@
+"""The benchmarks of matrix products: what they print, what they refuse, and small runs on NumPy."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kbitcupy import bench, cli
+from kbitcupy.bench import cases, products
+from kbitcupy.bench.report import LinearReport, Product, W8A8Report
+from kbitcupy.errors import DeviceError
+from kbitcupy.formats.base import get_format, list_formats
+
+ABOUT = {"gpu": "A", "versions": {"NumPy": "2"}}
+
+
+class Host:
+    """Times nothing: runs the call once on NumPy and gives round numbers."""
+
+    cupy = np
+
+    def __init__(self):
+        self.calls = []
+
+    def time(self, case, name, inputs):
+        call, nbytes = case.prepare(inputs(0))
+        case.prepare(inputs(1))[0]()
+        found = call()
+        self.calls.append((case.operation, name, case.capture, nbytes, getattr(found, "shape", None)))
+        return bench.Row("gpu", name, case.operation, "float16", 1, 50.0, nbytes, 0.5, 12.0)
+
+
+# ---- compressed weights ----
+
+
+@pytest.mark.parametrize("name", ["kbit2", "kbit4", "nf4"])
+def test_linear_is_timed_both_ways(name):
+    host, format = Host(), get_format(name)
+    weight = cases.random_array(format, (48, 64), np)
+    product = products.measure_linear(host, products.Rotated(weight, np), format, (48, 64), 3, {"tinygemm": 5.0})
+    assert [call[:4] for call in host.calls] == [
+        ("linear", name, True, weight.nbytes),
+        ("decode + cuBLAS", name, True, weight.nbytes),
+    ]
+    assert product == Product(name, 48, 64, 3, 50.0, 12.0, 0.5, {"decode + cuBLAS": 50.0, "tinygemm": 5.0})
+
+
+@pytest.mark.parametrize("name", ["kbit4", "nf4"])
+def test_experts_are_measured(name, monkeypatch):
+    monkeypatch.setattr(products, "EXPERTS", (6, 16, 64, 2))
+    host = Host()
+    product = products.measure_experts(host, None, get_format(name), 1)
+    whole = cases.random_array(get_format(name), (6 * 16, 64), np)
+    assert host.calls == [("linear_grouped", name, True, whole.nbytes * 2 // 6, (1, 2, 16))]  # those that are chosen
+    assert product == Product(f"{name}, 2 of 6", 16, 64, 1, 50.0, 12.0, 0.5, {})
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_random_arrays_are_ordinary_numbers(name):
+    x = cases.random_array(get_format(name), (64, 256), np).dequantize(dtype="float32")
+    assert np.isfinite(x).all() and x.std() > 0
+
+
+def test_linear_reports():
+    found = [
+        Product("kbit4", 64, 32, 1, 10.0, 12.5, 0.75, {"cuBLAS bf16": 30.0}),
+        Product("nf4", 64, 32, 512, 100.0, 12.5, 0.25, {}),
+    ]
+    report = LinearReport("cuda:0", ABOUT, 4000.0, found, ["left out"])
+    document = json.loads(report.json())
+    assert document["copy_gb_per_s"] == 4000 and document["products"][0]["peers"] == {"cuBLAS bf16": 30.0}
+    lines = report.text().splitlines()
+    assert lines[-2].split() == ["kbit4", "64", "x", "32", "1", "10.0", "12.5", "0.75", "30.0"]
+    assert report.markdown().splitlines()[3].startswith("| nf4 | 64 x 32 | 512 | 100.0 | 12.5 | 0.25 |")
+
+
+# ---- int8 activations ----
+
+
+def test_w8a8_is_measured():
+    host = Host()
+    assert products.measure_w8a8(host, None, (48, 64), 3) == Product("int8", 48, 64, 3, 50.0, 12.0, 0.5, {})
+    assert host.calls == [("product", "w8a8", True, 48 * 64, (3, 48))]
+
+
+def test_torch_is_measured_beside_w8a8():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    host = Host()
+    assert products.measure_w8a8(host, torch, (48, 64), 20).peers == {"int8": 50.0, "bf16": 50.0}
+    assert [call[2:4] for call in host.calls] == [(True, 48 * 64), (False, 48 * 64), (False, 2 * 48 * 64)]
+    assert products.measure_w8a8(host, torch, (48, 64), 16).peers == {"bf16": 50.0}  # fewer than torch takes
+
+
+def test_w8a8_reports():
+    found = [
+        Product("int8", 64, 32, 1, 10.0, 12.5, 0.75, {"bf16": 30.0}),
+        Product("int8", 64, 32, 512, 100.0, 12.5, 0.25, {"int8": 90.0}),
+    ]
+    report = W8A8Report("cuda:0", ABOUT, 4000.0, found, ["left out"])
+    assert json.loads(report.json())["notes"] == ["left out"]
+    lines = report.text().splitlines()
+    assert lines[-2].split() == ["64", "x", "32", "1", "10.0", "12.5", "0.75", "30.0", "3.00"]
+    assert lines[-1].split() == ["64", "x", "32", "512", "100.0", "12.5", "0.25", "90.0", "0.90"]
+    table = report.markdown().splitlines()
+    assert table[0].startswith("| N x K | M | us |")
+    assert table[3] == "| 64 x 32 | 512 | 100.0 | 12.5 | 0.25 | 90.0 | 0.90 |  |  |"
+
+
+# ---- runs ----
+
+
+@pytest.mark.parametrize("run", [products.run_linear, products.run_w8a8])
+def test_there_must_be_a_gpu(run):
+    with pytest.raises(DeviceError, match="timed on a GPU only; device is 'cpu'"):
+        run(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--linear"], "timed on a GPU only"),
+        (["--cells", "linear_w8a8/int8/4096x4096/*"], "timed on a GPU only"),
+        (["--linear", "--sizes", "8"], "leave --sizes"),
+        (["--w8a8", "--sizes", "1000"], "--w8a8 has shapes of its own"),
+    ],
+)
+def test_the_command_refuses(capsys, words, message):
+    assert cli.main(["bench", "--device", "cpu", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_cells_of_several_parts_make_one_document(monkeypatch, capsys):
+    linear, w8a8 = LinearReport("cuda:0", ABOUT, 4000.0, [], ["one"]), W8A8Report("cuda:0", ABOUT, 4000.0, [], ["one"])
+    monkeypatch.setattr(products, "run_linear", lambda **_: linear)
+    monkeypatch.setattr(products, "run_w8a8", lambda **_: w8a8)
+    assert cli.main(["bench", "--json", "--cells", "linear*/4096x4096/1,linear*/*/4096x4096/1"]) == 0
+    out, err = capsys.readouterr()
+    assert set(json.loads(out)) == {"linear", "w8a8"} and err == "kbit: note: one\n"
+    assert cli.main(["bench", "--json", "--w8a8"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "cuda:0"
+
+
+def test_a_small_run(cupy):
+    report = products.run_linear([(256, 512)], tokens=[1, 40], quick=True)
+    assert [(p.format, p.tokens) for p in report.products[:4]] == [("kbit4", 1), ("kbit4", 40), ("nf4", 1), ("nf4", 40)]
+    assert all(p.us > 0 and p.peers["decode + cuBLAS"] > 0 for p in report.products)
+
+
+def test_a_small_run_of_w8a8(cupy):
+    report = products.run_w8a8([(512, 256)], tokens=[1, 32], quick=True)
+    assert [(p.channels, p.depth, p.tokens) for p in report.products] == [(512, 256, 1), (512, 256, 32)]
+    assert all(p.us > 0 and p.cpu_us > 0 for p in report.products)
