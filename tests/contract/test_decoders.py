@@ -208,6 +208,7 @@ FAULTS = {
     "nf4": {"planes.size + 1": "planes.size", "4 * (e ^ 1)": "4 * e", "& 15": "& 7"},
     "dynamic8": {"octet * 8": "octet * 4", "e % 4 * 8": "e % 4 * 4", "& 0xff": "& 0x7f"},
     "int4:block=32": {"(BITS - 1) :": "(BITS - 2) :", "e * BITS % 32": "e * BITS % 16", "<< BITS) - 1": "<< BITS) - 2"},
+    "q4_k": {"block * 12": "block * 8", ">> 6 << 4": ">> 6 << 3", "& 63": "& 31"},
 }  # fmt: skip
 #: The same of what they include.
 SHARED_FAULTS = [
