@@ -23,10 +23,10 @@ from .._version import __version__
 from ..backend import xp as _xp
 from ..bench import cuda_version, driver_version
 from ..errors import DeviceError, KbitError
-from ..explore import default_formats
+from ..explore import DB_PER_BIT, default_formats
 from ..explore.samples import draw
 from ..formats.base import Format
-from ..metrics import error_bound
+from ..metrics import error_bound, sqnr_db
 from ..ops import dequantize, quantize
 from ..text import printable
 from .common import dumps
@@ -34,6 +34,9 @@ from .common import dumps
 _PACKAGES = ("numpy", "ml_dtypes", "scipy", "safetensors", "tqdm")
 _SHAPE = (64, 512)
 _LEAST_FREE = 100_000_000
+# What a format without a bound keeps of normal numbers at least: half of what the best code of its bits could, less one
+# bit. Floats keep less than integers of as many bits.
+_OF_BEST, _LESS_DB = 0.5, DB_PER_BIT
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,11 @@ def _numpy(device: str) -> str:
     tried = 0
     for format in default_formats():
         q = quantize(x, format)
-        bound = error_bound(x, q)
+        bound, sqnr = error_bound(x, q), sqnr_db(x, q)
         if bound is not None and bound.violations:
             raise ArithmeticError(f"{format}: {bound.violations} elements are outside the format's own bound")
+        if sqnr < (least := _OF_BEST * DB_PER_BIT * 8 * q.nbytes / q.size - _LESS_DB):
+            raise ArithmeticError(f"{format}: SQNR {sqnr:.1f} dB of normal numbers, and {least:.1f} is the least")
         tried += 1
     return f"{tried} formats quantize and dequantize within their bounds"
 

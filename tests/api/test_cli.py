@@ -528,6 +528,16 @@ def test_doctor_on_this_machine(capsys):
     ]
 
 
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("broken", [False, True])
+def test_doctor_measures_a_format_that_has_no_bound(monkeypatch, capsys, broken):
+    if broken:
+        monkeypatch.setattr(Half, "decode_numpy", lambda self, planes, out: out.fill(1))
+    assert main(["doctor", "--device", "cpu"]) == broken
+    text = capsys.readouterr().out
+    assert ("FAIL  NumPy" in text and "toy-half: SQNR" in text) == broken
+
+
 def test_doctor_on_a_gpu(cupy, capsys):
     assert main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
