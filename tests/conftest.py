@@ -74,6 +74,21 @@ def cupy():
     return find_cupy()[0]
 
 
+@pytest.fixture(scope="session")
+def nvrtc():
+    """CuPy's NVRTC, which compiles with no GPU; a test that asks for it is skipped without one."""
+    missing = "needs the extra `compile`: pip install -e '.[compile]'"
+    pathfinder = pytest.importorskip("cuda.pathfinder", reason=missing, exc_type=ImportError)
+    cuda = pytest.importorskip("cupy.cuda", reason=missing, exc_type=ImportError)
+    try:
+        cuda.nvrtc.getVersion()
+    except RuntimeError as error:  # CuPy loads the library on the first call
+        pytest.skip(f"{missing} ({error})")
+    if pathfinder.find_nvidia_header_directory("cudart") is None:
+        pytest.skip(missing)
+    return cuda.nvrtc
+
+
 @pytest.fixture
 def large_memory(cupy, request, tmp_path_factory):
     """A function that skips the test on a GPU of fewer GB than it needs, or with fewer free.

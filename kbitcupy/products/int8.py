@@ -413,6 +413,7 @@ _SHARED = Constants(
     TILE_N=128,
     TILE_K=64,
     TILE_STAGES=4,
+    TILE_THREADS=2,
 )
 _HOPPER_SHARED = Constants(STEP_K=_tma.BOX_BYTES)
 _BIAS_KINDS = {
@@ -471,12 +472,17 @@ class Tiling:
     @property
     def shared(self) -> int:
         """Bytes of the ring, with room to align it."""
-        return self.stages * (self.tokens + self.channels) * _tma.BOX_BYTES + 1024
+        return self.stages * self._stage_bytes + 1024
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.tokens + self.channels) * _tma.BOX_BYTES
 
     @property
     def text(self) -> str:
-        """As C++."""
-        return f"{self.warpgroups}, {self.n_steps}, {self.stages}, {self.share}, {self.split}"
+        """As C++, with the sizes that the kernel compares."""
+        layout = f"Layout<{self.threads}, {self.tokens}, {self.channels}, {self._stage_bytes}>"
+        return f"{self.warpgroups}, {self.n_steps}, {self.stages}, {self.share}, {self.split}, {layout}"
 
     def splits(self, depth: int) -> bool:
         """Whether there is something to do for each part of k."""
@@ -604,7 +610,9 @@ def _plan(
     else:
         tile = 64 if tokens <= 64 else 128
         shared = _TILE_STAGES * (tile + _TILE_N) * _TILE_STAGE
-        kernel = _kernel(_TILE, (cxx, str(tile), _BOOLS[aligned]), 2 * tile, shared, signature=_SIZES, early=early)
+        kernel = _kernel(
+            _TILE, (cxx, str(tile), _BOOLS[aligned]), _SHARED.TILE_THREADS * tile, shared, signature=_SIZES, early=early
+        )
         units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
     quantize = None
     if vector is not None:

@@ -355,20 +355,20 @@ __global__ void __launch_bounds__(STREAM_THREADS, TOKENS == 8 ? 4 : 3) stream_w8
 
 // ---- tiles, mma.sync -------------------------------------------------------------------------------------------
 
-// TILE_N channels of a tile, TILE_K of a stage; TILE_STAGES take 64 KiB with 128 tokens, which the smallest
-// architecture has.
+// TILE_N channels of a tile, TILE_K of a stage; TILE_THREADS of a block for each of its tokens; TILE_STAGES take 64 KiB
+// with 128 tokens, which the smallest architecture has.
 constexpr int TILE_CHUNKS = TILE_K / 16;
 
 // A warp computes 64 tokens x 32 channels. Row r of a stage holds its 16-byte chunk c at c ^ (r / 2 % 4): the eight
 // rows that ldmatrix reads at a time then lie in different banks.
 template <typename T, int TILE_M, bool ALIGNED>
-__global__ void __launch_bounds__(TILE_M * 2) tile_w8a8(
+__global__ void __launch_bounds__(TILE_M* TILE_THREADS) tile_w8a8(
     const signed char* __restrict__ a,  // [M, pitch]
     const signed char* __restrict__ w,  // [N, K]
     T* __restrict__ y,                  // [M, N]
     const float* __restrict__ token_scale, const float* __restrict__ channel_scale, const void* __restrict__ bias,
     long long bias_kind, long long tokens, long long channels, long long depth, long long pitch) {
-    constexpr int THREADS = TILE_M * 2, STAGE = (TILE_M + TILE_N) * TILE_CHUNKS;
+    constexpr int THREADS = TILE_M * TILE_THREADS, STAGE = (TILE_M + TILE_N) * TILE_CHUNKS;
     extern __shared__ uint4 stages[];
     const Rescaling rescaling{token_scale, channel_scale, bias, bias_kind};
     const Output<T> output{y, tokens, channels, is_aligned(y) && channels * sizeof(T) % 16 == 0};

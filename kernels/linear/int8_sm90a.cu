@@ -92,8 +92,16 @@ __device__ __forceinline__ void exchange(
     }
 }
 
+// The sizes that the host reckons with: threads of a block, tokens and channels of a tile, bytes of a stage.
+template <int THREADS, int TOKENS, int CHANNELS, int STAGE_BYTES>
+struct Layout {
+    template <int Threads, int Tokens, int Channels, int StageBytes>
+    static constexpr bool IS =
+        Threads == THREADS && Tokens == TOKENS && Channels == CHANNELS && StageBytes == STAGE_BYTES;
+};
+
 // WARPGROUPS multiply, each 64 tokens x 128 * N_STEPS channels. With SPLIT > 1 the grid has a cluster for every tile.
-template <typename T, int WARPGROUPS, int N_STEPS, int STAGES, int SHARE, int SPLIT>
+template <typename T, int WARPGROUPS, int N_STEPS, int STAGES, int SHARE, int SPLIT, typename Layout>
 __global__ void __cluster_dims__(SHARE* SPLIT)
     __launch_bounds__(WARPGROUPS* WARPGROUP + (WARPGROUPS == 1 ? WARP : WARPGROUP), WARPGROUPS* N_STEPS == 1 ? 2 : 1)
         wgmma_w8a8(
@@ -105,6 +113,8 @@ __global__ void __cluster_dims__(SHARE* SPLIT)
             const void* __restrict__ bias, long long bias_kind, long long tokens, long long channels, long long depth) {
     constexpr int CLUSTER = SHARE * SPLIT, TILE_M = 64 * WARPGROUPS, TILE_N = 128 * N_STEPS;
     using Fetch = Fetcher<TILE_M, TILE_N, STAGES, SHARE>;
+    constexpr int THREADS = WARPGROUPS * WARPGROUP + (WARPGROUPS == 1 ? WARP : WARPGROUP);
+    static_assert(Layout::template IS<THREADS, TILE_M, TILE_N, Fetch::BYTES>, "the host reckons with other sizes");
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
     __shared__ float factors[WARPGROUPS][2][TILE_N];  // scales and biases of a tile's channels

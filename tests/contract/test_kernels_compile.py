@@ -16,20 +16,6 @@ ARCHITECTURE = 75  # the oldest: what compiles here uses nothing newer
 TEMPLATES = list(kernel_templates())
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
-    missing = "needs the extra `compile`: pip install -e '.[compile]'"
-    pathfinder = pytest.importorskip("cuda.pathfinder", reason=missing, exc_type=ImportError)
-    cuda = pytest.importorskip("cupy.cuda", reason=missing, exc_type=ImportError)
-    try:
-        cuda.nvrtc.getVersion()
-    except RuntimeError as error:  # CuPy loads the library on the first call
-        pytest.skip(f"{missing} ({error})")
-    if pathfinder.find_nvidia_header_directory("cudart") is None:
-        pytest.skip(missing)
-    return cuda.nvrtc
-
-
 @pytest.mark.parametrize("template", TEMPLATES, ids=[template.name for template in TEMPLATES])
 def test_one_instance(nvrtc, template):
     # Raises where NVRTC refuses; what ptxas says of the registers is .ci/compile_kernels.py's to read.
