@@ -40,7 +40,7 @@ def round_trip(folder):
 def main(kind, checkout=None):
     assert kbit("--version").split() == ["kbitcupy", kb.__version__]
     kernels = kernel_folder()
-    print("kernels:", kernels, *sorted(path.name for path in kernels.iterdir()))
+    print("kernels:", kernels, *sorted(path.relative_to(kernels).as_posix() for path in kernels.rglob("*.cu*")))
     if kind == "wheel":
         assert kernels.is_relative_to(Path(sysconfig.get_path("purelib")).resolve())
         assert importlib.util.find_spec("kernels") is None, "a wheel must not make `import kernels` work"

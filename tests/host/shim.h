@@ -1,9 +1,9 @@
 // What decoders of kernels/formats/ need of CUDA, for the host's C++ compiler. Each function here is the meaning of one
 // of the GPU's instructions, and nothing of the decoders' own arithmetic.
 //
-// A thread that is in FLUSHING_MODE rounds as kernels do under -ftz=true: inputs and results below 2^-126 are zero, where
-// what is below is found out after rounding to 24 bits, on x86 as on the GPU. (ARM finds it out before: there a product
-// that is rounded up to 2^-126 becomes zero.) Compile with -ffp-contract=off.
+// A thread that is in FLUSHING_MODE rounds as kernels do under -ftz=true: inputs and results below 2^-126 are zero,
+// where what is below is found out after rounding to 24 bits, on x86 as on the GPU. (ARM finds it out before: there a
+// product that is rounded up to 2^-126 becomes zero.) Compile with -ffp-contract=off.
 #pragma once
 #define KBIT_HOST
 
@@ -148,10 +148,10 @@ inline float __half2float(__half h) {
 // To the nearest, half to even.
 inline __half __float2half_rn(float x) {
     const unsigned bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-    unsigned result = 0;                                                    // below 2^-25
-    if (magnitude > 0x7f800000u) result = 0x7fffu;                          // NaN
-    else if (magnitude >= 0x47800000u) result = 0x7c00u;                    // 2^16 and more
-    else if (magnitude >= 0x38800000u)                                      // from 2^-14 on
+    unsigned result = 0;                                  // below 2^-25
+    if (magnitude > 0x7f800000u) result = 0x7fffu;        // NaN
+    else if (magnitude >= 0x47800000u) result = 0x7c00u;  // 2^16 and more
+    else if (magnitude >= 0x38800000u)                    // from 2^-14 on
         result = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
     else if (magnitude >= 0x33000000u) {
         const unsigned shift = 126 - (magnitude >> 23), fraction = (magnitude & 0x7fffffu) | 0x800000u;
