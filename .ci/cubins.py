@@ -96,8 +96,6 @@ class Binary:
 
     Parameters
     ----------
-    text : str
-        Hash of its machine code and constants.
     instructions, registers, stack, stores, loads : int
         Bytes of code over 16; of ptxas: registers a thread, bytes of stack frame, of spill stores and of spill loads.
     cubin : bytes
@@ -106,7 +104,6 @@ class Binary:
         What NVRTC said where it refused; the rest is empty then.
     """
 
-    text: str = ""
     instructions: int = 0
     registers: int = 0
     stack: int = 0
@@ -114,6 +111,16 @@ class Binary:
     loads: int = 0
     cubin: bytes = field(default=b"", repr=False)
     error: str = ""
+
+    @functools.cached_property
+    def text(self):
+        """Hash of the machine code, and of the constants that it names.
+
+        Bank 0 holds the arguments, which only a launch knows, and bank 4 addresses of all variables there are, used
+        or not.
+        """
+        found = [data for name, data in _sections(self.cubin) if re.match(r"\.text|\.nv\.constant[1-3]", name)]
+        return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
     @property
     def spills(self):
@@ -237,16 +244,15 @@ def build(instance, architecture):
     registers = [int(found) for found in _REGISTERS.findall(log)]
     if not frames or not registers:
         return Binary(error=f"ptxas reported no registers or no stack frame:\n{log}")
-    code = [data for name, data in _sections(cubin) if name.startswith(".text")]
-    # Bank 0 holds the arguments, which only a launch knows.
-    constants = [data for name, data in _sections(cubin) if re.match(r"\.nv\.(constant[1-9]|global\.init)", name)]
-    text = hashlib.sha256(b"".join(sorted(code) + sorted(constants))).hexdigest()[:16]
     stack, stores, loads = map(max, zip(*frames, strict=True))
-    return Binary(text, sum(map(len, code)) // 16, max(registers), stack, stores, loads, cubin)
+    code = [data for name, data in _sections(cubin) if name.startswith(".text")]
+    return Binary(sum(map(len, code)) // 16, max(registers), stack, stores, loads, cubin)
 
 
 def _sections(elf):
-    """Name and content of each section of an ELF file of 64 bits."""
+    """Name and content of each section of an ELF file of 64 bits; none of what was not compiled."""
+    if not elf:
+        return
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
     heads = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
@@ -273,7 +279,10 @@ class Store:
     def get(self, key):
         with self._open() as database:
             row = database.execute("select about, cubin from binaries where key = ?", (key,)).fetchone()
-        return None if row is None else Binary(**json.loads(row[0]), cubin=zlib.decompress(row[1]))
+        if row is None:
+            return None
+        about = {name: value for name, value in json.loads(row[0]).items() if name != "text"}
+        return Binary(**about, cubin=zlib.decompress(row[1]))
 
     def put(self, key, binary):
         about = {name: value for name, value in asdict(binary).items() if name != "cubin"}

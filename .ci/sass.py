@@ -7,7 +7,8 @@ OLD and NEW are folders or git revisions. Every hot kernel of either is compiled
   worse      changed, with more instructions in the main loop or registers, or a spill;
   new, gone  in one tree only.
 A kernel that has another name is found by its code, or by ``--rename 'PATTERN=REPLACEMENT'`` of the old name
-(``file: expression``), a regular expression. The status is 1 when a kernel is worse or gone.
+(``file: expression``), a regular expression; what moved since 0.1 is known. The status is 1 when a kernel is worse or
+gone.
 
 What is compiled is kept in ~/.cache/kbitcupy-ci (KBITCUPY_CI_CACHE); a second run takes seconds. The main loop is found
 by nvdisasm (``pip install nvidia-cuda-nvdisasm``); without it the code's length is compared instead.
@@ -28,6 +29,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cubins
+
+
+#: Where the kernels of 0.1 are now.
+RENAMED = (
+    (r"^linear\.cu: linear_few", "linear/small_batch.cu: linear_few"),
+    (r"^linear\.cu: linear_one", "linear/single_token.cu: linear_one"),
+    (r"^linear\.cu:", "linear/experts.cu:"),
+    (r"^linear_tile_sm90a\.cu:", "linear/hopper_sm90a.cu:"),
+    (r"^w8a8(_sm90a)?\.cu:", r"linear/int8\1.cu:"),
+    (r"^scales\.cu:", "linear/prescale.cu:"),
+)
 
 
 def tree_of(text):
@@ -150,7 +162,7 @@ def pairs(old, new, rename):
     both, gone = {}, []
     for name in old:
         now = name
-        for pattern, replacement in rename:
+        for pattern, replacement in rename if name not in new else ():
             now = re.sub(pattern, replacement, now)
         if now in new:
             both[name] = now
@@ -177,7 +189,7 @@ def main():
         return {i.name: i for i in cubins.instances(tree) if not i.only or i.only[:2] == arguments.arch[:2]}
 
     old, new = chosen(tree_of(arguments.old)), chosen(tree_of(arguments.new))
-    rename = [text.rpartition("=")[::2] for text in arguments.rename]
+    rename = [*RENAMED, *(text.rpartition("=")[::2] for text in arguments.rename)]
     both, gone, added = pairs(old, new, rename)
     looked_at = re.compile(arguments.only)
 

@@ -3,7 +3,7 @@
 OLD and NEW are folders that hold the package. Each has a process of its own, which calls nothing but the public
 functions that both have; the two are timed in turns, so that clocks and temperature are the same for both. A cell is
 the GPU time of a call: CUDA events around a graph of calls that rotate through inputs larger than the cache, behind
-the same graph. `cpu` is the time that a call takes to be queued. A cell that is slower by more than 5 % is timed again
+the same graph (calls of cuBLAS are queued one by one). `cpu` is the time that a call takes to be queued. A cell that is slower by more than 5 % is timed again
 with three times the rounds, and what is printed is the repetition.
 """
 
@@ -103,43 +103,55 @@ class Worker:
         call, nbytes = next(make)
         rotated = max(1, min(64, -(-self.cold // nbytes)))
         calls = [call, *(next(make)[0] for _ in range(rotated - 1))]
-        for _ in range(2):  # the first may compile
+        for _ in range(4):  # the first may compile, and make handles and workspaces of cuBLAS
             self.stream.synchronize()
             start = time.perf_counter()
             call()
             self.stream.synchronize()
             once = time.perf_counter() - start
-        calls *= -(-max(4, min(100, int(2e-3 / once))) // rotated)
-        self.list = calls
-        self.stream.begin_capture()
-        try:
-            self.kept = [call() for call in calls]
-            graph = self.stream.end_capture()
-            self.launch = lambda: graph.launch(self.stream)
-        except Exception:
-            self.stream.end_capture()
-            self.launch = lambda: [call() for call in calls]
+        for other in calls[1:]:
+            other()
+        self.list = calls * -(-max(4, min(100, int(2e-3 / once))) // rotated)
+        self.launch = self.graph() or (lambda: [call() for call in self.list])
         self.launch()
         self.stream.synchronize()
 
+    def graph(self):
+        """The calls as one graph; None, and another stream, where they cannot be captured (cuBLAS)."""
+        self.stream.synchronize()
+        self.stream.begin_capture()
+        try:
+            self.kept = [call() for call in self.list]
+            graph = self.stream.end_capture()
+        except Exception:
+            try:
+                self.stream.end_capture()
+            except Exception:
+                pass
+            self.stream = self.cp.cuda.Stream()
+            self.stream.use()
+            return None
+        return lambda: graph.launch(self.stream)
+
     def sample(self):
-        """Microseconds of a call on the GPU and on the CPU."""
+        """Microseconds of a call on the GPU, and of queueing it on the CPU: the least of many."""
         events = [self.cp.cuda.Event() for _ in range(2)]
         found = []
         for _ in range(5):
-            self.launch()
+            self.launch()  # what is timed queues up behind it
             events[0].record(self.stream)
             self.launch()
             events[1].record(self.stream)
             events[1].synchronize()
             found.append(self.cp.cuda.get_elapsed_time(*events) * 1e3 / len(self.list))
-        count = min(len(self.list), 40)
-        start = time.perf_counter()
-        for call in self.list[:count]:
-            call()
-        cpu = (time.perf_counter() - start) / count * 1e6
-        self.stream.synchronize()
-        return [statistics.median(found), cpu]
+        count, batches = 10, []
+        for _ in range(20):
+            start = time.perf_counter()
+            for number in range(count):
+                self.list[number % len(self.list)]()
+            batches.append((time.perf_counter() - start) / count * 1e6)
+            self.stream.synchronize()
+        return [statistics.median(found), min(batches)]
 
     def drop(self):
         self.list = self.kept = self.launch = None
@@ -203,13 +215,13 @@ def both(trees, *what):
 
 
 def compare(trees, rounds):
-    """Medians of (GPU us, CPU us) of each tree, timed in turns."""
+    """Median of the GPU us and least CPU us of each tree, timed in turns."""
     found = ([], [])
     for turn in range(rounds):
         for i in (0, 1) if turn % 2 == 0 else (1, 0):
             trees[i].ask("sample")
             found[i].append(trees[i].answer())
-    return [[statistics.median(column) for column in zip(*samples, strict=True)] for samples in found]
+    return [(statistics.median(gpu for gpu, _ in samples), min(cpu for _, cpu in samples)) for samples in found]
 
 
 def main():

@@ -93,7 +93,7 @@ def test_a_header_that_is_nowhere_is_an_error(tree):
 
 # ---- the list --------------------------------------------------------------------------------------------------------
 
-GOOD = cubins.Binary("t", 10, 32)
+GOOD = cubins.Binary(10, 32)
 NAME = "kbit.cu: kernel<1> | sm_90"
 
 
