@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cubins
 
-
 #: Where the kernels of 0.1 are now.
 RENAMED = (
     (r"^linear\.cu: linear_few", "linear/small_batch.cu: linear_few"),

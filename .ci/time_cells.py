@@ -3,11 +3,12 @@
 OLD and NEW are folders that hold the package. Each has a process of its own, which calls nothing but the public
 functions that both have; the two are timed in turns, so that clocks and temperature are the same for both. A cell is
 the GPU time of a call: CUDA events around a graph of calls that rotate through inputs larger than the cache, behind
-the same graph (calls of cuBLAS are queued one by one). `cpu` is the time that a call takes to be queued. A cell that is slower by more than 5 % is timed again
-with three times the rounds, and what is printed is the repetition.
+the same graph (calls of cuBLAS are queued one by one). `cpu` is the time that a call takes to be queued. A cell that
+is slower by more than 5 % is timed again with three times the rounds, and what is printed is the repetition.
 """
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import statistics
@@ -124,10 +125,8 @@ class Worker:
             self.kept = [call() for call in self.list]
             graph = self.stream.end_capture()
         except Exception:
-            try:
+            with contextlib.suppress(Exception):
                 self.stream.end_capture()
-            except Exception:
-                pass
             self.stream = self.cp.cuda.Stream()
             self.stream.use()
             return None
