@@ -263,8 +263,8 @@ def weight_planes(q: Any, argument: str) -> tuple[Any, Any]:
             f"{argument} is {type(q).__name__}; it must be a QuantizedArray: quantize(w, 'int8', granularity="
             "('channel', 0))"
         )
-    integers = integers_of(q)
-    if integers is None or integers.shares != "row" or q.ndim != 2:
+    integers = _integers(q.format, q.shape, q.lead)
+    if integers is None or integers.shares != "row" or len(q.shape) != 2:
         raise FormatError(f"{argument} is {q.format!r} of shape {q.shape}; {_WANTED}")
     if q.shape[1] > MAX_DEPTH:
         raise ValueError(f"{argument} has K = {q.shape[1]}; {_TOO_DEEP}")

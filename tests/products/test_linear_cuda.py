@@ -11,7 +11,7 @@ from test_linear import FORMATS, HALF, check, error, exact, naive, numbers, refe
 
 import kbitcupy as kb
 from kbitcupy.bench.cases import random_array as random_weight
-from kbitcupy.products import decoded, hopper
+from kbitcupy.products import decoded, generic, hopper
 from kbitcupy.products.functions import multiply_decoded
 from kbitcupy.products.routes import Problem, device
 
@@ -128,6 +128,21 @@ def test_error_of_every_format(cupy, format, dtype):
         for m in (*range(1, 18), 31, 32, 33, 64, 127, 128, 129, 500):
             x = numbers((m, shape[1]), dtype, cupy)
             check(kb.linear(x, q), x, q)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, np.dtype("float32")], ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_the_simple_product(cupy, format, dtype):
+    """Any format that has a decoder, whatever way its products take otherwise; every kind of bias."""
+    if format.decoder is None:
+        pytest.skip("it has no decoder")
+    for number, shape in enumerate(((40, 256), (33, 224), (7, 4096))):
+        q = weight(shape, format, cupy)
+        for m in (1, 8, 11):
+            x, out = numbers((m, shape[1]), dtype, cupy), cupy.empty((m, shape[0]), dtype)
+            bias = (None, numbers(shape[:1], dtype, cupy), numbers(shape[:1], np.dtype("float32"), cupy))[number]
+            generic.multiply(x, q, bias, out)
+            check(out, x, q, bias)
 
 
 @settings(max_examples=60)
