@@ -70,6 +70,13 @@ struct Ring {
     }
 };
 
+// `operand`, which depends on words that were read, as far as compiler and hardware know: TMA, which waits for no load,
+// thus starts only when they have arrived, and cannot overwrite what a load that is still in its queue has yet to read.
+// `zero` is 0, which the compiler does not know.
+__device__ __forceinline__ unsigned ordered_after(unsigned operand, unsigned words_read, unsigned zero) {
+    return operand | (words_read & zero);
+}
+
 // ---- lanes ---------------------------------------------------------------------------------------------------------
 
 // True for one lane of a warp, all of whose lanes are here. The compiler knows that it is alone: its operands of TMA

@@ -16,18 +16,18 @@ struct Kbit {
     static constexpr int ITEM_BYTES = ITEM_K * K / 8, LANE_BYTES = ROW * K / 8;
     static constexpr bool SPREAD_SCALES = false;
     // What the sums of multiply lack: a scale of up to 65504 must leave room for the values.
-    static constexpr float AFTER = FORMAT == FLOAT16 ? 4.0f : 1.0f;
+    static constexpr float EPILOGUE_SCALE = FORMAT == FLOAT16 ? 4.0f : 1.0f;
     static constexpr int SCALE_STEP = sizeof(Code);
-    static constexpr int TURNS = 1;
-    static constexpr bool OWN = K == 4;
+    static constexpr int SWIZZLE_PERIOD = 1;
+    static constexpr bool ONE_READ = K == 4;
 
     __device__ __forceinline__ static int row(int g) { return g; }
 
     // The block of 32 that a lane owns in a row of an item; `row` is the address of that in the shared window, of this
-    // lane's part where MINE, and `turn` by how much it is permuted.
+    // lane's part where MINE, and `swizzle` what its places are exclusive-ored with.
     template <bool MINE>
-    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int turn, int t) {
-        const unsigned source = MINE ? row : row + ((t * LANE_BYTES) ^ turn);
+    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int swizzle, int t) {
+        const unsigned source = MINE ? row : row + ((t * LANE_BYTES) ^ swizzle);
         if constexpr (K == 4) {
             const uint4 v = shared_at<uint4>(source);
             word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
@@ -42,14 +42,15 @@ struct Kbit {
 
     // The same of item `j` of two whose rows, of 128 bytes, are permuted; `from` is where this lane begins in the
     // first, less `behind`.
-    __device__ __forceinline__ static void read_turned(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
+    __device__ __forceinline__ static void read_swizzled(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
         static_assert(K == 4, "rows of 64 bytes");
         const uint4 v = shared_at<uint4>((from ^ j * ITEM_BYTES) + behind);
         word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
     }
 
     // The x that a lane needs for an item, of which `left` elements are there; `x` is that of the lane's token.
-    __device__ __forceinline__ static void load_x(unsigned (&word)[16], const T* x, bool there, int left, int t) {
+    __device__ __forceinline__ static void load_x_global(
+        unsigned (&word)[16], const T* x, bool there, int left, int t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             load_global_if(word + 4 * i, reinterpret_cast<const uint4*>(x + t * ROW) + i, there && t * ROW < left);
@@ -57,13 +58,13 @@ struct Kbit {
 
     // The same from shared memory, `address(i)` being that of element i.
     template <typename Address>
-    __device__ __forceinline__ static void take_x(unsigned (&word)[16], const Address& address, int t) {
+    __device__ __forceinline__ static void load_x_shared(unsigned (&word)[16], const Address& address, int t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) to_words(word + 4 * i, shared_at<uint4>(address(t * ROW + 8 * i)));
     }
 
     // For each 8 consecutive elements, which stand in 4 words, the 4 pairs of the table.
-    __device__ __forceinline__ static void arrange(unsigned (&x)[16]) {
+    __device__ __forceinline__ static void arrange_x(unsigned (&x)[16]) {
         if constexpr (K == 5) return;
         constexpr int FAR = K == 2 ? 1 : 2;  // distance of the two words that a pair comes from
 #pragma unroll
@@ -76,9 +77,9 @@ struct Kbit {
 
     // Each lane brings a value: lane i that of index i % VALUES. All lanes of a warp are here.
     template <bool ONE>
-    __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
         if constexpr (FORMAT == E4M4 && !ONE) mine *= E4m4Pair<T>::FACTOR;
-        if constexpr (!ONE) mine /= AFTER;
+        if constexpr (!ONE) mine /= EPILOGUE_SCALE;
         auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index & (VALUES - 1)); };
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
@@ -159,16 +160,17 @@ struct Kbit {
     __device__ __forceinline__ static void weights(
         const unsigned (&f)[FIELDS], int s, unsigned lane, unsigned (&pair)[2]) {
         if constexpr (K == 2) {
-            const uint2 v = entry_pair(entry_offset(f[s % 2], s / 2, lane));
+            const uint2 v = table_entry_pair(entry_offset(f[s % 2], s / 2, lane));
             pair[0] = v.x, pair[1] = v.y;
         } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 if constexpr (K == 5) {
                     const int w = s % 2 * 4 + 2 * h;
-                    pair[h] = entry(entry_offset(f[w], s / 2, lane)) | entry<128>(entry_offset(f[w + 1], s / 2, lane));
+                    pair[h] = table_entry(entry_offset(f[w], s / 2, lane)) |
+                              table_entry<128>(entry_offset(f[w + 1], s / 2, lane));
                 } else {
-                    pair[h] = entry(entry_offset(f[s % 2 * 2 + h], s / 2, lane));
+                    pair[h] = table_entry(entry_offset(f[s % 2 * 2 + h], s / 2, lane));
                 }
             }
         }
@@ -197,19 +199,19 @@ struct Table4 {
     static constexpr int SCALE_BYTES = SUBS * 4, WORDS = 4, FIELDS = 4;
     static constexpr int ITEM_BYTES = ITEM_K / 2, LANE_BYTES = SUB / 8;
     static constexpr bool SPREAD_SCALES = true;
-    static constexpr float AFTER = 1.0f;
+    static constexpr float EPILOGUE_SCALE = 1.0f;
     static constexpr int SCALE_STEP = 0;
-    static constexpr int TURNS = 4;
-    static constexpr bool OWN = false;
+    static constexpr int SWIZZLE_PERIOD = 4;
+    static constexpr bool ONE_READ = false;
 
     // With reads of 8 bytes, half of the lanes meet in a bank if they have neighbouring rows.
     __device__ __forceinline__ static int row(int g) { return SUB == 64 ? (g & 1) | (g & 2) << 1 | (g & 4) >> 1 : g; }
 
     template <bool>
-    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int turn, int t) {
+    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int swizzle, int t) {
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
-            const unsigned source = row + ((j * (SUB / 2) + t * LANE_BYTES) ^ turn);
+            const unsigned source = row + ((j * (SUB / 2) + t * LANE_BYTES) ^ swizzle);
             if constexpr (SUB == 64) {
                 const uint2 v = shared_at<uint2>(source);
                 word[2 * j] = v.x, word[2 * j + 1] = v.y;
@@ -222,7 +224,7 @@ struct Table4 {
         }
     }
 
-    __device__ __forceinline__ static void read_turned(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
+    __device__ __forceinline__ static void read_swizzled(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
         static_assert(SUB == 64, "pieces of 8 bytes");
 #pragma unroll
         for (int i = 0; i < SUBS; ++i) {
@@ -231,7 +233,8 @@ struct Table4 {
         }
     }
 
-    __device__ __forceinline__ static void load_x(unsigned (&word)[16], const T* x, bool there, int left, int t) {
+    __device__ __forceinline__ static void load_x_global(
+        unsigned (&word)[16], const T* x, bool there, int left, int t) {
         using Piece = typename PieceOf<(SUB > 16 ? 16 : 8)>::Type;
 #pragma unroll
         for (int j = 0; j < SUBS; ++j)
@@ -243,7 +246,7 @@ struct Table4 {
     }
 
     template <typename Address>
-    __device__ __forceinline__ static void take_x(unsigned (&word)[16], const Address& address, int t) {
+    __device__ __forceinline__ static void load_x_shared(unsigned (&word)[16], const Address& address, int t) {
         using Piece = typename PieceOf<(SUB > 16 ? 16 : 8)>::Type;
         constexpr int SIZE = sizeof(Piece) / 4;
 #pragma unroll
@@ -253,10 +256,10 @@ struct Table4 {
         }
     }
 
-    __device__ __forceinline__ static void arrange(unsigned (&)[16]) {}
+    __device__ __forceinline__ static void arrange_x(unsigned (&)[16]) {}
 
     template <bool ONE>
-    __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
         fill_pairs<T>(table, mine, thread, threads);
     }
 
@@ -280,7 +283,7 @@ struct Table4 {
                 unsigned a[2][2];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    a[i / 2][i % 2] = entry(entry_offset(f[i / 2][s / 2], s % 2 * 2 + i % 2, lane));
+                    a[i / 2][i % 2] = table_entry(entry_offset(f[i / 2][s / 2], s % 2 * 2 + i % 2, lane));
 #pragma unroll
                 for (int e = 0; e < EIGHTS; ++e)
                     mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);

@@ -1,29 +1,41 @@
-// Weights as operands of the tensor cores.
+// What a decoder of the product kernels is: the contract between a format and linear_few, linear_one and linear_tile.
 //
-// The product of few tokens and a weight W [N, K] runs as mma m16n8k16: 16 rows of W are the rows of A, 8 tokens the
-// columns of B. Lane (g, t), g = lane / 4 and t = lane % 4, holds of A the rows g and g + 8, of B the token g, of the
-// result the rows g and g + 8 of the tokens 2t and 2t + 1:
+// y = x W^T runs on tensor cores as D[rows, tokens] = A[rows, k] B[k, tokens], and the weight W is A. A decoder makes
+// fragments of it, the registers that an mma takes, out of codes in shared memory. Lane (g, t), g = lane / 4 and t =
+// lane % 4, holds in mma m16n8k16:
 //
 //     A   a0 = row g, k lo    a1 = row g + 8, k lo    a2 = row g, k hi    a3 = row g + 8, k hi      two numbers each
 //     B   b0 = k lo, token g  b1 = k hi, token g
+//     D   rows g and g + 8 of tokens 2t and 2t + 1
 //
-// Which four k of a step a lane holds is free as long as A and B agree. So an item of work is 16 rows x 128 k, and a
-// lane owns 32 k of each of its two rows: it decodes them where they are, and takes x in the order in which they come
-// out. No weight crosses lanes.
+// Which k are lo and hi is free as long as A and B agree. So a lane owns 32 k of each of its two rows in a k-tile of 16
+// rows x 128 k (ITEM_ROWS x ITEM_K): it decodes them where they are, and takes x in the order in which they come out.
+// No weight crosses lanes, and no scale either where blocks are 32 elements.
 //
-// A decoder is a struct with
-//     Type                            of x
-//     SCALE_BYTES                     of the scales of a row and an item
-//     SCALE_STEP                      bytes from the scale of a lane to that of the next one
-//     SPREAD_SCALES                   whether the scales may need another place than they are stored at
-//     TURNS                           how many pairs of rows are permuted in different ways in shared memory
-//     OWN                             whether what a lane reads of an item is one piece of 16 bytes
-//     row(g)                          of a tile, which with the row 8 below it is that of the lanes g
-//     build(...)                      fill the table of values
-//     read(words, row)                what a lane reads of a row and an item, from shared memory
-//     load_x, arrange                 the 16 words of x, in the order of multiply
-//     unpack(words)                   the first step of decoding
-//     multiply(fields, ...)           acc += a tile of 16 rows x tokens
+// Values come out of a table in shared memory of pairs of values (see table_entry), so that one byte of codes and one
+// load make two weights.
+//
+// Members of a decoder of linear_few (Kbit and Table4 of codebook.cuh):
+//     Type                      of x and y: __half or __nv_bfloat16
+//     VALUES, ENTRIES           of the codebook, and of the table that fill_table makes of it
+//     GAPS                      whether 128 bytes behind each entry of the table are free: other data goes there
+//     WORDS, FIELDS             32-bit words of codes that a lane owns in a row of a k-tile; the same after unpack
+//     ITEM_BYTES, LANE_BYTES    of codes in a row of a k-tile; of what a lane reads of it at a time
+//     SCALE_BYTES               of scales for a row of a k-tile, in shared memory
+//     SCALE_STEP                bytes from the scale of a lane to that of the next lane; 0: a row's lanes share theirs
+//     SPREAD_SCALES             whether scales may have to be expanded on their way: one float32 for each SUB elements
+//     EPILOGUE_SCALE            what the epilogue must multiply sums by, beside 1 / power of the table
+//     SWIZZLE_PERIOD            how many pairs of rows are swizzled differently in shared memory; 1: rows are in order
+//     ONE_READ                  whether what a lane reads of a row of a k-tile is one piece of 16 bytes
+//     row(g)                    the row of a tile that the lanes g have, with the one 8 below it
+//     fill<ONE>(...)            fill the table from a value a lane; ONE: for linear_one
+//     read, read_swizzled       the codes that a lane owns in a row of a k-tile, from shared memory
+//     load_x_global, load_x_shared    the x for them, 16 words of two numbers; arrange_x brings these to the order of k
+//     unpack(words, fields)     what all steps of multiply share
+//     multiply<EIGHTS>(...)     acc += decoded rows * x, scales included, for 8 EIGHTS tokens
+//     lane_offset(lane)         where the lane's copy stands in an entry of the table
+// linear_one has one token and so scales sums instead of weights (SingleToken of single_token.cuh adds to these);
+// linear_tile decodes for wgmma, 64 rows at a time (decoders of hopper_sm90a.cu).
 #pragma once
 #include "common/mma.cuh"
 #include "common/tiles.cuh"
@@ -33,8 +45,7 @@
 // of an mma; TABLE_START and ENTRY_STRIDE, HEAD and FEW_HEAD, see below; NO_BIAS, OWN_BIAS and FLOAT_BIAS; struct
 // Group; and
 //     struct Values   the values of a codebook times `power`, and `map`, those of 8-bit scales: passed by value, so
-//     that
-//                     nothing is uploaded and nothing has to be kept
+//                     that nothing is uploaded and nothing has to be kept
 
 // The sizes that the host reckons with when it finds out how much shared memory a kernel needs.
 template <int ENTRIES, bool GAPS, int ITEM_BYTES, int SCALE_BYTES, bool SWIZZLED>
@@ -42,7 +53,7 @@ struct Layout {
     template <typename Decoder>
     static constexpr bool IS_OF =
         Decoder::ENTRIES == ENTRIES && Decoder::GAPS == GAPS && Decoder::ITEM_BYTES == ITEM_BYTES &&
-        Decoder::SCALE_BYTES == SCALE_BYTES && (Decoder::TURNS > 1) == SWIZZLED;
+        Decoder::SCALE_BYTES == SCALE_BYTES && (Decoder::SWIZZLE_PERIOD > 1) == SWIZZLED;
 };
 
 // ---- scales in half precision --------------------------------------------------------------------------------------
@@ -73,22 +84,23 @@ __device__ __forceinline__ float power_below(float largest) {
     return exponent == 0 || exponent > 252 ? 1.0f : __int_as_float((254 - exponent) << 23);
 }
 
-// value[lane % (2 HALF)], by selection: where lanes read parameters at different places, they are served one after the
-// other.
+// value[lane % (2 HALF)] of a kernel parameter, by selection: where lanes read parameters at different addresses, they
+// are served one after the other.
 template <int HALF>
-__device__ __forceinline__ float select_value(const float* value, int lane) {
+__device__ __forceinline__ float select_parameter(const float* value, int lane) {
     if constexpr (HALF == 0) {
         return value[0];
     } else {
-        const float low = select_value<HALF / 2>(value, lane), high = select_value<HALF / 2>(value + HALF, lane);
+        const float low = select_parameter<HALF / 2>(value, lane),
+                    high = select_parameter<HALF / 2>(value + HALF, lane);
         return lane & HALF ? high : low;
     }
 }
 
-// Of a codebook, in a plane or by value, number lane % VALUES, times a factor for all: `power`, which brings the
-// largest to 1 .. 2. All lanes of a warp are here.
+// Value number lane % VALUES of a codebook, which is in a plane (`values`) or came as a parameter, times the prescale
+// `power`, a factor for all of them that brings the largest to 1 .. 2. All lanes of a warp are here.
 template <int VALUES>
-__device__ __forceinline__ float take_value(const float* values, const Values& codebook, float& power) {
+__device__ __forceinline__ float codebook_value(const float* values, const Values& codebook, float& power) {
     const int lane = threadIdx.x % WARP;
     if (values) {
         wait_for_previous();
@@ -97,7 +109,7 @@ __device__ __forceinline__ float take_value(const float* values, const Values& c
         return value * power;
     }
     power = codebook.power;
-    return select_value<VALUES / 2>(codebook.value, lane);
+    return select_parameter<VALUES / 2>(codebook.value, lane);
 }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
@@ -109,18 +121,19 @@ __device__ __forceinline__ float take_value(const float* values, const Values& c
 constexpr unsigned TABLE_AT = TABLE_START;
 static_assert(ENTRY_STRIDE == 256, "byte 1 of an offset is the index");
 
+// The offset of the entry whose index is byte `byte` of `indices`: one byte permutation.
 __device__ __forceinline__ unsigned entry_offset(unsigned indices, int byte, unsigned lane_offset) {
     return __byte_perm(indices, lane_offset, 0x7504 | byte << 4);
 }
 
-// Entry of the table, BEHIND bytes on.
+// A word, or two, of an entry of the table, BEHIND bytes on.
 template <int BEHIND = 0>
-__device__ __forceinline__ unsigned entry(unsigned offset) {
+__device__ __forceinline__ unsigned table_entry(unsigned offset) {
     unsigned v;
     asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(offset), "n"(TABLE_AT + BEHIND));
     return v;
 }
-__device__ __forceinline__ uint2 entry_pair(unsigned offset) {
+__device__ __forceinline__ uint2 table_entry_pair(unsigned offset) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2+%3];" : "=r"(v.x), "=r"(v.y) : "r"(offset), "n"(TABLE_AT));
     return v;

@@ -1,4 +1,4 @@
-// What becomes of sums: bias, rounding to the type of y, and whose tokens they are.
+// The epilogue of products with compressed weights: bias, rounding to the type of y, and whose tokens the sums are.
 #pragma once
 #include "common/types.cuh"
 

@@ -1,9 +1,12 @@
-// What surrounds the products of a mixture of experts: tokens sorted by expert before them, the sums over slots behind.
+// What surrounds the products of a mixture of experts (kbitcupy/products/experts.py): group_tokens sorts tokens by
+// expert before them, combine_slots adds up the weighted products of each token behind them.
 #include "common/sync.cuh"
 #include "linear/decoder.cuh"
 #include "linear/epilogue.cuh"
 
 // y[t, n] = the sum over the slots s of weights[t, s] * products[t, s, n], in their order.
+//
+// products  float32[tokens, slots, n]      weights  float32[tokens, slots]      y  T[size], size = tokens * n
 template <typename T>
 __global__ void combine_slots(const float* products, const float* weights, T* y, long long size, int slots, int n) {
     launch_dependents();
@@ -20,6 +23,8 @@ __global__ void combine_slots(const float* products, const float* weights, T* y,
 
 // Sort products by expert: order[products] lists them, groups[room] cuts that list into at most 8 of one expert each.
 // Ids outside 0 .. experts - 1 stand for no expert. One thread block; dynamic shared memory: experts + 1 numbers.
+//
+// ids  Id[products]      order  int32[products]      groups  Group[room], those not needed of expert -1
 template <typename Id>
 __global__ void __launch_bounds__(1024, 1)
     group_tokens(const Id* ids, int* order, Group* groups, int products, int experts, int room) {

@@ -1,11 +1,11 @@
-// Products of 3 to 128 tokens with compressed weights on Hopper (sm_90a): y[m, n] = x[m, k] W[n, k]^T, and products
-// with a mixture of experts.
+// linear_tile: the Hopper GEMM y = x W^T with compressed weights for 3 to 128 tokens and for mixtures of experts
+// (sm_90a; kbitcupy/products/hopper.py).
 //
-// One warp has the bulk tensor copy engine fill a ring of stages in shared memory, 128 k each: TOKENS rows of x, and
+// One warp has TMA fill a ring of stages in shared memory, 128 k each: TOKENS rows of x, and
 // the weights of a tile of rows as they are stored. Warpgroups of 64 rows decode the weights to registers, which are
 // operand A of wgmma; operand B is x, straight from shared memory, so x costs the warps nothing:
 //
-//     copy engine --full[stage]--> x in the lanes' order --ready[stage]--> wgmma, 64 rows x TOKENS x 16 k
+//     TMA --full[stage]--> x in the lanes' order --ready[stage]--> wgmma, 64 rows x TOKENS x 16 k
 //     --empty[stage]-->
 //
 // Which k of a stage a lane (g, t) of operand A holds is free as long as B agrees. It owns the granule t, 32 k with one
@@ -37,8 +37,16 @@ __device__ __forceinline__ void read_shared(unsigned (&w)[WORDS], unsigned addre
         for (int i = 0; i < WORDS; ++i) w[i] = shared_at<unsigned>(address + 4 * i);
 }
 
-// A decoder fills the table from a value a lane, lane i that of index i % VALUES; turns the words of a granule to
-// FIELDS words, in place; and looks up its pairs, q being that of the elements 2q and 2q + 1.
+// Members of a decoder:
+//     Type, BITS            of x; of a code
+//     SCALE                 how scales are stored, an AbsmaxFormat; NESTED: 8-bit codes of them
+//     VALUES, ENTRIES       of the codebook and of the table; LANE_BYTES of a lane's copy in an entry
+//     FIELDS                words of a scale group (32 k of a row, what a lane owns in a stage) after unpack
+//     BLOCKS_OF_32          whether each scale group has a scale of its own
+//     FACTOR                what the table is multiplied by
+//     fill(table, mine, ...)    fill the table from a value a lane, lane i that of index i % VALUES
+//     unpack(f)             words of codes to FIELDS words, in place
+//     pairs(f, h, ...)      pairs 8 h to 8 h + 7 of the group, pair q being the elements 2q and 2q + 1
 
 // Bit planes of blocks of 32.
 template <typename T, int K, int FORMAT>
@@ -51,7 +59,7 @@ struct TileKbit {
 
     // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
     // K = 5 one value, in the low half of a word, and 128 bytes on in the high half.
-    __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
         auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index); };
         auto both = [&](int bits) {
             int low = 0, high = 0;
@@ -101,14 +109,14 @@ struct TileKbit {
         for (int j = 0; j < 8; ++j) {
             const int byte = 2 * h + j / 4;
             if constexpr (K == 5) {
-                pair[j] = entry(entry_offset(f[j % 4 * 2], byte, lane_offset)) |
-                          entry<128>(entry_offset(f[j % 4 * 2 + 1], byte, lane_offset));
+                pair[j] = table_entry(entry_offset(f[j % 4 * 2], byte, lane_offset)) |
+                          table_entry<128>(entry_offset(f[j % 4 * 2 + 1], byte, lane_offset));
             } else if constexpr (K == 2) {
                 if (j % 4 >= 2) continue;
-                const uint2 v = entry_pair(entry_offset(f[j % 4], byte, lane_offset));
+                const uint2 v = table_entry_pair(entry_offset(f[j % 4], byte, lane_offset));
                 pair[j] = v.x, pair[j + 2] = v.y;
             } else {
-                pair[j] = entry(entry_offset(f[j % 4], byte, lane_offset));
+                pair[j] = table_entry(entry_offset(f[j % 4], byte, lane_offset));
             }
         }
     }
@@ -122,7 +130,7 @@ struct TileTable4 {
     static constexpr bool BLOCKS_OF_32 = false, NESTED = DOUBLE_QUANT;
     static constexpr float FACTOR = 1.0f;
 
-    __device__ static void build(unsigned table, float mine, unsigned thread, unsigned threads) {
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
         fill_pairs<T>(table, mine, thread, threads);
     }
 
@@ -131,7 +139,7 @@ struct TileTable4 {
     __device__ __forceinline__ static void pairs(
         const unsigned (&f)[FIELDS], int h, unsigned lane_offset, unsigned (&pair)[8]) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) pair[j] = entry(entry_offset(f[2 * h + j / 4], j % 4, lane_offset));
+        for (int j = 0; j < 8; ++j) pair[j] = table_entry(entry_offset(f[2 * h + j / 4], j % 4, lane_offset));
     }
 };
 
@@ -520,16 +528,35 @@ __device__ __forceinline__ void multiply_stages(
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-// gridDim.x: tiles of rows x CLUSTER; gridDim.y: tiles of tokens. GROUPED: W is [experts][n][k], the thread blocks
-// share out the tiles of rows of the groups, `tokens` of them at most, and product number order[i] is that of one
-// expert. Products go to `partial`, fp32, where it is given.
+// gridDim.x: tiles of rows x CLUSTER; gridDim.y: tiles of tokens. GROUPED: gridDim.x thread blocks share out the tiles
+// of rows of all groups.
+//
+// Decoder                  of the weights
+// TOKENS                   of a thread block
+// ROW_GROUPS, K_GROUPS     warpgroups of a thread block: those with other rows, 64 each, and those that share k
+// CLUSTER                  thread blocks that share k
+// GROUPED                  W is [experts][n][k], and a tile of tokens is one of the groups, of one expert
+// Layout                   the sizes of the tiling that the host reckons with
 template <typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int CLUSTER, bool GROUPED, typename Layout>
 __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROUPS + 1) * WARPGROUP, 1) linear_tile(
     const __grid_constant__ TensorMap x_map,  // [M, K], boxes of 128 bytes x TOKENS, or of one row where GROUPED
     const __grid_constant__ TensorMap w_map,  // [N, bytes], boxes of the bytes of a stage x 64 rows
-    const void* absmax, const float* nested_absmax, const float* nested_offset, const float* tensor_scale,
-    const float* values, const void* bias, typename Decoder::Type* y, float* partial, const Group* groups,
-    const int* order, int divisor, int scale_step, int bias_kind, int tokens, int n, int k, int block,
+    const void* absmax,                       // [n * k / block] scales, as Decoder stores them
+    const float* nested_absmax,               // [blocks / 256], double quantization: the scales of the codes in absmax
+    const float* nested_offset,               // [1], added to all of them
+    const float* tensor_scale,                // [1], or [experts] with a scale_step of 1; null: 1
+    const float* values,                      // [VALUES] the codebook, or null: then that of `codebook`
+    const void* bias,                         // [n], see bias_at
+    typename Decoder::Type* y,                // [tokens, n]
+    float* partial,                           // GROUPED: [products, n] float32 products in place of y, or null
+    const Group* groups,                      // GROUPED: [tokens]
+    const int* order,                         // [products], GROUPED: product number order[i] is entry i of the groups
+    int divisor,                              // GROUPED: product p is that of row p / divisor of x
+    int scale_step,                           // GROUPED: expert e has tensor_scale[e * scale_step]
+    int bias_kind,                            // see bias_at
+    int tokens,                               // rows of x; GROUPED: how many groups there are
+    int n, int k,                             // rows of W (of one expert), elements of a row
+    int block,                                // elements that share a scale, a power of two
     const __grid_constant__ Values codebook) {
     using T = typename Decoder::Type;
     using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, GROUPED>;
@@ -570,8 +597,8 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     }
     if constexpr (SHIFT) raise_registers<104>();
     float power;
-    const float mine = take_value<Decoder::VALUES>(values, codebook, power) * Decoder::FACTOR;
-    Decoder::build(own_block | TABLE_AT, mine, threadIdx.x, S::WARPS * WARP);
+    const float mine = codebook_value<Decoder::VALUES>(values, codebook, power) * Decoder::FACTOR;
+    Decoder::fill(own_block | TABLE_AT, mine, threadIdx.x, S::WARPS * WARP);
     wait_for_previous();
     if (!GROUPED && threadIdx.x == 0) {
         // Read at the end, where it would have to come from memory.

@@ -2,7 +2,7 @@
 //
 //     stream_w8a8   up to 16 tokens: reads the weights once, straight into registers
 //     tile_w8a8     any number of tokens, on any GPU: tiles in shared memory, mma.sync
-//     wgmma_w8a8    the same on sm_90a: tiles by the bulk tensor copy engine, wgmma
+//     wgmma_w8a8    the same on sm_90a: tiles by TMA, wgmma (int8_sm90a.cu)
 #include "linear/int8.cuh"
 
 // ---- tokens ----------------------------------------------------------------------------------------------------

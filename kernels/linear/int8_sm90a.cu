@@ -1,10 +1,10 @@
-// W8A8 products on Hopper (sm_90a): tiles by the bulk tensor copy engine, products by wgmma.
+// W8A8 products on Hopper (sm_90a): tiles by TMA, products by wgmma.
 //
 // One warp fills the stages of a ring in shared memory, one or two warpgroups multiply what is in them:
 //
-//     copy engine --full[stage]--> wgmma, 64 tokens x 128 channels an instruction --empty[stage]--> copy engine
+//     TMA --full[stage]--> wgmma, 64 tokens x 128 channels an instruction --empty[stage]--> TMA
 //
-// A row of a stage is 128 bytes of k, in the 128-byte swizzle that both the engine and wgmma know. Blocks are
+// A row of a stage is 128 bytes of k, in the 128-byte swizzle that both TMA and wgmma know. Blocks are
 // persistent, so the ring fills with the next tile while the last one is rescaled and written.
 //
 // A cluster is SHARE x SPLIT blocks. SHARE of them take neighbouring tiles of tokens and the same channels: each reads

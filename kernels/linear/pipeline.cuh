@@ -1,4 +1,5 @@
-// How weights and scales get from global memory to shared memory in the products of few tokens.
+// How codes and scales get from global memory to shared memory in the products of few tokens: stages of k-tiles, filled
+// by TMA (boxes of 16 rows x one or two k-tiles) or by cp.async.
 #pragma once
 #include "common/sync.cuh"
 #include "linear/codebook.cuh"
@@ -8,7 +9,7 @@ __device__ __forceinline__ unsigned divided(unsigned a, unsigned reciprocal, uns
     return b == 1 ? a : __umulhi(a, reciprocal);
 }
 
-// Whether weights are copied by the bulk copy engine, in boxes of an item; not where ptxas gives such kernels a stack.
+// Whether weights are copied by TMA, in boxes of k-tiles; not where ptxas gives such kernels a stack.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 constexpr bool BULK = true;
 #else
@@ -25,9 +26,8 @@ static_assert(X_BARRIERS_AT + 16 * 8 <= HEAD, "a barrier of x for each of up to 
 // ... and in the FEW_HEAD bytes of linear_few behind these the barriers of its sums: of up to 4 slots of 16 teams.
 static_assert(HEAD + 16 * 4 * 16 <= FEW_HEAD, "two barriers of 8 bytes a slot");
 
-// Where the scales of a weight come from, and how a turn of them gets to shared memory: for each of `rows` rows the
-// bytes of `span` items.
-struct Scales {
+// Where the scales of a weight come from, and how those of 16 rows and some k-tiles get to shared memory.
+struct ScaleCopy {
     const char* absmax;
     const float* nested_absmax;  // double quantization: float32[blocks / 256], or null
     const float* nested_offset;
@@ -98,10 +98,10 @@ struct Scales {
     }
 };
 
-// Scales that are not copied as they are stored, where rows are whole items: each lane brings those of an item of a row
-// and of the row 8 below it to shared memory, by way of registers.
+// Scales that are expanded on their way, where rows are whole k-tiles: each lane brings those of a k-tile of a row and
+// of the row 8 below it to shared memory, through registers.
 template <typename Decoder>
-struct SpreadScales {
+struct ScaleExpansion {
     static constexpr int SUBS = Decoder::SCALE_BYTES / 4, LEAST_SHIFT = SUBS == 2 ? 6 : SUBS == 4 ? 5 : 4;
     const char* absmax;
     const float* nested_absmax;  // or null
@@ -145,21 +145,21 @@ struct SpreadScales {
 };
 
 // The weights of BOX items in shared memory: rows as they are stored, or permuted in pieces of 16 bytes as the swizzle
-// of the copy engine for rows of 64 or 128 bytes does it, so that the lanes which read together meet in no bank.
+// of TMA for rows of 64 or 128 bytes does it, so that the lanes which read together meet in no bank.
 template <typename Decoder, int BOX = 1>
-struct Slot {
+struct WeightStage {
     static constexpr int ROW = BOX * Decoder::ITEM_BYTES, BYTES = ITEM_ROWS * ROW;
 
-    // The same for a row and the one 8 below it.
-    __device__ __forceinline__ static int turn(int row) {
-        return BOX == 1 ? row / 2 % Decoder::TURNS * 16 : row % 8 * 16;
+    // By what the place of byte `at` of a row is exclusive-ored: the same for a row and the one 8 below it.
+    __device__ __forceinline__ static int swizzle(int row) {
+        return BOX == 1 ? row / 2 % Decoder::SWIZZLE_PERIOD * 16 : row % 8 * 16;
     }
 
     // Of a tile the row that with the one 8 below it is that of the lanes g: of those that read 16 bytes together, or
     // 8, the turns must differ in the item's bit, or in the two bits of 32 bytes.
     __device__ __forceinline__ static int row(int g) {
         if (BOX == 1) return Decoder::row(g);
-        return Decoder::OWN ? (g & 1) << 2 | g >> 1 : (g & 3) << 1 | g >> 2;
+        return Decoder::ONE_READ ? (g & 1) << 2 | g >> 1 : (g & 3) << 1 | g >> 2;
     }
 
     // Start to copy the part of lane t of a row, of which `left` bytes are there; it may start anywhere if not `wide`.
@@ -168,7 +168,7 @@ struct Slot {
         const int size = wide ? 16 : 4;
 #pragma unroll 1
         for (int at = t * size; at < min(left, ROW); at += 4 * size) {
-            const unsigned to = slot + row * ROW + (at ^ turn(row));
+            const unsigned to = slot + row * ROW + (at ^ swizzle(row));
             copy_async_if<16>(to, source + at, wide);
             copy_async_if<4>(to, source + at, !wide);
         }
@@ -178,8 +178,8 @@ struct Slot {
 // How a warp copies 16 rows of ITEMS items that begin at multiples of 16 bytes, to slots of BOX: as few rows at once as
 // can be, because each takes a pass through the tags of the L1 cache.
 template <typename Decoder, int ITEMS, int BOX = 1>
-struct Rows {
-    using Slot = ::Slot<Decoder, BOX>;
+struct WeightCopy {
+    using WeightStage = ::WeightStage<Decoder, BOX>;
     static constexpr int BYTES = ITEMS * Decoder::ITEM_BYTES, PIECES = BYTES / 16;
     static constexpr bool WHOLE = PIECES >= 4 && (PIECES & (PIECES - 1)) == 0;
     static constexpr int AT_ONCE = WHOLE ? WARP / PIECES : 8;
@@ -190,7 +190,8 @@ struct Rows {
 
     // Where byte `at` of a row of a unit stands in its slots.
     __device__ __forceinline__ static int place(int row, int at) {
-        return at / Slot::ROW * Slot::BYTES + row * Slot::ROW + (at % Slot::ROW ^ Slot::turn(row));
+        return at / WeightStage::ROW * WeightStage::BYTES + row * WeightStage::ROW +
+               (at % WeightStage::ROW ^ WeightStage::swizzle(row));
     }
 
     // Start to copy; `source` is where this lane begins, and `left` bytes of each row are there.
@@ -205,13 +206,13 @@ struct Rows {
     }
 };
 
-// Fill the table with the values of the codebook, and return `power` of take_value. Waits for the kernel before this
-// one when nothing else is left to do.
+// Fill the table with the values of the codebook, and return `power` of codebook_value. Waits for the kernel before
+// this one when nothing else is left to do.
 template <typename Decoder, bool ONE>
 __device__ __forceinline__ float fill_table(unsigned table, const float* values, const Values& codebook) {
     float power;
-    const float mine = take_value<Decoder::VALUES>(values, codebook, power);
-    Decoder::template build<ONE>(table, mine, threadIdx.x, blockDim.x);
+    const float mine = codebook_value<Decoder::VALUES>(values, codebook, power);
+    Decoder::template fill<ONE>(table, mine, threadIdx.x, blockDim.x);
     wait_for_previous();
     return power;
 }

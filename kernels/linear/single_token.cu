@@ -1,27 +1,46 @@
-// Products of one token with compressed weights on any GPU from sm_80 on.
+// linear_one: the GEMV y = W x with compressed weights on any GPU from sm_80 on (kbitcupy/products/small_batch.py).
+//
+//     W codes, scales --TMA or cp.async--> a stage of ITEMS k-tiles for each warp --decode--> fragments --mma.sync-->
+//     sums x --once, in the order of the fragments--> shared memory --------------------------------------------^
+//
+// linear_few keeps x in registers, so that a warp stays in its part of k. One token is so little that all of it fits
+// shared memory: any warp takes any k-tile, and all have the same work to the last one. What limits it is what limits
+// linear_few: see small_batch.cu.
 #include "linear/epilogue.cuh"
 #include "linear/single_token.cuh"
 
-// y[n] = x[k] W[n, k]^T for one token; tiles are whole, and rows whole units of ITEMS items that begin at multiples of
-// 16 bytes.
+// Tiles are whole, and rows whole units of ITEMS k-tiles that begin at multiples of 16 bytes. Each thread block has a
+// run of tiles of 16 rows, whose units stand in a row, tile after tile; each warp takes an equal part of them. As soon
+// as a warp has read a box of a unit from its stage, it starts to copy that of the next one there. It leaves a sum for
+// each tile that it meets: at place tile + warp, which grows with every one of them. Those of a tile are added up in
+// their order.
 //
-// Each thread block has a run of tiles of 16 rows, whose units of ITEMS items stand in a row, tile after tile; each
-// warp takes an equal part of them. x is in shared memory, arranged. The weights pass through a slot of a warp, which
-// starts to copy a box of the next unit as soon as it has read that of this one. A warp leaves a sum for each tile that
-// it meets: at place tile + warp, which grows with every one of them. Those of a tile are added up in their order.
+// Decoder   of the weights (decoder.cuh)
+// ITEMS     k-tiles of a unit
+// WARPS     of a thread block
+// Layout    the sizes of Decoder that the host reckons with
 template <typename Decoder, int ITEMS, int WARPS, typename Layout>
 __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
-    const typename Decoder::Type* x, const char* packed, const char* absmax, const float* tensor_scale,
-    const float* values, const void* bias, typename Decoder::Type* y, int bias_kind, int n, int k, int run,
-    const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights) {
+    const typename Decoder::Type* x,  // [k]
+    const char* packed,               // [n, bytes of a row] codes
+    const char* absmax,               // [n * k / block] scales, used as they are stored
+    const float* tensor_scale,        // [1], or null: 1
+    const float* values,              // [VALUES] the codebook, or null: then that of `codebook`
+    const void* bias,                 // [n], see bias_at
+    typename Decoder::Type* y,        // [n]
+    int bias_kind,                    // see bias_at
+    int n, int k,                     // rows of W, elements of a row
+    int run,                          // tiles of a thread block, or one less
+    const __grid_constant__ Values codebook,
+    const __grid_constant__ TensorMap map_of_weights) {  // of packed: boxes of 16 rows x the bytes of TmaBox
 #if __CUDA_ARCH__ >= 800
     static_assert(Layout::template IS_OF<Decoder>, "the host reckons with other sizes");
     using T = typename Decoder::Type;
-    using One = OneToken<Decoder>;
-    using Box = ::Box<Decoder, ITEMS>;
-    using Line = ::Line<Decoder>;
+    using One = SingleToken<Decoder>;
+    using TmaBox = ::TmaBox<Decoder, ITEMS>;
+    using XLine = ::XLine<Decoder>;
     constexpr int UNIT = ITEMS * Decoder::ITEM_BYTES, SCALE_UNIT = ITEMS * Decoder::SCALE_BYTES;
-    constexpr int UNIT_BYTES = Box::BOXES * Box::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
+    constexpr int UNIT_BYTES = TmaBox::BOXES * TmaBox::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
     constexpr int SCALE_PIECE = SCALE_UNIT < 16 ? SCALE_UNIT : 16, SCALE_PIECES = SCALE_UNIT / SCALE_PIECE;
     extern __shared__ uint4 dynamic[];
     const unsigned window = shared_address(dynamic);
@@ -45,36 +64,36 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
 
     // What to copy next.
     const int pitch = items * Decoder::ITEM_BYTES, scale_pitch = items * Decoder::SCALE_BYTES;
-    const unsigned my_slot = shared_address(slots) + warp * UNIT_BYTES;
+    const unsigned my_stage = shared_address(slots) + warp * UNIT_BYTES;
     const unsigned my_scales = shared_address(stages) + warp * SCALES;
     const unsigned scales_to = opaque(my_scales + lane * SCALE_PIECE);
-    const unsigned barriers = shared_address(head) + BARRIERS_AT + warp * (Box::BOXES * 8);
+    const unsigned barriers = shared_address(head) + BARRIERS_AT + warp * (TmaBox::BOXES * 8);
     if (BULK && lane == 0) {
-        for (int b = 0; b < Box::BOXES; ++b) barrier_init(barriers + b * 8, 1);
+        for (int b = 0; b < TmaBox::BOXES; ++b) barrier_init(barriers + b * 8, 1);
         fence_barrier_init();
     }
     __syncwarp();
     int ahead_byte = unit * UNIT, ahead_row = (first + tile) * ITEM_ROWS;
     unsigned scale_source =
         unsigned(ahead_row + lane / SCALE_PIECES) * scale_pitch + unit * SCALE_UNIT + lane % SCALE_PIECES * SCALE_PIECE;
-    // Box b of it, and its scales, behind which comes the next unit. Where they go depends on `seen`, bits of all that
-    // was read from there, as far as the compiler knows: a read that still waits in its queue could otherwise find what
-    // the copy engine brings.
-    const unsigned nothing = unsigned(bias_kind) >> 8;
+    // Box b of it, and its scales, behind which comes the next unit; behind `seen`, bits of all that was read from
+    // there.
+    const unsigned zero = unsigned(bias_kind) >> 8;  // see ordered_after
     auto start = [&](int b, bool there, unsigned seen) {
-        const unsigned target = my_slot + b * Box::BYTES + (seen & nothing);
+        const unsigned target = ordered_after(my_stage + b * TmaBox::BYTES, seen, zero);
         if constexpr (BULK) {
             if (there && elect_lane()) {
-                barrier_expect(barriers + b * 8, Box::BYTES);
-                copy_box(target, &map_of_weights, ahead_byte + b * Box::ROW, ahead_row, barriers + b * 8);
+                barrier_expect(barriers + b * 8, TmaBox::BYTES);
+                copy_box(target, &map_of_weights, ahead_byte + b * TmaBox::ROW, ahead_row, barriers + b * 8);
             }
         } else {
-            const char* source = packed + (long long)ahead_row * pitch + ahead_byte + b * Box::ROW;
+            const char* source = packed + (long long)ahead_row * pitch + ahead_byte + b * TmaBox::ROW;
 #pragma unroll
-            for (int i = 0; i < Box::BYTES; i += WARP * 16) {
-                const int at = i + lane * 16, row = at / Box::ROW, byte = at % Box::ROW;
+            for (int i = 0; i < TmaBox::BYTES; i += WARP * 16) {
+                const int at = i + lane * 16, row = at / TmaBox::ROW, byte = at % TmaBox::ROW;
                 copy_async_if<16>(
-                    target + Box::place(row, byte), source + (long long)row * pitch + byte, there && at < Box::BYTES);
+                    target + TmaBox::place(row, byte), source + (long long)row * pitch + byte,
+                    there && at < TmaBox::BYTES);
             }
         }
     };
@@ -82,7 +101,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
 #pragma unroll
         for (int i = 0; i < ITEM_ROWS * SCALE_PIECES; i += WARP)
             copy_async_if<SCALE_PIECE>(
-                scales_to + (seen & nothing) + i * SCALE_PIECE,
+                ordered_after(scales_to + i * SCALE_PIECE, seen, zero),
                 absmax + (scale_source + unsigned(i / SCALE_PIECES) * scale_pitch),
                 there && i + lane < ITEM_ROWS * SCALE_PIECES);
         commit_copies();
@@ -95,37 +114,38 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     // x for the blocks of 32, in the order of the boxes, where lane t has COUNT blocks in a row. It is asked for before
     // the weights, which would keep it waiting.
     auto store_x = [&](unsigned (&w)[16], int i) {
-        One::arrange(w);
-        const int own = i % (4 * Box::COUNT), item = i / (4 * Box::COUNT) * Box::COUNT + own % Box::COUNT;
+        One::arrange_x(w);
+        const int own = i % (4 * TmaBox::COUNT), item = i / (4 * TmaBox::COUNT) * TmaBox::COUNT + own % TmaBox::COUNT;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const unsigned* v = w + j / 2 * 8 + j % 2;
-            *reinterpret_cast<uint4*>(lines + (2 * item + j / 2) * Line::STEP + j % 2 * 64 + own / Box::COUNT * 16) =
+            *reinterpret_cast<uint4*>(
+                lines + (2 * item + j / 2) * XLine::STEP + j % 2 * 64 + own / TmaBox::COUNT * 16) =
                 make_uint4(v[0], v[2], v[4], v[6]);
         }
     };
     const int mine = threadIdx.x, blocks = items * 4;
     unsigned w[16];
-    if (mine < blocks) One::load_x(w, x + mine * ROW);
+    if (mine < blocks) One::load_x_global(w, x + mine * ROW);
     float tensor = 1.0f;
     read_number(tensor, tensor_scale);
 #pragma unroll
-    for (int b = 0; b < Box::BOXES; ++b) start(b, begin < end, 0u);
+    for (int b = 0; b < TmaBox::BOXES; ++b) start(b, begin < end, 0u);
     start_scales(begin < end, 0u);
     if (mine < blocks) store_x(w, mine);
     for (int i = mine + blockDim.x; i < blocks; i += blockDim.x) {
-        One::load_x(w, x + i * ROW);
+        One::load_x_global(w, x + i * ROW);
         store_x(w, i);
     }
     __syncthreads();
 
     const unsigned offset = opaque(Decoder::lane_offset(lane));
-    const unsigned slot_from = opaque(my_slot + Box::place(g, t * Box::OWN));
+    const unsigned stage_from = opaque(my_stage + TmaBox::place(g, t * TmaBox::OWN));
     const unsigned scales_from = opaque(my_scales + g * SCALE_UNIT);
     const unsigned first_line = opaque(shared_address(lines) + g % 2 * 64 + t * 16);
-    const unsigned line_end = opaque(first_line + items * 2 * Line::STEP);
+    const unsigned line_end = opaque(first_line + items * 2 * XLine::STEP);
     const unsigned has_x = opaque(g / 2 == t);
-    unsigned word_x[8] = {}, line = first_line + unit * ITEMS * 2 * Line::STEP, parity = 0, seen_scales;
+    unsigned word_x[8] = {}, line = first_line + unit * ITEMS * 2 * XLine::STEP, parity = 0, seen_scales;
     float acc[2] = {};
     auto leave = [&] {  // the sums of a tile, of the four lanes
         float* to = sums + (tile + warp) * ITEM_ROWS;
@@ -136,29 +156,30 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     };
     for (int left = opaque(end - begin); left > 0; --left) {
 #pragma unroll
-        for (int b = 0; b < Box::BOXES; ++b) {
+        for (int b = 0; b < TmaBox::BOXES; ++b) {
             if (BULK) barrier_wait(barriers + b * 8, parity);
             if (b == 0) wait_copies<0>();
             __syncwarp();
-            unsigned word[2][Box::WORDS], seen = 0;
+            unsigned word[2][TmaBox::WORDS], seen = 0;
             if (b == 0) seen_scales = 0;
-            typename One::template Scales<Box::COUNT> scale[2];
+            typename One::template Scales<TmaBox::COUNT> scale[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                scale[h].read(scales_from + h * 8 * SCALE_UNIT + b * Box::COUNT * Decoder::SCALE_BYTES, t, seen_scales);
-                Box::read(word[h], slot_from + b * Box::BYTES + h * 8 * Box::ROW, seen);
+                scale[h].read(
+                    scales_from + h * 8 * SCALE_UNIT + b * TmaBox::COUNT * Decoder::SCALE_BYTES, t, seen_scales);
+                TmaBox::read(word[h], stage_from + b * TmaBox::BYTES + h * 8 * TmaBox::ROW, seen);
             }
             __syncwarp();
             start(b, left > 1, seen);
-            if (b == Box::BOXES - 1) start_scales(left > 1, seen_scales);
+            if (b == TmaBox::BOXES - 1) start_scales(left > 1, seen_scales);
             float part[2][4] = {};
 #pragma unroll
-            for (int j = 0; j < Box::COUNT; ++j) {
-                const Line from{line + (b * Box::COUNT + j) * 2 * Line::STEP, has_x != 0};
-                One::template multiply<Box::COUNT>(word, j, word_x, from, offset, scale, part, acc);
+            for (int j = 0; j < TmaBox::COUNT; ++j) {
+                const XLine from{line + (b * TmaBox::COUNT + j) * 2 * XLine::STEP, has_x != 0};
+                One::template multiply<TmaBox::COUNT>(word, j, word_x, from, offset, scale, part, acc);
             }
         }
-        parity ^= 1, line += ITEMS * 2 * Line::STEP;
+        parity ^= 1, line += ITEMS * 2 * XLine::STEP;
         if (line == line_end) {
             leave();
             ++tile, line = first_line;
@@ -171,7 +192,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
         float sum = 0.0f;
         for (int w = quotient(down * units, part); w * part < (down + 1) * units; ++w)
             sum += sums[(down + w) * ITEM_ROWS + i % ITEM_ROWS];
-        store(y + to, sum * tensor * (One::AFTER / power) + bias_at<T>(bias, bias_kind, to));
+        store(y + to, sum * tensor * (One::EPILOGUE_SCALE / power) + bias_at<T>(bias, bias_kind, to));
     }
 #endif
 }

@@ -1,4 +1,4 @@
-// Weights as operands of the tensor cores where there is one token.
+// Fragments of linear_one: weights as operands of mma where there is one token.
 //
 // The eight columns of B are then free. Column 2t + h is for lane t: of each eight weights that it looks up of a row,
 // four belong to h = 0 and four to h = 1, and A has the former where mma has row g and the latter where it has row g +
@@ -16,27 +16,26 @@
 #pragma once
 #include "linear/pipeline.cuh"
 
-// How a box stands in shared memory: rows of 128 bytes permuted in pieces of 16 as the 128-byte swizzle of the copy
-// engine does it, others as they are. What eight lanes read together, 16 bytes each, or 16 lanes 8 each, meets in no
-// bank.
+// How a box stands in shared memory: rows of 128 bytes in the 128-byte swizzle of TMA, others as they are. What eight
+// lanes read together, 16 bytes each, or 16 lanes 8 each, meets in no bank.
 template <typename Decoder, int ITEMS>
-struct Box {
+struct TmaBox {
     // Items of a box; kbit4 and wider formats have no more room in 256 bytes, or no swizzle.
     static constexpr int COUNT = Decoder::ITEM_BYTES > 48 ? 2 : ITEMS, BOXES = ITEMS / COUNT;
     static constexpr int ROW = COUNT * Decoder::ITEM_BYTES, BYTES = ITEM_ROWS * ROW;
-    static constexpr bool TURNED = ROW == 128;
+    static constexpr bool SWIZZLED = ROW == 128;
     static constexpr int OWN = ROW / 4, PIECE = OWN % 16 ? 8 : 16, WORDS = OWN / 4;
 
     // Where byte `at` of a row stands.
     __device__ __forceinline__ static int place(int row, int at) {
-        return row * ROW + (TURNED ? at ^ row % 8 * 16 : at);
+        return row * ROW + (SWIZZLED ? at ^ row % 8 * 16 : at);
     }
 
     // What lane t owns of a row, from place(row, t * OWN) on; `seen` gets bits of all of it.
     __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned from, unsigned& seen) {
 #pragma unroll
         for (int i = 0; i < OWN / PIECE; ++i) {
-            const unsigned source = TURNED ? from ^ i * PIECE : from + i * PIECE;
+            const unsigned source = SWIZZLED ? from ^ i * PIECE : from + i * PIECE;
             if constexpr (PIECE == 16) {
                 const uint4 v = shared_at<uint4>(source);
                 word[4 * i] = v.x, word[4 * i + 1] = v.y, word[4 * i + 2] = v.z, word[4 * i + 3] = v.w;
@@ -52,11 +51,11 @@ struct Box {
 
 // What the decoders differ in.
 //     Scales<COUNT>      of a row of a box, of the blocks that a lane owns; read(row, t, seen) from those of the row
-//     AFTER              what the sums lack
-//     load_x             the 16 words of x for a block, in the order of `multiply`
+//     EPILOGUE_SCALE     what the epilogue must multiply sums by, beside 1 / power of the table
+//     load_x_global, arrange_x    the 16 words of x for a block, in the order of `multiply`
 //     multiply           acc += a block of 16 rows, COUNT blocks one after the other; `part` is zero before the first
 template <typename Decoder>
-struct OneToken;
+struct SingleToken;
 
 // A number from global memory, where there is one. It may still be on its way.
 __device__ __forceinline__ void read_number(float& number, const float* p) {
@@ -66,7 +65,7 @@ __device__ __forceinline__ void read_number(float& number, const float* p) {
 // Where the x of a lane for a block stands in shared memory: two lines of 16 bytes; only eight lanes have any, the
 // registers of others are zero.
 template <typename Decoder>
-struct Line {
+struct XLine {
     static constexpr int STEP = Decoder::GAPS ? ENTRY_STRIDE : 128;
     unsigned at;
     bool mine;
@@ -78,11 +77,11 @@ struct Line {
 };
 
 template <typename T_, int K, int FORMAT>
-struct OneToken<Kbit<T_, K, FORMAT>> {
+struct SingleToken<Kbit<T_, K, FORMAT>> {
     using T = T_;
     using Decoder = Kbit<T, K, FORMAT>;
     static constexpr int WORDS = K;
-    static constexpr float AFTER = FORMAT == E4M4 ? E4m4Pair<__half>::FACTOR : 1.0f;
+    static constexpr float EPILOGUE_SCALE = FORMAT == E4M4 ? E4m4Pair<__half>::FACTOR : 1.0f;
 
     template <int COUNT>
     struct Scales {
@@ -107,14 +106,14 @@ struct OneToken<Kbit<T_, K, FORMAT>> {
         }
     };
 
-    __device__ __forceinline__ static void load_x(unsigned (&word)[16], const T* x) {
-        Decoder::load_x(word, x, true, ROW, 0);
+    __device__ __forceinline__ static void load_x_global(unsigned (&word)[16], const T* x) {
+        Decoder::load_x_global(word, x, true, ROW, 0);
     }
-    __device__ __forceinline__ static void arrange(unsigned (&word)[16]) { Decoder::arrange(word); }
+    __device__ __forceinline__ static void arrange_x(unsigned (&word)[16]) { Decoder::arrange_x(word); }
 
     template <int COUNT>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&word)[2][K * COUNT], int block, unsigned (&x)[8], Line<Decoder> line, unsigned lane,
+        const unsigned (&word)[2][K * COUNT], int block, unsigned (&x)[8], XLine<Decoder> line, unsigned lane,
         const Scales<COUNT> (&scales)[2], float (&)[2][4], float (&acc)[2]) {
         unsigned own[2][K], field[2][Decoder::FIELDS];
 #pragma unroll
@@ -131,8 +130,8 @@ struct OneToken<Kbit<T_, K, FORMAT>> {
                     unsigned first[4], second[4];
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        first[j] = entry(entry_offset(field[i][2 * j], s, lane));
-                        second[j] = entry<128>(entry_offset(field[i][2 * j + 1], s, lane));
+                        first[j] = table_entry(entry_offset(field[i][2 * j], s, lane));
+                        second[j] = table_entry<128>(entry_offset(field[i][2 * j + 1], s, lane));
                     }
                     mma<T>(part[i], first[0], first[1], first[2], first[3], x[2 * s], x[2 * s + 1]);
                     mma<T>(part[i], second[0], second[1], second[2], second[3], x[2 * s], x[2 * s + 1]);
@@ -149,11 +148,11 @@ struct OneToken<Kbit<T_, K, FORMAT>> {
 };
 
 template <typename T_, int SUB>
-struct OneToken<Table4<T_, SUB>> {
+struct SingleToken<Table4<T_, SUB>> {
     using T = T_;
     using Decoder = Table4<T, SUB>;
     static constexpr int WORDS = 4;
-    static constexpr float AFTER = 1.0f;
+    static constexpr float EPILOGUE_SCALE = 1.0f;
 
     template <int COUNT>
     struct Scales {
@@ -168,15 +167,15 @@ struct OneToken<Table4<T_, SUB>> {
         }
     };
 
-    __device__ __forceinline__ static void load_x(unsigned (&word)[16], const T* x) {
+    __device__ __forceinline__ static void load_x_global(unsigned (&word)[16], const T* x) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_global_if(word + 4 * i, reinterpret_cast<const uint4*>(x) + i, true);
     }
-    __device__ __forceinline__ static void arrange(unsigned (&)[16]) {}
+    __device__ __forceinline__ static void arrange_x(unsigned (&)[16]) {}
 
     template <int COUNT>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&word)[2][4 * COUNT], int block, unsigned (&x)[8], Line<Decoder> line, unsigned lane,
+        const unsigned (&word)[2][4 * COUNT], int block, unsigned (&x)[8], XLine<Decoder> line, unsigned lane,
         const Scales<COUNT> (&scales)[2], float (&part)[2][4], float (&acc)[2]) {
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
@@ -185,7 +184,7 @@ struct OneToken<Table4<T_, SUB>> {
             for (int i = 0; i < 2; ++i) {
                 unsigned a[4];
 #pragma unroll
-                for (int b = 0; b < 4; ++b) a[b] = entry(entry_offset(word[i][block * 4 + s], b, lane));
+                for (int b = 0; b < 4; ++b) a[b] = table_entry(entry_offset(word[i][block * 4 + s], b, lane));
                 mma<T>(part[i], a[0], a[1], a[2], a[3], x[2 * s], x[2 * s + 1]);
             }
             const int done = block * ROW + 8 * (s + 1);

@@ -1,4 +1,31 @@
-// Products of up to 32 tokens, and of mixtures of experts, with compressed weights on any GPU from sm_80 on.
+// linear_few: the small-batch GEMM y = x W^T with compressed weights, for 1 to 32 tokens and for mixtures of experts,
+// on any GPU from sm_80 on (kbitcupy/products/small_batch.py).
+//
+//     W codes, scales --TMA or cp.async--> a stage for each k-tile of a warp --decode--> fragments \\
+//     x --TMA, cp.async or plain loads--> registers, for as long as the block lives ------------------ mma.sync -->
+//     sums sums of the warps that share k --ring in shared memory--> one of them adds up --epilogue--> y, or partial
+//     sums
+//
+// Each thread block has a run of tiles of 16 rows. Teams of its warps share out the tiles, the warps of a team k: each
+// keeps its part of x in registers, ITEMS k-tiles, and goes through one tile after the other. As soon as a warp has
+// read a k-tile's codes from its stage, it starts to copy those of the next tile there.
+//
+// The sums of a tile go through a ring of slots in shared memory. One warp of the team, another for each tile, adds
+// them up in the order of the warps, and only a few tiles later: so warps need not keep step.
+//
+// Split-k: gridDim.z thread blocks share k, each writes partial[blockIdx.z][m][n], and add_partials adds them up. Or
+// they are a cluster, BLOCKS of them: each slot of the ring is in one of them, and the others write to it. Then each
+// block has less of x to read than if it had all of k and fewer tiles.
+//
+// What limited each version, as a fraction of the time that the bytes of a 28672 x 8192 kbit4 weight need on an H200:
+//   - the first prototype had an integer division in its loop and an uneven last wave, which cost .08;
+//   - the second one, .62: the data pipe of shared memory was at 80 %, issue slots at 52 %, DRAM at 53 %. Loads of x,
+//     one set for 16 rows, and of scales, a byte each, took three fifths of it; table lookups two fifths;
+//   - this one keeps x in registers and copies four scales at once: .84 to .92; 8192 x 8192 .66 to .74. A weight of
+//   4096 x
+//     4096, .38 to .42 in 5 us, waits for its first data: .54 us from block to block, 1 us for the table, .6 us for the
+//     first loads. All requests at once delay each other, so there one group of k-tiles is asked for first, and 8 warps
+//     with half in flight beat 16 with everything.
 #include "linear/epilogue.cuh"
 #include "linear/pipeline.cuh"
 
@@ -14,26 +41,13 @@
 //         staged                 whether x comes by way of shared memory
 //         per_warps, per_teams   for quotients by these two numbers
 
-// y[m, n] = x[m, k] W[n, k]^T for EIGHTS * 8 tokens a thread block, gridDim.x of them.
-//
-// Each thread block has a run of tiles of 16 rows. Teams of its warps share out the tiles, the warps of a team k: each
-// keeps its part of x in registers, ITEMS items of k, and meets with it one tile after the other. The weights pass
-// through shared memory: a warp has a slot of its own there for each of its items, and as soon as it has read an item
-// starts to copy that of the next tile. gridDim.z thread blocks share k: then partial[gridDim.z][m][n] receives the
-// sums, and add_partials adds them up.
-//
-// The sums of a tile go through a ring of slots in shared memory. One warp of the team, another for each tile, adds
-// them up in the order of the warps, and only a few tiles later: so warps need not keep step.
-//
-// Or BLOCKS thread blocks, a cluster, share k: each slot of the ring is in one of them, and the others write to it.
-// Then each block has less of x to read than if it had all of k and fewer tiles.
-//
-// FLOW: IN_CHUNKS where a warp may have more than ITEMS items. Otherwise all of them go through at once, in whole tiles
-// and rows of whole items that begin at multiples of 16 bytes. A warp has whole groups of them; x is zero where they
-// are not its own. Scales are copied as they are, or SPREAD, by way of registers.
-//
-// GROUPED: W is [experts][n][k] and thread block x takes the tokens of groups[x]: product number p = order[i] is
-// that of row p / divisor of x; expert e has tensor_scale[e * scale_step]. Otherwise the tokens are taken as they come.
+// How the k of a thread block goes through:
+//     IN_CHUNKS        a warp may have more than ITEMS k-tiles, so x is loaded again for each chunk of them
+//     AT_ONCE          all of it at once, in whole tiles and rows of whole k-tiles that begin at multiples of 16 bytes.
+//     A
+//                      warp has whole groups of k-tiles; x is zero where they are not its own. Scales are copied as
+//                      they are
+//     AT_ONCE_SPREAD   ... or expanded on their way, through registers
 enum Flow { IN_CHUNKS, AT_ONCE, AT_ONCE_SPREAD };
 
 #if __CUDA_ARCH__ >= 900
@@ -42,14 +56,35 @@ enum Flow { IN_CHUNKS, AT_ONCE, AT_ONCE_SPREAD };
 #define ALONG_Z(BLOCKS)
 #endif
 
+// Decoder   of the weights (decoder.cuh)
+// EIGHTS    tokens of a thread block, in n-tiles of 8
+// ITEMS     the most k-tiles of a warp at a time; 1: tiles or rows may be cut off, and start anywhere
+// GROUPED   W is [experts][n][k] and thread block x takes the products of groups[x], of one expert
+// FLOW      see Flow
+// BLOCKS    of a cluster that shares k; 1: no cluster
+// Layout    the sizes of Decoder that the host reckons with
 template <typename Decoder, int EIGHTS, int ITEMS, bool GROUPED, int FLOW, int BLOCKS, typename Layout>
 __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
-    const typename Decoder::Type* x, const char* packed, const char* absmax, const float* nested_absmax,
-    const float* nested_offset, const float* tensor_scale, const float* values, const void* bias,
-    typename Decoder::Type* y, float* partial, const Group* groups, const int* order, int divisor, int scale_step,
-    int bias_kind, int tokens, int n, int k, int block, const __grid_constant__ Cut cut,
-    const __grid_constant__ Values codebook, const __grid_constant__ TensorMap map_of_weights,
-    const __grid_constant__ TensorMap map_of_x) {
+    const typename Decoder::Type* x,  // [tokens, k]
+    const char* packed,               // [n, bytes of a row] codes
+    const char* absmax,               // [n * k / block] scales, as Decoder stores them
+    const float* nested_absmax,       // [blocks / 256], double quantization: the scales of the codes in absmax; or null
+    const float* nested_offset,       // [1], added to all of them
+    const float* tensor_scale,        // [1], or [experts] with a scale_step of 1; null: 1
+    const float* values,              // [VALUES] the codebook, or null: then that of `codebook`
+    const void* bias,                 // [n], see bias_at
+    typename Decoder::Type* y,        // [tokens, n]
+    float* partial,                   // [gridDim.z, tokens, n] sums in place of y, or null
+    const Group* groups,              // [gridDim.x], GROUPED
+    const int* order,                 // [products], GROUPED: product number order[i] is entry i of the groups
+    int divisor,                      // GROUPED: product p is that of row p / divisor of x
+    int scale_step,                   // GROUPED: expert e has tensor_scale[e * scale_step]
+    int bias_kind,                    // see bias_at
+    int tokens, int n, int k,         // rows of x, rows of W (of one expert), elements of a row
+    int block,                        // elements that share a scale, a power of two
+    const __grid_constant__ Cut cut, const __grid_constant__ Values codebook,
+    const __grid_constant__ TensorMap map_of_weights,  // of packed: boxes of 16 rows x the bytes of BOX k-tiles
+    const __grid_constant__ TensorMap map_of_x) {      // boxes of 8 tokens x 64 elements, in the 128-byte swizzle
 #if __CUDA_ARCH__ >= 800  // Turing's 64 KiB of shared memory are too few: the host never asks it
     static_assert(Layout::template IS_OF<Decoder>, "the host reckons with other sizes");
     using T = typename Decoder::Type;
@@ -58,14 +93,14 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // time, and how many of them in one box.
     constexpr bool EVEN = ITEMS > 1, ONCE = FLOW != IN_CHUNKS, SPREAD = FLOW == AT_ONCE_SPREAD;
     constexpr int GROUP = ITEMS == 4 ? 2 : 1, BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
-    using Slot = ::Slot<Decoder, BOX>;
-    using Rows = ::Rows<Decoder, GROUP, BOX>;
-    constexpr int GROUP_BYTES = GROUP / BOX * Slot::BYTES, GROUPS = ITEMS / GROUP;
+    using WeightStage = ::WeightStage<Decoder, BOX>;
+    using WeightCopy = ::WeightCopy<Decoder, GROUP, BOX>;
+    constexpr int GROUP_BYTES = GROUP / BOX * WeightStage::BYTES, GROUPS = ITEMS / GROUP;
     constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, EIGHT = SCALES / 2;
     constexpr int X_BYTES = TOKENS * ITEM_K * 2;
-    // By way of shared memory whole lines of x are read, once for all teams; in a cluster by the copy engine.
+    // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
     constexpr bool X_BULK = BULK && EVEN && CLUSTER > 1;
-    // Whether the copy engine is at first asked for one group only: where all thread blocks ask for everything at once,
+    // Whether TMA is at first asked for one group only: where all thread blocks ask for everything at once,
     // all of them get it late, x too.
     constexpr bool HELD_BACK = X_BULK && FLOW == AT_ONCE;
     extern __shared__ uint4 dynamic[];
@@ -81,7 +116,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         reinterpret_cast<float*>(x_stage + cut.staged * (cut.warps * cut.items * X_BYTES + X_GAP));  // if without gaps
 
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
-    const int my_row = Slot::row(g);
+    const int my_row = WeightStage::row(g);
     const int teams = cut.teams, team = divided(warp, cut.per_warps, cut.warps), mate = warp - team * cut.warps;
     const int first = blockIdx.y * cut.run, last = min((n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
     const int my_first = first + team;
@@ -121,19 +156,19 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
         __syncthreads();
     }
-    SpreadScales<Decoder> spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
-    const Scales scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
+    ScaleExpansion<Decoder> spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
+    const ScaleCopy scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
     const int pitch = int((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
     const unsigned scale_pitch = unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);  // where rows are whole items
     const char* origin = packed + above * pitch;
     // Addresses of this lane in the shared window, which the compiler must not work out again in each turn: where it
     // copies weights and scales to, and where it reads them.
-    const unsigned my_slots = shared_address(slots) + warp * GROUPS * GROUP_BYTES;
+    const unsigned my_stages = shared_address(slots) + warp * GROUPS * GROUP_BYTES;
     const unsigned my_scales = shared_address(stages) + warp * 2 * SCALES;
     const unsigned scales_to = opaque(my_scales + (g * ITEMS + t) * Decoder::SCALE_BYTES);
-    const unsigned slot_from = opaque(
-        BOX > 1 ? my_slots + my_row * Slot::ROW + (t * Decoder::LANE_BYTES ^ Slot::turn(my_row))
-                : my_slots + my_row * Slot::ROW + (Decoder::OWN ? t * 16 : 0));
+    const unsigned stage_from = opaque(
+        BOX > 1 ? my_stages + my_row * WeightStage::ROW + (t * Decoder::LANE_BYTES ^ WeightStage::swizzle(my_row))
+                : my_stages + my_row * WeightStage::ROW + (Decoder::ONE_READ ? t * 16 : 0));
     const unsigned scales_from = opaque(my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP);
     // Barriers: of the copies of a warp, and of the slots of sums of a team, each where it is full and where it is
     // free.
@@ -174,7 +209,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         ahead = count_at(ahead_item);
         source = origin + ahead_item * Decoder::ITEM_BYTES;
         if constexpr (EVEN) {
-            source += (long long)(ahead_row + Rows::row(lane)) * pitch + Rows::byte(lane);
+            source += (long long)(ahead_row + WeightCopy::row(lane)) * pitch + WeightCopy::byte(lane);
             scale_source = (ahead_row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
         } else {
             lower = source + (long long)min(ahead_row + g + 8, n - 1) * pitch;
@@ -192,17 +227,15 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             aim();
         }
     };
-    // Have the copy engine fetch group i of the items from `item` on, of the tile at `row`. It does not wait for
-    // earlier reads of shared memory: what was `read` from there must have arrived. `never` is 0, which the compiler
-    // does not know.
-    const unsigned never = cut.wide >> 1;
+    // Have TMA fetch group i of the items from `item` on, of the tile at `row`, behind what was `read` from there.
+    const unsigned zero = cut.wide >> 1;  // see ordered_after
     auto fetch_group = [&](int i, int item, int row, unsigned read) {
         if (!elect_lane()) return;
-        barrier_expect(barriers + i * 8, GROUP_BYTES | read & never);
+        barrier_expect(barriers + i * 8, ordered_after(GROUP_BYTES, read, zero));
 #pragma unroll
         for (int j = 0; j < GROUP / BOX; ++j)
             copy_box(
-                my_slots + i * GROUP_BYTES + j * Slot::BYTES, &map_of_weights,
+                my_stages + i * GROUP_BYTES + j * WeightStage::BYTES, &map_of_weights,
                 (item + i * GROUP + j * BOX) * Decoder::ITEM_BYTES, int(above) + row, barriers + i * 8);
     };
     // Start to copy group i of what is next, and with the first one the scales.
@@ -211,13 +244,13 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         if constexpr (BULK && EVEN) {
             if (there) fetch_group(i, ahead_item, ahead_row, read);
         } else if constexpr (EVEN) {
-            Rows::start(
-                my_slots + i * GROUP_BYTES, source + i * GROUP * Decoder::ITEM_BYTES, pitch,
+            WeightCopy::start(
+                my_stages + i * GROUP_BYTES, source + i * GROUP * Decoder::ITEM_BYTES, pitch,
                 there ? (ahead - i * GROUP) * Decoder::ITEM_BYTES : 0, lane);
         } else {
             const int left = there && ahead ? pitch - ahead_item * Decoder::ITEM_BYTES : 0;
-            Slot::start(my_slots, source, left, cut.wide, g, t);
-            Slot::start(my_slots, lower, left, cut.wide, g + 8, t);
+            WeightStage::start(my_stages, source, left, cut.wide, g, t);
+            WeightStage::start(my_stages, lower, left, cut.wide, g + 8, t);
         }
         if (i == 0) {
             if constexpr (SPREAD) {
@@ -247,8 +280,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
     // x in shared memory, from a multiple of 1024 bytes on: for each half of the items, 64 elements, for each item 8
-    // tokens, in the 128-byte swizzle of the copy engine. The gap between the halves lets the lanes which read together
-    // meet in no bank. Where it is not that engine which copies, one or two tokens are few lines anyway.
+    // tokens, in the 128-byte swizzle of TMA. The gap between the halves lets the lanes which read together
+    // meet in no bank. Where it is not TMA that copies, one or two tokens are few lines anyway.
     const bool staged = ONCE && EIGHTS == 1 && cut.staged && (X_BULK || m > 2);
     const int second_half = step * (X_BYTES / 2) + X_GAP;
     auto place_of = [&](int element, int token) {
@@ -288,7 +321,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
                 for (int j = 0; j < 16; ++j) my_x[i][e][j] = 0;
-                Decoder::load_x(
+                Decoder::load_x_global(
                     my_x[i][e], token + (item + i) * ITEM_K, there && i < count, k - (item + i) * ITEM_K, t);
             }
         }
@@ -297,7 +330,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-            for (int e = 0; e < EIGHTS; ++e) Decoder::arrange(my_x[i][e]);
+            for (int e = 0; e < EIGHTS; ++e) Decoder::arrange_x(my_x[i][e]);
     };
     if (chunks == 1 && !staged) fetch_x(my_item);
 #pragma unroll
@@ -306,8 +339,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if (SPREAD && nested_absmax) spread.offset = *nested_offset;
     if (SPREAD && t < ITEMS) spread.store(scales_to, EIGHT);
 
-    // What the sums lack.
-    if (threadIdx.x == 0) factor[0] = scale_of_all, factor[1] = Decoder::AFTER / power;
+    // What the epilogue multiplies sums by.
+    if (threadIdx.x == 0) factor[0] = scale_of_all, factor[1] = Decoder::EPILOGUE_SCALE / power;
     // The copies of x came first.
     if (!X_BULK && staged) wait_copies<1>();
     __syncthreads();
@@ -317,7 +350,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int item = min(i, cut.items - 1);  // there may be less of them, and nothing behind
-            Decoder::take_x(my_x[i][0], [&](int at) { return from + item * (X_BYTES / 2) + place_of(at, g); }, t);
+            Decoder::load_x_shared(
+                my_x[i][0], [&](int at) { return from + item * (X_BYTES / 2) + place_of(at, g); }, t);
         }
     }
     if (chunks == 1) arrange_x();
@@ -362,11 +396,12 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     for (int j = 0; j < GROUP; ++j)
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
-                            const int behind = i * GROUP_BYTES + h * 8 * Slot::ROW;
-                            if constexpr (BOX > 1) Decoder::read_turned(word[j][h], slot_from, j, behind);
+                            const int behind = i * GROUP_BYTES + h * 8 * WeightStage::ROW;
+                            if constexpr (BOX > 1) Decoder::read_swizzled(word[j][h], stage_from, j, behind);
                             else
-                                Decoder::template read<Decoder::OWN>(
-                                    word[j][h], slot_from + j * Slot::BYTES + behind, Slot::turn(my_row), t);
+                                Decoder::template read<Decoder::ONE_READ>(
+                                    word[j][h], stage_from + j * WeightStage::BYTES + behind,
+                                    WeightStage::swizzle(my_row), t);
                             read |= word[j][h][Decoder::WORDS - 1];  // the last one to arrive
                         }
                     __syncwarp();
@@ -440,7 +475,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #endif
 }
 
-// y[m, n] = the sum of partial[parts][m, n], in the order of the parts, plus the bias.
+// Split-k: y[m, n] = the sum of partial[parts][m, n], in the order of the parts, plus the bias.
+//
+// partial  float32[parts, size]      y  T[size], size = m * n      bias  [n], see bias_at
 template <typename T>
 __global__ void add_partials(
     const float* partial, const void* bias, T* y, long long size, int parts, int bias_kind, int n) {
