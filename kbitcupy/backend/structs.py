@@ -30,7 +30,7 @@ class Struct:
     Parameters
     ----------
     name : str
-        Its C++ name.
+        Its C++ name; one in brackets, ``"Codebook<4>"``, is that of an instance of a template of an int.
     **members : str, Struct, or tuple of one of them and an int
         Types by name, in order: ``"i4"`` and its like as NumPy writes them, another struct, or an array of one of them.
 
@@ -73,7 +73,9 @@ class Struct:
             for member, of, count in self._members
         ]
         check = f'static_assert(sizeof({self.name}) == {self.dtype.itemsize}, "{self.name} is what the host packs");'
-        return "\n".join((*(struct.text for struct in inner), f"struct {self.name} {{", *lines, "};", check))
+        template = self.name.partition("<")[0]
+        ahead = (f"template <int>\nstruct {template};\ntemplate <>",) if template != self.name else ()
+        return "\n".join((*(struct.text for struct in inner), *ahead, f"struct {self.name} {{", *lines, "};", check))
 
     def zeros(self) -> np.ndarray:
         """One of them, all zero, as a zero-dimensional array whose members are set by name."""
@@ -95,8 +97,8 @@ class Constants:
 
     Parameters
     ----------
-    **numbers : int
-        By their C++ names. They are ``int`` there.
+    **numbers : int, float or tuple of int
+        By their C++ names. They are ``int``, ``float`` and arrays of ``int`` there.
 
     Examples
     --------
@@ -106,12 +108,15 @@ class Constants:
     >>> print(sizes.text)
     [[maybe_unused]] constexpr int ROWS = 16;
     [[maybe_unused]] constexpr int TOKENS = 8;
+    >>> print(Constants(OFFSET=2.0**-23, BYTES=(48, 96)).text)
+    [[maybe_unused]] constexpr float OFFSET = 0x1.0000000000000p-23f;
+    [[maybe_unused]] constexpr int BYTES[] = {48, 96};
     """
 
-    def __init__(self, **numbers: int):
+    def __init__(self, **numbers: Any):
         self._numbers = numbers
 
-    def __getattr__(self, name: str) -> int:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._numbers:
             raise AttributeError(f"{name} is none of the constants {', '.join(self._numbers)}")
         return self._numbers[name]
@@ -119,10 +124,16 @@ class Constants:
     @property
     def text(self) -> str:
         """The definitions in C++."""
-        return "\n".join(f"[[maybe_unused]] constexpr int {name} = {number};" for name, number in self._numbers.items())
+        return "\n".join(f"[[maybe_unused]] constexpr {_defined(*item)};" for item in self._numbers.items())
 
     def __repr__(self) -> str:
         return f"Constants({', '.join(f'{name}={number}' for name, number in self._numbers.items())})"
+
+
+def _defined(name: str, number: Any) -> str:
+    if isinstance(number, tuple):
+        return f"int {name}[] = {{{', '.join(map(str, number))}}}"
+    return f"float {name} = {number.hex()}f" if isinstance(number, float) else f"int {name} = {number}"
 
 
 @functools.cache

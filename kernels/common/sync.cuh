@@ -70,11 +70,14 @@ struct Ring {
     }
 };
 
-// `operand`, which depends on words that were read, as far as compiler and hardware know: TMA, which waits for no load,
-// thus starts only when they have arrived, and cannot overwrite what a load that is still in its queue has yet to read.
-// `zero` is 0, which the compiler does not know.
-__device__ __forceinline__ unsigned ordered_after(unsigned operand, unsigned words_read, unsigned zero) {
-    return operand | (words_read & zero);
+// 0, which depends on words that were read, as far as compiler and hardware know: what needs it starts only when they
+// have arrived. `zero` is 0, too, which the compiler does not know.
+__device__ __forceinline__ unsigned zero_after(unsigned words_read, unsigned zero) { return words_read & zero; }
+
+// An address at which a copy cannot overwrite what was read: TMA and cp.async wait for no load, and one that is still
+// in its queue could otherwise find what they bring.
+__device__ __forceinline__ unsigned ordered_after(unsigned address, unsigned words_read, unsigned zero) {
+    return address + zero_after(words_read, zero);
 }
 
 // ---- lanes ---------------------------------------------------------------------------------------------------------

@@ -228,10 +228,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         }
     };
     // Have TMA fetch group i of the items from `item` on, of the tile at `row`, behind what was `read` from there.
-    const unsigned zero = cut.wide >> 1;  // see ordered_after
+    const unsigned zero = cut.wide >> 1;  // see zero_after
     auto fetch_group = [&](int i, int item, int row, unsigned read) {
         if (!elect_lane()) return;
-        barrier_expect(barriers + i * 8, ordered_after(GROUP_BYTES, read, zero));
+        barrier_expect(barriers + i * 8, GROUP_BYTES | zero_after(read, zero));
 #pragma unroll
         for (int j = 0; j < GROUP / BOX; ++j)
             copy_box(
