@@ -2,11 +2,14 @@
 // tokens. The host names the header of F in KBIT_FORMAT_HEADER.
 //
 // A thread decodes eight neighbours at a time. Threads of a warp have neighbouring octets, so their loads and stores
-// make whole lines.
+// make whole lines. Where the arrays begin at multiples of 16 bytes and no octet is cut, which is nearly always,
+// nothing branches, and the loads of two octets are under way together.
 #include "common/types.cuh"
 #include KBIT_FORMAT_HEADER
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP;
+constexpr int THREADS = 256;
+// Octets that a thread has under way.
+constexpr int UNITS = 2;
 
 // ---- what the kernels share ------------------------------------------------------------------------------------
 
@@ -16,6 +19,7 @@ __device__ __forceinline__ Planes planes_of(const Argument<F>& argument) {
     Planes planes = argument.planes;
     if constexpr (F::TABLE > 0) {
         __shared__ float table[F::TABLE];
+#pragma unroll 1
         for (int i = threadIdx.x; i < F::TABLE; i += THREADS)
             table[i] = i < argument.value_count ? argument.values[i] : argument.table[i];
         __syncthreads();
@@ -24,54 +28,62 @@ __device__ __forceinline__ Planes planes_of(const Argument<F>& argument) {
     return planes;
 }
 
+// Eight elements, in stores of 16 bytes.
+template <typename T>
+__device__ __forceinline__ void store_whole(T* y, const float (&v)[8]) {
+    constexpr int PER_WORD = Word<T>::COUNT, EACH = 4 * PER_WORD;
+#pragma unroll
+    for (int i = 0; i < 8 / EACH; ++i) {
+        unsigned word[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) word[w] = Word<T>::pack(v + i * EACH + w * PER_WORD);
+        __stcs(reinterpret_cast<uint4*>(y) + i, make_uint4(word[0], word[1], word[2], word[3]));
+    }
+}
+
 // Elements `from` to `to` - 1 of eight to y[from] ... y[to - 1].
 template <typename T>
-__device__ __forceinline__ void store8(T* y, int from, int to, const float (&v)[8]) {
-    constexpr int PER_WORD = Word<T>::COUNT, WORDS = 8 / PER_WORD;
-    unsigned word[WORDS];
+__device__ __forceinline__ void store_part(T* y, int from, int to, const float (&v)[8]) {
+    constexpr int PER_WORD = Word<T>::COUNT;
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) word[i] = Word<T>::pack(v + i * PER_WORD);
-    if (from == 0 && to == 8 && is_aligned(y)) {
-#pragma unroll
-        for (int i = 0; i < WORDS; i += 4)
-            __stcs(reinterpret_cast<uint4*>(y) + i / 4, make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]));
-    } else {
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-            if (e >= from && e < to) y[e] = Word<T>::element(word[e / PER_WORD], e % PER_WORD);
-    }
+    for (int e = 0; e < 8; ++e)
+        if (e >= from && e < to) y[e] = Word<T>::element(Word<T>::pack(v + e / PER_WORD * PER_WORD), e % PER_WORD);
 }
 
 __device__ __forceinline__ int at_most_8(long long count) { return static_cast<int>(count < 8 ? count : 8); }
 
 // ---- all elements ----------------------------------------------------------------------------------------------
 
-// Octets of a thread whose loads are under way at a time.
-constexpr int UNITS = 2;
-
-// y        T[members * size]
+// y        T[members * size], gridDim.y thread blocks for each span of a member, or fewer that go through them
 // members  1, or how many arrays lie behind each other; each begins with an octet of its own
 template <typename T, typename F>
 __global__ void __launch_bounds__(THREADS)
     dequantize_blocks(T* y, long long members, const __grid_constant__ Argument<F> argument) {
     const Planes first = planes_of(argument);
-    const long long each = (first.size + 7) / 8, octets = each * members;
-    for (long long start = (long long)blockIdx.x * (THREADS * UNITS) + threadIdx.x; start < octets;
-         start += (long long)gridDim.x * (THREADS * UNITS)) {
-        float v[UNITS][8];
-        long long member[UNITS], octet[UNITS];
+    const long long size = first.size, step = (long long)gridDim.x * (THREADS * UNITS);
+    for (long long member = blockIdx.y; member < members; member += gridDim.y) {
+        const Planes planes = members == 1 ? first : of_member(first, argument, member);
+        const Planes whole = as_whole(planes);
+        T* target = y + member * size;
+        const long long octets = (size + 7) / 8, uncut = are_aligned(planes) && begins_at_16(target) ? size / 8 : 0;
+        for (long long span = (long long)blockIdx.x * (THREADS * UNITS); span < octets; span += step) {
+            const long long octet = span + threadIdx.x;
+            if (span + THREADS * UNITS <= uncut) {
+                float v[UNITS][8];
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            const long long i = start + u * THREADS;
-            if (i >= octets) break;
-            member[u] = members == 1 ? 0 : divide(i, each), octet[u] = i - member[u] * each;
-            F::decode8(members == 1 ? first : of_member(first, argument, member[u]), octet[u], v[u]);
-        }
+                for (int u = 0; u < UNITS; ++u) F::decode8(whole, octet + u * THREADS, v[u]);
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            if (start + u * THREADS >= octets) break;
-            const long long element = octet[u] * 8;
-            store8(y + member[u] * first.size + element, 0, at_most_8(first.size - element), v[u]);
+                for (int u = 0; u < UNITS; ++u) store_whole(target + (octet + u * THREADS) * 8, v[u]);
+                continue;
+            }
+#pragma unroll 1
+            for (int u = 0; u < UNITS; ++u) {
+                const long long at = octet + u * THREADS;
+                if (at >= octets) break;
+                float v[8];
+                F::decode8(planes, at, v);
+                store_part(target + at * 8, 0, at_most_8(size - at * 8), v);
+            }
         }
     }
 }
@@ -94,21 +106,28 @@ __global__ void __launch_bounds__(THREADS) take_blocks(
     T* y, const void* ids, const __grid_constant__ Rows rows, const __grid_constant__ Argument<F> argument) {
     const Planes first = planes_of(argument);
     // Where rows do not end with an octet, a run may touch one more.
-    const long long each = rows.length % 8 ? rows.length / 8 + 2 : rows.length / 8;
-    const long long all = rows.count * rows.runs * each, step = (long long)gridDim.x * THREADS;
+    const bool cut = rows.length % 8 != 0;
+    const long long each = rows.length / 8 + 2 * cut, all = rows.count * rows.runs * each;
+    const bool whole = !cut && rows.rows * rows.runs <= rows.per_member && are_aligned(first) && begins_at_16(y);
+    const long long step = (long long)gridDim.x * THREADS;
     for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += step) {
         const long long to = divide(i, each), slot = rows.runs == 1 ? to : divide(to, rows.runs);
         long long row = rows.wide ? static_cast<const long long*>(ids)[slot] : static_cast<const int*>(ids)[slot];
         if (row < 0 || row >= rows.rows) row %= rows.rows, row += row < 0 ? rows.rows : 0;
         const long long run = row * rows.runs + to - slot * rows.runs;
-        const long long member = run < rows.per_member ? 0 : divide(run, rows.per_member);
+        float v[8];
+        if (whole) {
+            F::decode8(as_whole(first), run * each + i - to * each, v);
+            store_whole(y + i * 8, v);
+            continue;
+        }
+        const long long member = divide(run, rows.per_member);
         const long long begin = (run - member * rows.per_member) * rows.length;
         const long long octet = begin / 8 + i - to * each, element = octet * 8 - begin;
         if (element >= rows.length) continue;
-        float v[8];
-        F::decode8(member == 0 ? first : of_member(first, argument, member), octet, v);
+        F::decode8(of_member(first, argument, member), octet, v);
         const int from = element < 0 ? static_cast<int>(-element) : 0;
-        store8(y + to * rows.length + element, from, at_most_8(rows.length - element), v);
+        store_part(y + to * rows.length + element, from, at_most_8(rows.length - element), v);
     }
 }
 
@@ -116,25 +135,73 @@ __global__ void __launch_bounds__(THREADS) take_blocks(
 
 constexpr int TOKENS = 8;  // that share the decoding of a row
 
-// Eight neighbours of a row of x, from column k on; 0 outside of the row.
+// Eight neighbours of a row of x that begin at a multiple of 16 bytes.
 template <typename T>
-__device__ __forceinline__ void load_x(const T* x, long long k, long long columns, float (&v)[8]) {
-    constexpr int PER_WORD = Word<T>::COUNT, WORDS = 8 / PER_WORD;
-    const T* from = x + k;
-    if (k >= 0 && k + 8 <= columns && is_aligned(from)) {
+__device__ __forceinline__ void load_whole(const T* x, float (&v)[8]) {
+    constexpr int PER_WORD = Word<T>::COUNT, EACH = 4 * PER_WORD;
 #pragma unroll
-        for (int i = 0; i < WORDS / 4; ++i) {
-            const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + i);
-            const unsigned word[4] = {four.x, four.y, four.z, four.w};
+    for (int i = 0; i < 8 / EACH; ++i) {
+        const uint4 four = __ldg(reinterpret_cast<const uint4*>(x) + i);
+        const unsigned word[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int e = 0; e < 4 * PER_WORD; ++e)
-                v[i * 4 * PER_WORD + e] = Word<T>::get(word[e / PER_WORD], e % PER_WORD);
-        }
-    } else {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = k + e >= 0 && k + e < columns ? to_float(from[e]) : 0.0f;
+        for (int e = 0; e < EACH; ++e) v[i * EACH + e] = Word<T>::get(word[e / PER_WORD], e % PER_WORD);
     }
 }
+
+// One row of the array and up to TOKENS rows of x: what each lane has of their products. x[m, k] is x[m * columns + k].
+template <typename T>
+struct Products {
+    const T* x;
+    long long columns;
+    int count;  // rows of x
+    float sum[TOKENS];
+
+    // NUMBER octets from column k on, each a warp's width further.
+    template <typename F, int NUMBER>
+    __device__ __forceinline__ void add_whole(const Planes& planes, long long octet, long long k) {
+        float v[NUMBER][8];
+#pragma unroll
+        for (int i = 0; i < NUMBER; ++i) F::decode8(planes, octet + i * WARP, v[i]);
+#pragma unroll
+        for (int m = 0; m < TOKENS; ++m) {
+            if (m >= count) break;
+#pragma unroll
+            for (int i = 0; i < NUMBER; ++i) {
+                float token[8];
+                load_whole(x + m * columns + k + i * (WARP * 8), token);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum[m] = __fmaf_rn(token[e], v[i][e], sum[m]);
+            }
+        }
+    }
+
+    // One octet, of which columns `k` to `k` + 7 may lie outside of the row.
+    template <typename F>
+    __device__ __forceinline__ void add_part(const Planes& planes, long long octet, long long k) {
+        float v[8];
+        F::decode8(planes, octet, v);
+#pragma unroll 1
+        for (int m = 0; m < count; ++m) {
+            float total = sum_of(m);
+#pragma unroll
+            for (int e = 0; e < 8; ++e)
+                if (k + e >= 0 && k + e < columns) total = __fmaf_rn(to_float(x[m * columns + k + e]), v[e], total);
+            set_sum(m, total);
+        }
+    }
+
+    // sum[m] where m is not known to the compiler: an index would move all of them to memory.
+    __device__ __forceinline__ float sum_of(int m) const {
+        float found = sum[0];
+#pragma unroll
+        for (int i = 1; i < TOKENS; ++i) found = i == m ? sum[i] : found;
+        return found;
+    }
+    __device__ __forceinline__ void set_sum(int m, float total) {
+#pragma unroll
+        for (int i = 0; i < TOKENS; ++i) sum[i] = i == m ? total : sum[i];
+    }
+};
 
 // y[m, n] = sum over k of x[m, k] * q[n, k], and bias[n]: a warp for a row of q and TOKENS rows of x. A lane adds up
 // every 32nd octet with fused multiply-adds in the order of k, lanes are added as a tree, then the bias: float32
@@ -144,45 +211,37 @@ __device__ __forceinline__ void load_x(const T* x, long long k, long long column
 // bias  T[rows], or null
 // y     T[tokens, rows]
 template <typename T, typename F>
-__global__ void __launch_bounds__(THREADS) linear_blocks(
+__global__ void __launch_bounds__(THREADS, 2) linear_blocks(
     const T* x, const T* bias, T* y, long long tokens, long long rows, long long columns,
     const __grid_constant__ Argument<F> argument) {
     const Planes planes = planes_of(argument);
+    const Planes uncut = as_whole(planes);
+    const bool whole = columns % 8 == 0 && are_aligned(planes) && begins_at_16(x);
     const int lane = threadIdx.x % WARP;
-    const long long groups = (tokens + TOKENS - 1) / TOKENS, step = (long long)gridDim.x * WARPS;
-    for (long long i = (long long)blockIdx.x * WARPS + warp_number(); i < groups * rows; i += step) {
+    const long long groups = (tokens + TOKENS - 1) / TOKENS, step = (long long)gridDim.x * (THREADS / WARP);
+    for (long long i = (long long)blockIdx.x * (THREADS / WARP) + warp_number(); i < groups * rows; i += step) {
         const long long group = groups == 1 ? 0 : divide(i, rows), n = i - group * rows, begin = n * columns;
-        const T* x_group = x + group * TOKENS * columns;
-        const int count = at_most_8(tokens - group * TOKENS);
-        float sum[TOKENS] = {};
-        for (long long octet = begin / 8 + lane; octet * 8 < begin + columns; octet += WARP) {
-            const long long k = octet * 8 - begin;
-            float v[8];
-            F::decode8(planes, octet, v);
-#pragma unroll
-            for (int e = 0; e < 8; ++e)
-                if (k + e < 0 || k + e >= columns) v[e] = 0.0f;
-#pragma unroll
-            for (int m = 0; m < TOKENS; ++m) {
-                if (m >= count) break;
-                float token[8];
-                load_x(x_group + m * columns, k, columns, token);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) sum[m] = __fmaf_rn(token[e], v[e], sum[m]);
-            }
-        }
-#pragma unroll
-        for (int m = 0; m < TOKENS; ++m) {
-#pragma unroll
-            for (int other = WARP / 2; other > 0; other /= 2)
-                sum[m] = __fadd_rn(sum[m], __shfl_xor_sync(FULL_WARP, sum[m], other));
+        Products<T> products{x + group * TOKENS * columns, columns, at_most_8(tokens - group * TOKENS), {}};
+        if (whole) {
+            const long long octets = columns / 8, first = begin / 8;
+            long long o = lane;
+            for (; o + WARP < octets; o += 2 * WARP) products.template add_whole<F, 2>(uncut, first + o, o * 8);
+            if (o < octets) products.template add_whole<F, 1>(uncut, first + o, o * 8);
+        } else {
+#pragma unroll 1
+            for (long long o = begin / 8 + lane; o * 8 < begin + columns; o += WARP)
+                products.template add_part<F>(planes, o, o * 8 - begin);
         }
         const float added = bias ? to_float(bias[n]) : 0.0f;
 #pragma unroll
         for (int m = 0; m < TOKENS; ++m) {
-            if (lane != m || m >= count) continue;
-            const float both[2] = {bias ? __fadd_rn(sum[m], added) : sum[m], 0.0f};
-            y[(group * TOKENS + m) * rows + n] = Word<T>::element(Word<T>::pack(both), 0);
+            if (m >= products.count) break;
+            float sum = products.sum[m];
+#pragma unroll
+            for (int other = WARP / 2; other > 0; other /= 2)
+                sum = __fadd_rn(sum, __shfl_xor_sync(FULL_WARP, sum, other));
+            const float both[2] = {bias ? __fadd_rn(sum, added) : sum, 0.0f};
+            if (lane == 0) y[(group * TOKENS + m) * rows + n] = Word<T>::element(Word<T>::pack(both), 0);
         }
     }
 }

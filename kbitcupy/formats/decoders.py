@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Type
+from ..backend.launch import Kernel, Type, grid_of
 from ..backend.structs import Struct
 
 #: The largest numbers of planes and of integers, as kernels/formats/planes.cuh has them.
@@ -124,8 +124,10 @@ def dequantize(decoder: Decoder, planes: Mapping[str, Any], shape: tuple[int, ..
     if not out.size:
         return
     kernel = _kernel("dequantize_blocks", decoder, out.dtype)
-    octets = -(-(out.size // members) // 8) * members
-    kernel(out, -(-octets // (_UNITS * _THREADS)), (out.data.ptr, members, decoder.argument(planes, shape, members)))
+    arguments = out.data.ptr, members, decoder.argument(planes, shape, members)
+    spans, resident = -(-out.size // members // (8 * _UNITS * _THREADS)), kernel.ready(out.data.device_id).resident
+    width = grid_of(spans, max(resident // members, 1), kernel.rounds)
+    kernel.launch(out, (width, min(members, _MOST_MEMBERS)), arguments)
 
 
 def take(
@@ -179,7 +181,7 @@ def multiply(
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 _PLANES = struct.Struct(f"={MAX_PLANES}Q")
-_FIXED = struct.Struct(f"={MAX_NUMBERS}qqQ")  # numbers, elements, and the table, which the kernel sets
+_FIXED = struct.Struct(f"={MAX_NUMBERS}qqQq")  # numbers, elements, and what the kernel sets: the table and `whole`
 _STRIDES = struct.Struct(f"={MAX_PLANES}qQq")
 _NOTHING = (0,) * max(MAX_PLANES, MAX_NUMBERS)
 #: ``struct Rows`` of kernels/blocks.cu.
@@ -200,7 +202,7 @@ def _size(array: Any) -> int:
 @functools.lru_cache(maxsize=4096)
 def _fixed(decoder: Decoder, shape: tuple[int, ...]) -> bytes:
     numbers = decoder.numbers(shape)
-    return _FIXED.pack(*numbers, *_NOTHING[len(numbers) : MAX_NUMBERS], math.prod(shape), 0)
+    return _FIXED.pack(*numbers, *_NOTHING[len(numbers) : MAX_NUMBERS], math.prod(shape), 0, 0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -223,6 +225,7 @@ def _rows(shape: tuple[int, ...], lead: int) -> tuple[tuple[int, int, int, int],
 
 _THREADS = 256  # and what else kernels/blocks.cu has
 _WARPS, _UNITS, _TOKENS = _THREADS // 32, 2, 8
+_MOST_MEMBERS = 1 << 15  # thread blocks beside each other along the second axis of a grid
 
 
 @functools.cache
@@ -246,7 +249,7 @@ def _shared_kernel(
         "take_blocks": ("p", "p", ROWS, argument),
         "linear_blocks": ("p", "p", "p", "i8", "i8", "i8", argument),
     }
-    # Each thread block makes a copy of the table, so that it should have some work.
-    rounds = 4 if table_bytes > 64 else 1
+    # Each thread block makes a copy of the table first, so that it should have some work.
+    rounds = 2 if table_bytes == 8 else 4 if table_bytes < 1024 else 8
     template = _template(name, header, folder, (decoder,))
     return Kernel(template, (CXX_TYPES[dtype.name], decoder), _THREADS, 0, rounds, signatures[name])

@@ -23,7 +23,8 @@ __device__ __forceinline__ float multiply_ieee(float a, float b) {
 // A scale that is not a positive finite number counts as 0.
 __device__ __forceinline__ float usable(float s) { return __float_as_uint(s) - 1u < 0x7f7fffffu ? s : 0.0f; }
 
-// a / b, neither of them negative, b not 0: in 32 bits where that is enough, which takes a third of the time.
+// a / b, neither of them negative, b not 0. A power of two is a shift, and 32 bits take a third of the time of 64.
 __device__ __forceinline__ long long divide(long long a, long long b) {
+    if ((b & (b - 1)) == 0) return a >> (63 - __clzll(b));
     return (a | b) >> 32 ? a / b : static_cast<long long>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
 }

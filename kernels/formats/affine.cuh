@@ -9,29 +9,42 @@ struct Affine {
     static constexpr int TABLE = 0;
     static constexpr int HALF = SIGNED ? 1 << (BITS - 1) : 0, LOWEST = -HALF, HIGHEST = (1 << BITS) - 1 - HALF;
 
-    __device__ __forceinline__ static void decode8(const Planes& planes, long long octet, float (&v)[8]) {
-        const long long row = planes.number[0], run = planes.number[1], first = octet * 8;
-        unsigned word[BITS / 4];
-        load_words(planes.plane[0], first * BITS / 8, (planes.size * BITS + 7) / 8, word);
-        long long r = divide(first, row), column = first - r * row, block = divide(column, run);
-        long long rest = 0;  // elements that the block still has
-        float scale = 0.0f;
-        int zero = 0;
-#pragma unroll
-        for (int e = 0; e < 8; ++e, ++column, --rest) {
-            if (e == 0 || (rest == 0 && first + e < planes.size)) {
-                if (column == row) ++r, column = 0, block = 0;
-                else if (e > 0) ++block;
-                const long long end = (block + 1) * run;
-                rest = (end < row ? end : row) - column;
-                const long long number = r * planes.number[2] + block;
-                scale = usable(planes.at<float>(1)[number]);
-                zero = static_cast<int>(planes.plane[2] ? planes.at<int>(2)[number] : planes.number[3]);
-                zero = zero < LOWEST ? LOWEST : zero > HIGHEST ? HIGHEST : zero;
-            }
-            const int code = static_cast<int>(word[e * BITS / 32] >> e * BITS % 32 & ((1 << BITS) - 1));
-            // Adding a half, flipping its bit back and taking it away leaves the sign.
-            v[e] = multiply_ieee(scale, static_cast<float>((code ^ HALF) - HALF - zero));
+    // A scale as a factor, and its zero point as what is taken from 2^23 + HALF + code.
+    struct Entry {
+        float scale, bias;
+        __device__ __forceinline__ Entry(const Planes& planes, long long number)
+            : scale(usable(planes.at<float>(1)[number])) {
+            const int zero = planes.plane[2] ? planes.at<int>(2)[number] : static_cast<int>(planes.number[3]);
+            bias = static_cast<float>((1 << 23) + HALF + (zero < LOWEST ? LOWEST : zero > HIGHEST ? HIGHEST : zero));
         }
+    };
+
+    __device__ __forceinline__ static void decode8(const Planes& planes, long long octet, float (&v)[8]) {
+        const long long row = planes.number[0], run = planes.number[1], per_row = planes.number[2], first = octet * 8;
+        unsigned word[BITS / 4];
+        load_words(planes, 0, first * BITS / 8, (planes.size * BITS + 7) / 8, word);
+        long long r = divide(first, row), column = first - r * row, block = divide(column, run);
+        Entry entry(planes, r * per_row + block);
+        if (((row | run) & 7) == 0) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) v[e] = decoded(word, e, entry);
+            return;
+        }
+        long long end = (block + 1) * run;  // of the block in its row, which may be shorter
+#pragma unroll
+        for (int e = 0; e < 8; ++e, ++column) {
+            if (e > 0 && (column == end || column == row) && first + e < planes.size) {
+                if (column == row) ++r, column = 0, block = 0, end = run;
+                else ++block, end += run;
+                entry = Entry(planes, r * per_row + block);
+            }
+            v[e] = decoded(word, e, entry);
+        }
+    }
+
+    // With HALF added, which flips its bit, codes are not negative: the low bits of a float from 2^23 on.
+    __device__ __forceinline__ static float decoded(const unsigned (&word)[BITS / 4], int e, const Entry& entry) {
+        const unsigned code = (word[e * BITS / 32] >> e * BITS % 32 & ((1u << BITS) - 1)) ^ HALF;
+        return multiply_ieee(entry.scale, __fsub_rn(__uint_as_float(0x4b000000u | code), entry.bias));
     }
 };

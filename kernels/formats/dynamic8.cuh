@@ -10,7 +10,7 @@ struct Dynamic8 {
 
     __device__ __forceinline__ static void decode8(const Planes& planes, long long octet, float (&v)[8]) {
         unsigned word[2];
-        load_words(planes.plane[0], octet * 8, planes.size, word);
+        load_words(planes, 0, octet * 8, planes.size, word);
         const float scale = planes.at<float>(1)[octet >> (planes.number[0] - 3)];
 #pragma unroll
         for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(planes.table[word[e / 4] >> e % 4 * 8 & 0xff], scale);

@@ -11,7 +11,7 @@ struct Q8_0 {
 
     __device__ __forceinline__ static void decode8(const Planes& planes, long long octet, float (&v)[8]) {
         unsigned word[2];
-        load_words(planes.plane[1], octet * 8, planes.size, word);
+        load_words(planes, 1, octet * 8, planes.size, word);
         const float d = __half2float(planes.at<__half>(0)[octet / 4]);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -27,7 +27,7 @@ struct Q4_0 {
 
     __device__ __forceinline__ static void decode8(const Planes& planes, long long octet, float (&v)[8]) {
         unsigned word[2];
-        load_words(planes.plane[1], octet / 4 * 16 + octet % 2 * 8, planes.size / 2, word);
+        load_words(planes, 1, octet / 4 * 16 + octet % 2 * 8, planes.size / 2, word);
         const float d = __half2float(planes.at<__half>(0)[octet / 4]);
         const int shift = static_cast<int>(octet / 2 % 2) * 4;
 #pragma unroll
@@ -46,7 +46,7 @@ struct Q4_K {
         const long long block = octet / 32;
         const int part = static_cast<int>(octet % 32), sub = part / 4;
         unsigned word[2];
-        load_words(planes.plane[2], block * 128 + sub / 2 * 32 + part % 4 * 8, planes.size / 2, word);
+        load_words(planes, 2, block * 128 + sub / 2 * 32 + part % 4 * 8, planes.size / 2, word);
         const unsigned char* s = planes.at<unsigned char>(1) + block * 12;
         int sc = s[sub] & 63, mn = s[sub + 4] & 63;
         if (sub >= 4) sc = (s[sub + 4] & 15) | s[sub - 4] >> 6 << 4, mn = s[sub + 4] >> 4 | s[sub] >> 6 << 4;
@@ -69,7 +69,7 @@ struct TQ2_0 {
         const long long block = octet / 32;
         const int part = static_cast<int>(octet % 32), shift = part / 4 % 4 * 2;
         unsigned word[2];
-        load_words(planes.plane[0], block * 64 + part / 16 * 32 + part % 4 * 8, planes.size / 4, word);
+        load_words(planes, 0, block * 64 + part / 16 * 32 + part % 4 * 8, planes.size / 4, word);
         const float d = __half2float(planes.at<__half>(1)[block]);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {

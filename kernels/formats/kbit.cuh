@@ -21,6 +21,6 @@ struct Kbit {
         const float a = Absmax<FORMAT>::decode(planes.at<typename Absmax<FORMAT>::Code>(1)[block]);
         const float scale = __fmul_rn(a, planes.plane[2] ? *planes.at<float>(2) : 1.0f);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(flush(planes.table[index >> 8 * e & 0xff]), scale);
+        for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(planes.table[index >> 8 * e & 0xff], scale);
     }
 };

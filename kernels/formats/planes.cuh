@@ -7,8 +7,9 @@
 //
 // decode8 gives elements 8 * octet to 8 * octet + 7 of the flattened array as the float32 numbers that the contract of
 // the format names, exactly. At least one of them is in the array; what it gives for those beyond the end does not
-// matter, but it must not read past a plane. No lane talks to another, so the host's compiler takes it, too, and
-// tests/contract/test_decoders.py compares it with NumPy where there is no GPU. kernels/blocks.cu makes kernels of it.
+// matter, but it must not read past a plane. Loads of two octets are under way together where there are no branches. No
+// lane talks to another, so the host's compiler takes it, too, and tests/contract/test_decoders.py compares it with
+// NumPy where there is no GPU. kernels/blocks.cu makes kernels of it.
 #pragma once
 #include "common/scalar.cuh"
 
@@ -20,6 +21,9 @@ struct Planes {
     long long number[MAX_NUMBERS];  // integers, their meaning is the decoder's
     long long size;                 // elements of the array
     const float* table;             // F::TABLE numbers in shared memory
+    // Whether all planes begin at multiples of 16 bytes and the octet is all in the array. Kernels set it to a
+    // constant, and the compiler leaves out what it decides.
+    long long whole;
 
     template <typename V>
     __device__ __forceinline__ const V* at(int i) const {
@@ -38,7 +42,13 @@ struct Argument {
     float table[F::TABLE > 0 ? F::TABLE : 1];
 };
 
-// The same of another member.
+// The planes of an octet that is whole, see there.
+__device__ __forceinline__ Planes as_whole(Planes planes) {
+    planes.whole = 1;
+    return planes;
+}
+
+// The planes of another member.
 template <typename F>
 __device__ __forceinline__ Planes of_member(Planes planes, const Argument<F>& argument, long long member) {
 #pragma unroll
@@ -46,27 +56,47 @@ __device__ __forceinline__ Planes of_member(Planes planes, const Argument<F>& ar
     return planes;
 }
 
-// Words of a plane from byte `first` on; what lies at byte `end` or behind it is zero. One load where they lie for it.
+__device__ __forceinline__ bool begins_at_16(const void* pointer) {
+    return (reinterpret_cast<unsigned long long>(pointer) & 15) == 0;
+}
+
+// Whether all planes begin at multiples of 16 bytes.
+__device__ __forceinline__ bool are_aligned(const Planes& planes) {
+    bool aligned = true;
+#pragma unroll
+    for (int i = 0; i < MAX_PLANES; ++i) aligned &= begins_at_16(planes.plane[i]);
+    return aligned;
+}
+
+// Words from an address that is a multiple of their bytes: one load.
 template <int WORDS>
-__device__ __forceinline__ void load_words(const void* plane, long long first, long long end, unsigned (&word)[WORDS]) {
+__device__ __forceinline__ void load_aligned(const unsigned char* from, unsigned (&word)[WORDS]) {
     static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4, "one load");
-    const unsigned char* from = static_cast<const unsigned char*>(plane) + first;
-    if (first + 4 * WORDS <= end && (reinterpret_cast<unsigned long long>(from) & (4 * WORDS - 1)) == 0) {
-        if constexpr (WORDS == 1) {
-            word[0] = *reinterpret_cast<const unsigned*>(from);
-        } else if constexpr (WORDS == 2) {
-            const uint2 two = *reinterpret_cast<const uint2*>(from);
-            word[0] = two.x, word[1] = two.y;
-        } else {
-            const uint4 four = *reinterpret_cast<const uint4*>(from);
-            word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
-        }
+    if constexpr (WORDS == 1) {
+        word[0] = __ldg(reinterpret_cast<const unsigned*>(from));
+    } else if constexpr (WORDS == 2) {
+        const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
+        word[0] = two.x, word[1] = two.y;
+    } else {
+        const uint4 four = __ldg(reinterpret_cast<const uint4*>(from));
+        word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
+    }
+}
+
+// Words of plane i from byte `first`, a multiple of their bytes; what lies at byte `end` or behind it is zero.
+template <int WORDS>
+__device__ __forceinline__ void load_words(
+    const Planes& planes, int i, long long first, long long end, unsigned (&word)[WORDS]) {
+    const unsigned char* from = planes.at<unsigned char>(i) + first;
+    const bool aligned = (reinterpret_cast<unsigned long long>(from) & (4 * WORDS - 1)) == 0;
+    if (planes.whole || (aligned && first + 4 * WORDS <= end)) {
+        load_aligned(from, word);
         return;
     }
 #pragma unroll
-    for (int i = 0; i < 4 * WORDS; ++i) {
-        const unsigned byte = first + i < end ? from[i] : 0u;
-        word[i / 4] = i % 4 ? word[i / 4] | byte << i % 4 * 8 : byte;
+    for (int b = 0; b < 4 * WORDS; ++b) {
+        const unsigned byte = first + b < end ? from[b] : 0u;
+        word[b / 4] = b % 4 ? word[b / 4] | byte << b % 4 * 8 : byte;
     }
 }
 

@@ -13,7 +13,7 @@ struct Table4 {
 
     __device__ __forceinline__ static void decode8(const Planes& planes, long long octet, float (&v)[8]) {
         unsigned word[1];
-        load_words(planes.plane[0], octet * 4, (planes.size + 1) / 2, word);
+        load_words(planes, 0, octet * 4, (planes.size + 1) / 2, word);
         const long long block = octet >> (planes.number[0] - 3);
         float scale;
         if constexpr (NESTED) {

@@ -216,7 +216,7 @@ SHARED_FAULTS = [
     ("kbit4", "scales.cuh", "code & 15u", "code & 7u"),
     ("kbit4", "scales.cuh", "E4M4_BIAS = 11", "E4M4_BIAS = 12"),
     ("kbit5", "planes.cuh", "0x0000cccc0000cccc", "0x0000cccc0000ccce"),
-    ("int8:granularity=token", "planes.cuh", "first + i < end", "first + i <= end"),
+    ("int8:granularity=token", "planes.cuh", "first + b < end", "first + b <= end"),
 ]
 
 

@@ -18,9 +18,11 @@ __attribute__((noinline)) void decode_octets(const Argument<F>& argument, long l
     first.table = table;
     for (long long member = 0; member < members; ++member, out += first.size) {
         const Planes planes = of_member(first, argument, member);
+        const bool aligned = are_aligned(planes);
         for (long long octet = 0; octet * 8 < first.size; ++octet) {
             float v[8];
-            F::decode8(planes, octet, v);
+            if (aligned && octet * 8 + 8 <= first.size) F::decode8(as_whole(planes), octet, v);
+            else F::decode8(planes, octet, v);
             for (int e = 0; e < 8 && octet * 8 + e < first.size; ++e) out[octet * 8 + e] = v[e];
         }
     }

@@ -85,6 +85,7 @@ inline A __ldcs(const A* from) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+inline int __clzll(long long x) { return x == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(x)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const std::uint64_t both = static_cast<std::uint64_t>(b) << 32 | a;
     unsigned result = 0;
