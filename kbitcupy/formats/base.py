@@ -225,6 +225,11 @@ class Format(ABC):
     #: A plane that `decode` multiplies by where it is given, and products may multiply by instead, in fp32.
     tensor_scale: ClassVar[str | None] = None
 
+    @classmethod
+    def samples(cls) -> tuple[dict[str, Any], ...]:
+        """Sets of options that are worth testing and timing, the first of them the usual one."""
+        return ({},)
+
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """The chosen options, as JSON values; ``get_format(name, **options)`` gives an equal format."""
@@ -493,6 +498,9 @@ class Format(ABC):
     def __hash__(self) -> int:
         return hash(self.name)
 
+    def __reduce__(self) -> Any:
+        return named, (self.config(),)
+
 
 def remade(kind: Callable[..., Format], arguments: tuple[Any, ...], options: dict[str, Any]) -> Format:
     """Call `kind`: how a format is unpickled that holds arrays of its user, without what it derives from them."""
@@ -593,6 +601,18 @@ def list_formats() -> list[str]:
     ['kbit1', 'kbit2', 'kbit3']
     """
     return list(_registry)
+
+
+def samples(name: str) -> list[Format]:
+    """A registered format with the sets of options that its `Format.samples` names; empty where it names none."""
+    made, maker = [], getattr(_registry[name], "func", _registry[name])
+    sets: tuple[dict[str, Any], ...] = getattr(maker, "samples", lambda: ({},))()
+    for options in sets:
+        try:
+            made.append(get_format(name, **options))
+        except (ValueError, TypeError):  # it needs an option, and says nothing of it
+            continue
+    return made
 
 
 def get_format(name: str, /, **options: Any) -> Format:

@@ -22,3 +22,4 @@ class Gguf(BlockFormat):
         name = "quantize_gguf" if cls.lanes == 1 else "quantize_gguf_k"
         cls.quantizer = Quantizer("gguf.cu", name, f"{cls.struct}Encoder", _THREADS, _THREADS // cls.lanes)
         super().__init_subclass__(**arguments)
+        cls.family = "gguf"
