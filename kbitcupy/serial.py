@@ -287,11 +287,13 @@ def read_json(text: bytes | str) -> Any:
     except RecursionError as error:
         raise ValueError("it nests too deep") from error
     level = [found] if isinstance(found, (dict, list)) else []
-    for _ in range(_DEEPEST):
+    levels = 0
+    while level:
+        if levels == _DEEPEST:
+            raise ValueError(f"it nests too deep: more than {_DEEPEST} levels")
         inside = (value.values() if isinstance(value, dict) else value for value in level)
         level = [value for values in inside for value in values if isinstance(value, (dict, list))]
-    if level:
-        raise ValueError(f"it nests too deep: more than {_DEEPEST} levels")
+        levels += 1
     return found
 
 

@@ -76,8 +76,11 @@ class Entry:
 
 def entry_of(array: Any) -> Entry:
     """The entry of an array, or of anything else with a dtype (or the name of one) and a shape."""
-    dtype = _xp.named_dtype(array.dtype) if isinstance(array.dtype, str) else array.dtype
-    return Entry(dtype.name, tuple(array.shape), math.prod(array.shape) * dtype.itemsize)
+    if isinstance(array.dtype, str):
+        name, itemsize = array.dtype, _xp.named_dtype(array.dtype).itemsize
+    else:
+        name, itemsize = array.dtype.name, array.dtype.itemsize
+    return Entry(name, tuple(array.shape), math.prod(array.shape) * itemsize)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -91,11 +91,11 @@ def _describe(file: FileReader, name: str, config: Any) -> Compressed:
             )
     lead = format.lead_of(shape, {plane: file.entries[stored].shape for plane, stored in planes.items()})
     for plane, spec in format.planes_of(shape, lead or 0).items():
-        stored, wanted = planes[plane], entry_of(spec)
-        if file.entries[stored] != wanted:
+        found = file.entries[planes[plane]]
+        if (found.dtype, found.shape) != (spec.dtype, spec.shape):
             raise FileError(
-                f"{file.path}: compressed tensor {name!r}: plane {plane!r} is {file.entries[stored]}, but {format} of "
-                f"shape {shape} needs {wanted}; compress it again"
+                f"{file.path}: compressed tensor {name!r}: plane {plane!r} is {found}, but {format} of shape {shape} "
+                f"needs {entry_of(spec)}; compress it again"
             )
     return Compressed(format, shape, dtype, tuple(planes.values()), functools.partial(_read, planes))
 
