@@ -130,9 +130,9 @@ def test_a_copy_is_independent():
     assert same(again, q)
 
 
-def edited(change):
-    """Bytes of a good array whose header was changed."""
-    content = kb.quantize(X, "kbit4").to_bytes()
+def edited(change, x=X, more=b""):
+    """Bytes of a good array whose header was changed, and more behind them."""
+    content = kb.quantize(x, "kbit4").to_bytes() + more
     end = 24 + int.from_bytes(content[12:16], "little")
     header = json.loads(content[24:end])
     change(header)
@@ -148,6 +148,15 @@ def put(*path, value):
         header[path[-1]] = value
 
     return lambda: edited(change)
+
+
+def twice(header):
+    header["planes"].append(header["planes"][-1])
+
+
+def empty(shape):
+    """An array without elements, whose planes are right for many a shape."""
+    return lambda: edited(lambda header: header["config"].update(shape=shape), X[:0])
 
 
 GOOD = kb.quantize(X, "kbit4").to_bytes()
@@ -178,6 +187,10 @@ REFUSED = [
     (put("config", "shape", value=[1] * 70), "buffer"),
     (put("config", "dtype", value="int8"), "int8"),
     (put("planes", value=[]), "'packed' of kbit4 is missing"),
+    (lambda: edited(twice, more=bytes(64)), "stands there twice"),
+    (empty([0] * 70), "buffer"),
+    (empty([0, 2**62]), "buffer"),
+    (lambda: fuzz_files.bytes_of(b" " * (1 << 18) + b"{}", b""), "header is said to have"),
     (put("planes", 0, value=7), "not an object with name"),
     (put("planes", 0, "name", value="absmax"), "stands there twice|has it as"),
     (put("planes", 0, "name", value=["packed"]), "is not one of"),
