@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS)
         const Planes planes = members == 1 ? first : of_member(first, argument, member);
         const Planes whole = as_whole(planes);
         T* target = y + member * size;
-        const long long octets = (size + 7) / 8, uncut = are_aligned(planes) && begins_at_16(target) ? size / 8 : 0;
+        const long long octets = (size + 7) / 8, uncut = are_aligned(planes) && is_aligned(target) ? size / 8 : 0;
         for (long long span = (long long)blockIdx.x * (THREADS * UNITS); span < octets; span += step) {
             const long long octet = span + threadIdx.x;
             if (span + THREADS * UNITS <= uncut) {
@@ -90,13 +90,13 @@ __global__ void __launch_bounds__(THREADS)
 
 // ---- rows by their numbers (an embedding lookup) ---------------------------------------------------------------
 
-// A row is one or more runs of neighbours, each in one member; a member is one or more of these runs. `struct Rows`
-// (kbitcupy/formats/decoders.py) says how many:
+// A row is a run of neighbours, or in a stack one or more runs, each of them a whole member. `struct Rows`
+// (kbitcupy/formats/decoders.py):
 //     count       rows asked for
 //     rows        of the array
 //     length      elements of a run
 //     runs        of a row
-//     per_member  runs of a member
+//     stacked     whether runs are members
 //     wide        whether row numbers have 64 bits
 
 // y    T[count, runs * length]
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(THREADS) take_blocks(
     // Where rows do not end with an octet, a run may touch one more.
     const bool cut = rows.length % 8 != 0;
     const long long each = rows.length / 8 + 2 * cut, all = rows.count * rows.runs * each;
-    const bool whole = !cut && rows.rows * rows.runs <= rows.per_member && are_aligned(first) && begins_at_16(y);
+    const bool whole = !cut && !rows.stacked && are_aligned(first) && is_aligned(y);
     const long long step = (long long)gridDim.x * THREADS;
     for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += step) {
         const long long to = divide(i, each), slot = rows.runs == 1 ? to : divide(to, rows.runs);
@@ -121,11 +121,10 @@ __global__ void __launch_bounds__(THREADS) take_blocks(
             store_whole(y + i * 8, v);
             continue;
         }
-        const long long member = divide(run, rows.per_member);
-        const long long begin = (run - member * rows.per_member) * rows.length;
+        const long long begin = rows.stacked ? 0 : run * rows.length;
         const long long octet = begin / 8 + i - to * each, element = octet * 8 - begin;
         if (element >= rows.length) continue;
-        F::decode8(of_member(first, argument, member), octet, v);
+        F::decode8(of_member(first, argument, rows.stacked ? run : 0), octet, v);
         const int from = element < 0 ? static_cast<int>(-element) : 0;
         store_part(y + to * rows.length + element, from, at_most_8(rows.length - element), v);
     }
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(THREADS, 2) linear_blocks(
     const __grid_constant__ Argument<F> argument) {
     const Planes planes = planes_of(argument);
     const Planes uncut = as_whole(planes);
-    const bool whole = columns % 8 == 0 && are_aligned(planes) && begins_at_16(x);
+    const bool whole = columns % 8 == 0 && are_aligned(planes) && is_aligned(x);
     const int lane = threadIdx.x % WARP;
     const long long groups = (tokens + TOKENS - 1) / TOKENS, step = (long long)gridDim.x * (THREADS / WARP);
     for (long long i = (long long)blockIdx.x * (THREADS / WARP) + warp_number(); i < groups * rows; i += step) {

@@ -185,7 +185,7 @@ _FIXED = struct.Struct(f"={MAX_NUMBERS}qqQq")  # numbers, elements, and what the
 _STRIDES = struct.Struct(f"={MAX_PLANES}qQq")
 _NOTHING = (0,) * max(MAX_PLANES, MAX_NUMBERS)
 #: ``struct Rows`` of kernels/blocks.cu.
-ROWS = Struct("Rows", count="i8", rows="i8", length="i8", runs="i8", per_member="i8", wide="i8")
+ROWS = Struct("Rows", count="i8", rows="i8", length="i8", runs="i8", stacked="i8", wide="i8")
 _ROWS = struct.Struct("=6q")
 
 
@@ -214,11 +214,10 @@ def _table(decoder: Decoder) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _rows(shape: tuple[int, ...], lead: int) -> tuple[tuple[int, int, int, int], int]:
-    """`rows`, `length`, `runs` and `per_member` of `ROWS`, and the octets that a run may touch."""
-    row, member = math.prod(shape[1:]), math.prod(shape[lead:])
-    length = min(row, member) if lead else row
+    """`rows`, `length`, `runs` and `stacked` of `ROWS`, and the octets that a run may touch."""
+    length = math.prod(shape[max(lead, 1) :])
     each = -(-length // 8) if length % 8 == 0 else length // 8 + 2
-    return (shape[0], length, row // length, member // length), each
+    return (shape[0], length, math.prod(shape[1 : max(lead, 1)]), lead > 0), each
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ __device__ __forceinline__ float multiply_ieee(float a, float b) {
 // A scale that is not a positive finite number counts as 0.
 __device__ __forceinline__ float usable(float s) { return __float_as_uint(s) - 1u < 0x7f7fffffu ? s : 0.0f; }
 
+// Whether it is a multiple of 16 bytes, as the largest loads and stores need.
+__device__ __forceinline__ bool is_aligned(const void* pointer) {
+    return (reinterpret_cast<unsigned long long>(pointer) & 15) == 0;
+}
+
 // a / b, neither of them negative, b not 0. A power of two is a shift, and 32 bits take a third of the time of 64.
 __device__ __forceinline__ long long divide(long long a, long long b) {
     if ((b & (b - 1)) == 0) return a >> (63 - __clzll(b));

@@ -141,10 +141,6 @@ __device__ __forceinline__ unsigned warp_max(unsigned x) {
     return x;
 }
 
-__device__ __forceinline__ bool is_aligned(const void* pointer) {
-    return (reinterpret_cast<unsigned long long>(pointer) & 15) == 0;
-}
-
 // The same number, of which the compiler does not know where it comes from: it stays in a register instead of being
 // worked out again wherever it is used.
 __device__ __forceinline__ unsigned opaque(unsigned v) {

@@ -56,15 +56,11 @@ __device__ __forceinline__ Planes of_member(Planes planes, const Argument<F>& ar
     return planes;
 }
 
-__device__ __forceinline__ bool begins_at_16(const void* pointer) {
-    return (reinterpret_cast<unsigned long long>(pointer) & 15) == 0;
-}
-
 // Whether all planes begin at multiples of 16 bytes.
 __device__ __forceinline__ bool are_aligned(const Planes& planes) {
     bool aligned = true;
 #pragma unroll
-    for (int i = 0; i < MAX_PLANES; ++i) aligned &= begins_at_16(planes.plane[i]);
+    for (int i = 0; i < MAX_PLANES; ++i) aligned &= is_aligned(planes.plane[i]);
     return aligned;
 }
 

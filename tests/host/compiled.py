@@ -42,7 +42,7 @@ def build(source, folders=()):
     """A shared library of a C++ text that begins with ``shim.h``; headers are looked for in `folders`, then ours."""
     name = Path(_scratch().name) / f"{abs(hash((source, folders))):x}"
     name.with_suffix(".cpp").write_text(f'#include "shim.h"\n{source}')
-    included = [f"-I{folder}" for folder in (*folders, kernel_folder(), HERE)]
+    included = [f"-I{folder}" for folder in (*folders, HERE, kernel_folder())]
     command = [compiler(), *OPTIONS, *included, str(name.with_suffix(".cpp")), "-o", str(name.with_suffix(".so"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
