@@ -115,35 +115,38 @@ class Checkpoint(Mapping[str, Any]):
             self.is_folder = self.path.is_dir() or self.path.name.endswith(INDEX_ENDING)
         self.index: str | None = None
         self.index_metadata: dict[str, Any] = {}
-        folder = self.path
-        names = [self.path.name]
+        self.files = {name: File(reader, [], {}) for name, reader in self._open(mapped).items()}
+        self.paths = [file.path for file in self.files.values()]
+        if self.index is not None:
+            self.paths.append(self.paths[0].with_name(self.index))
+        self.reader = Together(self.path, [file.reader for file in self.files.values()])
+        self.compressed, rest = ({}, self.reader) if raw else recognise(self.reader)
+        owners = {id(file.reader): file for file in self.files.values()}
+        for name in rest.names:
+            owners[id(rest.file_of(name))].plain.append(name)
+        for name, one in self.compressed.items():
+            owners[id(self.reader.file_of(one.stored[0]))].compressed[name] = one
+        self._names = {name: None for file in self.files.values() for name in (*file.plain, *file.compressed)}
+        parts = [file.reader.metadata if raw else file.metadata for file in self.files.values()]
+        self.metadata = {key: text for part in parts for key, text in part.items()}
+
+    def _open(self, mapped: bool) -> dict[str, FileReader]:
+        """The files by name; what the index says of them is true."""
+        if not self.is_folder:
+            return {self.path.name: _open(self.path, mapped)}
+        with reading(self.path):
+            folder, self.index, names = _contents(self.path)
         weight_map: dict[str, str] = {}
-        if self.is_folder:
-            with reading(self.path):
-                folder, self.index, names = _contents(self.path)
-        else:
-            folder = self.path.parent
         if self.index is not None:
             weight_map, self.index_metadata = _read_index(folder / self.index)
             names = sorted(set(weight_map.values()))
-        readers = {name: _open(folder / name if self.is_folder else self.path, mapped) for name in names}
-        self.paths = [reader.path for reader in readers.values()] + ([folder / self.index] if self.index else [])
+        readers = {name: _open(folder / name, mapped) for name in names}
         for name, owner in weight_map.items():
             if name not in readers[owner].entries:
                 raise FileError(
                     f"{folder / str(self.index)}: tensor {name!r} is not in {owner}, where weight_map puts it"
                 )
-        self.reader = Together(self.path, list(readers.values()))
-        self.compressed, rest = ({}, self.reader) if raw else recognise(self.reader)
-        self.files = {name: File(reader, [], {}) for name, reader in readers.items()}
-        file_of = {id(file.reader): file for file in self.files.values()}
-        for name in rest.names:
-            file_of[id(rest.file_of(name))].plain.append(name)
-        for name, one in self.compressed.items():
-            file_of[id(self.reader.file_of(one.stored[0]))].compressed[name] = one
-        self._order = {name: None for file in self.files.values() for name in (*file.plain, *file.compressed)}
-        parts = [file.reader.metadata if raw else file.metadata for file in self.files.values()]
-        self.metadata = {key: text for part in parts for key, text in part.items()}
+        return readers
 
     def check_unchanged(self) -> None:
         """Check that nobody has written to the files since they were opened, see `FileReader.check_unchanged`."""
@@ -152,7 +155,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def stored(self, name: str) -> dict[str, Entry]:
         """The stored tensors that one consists of."""
-        if name not in self._order:
+        if name not in self._names:
             raise KeyError(name)
         names = self.compressed[name].stored if name in self.compressed else (name,)
         return {stored: self.reader.entry(stored) for stored in names}
@@ -180,18 +183,18 @@ class Checkpoint(Mapping[str, Any]):
         """A `QuantizedArray`, or a read-only array that is a view of the file: ``.copy()`` makes it writeable."""
         if name in self.compressed:
             return self.compressed[name].read(self.reader)
-        if name not in self._order:
+        if name not in self._names:
             raise KeyError(name)
         return self.reader.array(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._order
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._order)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._names)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}: {len(self)} tensors, {len(self.compressed)} of them compressed)"

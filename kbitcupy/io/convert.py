@@ -18,7 +18,7 @@ import numpy as np
 from .._version import __version__
 from ..array import config_of
 from ..backend import xp as _xp
-from ..errors import FileError
+from ..errors import FileError, FormatError
 from ..formats.base import Format, get_format
 from ..ops import quantize
 from .atomic import as_path, check_file, check_folder, check_space, filling, forget
@@ -366,6 +366,10 @@ def _quantizing(
     made: dict[str, Entry] = {}
     for name, format in chosen.items():
         stored, entry = format.stored(), reader.entries[name]
+        try:
+            stored.check_shape(entry.shape)
+        except FormatError as error:
+            raise FileError(f"{file.path}: tensor {name!r}: {error}; or keep it as it is (keep=, --keep)") from error
         dtype = _xp.float_dtype(entry.dtype)
         made.update(free_entries(layout, name, taken, stored, stored.planes(entry.shape), entry.shape, dtype))
         configs[name] = config_of(stored, entry.shape, dtype)

@@ -761,6 +761,14 @@ def test_a_codebook_without_values_names_the_tensor(model):
         convert.quantize_file(model, model.with_name("out"), kb.get_format("kbit4", codebook="custom"), device="cpu")
 
 
+def test_a_shape_that_a_format_cannot_have_is_refused_before_any_work(tmp_path, monkeypatch):
+    source = write(tmp_path / "a", {"w": weights((64, 64)), "odd": weights((64, 48))})
+    monkeypatch.setattr(convert, "quantize", None)
+    with pytest.raises(FileError, match=r"a: tensor 'odd': shape is \(64, 48\).*keep it as it is"):
+        convert.quantize_file(source, tmp_path / "b", "q4_k", device="cpu", keep="w")
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_progress_bar(model, capsys):
     convert.quantize_file(model, Path(model.with_name("out")), "kbit4", device="cpu", progress=True)
     assert "quantize" in capsys.readouterr().err

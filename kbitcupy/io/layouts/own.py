@@ -63,7 +63,7 @@ class OwnLayout(Layout):
         return {f"{name}.{plane}": _xp.to_device(array, "cpu") for plane, array in q.planes.items()}
 
     def metadata(self, metadata: Mapping[str, str], configs: Mapping[str, Any]) -> dict[str, str]:
-        before = _configs(metadata, Path("the metadata"))
+        before = _configs(metadata, "the metadata")
         stored = {"version": FILE_VERSION, "written_by": f"kbitcupy {__version__}", "tensors": {**before, **configs}}
         plain = {key: text for key, text in metadata.items() if key != METADATA_KEY}
         return {**plain, METADATA_KEY: json.dumps(stored, separators=(",", ":"))}
@@ -104,7 +104,7 @@ def _read(planes: Mapping[str, str], reader: Reader) -> dict[str, np.ndarray]:
     return {plane: reader.array(stored) for plane, stored in planes.items()}
 
 
-def _configs(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+def _configs(metadata: Mapping[str, str], path: Path | str) -> dict[str, Any]:
     """The configurations under `METADATA_KEY`."""
     text = metadata.get(METADATA_KEY)
     if text is None:
