@@ -85,14 +85,14 @@ class Decoder:
             How many arrays the planes hold, one behind the other; `values` is one for all.
         """
         found = [planes.get(name) for name in self.planes]
+        nothing = _NOTHING[len(found) : MAX_PLANES]
+        begin = _PLANES.pack(*map(_address, found), *nothing)
         values = None if self.values is None else planes.get(self.values)
+        if members == 1 and values is None:
+            return begin + _rest(self, shape)
         strides = [0 if plane is None or members == 1 else plane.nbytes // members for plane in found]
-        return (
-            _PLANES.pack(*map(_address, found), *_NOTHING[len(found) : MAX_PLANES])
-            + _fixed(self, shape)
-            + _STRIDES.pack(*strides, *_NOTHING[len(found) : MAX_PLANES], _address(values), _size(values))
-            + _table(self)
-        )
+        behind = _STRIDES.pack(*strides, *nothing, _address(values), 0 if values is None else values.size)
+        return begin + _fixed(self, shape) + behind + _table(self)
 
 
 def templates(header: str, *structs: str, kernels: tuple[str, ...] = KERNELS, folder: Path | None = None) -> Any:
@@ -116,7 +116,12 @@ def templates(header: str, *structs: str, kernels: tuple[str, ...] = KERNELS, fo
 
 def decodes(out: Any) -> bool:
     """Whether the kernels write arrays like `out`: CuPy arrays of a dtype that has a C++ name."""
-    return not isinstance(out, np.ndarray) and out.dtype.name in CXX_TYPES
+    return not isinstance(out, np.ndarray) and _has_type(out.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_type(dtype: np.dtype) -> bool:
+    return dtype.name in CXX_TYPES  # to ask a dtype for its name takes a microsecond
 
 
 def dequantize(decoder: Decoder, planes: Mapping[str, Any], shape: tuple[int, ...], out: Any, members: int = 1) -> None:
@@ -195,14 +200,16 @@ def _address(array: Any) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
-def _size(array: Any) -> int:
-    return 0 if array is None else int(array.size)
-
-
 @functools.lru_cache(maxsize=4096)
 def _fixed(decoder: Decoder, shape: tuple[int, ...]) -> bytes:
     numbers = decoder.numbers(shape)
     return _FIXED.pack(*numbers, *_NOTHING[len(numbers) : MAX_NUMBERS], math.prod(shape), 0, 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rest(decoder: Decoder, shape: tuple[int, ...]) -> bytes:
+    """All behind the planes of an array that is no stack, and whose table is known."""
+    return _fixed(decoder, shape) + bytes(_STRIDES.size) + _table(decoder)
 
 
 @functools.lru_cache(maxsize=1024)
