@@ -1,15 +1,37 @@
 // Float arithmetic that keeps subnormal numbers: -ftz=true, which CuPy forces, turns every other spelling of it into
-// the flushing one. None of it is contracted. On the host, whose compiler flushes nothing, it is C++'s own.
+// the flushing one. None of it is contracted.
 #pragma once
 
 namespace ieee {
 #ifdef KBIT_HOST
-inline float multiply(float a, float b) { return a * b; }
-inline float add(float a, float b) { return a + b; }
-inline float subtract(float a, float b) { return a - b; }
-inline float divide(float a, float b) { return a / b; }
-inline float square_root(float a) { return sqrtf(a); }
-inline bool less(float a, float b) { return a < b; }
+// The shim's processor flushes as kernels do. What is volatile stays between the two modes.
+template <typename F>
+inline auto unflushed(float a, float b, F operation) {
+    const FloatMode mode = float_mode();
+    set_float_mode(IEEE_MODE);
+    volatile float x = a, y = b;
+    volatile auto result = operation(x, y);
+    set_float_mode(mode);
+    return +result;
+}
+inline float multiply(float a, float b) {
+    return unflushed(a, b, [](float x, float y) { return x * y; });
+}
+inline float add(float a, float b) {
+    return unflushed(a, b, [](float x, float y) { return x + y; });
+}
+inline float subtract(float a, float b) {
+    return unflushed(a, b, [](float x, float y) { return x - y; });
+}
+inline float divide(float a, float b) {
+    return unflushed(a, b, [](float x, float y) { return x / y; });
+}
+inline float square_root(float a) {
+    return unflushed(a, a, [](float x, float) { return std::sqrt(x); });
+}
+inline bool less(float a, float b) {
+    return unflushed(a, b, [](float x, float y) { return x < y; }) != 0;
+}
 #else
 __device__ __forceinline__ float multiply(float a, float b) {
     float r;

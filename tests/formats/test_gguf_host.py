@@ -1,4 +1,4 @@
-"""The quantizers of kernels/formats/gguf_encoders.cuh, compiled for the host, write the bytes that NumPy writes."""
+"""The quantizers of kernels/gguf.cu, in a grid of host threads that flush as the GPU does, write NumPy's bytes."""
 
 import ctypes
 import os
@@ -9,81 +9,83 @@ from host import compiled as host
 from make_gguf_data import KINDS, TYPES, numbers
 
 import kbitcupy as kb
+from kbitcupy.backend.compile import kernel_folder, source
 
-SOURCE = """
-#include "formats/gguf_encoders.cuh"
-
-struct Source {
-    const float* x;
-    void load(int first, float (&v)[32]) const { std::memcpy(v, x + first, sizeof v); }
-};
-
-template <typename E>
-void encode_all(const float* x, long long blocks, const Fields& fields) {
-    for (long long i = 0; i < blocks; ++i) E::encode(Source{x + i * E::BLOCK}, fields, i);
-}
-
-// What eight lanes of kernels/gguf.cu do together.
-void encode_q4_k(const float* x, long long blocks, const Fields& fields) {
-    for (long long i = 0; i < blocks; ++i) {
-        Q4_KEncoder lane[8];
-        float scale = 0, minimum = 0;
-        for (int j = 0; j < 8; ++j) {
-            Source{x + i * 256}.load(j * 32, lane[j].x);
-            lane[j].search();
-            if (lane[j].scale > scale) scale = lane[j].scale;
-            if (lane[j].minimum > minimum) minimum = lane[j].minimum;
-        }
-        for (int j = 0; j < 8; ++j) lane[j].finish(scale, minimum);
-        for (int j = 0; j < 8; ++j) lane[j].store(j, lane[j ^ 1].codes, lane[j ^ 4].sc, lane[j ^ 4].mn, fields, i);
-        fields.put_half(0, i * 2, scale / 63);
-        fields.put_half(0, i * 2 + 1, minimum / 63);
-    }
-}
-
-#define ENTRY(name, function)                                                                                   \\
-    extern "C" void name(const float* x, long long n, unsigned char* a, unsigned char* b, unsigned char* c) {   \\
-        set_float_mode(IEEE_MODE);                                                                              \\
-        function(x, n, Fields{{a, b, c, nullptr}});                                                             \\
-    }
-ENTRY(q8_0, encode_all<Q8_0Encoder>)
-ENTRY(q4_0, encode_all<Q4_0Encoder>)
-ENTRY(tq2_0, encode_all<TQ2_0Encoder>)
-ENTRY(q4_k, encode_q4_k)
+ENTRY = """
+extern "C" void {name}(unsigned grid, const float* x, long long blocks, unsigned char* a, unsigned char* b,
+                       unsigned char* c) {{
+    launch(grid, 1, THREADS, [&] {{ {kernel}<float, {struct}>(x, blocks, a, b, c, nullptr); }});
+}}
 """
 
 
-@pytest.fixture(scope="module")
-def library():
+@pytest.fixture(scope="module", autouse=True)
+def _compiler():
     if host.compiler() is None:
         missing = "needs a C++ compiler: c++, g++ or clang++ on the PATH, or CXX"
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
-    return host.build(SOURCE)
 
 
-def encoded(library, name, x, planes, offset=0):
-    """The planes that the device code writes, each `offset` bytes behind an aligned address."""
-    found = {key: np.zeros(plane.nbytes + 64, np.uint8) for key, plane in planes.items()}
-    starts = {key: -room.ctypes.data % 16 + offset for key, room in found.items()}
-    addresses = [ctypes.c_void_p(room.ctypes.data + starts[key]) for key, room in found.items()]
-    blocks = ctypes.c_longlong(x.size // kb.get_format(name).block)
-    getattr(library, name)(ctypes.c_void_p(x.ctypes.data), blocks, *addresses, *[None] * (3 - len(addresses)))
-    return {key: room[starts[key] : starts[key] + planes[key].nbytes] for key, room in found.items()}
+def library(folders=()):
+    quantizers = {name: kb.get_format(name).quantizer for name in TYPES}
+    entries = [ENTRY.format(name=name, kernel=q.name, struct=q.struct) for name, q in quantizers.items()]
+    return host.build('#include "grid.h"\n' + source(quantizers["q8_0"].template) + "".join(entries), folders)
+
+
+def quantized(built, name, x, offset=0):
+    """The planes that the kernel writes, each `offset` bytes behind an aligned address, as bytes by name."""
+    format = kb.get_format(name)
+    sizes = {plane: np.dtype(spec.dtype).itemsize * spec.shape[0] for plane, spec in format.planes(x.shape).items()}
+    rooms = {plane: np.zeros(size + 64, np.uint8) for plane, size in sizes.items()}
+    starts = {plane: -room.ctypes.data % 16 + offset for plane, room in rooms.items()}
+    addresses = [ctypes.c_void_p(room.ctypes.data + starts[plane]) for plane, room in rooms.items()]
+    addresses += [None] * (3 - len(addresses))
+    getattr(built, name)(2, ctypes.c_void_p(x.ctypes.data), ctypes.c_longlong(x.size // format.block), *addresses)
+    for plane, room in rooms.items():
+        assert not room[: starts[plane]].any() and not room[starts[plane] + sizes[plane] :].any(), "beside a plane"
+    return {plane: room[starts[plane] : starts[plane] + sizes[plane]].tobytes() for plane, room in rooms.items()}
+
+
+def bytes_of(q):
+    return {name: plane.tobytes() for name, plane in q.planes.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TYPES)
-def test_the_same_bytes(library, name, kind):
-    x = numbers(kind, 1 << 14, seed=2)
-    q = kb.quantize(x, name)
-    for key, found in encoded(library, name, x, q.planes, offset=2).items():
-        assert found.tobytes() == q.planes[key].tobytes(), key
+def test_the_same_bytes(name, kind):
+    x = numbers(kind, 36 * 256, seed=2)  # more blocks of 256 than two thread blocks take at a time
+    assert quantized(library(), name, x) == bytes_of(kb.quantize(x, name))
 
 
-@pytest.mark.parametrize("offset", [0, 4, 6, 14])
+@pytest.mark.parametrize("offset", [2, 4, 6, 14])
 @pytest.mark.parametrize("name", TYPES)
-def test_planes_begin_anywhere(library, name, offset):
-    x = numbers("wide", 2048, seed=3)
-    q = kb.quantize(x, name)
-    for key, found in encoded(library, name, x, q.planes, offset).items():
-        assert found.tobytes() == q.planes[key].tobytes(), key
+def test_planes_and_arrays_begin_anywhere(name, offset):
+    x = np.concatenate((np.zeros(offset, np.float32), numbers("wide", 2048, seed=3)))[offset:]
+    assert quantized(library(), name, x, offset) == bytes_of(kb.quantize(x, name))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_what_ggml_leaves_open(name):
+    x = numbers("large", 2048, seed=4) * np.float32(4)
+    x[::5], x[1::9], x[2::11], x[3::13] = np.nan, np.inf, -np.inf, -0.0
+    assert quantized(library(), name, x) == bytes_of(kb.quantize(x, name))
+
+
+FAULTS = [  # a header, a text in it, what it becomes, a type, and the kind of numbers that shows it
+    ("formats/gguf_encoders.cuh", "rest >= 0.5f", "rest > 0.5f", "q8_0", "ties"),
+    ("formats/gguf_encoders.cuh", ", 8.5f", ", 8.0f", "q4_0", "normal"),
+    ("formats/gguf_encoders.cuh", "bits > largest", "bits >= largest", "q4_0", "ties"),
+    ("formats/gguf_encoders.cuh", "STEPS = 20", "STEPS = 12", "q4_k", "normal"),
+    ("formats/gguf_encoders.cuh", "i % 4 * 8 + s * 2", "i % 4 * 8 + s", "tq2_0", "normal"),
+    ("common/ieee.cuh", "set_float_mode(IEEE_MODE);", "", "q4_k", "smaller"),
+]
+
+
+@pytest.mark.parametrize(("file", "right", "wrong", "name", "kind"), FAULTS)
+def test_a_planted_fault_is_found(file, right, wrong, name, kind, tmp_path):
+    text = (kernel_folder() / file).read_text()
+    assert right in text
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(text.replace(right, wrong))
+    x = numbers(kind, 1 << 14, seed=5)
+    assert quantized(library((tmp_path,)), name, x) != bytes_of(kb.quantize(x, name))
