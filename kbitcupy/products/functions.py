@@ -411,6 +411,10 @@ def precompile(
 
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
+# Up to so many tokens each number of them has a plan of its own; beyond, where no kernel is made for a number, all up to
+# the next power of two have one.
+_OWN_PLANS = 256
+
 
 @functools.lru_cache(maxsize=4096)
 def plan(
@@ -451,6 +455,8 @@ def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, activations: str |
         aligned = activations is not None or not x.data.ptr % 16
     lies = q._launches.get(Stored) or stored(q)
     tokens = out.size // q.shape[0] if out.size else 1
+    if tokens > _OWN_PLANS:
+        tokens = 1 << (tokens - 1).bit_length()
     product = plan(q.format, q.shape, x.dtype, tokens, ordinal, aligned, lies, activations)
     if out.size:
         product(x, q, bias, out)
@@ -472,7 +478,9 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None
         x = _xp.contiguous(x)
         ordinal, aligned = x.data.device_id, not x.data.ptr % 16
     lies = qs._launches.get(Stored) or stored(qs)
-    product = plan(qs.format, (rows, depth), x.dtype, ids.size, ordinal, aligned, lies, None, experts)
+    # Where there are more products than experts, all of these may be chosen.
+    products = ids.size if ids.size < experts else 1 << (ids.size - 1).bit_length()
+    product = plan(qs.format, (rows, depth), x.dtype, products, ordinal, aligned, lies, None, experts)
     product(x, qs, ids, weights, out)
 
 

@@ -58,6 +58,8 @@ _LARGEST = np.finfo(np.float32).max
 def linear_w8a8(x: Any, qw: QuantizedArray, bias: Any = None, *, qmin: int = -128, out: Any = None) -> Any:
     """x times the transpose of an int8 weight, with x quantized to int8 by token.
 
+    Shorthand of ``kbitcupy.linear(x, qw, bias, activations="int8")`` that lets the lowest code be chosen.
+
     Parameters
     ----------
     x : array_like or QuantizedArray

@@ -167,6 +167,19 @@ def test_a_plan_is_made_once():
     assert plan.cache_info().misses == before
 
 
+def test_many_numbers_of_tokens_share_a_plan():
+    """What a server meets does not fill memory with plans; few tokens have plans, and kernels, of their own."""
+    q = weight(48, 64)
+    before = plan.cache_info().misses
+    for tokens in range(257, 1025):
+        kb.linear(np.ones((tokens, 64), HALF), q)
+    assert plan.cache_info().misses - before <= 2
+    before = plan.cache_info().misses
+    for tokens in range(1, 100):
+        kb.linear(np.ones((tokens, 64), HALF), q)
+    assert plan.cache_info().misses - before >= 96
+
+
 # ---- explain -------------------------------------------------------------------------------------------------------
 
 
