@@ -11,14 +11,18 @@ import numpy as np
 from .array import Compressed, QuantizedArray, check_lead
 from .backend import xp as _xp
 from .errors import DeviceError, FormatError
-from .formats.base import Format, get_format, list_formats
+from .formats.base import Choice, Format, list_formats, resolve
 
 
 def quantize(
     x: Any,
     /,
-    format: str | Format | None = None,
+    format: str | Format | Choice | None = None,
     *,
+    scale: Any = None,
+    zero_point: Any = None,
+    codebook: Any = None,
+    importance: Any = None,
     out: QuantizedArray | None = None,
     check_finite: bool = False,
     **options: Any,
@@ -30,9 +34,18 @@ def quantize(
     x : array_like
         float16, bfloat16, float32 or float64 array of any shape and memory layout: NumPy, CuPy, or anything with
         ``__dlpack__`` or ``__cuda_array_interface__``. float64 is rounded to float32 first.
-    format : str or Format
-        Name of a registered format (see `formats`), with options of its own where it has some (``"int4:block=32"``), or
-        a Format (see `get_format`).
+    format : str, Format or tuple of one of them and a dict
+        Name of a registered format (see `list_formats`), with options of its own where it has some
+        (``"int4:block=32"``), or a Format (see `get_format`); with a dict beside it also more of the arguments below,
+        as lists of formats have them: ``("kbit4", {"codebook": values})``.
+    scale, zero_point : number or array, optional
+        Of affine formats: scales to use instead of finding them, one number or one for each block, and their zero
+        points (0 by default, for ``symmetric=False``). Host values are checked, those on a device are not looked at.
+    codebook : str or array_like, optional
+        Of ``kbit1`` to ``kbit8`` and ``table4``: the option of that name, or the 2^k values themselves, in any order.
+        They are stored with the array, and its format has ``codebook="custom"``.
+    importance : array_like, optional
+        Of formats that weight errors: how much those of each element count.
     out : QuantizedArray, optional
         An earlier result of the same format, shape and device, whose planes are overwritten.
     check_finite : bool, default False
@@ -71,27 +84,27 @@ def quantize(
     array = _xp.as_array(x)
     dtype = _xp.float_dtype(array.dtype, "x")
     shape = array.shape
-    if isinstance(format, Format):
-        if options:
-            raise FormatError(f"options ({', '.join(options)}) go with a format's name, not with a Format")
-    elif format is None:
-        raise TypeError(_no_format(options))
-    else:
-        format = get_format(format, **options)
-    stored = format.stored()
+    if format is None:
+        raise TypeError(_no_format({**({} if codebook is None else {"codebook": codebook}), **options}))
+    given: Mapping[str, Any] | None = None
+    if options or not (scale is zero_point is codebook is importance is None) or not isinstance(format, Format):
+        brought = {"scale": scale, "zero_point": zero_point, "codebook": codebook, "importance": importance}
+        format, given = resolve(format, brought, **options)
+    if not format.can_encode:
+        raise FormatError(f"{format} can be decoded but not made: quantize to another format, see list_formats()")
     if out is not None:
-        _check_quantized_out(out, stored, array)
+        _check_quantized_out(out, format, array)
     array = source(array, format.dtypes)
     if check_finite:
         _check_finite(array, dtype)
     with _xp.on_device_of(array):
         if out is not None:
-            format.encode(array, out.planes, None, out.lead)
-            return out if out.dtype == dtype else QuantizedArray._wrap(stored, out.planes, shape, dtype, lead=out.lead)
+            format.encode(array, out.planes, given, out.lead)
+            return out if out.dtype == dtype else QuantizedArray._wrap(format, out.planes, shape, dtype, lead=out.lead)
         empty = _xp.namespace(array).empty
-        planes = {name: empty(size, kind) for name, size, kind in _allocation(stored, shape)}
-        format.encode(array, planes)
-    return QuantizedArray._wrap(stored, planes, shape, dtype)
+        planes = {name: empty(size, kind) for name, size, kind in _allocation(format, shape)}
+        format.encode(array, planes, given)
+    return QuantizedArray._wrap(format, planes, shape, dtype)
 
 
 def dequantize(q: QuantizedArray, /, *, dtype: Any = None, out: Any = None) -> Any:
@@ -466,11 +479,11 @@ def _check_finite(x: Any, dtype: np.dtype) -> None:
     )
 
 
-def _check_quantized_out(out: Any, stored: Format, array: Any) -> None:
+def _check_quantized_out(out: Any, format: Format, array: Any) -> None:
     if not isinstance(out, QuantizedArray):
         raise TypeError(f"out is {type(out).__name__}; it must be a QuantizedArray")
-    if out.shape != array.shape or out.format != stored:
-        raise FormatError(f"out is {out!r}; it must be {stored!r} of shape {array.shape}, as an earlier result is")
+    if out.shape != array.shape or out.format != format:
+        raise FormatError(f"out is {out!r}; it must be {format!r} of shape {array.shape}, as an earlier result is")
     if not _xp.same_device(next(iter(out.planes.values())), array):
         raise DeviceError(f"out is on {out.device} and x on {_xp.device_of(array)}; move one with .to_device()")
     if out._borrowed:

@@ -62,9 +62,9 @@ def random_shape(rng):
 def random_option(rng, name, format, shape):
     """A value for an option by its name, or None where there is none to try."""
     if name == "codebook":
+        if rng.random() < 0.5:
+            return str(rng.choice(("bnf", "nf")))
         return codebook(str(rng.choice(CODEBOOKS)), format.bits, int(rng.integers(3)))
-    if name == "table":
-        return rng.choice(16, 16) - 7.5 if rng.random() < 0.5 else str(rng.choice(("bnf", "nf")))
     if name == "absmax":
         return str(rng.choice(("e4m4", "float16", "float32")))
     if name == "block" and format.block in BLOCKS:
@@ -82,18 +82,20 @@ def random_option(rng, name, format, shape):
 
 
 def random_format(rng, shape):
-    """A registered format with some of its options chosen: whatever is registered takes part."""
+    """A registered format with some of its options chosen, and what a call of quantize brings beside it."""
     name = str(rng.choice(kb.list_formats()))
     plain = kb.get_format(name)
     options = {}
-    for option in base.option_names(base._registry[name]):
+    for option in (*base.option_names(base.format_factory(name)), *plain.takes):
         value = random_option(rng, option, plain, shape) if rng.random() < 0.4 else None
         if value is not None:
             options[option] = value
     try:
-        return kb.get_format(name, **options)
-    except FormatError:  # options that exclude each other
-        return plain
+        chosen = base.resolve(name, **options)
+        kb.quantize(np.ones(shape, np.float32), chosen)
+        return chosen
+    except FormatError:  # options that exclude each other, or do not go with the shape
+        return plain, {}
 
 
 class State:
@@ -128,7 +130,7 @@ def begin(rng, xp):
     try:
         q = kb.quantize(xp.asarray(x), format)
     except FormatError:
-        if "granularity" not in format.options():  # only these may not go with a shape
+        if "granularity" not in format[0].options():  # only these may not go with a shape
             raise
         return None
     y = host(q.dequantize())
@@ -230,7 +232,7 @@ def reshape(rng, state):
 def beside(rng, state):
     """An array that can join the one of `state`: a copy, itself, or other numbers in the same format."""
     kind = rng.integers(3)
-    if kind == 0 or state.format.stored() != state.q.format:
+    if kind == 0 or state.format[0] != state.q.format:
         return state.q.copy(), state.y
     if kind == 1:
         return state.q, state.y

@@ -20,7 +20,7 @@ OPTIONS = {
     "kbit": [{}, {"codebook": "nf"}, {"absmax": "float16"}, {"absmax": "float32"}],
     "nf4": [{}, {"block": 16}, {"block": 128}, {"block": 16, "double_quant": True}],
     "fp4": [{}, {"block": 32}, {"block": 16, "double_quant": True}],
-    "table4": [{}, {"table": "nf", "block": 32}, {"block": 16, "double_quant": True}],
+    "table4": [{}, {"codebook": "nf", "block": 32}, {"block": 16, "double_quant": True}],
     "dynamic8": [{}, {"block": 32}],
     "gguf": [{}],
     "int": [
@@ -29,8 +29,8 @@ OPTIONS = {
         for symmetric in (True, False)
     ],
 }
-# Formats that take numbers of one's own, and the option.
-OWN = {"kbit": "codebook", "table4": "table"}
+# Formats that take a codebook of one's own.
+OWN = ("kbit", "table4")
 
 
 def numbers(dtype, bounded=False):
@@ -65,7 +65,7 @@ def cases(name):
     if family(name) in OWN:
         size = 1 << kb.get_format(name).bits
         values = np.random.default_rng(size).permutation(np.linspace(-1, 0.75, size, dtype=np.float32))
-        yield "own values", {OWN[family(name)]: values}
+        yield "own values", {"codebook": values}
 
 
 def main():

@@ -14,7 +14,7 @@ from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..compat.bitsandbytes import create_normal_float_codebook, dequantize_kbit, quantize_kbit
 from ..formats.affine import blocks_of
-from ..formats.base import Format, get_format
+from ..formats.base import Choice, Format, get_format
 from ..ops import dequantize, quantize
 from .report import Report, Row, size_text
 from .timing import Call, Case, Cell, Session, Source, cell_name, time_on_core
@@ -57,7 +57,7 @@ def random_words(count: int) -> np.ndarray:
     return np.resize(_words(), count)
 
 
-def _quantize_case(format: Format, operation: str = "quantize", **how: bool) -> Case:
+def _quantize_case(format: Format | Choice, operation: str = "quantize", **how: bool) -> Case:
     def prepare(x: Any) -> tuple[Call, int]:
         q = quantize(x, format)
         return lambda: quantize(x, format, out=q), x.nbytes + q.nbytes
@@ -100,18 +100,19 @@ def _kbit_cases(format: Any) -> list[Case]:
         call = functools.partial(dequantize_kbit, packed, absmax, codebook, k, x.size, out=y)
         return call, y.nbytes + packed.nbytes + absmax.nbytes
 
+    custom = get_format(format.name, codebook="custom")
     # No rotation of an ascending codebook is ascending.
     unsorted = np.roll(create_normal_float_codebook(k), 1)
     cases = [
         Case("quantize_kbit", quantize_flat),
         Case("dequantize_kbit", dequantize_flat),
-        _quantize_case(get_format(format.name, codebook=unsorted), "quantize, unsorted", largest_only=True),
+        _quantize_case((custom, {"codebook": unsorted}), "quantize, unsorted", largest_only=True),
     ]
     if k == 4:
 
         def quantize_device_codebook(x: Any) -> tuple[Call, int]:
             codebook = _xp.to_device(unsorted, _xp.device_of(x))
-            return _quantize_case(get_format(format.name, codebook=codebook)).prepare(x)
+            return _quantize_case((custom, {"codebook": codebook})).prepare(x)
 
         cases.append(Case("quantize, device codebook", quantize_device_codebook, largest_only=True))
     return cases
@@ -164,11 +165,12 @@ def _affine_case(
     """`given`: with an array of scales, which is read, and written again as it belongs to the result."""
 
     def prepare(x: Any) -> tuple[Call, int]:
-        x, options, more = _matrix(x), {}, 0
+        x, brought, more = _matrix(x), {}, 0
         if given:
             scale = _xp.namespace(x).full(blocks_of(x.shape, granularity).shape, _GIVEN, np.float32)
-            options, more = {"scale": scale}, scale.nbytes
-        call, nbytes = make(get_format(format.name, granularity=granularity, **options)).prepare(x)
+            brought, more = {"scale": scale}, scale.nbytes
+        other: Any = get_format(format.name, granularity=granularity)
+        call, nbytes = make((other, brought) if brought else other).prepare(x)
         return call, nbytes + more
 
     return Case(operation, prepare, largest_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FormatError, KbitError
-from ..formats.base import Format, get_format, parse_format
+from ..formats.base import Choice, parse_format, resolve
 
 DEFAULT_FORMAT = "kbit4"
 
@@ -30,14 +30,16 @@ def option(text: str) -> Option:
     return Option(text)
 
 
-def chosen_format(text: str, options: Iterable[Option]) -> Format:
-    """A format with the options of the command line, and its own, which come first: ``nf4:block=32``."""
+def chosen_format(text: str, options: Iterable[Option]) -> Choice:
+    """A format with the options of the command line, and its own, which come first: ``nf4:block=32``; and what calls of
+    `quantize` bring beside it, such as a codebook of one's own.
+    """
     name, own = parse_format(text)
     chosen: dict[str, Any] = {}
     for option in options:
         chosen |= parse_format(f"{name}:{option.text}")[1]
     try:
-        return get_format(name, **{**chosen, **own})
+        return resolve(name, **{**chosen, **own})
     except KbitError:
         raise
     except (ValueError, TypeError) as error:  # a third party's format need not know kbitcupy's errors

@@ -18,7 +18,7 @@ from ..backend import xp as _xp
 from ..errors import FileError
 from ..explore import Measurement
 from ..explore.samples import DISTRIBUTIONS, SHAPE, draw
-from ..formats.base import Format, split_formats
+from ..formats.base import Choice, split_formats
 from ..io.atomic import check_file, replacing
 from ..io.checkpoint import Checkpoint
 from ..io.container import entry_of
@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
     with progress_bar("compare", nbytes, sys.stderr.isatty()) as advance:
         for tensor, x in tensors:
             on_device = _xp.to_device(x, device)
-            for name, format in chosen.items():
-                rows[name].append(explore.measure(on_device, format, tensor))
+            for name, choice in chosen.items():
+                rows[name].append(explore.measure(on_device, choice, tensor))
             advance(x.nbytes)
     if picture is not None:
         page = explore.figure([row.row() for measured in rows.values() for row in measured])
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
                     "tensors": [_json(row) for row in rows[name]],
                     "total": _json(totals[name]),
                 }
-                for name, format in chosen.items()
+                for name, (format, _) in chosen.items()
             ],
         }
         print(dumps(document))
@@ -83,14 +83,14 @@ def run(arguments: argparse.Namespace) -> None:
         print(printable(line))
 
 
-def _titles(chosen: dict[str, Format]) -> dict[str, str]:
+def _titles(chosen: dict[str, Choice]) -> dict[str, str]:
     """What the formats are called: as they call themselves, or as they were typed where that is not one's own."""
-    titles = {name: explore.label(format) for name, format in chosen.items()}
+    titles = {name: explore.label(format) for name, (format, _) in chosen.items()}
     found = list(titles.values())
     return {name: title if found.count(title) == 1 else name for name, title in titles.items()}
 
 
-def _conclusion(chosen: dict[str, Format], totals: dict[str, Measurement], titles: dict[str, str]) -> list[str]:
+def _conclusion(chosen: dict[str, Choice], totals: dict[str, Measurement], titles: dict[str, str]) -> list[str]:
     """The formats that keep more than any that is no larger, where there are others."""
     best: list[str] = []
     for name in sorted(chosen, key=lambda name: (totals[name].bits_per_element, -totals[name].sums.sqnr_db)):

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._version import __version__
 from ..backend import xp as _xp
-from ..formats.base import Format, format_factory, get_format, list_formats, offered_names
+from ..formats.base import Format, format_factory, get_format, list_formats, option_names
 from ..text import Column, table, terminal_width
 from .common import dumps
 
@@ -22,7 +22,7 @@ _SIZE = 1 << 20
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
-    found = [_about(name) for name in (arguments.formats or list_formats())]
+    found = [_about(name) for name in (arguments.formats or list_formats(default=True))]
     if arguments.json:
         print(dumps({"kbitcupy": __version__, "formats": found}))
         return
@@ -60,7 +60,7 @@ def _choices(format: Format) -> list[dict[str, str]]:
     defaults = format.spelled()
     described = _described(inspect.getdoc(type(format)) or "")
     found = []
-    for name in offered_names(factory):
+    for name in option_names(factory):
         allowed, meaning = described.get(name, ("", ""))
         default = defaults.get(name, inspect.signature(factory).parameters[name].default)
         text = "" if default is None or default is inspect.Parameter.empty else json.dumps(default).strip('"')

@@ -27,7 +27,7 @@ from ..backend.compile import Template
 from ..backend.launch import Kernel
 from ..errors import DeviceError, FormatError
 from ..formats.base import get_format
-from ..formats.codebook import kbit, scales, table4 as float4
+from ..formats.codebook import kbit, numpy as host, scales, search
 from ..ops import check_out, decode, quantize, source
 
 _ABSMAX_FORMATS = {"e4m4": "e4m4", "fp32": "float32", "fp16": "float16"}
@@ -67,7 +67,7 @@ def create_normal_float_codebook(k: int, device: str | None = None) -> Any:
     >>> kb.create_normal_float_codebook(2)
     array([-1.        , -0.27699357,  0.27699357,  1.        ], dtype=float32)
     """
-    values = tables.standard_codebook("nf", kbit.check_k(k)).values
+    values = tables.standard_codebook("nf", search.check_k(k)).values
     device = _xp.resolve_device(device or "cpu")
     return values if device == "cpu" else _uploaded(values, int(device.partition(":")[2]))
 
@@ -135,7 +135,7 @@ def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str =
     """
     if _xp.is_tensor(A):
         return _xp.in_torch(quantize_kbit, "A", A, k, codebook, absmax_format)
-    k = kbit.check_k(k)
+    k = search.check_k(k)
     x = _xp.as_array(A, "A")
     _xp.float_dtype(x.dtype, "A")
     if not isinstance(absmax_format, str) or absmax_format not in _ABSMAX_FORMATS:
@@ -144,21 +144,22 @@ def quantize_kbit(A: Any, k: int = 4, codebook: Any = None, absmax_format: str =
     kind = _ABSMAX_FORMATS[absmax_format]
     standard = _on_device_of(x, tables.standard_codebook("nf", k).values)
     if codebook is None or codebook is standard:
-        codebook, form = standard, _nf_format(k, kind)
+        codebook, values = standard, 0
+        table: tables.Codebook | None = tables.standard_codebook("nf", k)
     else:
         # A host codebook stays on the host for the search, which knows more of it there.
         codebook = _checked_codebook(codebook, k, x)
-        form = kbit.KBit(k, codebook=codebook, absmax=kind)
+        table, values = search.given_codebook(codebook, k, x)
         if isinstance(codebook, np.ndarray):
             codebook = _on_device_of(x, codebook)
-    x = source(x, form.dtypes)
-    blocks = -(-x.size // kbit.BLOCK)
+    x = source(x, kbit.KBit.dtypes)
+    blocks = -(-x.size // host.BLOCK)
     with _xp.on_device_of(x):
         xp = _xp.namespace(x)
         allocate = xp.empty if _xp.is_cupy(x) and x.size else xp.zeros  # the kernel writes the padding, too
         packed = allocate(blocks * k + k, np.uint32)
-        absmax = allocate(blocks + 1, kbit.ABSMAX[kind].dtype)
-        form.encode_flat(x, {"packed": packed, "absmax": absmax})
+        absmax = allocate(blocks + 1, scales.ABSMAX[kind].dtype)
+        kbit.quantize_flat(x, {"packed": packed, "absmax": absmax}, k, kind, table, values)
     return packed.view(np.int32), absmax, codebook
 
 
@@ -203,7 +204,7 @@ def dequantize_kbit(packed: Any, absmax: Any, codebook: Any, k: int, n: int, dty
     """
     if _xp.is_tensor(packed):
         return _xp.in_torch(dequantize_kbit, "packed", packed, absmax, codebook, k, n, dtype, out=out)
-    k = kbit.check_k(k)
+    k = search.check_k(k)
     n = _check_count(n)
     packed, absmax = _xp.as_buffer(packed, "packed"), _xp.as_buffer(absmax, "absmax")
     for name, array, dtypes in (
@@ -214,7 +215,7 @@ def dequantize_kbit(packed: Any, absmax: Any, codebook: Any, k: int, n: int, dty
             raise TypeError(f"{name} is {array.dtype}; allowed are {', '.join(map(str, dtypes))}")
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise ValueError(f"{name} has shape {array.shape}; it must be one-dimensional and contiguous")
-    blocks = -(-n // kbit.BLOCK)
+    blocks = -(-n // host.BLOCK)
     for name, array, exact, padding in (("packed", packed, blocks * k, k), ("absmax", absmax, blocks, 1)):
         if array.size not in (exact, exact + padding):
             raise ValueError(
@@ -232,14 +233,20 @@ def dequantize_kbit(packed: Any, absmax: Any, codebook: Any, k: int, n: int, dty
     if isinstance(packed, np.ndarray):  # a kernel looks at no more than n elements anyway
         packed, absmax = packed.view(np.uint32)[: blocks * k], absmax[:blocks]
     planes = {"packed": packed, "absmax": absmax}
-    if _xp.is_cupy(packed) and isinstance(values, np.ndarray):
-        form = kbit.KBit(k, codebook=values, absmax=kind)  # the values travel with the launch
+    table = None
+    if isinstance(values, np.ndarray):  # it travels with a launch
+        table = search.custom_codebook(values, k)
     else:
-        form = kbit.custom_format(k, kind)
         planes["codebook"] = values
     with _xp.on_device_of(packed):
-        result = _xp.namespace(packed).empty(n, _new_dtype(dtype)) if out is None else out[:n]
-        decode(form, planes, result)
+        empty = _xp.namespace(packed).empty
+        result = empty(n, _new_dtype(dtype)) if out is None else out[:n]
+        if result.dtype in _xp.dtype_set(kbit.KBit.dtypes):
+            kbit.dequantize_flat(planes, result, k, kind, table)
+        else:
+            single = empty(n, np.float32)
+            kbit.dequantize_flat(planes, single, k, kind, table)
+            result[...] = single
     return result
 
 
@@ -271,13 +278,13 @@ def pack_kbit(indices: Any, k: int) -> Any:
     """
     if _xp.is_tensor(indices):
         return _xp.in_torch(pack_kbit, "indices", indices, k)
-    k = kbit.check_k(k)
+    k = search.check_k(k)
     array = _xp.as_array(indices, "indices")
     if array.size == 0 and not _xp.is_array(indices):
         array = array.astype(np.uint8)
     if array.dtype.kind not in "iu":
         raise TypeError(f"indices is {array.dtype}; it must be an integer array")
-    blocks = -(-array.size // kbit.BLOCK)
+    blocks = -(-array.size // host.BLOCK)
     if _xp.is_cupy(array):
         with _xp.on_device_of(array):
             array = _xp.contiguous(array.astype(np.uint8, copy=False))
@@ -286,10 +293,10 @@ def pack_kbit(indices: Any, k: int) -> Any:
         return packed.view(np.int32)
     if array.size and not (array.min() >= 0 and array.max() < 1 << k):
         raise FormatError(f"indices span {array.min()} to {array.max()}; k = {k} allows 0 to {(1 << k) - 1}")
-    padded = np.zeros(blocks * kbit.BLOCK, np.uint8)
+    padded = np.zeros(blocks * host.BLOCK, np.uint8)
     padded[: array.size] = array.reshape(-1)
     packed = np.empty(blocks * k, np.uint32)
-    kbit.pack_words(padded.reshape(-1, kbit.BLOCK), k, packed)
+    host.pack_words(padded.reshape(-1, host.BLOCK), k, packed)
     return packed.view(np.int32)
 
 
@@ -323,12 +330,12 @@ def unpack_kbit(packed: Any, k: int, n: int) -> Any:
     """
     if _xp.is_tensor(packed):
         return _xp.in_torch(unpack_kbit, "packed", packed, k, n)
-    k = kbit.check_k(k)
+    k = search.check_k(k)
     n = _check_count(n)
     packed = _xp.as_buffer(packed, "packed")
     if packed.dtype not in _WORDS:
         raise TypeError(f"packed is {packed.dtype}; it must be an int32 array")
-    blocks = -(-n // kbit.BLOCK)
+    blocks = -(-n // host.BLOCK)
     if packed.ndim != 1 or packed.size not in (blocks * k, blocks * k + k):
         raise ValueError(
             f"packed has shape {packed.shape}; n = {n} and k = {k} need {blocks * k} words, or {blocks * k + k} with "
@@ -340,7 +347,7 @@ def unpack_kbit(packed: Any, k: int, n: int) -> Any:
             indices = _xp.namespace(words).empty(n, np.uint8)
             _launch("unpack_kbit", n, (words, n, np.int32(k), indices))
         return indices
-    return kbit.unpack_words(np.ascontiguousarray(packed).view(np.uint32)[: blocks * k], k).reshape(-1)[:n].copy()
+    return host.unpack_words(np.ascontiguousarray(packed).view(np.uint32)[: blocks * k], k).reshape(-1)[:n].copy()
 
 
 def encode_absmax_e4m4(absmax: Any, bias: int = scales.E4M4_BIAS) -> Any:
@@ -538,10 +545,10 @@ def dequantize_nf4(
 
 
 def _nf4_block(outer: Any, inner: Any) -> int:
-    if isinstance(outer, bool) or not isinstance(outer, (int, np.integer)) or outer not in float4.BLOCKS:
+    if isinstance(outer, bool) or not isinstance(outer, (int, np.integer)) or outer not in search.BLOCKS:
         raise FormatError(
-            f"block_size_outer is {outer!r}; allowed are the powers of two from {float4.BLOCKS[0]} to "
-            f"{float4.BLOCKS[-1]}"
+            f"block_size_outer is {outer!r}; allowed are the powers of two from {search.BLOCKS[0]} to "
+            f"{search.BLOCKS[-1]}"
         )
     if isinstance(inner, bool) or not isinstance(inner, (int, np.integer)) or inner < 1:
         raise FormatError(f"block_size_inner is {inner!r}; it must be a positive integer, and changes nothing")
@@ -558,21 +565,16 @@ def _launch(name: str, n: int, arguments: tuple[Any, ...]) -> None:
         _CODES[name](arguments[0], -(-n // 256), arguments)
 
 
-@functools.cache
-def _nf_format(k: int, kind: str) -> kbit.KBit:
-    return kbit.KBit(k, codebook="nf", absmax=kind)
-
-
 def _checked_codebook(codebook: Any, k: int, array: Any) -> Any:
     """A codebook as float32[2^k]: a CuPy array on the device of `array`, or a NumPy array."""
     if _xp.is_tensor(codebook):
         codebook = _xp.as_array(codebook, "codebook")
     if not _xp.is_cupy(codebook):
-        return kbit.custom_codebook(codebook, k).values
+        return search.custom_codebook(codebook, k).values
     if not _xp.same_device(codebook, array):
         there, here = _xp.device_of(codebook), _xp.device_of(array)
         raise DeviceError(f"codebook is on {there} and the data on {here}; move one of them")
-    return kbit.check_device_codebook(codebook, k)
+    return search.check_device_codebook(codebook, k)
 
 
 def _check_count(n: Any) -> int:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import FormatError
-from ..formats.codebook.kbit import check_k
-from ..formats.codebook.table4 import check_block
+from ..formats.codebook.search import check_block, check_k
 
 # The cumulative weight of the quotients is known at so many points, exactly, and between them by cubic polynomials.
 _POINTS = 4097

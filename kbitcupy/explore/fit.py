@@ -9,8 +9,7 @@ import numpy as np
 
 from ..backend import xp as _xp
 from ..errors import FormatError
-from ..formats.codebook.kbit import check_k
-from ..formats.codebook.table4 import check_block
+from ..formats.codebook.search import check_block, check_k
 
 # Quotients are counted in this many bins of [-1, 1]; the centre of mass of each bin is kept, so levels are not rounded.
 _BINS = 1 << 16
@@ -42,7 +41,8 @@ def fit_table(x: Any, k: int = 4, *, block: int = 64, tolerance: float = 1e-7, i
     Returns
     -------
     numpy.ndarray
-        float32[2^k], ascending: ``table=`` of ``table4`` (k = 4), ``codebook=`` of ``kbit1`` to ``kbit8`` (block 32).
+        float32[2^k], ascending: ``codebook=`` of `quantize`, for ``table4`` (k = 4) or ``kbit1`` to ``kbit8`` (block
+        32).
         Of a CuPy array, too: the result is read back.
 
     Raises
@@ -62,7 +62,7 @@ def fit_table(x: Any, k: int = 4, *, block: int = 64, tolerance: float = 1e-7, i
     >>> import numpy as np, kbitcupy as kb
     >>> x = np.random.default_rng(0).laplace(size=(256, 256)).astype(np.float32)
     >>> table = kb.fit_table(x, 4, block=64)
-    >>> own, nf4 = kb.quantize(x, "table4", table=table), kb.quantize(x, "nf4")
+    >>> own, nf4 = kb.quantize(x, "table4", codebook=table), kb.quantize(x, "nf4")
     >>> bool(kb.metrics.sqnr_db(x, own.dequantize()) > kb.metrics.sqnr_db(x, nf4.dequantize()) + 0.4)
     True
     """

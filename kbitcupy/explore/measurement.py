@@ -12,7 +12,7 @@ import numpy as np
 from .. import metrics
 from ..backend import xp as _xp
 from ..errors import FormatError
-from ..formats.base import Format, get_format, list_formats
+from ..formats.base import Choice, Format, get_format, list_formats, resolve
 from ..ops import dequantize, quantize
 from ..text import Column, shortened, table
 
@@ -39,6 +39,8 @@ class Measurement:
         Sum of the squared distances of the elements to the mean of their tensor.
     nan, infinite : int
         Elements that are NaN, and that are infinite.
+    given : tuple of str
+        What `kbitcupy.quantize` was given beside the format.
     """
 
     tensor: str
@@ -51,6 +53,7 @@ class Measurement:
     spread: float = 0.0
     nan: int = 0
     infinite: int = 0
+    given: tuple[str, ...] = ()
 
     @property
     def sqnr_centered_db(self) -> float:
@@ -79,6 +82,7 @@ class Measurement:
             "dtype": self.dtype,
             "format": None if self.format is None else self.format.name,
             "options": {} if self.format is None else self.format.options(),
+            "given": list(self.given),
             "label": None if self.format is None else label(self.format),
             "elements": self.sums.count,
             "bits_per_element": self.bits_per_element,
@@ -98,15 +102,15 @@ class Measurement:
         }
 
 
-def measure(x: Any, format: Format, tensor: str = "x") -> Measurement:
+def measure(x: Any, format: str | Format | Choice, tensor: str = "x") -> Measurement:
     """Compress an array, restore it, and measure what was lost.
 
     Parameters
     ----------
     x : array
         NumPy or CuPy array of a float dtype.
-    format : Format
-        The format.
+    format : str, Format or tuple of one of them and a dict
+        The format, and what `kbitcupy.quantize` is given beside it, such as ``("kbit4", {"codebook": values})``.
     tensor : str
         The name that the measurement and an error message give to `x`.
 
@@ -127,13 +131,15 @@ def measure(x: Any, format: Format, tensor: str = "x") -> Measurement:
     >>> found.nbytes_before, found.nbytes_after, found.sums.count
     (16384, 2180, 4096)
     """
+    format, given = resolve(format)
     try:
-        q = quantize(x, format)
+        q = quantize(x, format, **given)
         sums = metrics.sums(x, dequantize(q))
     except (ValueError, TypeError) as error:
         raise FormatError(f"tensor {tensor!r} with {format}: {error}") from error
     nan, infinite = (0, 0) if math.isfinite(sums.signal) else _not_finite(x)
-    return Measurement(tensor, format, x.shape, x.dtype.name, sums, x.nbytes, q.nbytes, sums.spread, nan, infinite)
+    about = (tensor, format, x.shape, x.dtype.name, sums, x.nbytes, q.nbytes, sums.spread, nan, infinite)
+    return Measurement(*about, tuple(given))
 
 
 def _not_finite(x: Any, chunk: int = 1 << 22) -> tuple[int, int]:
@@ -149,7 +155,7 @@ def _not_finite(x: Any, chunk: int = 1 << 22) -> tuple[int, int]:
 
 
 def default_formats(shape: tuple[int, ...] | None = None) -> list[Format]:
-    """Every registered format that can be made without options.
+    """Every registered format that lists show, that can be made without options and quantized to.
 
     Parameters
     ----------
@@ -165,14 +171,15 @@ def default_formats(shape: tuple[int, ...] | None = None) -> list[Format]:
     ['q8_0']
     """
     made = []
-    for name in list_formats():
+    for name in list_formats(default=True):
         try:
             format = get_format(name)
             if shape is not None:
                 format.check_shape(shape)
         except (ValueError, TypeError):  # or it needs an option that only the caller knows, such as a table
             continue
-        made.append(format)
+        if format.can_encode:
+            made.append(format)
     return made
 
 
@@ -256,7 +263,7 @@ def _listed(words: Sequence[str], most: int = 3) -> str:
 
 def sweep(
     x: Any,
-    formats: str | Format | Iterable[str | Format] | None = None,
+    formats: str | Format | Choice | Iterable[str | Format | Choice] | None = None,
     *,
     device: str | None = None,
     progress: bool = False,
@@ -269,8 +276,9 @@ def sweep(
         The arrays: float16, bfloat16, float32 or float64 of any shape. A generator of pairs keeps one of them in
         memory at a time.
     formats : str, Format or iterable of them, optional
-        What to measure, such as ``"int4:block=32"``; by default every format that needs no option and takes an array
-        of this shape (see `default_formats`).
+        What to measure, such as ``"int4:block=32"``, or a tuple of it and a dict of what `kbitcupy.quantize` is given
+        beside it, such as ``("kbit4", {"codebook": values})``; by default every format that needs no option and takes
+        an array of this shape (see `default_formats`).
     device : str, optional
         Where to work: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one. By default where the arrays
         are.
@@ -281,11 +289,12 @@ def sweep(
     -------
     Sweep
         A list with a dict for each tensor and format, tensor by tensor, ready for ``pandas.DataFrame``. Keys:
-        ``tensor``, ``shape``, ``dtype``, ``format`` (name), ``options``, ``label`` (name and changed options, which
-        `get_format` reads), ``elements``, ``bits_per_element``, ``sqnr_db``, ``sqnr_centered_db`` (against the variance
-        instead of the mean square), ``cosine``, ``mse``, ``max_error``, ``signal`` and ``squared_error`` (sums of
-        squares), ``nbytes_before``, ``nbytes_after``, ``mean`` and ``deviation`` (standard deviation) of the tensor,
-        ``nan`` and ``infinite`` (how many of its elements are).
+        ``tensor``, ``shape``, ``dtype``, ``format`` (name), ``options``, ``given`` (names of what `kbitcupy.quantize`
+        was given beside them), ``label`` (name and changed options, which `get_format` reads), ``elements``,
+        ``bits_per_element``, ``sqnr_db``, ``sqnr_centered_db`` (against the variance instead of the mean square),
+        ``cosine``, ``mse``, ``max_error``, ``signal`` and ``squared_error`` (sums of squares), ``nbytes_before``,
+        ``nbytes_after``, ``mean`` and ``deviation`` (standard deviation) of the tensor, ``nan`` and ``infinite`` (how
+        many of its elements are).
 
     Raises
     ------
@@ -303,7 +312,7 @@ def sweep(
     kbit3 3.25 15.4
     kbit4 4.25 21.8
     """
-    chosen = None if formats is None else chosen_formats(formats)
+    chosen = None if formats is None else chosen_formats(formats, ())
     device = None if device is None else _xp.resolve_device(device)
     rows = Sweep()
     for tensor, array in _progress(_named(x), progress):
@@ -311,22 +320,26 @@ def sweep(
         _xp.float_dtype(data.dtype, f"tensor {tensor!r}")
         if device is not None:
             data = _xp.to_device(data, device)
-        for format in default_formats(data.shape) if chosen is None else chosen:
-            rows.append(measure(data, format, tensor).row())
+        for choice in chosen_formats(None, data.shape) if chosen is None else chosen:
+            rows.append(measure(data, choice, tensor).row())
     return rows
 
 
-def chosen_formats(wanted: str | Format | Iterable[str | Format]) -> list[Format]:
-    """Formats as `sweep` takes them, as a list.
+def chosen_formats(
+    wanted: str | Format | Choice | Iterable[str | Format | Choice] | None, shape: tuple[int, ...]
+) -> Sequence[Choice]:
+    """Formats as `sweep` takes them, each with what is given beside it; `default_formats` of `shape` for None.
 
     Raises
     ------
     FormatError
         When there is none, or a name is not known.
     """
-    if isinstance(wanted, (str, Format)):
+    if wanted is None:
+        return [(format, {}) for format in default_formats(shape)]
+    if isinstance(wanted, (str, Format)) or (isinstance(wanted, tuple) and wanted and isinstance(wanted[-1], Mapping)):
         wanted = (wanted,)
-    found = [format if isinstance(format, Format) else get_format(format) for format in wanted]
+    found = [resolve(each) for each in wanted]
     if not found:
         raise FormatError("formats is empty; name at least one, see kbitcupy.list_formats()")
     return found

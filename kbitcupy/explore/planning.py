@@ -199,10 +199,10 @@ def _check_choices(choices: Mapping[str, list[dict[str, Any]]]) -> None:
             raise FormatError(f"tensor {name!r} has an error that is not finite (NaN or infinity in it); leave it out")
         for row in options:
             format = get_format(row["format"], **row["options"])
-            if format.stored() is not format:
+            if given := row.get("given"):
                 raise FormatError(
-                    f"{format!r} was given an array, which a plan cannot carry; offer formats whose options are text "
-                    "and numbers"
+                    f"{format!r} was given {' and '.join(given)}, which a plan cannot carry; offer formats whose "
+                    "options are text and numbers"
                 )
 
 

@@ -17,7 +17,7 @@ from ..errors import MissingExtraError
 from ..formats.base import Format
 from ..ops import dequantize, quantize
 from ..text import shortened
-from .measurement import chosen_formats, default_formats, label
+from .measurement import chosen_formats, label
 from .planning import Plan
 
 #: SQNR in dB that one more bit can buy on a Gaussian source: its distortion at rate R is at least 2^(-2 R).
@@ -153,8 +153,8 @@ def plot_error_histogram(
     host = _xp.to_device(data, "cpu").astype(np.float64).reshape(-1)
     unit = math.sqrt(float(host @ host) / max(host.size, 1)) or 1.0
     errors = {
-        label(format): (_xp.to_device(dequantize(quantize(data, format)), "cpu").reshape(-1) - host) / unit
-        for format in (default_formats(data.shape) if formats is None else chosen_formats(formats))
+        label(format): (_xp.to_device(dequantize(quantize(data, format, **given)), "cpu").reshape(-1) - host) / unit
+        for format, given in chosen_formats(formats, data.shape)
     }
     # The few largest errors would squeeze the rest into one bin.
     reach = max((float(np.quantile(abs(error), 0.9999)) for error in errors.values() if error.size), default=1.0)

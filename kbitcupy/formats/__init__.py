@@ -6,6 +6,9 @@ from .codebook import kbit as kbit
 from .codebook import table4 as table4
 
 # isort: split
+from .codebook import dynamic8 as dynamic8
+
+# isort: split
 from . import affine as affine
 
 # isort: split

@@ -198,17 +198,22 @@ class Integers:
 class Format(ABC):
     """A way to store an array in a few bits per element, with all its options chosen.
 
-    A subclass sets the class attributes (``name`` may be an instance attribute) and writes five methods: `options`,
-    `planes`, `encode`, `decode` and, where an analytical bound exists, `error_bound`. The options are the keyword
-    parameters of its factory; everything else (shapes, allocation, slicing, files, command line, benchmark, tests)
-    works from these.
+    It is JSON: a name and options, which are the keyword parameters of its factory; two are equal when these are. What
+    belongs to one call, such as scales that are given, goes to `kbitcupy.quantize` (see `takes`) and lies in planes.
+
+    A subclass sets the class attributes (``name`` may be an instance attribute) and writes `options`, `planes`,
+    `encode_numpy` and `decode_numpy`, their twins for CUDA where there are kernels, and `error_bound` where theory
+    gives one. Everything else (shapes, allocation, slicing, stacks, files, command line, benchmark, tests) works from
+    these.
     """
 
     #: Name in the registry, ``"kbit4"``.
     name: str
-    #: Bits of one index or integer, scales not counted.
-    bits: int
-    #: Elements that share a scale.
+    #: What the formats of one kind have in common, such as the line of a plot: the name without its number.
+    family: str
+    #: Bits of an element, scales not counted where they have planes of their own.
+    bits: float
+    #: Elements that share a scale; 1 where the shape of an array says it.
     block: int
     #: dtypes of the arrays that `encode` takes and `decode` writes; float64 goes through float32.
     dtypes: ClassVar[tuple[str, ...]] = FLOAT_DTYPES[:3]
@@ -216,14 +221,25 @@ class Format(ABC):
     origin: str
     #: One line on what it is good for.
     summary: str
-    #: Options that operations set, such as `stack`: they are taken, but not offered.
-    unoffered: ClassVar[tuple[str, ...]] = ()
+    #: Whether lists show the format to who has not asked for it.
+    default: ClassVar[bool] = True
+    #: Whether arrays can be quantized to it; those that can only be decoded are for reading the files of others.
+    can_encode: ClassVar[bool] = True
+    #: What a call of `quantize` may bring beside the options, of `GIVEN`.
+    takes: ClassVar[tuple[str, ...]] = ()
+    #: Names that options had in earlier versions, and the names that they have.
+    renamed: ClassVar[Mapping[str, str]] = {}
     #: Kernels of the family, for the compile check.
     kernels: ClassVar[tuple[Template, ...]] = ()
     #: What `fragments` may return, for the compile check of product kernels, but for the values of codes.
     all_fragments: ClassVar[tuple[Fragments, ...]] = ()
     #: A plane that `decode` multiplies by where it is given, and products may multiply by instead, in fp32.
     tensor_scale: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "family" not in cls.__dict__ and isinstance(name := cls.__dict__.get("name"), str):
+            cls.family = name.rstrip("0123456789")
 
     @classmethod
     def samples(cls) -> tuple[dict[str, Any], ...]:
@@ -285,13 +301,15 @@ class Format(ABC):
         """How an array of `shape`, whose first `lead` lengths count members, is a matrix of plain int8; or None."""
         return None
 
-    def given(self) -> Mapping[str, Any]:
-        """Arrays and numbers that decide what `encode` writes and that `options` does not hold, by their names."""
-        return {}
+    def check_given(self, given: Mapping[str, Any]) -> None:
+        """Check what a call brings beside the options, as far as it can be told without the data.
 
-    def stored(self) -> Format:
-        """The format that describes what `encode` wrote: without arrays that now are planes."""
-        return self
+        Raises
+        ------
+        FormatError
+            When it is not allowed.
+        """
+        return
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Check that an array of `shape` can have this format; asked whenever one is made, reshaped or read.
@@ -502,11 +520,6 @@ class Format(ABC):
         return named, (self.config(),)
 
 
-def remade(kind: Callable[..., Format], arguments: tuple[Any, ...], options: dict[str, Any]) -> Format:
-    """Call `kind`: how a format is unpickled that holds arrays of its user, without what it derives from them."""
-    return kind(*arguments, **options)
-
-
 def named(config: dict[str, Any]) -> Format:
     """The format of a `Format.config`: how one is unpickled that its name and options describe."""
     options = dict(config)
@@ -535,6 +548,12 @@ def host_numbers(values: Any, size: int, argument: str) -> np.ndarray:
         raise FormatError(f"{argument} holds values that are not finite in float32; remove NaN and infinities")
     return np.asarray(array)
 
+
+#: What a call of `quantize` may bring, beside a format's options.
+GIVEN = ("scale", "zero_point", "codebook", "importance")
+
+#: A format, and what calls of `quantize` bring beside it.
+Choice = tuple[Format, Mapping[str, Any]]
 
 _registry: dict[str, Callable[..., Format]] = {}
 # Formats whose options are all strings, numbers, None or tuples of those. An option may be any number, so not too many.
@@ -591,8 +610,14 @@ def unregister(name: str) -> None:
         _made.clear()
 
 
-def list_formats() -> list[str]:
-    """Names of the registered formats, in the order of their registration.
+def list_formats(*, default: bool | None = None) -> list[str]:
+    """Names of the registered formats, in the order of their registration, then those of other packages.
+
+    Parameters
+    ----------
+    default : bool, optional
+        Only those that lists show to who has not asked for them (`Format.default`), or only the others. For this the
+        packages of other formats are imported, for their names alone they are not.
 
     Examples
     --------
@@ -600,13 +625,33 @@ def list_formats() -> list[str]:
     >>> kb.list_formats()[:3]
     ['kbit1', 'kbit2', 'kbit3']
     """
-    return list(_registry)
+    names = list(dict.fromkeys((*_registry, *_offered())))
+    return names if default is None else [name for name in names if _about(name, "default", True) == default]
+
+
+@functools.cache
+def _offered() -> tuple[str, ...]:
+    """Names of the formats that installed packages offer; asked once, as it takes milliseconds."""
+    from importlib.metadata import entry_points  # slow to import
+
+    return tuple(entry.name for entry in entry_points(group=ENTRY_POINTS))
+
+
+def _about(name: str, attribute: str, otherwise: Any) -> Any:
+    """An attribute of a format's class; of what a function makes without options, where it is none."""
+    maker = _maker(name)
+    if hasattr(maker, attribute):
+        return getattr(maker, attribute)
+    try:
+        return getattr(get_format(name), attribute)
+    except (ValueError, TypeError):  # a function that needs an option
+        return otherwise
 
 
 def samples(name: str) -> list[Format]:
     """A registered format with the sets of options that its `Format.samples` names; empty where it names none."""
-    made, maker = [], getattr(_registry[name], "func", _registry[name])
-    sets: tuple[dict[str, Any], ...] = getattr(maker, "samples", lambda: ({},))()
+    made = []
+    sets: tuple[dict[str, Any], ...] = getattr(_maker(name), "samples", lambda: ({},))()
     for options in sets:
         try:
             made.append(get_format(name, **options))
@@ -658,10 +703,12 @@ def get_format(name: str, /, **options: Any) -> Format:
     known = option_names(factory)
     chosen: dict[str, Any] = {}
     for option, value in (*own.items(), *options.items()):
-        exact = option if option in known else _other_case(option, known)
+        exact = _option(option, factory)
         if exact is None:
-            offered = ", ".join(offered_names(factory)) or "no options"
-            raise FormatError(f"format {registered!r} has no option {option!r}; it takes: {offered}")
+            offered = ", ".join(known) or "no options"
+            takes = getattr(_unwrapped(factory), "takes", ())
+            later = f"; {option} goes with each call of quantize" if option in takes else ""
+            raise FormatError(f"format {registered!r} has no option {option!r}; it takes: {offered}{later}")
         if exact in chosen and not _equal(chosen[exact], value):
             raise FormatError(
                 f"format {registered!r} is given {exact}={chosen[exact]!r} and {exact}={value!r}: leave one away"
@@ -673,6 +720,90 @@ def get_format(name: str, /, **options: Any) -> Format:
             _made.clear()
         _made[key] = made
     return made
+
+
+def resolve(format: Any, /, given: Mapping[str, Any] | None = None, **options: Any) -> tuple[Format, dict[str, Any]]:
+    """What `quantize` is called with: a format, and what the call brings beside it.
+
+    Parameters
+    ----------
+    format : str, Format or tuple of one of them and a dict
+        A name or text as for `get_format`, in which what the call brings may stand too (``"int8:scale=0.1"``); or a
+        Format; or one of them and more of `given`.
+    given : mapping, optional
+        Values by the names in `GIVEN`; None counts as nothing.
+    **options
+        Options of the format, where it is a name; what of them the call brings goes over to `given`.
+
+    Returns
+    -------
+    format : Format
+    given : dict
+
+    Raises
+    ------
+    FormatError
+        As `get_format`, and when the format takes nothing of that name.
+
+    Examples
+    --------
+    >>> from kbitcupy.formats.base import resolve
+    >>> resolve("int8:scale=0.5,granularity=token")
+    (get_format('int8:granularity=token'), {'scale': 0.5})
+    >>> resolve("kbit2", codebook=[-1, 0, 0.5, 1])
+    (get_format('kbit2:codebook=custom'), {'codebook': [-1, 0, 0.5, 1]})
+    """
+    if isinstance(format, tuple) and len(format) == 2 and isinstance(format[1], Mapping):
+        format, more = format
+    else:
+        more = {}
+    brought = {name: value for name, value in (*more.items(), *(given or {}).items()) if value is not None}
+    if not isinstance(format, Format):
+        if not brought and not options and isinstance(format, str) and (made := _made.get((format,))) is not None:
+            return made, brought
+        format, brought = _split(format, brought, options)
+    elif options or isinstance(brought.get("codebook"), str):
+        names = ", ".join((*options, *(("codebook",) if isinstance(brought.get("codebook"), str) else ())))
+        raise FormatError(f"options ({names}) go with a format's name, not with a Format")
+    for name in brought:
+        if name not in format.takes:
+            takes = f"{', '.join(format.takes)}" if format.takes else "nothing"
+            raise FormatError(f"{name} is given, but {format} takes no {name}: beside its options it takes {takes}")
+    if brought:
+        format.check_given(brought)
+    if "codebook" in brought and format.options().get("codebook", "custom") != "custom":
+        raise FormatError(
+            f"codebook is given, but {format!r} has one of its own: pass get_format({format.name!r}, "
+            "codebook='custom'), or the name alone"
+        )
+    return format, brought
+
+
+def _split(format: Any, given: dict[str, Any], options: Mapping[str, Any]) -> tuple[Format, dict[str, Any]]:
+    """A format by name, with what stands in its text and its options sorted."""
+    name, own = parse_format(format) if isinstance(format, str) else (format, {})
+    registered, factory = _factory(name)
+    chosen: dict[str, Any] = {}
+    brought: dict[str, Any] = {}
+    for word, value in (*own.items(), *options.items(), *given.items()):
+        option = _option(word, factory)
+        found = _other_case(word, GIVEN) if option is None else option
+        numbers = found == "codebook" and not isinstance(value, str)
+        to, key = (chosen, word) if option is not None and not numbers else (brought, found)
+        if key is None or (key not in GIVEN and to is brought):  # get_format says what there is
+            to, key = chosen, word
+        if key in to and not _equal(to[key], value):
+            raise FormatError(f"format {registered!r} is given {key}={to[key]!r} and {key}={value!r}: leave one away")
+        to[key] = value
+    if "codebook" in brought and _option("codebook", factory) is not None:
+        known = next((value for key, value in chosen.items() if _option(key, factory) == "codebook"), "custom")
+        if known != "custom":
+            own_values = brought["codebook"]
+            raise FormatError(
+                f"format {registered!r} is given codebook={known!r} and codebook={own_values!r}: leave one away"
+            )
+        chosen["codebook"] = "custom"
+    return get_format(registered, **chosen), brought
 
 
 def parse_format(text: str, /) -> tuple[str, dict[str, Any]]:
@@ -842,10 +973,19 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float, type(None)))
 
 
-def offered_names(factory: Callable[..., Format]) -> list[str]:
-    """Those options of a factory that a user chooses."""
-    unoffered = getattr(getattr(factory, "func", factory), "unoffered", ())
-    return [name for name in option_names(factory) if name not in unoffered]
+def _unwrapped(factory: Any) -> Any:
+    """The class or function behind a factory."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory
+
+
+def _option(option: str, factory: Callable[..., Format]) -> str | None:
+    """The option of a factory that is meant, in another case or by the name that an earlier version had for it."""
+    known = option_names(factory)
+    exact = option if option in known else _other_case(option, known)
+    renamed: Mapping[str, str] = getattr(_unwrapped(factory), "renamed", {})
+    return renamed.get(option.lower()) if exact is None else exact
 
 
 def format_factory(name: str) -> Callable[..., Format]:
@@ -930,12 +1070,15 @@ def kernel_templates() -> Iterator[Template]:
 
 def _of_family(name: str, attribute: str) -> tuple[Any, ...]:
     """What the class of a registered format says in an attribute."""
-    factory: Any = _registry[name]
-    while isinstance(factory, functools.partial):
-        factory = factory.func
-    if hasattr(factory, attribute):  # a class says it without an instance, for which options may be needed
-        return tuple(getattr(factory, attribute))
+    maker = _maker(name)
+    if hasattr(maker, attribute):  # a class says it without an instance, for which options may be needed
+        return tuple(getattr(maker, attribute))
     try:
         return tuple(getattr(get_format(name), attribute))
     except (ValueError, TypeError):  # a function that needs an option, and does not say
         return ()
+
+
+def _maker(name: str) -> Any:
+    """The class or function that makes a registered format."""
+    return _unwrapped(_factory(name)[1])

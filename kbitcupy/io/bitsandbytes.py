@@ -18,7 +18,7 @@ from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..errors import DeviceError, FormatError
 from ..formats.base import Format, get_format
-from ..formats.codebook.table4 import NESTED_BLOCK
+from ..formats.codebook.search import NESTED_BLOCK
 from ..ops import dequantize, quantize
 from .checkpoint import Checkpoint, save_as
 from .layouts.bitsandbytes import MAP_TOLERANCE, QUANT_MAPS, QUANT_TYPES, STORAGES, BitsandbytesLayout

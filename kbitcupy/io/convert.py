@@ -19,7 +19,7 @@ from .._version import __version__
 from ..array import config_of
 from ..backend import xp as _xp
 from ..errors import FileError, FormatError
-from ..formats.base import Format, get_format
+from ..formats.base import Choice, Format, resolve
 from ..ops import quantize
 from .atomic import as_path, check_file, check_folder, check_space, filling, forget
 from .checkpoint import MIN_SIZE, Checkpoint, File, index_text, write_index
@@ -210,7 +210,7 @@ class _NotFinite:
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    format: str | Format | Mapping[str, str | Format],
+    format: str | Format | Choice | Mapping[str, str | Format | Choice],
     *,
     min_size: int | None = None,
     keep: str | Iterable[str] = (),
@@ -229,7 +229,7 @@ def quantize_file(
     target : path_like
         Where to write: a file when `source` is a file, else a directory, whose shards have the names of the source's.
         It is written beside (a directory as ``target.part``) and renamed.
-    format : str, Format or mapping of str to them
+    format : str, Format, tuple of one of them and a dict, or mapping of str to them
         Name of a registered format, or a format with its options chosen. A mapping names the format of each tensor to
         compress (see `kbitcupy.explore.plan`); all others are copied.
     min_size : int, optional
@@ -291,12 +291,12 @@ def quantize_file(
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
     target_layout = find_layout(layout)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    wanted: Format | dict[str, Format]
+    wanted: Choice | dict[str, Choice]
     if isinstance(format, Mapping):
-        wanted = {name: _made(one) for name, one in format.items()}
+        wanted = {name: resolve(one) for name, one in format.items()}
         options: dict[str, Any] = {"formats": {name: _described(one) for name, one in wanted.items()}}
     else:
-        wanted = _made(format)
+        wanted = resolve(format)
         options = {"format": _described(wanted)}
     options.update(min_size=int(min_size), keep=patterns, layout=layout)
     device = _xp.resolve_device(device)
@@ -326,22 +326,19 @@ def quantize_file(
     )
 
 
-def _made(format: str | Format) -> Format:
-    return format if isinstance(format, Format) else get_format(format)
-
-
-def _described(format: Format) -> dict[str, Any]:
+def _described(choice: Choice) -> dict[str, Any]:
     """JSON values that differ where the bytes do that a format makes of an array."""
+    format, brought = choice
     given = {}
-    for name, value in format.given().items():
+    for name, value in brought.items():
         array = np.ascontiguousarray(_xp.to_device(_xp.as_array(value, name), "cpu"))
         given[name] = [array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest()]
     return {**format.config(), "given": given}
 
 
 def _planned(
-    checkpoint: Checkpoint, wanted: Mapping[str, Format], min_size: int, keep: Sequence[str]
-) -> dict[str, Format]:
+    checkpoint: Checkpoint, wanted: Mapping[str, Choice], min_size: int, keep: Sequence[str]
+) -> dict[str, Choice]:
     """The formats of the tensors, checked that none is left over."""
     for name in sorted(set(wanted).difference(checkpoint.compressible(0))):
         why = "cannot be compressed" if name in checkpoint else "is not in it"
@@ -354,7 +351,7 @@ def _planned(
 
 def _quantizing(
     file: File,
-    chosen: Mapping[str, Format],
+    chosen: Mapping[str, Choice],
     layout: Layout,
     device: str,
     taken: set[str],
@@ -364,22 +361,23 @@ def _quantizing(
     reader = file.reader
     configs = {}
     made: dict[str, Entry] = {}
-    for name, format in chosen.items():
-        stored, entry = format.stored(), reader.entries[name]
+    for name, (format, _) in chosen.items():
+        entry = reader.entries[name]
         try:
-            stored.check_shape(entry.shape)
+            format.check_shape(entry.shape)
         except FormatError as error:
             raise FileError(f"{file.path}: tensor {name!r}: {error}; or keep it as it is (keep=, --keep)") from error
         dtype = _xp.float_dtype(entry.dtype)
-        made.update(free_entries(layout, name, taken, stored, stored.planes(entry.shape), entry.shape, dtype))
-        configs[name] = config_of(stored, entry.shape, dtype)
+        made.update(free_entries(layout, name, taken, format, format.planes(entry.shape), entry.shape, dtype))
+        configs[name] = config_of(format, entry.shape, dtype)
     taken.update(made)
 
     def convert(name: str) -> Mapping[str, np.ndarray]:
         # No format keeps the array that it is given, so one piece of memory serves all: fresh pages take time.
         x = _xp.to_device(reader.array(name, memory(reader.entries[name].nbytes)), device)
         not_finite.add(name, x)
-        return layout.arrays(name, quantize(x, chosen[name]))
+        format, given = chosen[name]
+        return layout.arrays(name, quantize(x, format, **given))
 
     converted = {name: reader.entries[name].nbytes for name in chosen}
     copied = [name for name in reader.entries if name not in converted]

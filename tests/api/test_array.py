@@ -14,6 +14,7 @@ from inputs import BFLOAT16
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
+from kbitcupy.formats.base import resolve
 
 X = np.random.default_rng(1).standard_normal((6, 4, 16)).astype(np.float32)
 
@@ -36,7 +37,7 @@ SHARED = [  # formats, and the planes that rows share
     ("kbit4", {}, "scale"),
     ("kbit3", {"codebook": np.linspace(-1, 1, 8)}, "scale and codebook"),
     ("nf4", {"block": 16, "double_quant": True}, "nested_offset"),
-    ("table4", {"block": 16, "table": np.linspace(-1, 1, 16)}, "table"),
+    ("table4", {"block": 16, "codebook": np.linspace(-1, 1, 16)}, "table"),
     ("int8", {}, "scale"),
     ("uint4", {"granularity": ("channel", 1), "symmetric": False}, "scale and zero_point"),
 ]
@@ -46,7 +47,7 @@ SHARED = [  # formats, and the planes that rows share
 @pytest.mark.parametrize("part", [slice(0, 256), slice(256, 512), np.s_[::-1]], ids=str)
 def test_a_part_is_no_out(xp, name, options, shared, part):
     """What all rows share would change under the others."""
-    format = kb.get_format(name, **options)
+    format = resolve(name, **options)
     x = xp.asarray(np.random.default_rng(0).standard_normal((512, 32)).astype(np.float32)) * np.float32(1e-3)
     q = kb.quantize(x, format)
     before = q.dequantize()
@@ -285,12 +286,23 @@ def test_pickles_are_small(name):
     assert pickle.loads(pickle.dumps(q.format)) == q.format
 
 
-@pytest.mark.parametrize(("name", "option"), [("kbit4", "codebook"), ("table4", "table")])
-def test_formats_with_numbers_of_their_own_are_pickled_with_them(name, option):
-    format = kb.get_format(name, **{option: np.random.default_rng(0).permutation(np.linspace(-2, 1, 16))})
-    again = pickle.loads(pickle.dumps(format))
-    assert len(pickle.dumps(format)) < 700
-    assert np.array_equal(kb.quantize(X, again).dequantize(), kb.quantize(X, format).dequantize())
+@pytest.mark.parametrize("name", ["kbit4", "table4"])
+def test_a_format_is_json_only(name):
+    """What belongs to one call is not in it: it goes to quantize, and lies in planes."""
+    values = np.random.default_rng(0).permutation(np.linspace(-2, 1, 16))
+    with pytest.raises(
+        FormatError, match=r"codebook is ndarray; a format holds names, .* quantize\(x, name, codebook="
+    ):
+        kb.get_format(name, codebook=values)
+    q = kb.quantize(X, name, codebook=values)
+    assert q.format == kb.get_format(name, codebook="custom") and json.dumps(q.format.options())
+    again = pickle.loads(pickle.dumps(q.format))
+    assert again == q.format and len(pickle.dumps(again)) < 300
+    assert np.array_equal(kb.quantize(X, again, codebook=values).dequantize(), q.dequantize())
+    with pytest.raises(FormatError, match="codebook='custom' names no values"):
+        kb.quantize(X, again)
+    with pytest.raises(FormatError, match=f"codebook is given, but get_format\\('{name}'\\) has one of its own"):
+        kb.quantize(X, kb.get_format(name), codebook=values)
 
 
 @pytest.mark.parametrize(

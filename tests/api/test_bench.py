@@ -246,10 +246,10 @@ def test_a_gpu_that_is_not_there_has_a_remedy(capsys):
 
 @pytest.mark.usefixtures("toy")
 def test_a_format_that_fails_is_named(monkeypatch, capsys):
-    def encode(self, x, planes):
+    def encode(self, x, planes, given):
         raise ValueError("odd")
 
-    monkeypatch.setattr(Half, "encode", encode)
+    monkeypatch.setattr(Half, "encode_numpy", encode)
     assert main([*TINY, "--formats", Half.name]) == 1
     assert capsys.readouterr().err == "kbit: error: quantize/toy-half/float32/2^10: odd\n"
 

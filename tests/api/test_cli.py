@@ -471,7 +471,7 @@ def test_formats_lists_the_options_of_a_format(capsys):
     assert main(["formats", "int4", "nf4", "kbit8"]) == 0
     _, int4, nf4, kbit8 = capsys.readouterr().out.split("\noptions of ")
     options = [line.split()[0] for line in int4.splitlines() if re.match(r"  \w", line)]
-    assert options == ["granularity=tensor", "block", "symmetric=true", "percentile", "scale", "zero_point"]
+    assert options == ["granularity=tensor", "block", "symmetric=true", "percentile"]
     assert re.search(r"granularity=tensor +tensor, token, \(channel, axis\), \(group, size\): Elements that", int4)
     assert "symmetric=true      true, false: One zero point for all blocks" in int4
     assert nf4.startswith(
@@ -488,11 +488,9 @@ def test_options_without_a_docstring_are_listed_too(capsys):
     assert capsys.readouterr().out.endswith("\noptions of toy-half:\n  factor=1.0\n")
 
 
-def test_what_only_operations_set_is_not_offered(capsys):
+def test_what_a_format_takes_is_said(capsys):
     assert main(["compare", "--formats", "kbit4:speed=2", "--device", "cpu"]) == 1
     assert "it takes: codebook, absmax\n" in capsys.readouterr().err
-    stack = kb.stack([kb.quantize(np.ones(64), "kbit4")] * 2).format
-    assert kb.get_format("kbit4", members=2) == stack  # files have it
 
 
 def test_a_format_that_needs_an_option_is_listed(capsys):

@@ -161,7 +161,7 @@ def test_the_bound_holds_for_any_codebook(text, dtype):
         x = np.clip(rng.standard_normal(1500), -5, 5)
         x *= np.exp2(rng.integers(-12, 1, 1500) // 100 * 100 / 10) if scale == "rows" else scale
         x = x.astype(BFLOAT16 if dtype == "bfloat16" else dtype)
-        q = kb.quantize(x, text, **{"table" if name == "table4" else "codebook": values})
+        q = kb.quantize(x, text, codebook=values)
         found = metrics.error_bound(x, q)
         assert found.violations == 0, (values, scale, found)
         assert 0 < found.error < math.inf and found.error <= found.bound
@@ -172,7 +172,7 @@ def test_the_bound_holds_for_any_codebook(text, dtype):
     [
         ("kbit2:absmax=float16", {"codebook": [3, 5, 7, 9]}, 2048),
         ("kbit4", {"codebook": np.linspace(-1e6, 1e6, 16)}, 16384),
-        ("table4:double_quant=true", {"table": np.linspace(-3000, 3000, 16)}, 16384),
+        ("table4:double_quant=true", {"codebook": np.linspace(-3000, 3000, 16)}, 16384),
     ],
 )
 def test_the_bound_holds_beyond_1(text, options, size):

@@ -206,7 +206,7 @@ def test_the_import_reader_sees_every_form():
     found = dict(imports_of(PACKAGE / "array.py"))
     assert found["backend.xp"] is False and found["formats.base"] is False and found["ops"] is True
     assert "formats.codebook.kbit" in dict(imports_of(PACKAGE / "formats" / "__init__.py"))
-    names = set(dict(imports_of(PACKAGE / "formats" / "codebook" / "kbit.py")))
+    names = set(dict(imports_of(PACKAGE / "formats" / "codebook" / "cuda.py")))
     assert {"backend.compile", "tables", "formats.codebook.scales"} <= names
 
 

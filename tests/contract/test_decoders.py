@@ -14,7 +14,7 @@ from host import compiled as host
 import kbitcupy as kb
 from kbitcupy.backend.compile import kernel_folder
 from kbitcupy.formats.codebook import scales
-from kbitcupy.formats.codebook.kbit import pack_words
+from kbitcupy.formats.codebook.numpy import pack_words
 
 FORMATS = host.all_formats()
 SHAPES = [(1,), (7,), (8,), (45,), (1000,), (3, 33), (5, 96), (2, 3, 40), (4, 256), (2, 2, 512), (3, 4099)]
@@ -192,7 +192,7 @@ def test_float16_scales():
 
 @pytest.mark.parametrize("absmax", ["e4m4", "float16"])
 def test_tensor_scales(absmax):
-    from kbitcupy.formats.codebook.kbit import tensor_scale
+    from kbitcupy.formats.codebook.scales import tensor_scale
 
     x = edges()
     x = x[(x >= 2.0**-126) & (x < np.inf)]

@@ -11,7 +11,7 @@ from toy import Toy
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import Template
-from kbitcupy.formats.base import kernel_templates, parse_format, split_formats, unregister
+from kbitcupy.formats.base import kernel_templates, parse_format, resolve, split_formats, unregister
 
 SHAPES = [(0,), (), (1,), (31,), (3, 32), (5, 7, 33), (4, 0, 2)]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -98,8 +98,8 @@ def test_texts_that_are_none(text, message):
 def test_a_text_has_an_end():
     with pytest.raises(kb.KbitError, match="format is a text of 1000007 characters; at most 65536 are read"):
         kb.get_format("table4:" + "[" * 1_000_000)
-    with pytest.raises(kb.KbitError, match="table is '\\[\\["):
-        kb.get_format("table4:table=" + "[" * 60_000)
+    with pytest.raises(kb.KbitError, match="codebook is '\\[\\["):
+        kb.quantize(np.ones(4, np.float32), "table4:codebook=" + "[" * 60_000)
 
 
 def test_text_is_a_string():
@@ -135,11 +135,12 @@ SPELLED = [  # the shortest text, the name, the options
     ("kbit4", "kbit4", {"absmax": "e4m4", "codebook": "bnf"}),
     ("kbit4:absmax=float32", "kbit4", {"absmax": "float32"}),
     ("kbit4:absmax=float32", "Kbit4:AbsMax=float32", {}),
-    ("kbit4:codebook=custom", "kbit4", {"codebook": list(range(16))}),
+    ("kbit4:codebook=custom", "kbit4", {"codebook": "custom"}),
     ("nf4:block=32,double_quant=true", "nf4[block=32]", {"double_quant": True}),
     ("nf4:block=32", "nf4:block=32", {"block": 32}),
     ("dynamic8", "Dynamic8", {"block": 256}),
-    ("table4:block=128,table=custom", "table4:table=[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15],block=128", {}),
+    ("table4:block=128,codebook=custom", "table4:table=custom,block=128", {}),
+    ("table4:codebook=nf", "table4:TABLE=nf", {"codebook": "nf"}),
     ("int4:block=32", "int4", {"granularity": ("group", 32)}),
     ("int4:block=32", 'int4[granularity=["group",32]]', {}),
     ("int4:block=32", "int4:granularity=group:32", {}),
@@ -181,7 +182,7 @@ def test_a_text_is_read_once():
     ("name", "options", "message"),
     [
         ("nf4:block=32", {"block": 64}, "format 'nf4' is given block=32 and block=64: leave one away"),
-        ("table4:table=bnf", {"table": np.ones(16)}, "format 'table4' is given table='bnf' and table="),
+        ("table4:table=bnf", {"table": np.ones(16)}, "format 'table4' is given codebook='bnf' and codebook="),
         ("int4:block=32", {"granularity": "token"}, "granularity is 'token' and block 32, which means"),
         ("int4", {"block": 32, "granularity": "tensor"}, "granularity is 'tensor' and block 32"),
         ("int4", {"block": 32, "granularity": ("group", 64)}, r"granularity is \('group', 64\) and block 32"),
@@ -195,7 +196,7 @@ def test_a_text_is_read_once():
 )
 def test_contradictions(name, options, message):
     with pytest.raises(kb.KbitError, match=message):
-        kb.get_format(name, **options)
+        resolve(name, **options)
 
 
 @pytest.mark.parametrize(

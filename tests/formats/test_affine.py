@@ -12,6 +12,7 @@ import kbitcupy as kb
 from kbitcupy import affine
 from kbitcupy.errors import FormatError
 from kbitcupy.formats import affine as family
+from kbitcupy.formats.affine import cuda, numpy as numpy_side
 
 RANGES = [(-128, 127), (0, 255), (-8, 7), (0, 15)]
 INF, NAN = np.inf, np.nan
@@ -226,7 +227,7 @@ def test_finite_numbers_stay_finite(name, dtype, symmetric, percentile):
 def test_the_scale_that_keeps_numbers_finite_is_the_largest(dtype, reach):
     computed = type(LIMITS[dtype])
     with np.errstate(over="ignore"):
-        found = family._finite_scale(computed([LIMITS[dtype]]), reach, dtype)[0]
+        found = numpy_side.finite_scale(computed([LIMITS[dtype]]), reach, dtype)[0]
         assert np.isfinite((found * computed(reach)).astype(dtype))
         beyond = found
         for _ in range(3):  # rounding may leave a product where it is
@@ -372,7 +373,12 @@ def test_scales_that_are_given():
     assert q.planes["zero_point"][0] == 100 and q.planes["scale"][0] == np.float32(0.02)
     assert kb.quantize(x, "uint8", symmetric=False, scale=0.02).planes["zero_point"][0] == 0
     assert kb.quantize(x, "int8", percentile=50).planes["scale"] < kb.quantize(x, "int8").planes["scale"]
-    assert kb.quantize(x, "int8", percentile=50).format == kb.get_format("int8")
+    assert kb.quantize(x, "int8", percentile=50).format == kb.get_format("int8", percentile=50)
+    assert kb.quantize(x, "int8:scale=0.02").format == kb.get_format("int8")
+    with pytest.raises(FormatError, match="percentile says how a scale is found, and scale gives one"):
+        kb.quantize(x, "int8", percentile=50, scale=0.1)
+    with pytest.raises(FormatError, match="kbit4 takes no scale: beside its options it takes codebook"):
+        kb.quantize(x, "kbit4", scale=0.1)
 
 
 @pytest.mark.parametrize("name", ["int8", "uint4"])
@@ -652,10 +658,10 @@ def test_out_is_filled_and_given_back():
 
 def test_divisions_by_multiplication(monkeypatch):
     """What kernels/affine.cuh divides by rows and runs with is exact beside all multiples, beyond 2^31 elements too."""
-    monkeypatch.setattr(family, "by_value", lambda struct: struct)  # a pointer of CuPy's, which may be missing
+    monkeypatch.setattr(cuda, "by_value", lambda struct: struct)  # a pointer of CuPy's, which may be missing
     rng = np.random.default_rng(0)
     for row in (8, 9, 24, 1000, 4096, 5003, 50257, (1 << 29) - 1, 1 << 29, *rng.integers(8, 1 << 28, 40).tolist()):
-        struct = family._Geometry(family.blocks_of((6, row), "token"), family.SIGNED8)._struct
+        struct = cuda.Geometry(family.blocks_of((6, row), "token"), family.SIGNED8)._struct
         short, long = int(struct["by_row"]["magic"]), int(struct["long_by_row"])
         shift = int(struct["by_row"]["shift"])
         for times in rng.integers(1, 1 << 34, 50).tolist():

@@ -208,7 +208,7 @@ def test_a_device_codebook_may_change(cupy):
     """The values count that a codebook holds when the work runs, in a captured graph, too."""
     x = make("normal", 40_000, np.dtype("float16"))
     there, values = cupy.asarray(x), cupy.asarray(codebook("unsorted", 4))
-    form = kb.get_format("kbit4", codebook=values)
+    form = ("kbit4", {"codebook": values})
     q = kb.quantize(there, form)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -227,7 +227,7 @@ def test_a_device_codebook_may_change(cupy):
 
 def test_empty_arrays_and_device_codebooks(cupy):
     x, choice = np.empty(0, np.float32), codebook("unsorted", 4)
-    form = kb.get_format("kbit4", codebook=cupy.asarray(choice))
+    form = ("kbit4", {"codebook": cupy.asarray(choice)})
     assert_equal_planes(kb.quantize(cupy.asarray(x), form), kb.quantize(x, "kbit4", codebook=choice))
     with pytest.raises(FormatError, match="x is not: pass it as codebook"):
         kb.quantize(x, form)

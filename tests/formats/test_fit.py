@@ -34,13 +34,13 @@ def test_never_worse_than_a_fixed_table(name, block, draw):
         "skewed": rng.gamma(2, size=1 << 18),
     }[draw].astype(np.float32)
     table = kb.fit_table(x, 4, block=block)
-    own = kb.quantize(x, "table4", table=table, block=block).dequantize()
+    own = kb.quantize(x, "table4", codebook=table, block=block).dequantize()
     fixed = kb.quantize(x, name, block=block).dequantize()
     assert kb.metrics.mse(x, own) < kb.metrics.mse(x, fixed)
     for step in (-0.01, 0.01):  # and no neighbour is better
         moved = table.copy()
         moved[7] += step
-        y = kb.quantize(x, "table4", table=moved, block=block).dequantize()
+        y = kb.quantize(x, "table4", codebook=moved, block=block).dequantize()
         assert kb.metrics.mse(x, own) < kb.metrics.mse(x, y)
 
 

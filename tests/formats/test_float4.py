@@ -10,7 +10,7 @@ from inputs import BFLOAT16, DTYPES, KINDS, make, same_values
 import kbitcupy as kb
 from kbitcupy import tables
 from kbitcupy.errors import FormatError
-from kbitcupy.formats.codebook import table4 as float4
+from kbitcupy.formats.codebook import numpy as numpy_side, search
 
 F32 = np.float32
 SIZES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 257, 4096, 4097]
@@ -161,7 +161,7 @@ def test_tables_of_ones_own(values):
         "close": np.sort(np.concatenate((np.linspace(-1, 1, 12), [1e-4, 2e-4, 3e-4, 0]))).astype(F32),
     }[values]
     x = make("normal", 5000, np.dtype("float32"))
-    q = kb.quantize(x, "table4", table=table, block=32)
+    q = kb.quantize(x, "table4", codebook=table, block=32)
     numbers = tables.standard_codebook("bnf", 4).values if values is None else table
     assert ("table" in q.planes) == (values is not None)
     levels = np.unique(numbers)
@@ -184,7 +184,7 @@ def test_double_quantization():
     assert np.array_equal(q.planes["absmax"], codes.reshape(-1)[: absmax.size])
     assert q.planes["nested_absmax"].tobytes() == nested.tobytes()
     decoded = tables.dynamic_map()[codes] * nested[:, None] + offset
-    assert same_values(float4.host_absmax(q.planes), decoded.reshape(-1)[: absmax.size])
+    assert same_values(numpy_side.host_absmax(q.planes), decoded.reshape(-1)[: absmax.size])
     assert kb.metrics.sqnr_db(x, q.dequantize()) > kb.metrics.sqnr_db(x, plain.dequantize()) - 0.05
     assert kb.metrics.error_bound(x, q).violations == 0
     assert q.bits_per_element < 4.15
@@ -226,18 +226,22 @@ def test_the_bound_holds(name, kind):
         ({"block": True}, "block is True"),
         ({"block": "64"}, "block is '64'"),
         ({"double_quant": 1}, "double_quant is 1; allowed are True and False"),
-        ({"table": "gauss"}, "table is 'gauss'; allowed are 'bnf', 'nf' or an array of 16 numbers"),
-        ({"table": np.zeros(15)}, r"table is of shape \(15,\); it must be a one-dimensional sequence of 16 numbers"),
-        ({"table": [1j] * 16}, "table is not numeric"),
-        ({"table": [np.nan] * 16}, "table holds values that are not finite"),
-        ({"table": "custom"}, "names no values: pass the array itself as table="),
+        ({"codebook": "gauss"}, "codebook is 'gauss'; allowed are 'bnf', 'nf' or an array of 16 numbers"),
+        (
+            {"codebook": np.zeros(15)},
+            r"codebook is of shape \(15,\); it must be a one-dimensional sequence of 16 numbers",
+        ),
+        ({"codebook": [1j] * 16}, "codebook is not numeric"),
+        ({"codebook": [np.nan] * 16}, "codebook holds values that are not finite"),
+        ({"codebook": "custom"}, "names no values: pass the array itself as codebook="),
+        ({"table": "gauss"}, "codebook is 'gauss'"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(FormatError, match=message):
         kb.quantize(np.ones(4, F32), "table4", **options)
-    if "table" in options:
-        with pytest.raises(FormatError, match="has no option 'table'"):
+    if "table" in options or "codebook" in options:
+        with pytest.raises(FormatError, match="has no option '(table|codebook)'|nf4 takes no codebook"):
             kb.quantize(np.ones(4, F32), "nf4", **options)
 
 
@@ -272,8 +276,8 @@ def test_flat_functions():
 @pytest.mark.parametrize("name", ["nf4", "fp4", "table4"])
 def test_search_table_of_the_kernels(name):
     """One comparison in the bucket of a number gives its level."""
-    table = kb.get_format(name)._known_table()
-    struct = float4._search4(table)[1]
+    table = kb.get_format(name)._table
+    struct = search.search4(table)[1]
     near = table.thresholds.view(np.int32) + np.arange(-3, 4)[:, None].astype(np.int32)
     y = np.concatenate((near.view(np.float32).ravel(), np.linspace(-1, 1, 4001), [0.0, -0.0])).astype(np.float32)
     y = tables.flush(y[np.abs(y) <= 1])
@@ -285,12 +289,12 @@ def test_search_table_of_the_kernels(name):
 
 def test_search_table_of_the_dynamic_map():
     """Entry and bits give the level."""
-    entry = float4._search8()["entry"]
-    thresholds = float4.dynamic_table().thresholds[127:]
+    entry = search.search8()["entry"]
+    thresholds = search.dynamic_table().thresholds[127:]
     near = (thresholds.view(np.int32) + np.arange(-40, 41)[:, None].astype(np.int32)).view(np.float32).ravel()
     y = np.concatenate((near, np.geomspace(2.0**-126, 1, 100_001), [0.0, 1.0])).astype(np.float32)
-    searched = y + float4._DYNAMIC_OFFSET
-    level = (searched.view(np.uint32) + entry[float4._dynamic_bucket(searched)]) >> 24
+    searched = y + search.DYNAMIC_OFFSET
+    level = (searched.view(np.uint32) + entry[search.dynamic_bucket(searched)]) >> 24
     assert (level == np.searchsorted(thresholds, y)).all()
 
 

@@ -16,11 +16,11 @@ NAMED = [
     ("nf4", {}),
     ("fp4", {}),
     ("table4", {}),
-    ("table4", {"table": PERMUTED}),
-    ("table4", {"table": CLOSE}),
-    ("table4", {"table": np.linspace(-3, 5, 16)}),
+    ("table4", {"codebook": PERMUTED}),
+    ("table4", {"codebook": CLOSE}),
+    ("table4", {"codebook": np.linspace(-3, 5, 16)}),
     ("nf4", {"double_quant": True}),
-    ("table4", {"table": PERMUTED, "double_quant": True}),
+    ("table4", {"codebook": PERMUTED, "double_quant": True}),
     ("dynamic8", {}),
 ]
 
@@ -104,7 +104,7 @@ def test_around_every_threshold(cupy, name):
     middles = tables.midpoints(np.unique(values))
     if name == "fp4":
         middles = np.concatenate((middles, tables.FP4_THRESHOLDS, -tables.FP4_THRESHOLDS))
-    options = {"table": PERMUTED} if name == "table4" else {}
+    options = {"codebook": PERMUTED} if name == "table4" else {}
     bits = middles.view(np.int32)
     for a in (1.0, 0.7, 1.3e-5, 2.9e30):
         near = np.concatenate([(bits + step).view(np.float32) for step in range(-8, 9)])

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from inputs import ABSMAX, BFLOAT16, CODEBOOKS, DTYPES, KINDS, SIZES, codebook, make, same_values
 
 import kbitcupy as kb
-from kbitcupy.formats.codebook import kbit
+from kbitcupy.formats.codebook import numpy as numpy_side
 from kbitcupy.tables import standard_codebook
 
 FP = {"e4m4": "e4m4", "float16": "fp16", "float32": "fp32"}
@@ -74,7 +74,7 @@ def test_thresholds_decide_as_the_full_search(k, book):
         np.where(np.isnan(y), 0, np.abs(np.clip(y, table.lowest, table.highest) - table.values[:, None])), 0
     )
     wanted[np.isnan(y)] = 0
-    assert np.array_equal(kbit.nearest(y.copy(), table, clamp=True), wanted)
+    assert np.array_equal(numpy_side.nearest(y.copy(), table, clamp=True), wanted)
 
 
 @pytest.mark.parametrize("k", range(1, 9))

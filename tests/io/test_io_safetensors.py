@@ -207,7 +207,7 @@ def test_patterns_that_match_nothing_are_reported(model):
 def test_options_of_the_format_travel_with_the_file(model):
     codebook = np.linspace(-1, 1, 8)
     small, back = model.with_name("b"), model.with_name("c")
-    convert.quantize_file(model, small, kb.get_format("kbit3", codebook=codebook, absmax="float32"), device="cpu")
+    convert.quantize_file(model, small, ("kbit3:absmax=float32", {"codebook": codebook}), device="cpu")
     convert.dequantize_file(small, back, device="cpu")
     x = kb.io.load(model)["a.weight"]
     expected = kb.dequantize(kb.quantize(x, "kbit3", codebook=codebook, absmax="float32"))

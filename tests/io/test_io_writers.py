@@ -51,13 +51,13 @@ def interrupted(monkeypatch, count, act=None):
     """`quantize_file` is interrupted at its tensor number `count`; `act` happens there instead where it is given."""
     calls = []
 
-    def failing(x, format):
+    def failing(x, format, **given):
         calls.append(x)
         if len(calls) == count + 1:
             if act is None:
                 raise KeyboardInterrupt
             act()
-        return kb.quantize(x, format)
+        return kb.quantize(x, format, **given)
 
     monkeypatch.setattr(convert, "quantize", failing)
 
@@ -144,10 +144,11 @@ def codebook(last):
 
 
 OTHERS = {
-    "codebook": lambda last: kb.get_format("kbit4", codebook=codebook(last)),
-    "table": lambda last: kb.get_format("table4", table=codebook(last)),
-    "scale": lambda last: kb.get_format("int8", scale=last),
-    "zero_point": lambda last: kb.get_format("int8", symmetric=False, scale=0.1, zero_point=int(last * 10)),
+    "codebook": lambda last: ("kbit4", {"codebook": codebook(last)}),
+    "table": lambda last: ("table4", {"codebook": codebook(last)}),
+    "scale": lambda last: ("int8", {"scale": last}),
+    "zero_point": lambda last: ("int8:symmetric=false", {"scale": 0.1, "zero_point": int(last * 10)}),
+    "text": lambda last: f"int8:scale={last}",
     "mapping": lambda last: dict.fromkeys([f"w{i}" for i in range(6)], OTHERS["table"](last)),
 }
 
@@ -314,11 +315,11 @@ from kbitcupy.explore import measurement
 from kbitcupy.io import convert
 path, calls = sys.argv[1], []
 
-def quantize(x, format):
+def quantize(x, format, **given):
     calls.append(x)
     if len(calls) == 2:
         os.truncate(path, os.path.getsize(path) // 2)
-    return kb.quantize(x, format)
+    return kb.quantize(x, format, **given)
 
 convert.quantize = quantize
 measurement.quantize = quantize

@@ -89,7 +89,9 @@ class TestSmall:
             for shape in ((3, 48), (96, 1040)):
                 q, x = weight(shape, name, cupy), numbers((40, shape[1]), HALF[0], cupy)
                 check(kb.linear(x, q), x, q)
-        q = kb.quantize(cupy.asarray(np.random.default_rng(0).random((64, 64), np.float32)), "table4", table=range(16))
+        q = kb.quantize(
+            cupy.asarray(np.random.default_rng(0).random((64, 64), np.float32)), "table4", codebook=range(16)
+        )
         x = numbers((200, 64), HALF[0], cupy)
         check(kb.linear(x, q), x, q)
 

@@ -1,4 +1,4 @@
-"""Block scales in one byte: E4M4 (the absmax format of bitsandbytes' pull request 1858), on NumPy.
+"""Block scales of k-bit formats, on NumPy: in one byte (E4M4 of bitsandbytes' pull request 1858), two or four.
 
 A code ``e << 4 | m`` stands for ``2^(e - bias) * (1 + m / 16)``, or ``m * 2^(-bias - 3)`` where ``e`` is 0. With the
 usual bias 11 that is 0, 2^-14 .. 31, exact to one part in 32 from 2^-10 on. Encoding rounds the mantissa half to even
@@ -9,6 +9,7 @@ positive become 0.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,3 +48,58 @@ def _e4m4_values(bias: int) -> np.ndarray:
     small = mantissa * np.float32(2.0 ** (-bias - 3))
     normal = np.ldexp(1 + mantissa / np.float32(16), exponent - bias)
     return np.where(exponent == 0, small, normal).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class AbsmaxFormat:
+    """How block scales are stored.
+
+    Parameters
+    ----------
+    dtype : str
+        NumPy dtype of the plane.
+    kernel : str
+        Name of the enumerator in ``kernels/formats/scales.cuh``.
+    relative_error : float
+        Bound of the stored scale's own relative error in its normal range (rounding of the decoder included).
+    absolute_error : float
+        The same below the normal range, as a multiple of the tensor scale.
+    """
+
+    dtype: str
+    kernel: str
+    relative_error: float
+    absolute_error: float
+
+
+ABSMAX = {
+    "e4m4": AbsmaxFormat("uint8", "E4M4", 2.0**-4, 2.0**-15),
+    "float16": AbsmaxFormat("float16", "FLOAT16", 2.0**-11 + 2.0**-22, 2.0**-25),
+    "float32": AbsmaxFormat("float32", "FLOAT32", 2.0**-22, 0.0),
+}
+
+
+def tensor_scale(largest: np.float32, absmax: str) -> np.float32:
+    """The power of two that brings the largest finite absmax of a tensor to where `absmax` is accurate."""
+    low, high = {"e4m4": (2.0**-4, 31.0), "float16": (2.0**-4, 65504.0), "float32": (0.0, np.inf)}[absmax]
+    if largest == 0 or low <= largest <= high:
+        return np.float32(1)
+    fraction, exponent = np.frexp(largest)  # largest = fraction * 2^exponent, fraction in [0.5, 1)
+    if absmax == "e4m4":
+        shift = 5 if fraction <= 31 / 32 else 4  # into (15.5, 31]
+    else:
+        shift = 16 if fraction == 0.5 else 15  # into (2^14, 2^15]
+    return np.ldexp(np.float32(1), max(int(exponent) - shift, -126))
+
+
+def encode_absmax(absmax: np.ndarray, kind: str) -> np.ndarray:
+    """Block scales as they are stored."""
+    if kind == "e4m4":
+        return encode_e4m4(absmax)
+    with np.errstate(over="ignore"):
+        return absmax.astype(ABSMAX[kind].dtype)
+
+
+def decode_absmax(codes: np.ndarray) -> np.ndarray:
+    """Stored block scales as float32, by the dtype they are stored in."""
+    return decode_e4m4(codes) if codes.dtype == np.uint8 else codes.astype(np.float32)

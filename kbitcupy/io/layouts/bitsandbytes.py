@@ -38,7 +38,7 @@ from ...array import QuantizedArray
 from ...backend import xp as _xp
 from ...errors import FileError
 from ...formats.base import Format, Plane, get_format
-from ...formats.codebook.table4 import NESTED_BLOCK
+from ...formats.codebook.search import NESTED_BLOCK
 from ...serial import read_json
 from ..container import Container, Entry, Reader, entry_of
 from ..safetensors import SAFETENSORS

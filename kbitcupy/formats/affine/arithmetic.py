@@ -1,0 +1,237 @@
+"""The arithmetic of affine integers for both libraries: given scales are checked here, work goes to the twins.
+
+Arrays are contiguous and beside each other, scales and zero points what `check_scale` and `check_zero_point` return, or
+planes. The device of a CuPy array is the current one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...backend import xp as _xp
+from ...errors import DeviceError, FormatError
+from ..granularity import Blocks
+from . import cuda, numpy as host
+from .levels import INT32, SIGNED8, Levels, scalar
+
+_SURELY_FINITE = 2.0**127  # in every dtype of scales
+
+
+def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argument: str = "scale") -> Any:
+    """A scale as a Python float, or as a contiguous array of one entry for each block beside the array `beside`.
+
+    Values of a device array are not looked at.
+
+    Raises
+    ------
+    FormatError
+        When there is neither one, nor one for each block in one of their shapes, or one is negative or not finite.
+    DeviceError
+        When it is an array on another device.
+    TypeError
+        When it is not numeric.
+    """
+    if type(scale) is float and 0 <= scale < _SURELY_FINITE:
+        return float(scalar(dtype, scale))
+    if _fits(scale, blocks, beside, dtype):
+        return scale
+    if type(scale) in (float, int):
+        scale = np.asarray(scale, np.float64)
+    array = _block_values(scale, blocks, beside, dtype, "fiu", argument)
+    if _xp.is_cupy(array):
+        return array
+    if not (np.isfinite(array) & (array >= 0)).all():
+        bad = array[~(np.isfinite(array) & (array >= 0))][0]
+        raise FormatError(f"{argument} holds {bad}; scales must be finite in {dtype} and not negative")
+    return float(array[0]) if array.size == 1 else array
+
+
+def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Levels) -> Any:
+    """A zero point as a Python int, or as a contiguous int32 array of one entry for each block beside `beside`.
+
+    Raises
+    ------
+    FormatError
+        When there is neither one, nor one for each block in one of their shapes, or one is outside the range.
+    DeviceError, TypeError
+        As `check_scale`.
+    """
+    if type(zero_point) is int and levels.qmin <= zero_point <= levels.qmax:
+        return zero_point
+    if _fits(zero_point, blocks, beside, INT32):
+        return zero_point
+    array = _block_values(zero_point, blocks, beside, None, "iu", "zero_point")
+    if _xp.is_cupy(array):
+        return array
+    if ((array < levels.qmin) | (array > levels.qmax)).any():
+        bad = array[(array < levels.qmin) | (array > levels.qmax)][0]
+        raise FormatError(f"zero_point holds {bad}; it must lie in the range, {levels.qmin} to {levels.qmax}")
+    array = array.astype(INT32, copy=False)
+    return int(array[0]) if array.size == 1 else array
+
+
+def _fits(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype) -> bool:
+    """Whether this is what a kernel takes: nothing has to be converted, and no value on a device is looked at."""
+    return (
+        _xp.same_gpu(values, beside)
+        and values.dtype == dtype
+        and (values.size == 1 or values.shape in blocks.shapes)
+        and values.flags.c_contiguous
+    )
+
+
+def _block_values(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype | None, kinds: str, argument: str) -> Any:
+    """One number, or one for each block in their order, flat on the host; a single one there may go with any array."""
+    array = _xp.as_array(values, argument)
+    if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
+        raise TypeError(f"{argument} is {array.dtype}; it must hold {'numbers' if 'f' in kinds else 'integers'}")
+    if array.size != 1 and array.shape not in blocks.shapes:
+        hint = ": transpose it" if array.shape[::-1] in blocks.shapes else ""
+        raise FormatError(
+            f"{argument} has shape {array.shape}; this granularity needs shape {blocks.shape} (or that with a 1 behind "
+            f"it, or flat: ({blocks.count},)) or a single number{hint}"
+        )
+    if not _xp.same_device(array, beside) and not (isinstance(array, np.ndarray) and array.size == 1):
+        raise DeviceError(
+            f"{argument} is on {_xp.device_of(array)} and the data on {_xp.device_of(beside)}; move it with "
+            ".get() or cupy.asarray"
+        )
+    if _xp.is_cupy(array):
+        wanted = dtype or INT32
+        if array.dtype == wanted and array.flags.c_contiguous:
+            return array
+        with _xp.on_device_of(array):
+            return cuda.converted(array, wanted)
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array if dtype is None else array.astype(dtype, copy=False)).reshape(-1)
+
+
+def check_percentile(percentile: Any) -> float | None:
+    """A percentile as a float.
+
+    Raises
+    ------
+    FormatError
+        When it is not a number above 0, up to 100.
+    """
+    if percentile is None:
+        return None
+    number = isinstance(percentile, (int, float, np.integer, np.floating)) and not isinstance(percentile, bool)
+    if not number or not 0 < percentile <= 100:
+        raise FormatError(f"percentile is {percentile!r}; it must be a number above 0, up to 100, such as 99.9")
+    return float(percentile)
+
+
+# ---- the work ------------------------------------------------------------------------------------------------------
+
+
+def find(
+    x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, fraction: float | None = None
+) -> None:
+    """Fill `scale` and `zero_point` (or None) with what dynamic range gives for the blocks of x.
+
+    `fraction` is a percentile / 100.
+    """
+    if blocks.size == 0:
+        scale.fill(1)
+        if zero_point is not None:
+            zero_point.fill(levels.zero if levels.symmetric else levels.qmin)
+    elif _xp.is_cupy(x):
+        cuda.find(x, scale, zero_point, blocks, levels, fraction)
+    else:
+        host.find(x, scale, zero_point, blocks, levels, fraction)
+
+
+def quantize(
+    x: Any,
+    codes: Any,
+    scale: Any,
+    zero_point: Any,
+    blocks: Blocks,
+    levels: Levels,
+    bits: int = 8,
+    scale_out: Any | None = None,
+    zero_point_out: Any | None = None,
+) -> None:
+    """Fill `codes`: int8 or uint8, or with 4 bits the packed bytes, signed when ``levels.qmin`` is.
+
+    The planes `scale_out` and `zero_point_out`, if any, receive what is used.
+    """
+    if blocks.size and _xp.is_cupy(x):
+        cuda.each(
+            "quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point, 0, (scale_out, zero_point_out)
+        )
+        return
+    for plane, values in ((scale_out, scale), (zero_point_out, zero_point)):
+        if plane is not None:
+            plane[...] = values if isinstance(values, (float, int)) else values.reshape(-1)
+    if blocks.size == 0:
+        return
+    if bits == 8:
+        host.quantize(x, codes, scale, zero_point, blocks, levels)
+    else:
+        whole = np.empty(blocks.size, np.int8 if levels.qmin < 0 else np.uint8)
+        host.quantize(x, whole, scale, zero_point, blocks, levels)
+        host.pack_nibbles(whole, codes)
+
+
+def quantize_dynamic(
+    x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int = 8
+) -> None:
+    """`find` and `quantize`; where a block fits on chip, with one reading of x."""
+    if blocks.size and _xp.is_cupy(x) and cuda.quantize_dynamic(x, codes, scale, zero_point, blocks, levels, bits):
+        return
+    find(x, scale, zero_point, blocks, levels)
+    quantize(x, codes, scale, levels.zero if zero_point is None else zero_point, blocks, levels, bits)
+
+
+def dequantize(
+    codes: Any, out: Any, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels, bits: int = 8
+) -> None:
+    """Fill `out` with ``scale * (q - zero_point)``; zero points outside `levels` count as the nearer end."""
+    if blocks.size == 0:
+        return
+    if _xp.is_cupy(codes):
+        cuda.each("dequantize", out.dtype, bits, blocks, levels, (codes, out), scale, zero_point)
+        return
+    if bits == 4:
+        packed, codes = codes, np.empty(blocks.size, np.int8 if levels.qmin < 0 else np.uint8)
+        host.unpack_nibbles(packed, codes)
+    host.dequantize(codes, out, scale, zero_point, blocks, levels)
+
+
+def fake_quantize(x: Any, out: Any, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels) -> None:
+    """Fill `out` with x quantized and dequantized."""
+    if blocks.size and _xp.is_cupy(x):
+        cuda.each("fake_quantize", x.dtype, None, blocks, levels, (x, out), scale, zero_point)
+    elif blocks.size:
+        host.fake_quantize(x, out, scale, zero_point, blocks, levels)
+
+
+def backward(
+    dy: Any,
+    x: Any | None,
+    dx: Any,
+    scale: Any,
+    zero_point: Any,
+    blocks: Blocks,
+    levels: Levels,
+    margin: int,
+    divide: bool,
+) -> None:
+    """Fill `dx` with dy, divided by the scale for `divide`, where x (if any) is within the range less `margin`."""
+    if blocks.size and _xp.is_cupy(dy):
+        kind = "quantize_backward" if divide else "fake_quantize_backward"
+        cuda.each(kind, dy.dtype, None, blocks, levels, (dy, 0 if x is None else x, dx), scale, zero_point, margin)
+    elif blocks.size:
+        host.backward(dy, x, dx, scale, zero_point, blocks, levels, margin, divide)
+
+
+def multiply(dy: Any, dq: Any, scale: Any, blocks: Blocks) -> None:
+    """Fill `dq` with dy times the scale."""
+    if blocks.size and _xp.is_cupy(dy):
+        cuda.each("dequantize_backward", dy.dtype, None, blocks, SIGNED8, (dy, dq), scale, 0)
+    elif blocks.size:
+        host.multiply(dy, dq, scale, blocks)

@@ -1,0 +1,393 @@
+"""Affine integers on CUDA: their kernels, and how they are launched."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from ...backend import xp as _xp
+from ...backend.compile import CXX_TYPES, Template
+from ...backend.launch import Kernel, by_value, shared_memory
+from ..decoders import Decoder, templates
+from ..granularity import Blocks, Granularity, blocks_of
+from .levels import DOUBLE, ENDS, INT32, SINGLE, Levels, compute_dtype, reach_of, scalar
+
+_TYPES = {**CXX_TYPES, "float64": "double"}
+_ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_FILE, _RANGE_FILE = "affine.cu", "affine_range.cu"
+_THREADS = 256
+_EACH_THREADS = 128
+_UNIT = 8
+_LAYOUTS = ("RUNS", "COLUMNS")
+# The walks of kernels/affine.cuh by operation and bytes of an element: elements of a unit, and units of a thread, which
+# has the loads of all under way.
+_RUNS_WALKS = {
+    "quantize8": {2: (16, 1), 4: (8, 1), 8: (4, 2)},
+    "quantize4": {2: (16, 2), 4: (8, 1), 8: (4, 2)},
+    "dequantize8": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
+    "dequantize4": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
+    "fake_quantize": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
+    "quantize_backward": {2: (8, 2), 4: (4, 1), 8: (4, 1)},
+    "fake_quantize_backward": {2: (8, 2), 4: (4, 1), 8: (4, 1)},
+    "dequantize_backward": {2: (8, 2), 4: (4, 2), 8: (4, 1)},
+}
+# Others for blocks that are no multiple of these units.
+_NARROW_WALKS = {"quantize8": (8, 2), "quantize4": (8, 4)}
+# The same where scales repeat with a short period: elements of a unit, units under way, all units.
+_COLUMNS_WALKS = {
+    "quantize8": {2: (8, 4, 8), 4: (4, 4, 4), 8: (4, 1, 8)},
+    "quantize4": {2: (8, 4, 16), 4: (4, 4, 8), 8: (4, 1, 8)},
+    "dequantize8": {2: (8, 4, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
+    "dequantize4": {2: (8, 4, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
+    "fake_quantize": {2: (8, 4, 4), 4: (4, 4, 4), 8: (4, 1, 8)},
+    "quantize_backward": {2: (8, 2, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
+    "fake_quantize_backward": {2: (8, 2, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
+    "dequantize_backward": {2: (8, 2, 4), 4: (4, 4, 4), 8: (4, 1, 8)},
+}
+_DEPTH = {"find_range": {2: 4, 4: 2, 8: 1}}
+_FIND_ROWS = 64
+# Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
+_FIND_ROUNDS = 16
+_WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
+# Of teams of lanes that hold blocks in registers: units of a lane, few or many; the most units of a block that few are
+# for, and for all blocks of float64; threads of a thread block.
+_SLOTS, _MANY_SLOTS, _OF_FEW_SLOTS, _TEAM_THREADS = 4, 8, 32, 128
+# Of thread blocks that hold a block in shared memory: the most threads, about how many units each has, the most units.
+_ROW_THREADS, _ROW_UNITS = 512, 8
+_ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
+_STATIC_BYTES = 2048  # at most, of shared memory
+# Blocks of so many elements are held 32 elements a lane.
+_LANE_BLOCKS = tuple(32 << j for j in range(6))
+_LANE_ROUNDS = 4
+# Rows from this length on, and below the length of a unit, are divided by in 64 bits.
+_WIDE_ROW = 1 << 30
+_WIDEST_PERIOD = 1 << 28
+
+_EVERY = tuple(_TYPES.values())
+
+
+def _walk_of(operation: str, dtype: str, layout: str, narrow: bool = False) -> tuple[int, int, int]:
+    """SIZE, DEPTH and UNITS of a kernel (see kernels/affine.cu)."""
+    itemsize = _ITEMSIZES[dtype]
+    if layout == "COLUMNS":
+        return _COLUMNS_WALKS[operation][itemsize]
+    size, units = _RUNS_WALKS[operation][itemsize]
+    if narrow and itemsize == 2:
+        size, units = _NARROW_WALKS.get(operation, (size, units))
+    return size, units, units
+
+
+def _arguments(operation: str, dtype: str, layout: str, narrow: bool = False) -> str:
+    """The template arguments of a kernel that goes from element to element."""
+    bits = [operation[-1]] if operation[-1] in "84" else []
+    return ", ".join([_TYPES[dtype], *bits, layout, *map(str, _walk_of(operation, dtype, layout, narrow))])
+
+
+def _each_template(name: str, operations: tuple[str, ...]) -> Template:
+    every = itertools.product(operations, _TYPES, _LAYOUTS, (False, True))
+    return Template(_FILE, f"{name}_affine", (tuple(dict.fromkeys(_arguments(*each) for each in every)),))
+
+
+KERNELS = (
+    _each_template("quantize", ("quantize8", "quantize4")),
+    _each_template("dequantize", ("dequantize8", "dequantize4")),
+    *(_each_template(name, (name,)) for name in _RUNS_WALKS if name[-1] not in "84"),
+    Template(_FILE, "convert_scales_affine", (("float",), ("double",))),
+    Template(_FILE, "convert_scales_affine", (("double",), ("float",))),
+    Template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
+    Template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
+    Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
+    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), (f"{_SLOTS}, 1", f"{_SLOTS}, {_SLOTS}"))),
+    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY[:3], ("8", "4"), (f"{_MANY_SLOTS}, 1",))),
+    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"))),
+    Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
+    Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
+)
+_HEADER = "formats/affine.cuh"
+BLOCKS = templates(
+    _HEADER,
+    *(f"Affine<{bits}, {signed}>" for bits in (8, 4) for signed in ("true", "false")),
+    kernels=("take_blocks", "linear_blocks"),
+)
+
+_GEOMETRY = np.dtype(
+    [
+        *((name, "i8") for name in ("n", "row", "run", "per_row", "count", "columns", "rows")),
+        ("inverse", "f8"),
+        ("long_by_row", "u8"),
+        *((name, [("magic", "u4"), ("shift", "i4")]) for name in ("by_row", "by_run")),
+        *((name, "i4") for name in ("wide", "qmin", "qmax", "margin", "zero", "divisor", "symmetric", "reach")),
+        *((name, "u8") for name in ("largest", "limit", "surely")),
+    ],
+    align=True,
+)
+
+
+class Geometry:
+    """``struct Geometry`` of kernels/affine.cuh, and the grid that goes with it.
+
+    Parameters
+    ----------
+    blocks : Blocks
+        The block shape.
+    levels : Levels
+        The range.
+    margin : int, default 0
+        How far from the ends of the range a mask begins.
+    whole : bool, default False
+        Whether a block that is the whole array counts as one run, however long.
+    of : dtype, optional
+        dtype of the array whose ranges are found.
+    reach : int, default 0
+        See `_reach`.
+    """
+
+    __slots__ = ("_struct", "argument", "columns", "layout", "narrow", "rows", "size")
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        levels: Levels,
+        margin: int = 0,
+        whole: bool = False,
+        of: np.dtype | None = None,
+        reach: int = 0,
+    ):
+        row, run, per_row = blocks.row, blocks.run, blocks.per_row
+        if blocks.count == 1:
+            row = run = blocks.size if whole else 1 << 20  # any multiple of a unit: all have scale number 0
+            per_row = 1 if whole else 0
+        self.size = blocks.size
+        self.layout = "COLUMNS" if per_row == 0 and run < min(row, _UNIT) and row <= _WIDEST_PERIOD else "RUNS"
+        self.narrow = row % (2 * _UNIT) != 0 or run % (2 * _UNIT) != 0
+        self.columns = _columns(row, self.size) if self.layout == "COLUMNS" else self.size
+        self.rows = -(-self.size // self.columns)
+        struct = np.zeros((), _GEOMETRY)
+        struct["n"], struct["row"], struct["run"], struct["per_row"] = self.size, row, run, per_row
+        struct["count"], struct["columns"], struct["rows"] = blocks.count, self.columns, self.rows
+        struct["wide"] = not _UNIT <= row < _WIDE_ROW or run < 2
+        for name, divisor in (("by_row", row), ("by_run", run)):
+            if not struct["wide"]:
+                bits = (divisor - 1).bit_length()
+                struct[name]["magic"], struct[name]["shift"] = -(-(1 << 31 + bits) // divisor), bits - 1
+        if not struct["wide"]:
+            struct["long_by_row"] = -(-(1 << 63 + (row - 1).bit_length()) // row)
+        struct["qmin"], struct["qmax"], struct["margin"] = levels.qmin, levels.qmax, margin
+        struct["inverse"] = 1 / levels.divisor if levels.divisor else 0
+        struct["zero"], struct["divisor"], struct["symmetric"] = levels.zero, levels.divisor, levels.symmetric
+        struct["reach"] = reach
+        if of is not None:
+            # The largest number of steps is below qmax - qmin + 1, so no product with a scale up to `surely` is larger
+            # than the limit.
+            ends, dtype = ENDS[of.name], compute_dtype(of)
+            surely = ends.limit / (levels.qmax - levels.qmin + 1)
+            for name, end in (("largest", ends.largest), ("limit", ends.limit), ("surely", surely)):
+                struct[name] = np.array(end, dtype).view(f"u{dtype.itemsize}")
+        self._struct = struct
+        self.argument = by_value(struct)
+
+    def units(self, depth: int, rows: int, width: int = _THREADS * _UNIT) -> int:
+        """Thread blocks that have work, when a thread takes `depth` units, or `rows` rows of the columns of a unit.
+
+        `width` is the number of elements in the units of a thread block.
+        """
+        if self.layout == "RUNS":
+            return -(-self.size // (width * depth))
+        return -(-self.rows // rows) * -(-self.columns // width)
+
+
+def _columns(period: int, size: int) -> int:
+    """Columns of a matrix whose rows are whole periods and whole units, with few idle threads at its right edge."""
+    least = math.lcm(period, _UNIT)
+    best, best_use = least, 0.0
+    for times in range(1, 65):
+        columns = least * times
+        width = _EACH_THREADS * _UNIT
+        use = columns / (-(-columns // width) * width)
+        if use > best_use + 0.02 and (times == 1 or columns <= size):
+            best, best_use = columns, use
+    return best
+
+
+_geometry = functools.lru_cache(maxsize=1024)(Geometry)
+
+
+@functools.cache
+def _kernel(name: str, axes: tuple[str, ...], threads: int = _THREADS, rounds: int = 1, shared: int = 0) -> Kernel:
+    """A kernel of the family by the name of its template and the template's arguments."""
+    template = next(template for template in KERNELS if template.name == name)
+    return Kernel(template, axes, threads, shared, rounds)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    kind: str, dtype: np.dtype, bits: int | None, blocks: Blocks, levels: Levels, margin: int
+) -> tuple[Kernel, Geometry, int, tuple[Any, Any]]:
+    """Kernel, geometry and grid of an operation that goes from element to element, and who writes scales."""
+    geometry = _geometry(blocks, levels, margin)
+    operation = kind if bits is None else f"{kind}{bits}"
+    walk = operation, dtype.name, geometry.layout, geometry.narrow
+    size, _, units = _walk_of(*walk)
+    kernel = _kernel(f"{kind}_affine", (_arguments(*walk),), _EACH_THREADS)
+    grid = geometry.units(units, units, _EACH_THREADS * size)
+    # A scale for each thread of those thread blocks that write some, unless there are more.
+    every = max(1, min(grid, grid * _EACH_THREADS // blocks.count))
+    share = -(-blocks.count // -(-grid // every))
+    return kernel, geometry, grid, (np.uint32(every), np.uint32(share))
+
+
+def converted(values: Any, dtype: np.dtype) -> Any:
+    """Scales or zero points on a device as a contiguous array of another dtype, subnormal numbers kept."""
+    if {values.dtype, dtype} != {SINGLE, DOUBLE}:
+        return values.astype(dtype, order="C")
+    values = _xp.contiguous(values)
+    result = _xp.namespace(values).empty(values.shape, dtype)
+    if values.size:
+        kernel = _kernel("convert_scales_affine", (_TYPES[values.dtype.name], _TYPES[dtype.name]))
+        kernel(values, -(-values.size // _THREADS), (values, result, values.size))
+    return result
+
+
+def each(
+    kind: str,
+    dtype: np.dtype,
+    bits: int | None,
+    blocks: Blocks,
+    levels: Levels,
+    arrays: tuple[Any, ...],
+    scale: Any,
+    zero_point: Any,
+    margin: int = 0,
+    planes: tuple[Any, ...] = (),
+) -> None:
+    """Launch an operation that goes from element to element, on `arrays`."""
+    kernel, geometry, units, shares = _launch(kind, dtype, bits, blocks, levels, margin)
+    computed = compute_dtype(dtype)
+    value, point = scalar(computed, 0), scalar(INT32, 0)
+    if isinstance(scale, float):
+        scale, value = 0, scalar(computed, scale)
+    else:
+        if scale.dtype != computed:  # a plane beside float64
+            scale = converted(scale, computed)
+        if scale.size < blocks.count:  # one for all
+            scale = scale.repeat(blocks.count)
+    if isinstance(zero_point, int):
+        zero_point, point = 0, scalar(INT32, zero_point)
+    elif zero_point.size < blocks.count:
+        zero_point = zero_point.repeat(blocks.count)
+    last = (*(0 if plane is None else plane for plane in planes), *shares) if planes else ()
+    kernel(arrays[-1], units, (*arrays, scale, value, zero_point, point, geometry.argument, *last))
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_launch(dtype: np.dtype, blocks: Blocks, levels: Levels) -> tuple[Kernel, int, Kernel, int, Geometry]:
+    """The kernel that finds ranges, the one that makes scales of them, their grids and geometry."""
+    geometry, name = _geometry(blocks, levels, 0, False, dtype, reach_of(levels, None)), _TYPES[dtype.name]
+    if blocks.count == 1:
+        find_range = _kernel("find_whole_affine", (name,), rounds=_FIND_ROUNDS)
+        units = -(-blocks.size * dtype.itemsize // (_THREADS * _WHOLE_BYTES))
+    else:
+        rounds = 1 if geometry.layout == "COLUMNS" else _FIND_ROUNDS
+        find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=rounds)
+        units = geometry.units(_DEPTH["find_range"][dtype.itemsize], _FIND_ROWS)
+    finish = _kernel("finish_range_affine", (_TYPES[compute_dtype(dtype).name],))
+    return find_range, units, finish, -(-blocks.count // _THREADS), geometry
+
+
+def find(x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, fraction: float | None) -> None:
+    """Fill `scale` and `zero_point` (or None) with what dynamic range gives; `fraction` is a percentile / 100."""
+    computed = compute_dtype(x.dtype)
+    empty = _xp.namespace(x).empty
+    exact = scale if scale.dtype == computed else empty(blocks.count, computed)
+    point = 0 if zero_point is None else zero_point
+    if fraction is not None:
+        geometry = _geometry(blocks, levels, 0, True, x.dtype, reach_of(levels, fraction))
+        period = blocks.row if blocks.per_row == 0 and blocks.count > 1 else 0
+        kernel = _kernel("percentile_affine", (_TYPES[x.dtype.name],), 2 * _THREADS)
+        kernel(x, blocks.count, (x, exact, point, np.float64(fraction), period, geometry.argument))
+    else:
+        find_range, units, finish, groups, geometry = _find_launch(x.dtype, blocks, levels)
+        low: Any = 0
+        if not levels.symmetric:
+            low = empty(blocks.count, computed)
+            low.data.memset_async(0, low.nbytes)
+        exact.data.memset_async(0, exact.nbytes)
+        find_range(x, units, (x, exact, low, geometry.argument))
+        finish(x, groups, (exact, low, exact, point, geometry.argument))
+    if exact is not scale:
+        limit = float(np.finfo(scale.dtype).max)
+        scale[...] = converted(_xp.namespace(x).minimum(exact, limit), scale.dtype)
+
+
+def _run_on_chip(blocks: Blocks) -> int:
+    """Elements of a block where all blocks are runs, else 0; blocks must begin and end with a unit."""
+    if blocks.count == 1:
+        return 0 if blocks.size % _UNIT else blocks.size
+    return 0 if blocks.per_row == 0 or blocks.row % _UNIT or blocks.run % _UNIT else blocks.run
+
+
+@functools.lru_cache(maxsize=1024)
+def _dynamic_launch(
+    dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels, memory: int
+) -> tuple[Kernel, int, tuple[Any, ...], Geometry] | None:
+    """Kernel, grid and last arguments of a search for ranges that quantizes at once, and what they point to.
+
+    None where blocks do not fit on chip. `memory` is the shared memory of a thread block.
+    """
+    run, size = _run_on_chip(blocks), dtype.itemsize
+    units, whole = run // _UNIT, blocks.row == run
+    if not 0 < units <= _ON_CHIP[size]:
+        return None
+    geometry = _geometry(blocks, levels, 0, True, dtype, reach_of(levels, None))
+    axes = _TYPES[dtype.name], str(bits)
+    if size < 8 and run in _LANE_BLOCKS and whole:
+        kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
+        return kernel, -(-blocks.size // (32 * _THREADS)), (np.int32(run // 32), geometry.argument), geometry
+    if units <= 32 * _SLOTS:
+        each = _SLOTS if units <= _SLOTS else 1
+        slots = _MANY_SLOTS if units > _OF_FEW_SLOTS and size < 8 else _SLOTS
+        team = 1 << (-(-units * each // slots) - 1).bit_length()
+        kernel = _kernel("quantize_dynamic_affine", (*axes, f"{slots}, {each}"), _TEAM_THREADS)
+        units = -(-blocks.count // (_TEAM_THREADS // team * each))
+        return kernel, units, (np.int32(team), geometry.argument), geometry
+    if not whole or run * size + _STATIC_BYTES > memory:
+        return None
+    kernel = _kernel("quantize_rows_affine", axes, _row_threads(units), 1, run * size)
+    return kernel, blocks.count, (geometry.argument,), geometry
+
+
+def _row_threads(units: int) -> int:
+    """Threads for a block of so many units: whole warps, of which few are idle in the last round."""
+    most = min(_ROW_THREADS, -(-units // (32 * _ROW_UNITS)) * 64)
+    return min(
+        range(max(32, most // 128 * 32), most + 1, 32),
+        key=lambda threads: (-(-units // threads) * threads, abs(_ROW_UNITS * threads - units)),
+    )
+
+
+def quantize_dynamic(
+    x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int
+) -> bool:
+    """Whether blocks fit on chip, and it is done."""
+    launch = _dynamic_launch(x.dtype, bits, blocks, levels, shared_memory(x.data.device_id))
+    if launch is None or x.data.ptr % 16 or codes.data.ptr % 16:
+        return False
+    kernel, units, last, _ = launch
+    kernel(x, units, (x, codes, scale, 0 if zero_point is None else zero_point, *last))
+    return True
+
+
+@functools.lru_cache(maxsize=1024)
+def decoder(bits: int, granularity: Granularity, levels: Levels) -> Decoder:
+    """The storey-1 decoder of integers of so many bits."""
+
+    def numbers(shape: tuple[int, ...]) -> tuple[int, ...]:
+        blocks = blocks_of(shape, granularity)
+        return blocks.row, blocks.run, blocks.per_row, levels.zero
+
+    struct = f"Affine<{bits}, {str(levels.qmin < 0).lower()}>"
+    return Decoder(_HEADER, struct, ("codes", "scale", "zero_point"), numbers)

@@ -1,0 +1,297 @@
+"""The codebook formats on CUDA: their kernels, and how they are launched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ... import tables
+from ...backend.compile import CXX_TYPES, Template
+from ...backend.launch import Kernel, Type, shared_memory
+from ...backend.xp import namespace
+from ...tables import Codebook
+from ..decoders import Decoder, templates
+from .numpy import BLOCK, MEAN_LANES
+from .scales import ABSMAX
+from .search import NESTED_BLOCK, BucketSearch, Table, search4, search8
+
+_AXES = (tuple(CXX_TYPES.values()), tuple("12345678"), tuple(a.kernel for a in ABSMAX.values()))
+QUANTIZE = Template("kbit.cu", "quantize_kbit", (*_AXES, ("ORDERED",)))
+# Codebooks that are not in order are the exception: a few bytes of spilled registers do not matter to them.
+QUANTIZE_UNORDERED = Template("kbit.cu", "quantize_kbit", (*_AXES, ("MAPPED", "ANY")), hot=False)
+DEQUANTIZE = Template("kbit.cu", "dequantize_kbit", _AXES)
+_HEADER = "formats/kbit.cuh"
+# All elements and products of float16 and bfloat16 have kernels of their own, which are faster.
+KBIT_BLOCKS = templates(
+    _HEADER, *(f"Kbit<{a.kernel}>" for a in ABSMAX.values()), kernels=("take_blocks", "linear_blocks")
+)
+CODES = tuple(
+    Template("codes.cu", name, hot=False)
+    for name in ("pack_kbit", "unpack_kbit", "encode_absmax_e4m4", "decode_absmax_e4m4")
+)
+
+_FILE = "float4.cu"
+_TYPES = tuple(CXX_TYPES[name] for name in ("float16", "bfloat16", "float32"))
+QUANTIZE4 = Template(_FILE, "quantize_table4", (_TYPES, ("ORDERED", "FP4")))
+QUANTIZE4_ANY = Template(_FILE, "quantize_table4", (_TYPES, ("ANY",)), hot=False)
+DEQUANTIZE4 = Template(_FILE, "dequantize_table4", (_TYPES, ("false", "true")))
+QUANTIZE8 = Template(_FILE, "quantize_dynamic8", (_TYPES,))
+DEQUANTIZE8 = Template(_FILE, "dequantize_dynamic8", (_TYPES,))
+NESTED = tuple(Template("nested.cu", name, hot=False) for name in ("absmax_sums", "absmax_mean", "quantize_absmax"))
+# All elements, and products of 4-bit codes, have kernels of their own, which are faster.
+_HEADER4, _HEADER8, _USED = "formats/table4.cuh", "formats/dynamic8.cuh", ("take_blocks", "linear_blocks")
+BLOCKS4 = templates(_HEADER4, "Table4<false>", "Table4<true>", kernels=_USED)
+BLOCKS8 = templates(_HEADER8, "Dynamic8", kernels=_USED)
+
+
+class Launch:
+    """A kernel of the family with the table that it is passed by value, behind its other arguments.
+
+    Parameters
+    ----------
+    template, values, threads, shared, rounds
+        As of a `Kernel`.
+    unit : int
+        Elements that a thread block takes in a round.
+    table : numpy.ndarray
+        What kernels search or decode with.
+    *signature : str
+        Types of the arguments ahead of it.
+    """
+
+    __slots__ = ("_kernel", "_table", "_unit")
+
+    def __init__(
+        self,
+        template: Template,
+        values: tuple[str, ...],
+        threads: int,
+        unit: int,
+        shared: int,
+        rounds: int,
+        table: np.ndarray,
+        *signature: Type,
+    ):
+        self._kernel = Kernel(template, values, threads, shared, rounds, (*signature, table.nbytes))
+        self._unit, self._table = unit, table.tobytes()
+
+    def __call__(self, array: Any, size: int, arguments: tuple[Any, ...], waves: int = 0) -> None:
+        self._kernel(array, -(-size // self._unit), (*arguments, self._table), waves)
+
+
+# ---- k-bit indices ---------------------------------------------------------------------------------------------------
+
+# Fewer than eight copies mean bank conflicts, which 16-bit elements wait for. Where a thread block can have this much
+# shared memory, more than one such block fits a multiprocessor even with a larger table.
+_ROOMY = 160 << 10
+# Rounds of a thread block, by the bytes of an element and the bits of an index.
+_QUANTIZE_ROUNDS = {2: (3, 4, 8, 8, 16, 32, 32, 32), 4: (2, 4, 5, 4, 8, 16, 12, 16)}
+_ANY_ROUNDS = 32  # each thread block has looked at the codebook first
+_DEQUANTIZE_ROUNDS = {2: (2, 2, 2, 2, 4, 4, 4, 8), 4: (1, 1, 1, 1, 1, 1, 2, 2)}
+# Significant bits of the dtypes whose quotients need no division.
+_MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
+# Thread blocks of the REPEAT pass, which mostly ends at once, in units of what the device holds.
+_REPEAT_WAVES = 2
+_FLAT, _FIXED, _NOTE, _REPEAT = range(4)  # ``enum Pass`` of kernels/kbit.cu
+
+
+@functools.lru_cache(maxsize=1024)
+def _kbit_launch(
+    kind: str, k: int, absmax: str, dtype: np.dtype, table: Codebook | None, roomy: bool = False
+) -> Launch:
+    """The launch of ``quantize_kbit`` or ``dequantize_kbit``; without `table` only the device knows the values."""
+    axes = CXX_TYPES[dtype.name], str(k), ABSMAX[absmax].kernel
+    unit = 1024 // 32  # elements of a thread: each warp takes tiles of 1024
+    # Threads as kernels/kbit.cu has them. Rounds are measured: more of them spread the cost of the tables, fewer keep
+    # what is under way close together in memory.
+    if kind == "quantize":
+        search = BucketSearch(k, table, _MANTISSA_BITS.get(dtype.name), roomy)
+        threads = 128 if dtype.itemsize == 4 else 256
+        rounds = _ANY_ROUNDS if search.kernel == "ANY" else _QUANTIZE_ROUNDS[dtype.itemsize][k - 1]
+        shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
+        template = QUANTIZE if search.kernel == "ORDERED" else QUANTIZE_UNORDERED
+        read = ("p", "i8", "p", "p", "p", "p", "p", "i4")
+        return Launch(template, (*axes, search.kernel), threads, unit * threads, shared, rounds, search.argument, *read)
+    # For each warp two compressed tiles and one unpacked, and the table of values.
+    threads = 128 if k <= 4 else 256
+    rounds = _DEQUANTIZE_ROUNDS[dtype.itemsize][k - 1]
+    stage = 4 * k + np.dtype(ABSMAX[absmax].dtype).itemsize
+    groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[k - 1]
+    shared = threads * (2 * stage + groups) + (1 << min(k + 8, 14))
+    table_of = BucketSearch(k, table, None).argument
+    types = ("p", "p", "p", "p", "p", "i8")
+    return Launch(DEQUANTIZE, axes, threads, unit * threads, shared, rounds, table_of, *types)
+
+
+@functools.lru_cache(maxsize=256)
+def kbit_decoder(k: int, absmax: str, table: Codebook | None) -> Decoder:
+    """The storey-1 decoder of k-bit indices; the plane ``codebook`` has the values where `table` is None."""
+    values = np.zeros(256, np.float32)
+    if table is not None:
+        values[: 1 << k] = table.values
+    struct = f"Kbit<{ABSMAX[absmax].kernel}>"
+    return Decoder(_HEADER, struct, ("packed", "absmax", "scale"), lambda shape: (k,), values, "codebook")
+
+
+def quantize_kbit(
+    x: Any, planes: Mapping[str, Any], k: int, absmax: str, table: Codebook | None, values: Any, flat: bool = False
+) -> None:
+    """Quantize to k bits by `table`, or by `values` on the device where it is None; `flat` as the flat functions do."""
+    if x.size == 0:
+        if not flat:
+            _fill_shared_planes(planes, table, values)
+        return
+    roomy = x.dtype.itemsize == 2 and shared_memory(x.data.device_id) >= _ROOMY
+    launch = _kbit_launch("quantize", k, absmax, x.dtype, table, roomy)
+    size = x.size
+    scale: Any = 0 if flat else planes["scale"]
+    arguments = (x, size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))
+    if flat or absmax == "float32":
+        launch(x, size, (*arguments, _FLAT if flat else _FIXED))
+    else:
+        scale.data.memset_async(0, 4)
+        launch(x, size, (*arguments, _NOTE))
+        launch(x, size, (*arguments, _REPEAT), _REPEAT_WAVES)
+
+
+def dequantize_kbit(planes: Mapping[str, Any], out: Any, k: int, absmax: str, table: Codebook | None) -> None:
+    """Decode k-bit indices by `table`, or by the plane ``codebook`` where it is None."""
+    if out.size:
+        launch = _kbit_launch("dequantize", k, absmax, out.dtype, table)
+        read = (planes["packed"], planes["absmax"], planes.get("scale", 0), planes.get("codebook", 0))
+        launch(out, out.size, (*read, out, out.size))
+
+
+def _fill_shared_planes(planes: Mapping[str, Any], table: Codebook | None, values: Any) -> None:
+    """What the kernel would write if there were a block to write."""
+    planes["scale"].fill(1)
+    if "codebook" not in planes:
+        return
+    if table is None:
+        planes["codebook"][...] = namespace(values).where(abs(values) < tables.SMALLEST_NORMAL, 0, values)
+    else:
+        planes["codebook"].set(table.values)
+
+
+# ---- blockwise tables ------------------------------------------------------------------------------------------------
+
+_THREADS = 256
+# Rounds of a thread block, by the bytes of an element: more spread the cost of its table, fewer keep what is under way
+# close together in memory.
+_TABLE_ROUNDS = {2: 4, 4: 2}
+_DYNAMIC_ROUNDS = {2: 8, 4: 2}
+
+
+@functools.lru_cache(maxsize=256)
+def _quantize_launch(dtype: np.dtype, table: Table | None) -> Launch:
+    """Quantization by a table of 16, or by the dynamic map where it is None."""
+    if table is None:
+        template, struct, rounds = QUANTIZE8, search8(), _DYNAMIC_ROUNDS
+        axes: tuple[str, ...] = ()
+    else:
+        search, struct = search4(table)
+        template = QUANTIZE4_ANY if search == "ANY" else QUANTIZE4
+        axes, rounds = (search,), _TABLE_ROUNDS
+    unit = 32 * _THREADS
+    name, shared, most = CXX_TYPES[dtype.name], unit * dtype.itemsize, rounds[dtype.itemsize]
+    types = ("p", "i8", "p", "p", *(() if table is None else ("p",)), "i8")
+    return Launch(template, (name, *axes), _THREADS, unit, shared, most, struct, *types)
+
+
+@functools.lru_cache(maxsize=256)
+def _dequantize_launch(dtype: np.dtype, table: Table | None, nested: bool) -> Launch:
+    """Decoding by a table of 16; where it is None the values are on the device."""
+    struct = np.zeros(16, np.float32) if table is None else table.values
+    if nested:
+        struct = np.concatenate((struct, tables.dynamic_map()))
+    axes = CXX_TYPES[dtype.name], str(nested).lower()
+    each = 32 if nested and dtype.itemsize == 2 else 16  # elements of a thread
+    return Launch(DEQUANTIZE4, axes, _THREADS, _THREADS * each, 0, 1, struct, "p", "p", "p", "p", "p", "p", "i8", "i8")
+
+
+@functools.cache
+def _dynamic_dequantize_launch(dtype: np.dtype) -> Launch:
+    axes, threads = (CXX_TYPES[dtype.name],), 1024
+    return Launch(DEQUANTIZE8, axes, threads, threads * 16, 0, 4, tables.dynamic_map(), "p", "p", "p", "i8", "i8")
+
+
+@functools.cache
+def _nested_launches() -> tuple[Kernel, Kernel, Launch]:
+    sums, mean, encode = NESTED
+    return (
+        Kernel(sums, (), _THREADS, signature=("p", "i8", "p")),
+        Kernel(mean, (), MEAN_LANES, signature=("p", "i8", "p")),
+        Launch(encode, (), _THREADS, 8 * _THREADS, 0, 1, search8(), "p", "i8", "p", "p", "p"),
+    )
+
+
+def _log2(block: int) -> int:
+    return block.bit_length() - 1
+
+
+def quantize_table4(x: Any, planes: Mapping[str, Any], table: Table, block: int) -> None:
+    """Quantize to 4-bit codes, with double quantization where the planes ask for it."""
+    values_out = planes.get("table", 0)
+    absmax, nested = planes["absmax"], "nested_offset" in planes
+    if x.size == 0:
+        if nested:
+            planes["nested_offset"].fill(0)
+        if "table" in planes:
+            planes["table"].set(table.values)
+        return
+    if nested:
+        absmax = namespace(x).empty(absmax.size, np.float32)
+    launch = _quantize_launch(x.dtype, table)
+    launch(x, x.size, (x, x.size, planes["packed"], absmax, values_out, _log2(block)))
+    if not nested:
+        return
+    count, offset = absmax.size, planes["nested_offset"]
+    sums = namespace(x).empty(-(-count // NESTED_BLOCK), np.float64)
+    add, mean, encode = _nested_launches()
+    add(absmax, -(-sums.size // 8), (absmax, count, sums))  # a warp for each
+    mean(absmax, 1, (sums, count, offset))
+    encode(absmax, count, (absmax, count, offset, planes["absmax"], planes["nested_absmax"]))
+
+
+@functools.lru_cache(maxsize=256)
+def table4_decoder(block: int, nested: bool, table: Table | None) -> Decoder:
+    """The storey-1 decoder of 4-bit codes; the plane ``table`` has the values where `table` is None."""
+    values = np.zeros(16, np.float32) if table is None else table.values
+    if nested:
+        values = np.concatenate((values, tables.dynamic_map()))
+    planes = ("packed", "absmax", "nested_absmax", "nested_offset")
+    log2 = _log2(block)
+    return Decoder(_HEADER4, f"Table4<{str(nested).lower()}>", planes, lambda shape: (log2,), values, "table")
+
+
+@functools.cache
+def dynamic8_decoder(block: int) -> Decoder:
+    """The storey-1 decoder of the dynamic map."""
+    log2 = _log2(block)
+    return Decoder(_HEADER8, "Dynamic8", ("codes", "absmax"), lambda shape: (log2,), tables.dynamic_map())
+
+
+def dequantize_table4(planes: Mapping[str, Any], out: Any, table: Table | None, block: int) -> None:
+    """Decode 4-bit codes by `table`, or by the plane ``table`` where it is None."""
+    if out.size == 0:
+        return
+    launch = _dequantize_launch(out.dtype, table, "nested_offset" in planes)
+    nested = (planes.get("nested_absmax", 0), planes.get("nested_offset", 0), planes.get("table", 0))
+    launch(out, out.size, (planes["packed"], planes["absmax"], *nested, out, out.size, _log2(block)))
+
+
+def quantize_dynamic8(x: Any, planes: Mapping[str, Any], block: int) -> None:
+    """Quantize to codes of the dynamic map."""
+    if x.size:
+        launch = _quantize_launch(x.dtype, None)
+        launch(x, x.size, (x, x.size, planes["codes"], planes["absmax"], _log2(block)))
+
+
+def dequantize_dynamic8(planes: Mapping[str, Any], out: Any, block: int) -> None:
+    """Decode codes of the dynamic map."""
+    if out.size:
+        launch = _dynamic_dequantize_launch(out.dtype)
+        launch(out, out.size, (planes["codes"], planes["absmax"], out, out.size, _log2(block)))
