@@ -160,7 +160,7 @@ def _matrix(x: Any) -> Any:
 
 
 def _affine_case(
-    format: Format, operation: str, granularity: Any, make: Callable[[Format], Case], given: bool = False
+    format: Format, operation: str, granularity: Any, make: Callable[[Any], Case], given: bool = False
 ) -> Case:
     """`given`: with an array of scales, which is read, and written again as it belongs to the result."""
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
+from kbitcupy.formats.base import resolve
 from kbitcupy.products import fused, hopper, small_batch
 
 HALF = [np.dtype("float16"), BFLOAT16]
@@ -29,8 +30,8 @@ def formats_to_test():
         ("kbit5", {"absmax": "float16"}),
     ]:
         found.append(kb.get_format(name, **options))
-    found.append(("kbit4", {"codebook": np.random.default_rng(0).permutation(np.linspace(-3, 2, 16))}))
-    found.append(("kbit2", {"codebook": [5e4, -1e5, 0.0, 2e5]}))
+    found.append(resolve("kbit4", codebook=np.random.default_rng(0).permutation(np.linspace(-3, 2, 16))))
+    found.append(resolve("kbit2", codebook=[5e4, -1e5, 0.0, 2e5]))
     for name in ("nf4", "fp4", "table4"):
         if name in kb.list_formats():
             choices = ({"block": 16}, {"block": 32}, {"block": 128}, {"block": 4096}, {"double_quant": True})
