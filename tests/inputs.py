@@ -14,7 +14,7 @@ SIZES = [0, 1, 31, 32, 33, 4097]
 def fitting(format, shape):
     """`shape`, with a last length that a format takes which wants whole blocks there."""
     try:
-        format.check_shape(shape)
+        (format[0] if isinstance(format, tuple) else format).check_shape(shape)
     except FormatError:
         return (*shape[:-1], -(-shape[-1] // format.block) * format.block) if shape else (format.block,)
     return shape

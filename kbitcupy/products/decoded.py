@@ -198,7 +198,7 @@ class Decoded(Route):
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
-        return lambda x, q, bias, out: multiply(x.reshape(-1, k), q, bias, out.reshape(-1, n))
+        return lambda x, q, bias, out: multiply(x.reshape(problem.tokens, k), q, bias, out.reshape(problem.tokens, n))
 
     def describe(self, problem: Problem) -> str:
         return f"decode to {problem.dtype}, then cuBLAS"

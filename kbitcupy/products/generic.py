@@ -61,7 +61,7 @@ class Generic(Route):
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
-        return lambda x, q, bias, out: multiply(x.reshape(-1, k), q, bias, out.reshape(-1, n))
+        return lambda x, q, bias, out: multiply(x.reshape(problem.tokens, k), q, bias, out.reshape(problem.tokens, n))
 
     def describe(self, problem: Problem) -> str:
         return "rows decoded element by element and multiplied in float32: linear_blocks"

@@ -218,7 +218,7 @@ def stacks(case, xp, folder):
     assert stack.shape == (3, *members[0].shape)
     assert same_values(host(stack.dequantize()), np.stack([host(q.dequantize()) for q in members]))
     for member, q in zip(range(3), members, strict=True):
-        assert same_planes(stack[member], q) and stack[member].format == q.format
+        assert same_planes(stack[member], q) and stack[member].format == q.format.counted_from_end(q.ndim)
     assert same_planes(kb.stack([stack[1], stack[2]])[0], members[1])
     assert same_values(host(kb.take(stack, xp.asarray([2, 0]))), host(stack.dequantize())[[2, 0]])
     kb.io.save(folder / "stack.safetensors", {"w": stack.get()})
@@ -290,7 +290,11 @@ def bitsandbytes_files(case, xp, folder):
     assert refusal is None or ("bitsandbytes" in refusal and case.text not in ("nf4", "fp4"))
     if refusal is not None:
         return
-    assert same_values(kb.io.load(folder / "out.safetensors")["w.weight"].dequantize(), case.quantize(x).dequantize())
+    found, wanted = kb.io.load(folder / "out.safetensors")["w.weight"].dequantize(), case.quantize(x).dequantize()
+    if case.format.name == "int8":  # whose scales are stored as maxima
+        assert np.allclose(found, wanted, rtol=2.0**-9, atol=0)
+    else:
+        assert same_values(found, wanted)
 
 
 @checked()

@@ -70,7 +70,7 @@ def test_products(cupy, text, dtype):
     format, rng = kb.get_format(text), np.random.default_rng(2)
     shape = next(shape for shape in ((50, 259), (50, 512)) if host.fits(format, shape))
     weights = rng.standard_normal(shape, np.float32)
-    given = {"codebook=custom": "codebook", "table=custom": "table"}
+    given = {"codebook=custom": "codebook"}
     options = format.options()
     for key, name in given.items():
         if key in text:

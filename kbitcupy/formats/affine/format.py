@@ -91,7 +91,7 @@ class Affine(Format):
 
     @classmethod
     def samples(cls) -> tuple[dict[str, Any], ...]:
-        granularities = ("tensor", "token", ("channel", 0), ("channel", -1), ("group", 32))
+        granularities = ("tensor", "token", ("channel", 0), ("channel", 1), ("group", 32))
         symmetric = [{"granularity": granularity} for granularity in granularities]
         return {}, *symmetric[1:], *({**each, "symmetric": False} for each in symmetric)
 

@@ -235,6 +235,10 @@ class FP4(Table4):
     summary = "4-bit float (2 exponent bits), one float32 scale for a block"
     _table = fp4_table()
 
+    @classmethod
+    def samples(cls) -> tuple[dict[str, Any], ...]:
+        return {}, {"block": 32}, {"block": 16, "double_quant": True}
+
 
 class OwnTable4(Table4):
     """4-bit codes into a table of 16 values of one's own, one absmax for a block.
