@@ -401,9 +401,7 @@ def save_as(
     if metadata is not None and not isinstance(metadata, Mapping):
         raise TypeError(f"metadata is {type(metadata).__name__}; it must be a mapping of str to str, or None")
     metadata = dict(metadata or {})
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise FileError(f"metadata has {key!r}: {value!r}; keys and values must be str: use str() or json.dumps")
+    layout.container.check({}, metadata)
     for key in (key for each in LAYOUTS for key in each.own_keys()):
         if key in metadata:
             raise FileError(f"metadata key {key!r} belongs to kbitcupy: choose another one")
@@ -451,7 +449,7 @@ def _stored(tensors: Mapping[str, Any], layout: Layout) -> dict[str, dict[str, E
             taken.update(stored[name])
         else:
             stored[name] = {name: entry_of(_xp.as_array(tensor, f"tensors[{name!r}]"))}
-        layout.container.check(stored[name])
+        layout.container.check(stored[name], {})
     return stored
 
 

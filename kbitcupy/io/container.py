@@ -394,13 +394,13 @@ class Container(ABC):
         """Open a file of this kind, see `FileReader`."""
 
     @abstractmethod
-    def check(self, entries: Mapping[str, Entry]) -> None:
-        """Check that a file of this kind can hold these tensors.
+    def check(self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> None:
+        """Check that a file of this kind can hold these tensors and this metadata.
 
         Raises
         ------
         FileError
-            When a dtype or a name cannot be stored.
+            When a dtype, a name or an entry of the metadata cannot be stored.
         """
 
     @abstractmethod

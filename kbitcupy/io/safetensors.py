@@ -261,7 +261,12 @@ class Safetensors(Container):
     def open(self, path: str | os.PathLike[str], mapped: bool = True) -> SafetensorsReader:
         return SafetensorsReader(path, mapped)
 
-    def check(self, entries: Mapping[str, Entry]) -> None:
+    def check(self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> None:
+        for key, value in metadata.items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise FileError(
+                    f"metadata has {key!r}: {value!r}; keys and values must be str: use str() or json.dumps"
+                )
         for name, entry in entries.items():
             if name == _HEADER_KEY:
                 raise FileError(f"a tensor is named {name!r}, which safetensors reserves: rename it")
@@ -299,7 +304,7 @@ def _place(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[b
         entry = entries[name]
         return entry.at_most, (-8 * entry.nbytes / entry.size if entry.size else -math.inf), name
 
-    SAFETENSORS.check(entries)
+    SAFETENSORS.check(entries, metadata)
     header: dict[str, Any] = {_HEADER_KEY: dict(metadata)} if metadata else {}
     starts = {}
     end = 0

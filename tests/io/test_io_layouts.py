@@ -227,7 +227,7 @@ class ToyContainer(Container):
     def open(self, path, mapped=True):
         return ToyReader(path, mapped)
 
-    def check(self, entries):
+    def check(self, entries, metadata):
         raise NotImplementedError
 
     def writing(self, target, entries, metadata, force):
