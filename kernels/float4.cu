@@ -13,8 +13,7 @@
 // an element) and no two lanes of a warp read one bank.
 #include "float4.cuh"
 
-constexpr int QUANTIZE_THREADS = 256;
-constexpr int QUANTIZE_WARPS = QUANTIZE_THREADS / WARP;
+constexpr int QUANTIZE_WARPS = THREADS / WARP;
 // Thread blocks on a multiprocessor at least: 64 registers for each thread, which some architectures cannot do with.
 #if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1200
 constexpr int QUANTIZE_BLOCKS = 4;
@@ -64,7 +63,7 @@ __device__ __forceinline__ void for_each_row(
 // absmax       float32[blocks]
 // values_out   float32[16], or null
 template <typename T, int SEARCH>
-__global__ void __launch_bounds__(QUANTIZE_THREADS, QUANTIZE_BLOCKS) quantize_table4(
+__global__ void __launch_bounds__(THREADS, QUANTIZE_BLOCKS) quantize_table4(
     const T* x, long long n, unsigned char* packed, float* absmax, float* values_out, long long block_log2,
     const __grid_constant__ Table4 table) {
     extern __shared__ uint4 dynamic[];  // a tile for each warp
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS, QUANTIZE_BLOCKS) quantize_ta
 // codes        uint8[n]
 // absmax       float32[blocks]
 template <typename T>
-__global__ void __launch_bounds__(QUANTIZE_THREADS, QUANTIZE_BLOCKS) quantize_dynamic8(
+__global__ void __launch_bounds__(THREADS, QUANTIZE_BLOCKS) quantize_dynamic8(
     const T* x, long long n, unsigned char* codes, float* absmax, long long block_log2,
     const __grid_constant__ Dynamic table) {
     extern __shared__ uint4 dynamic[];  // a tile for each warp
@@ -135,24 +134,13 @@ __global__ void __launch_bounds__(QUANTIZE_THREADS, QUANTIZE_BLOCKS) quantize_dy
 
 // ---- decoding --------------------------------------------------------------------------------------------------
 
-constexpr int DEQUANTIZE_THREADS = 256, DYNAMIC_THREADS = 1024;
 // Groups of eight 4-bit codes that a thread has under way: more where it has a second table to make, and the writes do
 // not take longest.
 template <typename T, bool NESTED>
-constexpr int UNITS4 = NESTED && sizeof(T) == 2 ? 4 : 2;
+constexpr int UNITS4 = NESTED && sizeof(T) == 2 ? NESTED_HALF_OCTETS : OCTETS;
 // How many elements ahead a warp prefetches to the L2 cache, for other thread blocks: about what is under way at a
 // time. Beside all the writing, reads from DRAM take long.
 constexpr long long PREFETCH_ELEMENTS = 1 << 21;
-
-struct Values4 {
-    float value[16];
-};
-struct Values8 {
-    float value[256];
-};
-struct Values4Nested {
-    float value[16], map[256];
-};
 
 // Sixteen elements of output registers to memory: 16 bytes at once where `whole`, else one by one up to n.
 template <typename T>
@@ -196,7 +184,7 @@ struct ScaleOf<true> {
 // values           float32[16] on the device, or null: then table.value
 // y                T[n]
 template <typename T, bool NESTED>
-__global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_table4(
+__global__ void __launch_bounds__(THREADS) dequantize_table4(
     const unsigned char* packed, const void* absmax, const float* nested_absmax, const float* nested_offset,
     const float* values, T* y, long long n, long long block_log2,
     const __grid_constant__ typename ValuesOf<NESTED>::Type table) {
@@ -206,7 +194,7 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_table4(
     constexpr int PER_CHUNK = Tile<T>::PER_CHUNK, WARP_ELEMENTS = WARP * 8, UNITS = UNITS4<T, NESTED>;
     const int lane = threadIdx.x % WARP;
     // A warp has UNITS neighbouring spans of 256 elements: 128 packed bytes each.
-    const long long first = ((long long)blockIdx.x * (DEQUANTIZE_THREADS / WARP) + threadIdx.x / WARP) * UNITS;
+    const long long first = ((long long)blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * UNITS;
     const bool aligned = (reinterpret_cast<unsigned long long>(packed) & 3) == 0 && is_aligned(y);
     unsigned words[UNITS];
     const long long ahead = (first + lane) * WARP_ELEMENTS + PREFETCH_ELEMENTS;
@@ -230,10 +218,10 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS) dequantize_table4(
                 if (start + 2 * i < n) words[u] |= unsigned(packed[start / 2 + i]) << 8 * i;
         }
     }
-    for (int i = threadIdx.x; i < 16 * WARP; i += DEQUANTIZE_THREADS)
+    for (int i = threadIdx.x; i < 16 * WARP; i += THREADS)
         lut[i / WARP][i % WARP] = values ? values[i / WARP] : table.value[i / WARP];
     if constexpr (NESTED)
-        for (int i = threadIdx.x; i < 256; i += DEQUANTIZE_THREADS) map[i] = table.map[i];
+        for (int i = threadIdx.x; i < 256; i += THREADS) map[i] = table.map[i];
     __syncthreads();
     const unsigned lane_offset = lane * 4;
 #pragma unroll
@@ -275,6 +263,7 @@ __global__ void __launch_bounds__(DYNAMIC_THREADS, sizeof(T) == 2 ? 2 : 1) dequa
     constexpr int PER_CHUNK = Tile<T>::PER_CHUNK, WORDS = PER_CHUNK / 4, SPAN = WARP * PER_CHUNK;
     constexpr int UNITS = 4 / WORDS;                                     // chunks that a thread has under way
     constexpr int THREAD_BLOCK = DYNAMIC_THREADS / WARP * UNITS * SPAN;  // elements of one round
+    static_assert(THREAD_BLOCK == DYNAMIC_THREADS * DYNAMIC_ELEMENTS, "the host reckons with other rounds");
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const bool aligned = (reinterpret_cast<unsigned long long>(codes) & (PER_CHUNK - 1)) == 0 && is_aligned(y);
     for (int i = threadIdx.x; i < 256 * WARP / 4; i += DYNAMIC_THREADS) {

@@ -10,7 +10,9 @@
 #pragma once
 #include "common/tiles.cuh"
 
+// Of the host (kbitcupy/formats/codebook), ahead of this source: numbers, and structs that are passed by value.
 constexpr int NESTED_LOG2 = 8;  // absmax that are quantized together
+static_assert(1 << NESTED_LOG2 == NESTED_BLOCK, "the host reckons with other blocks");
 
 // ---- absmax ----------------------------------------------------------------------------------------------------
 
@@ -94,14 +96,13 @@ enum Search {
     ANY,      // bisection, then a map from level to code
 };
 
-// What the host knows of a table, passed by value.
-struct Table4 {
-    float value[16];          // by code
-    float threshold[64];      // of each bucket: the only one inside, or +inf
-    float ordered[16];        // all thresholds, ascending, filled up with +inf
-    unsigned char level[64];  // of each bucket: what its numbers up to the threshold have
-    unsigned char code[16];   // by level
-};
+// What the host knows of a table:
+//     struct Table4
+//         value       float[16]: by code
+//         threshold   float[64]: of each bucket the only one inside, or +inf
+//         ordered     float[16]: all thresholds, ascending, filled up with +inf
+//         level       unsigned char[64]: of each bucket, what its numbers up to the threshold have
+//         code        unsigned char[16]: by level
 
 // An entry of the search table in shared memory, which holds COPIES of each, for lanes to read without bank conflicts.
 struct __align__(8) Bucket {
@@ -176,13 +177,12 @@ encode4(const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, const char
 // the sum leaves the order of numbers around every threshold as it is, and small numbers close together. Float bits
 // divided by four are the bits of about its fourth root, up to a factor. Buckets of equal width of that are as narrow
 // as thresholds are close: none holds two.
-constexpr int DYNAMIC_BUCKETS = 293;
-constexpr float DYNAMIC_SCALE = 167.0f * 0x1p96f;  // the bits of 1, so divided, are those of 1.75 * 2^-96: bucket 292
-constexpr float DYNAMIC_OFFSET = 0x1p-23f;
-struct Dynamic {
-    // Added to the float bits of a number in the bucket, gives the level in the highest byte.
-    unsigned entry[DYNAMIC_BUCKETS];
-};
+//
+// Of the host: DYNAMIC_BUCKETS of them; DYNAMIC_SCALE, 167 * 2^96, with which the bits of 1, so divided, those of 1.75
+// * 2^-96, are bucket 292; DYNAMIC_OFFSET, 2^-23; and
+//     struct Dynamic
+//         entry   unsigned[DYNAMIC_BUCKETS]: added to the float bits of a number in the bucket, gives the level in the
+//                 highest byte
 
 // The bucket of a number from 2^-23 to 1 + 2^-23, in the low bits of a float from 2^23.
 __device__ __forceinline__ unsigned dynamic_bucket(unsigned bits) {

@@ -16,21 +16,18 @@
 //     keeps what is under way at a time close together in memory: .84 to .99 and .90 to .96.
 #include "kbit.cuh"
 
-// What a pass of quantization does about the tensor scale. Where it is not known, there are two: FIND_SCALE, which
-// encodes with a tensor scale of 1, and RESCALE, which has nothing to do unless that was wrong.
-enum Pass {
-    FLAT,        // search with the float32 absmax, as bitsandbytes does; no tensor scale; padded buffers
-    UNIT_SCALE,  // search with the decoded scale, tensor scale 1 (written)
-    FIND_SCALE,  // ... and leave the largest finite absmax in tensor_scale, with its sign bit set
-    RESCALE,     // turn that into the tensor scale; encode again where it is not 1
-};
-
-// Threads of a block. More of them share the cost of a table, but each warp needs shared memory for its tiles, and the
-// smallest architecture has 64 KiB of that for a block.
+// Of the host (kbitcupy/formats/codebook/cuda.py), ahead of this source: threads of a block, STAGES, VALUES_LOG2 and
+// DEQUANTIZE_SHARED of dequantize_kbit, and what a pass of quantization does about the tensor scale. Where that is not
+// known, there are two passes: FIND_SCALE, which encodes with a tensor scale of 1, and RESCALE, which has nothing to do
+// unless that was wrong.
+//     FLAT         search with the float32 absmax, as bitsandbytes does; no tensor scale; padded buffers
+//     UNIT_SCALE   search with the decoded scale, tensor scale 1 (written)
+//     FIND_SCALE   ... and leave the largest finite absmax in tensor_scale, with its sign bit set
+//     RESCALE      turn that into the tensor scale; encode again where it is not 1
 template <typename T>
-constexpr int QUANTIZE_THREADS = sizeof(T) == 4 ? 128 : 256;
+constexpr int QUANTIZE_THREADS = sizeof(T) == 4 ? FLOAT_THREADS : HALF_THREADS;
 template <int K>
-constexpr int DEQUANTIZE_THREADS = K <= 4 ? 128 : 256;
+constexpr int DEQUANTIZE_THREADS = K <= FEW_BITS ? FEW_BITS_THREADS : MANY_BITS_THREADS;
 
 // Ordered codebooks of one or two bits need none: the sign of (threshold - y) for each threshold is nearly the plane.
 template <int K, int SEARCH>
@@ -265,7 +262,7 @@ constexpr int PREFETCH_TILES = 2048;
 template <int K, int FORMAT>
 struct Pipeline {
     using Code = typename Absmax<FORMAT>::Code;
-    static constexpr int DEPTH = 2;
+    static constexpr int DEPTH = STAGES;
     static constexpr int CODE_CHUNKS = WARP * sizeof(Code) / 16;
     static constexpr int STAGE = WordTile<K>::CHUNKS + CODE_CHUNKS;  // chunks
 
@@ -376,13 +373,16 @@ __global__ void __launch_bounds__(DEQUANTIZE_THREADS<K>) dequantize_kbit(
     T* y, long long n, const __grid_constant__ Codebook<K> codebook) {
     constexpr int THREADS = DEQUANTIZE_THREADS<K>, WARPS = THREADS / WARP;
     constexpr int BITS = Field<K>::BITS, PER_WORD = Word<T>::COUNT, PER_CHUNK = Tile<T>::PER_CHUNK;
-    // An entry of the table is one float for each lane (no bank conflicts) while that is at most 16 KiB. 256 bytes
+    // An entry of the table is one float for each lane (no bank conflicts) while that fits VALUES_LOG2. 256 bytes
     // an entry let a byte permutation form the address: byte 1 is the index, byte 0 the lane.
-    constexpr int STRIDE_LOG2 = K <= 6 ? 8 : 14 - K;
+    constexpr int STRIDE_LOG2 = K + 8 <= VALUES_LOG2 ? 8 : VALUES_LOG2 - K;
     constexpr int COPIES = STRIDE_LOG2 == 8 ? WARP : (1 << STRIDE_LOG2) / 4;
     extern __shared__ uint4 dynamic[];  // for each warp the pipeline and its groups, then the table
     using Lines = Pipeline<K, FORMAT>;
     constexpr int WARP_CHUNKS = Lines::DEPTH * Lines::STAGE + Groups<BITS>::CHUNKS;
+    static_assert(
+        DEQUANTIZE_SHARED[FORMAT * 8 + K - 1] == WARPS * WARP_CHUNKS * 16 + (1 << K << STRIDE_LOG2),
+        "the host reckons with other sizes");
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const long long blocks = (n + ROW - 1) / ROW;
     const BlockRun<long long> run((blocks + WARP - 1) / WARP);

@@ -16,17 +16,16 @@ enum Search {
     ANY,      // any values: thread blocks find out for themselves which search is right
 };
 
-// What is known of a codebook. The host passes its knowledge by value: no upload, nothing to keep alive, safe in a
-// graph.
-template <int K>
-struct Codebook {
-    float value[1 << K];
-    float threshold[1 << K];      // ascending, filled up with +inf; see BucketSearch
-    unsigned char index[1 << K];  // of each level; not for ORDERED
-    float slope;                  // y * slope + 0.5, clamped to [0, 1], walks through the buckets
-    int buckets;                  // a power of two; only with ANY a bucket may hold two thresholds. 0: no table
-    int copies;                   // of the bucket table, a power of two up to 16: copy = lane % copies
-};
+// Of the host (kbitcupy/formats/codebook/search.py), ahead of this source: MAX_BUCKETS, the largest bucket table;
+// MAX_COPIES, the most copies of one; TABLE_BYTES, which copies may take; BUCKET_BYTES; and what is known of a
+// codebook, by value, so that there is no upload, nothing to keep alive, and a graph may hold it:
+//     struct Codebook<K>
+//         value        float[2^K]
+//         threshold    float[2^K]: ascending, filled up with +inf; see BucketSearch
+//         index        unsigned char[2^K]: of each level; not for ORDERED
+//         slope        y * slope + 0.5, clamped to [0, 1], walks through the buckets
+//         buckets      a power of two; only with ANY a bucket may hold two thresholds. 0: there is no table
+//         copies       of the bucket table, a power of two: copy = lane % copies
 
 // A bucket: the only threshold in it (or +inf), and the index on its lower side (bits 0 .. 7) and on its upper one
 // (bits 16 .. 23; not used by ORDERED, where it is one more). With ANY bit 31 marks a bucket of more thresholds, and
@@ -35,6 +34,7 @@ struct __align__(8) Bucket {
     float threshold;
     unsigned index;
 };
+static_assert(sizeof(Bucket) == BUCKET_BYTES, "the host reckons with other sizes");
 
 // Table of buckets over y. The bucket number comes from one fused multiply-add and one addition of a power of two,
 // whose unit in the last place makes the bits of the fraction fall where an address wants them. Both steps are
@@ -94,10 +94,6 @@ __device__ __forceinline__ unsigned bisect(const Codebook<K>& codebook, const fl
     if (SEARCH == ORDERED) return level;
     return y == y ? codebook.index[level] : 0u;
 }
-
-// Largest bucket table, and the bytes that copies of a smaller one may take; as kbitcupy/formats/codebook has them.
-constexpr int MAX_BUCKETS = 2048;
-constexpr int BUCKET_BYTES = 16384;
 
 // float32 as integers of the same order (-0.0 and 0.0 are the same one), and back.
 __device__ __forceinline__ int ordered(float x) {
@@ -181,7 +177,7 @@ __device__ bool analyse(const float* values, Codebook<K>& codebook, float* scrat
     }
     if (threadIdx.x == 0) {
         codebook.slope = slope, codebook.buckets = buckets;
-        codebook.copies = max(1, min(16, BUCKET_BYTES / int(sizeof(Bucket)) / buckets));
+        codebook.copies = max(1, min(MAX_COPIES, TABLE_BYTES / BUCKET_BYTES / buckets));
     }
     __syncthreads();
     return true;

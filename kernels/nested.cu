@@ -2,7 +2,8 @@
 // a lane. Apart from float4.cu, since a module compiles every plain kernel.
 #include "float4.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP;
+constexpr int WARPS = THREADS / WARP;  // THREADS and MEAN_THREADS are the host's
+static_assert(NESTED_BLOCK == 8 * WARP, "a warp has a nested block, eight absmax a lane");
 
 // The sums of each 256 absmax, as the tree (i) + (i + half), zeros beyond the end.
 // absmax   float32[blocks]
@@ -25,16 +26,16 @@ __global__ void __launch_bounds__(THREADS) absmax_sums(const float* absmax, long
     if (lane == 0 && nested * 256 < blocks) sums[nested] = v[0];
 }
 
-// The mean: thread i adds sums i, i + 1024, ..., then a tree. One thread block of 1024.
+// The mean: thread i adds sums i, i + MEAN_THREADS, ..., then a tree. One thread block.
 // offset   float32[1]
-__global__ void __launch_bounds__(1024) absmax_mean(const double* sums, long long blocks, float* offset) {
-    __shared__ double tree[1024];
+__global__ void __launch_bounds__(MEAN_THREADS) absmax_mean(const double* sums, long long blocks, float* offset) {
+    __shared__ double tree[MEAN_THREADS];
     const long long count = (blocks + 255) / 256;
     double total = 0.0;
 #pragma unroll 8
-    for (long long i = threadIdx.x; i < count; i += 1024) total += sums[i];
+    for (long long i = threadIdx.x; i < count; i += MEAN_THREADS) total += sums[i];
     tree[threadIdx.x] = total;
-    for (int half = 512; half > 0; half /= 2) {
+    for (int half = MEAN_THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) tree[threadIdx.x] += tree[threadIdx.x + half];
     }

@@ -7,7 +7,7 @@ import pytest
 
 import kbitcupy.affine  # noqa: F401  (registers the kernels of its products)
 from kbitcupy.backend.compile import Template, architecture_of, compile_offline, kernel_folder, options
-from kbitcupy.backend.structs import Struct
+from kbitcupy.backend.structs import Constants, Struct
 from kbitcupy.errors import KernelCompileError
 from kbitcupy.formats.base import kernel_templates
 
@@ -55,7 +55,7 @@ def test_a_package_brings_its_decoder_to_a_kernel_of_ours(nvrtc, tmp_path):
     """Its header is found by `header`, its file by `folder`, and each of them may include what is ours."""
     (tmp_path / "seven.cuh").write_text("constexpr int SEVEN = 7;")
     (tmp_path / "brought.cu").write_text(
-        '#include "kbit.cuh"\n#include KBIT_FORMAT_HEADER\n__global__ void brought(int* y) { *y = SEVEN * WARP; }'
+        '#include "common/tiles.cuh"\n#include KBIT_FORMAT_HEADER\n__global__ void brought(int* y) { *y = SEVEN * WARP; }'
     )
     template = Template("brought.cu", "brought", folder=tmp_path, header="seven.cuh")
     before = options(template)
@@ -69,3 +69,14 @@ def test_errors_of_a_source_have_its_own_line_numbers(nvrtc, tmp_path):
     template = Template("wrong.cu", "wrong", folder=tmp_path, structs=(ABOUT,))
     with pytest.raises(KernelCompileError, match=r"wrong\.cu\(3\): error"):
         compile_offline(template, "wrong", ARCHITECTURE)
+
+
+def test_a_kernel_notices_that_the_host_reckons_with_other_sizes(nvrtc):
+    """Shared memory that is launched is what the kernel lays out, or it does not compile."""
+    from kbitcupy.formats.codebook.cuda import DEQUANTIZE
+
+    numbers, shared, *others = DEQUANTIZE.structs
+    wrong = Constants(DEQUANTIZE_SHARED=tuple(size + 16 for size in shared.DEQUANTIZE_SHARED))
+    template = replace(DEQUANTIZE, structs=(numbers, wrong, *others))
+    with pytest.raises(KernelCompileError, match="the host reckons with other sizes"):
+        compile_offline(template, "dequantize_kbit<__half, 4, E4M4>", ARCHITECTURE)

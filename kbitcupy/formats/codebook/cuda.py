@@ -11,18 +11,65 @@ import numpy as np
 from ... import tables
 from ...backend.compile import CXX_TYPES, Template
 from ...backend.launch import Kernel, Type, shared_memory
+from ...backend.structs import Constants, Struct
 from ...backend.xp import namespace
 from ...tables import Codebook
 from ..decoders import Decoder, templates
 from .numpy import BLOCK, MEAN_LANES
 from .scales import ABSMAX
-from .search import NESTED_BLOCK, BucketSearch, Table, search4, search8
+from .search import (
+    CODEBOOKS,
+    DYNAMIC,
+    DYNAMIC_SEARCH,
+    KBIT_SEARCH,
+    NESTED_BLOCK,
+    TABLE4,
+    BucketSearch,
+    Table,
+    search4,
+    search8,
+)
 
-_AXES = (tuple(CXX_TYPES.values()), tuple("12345678"), tuple(a.kernel for a in ABSMAX.values()))
-QUANTIZE = Template("kbit.cu", "quantize_kbit", (*_AXES, ("ORDERED",)))
+# Numbers of kernels/kbit.cu. Threads of a block, by the bytes of an element and by the bits of an index: more of them
+# share the cost of a table, but each warp needs shared memory for its tiles, of which the smallest architecture has 64
+# KiB for a block. Compressed tiles of a warp that are under way, with the one it works on. Log2 of the most bytes of a
+# table of values, for which copies are given up. What a pass of quantization does about the tensor scale.
+_KBIT = Constants(
+    FLOAT_THREADS=128,
+    HALF_THREADS=256,
+    FEW_BITS=4,
+    FEW_BITS_THREADS=128,
+    MANY_BITS_THREADS=256,
+    STAGES=2,
+    VALUES_LOG2=14,
+    FLAT=0,
+    UNIT_SCALE=1,
+    FIND_SCALE=2,
+    RESCALE=3,
+)
+
+
+def _dequantize_threads(k: int) -> int:
+    return int(_KBIT.FEW_BITS_THREADS if k <= _KBIT.FEW_BITS else _KBIT.MANY_BITS_THREADS)
+
+
+def _dequantize_shared(k: int, absmax: str) -> int:
+    """Shared memory of ``dequantize_kbit``: for each warp compressed tiles and an unpacked one; the table of values."""
+    stage = 4 * k + np.dtype(ABSMAX[absmax].dtype).itemsize
+    groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[k - 1]
+    return int(_dequantize_threads(k) * (_KBIT.STAGES * stage + groups) + (1 << min(k + 8, _KBIT.VALUES_LOG2)))
+
+
+_BITS = range(1, 9)
+# ... which the kernel compares, by format of absmax and bits.
+_SHARED = Constants(DEQUANTIZE_SHARED=tuple(_dequantize_shared(k, absmax) for absmax in ABSMAX for k in _BITS))
+_KBIT_AHEAD: tuple[Struct | Constants, ...] = (_KBIT, _SHARED, KBIT_SEARCH, *CODEBOOKS)
+
+_AXES = (tuple(CXX_TYPES.values()), tuple(map(str, _BITS)), tuple(a.kernel for a in ABSMAX.values()))
+QUANTIZE = Template("kbit.cu", "quantize_kbit", (*_AXES, ("ORDERED",)), structs=_KBIT_AHEAD)
 # Codebooks that are not in order are the exception: a few bytes of spilled registers do not matter to them.
-QUANTIZE_UNORDERED = Template("kbit.cu", "quantize_kbit", (*_AXES, ("MAPPED", "ANY")), hot=False)
-DEQUANTIZE = Template("kbit.cu", "dequantize_kbit", _AXES)
+QUANTIZE_UNORDERED = Template("kbit.cu", "quantize_kbit", (*_AXES, ("MAPPED", "ANY")), hot=False, structs=_KBIT_AHEAD)
+DEQUANTIZE = Template("kbit.cu", "dequantize_kbit", _AXES, structs=_KBIT_AHEAD)
 _HEADER = "formats/kbit.cuh"
 # All elements and products of float16 and bfloat16 have kernels of their own, which are faster.
 KBIT_BLOCKS = templates(
@@ -35,12 +82,33 @@ CODES = tuple(
 
 _FILE = "float4.cu"
 _TYPES = tuple(CXX_TYPES[name] for name in ("float16", "bfloat16", "float32"))
-QUANTIZE4 = Template(_FILE, "quantize_table4", (_TYPES, ("ORDERED", "FP4")))
-QUANTIZE4_ANY = Template(_FILE, "quantize_table4", (_TYPES, ("ANY",)), hot=False)
-DEQUANTIZE4 = Template(_FILE, "dequantize_table4", (_TYPES, ("false", "true")))
-QUANTIZE8 = Template(_FILE, "quantize_dynamic8", (_TYPES,))
-DEQUANTIZE8 = Template(_FILE, "dequantize_dynamic8", (_TYPES,))
-NESTED = tuple(Template("nested.cu", name, hot=False) for name in ("absmax_sums", "absmax_mean", "quantize_absmax"))
+# Numbers of kernels/float4.cu and nested.cu: threads of a block, and of the one that decodes the dynamic map; octets of
+# a thread that are decoded from 4 bits, more where it has a second table to make and the writes do not take longest;
+# elements of a thread in a round, where the dynamic map is decoded. Blocks whose absmax are quantized together, and
+# threads of the block that finds their mean.
+_TABLES = Constants(
+    THREADS=256,
+    DYNAMIC_THREADS=1024,
+    OCTETS=2,
+    NESTED_HALF_OCTETS=4,
+    DYNAMIC_ELEMENTS=16,
+    NESTED_BLOCK=NESTED_BLOCK,
+    MEAN_THREADS=MEAN_LANES,
+)
+# The values of codes, and those of 8-bit codes of absmax.
+_VALUES4, _VALUES8 = Struct("Values4", value=("f4", 16)), Struct("Values8", value=("f4", 256))
+_VALUES4_NESTED = Struct("Values4Nested", value=("f4", 16), map=("f4", 256))
+_TABLES_AHEAD = (_TABLES, DYNAMIC_SEARCH, TABLE4, DYNAMIC, _VALUES4, _VALUES8, _VALUES4_NESTED)
+
+QUANTIZE4 = Template(_FILE, "quantize_table4", (_TYPES, ("ORDERED", "FP4")), structs=_TABLES_AHEAD)
+QUANTIZE4_ANY = Template(_FILE, "quantize_table4", (_TYPES, ("ANY",)), hot=False, structs=_TABLES_AHEAD)
+DEQUANTIZE4 = Template(_FILE, "dequantize_table4", (_TYPES, ("false", "true")), structs=_TABLES_AHEAD)
+QUANTIZE8 = Template(_FILE, "quantize_dynamic8", (_TYPES,), structs=_TABLES_AHEAD)
+DEQUANTIZE8 = Template(_FILE, "dequantize_dynamic8", (_TYPES,), structs=_TABLES_AHEAD)
+NESTED = tuple(
+    Template("nested.cu", name, hot=False, structs=_TABLES_AHEAD)
+    for name in ("absmax_sums", "absmax_mean", "quantize_absmax")
+)
 # All elements, and products of 4-bit codes, have kernels of their own, which are faster.
 _HEADER4, _HEADER8, _USED = "formats/table4.cuh", "formats/dynamic8.cuh", ("take_blocks", "linear_blocks")
 BLOCKS4 = templates(_HEADER4, "Table4<false>", "Table4<true>", kernels=_USED)
@@ -57,7 +125,9 @@ class Launch:
     unit : int
         Elements that a thread block takes in a round.
     table : numpy.ndarray
-        What kernels search or decode with.
+        What kernels search or decode with, ...
+    struct : Struct
+        ... as they know it.
     *signature : str
         Types of the arguments ahead of it.
     """
@@ -73,9 +143,12 @@ class Launch:
         shared: int,
         rounds: int,
         table: np.ndarray,
+        struct: Struct,
         *signature: Type,
     ):
-        self._kernel = Kernel(template, values, threads, shared, rounds, (*signature, table.nbytes))
+        if table.nbytes != struct.dtype.itemsize:
+            raise TypeError(f"{table.nbytes} bytes are not {struct}, which has {struct.dtype.itemsize}")
+        self._kernel = Kernel(template, values, threads, shared, rounds, (*signature, struct))
         self._unit, self._table = unit, table.tobytes()
 
     def __call__(self, array: Any, size: int, arguments: tuple[Any, ...], waves: int = 0) -> None:
@@ -93,9 +166,8 @@ _ANY_ROUNDS = 32  # each thread block has looked at the codebook first
 _DEQUANTIZE_ROUNDS = {2: (2, 2, 2, 2, 4, 4, 4, 8), 4: (1, 1, 1, 1, 1, 1, 2, 2)}
 # Significant bits of the dtypes whose quotients need no division.
 _MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
-# Thread blocks of the REPEAT pass, which mostly ends at once, in units of what the device holds.
-_REPEAT_WAVES = 2
-_FLAT, _FIXED, _NOTE, _REPEAT = range(4)  # ``enum Pass`` of kernels/kbit.cu
+# Thread blocks of the RESCALE pass, which mostly ends at once, in units of what the device holds.
+_RESCALE_WAVES = 2
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,25 +177,24 @@ def _kbit_launch(
     """The launch of ``quantize_kbit`` or ``dequantize_kbit``; without `table` only the device knows the values."""
     axes = CXX_TYPES[dtype.name], str(k), ABSMAX[absmax].kernel
     unit = 1024 // 32  # elements of a thread: each warp takes tiles of 1024
-    # Threads as kernels/kbit.cu has them. Rounds are measured: more of them spread the cost of the tables, fewer keep
-    # what is under way close together in memory.
+    # Rounds are measured: more of them spread the cost of the tables, fewer keep what is under way close together in
+    # memory.
     if kind == "quantize":
         search = BucketSearch(k, table, _MANTISSA_BITS.get(dtype.name), roomy)
-        threads = 128 if dtype.itemsize == 4 else 256
+        threads = _KBIT.FLOAT_THREADS if dtype.itemsize == 4 else _KBIT.HALF_THREADS
         rounds = _ANY_ROUNDS if search.kernel == "ANY" else _QUANTIZE_ROUNDS[dtype.itemsize][k - 1]
         shared = 2 * threads * BLOCK * dtype.itemsize + search.shared_bytes
         template = QUANTIZE if search.kernel == "ORDERED" else QUANTIZE_UNORDERED
         read = ("p", "i8", "p", "p", "p", "p", "p", "i4")
-        return Launch(template, (*axes, search.kernel), threads, unit * threads, shared, rounds, search.argument, *read)
-    # For each warp two compressed tiles and one unpacked, and the table of values.
-    threads = 128 if k <= 4 else 256
+        struct = CODEBOOKS[k - 1]
+        values = (*axes, search.kernel)
+        return Launch(template, values, threads, unit * threads, shared, rounds, search.argument, struct, *read)
+    threads = _dequantize_threads(k)
     rounds = _DEQUANTIZE_ROUNDS[dtype.itemsize][k - 1]
-    stage = 4 * k + np.dtype(ABSMAX[absmax].dtype).itemsize
-    groups = 4 * (1, 2, 4, 4, 8, 8, 8, 8)[k - 1]
-    shared = threads * (2 * stage + groups) + (1 << min(k + 8, 14))
+    shared = _dequantize_shared(k, absmax)
     table_of = BucketSearch(k, table, None).argument
     types = ("p", "p", "p", "p", "p", "i8")
-    return Launch(DEQUANTIZE, axes, threads, unit * threads, shared, rounds, table_of, *types)
+    return Launch(DEQUANTIZE, axes, threads, unit * threads, shared, rounds, table_of, CODEBOOKS[k - 1], *types)
 
 
 @functools.lru_cache(maxsize=256)
@@ -150,11 +221,11 @@ def quantize_kbit(
     scale: Any = 0 if flat else planes["scale"]
     arguments = (x, size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))
     if flat or absmax == "float32":
-        launch(x, size, (*arguments, _FLAT if flat else _FIXED))
+        launch(x, size, (*arguments, _KBIT.FLAT if flat else _KBIT.UNIT_SCALE))
     else:
         scale.data.memset_async(0, 4)
-        launch(x, size, (*arguments, _NOTE))
-        launch(x, size, (*arguments, _REPEAT), _REPEAT_WAVES)
+        launch(x, size, (*arguments, _KBIT.FIND_SCALE))
+        launch(x, size, (*arguments, _KBIT.RESCALE), _RESCALE_WAVES)
 
 
 def dequantize_kbit(planes: Mapping[str, Any], out: Any, k: int, absmax: str, table: Codebook | None) -> None:
@@ -178,7 +249,6 @@ def _fill_shared_planes(planes: Mapping[str, Any], table: Codebook | None, value
 
 # ---- blockwise tables ------------------------------------------------------------------------------------------------
 
-_THREADS = 256
 # Rounds of a thread block, by the bytes of an element: more spread the cost of its table, fewer keep what is under way
 # close together in memory.
 _TABLE_ROUNDS = {2: 4, 4: 2}
@@ -189,16 +259,16 @@ _DYNAMIC_ROUNDS = {2: 8, 4: 2}
 def _quantize_launch(dtype: np.dtype, table: Table | None) -> Launch:
     """Quantization by a table of 16, or by the dynamic map where it is None."""
     if table is None:
-        template, struct, rounds = QUANTIZE8, search8(), _DYNAMIC_ROUNDS
+        template, struct, of, rounds = QUANTIZE8, search8(), DYNAMIC, _DYNAMIC_ROUNDS
         axes: tuple[str, ...] = ()
     else:
         search, struct = search4(table)
         template = QUANTIZE4_ANY if search == "ANY" else QUANTIZE4
-        axes, rounds = (search,), _TABLE_ROUNDS
-    unit = 32 * _THREADS
+        axes, of, rounds = (search,), TABLE4, _TABLE_ROUNDS
+    unit = 32 * _TABLES.THREADS
     name, shared, most = CXX_TYPES[dtype.name], unit * dtype.itemsize, rounds[dtype.itemsize]
     types = ("p", "i8", "p", "p", *(() if table is None else ("p",)), "i8")
-    return Launch(template, (name, *axes), _THREADS, unit, shared, most, struct, *types)
+    return Launch(template, (name, *axes), _TABLES.THREADS, unit, shared, most, struct, of, *types)
 
 
 @functools.lru_cache(maxsize=256)
@@ -208,23 +278,26 @@ def _dequantize_launch(dtype: np.dtype, table: Table | None, nested: bool) -> La
     if nested:
         struct = np.concatenate((struct, tables.dynamic_map()))
     axes = CXX_TYPES[dtype.name], str(nested).lower()
-    each = 32 if nested and dtype.itemsize == 2 else 16  # elements of a thread
-    return Launch(DEQUANTIZE4, axes, _THREADS, _THREADS * each, 0, 1, struct, "p", "p", "p", "p", "p", "p", "i8", "i8")
+    each = 8 * (_TABLES.NESTED_HALF_OCTETS if nested and dtype.itemsize == 2 else _TABLES.OCTETS)
+    types = ("p", "p", "p", "p", "p", "p", "i8", "i8")
+    of, threads = _VALUES4_NESTED if nested else _VALUES4, _TABLES.THREADS
+    return Launch(DEQUANTIZE4, axes, threads, threads * each, 0, 1, struct, of, *types)
 
 
 @functools.cache
 def _dynamic_dequantize_launch(dtype: np.dtype) -> Launch:
-    axes, threads = (CXX_TYPES[dtype.name],), 1024
-    return Launch(DEQUANTIZE8, axes, threads, threads * 16, 0, 4, tables.dynamic_map(), "p", "p", "p", "i8", "i8")
+    axes, threads, types = (CXX_TYPES[dtype.name],), _TABLES.DYNAMIC_THREADS, ("p", "p", "p", "i8", "i8")
+    unit = threads * _TABLES.DYNAMIC_ELEMENTS
+    return Launch(DEQUANTIZE8, axes, threads, unit, 0, 4, tables.dynamic_map(), _VALUES8, *types)
 
 
 @functools.cache
 def _nested_launches() -> tuple[Kernel, Kernel, Launch]:
-    sums, mean, encode = NESTED
+    (sums, mean, encode), threads = NESTED, _TABLES.THREADS
     return (
-        Kernel(sums, (), _THREADS, signature=("p", "i8", "p")),
+        Kernel(sums, (), threads, signature=("p", "i8", "p")),
         Kernel(mean, (), MEAN_LANES, signature=("p", "i8", "p")),
-        Launch(encode, (), _THREADS, 8 * _THREADS, 0, 1, search8(), "p", "i8", "p", "p", "p"),
+        Launch(encode, (), threads, 8 * threads, 0, 1, search8(), DYNAMIC, "p", "i8", "p", "p", "p"),
     )
 
 

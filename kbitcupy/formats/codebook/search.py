@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ... import tables
+from ...backend.structs import Constants, Struct
 from ...backend.xp import as_array, is_cupy, on_device_of
 from ...errors import FormatError
 from ...tables import SMALLEST_NORMAL, Codebook, flush
@@ -218,12 +219,10 @@ def given_table(values: Any) -> Table:
 
 # ---- what kernels search in ----------------------------------------------------------------------------------------
 
-# Largest bucket table of the kernels' search, and the shared memory that copies of a smaller one may take; as
-# kernels/kbit.cuh has them.
-_MAX_BUCKETS = 2048
-_BUCKET_BYTES = 16384
-_MAX_COPIES = 16
-_ROOMY_BUCKET_BYTES = 65536
+#: Of the search of k-bit kernels: the largest bucket table, the most copies of it, the shared memory that copies of a
+#: smaller one may take, and the bytes of a bucket.
+KBIT_SEARCH = Constants(MAX_BUCKETS=2048, MAX_COPIES=16, TABLE_BYTES=16384, BUCKET_BYTES=8)
+_ROOMY_TABLE_BYTES = 65536
 
 
 class BucketSearch:
@@ -249,15 +248,17 @@ class BucketSearch:
     kernel : str
         The enumerator of ``enum Search`` in ``kernels/kbit.cuh``.
     argument : numpy.ndarray
-        ``struct Codebook<K>``, passed by value.
+        One of `CODEBOOKS`, passed by value.
     shared_bytes : int
         Bytes of the bucket table.
     """
 
     def __init__(self, k: int, table: Codebook | None, mantissa_bits: int | None, roomy: bool = False):
         self.kernel = "ANY"
-        self.argument = np.zeros((), _codebook_struct(k))
-        self.shared_bytes = _BUCKET_BYTES + 8 * _MAX_COPIES  # of any table that the device may choose
+        sizes = KBIT_SEARCH
+        self.argument = CODEBOOKS[k - 1].zeros()
+        # Of any table that the device may choose.
+        self.shared_bytes = sizes.TABLE_BYTES + sizes.BUCKET_BYTES * sizes.MAX_COPIES
         if table is None:
             return
         self.argument["value"] = table.values
@@ -272,44 +273,56 @@ class BucketSearch:
         slope = 2.0 ** -(int(np.floor(np.log2(reach))) + 2)
         position = (thresholds.astype(np.float64) * slope + 0.5).astype(np.float32).astype(np.float64)
         buckets = 1
-        while buckets <= _MAX_BUCKETS and (np.diff(np.floor(position * buckets)) < 1).any():
+        while buckets <= sizes.MAX_BUCKETS and (np.diff(np.floor(position * buckets)) < 1).any():
             buckets *= 2
-        if buckets > _MAX_BUCKETS or slope < SMALLEST_NORMAL:
+        if buckets > sizes.MAX_BUCKETS or slope < SMALLEST_NORMAL:
             return
-        copies = max(1, min(_MAX_COPIES, _BUCKET_BYTES // (8 * buckets)))
+        bytes_of_copy = sizes.BUCKET_BYTES * buckets
+        copies = max(1, min(sizes.MAX_COPIES, sizes.TABLE_BYTES // bytes_of_copy))
         if roomy:
-            copies = max(copies, min(8, _ROOMY_BUCKET_BYTES // (8 * buckets)))
+            copies = max(copies, min(8, _ROOMY_TABLE_BYTES // bytes_of_copy))
         self.argument["threshold"] = np.inf
         self.argument["threshold"][: thresholds.size] = thresholds
         self.argument["index"][: table.index.size] = table.index
         self.argument["slope"], self.argument["buckets"], self.argument["copies"] = slope, buckets, copies
         self.kernel = kernel
         # One or two bits in order are found without a table.
-        self.shared_bytes = (buckets + 1) * copies * 8 if kernel == "MAPPED" or k > 2 else 0
+        self.shared_bytes = (buckets + 1) * copies * sizes.BUCKET_BYTES if kernel == "MAPPED" or k > 2 else 0
 
 
-@functools.cache
-def _codebook_struct(k: int) -> np.dtype:
-    """``struct Codebook<K>`` of kernels/kbit.cuh."""
+def _codebook(k: int) -> Struct:
     size = 1 << k
-    fields = [("value", "f4", size), ("threshold", "f4", size), ("index", "u1", size)]
-    return np.dtype([*fields, ("slope", "f4"), ("buckets", "i4"), ("copies", "i4")], align=True)
+    return Struct(
+        f"Codebook<{k}>",
+        value=("f4", size),
+        threshold=("f4", size),
+        index=("u1", size),
+        slope="f4",
+        buckets="i4",
+        copies="i4",
+    )
 
 
-_STRUCT4 = np.dtype(
-    [
-        ("value", "f4", 16),
-        ("threshold", "f4", 64),
-        ("ordered", "f4", 16),
-        ("level", "u1", 64),
-        ("code", "u1", 16),
-    ],
-    align=True,
+#: What k-bit kernels know of a codebook: values, thresholds in ascending order filled up with +inf, and the index of
+#: each level, not for ORDERED; y * slope + 0.5, clamped to [0, 1], walks through the buckets, a power of two of them,
+#: of which the table has so many copies. No buckets: there is no table.
+CODEBOOKS = tuple(map(_codebook, range(1, 9)))
+#: What kernels know of a table of 16: values by code; of each bucket the only threshold inside (or +inf) and the level
+#: up to it; all thresholds in ascending order, filled up with +inf; codes by level.
+TABLE4 = Struct(
+    "Table4",
+    value=("f4", 16),
+    threshold=("f4", 64),
+    ordered=("f4", 16),
+    level=("u1", 64),
+    code=("u1", 16),
 )
-# Buckets of the search in the dynamic map, the factor of a quarter of the float bits, read as a float, and what is
-# added to a magnitude.
-_DYNAMIC_BUCKETS, _DYNAMIC_SCALE, DYNAMIC_OFFSET = 293, 167.0 * 2.0**96, np.float32(2.0**-23)
-_STRUCT8 = np.dtype([("entry", "u4", _DYNAMIC_BUCKETS)])
+#: Buckets of the search in the dynamic map, the factor of a quarter of the float bits, read as a float, and what is
+#: added to a magnitude.
+DYNAMIC_SEARCH = Constants(DYNAMIC_BUCKETS=293, DYNAMIC_SCALE=167.0 * 2.0**96, DYNAMIC_OFFSET=2.0**-23)
+DYNAMIC_OFFSET = np.float32(DYNAMIC_SEARCH.DYNAMIC_OFFSET)
+#: ... and what is added to the float bits of a number in a bucket, which leaves the level in the highest byte.
+DYNAMIC = Struct("Dynamic", entry=("u4", DYNAMIC_SEARCH.DYNAMIC_BUCKETS))
 
 
 def _bucket_ends() -> tuple[np.ndarray, np.ndarray]:
@@ -322,8 +335,8 @@ def _bucket_ends() -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def search4(table: Table) -> tuple[str, np.ndarray]:
-    """The kernel's kind of search, and ``struct Table4`` of kernels/float4.cuh."""
-    struct = np.zeros((), _STRUCT4)
+    """The kernel's kind of search, and a `TABLE4`."""
+    struct = TABLE4.zeros()
     struct["value"] = table.values
     struct["ordered"] = np.inf
     struct["ordered"][: table.thresholds.size] = table.thresholds
@@ -342,12 +355,12 @@ def search4(table: Table) -> tuple[str, np.ndarray]:
 def dynamic_bucket(searched: np.ndarray) -> np.ndarray:
     """The bucket of a float32 |y| + 2^-23, as ``kernels/float4.cuh`` finds it."""
     quarter = (searched.view(np.uint32) >> 2).view(np.float32).astype(np.float64)
-    return (quarter * _DYNAMIC_SCALE + 2.0**23).astype(np.float32).view(np.uint32) & 511
+    return (quarter * DYNAMIC_SEARCH.DYNAMIC_SCALE + 2.0**23).astype(np.float32).view(np.uint32) & 511
 
 
 @functools.cache
 def search8() -> np.ndarray:
-    """``struct Dynamic`` of kernels/float4.cuh: levels of |y|, counted from zero."""
+    """A `DYNAMIC`: levels of |y|, counted from zero."""
     thresholds = tables.midpoints(tables.dynamic_map()[127:])
     # A tie goes to the even code, which is the odd level: up from an even one.
     thresholds[::2] = np.nextafter(thresholds[::2], np.float32(0))
@@ -355,11 +368,13 @@ def search8() -> np.ndarray:
     assert (first > thresholds + DYNAMIC_OFFSET).all()
     bucket = dynamic_bucket(first)
     assert np.unique(bucket).size == bucket.size
-    field = np.arange(_DYNAMIC_BUCKETS)
+    field = np.arange(DYNAMIC_SEARCH.DYNAMIC_BUCKETS)
     level = np.searchsorted(bucket, field)  # what a bucket begins with
     # Entry and bits carry into the highest byte from `limit` on: over the bucket's threshold, else nowhere in it.
-    limit = ((field / _DYNAMIC_SCALE).astype(np.float32).view(np.uint32).astype(np.int64) << 2) + (1 << 23)
+    limit = ((field / DYNAMIC_SEARCH.DYNAMIC_SCALE).astype(np.float32).view(np.uint32).astype(np.int64) << 2) + (
+        1 << 23
+    )
     limit[bucket] = first.view(np.uint32)
-    struct = np.zeros((), _STRUCT8)
+    struct = DYNAMIC.zeros()
     struct["entry"] = ((1 + level << 24) - limit) % 2**32
     return struct
