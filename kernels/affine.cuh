@@ -13,7 +13,8 @@
 #pragma once
 #include "common/tiles.cuh"
 
-constexpr int UNIT = 8;  // elements of a unit, unless it says otherwise
+// Of the host (kbitcupy/formats/affine/cuda.py), ahead of this source: UNIT, elements of a unit unless it says
+// otherwise; threads of blocks, and what a thread or a thread block takes; struct Geometry, see below.
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------
 
@@ -110,48 +111,39 @@ struct Rounding {
 
 // ---- geometry --------------------------------------------------------------------------------------------------
 
+// Element i has scale number i / row * per_row + i % row / run. By value, made by the host:
+//     struct Geometry
+//         n, row, run, per_row
+//         count                     scales
+//         columns, rows             COLUMNS: the array as a matrix whose rows are whole periods of the scales
+//         inverse                   1 / divisor
+//         long_by_row, by_row, by_run    divisions by row and by run, valid unless `wide`: see divided
+//         wide                      row is below 8, or from 2^30 on, or run is 1: divide in 64 bits
+//         qmin, qmax
+//         margin                    a mask begins so far from the ends of the range
+//         zero, divisor             ranges that are found: zero point if symmetric; what the width of a range is
+//         divided by symmetric reach                     if symmetric: the most steps from the zero point that a finite
+//         number may become largest, limit, surely    ranges that are found, as bits of the scales' type: the largest
+//         number of the array's
+//                                   type, the largest one that is rounded to a finite number of it, and a scale up to
+//                                   which no level is decoded to more
+
 // a / divisor for a < 2^31, as a product: magic = ceil(2^(32 + shift) / divisor), shift = ceil(log2(divisor)) - 1.
-struct ShortDivision {
-    unsigned magic;
-    int shift;
-    __device__ __forceinline__ unsigned operator()(unsigned a) const { return __umulhi(a, magic) >> shift; }
-};
+__device__ __forceinline__ unsigned divided(unsigned a, const Division& by) {
+    return __umulhi(a, by.magic) >> by.shift;
+}
 
-// The same for a < 2^63.
-struct LongDivision {
-    unsigned long long magic;
-    __device__ __forceinline__ long long operator()(long long a, int shift) const {
-        return static_cast<long long>(__umul64hi(a, magic) >> shift);
-    }
-};
+// i / row; not where `wide`. For i from 2^31 to 2^63 the same product in 128 bits.
+__device__ __forceinline__ long long row_of(const Geometry& g, long long i) {
+    return i >> 31 ? static_cast<long long>(__umul64hi(i, g.long_by_row) >> g.by_row.shift)
+                   : divided(static_cast<unsigned>(i), g.by_row);
+}
 
-// Element i has scale number i / row * per_row + i % row / run. Passed by value, made by the host.
-struct Geometry {
-    long long n, row, run, per_row;
-    long long count;           // scales
-    long long columns, rows;   // COLUMNS: the array as a matrix whose rows are whole periods of the scales
-    double inverse;            // 1 / divisor
-    LongDivision long_by_row;  // these three are valid unless `wide`
-    ShortDivision by_row, by_run;
-    int wide;  // row is below 8, or from 2^30 on, or run is 1: divide in 64 bits
-    int qmin, qmax;
-    int margin;         // a mask begins so far from the ends of the range
-    int zero, divisor;  // ranges that are found: zero point if symmetric; what the width of the range is divided by
-    int symmetric;
-    int reach;  // if symmetric: the most steps from the zero point that a finite number may become
-    // Ranges that are found, as bits of the scales' type: the largest number of the array's type, the largest one that
-    // is rounded to a finite number of it, and a scale up to which no level is decoded to more.
-    unsigned long long largest, limit, surely;
-
-    // i / row; not where `wide`.
-    __device__ __forceinline__ long long row_of(long long i) const {
-        return i >> 31 ? long_by_row(i, by_row.shift) : by_row(static_cast<unsigned>(i));
-    }
-    __device__ __forceinline__ long long index(long long i) const {
-        const long long r = i / row;
-        return r * per_row + (i - r * row) / run;
-    }
-};
+// The number of the scale of element i.
+__device__ __forceinline__ long long scale_of(const Geometry& g, long long i) {
+    const long long r = i / g.row;
+    return r * g.per_row + (i - r * g.row) / g.run;
+}
 
 // ---- scales ----------------------------------------------------------------------------------------------------
 
@@ -541,9 +533,6 @@ enum Layout {
     COLUMNS,  // they do not: scales repeat with a short period, and a thread stays in its columns
 };
 
-constexpr int AFFINE_THREADS = 256;  // of the searches for ranges
-constexpr int EACH_THREADS = 128;  // of the walks below: many small thread blocks, done soon and in the order of memory
-
 // Where a tile of neighbouring elements lies among the blocks, in 32 bits; not for wide geometries.
 struct RunsTile {
     long long first;  // number of a scale at or before that of the tile's first element
@@ -553,17 +542,17 @@ struct RunsTile {
         : first(row * g.per_row), column(static_cast<unsigned>(base - row * g.row)) {}
     // The same with fewer registers and, beyond 2^31 elements, more instructions.
     __device__ __forceinline__ RunsTile(const Geometry& g, long long base)
-        : RunsTile(g, base, base >> 31 ? base / g.row : g.by_row(static_cast<unsigned>(base))) {}
+        : RunsTile(g, base, base >> 31 ? base / g.row : divided(static_cast<unsigned>(base), g.by_row)) {}
     // The number of the scale at `local`, less `first`, and the elements from there to the end of its run. STRAIGHT:
     // without a branch where a row is one run, so that loads before it stay before it.
     template <bool STRAIGHT = false>
     __device__ __forceinline__ unsigned locate(const Geometry& g, int local, unsigned& rest) const {
         const unsigned length = static_cast<unsigned>(g.row), run = static_cast<unsigned>(g.run);
-        const unsigned at = column + local, r = g.by_row(at), c = at - r * length;
+        const unsigned at = column + local, r = divided(at, g.by_row), c = at - r * length;
         unsigned offset = r * static_cast<unsigned>(g.per_row);
         rest = length - c;
         if (STRAIGHT || run != length) {
-            const unsigned k = g.by_run(c);
+            const unsigned k = divided(c, g.by_run);
             offset += k, rest = min(rest, (k + 1) * run - c);
         }
         return offset;
@@ -606,7 +595,7 @@ __device__ __forceinline__ void for_each_unit_of_runs(const Op& op, const Geomet
         typename Op::Data data[UNITS];
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) op.template load<true>(mine + u * STEP, data[u]);
-        const RunsTile place(g, base, g.row_of(base));
+        const RunsTile place(g, base, row_of(g, base));
         const SourcePart<C> source(op.source, place.first);
         Parameters<C> parameters[UNITS];
         unsigned rest[UNITS], left = 0;  // bit u: unit u is not done

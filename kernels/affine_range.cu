@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(
     using C = typename Compute<T>::Type;
     const bool aligned = is_aligned(x);
     if constexpr (LAYOUT == RUNS) {
-        constexpr int DEPTH = sizeof(T) == 2 ? 4 : sizeof(T) == 4 ? 2 : 1;
+        constexpr int DEPTH = FIND_DEPTH[sizeof(T) / 4];
         constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
         const BlockRun<unsigned> tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
         long long mine = -1;  // the block whose range is being gathered
@@ -253,13 +253,13 @@ __global__ void __launch_bounds__(
                 } else {
 #pragma unroll 1
                     for (long long e = i; e < min(i + UNIT, g.n); ++e)
-                        join_block<C>(high, low, g.index(e), range_of(x[e]));
+                        join_block<C>(high, low, scale_of(g, e), range_of(x[e]));
                 }
             }
         }
         flush();
     } else {
-        constexpr int ROWS = 64, BATCH = sizeof(T) == 2 ? 8 : sizeof(T) == 4 ? 4 : 2;
+        constexpr int ROWS = FIND_ROWS, BATCH = sizeof(T) == 2 ? 8 : sizeof(T) == 4 ? 4 : 2;
         constexpr long long WIDTH = AFFINE_THREADS * UNIT;
         constexpr int PITCH = AFFINE_THREADS + 4;  // eight times four banks apart
         using Bits = typename Compute<T>::Bits;
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(
                     for (int b = 0; b < BATCH; ++b) {
 #pragma unroll 1
                         for (long long e = i + b * g.columns; e < min(i + b * g.columns + UNIT, g.n); ++e)
-                            join_block<C>(high, low, g.index(e), range_of(x[e]));
+                            join_block<C>(high, low, scale_of(g, e), range_of(x[e]));
                     }
                 }
             }
@@ -320,7 +320,7 @@ template <typename T>
 __global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
     const T* x, typename Compute<T>::Bits* high, typename Compute<T>::Bits* low, const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
-    constexpr int DEPTH = 128 / (UNIT * sizeof(T));  // 128 bytes of a thread are under way
+    constexpr int DEPTH = WHOLE_BYTES / (UNIT * sizeof(T));  // so many bytes of a thread are under way
     constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
     const BlockRun<unsigned> tiles(g.n / TILE_SIZE);
     RangeOf<T, false> gather;
@@ -437,7 +437,6 @@ struct BlockQuantizer {
     }
 };
 
-constexpr int TEAM_THREADS = 128;  // of a thread block
 // Thread blocks of a multiprocessor, with four and with eight units of a thread: the registers that so many of them
 // leave a thread are some too few for the code that the compiler makes for compute capability 12.
 #if __CUDA_ARCH__ >= 1200
@@ -527,8 +526,6 @@ __global__ void __launch_bounds__(
         }
     }
 }
-
-constexpr int ROW_THREADS = 512;  // the most of a thread block below
 
 // A block in shared memory, as this thread sees it. A warp copies what its lanes read, in order.
 template <typename T>
@@ -640,16 +637,14 @@ __global__ void __launch_bounds__(
     }
 }
 
-constexpr int LANE_THREADS = 256;
-
 // Blocks of 32 * 2^j elements, up to 1024: a lane owns 32 elements, so 2^j lanes own a block. What they read passes
 // through shared memory, one tile of the warp ahead.
 //
 // lanes  2^j; the rest as quantize_dynamic_affine
 template <typename T, int BITS>
-__global__ void __launch_bounds__(LANE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize_lanes_affine(
+__global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize_lanes_affine(
     const T* x, unsigned char* codes, float* scale, int* zero_point, int lanes, const __grid_constant__ Geometry g) {
-    constexpr int WARPS = LANE_THREADS / WARP, TILE_CHUNKS = WARP * Tile<T>::CHUNKS;
+    constexpr int WARPS = AFFINE_THREADS / WARP, TILE_CHUNKS = WARP * Tile<T>::CHUNKS;
     extern __shared__ __align__(128) uint4 dynamic[];  // two tiles for each warp
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const bool both = !g.symmetric;

@@ -55,7 +55,8 @@ def test_a_package_brings_its_decoder_to_a_kernel_of_ours(nvrtc, tmp_path):
     """Its header is found by `header`, its file by `folder`, and each of them may include what is ours."""
     (tmp_path / "seven.cuh").write_text("constexpr int SEVEN = 7;")
     (tmp_path / "brought.cu").write_text(
-        '#include "common/tiles.cuh"\n#include KBIT_FORMAT_HEADER\n__global__ void brought(int* y) { *y = SEVEN * WARP; }'
+        '#include "common/tiles.cuh"\n#include KBIT_FORMAT_HEADER\n'
+        "__global__ void brought(int* y) { *y = SEVEN * WARP; }"
     )
     template = Template("brought.cu", "brought", folder=tmp_path, header="seven.cuh")
     before = options(template)

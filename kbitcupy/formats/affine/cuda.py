@@ -11,17 +11,59 @@ import numpy as np
 
 from ...backend import xp as _xp
 from ...backend.compile import CXX_TYPES, Template
-from ...backend.launch import Kernel, by_value, shared_memory
+from ...backend.launch import Kernel, Type, shared_memory
+from ...backend.structs import Constants, Struct
 from ..decoders import Decoder, templates
 from ..granularity import Blocks, Granularity, blocks_of
-from .levels import DOUBLE, ENDS, INT32, SINGLE, Levels, compute_dtype, reach_of, scalar
+from .levels import DOUBLE, ENDS, SINGLE, Levels, compute_dtype, reach_of
 
 _TYPES = {**CXX_TYPES, "float64": "double"}
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _FILE, _RANGE_FILE = "affine.cu", "affine_range.cu"
-_THREADS = 256
-_EACH_THREADS = 128
-_UNIT = 8
+# Numbers of the kernels. Threads of a block: of searches for ranges, and where blocks are held 32 elements a lane; of
+# what goes from element to element, in many small blocks, done soon and in the order of memory; of teams of lanes that
+# hold blocks in registers; the most where a block of elements is in shared memory. Elements of a unit. Searches for
+# ranges: units of a thread under way, by log2 of the bytes of an element; rows of a tile of columns; bytes of a thread
+# under way where there is one block.
+_NUMBERS = Constants(
+    AFFINE_THREADS=256,
+    EACH_THREADS=128,
+    TEAM_THREADS=128,
+    ROW_THREADS=512,
+    UNIT=8,
+    FIND_DEPTH=(4, 2, 1),
+    FIND_ROWS=64,
+    WHOLE_BYTES=128,
+)
+_THREADS, _EACH_THREADS, _UNIT = _NUMBERS.AFFINE_THREADS, _NUMBERS.EACH_THREADS, _NUMBERS.UNIT
+_DIVISION = Struct("Division", magic="u4", shift="i4")
+#: How elements share scales: its members are explained in kernels/affine.cuh.
+GEOMETRY = Struct(
+    "Geometry",
+    n="i8",
+    row="i8",
+    run="i8",
+    per_row="i8",
+    count="i8",
+    columns="i8",
+    rows="i8",
+    inverse="f8",
+    long_by_row="u8",
+    by_row=_DIVISION,
+    by_run=_DIVISION,
+    wide="i4",
+    qmin="i4",
+    qmax="i4",
+    margin="i4",
+    zero="i4",
+    divisor="i4",
+    symmetric="i4",
+    reach="i4",
+    largest="u8",
+    limit="u8",
+    surely="u8",
+)
+_AHEAD = (_NUMBERS, GEOMETRY)
 _LAYOUTS = ("RUNS", "COLUMNS")
 # The walks of kernels/affine.cuh by operation and bytes of an element: elements of a unit, and units of a thread, which
 # has the loads of all under way.
@@ -48,16 +90,13 @@ _COLUMNS_WALKS = {
     "fake_quantize_backward": {2: (8, 2, 4), 4: (4, 2, 4), 8: (4, 1, 8)},
     "dequantize_backward": {2: (8, 2, 4), 4: (4, 4, 4), 8: (4, 1, 8)},
 }
-_DEPTH = {"find_range": {2: 4, 4: 2, 8: 1}}
-_FIND_ROWS = 64
 # Tiles that a thread block takes one after the other where it gathers ranges: each run ends in an atomic operation.
 _FIND_ROUNDS = 16
-_WHOLE_BYTES = 128  # of a thread in one of them, where there is one block
 # Of teams of lanes that hold blocks in registers: units of a lane, few or many; the most units of a block that few are
-# for, and for all blocks of float64; threads of a thread block.
-_SLOTS, _MANY_SLOTS, _OF_FEW_SLOTS, _TEAM_THREADS = 4, 8, 32, 128
-# Of thread blocks that hold a block in shared memory: the most threads, about how many units each has, the most units.
-_ROW_THREADS, _ROW_UNITS = 512, 8
+# for, and for all blocks of float64.
+_SLOTS, _MANY_SLOTS, _OF_FEW_SLOTS = 4, 8, 32
+# Of thread blocks that hold a block in shared memory: about how many units each thread has; the most units.
+_ROW_UNITS = 8
 _ON_CHIP = {2: 8192, 4: 4096, 8: 1024}
 _STATIC_BYTES = 2048  # at most, of shared memory
 # Blocks of so many elements are held 32 elements a lane.
@@ -89,23 +128,27 @@ def _arguments(operation: str, dtype: str, layout: str, narrow: bool = False) ->
 
 def _each_template(name: str, operations: tuple[str, ...]) -> Template:
     every = itertools.product(operations, _TYPES, _LAYOUTS, (False, True))
-    return Template(_FILE, f"{name}_affine", (tuple(dict.fromkeys(_arguments(*each) for each in every)),))
+    return _template(_FILE, f"{name}_affine", (tuple(dict.fromkeys(_arguments(*each) for each in every)),))
+
+
+def _template(file: str, name: str, axes: tuple[tuple[str, ...], ...]) -> Template:
+    return Template(file, name, axes, structs=_AHEAD)
 
 
 KERNELS = (
     _each_template("quantize", ("quantize8", "quantize4")),
     _each_template("dequantize", ("dequantize8", "dequantize4")),
     *(_each_template(name, (name,)) for name in _RUNS_WALKS if name[-1] not in "84"),
-    Template(_FILE, "convert_scales_affine", (("float",), ("double",))),
-    Template(_FILE, "convert_scales_affine", (("double",), ("float",))),
-    Template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
-    Template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
-    Template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
-    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), (f"{_SLOTS}, 1", f"{_SLOTS}, {_SLOTS}"))),
-    Template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY[:3], ("8", "4"), (f"{_MANY_SLOTS}, 1",))),
-    Template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"))),
-    Template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
-    Template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
+    _template(_FILE, "convert_scales_affine", (("float",), ("double",))),
+    _template(_FILE, "convert_scales_affine", (("double",), ("float",))),
+    _template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
+    _template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
+    _template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
+    _template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), (f"{_SLOTS}, 1", f"{_SLOTS}, {_SLOTS}"))),
+    _template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY[:3], ("8", "4"), (f"{_MANY_SLOTS}, 1",))),
+    _template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"))),
+    _template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
+    _template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
 )
 _HEADER = "formats/affine.cuh"
 BLOCKS = templates(
@@ -128,7 +171,7 @@ _GEOMETRY = np.dtype(
 
 
 class Geometry:
-    """``struct Geometry`` of kernels/affine.cuh, and the grid that goes with it.
+    """A `GEOMETRY`, and the grid that goes with it.
 
     Parameters
     ----------
@@ -166,7 +209,7 @@ class Geometry:
         self.narrow = row % (2 * _UNIT) != 0 or run % (2 * _UNIT) != 0
         self.columns = _columns(row, self.size) if self.layout == "COLUMNS" else self.size
         self.rows = -(-self.size // self.columns)
-        struct = np.zeros((), _GEOMETRY)
+        struct = GEOMETRY.zeros()
         struct["n"], struct["row"], struct["run"], struct["per_row"] = self.size, row, run, per_row
         struct["count"], struct["columns"], struct["rows"] = blocks.count, self.columns, self.rows
         struct["wide"] = not _UNIT <= row < _WIDE_ROW or run < 2
@@ -188,7 +231,7 @@ class Geometry:
             for name, end in (("largest", ends.largest), ("limit", ends.limit), ("surely", surely)):
                 struct[name] = np.array(end, dtype).view(f"u{dtype.itemsize}")
         self._struct = struct
-        self.argument = by_value(struct)
+        self.argument = struct.tobytes()
 
     def units(self, depth: int, rows: int, width: int = _THREADS * _UNIT) -> int:
         """Thread blocks that have work, when a thread takes `depth` units, or `rows` rows of the columns of a unit.
@@ -216,11 +259,34 @@ def _columns(period: int, size: int) -> int:
 _geometry = functools.lru_cache(maxsize=1024)(Geometry)
 
 
+# Types of the arguments of kernels; "C" is what scales have, float64 beside float64 arrays. Those that go from element
+# to element have their arrays ahead of these, two or three.
+_EACH = ("p", "C", "p", "i4", GEOMETRY)
+_SIGNATURES: dict[str, tuple[Type, ...]] = {
+    "quantize_affine": ("p", "p", *_EACH, "p", "p", "u4", "u4"),
+    "dequantize_affine": ("p", "p", *_EACH),
+    "fake_quantize_affine": ("p", "p", *_EACH),
+    "quantize_backward_affine": ("p", "p", "p", *_EACH),
+    "fake_quantize_backward_affine": ("p", "p", "p", *_EACH),
+    "dequantize_backward_affine": ("p", "p", *_EACH),
+    "convert_scales_affine": ("p", "p", "i8"),
+    "find_range_affine": ("p", "p", "p", GEOMETRY),
+    "find_whole_affine": ("p", "p", "p", GEOMETRY),
+    "finish_range_affine": ("p", "p", "p", "p", GEOMETRY),
+    "quantize_dynamic_affine": ("p", "p", "p", "p", "i4", GEOMETRY),
+    "quantize_rows_affine": ("p", "p", "p", "p", GEOMETRY),
+    "quantize_lanes_affine": ("p", "p", "p", "p", "i4", GEOMETRY),
+    "percentile_affine": ("p", "p", "p", "f8", "i8", GEOMETRY),
+}
+
+
 @functools.cache
 def _kernel(name: str, axes: tuple[str, ...], threads: int = _THREADS, rounds: int = 1, shared: int = 0) -> Kernel:
     """A kernel of the family by the name of its template and the template's arguments."""
     template = next(template for template in KERNELS if template.name == name)
-    return Kernel(template, axes, threads, shared, rounds)
+    number = "f8" if axes[0].startswith("double") else "f4"
+    signature = tuple(number if type == "C" else type for type in _SIGNATURES[name])
+    return Kernel(template, axes, threads, shared, rounds, signature)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -237,7 +303,7 @@ def _launch(
     # A scale for each thread of those thread blocks that write some, unless there are more.
     every = max(1, min(grid, grid * _EACH_THREADS // blocks.count))
     share = -(-blocks.count // -(-grid // every))
-    return kernel, geometry, grid, (np.uint32(every), np.uint32(share))
+    return kernel, geometry, grid, (every, share)
 
 
 def converted(values: Any, dtype: np.dtype) -> Any:
@@ -267,16 +333,16 @@ def each(
     """Launch an operation that goes from element to element, on `arrays`."""
     kernel, geometry, units, shares = _launch(kind, dtype, bits, blocks, levels, margin)
     computed = compute_dtype(dtype)
-    value, point = scalar(computed, 0), scalar(INT32, 0)
+    value, point = 0.0, 0
     if isinstance(scale, float):
-        scale, value = 0, scalar(computed, scale)
+        scale, value = 0, scale
     else:
         if scale.dtype != computed:  # a plane beside float64
             scale = converted(scale, computed)
         if scale.size < blocks.count:  # one for all
             scale = scale.repeat(blocks.count)
     if isinstance(zero_point, int):
-        zero_point, point = 0, scalar(INT32, zero_point)
+        zero_point, point = 0, zero_point
     elif zero_point.size < blocks.count:
         zero_point = zero_point.repeat(blocks.count)
     last = (*(0 if plane is None else plane for plane in planes), *shares) if planes else ()
@@ -289,11 +355,11 @@ def _find_launch(dtype: np.dtype, blocks: Blocks, levels: Levels) -> tuple[Kerne
     geometry, name = _geometry(blocks, levels, 0, False, dtype, reach_of(levels, None)), _TYPES[dtype.name]
     if blocks.count == 1:
         find_range = _kernel("find_whole_affine", (name,), rounds=_FIND_ROUNDS)
-        units = -(-blocks.size * dtype.itemsize // (_THREADS * _WHOLE_BYTES))
+        units = -(-blocks.size * dtype.itemsize // (_THREADS * _NUMBERS.WHOLE_BYTES))
     else:
         rounds = 1 if geometry.layout == "COLUMNS" else _FIND_ROUNDS
         find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=rounds)
-        units = geometry.units(_DEPTH["find_range"][dtype.itemsize], _FIND_ROWS)
+        units = geometry.units(_NUMBERS.FIND_DEPTH[dtype.itemsize // 4], _NUMBERS.FIND_ROWS)
     finish = _kernel("finish_range_affine", (_TYPES[compute_dtype(dtype).name],))
     return find_range, units, finish, -(-blocks.count // _THREADS), geometry
 
@@ -308,7 +374,7 @@ def find(x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Lev
         geometry = _geometry(blocks, levels, 0, True, x.dtype, reach_of(levels, fraction))
         period = blocks.row if blocks.per_row == 0 and blocks.count > 1 else 0
         kernel = _kernel("percentile_affine", (_TYPES[x.dtype.name],), 2 * _THREADS)
-        kernel(x, blocks.count, (x, exact, point, np.float64(fraction), period, geometry.argument))
+        kernel(x, blocks.count, (x, exact, point, fraction, period, geometry.argument))
     else:
         find_range, units, finish, groups, geometry = _find_launch(x.dtype, blocks, levels)
         low: Any = 0
@@ -346,14 +412,14 @@ def _dynamic_launch(
     axes = _TYPES[dtype.name], str(bits)
     if size < 8 and run in _LANE_BLOCKS and whole:
         kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
-        return kernel, -(-blocks.size // (32 * _THREADS)), (np.int32(run // 32), geometry.argument), geometry
+        return kernel, -(-blocks.size // (32 * _THREADS)), (run // 32, geometry.argument), geometry
     if units <= 32 * _SLOTS:
         each = _SLOTS if units <= _SLOTS else 1
         slots = _MANY_SLOTS if units > _OF_FEW_SLOTS and size < 8 else _SLOTS
         team = 1 << (-(-units * each // slots) - 1).bit_length()
-        kernel = _kernel("quantize_dynamic_affine", (*axes, f"{slots}, {each}"), _TEAM_THREADS)
-        units = -(-blocks.count // (_TEAM_THREADS // team * each))
-        return kernel, units, (np.int32(team), geometry.argument), geometry
+        kernel = _kernel("quantize_dynamic_affine", (*axes, f"{slots}, {each}"), _NUMBERS.TEAM_THREADS)
+        units = -(-blocks.count // (_NUMBERS.TEAM_THREADS // team * each))
+        return kernel, units, (team, geometry.argument), geometry
     if not whole or run * size + _STATIC_BYTES > memory:
         return None
     kernel = _kernel("quantize_rows_affine", axes, _row_threads(units), 1, run * size)
@@ -362,7 +428,7 @@ def _dynamic_launch(
 
 def _row_threads(units: int) -> int:
     """Threads for a block of so many units: whole warps, of which few are idle in the last round."""
-    most = min(_ROW_THREADS, -(-units // (32 * _ROW_UNITS)) * 64)
+    most = min(_NUMBERS.ROW_THREADS, -(-units // (32 * _ROW_UNITS)) * 64)
     return min(
         range(max(32, most // 128 * 32), most + 1, 32),
         key=lambda threads: (-(-units // threads) * threads, abs(_ROW_UNITS * threads - units)),
