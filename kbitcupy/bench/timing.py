@@ -348,8 +348,8 @@ class Gpu:
     def launch_us(self) -> float:
         """CPU time of one launch of a kernel of one element."""
         codes, absmax = self.cupy.zeros(1, np.uint8), self.cupy.empty(1, np.float32)
-        kernel = Kernel(Template("codes.cu", "decode_absmax_e4m4"), (), 256)
-        call = functools.partial(kernel, absmax, 1, (codes, 1, np.int32(E4M4_BIAS), absmax))
+        kernel = Kernel(Template("codes.cu", "decode_absmax_e4m4"), (), 256, signature=("p", "i8", "i4", "p"))
+        call = functools.partial(kernel, absmax, 1, (codes, 1, int(E4M4_BIAS), absmax))
         call()
         return self.cpu_us([call], 200)
 

@@ -34,7 +34,7 @@ _ABSMAX_FORMATS = {"e4m4": "e4m4", "fp32": "float32", "fp16": "float16"}
 _ABSMAX_OF_DTYPE = {np.dtype(np.uint8): "e4m4", np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}
 _WORDS = {np.dtype(np.int32): None, np.dtype(np.uint32): None}
 _CODES = {
-    name: Kernel(Template("codes.cu", name), (), 256)
+    name: Kernel(Template("codes.cu", name), (), 256, signature=("p", "i8", "i4", "p"))
     for name in ("pack_kbit", "unpack_kbit", "encode_absmax_e4m4", "decode_absmax_e4m4")
 }
 
@@ -289,7 +289,7 @@ def pack_kbit(indices: Any, k: int) -> Any:
         with _xp.on_device_of(array):
             array = _xp.contiguous(array.astype(np.uint8, copy=False))
             packed = _xp.namespace(array).empty(blocks * k, np.uint32)
-            _launch("pack_kbit", array.size, (array, array.size, np.int32(k), packed))
+            _launch("pack_kbit", array.size, (array, array.size, int(k), packed))
         return packed.view(np.int32)
     if array.size and not (array.min() >= 0 and array.max() < 1 << k):
         raise FormatError(f"indices span {array.min()} to {array.max()}; k = {k} allows 0 to {(1 << k) - 1}")
@@ -345,7 +345,7 @@ def unpack_kbit(packed: Any, k: int, n: int) -> Any:
         with _xp.on_device_of(packed):
             words = _xp.contiguous(packed)
             indices = _xp.namespace(words).empty(n, np.uint8)
-            _launch("unpack_kbit", n, (words, n, np.int32(k), indices))
+            _launch("unpack_kbit", n, (words, n, int(k), indices))
         return indices
     return host.unpack_words(np.ascontiguousarray(packed).view(np.uint32)[: blocks * k], k).reshape(-1)[:n].copy()
 
@@ -387,7 +387,7 @@ def encode_absmax_e4m4(absmax: Any, bias: int = scales.E4M4_BIAS) -> Any:
     with _xp.on_device_of(x):
         x = _xp.contiguous(x.astype(np.float32, copy=False))
         codes = _xp.namespace(x).empty(x.shape, np.uint8)
-        _launch("encode_absmax_e4m4", x.size, (x, x.size, np.int32(bias), codes))
+        _launch("encode_absmax_e4m4", x.size, (x, x.size, int(bias), codes))
     return codes
 
 
@@ -428,7 +428,7 @@ def decode_absmax_e4m4(encoded: Any, bias: int = scales.E4M4_BIAS) -> Any:
     with _xp.on_device_of(codes):
         codes = _xp.contiguous(codes)
         absmax = _xp.namespace(codes).empty(codes.shape, np.float32)
-        _launch("decode_absmax_e4m4", codes.size, (codes, codes.size, np.int32(bias), absmax))
+        _launch("decode_absmax_e4m4", codes.size, (codes, codes.size, int(bias), absmax))
     return absmax
 
 

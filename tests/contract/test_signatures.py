@@ -8,6 +8,7 @@ import pytest
 from kbitcupy import tables
 from kbitcupy.backend import launch
 from kbitcupy.backend.compile import architecture_of, offline
+from kbitcupy.compat import bitsandbytes
 from kbitcupy.formats.affine import cuda as affine
 from kbitcupy.formats.codebook import cuda as codebook, search
 from kbitcupy.products import decoded
@@ -37,6 +38,7 @@ def kernels():
     for each in codebook._nested_launches():
         yield getattr(each, "_kernel", each)
     yield from affine_kernels()
+    yield from bitsandbytes._CODES.values()
     yield from (value for value in vars(decoded).values() if isinstance(value, launch.Kernel))
 
 
@@ -63,7 +65,11 @@ def parameter_sizes(cubin, name):
     table, (entry, count, names) = struct.unpack_from("<Q", cubin, 0x28)[0], struct.unpack_from("<HHH", cubin, 0x3A)
     heads = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry) for i in range(count)]
     sections = ((head, cubin[heads[names][4] + head[0] :].partition(b"\0")[0]) for head in heads)
-    (info,) = (head for head, section in sections if section.startswith(b".nv.info.") and name.encode() in section)
+    (info,) = (
+        head
+        for head, section in sections
+        if section.startswith(b".nv.info.") and f"{len(name)}{name}".encode() in section
+    )
     at, end, sizes = info[4], info[4] + info[5], {}
     while at < end:
         kind, attribute, size = struct.unpack_from("<BBH", cubin, at)

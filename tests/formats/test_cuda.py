@@ -456,9 +456,9 @@ def test_more_than_two_to_the_31_elements(cupy, large_memory, k, dtype):
 
 
 def test_compile_errors_say_what_and_where(cupy):
-    from kbitcupy.backend.compile import Template
     from kbitcupy.backend.launch import Kernel
     from kbitcupy.errors import KernelCompileError
+    from kbitcupy.formats.codebook.cuda import DEQUANTIZE
 
     with pytest.raises(KernelCompileError, match=r"kbit\.cu: dequantize_kbit<short, 4, E4M4> for sm_\d+: "):
-        Kernel(Template("kbit.cu", "dequantize_kbit"), ("short", "4", "E4M4"), 128)(cupy.empty(1), 1, ())
+        Kernel(DEQUANTIZE, ("short", "4", "E4M4"), 128)(cupy.empty(1), 1, ())
