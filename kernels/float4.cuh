@@ -9,6 +9,7 @@
 // A block is 2^block_log2 elements, 16 to 4096: half a row, one row or up to 128.
 #pragma once
 #include "common/tiles.cuh"
+#include "formats/dynamic_map.cuh"
 
 // Of the host (kbitcupy/formats/codebook), ahead of this source: numbers, and structs that are passed by value.
 constexpr int NESTED_LOG2 = 8;  // absmax that are quantized together
@@ -173,22 +174,6 @@ encode4(const unsigned (&row)[Tile<T>::WORDS], const RowScale& scale, const char
 
 // ---- the dynamic map -------------------------------------------------------------------------------------------
 
-// A magnitude |y| has a level, counted from zero; the code is 127 plus or minus that. What is searched is |y| + 2^-23:
-// the sum leaves the order of numbers around every threshold as it is, and small numbers close together. Float bits
-// divided by four are the bits of about its fourth root, up to a factor. Buckets of equal width of that are as narrow
-// as thresholds are close: none holds two.
-//
-// Of the host: DYNAMIC_BUCKETS of them; DYNAMIC_SCALE, 167 * 2^96, with which the bits of 1, so divided, those of 1.75
-// * 2^-96, are bucket 292; DYNAMIC_OFFSET, 2^-23; and
-//     struct Dynamic
-//         entry   unsigned[DYNAMIC_BUCKETS]: added to the float bits of a number in the bucket, gives the level in the
-//                 highest byte
-
-// The bucket of a number from 2^-23 to 1 + 2^-23, in the low bits of a float from 2^23.
-__device__ __forceinline__ unsigned dynamic_bucket(unsigned bits) {
-    return __float_as_uint(__fmaf_rn(__uint_as_float(bits >> 2), DYNAMIC_SCALE, 0x1p23f));
-}
-
 // The search table in shared memory, with copies for lanes to read it with few bank conflicts: one for each lane leaves
 // less room for tiles, and is slower.
 constexpr int DYNAMIC_COPIES = 16;
@@ -225,15 +210,6 @@ __device__ __forceinline__ unsigned sign_bytes(const unsigned* row, int w) {
         asm("prmt.b32 %0, %1, %2, 0x00fb;" : "=r"(high) : "r"(row[4 * w + 2]), "r"(row[4 * w + 3]));
         return __byte_perm(low, high, 0x5410);
     }
-}
-
-// The codes of four numbers, one a byte, from their levels and sign_bytes.
-__device__ __forceinline__ unsigned signed_levels(unsigned level, unsigned negative) {
-    // There is no code for level 128 below zero: 127 stands for it.
-    level -= (level & negative & 0x80808080u) >> 7;
-    // 127 + level, or 127 - level, which is level with seven bits flipped.
-    const unsigned flip = negative & 0x7f7f7f7fu;
-    return level + (flip ^ 0x7f7f7f7fu) ^ flip;
 }
 
 // The codes of a row, one a byte. `table` is the address of the lane's copy in the search table.
@@ -277,11 +253,4 @@ __device__ __forceinline__ void encode8(
         for (int w = 0; w < 8; ++w)
             word[w] &= ~(((zeros >> 4 * w & 15) * 0x204081u & 0x01010101u) * 0xffu);  // bits to bytes
     }
-}
-
-// The code of one number, with a single copy of the table.
-__device__ __forceinline__ unsigned encode_dynamic(float y, const unsigned* entry) {
-    const unsigned bits = __float_as_uint(__fadd_rn(y == y ? fabsf(y) : 0.0f, DYNAMIC_OFFSET));
-    const unsigned level = (bits + entry[dynamic_bucket(bits) & 511]) >> 24;
-    return y == y ? signed_levels(level, y < 0.0f ? 0xffu : 0u) & 0xffu : 0u;
 }

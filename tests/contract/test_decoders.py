@@ -13,7 +13,8 @@ from host import compiled as host
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import kernel_folder
-from kbitcupy.formats.codebook import scales
+from kbitcupy.backend.structs import declarations
+from kbitcupy.formats.codebook import scales, search
 from kbitcupy.formats.codebook.numpy import pack_words
 
 FORMATS = host.all_formats()
@@ -198,6 +199,39 @@ def test_tensor_scales(absmax):
     x = x[(x >= 2.0**-126) & (x < np.inf)]
     found = call("tensor_scales", x, np.empty(x.size, np.float32), int(absmax == "float16"))
     assert np.array_equal(found, [tensor_scale(number, absmax) for number in x])
+
+
+DYNAMIC_MAP = """
+{ahead}
+#include "formats/dynamic_map.cuh"
+extern "C" void encode_all(const unsigned* entry, const float* x, long long n, unsigned char* out) {{
+    const FloatMode before = float_mode();
+    set_float_mode(FLUSHING_MODE);
+    for (long long i = 0; i < n; ++i) out[i] = encode_dynamic(x[i], entry);
+    set_float_mode(before);
+}}
+"""
+
+
+def test_codes_of_the_dynamic_map():
+    """All numbers around its thresholds, and random ones."""
+    table = search.dynamic_table()
+    bits = table.thresholds.view(np.int32)[:, None] + np.arange(-40, 41, dtype=np.int32)
+    random = np.random.default_rng(6).uniform(-1, 1, 1 << 18).astype(np.float32)
+    x = np.concatenate((bits.view(np.float32).reshape(-1), random, random**9, [0, -0.0, 1, -1, np.nan])).astype(
+        np.float32
+    )
+    x = x[(np.abs(x) >= 2.0**-126) & (np.abs(x) <= 1) | (x == 0) | np.isnan(x)]
+    entry = np.ascontiguousarray(search.search8()["entry"])
+    out = np.empty(x.size, np.uint8)
+    function = host.build(DYNAMIC_MAP.format(ahead=declarations((search.DYNAMIC_SEARCH, search.DYNAMIC)))).encode_all
+    function(
+        *(ctypes.c_void_p(a.ctypes.data) for a in (entry, x)),
+        ctypes.c_longlong(x.size),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    levels = np.searchsorted(table.thresholds, x, side="left")  # a number on a threshold stays below it
+    assert np.array_equal(out, np.where(np.isnan(x), 0, table.codes[np.minimum(levels, 255)]))
 
 
 # ---- planted faults --------------------------------------------------------------------------------------------------
