@@ -353,7 +353,7 @@ def search4(table: Table) -> tuple[str, np.ndarray]:
 
 
 def dynamic_bucket(searched: np.ndarray) -> np.ndarray:
-    """The bucket of a float32 |y| + 2^-23, as ``kernels/float4.cuh`` finds it."""
+    """The bucket of a float32 |y| + 2^-23, as ``kernels/formats/dynamic_map.cuh`` finds it."""
     quarter = (searched.view(np.uint32) >> 2).view(np.float32).astype(np.float64)
     return (quarter * DYNAMIC_SEARCH.DYNAMIC_SCALE + 2.0**23).astype(np.float32).view(np.uint32) & 511
 
