@@ -7,9 +7,9 @@
 #include "common/types.cuh"
 #include KBIT_FORMAT_HEADER
 
-constexpr int THREADS = 256;
-// Octets that a thread has under way.
-constexpr int UNITS = 2;
+// Of the host (kbitcupy/formats/decoders.py), ahead of this source: THREADS of a block, UNITS, the octets that a thread
+// has under way, and TOKENS that share the decoding of a row.
+static_assert(MAX_PLANES == PLANES && MAX_NUMBERS == NUMBERS, "the host packs other planes");
 
 // ---- what the kernels share ------------------------------------------------------------------------------------
 
@@ -131,8 +131,6 @@ __global__ void __launch_bounds__(THREADS) take_blocks(
 }
 
 // ---- a product -------------------------------------------------------------------------------------------------
-
-constexpr int TOKENS = 8;  // that share the decoding of a row
 
 // Eight neighbours of a row of x that begin at a multiple of 16 bytes.
 template <typename T>

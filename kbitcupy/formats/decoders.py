@@ -19,12 +19,15 @@ import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Type, grid_of
-from ..backend.structs import Struct
+from ..backend.structs import Constants, Struct
 
-#: The largest numbers of planes and of integers, as kernels/formats/planes.cuh has them.
-MAX_PLANES, MAX_NUMBERS = 6, 4
 #: The kernels of ``blocks.cu``.
 KERNELS = ("dequantize_blocks", "take_blocks", "linear_blocks")
+#: Planes and integers of a decoder at the most; threads of a block, octets that a thread has under way, tokens that
+#: share the decoding of a row.
+SHARED = Constants(PLANES=6, NUMBERS=4, THREADS=256, UNITS=2, TOKENS=8)
+_MOST_PLANES, _NUMBERS, _TOKENS = SHARED.PLANES, SHARED.NUMBERS, SHARED.TOKENS
+_THREADS, _UNITS = SHARED.THREADS, SHARED.UNITS
 
 
 def _no_numbers(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,7 +88,7 @@ class Decoder:
             How many arrays the planes hold, one behind the other; `values` is one for all.
         """
         found = [planes.get(name) for name in self.planes]
-        nothing = _NOTHING[len(found) : MAX_PLANES]
+        nothing = _NOTHING[len(found) : _MOST_PLANES]
         begin = _PLANES.pack(*map(_address, found), *nothing)
         values = None if self.values is None else planes.get(self.values)
         if members == 1 and values is None:
@@ -130,7 +133,10 @@ def dequantize(decoder: Decoder, planes: Mapping[str, Any], shape: tuple[int, ..
         return
     kernel = _kernel("dequantize_blocks", decoder, out.dtype)
     arguments = out.data.ptr, members, decoder.argument(planes, shape, members)
-    spans, resident = -(-out.size // members // (8 * _UNITS * _THREADS)), kernel.ready(out.data.device_id).resident
+    spans, resident = (
+        -(-out.size // members // (8 * _UNITS * _THREADS)),
+        kernel.ready(out.data.device_id).resident,
+    )
     width = grid_of(spans, max(resident // members, 1), kernel.rounds)
     kernel.launch(out, (width, min(members, _MOST_MEMBERS)), arguments)
 
@@ -185,10 +191,10 @@ def multiply(
 
 # ---- packing -------------------------------------------------------------------------------------------------------
 
-_PLANES = struct.Struct(f"={MAX_PLANES}Q")
-_FIXED = struct.Struct(f"={MAX_NUMBERS}qqQq")  # numbers, elements, and what the kernel sets: the table and `whole`
-_STRIDES = struct.Struct(f"={MAX_PLANES}qQq")
-_NOTHING = (0,) * max(MAX_PLANES, MAX_NUMBERS)
+_PLANES = struct.Struct(f"={_MOST_PLANES}Q")
+_FIXED = struct.Struct(f"={_NUMBERS}qqQq")  # numbers, elements, and what the kernel sets: the table and `whole`
+_STRIDES = struct.Struct(f"={_MOST_PLANES}qQq")
+_NOTHING = (0,) * max(_MOST_PLANES, _NUMBERS)
 #: ``struct Rows`` of kernels/blocks.cu.
 ROWS = Struct("Rows", count="i8", rows="i8", length="i8", runs="i8", stacked="i8", wide="i8")
 _ROWS = struct.Struct("=6q")
@@ -203,7 +209,7 @@ def _address(array: Any) -> int:
 @functools.lru_cache(maxsize=4096)
 def _fixed(decoder: Decoder, shape: tuple[int, ...]) -> bytes:
     numbers = decoder.numbers(shape)
-    return _FIXED.pack(*numbers, *_NOTHING[len(numbers) : MAX_NUMBERS], math.prod(shape), 0, 0)
+    return _FIXED.pack(*numbers, *_NOTHING[len(numbers) : _NUMBERS], math.prod(shape), 0, 0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -229,15 +235,14 @@ def _rows(shape: tuple[int, ...], lead: int) -> tuple[tuple[int, int, int, int],
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
 
-_THREADS = 256  # and what else kernels/blocks.cu has
-_WARPS, _UNITS, _TOKENS = _THREADS // 32, 2, 8
+_WARPS = _THREADS // 32
 _MOST_MEMBERS = 1 << 15  # thread blocks beside each other along the second axis of a grid
 
 
 @functools.cache
 def _template(name: str, header: str, folder: Path | None, decoders: tuple[str, ...]) -> Template:
     types = tuple(CXX_TYPES.values())
-    return Template("blocks.cu", name, (types, decoders), folder=folder, header=header, structs=(ROWS,))
+    return Template("blocks.cu", name, (types, decoders), folder=folder, header=header, structs=(SHARED, ROWS))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@
 #pragma once
 #include "common/scalar.cuh"
 
-constexpr int MAX_PLANES = 6, MAX_NUMBERS = 4;  // as kbitcupy/formats/decoders.py has them
+constexpr int MAX_PLANES = 6, MAX_NUMBERS = 4;
 
 // The planes of one array.
 struct Planes {
