@@ -17,6 +17,7 @@ How the GPU is timed:
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,15 @@ class _Asked:
             yield from libraries.core_cells(report, host, _HOST_PEER_SIZE[self.quick], float32)
 
 
+def _shown(default: bool | None) -> list[Format]:
+    """The formats of lists that need no option."""
+    found = []
+    for name in list_formats(default=default):
+        with contextlib.suppress(FormatError):  # it needs an option that only its user knows
+            found.append(get_format(name))
+    return found
+
+
 def _asked(
     names: Sequence[str] | None,
     sizes: Sequence[int] | None,
@@ -131,8 +141,9 @@ def _asked(
     on_gpu: bool,
     quick: bool,
     peers: bool,
+    all: bool,
 ) -> _Asked:
-    chosen = [get_format(name) for name in (list_formats() if names is None else names)]
+    chosen = _shown(None if all else True) if names is None else [get_format(name) for name in names]
     counts = sorted(set(SIZES[on_gpu, quick] if sizes is None else sizes))
     for count in counts:
         if not 1 <= count <= MAX_SIZE:
@@ -154,12 +165,13 @@ def list_cells(
     device: str = "auto",
     quick: bool = False,
     peers: bool = True,
+    all: bool = False,
 ) -> list[str]:
     """The names of the cells that `run` would time, by which a `Selection` chooses.
 
     Parameters
     ----------
-    names, sizes, dtypes, device, quick, peers
+    names, sizes, dtypes, device, quick, peers, all
         As for `run`. The device need not be there.
 
     Returns
@@ -174,7 +186,7 @@ def list_cells(
     ['quantize/nf4/float32/2^22', 'dequantize/nf4/float32/2^22']
     """
     device = device if device.startswith("cuda") else _xp.resolve_device(device)
-    asked = _asked(names, sizes, dtypes, device != "cpu", quick, peers)
+    asked = _asked(names, sizes, dtypes, device != "cpu", quick, peers, all)
     return [cell.name for cell in asked.cells(Report(device, {}), Session(device, quick))]
 
 
@@ -186,6 +198,7 @@ def run(
     device: str = "auto",
     quick: bool = False,
     peers: bool = True,
+    all: bool = False,
     selection: Selection | None = None,
 ) -> Report:
     """Time formats.
@@ -204,6 +217,8 @@ def run(
         Fewer sizes, dtypes and repetitions.
     peers : bool, default True
         Time bitsandbytes, torch and gguf too, where they are installed.
+    all : bool, default False
+        Without `names`: formats too that lists do not show to who has not asked for them.
     selection : Selection, optional
         Which of the cells are timed, and until when; what is done when one is.
 
@@ -226,7 +241,7 @@ def run(
     [('kbit2', 'quantize', 1024), ('kbit2', 'dequantize', 1024)]
     """
     device = _xp.resolve_device(device)
-    asked = _asked(names, sizes, dtypes, device != "cpu", quick, peers)
+    asked = _asked(names, sizes, dtypes, device != "cpu", quick, peers, all)
     session = Session(device, quick, asked.largest)
     selection = selection or Selection()
     report = Report(device, {})

@@ -20,13 +20,9 @@ from .report import Report, Row, size_text
 from .timing import Call, Case, Cell, Session, Source, cell_name, time_on_core
 
 
-def _encodes(format: Format) -> bool:
-    return bool(getattr(format, "can_encode", True))
-
-
 def compressed(x: Any, format: Format) -> QuantizedArray:
     """The array in a format; one like it of random bits where the format only decodes."""
-    if _encodes(format):
+    if format.can_encode:
         return quantize(x, format)
     return random_array(format, x.shape, _xp.namespace(x), x.dtype)
 
@@ -213,7 +209,7 @@ _MORE: dict[str, Callable[[Any], list[Case]]] = {
 def gpu_cases(format: Format, dtype: np.dtype) -> list[Case]:
     """What is timed of a format on a GPU."""
     cases = [_dequantize_case(format)]
-    if _encodes(format):
+    if format.can_encode:
         rescaled = (
             [_quantize_case(format, "quantize, s != 1", rescaled=True)] if _has_tensor_scale(format, dtype) else []
         )
@@ -247,7 +243,7 @@ def core_cases(format: Format) -> list[Case]:
         return lambda: dequantize(q), x.nbytes + q.nbytes
 
     decode = Case("dequantize", dequantize_)
-    return [Case("quantize", quantize_), decode] if _encodes(format) else [decode]
+    return [Case("quantize", quantize_), decode] if format.can_encode else [decode]
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -317,7 +313,7 @@ def _time_calls(report: Report, session: Session, format: Format, dtype: np.dtyp
     q = compressed(x, format)
     y = dequantize(q)
     calls: dict[str, Call] = {}
-    if _encodes(format):
+    if format.can_encode:
         calls = {"quantize": lambda: quantize(x, name), "quantize(out=)": lambda: quantize(x, name, out=q)}
     calls |= {"dequantize": lambda: dequantize(q), "dequantize(out=)": lambda: dequantize(q, out=y)}
     for case in more_cases(format):

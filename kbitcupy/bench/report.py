@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .._version import __version__
-from ..formats.base import Format, get_format
+from ..formats.base import get_format
 from ..text import Column, markdown_table, table
 
 
@@ -208,10 +208,10 @@ _COLUMNS: dict[str, tuple[tuple[str, Callable[[Row], str]], ...]] = {
 
 
 def _families(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of formats that are implemented together, in the order of the formats."""
-    found: dict[type[Format], list[Row]] = {}
+    """Rows of formats that are implemented together, in one module, in the order of the formats."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(type(get_format(row.format)), []).append(row)
+        found.setdefault(type(get_format(row.format)).__module__, []).append(row)
     return list(found.values())
 
 

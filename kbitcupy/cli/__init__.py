@@ -128,8 +128,10 @@ def _add_compare(commands: Any) -> None:
     command.add_argument(
         "--formats",
         metavar="A,B",
-        help=f"formats to compare, such as kbit4,nf4:block=32 (default: {DEFAULT_FORMAT} on a file, all on samples)",
+        help=f"formats to compare, such as kbit4,nf4:block=32 (default: {DEFAULT_FORMAT} on a file, those of kbit "
+        "formats on samples)",
     )
+    _add_all(command)
     command.add_argument(
         "--wide",
         action="store_true",
@@ -158,8 +160,9 @@ def _add_plan(commands: Any) -> None:
     command.add_argument(
         "--formats",
         metavar="A,B",
-        help="formats to choose from, such as kbit4,nf4:block=32 (default: all)",
+        help="formats to choose from, such as kbit4,nf4:block=32 (default: those of kbit formats)",
     )
+    _add_all(command)
     command.add_argument(
         "--time-limit",
         type=_seconds,
@@ -226,6 +229,7 @@ def _add_formats(commands: Any) -> None:
         description="Show bits, block, dtypes and origin of the registered formats.",
     )
     command.add_argument("formats", metavar="FORMAT", nargs="*", help="only these formats")
+    _add_all(command)
     command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     command.set_defaults(run=formats.run)
 
@@ -252,11 +256,12 @@ def _add_bench(commands: Any) -> None:
         description="Time quantize and dequantize: on a GPU against the bandwidth of a copy, on NumPy per core.",
     )
     for name, example, text in (
-        ("--formats", "A,B", "formats to time (default: all)"),
+        ("--formats", "A,B", "formats to time (default: those of kbit formats)"),
         ("--sizes", "N,M", "numbers of elements, such as 1000 or 2^20 (default: 2^12 to 2^28 on a GPU, else 2^22)"),
         ("--dtypes", "A,B", "dtypes (default: float16, bfloat16 and float32 on a GPU, else float32)"),
     ):
         command.add_argument(name, type=str if name == "--formats" else _words, metavar=example, help=text)
+    _add_all(command)
     command.add_argument("--quick", action="store_true", help="fewer sizes, dtypes and repetitions")
     command.add_argument(
         "--peers",
@@ -279,6 +284,10 @@ def _add_bench(commands: Any) -> None:
     output.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
     output.add_argument("--markdown", action="store_true", help="print the table for the README instead")
     command.set_defaults(run=benchmark.run)
+
+
+def _add_all(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--all", action="store_true", help="formats too that lists do not show unasked")
 
 
 # ---- what several commands take ------------------------------------------------------------------------------------

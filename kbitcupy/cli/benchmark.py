@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
         "device": arguments.device,
         "quick": arguments.quick,
         "peers": arguments.peers,
+        "all": arguments.all,
     }
     cells = _cells(arguments, names, about)
     if arguments.list_cells:

@@ -15,7 +15,7 @@ from .. import explore
 from .._version import __version__
 from ..array import QuantizedArray
 from ..backend import xp as _xp
-from ..errors import FileError
+from ..errors import FileError, FormatError
 from ..explore import Measurement
 from ..explore.samples import DISTRIBUTIONS, SHAPE, draw
 from ..formats.base import Choice, split_formats
@@ -33,9 +33,11 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.formats is not None:
         names = split_formats(arguments.formats)
     elif arguments.files:
+        if arguments.all:
+            raise FormatError("--all is for samples; --formats names those to compare on a file")
         names = [DEFAULT_FORMAT]
     else:
-        names = [format.name for format in explore.default_formats()]
+        names = [format.name for format in explore.default_formats(SHAPE, all=arguments.all)]
     chosen = {name: chosen_format(name, arguments.option) for name in names}
     device = _xp.resolve_device(arguments.device)
     tensors, nbytes = _tensors(arguments.files, arguments, again=True)
@@ -132,7 +134,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
         chosen = [chosen_format(name, ()) for name in split_formats(arguments.formats)]
     tensors, nbytes = _tensors([arguments.file], arguments, again=False)
     with progress_bar("plan", nbytes, sys.stderr.isatty()) as advance:
-        rows = explore.sweep(_counted(tensors, advance), chosen, device=arguments.device)
+        rows = explore.sweep(_counted(tensors, advance), chosen, device=arguments.device, all=arguments.all)
     plan = explore.plan(rows, arguments.bits, time_limit=arguments.time_limit)
     config = plan.config()
     _write(target, dumps(config).encode() + b"\n", arguments.force)

@@ -22,7 +22,7 @@ _SIZE = 1 << 20
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
-    found = [_about(name) for name in (arguments.formats or list_formats(default=True))]
+    found = [_about(name) for name in (arguments.formats or list_formats(default=None if arguments.all else True))]
     if arguments.json:
         print(dumps({"kbitcupy": __version__, "formats": found}))
         return

@@ -81,6 +81,7 @@ class Measurement:
             "shape": self.shape,
             "dtype": self.dtype,
             "format": None if self.format is None else self.format.name,
+            "family": None if self.format is None else self.format.family,
             "options": {} if self.format is None else self.format.options(),
             "given": list(self.given),
             "label": None if self.format is None else label(self.format),
@@ -154,13 +155,15 @@ def _not_finite(x: Any, chunk: int = 1 << 22) -> tuple[int, int]:
     return nan, infinite
 
 
-def default_formats(shape: tuple[int, ...] | None = None) -> list[Format]:
+def default_formats(shape: tuple[int, ...] | None = None, *, all: bool = False) -> list[Format]:
     """Every registered format that lists show, that can be made without options and quantized to.
 
     Parameters
     ----------
     shape : tuple of int, optional
         Leave out those that refuse an array of this shape, as its rows are not whole blocks of theirs.
+    all : bool, default False
+        Those too that lists do not show to who has not asked for them (`Format.default`).
 
     Examples
     --------
@@ -171,7 +174,7 @@ def default_formats(shape: tuple[int, ...] | None = None) -> list[Format]:
     ['q8_0']
     """
     made = []
-    for name in list_formats(default=True):
+    for name in list_formats(default=None if all else True):
         try:
             format = get_format(name)
             if shape is not None:
@@ -267,6 +270,7 @@ def sweep(
     *,
     device: str | None = None,
     progress: bool = False,
+    all: bool = False,
 ) -> Sweep:
     """Measure formats on arrays.
 
@@ -284,13 +288,16 @@ def sweep(
         are.
     progress : bool, default False
         Show a progress bar.
+    all : bool, default False
+        Without `formats`: those too that lists do not show to who has not asked for them.
 
     Returns
     -------
     Sweep
         A list with a dict for each tensor and format, tensor by tensor, ready for ``pandas.DataFrame``. Keys:
-        ``tensor``, ``shape``, ``dtype``, ``format`` (name), ``options``, ``given`` (names of what `kbitcupy.quantize`
-        was given beside them), ``label`` (name and changed options, which `get_format` reads), ``elements``,
+        ``tensor``, ``shape``, ``dtype``, ``format`` (name), ``family``, ``options``, ``given`` (names of what
+        `kbitcupy.quantize` was given beside them), ``label`` (name and changed options, which `get_format` reads),
+        ``elements``,
         ``bits_per_element``, ``sqnr_db``, ``sqnr_centered_db`` (against the variance instead of the mean square),
         ``cosine``, ``mse``, ``max_error``, ``signal`` and ``squared_error`` (sums of squares), ``nbytes_before``,
         ``nbytes_after``, ``mean`` and ``deviation`` (standard deviation) of the tensor, ``nan`` and ``infinite`` (how
@@ -320,15 +327,15 @@ def sweep(
         _xp.float_dtype(data.dtype, f"tensor {tensor!r}")
         if device is not None:
             data = _xp.to_device(data, device)
-        for choice in chosen_formats(None, data.shape) if chosen is None else chosen:
+        for choice in chosen_formats(None, data.shape, all) if chosen is None else chosen:
             rows.append(measure(data, choice, tensor).row())
     return rows
 
 
 def chosen_formats(
-    wanted: str | Format | Choice | Iterable[str | Format | Choice] | None, shape: tuple[int, ...]
+    wanted: str | Format | Choice | Iterable[str | Format | Choice] | None, shape: tuple[int, ...], all: bool = False
 ) -> Sequence[Choice]:
-    """Formats as `sweep` takes them, each with what is given beside it; `default_formats` of `shape` for None.
+    """Formats as `sweep` takes them, each with what is given beside it; for None `default_formats` of `shape`.
 
     Raises
     ------
@@ -336,7 +343,7 @@ def chosen_formats(
         When there is none, or a name is not known.
     """
     if wanted is None:
-        return [(format, {}) for format in default_formats(shape)]
+        return [(format, {}) for format in default_formats(shape, all=all)]
     if isinstance(wanted, (str, Format)) or (isinstance(wanted, tuple) and wanted and isinstance(wanted[-1], Mapping)):
         wanted = (wanted,)
     found = [resolve(each) for each in wanted]

@@ -6,7 +6,6 @@ Each takes a matplotlib Axes, or makes one, and returns it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -388,9 +387,8 @@ def _axes(ax: Any, figsize: tuple[float, float] = (7.0, 4.5)) -> Any:
 
 
 def _family(row: Mapping[str, Any]) -> str:
-    """What the formats of one line have in common: the name without its number, and the changed options."""
-    name, _, changed = row["label"].partition(":")
-    return ":".join(filter(None, (re.sub(r"\d+$", "", name), changed)))
+    """What the formats of one line have in common: the family, and the changed options."""
+    return ":".join(filter(None, (row["family"], row["label"].partition(":")[2])))
 
 
 def _dashes(i: int) -> str:

@@ -75,6 +75,29 @@ class Half(Format):
         out[...] = (planes["half"].astype(np.float32) * self.factor).reshape(out.shape)
 
 
+class Hidden(Half):
+    """One that lists do not show unasked."""
+
+    name = "toy-hidden"
+    default = False
+
+
+class Decoded(Half):
+    """One that is only decoded."""
+
+    name = "toy-decoded"
+    can_encode = False
+
+
+@pytest.fixture
+def hidden_and_decoded():
+    for kind in (Hidden, Decoded):
+        kb.register(kind.name, kind)
+    yield
+    for kind in (Hidden, Decoded):
+        unregister(kind.name)
+
+
 @pytest.fixture
 def toy():
     kb.register(Half.name, Half)
@@ -511,6 +534,46 @@ def test_a_format_that_needs_an_option_is_listed(capsys):
         assert json.loads(capsys.readouterr().out)["formats"][0]["bits"] is None
     finally:
         unregister("toy-needy")
+
+
+@pytest.mark.usefixtures("hidden_and_decoded", "small_samples")
+@pytest.mark.parametrize(
+    ("words", "shown", "more"),
+    [
+        (["formats"], {"toy-decoded"}, {"toy-hidden"}),
+        (["compare"], set(), {"toy-hidden"}),
+        (["bench", "--device", "cpu", "--list-cells"], {"toy-decoded"}, {"toy-hidden"}),
+    ],
+)
+def test_lists_show_what_is_asked_for(capsys, words, shown, more):
+    """Formats that only decode can be listed and timed, and not be compared."""
+    names = [set(), set()]
+    for number, line in enumerate((words, [*words, "--all"])):
+        assert main(line) == 0
+        out = capsys.readouterr().out
+        names[number] = {name for name in ("toy-hidden", "toy-decoded") if name in out}
+    assert names == [shown, shown | more]
+
+
+@pytest.mark.usefixtures("hidden_and_decoded")
+def test_a_format_that_only_decodes_is_timed_decoding(capsys):
+    assert main(["bench", "--device", "cpu", "--sizes", "1000", "--formats", "toy-decoded", "--no-peers"]) == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith("toy")]
+    assert rows == [["toy-decoded", "dequantize"]]
+    assert main(["compare", "--formats", "toy-decoded"]) == 1
+    assert "toy-decoded can be decoded but not made" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("hidden_and_decoded")
+def test_plans_choose_from_what_is_asked_for(tmp_path, capsys):
+    kb.io.save(tmp_path / "w.safetensors", {"w": np.ones((64, 64), np.float32) / 3})
+    labels = []
+    for words in ([], ["--all"]):
+        output = tmp_path / f"plan{len(words)}.json"
+        command = ["plan", str(tmp_path / "w.safetensors"), "-o", str(output), "--bits", "20", "--min-size", "1"]
+        assert main([*command, *words]) == 0
+        labels.append("toy-hidden for all" in capsys.readouterr().out)
+    assert labels == [False, True]
 
 
 def test_doctor_on_this_machine(capsys):
