@@ -411,8 +411,8 @@ def precompile(
 
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
-# Up to so many tokens each number of them has a plan of its own; beyond, where no kernel is made for a number, all up to
-# the next power of two have one.
+# Up to so many tokens each number of them has a plan of its own; beyond, where no kernel is made for a number, all up
+# to the next power of two have one.
 _OWN_PLANS = 256
 
 
