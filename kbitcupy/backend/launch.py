@@ -238,7 +238,7 @@ class Kernel:
         units, waves : int
             See `grid_of`.
         arguments : tuple
-            As `signature` types them: arrays or addresses, 0 where a pointer is null; ints and floats; structs as bytes.
+            As `signature` types them: arrays or addresses, 0 where a pointer is null; ints; floats; structs as bytes.
         """
         ready = self._ready.get(array.data.device_id) or self.ready(array.data.device_id)
         grid = units if units <= ready.resident else grid_of(units, ready.resident, self.rounds, waves)

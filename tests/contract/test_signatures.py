@@ -65,11 +65,8 @@ def parameter_sizes(cubin, name):
     table, (entry, count, names) = struct.unpack_from("<Q", cubin, 0x28)[0], struct.unpack_from("<HHH", cubin, 0x3A)
     heads = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry) for i in range(count)]
     sections = ((head, cubin[heads[names][4] + head[0] :].partition(b"\0")[0]) for head in heads)
-    (info,) = (
-        head
-        for head, section in sections
-        if section.startswith(b".nv.info.") and f"{len(name)}{name}".encode() in section
-    )
+    mangled = f".nv.info._Z{len(name)}{name}".encode()
+    (info,) = (head for head, section in sections if section.startswith(mangled))
     at, end, sizes = info[4], info[4] + info[5], {}
     while at < end:
         kind, attribute, size = struct.unpack_from("<BBH", cubin, at)
