@@ -198,7 +198,8 @@ class Decoded(Route):
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
-        return lambda x, q, bias, out: multiply(x.reshape(problem.tokens, k), q, bias, out.reshape(problem.tokens, n))
+        # Many numbers of tokens share a plan: how many these are, the arrays say.
+        return lambda x, q, bias, out: multiply(x.reshape(out.size // n, k), q, bias, out.reshape(out.size // n, n))
 
     def describe(self, problem: Problem) -> str:
         return f"decode to {problem.dtype}, then cuBLAS"

@@ -61,7 +61,8 @@ class Generic(Route):
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
-        return lambda x, q, bias, out: multiply(x.reshape(problem.tokens, k), q, bias, out.reshape(problem.tokens, n))
+        # Many numbers of tokens share a plan: how many these are, the arrays say.
+        return lambda x, q, bias, out: multiply(x.reshape(out.size // n, k), q, bias, out.reshape(out.size // n, n))
 
     def describe(self, problem: Problem) -> str:
         return "rows decoded element by element and multiplied in float32: linear_blocks"

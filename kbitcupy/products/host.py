@@ -58,7 +58,8 @@ class Host(Route):
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
-        return lambda x, q, bias, out: multiply(x.reshape(problem.tokens, k), q, bias, out.reshape(problem.tokens, n))
+        # Many numbers of tokens share a plan: how many these are, the arrays say.
+        return lambda x, q, bias, out: multiply(x.reshape(out.size // n, k), q, bias, out.reshape(out.size // n, n))
 
     def describe(self, problem: Problem) -> str:
         return f"NumPy: decode {_CHUNK_ROWS} rows or more at a time and multiply, in {working_dtype(problem.dtype)}"

@@ -17,24 +17,30 @@ from kbitcupy.products.routes import Problem, device
 
 pytestmark = pytest.mark.gpu
 
-# Formats that a kernel decodes, and those among them with a tensor scale for each member of a stack.
-DECODED = [format for format in FORMATS if format.fragments() is not None]
+
+def of(format):
+    """The format of what `weight` takes: a format, or one with a codebook."""
+    return format[0] if isinstance(format, tuple) else format
+
+
+# Formats that a kernel decodes.
+DECODED = [format for format in FORMATS if of(format).fragments() is not None]
 # ... and those among them that linear_tile decodes.
-TILED = [format for format in DECODED if format.fragments().hopper]
+TILED = [format for format in DECODED if of(format).fragments().hopper]
 
 # One format for each kernel that decodes.
-KERNELS = list({dataclasses.replace(format.fragments(), known_values=()): format for format in DECODED}.values())
+KERNELS = list({dataclasses.replace(of(format).fragments(), known_values=()): format for format in DECODED}.values())
 
 
 def check_tile(cupy, format, dtype, cut, number):
     """``linear_tile`` as the host would not choose it for such a shape."""
-    if hopper.tile_refusal(Problem(format, (64, 512), 8, dtype, device(0))):
+    if hopper.tile_refusal(Problem(of(format), (64, 512), 8, dtype, device(0))):
         pytest.skip("linear_tile is for compute capability 9.0")
     shape = (64 * cut.groups + 5 * (number % 3), 128 * (number % 5) + 128)
     q = weight(shape, format, cupy, scale=(1e-3, 1.0, 20.0)[number % 3])
     x = numbers((max(2, cut.tokens - number), shape[1]), dtype, cupy)
     bias = numbers(shape[:1], np.dtype("float32") if number % 2 else dtype, cupy)
-    tile = hopper.TileKernel(format.fragments(), shape, dtype, device(0), cut)
+    tile = hopper.TileKernel(of(format).fragments(), shape, dtype, device(0), cut)
     out = cupy.full((len(x), shape[0]), np.nan, dtype)
     tile(x, q, bias, out)
     check(out, x, q, bias)
@@ -136,7 +142,7 @@ def test_error_of_every_format(cupy, format, dtype):
 @pytest.mark.parametrize("format", FORMATS, ids=repr)
 def test_the_simple_product(cupy, format, dtype):
     """Any format that has a decoder, whatever way its products take otherwise; every kind of bias."""
-    if format.decoder is None:
+    if of(format).decoder is None:
         pytest.skip("it has no decoder")
     for number, shape in enumerate(((40, 256), (33, 224), (7, 4096))):
         q = weight(shape, format, cupy)
@@ -369,7 +375,7 @@ def test_stacks_larger_than_a_group_of_tokens(cupy):
 
 # ---- weights beyond the range of float16 -----------------------------------------------------------------------------
 
-SCALED = [format for format in FORMATS if format.magnitude() is not None] + [
+SCALED = [format for format in FORMATS if of(format).magnitude() is not None] + [
     kb.get_format(name, granularity=granularity, symmetric=symmetric)
     for name in ("int8", "uint4")
     for granularity in ("token", ("channel", 1), ("group", 32))
