@@ -92,7 +92,7 @@ def random_format(rng, shape):
             options[option] = value
     try:
         chosen = base.resolve(name, **options)
-        kb.quantize(np.ones(shape, np.float32), chosen)
+        kb.quantize(np.ones(fitting(plain, shape), np.float32), chosen)
         return chosen
     except FormatError:  # options that exclude each other, or do not go with the shape
         return plain, {}
@@ -124,7 +124,7 @@ def random_numbers(rng, shape, dtype):
 def begin(rng, xp):
     shape, dtype = random_shape(rng), DTYPES[rng.integers(len(DTYPES))]
     format = random_format(rng, shape)
-    shape = fitting(format, shape)
+    shape = fitting(format[0], shape)
     history = [f"quantize({dtype}{list(shape)}, {format!r})"]
     x = random_numbers(rng, shape, dtype)
     try:
