@@ -87,9 +87,11 @@ def quantize(
     if format is None:
         raise TypeError(_no_format({**({} if codebook is None else {"codebook": codebook}), **options}))
     given: Mapping[str, Any] | None = None
-    if options or not (scale is zero_point is codebook is importance is None) or not isinstance(format, Format):
+    if options or not (scale is zero_point is codebook is importance is None):
         brought = {"scale": scale, "zero_point": zero_point, "codebook": codebook, "importance": importance}
         format, given = resolve(format, brought, **options)
+    elif not isinstance(format, Format):
+        format, given = resolve(format)
     if not format.can_encode:
         raise FormatError(f"{format} can be decoded but not made: quantize to another format, see list_formats()")
     if out is not None:
@@ -205,6 +207,10 @@ def to_torch(q: Any, /, *, dtype: Any = None) -> Any:
     return tensor
 
 
+# Of row numbers, as kernels take them. (To ask a dtype for its name takes a microsecond.)
+_IDS = frozenset((np.dtype(np.int32), np.dtype(np.int64)))
+
+
 def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) -> Any:
     """Decode some rows of a compressed array (an embedding lookup).
 
@@ -258,9 +264,9 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
         else:
             check_out(out, shape, first, dtype)
         if out.size:
-            ids = _xp.contiguous(ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64))
+            ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
             written = out if out.dtype in _xp.dtype_set(q.format.dtypes) else xp.empty(shape, np.float32)
-            if not (q.size and q.format.decode_rows(q.planes, q.shape, ids, written, q.lead)):
+            if not (q.size and q.format.decode_rows(q.planes, q.shape, ids, written, q.lead, q._launches)):
                 rows = q[ids.reshape(-1)]
                 decode(rows.format, rows.planes, written.reshape(rows.shape), rows.lead)
             if written is not out:

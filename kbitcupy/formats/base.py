@@ -329,11 +329,20 @@ class Format(ABC):
         """
         return None
 
-    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any, lead: int = 0) -> bool:
+    def decode_rows(
+        self,
+        planes: Mapping[str, Any],
+        shape: tuple[int, ...],
+        ids: Any,
+        out: Any,
+        lead: int = 0,
+        kept: dict[Any, Any] | None = None,
+    ) -> bool:
         """Fill `out` with the rows `ids` (int32 or int64) of an array of `shape`, in one launch.
 
         All arrays are on one device, the current one, and not empty; rows are whole blocks, or those of a stack, whose
-        first `lead` lengths count members. Row numbers wrap.
+        first `lead` lengths count members. Row numbers wrap. `kept` lives as long as the planes, for what does not
+        change with them.
 
         Returns
         -------
@@ -342,7 +351,7 @@ class Format(ABC):
         """
         if self.decoder is None or not decoders.decodes(out):
             return False
-        decoders.take(self.decoder, planes, shape, ids, out, lead)
+        decoders.take(self.decoder, planes, shape, ids, out, lead, kept)
         return True
 
     def decode_stack(self, planes: Mapping[str, Any], out: Any, lead: int) -> bool:
@@ -753,14 +762,14 @@ def resolve(format: Any, /, given: Mapping[str, Any] | None = None, **options: A
     >>> resolve("kbit2", codebook=[-1, 0, 0.5, 1])
     (get_format('kbit2:codebook=custom'), {'codebook': [-1, 0, 0.5, 1]})
     """
+    if given is None and not options and isinstance(format, str) and (made := _made.get((format,))) is not None:
+        return made, {}
     if isinstance(format, tuple) and len(format) == 2 and isinstance(format[1], Mapping):
         format, more = format
     else:
         more = {}
     brought = {name: value for name, value in (*more.items(), *(given or {}).items()) if value is not None}
     if not isinstance(format, Format):
-        if not brought and not options and isinstance(format, str) and (made := _made.get((format,))) is not None:
-            return made, brought
         format, brought = _split(format, brought, options)
     elif options or isinstance(brought.get("codebook"), str):
         names = ", ".join((*options, *(("codebook",) if isinstance(brought.get("codebook"), str) else ())))

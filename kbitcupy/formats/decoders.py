@@ -142,7 +142,13 @@ def dequantize(decoder: Decoder, planes: Mapping[str, Any], shape: tuple[int, ..
 
 
 def take(
-    decoder: Decoder, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any, lead: int = 0
+    decoder: Decoder,
+    planes: Mapping[str, Any],
+    shape: tuple[int, ...],
+    ids: Any,
+    out: Any,
+    lead: int = 0,
+    kept: dict[Any, Any] | None = None,
 ) -> None:
     """Fill `out` with rows of a CuPy array of `shape` by their numbers along axis 0, which wrap.
 
@@ -152,6 +158,8 @@ def take(
         int32 or int64, contiguous.
     lead : int, default 0
         How many leading lengths count the members of a stack. Without, rows are whole blocks.
+    kept : dict, optional
+        Lives as long as the planes and keeps the `Decoder.argument`.
     """
     if not out.size:
         return
@@ -159,7 +167,11 @@ def take(
     kernel = _kernel("take_blocks", decoder, out.dtype)
     runs = ids.size * rows[2]
     packed = _ROWS.pack(ids.size, *rows, ids.dtype.itemsize == 8)
-    argument = decoder.argument(planes, shape[lead:], math.prod(shape[:lead]))
+    argument = None if kept is None else kept.get(decoder)
+    if argument is None:
+        argument = decoder.argument(planes, shape[lead:], math.prod(shape[:lead]))
+        if kept is not None:
+            kept[decoder] = argument
     kernel(out, -(-runs * each // _THREADS), (out.data.ptr, ids.data.ptr, packed, argument))
 
 

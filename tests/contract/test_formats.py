@@ -11,6 +11,7 @@ from toy import Toy
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import Template
+from kbitcupy.formats import base
 from kbitcupy.formats.base import kernel_templates, parse_format, resolve, split_formats, unregister
 
 SHAPES = [(0,), (), (1,), (31,), (3, 32), (5, 7, 33), (4, 0, 2)]
@@ -29,6 +30,73 @@ def test_registration():
         kb.register("", Toy)
     with pytest.raises(kb.KbitError, match="must be callable"):
         kb.register("other", 3)
+
+
+def test_formats_of_other_packages_are_listed(monkeypatch):
+    """By their names, without an import; what is shown unasked they say themselves."""
+    loaded = []
+
+    class Entry:
+        name = "toy"
+
+        def load(self):
+            loaded.append(self.name)
+            return Toy
+
+    def entry_points(*, group, name=None):
+        assert group == "kbitcupy.formats"
+        return [Entry()] if name in (None, "toy") else []
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    base._offered.cache_clear()
+    try:
+        assert kb.list_formats()[-1] == "toy" and not loaded
+        monkeypatch.setattr(Toy, "default", False)
+        assert "toy" not in kb.list_formats(default=True) and "toy" in kb.list_formats(default=False) and loaded
+    finally:
+        unregister("toy")
+        base._offered.cache_clear()
+
+
+def test_what_only_decodes_is_refused_before_anything_is_touched(monkeypatch):
+    kb.register("toy", Toy)
+    try:
+        q = kb.quantize(np.ones(16, np.float32), "toy")
+        monkeypatch.setattr(Toy, "can_encode", False)
+        with pytest.raises(kb.KbitError, match="toy can be decoded but not made"):
+            kb.quantize(np.zeros(16, np.float32), "toy", out=q)
+        assert q.dequantize().min() == 1
+        assert "toy" not in [format.name for format in kb.explore.default_formats()]
+    finally:
+        unregister("toy")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: kb.quantize(x, "nf4", scale=1.0), "scale is given, but nf4 takes no scale: .* it takes nothing"),
+        (lambda x: kb.quantize(x, "int8", codebook=np.ones(16)), "int8 takes no codebook: .* scale, zero_point"),
+        (lambda x: kb.quantize(x, "kbit4", importance=x), "kbit4 takes no importance"),
+        (lambda x: kb.quantize(x, kb.get_format("kbit4"), codebook="nf"), r"options \(codebook\) go with a format's"),
+        (lambda x: kb.get_format("int8", scale=0.1), "no option 'scale'; .*; scale goes with each call of quantize"),
+        (lambda x: kb.quantize(x, "int8:scale=0.1", scale=0.2), "is given scale=0.1 and scale=0.2: leave one away"),
+        (lambda x: kb.quantize(x, "kbit4:codebook=nf", codebook=np.ones(16)), "codebook='nf' and codebook=array"),
+    ],
+)
+def test_what_a_call_may_bring(call, message):
+    with pytest.raises(kb.KbitError, match=message):
+        call(np.ones((2, 32), np.float32))
+
+
+def test_a_format_and_what_a_call_brings_as_one():
+    """Lists of formats take both together."""
+    x, values = sample((4, 64), "float32"), np.linspace(-1, 1, 16)
+    wanted = kb.quantize(x, "kbit4", codebook=values, absmax="float32")
+    for choice in (("kbit4:absmax=float32", {"codebook": values}), (wanted.format, {"codebook": values})):
+        assert np.array_equal(kb.quantize(x, choice).dequantize(), wanted.dequantize())
+        (row,) = kb.explore.sweep(x, choice)
+        assert row["label"] == "kbit4:codebook=custom,absmax=float32" and row["given"] == ["codebook"]
+    assert len(kb.explore.sweep(x, ["kbit4", ("kbit4", {"codebook": values})])) == 2
 
 
 def test_entry_points_are_asked_for_unknown_names_only(monkeypatch):

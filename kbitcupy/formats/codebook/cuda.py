@@ -207,6 +207,12 @@ def kbit_decoder(k: int, absmax: str, table: Codebook | None) -> Decoder:
     return Decoder(_HEADER, struct, ("packed", "absmax", "scale"), lambda shape: (k,), values, "codebook")
 
 
+@functools.lru_cache(maxsize=1024)
+def _kbit_quantizer(k: int, absmax: str, dtype: np.dtype, table: Codebook | None, device: int) -> Launch:
+    """The launch of ``quantize_kbit`` on a device."""
+    return _kbit_launch("quantize", k, absmax, dtype, table, dtype.itemsize == 2 and shared_memory(device) >= _ROOMY)
+
+
 def quantize_kbit(
     x: Any, planes: Mapping[str, Any], k: int, absmax: str, table: Codebook | None, values: Any, flat: bool = False
 ) -> None:
@@ -215,8 +221,7 @@ def quantize_kbit(
         if not flat:
             _fill_shared_planes(planes, table, values)
         return
-    roomy = x.dtype.itemsize == 2 and shared_memory(x.data.device_id) >= _ROOMY
-    launch = _kbit_launch("quantize", k, absmax, x.dtype, table, roomy)
+    launch = _kbit_quantizer(k, absmax, x.dtype, table, x.data.device_id)
     size = x.size
     scale: Any = 0 if flat else planes["scale"]
     arguments = (x, size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))

@@ -153,9 +153,17 @@ class Table4(Format):
     def decoder(self) -> Decoder:
         return cuda.table4_decoder(self.block, self.double_quant, self._table)
 
-    def decode_rows(self, planes: Mapping[str, Any], shape: tuple[int, ...], ids: Any, out: Any, lead: int = 0) -> bool:
+    def decode_rows(
+        self,
+        planes: Mapping[str, Any],
+        shape: tuple[int, ...],
+        ids: Any,
+        out: Any,
+        lead: int = 0,
+        kept: dict[Any, Any] | None = None,
+    ) -> bool:
         if not isinstance(out, np.ndarray):
-            return super().decode_rows(planes, shape, ids, out, lead)
+            return super().decode_rows(planes, shape, ids, out, lead, kept)
         if not self.double_quant or lead:
             return False
         # 256 blocks share what their absmax are decoded with, wherever rows end: those of all rows are decoded.
