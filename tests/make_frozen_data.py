@@ -1,4 +1,4 @@
-"""Write tests/data/frozen/: what this version makes of a few numbers, by every format and kind of options.
+"""Write tests/data/frozen/: what this version makes of a few numbers, by every format and its option sets.
 
 Run once for a format that is new, ``python tests/make_frozen_data.py NAME ...``, and never again for one that has been
 released: what a file holds is what every later version must decode to the same bytes. Files that exist are kept.
@@ -12,25 +12,10 @@ from inputs import DTYPES, fitting, make
 from ml_dtypes import finfo
 
 import kbitcupy as kb
-from kbitcupy.formats.blocks import BlockFormat
+from kbitcupy.formats.base import samples
 
 FOLDER = Path(__file__).parent / "data" / "frozen"
 KINDS = ("normal", "small", "wide", "special", "zeros")
-OPTIONS = {
-    "kbit": [{}, {"codebook": "nf"}, {"absmax": "float16"}, {"absmax": "float32"}],
-    "nf4": [{}, {"block": 16}, {"block": 128}, {"block": 16, "double_quant": True}],
-    "fp4": [{}, {"block": 32}, {"block": 16, "double_quant": True}],
-    "table4": [{}, {"codebook": "nf", "block": 32}, {"block": 16, "double_quant": True}],
-    "dynamic8": [{}, {"block": 32}],
-    "gguf": [{}],
-    "int": [
-        {"granularity": granularity, "symmetric": symmetric}
-        for granularity in ("tensor", "token", ("channel", 0), ("channel", 1), ("group", 32))
-        for symmetric in (True, False)
-    ],
-}
-# Formats that take a codebook of one's own.
-OWN = ("kbit", "table4")
 
 
 def numbers(dtype, bounded=False):
@@ -43,13 +28,7 @@ def numbers(dtype, bounded=False):
 
 def is_bounded(name):
     """Whether a format gets the bounded numbers: 0.1 took the range of float32 for that of every dtype."""
-    return family(name) == "int"
-
-
-def family(name):
-    if isinstance(kb.get_format(name), BlockFormat):
-        return "gguf"
-    return "int" if "int" in name else name if name in OPTIONS else name.rstrip("0123456789")
+    return name in ("int8", "uint8", "int4", "uint4")
 
 
 def fitted(name, x):
@@ -57,15 +36,10 @@ def fitted(name, x):
     return np.resize(x, fitting(kb.get_format(name), x.shape))
 
 
-def cases(name):
-    """(label, options) of a format."""
-    for options in OPTIONS[family(name)]:
-        if not (name == "kbit8" and options.get("absmax") == "float16"):  # its default
-            yield " ".join(f"{key}={value}" for key, value in options.items()) or "default", options
-    if family(name) in OWN:
-        size = 1 << kb.get_format(name).bits
-        values = np.random.default_rng(size).permutation(np.linspace(-1, 0.75, size, dtype=np.float32))
-        yield "own values", {"codebook": values}
+def own_codebook(format):
+    """Numbers in no order, of which none stands for the end of the range."""
+    size = 1 << int(format.bits)
+    return np.random.default_rng(size).permutation(np.linspace(-1, 0.75, size, dtype=np.float32))
 
 
 def main():
@@ -76,11 +50,12 @@ def main():
             print(f"{path.name} exists and is kept")
             continue
         tensors = {}
-        for label, options in cases(name):
+        for format in samples(name):
+            given = {"codebook": own_codebook(format)} if format.options().get("codebook") == "custom" else {}
             for dtype in DTYPES:
-                q = kb.quantize(fitted(name, numbers(dtype, is_bounded(name))), name, **options)
-                tensors[f"{label} {dtype}"] = q
-                tensors[f"{label} {dtype} decoded"] = q.dequantize()
+                q = kb.quantize(fitted(name, numbers(dtype, is_bounded(name))), format, **given)
+                tensors[f"{format} {dtype}"] = q
+                tensors[f"{format} {dtype} decoded"] = q.dequantize()
         kb.io.save(path, tensors)
         print(f"{path.name}: {len(tensors) // 2} arrays, {path.stat().st_size} bytes")
     inputs = FOLDER / "inputs.safetensors"

@@ -104,8 +104,8 @@ class BlockFormat(Format):
     """A format of equal byte blocks.
 
     A subclass sets ``name``, ``origin``, ``summary``, ``block`` and `fields`, and writes `dequantize_blocks`, and
-    `quantize_blocks` unless ``can_encode`` is False. For CUDA it names the `struct` that decodes it and the kernel that
-    quantizes.
+    `quantize_blocks` unless it is for reading only (``can_encode`` is then False). For CUDA it names the `struct` that
+    decodes it and the kernel that quantizes.
     """
 
     #: Fields in the order of the origin's bytes. Neighbours that a decoder always reads together may be one field.
@@ -126,6 +126,7 @@ class BlockFormat(Format):
             cls.kernels = templates(cls.header, cls.struct, folder=cls.folder)
         if cls.quantizer is not None:
             cls.kernels += (cls.quantizer.template,)
+        cls.can_encode = cls.quantize_blocks is not BlockFormat.quantize_blocks
 
     @property
     def decoder(self) -> Decoder | None:

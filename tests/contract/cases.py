@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from inputs import BFLOAT16, KINDS as ALL_KINDS, fitting, make
+from make_frozen_data import own_codebook
 
 import kbitcupy as kb
 from kbitcupy.errors import FormatError
@@ -63,11 +64,6 @@ class Case:
 
     def __str__(self):
         return self.text
-
-
-def own_codebook(format):
-    size = 1 << int(format.bits)
-    return np.random.default_rng(size).permutation(np.linspace(-1, 0.75, size, dtype=np.float32))
 
 
 def takes(format, shape):

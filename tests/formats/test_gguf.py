@@ -181,5 +181,6 @@ def test_a_format_that_is_only_read():
     q = kb.QuantizedArray(format, format.from_blocks(blocks), (3, 4), "float16")
     assert q.planes["mark"].tolist() == [0, 5, 10] and q.planes["codes"].tolist()[:4] == [1, 2, 3, 4]
     assert q.dequantize().tolist()[0] == [1 / 16, 2 / 16, 3 / 16, 4 / 16]
-    with pytest.raises(kb.KbitError, match="sixteenths is read and decoded only: choose another format to quantize"):
+    assert not format.can_encode and kb.get_format("q8_0").can_encode
+    with pytest.raises(kb.KbitError, match="sixteenths can be decoded but not made: quantize to another format"):
         kb.quantize(np.zeros(4, np.float32), format)
