@@ -113,13 +113,13 @@ def gpu_cells(report: Report, session: Session, n: int, dtype: np.dtype) -> Iter
     for peer in GPU_PEERS:
         for operation in peer.operations if peer.installed else ():
 
-            def make(case: Case, peer: Peer = peer) -> Cell:
+            def time(case: Case, peer: Peer = peer) -> str:
                 if session.torch is None:
                     raise ImportError("torch with CUDA is not installed")
-                return gpu_cell(report, session, case, peer.label, n, dtype, peer=True)
+                return gpu_cell(report, session, case, peer.label, n, dtype, peer=True).time()
 
             name = cell_name(operation, peer.label, dtype.name, size_text(n))
-            yield _cell(report, name, peer, operation, make)
+            yield _cell(report, name, peer, operation, time)
 
 
 def core_cells(report: Report, session: Session, n: int, dtype: np.dtype) -> Iterator[Cell]:
@@ -127,14 +127,15 @@ def core_cells(report: Report, session: Session, n: int, dtype: np.dtype) -> Ite
     for peer in HOST_PEERS:
         for operation in peer.operations if peer.installed else ():
 
-            def make(case: Case, peer: Peer = peer) -> Cell:
-                return core_cell(report, session, case, peer.label, n, dtype, peer=True)
+            def time(case: Case, peer: Peer = peer) -> str:
+                with _one_thread():
+                    return core_cell(report, session, case, peer.label, n, dtype, peer=True).time()
 
             name = cell_name(operation, peer.label, dtype.name, size_text(n))
-            yield _cell(report, name, peer, operation, make)
+            yield _cell(report, name, peer, operation, time)
 
 
-def _cell(report: Report, name: str, peer: Peer, operation: str, make: Callable[[Case], Cell]) -> Cell:
+def _cell(report: Report, name: str, peer: Peer, operation: str, measure: Callable[[Case], str]) -> Cell:
     """A cell that costs a note where the library fails: whatever it raises."""
 
     def time() -> str:
@@ -145,8 +146,7 @@ def _cell(report: Report, name: str, peer: Peer, operation: str, make: Callable[
             for module in peer.modules:
                 top = module.partition(".")[0]
                 report.environment["versions"].setdefault(top, distribution_version(top))
-            with _one_thread() if report.device == "cpu" else contextlib.nullcontext():
-                return make(cases[operation]).time()
+            return measure(cases[operation])
         except Exception as error:
             note = f"{peer.label} left out: " + (textwrap.shorten(str(error), 200) or type(error).__name__)
             if note not in report.notes:
