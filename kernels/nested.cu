@@ -1,6 +1,6 @@
 // Double quantization: the absmax of blocks, themselves quantized. One warp has the 256 absmax of a nested block, eight
-// a lane. Apart from float4.cu, since a module compiles every plain kernel.
-#include "float4.cuh"
+// a lane. Apart from table4.cu, since a module compiles every plain kernel.
+#include "table4.cuh"
 
 constexpr int WARPS = THREADS / WARP;  // THREADS and MEAN_THREADS are the host's
 static_assert(NESTED_BLOCK == 8 * WARP, "a warp has a nested block, eight absmax a lane");

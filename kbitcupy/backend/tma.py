@@ -1,4 +1,4 @@
-"""Tensor maps: how the bulk tensor copy engine of Hopper is told where a matrix lies."""
+"""Tensor maps: how TMA, the tensor memory accelerator of Hopper, is told where a matrix lies."""
 
 from __future__ import annotations
 

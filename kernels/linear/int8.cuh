@@ -5,6 +5,15 @@
 // a is what quantize_tokens wrote, or laid out as that: int8 [M, pitch], zeros from K to pitch, pitch a multiple of 128
 // and the array aligned to 16 bytes. So only w, which is the caller's, has edges in K. Sums are exact in int32 up to K
 // = 131071. The float32 operations keep subnormal numbers, as NumPy does, although -ftz=true is on.
+//
+// Arguments that the kernels which multiply share:
+//     a               int8 [tokens, pitch] tokens
+//     w               int8 [channels, depth] weights
+//     y               T[tokens, channels]
+//     token_scale     float32[tokens]
+//     channel_scale   float32[channels]
+//     bias            [channels] of the type that bias_kind names, or null
+//     tokens, channels, depth, pitch    M, N, K and bytes from token to token
 #pragma once
 #include "common/mma.cuh"
 

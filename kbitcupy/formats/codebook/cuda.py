@@ -80,9 +80,9 @@ CODES = tuple(
     for name in ("pack_kbit", "unpack_kbit", "encode_absmax_e4m4", "decode_absmax_e4m4")
 )
 
-_FILE = "float4.cu"
+_FILE = "table4.cu"
 _TYPES = tuple(CXX_TYPES[name] for name in ("float16", "bfloat16", "float32"))
-# Numbers of kernels/float4.cu and nested.cu: threads of a block, and of the one that decodes the dynamic map; octets of
+# Numbers of kernels/table4.cu and nested.cu: threads of a block, and of the one that decodes the dynamic map; octets of
 # a thread that are decoded from 4 bits, more where it has a second table to make and the writes do not take longest;
 # elements of a thread in a round, where the dynamic map is decoded. Blocks whose absmax are quantized together, and
 # threads of the block that finds their mean.

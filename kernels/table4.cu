@@ -11,7 +11,7 @@
 // bitsandbytes' kernels for NF4 in blocks of 64 reach .06 of the copy bandwidth of an H200 when they quantize and .55
 // when they dequantize; these reach .84 to .99 and .90 to .96, as a bucket holds at most one threshold (one comparison
 // an element) and no two lanes of a warp read one bank.
-#include "float4.cuh"
+#include "table4.cuh"
 
 constexpr int QUANTIZE_WARPS = THREADS / WARP;
 // Thread blocks on a multiprocessor at least: 64 registers for each thread, which some architectures cannot do with.
