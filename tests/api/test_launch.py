@@ -68,7 +68,8 @@ def test_arguments_arrive_as_their_types_say(driver, early, grid):
 
 
 @pytest.mark.parametrize(
-    ("place", "wrong"), [(0, -1), (1, 1 << 31), (1, 1.5), (2, "3"), (3, -1), (4, b"x"), (6, 5), (7, None), (9, 1.0)]
+    ("place", "wrong"),
+    [(0, -1), (0, None), (0, 1.5), (1, 1 << 31), (1, 1.5), (2, "3"), (3, -1), (4, b"x"), (6, 5), (7, None), (9, 1.0)],
 )
 def test_what_does_not_fit_its_type_is_refused(driver, place, wrong):
     start = launch._PackedLaunch(1, "some kernel", 32, 0, SIGNATURE, False)
@@ -76,21 +77,28 @@ def test_what_does_not_fit_its_type_is_refused(driver, place, wrong):
     given[place] = wrong
     with pytest.raises(TypeError, match="arguments of some kernel: "):
         start((1,), given)
-    with pytest.raises(TypeError, match="expected 10 items"):
+    with pytest.raises(TypeError, match="expected 10"):
         start((1,), GIVEN[:-1])
     assert not driver.launches
 
 
 def test_arrays_stand_for_their_addresses(driver):
     """... and no value of them is read, as converting an array of one integer to an int would do."""
-    kernel = Kernel(Template("codes.cu", "any"), (), 32, signature=("p", "i8"))
-    memory = types.SimpleNamespace(ptr=4096, device_id=0)
-    array = types.SimpleNamespace(data=memory)
-    seen = []
-    kernel._ready[0] = Ready(lambda grid, arguments: seen.append((grid, list(arguments))), 4)
-    kernel(array, 3, (array, 8))
-    kernel(array, 100, (0, 8), 2)
-    assert seen == [((3,), [4096, 8]), ((8,), [0, 8])]
+
+    class Array(types.SimpleNamespace):
+        def __index__(self):
+            raise AssertionError("the value of an array was asked for")
+
+    array = Array(data=types.SimpleNamespace(ptr=4096, device_id=0))
+    kernel = Kernel(Template("codes.cu", "any"), (), 32, signature=SIGNATURE)
+    kernel._ready[0] = Ready(launch._PackedLaunch(1, "any", 32, 0, SIGNATURE, False), 4)
+    kernel(array, 3, (array, *GIVEN[1:]))
+    kernel(array, 100, (0, *GIVEN[1:]), 2)
+    kernel.launch(array, (5, 6), GIVEN)
+    assert [struct.unpack("=Q", arguments[0])[0] for _, _, _, arguments, _ in driver.launches] == [4096, 0, GIVEN[0]]
+    assert [shape[:2] for _, shape, _, _, _ in driver.launches] == [(3, 1), (8, 1), (5, 6)]
+    with pytest.raises(TypeError, match="arguments of any: .*ptr"):
+        kernel(array, 3, (np.zeros(1), *GIVEN[1:]))  # an array of the host has no address on a device
 
 
 @pytest.mark.parametrize("resident", [1, 7, 132])
