@@ -20,6 +20,7 @@ import numpy as np
 import kbitcupy as kb
 from kbitcupy.backend.compile import kernel_folder
 from kbitcupy.errors import FormatError
+from kbitcupy.formats.base import samples
 
 HERE = Path(__file__).resolve().parent
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-fPIC", "-shared")
@@ -163,26 +164,19 @@ def fits(format, shape):
 
 # ---- which formats ---------------------------------------------------------------------------------------------------
 
-#: Option sets beside the defaults, until formats name their own.
+#: Option sets beside those that formats name: the largest and the oddest blocks, tables from planes.
 MORE = [
-    *(f"kbit{k}:absmax={absmax}" for k, absmax in ((1, "float16"), (3, "float32"), (4, "float16"), (8, "e4m4"))),
-    "kbit2:codebook=custom", "kbit4:codebook=custom,absmax=float32", "kbit8:codebook=custom,absmax=float32",
-    *(f"{name}:double_quant=true" for name in ("nf4", "fp4", "table4")),
-    "nf4:block=16", "nf4:block=4096", "nf4:block=16,double_quant=true", "table4:table=custom",
-    "table4:table=custom,double_quant=true,block=32", "dynamic8:block=16", "dynamic8:block=4096",
-    *(
-        f"{name}:{sharing}{symmetric}"
-        for name in ("int8", "uint8", "int4", "uint4")
-        for sharing in ("block=3", "block=32", *(f"granularity={g}" for g in ("channel:0", "channel:-1", "token")))
-        for symmetric in ("", ",symmetric=false")
-    ),
+    "kbit4:codebook=custom,absmax=float32", "kbit8:absmax=e4m4", "kbit8:codebook=custom,absmax=float32",
+    "nf4:block=4096", "table4:codebook=custom,double_quant=true,block=32", "dynamic8:block=16", "dynamic8:block=4096",
+    *(f"{name}:block=3{rest}" for name in ("int8", "uint8", "int4", "uint4") for rest in ("", ",symmetric=false")),
+    *(f"{name}:granularity=channel:-1" for name in ("int8", "uint4")),
 ]  # fmt: skip
 
 
 def all_formats():
-    """Every registered format that has a decoder, with its options, as texts."""
-    texts = [*kb.list_formats(), *MORE]
-    return [text for text in texts if kb.get_format(text).decoder is not None]
+    """Every registered format that has a decoder, with each of its option sets, as texts."""
+    own = [str(format) for name in kb.list_formats() for format in samples(name)]
+    return [text for text in dict.fromkeys((*own, *MORE)) if kb.get_format(text).decoder is not None]
 
 
 @functools.cache
