@@ -30,14 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cubins
 
-#: Where the kernels of 0.1 are now.
+#: Where the kernels of 0.1 are now, and what tells their names apart from those of today.
 RENAMED = (
-    (r"^linear\.cu: linear_few", "linear/small_batch.cu: linear_few"),
+    (r"^linear\.cu: (linear_few|add_partials)", r"linear/small_batch.cu: \1"),
     (r"^linear\.cu: linear_one", "linear/single_token.cu: linear_one"),
     (r"^linear\.cu:", "linear/experts.cu:"),
     (r"^linear_tile_sm90a\.cu:", "linear/hopper_sm90a.cu:"),
     (r"^w8a8(_sm90a)?\.cu:", r"linear/int8\1.cu:"),
     (r"^scales\.cu:", "linear/prescale.cu:"),
+    (r"^float4\.cu:", "table4.cu:"),
+    # Sizes that the kernels had of their own are now told to them, and numbers have names.
+    (r", (Tile)?Layout<[^<>]*>", ""),
+    (r"\b(false|IN_CHUNKS)\b", "0"),
+    (r"\b(true|AT_ONCE)\b", "1"),
+    (r"\bAT_ONCE_SPREAD\b", "2"),
 )
 
 
@@ -156,17 +162,23 @@ def verdict(old, new):
 # ---- the two trees ---------------------------------------------------------------------------------------------------
 
 
+def known_as(name, rules):
+    """The name after all rules: what has the same one on both sides is one kernel."""
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def pairs(old, new, rename):
-    """(old name, new name) of what is in both; and the names that are left on either side."""
+    """{old name: new name} of what is in both; and the names that are left on either side."""
+    there = {known_as(name, RENAMED): name for name in new} | {name: name for name in new}
     both, gone = {}, []
     for name in old:
-        now = name
-        for pattern, replacement in rename if name not in new else ():
-            now = re.sub(pattern, replacement, now)
-        if now in new:
-            both[name] = now
-        else:
+        found = there.get(name) or there.get(known_as(name, [*rename, *RENAMED]))
+        if found is None:
             gone.append(name)
+        else:
+            both[name] = found
     taken = set(both.values())
     return both, gone, [name for name in new if name not in taken]
 
@@ -188,7 +200,7 @@ def main():
         return {i.name: i for i in cubins.instances(tree) if not i.only or i.only[:2] == arguments.arch[:2]}
 
     old, new = chosen(tree_of(arguments.old)), chosen(tree_of(arguments.new))
-    rename = [*RENAMED, *(text.rpartition("=")[::2] for text in arguments.rename)]
+    rename = [text.rpartition("=")[::2] for text in arguments.rename]
     both, gone, added = pairs(old, new, rename)
     looked_at = re.compile(arguments.only)
 
