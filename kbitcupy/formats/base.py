@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 import itertools
-import json
 import math
-import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,176 +19,21 @@ from ..backend.xp import FLOAT_DTYPES
 from ..errors import FormatError
 from . import decoders
 from .decoders import Decoder as Decoder
+from .naming import (
+    MARKS,
+    equal,
+    guesses,
+    other_case,
+    parse_format as parse_format,
+    split_formats as split_formats,
+    value_text,
+)
+from .planes import Fragments as Fragments, Integers as Integers, Magnitude as Magnitude, Plane as Plane
 
 # Axes that an array can have, NumPy's limit.
 _MOST_AXES = 64
 #: Third parties list their formats under this entry-point group: name = "module:factory".
 ENTRY_POINTS = "kbitcupy.formats"
-
-
-#: What the entries of a plane belong to, see `Plane`.
-SCOPES = ("block", "tensor", "constant")
-
-
-@dataclass(frozen=True)
-class Plane:
-    """One array of a compressed tensor.
-
-    Parameters
-    ----------
-    dtype : str
-        NumPy dtype name.
-    shape : tuple of int
-        Shape of the plane: one length or more.
-    scope : {"block", "tensor", "constant"}, default "block"
-        What its entries belong to, along its first axis: ``"block"``: the blocks of the array, in their order, so that
-        those of a row along axis 0 lie side by side; ``"tensor"``: the whole array, so that each member of a stack has
-        all of them; ``"constant"``: all arrays that are stacked or joined, in which they must be equal.
-    per : int, default 1
-        Entries of a block. Only sizes count; this is for the reader.
-    every : int, default 1
-        Blocks that one entry serves, where those of several are kept together.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    scope: str = "block"
-    per: int = 1
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.scope not in SCOPES:
-            raise FormatError(f"scope of a plane is {self.scope!r}; allowed are {', '.join(map(repr, SCOPES))}")
-
-    def repeated(self, members: int) -> Plane:
-        """The plane of a stack of so many arrays."""
-        if self.scope == "constant" or members == 1:
-            return self
-        return replace(self, shape=(members * self.shape[0], *self.shape[1:]))
-
-
-@dataclass(frozen=True)
-class Magnitude:
-    """What decoded elements are proportional to: ``(code * scale + offset) * value`` of planes and known numbers.
-
-    Parameters
-    ----------
-    scales : str
-        A float32 plane.
-    offset : str or None
-        A float32 plane of one number that is added to what the scales multiply; None where there is none.
-    values : str or None
-        A float32 plane of what codes stand for; None where the host knows it.
-    largest : float
-        Then the largest magnitude of what a code stands for.
-    """
-
-    scales: str
-    offset: str | None = None
-    values: str | None = None
-    largest: float = 1.0
-
-    @functools.cached_property
-    def bits(self) -> int:
-        """`largest` as the bits of a float32."""
-        return int(np.float32(self.largest).view(np.int32))
-
-
-@dataclass(frozen=True)
-class Fragments:
-    """What the tuned product kernels need of a format, whose codes they decode to fragments: tensor-core operands.
-
-    The C++ types are decoders of ``kernels/``, in which ``{T}`` stands for the type of the tokens. Planes are named by
-    their roles; None where a format has no such plane. The numbers are constants of the decoders, where static
-    assertions compare them.
-
-    Parameters
-    ----------
-    small_batch : str
-        The decoder of ``linear_few`` and ``linear_one``.
-    hopper : str
-        ... of ``linear_tile``; empty where that kernel has none.
-    bits : int
-        Of a code.
-    block : int
-        Elements that share a scale.
-    granule : int
-        Elements of a row that have to lie in one block: K is a multiple of it.
-    scale_bytes : int
-        Of the scale of a granule in shared memory.
-    entries : int
-        Of the decoder's table of values in ``linear_few`` and ``linear_one``.
-    gaps : bool
-        Whether that table has gaps between its entries, where sums find room.
-    hopper_entries : int
-        Of the table of ``linear_tile``.
-    owned : bool
-        Whether a lane of a warp has whole granules to itself; otherwise the four lanes of a row share each of them.
-    copied : bool
-        Whether scales are used as they are stored; otherwise they are spread, one float32 for each granule.
-    swizzled : bool
-        Whether rows of one k-tile are permuted in shared memory.
-    items, grouped_items : int
-        The most k-tiles that a warp of ``linear_few``, and of its flavour for experts, has registers for.
-    wide : bool
-        Whether a thread block of ``linear_few`` has registers for 16 tokens.
-    targeted : bool
-        Whether the format has targets for the speed of products: then every instance is checked.
-    codes, scales : str
-        The planes of codes and of the scales of blocks.
-    nested_scales, offset : str or None
-        Planes of double quantization: the scales of the scales, and what is added to all of them.
-    tensor_scale : str or None
-        The plane of the scale of all blocks of a member.
-    values : str or None
-        The plane of the values that codes stand for.
-    known_values : tuple of float
-        ... where the host knows them: empty where they are in a plane.
-    scale_values : tuple of float
-        What the 8-bit codes of nested scales stand for; else empty.
-    """
-
-    small_batch: str
-    hopper: str
-    bits: int
-    block: int
-    granule: int
-    scale_bytes: int
-    entries: int
-    gaps: bool
-    hopper_entries: int
-    owned: bool
-    copied: bool
-    swizzled: bool
-    items: int
-    grouped_items: int
-    wide: bool
-    targeted: bool
-    codes: str
-    scales: str
-    nested_scales: str | None = None
-    offset: str | None = None
-    tensor_scale: str | None = None
-    values: str | None = None
-    known_values: tuple[float, ...] = ()
-    scale_values: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Integers:
-    """A matrix of plain int8 codes, one byte each, as integer tensor cores multiply them.
-
-    Parameters
-    ----------
-    codes, scales : str
-        The planes; scales are float32 and positive, and zero points are 0.
-    shares : str
-        Who shares a scale: ``"row"`` where each row along the last axis has one, ``"tensor"`` where all share one.
-    """
-
-    codes: str
-    scales: str
-    shares: str
 
 
 class Format(ABC):
@@ -516,7 +357,7 @@ class Format(ABC):
             with contextlib.suppress(ValueError, TypeError):  # it needs an option: all of them are told
                 default = get_format(self.name).spelled()
         changed = {key: value for key, value in self.spelled().items() if default.get(key, ...) != value}
-        pieces = ",".join(f"{key}={_value_text(value)}" for key, value in changed.items())
+        pieces = ",".join(f"{key}={value_text(value)}" for key, value in changed.items())
         return f"{self.name}:{pieces}" if pieces else self.name
 
     def __eq__(self, other: object) -> bool:
@@ -533,29 +374,6 @@ def named(config: dict[str, Any]) -> Format:
     """The format of a `Format.config`: how one is unpickled that its name and options describe."""
     options = dict(config)
     return get_format(options.pop("name"), **options)
-
-
-def host_numbers(values: Any, size: int, argument: str) -> np.ndarray:
-    """A table that the user gave, as float32[size] in host memory.
-
-    Raises
-    ------
-    FormatError
-        When it is not `size` finite numbers in one dimension.
-    """
-    array: Any
-    try:
-        array = np.asarray(values)
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32) if array.dtype.kind in "fiu" or array.dtype.name == "bfloat16" else None
-    except (TypeError, ValueError):
-        array = None
-    if array is None or array.shape != (size,):
-        got = "not numeric" if array is None else f"of shape {array.shape}"
-        raise FormatError(f"{argument} is {got}; it must be a one-dimensional sequence of {size} numbers")
-    if not np.isfinite(array).all():
-        raise FormatError(f"{argument} holds values that are not finite in float32; remove NaN and infinities")
-    return np.asarray(array)
 
 
 #: What a call of `quantize` may bring, beside a format's options.
@@ -598,9 +416,9 @@ def register(name: str, factory: Callable[..., Format], *, replace: bool = False
     """
     if not isinstance(name, str) or not name:
         raise FormatError(f"format name is {name!r}; it must be a non-empty string")
-    if name != name.strip() or set(name) & set(_MARKS):
+    if name != name.strip() or set(name) & set(MARKS):
         raise FormatError(
-            f"format name is {name!r}; it must be free of {' '.join(_MARKS)} and of space at its ends, which divide "
+            f"format name is {name!r}; it must be free of {' '.join(MARKS)} and of space at its ends, which divide "
             "a name from options: use letters, digits, - and _"
         )
     if not callable(factory):
@@ -718,7 +536,7 @@ def get_format(name: str, /, **options: Any) -> Format:
             takes = getattr(_unwrapped(factory), "takes", ())
             later = f"; {option} goes with each call of quantize" if option in takes else ""
             raise FormatError(f"format {registered!r} has no option {option!r}; it takes: {offered}{later}")
-        if exact in chosen and not _equal(chosen[exact], value):
+        if exact in chosen and not equal(chosen[exact], value):
             raise FormatError(
                 f"format {registered!r} is given {exact}={chosen[exact]!r} and {exact}={value!r}: leave one away"
             )
@@ -796,12 +614,12 @@ def _split(format: Any, given: dict[str, Any], options: Mapping[str, Any]) -> tu
     brought: dict[str, Any] = {}
     for word, value in (*own.items(), *options.items(), *given.items()):
         option = _option(word, factory)
-        found = _other_case(word, GIVEN) if option is None else option
+        found = other_case(word, GIVEN) if option is None else option
         numbers = found == "codebook" and not isinstance(value, str)
         to, key = (chosen, word) if option is not None and not numbers else (brought, found)
         if key is None or (key not in GIVEN and to is brought):  # get_format says what there is
             to, key = chosen, word
-        if key in to and not _equal(to[key], value):
+        if key in to and not equal(to[key], value):
             raise FormatError(f"format {registered!r} is given {key}={to[key]!r} and {key}={value!r}: leave one away")
         to[key] = value
     if "codebook" in brought and _option("codebook", factory) is not None:
@@ -813,163 +631,6 @@ def _split(format: Any, given: dict[str, Any], options: Mapping[str, Any]) -> tu
             )
         chosen["codebook"] = "custom"
     return get_format(registered, **chosen), brought
-
-
-def parse_format(text: str, /) -> tuple[str, dict[str, Any]]:
-    """Take the text of a format apart, without asking whether there is such a format.
-
-    Parameters
-    ----------
-    text : str
-        ``name:key=value,key=value``, ``name[key=value,key=value]`` or ``name``. A value is JSON where it can be
-        (``32``, ``0.5``, ``[1,2]``, ``"text"``), ``true``, ``false`` or ``null`` in any case, a list in brackets, else
-        text.
-
-    Returns
-    -------
-    name : str
-        As it was written.
-    options : dict of str to object
-        The values, by the keys as they were written.
-
-    Raises
-    ------
-    TypeError
-        When `text` is not a string.
-    FormatError
-        When it is not written like this, or holds an option twice.
-
-    Examples
-    --------
-    >>> from kbitcupy.formats.base import parse_format
-    >>> parse_format("nf4:block=32,double_quant=True")
-    ('nf4', {'block': 32, 'double_quant': True})
-    >>> parse_format("int8[granularity=channel:0]")
-    ('int8', {'granularity': 'channel:0'})
-    """
-    if not isinstance(text, str):
-        raise TypeError(f"a format is given as {type(text).__name__}; parse_format takes text, such as 'nf4:block=32'")
-    if len(text) > _LONGEST:
-        raise FormatError(f"format is a text of {len(text)} characters; at most {_LONGEST} are read")
-    text = text.strip()
-    found = re.search(r"[:\[]", text)
-    name, mark, inside = (text[: found.start()].rstrip(), found[0], text[found.end() :]) if found else (text, "", "")
-    if set(name) & set(_MARKS):
-        raise FormatError(f"format is {text!r}; options stand behind a colon, such as nf4:block=32,double_quant=true")
-    if not mark:
-        return name, {}
-    if mark == "[":
-        if not inside.endswith("]"):
-            raise FormatError(f"format is {text!r}; the bracket of its options is not closed: write nf4:block=32")
-        inside = inside[:-1].strip()
-        if not inside:
-            return name, {}
-    options: dict[str, Any] = {}
-    for piece in _pieces(inside):
-        key, equals, value = (part.strip() for part in piece.partition("="))
-        if not key or not equals:
-            raise FormatError(f"format is {text!r}; {piece!r} in it is not KEY=VALUE, such as block=32")
-        if _other_case(key, options) is not None:
-            raise FormatError(f"format is {text!r}; it holds the option {key!r} twice")
-        options[key] = _value(value)
-    return name, options
-
-
-def split_formats(text: str, /) -> list[str]:
-    """The formats of a comma-separated list, each of them a text for `get_format`.
-
-    Parameters
-    ----------
-    text : str
-        A piece with ``=`` and no ``:`` or ``[`` before it is one more option of the format ahead of it.
-
-    Returns
-    -------
-    list of str
-
-    Raises
-    ------
-    TypeError
-        When `text` is not a string.
-    FormatError
-        When nothing stands between two commas.
-
-    Examples
-    --------
-    >>> from kbitcupy.formats.base import split_formats
-    >>> split_formats("kbit4,nf4:block=32,double_quant=true,int8[granularity=token]")
-    ['kbit4', 'nf4:block=32,double_quant=true', 'int8[granularity=token]']
-    """
-    if not isinstance(text, str):
-        raise TypeError(f"formats are given as {type(text).__name__}; split_formats takes text, such as 'kbit4,nf4'")
-    found: list[str] = []
-    for piece in _pieces(text):
-        if not piece:
-            raise FormatError(f"formats are {text!r}; each must be a name, such as kbit4,nf4:block=32")
-        more = re.match(r"[^:\[]*=", piece) and found
-        if more:
-            found[-1] += f",{piece}"
-        else:
-            found.append(piece)
-    return found
-
-
-#: What divides names from options and options from each other.
-_MARKS = ":[],="
-# Texts come from files, too; one of 256 numbers has a tenth of this.
-_LONGEST = 1 << 16
-_LITERALS = {"true": True, "false": False, "null": None}
-
-
-def _pieces(text: str) -> list[str]:
-    """The stripped parts between commas; brackets and quotes are left alone."""
-    parts, depth, quoted, escaped = [""], 0, False, False
-    for c in text:
-        if quoted:
-            quoted, escaped = c != '"' or escaped, c == "\\" and not escaped
-        else:
-            quoted = c == '"'
-            depth += (c in "[{") - (c in "]}")
-        if c == "," and depth <= 0 and not quoted:
-            parts.append("")
-        else:
-            parts[-1] += c
-    return [part.strip() for part in parts]
-
-
-def _value(text: str) -> Any:
-    """An option's value, from its text."""
-    if text.lower() in _LITERALS:
-        return _LITERALS[text.lower()]
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    if text.startswith("[") and text.endswith("]") and text.count("[") == 1:
-        return [_value(part) for part in _pieces(text[1:-1])]
-    return text
-
-
-def _value_text(value: Any) -> str:
-    """The text that `_value` reads as `value`."""
-    if isinstance(value, str) and value == value.strip() and not set(value) & set(',[]{}"') and _value(value) == value:
-        return value
-    return json.dumps(value, separators=(",", ":"), default=str)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether an option that is given twice has one value."""
-    if a is b:
-        return True
-    try:
-        return bool(a == b)
-    except (ValueError, TypeError):  # arrays
-        return False
-
-
-def _other_case(word: str, words: Iterable[str]) -> str | None:
-    """The first of `words` that is `word` but for upper and lower case."""
-    return next((each for each in words if each.lower() == word.lower()), None)
 
 
 def _types(value: Any) -> Any:
@@ -992,7 +653,7 @@ def _unwrapped(factory: Any) -> Any:
 def _option(option: str, factory: Callable[..., Format]) -> str | None:
     """The option of a factory that is meant, in another case or by the name that an earlier version had for it."""
     known = option_names(factory)
-    exact = option if option in known else _other_case(option, known)
+    exact = option if option in known else other_case(option, known)
     renamed: Mapping[str, str] = getattr(_unwrapped(factory), "renamed", {})
     return renamed.get(option.lower()) if exact is None else exact
 
@@ -1018,7 +679,7 @@ def option_names(factory: Callable[..., Format]) -> list[str]:
 def _factory(name: Any) -> tuple[str, Callable[..., Format]]:
     """The name as it is registered, and its factory."""
     if isinstance(name, str):
-        found = name if name in _registry else _other_case(name, list(_registry))
+        found = name if name in _registry else other_case(name, list(_registry))
         if found is not None:
             return found, _registry[found]
         from importlib.metadata import entry_points  # slow to import, seldom needed
@@ -1027,25 +688,11 @@ def _factory(name: Any) -> tuple[str, Callable[..., Format]]:
             for entry in entry_points(group=ENTRY_POINTS, name=wanted):
                 with _lock:
                     return wanted, _registry.setdefault(wanted, entry.load())
-    guesses = _guesses(str(name)) if isinstance(name, (str, int)) else []
-    meant = " or ".join(filter(None, (", ".join(guesses[:-1]), *guesses[-1:])))
+    near = guesses(str(name), _registry) if isinstance(name, (str, int)) else []
+    meant = " or ".join(filter(None, (", ".join(near[:-1]), *near[-1:])))
     shown = repr(name) if isinstance(name, (str, int)) else type(name).__name__
-    hint = f"did you mean {meant}? Registered" if guesses else "registered"
+    hint = f"did you mean {meant}? Registered" if near else "registered"
     raise FormatError(f"format is {shown}; {hint} are {', '.join(_registry)}")
-
-
-def _guesses(name: str) -> list[str]:
-    """The registered names that somebody may have meant; numbers in the name have to be the first in theirs."""
-    plain = re.sub(r"[\s_-]", "", name.lower())
-    number = re.findall(r"\d+", plain)
-    same = [each for each in _registry if re.findall(r"\d+", each)[: len(number)] == number]
-    likeness = {each: difflib.SequenceMatcher(None, each, plain).ratio() for each in same}
-    nearest = [each for each in same if likeness[each] == max(likeness.values()) >= _ALIKE]
-    return nearest or (same if number else [])
-
-
-# Likeness of two names that may be one, misspelled; difflib's own choice.
-_ALIKE = 0.6
 
 
 _templates: list[Callable[[], Iterable[Template]]] = []

@@ -12,7 +12,6 @@ from ...backend.structs import Constants, Struct
 from ...backend.xp import as_array, is_cupy, on_device_of
 from ...errors import FormatError
 from ...tables import SMALLEST_NORMAL, Codebook, flush
-from ..base import host_numbers
 from ..chunks import Buckets
 
 #: Elements that may share an absmax.
@@ -167,6 +166,29 @@ def check_codebook_name(codebook: Any, own: str) -> str:
         f"codebook is {type(codebook).__name__}; a format holds names, 'bnf', 'nf' or 'custom'. Numbers of one's own "
         "go with each call: quantize(x, name, codebook=values)"
     )
+
+
+def host_numbers(values: Any, size: int, argument: str) -> np.ndarray:
+    """A table that the user gave, as float32[size] in host memory.
+
+    Raises
+    ------
+    FormatError
+        When it is not `size` finite numbers in one dimension.
+    """
+    array: Any
+    try:
+        array = np.asarray(values)
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32) if array.dtype.kind in "fiu" or array.dtype.name == "bfloat16" else None
+    except (TypeError, ValueError):
+        array = None
+    if array is None or array.shape != (size,):
+        got = "not numeric" if array is None else f"of shape {array.shape}"
+        raise FormatError(f"{argument} is {got}; it must be a one-dimensional sequence of {size} numbers")
+    if not np.isfinite(array).all():
+        raise FormatError(f"{argument} holds values that are not finite in float32; remove NaN and infinities")
+    return np.asarray(array)
 
 
 def check_host_codebook(values: Any, size: int) -> None:

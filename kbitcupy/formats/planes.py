@@ -1,0 +1,174 @@
+"""What a format says of itself: its planes, and what products need to know of them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..errors import FormatError
+
+#: What the entries of a plane belong to, see `Plane`.
+SCOPES = ("block", "tensor", "constant")
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One array of a compressed tensor.
+
+    Parameters
+    ----------
+    dtype : str
+        NumPy dtype name.
+    shape : tuple of int
+        Shape of the plane: one length or more.
+    scope : {"block", "tensor", "constant"}, default "block"
+        What its entries belong to, along its first axis: ``"block"``: the blocks of the array, in their order, so that
+        those of a row along axis 0 lie side by side; ``"tensor"``: the whole array, so that each member of a stack has
+        all of them; ``"constant"``: all arrays that are stacked or joined, in which they must be equal.
+    per : int, default 1
+        Entries of a block. Only sizes count; this is for the reader.
+    every : int, default 1
+        Blocks that one entry serves, where those of several are kept together.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    scope: str = "block"
+    per: int = 1
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise FormatError(f"scope of a plane is {self.scope!r}; allowed are {', '.join(map(repr, SCOPES))}")
+
+    def repeated(self, members: int) -> Plane:
+        """The plane of a stack of so many arrays."""
+        if self.scope == "constant" or members == 1:
+            return self
+        return replace(self, shape=(members * self.shape[0], *self.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """What decoded elements are proportional to: ``(code * scale + offset) * value`` of planes and known numbers.
+
+    Parameters
+    ----------
+    scales : str
+        A float32 plane.
+    offset : str or None
+        A float32 plane of one number that is added to what the scales multiply; None where there is none.
+    values : str or None
+        A float32 plane of what codes stand for; None where the host knows it.
+    largest : float
+        Then the largest magnitude of what a code stands for.
+    """
+
+    scales: str
+    offset: str | None = None
+    values: str | None = None
+    largest: float = 1.0
+
+    @functools.cached_property
+    def bits(self) -> int:
+        """`largest` as the bits of a float32."""
+        return int(np.float32(self.largest).view(np.int32))
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """What the tuned product kernels need of a format, whose codes they decode to fragments: tensor-core operands.
+
+    The C++ types are decoders of ``kernels/``, in which ``{T}`` stands for the type of the tokens. Planes are named by
+    their roles; None where a format has no such plane. The numbers are constants of the decoders, where static
+    assertions compare them.
+
+    Parameters
+    ----------
+    small_batch : str
+        The decoder of ``linear_few`` and ``linear_one``.
+    hopper : str
+        ... of ``linear_tile``; empty where that kernel has none.
+    bits : int
+        Of a code.
+    block : int
+        Elements that share a scale.
+    granule : int
+        Elements of a row that have to lie in one block: K is a multiple of it.
+    scale_bytes : int
+        Of the scale of a granule in shared memory.
+    entries : int
+        Of the decoder's table of values in ``linear_few`` and ``linear_one``.
+    gaps : bool
+        Whether that table has gaps between its entries, where sums find room.
+    hopper_entries : int
+        Of the table of ``linear_tile``.
+    owned : bool
+        Whether a lane of a warp has whole granules to itself; otherwise the four lanes of a row share each of them.
+    copied : bool
+        Whether scales are used as they are stored; otherwise they are spread, one float32 for each granule.
+    swizzled : bool
+        Whether rows of one k-tile are permuted in shared memory.
+    items, grouped_items : int
+        The most k-tiles that a warp of ``linear_few``, and of its flavour for experts, has registers for.
+    wide : bool
+        Whether a thread block of ``linear_few`` has registers for 16 tokens.
+    targeted : bool
+        Whether the format has targets for the speed of products: then every instance is checked.
+    codes, scales : str
+        The planes of codes and of the scales of blocks.
+    nested_scales, offset : str or None
+        Planes of double quantization: the scales of the scales, and what is added to all of them.
+    tensor_scale : str or None
+        The plane of the scale of all blocks of a member.
+    values : str or None
+        The plane of the values that codes stand for.
+    known_values : tuple of float
+        ... where the host knows them: empty where they are in a plane.
+    scale_values : tuple of float
+        What the 8-bit codes of nested scales stand for; else empty.
+    """
+
+    small_batch: str
+    hopper: str
+    bits: int
+    block: int
+    granule: int
+    scale_bytes: int
+    entries: int
+    gaps: bool
+    hopper_entries: int
+    owned: bool
+    copied: bool
+    swizzled: bool
+    items: int
+    grouped_items: int
+    wide: bool
+    targeted: bool
+    codes: str
+    scales: str
+    nested_scales: str | None = None
+    offset: str | None = None
+    tensor_scale: str | None = None
+    values: str | None = None
+    known_values: tuple[float, ...] = ()
+    scale_values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A matrix of plain int8 codes, one byte each, as integer tensor cores multiply them.
+
+    Parameters
+    ----------
+    codes, scales : str
+        The planes; scales are float32 and positive, and zero points are 0.
+    shares : str
+        Who shares a scale: ``"row"`` where each row along the last axis has one, ``"tensor"`` where all share one.
+    """
+
+    codes: str
+    scales: str
+    shares: str
