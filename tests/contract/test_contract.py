@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 from cases import CASES, Case, cases_of
-from checks import CHECKS
+from checks import CHECKS, commands
 from toy import Toy
 
 import kbitcupy as kb
@@ -21,6 +21,11 @@ from kbitcupy.formats.base import Plane, kernel_templates, unregister
 @pytest.mark.parametrize("check", CHECKS)
 def test_registered(check, case, xp, tmp_path):
     check(case, xp, tmp_path)
+
+
+@pytest.mark.parametrize("name", kb.list_formats())
+def test_the_command_line(name, tmp_path):
+    commands(Case(name), tmp_path)
 
 
 def test_every_name_has_a_case():
@@ -42,6 +47,10 @@ def toy():
 def test_a_new_format(check, text, toy, tmp_path):
     """The same table, for a format that only this file knows."""
     check(Case(text), np, tmp_path)
+
+
+def test_a_new_format_on_the_command_line(toy, tmp_path):
+    commands(Case(toy), tmp_path)
 
 
 def test_a_new_format_is_in_the_lists(toy, monkeypatch, capsys):
