@@ -111,14 +111,19 @@ def _letters(type: Type) -> str:
 def _packer(signature: tuple[Type, ...]) -> Callable[[Any, Any], Callable[[Sequence[Any]], None]]:
     """What makes, of ``struct.pack_into`` and a buffer, the function that packs arguments of a signature.
 
-    A function written for the signature takes a third of the time of a loop over the arguments. Where a pointer is due,
-    what is no int is an array: nobody asks an array for its value.
+    A function written for the signature takes half the time of a loop over the arguments. Where a pointer is due, what
+    is no int is an array: nobody asks an array for its value. Bytes are as many as they should be, which ``struct``
+    itself would cut or fill up.
     """
     names = [f"a{i}" for i in range(len(signature))]
-    given = (
-        f"{name} if {name}.__class__ is int else {name}.data.ptr" if type == "p" else name
-        for name, type in zip(names, signature, strict=True)
-    )
+
+    def value(name: str, type: Type) -> str:
+        letters = _letters(type)
+        if letters.endswith("s"):
+            return f"{name} if len({name}) == {letters[:-1]} else wrong({name}, {letters[:-1]})"
+        return f"{name} if {name}.__class__ is int else {name}.data.ptr" if type == "p" else name
+
+    given = map(value, names, signature)
     lines = (
         "def make(pack_into, buffer):",
         "    def pack(arguments):",
@@ -126,10 +131,14 @@ def _packer(signature: tuple[Type, ...]) -> Callable[[Any, Any], Callable[[Seque
         f"        pack_into({', '.join(('buffer', '0', *given))})",
         "    return pack",
     )
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {"wrong": _wrong_size}
     exec("\n".join(lines), made)
     make: Callable[[Any, Any], Callable[[Sequence[Any]], None]] = made["make"]
     return make
+
+
+def _wrong_size(given: bytes, size: int) -> None:
+    raise ValueError(f"{len(given)} bytes came for {size}")
 
 
 class _PackedLaunch(threading.local):
@@ -172,7 +181,7 @@ class _PackedLaunch(threading.local):
     def __call__(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         try:
             self._pack(arguments)
-        except (struct.error, AttributeError, ValueError) as error:
+        except (struct.error, AttributeError, TypeError, ValueError) as error:
             raise TypeError(f"arguments of {self._name}: {error}") from None
         width, height, depth = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         config = self._config

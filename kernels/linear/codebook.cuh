@@ -23,8 +23,8 @@ struct Kbit {
 
     __device__ __forceinline__ static int row(int g) { return g; }
 
-    // The block of 32 that a lane owns in a row of an item; `row` is the address of that in the shared window, of this
-    // lane's part where MINE, and `swizzle` what its places are exclusive-ored with.
+    // The block of 32 that a lane owns in a row of an k-tile; `row` is the address of that in the shared window, of
+    // this lane's part where MINE, and `swizzle` what its places are exclusive-ored with.
     template <bool MINE>
     __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int swizzle, int t) {
         const unsigned source = MINE ? row : row + ((t * LANE_BYTES) ^ swizzle);
@@ -40,7 +40,7 @@ struct Kbit {
         }
     }
 
-    // The same of item `j` of two whose rows, of 128 bytes, are permuted; `from` is where this lane begins in the
+    // The same of k-tile `j` of two whose rows, of 128 bytes, are permuted; `from` is where this lane begins in the
     // first, less `behind`.
     __device__ __forceinline__ static void read_swizzled(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
         static_assert(K == 4, "rows of 64 bytes");
@@ -48,7 +48,7 @@ struct Kbit {
         word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
     }
 
-    // The x that a lane needs for an item, of which `left` elements are there; `x` is that of the lane's token.
+    // The x that a lane needs for an k-tile, of which `left` elements are there; `x` is that of the lane's token.
     __device__ __forceinline__ static void load_x_global(
         unsigned (&word)[16], const T* x, bool there, int left, int t) {
 #pragma unroll

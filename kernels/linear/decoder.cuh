@@ -41,7 +41,7 @@
 #include "common/tiles.cuh"
 #include "formats/scales.cuh"
 
-// Of the host (kbitcupy/products/fused.py), ahead of this source: ITEM_K and ITEM_ROWS, k and rows of an item; TOKENS
+// Of the host (kbitcupy/products/fused.py), ahead of this source: ITEM_K and ITEM_ROWS, k and rows of an k-tile; TOKENS
 // of an mma; TABLE_START and ENTRY_STRIDE, HEAD and FEW_HEAD, see below; NO_BIAS, OWN_BIAS and FLOAT_BIAS; struct
 // Group; and
 //     struct Values   the values of a codebook times `power`, and `map`, those of 8-bit scales: passed by value, so

@@ -37,7 +37,7 @@ struct ScaleCopy {
     int width;  // bytes copied at a time, 16, 4 or 1; 0 where they are spread: one float32 for each SUB elements
     int shift;  // log2 of the elements of a block, where they are spread
 
-    // Start to copy: of 16 rows from `row` on, ITEMS items from `item` on, of which `items` are wanted.
+    // Start to copy: of 16 rows from `row` on, ITEMS k-tiles from `item` on, of which `items` are wanted.
     template <typename Decoder, int ITEMS>
     __device__ __forceinline__ void start(char* stage, int row, int item, int items, int lane) const {
         constexpr int SCALE_BYTES = Decoder::SCALE_BYTES, ROW_BYTES = ITEMS * SCALE_BYTES;
@@ -120,7 +120,7 @@ struct ScaleExpansion {
             if (!there) continue;
             outer[i] = nested_absmax ? nested_absmax[at >> 8] : reinterpret_cast<const float*>(absmax)[at];
             if (!nested_absmax) continue;
-            // All blocks of an item are of one outer block.
+            // All blocks of an k-tile are of one outer block.
             if (SUBS == 2 && shift > LEAST_SHIFT)
                 code[i].x = 0x0101u * reinterpret_cast<const unsigned char*>(absmax)[at];
             else if (SUBS == 2) code[i].x = *reinterpret_cast<const unsigned short*>(absmax + at);
@@ -144,8 +144,8 @@ struct ScaleExpansion {
     }
 };
 
-// The weights of BOX items in shared memory: rows as they are stored, or permuted in pieces of 16 bytes as the swizzle
-// of TMA for rows of 64 or 128 bytes does it, so that the lanes which read together meet in no bank.
+// The weights of BOX k-tiles in shared memory: rows as they are stored, or permuted in pieces of 16 bytes as the
+// swizzle of TMA for rows of 64 or 128 bytes does it, so that the lanes which read together meet in no bank.
 template <typename Decoder, int BOX = 1>
 struct WeightStage {
     static constexpr int ROW = BOX * Decoder::ITEM_BYTES, BYTES = ITEM_ROWS * ROW;
@@ -156,7 +156,7 @@ struct WeightStage {
     }
 
     // Of a tile the row that with the one 8 below it is that of the lanes g: of those that read 16 bytes together, or
-    // 8, the turns must differ in the item's bit, or in the two bits of 32 bytes.
+    // 8, the turns must differ in the k-tile's bit, or in the two bits of 32 bytes.
     __device__ __forceinline__ static int row(int g) {
         if (BOX == 1) return Decoder::row(g);
         return Decoder::ONE_READ ? (g & 1) << 2 | g >> 1 : (g & 3) << 1 | g >> 2;
@@ -175,8 +175,8 @@ struct WeightStage {
     }
 };
 
-// How a warp copies 16 rows of ITEMS items that begin at multiples of 16 bytes, to slots of BOX: as few rows at once as
-// can be, because each takes a pass through the tags of the L1 cache.
+// How a warp copies 16 rows of ITEMS k-tiles that begin at multiples of 16 bytes, to slots of BOX: as few rows at once
+// as can be, because each takes a pass through the tags of the L1 cache.
 template <typename Decoder, int ITEMS, int BOX = 1>
 struct WeightCopy {
     using WeightStage = ::WeightStage<Decoder, BOX>;

@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     const unsigned window = shared_address(dynamic);
     char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
     char* head = table + Decoder::ENTRIES * ENTRY_STRIDE;
-    char* slots = head + HEAD;
-    char* stages = slots + WARPS * UNIT_BYTES;  // of scales
-    float* sums = reinterpret_cast<float*>(stages + WARPS * SCALES);
+    char* weight_stages = head + HEAD;
+    char* scale_stages = weight_stages + WARPS * UNIT_BYTES;  // of scales
+    float* sums = reinterpret_cast<float*>(scale_stages + WARPS * SCALES);
     char* lines = Decoder::GAPS ? table + 128 : reinterpret_cast<char*>(sums + (run + WARPS) * ITEM_ROWS);
 
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
 
     // What to copy next.
     const int pitch = items * Decoder::ITEM_BYTES, scale_pitch = items * Decoder::SCALE_BYTES;
-    const unsigned my_stage = shared_address(slots) + warp * UNIT_BYTES;
-    const unsigned my_scales = shared_address(stages) + warp * SCALES;
+    const unsigned my_stage = shared_address(weight_stages) + warp * UNIT_BYTES;
+    const unsigned my_scales = shared_address(scale_stages) + warp * SCALES;
     const unsigned scales_to = opaque(my_scales + lane * SCALE_PIECE);
     const unsigned barriers = shared_address(head) + BARRIERS_AT + warp * (TmaBox::BOXES * 8);
     if (BULK && lane == 0) {

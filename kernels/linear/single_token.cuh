@@ -12,7 +12,7 @@
 // scale of a block is applied to sums, in fp32. The values of a table of pairs of pairs come as A wants them, and the
 // two rows of a lane are two chains of mma.
 //
-// Weights come in boxes of 16 rows x BOX items; of each row of a box lane t owns a quarter, BOX blocks of 32.
+// Weights come in boxes of 16 rows x BOX k-tiles; of each row of a box lane t owns a quarter, BOX blocks of 32.
 #pragma once
 #include "linear/pipeline.cuh"
 

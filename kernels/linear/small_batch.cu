@@ -89,8 +89,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     static_assert(Layout::template IS_OF<Decoder>, "the host reckons with other sizes");
     using T = typename Decoder::Type;
     constexpr int TOGETHER = TOKENS * EIGHTS, CLUSTER = __CUDA_ARCH__ >= 900 ? BLOCKS : 1;
-    // Whether tiles are whole, and rows whole items that begin at multiples of 16 bytes; how many items are copied at a
-    // time, and how many of them in one box.
+    // Whether tiles are whole, and rows whole k-tiles that begin at multiples of 16 bytes; how many k-tiles are copied
+    // at a time, and how many of them in one box.
     constexpr bool EVEN = ITEMS > 1, ONCE = FLOW != IN_CHUNKS, SPREAD = FLOW == AT_ONCE_SPREAD;
     constexpr int GROUP = ITEMS == 4 ? 2 : 1, BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
     using WeightStage = ::WeightStage<Decoder, BOX>;
@@ -109,9 +109,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const int warps = blockDim.x / WARP;
     char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT + own_block - window);
     float* factor = reinterpret_cast<float*>(table + Decoder::ENTRIES * ENTRY_STRIDE);
-    char* slots = reinterpret_cast<char*>(factor) + FEW_HEAD;
-    char* stages = slots + warps * GROUPS * GROUP_BYTES;  // of scales
-    char* x_stage = stages + warps * 2 * SCALES;
+    char* weight_stages = reinterpret_cast<char*>(factor) + FEW_HEAD;
+    char* scale_stages = weight_stages + warps * GROUPS * GROUP_BYTES;  // of scales
+    char* x_stage = scale_stages + warps * 2 * SCALES;
     float* sums =
         reinterpret_cast<float*>(x_stage + cut.staged * (cut.warps * cut.items * X_BYTES + X_GAP));  // if without gaps
 
@@ -122,7 +122,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const int my_first = first + team;
     const int upto = team < teams ? max(0, last - my_first + teams - 1) : 0;
     const unsigned passes = divided(upto, cut.per_teams, teams);
-    // k goes through in chunks of cut.warps * cut.items items; where mine starts, and where the thread block's end.
+    // k goes through in chunks of cut.warps * cut.items k-tiles; where mine starts, and where the thread block's end.
     const int step = cut.warps * cut.items, first_item = blockIdx.z * cut.share;
     const int my_item = first_item + mate * cut.items;
     const int last_item = min((k + ITEM_K - 1) / ITEM_K, first_item + cut.share);
@@ -159,12 +159,12 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     ScaleExpansion<Decoder> spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
     const ScaleCopy scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
     const int pitch = int((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
-    const unsigned scale_pitch = unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);  // where rows are whole items
+    const unsigned scale_pitch = unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);  // where rows are whole k-tiles
     const char* origin = packed + above * pitch;
     // Addresses of this lane in the shared window, which the compiler must not work out again in each turn: where it
     // copies weights and scales to, and where it reads them.
-    const unsigned my_stages = shared_address(slots) + warp * GROUPS * GROUP_BYTES;
-    const unsigned my_scales = shared_address(stages) + warp * 2 * SCALES;
+    const unsigned my_stages = shared_address(weight_stages) + warp * GROUPS * GROUP_BYTES;
+    const unsigned my_scales = shared_address(scale_stages) + warp * 2 * SCALES;
     const unsigned scales_to = opaque(my_scales + (g * ITEMS + t) * Decoder::SCALE_BYTES);
     const unsigned stage_from = opaque(
         BOX > 1 ? my_stages + my_row * WeightStage::ROW + (t * Decoder::LANE_BYTES ^ WeightStage::swizzle(my_row))
@@ -195,7 +195,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
     auto count_at = [&](int item) { return max(0, min(cut.items, last_item - item)); };
 
-    // What to copy next: `ahead` items, and their scales.
+    // What to copy next: `ahead` k-tiles, and their scales.
     unsigned ahead_pass = 0;
     int ahead_item = my_item, ahead_row = my_first * ITEM_ROWS, ahead = 0;
     const char *source = origin, *lower = origin;
@@ -227,7 +227,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             aim();
         }
     };
-    // Have TMA fetch group i of the items from `item` on, of the tile at `row`, behind what was `read` from there.
+    // Have TMA fetch group i of the k-tiles from `item` on, of the tile at `row`, behind what was `read` from there.
     const unsigned zero = cut.wide >> 1;  // see zero_after
     auto fetch_group = [&](int i, int item, int row, unsigned read) {
         if (!elect_lane()) return;
@@ -268,7 +268,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     }
                 }
             } else if (there && ahead) {
-                scales.start<Decoder, ITEMS>(stages + warp * 2 * SCALES + other, ahead_row, ahead_item, ahead, lane);
+                scales.start<Decoder, ITEMS>(
+                    scale_stages + warp * 2 * SCALES + other, ahead_row, ahead_item, ahead, lane);
             }
         }
         if (!(BULK && EVEN) || i == 0) commit_copies();
@@ -279,9 +280,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const float power = fill_table<Decoder, false>(own_block | TABLE_AT, values, codebook);
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
-    // x in shared memory, from a multiple of 1024 bytes on: for each half of the items, 64 elements, for each item 8
-    // tokens, in the 128-byte swizzle of TMA. The gap between the halves lets the lanes which read together
-    // meet in no bank. Where it is not TMA that copies, one or two tokens are few lines anyway.
+    // x in shared memory, from a multiple of 1024 bytes on: for each half of the k-tiles, 64 elements, for each k-tile
+    // 8 tokens, in the 128-byte swizzle of TMA. The gap between the halves lets the lanes which read together meet in
+    // no bank. Where it is not TMA that copies, one or two tokens are few lines anyway.
     const bool staged = ONCE && EIGHTS == 1 && cut.staged && (X_BULK || m > 2);
     const int second_half = step * (X_BYTES / 2) + X_GAP;
     auto place_of = [&](int element, int token) {

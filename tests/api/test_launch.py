@@ -69,7 +69,21 @@ def test_arguments_arrive_as_their_types_say(driver, early, grid):
 
 @pytest.mark.parametrize(
     ("place", "wrong"),
-    [(0, -1), (0, None), (0, 1.5), (1, 1 << 31), (1, 1.5), (2, "3"), (3, -1), (4, b"x"), (6, 5), (7, None), (9, 1.0)],
+    [
+        (0, -1),
+        (0, None),
+        (0, 1.5),
+        (1, 1 << 31),
+        (1, 1.5),
+        (2, "3"),
+        (3, -1),
+        (4, b"x"),
+        (6, 5),
+        (6, b"xy"),
+        (9, bytes(17)),
+        (7, None),
+        (9, 1.0),
+    ],
 )
 def test_what_does_not_fit_its_type_is_refused(driver, place, wrong):
     start = launch._PackedLaunch(1, "some kernel", 32, 0, SIGNATURE, False)
