@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from inputs import BFLOAT16, same_values
+from inputs import BFLOAT16, fitting, same_values
 from test_linear import FORMATS, HALF, check, error, exact, naive, numbers, reference, weight
 
 import kbitcupy as kb
@@ -132,6 +132,7 @@ def test_every_cut_of_a_tile(cupy, name, dtype):
 def test_error_of_every_format(cupy, format, dtype):
     """At most twice the naive error; odd shapes and float32 weights of 1e-6 included."""
     for shape in ((257, 512), (100, 1376), (65, 333), (96, 768)):
+        shape = fitting(of(format), shape)
         q = weight(shape, format, cupy, scale=0.02)
         for m in (*range(1, 18), 31, 32, 33, 64, 127, 128, 129, 500):
             x = numbers((m, shape[1]), dtype, cupy)
@@ -145,6 +146,7 @@ def test_the_simple_product(cupy, format, dtype):
     if of(format).decoder is None:
         pytest.skip("it has no decoder")
     for number, shape in enumerate(((40, 256), (33, 224), (7, 4096))):
+        shape = fitting(of(format), shape)
         q = weight(shape, format, cupy)
         for m in (1, 8, 11):
             x, out = numbers((m, shape[1]), dtype, cupy), cupy.empty((m, shape[0]), dtype)
