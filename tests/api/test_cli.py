@@ -74,6 +74,8 @@ class Half(Format):
     def decode_numpy(self, planes, out):
         out[...] = (planes["half"].astype(np.float32) * self.factor).reshape(out.shape)
 
+    encode_cuda, decode_cuda = encode_numpy, decode_numpy
+
 
 class Hidden(Half):
     """One that lists do not show unasked."""
