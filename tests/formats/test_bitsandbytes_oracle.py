@@ -15,7 +15,9 @@ from bitsandbytes_rules import codes_of
 from make_bitsandbytes_data import special_rows
 
 import kbitcupy as kb
+from kbitcupy.backend.xp import float_dtype
 from kbitcupy.io import bitsandbytes
+from kbitcupy.io.layouts.bitsandbytes import BLOCKS
 
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
@@ -50,7 +52,7 @@ def tensor(x, dtype):
 def as_cupy(cupy, t):
     """A CuPy array on the memory of a tensor."""
     if t.dtype == torch.bfloat16:
-        return cupy.from_dlpack(t.view(torch.int16)).view(kb._xp.float_dtype("bfloat16"))
+        return cupy.from_dlpack(t.view(torch.int16)).view(float_dtype("bfloat16"))
     return cupy.from_dlpack(t)
 
 
@@ -87,7 +89,7 @@ def sample(shape, seed):
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_absmax_and_decoding(cupy, reciprocal, record_property, kind, dtype):
     elements = different = 0
-    for shape, block in itertools.product(SHAPES, bitsandbytes.BLOCKS):
+    for shape, block in itertools.product(SHAPES, BLOCKS):
         t = tensor(sample(shape, 1), dtype)
         x = as_cupy(cupy, t)
         packed, state = bnb.functional.quantize_4bit(t, blocksize=block, quant_type=kind)
@@ -111,7 +113,7 @@ def test_codes_absmax_and_decoding(cupy, reciprocal, record_property, kind, dtyp
 @pytest.mark.parametrize("kind", KINDS)
 def test_double_quantization(cupy, reciprocal, kind, dtype):
     blocks = different = offsets = tensors = 0
-    for shape, block in itertools.product(SHAPES, bitsandbytes.BLOCKS):
+    for shape, block in itertools.product(SHAPES, BLOCKS):
         t = tensor(sample(shape, 2), dtype)
         x = as_cupy(cupy, t)
         packed, state = bnb.functional.quantize_4bit(t, blocksize=block, quant_type=kind, compress_statistics=True)
@@ -143,7 +145,7 @@ def test_double_quantization(cupy, reciprocal, kind, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eight_bits(cupy, reciprocal, dtype):
     elements = different = 0
-    for shape, block in itertools.product(SHAPES, bitsandbytes.BLOCKS[1:]):
+    for shape, block in itertools.product(SHAPES, BLOCKS[1:]):
         t = tensor(sample(shape, 3), dtype)
         x = as_cupy(cupy, t)
         codes, state = bnb.functional.quantize_blockwise(t, blocksize=block)
