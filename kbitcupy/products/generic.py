@@ -14,9 +14,15 @@ from .routes import Problem, Product, Route, refused_by_all
 
 # Tokens that share the decoding of a row.
 _TOGETHER = 8
-# Microseconds of the launch, to decode an element (tables of values take half of that), and to multiply it by a token,
-# by the bytes of its dtype; the numbers are those of weights that fill an H200.
-_START, _DECODING, _MULTIPLYING = 3.0, 1.75e-6, {2: 1.45e-7, 4: 2.0e-7}
+# Microseconds of the launch, to decode an element (from half of that for tables of values to a fifth more for bit
+# planes), and to multiply it by a token, by the bytes of its dtype, where the weight fills an H200.
+_START, _DECODING, _MULTIPLYING = 3.0, 8.0e-7, {2: 1.05e-7, 4: 2.6e-7}
+# More tokens decode the weights once more for every eight. That pays beside decoding to memory, which takes two
+# launches, but not beside kernels that decode to fragments.
+_MORE_START = 7.2
+# Elements of a row that a warp decodes at once; where weights are small, the microseconds until it goes on: to decode,
+# and for each token.
+_AT_ONCE, _WAITING, _WAITING_TOKEN = 256, 0.3, 0.1
 
 
 def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -55,9 +61,11 @@ class Generic(Route):
 
     def cost(self, problem: Problem) -> float:
         n, k = problem.shape
-        groups, rest = divmod(problem.tokens, _TOGETHER)
+        groups = -(-problem.tokens // _TOGETHER)
         multiplying = problem.tokens * _MULTIPLYING[problem.dtype.itemsize]
-        return _START + n * k * ((groups + (rest > 0)) * _DECODING + multiplying)
+        waiting = k / _AT_ONCE * (_WAITING + _WAITING_TOKEN * min(problem.tokens, _TOGETHER))
+        start = _START if groups <= 1 else _MORE_START
+        return start + max(n * k * (groups * _DECODING + multiplying), waiting)
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape

@@ -58,6 +58,18 @@ def test_choices_are_those_of_version_0_1(name):
 
 
 @pytest.mark.parametrize("name", FROZEN["devices"])
+def test_the_simple_product_takes_nothing_from_faster_kernels(name):
+    """What is multiplied by fragments stays so; where it decoded, the simple product may be the cheaper one."""
+    for text, letters in FROZEN["choices"][name].items():
+        for shape, letter in list(zip(FROZEN["shapes"], letters, strict=True))[::3]:
+            for tokens, wanted in list(zip(FROZEN["tokens"], FROZEN["patterns"][letter], strict=True))[::2]:
+                if wanted == "d" or " " in text:
+                    continue
+                problem = Problem(kb.get_format(text), tuple(shape), tokens, HALF, device(name))
+                assert choices(problem, LINEAR)[0].route.name == LETTERS[wanted], (text, shape, tokens)
+
+
+@pytest.mark.parametrize("name", FROZEN["devices"])
 def test_choices_of_experts_are_those_of_version_0_1(name):
     """... of 128 experts, of which so many may be chosen; the first letter of the name of the kernel."""
     letters = {"grouped_hopper": "h", "grouped_small_batch": "s", "each_expert": "d"}
