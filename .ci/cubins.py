@@ -227,6 +227,7 @@ def build(instance, architecture):
         f"-I{include}",
         f"-arch=sm_{architecture}",
         "-ftz=true",  # as CuPy has it
+        "--no-cache",  # a binary from NVRTC's own cache comes without ptxas' log
         "--ptxas-options=-v",
     )
     program = nvrtc.createProgram(instance.source, instance.file, (), ())
