@@ -8,7 +8,8 @@ looking at the scales, and slices, stacks and files work as they do for every ot
 What all of these formats have in common:
 
 - A row along the last axis consists of whole blocks; an array of another shape is refused.
-- NaN counts as 0, and magnitudes over 65504 count as 65504: then no scale, which is a half, is infinite.
+- NaN counts as 0, and magnitudes over 65504 count as 65504: then no scale, which is a half, is infinite. An element may
+  decode to more, by the rounding of its scale or in blocks of somebody else, and is then infinite in float16.
 - Arithmetic is IEEE float32 as the origin has it, subnormal numbers included.
 """
 
