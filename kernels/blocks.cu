@@ -28,16 +28,40 @@ __device__ __forceinline__ Planes planes_of(const Argument<F>& argument) {
     return planes;
 }
 
+// Elements of 16 bytes.
+template <typename T>
+__device__ __forceinline__ uint4 packed(const float* v) {
+    constexpr int PER_WORD = Word<T>::COUNT;
+    return make_uint4(
+        Word<T>::pack(v), Word<T>::pack(v + PER_WORD), Word<T>::pack(v + 2 * PER_WORD),
+        Word<T>::pack(v + 3 * PER_WORD));
+}
+
 // Eight elements, in stores of 16 bytes.
 template <typename T>
 __device__ __forceinline__ void store_whole(T* y, const float (&v)[8]) {
-    constexpr int PER_WORD = Word<T>::COUNT, EACH = 4 * PER_WORD;
+    constexpr int EACH = 4 * Word<T>::COUNT;
 #pragma unroll
-    for (int i = 0; i < 8 / EACH; ++i) {
-        unsigned word[4];
+    for (int i = 0; i < 8 / EACH; ++i) __stcs(reinterpret_cast<uint4*>(y) + i, packed<T>(v + i * EACH));
+}
+
+// The same of all lanes of a warp, whose octets are neighbours. Where they take two stores, two lanes exchange halves,
+// so that each store of the two is one piece of 32 bytes, which memory writes at once.
+template <typename T>
+__device__ __forceinline__ void store_neighbours(T* y, const float (&v)[8]) {
+    if constexpr (Word<T>::COUNT == 2) {
+        store_whole(y, v);
+    } else {
+        const bool odd = threadIdx.x % 2;
+        float first[4], second[4];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) word[w] = Word<T>::pack(v + i * EACH + w * PER_WORD);
-        __stcs(reinterpret_cast<uint4*>(y) + i, make_uint4(word[0], word[1], word[2], word[3]));
+        for (int i = 0; i < 4; ++i) {
+            const float other = __shfl_xor_sync(FULL_WARP, odd ? v[i] : v[4 + i], 1);
+            first[i] = odd ? other : v[i], second[i] = odd ? v[4 + i] : other;
+        }
+        uint4* target = reinterpret_cast<uint4*>(odd ? y - 4 : y);
+        __stcs(target, packed<T>(first));
+        __stcs(target + 2, packed<T>(second));
     }
 }
 
@@ -60,20 +84,23 @@ template <typename T, typename F>
 __global__ void __launch_bounds__(THREADS)
     dequantize_blocks(T* y, long long members, const __grid_constant__ Argument<F> argument) {
     const Planes first = planes_of(argument);
-    const long long size = first.size, step = (long long)gridDim.x * (THREADS * UNITS);
+    // Each block has a run of neighbouring spans: what is under way at a time lies close together in memory.
+    constexpr int SPAN = THREADS * UNITS;
+    const long long size = first.size, octets = (size + 7) / 8, spans = (octets + SPAN - 1) / SPAN;
+    const long long run = gridDim.x >= spans ? 1 : divide(spans + gridDim.x - 1, gridDim.x);
     for (long long member = blockIdx.y; member < members; member += gridDim.y) {
         const Planes planes = members == 1 ? first : of_member(first, argument, member);
         const Planes whole = as_whole(planes);
         T* target = y + member * size;
-        const long long octets = (size + 7) / 8, uncut = are_aligned(planes) && is_aligned(target) ? size / 8 : 0;
-        for (long long span = (long long)blockIdx.x * (THREADS * UNITS); span < octets; span += step) {
+        const long long uncut = are_aligned(planes) && is_aligned(target) ? size / 8 : 0;
+        for (long long i = 0, span = blockIdx.x * run * SPAN; i < run && span < octets; ++i, span += SPAN) {
             const long long octet = span + threadIdx.x;
-            if (span + THREADS * UNITS <= uncut) {
+            if (span + SPAN <= uncut) {
                 float v[UNITS][8];
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) F::decode8(whole, octet + u * THREADS, v[u]);
 #pragma unroll
-                for (int u = 0; u < UNITS; ++u) store_whole(target + (octet + u * THREADS) * 8, v[u]);
+                for (int u = 0; u < UNITS; ++u) store_neighbours(target + (octet + u * THREADS) * 8, v[u]);
                 continue;
             }
 #pragma unroll 1

@@ -272,7 +272,7 @@ def _shared_kernel(
         "take_blocks": ("p", "p", ROWS, argument),
         "linear_blocks": ("p", "p", "p", "i8", "i8", "i8", argument),
     }
-    # Each thread block makes a copy of the table first, so that it should have some work.
-    rounds = 2 if table_bytes == 8 else 4 if table_bytes < 1024 else 8
+    # Each thread block makes a copy of the table first, so that it should have some work; a row of a product is enough.
+    rounds = 1 if table_bytes == 8 or name == "linear_blocks" else 2 if table_bytes < 1024 else 4
     template = _template(name, header, folder, (decoder,))
     return Kernel(template, (CXX_TYPES[dtype.name], decoder), _THREADS, 0, rounds, signatures[name])
