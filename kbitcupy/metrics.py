@@ -396,17 +396,18 @@ def error_bound(x: Any, q: QuantizedArray, y: Any = None) -> BoundCheck | None:
     violations = 0
     with np.errstate(invalid="ignore", over="ignore"):
         given = source(host_x, q.format.dtypes)
-        blocks = q.format.error_bound(given, q.get().planes)
+        blocks = q.format.bounds(given, q.get().planes, q.lead)
         if blocks is None:
             return None
         host_x, given = host_x.reshape(-1), given.reshape(-1)
-        chunk = max(_CHUNK // q.format.block, 1) * q.format.block
+        each = q.format.block if blocks.size < host_x.size else 1  # elements of a bound
+        chunk = max(_CHUNK // each, 1) * each
         for start in range(0, host_x.size, chunk):
             a = host_x[start : start + chunk].astype(np.float64)
             b = host_y[start : start + chunk].astype(np.float64)
             entered = given[start : start + chunk].astype(np.float64)
-            first = start // q.format.block
-            bound = np.repeat(blocks[first : first + -(-a.size // q.format.block)], q.format.block)[: a.size]
+            first = start // each
+            bound = np.repeat(blocks[first : first + -(-a.size // each)], each)[: a.size]
             # Half an ulp of the output, at the larger magnitude that a value within the bound may have.
             bound = bound + np.maximum((abs(a) + bound) * half, least)
             finite = np.isfinite(entered)

@@ -126,7 +126,7 @@ class Format(ABC):
         Returns
         -------
         array or None
-            float64, one entry for each block of the flattened `x`; None where no bound is known.
+            float64, one entry for each block of the flattened `x`, or for each element; None where no bound is known.
         """
         return None
 
@@ -268,6 +268,15 @@ class Format(ABC):
             self.decode_numpy(planes, out)
         else:
             self.decode_cuda(planes, out)
+
+    def bounds(self, x: np.ndarray, planes: Mapping[str, Any], lead: int = 0) -> Any | None:
+        """`error_bound` of an array, or of a stack whose first `lead` lengths count members."""
+        if not lead:
+            return self.error_bound(x, planes)
+        found = [self.error_bound(part, cut) for part, cut in self.parts(x, planes, lead)]
+        if any(bound is None for bound in found):
+            return None
+        return np.concatenate([np.zeros(0), *found])
 
     def planes_of(self, shape: tuple[int, ...], lead: int = 0) -> dict[str, Plane]:
         """The planes of an array of `shape`; with `lead` of a stack whose first lengths so many count members."""

@@ -273,3 +273,27 @@ def test_what_the_bound_does_not_take():
             call(x, np.ma.masked_less(x, 0))
     with pytest.raises(TypeError, match="x is list"):
         metrics.offset_note([1.0])
+
+
+@pytest.mark.parametrize(
+    "text", ["kbit4", "kbit8", "nf4:double_quant=true,block=16", "int8", "int8:granularity=channel:1"]
+)
+def test_the_bound_of_a_stack(text):
+    """Every member has scales of its own."""
+    x = np.random.default_rng(0).standard_normal((3, 16, 64)).astype(np.float32)
+    x *= np.float32([1, 1e-4, 1e3]).reshape(3, 1, 1)
+    stack = kb.stack([kb.quantize(part, text) for part in x])
+    assert stack.members == 3
+    found = metrics.error_bound(x, stack)
+    assert found.violations == 0 and found.error > 0
+    assert metrics.error_bound(x[::-1].copy(), stack).violations > 0
+
+
+@pytest.mark.parametrize("measure", [metrics.mse, metrics.sqnr_db, metrics.error_bound, metrics.cosine], ids=str)
+def test_measuring_changes_nothing(measure):
+    x = X.reshape(-1)[:640]
+    q = kb.quantize(x, "kbit4")
+    before = q._repr_html_(), repr(q), q.config()
+    measure(x, q)
+    measure(x * 2, q)
+    assert (q._repr_html_(), repr(q), q.config()) == before

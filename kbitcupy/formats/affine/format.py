@@ -62,7 +62,6 @@ class Affine(Format):
     get_format('int4:block=32')
     """
 
-    block = 1
     dtypes = ("float16", "bfloat16", "float32", "float64")
     origin = "baracuda-kernels, PyTorch, torchao"
     summary = "integers with a scale for a tensor, channel, token or group"
@@ -83,6 +82,7 @@ class Affine(Format):
         self.family = "int" if signed else "uint"
         self.name = f"{'int' if signed else 'uint'}{bits}"
         self.granularity = granularity_of(granularity, block)
+        self.block = int(self.granularity[1]) if self.granularity[0] == "group" else 1
         if not isinstance(symmetric, bool):
             raise FormatError(f"symmetric is {symmetric!r}; allowed are True and False")
         low = -(1 << bits - 1) if signed else 0
