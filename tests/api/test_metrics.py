@@ -287,13 +287,3 @@ def test_the_bound_of_a_stack(text):
     found = metrics.error_bound(x, stack)
     assert found.violations == 0 and found.error > 0
     assert metrics.error_bound(x[::-1].copy(), stack).violations > 0
-
-
-@pytest.mark.parametrize("measure", [metrics.mse, metrics.sqnr_db, metrics.error_bound, metrics.cosine], ids=str)
-def test_measuring_changes_nothing(measure):
-    x = X.reshape(-1)[:640]
-    q = kb.quantize(x, "kbit4")
-    before = q._repr_html_(), repr(q), q.config()
-    measure(x, q)
-    measure(x * 2, q)
-    assert (q._repr_html_(), repr(q), q.config()) == before
