@@ -103,8 +103,7 @@ def quantize(
         if out is not None:
             format.encode(array, out.planes, given, out.lead)
             return out if out.dtype == dtype else QuantizedArray._wrap(format, out.planes, shape, dtype, lead=out.lead)
-        empty = _xp.namespace(array).empty
-        planes = {name: empty(size, kind) for name, size, kind in _allocation(format, shape)}
+        planes = _xp.empty_arrays(array, *_allocation(format, shape))
         format.encode(array, planes, given)
     return QuantizedArray._wrap(format, planes, shape, dtype)
 
@@ -518,7 +517,7 @@ def source(array: Any, dtypes: tuple[str, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=512)
-def _allocation(format: Format, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...], np.dtype], ...]:
-    """(name, shape, dtype) of every plane."""
+def _allocation(format: Format, shape: tuple[int, ...]) -> tuple[int, tuple[_xp.Piece, ...]]:
+    """The planes of an array as `backend.xp.empty_arrays` takes them."""
     format.check_shape(shape)
-    return tuple((name, plane.shape, _xp.named_dtype(plane.dtype)) for name, plane in format.planes(shape).items())
+    return _xp.pieces({name: (plane.shape, plane.dtype) for name, plane in format.planes(shape).items()})

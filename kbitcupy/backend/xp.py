@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -186,6 +187,54 @@ def _keeping(cuda: Any) -> Iterator[None]:
 
     with cuda.using_allocator(kept):
         yield
+
+
+class Piece(NamedTuple):
+    """An array that lies beside others in one allocation.
+
+    Parameters
+    ----------
+    name : str
+        Its name.
+    shape : tuple of int
+        Its shape.
+    dtype : numpy.dtype
+        Its dtype.
+    offset : int
+        Where it begins, in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
+
+
+# A multiple of what any kernel, tensor map or vector asks for: arrays begin at multiples of so many bytes.
+_PIECE_BYTES = 256
+
+
+def pieces(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[int, tuple[Piece, ...]]:
+    """Bytes of one allocation for arrays of these shapes and dtype names, and where each begins."""
+    found, total = [], 0
+    for name, (shape, kind) in arrays.items():
+        dtype = named_dtype(kind)
+        found.append(Piece(name, shape, dtype, total))
+        size = math.prod(shape) * dtype.itemsize
+        total += -(-size // _PIECE_BYTES) * _PIECE_BYTES
+    return total, tuple(found)
+
+
+def empty_arrays(beside: Any, total: int, arrays: tuple[Piece, ...]) -> dict[str, Any]:
+    """Arrays whose values are not set, on the device of `beside`, which is the current one; see `pieces`.
+
+    On a GPU they share one allocation: each of its own would cost the time of half a launch.
+    """
+    if isinstance(beside, np.ndarray):
+        return {name: np.empty(shape, dtype) for name, shape, dtype, _ in arrays}
+    cupy = sys.modules["cupy"]
+    memory = cupy.cuda.alloc(max(total, _PIECE_BYTES))
+    return {name: cupy.ndarray(shape, dtype, memory + offset) for name, shape, dtype, offset in arrays}
 
 
 def device_of(x: Any) -> str:

@@ -13,6 +13,7 @@ import pytest
 from inputs import BFLOAT16
 
 import kbitcupy as kb
+from kbitcupy.backend.xp import empty_arrays, pieces
 from kbitcupy.errors import DeviceError, FormatError
 from kbitcupy.formats.base import resolve
 
@@ -508,3 +509,28 @@ def test_dlpack_comes_before_the_other_protocol():
 def test_dlpack_input():
     assert np.array_equal(kb.quantize(Host(X), "kbit4").planes["packed"], kb.quantize(X, "kbit4").planes["packed"])
     assert kb.quantize([[1.0, 2.0]], "kbit4").shape == (1, 2)
+
+
+def test_planes_in_one_allocation_do_not_overlap():
+    total, found = pieces(
+        {"a": ((3, 5), "float16"), "b": ((0,), "float32"), "c": ((300,), "uint8"), "d": ((1,), "bfloat16")}
+    )
+    ends = [piece.offset + np.prod(piece.shape, dtype=int) * piece.dtype.itemsize for piece in found]
+    assert [piece.name for piece in found] == ["a", "b", "c", "d"]
+    assert all(piece.offset % 256 == 0 for piece in found) and ends[-1] <= total
+    assert all(end <= piece.offset for end, piece in zip(ends, found[1:], strict=False))
+    made = empty_arrays(np.empty(0), total, found)
+    assert {name: (array.shape, array.dtype.name) for name, array in made.items()} == {
+        "a": ((3, 5), "float16"),
+        "b": ((0,), "float32"),
+        "c": ((300,), "uint8"),
+        "d": ((1,), "bfloat16"),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", kb.list_formats())
+def test_planes_begin_where_any_kernel_reads(cupy, name):
+    q = kb.quantize(cupy.ones((4, 512), np.float16), name)
+    assert all(plane.data.ptr % 256 == 0 for plane in q.planes.values())
+    assert len({plane.data.mem.ptr for plane in q.planes.values()}) == 1
