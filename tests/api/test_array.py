@@ -512,9 +512,8 @@ def test_dlpack_input():
 
 
 def test_planes_in_one_allocation_do_not_overlap():
-    total, found = pieces(
-        {"a": ((3, 5), "float16"), "b": ((0,), "float32"), "c": ((300,), "uint8"), "d": ((1,), "bfloat16")}
-    )
+    wanted = {"a": ((3, 5), "float16"), "b": ((0,), "float32"), "c": ((300,), "uint8"), "d": ((1,), "bfloat16")}
+    total, found = pieces(wanted)
     ends = [piece.offset + np.prod(piece.shape, dtype=int) * piece.dtype.itemsize for piece in found]
     assert [piece.name for piece in found] == ["a", "b", "c", "d"]
     assert all(piece.offset % 256 == 0 for piece in found) and ends[-1] <= total
