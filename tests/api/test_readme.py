@@ -103,3 +103,10 @@ def test_shown_output_is_what_the_commands_print(tmp_path, monkeypatch, capsys):
             assert shown.splitlines()[-1] == printed.splitlines()[-1]
         else:
             assert shows(with_seconds_masked(shown), with_seconds_masked(printed)), printed
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_to_files(name):
+    text = (README.parent / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text)
+    assert [link for link in links if not (README.parent / link).exists()] == []
