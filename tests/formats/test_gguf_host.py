@@ -1,4 +1,4 @@
-"""The quantizers of kernels/gguf.cu, in a grid of host threads that flush as the GPU does, write NumPy's bytes."""
+"""The quantizers of kernels/gguf.cu and kernels/gguf_search.cu, in a grid of host threads that flush as the GPU does, write NumPy's bytes."""
 
 import ctypes
 import os
@@ -26,10 +26,12 @@ def _compiler():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
 
 
-def library(folders=()):
-    quantizers = {name: kb.get_format(name).quantizer for name in TYPES}
-    entries = [ENTRY.format(name=name, kernel=q.name, struct=q.struct) for name, q in quantizers.items()]
-    return host.build('#include "grid.h"\n' + source(quantizers["q8_0"].template) + "".join(entries), folders)
+def library(name, folders=()):
+    """The quantizers of the file that has that of a type."""
+    quantizers = {one: kb.get_format(one).quantizer for one in TYPES}
+    file = quantizers[name].file
+    entries = [ENTRY.format(name=n, kernel=q.name, struct=q.struct) for n, q in quantizers.items() if q.file == file]
+    return host.build('#include "grid.h"\n' + source(quantizers[name].template) + "".join(entries), folders)
 
 
 def quantized(built, name, x, offset=0):
@@ -54,28 +56,28 @@ def bytes_of(q):
 @pytest.mark.parametrize("name", TYPES)
 def test_the_same_bytes(name, kind):
     x = numbers(kind, 36 * 256, seed=2)  # more blocks of 256 than two thread blocks take at a time
-    assert quantized(library(), name, x) == bytes_of(kb.quantize(x, name))
+    assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
 
 
 @pytest.mark.parametrize("offset", [2, 4, 6, 14])
 @pytest.mark.parametrize("name", TYPES)
 def test_planes_and_arrays_begin_anywhere(name, offset):
     x = np.concatenate((np.zeros(offset, np.float32), numbers("wide", 2048, seed=3)))[offset:]
-    assert quantized(library(), name, x, offset) == bytes_of(kb.quantize(x, name))
+    assert quantized(library(name), name, x, offset) == bytes_of(kb.quantize(x, name))
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_what_ggml_leaves_open(name):
     x = numbers("large", 2048, seed=4) * np.float32(4)
     x[::5], x[1::9], x[2::11], x[3::13] = np.nan, np.inf, -np.inf, -0.0
-    assert quantized(library(), name, x) == bytes_of(kb.quantize(x, name))
+    assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
 
 
 FAULTS = [  # a header, a text in it, what it becomes, a type, and the kind of numbers that shows it
-    ("formats/gguf_encoders.cuh", "rest >= 0.5f", "rest > 0.5f", "q8_0", "ties"),
+    ("formats/gguf_numbers.cuh", "rest >= 0.5f", "rest > 0.5f", "q8_0", "ties"),
     ("formats/gguf_encoders.cuh", ", 8.5f", ", 8.0f", "q4_0", "normal"),
     ("formats/gguf_encoders.cuh", "bits > largest", "bits >= largest", "q4_0", "ties"),
-    ("formats/gguf_encoders.cuh", "STEPS = 20", "STEPS = 12", "q4_k", "normal"),
+    ("formats/gguf_search.cuh", "STEPS = 20", "STEPS = 12", "q4_k", "normal"),
     ("formats/gguf_encoders.cuh", "i % 4 * 8 + s * 2", "i % 4 * 8 + s", "tq2_0", "normal"),
     ("common/ieee.cuh", "set_float_mode(IEEE_MODE);", "", "q4_k", "smaller"),
 ]
@@ -88,4 +90,4 @@ def test_a_planted_fault_is_found(file, right, wrong, name, kind, tmp_path):
     (tmp_path / file).parent.mkdir()
     (tmp_path / file).write_text(text.replace(right, wrong))
     x = numbers(kind, 1 << 14, seed=5)
-    assert quantized(library((tmp_path,)), name, x) != bytes_of(kb.quantize(x, name))
+    assert quantized(library(name, (tmp_path,)), name, x) != bytes_of(kb.quantize(x, name))

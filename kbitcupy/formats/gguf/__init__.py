@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ..blocks import BlockFormat, Quantizer
 
-# Threads of a thread block of kernels/gguf.cu.
+# Threads of a thread block of kernels/gguf.cu and kernels/gguf_search.cu.
 _THREADS = 128
 
 
@@ -19,7 +19,7 @@ class Gguf(BlockFormat):
     lanes: ClassVar[int] = 1
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        name = "quantize_gguf" if cls.lanes == 1 else "quantize_gguf_k"
-        cls.quantizer = Quantizer("gguf.cu", name, f"{cls.struct}Encoder", _THREADS, _THREADS // cls.lanes)
+        file, name = ("gguf.cu", "quantize_gguf") if cls.lanes == 1 else ("gguf_search.cu", "quantize_gguf_k")
+        cls.quantizer = Quantizer(file, name, f"{cls.struct}Encoder", _THREADS, _THREADS // cls.lanes)
         super().__init_subclass__(**arguments)
         cls.family = "gguf"

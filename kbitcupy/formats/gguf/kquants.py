@@ -43,7 +43,7 @@ class Q4_K(Gguf):
     name, bits, block = "q4_k", 4, 256
     summary = "4-bit integers, 6-bit scales and minima of 32, halves for 256"
     fields = (Field("d", "float16", 2), Field("scales", "uint8", 12), Field("qs", "uint8", 128))
-    struct, lanes = "Q4_K", 8
+    header, struct, lanes = "formats/gguf_k.cuh", "Q4_K", 8
 
     def quantize_blocks(self, rows: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
         x = np.ascontiguousarray(rows.reshape(-1, _SUB).T)
