@@ -1,4 +1,4 @@
-"""The quantizers of kernels/gguf.cu and kernels/gguf_search.cu, in a grid of host threads that flush as the GPU does, write NumPy's bytes."""
+"""The quantizers of GGUF's kernels, in a grid of host threads that flush as the GPU does, write NumPy's bytes."""
 
 import ctypes
 import os
