@@ -166,6 +166,7 @@ _ANY_ROUNDS = 32  # each thread block has looked at the codebook first
 _DEQUANTIZE_ROUNDS = {2: (2, 2, 2, 2, 4, 4, 4, 8), 4: (1, 1, 1, 1, 1, 1, 2, 2)}
 # Significant bits of the dtypes whose quotients need no division.
 _MANTISSA_BITS = {"float16": 11, "bfloat16": 8}
+_FLAT, _UNIT_SCALE, _FIND_SCALE, _RESCALE = _KBIT.FLAT, _KBIT.UNIT_SCALE, _KBIT.FIND_SCALE, _KBIT.RESCALE
 # Thread blocks of the RESCALE pass, which mostly ends at once, in units of what the device holds.
 _RESCALE_WAVES = 2
 
@@ -223,14 +224,17 @@ def quantize_kbit(
         return
     launch = _kbit_quantizer(k, absmax, x.dtype, table, x.data.device_id)
     size = x.size
-    scale: Any = 0 if flat else planes["scale"]
-    arguments = (x, size, planes["packed"], planes["absmax"], scale, values, planes.get("codebook", 0))
+    # Addresses, since most formats pass them twice.
+    packed, scales, codebook = planes["packed"].data.ptr, planes["absmax"].data.ptr, planes.get("codebook", 0)
     if flat or absmax == "float32":
-        launch(x, size, (*arguments, _KBIT.FLAT if flat else _KBIT.UNIT_SCALE))
-    else:
-        scale.data.memset_async(0, 4)
-        launch(x, size, (*arguments, _KBIT.FIND_SCALE))
-        launch(x, size, (*arguments, _KBIT.RESCALE), _RESCALE_WAVES)
+        scale = 0 if flat else planes["scale"]
+        launch(x, size, (x, size, packed, scales, scale, values, codebook, _FLAT if flat else _UNIT_SCALE))
+        return
+    memory = planes["scale"].data
+    memory.memset_async(0, 4)
+    arguments = (x.data.ptr, size, packed, scales, memory.ptr, values, codebook)
+    launch(x, size, (*arguments, _FIND_SCALE))
+    launch(x, size, (*arguments, _RESCALE), _RESCALE_WAVES)
 
 
 def dequantize_kbit(planes: Mapping[str, Any], out: Any, k: int, absmax: str, table: Codebook | None) -> None:
