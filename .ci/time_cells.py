@@ -30,7 +30,23 @@ CELLS = [
     "linear_grouped/kbit4/128x768x2048/8",
     "linear_grouped/nf4/128x768x2048/64",
     *(f"linear_w8a8/int8/28672x8192/{tokens}" for tokens in (1, 16, 512)),
+    # Ranges: of a tensor, of rows long and short, of columns and of groups, and at a percentile.
+    *(f"quantize/int8@token/{dtype}/65536x4096" for dtype in ("float16", "bfloat16", "float32")),
+    *(f"quantize/{name}/float16/65536x4096" for name in ("int8@channel:1", "int8@group:64", "int4@group:128")),
+    *(f"quantize/{name}/float32/65536x4096" for name in ("int8@group:64", "int4@group:32", "int4@channel:0")),
+    *(f"quantize/int8@channel:0@99.9/{dtype}/16384x4096" for dtype in ("float16", "float32")),
+    *(f"linear_w8a8_float32/int8/28672x8192/{tokens}" for tokens in (16, 512)),
 ]
+
+
+def chosen_by(name):
+    """A format and its options from a cell's name: ``int8@channel:0@99.9`` has a granularity and a percentile."""
+    name, *given = name.split("@")
+    if not given:
+        return name, {}
+    kind, _, number = given[0].partition(":")
+    options = {"granularity": (kind, int(number)) if number else kind}
+    return name, options | ({"percentile": float(given[1])} if given[1:] else {})
 
 
 # ---- a tree's process ------------------------------------------------------------------------------------------------
@@ -47,7 +63,10 @@ class Worker:
         self.stream = cupy.cuda.Stream()
         self.stream.use()
         pool = numpy.random.default_rng(0).standard_normal((1 << 24) + 4096, numpy.float32)
-        self.pools = {"float32": cupy.asarray(pool), "float16": cupy.asarray(pool.astype(numpy.float16))}
+        import ml_dtypes
+
+        kinds = {"float32": numpy.float32, "float16": numpy.float16, "bfloat16": ml_dtypes.bfloat16}
+        self.pools = {name: cupy.asarray(pool.astype(kind)) for name, kind in kinds.items()}
         self.cold = 4 * int(cupy.cuda.runtime.getDeviceProperties(0)["l2CacheSize"])
 
     def data(self, shape, dtype, number):
@@ -63,11 +82,14 @@ class Worker:
         operation, name, *rest = cell.split("/")
         cp, np = self.cp, self.np
         if operation in ("quantize", "dequantize"):
-            dtype = rest[0]
+            dtype, shape = rest[0], (ELEMENTS,) if rest[1] == "2^28" else tuple(map(int, rest[1].split("x")))
+            name, options = chosen_by(name)
             for number in range(1 << 30):
-                x = self.data((ELEMENTS,), dtype, number)
-                q = kb.quantize(x, name)
-                if operation == "quantize":
+                x = self.data(shape, dtype, number)
+                q = kb.quantize(x, name, **options)
+                if operation == "quantize" and options:  # the percentile is not a part of q's format in all trees
+                    yield (lambda x=x: kb.quantize(x, name, **options)), x.nbytes + q.nbytes
+                elif operation == "quantize":
                     yield (lambda x=x, q=q: kb.quantize(x, name, out=q)), x.nbytes + q.nbytes
                 else:
                     yield (lambda x=x, q=q: kb.dequantize(q, out=x)), x.nbytes + q.nbytes
@@ -79,14 +101,15 @@ class Worker:
             for _ in range(1 << 30):
                 rows = cp.asarray(rng.integers(0, shape[0], tokens))
                 yield (lambda rows=rows: kb.take(q, rows, out=out)), out.nbytes + q.nbytes * tokens // shape[0]
-        x = cp.asarray(rng.standard_normal((tokens, shape[-1])).astype(np.float16))
+        token_dtype = np.float32 if operation.endswith("_float32") else np.float16
+        x = cp.asarray(rng.standard_normal((tokens, shape[-1])).astype(token_dtype))
         if operation == "linear_grouped":
             experts, _, _, chosen = EXPERTS
             ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
             touched, ids = len(np.unique(ids)), cp.asarray(ids)
             out = cp.empty((tokens, chosen, shape[1]), np.float16)
         else:
-            out = cp.empty((tokens, shape[0]), np.float16)
+            out = cp.empty((tokens, shape[0]), token_dtype)
         for number in range(1 << 30):
             w = self.data(shape, "float16", number)
             if operation == "linear":

@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,7 +12,14 @@ SPEC = importlib.util.spec_from_file_location("time_cells", FILE)
 time_cells = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(time_cells)
 
-SMALL = {"28672x8192": "64x128", "4096x4096": "64x64", "65536x4096": "600x64", "128x768x2048": "4x32x64", "/512": "/5"}
+SMALL = {
+    "28672x8192": "64x128",
+    "4096x4096": "64x64",
+    "65536x4096": "600x128",
+    "16384x4096": "300x128",
+    "128x768x2048": "4x32x64",
+    "/512": "/5",
+}
 
 
 @pytest.fixture
@@ -21,7 +29,8 @@ def worker(monkeypatch):
     found = time_cells.Worker.__new__(time_cells.Worker)
     found.cp = found.np = np
     pool = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
-    found.pools = {"float32": pool, "float16": pool.astype(np.float16)}
+    found.pools = {name: pool.astype(name) for name in ("float32", "float16")}
+    found.pools["bfloat16"] = pool.astype(ml_dtypes.bfloat16)
     return found
 
 
