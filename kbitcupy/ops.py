@@ -45,7 +45,10 @@ def quantize(
         Of ``kbit1`` to ``kbit8`` and ``table4``: the option of that name, or the 2^k values themselves, in any order.
         They are stored with the array, and its format has ``codebook="custom"``.
     importance : array_like, optional
-        Of formats that weight errors: how much those of each element count.
+        Of formats that weigh errors: how much those of a column count, as a rule the mean square of the activations
+        that it meets. Finite numbers, not negative, of shape [K] for `x` of [..., K]; for stacks of matrices, such as
+        experts of [E, N, K], also one row for each: [E, K]. Taken to float32 and to the device of `x`; host values are
+        checked, those on a device are not looked at.
     out : QuantizedArray, optional
         An earlier result of the same format, shape and device, whose planes are overwritten.
     check_finite : bool, default False

@@ -11,6 +11,9 @@ What all of these formats have in common:
 - NaN counts as 0, and magnitudes over 65504 count as 65504: then no scale, which is a half, is infinite. An element may
   decode to more, by the rounding of its scale or in blocks of somebody else, and is then infinite in float16.
 - Arithmetic is IEEE float32 as the origin has it, subnormal numbers included.
+- Formats that list ``importance`` in `takes` weigh errors by how much the column of an element counts, usually the mean
+  square of the activations that it meets: float32[K] for an array of [..., K], or one such row for each matrix of a
+  stack, so [E, K] for experts of [E, N, K]. Numbers are finite and not negative; those on a device are not looked at.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel
-from ..backend.xp import namespace
+from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, to_device
 from ..errors import FormatError
 from .base import Format, Plane
 from .chunks import CHUNK
@@ -60,6 +63,22 @@ class Field(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of a block."""
         return np.dtype(self.dtype).itemsize * self.entries
+
+
+class Importance(NamedTuple):
+    """How much the elements of some blocks count, as `BlockFormat.quantize_blocks` takes it.
+
+    Parameters
+    ----------
+    weights : numpy.ndarray
+        float32[blocks, block]: that of each element's column.
+    mean : numpy.ndarray or None
+        float32[blocks, 1]: the mean square of the row that a block is part of, its squares added up in order, where the
+        format has `row_mean`.
+    """
+
+    weights: np.ndarray
+    mean: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -116,6 +135,8 @@ class BlockFormat(Format):
     struct: ClassVar[str] = ""
     #: The kernels of another package.
     folder: ClassVar[Path | None] = None
+    #: Whether errors that are weighed depend on the mean square of the whole row.
+    row_mean: ClassVar[bool] = False
     #: The kernel that quantizes; None where only NumPy does.
     quantizer: ClassVar[Quantizer | None] = None
     _decoder: ClassVar[Decoder | None] = None
@@ -142,8 +163,11 @@ class BlockFormat(Format):
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
         """float32[blocks, block] from the origin's bytes, uint8[blocks, block_bytes]."""
 
-    def quantize_blocks(self, rows: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
-        """The origin's bytes, uint8[blocks, block_bytes], from finite float32[blocks, block], not to be written."""
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+        """The origin's bytes, uint8[blocks, block_bytes], from finite float32[blocks, block], not to be written.
+
+        `importance` comes only where `takes` has it.
+        """
         raise FormatError(f"{self.name} is read and decoded only: choose another format to quantize")
 
     def options(self) -> dict[str, Any]:
@@ -155,6 +179,10 @@ class BlockFormat(Format):
                 f"shape is {shape}; the last axis of {self.name} is whole blocks of {self.block} elements: pad it, or "
                 "choose a format that cuts blocks across rows, such as kbit4"
             )
+
+    def check_given(self, given: Mapping[str, Any]) -> None:
+        if "importance" in given:
+            check_importance(given["importance"])
 
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         blocks = math.prod(shape) // self.block
@@ -175,19 +203,42 @@ class BlockFormat(Format):
             start += field.nbytes
         return planes
 
+    def encode(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any] | None = None, lead: int = 0) -> None:
+        if given and "importance" in given:
+            # All planes belong to blocks here, so that a stack is an array like any other.
+            given, lead = {**given, "importance": importance_beside(given["importance"], x)}, 0
+        super().encode(x, planes, given, lead)
+
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        flat, size = x.reshape(-1), CHUNK - CHUNK % self.block
+        flat, columns = x.reshape(-1), None
+        size = CHUNK - CHUNK % self.block
+        if x.size and "importance" in given:
+            columns = given["importance"].reshape(-1, x.shape[-1])
+            size = max(CHUNK // x.shape[-1], 1) * x.shape[-1]  # whole rows
         for start in range(0, flat.size, size):
             part = flat[start : start + size].astype(np.float32)
             part[np.isnan(part)] = 0
             np.clip(part, -LARGEST, LARGEST, out=part)
             # Overflow on the way is a part of the origin's rules.
             with np.errstate(all="ignore"):
-                blocks = self.quantize_blocks(part.reshape(-1, self.block), given)
+                importance = None if columns is None else self._importance(part, columns, start, flat.size)
+                blocks = self.quantize_blocks(part.reshape(-1, self.block), importance)
             first = start // self.block
             for name, plane in self.from_blocks(blocks).items():
                 at = first * plane.size // len(blocks)
                 planes[name][at : at + plane.size] = plane
+
+    def _importance(self, part: np.ndarray, columns: np.ndarray, start: int, size: int) -> Importance:
+        """That of whole rows, `part`, which begin at element `start` of `size`; `columns` has a row for each matrix."""
+        length = columns.shape[1]
+        rows = part.reshape(-1, length)
+        matrix = np.arange(start // length, start // length + len(rows)) // (size // columns.size)
+        mean = None
+        if self.row_mean:
+            # np.sum's order is not given, that of a running sum is.
+            total = np.add.accumulate(rows * rows, axis=1, dtype=np.float32)[:, -1:]
+            mean = np.repeat(total / np.float32(length), length // self.block, axis=0)
+        return Importance(columns[matrix].reshape(-1, self.block), mean)
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if self.quantizer is None:
@@ -205,3 +256,48 @@ class BlockFormat(Format):
             part = {f.name: planes[f.name][first * f.entries : last * f.entries] for f in self.fields}
             with np.errstate(all="ignore"):
                 target[:] = self.dequantize_blocks(self.to_blocks(part)).reshape(-1)
+
+
+def check_importance(importance: Any) -> Any:
+    """Importance as an array, where that is finite in float32 and not negative; on a device it is not looked at.
+
+    Raises
+    ------
+    TypeError
+        When it is not numeric.
+    FormatError
+        When it is a single number, or a number is negative or not finite.
+    """
+    array = as_array(importance, "importance")
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"importance is {array.dtype}; it must hold numbers")
+    if not array.ndim:
+        raise FormatError("importance is a single number; it must be an array with one for each column")
+    if not is_cupy(array):
+        with np.errstate(over="ignore"):
+            numbers = array.astype(np.float32)
+        good = np.isfinite(numbers) & (numbers >= 0)
+        if not good.all():
+            raise FormatError(f"importance holds {array[~good][0]}; it must be finite in float32 and not negative")
+    return array
+
+
+def importance_beside(importance: Any, x: Any) -> Any:
+    """Importance as a C-contiguous float32 array on the device of `x`, of shape [K], or [..., K] for stacks.
+
+    Raises
+    ------
+    TypeError
+        As `check_importance`.
+    FormatError
+        As `check_importance`, and when it has neither one number for each column of `x` nor that for each of the
+        matrices of `x`.
+    """
+    array = check_importance(importance)
+    allowed = dict.fromkeys([x.shape[-1:], x.shape[:-2] + x.shape[-1:]])
+    if array.shape not in allowed:
+        raise FormatError(
+            f"importance has shape {array.shape}; for an array of shape {x.shape} it must have "
+            f"{' or '.join(map(str, allowed))}, one number for each column"
+        )
+    return contiguous(to_device(array, device_of(x)).astype(np.float32, copy=False))

@@ -63,7 +63,7 @@ def shifted(tmp_path_factory):
         header, struct, folder = "shifted.cuh", "Shifted", kernels
         quantizer = Quantizer("shifted.cu", "quantize_shifted", "Shift", 128, 128, kernels)
 
-        def quantize_blocks(self, rows, given):
+        def quantize_blocks(self, rows, importance=None):
             codes = np.rint(np.clip(rows * np.float32(16), -128, 127)).astype(np.int8)
             return np.concatenate([np.full((len(rows), 1), 4, np.uint8), codes.view(np.uint8)], axis=1)
 

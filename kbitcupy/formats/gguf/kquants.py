@@ -23,13 +23,10 @@ Source: ggml, ``ggml-quants.c`` (``quantize_row_q4_K_ref``, ``make_qkx2_quants``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from ..base import register
-from ..blocks import Field
+from ..blocks import Field, Importance
 from . import Gguf
 from .arithmetic import finite, half_bytes, halves, pack_fields, unpack_fields
 
@@ -45,7 +42,7 @@ class Q4_K(Gguf):
     fields = (Field("d", "float16", 2), Field("scales", "uint8", 12), Field("qs", "uint8", 128))
     header, struct, lanes = "formats/gguf_k.cuh", "Q4_K", 8
 
-    def quantize_blocks(self, rows: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         x = np.ascontiguousarray(rows.reshape(-1, _SUB).T)
         scale, minimum, codes = find_scales(x, 15, -1.0, 20)
         d, sc = _quantize_scales(scale.reshape(-1, _SUBS))

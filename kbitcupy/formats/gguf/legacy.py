@@ -17,13 +17,10 @@ Source: ggml, ``ggml-quants.c`` (``quantize_row_q8_0_ref``, ``quantize_row_q4_0_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from ..base import register
-from ..blocks import Field
+from ..blocks import Field, Importance
 from . import Gguf
 from .arithmetic import finite, half_bytes, halves, pack_fields, reciprocal, roundf, signed_max, unpack_fields
 
@@ -36,7 +33,7 @@ class Q8_0(Gguf):
     fields = (Field("d", "float16", 1), Field("qs", "int8", 32))
     struct = "Q8_0"
 
-    def quantize_blocks(self, rows: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
         q = roundf(finite(rows * reciprocal(d))).astype(np.int8)
         return np.concatenate([half_bytes(d), q.view(np.uint8)], axis=1)
@@ -53,7 +50,7 @@ class Q4_0(Gguf):
     fields = (Field("d", "float16", 1), Field("qs", "uint8", 16))
     struct = "Q4_0"
 
-    def quantize_blocks(self, rows: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d = signed_max(rows) / np.float32(-8)
         q = finite(rows * reciprocal(d) + np.float32(8.5))
         return np.concatenate([half_bytes(d), pack_fields(np.minimum(q, 15).astype(np.uint8), 4, 16)], axis=1)

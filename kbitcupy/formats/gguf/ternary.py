@@ -15,13 +15,10 @@ Source: ggml, ``ggml-quants.c`` (``quantize_row_tq2_0_ref``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from ..base import register
-from ..blocks import Field
+from ..blocks import Field, Importance
 from . import Gguf
 from .arithmetic import finite, half_bytes, halves, pack_fields, reciprocal, roundf, unpack_fields
 
@@ -34,7 +31,7 @@ class TQ2_0(Gguf):
     fields = (Field("qs", "uint8", 64), Field("d", "float16", 1))
     struct = "TQ2_0"
 
-    def quantize_blocks(self, rows: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d = np.abs(rows).max(axis=1, keepdims=True)
         t = roundf(finite(rows * reciprocal(d))) + np.float32(1)
         return np.concatenate([pack_fields(t.astype(np.uint8), 2, 32), half_bytes(d)], axis=1)
