@@ -16,12 +16,13 @@ __device__ __forceinline__ float largest_of_8(float number) {
 //
 // x       T[blocks * E::BLOCK]
 // blocks  how many
-// a to d  the planes of the fields, in their order; null where there are fewer
+// a to e  the planes of the fields, in their order; null where there are fewer
 template <typename T, typename E>
-__global__ void __launch_bounds__(THREADS) quantize_gguf_k(
-    const T* x, long long blocks, unsigned char* a, unsigned char* b, unsigned char* c, unsigned char* d) {
+__global__ void __launch_bounds__(THREADS) search_gguf(
+    const T* x, long long blocks, unsigned char* a, unsigned char* b, unsigned char* c, unsigned char* d,
+    unsigned char* e) {
     constexpr int PER_BLOCK = THREADS / 8;
-    const Fields fields = {{a, b, c, d}};
+    const Fields fields = {{a, b, c, d, e}};
     const int number = threadIdx.x % 8;
     // All lanes of a warp make as many rounds: those beyond the end work on the last block, and do not write.
     for (long long start = (long long)blockIdx.x * PER_BLOCK; start < blocks;

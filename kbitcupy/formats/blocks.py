@@ -37,7 +37,7 @@ from .chunks import CHUNK
 from .decoders import Decoder, templates
 
 #: Fields that a block may have, as kernels take them.
-MAX_FIELDS = 4
+MAX_FIELDS = 5
 #: Magnitudes beyond this, the largest half, count as this.
 LARGEST = np.float32(65504)
 

@@ -7,7 +7,7 @@
 #include "common/types.cuh"
 
 // The planes that an encoder writes, in the order of the fields.
-constexpr int MAX_FIELDS = 4;
+constexpr int MAX_FIELDS = 5;
 struct Fields {
     unsigned char* field[MAX_FIELDS];
 
@@ -38,12 +38,14 @@ template <typename T>
 struct Source {
     const T* x;
 
-    __device__ __forceinline__ void load(int first, float (&v)[32]) const {
+    // COUNT of them, a multiple of 8, from `first` on.
+    template <int COUNT>
+    __device__ __forceinline__ void load(int first, float (&v)[COUNT]) const {
         constexpr int PER_WORD = Word<T>::COUNT, EACH = 4 * PER_WORD;  // elements of a word, of 16 bytes
         const T* from = x + first;
         const bool aligned = (reinterpret_cast<unsigned long long>(from) & 15) == 0;
 #pragma unroll
-        for (int i = 0; i < 32 / EACH; ++i) {
+        for (int i = 0; i < COUNT / EACH; ++i) {
             if (aligned) {
                 const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + i);
                 const unsigned word[4] = {four.x, four.y, four.z, four.w};
@@ -55,7 +57,7 @@ struct Source {
             }
         }
 #pragma unroll
-        for (int i = 0; i < 32; ++i) v[i] = within_half(v[i]);
+        for (int i = 0; i < COUNT; ++i) v[i] = within_half(v[i]);
     }
 
     // NaN is 0, and what is beyond the largest half is that.

@@ -14,7 +14,7 @@ from kbitcupy.backend.compile import kernel_folder, source
 ENTRY = """
 extern "C" void {name}(unsigned grid, const float* x, long long blocks, unsigned char* a, unsigned char* b,
                        unsigned char* c) {{
-    launch(grid, 1, THREADS, [&] {{ {kernel}<float, {struct}>(x, blocks, a, b, c, nullptr); }});
+    launch(grid, 1, THREADS, [&] {{ {kernel}<float, {struct}>(x, blocks, a, b, c, nullptr, nullptr); }});
 }}
 """
 

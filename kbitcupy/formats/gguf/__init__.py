@@ -11,15 +11,22 @@ _THREADS = 128
 
 
 class Gguf(BlockFormat):
-    """A type of GGUF: its `struct` decodes it, and the struct with ``Encoder`` behind that name quantizes it."""
+    """A type of GGUF: its `struct` decodes it, and the struct with ``Encoder`` behind that name quantizes it.
+
+    With importance that is the struct with ``Weighed`` behind that name, whatever there is without.
+    """
 
     family, origin = "gguf", "GGUF (ggml)"
     header = "formats/gguf.cuh"
-    #: Threads that share a block while it is quantized, 1 or 8.
-    lanes: ClassVar[int] = 1
+    #: Threads that share a block while its scales are searched for, 1, 8 or 16; 0 where nothing is searched for.
+    lanes: ClassVar[int] = 0
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        file, name = ("gguf.cu", "quantize_gguf") if cls.lanes == 1 else ("gguf_search.cu", "quantize_gguf_k")
-        cls.quantizer = Quantizer(file, name, f"{cls.struct}Encoder", _THREADS, _THREADS // cls.lanes)
+        if cls.struct and cls.quantize_blocks is not BlockFormat.quantize_blocks:
+            struct = f"{cls.struct}Encoder"
+            if cls.lanes:
+                cls.quantizer = Quantizer("gguf_search.cu", "search_gguf", struct, _THREADS, _THREADS // cls.lanes)
+            else:
+                cls.quantizer = Quantizer("gguf.cu", "quantize_gguf", struct, _THREADS, _THREADS)
         super().__init_subclass__(**arguments)
         cls.family = "gguf"
