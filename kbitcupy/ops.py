@@ -90,9 +90,13 @@ def quantize(
     if format is None:
         raise TypeError(_no_format({**({} if codebook is None else {"codebook": codebook}), **options}))
     given: Mapping[str, Any] | None = None
-    if options or not (scale is zero_point is codebook is importance is None):
+    if isinstance(codebook, str):  # the name of one: an option
+        options["codebook"], codebook = codebook, None
+    if not (scale is zero_point is codebook is importance is None):
         brought = {"scale": scale, "zero_point": zero_point, "codebook": codebook, "importance": importance}
         format, given = resolve(format, brought, **options)
+    elif options:
+        format, given = resolve(format, **options)
     elif not isinstance(format, Format):
         format, given = resolve(format)
     if not format.can_encode:

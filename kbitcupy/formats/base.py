@@ -527,7 +527,7 @@ def get_format(name: str, /, **options: Any) -> Format:
     >>> kb.get_format("NF4:block=32,double_quant=true") == kb.get_format("nf4", block=32, double_quant=True)
     True
     """
-    key = (name, *options.items(), *map(_types, options.values()))  # 1, 1.0 and True are equal, but not all allowed
+    key = _key(name, options)
     try:
         found = _made.get(key)
     except TypeError:  # an option that does not hash, such as an array
@@ -589,8 +589,13 @@ def resolve(format: Any, /, given: Mapping[str, Any] | None = None, **options: A
     >>> resolve("kbit2", codebook=[-1, 0, 0.5, 1])
     (get_format('kbit2:codebook=custom'), {'codebook': [-1, 0, 0.5, 1]})
     """
-    if given is None and not options and isinstance(format, str) and (made := _made.get((format,))) is not None:
-        return made, {}
+    if given is None and isinstance(format, str):
+        try:
+            made = _made.get(_key(format, options))
+        except TypeError:  # an option that does not hash, such as an array
+            made = None
+        if made is not None:
+            return made, {}
     if isinstance(format, tuple) and len(format) == 2 and isinstance(format[1], Mapping):
         format, more = format
     else:
@@ -640,6 +645,11 @@ def _split(format: Any, given: dict[str, Any], options: Mapping[str, Any]) -> tu
             )
         chosen["codebook"] = "custom"
     return get_format(registered, **chosen), brought
+
+
+def _key(name: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of `_made`. 1, 1.0 and True are equal, but not all allowed."""
+    return (name, *options.items(), *map(_types, options.values())) if options else (name,)
 
 
 def _types(value: Any) -> Any:
