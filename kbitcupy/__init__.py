@@ -19,7 +19,6 @@ from .array import QuantizedArray
 from .errors import KbitError
 from .formats.base import get_format, list_formats, register
 from .ops import concatenate, dequantize, quantize, stack, take, to_torch
-from .products.functions import explain, linear, linear_grouped, matmul, precompile
 
 __all__ = [
     "KbitError",
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
         unpack_kbit as unpack_kbit,
     )
     from .explore.fit import fit_table
+    from .products.functions import explain, linear, linear_grouped, matmul, precompile
 else:
     # What is imported when it is first asked for, and where it stands: `io` needs safetensors, the others are large.
     _LATER = {
@@ -74,6 +74,7 @@ else:
     # Functions of such modules; those of bitsandbytes are documented there and not offered here.
     _FUNCTIONS = {
         "fit_table": "explore.fit",
+        **dict.fromkeys(("explain", "linear", "linear_grouped", "matmul", "precompile"), "products.functions"),
         **dict.fromkeys(
             (
                 "create_normal_float_codebook",
