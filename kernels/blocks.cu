@@ -1,14 +1,16 @@
 // Whatever a decoder F gives (formats/planes.cuh): all of an array, some of its rows, and its product with a few
 // tokens. The host names the header of F in KBIT_FORMAT_HEADER.
 //
-// A thread decodes eight neighbours at a time. Threads of a warp have neighbouring octets, so their loads and stores
-// make whole lines. Where the arrays begin at multiples of 16 bytes and no octet is cut, which is nearly always,
-// nothing branches, and the loads of two octets are under way together.
+// A thread decodes eight neighbours at a time, or several octets that share bytes. Threads of a warp have neighbouring
+// octets, so their loads and stores make whole lines, or whole pieces of lines. Where the arrays begin at multiples of
+// 16 bytes and no octet is cut, which is nearly always, nothing branches, and the loads of two octets are under way
+// together.
 #include "common/types.cuh"
 #include KBIT_FORMAT_HEADER
 
-// Of the host (kbitcupy/formats/decoders.py), ahead of this source: THREADS of a block, UNITS, the octets that a thread
-// has under way, and TOKENS that share the decoding of a row.
+// Of the host (kbitcupy/formats/decoders.py), ahead of this source: THREADS of a block; UNITS, the octets that a thread
+// has under way, and UNITS_TOGETHER, those of formats that decode some together; TOKENS that share the decoding of a
+// row.
 static_assert(MAX_PLANES == PLANES && MAX_NUMBERS == NUMBERS, "the host packs other planes");
 
 // ---- what the kernels share ------------------------------------------------------------------------------------
@@ -78,6 +80,16 @@ __device__ __forceinline__ int at_most_8(long long count) { return static_cast<i
 
 // ---- all elements ----------------------------------------------------------------------------------------------
 
+// Octets that a thread has under way.
+template <typename F>
+constexpr int OCTETS = Together<F>::COUNT == 1 ? UNITS : UNITS_TOGETHER;
+
+template <typename F>
+__device__ __forceinline__ void decode_some(const Planes& planes, long long octet, float (&v)[Together<F>::COUNT][8]) {
+    if constexpr (Together<F>::COUNT == 1) F::decode8(planes, octet, v[0]);
+    else F::decode_together(planes, octet, v);
+}
+
 // y        T[members * size], gridDim.y thread blocks for each span of a member, or fewer that go through them
 // members  1, or how many arrays lie behind each other; each begins with an octet of its own
 template <typename T, typename F>
@@ -85,7 +97,10 @@ __global__ void __launch_bounds__(THREADS)
     dequantize_blocks(T* y, long long members, const __grid_constant__ Argument<F> argument) {
     const Planes first = planes_of(argument);
     // Each block has a run of neighbouring spans: what is under way at a time lies close together in memory.
-    constexpr int SPAN = THREADS * UNITS;
+    constexpr int TOGETHER = Together<F>::COUNT, APART = Together<F>::APART, EACH = OCTETS<F> / TOGETHER;
+    constexpr int SPAN = THREADS * OCTETS<F>;
+    static_assert(EACH * TOGETHER == OCTETS<F> && THREADS % APART == 0, "threads share out a span");
+    const int lead = threadIdx.x / APART * (APART * TOGETHER) + threadIdx.x % APART;
     const long long size = first.size, octets = (size + 7) / 8, spans = (octets + SPAN - 1) / SPAN;
     const long long run = gridDim.x >= spans ? 1 : divide(spans + gridDim.x - 1, gridDim.x);
     for (long long member = blockIdx.y; member < members; member += gridDim.y) {
@@ -94,18 +109,21 @@ __global__ void __launch_bounds__(THREADS)
         T* target = y + member * size;
         const long long uncut = are_aligned(planes) && is_aligned(target) ? size / 8 : 0;
         for (long long i = 0, span = blockIdx.x * run * SPAN; i < run && span < octets; ++i, span += SPAN) {
-            const long long octet = span + threadIdx.x;
             if (span + SPAN <= uncut) {
-                float v[UNITS][8];
+                const long long octet = span + lead;
+                float v[EACH][TOGETHER][8];
 #pragma unroll
-                for (int u = 0; u < UNITS; ++u) F::decode8(whole, octet + u * THREADS, v[u]);
+                for (int u = 0; u < EACH; ++u) decode_some<F>(whole, octet + u * (THREADS * TOGETHER), v[u]);
 #pragma unroll
-                for (int u = 0; u < UNITS; ++u) store_neighbours(target + (octet + u * THREADS) * 8, v[u]);
+                for (int u = 0; u < EACH; ++u)
+#pragma unroll
+                    for (int j = 0; j < TOGETHER; ++j)
+                        store_neighbours(target + (octet + u * (THREADS * TOGETHER) + j * APART) * 8, v[u][j]);
                 continue;
             }
 #pragma unroll 1
-            for (int u = 0; u < UNITS; ++u) {
-                const long long at = octet + u * THREADS;
+            for (int u = 0; u < OCTETS<F>; ++u) {
+                const long long at = span + threadIdx.x + u * THREADS;
                 if (at >= octets) break;
                 float v[8];
                 F::decode8(planes, at, v);

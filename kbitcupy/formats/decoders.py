@@ -23,11 +23,10 @@ from ..backend.structs import Constants, Struct
 
 #: The kernels of ``blocks.cu``.
 KERNELS = ("dequantize_blocks", "take_blocks", "linear_blocks")
-#: Planes and integers of a decoder at the most; threads of a block, octets that a thread has under way, tokens that
-#: share the decoding of a row.
-SHARED = Constants(PLANES=6, NUMBERS=4, THREADS=256, UNITS=2, TOKENS=8)
-_MOST_PLANES, _NUMBERS, _TOKENS = SHARED.PLANES, SHARED.NUMBERS, SHARED.TOKENS
-_THREADS, _UNITS = SHARED.THREADS, SHARED.UNITS
+#: Planes and integers of a decoder at the most; threads of a block, octets that a thread has under way, the same of
+#: decoders that give several together, tokens that share the decoding of a row.
+SHARED = Constants(PLANES=6, NUMBERS=4, THREADS=256, UNITS=2, UNITS_TOGETHER=4, TOKENS=8)
+_MOST_PLANES, _NUMBERS, _TOKENS, _THREADS = SHARED.PLANES, SHARED.NUMBERS, SHARED.TOKENS, SHARED.THREADS
 
 
 def _no_numbers(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -58,6 +57,8 @@ class Decoder:
         A float32 plane that holds the beginning of the table instead, one for all members of a stack.
     folder : Path, optional
         The kernels of another package.
+    together : bool, default False
+        Whether the struct has a ``decode_together``.
 
     Examples
     --------
@@ -74,6 +75,7 @@ class Decoder:
     table: np.ndarray | None = None
     values: str | None = None
     folder: Path | None = None
+    together: bool = False
 
     def argument(self, planes: Mapping[str, Any], shape: tuple[int, ...], members: int = 1) -> bytes:
         """``Argument<F>`` of ``kernels/formats/planes.cuh`` for an array of `shape`, or a stack of such arrays.
@@ -133,10 +135,8 @@ def dequantize(decoder: Decoder, planes: Mapping[str, Any], shape: tuple[int, ..
         return
     kernel = _kernel("dequantize_blocks", decoder, out.dtype)
     arguments = out.data.ptr, members, decoder.argument(planes, shape, members)
-    spans, resident = (
-        -(-out.size // members // (8 * _UNITS * _THREADS)),
-        kernel.ready(out.data.device_id).resident,
-    )
+    octets = SHARED.UNITS_TOGETHER if decoder.together else SHARED.UNITS
+    spans, resident = -(-out.size // members // (8 * octets * _THREADS)), kernel.ready(out.data.device_id).resident
     width = grid_of(spans, max(resident // members, 1), kernel.rounds)
     kernel.launch(out, (width, min(members, _MOST_MEMBERS)), arguments)
 

@@ -10,6 +10,14 @@
 // matter, but it must not read past a plane. Loads of two octets are under way together where there are no branches. No
 // lane talks to another, so the host's compiler takes it, too, and tests/contract/test_decoders.py compares it with
 // NumPy where there is no GPU. kernels/blocks.cu makes kernels of it.
+//
+// Octets that share bytes or scales may be decoded together, which saves most of the work where all of an array is
+// decoded:
+//
+//     static constexpr int TOGETHER, APART                         how many octets, and their distance; powers of two
+//     static void decode_together(const Planes&, long long octet, float (&v)[TOGETHER][8])
+//
+// It gives octets `octet` + j * APART, all of them whole; `octet` is one of the first APART of each TOGETHER * APART.
 #pragma once
 #include "common/scalar.cuh"
 
@@ -40,6 +48,16 @@ struct Argument {
     const float* values;           // on the device: what the table begins with instead, or null
     long long value_count;
     float table[F::TABLE > 0 ? F::TABLE : 1];
+};
+
+// How many octets F decodes together, and their distance; F::TOGETHER and F::APART where it has them.
+template <typename F, typename = void>
+struct Together {
+    static constexpr int COUNT = 1, APART = 1;
+};
+template <typename F>
+struct Together<F, decltype(void(F::TOGETHER))> {
+    static constexpr int COUNT = F::TOGETHER, APART = F::APART;
 };
 
 // The planes of an octet that is whole, see there.

@@ -83,8 +83,9 @@ def on_host(monkeypatch):
     monkeypatch.setattr(decoders, "_kernel", HostKernel)
 
 
-# One with a table that may be in a plane, one whose scales lie across octets, one that needs whole blocks.
-FORMATS = ["kbit3:codebook=custom", "int4:block=3,symmetric=false", "q4_0"]
+# One with a table that may be in a plane, one whose scales lie across octets, two of whole blocks that decode octets
+# together.
+FORMATS = ["kbit3:codebook=custom", "int4:block=3,symmetric=false", "q4_0", "tq2_0"]
 
 
 def stack_of(format, shape, members, seed):
@@ -101,7 +102,9 @@ def stack_of(format, shape, members, seed):
 
 
 @pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize(("shape", "members"), [((45,), 1), ((3, 4096), 1), ((7, 96), 5), ((33,), 3), ((2, 2112), 2)])
+@pytest.mark.parametrize(
+    ("shape", "members"), [((45,), 1), ((3, 4096), 1), ((7, 96), 5), ((33,), 3), ((2, 2112), 2), ((3, 8192), 2)]
+)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_all_elements(on_host, text, shape, members, shift):
     format = kb.get_format(text)

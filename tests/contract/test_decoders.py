@@ -18,7 +18,7 @@ from kbitcupy.formats.codebook import scales, search
 from kbitcupy.formats.codebook.numpy import pack_words
 
 FORMATS = host.all_formats()
-SHAPES = [(1,), (7,), (8,), (45,), (1000,), (3, 33), (5, 96), (2, 3, 40), (4, 256), (2, 2, 512), (3, 4099)]
+SHAPES = [(1,), (7,), (8,), (45,), (1000,), (3, 33), (5, 96), (2, 3, 40), (3, 256), (4, 256), (2, 2, 512), (3, 4099)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -240,7 +240,8 @@ FAULTS = {
     "nf4": {"planes.size + 1": "planes.size", "4 * (e ^ 1)": "4 * e", "& 15": "& 7"},
     "dynamic8": {"octet * 8": "octet * 4", "e % 4 * 8": "e % 4 * 4", "& 0xff": "& 0x7f"},
     "int4:block=32": {"(BITS - 1) :": "(BITS - 2) :", "e * BITS % 32": "e * BITS % 16", "<< BITS) - 1": "<< BITS) - 2"},
-    "q4_k": {"block * 12": "block * 8", ">> 6 << 4": ">> 6 << 3", "& 63": "& 31"},
+    "q4_0": {"octet & 1": "octet & 3", "j * 4": "j * 2", "0x0f0f0f0fu, 8": "0x0f0f0f0fu, 7"},
+    "q4_k": {"block * 12": "block * 8", "0x3030u": "0x3010u", "0x3f3fu": "0x1f3fu"},
 }  # fmt: skip
 #: The same of what they include.
 SHARED_FAULTS = [
@@ -249,6 +250,8 @@ SHARED_FAULTS = [
     ("kbit4", "scales.cuh", "E4M4_BIAS = 11", "E4M4_BIAS = 12"),
     ("kbit5", "planes.cuh", "0x0000cccc0000cccc", "0x0000cccc0000ccce"),
     ("int8:granularity=token", "planes.cuh", "first + b < end", "first + b <= end"),
+    ("q4_k", "gguf_fields.cuh", "0x7440u + i", "0x7440u"),
+    ("q4_k", "gguf_fields.cuh", "from[1] << 8", "from[1] << 7"),
 ]
 
 

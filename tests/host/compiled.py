@@ -55,7 +55,8 @@ def _library(header, structs, folders):
     functions = [
         f'extern "C" int decode_{i}(const void* argument, long long members, float* out) '
         f"{{ return decode_all<{struct}>(argument, members, out); }}\n"
-        f'extern "C" long long bytes_{i}() {{ return sizeof(Argument<{struct}>); }}'
+        f'extern "C" long long bytes_{i}() {{ return sizeof(Argument<{struct}>); }}\n'
+        f'extern "C" int together_{i}() {{ return Together<{struct}>::COUNT; }}'
         for i, struct in enumerate(structs)
     ]
     return build(f'#include "{header}"\n#include "decode.h"\n' + "\n".join(functions), folders)
@@ -79,6 +80,7 @@ class Compiled:
         library = _library(decoder.header, structs, (*folders, *filter(None, [decoder.folder])))
         number = structs.index(decoder.struct)
         self._decode, self.bytes = getattr(library, f"decode_{number}"), getattr(library, f"bytes_{number}")()
+        assert (getattr(library, f"together_{number}")() > 1) == decoder.together, f"{decoder.struct}: decode_together"
         self._decode.argtypes = (ctypes.c_char_p, ctypes.c_longlong, ctypes.c_void_p)
 
     def __call__(self, planes, shape, members=1):

@@ -9,6 +9,27 @@ inline sigjmp_buf& escape() {
 }
 inline void on_bad_read(int) { siglongjmp(escape(), 1); }
 
+// What cannot come from any decoder by chance: octets that are decoded together have to be those that are not.
+constexpr unsigned NOT_THE_SAME = 0xdeadbeefu;
+
+template <typename F>
+void compare_together(const Planes& planes, float* out) {
+    constexpr int COUNT = Together<F>::COUNT, APART = Together<F>::APART;
+    if constexpr (COUNT > 1) {
+        for (long long first = 0; (first + COUNT * APART) * 8 <= planes.size; first += COUNT * APART) {
+            for (long long octet = first; octet < first + APART; ++octet) {
+                float v[COUNT][8];
+                F::decode_together(as_whole(planes), octet, v);
+                for (int i = 0; i < COUNT * 8; ++i) {
+                    float& alone = out[(octet + i / 8 * APART) * 8 + i % 8];
+                    if (std::memcmp(&alone, &v[i / 8][i % 8], sizeof(float)) != 0)
+                        alone = __uint_as_float(NOT_THE_SAME);
+                }
+            }
+        }
+    }
+}
+
 // out  float[members * size]
 template <typename F>
 __attribute__((noinline)) void decode_octets(const Argument<F>& argument, long long members, float* out) {
@@ -25,6 +46,7 @@ __attribute__((noinline)) void decode_octets(const Argument<F>& argument, long l
             else F::decode8(planes, octet, v);
             for (int e = 0; e < 8 && octet * 8 + e < first.size; ++e) out[octet * 8 + e] = v[e];
         }
+        if (aligned) compare_together<F>(planes, out);
     }
 }
 

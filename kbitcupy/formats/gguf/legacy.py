@@ -48,7 +48,7 @@ class Q4_0(Gguf):
     name, bits, block = "q4_0", 4, 32
     summary = "4-bit integers, a half as the scale of 32"
     fields = (Field("d", "float16", 1), Field("qs", "uint8", 16))
-    struct = "Q4_0"
+    struct, together = "Q4_0", True
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d = signed_max(rows) / np.float32(-8)

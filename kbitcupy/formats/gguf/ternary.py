@@ -29,7 +29,7 @@ class TQ2_0(Gguf):
     name, bits, block = "tq2_0", 2, 256
     summary = "-1, 0 and 1 in 2 bits, a half as the scale of 256"
     fields = (Field("qs", "uint8", 64), Field("d", "float16", 1))
-    struct = "TQ2_0"
+    struct, together = "TQ2_0", True
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d = np.abs(rows).max(axis=1, keepdims=True)

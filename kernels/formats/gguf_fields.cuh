@@ -1,0 +1,66 @@
+// How decoders of GGUF's types read fields of blocks, and make floats of small integers.
+#pragma once
+#include <cuda_fp16.h>
+
+#include "formats/planes.cuh"
+
+// What a decoder has whose octets share bytes: COUNT of them, DISTANCE apart. It writes one function for all of them
+// and for any single one,
+//
+//     template <int N> static void decode(const Planes&, long long octet, float (&v)[N][8])
+//
+// which gives octets `octet` + j * APART for j < N, where N is COUNT, and `octet` the first of them, or 1.
+template <typename F, int COUNT, int DISTANCE>
+struct Grouped {
+    static constexpr int TABLE = 0, TOGETHER = COUNT, APART = DISTANCE;
+
+    __device__ __forceinline__ static void decode8(const Planes& planes, long long octet, float (&v)[8]) {
+        F::decode(planes, octet, reinterpret_cast<float (&)[1][8]>(v));
+    }
+    __device__ __forceinline__ static void decode_together(
+        const Planes& planes, long long octet, float (&v)[TOGETHER][8]) {
+        F::decode(planes, octet, v);
+    }
+};
+
+// The half in the low or the high 16 bits of a word.
+__device__ __forceinline__ float half_of(unsigned word, int i) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16 * i)));
+}
+
+// 16 bits of plane i from byte `at`, an even one. They lie in the plane.
+__device__ __forceinline__ unsigned load_pair(const Planes& planes, int i, long long at) {
+    const unsigned char* from = planes.at<unsigned char>(i) + at;
+    if (planes.whole) return __ldg(reinterpret_cast<const unsigned short*>(from));
+    return from[0] | from[1] << 8;
+}
+
+// N words of plane i from byte `at`, a multiple of 4. They lie in the plane.
+template <int N>
+__device__ __forceinline__ void load_each(const Planes& planes, int i, long long at, unsigned (&word)[N]) {
+#pragma unroll
+    for (int w = 0; w < N; ++w) {
+        const unsigned char* from = planes.at<unsigned char>(i) + at + 4 * w;
+        if (planes.whole) word[w] = __ldg(reinterpret_cast<const unsigned*>(from));
+        else word[w] = from[0] | from[1] << 8 | from[2] << 16 | static_cast<unsigned>(from[3]) << 24;
+    }
+}
+
+// Byte i of a word, less `bias`, as a float: exact, and without a conversion, which the GPU does slowly.
+__device__ __forceinline__ float from_byte(unsigned word, int i, int bias = 0) {
+    const float raised = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + i));  // 2^23 and the byte
+    return __fsub_rn(raised, static_cast<float>((1 << 23) + bias));
+}
+
+// Eight elements, each a byte of two words less `bias`, times a scale: exact where the product has 24 bits.
+__device__ __forceinline__ void scale_bytes(float scale, unsigned first, unsigned second, int bias, float (&v)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(scale, from_byte(e < 4 ? first : second, e % 4, bias));
+}
+
+// The same less an offset, rounded once, as the products are exact.
+__device__ __forceinline__ void scale_bytes_less(
+    float scale, float offset, unsigned first, unsigned second, float (&v)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[e] = __fmaf_rn(scale, from_byte(e < 4 ? first : second, e % 4), -offset);
+}
