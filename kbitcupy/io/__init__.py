@@ -1,7 +1,8 @@
-"""Files: compressed tensors in safetensors, in kbitcupy's layout or that of bitsandbytes."""
+"""Files: compressed tensors in safetensors, in kbitcupy's layout or that of bitsandbytes, and in GGUF."""
 
 from . import bitsandbytes
 from .checkpoint import Checkpoint, load, save
 from .convert import FileReport, dequantize_file, quantize_file
+from .gguf import GgufValue
 
-__all__ = ["Checkpoint", "FileReport", "bitsandbytes", "dequantize_file", "load", "quantize_file", "save"]
+__all__ = ["Checkpoint", "FileReport", "GgufValue", "bitsandbytes", "dequantize_file", "load", "quantize_file", "save"]

@@ -348,11 +348,16 @@ def filling(target: Path, job: Mapping[str, Any], resume: bool = False) -> Itera
         with contextlib.suppress(OSError):
             (target / JOB).unlink()
     except BaseException as error:
-        if not resume or isinstance(error, InputChanged) or not any(part.glob("*.safetensors")):
+        if not resume or isinstance(error, InputChanged) or not _has_files(part):
             _discard(part, note)
         raise
     finally:
         note.close()
+
+
+def _has_files(part: Path) -> bool:
+    """Whether a folder that is being filled has finished files."""
+    return any(path.name != JOB and not _TEMPORARY.fullmatch(path.name) for path in part.iterdir())
 
 
 def forget(target: Path, job: Mapping[str, Any]) -> None:

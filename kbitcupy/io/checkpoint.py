@@ -19,6 +19,7 @@ from ..errors import FileError
 from ..serial import read_json_file
 from .atomic import as_path, check_file, check_folder, filling, replacing
 from .container import Container, Entry, FileReader, Together, entry_of, head_of, reading
+from .gguf import GGUF, GgufReader, check_parts, part_name, part_of, parts_beside
 from .kinds import other_checkpoints
 from .layouts import LAYOUTS, Compressed, Layout, find_layout, recognise
 from .layouts.base import free_entries
@@ -26,10 +27,10 @@ from .safetensors import SAFETENSORS
 
 #: Kinds of files, in the order in which their first bytes are looked at; safetensors has none that are the same in all
 #: files, and says what a file is that nobody reads.
-CONTAINERS: list[Container] = [SAFETENSORS]
+CONTAINERS: list[Container] = [GGUF, SAFETENSORS]
 
-#: Name of the only file of a checkpoint; shards are numbered before the ending.
-SINGLE = "model.safetensors"
+#: Name of the files of a checkpoint, before their numbers and their ending.
+STEM = "model"
 #: A sharded checkpoint has one file with this ending, which says where each tensor is.
 INDEX_ENDING = ".safetensors.index.json"
 #: Tensors with fewer elements are copied: compressing them saves nothing.
@@ -60,12 +61,19 @@ class File:
         return self.reader.path
 
     @property
+    def names(self) -> list[str]:
+        """Names of all tensors, in the order of their data."""
+        first = {one.stored[0]: name for name, one in self.compressed.items()}
+        first.update((name, name) for name in self.plain)
+        return [first[stored] for stored in self.reader.names if stored in first]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return self.reader.nbytes
 
     @property
-    def metadata(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, Any]:
         """The file's metadata without what describes compressed tensors."""
         own = {key for layout in LAYOUTS for key in layout.own_keys()}
         return {key: text for key, text in self.reader.metadata.items() if key not in own}
@@ -77,8 +85,8 @@ class Checkpoint(Mapping[str, Any]):
     Parameters
     ----------
     path : path_like
-        A safetensors file, a directory that holds one file or shards with their index, or the index
-        (``model.safetensors.index.json``).
+        A safetensors or GGUF file, a directory that holds one file, shards with their index or the parts of a GGUF
+        file, the index (``model.safetensors.index.json``), or any of those parts.
     mapped : bool, default True
         Whether arrays are views of the files, see `FileReader`.
     raw : bool, default False
@@ -98,8 +106,10 @@ class Checkpoint(Mapping[str, Any]):
         What the index says besides where the tensors are.
     paths : list of pathlib.Path
         The files and the index.
-    metadata : dict of str to str
+    metadata : dict of str to str or GgufValue
         Metadata of all files together, without what describes compressed tensors.
+    is_folder : bool
+        Whether it is, or may be, several files.
 
     Raises
     ------
@@ -126,16 +136,23 @@ class Checkpoint(Mapping[str, Any]):
             owners[id(rest.file_of(name))].plain.append(name)
         for name, one in self.compressed.items():
             owners[id(self.reader.file_of(one.stored[0]))].compressed[name] = one
-        self._names = {name: None for file in self.files.values() for name in (*file.plain, *file.compressed)}
+        self._names = {name: None for file in self.files.values() for name in file.names}
         parts = [file.reader.metadata if raw else file.metadata for file in self.files.values()]
         self.metadata = {key: text for part in parts for key, text in part.items()}
 
     def _open(self, mapped: bool) -> dict[str, FileReader]:
         """The files by name; what the index says of them is true."""
         if not self.is_folder:
-            return {self.path.name: _open(self.path, mapped)}
+            reader = _open(self.path, mapped)
+            if not isinstance(reader, GgufReader):
+                return {self.path.name: reader}
+            found = _open_parts(reader, mapped)
+            self.is_folder = len(found) > 1
+            return found
         with reading(self.path):
             folder, self.index, names = _contents(self.path)
+        if self.index is None and names[0].endswith(GGUF.ending):
+            return _open_parts(_open(folder / names[0], mapped), mapped)
         weight_map: dict[str, str] = {}
         if self.index is not None:
             weight_map, self.index_metadata = _read_index(folder / self.index)
@@ -223,6 +240,26 @@ def _open(path: Path, mapped: bool) -> FileReader:
     return next(container for container in CONTAINERS if head.startswith(container.magic)).open(path, mapped)
 
 
+def _open_parts(reader: FileReader, mapped: bool) -> dict[str, FileReader]:
+    """A GGUF file, and the others that it is a part of a whole with."""
+    if not isinstance(reader, GgufReader):
+        return {reader.path.name: reader}
+    paths = parts_beside(reader)
+    if paths == [reader.path]:
+        return {reader.path.name: reader}
+    readers = []
+    for path in paths:
+        if path == reader.path:
+            readers.append(reader)
+            continue
+        with reading(path):
+            if not path.exists():
+                raise FileError(f"{reader.path} is one of {len(paths)} files; {path} is missing: download it as well")
+        readers.append(GGUF.open(path, mapped))
+    check_parts(readers)
+    return {each.path.name: each for each in readers}
+
+
 def _contents(path: Path) -> tuple[Path, str | None, list[str]]:
     """Folder, name of the index, names of the files where there is none."""
     if not path.is_dir():
@@ -234,11 +271,20 @@ def _contents(path: Path) -> tuple[Path, str | None, list[str]]:
         return path, indices[0], []
     if not indices and len(files) == 1:
         return path, None, files
+    kind = SAFETENSORS.name
+    if not indices and not files and any(name.endswith(GGUF.ending) for name in names):
+        kind = GGUF.name
+        files = [name for name in names if name.endswith(GGUF.ending)]
+        parts = [part_of(path / name) for name in files]
+        if len(files) == 1 or (
+            files and None not in parts and len({(part[0], part[2]) for part in parts if part}) == 1
+        ):
+            return path, None, files
     found = ", ".join((indices or files)[:4])
     others = "" if found else other_checkpoints(names)
     hint = others or "it must hold one index, or one file: pass the file that you mean"
     raise FileError(
-        f"{path} is a directory with {len(indices)} indices (*{INDEX_ENDING}) and {len(files)} safetensors files"
+        f"{path} is a directory with {len(indices)} indices (*{INDEX_ENDING}) and {len(files)} {kind} files"
         f"{f' ({found})' if found else ''}; {hint}"
     )
 
@@ -289,13 +335,14 @@ def write_index(folder: Path, name: str, text: bytes) -> None:
 
 
 def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
-    """Open a safetensors file or a sharded checkpoint; its tensors are read when they are asked for.
+    """Open a safetensors or GGUF file or a sharded checkpoint; its tensors are read when they are asked for.
 
     Parameters
     ----------
     path : path_like
-        A safetensors file, a directory that holds one file or shards with their index, or the index
-        (``model.safetensors.index.json``), written by kbitcupy, by bitsandbytes or by any other tool.
+        A safetensors or GGUF file, a directory that holds one file, shards with their index or the parts of a GGUF
+        file, the index (``model.safetensors.index.json``), or any of those parts
+        (``model-00001-of-00003.gguf``), written by kbitcupy, bitsandbytes, llama.cpp or any other tool.
     raw : bool, default False
         Give every stored tensor under its own name, such as the planes ``w.packed`` and ``w.absmax`` of a compressed
         ``w``: for files that are damaged, or to look at what a layout stores.
@@ -305,8 +352,9 @@ def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
     Checkpoint
         A read-only mapping: for each name an array of the stored shape and dtype (BF16 and the FP8 types as ml_dtypes'
         dtypes), or a `QuantizedArray` for a tensor compressed by kbitcupy or, in bitsandbytes' layout, to ``nf4``,
-        ``fp4`` or ``int8`` (LLM.int8, see `kbitcupy.io.bitsandbytes.load`). Arrays are views of the file, mapped into
-        memory for as long as they are referred to, and read-only; ``.copy()`` makes one writeable,
+        ``fp4`` or ``int8`` (LLM.int8, see `kbitcupy.io.bitsandbytes.load`), or of one of GGUF's types: in its own
+        format, and of dtype float32, for a GGUF file does not say what was compressed. Arrays are views of the file,
+        mapped into memory for as long as they are referred to, and read-only; ``.copy()`` makes one writeable,
         ``.to_device("cuda:0")`` moves a `QuantizedArray` to a GPU. ``dict(...)`` of the mapping holds them all. Whoever
         cuts the file off while it is mapped takes the memory away from under the arrays: a process that then looks at
         them is ended by the system (SIGBUS). A file that may be rewritten in place should be copied first, or each
@@ -317,9 +365,9 @@ def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
     TypeError
         When `path` is no path.
     FileError
-        When a file is missing or not a safetensors file (the message says what it is, where its first bytes tell, and
-        how to convert it), or when the stored tensors of a compressed one do not fit together. When a tensor is asked
-        for that has a dtype which NumPy cannot hold.
+        When a file is missing or neither a safetensors nor a GGUF file (the message says what it is, where its first
+        bytes tell, and how to convert it), or when the stored tensors of a compressed one do not fit together. When a
+        tensor is asked for that has a dtype which NumPy cannot hold.
 
     Examples
     --------
@@ -338,12 +386,13 @@ def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
 def save(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     *,
+    layout: str | None = None,
     force: bool = False,
     max_shard_size: int | None = None,
 ) -> None:
-    """Write arrays and compressed arrays to a safetensors file, or to a directory of shards.
+    """Write arrays and compressed arrays to a safetensors or GGUF file, or to a directory of shards.
 
     Parameters
     ----------
@@ -351,15 +400,20 @@ def save(
         The file, or with `max_shard_size` the directory, to write. It is written beside and renamed: after a failure
         nothing is left of it.
     tensors : mapping of str to array_like or QuantizedArray
-        NumPy or CuPy arrays of any shape and of a dtype that safetensors knows, and compressed arrays; what `load`
+        NumPy or CuPy arrays of any shape and of a dtype that the file can hold, and compressed arrays; what `load`
         returned is passed on tensor by tensor.
     metadata : mapping of str to str, optional
-        Metadata of the file, or of each shard; the key ``kbitcupy`` is taken.
+        Metadata of the file, or of each shard; the key ``kbitcupy`` is taken. For GGUF the values are `GgufValue`, or
+        what makes one (bool, int, float, str, arrays); ``general.architecture``, ``general.quantization_version`` and
+        ``general.file_type`` are added where they are not given.
+    layout : {"kbitcupy", "bitsandbytes", "gguf"}, optional
+        How compressed tensors are stored; by default ``"gguf"`` where `path` ends in ``.gguf``, else ``"kbitcupy"``.
     force : bool, default False
         Overwrite `path` if it is a file; a directory with files in it never is.
     max_shard_size : int, optional
         Bytes of tensors in a shard; a larger tensor gets a shard of its own. The directory then holds shards and
-        ``model.safetensors.index.json``, or ``model.safetensors`` alone when one is enough.
+        ``model.safetensors.index.json``, or ``model.safetensors`` alone when one is enough; with the layout ``"gguf"``
+        the parts ``model-00001-of-00003.gguf`` and so on, or ``model.gguf``.
 
     Raises
     ------
@@ -384,14 +438,20 @@ def save(
     >>> bool((restored.dequantize() == q.dequantize()).all())
     True
     """
-    save_as(find_layout("kbitcupy"), path, tensors, metadata, force=force, max_shard_size=max_shard_size)
+    chosen = find_layout(layout_for(path) if layout is None else layout)
+    save_as(chosen, path, tensors, metadata, force=force, max_shard_size=max_shard_size)
+
+
+def layout_for(path: Any) -> str:
+    """The layout that a name asks for."""
+    return "gguf" if isinstance(path, (str, os.PathLike)) and str(path).endswith(GGUF.ending) else "kbitcupy"
 
 
 def save_as(
     layout: Layout,
     path: str | os.PathLike[str],
     tensors: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     *,
     force: bool = False,
     max_shard_size: int | None = None,
@@ -408,8 +468,10 @@ def save_as(
     if max_shard_size is not None and (type(max_shard_size) is not int or max_shard_size < 1):
         raise ValueError(f"max_shard_size is {max_shard_size!r}; it must be a positive number of bytes, or None")
     stored = _stored(tensors, layout)
+    everything = {name: entry for entries in stored.values() for name, entry in entries.items()}
     if max_shard_size is None:
-        _save(check_file(path, force), tensors, stored, layout, metadata, force)
+        about = layout.about_file(_described(metadata, tensors, stored, layout), everything)
+        _save(check_file(path, force), tensors, stored, layout, about, force)
         return
     target = check_folder(path)
     shards = _shards(
@@ -418,14 +480,31 @@ def save_as(
     with filling(target, {}) as folder:
         weight_map: dict[str, str] = {}
         total = 0
-        for number, names in enumerate(shards, start=1):
-            file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        for number, names in enumerate(shards):
+            file = file_name(layout.container, number, len(shards))
             part = {name: stored[name] for name in names}
-            entries = _save(folder / file, tensors, part, layout, metadata, force)
+            numbered = number, len(shards), len(everything)
+            about = layout.about_file(_described(metadata, tensors, part, layout), everything, numbered)
+            entries = _save(folder / file, tensors, part, layout, about, force)
             weight_map.update(dict.fromkeys(entries, file))
             total += sum(entry.nbytes for entry in entries.values())
-        if len(shards) > 1:
-            write_index(folder, f"model{INDEX_ENDING}", index_text(weight_map, {"total_size": total}))
+        if len(shards) > 1 and layout.container is SAFETENSORS:
+            write_index(folder, f"{STEM}{INDEX_ENDING}", index_text(weight_map, {"total_size": total}))
+
+
+def file_name(container: Container, number: int, count: int) -> str:
+    """The name of a file of a checkpoint; `number` counts from 0."""
+    if count == 1:
+        return STEM + container.ending
+    return Path(part_name(STEM, number + 1, count)).with_suffix(container.ending).name
+
+
+def _described(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], names: Iterable[str], layout: Layout
+) -> Mapping[str, Any]:
+    """The metadata with the configurations of compressed tensors, where there are some."""
+    configs = {name: tensors[name].config() for name in names if isinstance(tensors[name], QuantizedArray)}
+    return layout.metadata(metadata, configs) if configs else metadata
 
 
 def _check_order(path: Any, tensors: Any) -> None:
@@ -471,18 +550,12 @@ def _save(
     tensors: Mapping[str, Any],
     stored: Mapping[str, Mapping[str, Entry]],
     layout: Layout,
-    metadata: Mapping[str, str],
+    metadata: Mapping[str, Any],
     force: bool,
 ) -> dict[str, Entry]:
     """Write a file; what stands in its header."""
-    configs = {}
-    for name in stored:
-        tensor = tensors[name]
-        if isinstance(tensor, QuantizedArray):
-            configs[name] = tensor.config()
     entries = {name: entry for group in stored.values() for name, entry in group.items()}
-    about = layout.metadata(metadata, configs) if configs else metadata
-    with layout.container.writing(target, entries, about, force) as writer:
+    with layout.container.writing(target, entries, metadata, force) as writer:
         for name in stored:
             tensor = tensors[name]
             if isinstance(tensor, QuantizedArray):

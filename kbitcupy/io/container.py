@@ -382,16 +382,23 @@ class Container(ABC):
     ----------
     name : str
         What it is called in messages.
+    ending : str
+        What names of its files end in.
     magic : bytes
         What its files begin with; nothing where there is no such thing.
     """
 
     name: ClassVar[str]
+    ending: ClassVar[str] = ""
     magic: ClassVar[bytes] = b""
 
     @abstractmethod
     def open(self, path: str | os.PathLike[str], mapped: bool = True) -> FileReader:
         """Open a file of this kind, see `FileReader`."""
+
+    def adopt(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """The metadata of a file of any kind, as far as this kind can hold it."""
+        return dict(metadata)
 
     @abstractmethod
     def check(self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> None:

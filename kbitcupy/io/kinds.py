@@ -1,4 +1,4 @@
-"""Files that are not safetensors, told by their first bytes, and the line of Python that converts them."""
+"""Files that are neither safetensors nor GGUF, told by their first bytes, and the line of Python that converts them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 #: Bytes of a file that `what_it_is` wants to see.
 HEAD = 512
 
-_OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".npy", ".npz", ".gguf", ".onnx", ".h5", ".hdf5", ".keras")
+_OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".npy", ".npz", ".onnx", ".h5", ".hdf5", ".keras")
 _TORCH = (
     "import torch, safetensors.torch as st; st.save_file({{k: v.contiguous().clone() for k, v in "
     "torch.load({path!r}, map_location='cpu', weights_only=True).items()}}, {target!r})"
@@ -16,8 +16,6 @@ _LINES = {
     "torch": _TORCH,
     "npy": "import numpy as np, kbitcupy as kb; kb.io.save({target!r}, {{'x': np.load({path!r})}})",
     "npz": "import numpy as np, kbitcupy as kb; kb.io.save({target!r}, dict(np.load({path!r})))",
-    "gguf": "import gguf, kbitcupy as kb; kb.io.save({target!r}, {{t.name: gguf.dequantize(t.data, t.tensor_type) for "
-    "t in gguf.GGUFReader({path!r}).tensors}})",
     "onnx": "import onnx, kbitcupy as kb; kb.io.save({target!r}, {{t.name: onnx.numpy_helper.to_array(t) for t in "
     "onnx.load({path!r}).graph.initializer}})",
     "hdf5": "import h5py, kbitcupy as kb; d = {{}}; h5py.File({path!r}).visititems(lambda name, x: d.update({{name: "
@@ -25,7 +23,6 @@ _LINES = {
 }
 _MAGIC = (
     (b"\x93NUMPY", "a NumPy array (.npy)", "npy"),
-    (b"GGUF", "a GGUF file of llama.cpp", "gguf"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "hdf5"),
     (b"\x1f\x8b", "compressed by gzip", "unpack"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", "unpack"),

@@ -256,10 +256,14 @@ class _SafetensorsWriter(Writer):
 class Safetensors(Container):
     """Files of the safetensors library."""
 
-    name = "safetensors"
+    name, ending = "safetensors", ".safetensors"
 
     def open(self, path: str | os.PathLike[str], mapped: bool = True) -> SafetensorsReader:
         return SafetensorsReader(path, mapped)
+
+    def adopt(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Single values become text; arrays, which can be a tokenizer, are left out."""
+        return {key: str(value) for key, value in metadata.items() if isinstance(value, str) or not _is_array(value)}
 
     def check(self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> None:
         for key, value in metadata.items():
@@ -287,6 +291,11 @@ class Safetensors(Container):
             writer = _SafetensorsWriter(file, entries, metadata, starts)
             yield writer
             writer.finish(len(first))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value of another container's metadata has items."""
+    return str(getattr(value, "type", "")).endswith("[]")
 
 
 #: The container itself: it has no state.

@@ -477,8 +477,8 @@ def test_bad_storage(tmp_path):
     with pytest.raises(FileError, match="'w' packs to 5 bytes, which are no whole number of bfloat16"):
         bitsandbytes.save(tmp_path / "a.safetensors", {"w": q}, quant_storage={"w": "bfloat16"})
     bitsandbytes.save(tmp_path / "a.safetensors", {"w": q}, quant_storage={"v": "bfloat16"})
-    with pytest.raises(ValueError, match="layout is 'gguf'"):
-        kb.io.quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "nf4", layout="gguf")
+    with pytest.raises(ValueError, match="layout is 'onnx'"):
+        kb.io.quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "nf4", layout="onnx")
 
 
 # ---- functions -----------------------------------------------------------------------------------------------------
@@ -725,7 +725,7 @@ def test_commands_refuse(float_file, tmp_path, capsys):
     assert "bitsandbytes' layout holds nf4 and fp4" in capsys.readouterr().err
     assert not Path(out).exists()
     with pytest.raises(SystemExit):
-        main(["quantize", str(float_file), "-o", out, "--layout", "gguf"])
+        main(["quantize", str(float_file), "-o", out, "--layout", "onnx"])
 
 
 def test_a_job_in_shards_is_resumed(float_file, tmp_path, monkeypatch):

@@ -210,7 +210,6 @@ KINDS = [
     ("a.npy", b"\x93NUMPY\x01\x00v\x00{", "a NumPy array", "np.load('{path}')"),
     ("a.npz", zipped(b"w.npy"), "an archive of NumPy arrays", "dict(np.load('{path}'))"),
     ("a.zip", zipped(b"weights.safetensors"), "a zip archive", "unpack it first"),
-    ("a.gguf", b"GGUF\x03" + bytes(20), "a GGUF file", "gguf.GGUFReader('{path}')"),
     ("a.onnx", b"\x08\x07\x12\x07pytorch", "an ONNX model", "onnx.load('{path}')"),
     ("a.h5", b"\x89HDF\r\n\x1a\n" + bytes(20), "an HDF5 file", "h5py.File('{path}')"),
     ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "git-lfs", "git lfs pull"),

@@ -9,12 +9,13 @@ from ...errors import FileError
 from ..container import Together
 from .base import Compressed, Layout
 from .bitsandbytes import BitsandbytesLayout
+from .gguf import GgufLayout
 from .own import OwnLayout
 
 __all__ = ["LAYOUTS", "Compressed", "Layout", "find_layout", "recognise"]
 
 #: All layouts, in the order in which they are asked: what one has recognised, the next ones do not see.
-LAYOUTS: list[Layout] = [OwnLayout(), BitsandbytesLayout()]
+LAYOUTS: list[Layout] = [OwnLayout(), BitsandbytesLayout(), GgufLayout()]
 
 
 def find_layout(name: str) -> Layout:

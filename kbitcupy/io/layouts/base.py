@@ -88,14 +88,36 @@ class Layout(ABC):
         """Their data, in host memory."""
 
     @abstractmethod
-    def metadata(self, metadata: Mapping[str, str], configs: Mapping[str, Any]) -> dict[str, str]:
+    def metadata(self, metadata: Mapping[str, Any], configs: Mapping[str, Any]) -> dict[str, Any]:
         """The metadata of a file: what it has, and the configurations of tensors that are compressed now."""
+
+    def about_file(
+        self,
+        metadata: Mapping[str, Any],
+        entries: Mapping[str, Entry],
+        part: tuple[int, int, int] = (0, 1, 0),
+        changed: bool = False,
+    ) -> dict[str, Any]:
+        """The metadata with what the container wants beside it.
+
+        Parameters
+        ----------
+        metadata : mapping
+            From `metadata`.
+        entries : mapping of str to Entry
+            All stored tensors of all parts.
+        part : tuple of int
+            Number of this file from 0, files, tensors in all of them.
+        changed : bool, default False
+            Whether tensors are stored in another way than what `metadata` was said of.
+        """
+        return dict(metadata)
 
     def own_keys(self) -> Collection[str]:
         """Keys of the metadata that describe the compressed tensors, and mean nothing beside others."""
         return ()
 
-    def written_by(self, metadata: Mapping[str, str]) -> str | None:
+    def written_by(self, metadata: Mapping[str, Any]) -> str | None:
         """Which program compressed the tensors of a file with this metadata, where it says so."""
         return None
 

@@ -210,7 +210,7 @@ class BitsandbytesLayout(Layout):
         arrays[f"{name}{_STATE}{q.format.name}"] = np.frombuffer(text, np.uint8)
         return arrays
 
-    def metadata(self, metadata: Mapping[str, str], configs: Mapping[str, Any]) -> dict[str, str]:
+    def metadata(self, metadata: Mapping[str, Any], configs: Mapping[str, Any]) -> dict[str, Any]:
         return {"format": "pt", **metadata}  # loaders of PyTorch models ask for this key
 
 

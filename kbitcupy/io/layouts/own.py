@@ -62,7 +62,7 @@ class OwnLayout(Layout):
     def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
         return {f"{name}.{plane}": _xp.to_device(array, "cpu") for plane, array in q.planes.items()}
 
-    def metadata(self, metadata: Mapping[str, str], configs: Mapping[str, Any]) -> dict[str, str]:
+    def metadata(self, metadata: Mapping[str, Any], configs: Mapping[str, Any]) -> dict[str, Any]:
         before = _configs(metadata, "the metadata")
         stored = {"version": FILE_VERSION, "written_by": f"kbitcupy {__version__}", "tensors": {**before, **configs}}
         plain = {key: text for key, text in metadata.items() if key != METADATA_KEY}
@@ -71,9 +71,9 @@ class OwnLayout(Layout):
     def own_keys(self) -> Collection[str]:
         return (METADATA_KEY,)
 
-    def written_by(self, metadata: Mapping[str, str]) -> str | None:
+    def written_by(self, metadata: Mapping[str, Any]) -> str | None:
         text = metadata.get(METADATA_KEY)
-        return None if text is None else _writer(read_json(text))
+        return _writer(read_json(text)) if isinstance(text, str) else None
 
 
 def _describe(file: FileReader, name: str, config: Any) -> Compressed:
@@ -104,10 +104,10 @@ def _read(planes: Mapping[str, str], reader: Reader) -> dict[str, np.ndarray]:
     return {plane: reader.array(stored) for plane, stored in planes.items()}
 
 
-def _configs(metadata: Mapping[str, str], path: Path | str) -> dict[str, Any]:
-    """The configurations under `METADATA_KEY`."""
+def _configs(metadata: Mapping[str, Any], path: Path | str) -> dict[str, Any]:
+    """The configurations under `METADATA_KEY`, which is text where it is this layout's."""
     text = metadata.get(METADATA_KEY)
-    if text is None:
+    if not isinstance(text, str):
         return {}
     try:
         stored = read_json(text)

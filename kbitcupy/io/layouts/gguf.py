@@ -1,0 +1,183 @@
+"""Types of GGUF: a compressed tensor is one stored tensor, the origin's blocks under its own name.
+
+The formats of `kbitcupy.formats.gguf` are those types, so nothing is decoded on the way in or out. NVFP4 may have a
+scale of the whole tensor, or one for each expert: the float32 tensor ``blk.0.attn_q.scale`` beside
+``blk.0.attn_q.weight``.
+
+Source: ggml, ``gguf.h``, and llama.cpp, ``llama.h`` (``llama_ftype``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...array import QuantizedArray
+from ...backend import xp as _xp
+from ...errors import FileError, FormatError
+from ...formats.base import Format, get_format
+from ...formats.blocks import BlockFormat
+from ..container import Entry, Reader
+from ..gguf import BLOCKS, GGUF, SPLIT_KEYS, GgufReader, split_values
+from .base import Compressed, Layout
+
+ARCHITECTURE_KEY = "general.architecture"
+#: The version of the blocks' layout.
+VERSION_KEY, QUANTIZATION_VERSION = "general.quantization_version", 2
+#: What most of the weights are, for who reads it; nothing depends on it.
+FILE_TYPE_KEY = "general.file_type"
+#: llama.cpp's numbers of files of mostly one type; of the K types those of its smallest mixtures.
+FILE_TYPES = {
+    "float32": 0,
+    "float16": 1,
+    "bfloat16": 32,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q8_0": 7,
+    "q5_0": 8,
+    "q5_1": 9,
+    "q2_k": 10,
+    "q3_k": 11,
+    "q4_k": 14,
+    "q5_k": 16,
+    "q6_k": 18,
+    "iq2_xxs": 19,
+    "iq2_xs": 20,
+    "iq3_xxs": 23,
+    "iq1_s": 24,
+    "iq4_nl": 25,
+    "iq3_s": 26,
+    "iq2_s": 28,
+    "iq4_xs": 30,
+    "iq1_m": 31,
+    "tq1_0": 36,
+    "tq2_0": 37,
+    "mxfp4": 38,
+    "nvfp4": 39,
+    "q1_0": 40,
+}
+_WEIGHT, _SCALE = ".weight", ".scale"
+
+
+class GgufLayout(Layout):
+    """One stored tensor for each compressed one."""
+
+    name = "gguf"
+    container = GGUF
+
+    def recognise(self, reader: Reader) -> dict[str, Compressed]:
+        found = {}
+        names = set(reader.names)
+        for name in reader.names:
+            file = reader.file_of(name)
+            if not isinstance(file, GgufReader):
+                continue
+            entry = file.entries[name]
+            format = format_of(entry.dtype)
+            if format is None:
+                continue
+            stored: tuple[str, ...] = (name,)
+            scale = _scale_name(name)
+            if format.tensor_scale is not None and scale in names:
+                about = reader.entry(scale)
+                if about.dtype != "float32" or not _fits(format, entry.shape, about.shape):
+                    raise FileError(f"{file.path}: tensor {scale!r} is {about}, no scale of {name!r}, which is {entry}")
+                stored = (name, scale)
+            planes = functools.partial(_planes, format, stored)
+            found[name] = Compressed(format, entry.shape, np.dtype(np.float32), stored, planes)
+        return found
+
+    def entries(
+        self, name: str, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype
+    ) -> dict[str, Entry]:
+        if not isinstance(format, BlockFormat) or format.name not in BLOCKS:
+            raise FileError(
+                f"tensor {name!r}: GGUF has no type for {format}; choose one of {', '.join(_shown())}, or another "
+                "layout; what is compressed already is restored by dequantize first"
+            )
+        size = int(np.prod(shape, dtype=object))
+        found = {name: Entry(format.name, shape, size // format.block * format.block_bytes)}
+        if format.tensor_scale in planes:
+            scale = planes[str(format.tensor_scale)]
+            found[_scale_name(name)] = Entry("float32", tuple(scale.shape), 4 * int(np.prod(scale.shape)))
+        return found
+
+    def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
+        format: Any = q.format
+        found = {name: _xp.to_device(format.to_blocks(q.planes), "cpu")}
+        if format.tensor_scale in q.planes:
+            found[_scale_name(name)] = _xp.to_device(q.planes[format.tensor_scale], "cpu")
+        return found
+
+    def metadata(self, metadata: Mapping[str, Any], configs: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(metadata)
+
+    def about_file(
+        self,
+        metadata: Mapping[str, Any],
+        entries: Mapping[str, Entry],
+        part: tuple[int, int, int] = (0, 1, 0),
+        changed: bool = False,
+    ) -> dict[str, Any]:
+        no, count, tensors = part
+        values = {key: value for key, value in GGUF.adopt(metadata).items() if key not in SPLIT_KEYS}
+        if no == 0:
+            added = GGUF.adopt({VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: _file_type(entries)})
+            if changed:
+                values.update(added)
+            values = {**GGUF.adopt({ARCHITECTURE_KEY: "unknown"} if ARCHITECTURE_KEY not in values else {}), **values}
+            values.update((key, value) for key, value in added.items() if key not in values)
+        else:
+            values = {}
+        if count > 1:
+            values.update(split_values(no, count, tensors))
+        return values
+
+    def own_keys(self) -> Collection[str]:
+        return SPLIT_KEYS
+
+
+@functools.cache
+def _known(dtype: str) -> Format | None:
+    try:
+        format = get_format(dtype)
+    except FormatError:
+        return None
+    return format if isinstance(format, BlockFormat) and format.block_bytes == BLOCKS[dtype].nbytes else None
+
+
+def format_of(dtype: str) -> Format | None:
+    """The format of an entry's dtype; None of plain numbers, and where there is no such format."""
+    return _known(dtype) if dtype in BLOCKS else None
+
+
+def _shown() -> list[str]:
+    return [name for name in BLOCKS if (format := format_of(name)) is not None and format.can_encode]
+
+
+def _scale_name(name: str) -> str:
+    return name.removesuffix(_WEIGHT) + _SCALE
+
+
+def _fits(format: Format, shape: tuple[int, ...], scale: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape is a scale: one number, or one for each matrix of a stack."""
+    return scale in ((), (1,)) or (len(shape) == 3 and scale == shape[:1])
+
+
+def _planes(format: Any, stored: tuple[str, ...], reader: Reader) -> dict[str, np.ndarray]:
+    planes = format.from_blocks(reader.raw(stored[0]))
+    if len(stored) > 1:
+        planes[format.tensor_scale] = reader.array(stored[1]).reshape(-1)
+    return planes
+
+
+def _file_type(entries: Mapping[str, Entry]) -> int:
+    """What most elements are."""
+    sizes: dict[str, int] = {}
+    for entry in entries.values():
+        if entry.dtype in FILE_TYPES:
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.size
+    return FILE_TYPES[max(sizes, key=lambda dtype: sizes[dtype])] if sizes else FILE_TYPES["float32"]
