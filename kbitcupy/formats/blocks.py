@@ -30,39 +30,15 @@ import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel
-from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, to_device
+from ..backend.xp import as_array, contiguous, device_of, is_cupy, to_device
 from ..errors import FormatError
 from .base import Format, Plane
 from .chunks import CHUNK
 from .decoders import Decoder, templates
+from .fields import MAX_FIELDS, Field as Field, block_bytes, join_blocks, split_blocks
 
-#: Fields that a block may have, as kernels take them.
-MAX_FIELDS = 5
 #: Magnitudes beyond this, the largest half, count as this.
 LARGEST = np.float32(65504)
-
-
-class Field(NamedTuple):
-    """A field of a block.
-
-    Parameters
-    ----------
-    name : str
-        Name of its plane.
-    dtype : str
-        NumPy dtype name of its entries.
-    entries : int
-        Entries of a block.
-    """
-
-    name: str
-    dtype: str
-    entries: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a block."""
-        return np.dtype(self.dtype).itemsize * self.entries
 
 
 class Importance(NamedTuple):
@@ -160,7 +136,7 @@ class BlockFormat(Format):
     @functools.cached_property
     def block_bytes(self) -> int:
         """Bytes of one of the origin's blocks."""
-        return sum(field.nbytes for field in self.fields)
+        return block_bytes(self.fields)
 
     @abstractmethod
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
@@ -193,18 +169,11 @@ class BlockFormat(Format):
 
     def to_blocks(self, planes: Mapping[str, Any]) -> Any:
         """The origin's bytes, uint8[blocks, block_bytes], on the device of the planes."""
-        xp = namespace(planes[self.fields[0].name])
-        return xp.concatenate([planes[f.name].view(np.uint8).reshape(-1, f.nbytes) for f in self.fields], axis=1)
+        return join_blocks(self.fields, planes)
 
     def from_blocks(self, blocks: Any) -> dict[str, Any]:
         """The planes of the origin's bytes, of any shape whose size is whole blocks, on their device."""
-        xp, rows = namespace(blocks), blocks.reshape(-1, self.block_bytes)
-        planes, start = {}, 0
-        for field in self.fields:
-            part = xp.ascontiguousarray(rows[:, start : start + field.nbytes])
-            planes[field.name] = part.reshape(-1).view(field.dtype)
-            start += field.nbytes
-        return planes
+        return split_blocks(self.fields, contiguous(blocks))
 
     def encode(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any] | None = None, lead: int = 0) -> None:
         if given and "importance" in given:

@@ -1,0 +1,268 @@
+// Blocks of bytes to planes of their fields, and back. Nothing is computed: what counts is that global memory is read
+// and written in whole vectors, while a field begins at any byte of a block and a block at any byte of memory.
+//
+//     blocks   |d|  qs  |d|  qs  |d|  qs  |...        planes   |d|d|d|...   |  qs  |  qs  |  qs  |...
+//
+// A thread block moves a tile of blocks through shared memory, in which the blocks lie as in global memory, as far
+// behind a multiple of 16 bytes as there. Fields of whole vectors are cut out of it, or put into it, a vector at a
+// time, the others a word at a time, byte by byte: they are a few percent of all bytes.
+#include "common/types.cuh"
+
+// Of the host (kbitcupy/formats/fields.py), ahead of this source: THREADS, TILE_BYTES, MAX_FIELDS and struct
+// BlockFields. Tiles are multiples of 16 blocks, so that they begin at multiples of 16 bytes in every plane.
+constexpr int VECTOR = sizeof(uint4);
+// Vectors that a thread has under way.
+constexpr int HELD = TILE_BYTES / VECTOR / THREADS;
+static_assert(HELD * VECTOR * THREADS == TILE_BYTES, "whole vectors of all threads");
+
+// A tile, the bytes ahead of it, and those behind it that cut() reads and leaves.
+struct Staged {
+    uint4 vector[TILE_BYTES / VECTOR + 2];
+
+    __device__ __forceinline__ unsigned char* bytes() { return reinterpret_cast<unsigned char*>(vector); }
+};
+
+// ---- vectors at any byte of shared memory ------------------------------------------------------------------------
+
+// The word that begins `bytes` behind `low`; `high` is the word behind that.
+__device__ __forceinline__ unsigned shifted(unsigned low, unsigned high, unsigned bytes) {
+    return __byte_perm(low, high, 0x3210u + 0x1111u * bytes);
+}
+
+// 16 bytes from byte `at` on.
+__device__ __forceinline__ uint4 cut(const Staged& staged, int at) {
+    const uint4 first = staged.vector[at / VECTOR];
+    const int words = at % VECTOR / 4, bytes = at % 4;
+    if (at % VECTOR == 0) return first;
+    const uint4 second = staged.vector[at / VECTOR + 1];
+    unsigned w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) w[i] = words & 2 ? w[i + 2] : w[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) w[i] = words & 1 ? w[i + 1] : w[i];
+    return make_uint4(
+        shifted(w[0], w[1], bytes), shifted(w[1], w[2], bytes), shifted(w[2], w[3], bytes), shifted(w[3], w[4], bytes));
+}
+
+// 16 bytes to byte `at` on. Other threads write what lies beside them, in the same words too.
+__device__ __forceinline__ void put(Staged& staged, int at, uint4 v) {
+    unsigned char* to = staged.bytes() + at;
+    if (at % VECTOR == 0) {
+        *reinterpret_cast<uint4*>(to) = v;
+        return;
+    }
+    const unsigned w[4] = {v.x, v.y, v.z, v.w};
+    const int ahead = at % 4;  // bytes of the first word that are not ours
+    if (ahead == 0) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) reinterpret_cast<unsigned*>(to)[i] = w[i];
+        return;
+    }
+    unsigned* inner = reinterpret_cast<unsigned*>(to - ahead) + 1;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) inner[i] = shifted(w[i], w[i + 1], 4 - ahead);
+    if (ahead == 2) {
+        *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(w[0]);
+        *reinterpret_cast<unsigned short*>(to + 14) = static_cast<unsigned short>(w[3] >> 16);
+        return;
+    }
+    to[0] = static_cast<unsigned char>(w[0]);
+    to[15] = static_cast<unsigned char>(w[3] >> 24);
+    unsigned char* two = ahead == 1 ? to + 1 : to + 13;  // the other two, of the first word or of the last
+    const unsigned from = ahead == 1 ? w[0] >> 8 : w[3] >> 8;
+    two[0] = static_cast<unsigned char>(from);
+    two[1] = static_cast<unsigned char>(from >> 8);
+}
+
+// ---- codes of 4 bits in another order ----------------------------------------------------------------------------
+
+// The low halves of four bytes as two bytes, the first one lowest.
+__device__ __forceinline__ unsigned packed_halves(unsigned w) {
+    w &= 0x0f0f0f0fu;
+    w |= w >> 4;
+    return __byte_perm(w, 0, 0x4420);
+}
+
+// The inverse: two bytes as the low halves of four.
+__device__ __forceinline__ unsigned spread_halves(unsigned w) {
+    w = __byte_perm(w, 0, 0x4140);
+    return (w | w << 4) & 0x0f0f0f0fu;
+}
+
+// 16 bytes of codes with half a run between the two of a byte, as bytes of neighbours. A run has 32 or 16 codes.
+__device__ __forceinline__ uint4 to_neighbours(uint4 v, int run) {
+    const unsigned low[2] = {
+        packed_halves(v.x) | packed_halves(v.y) << 16, packed_halves(v.z) | packed_halves(v.w) << 16};
+    const unsigned high[2] = {
+        packed_halves(v.x >> 4) | packed_halves(v.y >> 4) << 16, packed_halves(v.z >> 4) | packed_halves(v.w >> 4)
+                                                                                               << 16};
+    return run == 32 ? make_uint4(low[0], low[1], high[0], high[1]) : make_uint4(low[0], high[0], low[1], high[1]);
+}
+
+__device__ __forceinline__ uint4 to_split(uint4 v, int run) {
+    const unsigned low[2] = {v.x, run == 32 ? v.y : v.z}, high[2] = {run == 32 ? v.z : v.y, v.w};
+    return make_uint4(
+        spread_halves(low[0]) | spread_halves(high[0]) << 4,
+        spread_halves(low[0] >> 16) | spread_halves(high[0] >> 16) << 4,
+        spread_halves(low[1]) | spread_halves(high[1]) << 4,
+        spread_halves(low[1] >> 16) | spread_halves(high[1] >> 16) << 4);
+}
+
+// ---- tiles of blocks ---------------------------------------------------------------------------------------------
+
+// Where a tile lies in global memory, counted from the vector that it begins in: so do its bytes in shared memory.
+struct Span {
+    uint4* vectors;
+    int ahead;        // bytes of that vector that are not ours
+    int end;          // the byte behind the tile
+    int first, last;  // vectors that are all ours: from `first` on, up to the one before `last`
+};
+
+__device__ __forceinline__ Span span_of(unsigned char* raw, int bytes) {
+    Span span;
+    span.ahead = static_cast<int>(reinterpret_cast<unsigned long long>(raw) % VECTOR);
+    span.vectors = reinterpret_cast<uint4*>(raw - span.ahead);
+    span.end = span.ahead + bytes;
+    span.first = span.ahead == 0 ? 0 : 1;
+    span.last = max(span.end / VECTOR, span.first);
+    return span;
+}
+
+// The byte that this thread has to copy of those ahead of the whole vectors or behind them, -1 for none.
+__device__ __forceinline__ int edge_byte(const Span& span) {
+    const int t = static_cast<int>(threadIdx.x);
+    if (t >= 2 * VECTOR) return -1;
+    const int at = t < VECTOR ? span.ahead + t : span.last * VECTOR + t - VECTOR;
+    return at < (t < VECTOR ? min(span.first * VECTOR, span.end) : span.end) ? at : -1;
+}
+
+__device__ __forceinline__ void load(Staged& staged, const Span& span) {
+    uint4 v[HELD];
+    const int begin = span.first + static_cast<int>(threadIdx.x), edge = edge_byte(span);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+        if (begin + i * THREADS < span.last) v[i] = __ldcs(span.vectors + begin + i * THREADS);
+    if (edge >= 0) staged.bytes()[edge] = reinterpret_cast<const unsigned char*>(span.vectors)[edge];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+        if (begin + i * THREADS < span.last) staged.vector[begin + i * THREADS] = v[i];
+}
+
+__device__ __forceinline__ void store(Staged& staged, const Span& span) {
+    const int begin = span.first + static_cast<int>(threadIdx.x), edge = edge_byte(span);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+        if (begin + i * THREADS < span.last)
+            __stcs(span.vectors + begin + i * THREADS, staged.vector[begin + i * THREADS]);
+    if (edge >= 0) reinterpret_cast<unsigned char*>(span.vectors)[edge] = staged.bytes()[edge];
+}
+
+__device__ __forceinline__ unsigned char* plane_of(const BlockFields& fields, int field) {
+    return reinterpret_cast<unsigned char*>(fields.plane[field]);
+}
+
+// 16 bytes of a plane that may begin anywhere.
+__device__ __forceinline__ uint4 vector_at(const unsigned char* from, bool aligned) {
+    if (aligned) return __ldcs(reinterpret_cast<const uint4*>(from));
+    unsigned w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int b = 0; b < VECTOR; ++b) w[b / 4] |= static_cast<unsigned>(from[b]) << b % 4 * 8;
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// ---- kernels -----------------------------------------------------------------------------------------------------
+
+// raw     uint8[blocks * fields.block], at any byte
+// blocks  how many
+// fields  the planes begin at multiples of 16 bytes
+__global__ void __launch_bounds__(THREADS, 5)
+    split_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
+    __shared__ Staged staged;
+    for (long long first = (long long)blockIdx.x * fields.tile; first < blocks;
+         first += (long long)gridDim.x * fields.tile) {
+        const int count = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
+        const Span span = span_of(raw + first * fields.block, count * fields.block);
+        load(staged, span);
+        __syncthreads();
+        for (int f = 0; f < fields.count; ++f) {
+            const int size = fields.size[f], begin = span.ahead + fields.offset[f], split = fields.split[f];
+            unsigned char* plane = plane_of(fields, f) + first * size;
+            if (size % VECTOR == 0) {
+                const unsigned each = size / VECTOR;
+                for (unsigned i = threadIdx.x; i < count * each; i += THREADS) {
+                    const unsigned block = i / each;
+                    uint4 v = cut(staged, begin + block * fields.block + (i - block * each) * VECTOR);
+                    if (split) v = to_neighbours(v, split);
+                    __stcs(reinterpret_cast<uint4*>(plane) + i, v);
+                }
+                continue;
+            }
+            const int total = count * size;
+            for (int at = static_cast<int>(threadIdx.x) * 4; at < total; at += THREADS * 4) {
+                const int block = at / size;
+                int byte = at - block * size;
+                const unsigned char* from = staged.bytes() + begin + block * fields.block;
+                unsigned word = 0;
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    if (at + b < total) word |= static_cast<unsigned>(from[byte]) << b * 8;
+                    if (++byte == size) byte = 0, from += fields.block;
+                }
+                if (at + 4 <= total) *reinterpret_cast<unsigned*>(plane + at) = word;
+                else
+                    for (int b = 0; at + b < total; ++b) plane[at + b] = static_cast<unsigned char>(word >> b * 8);
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// The same the other way; here planes may begin anywhere, too.
+__global__ void __launch_bounds__(THREADS, 5)
+    join_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
+    __shared__ Staged staged;
+    for (long long first = (long long)blockIdx.x * fields.tile; first < blocks;
+         first += (long long)gridDim.x * fields.tile) {
+        const int count = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
+        const Span span = span_of(raw + first * fields.block, count * fields.block);
+        for (int f = 0; f < fields.count; ++f) {
+            const int size = fields.size[f], begin = span.ahead + fields.offset[f], split = fields.split[f];
+            const unsigned char* plane = plane_of(fields, f) + first * size;
+            if (size % VECTOR == 0) {
+                const unsigned each = size / VECTOR;
+                const bool aligned = is_aligned(plane);
+                uint4 v[HELD];
+#pragma unroll
+                for (int k = 0; k < HELD; ++k) {
+                    const unsigned i = threadIdx.x + k * THREADS;
+                    if (i < count * each) v[k] = vector_at(plane + i * VECTOR, aligned);
+                }
+#pragma unroll
+                for (int k = 0; k < HELD; ++k) {
+                    const unsigned i = threadIdx.x + k * THREADS, block = i / each;
+                    if (i >= count * each) break;
+                    if (split) v[k] = to_split(v[k], split);
+                    put(staged, begin + block * fields.block + (i - block * each) * VECTOR, v[k]);
+                }
+                continue;
+            }
+            const int total = count * size;
+            const bool aligned = reinterpret_cast<unsigned long long>(plane) % 4 == 0;
+            for (int at = static_cast<int>(threadIdx.x) * 4; at < total; at += THREADS * 4) {
+                const int block = at / size;
+                int byte = at - block * size;
+                unsigned char* to = staged.bytes() + begin + block * fields.block;
+                const bool whole = aligned && at + 4 <= total;
+                const unsigned word = whole ? *reinterpret_cast<const unsigned*>(plane + at) : 0;
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    if (at + b < total) to[byte] = whole ? static_cast<unsigned char>(word >> b * 8) : plane[at + b];
+                    if (++byte == size) byte = 0, to += fields.block;
+                }
+            }
+        }
+        __syncthreads();
+        store(staged, span);
+        __syncthreads();
+    }
+}
