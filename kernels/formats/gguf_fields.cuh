@@ -64,3 +64,16 @@ __device__ __forceinline__ void scale_bytes_less(
 #pragma unroll
     for (int e = 0; e < 8; ++e) v[e] = __fmaf_rn(scale, from_byte(e < 4 ? first : second, e % 4), -offset);
 }
+
+// The bytes of a table of 16 that the nibbles of a word name: those of its bytes 0 and 1 in found[0], the low nibble of
+// a byte first, those of 2 and 3 in found[1].
+__device__ __forceinline__ void look_up(const unsigned (&table)[4], unsigned word, unsigned (&found)[2]) {
+    // Three bits choose of either half of the table, the fourth of the two.
+    const unsigned index = word & 0x77777777u, which = (word >> 1 & 0x44444444u) | 0x32103210u;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const unsigned low = __byte_perm(table[0], table[1], index >> 16 * i);
+        const unsigned high = __byte_perm(table[2], table[3], index >> 16 * i);
+        found[i] = __byte_perm(low, high, which >> 16 * i);
+    }
+}
