@@ -19,3 +19,6 @@ from .gguf import kquants as kquants
 
 # isort: split
 from .gguf import ternary as ternary
+
+# isort: split
+from .gguf import fp4 as fp4

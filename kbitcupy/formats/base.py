@@ -68,6 +68,8 @@ class Format(ABC):
     can_encode: ClassVar[bool] = True
     #: What a call of `quantize` may bring beside the options, of `GIVEN`.
     takes: ClassVar[tuple[str, ...]] = ()
+    #: Options that what a call brings sets where they are not given: what, the option and its value.
+    implied: ClassVar[Mapping[str, tuple[str, Any]]] = {}
     #: Names that options had in earlier versions, and the names that they have.
     renamed: ClassVar[Mapping[str, str]] = {}
     #: Kernels of the family, for the compile check.
@@ -644,6 +646,9 @@ def _split(format: Any, given: dict[str, Any], options: Mapping[str, Any]) -> tu
                 f"format {registered!r} is given codebook={known!r} and codebook={own_values!r}: leave one away"
             )
         chosen["codebook"] = "custom"
+    implied: Mapping[str, tuple[str, Any]] = getattr(_unwrapped(factory), "implied", {})
+    given_options = {_option(word, factory) for word in chosen}
+    chosen |= {to: value for word, (to, value) in implied.items() if word in brought and to not in given_options}
     return get_format(registered, **chosen), brought
 
 

@@ -122,7 +122,7 @@ class BlockFormat(Format):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if cls.struct:
-            planes = tuple(f.name for f in cls.fields)
+            planes = *(f.name for f in cls.fields), *((cls.tensor_scale,) if cls.tensor_scale else ())
             cls._decoder = Decoder(cls.header, cls.struct, planes, folder=cls.folder, together=cls.together)
             cls.kernels = templates(cls.header, cls.struct, folder=cls.folder)
         if cls.quantizer is not None:
@@ -182,13 +182,16 @@ class BlockFormat(Format):
         super().encode(x, planes, given, lead)
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        flat, columns = x.reshape(-1), None
+        flat, columns, scale = x.reshape(-1), None, self._scale(planes)
         size = CHUNK - CHUNK % self.block
         if x.size and "importance" in given:
             columns = given["importance"].reshape(-1, x.shape[-1])
             size = max(CHUNK // x.shape[-1], 1) * x.shape[-1]  # whole rows
         for start in range(0, flat.size, size):
             part = flat[start : start + size].astype(np.float32)
+            if scale is not None:
+                with np.errstate(all="ignore"):
+                    part /= scale
             part[np.isnan(part)] = 0
             np.clip(part, -LARGEST, LARGEST, out=part)
             # Overflow on the way is a part of the origin's rules.
@@ -199,6 +202,10 @@ class BlockFormat(Format):
             for name, plane in self.from_blocks(blocks).items():
                 at = first * plane.size // len(blocks)
                 planes[name][at : at + plane.size] = plane
+
+    def _scale(self, planes: Mapping[str, Any]) -> Any | None:
+        """The tensor scale, which arrays are divided by and multiplied with; None where there is none."""
+        return None if self.tensor_scale is None else planes.get(self.tensor_scale)
 
     def _importance(self, part: np.ndarray, columns: np.ndarray, start: int, size: int) -> Importance:
         """That of whole rows, `part`, which begin at element `start` of `size`; `columns` has a row for each matrix."""
@@ -217,17 +224,19 @@ class BlockFormat(Format):
             raise FormatError(f"{self.name} is quantized on NumPy only: pass x.get(), then .to_device('cuda:0')")
         blocks = x.size // self.block
         if blocks:
-            fields = *(planes[field.name] for field in self.fields), *[0] * (MAX_FIELDS - len(self.fields))
+            names = () if self._decoder is None else self._decoder.planes  # the fields, and a tensor scale behind them
+            fields = *(planes.get(name, 0) for name in names), *[0] * (MAX_FIELDS - len(names))
             _kernel(self.quantizer, x.dtype)(x, -(-blocks // self.quantizer.blocks), (x, blocks, *fields))
 
     def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
-        flat, size = out.reshape(-1), CHUNK - CHUNK % self.block
+        flat, size, scale = out.reshape(-1), CHUNK - CHUNK % self.block, self._scale(planes)
         for start in range(0, flat.size, size):
             target = flat[start : start + size]
             first, last = start // self.block, (start + target.size) // self.block
             part = {f.name: planes[f.name][first * f.entries : last * f.entries] for f in self.fields}
             with np.errstate(all="ignore"):
-                target[:] = self.dequantize_blocks(self.to_blocks(part)).reshape(-1)
+                values = self.dequantize_blocks(self.to_blocks(part)).reshape(-1)
+                target[:] = values if scale is None else values * scale
 
 
 def check_importance(importance: Any) -> Any:

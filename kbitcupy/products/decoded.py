@@ -36,7 +36,8 @@ def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     if magnitude is not None:
         planes, scale = _normalized(planes, magnitude)
     elif x.dtype.itemsize == 2 and q.format.tensor_scale is not None and not q.lead:
-        scale = planes.pop(q.format.tensor_scale)  # decoded without it, weights of 1e-6 stay in the range of float16
+        # Decoded without it, weights of 1e-6 stay in the range of float16.
+        scale = planes.pop(q.format.tensor_scale, None)
     decode(q.format, planes, weight, q.lead)
     target = out
     if bias is not None:

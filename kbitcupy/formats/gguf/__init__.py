@@ -21,8 +21,13 @@ class Gguf(BlockFormat):
     #: Threads that share a block while its scales are searched for, 1, 8 or 16; 0 where nothing is searched for.
     lanes: ClassVar[int] = 0
 
+    #: ggml's number of the type.
+    ggml_type: ClassVar[int]
+    #: Whether there is an encoder for CUDA.
+    cuda_encoder: ClassVar[bool] = True
+
     def __init_subclass__(cls, **arguments: Any) -> None:
-        if cls.struct and cls.quantize_blocks is not BlockFormat.quantize_blocks:
+        if cls.struct and cls.cuda_encoder and cls.quantize_blocks is not BlockFormat.quantize_blocks:
             struct = f"{cls.struct}Encoder"
             if cls.lanes:
                 cls.quantizer = Quantizer("gguf_search.cu", "search_gguf", struct, _THREADS, _THREADS // cls.lanes)
@@ -30,3 +35,12 @@ class Gguf(BlockFormat):
                 cls.quantizer = Quantizer("gguf.cu", "quantize_gguf", struct, _THREADS, _THREADS)
         super().__init_subclass__(**arguments)
         cls.family = "gguf"
+        _types[cls.ggml_type] = cls
+
+
+_types: dict[int, type[Gguf]] = {}
+
+
+def by_type(number: int) -> type[Gguf] | None:
+    """The class of the type that ggml gives this number, such as 12 for ``q4_k``; None where there is none."""
+    return _types.get(number)

@@ -40,7 +40,7 @@ class Q4_K(Gguf):
     name, bits, block = "q4_k", 4, 256
     summary = "4-bit integers, 6-bit scales and minima of 32, halves for 256"
     fields = (Field("d", "float16", 2), Field("scales", "uint8", 12), Field("qs", "uint8", 128))
-    header, struct, together, lanes = "formats/gguf_k.cuh", "Q4_K", True, 8
+    header, struct, together, lanes, ggml_type = "formats/gguf_k.cuh", "Q4_K", True, 8, 12
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         x = np.ascontiguousarray(rows.reshape(-1, _SUB).T)

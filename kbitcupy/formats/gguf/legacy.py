@@ -1,18 +1,27 @@
-"""GGUF's types of 32 elements with one scale: ``q8_0`` and ``q4_0``.
+"""GGUF's types of 32 elements with one scale: ``q8_0`` and ``q4_0``, and the older ones beside them.
 
 =======  ==========================  ==================================================================================
 plane    dtype, entries of a block   contents
 =======  ==========================  ==================================================================================
 d        float16, 1                  the scale D, rounded to a half
-qs       q8_0: int8, 32              q: an element decodes to d * q
-         q4_0: uint8, 16             byte i: q of element i (low nibble) and i + 16 (high): d * (q - 8)
+         q4_1, q5_1: float16, 2      ... and m, the least number, rounded to a half
+         q8_1: float16, 2            ... and s, the sum of q times the unrounded D, rounded to a half
+qh       q5_0, q5_1: uint8, 4        bit i of the 32: bit 4 of q of element i
+qs       q8_0, q8_1: int8, 32        q: an element decodes to d * q
+         others: uint8, 16           byte i: the low 4 bits of q of element i (low nibble) and i + 16 (high)
 =======  ==========================  ==================================================================================
 
-A file has d, then qs. q8_0: D = max|x| / 127, q = x * (1 / D), halves away from zero. q4_0: D = m / -8 with m the first
-number of largest magnitude, q = min(15, trunc(x * (1 / D) + 8.5)); a block of zeros has d = -0. All in float32, each
-operation rounded; 1 / 0 is 0, and q is 0 where a product is not finite (its d is 0).
+A file has the planes' entries in this order. Elements decode to d * (q - 8) (q4_0), d * (q - 16) (q5_0) and d * q + m
+(q4_1, q5_1); products are exact in float32, the sum is rounded once.
 
-Source: ggml, ``ggml-quants.c`` (``quantize_row_q8_0_ref``, ``quantize_row_q4_0_ref``), built without contraction.
+q8_0, q8_1: D = max|x| / 127, q = x * (1 / D), halves away from zero. q4_0: D = n / -8 with n the first number of
+largest magnitude, q = min(15, trunc(x * (1 / D) + 8.5)); q5_0: n / -16, 31 and 16.5; a block of zeros has d = -0.
+q4_1: D = (max - min) / 15, q = min(15, trunc((x - min) * (1 / D) + 0.5)), m = min, the first of those that are equal;
+q5_1: 31 for 15. All in float32, each operation rounded; 1 / 0 is 0, and q is 0 where a product is not finite (its d is
+0). ``q8_1`` is what activations are staged in: no file has it.
+
+Source: ggml, ``ggml-quants.c`` (``quantize_row_q8_0_ref``, ``quantize_row_q4_0_ref`` and so on), built without
+contraction.
 """
 
 from __future__ import annotations
@@ -31,15 +40,31 @@ class Q8_0(Gguf):
     name, bits, block = "q8_0", 8, 32
     summary = "8-bit integers, a half as the scale of 32"
     fields = (Field("d", "float16", 1), Field("qs", "int8", 32))
-    struct = "Q8_0"
+    struct, ggml_type = "Q8_0", 8
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        d = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
-        q = roundf(finite(rows * reciprocal(d))).astype(np.int8)
+        d, q = _signed_bytes(rows)
         return np.concatenate([half_bytes(d), q.view(np.uint8)], axis=1)
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
         return halves(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+class Q8_1(Gguf):
+    """8-bit integers, a half as the scale of 32, and their sum: what ggml stages activations in."""
+
+    name, bits, block = "q8_1", 8, 32
+    summary = "8-bit integers, halves as scale and sum of 32, for activations"
+    fields = (Field("d", "float16", 2), Field("qs", "int8", 32))
+    struct, ggml_type, default, cuda_encoder = "Q8_1", 9, False, False
+
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+        d, q = _signed_bytes(rows)
+        total = q.sum(axis=1, keepdims=True, dtype=np.int32).astype(np.float32)
+        return np.concatenate([half_bytes(d, total * d), q.view(np.uint8)], axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        return halves(blocks, 0) * blocks[:, 4:].view(np.int8).astype(np.float32)
 
 
 class Q4_0(Gguf):
@@ -48,16 +73,104 @@ class Q4_0(Gguf):
     name, bits, block = "q4_0", 4, 32
     summary = "4-bit integers, a half as the scale of 32"
     fields = (Field("d", "float16", 1), Field("qs", "uint8", 16))
-    struct, together = "Q4_0", True
+    struct, together, ggml_type = "Q4_0", True, 2
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        d = signed_max(rows) / np.float32(-8)
-        q = finite(rows * reciprocal(d) + np.float32(8.5))
-        return np.concatenate([half_bytes(d), pack_fields(np.minimum(q, 15).astype(np.uint8), 4, 16)], axis=1)
+        d, q = _centred(rows, 8)
+        return np.concatenate([half_bytes(d), pack_fields(q, 4, 16)], axis=1)
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        return halves(blocks, 0) * (unpack_fields(blocks[:, 2:], 4, 16).astype(np.float32) - np.float32(8))
+        q = unpack_fields(blocks[:, 2:], 4, 16).view(np.int8) - np.int8(8)
+        return halves(blocks, 0) * q.astype(np.float32)
 
 
-register("q8_0", Q8_0)
-register("q4_0", Q4_0)
+class Q4_1(Gguf):
+    """4-bit integers, halves as the scale and the least number of 32."""
+
+    name, bits, block = "q4_1", 4, 32
+    summary = "4-bit integers, halves as scale and minimum of 32"
+    fields = (Field("d", "float16", 2), Field("qs", "uint8", 16))
+    struct, together, ggml_type, default, cuda_encoder = "Q4_1", True, 3, False, False
+
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+        d, m, q = _from_minimum(rows, 15)
+        return np.concatenate([half_bytes(d, m), pack_fields(q, 4, 16)], axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        y = unpack_fields(blocks[:, 4:], 4, 16).astype(np.float32)
+        y *= halves(blocks, 0)
+        y += halves(blocks, 2)
+        return y
+
+
+class Q5_0(Gguf):
+    """5-bit integers, a half as the scale of 32; the number of largest magnitude is -16."""
+
+    name, bits, block = "q5_0", 5, 32
+    summary = "5-bit integers, a half as the scale of 32"
+    fields = (Field("d", "float16", 1), Field("qh", "uint8", 4), Field("qs", "uint8", 16))
+    struct, together, ggml_type, default, cuda_encoder = "Q5_0", True, 6, False, False
+
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+        d, q = _centred(rows, 16)
+        return np.concatenate([half_bytes(d), *_five_bits(q)], axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        q = _from_five_bits(blocks[:, 2:6], blocks[:, 6:]).view(np.int8) - np.int8(16)
+        return halves(blocks, 0) * q.astype(np.float32)
+
+
+class Q5_1(Gguf):
+    """5-bit integers, halves as the scale and the least number of 32."""
+
+    name, bits, block = "q5_1", 5, 32
+    summary = "5-bit integers, halves as scale and minimum of 32"
+    fields = (Field("d", "float16", 2), Field("qh", "uint8", 4), Field("qs", "uint8", 16))
+    struct, together, ggml_type, default, cuda_encoder = "Q5_1", True, 7, False, False
+
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+        d, m, q = _from_minimum(rows, 31)
+        return np.concatenate([half_bytes(d, m), *_five_bits(q)], axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        y = _from_five_bits(blocks[:, 4:8], blocks[:, 8:]).astype(np.float32)
+        y *= halves(blocks, 0)
+        y += halves(blocks, 2)
+        return y
+
+
+def _signed_bytes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scale, float32[blocks, 1], and codes, int8, of which 127 is the largest magnitude."""
+    d = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
+    return d, roundf(finite(rows * reciprocal(d))).astype(np.int8)
+
+
+def _centred(rows: np.ndarray, middle: int) -> tuple[np.ndarray, np.ndarray]:
+    """The scale and codes, uint8, from 0 to 2 * middle - 1; 0 is the number of largest magnitude."""
+    d = signed_max(rows) / np.float32(-middle)
+    q = finite(rows * reciprocal(d) + np.float32(middle + 0.5))
+    return d, np.minimum(q, np.float32(2 * middle - 1)).astype(np.uint8)
+
+
+def _from_minimum(rows: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The scale, the minimum and codes, uint8, from 0 at the minimum to `largest` at the maximum."""
+    low = rows.min(axis=1, keepdims=True)
+    if zero := np.flatnonzero(low == 0).tolist():  # the sign of the first of them; that of the maximum does not matter
+        low[zero] = np.take_along_axis(rows[zero], rows[zero].argmin(axis=1, keepdims=True), axis=1)
+    d = (rows.max(axis=1, keepdims=True) - low + np.float32(0)) / np.float32(largest)
+    q = finite((rows - low) * reciprocal(d) + np.float32(0.5))
+    return d, low, np.minimum(q, np.float32(largest)).astype(np.uint8)
+
+
+def _five_bits(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of 5 bits as the bytes of their bits 4, and those of the rest."""
+    return np.packbits(q >> 4, axis=1, bitorder="little"), pack_fields(q & 15, 4, 16)
+
+
+def _from_five_bits(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    bits = np.unpackbits(np.ascontiguousarray(high), axis=1, bitorder="little")
+    return unpack_fields(low, 4, 16) | bits << 4
+
+
+for _format in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_1):
+    register(_format.name, _format)

@@ -1,16 +1,22 @@
-"""GGUF's ternary type of 2 bits: ``tq2_0``.
+"""GGUF's ternary types: ``tq2_0`` of 2 bits, and ``tq1_0``, which has five numbers in a byte.
 
 =======  ==========================  ==================================================================================
 plane    dtype, entries of a block   contents
 =======  ==========================  ==================================================================================
-qs       uint8, 64                   byte 32 p + m, bits 2 s and 2 s + 1: t of element 128 p + 32 s + m: d * (t - 1)
+qs       tq2_0: uint8, 64            byte 32 p + m, bits 2 s and 2 s + 1: t of element 128 p + 32 s + m: d * (t - 1)
+         tq1_0: uint8, 48            byte m < 32: t of the elements 32 n + m, n = 0 .. 4; byte 32 + m, m < 16: of
+                                     160 + 16 n + m
+qh       tq1_0: uint8, 4             byte m: t of the elements 240 + 4 n + m, n = 0 .. 3
 d        float16, 1                  the scale D = max|x| of 256 elements, rounded to a half
 =======  ==========================  ==================================================================================
 
-A file has qs, then d. t = x * (1 / D) + 1, halves away from zero, in float32; 1 / 0 is 0, and t is 1 where the product
-is not finite. t = 3, which no quantizer writes, decodes to 2 d.
+A file has the planes' entries in this order. t = x * (1 / D) + 1, halves away from zero, in float32; 1 / 0 is 0, and t
+is 1 where the product is not finite. t = 3 of ``tq2_0``, which no quantizer writes, decodes to 2 d.
 
-Source: ggml, ``ggml-quants.c`` (``quantize_row_tq2_0_ref``).
+A byte of ``tq1_0`` is (256 v + 242) / 243, rounded down, where v has the numbers t as digits in base 3, that of n = 0
+first; four digits are followed by a 0. Digit n is (byte * 3^n mod 256) * 3 / 256, rounded down, for any byte.
+
+Source: ggml, ``ggml-quants.c`` (``quantize_row_tq2_0_ref``, ``quantize_row_tq1_0_ref``).
 """
 
 from __future__ import annotations
@@ -22,6 +28,10 @@ from ..blocks import Field, Importance
 from . import Gguf
 from .arithmetic import finite, half_bytes, halves, pack_fields, reciprocal, roundf, unpack_fields
 
+# The parts of a block of tq1_0: first byte, end, digits of a byte.
+_PARTS = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
+_POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
+
 
 class TQ2_0(Gguf):
     """-1, 0 and 1, a half as the scale of 256."""
@@ -29,15 +39,55 @@ class TQ2_0(Gguf):
     name, bits, block = "tq2_0", 2, 256
     summary = "-1, 0 and 1 in 2 bits, a half as the scale of 256"
     fields = (Field("qs", "uint8", 64), Field("d", "float16", 1))
-    struct, together = "TQ2_0", True
+    struct, together, ggml_type = "TQ2_0", True, 35
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        d = np.abs(rows).max(axis=1, keepdims=True)
-        t = roundf(finite(rows * reciprocal(d))) + np.float32(1)
-        return np.concatenate([pack_fields(t.astype(np.uint8), 2, 32), half_bytes(d)], axis=1)
+        d, t = _ternary(rows)
+        return np.concatenate([pack_fields(t, 2, 32), half_bytes(d)], axis=1)
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        return halves(blocks, 64) * (unpack_fields(blocks[:, :64], 2, 32).astype(np.float32) - np.float32(1))
+        t = unpack_fields(blocks[:, :64], 2, 32).view(np.int8) - np.int8(1)
+        return halves(blocks, 64) * t.astype(np.float32)
 
 
-register("tq2_0", TQ2_0)
+class TQ1_0(Gguf):
+    """-1, 0 and 1, five to a byte, a half as the scale of 256."""
+
+    name, bits, block = "tq1_0", 1.625, 256
+    summary = "-1, 0 and 1, five to a byte, a half as the scale of 256"
+    fields = (Field("qs", "uint8", 48), Field("qh", "uint8", 4), Field("d", "float16", 1))
+    struct, ggml_type, default, cuda_encoder = "TQ1_0", 34, False, False
+
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+        d, t = _ternary(rows)
+        packed, first = [], 0
+        for begin, end, digits in _PARTS:
+            width = end - begin
+            number = np.zeros((len(rows), width), np.uint16)
+            for n in range(digits):
+                number += t[:, first + n * width : first + (n + 1) * width] * _POWERS[4 - n]
+            packed.append(((number * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8))
+            first += digits * width
+        return np.concatenate([*packed, half_bytes(d)], axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        t = np.empty((len(blocks), self.block), np.int8)
+        first = 0
+        for begin, end, digits in _PARTS:
+            for n in range(digits):
+                fraction = blocks[:, begin:end] * _POWERS[n]  # of 256
+                part = t[:, first : first + end - begin]
+                np.add(fraction > 85, fraction > 170, out=part, dtype=np.int8)
+                first += end - begin
+        return halves(blocks, 52) * (t - np.int8(1)).astype(np.float32)
+
+
+def _ternary(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scale, float32[blocks, 1], and codes 0, 1 and 2, uint8."""
+    d = np.abs(rows).max(axis=1, keepdims=True)
+    t = roundf(finite(rows * reciprocal(d))) + np.float32(1)
+    return d, t.astype(np.uint8)
+
+
+for _format in (TQ2_0, TQ1_0):
+    register(_format.name, _format)
