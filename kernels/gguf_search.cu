@@ -1,19 +1,30 @@
-// Quantizers of GGUF's types whose scales are searched for; what a lane computes stands in formats/gguf_search.cuh.
-#include "formats/gguf_search.cuh"
+// Quantizers of GGUF's types whose scales are searched for; what a lane computes stands in
+// formats/gguf_search_encoders.cuh.
+#include "formats/gguf_search_encoders.cuh"
 
 constexpr int THREADS = 128;
 
-// The larger of a number and that of the lanes whose numbers differ in one bit of the lowest three. None is negative or
-// NaN, so that bits have the order of the numbers.
-__device__ __forceinline__ float largest_of_8(float number) {
-    unsigned bits = ieee::is_zero(number) || ieee::less(number, 0.0f) ? 0u : __float_as_uint(number);
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) bits = max(bits, __shfl_xor_sync(FULL_WARP, bits, step));
-    return __uint_as_float(bits);
+// What both kernels do; `weigh` gives a lane of a block its weights.
+template <typename T, typename E, typename Weigh>
+__device__ __forceinline__ void search_blocks(
+    const T* x, long long blocks, const Fields& fields, typename E::Shared& shared, const Weigh& weigh) {
+    constexpr int PER_BLOCK = THREADS / E::LANES;
+    shared.build(threadIdx.x, THREADS);
+    __syncthreads();
+    // All threads make as many rounds: those beyond the end work on the last block, and do not write.
+    for (long long start = (long long)blockIdx.x * PER_BLOCK; start < blocks;
+         start += (long long)gridDim.x * PER_BLOCK) {
+        const long long block = start + threadIdx.x / E::LANES, found = block < blocks ? block : blocks - 1;
+        E lane;
+        lane.number = threadIdx.x % E::LANES;
+        Source<T>{x + found * E::BLOCK}.load(lane.number * E::SUB, lane.x);
+        weigh(lane, found);
+        lane.search(shared);
+        lane.agree(shared);
+        lane.store(fields, block, block < blocks);
+    }
 }
 
-// Eight lanes for each block, which has a scale and a minimum for every 32 elements.
-//
 // x       T[blocks * E::BLOCK]
 // blocks  how many
 // a to e  the planes of the fields, in their order; null where there are fewer
@@ -21,27 +32,52 @@ template <typename T, typename E>
 __global__ void __launch_bounds__(THREADS) search_gguf(
     const T* x, long long blocks, unsigned char* a, unsigned char* b, unsigned char* c, unsigned char* d,
     unsigned char* e) {
-    constexpr int PER_BLOCK = THREADS / 8;
-    const Fields fields = {{a, b, c, d, e}};
-    const int number = threadIdx.x % 8;
-    // All lanes of a warp make as many rounds: those beyond the end work on the last block, and do not write.
-    for (long long start = (long long)blockIdx.x * PER_BLOCK; start < blocks;
-         start += (long long)gridDim.x * PER_BLOCK) {
-        const long long block = start + threadIdx.x / 8, found = block < blocks ? block : blocks - 1;
-        E lane;
-        Source<T>{x + found * E::BLOCK}.load(number * 32, lane.x);
-        lane.search();
-        const float largest_scale = largest_of_8(lane.scale), largest_minimum = largest_of_8(lane.minimum);
-        lane.finish(largest_scale, largest_minimum);
-        unsigned beside[4];
+    __shared__ typename E::Shared shared;
+    search_blocks<T, E>(x, blocks, Fields{{a, b, c, d, e}}, shared, [](E&, long long) {});
+}
+
+// Errors weighed by the importance of columns. Blocks are those of rows, rows those of matrices.
+//
+// importance  float[matrices * blocks_of_row * E::BLOCK]
+// means       float[rows]: the mean of x * x; null where the type asks for none
+template <typename T, typename E>
+__global__ void __launch_bounds__(THREADS) search_gguf_weighed(
+    const T* x, long long blocks, unsigned char* a, unsigned char* b, unsigned char* c, unsigned char* d,
+    unsigned char* e, const float* importance, const float* means, long long blocks_of_row, long long rows_of_matrix) {
+    __shared__ typename E::Shared shared;
+    const auto weigh = [&](E& lane, long long block) {
+        const long long row = divide(block, blocks_of_row), matrix = divide(row, rows_of_matrix);
+        const long long first = (matrix * blocks_of_row + block - row * blocks_of_row) * E::BLOCK;
+        float v[E::SUB];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) beside[w] = __shfl_xor_sync(FULL_WARP, lane.codes[w], 1);
-        const int sc = __shfl_xor_sync(FULL_WARP, lane.sc, 4), mn = __shfl_xor_sync(FULL_WARP, lane.mn, 4);
-        if (block >= blocks) continue;
-        lane.store(number, beside, sc, mn, fields, block);
-        if (number == 0) {
-            fields.put_half(0, block * 2, ieee::divide(largest_scale, 63.0f));
-            fields.put_half(0, block * 2 + 1, ieee::divide(largest_minimum, 63.0f));
+        for (int i = 0; i < E::SUB; ++i) v[i] = importance[first + lane.number * E::SUB + i];
+        lane.weigh(v, means == nullptr ? 0.0f : means[row]);
+    };
+    search_blocks<T, E>(x, blocks, Fields{{a, b, c, d, e}}, shared, weigh);
+}
+
+// The mean of x * x over each row, one sum in the order of the elements. A warp takes 32 rows, a lane each of them, and
+// shows its lanes 32 columns at a time.
+//
+// x      T[rows * columns], columns a multiple of 32
+// means  float[rows]
+template <typename T>
+__global__ void __launch_bounds__(WARP) row_means(const T* x, long long rows, long long columns, float* means) {
+    __shared__ float tile[WARP][WARP + 1];
+    const int lane = threadIdx.x;
+    for (long long start = (long long)blockIdx.x * WARP; start < rows; start += (long long)gridDim.x * WARP) {
+        float sum = 0.0f;
+        for (long long first = 0; first < columns; first += WARP) {
+#pragma unroll 8
+            for (int r = 0; r < WARP; ++r) {
+                const long long row = start + r < rows ? start + r : rows - 1;
+                tile[r][lane] = Source<T>::within_half(to_float(x[row * columns + first + lane]));
+            }
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < WARP; ++i) sum = ieee::add(sum, ieee::multiply(tile[lane][i], tile[lane][i]));
+            __syncthreads();
         }
+        if (start + lane < rows) means[start + lane] = ieee::divide(sum, static_cast<float>(columns));
     }
 }

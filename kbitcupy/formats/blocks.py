@@ -30,13 +30,15 @@ import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel
-from ..backend.xp import as_array, contiguous, device_of, is_cupy, to_device
+from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, to_device
 from ..errors import FormatError
 from .base import Format, Plane
 from .chunks import CHUNK
 from .decoders import Decoder, templates
 from .fields import MAX_FIELDS, Field as Field, block_bytes, join_blocks, split_blocks
 
+# Rows of which a thread block finds the means, and its threads.
+_MEANS = 32
 #: Magnitudes beyond this, the largest half, count as this.
 LARGEST = np.float32(65504)
 
@@ -62,7 +64,8 @@ class Quantizer:
     """The kernel that quantizes, the twin of `BlockFormat.quantize_blocks`.
 
     Its arguments are the array, how many blocks it has (64 bits), and the planes in the order of the fields, null
-    pointers behind them up to `MAX_FIELDS`.
+    pointers behind them up to `MAX_FIELDS`. With importance they go on: that, float32, and the means of x * x of rows,
+    float32, or null; how many blocks a row has, and how many rows a matrix (64 bits).
 
     Parameters
     ----------
@@ -74,6 +77,11 @@ class Quantizer:
         Blocks that a thread block quantizes at a time.
     folder : Path, optional
         The kernels of another package.
+    weighs : bool, default False
+        Whether it is for calls with importance.
+    means : str, default ""
+        The function template of `file` that finds the means of rows, a warp for 32 of them: its arguments are the
+        array, how many rows and columns it has (64 bits), and where the means go. Without, none are asked for.
     """
 
     file: str
@@ -82,18 +90,28 @@ class Quantizer:
     threads: int
     blocks: int
     folder: Path | None = None
+    weighs: bool = False
+    means: str = ""
 
     @property
-    def template(self) -> Template:
-        """The kernel, for every dtype."""
-        return Template(self.file, self.name, (tuple(CXX_TYPES.values()), (self.struct,)), folder=self.folder)
+    def templates(self) -> tuple[Template, ...]:
+        """The kernel, and that of the means where there is one, for every dtype."""
+        dtypes = tuple(CXX_TYPES.values())
+        kernel = Template(self.file, self.name, (dtypes, (self.struct,)), folder=self.folder)
+        return (kernel, Template(self.file, self.means, (dtypes,), folder=self.folder)) if self.means else (kernel,)
 
 
 @functools.cache
 def _kernel(quantizer: Quantizer, dtype: np.dtype) -> Kernel:
-    signature = ("p", "i8", *["p"] * MAX_FIELDS)
+    signature = ("p", "i8", *["p"] * MAX_FIELDS, *(("p", "p", "i8", "i8") if quantizer.weighs else ()))
     values = CXX_TYPES[dtype.name], quantizer.struct
-    return Kernel(quantizer.template, values, quantizer.threads, signature=signature)
+    return Kernel(quantizer.templates[0], values, quantizer.threads, signature=signature)
+
+
+@functools.cache
+def _means_kernel(quantizer: Quantizer, dtype: np.dtype) -> Kernel:
+    values = (CXX_TYPES[dtype.name],)
+    return Kernel(quantizer.templates[1], values, _MEANS, signature=("p", "i8", "i8", "p"))
 
 
 class BlockFormat(Format):
@@ -115,8 +133,9 @@ class BlockFormat(Format):
     folder: ClassVar[Path | None] = None
     #: Whether errors that are weighed depend on the mean square of the whole row.
     row_mean: ClassVar[bool] = False
-    #: The kernel that quantizes; None where only NumPy does.
+    #: The kernel that quantizes, and the one for calls with importance; None where only NumPy does.
     quantizer: ClassVar[Quantizer | None] = None
+    weigher: ClassVar[Quantizer | None] = None
     _decoder: ClassVar[Decoder | None] = None
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -125,8 +144,8 @@ class BlockFormat(Format):
             planes = *(f.name for f in cls.fields), *((cls.tensor_scale,) if cls.tensor_scale else ())
             cls._decoder = Decoder(cls.header, cls.struct, planes, folder=cls.folder, together=cls.together)
             cls.kernels = templates(cls.header, cls.struct, folder=cls.folder)
-        if cls.quantizer is not None:
-            cls.kernels += (cls.quantizer.template,)
+        for quantizer in filter(None, (cls.quantizer, cls.weigher)):
+            cls.kernels += quantizer.templates
         cls.can_encode = cls.quantize_blocks is not BlockFormat.quantize_blocks
 
     @property
@@ -220,13 +239,24 @@ class BlockFormat(Format):
         return Importance(columns[matrix].reshape(-1, self.block), mean)
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        if self.quantizer is None:
+        importance = given.get("importance")
+        quantizer = self.quantizer if importance is None else self.weigher
+        if quantizer is None:
             raise FormatError(f"{self.name} is quantized on NumPy only: pass x.get(), then .to_device('cuda:0')")
         blocks = x.size // self.block
-        if blocks:
-            names = () if self._decoder is None else self._decoder.planes  # the fields, and a tensor scale behind them
-            fields = *(planes.get(name, 0) for name in names), *[0] * (MAX_FIELDS - len(names))
-            _kernel(self.quantizer, x.dtype)(x, -(-blocks // self.quantizer.blocks), (x, blocks, *fields))
+        if not blocks:
+            return
+        names = () if self._decoder is None else self._decoder.planes  # the fields, and a tensor scale behind them
+        arguments = x, blocks, *(planes.get(name, 0) for name in names), *[0] * (MAX_FIELDS - len(names))
+        if importance is not None:
+            columns = x.shape[-1]
+            rows = x.size // columns
+            means: Any = 0
+            if quantizer.means:
+                means = namespace(x).empty(rows, np.float32)
+                _means_kernel(quantizer, x.dtype)(x, -(-rows // _MEANS), (x, rows, columns, means))
+            arguments += importance, means, columns // self.block, rows // (importance.size // columns)
+        _kernel(quantizer, x.dtype)(x, -(-blocks // quantizer.blocks), arguments)
 
     def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
         flat, size, scale = out.reshape(-1), CHUNK - CHUNK % self.block, self._scale(planes)

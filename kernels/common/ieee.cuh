@@ -32,6 +32,11 @@ inline float square_root(float a) {
 inline bool less(float a, float b) {
     return unflushed(a, b, [](float x, float y) { return x < y; }) != 0;
 }
+inline int halves_below(float a) {
+    const bool subnormal = (__float_as_uint(a) & 0x7f800000u) == 0;
+    if (subnormal) return (__float_as_uint(a) << 1) != 0 && __float_as_int(a) < 0 ? -1 : 0;
+    return static_cast<int>(std::floor(2.0f * a));
+}
 #else
 __device__ __forceinline__ float multiply(float a, float b) {
     float r;
@@ -62,6 +67,12 @@ __device__ __forceinline__ bool less(float a, float b) {
     int r;
     asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }" : "=r"(r) : "f"(a), "f"(b));
     return r != 0;
+}
+// How many halves a number is, rounded down, for magnitudes up to 2^20: in the lowest bits of the sum.
+__device__ __forceinline__ int halves_below(float a) {
+    float r;
+    asm("add.rm.f32 %0, %1, 0f4AC00000;" : "=f"(r) : "f"(a));  // 1.5 * 2^22
+    return __float_as_int(r) - 0x4ac00000;
 }
 #endif
 

@@ -1,140 +1,344 @@
-// How GGUF's types with searched scales are quantized: the twins of kbitcupy/formats/gguf, bit for bit.
+// The searches for the scales of GGUF's types, the twins of kbitcupy/formats/gguf/search.py, bit for bit.
+//
+// A search belongs to one lane: its numbers, and the codes that are tried, stay in registers as floats. Sums run over
+// the elements in ascending order, and nothing is contracted. A weight is a function of the number of an element.
+// Codes are not kept while better ones are looked for: what they come from is.
 #pragma once
 #include "formats/gguf_numbers.cuh"
 
-// Eight lanes make a block of Q4_K, each with a sub-block of 32:
-//
-//     lane.search(x)                        scale, minimum and codes of its own
-//     lane.finish(S, M)                     what is stored of these, where S and M are the largest of the eight lanes
-//     lane.store(number, of lane number ^ 1: its codes, of lane number ^ 4: its sc and mn, fields, block)
-struct Q4_KEncoder {
-    static constexpr int BLOCK = 256, LARGEST = 15, STEPS = 20, LARGEST_SCALE = 63;
+// Numbers below this have no scale.
+constexpr float NOTHING = 1e-15f;
+// With steps beyond this a number of steps may be infinite.
+constexpr float STEEP = 1e30f;
 
-    float x[32], scale, minimum;
-    unsigned codes[4];  // 8 of 4 bits a word
-    int sc, mn;
+// ---- codes -------------------------------------------------------------------------------------------------------
 
-    // The sum of w * (scale * code - low - x)^2, w = rms + |x|.
-    __device__ __forceinline__ float error_of(const unsigned (&code)[4], float scale, float low, float rms) const {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            const float level = static_cast<float>(code[i / 8] >> i % 8 * 4 & 15);
-            const float e = ieee::subtract(ieee::add(ieee::multiply(scale, level), low), x[i]);
-            sum = ieee::add(sum, ieee::multiply(weight(i, rms), ieee::multiply(e, e)));
-        }
-        return sum;
+// The nearest integer, half to even; never -0, NaN only for that. Beyond 2^22 in magnitude it is no integer, but it
+// keeps the order.
+__device__ __forceinline__ float nearest_integer(float y) { return __fsub_rn(__fadd_rn(y, ROUNDER), ROUNDER); }
+
+// The nearest integer of 0 to LARGEST. Numbers that are not negative have the order of their bits as integers have it,
+// and those of other numbers are negative: one instruction cuts at both ends.
+template <int LARGEST>
+__device__ __forceinline__ float positive_code(float y) {
+    const int bits = __float_as_int(nearest_integer(y));
+    return __int_as_float(max(min(bits, __float_as_int(static_cast<float>(LARGEST))), 0));
+}
+
+// The nearest integer of -LARGEST to LARGEST - 1.
+template <int LARGEST>
+__device__ __forceinline__ float signed_code(float y) {
+    constexpr float LOWEST = -LARGEST, HIGHEST = LARGEST - 1;
+    return fminf(fmaxf(nearest_integer(y), LOWEST), HIGHEST);
+}
+
+// a / divisor, where that is a half times an integer: neither 0 nor infinite nor NaN. Rounded as a division is, but for
+// quotients below 2^-100, which may be anything as small. The reciprocal is correctly rounded, and so is the quotient
+// once it is one of the two floats around the true one (Markstein), which the first correction sees to.
+struct Divisor {
+    float divisor, reciprocal;
+
+    __device__ __forceinline__ explicit Divisor(float d) : divisor(d), reciprocal(ieee::divide(1.0f, d)) {}
+    __device__ __forceinline__ float operator()(float a) const {
+        const float q = __fmul_rn(a, reciprocal);
+        const float better = __fmaf_rn(__fmaf_rn(-q, divisor, a), reciprocal, q);
+        return __fmaf_rn(__fmaf_rn(-better, divisor, a), reciprocal, better);
     }
+};
 
-    __device__ __forceinline__ float weight(int i, float rms) const { return ieee::add(rms, ieee::magnitude(x[i])); }
+__device__ __forceinline__ bool is_usual(float a) { return fabsf(a) <= STEEP; }
 
-    // The codes for a scale of 1 / step.
-    __device__ __forceinline__ void codes_of(float step, float low, unsigned (&code)[4]) const {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            const int c = to_code<LARGEST>(ieee::multiply(step, ieee::subtract(x[i], low)));
-            code[i / 8] = static_cast<unsigned>(c) << i % 8 * 4 | (i % 8 ? code[i / 8] : 0);
-        }
-    }
+// ---- the first number of largest magnitude -----------------------------------------------------------------------
 
-    __device__ __forceinline__ void search() {
-        float low = 0.0f, high = x[0], squares = 0.0f;
+template <int SIZE>
+__device__ __forceinline__ float signed_max(const float (&x)[SIZE]) {
+    float found = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            if (ieee::less(x[i], low)) low = x[i];
-            if (ieee::less(high, x[i])) high = x[i];
-            squares = ieee::add(squares, ieee::multiply(x[i], x[i]));
-        }
-        const float rms = ieee::square_root(ieee::divide(squares, 32.0f));
-        float sum_w = 0.0f, sum_x = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            const float w = weight(i, rms);
-            sum_w = ieee::add(sum_w, w), sum_x = ieee::add(sum_x, ieee::multiply(w, x[i]));
-        }
-        const bool constant = !ieee::less(low, high);
-        const float first = ieee::divide(static_cast<float>(LARGEST), ieee::subtract(high, low));
-        codes_of(first, low, codes);
-        scale = ieee::divide(1.0f, first);
-        float error = error_of(codes, scale, low, rms);
-#pragma unroll 1
-        for (int number = 0; number <= STEPS; ++number) {
-            const float range = __fadd_rn(__fadd_rn(-1.0f, __fmul_rn(0.1f, static_cast<float>(number))), LARGEST);
-            unsigned tried[4];
-            codes_of(ieee::divide(range, ieee::subtract(high, low)), low, tried);
-            float sum_l = 0.0f, sum_ll = 0.0f, sum_xl = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                const float level = static_cast<float>(tried[i / 8] >> i % 8 * 4 & 15);
-                const float weighted = ieee::multiply(weight(i, rms), level);
-                sum_l = ieee::add(sum_l, weighted);
-                sum_ll = ieee::add(sum_ll, ieee::multiply(weighted, level));
-                sum_xl = ieee::add(sum_xl, ieee::multiply(weighted, x[i]));
-            }
-            const float determinant = ieee::subtract(ieee::multiply(sum_w, sum_ll), ieee::multiply(sum_l, sum_l));
-            if (!ieee::less(0.0f, determinant)) continue;
-            float new_scale =
-                ieee::divide(ieee::subtract(ieee::multiply(sum_w, sum_xl), ieee::multiply(sum_x, sum_l)), determinant);
-            float new_low =
-                ieee::divide(ieee::subtract(ieee::multiply(sum_ll, sum_x), ieee::multiply(sum_l, sum_xl)), determinant);
-            if (ieee::less(0.0f, new_low)) new_low = 0.0f, new_scale = ieee::divide(sum_xl, sum_ll);
-            const float new_error = error_of(tried, new_scale, new_low, rms);
-            if (!ieee::less(new_error, error)) continue;
-            error = new_error, scale = new_scale, low = new_low;
-#pragma unroll
-            for (int w = 0; w < 4; ++w) codes[w] = tried[w];
-        }
-        if (constant) {
-            scale = 0.0f;
-#pragma unroll
-            for (int w = 0; w < 4; ++w) codes[w] = 0;
-        }
-        minimum = ieee::negative(low);
-    }
+    for (int i = 0; i < SIZE; ++i)
+        if (ieee::magnitude_bits(x[i]) > ieee::magnitude_bits(found)) found = x[i];
+    return found;
+}
 
-    // A scale as it is stored: its largest in the block over 63.
-    __device__ __forceinline__ static float stored(float largest) {
-        return __half2float(__float2half_rn(ieee::divide(largest, static_cast<float>(LARGEST_SCALE))));
-    }
+// ---- a scale and a minimum ---------------------------------------------------------------------------------------
 
-    __device__ __forceinline__ static int scale_code(float number, float largest) {
-        const float top = static_cast<float>(LARGEST_SCALE);
-        const float step = ieee::less(0.0f, largest) ? ieee::divide(top, largest) : 0.0f;
-        return to_code<LARGEST_SCALE>(ieee::multiply(step, number));
-    }
+// code * scale + low comes near a sub-block; the codes are the nearest of 0 to LARGEST to step * (x - from).
+struct Range {
+    float scale, low, step, from;
 
-    __device__ __forceinline__ void finish(float largest_scale, float largest_minimum) {
-        sc = scale_code(scale, largest_scale), mn = scale_code(minimum, largest_minimum);
-        const float factor = __fmul_rn(stored(largest_scale), static_cast<float>(sc));
-        const float offset = __fmul_rn(stored(largest_minimum), static_cast<float>(mn));
-        if (factor == 0.0f) return;  // the codes of the search stay
+    // The codes, where a step that is not finite counts as 0, and so does a number of steps that is not.
+    template <int LARGEST, int SIZE>
+    __device__ __forceinline__ static void codes_of(
+        const float (&x)[SIZE], float step, float from, float (&code)[SIZE]) {
+        if (is_usual(step)) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            const int c = to_code<LARGEST>(ieee::divide(ieee::add(x[i], offset), factor));
-            codes[i / 8] = static_cast<unsigned>(c) << i % 8 * 4 | (i % 8 ? codes[i / 8] : 0);
-        }
-    }
-
-    // Lanes 2p and 2p + 1 write half of the 32 bytes of their 64 elements each.
-    __device__ __forceinline__ void store(
-        int lane, const unsigned (&beside)[4], int sc_beside, int mn_beside, const Fields& fields,
-        long long block) const {
-        unsigned word[4];
-        const int half = lane % 2;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            const unsigned mine = codes[half * 2 + i / 8] >> i % 8 * 4 & 15;
-            const unsigned other = beside[half * 2 + i / 8] >> i % 8 * 4 & 15;
-            const unsigned byte = half ? other | mine << 4 : mine | other << 4;
-            word[i / 4] = byte << i % 4 * 8 | (i % 4 ? word[i / 4] : 0);
-        }
-        fields.put_words(2, block * 128 + lane * 16, word);
-        unsigned char* scales = fields.field[1] + block * 12;
-        if (lane < 4) {
-            scales[lane] = static_cast<unsigned char>(sc | sc_beside >> 4 << 6);
-            scales[lane + 4] = static_cast<unsigned char>(mn | mn_beside >> 4 << 6);
+            for (int i = 0; i < SIZE; ++i)
+                code[i] = positive_code<LARGEST>(ieee::multiply(step, ieee::subtract(x[i], from)));
         } else {
-            scales[lane + 4] = static_cast<unsigned char>((sc & 15) | mn << 4);
+#pragma unroll
+            for (int i = 0; i < SIZE; ++i)
+                code[i] = positive_code<LARGEST>(
+                    ieee::finite(ieee::multiply(ieee::finite(step), ieee::subtract(x[i], from))));
         }
     }
 };
+
+// The sum of w * e * e, or of w * |e|, with e = code * scale + low - x.
+template <bool SQUARES, int SIZE, typename Weight>
+__device__ __forceinline__ float error_of(
+    const float (&x)[SIZE], const Weight& weight, const float (&code)[SIZE], float scale, float low) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i) {
+        const float e = ieee::subtract(ieee::add(ieee::multiply(scale, code[i]), low), x[i]);
+        const float counted = SQUARES ? ieee::multiply(e, e) : ieee::magnitude(e);
+        sum = ieee::add(sum, ieee::multiply(weight(i), counted));
+    }
+    return sum;
+}
+
+// Tries a range of LARGEST steps, then of LARGEST + first + each * t steps, t = 0 to LAST, with the scale and the
+// minimum that are best for the codes so found; of all that of least error stays, and the next attempts start from its
+// minimum.
+template <int LARGEST, int LAST, bool SQUARES, int SIZE, typename Weight>
+__device__ __forceinline__ Range
+find_range(const float (&x)[SIZE], const Weight& weight, const float first, const float each) {
+    float low = x[0], high = x[0], sum_w = 0.0f, sum_x = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i) {
+        if (ieee::less(x[i], low)) low = x[i];
+        if (ieee::less(high, x[i])) high = x[i];
+        const float w = weight(i);
+        sum_w = ieee::add(sum_w, w), sum_x = ieee::add(sum_x, ieee::multiply(w, x[i]));
+    }
+    if (ieee::less(0.0f, low)) low = 0.0f;
+    Range found = {0.0f, low, 0.0f, low};
+    if (!ieee::less(low, high)) return found;  // all the same, and not positive
+    float code[SIZE];
+    found.step = ieee::divide(static_cast<float>(LARGEST), ieee::subtract(high, low));
+    Range::codes_of<LARGEST>(x, found.step, low, code);
+    found.scale = ieee::divide(1.0f, found.step);
+    float error = error_of<SQUARES>(x, weight, code, found.scale, low);
+#pragma unroll 1
+    for (float t = 0.0f; t <= static_cast<float>(LAST); t += 1.0f) {
+        const float range = __fadd_rn(__fadd_rn(first, __fmul_rn(each, t)), static_cast<float>(LARGEST));
+        const float step = ieee::divide(range, ieee::subtract(high, found.low));
+        Range::codes_of<LARGEST>(x, step, found.low, code);
+        float sum_l = 0.0f, sum_ll = 0.0f, sum_xl = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) {
+            const float weighted = ieee::multiply(weight(i), code[i]);
+            sum_l = ieee::add(sum_l, weighted);
+            sum_ll = ieee::add(sum_ll, ieee::multiply(weighted, code[i]));
+            sum_xl = ieee::add(sum_xl, ieee::multiply(weighted, x[i]));
+        }
+        const float determinant = ieee::subtract(ieee::multiply(sum_w, sum_ll), ieee::multiply(sum_l, sum_l));
+        if (!ieee::less(0.0f, determinant)) continue;
+        float scale = ieee::subtract(ieee::multiply(sum_w, sum_xl), ieee::multiply(sum_x, sum_l));
+        float below = ieee::subtract(ieee::multiply(sum_ll, sum_x), ieee::multiply(sum_l, sum_xl));
+        below = ieee::divide(below, determinant);
+        const bool above = ieee::less(0.0f, below);
+        if (above) below = 0.0f;
+        scale = ieee::divide(above ? sum_xl : scale, above ? sum_ll : determinant);
+        const float new_error = error_of<SQUARES>(x, weight, code, scale, below);
+        if (ieee::less(new_error, error)) error = new_error, found = {scale, below, step, found.low};
+    }
+    return found;
+}
+
+// ---- a scale of either sign --------------------------------------------------------------------------------------
+
+// code * scale comes near a sub-block; the codes are those of step * x, and the lowest where there is nothing.
+struct Scale {
+    float scale, step;
+    bool nothing;
+
+    template <int LARGEST>
+    __device__ __forceinline__ float code(float x) const {
+        return nothing ? -static_cast<float>(LARGEST) : signed_code<LARGEST>(ieee::multiply(step, x));
+    }
+};
+
+// The sums that a scale is made of.
+struct Sums {
+    float xl, ll;  // of (w * x) * code, of (w * code) * code
+
+    __device__ __forceinline__ float scale() const { return ieee::divide(xl, ll); }
+    // Whether they are better than those that gave `best`.
+    __device__ __forceinline__ bool beat(float best) const {
+        return ieee::less(0.0f, ll) && ieee::less(ieee::multiply(best, ll), ieee::multiply(xl, xl));
+    }
+};
+
+// Tries -(LARGEST + t / 10) / m, t = 0, -9 to -1 and 1 to 9, where m is the number of largest magnitude.
+template <int LARGEST, int SIZE, typename Weight>
+__device__ __forceinline__ Scale find_scale(const float (&x)[SIZE], const Weight& weight) {
+    const float longest = signed_max(x);
+    if (ieee::less(ieee::magnitude(longest), NOTHING)) return {0.0f, 0.0f, true};
+    float weighted[SIZE];
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i) weighted[i] = ieee::multiply(weight(i), x[i]);
+    const auto sums_of = [&](float step) {
+        Sums sums = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) {
+            const float code = signed_code<LARGEST>(ieee::multiply(step, x[i]));
+            sums.xl = ieee::add(sums.xl, ieee::multiply(weighted[i], code));
+            sums.ll = ieee::add(sums.ll, ieee::multiply(ieee::multiply(weight(i), code), code));
+        }
+        return sums;
+    };
+    Scale found = {0.0f, ieee::divide(-static_cast<float>(LARGEST), longest), false};
+    const Sums at_first = sums_of(found.step);
+    if (!ieee::is_zero(at_first.ll)) found.scale = at_first.scale();
+    float best = ieee::multiply(found.scale, at_first.xl);
+#pragma unroll 1
+    for (float t = -9.0f; t <= 9.0f; t += t == -1.0f ? 2.0f : 1.0f) {
+        const float steps = __fadd_rn(static_cast<float>(LARGEST), __fmul_rn(0.1f, t));
+        const float step = ieee::divide(-steps, longest);
+        const Sums sums = sums_of(step);
+        if (sums.beat(best)) {
+            found.step = step, found.scale = sums.scale();
+            best = ieee::multiply(found.scale, sums.xl);
+        }
+    }
+    return found;
+}
+
+// ---- codes made better one by one --------------------------------------------------------------------------------
+
+// Up to 5 sweeps over the elements: each takes the nearest of LOWEST to LARGEST to what is best for it while the others
+// stay. Gives the scale. Where codes are not negative, the others must have one that is not 0.
+template <int LOWEST, int LARGEST, int SIZE, typename Weight>
+__device__ __forceinline__ float sweep(const float (&x)[SIZE], const Weight& weight, float (&code)[SIZE]) {
+    Sums sums = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i) {
+        sums.xl = ieee::add(sums.xl, ieee::multiply(ieee::multiply(weight(i), x[i]), code[i]));
+        sums.ll = ieee::add(sums.ll, ieee::multiply(ieee::multiply(weight(i), code[i]), code[i]));
+    }
+    bool changed = true;
+#pragma unroll 1
+    for (int round = 0; round < 5 && changed; ++round) {
+        changed = false;
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) {
+            const float w = weight(i), wx = ieee::multiply(w, x[i]);
+            Sums rest;
+            rest.xl = ieee::subtract(sums.xl, ieee::multiply(wx, code[i]));
+            rest.ll = ieee::subtract(sums.ll, ieee::multiply(ieee::multiply(w, code[i]), code[i]));
+            if (!ieee::less(0.0f, rest.xl) || (LOWEST == 0 && !ieee::less(0.0f, rest.ll))) continue;
+            const float y = nearest_integer(ieee::finite(ieee::divide(ieee::multiply(x[i], rest.ll), rest.xl)));
+            const float found = fminf(fmaxf(y, static_cast<float>(LOWEST)), static_cast<float>(LARGEST));
+            if (found == code[i]) continue;
+            rest.xl = ieee::add(rest.xl, ieee::multiply(wx, found));
+            rest.ll = ieee::add(rest.ll, ieee::multiply(ieee::multiply(w, found), found));
+            const float before = ieee::multiply(ieee::multiply(sums.xl, sums.xl), rest.ll);
+            const float now = ieee::multiply(ieee::multiply(rest.xl, rest.xl), sums.ll);
+            if (ieee::less(0.0f, rest.ll) && ieee::less(before, now)) sums = rest, code[i] = found, changed = true;
+        }
+    }
+    return ieee::less(0.0f, sums.ll) ? sums.scale() : 0.0f;
+}
+
+// A scale and codes of -LARGEST to LARGEST - 1, the lowest where there is nothing; weights x * x.
+template <int LARGEST, int SIZE>
+__device__ __forceinline__ float refine_scale(const float (&x)[SIZE], float (&code)[SIZE]) {
+    const float longest = signed_max(x);
+    const bool nothing = ieee::less(ieee::magnitude(longest), NOTHING);
+    const float step = ieee::divide(-static_cast<float>(LARGEST), longest);
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i)
+        code[i] = nothing ? -static_cast<float>(LARGEST) : signed_code<LARGEST>(ieee::multiply(step, x[i]));
+    if (nothing) return 0.0f;
+    return sweep<-LARGEST, LARGEST - 1>(x, [&](int i) { return ieee::multiply(x[i], x[i]); }, code);
+}
+
+// A scale and codes of 0 to LARGEST of numbers that are not negative: the best of 9 steps, then sweeps.
+template <int LARGEST, int SIZE, typename Weight>
+__device__ __forceinline__ float find_positive_scale(
+    const float (&x)[SIZE], const Weight& weight, float (&code)[SIZE]) {
+    float high = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i)
+        if (ieee::less(high, x[i])) high = x[i];
+    const auto code_of = [&](float step, int i) {
+        return fminf(nearest_integer(ieee::multiply(step, x[i])), static_cast<float>(LARGEST));
+    };
+    const bool nothing = ieee::less(high, NOTHING);
+    float best = ieee::divide(static_cast<float>(LARGEST), high), error = 0.0f;
+#pragma unroll 1
+    for (int number = 0; number <= 8 && !nothing; ++number) {  // t = 0, -4 to -1 and 1 to 4
+        const float t = static_cast<float>(number == 0 ? 0 : number <= 4 ? number - 5 : number - 4);
+        const float step = ieee::divide(__fadd_rn(__fmul_rn(0.1f, t), static_cast<float>(LARGEST)), high);
+        const float scale = ieee::divide(1.0f, step);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) {
+            const float e = ieee::subtract(x[i], ieee::multiply(scale, code_of(step, i)));
+            sum = ieee::add(sum, ieee::multiply(ieee::multiply(weight(i), e), e));
+        }
+        if (number == 0 || ieee::less(sum, error)) error = sum, best = step;
+    }
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i) code[i] = nothing ? 0.0f : code_of(best, i);
+    return nothing ? 0.0f : sweep<0, LARGEST>(x, weight, code);
+}
+
+// ---- the table of iq4 --------------------------------------------------------------------------------------------
+
+// The 16 numbers that codes stand for, and the nearest one of every number of -128 to 128: halfway between two of them
+// is a multiple of 1/2, so that a number needs only be rounded down to one. Halfway, the upper is the nearest.
+struct Iq4Table {
+    static constexpr int LOWEST = -272, COUNT = 544;  // halves: no attempt has a number beyond 135
+
+    float value[COUNT];
+    unsigned char code[COUNT];
+
+    __device__ __forceinline__ static int number(int i) {
+        const int values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        return values[i];
+    }
+    // By all threads of a block; they have to meet before it is used.
+    __device__ __forceinline__ void build(int thread, int threads) {
+        for (int i = thread; i < COUNT; i += threads) {
+            int found = 0;
+#pragma unroll
+            for (int c = 1; c < 16; ++c) found += i + LOWEST >= number(c - 1) + number(c);
+            int at = 0;
+#pragma unroll
+            for (int c = 0; c < 16; ++c) at = c == found ? number(c) : at;
+            value[i] = static_cast<float>(at), code[i] = static_cast<unsigned char>(found);
+        }
+    }
+    // Of a number within -135 and 135.
+    __device__ __forceinline__ static int index(float y) { return ieee::halves_below(y) - LOWEST; }
+    __device__ __forceinline__ float nearest(float y) const { return value[index(y)]; }
+    // Of any number; of NaN that of 0.
+    __device__ __forceinline__ int code_of(float y) const {
+        return code[index(fminf(fmaxf(y == y ? y : 0.0f, -130.0f), 130.0f))];
+    }
+};
+
+// Tries m / 127, then m / (127 - t), t = -7 to 7, where m is the number of largest magnitude: the scale of which the
+// table's nearest numbers come near.
+template <int SIZE, typename Weight>
+__device__ __forceinline__ float find_table_scale(const float (&x)[SIZE], const Weight& weight, const Iq4Table& table) {
+    const float longest = signed_max(x);
+    if (ieee::less(ieee::magnitude(longest), NOTHING)) return 0.0f;
+    float scale = 0.0f, best = 0.0f;
+#pragma unroll 1
+    for (int t = -8; t <= 7; ++t) {
+        const bool first = t == -8;
+        const float step = first ? ieee::divide(1.0f, ieee::divide(longest, 127.0f))
+                                 : ieee::divide(static_cast<float>(t - 127), longest);
+        Sums sums = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) {
+            const float near = table.nearest(ieee::multiply(step, x[i])), weighted = ieee::multiply(weight(i), near);
+            sums.xl = ieee::add(sums.xl, ieee::multiply(weighted, x[i]));
+            sums.ll = ieee::add(sums.ll, ieee::multiply(weighted, near));
+        }
+        if (first || sums.beat(best)) scale = sums.scale(), best = ieee::multiply(scale, sums.xl);
+    }
+    return scale;
+}

@@ -31,7 +31,7 @@ def library(name, folders=()):
     quantizers = {one: kb.get_format(one).quantizer for one in TYPES}
     file = quantizers[name].file
     entries = [ENTRY.format(name=n, kernel=q.name, struct=q.struct) for n, q in quantizers.items() if q.file == file]
-    return host.build('#include "grid.h"\n' + source(quantizers[name].template) + "".join(entries), folders)
+    return host.build('#include "grid.h"\n' + source(quantizers[name].templates[0]) + "".join(entries), folders)
 
 
 def quantized(built, name, x, offset=0):
@@ -77,7 +77,7 @@ FAULTS = [  # a header, a text in it, what it becomes, a type, and the kind of n
     ("formats/gguf_numbers.cuh", "rest >= 0.5f", "rest > 0.5f", "q8_0", "ties"),
     ("formats/gguf_encoders.cuh", ", 8.5f", ", 8.0f", "q4_0", "normal"),
     ("formats/gguf_encoders.cuh", "bits > largest", "bits >= largest", "q4_0", "ties"),
-    ("formats/gguf_search.cuh", "STEPS = 20", "STEPS = 12", "q4_k", "normal"),
+    ("formats/gguf_search_encoders.cuh", "LARGEST, 20, true", "LARGEST, 12, true", "q4_k", "normal"),
     ("formats/gguf_encoders.cuh", "i % 4 * 8 + s * 2", "i % 4 * 8 + s", "tq2_0", "normal"),
     ("common/ieee.cuh", "set_float_mode(IEEE_MODE);", "", "q4_k", "smaller"),
 ]

@@ -40,6 +40,17 @@ A __shfl_xor_sync(unsigned, A value, int mask) {
     return value;
 }
 
+// Of the lane of that number among `width`.
+template <typename A>
+A __shfl_sync(unsigned, A value, int number, int width = 32) {
+    const unsigned lane = threadIdx.x % 32, first = lane & ~static_cast<unsigned>(width - 1);
+    std::memcpy(&this_warp->shown[lane], &value, sizeof(value));
+    this_warp->wait();
+    std::memcpy(&value, &this_warp->shown[first + static_cast<unsigned>(number)], sizeof(value));
+    this_warp->wait();
+    return value;
+}
+
 template <typename A>
 void __stcs(A* to, const A& value) {
     *to = value;

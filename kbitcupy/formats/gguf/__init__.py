@@ -28,11 +28,13 @@ class Gguf(BlockFormat):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         if cls.struct and cls.cuda_encoder and cls.quantize_blocks is not BlockFormat.quantize_blocks:
-            struct = f"{cls.struct}Encoder"
-            if cls.lanes:
-                cls.quantizer = Quantizer("gguf_search.cu", "search_gguf", struct, _THREADS, _THREADS // cls.lanes)
-            else:
-                cls.quantizer = Quantizer("gguf.cu", "quantize_gguf", struct, _THREADS, _THREADS)
+            at_a_time = _THREADS // max(cls.lanes, 1)
+            file, name = ("gguf_search.cu", "search_gguf") if cls.lanes else ("gguf.cu", "quantize_gguf")
+            cls.quantizer = Quantizer(file, name, f"{cls.struct}Encoder", _THREADS, at_a_time)
+            if "importance" in cls.takes:
+                name, struct = "search_gguf_weighed", f"{cls.struct}Weighed"
+                means = "row_means" if cls.row_mean else ""
+                cls.weigher = Quantizer("gguf_search.cu", name, struct, _THREADS, at_a_time, weighs=True, means=means)
         super().__init_subclass__(**arguments)
         cls.family = "gguf"
         _types[cls.ggml_type] = cls

@@ -4,6 +4,7 @@
 
 constexpr int WARP = 32;
 constexpr unsigned FULL_WARP = 0xffffffffu;
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
 
 inline float to_float(float x) { return x; }
 
