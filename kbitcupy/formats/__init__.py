@@ -18,6 +18,9 @@ from .gguf import legacy as legacy
 from .gguf import kquants as kquants
 
 # isort: split
+from .gguf import iq4 as iq4
+
+# isort: split
 from .gguf import ternary as ternary
 
 # isort: split

@@ -37,7 +37,8 @@ class Gguf(BlockFormat):
                 cls.weigher = Quantizer("gguf_search.cu", name, struct, _THREADS, at_a_time, weighs=True, means=means)
         super().__init_subclass__(**arguments)
         cls.family = "gguf"
-        _types[cls.ggml_type] = cls
+        if "ggml_type" in cls.__dict__:  # what several types have in common is no type
+            _types[cls.ggml_type] = cls
 
 
 _types: dict[int, type[Gguf]] = {}

@@ -1,124 +1,418 @@
-"""GGUF's K types, blocks of 256 whose inner scales are quantized themselves: ``q4_k``.
+"""GGUF's K types, blocks of 256 whose inner scales are quantized themselves: ``q2_k`` to ``q6_k``, and ``q8_k``.
 
 =======  ==========================  ==================================================================================
 plane    dtype, entries of a block   contents
 =======  ==========================  ==================================================================================
+``q2_k``: sub-blocks of 16, an element is (d * sc) * q - dmin * mn
+scales   uint8, 16                   sc of sub-block j in the low nibble of byte j, mn in the high one
+qs       uint8, 64                   byte 32 p + m, bits 2 s and 2 s + 1: q of element 128 p + 32 s + m
 d        float16, 2                  d and dmin, the scales of the inner scales and of the inner minima
-scales   uint8, 12                   sc and mn of 8 sub-blocks of 32, 6 bits each. Bytes 0 to 3: sc of sub-block j,
+``q3_k``: sub-blocks of 16, an element is (d * (sc - 32)) * (q + 4 h - 4)
+hmask    uint8, 32                   byte m, bit s: h of element 32 s + m
+qs       uint8, 64                   as q2_k
+scales   uint8, 12                   sc of 16 sub-blocks, 6 bits each: the low 4 of sub-block j in byte j mod 8 (low
+                                     nibble for j < 8), the 2 high ones in byte 8 + j mod 4, bits 2 (j div 4) and next
+d        float16, 1                  the scale of the inner scales
+``q4_k``: sub-blocks of 32, an element is (d * sc) * q - dmin * mn
+d        float16, 2                  d and dmin
+scales   uint8, 12                   sc and mn of 8 sub-blocks, 6 bits each. Bytes 0 to 3: sc of sub-block j,
                                      bytes 4 to 7: mn of j (j < 4), in the low 6 bits; bytes 8 to 11: the low 4 bits of
                                      sc (low nibble) and mn of j + 4, whose 2 high bits are those of bytes j and j + 4
 qs       uint8, 128                  byte 32 p + m: q of element 64 p + m (low nibble) and 64 p + 32 + m (high)
+``q5_k``: sub-blocks of 32, an element is (d * sc) * (q + 16 h) - dmin * mn
+d        float16, 2                  d and dmin
+scales   uint8, 12                   as q4_k
+qh       uint8, 32                   byte m, bit s: h of element 32 s + m
+qs       uint8, 128                  as q4_k
+``q6_k``: sub-blocks of 16, an element is (d * sc) * (q + 16 h - 32)
+ql       uint8, 128                  byte 64 p + m: q of element 128 p + m (low nibble) and 128 p + 64 + m (high)
+qh       uint8, 64                   byte 32 p + m, bits 2 s and 2 s + 1: h of element 128 p + 32 s + m
+scales   int8, 16                    sc
+d        float16, 1                  the scale of the inner scales
+``q8_k``: an element is d * q; what activations are staged in
+d        float32, 1                  the scale
+qs       int8, 256                   q
+bsums    int16, 16                   the sum of 16 q
 =======  ==========================  ==================================================================================
 
-An element decodes to (d * sc) * q - dmin * mn: the products are exact in float32, the difference is rounded once.
+The planes of a type are in the order of its bytes in a file. A product of scale and code is exact in float32 (but in
+q8_k), a difference is rounded once.
 
-A sub-block's scale and minimum are found by 21 attempts at the least squared error, weighted by |x| plus the root mean
-square (`find_scales`). With S and M, their largest ones in a block, d = half(S / 63), sc = round(63 / S * scale),
-dmin = half(M / 63), mn = round(63 / M * minimum), and q is found again with what was stored, from 0 to 15:
-q = round((x + dmin * mn) / (d * sc)). Where d * sc is 0 the codes of the attempts stay. All in float32, each operation
-rounded, sums in the order of the elements; halves are rounded to even, and to the code 0 what is not finite.
+How they are quantized: all in float32, each operation rounded, sums in ascending order; searches in `search`.
 
-Source: ggml, ``ggml-quants.c`` (``quantize_row_q4_K_ref``, ``make_qkx2_quants``), built without contraction.
+q2_k, q4_k, q5_k
+    `search.ranged` finds scale and minimum of each sub-block, for weights |x| (q2_k) or sqrt(mean of x * x) + |x|.
+    With S and M, the largest ones in a block and R = 15 (q2_k) or 63: d = half(S / R), sc = round((R / S) * scale),
+    dmin = half(M / R), mn = round((R / M) * minimum).
+q3_k, q6_k
+    `search.refined` or, for weights x * x, `search.symmetric` finds the scales. With S, the first of the largest
+    magnitude, and I = -32 / S or -128 / S: sc = round(I * scale), d = half(1 / I).
+Codes
+    are found again with what was stored: round((x + dmin * mn) / (d * sc)), in their range. Where d * sc is 0 those of
+    the search stay, and sub-blocks that have nothing in them have the bits 0.
+Importance v, one number for each column
+    w = v * sqrt(2 * (sum of x * x in the block) / 256 + x * x), of which q2_k leaves out the first 2; in q6_k w = v.
+    q2_k, q4_k, q5_k: `search.ranged` with w, in 37 steps, then d and sc, dmin and mn by `search.positive`, which weighs
+    a sub-block by its sum of w. q3_k: `search.symmetric` with w, and again for d and sc. q6_k: `search.symmetric`.
+q8_k
+    I = -127 / m with m the first number of largest magnitude, q = min(127, round(I * x)), d = 1 / I.
+
+Source: ggml, ``ggml-quants.c`` (``quantize_row_q2_K_ref`` and its like, ``quantize_q2_K`` and its like), built without
+contraction.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import numpy as np
 
 from ..base import register
 from ..blocks import Field, Importance
-from . import Gguf
-from .arithmetic import finite, half_bytes, halves, pack_fields, unpack_fields
+from . import Gguf, search
+from .arithmetic import finite, half_bytes, halves, pack_fields, signed_max, unpack_fields
+from .search import Steps
 
-# Sub-blocks of a block, and their elements.
-_SUBS, _SUB = 8, 32
+_BLOCK = 256
+# What `search.ranged` tries where importance is given.
+_GIVEN = (-0.9, 36, 0.05, True)
 
 
-class Q4_K(Gguf):
-    """4-bit integers with 6-bit scales and minima of 32, halves as the scales of those of 256."""
+class KType(Gguf):
+    """A type of blocks of 256."""
 
-    name, bits, block = "q4_k", 4, 256
-    summary = "4-bit integers, 6-bit scales and minima of 32, halves for 256"
-    fields = (Field("d", "float16", 2), Field("scales", "uint8", 12), Field("qs", "uint8", 128))
-    header, struct, together, lanes, ggml_type = "formats/gguf_k.cuh", "Q4_K", True, 8, 12
+    block = _BLOCK
+    header = "formats/gguf_k.cuh"
+    #: Elements of a sub-block.
+    sub: ClassVar[int]
+
+
+class _Ranged(KType):
+    """Codes from 0 on, scales and minima of sub-blocks."""
+
+    takes = ("importance",)
+    #: Without importance, and the largest inner scale and inner minimum.
+    steps: ClassVar[Steps]
+    wide: ClassVar[int]
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        x = np.ascontiguousarray(rows.reshape(-1, _SUB).T)
-        scale, minimum, codes = find_scales(x, 15, -1.0, 20)
-        d, sc = _quantize_scales(scale.reshape(-1, _SUBS))
-        dmin, mn = _quantize_scales(minimum.reshape(-1, _SUBS))
-        stored = half_bytes(d, dmin)
-        factor = (halves(stored, 0) * sc).reshape(-1)
-        again = to_code((x + (halves(stored, 2) * mn).reshape(-1)) / factor, 15)
-        q = np.where(factor == 0, codes, again).T.astype(np.uint8).reshape(len(rows), -1)
-        packed = _pack_scales(sc.astype(np.uint8), mn.astype(np.uint8))
-        return np.concatenate([stored, packed, pack_fields(q, 4, _SUB)], axis=1)
+        subs, largest = self.block // self.sub, self.steps.largest
+        # scale, minimum, and the step and the lowest number that the codes of a sub-block are made again with
+        found = np.empty((5, len(rows) * subs), np.float32)
+        steps = self.steps if importance is None else Steps(largest, *_GIVEN)
+        weights = None if importance is None else self._weights(rows, importance)
+        for at, (x, w, *room) in search.tiles(rows, self.sub, 4):
+            if weights is None:
+                self._own_weights(x, w)
+            else:
+                w[...] = weights.reshape(-1, self.sub)[at].T
+            columns = at.stop - at.start
+            for kept, new in zip(found, (*search.ranged(x, w, steps, room), search.total(w)), strict=True):
+                kept[at] = new[:columns]
+        scale, minimum, step, low, weight = found
+        grid = (len(rows), subs)
+        if weights is None:
+            d, sc = _quantize_range(scale.reshape(grid), self.wide)
+            dmin, mn = _quantize_range(minimum.reshape(grid), self.wide)
+        else:
+            of = np.ascontiguousarray(weight.reshape(grid).T)
+            d, sc = _quantize_weighed(scale.reshape(grid), of, self.wide)
+            dmin, mn = _quantize_weighed(minimum.reshape(grid), of, self.wide)
+        stored, scales = half_bytes(d, dmin), self._pack(sc.astype(np.uint8), mn.astype(np.uint8))
+        sc, mn = self._unpack(scales)
+        factor, offset = (halves(stored, 0) * sc).reshape(-1), (halves(stored, 2) * mn).reshape(-1)
+        q = np.empty((len(rows) * subs, self.sub), np.uint8)
+        for at, (x, codes) in search.tiles(rows, self.sub, 1):
+            np.add(x, offset[at], out=codes)
+            np.divide(codes, factor[at], out=codes)
+            np.rint(codes, out=codes)
+            np.clip(codes, np.float32(0), np.float32(largest), out=codes)
+            none = np.flatnonzero(factor[at] == 0)
+            if none.size:
+                part = x[:, none]
+                codes[:, none] = search.range_codes(part, step[at][none], low[at][none], largest, part)
+            q[at] = codes.T[: at.stop - at.start]
+        return self._assembled(stored, scales, q.reshape(len(rows), -1))
+
+    def _own_weights(self, x: np.ndarray, out: np.ndarray) -> None:
+        """The weights of sub-blocks that are columns, without importance."""
+        np.square(x, out=out)
+        root = np.sqrt(search.total(out) / np.float32(self.sub))
+        np.abs(x, out=out)
+        out += root
+
+    def _weights(self, rows: np.ndarray, importance: Importance) -> np.ndarray:
+        """The weights where importance is given, float32[blocks, block]."""
+        return _weights(rows, importance, np.float32(2 / _BLOCK))
+
+    def _pack(self, sc: np.ndarray, mn: np.ndarray) -> np.ndarray:
+        """The bytes of inner scales and minima, from uint8[blocks, subs]."""
+        return _pack_scales(sc, mn)
+
+    def _unpack(self, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """sc and mn, of [blocks, subs]."""
+        return _unpack_scales(packed)
+
+    def _assembled(self, d: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
+        """A file's bytes."""
+        raise NotImplementedError
+
+
+class Q2_K(_Ranged):
+    """2-bit integers with 4-bit scales and minima of 16, halves as the scales of those of 256."""
+
+    name, bits, sub, default, ggml_type = "q2_k", 2, 16, False, 10
+    summary = "2-bit integers, 4-bit scales and minima of 16, halves for 256"
+    fields = (Field("scales", "uint8", 16), Field("qs", "uint8", 64), Field("d", "float16", 2))
+    struct, together, cuda_encoder = "Q2_K", True, False
+    steps, wide = Steps(3, -0.5, 15, 0.1, False), 15
+
+    def _own_weights(self, x: np.ndarray, out: np.ndarray) -> None:
+        np.abs(x, out=out)
+
+    def _weights(self, rows: np.ndarray, importance: Importance) -> np.ndarray:
+        return _weights(rows, importance, np.float32(1 / _BLOCK))
+
+    def _pack(self, sc: np.ndarray, mn: np.ndarray) -> np.ndarray:
+        return sc | mn << 4
+
+    def _unpack(self, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return packed & 15, packed >> 4
+
+    def _assembled(self, d: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
+        return np.concatenate([scales, pack_fields(q, 2, 32), d], axis=1)
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        sc, mn = _unpack_scales(blocks[:, 4:16])
-        q = unpack_fields(blocks[:, 16:], 4, _SUB).reshape(-1, _SUBS, _SUB).astype(np.float32)
-        y = (halves(blocks, 0) * sc)[..., None] * q - (halves(blocks, 2) * mn)[..., None]
-        return y.reshape(-1, self.block)
+        sc, mn = self._unpack(blocks[:, :16])
+        q = unpack_fields(blocks[:, 16:80], 2, 32)
+        return _decoded(q, halves(blocks, 80) * sc, halves(blocks, 82) * mn)
 
 
-def to_code(y: np.ndarray, largest: int) -> np.ndarray:
-    """The nearest of 0 to `largest`, halves to even; 0 for NaN and infinities."""
-    return np.minimum(np.maximum(np.rint(finite(y)), np.float32(0)), np.float32(largest))
+class Q4_K(_Ranged):
+    """4-bit integers with 6-bit scales and minima of 32, halves as the scales of those of 256."""
+
+    name, bits, sub, ggml_type = "q4_k", 4, 32, 12
+    summary = "4-bit integers, 6-bit scales and minima of 32, halves for 256"
+    fields = (Field("d", "float16", 2), Field("scales", "uint8", 12), Field("qs", "uint8", 128))
+    struct, together, lanes = "Q4_K", True, 8
+    steps, wide = Steps(15, -1.0, 20, 0.1, True), 63
+
+    def _assembled(self, d: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
+        return np.concatenate([d, scales, pack_fields(q, 4, 32)], axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        sc, mn = self._unpack(blocks[:, 4:16])
+        q = unpack_fields(blocks[:, 16:], 4, 32)
+        return _decoded(q, halves(blocks, 0) * sc, halves(blocks, 2) * mn)
 
 
-def _sum(x: np.ndarray) -> np.ndarray:
-    """The sum over the first axis, in ascending order: np.sum's order is not given."""
-    total = x[0].copy()
-    for row in x[1:]:
-        total += row
-    return total
+class Q5_K(_Ranged):
+    """5-bit integers with 6-bit scales and minima of 32, halves as the scales of those of 256."""
+
+    name, bits, sub, ggml_type = "q5_k", 5, 32, 13
+    summary = "5-bit integers, 6-bit scales and minima of 32, halves for 256"
+    fields = (*Q4_K.fields[:2], Field("qh", "uint8", 32), Field("qs", "uint8", 128))
+    struct, together, cuda_encoder = "Q5_K", True, False
+    steps, wide = Steps(31, -0.5, 15, 0.1, True), 63
+
+    def _pack(self, sc: np.ndarray, mn: np.ndarray) -> np.ndarray:
+        return _pack_scales(np.minimum(sc, 63), mn)
+
+    def _assembled(self, d: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
+        parts = [d, scales, pack_fields(q >> 4, 1, 32), pack_fields(q & 15, 4, 32)]
+        return np.concatenate(parts, axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        sc, mn = self._unpack(blocks[:, 4:16])
+        q = unpack_fields(blocks[:, 48:], 4, 32) | unpack_fields(blocks[:, 16:48], 1, 32) << 4
+        return _decoded(q, halves(blocks, 0) * sc, halves(blocks, 2) * mn)
 
 
-def find_scales(x: np.ndarray, largest: int, first: float, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scale, minus minimum and codes of sub-blocks, the columns of float32[32, n]: code * scale - minimum comes near.
+class _Symmetric(KType):
+    """Codes around 0 and scales of sub-blocks of 16."""
 
-    The first attempt is the range of the numbers, from at most 0, in `largest` steps. Then `steps` + 1 times: the codes
-    for a range of `largest` + `first`, `largest` + `first` + 0.1, ... steps, and the scale and minimum that are best
-    for these codes; of all the one of least error stays. An attempt starts from the minimum that was best so far.
-    """
-    zero, wide = np.float32(0), np.float32(largest)
-    w = np.sqrt(_sum(x * x) / np.float32(len(x))) + np.abs(x)
-    sum_w, sum_x = _sum(w), _sum(w * x)
-    low = np.minimum(x.min(axis=0), zero)
-    high = x.max(axis=0)
-    constant = high == low
-    step = wide / (high - low)
-    scale, codes = np.float32(1) / step, to_code(step * (x - low), largest)
-    error = _error(scale, codes, low, x, w)
-    for number in range(steps + 1):
-        step = (np.float32(first) + np.float32(0.1) * np.float32(number) + wide) / (high - low)
-        tried = to_code(step * (x - low), largest)
-        weighted = w * tried
-        sum_l, sum_ll, sum_xl = _sum(weighted), _sum(weighted * tried), _sum(weighted * x)
-        determinant = sum_w * sum_ll - sum_l * sum_l
-        new_scale = (sum_w * sum_xl - sum_x * sum_l) / determinant
-        new_low = (sum_ll * sum_x - sum_l * sum_xl) / determinant
-        positive = new_low > 0
-        new_low = np.where(positive, zero, new_low)
-        new_scale = np.where(positive, sum_xl / sum_ll, new_scale)
-        new_error = _error(new_scale, tried, new_low, x, w)
-        better = (determinant > 0) & (new_error < error)
-        error = np.where(better, new_error, error)
-        scale, low = np.where(better, new_scale, scale), np.where(better, new_low, low)
-        codes = np.where(better, tried, codes)
-    return np.where(constant, zero, scale), -low, np.where(constant, zero, codes)
+    takes = ("importance",)
+    sub = 16
+    #: Codes go from -`middle` to `middle` - 1, and are stored with that added.
+    middle: ClassVar[int]
+
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+        subs, middle = self.block // self.sub, self.middle
+        scale, weight = np.empty((2, len(rows) * subs), np.float32)
+        weights = self._weights(rows, importance)
+        q = np.empty((len(rows) * subs, self.sub), np.uint8)
+        for at, (x, w, *room) in search.tiles(rows, self.sub, 4):
+            if weights is None:
+                found, codes = search.refined(x, middle, room)
+            else:
+                w[...] = weights.reshape(-1, self.sub)[at].T
+                found, step, nothing = search.symmetric(x, w, middle, room)
+                codes = search.step_codes(x, step, middle, room[0])
+                codes[:, nothing] = -middle
+                weight[at] = search.total(w)[: at.stop - at.start]
+            codes += np.float32(middle)
+            scale[at], q[at] = found[: at.stop - at.start], codes.T[: at.stop - at.start]
+        of = None if importance is None else weight.reshape(-1, subs)
+        d, sc = self._inner(scale.reshape(-1, subs), of)
+        stored = half_bytes(d)
+        factor = (halves(stored, 0) * sc).reshape(-1)
+        for at, (x, codes) in search.tiles(rows, self.sub, 1):
+            np.divide(x, factor[at], out=codes)
+            np.rint(codes, out=codes)
+            np.clip(codes, np.float32(-middle), np.float32(middle - 1), out=codes)
+            codes += np.float32(middle)
+            where = (factor[at] != 0)[:, None]
+            np.copyto(q[at], codes.T[: at.stop - at.start], where=where, casting="unsafe")
+        return self._assembled(stored, sc, q.reshape(len(rows), -1))
+
+    def _weights(self, rows: np.ndarray, importance: Importance | None) -> np.ndarray | None:
+        """The weights of `search.symmetric`, float32[blocks, block]; None for `search.refined`."""
+        raise NotImplementedError
+
+    def _inner(self, scale: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """The scales of sub-blocks, float32[blocks, 16], as their scale, [blocks, 1], and codes around 0."""
+        raise NotImplementedError
+
+    def _assembled(self, d: np.ndarray, sc: np.ndarray, q: np.ndarray) -> np.ndarray:
+        """A file's bytes."""
+        raise NotImplementedError
 
 
-def _error(scale: np.ndarray, codes: np.ndarray, low: np.ndarray, x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    difference = (scale * codes + low) - x
-    return _sum(w * (difference * difference))
+class Q3_K(_Symmetric):
+    """3-bit integers with 6-bit scales of 16, a half as the scale of those of 256."""
+
+    name, bits, default, ggml_type = "q3_k", 3, False, 11
+    summary = "3-bit integers, 6-bit scales of 16, a half for 256"
+    fields = (
+        Field("hmask", "uint8", 32),
+        Field("qs", "uint8", 64),
+        Field("scales", "uint8", 12),
+        Field("d", "float16", 1),
+    )
+    struct, together, cuda_encoder = "Q3_K", True, False
+    middle = 4
+
+    def _weights(self, rows: np.ndarray, importance: Importance | None) -> np.ndarray | None:
+        return None if importance is None else _weights(rows, importance, np.float32(2 / _BLOCK))
+
+    def _inner(self, scale: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        if weight is None:
+            longest = signed_max(scale)
+            inverse = np.where(longest == 0, np.float32(0), np.float32(-32) / longest)
+            sc = np.clip(np.rint(finite(inverse * scale)), np.float32(-32), np.float32(31))
+            sc[longest[:, 0] == 0] = -32
+            return np.where(longest == 0, np.float32(0), np.float32(1) / inverse), sc
+        x, w = np.ascontiguousarray(scale.T), np.ascontiguousarray(weight.T)
+        x, w = (np.repeat(array, 2, axis=1) if array.shape[1] == 1 else array for array in (x, w))
+        d, step, nothing = search.symmetric(x, w, 32, list(np.empty((3, *x.shape), np.float32)))
+        sc = search.step_codes(x, step, 32, np.empty_like(x))
+        sc[:, nothing] = -32
+        return d[: len(scale), None], sc.T[: len(scale)]
+
+    def _assembled(self, d: np.ndarray, sc: np.ndarray, q: np.ndarray) -> np.ndarray:
+        stored = (sc + np.float32(32)).astype(np.uint8)
+        low, high = stored & 15, stored >> 4
+        scales = [
+            low[:, :8] | low[:, 8:] << 4,
+            high[:, :4] | high[:, 4:8] << 2 | high[:, 8:12] << 4 | high[:, 12:] << 6,
+        ]
+        return np.concatenate([pack_fields(q >> 2, 1, 32), pack_fields(q & 3, 2, 32), *scales, d], axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        low, high = unpack_fields(blocks[:, 96:104], 4, 8), unpack_fields(blocks[:, 104:108], 2, 4)
+        sc = (low | high << 4).astype(np.float32) - np.float32(32)
+        q = unpack_fields(blocks[:, 32:96], 2, 32) | unpack_fields(blocks[:, :32], 1, 32) << 2
+        return _decoded(q.view(np.int8) - np.int8(4), halves(blocks, 108) * sc)
 
 
-def _quantize_scales(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32[blocks, 8] as their largest over 63, [blocks, 1], and codes from 0 to 63, as float32."""
+class Q6_K(_Symmetric):
+    """6-bit integers with 8-bit scales of 16, a half as the scale of those of 256."""
+
+    name, bits, ggml_type = "q6_k", 6, 14
+    summary = "6-bit integers, 8-bit scales of 16, a half for 256"
+    fields = (
+        Field("ql", "uint8", 128),
+        Field("qh", "uint8", 64),
+        Field("scales", "int8", 16),
+        Field("d", "float16", 1),
+    )
+    struct, together, cuda_encoder = "Q6_K", True, False
+    middle = 32
+
+    def _weights(self, rows: np.ndarray, importance: Importance | None) -> np.ndarray | None:
+        return rows * rows if importance is None else importance.weights
+
+    def _inner(self, scale: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        longest = signed_max(scale)
+        nothing = np.abs(longest) < np.float32(1e-15)
+        inverse = np.where(nothing, np.float32(0), np.float32(-128) / longest)
+        sc = np.minimum(np.rint(finite(inverse * scale)), np.float32(127))
+        return np.where(nothing, np.float32(0), np.float32(1) / inverse), sc
+
+    def _assembled(self, d: np.ndarray, sc: np.ndarray, q: np.ndarray) -> np.ndarray:
+        q = np.where(sc.any(axis=1, keepdims=True), q, 0)
+        parts = [pack_fields(q & 15, 4, 64), pack_fields(q >> 4, 2, 32), sc.astype(np.int8).view(np.uint8), d]
+        return np.concatenate(parts, axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        q = unpack_fields(blocks[:, :128], 4, 64) | unpack_fields(blocks[:, 128:192], 2, 32) << 4
+        sc = blocks[:, 192:208].view(np.int8)
+        return _decoded(q.view(np.int8) - np.int8(32), halves(blocks, 208) * sc)
+
+
+class Q8_K(KType):
+    """8-bit integers with sums of 16 and a scale of 256: what activations are staged in."""
+
+    name, bits, default, ggml_type = "q8_k", 8, False, 15
+    summary = "8-bit integers, sums of 16, a scale of 256, for activations"
+    fields = (Field("d", "float32", 1), Field("qs", "int8", 256), Field("bsums", "int16", 16))
+    struct, cuda_encoder = "Q8_K", False
+
+    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+        longest = signed_max(rows)
+        inverse = np.where(longest == 0, np.float32(0), np.float32(-127) / longest)
+        q = np.minimum(np.rint(finite(inverse * rows)), np.float32(127)).astype(np.int8)
+        d = np.where(longest == 0, np.float32(0), np.float32(1) / inverse)
+        sums = q.reshape(len(rows), -1, 16).sum(axis=2, dtype=np.int16)
+        return np.concatenate([part.view(np.uint8) for part in (d, q, sums)], axis=1)
+
+    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        d = np.ascontiguousarray(blocks[:, :4]).view(np.float32)
+        return d * blocks[:, 4 : 4 + self.block].view(np.int8)
+
+
+def _weights(rows: np.ndarray, importance: Importance, share: np.float32) -> np.ndarray:
+    """Importance times the root of `share` of a block's sum of squares and of the element's own square."""
+    squares = rows * rows
+    # np.sum's order is not given, that of a running sum is.
+    mean = np.add.accumulate(squares, axis=1, dtype=np.float32)[:, -1:] * share
+    squares += mean
+    np.sqrt(squares, out=squares)
+    return np.multiply(importance.weights, squares, out=squares)
+
+
+def _quantize_range(numbers: np.ndarray, wide: int) -> tuple[np.ndarray, np.ndarray]:
+    """float32[blocks, subs] as their largest over `wide`, [blocks, 1], and codes from 0 to `wide`, as float32."""
     largest = np.maximum(numbers.max(axis=1, keepdims=True), np.float32(0)) + np.float32(0)
-    step = np.where(largest > 0, np.float32(63) / largest, np.float32(0))
-    return largest / np.float32(63), to_code(step * numbers, 63)
+    step = np.where(largest > 0, np.float32(wide) / largest, np.float32(0))
+    codes = np.clip(np.rint(finite(step * numbers)), np.float32(0), np.float32(wide))
+    return largest / np.float32(wide), codes
+
+
+def _quantize_weighed(numbers: np.ndarray, weight: np.ndarray, wide: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same by `search.positive`, with the weights float32[subs, blocks]."""
+    x, w = np.ascontiguousarray(numbers.T), weight
+    x, w = (np.repeat(array, 2, axis=1) if array.shape[1] == 1 else array for array in (x, w))
+    d, codes = search.positive(x, w, wide)
+    return d[: len(numbers), None], codes.T[: len(numbers)]
+
+
+def _decoded(q: np.ndarray, factor: np.ndarray, offset: np.ndarray | None = None) -> np.ndarray:
+    """factor * q - offset, with one of each for each sub-block."""
+    y = factor[:, :, None] * q.reshape(*factor.shape, -1)
+    if offset is not None:
+        y -= offset[:, :, None]
+    return y.reshape(len(q), -1)
 
 
 def _pack_scales(sc: np.ndarray, mn: np.ndarray) -> np.ndarray:
@@ -134,4 +428,5 @@ def _unpack_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return sc.astype(np.float32), mn.astype(np.float32)
 
 
-register("q4_k", Q4_K)
+for _type in (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q8_K):
+    register(_type.name, _type)
