@@ -32,6 +32,7 @@ __all__ = [
     "explore",
     "fit_table",
     "get_format",
+    "gguf",
     "io",
     "linear",
     "linear_grouped",
@@ -48,7 +49,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
-    from . import affine, explore, io
+    from . import affine, explore, gguf, io
     from .compat import bitsandbytes
     from .compat.bitsandbytes import (
         create_normal_float_codebook as create_normal_float_codebook,
@@ -69,6 +70,7 @@ else:
         "affine": "affine",
         "bitsandbytes": "compat.bitsandbytes",
         "explore": "explore",
+        "gguf": "gguf",
         "io": "io",
     }
     # Functions of such modules; those of bitsandbytes are documented there and not offered here.

@@ -20,8 +20,8 @@ import numpy as np
 from . import ops
 from .array import QuantizedArray
 from .backend import xp as _xp
-from .errors import DeviceError, FormatError
-from .formats.base import get_format, list_formats
+from .errors import FormatError
+from .formats.base import format_factory, get_format, list_formats
 
 __all__ = ["block_size", "dequantize", "from_blocks", "quantize", "to_blocks", "type_id", "type_size"]
 
@@ -72,8 +72,8 @@ def type_size(format: Any) -> int:
     Examples
     --------
     >>> import kbitcupy as kb
-    >>> 8 * kb.gguf.type_size("Q6_K") / kb.gguf.block_size("Q6_K")  # bits of an element
-    6.5625
+    >>> 8 * kb.gguf.type_size("Q4_K") / kb.gguf.block_size("Q4_K")  # bits of an element
+    4.5
     """
     return int(_format(format).block_bytes)
 
@@ -291,7 +291,7 @@ def _format(format: Any) -> Any:
     """A format of GGUF, which knows its blocks."""
     found = get_format(format) if isinstance(format, str) else format
     if getattr(found, "family", None) != "gguf":
-        known = [name for name in list_formats() if get_format(name).family == "gguf"]
+        known = [name for name in list_formats() if getattr(format_factory(name), "family", "") == "gguf"]
         shown = str(found) if hasattr(found, "family") else type(found).__name__
         raise FormatError(f"format is {shown}; formats of GGUF are {', '.join(known)}")
     return found
@@ -312,11 +312,11 @@ def _bytes(raw: Any) -> Any:
     """A buffer as a uint8 array of its shape; of bytes-like objects flat."""
     if not (_xp.is_array(raw) or hasattr(raw, "__dlpack__") or hasattr(raw, "__cuda_array_interface__")):
         try:
-            return np.frombuffer(raw, np.uint8)
-        except (TypeError, BufferError) as error:
-            raise TypeError(f"raw is {type(raw).__name__}; it must be a uint8 array or bytes-like") from error
-        except ValueError as error:  # not contiguous
-            raise FormatError(f"raw is a {type(raw).__name__} that is not contiguous; pass a copy of it") from error
+            return np.frombuffer(memoryview(raw).cast("B"), np.uint8)
+        except TypeError as error:
+            raise TypeError(
+                f"raw is {type(raw).__name__}; it must be a uint8 array, or bytes-like and contiguous"
+            ) from error
     array = _xp.as_array(raw, "raw")
     if array.dtype != np.uint8:
         raise TypeError(f"raw is {array.dtype}; blocks are bytes: pass uint8, or raw.view(numpy.uint8)")

@@ -9,6 +9,7 @@ def compress(tensors: dict[str, Any], path: str) -> kb.io.Checkpoint:
     """Names of every namespace that is loaded when it is first used."""
     rows: list[dict[str, Any]] = kb.explore.sweep(tensors, ["kbit4", "nf4"])
     assert rows
+    assert kb.gguf.to_blocks(kb.quantize(tensors["weight"], "q4_k")).size
     kb.affine.smooth_scales(tensors["absmax"], tensors["weight"])
     kb.io.save(path, {name: kb.quantize(x, "kbit4") for name, x in tensors.items()})
     return kb.io.load(path)

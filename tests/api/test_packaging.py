@@ -22,7 +22,7 @@ FLOORS = [
     ["formats", "formats.*"],
     ["array", "ops", "serial"],
     ["metrics", "products", "products.*", "io", "io.*"],
-    ["affine", "compat.*", ""],  # "": kbitcupy itself
+    ["affine", "gguf", "compat.*", ""],  # "": kbitcupy itself
     ["explore", "explore.*", "bench", "bench.*"],
     ["cli", "cli.*", "__main__"],
 ]
@@ -33,6 +33,7 @@ NEIGHBOURS = {
     ("serial", "array"),
     ("tables", "errors"),
     ("", "affine"),
+    ("", "gguf"),
     ("", "compat.bitsandbytes"),
     ("__main__", "cli"),
 }
