@@ -279,7 +279,7 @@ def quantize(x: Any, format: Any, /, *, importance: Any = None) -> Any:
     >>> blocks.shape
     (4, 544)
     >>> round(kb.metrics.sqnr_db(x, kb.gguf.dequantize(blocks, "q8_0")), 1)
-    43.9
+    45.5
     """
     return to_blocks(ops.quantize(x, _format(format), importance=importance))
 

@@ -6,7 +6,7 @@
 import ggml
 import numpy as np
 import pytest
-from compare_ggml import COLUMNS, MADE, NAMES, UNDEFINED, WEIGHED, different
+from compare_ggml import COLUMNS, MADE, NAMES, WEIGHED, different
 from gguf_numbers import IMPORTANCES, KINDS, importance, numbers
 
 import kbitcupy as kb
@@ -26,8 +26,6 @@ def test_sizes(name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MADE)
 def test_ggmls_bytes(name, kind):
-    if (name, kind) in UNDEFINED:
-        pytest.skip(f"undefined in ggml: {UNDEFINED[name, kind]}")
     assert different(name, numbers(kind, 16 * COLUMNS).reshape(-1, COLUMNS)) == 0
 
 
@@ -67,7 +65,8 @@ def test_ggmls_values(name):
 def test_gguf_py(name):
     gguf = pytest.importorskip("gguf", reason="the package gguf, an oracle, is not installed")
     kind = gguf.GGMLQuantizationType(kb.gguf.type_id(name))
-    assert gguf.GGML_QUANT_SIZES[kind] == (kb.gguf.block_size(name), kb.gguf.type_size(name))
+    if name != "q8_1":  # of which it has an older size
+        assert gguf.GGML_QUANT_SIZES[kind] == (kb.gguf.block_size(name), kb.gguf.type_size(name))
     blocks = random_blocks(name, 300_000 // kb.gguf.block_size(name), 1)
     with np.errstate(all="ignore"):
         try:
