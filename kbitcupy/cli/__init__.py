@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._version import __version__
+from ..backend.xp import FLOAT_DTYPES
 from ..errors import KbitError
 from ..io.checkpoint import MIN_SIZE
 from ..io.layouts import LAYOUTS
@@ -123,7 +124,7 @@ def _add_compare(commands: Any) -> None:
         "files",
         metavar="FILE",
         nargs="*",
-        help="safetensors files, directories of checkpoints, or their indices; seeded samples without any",
+        help="safetensors or GGUF files, directories of checkpoints, or their indices; seeded samples without any",
     )
     command.add_argument(
         "--formats",
@@ -189,9 +190,9 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--layout",
         choices=[layout.name for layout in LAYOUTS],
-        default="kbitcupy",
-        help="how compressed tensors are stored (default %(default)s); bitsandbytes loads its own, which "
-        "holds nf4, fp4 and int8:granularity=channel:0",
+        help="how compressed tensors are stored (default: gguf where OUT ends in .gguf, else kbitcupy); bitsandbytes "
+        "loads its own, which holds nf4, fp4 and int8:granularity=channel:0, llama.cpp loads gguf, which holds q4_k "
+        "and others",
     )
     command.set_defaults(run=files.run_quantize)
 
@@ -202,7 +203,13 @@ def _add_dequantize(commands: Any) -> None:
         epilog="example: kbit dequantize small.safetensors -o restored.safetensors",
         parents=[_common(), _converting()],
         help="restore a compressed file",
-        description="Restore the tensors of a FILE that kbit quantize or bitsandbytes wrote.",
+        description="Restore the tensors of a FILE that kbit quantize, bitsandbytes or llama.cpp wrote. A GGUF file is "
+        "written where OUT ends in .gguf.",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=FLOAT_DTYPES,
+        help="dtype of the restored tensors (default: as FILE says; float32 for GGUF, which does not)",
     )
     command.set_defaults(run=files.run_dequantize)
 
@@ -293,7 +300,7 @@ def _add_all(command: argparse.ArgumentParser) -> None:
 # ---- what several commands take ------------------------------------------------------------------------------------
 
 
-_INPUT = "safetensors file, directory of a checkpoint, or its index of shards"
+_INPUT = "safetensors or GGUF file, directory of a checkpoint, or its index of shards"
 
 
 def _debugging() -> argparse.ArgumentParser:
@@ -353,7 +360,7 @@ def _writing(output: str) -> argparse.ArgumentParser:
 
 
 def _converting() -> argparse.ArgumentParser:
-    output = "file to write, or the directory when FILE is a directory or an index"
+    output = "file to write, or the directory when FILE is several files and OUT does not end in .gguf"
     parent = argparse.ArgumentParser(add_help=False, parents=[_writing(output)])
     parent.add_argument(
         "--resume",

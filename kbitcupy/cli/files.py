@@ -18,6 +18,7 @@ from ..explore import label, read_plan
 from ..io.atomic import PART, check_file, leftovers
 from ..io.checkpoint import MIN_SIZE, Checkpoint, File
 from ..io.convert import FileReport, dequantize_file, quantize_file
+from ..io.gguf import GgufValue
 from ..text import Column, printable, table
 from .common import chosen_format, dumps, finite
 
@@ -52,7 +53,7 @@ def run_quantize(arguments: argparse.Namespace) -> None:
 def run_dequantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit dequantize``."""
     with _resumable(arguments), _sweeping(arguments.output):
-        report = dequantize_file(arguments.file, arguments.output, **_writing(arguments))
+        report = dequantize_file(arguments.file, arguments.output, dtype=arguments.dtype, **_writing(arguments))
     _close(arguments, "dequantized", report)
 
 
@@ -157,7 +158,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
                     "source": arguments.file,
                     "written_by": written_by,
                     "files": {name: file.nbytes for name, file in checkpoint.files.items()},
-                    "metadata": checkpoint.metadata,
+                    "metadata": finite({key: _plain(value) for key, value in checkpoint.metadata.items()}),
                     "index_metadata": finite(checkpoint.index_metadata),
                     "nbytes": total,
                     "tensors": [{key: value for key, value in row.items() if key != "label"} for row in rows],
@@ -193,6 +194,11 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         for row in rows
     ]
     print(table(columns, cells))
+
+
+def _plain(value: Any) -> Any:
+    """A value of a file's metadata as JSON."""
+    return value.json if isinstance(value, GgufValue) else value
 
 
 def _rows(checkpoint: Checkpoint, file: File, total: int) -> Iterator[dict[str, Any]]:

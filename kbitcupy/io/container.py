@@ -155,12 +155,16 @@ class FileReader(Reader):
     ----------
     entries : dict of str to Entry
         All stored tensors, in the order of their data.
+    kind : str
+        Name of the container.
 
     Raises
     ------
     FileError
         When the file is missing, or is not of this kind, or lies about its tensors.
     """
+
+    kind: ClassVar[str] = ""
 
     def __init__(self, path: str | os.PathLike[str], mapped: bool = True):
         self.path = as_path(path, "path")

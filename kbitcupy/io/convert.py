@@ -8,8 +8,8 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from ..errors import FileError, FormatError
 from ..formats.base import Choice, Format, resolve
 from ..ops import quantize
 from .atomic import as_path, check_file, check_folder, check_space, filling, forget
-from .checkpoint import MIN_SIZE, Checkpoint, File, index_text, write_index
-from .container import Comparison, Container, Entry, FileReader, Unlike, Writer, entry_of, finished, reading
+from .checkpoint import INDEX_ENDING, MIN_SIZE, STEM, Checkpoint, File, file_name, index_text, layout_for, write_index
+from .container import Comparison, Container, Entry, FileReader, Reader, Unlike, Writer, entry_of, finished, reading
+from .gguf import GGUF
 from .layouts import LAYOUTS, Layout, find_layout
 from .layouts.base import free_entries
 from .safetensors import SAFETENSORS
@@ -85,46 +86,108 @@ class FileReport:
 
 
 @dataclass(frozen=True)
-class Job:
-    """How one file becomes another.
+class Change:
+    """What becomes of a tensor on its way from one file into another.
+
+    A tensor that is compressed is decoded first.
 
     Parameters
     ----------
-    file : FileReader
-        The file to read.
+    choice : Choice, optional
+        The format to compress to, and what `quantize` is given beside it; without one the tensor becomes a plain array.
+    dtype : str, optional
+        What it is rounded to: one of float16, bfloat16, float32 and float64.
+    name : str, optional
+        Its new name.
+    transform : callable, optional
+        Takes the array, on its device, and returns the one to store or to compress, of the same dtype.
+    shape : tuple of int, optional
+        Shape of what `transform` returns, where it is another.
+    """
+
+    choice: Choice | None = None
+    dtype: str | None = None
+    name: str | None = None
+    transform: Callable[[Any], Any] | None = None
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What becomes of a checkpoint.
+
+    Parameters
+    ----------
+    tensors : mapping of str to Change
+        By the names of tensors; all others are copied, or stored as the new layout has them.
+    metadata : mapping, optional
+        Put over what the source says.
+    omitted : collection of str, optional
+        Tensors that are left out.
+    order : sequence of str, optional
+        Names of all tensors that are not left out, in their order in a file that keeps one.
+    describes : bool, default True
+        Whether the metadata describe compressed tensors, of which there are none in the end otherwise.
+    """
+
+    tensors: Mapping[str, Change]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    omitted: Collection[str] = ()
+    order: Sequence[str] | None = None
+    describes: bool = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a file is made.
+
+    Parameters
+    ----------
+    reader : Reader
+        Where the stored tensors are.
+    files : sequence of FileReader
+        The files that are read.
     container : Container
         The kind of file to write.
     entries, metadata : mapping
         What the file to write says of its tensors, and beside them.
-    copied : list of str
-        Stored tensors that keep their bytes.
+    copied : mapping of str to str
+        Stored tensors that keep their bytes, and their names in the file to write.
     converted : dict of str to int
         Tensors that do not, and their bytes in the file to read.
     convert : callable
         Takes the name of a tensor, returns the arrays to store by their names.
     compressed_nbytes : callable
         Bytes of the compressed tensors, when they are known.
-    elements, tensors_copied, compressed_already : int
-        For the report.
+    elements, changed, kept, compressed_already : int
+        For the report: elements of the tensors that are compressed or decoded, how many these are and how many
+        others, and how many of those are compressed.
     """
 
-    file: FileReader
+    reader: Reader
+    files: Sequence[FileReader]
     container: Container
     entries: dict[str, Entry]
-    metadata: Mapping[str, str]
-    copied: Sequence[str]
+    metadata: Mapping[str, Any]
+    copied: Mapping[str, str]
     converted: Mapping[str, int]
     convert: Callable[[str], Mapping[str, np.ndarray]]
     compressed_nbytes: Callable[[], int]
     elements: int
-    tensors_copied: int
+    changed: int
+    kept: int
     compressed_already: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(file.nbytes for file in self.files)
 
     def run(self, writer: Writer, advance: Callable[[int], object]) -> None:
         """Write everything, tensor by tensor."""
-        for name in self.copied:
-            writer.put(name, self.file.parts(name))
-            advance(self.file.entries[name].nbytes)
+        for name, target in self.copied.items():
+            writer.put(target, self.reader.file_of(name).parts(name))
+            advance(self.reader.entry(name).nbytes)
         for name, nbytes in self.converted.items():
             self._run_one(name, writer)
             advance(nbytes)
@@ -136,7 +199,7 @@ class Job:
         except FileError:
             raise
         except (ValueError, TypeError, OverflowError) as error:
-            raise FileError(f"{self.file.path}: tensor {name!r}: {error}") from error
+            raise FileError(f"{self.reader.path}: tensor {name!r}: {error}") from error
         for stored, array in arrays.items():
             writer.put(stored, array)
 
@@ -214,21 +277,21 @@ def quantize_file(
     *,
     min_size: int | None = None,
     keep: str | Iterable[str] = (),
-    layout: str = "kbitcupy",
+    layout: str | None = None,
     device: str = "auto",
     force: bool = False,
     resume: bool = False,
     progress: bool = False,
 ) -> FileReport:
-    """Compress the float tensors of a safetensors file or a sharded checkpoint, one at a time.
+    """Compress the float tensors of a safetensors or GGUF file or a sharded checkpoint, one at a time.
 
     Parameters
     ----------
     source : path_like
         What `load` takes: a file, a directory, or the index of shards.
     target : path_like
-        Where to write: a file when `source` is a file, else a directory, whose shards have the names of the source's.
-        It is written beside (a directory as ``target.part``) and renamed.
+        Where to write: a file when `source` is a file, or when the name ends in ``.gguf``; else a directory, whose
+        shards have the names of the source's. It is written beside (a directory as ``target.part``) and renamed.
     format : str, Format, tuple of one of them and a dict, or mapping of str to them
         Name of a registered format, or a format with its options chosen. A mapping names the format of each tensor to
         compress (see `kbitcupy.explore.plan`); all others are copied.
@@ -238,9 +301,10 @@ def quantize_file(
     keep : str or iterable of str, optional
         Patterns (``"*embed*"``, ``"lm_head.weight"``; case matters) of names to copy as well, also of those that a
         mapping names.
-    layout : {"kbitcupy", "bitsandbytes"}, default "kbitcupy"
+    layout : {"kbitcupy", "bitsandbytes", "gguf"}, optional
         How compressed tensors are stored: ``"bitsandbytes"`` makes a file that bitsandbytes loads, see
-        `kbitcupy.io.bitsandbytes.save`.
+        `kbitcupy.io.bitsandbytes.save`, ``"gguf"`` a GGUF file, which has formats of its own. By default ``"gguf"``
+        where `target` ends in ``.gguf``, else ``"kbitcupy"``.
     device : str, default "auto"
         Where to compress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one.
     force : bool, default False
@@ -259,9 +323,9 @@ def quantize_file(
     Raises
     ------
     FileError
-        When `source` is not a safetensors file, `target` exists or cannot be written, two tensors would get the same
-        name, the layout cannot hold a format, or a mapping names a tensor that is not there or cannot be compressed;
-        when another process is writing `target`, or writes to `source` meanwhile.
+        When `source` is neither a safetensors nor a GGUF file, `target` exists or cannot be written, two tensors would
+        get the same name, the layout cannot hold a format, or a mapping names a tensor that is not there or cannot be
+        compressed; when another process is writing `target`, or writes to `source` meanwhile.
     FormatError, DeviceError
         When the format or the device is not known.
     TypeError
@@ -272,8 +336,9 @@ def quantize_file(
     Notes
     -----
     Copied tensors keep their bytes whatever their dtype; tensors that are compressed already, and the file's own
-    metadata, stay as they are. Memory holds about twice the largest tensor. A source that somebody writes to while it
-    is read is an error, and nothing is kept.
+    metadata, stay as they are. What is compressed already in a file of another kind keeps its format and gets the new
+    layout; of GGUF's metadata, safetensors keeps single values, as text. Memory holds about twice the largest tensor. A
+    source that somebody writes to while it is read is an error, and nothing is kept.
 
     Examples
     --------
@@ -285,11 +350,12 @@ def quantize_file(
     (1, 1, 16896, 2692)
     """
     began = time.perf_counter()
+    if layout is not None:
+        find_layout(layout)
     if min_size is None:
         min_size = 0 if isinstance(format, Mapping) else MIN_SIZE
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)) or min_size < 0:
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
-    target_layout = find_layout(layout)
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     wanted: Choice | dict[str, Choice]
     if isinstance(format, Mapping):
@@ -298,31 +364,28 @@ def quantize_file(
     else:
         wanted = resolve(format)
         options = {"format": _described(wanted)}
+    layout = layout_for(target) if layout is None else layout
     options.update(min_size=int(min_size), keep=patterns, layout=layout)
-    device = _xp.resolve_device(device)
     checkpoint = Checkpoint(as_path(source, "source"), mapped=False)
     if isinstance(wanted, dict):
         chosen = _planned(checkpoint, wanted, int(min_size), patterns)
     else:
         chosen = dict.fromkeys(checkpoint.compressible(min_size, patterns), wanted)
-    taken = {*checkpoint.reader.names, *checkpoint.compressed}
-    not_finite, memory = _NotFinite(), _Memory()
-    jobs = {}
-    for name, file in checkpoint.files.items():
-        own = {tensor: chosen[tensor] for tensor in file.plain if tensor in chosen}
-        jobs[name] = _quantizing(file, own, target_layout, device, taken, not_finite, memory)
-    return _run(
+    changes = Changes({name: Change(choice) for name, choice in chosen.items()})
+    unused = tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint))
+    return convert_checkpoint(
         checkpoint,
         target,
-        jobs,
-        began,
-        "quantize",
-        options,
+        changes,
+        find_layout(layout),
+        label="quantize",
+        options=options,
+        device=device,
         force=force,
         resume=resume,
         progress=progress,
-        not_finite=not_finite,
-        unused_keep=tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint)),
+        unused_keep=unused,
+        began=began,
     )
 
 
@@ -349,69 +412,248 @@ def _planned(
     return {name: wanted[name] for name in checkpoint.compressible(min_size, keep) if name in wanted}
 
 
-def _quantizing(
-    file: File,
-    chosen: Mapping[str, Choice],
+def convert_checkpoint(
+    checkpoint: Checkpoint,
+    target: str | os.PathLike[str],
+    changes: Changes,
     layout: Layout,
-    device: str,
-    taken: set[str],
-    not_finite: _NotFinite,
-    memory: Callable[[int], np.ndarray],
-) -> Job:
-    reader = file.reader
-    configs = {}
-    made: dict[str, Entry] = {}
-    for name, (format, _) in chosen.items():
-        entry = reader.entries[name]
-        try:
-            format.check_shape(entry.shape)
-        except FormatError as error:
-            raise FileError(f"{file.path}: tensor {name!r}: {error}; or keep it as it is (keep=, --keep)") from error
-        dtype = _xp.float_dtype(entry.dtype)
-        made.update(free_entries(layout, name, taken, format, format.planes(entry.shape), entry.shape, dtype))
-        configs[name] = config_of(format, entry.shape, dtype)
-    taken.update(made)
+    *,
+    label: str,
+    options: Mapping[str, Any],
+    device: str = "auto",
+    force: bool = False,
+    resume: bool = False,
+    progress: bool = False,
+    unused_keep: tuple[str, ...] = (),
+    began: float | None = None,
+) -> FileReport:
+    """Write a checkpoint anew, with changes.
 
-    def convert(name: str) -> Mapping[str, np.ndarray]:
-        # No format keeps the array that it is given, so one piece of memory serves all: fresh pages take time.
-        x = _xp.to_device(reader.array(name, memory(reader.entries[name].nbytes)), device)
-        not_finite.add(name, x)
-        format, given = chosen[name]
-        return layout.arrays(name, quantize(x, format, **given))
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        What is read, not mapped.
+    target : path_like
+        As for `quantize_file`.
+    changes : Changes
+        What becomes of its tensors.
+    layout : Layout
+        How compressed tensors are stored.
+    label : str
+        The name of the command.
+    options : mapping
+        JSON values that differ where the changes do: unfinished work is continued only with the same ones.
+    device, force, resume, progress
+        As for `quantize_file`.
+    unused_keep : tuple of str
+        For the report.
+    began : float, optional
+        `time.perf_counter` when the work began.
 
-    converted = {name: reader.entries[name].nbytes for name in chosen}
-    copied = [name for name in reader.entries if name not in converted]
-    entries = {**{name: reader.entries[name] for name in copied}, **made}
-    return Job(
-        reader,
-        layout.container,
-        entries,
-        layout.metadata(reader.metadata, configs),
-        copied,
-        converted,
-        convert,
-        lambda: sum(entries[name].nbytes for name in made),
-        elements=sum(reader.entries[name].size for name in chosen),
-        tensors_copied=len(file.plain) - len(chosen) + len(file.compressed),
-        compressed_already=len(file.compressed),
+    Returns
+    -------
+    FileReport
+    """
+    began = time.perf_counter() if began is None else began
+    device = _xp.resolve_device(device)
+    one_file = not checkpoint.is_folder or as_path(target, "target").name.endswith(GGUF.ending)
+    for name in (*changes.tensors, *changes.omitted, *(changes.order or ())):
+        if name not in checkpoint:
+            raise FileError(f"{checkpoint.path}: tensor {name!r} is not in it")
+    files = list(checkpoint.files.items())
+    groups = [[file for _, file in files]] if one_file else [[file] for _, file in files]
+    work = _Work(checkpoint, changes, layout, device)
+    jobs: dict[str, Job] = {}
+    for number, group in enumerate(groups):
+        kept = not one_file and work.same_kind
+        jobs[files[number][0] if kept else file_name(layout.container, number, len(groups))] = work.job(group)
+    everything = {name: entry for job in jobs.values() for name, entry in job.entries.items()}
+    changed = any(job.changed for job in jobs.values())
+    for number, (file, job) in enumerate(jobs.items()):
+        about = layout.about_file(job.metadata, everything, (number, len(jobs), len(everything)), changed)
+        if number == 0:
+            about.update(layout.container.adopt(changes.metadata))
+        jobs[file] = replace(job, metadata=about)
+        job.container.check(job.entries, about)
+    index = None
+    if not one_file and layout.container is SAFETENSORS:
+        index = checkpoint.index or (f"{STEM}{INDEX_ENDING}" if len(jobs) > 1 else None)
+    return _run(
+        checkpoint,
+        target,
+        jobs,
+        began,
+        label,
+        options,
+        one_file=one_file,
+        index=index,
+        force=force,
+        resume=resume,
+        progress=progress,
+        not_finite=work.not_finite,
+        unused_keep=unused_keep,
     )
+
+
+class _Work:
+    """What the jobs of a conversion share.
+
+    Parameters
+    ----------
+    checkpoint, changes, layout, device
+        As for `convert_checkpoint`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, changes: Changes, layout: Layout, device: str):
+        self._checkpoint, self._changes, self._layout, self._device = checkpoint, changes, layout, device
+        self.not_finite, self._memory = _NotFinite(), _Memory()
+        self.same_kind = all(file.reader.kind == layout.container.name for file in checkpoint.files.values())
+        #: Whether tensors that are compressed already, and stay so, are copied as they are stored.
+        self._as_stored = self.same_kind and not any(name in checkpoint.compressed for name in changes.tensors)
+        self._order = {name: number for number, name in enumerate(changes.order or ())}
+        self._taken: set[str] = set()
+        for name in checkpoint:
+            if name not in changes.omitted:
+                self._take(self._new_name(name))
+                if self._copies(name):
+                    self._taken.update(checkpoint.stored(name))
+
+    def _take(self, name: str) -> None:
+        if name in self._taken:
+            raise FileError(f"{self._checkpoint.path}: two tensors would be named {name!r}")
+        self._taken.add(name)
+
+    def _new_name(self, name: str) -> str:
+        change = self._changes.tensors.get(name)
+        return name if change is None or change.name is None else change.name
+
+    def _copies(self, name: str) -> bool:
+        """Whether a tensor keeps its bytes."""
+        return name not in self._changes.tensors and (self._as_stored or name not in self._checkpoint.compressed)
+
+    def job(self, files: Sequence[File]) -> Job:
+        """The job that makes one file of these."""
+        reader, compressed = self._checkpoint.reader, self._checkpoint.compressed
+        names = [name for file in files for name in file.names if name not in self._changes.omitted]
+        if self._order:
+            names.sort(key=lambda name: self._order.get(name, len(self._order)))
+        entries: dict[str, Entry] = {}
+        copied: dict[str, str] = {}
+        converted: dict[str, int] = {}
+        configs: dict[str, Any] = {}
+        small: list[str] = []  # the stored tensors of what is compressed, or what was
+        elements = changed = 0
+        for name in names:
+            stored = self._checkpoint.stored(name)
+            if self._copies(name):
+                copied.update((each, each) for each in stored)
+                entries.update(stored)
+                continue
+            made, config = self._made(name)
+            entries.update(made)
+            converted[name] = sum(entry.nbytes for entry in stored.values())
+            if config is not None:
+                configs[self._new_name(name)] = config
+            change = self._changes.tensors.get(name)
+            if change is not None and (change.choice is not None or name in compressed):
+                changed += 1
+                elements += self._about(name).size
+                small += made if change.choice is not None else stored
+        decoded = {name: entry.nbytes for name in converted for name, entry in self._checkpoint.stored(name).items()}
+        return Job(
+            reader,
+            [file.reader for file in files],
+            self._layout.container,
+            entries,
+            self._metadata(files, configs),
+            copied,
+            converted,
+            self._convert,
+            lambda: sum(entries[name].nbytes if name in entries else decoded[name] for name in small),
+            elements=elements,
+            changed=changed,
+            kept=len(names) - changed,
+            compressed_already=sum(name in compressed and name not in self._changes.tensors for name in names),
+        )
+
+    def _about(self, name: str) -> Entry:
+        """A tensor as it is, or would be if it were not compressed."""
+        found = self._checkpoint.compressed.get(name)
+        return self._checkpoint.reader.entry(name) if found is None else entry_of(found)
+
+    def _made(self, name: str) -> tuple[dict[str, Entry], dict[str, Any] | None]:
+        """What is stored for a tensor that does not keep its bytes, and its configuration if it is compressed."""
+        about, change, new = self._about(name), self._changes.tensors.get(name), self._new_name(name)
+        found = self._checkpoint.compressed.get(name)
+        format, shape, dtype_name = (None if found is None else found.format), about.shape, about.dtype
+        if change is not None:
+            format = None if change.choice is None else change.choice[0]
+            shape, dtype_name = change.shape or shape, change.dtype or dtype_name
+        if format is None:
+            itemsize = _xp.named_dtype(dtype_name).itemsize
+            return {new: Entry(dtype_name, shape, math.prod(shape) * itemsize)}, None
+        try:
+            format.check_shape(shape)
+            dtype = _xp.float_dtype(dtype_name)
+        except (FormatError, TypeError) as error:
+            path = self._checkpoint.reader.file_of(next(iter(self._checkpoint.stored(name)))).path
+            raise FileError(f"{path}: tensor {name!r}: {error}; or keep it as it is (keep=, --keep)") from error
+        planes = format.planes(shape) if found is None or change is not None else found.specs()
+        made = free_entries(self._layout, new, self._taken, format, planes, shape, dtype)
+        self._taken.update(made)
+        return made, config_of(format, shape, dtype)
+
+    def _metadata(self, files: Sequence[File], configs: Mapping[str, Any]) -> dict[str, Any]:
+        if self._as_stored and self._changes.describes:
+            base = {key: value for file in files for key, value in file.reader.metadata.items()}
+        else:
+            base = {key: value for file in files for key, value in file.metadata.items()}
+        base = self._layout.container.adopt(base)
+        if self._changes.describes:
+            base = self._layout.metadata(base, configs)
+        return base
+
+    def _convert(self, name: str) -> Mapping[str, np.ndarray]:
+        change, new, reader = self._changes.tensors.get(name), self._new_name(name), self._checkpoint.reader
+        if name in self._checkpoint.compressed:
+            q: Any = self._checkpoint[name]
+            if change is None:
+                return self._layout.arrays(new, q)
+            x = q.to_device(self._device).dequantize(dtype=change.dtype)
+        else:
+            # No format keeps the array that it is given, so one piece of memory serves all: fresh pages take time.
+            x = reader.array(name, self._memory(reader.entry(name).nbytes))
+            if change is not None and change.dtype is not None:
+                x = x.astype(_xp.named_dtype(change.dtype), copy=False)
+            if change is not None and change.choice is not None:
+                x = _xp.to_device(x, self._device)
+        if change is not None and change.transform is not None:
+            x = change.transform(x)
+        if change is None or change.choice is None:
+            return {new: _xp.to_device(x, "cpu")}
+        self.not_finite.add(name, x)
+        format, given = change.choice
+        return self._layout.arrays(new, quantize(x, format, **given))
 
 
 def dequantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
+    dtype: str | None = None,
     device: str = "auto",
     force: bool = False,
     resume: bool = False,
     progress: bool = False,
 ) -> FileReport:
-    """Restore the tensors of what `quantize_file` or `save` or bitsandbytes wrote, one at a time.
+    """Restore the tensors of what `quantize_file`, `save`, bitsandbytes or llama.cpp wrote, one at a time.
 
     Parameters
     ----------
     source, target : path_like
-        As for `quantize_file`.
+        As for `quantize_file`. A GGUF file is written where `target` ends in ``.gguf``, safetensors otherwise.
+    dtype : {"float16", "bfloat16", "float32", "float64"}, optional
+        dtype of the restored tensors; by default what the file says, which is float32 for GGUF's types.
     device : str, default "auto"
         Where to decompress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one.
     force, resume, progress : bool, default False
@@ -424,7 +666,7 @@ def dequantize_file(
     Raises
     ------
     FileError
-        When `source` is not a safetensors file with compressed tensors, when a plane is missing or does not fit its
+        When `source` is no file with compressed tensors, when a plane is missing or does not fit its
         configuration, when `target` exists or cannot be written, when another process is writing it, or writes to
         `source` meanwhile.
     DeviceError
@@ -447,37 +689,24 @@ def dequantize_file(
     """
     began = time.perf_counter()
     device = _xp.resolve_device(device)
+    if dtype is not None:
+        dtype = _xp.float_dtype(dtype).name
     checkpoint = Checkpoint(as_path(source, "source"), mapped=False)
     if not checkpoint.compressed and checkpoint.metadata == checkpoint.reader.metadata:
         known = " or ".join(layout.name for layout in LAYOUTS)
         raise FileError(f"{checkpoint.path} holds no tensors compressed by {known}: there is nothing to dequantize")
-    jobs = {name: _dequantizing(checkpoint, file, device) for name, file in checkpoint.files.items()}
-    return _run(checkpoint, target, jobs, began, "dequantize", {}, force=force, resume=resume, progress=progress)
-
-
-def _dequantizing(checkpoint: Checkpoint, file: File, device: str) -> Job:
-    entries = {name: file.reader.entries[name] for name in file.plain}
-    converted = {}
-    for name, about in file.compressed.items():
-        entries[name] = entry_of(about)
-        converted[name] = sum(entry.nbytes for entry in checkpoint.stored(name).values())
-
-    def convert(name: str) -> Mapping[str, np.ndarray]:
-        q: Any = checkpoint[name]
-        return {name: _xp.to_device(q.to_device(device).dequantize(), "cpu")}
-
-    return Job(
-        file.reader,
-        SAFETENSORS,
-        entries,
-        file.metadata,
-        file.plain,
-        converted,
-        convert,
-        lambda: sum(converted.values()),
-        elements=sum(entries[name].size for name in converted),
-        tensors_copied=len(file.plain),
-        compressed_already=0,
+    return convert_checkpoint(
+        checkpoint,
+        target,
+        Changes(dict.fromkeys(checkpoint.compressed, Change(dtype=dtype)), describes=False),
+        find_layout(layout_for(target)),
+        label="dequantize",
+        options={} if dtype is None else {"dtype": dtype},
+        device=device,
+        force=force,
+        resume=resume,
+        progress=progress,
+        began=began,
     )
 
 
@@ -489,6 +718,8 @@ def _run(
     label: str,
     options: Mapping[str, Any],
     *,
+    one_file: bool,
+    index: str | None,
     force: bool,
     resume: bool,
     progress: bool,
@@ -499,12 +730,12 @@ def _run(
     resumed = 0
     path = as_path(target, "target")
     with progress_bar(label, checkpoint.nbytes, progress) as advance:
-        if resume and not (force and not checkpoint.is_folder) and _is_there(checkpoint, path):
-            _compare(checkpoint, path, jobs, advance)
+        if resume and not (force and one_file) and _is_there(checkpoint, path, one_file):
+            _compare(checkpoint, path, jobs, one_file, index, advance)
             resumed = len(jobs)
-            if checkpoint.is_folder:
+            if not one_file:
                 forget(path, _note(checkpoint, label, options))
-        elif checkpoint.is_folder:
+        elif not one_file:
             path = check_folder(target)
             check_space(path.parent, _nbytes(jobs) if not resume else 0)
             with filling(path, _note(checkpoint, label, options), resume) as folder:
@@ -512,13 +743,13 @@ def _run(
                     if resume and (folder / name).exists():
                         finished(job.container, folder / name, job.entries, job.metadata)
                         resumed += 1
-                        advance(job.file.nbytes)
+                        advance(job.nbytes)
                         continue
                     with job.container.writing(folder / name, job.entries, job.metadata, force=False) as writer:
                         job.run(writer, advance)
                         checkpoint.check_unchanged()
-                if checkpoint.index is not None:
-                    write_index(folder, checkpoint.index, _index(checkpoint, jobs))
+                if index is not None:
+                    write_index(folder, index, _index(checkpoint, jobs))
         else:
             (job,) = jobs.values()
             path = check_file(target, force, checkpoint.paths)
@@ -527,8 +758,8 @@ def _run(
                 checkpoint.check_unchanged()
     counts = {} if not_finite is None else not_finite.counts()
     return FileReport(
-        converted=sum(len(job.converted) for job in jobs.values()),
-        copied=sum(job.tensors_copied for job in jobs.values()),
+        converted=sum(job.changed for job in jobs.values()),
+        copied=sum(job.kept for job in jobs.values()),
         elements=sum(job.elements for job in jobs.values()),
         compressed_nbytes=sum(job.compressed_nbytes() for job in jobs.values()),
         nbytes_before=checkpoint.nbytes,
@@ -543,26 +774,33 @@ def _run(
     )
 
 
-def _is_there(checkpoint: Checkpoint, path: Path) -> bool:
+def _is_there(checkpoint: Checkpoint, path: Path, one_file: bool) -> bool:
     """Whether a run may have finished this output: it has files in it, or is one that is not the input."""
     with reading(path):
-        if checkpoint.is_folder:
+        if not one_file:
             return path.is_dir() and any(path.iterdir())
         return path.is_file() and not any(path.samefile(source) for source in checkpoint.paths)
 
 
-def _compare(checkpoint: Checkpoint, path: Path, jobs: Mapping[str, Job], advance: Callable[[int], object]) -> None:
+def _compare(
+    checkpoint: Checkpoint,
+    path: Path,
+    jobs: Mapping[str, Job],
+    one_file: bool,
+    index: str | None,
+    advance: Callable[[int], object],
+) -> None:
     """Do the work once more, and compare every byte with what is there."""
     try:
         writers = {
-            name: Comparison(job.container, path / name if checkpoint.is_folder else path, job.entries, job.metadata)
+            name: Comparison(job.container, path if one_file else path / name, job.entries, job.metadata)
             for name, job in jobs.items()
         }
-        if checkpoint.index is not None:
+        if index is not None:
             wanted = _index(checkpoint, jobs)
-            with reading(path / checkpoint.index), open(path / checkpoint.index, "rb") as file:
+            with reading(path / index), open(path / index, "rb") as file:
                 if file.read(len(wanted) + 1) != wanted:
-                    raise Unlike(f"{path / checkpoint.index} is another index")
+                    raise Unlike(f"{path / index} is another index")
     except FileError as error:
         raise _in_the_way(path, error) from error
     for name, job in jobs.items():

@@ -344,6 +344,8 @@ class GgufReader(FileReader):
     type of blocks in `BLOCKS`, or ``"type77"`` of one that is not known.
     """
 
+    kind = "GGUF"
+
     def _header(self, file: FileIO, size: int) -> tuple[dict[str, Entry], dict[str, int], Mapping[str, Any]]:
         try:
             return _read_header(_Cursor(file, size))
@@ -617,9 +619,7 @@ class _GgufWriter(Writer):
 class Gguf(Container):
     """Files of ggml and llama.cpp."""
 
-    name = "GGUF"
-    ending = ".gguf"
-    magic = MAGIC
+    name, ending, magic = GgufReader.kind, ".gguf", MAGIC
 
     def open(self, path: str | os.PathLike[str], mapped: bool = True) -> GgufReader:
         return GgufReader(path, mapped)

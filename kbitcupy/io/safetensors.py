@@ -68,6 +68,8 @@ _MOST_BYTES = 1 << 63  # of a tensor
 class SafetensorsReader(FileReader):
     """A safetensors file, see `FileReader`; its metadata is text by text."""
 
+    kind = "safetensors"
+
     def _header(self, file: FileIO, size: int) -> tuple[dict[str, Entry], dict[str, int], Mapping[str, Any]]:
         return _header(file, self.path, size)
 
@@ -256,7 +258,7 @@ class _SafetensorsWriter(Writer):
 class Safetensors(Container):
     """Files of the safetensors library."""
 
-    name, ending = "safetensors", ".safetensors"
+    name, ending = SafetensorsReader.kind, ".safetensors"
 
     def open(self, path: str | os.PathLike[str], mapped: bool = True) -> SafetensorsReader:
         return SafetensorsReader(path, mapped)

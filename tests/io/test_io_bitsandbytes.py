@@ -736,7 +736,7 @@ def test_a_job_in_shards_is_resumed(float_file, tmp_path, monkeypatch):
     run = convert.Job.run
 
     def interrupted(job, put, advance):
-        if "00002-of" in job.file.path.name:
+        if "00002-of" in job.files[0].path.name:
             raise KeyboardInterrupt
         run(job, put, advance)
 

@@ -289,7 +289,7 @@ def test_an_input_that_changes_while_it_is_read_is_an_error(source, file, monkey
 
 def shrinking(run, path, act):
     def first(job, put, advance):
-        if job.file.path == path:
+        if job.files[0].path == path:
             act()
         run(job, put, advance)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...array import QuantizedArray
 from ...errors import FileError
-from ...formats.base import Format
+from ...formats.base import Format, Plane
 from ..container import Container, Entry, Reader
 
 
@@ -33,6 +33,8 @@ class Compressed:
         Takes the reader that it was recognised in, and returns the planes.
     options : mapping, optional
         What else the layout has to be told to write the tensor as it was.
+    lead : int, default 0
+        How many leading lengths count the members of a stack.
     """
 
     format: Format
@@ -41,6 +43,11 @@ class Compressed:
     stored: tuple[str, ...]
     planes: Callable[[Reader], dict[str, np.ndarray]]
     options: Mapping[str, Any] = field(default_factory=dict)
+    lead: int = 0
+
+    def specs(self) -> Mapping[str, Plane]:
+        """What its planes are."""
+        return self.format.planes_of(self.shape, self.lead)
 
     def read(self, reader: Reader) -> QuantizedArray:
         """The compressed tensor."""

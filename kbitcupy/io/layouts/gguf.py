@@ -21,7 +21,7 @@ from ...errors import FileError, FormatError
 from ...formats.base import Format, get_format
 from ...formats.blocks import BlockFormat
 from ..container import Entry, Reader
-from ..gguf import BLOCKS, GGUF, SPLIT_KEYS, GgufReader, split_values
+from ..gguf import BLOCKS, GGUF, SPLIT_KEYS, GgufReader, GgufValue, split_values
 from .base import Compressed, Layout
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -123,15 +123,14 @@ class GgufLayout(Layout):
         changed: bool = False,
     ) -> dict[str, Any]:
         no, count, tensors = part
-        values = {key: value for key, value in GGUF.adopt(metadata).items() if key not in SPLIT_KEYS}
+        values: dict[str, Any] = {}
         if no == 0:
-            added = GGUF.adopt({VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: _file_type(entries)})
-            if changed:
-                values.update(added)
-            values = {**GGUF.adopt({ARCHITECTURE_KEY: "unknown"} if ARCHITECTURE_KEY not in values else {}), **values}
-            values.update((key, value) for key, value in added.items() if key not in values)
-        else:
-            values = {}
+            values.update(GGUF.adopt({} if ARCHITECTURE_KEY in metadata else {ARCHITECTURE_KEY: "unknown"}))
+            values.update(GGUF.adopt({key: each for key, each in metadata.items() if key not in SPLIT_KEYS}))
+            for key, number in ((VERSION_KEY, QUANTIZATION_VERSION), (FILE_TYPE_KEY, _file_type(entries))):
+                # As text it comes from a safetensors file.
+                if changed or key not in values or values[key].type == "string":
+                    values[key] = GgufValue(number)
         if count > 1:
             values.update(split_values(no, count, tensors))
         return values
