@@ -121,17 +121,20 @@ class Changes:
     tensors : mapping of str to Change
         By the names of tensors; all others are copied, or stored as the new layout has them.
     metadata : mapping, optional
-        Put over what the source says.
+        Put over what the source says; None removes a key.
+    made : mapping of str to numpy.ndarray, optional
+        Tensors that the source does not have.
     omitted : collection of str, optional
         Tensors that are left out.
     order : sequence of str, optional
-        Names of all tensors that are not left out, in their order in a file that keeps one.
+        Names of all tensors that are not left out, and of those that are made, in their order in a file that keeps one.
     describes : bool, default True
         Whether the metadata describe compressed tensors, of which there are none in the end otherwise.
     """
 
     tensors: Mapping[str, Change]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, np.ndarray] = field(default_factory=dict)
     omitted: Collection[str] = ()
     order: Sequence[str] | None = None
     describes: bool = True
@@ -458,7 +461,7 @@ def convert_checkpoint(
     device = _xp.resolve_device(device)
     one_file = not checkpoint.is_folder or as_path(target, "target").name.endswith(GGUF.ending)
     for name in (*changes.tensors, *changes.omitted, *(changes.order or ())):
-        if name not in checkpoint:
+        if name not in checkpoint and name not in changes.made:
             raise FileError(f"{checkpoint.path}: tensor {name!r} is not in it")
     files = list(checkpoint.files.items())
     groups = [[file for _, file in files]] if one_file else [[file] for _, file in files]
@@ -466,13 +469,17 @@ def convert_checkpoint(
     jobs: dict[str, Job] = {}
     for number, group in enumerate(groups):
         kept = not one_file and work.same_kind
-        jobs[files[number][0] if kept else file_name(layout.container, number, len(groups))] = work.job(group)
+        jobs[files[number][0] if kept else file_name(layout.container, number, len(groups))] = work.job(
+            group, number == 0
+        )
     everything = {name: entry for job in jobs.values() for name, entry in job.entries.items()}
     changed = any(job.changed for job in jobs.values())
     for number, (file, job) in enumerate(jobs.items()):
-        about = layout.about_file(job.metadata, everything, (number, len(jobs), len(everything)), changed)
+        said = {key: value for key, value in job.metadata.items() if changes.metadata.get(key, value) is not None}
+        about = layout.about_file(said, everything, (number, len(jobs), len(everything)), changed)
         if number == 0:
-            about.update(layout.container.adopt(changes.metadata))
+            given = {key: value for key, value in changes.metadata.items() if value is not None}
+            about.update(layout.container.adopt(given))
         jobs[file] = replace(job, metadata=about)
         job.container.check(job.entries, about)
     index = None
@@ -512,6 +519,10 @@ class _Work:
         self._as_stored = self.same_kind and not any(name in checkpoint.compressed for name in changes.tensors)
         self._order = {name: number for number, name in enumerate(changes.order or ())}
         self._taken: set[str] = set()
+        for name in changes.made:
+            if name in checkpoint:
+                raise FileError(f"{checkpoint.path}: tensor {name!r} is to be made, but it is there")
+            self._take(name)
         for name in checkpoint:
             if name not in changes.omitted:
                 self._take(self._new_name(name))
@@ -531,19 +542,23 @@ class _Work:
         """Whether a tensor keeps its bytes."""
         return name not in self._changes.tensors and (self._as_stored or name not in self._checkpoint.compressed)
 
-    def job(self, files: Sequence[File]) -> Job:
-        """The job that makes one file of these."""
+    def job(self, files: Sequence[File], first: bool) -> Job:
+        """The job that makes one file of these; the first one has the tensors that the source does not have."""
         reader, compressed = self._checkpoint.reader, self._checkpoint.compressed
         names = [name for file in files for name in file.names if name not in self._changes.omitted]
+        names += self._changes.made if first else ()
         if self._order:
             names.sort(key=lambda name: self._order.get(name, len(self._order)))
         entries: dict[str, Entry] = {}
         copied: dict[str, str] = {}
         converted: dict[str, int] = {}
         configs: dict[str, Any] = {}
-        small: list[str] = []  # the stored tensors of what is compressed, or what was
-        elements = changed = 0
+        small: list[str] = []  # what is stored of tensors that are compressed
+        elements = changed = decoded = 0
         for name in names:
+            if name in self._changes.made:
+                entries[name], converted[name] = entry_of(self._changes.made[name]), 0
+                continue
             stored = self._checkpoint.stored(name)
             if self._copies(name):
                 copied.update((each, each) for each in stored)
@@ -558,8 +573,10 @@ class _Work:
             if change is not None and (change.choice is not None or name in compressed):
                 changed += 1
                 elements += self._about(name).size
-                small += made if change.choice is not None else stored
-        decoded = {name: entry.nbytes for name in converted for name, entry in self._checkpoint.stored(name).items()}
+                if change.choice is None:
+                    decoded += converted[name]
+                else:
+                    small += made
         return Job(
             reader,
             [file.reader for file in files],
@@ -569,7 +586,7 @@ class _Work:
             copied,
             converted,
             self._convert,
-            lambda: sum(entries[name].nbytes if name in entries else decoded[name] for name in small),
+            lambda: decoded + sum(entries[name].nbytes for name in small),
             elements=elements,
             changed=changed,
             kept=len(names) - changed,
@@ -615,6 +632,8 @@ class _Work:
 
     def _convert(self, name: str) -> Mapping[str, np.ndarray]:
         change, new, reader = self._changes.tensors.get(name), self._new_name(name), self._checkpoint.reader
+        if name not in self._checkpoint:
+            return {name: self._changes.made[name]}
         if name in self._checkpoint.compressed:
             q: Any = self._checkpoint[name]
             if change is None:
