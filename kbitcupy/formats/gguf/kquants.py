@@ -74,8 +74,6 @@ from .arithmetic import finite, half_bytes, halves, pack_fields, signed_max, unp
 from .search import Steps
 
 _BLOCK = 256
-# What `search.ranged` tries where importance is given.
-_GIVEN = (-0.9, 36, 0.05, True)
 
 
 class KType(Gguf):
@@ -99,7 +97,7 @@ class _Ranged(KType):
         subs, largest = self.block // self.sub, self.steps.largest
         # scale, minimum, and the step and the lowest number that the codes of a sub-block are made again with
         found = np.empty((5, len(rows) * subs), np.float32)
-        steps = self.steps if importance is None else Steps(largest, *_GIVEN)
+        steps = self.steps if importance is None else search.weighed(largest)
         weights = None if importance is None else self._weights(rows, importance)
         for at, (x, w, *room) in search.tiles(rows, self.sub, 4):
             if weights is None:

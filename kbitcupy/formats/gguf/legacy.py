@@ -20,8 +20,12 @@ q4_1: D = (max - min) / 15, q = min(15, trunc((x - min) * (1 / D) + 0.5)), m = m
 q5_1: 31 for 15. All in float32, each operation rounded; 1 / 0 is 0, and q is 0 where a product is not finite (its d is
 0). ``q8_1`` is what activations are staged in: no file has it.
 
-Source: ggml, ``ggml-quants.c`` (``quantize_row_q8_0_ref``, ``quantize_row_q4_0_ref`` and so on), built without
-contraction.
+Where a column has the importance v, errors of all types but q8_0 and q8_1 are weighed by v * sqrt(mean + x * x), with
+the mean of x * x over the whole row: scale, minimum and codes are what `search.symmetric` (q4_0, q5_0) or
+`search.ranged` in 37 steps (q4_1, q5_1) finds, and stay as they are.
+
+Source: ggml, ``ggml-quants.c`` (``quantize_row_q8_0_ref``, ``quantize_row_q4_0_ref``, ``quantize_row_q4_0_impl`` and so
+on), built without contraction.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import numpy as np
 
 from ..base import register
 from ..blocks import Field, Importance
-from . import Gguf
+from . import Gguf, search
 from .arithmetic import finite, half_bytes, halves, pack_fields, reciprocal, roundf, signed_max, unpack_fields
 
 
@@ -72,11 +76,12 @@ class Q4_0(Gguf):
 
     name, bits, block = "q4_0", 4, 32
     summary = "4-bit integers, a half as the scale of 32"
+    takes, row_mean = ("importance",), True
     fields = (Field("d", "float16", 1), Field("qs", "uint8", 16))
     struct, together, ggml_type = "Q4_0", True, 2
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        d, q = _centred(rows, 8)
+        d, q = _centred(rows, 8) if importance is None else _centred_weighed(rows, importance, 8)
         return np.concatenate([half_bytes(d), pack_fields(q, 4, 16)], axis=1)
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
@@ -89,11 +94,12 @@ class Q4_1(Gguf):
 
     name, bits, block = "q4_1", 4, 32
     summary = "4-bit integers, halves as scale and minimum of 32"
+    takes, row_mean = ("importance",), True
     fields = (Field("d", "float16", 2), Field("qs", "uint8", 16))
     struct, together, ggml_type, default, cuda_encoder = "Q4_1", True, 3, False, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        d, m, q = _from_minimum(rows, 15)
+        d, m, q = _from_minimum(rows, 15) if importance is None else _ranged(rows, importance, 15)
         return np.concatenate([half_bytes(d, m), pack_fields(q, 4, 16)], axis=1)
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
@@ -108,11 +114,12 @@ class Q5_0(Gguf):
 
     name, bits, block = "q5_0", 5, 32
     summary = "5-bit integers, a half as the scale of 32"
+    takes, row_mean = ("importance",), True
     fields = (Field("d", "float16", 1), Field("qh", "uint8", 4), Field("qs", "uint8", 16))
     struct, together, ggml_type, default, cuda_encoder = "Q5_0", True, 6, False, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        d, q = _centred(rows, 16)
+        d, q = _centred(rows, 16) if importance is None else _centred_weighed(rows, importance, 16)
         return np.concatenate([half_bytes(d), *_five_bits(q)], axis=1)
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
@@ -125,11 +132,12 @@ class Q5_1(Gguf):
 
     name, bits, block = "q5_1", 5, 32
     summary = "5-bit integers, halves as scale and minimum of 32"
+    takes, row_mean = ("importance",), True
     fields = (Field("d", "float16", 2), Field("qh", "uint8", 4), Field("qs", "uint8", 16))
     struct, together, ggml_type, default, cuda_encoder = "Q5_1", True, 7, False, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        d, m, q = _from_minimum(rows, 31)
+        d, m, q = _from_minimum(rows, 31) if importance is None else _ranged(rows, importance, 31)
         return np.concatenate([half_bytes(d, m), *_five_bits(q)], axis=1)
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
@@ -160,6 +168,43 @@ def _from_minimum(rows: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarra
     d = (rows.max(axis=1, keepdims=True) - low + np.float32(0)) / np.float32(largest)
     q = finite((rows - low) * reciprocal(d) + np.float32(0.5))
     return d, low, np.minimum(q, np.float32(largest)).astype(np.uint8)
+
+
+def _weigh(rows: np.ndarray, importance: Importance) -> np.ndarray:
+    """Importance times the root of the mean square of the row and the element's own square, float32[blocks, block]."""
+    squares = rows * rows
+    squares += importance.mean
+    np.sqrt(squares, out=squares)
+    return np.multiply(importance.weights, squares, out=squares)
+
+
+def _centred_weighed(rows: np.ndarray, importance: Importance, middle: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `_centred`, by a search."""
+    weights = _weigh(rows, importance)
+    d, q = np.empty((len(rows), 1), np.float32), np.empty(rows.shape, np.uint8)
+    for at, (x, w, *room) in search.tiles(rows, rows.shape[1], 4):
+        columns = at.stop - at.start
+        w[...] = weights[at].T
+        scale, step, nothing = search.symmetric(x, w, middle, room)
+        codes = search.step_codes(x, step, middle, room[0])
+        codes[:, nothing] = -middle
+        codes += np.float32(middle)
+        d[at, 0], q[at] = scale[:columns], codes.T[:columns]
+    return d, q
+
+
+def _ranged(rows: np.ndarray, importance: Importance, largest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `_from_minimum`, by a search."""
+    weights = _weigh(rows, importance)
+    d, low = np.empty((2, len(rows), 1), np.float32)
+    q = np.empty(rows.shape, np.uint8)
+    for at, (x, w, *room) in search.tiles(rows, rows.shape[1], 4):
+        columns = at.stop - at.start
+        w[...] = weights[at].T
+        scale, minimum, step, start = search.ranged(x, w, search.weighed(largest), room)
+        codes = search.range_codes(x, step, start, largest, room[0])
+        d[at, 0], low[at, 0], q[at] = scale[:columns], -minimum[:columns], codes.T[:columns]
+    return d, low, q
 
 
 def _five_bits(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -51,6 +51,11 @@ class Steps(NamedTuple):
     squares: bool
 
 
+def weighed(largest: int) -> Steps:
+    """What `ranged` tries where importance is given."""
+    return Steps(largest, -0.9, 36, 0.05, True)
+
+
 def tiles(rows: np.ndarray, sub: int, rooms: int) -> Iterator[tuple[slice, list[np.ndarray]]]:
     """The sub-blocks of float32[blocks, block] as columns, some at a time: which, then x and `rooms` arrays like it.
 
@@ -102,7 +107,11 @@ def ranged(
         return total(other)
 
     sum_w, sum_x = total(w), total(np.multiply(w, x, out=other))
-    low, high = np.minimum(x.min(axis=0), _ZERO), x.max(axis=0)
+    low, high = x.min(axis=0), x.max(axis=0)
+    zero = np.flatnonzero(low == 0)
+    if zero.size:  # the sign of the first one is that of the minimum
+        low[zero] = x[x[:, zero].argmin(axis=0), zero]
+    low[low > 0] = 0
     constant = high == low
     step = wide / (high - low)
     scale = _ONE / step
@@ -261,15 +270,15 @@ def positive(x: np.ndarray, w: np.ndarray, largest: int) -> tuple[np.ndarray, np
     def codes_at(step: np.ndarray) -> np.ndarray:
         return np.clip(np.rint(step * x), np.float32(_FURTHEST), wide)
 
-    def error_of(step: np.ndarray) -> np.ndarray:
-        e = x - (_ONE / step) * codes_at(step)
+    def error_of(step: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        e = x - (_ONE / step) * codes
         return total((w * e) * e)
 
     step = wide / high
-    error = error_of(step)
+    error = error_of(step, _in_bytes(codes_at(step)))
     for t in (-4, -3, -2, -1, 1, 2, 3, 4):
         new_step = (_TENTH * np.float32(t) + wide) / high
-        new_error = error_of(new_step)
+        new_error = error_of(new_step, codes_at(new_step))
         better = new_error < error
         np.copyto(error, new_error, where=better)
         np.copyto(step, new_step, where=better)

@@ -1,0 +1,97 @@
+"""Write tests/data/gguf_importance.json: checksums of what ggml makes of a few numbers with importance.
+
+``python tests/make_gguf_importance.py``, with the package pywhispercpp installed (see `ggml`). The numbers are those of
+data/gguf_blocks.npz; for each type and kind of numbers there is the CRC-32 of the blocks, a matrix of `MATRICES` after
+the other.
+
+``python tests/make_gguf_importance.py TYPE ELEMENTS SEED`` compares so many elements of every kind with ggml instead,
+with and without importance, and names what differs.
+"""
+
+import json
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+FILE = Path(__file__).parent / "data" / "gguf_importance.json"
+BLOCKS = Path(__file__).parent / "data" / "gguf_blocks.npz"
+TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
+MATRICES = (
+    "random", "ones", "zeros", "a third is zero", "few are not zero", "sub-blocks are zero", "wide", "squares",
+    "tiny", "huge",
+)  # fmt: skip
+
+
+def importance(matrix, columns, seed=0):
+    """float32[columns] of one kind, from whole numbers, so that it is the same everywhere."""
+    rng = np.random.default_rng([seed, MATRICES.index(matrix)])
+    v = (rng.integers(1, 1 << 20, columns) / (1 << 20)).astype(np.float32)
+    if matrix == "ones":
+        v[:] = 1
+    elif matrix == "zeros":
+        v[:] = 0
+    elif matrix == "a third is zero":
+        v[rng.integers(0, 3, columns) == 0] = 0
+    elif matrix == "few are not zero":
+        v[rng.integers(0, 20, columns) != 0] = 0
+    elif matrix == "sub-blocks are zero":
+        v[np.arange(columns) // 32 % 3 == 0] = 0
+    elif matrix == "wide":
+        v *= np.exp2(rng.integers(-30, 30, columns)).astype(np.float32)
+    elif matrix == "squares":
+        v = v**8
+    elif matrix == "tiny":
+        v *= np.float32(1e-20)
+    elif matrix == "huge":
+        v *= np.float32(1e15)
+    return v
+
+
+def compare(name, size, seed):
+    """Say where `size` elements of each kind become other blocks than ggml's."""
+    import ggml
+    from make_gguf_data import KINDS, numbers
+
+    import kbitcupy as kb
+
+    columns, blocks = 1024, 0
+    matrices = MATRICES if "importance" in kb.get_format(name).takes else ()
+    for kind in KINDS:
+        x = numbers(kind, size, seed=seed).reshape(-1, columns)
+        for matrix in (None, *matrices):
+            v = None if matrix is None else importance(matrix, columns, seed)
+            q = kb.quantize(x, name, importance=v)
+            ours, theirs = q.format.to_blocks(q.planes), ggml.quantize(name, x, v)
+            wrong = (ours != theirs.reshape(ours.shape)).any(axis=1)
+            blocks += len(wrong)
+            if wrong.any():
+                print(
+                    f"{name} {kind} {matrix}: {wrong.sum()} of {len(wrong)} differ, first {wrong.argmax()}", flush=True
+                )
+    print(f"{name}: {blocks} blocks compared", flush=True)
+
+
+def main():
+    import ggml
+
+    if len(sys.argv) > 1:
+        return compare(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    data = np.load(BLOCKS)
+    found = {}
+    for name in TYPES:
+        for kind, x in zip(data["kinds"].tolist(), data["x"], strict=True):
+            sums = [
+                zlib.crc32(ggml.quantize(name, x[None], importance(matrix, x.size)).tobytes()) for matrix in MATRICES
+            ]
+            found.setdefault(name, {})[kind] = sums
+    lines = [f'"{name}": {{\n' + ",\n".join(f'"{k}": {v}' for k, v in of.items()) + "\n}" for name, of in found.items()]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    assert json.loads(FILE.read_text()) == found
+    print(f"{FILE.name}: {FILE.stat().st_size} bytes")
+    return None
+
+
+if __name__ == "__main__":
+    main()
