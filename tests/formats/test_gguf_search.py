@@ -116,7 +116,9 @@ def test_experts_have_their_own(name):
     assert kb.quantize(x, name, importance=v, out=out) is out and same(out, q)
 
 
-@pytest.mark.parametrize("as_given", [list, np.float64, np.float16, lambda v: v[::-1][::-1]], ids=str)
+@pytest.mark.parametrize(
+    "as_given", [list, np.float64, np.float16, lambda v: v[::-1][::-1]], ids=["list", "float64", "float16", "view"]
+)
 def test_importance_goes_to_float32(as_given):
     x = make("normal", 4 * 256, np.dtype("float32")).reshape(4, 256)
     v = importance("random", 256).astype(np.float16).astype(np.float32)
