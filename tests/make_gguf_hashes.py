@@ -3,8 +3,8 @@
 ``python tests/make_gguf_hashes.py``, where the package pywhispercpp is: the hashes are those of our bytes on NumPy, and
 written only where ggml has the same ones, but for blocks that are undefined there (`compare_ggml`).
 
-By type: ``blocks``, by the kind of numbers; ``weighed``, by the kind of importance; ``values``, of random blocks. A hash
-is the first 16 digits of SHA-256.
+By type: ``blocks``, by the kind of numbers; ``weighed``, by the kind of importance; ``values``, of random blocks. A
+hash is the first 16 digits of SHA-256.
 """
 
 import functools
