@@ -335,3 +335,95 @@ def dynamic_map() -> np.ndarray:
     made = np.sort(np.array(values, np.float32))
     made.setflags(write=False)
     return made
+
+
+# The grids of GGUF's types iq1_s to iq3_s, by tests/make_iq_grids.py: entries of each in the order in which they are
+# stored, values of a coordinate, coordinates. llama.cpp's, MIT.
+_IQ_SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "iq2_xxs": ((8, 25, 43), 8),
+    "iq2_xs": ((8, 25, 43), 8),
+    "iq2_s": ((8, 25, 43), 8),
+    "iq3_xxs": ((4, 12, 20, 28, 36, 44, 52, 62), 4),
+    "iq3_s": ((1, 3, 5, 7, 9, 11, 13, 15), 4),
+    "iq1": ((-1, 0, 1), 8),
+}
+_IQ_GRIDS = (
+    "c-nPWO^h5z6@FDzp_+EEs+VrX;#AvShfX`PjBkWXwKXFd`_dCli@Q%Ipa^m1r`_y^ac_`f3j~5oyRnmTJ92^#$c!aN$|*z~K-"
+    "_Y$z=sI04@kLyj6`@<)jd74IIWr4nR<WUd-c6nwRsria-62Xf-"
+    "y({U>X9@V7>ulQl~zUfawg^QOxn30T3`MDXs^BRdg?FC82u)CMBvd9~i+e+F0R3oT6kJT{<h-"
+    "y=@5haAHIThu<$*bKSW%KM8l9oKe>6flg7Xdu`U)bTadD2pDWW4qk@UkP=e{>CDGquy^>iv})1-U1dsONEsv<oJ-Od#lGd(Vr0acunpS*qb6$}*-"
+    "D2=HelB4V*8|4jdUVCs9BKykY(`9+}CnA{FrKXTfy|oaOJ?#Mh{8ah_>crBdzraLwZE^Wmv}zeGT<9tu`L{IkFX!!_|Do_h&xr^VRY^pXQS^oRC?"
+    "bXOmPSTW3@36$XSrW<;T35Q>n<jM*Ye?%0=eKX47vaa<aNj5xx~@+n&B-"
+    "XV%I$o#&X#^J=)Os9Qbc2C?_&Y|lme*?VkP&<dfGHIfAT}PbaIJL~{o5l%AUptu+8%6d$Z66R@{IN^f=GCPPV@xk4y+bUN?I(gFx8d3pO3R^X2<f"
+    "7xHvYhyuDmv727Hs(plx}jDNpJa<k~=CSPiW^en`DR65Z8M8d%vTqa107UgLsmYk8P=KsE}^`f;Q~PC{n<W+CZ%7i<=$%4smOO{3TNsfT7qZBuMB"
+    "Sr0Q-GUlp5T)WFndZUxE83uA4WN^4c*ydyz<}Y%Kt&JsHOC9u47;H|L&0?D1lWq$-)O`3vxUOmPko&pecpmUDK#pfQ1K-"
+    "C#6I2LilWCUc0lp0VQ8W!KTf^K~Ax$*T*%(D;#{<dTsew&1MbF_hz<x9#@&K|RO&JGE$-"
+    "$u!S%(34l*E3VG9$u_ok+S_+cAAM4W}t*#D`giZRxBeOijOX7-"
+    "JS24*mY<vc^8bkhVJEs%>nC;)iJ(lXDo1O*MFjFb$bW+2G1^Hw?guvb0Bt4rJg&Y?u=oGTCnpIt;B9{9np}odiK=wQ>j@c$+ec?BpFBx@lqgH3>N"
+    "))Y5X?)=(N4%yNcI*BweLTXl!D)o?>cZqUfh1e_CoF!OQNz{G*aVc>_I74EX%O_x4pVno?$LK%^9LssXB^~?=dCb{ga?54<m@HoakqlUg*rEP{c8"
+    "SWVVA?71{XR<%oW#6YdaHDbBIV9c0J#@b49_ZQ-&?F#TnZk-wT!}p%af*{Fq`ZO>RLPYy5>Utj;u2PMR@QO~D5BtTFDwjIscS}$Q#)um5Nbk4tI+"
+    "n0p=u4DS?1ov#D~P%%?U4gK~RahBKS6*FtG}ZHYDh23j`?l(7&?rOz}KpY>-l8<q|J&B{krcO<IE!2|M2ksA0Z7bP1-"
+    "DVzge}1d%<A)sRzsn9S534!Sq6*A&)80Aigpr?!64=ubLBFyo)Pcd;6)>H0~ah8^v|J9mrKEa<K>CQUQkS8%D-"
+    "<U{E;PN}!QbzI!^__gPcUx_3{?6=>H{2LyOM8wZaUPNTR#YWVe6%)~b7TQC1SltkRo85W-"
+    "Hh%>&$}aeHgcL~04WEq^Vb?~bkBTG?z#F5Um0HMGEy<B5%E)i$6;F8aBEPb;#ZZ0?yvuYBTPJAXF>IF-MmxB?BPlD00J3MCprxXk2y@A8S@Lr#Xd"
+    "*px28;<qsKoH6A{Ev^oJFtr9|Gly;VCXG2~B)(1ozohhRh?o9@`d3R&SdMQsDIo8^Rqf($JgM){2?JyDQB$5P?g~XK)pVRl+Qd8KELImET3yNvgy"
+    "a{yX9>ui6A%HD=Hct;DRF!}fB2pOj27LL}`r%4{TqQFoP6{RVcvuHy7DS008Ojq&$ZirG*bW5?i#M1R|7{r#D)lOR74?A7$_R7}3McwJS^S45(My"
+    "(}ozcyc1-H7(Wr7>Kg|LQ>D~x89rW5$tKNeWR>}Myu_4kp*a8off~UMUmi2u&2(Q&BcVg^g*qv7a-"
+    "YLw2gT5t`Kny7%OgLwJ4PL8}WzbLVa}SN^_@u`3Fx9miNn}_oC%Te?5AQMi8k*we(6VAUXfH<{ObZ*}!FexvgRm5kwf4YBbrN?bU)FU%ae#OEp6n"
+    "jS|1e0-A_>i?XQC;Rck=rH0106S0TiPm2j&A`oE>XQy}>d9j45OvLrm0mqbM2cA;ZCZM){SKWyh%j@mpdr*3U#u42`I-"
+    "V=)gZGm51GT@54nBT+fB&_`HT?bk{c8MNqR#E=xJpE;KKxS?HShkq{>Q@fU$U5kD(d~FiI;Uzp7E9s?k)fOq^VCfqVnQ{2Cko>&po|y@bI4}7pH#"
+    "q;73oM{_Dr@fAYiS!*BoRtDn99!qctCf3G6hJ~+DDio1&=<(<!#JCA=-"
+    "u!}EU`gGylI0=}tc+_qIEfeo8^~dtcn`I0Qyit4^N+IC8RomXDZ#}5$k7)6oU!MB&-"
+    "N&+&r`m^c_?MduJW~fH$aPh=UtdONcI#1b465cLy^Oa9tk^rH-"
+    "Q`xr?N7ZeyUV;5hBideS~n5SP|=82tJm(eZ2`(FAAJ~Yi?Oj9RVqYAz3z!NNeb|c)%F6c!$)dfddF}J+NQ1E+oxWFA<CllViCiwIgRQEN8)>;T3)"
+    "z|Dc|__omRaPU;2H0`jf(=$b?rfB9Um@o@@`ATXiFZRCN_WdDQK)XDNE?i*UZB;wH#1jk{guNa^yOPfa&rEN`g}8VcpPQT#Xn|H8y@V?iy#`Hq;!"
+    "o))-*DO2N+{14W->I4"
+)
+
+
+@functools.cache
+def iq_bitmaps() -> dict[str, bytes]:
+    """The grids of GGUF's IQ types as bitmaps: bit n, from the lowest of a byte on, says whether point n is in it."""
+    import base64
+    import zlib
+
+    packed, found = zlib.decompress(base64.b85decode(_IQ_GRIDS)), {}
+    for name, (values, coordinates) in _IQ_SHAPES.items():
+        size = -(-(len(values) ** coordinates) // 8)
+        found[name], packed = packed[:size], packed[size:]
+    return found
+
+
+@functools.cache
+def iq_digits(name: str) -> np.ndarray:
+    """The entries of a grid: of each coordinate, which of the values it may have, the first one first.
+
+    Parameters
+    ----------
+    name : str
+        ``"iq2_xxs"``, ``"iq2_xs"``, ``"iq2_s"``, ``"iq3_xxs"``, ``"iq3_s"`` or ``"iq1"``.
+
+    Returns
+    -------
+    numpy.ndarray
+        uint8[entries, coordinates], read-only, in the order of the points, whose digits they are, the least first.
+    """
+    values, coordinates = _IQ_SHAPES[name]
+    points = np.flatnonzero(np.unpackbits(np.frombuffer(iq_bitmaps()[name], np.uint8), bitorder="little"))
+    digits = (points[:, None] // len(values) ** np.arange(coordinates) % len(values)).astype(np.uint8)
+    digits.setflags(write=False)
+    return digits
+
+
+@functools.cache
+def iq_grid(name: str) -> np.ndarray:
+    """The numbers of a grid's entries, int8[entries, coordinates], read-only; names as of `iq_digits`.
+
+    Examples
+    --------
+    >>> iq_grid("iq2_xxs").shape, iq_grid("iq2_xxs")[1].tolist()
+    ((256, 8), [43, 8, 8, 8, 8, 8, 8, 8])
+    """
+    grid = np.array(_IQ_SHAPES[name][0], np.int8)[iq_digits(name)]
+    grid.setflags(write=False)
+    return grid

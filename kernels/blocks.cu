@@ -22,8 +22,7 @@ __device__ __forceinline__ Planes planes_of(const Argument<F>& argument) {
     if constexpr (F::TABLE > 0) {
         __shared__ float table[F::TABLE];
 #pragma unroll 1
-        for (int i = threadIdx.x; i < F::TABLE; i += THREADS)
-            table[i] = i < argument.value_count ? argument.values[i] : argument.table[i];
+        for (int i = threadIdx.x; i < F::TABLE; i += THREADS) table[i] = number_of(argument, i);
         __syncthreads();
         planes.table = table;
     }

@@ -1,5 +1,7 @@
 """Arrays that the tests share: every dtype, every kind of number."""
 
+import zlib
+
 import ml_dtypes
 import numpy as np
 
@@ -18,6 +20,26 @@ def fitting(format, shape):
     except FormatError:
         return (*shape[:-1], -(-shape[-1] // format.block) * format.block) if shape else (format.block,)
     return shape
+
+
+def bits_for(format, x):
+    """The planes of `x` in a format that is only decoded: random bits, by the bytes of `x`, of modest numbers."""
+    rng, planes = np.random.default_rng([zlib.crc32(np.ascontiguousarray(x).tobytes()), x.size]), {}
+    specs = format.planes(x.shape)
+    for name, spec in specs.items():
+        dtype = np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype))
+        if dtype.kind in "iu":
+            planes[name] = rng.integers(0, 256, (*spec.shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
+        else:
+            planes[name] = np.exp2(rng.uniform(-9, -7, spec.shape)).astype(dtype)
+    decoded = np.zeros(x.shape, np.float32)
+    with np.errstate(all="ignore"):
+        format.decode(planes, decoded)
+    if x.size:  # a scale may be among the bits: blocks that it makes large are zero
+        large = ~(np.abs(decoded.reshape(-1, format.block)) < 100).all(axis=1)
+        for name, spec in specs.items():
+            planes[name].reshape(-1, spec.per)[large] = 0
+    return planes
 
 
 KINDS = ["normal", "small", "wide", "huge", "extreme", "subnormal", "special", "constant", "zeros"]

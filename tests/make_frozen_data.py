@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from inputs import DTYPES, fitting, make
+from inputs import DTYPES, bits_for, fitting, make
 from ml_dtypes import finfo
 
 import kbitcupy as kb
@@ -53,7 +53,11 @@ def main():
         for format in samples(name):
             given = {"codebook": own_codebook(format)} if format.options().get("codebook") == "custom" else {}
             for dtype in DTYPES:
-                q = kb.quantize(fitted(name, numbers(dtype, is_bounded(name))), format, **given)
+                x = fitted(name, numbers(dtype, is_bounded(name)))
+                if format.can_encode:
+                    q = kb.quantize(x, format, **given)
+                else:
+                    q = kb.QuantizedArray(format, bits_for(format, x), x.shape, x.dtype)
                 tensors[f"{format} {dtype}"] = q
                 tensors[f"{format} {dtype} decoded"] = q.dequantize()
         kb.io.save(path, tensors)

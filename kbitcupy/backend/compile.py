@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KernelCompileError
-from .structs import Constants, Struct, declarations
+from .structs import Declared, declarations
 
 #: C++ names of the element types, by NumPy dtype name.
 CXX_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
@@ -41,7 +41,7 @@ class Template:
         a header with its decoder, and names a file of ours.
     header : str, default ""
         The header with the decoder of a format, below `folder` or ours: what ``#include KBIT_FORMAT_HEADER`` includes.
-    structs : tuple of Struct and Constants, default ()
+    structs : tuple of Struct, Constants and Table, default ()
         Those that stand ahead of the source.
     least : int, default 0
         The oldest architecture on which its body is not empty: the host never asks an older one.
@@ -53,7 +53,7 @@ class Template:
     hot: bool = True
     folder: Path | None = None
     header: str = ""
-    structs: tuple[Struct | Constants, ...] = ()
+    structs: tuple[Declared, ...] = ()
     least: int = 0
 
     def expression(self, *values: str) -> str:

@@ -8,7 +8,8 @@ So there is no second declaration that could disagree.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -130,13 +131,48 @@ class Constants:
         return f"Constants({', '.join(f'{name}={number}' for name, number in self._numbers.items())})"
 
 
+class Table:
+    """An array of numbers that lies in the memory of the device with the kernels that read it.
+
+    Parameters
+    ----------
+    name : str
+        Its C++ name.
+    make : callable
+        Gives the numbers, uint32, when the text is asked for.
+
+    Examples
+    --------
+    >>> print(Table("PRIMES", lambda: np.array([2, 3, 5], np.uint32)).text)
+    static __device__ const unsigned PRIMES[3] = {2, 3, 5};
+    """
+
+    __slots__ = ("_make", "name")
+
+    def __init__(self, name: str, make: Callable[[], np.ndarray]):
+        self.name, self._make = name, make
+
+    @property
+    def text(self) -> str:
+        """The definition in C++."""
+        numbers = self._make()
+        return f"static __device__ const unsigned {self.name}[{numbers.size}] = {{{', '.join(map(str, numbers))}}};"
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r})"
+
+
 def _defined(name: str, number: Any) -> str:
     if isinstance(number, tuple):
         return f"int {name}[] = {{{', '.join(map(str, number))}}}"
     return f"float {name} = {number.hex()}f" if isinstance(number, float) else f"int {name} = {number}"
 
 
+#: What stands ahead of the source of kernels.
+Declared: TypeAlias = Struct | Constants | Table
+
+
 @functools.cache
-def declarations(declared: tuple[Struct | Constants, ...]) -> str:
+def declarations(declared: tuple[Declared, ...]) -> str:
     """The text of several, in order."""
     return "\n".join(each.text for each in declared)

@@ -25,3 +25,6 @@ from .gguf import ternary as ternary
 
 # isort: split
 from .gguf import fp4 as fp4
+
+# isort: split
+from .gguf import grids as grids

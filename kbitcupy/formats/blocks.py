@@ -30,6 +30,7 @@ import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel
+from ..backend.structs import Declared
 from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, to_device
 from ..errors import FormatError
 from .base import Format, Plane
@@ -129,6 +130,8 @@ class BlockFormat(Format):
     struct: ClassVar[str] = ""
     #: Whether the struct decodes several octets together.
     together: ClassVar[bool] = False
+    #: What stands ahead of the header.
+    declared: ClassVar[tuple[Declared, ...]] = ()
     #: The kernels of another package.
     folder: ClassVar[Path | None] = None
     #: Whether errors that are weighed depend on the mean square of the whole row.
@@ -142,8 +145,9 @@ class BlockFormat(Format):
         super().__init_subclass__(**arguments)
         if cls.struct:
             planes = *(f.name for f in cls.fields), *((cls.tensor_scale,) if cls.tensor_scale else ())
-            cls._decoder = Decoder(cls.header, cls.struct, planes, folder=cls.folder, together=cls.together)
-            cls.kernels = templates(cls.header, cls.struct, folder=cls.folder)
+            about: dict[str, Any] = {"folder": cls.folder, "declared": cls.declared}
+            cls._decoder = Decoder(cls.header, cls.struct, planes, together=cls.together, **about)
+            cls.kernels = templates(cls.header, cls.struct, **about)
         for quantizer in filter(None, (cls.quantizer, cls.weigher)):
             cls.kernels += quantizer.templates
         cls.can_encode = cls.quantize_blocks is not BlockFormat.quantize_blocks

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Type, grid_of
-from ..backend.structs import Constants, Struct
+from ..backend.structs import Constants, Declared, Struct
 
 #: The kernels of ``blocks.cu``.
 KERNELS = ("dequantize_blocks", "take_blocks", "linear_blocks")
@@ -59,6 +59,8 @@ class Decoder:
         The kernels of another package.
     together : bool, default False
         Whether the struct has a ``decode_together``.
+    declared : tuple of Struct, Constants and Table, default ()
+        What stands ahead of the header.
 
     Examples
     --------
@@ -76,6 +78,7 @@ class Decoder:
     values: str | None = None
     folder: Path | None = None
     together: bool = False
+    declared: tuple[Declared, ...] = ()
 
     def argument(self, planes: Mapping[str, Any], shape: tuple[int, ...], members: int = 1) -> bytes:
         """``Argument<F>`` of ``kernels/formats/planes.cuh`` for an array of `shape`, or a stack of such arrays.
@@ -100,12 +103,18 @@ class Decoder:
         return begin + _fixed(self, shape) + behind + _table(self)
 
 
-def templates(header: str, *structs: str, kernels: tuple[str, ...] = KERNELS, folder: Path | None = None) -> Any:
+def templates(
+    header: str,
+    *structs: str,
+    kernels: tuple[str, ...] = KERNELS,
+    folder: Path | None = None,
+    declared: tuple[Declared, ...] = (),
+) -> Any:
     """The kernels of a family's decoders, for the compile check.
 
     Parameters
     ----------
-    header, folder
+    header, folder, declared
         As of a `Decoder`.
     *structs : str
         The C++ types.
@@ -116,7 +125,7 @@ def templates(header: str, *structs: str, kernels: tuple[str, ...] = KERNELS, fo
     -------
     tuple of Template
     """
-    return tuple(_template(name, header, folder, structs) for name in kernels)
+    return tuple(_template(name, header, folder, structs, declared) for name in kernels)
 
 
 def decodes(out: Any) -> bool:
@@ -252,20 +261,21 @@ _MOST_MEMBERS = 1 << 15  # thread blocks beside each other along the second axis
 
 
 @functools.cache
-def _template(name: str, header: str, folder: Path | None, decoders: tuple[str, ...]) -> Template:
-    types = tuple(CXX_TYPES.values())
-    return Template("blocks.cu", name, (types, decoders), folder=folder, header=header, structs=(SHARED, ROWS))
+def _template(
+    name: str, header: str, folder: Path | None, decoders: tuple[str, ...], declared: tuple[Declared, ...]
+) -> Template:
+    axes, structs = (tuple(CXX_TYPES.values()), decoders), (SHARED, ROWS, *declared)
+    return Template("blocks.cu", name, axes, folder=folder, header=header, structs=structs)
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(name: str, decoder: Decoder, dtype: np.dtype) -> Kernel:
-    return _shared_kernel(name, decoder.header, decoder.folder, decoder.struct, dtype, len(_table(decoder)))
+    about = decoder.header, decoder.folder, (decoder.struct,), decoder.declared
+    return _shared_kernel(name, about, dtype, len(_table(decoder)))
 
 
 @functools.cache
-def _shared_kernel(
-    name: str, header: str, folder: Path | None, decoder: str, dtype: np.dtype, table_bytes: int
-) -> Kernel:
+def _shared_kernel(name: str, about: tuple[Any, ...], dtype: np.dtype, table_bytes: int) -> Kernel:
     argument = _PLANES.size + _FIXED.size + _STRIDES.size + table_bytes
     signatures: dict[str, tuple[Type, ...]] = {
         "dequantize_blocks": ("p", "i8", argument),
@@ -273,6 +283,8 @@ def _shared_kernel(
         "linear_blocks": ("p", "p", "p", "i8", "i8", "i8", argument),
     }
     # Each thread block makes a copy of the table first, so that it should have some work; a row of a product is enough.
-    rounds = 1 if table_bytes == 8 or name == "linear_blocks" else 2 if table_bytes < 1024 else 4
-    template = _template(name, header, folder, (decoder,))
-    return Kernel(template, (CXX_TYPES[dtype.name], decoder), _THREADS, 0, rounds, signatures[name])
+    template = _template(name, *about)
+    (struct,), declared = about[2:]
+    alone = table_bytes == 8 and not declared
+    rounds = 1 if alone or name == "linear_blocks" else 2 if 8 < table_bytes < 1024 else 4
+    return Kernel(template, (CXX_TYPES[dtype.name], struct), _THREADS, 0, rounds, signatures[name])

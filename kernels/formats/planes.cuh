@@ -18,6 +18,10 @@
 //     static void decode_together(const Planes&, long long octet, float (&v)[TOGETHER][8])
 //
 // It gives octets `octet` + j * APART, all of them whole; `octet` is one of the first APART of each TOGETHER * APART.
+//
+// A table that is the same for all arrays of the format does not come with each of them:
+//
+//     static unsigned entry(int i)                                 the bits of number i of TABLE
 #pragma once
 #include "common/scalar.cuh"
 
@@ -39,6 +43,16 @@ struct Planes {
     }
 };
 
+// Whether F has an `entry`.
+template <typename F, typename = void>
+struct Fixed {
+    static constexpr bool TABLE = false;
+};
+template <typename F>
+struct Fixed<F, decltype(void(F::entry(0)))> {
+    static constexpr bool TABLE = true;
+};
+
 // The argument of a kernel, passed by value. A stack is `members` arrays of one shape, whose planes lie behind each
 // other.
 template <typename F>
@@ -47,7 +61,7 @@ struct Argument {
     long long stride[MAX_PLANES];  // bytes from the plane of a member to that of the next
     const float* values;           // on the device: what the table begins with instead, or null
     long long value_count;
-    float table[F::TABLE > 0 ? F::TABLE : 1];
+    float table[F::TABLE > 0 && !Fixed<F>::TABLE ? F::TABLE : 1];
 };
 
 // How many octets F decodes together, and their distance; F::TOGETHER and F::APART where it has them.
@@ -64,6 +78,13 @@ struct Together<F, decltype(void(F::TOGETHER))> {
 __device__ __forceinline__ Planes as_whole(Planes planes) {
     planes.whole = 1;
     return planes;
+}
+
+// Number i of the table of an array.
+template <typename F>
+__device__ __forceinline__ float number_of(const Argument<F>& argument, int i) {
+    if constexpr (Fixed<F>::TABLE) return __uint_as_float(F::entry(i));
+    else return i < argument.value_count ? argument.values[i] : argument.table[i];
 }
 
 // The planes of another member.

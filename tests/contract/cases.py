@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from inputs import BFLOAT16, KINDS as ALL_KINDS, fitting, make
+from inputs import BFLOAT16, KINDS as ALL_KINDS, bits_for, fitting, make
 from make_frozen_data import own_codebook
 
 import kbitcupy as kb
+from kbitcupy.backend.xp import device_of
 from kbitcupy.errors import FormatError
 from kbitcupy.formats import base
 
@@ -45,8 +46,17 @@ class Case:
         """Numbers of one's own where an option asks for them."""
         return {"codebook": own_codebook(self.format)} if self.format.options().get("codebook") == "custom" else {}
 
-    def quantize(self, x, **more):
-        return kb.quantize(x, self.format, **self.given, **more)
+    def quantize(self, x, out=None, **more):
+        """`x` in the format; where that only decodes, an array that depends on `x`, and on nothing else."""
+        if self.format.can_encode:
+            return kb.quantize(x, self.format, **self.given, **({} if out is None else {"out": out}), **more)
+        found = bits_for(self.format, x if isinstance(x, np.ndarray) else x.get())
+        made = kb.QuantizedArray(self.format, found, x.shape, x.dtype).to_device(device_of(x))
+        if out is None:
+            return made
+        for name, plane in made.planes.items():
+            out.planes[name][...] = plane
+        return out
 
     def shape(self, kind):
         """A shape of one kind that the format takes."""

@@ -56,7 +56,7 @@ class HostKernel:
 
     def __init__(self, name, decoder, dtype):
         assert dtype == np.float32
-        (template,) = decoders.templates(decoder.header, decoder.struct, kernels=(name,))
+        (template,) = decoders.templates(decoder.header, decoder.struct, kernels=(name,), declared=decoder.declared)
         kernels = source(template)
         assert self.fault[0] in kernels
         library = host.build(SOURCE.format(kernels=kernels.replace(*self.fault), struct=decoder.struct))

@@ -244,6 +244,9 @@ FAULTS = {
     "q5_1": {"(octet >> 2) * 4": "(octet >> 2) * 8", "0x10101010u": "0x10101000u", "0x02040810u": "0x02040410u"},
     "tq1_0": {"block * 48": "block * 52", "0x511b": "0x511a", ">> 8 & bytes": ">> 9 & bytes", "part & 3": "part & 1"},
     "nvfp4:tensor_scale=true": {"octet >> 1": "octet >> 2", "0x8c888684u": "0x8c888685u", "!= 0x7f": "!= 0xff"},
+    "iq1_m": {"0x00877f77u": "0x00877f76u", "& 0xf00u": "& 0x700u"},
+    "iq2_xxs": {"at.within * 7": "at.within * 8", "0xba98u": "0xba99u", "& 1u) << 7": "& 1u) << 6"},
+    "iq3_s": {"(high & 2u) << 7": "(high & 2u) << 6", "0x0f0d0b09u": "0x0f0d0b08u", "at.part / 2": "at.part / 4"},
     "q4_k": {"block * 12": "block * 8", "0x3030u": "0x3010u", "0x3f3fu": "0x1f3fu"},
 }  # fmt: skip
 #: The same of what they include.
@@ -255,6 +258,7 @@ SHARED_FAULTS = [
     ("int8:granularity=token", "planes.cuh", "first + b < end", "first + b <= end"),
     ("q4_k", "gguf_fields.cuh", "0x7440u + i", "0x7440u"),
     ("q4_k", "gguf_fields.cuh", "from[1] << 8", "from[1] << 7"),
+    ("iq2_xs", "planes.cuh", "F::entry(i)", "F::entry(i / 2 * 2)"),
 ]
 
 

@@ -87,6 +87,8 @@ def test_what_was_written_decodes_to_the_same_bytes(xp, name, case):
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_the_same_numbers_are_written_as_the_same_bytes(xp, name, case):
     frozen = FROZEN[name][case]
+    if not frozen.format.can_encode:
+        pytest.skip("nothing is quantized")
     options = frozen.format.config()
     own = next((frozen.planes[key] for key in ("codebook", "table") if key in frozen.planes), None)
     format = kb.get_format(options.pop("name"), **options)

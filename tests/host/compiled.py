@@ -19,6 +19,7 @@ import numpy as np
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import kernel_folder
+from kbitcupy.backend.structs import declarations
 from kbitcupy.errors import FormatError
 from kbitcupy.formats.base import samples
 
@@ -51,7 +52,7 @@ def build(source, folders=()):
 
 
 @functools.cache
-def _library(header, structs, folders):
+def _library(header, structs, folders, declared):
     functions = [
         f'extern "C" int decode_{i}(const void* argument, long long members, float* out) '
         f"{{ return decode_all<{struct}>(argument, members, out); }}\n"
@@ -59,7 +60,8 @@ def _library(header, structs, folders):
         f'extern "C" int together_{i}() {{ return Together<{struct}>::COUNT; }}'
         for i, struct in enumerate(structs)
     ]
-    return build(f'#include "{header}"\n#include "decode.h"\n' + "\n".join(functions), folders)
+    ahead = f'{declarations(declared)}\n#include "{header}"\n#include "decode.h"\n'
+    return build(ahead + "\n".join(functions), folders)
 
 
 class Compiled:
@@ -77,7 +79,7 @@ class Compiled:
 
     def __init__(self, decoder, structs, folders=()):
         self.decoder = decoder
-        library = _library(decoder.header, structs, (*folders, *filter(None, [decoder.folder])))
+        library = _library(decoder.header, structs, (*folders, *filter(None, [decoder.folder])), decoder.declared)
         number = structs.index(decoder.struct)
         self._decode, self.bytes = getattr(library, f"decode_{number}"), getattr(library, f"bytes_{number}")()
         assert (getattr(library, f"together_{number}")() > 1) == decoder.together, f"{decoder.struct}: decode_together"

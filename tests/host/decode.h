@@ -35,7 +35,7 @@ template <typename F>
 __attribute__((noinline)) void decode_octets(const Argument<F>& argument, long long members, float* out) {
     Planes first = argument.planes;
     float table[F::TABLE > 0 ? F::TABLE : 1];
-    for (int i = 0; i < F::TABLE; ++i) table[i] = i < argument.value_count ? argument.values[i] : argument.table[i];
+    for (int i = 0; i < F::TABLE; ++i) table[i] = number_of(argument, i);
     first.table = table;
     for (long long member = 0; member < members; ++member, out += first.size) {
         const Planes planes = of_member(first, argument, member);

@@ -1,0 +1,205 @@
+// GGUF's types whose groups of elements are entries of a grid. The contracts are those of
+// kbitcupy/formats/gguf/grids.py. A decoder's planes are the fields of its class, in their order.
+//
+// Of the host, ahead of this source: the grids, whose entries are the digits of their coordinates, four bits each, the
+// first in the lowest: unsigned IQ2_XXS_GRID[256], IQ2_XS_GRID[512], IQ2_S_GRID[1024] and IQ1_GRID[2048] of eight
+// coordinates; two entries of four coordinates a word in IQ3_XXS_GRID[128] and IQ3_S_GRID[256].
+//
+// A group is an octet; four of them, a part of 32 elements, share a scale or two. The four octets that are decoded
+// together are those of four blocks: they share no bytes, but where these lie is worked out once.
+#pragma once
+#include "formats/gguf_fields.cuh"
+
+// The first three values of a coordinate and the eight of iq3_xxs, a byte each, as __byte_perm looks them up; iq3_s has
+// the odd numbers.
+constexpr unsigned IQ2_VALUES = 0x002b1908u;
+constexpr unsigned IQ3_XXS_VALUES[2] = {0x1c140c04u, 0x3e342c24u}, IQ3_S_VALUES[2] = {0x07050301u, 0x0f0d0b09u};
+
+// Which octet of a block, and what lies where.
+struct GroupOfBlock {
+    long long block;
+    int group, part, within;  // group % 32, its part of 32 elements, and which of the four there
+
+    __device__ __forceinline__ explicit GroupOfBlock(long long octet)
+        : block(octet >> 5), group(static_cast<int>(octet) & 31), part(group / 4), within(group % 4) {}
+};
+
+// Byte `at` of plane i.
+__device__ __forceinline__ unsigned load_byte(const Planes& planes, int i, long long at) {
+    return planes.at<unsigned char>(i)[at];
+}
+
+// (2 s + 1) as a float, s in the lowest four bits.
+__device__ __forceinline__ float odd_of(unsigned s) { return from_byte((s << 1 | 1u) & 31u, 0); }
+
+// A byte of signs by its number: bits 0 to 6 are those of the number, and bit 7 makes their count even.
+__device__ __forceinline__ unsigned signs_of(unsigned number) {
+    const unsigned bits = number & 127u;
+    return bits | (__popc(bits) & 1u) << 7;
+}
+
+// Four positive bytes, negated where a bit of `signs` is set, plus 128.
+__device__ __forceinline__ unsigned negate_bytes(unsigned bytes, unsigned signs) {
+    // Bit i of four goes to bit 8 i + 7, by 7 i + 7 places, and from there to its whole byte.
+    const unsigned negative = __byte_perm((signs & 15u) * 0x10204080u, 0, 0xba98u);
+    return (bytes ^ negative ^ 0x80808080u) + (negative & 0x01010101u);
+}
+
+// Eight bytes, negated where a bit of `signs` is set, times a scale.
+__device__ __forceinline__ void scale_signed(
+    float scale, unsigned first, unsigned second, unsigned signs, float (&v)[8]) {
+    scale_bytes(scale, negate_bytes(first, signs), negate_bytes(second, signs >> 4), 128, v);
+}
+
+// What the types have in common: F::decode_group gives one octet, `block` blocks behind that of `at`.
+template <typename F, int WORDS>
+struct Grid : Grouped<F, 4, 32> {
+    static constexpr int TABLE = WORDS;
+
+    template <int N>
+    __device__ __forceinline__ static void decode(const Planes& planes, long long octet, float (&v)[N][8]) {
+        GroupOfBlock at(octet);
+#pragma unroll
+        for (int j = 0; j < N; ++j, ++at.block) F::decode_group(planes, at, v[j]);
+    }
+};
+
+__device__ __forceinline__ unsigned entry_of(const Planes& planes, unsigned index) {
+    return reinterpret_cast<const unsigned*>(planes.table)[index];
+}
+__device__ __forceinline__ unsigned short_entry_of(const Planes& planes, unsigned index) {
+    return reinterpret_cast<const unsigned short*>(planes.table)[index];
+}
+
+// ---- two bits: three magnitudes --------------------------------------------------------------------------------
+
+// v = d (2 s + 1) / 8 * the magnitudes of an entry with signs.
+__device__ __forceinline__ void scale_iq2(
+    const Planes& planes, float d, unsigned s, unsigned index, unsigned signs, float (&v)[8]) {
+    const unsigned entry = entry_of(planes, index);
+    const float scale = __fmul_rn(__fmul_rn(d, 0.125f), odd_of(s));
+    scale_signed(scale, __byte_perm(IQ2_VALUES, 0, entry & 0xffffu), __byte_perm(IQ2_VALUES, 0, entry >> 16), signs, v);
+}
+
+// 66 bytes: d, and for each part four indices, four numbers of signs and s in 8 bytes. plane: d, qs
+struct IQ2_XXS : Grid<IQ2_XXS, 256> {
+    __device__ __forceinline__ static unsigned entry(int i) { return IQ2_XXS_GRID[i]; }
+
+    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
+        unsigned word[2];
+        load_words(planes, 1, at.block * 64 + at.part * 8, planes.size / 4, word);
+        const float d = __half2float(planes.at<__half>(0)[at.block]);
+        const unsigned index = word[0] >> at.within * 8 & 255u;
+        scale_iq2(planes, d, word[1] >> 28, index, signs_of(word[1] >> at.within * 7), v);
+    }
+};
+
+// 74 bytes: d; index and number of signs of a group in 16 bits; s of two groups in 4. plane: d, qs, scales
+struct IQ2_XS : Grid<IQ2_XS, 512> {
+    __device__ __forceinline__ static unsigned entry(int i) { return IQ2_XS_GRID[i]; }
+
+    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
+        const unsigned q = planes.at<unsigned short>(1)[at.block * 32 + at.group];
+        const float d = __half2float(planes.at<__half>(0)[at.block]);
+        const unsigned scales = load_byte(planes, 2, at.block * 8 + at.part);
+        scale_iq2(planes, d, scales >> at.within / 2 * 4 & 15u, q & 511u, signs_of(q >> 9), v);
+    }
+};
+
+// 82 bytes: d; 8 bits of the index of a group, then its signs; two more bits of the index; s of two groups in 4. plane:
+// d, qs, qh, scales
+struct IQ2_S : Grid<IQ2_S, 1024> {
+    __device__ __forceinline__ static unsigned entry(int i) { return IQ2_S_GRID[i]; }
+
+    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
+        const unsigned low = load_byte(planes, 1, at.block * 64 + at.group);
+        const unsigned signs = load_byte(planes, 1, at.block * 64 + 32 + at.group);
+        const unsigned high = load_byte(planes, 2, at.block * 8 + at.part);
+        const unsigned scales = load_byte(planes, 3, at.block * 8 + at.part);
+        const float d = __half2float(planes.at<__half>(0)[at.block]);
+        const unsigned index = low | (high >> at.within * 2 & 3u) << 8;
+        scale_iq2(planes, d, scales >> at.within / 2 * 4 & 15u, index, signs, v);
+    }
+};
+
+// ---- three bits: eight magnitudes, entries of four -------------------------------------------------------------
+
+// 98 bytes: d; two indices a group; for each part four numbers of signs and s in 4 bytes. plane: d, qs
+struct IQ3_XXS : Grid<IQ3_XXS, 128> {
+    __device__ __forceinline__ static unsigned entry(int i) { return IQ3_XXS_GRID[i]; }
+
+    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
+        const unsigned both = load_pair(planes, 1, at.block * 96 + at.group * 2);
+        unsigned word[1];
+        load_each(planes, 1, at.block * 96 + 64 + at.part * 4, word);
+        const float d = __half2float(planes.at<__half>(0)[at.block]);
+        const unsigned first = short_entry_of(planes, both & 255u), second = short_entry_of(planes, both >> 8);
+        const float scale = __fmul_rn(__fmul_rn(d, 0.25f), odd_of(word[0] >> 28));
+        scale_signed(
+            scale, __byte_perm(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], first),
+            __byte_perm(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], second), signs_of(word[0] >> at.within * 7), v);
+    }
+};
+
+// 110 bytes: d; two indices a group, and a ninth bit of each; a byte of signs; s of a part in 4 bits. plane: d, qs, qh,
+// signs, scales
+struct IQ3_S : Grid<IQ3_S, 256> {
+    __device__ __forceinline__ static unsigned entry(int i) { return IQ3_S_GRID[i]; }
+
+    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
+        const unsigned both = load_pair(planes, 1, at.block * 64 + at.group * 2);
+        const unsigned high = load_byte(planes, 2, at.block * 8 + at.part) >> at.within * 2;
+        const unsigned signs = load_byte(planes, 3, at.block * 32 + at.group);
+        const unsigned scales = load_byte(planes, 4, at.block * 4 + at.part / 2);
+        const float d = __half2float(planes.at<__half>(0)[at.block]);
+        const unsigned first = short_entry_of(planes, (both & 255u) | (high & 1u) << 8);
+        const unsigned second = short_entry_of(planes, both >> 8 | (high & 2u) << 7);
+        const float scale = __fmul_rn(d, odd_of(scales >> at.part % 2 * 4 & 15u));
+        scale_signed(
+            scale, __byte_perm(IQ3_S_VALUES[0], IQ3_S_VALUES[1], first),
+            __byte_perm(IQ3_S_VALUES[0], IQ3_S_VALUES[1], second), signs, v);
+    }
+};
+
+// ---- one bit: -1, 0 and 1, moved by an eighth ------------------------------------------------------------------
+
+// v = d (2 s + 1) / 8 * (8 * the coordinates of an entry, less 1 where `minus`, and 1 more elsewhere).
+__device__ __forceinline__ void scale_iq1(
+    const Planes& planes, float d, unsigned s, unsigned index, bool minus, float (&v)[8]) {
+    const unsigned entry = entry_of(planes, index);
+    const float scale = __fmul_rn(__fmul_rn(d, 0.125f), odd_of(s));
+    const unsigned values = minus ? 0x00877f77u : 0x00898179u;  // and 128
+    scale_bytes(scale, __byte_perm(values, 0, entry & 0xffffu), __byte_perm(values, 0, entry >> 16), 128, v);
+}
+
+// 50 bytes: d; 8 bits of the index of a group; for each part three more of each, s in 3 bits, which way all are moved.
+// plane: d, qs, qh
+struct IQ1_S : Grid<IQ1_S, 2048> {
+    __device__ __forceinline__ static unsigned entry(int i) { return IQ1_GRID[i]; }
+
+    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
+        const unsigned low = load_byte(planes, 1, at.block * 32 + at.group);
+        const unsigned more = planes.at<unsigned short>(2)[at.block * 8 + at.part];
+        const float d = __half2float(planes.at<__half>(0)[at.block]);
+        const unsigned index = low | (more >> at.within * 3 & 7u) << 8;
+        scale_iq1(planes, d, more >> 12 & 7u, index, (more & 0x8000u) != 0, v);
+    }
+};
+
+// 56 bytes: 8 bits of the index of a group; three more and which way it is moved in 4 bits; four words of four s of 3
+// bits, of two groups each, and of four bits of d. plane: qs, qh, scales
+struct IQ1_M : Grid<IQ1_M, 2048> {
+    __device__ __forceinline__ static unsigned entry(int i) { return IQ1_GRID[i]; }
+
+    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
+        const unsigned low = load_byte(planes, 0, at.block * 32 + at.group);
+        const unsigned more = load_byte(planes, 1, at.block * 16 + at.group / 2) >> at.group % 2 * 4;
+        unsigned word[2];
+        load_words(planes, 2, at.block * 8, planes.size / 32, word);
+        const unsigned d =
+            (word[0] >> 12 & 0xfu) | (word[0] >> 24 & 0xf0u) | (word[1] >> 4 & 0xf00u) | (word[1] >> 16 & 0xf000u);
+        const unsigned own = (at.group < 16 ? word[0] : word[1]) >> at.group / 8 % 2 * 16;
+        const unsigned s = own >> at.group / 2 % 4 * 3 & 7u;
+        scale_iq1(planes, half_of(d, 0), s, low | (more & 7u) << 8, (more & 8u) != 0, v);
+    }
+};
