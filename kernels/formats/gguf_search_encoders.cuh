@@ -189,7 +189,10 @@ struct RangeLane : Lane<256, SUB_, WEIGHED_> {
 #pragma unroll
             for (int i = 0; i < SUB; ++i) squares = ieee::add(squares, ieee::multiply(this->x[i], this->x[i]));
             const float rms = ieee::square_root(ieee::divide(squares, static_cast<float>(SUB)));
-            const auto weight = [&](int i) { return ieee::add(rms, ieee::magnitude(this->x[i])); };
+            float w[SUB];
+#pragma unroll
+            for (int i = 0; i < SUB; ++i) w[i] = ieee::add(rms, ieee::magnitude(this->x[i]));
+            const auto weight = [&](int i) { return w[i]; };
             found = LARGEST == 15 ? find_range<LARGEST, 20, true>(this->x, weight, -1.0f, 0.1f)
                                   : find_range<LARGEST, 15, true>(this->x, weight, -0.5f, 0.1f);
         }
