@@ -1,20 +1,92 @@
-// Quantizers of GGUF's simple types; what they compute stands in formats/gguf_encoders.cuh, and is decoded by
-// blocks.cu.
+// Quantizers of GGUF's types whose scales follow from extremes (q4_0 to q8_k, the ternary ones, mxfp4, nvfp4); what a
+// lane computes stands in formats/gguf_encoders.cuh, and is decoded by blocks.cu.
+//
+//     x --16 B a lane, consecutive--> tile in shared memory --32 elements a lane--> registers: extremes, codes
+//       --1 to 32 B of each field a lane, consecutive--> planes
+//
+// A lane has a row of 32 elements for itself, so that a block of 32 is divided for once, and nothing of it crosses
+// lanes; of larger blocks two or eight lanes share the scale. With a thread for each block, which read it where it
+// stood, q4_0 reached .69 of the copy bandwidth of an H200, q8_0 .77 and tq2_0 .33: loads and stores of a warp lay 16
+// to 512 bytes apart.
+#include "common/tiles.cuh"
 #include "formats/gguf_encoders.cuh"
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 128, WARPS = THREADS / WARP;
+// Thread blocks that a multiprocessor must have registers for.
+template <typename T>
+constexpr int RESIDENT = SameType<T, __half>::VALUE ? 8 : 6;
 
-// A thread for each block.
-//
+// The numbers of a row as they are stored. STRIPED: not those of row `lane`, but of four rows each a quarter: lane j of
+// eight has the elements 128 * (j / 4) + 32 * s + 8 * (j % 4) + 0 .. 7 of a block of 256, for s = 0 .. 3.
+template <typename T, bool STRIPED>
+__device__ __forceinline__ void read_numbers(const Tile<T>& tile, int lane, unsigned (&word)[Tile<T>::WORDS]) {
+    if constexpr (STRIPED) {
+        constexpr int EACH = Tile<T>::CHUNKS / 4;
+#pragma unroll
+        for (int c = 0; c < Tile<T>::CHUNKS; ++c)
+            to_words(word + 4 * c, tile.chunks[Tile<T>::place(lane / 4 * 4 + c / EACH, lane % 4 * EACH + c % EACH)]);
+    } else {
+        tile.read_row(lane, word);
+    }
+}
+
 // x       T[blocks * E::BLOCK]
 // blocks  how many
-// a to e  the planes of the fields, in their order; null where there are fewer
+// a to e  the planes of the fields, in their order, and behind them a tensor scale; null where there are fewer
 template <typename T, typename E>
-__global__ void __launch_bounds__(THREADS) quantize_gguf(
+__global__ void __launch_bounds__(THREADS, RESIDENT<T>) quantize_gguf(
     const T* x, long long blocks, unsigned char* a, unsigned char* b, unsigned char* c, unsigned char* d,
     unsigned char* e) {
-    const Fields fields = {{a, b, c, d, e}};
-    const long long step = (long long)gridDim.x * THREADS;
-    for (long long block = (long long)blockIdx.x * THREADS + threadIdx.x; block < blocks; block += step)
-        E::encode(Source<T>{x + block * E::BLOCK}, fields, block);
+    __shared__ __align__(128) uint4 tiles[WARPS][WARP * Tile<T>::CHUNKS];
+    __shared__ __align__(16) unsigned exchange[WARPS][E::EXCHANGE > 0 ? E::EXCHANGE : 1];
+    constexpr int GROUPS = ROW / E::GROUP;
+    const int lane = threadIdx.x % WARP, warp = warp_number();
+    const long long rows = blocks * (E::BLOCK / ROW);
+    const bool aligned = is_aligned(x);
+    Output output{{{a, b, c, d, e}}, exchange[warp], lane};
+    const long long whole = output.are_aligned(E::FIELDS) ? rows : 0;
+    const Tile<T> tile{tiles[warp]};
+    const BlockRun<long long> run((rows + THREADS - 1) / THREADS);
+    long long left = run.end - run.first, first = run.first * THREADS + warp * WARP;
+    if (left <= 0) return;
+    tile.load(x, first * ROW, rows * ROW, aligned, lane);
+    commit_copies();
+    for (; left > 0; --left, first += THREADS) {
+        wait_copies<0>();
+        __syncwarp();
+        unsigned word[Tile<T>::WORDS];
+        read_numbers<T, E::STRIPED>(tile, lane, word);
+        if (left > 1) {
+            __syncwarp();
+            tile.load(x, (first + THREADS) * ROW, rows * ROW, aligned, lane);
+            commit_copies();
+        }
+        float v[ROW];
+        Extremes extremes[GROUPS];
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) extremes[g] = Numbers<T>::template extremes<E::GROUP>(word, g);
+#pragma unroll
+        for (int i = 0; i < ROW; ++i) v[i] = Word<T>::get(word[i / Word<T>::COUNT], i % Word<T>::COUNT);
+        bool ordinary = true;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) ordinary &= extremes[g].within_half();
+        if constexpr (E::TENSOR_SCALE >= 0) {
+            const float* scale = reinterpret_cast<const float*>(output.fields.field[E::TENSOR_SCALE]);
+            if (scale) {
+                ordinary = false;
+#pragma unroll
+                for (int i = 0; i < ROW; ++i) v[i] = ieee::divide(v[i], *scale);
+            }
+        }
+        if (!ordinary) {
+#pragma unroll
+            for (int i = 0; i < ROW; ++i) v[i] = Source<T>::within_half(v[i]);
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) extremes[g] = extremes_of<E::GROUP>(v, g);
+        }
+        output.row = first + lane;
+        output.there = output.row < rows;
+        output.whole = first + WARP <= whole;
+        E::encode(v, extremes, output);
+    }
 }

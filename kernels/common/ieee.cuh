@@ -37,6 +37,25 @@ inline int halves_below(float a) {
     if (subnormal) return (__float_as_uint(a) << 1) != 0 && __float_as_int(a) < 0 ? -1 : 0;
     return static_cast<int>(std::floor(2.0f * a));
 }
+// a * b, neither of them negative, rounded up.
+inline float multiply_up(float a, float b) {
+    return unflushed(a, b, [](float x, float y) {
+        const volatile float nearest = x * y;
+        const bool less = nearest < static_cast<double>(x) * y;
+        return less ? __uint_as_float(__float_as_uint(nearest) + 1) : +nearest;
+    });
+}
+// The larger and the smaller one, NaN where one is; -0 is below 0.
+inline float larger_or_nan(float a, float b) {
+    if (a != a || b != b) return a + b;
+    if (__float_as_uint(a) << 1 == 0 && __float_as_uint(b) << 1 == 0)
+        return __uint_as_float(__float_as_uint(a) & __float_as_uint(b));
+    return less(a, b) ? b : a;
+}
+inline float smaller_or_nan(float a, float b) {
+    const float r = larger_or_nan(-a, -b);
+    return -r;
+}
 #else
 __device__ __forceinline__ float multiply(float a, float b) {
     float r;
@@ -73,6 +92,31 @@ __device__ __forceinline__ int halves_below(float a) {
     float r;
     asm("add.rm.f32 %0, %1, 0f4AC00000;" : "=f"(r) : "f"(a));  // 1.5 * 2^22
     return __float_as_int(r) - 0x4ac00000;
+}
+__device__ __forceinline__ float multiply_up(float a, float b) {
+    float r;
+    asm("mul.rp.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float larger_or_nan(float a, float b) {
+    float r;
+#if __CUDA_ARCH__ >= 800
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+#else
+    asm("max.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    if (a != a || b != b) r = __int_as_float(0x7fffffff);
+#endif
+    return r;
+}
+__device__ __forceinline__ float smaller_or_nan(float a, float b) {
+    float r;
+#if __CUDA_ARCH__ >= 800
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+#else
+    asm("min.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    if (a != a || b != b) r = __int_as_float(0x7fffffff);
+#endif
+    return r;
 }
 #endif
 

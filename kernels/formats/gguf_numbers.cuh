@@ -68,19 +68,6 @@ struct Source {
     }
 };
 
-// The nearest integer of |x| up to 127 and a little, halves away from zero. The difference is exact.
-__device__ __forceinline__ int round_away(float x) {
-    const int whole = static_cast<int>(x);
-    const float rest = __fsub_rn(x, static_cast<float>(whole));
-    return whole + (rest >= 0.5f) - (rest <= -0.5f);
-}
-
-__device__ __forceinline__ unsigned largest_magnitude(const float (&v)[32], unsigned largest) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) largest = max(largest, ieee::magnitude_bits(v[i]));
-    return largest;
-}
-
 // The nearest of 0 to LARGEST, halves to even; 0 where it is not finite.
 template <int LARGEST>
 __device__ __forceinline__ int to_code(float x) {

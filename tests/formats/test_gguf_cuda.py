@@ -4,12 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inputs import DTYPES
 from make_gguf_data import KINDS, TYPES, numbers
 
 import kbitcupy as kb
 
 pytestmark = pytest.mark.gpu
 FROZEN = dict(np.load(Path(__file__).parent.parent / "data" / "gguf_blocks.npz"))
+
+
+#: The types of kernels/gguf.cu.
+SIMPLE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "q8_k", "mxfp4", "nvfp4", "tq1_0", "tq2_0")
 
 
 def to_blocks(q):
@@ -24,6 +29,40 @@ def test_ggmls_bytes(cupy, name, kind):
     x = numbers(kind, 1 << 17, seed=4)
     host = kb.quantize(x, name)
     assert np.array_equal(to_blocks(kb.quantize(cupy.asarray(x), name)), host.format.to_blocks(host.planes))
+
+
+def of_all_kinds(dtype, size):
+    """Numbers of every kind, and at the end those that ggml leaves undefined, `size` of each."""
+    rows = [numbers(kind, size, seed=11) for kind in KINDS]
+    zeros = np.where(rows[-1] > 0, np.float32(0), np.float32(-0.0))
+    wrong = numbers("large", size, seed=12) * np.float32(4)
+    wrong[::45], wrong[1::90], wrong[2::110], wrong[3::13] = np.nan, np.inf, -np.inf, -0.0
+    with np.errstate(over="ignore"):
+        return np.stack([*rows, zeros, np.abs(rows[0]) * (rows[1] > 0), wrong]).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SIMPLE)
+def test_numpys_bytes(cupy, name, dtype):
+    """Of many blocks, of few, and at an address that no vector of 16 bytes has."""
+    x = of_all_kinds(dtype, 1 << 14)
+    room = cupy.empty(x.size + 1, x.dtype)
+    for part in (x, x[:, :256], x[:, :1280]):
+        expected = kb.quantize(part, name)
+        odd = room[1 : part.size + 1].reshape(part.shape)
+        odd[...] = cupy.asarray(part)
+        for there in (cupy.asarray(part), odd):
+            found = kb.quantize(there, name)
+            for plane, bytes in expected.planes.items():
+                assert np.array_equal(found.planes[plane].view(np.uint8).get(), bytes.view(np.uint8)), plane
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_scale(cupy, dtype):
+    x = of_all_kinds(dtype, 1024)
+    for scale in (3.7e-5, 0.25):
+        expected, found = kb.quantize(x, "nvfp4", scale=scale), kb.quantize(cupy.asarray(x), "nvfp4", scale=scale)
+        assert np.array_equal(to_blocks(found), expected.format.to_blocks(expected.planes))
 
 
 @pytest.mark.parametrize("name", TYPES)

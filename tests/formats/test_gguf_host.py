@@ -11,6 +11,10 @@ from make_gguf_data import KINDS, TYPES, numbers
 import kbitcupy as kb
 from kbitcupy.backend.compile import kernel_folder, source
 
+#: The types of kernels/gguf.cu, and those with frozen bytes.
+SIMPLE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "q8_k", "mxfp4", "nvfp4", "tq1_0", "tq2_0")
+NAMES = tuple(dict.fromkeys((*SIMPLE, *TYPES)))
+
 ENTRY = """
 extern "C" void {name}(unsigned grid, const float* x, long long blocks, unsigned char* a, unsigned char* b,
                        unsigned char* c) {{
@@ -26,21 +30,22 @@ def _compiler():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
 
 
-def library(name, folders=()):
-    """The quantizers of the file that has that of a type."""
-    quantizers = {one: kb.get_format(one).quantizer for one in TYPES}
+def library(name, folders=(), names=NAMES):
+    """The quantizers of the file that has that of a type, as far as they are named."""
+    quantizers = {one: kb.get_format(one).quantizer for one in names}
     file = quantizers[name].file
     entries = [ENTRY.format(name=n, kernel=q.name, struct=q.struct) for n, q in quantizers.items() if q.file == file]
     return host.build('#include "grid.h"\n' + source(quantizers[name].templates[0]) + "".join(entries), folders)
 
 
-def quantized(built, name, x, offset=0):
+def quantized(built, name, x, offset=0, scale=None):
     """The planes that the kernel writes, each `offset` bytes behind an aligned address, as bytes by name."""
     format = kb.get_format(name)
     sizes = {plane: np.dtype(spec.dtype).itemsize * spec.shape[0] for plane, spec in format.planes(x.shape).items()}
     rooms = {plane: np.zeros(size + 64, np.uint8) for plane, size in sizes.items()}
     starts = {plane: -room.ctypes.data % 16 + offset for plane, room in rooms.items()}
     addresses = [ctypes.c_void_p(room.ctypes.data + starts[plane]) for plane, room in rooms.items()]
+    addresses += [scale and ctypes.byref(ctypes.c_float(scale))]
     addresses += [None] * (3 - len(addresses))
     getattr(built, name)(2, ctypes.c_void_p(x.ctypes.data), ctypes.c_longlong(x.size // format.block), *addresses)
     for plane, room in rooms.items():
@@ -48,37 +53,96 @@ def quantized(built, name, x, offset=0):
     return {plane: room[starts[plane] : starts[plane] + sizes[plane]].tobytes() for plane, room in rooms.items()}
 
 
+def zeros(size):
+    """Few numbers, none of them negative, and zeros of both signs."""
+    x = np.abs(numbers("sparse", size, seed=8))
+    return np.where(x == 0, np.copysign(x, numbers("normal", size, seed=9)), x)
+
+
 def bytes_of(q):
     return {name: plane.tobytes() for name, plane in q.planes.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_same_bytes(name, kind):
     x = numbers(kind, 36 * 256, seed=2)  # more blocks of 256 than two thread blocks take at a time
     assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
 
 
 @pytest.mark.parametrize("offset", [2, 4, 6, 14])
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_planes_and_arrays_begin_anywhere(name, offset):
     x = np.concatenate((np.zeros(offset, np.float32), numbers("wide", 2048, seed=3)))[offset:]
     assert quantized(library(name), name, x, offset) == bytes_of(kb.quantize(x, name))
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_ggml_leaves_open(name):
     x = numbers("large", 2048, seed=4) * np.float32(4)
     x[::5], x[1::9], x[2::11], x[3::13] = np.nan, np.inf, -np.inf, -0.0
     assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_of_both_signs(name):
+    x = zeros(8192)
+    assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
+
+
+@pytest.mark.parametrize("scale", [3.7e-5, 0.25, 3e38])
+def test_a_tensor_scale(scale):
+    x = numbers("student", 2048, seed=6)
+    x[::7], x[1::9] = np.nan, np.inf
+    expected = kb.quantize(x, "nvfp4", scale=scale)
+    assert quantized(library("nvfp4"), "nvfp4", x, scale=scale).items() <= bytes_of(expected).items()
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 33, 129])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_blocks(name, blocks):
+    x = numbers("normal", blocks * kb.get_format(name).block, seed=7)
+    assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
+
+
+# Numbers about the middles between two codes, and powers of two; the first of a block gives its scale.
+NEAR = [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 15.5]
+
+
+@pytest.mark.parametrize("exponent", [-149, -137, -130, -127, -126, -125, -100, -20, -3, -2, -1, 0, 1, 2, 3, 11])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_numbers_between_codes(name, exponent):
+    rows = []
+    for largest in (8, 9, 11, 11.999, 13, 15, 15.9999, np.nextafter(np.float32(16), np.float32(0))):
+        for steps in range(-3, 4):
+            near = np.float32(NEAR).view(np.int32) + steps
+            rows.append(np.minimum(near.view(np.float32), np.float32(largest)) * np.float32([1, -1] * 8))
+            rows[-1][0] = largest
+    x = np.ldexp(np.concatenate(rows), exponent).astype(np.float32)
+    assert x.size % 64 == 0
+    assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
+
+
+def test_the_last_floats_below_a_power_of_two():
+    """Whose logarithm is rounded to that of the power."""
+    powers = np.exp2(np.arange(-126, 16, dtype=np.float64)).astype(np.float32)
+    x = (powers.view(np.int32)[:, None] - np.arange(64, dtype=np.int32)).view(np.float32)
+    blocks = np.zeros((x.size, 32), np.float32)
+    blocks[:, 5] = x.reshape(-1)
+    assert quantized(library("mxfp4"), "mxfp4", blocks) == bytes_of(kb.quantize(blocks, "mxfp4"))
+
+
 FAULTS = [  # a header, a text in it, what it becomes, a type, and the kind of numbers that shows it
-    ("formats/gguf_numbers.cuh", "rest >= 0.5f", "rest > 0.5f", "q8_0", "ties"),
-    ("formats/gguf_encoders.cuh", ", 8.5f", ", 8.0f", "q4_0", "normal"),
-    ("formats/gguf_encoders.cuh", "bits > largest", "bits >= largest", "q4_0", "ties"),
+    ("formats/gguf_encoders.cuh", "MIDDLE + 0.5f", "MIDDLE + 0.25f", "q5_0", "normal"),
+    ("formats/gguf_encoders.cuh", "high == low && __float_as_uint", "false && __float_as_uint", "q4_0", "ties"),
+    ("formats/gguf_encoders.cuh", "factor.overflows ? 0.0f", "false ? 0.0f", "q4_0", "subnormal"),
+    ("formats/gguf_encoders.cuh", "if (ieee::is_zero(found))", "if (false)", "q4_1", "zeros"),
+    ("formats/gguf_encoders.cuh", "| 0x3f000000u", "| 0x3effffffu", "q8_0", "ties"),
+    ("formats/gguf_encoders.cuh", "byte[2 + i] * 4", "byte[2 + i] * 8", "tq2_0", "normal"),
+    ("formats/gguf_encoders.cuh", "byte[7] * 3;", "byte[7];", "tq1_0", "normal"),
+    ("formats/gguf_encoders.cuh", "(HALF - 1)", "HALF", "mxfp4", "ties"),
+    ("formats/gguf_encoders.cuh", "code >= 0x78 ?", "code >= 0x7e ?", "nvfp4", "wide"),
     ("formats/gguf_search_encoders.cuh", "LARGEST, 20, true", "LARGEST, 12, true", "q4_k", "normal"),
-    ("formats/gguf_encoders.cuh", "i % 4 * 8 + s * 2", "i % 4 * 8 + s", "tq2_0", "normal"),
     ("common/ieee.cuh", "set_float_mode(IEEE_MODE);", "", "q4_k", "smaller"),
 ]
 
@@ -89,5 +153,5 @@ def test_a_planted_fault_is_found(file, right, wrong, name, kind, tmp_path):
     assert right in text
     (tmp_path / file).parent.mkdir()
     (tmp_path / file).write_text(text.replace(right, wrong))
-    x = numbers(kind, 1 << 14, seed=5)
-    assert quantized(library(name, (tmp_path,)), name, x) != bytes_of(kb.quantize(x, name))
+    x = zeros(1 << 14) if kind == "zeros" else numbers(kind, 1 << 14, seed=5)
+    assert quantized(library(name, (tmp_path,), (name,)), name, x) != bytes_of(kb.quantize(x, name))

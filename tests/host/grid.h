@@ -29,6 +29,7 @@ struct Group {
 inline thread_local Group *this_block, *this_warp;
 
 inline void __syncthreads() { this_block->wait(); }
+inline void __syncwarp() { this_warp->wait(); }
 
 template <typename A>
 A __shfl_xor_sync(unsigned, A value, int mask) {

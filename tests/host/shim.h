@@ -24,7 +24,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __constant__ const
-#define __align__(bytes) alignas(bytes)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 
 // ---- modes of the processor ------------------------------------------------------------------------------------
 
@@ -102,6 +102,13 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+// Toward zero: the sum in double is exact enough for numbers that are not 2^29 apart.
+inline float __fadd_rz(float a, float b) {
+    const double sum = static_cast<double>(a) + b;
+    const float nearest = static_cast<float>(sum);
+    return std::fabs(static_cast<double>(nearest)) > std::fabs(sum) ? same_bits<float>(same_bits<unsigned>(nearest) - 1)
+                                                                    : nearest;
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
@@ -161,6 +168,7 @@ inline __half __float2half_rn(float x) {
     return {static_cast<unsigned short>(sign | result)};
 }
 
+inline unsigned short __half_as_ushort(__half h) { return h.bits; }
 inline __half __low2half(__half2 v) { return v.x; }
 inline __half __high2half(__half2 v) { return v.y; }
 inline float __low2float(__half2 v) { return __half2float(v.x); }

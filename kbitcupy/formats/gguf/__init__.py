@@ -28,7 +28,7 @@ class Gguf(BlockFormat):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         if cls.struct and cls.cuda_encoder and cls.quantize_blocks is not BlockFormat.quantize_blocks:
-            at_a_time = _THREADS // max(cls.lanes, 1)
+            at_a_time = _THREADS // cls.lanes if cls.lanes else _THREADS * 32 // cls.block
             file, name = ("gguf_search.cu", "search_gguf") if cls.lanes else ("gguf.cu", "quantize_gguf")
             cls.quantizer = Quantizer(file, name, f"{cls.struct}Encoder", _THREADS, at_a_time)
             if "importance" in cls.takes:

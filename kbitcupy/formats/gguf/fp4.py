@@ -56,7 +56,7 @@ class MXFP4(Gguf):
     name, bits, block, origin = "mxfp4", 4, 32, "OCP Microscaling Formats 1.0, GGUF (ggml)"
     summary = "4-bit floats, a power of two as the scale of 32"
     fields = (Field("scales", "uint8", 1), Field("qs", "uint8", 16, split=32))
-    struct, ggml_type, default, cuda_encoder = "MXFP4", 39, False, False
+    struct, ggml_type, default = "MXFP4", 39, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         largest = np.abs(rows).max(axis=1, keepdims=True)
@@ -89,7 +89,7 @@ class NVFP4(Gguf):
     name, bits, block, origin = "nvfp4", 4, 64, "NVIDIA (NVFP4), GGUF (ggml)"
     summary = "4-bit floats, an 8-bit float as the scale of 16"
     fields = (Field("scales", "uint8", 4), Field("qs", "uint8", 32, split=16))
-    struct, ggml_type, default, cuda_encoder = "NVFP4", 40, False, False
+    struct, ggml_type, default = "NVFP4", 40, False
     takes = ("scale",)
     implied = MappingProxyType({"scale": ("tensor_scale", True)})
     tensor_scale = "scale"

@@ -364,7 +364,7 @@ class Q8_K(KType):
     name, bits, default, ggml_type = "q8_k", 8, False, 15
     summary = "8-bit integers, sums of 16, a scale of 256, for activations"
     fields = (Field("d", "float32", 1), Field("qs", "int8", 256), Field("bsums", "int16", 16))
-    struct, cuda_encoder = "Q8_K", False
+    struct = "Q8_K"
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         longest = signed_max(rows)

@@ -60,7 +60,7 @@ class Q8_1(Gguf):
     name, bits, block = "q8_1", 8, 32
     summary = "8-bit integers, halves as scale and sum of 32, for activations"
     fields = (Field("d", "float16", 2), Field("qs", "int8", 32))
-    struct, ggml_type, default, cuda_encoder = "Q8_1", 9, False, False
+    struct, ggml_type, default = "Q8_1", 9, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d, q = _signed_bytes(rows)
@@ -96,7 +96,7 @@ class Q4_1(Gguf):
     summary = "4-bit integers, halves as scale and minimum of 32"
     takes, row_mean = ("importance",), True
     fields = (Field("d", "float16", 2), Field("qs", "uint8", 16))
-    struct, together, ggml_type, default, cuda_encoder = "Q4_1", True, 3, False, False
+    struct, together, ggml_type, default = "Q4_1", True, 3, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d, m, q = _from_minimum(rows, 15) if importance is None else _ranged(rows, importance, 15)
@@ -116,7 +116,7 @@ class Q5_0(Gguf):
     summary = "5-bit integers, a half as the scale of 32"
     takes, row_mean = ("importance",), True
     fields = (Field("d", "float16", 1), Field("qh", "uint8", 4), Field("qs", "uint8", 16))
-    struct, together, ggml_type, default, cuda_encoder = "Q5_0", True, 6, False, False
+    struct, together, ggml_type, default = "Q5_0", True, 6, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d, q = _centred(rows, 16) if importance is None else _centred_weighed(rows, importance, 16)
@@ -134,7 +134,7 @@ class Q5_1(Gguf):
     summary = "5-bit integers, halves as scale and minimum of 32"
     takes, row_mean = ("importance",), True
     fields = (Field("d", "float16", 2), Field("qh", "uint8", 4), Field("qs", "uint8", 16))
-    struct, together, ggml_type, default, cuda_encoder = "Q5_1", True, 7, False, False
+    struct, together, ggml_type, default = "Q5_1", True, 7, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d, m, q = _from_minimum(rows, 31) if importance is None else _ranged(rows, importance, 31)
