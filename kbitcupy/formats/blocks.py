@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,9 +117,10 @@ def _means_kernel(quantizer: Quantizer, dtype: np.dtype) -> Kernel:
 class BlockFormat(Format):
     """A format of equal byte blocks.
 
-    A subclass sets ``name``, ``origin``, ``summary``, ``block`` and `fields`, and writes `dequantize_blocks`, and
-    `quantize_blocks` unless it is for reading only (``can_encode`` is then False). For CUDA it names the `struct` that
-    decodes it and the kernel that quantizes.
+    A subclass sets ``name``, ``origin``, ``summary``, ``block`` and `fields`, and writes `dequantize_blocks` or
+    `dequantize_planes`, and `quantize_blocks` unless it is for reading only (``can_encode`` is then False). For CUDA it
+    names the `struct` that decodes it and the kernel that quantizes. With a `tensor_scale` that `planes` names, what is
+    quantized is x / scale, and what is decoded is multiplied with it, each rounded to float32.
     """
 
     #: Fields in the order of the origin's bytes. Neighbours that a decoder always reads together may be one field.
@@ -161,9 +161,13 @@ class BlockFormat(Format):
         """Bytes of one of the origin's blocks."""
         return block_bytes(self.fields)
 
-    @abstractmethod
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        """float32[blocks, block] from the origin's bytes, uint8[blocks, block_bytes]."""
+        """float32[blocks, block] from the origin's bytes, uint8[blocks, block_bytes]; without a tensor scale."""
+        return self.dequantize_planes(self.from_blocks(blocks))
+
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        """The same from the planes of some blocks; a subclass writes the one of the two that is easier."""
+        return self.dequantize_blocks(self.to_blocks(planes))
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         """The origin's bytes, uint8[blocks, block_bytes], from finite float32[blocks, block], not to be written.
@@ -211,12 +215,12 @@ class BlockFormat(Format):
             columns = given["importance"].reshape(-1, x.shape[-1])
             size = max(CHUNK // x.shape[-1], 1) * x.shape[-1]  # whole rows
         for start in range(0, flat.size, size):
-            part = flat[start : start + size].astype(np.float32)
+            part = flat[start : start + size].astype(np.float32, copy=False)
             if scale is not None:
                 with np.errstate(all="ignore"):
-                    part /= scale
-            part[np.isnan(part)] = 0
-            np.clip(part, -LARGEST, LARGEST, out=part)
+                    part = part / scale
+            if not (part.min() >= -LARGEST and part.max() <= LARGEST):  # NaN is neither
+                part = np.where(np.isnan(part), np.float32(0), part.clip(-LARGEST, LARGEST))
             # Overflow on the way is a part of the origin's rules.
             with np.errstate(all="ignore"):
                 importance = None if columns is None else self._importance(part, columns, start, flat.size)
@@ -269,7 +273,7 @@ class BlockFormat(Format):
             first, last = start // self.block, (start + target.size) // self.block
             part = {f.name: planes[f.name][first * f.entries : last * f.entries] for f in self.fields}
             with np.errstate(all="ignore"):
-                values = self.dequantize_blocks(self.to_blocks(part)).reshape(-1)
+                values = self.dequantize_planes(part).reshape(-1)
                 target[:] = values if scale is None else values * scale
 
 

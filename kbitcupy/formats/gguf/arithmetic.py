@@ -15,16 +15,59 @@ def finite(y: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(y), y, np.float32(0))
 
 
-def roundf(y: np.ndarray) -> np.ndarray:
-    """The nearest integer; halves go away from zero, as C's roundf has it."""
+def quotients(rows: np.ndarray, d: np.ndarray, plus: float = 0.0) -> np.ndarray:
+    """rows * (1 / d) + plus as numbers to be rounded: 0 in rows where 1 / d is infinite, `plus` where d is 0."""
+    factor = reciprocal(d)
+    y = rows * factor
+    if plus:
+        y += np.float32(plus)
+    lost = np.isinf(factor[:, 0])
+    if lost.any():
+        y[lost] = 0
+    return y
+
+
+def round_away(y: np.ndarray) -> np.ndarray:
+    """The nearest integer, int8; halves go away from zero, as C's roundf has it."""
     whole = np.trunc(y)
-    return np.where(np.abs(y - whole) >= 0.5, whole + np.copysign(np.float32(1), y), whole)
+    rest = y - whole
+    nearest = whole.astype(np.int8)
+    nearest += (rest >= 0.5).view(np.int8)
+    nearest -= (rest <= -0.5).view(np.int8)
+    return nearest
+
+
+def extremes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest number of each row of a multiple of 4, float32[rows, 1]; a zero may be of either sign.
+
+    Short rows are slow to reduce. Columns of 16 bytes (as complex128) become rows first, then it goes along those.
+    """
+    width = min(rows.shape[1], 32)
+    items = np.ascontiguousarray(rows).reshape(-1, width).view(np.complex128)
+    columns = np.ascontiguousarray(items.T).view(np.float32)
+    found = []
+    for ufunc in (np.minimum, np.maximum):
+        quarter = ufunc.reduce(columns, axis=0).reshape(-1, 4)
+        each = ufunc.reduce(np.ascontiguousarray(quarter.T), axis=0).reshape(len(rows), -1)
+        found.append(each if each.shape[1] == 1 else ufunc.reduce(each, axis=1, keepdims=True))
+    return found[0], found[1]
+
+
+def largest_magnitude(rows: np.ndarray) -> np.ndarray:
+    """max|x| of each row, float32[rows, 1]."""
+    low, high = extremes(rows)
+    return np.maximum(np.abs(low), np.abs(high))
 
 
 def signed_max(rows: np.ndarray) -> np.ndarray:
     """The first number of largest magnitude of each row, [rows, 1]; +0 where all are zero."""
-    first = np.abs(rows).argmax(axis=1, keepdims=True)
-    return np.take_along_axis(rows, first, axis=1) + np.float32(0)
+    low, high = extremes(rows)
+    found = np.where(high > -low, high, low) + np.float32(0)
+    either = np.flatnonzero((high == -low) & (high != 0))
+    if either.size:
+        tied = rows[either]
+        found[either] = np.take_along_axis(tied, np.abs(tied).argmax(axis=1, keepdims=True), axis=1)
+    return found
 
 
 def half_bytes(*numbers: np.ndarray) -> np.ndarray:
@@ -37,17 +80,43 @@ def halves(blocks: np.ndarray, start: int) -> np.ndarray:
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
 
 
+def scaled(q: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """Integers times the scale of each row, float32; `d` has one for each row, of any float dtype."""
+    y = q.astype(np.float32)
+    y *= d[:, None].astype(np.float32)
+    return y
+
+
 def pack_fields(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
     """Codes of so many bits as bytes: byte i of a run holds the elements i, i + run, i + 2 * run, ..., the first
     in the lowest bits.
 
     `codes` is uint8[blocks, block]; the result uint8[blocks, block * bits / 8].
     """
-    parts = codes.reshape(len(codes), -1, 8 // bits, run) << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return np.bitwise_or.reduce(parts, axis=2).reshape(len(codes), -1)
+    parts = np.ascontiguousarray(codes).reshape(-1, 8 // bits, run).view(_run(run))[..., 0]
+    packed = np.ascontiguousarray(parts[:, 0]).view(np.uint8)
+    for i in range(1, 8 // bits):
+        packed |= np.ascontiguousarray(parts[:, i]).view(np.uint8) << np.uint8(bits * i)
+    return packed.reshape(len(codes), -1)
 
 
 def unpack_fields(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
     """The codes that `pack_fields` has packed, uint8[blocks, block]."""
-    parts = packed.reshape(len(packed), -1, 1, run) >> np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return (parts & np.uint8((1 << bits) - 1)).reshape(len(packed), -1)
+    flat = np.ascontiguousarray(packed.view(_run(packed.shape[1]))).view(np.uint8).reshape(-1)
+    codes = np.empty((flat.size // run, 8 // bits), _run(run))
+    for i in range(8 // bits):
+        part = flat >> np.uint8(bits * i)
+        part &= np.uint8((1 << bits) - 1)
+        codes[:, i] = part.view(codes.dtype)
+    return codes.view(np.uint8).reshape(len(packed), -1)
+
+
+def copy_bytes(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy bytes, uint8[rows, n], row by row."""
+    item = _run(source.shape[1])
+    target.view(item)[...] = source.view(item)
+
+
+def _run(nbytes: int) -> np.dtype:
+    """So many bytes as one item: copies of items are several times as fast as those of their bytes."""
+    return np.dtype({4: np.uint32, 8: np.uint64, 16: np.complex128}.get(nbytes) or (np.void, nbytes))

@@ -44,9 +44,9 @@ from ..base import register
 from ..blocks import Field, Importance
 from ..planes import Plane
 from . import Gguf
-from .arithmetic import pack_fields, unpack_fields
+from .arithmetic import largest_magnitude, pack_fields
 
-#: What codes stand for.
+#: What codes stand for, F.
 VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
@@ -59,13 +59,13 @@ class MXFP4(Gguf):
     struct, ggml_type, default = "MXFP4", 39, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
-        largest = np.abs(rows).max(axis=1, keepdims=True)
+        largest = largest_magnitude(rows)
         exponent = np.maximum(floor_log2(largest) + 125, 0)
         codes = nearest(rows, power_of_two(exponent))
         return np.concatenate([exponent.astype(np.uint8), pack_fields(codes, 4, 16)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        return power_of_two(blocks[:, :1].astype(np.int32)) * VALUES[unpack_fields(blocks[:, 1:], 4, 16)]
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        return values_of(planes["qs"], power_of_two(planes["scales"].astype(np.int32)))
 
 
 class NVFP4(Gguf):
@@ -128,14 +128,13 @@ class NVFP4(Gguf):
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         x = rows.reshape(-1, 16)
-        largest = np.abs(x).max(axis=1, keepdims=True)
+        largest = largest_magnitude(x)
         scales = encode_ue4m3(np.minimum(largest / np.float32(6), np.float32(448)))
         codes = nearest(x, ue4m3_halves()[scales])
         return np.concatenate([scales.reshape(-1, 4), pack_fields(codes.reshape(-1, 64), 4, 8)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        values = VALUES[unpack_fields(blocks[:, 4:], 4, 8)].reshape(-1, 4, 16)
-        return (ue4m3_halves()[blocks[:, :4]][..., None] * values).reshape(-1, self.block)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        return values_of(planes["qs"], ue4m3_halves()[planes["scales"]])
 
 
 def _check_scale(scale: Any) -> Any:
@@ -216,6 +215,20 @@ def ue4m3_halves() -> np.ndarray:
 # ---- codes -----------------------------------------------------------------------------------------------------------
 
 
+def values_of(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """What codes stand for, neighbours in a byte, times the scale of each row: float32[rows, elements]."""
+    y = np.take(_pairs(), packed).view(np.float32).reshape(len(scale), -1)
+    y *= scale[:, None]
+    return y
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """The two float32 that each byte stands for, as one item."""
+    every = np.arange(256)
+    return np.stack([VALUES[every & 15], VALUES[every >> 4]], axis=1).astype(np.float32).view(np.complex64).reshape(-1)
+
+
 def nearest(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The first code of the least |F * scale - x|, uint8; `scale` is float32 beside x, 0 where all codes are 0.
 
@@ -225,15 +238,18 @@ def nearest(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     halves = np.abs(x)
     halves /= np.where(scale == 0, np.float32(np.inf), scale * np.float32(0.5))
     np.ceil(halves, out=halves)
-    np.minimum(halves, np.float32(_CODES.size // 2 - 1), out=halves)
-    index = halves.astype(np.uint8)
-    index |= (x < 0).view(np.uint8) << np.uint8(5)
-    return _CODES[index]
+    np.minimum(halves, np.float32(_TWICE_THE_MIDDLES[-1] + 1), out=halves)
+    whole = halves.astype(np.uint8)
+    codes = np.zeros(x.shape, np.uint8)
+    for middle in _TWICE_THE_MIDDLES:
+        codes += whole > middle
+    below = x < 0
+    below &= codes > 0
+    codes |= below.view(np.uint8) << np.uint8(3)
+    return codes
 
 
-# By twice the middles of neighbours: the code of each whole number of halves, rounded up, and below zero.
-_MAGNITUDES = np.searchsorted([1, 3, 5, 7, 10, 14, 20], np.arange(32)).astype(np.uint8)
-_CODES = np.concatenate([_MAGNITUDES, np.where(_MAGNITUDES > 0, _MAGNITUDES | 8, 0)]).astype(np.uint8)
+_TWICE_THE_MIDDLES = np.array([1, 3, 5, 7, 10, 14, 20], np.uint8)
 
 for _format in (MXFP4, NVFP4):
     register(_format.name, _format)

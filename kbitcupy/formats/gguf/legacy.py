@@ -30,12 +30,25 @@ on), built without contraction.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from ..base import register
 from ..blocks import Field, Importance
 from . import Gguf, search
-from .arithmetic import finite, half_bytes, halves, pack_fields, reciprocal, roundf, signed_max, unpack_fields
+from .arithmetic import (
+    extremes,
+    half_bytes,
+    largest_magnitude,
+    pack_fields,
+    quotients,
+    round_away,
+    scaled,
+    signed_max,
+    unpack_fields,
+)
 
 
 class Q8_0(Gguf):
@@ -50,8 +63,8 @@ class Q8_0(Gguf):
         d, q = _signed_bytes(rows)
         return np.concatenate([half_bytes(d), q.view(np.uint8)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        return halves(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        return scaled(planes["qs"].reshape(-1, 32), planes["d"])
 
 
 class Q8_1(Gguf):
@@ -67,8 +80,8 @@ class Q8_1(Gguf):
         total = q.sum(axis=1, keepdims=True, dtype=np.int32).astype(np.float32)
         return np.concatenate([half_bytes(d, total * d), q.view(np.uint8)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        return halves(blocks, 0) * blocks[:, 4:].view(np.int8).astype(np.float32)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        return scaled(planes["qs"].reshape(-1, 32), planes["d"][::2])
 
 
 class Q4_0(Gguf):
@@ -84,9 +97,10 @@ class Q4_0(Gguf):
         d, q = _centred(rows, 8) if importance is None else _centred_weighed(rows, importance, 8)
         return np.concatenate([half_bytes(d), pack_fields(q, 4, 16)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        q = unpack_fields(blocks[:, 2:], 4, 16).view(np.int8) - np.int8(8)
-        return halves(blocks, 0) * q.astype(np.float32)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        q = unpack_fields(planes["qs"].reshape(-1, 16), 4, 16).view(np.int8)
+        q -= np.int8(8)
+        return scaled(q, planes["d"])
 
 
 class Q4_1(Gguf):
@@ -102,10 +116,9 @@ class Q4_1(Gguf):
         d, m, q = _from_minimum(rows, 15) if importance is None else _ranged(rows, importance, 15)
         return np.concatenate([half_bytes(d, m), pack_fields(q, 4, 16)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        y = unpack_fields(blocks[:, 4:], 4, 16).astype(np.float32)
-        y *= halves(blocks, 0)
-        y += halves(blocks, 2)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        y = scaled(unpack_fields(planes["qs"].reshape(-1, 16), 4, 16), planes["d"][::2])
+        y += planes["d"][1::2, None].astype(np.float32)
         return y
 
 
@@ -122,9 +135,10 @@ class Q5_0(Gguf):
         d, q = _centred(rows, 16) if importance is None else _centred_weighed(rows, importance, 16)
         return np.concatenate([half_bytes(d), *_five_bits(q)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        q = _from_five_bits(blocks[:, 2:6], blocks[:, 6:]).view(np.int8) - np.int8(16)
-        return halves(blocks, 0) * q.astype(np.float32)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        q = _from_five_bits(planes["qh"], planes["qs"]).view(np.int8)
+        q -= np.int8(16)
+        return scaled(q, planes["d"])
 
 
 class Q5_1(Gguf):
@@ -140,34 +154,38 @@ class Q5_1(Gguf):
         d, m, q = _from_minimum(rows, 31) if importance is None else _ranged(rows, importance, 31)
         return np.concatenate([half_bytes(d, m), *_five_bits(q)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        y = _from_five_bits(blocks[:, 4:8], blocks[:, 8:]).astype(np.float32)
-        y *= halves(blocks, 0)
-        y += halves(blocks, 2)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        y = scaled(_from_five_bits(planes["qh"], planes["qs"]), planes["d"][::2])
+        y += planes["d"][1::2, None].astype(np.float32)
         return y
 
 
 def _signed_bytes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The scale, float32[blocks, 1], and codes, int8, of which 127 is the largest magnitude."""
-    d = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
-    return d, roundf(finite(rows * reciprocal(d))).astype(np.int8)
+    d = largest_magnitude(rows) / np.float32(127)
+    return d, round_away(quotients(rows, d))
 
 
 def _centred(rows: np.ndarray, middle: int) -> tuple[np.ndarray, np.ndarray]:
     """The scale and codes, uint8, from 0 to 2 * middle - 1; 0 is the number of largest magnitude."""
     d = signed_max(rows) / np.float32(-middle)
-    q = finite(rows * reciprocal(d) + np.float32(middle + 0.5))
-    return d, np.minimum(q, np.float32(2 * middle - 1)).astype(np.uint8)
+    return d, _truncated(quotients(rows, d, middle + 0.5), 2 * middle - 1)
 
 
 def _from_minimum(rows: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The scale, the minimum and codes, uint8, from 0 at the minimum to `largest` at the maximum."""
-    low = rows.min(axis=1, keepdims=True)
-    if zero := np.flatnonzero(low == 0).tolist():  # the sign of the first of them; that of the maximum does not matter
-        low[zero] = np.take_along_axis(rows[zero], rows[zero].argmin(axis=1, keepdims=True), axis=1)
-    d = (rows.max(axis=1, keepdims=True) - low + np.float32(0)) / np.float32(largest)
-    q = finite((rows - low) * reciprocal(d) + np.float32(0.5))
-    return d, low, np.minimum(q, np.float32(largest)).astype(np.uint8)
+    low, high = extremes(rows)
+    zero = np.flatnonzero(low == 0)
+    if zero.size:  # the sign of the first of them; that of the maximum does not matter
+        part = rows[zero]
+        low[zero] = np.take_along_axis(part, part.argmin(axis=1, keepdims=True), axis=1)
+    d = (high - low + np.float32(0)) / np.float32(largest)
+    return d, low, _truncated(quotients(rows - low, d, 0.5), largest)
+
+
+def _truncated(y: np.ndarray, largest: int) -> np.ndarray:
+    """The whole parts of numbers that are not negative, at most `largest`, uint8."""
+    return np.minimum(y, np.float32(largest), out=y).astype(np.uint8)
 
 
 def _weigh(rows: np.ndarray, importance: Importance) -> np.ndarray:
@@ -213,8 +231,10 @@ def _five_bits(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _from_five_bits(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    bits = np.unpackbits(np.ascontiguousarray(high), axis=1, bitorder="little")
-    return unpack_fields(low, 4, 16) | bits << 4
+    q = np.unpackbits(high, bitorder="little").reshape(-1, 32)
+    q <<= np.uint8(4)
+    q |= unpack_fields(low.reshape(-1, 16), 4, 16)
+    return q
 
 
 for _format in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_1):

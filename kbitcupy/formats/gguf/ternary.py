@@ -21,12 +21,24 @@ Source: ggml, ``ggml-quants.c`` (``quantize_row_tq2_0_ref``, ``quantize_row_tq1_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from ..base import register
 from ..blocks import Field, Importance
 from . import Gguf
-from .arithmetic import finite, half_bytes, halves, pack_fields, reciprocal, roundf, unpack_fields
+from .arithmetic import (
+    copy_bytes,
+    half_bytes,
+    largest_magnitude,
+    pack_fields,
+    quotients,
+    round_away,
+    scaled,
+    unpack_fields,
+)
 
 # The parts of a block of tq1_0: first byte, end, digits of a byte.
 _PARTS = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
@@ -45,9 +57,10 @@ class TQ2_0(Gguf):
         d, t = _ternary(rows)
         return np.concatenate([pack_fields(t, 2, 32), half_bytes(d)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        t = unpack_fields(blocks[:, :64], 2, 32).view(np.int8) - np.int8(1)
-        return halves(blocks, 64) * t.astype(np.float32)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        t = unpack_fields(planes["qs"].reshape(-1, 64), 2, 32).view(np.int8)
+        t -= np.int8(1)
+        return scaled(t, planes["d"])
 
 
 class TQ1_0(Gguf):
@@ -70,23 +83,27 @@ class TQ1_0(Gguf):
             first += digits * width
         return np.concatenate([*packed, half_bytes(d)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        t = np.empty((len(blocks), self.block), np.int8)
-        first = 0
-        for begin, end, digits in _PARTS:
-            for n in range(digits):
-                fraction = blocks[:, begin:end] * _POWERS[n]  # of 256
-                part = t[:, first : first + end - begin]
-                np.add(fraction > 85, fraction > 170, out=part, dtype=np.int8)
-                first += end - begin
-        return halves(blocks, 52) * (t - np.int8(1)).astype(np.float32)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        qs, qh = planes["qs"].reshape(-1, 48), planes["qh"].reshape(-1, 4)
+        fractions = np.empty((len(qs), self.block), np.uint8)  # of 256
+        for n, power in enumerate(_POWERS):
+            both = qs * power
+            copy_bytes(both[:, :32], fractions[:, 32 * n : 32 * n + 32])
+            copy_bytes(both[:, 32:], fractions[:, 160 + 16 * n : 176 + 16 * n])
+            if n < 4:
+                copy_bytes(qh * power, fractions[:, 240 + 4 * n : 244 + 4 * n])
+        t = (fractions > 85).view(np.int8)
+        t += (fractions > 170).view(np.int8)
+        t -= np.int8(1)
+        return scaled(t, planes["d"])
 
 
 def _ternary(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The scale, float32[blocks, 1], and codes 0, 1 and 2, uint8."""
-    d = np.abs(rows).max(axis=1, keepdims=True)
-    t = roundf(finite(rows * reciprocal(d))) + np.float32(1)
-    return d, t.astype(np.uint8)
+    d = largest_magnitude(rows)
+    t = round_away(quotients(rows, d))
+    t += np.int8(1)
+    return d, t.view(np.uint8)
 
 
 for _format in (TQ2_0, TQ1_0):
