@@ -1,6 +1,5 @@
 """Write tests/data/gguf_hashes.json: hashes of what GGUF's quantizers make of ten million numbers a type.
 
-
 ``python tests/make_gguf_hashes.py``, where the package pywhispercpp is: the hashes are those of our bytes on NumPy, and
 written only where ggml has the same ones, but for blocks that are undefined there (`compare_ggml`).
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import affine
+from .. import affine, gguf
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..compat.bitsandbytes import create_normal_float_codebook, dequantize_kbit, quantize_kbit
@@ -198,12 +198,31 @@ def _dequantize_backward(dy: Any, x: Any, scale: Any, **options: Any) -> Any:
     return affine.dequantize_backward(dy, scale, **options)
 
 
+def _gguf_cases(format: Format) -> list[Case]:
+    """Raw blocks as files have them, to planes and back."""
+
+    def from_blocks(x: Any) -> tuple[Call, int]:
+        raw = gguf.to_blocks(compressed(x, format))
+        return lambda: gguf.from_blocks(raw, format, x.shape), 2 * raw.nbytes
+
+    def to_blocks(x: Any) -> tuple[Call, int]:
+        q = compressed(x, format)
+        return lambda: gguf.to_blocks(q), 2 * gguf.to_blocks(q).nbytes
+
+    return [
+        Case("raw, from blocks", from_blocks, largest_only=True),
+        Case("raw, to blocks", to_blocks, largest_only=True),
+    ]
+
+
 # Formats that have cases beside `quantize` and `dequantize` on a GPU.
 _MORE: dict[str, Callable[[Any], list[Case]]] = {
     **{f"kbit{k}": _kbit_cases for k in range(1, 9)},
     **dict.fromkeys(("nf4", "fp4"), _table4_cases),
     **dict.fromkeys(("int8", "int4"), _affine_cases),
 }
+# The same for all formats of a family.
+_MORE_OF_FAMILY: dict[str, Callable[[Any], list[Case]]] = {"gguf": _gguf_cases}
 
 
 def gpu_cases(format: Format, dtype: np.dtype) -> list[Case]:
@@ -219,7 +238,8 @@ def gpu_cases(format: Format, dtype: np.dtype) -> list[Case]:
 
 def more_cases(format: Format) -> list[Case]:
     """Cases beside `quantize` and `dequantize`."""
-    return _MORE[format.name](format) if format.name in _MORE else []
+    more = _MORE.get(format.name) or _MORE_OF_FAMILY.get(format.family)
+    return more(format) if more else []
 
 
 def _has_tensor_scale(format: Format, dtype: np.dtype) -> bool:

@@ -142,7 +142,7 @@ def test_markdown_stands_between_its_markers(capsys):
 @pytest.mark.usefixtures("toy")
 def test_every_registered_format_appears_by_itself(capsys):
     found = document(capsys, *TINY, "--no-peers", "--quick")
-    assert list(dict.fromkeys(row["format"] for row in found["rows"])) == kb.list_formats()
+    assert list(dict.fromkeys(row["format"] for row in found["rows"])) == kb.list_formats(default=True)
     assert Half.name in kb.list_formats()
 
 
@@ -334,6 +334,17 @@ def test_every_case_runs_and_counts_its_bytes():
         call()
         compressed = 32 * (3 * 4 + 1)  # blocks of 32: 3 words and 1 byte; then padding, tensor scale or codebook
         assert 2000 + compressed <= nbytes <= 2000 + compressed + 36
+
+
+@pytest.mark.parametrize("name", ["q4_k", "mxfp4"])
+def test_raw_blocks_are_timed(name):
+    x = timing.Source(1024).array(1024, np.dtype("float16"))
+    raw = [case for case in cases.gpu_cases(kb.get_format(name), x.dtype) if case.operation.startswith("raw")]
+    assert [case.operation for case in raw] == ["raw, from blocks", "raw, to blocks"]
+    for case in raw:
+        call, nbytes = case.prepare(x)
+        call()
+        assert nbytes == 2 * 1024 // kb.gguf.block_size(name) * kb.gguf.type_size(name)
 
 
 def test_source_repeats_beyond_its_pool(monkeypatch):
