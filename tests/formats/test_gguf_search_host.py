@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from gguf_importance import IMPORTANCES, importance
+from gguf_numbers import IMPORTANCES, importance
 from host import compiled as host
 from make_gguf_data import KINDS, numbers
 
@@ -51,7 +51,9 @@ def library(names=None, folders=()):
         for text, quantizer in ((PLAIN, FORMATS[name].quantizer), (WITH_IMPORTANCE, FORMATS[name].weigher)):
             if quantizer is not None and quantizer.file == "gguf_search.cu":
                 entries.append(text.format(name=name, planes=PLANES, kernel=quantizer.name, struct=quantizer.struct))
-    return host.build('#include "grid.h"\n' + source(FORMATS["q4_k"].quantizer.templates[0]) + "".join(entries), folders)
+    return host.build(
+        '#include "grid.h"\n' + source(FORMATS["q4_k"].quantizer.templates[0]) + "".join(entries), folders
+    )
 
 
 def address(array):
@@ -114,10 +116,11 @@ def test_all_numbers_far_below_one_that_is_tiny(name):
     assert quantized(library(), name, x) == expected(name, x)
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "sparse", "wide", "tiny"])
-@pytest.mark.parametrize("weights", IMPORTANCES)
+@pytest.mark.parametrize(
+    ("kind", "weights"), zip(["normal", "ties", "sparse", "wide", "tiny"] * 2, IMPORTANCES, strict=True)
+)
 @pytest.mark.parametrize("name", WEIGHED)
-def test_the_same_bytes_with_importance(name, weights, kind):
+def test_the_same_bytes_with_importance(name, kind, weights):
     x, v = numbers(kind, 3 * 512, seed=5).reshape(3, 512), importance(weights, 512)
     assert quantized(library(), name, x, v) == expected(name, x, v)
 
@@ -125,23 +128,23 @@ def test_the_same_bytes_with_importance(name, weights, kind):
 @pytest.mark.parametrize("name", WEIGHED)
 def test_importance_of_experts(name):
     x = numbers("student", 35 * 2 * 256, seed=6).reshape(5, 7, 512)  # more than 32 rows
-    v = np.stack([importance(weights, 512, seed=1) for weights in ("uniform", "cubes", "gaps", "wide", "ones")])
+    v = np.stack([importance(weights, 512, seed=1) for weights in ("uniform", "heavy", "zeros", "wide", "ones")])
     x[2, 3, ::5] = np.nan
     assert quantized(library(), name, x, v) == expected(name, x, v)
 
 
 SEARCH, ENCODERS = "formats/gguf_search.cuh", "formats/gguf_search_encoders.cuh"
 FAULTS = [  # a header, a text in it, what it becomes, a type, the kind of numbers that shows it, and of importance
-    (SEARCH, "step, found.low};", "step, low};", "q5_k", "normal", None),
+    (SEARCH, "subtract(high, found.low)", "subtract(high, low)", "q5_k", "normal", None),
     (SEARCH, "t <= static_cast<float>(LAST)", "t < static_cast<float>(LAST)", "q2_k", "normal", None),
-    (SEARCH, "t == -1.0f ? 2.0f", "t == -1.0f ? 3.0f", "q6_k", "normal", None),
+    (SEARCH, "t = -9.0f; t <= 9.0f", "t = -3.0f; t <= 3.0f", "q6_k", "normal", None),
     (SEARCH, "round < 5", "round < 2", "q3_k", "normal", None),
     (SEARCH, "i + LOWEST >= number", "i + LOWEST > number", "iq4_nl", "normal", None),
     (SEARCH, "t = -8; t <= 7", "t = -8; t <= 6", "iq4_xs", "normal", None),
     (SEARCH, "number <= 8 &&", "number <= 6 &&", "q4_k", "normal", "uniform"),
-    (ENCODERS, "SUB == 16 ? 1.0f", "SUB == 16 ? 2.0f", "q2_k", "normal", "cubes"),
+    (ENCODERS, "SUB == 16 ? 1.0f", "SUB == 16 ? 2.0f", "q2_k", "normal", "heavy"),
     (ENCODERS, "b == a && (lane & step)", "b == a", "q6_k", "ties", None),
-    ("common/ieee.cuh", "set_float_mode(IEEE_MODE);", "", "q3_k", "smaller", None),
+    ("common/ieee.cuh", "set_float_mode(IEEE_MODE);", "", "q3_k", "small", None),
 ]
 
 

@@ -20,21 +20,21 @@ class Gguf(BlockFormat):
     header = "formats/gguf.cuh"
     #: Threads that share a block while its scales are searched for, 1, 8 or 16; 0 where nothing is searched for.
     lanes: ClassVar[int] = 0
-
     #: ggml's number of the type.
     ggml_type: ClassVar[int]
-    #: Whether there is an encoder for CUDA.
+    #: Whether there is an encoder for CUDA, without importance.
     cuda_encoder: ClassVar[bool] = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        if cls.struct and cls.cuda_encoder and cls.quantize_blocks is not BlockFormat.quantize_blocks:
+        made = cls.struct and cls.quantize_blocks is not BlockFormat.quantize_blocks
+        if made and cls.cuda_encoder:
             at_a_time = _THREADS // cls.lanes if cls.lanes else _THREADS * 32 // cls.block
             file, name = ("gguf_search.cu", "search_gguf") if cls.lanes else ("gguf.cu", "quantize_gguf")
             cls.quantizer = Quantizer(file, name, f"{cls.struct}Encoder", _THREADS, at_a_time)
-            if "importance" in cls.takes:
-                name, struct = "search_gguf_weighed", f"{cls.struct}Weighed"
-                means = "row_means" if cls.row_mean else ""
-                cls.weigher = Quantizer("gguf_search.cu", name, struct, _THREADS, at_a_time, weighs=True, means=means)
+        if made and "importance" in cls.takes:
+            name, struct, means = "search_gguf_weighed", f"{cls.struct}Weighed", "row_means" if cls.row_mean else ""
+            at_a_time = _THREADS // max(cls.lanes, 1)
+            cls.weigher = Quantizer("gguf_search.cu", name, struct, _THREADS, at_a_time, weighs=True, means=means)
         super().__init_subclass__(**arguments)
         cls.family = "gguf"
         if "ggml_type" in cls.__dict__:  # what several types have in common is no type

@@ -74,7 +74,7 @@ class IQ4_NL(_Table):
     name, block, default, ggml_type = "iq4_nl", 32, False, 20
     summary = "4-bit table values, a half as the scale of 32"
     fields = (Field("d", "float16", 1), Field("qs", "uint8", 16))
-    struct, together, cuda_encoder = "IQ4_NL", True, False
+    struct, together, lanes = "IQ4_NL", True, 1
 
     def _stored(self, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return half_bytes(scale[:, None]), scale
@@ -94,7 +94,7 @@ class IQ4_XS(_Table):
         Field("scales_l", "uint8", 4),
         Field("qs", "uint8", 128),
     )
-    struct, together, cuda_encoder = "IQ4_XS", True, False
+    struct, together, lanes = "IQ4_XS", True, 8
 
     def _stored(self, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scales = scale.reshape(-1, 8)

@@ -162,7 +162,7 @@ class Q2_K(_Ranged):
     name, bits, sub, default, ggml_type = "q2_k", 2, 16, False, 10
     summary = "2-bit integers, 4-bit scales and minima of 16, halves for 256"
     fields = (Field("scales", "uint8", 16), Field("qs", "uint8", 64), Field("d", "float16", 2))
-    struct, together, cuda_encoder = "Q2_K", True, False
+    struct, together, lanes = "Q2_K", True, 16
     steps, wide = Steps(3, -0.5, 15, 0.1, False), 15
 
     def _own_weights(self, x: np.ndarray, out: np.ndarray) -> None:
@@ -210,7 +210,7 @@ class Q5_K(_Ranged):
     name, bits, sub, ggml_type = "q5_k", 5, 32, 13
     summary = "5-bit integers, 6-bit scales and minima of 32, halves for 256"
     fields = (*Q4_K.fields[:2], Field("qh", "uint8", 32), Field("qs", "uint8", 128))
-    struct, together, cuda_encoder = "Q5_K", True, False
+    struct, together, lanes = "Q5_K", True, 8
     steps, wide = Steps(31, -0.5, 15, 0.1, True), 63
 
     def _pack(self, sc: np.ndarray, mn: np.ndarray) -> np.ndarray:
@@ -287,7 +287,7 @@ class Q3_K(_Symmetric):
         Field("scales", "uint8", 12),
         Field("d", "float16", 1),
     )
-    struct, together, cuda_encoder = "Q3_K", True, False
+    struct, together, lanes = "Q3_K", True, 16
     middle = 4
 
     def _weights(self, rows: np.ndarray, importance: Importance | None) -> np.ndarray | None:
@@ -334,7 +334,7 @@ class Q6_K(_Symmetric):
         Field("scales", "int8", 16),
         Field("d", "float16", 1),
     )
-    struct, together, cuda_encoder = "Q6_K", True, False
+    struct, together, lanes = "Q6_K", True, 16
     middle = 32
 
     def _weights(self, rows: np.ndarray, importance: Importance | None) -> np.ndarray | None:
