@@ -16,6 +16,9 @@ FORMATS = {name: kb.get_format(name) for name in kb.list_formats() if kb.get_for
 SEARCHED = [name for name, f in FORMATS.items() if f.quantizer is not None and f.quantizer.file == "gguf_search.cu"]
 WEIGHED = [name for name, f in FORMATS.items() if f.weigher is not None]
 
+# Each kind of importance, with some kind of numbers.
+PAIRS = list(zip(["normal", "ties", "sparse", "wide", "tiny"] * 2, IMPORTANCES, strict=True))
+
 PLANES = ", ".join(f"unsigned char* {field}" for field in "abcde")
 PLAIN = """
 extern "C" void {name}(unsigned grid, const float* x, long long blocks, {planes}) {{
@@ -116,9 +119,7 @@ def test_all_numbers_far_below_one_that_is_tiny(name):
     assert quantized(library(), name, x) == expected(name, x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "weights"), zip(["normal", "ties", "sparse", "wide", "tiny"] * 2, IMPORTANCES, strict=True)
-)
+@pytest.mark.parametrize(("kind", "weights"), PAIRS)
 @pytest.mark.parametrize("name", WEIGHED)
 def test_the_same_bytes_with_importance(name, kind, weights):
     x, v = numbers(kind, 3 * 512, seed=5).reshape(3, 512), importance(weights, 512)
