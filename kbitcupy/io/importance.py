@@ -10,6 +10,7 @@ Source: llama.cpp, ``tools/imatrix`` and ``common/imatrix-loader.cpp``.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,8 +126,11 @@ def importance_for(
         When the file is of another model.
     """
     found = matrices.get(name)
-    if found is None or found.size == shape[-1] * (shape[-3] if len(shape) > 2 else 1):
-        return found
+    if found is None:
+        return None
+    matrix = shape[-3:-2] + shape[-1:]  # of a stack that no router chooses from all members have one count
+    if found.size == math.prod(matrix):
+        return found.reshape(matrix)
     if name == "token_embd.weight":  # nothing is multiplied by it but as the matrix of the logits
         return None
     raise FileError(

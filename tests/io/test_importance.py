@@ -87,8 +87,9 @@ def test_other_files(tmp_path):
 def test_which_tensor():
     one, stack = np.ones(8, np.float32), np.ones((2, 8), np.float32)
     matrices = {NAME: one, "token_embd.weight": one, "experts": stack}
-    assert importance_for(NAME, (4, 8), matrices, "a") is one
-    assert importance_for("experts", (2, 4, 8), matrices, "a") is stack
+    for name, shape, wanted in ((NAME, (4, 8), one), ("experts", (2, 4, 8), stack), ("mla", (2, 4, 4), one)):
+        found = importance_for(name, shape, matrices | {"mla": one}, "a")
+        assert np.array_equal(found, wanted.reshape(found.shape)) and found.shape == shape[-3:-2] + shape[-1:]
     assert importance_for("other", (4, 8), matrices, "a") is None
     assert importance_for("token_embd.weight", (4, 16), matrices, "a") is None
     for name, shape in ((NAME, (4, 16)), (NAME, (2, 4, 8)), ("experts", (4, 8))):
