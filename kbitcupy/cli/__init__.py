@@ -16,6 +16,7 @@ from ..backend.xp import FLOAT_DTYPES
 from ..errors import KbitError
 from ..io.checkpoint import MIN_SIZE
 from ..io.layouts import LAYOUTS
+from ..io.recipes import RECIPES
 from ..text import printable
 from . import benchmark, compare, doctor, files, formats
 from .common import DEFAULT_FORMAT, option
@@ -179,7 +180,8 @@ def _add_plan(commands: Any) -> None:
 def _add_quantize(commands: Any) -> None:
     command = commands.add_parser(
         "quantize",
-        epilog="example: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'",
+        epilog="examples: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'; "
+        "kbit quantize model -o model.gguf --recipe q4_k_m, for llama.cpp",
         parents=[_common(), _selection(min_size=None), _converting()],
         help="compress the float tensors of a file or checkpoint",
         description="Compress the float tensors of FILE that have two or more dimensions, and copy all others.",
@@ -187,6 +189,16 @@ def _add_quantize(commands: Any) -> None:
     how = command.add_mutually_exclusive_group()
     how.add_argument("--format", default=DEFAULT_FORMAT, help="format, such as nf4:block=32 (default %(default)s)")
     how.add_argument("--plan", metavar="PLAN", help="formats by tensor, as kbit plan wrote them; the rest is copied")
+    how.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        help="for a GGUF file, the types that llama-quantize would give each tensor: " + ", ".join(RECIPES),
+    )
+    command.add_argument(
+        "--importance",
+        metavar="FILE",
+        help="importance of columns, as llama-imatrix wrote it (GGUF), for formats that weight errors",
+    )
     command.add_argument(
         "--layout",
         choices=[layout.name for layout in LAYOUTS],

@@ -13,31 +13,43 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
+from ..backend.xp import FLOAT_DTYPES
 from ..errors import FormatError
 from ..explore import label, read_plan
 from ..io.atomic import PART, check_file, leftovers
 from ..io.checkpoint import MIN_SIZE, Checkpoint, File
 from ..io.convert import FileReport, dequantize_file, quantize_file
 from ..io.gguf import GgufValue
+from ..io.recipes import RECIPES, find_recipe
 from ..text import Column, printable, table
 from .common import chosen_format, dumps, finite
 
 
 def run_quantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit quantize``."""
-    if arguments.plan is None:
-        formats: Any = chosen_format(arguments.format, arguments.option)
-    elif arguments.option:
+    if arguments.option and arguments.plan is not None:
         raise FormatError("--option is one of --format; the formats of a plan have theirs in it: leave it away")
-    else:
+    if arguments.option and arguments.recipe is not None:
+        raise FormatError("--option is one of --format; the types of a recipe have none: leave it away")
+    formats: Any = None
+    if arguments.recipe is not None:
+        done = f"quantized by recipe {arguments.recipe}"
+    elif arguments.plan is not None:
+        done = f"quantized by {arguments.plan}"
         formats = read_plan(arguments.plan)
-        if os.path.isfile(arguments.output):
-            check_file(arguments.output, arguments.force, [Path(arguments.plan)])
+    else:
+        done = f"quantized to {arguments.format}"
+        formats = chosen_format(arguments.format, arguments.option)
+    others = [Path(path) for path in (arguments.plan, arguments.importance) if path is not None]
+    if others and os.path.isfile(arguments.output):
+        check_file(arguments.output, arguments.force, others)
     with _resumable(arguments), _sweeping(arguments.output):
         report = quantize_file(
             arguments.file,
             arguments.output,
             formats,
+            recipe=arguments.recipe,
+            importance=arguments.importance,
             min_size=arguments.min_size,
             keep=arguments.keep,
             layout=arguments.layout,
@@ -45,15 +57,24 @@ def run_quantize(arguments: argparse.Namespace) -> None:
         )
     for pattern in report.unused_keep:
         _note(f"--keep {pattern!r} matches no tensor")
-    if not report.converted:
+    if report.without_importance:
+        _note(
+            f"{arguments.importance} has no importance for {len(report.without_importance)} tensors, which are "
+            f"quantized without: {', '.join(report.without_importance)}"
+        )
+    for text in report.notes:
+        _note(text)
+    if not report.converted and not (arguments.recipe and RECIPES[find_recipe(arguments.recipe)].type in FLOAT_DTYPES):
         _note(_why_nothing(arguments, report))
-    _close(arguments, f"quantized {'by' if arguments.plan else 'to'} {arguments.plan or arguments.format}", report)
+    _close(arguments, done, report)
 
 
 def run_dequantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit dequantize``."""
     with _resumable(arguments), _sweeping(arguments.output):
         report = dequantize_file(arguments.file, arguments.output, dtype=arguments.dtype, **_writing(arguments))
+    for text in report.notes:
+        _note(text)
     _close(arguments, "dequantized", report)
 
 
@@ -70,6 +91,8 @@ def _why_nothing(arguments: argparse.Namespace, report: FileReport) -> str:
     wanted = f"a float dtype, two or more dimensions, {least} or more elements (--min-size)"
     if arguments.plan:
         wanted = "a format in the plan"
+    elif arguments.recipe:
+        wanted = "a type in the recipe other than its own"
     none = f"no {'other ' if already else ''}tensor has {wanted} and a name that --keep does not match"
     return f"nothing was compressed: {f'{some}, and ' if already else ''}{none}"
 

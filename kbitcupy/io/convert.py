@@ -8,8 +8,8 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ from ..errors import FileError, FormatError
 from ..formats.base import Choice, Format, resolve
 from ..ops import quantize
 from .atomic import as_path, check_file, check_folder, check_space, filling, forget
+from .changes import Changes
 from .checkpoint import INDEX_ENDING, MIN_SIZE, STEM, Checkpoint, File, file_name, index_text, layout_for, write_index
 from .container import Comparison, Container, Entry, FileReader, Reader, Unlike, Writer, entry_of, finished, reading
 from .gguf import GGUF
 from .layouts import LAYOUTS, Layout, find_layout
 from .layouts.base import free_entries
+from .llama_cpp import dequantizing, quantizing
+from .recipes import find_recipe
 from .safetensors import SAFETENSORS
 
 
@@ -58,6 +61,10 @@ class FileReport:
         Elements of the tensors compressed in this run that are no finite numbers: formats do not keep them.
     not_finite : tuple of str
         The tensors that have such elements.
+    without_importance : tuple of str
+        Tensors that `importance` has nothing for, though their formats take it.
+    notes : tuple of str
+        What the result lacks, or is not, for llama.cpp.
     """
 
     converted: int
@@ -73,6 +80,8 @@ class FileReport:
     nan: int = 0
     infinite: int = 0
     not_finite: tuple[str, ...] = ()
+    without_importance: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def bits_per_element(self) -> float:
@@ -83,61 +92,6 @@ class FileReport:
     def gb_per_second(self) -> float:
         """1e9 bytes of the larger side, which is the one that is not compressed, for each second."""
         return max(self.nbytes_before, self.nbytes_after) / 1e9 / self.seconds if self.seconds else math.nan
-
-
-@dataclass(frozen=True)
-class Change:
-    """What becomes of a tensor on its way from one file into another.
-
-    A tensor that is compressed is decoded first.
-
-    Parameters
-    ----------
-    choice : Choice, optional
-        The format to compress to, and what `quantize` is given beside it; without one the tensor becomes a plain array.
-    dtype : str, optional
-        What it is rounded to: one of float16, bfloat16, float32 and float64.
-    name : str, optional
-        Its new name.
-    transform : callable, optional
-        Takes the array, on its device, and returns the one to store or to compress, of the same dtype.
-    shape : tuple of int, optional
-        Shape of what `transform` returns, where it is another.
-    """
-
-    choice: Choice | None = None
-    dtype: str | None = None
-    name: str | None = None
-    transform: Callable[[Any], Any] | None = None
-    shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What becomes of a checkpoint.
-
-    Parameters
-    ----------
-    tensors : mapping of str to Change
-        By the names of tensors; all others are copied, or stored as the new layout has them.
-    metadata : mapping, optional
-        Put over what the source says; None removes a key.
-    made : mapping of str to numpy.ndarray, optional
-        Tensors that the source does not have.
-    omitted : collection of str, optional
-        Tensors that are left out.
-    order : sequence of str, optional
-        Names of all tensors that are not left out, and of those that are made, in their order in a file that keeps one.
-    describes : bool, default True
-        Whether the metadata describe compressed tensors, of which there are none in the end otherwise.
-    """
-
-    tensors: Mapping[str, Change]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    made: Mapping[str, np.ndarray] = field(default_factory=dict)
-    omitted: Collection[str] = ()
-    order: Sequence[str] | None = None
-    describes: bool = True
 
 
 @dataclass(frozen=True)
@@ -276,8 +230,10 @@ class _NotFinite:
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    format: str | Format | Choice | Mapping[str, str | Format | Choice],
+    format: str | Format | Choice | Mapping[str, str | Format | Choice] | None = None,
     *,
+    recipe: str | None = None,
+    importance: str | os.PathLike[str] | None = None,
     min_size: int | None = None,
     keep: str | Iterable[str] = (),
     layout: str | None = None,
@@ -298,9 +254,14 @@ def quantize_file(
     format : str, Format, tuple of one of them and a dict, or mapping of str to them
         Name of a registered format, or a format with its options chosen. A mapping names the format of each tensor to
         compress (see `kbitcupy.explore.plan`); all others are copied.
+    recipe : str, optional
+        In place of a format, one of llama-quantize's recipes, such as ``"q4_k_m"``, for GGUF files: the tensors get the
+        types that llama-quantize would give them, see `kbitcupy.io.recipes`.
+    importance : path_like, optional
+        A file that llama-imatrix wrote (GGUF): formats that weight errors are given the importance of each column.
     min_size : int, optional
         Tensors with fewer elements are copied, as are those of fewer than two dimensions and those whose dtype is not
-        float16, bfloat16, float32 or float64. By default 512, and 0 beside a mapping.
+        float16, bfloat16, float32 or float64. By default 512, and 0 beside a mapping or a recipe.
     keep : str or iterable of str, optional
         Patterns (``"*embed*"``, ``"lm_head.weight"``; case matters) of names to copy as well, also of those that a
         mapping names.
@@ -332,12 +293,16 @@ def quantize_file(
     FormatError, DeviceError
         When the format or the device is not known.
     TypeError
-        When a path is none.
+        When a path is none, or both a format and a recipe are given, or neither.
     ValueError
-        When the layout is not known.
+        When the layout is not known, or a recipe is given for another one than ``"gguf"``.
 
     Notes
     -----
+    A checkpoint of Hugging Face that becomes a GGUF file gets llama.cpp's names, order of rows and metadata where its
+    ``config.json`` says that it is a llama (or Mistral) or bitnet, and norms and biases in float32; its tokenizer is
+    not carried over. `dequantize_file` gives such models Hugging Face's names and order back.
+
     Copied tensors keep their bytes whatever their dtype; tensors that are compressed already, and the file's own
     metadata, stay as they are. What is compressed already in a file of another kind keeps its format and gets the new
     layout; of GGUF's metadata, safetensors keeps single values, as text. Memory holds about twice the largest tensor. A
@@ -353,34 +318,52 @@ def quantize_file(
     (1, 1, 16896, 2692)
     """
     began = time.perf_counter()
-    if layout is not None:
-        find_layout(layout)
+    layout_name = layout_for(target) if layout is None else layout
+    target_layout = find_layout(layout_name)
+    into_gguf = target_layout.container is GGUF
+    if (format is None) == (recipe is None):
+        raise TypeError("give either a format, such as 'kbit4', or recipe=, such as 'q4_k_m'")
+    if recipe is not None and not into_gguf:
+        raise ValueError(f"recipe {recipe!r} is for the layout 'gguf'; got {layout_name!r}: let target end in .gguf")
     if min_size is None:
-        min_size = 0 if isinstance(format, Mapping) else MIN_SIZE
+        min_size = MIN_SIZE if format is not None and not isinstance(format, Mapping) else 0
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)) or min_size < 0:
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    wanted: Choice | dict[str, Choice]
-    if isinstance(format, Mapping):
+    options: dict[str, Any] = {"min_size": int(min_size), "keep": patterns, "layout": layout_name}
+    wanted: Choice | dict[str, Choice] | None = None
+    if recipe is not None:
+        options["recipe"] = find_recipe(recipe)
+    elif isinstance(format, Mapping):
         wanted = {name: resolve(one) for name, one in format.items()}
-        options: dict[str, Any] = {"formats": {name: _described(one) for name, one in wanted.items()}}
-    else:
+        options["formats"] = {name: _described(one) for name, one in wanted.items()}
+    elif format is not None:
         wanted = resolve(format)
-        options = {"format": _described(wanted)}
-    layout = layout_for(target) if layout is None else layout
-    options.update(min_size=int(min_size), keep=patterns, layout=layout)
+        options["format"] = _described(wanted)
     checkpoint = Checkpoint(as_path(source, "source"), mapped=False)
+    chosen: Mapping[str, Choice] = {}
     if isinstance(wanted, dict):
         chosen = _planned(checkpoint, wanted, int(min_size), patterns)
-    else:
+    elif wanted is not None:
         chosen = dict.fromkeys(checkpoint.compressible(min_size, patterns), wanted)
-    changes = Changes({name: Change(choice) for name, choice in chosen.items()})
+    outcome = quantizing(
+        checkpoint,
+        chosen,
+        into_gguf=into_gguf,
+        recipe=recipe,
+        min_size=int(min_size),
+        keep=patterns,
+        importance=importance,
+    )
+    if importance is not None:
+        given = [change.choice for change in outcome.changes.tensors.values() if change.choice is not None]
+        options["importance"] = [_described(choice)["given"] for choice in given]
     unused = tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint))
-    return convert_checkpoint(
+    report = convert_checkpoint(
         checkpoint,
         target,
-        changes,
-        find_layout(layout),
+        outcome.changes,
+        target_layout,
         label="quantize",
         options=options,
         device=device,
@@ -390,6 +373,7 @@ def quantize_file(
         unused_keep=unused,
         began=began,
     )
+    return replace(report, without_importance=outcome.without_importance, notes=outcome.notes)
 
 
 def _described(choice: Choice) -> dict[str, Any]:
@@ -643,7 +627,8 @@ class _Work:
             # No format keeps the array that it is given, so one piece of memory serves all: fresh pages take time.
             x = reader.array(name, self._memory(reader.entry(name).nbytes))
             if change is not None and change.dtype is not None:
-                x = x.astype(_xp.named_dtype(change.dtype), copy=False)
+                with np.errstate(over="ignore"):  # it becomes infinite
+                    x = x.astype(_xp.named_dtype(change.dtype), copy=False)
             if change is not None and change.choice is not None:
                 x = _xp.to_device(x, self._device)
         if change is not None and change.transform is not None:
@@ -694,7 +679,9 @@ def dequantize_file(
     Notes
     -----
     The result has the names, shapes, dtypes and metadata of what was compressed; every other tensor is copied byte for
-    byte. Memory holds about twice the largest tensor.
+    byte. A llama or bitnet of llama.cpp gets Hugging Face's names and order of rows, unless a GGUF file is written;
+    what llama.cpp has computed from the configuration is left out, and no ``config.json`` is made. Memory holds about
+    twice the largest tensor.
 
     Examples
     --------
@@ -714,11 +701,13 @@ def dequantize_file(
     if not checkpoint.compressed and checkpoint.metadata == checkpoint.reader.metadata:
         known = " or ".join(layout.name for layout in LAYOUTS)
         raise FileError(f"{checkpoint.path} holds no tensors compressed by {known}: there is nothing to dequantize")
-    return convert_checkpoint(
+    layout = find_layout(layout_for(target))
+    outcome = dequantizing(checkpoint, dtype, into_gguf=layout.container is GGUF)
+    report = convert_checkpoint(
         checkpoint,
         target,
-        Changes(dict.fromkeys(checkpoint.compressed, Change(dtype=dtype)), describes=False),
-        find_layout(layout_for(target)),
+        outcome.changes,
+        layout,
         label="dequantize",
         options={} if dtype is None else {"dtype": dtype},
         device=device,
@@ -727,6 +716,7 @@ def dequantize_file(
         progress=progress,
         began=began,
     )
+    return replace(report, notes=outcome.notes)
 
 
 def _run(

@@ -9,9 +9,10 @@ Source: llama.cpp, ``conversion/llama.py`` and ``src/models``.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,11 @@ class Translation:
     made: dict[str, np.ndarray] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def changes(self, name: str) -> bool:
-        """Whether a tensor's bytes are not those of the source."""
-        return name in self.heads or name in self.widened
-
-    def array(self, name: str, x: Any) -> Any:
-        """A tensor of the source as the other program has it, on the device of `x`."""
-        if name in self.heads:
-            x = swap_rows(x, self.heads[name], self.neighbours)
-        return x.astype(np.float32, copy=False) if name in self.widened else x
+    def transform(self, name: str) -> Callable[[Any], Any] | None:
+        """What puts a tensor's rows into their order; None where they stay."""
+        if name not in self.heads:
+            return None
+        return functools.partial(swap_rows, heads=self.heads[name], neighbours=self.neighbours)
 
 
 def swap_rows(x: Any, heads: int, neighbours: bool) -> Any:

@@ -1,0 +1,224 @@
+"""What becomes of a checkpoint's tensors on their way into a GGUF file for llama.cpp, and on the way back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..backend import xp as _xp
+from ..errors import FileError
+from ..formats.base import Choice, resolve
+from .changes import Change, Changes
+from .checkpoint import Checkpoint
+from .gguf import GgufReader, GgufValue
+from .huggingface import Translation, architecture_of, for_hugging_face, for_llama_cpp, read_config
+from .importance import importance_for, read_importance
+from .recipes import RECIPES, Model, find_recipe, order, tensor_types
+
+_FILE_TYPE = "general.file_type"
+
+
+class Outcome(NamedTuple):
+    """What is to be done, and what is to be said.
+
+    Parameters
+    ----------
+    changes : Changes
+        What becomes of the checkpoint.
+    notes : tuple of str
+        What whoever asked for it may not expect.
+    without_importance : tuple of str
+        Tensors that take an importance, for which the file of them has none.
+    """
+
+    changes: Changes
+    notes: tuple[str, ...] = ()
+    without_importance: tuple[str, ...] = ()
+
+
+def is_gguf(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is a GGUF file, or several that are parts of one."""
+    return all(isinstance(file.reader, GgufReader) for file in checkpoint.files.values())
+
+
+def plain_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Values of the metadata without their types; long arrays, which are tokenizers, are left out."""
+    found = checkpoint.metadata.items()
+    return {
+        key: value.value
+        for key, value in found
+        if isinstance(value, GgufValue) and not (value.type.endswith("[]") and key.startswith("tokenizer."))
+    }
+
+
+def quantizing(
+    checkpoint: Checkpoint,
+    choices: Mapping[str, Choice],
+    *,
+    into_gguf: bool,
+    recipe: str | None = None,
+    min_size: int = 0,
+    keep: Sequence[str] = (),
+    importance: str | os.PathLike[str] | None = None,
+) -> Outcome:
+    """How a checkpoint is compressed.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        What is read.
+    choices : mapping of str to Choice
+        Formats by tensor; what a recipe says takes their place.
+    into_gguf : bool
+        Whether a GGUF file is written.
+    recipe : str, optional
+        Name of a recipe.
+    min_size : int
+        Of smaller tensors a recipe changes none.
+    keep : sequence of str
+        Patterns of names that it leaves alone.
+    importance : path_like, optional
+        An importance matrix of llama.cpp.
+
+    Raises
+    ------
+    FileError, FormatError
+        When the checkpoint is not what a recipe needs, or the importance is of another model.
+    """
+    foreign = not is_gguf(checkpoint)
+    translation = _to_llama_cpp(checkpoint) if foreign and (into_gguf or importance is not None) else Translation({})
+    shapes = {name: shape for name, shape in shapes_of(checkpoint).items() if name not in translation.left_out}
+    names = {name: translation.names.get(name, name) for name in shapes}
+    metadata = dict(translation.metadata)
+    tensors = {name: Change(choice) for name, choice in choices.items() if name in names}
+    if recipe is not None:
+        types = _types(checkpoint, recipe, names, shapes, metadata, importance is not None)
+        tensors = {}
+        for name in checkpoint.compressible(min_size, keep):
+            type = types.get(names.get(name, ""))
+            if type is not None and type != checkpoint.reader.entry(name).dtype:
+                tensors[name] = _into(type)
+        metadata[_FILE_TYPE] = RECIPES[find_recipe(recipe)].file_type
+    without: list[str] = []
+    if importance is not None:
+        without = _give_importance(tensors, names, shapes, importance)
+    if not into_gguf:
+        return Outcome(Changes(tensors), (), tuple(without))
+    tensors = _renamed(checkpoint, tensors, names, translation)
+    if foreign:
+        metadata = {**dict.fromkeys(checkpoint.metadata), **metadata}
+    # llama-quantize sorts; without a recipe a GGUF file's order stays as it is.
+    made = dict(translation.made)
+    in_order = None
+    if recipe is not None or translation.names:
+        in_order = sorted((*names, *made), key=lambda name: order(names.get(name) or name))
+    changes = Changes(tensors, metadata, made, translation.left_out, in_order)
+    return Outcome(changes, translation.notes, tuple(without))
+
+
+def dequantizing(checkpoint: Checkpoint, dtype: str | None, *, into_gguf: bool) -> Outcome:
+    """How a checkpoint is restored; models of llama.cpp get Hugging Face's names where these are known here."""
+    tensors = dict.fromkeys(checkpoint.compressed, Change(dtype=dtype))
+    translation = None
+    if is_gguf(checkpoint) and not into_gguf:
+        translation = for_hugging_face(plain_metadata(checkpoint), shapes_of(checkpoint))
+    if translation is None:
+        return Outcome(Changes(tensors, describes=False))
+    names = {name: translation.names.get(name, name) for name in checkpoint if name not in translation.left_out}
+    tensors = _renamed(checkpoint, tensors, names, translation)
+    return Outcome(Changes(tensors, omitted=translation.left_out, describes=False), translation.notes)
+
+
+def shapes_of(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors, compressed or not."""
+    compressed, reader = checkpoint.compressed, checkpoint.reader
+    return {name: compressed[name].shape if name in compressed else reader.entry(name).shape for name in checkpoint}
+
+
+def _to_llama_cpp(checkpoint: Checkpoint) -> Translation:
+    """The names and metadata of a checkpoint that is no GGUF file."""
+    folder = checkpoint.paths[0].parent
+    config = read_config(folder)
+    if config is None or architecture_of(config) is None:
+        why = f"there is no config.json in {folder}"
+        if config is not None:
+            why = f"config.json says {str(config.get('architectures') or config.get('model_type'))[:100]}"
+        note = (
+            "names and rows stay as they are, and llama.cpp will not know the model: known are llama and bitnet, and "
+        )
+        return Translation({}, notes=(note + why,))
+    try:
+        found = for_llama_cpp(config, shapes_of(checkpoint))
+    except FileError as error:
+        raise FileError(f"{folder}: {error}") from error
+    compressed = [name for name in checkpoint.compressed if name in found.names]
+    if compressed:
+        raise FileError(
+            f"{checkpoint.path}: tensor {compressed[0]!r} is compressed already, and a model of llama.cpp has other "
+            "names and another order of rows: restore the file with kbit dequantize first"
+        )
+    note = (
+        "the tokenizer is not carried over (tokenizer.ggml.model is no_vocab), so that llama.cpp takes tokens but no "
+        "text: for text quantize a GGUF file that llama.cpp's convert_hf_to_gguf.py wrote"
+    )
+    return replace(found, metadata={**found.metadata, "tokenizer.ggml.model": "no_vocab"}, notes=(*found.notes, note))
+
+
+def _types(
+    checkpoint: Checkpoint,
+    recipe: str,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    metadata: Mapping[str, Any],
+    importance: bool,
+) -> dict[str, str]:
+    """What a recipe says, by the new names; of a model that llama.cpp does not know each matrix is like another."""
+    known = {**plain_metadata(checkpoint), **metadata}
+    model = Model.of(known) if metadata or is_gguf(checkpoint) else Model("unknown", 0)
+    return tensor_types(recipe, {names[name]: shape for name, shape in shapes.items()}, model, importance=importance)
+
+
+def _into(type: str) -> Change:
+    """Into a format, or a dtype."""
+    return Change(dtype=type) if type in _xp.FLOAT_DTYPES else Change(resolve(type))
+
+
+def _give_importance(
+    tensors: dict[str, Change],
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    path: str | os.PathLike[str],
+) -> list[str]:
+    """Put the importance of columns into the changes of tensors that take one; returns those that it has none for."""
+    matrices = read_importance(path)
+    without = []
+    for name, change in tensors.items():
+        if change.choice is None or "importance" not in change.choice[0].takes or "importance" in change.choice[1]:
+            continue
+        found = importance_for(names[name], shapes[name], matrices, path)
+        if found is None:
+            without.append(name)
+        else:
+            format, given = change.choice
+            tensors[name] = replace(change, choice=(format, {**given, "importance": found}))
+    return without
+
+
+def _renamed(
+    checkpoint: Checkpoint, tensors: Mapping[str, Change], names: Mapping[str, str], translation: Translation
+) -> dict[str, Change]:
+    """Changes with new names and orders of rows, of all tensors that have any change."""
+    found = {}
+    for name, new in names.items():
+        before = tensors.get(name)
+        transform = translation.transform(name)
+        widened = name in translation.widened and checkpoint.reader.entry(name).dtype in _xp.FLOAT_DTYPES
+        if before is None and new == name and transform is None and not widened:
+            continue
+        change = replace(before or Change(), name=new, transform=transform)
+        if widened and change.choice is None:
+            change = replace(change, dtype="float32")
+        found[name] = change
+    return found
