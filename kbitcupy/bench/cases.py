@@ -27,13 +27,17 @@ def compressed(x: Any, format: Format) -> QuantizedArray:
     return random_array(format, x.shape, _xp.namespace(x), x.dtype)
 
 
+# Planes whose bits are codes of elements, and say nothing of their size.
+_CODES = frozenset(("packed", "qs", "ql", "qh", "hmask", "signs"))
+
+
 def random_array(format: Format, shape: tuple[int, ...], xp: Any, dtype: Any = np.float16) -> QuantizedArray:
     """An array of random bits with scales of ordinary size: nothing has to be quantized."""
     rng = np.random.default_rng(0)
     planes = {}
     for name, plane in format.planes(shape).items():
         size, kind = math.prod(plane.shape), _xp.named_dtype(plane.dtype)
-        if name == "packed":
+        if name in _CODES:
             array = random_words(-(-size * kind.itemsize // 4)).view(kind)[:size]
         elif kind.kind in "iu":  # E4M4 codes of 2^-4 to 1, or codes of the dynamic map
             array = rng.integers(112, 176, size, np.uint8).astype(kind)

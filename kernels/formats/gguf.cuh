@@ -129,12 +129,10 @@ struct TQ2_0 : Grouped<TQ2_0, 4, 4> {
 //
 // Octets 0 to 19 of a block are digits 0 to 4 of bytes 0 to 31, four octets a digit; 20 to 29 those of bytes 32 to 47,
 // two a digit; 30 and 31 two digits each of the four bytes of qh.
-struct TQ1_0 {
-    static constexpr int TABLE = 0;
-
-    __device__ __forceinline__ static void decode8(const Planes& planes, long long octet, float (&v)[8]) {
-        const long long block = octet >> 5;
-        const int part = static_cast<int>(octet) & 31, rest = part - 20;
+struct TQ1_0 : FourBlocks<TQ1_0> {
+    __device__ __forceinline__ static void decode_octet(
+        const Planes& planes, long long block, int part, float (&v)[8]) {
+        const int rest = part - 20;
         const bool last = part >= 30;
         // Without branches: all octets of a block are decoded by one warp.
         const int first = part < 20 ? (part & 3) * 8 : 32 + (rest & 1) * 8;

@@ -23,6 +23,20 @@ struct Grouped {
     }
 };
 
+// Octets of blocks of 256 that share no bytes: those at the same place of four blocks are decoded together, since where
+// all lies there is worked out once. The format writes
+//
+//     static void decode_octet(const Planes&, long long block, int part, float (&v)[8])      octet `part` of a block
+template <typename F>
+struct FourBlocks : Grouped<F, 4, 32> {
+    template <int N>
+    __device__ __forceinline__ static void decode(const Planes& planes, long long octet, float (&v)[N][8]) {
+        const int part = static_cast<int>(octet) & 31;
+#pragma unroll
+        for (int j = 0; j < N; ++j) F::decode_octet(planes, (octet >> 5) + j, part, v[j]);
+    }
+};
+
 // The half in the low or the high 16 bits of a word.
 __device__ __forceinline__ float half_of(unsigned word, int i) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16 * i)));

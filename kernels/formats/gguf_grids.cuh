@@ -5,8 +5,7 @@
 // first in the lowest: unsigned IQ2_XXS_GRID[256], IQ2_XS_GRID[512], IQ2_S_GRID[1024] and IQ1_GRID[2048] of eight
 // coordinates; two entries of four coordinates a word in IQ3_XXS_GRID[128] and IQ3_S_GRID[256].
 //
-// A group is an octet; four of them, a part of 32 elements, share a scale or two. The four octets that are decoded
-// together are those of four blocks: they share no bytes, but where these lie is worked out once.
+// A group is an octet; four of them, a part of 32 elements, share a scale or two.
 #pragma once
 #include "formats/gguf_fields.cuh"
 
@@ -14,15 +13,6 @@
 // the odd numbers.
 constexpr unsigned IQ2_VALUES = 0x002b1908u;
 constexpr unsigned IQ3_XXS_VALUES[2] = {0x1c140c04u, 0x3e342c24u}, IQ3_S_VALUES[2] = {0x07050301u, 0x0f0d0b09u};
-
-// Which octet of a block, and what lies where.
-struct GroupOfBlock {
-    long long block;
-    int group, part, within;  // group % 32, its part of 32 elements, and which of the four there
-
-    __device__ __forceinline__ explicit GroupOfBlock(long long octet)
-        : block(octet >> 5), group(static_cast<int>(octet) & 31), part(group / 4), within(group % 4) {}
-};
 
 // Byte `at` of plane i.
 __device__ __forceinline__ unsigned load_byte(const Planes& planes, int i, long long at) {
@@ -51,17 +41,10 @@ __device__ __forceinline__ void scale_signed(
     scale_bytes(scale, negate_bytes(first, signs), negate_bytes(second, signs >> 4), 128, v);
 }
 
-// What the types have in common: F::decode_group gives one octet, `block` blocks behind that of `at`.
+// What the types have in common: a grid of so many words.
 template <typename F, int WORDS>
-struct Grid : Grouped<F, 4, 32> {
+struct Grid : FourBlocks<F> {
     static constexpr int TABLE = WORDS;
-
-    template <int N>
-    __device__ __forceinline__ static void decode(const Planes& planes, long long octet, float (&v)[N][8]) {
-        GroupOfBlock at(octet);
-#pragma unroll
-        for (int j = 0; j < N; ++j, ++at.block) F::decode_group(planes, at, v[j]);
-    }
 };
 
 __device__ __forceinline__ unsigned entry_of(const Planes& planes, unsigned index) {
@@ -85,12 +68,14 @@ __device__ __forceinline__ void scale_iq2(
 struct IQ2_XXS : Grid<IQ2_XXS, 256> {
     __device__ __forceinline__ static unsigned entry(int i) { return IQ2_XXS_GRID[i]; }
 
-    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
+    __device__ __forceinline__ static void decode_octet(
+        const Planes& planes, long long block, int group, float (&v)[8]) {
+        const int part = group / 4, within = group % 4;
         unsigned word[2];
-        load_words(planes, 1, at.block * 64 + at.part * 8, planes.size / 4, word);
-        const float d = __half2float(planes.at<__half>(0)[at.block]);
-        const unsigned index = word[0] >> at.within * 8 & 255u;
-        scale_iq2(planes, d, word[1] >> 28, index, signs_of(word[1] >> at.within * 7), v);
+        load_words(planes, 1, block * 64 + part * 8, planes.size / 4, word);
+        const float d = __half2float(planes.at<__half>(0)[block]);
+        const unsigned index = word[0] >> within * 8 & 255u;
+        scale_iq2(planes, d, word[1] >> 28, index, signs_of(word[1] >> within * 7), v);
     }
 };
 
@@ -98,11 +83,13 @@ struct IQ2_XXS : Grid<IQ2_XXS, 256> {
 struct IQ2_XS : Grid<IQ2_XS, 512> {
     __device__ __forceinline__ static unsigned entry(int i) { return IQ2_XS_GRID[i]; }
 
-    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
-        const unsigned q = planes.at<unsigned short>(1)[at.block * 32 + at.group];
-        const float d = __half2float(planes.at<__half>(0)[at.block]);
-        const unsigned scales = load_byte(planes, 2, at.block * 8 + at.part);
-        scale_iq2(planes, d, scales >> at.within / 2 * 4 & 15u, q & 511u, signs_of(q >> 9), v);
+    __device__ __forceinline__ static void decode_octet(
+        const Planes& planes, long long block, int group, float (&v)[8]) {
+        const int part = group / 4, within = group % 4;
+        const unsigned q = planes.at<unsigned short>(1)[block * 32 + group];
+        const float d = __half2float(planes.at<__half>(0)[block]);
+        const unsigned scales = load_byte(planes, 2, block * 8 + part);
+        scale_iq2(planes, d, scales >> within / 2 * 4 & 15u, q & 511u, signs_of(q >> 9), v);
     }
 };
 
@@ -111,14 +98,16 @@ struct IQ2_XS : Grid<IQ2_XS, 512> {
 struct IQ2_S : Grid<IQ2_S, 1024> {
     __device__ __forceinline__ static unsigned entry(int i) { return IQ2_S_GRID[i]; }
 
-    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
-        const unsigned low = load_byte(planes, 1, at.block * 64 + at.group);
-        const unsigned signs = load_byte(planes, 1, at.block * 64 + 32 + at.group);
-        const unsigned high = load_byte(planes, 2, at.block * 8 + at.part);
-        const unsigned scales = load_byte(planes, 3, at.block * 8 + at.part);
-        const float d = __half2float(planes.at<__half>(0)[at.block]);
-        const unsigned index = low | (high >> at.within * 2 & 3u) << 8;
-        scale_iq2(planes, d, scales >> at.within / 2 * 4 & 15u, index, signs, v);
+    __device__ __forceinline__ static void decode_octet(
+        const Planes& planes, long long block, int group, float (&v)[8]) {
+        const int part = group / 4, within = group % 4;
+        const unsigned low = load_byte(planes, 1, block * 64 + group);
+        const unsigned signs = load_byte(planes, 1, block * 64 + 32 + group);
+        const unsigned high = load_byte(planes, 2, block * 8 + part);
+        const unsigned scales = load_byte(planes, 3, block * 8 + part);
+        const float d = __half2float(planes.at<__half>(0)[block]);
+        const unsigned index = low | (high >> within * 2 & 3u) << 8;
+        scale_iq2(planes, d, scales >> within / 2 * 4 & 15u, index, signs, v);
     }
 };
 
@@ -128,16 +117,18 @@ struct IQ2_S : Grid<IQ2_S, 1024> {
 struct IQ3_XXS : Grid<IQ3_XXS, 128> {
     __device__ __forceinline__ static unsigned entry(int i) { return IQ3_XXS_GRID[i]; }
 
-    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
-        const unsigned both = load_pair(planes, 1, at.block * 96 + at.group * 2);
+    __device__ __forceinline__ static void decode_octet(
+        const Planes& planes, long long block, int group, float (&v)[8]) {
+        const int part = group / 4, within = group % 4;
+        const unsigned both = load_pair(planes, 1, block * 96 + group * 2);
         unsigned word[1];
-        load_each(planes, 1, at.block * 96 + 64 + at.part * 4, word);
-        const float d = __half2float(planes.at<__half>(0)[at.block]);
+        load_each(planes, 1, block * 96 + 64 + part * 4, word);
+        const float d = __half2float(planes.at<__half>(0)[block]);
         const unsigned first = short_entry_of(planes, both & 255u), second = short_entry_of(planes, both >> 8);
         const float scale = __fmul_rn(__fmul_rn(d, 0.25f), odd_of(word[0] >> 28));
         scale_signed(
             scale, __byte_perm(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], first),
-            __byte_perm(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], second), signs_of(word[0] >> at.within * 7), v);
+            __byte_perm(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], second), signs_of(word[0] >> within * 7), v);
     }
 };
 
@@ -146,15 +137,17 @@ struct IQ3_XXS : Grid<IQ3_XXS, 128> {
 struct IQ3_S : Grid<IQ3_S, 256> {
     __device__ __forceinline__ static unsigned entry(int i) { return IQ3_S_GRID[i]; }
 
-    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
-        const unsigned both = load_pair(planes, 1, at.block * 64 + at.group * 2);
-        const unsigned high = load_byte(planes, 2, at.block * 8 + at.part) >> at.within * 2;
-        const unsigned signs = load_byte(planes, 3, at.block * 32 + at.group);
-        const unsigned scales = load_byte(planes, 4, at.block * 4 + at.part / 2);
-        const float d = __half2float(planes.at<__half>(0)[at.block]);
+    __device__ __forceinline__ static void decode_octet(
+        const Planes& planes, long long block, int group, float (&v)[8]) {
+        const int part = group / 4, within = group % 4;
+        const unsigned both = load_pair(planes, 1, block * 64 + group * 2);
+        const unsigned high = load_byte(planes, 2, block * 8 + part) >> within * 2;
+        const unsigned signs = load_byte(planes, 3, block * 32 + group);
+        const unsigned scales = load_byte(planes, 4, block * 4 + part / 2);
+        const float d = __half2float(planes.at<__half>(0)[block]);
         const unsigned first = short_entry_of(planes, (both & 255u) | (high & 1u) << 8);
         const unsigned second = short_entry_of(planes, both >> 8 | (high & 2u) << 7);
-        const float scale = __fmul_rn(d, odd_of(scales >> at.part % 2 * 4 & 15u));
+        const float scale = __fmul_rn(d, odd_of(scales >> part % 2 * 4 & 15u));
         scale_signed(
             scale, __byte_perm(IQ3_S_VALUES[0], IQ3_S_VALUES[1], first),
             __byte_perm(IQ3_S_VALUES[0], IQ3_S_VALUES[1], second), signs, v);
@@ -177,11 +170,13 @@ __device__ __forceinline__ void scale_iq1(
 struct IQ1_S : Grid<IQ1_S, 2048> {
     __device__ __forceinline__ static unsigned entry(int i) { return IQ1_GRID[i]; }
 
-    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
-        const unsigned low = load_byte(planes, 1, at.block * 32 + at.group);
-        const unsigned more = planes.at<unsigned short>(2)[at.block * 8 + at.part];
-        const float d = __half2float(planes.at<__half>(0)[at.block]);
-        const unsigned index = low | (more >> at.within * 3 & 7u) << 8;
+    __device__ __forceinline__ static void decode_octet(
+        const Planes& planes, long long block, int group, float (&v)[8]) {
+        const int part = group / 4, within = group % 4;
+        const unsigned low = load_byte(planes, 1, block * 32 + group);
+        const unsigned more = planes.at<unsigned short>(2)[block * 8 + part];
+        const float d = __half2float(planes.at<__half>(0)[block]);
+        const unsigned index = low | (more >> within * 3 & 7u) << 8;
         scale_iq1(planes, d, more >> 12 & 7u, index, (more & 0x8000u) != 0, v);
     }
 };
@@ -191,15 +186,17 @@ struct IQ1_S : Grid<IQ1_S, 2048> {
 struct IQ1_M : Grid<IQ1_M, 2048> {
     __device__ __forceinline__ static unsigned entry(int i) { return IQ1_GRID[i]; }
 
-    __device__ __forceinline__ static void decode_group(const Planes& planes, const GroupOfBlock& at, float (&v)[8]) {
-        const unsigned low = load_byte(planes, 0, at.block * 32 + at.group);
-        const unsigned more = load_byte(planes, 1, at.block * 16 + at.group / 2) >> at.group % 2 * 4;
+    __device__ __forceinline__ static void decode_octet(
+        const Planes& planes, long long block, int group, float (&v)[8]) {
+        const int part = group / 4, within = group % 4;
+        const unsigned low = load_byte(planes, 0, block * 32 + group);
+        const unsigned more = load_byte(planes, 1, block * 16 + group / 2) >> group % 2 * 4;
         unsigned word[2];
-        load_words(planes, 2, at.block * 8, planes.size / 32, word);
+        load_words(planes, 2, block * 8, planes.size / 32, word);
         const unsigned d =
             (word[0] >> 12 & 0xfu) | (word[0] >> 24 & 0xf0u) | (word[1] >> 4 & 0xf00u) | (word[1] >> 16 & 0xf000u);
-        const unsigned own = (at.group < 16 ? word[0] : word[1]) >> at.group / 8 % 2 * 16;
-        const unsigned s = own >> at.group / 2 % 4 * 3 & 7u;
+        const unsigned own = (group < 16 ? word[0] : word[1]) >> group / 8 % 2 * 16;
+        const unsigned s = own >> group / 2 % 4 * 3 & 7u;
         scale_iq1(planes, half_of(d, 0), s, low | (more & 7u) << 8, (more & 8u) != 0, v);
     }
 };

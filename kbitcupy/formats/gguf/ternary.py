@@ -69,7 +69,7 @@ class TQ1_0(Gguf):
     name, bits, block = "tq1_0", 1.625, 256
     summary = "-1, 0 and 1, five to a byte, a half as the scale of 256"
     fields = (Field("qs", "uint8", 48), Field("qh", "uint8", 4), Field("d", "float16", 1))
-    struct, ggml_type, default = "TQ1_0", 34, False
+    struct, together, ggml_type, default = "TQ1_0", True, 34, False
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         d, t = _ternary(rows)
