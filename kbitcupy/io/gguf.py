@@ -113,6 +113,7 @@ _UNKNOWN = "type"
 
 # What ggml allows.
 _LONGEST_NAME, _LONGEST_KEY, _MOST_DIMENSIONS = 63, 65535, 4
+_MOST_ELEMENTS = 1 << 60  # NumPy's limit, of 8 bytes each, though some length be 0
 # What no model has: these bound the time and the memory that reading a header takes.
 _MOST_KEYS, _MOST_TENSORS, _MOST_TEXTS, _LONGEST_VALUES = 1 << 14, 1 << 16, 1 << 21, 100_000_000
 # Bytes of a header that are read at a time.
@@ -541,8 +542,8 @@ def _read_infos(cursor: _Cursor, count: int) -> dict[str, _Info]:
             raise ValueError(f"{what} has {dimensions} dimensions; at most {_MOST_DIMENSIONS} are allowed")
         fields = struct.unpack(f"<{dimensions}QIQ", cursor.take(8 * dimensions + 12, what))
         shape, kind, offset = fields[:dimensions][::-1], fields[-2], fields[-1]
-        if any(length >= 1 << 63 for length in shape):
-            raise ValueError(f"{what} has shape {shape}; lengths are below 2^63")
+        if math.prod(length or 1 for length in shape) >= _MOST_ELEMENTS:
+            raise ValueError(f"{what} has shape {shape}; lengths that are not 0 multiply to less than 2^60")
         infos[name] = _Info(*_sized(what, shape, kind), offset)
     return infos
 

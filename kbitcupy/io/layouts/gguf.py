@@ -80,14 +80,15 @@ class GgufLayout(Layout):
             if format is None:
                 continue
             stored: tuple[str, ...] = (name,)
-            scale = _scale_name(name)
+            lead, scale = 0, _scale_name(name)
             if format.tensor_scale is not None and scale in names:
                 about = reader.entry(scale)
-                if about.dtype != "float32" or not _fits(format, entry.shape, about.shape):
+                lead = _lead(entry.shape, about)
+                if lead < 0:
                     raise FileError(f"{file.path}: tensor {scale!r} is {about}, no scale of {name!r}, which is {entry}")
-                stored = (name, scale)
+                format, stored = _known(entry.dtype, True), (name, scale)
             planes = functools.partial(_planes, format, stored)
-            found[name] = Compressed(format, entry.shape, np.dtype(np.float32), stored, planes)
+            found[name] = Compressed(format, entry.shape, np.dtype(np.float32), stored, planes, lead=lead)
         return found
 
     def entries(
@@ -140,15 +141,15 @@ class GgufLayout(Layout):
 
 
 @functools.cache
-def _known(dtype: str) -> Format | None:
+def _known(dtype: str, scaled: bool = False) -> Any:
     try:
-        format = get_format(dtype)
+        format = get_format(dtype, **({"tensor_scale": True} if scaled else {}))
     except FormatError:
         return None
     return format if isinstance(format, BlockFormat) and format.block_bytes == BLOCKS[dtype].nbytes else None
 
 
-def format_of(dtype: str) -> Format | None:
+def format_of(dtype: str) -> Any:
     """The format of an entry's dtype; None of plain numbers, and where there is no such format."""
     return _known(dtype) if dtype in BLOCKS else None
 
@@ -161,9 +162,14 @@ def _scale_name(name: str) -> str:
     return name.removesuffix(_WEIGHT) + _SCALE
 
 
-def _fits(format: Format, shape: tuple[int, ...], scale: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape is a scale: one number, or one for each matrix of a stack."""
-    return scale in ((), (1,)) or (len(shape) == 3 and scale == shape[:1])
+def _lead(shape: tuple[int, ...], scale: Entry) -> int:
+    """How many lengths of a tensor count what has a scale of its own: none, or the experts; -1 where neither fits."""
+    if scale.dtype == "float32":
+        if scale.shape in ((), (1,)):
+            return 0
+        if len(shape) == 3 and scale.shape == shape[:1]:
+            return 1
+    return -1
 
 
 def _planes(format: Any, stored: tuple[str, ...], reader: Reader) -> dict[str, np.ndarray]:
