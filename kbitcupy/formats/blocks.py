@@ -136,6 +136,8 @@ class BlockFormat(Format):
     folder: ClassVar[Path | None] = None
     #: Whether errors that are weighed depend on the mean square of the whole row.
     row_mean: ClassVar[bool] = False
+    #: Elements that NumPy quantizes at a time.
+    chunk: ClassVar[int] = CHUNK
     #: The kernel that quantizes, and the one for calls with importance; None where only NumPy does.
     quantizer: ClassVar[Quantizer | None] = None
     weigher: ClassVar[Quantizer | None] = None
@@ -210,10 +212,10 @@ class BlockFormat(Format):
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         flat, columns, scale = x.reshape(-1), None, self._scale(planes)
-        size = CHUNK - CHUNK % self.block
+        size = self.chunk - self.chunk % self.block
         if x.size and "importance" in given:
             columns = given["importance"].reshape(-1, x.shape[-1])
-            size = max(CHUNK // x.shape[-1], 1) * x.shape[-1]  # whole rows
+            size = max(self.chunk // x.shape[-1], 1) * x.shape[-1]  # whole rows
         for start in range(0, flat.size, size):
             part = flat[start : start + size].astype(np.float32, copy=False)
             if scale is not None:

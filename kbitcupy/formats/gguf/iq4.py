@@ -39,6 +39,7 @@ _SUB = 32
 class _Table(Gguf):
     """4-bit codes of the numbers of `search.IQ4`, scales of 32."""
 
+    chunk = search.CHUNK
     bits, takes, header = 4, ("importance",), "formats/gguf_k.cuh"
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:

@@ -79,6 +79,7 @@ _BLOCK = 256
 class KType(Gguf):
     """A type of blocks of 256."""
 
+    chunk = search.CHUNK
     block = _BLOCK
     header = "formats/gguf_k.cuh"
     #: Elements of a sub-block.

@@ -27,8 +27,10 @@ import numpy as np
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 # Sub-blocks of smaller numbers have the scale 0.
 _NOTHING = np.float32(1e-15)
-# Columns that are worked on at a time: their arrays stay in the cache.
-_WIDTH = 1024
+#: Elements that a type quantizes at a time: a search has calls of NumPy for each sub-block of a block.
+CHUNK = 1 << 19
+# Elements of a tile: few calls of NumPy, and arrays that stay in the cache.
+_TILE = 1 << 16
 # Sweeps of `refined` and `positive` over the elements.
 _SWEEPS = 5
 # With a step beyond this the distance to a minimum may become infinite.
@@ -62,9 +64,9 @@ def tiles(rows: np.ndarray, sub: int, rooms: int) -> Iterator[tuple[slice, list[
     There are two columns at least, the one that there is twice, since np.add.reduce has its own order for one.
     """
     parts = rows.reshape(-1, sub)
-    count = max(-(-len(parts) // _WIDTH), 1)
+    count = max(-(-rows.size // _TILE), 1)
     bounds = [len(parts) * i // count for i in range(count + 1)]
-    memory = np.empty((rooms + 1, max(_WIDTH, 2) * sub), np.float32)
+    memory = np.empty((rooms + 1, min(_TILE, 2 * sub + rows.size)), np.float32)
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         columns = max(stop - start, 2)
         arrays = [room[: sub * columns].reshape(sub, columns) for room in memory]
