@@ -26,12 +26,15 @@ Source: ggml, ``ggml-quants.c`` (``quantize_row_iq4_nl_impl``), built without co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from ..base import register
 from ..blocks import Field, Importance
 from . import Gguf, search
-from .arithmetic import half_bytes, halves, pack_fields, reciprocal, signed_max, unpack_fields
+from .arithmetic import half_bytes, pack_fields, reciprocal, scaled, signed_max, unpack_fields
 
 _SUB = 32
 
@@ -80,8 +83,8 @@ class IQ4_NL(_Table):
     def _stored(self, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return half_bytes(scale[:, None]), scale
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        return halves(blocks, 0) * search.IQ4[unpack_fields(blocks[:, 2:], 4, 16)]
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        return scaled(search.IQ4_BYTES[unpack_fields(planes["qs"].reshape(-1, 16), 4, 16)], planes["d"])
 
 
 class IQ4_XS(_Table):
@@ -106,12 +109,13 @@ class IQ4_XS(_Table):
         low = ls[:, ::2] & 15 | ls[:, 1::2] << 4
         return np.concatenate([half_bytes(d), high[:, None].view(np.uint8), low], axis=1), (d * sc).reshape(-1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        high = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-        ls = unpack_fields(blocks[:, 4:8], 4, 1) | high.astype(np.uint8) << 4
-        factor = halves(blocks, 0) * (ls.astype(np.float32) - np.float32(32))
-        values = search.IQ4[unpack_fields(blocks[:, 8:], 4, 16)].reshape(-1, 8, _SUB)
-        return (factor[:, :, None] * values).reshape(-1, self.block)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        high = planes["scales_h"].astype("<u2").view(np.uint8).reshape(-1, 2)
+        ls = unpack_fields(planes["scales_l"].reshape(-1, 4), 4, 1) | unpack_fields(high, 2, 1) << 4
+        sc = ls.view(np.int8) - np.int8(32)
+        factor = planes["d"][:, None].astype(np.float32) * sc
+        values = search.IQ4_BYTES[unpack_fields(planes["qs"].reshape(-1, 16), 4, 16)]
+        return scaled(values, factor.reshape(-1)).reshape(-1, self.block)
 
 
 for _type in (IQ4_NL, IQ4_XS):

@@ -63,14 +63,15 @@ contraction.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..base import register
 from ..blocks import Field, Importance
 from . import Gguf, search
-from .arithmetic import finite, half_bytes, halves, pack_fields, signed_max, unpack_fields
+from .arithmetic import finite, half_bytes, halves, pack_fields, scaled, signed_max, unpack_fields
 from .search import Steps
 
 _BLOCK = 256
@@ -181,10 +182,9 @@ class Q2_K(_Ranged):
     def _assembled(self, d: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
         return np.concatenate([scales, pack_fields(q, 2, 32), d], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        sc, mn = self._unpack(blocks[:, :16])
-        q = unpack_fields(blocks[:, 16:80], 2, 32)
-        return _decoded(q, halves(blocks, 80) * sc, halves(blocks, 82) * mn)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        q = unpack_fields(planes["qs"].reshape(-1, 64), 2, 32)
+        return _ranged(q, planes["d"], *self._unpack(planes["scales"].reshape(-1, 16)))
 
 
 class Q4_K(_Ranged):
@@ -199,10 +199,9 @@ class Q4_K(_Ranged):
     def _assembled(self, d: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
         return np.concatenate([d, scales, pack_fields(q, 4, 32)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        sc, mn = self._unpack(blocks[:, 4:16])
-        q = unpack_fields(blocks[:, 16:], 4, 32)
-        return _decoded(q, halves(blocks, 0) * sc, halves(blocks, 2) * mn)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        q = unpack_fields(planes["qs"].reshape(-1, 128), 4, 32)
+        return _ranged(q, planes["d"], *self._unpack(planes["scales"].reshape(-1, 12)))
 
 
 class Q5_K(_Ranged):
@@ -221,10 +220,11 @@ class Q5_K(_Ranged):
         parts = [d, scales, pack_fields(q >> 4, 1, 32), pack_fields(q & 15, 4, 32)]
         return np.concatenate(parts, axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        sc, mn = self._unpack(blocks[:, 4:16])
-        q = unpack_fields(blocks[:, 48:], 4, 32) | unpack_fields(blocks[:, 16:48], 1, 32) << 4
-        return _decoded(q, halves(blocks, 0) * sc, halves(blocks, 2) * mn)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        q = unpack_fields(planes["qh"].reshape(-1, 32), 1, 32)
+        q <<= np.uint8(4)
+        q |= unpack_fields(planes["qs"].reshape(-1, 128), 4, 32)
+        return _ranged(q, planes["d"], *self._unpack(planes["scales"].reshape(-1, 12)))
 
 
 class _Symmetric(KType):
@@ -317,11 +317,13 @@ class Q3_K(_Symmetric):
         ]
         return np.concatenate([pack_fields(q >> 2, 1, 32), pack_fields(q & 3, 2, 32), *scales, d], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        low, high = unpack_fields(blocks[:, 96:104], 4, 8), unpack_fields(blocks[:, 104:108], 2, 4)
-        sc = (low | high << 4).astype(np.float32) - np.float32(32)
-        q = unpack_fields(blocks[:, 32:96], 2, 32) | unpack_fields(blocks[:, :32], 1, 32) << 2
-        return _decoded(q.view(np.int8) - np.int8(4), halves(blocks, 108) * sc)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        packed = planes["scales"].reshape(-1, 12)
+        sc = unpack_fields(packed[:, :8], 4, 8) | unpack_fields(packed[:, 8:], 2, 4) << 4
+        q = unpack_fields(planes["hmask"].reshape(-1, 32), 1, 32)
+        q <<= np.uint8(2)
+        q |= unpack_fields(planes["qs"].reshape(-1, 64), 2, 32)
+        return _centred(q, 4, planes["d"], sc.view(np.int8) - np.int8(32))
 
 
 class Q6_K(_Symmetric):
@@ -353,10 +355,11 @@ class Q6_K(_Symmetric):
         parts = [pack_fields(q & 15, 4, 64), pack_fields(q >> 4, 2, 32), sc.astype(np.int8).view(np.uint8), d]
         return np.concatenate(parts, axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        q = unpack_fields(blocks[:, :128], 4, 64) | unpack_fields(blocks[:, 128:192], 2, 32) << 4
-        sc = blocks[:, 192:208].view(np.int8)
-        return _decoded(q.view(np.int8) - np.int8(32), halves(blocks, 208) * sc)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        q = unpack_fields(planes["qh"].reshape(-1, 64), 2, 32)
+        q <<= np.uint8(4)
+        q |= unpack_fields(planes["ql"].reshape(-1, 128), 4, 64)
+        return _centred(q, 32, planes["d"], planes["scales"].reshape(-1, 16))
 
 
 class Q8_K(KType):
@@ -375,9 +378,8 @@ class Q8_K(KType):
         sums = q.reshape(len(rows), -1, 16).sum(axis=2, dtype=np.int16)
         return np.concatenate([part.view(np.uint8) for part in (d, q, sums)], axis=1)
 
-    def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        d = np.ascontiguousarray(blocks[:, :4]).view(np.float32)
-        return d * blocks[:, 4 : 4 + self.block].view(np.int8)
+    def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
+        return scaled(planes["qs"].reshape(-1, self.block), planes["d"])
 
 
 def _weights(rows: np.ndarray, importance: Importance, share: np.float32) -> np.ndarray:
@@ -406,12 +408,22 @@ def _quantize_weighed(numbers: np.ndarray, weight: np.ndarray, wide: int) -> tup
     return d[: len(numbers), None], codes.T[: len(numbers)]
 
 
-def _decoded(q: np.ndarray, factor: np.ndarray, offset: np.ndarray | None = None) -> np.ndarray:
-    """factor * q - offset, with one of each for each sub-block."""
-    y = factor[:, :, None] * q.reshape(*factor.shape, -1)
-    if offset is not None:
-        y -= offset[:, :, None]
-    return y.reshape(len(q), -1)
+def _ranged(q: np.ndarray, d: np.ndarray, sc: np.ndarray, mn: np.ndarray) -> np.ndarray:
+    """(d * sc) * q - dmin * mn of uint8[blocks, 256]; `d` has d and dmin of each block."""
+    both = d.reshape(-1, 2).astype(np.float32)
+    y = q.reshape(sc.size, -1).astype(np.float32)
+    y *= (both[:, :1] * sc).reshape(-1, 1)
+    y -= (both[:, 1:] * mn).reshape(-1, 1)
+    return y.reshape(q.shape)
+
+
+def _centred(q: np.ndarray, middle: int, d: np.ndarray, sc: np.ndarray) -> np.ndarray:
+    """(d * sc) * (q - middle) of uint8[blocks, 256]."""
+    codes = q.view(np.int8).reshape(sc.size, -1)
+    codes -= np.int8(middle)
+    y = codes.astype(np.float32)
+    y *= (d[:, None].astype(np.float32) * sc).reshape(-1, 1)
+    return y.reshape(q.shape)
 
 
 def _pack_scales(sc: np.ndarray, mn: np.ndarray) -> np.ndarray:

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 #: What the codes of iq4_nl and iq4_xs stand for.
-IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+IQ4_BYTES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+IQ4 = IQ4_BYTES.astype(np.float32)
 # Sub-blocks of smaller numbers have the scale 0.
 _NOTHING = np.float32(1e-15)
 #: Elements that a type quantizes at a time: a search has calls of NumPy for each sub-block of a block.
