@@ -169,3 +169,24 @@ def test_a_planted_fault_is_found(compiled, right, wrong, name, offset):
     built = library((right, wrong))
     with pytest.raises(AssertionError):
         round_trip(built, LAYOUTS[name], 5, offset)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_numpy_and_cuda_agree(cupy, name):
+    """Blocks that begin anywhere, and planes that do."""
+    fields = LAYOUTS[name]
+    for count, offset in ((0, 0), (1, 3), (777, 1), (5000, 0), (3 * module._tile(fields) + 5, 14)):
+        memory = np.random.default_rng(offset).integers(0, 256, offset + count * block_bytes(fields), dtype=np.uint8)
+        blocks = memory[offset:]
+        planes = split_blocks(fields, cupy.asarray(memory)[offset:])
+        for key, plane in split_blocks(fields, blocks).items():
+            assert planes[key].dtype == plane.dtype and np.array_equal(
+                planes[key].get().view(np.uint8), plane.view(np.uint8)
+            )
+        assert np.array_equal(join_blocks(fields, planes).get().reshape(-1), blocks)
+        behind = {field.name: planes[field.name][field.entries :] for field in fields}
+        assert np.array_equal(join_blocks(fields, behind).get().reshape(-1), blocks[block_bytes(fields) :])
