@@ -4,12 +4,13 @@
 //     blocks   |d|  qs  |d|  qs  |d|  qs  |...        planes   |d|d|d|...   |  qs  |  qs  |  qs  |...
 //
 // A thread block moves a tile of blocks through shared memory, in which the blocks lie as in global memory, as far
-// behind a multiple of 16 bytes as there. Fields of whole vectors are cut out of it, or put into it, a vector at a
-// time, the others a word at a time, byte by byte: they are a few percent of all bytes.
+// behind a multiple of 16 bytes as there. Planes are read and written in whole vectors of 16 bytes, each by one thread,
+// which has several under way, of whatever field: of a field of whole vectors one is a run of bytes of one block, else
+// it is of several blocks, a word, a half word or a byte at a time.
 #include "common/types.cuh"
 
 // Of the host (kbitcupy/formats/fields.py), ahead of this source: THREADS, TILE_BYTES, MAX_FIELDS and struct
-// BlockFields. Tiles are multiples of 16 blocks, so that they begin at multiples of 16 bytes in every plane.
+// BlockFields. Tiles are multiples of 16 blocks, so that they are whole vectors of every plane.
 constexpr int VECTOR = sizeof(uint4);
 // Vectors that a thread has under way.
 constexpr int HELD = TILE_BYTES / VECTOR / THREADS;
@@ -157,17 +158,95 @@ __device__ __forceinline__ void store(Staged& staged, const Span& span) {
     if (edge >= 0) reinterpret_cast<unsigned char*>(span.vectors)[edge] = staged.bytes()[edge];
 }
 
-__device__ __forceinline__ unsigned char* plane_of(const BlockFields& fields, int field) {
-    return reinterpret_cast<unsigned char*>(fields.plane[field]);
+// ---- vectors of planes -------------------------------------------------------------------------------------------
+
+// 16 bytes of a plane, and where they lie in the tile.
+struct Piece {
+    int field;  // which
+    int size;   // bytes that a block has of it
+    int byte;   // of the tile's part of the plane, at which the vector begins
+    int count;  // bytes of the vector that are there: less than 16 at the end of a plane; none or less behind it
+    int from;   // of the field, at which it begins
+    int at;     // byte of shared memory
+};
+
+// Vector i of a tile of so many blocks that begins at byte `ahead` of shared memory.
+__device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, int blocks, int ahead) {
+    Piece piece;
+    piece.field = 0;
+#pragma unroll
+    for (int f = 1; f < MAX_FIELDS; ++f) piece.field += i >= fields.start[f];
+    piece.size = fields.size[piece.field];
+    piece.byte = (i - fields.start[piece.field]) * VECTOR;
+    piece.count = min(blocks * piece.size - piece.byte, VECTOR);
+    // The quotient of a number under 2^14 and the size.
+    const unsigned long long product = 1ull * static_cast<unsigned>(piece.byte) * fields.reciprocal[piece.field];
+    const int block = static_cast<int>(product >> 24);
+    piece.from = piece.byte - block * piece.size;
+    piece.at = ahead + block * fields.block + fields.offset[piece.field] + piece.from;
+    return piece;
 }
 
-// 16 bytes of a plane that may begin anywhere.
-__device__ __forceinline__ uint4 vector_at(const unsigned char* from, bool aligned) {
-    if (aligned) return __ldcs(reinterpret_cast<const uint4*>(from));
+// Of how many bytes that lie side by side in every block, at a multiple of themselves, a field consists.
+__device__ __forceinline__ int unit_of(const BlockFields& fields, const Piece& piece, int ahead) {
+    const int bits = fields.block | fields.offset[piece.field] | piece.size | ahead;
+    return bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+}
+
+// The vector from shared memory, of a field that is not whole vectors: A is an unsigned integer of a unit.
+template <typename A>
+__device__ __forceinline__ uint4 gather(Staged& staged, const Piece& piece, int gap) {
+    unsigned w[4] = {0, 0, 0, 0};
+    int at = piece.at, from = piece.from;
+#pragma unroll
+    for (int b = 0; b < VECTOR; b += sizeof(A)) {
+        if (b < piece.count) {
+            const unsigned unit = *reinterpret_cast<const A*>(staged.bytes() + at);
+            w[b / 4] |= unit << b % 4 * 8;
+        }
+        at += sizeof(A), from += sizeof(A);
+        if (from == piece.size) from = 0, at += gap;
+    }
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// The inverse.
+template <typename A>
+__device__ __forceinline__ void scatter(Staged& staged, const Piece& piece, int gap, uint4 v) {
+    const unsigned w[4] = {v.x, v.y, v.z, v.w};
+    int at = piece.at, from = piece.from;
+#pragma unroll
+    for (int b = 0; b < VECTOR; b += sizeof(A)) {
+        if (b < piece.count) *reinterpret_cast<A*>(staged.bytes() + at) = static_cast<A>(w[b / 4] >> b % 4 * 8);
+        at += sizeof(A), from += sizeof(A);
+        if (from == piece.size) from = 0, at += gap;
+    }
+}
+
+// Where the vector lies in global memory; the tile's first block is number `first`.
+__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece, long long first) {
+    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + first * piece.size + piece.byte;
+}
+
+// The first `count` of 16 bytes at any address.
+__device__ __forceinline__ uint4 load_vector(const unsigned char* from, int count) {
+    if (is_aligned(from) && count == VECTOR) return __ldcs(reinterpret_cast<const uint4*>(from));
     unsigned w[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int b = 0; b < VECTOR; ++b) w[b / 4] |= static_cast<unsigned>(from[b]) << b % 4 * 8;
+    for (int b = 0; b < VECTOR; ++b)
+        if (b < count) w[b / 4] |= static_cast<unsigned>(from[b]) << b % 4 * 8;
     return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+__device__ __forceinline__ void store_vector(unsigned char* to, int count, uint4 v) {
+    if (count == VECTOR) {
+        __stcs(reinterpret_cast<uint4*>(to), v);
+        return;
+    }
+    const unsigned w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int b = 0; b < VECTOR; ++b)
+        if (b < count) to[b] = static_cast<unsigned char>(w[b / 4] >> b % 4 * 8);
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------
@@ -175,7 +254,7 @@ __device__ __forceinline__ uint4 vector_at(const unsigned char* from, bool align
 // raw     uint8[blocks * fields.block], at any byte
 // blocks  how many
 // fields  the planes begin at multiples of 16 bytes
-__global__ void __launch_bounds__(THREADS, 5)
+__global__ void __launch_bounds__(THREADS, BLOCKS)
     split_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
     __shared__ Staged staged;
     for (long long first = (long long)blockIdx.x * fields.tile; first < blocks;
@@ -184,82 +263,58 @@ __global__ void __launch_bounds__(THREADS, 5)
         const Span span = span_of(raw + first * fields.block, count * fields.block);
         load(staged, span);
         __syncthreads();
-        for (int f = 0; f < fields.count; ++f) {
-            const int size = fields.size[f], begin = span.ahead + fields.offset[f], split = fields.split[f];
-            unsigned char* plane = plane_of(fields, f) + first * size;
-            if (size % VECTOR == 0) {
-                const unsigned each = size / VECTOR;
-                for (unsigned i = threadIdx.x; i < count * each; i += THREADS) {
-                    const unsigned block = i / each;
-                    uint4 v = cut(staged, begin + block * fields.block + (i - block * each) * VECTOR);
-                    if (split) v = to_neighbours(v, split);
-                    __stcs(reinterpret_cast<uint4*>(plane) + i, v);
-                }
-                continue;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
+            const Piece piece = piece_of(fields, i, count, span.ahead);
+            if (piece.count <= 0) continue;
+            uint4 v;
+            if (piece.size % VECTOR == 0) {
+                v = cut(staged, piece.at);
+                const int split = fields.split[piece.field];
+                if (split) v = to_neighbours(v, split);
+            } else {
+                const int gap = fields.block - piece.size, unit = unit_of(fields, piece, span.ahead);
+                v = unit == 4   ? gather<unsigned>(staged, piece, gap)
+                    : unit == 2 ? gather<unsigned short>(staged, piece, gap)
+                                : gather<unsigned char>(staged, piece, gap);
             }
-            const int total = count * size;
-            for (int at = static_cast<int>(threadIdx.x) * 4; at < total; at += THREADS * 4) {
-                const int block = at / size;
-                int byte = at - block * size;
-                const unsigned char* from = staged.bytes() + begin + block * fields.block;
-                unsigned word = 0;
-#pragma unroll
-                for (int b = 0; b < 4; ++b) {
-                    if (at + b < total) word |= static_cast<unsigned>(from[byte]) << b * 8;
-                    if (++byte == size) byte = 0, from += fields.block;
-                }
-                if (at + 4 <= total) *reinterpret_cast<unsigned*>(plane + at) = word;
-                else
-                    for (int b = 0; at + b < total; ++b) plane[at + b] = static_cast<unsigned char>(word >> b * 8);
-            }
+            store_vector(address_of(fields, piece, first), piece.count, v);
         }
         __syncthreads();
     }
 }
 
 // The same the other way; here planes may begin anywhere, too.
-__global__ void __launch_bounds__(THREADS, 5)
+__global__ void __launch_bounds__(THREADS, BLOCKS)
     join_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
     __shared__ Staged staged;
     for (long long first = (long long)blockIdx.x * fields.tile; first < blocks;
          first += (long long)gridDim.x * fields.tile) {
         const int count = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
         const Span span = span_of(raw + first * fields.block, count * fields.block);
-        for (int f = 0; f < fields.count; ++f) {
-            const int size = fields.size[f], begin = span.ahead + fields.offset[f], split = fields.split[f];
-            const unsigned char* plane = plane_of(fields, f) + first * size;
-            if (size % VECTOR == 0) {
-                const unsigned each = size / VECTOR;
-                const bool aligned = is_aligned(plane);
-                uint4 v[HELD];
+        uint4 v[HELD];
 #pragma unroll
-                for (int k = 0; k < HELD; ++k) {
-                    const unsigned i = threadIdx.x + k * THREADS;
-                    if (i < count * each) v[k] = vector_at(plane + i * VECTOR, aligned);
-                }
+        for (int k = 0; k < HELD; ++k) {
+            const int i = static_cast<int>(threadIdx.x) + k * THREADS;
+            if (i >= fields.vectors) continue;
+            const Piece piece = piece_of(fields, i, count, span.ahead);
+            if (piece.count > 0) v[k] = load_vector(address_of(fields, piece, first), piece.count);
+        }
 #pragma unroll
-                for (int k = 0; k < HELD; ++k) {
-                    const unsigned i = threadIdx.x + k * THREADS, block = i / each;
-                    if (i >= count * each) break;
-                    if (split) v[k] = to_split(v[k], split);
-                    put(staged, begin + block * fields.block + (i - block * each) * VECTOR, v[k]);
-                }
+        for (int k = 0; k < HELD; ++k) {
+            const int i = static_cast<int>(threadIdx.x) + k * THREADS;
+            if (i >= fields.vectors) continue;
+            const Piece piece = piece_of(fields, i, count, span.ahead);
+            if (piece.count <= 0) continue;
+            if (piece.size % VECTOR == 0) {
+                const int split = fields.split[piece.field];
+                put(staged, piece.at, split ? to_split(v[k], split) : v[k]);
                 continue;
             }
-            const int total = count * size;
-            const bool aligned = reinterpret_cast<unsigned long long>(plane) % 4 == 0;
-            for (int at = static_cast<int>(threadIdx.x) * 4; at < total; at += THREADS * 4) {
-                const int block = at / size;
-                int byte = at - block * size;
-                unsigned char* to = staged.bytes() + begin + block * fields.block;
-                const bool whole = aligned && at + 4 <= total;
-                const unsigned word = whole ? *reinterpret_cast<const unsigned*>(plane + at) : 0;
-#pragma unroll
-                for (int b = 0; b < 4; ++b) {
-                    if (at + b < total) to[byte] = whole ? static_cast<unsigned char>(word >> b * 8) : plane[at + b];
-                    if (++byte == size) byte = 0, to += fields.block;
-                }
-            }
+            const int gap = fields.block - piece.size, unit = unit_of(fields, piece, span.ahead);
+            if (unit == 4) scatter<unsigned>(staged, piece, gap, v[k]);
+            else if (unit == 2) scatter<unsigned short>(staged, piece, gap, v[k]);
+            else scatter<unsigned char>(staged, piece, gap, v[k]);
         }
         __syncthreads();
         store(staged, span);

@@ -17,7 +17,7 @@ import numpy as np
 from ..backend.compile import Template
 from ..backend.launch import Kernel
 from ..backend.structs import Constants, Struct
-from ..backend.xp import Piece, empty_arrays, on_device_of, pieces
+from ..backend.xp import Piece, empty_arrays, namespace, on_device_of, pieces
 from .base import register_templates
 
 #: Fields that a block may have, as kernels take them.
@@ -71,7 +71,7 @@ def join_blocks(fields: tuple[Field, ...], planes: Mapping[str, Any]) -> Any:
     first = planes[fields[0].name]
     count = first.size // fields[0].entries
     with on_device_of(first):
-        blocks = _empty(first, count, block_bytes(fields))
+        blocks = namespace(first).empty((count, block_bytes(fields)), np.uint8)
         if isinstance(first, np.ndarray):
             _join_numpy(fields, planes, blocks.reshape(-1))
         elif count:
@@ -88,11 +88,6 @@ def block_bytes(fields: tuple[Field, ...]) -> int:
 @functools.lru_cache(maxsize=512)
 def _allocation(fields: tuple[Field, ...], count: int) -> tuple[int, tuple[Piece, ...]]:
     return pieces({field.name: ((count * field.entries,), field.dtype) for field in fields})
-
-
-def _empty(beside: Any, count: int, nbytes: int) -> Any:
-    (blocks,) = empty_arrays(beside, *pieces({"blocks": ((count, nbytes), "uint8")})).values()
-    return blocks
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------------------------
@@ -151,21 +146,23 @@ def _to_split(codes: np.ndarray, split: int) -> np.ndarray:
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
-_SIZES = Constants(THREADS=256, TILE_BYTES=1 << 14, MAX_FIELDS=MAX_FIELDS)
-#: Planes, where their fields begin in a block and how many bytes they have, and runs of split codes; bytes of a block,
-#: blocks of a tile, and fields.
+_SIZES = Constants(THREADS=256, BLOCKS=5, TILE_BYTES=1 << 14, MAX_FIELDS=MAX_FIELDS)
+#: Planes; where their fields begin in a block, how many bytes they have, runs of split codes; the first of the tile's
+#: vectors that is of the plane, 2^24 / size, rounded up; bytes of a block, blocks of a tile, its vectors.
 FIELDS = Struct(
     "BlockFields",
     plane=("u8", MAX_FIELDS),
     offset=("i4", MAX_FIELDS),
     size=("i4", MAX_FIELDS),
     split=("i4", MAX_FIELDS),
+    start=("i4", MAX_FIELDS),
+    reciprocal=("u4", MAX_FIELDS),
     block="i4",
     tile="i4",
-    count="i4",
+    vectors="i4",
 )
 _POINTERS = struct.Struct(f"={MAX_FIELDS}Q")
-# Tiles are multiples of so many blocks: then they begin at multiples of 16 bytes in every plane.
+# Tiles are multiples of so many blocks: then they are whole vectors of every plane.
 _STEP = 16
 
 
@@ -183,12 +180,15 @@ def _tile(fields: tuple[Field, ...]) -> int:
 @functools.cache
 def _described(fields: tuple[Field, ...]) -> bytes:
     """`FIELDS` without its pointers."""
-    sizes = [field.nbytes for field in fields]
-    described = FIELDS.zeros()
-    described["offset"][: len(fields)] = [sum(sizes[:i]) for i in range(len(fields))]
-    described["size"][: len(fields)] = sizes
-    described["split"][: len(fields)] = [field.split for field in fields]
-    described["block"], described["tile"], described["count"] = sum(sizes), _tile(fields), len(fields)
+    sizes, tile = [field.nbytes for field in fields], _tile(fields)
+    described, used = FIELDS.zeros(), slice(len(fields))
+    described["offset"][used] = [sum(sizes[:i]) for i in range(len(fields))]
+    described["size"][used] = sizes
+    described["split"][used] = [field.split for field in fields]
+    described["start"] = tile * sum(sizes) // 16  # behind all vectors, where there is no such field
+    described["start"][used] = [tile * sum(sizes[:i]) // 16 for i in range(len(fields))]
+    described["reciprocal"][used] = [-(-(1 << 24) // size) for size in sizes]
+    described["block"], described["tile"], described["vectors"] = sum(sizes), tile, tile * sum(sizes) // 16
     return described.tobytes()[_POINTERS.size :]
 
 
