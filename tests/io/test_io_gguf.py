@@ -16,7 +16,8 @@ from kbitcupy.cli import main
 from kbitcupy.errors import FileError
 from kbitcupy.formats.gguf import by_type
 from kbitcupy.io import GgufValue, gguf as files
-from kbitcupy.io.convert import Change, Changes, convert_checkpoint
+from kbitcupy.io.changes import Change, Changes
+from kbitcupy.io.convert import convert_checkpoint
 from kbitcupy.io.layouts import find_layout
 
 F32 = np.float32
