@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from .backend import xp as _xp
 from .errors import DeviceError, FormatError, TransposeError
 from .formats.base import Format, get_format
+from .formats.raw import RawPlanes
 
 #: Version of the JSON configuration; what an older version wrote is still read.
 CONFIG_VERSION = 2
@@ -159,7 +160,7 @@ class QuantizedArray(Compressed):
     ) -> None:
         put = object.__setattr__
         put(self, "format", format)
-        put(self, "planes", MappingProxyType(dict(planes)))
+        put(self, "planes", planes if isinstance(planes, RawPlanes) else MappingProxyType(dict(planes)))
         put(self, "shape", shape)
         put(self, "dtype", dtype)
         put(self, "_borrowed", borrowed)
@@ -209,7 +210,7 @@ class QuantizedArray(Compressed):
     @property
     def nbytes(self) -> int:
         """Bytes of all planes."""
-        return sum(int(plane.nbytes) for plane in self.planes.values())
+        return sum(int(array.nbytes) for array in self._arrays())
 
     @property
     def bits_per_element(self) -> float:
@@ -219,7 +220,11 @@ class QuantizedArray(Compressed):
     @property
     def device(self) -> str:
         """``"cpu"`` or ``"cuda:<ordinal>"``."""
-        return _xp.device_of(next(iter(self.planes.values())))
+        return _xp.device_of(next(iter(self._arrays())))
+
+    def _arrays(self) -> Iterable[Any]:
+        """What holds the data."""
+        return self.planes.arrays if isinstance(self.planes, RawPlanes) else self.planes.values()
 
     @property
     def T(self) -> TransposedQuantizedArray:
@@ -306,7 +311,10 @@ class QuantizedArray(Compressed):
         device = _xp.resolve_device(device)
         if device == self.device:
             return self
-        planes = {name: _xp.to_device(plane, device) for name, plane in self.planes.items()}
+        if isinstance(self.planes, RawPlanes):
+            planes = self.planes.to_device(device)
+        else:
+            planes = {name: _xp.to_device(plane, device) for name, plane in self.planes.items()}
         return self._wrap(self.format, planes, self.shape, self.dtype, lead=self.lead)
 
     def get(self) -> QuantizedArray:

@@ -1,7 +1,9 @@
 """GGUF files: what is read is what is there, what is written others read, and what lies is refused."""
 
+import copy
 import json
 import os
+import pickle
 import struct
 import time
 import tracemalloc
@@ -59,6 +61,10 @@ def saved(path, metadata=None, **tensors):
 def plain_arrays():
     arrays = {name: (X[:3, :7] * 50).astype(name) for name in files.PLAIN if name != "bfloat16"}
     return {**arrays, "bfloat16": kb.dequantize(kb.quantize(X[:2], "q8_0"), dtype="bfloat16")}
+
+
+def pickled(q):
+    return pickle.loads(pickle.dumps(q))
 
 
 # ---- what is written is read ---------------------------------------------------------------------------------------
@@ -483,6 +489,49 @@ def test_tensor_scales_are_applied(tmp_path, experts):
     )
     with pytest.raises(FileError, match=r"'b.scale' is float32\[3\], no scale of 'b.weight'"):
         kb.io.load(tmp_path / "a.gguf")
+
+
+# ---- blocks that nobody has split -------------------------------------------------------------------------------------
+
+
+def test_blocks_are_split_when_a_plane_is_asked_for(tmp_path):
+    kb.io.save(tmp_path / "a.gguf", {"w": kb.quantize(X, "q4_k")})
+    q = kb.io.load(tmp_path / "a.gguf")["w"]
+    assert (q.device, q.nbytes, list(q.planes), len(q.planes)) == ("cpu", 8 * 2 * 144, ["d", "scales", "qs"], 3)
+    assert repr(q) == "QuantizedArray(q4_k, shape=(8, 512), dtype=float32, device=cpu, 4.50 bits/element)"
+    kb.io.save(tmp_path / "b.gguf", {"w": q})
+    assert q.to_device("cpu") is q and q.planes.blocks is not None
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+    wanted = kb.quantize(X, "q4_k")
+    assert all(np.array_equal(q.planes[name], plane) for name, plane in wanted.planes.items())
+    assert q.planes.blocks is None and (q.device, q.nbytes) == ("cpu", wanted.nbytes)
+    kb.io.save(tmp_path / "c.gguf", {"w": q})
+    assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "use", [lambda q: q[2:4], lambda q: q.reshape(4, 1024), lambda q: q.copy(), copy.copy, pickled]
+)
+def test_blocks_that_are_not_split_behave_like_planes(tmp_path, use):
+    kb.io.save(tmp_path / "a.gguf", {"w": kb.quantize(X, "q8_0")})
+    found, wanted = use(kb.io.load(tmp_path / "a.gguf")["w"]), use(kb.quantize(X, "q8_0"))
+    assert found.config() == wanted.config()
+    assert all(np.array_equal(found.planes[name], plane) for name, plane in wanted.planes.items())
+    assert np.array_equal(found.dequantize(), wanted.dequantize())
+
+
+def test_blocks_are_split_on_the_gpu_that_they_go_to(cupy, tmp_path):
+    raw = np.random.default_rng(0).integers(0, 127, (4, 36), np.uint8)
+    infos = [info("v.scale", (1,), 0), info("v.weight", (64, 4), 40, 32)]
+    (tmp_path / "v.gguf").write_bytes(header([], infos, F32(0.5).tobytes().ljust(32, b"\0") + raw.tobytes()))
+    names = ("q4_0", "q8_0", "q4_k", "tq2_0")
+    kb.io.save(tmp_path / "a.gguf", {name: kb.quantize(X, name) for name in names})
+    for path in ("a.gguf", "v.gguf"):
+        for name, q in kb.io.load(tmp_path / path).items():
+            there = q.to_device("cuda:0")
+            assert there.device == "cuda:0" and there.planes.blocks is not None and q.planes.blocks is not None
+            assert np.array_equal(there.dequantize().get(), q.dequantize()), name
+            assert there.planes.blocks is None and there.get().planes.keys() == q.planes.keys()
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

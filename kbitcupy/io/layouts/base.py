@@ -12,6 +12,7 @@ import numpy as np
 from ...array import QuantizedArray
 from ...errors import FileError
 from ...formats.base import Format, Plane
+from ...formats.raw import RawPlanes
 from ..container import Container, Entry, Reader
 
 
@@ -41,7 +42,7 @@ class Compressed:
     shape: tuple[int, ...]
     dtype: np.dtype
     stored: tuple[str, ...]
-    planes: Callable[[Reader], dict[str, np.ndarray]]
+    planes: Callable[[Reader], Mapping[str, np.ndarray]]
     options: Mapping[str, Any] = field(default_factory=dict)
     lead: int = 0
 
@@ -51,7 +52,10 @@ class Compressed:
 
     def read(self, reader: Reader) -> QuantizedArray:
         """The compressed tensor."""
-        return QuantizedArray(self.format, self.planes(reader), self.shape, self.dtype)
+        planes = self.planes(reader)
+        if isinstance(planes, RawPlanes):  # as many bytes as its entry says
+            return QuantizedArray._wrap(self.format, planes, self.shape, self.dtype, lead=self.lead)
+        return QuantizedArray(self.format, planes, self.shape, self.dtype)
 
 
 class Layout(ABC):

@@ -20,6 +20,7 @@ from ...backend import xp as _xp
 from ...errors import FileError, FormatError
 from ...formats.base import Format, get_format
 from ...formats.blocks import BlockFormat
+from ...formats.raw import RawPlanes
 from ..container import Entry, Reader
 from ..gguf import BLOCKS, GGUF, SPLIT_KEYS, GgufReader, GgufValue, split_values
 from .base import Compressed, Layout
@@ -108,7 +109,8 @@ class GgufLayout(Layout):
 
     def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
         format: Any = q.format
-        found = {name: _xp.to_device(format.to_blocks(q.planes), "cpu")}
+        blocks = q.planes.blocks if isinstance(q.planes, RawPlanes) else None
+        found = {name: _xp.to_device(format.to_blocks(q.planes) if blocks is None else blocks, "cpu")}
         if format.tensor_scale in q.planes:
             found[_scale_name(name)] = _xp.to_device(q.planes[format.tensor_scale], "cpu")
         return found
@@ -172,11 +174,9 @@ def _lead(shape: tuple[int, ...], scale: Entry) -> int:
     return -1
 
 
-def _planes(format: Any, stored: tuple[str, ...], reader: Reader) -> dict[str, np.ndarray]:
-    planes = format.from_blocks(reader.raw(stored[0]))
-    if len(stored) > 1:
-        planes[format.tensor_scale] = reader.array(stored[1]).reshape(-1)
-    return planes
+def _planes(format: BlockFormat, stored: tuple[str, ...], reader: Reader) -> RawPlanes:
+    scale = {str(format.tensor_scale): reader.array(name).reshape(-1) for name in stored[1:]}
+    return RawPlanes(format, reader.raw(stored[0]), scale)
 
 
 def _file_type(entries: Mapping[str, Entry]) -> int:
