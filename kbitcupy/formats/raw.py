@@ -53,6 +53,9 @@ class RawPlanes(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._split()[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in tuple(self)
+
     def __iter__(self) -> Iterator[str]:
         yield from (field.name for field in self._format.fields)
         yield from self._others

@@ -491,7 +491,7 @@ def test_tensor_scales_are_applied(tmp_path, experts):
         kb.io.load(tmp_path / "a.gguf")
 
 
-# ---- blocks that nobody has split -------------------------------------------------------------------------------------
+# ---- blocks that nobody has split ------------------------------------------------------------------------------------
 
 
 def test_blocks_are_split_when_a_plane_is_asked_for(tmp_path):
