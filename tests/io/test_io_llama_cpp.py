@@ -1,9 +1,19 @@
 """llama.cpp itself, from the package xllamacpp, loads what is written here, and computes what was meant."""
 
+import ctypes
+import json
+import subprocess
+import sys
+
+import ggml
 import numpy as np
 import pytest
 
+import kbitcupy as kb
+from kbitcupy.io.recipes import Model, tensor_types
+
 xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp, an oracle, is in the extra peers")
+gguf = pytest.importorskip("gguf", reason="gguf-py, an oracle, is in the extra peers")
 
 WIDTH, INNER, HEADS, HEADS_KV, LAYERS, VOCABULARY = 256, 512, 4, 2, 2, 320
 PROMPT = [1, 70, 180, 300, 42, 42, 7]
@@ -86,18 +96,157 @@ def tokenizer():
     }
 
 
+# A process of its own: llama.cpp ends the one that it runs in when it does not like a file.
+PROGRAM = """
+import json, sys, xllamacpp
+path, prompt, vocabulary = json.loads(sys.argv[1])
+params = xllamacpp.CommonParams()
+params.model.path = path
+params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 64, 1, False, -1
+params.cpuparams.n_threads = 1
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+question = {"prompt": prompt, "n_predict": 1, "n_probs": vocabulary, "temperature": -1, "cache_prompt": False}
+(choice,) = xllamacpp.Server(params).handle_completions(question)["choices"]
+found = {one["id"]: one["logprob"] for one in choice["logprobs"]["content"][0]["top_logprobs"]}
+print(json.dumps([found[token] for token in range(vocabulary)]))
+"""
+
+
 def ask(path):
     """The logarithms of the probabilities of all tokens that may follow `PROMPT`, as llama.cpp computes them."""
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx, params.n_parallel, params.warmup = 64, 1, False
-    params.cpuparams.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    params.verbosity = -1
-    server = xllamacpp.Server(params)
-    question = {"prompt": PROMPT, "n_predict": 1, "n_probs": VOCABULARY, "temperature": -1, "cache_prompt": False}
-    (answer,) = server.handle_completions(question)["choices"]
-    found = {one["id"]: one["logprob"] for one in answer["logprobs"]["content"][0]["top_logprobs"]}
-    assert len(found) == VOCABULARY
-    return np.array([found[token] for token in range(VOCABULARY)])
+    about = json.dumps([str(path), PROMPT, VOCABULARY])
+    program = [sys.executable, "-c", PROGRAM, about]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return np.array(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def f32(tmp_path_factory):
+    """The model as a GGUF file of float32, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    kb.io.save(folder / "model.safetensors", model())
+    kb.io.quantize_file(folder / "model.safetensors", folder / "plain.gguf", recipe="f32")
+    plain = kb.io.load(folder / "plain.gguf")
+    kb.io.save(folder / "f32.gguf", plain, {**plain.metadata, **tokenizer()})
+    return folder / "f32.gguf"
+
+
+def test_what_hugging_face_computes(f32):
+    assert np.abs(ask(f32) - log_probabilities(model(), PROMPT)).max() < 1e-4
+
+
+def by_ggml(source, target, recipe, importance=None):
+    """Quantize a file by the recipe with ggml's bytes, written by gguf-py."""
+    checkpoint = kb.io.load(source)
+    shapes = {name: checkpoint[name].shape for name in checkpoint}
+    types = tensor_types(recipe, shapes, Model("llama", LAYERS, HEADS, HEADS_KV), importance=importance is not None)
+    writer = gguf.GGUFWriter(target, "llama")
+    for key, value in checkpoint.metadata.items():
+        if key not in ("general.architecture", "general.file_type", "general.quantization_version"):
+            item = value.type.removesuffix("[]")
+            kind = {"string": gguf.GGUFValueType.STRING}.get(item) or gguf.GGUFValueType[item.upper()]
+            sub = kind if value.type != item else None
+            plain = value.value.tolist() if isinstance(value.value, np.ndarray) else value.value
+            writer.add_key_value(key, plain, gguf.GGUFValueType.ARRAY if sub else kind, sub)
+    blocks = {}
+    for name, x in checkpoint.items():
+        if name in types:
+            v = None if importance is None else importance.get(name)
+            blocks[name] = ggml.quantize(types[name], x, v)
+            raw_dtype = gguf.GGMLQuantizationType[types[name].upper()]
+            writer.add_tensor(name, blocks[name].reshape(x.shape[0], -1), raw_dtype=raw_dtype)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(x))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return blocks
+
+
+def tensors_of(path):
+    checkpoint = kb.io.load(path, raw=True)
+    return {name: bytes(checkpoint.reader.read(name)) for name in checkpoint}
+
+
+def test_q4_k_m_is_what_ggml_makes(f32, tmp_path):
+    """The same bytes, and llama.cpp computes the same from them."""
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    kb.io.quantize_file(f32, ours, recipe="q4_k_m", device="cpu")
+    by_ggml(f32, theirs, "q4_k_m")
+    assert tensors_of(ours) == tensors_of(theirs)
+    found = ask(ours)
+    assert np.array_equal(found, ask(theirs))
+    # Of the weights as they are restored Hugging Face's model computes it too, but for activations of 8 bits.
+    kb.io.dequantize_file(ours, tmp_path / "back.safetensors", device="cpu")
+    wanted = log_probabilities(dict(kb.io.load(tmp_path / "back.safetensors")), PROMPT)
+    assert np.corrcoef(found, wanted)[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("recipe", ["q2_k", "q3_k_m", "q4_0", "q5_k_s", "q8_0", "iq4_xs", "tq2_0"])
+def test_other_recipes_and_importance(f32, tmp_path, recipe):
+    rng = np.random.default_rng(3)
+    checkpoint = kb.io.load(f32)
+    given = {
+        name: rng.standard_normal(checkpoint[name].shape[-1]).astype(np.float32) ** 2
+        for name in checkpoint
+        if name.endswith(("attn_q.weight", "ffn_down.weight", "attn_v.weight"))
+    }
+    sums = {f"{name}.in_sum2": v[None] * np.float32(8) for name, v in given.items()}
+    counts = {f"{name}.counts": np.full((1, 1), 8, np.float32) for name in given}
+    kb.io.save(tmp_path / "imatrix.gguf", sums | counts, {"general.type": "imatrix"})
+    target = tmp_path / "ours.gguf"
+    kb.io.quantize_file(f32, target, recipe=recipe, importance=tmp_path / "imatrix.gguf", device="cpu")
+    blocks = by_ggml(f32, tmp_path / "theirs.gguf", recipe, given)
+    found = tensors_of(target)
+    assert [name for name in blocks if found[name] != blocks[name].tobytes()] == []
+
+
+# ---- files that llama.cpp writes -------------------------------------------------------------------------------------
+
+
+class InitParams(ctypes.Structure):
+    """ggml's ``gguf_init_params``."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.POINTER(ctypes.c_void_p)))
+
+
+def written_by_llama_cpp(source, target):
+    """A file as ggml in xllamacpp writes it."""
+    pointer = ctypes.c_void_p
+    library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
+    for name, result, *arguments in (
+        ("gguf_init_from_file", pointer, ctypes.c_char_p, InitParams),
+        ("gguf_init_empty", pointer),
+        ("gguf_set_kv", None, pointer, pointer),
+        ("gguf_add_tensor", None, pointer, pointer),
+        ("ggml_get_tensor", pointer, pointer, ctypes.c_char_p),
+        ("gguf_write_to_file", ctypes.c_bool, pointer, ctypes.c_char_p, ctypes.c_bool),
+        ("gguf_free", None, pointer),
+        ("ggml_free", None, pointer),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    data = pointer()
+    read = library.gguf_init_from_file(str(source).encode(), InitParams(False, ctypes.pointer(data)))
+    written = library.gguf_init_empty()
+    library.gguf_set_kv(written, read)
+    for name in kb.io.load(source):
+        library.gguf_add_tensor(written, library.ggml_get_tensor(data, name.encode()))
+    assert library.gguf_write_to_file(written, str(target).encode(), False)
+    for context in (written, read):
+        library.gguf_free(context)
+    library.ggml_free(data)
+
+
+def test_a_file_of_llama_cpp_is_written_the_same(f32, tmp_path):
+    kb.io.quantize_file(f32, tmp_path / "ours.gguf", recipe="q4_k_m", device="cpu")
+    theirs, again = tmp_path / "theirs.gguf", tmp_path / "again.gguf"
+    written_by_llama_cpp(tmp_path / "ours.gguf", theirs)
+    checkpoint = kb.io.load(theirs)
+    kb.io.save(again, checkpoint, checkpoint.metadata)
+    assert again.read_bytes() == theirs.read_bytes()
+    assert (tmp_path / "ours.gguf").read_bytes() == theirs.read_bytes()  # a writer of ggml's order, too
