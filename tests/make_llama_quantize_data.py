@@ -9,9 +9,11 @@ alone is compiled here, with a function of ours that asks it, and linked with wh
 ``architecture`` and metadata, ``top`` and ``blocks`` with the shapes of tensors (rows first, those of ``blocks`` once
 for each layer), and ``recipes``: by recipe (with ``+importance`` behind it where an importance matrix changes anything)
 a word for each tensor of ``top`` and ``blocks``, which is one letter, or one for each layer where they differ.
+``files`` holds by recipe the sha256 of the file that llama-quantize makes of `write_small`'s model.
 """
 
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -230,6 +232,32 @@ def write_empty(path, model):
     os.truncate(path, -(-os.path.getsize(path) // 32) * 32 + nbytes)
 
 
+def write_small(folder):
+    """A small model with values, and an importance matrix of it: the paths of both."""
+    import numpy as np
+
+    import kbitcupy as kb
+
+    rng = np.random.default_rng(0)
+    model = dense(1, 256, 288, 4, 2, 32)
+    architecture = model["architecture"]
+    tensors = {}
+    for name, shape, _, _ in names_of(model):
+        tensors[name] = (rng.integers(-999, 1000, (3, *shape)).sum(0) / 4096).astype(np.float32)
+    numbers = {"context_length": 512, "embedding_length": 256, "feed_forward_length": 288, "vocab_size": 32}
+    metadata = {"general.architecture": architecture}
+    metadata |= {f"{architecture}.{key}": number for key, number in {**numbers, **model["metadata"]}.items()}
+    metadata |= {f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "no_vocab"}
+    kb.io.save(f"{folder}/model.gguf", tensors, metadata)
+    given = {}
+    for name, x in tensors.items():
+        if x.ndim == 2 and "attn_k" not in name:
+            given[f"{name}.in_sum2"] = rng.integers(1, 1000, (1, x.shape[1])).astype(np.float32)
+            given[f"{name}.counts"] = np.full((1, 1), 64, np.float32)
+    kb.io.save(f"{folder}/imatrix.gguf", given, {"general.type": "imatrix"})
+    return f"{folder}/model.gguf", f"{folder}/imatrix.gguf"
+
+
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 LETTERS = {
@@ -264,6 +292,21 @@ def letters(model, types):
     return " ".join(text[0] if len(set(text)) == 1 else text for text in found.values())
 
 
+def files(oracle):
+    """What llama-quantize makes of the small model, by recipe."""
+    from kbitcupy.io.importance import read_importance
+    from kbitcupy.io.recipes import RECIPES
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        source, importance = write_small(folder)
+        for recipe, about in RECIPES.items():
+            for suffix, given in (("", None), ("+importance", read_importance(importance))):
+                oracle.quantize(source, f"{folder}/target.gguf", about.file_type, given)
+                found[recipe + suffix] = hashlib.sha256(Path(f"{folder}/target.gguf").read_bytes()).hexdigest()
+    return found
+
+
 def main(sources):
     from kbitcupy.io.recipes import RECIPES
 
@@ -287,7 +330,7 @@ def main(sources):
     lines = [f" {json.dumps(name)}: {json.dumps(model)}" for name, model in written.items()]
     about = "llama.cpp b11549 (MIT), as xllamacpp 2026.10.11549 has it; written by tests/make_llama_quantize_data.py"
     head = f'{{"origin": {json.dumps(about)},\n"types": {json.dumps(types)},\n"models": {{\n'
-    FILE.write_text(head + ",\n".join(lines) + "\n}}\n")
+    FILE.write_text(head + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(files(oracle))}}}\n')
 
 
 def _order(name):

@@ -47,7 +47,7 @@ class Changes:
     tensors : mapping of str to Change
         By the names of tensors; all others are copied, or stored as the new layout has them.
     metadata : mapping, optional
-        Put over what the source says; None removes a key.
+        In place of what the source says, and behind it; None removes a key.
     made : mapping of str to numpy.ndarray, optional
         Tensors that the source does not have.
     omitted : collection of str, optional

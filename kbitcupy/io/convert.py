@@ -463,6 +463,7 @@ def convert_checkpoint(
         about = layout.about_file(said, everything, (number, len(jobs), len(everything)), changed)
         if number == 0:
             given = {key: value for key, value in changes.metadata.items() if value is not None}
+            about = {key: value for key, value in about.items() if key not in given}
             about.update(layout.container.adopt(given))
         jobs[file] = replace(job, metadata=about)
         job.container.check(job.entries, about)

@@ -15,9 +15,8 @@ from .checkpoint import Checkpoint
 from .gguf import GgufReader, GgufValue
 from .huggingface import Translation, architecture_of, for_hugging_face, for_llama_cpp, read_config
 from .importance import importance_for, read_importance
+from .layouts.gguf import FILE_TYPE_KEY, QUANTIZATION_VERSION, VERSION_KEY
 from .recipes import RECIPES, Model, find_recipe, order, tensor_types
-
-_FILE_TYPE = "general.file_type"
 
 
 class Outcome(NamedTuple):
@@ -100,7 +99,7 @@ def quantizing(
             type = types.get(names.get(name, ""))
             if type is not None and type != checkpoint.reader.entry(name).dtype:
                 tensors[name] = _into(type)
-        metadata[_FILE_TYPE] = RECIPES[find_recipe(recipe)].file_type
+        metadata.update({VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: RECIPES[find_recipe(recipe)].file_type})
     without: list[str] = []
     if importance is not None:
         without = _give_importance(tensors, names, shapes, importance)

@@ -200,14 +200,6 @@ RECIPES: Mapping[str, Recipe] = {
     "f32": Recipe("float32", 0),
 }
 _ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
-#: ``general.file_type`` of files whose matrices have one type; llama.cpp guesses nothing from it, programs show it.
-FILE_TYPES: Mapping[str, int] = {
-    **{recipe.type: recipe.file_type for recipe in RECIPES.values() if recipe.type not in ("q3_k", "q4_k", "q5_k")},
-    "q3_k": 11,
-    "q4_k": 14,
-    "q5_k": 16,
-    "nvfp4": 39,
-}
 
 #: What takes the place of a type of 256 elements where rows are no multiple of that.
 _OF_32 = {
