@@ -5,12 +5,15 @@ import zlib
 import ml_dtypes
 import numpy as np
 
+import kbitcupy as kb
 from kbitcupy.errors import FormatError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32")]
 ABSMAX = ["e4m4", "float16", "float32"]
 SIZES = [0, 1, 31, 32, 33, 4097]
+#: Names of the formats that quantize.
+ENCODED = [name for name in kb.list_formats() if kb.get_format(name).can_encode]
 
 
 def fitting(format, shape):
