@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from inputs import DTYPES
-from make_gguf_data import KINDS, TYPES, numbers
+from make_gguf_data import KINDS, READ, TYPES, UNDEFINED, numbers
 
 import kbitcupy as kb
 
@@ -25,7 +25,8 @@ def to_blocks(q):
 @pytest.mark.parametrize("name", TYPES)
 def test_ggmls_bytes(cupy, name, kind):
     row = list(FROZEN["kinds"]).index(kind)
-    assert np.array_equal(to_blocks(kb.quantize(cupy.asarray(FROZEN["x"][row]), name)), FROZEN[name][row])
+    found = to_blocks(kb.quantize(cupy.asarray(FROZEN["x"][row]), name))
+    assert np.array_equal(found, FROZEN[name][row]) != ((name, kind) in UNDEFINED)
     x = numbers(kind, 1 << 17, seed=4)
     host = kb.quantize(x, name)
     assert np.array_equal(to_blocks(kb.quantize(cupy.asarray(x), name)), host.format.to_blocks(host.planes))
@@ -65,7 +66,7 @@ def test_a_tensor_scale(cupy, dtype):
         assert np.array_equal(to_blocks(found), expected.format.to_blocks(expected.planes))
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [name for name in (*TYPES, *READ) if name != "q8_1"])
 def test_ggmls_values(cupy, name):
     blocks, values = FROZEN[f"{name}.bytes"], FROZEN[f"{name}.values"]
     format = kb.get_format(name)
