@@ -32,10 +32,13 @@ inline float square_root(float a) {
 inline bool less(float a, float b) {
     return unflushed(a, b, [](float x, float y) { return x < y; }) != 0;
 }
-inline int halves_below(float a) {
-    const bool subnormal = (__float_as_uint(a) & 0x7f800000u) == 0;
-    if (subnormal) return (__float_as_uint(a) << 1) != 0 && __float_as_int(a) < 0 ? -1 : 0;
-    return static_cast<int>(std::floor(2.0f * a));
+// a + b, rounded down.
+inline float add_down(float a, float b) {
+    return unflushed(a, b, [](float x, float y) {
+        const volatile float nearest = x + y;
+        const bool beyond = static_cast<double>(nearest) - y > x;
+        return beyond ? std::nextafter(+nearest, -INFINITY) : +nearest;
+    });
 }
 // a * b, neither of them negative, rounded up.
 inline float multiply_up(float a, float b) {
@@ -87,11 +90,10 @@ __device__ __forceinline__ bool less(float a, float b) {
     asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }" : "=r"(r) : "f"(a), "f"(b));
     return r != 0;
 }
-// How many halves a number is, rounded down, for magnitudes up to 2^20: in the lowest bits of the sum.
-__device__ __forceinline__ int halves_below(float a) {
+__device__ __forceinline__ float add_down(float a, float b) {
     float r;
-    asm("add.rm.f32 %0, %1, 0f4AC00000;" : "=f"(r) : "f"(a));  // 1.5 * 2^22
-    return __float_as_int(r) - 0x4ac00000;
+    asm("add.rm.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
 }
 __device__ __forceinline__ float multiply_up(float a, float b) {
     float r;

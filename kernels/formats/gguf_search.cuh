@@ -25,11 +25,12 @@ __device__ __forceinline__ float positive_code(float y) {
     return __int_as_float(max(min(bits, __float_as_int(static_cast<float>(LARGEST))), 0));
 }
 
-// The nearest integer of -LARGEST to LARGEST - 1.
-template <int LARGEST>
+// The nearest integer of -LARGEST to LARGEST - 1; BELOW and ABOVE say at which ends it may have to be cut.
+template <int LARGEST, bool BELOW = true, bool ABOVE = true>
 __device__ __forceinline__ float signed_code(float y) {
     constexpr float LOWEST = -LARGEST, HIGHEST = LARGEST - 1;
-    return fminf(fmaxf(nearest_integer(y), LOWEST), HIGHEST);
+    const float code = nearest_integer(y), cut = BELOW ? fmaxf(code, LOWEST) : code;
+    return ABOVE ? fminf(cut, HIGHEST) : cut;
 }
 
 // a / divisor, where that is a half times an integer: neither 0 nor infinite nor NaN. Rounded as a division is, but for
@@ -169,7 +170,23 @@ struct Sums {
     }
 };
 
-// Tries -(LARGEST + t / 10) / m, t = 0, -9 to -1 and 1 to 9, where m is the number of largest magnitude.
+// The sums of a step's codes; `weighted` is w * x.
+template <int LARGEST, bool BELOW, bool ABOVE, int SIZE, typename Weight>
+__device__ __forceinline__ Sums
+sums_of(const float (&x)[SIZE], const Weight& weight, const float (&weighted)[SIZE], float step) {
+    Sums sums = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i) {
+        const float code = signed_code<LARGEST, BELOW, ABOVE>(ieee::multiply(step, x[i]));
+        sums.xl = ieee::add(sums.xl, ieee::multiply(weighted[i], code));
+        sums.ll = ieee::add(sums.ll, ieee::multiply(ieee::multiply(weight(i), code), code));
+    }
+    return sums;
+}
+
+// Tries the steps -(LARGEST + t / 10) / m, t = -9 to -1 and 1 to 9, after that of t = 0, where m is the number of
+// largest magnitude. No number is further than LARGEST + t / 10 from 0: up to t = -6 no code is beyond LARGEST - 1, and
+// up to t = 4 none is below -LARGEST.
 template <int LARGEST, int SIZE, typename Weight>
 __device__ __forceinline__ Scale find_scale(const float (&x)[SIZE], const Weight& weight) {
     const float longest = signed_max(x);
@@ -177,29 +194,32 @@ __device__ __forceinline__ Scale find_scale(const float (&x)[SIZE], const Weight
     float weighted[SIZE];
 #pragma unroll
     for (int i = 0; i < SIZE; ++i) weighted[i] = ieee::multiply(weight(i), x[i]);
-    const auto sums_of = [&](float step) {
-        Sums sums = {0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < SIZE; ++i) {
-            const float code = signed_code<LARGEST>(ieee::multiply(step, x[i]));
-            sums.xl = ieee::add(sums.xl, ieee::multiply(weighted[i], code));
-            sums.ll = ieee::add(sums.ll, ieee::multiply(ieee::multiply(weight(i), code), code));
-        }
-        return sums;
-    };
     Scale found = {0.0f, ieee::divide(-static_cast<float>(LARGEST), longest), false};
-    const Sums at_first = sums_of(found.step);
-    if (!ieee::is_zero(at_first.ll)) found.scale = at_first.scale();
-    float best = ieee::multiply(found.scale, at_first.xl);
+    const Sums first = sums_of<LARGEST, false, true>(x, weight, weighted, found.step);
+    if (!ieee::is_zero(first.ll)) found.scale = first.scale();
+    float best = ieee::multiply(found.scale, first.xl);
+    const auto step_of = [&](float t) {
+        return ieee::divide(-__fadd_rn(static_cast<float>(LARGEST), __fmul_rn(0.1f, t)), longest);
+    };
+    const auto compare = [&](float step, const Sums& sums) {
+        if (!sums.beat(best)) return;
+        found.step = step, found.scale = sums.scale();
+        best = ieee::multiply(found.scale, sums.xl);
+    };
 #pragma unroll 1
-    for (float t = -9.0f; t <= 9.0f; t += t == -1.0f ? 2.0f : 1.0f) {
-        const float steps = __fadd_rn(static_cast<float>(LARGEST), __fmul_rn(0.1f, t));
-        const float step = ieee::divide(-steps, longest);
-        const Sums sums = sums_of(step);
-        if (sums.beat(best)) {
-            found.step = step, found.scale = sums.scale();
-            best = ieee::multiply(found.scale, sums.xl);
-        }
+    for (float t = -9.0f; t <= -6.0f; t += 1.0f) {
+        const float step = step_of(t);
+        compare(step, sums_of<LARGEST, false, false>(x, weight, weighted, step));
+    }
+#pragma unroll 1
+    for (float t = -5.0f; t <= 4.0f; t += t == -1.0f ? 2.0f : 1.0f) {
+        const float step = step_of(t);
+        compare(step, sums_of<LARGEST, false, true>(x, weight, weighted, step));
+    }
+#pragma unroll 1
+    for (float t = 5.0f; t <= 9.0f; t += 1.0f) {
+        const float step = step_of(t);
+        compare(step, sums_of<LARGEST, true, true>(x, weight, weighted, step));
     }
     return found;
 }
@@ -310,12 +330,17 @@ struct Iq4Table {
             value[i] = static_cast<float>(at), code[i] = static_cast<unsigned char>(found);
         }
     }
-    // Of a number within -135 and 135.
-    __device__ __forceinline__ static int index(float y) { return ieee::halves_below(y) - LOWEST; }
-    __device__ __forceinline__ float nearest(float y) const { return value[index(y)]; }
+    // Bytes to the entry of a number within -135 and 135: what is added makes the lowest bits of the sum 8 * (y + 136),
+    // of which the lowest two are less than a half.
+    __device__ __forceinline__ static unsigned offset(float y) {
+        return __float_as_uint(ieee::add_down(y, 1572864.0f - LOWEST / 2)) & 0x1ffcu;  // 1.5 * 2^20
+    }
+    __device__ __forceinline__ float nearest(float y) const {
+        return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(value) + offset(y));
+    }
     // Of any number; of NaN that of 0.
     __device__ __forceinline__ int code_of(float y) const {
-        return code[index(fminf(fmaxf(y == y ? y : 0.0f, -130.0f), 130.0f))];
+        return code[offset(fminf(fmaxf(y == y ? y : 0.0f, -130.0f), 130.0f)) / 4];
     }
 };
 

@@ -72,6 +72,12 @@ __device__ __forceinline__ void to_bytes(const float (&code)[SIZE], int zero, un
     }
 }
 
+template <int SIZE>
+__device__ __forceinline__ void to_squares(const float (&x)[SIZE], float (&square)[SIZE]) {
+#pragma unroll
+    for (int i = 0; i < SIZE; ++i) square[i] = ieee::multiply(x[i], x[i]);
+}
+
 __device__ __forceinline__ float as_half(float a) { return __half2float(__float2half_rn(a)); }
 
 // ---- a lane ------------------------------------------------------------------------------------------------------
@@ -426,8 +432,13 @@ struct Q6_KLane : ScaleLane<32, WEIGHED_> {
     }
 
     __device__ __forceinline__ void search(const Shared&) {
-        if constexpr (WEIGHED_) found = find_scale<32>(this->x, [&](int i) { return this->w[i]; });
-        else found = find_scale<32>(this->x, [&](int i) { return ieee::multiply(this->x[i], this->x[i]); });
+        if constexpr (WEIGHED_) {
+            found = find_scale<32>(this->x, [&](int i) { return this->w[i]; });
+        } else {
+            float w[16];
+            to_squares(this->x, w);
+            found = find_scale<32>(this->x, [&](int i) { return w[i]; });
+        }
     }
 
     __device__ __forceinline__ void agree(Shared&) {
@@ -481,8 +492,9 @@ struct TableLane : Lane<BLOCK, 32, WEIGHED_> {
         if constexpr (WEIGHED_) {
             scale = find_table_scale(this->x, [&](int i) { return this->w[i]; }, table);
         } else {
-            const auto weight = [&](int i) { return ieee::multiply(this->x[i], this->x[i]); };
-            scale = find_table_scale(this->x, weight, table);
+            float w[32];
+            to_squares(this->x, w);
+            scale = find_table_scale(this->x, [&](int i) { return w[i]; }, table);
         }
     }
 

@@ -138,7 +138,7 @@ SEARCH, ENCODERS = "formats/gguf_search.cuh", "formats/gguf_search_encoders.cuh"
 FAULTS = [  # a header, a text in it, what it becomes, a type, the kind of numbers that shows it, and of importance
     (SEARCH, "subtract(high, found.low)", "subtract(high, low)", "q5_k", "normal", None),
     (SEARCH, "t <= static_cast<float>(LAST)", "t < static_cast<float>(LAST)", "q2_k", "normal", None),
-    (SEARCH, "t = -9.0f; t <= 9.0f", "t = -3.0f; t <= 3.0f", "q6_k", "normal", None),
+    (SEARCH, "t = -9.0f; t <= -6.0f", "t = -7.0f; t <= -6.0f", "q6_k", "normal", None),
     (SEARCH, "round < 5", "round < 2", "q3_k", "normal", None),
     (SEARCH, "i + LOWEST >= number", "i + LOWEST > number", "iq4_nl", "normal", None),
     (SEARCH, "t = -8; t <= 7", "t = -8; t <= 6", "iq4_xs", "normal", None),
