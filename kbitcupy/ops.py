@@ -46,9 +46,9 @@ def quantize(
         They are stored with the array, and its format has ``codebook="custom"``.
     importance : array_like, optional
         Of formats that weigh errors: how much those of a column count, as a rule the mean square of the activations
-        that it meets. Finite numbers, not negative, of shape [K] for `x` of [..., K]; for stacks of matrices, such as
-        experts of [E, N, K], also one row for each: [E, K]. Taken to float32 and to the device of `x`; host values are
-        checked, those on a device are not looked at.
+        that it meets. From 0 to 2^64, of shape [K] for `x` of [..., K]; for stacks of matrices, such as experts of
+        [E, N, K], also one row for each: [E, K]. Taken to float32 and to the device of `x`; host values are checked,
+        those on a device are not looked at.
     out : QuantizedArray, optional
         An earlier result of the same format, shape and device, whose planes are overwritten.
     check_finite : bool, default False

@@ -3,13 +3,9 @@
 ``python tests/make_gguf_importance.py``, with the package pywhispercpp installed (see `ggml`). The numbers are those of
 data/gguf_blocks.npz; for each type and kind of numbers there is the CRC-32 of the blocks, a matrix of `MATRICES` after
 the other.
-
-``python tests/make_gguf_importance.py TYPE ELEMENTS SEED`` compares so many elements of every kind with ggml instead,
-with and without importance, and names what differs.
 """
 
 import json
-import sys
 import zlib
 from pathlib import Path
 
@@ -49,35 +45,9 @@ def importance(matrix, columns, seed=0):
     return v
 
 
-def compare(name, size, seed):
-    """Say where `size` elements of each kind become other blocks than ggml's."""
-    import ggml
-    from make_gguf_data import KINDS, numbers
-
-    import kbitcupy as kb
-
-    columns, blocks = 1024, 0
-    matrices = MATRICES if "importance" in kb.get_format(name).takes else ()
-    for kind in KINDS:
-        x = numbers(kind, size, seed=seed).reshape(-1, columns)
-        for matrix in (None, *matrices):
-            v = None if matrix is None else importance(matrix, columns, seed)
-            q = kb.quantize(x, name, importance=v)
-            ours, theirs = q.format.to_blocks(q.planes), ggml.quantize(name, x, v)
-            wrong = (ours != theirs.reshape(ours.shape)).any(axis=1)
-            blocks += len(wrong)
-            if wrong.any():
-                print(
-                    f"{name} {kind} {matrix}: {wrong.sum()} of {len(wrong)} differ, first {wrong.argmax()}", flush=True
-                )
-    print(f"{name}: {blocks} blocks compared", flush=True)
-
-
 def main():
     import ggml
 
-    if len(sys.argv) > 1:
-        return compare(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     data = np.load(BLOCKS)
     found = {}
     for name in TYPES:
@@ -90,7 +60,6 @@ def main():
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     assert json.loads(FILE.read_text()) == found
     print(f"{FILE.name}: {FILE.stat().st_size} bytes")
-    return None
 
 
 if __name__ == "__main__":

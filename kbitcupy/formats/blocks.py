@@ -13,7 +13,8 @@ What all of these formats have in common:
 - Arithmetic is IEEE float32 as the origin has it, subnormal numbers included.
 - Formats that list ``importance`` in `takes` weigh errors by how much the column of an element counts, usually the mean
   square of the activations that it meets: float32[K] for an array of [..., K], or one such row for each matrix of a
-  stack, so [E, K] for experts of [E, N, K]. Numbers are finite and not negative; those on a device are not looked at.
+  stack, so [E, K] for experts of [E, N, K]. Numbers are from 0 to 2^64, so that no sum overflows where x does not make
+  it; those on a device are not looked at.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from .fields import MAX_FIELDS, Field as Field, block_bytes, join_blocks, split_
 _MEANS = 32
 #: Magnitudes beyond this, the largest half, count as this.
 LARGEST = np.float32(65504)
+#: The largest importance of a column: what scales are found from stays finite.
+MOST_IMPORTANT = 2.0**64
 
 
 class Importance(NamedTuple):
@@ -280,14 +283,14 @@ class BlockFormat(Format):
 
 
 def check_importance(importance: Any) -> Any:
-    """Importance as an array, where that is finite in float32 and not negative; on a device it is not looked at.
+    """Importance as an array, where that is from 0 to `MOST_IMPORTANT`; on a device it is not looked at.
 
     Raises
     ------
     TypeError
         When it is not numeric.
     FormatError
-        When it is a single number, or a number is negative or not finite.
+        When it is a single number, or a number is negative, NaN or too large.
     """
     array = as_array(importance, "importance")
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
@@ -295,11 +298,13 @@ def check_importance(importance: Any) -> Any:
     if not array.ndim:
         raise FormatError("importance is a single number; it must be an array with one for each column")
     if not is_cupy(array):
-        with np.errstate(over="ignore"):
-            numbers = array.astype(np.float32)
-        good = np.isfinite(numbers) & (numbers >= 0)
+        numbers = array.astype(np.float64)
+        good = (numbers >= 0) & (numbers <= MOST_IMPORTANT)
         if not good.all():
-            raise FormatError(f"importance holds {array[~good][0]}; it must be finite in float32 and not negative")
+            raise FormatError(
+                f"importance holds {array[~good][0]}; it must be from 0 to 2**64, since sums of larger numbers overflow: "
+                "only ratios count, so divide it by its mean"
+            )
     return array
 
 
@@ -315,6 +320,8 @@ def importance_beside(importance: Any, x: Any) -> Any:
         matrices of `x`.
     """
     array = check_importance(importance)
+    if is_cupy(array) and isinstance(x, np.ndarray):
+        array = check_importance(to_device(array, "cpu"))
     allowed = dict.fromkeys([x.shape[-1:], x.shape[:-2] + x.shape[-1:]])
     if array.shape not in allowed:
         raise FormatError(

@@ -21,6 +21,9 @@ a file, and decoding is exact in float32.
 S, the first of the 8 scales of the largest magnitude, D0 = -S / 32, d = half(D0), ls - 32 = round((1 / D0) * D), from
 -32 to 31, and q is next to (1 / (D0 * (ls - 32))) * x. Of two that are as near, the upper one is taken.
 
+Where columns of no importance leave only subnormal numbers, 1 / D0 may be infinite: what is infinite then becomes -32,
+and what is NaN becomes 0, or the last q.
+
 Source: ggml, ``ggml-quants.c`` (``quantize_row_iq4_nl_impl``), built without contraction.
 """
 
@@ -103,7 +106,10 @@ class IQ4_XS(_Table):
     def _stored(self, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scales = scale.reshape(-1, 8)
         d = -signed_max(scales) / np.float32(32)
-        sc = np.clip(np.rint(reciprocal(d) * scales), np.float32(-32), np.float32(31))
+        steps = reciprocal(d) * scales
+        steps[np.isnan(steps)] = 0
+        steps[np.isinf(steps)] = -32
+        sc = np.clip(np.rint(steps), np.float32(-32), np.float32(31))
         ls = (sc + np.float32(32)).astype(np.uint8)
         high = np.bitwise_or.reduce((ls >> 4).astype(np.uint16) << np.arange(0, 16, 2, dtype=np.uint16), axis=1)
         low = ls[:, ::2] & 15 | ls[:, 1::2] << 4

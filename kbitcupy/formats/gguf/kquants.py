@@ -54,6 +54,9 @@ Importance v, one number for each column
     w = v * sqrt(2 * (sum of x * x in the block) / 256 + x * x), of which q2_k leaves out the first 2; in q6_k w = v.
     q2_k, q4_k, q5_k: `search.ranged` with w, in 37 steps, then d and sc, dmin and mn by `search.positive`, which weighs
     a sub-block by its sum of w. q3_k: `search.symmetric` with w, and again for d and sc. q6_k: `search.symmetric`.
+    Where nearly all columns of a sub-block have no importance its scale may be negative, and sc a byte out of range
+    (`search.positive`): q5_k then stores 63, but in q2_k and q4_k the bits beyond run into the neighbours, and q is
+    found with what can be read from there.
 q8_k
     I = -127 / m with m the first number of largest magnitude, q = min(127, round(I * x)), d = 1 / I.
 

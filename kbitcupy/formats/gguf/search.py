@@ -263,11 +263,15 @@ def refined(x: np.ndarray, largest: int, room: list[np.ndarray]) -> tuple[np.nda
 
 
 def positive(x: np.ndarray, w: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray]:
-    """A scale of which code * scale comes near numbers that are not negative, and the codes, from 0 on."""
+    """A scale of which code * scale comes near numbers that are not negative, and the codes, from 0 on.
+
+    Of numbers that are negative after all the codes are so too, and ggml keeps them in bytes: see `_Fit`. The error of
+    the first attempt, too, is that of the bytes.
+    """
     wide = np.float32(largest)
     high = x.max(axis=0)
     nothing = high < _NOTHING
-    # A block of zeros goes along; what comes of it is put right at the end.
+    # Columns of nothing go along; what comes of them is put right at the end.
     high = np.where(nothing, _ONE, high)
 
     def codes_at(step: np.ndarray) -> np.ndarray:
@@ -310,7 +314,11 @@ def _halves(y: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def nearest(y: np.ndarray) -> np.ndarray:
-    """The codes of the numbers of `IQ4` next to `y`, the upper of two that are as near; `y` is spent."""
+    """The codes of the numbers of `IQ4` next to `y`, the upper of two that are as near; `y` is spent.
+
+    NaN, which 0 over a subnormal scale becomes, has the last code.
+    """
+    y[np.isnan(y)] = IQ4[-1]
     return _NEAREST.astype(np.uint8)[_halves(y, np.empty(y.shape, np.intp))]
 
 
