@@ -30,9 +30,9 @@ __device__ __forceinline__ unsigned signs_of(unsigned number) {
 
 // Four positive bytes, negated where a bit of `signs` is set, plus 128.
 __device__ __forceinline__ unsigned negate_bytes(unsigned bytes, unsigned signs) {
-    // Bit i of four goes to bit 8 i + 7, by 7 i + 7 places, and from there to its whole byte.
-    const unsigned negative = __byte_perm((signs & 15u) * 0x10204080u, 0, 0xba98u);
-    return (bytes ^ negative ^ 0x80808080u) + (negative & 0x01010101u);
+    // Bit i of four goes to bit 8 i, by 7 i places. 0x80 or 0x7f there turns a byte into 128 and that or 127 less that.
+    const unsigned negative = (signs & 15u) * 0x00204081u & 0x01010101u;
+    return (bytes ^ (0x80808080u - negative)) + negative;
 }
 
 // Eight bytes, negated where a bit of `signs` is set, times a scale.

@@ -245,7 +245,7 @@ FAULTS = {
     "tq1_0": {"block * 48": "block * 52", "0x511b": "0x511a", ">> 8 & bytes": ">> 9 & bytes", "part & 3": "part & 1"},
     "nvfp4:tensor_scale=true": {"octet >> 1": "octet >> 2", "0x8c888684u": "0x8c888685u", "!= 0x7f": "!= 0xff"},
     "iq1_m": {"0x00877f77u": "0x00877f76u", "& 0xf00u": "& 0x700u"},
-    "iq2_xxs": {"within * 7": "within * 8", "0xba98u": "0xba99u", "& 1u) << 7": "& 1u) << 6"},
+    "iq2_xxs": {"within * 7": "within * 8", "0x00204081u": "0x00204080u", "& 1u) << 7": "& 1u) << 6"},
     "iq3_s": {"(high & 2u) << 7": "(high & 2u) << 6", "0x0f0d0b09u": "0x0f0d0b08u", "part / 2": "part / 4"},
     "q4_k": {"block * 12": "block * 8", "0x3030u": "0x3010u", "0x3f3fu": "0x1f3fu"},
 }  # fmt: skip

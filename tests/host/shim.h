@@ -90,9 +90,8 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const std::uint64_t both = static_cast<std::uint64_t>(b) << 32 | a;
     unsigned result = 0;
     for (int i = 0; i < 4; ++i) {
-        const unsigned choice = selector >> 4 * i & 15;
-        const unsigned byte = static_cast<unsigned>(both >> (choice & 7) * 8) & 0xff;
-        result |= (choice & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
+        const unsigned choice = selector >> 4 * i & 7;  // CUDA's function leaves out the bit that repeats a sign
+        result |= (static_cast<unsigned>(both >> choice * 8) & 0xff) << 8 * i;
     }
     return result;
 }
