@@ -302,7 +302,7 @@ def check_importance(importance: Any) -> Any:
         good = (numbers >= 0) & (numbers <= MOST_IMPORTANT)
         if not good.all():
             raise FormatError(
-                f"importance holds {array[~good][0]}; it must be from 0 to 2**64, since sums of larger numbers overflow: "
+                f"importance holds {array[~good][0]}; it must be from 0 to 2**64, as sums of larger ones overflow: "
                 "only ratios count, so divide it by its mean"
             )
     return array
