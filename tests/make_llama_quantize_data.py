@@ -251,7 +251,7 @@ def write_small(folder):
     kb.io.save(f"{folder}/model.gguf", tensors, metadata)
     given = {}
     for name, x in tensors.items():
-        if x.ndim == 2 and "attn_k" not in name:
+        if x.ndim == 2 and "token_embd" not in name:
             given[f"{name}.in_sum2"] = rng.integers(1, 1000, (1, x.shape[1])).astype(np.float32)
             given[f"{name}.counts"] = np.full((1, 1), 64, np.float32)
     kb.io.save(f"{folder}/imatrix.gguf", given, {"general.type": "imatrix"})
@@ -302,6 +302,8 @@ def files(oracle):
         source, importance = write_small(folder)
         for recipe, about in RECIPES.items():
             for suffix, given in (("", None), ("+importance", read_importance(importance))):
+                if about.needs_importance and given is None:
+                    continue
                 oracle.quantize(source, f"{folder}/target.gguf", about.file_type, given)
                 found[recipe + suffix] = hashlib.sha256(Path(f"{folder}/target.gguf").read_bytes()).hexdigest()
     return found

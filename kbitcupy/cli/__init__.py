@@ -180,8 +180,7 @@ def _add_plan(commands: Any) -> None:
 def _add_quantize(commands: Any) -> None:
     command = commands.add_parser(
         "quantize",
-        epilog="examples: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'; "
-        "kbit quantize model -o model.gguf --recipe q4_k_m, for llama.cpp",
+        epilog="example: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'",
         parents=[_common(), _selection(min_size=None), _converting()],
         help="compress the float tensors of a file or checkpoint",
         description="Compress the float tensors of FILE that have two or more dimensions, and copy all others.",
@@ -192,7 +191,8 @@ def _add_quantize(commands: Any) -> None:
     how.add_argument(
         "--recipe",
         metavar="RECIPE",
-        help="for a GGUF file, the types that llama-quantize would give each tensor: " + ", ".join(RECIPES),
+        help="in a GGUF file (OUT ends in .gguf) the types that llama-quantize gives each tensor: "
+        + ", ".join(RECIPES),
     )
     command.add_argument(
         "--importance",
@@ -345,7 +345,7 @@ def _selection(min_size: int | None = MIN_SIZE) -> argparse.ArgumentParser:
 
 def _spared(min_size: int | None = MIN_SIZE) -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
-    beside = "" if min_size is not None else ", and none beside --plan"
+    beside = "" if min_size is not None else ", and none beside --plan or --recipe"
     parent.add_argument(
         "--min-size",
         type=_count,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..backend import xp as _xp
-from ..errors import FileError
+from ..errors import FileError, FormatError
 from ..formats.base import Choice, resolve
 from .changes import Change, Changes
 from .checkpoint import Checkpoint
@@ -16,7 +16,7 @@ from .gguf import GgufReader, GgufValue
 from .huggingface import Translation, architecture_of, for_hugging_face, for_llama_cpp, read_config
 from .importance import importance_for, read_importance
 from .layouts.gguf import FILE_TYPE_KEY, QUANTIZATION_VERSION, VERSION_KEY
-from .recipes import RECIPES, Model, find_recipe, order, tensor_types
+from .recipes import EMBEDDINGS, RECIPES, Model, find_recipe, order, tensor_types
 
 
 class Outcome(NamedTuple):
@@ -103,6 +103,8 @@ def quantizing(
     without: list[str] = []
     if importance is not None:
         without = _give_importance(tensors, names, shapes, importance)
+    if recipe is not None and RECIPES[find_recipe(recipe)].needs_importance:
+        _check_importance(find_recipe(recipe), tensors, names)
     if not into_gguf:
         return Outcome(Changes(tensors), (), tuple(without))
     tensors = _renamed(checkpoint, tensors, names, translation)
@@ -203,6 +205,18 @@ def _give_importance(
             format, given = change.choice
             tensors[name] = replace(change, choice=(format, {**given, "importance": found}))
     return without
+
+
+def _check_importance(recipe: str, tensors: Mapping[str, Change], names: Mapping[str, str]) -> None:
+    """Check that what would be useless without an importance has one, as llama-quantize does."""
+    for name, change in tensors.items():
+        if change.choice is None or change.choice[0].name != RECIPES[recipe].type or names[name] in EMBEDDINGS:
+            continue
+        if "importance" not in change.choice[1]:
+            raise FormatError(
+                f"recipe {recipe!r} is useless without importance, and there is none for tensor {name!r}: pass "
+                "importance= (--importance), or take another recipe, such as 'q2_k'"
+            )
 
 
 def _renamed(

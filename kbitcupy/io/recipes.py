@@ -121,6 +121,7 @@ _Rules = Mapping[str, Callable[[_At], "str | None"]]
 
 _ATTN_V: _Rules = {
     "q2_k": lambda at: "q4_k" if at.model.sharing >= 4 else "q3_k",
+    "q2_k_s": lambda at: "q4_k" if at.model.sharing >= 4 else None,
     "q3_k_m": lambda at: "q5_k" if at.i < 2 else "q4_k",
     "q3_k_l": lambda at: "q5_k",
     "q4_k_s": lambda at: "q5_k" if at.i < 4 else None,
@@ -155,6 +156,7 @@ _FFN_DOWN_OF_FALCON: _Rules = {
 
 _FFN_DOWN: _Rules = {
     "q2_k": lambda at: "q3_k",
+    "q2_k_s": lambda at: "q4_k" if at.early else None,
     "q3_k_m": lambda at: "q5_k" if at.i < at.n // 16 else "q4_k",
     "q3_k_l": lambda at: "q5_k",
     "q4_k_s": lambda at: "q5_k" if at.early else None,
@@ -168,15 +170,19 @@ _FFN_DOWN: _Rules = {
 
 
 class Recipe(NamedTuple):
-    """The type of most matrices, and the number that stands under ``general.file_type``."""
+    """The type of most matrices, the number that stands under ``general.file_type``, and whether matrices of this type
+    that lie between the embedding and the head must have an importance.
+    """
 
     type: str
     file_type: int
+    needs_importance: bool = False
 
 
 #: llama-quantize's recipes by name, as far as their types can be made.
 RECIPES: Mapping[str, Recipe] = {
     "q2_k": Recipe("q2_k", 10),
+    "q2_k_s": Recipe("q2_k", 21, needs_importance=True),
     "q3_k_s": Recipe("q3_k", 11),
     "q3_k_m": Recipe("q3_k", 12),
     "q3_k_l": Recipe("q3_k", 13),
@@ -227,7 +233,8 @@ _KEPT = (
     *("a.rvq.codebook", "mm.a.code_embd"),
 )
 _KEPT_NAMES = ("position_embd.weight", "token_types.weight")
-_EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
+#: Matrices whose rows are looked up; without an ``output.weight`` they give the logits, too.
+EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 #: What else matrices are for: parts of their names, of which the first that is found counts.
 _KINDS = (
     *("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight", "attn_k.weight", "attn_q.weight", "attn_output.weight"),
@@ -317,7 +324,7 @@ def tensor_types(
     names = sorted(shapes, key=order)
     kinds = {name: next((kind for kind in _KINDS if kind in name), "") for name in names}
     head = "output.weight" if "output.weight" in shapes else None
-    values = sum(kinds[name] in _ATTN_V_KINDS for name in names if name not in (head, *_EMBEDDINGS))
+    values = sum(kinds[name] in _ATTN_V_KINDS for name in names if name not in (head, *EMBEDDINGS))
     counted = {"attn_v": 0, "ffn_down": 0}
     types: dict[str, str] = {}
     for name in names:
@@ -328,11 +335,11 @@ def tensor_types(
             types[name] = own
             continue
         columns = shapes[name][-1]
-        if name == "output.weight" or (head is None and name in _EMBEDDINGS):
+        if name == "output.weight" or (head is None and name in EMBEDDINGS):
             found = _head_type(recipe, columns, model)
         elif recipe == "mxfp4_moe":
             found = "mxfp4" if len(shapes[name]) >= 3 and shapes[name][-3] > 1 else "q8_0"
-        elif name in _EMBEDDINGS:
+        elif name in EMBEDDINGS:
             found = "q4_k" if own in ("tq1_0", "tq2_0") else own
         elif kinds[name] in _ATTN_V_KINDS:
             found = _attn_v_type(recipe, _At(model, importance, counted["attn_v"], values))

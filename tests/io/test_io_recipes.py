@@ -205,6 +205,8 @@ def test_what_is_refused(folder, tmp_path):
         kb.io.quantize_file(source, target)
     with pytest.raises(ValueError, match="gguf"):
         kb.io.quantize_file(source, tmp_path / "a.safetensors", recipe="q4_k_m")
+    with pytest.raises(FormatError, match="useless without importance"):
+        kb.io.quantize_file(source, target, recipe="q2_k_s")
     kb.io.save(tmp_path / "b.gguf", {"a.weight": np.ones((4, 256), np.float32)}, {"general.architecture": "llama"})
     with pytest.raises(FormatError, match=r"llama\.block_count"):
         kb.io.quantize_file(tmp_path / "b.gguf", target, recipe="q4_k_m")
