@@ -40,9 +40,9 @@ inline float add_down(float a, float b) {
         return beyond ? std::nextafter(+nearest, -INFINITY) : +nearest;
     });
 }
-// a * b, neither of them negative, rounded up.
+// |a| * b, which is not negative, rounded up.
 inline float multiply_up(float a, float b) {
-    return unflushed(a, b, [](float x, float y) {
+    return unflushed(std::fabs(a), b, [](float x, float y) {
         const volatile float nearest = x * y;
         const bool less = nearest < static_cast<double>(x) * y;
         return less ? __uint_as_float(__float_as_uint(nearest) + 1) : +nearest;
@@ -97,7 +97,7 @@ __device__ __forceinline__ float add_down(float a, float b) {
 }
 __device__ __forceinline__ float multiply_up(float a, float b) {
     float r;
-    asm("mul.rp.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    asm("{ .reg .f32 t; abs.f32 t, %1; mul.rp.f32 %0, t, %2; }" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
 __device__ __forceinline__ float larger_or_nan(float a, float b) {

@@ -7,7 +7,8 @@
 //     EXCHANGE        words of shared memory for a warp's lanes to exchange bytes
 //     FIELDS          fields of a block, and
 //     TENSOR_SCALE    the place of a tensor scale behind them, or -1
-//     encode(v, extremes, output)    which all lanes of a warp call at the same time
+//     encode<COARSE>(v, extremes, output)    which all lanes of a warp call at the same time. COARSE: without a tensor
+//                     scale no number has more than 11 significant bits
 #pragma once
 #include "formats/gguf_numbers.cuh"
 
@@ -201,6 +202,11 @@ __device__ __forceinline__ int to_nearest_away(float x) {
     return static_cast<int>(__fadd_rz(x, half));  // rounded toward zero, the sum reaches no whole number
 }
 
+// ... and the highest.
+__device__ __forceinline__ unsigned high_bytes(unsigned a, unsigned b, unsigned c, unsigned d) {
+    return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
+}
+
 // Codes of 32 numbers as bytes, in order.
 template <typename Code>
 __device__ __forceinline__ void codes_of(const float (&v)[32], unsigned (&byte)[8], const Code& code) {
@@ -274,6 +280,7 @@ struct Rows32 {
 };
 
 struct Q4_0Encoder : Rows32 {
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         unsigned byte[8], word[4];
         const float d = centred<8>(v, e[0], byte);
@@ -284,6 +291,7 @@ struct Q4_0Encoder : Rows32 {
 };
 
 struct Q4_1Encoder : Rows32 {
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         unsigned byte[8], word[4];
         const unsigned scales = from_minimum<15>(v, e[0], byte);
@@ -295,6 +303,7 @@ struct Q4_1Encoder : Rows32 {
 
 struct Q5_0Encoder : Rows32 {
     static constexpr int FIELDS = 3;
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         unsigned byte[8], word[4];
         const float d = centred<16>(v, e[0], byte);
@@ -307,6 +316,7 @@ struct Q5_0Encoder : Rows32 {
 
 struct Q5_1Encoder : Rows32 {
     static constexpr int FIELDS = 3;
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         unsigned byte[8], word[4];
         const unsigned scales = from_minimum<31>(v, e[0], byte), high = split_fifth(byte, word);
@@ -317,6 +327,7 @@ struct Q5_1Encoder : Rows32 {
 };
 
 struct Q8_0Encoder : Rows32 {
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         unsigned byte[8];
         int sum;
@@ -327,6 +338,7 @@ struct Q8_0Encoder : Rows32 {
 };
 
 struct Q8_1Encoder : Rows32 {
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         unsigned byte[8];
         int sum;
@@ -356,6 +368,7 @@ struct Q8_KEncoder : Rows256 {
         return number;
     }
 
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         const float longest = first_of_8(signed_max(v, e[0]), output.lane);
         const bool zero = ieee::is_zero(longest);
@@ -375,21 +388,22 @@ struct Q8_KEncoder : Rows256 {
     }
 };
 
-// -1, 0 and 1 as 0, 1 and 2.
+// -1, 0 and 1, the two's complement.
 __device__ __forceinline__ unsigned ternary(float x, float factor) {
-    return static_cast<unsigned>(to_nearest_away(ieee::multiply(x, factor)) + 1);
+    return static_cast<unsigned>(to_nearest_away(ieee::multiply(x, factor)));
 }
 
 struct TQ2_0Encoder : Rows256 {
     static constexpr bool STRIPED = true;
 
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         const float d = __uint_as_float(largest_of_8(e[0].magnitude()));
         const Factor factor(d);
-        unsigned byte[8], word[2];
-        codes_of(v, byte, [&](float x) { return ternary(x, factor.value); });
+        // Every field is one more than its number, which may borrow from those above it until all are added.
+        unsigned word[2] = {0x55555555u, 0x55555555u};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) word[i] = byte[i] + byte[2 + i] * 4 + byte[4 + i] * 16 + byte[6 + i] * 64;
+        for (int i = 0; i < 32; ++i) word[i % 8 / 4] += ternary(v[i], factor.value) << (i % 4 * 8 + i / 8 * 2);
         output.put<8>(0, word);
         output.put_of_8<2>(1, half_bits(d));
     }
@@ -401,19 +415,22 @@ struct TQ1_0Encoder : Rows256 {
     // Rows of 8 words, and 8 words more behind each 8 rows, so that lanes which read in columns meet no others.
     static constexpr int FIELDS = 3, EXCHANGE = 4 * 72;
 
-    // Bytes below 243 as the fractions that they are of 243, times 256, rounded up.
+    // Bytes v below 243 as ceil(v * 256 / 243). The factor is 2^32 / 243, rounded up: of no v it comes to the next one.
     __device__ __forceinline__ static unsigned fractions(unsigned word) {
         unsigned byte[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) byte[i] = ((word >> 8 * i & 0xff) * 256 + 242) / 243;
-        return low_bytes(byte[0], byte[1], byte[2], byte[3]);
+        for (int i = 0; i < 4; ++i) byte[i] = (word >> 8 * i & 0xff) * 17674763u + 0xffffffu;
+        return high_bytes(byte[0], byte[1], byte[2], byte[3]);
     }
 
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         const float d = __uint_as_float(largest_of_8(e[0].magnitude()));
         const Factor factor(d);
         unsigned byte[8];
-        codes_of(v, byte, [&](float x) { return ternary(x, factor.value); });
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            byte[i / 4] = (i % 4 ? byte[i / 4] : 0x01010101u) + (ternary(v[i], factor.value) << i % 4 * 8);
         // No byte of a product or a sum is over 242.
         const int lane = output.lane % 8;
         const unsigned last = byte[4] * 81 + byte[5] * 27 + byte[6] * 9 + byte[7] * 3;
@@ -451,6 +468,17 @@ struct TQ1_0Encoder : Rows256 {
 
 // ---- 4-bit floats --------------------------------------------------------------------------------------------------
 
+// 1 / a, which may be wrong by 2^-22 of it.
+__device__ __forceinline__ float approximate_reciprocal(float a) {
+#ifdef KBIT_HOST
+    return 1.0f / a;
+#else
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+#endif
+}
+
 // The first of the 16 codes with the least |F * A - x|, where F is 0 1 2 3 4 6 8 12, then their negatives: the rounded
 // distances of two neighbours are both exact where they are about the same, so that |x| is compared with the middle
 // between them, which itself has the code of lesser magnitude, and code 8, -0, is never the first.
@@ -459,16 +487,15 @@ struct TQ1_0Encoder : Rows256 {
 // is rounded, half down: the floats of these few bits are E2M1's. The product may be rounded up, as that crosses no
 // middle.
 struct Float4 {
-    float factor;  // 2^-127 / A, or a little less: see NVFP4Encoder
+    float factor;  // 2^-127 / A
     float twice;   // 2 * A
 
-    // Bits 22 to 24. EXACT: the factor is. Else products are up to 2^-12 too small, and those of T that are no floats
-    // of 24 bits keep farther away from the middles than that.
-    template <bool EXACT>
+    // Bits 22 to 24. CHECKED: the factor may be up to 2^-12 too small, so that the code is that, or the next one.
+    template <bool CHECKED>
     __device__ __forceinline__ unsigned code(float x) const {
         constexpr unsigned HALF = 0x200000, ONE = 0x400000, TOP = 7 * ONE;
-        unsigned bits = min(__float_as_uint(ieee::multiply_up(ieee::magnitude(x), factor)), TOP) + (HALF - 1);
-        if (!EXACT) {
+        unsigned bits = min(__float_as_uint(ieee::multiply_up(x, factor)), TOP) + (HALF - 1);
+        if (CHECKED) {
             const float middle = ieee::multiply(__uint_as_float((bits & ~(ONE - 1)) + HALF), 0x1p126f);
             if (ieee::less(ieee::multiply(middle, twice), ieee::magnitude(x))) bits = min(bits + ONE, TOP + HALF);
         }
@@ -476,19 +503,18 @@ struct Float4 {
     }
 
     // Eight codes, the first in the lowest bits.
-    template <bool EXACT>
+    template <bool CHECKED>
     __device__ __forceinline__ unsigned codes(const float* v) const {
         unsigned byte[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const unsigned even = code<EXACT>(v[2 * i]), odd = code<EXACT>(v[2 * i + 1]);
+            const unsigned even = code<CHECKED>(v[2 * i]), odd = code<CHECKED>(v[2 * i + 1]);
             // Both, with the signs above them, in the top byte.
             unsigned top = (__float_as_uint(v[2 * i + 1]) & 0x80000000u) | (odd << 6 & 0x70000000u);
             top |= even << 2 & 0x07000000u;
             byte[i] = top | (__float_as_uint(v[2 * i]) >> 4 & 0x08000000u);
         }
-        const unsigned word =
-            __byte_perm(__byte_perm(byte[0], byte[1], 0x0073), __byte_perm(byte[2], byte[3], 0x0073), 0x5410);
+        const unsigned word = high_bytes(byte[0], byte[1], byte[2], byte[3]);
         const unsigned nonzero = (word | word << 1 | word << 2) << 1 & 0x88888888u;
         return word & (nonzero | 0x77777777u);
     }
@@ -504,13 +530,14 @@ struct MXFP4Encoder : Rows32 {
         return max(static_cast<int>((bits + lifted) >> 23) - 2, 0);
     }
 
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[1], const Output& output) {
         const int scale = exponent(e[0].magnitude());
         // 2^(1 - scale)
         const Float4 float4{__uint_as_float(scale < 128 ? (128u - scale) << 23 : 1u << (150 - scale)), 0.0f};
         unsigned word[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) word[i] = float4.codes<true>(v + 8 * i);
+        for (int i = 0; i < 4; ++i) word[i] = float4.codes<false>(v + 8 * i);
         output.put<1>(0, static_cast<unsigned>(scale));
         output.put<16>(1, word);
     }
@@ -532,18 +559,30 @@ struct NVFP4Encoder : Rows32 {
         return __uint_as_float((code << 20) + (120u << 23));
     }
 
+    // x / 6, correctly rounded (Markstein) where it is 2^-100 or more; below that its code is 0 in any case.
+    __device__ __forceinline__ static float sixth(float x) {
+        constexpr float INVERSE = 1.0f / 6.0f;
+        const float q = __fmul_rn(x, INVERSE);
+        return __fmaf_rn(__fmaf_rn(q, -6.0f, x), INVERSE, q);
+    }
+
+    template <bool COARSE>
     __device__ __forceinline__ static void encode(const float (&v)[32], const Extremes (&e)[2], const Output& output) {
         unsigned word[4], scales = 0;
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
-            const float least = fminf(ieee::divide(__uint_as_float(e[g].magnitude()), 6.0f), 448.0f);
-            const unsigned scale = encode_scale(least);
+            const unsigned scale = encode_scale(fminf(sixth(__uint_as_float(e[g].magnitude())), 448.0f));
             const float twice = decode_scale(scale);
-            // A little less than 2^-126 / twice, by 2^-13 and what a subnormal number is rounded by: numbers in the
-            // middle of two others must not come above it.
-            const float factor = ieee::divide(0x1.ffe8p-127f, twice);
+            // 2^-126 / twice, less 3 * 2^-14 of it, which is more than what the approximation and a subnormal product
+            // are rounded by, and less than 2^-12. A number of 11 bits that is not in the middle of two others is
+            // farther away from it than that, as the middle has 7 bits; one that is stays below.
+            const float factor = ieee::multiply(approximate_reciprocal(twice), __uint_as_float(0x007ffa00));
             const Float4 float4{scale ? factor : 0.0f, scale ? twice : infinity()};
-            word[2 * g] = float4.codes<false>(v + 16 * g), word[2 * g + 1] = float4.codes<false>(v + 16 * g + 8);
+            if (COARSE && !output.fields.field[TENSOR_SCALE]) {
+                word[2 * g] = float4.codes<false>(v + 16 * g), word[2 * g + 1] = float4.codes<false>(v + 16 * g + 8);
+            } else {
+                word[2 * g] = float4.codes<true>(v + 16 * g), word[2 * g + 1] = float4.codes<true>(v + 16 * g + 8);
+            }
             scales |= scale << 8 * g;
         }
         output.put<2>(0, scales);

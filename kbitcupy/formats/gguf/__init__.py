@@ -8,6 +8,8 @@ from ..blocks import BlockFormat, Quantizer
 
 # Threads of a thread block of kernels/gguf.cu and kernels/gguf_search.cu.
 _THREADS = 128
+# Elements that one of kernels/gguf.cu quantizes.
+_ELEMENTS = 8192
 
 
 class Gguf(BlockFormat):
@@ -28,7 +30,7 @@ class Gguf(BlockFormat):
     def __init_subclass__(cls, **arguments: Any) -> None:
         made = cls.struct and cls.quantize_blocks is not BlockFormat.quantize_blocks
         if made and cls.cuda_encoder:
-            at_a_time = _THREADS // cls.lanes if cls.lanes else _THREADS * 32 // cls.block
+            at_a_time = _THREADS // cls.lanes if cls.lanes else _ELEMENTS // cls.block
             file, name = ("gguf_search.cu", "search_gguf") if cls.lanes else ("gguf.cu", "quantize_gguf")
             cls.quantizer = Quantizer(file, name, f"{cls.struct}Encoder", _THREADS, at_a_time)
         if made and "importance" in cls.takes:
