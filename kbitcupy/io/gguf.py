@@ -253,7 +253,7 @@ class GgufValue:
     def __str__(self) -> str:
         """The value; of an array its first items and its length."""
         if not self.type.endswith("[]"):
-            return str(self.value)
+            return str(np.float32(self.value) if self.type == "float32" else self.value)
         more = f", ... ({len(self)} items)" if len(self) > _SHOWN else ""
         return f"[{', '.join(map(str, self.head()))}{more}]"
 
@@ -420,11 +420,11 @@ class _Cursor:
             raise ValueError(f"{what} has {_count(length)} bytes; at most {most} are allowed")
         data = self.take(length, what)
         if b"\0" in data:
-            raise ValueError(f"{what} {data!r} has a NUL character")
+            raise ValueError(f"{what} {_brief(repr(data))} has a NUL character")
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise ValueError(f"{what} {data!r} is not UTF-8") from None
+            raise ValueError(f"{what} {_brief(repr(data))} is not UTF-8") from None
 
     def skip_texts(self, count: int, what: str) -> None:
         """Go on behind so many texts: one look at each, for tokenizers have a quarter of a million."""

@@ -7,6 +7,7 @@ import pickle
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 
 import fuzz_gguf
 import numpy as np
@@ -23,6 +24,7 @@ from kbitcupy.io.convert import convert_checkpoint
 from kbitcupy.io.layouts import find_layout
 
 F32 = np.float32
+DATA = Path(__file__).parent.parent / "data"
 X = np.random.default_rng(0).standard_normal((8, 512)).astype(F32)
 
 VALUES = {
@@ -284,6 +286,45 @@ def test_what_gguf_py_writes_is_read_and_written_the_same(tmp_path, peer):
     if all(name in kb.list_formats() for name in TYPES):
         kb.io.save(tmp_path / "c.gguf", loaded, loaded.metadata)
         assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+FROZEN = ("gguf_py.gguf", "llama_quantize.gguf")
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_files_of_others_are_written_as_they_were_read(tmp_path, name):
+    loaded = kb.io.load(DATA / name)
+    kb.io.save(tmp_path / "a.gguf", loaded, loaded.metadata)
+    kb.io.save(tmp_path / "b.gguf", {key: copied(tensor) for key, tensor in loaded.items()}, loaded.metadata)
+    kb.io.quantize_file(DATA / name, tmp_path / "c.gguf", "q8_0", keep="*")
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (DATA / name).read_bytes()
+
+
+def copied(tensor):
+    """The same planes or numbers, without the file."""
+    if isinstance(tensor, kb.QuantizedArray):
+        return kb.QuantizedArray(tensor.format, dict(tensor.planes), tensor.shape, tensor.dtype)
+    return tensor.copy()
+
+
+def test_what_others_have_written(peer):
+    loaded = kb.io.load(DATA / "gguf_py.gguf")
+    for tensor in peer.GGUFReader(DATA / "gguf_py.gguf").tensors:
+        found = loaded[tensor.name]
+        if isinstance(found, kb.QuantizedArray):
+            with np.errstate(all="ignore"):  # random blocks have infinite scales
+                wanted = peer.dequantize(tensor.data, tensor.tensor_type)
+            assert np.array_equal(found.dequantize(), wanted, equal_nan=True)
+        else:
+            assert found.tobytes() == tensor.data.tobytes()
+
+
+def test_a_file_of_llama_quantize():
+    loaded = kb.io.load(DATA / "llama_quantize.gguf")
+    assert loaded["blk.0.attn_v.weight"].format.name == "q4_k" and loaded["output.weight"].format.name == "q6_k"
+    assert str(loaded.metadata["llama.attention.layer_norm_rms_epsilon"]) == "1e-05"
+    assert loaded.metadata["tokens"].value == ["<s>", "süß", "", "☃"]
 
 
 # ---- several files -------------------------------------------------------------------------------------------------
@@ -590,7 +631,7 @@ def array(kind, count, data=b""):
 
 
 W = info("w", (512, 8), 0)
-DATA = X.tobytes()
+BYTES = X.tobytes()
 U32 = b"\7\0\0\0"
 
 HOSTILE = {
@@ -606,13 +647,14 @@ HOSTILE = {
     "a key of 2^40 bytes": (header([(2**40).to_bytes(8, "little") + bytes(99)]), "a key has .* at most 65535"),
     "a key twice": (header([key("a", 4, U32)] * 2), "key 'a' stands twice"),
     "a key with NUL": (header([key("a\0b", 4, U32)]), "has a NUL"),
+    "a long key with NUL": (header([key("a" * 20_000 + "\0", 4, U32)]), "has a NUL"),
     "a key that is no text": (header([text(b"\xff") + b"\4\0\0\0" + U32]), "is not UTF-8"),
     "2^64 - 1 keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**64 - 1), "keys; at most"),
     "2^64 - 1 tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**64 - 1, 0), "tensors; at most"),
     "60000 tensors in 24 bytes": (b"GGUF" + struct.pack("<IQQ", 3, 60000, 0), "60000 tensors takes .* 0 are left"),
     "nothing behind the counts": (b"GGUF" + struct.pack("<IQQ", 3, 0, 5), "5 keys takes"),
-    "cut off": (header([], [W], DATA)[:-1], "'w': 16384 bytes .* not within"),
-    "cut off in the header": (header([key("a", 4, U32)], [W], DATA)[:60], "are left"),
+    "cut off": (header([], [W], BYTES)[:-1], "'w': 16384 bytes .* not within"),
+    "cut off in the header": (header([key("a", 4, U32)], [W], BYTES)[:60], "are left"),
     "only a magic": (b"GGUF", "are left"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 1, 0) + bytes(99), "big-endian"),
     "version 1": (b"GGUF" + struct.pack("<III", 1, 0, 0) + bytes(99), "version is 1"),
@@ -621,24 +663,24 @@ HOSTILE = {
     "a name of 2^63 bytes": (header([], [(2**63).to_bytes(8, "little") + bytes(99)]), "at most 63"),
     "a name with NUL": (header([], [info("x\0y", (1,), 0)], b"1234"), "has a NUL"),
     "a name that is no text": (header([], [info(b"\xc3\x28", (1,), 0)], b"1234"), "is not UTF-8"),
-    "a name twice": (header([], [W, info("w", (1,), 0, 2**14)], DATA + bytes(32)), "'w' stands twice"),
-    "5 dimensions": (header([], [info("w", (1,) * 5, 0)], DATA), "'w' has 5 dimensions"),
+    "a name twice": (header([], [W, info("w", (1,), 0, 2**14)], BYTES + bytes(32)), "'w' stands twice"),
+    "5 dimensions": (header([], [info("w", (1,) * 5, 0)], BYTES), "'w' has 5 dimensions"),
     "2^32 - 1 dimensions": (header([], [text("w") + b"\xff" * 4 + bytes(40)]), "'w' has 4294967295 dimensions"),
-    "a negative length": (header([], [info("w", (2**64 - 1,), 0)], DATA), "multiply to less than 2.60"),
-    "no elements of a length of 2^62": (header([], [info("w", (32, 2**62, 0), 2)], DATA), "multiply to less than"),
-    "lengths that wrap": (header([], [info("w", (2**62, 2**62, 16), 0)], DATA), "multiply to less than 2.60"),
-    "lengths that wrap to 0": (header([], [info("w", (2**32, 2**32), 24)], DATA), "multiply to less than 2.60"),
-    "an offset outside": (header([], [info("w", (1,), 0, 2**20)], DATA), "'w': 4 bytes at byte 1048576 are not"),
-    "an offset that wraps": (header([], [info("w", (512,), 0, 2**64 - 1024)], DATA), "are not within"),
-    "an unaligned offset": (header([], [info("w", (1,), 0, 4)], DATA), "'w'.* begins at byte 4, no multiple of 32"),
-    "overlapping": (header([], [W, info("v", (8,), 0, 32)], DATA), "'v'.* begins at byte 32, but that of 'w' ends"),
-    "one place for two": (header([], [W, info("v", (8,), 0, 0)], DATA), "but that of 'v' ends at 32"),
-    "half a block": (header([], [info("w", (31,), 2)], DATA), "'w' is q4_0 of shape .* whole blocks of 32"),
-    "blocks without a shape": (header([], [info("w", (), 12)], DATA), "'w' is q4_k of shape"),
-    "an alignment of 0": (header([key("general.alignment", 4, bytes(4))], [W], DATA), "general.alignment"),
-    "an alignment of 3": (header([key("general.alignment", 4, b"\3\0\0\0")], [W], DATA), "power of two"),
-    "an alignment of 2^31": (header([key("general.alignment", 4, b"\0\0\0\x80")], [W], DATA), "are not within"),
-    "an alignment that is text": (header([key("general.alignment", 8, text("32"))], [W], DATA), "general.alignment"),
+    "a negative length": (header([], [info("w", (2**64 - 1,), 0)], BYTES), "multiply to less than 2.60"),
+    "no elements of a length of 2^62": (header([], [info("w", (32, 2**62, 0), 2)], BYTES), "multiply to less than"),
+    "lengths that wrap": (header([], [info("w", (2**62, 2**62, 16), 0)], BYTES), "multiply to less than 2.60"),
+    "lengths that wrap to 0": (header([], [info("w", (2**32, 2**32), 24)], BYTES), "multiply to less than 2.60"),
+    "an offset outside": (header([], [info("w", (1,), 0, 2**20)], BYTES), "'w': 4 bytes at byte 1048576 are not"),
+    "an offset that wraps": (header([], [info("w", (512,), 0, 2**64 - 1024)], BYTES), "are not within"),
+    "an unaligned offset": (header([], [info("w", (1,), 0, 4)], BYTES), "'w'.* begins at byte 4, no multiple of 32"),
+    "overlapping": (header([], [W, info("v", (8,), 0, 32)], BYTES), "'v'.* begins at byte 32, but that of 'w' ends"),
+    "one place for two": (header([], [W, info("v", (8,), 0, 0)], BYTES), "but that of 'v' ends at 32"),
+    "half a block": (header([], [info("w", (31,), 2)], BYTES), "'w' is q4_0 of shape .* whole blocks of 32"),
+    "blocks without a shape": (header([], [info("w", (), 12)], BYTES), "'w' is q4_k of shape"),
+    "an alignment of 0": (header([key("general.alignment", 4, bytes(4))], [W], BYTES), "general.alignment"),
+    "an alignment of 3": (header([key("general.alignment", 4, b"\3\0\0\0")], [W], BYTES), "power of two"),
+    "an alignment of 2^31": (header([key("general.alignment", 4, b"\0\0\0\x80")], [W], BYTES), "are not within"),
+    "an alignment that is text": (header([key("general.alignment", 8, text("32"))], [W], BYTES), "general.alignment"),
     "a count of parts that is text": (header([key("split.count", 8, text("2"))]), "must be integers"),
     "a part without a number": (header([key("split.count", 2, b"\2\0")]), "must be integers"),
     "a part without its name": (
@@ -684,11 +726,11 @@ def test_a_file_that_lies_is_refused_quickly(tmp_path, capsys, case):
 
 
 LARGE = {
-    "3 MB in an array": lambda: header([key("a", 9, array(0, 3_000_000, bytes(3_000_000)))], [W], DATA),
-    "a text of 3 MB": lambda: header([key("a", 8, text("x" * 3_000_000))], [W], DATA),
-    "300000 texts": lambda: header([key("a", 9, array(8, 300_000, text("word") * 300_000))], [W], DATA),
-    "10000 keys": lambda: header([key(f"key.{i}", 4, U32) for i in range(10_000)], [W], DATA),
-    "20000 tensors": lambda: header([], [info(f"t{i}", (0,), 0) for i in range(20_000)], DATA),
+    "3 MB in an array": lambda: header([key("a", 9, array(0, 3_000_000, bytes(3_000_000)))], [W], BYTES),
+    "a text of 3 MB": lambda: header([key("a", 8, text("x" * 3_000_000))], [W], BYTES),
+    "300000 texts": lambda: header([key("a", 9, array(8, 300_000, text("word") * 300_000))], [W], BYTES),
+    "10000 keys": lambda: header([key(f"key.{i}", 4, U32) for i in range(10_000)], [W], BYTES),
+    "20000 tensors": lambda: header([], [info(f"t{i}", (0,), 0) for i in range(20_000)], BYTES),
 }
 
 
@@ -712,9 +754,9 @@ def test_a_refusal_behind_much_is_quick_too(tmp_path):
         with pytest.raises(FileError, match="stands twice|at most 65536 are read"):
             kb.io.load(path)
 
-    path.write_bytes(header([key("a", 9, array(8, 300_000, text("word") * 300_000)), key("a", 4, U32)], [W], DATA))
+    path.write_bytes(header([key("a", 9, array(8, 300_000, text("word") * 300_000)), key("a", 4, U32)], [W], BYTES))
     assert measured(refused)[1] < 5e6
-    path.write_bytes(header([], [info(f"t{i}", (0,), 0) for i in range(65_537)], DATA))
+    path.write_bytes(header([], [info(f"t{i}", (0,), 0) for i in range(65_537)], BYTES))
     seconds, nbytes = measured(refused)
     assert seconds < 0.5 and nbytes < 5e6
 
@@ -737,7 +779,7 @@ def test_fuzzed_files_are_read_or_refused():
 
 def test_the_reader_knows_no_more_than_the_bytes(tmp_path):
     """Every cut of a file is refused, but those that only take zeros away."""
-    content = header([key("a.b", 8, text("xyz")), key("c", 9, array(8, 2, text("x") * 2))], [W], DATA)
+    content = header([key("a.b", 8, text("xyz")), key("c", 9, array(8, 2, text("x") * 2))], [W], BYTES)
     path = tmp_path / "a.gguf"
     for end in [*range(200), *range(len(content) - 40, len(content))]:
         path.write_bytes(content[:end])
