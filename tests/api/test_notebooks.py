@@ -29,8 +29,8 @@ def source(cell):
     return "".join(cell["source"])
 
 
-def test_there_are_six():
-    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
+def test_there_are_seven():
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(1, 8)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
