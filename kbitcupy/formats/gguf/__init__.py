@@ -24,12 +24,10 @@ class Gguf(BlockFormat):
     lanes: ClassVar[int] = 0
     #: ggml's number of the type.
     ggml_type: ClassVar[int]
-    #: Whether there is an encoder for CUDA, without importance.
-    cuda_encoder: ClassVar[bool] = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         made = cls.struct and cls.quantize_blocks is not BlockFormat.quantize_blocks
-        if made and cls.cuda_encoder:
+        if made:
             at_a_time = _THREADS // cls.lanes if cls.lanes else _ELEMENTS // cls.block
             file, name = ("gguf_search.cu", "search_gguf") if cls.lanes else ("gguf.cu", "quantize_gguf")
             cls.quantizer = Quantizer(file, name, f"{cls.struct}Encoder", _THREADS, at_a_time)

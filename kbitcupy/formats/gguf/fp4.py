@@ -118,12 +118,12 @@ class NVFP4(Gguf):
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if self.has_tensor_scale:
-            planes["scale"][:] = _check_scale(given.get("scale", 1.0))
+            _fill(planes["scale"], _check_scale(given.get("scale", 1.0)))
         super().encode_numpy(x, planes, given)
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if self.has_tensor_scale:
-            planes["scale"][:] = _check_scale(given.get("scale", 1.0))
+            _fill(planes["scale"], _check_scale(given.get("scale", 1.0)))
         super().encode_cuda(x, planes, given)
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
@@ -135,6 +135,14 @@ class NVFP4(Gguf):
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         return values_of(planes["qs"], ue4m3_halves()[planes["scales"]])
+
+
+def _fill(plane: Any, scale: Any) -> None:
+    """Write a scale of `_check_scale` into its plane, on the device of the plane."""
+    if type(scale) is float:
+        plane.fill(scale)
+    else:
+        plane[...] = _xp.to_device(scale, _xp.device_of(plane))
 
 
 def _check_scale(scale: Any) -> Any:
