@@ -130,26 +130,32 @@ struct TQ2_0 : Grouped<TQ2_0, 4, 4> {
 // Octets 0 to 19 of a block are digits 0 to 4 of bytes 0 to 31, four octets a digit; 20 to 29 those of bytes 32 to 47,
 // two a digit; 30 and 31 two digits each of the four bytes of qh.
 struct TQ1_0 : FourBlocks<TQ1_0> {
-    __device__ __forceinline__ static void decode_octet(
-        const Planes& planes, long long block, int part, float (&v)[8]) {
-        const int rest = part - 20;
+    struct Raw {
+        unsigned word[2], d;
+    };
+
+    // Without branches: all octets of a block are decoded by one warp.
+    __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
+        const bool last = at.part >= 30;
+        const int first = at.part < 20 ? at.part % 4 * 8 : 32 + at.part % 2 * 8;
+        const unsigned char* from = planes.at<unsigned char>(0) + at.block * 48 + first;
+        from = (last ? planes.at<unsigned char>(1) + at.block * 4 : from) + at.ahead * (last ? 4 : 48);
+        return {
+            {load_word(planes, from), load_word(planes, last ? from : from + 4)},
+            __ldg(planes.at<unsigned short>(2) + at.of(1, 0))};
+    }
+    __device__ __forceinline__ static void decode_raw(const Planes&, const Raw& raw, int part, float (&v)[8]) {
         const bool last = part >= 30;
-        // Without branches: all octets of a block are decoded by one warp.
-        const int first = part < 20 ? (part & 3) * 8 : 32 + (rest & 1) * 8;
-        int digit = part < 20 ? part >> 2 : rest >> 1;
-        digit = last ? (part & 1) * 2 : digit;
-        const unsigned char* from = planes.at<unsigned char>(0) + block * 48 + first;
-        from = last ? planes.at<unsigned char>(1) + block * 4 : from;
-        const unsigned word[2] = {load_word(planes, from), load_word(planes, last ? from : from + 4)};
-        const float d = __half2float(planes.at<__half>(2)[block]);
+        const int digit = last ? part % 2 * 2 : part < 20 ? part / 4 : (part - 20) / 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             // (byte * 3^digit mod 256) * 3 / 256 of bytes 0 and 2 in bytes 1 and 3, and of bytes 1 and 3.
             const unsigned power = POWERS >> 8 * (digit + (half && last)) & 0xff, bytes = 0x00ff00ffu;
-            const unsigned even = ((word[half] & bytes) * power & bytes) * 3;
-            const unsigned odd = ((word[half] >> 8 & bytes) * power & bytes) * 3;
+            const unsigned even = ((raw.word[half] & bytes) * power & bytes) * 3;
+            const unsigned odd = ((raw.word[half] >> 8 & bytes) * power & bytes) * 3;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) v[half * 4 + e] = __fmul_rn(d, from_byte(e % 2 ? odd : even, e / 2 * 2 + 1, 1));
+            for (int e = 0; e < 4; ++e)
+                v[half * 4 + e] = __fmul_rn(half_of(raw.d, 0), from_byte(e % 2 ? odd : even, e / 2 * 2 + 1, 1));
         }
     }
 

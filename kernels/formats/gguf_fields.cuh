@@ -23,17 +23,32 @@ struct Grouped {
     }
 };
 
+// An octet of one of four blocks of 256.
+struct Place {
+    long long block;  // the first of them
+    int ahead, part;  // which, and which of its 32 octets
+
+    // Where entry `within` of a block lies in a plane that has `each` of them a block. What is known in advance comes
+    // last, so that it becomes a part of the load.
+    __device__ __forceinline__ long long of(int each, int within) const { return block * each + within + ahead * each; }
+};
+
 // Octets of blocks of 256 that share no bytes: those at the same place of four blocks are decoded together, since where
-// all lies there is worked out once. The format writes
+// all lies there is worked out once, and all is loaded before the first is looked at. The format writes
 //
-//     static void decode_octet(const Planes&, long long block, int part, float (&v)[8])      octet `part` of a block
+//     struct Raw                                                                    what it loads of an octet
+//     static Raw load(const Planes&, const Place&)
+//     static void decode_raw(const Planes&, const Raw&, int part, float (&v)[8])
 template <typename F>
 struct FourBlocks : Grouped<F, 4, 32> {
     template <int N>
     __device__ __forceinline__ static void decode(const Planes& planes, long long octet, float (&v)[N][8]) {
         const int part = static_cast<int>(octet) & 31;
+        typename F::Raw raw[N];
 #pragma unroll
-        for (int j = 0; j < N; ++j) F::decode_octet(planes, (octet >> 5) + j, part, v[j]);
+        for (int j = 0; j < N; ++j) raw[j] = F::load(planes, {octet >> 5, j, part});
+#pragma unroll
+        for (int j = 0; j < N; ++j) F::decode_raw(planes, raw[j], part, v[j]);
     }
 };
 

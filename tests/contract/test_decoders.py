@@ -242,11 +242,11 @@ FAULTS = {
     "int4:block=32": {"(BITS - 1) :": "(BITS - 2) :", "e * BITS % 32": "e * BITS % 16", "<< BITS) - 1": "<< BITS) - 2"},
     "q4_0": {"octet & 1": "octet & 3", "j * 4": "j * 2", "0x0f0f0f0fu, 8": "0x0f0f0f0fu, 7"},
     "q5_1": {"(octet >> 2) * 4": "(octet >> 2) * 8", "0x10101010u": "0x10101000u", "0x02040810u": "0x02040410u"},
-    "tq1_0": {"block * 48": "block * 52", "0x511b": "0x511a", ">> 8 & bytes": ">> 9 & bytes", "part & 3": "part & 1"},
+    "tq1_0": {"block * 48": "block * 52", "0x511b": "0x511a", ">> 8 & bytes": ">> 9 & bytes", "part % 4": "part % 2"},
     "nvfp4:tensor_scale=true": {"octet >> 1": "octet >> 2", "0x8c888684u": "0x8c888685u", "!= 0x7f": "!= 0xff"},
     "iq1_m": {"0x00877f77u": "0x00877f76u", "& 0xf00u": "& 0x700u"},
-    "iq2_xxs": {"within * 7": "within * 8", "0x00204081u": "0x00204080u", "& 1u) << 7": "& 1u) << 6"},
-    "iq3_s": {"(high & 2u) << 7": "(high & 2u) << 6", "0x0f0d0b09u": "0x0f0d0b08u", "part / 2": "part / 4"},
+    "iq2_xxs": {"within * 7": "within * 6", "0x00204081u": "0x00204080u", "& 1u) << 7": "& 1u) << 6"},
+    "iq3_s": {"(high & 2u) << 7": "(high & 2u) << 6", "0x0f0d0b09u": "0x0f0d0b08u", "at.part / 8": "at.part / 4"},
     "q4_k": {"block * 12": "block * 8", "0x3030u": "0x3010u", "0x3f3fu": "0x1f3fu"},
 }  # fmt: skip
 #: The same of what they include.
