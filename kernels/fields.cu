@@ -228,14 +228,16 @@ __device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, 
     return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + first * piece.size + piece.byte;
 }
 
-// The first `count` of 16 bytes at any address.
+// The first `count` of 16 bytes at any address, the others are 0. Few are not whole and aligned: they take little code.
 __device__ __forceinline__ uint4 load_vector(const unsigned char* from, int count) {
     if (is_aligned(from) && count == VECTOR) return __ldcs(reinterpret_cast<const uint4*>(from));
-    unsigned w[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int b = 0; b < VECTOR; ++b)
-        if (b < count) w[b / 4] |= static_cast<unsigned>(from[b]) << b % 4 * 8;
-    return make_uint4(w[0], w[1], w[2], w[3]);
+    uint4 v = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int b = 0; b < VECTOR; ++b) {
+        const unsigned byte = b < count ? from[b] : 0u;
+        v = make_uint4(shifted(v.x, v.y, 1), shifted(v.y, v.z, 1), shifted(v.z, v.w, 1), shifted(v.w, byte, 1));
+    }
+    return v;
 }
 
 __device__ __forceinline__ void store_vector(unsigned char* to, int count, uint4 v) {
@@ -243,10 +245,11 @@ __device__ __forceinline__ void store_vector(unsigned char* to, int count, uint4
         __stcs(reinterpret_cast<uint4*>(to), v);
         return;
     }
-    const unsigned w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int b = 0; b < VECTOR; ++b)
-        if (b < count) to[b] = static_cast<unsigned char>(w[b / 4] >> b % 4 * 8);
+#pragma unroll 1
+    for (int b = 0; b < count; ++b) {
+        to[b] = static_cast<unsigned char>(v.x);
+        v = make_uint4(shifted(v.x, v.y, 1), shifted(v.y, v.z, 1), shifted(v.z, v.w, 1), v.w >> 8);
+    }
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------
@@ -300,21 +303,22 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
             const Piece piece = piece_of(fields, i, count, span.ahead);
             if (piece.count > 0) v[k] = load_vector(address_of(fields, piece, first), piece.count);
         }
-#pragma unroll
-        for (int k = 0; k < HELD; ++k) {
-            const int i = static_cast<int>(threadIdx.x) + k * THREADS;
-            if (i >= fields.vectors) continue;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
             const Piece piece = piece_of(fields, i, count, span.ahead);
+            const uint4 now = v[0];
+#pragma unroll
+            for (int k = 1; k < HELD; ++k) v[k - 1] = v[k];  // the loop is not unrolled: its code is long
             if (piece.count <= 0) continue;
             if (piece.size % VECTOR == 0) {
                 const int split = fields.split[piece.field];
-                put(staged, piece.at, split ? to_split(v[k], split) : v[k]);
+                put(staged, piece.at, split ? to_split(now, split) : now);
                 continue;
             }
             const int gap = fields.block - piece.size, unit = unit_of(fields, piece, span.ahead);
-            if (unit == 4) scatter<unsigned>(staged, piece, gap, v[k]);
-            else if (unit == 2) scatter<unsigned short>(staged, piece, gap, v[k]);
-            else scatter<unsigned char>(staged, piece, gap, v[k]);
+            if (unit == 4) scatter<unsigned>(staged, piece, gap, now);
+            else if (unit == 2) scatter<unsigned short>(staged, piece, gap, now);
+            else scatter<unsigned char>(staged, piece, gap, now);
         }
         __syncthreads();
         store(staged, span);
