@@ -48,6 +48,10 @@ inline float multiply_up(float a, float b) {
         return less ? __uint_as_float(__float_as_uint(nearest) + 1) : +nearest;
     });
 }
+// x where its magnitude is this one, else `other`. Neither of the two is NaN.
+inline float if_magnitude(float x, float magnitude, float other) {
+    return (__float_as_uint(x) & 0x7fffffffu) == __float_as_uint(magnitude) ? x : other;
+}
 // The larger and the smaller one, NaN where one is; -0 is below 0.
 inline float larger_or_nan(float a, float b) {
     if (a != a || b != b) return a + b;
@@ -98,6 +102,13 @@ __device__ __forceinline__ float add_down(float a, float b) {
 __device__ __forceinline__ float multiply_up(float a, float b) {
     float r;
     asm("{ .reg .f32 t; abs.f32 t, %1; mul.rp.f32 %0, t, %2; }" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float if_magnitude(float x, float magnitude, float other) {
+    float r;
+    asm("{ .reg .pred p; .reg .f32 t; abs.f32 t, %1; setp.eq.f32 p, t, %2; selp.f32 %0, %1, %3, p; }"
+        : "=f"(r)
+        : "f"(x), "f"(magnitude), "f"(other));
     return r;
 }
 __device__ __forceinline__ float larger_or_nan(float a, float b) {

@@ -149,8 +149,7 @@ __device__ __forceinline__ float signed_max(const float (&v)[32], const Extremes
     float found = high > low ? e.high : e.low;
     if (high == low && __float_as_uint(e.high) != __float_as_uint(e.low)) {
 #pragma unroll
-        for (int i = 31; i >= 0; --i)
-            if (ieee::magnitude_bits(v[i]) == high) found = v[i];
+        for (int i = 31; i >= 0; --i) found = ieee::if_magnitude(v[i], __uint_as_float(high), found);
     }
     return high == 0 && low == 0 ? 0.0f : found;
 }
