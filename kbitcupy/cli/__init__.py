@@ -200,6 +200,11 @@ def _add_quantize(commands: Any) -> None:
         help="importance of columns, as llama-imatrix wrote it (GGUF), for formats that weight errors",
     )
     command.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="GGUF file of the same model, whose tokenizer a GGUF file gets that is made from Hugging Face's",
+    )
+    command.add_argument(
         "--layout",
         choices=[layout.name for layout in LAYOUTS],
         help="how compressed tensors are stored (default: gguf where OUT ends in .gguf, else kbitcupy); bitsandbytes "

@@ -40,7 +40,7 @@ def run_quantize(arguments: argparse.Namespace) -> None:
     else:
         done = f"quantized to {arguments.format}"
         formats = chosen_format(arguments.format, arguments.option)
-    others = [Path(path) for path in (arguments.plan, arguments.importance) if path is not None]
+    others = [Path(path) for path in (arguments.plan, arguments.importance, arguments.tokenizer) if path is not None]
     if others and os.path.isfile(arguments.output):
         check_file(arguments.output, arguments.force, others)
     with _resumable(arguments), _sweeping(arguments.output):
@@ -50,6 +50,7 @@ def run_quantize(arguments: argparse.Namespace) -> None:
             formats,
             recipe=arguments.recipe,
             importance=arguments.importance,
+            tokenizer=arguments.tokenizer,
             min_size=arguments.min_size,
             keep=arguments.keep,
             layout=arguments.layout,

@@ -234,6 +234,7 @@ def quantize_file(
     *,
     recipe: str | None = None,
     importance: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     min_size: int | None = None,
     keep: str | Iterable[str] = (),
     layout: str | None = None,
@@ -259,6 +260,9 @@ def quantize_file(
         types that llama-quantize would give them, see `kbitcupy.io.recipes`.
     importance : path_like, optional
         A file that llama-imatrix wrote (GGUF): formats that weight errors are given the importance of each column.
+    tokenizer : path_like, optional
+        A GGUF file of the same model, whose tokenizer the GGUF file to write gets: checkpoints of Hugging Face bring
+        none that llama.cpp knows.
     min_size : int, optional
         Tensors with fewer elements are copied, as are those of fewer than two dimensions and those whose dtype is not
         float16, bfloat16, float32 or float64. By default 512, and 0 beside a mapping or a recipe.
@@ -300,8 +304,8 @@ def quantize_file(
     Notes
     -----
     A checkpoint of Hugging Face that becomes a GGUF file gets llama.cpp's names, order of rows and metadata where its
-    ``config.json`` says that it is a llama (or Mistral) or bitnet, and norms and biases in float32; its tokenizer is
-    not carried over. `dequantize_file` gives such models Hugging Face's names and order back.
+    ``config.json`` says that it is a llama (or Mistral) or bitnet, and norms and biases in float32. `dequantize_file`
+    gives such models Hugging Face's names and order back.
 
     Copied tensors keep their bytes whatever their dtype; tensors that are compressed already, and the file's own
     metadata, stay as they are. What is compressed already in a file of another kind keeps its format and gets the new
@@ -324,7 +328,9 @@ def quantize_file(
     if (format is None) == (recipe is None):
         raise TypeError("give either a format, such as 'kbit4', or recipe=, such as 'q4_k_m'")
     if recipe is not None and not into_gguf:
-        raise ValueError(f"recipe {recipe!r} is for the layout 'gguf'; got {layout_name!r}: let target end in .gguf")
+        raise FileError(f"recipe {recipe!r} is for the layout 'gguf'; got {layout_name!r}: let target end in .gguf")
+    if tokenizer is not None and not into_gguf:
+        raise FileError(f"a tokenizer is for the layout 'gguf'; got {layout_name!r}: let target end in .gguf")
     if min_size is None:
         min_size = MIN_SIZE if format is not None and not isinstance(format, Mapping) else 0
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)) or min_size < 0:
@@ -354,10 +360,14 @@ def quantize_file(
         min_size=int(min_size),
         keep=patterns,
         importance=importance,
+        tokenizer=tokenizer,
     )
     if importance is not None:
         given = [change.choice for change in outcome.changes.tensors.values() if change.choice is not None]
         options["importance"] = [_described(choice)["given"] for choice in given]
+    if tokenizer is not None:
+        values = {key: value for key, value in outcome.changes.metadata.items() if key.startswith("tokenizer.")}
+        options["tokenizer"] = hashlib.sha256(b"".join(value.raw for value in values.values())).hexdigest()
     unused = tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint))
     report = convert_checkpoint(
         checkpoint,

@@ -49,12 +49,11 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Examples
     --------
     >>> import tempfile, numpy as np, kbitcupy as kb
-    >>> from kbitcupy.io.importance import read_importance
     >>> sums = {"blk.0.attn_q.weight.in_sum2": np.full((1, 4), 6, np.float32)}
     >>> counts = {"blk.0.attn_q.weight.counts": np.full((1, 1), 3, np.float32)}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     kb.io.save(f"{folder}/imatrix.gguf", sums | counts, {"general.type": "imatrix"})
-    ...     read_importance(f"{folder}/imatrix.gguf")
+    ...     kb.io.read_importance(f"{folder}/imatrix.gguf")
     {'blk.0.attn_q.weight': array([2., 2., 2., 2.], dtype=float32)}
     """
     file = as_path(path, "importance")

@@ -10,13 +10,20 @@ from typing import Any, NamedTuple
 from ..backend import xp as _xp
 from ..errors import FileError, FormatError
 from ..formats.base import Choice, resolve
+from .atomic import as_path
 from .changes import Change, Changes
 from .checkpoint import Checkpoint
-from .gguf import GgufReader, GgufValue
+from .gguf import GGUF, GgufReader, GgufValue
 from .huggingface import Translation, architecture_of, for_hugging_face, for_llama_cpp, read_config
 from .importance import importance_for, read_importance
 from .layouts.gguf import FILE_TYPE_KEY, QUANTIZATION_VERSION, VERSION_KEY
 from .recipes import EMBEDDINGS, RECIPES, Model, find_recipe, order, tensor_types
+
+_TOKENIZER, _NO_TOKENIZER, _TOKENS = "tokenizer.ggml.model", "no_vocab", "tokenizer.ggml.tokens"
+_NO_TOKENIZER_NOTE = (
+    "the file has no tokenizer, so that llama.cpp takes tokens but no text: take one from a GGUF file of the model "
+    "(tokenizer=, --tokenizer), such as llama.cpp's convert_hf_to_gguf.py --vocab-only makes"
+)
 
 
 class Outcome(NamedTuple):
@@ -61,6 +68,7 @@ def quantizing(
     min_size: int = 0,
     keep: Sequence[str] = (),
     importance: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> Outcome:
     """How a checkpoint is compressed.
 
@@ -80,6 +88,8 @@ def quantizing(
         Patterns of names that it leaves alone.
     importance : path_like, optional
         An importance matrix of llama.cpp.
+    tokenizer : path_like, optional
+        A GGUF file whose tokenizer the file to write gets.
 
     Raises
     ------
@@ -99,6 +109,10 @@ def quantizing(
             type = types.get(names.get(name, ""))
             if type is not None and type != checkpoint.reader.entry(name).dtype:
                 tensors[name] = _into(type)
+        already = len(checkpoint.compressed)
+        if already:
+            kept = f"{already} tensors are compressed already and keep their types: begin with a file that has none"
+            translation = replace(translation, notes=(*translation.notes, kept))
         metadata.update({VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: RECIPES[find_recipe(recipe)].file_type})
     without: list[str] = []
     if importance is not None:
@@ -108,6 +122,12 @@ def quantizing(
     if not into_gguf:
         return Outcome(Changes(tensors), (), tuple(without))
     tensors = _renamed(checkpoint, tensors, names, translation)
+    notes = translation.notes
+    if tokenizer is not None:
+        rows = next((shape[0] for name, shape in shapes.items() if names[name] == "token_embd.weight" and shape), None)
+        metadata = {**metadata, **_tokenizer(tokenizer, rows)}
+    elif metadata.get(_TOKENIZER) == _NO_TOKENIZER:
+        notes = (*notes, _NO_TOKENIZER_NOTE)
     if foreign:
         metadata = {**dict.fromkeys(checkpoint.metadata), **metadata}
     # llama-quantize sorts; without a recipe a GGUF file's order stays as it is.
@@ -116,7 +136,7 @@ def quantizing(
     if recipe is not None or translation.names:
         in_order = sorted((*names, *made), key=lambda name: order(names.get(name) or name))
     changes = Changes(tensors, metadata, made, translation.left_out, in_order)
-    return Outcome(changes, translation.notes, tuple(without))
+    return Outcome(changes, notes, tuple(without))
 
 
 def dequantizing(checkpoint: Checkpoint, dtype: str | None, *, into_gguf: bool) -> Outcome:
@@ -160,11 +180,21 @@ def _to_llama_cpp(checkpoint: Checkpoint) -> Translation:
             f"{checkpoint.path}: tensor {compressed[0]!r} is compressed already, and a model of llama.cpp has other "
             "names and another order of rows: restore the file with kbit dequantize first"
         )
-    note = (
-        "the tokenizer is not carried over (tokenizer.ggml.model is no_vocab), so that llama.cpp takes tokens but no "
-        "text: for text quantize a GGUF file that llama.cpp's convert_hf_to_gguf.py wrote"
-    )
-    return replace(found, metadata={**found.metadata, "tokenizer.ggml.model": "no_vocab"}, notes=(*found.notes, note))
+    return replace(found, metadata={**found.metadata, _TOKENIZER: _NO_TOKENIZER})
+
+
+def _tokenizer(path: str | os.PathLike[str], rows: int | None) -> dict[str, GgufValue]:
+    """The tokenizer of a GGUF file, which has as many tokens as the embedding has rows."""
+    file = as_path(path, "tokenizer")
+    found = {
+        key: value for key, value in GGUF.open(file, mapped=False).metadata.items() if key.startswith("tokenizer.")
+    }
+    tokens = found.get(_TOKENS)
+    if tokens is None or tokens.type != "string[]":
+        raise FileError(f"{file} has no tokenizer: pass a GGUF file of the model that llama.cpp takes text with")
+    if rows is not None and len(tokens) != rows:
+        raise FileError(f"{file} has a tokenizer of {len(tokens)} tokens, but token_embd.weight has {rows} rows")
+    return found
 
 
 def _types(

@@ -128,9 +128,9 @@ def f32(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     kb.io.save(folder / "model.safetensors", model())
-    kb.io.quantize_file(folder / "model.safetensors", folder / "plain.gguf", recipe="f32")
-    plain = kb.io.load(folder / "plain.gguf")
-    kb.io.save(folder / "f32.gguf", plain, {**plain.metadata, **tokenizer()})
+    kb.io.save(folder / "vocabulary.gguf", {}, tokenizer())
+    about = {"recipe": "f32", "tokenizer": folder / "vocabulary.gguf"}
+    kb.io.quantize_file(folder / "model.safetensors", folder / "f32.gguf", **about)
     return folder / "f32.gguf"
 
 

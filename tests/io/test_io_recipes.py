@@ -59,8 +59,7 @@ _NAMES = for_llama_cpp(CONFIG, {name: x.shape for name, x in weights().items()})
 
 @pytest.mark.parametrize("recipe", ["q4_k_m", "Q3_K_L", "q8_0", "iq4_xs", "tq2_0", "bf16"])
 def test_from_hugging_face(folder, tmp_path, recipe):
-    report = kb.io.quantize_file(folder / "model.safetensors", tmp_path / "a.gguf", recipe=recipe, device="cpu")
-    assert not report.notes or "tokenizer" in report.notes[0]
+    kb.io.quantize_file(folder / "model.safetensors", tmp_path / "a.gguf", recipe=recipe, device="cpu")
     found = raw(tmp_path / "a.gguf")
     types = tensor_types(recipe, {_NAMES[name]: x.shape for name, x in weights().items()}, MODEL)
     assert list(found) == sorted(_NAMES.values(), key=order)
@@ -168,6 +167,46 @@ def test_importance_of_another_model(folder, tmp_path):
     assert not (tmp_path / "a.gguf").exists()
 
 
+def test_tokenizer(folder, tmp_path):
+    """From a GGUF file of the same model; without one a note says so."""
+    about = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [f"t{i}" for i in range(32)]}
+    kb.io.save(tmp_path / "vocab.gguf", {}, {**about, "general.architecture": "llama", "llama.context_length": 7})
+    report = kb.io.quantize_file(
+        folder / "model.safetensors", tmp_path / "a.gguf", recipe="q8_0", tokenizer=tmp_path / "vocab.gguf"
+    )
+    assert not report.notes
+    found = kb.io.load(tmp_path / "a.gguf").metadata
+    assert {key: found[key].value for key in about} == about
+    assert found["llama.context_length"].value == 128
+    without = kb.io.quantize_file(folder / "model.safetensors", tmp_path / "b.gguf", recipe="q8_0")
+    assert "has no tokenizer" in without.notes[0]
+    assert kb.io.load(tmp_path / "b.gguf").metadata["tokenizer.ggml.model"].value == "no_vocab"
+    kb.io.quantize_file(tmp_path / "b.gguf", tmp_path / "c.gguf", recipe="q8_0", tokenizer=tmp_path / "vocab.gguf")
+    assert dict(kb.io.load(tmp_path / "c.gguf").metadata) == dict(found)
+
+
+def test_tokenizers_that_do_not_fit(folder, tmp_path):
+    source, target = folder / "model.safetensors", tmp_path / "a.gguf"
+    with pytest.raises(FileError, match="has no tokenizer"):
+        kb.io.quantize_file(source, target, recipe="q8_0", tokenizer=folder / "f32.gguf")
+    kb.io.save(tmp_path / "vocab.gguf", {}, {"tokenizer.ggml.tokens": ["a", "b"]})
+    with pytest.raises(FileError, match="2 tokens, but token_embd.weight has 32 rows"):
+        kb.io.quantize_file(source, target, recipe="q8_0", tokenizer=tmp_path / "vocab.gguf")
+    with pytest.raises(FileError, match="gguf"):
+        kb.io.quantize_file(source, tmp_path / "a.safetensors", "q8_0", tokenizer=tmp_path / "vocab.gguf")
+    with pytest.raises(TypeError, match="tokenizer"):
+        kb.io.quantize_file(source, target, recipe="q8_0", tokenizer=3)
+    assert not target.exists()
+
+
+def test_compressed_tensors_keep_their_types(folder, tmp_path):
+    kb.io.quantize_file(folder / "f32.gguf", tmp_path / "a.gguf", recipe="q8_0")
+    report = kb.io.quantize_file(tmp_path / "a.gguf", tmp_path / "b.gguf", recipe="q4_k_m")
+    assert report.converted == 0 and report.compressed_already == 16
+    assert "16 tensors are compressed already" in report.notes[0]
+    assert raw(tmp_path / "b.gguf") == raw(tmp_path / "a.gguf")
+
+
 def test_kept_tensors(folder, tmp_path):
     kb.io.quantize_file(folder / "model.safetensors", tmp_path / "a.gguf", recipe="q4_k_m", keep="*q_proj*")
     found = raw(tmp_path / "a.gguf")
@@ -203,7 +242,7 @@ def test_what_is_refused(folder, tmp_path):
         kb.io.quantize_file(source, target, "q4_k", recipe="q4_k_m")
     with pytest.raises(TypeError, match="recipe"):
         kb.io.quantize_file(source, target)
-    with pytest.raises(ValueError, match="gguf"):
+    with pytest.raises(FileError, match="gguf"):
         kb.io.quantize_file(source, tmp_path / "a.safetensors", recipe="q4_k_m")
     with pytest.raises(FormatError, match="useless without importance"):
         kb.io.quantize_file(source, target, recipe="q2_k_s")
