@@ -135,7 +135,15 @@ __device__ __forceinline__ float smaller_or_nan(float a, float b) {
 
 // By their bits, which nothing flushes.
 __device__ __forceinline__ unsigned magnitude_bits(float a) { return __float_as_uint(a) & 0x7fffffffu; }
-__device__ __forceinline__ float magnitude(float a) { return __uint_as_float(magnitude_bits(a)); }
+#ifdef KBIT_HOST
+inline float magnitude(float a) { return __uint_as_float(magnitude_bits(a)); }
+#else
+__device__ __forceinline__ float magnitude(float a) {  // as a part of the instruction that takes it
+    float r;
+    asm("abs.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+#endif
 __device__ __forceinline__ float negative(float a) { return __uint_as_float(__float_as_uint(a) ^ 0x80000000u); }
 __device__ __forceinline__ bool is_zero(float a) { return magnitude_bits(a) == 0; }
 // The number, or 0 where it is NaN or infinite.

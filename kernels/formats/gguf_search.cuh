@@ -314,22 +314,9 @@ struct Iq4Table {
     float value[COUNT];
     unsigned char code[COUNT];
 
-    __device__ __forceinline__ static int number(int i) {
-        const int values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-        return values[i];
-    }
     // By all threads of a block; they have to meet before it is used.
-    __device__ __forceinline__ void build(int thread, int threads) {
-        for (int i = thread; i < COUNT; i += threads) {
-            int found = 0;
-#pragma unroll
-            for (int c = 1; c < 16; ++c) found += i + LOWEST >= number(c - 1) + number(c);
-            int at = 0;
-#pragma unroll
-            for (int c = 0; c < 16; ++c) at = c == found ? number(c) : at;
-            value[i] = static_cast<float>(at), code[i] = static_cast<unsigned char>(found);
-        }
-    }
+    __device__ __forceinline__ void build(int thread, int threads);
+
     // Bytes to the entry of a number within -135 and 135: what is added makes the lowest bits of the sum 8 * (y + 136),
     // of which the lowest two are less than a half.
     __device__ __forceinline__ static unsigned offset(float y) {
@@ -338,11 +325,24 @@ struct Iq4Table {
     __device__ __forceinline__ float nearest(float y) const {
         return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(value) + offset(y));
     }
-    // Of any number; of NaN that of 0.
-    __device__ __forceinline__ int code_of(float y) const {
-        return code[offset(fminf(fmaxf(y == y ? y : 0.0f, -130.0f), 130.0f)) / 4];
-    }
+    // Of any number.
+    __device__ __forceinline__ int code_of(float y) const { return code[offset(fminf(fmaxf(y, -130.0f), 130.0f)) / 4]; }
 };
+
+__host__ __device__ constexpr Iq4Table iq4_table() {
+    const int values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    Iq4Table table = {};
+    for (int i = 0, code = 0; i < Iq4Table::COUNT; ++i) {
+        while (code < 15 && i + Iq4Table::LOWEST >= values[code] + values[code + 1]) ++code;
+        table.value[i] = static_cast<float>(values[code]), table.code[i] = static_cast<unsigned char>(code);
+    }
+    return table;
+}
+__device__ const Iq4Table IQ4_TABLE = iq4_table();
+
+__device__ __forceinline__ void Iq4Table::build(int thread, int threads) {
+    for (int i = thread; i < COUNT; i += threads) value[i] = IQ4_TABLE.value[i], code[i] = IQ4_TABLE.code[i];
+}
 
 // Tries m / 127, then m / (127 - t), t = -7 to 7, where m is the number of largest magnitude: the scale of which the
 // table's nearest numbers come near.
@@ -363,7 +363,8 @@ __device__ __forceinline__ float find_table_scale(const float (&x)[SIZE], const 
             sums.xl = ieee::add(sums.xl, ieee::multiply(weighted, x[i]));
             sums.ll = ieee::add(sums.ll, ieee::multiply(weighted, near));
         }
-        if (first || sums.beat(best)) scale = sums.scale(), best = ieee::multiply(scale, sums.xl);
+        if (sums.beat(best) || (first && ieee::less(0.0f, sums.ll)))
+            scale = sums.scale(), best = ieee::multiply(scale, sums.xl);
     }
     return scale;
 }
