@@ -2,13 +2,14 @@
 
 ``python tests/make_gguf_importance.py``, with the package pywhispercpp installed (see `ggml`). The numbers are those of
 data/gguf_blocks.npz; for each type and kind of numbers there is the CRC-32 of the blocks, a matrix of `MATRICES` after
-the other.
+the other. Then that of `few`, whose sub-blocks sometimes have negative scales, which ggml keeps in bytes.
 """
 
 import json
 import zlib
 from pathlib import Path
 
+import gguf_numbers
 import numpy as np
 
 FILE = Path(__file__).parent / "data" / "gguf_importance.json"
@@ -18,6 +19,9 @@ MATRICES = (
     "random", "ones", "zeros", "a third is zero", "few are not zero", "sub-blocks are zero", "wide", "squares",
     "tiny", "huge",
 )  # fmt: skip
+# Types with minima of sub-blocks, and seeds of `few`.
+RANGED = ("q2_k", "q4_k", "q5_k")
+FEW = (0, 4)
 
 
 def importance(matrix, columns, seed=0):
@@ -45,6 +49,16 @@ def importance(matrix, columns, seed=0):
     return v
 
 
+def few(seed):
+    """Numbers and importance of which nearly all is 0, for types with minima."""
+    x = gguf_numbers.numbers("negative", 1 << 14, seed)
+    return x.reshape(-1, 1024), importance("few are not zero", 1024, seed)
+
+
+def checksum(blocks):
+    return zlib.crc32(np.ascontiguousarray(blocks).tobytes())
+
+
 def main():
     import ggml
 
@@ -52,10 +66,10 @@ def main():
     found = {}
     for name in TYPES:
         for kind, x in zip(data["kinds"].tolist(), data["x"], strict=True):
-            sums = [
-                zlib.crc32(ggml.quantize(name, x[None], importance(matrix, x.size)).tobytes()) for matrix in MATRICES
-            ]
+            sums = [checksum(ggml.quantize(name, x[None], importance(matrix, x.size))) for matrix in MATRICES]
             found.setdefault(name, {})[kind] = sums
+        if name in RANGED:
+            found[name]["few"] = [checksum(ggml.quantize(name, *few(seed))) for seed in FEW]
     lines = [f'"{name}": {{\n' + ",\n".join(f'"{k}": {v}' for k, v in of.items()) + "\n}" for name, of in found.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     assert json.loads(FILE.read_text()) == found

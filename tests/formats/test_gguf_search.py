@@ -1,14 +1,13 @@
 """GGUF's searched types: ggml's bytes with and without importance, and what may be given as importance."""
 
 import json
-import zlib
 
 import ggml
 import numpy as np
 import pytest
 from inputs import make
 from make_gguf_data import KINDS, numbers
-from make_gguf_importance import BLOCKS, FILE, MATRICES, TYPES, importance
+from make_gguf_importance import BLOCKS, FEW, FILE, MATRICES, RANGED, TYPES, checksum, few, importance
 
 import kbitcupy as kb
 from kbitcupy.formats.blocks import BlockFormat
@@ -33,7 +32,15 @@ def test_ggmls_bytes_with_importance(name):
     for kind, x in zip(BYTES["kinds"].tolist(), BYTES["x"], strict=True):
         for matrix, wanted in zip(MATRICES, FROZEN[name][kind], strict=True):
             q = kb.quantize(x, name, importance=importance(matrix, x.size))
-            assert zlib.crc32(blocks_of(q).tobytes()) == wanted, (kind, matrix)
+            assert checksum(blocks_of(q)) == wanted, (kind, matrix)
+
+
+@pytest.mark.parametrize("name", RANGED)
+def test_inner_codes_are_kept_in_bytes(name):
+    """Scales of sub-blocks may be negative where hardly a column has importance."""
+    for seed, wanted in zip(FEW, FROZEN[name]["few"], strict=True):
+        x, v = few(seed)
+        assert checksum(blocks_of(kb.quantize(x, name, importance=v))) == wanted
 
 
 @pytest.mark.parametrize("name", [*SEARCHED, "q8_k"])
@@ -54,6 +61,17 @@ def test_ggml_with_importance_in_long_rows(name):
         v = importance(matrix, 2304, seed=7)
         blocks = blocks_of(kb.quantize(x, name, importance=v))
         assert np.array_equal(blocks, ggml.quantize(name, x, v).reshape(blocks.shape)), matrix
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_0", "q3_k", "q6_k", "iq4_nl", "iq4_xs"])
+def test_ggml_where_only_subnormal_numbers_have_importance(name):
+    """Scales are subnormal then, and 1 over them infinite. Types with minima round what ggml wraps."""
+    x, v = numbers("subnormal", 1 << 12, seed=8).reshape(4, -1), importance("random", 1024)
+    large = np.arange(1024) % 37 == 0
+    x[:, ::5] = 0
+    x[:, large], v[large] = numbers("normal", 1024, seed=8)[large], 0
+    blocks = blocks_of(kb.quantize(x, name, importance=v))
+    assert np.array_equal(blocks, ggml.quantize(name, x, v).reshape(blocks.shape))
 
 
 # ---- sums in their order ---------------------------------------------------------------------------------------------
