@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 from host import compiled as host
+from inputs import bits_for
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import source
@@ -83,9 +84,9 @@ def on_host(monkeypatch):
     monkeypatch.setattr(decoders, "_kernel", HostKernel)
 
 
-# One with a table that may be in a plane, one whose scales lie across octets, two of whole blocks that decode octets
-# together.
-FORMATS = ["kbit3:codebook=custom", "int4:block=3,symmetric=false", "q4_0", "tq2_0"]
+# One with a table that may be in a plane, one whose scales lie across octets, three of whole blocks that decode octets
+# together, of which the last has a table that lies with the kernel.
+FORMATS = ["kbit3:codebook=custom", "int4:block=3,symmetric=false", "q4_0", "tq2_0", "iq3_s"]
 
 
 def stack_of(format, shape, members, seed):
@@ -122,7 +123,15 @@ def test_all_elements(on_host, text, shape, members, shift):
 @pytest.mark.parametrize("wide", [np.int32, np.int64])
 @pytest.mark.parametrize(
     ("shape", "lead"),
-    [((40, 64), 0), ((5, 3, 32), 0), ((10, 33), 0), ((6, 4, 96), 1), ((2, 3, 4, 64), 2), ((3, 2, 5, 33), 2)],
+    [
+        ((40, 64), 0),
+        ((5, 3, 32), 0),
+        ((10, 33), 0),
+        ((6, 4, 96), 1),
+        ((3, 2, 512), 1),
+        ((2, 3, 4, 64), 2),
+        ((3, 2, 5, 33), 2),
+    ],
 )
 def test_rows(on_host, text, wide, shape, lead):
     format = kb.get_format(text)
@@ -141,14 +150,18 @@ def test_rows(on_host, text, wide, shape, lead):
 
 
 @pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize(("rows", "columns"), [(5, 32), (9, 544), (3, 1056), (9, 37)])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 32), (9, 544), (3, 1056), (9, 37), (5, 768)])
 def test_products(on_host, text, rows, columns):
     format, rng = kb.get_format(text), np.random.default_rng(2)
     if not host.fits(format, (rows, columns)):
         return
     options = {name: value for name, value in format.options().items() if value != "custom"}
     given = {"codebook": np.linspace(-1, 1, 8)} if "custom" in text else {}
-    q = kb.quantize(rng.standard_normal((rows, columns), np.float32), format.name, **options, **given)
+    weights = rng.standard_normal((rows, columns), np.float32)
+    if format.can_encode:
+        q = kb.quantize(weights, format.name, **options, **given)
+    else:
+        q = kb.QuantizedArray(format, bits_for(format, weights), weights.shape, np.float32)
     weights = q.dequantize().astype(np.float64)
     for tokens in (1, 11):
         x, bias = rng.standard_normal((tokens, columns), np.float32), rng.standard_normal(rows, np.float32)
