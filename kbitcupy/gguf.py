@@ -10,8 +10,9 @@ They are read from any byte of a buffer. Formats are named as in `kbitcupy.quant
 
 from __future__ import annotations
 
+import functools
 import math
-import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -181,9 +182,14 @@ def from_blocks(raw: Any, format: Any, shape: Sequence[int], /, *, offset: int =
     format, dtype = _format(format), _xp.float_dtype(dtype)
     lengths = _lengths(shape)
     format.check_shape(lengths)
-    blocks = _cut(_bytes(raw), math.prod(lengths) // format.block, format, offset, f"an array of shape {lengths}")
-    planes = format.from_blocks(blocks)
-    return QuantizedArray(format, planes, lengths, dtype)
+    planes = format.from_blocks(_cut(_bytes(raw), lengths, format, offset))
+    if len(planes) < len(names := _planes(format)):
+        missing = ", ".join(name for name in names if name not in planes)
+        raise FormatError(
+            f"blocks do not hold the plane {missing} of {format}: read them as {format.name}, and add the plane by "
+            "QuantizedArray(format, {**q.planes, ...}, q.shape, q.dtype)"
+        )
+    return QuantizedArray._wrap(format, planes, lengths, dtype)
 
 
 def dequantize(
@@ -297,13 +303,18 @@ def _format(format: Any) -> Any:
     return found
 
 
+@functools.lru_cache(maxsize=256)
+def _planes(format: Any) -> tuple[str, ...]:
+    """Names of the planes of an array."""
+    return tuple(format.planes((format.block,)))
+
+
 def _lengths(shape: Any) -> tuple[int, ...]:
     try:
-        lengths = tuple(int(length) for length in shape)
-        good = all(type(n) is not bool and n == m and m >= 0 for n, m in zip(shape, lengths, strict=True))
-    except (TypeError, ValueError, OverflowError):
-        good = False
-    if not good:
+        lengths = tuple(map(operator.index, shape))
+    except TypeError:
+        lengths = (-1,)
+    if lengths and min(lengths) < 0:
         raise FormatError(f"shape is {shape!r}; it must be a sequence of integers that are not negative")
     return lengths
 
@@ -324,20 +335,23 @@ def _bytes(raw: Any) -> Any:
 
 
 def _offset(offset: Any) -> int:
-    if not isinstance(offset, numbers.Integral) or isinstance(offset, bool):
-        raise TypeError(f"offset is {offset!r}; it must be an integer, counted in bytes")
-    if offset < 0:
+    try:
+        start = operator.index(offset)
+    except TypeError:
+        raise TypeError(f"offset is {offset!r}; it must be an integer, counted in bytes") from None
+    if start < 0:
         raise FormatError(f"offset is {offset}; it must not be negative")
-    return int(offset)
+    return start
 
 
-def _cut(raw: Any, count: int, format: Any, offset: Any, wanted: str) -> Any:
-    """So many blocks from byte `offset` on, flat and contiguous."""
+def _cut(raw: Any, lengths: tuple[int, ...], format: Any, offset: Any) -> Any:
+    """The blocks of an array from byte `offset` on, flat and contiguous."""
+    count = math.prod(lengths) // format.block
     start, nbytes = _offset(offset), count * format.block_bytes
     if start + nbytes > raw.size:
         raise FormatError(
-            f"raw holds {raw.size} bytes; {wanted} in {format} has {count} blocks of {format.block_bytes} bytes, which "
-            f"end at byte {start + nbytes}"
+            f"raw holds {raw.size} bytes; an array of shape {lengths} in {format} has {count} blocks of "
+            f"{format.block_bytes} bytes, which end at byte {start + nbytes}"
         )
     with _xp.on_device_of(raw):
         return _xp.contiguous(raw).reshape(-1)[start : start + nbytes]

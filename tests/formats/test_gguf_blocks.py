@@ -151,6 +151,7 @@ REFUSED = [
     (lambda: kb.gguf.from_blocks(RAW, "q4_0", (2, 32), offset=1.0), TypeError, r"offset is 1.0; it must be an integer"),
     (lambda: kb.gguf.from_blocks(RAW, "q4_0", (2, 32), dtype="int8"), TypeError, r"dtype is int8; allowed are float16"),
     (lambda: kb.gguf.from_blocks(RAW.view(np.int8), "q4_0", (2, 32)), TypeError, r"raw is int8; blocks are bytes"),
+    (lambda: kb.gguf.from_blocks(RAW, "nvfp4:tensor_scale=true", (2, 64)), ValueError, r"do not hold the plane scale"),
     (lambda: kb.gguf.from_blocks("text", "q4_0", (2, 32)), TypeError, r"raw is str; it must be a uint8"),
     (lambda: kb.gguf.from_blocks([1, 2], "q4_0", (2, 32)), TypeError, r"raw is list; it must be a uint8"),
     (lambda: kb.gguf.from_blocks(memoryview(bytes(80))[::2], "q4_0", (2, 32)), TypeError, r"is memoryview; .* contig"),
