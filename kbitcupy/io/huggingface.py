@@ -51,8 +51,8 @@ _BITNET = {
     "self_attn.inner_attn_ln": "attn_sub_norm",
     "mlp.ffn_layernorm": "ffn_sub_norm",
 }
-_THEIRS = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_OURS = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_THEIRS = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)")
+_OURS = re.compile(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)")
 _FREQUENCIES = "rope_freqs.weight"
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import FormatError
 
 
@@ -80,10 +82,9 @@ def _number(metadata: Mapping[str, Any], key: str, default: int | None = None) -
     found = metadata.get(key, default)
     if isinstance(found, (list, tuple)) or getattr(found, "ndim", 0) == 1:  # one for each layer
         found = found[0] if len(found) else default
-    try:
-        number = int(found)
-    except (TypeError, ValueError) as error:
-        raise FormatError(f"{key} is {found!r}; a recipe needs a number there: give a format instead") from error
+    if isinstance(found, bool) or not isinstance(found, (int, np.integer)):
+        raise FormatError(f"{key} is {str(found)[:100]!r}; a recipe needs an integer there: give a format instead")
+    number = int(found)
     if not 0 <= number < 1 << 31:
         raise FormatError(f"{key} is {number}; it must be between 0 and {(1 << 31) - 1}")
     return number
@@ -241,7 +242,7 @@ _KINDS = (
     *("ffn_up", "ffn_gate", "ffn_down"),
 )
 _ATTN_V_KINDS = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
-_LAYER = re.compile(r"blk\.(\d{1,9})(\.?)")
+_LAYER = re.compile(r"blk\.([0-9]{1,9})(\.?)")
 
 
 def find_recipe(name: str) -> str:
@@ -272,7 +273,7 @@ def order(name: str) -> tuple[int, bytes]:
     ['output.weight', 'blk.9.attn_q.weight', 'blk.9.ffn_up.weight', 'blk.10.attn_q.weight']
     """
     layer = _LAYER.match(name)
-    return int(layer[1]) if layer else -1, name.encode()
+    return int(layer[1]) if layer else -1, name.encode("utf-8", "surrogatepass")
 
 
 def takes_part(name: str, shape: tuple[int, ...]) -> bool:

@@ -49,11 +49,18 @@ def model(seed=0):
     return weights
 
 
-def log_probabilities(weights, tokens):
-    """Of the token that follows, as Hugging Face's model computes them, in float64."""
+def log_probabilities(weights, tokens, scaling=None):
+    """Of the token that follows, as Hugging Face's model computes them, in float64; `scaling` as in its config.json."""
     w = {name: x.astype(np.float64) for name, x in weights.items()}
     count, d = len(tokens), WIDTH // HEADS
-    angles = np.arange(count)[:, None] / 10000.0 ** (np.arange(0, d, 2) / d)
+    frequencies = 10000.0 ** -(np.arange(0, d, 2) / d)
+    if scaling is not None:  # of Llama 3.1
+        low, high, factor = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "factor"))
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+        smooth = (turns - low) / (high - low)
+        between = (1 - smooth) * frequencies / factor + smooth * frequencies
+        frequencies = np.where(turns < low, frequencies / factor, np.where(turns > high, frequencies, between))
+    angles = np.arange(count)[:, None] * frequencies
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
     def norm(x, name):
@@ -122,11 +129,9 @@ def ask(path):
     return np.array(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.fixture(scope="module")
-def f32(tmp_path_factory):
+def converted(folder, config):
     """The model as a GGUF file of float32, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("llama")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     kb.io.save(folder / "model.safetensors", model())
     kb.io.save(folder / "vocabulary.gguf", {}, tokenizer())
     about = {"recipe": "f32", "tokenizer": folder / "vocabulary.gguf"}
@@ -134,8 +139,22 @@ def f32(tmp_path_factory):
     return folder / "f32.gguf"
 
 
+@pytest.fixture(scope="module")
+def f32(tmp_path_factory):
+    return converted(tmp_path_factory.mktemp("llama"), CONFIG)
+
+
 def test_what_hugging_face_computes(f32):
     assert np.abs(ask(f32) - log_probabilities(model(), PROMPT)).max() < 1e-4
+
+
+def test_the_rotation_of_llama_3(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 16
+    file = converted(tmp_path, {**CONFIG, "rope_scaling": scaling})
+    wanted = log_probabilities(model(), PROMPT, scaling)
+    assert np.abs(ask(file) - wanted).max() < 1e-4
+    assert np.abs(wanted - log_probabilities(model(), PROMPT)).max() > 0.1
 
 
 def by_ggml(source, target, recipe, importance=None):
