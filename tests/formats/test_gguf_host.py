@@ -6,19 +6,21 @@ import os
 import numpy as np
 import pytest
 from host import compiled as host
+from inputs import DTYPES
 from make_gguf_data import KINDS, numbers
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import kernel_folder, source
 
-#: The types of kernels/gguf.cu, and one of those that `test_gguf_search_host` has.
-SIMPLE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "q8_k", "mxfp4", "nvfp4", "tq1_0", "tq2_0")
-NAMES = (*SIMPLE, "q4_k")
+#: The types of kernels/gguf.cu; `test_gguf_search_host` has those of kernels/gguf_search.cu.
+NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "q8_k", "mxfp4", "nvfp4", "tq1_0", "tq2_0")
 
+#: Element types of the stand-in for common/types.cuh.
+CXX_TYPES = {"float16": "Half", "bfloat16": "Brain", "float32": "float"}
 ENTRY = """
-extern "C" void {name}(unsigned grid, const float* x, long long blocks, unsigned char* a, unsigned char* b,
-                       unsigned char* c) {{
-    launch(grid, 1, THREADS, [&] {{ {kernel}<float, {struct}>(x, blocks, a, b, c, nullptr, nullptr); }});
+extern "C" void {name}_{dtype}(unsigned grid, const {type}* x, long long blocks, unsigned char* a, unsigned char* b,
+                               unsigned char* c) {{
+    launch(grid, 1, THREADS, [&] {{ {kernel}<{type}, {struct}>(x, blocks, a, b, c, nullptr, nullptr); }});
 }}
 """
 
@@ -31,10 +33,14 @@ def _compiler():
 
 
 def library(name, folders=(), names=NAMES):
-    """The quantizers of the file that has that of a type, as far as they are named."""
+    """The quantizers of types, for every dtype; with other headers those for float32."""
     quantizers = {one: kb.get_format(one).quantizer for one in names}
-    file = quantizers[name].file
-    entries = [ENTRY.format(name=n, kernel=q.name, struct=q.struct) for n, q in quantizers.items() if q.file == file]
+    entries = [
+        ENTRY.format(name=n, dtype=dtype, type=type, kernel=q.name, struct=q.struct)
+        for n, q in quantizers.items()
+        for dtype, type in CXX_TYPES.items()
+        if not folders or dtype == "float32"
+    ]
     return host.build('#include "grid.h"\n' + source(quantizers[name].templates[0]) + "".join(entries), folders)
 
 
@@ -49,7 +55,9 @@ def quantized(built, name, x, offset=0, scale=None):
     addresses += [None] * (3 - len(addresses))
     blocks = x.size // format.block
     grid = -(-blocks // format.quantizer.blocks)
-    getattr(built, name)(grid, ctypes.c_void_p(x.ctypes.data), ctypes.c_longlong(blocks), *addresses)
+    getattr(built, f"{name}_{x.dtype.name}")(
+        grid, ctypes.c_void_p(x.ctypes.data), ctypes.c_longlong(blocks), *addresses
+    )
     for plane, room in rooms.items():
         assert not room[: starts[plane]].any() and not room[starts[plane] + sizes[plane] :].any(), "beside a plane"
     return {plane: room[starts[plane] : starts[plane] + sizes[plane]].tobytes() for plane, room in rooms.items()}
@@ -65,10 +73,11 @@ def bytes_of(q):
     return {name: plane.tobytes() for name, plane in q.planes.items()}
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_bytes(name):
+def test_the_same_bytes(name, dtype):
     """Of every kind: more than two thread blocks take, and no whole number of theirs."""
-    x = np.stack([numbers(kind, 9 * 256, seed=2) for kind in KINDS])
+    x = np.stack([numbers(kind, 9 * 256, seed=2) for kind in KINDS]).astype(dtype)
     expected, found = bytes_of(kb.quantize(x, name)), quantized(library(name), name, x)
     for row, kind in enumerate(KINDS):
         for plane, bytes in expected.items():
@@ -84,10 +93,13 @@ def test_planes_and_arrays_begin_anywhere(name, offset):
     assert quantized(library(name), name, x, offset) == bytes_of(kb.quantize(x, name))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_ggml_leaves_open(name):
+def test_what_ggml_leaves_open(name, dtype):
     x = numbers("large", 2048, seed=4) * np.float32(4)
     x[::5], x[1::9], x[2::11], x[3::13] = np.nan, np.inf, -np.inf, -0.0
+    with np.errstate(over="ignore"):
+        x = x.astype(dtype)
     assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
 
 
@@ -97,9 +109,10 @@ def test_zeros_of_both_signs(name):
     assert quantized(library(name), name, x) == bytes_of(kb.quantize(x, name))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [3.7e-5, 0.25, 3e38])
-def test_a_tensor_scale(scale):
-    x = numbers("student", 2048, seed=6)
+def test_a_tensor_scale(scale, dtype):
+    x = numbers("student", 2048, seed=6).astype(dtype)
     x[::7], x[1::9] = np.nan, np.inf
     expected = kb.quantize(x, "nvfp4", scale=scale)
     assert quantized(library("nvfp4"), "nvfp4", x, scale=scale).items() <= bytes_of(expected).items()
@@ -149,8 +162,7 @@ FAULTS = [  # a header, a text in it, what it becomes, a type, and the kind of n
     ("formats/gguf_encoders.cuh", "byte[7] * 3;", "byte[7];", "tq1_0", "normal"),
     ("formats/gguf_encoders.cuh", "(HALF - 1)", "HALF", "mxfp4", "ties"),
     ("formats/gguf_encoders.cuh", "code >= 0x78 ?", "code >= 0x7e ?", "nvfp4", "wide"),
-    ("formats/gguf_search_encoders.cuh", "LARGEST, 20, true", "LARGEST, 12, true", "q4_k", "normal"),
-    ("common/ieee.cuh", "set_float_mode(IEEE_MODE);", "", "q4_k", "smaller"),
+    ("common/ieee.cuh", "set_float_mode(IEEE_MODE);", "", "q8_0", "subnormal"),
 ]
 
 
