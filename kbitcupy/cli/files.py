@@ -24,6 +24,9 @@ from ..io.recipes import RECIPES, find_recipe
 from ..text import Column, printable, table
 from .common import chosen_format, dumps, finite
 
+# Of a value of the metadata: a template of a chat has thousands of characters, which --json shows.
+_LONGEST_TEXT = 400
+
 
 def run_quantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit quantize``."""
@@ -195,7 +198,9 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     about = f"{len(rows)} tensors{files}, {compressed} of them compressed{writer}"
     print(printable(f"{arguments.file}: {about}, {total / 1e6:.2f} MB"))
     for key, value in checkpoint.metadata.items():
-        print(printable(f"metadata {key}: {value}"))
+        text = str(value)
+        more = f"... ({len(text)} characters)" if len(text) > _LONGEST_TEXT else ""
+        print(printable(f"metadata {key}: {text[:_LONGEST_TEXT]}{more}"))
     columns = [
         Column("tensor", left=True, elastic=True),
         Column("format", left=True),

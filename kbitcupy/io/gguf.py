@@ -225,6 +225,9 @@ class GgufValue:
             raise TypeError(f"len() of a {self.type}")
         return int(_U64.unpack_from(self.raw, 4)[0])
 
+    def __bool__(self) -> bool:
+        return len(self) > 0 if self.type.endswith("[]") else bool(self.value)
+
     def head(self) -> Any:
         """The value, or the first items of an array, as Python has them."""
         if not self.type.endswith("[]"):

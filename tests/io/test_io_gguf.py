@@ -78,7 +78,7 @@ def test_values_keep_their_types(tmp_path, name):
     found = saved(tmp_path / "a.gguf", {name: value}).metadata[name]
     assert found == value and found.type == value.type and hash(found) == hash(value)
     assert np.array_equal(found.value, value.value)
-    assert GgufValue(found.value, found.type) == value
+    assert GgufValue(found.value, found.type) == value and bool(value) == (name not in ("a.empty", "b.none"))
     if not found.type.endswith("[]") or len(found) <= 6:
         assert eval(repr(found)) == value
 
