@@ -492,6 +492,7 @@ def check_lead(format: Format, planes: Mapping[str, Any], shape: tuple[int, ...]
     """
     lead = format.lead_of(shape, {name: plane.shape for name, plane in planes.items()})
     if lead is not None:
+        format.check_shape(shape[lead:])
         return lead
     format.check_shape(shape)
     specs = format.planes(shape)

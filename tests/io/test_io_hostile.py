@@ -347,7 +347,7 @@ def try_lies(folder, format, lies):
     return refused
 
 
-@pytest.mark.parametrize("format", list(registered()), ids=str)
+@pytest.mark.parametrize("format", [format for format in registered() if format.can_encode], ids=str)
 def test_lies_about_a_format_are_refused(tmp_path, format):
     lies = random.Random(str(format)).sample(lies_about(format), 100)
     assert try_lies(tmp_path, format, lies) > 50

@@ -742,7 +742,7 @@ def test_name_collisions_are_refused(tmp_path, name):
     ("options", "error", "message"),
     [
         ({"format": "kbit9"}, FormatError, "kbit9"),
-        ({"format": None}, FormatError, "format is None"),
+        ({"format": None}, TypeError, "give either a format"),
         ({"min_size": -1}, ValueError, "min_size is -1"),
         ({"min_size": True}, ValueError, "min_size is True"),
         ({"min_size": "9"}, ValueError, "min_size is '9'"),

@@ -90,6 +90,7 @@ def _describe(file: FileReader, name: str, config: Any) -> Compressed:
                 "in the file; compress it again"
             )
     lead = format.lead_of(shape, {plane: file.entries[stored].shape for plane, stored in planes.items()})
+    format.check_shape(shape[lead or 0 :])
     for plane, spec in format.planes_of(shape, lead or 0).items():
         found = file.entries[planes[plane]]
         if (found.dtype, found.shape) != (spec.dtype, spec.shape):
