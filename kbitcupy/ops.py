@@ -41,6 +41,7 @@ def quantize(
     scale, zero_point : number or array, optional
         Of affine formats: scales to use instead of finding them, one number or one for each block, and their zero
         points (0 by default, for ``symmetric=False``). Host values are checked, those on a device are not looked at.
+        Of ``nvfp4`` `scale` is one number, the scale of the whole array.
     codebook : str or array_like, optional
         Of ``kbit1`` to ``kbit8`` and ``table4``: the option of that name, or the 2^k values themselves, in any order.
         They are stored with the array, and its format has ``codebook="custom"``.

@@ -188,12 +188,12 @@ def floor_log2(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _lifted() -> np.ndarray:
-    """How many floats below each power of two have its logarithm, int32, by the sign and exponent of these floats.
+    """How many floats below each power of two have its logarithm, int32, by the exponent bits of these floats.
 
-    The n-th float below 2^k has the logarithm k - n * 2^-24 / ln 2; floats below k, or above it in magnitude where it
-    is negative, are 2^(e - 23) apart, and half of that is rounded to k.
+    The n-th float below 2^k has the logarithm k - n * 2^-24 / ln 2. Just below k floats are 2^(e - 23) apart, with
+    e = floor(log2(k - 1)), or floor(log2(-k)) of negative ones, and what is nearer than half of that becomes k.
     """
-    counts = np.zeros(512, np.int32)
+    counts = np.zeros(256, np.int32)
     for biased in range(1, 255):
         k = biased - 126
         below = k - 1 if k > 0 else -k
@@ -240,14 +240,14 @@ def _pairs() -> np.ndarray:
 def nearest(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The first code of the least |F * scale - x|, uint8; `scale` is float32 beside x, 0 where all codes are 0.
 
-    In the middle of two neighbours that is the one of lesser magnitude, and none is negative that stands for 0. Halves
-    of 2 |x| / scale are compared with the middles, which no rounding crosses.
+    In the middle of two neighbours that is the one of lesser magnitude, and none is negative that stands for 0. So
+    2 |x| / scale, rounded up, is compared with twice the middles, whole numbers, across which no quotient is rounded.
     """
-    halves = np.abs(x)
-    halves /= np.where(scale == 0, np.float32(np.inf), scale * np.float32(0.5))
-    np.ceil(halves, out=halves)
-    np.minimum(halves, np.float32(_TWICE_THE_MIDDLES[-1] + 1), out=halves)
-    whole = halves.astype(np.uint8)
+    doubled = np.abs(x)
+    doubled /= np.where(scale == 0, np.float32(np.inf), scale * np.float32(0.5))
+    np.ceil(doubled, out=doubled)
+    np.minimum(doubled, np.float32(_TWICE_THE_MIDDLES[-1] + 1), out=doubled)
+    whole = doubled.astype(np.uint8)
     codes = np.zeros(x.shape, np.uint8)
     for middle in _TWICE_THE_MIDDLES:
         codes += whole > middle
@@ -257,6 +257,7 @@ def nearest(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return codes
 
 
+# The middles of neighbouring values of codes 0 to 7, doubled.
 _TWICE_THE_MIDDLES = np.array([1, 3, 5, 7, 10, 14, 20], np.uint8)
 
 for _format in (MXFP4, NVFP4):
