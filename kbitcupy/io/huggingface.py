@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,10 +199,7 @@ def for_llama_cpp(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
                 )
     metadata, made, notes = _metadata(architecture, config, about)
     if unknown:
-        shown = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        notes.append(
-            f"llama.cpp has no name for {len(unknown)} tensors, which keep theirs; it will refuse them: {shown}"
-        )
+        notes.append(f"llama.cpp has no name for {_some(unknown)}, which keep theirs: it will refuse the file")
     if architecture == "bitnet" and config.get("hidden_act") not in (None, "silu"):
         metadata["bitnet.hidden_activation"] = str(config["hidden_act"])
         notes.append(f"the model computes {config['hidden_act']}, where llama.cpp computes silu for bitnet")
@@ -216,6 +213,10 @@ def for_llama_cpp(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         made=made,
         notes=tuple(notes),
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)} tensors ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 def _llama_cpp_name(name: str, architecture: str) -> str | None:
@@ -348,7 +349,9 @@ def for_hugging_face(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int
             found[name] = f"model.layers.{block[1]}.{blocks[block[2]]}.{block[3]}"
             if architecture == "llama" and block[2] in counts:
                 heads[name] = _heads(metadata, f"llama.{counts[block[2]]}", int(block[1]), name, shape)
-    return Translation(found, frozenset(left_out), heads, neighbours=False)
+    unknown = [name for name in shapes if name not in found and name not in left_out]
+    notes = (f"Hugging Face has no name for {_some(unknown)}, which keep theirs",) if unknown else ()
+    return Translation(found, frozenset(left_out), heads, neighbours=False, notes=notes)
 
 
 def _heads(metadata: Mapping[str, Any], key: str, layer: int, name: str, shape: tuple[int, ...]) -> int:

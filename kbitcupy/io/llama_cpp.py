@@ -16,7 +16,7 @@ from .checkpoint import Checkpoint
 from .gguf import GGUF, GgufReader, GgufValue
 from .huggingface import Translation, architecture_of, for_hugging_face, for_llama_cpp, read_config
 from .importance import importance_for, read_importance
-from .layouts.gguf import FILE_TYPE_KEY, QUANTIZATION_VERSION, VERSION_KEY
+from .layouts.gguf import ARCHITECTURE_KEY, FILE_TYPE_KEY, QUANTIZATION_VERSION, UNKNOWN, VERSION_KEY
 from .recipes import EMBEDDINGS, RECIPES, Model, find_recipe, order, tensor_types
 
 _TOKENIZER, _NO_TOKENIZER, _TOKENS = "tokenizer.ggml.model", "no_vocab", "tokenizer.ggml.tokens"
@@ -142,11 +142,14 @@ def quantizing(
 def dequantizing(checkpoint: Checkpoint, dtype: str | None, *, into_gguf: bool) -> Outcome:
     """How a checkpoint is restored; models of llama.cpp get Hugging Face's names where these are known here."""
     tensors = dict.fromkeys(checkpoint.compressed, Change(dtype=dtype))
-    translation = None
-    if is_gguf(checkpoint) and not into_gguf:
-        translation = for_hugging_face(plain_metadata(checkpoint), shapes_of(checkpoint))
-    if translation is None:
+    if into_gguf or not is_gguf(checkpoint):
         return Outcome(Changes(tensors, describes=False))
+    metadata = plain_metadata(checkpoint)
+    translation = for_hugging_face(metadata, shapes_of(checkpoint))
+    if translation is None:
+        architecture = metadata.get(ARCHITECTURE_KEY, UNKNOWN)
+        note = f"names stay llama.cpp's: Hugging Face's are known of llama and bitnet, not of {architecture!s:.100}"
+        return Outcome(Changes(tensors, describes=False), () if architecture == UNKNOWN else (note,))
     names = {name: translation.names.get(name, name) for name in checkpoint if name not in translation.left_out}
     tensors = _renamed(checkpoint, tensors, names, translation)
     return Outcome(Changes(tensors, omitted=translation.left_out, describes=False), translation.notes)
@@ -207,7 +210,7 @@ def _types(
 ) -> dict[str, str]:
     """What a recipe says, by the new names; of a model that llama.cpp does not know each matrix is like another."""
     known = {**plain_metadata(checkpoint), **metadata}
-    model = Model.of(known) if metadata or is_gguf(checkpoint) else Model("unknown", 0)
+    model = Model.of(known) if metadata or is_gguf(checkpoint) else Model(UNKNOWN, 0)
     return tensor_types(recipe, {names[name]: shape for name, shape in shapes.items()}, model, importance=importance)
 
 

@@ -122,6 +122,7 @@ def test_there_and_back():
         back = for_hugging_face(there.metadata, {**renamed, "rope_freqs.weight": (8,), "other.weight": (2, 2)})
         assert {back.names[new]: new for new in renamed} == there.names
         assert back.left_out == {"rope_freqs.weight"}
+        assert back.notes == ("Hugging Face has no name for 1 tensors (other.weight), which keep theirs",)
         assert {back.names[name]: heads for name, heads in back.heads.items()} == there.heads
         for name in list(there.heads)[:2]:
             x = np.random.default_rng(2).standard_normal(shapes[name])

@@ -234,6 +234,16 @@ def test_models_that_are_not_known(tmp_path):
     assert "Qwen3ForCausalLM" in report.notes[0]
 
 
+def test_other_models_of_llama_cpp_keep_their_names(tmp_path):
+    q = kb.quantize(np.ones((4, 32), np.float32), "q8_0")
+    for architecture, noted in (("qwen3", True), (None, False)):
+        about = {} if architecture is None else {"general.architecture": architecture}
+        kb.io.save(tmp_path / "a.gguf", {"blk.0.attn_q.weight": q}, about, force=True)
+        report = kb.io.dequantize_file(tmp_path / "a.gguf", tmp_path / "b.safetensors", force=True)
+        assert list(kb.io.load(tmp_path / "b.safetensors")) == ["blk.0.attn_q.weight"]
+        assert bool(report.notes) == noted and (not noted or "not of qwen3" in report.notes[0])
+
+
 def test_what_is_refused(folder, tmp_path):
     source, target = folder / "f32.gguf", tmp_path / "a.gguf"
     with pytest.raises(FormatError, match="'q9'"):

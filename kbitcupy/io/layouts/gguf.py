@@ -26,6 +26,8 @@ from ..gguf import BLOCKS, GGUF, SPLIT_KEYS, GgufReader, GgufValue, split_values
 from .base import Compressed, Layout
 
 ARCHITECTURE_KEY = "general.architecture"
+#: What a file says of its architecture that is no model's.
+UNKNOWN = "unknown"
 #: The version of the blocks' layout.
 VERSION_KEY, QUANTIZATION_VERSION = "general.quantization_version", 2
 #: What most of the weights are, for who reads it; nothing depends on it.
@@ -128,7 +130,7 @@ class GgufLayout(Layout):
         no, count, tensors = part
         values: dict[str, Any] = {}
         if no == 0:
-            values.update(GGUF.adopt({} if ARCHITECTURE_KEY in metadata else {ARCHITECTURE_KEY: "unknown"}))
+            values.update(GGUF.adopt({} if ARCHITECTURE_KEY in metadata else {ARCHITECTURE_KEY: UNKNOWN}))
             values.update(GGUF.adopt({key: each for key, each in metadata.items() if key not in SPLIT_KEYS}))
             for key, number in ((VERSION_KEY, QUANTIZATION_VERSION), (FILE_TYPE_KEY, _file_type(entries))):
                 # As text it comes from a safetensors file.
