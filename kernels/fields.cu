@@ -45,34 +45,33 @@ __device__ __forceinline__ uint4 cut(const Staged& staged, int at) {
         shifted(w[0], w[1], bytes), shifted(w[1], w[2], bytes), shifted(w[2], w[3], bytes), shifted(w[3], w[4], bytes));
 }
 
-// 16 bytes to byte `at` on. Other threads write what lies beside them, in the same words too.
-__device__ __forceinline__ void put(Staged& staged, int at, uint4 v) {
-    unsigned char* to = staged.bytes() + at;
-    if (at % VECTOR == 0) {
-        *reinterpret_cast<uint4*>(to) = v;
+// 16 bytes to byte `at` on, a multiple of `unit`. Other threads write what lies beside them, in the same words too: of
+// the first word, and of the one behind the last, only what is ours is written, in units, so that no lane goes another
+// way than the others.
+__device__ __forceinline__ void put(Staged& staged, int at, int unit, uint4 v) {
+    if (unit == VECTOR) {
+        staged.vector[at / VECTOR] = v;
         return;
     }
+    unsigned char* to = staged.bytes() + at;
     const unsigned w[4] = {v.x, v.y, v.z, v.w};
     const int ahead = at % 4;  // bytes of the first word that are not ours
-    if (ahead == 0) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) reinterpret_cast<unsigned*>(to)[i] = w[i];
-        return;
-    }
     unsigned* inner = reinterpret_cast<unsigned*>(to - ahead) + 1;
 #pragma unroll
     for (int i = 0; i < 3; ++i) inner[i] = shifted(w[i], w[i + 1], 4 - ahead);
-    if (ahead == 2) {
+    if (unit == 4) {
+        *reinterpret_cast<unsigned*>(to) = w[0];
+    } else if (unit == 2) {
         *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(w[0]);
-        *reinterpret_cast<unsigned short*>(to + 14) = static_cast<unsigned short>(w[3] >> 16);
-        return;
+        const unsigned other = ahead == 0 ? w[0] : w[3];
+        *reinterpret_cast<unsigned short*>(to + (ahead == 0 ? 2 : 14)) = static_cast<unsigned short>(other >> 16);
+    } else {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            const bool first = b < 4 - ahead;
+            to[first ? b : 12 + b] = static_cast<unsigned char>((first ? w[0] : w[3]) >> b * 8);
+        }
     }
-    to[0] = static_cast<unsigned char>(w[0]);
-    to[15] = static_cast<unsigned char>(w[3] >> 24);
-    unsigned char* two = ahead == 1 ? to + 1 : to + 13;  // the other two, of the first word or of the last
-    const unsigned from = ahead == 1 ? w[0] >> 8 : w[3] >> 8;
-    two[0] = static_cast<unsigned char>(from);
-    two[1] = static_cast<unsigned char>(from >> 8);
 }
 
 // ---- codes of 4 bits in another order ----------------------------------------------------------------------------
@@ -187,10 +186,10 @@ __device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, int 
     return piece;
 }
 
-// Of how many bytes that lie side by side in every block, at a multiple of themselves, a field consists.
+// Of how many bytes that lie side by side in every block, at a multiple of themselves, a field consists: 16 or less.
 __device__ __forceinline__ int unit_of(const BlockFields& fields, const Piece& piece, int ahead) {
     const int bits = fields.block | fields.offset[piece.field] | piece.size | ahead;
-    return bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+    return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
 }
 
 // The vector from shared memory, of a field that is not whole vectors: A is an unsigned integer of a unit.
@@ -310,12 +309,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int k = 1; k < HELD; ++k) v[k - 1] = v[k];  // the loop is not unrolled: its code is long
             if (piece.count <= 0) continue;
+            const int gap = fields.block - piece.size, unit = unit_of(fields, piece, span.ahead);
             if (piece.size % VECTOR == 0) {
                 const int split = fields.split[piece.field];
-                put(staged, piece.at, split ? to_split(now, split) : now);
+                put(staged, piece.at, unit, split ? to_split(now, split) : now);
                 continue;
             }
-            const int gap = fields.block - piece.size, unit = unit_of(fields, piece, span.ahead);
             if (unit == 4) scatter<unsigned>(staged, piece, gap, now);
             else if (unit == 2) scatter<unsigned short>(staged, piece, gap, now);
             else scatter<unsigned char>(staged, piece, gap, now);
