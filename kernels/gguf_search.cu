@@ -56,28 +56,45 @@ __global__ void __launch_bounds__(THREADS) search_gguf_weighed(
     search_blocks<T, E>(x, blocks, Fields{{a, b, c, d, e}}, shared, weigh);
 }
 
-// The mean of x * x over each row, one sum in the order of the elements. A warp takes 32 rows, a lane each of them, and
-// shows its lanes 32 columns at a time.
+// The mean of x * x over each row, one sum in the order of the elements. A thread block takes 32 rows: all of its
+// threads fetch 256 columns of these, and while the next are on their way each lane of one warp sums a row.
 //
 // x      T[rows * columns], columns a multiple of 32
 // means  float[rows]
+constexpr int MEANS_THREADS = 256;
 template <typename T>
-__global__ void __launch_bounds__(WARP) row_means(const T* x, long long rows, long long columns, float* means) {
-    __shared__ float tile[WARP][WARP + 1];
+__global__ void __launch_bounds__(MEANS_THREADS)
+    row_means(const T* x, long long rows, long long columns, float* means) {
+    __shared__ float tile[WARP][MEANS_THREADS + 1];
     const int lane = threadIdx.x;
     for (long long start = (long long)blockIdx.x * WARP; start < rows; start += (long long)gridDim.x * WARP) {
         float sum = 0.0f;
-        for (long long first = 0; first < columns; first += WARP) {
-#pragma unroll 8
-            for (int r = 0; r < WARP; ++r) {
-                const long long row = start + r < rows ? start + r : rows - 1;
-                tile[r][lane] = Source<T>::within_half(to_float(x[row * columns + first + lane]));
+        T next[WARP];
+        const auto fetch = [&](long long first) {
+            if (first + lane >= columns) return;
+#pragma unroll
+            for (int r = 0; r < WARP; ++r)
+                next[r] = x[(start + r < rows ? start + r : rows - 1) * columns + first + lane];
+        };
+        fetch(0);
+        for (long long first = 0; first < columns; first += MEANS_THREADS) {
+#pragma unroll
+            for (int r = 0; r < WARP; ++r) tile[r][lane] = Source<T>::within_half(to_float(next[r]));
+            __syncthreads();
+            fetch(first + MEANS_THREADS);
+            if (lane < WARP) {
+                for (int part = 0; part < MEANS_THREADS && first + part < columns; part += 32) {
+#pragma unroll
+                    for (int i = 0; i < 32; ++i) {
+                        const float number = tile[lane][part + i];
+                        sum = ieee::add(sum, ieee::multiply(number, number));
+                    }
+                }
             }
             __syncthreads();
-#pragma unroll
-            for (int i = 0; i < WARP; ++i) sum = ieee::add(sum, ieee::multiply(tile[lane][i], tile[lane][i]));
-            __syncthreads();
         }
-        if (start + lane < rows) means[start + lane] = ieee::divide(sum, static_cast<float>(columns));
+        if (lane < WARP && start + lane < rows) {
+            means[start + lane] = ieee::divide(sum, static_cast<float>(columns));
+        }
     }
 }

@@ -39,7 +39,7 @@ from .decoders import Decoder, templates
 from .fields import MAX_FIELDS, Field as Field, block_bytes, join_blocks, split_blocks
 
 # Rows of which a thread block finds the means, and its threads.
-_MEANS = 32
+_MEAN_ROWS, _MEAN_THREADS = 32, 256
 #: Magnitudes beyond this, the largest half, count as this.
 LARGEST = np.float32(65504)
 #: The largest importance of a column: what scales are found from stays finite.
@@ -62,7 +62,7 @@ class Importance(NamedTuple):
     mean: np.ndarray | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one and the same each time, so that it is looked up quickly
 class Quantizer:
     """The kernel that quantizes, the twin of `BlockFormat.quantize_blocks`.
 
@@ -83,7 +83,7 @@ class Quantizer:
     weighs : bool, default False
         Whether it is for calls with importance.
     means : str, default ""
-        The function template of `file` that finds the means of rows, a warp for 32 of them: its arguments are the
+        The function template of `file` that finds the means of rows, 256 threads for 32 of them: its arguments are the
         array, how many rows and columns it has (64 bits), and where the means go. Without, none are asked for.
     """
 
@@ -114,7 +114,7 @@ def _kernel(quantizer: Quantizer, dtype: np.dtype) -> Kernel:
 @functools.cache
 def _means_kernel(quantizer: Quantizer, dtype: np.dtype) -> Kernel:
     values = (CXX_TYPES[dtype.name],)
-    return Kernel(quantizer.templates[1], values, _MEANS, signature=("p", "i8", "i8", "p"))
+    return Kernel(quantizer.templates[1], values, _MEAN_THREADS, signature=("p", "i8", "i8", "p"))
 
 
 class BlockFormat(Format):
@@ -267,7 +267,7 @@ class BlockFormat(Format):
             means: Any = 0
             if quantizer.means:
                 means = namespace(x).empty(rows, np.float32)
-                _means_kernel(quantizer, x.dtype)(x, -(-rows // _MEANS), (x, rows, columns, means))
+                _means_kernel(quantizer, x.dtype)(x, -(-rows // _MEAN_ROWS), (x, rows, columns, means))
             arguments += importance, means, columns // self.block, rows // (importance.size // columns)
         _kernel(quantizer, x.dtype)(x, -(-blocks // quantizer.blocks), arguments)
 

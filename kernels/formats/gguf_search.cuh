@@ -306,27 +306,13 @@ __device__ __forceinline__ float find_positive_scale(
 
 // ---- the table of iq4 --------------------------------------------------------------------------------------------
 
-// The 16 numbers that codes stand for, and the nearest one of every number of -128 to 128: halfway between two of them
-// is a multiple of 1/2, so that a number needs only be rounded down to one. Halfway, the upper is the nearest.
+// The nearest of the 16 numbers that codes stand for of every number of -128 to 128: halfway between two of them is a
+// multiple of 1/2, so that a number needs only be rounded down to one. Halfway, the upper is the nearest.
 struct Iq4Table {
     static constexpr int LOWEST = -272, COUNT = 544;  // halves: no attempt has a number beyond 135
 
     float value[COUNT];
     unsigned char code[COUNT];
-
-    // By all threads of a block; they have to meet before it is used.
-    __device__ __forceinline__ void build(int thread, int threads);
-
-    // Bytes to the entry of a number within -135 and 135: what is added makes the lowest bits of the sum 8 * (y + 136),
-    // of which the lowest two are less than a half.
-    __device__ __forceinline__ static unsigned offset(float y) {
-        return __float_as_uint(ieee::add_down(y, 1572864.0f - LOWEST / 2)) & 0x1ffcu;  // 1.5 * 2^20
-    }
-    __device__ __forceinline__ float nearest(float y) const {
-        return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(value) + offset(y));
-    }
-    // Of any number.
-    __device__ __forceinline__ int code_of(float y) const { return code[offset(fminf(fmaxf(y, -130.0f), 130.0f)) / 4]; }
 };
 
 __host__ __device__ constexpr Iq4Table iq4_table() {
@@ -340,14 +326,53 @@ __host__ __device__ constexpr Iq4Table iq4_table() {
 }
 __device__ const Iq4Table IQ4_TABLE = iq4_table();
 
-__device__ __forceinline__ void Iq4Table::build(int thread, int threads) {
-    for (int i = thread; i < COUNT; i += threads) value[i] = IQ4_TABLE.value[i], code[i] = IQ4_TABLE.code[i];
-}
+// The same in shared memory. Lanes look up different entries: 8 copies of each number side by side, one for every
+// eighth lane, leave two thirds of the conflicts between banks away.
+struct SharedIq4Table {
+    static constexpr int COPIES = 8;
+
+    alignas(16) float value[Iq4Table::COUNT][COPIES];
+    unsigned char code[Iq4Table::COUNT];
+
+    // By all threads of a block; they have to meet before it is used.
+    __device__ __forceinline__ void build(int thread, int threads) {
+        for (int i = thread; i < Iq4Table::COUNT; i += threads) {
+            const unsigned bits = __float_as_uint(IQ4_TABLE.value[i]);
+#pragma unroll
+            for (int copy = 0; copy < COPIES; copy += 4)
+                *reinterpret_cast<uint4*>(&value[i][copy]) = make_uint4(bits, bits, bits, bits);
+            code[i] = IQ4_TABLE.code[i];
+        }
+    }
+};
+
+// A lane's look at it.
+struct Iq4Lookup {
+    const SharedIq4Table& table;
+    unsigned copy;  // bytes
+
+    __device__ __forceinline__ Iq4Lookup(const SharedIq4Table& table, unsigned lane)
+        : table(table), copy(lane % SharedIq4Table::COPIES * 4) {}
+
+    // Bytes to the first copy of the entry of a number within -135 and 135: what is added makes the lowest bits of the
+    // sum 64 * (y + 136), of which the lowest five are less than a half.
+    __device__ __forceinline__ static unsigned offset(float y) {
+        return __float_as_uint(ieee::add_down(y, 196608.0f - Iq4Table::LOWEST / 2)) & 0x1ffe0u;  // 1.5 * 2^17
+    }
+    __device__ __forceinline__ float nearest(float y) const {
+        return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table.value) + (offset(y) | copy));
+    }
+    // Of any number.
+    __device__ __forceinline__ int code_of(float y) const {
+        return table.code[offset(fminf(fmaxf(y, -130.0f), 130.0f)) / (4 * SharedIq4Table::COPIES)];
+    }
+};
 
 // Tries m / 127, then m / (127 - t), t = -7 to 7, where m is the number of largest magnitude: the scale of which the
 // table's nearest numbers come near.
 template <int SIZE, typename Weight>
-__device__ __forceinline__ float find_table_scale(const float (&x)[SIZE], const Weight& weight, const Iq4Table& table) {
+__device__ __forceinline__ float find_table_scale(
+    const float (&x)[SIZE], const Weight& weight, const Iq4Lookup& table) {
     const float longest = signed_max(x);
     if (ieee::less(ieee::magnitude(longest), NOTHING)) return 0.0f;
     float scale = 0.0f, best = 0.0f;

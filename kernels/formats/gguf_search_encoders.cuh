@@ -480,7 +480,7 @@ struct Q6_KLane : ScaleLane<32, WEIGHED_> {
 
 template <int BLOCK, bool WEIGHED_>
 struct TableLane : Lane<BLOCK, 32, WEIGHED_> {
-    using Shared = Iq4Table;
+    using Shared = SharedIq4Table;
 
     float scale;
 
@@ -488,7 +488,8 @@ struct TableLane : Lane<BLOCK, 32, WEIGHED_> {
         this->weigh_by(v, ieee::multiply(this->sum_of_squares(), 2.0f / BLOCK));
     }
 
-    __device__ __forceinline__ void search(const Shared& table) {
+    __device__ __forceinline__ void search(const Shared& shared) {
+        const Iq4Lookup table(shared, threadIdx.x);
         if constexpr (WEIGHED_) {
             scale = find_table_scale(this->x, [&](int i) { return this->w[i]; }, table);
         } else {
@@ -499,7 +500,8 @@ struct TableLane : Lane<BLOCK, 32, WEIGHED_> {
     }
 
     // 16 bytes for the codes of a scale: byte i has those of elements i and i + 16.
-    __device__ __forceinline__ void codes_of(const Shared& table, float scale, unsigned (&word)[4]) const {
+    __device__ __forceinline__ void codes_of(const Shared& shared, float scale, unsigned (&word)[4]) const {
+        const Iq4Lookup table(shared, threadIdx.x);
         const float step = ieee::reciprocal(scale);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -513,7 +515,7 @@ template <bool WEIGHED_>
 struct IQ4_NLLane : TableLane<32, WEIGHED_> {
     unsigned word[4];
 
-    __device__ __forceinline__ void agree(const Iq4Table& table) { this->codes_of(table, this->scale, word); }
+    __device__ __forceinline__ void agree(const SharedIq4Table& table) { this->codes_of(table, this->scale, word); }
 
     // fields: d, qs
     __device__ __forceinline__ void store(const Fields& fields, long long block, bool writes) const {
@@ -529,7 +531,7 @@ struct IQ4_XSLane : TableLane<256, WEIGHED_> {
     float d;
     int sc;
 
-    __device__ __forceinline__ void agree(const Iq4Table& table) {
+    __device__ __forceinline__ void agree(const SharedIq4Table& table) {
         d = ieee::divide(ieee::negative(longest_of<8>(this->scale, this->number)), 32.0f);
         const float code = signed_code<32>(ieee::finite(ieee::multiply(ieee::reciprocal(d), this->scale)));
         sc = static_cast<int>(code);

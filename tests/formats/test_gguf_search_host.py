@@ -32,7 +32,7 @@ extern "C" void {name}_weighed(unsigned grid, const float* x, long long blocks, 
 """
 MEANS = """
 extern "C" void row_means_of(const float* x, long long rows, long long columns, float* means) {
-    launch(2, 1, WARP, [&] { row_means<float>(x, rows, columns, means); });
+    launch(2, 1, MEANS_THREADS, [&] { row_means<float>(x, rows, columns, means); });
 }
 """
 
