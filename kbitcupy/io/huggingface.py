@@ -54,6 +54,7 @@ _BITNET = {
 _THEIRS = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)")
 _OURS = re.compile(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)")
 _FREQUENCIES = "rope_freqs.weight"
+_LARGEST_HEAD = 1 << 16  # what no model has
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,8 @@ class _About:
         self.heads_kv = self.whole("num_key_value_heads", self.heads)
         self.width = self.whole("hidden_size")
         self.head_dim = self.whole("head_dim", self.width // self.heads)
+        if self.head_dim > _LARGEST_HEAD:
+            raise FileError(f"config.json: a head has {self.head_dim} elements; at most {_LARGEST_HEAD} are taken")
         #: transformers 5 has all about the rotation in one place, those before it in two.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         self.rope: Mapping[str, Any] = rope if isinstance(rope, dict) else {}
@@ -303,10 +306,14 @@ def _frequencies(about: _About) -> np.ndarray:
     base, factor = about.real("rope_theta", 10000.0), about.real("factor", 8.0)
     low, high = about.real("low_freq_factor", 1.0), about.real("high_freq_factor", 4.0)
     original = about.real("original_max_position_embeddings", 8192.0)
-    frequencies = base ** -(np.arange(0, about.head_dim, 2, dtype=np.float64) / about.head_dim)
-    turns = original * frequencies / (2 * math.pi)  # in the context of the first training
-    smooth = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > low).astype(np.float64)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    with np.errstate(all="ignore"):
+        frequencies = base ** -(np.arange(0, about.head_dim, 2, dtype=np.float64) / about.head_dim)
+        turns = original * frequencies / (2 * math.pi)  # in the context of the first training
+        smooth = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > low).astype(np.float64)
+        found = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    if not np.isfinite(found).all():
+        raise FileError("config.json: its numbers on the rotation (llama3) are out of range")
+    return found
 
 
 # ---- and back --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Models of Hugging Face in llama.cpp's names and order, and back."""
 
+import contextlib
 import json
 import math
+import random
 
 import numpy as np
 import pytest
@@ -183,6 +185,7 @@ def test_tensors_without_a_name():
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"vocab_size": 1 << 40}, "vocab_size"),
+        ({"head_dim": 1 << 30, "rope_scaling": {"rope_type": "llama3"}}, "at most 65536"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
         ({"rope_theta": math.inf}, "rope_theta"),
         ({"num_attention_heads": 5}, "no two halves of 5 heads"),
@@ -223,3 +226,22 @@ def test_configurations(tmp_path):
     assert architecture_of({"architectures": [["x"]]}) is None
     with pytest.raises(FileError, match="no architecture"):
         for_llama_cpp({}, {})
+
+
+def test_configurations_at_random():
+    """Whatever stands in a config.json, it is understood or refused."""
+    rng = random.Random(0)
+    values = [None, 0, -1, 1, 3, 1 << 31, 1 << 70, 1.5, math.nan, math.inf, True, "x", [], [1], {}]
+    values += [{"rope_type": "llama3"}, {"rope_type": "yarn"}, {"type": "linear", "factor": "x"}, {"rope_type": [1]}]
+    values += [{"rope_type": "llama3", "factor": 1e308, "low_freq_factor": 1e-300, "high_freq_factor": 1e300}]
+    keys = [*CONFIG, "head_dim", "rope_scaling", "rope_parameters", "hidden_act", "tie_word_embeddings", "model_type"]
+    understood = 0
+    for _ in range(1000):
+        config = {**rng.choice([CONFIG, BITNET]), **{rng.choice(keys): rng.choice(values) for _ in range(2)}}
+        shapes = tensors(CONFIG) | {rng.choice(list(tensors(CONFIG))): rng.choice([(), (0,), (3,), (0, 4), (64, 64)])}
+        with contextlib.suppress(FileError):
+            found = for_llama_cpp(config, shapes)
+            understood += 1
+            for name in found.heads:
+                assert found.transform(name)(np.zeros(shapes[name], np.float16)).shape == shapes[name]
+    assert 100 < understood < 900
