@@ -163,8 +163,8 @@ def run(count, seed=0):
     """Run `count` cases; returns outcomes, the slowest case in seconds, and descriptions of failures."""
     outcomes, slowest, failures = Counter(), 0.0, []
     with tempfile.TemporaryDirectory() as folder, np.errstate(all="ignore"):
-        path = Path(folder) / "case.gguf"
         for number in range(count):
+            path = Path(folder) / f"case{number}.gguf"  # a new one: some file systems are slow to cut an old one
             draw = random.Random(f"{seed}/gguf/{number}")
             path.write_bytes(case(draw))
             began = time.process_time()
@@ -173,6 +173,7 @@ def run(count, seed=0):
             except Exception as error:
                 failures.append(f"case {number} of seed {seed}: {type(error).__name__}: {str(error)[:300]}")
             slowest = max(slowest, time.process_time() - began)
+            path.unlink()
     return outcomes, slowest, failures
 
 

@@ -244,18 +244,17 @@ def _open_parts(reader: FileReader, mapped: bool) -> dict[str, FileReader]:
     """A GGUF file, and the others that it is a part of a whole with."""
     if not isinstance(reader, GgufReader):
         return {reader.path.name: reader}
-    paths = parts_beside(reader)
-    if paths == [reader.path]:
-        return {reader.path.name: reader}
     readers = []
-    for path in paths:
+    for path in parts_beside(reader):
         if path == reader.path:
             readers.append(reader)
             continue
         with reading(path):
             if not path.exists():
-                raise FileError(f"{reader.path} is one of {len(paths)} files; {path} is missing: download it as well")
+                raise FileError(f"{reader.path} is a part of a model; {path} is missing: download it as well")
         readers.append(GGUF.open(path, mapped))
+    if len(readers) == 1:
+        return {reader.path.name: reader}
     check_parts(readers)
     return {each.path.name: each for each in readers}
 
@@ -379,6 +378,12 @@ def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
     QuantizedArray(kbit4, shape=(64, 64), dtype=float64, device=cpu, 4.26 bits/element)
     >>> tensors["bias"].shape
     (64,)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     kb.io.save(f"{folder}/a.gguf", {"w": kb.quantize(np.eye(256), "q4_k")}, {"general.architecture": "llama"})
+    ...     loaded = kb.io.load(f"{folder}/a.gguf")
+    ...     about, w = loaded.metadata["general.architecture"].value, loaded["w"].copy()
+    >>> about, w.format, w.shape
+    ('llama', get_format('q4_k'), (256, 256))
     """
     return Checkpoint(path, raw=raw)
 

@@ -750,7 +750,7 @@ def part_name(stem: str, number: int, count: int) -> str:
     return f"{stem}-{number:05}-of-{count:05}.gguf"
 
 
-def parts_beside(reader: GgufReader) -> list[Path]:
+def parts_beside(reader: GgufReader) -> Iterator[Path]:
     """All parts of what a file is a part of, in their order; the file alone where it is whole.
 
     Raises
@@ -760,7 +760,8 @@ def parts_beside(reader: GgufReader) -> list[Path]:
     """
     split = reader.split
     if split is None:
-        return [reader.path]
+        yield reader.path
+        return
     no, count, _ = split
     named = part_of(reader.path)
     if named is None or named[1:] != (no + 1, count):
@@ -768,7 +769,8 @@ def parts_beside(reader: GgufReader) -> list[Path]:
             f"{reader.path} is part {no + 1} of {count}: give it its name back, which ends in "
             f"{part_name('', no + 1, count)}"
         )
-    return [reader.path.with_name(part_name(named[0], number, count)) for number in range(1, count + 1)]
+    for number in range(1, count + 1):
+        yield reader.path.with_name(part_name(named[0], number, count))
 
 
 def check_parts(readers: Sequence[GgufReader]) -> None:

@@ -377,6 +377,21 @@ def test_parts_that_are_missing_or_of_others_are_named(tmp_path):
         kb.io.load(first)
 
 
+def test_a_part_of_very_many_is_refused_quickly(tmp_path):
+    path = tmp_path / "a-99999-of-99999.gguf"
+    keys = [
+        (name, number.to_bytes(4, "little")) for name, number in zip(files.SPLIT_KEYS, (99998, 99999, 1), strict=True)
+    ]
+    path.write_bytes(header([key(name, 4, value) for name, value in keys]))
+
+    def refused():
+        with pytest.raises(FileError, match=r"a-00001-of-99999\.gguf is missing"):
+            kb.io.load(path)
+
+    seconds, nbytes = measured(refused)
+    assert seconds < 0.5 and nbytes < 5e6
+
+
 def test_parts_of_two_models_are_refused(tmp_path):
     first = parts(tmp_path / "a")[0]
     values = {"split.no": 0, "split.count": 3, "split.tensors.count": 9}
