@@ -36,6 +36,14 @@ def test_experts_of_every_dtype(cupy, name, dtype):
 
 
 @pytest.mark.parametrize("name", TAKE)
+def test_importance_that_makes_no_sense(cupy, name):
+    """On a device it is not looked at: blocks of some sort come out, and the device goes on."""
+    v = cupy.asarray(np.resize(np.float32([np.nan, -1, np.inf, -np.inf, 1e38, 1e-40, 0, 1]), 512))
+    x = cupy.asarray(numbers("student", 64 * 512).reshape(64, 512))
+    assert to_blocks(kb.quantize(x, name, importance=v)).any()
+
+
+@pytest.mark.parametrize("name", TAKE)
 def test_nothing(cupy, name):
     q = kb.quantize(cupy.zeros((0, 512), np.float16), name, importance=np.ones(512))
     assert q.shape == (0, 512) and q.nbytes == 0

@@ -126,6 +126,15 @@ def test_the_same_bytes_with_importance(name):
     assert quantized(library(), name, x, v) == expected(name, x, v)
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("name", WEIGHED)
+def test_rows_of_any_length(name, blocks):
+    columns = blocks * FORMATS[name].block
+    x = numbers("student", 35 * columns, seed=6).reshape(5, 7, columns)
+    v = np.stack([importance(kind, 768) for kind in IMPORTANCES[:5]])[:, :columns].copy()
+    assert quantized(library(), name, x, v) == expected(name, x, v)
+
+
 SEARCH, ENCODERS = "formats/gguf_search.cuh", "formats/gguf_search_encoders.cuh"
 FAULTS = [  # a header, a text in it, what it becomes, a type, the kind of numbers that shows it, and of importance
     (SEARCH, "subtract(high, found.low)", "subtract(high, low)", "q5_k", "normal", None),
