@@ -195,15 +195,15 @@ __device__ __forceinline__ unsigned low_bytes(unsigned a, unsigned b, unsigned c
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
+// ... and the highest.
+__device__ __forceinline__ unsigned high_bytes(unsigned a, unsigned b, unsigned c, unsigned d) {
+    return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
+}
+
 // The nearest whole number, halves away from zero, for magnitudes up to 2^22.
 __device__ __forceinline__ int to_nearest_away(float x) {
     const float half = __uint_as_float((__float_as_uint(x) & 0x80000000u) | 0x3f000000u);
     return static_cast<int>(__fadd_rz(x, half));  // rounded toward zero, the sum reaches no whole number
-}
-
-// ... and the highest.
-__device__ __forceinline__ unsigned high_bytes(unsigned a, unsigned b, unsigned c, unsigned d) {
-    return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
 }
 
 // Codes of 32 numbers as bytes, in order.

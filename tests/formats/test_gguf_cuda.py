@@ -35,11 +35,11 @@ def test_ggmls_bytes(cupy, name, kind):
 def of_all_kinds(dtype, size):
     """Numbers of every kind, and at the end those that ggml leaves undefined, `size` of each."""
     rows = [numbers(kind, size, seed=11) for kind in KINDS]
-    zeros = np.where(rows[-1] > 0, np.float32(0), np.float32(-0.0))
+    rows += [rows[0] * np.float32(2.0**-122), np.where(rows[-1] > 0, np.float32(0), np.float32(-0.0))]
     wrong = numbers("large", size, seed=12) * np.float32(4)
     wrong[::45], wrong[1::90], wrong[2::110], wrong[3::13] = np.nan, np.inf, -np.inf, -0.0
     with np.errstate(over="ignore"):
-        return np.stack([*rows, zeros, np.abs(rows[0]) * (rows[1] > 0), wrong]).astype(dtype)
+        return np.stack([*rows, np.abs(rows[0]) * (rows[1] > 0), wrong]).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
