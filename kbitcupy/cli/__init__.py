@@ -197,7 +197,7 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--importance",
         metavar="FILE",
-        help="importance of columns, as llama-imatrix wrote it (GGUF), for formats that weight errors",
+        help="importance of columns, as llama-imatrix wrote it, for formats that weight errors",
     )
     command.add_argument(
         "--tokenizer",

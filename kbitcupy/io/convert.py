@@ -259,7 +259,7 @@ def quantize_file(
         In place of a format, one of llama-quantize's recipes, such as ``"q4_k_m"``, for GGUF files: the tensors get the
         types that llama-quantize would give them, see `kbitcupy.io.recipes`.
     importance : path_like, optional
-        A file that llama-imatrix wrote (GGUF): formats that weight errors are given the importance of each column.
+        A file that llama-imatrix wrote: formats that weight errors are given the importance of each column.
     tokenizer : path_like, optional
         A GGUF file of the same model, whose tokenizer the GGUF file to write gets: checkpoints of Hugging Face bring
         none that llama.cpp knows.

@@ -5,6 +5,12 @@ GGUF (``general.type`` is ``"imatrix"``) with two float32 tensors for each matri
 shape (experts, columns) and ``NAME.counts`` of shape (experts, 1), one expert where there are none. A column's
 importance is its mean square, the sum over the count; 1 for all columns of an expert that no token came to.
 
+Until 2025 the file was ``imatrix.dat``, little-endian::
+
+    i32 matrices  (i32 length, name, i32 calls, i32 values, float32 values) ...  what is not needed here
+
+with sums of mean squares, one for each call; experts have their values one behind the other.
+
 Source: llama.cpp, ``tools/imatrix`` and ``common/imatrix-loader.cpp``.
 """
 
@@ -19,7 +25,7 @@ import numpy as np
 
 from ..errors import FileError
 from .atomic import as_path
-from .container import head_of
+from .container import head_of, reading
 from .gguf import GGUF, GgufReader
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -31,14 +37,13 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Parameters
     ----------
     path : path_like
-        A GGUF file that ``llama-imatrix`` wrote. The older ``imatrix.dat`` is not read: llama-imatrix makes a GGUF file
-        of it.
+        What ``llama-imatrix`` wrote, GGUF or the older ``imatrix.dat``.
 
     Returns
     -------
     dict of str to ndarray
         By the matrix's name in llama.cpp (``"blk.0.attn_q.weight"``) its columns' importance, float32, of shape
-        (columns,), or (experts, columns) for a stack of experts.
+        (columns,), or (experts, columns) for a stack of experts; of ``imatrix.dat`` (experts * columns,).
 
     Raises
     ------
@@ -57,11 +62,8 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     {'blk.0.attn_q.weight': array([2., 2., 2., 2.], dtype=float32)}
     """
     file = as_path(path, "importance")
-    if head_of(file, len(GGUF.magic)) != GGUF.magic and file.is_file():
-        raise FileError(
-            f"{file} is no GGUF file; if it is an imatrix.dat, as llama-imatrix wrote until 2025, convert it with "
-            f"llama-imatrix --in-file {file} -o {file.with_suffix('.gguf')}"
-        )
+    if file.is_file() and head_of(file, len(GGUF.magic)) != GGUF.magic:
+        return _read_dat(file)
     reader = GGUF.open(file, mapped=False)
     kind = reader.metadata.get("general.type")
     if kind is None or kind.value != "imatrix":
@@ -94,9 +96,42 @@ def _mean_squares(reader: GgufReader, name: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         counted = np.trunc(counts + np.copysign(np.float32(0.5), counts))[:, None]
         means = np.where(counted > 0, sums / np.where(counted > 0, counted, 1), np.float32(1))
+    return _checked(reader.path, name, means[0] if counts.size == 1 else means)
+
+
+def _checked(path: Path, name: str, means: np.ndarray) -> np.ndarray:
     if not (np.isfinite(means).all() and (means >= 0).all()):
-        raise FileError(f"{reader.path}: the importance of {name!r} is not finite and at least 0 everywhere")
-    return means[0] if counts.size == 1 else means
+        raise FileError(f"{path}: the importance of {name!r} is not finite and at least 0 everywhere")
+    return means
+
+
+def _read_dat(path: Path) -> dict[str, np.ndarray]:
+    """The older kind of file, of which nothing is trusted."""
+    found: dict[str, np.ndarray] = {}
+    with reading(path), open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size
+
+        def take(nbytes: int) -> bytes:
+            nonlocal left
+            left -= nbytes
+            if nbytes < 0 or left < 0:
+                raise FileError(f"{path} is neither a GGUF file nor an imatrix.dat of llama-imatrix, or it is cut off")
+            return file.read(nbytes)
+
+        def number() -> int:
+            return int.from_bytes(take(4), "little", signed=True)
+
+        for _ in range(number()):
+            data = take(number())
+            name = data.decode("utf-8", "backslashreplace")
+            calls, count = number(), number()
+            sums = np.frombuffer(take(4 * count), "<f4")
+            if name in found or not sums.size:
+                raise FileError(f"{path}: {name!r:.100} stands twice, or has no values")
+            found[name] = _checked(path, name, sums / np.float32(calls) if calls > 0 else sums)
+    if not found:
+        raise FileError(f"{path} is neither a GGUF file nor an imatrix.dat of llama-imatrix")
+    return found
 
 
 def importance_for(

@@ -1,5 +1,7 @@
 """Importance matrices of llama.cpp."""
 
+import struct
+
 import numpy as np
 import pytest
 
@@ -75,13 +77,52 @@ def test_other_files(tmp_path):
     for kind in (None, "model", 3):
         with pytest.raises(FileError, match=r"general\.type is not 'imatrix'"):
             read_importance(write(tmp_path / f"{kind}.gguf", matrix(), kind))
-    (tmp_path / "imatrix.dat").write_bytes(b"\1\0\0\0\5\0\0\0token")
-    with pytest.raises(FileError, match=r"llama-imatrix --in-file"):
-        read_importance(tmp_path / "imatrix.dat")
     with pytest.raises(FileError, match="does not exist"):
         read_importance(tmp_path / "nothing.gguf")
     with pytest.raises(TypeError, match="importance"):
         read_importance(3)
+
+
+def dat(entries, tail=b""):
+    """The older kind of file."""
+    data = struct.pack("<i", len(entries))
+    for name, calls, sums in entries:
+        data += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", calls, len(sums))
+        data += np.asarray(sums, "<f4").tobytes()
+    return data + tail
+
+
+def test_imatrix_dat(tmp_path):
+    sums = np.arange(8, dtype=np.float32)
+    tail = struct.pack("<ii", 7, 4) + b"text"
+    (tmp_path / "i.dat").write_bytes(dat([(NAME, 3, sums), ("b", 0, sums)], tail))
+    found = read_importance(tmp_path / "i.dat")
+    assert list(found) == [NAME, "b"]
+    assert np.array_equal(found[NAME], sums / np.float32(3)) and np.array_equal(found["b"], sums)
+    assert importance_for(NAME, (2, 3, 4), found, "a").shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0\0\0\0",
+        b"text of some kind, which is no importance matrix",
+        dat([(NAME, 3, np.ones(8))])[:-1],
+        dat([(NAME, 3, np.ones(8))] * 2),
+        dat([(NAME, 3, [])]),
+        dat([(NAME, 3, [np.nan])]),
+        dat([(NAME, 3, [-1.0])]),
+        struct.pack("<ii", 1, -5) + b"x" * 20,
+        struct.pack("<ii", 1, 2**31 - 1) + b"x" * 20,
+        struct.pack("<ii1sii", 1, 1, b"a", 3, 2**30) + b"x" * 20,
+        struct.pack("<i", 2**31 - 1),
+    ],
+)
+def test_hostile_imatrix_dat(tmp_path, data):
+    (tmp_path / "i.dat").write_bytes(data)
+    with pytest.raises(FileError):
+        read_importance(tmp_path / "i.dat")
 
 
 def test_which_tensor():
