@@ -9,6 +9,7 @@ from kbitcupy import tables
 from kbitcupy.backend import launch
 from kbitcupy.backend.compile import architecture_of, offline
 from kbitcupy.compat import bitsandbytes
+from kbitcupy.formats import fields
 from kbitcupy.formats.affine import cuda as affine
 from kbitcupy.formats.codebook import cuda as codebook, search
 from kbitcupy.products import decoded
@@ -39,6 +40,7 @@ def kernels():
         yield getattr(each, "_kernel", each)
     yield from affine_kernels()
     yield from bitsandbytes._CODES.values()
+    yield from map(fields._kernel, fields._TEMPLATES)
     yield from (value for value in vars(decoded).values() if isinstance(value, launch.Kernel))
 
 
