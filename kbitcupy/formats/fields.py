@@ -18,6 +18,7 @@ from ..backend.compile import Template
 from ..backend.launch import Kernel
 from ..backend.structs import Constants, Struct
 from ..backend.xp import Piece, empty_arrays, namespace, on_device_of, pieces
+from ..errors import FormatError
 from .base import register_templates
 
 #: Fields that a block may have, as kernels take them.
@@ -174,7 +175,13 @@ def _kernel(name: str) -> Kernel:
 @functools.cache
 def _tile(fields: tuple[Field, ...]) -> int:
     """Blocks of a tile."""
-    return max(1, int(_SIZES.TILE_BYTES) // (_STEP * block_bytes(fields))) * _STEP
+    most = int(_SIZES.TILE_BYTES) // _STEP
+    if block_bytes(fields) > most or len(fields) > MAX_FIELDS:
+        raise FormatError(
+            f"blocks have {block_bytes(fields)} bytes in {len(fields)} fields; on a GPU blocks of up to {most} bytes in "
+            f"{MAX_FIELDS} fields become planes: call .get() first"
+        )
+    return most // block_bytes(fields) * _STEP
 
 
 @functools.cache

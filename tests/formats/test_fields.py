@@ -8,6 +8,7 @@ import pytest
 from host import compiled as host
 
 from kbitcupy.backend.compile import kernel_folder, source
+from kbitcupy.errors import FormatError
 from kbitcupy.formats import fields as module
 from kbitcupy.formats.fields import Field, block_bytes, join_blocks, split_blocks
 
@@ -151,6 +152,12 @@ def test_kernels(compiled, name):
 def test_kernels_at_any_byte(compiled, name, offset, shift):
     fields = LAYOUTS[name]
     round_trip(compiled, fields, module._tile(fields) + 3, offset, shift, grid=1)
+
+
+@pytest.mark.parametrize("fields", [(Field("a", "uint8", 1025),), (Field("a", "uint8", 1),) * 6])
+def test_blocks_that_are_too_large_for_the_kernels(fields):
+    with pytest.raises(FormatError, match=r"up to 1024 bytes in 5 fields become planes: call .get\(\) first"):
+        module._described(fields)
 
 
 FAULTS = [
