@@ -131,7 +131,7 @@ def test_the_same_bytes_with_importance(name):
 def test_rows_of_any_length(name, blocks):
     columns = blocks * FORMATS[name].block
     x = numbers("student", 35 * columns, seed=6).reshape(5, 7, columns)
-    v = np.stack([importance(kind, 768) for kind in IMPORTANCES[:5]])[:, :columns].copy()
+    v = np.stack([importance(kind, 768) for kind in list(IMPORTANCES)[:5]])[:, :columns].copy()
     assert quantized(library(), name, x, v) == expected(name, x, v)
 
 
