@@ -178,7 +178,7 @@ def _tile(fields: tuple[Field, ...]) -> int:
     most = int(_SIZES.TILE_BYTES) // _STEP
     if block_bytes(fields) > most or len(fields) > MAX_FIELDS:
         raise FormatError(
-            f"blocks have {block_bytes(fields)} bytes in {len(fields)} fields; on a GPU blocks of up to {most} bytes in "
+            f"blocks have {block_bytes(fields)} bytes in {len(fields)} fields; on a GPU those up to {most} bytes in "
             f"{MAX_FIELDS} fields become planes: call .get() first"
         )
     return most // block_bytes(fields) * _STEP
