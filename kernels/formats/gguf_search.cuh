@@ -226,8 +226,15 @@ __device__ __forceinline__ Scale find_scale(const float (&x)[SIZE], const Weight
 
 // ---- codes made better one by one --------------------------------------------------------------------------------
 
+// Beyond this ggml's rounding wraps.
+constexpr float FURTHEST = 4194303.0f;
+
+// A code as a byte has it: where a number is negative after all, ggml's is.
+__device__ __forceinline__ float as_byte(float code) { return static_cast<float>(static_cast<int>(code) & 255); }
+
 // Up to 5 sweeps over the elements: each takes the nearest of LOWEST to LARGEST to what is best for it while the others
-// stay. Gives the scale. Where codes are not negative, the others must have one that is not 0.
+// stay. Gives the scale. With LOWEST = 0 the others must have a code that is not 0; codes become bytes, which are what
+// sums are made less by, while it is codes before that are added.
 template <int LOWEST, int LARGEST, int SIZE, typename Weight>
 __device__ __forceinline__ float sweep(const float (&x)[SIZE], const Weight& weight, float (&code)[SIZE]) {
     Sums sums = {0.0f, 0.0f};
@@ -235,7 +242,9 @@ __device__ __forceinline__ float sweep(const float (&x)[SIZE], const Weight& wei
     for (int i = 0; i < SIZE; ++i) {
         sums.xl = ieee::add(sums.xl, ieee::multiply(ieee::multiply(weight(i), x[i]), code[i]));
         sums.ll = ieee::add(sums.ll, ieee::multiply(ieee::multiply(weight(i), code[i]), code[i]));
+        if (LOWEST == 0) code[i] = as_byte(code[i]);
     }
+    constexpr float LEAST = LOWEST == 0 ? -FURTHEST : LOWEST;
     bool changed = true;
 #pragma unroll 1
     for (int round = 0; round < 5 && changed; ++round) {
@@ -248,13 +257,14 @@ __device__ __forceinline__ float sweep(const float (&x)[SIZE], const Weight& wei
             rest.ll = ieee::subtract(sums.ll, ieee::multiply(ieee::multiply(w, code[i]), code[i]));
             if (!ieee::less(0.0f, rest.xl) || (LOWEST == 0 && !ieee::less(0.0f, rest.ll))) continue;
             const float y = nearest_integer(ieee::finite(ieee::divide(ieee::multiply(x[i], rest.ll), rest.xl)));
-            const float found = fminf(fmaxf(y, static_cast<float>(LOWEST)), static_cast<float>(LARGEST));
+            const float found = fminf(fmaxf(y, LEAST), static_cast<float>(LARGEST));
             if (found == code[i]) continue;
             rest.xl = ieee::add(rest.xl, ieee::multiply(wx, found));
             rest.ll = ieee::add(rest.ll, ieee::multiply(ieee::multiply(w, found), found));
             const float before = ieee::multiply(ieee::multiply(sums.xl, sums.xl), rest.ll);
             const float now = ieee::multiply(ieee::multiply(rest.xl, rest.xl), sums.ll);
-            if (ieee::less(0.0f, rest.ll) && ieee::less(before, now)) sums = rest, code[i] = found, changed = true;
+            if (ieee::less(0.0f, rest.ll) && ieee::less(before, now))
+                sums = rest, code[i] = LOWEST == 0 ? as_byte(found) : found, changed = true;
         }
     }
     return ieee::less(0.0f, sums.ll) ? sums.scale() : 0.0f;
@@ -273,7 +283,8 @@ __device__ __forceinline__ float refine_scale(const float (&x)[SIZE], float (&co
     return sweep<-LARGEST, LARGEST - 1>(x, [&](int i) { return ieee::multiply(x[i], x[i]); }, code);
 }
 
-// A scale and codes of 0 to LARGEST of numbers that are not negative: the best of 9 steps, then sweeps.
+// A scale and codes of 0 to LARGEST of numbers that are not negative: the best of 9 steps, the first of which has codes
+// as bytes, then sweeps.
 template <int LARGEST, int SIZE, typename Weight>
 __device__ __forceinline__ float find_positive_scale(
     const float (&x)[SIZE], const Weight& weight, float (&code)[SIZE]) {
@@ -282,7 +293,7 @@ __device__ __forceinline__ float find_positive_scale(
     for (int i = 0; i < SIZE; ++i)
         if (ieee::less(high, x[i])) high = x[i];
     const auto code_of = [&](float step, int i) {
-        return fminf(nearest_integer(ieee::multiply(step, x[i])), static_cast<float>(LARGEST));
+        return fminf(fmaxf(nearest_integer(ieee::multiply(step, x[i])), -FURTHEST), static_cast<float>(LARGEST));
     };
     const bool nothing = ieee::less(high, NOTHING);
     float best = ieee::divide(static_cast<float>(LARGEST), high), error = 0.0f;
@@ -294,7 +305,8 @@ __device__ __forceinline__ float find_positive_scale(
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < SIZE; ++i) {
-            const float e = ieee::subtract(x[i], ieee::multiply(scale, code_of(step, i)));
+            const float tried = code_of(step, i);
+            const float e = ieee::subtract(x[i], ieee::multiply(scale, number == 0 ? as_byte(tried) : tried));
             sum = ieee::add(sum, ieee::multiply(ieee::multiply(weight(i), e), e));
         }
         if (number == 0 || ieee::less(sum, error)) error = sum, best = step;
@@ -362,9 +374,9 @@ struct Iq4Lookup {
     __device__ __forceinline__ float nearest(float y) const {
         return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table.value) + (offset(y) | copy));
     }
-    // Of any number.
+    // Of any number; of NaN the last one.
     __device__ __forceinline__ int code_of(float y) const {
-        return table.code[offset(fminf(fmaxf(y, -130.0f), 130.0f)) / (4 * SharedIq4Table::COPIES)];
+        return table.code[offset(fmaxf(fminf(y, 130.0f), -130.0f)) / (4 * SharedIq4Table::COPIES)];
     }
 };
 

@@ -212,6 +212,15 @@ struct RangeLane : Lane<256, SUB_, WEIGHED_> {
             shared.template solve<LANES>(PositiveScales<LARGEST_SCALE>());
             d = shared.scale[0][first], dmin = shared.scale[1][first];
             sc = static_cast<int>(shared.number[0][thread]), mn = static_cast<int>(shared.number[1][thread]);
+            // What is read back of a scale that was negative, whose byte is more than the format has room for.
+            if constexpr (LARGEST == 3) {
+                mn |= sc >> 4, sc &= 15;
+            } else if constexpr (LARGEST == 15) {
+                const int before = static_cast<int>(shared.number[0][thread ^ 4]);
+                sc = this->number < 4 ? sc & 63 : (sc & 15) | ((before >> 6 | sc >> 4) & 3) << 4;
+            } else {
+                sc = min(sc, 63);
+            }
         } else {
             const float minimum = ieee::negative(found.low);
             const float largest = largest_of<LANES>(found.scale), lowest = largest_of<LANES>(minimum);
@@ -533,7 +542,9 @@ struct IQ4_XSLane : TableLane<256, WEIGHED_> {
 
     __device__ __forceinline__ void agree(const SharedIq4Table& table) {
         d = ieee::divide(ieee::negative(longest_of<8>(this->scale, this->number)), 32.0f);
-        const float code = signed_code<32>(ieee::finite(ieee::multiply(ieee::reciprocal(d), this->scale)));
+        // An infinite step is one of a scale that becomes 0.
+        const float steps = ieee::multiply(ieee::reciprocal(d), this->scale);
+        const float code = signed_code<32>(ieee::magnitude_bits(steps) == 0x7f800000u ? -32.0f : ieee::finite(steps));
         sc = static_cast<int>(code);
         this->codes_of(table, ieee::multiply(d, code), word);
     }
