@@ -8,6 +8,7 @@ import pytest
 from gguf_numbers import IMPORTANCES, importance
 from host import compiled as host
 from make_gguf_data import KINDS, numbers
+from make_gguf_importance import FEW, RANGED, few
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import kernel_folder, source
@@ -159,3 +160,22 @@ def test_a_planted_fault_is_found(file, right, wrong, name, kind, weights, tmp_p
     x = numbers(kind, 1 << 13, seed=5).reshape(-1, 512)
     v = None if weights is None else importance(weights, 512)
     assert quantized(library((name,), (tmp_path,)), name, x, v) != expected(name, x, v)
+
+
+# ---- columns without importance -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RANGED)
+def test_scales_that_are_negative(name):
+    for seed in FEW:
+        x, v = few(seed)
+        assert quantized(library(), name, x, v) == expected(name, x, v)
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_importance_of_subnormal_numbers_alone(name):
+    x, v = numbers("subnormal", 4096, seed=8).reshape(4, -1), importance("uniform", 1024)
+    large = np.arange(1024) % 37 == 0
+    x[:, ::5] = 0
+    x[:, large], v[large] = numbers("normal", 1024, seed=8)[large], 0
+    assert quantized(library(), name, x, v) == expected(name, x, v)
