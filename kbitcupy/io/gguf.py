@@ -470,14 +470,19 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Entry], dict[str, int], dic
         cursor.check(count * least, f"its header of {count} {what}")
     values = _read_values(cursor, keys)
     infos = _read_infos(cursor, tensors)
-    ends = cursor.at
-    metadata = {}
-    for key, (kind, start, nbytes) in values.items():
-        cursor.at = start
-        metadata[key] = GgufValue._read(kind, cursor.take(nbytes, key))
-    alignment = _alignment(metadata)
-    entries, starts = _place_infos(infos, -(-ends // alignment) * alignment, alignment, cursor)
-    return entries, starts, metadata
+    end = cursor.at
+
+    def value(key: str) -> GgufValue:
+        kind, cursor.at, nbytes = values[key]
+        return GgufValue._read(kind, cursor.take(nbytes, key))
+
+    alignment = ALIGNMENT
+    if ALIGNMENT_KEY in values:
+        if values[ALIGNMENT_KEY][0] != "uint32":
+            raise ValueError(f"{ALIGNMENT_KEY} is a {values[ALIGNMENT_KEY][0]}; it must be a uint32, a power of two")
+        alignment = _alignment({ALIGNMENT_KEY: value(ALIGNMENT_KEY)})
+    entries, starts = _place_infos(infos, -(-end // alignment) * alignment, alignment, cursor)
+    return entries, starts, {key: value(key) for key in values}  # now that nothing is refused any more
 
 
 def _alignment(metadata: Mapping[str, GgufValue]) -> int:

@@ -766,10 +766,17 @@ def test_a_refusal_behind_much_is_quick_too(tmp_path):
     path = tmp_path / "a.gguf"
 
     def refused():
-        with pytest.raises(FileError, match="stands twice|at most 65536 are read"):
+        with pytest.raises(
+            FileError, match="stands twice|at most 65536 are read|general.alignment is a string|are not within"
+        ):
             kb.io.load(path)
 
     path.write_bytes(header([key("a", 9, array(8, 300_000, text("word") * 300_000)), key("a", 4, U32)], [W], BYTES))
+    assert measured(refused)[1] < 5e6
+    long = key("general.alignment", 8, text("x" * 60_000_000))
+    path.write_bytes(header([long], [W], BYTES))
+    assert measured(refused)[1] < 5e6
+    path.write_bytes(header([key("a", 8, text("x" * 60_000_000))], [W], BYTES[:-1]))
     assert measured(refused)[1] < 5e6
     path.write_bytes(header([], [info(f"t{i}", (0,), 0) for i in range(65_537)], BYTES))
     seconds, nbytes = measured(refused)
