@@ -98,21 +98,21 @@ def quantizing(
     """
     foreign = not is_gguf(checkpoint)
     translation = _to_llama_cpp(checkpoint) if foreign and (into_gguf or importance is not None) else Translation({})
-    shapes = {name: shape for name, shape in shapes_of(checkpoint).items() if name not in translation.left_out}
+    shapes = shapes_of(checkpoint)
+    if into_gguf:
+        _check_plain(checkpoint, translation)
+        shapes = {name: shape for name, shape in shapes.items() if name not in translation.left_out}
     names = {name: translation.names.get(name, name) for name in shapes}
-    metadata = dict(translation.metadata)
+    metadata, notes = dict(translation.metadata), list(translation.notes)
     tensors = {name: Change(choice) for name, choice in choices.items() if name in names}
     if recipe is not None:
         types = _types(checkpoint, recipe, names, shapes, metadata, importance is not None)
-        tensors = {}
         for name in checkpoint.compressible(min_size, keep):
             type = types.get(names.get(name, ""))
             if type is not None and type != checkpoint.reader.entry(name).dtype:
-                tensors[name] = _into(type)
-        already = len(checkpoint.compressed)
-        if already:
-            kept = f"{already} tensors are compressed already and keep their types: begin with a file that has none"
-            translation = replace(translation, notes=(*translation.notes, kept))
+                tensors[name] = Change(dtype=type) if type in _xp.FLOAT_DTYPES else Change(resolve(type))
+        if already := len(checkpoint.compressed):
+            notes.append(f"{already} tensors are compressed already and keep their types: begin with a file of none")
         metadata.update({VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: RECIPES[find_recipe(recipe)].file_type})
     without: list[str] = []
     if importance is not None:
@@ -121,22 +121,19 @@ def quantizing(
         _check_importance(find_recipe(recipe), tensors, names)
     if not into_gguf:
         return Outcome(Changes(tensors), (), tuple(without))
-    tensors = _renamed(checkpoint, tensors, names, translation)
-    notes = translation.notes
     if tokenizer is not None:
         rows = next((shape[0] for name, shape in shapes.items() if names[name] == "token_embd.weight" and shape), None)
-        metadata = {**metadata, **_tokenizer(tokenizer, rows)}
+        metadata.update(_tokenizer(tokenizer, rows))
     elif metadata.get(_TOKENIZER) == _NO_TOKENIZER:
-        notes = (*notes, _NO_TOKENIZER_NOTE)
-    if foreign:
+        notes.append(_NO_TOKENIZER_NOTE)
+    if foreign:  # what safetensors says means nothing to llama.cpp
         metadata = {**dict.fromkeys(checkpoint.metadata), **metadata}
-    # llama-quantize sorts; without a recipe a GGUF file's order stays as it is.
-    made = dict(translation.made)
-    in_order = None
+    made = translation.made
+    in_order = None  # llama-quantize sorts; without a recipe a GGUF file's order stays as it is
     if recipe is not None or translation.names:
         in_order = sorted((*names, *made), key=lambda name: order(names.get(name) or name))
-    changes = Changes(tensors, metadata, made, translation.left_out, in_order)
-    return Outcome(changes, notes, tuple(without))
+    tensors = _renamed(checkpoint, tensors, names, translation)
+    return Outcome(Changes(tensors, metadata, made, translation.left_out, in_order), tuple(notes), tuple(without))
 
 
 def dequantizing(checkpoint: Checkpoint, dtype: str | None, *, into_gguf: bool) -> Outcome:
@@ -177,13 +174,17 @@ def _to_llama_cpp(checkpoint: Checkpoint) -> Translation:
         found = for_llama_cpp(config, shapes_of(checkpoint))
     except FileError as error:
         raise FileError(f"{folder}: {error}") from error
-    compressed = [name for name in checkpoint.compressed if name in found.names]
-    if compressed:
-        raise FileError(
-            f"{checkpoint.path}: tensor {compressed[0]!r} is compressed already, and a model of llama.cpp has other "
-            "names and another order of rows: restore the file with kbit dequantize first"
-        )
     return replace(found, metadata={**found.metadata, _TOKENIZER: _NO_TOKENIZER})
+
+
+def _check_plain(checkpoint: Checkpoint, translation: Translation) -> None:
+    """Check that no tensor that gets another name, or another order of rows, is compressed."""
+    for name in checkpoint.compressed:
+        if name in translation.names:
+            raise FileError(
+                f"{checkpoint.path}: tensor {name!r} is compressed already, and a model of llama.cpp has other names "
+                "and another order of rows: restore the file with kbit dequantize first"
+            )
 
 
 def _tokenizer(path: str | os.PathLike[str], rows: int | None) -> dict[str, GgufValue]:
@@ -212,11 +213,6 @@ def _types(
     known = {**plain_metadata(checkpoint), **metadata}
     model = Model.of(known) if metadata or is_gguf(checkpoint) else Model(UNKNOWN, 0)
     return tensor_types(recipe, {names[name]: shape for name, shape in shapes.items()}, model, importance=importance)
-
-
-def _into(type: str) -> Change:
-    """Into a format, or a dtype."""
-    return Change(dtype=type) if type in _xp.FLOAT_DTYPES else Change(resolve(type))
 
 
 def _give_importance(

@@ -160,6 +160,20 @@ def test_importance_of_a_format(folder, tmp_path):
     )
 
 
+def test_files_with_compressed_tensors(folder, tmp_path):
+    """They cannot become another model's, but what is plain in them takes importance as ever."""
+    tensors = {name: x.astype(np.float32) for name, x in weights().items()}
+    tensors[K] = kb.quantize(tensors[K], "kbit4")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    kb.io.save(tmp_path / "a.safetensors", tensors)
+    with pytest.raises(FileError, match="dequantize first"):
+        kb.io.quantize_file(tmp_path / "a.safetensors", tmp_path / "b.gguf", recipe="q4_k_m")
+    importance_file(tmp_path / "i.gguf", ["blk.1.attn_q.weight", "blk.1.attn_k.weight"])
+    about = {"importance": tmp_path / "i.gguf", "keep": "*down_proj*"}
+    report = kb.io.quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "q4_k", **about)
+    assert report.converted == 13 and Q not in report.without_importance and not report.notes
+
+
 def test_importance_of_another_model(folder, tmp_path):
     importance_file(tmp_path / "i.gguf", ["blk.1.attn_q.weight"], columns=128)
     with pytest.raises(FileError, match="another model"):
