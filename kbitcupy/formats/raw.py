@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..backend import xp as _xp
 from .blocks import BlockFormat
+
+_SPLITTING = threading.Lock()
 
 
 class RawPlanes(Mapping[str, Any]):
@@ -44,10 +47,13 @@ class RawPlanes(Mapping[str, Any]):
         return list(self.values()) if blocks is None else [blocks, *self._others.values()]
 
     def _split(self) -> dict[str, Any]:
-        blocks, planes = self._blocks, self._planes
-        if planes is None:  # two threads make the same planes
-            planes = self._planes = {**self._format.from_blocks(blocks), **self._others}
-            self._blocks = None
+        planes = self._planes
+        if planes is None:
+            with _SPLITTING:  # kernels remember where planes are: there must never be others
+                if self._planes is None:
+                    self._planes = {**self._format.from_blocks(self._blocks), **self._others}
+                    self._blocks = None
+                planes = self._planes
         return planes
 
     def __getitem__(self, name: str) -> Any:

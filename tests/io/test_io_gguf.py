@@ -1,5 +1,6 @@
 """GGUF files: what is read is what is there, what is written others read, and what lies is refused."""
 
+import concurrent.futures
 import copy
 import json
 import os
@@ -563,6 +564,15 @@ def test_blocks_are_split_when_a_plane_is_asked_for(tmp_path):
     assert q.planes.blocks is None and (q.device, q.nbytes) == ("cpu", wanted.nbytes)
     kb.io.save(tmp_path / "c.gguf", {"w": q})
     assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+def test_threads_get_the_same_planes(tmp_path):
+    kb.io.save(tmp_path / "a.gguf", {"w": kb.quantize(X, "q8_0")})
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            q = kb.io.load(tmp_path / "a.gguf")["w"]
+            found = list(pool.map(lambda _, q=q: id(q.planes["d"]), range(8)))
+            assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize(
