@@ -5,9 +5,14 @@
 //       --1 to 32 B of each field a lane, consecutive--> planes
 //
 // A lane has a row of 32 elements for itself, so that a block of 32 is divided for once, and nothing of it crosses
-// lanes; of larger blocks two or eight lanes share the scale. With a thread for each block, which read it where it
-// stood, q4_0 reached .69 of the copy bandwidth of an H200, q8_0 .77 and tq2_0 .33: loads and stores of a warp lay 16
-// to 512 bytes apart.
+// lanes; eight lanes share the scale of a block of 256.
+//
+// What limited each version, as a fraction of the copy bandwidth of an H200, float16:
+//   - a thread for each block, which read it where it stood: q4_0 .69, q8_0 .77, tq2_0 .33. Loads and stores of a warp
+//     lay 16 to 512 bytes apart;
+//   - a tile for each warp: .95 and more, but mxfp4 .87, tq2_0 .89, tq1_0 .64, nvfp4 .53. There is time for 18 to 20
+//     instructions an element, and these took 14 to 25: tq1_0 divided for each byte, nvfp4 four times for each row;
+//   - this one takes 10 to 14 and has two tiles for each warp: .98, tq1_0 .87, and float32 as fast as a copy.
 #include "common/tiles.cuh"
 #include "formats/gguf_encoders.cuh"
 
@@ -15,7 +20,7 @@
 constexpr int THREADS = 128, TILES = 2, WARPS = THREADS / WARP;
 // Thread blocks that a multiprocessor must have registers for.
 template <typename T>
-constexpr int RESIDENT = SameType<T, __half>::VALUE ? 8 : 6;
+constexpr int RESIDENT = sizeof(T) == 2 ? 7 : 6;
 
 // The numbers of a row as they are stored. STRIPED: not those of row `lane`, but of four rows each a quarter: lane j of
 // eight has the elements 128 * (j / 4) + 32 * s + 8 * (j % 4) + 0 .. 7 of a block of 256, for s = 0 .. 3.
@@ -31,8 +36,8 @@ __device__ __forceinline__ void read_numbers(const Tile<T>& tile, int lane, unsi
     }
 }
 
-// A warp has TILES tiles, whose loads are under way at a time. With one, what a warp does once costs mxfp4 and tq2_0
-// .06 and .09 of the copy bandwidth; with four, or a run of tiles with the next one under way, fewer are in flight.
+// A warp has TILES tiles, whose loads are under way at a time: with one, what a warp does once takes too large a part
+// (mxfp4 .93, nvfp4 .88); three or four are no faster.
 //
 // x       T[blocks * E::BLOCK]; a thread block for each THREADS * TILES rows
 // blocks  how many

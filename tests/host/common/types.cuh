@@ -8,15 +8,6 @@ constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
 
 inline float to_float(float x) { return x; }
 
-template <typename A, typename B>
-struct SameType {
-    static constexpr bool VALUE = false;
-};
-template <typename A>
-struct SameType<A, A> {
-    static constexpr bool VALUE = true;
-};
-
 template <typename T>
 struct Word;
 template <>
