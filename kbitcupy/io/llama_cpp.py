@@ -113,7 +113,8 @@ def quantizing(
                 tensors[name] = Change(dtype=type) if type in _xp.FLOAT_DTYPES else Change(resolve(type))
         if already := len(checkpoint.compressed):
             notes.append(f"{already} tensors are compressed already and keep their types: begin with a file of none")
-        metadata.update({VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: RECIPES[find_recipe(recipe)].file_type})
+        else:
+            metadata.update({VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: RECIPES[find_recipe(recipe)].file_type})
     without: list[str] = []
     if importance is not None:
         without = _give_importance(tensors, names, shapes, importance)

@@ -219,6 +219,7 @@ def test_compressed_tensors_keep_their_types(folder, tmp_path):
     assert report.converted == 0 and report.compressed_already == 16
     assert "16 tensors are compressed already" in report.notes[0]
     assert raw(tmp_path / "b.gguf") == raw(tmp_path / "a.gguf")
+    assert kb.io.load(tmp_path / "b.gguf").metadata["general.file_type"].value == 7  # still q8_0
 
 
 def test_kept_tensors(folder, tmp_path):
