@@ -643,6 +643,27 @@ def test_half_written_files_never_stay(model, monkeypatch):
     assert sorted(os.listdir(model.parent)) == before
 
 
+def test_unfinished_parts_are_continued(tmp_path, monkeypatch):
+    found = parts(tmp_path / "parts")
+    options = {"format": "q8_0", "layout": "gguf", "device": "cpu"}
+    kb.io.quantize_file(tmp_path / "parts", tmp_path / "whole", **options)
+    original = files._GgufWriter.put
+
+    def put(writer, name, data):
+        if name == "b.weight":
+            raise KeyboardInterrupt
+        original(writer, name, data)
+
+    monkeypatch.setattr(files._GgufWriter, "put", put)
+    with pytest.raises(KeyboardInterrupt):
+        kb.io.quantize_file(found[0], tmp_path / "out", **options, resume=True)
+    monkeypatch.undo()
+    report = kb.io.quantize_file(found[0], tmp_path / "out", **options, resume=True)
+    assert report.resumed == 2 and sorted(os.listdir(tmp_path)) == ["out", "parts", "whole"]
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_saved_metadata_of_parts_is_refused(tmp_path):
     with pytest.raises(FileError, match=r"'split\.no' belongs to kbitcupy"):
         kb.io.save(tmp_path / "a.gguf", {"x": X}, {"split.no": 1})
