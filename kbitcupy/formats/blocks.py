@@ -123,7 +123,7 @@ class BlockFormat(Format):
     A subclass sets ``name``, ``origin``, ``summary``, ``block`` and `fields`, and writes `dequantize_blocks` or
     `dequantize_planes`, and `quantize_blocks` unless it is for reading only (``can_encode`` is then False). For CUDA it
     names the `struct` that decodes it and the kernel that quantizes. With a `tensor_scale` that `planes` names, what is
-    quantized is x / scale, and what is decoded is multiplied with it, each rounded to float32.
+    quantized is x * (1 / scale), and what is decoded is multiplied with it, each rounded to float32.
     """
 
     #: Fields in the order of the origin's bytes. Neighbours that a decoder always reads together may be one field.
@@ -223,7 +223,7 @@ class BlockFormat(Format):
             part = flat[start : start + size].astype(np.float32, copy=False)
             if scale is not None:
                 with np.errstate(all="ignore"):
-                    part = part / scale
+                    part = part * (np.float32(1) / scale)
             if not (part.min() >= -LARGEST and part.max() <= LARGEST):  # NaN is neither
                 part = np.where(np.isnan(part), np.float32(0), part.clip(-LARGEST, LARGEST))
             # Overflow on the way is a part of the origin's rules.
@@ -236,7 +236,7 @@ class BlockFormat(Format):
                 planes[name][at : at + plane.size] = plane
 
     def _scale(self, planes: Mapping[str, Any]) -> Any | None:
-        """The tensor scale, which arrays are divided by and multiplied with; None where there is none."""
+        """The tensor scale; None where there is none."""
         return None if self.tensor_scale is None else planes.get(self.tensor_scale)
 
     def _importance(self, part: np.ndarray, columns: np.ndarray, start: int, size: int) -> Importance:

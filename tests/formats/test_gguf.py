@@ -302,7 +302,7 @@ def test_a_tensor_scale():
     for given in (float(scale), scale, np.array([scale]), [float(scale)]):
         q = kb.quantize(x, "NVFP4", scale=given)
         assert q.format == kb.get_format("nvfp4", tensor_scale=True) and q.planes["scale"].tolist() == [scale]
-        wanted = kb.quantize(x / scale, "nvfp4")
+        wanted = kb.quantize(x * (1 / scale), "nvfp4")
         assert all(np.array_equal(q.planes[name], wanted.planes[name]) for name in wanted.planes)
         assert same_bits(q.dequantize(), wanted.dequantize() * scale)
         assert np.array_equal(q.format.to_blocks(q.planes), wanted.format.to_blocks(wanted.planes))
@@ -333,6 +333,7 @@ def test_each_member_of_a_stack_has_its_tensor_scale():
         (math.nan, kb.KbitError, "scale is nan; it must be positive and finite"),
         (1e39, kb.KbitError, "scale is 1e.39; it must be positive and finite in float32"),
         (1e-50, kb.KbitError, "scale is 1e-50; it must be positive and finite in float32"),
+        (2e-39, kb.KbitError, "scale is 2e-39; .* as must be 1 / scale"),
         ([1.0, 2.0], kb.KbitError, r"scale has shape \(2,\); nvfp4 takes one number"),
         ("1", TypeError, "scale"),
         (True, TypeError, "scale is bool; it must be a number"),

@@ -22,8 +22,8 @@ i + 16; byte 8 s + i of ``nvfp4`` those of elements i and i + 8 of the 16 with s
 mxfp4: E = floor(log2(max|x|)) + 125, 0 below 2^-125, where log2 is rounded to float32: the last floats below a power of
 two have the E of that power. nvfp4: the scale is the UE4M3 of v = min(max|x| / 6, 448). Where e is 0,
 m = min(7, trunc(512 v + 0.5)); else the first bit that is left out rounds the mantissa up; from 256 on it is 448. A
-code is the first of the 16 with the least |F * A - x|. With a tensor scale x / scale, rounded to float32, takes the
-place of x. All in float32, each operation rounded.
+code is the first of the 16 with the least |F * A - x|. With a tensor scale x * (1 / scale) takes the place of
+x. All in float32, each operation rounded.
 
 Source: OCP Microscaling Formats 1.0; ggml, ``ggml-quants.c`` (``quantize_row_mxfp4_ref``, ``quantize_row_nvfp4_ref``).
 """
@@ -39,6 +39,8 @@ from typing import Any
 import numpy as np
 
 from ...backend import xp as _xp
+from ...backend.compile import Template
+from ...backend.launch import Kernel
 from ...errors import FormatError
 from ..base import register
 from ..blocks import Field, Importance
@@ -118,12 +120,12 @@ class NVFP4(Gguf):
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if self.has_tensor_scale:
-            _fill(planes["scale"], _check_scale(given.get("scale", 1.0)))
+            _store(planes["scale"], _check_scale(given.get("scale", 1.0)))
         super().encode_numpy(x, planes, given)
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if self.has_tensor_scale:
-            _fill(planes["scale"], _check_scale(given.get("scale", 1.0)))
+            _store(planes["scale"], _check_scale(given.get("scale", 1.0)))
         super().encode_cuda(x, planes, given)
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
@@ -137,12 +139,20 @@ class NVFP4(Gguf):
         return values_of(planes["qs"], ue4m3_halves()[planes["scales"]])
 
 
-def _fill(plane: Any, scale: Any) -> None:
+def _store(plane: Any, scale: Any) -> None:
     """Write a scale of `_check_scale` into its plane, on the device of the plane."""
-    if type(scale) is float:
-        plane.fill(scale)
+    if isinstance(plane, np.ndarray):
+        plane[...] = _xp.to_device(scale, "cpu") if _xp.is_cupy(scale) else scale
+    elif isinstance(scale, float):
+        _STORE(plane, 1, (plane, scale))
+    elif _xp.same_gpu(scale, plane) and scale.dtype == np.float32:
+        plane.data.copy_from_device_async(scale.data, plane.nbytes)
     else:
         plane[...] = _xp.to_device(scale, _xp.device_of(plane))
+
+
+_STORE = Kernel(Template("gguf.cu", "store_scale", hot=False), (), 1, signature=("p", "f4"))
+NVFP4.kernels += (_STORE.template,)
 
 
 def _check_scale(scale: Any) -> Any:
@@ -153,7 +163,7 @@ def _check_scale(scale: Any) -> Any:
     TypeError
         When it is not numeric.
     FormatError
-        When it is not one number, or not finite and positive in float32.
+        When it is not one number, or it or its inverse is not finite and positive in float32.
     """
     if type(scale) is not float:
         array = _xp.as_array(scale, "scale")
@@ -166,8 +176,8 @@ def _check_scale(scale: Any) -> Any:
         scale = float(array.reshape(()))
     with np.errstate(over="ignore"):
         rounded = float(np.float32(scale))
-    if not 0 < rounded < np.inf:
-        raise FormatError(f"scale is {scale}; it must be positive and finite in float32")
+    if not 2.0**-127 <= rounded < np.inf:
+        raise FormatError(f"scale is {scale}; it must be positive and finite in float32, as must be 1 / scale")
     return rounded
 
 
