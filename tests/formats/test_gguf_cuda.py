@@ -66,6 +66,16 @@ def test_a_tensor_scale(cupy, dtype):
         assert np.array_equal(to_blocks(found), expected.format.to_blocks(expected.planes))
 
 
+def test_a_tensor_scale_of_any_device(cupy):
+    x, out = numbers("student", 1024, seed=13), None
+    expected = kb.quantize(x, "nvfp4", scale=0.3)
+    for scale in (np.float32(0.3), cupy.asarray([0.3], np.float32), cupy.asarray(np.float32(0.3), np.float64)):
+        out = kb.quantize(cupy.asarray(x), "nvfp4", scale=scale, out=out)
+        back = kb.quantize(x, "nvfp4", scale=scale)
+        for name, plane in expected.planes.items():
+            assert np.array_equal(out.planes[name].get(), plane) and np.array_equal(back.planes[name], plane)
+
+
 @pytest.mark.parametrize("name", [name for name in (*TYPES, *READ) if name != "q8_1"])
 def test_ggmls_values(cupy, name):
     blocks, values = FROZEN[f"{name}.bytes"], FROZEN[f"{name}.values"]
