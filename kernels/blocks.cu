@@ -19,7 +19,22 @@ static_assert(MAX_PLANES == PLANES && MAX_NUMBERS == NUMBERS, "the host packs ot
 template <typename F>
 __device__ __forceinline__ Planes planes_of(const Argument<F>& argument) {
     Planes planes = argument.planes;
-    if constexpr (F::TABLE > 0) {
+    if constexpr (Fixed<F>::TABLE) {
+        // Nothing is stored before all is loaded: a table of some kilobytes would take a while otherwise.
+        constexpr int PIECES = F::TABLE / 4, EACH = (PIECES + THREADS - 1) / THREADS;
+        __shared__ uint4 table[PIECES];
+        const uint4* from = reinterpret_cast<const uint4*>(F::entries());
+        const int first = threadIdx.x;
+        uint4 piece[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (first + i * THREADS < PIECES) piece[i] = __ldg(from + first + i * THREADS);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (first + i * THREADS < PIECES) table[first + i * THREADS] = piece[i];
+        __syncthreads();
+        planes.table = reinterpret_cast<const float*>(table);
+    } else if constexpr (F::TABLE > 0) {
         __shared__ float table[F::TABLE];
 #pragma unroll 1
         for (int i = threadIdx.x; i < F::TABLE; i += THREADS) table[i] = number_of(argument, i);
@@ -79,13 +94,18 @@ __device__ __forceinline__ int at_most_8(long long count) { return static_cast<i
 
 // ---- all elements ----------------------------------------------------------------------------------------------
 
-// Octets that a thread has under way.
-template <typename F>
-constexpr int OCTETS = Together<F>::COUNT == 1 ? UNITS : UNITS_TOGETHER;
+// How a thread takes octets: COUNT of them together, APART from each other, OCTETS in all. Elements of four bytes are
+// written faster when the octets of a warp are neighbours than decoded faster when they share bytes.
+template <typename T, typename F>
+struct Share {
+    static constexpr int COUNT = Word<T>::COUNT == 1 ? 1 : Together<F>::COUNT;
+    static constexpr int APART = COUNT == 1 ? 1 : Together<F>::APART;
+    static constexpr int OCTETS = COUNT == 1 ? UNITS : UNITS_TOGETHER;
+};
 
-template <typename F>
-__device__ __forceinline__ void decode_some(const Planes& planes, long long octet, float (&v)[Together<F>::COUNT][8]) {
-    if constexpr (Together<F>::COUNT == 1) F::decode8(planes, octet, v[0]);
+template <typename F, int COUNT>
+__device__ __forceinline__ void decode_some(const Planes& planes, long long octet, float (&v)[COUNT][8]) {
+    if constexpr (COUNT == 1) F::decode8(planes, octet, v[0]);
     else F::decode_together(planes, octet, v);
 }
 
@@ -96,9 +116,9 @@ __global__ void __launch_bounds__(THREADS)
     dequantize_blocks(T* y, long long members, const __grid_constant__ Argument<F> argument) {
     const Planes first = planes_of(argument);
     // Each block has a run of neighbouring spans: what is under way at a time lies close together in memory.
-    constexpr int TOGETHER = Together<F>::COUNT, APART = Together<F>::APART, EACH = OCTETS<F> / TOGETHER;
-    constexpr int SPAN = THREADS * OCTETS<F>;
-    static_assert(EACH * TOGETHER == OCTETS<F> && THREADS % APART == 0, "threads share out a span");
+    constexpr int TOGETHER = Share<T, F>::COUNT, APART = Share<T, F>::APART, OCTETS = Share<T, F>::OCTETS;
+    constexpr int SPAN = THREADS * OCTETS, EACH = OCTETS / TOGETHER;
+    static_assert(EACH * TOGETHER == OCTETS && THREADS % APART == 0, "threads share out a span");
     const int lead = threadIdx.x / APART * (APART * TOGETHER) + threadIdx.x % APART;
     const long long size = first.size, octets = (size + 7) / 8, spans = (octets + SPAN - 1) / SPAN;
     const long long run = gridDim.x >= spans ? 1 : divide(spans + gridDim.x - 1, gridDim.x);
@@ -121,7 +141,7 @@ __global__ void __launch_bounds__(THREADS)
                 continue;
             }
 #pragma unroll 1
-            for (int u = 0; u < OCTETS<F>; ++u) {
+            for (int u = 0; u < OCTETS; ++u) {
                 const long long at = span + threadIdx.x + u * THREADS;
                 if (at >= octets) break;
                 float v[8];

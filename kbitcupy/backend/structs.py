@@ -144,7 +144,7 @@ class Table:
     Examples
     --------
     >>> print(Table("PRIMES", lambda: np.array([2, 3, 5], np.uint32)).text)
-    static __device__ const unsigned PRIMES[3] = {2, 3, 5};
+    static __device__ __align__(16) const unsigned PRIMES[3] = {2, 3, 5};
     """
 
     __slots__ = ("_make", "name")
@@ -156,7 +156,8 @@ class Table:
     def text(self) -> str:
         """The definition in C++."""
         numbers = self._make()
-        return f"static __device__ const unsigned {self.name}[{numbers.size}] = {{{', '.join(map(str, numbers))}}};"
+        named = f"static __device__ __align__(16) const unsigned {self.name}[{numbers.size}]"
+        return f"{named} = {{{', '.join(map(str, numbers))}}};"
 
     def __repr__(self) -> str:
         return f"Table({self.name!r})"

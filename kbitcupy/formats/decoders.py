@@ -144,7 +144,7 @@ def dequantize(decoder: Decoder, planes: Mapping[str, Any], shape: tuple[int, ..
         return
     kernel = _kernel("dequantize_blocks", decoder, out.dtype)
     arguments = out.data.ptr, members, decoder.argument(planes, shape, members)
-    octets = SHARED.UNITS_TOGETHER if decoder.together else SHARED.UNITS
+    octets = SHARED.UNITS_TOGETHER if decoder.together and out.itemsize == 2 else SHARED.UNITS
     spans, resident = -(-out.size // members // (8 * octets * _THREADS)), kernel.ready(out.data.device_id).resident
     width = grid_of(spans, max(resident // members, 1), kernel.rounds)
     kernel.launch(out, (width, min(members, _MOST_MEMBERS)), arguments)
@@ -286,5 +286,5 @@ def _shared_kernel(name: str, about: tuple[Any, ...], dtype: np.dtype, table_byt
     template = _template(name, *about)
     (struct,), declared = about[2:]
     alone = table_bytes == 8 and not declared
-    rounds = 1 if alone or name == "linear_blocks" else 2 if 8 < table_bytes < 1024 else 4
+    rounds = 1 if alone or name == "linear_blocks" else 2 if table_bytes < 1024 else 4
     return Kernel(template, (CXX_TYPES[dtype.name], struct), _THREADS, 0, rounds, signatures[name])

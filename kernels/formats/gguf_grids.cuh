@@ -74,7 +74,7 @@ struct IQ2_XXS : Grid<IQ2_XXS, 256> {
     struct Raw {
         unsigned d, word[2];
     };
-    __device__ __forceinline__ static unsigned entry(int i) { return IQ2_XXS_GRID[i]; }
+    __device__ __forceinline__ static const unsigned* entries() { return IQ2_XXS_GRID; }
 
     __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
         Raw raw;
@@ -94,7 +94,7 @@ struct IQ2_XS : Grid<IQ2_XS, 512> {
     struct Raw {
         unsigned d, q, scales;
     };
-    __device__ __forceinline__ static unsigned entry(int i) { return IQ2_XS_GRID[i]; }
+    __device__ __forceinline__ static const unsigned* entries() { return IQ2_XS_GRID; }
 
     __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
         return {
@@ -113,7 +113,7 @@ struct IQ2_S : Grid<IQ2_S, 1024> {
     struct Raw {
         unsigned d, low, signs, high, scales;
     };
-    __device__ __forceinline__ static unsigned entry(int i) { return IQ2_S_GRID[i]; }
+    __device__ __forceinline__ static const unsigned* entries() { return IQ2_S_GRID; }
 
     __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
         return {
@@ -143,7 +143,7 @@ struct IQ3_XXS : Grid<IQ3_XXS, 128> {
     struct Raw {
         unsigned d, both, word[1];
     };
-    __device__ __forceinline__ static unsigned entry(int i) { return IQ3_XXS_GRID[i]; }
+    __device__ __forceinline__ static const unsigned* entries() { return IQ3_XXS_GRID; }
 
     __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
         Raw raw;
@@ -165,7 +165,7 @@ struct IQ3_S : Grid<IQ3_S, 256> {
     struct Raw {
         unsigned d, both, high, signs, scales;
     };
-    __device__ __forceinline__ static unsigned entry(int i) { return IQ3_S_GRID[i]; }
+    __device__ __forceinline__ static const unsigned* entries() { return IQ3_S_GRID; }
 
     __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
         return {
@@ -198,7 +198,7 @@ struct IQ1_S : Grid<IQ1_S, 2048> {
     struct Raw {
         unsigned d, low, more;
     };
-    __device__ __forceinline__ static unsigned entry(int i) { return IQ1_GRID[i]; }
+    __device__ __forceinline__ static const unsigned* entries() { return IQ1_GRID; }
 
     __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
         return {
@@ -217,7 +217,7 @@ struct IQ1_M : Grid<IQ1_M, 2048> {
     struct Raw {
         unsigned low, more, word[2];
     };
-    __device__ __forceinline__ static unsigned entry(int i) { return IQ1_GRID[i]; }
+    __device__ __forceinline__ static const unsigned* entries() { return IQ1_GRID; }
 
     __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
         Raw raw;

@@ -21,7 +21,7 @@
 //
 // A table that is the same for all arrays of the format does not come with each of them:
 //
-//     static unsigned entry(int i)                                 the bits of number i of TABLE
+//     static const unsigned* entries()                             the bits of TABLE numbers, at a multiple of 16 bytes
 #pragma once
 #include "common/scalar.cuh"
 
@@ -43,13 +43,13 @@ struct Planes {
     }
 };
 
-// Whether F has an `entry`.
+// Whether F has `entries`.
 template <typename F, typename = void>
 struct Fixed {
     static constexpr bool TABLE = false;
 };
 template <typename F>
-struct Fixed<F, decltype(void(F::entry(0)))> {
+struct Fixed<F, decltype(void(F::entries()))> {
     static constexpr bool TABLE = true;
 };
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ Planes as_whole(Planes planes) {
 // Number i of the table of an array.
 template <typename F>
 __device__ __forceinline__ float number_of(const Argument<F>& argument, int i) {
-    if constexpr (Fixed<F>::TABLE) return __uint_as_float(F::entry(i));
+    if constexpr (Fixed<F>::TABLE) return __uint_as_float(F::entries()[i]);
     else return i < argument.value_count ? argument.values[i] : argument.table[i];
 }
 

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 from host import compiled as host
-from inputs import bits_for
+from inputs import bits_for, same_values
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import source
@@ -18,16 +18,23 @@ SOURCE = """
 template <typename A>
 const A& given(const void* bytes) {{ return *static_cast<const A*>(bytes); }}
 using F = {struct};
-extern "C" void dequantize_blocks(unsigned width, unsigned height, float* y, long long members, const void* argument) {{
-    launch(width, height, THREADS, [&] {{ dequantize_blocks<float, F>(y, members, given<Argument<F>>(argument)); }});
+template <typename T>
+void dequantize(unsigned width, unsigned height, T* y, long long members, const void* argument) {{
+    launch(width, height, THREADS, [&] {{ dequantize_blocks<T, F>(y, members, given<Argument<F>>(argument)); }});
 }}
-extern "C" void take_blocks(
+extern "C" void dequantize_blocks_float32(unsigned w, unsigned h, float* y, long long members, const void* argument) {{
+    dequantize(w, h, y, members, argument);
+}}
+extern "C" void dequantize_blocks_float16(unsigned w, unsigned h, Half* y, long long members, const void* argument) {{
+    dequantize(w, h, y, members, argument);
+}}
+extern "C" void take_blocks_float32(
     unsigned width, unsigned, float* y, const void* ids, const void* rows, const void* argument) {{
     launch(width, 1, THREADS, [&] {{
         take_blocks<float, F>(y, ids, given<Rows>(rows), given<Argument<F>>(argument));
     }});
 }}
-extern "C" void linear_blocks(
+extern "C" void linear_blocks_float32(
     unsigned width, unsigned, const float* x, const float* bias, float* y, long long tokens, long long rows,
     long long columns, const void* argument) {{
     launch(width, 1, THREADS, [&] {{
@@ -56,12 +63,11 @@ class HostKernel:
     fault = ("", "")  # what the text of the kernels has, and what it becomes
 
     def __init__(self, name, decoder, dtype):
-        assert dtype == np.float32
         (template,) = decoders.templates(decoder.header, decoder.struct, kernels=(name,), declared=decoder.declared)
         kernels = source(template)
         assert self.fault[0] in kernels
         library = host.build(SOURCE.format(kernels=kernels.replace(*self.fault), struct=decoder.struct))
-        self._run = getattr(library, name)
+        self._run = getattr(library, f"{name}_{dtype.name}")
 
     def ready(self, device):
         return types.SimpleNamespace(resident=2)
@@ -107,15 +113,17 @@ def stack_of(format, shape, members, seed):
     ("shape", "members"), [((45,), 1), ((3, 4096), 1), ((7, 96), 5), ((33,), 3), ((2, 2112), 2), ((3, 8192), 2)]
 )
 @pytest.mark.parametrize("shift", [0, 1])
-def test_all_elements(on_host, text, shape, members, shift):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_all_elements(on_host, text, shape, members, shift, dtype):
     format = kb.get_format(text)
     if not host.fits(format, shape):
         return
     planes, expected = stack_of(format, shape, members, 0)
-    memory = np.full(expected.size + shift + 8, np.float32(7))
-    out = memory[shift : shift + expected.size].view(OnDevice)  # it may begin at any float
+    memory = np.full(expected.size + shift + 8, 7, dtype)
+    out = memory[shift : shift + expected.size].view(OnDevice)  # it may begin at any element
     decoders.dequantize(format.decoder, planes, shape, out, members)
-    assert host.different(expected.reshape(-1), np.asarray(out)) == 0
+    with np.errstate(over="ignore"):
+        assert same_values(np.asarray(out), expected.reshape(-1).astype(dtype))
     assert (memory[shift + expected.size :] == 7).all() and (memory[:shift] == 7).all()
 
 
@@ -194,7 +202,7 @@ FAULTS = [
 def test_a_planted_fault_is_found(on_host, monkeypatch, test, shape, right, wrong):
     monkeypatch.setattr(HostKernel, "fault", (right, wrong))
     if test is test_all_elements:
-        arguments = (*shape, 0)
+        arguments = (*shape, 0, "float32")
     else:
         arguments = (np.int32, *shape) if test is test_rows else shape
     with pytest.raises(AssertionError, match=r"assert"):

@@ -258,7 +258,7 @@ SHARED_FAULTS = [
     ("int8:granularity=token", "planes.cuh", "first + b < end", "first + b <= end"),
     ("q4_k", "gguf_fields.cuh", "0x7440u + i", "0x7440u"),
     ("q4_k", "gguf_fields.cuh", "from[1] << 8", "from[1] << 7"),
-    ("iq2_xs", "planes.cuh", "F::entry(i)", "F::entry(i / 2 * 2)"),
+    ("iq2_xs", "planes.cuh", "F::entries()[i]", "F::entries()[i / 2 * 2]"),
 ]
 
 

@@ -65,6 +65,10 @@ struct Word<Short<BRAIN>> {
         return one;
     }
     static float get(unsigned word, int i) { return to_float(element(word, i)); }
+    static unsigned pack(const float* v) {
+        static_assert(!BRAIN, "no kernel that runs here writes bfloat16");
+        return __float2half_rn(v[0]).bits | static_cast<unsigned>(__float2half_rn(v[1]).bits) << 16;
+    }
 };
 
 inline int warp_number() { return static_cast<int>(threadIdx.x) / WARP; }
