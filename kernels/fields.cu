@@ -4,13 +4,13 @@
 //     blocks   |d|  qs  |d|  qs  |d|  qs  |...        planes   |d|d|d|...   |  qs  |  qs  |  qs  |...
 //
 // A thread block moves a tile of blocks through shared memory, in which the blocks lie as in global memory, as far
-// behind a multiple of 16 bytes as there. Planes are read and written in whole vectors of 16 bytes, each by one thread,
-// which has several under way, of whatever field: of a field of whole vectors one is a run of bytes of one block, else
-// it is of several blocks, a word, a half word or a byte at a time.
+// behind a multiple of 16 bytes as there. Planes are read and written in whole vectors of 16 bytes, each by one thread:
+// of a field of whole vectors one is a run of bytes of one block, else it is of several blocks, a word, a half word or
+// a byte at a time. All tiles are alike, so a thread finds out once which vectors are its own, and goes through tiles.
 #include "common/types.cuh"
 
 // Of the host (kbitcupy/formats/fields.py), ahead of this source: THREADS, TILE_BYTES, MAX_FIELDS and struct
-// BlockFields. Tiles are multiples of 16 blocks, so that they are whole vectors of every plane.
+// BlockFields. A tile is whole vectors of every plane, and all tiles begin at the same byte of a vector.
 constexpr int VECTOR = sizeof(uint4);
 // Vectors that a thread has under way.
 constexpr int HELD = TILE_BYTES / VECTOR / THREADS;
@@ -118,9 +118,14 @@ struct Span {
     int first, last;  // vectors that are all ours: from `first` on, up to the one before `last`
 };
 
+// Bytes between the multiple of 16 that is not behind an address, and the address.
+__device__ __forceinline__ int bytes_ahead(const unsigned char* raw) {
+    return static_cast<int>(reinterpret_cast<unsigned long long>(raw) % VECTOR);
+}
+
 __device__ __forceinline__ Span span_of(unsigned char* raw, int bytes) {
     Span span;
-    span.ahead = static_cast<int>(reinterpret_cast<unsigned long long>(raw) % VECTOR);
+    span.ahead = bytes_ahead(raw);
     span.vectors = reinterpret_cast<uint4*>(raw - span.ahead);
     span.end = span.ahead + bytes;
     span.first = span.ahead == 0 ? 0 : 1;
@@ -159,47 +164,50 @@ __device__ __forceinline__ void store(Staged& staged, const Span& span) {
 
 // ---- vectors of planes -------------------------------------------------------------------------------------------
 
-// 16 bytes of a plane, and where they lie in the tile.
+// 16 bytes of a plane, and where they lie in a tile.
 struct Piece {
     int field;  // which
-    int size;   // bytes that a block has of it
     int byte;   // of the tile's part of the plane, at which the vector begins
-    int count;  // bytes of the vector that are there: less than 16 at the end of a plane; none or less behind it
-    int from;   // of the field, at which it begins
-    int at;     // byte of shared memory
+    int size;   // bytes that a block has of the field
+    int from;   // of which the vector begins at this one
+    int at;     // byte of shared memory; -1 for no vector
+    int unit;   // 16 bytes or less that lie side by side in every block, at a multiple of themselves
+    int split;  // see `BlockFields`
 };
 
-// Vector i of a tile of so many blocks that begins at byte `ahead` of shared memory.
-__device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, int blocks, int ahead) {
+// Vector i of a tile that begins at byte `ahead` of shared memory.
+__device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, int ahead) {
     Piece piece;
     piece.field = 0;
 #pragma unroll
-    for (int f = 1; f < MAX_FIELDS; ++f) piece.field += i >= fields.start[f];
+    for (int f = 1; f < MAX_FIELDS; ++f) piece.field += i >= fields.start[f] && f < fields.count;
     piece.size = fields.size[piece.field];
     piece.byte = (i - fields.start[piece.field]) * VECTOR;
-    piece.count = min(blocks * piece.size - piece.byte, VECTOR);
     // The quotient of a number under 2^14 and the size.
     const unsigned long long product = 1ull * static_cast<unsigned>(piece.byte) * fields.reciprocal[piece.field];
-    const int block = static_cast<int>(product >> 24);
+    const int block = static_cast<int>(product >> 24), offset = fields.offset[piece.field];
     piece.from = piece.byte - block * piece.size;
-    piece.at = ahead + block * fields.block + fields.offset[piece.field] + piece.from;
+    piece.at = i < fields.vectors ? ahead + block * fields.block + offset + piece.from : -1;
+    const int bits = fields.block | offset | piece.size | ahead;
+    piece.unit = bits % VECTOR == 0 ? VECTOR : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+    piece.split = fields.split[piece.field];
     return piece;
 }
 
-// Of how many bytes that lie side by side in every block, at a multiple of themselves, a field consists: 16 or less.
-__device__ __forceinline__ int unit_of(const BlockFields& fields, const Piece& piece, int ahead) {
-    const int bits = fields.block | fields.offset[piece.field] | piece.size | ahead;
-    return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+// How many bytes of the vector are there in a tile of so many blocks: 16 but for the end of a plane, none behind it.
+__device__ __forceinline__ int bytes_of(const Piece& piece, int blocks) {
+    return piece.at < 0 ? 0 : max(min(blocks * piece.size - piece.byte, VECTOR), 0);
 }
 
-// The vector from shared memory, of a field that is not whole vectors: A is an unsigned integer of a unit.
+// The first `count` bytes of a vector from shared memory, of a field that is not whole vectors: A is an unsigned
+// integer of a unit, and `gap` how far apart the fields of two blocks are.
 template <typename A>
-__device__ __forceinline__ uint4 gather(Staged& staged, const Piece& piece, int gap) {
+__device__ __forceinline__ uint4 gather(Staged& staged, const Piece& piece, int gap, int count) {
     unsigned w[4] = {0, 0, 0, 0};
     int at = piece.at, from = piece.from;
 #pragma unroll
     for (int b = 0; b < VECTOR; b += sizeof(A)) {
-        if (b < piece.count) {
+        if (b < count) {
             const unsigned unit = *reinterpret_cast<const A*>(staged.bytes() + at);
             w[b / 4] |= unit << b % 4 * 8;
         }
@@ -211,21 +219,66 @@ __device__ __forceinline__ uint4 gather(Staged& staged, const Piece& piece, int 
 
 // The inverse.
 template <typename A>
-__device__ __forceinline__ void scatter(Staged& staged, const Piece& piece, int gap, uint4 v) {
+__device__ __forceinline__ void scatter(Staged& staged, const Piece& piece, int gap, int count, uint4 v) {
     const unsigned w[4] = {v.x, v.y, v.z, v.w};
     int at = piece.at, from = piece.from;
 #pragma unroll
     for (int b = 0; b < VECTOR; b += sizeof(A)) {
-        if (b < piece.count) *reinterpret_cast<A*>(staged.bytes() + at) = static_cast<A>(w[b / 4] >> b % 4 * 8);
+        if (b < count) *reinterpret_cast<A*>(staged.bytes() + at) = static_cast<A>(w[b / 4] >> b % 4 * 8);
         at += sizeof(A), from += sizeof(A);
         if (from == piece.size) from = 0, at += gap;
     }
 }
 
-// Where the vector lies in global memory; the tile's first block is number `first`.
-__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece, long long first) {
-    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + first * piece.size + piece.byte;
+// A vector of a plane from shared memory.
+__device__ __forceinline__ uint4 take(Staged& staged, const Piece& piece, int block, int count) {
+    if (piece.size % VECTOR == 0) {
+        const uint4 v = cut(staged, piece.at);
+        return piece.split ? to_neighbours(v, piece.split) : v;
+    }
+    const int gap = block - piece.size;
+    return piece.unit == 4   ? gather<unsigned>(staged, piece, gap, count)
+           : piece.unit == 2 ? gather<unsigned short>(staged, piece, gap, count)
+                             : gather<unsigned char>(staged, piece, gap, count);
 }
+
+// The inverse.
+__device__ __forceinline__ void give(Staged& staged, const Piece& piece, int block, int count, uint4 v) {
+    if (piece.size % VECTOR == 0) {
+        put(staged, piece.at, piece.unit, piece.split ? to_split(v, piece.split) : v);
+        return;
+    }
+    const int gap = block - piece.size;
+    if (piece.unit == 4) scatter<unsigned>(staged, piece, gap, count, v);
+    else if (piece.unit == 2) scatter<unsigned short>(staged, piece, gap, count, v);
+    else scatter<unsigned char>(staged, piece, gap, count, v);
+}
+
+// Where a vector of a tile lies in global memory.
+__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece, long long tile) {
+    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + tile * fields.tile * piece.size + piece.byte;
+}
+
+// The vectors of a thread: what they are, where in global memory they lie for the next tile, and how far it is from
+// there to the one after that.
+struct Share {
+    Piece piece[HELD];
+    unsigned char* pointer[HELD];
+    int step[HELD];
+
+    __device__ __forceinline__ Share(const BlockFields& fields, int ahead) {
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) {
+            piece[k] = piece_of(fields, static_cast<int>(threadIdx.x) + k * THREADS, ahead);
+            pointer[k] = address_of(fields, piece[k], blockIdx.x);
+            step[k] = static_cast<int>(gridDim.x) * fields.tile * piece[k].size;
+        }
+    }
+    __device__ __forceinline__ void advance() {
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) pointer[k] += step[k];
+    }
+};
 
 // The first `count` of 16 bytes at any address, the others are 0. Few are not whole and aligned: they take little code.
 __device__ __forceinline__ uint4 load_vector(const unsigned char* from, int count) {
@@ -259,30 +312,28 @@ __device__ __forceinline__ void store_vector(unsigned char* to, int count, uint4
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     split_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
     __shared__ Staged staged;
-    for (long long first = (long long)blockIdx.x * fields.tile; first < blocks;
-         first += (long long)gridDim.x * fields.tile) {
-        const int count = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
-        const Span span = span_of(raw + first * fields.block, count * fields.block);
-        load(staged, span);
+    const long long tiles = blocks / fields.tile;
+    const int bytes = fields.tile * fields.block, ahead = bytes_ahead(raw);
+    Share share(fields, ahead);
+    long long tile = blockIdx.x;
+    for (; tile < tiles; tile += gridDim.x, share.advance()) {
+        load(staged, span_of(raw + tile * bytes, bytes));
         __syncthreads();
+#pragma unroll
+        for (int k = 0; k < HELD; ++k)
+            if (share.piece[k].at >= 0)
+                __stcs(reinterpret_cast<uint4*>(share.pointer[k]), take(staged, share.piece[k], fields.block, VECTOR));
+        __syncthreads();
+    }
+    const int rest = static_cast<int>(blocks - tiles * fields.tile);
+    if (tile > tiles || rest == 0) return;
+    load(staged, span_of(raw + tile * bytes, rest * fields.block));
+    __syncthreads();
 #pragma unroll 1
-        for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
-            const Piece piece = piece_of(fields, i, count, span.ahead);
-            if (piece.count <= 0) continue;
-            uint4 v;
-            if (piece.size % VECTOR == 0) {
-                v = cut(staged, piece.at);
-                const int split = fields.split[piece.field];
-                if (split) v = to_neighbours(v, split);
-            } else {
-                const int gap = fields.block - piece.size, unit = unit_of(fields, piece, span.ahead);
-                v = unit == 4   ? gather<unsigned>(staged, piece, gap)
-                    : unit == 2 ? gather<unsigned short>(staged, piece, gap)
-                                : gather<unsigned char>(staged, piece, gap);
-            }
-            store_vector(address_of(fields, piece, first), piece.count, v);
-        }
-        __syncthreads();
+    for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
+        const Piece piece = piece_of(fields, i, ahead);
+        const int count = bytes_of(piece, rest);
+        if (count > 0) store_vector(address_of(fields, piece, tile), count, take(staged, piece, fields.block, count));
     }
 }
 
@@ -290,37 +341,30 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     join_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
     __shared__ Staged staged;
-    for (long long first = (long long)blockIdx.x * fields.tile; first < blocks;
-         first += (long long)gridDim.x * fields.tile) {
-        const int count = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
-        const Span span = span_of(raw + first * fields.block, count * fields.block);
+    const long long tiles = blocks / fields.tile;
+    const int bytes = fields.tile * fields.block, ahead = bytes_ahead(raw);
+    Share share(fields, ahead);
+    long long tile = blockIdx.x;
+    for (; tile < tiles; tile += gridDim.x, share.advance()) {
         uint4 v[HELD];
 #pragma unroll
-        for (int k = 0; k < HELD; ++k) {
-            const int i = static_cast<int>(threadIdx.x) + k * THREADS;
-            if (i >= fields.vectors) continue;
-            const Piece piece = piece_of(fields, i, count, span.ahead);
-            if (piece.count > 0) v[k] = load_vector(address_of(fields, piece, first), piece.count);
-        }
-#pragma unroll 1
-        for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
-            const Piece piece = piece_of(fields, i, count, span.ahead);
-            const uint4 now = v[0];
+        for (int k = 0; k < HELD; ++k)
+            if (share.piece[k].at >= 0) v[k] = load_vector(share.pointer[k], VECTOR);
 #pragma unroll
-            for (int k = 1; k < HELD; ++k) v[k - 1] = v[k];  // the loop is not unrolled: its code is long
-            if (piece.count <= 0) continue;
-            const int gap = fields.block - piece.size, unit = unit_of(fields, piece, span.ahead);
-            if (piece.size % VECTOR == 0) {
-                const int split = fields.split[piece.field];
-                put(staged, piece.at, unit, split ? to_split(now, split) : now);
-                continue;
-            }
-            if (unit == 4) scatter<unsigned>(staged, piece, gap, now);
-            else if (unit == 2) scatter<unsigned short>(staged, piece, gap, now);
-            else scatter<unsigned char>(staged, piece, gap, now);
-        }
+        for (int k = 0; k < HELD; ++k)
+            if (share.piece[k].at >= 0) give(staged, share.piece[k], fields.block, VECTOR, v[k]);
         __syncthreads();
-        store(staged, span);
+        store(staged, span_of(raw + tile * bytes, bytes));
         __syncthreads();
     }
+    const int rest = static_cast<int>(blocks - tiles * fields.tile);
+    if (tile > tiles || rest == 0) return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
+        const Piece piece = piece_of(fields, i, ahead);
+        const int count = bytes_of(piece, rest);
+        if (count > 0) give(staged, piece, fields.block, count, load_vector(address_of(fields, piece, tile), count));
+    }
+    __syncthreads();
+    store(staged, span_of(raw + tile * bytes, rest * fields.block));
 }

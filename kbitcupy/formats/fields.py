@@ -8,6 +8,7 @@ fields of some blocks through shared memory, so that both sides are read and wri
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -147,9 +148,9 @@ def _to_split(codes: np.ndarray, split: int) -> np.ndarray:
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
-_SIZES = Constants(THREADS=256, BLOCKS=5, TILE_BYTES=1 << 14, MAX_FIELDS=MAX_FIELDS)
+_SIZES = Constants(THREADS=256, BLOCKS=4, TILE_BYTES=1 << 12, MAX_FIELDS=MAX_FIELDS)
 #: Planes; where their fields begin in a block, how many bytes they have, runs of split codes; the first of the tile's
-#: vectors that is of the plane, 2^24 / size, rounded up; bytes of a block, blocks of a tile, its vectors.
+#: vectors that is of the plane, 2^24 / size, rounded up; bytes of a block, blocks of a tile, its vectors, fields.
 FIELDS = Struct(
     "BlockFields",
     plane=("u8", MAX_FIELDS),
@@ -161,10 +162,9 @@ FIELDS = Struct(
     block="i4",
     tile="i4",
     vectors="i4",
+    count="i4",
 )
 _POINTERS = struct.Struct(f"={MAX_FIELDS}Q")
-# Tiles are multiples of so many blocks: then they are whole vectors of every plane.
-_STEP = 16
 
 
 @functools.cache
@@ -174,14 +174,15 @@ def _kernel(name: str) -> Kernel:
 
 @functools.cache
 def _tile(fields: tuple[Field, ...]) -> int:
-    """Blocks of a tile."""
-    most = int(_SIZES.TILE_BYTES) // _STEP
-    if block_bytes(fields) > most or len(fields) > MAX_FIELDS:
+    """Blocks of a tile: it is whole vectors of every plane, and so begins at the same byte of a vector as the first."""
+    step = 16 // math.gcd(16, *(field.nbytes for field in fields))
+    most, nbytes = int(_SIZES.TILE_BYTES) // step, block_bytes(fields)
+    if nbytes > most or len(fields) > MAX_FIELDS:
         raise FormatError(
-            f"blocks have {block_bytes(fields)} bytes in {len(fields)} fields; on a GPU those up to {most} bytes in "
-            f"{MAX_FIELDS} fields become planes: call .get() first"
+            f"blocks have {nbytes} bytes in {len(fields)} fields; on a GPU such ones become planes up to {most} bytes "
+            f"and {MAX_FIELDS} fields: call .get() first"
         )
-    return most // block_bytes(fields) * _STEP
+    return most // nbytes * step
 
 
 @functools.cache
@@ -192,17 +193,17 @@ def _described(fields: tuple[Field, ...]) -> bytes:
     described["offset"][used] = [sum(sizes[:i]) for i in range(len(fields))]
     described["size"][used] = sizes
     described["split"][used] = [field.split for field in fields]
-    described["start"] = tile * sum(sizes) // 16  # behind all vectors, where there is no such field
     described["start"][used] = [tile * sum(sizes[:i]) // 16 for i in range(len(fields))]
     described["reciprocal"][used] = [-(-(1 << 24) // size) for size in sizes]
-    described["block"], described["tile"], described["vectors"] = sum(sizes), tile, tile * sum(sizes) // 16
+    described["block"], described["tile"], described["count"] = sum(sizes), tile, len(fields)
+    described["vectors"] = tile * sum(sizes) // 16
     return described.tobytes()[_POINTERS.size :]
 
 
 def _launch(name: str, fields: tuple[Field, ...], blocks: Any, count: int, planes: Mapping[str, Any]) -> None:
     addresses = [planes[field.name].data.ptr for field in fields]
     packed = _POINTERS.pack(*addresses, *(0,) * (MAX_FIELDS - len(fields))) + _described(fields)
-    _kernel(name)(blocks, -(-count // _tile(fields)), (blocks.data.ptr, count, packed))
+    _kernel(name)(blocks, -(-count // _tile(fields)), (blocks.data.ptr, count, packed), waves=1)
 
 
 _TEMPLATES = {name: Template("fields.cu", name, structs=(_SIZES, FIELDS)) for name in ("split_fields", "join_fields")}
