@@ -345,7 +345,7 @@ def _offset(offset: Any) -> int:
 
 
 def _cut(raw: Any, lengths: tuple[int, ...], format: Any, offset: Any) -> Any:
-    """The blocks of an array from byte `offset` on, flat and contiguous."""
+    """The blocks of an array from byte `offset` on, contiguous."""
     count = math.prod(lengths) // format.block
     start, nbytes = _offset(offset), count * format.block_bytes
     if start + nbytes > raw.size:
@@ -353,6 +353,8 @@ def _cut(raw: Any, lengths: tuple[int, ...], format: Any, offset: Any) -> Any:
             f"raw holds {raw.size} bytes; an array of shape {lengths} in {format} has {count} blocks of "
             f"{format.block_bytes} bytes, which end at byte {start + nbytes}"
         )
+    if nbytes == raw.size and raw.flags.c_contiguous:
+        return raw
     with _xp.on_device_of(raw):
         return _xp.contiguous(raw).reshape(-1)[start : start + nbytes]
 
