@@ -4,6 +4,9 @@ Whatever the bytes are, a file is read, or refused with an error of kbitcupy's o
 data is read. `python tests/fuzz_gguf.py [cases] [seed]` runs any number; the test suite runs some.
 """
 
+import contextlib
+import io
+import os
 import random
 import signal
 import sys
@@ -16,6 +19,7 @@ import numpy as np
 from gguf_files import header, info, key, text
 
 import kbitcupy as kb
+from kbitcupy.cli import main
 from kbitcupy.errors import FileError, KbitError
 from kbitcupy.io import gguf as files
 
@@ -159,6 +163,21 @@ def check(path):
     return "read"
 
 
+def convert(path, draw):
+    """Run a command on a file: it writes another that is read, or says in a line why not and leaves nothing."""
+    out = path.with_name("out" + draw.choice((".gguf", ".safetensors")))
+    words = draw.choice((["dequantize"], ["quantize", "--format", "q8_0", "--min-size", "1"], ["inspect"]))
+    words = [*words, str(path), *(["-o", str(out), "--device", "cpu"] if words != ["inspect"] else [])]
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        status = main(words)
+    lines = [line for line in errors.getvalue().split("\n")[:-1] if not line.startswith("kbit: note: ")]
+    assert status in (0, 1) and len(lines) == status, errors.getvalue()
+    if status == 0 and words[0] != "inspect":
+        assert set(kb.io.load(out)) <= set(kb.io.load(path)), words
+        out.unlink()
+
+
 def run(count, seed=0):
     """Run `count` cases; returns outcomes, the slowest case in seconds, and descriptions of failures."""
     outcomes, slowest, failures = Counter(), 0.0, []
@@ -170,10 +189,16 @@ def run(count, seed=0):
             began = time.process_time()
             try:
                 outcomes[check(path)] += 1
+                if draw.random() < 0.1:
+                    convert(path, draw)
             except Exception as error:
                 failures.append(f"case {number} of seed {seed}: {type(error).__name__}: {str(error)[:300]}")
             slowest = max(slowest, time.process_time() - began)
             path.unlink()
+            if os.listdir(folder):
+                failures.append(f"case {number} of seed {seed} left {os.listdir(folder)}")
+                for left in Path(folder).iterdir():
+                    left.unlink()
     return outcomes, slowest, failures
 
 
