@@ -264,9 +264,10 @@ class BlockFormat(Format):
         if importance is not None:
             columns = x.shape[-1]
             rows = x.size // columns
-            means: Any = 0
+            means = 0
             if quantizer.means:
-                means = namespace(x).empty(rows, np.float32)
+                room = namespace(x).cuda.alloc(4 * rows)  # goes back to the stream's pool behind the launches
+                means = room.ptr
                 _means_kernel(quantizer, x.dtype)(x, -(-rows // _MEAN_ROWS), (x, rows, columns, means))
             arguments += importance, means, columns // self.block, rows // (importance.size // columns)
         _kernel(quantizer, x.dtype)(x, -(-blocks // quantizer.blocks), arguments)
