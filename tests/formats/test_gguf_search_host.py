@@ -91,7 +91,7 @@ def expected(name, x, v=None):
 @pytest.mark.parametrize("name", SEARCHED)
 def test_the_same_bytes(name):
     """Of every kind of numbers, more blocks than two thread blocks take at a time."""
-    x = np.concatenate([numbers(kind, 768, seed=2) for kind in KINDS])
+    x = np.concatenate([numbers(kind, 1280, seed=2) for kind in KINDS])
     assert quantized(library(), name, x) == expected(name, x)
 
 
