@@ -548,6 +548,7 @@ class _Work:
         copied: dict[str, str] = {}
         converted: dict[str, int] = {}
         configs: dict[str, Any] = {}
+        places = {stored: number for number, stored in enumerate(reader.names)}
         small: list[str] = []  # what is stored of tensors that are compressed
         elements = changed = decoded = 0
         for name in names:
@@ -561,6 +562,7 @@ class _Work:
                 continue
             made, config = self._made(name)
             entries.update(made)
+            places.update(dict.fromkeys(made, places[next(iter(stored))]))
             converted[name] = sum(entry.nbytes for entry in stored.values())
             if config is not None:
                 configs[self._new_name(name)] = config
@@ -572,6 +574,8 @@ class _Work:
                     decoded += converted[name]
                 else:
                     small += made
+        if not self._order:  # what a tensor consists of need not lie side by side
+            entries = dict(sorted(entries.items(), key=lambda entry: places.get(entry[0], len(places))))
         return Job(
             reader,
             [file.reader for file in files],

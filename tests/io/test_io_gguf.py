@@ -536,6 +536,16 @@ def test_tensor_scales_are_applied(tmp_path, experts):
     q = loaded["b.weight"]
     expected = kb.gguf.dequantize(raw.reshape(2, 3, -1), "nvfp4") * scale.reshape(-1, 1, 1)
     assert np.array_equal(q.dequantize(), expected)
+    (tmp_path / "same.gguf").write_bytes(
+        header(
+            [key("general.architecture", 8, text("x"))]
+            + [key(f"general.{name}", 4, U32) for name in ("quantization_version", "file_type")],
+            [*infos, info("c", (8,), 0, 32 + -(-raw.nbytes // 32) * 32)],
+            scale.tobytes().ljust(32, b"\0") + raw.tobytes().ljust(-(-raw.nbytes // 32) * 32, b"\0") + BYTES[:32],
+        )
+    )
+    kb.io.quantize_file(tmp_path / "same.gguf", tmp_path / "again.gguf", "q8_0")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "same.gguf").read_bytes()
     kb.io.save(tmp_path / "b.gguf", loaded)
     again = kb.io.load(tmp_path / "b.gguf")["b.weight"]
     assert np.array_equal(again.dequantize(), expected)

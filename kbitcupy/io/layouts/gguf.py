@@ -10,6 +10,7 @@ Source: ggml, ``gguf.h``, and llama.cpp, ``llama.h`` (``llama_ftype``).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...errors import FileError, FormatError
 from ...formats.base import Format, get_format
 from ...formats.blocks import BlockFormat
 from ...formats.raw import RawPlanes
-from ..container import Entry, Reader
+from ..container import Entry, Reader, entry_of
 from ..gguf import BLOCKS, GGUF, SPLIT_KEYS, GgufReader, GgufValue, split_values
 from .base import Compressed, Layout
 
@@ -102,11 +103,10 @@ class GgufLayout(Layout):
                 f"tensor {name!r}: GGUF has no type for {format}; choose one of {', '.join(_shown())}, or another "
                 "layout; what is compressed already is restored by dequantize first"
             )
-        size = int(np.prod(shape, dtype=object))
-        found = {name: Entry(format.name, shape, size // format.block * format.block_bytes)}
+        found = {name: Entry(format.name, shape, math.prod(shape) // format.block * format.block_bytes)}
         if format.tensor_scale in planes:
             scale = planes[str(format.tensor_scale)]
-            found[_scale_name(name)] = Entry("float32", tuple(scale.shape), 4 * int(np.prod(scale.shape)))
+            found[_scale_name(name)] = entry_of(scale)
         return found
 
     def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
