@@ -21,10 +21,13 @@ from .gguf import kquants as kquants
 from .gguf import iq4 as iq4
 
 # isort: split
-from .gguf import ternary as ternary
+from .gguf.ternary import TQ1_0 as TQ1_0, TQ2_0 as TQ2_0
 
 # isort: split
 from .gguf import fp4 as fp4
 
 # isort: split
 from .gguf import grids as grids
+
+# isort: split
+from . import ternary as ternary

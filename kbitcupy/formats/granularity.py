@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..errors import FormatError
+from ..backend import xp as _xp
+from ..errors import DeviceError, FormatError
 
 Granularity = str | tuple[str, int]
 
@@ -202,3 +204,80 @@ def granularity_of(granularity: Any, block: Any) -> Granularity:
             f"granularity is {granularity!r} and block {block}, which means ('group', {block}): leave one of them away"
         )
     return groups
+
+
+def check_entries(values: Any, blocks: Blocks, beside: Any, kinds: str, argument: str) -> Any:
+    """An array of one number, or of one for each block in one of their shapes, beside the array `beside`; a single one
+    on the host may go with any array.
+
+    Raises
+    ------
+    FormatError
+        When it has another shape.
+    DeviceError
+        When it is an array on another device.
+    TypeError
+        When its dtype is none of these `kinds`; where "f" is one of them, bfloat16 is allowed too.
+    """
+    array = _xp.as_array(values, argument)
+    if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
+        raise TypeError(f"{argument} is {array.dtype}; it must hold {'numbers' if 'f' in kinds else 'integers'}")
+    if array.size != 1 and array.shape not in blocks.shapes:
+        hint = ": transpose it" if array.shape[::-1] in blocks.shapes else ""
+        raise FormatError(
+            f"{argument} has shape {array.shape}; this granularity needs shape {blocks.shape} (or that with a 1 behind "
+            f"it, or flat: ({blocks.count},)) or a single number{hint}"
+        )
+    if not _xp.same_device(array, beside) and not (isinstance(array, np.ndarray) and array.size == 1):
+        raise DeviceError(
+            f"{argument} is on {_xp.device_of(array)} and the data on {_xp.device_of(beside)}; move it with "
+            ".get() or cupy.asarray"
+        )
+    return array
+
+
+def check_host_scales(array: np.ndarray, dtype: np.dtype, argument: str = "scale") -> None:
+    """Check that no scale is negative or not finite.
+
+    Raises
+    ------
+    FormatError
+        When one is.
+    """
+    good = np.isfinite(array) & (array >= 0)
+    if not good.all():
+        raise FormatError(f"{argument} holds {array[~good][0]}; scales must be finite in {dtype} and not negative")
+
+
+# ---- NumPy: blocks in slabs ------------------------------------------------------------------------------------------
+
+# Elements that are worked on at a time: what is computed in between stays in the cache.
+_SLAB = 1 << 15
+
+
+def _slabs(shape: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
+    """Cuts of three axes, each of about _SLAB elements."""
+    outer, blocks, inner = shape
+    steps = (max(1, _SLAB // (blocks * inner)), max(1, min(blocks, _SLAB // inner)), min(inner, _SLAB))
+    for a in range(0, outer, steps[0]):
+        for b in range(0, blocks, steps[1]):
+            for c in range(0, inner, steps[2]):
+                yield slice(a, a + steps[0]), slice(b, b + steps[1]), slice(c, c + steps[2])
+
+
+def walk(
+    blocks: Blocks, arrays: tuple[np.ndarray, ...], per_block: tuple[Any, ...]
+) -> Iterator[tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]]:
+    """Views of the same elements of all arrays, and of their blocks' entries, that broadcast against them."""
+    with np.errstate(all="ignore"):
+        for part in blocks.parts if blocks.size else ():
+            views = [part.view(array) for array in arrays]
+            entries = [part.of_blocks(np.asarray(values)) for values in per_block]
+            for cut in _slabs(part.shape):
+                yield (
+                    tuple(view[cut] for view in views),
+                    tuple(
+                        e[tuple(c if n > 1 else slice(None) for c, n in zip(cut, e.shape, strict=True))]
+                        for e in entries
+                    ),
+                )

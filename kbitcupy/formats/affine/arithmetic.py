@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...backend import xp as _xp
-from ...errors import DeviceError, FormatError
-from ..granularity import Blocks
+from ...errors import FormatError
+from ..granularity import Blocks, check_entries, check_host_scales
 from . import cuda, numpy as host
 from .levels import INT32, SIGNED8, Levels, scalar
 
@@ -42,9 +42,7 @@ def check_scale(scale: Any, blocks: Blocks, beside: Any, dtype: np.dtype, argume
     array = _block_values(scale, blocks, beside, dtype, "fiu", argument)
     if _xp.is_cupy(array):
         return array
-    if not (np.isfinite(array) & (array >= 0)).all():
-        bad = array[~(np.isfinite(array) & (array >= 0))][0]
-        raise FormatError(f"{argument} holds {bad}; scales must be finite in {dtype} and not negative")
+    check_host_scales(array, dtype, argument)
     return float(array[0]) if array.size == 1 else array
 
 
@@ -84,20 +82,7 @@ def _fits(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype) -> bool:
 
 def _block_values(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype | None, kinds: str, argument: str) -> Any:
     """One number, or one for each block in their order, flat on the host; a single one there may go with any array."""
-    array = _xp.as_array(values, argument)
-    if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
-        raise TypeError(f"{argument} is {array.dtype}; it must hold {'numbers' if 'f' in kinds else 'integers'}")
-    if array.size != 1 and array.shape not in blocks.shapes:
-        hint = ": transpose it" if array.shape[::-1] in blocks.shapes else ""
-        raise FormatError(
-            f"{argument} has shape {array.shape}; this granularity needs shape {blocks.shape} (or that with a 1 behind "
-            f"it, or flat: ({blocks.count},)) or a single number{hint}"
-        )
-    if not _xp.same_device(array, beside) and not (isinstance(array, np.ndarray) and array.size == 1):
-        raise DeviceError(
-            f"{argument} is on {_xp.device_of(array)} and the data on {_xp.device_of(beside)}; move it with "
-            ".get() or cupy.asarray"
-        )
+    array = check_entries(values, blocks, beside, kinds, argument)
     if _xp.is_cupy(array):
         wanted = dtype or INT32
         if array.dtype == wanted and array.flags.c_contiguous:

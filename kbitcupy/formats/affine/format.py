@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import FormatError
-from ..base import Format, Integers, Magnitude, Plane, register
+from ..base import Integers, Magnitude, Plane, register
 from ..decoders import Decoder
-from ..granularity import Blocks, Granularity, blocks_of, granularity_of, stack_blocks
+from ..granular import Granular
+from ..granularity import Blocks, Granularity, blocks_of, granularity_of, stack_blocks, walk
 from . import cuda
 from .arithmetic import (
     check_percentile,
@@ -24,10 +25,10 @@ from .arithmetic import (
     quantize_dynamic,
 )
 from .levels import DOUBLE, SINGLE, check_levels
-from .numpy import bounds, factor, walk
+from .numpy import bounds, factor
 
 
-class Affine(Format):
+class Affine(Granular):
     """Integers of 8 or 4 bits with scales of any granularity.
 
     Parameters
@@ -86,6 +87,7 @@ class Affine(Format):
         if not isinstance(symmetric, bool):
             raise FormatError(f"symmetric is {symmetric!r}; allowed are True and False")
         low = -(1 << bits - 1) if signed else 0
+        self.pitch = 8 // bits
         self.levels = check_levels(low, low + (1 << bits) - 1, symmetric=symmetric)
         self.percentile = check_percentile(percentile)
 
@@ -102,30 +104,12 @@ class Affine(Format):
             raise FormatError("zero_point goes with scale and symmetric=False")
 
     def options(self) -> dict[str, Any]:
-        granularity = self.granularity
-        options = {
-            "granularity": granularity if isinstance(granularity, str) else list(granularity),
-            "symmetric": self.levels.symmetric,
-        }
+        options = {"granularity": self.granularity_option(), "symmetric": self.levels.symmetric}
         return options if self.percentile is None else {**options, "percentile": self.percentile}
 
-    def spelled(self) -> dict[str, Any]:
-        options = self.options()
-        if isinstance(self.granularity, str):
-            return options
-        kind, number = self.granularity
-        del options["granularity"]
-        return {"block": number, **options} if kind == "group" else {"granularity": f"{kind}:{number}", **options}
-
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
-        blocks = blocks_of(shape, self.granularity)
+        blocks, scope = blocks_of(shape, self.granularity), self.scope_of(shape)
         codes = "uint8" if self.bits == 4 or self.levels.qmin == 0 else "int8"
-        # Rows along axis 0 own scales, or all rows share them.
-        if self.granularity[0] == "channel":
-            own = self.granularity[1] in (0, -len(shape))
-        else:
-            own = self.granularity != "tensor" and len(shape) > 1
-        scope = "block" if own else "tensor"
         planes = {
             "codes": Plane(codes, (-(-blocks.size * self.bits // 8),)),
             "scale": Plane("float32", (blocks.count,), scope),
@@ -198,46 +182,11 @@ class Affine(Format):
     def magnitude(self) -> Magnitude:
         return Magnitude("scale", largest=float(1 << self.bits))  # of a code less its zero point
 
-    def keeps_blocks(self, shape: tuple[int, ...], new: tuple[int, ...], lead: int = 0, new_lead: int = 0) -> bool:
-        return self.layout_of(shape, lead) == self.layout_of(new, new_lead)
-
-    def layout_of(self, shape: tuple[int, ...], lead: int = 0) -> tuple[int, ...]:
-        """Equal where elements share scales in the same way (`Blocks.layout`), of stacks as well."""
-        blocks = stack_blocks(shape, self.granularity, lead)
-        if blocks is not None:
-            return blocks.layout
-        return *blocks_of(shape[lead:], self.granularity).layout, math.prod(shape[:lead])
-
-    def counted_from_end(self, ndim: int) -> Format:
-        if self.granularity[0] != "channel" or int(self.granularity[1]) <= 0:
-            return self  # the first axis of a member is told apart from that of the stack by the number of scales
-        return self._with(("channel", int(self.granularity[1]) - ndim))
-
-    def of_row(self, shape: tuple[int, ...]) -> Format:
-        granularity = self.granularity
-        if granularity == "token" and len(shape) == 1:
-            return self._with("tensor")
-        if granularity[0] != "channel":
-            return self
-        axis = int(granularity[1])
-        if axis in (0, -len(shape)):
-            return self._with("tensor")
-        return self if axis < 0 else self._with(("channel", axis - 1))
-
-    def _with(self, granularity: Granularity) -> Affine:
-        """The format under another granularity."""
+    def with_granularity(self, granularity: Granularity) -> Affine:
         return _of_granularity(self.name, granularity, self.levels.symmetric, self.percentile)
 
-    def rows_are_blocks(self, shape: tuple[int, ...]) -> bool:
-        if not shape or (len(shape) == 1 and self.granularity[0] == "group"):
-            return False
-        return math.prod(shape[1:]) * self.bits % 8 == 0
-
-    def why_not_blocks(self, shape: tuple[int, ...]) -> str:
-        if len(shape) == 1 and self.granularity[0] == "group":
-            return f"rows of shape () are not whole blocks: those are groups of {self.granularity[1]} elements"
-        codes = math.prod(shape[1:])
-        return f"rows of shape {shape[1:]} are not whole blocks: {codes} codes of {self.bits} bits are no whole bytes"
+    def why_not_whole(self, shape: tuple[int, ...]) -> str:
+        return f"{math.prod(shape[1:])} codes of {self.bits} bits are no whole bytes"
 
     @functools.cached_property
     def decoder(self) -> Decoder:

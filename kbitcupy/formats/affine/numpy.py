@@ -3,44 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from ..granularity import Blocks
+from ..granularity import Blocks, walk
 from .levels import ENDS, Levels, compute_dtype, reach_of
-
-# Elements that are worked on at a time: what is computed in between stays in the cache.
-_SLAB = 1 << 15
-
-
-def _slabs(shape: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
-    """Cuts of three axes, each of about _SLAB elements."""
-    outer, blocks, inner = shape
-    steps = (max(1, _SLAB // (blocks * inner)), max(1, min(blocks, _SLAB // inner)), min(inner, _SLAB))
-    for a in range(0, outer, steps[0]):
-        for b in range(0, blocks, steps[1]):
-            for c in range(0, inner, steps[2]):
-                yield slice(a, a + steps[0]), slice(b, b + steps[1]), slice(c, c + steps[2])
-
-
-def walk(
-    blocks: Blocks, arrays: tuple[np.ndarray, ...], per_block: tuple[Any, ...]
-) -> Iterator[tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]]:
-    """Views of the same elements of all arrays, and of their blocks' entries, that broadcast against them."""
-    with np.errstate(all="ignore"):
-        for part in blocks.parts if blocks.size else ():
-            views = [part.view(array) for array in arrays]
-            entries = [part.of_blocks(np.asarray(values)) for values in per_block]
-            for cut in _slabs(part.shape):
-                yield (
-                    tuple(view[cut] for view in views),
-                    tuple(
-                        e[tuple(c if n > 1 else slice(None) for c, n in zip(cut, e.shape, strict=True))]
-                        for e in entries
-                    ),
-                )
 
 
 def _divisor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..chunks import copy_bytes as copy_bytes, pack_fields as pack_fields, unpack_fields as unpack_fields
+
 
 def reciprocal(d: np.ndarray) -> np.ndarray:
     """1 / d, and 0 where d is 0."""
@@ -85,38 +87,3 @@ def scaled(q: np.ndarray, d: np.ndarray) -> np.ndarray:
     y = q.astype(np.float32)
     y *= d[:, None].astype(np.float32)
     return y
-
-
-def pack_fields(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Codes of so many bits as bytes: byte i of a run holds the elements i, i + run, i + 2 * run, ..., the first
-    in the lowest bits.
-
-    `codes` is uint8[blocks, block]; the result uint8[blocks, block * bits / 8].
-    """
-    parts = np.ascontiguousarray(codes).reshape(-1, 8 // bits, run).view(_run(run))[..., 0]
-    packed = np.ascontiguousarray(parts[:, 0]).view(np.uint8)
-    for i in range(1, 8 // bits):
-        packed |= np.ascontiguousarray(parts[:, i]).view(np.uint8) << np.uint8(bits * i)
-    return packed.reshape(len(codes), -1)
-
-
-def unpack_fields(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """The codes that `pack_fields` has packed, uint8[blocks, block]."""
-    flat = np.ascontiguousarray(packed.view(_run(packed.shape[1]))).view(np.uint8).reshape(-1)
-    codes = np.empty((flat.size // run, 8 // bits), _run(run))
-    for i in range(8 // bits):
-        part = flat >> np.uint8(bits * i)
-        part &= np.uint8((1 << bits) - 1)
-        codes[:, i] = part.view(codes.dtype)
-    return codes.view(np.uint8).reshape(len(packed), -1)
-
-
-def copy_bytes(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy bytes, uint8[rows, n], row by row."""
-    item = _run(source.shape[1])
-    target.view(item)[...] = source.view(item)
-
-
-def _run(nbytes: int) -> np.dtype:
-    """So many bytes as one item: copies of items are several times as fast as those of their bytes."""
-    return np.dtype({4: np.uint32, 8: np.uint64, 16: np.complex128}.get(nbytes) or (np.void, nbytes))

@@ -1,0 +1,350 @@
+"""The format ``ternary``: -1, 0 and 1 in 2 bits, with a scale for a tensor, row or group (BitNet b1.58).
+
+======  ==================  ============================================================================================
+plane   dtype, length       contents
+======  ==================  ============================================================================================
+codes   uint8,              of the flattened array, in blocks of 128: byte 32 b + m, bits 2 f and 2 f + 1: t + 1 of
+        32 ceil(n / 128)    element 128 b + 32 f + m; beyond the end t is 0
+scale   float32, one for    in C order of the blocks that share one
+        each tensor, row
+        or group
+======  ==================  ============================================================================================
+
+An element comes back as ``(code - 1) * scale``, one multiplication in float32. Code 3, which no quantizer writes, is 2.
+Subnormal numbers are kept everywhere; a float64 array goes through float32.
+
+Trits: with ``inv = fl(1 / scale)``, t is the sign of w where ``fl(|w| * inv) > 0.5``, else 0; that is ``clamp(rint(w *
+inv), -1, 1)``, halves to even. With ``rounding="away"`` halves go away from zero: ``>= 0.5``. NaN is 0, an infinity has
+the trit of its sign, and under a scale of 0 all trits are 0.
+
+Scales, where the call gives none, for the n elements of a block. NaN counts as 0 and an infinity as the largest finite
+float32; sums are in float64, their order is below.
+
+=======  ===============================================================================================================
+rule     scale
+=======  ===============================================================================================================
+absmean  ``max(fl(sum |w| / n), fl(eps))``, BitNet's; an array of no elements has the mean 0
+absmax   ``max |w|``: exact where an array has been ternary before, which absmean would shrink by its share of zeros
+fit      for weights that were never trained to be ternary: the mean of the ``|w|`` above ``fl(0.7 * mean |w|)``
+         (ternary weight networks), then three times that of the ``|w|`` above ``fl(scale / 2)``, each rounded to
+         float32; where none is above, the scale stays what it was, at first the mean
+=======  ===============================================================================================================
+
+Sums: the |w| of a block in its order, 256 at a time with zeros behind the last, each by the tree (i) + (i + half); of
+those sums number i is added to lane i % 1024 of 1024, one after the other, and the lanes by such a tree.
+
+The error of an element is at most ``max(scale / 2, |w| - scale)``, beside roundings.
+
+Sources: "The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits" (arXiv 2402.17764) and its code; ternary
+weight networks, arXiv 1605.04711. Codes lie as those of GGUF's ``tq2_0`` do.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import FormatError
+from .base import Magnitude, Plane, register
+from .chunks import CHUNK, pack_fields, unpack_fields
+from .granular import Granular
+from .granularity import Blocks, Granularity, blocks_of, check_entries, check_host_scales, granularity_of, walk
+
+#: Elements whose codes lie together, and how many neighbours have the same field of their bytes.
+BLOCK, RUN = 128, 32
+RULES = ("absmean", "absmax", "fit")
+#: Where fl(|w| * inv) is above, or not below, a half: |w| * inv, exactly, is above a half and half of what follows in
+#: float32, which goes to the even half; or not below what is rounded to a half.
+LIMITS = {"even": 0.5 + 2.0**-25, "away": 0.5 - 2.0**-26}
+
+# The order of sums: of how many numbers each comes first, and how many lanes add them up.
+_SUMMED, _LANES = 256, 1024
+# Elements of a slab: what is computed in between stays in the cache.
+_SLAB = 1 << 15
+_LARGEST = np.finfo(np.float32).max
+_SINGLE = np.dtype(np.float32)
+# Of ternary weight networks.
+_FIRST_THRESHOLD, _ROUNDS = np.float32(0.7), 3
+
+
+class Ternary(Granular):
+    """-1, 0 and 1 times a scale.
+
+    Parameters
+    ----------
+    granularity : {"tensor", ("channel", 0), ("group", size)}, optional
+        Elements that share a scale: all, those of a row along axis 0, or groups along the last axis, of which the last
+        may be short; as text ``"channel:0"``, ``"group:64"``. ``"tensor"`` where `block` is not given either.
+    block : int, optional
+        Another way to say ``("group", block)``.
+    rule : {"absmean", "absmax", "fit"}, default "absmean"
+        How scales are found, where a call of `quantize` gives none.
+    rounding : {"even", "away"}, default "even"
+        Where a quotient of half a scale goes: to 0, or away from it.
+    eps : float, default 1e-5
+        The least scale of ``rule="absmean"``; 0 or more.
+
+    Notes
+    -----
+    `kbitcupy.quantize` takes ``scale``: one number, or one for each block in the shape of the granularity, in that with
+    a 1 behind it, or flat; with NumPy checked to be finite and not negative, on a GPU those that are not count as 0.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> q = kb.quantize(np.array([[1, -1, 0.5, -0.5]], np.float32), "ternary", granularity=("group", 4))
+    >>> q.planes["scale"], q.dequantize()
+    (array([0.75], dtype=float32), array([[ 0.75, -0.75,  0.75, -0.75]], dtype=float32))
+    >>> q.format
+    get_format('ternary:block=4')
+    """
+
+    name, bits, pitch = "ternary", 2, BLOCK
+    origin = "BitNet b1.58 (arXiv 2402.17764)"
+    summary = "-1, 0 and 1 in 2 bits, a scale for a tensor, row or group"
+    takes = ("scale",)
+
+    def __init__(
+        self,
+        *,
+        granularity: Any = None,
+        block: int | None = None,
+        rule: str = "absmean",
+        rounding: str = "even",
+        eps: float = 1e-5,
+    ):
+        self.granularity = granularity_of(granularity, block)
+        if self.granularity == "token" or (self.granularity[0] == "channel" and self.granularity[1] != 0):
+            raise FormatError(
+                f"granularity is {granularity!r}; ternary takes 'tensor', ('channel', 0) and ('group', size)"
+            )
+        self.block = int(self.granularity[1]) if self.granularity[0] == "group" else 1
+        for option, value, allowed in (("rule", rule, RULES), ("rounding", rounding, tuple(LIMITS))):
+            if not isinstance(value, str) or value not in allowed:
+                raise FormatError(f"{option} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+        self.rule, self.rounding = rule, rounding
+        self.eps = _check_eps(eps)
+
+    @classmethod
+    def samples(cls) -> tuple[dict[str, Any], ...]:
+        return (
+            {},
+            {"granularity": ("channel", 0)},
+            {"granularity": ("group", 64)},
+            {"granularity": ("group", 20), "rule": "absmax", "rounding": "away"},
+            {"granularity": ("channel", 0), "rule": "fit"},
+        )
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "granularity": self.granularity_option(),
+            "rule": self.rule,
+            "rounding": self.rounding,
+            "eps": self.eps,
+        }
+
+    def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
+        blocks = blocks_of(shape, self.granularity)
+        return {
+            "codes": Plane("uint8", (-(-blocks.size // BLOCK) * RUN,)),
+            "scale": Plane("float32", (blocks.count,), self.scope_of(shape)),
+        }
+
+    def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        blocks = blocks_of(x.shape, self.granularity)
+        if "scale" in given:
+            scale = check_entries(given["scale"], blocks, x, "fiu", "scale")
+            with np.errstate(over="ignore", under="ignore"):
+                scale = scale.astype(_SINGLE).reshape(-1)
+            check_host_scales(scale, _SINGLE)
+        else:
+            scale = find(x, blocks, self.rule, self.eps)
+        planes["scale"][...] = scale
+        trits = np.zeros(len(planes["codes"]) * 4, np.int8)
+        for (part, out), (least,) in walk(blocks, (x, trits[: x.size]), (thresholds(planes["scale"], self.rounding),)):
+            number = part.astype(_SINGLE, copy=False)
+            np.subtract((number >= least).view(np.int8), (number <= -least).view(np.int8), out=out)
+        pack(trits, planes["codes"])
+
+    def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
+        trits = unpack(planes["codes"])[: out.size]
+        blocks = blocks_of(out.shape, self.granularity)
+        for (part, y), (scale,) in walk(blocks, (trits, out), (planes["scale"],)):
+            if out.dtype == _SINGLE:
+                np.multiply(part, scale, out=y)
+            else:
+                y[...] = part * scale
+
+    def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
+        blocks = blocks_of(x.shape, self.granularity)
+        bound = np.empty(x.shape, np.float64)
+        for (part, out), (scale,) in walk(blocks, (x, bound), (planes["scale"],)):
+            number, step = np.abs(part.astype(np.float64)), scale.astype(np.float64)
+            # 1 / scale is rounded, and to few bits or none where one of them is subnormal.
+            half = np.where((step < 2.0**-126) | (step > 2.0**126), step, step / 2)
+            out[...] = np.where(step > 0, np.maximum(half, number - step), number)
+            out += 2.0**-22 * (number + step) + 2.0**-149
+        return bound.reshape(-1)
+
+    def magnitude(self) -> Magnitude:
+        return Magnitude("scale", largest=2.0)
+
+    def with_granularity(self, granularity: Granularity) -> Ternary:
+        return _of_granularity(granularity, self.rule, self.rounding, self.eps)
+
+    def why_not_whole(self, shape: tuple[int, ...]) -> str:
+        return f"{math.prod(shape[1:])} elements are no multiple of {BLOCK}, whose codes lie together"
+
+
+@functools.lru_cache(maxsize=256)
+def _of_granularity(granularity: Granularity, rule: str, rounding: str, eps: float) -> Ternary:
+    return Ternary(granularity=granularity, rule=rule, rounding=rounding, eps=eps)
+
+
+def _check_eps(eps: Any) -> float:
+    number = isinstance(eps, (int, float, np.integer, np.floating)) and not isinstance(eps, bool)
+    if not number or not 0 <= float(eps) <= float(_LARGEST):
+        raise FormatError(f"eps is {eps!r}; it must be a number, 0 or more and finite in float32, such as 1e-5")
+    return float(eps)
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+def pack(trits: np.ndarray, codes: np.ndarray) -> None:
+    """Fill the plane `codes` from int8 trits, a multiple of `BLOCK` of them, -1 to 2."""
+    rows, packed = trits.reshape(-1, BLOCK), codes.reshape(-1, RUN)
+    step = CHUNK // BLOCK
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step] + np.int8(1)
+        packed[first : first + step] = pack_fields(part.view(np.uint8), 2, RUN)
+
+
+def unpack(codes: np.ndarray) -> np.ndarray:
+    """The int8 trits of the plane `codes`, those beyond the end of the array too."""
+    packed = codes.reshape(-1, RUN)
+    trits = np.empty((len(packed), BLOCK), np.int8)
+    step = CHUNK // BLOCK
+    for first in range(0, len(packed), step):
+        found = unpack_fields(packed[first : first + step], 2, RUN).view(np.int8)
+        np.subtract(found, np.int8(1), out=trits[first : first + step])
+    return trits.reshape(-1)
+
+
+def thresholds(scale: np.ndarray, rounding: str) -> np.ndarray:
+    """The least float32 whose trit is 1 under each scale; NaN, above which there is none, under one of 0."""
+    limit = LIMITS[rounding]
+    with np.errstate(all="ignore"):
+        inverse = (np.float32(1) / scale.astype(np.float32)).astype(np.float64)
+        # Products of two float32 are exact in float64, and the quotient is off by less than two of its neighbours.
+        guess = (limit / inverse).astype(np.float32)
+        bits = np.clip(guess.view(np.int32).astype(np.int64) - 2, 1, None).astype(np.int32)
+        for _ in range(4):
+            product = bits.view(np.float32).astype(np.float64) * inverse
+            bits += ~(product > limit if rounding == "even" else product >= limit)
+    return np.where(scale > 0, bits.view(np.float32), np.float32(np.nan))
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+def find(x: np.ndarray, blocks: Blocks, rule: str, eps: float) -> np.ndarray:
+    """The scale of each block by a rule, float32."""
+    if rule == "absmax":
+        largest = np.zeros(blocks.count, np.float32)
+        for where, rows in _magnitudes(x, blocks):
+            largest[where] = np.maximum(largest[where], rows.max(axis=1))
+        return largest
+    sums, _ = _sums(x, blocks, None)
+    with np.errstate(under="ignore"):
+        mean = (sums / max(blocks.run if blocks.count > 1 else blocks.size, 1)).astype(np.float32)
+        if blocks.run * blocks.per_row > blocks.row:  # the last group of a row is short
+            per_row = mean.reshape(-1, blocks.per_row)
+            last = blocks.row - blocks.run * (blocks.per_row - 1)
+            per_row[:, -1] = (sums.reshape(per_row.shape)[:, -1] / last).astype(np.float32)
+        if rule == "absmean":
+            return np.maximum(mean, np.float32(eps))
+        scale, floor = mean, _FIRST_THRESHOLD * mean
+        for _ in range(1 + _ROUNDS):
+            sums, kept = _sums(x, blocks, floor)
+            scale = np.where(kept > 0, (sums / np.maximum(kept, 1)).astype(np.float32), scale)
+            floor = scale * np.float32(0.5)
+    return scale
+
+
+def _magnitudes(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The |w| of some blocks, float32[blocks, elements] that may be written to, and their numbers.
+
+    A long block comes in pieces of `_SLAB` elements. NaN is 0, an infinity the largest finite number.
+    """
+    with np.errstate(invalid="ignore"):
+        for part in blocks.parts if blocks.size else ():
+            view, numbers = part.view(x), part.of_blocks(np.arange(blocks.count))
+            outer, count, length = part.shape
+            step = max(1, _SLAB // length)
+            many = max(1, step // count)  # rows of blocks at a time
+            for a in range(0, outer, many):
+                for b in range(0, count, step):
+                    for c in range(0, length, _SLAB):
+                        rows = view[a : a + many, b : b + step, c : c + _SLAB]
+                        found = np.abs(rows.astype(np.float32, copy=False)).reshape(-1, rows.shape[2])
+                        if not found.max() <= _LARGEST:
+                            found[np.isnan(found)] = 0
+                            np.minimum(found, _LARGEST, out=found)
+                        yield numbers[a : a + many, b : b + step].reshape(-1), found
+
+
+def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of each block, float64, and how many numbers it is of: with a `floor` for each, those above it."""
+    totals, kept = np.zeros(blocks.count), np.zeros(blocks.count, np.int64)
+    pieces: list[np.ndarray] = []  # of a long block
+    length = min(blocks.run, blocks.size)
+    for where, rows in _magnitudes(x, blocks):
+        if floor is not None:
+            rows *= rows > floor[where][:, None]
+            kept[where] += np.count_nonzero(rows, axis=1)
+        sums = _first_sums(rows)
+        if length <= _SLAB:
+            totals[where] = _lane_sums(sums)
+            continue
+        pieces.append(sums)
+        if sum(piece.shape[1] for piece in pieces) == -(-length // _SUMMED):
+            totals[where] = _lane_sums(np.concatenate(pieces, axis=1))
+            pieces.clear()
+    return totals, kept
+
+
+def _first_sums(rows: np.ndarray) -> np.ndarray:
+    """The sums of each `_SUMMED` numbers of every row, float64[rows, sums]."""
+    count, length = rows.shape
+    width = min(1 << (length - 1).bit_length(), _SUMMED)  # zeros behind a few numbers change nothing
+    each = -(-length // width)
+    wide = np.empty((count, each * width))
+    wide[:, :length] = rows
+    wide[:, length:] = 0
+    return _tree(wide.reshape(-1, width)).reshape(count, each)
+
+
+def _lane_sums(sums: np.ndarray) -> np.ndarray:
+    """The sum of each row of sums, by lanes."""
+    count, length = sums.shape
+    lanes = np.zeros((count, min(1 << (length - 1).bit_length(), _LANES)))
+    for first in range(0, length, _LANES):
+        part = sums[:, first : first + _LANES]
+        lanes[:, : part.shape[1]] += part
+    return _tree(lanes).reshape(-1)
+
+
+def _tree(rows: np.ndarray) -> np.ndarray:
+    """The sum of each row, whose length is a power of two: (i) + (i + half), until one is left."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows
+
+
+register(Ternary.name, Ternary)
