@@ -48,9 +48,14 @@ from typing import Any
 
 import numpy as np
 
+from ..backend.compile import CXX_TYPES, Template
+from ..backend.launch import Kernel
+from ..backend.structs import Constants, Struct
+from ..backend.xp import contiguous, is_cupy, namespace
 from ..errors import FormatError
 from .base import Magnitude, Plane, register
 from .chunks import CHUNK, pack_fields, unpack_fields
+from .decoders import Decoder, templates
 from .granular import Granular
 from .granularity import Blocks, Granularity, blocks_of, check_entries, check_host_scales, granularity_of, walk
 
@@ -61,14 +66,159 @@ RULES = ("absmean", "absmax", "fit")
 #: float32, which goes to the even half; or not below what is rounded to a half.
 LIMITS = {"even": 0.5 + 2.0**-25, "away": 0.5 - 2.0**-26}
 
-# The order of sums: of how many numbers each comes first, and how many lanes add them up.
-_SUMMED, _LANES = 256, 1024
+# The order of sums: of how many numbers each comes first, and how many lanes add them up; threads of a block of the
+# kernels that read arrays.
+_NUMBERS = Constants(SUMMED=256, LANES=1024, THREADS=256)
+_SUMMED, _LANES, _THREADS = _NUMBERS.SUMMED, _NUMBERS.LANES, _NUMBERS.THREADS
 # Elements of a slab: what is computed in between stays in the cache.
 _SLAB = 1 << 15
 _LARGEST = np.finfo(np.float32).max
 _SINGLE = np.dtype(np.float32)
 # Of ternary weight networks.
 _FIRST_THRESHOLD, _ROUNDS = np.float32(0.7), 3
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+_FILE, _HEADER = "ternary.cu", "formats/ternary.cuh"
+#: How elements share scales: its members are explained in kernels/ternary.cu.
+SCALE_BLOCKS = Struct("ScaleBlocks", size="i8", row="i8", run="i8", per_row="i8", count="i8")
+_TYPES = tuple(CXX_TYPES[name] for name in ("float16", "bfloat16", "float32"))
+# The steps of the rules, see kernels/ternary.cu, and what reads the array for them.
+_STEPS = {"absmean": ("MEAN",), "absmax": ("LARGEST",), "fit": ("FIRST", *("ABOVE",) * (1 + _ROUNDS))}
+_EVERY_STEP = ("MEAN", "LARGEST", "FIRST", "ABOVE")
+# Neighbours that surely share a scale; chunks of 32 elements of short blocks.
+_SHARED, _CHUNKS = (128, 8, 1), (2, 8)
+# An array that is one block is read by one thread block up to this size, and by many beyond it.
+_OF_ONE_BLOCK = 1 << 17
+# A row that every element of an array lies in, and a power of two, by which kernels divide at once.
+_ENDLESS = 1 << 40
+
+
+def _template(name: str, *axes: tuple[str, ...], hot: bool = True) -> Template:
+    return Template(_FILE, name, axes, hot=hot, structs=(_NUMBERS, SCALE_BLOCKS))
+
+
+def _of_steps(name: str, *axes: tuple[str, ...]) -> tuple[Template, Template]:
+    """Fitting takes its time: a few bytes of spilled registers do not matter to it."""
+    before, behind = axes[:1], axes[1:]
+    return (
+        _template(name, *before, _EVERY_STEP[:3], *behind),
+        _template(name, *before, _EVERY_STEP[3:], *behind, hot=False),
+    )
+
+
+_KERNELS = (
+    _template("quantize_ternary", _TYPES, tuple(map(str, _SHARED))),
+    _template("give_ternary", ("float", "double")),
+    *_of_steps("short_scales_ternary", _TYPES, tuple(map(str, _CHUNKS))),
+    *_of_steps("long_scales_ternary", _TYPES),
+    *_of_steps("sums_ternary", _TYPES),
+    _template("lanes_ternary", _EVERY_STEP),
+    _template("finish_ternary", _EVERY_STEP),
+)
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "quantize_ternary": ("p", "p", "p", "i4", SCALE_BLOCKS),
+    "give_ternary": ("p", "f4", "i8", "p", "i8"),
+    "short_scales_ternary": ("p", "p", "p", "f4", SCALE_BLOCKS),
+    "long_scales_ternary": ("p", "p", "p", "f4", SCALE_BLOCKS),
+    "sums_ternary": ("p", "i8", "p", "p", "p"),
+    "lanes_ternary": ("p", "p", "i8", "p", "p"),
+    "finish_ternary": ("p", "p", "i8", "f4", "p", "p"),
+}
+
+
+@functools.cache
+def _kernel(name: str, *values: str) -> Kernel:
+    threads = {"lanes_ternary": 32, "finish_ternary": _LANES}.get(name, _THREADS)
+    template = next(
+        t for t in _KERNELS if t.name == name and all(v in axis for v, axis in zip(values, t.axes, strict=True))
+    )
+    return Kernel(template, values, threads, signature=_SIGNATURES[name])
+
+
+@functools.lru_cache(maxsize=1024)
+def _scale_blocks(blocks: Blocks, endless: bool) -> bytes:
+    """``struct ScaleBlocks``; `endless`: where one scale is for all, its block has no end."""
+    row, run, per_row = blocks.row, blocks.run, blocks.per_row
+    if blocks.count == 1:
+        row = run = _ENDLESS if endless else blocks.size
+        per_row = 1
+    return SCALE_BLOCKS.pack(size=blocks.size, row=row, run=run, per_row=per_row, count=blocks.count)
+
+
+def _numbers(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the decoder."""
+    blocks = blocks_of(shape, granularity)
+    return (_ENDLESS, _ENDLESS, 1) if blocks.count == 1 else (blocks.row, blocks.run, blocks.per_row)
+
+
+@functools.lru_cache(maxsize=256)
+def _decoder(granularity: Granularity) -> Decoder:
+    numbers = functools.partial(_numbers, granularity)
+    return Decoder(_HEADER, "Ternary", ("codes", "scale"), numbers, together=True)
+
+
+def _find_on_device(x: Any, scale: Any, blocks: Blocks, rule: str, eps: float) -> None:
+    """Fill `scale` by a rule: the twin of `find`."""
+    if not blocks.size:
+        scale.fill(eps if rule == "absmean" else 0)
+        return
+    alloc, type = namespace(x).cuda.alloc, CXX_TYPES[x.dtype.name]
+    # What goes back to the stream's pool behind the launches.
+    floor = alloc(4 * blocks.count) if rule == "fit" else None
+    floors = 0 if floor is None else floor.ptr
+    length = blocks.size if blocks.count == 1 else blocks.run
+    if blocks.count > 1 or blocks.size <= _OF_ONE_BLOCK:
+        argument = _scale_blocks(blocks, False)
+        for step in _STEPS[rule]:
+            if length <= _SUMMED:
+                chunks = next(chunks for chunks in _CHUNKS if length <= 32 * chunks)
+                kernel, units = (
+                    _kernel("short_scales_ternary", type, step, str(chunks)),
+                    -(-4 * blocks.count // _THREADS),
+                )
+            else:
+                kernel, units = _kernel("long_scales_ternary", type, step), blocks.count
+            kernel(x, units, (x, scale, floors, eps, argument))
+        return
+    count = -(-blocks.size // _SUMMED)
+    room = alloc(16 * (count + _LANES))
+    sums, kept = room.ptr, room.ptr + 8 * count
+    lanes, kept_lanes = room.ptr + 16 * count, room.ptr + 16 * count + 8 * _LANES
+    for step in _STEPS[rule]:
+        _kernel("sums_ternary", type, step)(x, -(-4 * count // _THREADS), (x, blocks.size, floors, sums, kept))
+        _kernel("lanes_ternary", step)(x, _LANES // 32, (sums, kept, count, lanes, kept_lanes))
+        _kernel("finish_ternary", step)(x, 1, (lanes, kept_lanes, blocks.size, eps, scale, floors))
+
+
+def _give_on_device(given: Any, scale: Any, x: Any) -> None:
+    """Fill `scale` with numbers that a call brings: one, or one for each block."""
+    if not scale.size:
+        return
+    source: Any = 0
+    value = 0.0
+    if is_cupy(given):
+        source = given if given.dtype in (np.float32, np.float64) else given.astype(np.float32)
+    else:
+        value = float(given.reshape(-1)[0])
+    type = "double" if is_cupy(source) and source.dtype == np.float64 else "float"
+    each = int(is_cupy(given) and given.size > 1)
+    _kernel("give_ternary", type)(x, -(-scale.size // _THREADS), (source, value, each, scale, scale.size))
+
+
+def _quantize_on_device(x: Any, codes: Any, scale: Any, blocks: Blocks, rounding: str) -> None:
+    """Fill `codes` under the scales."""
+    if not blocks.size:
+        return
+    cut = 0 if blocks.count == 1 else blocks.row | blocks.run
+    shared = next(shared for shared in _SHARED if cut % shared == 0)
+    units = len(codes) * x.dtype.itemsize // 16  # a thread has 16 bytes of each field
+    argument = _scale_blocks(blocks, True)
+    kernel = _kernel("quantize_ternary", CXX_TYPES[x.dtype.name], str(shared))
+    kernel(x, -(-units // _THREADS), (x, codes, scale, int(rounding == "away"), argument))
+
+
+# ---- the format ------------------------------------------------------------------------------------------------------
 
 
 class Ternary(Granular):
@@ -107,6 +257,7 @@ class Ternary(Granular):
     origin = "BitNet b1.58 (arXiv 2402.17764)"
     summary = "-1, 0 and 1 in 2 bits, a scale for a tensor, row or group"
     takes = ("scale",)
+    kernels = (*_KERNELS, *templates(_HEADER, "Ternary"))
 
     def __init__(
         self,
@@ -156,19 +307,21 @@ class Ternary(Granular):
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         blocks = blocks_of(x.shape, self.granularity)
-        if "scale" in given:
-            scale = check_entries(given["scale"], blocks, x, "fiu", "scale")
-            with np.errstate(over="ignore", under="ignore"):
-                scale = scale.astype(_SINGLE).reshape(-1)
-            check_host_scales(scale, _SINGLE)
-        else:
-            scale = find(x, blocks, self.rule, self.eps)
+        scale = _given_scale(given["scale"], blocks, x) if "scale" in given else find(x, blocks, self.rule, self.eps)
         planes["scale"][...] = scale
         trits = np.zeros(len(planes["codes"]) * 4, np.int8)
         for (part, out), (least,) in walk(blocks, (x, trits[: x.size]), (thresholds(planes["scale"], self.rounding),)):
             number = part.astype(_SINGLE, copy=False)
             np.subtract((number >= least).view(np.int8), (number <= -least).view(np.int8), out=out)
         pack(trits, planes["codes"])
+
+    def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        blocks, scale = blocks_of(x.shape, self.granularity), planes["scale"]
+        if "scale" in given:
+            _give_on_device(_given_scale(given["scale"], blocks, x), scale, x)
+        else:
+            _find_on_device(x, scale, blocks, self.rule, self.eps)
+        _quantize_on_device(x, planes["codes"], scale, blocks, self.rounding)
 
     def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:
         trits = unpack(planes["codes"])[: out.size]
@@ -190,6 +343,10 @@ class Ternary(Granular):
             out += 2.0**-22 * (number + step) + 2.0**-149
         return bound.reshape(-1)
 
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        return _decoder(self.granularity)
+
     def magnitude(self) -> Magnitude:
         return Magnitude("scale", largest=2.0)
 
@@ -203,6 +360,17 @@ class Ternary(Granular):
 @functools.lru_cache(maxsize=256)
 def _of_granularity(granularity: Granularity, rule: str, rounding: str, eps: float) -> Ternary:
     return Ternary(granularity=granularity, rule=rule, rounding=rounding, eps=eps)
+
+
+def _given_scale(scale: Any, blocks: Blocks, x: Any) -> Any:
+    """Scales that a call brings, contiguous: on the host float32 and flat, on a device as they are."""
+    scale = check_entries(scale, blocks, x, "fiu", "scale")
+    if is_cupy(scale):
+        return contiguous(scale)
+    with np.errstate(over="ignore", under="ignore"):
+        scale = scale.astype(_SINGLE).reshape(-1)
+    check_host_scales(scale, _SINGLE)
+    return scale
 
 
 def _check_eps(eps: Any) -> float:

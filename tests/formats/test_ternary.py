@@ -7,6 +7,7 @@ import pytest
 from inputs import DTYPES, KINDS, make
 
 import kbitcupy as kb
+from kbitcupy.formats import ternary
 from kbitcupy.formats.granularity import blocks_of
 from kbitcupy.formats.ternary import LIMITS, thresholds
 
@@ -128,6 +129,15 @@ def test_sums_of_long_blocks(size):
     expected = np.float32(total([float(abs(v)) for v in x]) / size)
     for shape, granularity in (((size,), "tensor"), ((1, size), ("channel", 0)), ((1, size), ("group", size))):
         assert kb.quantize(x.reshape(shape), "ternary", granularity=granularity).planes["scale"][0] == expected
+
+
+def test_the_order_of_sums():
+    """In float64, of numbers so different that every addition rounds."""
+    x = np.abs(make("extreme", 5 * 256 + 77, np.float32, seed=5))
+    assert ternary._lane_sums(ternary._first_sums(x[None]))[0] == total([float(w) for w in x])
+    sums = np.abs(make("extreme", 2 * 1024 + 5, np.float32, seed=6)).astype(np.float64)
+    lanes = [sum(float(s) for s in sums[i::1024]) for i in range(1024)]
+    assert ternary._lane_sums(sums[None])[0] == tree(lanes)
 
 
 # ---- the cases of others ---------------------------------------------------------------------------------------------
