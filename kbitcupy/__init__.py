@@ -37,6 +37,7 @@ __all__ = [
     "linear",
     "linear_grouped",
     "list_formats",
+    "lora",
     "matmul",
     "metrics",
     "precompile",
@@ -49,7 +50,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
-    from . import affine, explore, gguf, io
+    from . import affine, explore, gguf, io, lora
     from .compat import bitsandbytes
     from .compat.bitsandbytes import (
         create_normal_float_codebook as create_normal_float_codebook,
@@ -72,6 +73,7 @@ else:
         "explore": "explore",
         "gguf": "gguf",
         "io": "io",
+        "lora": "lora",
     }
     # Functions of such modules; those of bitsandbytes are documented there and not offered here.
     _FUNCTIONS = {

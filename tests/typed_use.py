@@ -11,6 +11,8 @@ def compress(tensors: dict[str, Any], path: str) -> kb.io.Checkpoint:
     assert rows
     assert kb.gguf.to_blocks(kb.quantize(tensors["weight"], "q4_k")).size
     kb.affine.smooth_scales(tensors["absmax"], tensors["weight"])
+    adapter = kb.lora.LoRA.init(tensors["weight"], r=4)
+    assert adapter.forward(tensors["x"]).shape
     kb.io.save(path, {name: kb.quantize(x, "kbit4") for name, x in tensors.items()})
     return kb.io.load(path)
 

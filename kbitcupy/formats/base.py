@@ -66,6 +66,8 @@ class Format(ABC):
     default: ClassVar[bool] = True
     #: Whether arrays can be quantized to it; those that can only be decoded are for reading the files of others.
     can_encode: ClassVar[bool] = True
+    #: Whether all numbers are -1, 0 and 1 times a scale: arrays of them are trained to be, and no sum with others is.
+    ternary: ClassVar[bool] = False
     #: What a call of `quantize` may bring beside the options, of `GIVEN`.
     takes: ClassVar[tuple[str, ...]] = ()
     #: Options that what a call brings sets where they are not given: what, the option and its value.

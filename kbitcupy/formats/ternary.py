@@ -256,6 +256,7 @@ class Ternary(Granular):
     name, bits, pitch = "ternary", 2, BLOCK
     origin = "BitNet b1.58 (arXiv 2402.17764)"
     summary = "-1, 0 and 1 in 2 bits, a scale for a tensor, row or group"
+    ternary = True
     takes = ("scale",)
     kernels = (*_KERNELS, *templates(_HEADER, "Ternary"))
 

@@ -22,7 +22,7 @@ FLOORS = [
     ["formats", "formats.*"],
     ["array", "ops", "serial"],
     ["metrics", "products", "products.*", "io", "io.*"],
-    ["affine", "gguf", "compat.*", ""],  # "": kbitcupy itself
+    ["affine", "gguf", "lora", "compat.*", ""],  # "": kbitcupy itself
     ["explore", "explore.*", "bench", "bench.*"],
     ["cli", "cli.*", "__main__"],
 ]
@@ -34,6 +34,7 @@ NEIGHBOURS = {
     ("tables", "errors"),
     ("", "affine"),
     ("", "gguf"),
+    ("", "lora"),
     ("", "compat.bitsandbytes"),
     ("__main__", "cli"),
 }

@@ -48,7 +48,7 @@ _POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
 class TQ2_0(Gguf):
     """-1, 0 and 1, a half as the scale of 256."""
 
-    name, bits, block = "tq2_0", 2, 256
+    name, bits, block, ternary = "tq2_0", 2, 256, True
     summary = "-1, 0 and 1 in 2 bits, a half as the scale of 256"
     fields = (Field("qs", "uint8", 64), Field("d", "float16", 1))
     struct, together, ggml_type = "TQ2_0", True, 35
@@ -66,7 +66,7 @@ class TQ2_0(Gguf):
 class TQ1_0(Gguf):
     """-1, 0 and 1, five to a byte, a half as the scale of 256."""
 
-    name, bits, block = "tq1_0", 1.625, 256
+    name, bits, block, ternary = "tq1_0", 1.625, 256, True
     summary = "-1, 0 and 1, five to a byte, a half as the scale of 256"
     fields = (Field("qs", "uint8", 48), Field("qh", "uint8", 4), Field("d", "float16", 1))
     struct, together, ggml_type, default = "TQ1_0", True, 34, False
