@@ -25,6 +25,7 @@ __all__ = [
     "QuantizedArray",
     "__version__",
     "affine",
+    "bitnet",
     "bitsandbytes",
     "concatenate",
     "dequantize",
@@ -50,7 +51,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
-    from . import affine, explore, gguf, io, lora
+    from . import affine, bitnet, explore, gguf, io, lora
     from .compat import bitsandbytes
     from .compat.bitsandbytes import (
         create_normal_float_codebook as create_normal_float_codebook,
@@ -69,6 +70,7 @@ else:
     # What is imported when it is first asked for, and where it stands: `io` needs safetensors, the others are large.
     _LATER = {
         "affine": "affine",
+        "bitnet": "bitnet",
         "bitsandbytes": "compat.bitsandbytes",
         "explore": "explore",
         "gguf": "gguf",

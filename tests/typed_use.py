@@ -10,6 +10,7 @@ def compress(tensors: dict[str, Any], path: str) -> kb.io.Checkpoint:
     rows: list[dict[str, Any]] = kb.explore.sweep(tensors, ["kbit4", "nf4"])
     assert rows
     assert kb.gguf.to_blocks(kb.quantize(tensors["weight"], "q4_k")).size
+    assert kb.bitnet.sparsity(kb.quantize(tensors["weight"], "ternary")) <= 1
     kb.affine.smooth_scales(tensors["absmax"], tensors["weight"])
     adapter = kb.lora.LoRA.init(tensors["weight"], r=4)
     assert adapter.forward(tensors["x"]).shape

@@ -28,7 +28,13 @@ from .naming import (
     split_formats as split_formats,
     value_text,
 )
-from .planes import Fragments as Fragments, Integers as Integers, Magnitude as Magnitude, Plane as Plane
+from .planes import (
+    Fragments as Fragments,
+    Integers as Integers,
+    Magnitude as Magnitude,
+    Plane as Plane,
+    Trits as Trits,
+)
 
 # Axes that an array can have, NumPy's limit.
 _MOST_AXES = 64
@@ -144,6 +150,10 @@ class Format(ABC):
 
     def integers(self, shape: tuple[int, ...], lead: int = 0) -> Integers | None:
         """How an array of `shape`, whose first `lead` lengths count members, is a matrix of plain int8; or None."""
+        return None
+
+    def trits(self, shape: tuple[int, ...], lead: int = 0) -> Trits | None:
+        """How an array of `shape`, whose first `lead` lengths count members, is one of -1, 0 and 1; or None."""
         return None
 
     def check_given(self, given: Mapping[str, Any]) -> None:

@@ -172,3 +172,23 @@ class Integers:
     codes: str
     scales: str
     shares: str
+
+
+@dataclass(frozen=True)
+class Trits:
+    """An array of -1, 0 and 1 in 2 bits, as the format ``ternary`` stores them, and who shares their scales.
+
+    Parameters
+    ----------
+    codes, scales : str
+        The planes: `kbitcupy.formats.ternary` says how codes lie; scales are float32.
+    shares : str
+        Who shares a scale of a matrix: ``"tensor"``, ``"row"`` or ``"group"``; empty of stacks, and of what is none.
+    group : int, default 0
+        Elements of a row that share one, where these are groups; the last of a row may be fewer.
+    """
+
+    codes: str
+    scales: str
+    shares: str
+    group: int = 0

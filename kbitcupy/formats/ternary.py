@@ -53,7 +53,7 @@ from ..backend.launch import Kernel
 from ..backend.structs import Constants, Struct
 from ..backend.xp import contiguous, is_cupy, namespace
 from ..errors import FormatError
-from .base import Magnitude, Plane, register
+from .base import Magnitude, Plane, Trits, register
 from .chunks import CHUNK, pack_fields, unpack_fields
 from .decoders import Decoder, templates
 from .granular import Granular
@@ -350,6 +350,15 @@ class Ternary(Granular):
 
     def magnitude(self) -> Magnitude:
         return Magnitude("scale", largest=2.0)
+
+    def trits(self, shape: tuple[int, ...], lead: int = 0) -> Trits:
+        if lead or len(shape) != 2:
+            return Trits("codes", "scale", "")
+        if self.granularity == "tensor":
+            return Trits("codes", "scale", "tensor")
+        if self.granularity[0] == "channel" or self.block >= shape[1]:
+            return Trits("codes", "scale", "row")
+        return Trits("codes", "scale", "group", self.block)
 
     def with_granularity(self, granularity: Granularity) -> Ternary:
         return _of_granularity(granularity, self.rule, self.rounding, self.eps)

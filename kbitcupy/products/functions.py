@@ -9,6 +9,7 @@ taken; `explain` shows them all:
   8.0; by larger tiles on compute capability 9.0.
 - `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
 - `int8`: ``activations="int8"`` multiplies integers.
+- `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights, whose trits are decoded to int8.
 - `decoded`: everything else is decoded whole, and cuBLAS multiplies.
 
 Products are accumulated in fp32; the tensor scale of a format and the bias are applied in fp32, before the one rounding
@@ -37,6 +38,7 @@ from .host import Host, working_dtype
 from .int8 import Int8, Int8Host, integers_of, token_planes
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
+from .ternary import Ternary, TernaryHost
 
 #: The routes of `linear` and of `linear_grouped`.
 LINEAR: tuple[Route, ...] = (
@@ -48,10 +50,15 @@ LINEAR: tuple[Route, ...] = (
     Decoded(),
     Int8(),
     Int8Host(),
+    Ternary(),
+    TernaryHost(),
 )
 GROUPED: tuple[Route, ...] = (GroupedSmallBatch(), GroupedHopper(), EachExpert())
 #: How `linear` may quantize its activations, and what that is.
-ACTIVATIONS = {"int8": "one scale a token, its absmax over 127, as for W8A8"}
+ACTIVATIONS = {
+    "int8": "one scale a token, its absmax over 127, as for W8A8",
+    "bitnet": "the same with ternary weights and BitNet's arithmetic",
+}
 
 
 def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | None = None, out: Any = None) -> Any:
@@ -61,15 +68,18 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | No
     ----------
     x : array_like or QuantizedArray
         float16, bfloat16, float32 or float64 [..., K]. Activations that are compressed already, in a symmetric ``int8``
-        with ``granularity="token"`` or ``"tensor"``, are multiplied as they are, by weights as for ``"int8"``.
+        with ``granularity="token"`` or ``"tensor"``, are multiplied as they are, by weights as for ``"int8"`` or
+        ``"bitnet"``.
     q : QuantizedArray
         Weight [N, K], on the device of `x`.
     bias : array_like, optional
         float [N]; added in fp32 (fp64 for float64 `x`) before the one rounding to x's dtype.
-    activations : {None, "int8"}, default None
+    activations : {None, "int8", "bitnet"}, default None
         None multiplies the floats that came. ``"int8"`` quantizes each token on the way, with the scale
         ``absmax / 127``, and multiplies integers: W8A8, see `kbitcupy.affine.linear_w8a8`. It takes weights in a
-        symmetric ``int8`` with ``granularity=("channel", 0)``; everything beside the integers is float32.
+        symmetric ``int8`` with ``granularity=("channel", 0)``, or in ``ternary``; everything beside the integers is
+        float32. ``"bitnet"`` takes weights in ``ternary`` and quantizes as BitNet b1.58 does: `kbitcupy.bitnet.linear`,
+        where there are options. It differs where a token is tiny.
     out : array, optional
         C-contiguous array of the result's shape and dtype, which receives it; it must not overlap `x`.
 
@@ -375,7 +385,7 @@ def precompile(
         How many tokens calls will have.
     dtype : dtype_like, default "float16"
         Of the tokens.
-    activations : {None, "int8"}, default None
+    activations : {None, "int8", "bitnet"}, default None
         As for `linear`.
 
     Returns
@@ -439,7 +449,8 @@ def plan(
     route, refusal, _ = choices(problem, GROUPED if experts else LINEAR)[0]
     if refusal is None:
         return route.prepare(problem)
-    own = (Int8 if ordinal >= 0 else Int8Host)().accepts(problem)
+    routes = {"bitnet": (Ternary, TernaryHost)}.get(activations or "", (Int8, Int8Host))
+    own = routes[0 if ordinal >= 0 else 1]().accepts(problem)
     raise FormatError(f"q cannot be multiplied by activations in {activations}: {own}")
 
 

@@ -205,6 +205,25 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin
     return out
 
 
+def multiply(x: Any, token_scales: Any | None, codes: Any, scales: Any, bias: Any | None, out: Any) -> None:
+    """Fill `out`, which is not empty, from int8 weights with a scale for each row.
+
+    `x` is float, or int8 [tokens, K] where it has `token_scales`; on a GPU its rows may be longer, up to the next
+    multiple of `PITCH`, and end in zeros. The device of all is the current one.
+    """
+    _multiply(x, token_scales, codes, scales, None, None, -128, bias, out)
+
+
+def quantize_on_gpu(x: Any) -> tuple[Any, Any]:
+    """int8 [M, K] and scales [M] of a matrix on the current device, by the rules of the affine formats."""
+    single = x.dtype == np.float64
+    x = affine.converted(x, np.dtype(np.float32)) if single else source(x, _FLOATS)
+    empty = _xp.namespace(x).empty
+    codes, scales = empty(x.shape, np.int8), empty(len(x), np.float32)
+    affine.quantize_dynamic(x, codes, scales, None, affine.blocks_of(x.shape, "token"), _LEVELS[-128])
+    return codes, scales
+
+
 def _multiply(
     x: Any,
     token_scales: Any | None,
@@ -366,7 +385,7 @@ def integer_product(a: np.ndarray, w: np.ndarray) -> np.ndarray:
 _CHANNELS = 4096
 
 
-def _factors(scales: np.ndarray) -> np.ndarray:
+def factors(scales: np.ndarray) -> np.ndarray:
     """Scales that do not count as 0."""
     return np.where((scales > 0) & (scales < np.inf), scales, np.float32(0))
 
@@ -388,13 +407,13 @@ def _multiply_host(
     if token_scales is None:
         a, token_scales = quantize_tokens(a, smooth, fixed, qmin)
     weight = codes.reshape(rows, depth)
-    tokens, factors = _factors(token_scales)[:, None], _factors(scales)
+    tokens, channels = factors(token_scales)[:, None], factors(scales)
     with np.errstate(all="ignore"):
         for first in range(0, rows, _CHANNELS):
             part = slice(first, first + _CHANNELS)
             y = integer_product(a, weight[part]).astype(np.float32)
             y *= tokens
-            y *= factors[part]
+            y *= channels[part]
             if bias is not None:
                 y += bias[part].astype(np.float32)
             result[:, part] = y
@@ -426,7 +445,8 @@ _BIAS_KINDS = {
 
 _ALIGNMENT = 16  # bytes, of what moves in vectors
 _MOST_BLOCKS = 1 << 30
-_PITCH = 128  # columns of quantized tokens come in multiples of this
+#: Columns of quantized tokens come in multiples of this.
+PITCH = 128
 _TOKEN_THREADS = _SHARED.TOKEN_THREADS
 _STREAM_TOKENS = 16  # the most that are streamed
 _STREAM_ROWS = _SHARED.STREAM_ROWS
@@ -656,15 +676,15 @@ def _multiply_cuda(
     bias: Any | None,
     out: Any,
 ) -> None:
-    channels, depth = out.shape[-1], x.shape[-1]
-    tokens = out.size // channels
+    channels = out.shape[-1]
+    tokens, depth = out.size // channels, codes.size // channels
     numbers, weight, divisors = x.data.ptr, codes.data.ptr, 0 if smooth is None else smooth.data.ptr
     vector = None
     if token_scales is None:
         vector = not (depth % 8 or numbers % _ALIGNMENT or divisors % _ALIGNMENT)
     aligned = not (depth % _ALIGNMENT or weight % _ALIGNMENT)
     plan = _plan(out.dtype, tokens, channels, depth, vector, divisors != 0, aligned, x.data.device_id)
-    pitch = max(-(-depth // _PITCH) * _PITCH, _PITCH)
+    pitch = max(-(-depth // PITCH) * PITCH, PITCH)
     if token_scales is None:
         # The quantized tokens, and behind them their scales.
         scratch = _xp.namespace(x).empty(tokens * (pitch + 4), np.uint8)

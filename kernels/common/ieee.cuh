@@ -26,6 +26,23 @@ inline float subtract(float a, float b) {
 inline float divide(float a, float b) {
     return unflushed(a, b, [](float x, float y) { return x / y; });
 }
+inline double widen(float a) {
+    const FloatMode mode = float_mode();
+    set_float_mode(IEEE_MODE);
+    volatile float x = a;
+    volatile double wide = x;
+    set_float_mode(mode);
+    return wide;
+}
+// To the nearest.
+inline float narrow(double a) {
+    const FloatMode mode = float_mode();
+    set_float_mode(IEEE_MODE);
+    volatile double x = a;
+    volatile float single = static_cast<float>(x);
+    set_float_mode(mode);
+    return single;
+}
 inline float square_root(float a) {
     return unflushed(a, a, [](float x, float) { return std::sqrt(x); });
 }
@@ -82,6 +99,16 @@ __device__ __forceinline__ float subtract(float a, float b) {
 __device__ __forceinline__ float divide(float a, float b) {
     float r;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ double widen(float a) {
+    double r;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(r) : "f"(a));
+    return r;
+}
+__device__ __forceinline__ float narrow(double a) {
+    float r;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(r) : "d"(a));
     return r;
 }
 __device__ __forceinline__ float square_root(float a) {

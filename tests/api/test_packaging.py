@@ -22,7 +22,7 @@ FLOORS = [
     ["formats", "formats.*"],
     ["array", "ops", "serial"],
     ["metrics", "products", "products.*", "io", "io.*"],
-    ["affine", "gguf", "lora", "compat.*", ""],  # "": kbitcupy itself
+    ["affine", "bitnet.*", "gguf", "lora", "compat.*", ""],  # "": kbitcupy itself
     ["explore", "explore.*", "bench", "bench.*"],
     ["cli", "cli.*", "__main__"],
 ]
@@ -33,8 +33,10 @@ NEIGHBOURS = {
     ("serial", "array"),
     ("tables", "errors"),
     ("", "affine"),
+    ("", "bitnet"),
     ("", "gguf"),
     ("", "lora"),
+    ("bitnet.activations", "affine"),
     ("", "compat.bitsandbytes"),
     ("__main__", "cli"),
 }

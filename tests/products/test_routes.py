@@ -290,7 +290,8 @@ def test_int8_activations_of_a_stack_and_of_nothing(xp):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x, q: kb.linear(x, q, activations="bitnet"), FormatError, "activations is 'bitnet'; allowed are None"),
+        (lambda x, q: kb.linear(x, q, activations="int4"), FormatError, "activations is 'int4'; allowed are None"),
+        (lambda x, q: kb.linear(x, q, activations="bitnet"), FormatError, "it must be .* in ternary"),
         (lambda x, q: kb.linear(x, q, activations=8), FormatError, "activations is 8; .*'int8'"),
         (lambda x, q: kb.linear(x, weight(16, 64), activations="int8"), FormatError, "'kbit4'.*symmetric int8"),
         (lambda x, q: kb.linear(x[:0], weight(16, 64), activations="int8"), FormatError, "'kbit4'.*symmetric int8"),

@@ -1,0 +1,293 @@
+"""Activations as BitNet b1.58 quantizes them: for each token, or for all, a scale from the largest magnitude.
+
+    a = max(max|x|, eps),  s = fl(127 / a),  q = clamp(rint(fl(x * s)), -128, 127),  x is about q * fl(a / 127)
+
+All of it is float32, subnormal numbers kept: 16-bit activations are widened, float64 is rounded first. 127 stands for
+the largest code, ``2^(bits - 1) - 1``. NaN becomes 0, also where 0 meets an infinite s (with an eps of 0); an infinity
+counts as the largest finite float32. That differs from W8A8 (`kbitcupy.products.int8`), which divides by ``a / 127``:
+now and then a code is another, and below eps tokens keep less than 8 bits.
+
+RMSNorm may come first. With r = ``fl(1 / sqrt(mean(x^2) + norm_eps))``, from float64, the number that is quantized is
+``fl(fl(x * r) * g)``, or ``fl(x * r)`` without weights g. In the mean NaN counts as 0 and an infinity as above. The
+squares of a token are added up in float64 in 256 lanes: lane i has elements i, i + 256, ... in their order, and the
+lanes are added as (i) + (i + half) until one is left.
+
+The sums, being of another order, are those of no other library to the last bit; everything else is.
+
+Sources: "The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits" (arXiv 2402.17764) and its code.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backend import xp as _xp
+from ..backend.compile import CXX_TYPES, Template
+from ..backend.launch import Kernel
+from ..backend.structs import Constants
+from ..errors import FormatError
+from ..formats import affine
+from ..formats.base import register_templates
+from ..ops import source
+
+#: What the kernels take; float64 goes through float32.
+FLOATS = ("float16", "bfloat16", "float32")
+GRANULARITIES, ROUNDINGS, LOWEST = ("token", "tensor"), ("even", "away"), (-128, -127)
+LARGEST = np.finfo(np.float32).max
+_HALF = np.float32(0.5)
+# Elements of a slab of NumPy's: what is computed in between stays in the cache.
+_SLAB = 1 << 17
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How activations are quantized.
+
+    Parameters
+    ----------
+    bits : int, default 8
+        Of a code, 2 to 8.
+    granularity : {"token", "tensor"}, default "token"
+        Who shares a scale.
+    rounding : {"even", "away"}, default "even"
+        Where halves go: to the even neighbour, or away from zero.
+    qmin : {-128, -127}, default -128
+        Whether there is a lowest code below the negative of the highest one, by what it is with 8 bits.
+    eps : float, default 1e-5
+        The least magnitude that a scale is made from.
+    """
+
+    bits: int = 8
+    granularity: str = "token"
+    rounding: str = "even"
+    qmin: int = -128
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or not 2 <= self.bits <= 8:
+            raise FormatError(f"bits is {self.bits!r}; allowed are 2 to 8")
+        for name, allowed in (("granularity", GRANULARITIES), ("rounding", ROUNDINGS), ("qmin", LOWEST)):
+            value = getattr(self, name)
+            if type(value) not in (str, int) or value not in allowed:
+                raise FormatError(f"{name} is {value!r}; allowed are {' and '.join(map(repr, allowed))}")
+        object.__setattr__(self, "eps", check_eps(self.eps, "eps"))
+
+    @functools.cached_property
+    def highest(self) -> int:
+        """The highest code."""
+        return int((1 << (self.bits - 1)) - 1)
+
+    @functools.cached_property
+    def lowest(self) -> int:
+        """The lowest code."""
+        return -self.highest - (self.qmin == -128)
+
+    @functools.cached_property
+    def single_eps(self) -> float:
+        """`eps` in float32."""
+        return float(np.float32(self.eps))
+
+
+def check_eps(eps: Any, argument: str) -> float:
+    """A number that is not negative and finite in float32.
+
+    Raises
+    ------
+    FormatError
+        When it is none.
+    """
+    number = isinstance(eps, (int, float, np.integer, np.floating)) and not isinstance(eps, bool)
+    if not number or not 0 <= float(eps) <= float(LARGEST):
+        raise FormatError(f"{argument} is {eps!r}; it must be a number, 0 or more and finite in float32, such as 1e-5")
+    return float(eps)
+
+
+@functools.lru_cache(maxsize=256)
+def rule_of(bits: Any, granularity: Any, rounding: Any, qmin: Any, eps: Any) -> Rule:
+    """The `Rule` of these options, made once for each set of them."""
+    return Rule(bits, granularity, rounding, qmin, eps)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMSNorm ahead of the quantization.
+
+    Parameters
+    ----------
+    weight : array or None
+        float32 [K], contiguous; None multiplies by nothing.
+    eps : float
+        What is added to the mean.
+    """
+
+    weight: Any
+    eps: float
+
+
+def quantize(x: Any, rule: Rule, norm: Norm | None = None, pitch: int = 0) -> tuple[Any, Any]:
+    """int8 codes [M, K] and float32 scales, [M] or of all tokens [1], of a matrix of floats.
+
+    The device of `x` is the current one. On a GPU rows of codes are `pitch` bytes long, where that is given, and end in
+    zeros.
+    """
+    if isinstance(x, np.ndarray):
+        return _quantize_host(source(x, FLOATS), rule, norm)
+    return _quantize_cuda(_single_or_less(x), rule, norm, pitch)
+
+
+def normalize(x: Any, norm: Norm, out: Any) -> None:
+    """Fill `out` with a matrix of floats behind an RMSNorm, rounded once more where it has fewer bits."""
+    if isinstance(x, np.ndarray):
+        x = source(x, FLOATS)
+        with np.errstate(all="ignore"):
+            for part in _slabs(x):
+                out[part] = _normalized(x[part].astype(np.float32), norm)
+        return
+    x = _single_or_less(x)
+    single = out if out.dtype == np.float32 else _xp.namespace(x).empty(out.shape, np.float32)
+    _kernel("normalize_tokens", x.dtype.name).launch(
+        x, (min(len(x), _MOST_BLOCKS),), (x, _weight(norm), single, *x.shape, norm.eps)
+    )
+    if single is not out:
+        out[...] = single
+
+
+# ---- NumPy -----------------------------------------------------------------------------------------------------------
+
+#: Lanes of the sum of a token's squares; a thread each.
+LANES = 256
+
+
+def _slabs(x: np.ndarray) -> list[slice]:
+    """Rows of a matrix, some at a time."""
+    step = max(1, _SLAB // max(1, x.shape[1]))
+    return [slice(first, first + step) for first in range(0, len(x), step)]
+
+
+def mean_squares(x: np.ndarray) -> np.ndarray:
+    """The mean of the squares of each row of a float32 matrix, float64."""
+    lanes = np.zeros((len(x), LANES))
+    largest = np.float64(LARGEST)
+    for first in range(0, x.shape[1], LANES):
+        part = x[:, first : first + LANES].astype(np.float64)
+        np.clip(part, -largest, largest, out=part)
+        part *= part
+        part[np.isnan(part)] = 0
+        lanes[:, : part.shape[1]] += part
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0] / max(1, x.shape[1])
+
+
+def _normalized(x: np.ndarray, norm: Norm) -> np.ndarray:
+    """float32 rows behind an RMSNorm, in the place of `x`."""
+    x *= (1 / np.sqrt(mean_squares(x) + norm.eps)).astype(np.float32)[:, None]
+    if norm.weight is not None:
+        x *= norm.weight
+    return x
+
+
+def _numbers(x: np.ndarray, norm: Norm | None) -> np.ndarray:
+    """What is quantized of some tokens, finite, as float32."""
+    numbers = x.astype(np.float32) if norm is None else _normalized(x.astype(np.float32), norm)
+    if not np.isfinite(numbers).all():
+        np.nan_to_num(numbers, copy=False, posinf=float(LARGEST), neginf=-float(LARGEST))
+    return numbers
+
+
+def _quantize_host(x: np.ndarray, rule: Rule, norm: Norm | None) -> tuple[np.ndarray, np.ndarray]:
+    codes, largest = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
+    slabs = _slabs(x)
+    with np.errstate(all="ignore"):
+        kept = None
+        for part in slabs:
+            kept = _numbers(x[part], norm)
+            largest[part] = np.abs(kept).max(axis=1, initial=0)
+            if rule.granularity == "token":
+                _codes_of(kept, np.maximum(largest[part], np.float32(rule.eps))[:, None], rule, codes[part])
+        if rule.granularity == "tensor":
+            largest = largest.max(initial=0, keepdims=True)
+            a = np.maximum(largest, np.float32(rule.eps))
+            for part in slabs:
+                numbers = kept if kept is not None and len(slabs) == 1 else _numbers(x[part], norm)
+                _codes_of(numbers, a, rule, codes[part])
+    return codes, np.maximum(largest, np.float32(rule.eps)) / np.float32(rule.highest)
+
+
+def _codes_of(numbers: np.ndarray, a: np.ndarray, rule: Rule, codes: np.ndarray) -> None:
+    """Fill `codes` from finite numbers, which are overwritten, and the magnitudes that their scales are made from."""
+    factor = np.float32(rule.highest) / a
+    numbers *= factor
+    if rule.rounding == "even":
+        np.rint(numbers, out=numbers)
+    else:
+        whole = np.trunc(numbers)
+        numbers = whole + np.copysign(np.abs(numbers - whole) >= _HALF, numbers)
+    if not np.isfinite(factor).all():  # which makes NaN of 0
+        numbers[np.isnan(numbers)] = 0
+    np.clip(numbers, rule.lowest, rule.highest, out=numbers)
+    codes[...] = numbers
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+_MOST_BLOCKS = 1 << 30
+_SIZES = Constants(LANES=LANES)
+_TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
+_FILE = "linear/activations.cu"
+_SIGNATURES: dict[str, tuple[str, ...]] = {
+    "largest_of_tokens": ("p", "p", "p", "i8", "i8", "i4", "f8"),
+    "quantize_activations": ("p", "p", "p", "p", "p", "i8", "i8", "i8", "i4", "f8", "f4", "i4", "i4", "i4"),
+    "normalize_tokens": ("p", "p", "p", "i8", "i8", "f8"),
+}
+_TEMPLATES = {name: Template(_FILE, name, (_TYPES,), structs=(_SIZES,)) for name in _SIGNATURES}
+register_templates(*_TEMPLATES.values())
+
+
+@functools.cache
+def _kernel(name: str, dtype: str) -> Kernel:
+    return Kernel(_TEMPLATES[name], (CXX_TYPES[dtype],), LANES, signature=_SIGNATURES[name])
+
+
+def _single_or_less(x: Any) -> Any:
+    """An array on a GPU as the kernels take it; CuPy's own cast of float64 flushes subnormal numbers."""
+    return affine.converted(x, np.dtype(np.float32)) if x.dtype == np.float64 else source(x, FLOATS)
+
+
+def _weight(norm: Norm | None) -> Any:
+    return 0 if norm is None or norm.weight is None else norm.weight
+
+
+def _quantize_cuda(x: Any, rule: Rule, norm: Norm | None, pitch: int) -> tuple[Any, Any]:
+    cupy = _xp.namespace(x)
+    tokens, depth = x.shape
+    each = rule.granularity == "token"
+    pitch = pitch or depth
+    codes, scales = cupy.empty((tokens, pitch), np.int8), cupy.empty(tokens if each else 1, np.float32)
+    grid = (min(tokens, _MOST_BLOCKS),)
+    before = (0, 0.0) if norm is None else (1, norm.eps)
+    given: Any = 0
+    if not each:
+        largest = cupy.empty(tokens, np.float32)
+        if tokens:
+            _kernel("largest_of_tokens", x.dtype.name).launch(
+                x, grid, (x, _weight(norm), largest, tokens, depth, *before)
+            )
+        # As integers, which have the order of magnitudes: comparisons of floats flush.
+        given = largest.view(np.int32).max(keepdims=True) if tokens else cupy.zeros(1, np.int32)
+        if not tokens:
+            scales[...] = np.float32(rule.single_eps) / np.float32(rule.highest)
+    if tokens:
+        away = int(rule.rounding == "away")
+        _kernel("quantize_activations", x.dtype.name).launch(
+            x,
+            grid,
+            (x, _weight(norm), given, codes, scales, tokens, depth, pitch, *before, rule.single_eps)
+            + (rule.lowest, rule.highest, away),
+        )
+    return codes, scales

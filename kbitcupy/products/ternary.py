@@ -1,0 +1,318 @@
+"""BitLinear: products of int8 activations and ternary weights, the route of ``activations="bitnet"``.
+
+    y[m, n] = fl(fl(float(sum_k q[m, k] * t[n, k]) * sa[m]) * gamma[n]) + bias[n]
+
+in float32, subnormal numbers kept, then one cast to the dtype of the activations. Sums are exact in int32, for K up to
+131071, so that NumPy and CUDA give the same bits in any order over K. Where groups along K have scales of their own,
+sums are exact within a group, and the terms ``fl(fl(float(sum) * sa) * gamma)`` of the groups are added in float32,
+from the first to the last. Activations are quantized by `kbitcupy.products.activations`, or by W8A8's rule for
+``activations="int8"``, or are int8 already. A scale that is not positive and finite counts as 0.
+
+On NumPy a float32 product by BLAS is exact where all sums stay below 2^24. Codes are not shifted into place for it:
+field f of the bytes counts 4^f, which divides the activations there, and what all codes are too large by, 1, is the
+sum of the activations. On a GPU the trits are written as int8, once for each call, for the kernels of
+`kbitcupy.products.int8`; weights with groups go through a plain kernel, whose time grows with the tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import xp as _xp
+from ..backend.compile import Template
+from ..backend.launch import Kernel
+from ..backend.structs import Constants
+from ..errors import FormatError
+from ..formats.base import Trits, register_templates
+from ..formats.ternary import BLOCK, RUN, unpack
+from ..ops import source
+from . import activations as tokens_of, int8
+from .activations import Norm, Rule
+from .int8 import MAX_DEPTH, Int8, quantize_tokens, token_planes
+from .routes import BYTES_PER_US, Problem, Product, Route
+
+WANTED = (
+    "it must be [N, K] in ternary: quantize(w, 'ternary'), or kb.bitnet.from_trits(trits, scale) for trits; of a stack "
+    "take one member"
+)
+#: The rule of ``activations="bitnet"``.
+BITNET = Rule()
+
+
+def trits_of(q: QuantizedArray, argument: str = "q") -> Trits:
+    """How a weight is ternary.
+
+    Raises
+    ------
+    FormatError
+        When it is not, or no matrix.
+    ValueError
+        When it has too many columns.
+    """
+    found = _trits(q.format, q.shape, q.lead)
+    if found is None or not found.shares:
+        raise FormatError(f"{argument} is {q.format!r} of shape {q.shape}; {WANTED}")
+    if q.shape[1] > MAX_DEPTH:
+        raise ValueError(f"{argument} has K = {q.shape[1]}; {_TOO_DEEP}")
+    return found
+
+
+_TOO_DEEP = f"sums are exact in int32 and float32 up to K = {MAX_DEPTH}: split K"
+
+
+@functools.lru_cache(maxsize=1024)
+def _trits(format: Any, shape: tuple[int, ...], lead: int) -> Trits | None:
+    found: Trits | None = format.trits(shape, lead)
+    return found
+
+
+def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, rule: Rule | None, norm: Norm | None = None) -> None:
+    """Fill `out`, which is not empty; its device is the current one.
+
+    `x` is a float array, quantized by `rule` (None: by that of W8A8), or a compressed one in int8.
+    """
+    part = trits_of(q)
+    rows, depth = q.shape
+    tokens = out.size // rows
+    host = isinstance(out, np.ndarray)
+    if isinstance(x, QuantizedArray):
+        codes, scales = token_planes(x)
+        codes = codes.reshape(tokens, depth)
+    elif rule is not None:
+        pitch = 0 if host else max(-(-depth // _PITCH) * _PITCH, _PITCH)
+        codes, scales = tokens_of.quantize(x.reshape(tokens, depth), rule, norm, pitch)
+    elif host:
+        codes, scales = quantize_tokens(source(x, tokens_of.FLOATS).reshape(tokens, depth), None, None)
+    else:
+        codes, scales = x, None
+    bias = None if bias is None else source(bias, tokens_of.FLOATS)
+    if host:
+        _multiply_host(codes, scales, q, part, bias, out.reshape(tokens, rows))
+    elif part.shares == "group":
+        if scales is None:
+            codes, scales = int8.quantize_on_gpu(x.reshape(tokens, depth))
+        _multiply_groups(codes, scales, q, part, bias, out)
+    else:
+        trits, factors = _decoded(q, part)
+        int8.multiply(codes, scales, trits, factors, bias, out)
+
+
+# ---- NumPy -----------------------------------------------------------------------------------------------------------
+
+# Columns whose products with codes up to 3 stay below 2^24: float32 holds all sums.
+_EXACT = 1 << 15
+# Weights that are float32 at a time, which the cache holds.
+_SLAB = 1 << 18
+_FIELDS = np.array([3, 12, 48, 192], np.uint8)
+
+
+def decoded_rows(codes: np.ndarray, depth: int, first: int, last: int) -> np.ndarray:
+    """The int8 trits [last - first, depth] of some rows, from the plane of all codes."""
+    begin, end = first * depth, last * depth
+    block = begin // BLOCK
+    trits = unpack(codes[block * RUN : -(-end // BLOCK) * RUN])
+    return trits[begin - block * BLOCK : end - block * BLOCK].reshape(last - first, depth)
+
+
+class _Whole:
+    """Activations beside which rows of whole blocks of codes are multiplied as they lie."""
+
+    def __init__(self, a: np.ndarray):
+        tokens, depth = a.shape
+        self.sums = a.sum(axis=1, dtype=np.int32)[:, None]
+        fields = a.reshape(tokens, depth // BLOCK, 4, RUN).astype(np.float32)
+        fields *= (np.float32(4) ** -np.arange(4, dtype=np.float32))[:, None]
+        # In runs of columns; in each the elements of field 0, then those of 1, 2 and 3.
+        self.parts = [
+            np.ascontiguousarray(fields[:, k : k + _EXACT // BLOCK].transpose(0, 2, 1, 3)).reshape(tokens, -1)
+            for k in range(0, depth // BLOCK, _EXACT // BLOCK)
+        ]
+
+    def product(self, codes: np.ndarray) -> np.ndarray:
+        """int32 [tokens, rows] with the codes [rows, depth / 4] of a few rows."""
+        total, first = -self.sums, 0
+        for part in self.parts:
+            width = part.shape[1] // 4
+            floats = np.empty((len(codes), 4, width), np.float32)
+            for field in range(4):
+                floats[:, field] = codes[:, first : first + width] & _FIELDS[field]
+            total = total + (part @ floats.reshape(len(codes), -1).T).astype(np.int32)
+            first += width
+        return total
+
+
+def _multiply_host(
+    a: np.ndarray,
+    token_scales: np.ndarray,
+    q: QuantizedArray,
+    part: Trits,
+    bias: np.ndarray | None,
+    out: np.ndarray,
+) -> None:
+    rows, depth = q.shape
+    codes, scales = q.planes[part.codes], int8.factors(q.planes[part.scales])
+    tokens = int8.factors(token_scales)[:, None]
+    whole = _Whole(a) if part.shares != "group" and depth % BLOCK == 0 and depth else None
+    step = max(1, _SLAB // max(1, depth))
+    with np.errstate(all="ignore"):
+        for first in range(0, rows, step):
+            some = slice(first, min(first + step, rows))
+            if part.shares == "group":
+                trits = decoded_rows(codes, depth, some.start, some.stop)
+                y = _sum_of_groups(a, tokens, trits, scales.reshape(rows, -1)[some], part.group)
+            else:
+                if whole is not None:
+                    sums = whole.product(codes.reshape(rows, depth // 4)[some])
+                else:
+                    sums = int8.integer_product(a, decoded_rows(codes, depth, some.start, some.stop))
+                y = sums.astype(np.float32)
+                y *= tokens
+                y *= scales if part.shares == "tensor" else scales[some]
+            if bias is not None:
+                y += bias[some].astype(np.float32)
+            out[:, some] = y
+
+
+def _sum_of_groups(a: np.ndarray, tokens: np.ndarray, trits: np.ndarray, scales: np.ndarray, group: int) -> np.ndarray:
+    """float32 [tokens, rows] of weights whose `scales` are [rows, groups]."""
+    total = np.zeros((len(a), len(trits)), np.float32)
+    for number, first in enumerate(range(0, a.shape[1], group)):
+        some = slice(first, first + group)
+        term = int8.integer_product(a[:, some], trits[:, some]).astype(np.float32)
+        term *= tokens
+        term *= scales[:, number]
+        total = total + term if number else term
+    return total
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+_PITCH = int8.PITCH
+_SIZES = Constants(DECODE_THREADS=256, GROUP_THREADS=256, FLOAT32_BIAS=1, FLOAT16_BIAS=2, BFLOAT16_BIAS=3)
+_BIASES = {"float32": _SIZES.FLOAT32_BIAS, "float16": _SIZES.FLOAT16_BIAS, "bfloat16": _SIZES.BFLOAT16_BIAS}
+_TEMPLATES = tuple(
+    Template("linear/ternary.cu", name, structs=(_SIZES,)) for name in ("decode_trits", "multiply_groups")
+)
+_DECODE = Kernel(_TEMPLATES[0], (), _SIZES.DECODE_THREADS, signature=("p", "p", "p", "p", "i8", "i8", "i4"))
+_GROUPS = Kernel(_TEMPLATES[1], (), _SIZES.GROUP_THREADS, signature=(*("p",) * 6, *("i8",) * 5, "i4", "i4"))
+register_templates(*_TEMPLATES)
+# Bytes of codes of a thread at a time; about so many rounds where there is much to do.
+_WORD, _ROUNDS = 4, 4
+_WARPS = _SIZES.GROUP_THREADS // 32
+
+
+def decode_on_gpu(codes: Any, size: int) -> Any:
+    """The int8 trits [size] of a plane of codes; the device is the current one."""
+    trits = _xp.namespace(codes).empty(size, np.int8)
+    if size:
+        _DECODE(codes, _units(size), (codes, 0, trits, 0, size, 0, 0), waves=_ROUNDS)
+    return trits
+
+
+def _units(size: int) -> int:
+    """Thread blocks of a round of ``decode_trits``."""
+    return -(-size // (4 * _WORD * _SIZES.DECODE_THREADS))
+
+
+def _decoded(q: QuantizedArray, part: Trits) -> tuple[Any, Any]:
+    """The int8 trits of a weight, and a scale for each row."""
+    codes, scale = q.planes[part.codes], q.planes[part.scales]
+    rows, _ = q.shape
+    empty = _xp.namespace(codes).empty
+    trits, scales = empty(q.size, np.int8), empty(rows, np.float32)
+    shared = int(part.shares == "tensor")
+    units = max(_units(q.size), -(-rows // (4 * _SIZES.DECODE_THREADS)))
+    _DECODE(codes, units, (codes, scale, trits, scales, q.size, rows, shared), waves=_ROUNDS)
+    return trits, scales
+
+
+def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:
+    rows, depth = q.shape
+    tokens = out.size // rows
+    single = out if out.dtype == np.float32 else _xp.namespace(out).empty(out.shape, np.float32)
+    kind = 0 if bias is None else _BIASES[bias.dtype.name]
+    lengths = tokens, rows, depth, codes.shape[-1], part.group
+    arrays = codes, q.planes[part.codes], scales, q.planes[part.scales], 0 if bias is None else bias, single
+    shared = int(scales.size != tokens)
+    _GROUPS(codes, -(-out.size // _WARPS), (*arrays, *lengths, shared, kind), waves=_ROUNDS)
+    if single is not out:
+        out[...] = single
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+_RULES = {"bitnet": BITNET, "int8": None}
+# Microseconds of the launches, beside those of W8A8; to quantize a token. Operations of a core of the host, and
+# microseconds to make a weight ready for them.
+_START, _HOST_RATE, _HOST_WEIGHT = 6.0, 2e4, 1.2e-4
+# Operations in a microsecond where groups have scales.
+_GROUP_RATE = 2e5
+
+
+def _refusal(problem: Problem) -> str | None:
+    """What stands against ternary products of integers, on a GPU or not."""
+    if problem.activations not in _RULES:
+        return 'it multiplies activations that are int8: ask for activations="bitnet"'
+    if problem.experts:
+        return "it is for one weight"
+    found = problem.format.trits(problem.shape, problem.stored.lead)
+    if found is None or not found.shares:
+        return f"the weight is {problem.format!r}; {WANTED}"
+    return f"K is {problem.shape[1]}; {_TOO_DEEP}" if problem.shape[1] > MAX_DEPTH else None
+
+
+def _product(problem: Problem) -> Product:
+    rule = _RULES[problem.activations or ""]
+    return lambda x, q, bias, out: multiply(x, q, bias, out, rule)
+
+
+class Ternary(Route):
+    """Quantize tokens, decode trits to int8, and multiply on integer tensor cores."""
+
+    name = "ternary"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return "the arrays are in host memory" if problem.device is None else _refusal(problem)
+
+    def cost(self, problem: Problem) -> float:
+        n, k = problem.shape
+        if self._in_groups(problem):
+            return _START + n * k * problem.tokens / _GROUP_RATE
+        # Trits are written as bytes, and read again.
+        return _START + problem.reading + n * k / BYTES_PER_US + Int8().cost(problem)
+
+    def prepare(self, problem: Problem) -> Product:
+        return _product(problem)
+
+    def describe(self, problem: Problem) -> str:
+        if self._in_groups(problem):
+            return "tokens quantized to int8, then exact sums of each group: multiply_groups"
+        return "tokens quantized to int8 and trits decoded to it, then the integer tensor cores of W8A8"
+
+    @staticmethod
+    def _in_groups(problem: Problem) -> bool:
+        found = problem.format.trits(problem.shape, problem.stored.lead)
+        return found is not None and found.shares == "group"
+
+
+class TernaryHost(Route):
+    """Quantize tokens, and multiply exactly by NumPy's BLAS."""
+
+    name = "ternary_numpy"
+
+    def accepts(self, problem: Problem) -> str | None:
+        return "the arrays are on a GPU" if problem.device is not None else _refusal(problem)
+
+    def cost(self, problem: Problem) -> float:
+        n, k = problem.shape
+        return n * k * (_HOST_WEIGHT + problem.tokens / _HOST_RATE)
+
+    def prepare(self, problem: Problem) -> Product:
+        return _product(problem)
+
+    def describe(self, problem: Problem) -> str:
+        return "NumPy: tokens quantized to int8, trits multiplied exactly in float32"
