@@ -58,6 +58,7 @@ from .products.functions import linear, matmul
 __all__ = ["LoRA", "load", "save"]
 
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+_LARGEST = float(np.finfo(_SINGLE).max)
 #: How A may begin.
 _INITS = {
     "standard": "normal, of variance 1 / K",
@@ -84,7 +85,7 @@ class LoRA:
     B : array_like
         [N, r], on the device of `A`.
     alpha : float
-        What scales the side path; positive.
+        What scales the side path; positive, and a number that float32 can hold.
     rank_stabilized : bool, default False
         Divide `alpha` by the square root of r instead of r.
     dropout : float, default 0.0
@@ -778,8 +779,8 @@ def _number(value: Any, argument: str) -> Any:
 
 def _positive(alpha: Any) -> Any:
     number = _number(alpha, "alpha")
-    if not 0 < number < math.inf:
-        raise ValueError(f"alpha is {number}; it must be a positive number")
+    if not 0 < number <= _LARGEST:
+        raise ValueError(f"alpha is {number}; it must be a positive number that float32 can hold")
     return number
 
 

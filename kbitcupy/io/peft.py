@@ -8,7 +8,6 @@ beside a linear layer is refused by its name: an adapter that is read in part co
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -29,6 +28,8 @@ from .container import reading
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
+# What numbers may be: a scaling is multiplied in float32.
+_LARGEST = float(np.finfo(np.float32).max)
 # What PEFT's own files begin their names with: the module within the model that it wraps.
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
@@ -227,7 +228,7 @@ class _Config:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= _LARGEST
 
 
 def _of_module(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:

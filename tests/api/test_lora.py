@@ -1,8 +1,10 @@
 """kbitcupy.lora: adapters beside compressed weights, their gradients and dropout, merging, and PEFT's files."""
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -424,6 +426,7 @@ REFUSED = {
     "alpha = 0": (lambda: LoRA(A, B, 0), ValueError, "alpha is 0; it must be a positive number"),
     "alpha < 0": (lambda: LoRA(A, B, -1.5), ValueError, "alpha is -1.5"),
     "alpha infinite": (lambda: LoRA(A, B, math.inf), ValueError, "alpha is inf"),
+    "alpha too large": (lambda: LoRA(A, B, 10**400), ValueError, "it must be a positive number that float32 can hold"),
     "alpha NaN": (lambda: LoRA(A, B, math.nan), ValueError, "alpha is nan"),
     "alpha no number": (lambda: LoRA(A, B, "1"), TypeError, "alpha is '1'"),
     "alpha = 0 in init": (lambda: LoRA.init((4, 6), alpha=0), ValueError, "alpha is 0"),
@@ -478,6 +481,12 @@ def test_an_adapter_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         GOOD.A = B
     assert dataclasses.replace(GOOD, alpha=2).scaling == 1.0 and GOOD.scaling == 0.5
+
+
+def test_an_adapter_is_copied_and_pickled():
+    made = trained(dropout=0.5)
+    for other in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert same(other, made)
 
 
 def test_devices(cupy):
@@ -649,6 +658,8 @@ UNREADABLE = {
     "no alpha": ({"lora_alpha": "absent"}, PAIR, "lora_alpha is 'None'; it must be a positive number"),
     "alpha = 0": ({"lora_alpha": 0}, PAIR, "lora_alpha is '0'"),
     "alpha infinite": ({"lora_alpha": math.inf}, PAIR, "lora_alpha is 'inf'"),
+    "alpha too large": ({"lora_alpha": 10**400}, PAIR, "lora_alpha is '1000"),
+    "r too large": ({"r": 10**400}, PAIR, "r is '1000"),
     "alpha of a module": ({"alpha_pattern": {"q": -1}}, PAIR, r"alpha_pattern\['q'\] is '-1'"),
     "patterns": ({"alpha_pattern": [1]}, PAIR, "alpha_pattern is '.1.'; it must be an object"),
     "expression": ({"alpha_pattern": {"(a+)+": 1}}, PAIR, "regular expressions are not run"),
