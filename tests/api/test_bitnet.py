@@ -156,7 +156,7 @@ def test_every_byte(xp, layout):
         changed[place] = byte
         changed = changed.view(good.dtype).reshape(good.shape)
         loose = host(kb.bitnet.unpack(xp.asarray(changed), shape, layout, check=False))
-        again = kb.bitnet.pack(loose, layout) if -1 <= loose.min() and loose.max() <= largest else None
+        again = kb.bitnet.pack(loose, layout) if loose.min() >= -1 and loose.max() <= largest else None
         if again is None or not np.array_equal(again, changed):
             with pytest.raises(FormatError, match="no packer of"):
                 kb.bitnet.unpack(xp.asarray(changed), shape, layout, check=True)
