@@ -141,17 +141,26 @@ __device__ __forceinline__ int edge_byte(const Span& span) {
     return at < (t < VECTOR ? min(span.first * VECTOR, span.end) : span.end) ? at : -1;
 }
 
-__device__ __forceinline__ void load(Staged& staged, const Span& span) {
+// What a thread has of a tile on its way to shared memory.
+struct Held {
     uint4 v[HELD];
-    const int begin = span.first + static_cast<int>(threadIdx.x), edge = edge_byte(span);
+    unsigned char edge;
+
+    __device__ __forceinline__ void fetch(const Span& span) {
+        const int begin = span.first + static_cast<int>(threadIdx.x), at = edge_byte(span);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-        if (begin + i * THREADS < span.last) v[i] = __ldcs(span.vectors + begin + i * THREADS);
-    if (edge >= 0) staged.bytes()[edge] = reinterpret_cast<const unsigned char*>(span.vectors)[edge];
+        for (int i = 0; i < HELD; ++i)
+            if (begin + i * THREADS < span.last) v[i] = __ldcs(span.vectors + begin + i * THREADS);
+        if (at >= 0) edge = reinterpret_cast<const unsigned char*>(span.vectors)[at];
+    }
+    __device__ __forceinline__ void stage(Staged& staged, const Span& span) const {
+        const int begin = span.first + static_cast<int>(threadIdx.x), at = edge_byte(span);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-        if (begin + i * THREADS < span.last) staged.vector[begin + i * THREADS] = v[i];
-}
+        for (int i = 0; i < HELD; ++i)
+            if (begin + i * THREADS < span.last) staged.vector[begin + i * THREADS] = v[i];
+        if (at >= 0) staged.bytes()[at] = edge;
+    }
+};
 
 __device__ __forceinline__ void store(Staged& staged, const Span& span) {
     const int begin = span.first + static_cast<int>(threadIdx.x), edge = edge_byte(span);
@@ -254,32 +263,6 @@ __device__ __forceinline__ void give(Staged& staged, const Piece& piece, int blo
     else scatter<unsigned char>(staged, piece, gap, count, v);
 }
 
-// Where a vector of a tile lies in global memory.
-__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece, long long tile) {
-    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + tile * fields.tile * piece.size + piece.byte;
-}
-
-// The vectors of a thread: what they are, where in global memory they lie for the next tile, and how far it is from
-// there to the one after that.
-struct Share {
-    Piece piece[HELD];
-    unsigned char* pointer[HELD];
-    int step[HELD];
-
-    __device__ __forceinline__ Share(const BlockFields& fields, int ahead) {
-#pragma unroll
-        for (int k = 0; k < HELD; ++k) {
-            piece[k] = piece_of(fields, static_cast<int>(threadIdx.x) + k * THREADS, ahead);
-            pointer[k] = address_of(fields, piece[k], blockIdx.x);
-            step[k] = static_cast<int>(gridDim.x) * fields.tile * piece[k].size;
-        }
-    }
-    __device__ __forceinline__ void advance() {
-#pragma unroll
-        for (int k = 0; k < HELD; ++k) pointer[k] += step[k];
-    }
-};
-
 // The first `count` of 16 bytes at any address, the others are 0. Few are not whole and aligned: they take little code.
 __device__ __forceinline__ uint4 load_vector(const unsigned char* from, int count) {
     if (is_aligned(from) && count == VECTOR) return __ldcs(reinterpret_cast<const uint4*>(from));
@@ -304,6 +287,37 @@ __device__ __forceinline__ void store_vector(unsigned char* to, int count, uint4
     }
 }
 
+// Where a vector of a tile lies in global memory.
+__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece, long long tile) {
+    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + tile * fields.tile * piece.size + piece.byte;
+}
+
+// The vectors of a thread: what they are, where in global memory they lie for the next tile, and how far it is from
+// there to the one after that.
+struct Share {
+    Piece piece[HELD];
+    unsigned char* pointer[HELD];
+    int step[HELD];
+
+    __device__ __forceinline__ Share(const BlockFields& fields, int ahead) {
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) {
+            piece[k] = piece_of(fields, static_cast<int>(threadIdx.x) + k * THREADS, ahead);
+            pointer[k] = address_of(fields, piece[k], blockIdx.x);
+            step[k] = static_cast<int>(gridDim.x) * fields.tile * piece[k].size;
+        }
+    }
+    __device__ __forceinline__ void load(uint4 (&v)[HELD]) const {
+#pragma unroll
+        for (int k = 0; k < HELD; ++k)
+            if (piece[k].at >= 0) v[k] = load_vector(pointer[k], VECTOR);
+    }
+    __device__ __forceinline__ void advance() {
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) pointer[k] += step[k];
+    }
+};
+
 // ---- kernels -----------------------------------------------------------------------------------------------------
 
 // raw     uint8[blocks * fields.block], at any byte
@@ -315,10 +329,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const long long tiles = blocks / fields.tile;
     const int bytes = fields.tile * fields.block, ahead = bytes_ahead(raw);
     Share share(fields, ahead);
+    Held held;
     long long tile = blockIdx.x;
-    for (; tile < tiles; tile += gridDim.x, share.advance()) {
-        load(staged, span_of(raw + tile * bytes, bytes));
+    if (tile < tiles) held.fetch(span_of(raw + tile * bytes, bytes));
+    for (; tile < tiles; share.advance()) {
+        held.stage(staged, span_of(raw + tile * bytes, bytes));
         __syncthreads();
+        tile += gridDim.x;
+        if (tile < tiles) held.fetch(span_of(raw + tile * bytes, bytes));  // arrives while this one is written
 #pragma unroll
         for (int k = 0; k < HELD; ++k)
             if (share.piece[k].at >= 0)
@@ -327,7 +345,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     const int rest = static_cast<int>(blocks - tiles * fields.tile);
     if (tile > tiles || rest == 0) return;
-    load(staged, span_of(raw + tile * bytes, rest * fields.block));
+    const Span span = span_of(raw + tile * bytes, rest * fields.block);
+    held.fetch(span);
+    held.stage(staged, span);
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
@@ -344,16 +364,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const long long tiles = blocks / fields.tile;
     const int bytes = fields.tile * fields.block, ahead = bytes_ahead(raw);
     Share share(fields, ahead);
+    uint4 v[HELD];
     long long tile = blockIdx.x;
-    for (; tile < tiles; tile += gridDim.x, share.advance()) {
-        uint4 v[HELD];
-#pragma unroll
-        for (int k = 0; k < HELD; ++k)
-            if (share.piece[k].at >= 0) v[k] = load_vector(share.pointer[k], VECTOR);
+    if (tile < tiles) share.load(v);
+    for (; tile < tiles; tile += gridDim.x) {
 #pragma unroll
         for (int k = 0; k < HELD; ++k)
             if (share.piece[k].at >= 0) give(staged, share.piece[k], fields.block, VECTOR, v[k]);
         __syncthreads();
+        share.advance();
+        if (tile + gridDim.x < tiles) share.load(v);  // arrives while this one is written
         store(staged, span_of(raw + tile * bytes, bytes));
         __syncthreads();
     }
