@@ -338,10 +338,10 @@ __host__ __device__ constexpr Iq4Table iq4_table() {
 }
 __device__ const Iq4Table IQ4_TABLE = iq4_table();
 
-// The same in shared memory. Lanes look up different entries: 16 copies of each number side by side, one for two lanes,
-// leave at most two of them to a bank.
+// The same in shared memory. Lanes look up different entries: with 8 copies of each number side by side no more than
+// four of them, of which every eighth takes the same copy, may want the same bank.
 struct SharedIq4Table {
-    static constexpr int COPIES = 16;
+    static constexpr int COPIES = 8;
 
     alignas(16) float value[Iq4Table::COUNT][COPIES];
     unsigned char code[Iq4Table::COUNT];
@@ -367,9 +367,9 @@ struct Iq4Lookup {
         : table(table), copy(lane % SharedIq4Table::COPIES * 4) {}
 
     // Bytes to the first copy of the entry of a number within -135 and 135: what is added makes the lowest bits of the
-    // sum 128 * (y + 136), of which the lowest six are less than a half.
+    // sum 64 * (y + 136), of which the lowest five are less than a half.
     __device__ __forceinline__ static unsigned offset(float y) {
-        return __float_as_uint(ieee::add_down(y, 98304.0f - Iq4Table::LOWEST / 2)) & 0x3ffc0u;  // 1.5 * 2^16
+        return __float_as_uint(ieee::add_down(y, 196608.0f - Iq4Table::LOWEST / 2)) & 0x1ffe0u;  // 1.5 * 2^17
     }
     __device__ __forceinline__ float nearest(float y) const {
         return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table.value) + (offset(y) | copy));
