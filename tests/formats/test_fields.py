@@ -155,7 +155,7 @@ def test_kernels_at_any_byte(compiled, name, offset, shift):
     round_trip(compiled, fields, module._tile(fields) + 3, offset, shift, grid=1)
 
 
-@pytest.mark.parametrize("fields", [(Field("a", "uint8", 257),), (Field("a", "uint8", 1),) * 6])
+@pytest.mark.parametrize("fields", [(Field("a", "uint8", 2001),), (Field("a", "uint8", 1),) * 6])
 def test_blocks_that_are_too_large_for_the_kernels(fields):
     with pytest.raises(FormatError, match=r"up to \d+ bytes and 5 fields: call .get\(\) first"):
         module._described(fields)
