@@ -366,10 +366,12 @@ struct Iq4Lookup {
     __device__ __forceinline__ Iq4Lookup(const SharedIq4Table& table, unsigned lane)
         : table(table), copy(lane % SharedIq4Table::COPIES * 4) {}
 
-    // Bytes to the first copy of the entry of a number within -135 and 135: what is added makes the lowest bits of the
-    // sum 64 * (y + 136), of which the lowest five are less than a half.
+    // Bytes to the first copy of the entry of a number within -135 and 135: what is added makes each half of y + 136 as
+    // much in the lowest bits of the sum as an entry has bytes. What is less than a half is cut off.
     __device__ __forceinline__ static unsigned offset(float y) {
-        return __float_as_uint(ieee::add_down(y, 196608.0f - Iq4Table::LOWEST / 2)) & 0x1ffe0u;  // 1.5 * 2^17
+        constexpr unsigned EACH = sizeof(table.value[0]);
+        constexpr float BIAS = 1.5f * (1 << 22) / EACH - Iq4Table::LOWEST / 2;
+        return __float_as_uint(ieee::add_down(y, BIAS)) & 1023 * EACH;
     }
     __device__ __forceinline__ float nearest(float y) const {
         return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table.value) + (offset(y) | copy));
