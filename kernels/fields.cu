@@ -18,7 +18,7 @@ constexpr int HELD = TILE_BYTES / VECTOR / THREADS;
 static_assert(HELD * VECTOR * THREADS == TILE_BYTES, "whole vectors of all threads");
 // Thread blocks that a multiprocessor holds at least. From sm_100 on the compiler keeps more in registers.
 #if __CUDA_ARCH__ >= 1000
-constexpr int RESIDENT = 3;
+constexpr int RESIDENT = BLOCKS / 2;
 #else
 constexpr int RESIDENT = BLOCKS;
 #endif
