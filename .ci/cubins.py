@@ -25,6 +25,10 @@ _LIST = """
 import importlib, json, sys
 sys.path.insert(0, sys.argv[1])
 import kbitcupy.affine
+try:
+    import kbitcupy.products.functions  # loaded when it is first asked for
+except ModuleNotFoundError:
+    pass
 from kbitcupy.formats.base import kernel_templates
 for name in ("backend.compile", "backend.cuda", "_cuda"):
     try:

@@ -369,5 +369,5 @@ def _own_shape(raw: Any, format: Any, offset: Any) -> tuple[tuple[int, ...], Any
             f"raw has shape {raw.shape}{f' and offset is {start}' if start else ''}; without a shape its last axis is "
             f"whole blocks of {format} of {format.block_bytes} bytes"
         )
-    rest = raw[..., start:]
+    rest = raw[..., start:] if start else raw
     return (*rest.shape[:-1], rest.shape[-1] // format.block_bytes * format.block), rest

@@ -101,6 +101,14 @@ struct Share {
     static constexpr int COUNT = Word<T>::COUNT == 1 ? 1 : Together<F>::COUNT;
     static constexpr int APART = COUNT == 1 ? 1 : Together<F>::APART;
     static constexpr int OCTETS = COUNT == 1 ? UNITS : UNITS_TOGETHER;
+    // Thread blocks of a multiprocessor that the compiler keeps registers for; 0: its choice. For octets that are
+    // decoded together it would rather save some and have one load wait for another, on the architecture where that was
+    // looked at: 40 registers, which are those of six blocks, hold all loads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+    static constexpr int BLOCKS = COUNT == 1 ? 0 : 6;
+#else
+    static constexpr int BLOCKS = 0;
+#endif
 };
 
 template <typename F, int COUNT>
@@ -112,7 +120,7 @@ __device__ __forceinline__ void decode_some(const Planes& planes, long long octe
 // y        T[members * size], gridDim.y thread blocks for each span of a member, or fewer that go through them
 // members  1, or how many arrays lie behind each other; each begins with an octet of its own
 template <typename T, typename F>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, (Share<T, F>::BLOCKS))
     dequantize_blocks(T* y, long long members, const __grid_constant__ Argument<F> argument) {
     const Planes first = planes_of(argument);
     // Each block has a run of neighbouring spans: what is under way at a time lies close together in memory.

@@ -6,7 +6,8 @@
 // A thread block moves a tile of blocks through shared memory, in which the blocks lie as in global memory, as far
 // behind a multiple of 16 bytes as there. Planes are read and written in whole vectors of 16 bytes, each by one thread:
 // of a field of whole vectors one is a run of bytes of one block, else it is of several blocks, a word, a half word or
-// a byte at a time. All tiles are alike, so a thread finds out once which vectors are its own, and goes through tiles.
+// a byte at a time. What counts is how many bytes are under way: all loads of a tile are, before anything is done with
+// one. (To go through tiles in one thread block is slower, even with the next tile's loads under way.)
 #include "common/types.cuh"
 
 // Of the host (kbitcupy/formats/fields.py), ahead of this source: THREADS, TILE_BYTES, MAX_FIELDS and struct
@@ -15,6 +16,12 @@ constexpr int VECTOR = sizeof(uint4);
 // Vectors that a thread has under way.
 constexpr int HELD = TILE_BYTES / VECTOR / THREADS;
 static_assert(HELD * VECTOR * THREADS == TILE_BYTES, "whole vectors of all threads");
+// Thread blocks that a multiprocessor holds at least. From sm_100 on the compiler keeps more in registers.
+#if __CUDA_ARCH__ >= 1000
+constexpr int RESIDENT = BLOCKS / 2;
+#else
+constexpr int RESIDENT = BLOCKS;
+#endif
 
 // A tile, the bytes ahead of it, and those behind it that cut() reads and leaves.
 struct Staged {
@@ -254,32 +261,6 @@ __device__ __forceinline__ void give(Staged& staged, const Piece& piece, int blo
     else scatter<unsigned char>(staged, piece, gap, count, v);
 }
 
-// Where a vector of a tile lies in global memory.
-__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece, long long tile) {
-    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + tile * fields.tile * piece.size + piece.byte;
-}
-
-// The vectors of a thread: what they are, where in global memory they lie for the next tile, and how far it is from
-// there to the one after that.
-struct Share {
-    Piece piece[HELD];
-    unsigned char* pointer[HELD];
-    int step[HELD];
-
-    __device__ __forceinline__ Share(const BlockFields& fields, int ahead) {
-#pragma unroll
-        for (int k = 0; k < HELD; ++k) {
-            piece[k] = piece_of(fields, static_cast<int>(threadIdx.x) + k * THREADS, ahead);
-            pointer[k] = address_of(fields, piece[k], blockIdx.x);
-            step[k] = static_cast<int>(gridDim.x) * fields.tile * piece[k].size;
-        }
-    }
-    __device__ __forceinline__ void advance() {
-#pragma unroll
-        for (int k = 0; k < HELD; ++k) pointer[k] += step[k];
-    }
-};
-
 // The first `count` of 16 bytes at any address, the others are 0. Few are not whole and aligned: they take little code.
 __device__ __forceinline__ uint4 load_vector(const unsigned char* from, int count) {
     if (is_aligned(from) && count == VECTOR) return __ldcs(reinterpret_cast<const uint4*>(from));
@@ -304,67 +285,54 @@ __device__ __forceinline__ void store_vector(unsigned char* to, int count, uint4
     }
 }
 
+// Where a vector of a tile lies in global memory.
+__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece, long long tile) {
+    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + tile * fields.tile * piece.size + piece.byte;
+}
+
 // ---- kernels -----------------------------------------------------------------------------------------------------
 
 // raw     uint8[blocks * fields.block], at any byte
 // blocks  how many
 // fields  the planes begin at multiples of 16 bytes
-__global__ void __launch_bounds__(THREADS, BLOCKS)
+//
+// A thread block for each tile.
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     split_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
     __shared__ Staged staged;
-    const long long tiles = blocks / fields.tile;
-    const int bytes = fields.tile * fields.block, ahead = bytes_ahead(raw);
-    Share share(fields, ahead);
-    long long tile = blockIdx.x;
-    for (; tile < tiles; tile += gridDim.x, share.advance()) {
-        load(staged, span_of(raw + tile * bytes, bytes));
-        __syncthreads();
-#pragma unroll
-        for (int k = 0; k < HELD; ++k)
-            if (share.piece[k].at >= 0)
-                __stcs(reinterpret_cast<uint4*>(share.pointer[k]), take(staged, share.piece[k], fields.block, VECTOR));
-        __syncthreads();
-    }
-    const int rest = static_cast<int>(blocks - tiles * fields.tile);
-    if (tile > tiles || rest == 0) return;
-    load(staged, span_of(raw + tile * bytes, rest * fields.block));
+    const long long tile = blockIdx.x, first = tile * fields.tile;
+    const int there = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
+    const Span span = span_of(raw + first * fields.block, there * fields.block);
+    load(staged, span);
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
-        const Piece piece = piece_of(fields, i, ahead);
-        const int count = bytes_of(piece, rest);
+        const Piece piece = piece_of(fields, i, span.ahead);
+        const int count = bytes_of(piece, there);
         if (count > 0) store_vector(address_of(fields, piece, tile), count, take(staged, piece, fields.block, count));
     }
 }
 
 // The same the other way; here planes may begin anywhere, too.
-__global__ void __launch_bounds__(THREADS, BLOCKS)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     join_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
     __shared__ Staged staged;
-    const long long tiles = blocks / fields.tile;
-    const int bytes = fields.tile * fields.block, ahead = bytes_ahead(raw);
-    Share share(fields, ahead);
-    long long tile = blockIdx.x;
-    for (; tile < tiles; tile += gridDim.x, share.advance()) {
-        uint4 v[HELD];
+    const long long tile = blockIdx.x, first = tile * fields.tile;
+    const int there = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
+    const Span span = span_of(raw + first * fields.block, there * fields.block);
+    uint4 v[HELD];
 #pragma unroll
-        for (int k = 0; k < HELD; ++k)
-            if (share.piece[k].at >= 0) v[k] = load_vector(share.pointer[k], VECTOR);
-#pragma unroll
-        for (int k = 0; k < HELD; ++k)
-            if (share.piece[k].at >= 0) give(staged, share.piece[k], fields.block, VECTOR, v[k]);
-        __syncthreads();
-        store(staged, span_of(raw + tile * bytes, bytes));
-        __syncthreads();
+    for (int k = 0; k < HELD; ++k) {
+        const Piece piece = piece_of(fields, static_cast<int>(threadIdx.x) + k * THREADS, span.ahead);
+        const int count = bytes_of(piece, there);
+        if (count > 0) v[k] = load_vector(address_of(fields, piece, tile), count);
     }
-    const int rest = static_cast<int>(blocks - tiles * fields.tile);
-    if (tile > tiles || rest == 0) return;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
-        const Piece piece = piece_of(fields, i, ahead);
-        const int count = bytes_of(piece, rest);
-        if (count > 0) give(staged, piece, fields.block, count, load_vector(address_of(fields, piece, tile), count));
+#pragma unroll
+    for (int k = 0; k < HELD; ++k) {
+        const Piece piece = piece_of(fields, static_cast<int>(threadIdx.x) + k * THREADS, span.ahead);
+        const int count = bytes_of(piece, there);
+        if (count > 0) give(staged, piece, fields.block, count, v[k]);
     }
     __syncthreads();
-    store(staged, span_of(raw + tile * bytes, rest * fields.block));
+    store(staged, span);
 }

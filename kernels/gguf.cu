@@ -18,9 +18,15 @@
 
 // Of a thread block: threads, and tiles that a warp has.
 constexpr int THREADS = 128, TILES = 2, WARPS = THREADS / WARP;
-// Thread blocks that a multiprocessor must have registers for.
+// Thread blocks that a multiprocessor must have registers for; on earlier ones bfloat16 takes more instructions, for
+// which the registers of one more are too few.
+#if __CUDA_ARCH__ < 900
+template <typename T>
+constexpr int RESIDENT = 6;
+#else
 template <typename T>
 constexpr int RESIDENT = sizeof(T) == 2 ? 7 : 6;
+#endif
 
 // The numbers of a row as they are stored. STRIPED: not those of row `lane`, but of four rows each a quarter: lane j of
 // eight has the elements 128 * (j / 4) + 32 * s + 8 * (j % 4) + 0 .. 7 of a block of 256, for s = 0 .. 3.

@@ -2,7 +2,7 @@
 // formats/gguf_search_encoders.cuh.
 #include "formats/gguf_search_encoders.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 128;
 
 // What both kernels do; `weigh` gives a lane of a block its weights.
 template <typename T, typename E, typename Weigh>
@@ -22,6 +22,7 @@ __device__ __forceinline__ void search_blocks(
         lane.search(shared);
         lane.agree(shared);
         lane.store(fields, block, block < blocks);
+        if constexpr (E::WEIGHED) __syncthreads();  // all have read what the next round writes
     }
 }
 
@@ -29,7 +30,7 @@ __device__ __forceinline__ void search_blocks(
 // blocks  how many
 // a to e  the planes of the fields, in their order; null where there are fewer
 template <typename T, typename E>
-__global__ void __launch_bounds__(THREADS, 2) search_gguf(
+__global__ void __launch_bounds__(THREADS) search_gguf(
     const T* x, long long blocks, unsigned char* a, unsigned char* b, unsigned char* c, unsigned char* d,
     unsigned char* e) {
     __shared__ typename E::Shared shared;
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(THREADS, 2) search_gguf(
 // importance  float[matrices * blocks_of_row * E::BLOCK]
 // means       float[rows]: the mean of x * x; null where the type asks for none
 template <typename T, typename E>
-__global__ void __launch_bounds__(THREADS, 2) search_gguf_weighed(
+__global__ void __launch_bounds__(THREADS) search_gguf_weighed(
     const T* x, long long blocks, unsigned char* a, unsigned char* b, unsigned char* c, unsigned char* d,
     unsigned char* e, const float* importance, const float* means, long long blocks_of_row, long long rows_of_matrix) {
     __shared__ typename E::Shared shared;

@@ -566,9 +566,7 @@ def get_format(name: str, /, **options: Any) -> Format:
         chosen[exact] = value
     made = factory(**chosen)
     if key and all(map(_is_plain, options.values())):
-        if len(_made) == _MOST_MADE:
-            _made.clear()
-        _made[key] = made
+        _keep(key, made)
     return made
 
 
@@ -616,7 +614,10 @@ def resolve(format: Any, /, given: Mapping[str, Any] | None = None, **options: A
         more = {}
     brought = {name: value for name, value in (*more.items(), *(given or {}).items()) if value is not None}
     if not isinstance(format, Format):
+        text = format
         format, brought = _split(format, brought, options)
+        if not brought and isinstance(text, str) and not options:
+            _keep((text,), format)
     elif options or isinstance(brought.get("codebook"), str):
         names = ", ".join((*options, *(("codebook",) if isinstance(brought.get("codebook"), str) else ())))
         raise FormatError(f"options ({names}) go with a format's name, not with a Format")
@@ -658,15 +659,21 @@ def _split(format: Any, given: dict[str, Any], options: Mapping[str, Any]) -> tu
                 f"format {registered!r} is given codebook={known!r} and codebook={own_values!r}: leave one away"
             )
         chosen["codebook"] = "custom"
-    implied: Mapping[str, tuple[str, Any]] = getattr(_unwrapped(factory), "implied", {})
-    given_options = {_option(word, factory) for word in chosen}
-    chosen |= {to: value for word, (to, value) in implied.items() if word in brought and to not in given_options}
+    for word, (to, value) in getattr(_unwrapped(factory), "implied", {}).items():
+        if word in brought and all(_option(word, factory) != to for word in chosen):
+            chosen[to] = value
     return get_format(registered, **chosen), brought
 
 
 def _key(name: Any, options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Of `_made`. 1, 1.0 and True are equal, but not all allowed."""
     return (name, *options.items(), *map(_types, options.values())) if options else (name,)
+
+
+def _keep(key: tuple[Any, ...], made: Format) -> None:
+    if len(_made) == _MOST_MADE:
+        _made.clear()
+    _made[key] = made
 
 
 def _types(value: Any) -> Any:

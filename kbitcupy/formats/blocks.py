@@ -31,7 +31,7 @@ import numpy as np
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel
 from ..backend.structs import Declared
-from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, to_device
+from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, same_device, to_device
 from ..errors import FormatError
 from .base import Format, Plane
 from .chunks import CHUNK
@@ -323,10 +323,13 @@ def importance_beside(importance: Any, x: Any) -> Any:
     array = check_importance(importance)
     if is_cupy(array) and isinstance(x, np.ndarray):
         array = check_importance(to_device(array, "cpu"))
-    allowed = dict.fromkeys([x.shape[-1:], x.shape[:-2] + x.shape[-1:]])
-    if array.shape not in allowed:
+    shape = x.shape
+    if array.shape not in (shape[-1:], shape[:-2] + shape[-1:]):
+        allowed = dict.fromkeys([shape[-1:], shape[:-2] + shape[-1:]])
         raise FormatError(
-            f"importance has shape {array.shape}; for an array of shape {x.shape} it must have "
+            f"importance has shape {array.shape}; for an array of shape {shape} it must have "
             f"{' or '.join(map(str, allowed))}, one number for each column"
         )
-    return contiguous(to_device(array, device_of(x)).astype(np.float32, copy=False))
+    if array.dtype != np.float32 or not same_device(array, x):
+        array = to_device(array, device_of(x)).astype(np.float32, copy=False)
+    return contiguous(array)

@@ -148,7 +148,7 @@ def _to_split(codes: np.ndarray, split: int) -> np.ndarray:
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
-_SIZES = Constants(THREADS=256, BLOCKS=4, TILE_BYTES=1 << 12, MAX_FIELDS=MAX_FIELDS)
+_SIZES = Constants(THREADS=128, BLOCKS=12, TILE_BYTES=1 << 13, MAX_FIELDS=MAX_FIELDS)
 #: Planes; where their fields begin in a block, how many bytes they have, runs of split codes; the first of the tile's
 #: vectors that is of the plane, 2^24 / size, rounded up; bytes of a block, blocks of a tile, its vectors, fields.
 FIELDS = Struct(
@@ -203,7 +203,7 @@ def _described(fields: tuple[Field, ...]) -> bytes:
 def _launch(name: str, fields: tuple[Field, ...], blocks: Any, count: int, planes: Mapping[str, Any]) -> None:
     addresses = [planes[field.name].data.ptr for field in fields]
     packed = _POINTERS.pack(*addresses, *(0,) * (MAX_FIELDS - len(fields))) + _described(fields)
-    _kernel(name)(blocks, -(-count // _tile(fields)), (blocks.data.ptr, count, packed), waves=1)
+    _kernel(name)(blocks, -(-count // _tile(fields)), (blocks.data.ptr, count, packed))
 
 
 _TEMPLATES = {name: Template("fields.cu", name, structs=(_SIZES, FIELDS)) for name in ("split_fields", "join_fields")}

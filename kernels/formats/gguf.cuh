@@ -108,20 +108,22 @@ struct Q5_1 : Grouped<Q5_1, 2, 2> {
 };
 
 // -1, 0 and 1 in 2 bits, 256 a block: bits 2s of byte 32p + m are element 128p + 32s + m. plane: qs, d
-struct TQ2_0 : Grouped<TQ2_0, 4, 4> {
-    // The four octets of eight bytes, or one of them.
-    template <int N>
-    __device__ __forceinline__ static void decode(const Planes& planes, long long octet, float (&v)[N][8]) {
-        const long long block = octet >> 5;
-        const int part = static_cast<int>(octet) & 31;
-        unsigned word[2];
-        load_words(planes, 0, block * 64 + part / 16 * 32 + part % 4 * 8, planes.size / 4, word);
-        const float d = __half2float(planes.at<__half>(1)[block]);
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            const int shift = N == 1 ? part / 4 % 4 * 2 : j * 2;
-            scale_bytes(d, word[0] >> shift & 0x03030303u, word[1] >> shift & 0x03030303u, 1, v[j]);
-        }
+//
+// Four octets share eight bytes, but to write those of a warp next to each other counts for more.
+struct TQ2_0 : FourBlocks<TQ2_0> {
+    struct Raw {
+        unsigned word[2], d;
+    };
+
+    __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
+        Raw raw;
+        load_words(planes, 0, at.of(64, at.part / 16 * 32 + at.part % 4 * 8), planes.size / 4, raw.word);
+        raw.d = __ldg(planes.at<unsigned short>(1) + at.of(1, 0));
+        return raw;
+    }
+    __device__ __forceinline__ static void decode_raw(const Planes&, const Raw& raw, int part, float (&v)[8]) {
+        const int shift = part / 4 % 4 * 2;
+        scale_bytes(half_of(raw.d, 0), raw.word[0] >> shift & 0x03030303u, raw.word[1] >> shift & 0x03030303u, 1, v);
     }
 };
 

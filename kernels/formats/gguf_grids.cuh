@@ -109,22 +109,32 @@ struct IQ2_XS : Grid<IQ2_XS, 512> {
 
 // 82 bytes: d; 8 bits of the index of a group, then its signs; two more bits of the index; s of two groups in 4. plane:
 // d, qs, qh, scales
-struct IQ2_S : Grid<IQ2_S, 1024> {
-    struct Raw {
-        unsigned d, low, signs, high, scales;
-    };
+struct IQ2_S : Grouped<IQ2_S, 4, 8> {
+    static constexpr int TABLE = 1024;
     __device__ __forceinline__ static const unsigned* entries() { return IQ2_S_GRID; }
 
-    __device__ __forceinline__ static Raw load(const Planes& planes, const Place& at) {
-        return {
-            load_short(planes, 0, at.of(1, 0)), load_byte(planes, 1, at.of(64, at.part)),
-            load_byte(planes, 1, at.of(64, at.part + 32)), load_byte(planes, 2, at.of(8, at.part / 4)),
-            load_byte(planes, 3, at.of(8, at.part / 4))};
-    }
-    __device__ __forceinline__ static void decode_raw(const Planes& planes, const Raw& raw, int group, float (&v)[8]) {
-        const int within = group % 4;
-        const unsigned index = raw.low | (raw.high >> within * 2 & 3u) << 8;
-        scale_iq2(planes, raw.d, raw.scales >> within / 2 * 4 & 15u, index, raw.signs, v);
+    // The octets of every second part, or one octet: what a block has of parts is loaded once.
+    template <int N>
+    __device__ __forceinline__ static void decode(const Planes& planes, long long octet, float (&v)[N][8]) {
+        const long long block = octet >> 5;
+        const int group = static_cast<int>(octet) & 31, part = group / 4, within = group % 4;
+        unsigned low[N], signs[N], high[2], scales[2];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            low[j] = load_byte(planes, 1, block * 64 + group + j * 8);
+            signs[j] = load_byte(planes, 1, block * 64 + 32 + group + j * 8);
+        }
+        load_words(planes, 2, block * 8, planes.size / 32, high);
+        load_words(planes, 3, block * 8, planes.size / 32, scales);
+        const unsigned d = load_short(planes, 0, block);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const bool second = N == 1 ? part >= 4 : j >= 2;
+            const int byte = N == 1 ? part % 4 : part % 2 + j % 2 * 2;
+            const unsigned more = (second ? high[1] : high[0]) >> (byte * 8 + within * 2);
+            const unsigned s = (second ? scales[1] : scales[0]) >> (byte * 8 + within / 2 * 4);
+            scale_iq2(planes, d, s & 15u, low[j] | (more & 3u) << 8, signs[j], v[j]);
+        }
     }
 };
 

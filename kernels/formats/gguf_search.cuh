@@ -338,10 +338,10 @@ __host__ __device__ constexpr Iq4Table iq4_table() {
 }
 __device__ const Iq4Table IQ4_TABLE = iq4_table();
 
-// The same in shared memory. Lanes look up different entries: 16 copies of each number side by side, one for two lanes,
-// leave at most two of them to a bank.
+// The same in shared memory. Lanes look up different entries: with 8 copies of each number side by side no more than
+// four of them, of which every eighth takes the same copy, may want the same bank.
 struct SharedIq4Table {
-    static constexpr int COPIES = 16;
+    static constexpr int COPIES = 8;
 
     alignas(16) float value[Iq4Table::COUNT][COPIES];
     unsigned char code[Iq4Table::COUNT];
@@ -366,10 +366,12 @@ struct Iq4Lookup {
     __device__ __forceinline__ Iq4Lookup(const SharedIq4Table& table, unsigned lane)
         : table(table), copy(lane % SharedIq4Table::COPIES * 4) {}
 
-    // Bytes to the first copy of the entry of a number within -135 and 135: what is added makes the lowest bits of the
-    // sum 128 * (y + 136), of which the lowest six are less than a half.
+    // Bytes to the first copy of the entry of a number within -135 and 135: what is added makes each half of y + 136 as
+    // much in the lowest bits of the sum as an entry has bytes. What is less than a half is cut off.
     __device__ __forceinline__ static unsigned offset(float y) {
-        return __float_as_uint(ieee::add_down(y, 98304.0f - Iq4Table::LOWEST / 2)) & 0x3ffc0u;  // 1.5 * 2^16
+        constexpr unsigned EACH = sizeof(table.value[0]);
+        constexpr float BIAS = 1.5f * (1 << 22) / EACH - Iq4Table::LOWEST / 2;
+        return __float_as_uint(ieee::add_down(y, BIAS)) & 1023 * EACH;
     }
     __device__ __forceinline__ float nearest(float y) const {
         return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table.value) + (offset(y) | copy));

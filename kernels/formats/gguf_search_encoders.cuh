@@ -123,7 +123,7 @@ struct Lane {
 // Numbers of all lanes of a thread block, and what one lane finds for those of a block.
 template <int KINDS>
 struct Problems {
-    static constexpr int THREADS = 256;
+    static constexpr int THREADS = 128;
 
     float number[KINDS][THREADS], weight[THREADS], scale[KINDS][THREADS];
 

@@ -121,6 +121,13 @@ def test_entry_points_are_asked_for_unknown_names_only(monkeypatch):
         unregister("toy")
 
 
+def test_texts_with_options_are_taken_apart_once():
+    for text in ("kbit4:absmax=float16", "nvfp4:tensor_scale=true"):
+        assert resolve(text)[0] is resolve(text)[0] is kb.get_format(text)
+    assert resolve("int8:scale=0.5")[1] == resolve("int8:scale=0.5")[1] == {"scale": 0.5}
+    assert resolve("nvfp4:scale=0.5") == (kb.get_format("nvfp4:tensor_scale=true"), {"scale": 0.5})
+
+
 # ---- a format with options, as text ----------------------------------------------------------------------------------
 
 TEXTS = {

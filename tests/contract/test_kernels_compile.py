@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import kbitcupy.affine  # noqa: F401  (registers the kernels of its products)
+import kbitcupy.products.functions  # noqa: F401  (registers the kernels of products)
 from kbitcupy.backend.compile import Template, architecture_of, compile_offline, kernel_folder, options
 from kbitcupy.backend.structs import Constants, Struct
 from kbitcupy.errors import KernelCompileError
@@ -31,6 +31,12 @@ def test_error_names_file_expression_and_architecture(nvrtc):
 def test_every_template_is_in_its_file():
     for template in TEMPLATES:
         assert f" {template.name}(" in (kernel_folder() / template.file).read_text(), template
+
+
+def test_every_file_has_a_template():
+    """The kernels of a file that nobody lists would be compiled, and looked at for spills, by nobody."""
+    files = {str(file.relative_to(kernel_folder())) for file in kernel_folder().rglob("*.cu")}
+    assert files == {template.file for template in TEMPLATES}
 
 
 # ---- what stands ahead of a source, and kernels of other packages ----------------------------------------------------

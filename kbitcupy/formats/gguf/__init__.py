@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from ..blocks import BlockFormat, Quantizer
 
-# Threads of a thread block of kernels/gguf.cu, and the elements that it quantizes.
-_THREADS, _ELEMENTS = 128, 8192
-# Threads of one of kernels/gguf_search.cu.
-_SEARCHING = 256
+# Threads of a thread block of kernels/gguf.cu and kernels/gguf_search.cu.
+_THREADS = 128
+# Elements that one of kernels/gguf.cu quantizes.
+_ELEMENTS = 8192
 
 
 class Gguf(BlockFormat):
@@ -27,16 +27,14 @@ class Gguf(BlockFormat):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         made = cls.struct and cls.quantize_blocks is not BlockFormat.quantize_blocks
-        if made and cls.lanes:
-            at_a_time = _SEARCHING // cls.lanes
-            cls.quantizer = Quantizer("gguf_search.cu", "search_gguf", f"{cls.struct}Encoder", _SEARCHING, at_a_time)
-        elif made:
-            at_a_time = _ELEMENTS // cls.block
-            cls.quantizer = Quantizer("gguf.cu", "quantize_gguf", f"{cls.struct}Encoder", _THREADS, at_a_time)
+        if made:
+            at_a_time = _THREADS // cls.lanes if cls.lanes else _ELEMENTS // cls.block
+            file, name = ("gguf_search.cu", "search_gguf") if cls.lanes else ("gguf.cu", "quantize_gguf")
+            cls.quantizer = Quantizer(file, name, f"{cls.struct}Encoder", _THREADS, at_a_time)
         if made and "importance" in cls.takes:
             name, struct, means = "search_gguf_weighed", f"{cls.struct}Weighed", "row_means" if cls.row_mean else ""
-            at_a_time = _SEARCHING // max(cls.lanes, 1)
-            cls.weigher = Quantizer("gguf_search.cu", name, struct, _SEARCHING, at_a_time, weighs=True, means=means)
+            at_a_time = _THREADS // max(cls.lanes, 1)
+            cls.weigher = Quantizer("gguf_search.cu", name, struct, _THREADS, at_a_time, weighs=True, means=means)
         super().__init_subclass__(**arguments)
         cls.family = "gguf"
         if "ggml_type" in cls.__dict__:  # what several types have in common is no type
