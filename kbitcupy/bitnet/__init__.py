@@ -6,6 +6,9 @@ on the way, by the rule of `quantize_activations`, behind an RMSNorm where that 
 multiplies the same weights with the floats as they came, and ``kb.linear(x, q, activations="bitnet")`` is `linear`
 without options.
 
+`linear_backward` and `rms_norm_backward` are the gradients for training, straight through the rounding. `BitLinear` is
+a layer with the names and the arithmetic of bitnet-quantize, whose other functions are in `layers` and `kernels`.
+
 `pack` and `unpack` know the bytes of bitnet.cpp, llama.cpp, transformers, Microsoft's GPU kernel, torchao and
 bitnet-quantize.
 
@@ -14,19 +17,33 @@ a torch tensor, so are the results. NumPy and CuPy give the same bits. On CuPy n
 back, unless a function says that it checks values.
 """
 
+from . import kernels, layers
 from .activations import dequantize_activations, quantize_activations, rms_norm
+from .config import BitNetAdapterConfig, BitNetConfig
+from .layers import BitLinear, BitNetAdapter, QuantizedActivations, TernaryWeight
 from .linear import linear
 from .packing import LAYOUTS, from_trits, pack, packed_scales, sparsity, trits, unpack
+from .training import linear_backward, rms_norm_backward
 
 __all__ = [
     "LAYOUTS",
+    "BitLinear",
+    "BitNetAdapter",
+    "BitNetAdapterConfig",
+    "BitNetConfig",
+    "QuantizedActivations",
+    "TernaryWeight",
     "dequantize_activations",
     "from_trits",
+    "kernels",
+    "layers",
     "linear",
+    "linear_backward",
     "pack",
     "packed_scales",
     "quantize_activations",
     "rms_norm",
+    "rms_norm_backward",
     "sparsity",
     "trits",
     "unpack",

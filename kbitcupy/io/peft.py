@@ -168,7 +168,9 @@ class _Config:
         self._refuse()
         self.rank = self._number("r", fields.get("r"), integer=True)
         self.alpha = self._number("lora_alpha", fields.get("lora_alpha"))
-        self.rank_stabilized = bool(fields.get("use_rslora"))
+        self.rank_stabilized = fields.get("use_rslora", False)
+        if not isinstance(self.rank_stabilized, bool):
+            self._wrong("use_rslora", self.rank_stabilized, "true or false")
         self.dropout = fields.get("lora_dropout", 0.0)
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             self._wrong("lora_dropout", self.dropout, "a number from 0 to below 1")

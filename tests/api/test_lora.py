@@ -655,6 +655,7 @@ UNREADABLE = {
     "r = 0": ({"r": 0}, PAIR, "r is '0'"),
     "r": ({"r": 3}, PAIR, r"module 'q' has lora_A of shape \(2, 6\) .*; r = 3 of adapter_config.json needs \(3, K\)"),
     "rank_pattern": ({"rank_pattern": {"q": 3}}, PAIR, "r = 3"),
+    "rslora": ({"use_rslora": "yes"}, PAIR, "use_rslora is 'yes'; it must be true or false"),
     "no alpha": ({"lora_alpha": "absent"}, PAIR, "lora_alpha is 'None'; it must be a positive number"),
     "alpha = 0": ({"lora_alpha": 0}, PAIR, "lora_alpha is '0'"),
     "alpha infinite": ({"lora_alpha": math.inf}, PAIR, "lora_alpha is 'inf'"),
