@@ -265,8 +265,8 @@ class LoRA:
             float [N], which goes with `q`.
         base : array_like, optional
             What the side path is added to instead of a product with `q`: float [..., N], such as ``x @ W.T`` of a float
-            weight, or ``kb.linear(x, q, activations="int8")``. Without `q` and `base` the result is the side path
-            alone.
+            weight, ``kb.linear(x, q, activations="int8")`` or ``kb.bitnet.linear(x, q)``: A meets the x that is not
+            quantized. Without `q` and `base` the result is the side path alone.
         seed : int, optional
             From 0 to 2^64 - 1: leave out elements of x, see `mask`. None leaves out none, as behind a training.
         out : array, optional

@@ -180,6 +180,20 @@ def test_base_instead_of_a_weight(xp):
     assert np.array_equal(host(base), host(kb.linear(x, q, activations="int8")))  # its argument stays
 
 
+def test_beside_bitnet(xp):
+    """A meets the x that is not quantized; gradients go straight through to x, by the trits times their scale."""
+    made, x = trained(xp=xp), normal((2, 3, K), xp=xp)
+    q = kb.quantize(normal((N, K), xp=xp), "ternary")
+    dy = normal((2, 3, N), xp=xp, seed=3)
+    base = kb.bitnet.linear(x, q)
+    y, dx = made.forward(x, q, base=base), made.backward(dy, x, q)[0]
+    h = host(x).astype(np.float64) @ host(made.A).T
+    np.testing.assert_allclose(host(y), host(base) + made.scaling * h @ host(made.B).T, rtol=1e-4, atol=2e-3)
+    through = host(dy).astype(np.float64) @ host(q.dequantize())
+    side = made.scaling * host(dy).astype(np.float64) @ host(made.B) @ host(made.A)
+    np.testing.assert_allclose(host(dx), through + side, rtol=1e-4, atol=2e-3)
+
+
 def test_out(xp):
     made, x = trained(xp=xp), normal((2, 3, K), xp=xp)
     q = kb.quantize(normal((N, K), xp=xp), "nf4")
