@@ -53,9 +53,11 @@ def test_trits_are_those_that_quantize_finds(xp):
 @pytest.mark.parametrize("depth", [100, 128])
 def test_trits_of_stacks(xp, depth):
     t = random_trits(4, 3, depth)
-    q = kb.stack([kb.bitnet.from_trits(xp.asarray(member), i + 1.0) for i, member in enumerate(t)])
-    assert np.array_equal(host(kb.bitnet.trits(q)), t)
-    if depth == 128:  # whose members are whole blocks
+    members = [kb.bitnet.from_trits(xp.asarray(member), i + 1.0) for i, member in enumerate(t)]
+    planes = {name: xp.concatenate([q.planes[name] for q in members]) for name in ("codes", "scale")}
+    q = kb.QuantizedArray(members[0].format, planes, t.shape, "float32")
+    assert q.lead == 1 and np.array_equal(host(kb.bitnet.trits(q)), t)
+    if depth == 128:  # members are whole blocks
         assert np.array_equal(host(kb.bitnet.trits(q[2])), t[2])
 
 
