@@ -31,7 +31,8 @@ from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..errors import FormatError
 from ..formats.base import get_format
-from ..formats.granularity import check_granularity
+from ..formats.granularity import Blocks, blocks_of, check_granularity, walk
+from ..formats.ternary import find
 from ..ops import quantize
 from ..products.functions import linear
 from .activations import rms_norm
@@ -59,6 +60,10 @@ _LARGEST = np.finfo(np.float32).max
 _INFINITY = 0x7F800000
 # Where numbers below 2^-126 are flushed to zero, codes are the same nevertheless from this scale on.
 _LEAST_SCALE = np.float32(2.0**-125)
+# The sum of a float32 and the number before a half reaches the next integer exactly where a half is missing, or less.
+_BELOW_A_HALF = np.float32(0.5 - 2.0**-25)
+# Elements of activations that NumPy works on at a time: what is computed in between stays in the cache.
+_SLAB = 1 << 16
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -190,11 +195,14 @@ def quantize_weights(
     granularity = ("group", config.group_size) if granularity is None else check_granularity(granularity)
     format = get_format("ternary", granularity=granularity, rounding=rounding, eps=0.0)
     with _xp.on_device_of(array), np.errstate(all="ignore"):
-        xp = _xp.namespace(array)
-        numbers = xp.ascontiguousarray(array.astype(np.float32, copy=False))
-        scale = quantize(numbers, format).planes["scale"]
-        scale = xp.where(scale.view(np.int32) == 0, np.float32(1), scale)
-        made = from_trits(_trits_of(numbers, scale, granularity, rounding), scale, granularity=granularity, check=False)
+        numbers = _xp.contiguous(array.astype(np.float32, copy=False))
+        blocks = blocks_of(numbers.shape, granularity)
+        if isinstance(numbers, np.ndarray):
+            scale = find(numbers, blocks, "absmean", 0.0)
+        else:
+            scale = quantize(numbers, format).planes["scale"]
+        scale = _xp.namespace(numbers).where(scale.view(np.int32) == 0, np.float32(1), scale)
+        made = from_trits(_trits_of(numbers, scale, blocks, rounding), scale, granularity=granularity, check=False)
     return TernaryWeight(QuantizedArray(format, made.planes, array.shape, array.dtype))
 
 
@@ -223,33 +231,30 @@ def dequantize_weights(weight: TernaryWeight, *, dtype: Any = None) -> Any:
     return weight.dequantize(dtype=dtype)
 
 
-def _trits_of(numbers: Any, scale: Any, granularity: Any, rounding: str) -> Any:
-    """int8 trits by exact quotients: |w| is compared with half the scale.
+def _trits_of(numbers: Any, scale: Any, blocks: Blocks, rounding: str) -> Any:
+    """int8 trits by exact quotients: |w| is compared with half the scale, above which or from which on a trit is 1.
 
-    Both are compared as integers, whose order is that of magnitudes, as a GPU would flush subnormal numbers. A float32
-    quotient is at or above a half exactly where the numbers themselves are.
+    A float32 quotient is at or above a half exactly where the numbers themselves are.
     """
     xp = _xp.namespace(numbers)
     bits = scale.view(np.int32)
-    # A half: the exponent less one, or half of all bits where these are the number itself.
+    # A half, as the bits of a float32: the exponent less one, or half of all bits where these are the number itself.
     least = xp.where(bits >= 1 << 24, bits - (1 << 23), bits + 1 >> 1)
     if rounding == "even":
         least = xp.where(bits >= 1 << 24, least, bits >> 1) + 1
-    words = numbers.view(np.int32)
-    magnitude = words & 0x7FFFFFFF
-    if granularity == "tensor":
-        blocks, least = magnitude.reshape(1, -1), least.reshape(1, 1)
-    elif granularity[0] == "channel":
-        blocks, least = magnitude.reshape(len(least), -1), least.reshape(-1, 1)
-    else:
-        rows = math.prod(numbers.shape[:-1])
-        blocks = magnitude.reshape(rows, numbers.shape[-1])
-        if numbers.shape[-1] % int(granularity[1]) == 0:
-            blocks, least = magnitude.reshape(len(least), -1), least.reshape(-1, 1)
-        else:
-            least = least.reshape(rows, -1).repeat(int(granularity[1]), axis=1)[:, : numbers.shape[-1]]
-    found = ((blocks >= least) & (blocks <= _INFINITY)).reshape(numbers.shape).view(np.int8)
-    return xp.where(words < 0, -found, found)
+    if isinstance(numbers, np.ndarray):
+        found = np.empty(numbers.shape, np.int8)
+        for (part, out), (above,) in walk(blocks, (numbers, found), (least.view(np.float32),)):
+            np.subtract((part >= above).view(np.int8), (part <= -above).view(np.int8), out=out)
+        return found
+    # As integers, whose order is that of magnitudes: a GPU would flush subnormal numbers.
+    words, found = numbers.view(np.int32), xp.empty(numbers.shape, np.int8)
+    for block in blocks.parts if blocks.size else ():
+        word = block.view(words)
+        magnitude = word & 0x7FFFFFFF
+        one = ((magnitude >= block.of_blocks(least)) & (magnitude <= _INFINITY)).astype(np.int8)
+        block.view(found)[...] = xp.where(word < 0, -one, one)
+    return found
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -343,19 +348,38 @@ def quantize_activations(x: Any, config: BitNetConfig | None = None) -> Quantize
     x = floats(x, "x")
     if x.ndim == 0:
         raise ValueError("x has no axes; activations are [..., hidden]")
+    each, highest = config.per_token_activation, np.float32((1 << config.activation_bits - 1) - 1)
     with _xp.on_device_of(x), np.errstate(all="ignore"):
         xp = _xp.namespace(x)
-        numbers = x.reshape(-1, x.shape[-1]).astype(np.float32)
-        numbers = xp.clip(xp.where(numbers == numbers, numbers, np.float32(0)), -_LARGEST, _LARGEST)
-        highest = (1 << config.activation_bits - 1) - 1
-        axis = 1 if config.per_token_activation else None
-        if numbers.size:
-            scale = abs(numbers).max(axis=axis, keepdims=True) / np.float32(highest)
-        else:
-            scale = xp.zeros((len(numbers) if config.per_token_activation else 1, 1), np.float32)
-        scale = xp.where(scale < _LEAST_SCALE, np.float32(1), scale)
-        codes = xp.clip(_round_away(numbers / scale), -highest, highest).astype(np.int8)
-    return QuantizedActivations(codes.reshape(x.shape), scale.reshape(-1), config.per_token_activation, x.dtype)
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        codes, largest = xp.empty(tokens.shape, np.int8), xp.zeros((len(tokens), 1), np.float32)
+        step = max(1, _SLAB // max(1, x.shape[-1])) if xp is np else max(1, len(tokens))
+        slabs = [slice(first, first + step) for first in range(0, len(tokens), step)] if x.size else []
+        for part in slabs:
+            numbers = _finite(tokens[part])
+            largest[part] = abs(numbers).max(axis=1, keepdims=True)
+            if each:
+                codes[part] = _rounded(numbers / _scale_of(largest[part], highest))
+        if not each:
+            largest = largest.max(keepdims=True) if x.size else xp.zeros((1, 1), np.float32)
+            for part in slabs:
+                codes[part] = _rounded(_finite(tokens[part]) / _scale_of(largest, highest))
+        scale = _scale_of(largest, highest).reshape(-1)
+    return QuantizedActivations(codes.reshape(x.shape), scale, each, x.dtype)
+
+
+def _finite(x: Any) -> Any:
+    """Some tokens as float32, NaN 0 and infinities the largest finite number."""
+    numbers = x.astype(np.float32)
+    if isinstance(numbers, np.ndarray) and np.isfinite(numbers).all():
+        return numbers
+    xp = _xp.namespace(numbers)
+    return xp.clip(xp.where(numbers == numbers, numbers, np.float32(0)), -_LARGEST, _LARGEST)
+
+
+def _scale_of(largest: Any, highest: Any) -> Any:
+    scale = largest / highest
+    return _xp.namespace(scale).where(scale < _LEAST_SCALE, np.float32(1), scale)
 
 
 def dequantize_activations(activations: QuantizedActivations, *, dtype: Any = None) -> Any:
@@ -383,11 +407,9 @@ def dequantize_activations(activations: QuantizedActivations, *, dtype: Any = No
     return activations.dequantize(dtype=dtype)
 
 
-def _round_away(x: Any) -> Any:
-    """The nearest integers, halves away from zero."""
-    xp = _xp.namespace(x)
-    whole = xp.trunc(x)
-    return whole + xp.copysign((abs(x - whole) >= np.float32(0.5)).astype(x.dtype), x)
+def _rounded(x: Any) -> Any:
+    """What truncation, also that of a cast, makes the nearest integers of, halves away from zero."""
+    return x + _xp.namespace(x).copysign(_BELOW_A_HALF, x)
 
 
 # ---- straight through ------------------------------------------------------------------------------------------------
@@ -460,7 +482,7 @@ def ste_forward(x: Any, scale: Any, lowest: int, highest: int) -> Any:
     with _xp.on_device_of(x), np.errstate(all="ignore"):
         xp = _xp.namespace(x)
         scale = xp.asarray(scale, np.float32)
-        codes = xp.clip(_round_away(x.astype(np.float32) * (np.float32(1) / scale)), lowest, highest)
+        codes = xp.clip(xp.trunc(_rounded(x.astype(np.float32) * (np.float32(1) / scale))), lowest, highest)
         y = xp.where(codes == codes, codes, np.float32(0)) * scale
         if y.shape != x.shape:
             raise ValueError(f"scale has shape {scale.shape}, which does not go with x of shape {x.shape}")

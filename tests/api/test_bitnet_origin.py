@@ -262,23 +262,34 @@ def test_ternary_dequantize():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize(("rounding", "granularity"), [("away", None), ("even", None), ("away", "tensor")])
+@pytest.mark.parametrize("granularity", [("group", 4), ("group", 10), ("channel", 0), "tensor"])
+@pytest.mark.parametrize("rounding", ["away", "even"])
 def test_trits_are_exact_quotients(xp, rounding, granularity, dtype):
-    """Many weights lie at half of their mean: groups of 4 whole numbers."""
+    """Many weights lie at half of their mean: groups of few whole numbers."""
     w = np.random.default_rng(3).integers(-9, 10, (64, 32)).astype(dtype)
     w[5] = 0
     w[6] *= 2.0**-24
-    weight = quantize_weights(xp.asarray(w), BitNetConfig(group_size=4), granularity=granularity, rounding=rounding)
-    single = w.astype(np.float32)
-    blocks = single.reshape(1, -1) if granularity else single.reshape(-1, 4)
-    gamma = np.abs(blocks).mean(axis=1, dtype=np.float64).astype(np.float32)
-    gamma[gamma == 0] = 1
-    quotient = blocks / gamma[:, None]
-    trits = np.clip(away(quotient) if rounding == "away" else np.rint(quotient), -1, 1).reshape(w.shape)
-    assert granularity or (np.abs(quotient) == 0.5).sum() > 20
+    weight = quantize_weights(xp.asarray(w), granularity=granularity, rounding=rounding)
+    single, gamma, trits = w.astype(np.float32), np.empty(w.shape, np.float32), np.empty(w.shape)
+    step = granularity[1] if granularity[0] == "group" else 32
+    for rows in [slice(0, 64)] if granularity == "tensor" else [slice(i, i + 1) for i in range(64)]:
+        for first in range(0, 32, step):
+            part = rows, slice(first, first + step)
+            gamma[part] = np.abs(single[part]).mean(dtype=np.float64).astype(np.float32) or 1
+            quotient = single[part] / gamma[part]
+            trits[part] = np.clip(away(quotient) if rounding == "away" else np.rint(quotient), -1, 1)
+    assert step == 32 or (2 * np.abs(single) == gamma).sum() > 20
     assert (host(weight.trits()) == trits).all()
-    assert (host(weight.scales).reshape(-1) == gamma).all()
-    assert (host(weight.dequantize()) == (trits * gamma.repeat(blocks.shape[1]).reshape(w.shape)).astype(dtype)).all()
+    assert (host(weight.dequantize()) == (trits * gamma).astype(dtype)).all()
+    assert host(weight.scales).tolist() == (gamma[:, ::step].tolist() if granularity != "tensor" else [gamma[0, 0]])
+
+
+def test_groups_of_the_configuration():
+    w = normal(3, 64)
+    found = quantize_weights(w, BitNetConfig(group_size=16))
+    assert found.group_size == 16 and found.scales.shape == (3, 4)
+    assert quantize_weights(w, granularity=("channel", 0)).group_size == 64
+    assert quantize_weights(w, granularity="tensor").group_size == 192
 
 
 def test_weights_that_are_no_numbers():
