@@ -15,7 +15,7 @@ from .._version import __version__
 from ..backend.xp import FLOAT_DTYPES
 from ..errors import KbitError
 from ..io.checkpoint import MIN_SIZE
-from ..io.layouts import LAYOUTS
+from ..io.layouts import LAYOUTS, WEIGHT_SCALES
 from ..io.recipes import RECIPES
 from ..text import printable
 from . import benchmark, compare, doctor, files, formats
@@ -209,8 +209,9 @@ def _add_quantize(commands: Any) -> None:
         choices=[layout.name for layout in LAYOUTS],
         help="how compressed tensors are stored (default: gguf where OUT ends in .gguf, else kbitcupy); bitsandbytes "
         "loads its own, which holds nf4, fp4 and int8:granularity=channel:0, llama.cpp loads gguf, which holds q4_k "
-        "and others",
+        "and others; of ternary, BitNet's format, transformers loads bitnet (OUT is a folder), bitnet.cpp bitnet.cpp",
     )
+    _add_weight_scale(command)
     command.set_defaults(run=files.run_quantize)
 
 
@@ -228,7 +229,16 @@ def _add_dequantize(commands: Any) -> None:
         choices=FLOAT_DTYPES,
         help="dtype of the restored tensors (default: as FILE says; float32 for GGUF, which does not)",
     )
+    _add_weight_scale(command)
     command.set_defaults(run=files.run_dequantize)
+
+
+def _add_weight_scale(command: Any) -> None:
+    command.add_argument(
+        "--weight-scale",
+        choices=WEIGHT_SCALES,
+        help="what the scales of a BitNet of transformers do, where config.json does not say it right",
+    )
 
 
 def _add_inspect(commands: Any) -> None:

@@ -57,6 +57,7 @@ def run_quantize(arguments: argparse.Namespace) -> None:
             min_size=arguments.min_size,
             keep=arguments.keep,
             layout=arguments.layout,
+            weight_scale=arguments.weight_scale,
             **_writing(arguments),
         )
     for pattern in report.unused_keep:
@@ -76,7 +77,13 @@ def run_quantize(arguments: argparse.Namespace) -> None:
 def run_dequantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit dequantize``."""
     with _resumable(arguments), _sweeping(arguments.output):
-        report = dequantize_file(arguments.file, arguments.output, dtype=arguments.dtype, **_writing(arguments))
+        report = dequantize_file(
+            arguments.file,
+            arguments.output,
+            dtype=arguments.dtype,
+            weight_scale=arguments.weight_scale,
+            **_writing(arguments),
+        )
     for text in report.notes:
         _note(text)
     _close(arguments, "dequantized", report)

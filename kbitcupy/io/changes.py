@@ -15,7 +15,7 @@ from ..formats.base import Choice
 class Change:
     """What becomes of a tensor on its way from one file into another.
 
-    A tensor that is compressed is decoded first.
+    A tensor that is compressed is decoded first, unless it is `kept`.
 
     Parameters
     ----------
@@ -29,6 +29,11 @@ class Change:
         Takes the array, on its device, and returns the one to store or to compress, of the same dtype.
     shape : tuple of int, optional
         Shape of what `transform` returns, where it is another.
+    kept : bool, default False
+        Whether a compressed tensor stays so, to be stored in another layout or under another name; `transform` then
+        takes and returns a `QuantizedArray`.
+    given_by : callable, optional
+        Takes the array to compress, and returns what `quantize` is given beside `choice`.
     """
 
     choice: Choice | None = None
@@ -36,6 +41,8 @@ class Change:
     name: str | None = None
     transform: Callable[[Any], Any] | None = None
     shape: tuple[int, ...] | None = None
+    kept: bool = False
+    given_by: Callable[[Any], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class Changes:
         Names of all tensors that are not left out, and of those that are made, in their order in a file that keeps one.
     describes : bool, default True
         Whether the metadata describe compressed tensors, of which there are none in the end otherwise.
+    beside : mapping of str to bytes, optional
+        Files to write into the folder, by their names.
     """
 
     tensors: Mapping[str, Change]
@@ -64,3 +73,4 @@ class Changes:
     omitted: Collection[str] = ()
     order: Sequence[str] | None = None
     describes: bool = True
+    beside: Mapping[str, bytes] = field(default_factory=dict)

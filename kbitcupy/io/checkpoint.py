@@ -21,7 +21,7 @@ from .atomic import as_path, check_file, check_folder, filling, replacing
 from .container import Container, Entry, FileReader, Together, entry_of, head_of, reading
 from .gguf import GGUF, GgufReader, check_parts, part_name, part_of, parts_beside
 from .kinds import other_checkpoints
-from .layouts import LAYOUTS, Compressed, Layout, find_layout, recognise
+from .layouts import LAYOUTS, WEIGHT_SCALES, Compressed, Layout, find_layout, recognise
 from .layouts.base import free_entries
 from .safetensors import SAFETENSORS
 
@@ -91,6 +91,8 @@ class Checkpoint(Mapping[str, Any]):
         Whether arrays are views of the files, see `FileReader`.
     raw : bool, default False
         Show the stored tensors as they are: none is recognised as a part of a compressed one.
+    weight_scale : str, optional
+        As for `load`.
 
     Attributes
     ----------
@@ -119,7 +121,18 @@ class Checkpoint(Mapping[str, Any]):
         tensor.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mapped: bool = True, raw: bool = False):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mapped: bool = True,
+        raw: bool = False,
+        weight_scale: str | None = None,
+    ):
+        if weight_scale is not None and weight_scale not in WEIGHT_SCALES:
+            raise ValueError(
+                f"weight_scale is {weight_scale!r}; allowed are {', '.join(map(repr, WEIGHT_SCALES))}, and None for "
+                "what config.json says"
+            )
         self.path = as_path(path, "path")
         with reading(self.path):
             self.is_folder = self.path.is_dir() or self.path.name.endswith(INDEX_ENDING)
@@ -130,7 +143,7 @@ class Checkpoint(Mapping[str, Any]):
         if self.index is not None:
             self.paths.append(self.paths[0].with_name(self.index))
         self.reader = Together(self.path, [file.reader for file in self.files.values()])
-        self.compressed, rest = ({}, self.reader) if raw else recognise(self.reader)
+        self.compressed, rest = ({}, self.reader) if raw else recognise(self.reader, weight_scale)
         owners = {id(file.reader): file for file in self.files.values()}
         for name in rest.names:
             owners[id(rest.file_of(name))].plain.append(name)
@@ -324,8 +337,8 @@ def index_text(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> by
     return json.dumps(index, indent=2).encode() + b"\n"
 
 
-def write_index(folder: Path, name: str, text: bytes) -> None:
-    """Write the index of a folder that is being filled."""
+def write_text(folder: Path, name: str, text: bytes) -> None:
+    """Write the index, or another small file, of a folder that is being filled."""
     with replacing(folder / name, len(text), force=True) as file:
         file.write(text)
 
@@ -333,7 +346,7 @@ def write_index(folder: Path, name: str, text: bytes) -> None:
 # ---- public --------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
+def load(path: str | os.PathLike[str], *, raw: bool = False, weight_scale: str | None = None) -> Checkpoint:
     """Open a safetensors or GGUF file or a sharded checkpoint; its tensors are read when they are asked for.
 
     Parameters
@@ -345,6 +358,9 @@ def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
     raw : bool, default False
         Give every stored tensor under its own name, such as the planes ``w.packed`` and ``w.absmax`` of a compressed
         ``w``: for files that are damaged, or to look at what a layout stores.
+    weight_scale : {"divides", "multiplies"}, optional
+        What products of transformers' BitNet are done with the scales that it stores; by default what ``config.json``
+        says, which not all programs that write such files keep to.
 
     Returns
     -------
@@ -352,7 +368,9 @@ def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
         A read-only mapping: for each name an array of the stored shape and dtype (BF16 and the FP8 types as ml_dtypes'
         dtypes), or a `QuantizedArray` for a tensor compressed by kbitcupy or, in bitsandbytes' layout, to ``nf4``,
         ``fp4`` or ``int8`` (LLM.int8, see `kbitcupy.io.bitsandbytes.load`), or of one of GGUF's types: in its own
-        format, and of dtype float32, for a GGUF file does not say what was compressed. Arrays are views of the file,
+        format, and of dtype float32, for a GGUF file does not say what was compressed. A BitNet of transformers, which
+        ``config.json`` beside the files tells, or of bitnet.cpp (I2_S) has format ``ternary``, and so have GGUF's TQ
+        types with a scale beside them. Arrays are views of the file,
         mapped into memory for as long as they are referred to, and read-only; ``.copy()`` makes one writeable,
         ``.to_device("cuda:0")`` moves a `QuantizedArray` to a GPU. ``dict(...)`` of the mapping holds them all. Whoever
         cuts the file off while it is mapped takes the memory away from under the arrays: a process that then looks at
@@ -363,6 +381,8 @@ def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
     ------
     TypeError
         When `path` is no path.
+    ValueError
+        When `weight_scale` is none of these.
     FileError
         When a file is missing or neither a safetensors nor a GGUF file (the message says what it is, where its first
         bytes tell, and how to convert it), or when the stored tensors of a compressed one do not fit together. When a
@@ -385,7 +405,7 @@ def load(path: str | os.PathLike[str], *, raw: bool = False) -> Checkpoint:
     >>> about, w.format, w.shape
     ('llama', get_format('q4_k'), (256, 256))
     """
-    return Checkpoint(path, raw=raw)
+    return Checkpoint(path, raw=raw, weight_scale=weight_scale)
 
 
 def save(
@@ -411,8 +431,10 @@ def save(
         Metadata of the file, or of each shard; the key ``kbitcupy`` is taken. For GGUF the values are `GgufValue`, or
         what makes one (bool, int, float, str, arrays); ``general.architecture``, ``general.quantization_version`` and
         ``general.file_type`` are added where they are not given.
-    layout : {"kbitcupy", "bitsandbytes", "gguf"}, optional
-        How compressed tensors are stored; by default ``"gguf"`` where `path` ends in ``.gguf``, else ``"kbitcupy"``.
+    layout : {"kbitcupy", "bitsandbytes", "bitnet", "gguf", "bitnet.cpp"}, optional
+        How compressed tensors are stored (``"bitnet"``: as transformers does, which wants a ``config.json`` beside with
+        ``"quantization_config": {"quant_method": "bitnet"}``); by default ``"gguf"`` where `path` ends in ``.gguf``,
+        else ``"kbitcupy"``.
     force : bool, default False
         Overwrite `path` if it is a file; a directory with files in it never is.
     max_shard_size : int, optional
@@ -494,7 +516,7 @@ def save_as(
             weight_map.update(dict.fromkeys(entries, file))
             total += sum(entry.nbytes for entry in entries.values())
         if len(shards) > 1 and layout.container is SAFETENSORS:
-            write_index(folder, f"{STEM}{INDEX_ENDING}", index_text(weight_map, {"total_size": total}))
+            write_text(folder, f"{STEM}{INDEX_ENDING}", index_text(weight_map, {"total_size": total}))
 
 
 def file_name(container: Container, number: int, count: int) -> str:

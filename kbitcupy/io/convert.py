@@ -22,8 +22,9 @@ from ..errors import FileError, FormatError
 from ..formats.base import Choice, Format, resolve
 from ..ops import quantize
 from .atomic import as_path, check_file, check_folder, check_space, filling, forget
+from .bitnet import bitnet_job
 from .changes import Changes
-from .checkpoint import INDEX_ENDING, MIN_SIZE, STEM, Checkpoint, File, file_name, index_text, layout_for, write_index
+from .checkpoint import INDEX_ENDING, MIN_SIZE, STEM, Checkpoint, File, file_name, index_text, layout_for, write_text
 from .container import Comparison, Container, Entry, FileReader, Reader, Unlike, Writer, entry_of, finished, reading
 from .gguf import GGUF
 from .layouts import LAYOUTS, Layout, find_layout
@@ -238,6 +239,7 @@ def quantize_file(
     min_size: int | None = None,
     keep: str | Iterable[str] = (),
     layout: str | None = None,
+    weight_scale: str | None = None,
     device: str = "auto",
     force: bool = False,
     resume: bool = False,
@@ -269,10 +271,13 @@ def quantize_file(
     keep : str or iterable of str, optional
         Patterns (``"*embed*"``, ``"lm_head.weight"``; case matters) of names to copy as well, also of those that a
         mapping names.
-    layout : {"kbitcupy", "bitsandbytes", "gguf"}, optional
+    layout : {"kbitcupy", "bitsandbytes", "bitnet", "gguf", "bitnet.cpp"}, optional
         How compressed tensors are stored: ``"bitsandbytes"`` makes a file that bitsandbytes loads, see
-        `kbitcupy.io.bitsandbytes.save`, ``"gguf"`` a GGUF file, which has formats of its own. By default ``"gguf"``
-        where `target` ends in ``.gguf``, else ``"kbitcupy"``.
+        `kbitcupy.io.bitsandbytes.save`, ``"gguf"`` a GGUF file, which has formats of its own; ``"bitnet"`` makes a
+        folder of the format ``ternary`` that transformers loads, ``"bitnet.cpp"`` a GGUF file of it (I2_S) for that
+        program. By default ``"gguf"`` where `target` ends in ``.gguf``, else ``"kbitcupy"``.
+    weight_scale : {"divides", "multiplies"}, optional
+        As for `load`.
     device : str, default "auto"
         Where to compress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one.
     force : bool, default False
@@ -307,6 +312,12 @@ def quantize_file(
     ``config.json`` says that it is a llama (or Mistral) or bitnet, and norms and biases in float32. `dequantize_file`
     gives such models Hugging Face's names and order back.
 
+    A BitNet, of architecture bitnet or with BitNet's ``quantization_config``, has ternary linear layers, and
+    embeddings and a head that stay as they are; ``"tq2_0"`` and ``"tq1_0"`` mean ``"ternary"`` there, stored as that
+    type of GGUF, with a half as scale and the float32 tensor ``.scale`` beside that makes up for its rounding. What is
+    ternary already keeps its trits and its scale. ``"bitnet"`` writes ``config.json`` too; its scales are rounded to
+    the dtype of the weights.
+
     Copied tensors keep their bytes whatever their dtype; tensors that are compressed already, and the file's own
     metadata, stay as they are. What is compressed already in a file of another kind keeps its format and gets the new
     layout; of GGUF's metadata, safetensors keeps single values, as text. Memory holds about twice the largest tensor. A
@@ -337,6 +348,8 @@ def quantize_file(
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     options: dict[str, Any] = {"min_size": int(min_size), "keep": patterns, "layout": layout_name}
+    if weight_scale is not None:
+        options["weight_scale"] = weight_scale
     wanted: Choice | dict[str, Choice] | None = None
     if recipe is not None:
         options["recipe"] = find_recipe(recipe)
@@ -346,15 +359,16 @@ def quantize_file(
     elif format is not None:
         wanted = resolve(format)
         options["format"] = _described(wanted)
-    checkpoint = Checkpoint(as_path(source, "source"), mapped=False)
+    checkpoint = Checkpoint(as_path(source, "source"), mapped=False, weight_scale=weight_scale)
     chosen: Mapping[str, Choice] = {}
     if isinstance(wanted, dict):
         chosen = _planned(checkpoint, wanted, int(min_size), patterns)
     elif wanted is not None:
         chosen = dict.fromkeys(checkpoint.compressible(min_size, patterns), wanted)
+    job = bitnet_job(checkpoint, wanted, chosen, target_layout)
     outcome = quantizing(
         checkpoint,
-        chosen,
+        job,
         into_gguf=into_gguf,
         recipe=recipe,
         min_size=int(min_size),
@@ -368,12 +382,14 @@ def quantize_file(
     if tokenizer is not None:
         values = {key: value for key, value in outcome.changes.metadata.items() if key.startswith("tokenizer.")}
         options["tokenizer"] = hashlib.sha256(b"".join(value.raw for value in values.values())).hexdigest()
+    if job.beside:
+        options["beside"] = {name: hashlib.sha256(text).hexdigest() for name, text in job.beside.items()}
     unused = tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint))
     report = convert_checkpoint(
         checkpoint,
         target,
         outcome.changes,
-        target_layout,
+        job.layout,
         label="quantize",
         options=options,
         device=device,
@@ -489,6 +505,7 @@ def convert_checkpoint(
         options,
         one_file=one_file,
         index=index,
+        beside=changes.beside,
         force=force,
         resume=resume,
         progress=progress,
@@ -533,6 +550,11 @@ class _Work:
         change = self._changes.tensors.get(name)
         return name if change is None or change.name is None else change.name
 
+    def _stays_compressed(self, name: str) -> bool:
+        """Whether a tensor that is compressed stays as it is, wherever it is stored."""
+        change = self._changes.tensors.get(name)
+        return change is None or change.kept
+
     def _copies(self, name: str) -> bool:
         """Whether a tensor keeps its bytes."""
         return name not in self._changes.tensors and (self._as_stored or name not in self._checkpoint.compressed)
@@ -567,7 +589,7 @@ class _Work:
             if config is not None:
                 configs[self._new_name(name)] = config
             change = self._changes.tensors.get(name)
-            if change is not None and (change.choice is not None or name in compressed):
+            if change is not None and not change.kept and (change.choice is not None or name in compressed):
                 changed += 1
                 elements += self._about(name).size
                 if change.choice is None:
@@ -589,7 +611,7 @@ class _Work:
             elements=elements,
             changed=changed,
             kept=len(names) - changed,
-            compressed_already=sum(name in compressed and name not in self._changes.tensors for name in names),
+            compressed_already=sum(name in compressed and self._stays_compressed(name) for name in names),
         )
 
     def _about(self, name: str) -> Entry:
@@ -602,7 +624,7 @@ class _Work:
         about, change, new = self._about(name), self._changes.tensors.get(name), self._new_name(name)
         found = self._checkpoint.compressed.get(name)
         format, shape, dtype_name = (None if found is None else found.format), about.shape, about.dtype
-        if change is not None:
+        if change is not None and not change.kept:
             format = None if change.choice is None else change.choice[0]
             shape, dtype_name = change.shape or shape, change.dtype or dtype_name
         if format is None:
@@ -614,7 +636,7 @@ class _Work:
         except (FormatError, TypeError) as error:
             path = self._checkpoint.reader.file_of(next(iter(self._checkpoint.stored(name)))).path
             raise FileError(f"{path}: tensor {name!r}: {error}; or keep it as it is (keep=, --keep)") from error
-        planes = format.planes(shape) if found is None or change is not None else found.specs()
+        planes = format.planes(shape) if found is None or not self._stays_compressed(name) else found.specs()
         made = free_entries(self._layout, new, self._taken, format, planes, shape, dtype)
         self._taken.update(made)
         return made, config_of(format, shape, dtype)
@@ -635,8 +657,9 @@ class _Work:
             return {name: self._changes.made[name]}
         if name in self._checkpoint.compressed:
             q: Any = self._checkpoint[name]
-            if change is None:
-                return self._layout.arrays(new, q)
+            if change is None or change.kept:
+                kept = q if change is None or change.transform is None else change.transform(q)
+                return self._layout.arrays(new, kept)
             x = q.to_device(self._device).dequantize(dtype=change.dtype)
         else:
             # No format keeps the array that it is given, so one piece of memory serves all: fresh pages take time.
@@ -652,6 +675,8 @@ class _Work:
             return {new: _xp.to_device(x, "cpu")}
         self.not_finite.add(name, x)
         format, given = change.choice
+        if change.given_by is not None:
+            given = {**given, **change.given_by(x)}
         return self._layout.arrays(new, quantize(x, format, **given))
 
 
@@ -660,6 +685,7 @@ def dequantize_file(
     target: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    weight_scale: str | None = None,
     device: str = "auto",
     force: bool = False,
     resume: bool = False,
@@ -673,6 +699,8 @@ def dequantize_file(
         As for `quantize_file`. A GGUF file is written where `target` ends in ``.gguf``, safetensors otherwise.
     dtype : {"float16", "bfloat16", "float32", "float64"}, optional
         dtype of the restored tensors; by default what the file says, which is float32 for GGUF's types.
+    weight_scale : {"divides", "multiplies"}, optional
+        As for `load`.
     device : str, default "auto"
         Where to decompress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one.
     force, resume, progress : bool, default False
@@ -712,11 +740,12 @@ def dequantize_file(
     device = _xp.resolve_device(device)
     if dtype is not None:
         dtype = _xp.float_dtype(dtype).name
-    checkpoint = Checkpoint(as_path(source, "source"), mapped=False)
+    checkpoint = Checkpoint(as_path(source, "source"), mapped=False, weight_scale=weight_scale)
     if not checkpoint.compressed and checkpoint.metadata == checkpoint.reader.metadata:
         known = " or ".join(layout.name for layout in LAYOUTS)
         raise FileError(f"{checkpoint.path} holds no tensors compressed by {known}: there is nothing to dequantize")
     layout = find_layout(layout_for(target))
+    asked = {"dtype": dtype, "weight_scale": weight_scale}
     outcome = dequantizing(checkpoint, dtype, into_gguf=layout.container is GGUF)
     report = convert_checkpoint(
         checkpoint,
@@ -724,7 +753,7 @@ def dequantize_file(
         outcome.changes,
         layout,
         label="dequantize",
-        options={} if dtype is None else {"dtype": dtype},
+        options={key: value for key, value in asked.items() if value is not None},
         device=device,
         force=force,
         resume=resume,
@@ -744,6 +773,7 @@ def _run(
     *,
     one_file: bool,
     index: str | None,
+    beside: Mapping[str, bytes],
     force: bool,
     resume: bool,
     progress: bool,
@@ -753,9 +783,13 @@ def _run(
     """Run the jobs, into one file or a folder of them."""
     resumed = 0
     path = as_path(target, "target")
+
+    def texts() -> dict[str, bytes]:  # an index says what tensors take, which is known in the end
+        return {**beside, **({} if index is None else {index: _index(checkpoint, jobs)})}
+
     with progress_bar(label, checkpoint.nbytes, progress) as advance:
         if resume and not (force and one_file) and _is_there(checkpoint, path, one_file):
-            _compare(checkpoint, path, jobs, one_file, index, advance)
+            _compare(checkpoint, path, jobs, one_file, texts(), advance)
             resumed = len(jobs)
             if not one_file:
                 forget(path, _note(checkpoint, label, options))
@@ -772,8 +806,8 @@ def _run(
                     with job.container.writing(folder / name, job.entries, job.metadata, force=False) as writer:
                         job.run(writer, advance)
                         checkpoint.check_unchanged()
-                if index is not None:
-                    write_index(folder, index, _index(checkpoint, jobs))
+                for name, text in texts().items():
+                    write_text(folder, name, text)
         else:
             (job,) = jobs.values()
             path = check_file(target, force, checkpoint.paths)
@@ -811,7 +845,7 @@ def _compare(
     path: Path,
     jobs: Mapping[str, Job],
     one_file: bool,
-    index: str | None,
+    texts: Mapping[str, bytes],
     advance: Callable[[int], object],
 ) -> None:
     """Do the work once more, and compare every byte with what is there."""
@@ -820,11 +854,10 @@ def _compare(
             name: Comparison(job.container, path if one_file else path / name, job.entries, job.metadata)
             for name, job in jobs.items()
         }
-        if index is not None:
-            wanted = _index(checkpoint, jobs)
-            with reading(path / index), open(path / index, "rb") as file:
+        for name, wanted in texts.items():
+            with reading(path / name), open(path / name, "rb") as file:
                 if file.read(len(wanted) + 1) != wanted:
-                    raise Unlike(f"{path / index} is another index")
+                    raise Unlike(f"{path / name} is another one")
     except FileError as error:
         raise _in_the_way(path, error) from error
     for name, job in jobs.items():

@@ -28,6 +28,9 @@ _ARCHITECTURES = {
     **dict.fromkeys(("BitnetForCausalLM", "BitNetForCausalLM", "bitnet"), "bitnet"),
 }
 
+#: bitnet.cpp's name of bitnet.
+_BITNET_CPP = "bitnet-b1.58"
+
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -146,6 +149,12 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     return config
 
 
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration says of compressed weights; nothing where it says nothing."""
+    about = config.get("quantization_config")
+    return about if isinstance(about, dict) else {}
+
+
 def architecture_of(config: Mapping[str, Any]) -> str | None:
     """llama.cpp's name of a model's architecture, None where it is not known here."""
     classes = config.get("architectures")
@@ -156,7 +165,9 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
 # ---- to llama.cpp ----------------------------------------------------------------------------------------------------
 
 
-def for_llama_cpp(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Translation:
+def for_llama_cpp(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, bitnet_cpp: bool = False
+) -> Translation:
     """How a model of Hugging Face becomes one of llama.cpp.
 
     Parameters
@@ -165,6 +176,8 @@ def for_llama_cpp(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         Its ``config.json``; `architecture_of` it is known.
     shapes : mapping of str to tuple of int
         Names and shapes of its tensors.
+    bitnet_cpp : bool, default False
+        Whether it is for bitnet.cpp, where bitnet has another name and activation.
 
     Returns
     -------
@@ -198,12 +211,15 @@ def for_llama_cpp(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
                 raise FileError(
                     f"tensor {name!r} of shape {shapes[name]} has no two halves of {count} heads, as config.json says"
                 )
-    metadata, made, notes = _metadata(architecture, config, about)
+    program, own, activation = ("llama.cpp", "bitnet", "silu")
+    if bitnet_cpp:
+        program, own, activation = ("bitnet.cpp", _BITNET_CPP, "relu2")
+    metadata, made, notes = _metadata(own if architecture == "bitnet" else architecture, config, about)
     if unknown:
-        notes.append(f"llama.cpp has no name for {_some(unknown)}, which keep theirs: it will refuse the file")
-    if architecture == "bitnet" and config.get("hidden_act") not in (None, "silu"):
-        metadata["bitnet.hidden_activation"] = str(config["hidden_act"])
-        notes.append(f"the model computes {config['hidden_act']}, where llama.cpp computes silu for bitnet")
+        notes.append(f"{program} has no name for {_some(unknown)}, which keep theirs: it will refuse the file")
+    if architecture == "bitnet" and config.get("hidden_act") not in (None, activation):
+        metadata[f"{own}.hidden_activation"] = str(config["hidden_act"])
+        notes.append(f"the model computes {config['hidden_act']}, where {program} computes {activation} for {own}")
     return Translation(
         names,
         frozenset(left_out),
@@ -339,6 +355,7 @@ def for_hugging_face(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int
         When numbers of heads are missing, or do not fit a tensor.
     """
     architecture = metadata.get("general.architecture")
+    architecture = "bitnet" if architecture == _BITNET_CPP else architecture
     if architecture not in _ARCHITECTURES.values():
         return None
     back = {new: name for name, new in _TOP.items()}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..errors import FileError, FormatError
-from ..formats.base import Choice, resolve
+from ..formats.base import resolve
 from .atomic import as_path
+from .bitnet import BitnetJob
 from .changes import Change, Changes
 from .checkpoint import Checkpoint
 from .gguf import GGUF, GgufReader, GgufValue
@@ -61,7 +66,7 @@ def plain_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def quantizing(
     checkpoint: Checkpoint,
-    choices: Mapping[str, Choice],
+    job: BitnetJob,
     *,
     into_gguf: bool,
     recipe: str | None = None,
@@ -76,8 +81,8 @@ def quantizing(
     ----------
     checkpoint : Checkpoint
         What is read.
-    choices : mapping of str to Choice
-        Formats by tensor; what a recipe says takes their place.
+    job : BitnetJob
+        Formats by tensor, of which what a recipe says takes the place, and what is particular to BitNet.
     into_gguf : bool
         Whether a GGUF file is written.
     recipe : str, optional
@@ -97,14 +102,21 @@ def quantizing(
         When the checkpoint is not what a recipe needs, or the importance is of another model.
     """
     foreign = not is_gguf(checkpoint)
-    translation = _to_llama_cpp(checkpoint) if foreign and (into_gguf or importance is not None) else Translation({})
+    translation = (
+        _to_llama_cpp(checkpoint, job.bitnet_cpp)
+        if foreign and (into_gguf or importance is not None)
+        else Translation({})
+    )
     shapes = shapes_of(checkpoint)
     if into_gguf:
-        _check_plain(checkpoint, translation)
+        _check_plain(checkpoint, translation, job.kept)
         shapes = {name: shape for name, shape in shapes.items() if name not in translation.left_out}
     names = {name: translation.names.get(name, name) for name in shapes}
-    metadata, notes = dict(translation.metadata), list(translation.notes)
-    tensors = {name: Change(choice) for name, choice in choices.items() if name in names}
+    metadata, notes = {**translation.metadata, **job.metadata}, list(translation.notes)
+    tensors = {
+        name: Change(choice, given_by=job.given_by(name)) for name, choice in job.choices.items() if name in names
+    }
+    tensors.update((name, Change(kept=True)) for name in job.kept if name in names)
     if recipe is not None:
         types = _types(checkpoint, recipe, names, shapes, metadata, importance is not None)
         for name in checkpoint.compressible(min_size, keep):
@@ -121,7 +133,7 @@ def quantizing(
     if recipe is not None and RECIPES[find_recipe(recipe)].needs_importance:
         _check_importance(find_recipe(recipe), tensors, names)
     if not into_gguf:
-        return Outcome(Changes(tensors), (), tuple(without))
+        return Outcome(Changes(tensors, beside=job.beside), (), tuple(without))
     if tokenizer is not None:
         rows = next((shape[0] for name, shape in shapes.items() if names[name] == "token_embd.weight" and shape), None)
         metadata.update(_tokenizer(tokenizer, rows))
@@ -159,7 +171,7 @@ def shapes_of(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: compressed[name].shape if name in compressed else reader.entry(name).shape for name in checkpoint}
 
 
-def _to_llama_cpp(checkpoint: Checkpoint) -> Translation:
+def _to_llama_cpp(checkpoint: Checkpoint, bitnet_cpp: bool) -> Translation:
     """The names and metadata of a checkpoint that is no GGUF file."""
     folder = checkpoint.paths[0].parent
     config = read_config(folder)
@@ -172,16 +184,16 @@ def _to_llama_cpp(checkpoint: Checkpoint) -> Translation:
         )
         return Translation({}, notes=(note + why,))
     try:
-        found = for_llama_cpp(config, shapes_of(checkpoint))
+        found = for_llama_cpp(config, shapes_of(checkpoint), bitnet_cpp=bitnet_cpp)
     except FileError as error:
         raise FileError(f"{folder}: {error}") from error
     return replace(found, metadata={**found.metadata, _TOKENIZER: _NO_TOKENIZER})
 
 
-def _check_plain(checkpoint: Checkpoint, translation: Translation) -> None:
-    """Check that no tensor that gets another name, or another order of rows, is compressed."""
+def _check_plain(checkpoint: Checkpoint, translation: Translation, kept: Collection[str]) -> None:
+    """Check that no tensor that gets another name, or another order of rows, is compressed, but for those `kept`."""
     for name in checkpoint.compressed:
-        if name in translation.names:
+        if name in translation.names and name not in kept:
             raise FileError(
                 f"{checkpoint.path}: tensor {name!r} is compressed already, and a model of llama.cpp has other names "
                 "and another order of rows: restore the file with kbit dequantize first"
@@ -257,7 +269,10 @@ def _renamed(
     for name, new in names.items():
         before = tensors.get(name)
         transform = translation.transform(name)
-        widened = name in translation.widened and checkpoint.reader.entry(name).dtype in _xp.FLOAT_DTYPES
+        if transform is not None and before is not None and before.kept:
+            transform = functools.partial(_reordered, transform)
+        widened = name in translation.widened and not (before is not None and before.kept)
+        widened = widened and checkpoint.reader.entry(name).dtype in _xp.FLOAT_DTYPES
         if before is None and new == name and transform is None and not widened:
             continue
         change = replace(before or Change(), name=new, transform=transform)
@@ -265,3 +280,8 @@ def _renamed(
             change = replace(change, dtype="float32")
         found[name] = change
     return found
+
+
+def _reordered(transform: Callable[[np.ndarray], np.ndarray], q: QuantizedArray) -> QuantizedArray:
+    """The rows of a compressed tensor in the order that they would get, still compressed."""
+    return q[transform(np.arange(len(q)))]

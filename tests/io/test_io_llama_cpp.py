@@ -54,8 +54,10 @@ def model(bitnet=False):
     return weights
 
 
-def log_probabilities(weights, tokens, scaling=None):
-    """Of the token that follows, as Hugging Face's model computes them, in float64; `scaling` as in its config.json."""
+def log_probabilities(weights, tokens, scaling=None, activations=lambda x: x):
+    """Of the token that follows, as Hugging Face's model computes them, in float64; `scaling` as in its config.json,
+    `activations` what becomes of those that the matrices of a layer are multiplied with.
+    """
     w = {name: x.astype(np.float64) for name, x in weights.items()}
     count, d = len(tokens), WIDTH // HEADS
     frequencies = 10000.0 ** -(np.arange(0, d, 2) / d)
@@ -84,16 +86,16 @@ def log_probabilities(weights, tokens, scaling=None):
     x = w["model.embed_tokens.weight"][tokens]
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
-        y = norm(x, at + "input_layernorm")
+        y = activations(norm(x, at + "input_layernorm"))
         q, k, v = ((y @ w[f"{at}self_attn.{n}_proj.weight"].T).reshape(count, -1, d) for n in "qkv")
         q, k, v = rotated(q), np.repeat(rotated(k), HEADS // HEADS_KV, 1), np.repeat(v, HEADS // HEADS_KV, 1)
         scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(d) + np.triu(np.full((count, count), -np.inf), 1)
         y = np.einsum("hij,jhd->ihd", softmax(scores), v).reshape(count, -1)
-        y = norm(y, at + "self_attn.attn_sub_norm")
+        y = activations(norm(y, at + "self_attn.attn_sub_norm"))
         x = x + y @ w[at + "self_attn.o_proj.weight"].T
-        y = norm(x, at + "post_attention_layernorm")
+        y = activations(norm(x, at + "post_attention_layernorm"))
         gate, up = (y @ w[f"{at}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        y = norm(gate / (1 + np.exp(-gate)) * up, at + "mlp.ffn_sub_norm")
+        y = activations(norm(gate / (1 + np.exp(-gate)) * up, at + "mlp.ffn_sub_norm"))
         x = x + y @ w[at + "mlp.down_proj.weight"].T
     return np.log(softmax(norm(x[-1], "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T))
 
@@ -174,6 +176,47 @@ def test_bitnet(tmp_path):
     assert "output.weight" not in kb.io.load(file)
     del weights["lm_head.weight"]
     assert np.abs(ask(file) - log_probabilities(weights, PROMPT)).max() < 1e-4
+
+
+def q8_k(x):
+    """What ggml makes of activations beside its types of 256 elements: 8 bits under the largest magnitude."""
+    blocks = x.astype(np.float32).reshape(-1, 256)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)
+    scale = np.float32(-127) / largest
+    return (np.minimum(np.rint(blocks * scale), 127) / scale.astype(np.float64)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("type", ["tq2_0", "tq1_0"])
+@pytest.mark.parametrize("architecture", ["bitnet", "llama"])
+def test_ternary_weights(tmp_path, architecture, type):
+    """llama.cpp multiplies by the scales beside the blocks, and has the rows in order."""
+    config = BITNET if architecture == "bitnet" else CONFIG
+    weights = model(bitnet=architecture == "bitnet")
+    weights["model.embed_tokens.weight"] *= np.float32(0.1)
+    weights["lm_head.weight"] *= np.float32(0.1)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "bitnet"}})
+    )
+    kb.io.save(tmp_path / "hf" / "model.safetensors", weights)
+    kb.io.save(tmp_path / "vocabulary.gguf", {}, tokenizer())
+    kb.io.quantize_file(tmp_path / "hf", tmp_path / "packed", "ternary", layout="bitnet", device="cpu")
+    decoded = dict(kb.io.load(tmp_path / "hf"))
+    for name, q in kb.io.load(tmp_path / "packed").items():
+        if isinstance(q, kb.QuantizedArray):
+            decoded[name] = q.dequantize()
+    assert sum(not np.array_equal(decoded[name], x) for name, x in weights.items()) == 7 * LAYERS
+    if architecture == "bitnet":
+        del decoded["lm_head.weight"]
+    ternary, f32 = tmp_path / "ternary.gguf", tmp_path / "f32.gguf"
+    about = {"tokenizer": tmp_path / "vocabulary.gguf", "device": "cpu"}
+    kb.io.quantize_file(tmp_path / "packed", ternary, type, **about)
+    kb.io.dequantize_file(ternary, f32, device="cpu")
+    plain = log_probabilities(decoded, PROMPT)
+    assert np.abs(ask(f32) - plain).max() < 1e-5
+    found = ask(ternary)
+    assert np.abs(found - log_probabilities(decoded, PROMPT, activations=q8_k)).max() < 1e-4
+    assert np.sqrt(((found - plain) ** 2).mean()) < 0.03
 
 
 def by_ggml(source, target, recipe, importance=None):

@@ -5,17 +5,22 @@ A layout is added by writing a `Layout` and putting it into `LAYOUTS`; readers, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...errors import FileError
 from ..container import Together
 from .base import Compressed, Layout
+from .bitnet import CONVENTIONS, BitnetCppLayout, BitnetLayout
 from .bitsandbytes import BitsandbytesLayout
 from .gguf import GgufLayout
 from .own import OwnLayout
 
-__all__ = ["LAYOUTS", "Compressed", "Layout", "find_layout", "recognise"]
+__all__ = ["LAYOUTS", "WEIGHT_SCALES", "Compressed", "Layout", "find_layout", "recognise"]
 
 #: All layouts, in the order in which they are asked: what one has recognised, the next ones do not see.
-LAYOUTS: list[Layout] = [OwnLayout(), BitsandbytesLayout(), GgufLayout()]
+LAYOUTS: list[Layout] = [OwnLayout(), BitsandbytesLayout(), BitnetLayout(), GgufLayout(), BitnetCppLayout()]
+#: What a number beside BitNet's weights of transformers may do.
+WEIGHT_SCALES = tuple(CONVENTIONS.values())
 
 
 def find_layout(name: str) -> Layout:
@@ -32,8 +37,10 @@ def find_layout(name: str) -> Layout:
     raise ValueError(f"layout is {name!r}; allowed are {', '.join(layout.name for layout in LAYOUTS)}")
 
 
-def recognise(reader: Together) -> tuple[dict[str, Compressed], Together]:
+def recognise(reader: Together, weight_scale: str | None = None) -> tuple[dict[str, Compressed], Together]:
     """The compressed tensors of all layouts by their names, and the stored tensors that belong to none of them.
+
+    `weight_scale` is that of `BitnetLayout`.
 
     Raises
     ------
@@ -43,6 +50,8 @@ def recognise(reader: Together) -> tuple[dict[str, Compressed], Together]:
     compressed: dict[str, Compressed] = {}
     rest = reader
     for layout in LAYOUTS:
+        if weight_scale is not None and isinstance(layout, BitnetLayout):
+            layout = replace(layout, weight_scale=weight_scale)
         for name, one in layout.recognise(rest).items():
             if name in compressed:
                 raise _twice(reader, name, one.stored[0], compressed[name].stored[0])

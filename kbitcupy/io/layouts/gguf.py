@@ -4,6 +4,11 @@ The formats of `kbitcupy.formats.gguf` are those types, so nothing is decoded on
 scale of the whole tensor, or one for each expert: the float32 tensor ``blk.0.attn_q.scale`` beside
 ``blk.0.attn_q.weight``.
 
+BitNet's weights, of the format ``ternary``, are of type TQ2_0 or TQ1_0 and have such a scale as well: the blocks' own
+is the half nearest to theirs, and what it lacks is in the other one. A program that reads both gets the scale but for
+its last bit, one that reads the blocks alone is off by 5e-4 at most. Blocks with a scale beside them are read as
+``ternary``, too, with a scale for each block.
+
 Source: ggml, ``gguf.h``, and llama.cpp, ``llama.h`` (``llama_ftype``).
 """
 
@@ -12,7 +17,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,8 +28,9 @@ from ...errors import FileError, FormatError
 from ...formats.base import Format, get_format
 from ...formats.blocks import BlockFormat
 from ...formats.raw import RawPlanes
-from ..container import Entry, Reader, entry_of
+from ..container import Container, Entry, Reader, entry_of
 from ..gguf import BLOCKS, GGUF, SPLIT_KEYS, GgufReader, GgufValue, split_values
+from . import trits
 from .base import Compressed, Layout
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -66,11 +73,19 @@ FILE_TYPES = {
 _WEIGHT, _SCALE = ".weight", ".scale"
 
 
+@dataclass(frozen=True)
 class GgufLayout(Layout):
-    """One stored tensor for each compressed one."""
+    """One stored tensor for each compressed one.
 
-    name = "gguf"
-    container = GGUF
+    Parameters
+    ----------
+    ternary : {"tq2_0", "tq1_0"}
+        The type of tensors of the format ``ternary``.
+    """
+
+    ternary: str = "tq2_0"
+    name: ClassVar[str] = "gguf"
+    container: ClassVar[Container] = GGUF
 
     def recognise(self, reader: Reader) -> dict[str, Compressed]:
         found = {}
@@ -85,19 +100,32 @@ class GgufLayout(Layout):
                 continue
             stored: tuple[str, ...] = (name,)
             lead, scale = 0, _scale_name(name)
-            if format.tensor_scale is not None and scale in names:
+            planes: Any = functools.partial(_planes, format, stored)
+            if scale in names and (format.tensor_scale is not None or entry.dtype in trits.TYPES):
                 about = reader.entry(scale)
                 lead = _lead(entry.shape, about)
                 if lead < 0:
                     raise FileError(f"{file.path}: tensor {scale!r} is {about}, no scale of {name!r}, which is {entry}")
-                format, stored = _known(entry.dtype, True), (name, scale)
-            planes = functools.partial(_planes, format, stored)
+                stored = (name, scale)
+                if entry.dtype in trits.TYPES:  # each block has a scale of its own in the end: no stack
+                    format, lead = get_format("ternary", block=trits.TYPE_BLOCK), 0
+                    planes = functools.partial(_ternary_planes, entry.dtype, stored)
+                else:
+                    format = _known(entry.dtype, True)
+                    planes = functools.partial(_planes, format, stored)
             found[name] = Compressed(format, entry.shape, np.dtype(np.float32), stored, planes, lead=lead)
         return found
 
     def entries(
         self, name: str, format: Format, planes: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype
     ) -> dict[str, Entry]:
+        if trits.is_ternary(format):
+            trits.check_blocks(name, format, shape, self.ternary)
+            blocks = BLOCKS[self.ternary]
+            return {
+                name: Entry(self.ternary, shape, math.prod(shape) // blocks.block * blocks.nbytes),
+                _scale_name(name): Entry("float32", (1,), 4),
+            }
         if not isinstance(format, BlockFormat) or format.name not in BLOCKS:
             raise FileError(
                 f"tensor {name!r}: GGUF has no type for {format}; choose one of {', '.join(_shown())}, or another "
@@ -110,6 +138,9 @@ class GgufLayout(Layout):
         return found
 
     def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
+        if trits.is_ternary(q.format):
+            made, factor = trits.to_blocks(name, q, self.ternary)
+            return {name: made, _scale_name(name): factor}
         format: Any = q.format
         blocks = q.planes.blocks if isinstance(q.planes, RawPlanes) else None
         found = {name: _xp.to_device(format.to_blocks(q.planes) if blocks is None else blocks, "cpu")}
@@ -132,13 +163,17 @@ class GgufLayout(Layout):
         if no == 0:
             values.update(GGUF.adopt({} if ARCHITECTURE_KEY in metadata else {ARCHITECTURE_KEY: UNKNOWN}))
             values.update(GGUF.adopt({key: each for key, each in metadata.items() if key not in SPLIT_KEYS}))
-            for key, number in ((VERSION_KEY, QUANTIZATION_VERSION), (FILE_TYPE_KEY, _file_type(entries))):
+            for key, number in ((VERSION_KEY, QUANTIZATION_VERSION), (FILE_TYPE_KEY, self.file_type(entries))):
                 # As text it comes from a safetensors file.
                 if changed or key not in values or values[key].type == "string":
                     values[key] = GgufValue(number)
         if count > 1:
             values.update(split_values(no, count, tensors))
         return values
+
+    def file_type(self, entries: Mapping[str, Entry]) -> int:
+        """The number of a file of these tensors."""
+        return _file_type(entries)
 
     def own_keys(self) -> Collection[str]:
         return SPLIT_KEYS
@@ -179,6 +214,10 @@ def _lead(shape: tuple[int, ...], scale: Entry) -> int:
 def _planes(format: BlockFormat, stored: tuple[str, ...], reader: Reader) -> RawPlanes:
     scale = {str(format.tensor_scale): reader.array(name).reshape(-1) for name in stored[1:]}
     return RawPlanes(format, reader.raw(stored[0]), scale)
+
+
+def _ternary_planes(dtype: str, stored: tuple[str, ...], reader: Reader) -> dict[str, np.ndarray]:
+    return trits.from_blocks(reader.raw(stored[0]), dtype, reader.array(stored[1]).reshape(-1))
 
 
 def _file_type(entries: Mapping[str, Entry]) -> int:

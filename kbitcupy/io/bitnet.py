@@ -1,0 +1,205 @@
+"""What becomes of BitNet's models on their way into files that transformers, llama.cpp and bitnet.cpp load.
+
+Only linear layers are ternary there: embeddings and the head stay as they are. What is ternary already, compressed or
+not, keeps its trits and its scale: the mean of its magnitudes, by which BitNet scales weights, would be smaller by the
+share of zeros.
+
+Source: transformers 5.23, ``quantizers/quantizer_bitnet.py`` and ``utils/quantization_config.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..backend import xp as _xp
+from ..errors import FileError
+from ..formats.base import Choice, get_format
+from .checkpoint import Checkpoint
+from .gguf import GgufReader
+from .huggingface import architecture_of, quantization_of, read_config
+from .layouts import Layout
+from .layouts.bitnet import CONVENTIONS, BitnetCppLayout, BitnetLayout
+from .layouts.gguf import FILE_TYPE_KEY, FILE_TYPES, QUANTIZATION_VERSION, VERSION_KEY, GgufLayout
+from .layouts.trits import TYPES, is_ternary
+
+#: File of a checkpoint of Hugging Face that says what the model is.
+CONFIG = "config.json"
+_METHOD, _LINEAR_CLASS = "bitnet", "bitlinear"
+_HEADS = ("lm_head", "score", "classifier")
+_EMBEDDINGS = ("embed", "wte", "wpe")
+# Elements that tell most arrays that are not ternary.
+_FEW = 4096
+
+
+@dataclass(frozen=True)
+class BitnetJob:
+    """How a checkpoint is written, as far as it is a BitNet.
+
+    Parameters
+    ----------
+    layout : Layout
+        The layout, which knows now how to store trits.
+    choices : mapping of str to Choice
+        Formats by tensor.
+    kept : frozenset of str
+        Compressed tensors that stay so, and are stored anew.
+    metadata : dict
+        Metadata of the file.
+    beside : dict of str to bytes
+        Files of the folder.
+    """
+
+    layout: Layout
+    choices: Mapping[str, Choice]
+    kept: frozenset[str] = frozenset()
+    metadata: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def bitnet_cpp(self) -> bool:
+        """Whether the file is for bitnet.cpp."""
+        return isinstance(self.layout, BitnetCppLayout)
+
+    def given_by(self, name: str) -> Callable[[Any], Mapping[str, Any]] | None:
+        """What finds the scale of a tensor that is ternary already; None where it is not looked for."""
+        format, given = self.choices[name]
+        options = format.options()
+        mean = is_ternary(format) and options["granularity"] == "tensor" and options["rule"] == "absmean"
+        stores = isinstance(self.layout, (BitnetLayout, GgufLayout))
+        return scale_of_ternary if mean and stores and "scale" not in given else None
+
+
+def bitnet_job(
+    checkpoint: Checkpoint, wanted: Choice | Mapping[str, Choice] | None, choices: Mapping[str, Choice], layout: Layout
+) -> BitnetJob:
+    """How a checkpoint is written.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        What is read.
+    wanted : Choice or mapping, optional
+        The one format that is asked for, or the formats by tensor.
+    choices : mapping of str to Choice
+        The formats of all tensors that can have them.
+    layout : Layout
+        What is asked for.
+
+    Raises
+    ------
+    FileError
+        When the layout is for a model, and there is no ``config.json`` that says which.
+    """
+    # What config.json says of packed weights, or what an own layout does, would be lost where they are only copied.
+    compressed = checkpoint.compressed
+    ternary = frozenset(name for name, one in compressed.items() if is_ternary(one.format))
+    packed = frozenset(name for name in ternary if "weight_scale" in compressed[name].options)
+    one = wanted if isinstance(wanted, tuple) else None
+    if isinstance(layout, GgufLayout) and one is not None and one[0].name in TYPES:
+        layout = replace(layout, ternary=one[0].name)
+    foreign = not any(isinstance(file.reader, GgufReader) for file in checkpoint.files.values())
+    config = read_config(checkpoint.paths[0].parent) if foreign else None
+    if isinstance(layout, (BitnetLayout, BitnetCppLayout)) and (config is None or not checkpoint.is_folder):
+        raise FileError(
+            f"{checkpoint.path}: the layout {layout.name!r} is for a model: pass the folder of a checkpoint of Hugging "
+            f"Face, with its {CONFIG}"
+        )
+    into_model = isinstance(layout, BitnetLayout) or (isinstance(layout, GgufLayout) and foreign)
+    if not into_model:
+        return BitnetJob(layout, choices, packed)
+    if config is not None and one is not None:
+        choices = _for_linears(one, choices, config, bool(ternary), layout)
+    if isinstance(layout, BitnetLayout):
+        return _for_transformers(checkpoint, layout, choices, ternary, config or {})
+    metadata: dict[str, Any] = {}
+    if ternary or any(is_ternary(format) for format, _ in choices.values()):
+        number = FILE_TYPES[layout.ternary] if isinstance(layout, GgufLayout) else 0
+        if isinstance(layout, BitnetCppLayout):
+            number = layout.number
+        metadata = {VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: number}
+    return BitnetJob(layout, choices, ternary, metadata)
+
+
+def _for_linears(
+    one: Choice, choices: Mapping[str, Choice], config: Mapping[str, Any], has_ternary: bool, layout: Layout
+) -> Mapping[str, Choice]:
+    """Ternary formats for the linear layers alone; GGUF's types mean BitNet's rule where the model is one."""
+    about = quantization_of(config)
+    is_bitnet = has_ternary or architecture_of(config) == "bitnet" or about.get("quant_method") == _METHOD
+    if is_bitnet and one[0].name in TYPES and not isinstance(layout, (BitnetLayout, BitnetCppLayout)):
+        one = get_format("ternary"), {}
+    if not is_ternary(one[0]):
+        return choices
+    spared = _spared(about)
+    return {name: one for name in choices if is_linear(name) and not _matches(_module(name), spared)}
+
+
+def is_linear(name: str) -> bool:
+    """Whether a matrix of this name is one of a linear layer that BitNet makes ternary."""
+    last = _module(name).split(".")[-1]
+    return name.endswith("weight") and last not in _HEADS and not any(part in last for part in _EMBEDDINGS)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix("weight").removesuffix(".")
+
+
+def _spared(about: Mapping[str, Any]) -> list[str]:
+    """What a configuration says is not converted."""
+    found = about.get("modules_to_not_convert")
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
+def _matches(module: str, spared: Collection[str]) -> bool:
+    """Whether a layer is one of these, or a part of one."""
+    return any(f".{each}." in f".{module}." for each in spared)
+
+
+def _for_transformers(
+    checkpoint: Checkpoint,
+    layout: BitnetLayout,
+    choices: Mapping[str, Choice],
+    ternary: frozenset[str],
+    config: Mapping[str, Any],
+) -> BitnetJob:
+    """A folder that transformers loads."""
+    about = quantization_of(config)
+    if about.get("quant_method", _METHOD) != _METHOD:
+        raise FileError(
+            f"{checkpoint.path}: {CONFIG} says that the model is quantized by {str(about['quant_method'])[:100]!r}: "
+            "begin with one that is not"
+        )
+    linear_class = about.get("linear_class")
+    linear_class = linear_class if linear_class in CONVENTIONS else _LINEAR_CLASS
+    floats = [name for name in checkpoint.compressible(0) if len(checkpoint.reader.entry(name).shape) == 2]
+    left = {_module(name) for name in floats if name not in choices and not _is_embedding(name)}
+    said = {
+        **about,
+        "quant_method": _METHOD,
+        "linear_class": linear_class,
+        "quantization_mode": "offline",
+        "modules_to_not_convert": sorted({"lm_head", *_spared(about), *left}),
+    }
+    text = json.dumps({**config, "quantization_config": said}, indent=2).encode() + b"\n"
+    made = replace(layout, weight_scale=CONVENTIONS[linear_class])
+    return BitnetJob(made, choices, ternary, beside={CONFIG: text})
+
+
+def _is_embedding(name: str) -> bool:
+    return any(part in _module(name).split(".")[-1] for part in _EMBEDDINGS)
+
+
+def scale_of_ternary(x: Any) -> Mapping[str, Any]:
+    """The scale of an array that has no elements but -s, 0 and s, as `kbitcupy.quantize` is given it; else nothing."""
+    if not x.size:
+        return {}
+    with _xp.on_device_of(x):
+        for part in (x.reshape(-1)[:_FEW], x):
+            magnitude = abs(part.astype("float32", copy=False))
+            largest = magnitude.max()
+            if not 0 < float(largest) < float("inf") or not bool(((magnitude == largest) | (magnitude == 0)).all()):
+                return {}
+    return {"scale": float(largest)}
