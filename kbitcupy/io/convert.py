@@ -789,7 +789,7 @@ def _run(
 
     with progress_bar(label, checkpoint.nbytes, progress) as advance:
         if resume and not (force and one_file) and _is_there(checkpoint, path, one_file):
-            _compare(checkpoint, path, jobs, one_file, texts(), advance)
+            _compare(checkpoint, path, jobs, one_file, texts, advance)
             resumed = len(jobs)
             if not one_file:
                 forget(path, _note(checkpoint, label, options))
@@ -845,7 +845,7 @@ def _compare(
     path: Path,
     jobs: Mapping[str, Job],
     one_file: bool,
-    texts: Mapping[str, bytes],
+    texts: Callable[[], Mapping[str, bytes]],
     advance: Callable[[int], object],
 ) -> None:
     """Do the work once more, and compare every byte with what is there."""
@@ -854,7 +854,7 @@ def _compare(
             name: Comparison(job.container, path if one_file else path / name, job.entries, job.metadata)
             for name, job in jobs.items()
         }
-        for name, wanted in texts.items():
+        for name, wanted in texts().items():
             with reading(path / name), open(path / name, "rb") as file:
                 if file.read(len(wanted) + 1) != wanted:
                     raise Unlike(f"{path / name} is another one")
