@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import math
 import sys
 import textwrap
@@ -81,7 +82,9 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         lines = [(titles[name], row) for name in chosen for row in (*rows[name], totals[name])]
         print(_table(lines, *(titles.values() if len(chosen) == 1 else ())))
-    for line in (*_conclusion(chosen, totals, titles), *explore.notes(row.row() for row in next(iter(rows.values())))):
+    measured = [row.row() for found in rows.values() for row in found]
+    said = _conclusion(chosen, totals, titles), explore.notes(measured), _wrapped(*explore.remarks(measured))
+    for line in itertools.chain(*said):
         print(printable(line))
 
 
@@ -103,13 +106,14 @@ def _conclusion(chosen: dict[str, Choice], totals: dict[str, Measurement], title
     found = [
         f"{titles[name]} {totals[name].sums.sqnr_db:.2f} dB at {totals[name].bits_per_element:.2f}" for name in best
     ]
-    return textwrap.wrap(
-        f"not beaten by a smaller one, by total SQNR: {', '.join(found)} bits per element",
-        max(terminal_width(), 40),
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _wrapped(f"not beaten by a smaller one, by total SQNR: {', '.join(found)} bits per element")
+
+
+def _wrapped(*texts: str) -> list[str]:
+    """Texts in lines that the terminal has room for."""
+    width = max(terminal_width(), 40)
+    how: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return [line for text in texts for line in textwrap.wrap(text, width, **how)]
 
 
 def _picture(path: str, force: bool) -> Path:
@@ -146,7 +150,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
     output = printable(arguments.output)
     print(f"{output}: a format for each of {len(plan.rows)} tensors, within {arguments.bits:g} bits")
     print(_plan_table(plan, rows))
-    for line in (plan.proof, *explore.notes(rows)):
+    for line in (plan.proof, *explore.notes(plan.rows), *_wrapped(*explore.remarks(plan.rows))):
         print(printable(line))
 
 
@@ -235,6 +239,7 @@ def _json(row: Measurement) -> dict[str, Any]:
         "infinite": row.infinite,
         "bytes_before": row.nbytes_before,
         "bytes_after": row.nbytes_after,
+        **({"shares": row.shares} if row.shares else {}),
     }
 
 
@@ -281,8 +286,11 @@ def _table(lines: list[tuple[str, Measurement]], label: str | None = None) -> st
     """`label` names the only format; None asks for a column of formats."""
     columns = [Column("format", left=True, elastic=True)] if label is None else []
     columns += [Column(label or "tensor", left=True, elastic=True), *(column for column, _ in _NUMBERS)]
+    words = list(dict.fromkeys(word for _, row in lines for word in row.shares))
+    columns += [Column(word) for word in words]
     rows = []
     for format, row in lines:
         cells = [row.tensor, *(show(row) for _, show in _NUMBERS)]
+        cells += [f"{row.shares[word]:.1%}" if word in row.shares else "-" for word in words]
         rows.append([format, *cells] if label is None else cells)
     return table(columns, rows)

@@ -217,6 +217,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         Column("MB"),
         Column("share"),
     ]
+    words = list(dict.fromkeys(word for row in rows for word in row["shares"]))
+    columns += (Column(word) for word in words)
     cells = [
         [
             row["name"],
@@ -226,6 +228,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
             "" if row["bits_per_element"] is None else f"{row['bits_per_element']:.2f}",
             f"{row['nbytes'] / 1e6:.3f}",
             f"{row['share']:.1%}",
+            *(f"{row['shares'][word]:.1%}" if word in row["shares"] else "" for word in words),
         ]
         for row in rows
     ]
@@ -249,6 +252,9 @@ def _rows(checkpoint: Checkpoint, file: File, total: int) -> Iterator[dict[str, 
             entry = file.reader.entries[name]
             shape, about = entry.shape, (None, "", entry.dtype)
         size = math.prod(shape)
+        shares: dict[str, float] = {}
+        if name in file.compressed and found.format.tells:
+            shares = found.format.shares(found.read(file.reader).planes, shape)
         yield {
             "name": name,
             **dict(zip(("format", "label", "dtype"), about, strict=True)),
@@ -256,5 +262,6 @@ def _rows(checkpoint: Checkpoint, file: File, total: int) -> Iterator[dict[str, 
             "nbytes": nbytes,
             "bits_per_element": nbytes * 8 / size if size else None,
             "share": nbytes / total if total else 0.0,
+            "shares": shares,
             "file": file.path.name,
         }

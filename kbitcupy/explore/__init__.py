@@ -6,7 +6,7 @@ one is drawn; each takes a matplotlib Axes, or makes one, and returns it.
 
 from .design import design_codebook
 from .fit import fit_table
-from .measurement import Measurement, Sweep, default_formats, label, measure, notes, sweep
+from .measurement import Measurement, Sweep, default_formats, label, measure, notes, remarks, sweep
 from .planning import PLAN_VERSION, Plan, plan, read_plan
 from .plots import (
     DB_PER_BIT,
@@ -38,5 +38,6 @@ __all__ = [
     "plot_layers",
     "plot_sqnr",
     "read_plan",
+    "remarks",
     "sweep",
 ]

@@ -41,6 +41,8 @@ class Measurement:
         Elements that are NaN, and that are infinite.
     given : tuple of str
         What `kbitcupy.quantize` was given beside the format.
+    shares : dict of str to float
+        What `Format.shares` tells of the compressed tensor.
     """
 
     tensor: str
@@ -54,6 +56,7 @@ class Measurement:
     nan: int = 0
     infinite: int = 0
     given: tuple[str, ...] = ()
+    shares: dict[str, float] = field(default_factory=dict)
 
     @property
     def sqnr_centered_db(self) -> float:
@@ -67,6 +70,10 @@ class Measurement:
 
     def add(self, other: Measurement) -> None:
         """Count `other` in."""
+        count = self.sums.count + other.sums.count
+        for word, share in other.shares.items():
+            before = self.shares.get(word, 0.0) * self.sums.count
+            self.shares[word] = (before + share * other.sums.count) / count if count else math.nan
         self.sums += other.sums
         self.spread += other.spread
         self.nan += other.nan
@@ -100,6 +107,8 @@ class Measurement:
             "deviation": math.sqrt(self.spread / self.sums.count) if self.sums.count else math.nan,
             "nan": self.nan,
             "infinite": self.infinite,
+            "shares": dict(self.shares),
+            "remark": None if self.format is None else self.format.remark(self.sums.sqnr_db, self.sums.cosine),
         }
 
 
@@ -139,8 +148,12 @@ def measure(x: Any, format: str | Format | Choice, tensor: str = "x") -> Measure
     except (ValueError, TypeError) as error:
         raise FormatError(f"tensor {tensor!r} with {format}: {error}") from error
     nan, infinite = (0, 0) if math.isfinite(sums.signal) else _not_finite(x)
+    shares = {}
+    if format.tells:
+        with _xp.on_device_of(x):
+            shares = format.shares(q.planes, q.shape)
     about = (tensor, format, x.shape, x.dtype.name, sums, x.nbytes, q.nbytes, sums.spread, nan, infinite)
-    return Measurement(*about, tuple(given))
+    return Measurement(*about, tuple(given), shares)
 
 
 def _not_finite(x: Any, chunk: int = 1 << 22) -> tuple[int, int]:
@@ -203,13 +216,15 @@ class Sweep(list[dict[str, Any]]):
     """The rows of `sweep`: a list, which is shown as a table and says what its numbers hide."""
 
     def __repr__(self) -> str:
-        columns = [Column(title, left=i < 2) for i, title in enumerate(_SHOWN)]
+        words = list(dict.fromkeys(word for row in self for word in row.get("shares", ())))
+        columns = [Column(title, left=i < 2) for i, title in enumerate((*_SHOWN, *words))]
         lines = []
         for row in self[:_MOST_SHOWN]:
             numbers = (f"{row[key]:.2f}" for key in _SHOWN.values() if key)
-            lines.append([shortened(row["tensor"], _NAME), shortened(row["label"], _NAME), *numbers])
+            shares = (f"{row['shares'][word]:.1%}" if word in row.get("shares", ()) else "-" for word in words)
+            lines.append([shortened(row["tensor"], _NAME), shortened(row["label"], _NAME), *numbers, *shares])
         more = [f"... {len(self) - _MOST_SHOWN} more rows"] if len(self) > _MOST_SHOWN else []
-        return "\n".join((table(columns, lines), *more, *notes(self)))
+        return "\n".join((table(columns, lines), *more, *notes(self), *remarks(self)))
 
 
 # Columns that a sweep is shown with, and their keys; how many rows, and characters of a name.
@@ -260,6 +275,30 @@ def notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return found
 
 
+def remarks(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What formats say of their errors in rows of `sweep`, in one line each (`Format.remark`).
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> x = np.random.default_rng(0).standard_normal((64, 64))
+    >>> for remark in kb.explore.remarks(kb.explore.sweep(x, ["kbit2", "ternary"])):
+    ...     print(remark[:44])
+    note: ternary of 'x': so low an SQNR says th
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    tensors = set()
+    for row in rows:
+        tensors.add(row["tensor"])
+        if row.get("remark"):
+            found.setdefault((row["label"], row["remark"]), []).append(repr(row["tensor"]))
+    lines = []
+    for (format, remark), names in found.items():
+        which = names[0] if len(names) == 1 else f"{len(names)} of {len(tensors)} tensors"
+        lines.append(f"note: {format} of {which}: {remark}")
+    return lines
+
+
 def _listed(words: Sequence[str], most: int = 3) -> str:
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
@@ -301,7 +340,8 @@ def sweep(
         ``bits_per_element``, ``sqnr_db``, ``sqnr_centered_db`` (against the variance instead of the mean square),
         ``cosine``, ``mse``, ``max_error``, ``signal`` and ``squared_error`` (sums of squares), ``nbytes_before``,
         ``nbytes_after``, ``mean`` and ``deviation`` (standard deviation) of the tensor, ``nan`` and ``infinite`` (how
-        many of its elements are).
+        many of its elements are), ``shares`` (what the format tells of its codes, such as the share of zeros, by a
+        word) and ``remark`` (what it says of the error, or None).
 
     Raises
     ------

@@ -84,6 +84,8 @@ class Format(ABC):
     kernels: ClassVar[tuple[Template, ...]] = ()
     #: What `fragments` may return, for the compile check of product kernels, but for the values of codes.
     all_fragments: ClassVar[tuple[Fragments, ...]] = ()
+    #: Words for what `shares` tells; where there are none, no plane is read for it.
+    tells: ClassVar[tuple[str, ...]] = ()
     #: A plane that `decode` multiplies by where it is given, and products may multiply by instead, in fp32.
     tensor_scale: ClassVar[str | None] = None
 
@@ -137,6 +139,20 @@ class Format(ABC):
         -------
         array or None
             float64, one entry for each block of the flattened `x`, or for each element; None where no bound is known.
+        """
+        return None
+
+    def shares(self, planes: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, float]:
+        """Shares of the elements of an array, or of a stack, that lists show beside it, by the words in `tells`.
+
+        They lie between 0 and 1; an array of no elements has none. On CuPy the call waits for the device.
+        """
+        return {}
+
+    def remark(self, sqnr_db: float, cosine: float) -> str | None:
+        """What an error that was measured means for this format and its numbers do not say; None where that is nothing.
+
+        It goes behind the name of a tensor in one line, so it names no number of that tensor.
         """
         return None
 

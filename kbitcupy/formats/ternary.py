@@ -70,10 +70,17 @@ LIMITS = {"even": 0.5 + 2.0**-25, "away": 0.5 - 2.0**-26}
 # kernels that read arrays.
 _NUMBERS = Constants(SUMMED=256, LANES=1024, THREADS=256)
 _SUMMED, _LANES, _THREADS = _NUMBERS.SUMMED, _NUMBERS.LANES, _NUMBERS.THREADS
+# Rows of a tree up to this length are turned.
+_SHORT = 32
 # Elements of a slab: what is computed in between stays in the cache.
 _SLAB = 1 << 15
 _LARGEST = np.finfo(np.float32).max
 _SINGLE = np.dtype(np.float32)
+# Zeros in a byte of codes.
+_ZEROS = sum((np.arange(256) >> shift & 3 == 1).astype(np.uint8) for shift in (0, 2, 4, 6))
+# Numbers that were never trained to be ternary have less than this SQNR: normal ones 5.8 dB by absmean and 7.2 by fit.
+# With less than the second, but a cosine as good as 1, all is right but the scale.
+_TRAINED_DB, _REFINED_DB, _PARALLEL = 8.0, 60.0, 1 - 1e-6
 # Of ternary weight networks.
 _FIRST_THRESHOLD, _ROUNDS = np.float32(0.7), 3
 
@@ -258,6 +265,7 @@ class Ternary(Granular):
     summary = "-1, 0 and 1 in 2 bits, a scale for a tensor, row or group"
     ternary = True
     takes = ("scale",)
+    tells = ("zeros",)
     kernels = (*_KERNELS, *templates(_HEADER, "Ternary"))
 
     def __init__(
@@ -347,6 +355,24 @@ class Ternary(Granular):
     @functools.cached_property
     def decoder(self) -> Decoder:
         return _decoder(self.granularity)
+
+    def shares(self, planes: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, float]:
+        """The trits that are 0."""
+        codes, size = planes["codes"], math.prod(shape)
+        if not size:
+            return {}
+        zeros = int(namespace(codes).asarray(_ZEROS)[codes].sum(dtype=np.int64))
+        return {"zeros": (zeros - (4 * codes.size - size)) / size}
+
+    def remark(self, sqnr_db: float, cosine: float) -> str | None:
+        if sqnr_db < _REFINED_DB and cosine > _PARALLEL:
+            return "the numbers are ternary already, and their scale shrinks by the zeros: rule=absmax keeps them"
+        if sqnr_db < _TRAINED_DB:
+            return (
+                "so low an SQNR says that the numbers were never trained to be ternary: train with ternary weights, or "
+                "choose a format of more bits"
+            )
+        return None
 
     def magnitude(self) -> Magnitude:
         return Magnitude("scale", largest=2.0)
@@ -459,6 +485,7 @@ def _magnitudes(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.
 
     A long block comes in pieces of `_SLAB` elements. NaN is 0, an infinity the largest finite number.
     """
+    room = np.empty(min(blocks.size, _SLAB), np.float32)
     with np.errstate(invalid="ignore"):
         for part in blocks.parts if blocks.size else ():
             view, numbers = part.view(x), part.of_blocks(np.arange(blocks.count))
@@ -469,7 +496,9 @@ def _magnitudes(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.
                 for b in range(0, count, step):
                     for c in range(0, length, _SLAB):
                         rows = view[a : a + many, b : b + step, c : c + _SLAB]
-                        found = np.abs(rows.astype(np.float32, copy=False)).reshape(-1, rows.shape[2])
+                        own = room[: rows.size]
+                        np.abs(rows.astype(np.float32, copy=False), out=own.reshape(rows.shape))
+                        found = own.reshape(-1, rows.shape[2])
                         if not found.max() <= _LARGEST:
                             found[np.isnan(found)] = 0
                             np.minimum(found, _LARGEST, out=found)
@@ -480,7 +509,7 @@ def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.n
     """The sum of each block, float64, and how many numbers it is of: with a `floor` for each, those above it."""
     totals, kept = np.zeros(blocks.count), np.zeros(blocks.count, np.int64)
     pieces: list[np.ndarray] = []  # of a long block
-    length = min(blocks.run, blocks.size)
+    length, gathered = min(blocks.run, blocks.size), 0
     for where, rows in _magnitudes(x, blocks):
         if floor is not None:
             rows *= rows > floor[where][:, None]
@@ -490,9 +519,10 @@ def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.n
             totals[where] = _lane_sums(sums)
             continue
         pieces.append(sums)
-        if sum(piece.shape[1] for piece in pieces) == -(-length // _SUMMED):
+        gathered += rows.shape[1]
+        if gathered == length:
             totals[where] = _lane_sums(np.concatenate(pieces, axis=1))
-            pieces.clear()
+            pieces, gathered = [], 0
     return totals, kept
 
 
@@ -501,10 +531,11 @@ def _first_sums(rows: np.ndarray) -> np.ndarray:
     count, length = rows.shape
     width = min(1 << (length - 1).bit_length(), _SUMMED)  # zeros behind a few numbers change nothing
     each = -(-length // width)
-    wide = np.empty((count, each * width))
-    wide[:, :length] = rows
-    wide[:, length:] = 0
-    return _tree(wide.reshape(-1, width)).reshape(count, each)
+    padded = rows
+    if length % width:
+        padded = np.zeros((count, each * width), np.float32)
+        padded[:, :length] = rows
+    return _tree(padded.reshape(-1, width)).reshape(count, each)
 
 
 def _lane_sums(sums: np.ndarray) -> np.ndarray:
@@ -514,15 +545,19 @@ def _lane_sums(sums: np.ndarray) -> np.ndarray:
     for first in range(0, length, _LANES):
         part = sums[:, first : first + _LANES]
         lanes[:, : part.shape[1]] += part
-    return _tree(lanes).reshape(-1)
+    return _tree(lanes)
 
 
 def _tree(rows: np.ndarray) -> np.ndarray:
-    """The sum of each row, whose length is a power of two: (i) + (i + half), until one is left."""
-    while rows.shape[1] > 1:
+    """The sum of each row in float64, whose length is a power of two: (i) + (i + half), until one is left."""
+    while rows.shape[1] > _SHORT:
         half = rows.shape[1] // 2
-        rows = rows[:, :half] + rows[:, half:]
-    return rows
+        rows = np.add(rows[:, :half], rows[:, half:], dtype=np.float64)
+    columns = np.ascontiguousarray(rows.T, np.float64)  # operations along short rows are slow
+    while len(columns) > 1:
+        half = len(columns) // 2
+        columns = columns[:half] + columns[half:]
+    return columns[0]
 
 
 register(Ternary.name, Ternary)

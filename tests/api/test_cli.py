@@ -119,6 +119,8 @@ def table(text):
 def test_compare_without_a_file_shows_every_format_on_every_sample(capsys):
     assert main(["compare", "--device", "cpu"]) == 0
     text, conclusion = capsys.readouterr().out.split("not beaten by a smaller one, by total SQNR: ")
+    conclusion, _, remark = conclusion.partition("note: ")
+    assert remark.startswith("ternary of ") and max(map(len, remark.splitlines())) <= 100
     heading, *rows = table(text)
     assert heading[0] == "format"
     assert list(dict.fromkeys(row[0] for row in rows)) == kb.list_formats(default=True)
@@ -240,7 +242,7 @@ def test_a_new_format_appears_by_itself(model, capsys):
     shown = capsys.readouterr().out.partition("not beaten by a smaller one")[0]
     rows = [row for row in table(shown) if row[0] == "toy-half"]
     assert len(rows) == 5
-    assert rows[-1][-3] == "16.00"
+    assert rows[-1][-4] == "16.00"
     out, back = str(model) + ".toy", str(model) + ".back"
     assert main(["quantize", str(model), "-o", out, "--format", "toy-half", "--option", "factor=2"]) == 0
     assert kb.io.load(out)["a.weight"].format == Half(factor=2)

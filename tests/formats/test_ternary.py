@@ -7,6 +7,7 @@ import pytest
 from inputs import DTYPES, KINDS, make
 
 import kbitcupy as kb
+from kbitcupy.cli import main
 from kbitcupy.formats import ternary
 from kbitcupy.formats.granularity import blocks_of
 from kbitcupy.formats.ternary import LIMITS, thresholds
@@ -289,3 +290,48 @@ def test_code_three_is_two():
     q = kb.quantize(np.zeros(128, np.float32), "ternary", scale=0.5)
     q.planes["codes"][:] = 0xFF
     assert q.dequantize().tolist() == [1.0] * 128
+
+
+# ---- what lists show -------------------------------------------------------------------------------------------------
+
+
+def test_the_share_of_zeros():
+    x = np.float32([1, 0, 0, -1, 0] * 61)
+    q = kb.quantize(x, "ternary", scale=1)
+    assert q.format.shares(q.planes, q.shape) == {"zeros": 0.6}
+    stack = kb.stack([kb.quantize(x[:256] * s, "ternary:rule=absmax") for s in (0, 1, 2)])
+    assert stack.format.shares(stack.planes, stack.shape)["zeros"] == pytest.approx((256 + 2 * 153) / 768)
+    empty = kb.quantize(np.zeros(0, np.float32), "ternary")
+    assert empty.format.shares(empty.planes, empty.shape) == {}
+
+
+def test_sweeps_show_zeros_and_say_what_an_error_means():
+    rng = np.random.default_rng(2)
+    trits = (rng.integers(-1, 2, (64, 64)) * 0.7).astype(np.float32)
+    arrays = {"normal": rng.standard_normal((64, 64)).astype(np.float32), "trits": trits}
+    rows = kb.explore.sweep(arrays, ["kbit4", "ternary", "ternary:rule=absmax"])
+    found = {(row["tensor"], row["label"]): row for row in rows}
+    assert found["normal", "kbit4"]["shares"] == {} and found["normal", "kbit4"]["remark"] is None
+    assert found["trits", "ternary"]["shares"]["zeros"] == (trits == 0).mean()
+    assert "never trained to be ternary" in found["normal", "ternary"]["remark"]
+    assert "ternary already" in found["trits", "ternary"]["remark"]
+    assert found["trits", "ternary:rule=absmax"]["remark"] is None
+    text = repr(rows)
+    assert "zeros" in text.splitlines()[0] and "note: ternary of 'normal': so low an SQNR says" in text
+
+
+def test_the_command_line_shows_zeros(tmp_path, capsys):
+    x = (np.random.default_rng(3).integers(-1, 2, (256, 256)) * 2).astype(np.float32)
+    kb.io.save(tmp_path / "in.safetensors", {"w": x})
+    share = f"{(x == 0).mean():.1%}"
+    files = str(tmp_path / "in.safetensors"), str(tmp_path / "out.safetensors")
+    assert main(["compare", files[0], "--formats", "ternary:rule=absmax", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "zeros" in printed and share in printed and "note" not in printed
+    assert main(["quantize", *files[:1], "-o", files[1], "--format", "ternary", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", files[1]]) == 0
+    printed = capsys.readouterr().out
+    assert "zeros" in printed and share in printed
+    assert main(["compare", files[0], "--formats", "kbit4,ternary", "--device", "cpu"]) == 0
+    assert "note: ternary of 'w': the numbers are ternary already" in capsys.readouterr().out
