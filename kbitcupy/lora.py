@@ -13,10 +13,10 @@ Dropout sets elements of the x that meets A to 0 with probability p, and the oth
 as PEFT does; what W meets stays whole. It happens where a `seed` is given, which stands for the mask: backward takes
 the same one.
 
-The side path is computed in float32, beside any float64 array in float64; results are rounded once, to the dtype that
-each function says. A 16-bit A is as good as one of float32 for inference; for training take float32, since steps of an
-optimizer are smaller than the distance of two 16-bit numbers. NumPy and CuPy arrays go through the same lines, nothing
-synchronises, and no value is read back.
+The side path is computed in float32, beside any float64 array in float64; results are rounded to the dtype that each
+function says. Only the product with the weight comes from `kbitcupy.linear` in the dtype of x. A 16-bit A is as good as
+one of float32 for inference; for training take float32, since steps of an optimizer are smaller than the distance of
+two 16-bit numbers. NumPy and CuPy arrays go through the same lines, nothing synchronises, and no value is read back.
 
 Sources: LoRA, arXiv 2106.09685; QLoRA, arXiv 2305.14314; rank-stabilized, arXiv 2312.03732; files as PEFT 0.21.
 
@@ -299,27 +299,30 @@ class LoRA:
             return _xp.in_torch(self.forward, "x", x, q, bias, base, seed=seed, out=out)
         x = self._input(x)
         seed = self._dropping(seed)
+        shape = (*x.shape[:-1], self.B.shape[0])
         if bias is not None and (q is None or base is not None):
             raise ValueError("bias goes with q and without base: add it to base")
         if base is not None:
-            base = self._beside(_floats(base, "base"), (*x.shape[:-1], self.shape[0]), "base")
+            base = self._beside(_floats(base, "base"), shape, "base")
         if q is not None:
             self._weight(q)
         dtype = x.dtype if base is None else base.dtype
         if out is not None:
-            check_out(out, (*x.shape[:-1], self.shape[0]), x, dtype)
+            check_out(out, shape, x, dtype)
         if base is None and q is not None:
             base = linear(x, q, bias)
         with _xp.on_device_of(x), np.errstate(over="ignore", invalid="ignore"):
-            working = _working(x, self.A, self.B, *(() if base is None else (base,)))
+            working = _working(x, self.A, self.B, x if base is None else base)
             inputs, factor, _ = self._dropped(x, working, seed)
-            hidden = inputs @ self.A.astype(working, copy=False).T
+            hidden = inputs @ _as(self.A, working).T
             hidden *= working.type(factor)
-            y = (hidden @ self.B.astype(working, copy=False).T).reshape(*x.shape[:-1], self.shape[0])
+            y = hidden @ _as(self.B, working).T
+            if y.ndim != len(shape):
+                y = y.reshape(shape)
             if base is not None:
-                y += base.astype(working, copy=False)
+                y += _as(base, working)
             if out is None:
-                return y.astype(dtype, copy=False)
+                return _as(y, dtype)
             out[...] = y
         return out
 
@@ -362,15 +365,15 @@ class LoRA:
         if _xp.is_tensor(dy):
             return _xp.in_torch(self.backward, "dy", dy, x, q, seed=seed)
         x = self._input(x)
-        dy = self._beside(_floats(dy, "dy"), (*x.shape[:-1], self.shape[0]), "dy")
+        dy = self._beside(_floats(dy, "dy"), (*x.shape[:-1], self.B.shape[0]), "dy")
         seed = self._dropping(seed)
         if q is not None:
             self._weight(q)
         with _xp.on_device_of(x), np.errstate(over="ignore", invalid="ignore"):
             working = _working(dy, x, self.A, self.B)
-            a, b = self.A.astype(working, copy=False), self.B.astype(working, copy=False)
+            a, b = _as(self.A, working), _as(self.B, working)
             inputs, factor, mask = self._dropped(x, working, seed)
-            gradient = dy.astype(working, copy=False).reshape(-1, self.shape[0])
+            gradient = _rows(_as(dy, working))
             back = gradient @ b
             back *= working.type(factor)
             hidden = inputs @ a.T
@@ -380,12 +383,10 @@ class LoRA:
                 dx *= mask
             if q is not None:
                 dx += matmul(gradient, q)
+            if x.ndim != 2:
+                dx = dx.reshape(x.shape)
             dA, dB = back.T @ inputs, gradient.T @ hidden
-            return (
-                dx.reshape(x.shape).astype(x.dtype, copy=False),
-                dA.astype(self.A.dtype, copy=False),
-                dB.astype(self.B.dtype, copy=False),
-            )
+            return _as(dx, x.dtype), _as(dA, self.A.dtype), _as(dB, self.B.dtype)
 
     def mask(self, x: Any, seed: int) -> Any:
         """The elements of x that dropout keeps under a seed.
@@ -538,7 +539,7 @@ class LoRA:
     def _input(self, x: Any) -> Any:
         """x, checked."""
         x = _floats(x, "x")
-        if not x.ndim or x.shape[-1] != self.shape[1]:
+        if not x.ndim or x.shape[-1] != self.A.shape[1]:
             raise ValueError(f"x has shape {x.shape}; an adapter of shape {self.shape} needs [..., {self.shape[1]}]")
         return self._beside(x, x.shape, "x")
 
@@ -579,10 +580,10 @@ class LoRA:
             check_out(out, W.shape, W, W.dtype)
         with _xp.on_device_of(W), np.errstate(over="ignore", invalid="ignore"):
             working = _working(W, self.A, self.B)
-            change = (self.B.astype(working) * working.type(factor)) @ self.A.astype(working, copy=False)
-            change += W.astype(working, copy=False)
+            change = (_as(self.B, working) * working.type(factor)) @ _as(self.A, working)
+            change += _as(W, working)
             if out is None:
-                return change.astype(W.dtype, copy=False)
+                return _as(change, W.dtype)
             out[...] = change
         return out
 
@@ -595,7 +596,7 @@ class LoRA:
 
     def _dropped(self, x: Any, working: np.dtype, seed: int | None) -> tuple[Any, float, Any]:
         """The x that meets A, [tokens, K]; what its product is multiplied by; the elements that are kept."""
-        inputs = x.astype(working, copy=False).reshape(-1, self.shape[1])
+        inputs = _rows(_as(x, working))
         if seed is None:
             return inputs, self.scaling, None
         mask = self._kept(x, seed).reshape(inputs.shape)
@@ -732,8 +733,17 @@ def _floats(x: Any, argument: str) -> Any:
     if isinstance(x, Compressed):
         raise TypeError(f"{argument} is {type(x).__name__}; it must be a plain array: call .dequantize()")
     array = _xp.as_array(x, argument)
-    dtype = _xp.float_dtype(array.dtype, argument)
+    return _as(array, _xp.float_dtype(array.dtype, argument))
+
+
+def _as(array: Any, dtype: np.dtype) -> Any:
+    """The array in a dtype; a call of ``astype`` that changes nothing would cost as much as a check."""
     return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _rows(array: Any) -> Any:
+    """[..., length] as [tokens, length]."""
+    return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
 
 
 def _working(*arrays: Any) -> np.dtype:
