@@ -202,8 +202,10 @@ def _dequantize_backward(dy: Any, x: Any, scale: Any, **options: Any) -> Any:
     return affine.dequantize_backward(dy, scale, **options)
 
 
-def _gguf_cases(format: Format) -> list[Case]:
-    """Raw blocks as files have them, to planes and back."""
+def _raw_cases(format: Format) -> list[Case]:
+    """Raw blocks as files of GGUF have them, to planes and back: the same whatever dtype the numbers had."""
+    if format.family != "gguf":
+        return []
 
     def from_blocks(x: Any) -> tuple[Call, int]:
         raw = gguf.to_blocks(compressed(x, format))
@@ -225,8 +227,6 @@ _MORE: dict[str, Callable[[Any], list[Case]]] = {
     **dict.fromkeys(("nf4", "fp4"), _table4_cases),
     **dict.fromkeys(("int8", "int4"), _affine_cases),
 }
-# The same for all formats of a family.
-_MORE_OF_FAMILY: dict[str, Callable[[Any], list[Case]]] = {"gguf": _gguf_cases}
 
 
 def gpu_cases(format: Format, dtype: np.dtype) -> list[Case]:
@@ -237,12 +237,12 @@ def gpu_cases(format: Format, dtype: np.dtype) -> list[Case]:
             [_quantize_case(format, "quantize, s != 1", rescaled=True)] if _has_tensor_scale(format, dtype) else []
         )
         cases = [_quantize_case(format), *rescaled, *cases]
-    return [*cases, *more_cases(format)]
+    return [*cases, *more_cases(format), *(_raw_cases(format) if dtype.name == format.dtypes[0] else ())]
 
 
 def more_cases(format: Format) -> list[Case]:
     """Cases beside `quantize` and `dequantize`."""
-    more = _MORE.get(format.name) or _MORE_OF_FAMILY.get(format.family)
+    more = _MORE.get(format.name)
     return more(format) if more else []
 
 

@@ -345,6 +345,8 @@ def test_raw_blocks_are_timed(name):
         call, nbytes = case.prepare(x)
         call()
         assert nbytes == 2 * 1024 // kb.gguf.block_size(name) * kb.gguf.type_size(name)
+    others = cases.gpu_cases(kb.get_format(name), np.dtype("float32"))  # once is enough: no number is looked at
+    assert [case.operation for case in others] == ["quantize", "dequantize"]
 
 
 def test_source_repeats_beyond_its_pool(monkeypatch):
