@@ -14,9 +14,9 @@ as PEFT does; what W meets stays whole. It happens where a `seed` is given, whic
 the same one.
 
 The side path is computed in float32, beside any float64 array in float64; results are rounded to the dtype that each
-function says. Only the product with the weight comes from `kbitcupy.linear` in the dtype of x. A 16-bit A is as good as
-one of float32 for inference; for training take float32, since steps of an optimizer are smaller than the distance of
-two 16-bit numbers. NumPy and CuPy arrays go through the same lines, nothing synchronises, and no value is read back.
+function says. Only the product with the weight comes from `kbitcupy.linear` in the dtype of x. For training take A and
+B of float32: a step of an optimizer may be smaller than the distance of two 16-bit numbers. NumPy and CuPy arrays go
+through the same lines, nothing synchronises, and no value is read back.
 
 Sources: LoRA, arXiv 2106.09685; QLoRA, arXiv 2305.14314; rank-stabilized, arXiv 2312.03732; files as PEFT 0.21.
 
