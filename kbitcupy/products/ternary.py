@@ -105,8 +105,8 @@ def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, rule: Rule | None, 
 
 # Columns whose products with codes up to 3 stay below 2^24: float32 holds all sums.
 _EXACT = 1 << 15
-# Weights that are float32 at a time, which the cache holds.
-_SLAB = 1 << 18
+# Weights that are float32 at a time, which the cache holds; with more than a few tokens more of them.
+_SLAB, _FEW, _WIDER = 1 << 19, 32, 4
 _FIELDS = np.array([3, 12, 48, 192], np.uint8)
 
 
@@ -119,9 +119,9 @@ def decoded_rows(codes: np.ndarray, depth: int, first: int, last: int) -> np.nda
 
 
 class _Whole:
-    """Activations beside which rows of whole blocks of codes are multiplied as they lie."""
+    """Activations beside which rows of whole blocks of codes are multiplied as they lie, so many rows at a time."""
 
-    def __init__(self, a: np.ndarray):
+    def __init__(self, a: np.ndarray, rows: int):
         tokens, depth = a.shape
         self.sums = a.sum(axis=1, dtype=np.int32)[:, None]
         fields = a.reshape(tokens, depth // BLOCK, 4, RUN).astype(np.float32)
@@ -131,18 +131,48 @@ class _Whole:
             np.ascontiguousarray(fields[:, k : k + _EXACT // BLOCK].transpose(0, 2, 1, 3)).reshape(tokens, -1)
             for k in range(0, depth // BLOCK, _EXACT // BLOCK)
         ]
+        width = self.parts[0].shape[1]
+        self.floats, self.bytes = np.empty(rows * width, np.float32), np.empty(rows * width // 4, np.uint8)
 
     def product(self, codes: np.ndarray) -> np.ndarray:
         """int32 [tokens, rows] with the codes [rows, depth / 4] of a few rows."""
-        total, first = -self.sums, 0
+        rows, first = len(codes), 0
+        total = -self.sums
         for part in self.parts:
             width = part.shape[1] // 4
-            floats = np.empty((len(codes), 4, width), np.float32)
+            floats = self.floats[: rows * width * 4].reshape(rows, 4, width)
+            masked = self.bytes[: rows * width].reshape(rows, width)
             for field in range(4):
-                floats[:, field] = codes[:, first : first + width] & _FIELDS[field]
-            total = total + (part @ floats.reshape(len(codes), -1).T).astype(np.int32)
+                np.bitwise_and(codes[:, first : first + width], _FIELDS[field], out=masked)
+                floats[:, field] = masked
+            total = total + (part @ floats.reshape(rows, -1).T).astype(np.int32)
             first += width
         return total
+
+
+class _Grouped:
+    """Activations beside which rows are multiplied group by group."""
+
+    def __init__(self, a: np.ndarray, group: int):
+        tokens, depth = a.shape
+        self.group, self.groups = group, -(-depth // group)
+        wide = np.zeros((tokens, self.groups * group), np.float32)
+        wide[:, :depth] = a
+        self.parts = np.ascontiguousarray(wide.reshape(tokens, self.groups, group).transpose(1, 2, 0))
+
+    def product(self, trits: np.ndarray) -> np.ndarray:
+        """float32 [groups, rows, tokens] with the int8 trits [rows, depth] of a few rows: sums, each rounded once."""
+        rows, depth = trits.shape
+        wide = np.zeros((rows, self.groups * self.group), np.float32)
+        wide[:, :depth] = trits
+        weights = wide.reshape(rows, self.groups, self.group).transpose(1, 0, 2)
+        if self.group <= _EXACT:
+            return weights @ self.parts
+        total = np.zeros((self.groups, rows, self.parts.shape[2]), np.int32)
+        for k in range(0, self.group, _EXACT):
+            part = slice(k, k + _EXACT)
+            total += (weights[:, :, part] @ self.parts[:, part]).astype(np.int32)
+        return total.astype(np.float32)
 
 
 def _multiply_host(
@@ -155,37 +185,37 @@ def _multiply_host(
 ) -> None:
     rows, depth = q.shape
     codes, scales = q.planes[part.codes], int8.factors(q.planes[part.scales])
-    tokens = int8.factors(token_scales)[:, None]
-    whole = _Whole(a) if part.shares != "group" and depth % BLOCK == 0 and depth else None
-    step = max(1, _SLAB // max(1, depth))
+    tokens = int8.factors(token_scales)
+    # Many tokens take longer than to make weights ready, and BLAS likes them wide.
+    step = min(rows, max(1, _SLAB * (1 if len(a) <= _FEW else _WIDER) // max(1, depth)))
+    grouped = _Grouped(a, part.group) if part.shares == "group" else None
+    whole = _Whole(a, step) if grouped is None and depth % BLOCK == 0 and depth else None
     with np.errstate(all="ignore"):
         for first in range(0, rows, step):
             some = slice(first, min(first + step, rows))
-            if part.shares == "group":
-                trits = decoded_rows(codes, depth, some.start, some.stop)
-                y = _sum_of_groups(a, tokens, trits, scales.reshape(rows, -1)[some], part.group)
+            if grouped is not None:
+                sums = grouped.product(decoded_rows(codes, depth, some.start, some.stop))
+                y = _add_groups(sums, tokens, scales.reshape(rows, -1)[some]).T
             else:
                 if whole is not None:
-                    sums = whole.product(codes.reshape(rows, depth // 4)[some])
+                    y = whole.product(codes.reshape(rows, depth // 4)[some]).astype(np.float32)
                 else:
-                    sums = int8.integer_product(a, decoded_rows(codes, depth, some.start, some.stop))
-                y = sums.astype(np.float32)
-                y *= tokens
+                    trits = decoded_rows(codes, depth, some.start, some.stop)
+                    y = int8.integer_product(a, trits).astype(np.float32)
+                y *= tokens[:, None]
                 y *= scales if part.shares == "tensor" else scales[some]
             if bias is not None:
                 y += bias[some].astype(np.float32)
             out[:, some] = y
 
 
-def _sum_of_groups(a: np.ndarray, tokens: np.ndarray, trits: np.ndarray, scales: np.ndarray, group: int) -> np.ndarray:
-    """float32 [tokens, rows] of weights whose `scales` are [rows, groups]."""
-    total = np.zeros((len(a), len(trits)), np.float32)
-    for number, first in enumerate(range(0, a.shape[1], group)):
-        some = slice(first, first + group)
-        term = int8.integer_product(a[:, some], trits[:, some]).astype(np.float32)
-        term *= tokens
-        term *= scales[:, number]
-        total = total + term if number else term
+def _add_groups(sums: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float32 [rows, tokens] of sums [groups, rows, tokens], which are overwritten, and scales [rows, groups]."""
+    sums *= tokens
+    sums *= scales.T[:, :, None]
+    total = sums[0]
+    for term in sums[1:]:
+        total += term
     return total
 
 

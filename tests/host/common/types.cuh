@@ -7,6 +7,8 @@ constexpr unsigned FULL_WARP = 0xffffffffu;
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
 
 inline float to_float(float x) { return x; }
+inline float to_float(__half x) { return __half2float(x); }
+inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <typename T>
 struct Word;
