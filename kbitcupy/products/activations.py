@@ -153,7 +153,7 @@ def normalize(x: Any, norm: Norm, out: Any) -> None:
         x, (min(len(x), _MOST_BLOCKS),), (x, _weight(norm), single, *x.shape, norm.eps)
     )
     if single is not out:
-        out[...] = single
+        out[...] = affine.converted(single, out.dtype) if out.dtype == np.float64 else single
 
 
 # ---- NumPy -----------------------------------------------------------------------------------------------------------

@@ -214,6 +214,11 @@ def multiply(x: Any, token_scales: Any | None, codes: Any, scales: Any, bias: An
     _multiply(x, token_scales, codes, scales, None, None, -128, bias, out)
 
 
+def widened(single: Any, out: Any) -> None:
+    """Fill `out` from a float32 array on the current device; CuPy's own cast to float64 flushes subnormal numbers."""
+    out[...] = affine.converted(single, out.dtype) if out.dtype == np.float64 else single
+
+
 def quantize_on_gpu(x: Any) -> tuple[Any, Any]:
     """int8 [M, K] and scales [M] of a matrix on the current device, by the rules of the affine formats."""
     single = x.dtype == np.float64
@@ -247,7 +252,7 @@ def _multiply(
     else:
         single = _xp.namespace(x).empty(out.shape, np.float32)
         _multiply_cuda(x, token_scales, codes, scales, smooth, fixed, qmin, bias, single)
-        out[...] = single
+        widened(single, out)
 
 
 def token_planes(x: QuantizedArray) -> tuple[Any, Any]:

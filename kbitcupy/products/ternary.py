@@ -270,7 +270,7 @@ def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bi
     shared = int(scales.size != tokens)
     _GROUPS(codes, -(-out.size // _WARPS), (*arrays, *lengths, shared, kind), waves=_ROUNDS)
     if single is not out:
-        out[...] = single
+        int8.widened(single, out)
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
