@@ -22,8 +22,9 @@ from .gguf import GgufReader
 from .huggingface import architecture_of, quantization_of, read_config
 from .layouts import Layout
 from .layouts.bitnet import CONVENTIONS, BitnetCppLayout, BitnetLayout
-from .layouts.gguf import FILE_TYPE_KEY, FILE_TYPES, QUANTIZATION_VERSION, VERSION_KEY, GgufLayout
+from .layouts.gguf import FILE_TYPE_KEY, QUANTIZATION_VERSION, VERSION_KEY, GgufLayout
 from .layouts.trits import TYPES, is_ternary
+from .recipes import RECIPES, find_recipe
 
 #: File of a checkpoint of Hugging Face that says what the model is.
 CONFIG = "config.json"
@@ -48,6 +49,8 @@ class BitnetJob:
         Compressed tensors that stay so, and are stored anew.
     metadata : dict
         Metadata of the file.
+    is_bitnet : bool
+        Whether a GGUF type of trits means BitNet's rule.
     beside : dict of str to bytes
         Files of the folder.
     """
@@ -56,6 +59,7 @@ class BitnetJob:
     choices: Mapping[str, Choice]
     kept: frozenset[str] = frozenset()
     metadata: dict[str, Any] = field(default_factory=dict)
+    is_bitnet: bool = False
     beside: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -63,9 +67,13 @@ class BitnetJob:
         """Whether the file is for bitnet.cpp."""
         return isinstance(self.layout, BitnetCppLayout)
 
-    def given_by(self, name: str) -> Callable[[Any], Mapping[str, Any]] | None:
+    def choice(self, name: str, choice: Choice) -> Choice:
+        """The format of a tensor, where `choice` is asked for."""
+        return (get_format("ternary"), {}) if self.is_bitnet and choice[0].name in TYPES and is_linear(name) else choice
+
+    def given_by(self, choice: Choice) -> Callable[[Any], Mapping[str, Any]] | None:
         """What finds the scale of a tensor that is ternary already; None where it is not looked for."""
-        format, given = self.choices[name]
+        format, given = choice
         options = format.options()
         mean = is_ternary(format) and options["granularity"] == "tensor" and options["rule"] == "absmean"
         stores = isinstance(self.layout, (BitnetLayout, GgufLayout))
@@ -73,7 +81,11 @@ class BitnetJob:
 
 
 def bitnet_job(
-    checkpoint: Checkpoint, wanted: Choice | Mapping[str, Choice] | None, choices: Mapping[str, Choice], layout: Layout
+    checkpoint: Checkpoint,
+    wanted: Choice | Mapping[str, Choice] | None,
+    choices: Mapping[str, Choice],
+    layout: Layout,
+    recipe: str | None = None,
 ) -> BitnetJob:
     """How a checkpoint is written.
 
@@ -87,6 +99,8 @@ def bitnet_job(
         The formats of all tensors that can have them.
     layout : Layout
         What is asked for.
+    recipe : str, optional
+        The recipe that is asked for instead.
 
     Raises
     ------
@@ -98,8 +112,9 @@ def bitnet_job(
     ternary = frozenset(name for name, one in compressed.items() if is_ternary(one.format))
     packed = frozenset(name for name in ternary if "weight_scale" in compressed[name].options)
     one = wanted if isinstance(wanted, tuple) else None
-    if isinstance(layout, GgufLayout) and one is not None and one[0].name in TYPES:
-        layout = replace(layout, ternary=one[0].name)
+    type = one[0].name if one is not None else "" if recipe is None else RECIPES[find_recipe(recipe)].type
+    if isinstance(layout, GgufLayout) and type in TYPES:
+        layout = replace(layout, ternary=type)
     foreign = not any(isinstance(file.reader, GgufReader) for file in checkpoint.files.values())
     config = read_config(checkpoint.paths[0].parent) if foreign else None
     if isinstance(layout, (BitnetLayout, BitnetCppLayout)) and (config is None or not checkpoint.is_folder):
@@ -110,31 +125,26 @@ def bitnet_job(
     into_model = isinstance(layout, BitnetLayout) or (isinstance(layout, GgufLayout) and foreign)
     if not into_model:
         return BitnetJob(layout, choices, packed)
-    if config is not None and one is not None:
-        choices = _for_linears(one, choices, config, bool(ternary), layout)
+    is_bitnet = not isinstance(layout, (BitnetLayout, BitnetCppLayout)) and _is_bitnet(config, ternary)
+    if config is not None and one is not None and (is_ternary(one[0]) or (is_bitnet and type in TYPES)):
+        choice = one if is_ternary(one[0]) else (get_format("ternary"), {})
+        spared = _spared(quantization_of(config))
+        choices = {name: choice for name in choices if is_linear(name) and not _matches(_module(name), spared)}
     if isinstance(layout, BitnetLayout):
         return _for_transformers(checkpoint, layout, choices, ternary, config or {})
     metadata: dict[str, Any] = {}
-    if ternary or any(is_ternary(format) for format, _ in choices.values()):
-        number = FILE_TYPES[layout.ternary] if isinstance(layout, GgufLayout) else 0
-        if isinstance(layout, BitnetCppLayout):
-            number = layout.number
-        metadata = {VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: number}
-    return BitnetJob(layout, choices, ternary, metadata)
+    if isinstance(layout, GgufLayout) and (ternary or any(is_ternary(format) for format, _ in choices.values())):
+        metadata = {VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: layout.ternary_file_type}
+    return BitnetJob(layout, choices, ternary, metadata, is_bitnet)
 
 
-def _for_linears(
-    one: Choice, choices: Mapping[str, Choice], config: Mapping[str, Any], has_ternary: bool, layout: Layout
-) -> Mapping[str, Choice]:
-    """Ternary formats for the linear layers alone; GGUF's types mean BitNet's rule where the model is one."""
-    about = quantization_of(config)
-    is_bitnet = has_ternary or architecture_of(config) == "bitnet" or about.get("quant_method") == _METHOD
-    if is_bitnet and one[0].name in TYPES and not isinstance(layout, (BitnetLayout, BitnetCppLayout)):
-        one = get_format("ternary"), {}
-    if not is_ternary(one[0]):
-        return choices
-    spared = _spared(about)
-    return {name: one for name in choices if is_linear(name) and not _matches(_module(name), spared)}
+def _is_bitnet(config: Mapping[str, Any] | None, ternary: Collection[str]) -> bool:
+    """Whether a model was trained to be ternary, by its configuration, or is."""
+    if config is None:
+        return False
+    return (
+        bool(ternary) or architecture_of(config) == "bitnet" or quantization_of(config).get("quant_method") == _METHOD
+    )
 
 
 def is_linear(name: str) -> bool:

@@ -365,7 +365,7 @@ def quantize_file(
         chosen = _planned(checkpoint, wanted, int(min_size), patterns)
     elif wanted is not None:
         chosen = dict.fromkeys(checkpoint.compressible(min_size, patterns), wanted)
-    job = bitnet_job(checkpoint, wanted, chosen, target_layout)
+    job = bitnet_job(checkpoint, wanted, chosen, target_layout, recipe)
     outcome = quantizing(
         checkpoint,
         job,
@@ -473,6 +473,11 @@ def convert_checkpoint(
     for name in (*changes.tensors, *changes.omitted, *(changes.order or ())):
         if name not in checkpoint and name not in changes.made:
             raise FileError(f"{checkpoint.path}: tensor {name!r} is not in it")
+    if one_file and changes.beside:
+        raise FileError(
+            f"the layout {layout.name!r} writes a folder, of which {', '.join(changes.beside)} is a part: let target "
+            f"not end in {GGUF.ending}"
+        )
     files = list(checkpoint.files.items())
     groups = [[file for _, file in files]] if one_file else [[file] for _, file in files]
     work = _Work(checkpoint, changes, layout, device)

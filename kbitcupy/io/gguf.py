@@ -107,6 +107,10 @@ BLOCKS = {
     "nvfp4": Blocks(40, 64, 36),
     "q1_0": Blocks(41, 128, 18),
 }
+#: Numbers of types that mean another one in another program, by the architecture that only that one has: bitnet.cpp
+#: has TL2 where ggml has MXFP4.
+_OTHERS = {"bitnet-b1.58": frozenset({39})}
+_ARCHITECTURE_KEY = "general.architecture"
 _BLOCK_NAMES = {blocks.number: name for name, blocks in BLOCKS.items()}
 #: The dtype of an entry of any other type, with its number; its bytes are all up to the next tensor's.
 _UNKNOWN = "type"
@@ -469,13 +473,18 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Entry], dict[str, int], dic
             raise ValueError(f"it has {count} {what}; at most {most} are read")
         cursor.check(count * least, f"its header of {count} {what}")
     values = _read_values(cursor, keys)
-    infos = _read_infos(cursor, tensors)
-    end = cursor.at
 
     def value(key: str) -> GgufValue:
         kind, cursor.at, nbytes = values[key]
         return GgufValue._read(kind, cursor.take(nbytes, key))
 
+    end, others = cursor.at, frozenset[int]()
+    kind, _, nbytes = values.get(_ARCHITECTURE_KEY, ("", 0, 0))
+    if kind == "string" and nbytes < _LONGEST_NAME:
+        others = _OTHERS.get(value(_ARCHITECTURE_KEY).value, others)
+    cursor.at = end
+    infos = _read_infos(cursor, tensors, others)
+    end = cursor.at
     alignment = ALIGNMENT
     if ALIGNMENT_KEY in values:
         if values[ALIGNMENT_KEY][0] != "uint32":
@@ -538,7 +547,8 @@ class _Info(NamedTuple):
     offset: int
 
 
-def _read_infos(cursor: _Cursor, count: int) -> dict[str, _Info]:
+def _read_infos(cursor: _Cursor, count: int, others: frozenset[int]) -> dict[str, _Info]:
+    """What is said of each tensor; `others` are types that are none of ggml's."""
     infos: dict[str, _Info] = {}
     for _ in range(count):
         name = cursor.text(_LONGEST_NAME, "the name of a tensor")
@@ -552,7 +562,8 @@ def _read_infos(cursor: _Cursor, count: int) -> dict[str, _Info]:
         shape, kind, offset = fields[:dimensions][::-1], fields[-2], fields[-1]
         if math.prod(length or 1 for length in shape) >= _MOST_ELEMENTS:
             raise ValueError(f"{what} has shape {shape}; lengths that are not 0 multiply to less than 2^60")
-        infos[name] = _Info(*_sized(what, shape, kind), offset)
+        dtype, shape, nbytes = _sized(what, shape, kind) if kind not in others else (f"{_UNKNOWN}{kind}", shape, None)
+        infos[name] = _Info(dtype, shape, nbytes, offset)
     return infos
 
 

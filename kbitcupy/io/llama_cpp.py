@@ -22,6 +22,7 @@ from .gguf import GGUF, GgufReader, GgufValue
 from .huggingface import Translation, architecture_of, for_hugging_face, for_llama_cpp, read_config
 from .importance import importance_for, read_importance
 from .layouts.gguf import ARCHITECTURE_KEY, FILE_TYPE_KEY, QUANTIZATION_VERSION, UNKNOWN, VERSION_KEY
+from .layouts.trits import TYPES
 from .recipes import EMBEDDINGS, RECIPES, Model, find_recipe, order, tensor_types
 
 _TOKENIZER, _NO_TOKENIZER, _TOKENS = "tokenizer.ggml.model", "no_vocab", "tokenizer.ggml.tokens"
@@ -114,7 +115,7 @@ def quantizing(
     names = {name: translation.names.get(name, name) for name in shapes}
     metadata, notes = {**translation.metadata, **job.metadata}, list(translation.notes)
     tensors = {
-        name: Change(choice, given_by=job.given_by(name)) for name, choice in job.choices.items() if name in names
+        name: Change(choice, given_by=job.given_by(choice)) for name, choice in job.choices.items() if name in names
     }
     tensors.update((name, Change(kept=True)) for name in job.kept if name in names)
     if recipe is not None:
@@ -122,8 +123,15 @@ def quantizing(
         for name in checkpoint.compressible(min_size, keep):
             type = types.get(names.get(name, ""))
             if type is not None and type != checkpoint.reader.entry(name).dtype:
-                tensors[name] = Change(dtype=type) if type in _xp.FLOAT_DTYPES else Change(resolve(type))
-        if already := len(checkpoint.compressed):
+                if type in _xp.FLOAT_DTYPES:
+                    tensors[name] = Change(dtype=type)
+                else:
+                    choice = job.choice(name, resolve(type))
+                    tensors[name] = Change(choice, given_by=job.given_by(choice))
+        already = len(checkpoint.compressed)
+        if job.is_bitnet and RECIPES[find_recipe(recipe)].type in TYPES:
+            already -= len(job.kept)  # which get the recipe's type
+        if already:
             notes.append(f"{already} tensors are compressed already and keep their types: begin with a file of none")
         else:
             metadata.update({VERSION_KEY: QUANTIZATION_VERSION, FILE_TYPE_KEY: RECIPES[find_recipe(recipe)].file_type})

@@ -14,6 +14,8 @@ import kbitcupy as kb
 from kbitcupy.cli import main
 from kbitcupy.errors import FileError
 from kbitcupy.io.bitnet import is_linear, scale_of_ternary
+from kbitcupy.io.container import Entry
+from kbitcupy.io.gguf import GGUF
 from kbitcupy.io.layouts import trits
 from kbitcupy.io.layouts.bitnet import BitnetCppLayout, BitnetLayout
 from kbitcupy.io.layouts.gguf import GgufLayout
@@ -86,14 +88,6 @@ def packed_folder(path, about=None, **tensors):
     return folder(path, {name: x for name, x in found.items() if x is not None}, CONFIG, quantization_config=about)
 
 
-def product(x, q):
-    """BitNet's rule: activations of 8 bits, an integer product, both scales."""
-    largest = np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(1e-5))
-    a = np.clip(np.rint(x * (np.float32(127) / largest)), -128, 127).astype(np.int64)
-    t = trits.trits_of("q", q).reshape(q.shape).astype(np.int64)
-    return (a @ t.T).astype(np.float32) * (largest / np.float32(127)) * q.planes["scale"][0]
-
-
 def ulps(a, b):
     return (np.abs(a - b) / np.spacing(np.maximum(np.maximum(np.abs(a), np.abs(b)), np.float32(1e-30)))).max()
 
@@ -122,6 +116,14 @@ def test_every_layout_keeps_all_trits(seed):
     t[0] = 0
     q = ternary(t, rng.uniform(0.01, 2))
     assert np.array_equal(trits.from_transformers("q", trits.to_transformers(trits.trits_of("q", q), q.shape)), t)
+    packed = {"transformers": trits.to_transformers(trits.trits_of("q", q), q.shape), "i2_s": trits.to_i2_s("q", q)}
+    packed |= {type: trits.to_blocks("q", q, type)[0] for type in trits.TYPES}
+    for layout, found in packed.items():  # kb.bitnet has an own packer
+        wanted = kb.bitnet.pack(q, layout)
+        if layout in trits.TYPES:  # ... where the scale's half has no part beside it
+            size = len(found) * 256 // q.size
+            wanted, found = (x.reshape(-1, size)[:, :-2] for x in (wanted, found))
+        assert np.array_equal(found.reshape(-1), np.asarray(wanted).reshape(-1)), layout
     again = trits.from_i2_s("q", trits.to_i2_s("q", q), q.size)
     assert np.array_equal(again["codes"], codes(q)) and again["scale"] == q.planes["scale"]
     for type in trits.TYPES:
@@ -188,9 +190,9 @@ def test_what_transformers_packs_and_computes(tmp_path, convention):
     assert ulps(q.dequantize(), THEIRS["online"]) <= 2
     wanted = THEIRS[f"{convention}_y"]
     if convention == "divides":
-        assert ulps(product(THEIRS["x"], q), wanted) <= 4
+        assert ulps(kb.bitnet.linear(THEIRS["x"], q), wanted) <= 4
     else:  # which adds up what it has divided by the scale of activations
-        assert np.abs(product(THEIRS["x"], q) - wanted).max() <= 1e-6 * np.abs(wanted).max()
+        assert np.abs(kb.bitnet.linear(THEIRS["x"], q) - wanted).max() <= 1e-6 * np.abs(wanted).max()
     # And ours of the same weights has the same bytes.
     written = BitnetLayout(weight_scale=convention).arrays("layer.weight", kb.quantize(THEIRS["weight"], "ternary"))
     assert np.array_equal(written["layer.weight"], THEIRS["packed"])
@@ -276,6 +278,18 @@ def test_a_folder_for_transformers(tmp_path, dtype, linear_class, capsys):
     (tmp_path / "out" / "config.json").write_text("{}")
     assert main([*command, "--device", "cpu", "--resume"]) == 1
     assert "config.json is another one" in capsys.readouterr().err
+
+
+def test_shards_for_transformers(tmp_path):
+    weights = model()
+    kb.io.save(tmp_path / "hf", weights, max_shard_size=400_000)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    kb.io.quantize_file(tmp_path / "hf", tmp_path / "out", "ternary", layout="bitnet", device="cpu")
+    loaded = kb.io.load(tmp_path / "out")
+    assert len(loaded.files) > 1 and loaded.index is not None and sorted(loaded.compressed) == linears(weights)
+    assert np.array_equal(codes(loaded[DOWN]), codes(kb.quantize(weights[DOWN], "ternary")))
+    with pytest.raises(FileError, match="'bitnet' writes a folder"):
+        kb.io.quantize_file(tmp_path / "hf", tmp_path / "out.gguf", "ternary", layout="bitnet", device="cpu")
 
 
 def test_what_is_left_out_is_named(tmp_path):
@@ -408,6 +422,22 @@ def test_a_llama_of_no_bitnet_keeps_ggmls_rule(tmp_path):
     assert "token_embd.weight" not in kb.io.load(tmp_path / "b.gguf").compressed
 
 
+@pytest.mark.parametrize("recipe", ["tq2_0", "tq1_0"])
+def test_recipes_of_a_bitnet(tmp_path, recipe):
+    weights = model()
+    source = folder(tmp_path / "hf", weights, CONFIG)
+    kb.io.quantize_file(source, tmp_path / "packed", "ternary", layout="bitnet", device="cpu")
+    for path in (source, tmp_path / "packed"):
+        target = tmp_path / f"{path.name}.gguf"
+        report = kb.io.quantize_file(path, target, recipe=recipe, device="cpu")
+        assert not any("begin with a file of none" in note for note in report.notes)
+        loaded = kb.io.load(target)
+        found = loaded["blk.0.ffn_down.weight"]
+        assert np.array_equal(codes(found), codes(kb.quantize(weights[DOWN], "ternary")))
+        assert loaded.metadata["general.file_type"].value == {"tq1_0": 36, "tq2_0": 37}[recipe]
+        assert loaded["token_embd.weight"].format.name == "q6_k"
+
+
 def test_ternary_weights_are_not_scaled_twice():
     t = np.array([[1, 0, -1, 0, 0, 0, 1, 0]], np.float32)
     assert scale_of_ternary(t * np.float32(0.7)) == {"scale": float(np.float32(0.7))}
@@ -460,13 +490,10 @@ def test_i2_s_out_and_in(tmp_path):
     assert np.array_equal(kb.io.load(tmp_path / "back.safetensors")[DOWN], q.dequantize())
 
 
-def i2_s_file(path, raw, shape=(2, 256), **metadata):
+def i2_s_file(path, raw, type=36, architecture="bitnet-b1.58"):
     """A file with one tensor of type 36."""
-    from kbitcupy.io.container import Entry
-    from kbitcupy.io.gguf import GGUF
-
-    entries = {"a.weight": Entry("type36", shape, len(raw))}
-    with GGUF.writing(path, entries, {"general.architecture": "bitnet-b1.58", **metadata}, False) as writer:
+    entries = {"a.weight": Entry(f"type{type}", (2, 256), len(raw))}
+    with GGUF.writing(path, entries, {"general.architecture": architecture}, False) as writer:
         writer.put("a.weight", raw)
     return path
 
@@ -487,6 +514,11 @@ def test_hostile_i2_s_is_refused(tmp_path):
     for number, length in enumerate((128, 288)):
         old = i2_s_file(tmp_path / f"old{number}.gguf", np.zeros(length, np.uint8))
         assert not kb.io.load(old).compressed
+    # TL2, which has the number of MXFP4.
+    other = kb.io.load(i2_s_file(tmp_path / "tl2.gguf", np.zeros(96, np.uint8), 39))
+    assert not other.compressed and other.reader.entry("a.weight").dtype == "type39"
+    mxfp4 = i2_s_file(tmp_path / "mxfp4.gguf", np.zeros(272, np.uint8), 39, "llama")
+    assert kb.io.load(mxfp4)["a.weight"].format.name == "mxfp4"
     odd = kb.quantize(np.ones((4, 64), np.float32), "ternary")
     with pytest.raises(FileError, match="multiples of 128"):
         kb.io.save(tmp_path / "odd.gguf", {"a.weight": odd}, layout="bitnet.cpp")
@@ -535,4 +567,4 @@ def test_transformers_loads_what_is_written(tmp_path):
     assert len(found) == 7
     for name, y in found.items():
         q = loaded[f"{name}.weight"]
-        assert ulps(product(x[:, : q.shape[1]], q), y) <= 4, name
+        assert ulps(kb.bitnet.linear(x[:, : q.shape[1]], q), y) <= 4, name

@@ -37,8 +37,8 @@ from .gguf import GgufLayout
 CONVENTIONS = {"bitlinear": "divides", "autobitlinear": "multiplies"}
 _WEIGHT, _SCALE = "weight", "weight_scale"
 _DTYPES = ("float16", "bfloat16", "float32")
-# bitnet.cpp's type, and what its rows consist of.
-_TYPE, _ROW = "type36", 128
+# bitnet.cpp's type, file type, and what its rows consist of.
+_TYPE, _FILE_TYPE, _ROW = "type36", 40, 128
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,10 @@ class BitnetCppLayout(GgufLayout):
     """bitnet.cpp's I2_S for ``ternary`` with one scale; all else as in GGUF."""
 
     name: ClassVar[str] = "bitnet.cpp"
-    #: ``general.file_type``.
-    number: ClassVar[int] = 40
+
+    @property
+    def ternary_file_type(self) -> int:
+        return _FILE_TYPE
 
     def recognise(self, reader: Reader) -> dict[str, Compressed]:
         found = {}
@@ -176,7 +178,7 @@ class BitnetCppLayout(GgufLayout):
 
     def file_type(self, entries: Mapping[str, Entry]) -> int:
         if any(entry.dtype == _TYPE for entry in entries.values()):
-            return self.number
+            return self.ternary_file_type
         return super().file_type(entries)
 
 

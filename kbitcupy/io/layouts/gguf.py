@@ -87,6 +87,11 @@ class GgufLayout(Layout):
     name: ClassVar[str] = "gguf"
     container: ClassVar[Container] = GGUF
 
+    @property
+    def ternary_file_type(self) -> int:
+        """The number of a file whose weights are ternary."""
+        return FILE_TYPES[self.ternary]
+
     def recognise(self, reader: Reader) -> dict[str, Compressed]:
         found = {}
         names = set(reader.names)
