@@ -29,8 +29,8 @@ def source(cell):
     return "".join(cell["source"])
 
 
-def test_there_are_seven():
-    assert [path.name[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(1, 8)]
+def test_there_are_eight():
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(1, 9)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -47,6 +47,8 @@ def test_runs(path, tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install -e '.[test]'")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install -e '.[test]'")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[test]'")
+    if path.stem == "08_bitnet":
+        pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install -e '.[notebooks]'")
     notebook = nbformat.read(path, as_version=4)
     # The kernel sees the checkout that is being tested, and writes nowhere but into the folder of this test.
     environment = {
