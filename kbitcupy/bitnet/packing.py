@@ -99,8 +99,7 @@ def from_trits(
         xp = _xp.namespace(t)
         padded = xp.zeros(-(-t.size // _ternary.BLOCK) * _ternary.BLOCK, np.int8)
         padded[: t.size] = t.reshape(-1)
-        scales = xp.empty(blocks.count, _SINGLE)
-        scales[...] = xp.asarray(single)
+        scales = _repeated(single, blocks.count, t)
         planes = {"codes": _fields(padded, (0, 2, 4, 6)), "scale": scales}
     return QuantizedArray(format, planes, t.shape, found)
 
@@ -641,9 +640,18 @@ def _check_trits(t: Any, check: Any, largest: int = 1) -> None:
         )
 
 
+def _repeated(single: Any, count: int, beside: Any) -> Any:
+    """float32 [count] on the device of `beside`, of one number, which may be in host memory, or of all."""
+    found = _xp.namespace(beside).empty(count, _SINGLE)
+    if single.size == 1 and isinstance(single, np.ndarray):
+        found.fill(single[0])
+    else:
+        found[...] = _xp.namespace(beside).asarray(single)
+    return found
+
+
 def _given(scale: Any, t: Any, layout: _Layout) -> Any:
     """Scales of the layout's blocks, float32, from what a call brings."""
-    xp = _xp.namespace(t)
     count = 1 if layout.block < 0 else t.size // layout.block
     scale = _xp.as_array(1.0 if scale is None else scale, "scale")
     if scale.dtype.kind not in "fiu":
@@ -654,10 +662,8 @@ def _given(scale: Any, t: Any, layout: _Layout) -> Any:
         raise ValueError(
             f"scale has shape {scale.shape}; it must be one number, or {count} of them, one for each block"
         )
-    found = xp.empty(count, _SINGLE)
     with np.errstate(over="ignore", under="ignore"):
-        found[...] = xp.asarray(scale.reshape(-1).astype(_SINGLE))
-    return found
+        return _repeated(scale.reshape(-1).astype(_SINGLE), count, t)
 
 
 def _scales_of(q: QuantizedArray, layout: _Layout, name: str) -> Any:

@@ -54,6 +54,28 @@ def test_affine_functions(cupy, rows, granularity):
     )
 
 
+def test_ternary_products(cupy, large_memory):
+    """Trits of 2^31 elements and more, with a scale for each row and for each group: the last rows."""
+    large_memory(12)
+    rng = np.random.default_rng(0)
+    valid = np.array([byte for byte in range(256) if all(byte >> 2 * f & 3 != 3 for f in range(4))], np.uint8)
+    piece = rng.choice(valid, (PERIOD, COLUMNS // 4))
+    codes = repeated(cupy, piece, ROWS)
+    x = make("normal", 3 * COLUMNS, np.dtype("float16"), 3).reshape(3, COLUMNS)
+    for granularity, each in ((("channel", 0), 1), (("group", 512), COLUMNS // 512)):
+        scale = rng.random((PERIOD, each)).astype(np.float32)
+        scales = repeated(cupy, scale, ROWS)
+        format = kb.get_format("ternary", granularity=granularity)
+        q = kb.QuantizedArray(
+            format, {"codes": codes.reshape(-1), "scale": scales.reshape(-1)}, (ROWS, COLUMNS), "float16"
+        )
+        host = kb.QuantizedArray(
+            format, {"codes": piece.reshape(-1), "scale": scale.reshape(-1)}, (PERIOD, COLUMNS), "float16"
+        )
+        found = kb.bitnet.linear(cupy.asarray(x), q)
+        assert_repeats(cupy.ascontiguousarray(found.T), np.ascontiguousarray(kb.bitnet.linear(x, host).T))
+
+
 @pytest.mark.parametrize(("name", "options"), [("kbit3", {}), ("nf4", {}), ("int8", {"granularity": "token"})])
 def test_rows_and_products(cupy, rows, name, options):
     """The last rows, and the product with all of them."""
