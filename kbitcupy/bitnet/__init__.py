@@ -20,6 +20,7 @@ back, unless a function says that it checks values.
 from . import kernels, layers
 from .activations import dequantize_activations, quantize_activations, rms_norm
 from .config import BitNetAdapterConfig, BitNetConfig
+from .export import export_gguf
 from .layers import BitLinear, BitNetAdapter, QuantizedActivations, TernaryWeight
 from .linear import linear
 from .packing import LAYOUTS, from_trits, pack, packed_scales, sparsity, trits, unpack
@@ -34,6 +35,7 @@ __all__ = [
     "QuantizedActivations",
     "TernaryWeight",
     "dequantize_activations",
+    "export_gguf",
     "from_trits",
     "kernels",
     "layers",

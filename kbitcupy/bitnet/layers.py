@@ -589,8 +589,11 @@ class BitLinear:
             raise ValueError(f"bias has shape {self._bias.shape}; {weight.out_features} features need as many numbers")
 
     @classmethod
-    def from_weight(cls, W: Any, bias: Any = None, config: BitNetConfig | None = None) -> BitLinear:
-        """The layer of float weights [out, in], which are quantized by `quantize_weights`.
+    def from_weight(
+        cls, W: Any, bias: Any = None, config: BitNetConfig | None = None, *, granularity: Any = None
+    ) -> BitLinear:
+        """The layer of float weights [out, in], which are quantized by `quantize_weights`, in groups of the
+        configuration or by another `granularity`.
 
         Raises
         ------
@@ -600,7 +603,7 @@ class BitLinear:
         array = floats(W, "W")
         if array.ndim != 2:
             raise ValueError(f"W has shape {array.shape}; a layer needs [out, in]")
-        return cls(quantize_weights(array, config), bias, config)
+        return cls(quantize_weights(array, config, granularity=granularity), bias, config)
 
     @classmethod
     def from_quantized(

@@ -472,6 +472,44 @@ def test_should_use_gpu():
     assert kernels.should_use_gpu(np.ones((1, 256)), np.ones((2, 256))) == kernels.cuda_available()
 
 
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["tq1_0", "tq2_0"])
+@pytest.mark.parametrize("granularity", [("group", 256), ("group", 512), ("channel", 0), "tensor"])
+def test_exported_layers_are_read_by_gguf_py(tmp_path, granularity, format):
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[peers]'")
+    layer = BitLinear.from_weight(normal(8, 1024), normal(8, seed=1), granularity=granularity)
+    kb.bitnet.export_gguf(layer, tmp_path / "layer.gguf", "blk.0.attn_q.weight", format=format)
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "layer.gguf").tensors}
+    weight = there["blk.0.attn_q.weight"]
+    assert weight.tensor_type.name == format.upper() and weight.shape.tolist() == [1024, 8]
+    decoded = gguf.quants.dequantize(weight.data, weight.tensor_type).reshape(8, 1024)
+    trits, scales = layer.quantized_weight.trits(), layer.quantized_weight.scales
+    assert (np.sign(decoded) == trits).all()
+    halves = scales.astype(np.float16).astype(np.float32)
+    each = halves.repeat(1024 // halves.shape[1], axis=1) if halves.ndim == 2 else halves
+    assert (decoded == trits * each).all()
+    assert (there["blk.0.attn_q.bias"].data == layer.bias).all()
+    assert ("blk.0.attn_q.scale" in there) == (granularity == "tensor")
+    if granularity == "tensor":
+        exact = halves * there["blk.0.attn_q.scale"].data
+        assert np.allclose(exact, scales, rtol=2.0**-23)
+
+
+def test_what_cannot_be_exported(tmp_path):
+    path = tmp_path / "layer.gguf"
+    with pytest.raises(ValueError, match="group_size=256"):
+        kb.bitnet.export_gguf(BitLinear.from_weight(normal(4, 256)), path, "a.weight")
+    with pytest.raises(ValueError, match="columns"):
+        kb.bitnet.export_gguf(BitLinear.from_weight(normal(4, 64), granularity="tensor"), path, "a.weight")
+    with pytest.raises(ValueError, match="q4_0"):
+        kb.bitnet.export_gguf(BitLinear.from_weight(normal(4, 256)), path, "a.weight", format="q4_0")
+    with pytest.raises(TypeError, match="BitLinear"):
+        kb.bitnet.export_gguf(normal(4, 256), path, "a.weight")
+    assert not path.exists()
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

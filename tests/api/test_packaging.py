@@ -37,6 +37,7 @@ NEIGHBOURS = {
     ("", "gguf"),
     ("", "lora"),
     ("bitnet.activations", "affine"),
+    ("bitnet.export", "gguf"),
     ("", "compat.bitsandbytes"),
     ("__main__", "cli"),
 }
