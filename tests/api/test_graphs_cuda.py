@@ -53,6 +53,15 @@ def multiplies_integers(cupy):
     return lambda: kb.affine.linear_w8a8(x, q, out=out)
 
 
+def multiplies_trits(of_scales, **options):
+    def prepare(cupy):
+        q = kb.quantize(numbers(cupy, SHAPE), kb.get_format("ternary", granularity=of_scales))
+        x, out = numbers(cupy, (20, SHAPE[1])), cupy.zeros((20, SHAPE[0]), np.float16)
+        return lambda: kb.bitnet.linear(x, q, out=out, **options)
+
+    return prepare
+
+
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -69,6 +78,8 @@ def multiplies_integers(cupy):
         pytest.param(multiplies("kbit8", 40, dtype=np.float32), id="linear, float32"),
         pytest.param(chooses, id="linear_grouped"),
         pytest.param(multiplies_integers, id="linear_w8a8"),
+        pytest.param(multiplies_trits("tensor"), id="bitnet.linear"),
+        pytest.param(multiplies_trits(("group", 64), norm=True, granularity="tensor"), id="bitnet.linear, groups"),
     ],
 )
 def test_captured_calls_keep_what_they_allocate(cupy, prepare):

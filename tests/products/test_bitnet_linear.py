@@ -262,6 +262,17 @@ def test_tiny_tokens_differ_from_w8a8(xp):
     assert kb.linear(x, q, activations="bitnet").tobytes() != kb.linear(x, q, activations="int8").tobytes()
 
 
+@pytest.mark.parametrize("group", [32, 64, 100])
+def test_the_error_of_groups(group):
+    """Against float64: what the additions of float32 may leave."""
+    w, x = make("normal", 64 * 1024, SINGLE).reshape(64, 1024), make("normal", 7 * 1024, SINGLE, 2).reshape(7, 1024)
+    q = kb.quantize(w, "ternary", granularity=("group", group))
+    codes, scales = kb.bitnet.quantize_activations(x)
+    a = codes * scales[:, None].astype(np.float64)
+    weights = kb.bitnet.trits(q) * q.planes["scale"].reshape(64, -1).astype(np.float64).repeat(group, axis=1)[:, :1024]
+    assert (np.abs(kb.bitnet.linear(x, q) - a @ weights.T) <= 2.0**-20 * (np.abs(a) @ np.abs(weights).T)).all()
+
+
 def test_transformers_formula():
     """fl(acc / s / scale) of its float32 layer, within 4 ulp."""
     rng = np.random.default_rng(3)
