@@ -130,6 +130,12 @@ def bitnet_job(
         choice = one if is_ternary(one[0]) else (get_format("ternary"), {})
         spared = _spared(quantization_of(config))
         choices = {name: choice for name in choices if is_linear(name) and not _matches(_module(name), spared)}
+        for name in choices:
+            if f"{name}_scale" in checkpoint:
+                raise FileError(
+                    f"{checkpoint.path}: tensor {name!r} has a scale beside it, {name + '_scale'!r}, but is not packed:"
+                    " multiply by it first"
+                )
     if isinstance(layout, BitnetLayout):
         return _for_transformers(checkpoint, layout, choices, ternary, config or {})
     metadata: dict[str, Any] = {}

@@ -127,7 +127,7 @@ def test_every_layout_keeps_all_trits(seed):
     again = trits.from_i2_s("q", trits.to_i2_s("q", q), q.size)
     assert np.array_equal(again["codes"], codes(q)) and again["scale"] == q.planes["scale"]
     for type in trits.TYPES:
-        found = trits.from_blocks(*trits.to_blocks("q", q, type)[:1], type, trits.to_blocks("q", q, type)[1])
+        found = trits.from_blocks("q", trits.to_blocks("q", q, type)[0], type, trits.to_blocks("q", q, type)[1])
         assert np.array_equal(found["codes"], codes(q)), type
         assert ulps(found["scale"], q.planes["scale"]) <= 1
 
@@ -137,7 +137,7 @@ def test_a_scale_that_no_half_has(scale):
     """It is that of the array but for the last bit, and without the tensor beside it as near as a half can be."""
     q = kb.quantize(EXAMPLE.astype(np.float32).reshape(2, 256), "ternary", scale=scale)
     blocks, factor = trits.to_blocks("q", q, "tq2_0")
-    found = trits.from_blocks(blocks, "tq2_0", factor)["scale"]
+    found = trits.from_blocks("q", blocks, "tq2_0", factor)["scale"]
     assert np.abs(found - np.float32(scale)).max() <= np.spacing(np.float32(scale))
     bare = blocks.reshape(2, 66)[:, 64:].copy().view(np.float16).astype(np.float64)
     if 1e-4 < scale < 6e4:
@@ -175,6 +175,26 @@ def test_gguf_types_are_multiplied_by_what_stands_beside_them(tmp_path, type, sc
     assert np.array_equal(found["a.weight"].dequantize(), q.dequantize() * factor.reshape(-1, 1, 1))
     kb.io.save(tmp_path / "plain.gguf", {"a.weight": q})
     assert kb.io.load(tmp_path / "plain.gguf")["a.weight"].format.name == type
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (np.ones(2, np.float32), r"'a\.scale' is float32\[2\], no scale of 'a\.weight'"),
+        (np.ones(1, np.float16), r"'a\.scale' is float16\[1\], no scale"),
+        (np.full(1, np.nan, np.float32), "has the scale nan"),
+        (np.full(1, -1, np.float32), "has the scale -2"),
+        (np.full(1, 3e38, np.float32), "has the scale inf"),
+    ],
+)
+@pytest.mark.parametrize("type", trits.TYPES)
+def test_hostile_scales_beside_blocks_are_refused(tmp_path, type, scale, message):
+    kb.io.save(tmp_path / "a.gguf", {"a.weight": kb.quantize(np.full((3, 256), 2, np.float32), type), "a.scale": scale})
+    with pytest.raises(FileError, match=message):
+        kb.io.load(tmp_path / "a.gguf")["a.weight"]
+    with pytest.raises(FileError, match=message):
+        kb.io.dequantize_file(tmp_path / "a.gguf", tmp_path / "b.safetensors", device="cpu")
+    assert not (tmp_path / "b.safetensors").exists()
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
@@ -309,6 +329,11 @@ def test_what_transformers_cannot_have_is_refused(tmp_path):
     odd = folder(tmp_path / "odd", {"a.weight": np.ones((6, 256), np.float32)}, CONFIG)
     with pytest.raises(FileError, match=r"'a\.weight' of shape \(6, 256\).*multiple of 4"):
         kb.io.quantize_file(odd, tmp_path / "out", "ternary", layout="bitnet")
+    beside = {"a.weight": np.ones((8, 256), np.float32), "a.weight_scale": np.ones(1, np.float32)}
+    for layout, target in (("bitnet", "out"), ("gguf", "out.gguf")):
+        source = folder(tmp_path / f"beside {layout}", beside, CONFIG)
+        with pytest.raises(FileError, match=r"'a\.weight' has a scale beside it.*but is not packed"):
+            kb.io.quantize_file(source, tmp_path / target, "ternary", layout=layout)
     good = folder(tmp_path / "good", {"a.weight": np.ones((8, 256), np.float32)}, CONFIG)
     with pytest.raises(FileError, match="holds the format ternary, not"):
         kb.io.quantize_file(good, tmp_path / "out", "kbit4", layout="bitnet")
@@ -525,6 +550,29 @@ def test_hostile_i2_s_is_refused(tmp_path):
     bad = kb.QuantizedArray(odd.format, {**odd.planes, "codes": np.full(64, 255, np.uint8)}, (4, 64), "float32")
     with pytest.raises(FileError, match="code 3"):
         BitnetLayout().arrays("a.weight", bad)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_files_are_refused_or_read(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    weights = {name: model()[name] for name in (Q, DOWN)}
+    source = folder(tmp_path / "hf", weights, CONFIG)
+    for layout, target in (("bitnet", "out"), ("gguf", "tq.gguf"), ("bitnet.cpp", "i2_s.gguf")):
+        kb.io.quantize_file(source, tmp_path / target, "ternary", layout=layout, device="cpu")
+        file = tmp_path / target / "model.safetensors" if layout == "bitnet" else tmp_path / target
+        good = file.read_bytes()
+        outcomes = set()
+        for _ in range(40):
+            bad = bytearray(good)
+            for at in rng.integers(0, rng.choice([600, len(bad)]), 2):
+                bad[at] = rng.integers(256)
+            file.write_bytes(bad if rng.random() < 0.8 else bad[: rng.integers(len(bad))])
+            try:
+                for x in dict(kb.io.load(tmp_path / target)).values():
+                    outcomes.add(type(x.dequantize() if isinstance(x, kb.QuantizedArray) else x))
+            except FileError as error:
+                outcomes.add(type(error))
+        assert outcomes == {np.ndarray, FileError}
 
 
 def test_layouts_are_told_by_their_options():

@@ -222,7 +222,7 @@ def _planes(format: BlockFormat, stored: tuple[str, ...], reader: Reader) -> Raw
 
 
 def _ternary_planes(dtype: str, stored: tuple[str, ...], reader: Reader) -> dict[str, np.ndarray]:
-    return trits.from_blocks(reader.raw(stored[0]), dtype, reader.array(stored[1]).reshape(-1))
+    return trits.from_blocks(stored[0], reader.raw(stored[0]), dtype, reader.array(stored[1]).reshape(-1))
 
 
 def _file_type(entries: Mapping[str, Entry]) -> int:

@@ -72,8 +72,7 @@ def scales_of(name: str, q: QuantizedArray) -> np.ndarray:
         When one is negative or no finite number.
     """
     scales = _xp.to_device(q.planes["scale"], "cpu")
-    if not (np.isfinite(scales) & (scales >= 0)).all():
-        raise FileError(f"tensor {name!r} has a scale that is negative or no finite number")
+    _check_scales(name, scales)
     return scales
 
 
@@ -135,8 +134,7 @@ def from_i2_s(name: str, raw: np.ndarray, size: int) -> dict[str, np.ndarray]:
     for field in range(4):
         _check_codes(name, codes >> np.uint8(2 * field) & np.uint8(3))
     scale = raw[size // 4 : size // 4 + 4].copy().view("<f4").astype(np.float32)
-    if not (np.isfinite(scale) & (scale >= 0)).all():
-        raise FileError(f"tensor {name!r} has the scale {scale[0]}; it must be finite and not negative")
+    _check_scales(name, scale)
     return {"codes": codes, "scale": scale}
 
 
@@ -159,13 +157,20 @@ def to_blocks(name: str, q: QuantizedArray, type: str) -> tuple[np.ndarray, np.n
     return np.asarray(blocks).reshape(-1), np.array([factor], np.float32)
 
 
-def from_blocks(raw: np.ndarray, type: str, factor: np.ndarray) -> dict[str, np.ndarray]:
-    """The planes, one scale for a block, from GGUF's blocks and what multiplies them: a number for each member."""
+def from_blocks(name: str, raw: np.ndarray, type: str, factor: np.ndarray) -> dict[str, np.ndarray]:
+    """The planes, one scale for a block, from GGUF's blocks and what multiplies them: a number for each member.
+
+    Raises
+    ------
+    FileError
+        When a scale is negative or no finite number.
+    """
     format = _type(type)
     planes = format.from_blocks(raw)
     d = planes["d"].astype(np.float32)
     with np.errstate(all="ignore"):
         scale = (d.reshape(len(factor), -1) * factor[:, None]).reshape(-1) if d.size else d
+    _check_scales(name, scale)
     if type == "tq2_0":  # its codes lie as those of ternary do
         return {"codes": planes["qs"], "scale": scale}
     trits = format.dequantize_planes({**planes, "d": np.ones_like(planes["d"])}) if d.size else np.zeros(0, np.float32)
@@ -197,6 +202,12 @@ def _type(name: str) -> Any:
     format = get_format(name)
     assert isinstance(format, BlockFormat)
     return format
+
+
+def _check_scales(name: str, scales: np.ndarray) -> None:
+    good = np.isfinite(scales) & (scales >= 0)
+    if not good.all():
+        raise FileError(f"tensor {name!r} has the scale {scales[~good][0]}; it must be finite and not negative")
 
 
 def _check_codes(name: str, codes: np.ndarray) -> None:
