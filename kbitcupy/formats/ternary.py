@@ -55,7 +55,7 @@ from ..backend.xp import contiguous, is_cupy, namespace
 from ..errors import FormatError
 from .base import Magnitude, Plane, Trits, register
 from .chunks import CHUNK, pack_fields, unpack_fields
-from .decoders import Decoder, templates
+from .decoders import Decoder, decodes, dequantize, templates
 from .granular import Granular
 from .granularity import Blocks, Granularity, blocks_of, check_entries, check_host_scales, granularity_of, walk
 
@@ -154,15 +154,30 @@ def _scale_blocks(blocks: Blocks, endless: bool) -> bytes:
 
 
 def _numbers(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the decoder."""
+    """Those of a decoder; the last one is the float64 1 / row, by its bits."""
     blocks = blocks_of(shape, granularity)
-    return (_ENDLESS, _ENDLESS, 1) if blocks.count == 1 else (blocks.row, blocks.run, blocks.per_row)
+    return blocks.row, blocks.run, blocks.per_row, int(np.float64(1 / blocks.row).view(np.int64))
+
+
+_ROWS = (
+    *templates(_HEADER, "TernaryRows"),
+    *templates(_HEADER, "Ternary<false>", kernels=("dequantize_blocks",)),
+)
 
 
 @functools.lru_cache(maxsize=256)
 def _decoder(granularity: Granularity) -> Decoder:
+    planes = "codes", "scale"
+    if granularity == "tensor":
+        return Decoder(_HEADER, "Ternary<true>", planes, together=True)
+    return Decoder(_HEADER, "TernaryRows", planes, functools.partial(_numbers, granularity))
+
+
+@functools.lru_cache(maxsize=256)
+def _quick_decoder(granularity: Granularity) -> Decoder:
+    """The one for all of an array whose scales change only every 32 elements."""
     numbers = functools.partial(_numbers, granularity)
-    return Decoder(_HEADER, "Ternary", ("codes", "scale"), numbers, together=True)
+    return Decoder(_HEADER, "Ternary<false>", ("codes", "scale"), numbers, together=True)
 
 
 def _find_on_device(x: Any, scale: Any, blocks: Blocks, rule: str, eps: float) -> None:
@@ -266,7 +281,7 @@ class Ternary(Granular):
     ternary = True
     takes = ("scale",)
     tells = ("zeros",)
-    kernels = (*_KERNELS, *templates(_HEADER, "Ternary"))
+    kernels = (*_KERNELS, *templates(_HEADER, "Ternary<true>"), *_ROWS)
 
     def __init__(
         self,
@@ -351,6 +366,21 @@ class Ternary(Granular):
             out[...] = np.where(step > 0, np.maximum(half, number - step), number)
             out += 2.0**-22 * (number + step) + 2.0**-149
         return bound.reshape(-1)
+
+    def decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
+        self._decode_on_device(planes, out.shape, out)
+
+    def decode_stack(self, planes: Mapping[str, Any], out: Any, lead: int) -> bool:
+        if not decodes(out):
+            return False
+        self._decode_on_device(planes, out.shape[lead:], out, math.prod(out.shape[:lead]))
+        return True
+
+    def _decode_on_device(self, planes: Mapping[str, Any], shape: tuple[int, ...], out: Any, members: int = 1) -> None:
+        blocks, chosen = blocks_of(shape, self.granularity), self.decoder
+        if self.granularity != "tensor" and (blocks.row | blocks.run) % RUN == 0 and blocks.row < 1 << 32:
+            chosen = _quick_decoder(self.granularity)
+        dequantize(chosen, planes, shape, out, members)
 
     @functools.cached_property
     def decoder(self) -> Decoder:

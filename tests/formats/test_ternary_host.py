@@ -218,3 +218,20 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     assert right in (kernel_folder() / "ternary.cu").read_text()
     use(monkeypatch, ("quantize_ternary", "short_scales_ternary"), x.dtype, ((right, wrong),))
     assert not same(x, text)
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (5, 96), (40, 160), (3, 1024), (2, 3, 64), (7, 11008)])
+@pytest.mark.parametrize("granularity", [("channel", 0), ("group", 32), ("group", 64), ("group", 96)])
+def test_the_quick_decoder(granularity, shape):
+    """For rows and groups of multiples of 32, on their own and in stacks."""
+    decoder = ternary._quick_decoder(granularity)
+    q = kb.quantize(
+        make("normal", math.prod(shape), np.float32, seed=8).reshape(shape), "ternary", granularity=granularity
+    )
+    blocks = blocks_of(shape, granularity)
+    if (blocks.row | blocks.run) % 32:
+        pytest.skip("not what it is for")
+    decode = host.Compiled(decoder, ("Ternary<false>",))
+    assert decode(q.planes, shape)[0].tobytes() == q.dequantize().tobytes()
+    planes = {name: np.tile(plane, 3) for name, plane in q.planes.items()}
+    assert decode(planes, shape, 3).tobytes() == np.stack([q.dequantize()] * 3).tobytes()
