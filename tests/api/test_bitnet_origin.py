@@ -352,6 +352,23 @@ def test_forward_is_what_the_options_say(xp, config, dtype):
     assert not np.allclose(floats, wanted, atol=1e-3 if dtype.itemsize > 2 else 0)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "config", [BitNetConfig(), PLAIN.with_activation_bits(5), BitNetConfig(32).with_per_token_activation(False)]
+)
+@pytest.mark.parametrize("granularity", [None, ("channel", 0), "tensor"])
+def test_layers_have_the_same_bits_on_a_gpu(cupy, granularity, config, dtype):
+    x, w, bias = normal(9, 200).astype(dtype), normal(33, 200, seed=1), normal(33, seed=2)
+    x[0] *= 1e-7
+    layers = [
+        BitLinear.from_weight(xp.asarray(w), xp.asarray(bias), config, granularity=granularity) for xp in (np, cupy)
+    ]
+    for name, plane in layers[0].quantized_weight.array.planes.items():
+        assert (layers[1].quantized_weight.array.planes[name].get() == plane).all()
+    y, there = layers[0](x), layers[1](cupy.asarray(x)).get()
+    assert y.dtype == there.dtype == dtype and (y == there).all()
+
+
 def test_frozen_layers_have_no_gradients():
     layer, x, dy = BitLinear.from_weight(normal(8, 16)), normal(3, 16), normal(3, 8)
     assert not layer.is_frozen and layer.freeze().is_frozen and (layer.freeze()(x) == layer(x)).all()
