@@ -398,35 +398,39 @@ __global__ void __launch_bounds__(THREADS) short_scales_ternary(
     if (there && threadIdx.x % 4 == 0) finish<RULE>(total, extent.size, eps, scale + number, floor + number);
 }
 
-// Longer blocks: a thread block has one. Arguments as short_scales_ternary.
+// Longer blocks: a thread block has one, of a power of two of threads, as many as have work. Arguments as
+// short_scales_ternary.
 template <typename T, int RULE>
 __global__ void __launch_bounds__(THREADS)
     long_scales_ternary(const T* x, float* scale, float* floor, float eps, const __grid_constant__ ScaleBlocks blocks) {
-    constexpr int TEAMS = THREADS / 4;
     __shared__ double lanes[LANES];
-    __shared__ long long kept[TEAMS];
+    __shared__ long long kept[THREADS / 4];
+    const int teams = blockDim.x / 4;
     const int team = threadIdx.x / 4;
     const bool first = threadIdx.x % 4 == 0;
     const Extent extent(blocks, blockIdx.x);
     const unsigned above = RULE == ABOVE ? __float_as_uint(floor[blockIdx.x]) : 0u;
-    for (int i = threadIdx.x; i < LANES; i += THREADS) lanes[i] = 0.0;
+    // Lanes that have no sums would change nothing.
+    int used = LANES;
+    while (used / 2 * (long long)SUMMED >= extent.size) used /= 2;
+    for (int i = threadIdx.x; i < used; i += blockDim.x) lanes[i] = 0.0;
     __syncthreads();
     long long own = 0;
-    for (long long begin = 0, at = team; begin < extent.size; begin += TEAMS * SUMMED, at += TEAMS) {
+    for (long long begin = 0, at = team; begin < extent.size; begin += teams * SUMMED, at += teams) {
         const long long left = extent.size - at * SUMMED;
         const Total total = total_of<T, RULE>(x + extent.first + at * SUMMED, left, above);
         double& lane = lanes[at % LANES];  // no other team comes to it
         if (first && left > 0) lane = join<RULE>(lane, total.sum), own += total.kept;
     }
     if (first) kept[team] = own;
-    for (int half = LANES / 2; half > 0; half /= 2) {
+    for (int half = used / 2; half > 0; half /= 2) {
         __syncthreads();
-        for (int i = threadIdx.x; i < half; i += THREADS) lanes[i] = join<RULE>(lanes[i], lanes[i + half]);
+        for (int i = threadIdx.x; i < half; i += blockDim.x) lanes[i] = join<RULE>(lanes[i], lanes[i + half]);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
         Total total{lanes[0], 0};
-        for (int i = 0; i < TEAMS; ++i) total.kept += kept[i];
+        for (int i = 0; i < teams; ++i) total.kept += kept[i];
         finish<RULE>(total, extent.size, eps, scale + blockIdx.x, floor + blockIdx.x);
     }
 }

@@ -135,8 +135,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 @functools.cache
-def _kernel(name: str, *values: str) -> Kernel:
-    threads = {"lanes_ternary": 32, "finish_ternary": _LANES}.get(name, _THREADS)
+def _kernel(name: str, *values: str, threads: int = _THREADS) -> Kernel:
     template = next(
         t for t in _KERNELS if t.name == name and all(v in axis for v, axis in zip(values, t.axes, strict=True))
     )
@@ -200,7 +199,8 @@ def _find_on_device(x: Any, scale: Any, blocks: Blocks, rule: str, eps: float) -
                     -(-4 * blocks.count // _THREADS),
                 )
             else:
-                kernel, units = _kernel("long_scales_ternary", type, step), blocks.count
+                threads = min(max(4 << (-(-length // _SUMMED) - 1).bit_length(), 32), _THREADS)
+                kernel, units = _kernel("long_scales_ternary", type, step, threads=threads), blocks.count
             kernel(x, units, (x, scale, floors, eps, argument))
         return
     count = -(-blocks.size // _SUMMED)
@@ -209,8 +209,8 @@ def _find_on_device(x: Any, scale: Any, blocks: Blocks, rule: str, eps: float) -
     lanes, kept_lanes = room.ptr + 16 * count, room.ptr + 16 * count + 8 * _LANES
     for step in _STEPS[rule]:
         _kernel("sums_ternary", type, step)(x, -(-4 * count // _THREADS), (x, blocks.size, floors, sums, kept))
-        _kernel("lanes_ternary", step)(x, _LANES // 32, (sums, kept, count, lanes, kept_lanes))
-        _kernel("finish_ternary", step)(x, 1, (lanes, kept_lanes, blocks.size, eps, scale, floors))
+        _kernel("lanes_ternary", step, threads=32)(x, _LANES // 32, (sums, kept, count, lanes, kept_lanes))
+        _kernel("finish_ternary", step, threads=_LANES)(x, 1, (lanes, kept_lanes, blocks.size, eps, scale, floors))
 
 
 def _give_on_device(given: Any, scale: Any, x: Any) -> None:

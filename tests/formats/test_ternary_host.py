@@ -92,9 +92,8 @@ def device(monkeypatch):
 def use(monkeypatch, names=(), dtype=None, planted=()):
     built = library(names, dtype, planted)
 
-    def kernel(name, *values):
+    def kernel(name, *values, threads=256):
         function = getattr(built, symbol(name, values))
-        threads = {"lanes_ternary": 32, "finish_ternary": 1024}.get(name, 256)
 
         def call(array, units, arguments):
             given = [
@@ -172,9 +171,9 @@ def test_the_order_of_sums(device):
     ternary._kernel("sums_ternary", "float", "MEAN")(x, 1, (x, x.size, 0, sums, 0))
     assert sums.tobytes() == ternary._first_sums(np.abs(x)[None]).tobytes()
     many, lanes = np.abs(make("extreme", 3000, np.float32, seed=10)).astype(np.float64), np.zeros(1024)
-    ternary._kernel("lanes_ternary", "MEAN")(x, 32, (many, 0, many.size, lanes, 0))
+    ternary._kernel("lanes_ternary", "MEAN", threads=32)(x, 32, (many, 0, many.size, lanes, 0))
     scale, size = np.zeros(1, np.float32), 1 << 30
-    ternary._kernel("finish_ternary", "MEAN")(x, 1, (lanes, 0, size, 0.0, scale, 0))
+    ternary._kernel("finish_ternary", "MEAN", threads=1024)(x, 1, (lanes, 0, size, 0.0, scale, 0))
     assert scale[0] == np.float32(ternary._lane_sums(many[None])[0] / size)
 
 
