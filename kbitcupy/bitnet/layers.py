@@ -760,6 +760,8 @@ class BitLinear:
         DeviceError, TypeError, ValueError
             When shapes or devices do not fit.
         """
+        if _xp.is_tensor(dy):
+            return _xp.in_torch(self.backward, "dy", dy, x, W, mask=mask)
         if self.is_frozen:
             raise FormatError("the layer is for inference (enable_ste=False): make one with BitNetConfig.training()")
         x = self._checked(x)

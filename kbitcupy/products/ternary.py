@@ -79,6 +79,9 @@ def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, rule: Rule | None, 
     rows, depth = q.shape
     tokens = out.size // rows
     host = isinstance(out, np.ndarray)
+    if not depth:  # sums of nothing; groups have no scales then
+        out[...] = 0 if bias is None else bias
+        return
     if isinstance(x, QuantizedArray):
         codes, scales = token_planes(x)
         codes = codes.reshape(tokens, depth)

@@ -369,6 +369,30 @@ def test_layers_have_the_same_bits_on_a_gpu(cupy, granularity, config, dtype):
     assert y.dtype == there.dtype == dtype and (y == there).all()
 
 
+@pytest.mark.parametrize("granularity", [None, ("channel", 0), "tensor"])
+def test_layers_without_columns_or_rows(xp, granularity):
+    bias = np.float32([1, 2, 3])
+    layer = BitLinear.from_weight(xp.zeros((3, 0), np.float32), xp.asarray(bias), granularity=granularity)
+    assert host(layer(xp.zeros((2, 0), np.float32))).tolist() == [[1, 2, 3]] * 2
+    assert [part.shape for part in layer.backward(xp.zeros((2, 3)), xp.zeros((2, 0)))] == [(2, 0), (3, 0), (3,)]
+    assert BitLinear.from_weight(xp.zeros((0, 64), np.float32))(xp.zeros((2, 64), np.float32)).shape == (2, 0)
+
+
+def test_layers_take_tensors():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    layer = BitLinear.from_weight(torch.from_numpy(normal(8, 64)))
+    x, dy = torch.from_numpy(normal(3, 64)), torch.from_numpy(normal(3, 8))
+    adapter = BitNetAdapter(layer)
+    assert (layer(x).numpy() == layer(x.numpy())).all() and (adapter(x, dy) == layer(x) + dy).all()
+    for part, array in zip(adapter.backward(dy, x), layer.backward(dy.numpy(), x.numpy()), strict=True):
+        assert isinstance(part, torch.Tensor) and (part.numpy() == array).all()
+    adapter.freeze()
+    assert adapter.backward(dy, x)[1] is None
+    assert layer(x.to(torch.bfloat16)).dtype == torch.bfloat16
+    y = ternary_ste(x, 0.5)
+    assert isinstance(y, torch.Tensor) and isinstance(quantize_ste(x), torch.Tensor)
+
+
 def test_frozen_layers_have_no_gradients():
     layer, x, dy = BitLinear.from_weight(normal(8, 16)), normal(3, 16), normal(3, 8)
     assert not layer.is_frozen and layer.freeze().is_frozen and (layer.freeze()(x) == layer(x)).all()
