@@ -1,4 +1,4 @@
-"""Files: compressed tensors in safetensors, in kbitcupy's layout or that of bitsandbytes, and in GGUF."""
+"""Files: compressed tensors in safetensors, in kbitcupy's layout or those of bitsandbytes and BitNet, and in GGUF."""
 
 from . import bitsandbytes
 from .checkpoint import Checkpoint, load, save

@@ -31,6 +31,8 @@ TYPE_BLOCK = 256
 I2_S_TAIL = 32
 # The four fields of a byte in the other order.
 _REVERSED = np.array([sum((byte >> 2 * f & 3) << 6 - 2 * f for f in range(4)) for byte in range(256)], np.uint8)
+# Blocks that are made at a time: they stay in the cache.
+_ROWS = 256
 # Scales that a half has with all of its bits.
 _LEAST_HALF, _LARGEST_HALF = np.float32(2.0**-14), np.float32(65504)
 
@@ -150,11 +152,19 @@ def to_blocks(name: str, q: QuantizedArray, type: str) -> tuple[np.ndarray, np.n
     half = np.clip(largest, _LEAST_HALF, _LARGEST_HALF).astype(np.float16)
     factor = largest / np.float32(half) if largest > 0 else np.float32(1)
     d = (per_block / factor).astype(np.float16)
-    rows = trits_of(name, q).reshape(-1, TYPE_BLOCK).astype(np.float32)
+    trits = trits_of(name, q)
+    if not q.size:
+        return np.zeros(0, np.uint8), np.array([factor], np.float32)
+    if type == "tq2_0":  # its codes lie as those of ternary do
+        blocks = format.to_blocks({"qs": _xp.to_device(q.planes["codes"], "cpu"), "d": d}).reshape(-1)
+        return blocks, np.array([factor], np.float32)
+    rows = trits.reshape(-1, TYPE_BLOCK)
+    blocks = np.empty((len(rows), format.block_bytes), np.uint8)
     with np.errstate(all="ignore"):  # a block of zeros has no inverse scale
-        planes = format.from_blocks(format.quantize_blocks(rows)) if q.size else {}
-    blocks = format.to_blocks({**planes, "d": d}) if q.size else np.zeros(0, np.uint8)
-    return np.asarray(blocks).reshape(-1), np.array([factor], np.float32)
+        for first in range(0, len(rows), _ROWS):
+            blocks[first : first + _ROWS] = format.quantize_blocks(rows[first : first + _ROWS].astype(np.float32))
+    blocks[:, -2:] = d.astype("<f2")[:, None].view(np.uint8)  # a type ends in its scale
+    return blocks.reshape(-1), np.array([factor], np.float32)
 
 
 def from_blocks(name: str, raw: np.ndarray, type: str, factor: np.ndarray) -> dict[str, np.ndarray]:
@@ -171,7 +181,7 @@ def from_blocks(name: str, raw: np.ndarray, type: str, factor: np.ndarray) -> di
     with np.errstate(all="ignore"):
         scale = (d.reshape(len(factor), -1) * factor[:, None]).reshape(-1) if d.size else d
     _check_scales(name, scale)
-    if type == "tq2_0":  # its codes lie as those of ternary do
+    if type == "tq2_0":
         return {"codes": planes["qs"], "scale": scale}
     trits = format.dequantize_planes({**planes, "d": np.ones_like(planes["d"])}) if d.size else np.zeros(0, np.float32)
     return {"codes": codes_of(trits.astype(np.int8)), "scale": scale}
