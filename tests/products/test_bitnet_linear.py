@@ -286,6 +286,25 @@ def test_transformers_formula():
     assert (np.abs(y.view(np.int32).astype(np.int64) - theirs.view(np.int32)) <= 4).all()
 
 
+def test_transformers_layers():
+    """Its own layers: packed, and with float weights."""
+    torch = pytest.importorskip("torch", reason="transformers' layers are torch's")
+    layers = pytest.importorskip("transformers.integrations.bitnet", reason="transformers has such layers")
+    rng = np.random.default_rng(3)
+    w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 512), (9, 512)))
+    q = kb.quantize(w, "ternary")
+    y = kb.bitnet.linear(x, q)
+    packed = layers.BitLinear(512, 64, False, dtype=torch.float32)
+    packed.weight = torch.from_numpy(kb.bitnet.pack(q, "transformers"))
+    packed.weight_scale = torch.from_numpy(1 / q.planes["scale"])
+    theirs = packed(torch.from_numpy(x)).numpy()
+    assert (np.abs(y.view(np.int32).astype(np.int64) - theirs.view(np.int32)) <= 4).all()
+    assert np.array_equal(packed.activation_quant(torch.from_numpy(x))[0].numpy(), kb.bitnet.quantize_activations(x)[0])
+    online = layers.AutoBitLinear(512, 64, False, online_quant=True, dtype=torch.float32)
+    online.weight = torch.nn.Parameter(torch.from_numpy(w))
+    assert np.allclose(online(torch.from_numpy(x)).detach().numpy(), y, rtol=0, atol=1e-6 * np.abs(y).max())
+
+
 # ---- routes ----------------------------------------------------------------------------------------------------------
 
 
