@@ -123,7 +123,8 @@ class TernaryWeight:
         granularity = check_granularity(self.array.format.options()["granularity"])
         if granularity[0] == "group":
             return int(granularity[1])
-        return self.array.size if granularity == "tensor" else math.prod(self.shape[1:])
+        whole = self.array.size // max(1, self.array.members)
+        return whole if granularity == "tensor" else whole // max(1, self.shape[self.array.lead])
 
     @property
     def scales(self) -> Any:

@@ -290,6 +290,9 @@ def test_groups_of_the_configuration():
     assert found.group_size == 16 and found.scales.shape == (3, 4)
     assert quantize_weights(w, granularity=("channel", 0)).group_size == 64
     assert quantize_weights(w, granularity="tensor").group_size == 192
+    for granularity, size in (("tensor", 256), (("channel", 0), 64), (("group", 32), 32)):
+        member = kb.quantize(normal(4, 64), "ternary", granularity=granularity)
+        assert TernaryWeight(kb.stack([member, member, member])).group_size == size
 
 
 def test_weights_that_are_no_numbers():
