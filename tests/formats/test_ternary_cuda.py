@@ -8,6 +8,8 @@ from inputs import DTYPES, make
 
 import kbitcupy as kb
 
+pytestmark = pytest.mark.gpu
+
 
 def same(cupy, x, text, **given):
     expected = kb.quantize(x, text, **given)
