@@ -233,8 +233,8 @@ _TEMPLATES = tuple(
 _DECODE = Kernel(_TEMPLATES[0], (), _SIZES.DECODE_THREADS, signature=("p", "p", "p", "p", "i8", "i8", "i4"))
 _GROUPS = Kernel(_TEMPLATES[1], (), _SIZES.GROUP_THREADS, signature=(*("p",) * 6, *("i8",) * 5, "i4", "i4"))
 register_templates(*_TEMPLATES)
-# Bytes of codes of a thread at a time; about so many rounds where there is much to do.
-_WORD, _ROUNDS = 4, 4
+# Bytes of codes of a thread at a time; about so many thread blocks for each that the device holds.
+_PIECE, _ROUNDS = 16, 4
 _WARPS = _SIZES.GROUP_THREADS // 32
 
 
@@ -248,7 +248,7 @@ def decode_on_gpu(codes: Any, size: int) -> Any:
 
 def _units(size: int) -> int:
     """Thread blocks of a round of ``decode_trits``."""
-    return -(-size // (4 * _WORD * _SIZES.DECODE_THREADS))
+    return -(-size // (4 * _PIECE * _SIZES.DECODE_THREADS))
 
 
 def _decoded(q: QuantizedArray, part: Trits) -> tuple[Any, Any]:

@@ -12,30 +12,35 @@ __device__ __forceinline__ unsigned trits_of(unsigned codes) {
     return ((codes | 0x80808080u) - 0x01010101u) ^ 0x80808080u;
 }
 
-// A thread has four bytes of codes, 16 elements in four runs, at a time.
+// A thread has 16 bytes of codes, 64 elements in four runs, at a time.
 __global__ void __launch_bounds__(DECODE_THREADS) decode_trits(
     const unsigned char* __restrict__ codes,  // [32 * ceil(size / 128)]
     const float* __restrict__ scale,          // [1] if it is shared, else [rows]; null: none are wanted
-    signed char* __restrict__ trits,          // [size], aligned to 4 bytes
+    signed char* __restrict__ trits,          // [size]
     float* __restrict__ scales,               // [rows]
     long long size, long long rows, int shared) {
     const long long first = blockIdx.x * static_cast<long long>(DECODE_THREADS) + threadIdx.x;
     const long long step = gridDim.x * static_cast<long long>(DECODE_THREADS);
-    const long long words = (size + BLOCK - 1) / BLOCK * (RUN / 4);
-    const bool aligned = (reinterpret_cast<unsigned long long>(codes) & 3) == 0;
-    for (long long w = first; w < words; w += step) {
-        unsigned word = 0;
-        if (aligned) word = reinterpret_cast<const unsigned*>(codes)[w];
-        else
-            for (int i = 0; i < 4; ++i) word |= static_cast<unsigned>(codes[4 * w + i]) << 8 * i;
-        const long long element = w / (RUN / 4) * BLOCK + w % (RUN / 4) * 4;
+    const long long pieces = (size + BLOCK - 1) / BLOCK * (RUN / 16);
+    const bool aligned = is_aligned(codes) && is_aligned(trits);
+    for (long long piece = first; piece < pieces; piece += step) {
+        const long long element = piece / (RUN / 16) * BLOCK + piece % (RUN / 16) * 16;
+        if (aligned && element + 3 * RUN + 16 <= size) {
+            const uint4 c = __ldcs(reinterpret_cast<const uint4*>(codes) + piece);
+            uint4* target = reinterpret_cast<uint4*>(trits + element);
 #pragma unroll
-        for (int field = 0; field < 4; ++field) {
-            const long long e = element + field * RUN;
-            const unsigned four = trits_of(word >> 2 * field & 0x03030303u);
-            if (e + 4 <= size) *reinterpret_cast<unsigned*>(trits + e) = four;
-            else
-                for (int i = 0; i < 4 && e + i < size; ++i) trits[e + i] = static_cast<signed char>(four >> 8 * i);
+            for (int field = 0; field < 4; ++field)
+                target[field * (RUN / 16)] = make_uint4(
+                    trits_of(c.x >> 2 * field & 0x03030303u), trits_of(c.y >> 2 * field & 0x03030303u),
+                    trits_of(c.z >> 2 * field & 0x03030303u), trits_of(c.w >> 2 * field & 0x03030303u));
+        } else {
+            for (int i = 0; i < 16; ++i) {
+                const int byte = codes[16 * piece + i];
+                for (int field = 0; field < 4; ++field) {
+                    const long long e = element + field * RUN + i;
+                    if (e < size) trits[e] = static_cast<signed char>((byte >> 2 * field & 3) - 1);
+                }
+            }
         }
     }
     if (scale != nullptr)
