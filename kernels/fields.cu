@@ -38,9 +38,9 @@ __device__ __forceinline__ unsigned shifted(unsigned low, unsigned high, unsigne
 }
 
 // 16 bytes from byte `at` on.
-__device__ __forceinline__ uint4 cut(const Staged& staged, int at) {
+__device__ __forceinline__ uint4 cut(const Staged& staged, unsigned at) {
     const uint4 first = staged.vector[at / VECTOR];
-    const int words = at % VECTOR / 4, bytes = at % 4;
+    const unsigned words = at % VECTOR / 4, bytes = at % 4;
     if (at % VECTOR == 0) return first;
     const uint4 second = staged.vector[at / VECTOR + 1];
     unsigned w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
@@ -52,67 +52,55 @@ __device__ __forceinline__ uint4 cut(const Staged& staged, int at) {
         shifted(w[0], w[1], bytes), shifted(w[1], w[2], bytes), shifted(w[2], w[3], bytes), shifted(w[3], w[4], bytes));
 }
 
-// 16 bytes to byte `at` on, a multiple of `unit`. Other threads write what lies beside them, in the same words too: of
-// the first word, and of the one behind the last, only what is ours is written, in units, so that no lane goes another
-// way than the others.
-__device__ __forceinline__ void put(Staged& staged, int at, int unit, uint4 v) {
-    if (unit == VECTOR) {
+// 16 bytes to byte `at` on, a multiple of a unit of which `bits` has the lowest bit. Other threads write what lies
+// beside them, in the same words too: of the first word, and of the one behind the last, only what is ours is written,
+// in units, so that no lane goes another way than the others. Together the two have four bytes of ours.
+__device__ __forceinline__ void put(Staged& staged, unsigned at, unsigned bits, uint4 v) {
+    if (bits % VECTOR == 0) {
         staged.vector[at / VECTOR] = v;
         return;
     }
-    unsigned char* to = staged.bytes() + at;
-    const unsigned w[4] = {v.x, v.y, v.z, v.w};
-    const int ahead = at % 4;  // bytes of the first word that are not ours
-    unsigned* inner = reinterpret_cast<unsigned*>(to - ahead) + 1;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) inner[i] = shifted(w[i], w[i + 1], 4 - ahead);
-    if (unit == 4) {
-        *reinterpret_cast<unsigned*>(to) = w[0];
-    } else if (unit == 2) {
-        *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(w[0]);
-        const unsigned other = ahead == 0 ? w[0] : w[3];
-        *reinterpret_cast<unsigned short*>(to + (ahead == 0 ? 2 : 14)) = static_cast<unsigned short>(other >> 16);
+    const unsigned ahead = at % 4;  // bytes of the first word that are not ours
+    unsigned char* to = staged.bytes() + (at - ahead);
+    unsigned* words = reinterpret_cast<unsigned*>(to);
+    words[1] = shifted(v.x, v.y, 4 - ahead);
+    words[2] = shifted(v.y, v.z, 4 - ahead);
+    words[3] = shifted(v.z, v.w, 4 - ahead);
+    if (bits % 4 == 0) {
+        words[0] = v.x;
+        return;
+    }
+    const unsigned edges = shifted(v.w, v.x, 4 - ahead);
+    if (bits % 2 == 0) {
+        *reinterpret_cast<unsigned short*>(to + (ahead == 0 ? 0 : VECTOR)) = static_cast<unsigned short>(edges);
+        *reinterpret_cast<unsigned short*>(to + 2) = static_cast<unsigned short>(edges >> 16);
     } else {
 #pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            const bool first = b < 4 - ahead;
-            to[first ? b : 12 + b] = static_cast<unsigned char>((first ? w[0] : w[3]) >> b * 8);
-        }
+        for (unsigned b = 0; b < 4; ++b) to[b + (b < ahead ? VECTOR : 0)] = static_cast<unsigned char>(edges >> b * 8);
     }
 }
 
 // ---- codes of 4 bits in another order ----------------------------------------------------------------------------
 
-// The low halves of four bytes as two bytes, the first one lowest.
-__device__ __forceinline__ unsigned packed_halves(unsigned w) {
-    w &= 0x0f0f0f0fu;
-    w |= w >> 4;
-    return __byte_perm(w, 0, 0x4420);
-}
-
-// The inverse: two bytes as the low halves of four.
-__device__ __forceinline__ unsigned spread_halves(unsigned w) {
-    w = __byte_perm(w, 0, 0x4140);
-    return (w | w << 4) & 0x0f0f0f0fu;
+// The two codes in the middle of every four change places: halves of two bytes become bytes of two halves, and back.
+__device__ __forceinline__ unsigned exchanged(unsigned w) {
+    const unsigned different = (w ^ w >> 4) & 0x00f000f0u;
+    return w ^ different ^ different << 4;
 }
 
 // 16 bytes of codes with half a run between the two of a byte, as bytes of neighbours. A run has 32 or 16 codes.
 __device__ __forceinline__ uint4 to_neighbours(uint4 v, int run) {
-    const unsigned low[2] = {
-        packed_halves(v.x) | packed_halves(v.y) << 16, packed_halves(v.z) | packed_halves(v.w) << 16};
-    const unsigned high[2] = {
-        packed_halves(v.x >> 4) | packed_halves(v.y >> 4) << 16, packed_halves(v.z >> 4) | packed_halves(v.w >> 4)
-                                                                                               << 16};
+    const unsigned w[4] = {exchanged(v.x), exchanged(v.y), exchanged(v.z), exchanged(v.w)};
+    const unsigned low[2] = {__byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420)};
+    const unsigned high[2] = {__byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x7531)};
     return run == 32 ? make_uint4(low[0], low[1], high[0], high[1]) : make_uint4(low[0], high[0], low[1], high[1]);
 }
 
 __device__ __forceinline__ uint4 to_split(uint4 v, int run) {
     const unsigned low[2] = {v.x, run == 32 ? v.y : v.z}, high[2] = {run == 32 ? v.z : v.y, v.w};
     return make_uint4(
-        spread_halves(low[0]) | spread_halves(high[0]) << 4,
-        spread_halves(low[0] >> 16) | spread_halves(high[0] >> 16) << 4,
-        spread_halves(low[1]) | spread_halves(high[1]) << 4,
-        spread_halves(low[1] >> 16) | spread_halves(high[1] >> 16) << 4);
+        exchanged(__byte_perm(low[0], high[0], 0x5140)), exchanged(__byte_perm(low[0], high[0], 0x7362)),
+        exchanged(__byte_perm(low[1], high[1], 0x5140)), exchanged(__byte_perm(low[1], high[1], 0x7362)));
 }
 
 // ---- tiles of blocks ---------------------------------------------------------------------------------------------
@@ -173,13 +161,12 @@ __device__ __forceinline__ void store(Staged& staged, const Span& span) {
 
 // 16 bytes of a plane, and where they lie in a tile.
 struct Piece {
-    int field;  // which
-    int byte;   // of the tile's part of the plane, at which the vector begins
-    int size;   // bytes that a block has of the field
-    int from;   // of which the vector begins at this one
-    int at;     // byte of shared memory; -1 for no vector
-    int unit;   // 16 bytes or less that lie side by side in every block, at a multiple of themselves
-    int split;  // see `BlockFields`
+    int field;      // which
+    int size;       // bytes that a block has of the field
+    int byte;       // of the tile's part of the plane, at which the vector begins
+    int block;      // in which the vector begins
+    unsigned at;    // byte of shared memory
+    unsigned bits;  // its lowest bit: bytes that lie side by side in every block, at a multiple of themselves
 };
 
 // Vector i of a tile that begins at byte `ahead` of shared memory.
@@ -187,23 +174,21 @@ __device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, int 
     Piece piece;
     piece.field = 0;
 #pragma unroll
-    for (int f = 1; f < MAX_FIELDS; ++f) piece.field += i >= fields.start[f] && f < fields.count;
+    for (int f = 1; f < MAX_FIELDS; ++f) piece.field += i >= fields.start[f];
     piece.size = fields.size[piece.field];
     piece.byte = (i - fields.start[piece.field]) * VECTOR;
     // The quotient of a number under 2^14 and the size.
     const unsigned long long product = 1ull * static_cast<unsigned>(piece.byte) * fields.reciprocal[piece.field];
-    const int block = static_cast<int>(product >> 24), offset = fields.offset[piece.field];
-    piece.from = piece.byte - block * piece.size;
-    piece.at = i < fields.vectors ? ahead + block * fields.block + offset + piece.from : -1;
-    const int bits = fields.block | offset | piece.size | ahead;
-    piece.unit = bits % VECTOR == 0 ? VECTOR : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
-    piece.split = fields.split[piece.field];
+    piece.block = static_cast<int>(product >> 24);
+    const int offset = fields.offset[piece.field];
+    piece.at = static_cast<unsigned>(ahead + offset + piece.byte + piece.block * (fields.block - piece.size));
+    piece.bits = static_cast<unsigned>(fields.block | offset | piece.size | ahead);
     return piece;
 }
 
-// How many bytes of the vector are there in a tile of so many blocks: 16 but for the end of a plane, none behind it.
-__device__ __forceinline__ int bytes_of(const Piece& piece, int blocks) {
-    return piece.at < 0 ? 0 : max(min(blocks * piece.size - piece.byte, VECTOR), 0);
+// How many bytes of vector i are there in a tile of so many blocks: 16 but for the end of a plane, none behind it.
+__device__ __forceinline__ int bytes_of(const BlockFields& fields, const Piece& piece, int i, int blocks) {
+    return i < fields.vectors ? max(min(blocks * piece.size - piece.byte, VECTOR), 0) : 0;
 }
 
 // The first `count` bytes of a vector from shared memory, of a field that is not whole vectors: A is an unsigned
@@ -211,7 +196,8 @@ __device__ __forceinline__ int bytes_of(const Piece& piece, int blocks) {
 template <typename A>
 __device__ __forceinline__ uint4 gather(Staged& staged, const Piece& piece, int gap, int count) {
     unsigned w[4] = {0, 0, 0, 0};
-    int at = piece.at, from = piece.from;
+    int from = piece.byte - piece.block * piece.size;
+    unsigned at = piece.at;
 #pragma unroll
     for (int b = 0; b < VECTOR; b += sizeof(A)) {
         if (b < count) {
@@ -228,7 +214,8 @@ __device__ __forceinline__ uint4 gather(Staged& staged, const Piece& piece, int 
 template <typename A>
 __device__ __forceinline__ void scatter(Staged& staged, const Piece& piece, int gap, int count, uint4 v) {
     const unsigned w[4] = {v.x, v.y, v.z, v.w};
-    int at = piece.at, from = piece.from;
+    int from = piece.byte - piece.block * piece.size;
+    unsigned at = piece.at;
 #pragma unroll
     for (int b = 0; b < VECTOR; b += sizeof(A)) {
         if (b < count) *reinterpret_cast<A*>(staged.bytes() + at) = static_cast<A>(w[b / 4] >> b % 4 * 8);
@@ -238,26 +225,29 @@ __device__ __forceinline__ void scatter(Staged& staged, const Piece& piece, int 
 }
 
 // A vector of a plane from shared memory.
-__device__ __forceinline__ uint4 take(Staged& staged, const Piece& piece, int block, int count) {
+__device__ __forceinline__ uint4 take(Staged& staged, const BlockFields& fields, const Piece& piece, int count) {
     if (piece.size % VECTOR == 0) {
         const uint4 v = cut(staged, piece.at);
-        return piece.split ? to_neighbours(v, piece.split) : v;
+        const int split = fields.split[piece.field];
+        return split ? to_neighbours(v, split) : v;
     }
-    const int gap = block - piece.size;
-    return piece.unit == 4   ? gather<unsigned>(staged, piece, gap, count)
-           : piece.unit == 2 ? gather<unsigned short>(staged, piece, gap, count)
-                             : gather<unsigned char>(staged, piece, gap, count);
+    const int gap = fields.block - piece.size;
+    return piece.bits % 4 == 0   ? gather<unsigned>(staged, piece, gap, count)
+           : piece.bits % 2 == 0 ? gather<unsigned short>(staged, piece, gap, count)
+                                 : gather<unsigned char>(staged, piece, gap, count);
 }
 
 // The inverse.
-__device__ __forceinline__ void give(Staged& staged, const Piece& piece, int block, int count, uint4 v) {
+__device__ __forceinline__ void give(
+    Staged& staged, const BlockFields& fields, const Piece& piece, int count, uint4 v) {
     if (piece.size % VECTOR == 0) {
-        put(staged, piece.at, piece.unit, piece.split ? to_split(v, piece.split) : v);
+        const int split = fields.split[piece.field];
+        put(staged, piece.at, piece.bits, split ? to_split(v, split) : v);
         return;
     }
-    const int gap = block - piece.size;
-    if (piece.unit == 4) scatter<unsigned>(staged, piece, gap, count, v);
-    else if (piece.unit == 2) scatter<unsigned short>(staged, piece, gap, count, v);
+    const int gap = fields.block - piece.size;
+    if (piece.bits % 4 == 0) scatter<unsigned>(staged, piece, gap, count, v);
+    else if (piece.bits % 2 == 0) scatter<unsigned short>(staged, piece, gap, count, v);
     else scatter<unsigned char>(staged, piece, gap, count, v);
 }
 
@@ -286,8 +276,19 @@ __device__ __forceinline__ void store_vector(unsigned char* to, int count, uint4
 }
 
 // Where a vector of a tile lies in global memory.
-__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece, long long tile) {
-    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) + tile * fields.tile * piece.size + piece.byte;
+__device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece) {
+    return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) +
+           1ull * blockIdx.x * static_cast<unsigned>(fields.tile * piece.size) + piece.byte;
+}
+
+// The blocks of this thread block's tile, and where they lie.
+__device__ __forceinline__ int blocks_of_tile(const BlockFields& fields, long long blocks) {
+    const long long behind = blocks - 1ll * blockIdx.x * fields.tile;
+    return static_cast<int>(behind < fields.tile ? behind : fields.tile);
+}
+
+__device__ __forceinline__ Span span_of_tile(const BlockFields& fields, unsigned char* raw, int blocks) {
+    return span_of(raw + 1ull * blockIdx.x * static_cast<unsigned>(fields.tile * fields.block), blocks * fields.block);
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------
@@ -300,16 +301,15 @@ __device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, 
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     split_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
     __shared__ Staged staged;
-    const long long tile = blockIdx.x, first = tile * fields.tile;
-    const int there = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
-    const Span span = span_of(raw + first * fields.block, there * fields.block);
+    const int there = blocks_of_tile(fields, blocks);
+    const Span span = span_of_tile(fields, raw, there);
     load(staged, span);
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < fields.vectors; i += THREADS) {
         const Piece piece = piece_of(fields, i, span.ahead);
-        const int count = bytes_of(piece, there);
-        if (count > 0) store_vector(address_of(fields, piece, tile), count, take(staged, piece, fields.block, count));
+        const int count = bytes_of(fields, piece, i, there);
+        if (count > 0) store_vector(address_of(fields, piece), count, take(staged, fields, piece, count));
     }
 }
 
@@ -317,21 +317,22 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     join_fields(unsigned char* raw, long long blocks, const __grid_constant__ BlockFields fields) {
     __shared__ Staged staged;
-    const long long tile = blockIdx.x, first = tile * fields.tile;
-    const int there = static_cast<int>(blocks - first < fields.tile ? blocks - first : fields.tile);
-    const Span span = span_of(raw + first * fields.block, there * fields.block);
+    const int there = blocks_of_tile(fields, blocks);
+    const Span span = span_of_tile(fields, raw, there);
     uint4 v[HELD];
 #pragma unroll
     for (int k = 0; k < HELD; ++k) {
-        const Piece piece = piece_of(fields, static_cast<int>(threadIdx.x) + k * THREADS, span.ahead);
-        const int count = bytes_of(piece, there);
-        if (count > 0) v[k] = load_vector(address_of(fields, piece, tile), count);
+        const int i = static_cast<int>(threadIdx.x) + k * THREADS;
+        const Piece piece = piece_of(fields, i, span.ahead);
+        const int count = bytes_of(fields, piece, i, there);
+        if (count > 0) v[k] = load_vector(address_of(fields, piece), count);
     }
 #pragma unroll
     for (int k = 0; k < HELD; ++k) {
-        const Piece piece = piece_of(fields, static_cast<int>(threadIdx.x) + k * THREADS, span.ahead);
-        const int count = bytes_of(piece, there);
-        if (count > 0) give(staged, piece, fields.block, count, v[k]);
+        const int i = static_cast<int>(threadIdx.x) + k * THREADS;
+        const Piece piece = piece_of(fields, i, span.ahead);
+        const int count = bytes_of(fields, piece, i, there);
+        if (count > 0) give(staged, fields, piece, count, v[k]);
     }
     __syncthreads();
     store(staged, span);

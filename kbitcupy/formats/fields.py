@@ -150,7 +150,8 @@ def _to_split(codes: np.ndarray, split: int) -> np.ndarray:
 
 _SIZES = Constants(THREADS=128, BLOCKS=12, TILE_BYTES=1 << 13, MAX_FIELDS=MAX_FIELDS)
 #: Planes; where their fields begin in a block, how many bytes they have, runs of split codes; the first of the tile's
-#: vectors that is of the plane, 2^24 / size, rounded up; bytes of a block, blocks of a tile, its vectors, fields.
+#: vectors that is of the plane (of none there is none), 2^24 / size, rounded up; bytes of a block, blocks of a tile, and
+#: its vectors.
 FIELDS = Struct(
     "BlockFields",
     plane=("u8", MAX_FIELDS),
@@ -162,7 +163,6 @@ FIELDS = Struct(
     block="i4",
     tile="i4",
     vectors="i4",
-    count="i4",
 )
 _POINTERS = struct.Struct(f"={MAX_FIELDS}Q")
 
@@ -193,9 +193,10 @@ def _described(fields: tuple[Field, ...]) -> bytes:
     described["offset"][used] = [sum(sizes[:i]) for i in range(len(fields))]
     described["size"][used] = sizes
     described["split"][used] = [field.split for field in fields]
+    described["start"] = np.iinfo(np.int32).max
     described["start"][used] = [tile * sum(sizes[:i]) // 16 for i in range(len(fields))]
     described["reciprocal"][used] = [-(-(1 << 24) // size) for size in sizes]
-    described["block"], described["tile"], described["count"] = sum(sizes), tile, len(fields)
+    described["block"], described["tile"] = sum(sizes), tile
     described["vectors"] = tile * sum(sizes) // 16
     return described.tobytes()[_POINTERS.size :]
 
