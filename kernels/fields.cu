@@ -37,17 +37,16 @@ __device__ __forceinline__ unsigned shifted(unsigned low, unsigned high, unsigne
     return __byte_perm(low, high, 0x3210u + 0x1111u * bytes);
 }
 
-// 16 bytes from byte `at` on.
-__device__ __forceinline__ uint4 cut(const Staged& staged, unsigned at) {
-    const uint4 first = staged.vector[at / VECTOR];
-    const unsigned words = at % VECTOR / 4, bytes = at % 4;
-    if (at % VECTOR == 0) return first;
-    const uint4 second = staged.vector[at / VECTOR + 1];
-    unsigned w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+// 16 bytes from byte `at` on, a multiple of a unit of which `bits` has the lowest bit. Three loads of 8 bytes take more
+// of shared memory's time than two of 16, and half the selects: those are what there is least time for.
+__device__ __forceinline__ uint4 cut(const Staged& staged, unsigned at, unsigned bits) {
+    if (bits % VECTOR == 0) return staged.vector[at / VECTOR];
+    const uint2* pairs = reinterpret_cast<const uint2*>(staged.vector) + at / 8;
+    const uint2 a = pairs[0], b = pairs[1], c = pairs[2];
+    unsigned w[6] = {a.x, a.y, b.x, b.y, c.x, c.y};
 #pragma unroll
-    for (int i = 0; i < 6; ++i) w[i] = words & 2 ? w[i + 2] : w[i];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) w[i] = words & 1 ? w[i + 1] : w[i];
+    for (int i = 0; i < 5; ++i) w[i] = at & 4 ? w[i + 1] : w[i];
+    const unsigned bytes = at % 4;
     return make_uint4(
         shifted(w[0], w[1], bytes), shifted(w[1], w[2], bytes), shifted(w[2], w[3], bytes), shifted(w[3], w[4], bytes));
 }
@@ -161,12 +160,12 @@ __device__ __forceinline__ void store(Staged& staged, const Span& span) {
 
 // 16 bytes of a plane, and where they lie in a tile.
 struct Piece {
-    int field;      // which
-    int size;       // bytes that a block has of the field
-    int byte;       // of the tile's part of the plane, at which the vector begins
-    int block;      // in which the vector begins
-    unsigned at;    // byte of shared memory
-    unsigned bits;  // its lowest bit: bytes that lie side by side in every block, at a multiple of themselves
+    int field;       // which
+    unsigned size;   // bytes that a block has of the field
+    unsigned byte;   // of the tile's part of the plane, at which the vector begins
+    unsigned block;  // in which the vector begins
+    unsigned at;     // byte of shared memory
+    unsigned bits;   // its lowest bit: bytes that lie side by side in every block, at a multiple of themselves
 };
 
 // Vector i of a tile that begins at byte `ahead` of shared memory.
@@ -176,19 +175,19 @@ __device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, int 
 #pragma unroll
     for (int f = 1; f < MAX_FIELDS; ++f) piece.field += i >= fields.start[f];
     piece.size = fields.size[piece.field];
-    piece.byte = (i - fields.start[piece.field]) * VECTOR;
+    piece.byte = static_cast<unsigned>(i - fields.start[piece.field]) * VECTOR;
     // The quotient of a number under 2^14 and the size.
-    const unsigned long long product = 1ull * static_cast<unsigned>(piece.byte) * fields.reciprocal[piece.field];
-    piece.block = static_cast<int>(product >> 24);
+    const unsigned long long product = 1ull * piece.byte * fields.reciprocal[piece.field];
+    piece.block = static_cast<unsigned>(product >> 24);
     const int offset = fields.offset[piece.field];
-    piece.at = static_cast<unsigned>(ahead + offset + piece.byte + piece.block * (fields.block - piece.size));
-    piece.bits = static_cast<unsigned>(fields.block | offset | piece.size | ahead);
+    piece.at = ahead + offset + piece.byte + piece.block * (fields.block - piece.size);
+    piece.bits = fields.block | offset | piece.size | ahead;
     return piece;
 }
 
 // How many bytes of vector i are there in a tile of so many blocks: 16 but for the end of a plane, none behind it.
 __device__ __forceinline__ int bytes_of(const BlockFields& fields, const Piece& piece, int i, int blocks) {
-    return i < fields.vectors ? max(min(blocks * piece.size - piece.byte, VECTOR), 0) : 0;
+    return i < fields.vectors ? max(min(static_cast<int>(blocks * piece.size - piece.byte), VECTOR), 0) : 0;
 }
 
 // The first `count` bytes of a vector from shared memory, of a field that is not whole vectors: A is an unsigned
@@ -196,7 +195,7 @@ __device__ __forceinline__ int bytes_of(const BlockFields& fields, const Piece& 
 template <typename A>
 __device__ __forceinline__ uint4 gather(Staged& staged, const Piece& piece, int gap, int count) {
     unsigned w[4] = {0, 0, 0, 0};
-    int from = piece.byte - piece.block * piece.size;
+    unsigned from = piece.byte - piece.block * piece.size;
     unsigned at = piece.at;
 #pragma unroll
     for (int b = 0; b < VECTOR; b += sizeof(A)) {
@@ -214,7 +213,7 @@ __device__ __forceinline__ uint4 gather(Staged& staged, const Piece& piece, int 
 template <typename A>
 __device__ __forceinline__ void scatter(Staged& staged, const Piece& piece, int gap, int count, uint4 v) {
     const unsigned w[4] = {v.x, v.y, v.z, v.w};
-    int from = piece.byte - piece.block * piece.size;
+    unsigned from = piece.byte - piece.block * piece.size;
     unsigned at = piece.at;
 #pragma unroll
     for (int b = 0; b < VECTOR; b += sizeof(A)) {
@@ -227,7 +226,7 @@ __device__ __forceinline__ void scatter(Staged& staged, const Piece& piece, int 
 // A vector of a plane from shared memory.
 __device__ __forceinline__ uint4 take(Staged& staged, const BlockFields& fields, const Piece& piece, int count) {
     if (piece.size % VECTOR == 0) {
-        const uint4 v = cut(staged, piece.at);
+        const uint4 v = cut(staged, piece.at, piece.bits);
         const int split = fields.split[piece.field];
         return split ? to_neighbours(v, split) : v;
     }
@@ -278,7 +277,7 @@ __device__ __forceinline__ void store_vector(unsigned char* to, int count, uint4
 // Where a vector of a tile lies in global memory.
 __device__ __forceinline__ unsigned char* address_of(const BlockFields& fields, const Piece& piece) {
     return reinterpret_cast<unsigned char*>(fields.plane[piece.field]) +
-           1ull * blockIdx.x * static_cast<unsigned>(fields.tile * piece.size) + piece.byte;
+           1ull * blockIdx.x * (fields.tile * piece.size) + piece.byte;
 }
 
 // The blocks of this thread block's tile, and where they lie.

@@ -163,7 +163,7 @@ def test_blocks_that_are_too_large_for_the_kernels(fields):
 
 
 FAULTS = [
-    ("at % VECTOR / 4, bytes = at % 4", "at % VECTOR / 4, bytes = at % 2", "odd", 3),
+    ("bytes = at % 4", "bytes = at % 2", "odd", 3),
     ("edges >> 16", "edges", "q4_0", 0),
     ("b < ahead ?", "b <= ahead ?", "mxfp4", 0),
     ("run == 32 ? v.y : v.z", "v.y", "nvfp4", 0),
