@@ -84,7 +84,7 @@ __device__ __forceinline__ void put(Staged& staged, unsigned at, unsigned bits, 
 // The two codes in the middle of every four change places: halves of two bytes become bytes of two halves, and back.
 __device__ __forceinline__ unsigned exchanged(unsigned w) {
     const unsigned different = (w ^ w >> 4) & 0x00f000f0u;
-    return w ^ different ^ different << 4;
+    return w ^ different * 0x11u;
 }
 
 // 16 bytes of codes with half a run between the two of a byte, as bytes of neighbours. A run has 32 or 16 codes.
@@ -179,9 +179,8 @@ __device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, int 
     // The quotient of a number under 2^14 and the size.
     const unsigned long long product = 1ull * piece.byte * fields.reciprocal[piece.field];
     piece.block = static_cast<unsigned>(product >> 24);
-    const int offset = fields.offset[piece.field];
-    piece.at = ahead + offset + piece.byte + piece.block * (fields.block - piece.size);
-    piece.bits = fields.block | offset | piece.size | ahead;
+    piece.at = ahead + fields.offset[piece.field] + piece.byte + piece.block * (fields.block - piece.size);
+    piece.bits = fields.bits[piece.field] | ahead;
     return piece;
 }
 

@@ -149,7 +149,7 @@ def _to_split(codes: np.ndarray, split: int) -> np.ndarray:
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
 _SIZES = Constants(THREADS=128, BLOCKS=12, TILE_BYTES=1 << 13, MAX_FIELDS=MAX_FIELDS)
-#: Planes; where their fields begin in a block, how many bytes they have, runs of split codes; the first of the tile's
+#: Planes; where their fields begin in a block, how many bytes they have, the bits of both and of a block, runs of split codes; the first of the tile's
 #: vectors that is of the plane (of none there is none), 2^24 / size, rounded up; bytes of a block, blocks of a tile, and
 #: its vectors.
 FIELDS = Struct(
@@ -157,6 +157,7 @@ FIELDS = Struct(
     plane=("u8", MAX_FIELDS),
     offset=("i4", MAX_FIELDS),
     size=("i4", MAX_FIELDS),
+    bits=("i4", MAX_FIELDS),
     split=("i4", MAX_FIELDS),
     start=("i4", MAX_FIELDS),
     reciprocal=("u4", MAX_FIELDS),
@@ -192,6 +193,7 @@ def _described(fields: tuple[Field, ...]) -> bytes:
     described, used = FIELDS.zeros(), slice(len(fields))
     described["offset"][used] = [sum(sizes[:i]) for i in range(len(fields))]
     described["size"][used] = sizes
+    described["bits"][used] = [sum(sizes[:i]) | size | sum(sizes) for i, size in enumerate(sizes)]
     described["split"][used] = [field.split for field in fields]
     described["start"] = np.iinfo(np.int32).max
     described["start"][used] = [tile * sum(sizes[:i]) // 16 for i in range(len(fields))]
