@@ -107,19 +107,14 @@ __device__ __forceinline__ uint4 to_split(uint4 v, int run) {
 // Where a tile lies in global memory, counted from the vector that it begins in: so do its bytes in shared memory.
 struct Span {
     uint4* vectors;
-    int ahead;        // bytes of that vector that are not ours
-    int end;          // the byte behind the tile
-    int first, last;  // vectors that are all ours: from `first` on, up to the one before `last`
+    unsigned ahead;        // bytes of that vector that are not ours
+    unsigned end;          // the byte behind the tile
+    unsigned first, last;  // vectors that are all ours: from `first` on, up to the one before `last`
 };
 
-// Bytes between the multiple of 16 that is not behind an address, and the address.
-__device__ __forceinline__ int bytes_ahead(const unsigned char* raw) {
-    return static_cast<int>(reinterpret_cast<unsigned long long>(raw) % VECTOR);
-}
-
-__device__ __forceinline__ Span span_of(unsigned char* raw, int bytes) {
+__device__ __forceinline__ Span span_of(unsigned char* raw, unsigned bytes) {
     Span span;
-    span.ahead = bytes_ahead(raw);
+    span.ahead = static_cast<unsigned>(reinterpret_cast<unsigned long long>(raw) % VECTOR);
     span.vectors = reinterpret_cast<uint4*>(raw - span.ahead);
     span.end = span.ahead + bytes;
     span.first = span.ahead == 0 ? 0 : 1;
@@ -127,33 +122,37 @@ __device__ __forceinline__ Span span_of(unsigned char* raw, int bytes) {
     return span;
 }
 
-// The byte that this thread has to copy of those ahead of the whole vectors or behind them, -1 for none.
-__device__ __forceinline__ int edge_byte(const Span& span) {
-    const int t = static_cast<int>(threadIdx.x);
-    if (t >= 2 * VECTOR) return -1;
-    const int at = t < VECTOR ? span.ahead + t : span.last * VECTOR + t - VECTOR;
-    return at < (t < VECTOR ? min(span.first * VECTOR, span.end) : span.end) ? at : -1;
+// Copy the bytes ahead of the whole vectors and behind them, one by each of the first threads.
+__device__ __forceinline__ void copy_edges(uint4* to, const uint4* from, const Span& span) {
+    const unsigned t = threadIdx.x;
+    if (t >= 2 * VECTOR) return;
+    const unsigned at = t < VECTOR ? span.ahead + t : span.last * VECTOR + t - VECTOR;
+    if (at < (t < VECTOR ? min(span.first * VECTOR, span.end) : span.end))
+        reinterpret_cast<unsigned char*>(to)[at] = reinterpret_cast<const unsigned char*>(from)[at];
 }
 
 __device__ __forceinline__ void load(Staged& staged, const Span& span) {
     uint4 v[HELD];
-    const int begin = span.first + static_cast<int>(threadIdx.x), edge = edge_byte(span);
+    const unsigned begin = span.first + threadIdx.x;
+    const uint4* from = span.vectors + begin;
+    uint4* to = staged.vector + begin;
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-        if (begin + i * THREADS < span.last) v[i] = __ldcs(span.vectors + begin + i * THREADS);
-    if (edge >= 0) staged.bytes()[edge] = reinterpret_cast<const unsigned char*>(span.vectors)[edge];
+    for (unsigned i = 0; i < HELD; ++i)
+        if (begin + i * THREADS < span.last) v[i] = __ldcs(from + i * THREADS);
+    copy_edges(staged.vector, span.vectors, span);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-        if (begin + i * THREADS < span.last) staged.vector[begin + i * THREADS] = v[i];
+    for (unsigned i = 0; i < HELD; ++i)
+        if (begin + i * THREADS < span.last) to[i * THREADS] = v[i];
 }
 
 __device__ __forceinline__ void store(Staged& staged, const Span& span) {
-    const int begin = span.first + static_cast<int>(threadIdx.x), edge = edge_byte(span);
+    const unsigned begin = span.first + threadIdx.x;
+    const uint4* from = staged.vector + begin;
+    uint4* to = span.vectors + begin;
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-        if (begin + i * THREADS < span.last)
-            __stcs(span.vectors + begin + i * THREADS, staged.vector[begin + i * THREADS]);
-    if (edge >= 0) reinterpret_cast<unsigned char*>(span.vectors)[edge] = staged.bytes()[edge];
+    for (unsigned i = 0; i < HELD; ++i)
+        if (begin + i * THREADS < span.last) __stcs(to + i * THREADS, from[i * THREADS]);
+    copy_edges(span.vectors, staged.vector, span);
 }
 
 // ---- vectors of planes -------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ struct Piece {
 };
 
 // Vector i of a tile that begins at byte `ahead` of shared memory.
-__device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, int ahead) {
+__device__ __forceinline__ Piece piece_of(const BlockFields& fields, int i, unsigned ahead) {
     Piece piece;
     piece.field = 0;
 #pragma unroll
@@ -318,20 +317,18 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int there = blocks_of_tile(fields, blocks);
     const Span span = span_of_tile(fields, raw, there);
     uint4 v[HELD];
+    Piece piece[HELD];
+    int count[HELD];
 #pragma unroll
     for (int k = 0; k < HELD; ++k) {
         const int i = static_cast<int>(threadIdx.x) + k * THREADS;
-        const Piece piece = piece_of(fields, i, span.ahead);
-        const int count = bytes_of(fields, piece, i, there);
-        if (count > 0) v[k] = load_vector(address_of(fields, piece), count);
+        piece[k] = piece_of(fields, i, span.ahead);
+        count[k] = bytes_of(fields, piece[k], i, there);
+        if (count[k] > 0) v[k] = load_vector(address_of(fields, piece[k]), count[k]);
     }
 #pragma unroll
-    for (int k = 0; k < HELD; ++k) {
-        const int i = static_cast<int>(threadIdx.x) + k * THREADS;
-        const Piece piece = piece_of(fields, i, span.ahead);
-        const int count = bytes_of(fields, piece, i, there);
-        if (count > 0) give(staged, fields, piece, count, v[k]);
-    }
+    for (int k = 0; k < HELD; ++k)
+        if (count[k] > 0) give(staged, fields, piece[k], count[k], v[k]);
     __syncthreads();
     store(staged, span);
 }

@@ -148,7 +148,7 @@ def _to_split(codes: np.ndarray, split: int) -> np.ndarray:
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
-_SIZES = Constants(THREADS=128, BLOCKS=12, TILE_BYTES=1 << 13, MAX_FIELDS=MAX_FIELDS)
+_SIZES = Constants(THREADS=128, BLOCKS=14, TILE_BYTES=1 << 12, MAX_FIELDS=MAX_FIELDS)
 #: Planes; where their fields begin in a block, how many bytes they have, the bits of both and of a block, runs of split codes; the first of the tile's
 #: vectors that is of the plane (of none there is none), 2^24 / size, rounded up; bytes of a block, blocks of a tile, and
 #: its vectors.

@@ -168,7 +168,7 @@ FAULTS = [
     ("b < ahead ?", "b <= ahead ?", "mxfp4", 0),
     ("run == 32 ? v.y : v.z", "v.y", "nvfp4", 0),
     ("min(span.first * VECTOR, span.end)", "span.first * VECTOR", "one", 1),
-    ("begin + i * THREADS < span.last) staged", "begin + i * THREADS + 1 < span.last) staged", "q4_k", 0),
+    ("begin + i * THREADS < span.last) to", "begin + i * THREADS + 1 < span.last) to", "q4_k", 0),
 ]
 
 
