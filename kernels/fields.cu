@@ -8,6 +8,10 @@
 // of a field of whole vectors one is a run of bytes of one block, else it is of several blocks, a word, a half word or
 // a byte at a time. What counts is how many bytes are under way: all loads of a tile are, before anything is done with
 // one. (To go through tiles in one thread block is slower, even with the next tile's loads under way.)
+//
+// Then integer instructions count: at the speed of a copy an H200 has time for some 120 of them while it moves 16 bytes
+// for each lane of a warp. So the host computes what all lanes need, and words are selected where lanes would go
+// different ways. Tiles are small: a grid of large ones begins and ends more slowly.
 #include "common/types.cuh"
 
 // Of the host (kbitcupy/formats/fields.py), ahead of this source: THREADS, TILE_BYTES, MAX_FIELDS and struct
@@ -38,7 +42,7 @@ __device__ __forceinline__ unsigned shifted(unsigned low, unsigned high, unsigne
 }
 
 // 16 bytes from byte `at` on, a multiple of a unit of which `bits` has the lowest bit. Three loads of 8 bytes take more
-// of shared memory's time than two of 16, and half the selects: those are what there is least time for.
+// of shared memory's time than two of 16, of which there is enough, and half the selects.
 __device__ __forceinline__ uint4 cut(const Staged& staged, unsigned at, unsigned bits) {
     if (bits % VECTOR == 0) return staged.vector[at / VECTOR];
     const uint2* pairs = reinterpret_cast<const uint2*>(staged.vector) + at / 8;

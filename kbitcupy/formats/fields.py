@@ -149,9 +149,9 @@ def _to_split(codes: np.ndarray, split: int) -> np.ndarray:
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
 _SIZES = Constants(THREADS=128, BLOCKS=14, TILE_BYTES=1 << 12, MAX_FIELDS=MAX_FIELDS)
-#: Planes; where their fields begin in a block, how many bytes they have, the bits of both and of a block, runs of split codes; the first of the tile's
-#: vectors that is of the plane (of none there is none), 2^24 / size, rounded up; bytes of a block, blocks of a tile, and
-#: its vectors.
+#: Planes; where their fields begin in a block, how many bytes they have, the bits of both and of a block's size, runs
+#: of split codes; the first of the tile's vectors that is of the plane (where there is no plane none is), 2^24 / size,
+#: rounded up; bytes of a block, blocks of a tile, and its vectors.
 FIELDS = Struct(
     "BlockFields",
     plane=("u8", MAX_FIELDS),
