@@ -11,7 +11,8 @@
 //
 // Then integer instructions count: at the speed of a copy an H200 has time for some 120 of them while it moves 16 bytes
 // for each lane of a warp. So the host computes what all lanes need, and words are selected where lanes would go
-// different ways. Tiles are small: a grid of large ones begins and ends more slowly.
+// different ways. Tiles are small: a grid of large ones begins and ends more slowly. Loads are plain ones: with __ldcs
+// all of it takes a twentieth longer.
 #include "common/types.cuh"
 
 // Of the host (kbitcupy/formats/fields.py), ahead of this source: THREADS, TILE_BYTES, MAX_FIELDS and struct
@@ -142,7 +143,7 @@ __device__ __forceinline__ void load(Staged& staged, const Span& span) {
     uint4* to = staged.vector + begin;
 #pragma unroll
     for (unsigned i = 0; i < HELD; ++i)
-        if (begin + i * THREADS < span.last) v[i] = __ldcs(from + i * THREADS);
+        if (begin + i * THREADS < span.last) v[i] = from[i * THREADS];
     copy_edges(staged.vector, span.vectors, span);
 #pragma unroll
     for (unsigned i = 0; i < HELD; ++i)
@@ -254,7 +255,7 @@ __device__ __forceinline__ void give(
 
 // The first `count` of 16 bytes at any address, the others are 0. Few are not whole and aligned: they take little code.
 __device__ __forceinline__ uint4 load_vector(const unsigned char* from, int count) {
-    if (is_aligned(from) && count == VECTOR) return __ldcs(reinterpret_cast<const uint4*>(from));
+    if (is_aligned(from) && count == VECTOR) return *reinterpret_cast<const uint4*>(from);
     uint4 v = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
     for (int b = 0; b < VECTOR; ++b) {
