@@ -148,21 +148,22 @@ def _to_split(codes: np.ndarray, split: int) -> np.ndarray:
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
-_SIZES = Constants(THREADS=128, BLOCKS=12, TILE_BYTES=1 << 13, MAX_FIELDS=MAX_FIELDS)
-#: Planes; where their fields begin in a block, how many bytes they have, runs of split codes; the first of the tile's
-#: vectors that is of the plane, 2^24 / size, rounded up; bytes of a block, blocks of a tile, its vectors, fields.
+_SIZES = Constants(THREADS=128, BLOCKS=14, TILE_BYTES=1 << 12, MAX_FIELDS=MAX_FIELDS)
+#: Planes; where their fields begin in a block, how many bytes they have, the bits of both and of a block's size, runs
+#: of split codes; the first of the tile's vectors that is of the plane (where there is no plane none is), 2^24 / size,
+#: rounded up; bytes of a block, blocks of a tile, and its vectors.
 FIELDS = Struct(
     "BlockFields",
     plane=("u8", MAX_FIELDS),
     offset=("i4", MAX_FIELDS),
     size=("i4", MAX_FIELDS),
+    bits=("i4", MAX_FIELDS),
     split=("i4", MAX_FIELDS),
     start=("i4", MAX_FIELDS),
     reciprocal=("u4", MAX_FIELDS),
     block="i4",
     tile="i4",
     vectors="i4",
-    count="i4",
 )
 _POINTERS = struct.Struct(f"={MAX_FIELDS}Q")
 
@@ -192,10 +193,12 @@ def _described(fields: tuple[Field, ...]) -> bytes:
     described, used = FIELDS.zeros(), slice(len(fields))
     described["offset"][used] = [sum(sizes[:i]) for i in range(len(fields))]
     described["size"][used] = sizes
+    described["bits"][used] = [sum(sizes[:i]) | size | sum(sizes) for i, size in enumerate(sizes)]
     described["split"][used] = [field.split for field in fields]
+    described["start"] = np.iinfo(np.int32).max
     described["start"][used] = [tile * sum(sizes[:i]) // 16 for i in range(len(fields))]
     described["reciprocal"][used] = [-(-(1 << 24) // size) for size in sizes]
-    described["block"], described["tile"], described["count"] = sum(sizes), tile, len(fields)
+    described["block"], described["tile"] = sum(sizes), tile
     described["vectors"] = tile * sum(sizes) // 16
     return described.tobytes()[_POINTERS.size :]
 

@@ -163,12 +163,12 @@ def test_blocks_that_are_too_large_for_the_kernels(fields):
 
 
 FAULTS = [
-    ("at % VECTOR / 4, bytes = at % 4", "at % VECTOR / 4, bytes = at % 2", "odd", 3),
-    ("other >> 16", "other", "q4_0", 0),
-    ("b < 4 - ahead", "b < 3 - ahead", "mxfp4", 0),
+    ("bytes = at % 4", "bytes = at % 2", "odd", 3),
+    ("edges >> 16", "edges", "q4_0", 0),
+    ("b < ahead ?", "b <= ahead ?", "mxfp4", 0),
     ("run == 32 ? v.y : v.z", "v.y", "nvfp4", 0),
     ("min(span.first * VECTOR, span.end)", "span.first * VECTOR", "one", 1),
-    ("begin + i * THREADS < span.last) staged", "begin + i * THREADS + 1 < span.last) staged", "q4_k", 0),
+    ("begin + i * THREADS < span.last) to", "begin + i * THREADS + 1 < span.last) to", "q4_k", 0),
 ]
 
 
