@@ -54,6 +54,32 @@ def test_affine_functions(cupy, rows, granularity):
     )
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "iq4_xs", "tq2_0", "mxfp4", "nvfp4"])
+def test_block_formats(cupy, rows, name):
+    x, piece = rows
+    q, host = kb.quantize(x, name), kb.quantize(piece, name)
+    for plane, wanted in host.planes.items():
+        assert_repeats(q.planes[plane].reshape(ROWS, -1), wanted.reshape(PERIOD, -1))
+    blocks = kb.gguf.to_blocks(q)
+    assert_repeats(blocks, kb.gguf.to_blocks(host))
+    again = kb.gguf.from_blocks(blocks, name, q.shape, dtype="float16")
+    del x, q, blocks
+    assert_repeats(again.dequantize(), host.dequantize())
+
+
+@pytest.mark.parametrize("rule", ["absmax", "absmean"])
+@pytest.mark.parametrize("granularity", ["tensor", ("channel", 0), ("group", 128)])
+def test_ternary(cupy, rows, granularity, rule):
+    x, piece = rows
+    # The mean of all is that of the rows that are repeated only where a scale belongs to a row.
+    brought = {"scale": np.float32([0.5])} if granularity == "tensor" and rule == "absmean" else {}
+    q = kb.quantize(x, "ternary", granularity=granularity, rule=rule, **brought)
+    host = kb.quantize(piece, "ternary", granularity=granularity, rule=rule, **brought)
+    assert_repeats(q.planes["codes"].reshape(ROWS, -1), host.planes["codes"].reshape(PERIOD, -1))
+    del x
+    assert_repeats(q.dequantize(), host.dequantize())
+
+
 def test_ternary_products(cupy, large_memory):
     """Trits of 2^31 elements and more, with a scale for each row and for each group: the last rows."""
     large_memory(12)
