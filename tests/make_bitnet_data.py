@@ -6,16 +6,16 @@ Run with transformers and PyTorch installed; its numbers are from transformers 5
 import os
 from pathlib import Path
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the rule as it is written
-
 import numpy as np
-import torch
-from transformers.integrations.bitnet import AutoBitLinear, BitLinear, WeightQuant, pack_weights
 
 ROWS, COLUMNS, TOKENS = 24, 256, 6
 
 
 def main():
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the rule as it is written
+    import torch
+    from transformers.integrations.bitnet import AutoBitLinear, BitLinear, WeightQuant, pack_weights
+
     rng = np.random.default_rng(18)
     weight = torch.from_numpy((rng.standard_normal((ROWS, COLUMNS)) * 0.02).astype(np.float32))
     x = rng.standard_normal((TOKENS, COLUMNS)) * np.array([[1], [1e-3], [40], [1], [1e-7], [0]])

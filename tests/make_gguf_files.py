@@ -9,7 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import gguf
 import numpy as np
 from gguf_files import TYPES
 
@@ -32,6 +31,8 @@ VALUES = {
 
 def write_gguf_py(path):
     """Everything that gguf-py writes."""
+    import gguf
+
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in VALUES.items():
@@ -55,6 +56,7 @@ def write_gguf_py(path):
 
 def write_llama_quantize(path, sources):
     """What llama-quantize makes of a tiny model."""
+    import gguf
     from make_llama_quantize_data import LlamaQuantize
 
     rng = np.random.default_rng(0)

@@ -12,24 +12,23 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
-
 TARGET = Path(__file__).resolve().parent / "data" / "peft"
 
 
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj = torch.nn.Linear(24, 40)
-        self.v_proj = torch.nn.Linear(40, 16, bias=False)
-
-    def forward(self, x):
-        return self.v_proj(self.q_proj(x))
-
-
 def main():
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import save_file
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj = torch.nn.Linear(24, 40)
+            self.v_proj = torch.nn.Linear(40, 16, bias=False)
+
+        def forward(self, x):
+            return self.v_proj(self.q_proj(x))
+
     torch.manual_seed(0)
     model = torch.nn.Sequential(Layer())
     tensors = {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}

@@ -248,6 +248,8 @@ FAULTS = {
     "iq2_xxs": {"within * 7": "within * 6", "0x00204081u": "0x00204080u", "& 1u) << 7": "& 1u) << 6"},
     "iq3_s": {"(high & 2u) << 7": "(high & 2u) << 6", "0x0f0d0b09u": "0x0f0d0b08u", "at.part / 8": "at.part / 4"},
     "q4_k": {"block * 12": "block * 8", "0x3030u": "0x3010u", "0x3f3fu": "0x1f3fu"},
+    "ternary": {"(octet >> 4) * 32": "(octet >> 4) * 16", "8388609.0f": "8388608.0f", "part / 4 * 2": "part / 4"},
+    "ternary:block=40": {"scales[r * per_row + block]": "scales[r * per_row]", "advance(0, 1)": "advance(0, 2)"},
 }  # fmt: skip
 #: The same of what they include.
 SHARED_FAULTS = [

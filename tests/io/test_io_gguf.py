@@ -796,7 +796,7 @@ def test_a_large_header_is_read_in_little_time_and_memory(tmp_path, case):
     path.write_bytes(LARGE[case]())
     began = time.process_time()
     loaded = kb.io.load(path)
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 2  # a tenth of it, but where many processes share a machine
     _, nbytes = measured(lambda: kb.io.load(path))
     assert nbytes < 50e6
     if "w" in loaded:
