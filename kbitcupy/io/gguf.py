@@ -406,8 +406,10 @@ class _Cursor:
 
     def take(self, nbytes: int, what: str) -> bytes:
         """The next bytes."""
-        self.check(nbytes, what)
-        first = self._see(nbytes)
+        first = self.at - self._start
+        if not 0 <= first <= first + nbytes <= len(self._window):
+            self.check(nbytes, what)
+            first = self._see(nbytes)
         self.at += nbytes
         return self._window[first : first + nbytes]
 

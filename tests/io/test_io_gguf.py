@@ -794,9 +794,12 @@ LARGE = {
 def test_a_large_header_is_read_in_little_time_and_memory(tmp_path, case):
     path = tmp_path / "a.gguf"
     path.write_bytes(LARGE[case]())
-    began = time.process_time()
-    loaded = kb.io.load(path)
-    assert time.process_time() - began < 2  # a tenth of it, but where many processes share a machine
+    seconds = []
+    for _ in range(3):  # others on the machine may slow one down
+        began = time.process_time()
+        loaded = kb.io.load(path)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.5
     _, nbytes = measured(lambda: kb.io.load(path))
     assert nbytes < 50e6
     if "w" in loaded:
