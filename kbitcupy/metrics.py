@@ -192,8 +192,8 @@ def offset_note(x: Any) -> str | None:
     Returns
     -------
     str or None
-        One sentence with the remedy; None where |mean| is at most 3 standard deviations, or all elements are equal, or
-        one is NaN or infinite.
+        One sentence with the remedy; None where the mean is at most 3 standard deviations from 0, or all elements are
+        equal, or one is NaN or infinite.
 
     Raises
     ------
