@@ -1,7 +1,7 @@
 // Quantizers of the format ternary, whose contract is that of kbitcupy/formats/ternary.py.
 //
 // Codes: a thread has the same 8 neighbours of each field of a block of 128 (4, of float32), so that it writes whole
-// bytes and no lane talks to another:
+// bytes and no lane needs the numbers of another:
 //
 //     x --16 B for each of four fields a lane; 4 or 8 lanes make a line--> registers --8 or 4 B a lane--> codes
 //
@@ -120,6 +120,7 @@ struct Classes {
     static constexpr unsigned INFINITE = sizeof(T) == 4 ? 0x7f800000u : IsHalf<T>::VALUE ? 0x7c00u : 0x7f80u;
     unsigned to_top;  // added to magnitudes, it carries those to the sign that are 1
 
+    __device__ __forceinline__ explicit Classes(unsigned to_top = 0) : to_top(to_top) {}
     __device__ __forceinline__ Classes(float scale, bool away)
         : to_top((TOP - least_as<T>(least_one(scale, away))) * ONES) {}
 
@@ -136,16 +137,15 @@ __device__ __forceinline__ unsigned word_of(const uint4& v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// The codes of four chunks, one of each field, each under its own classes or all under one.
-template <typename T, int EACH>
-__device__ __forceinline__ void store_codes(
-    unsigned char* codes, const uint4 (&chunk)[4], const Classes<T> (&classes)[EACH]) {
+// The codes of four chunks, one of each field; `classes` gives those of word i of field f.
+template <typename T, typename F>
+__device__ __forceinline__ void store_codes(unsigned char* codes, const uint4 (&chunk)[4], const F& classes) {
     unsigned byte[4];  // the upper ones of a word, or of its halves
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        byte[i] = classes[0].codes(word_of(chunk[0], i));
+        byte[i] = classes(0, i).codes(word_of(chunk[0], i));
 #pragma unroll
-        for (int f = 1; f < 4; ++f) byte[i] = byte[i] >> 2 | classes[EACH == 1 ? 0 : f].codes(word_of(chunk[f], i));
+        for (int f = 1; f < 4; ++f) byte[i] = byte[i] >> 2 | classes(f, i).codes(word_of(chunk[f], i));
     }
     if constexpr (Word<T>::COUNT == 2) {
         const uint2 both = make_uint2(__byte_perm(byte[0], byte[1], 0x7531u), __byte_perm(byte[2], byte[3], 0x7531u));
@@ -154,6 +154,37 @@ __device__ __forceinline__ void store_codes(
         const unsigned low = __byte_perm(byte[0], byte[1], 0x0073u), high = __byte_perm(byte[2], byte[3], 0x0073u);
         __stcs(reinterpret_cast<unsigned*>(codes), __byte_perm(low, high, 0x5410u));
     }
+}
+
+// The codes of a thread one by one: those of elements first + e of each field. `scale` gives the one of an element.
+template <typename T, typename F>
+__device__ __forceinline__ void store_singly(
+    unsigned char* codes, const T* x, long long first, long long size, bool away, const F& scale) {
+    constexpr int EACH = 4 * Word<T>::COUNT;
+#pragma unroll 1
+    for (int e = 0; e < EACH; ++e) {
+        unsigned byte = 0;
+#pragma unroll 1
+        for (int f = 0; f < 4; ++f) {
+            const long long i = first + e + f * 32;
+            int trit = 0;
+            if (i < size) {
+                const float w = to_float(x[i]);
+                const unsigned least = least_one(scale(i), away);
+                const unsigned magnitude = ieee::magnitude_bits(w);
+                if (magnitude >= least && magnitude <= 0x7f800000u) trit = __float_as_uint(w) >> 31 ? -1 : 1;
+            }
+            byte |= static_cast<unsigned>(trit + 1) << 2 * f;
+        }
+        codes[e] = static_cast<unsigned char>(byte);
+    }
+}
+
+// Whether a thread has whole vectors of a block of 128, which ends at element `end`.
+template <typename T>
+__device__ __forceinline__ bool are_vectors(const T* x, const unsigned char* codes, long long end, long long size) {
+    const bool aligned = is_aligned(x) && (reinterpret_cast<unsigned long long>(codes) & (4 * Word<T>::COUNT - 1)) == 0;
+    return aligned && end <= size;
 }
 
 // x       T[size]
@@ -170,40 +201,84 @@ __global__ void __launch_bounds__(THREADS) quantize_ternary(
     const long long first = block * 128 + within;
     if (block * 128 >= blocks.size) return;
     codes += block * 32 + within;
-    const bool aligned = is_aligned(x) && (reinterpret_cast<unsigned long long>(codes) & (EACH - 1)) == 0;
-    if (SHARED > 1 && aligned && block * 128 + 128 <= blocks.size) {
+    if (SHARED > 1 && are_vectors(x, codes, block * 128 + 128, blocks.size)) {
         uint4 chunk[4];
 #pragma unroll
         for (int f = 0; f < 4; ++f) chunk[f] = __ldcs(reinterpret_cast<const uint4*>(x + first + f * 32));
         if constexpr (SHARED == 128) {
-            const Classes<T> classes[1] = {{scale[scale_number(blocks, first)], away != 0}};
-            store_codes(codes, chunk, classes);
+            const Classes<T> classes(scale[scale_number(blocks, first)], away != 0);
+            store_codes<T>(codes, chunk, [&](int, int) { return classes; });
         } else {
             const Classes<T> classes[4] = {
                 {scale[scale_number(blocks, first)], away != 0},
                 {scale[scale_number(blocks, first + 32)], away != 0},
                 {scale[scale_number(blocks, first + 64)], away != 0},
                 {scale[scale_number(blocks, first + 96)], away != 0}};
-            store_codes(codes, chunk, classes);
+            store_codes<T>(codes, chunk, [&](int f, int) { return classes[f]; });
         }
         return;
     }
-#pragma unroll 1
-    for (int e = 0; e < EACH; ++e) {
-        unsigned byte = 0;
-#pragma unroll 1
-        for (int f = 0; f < 4; ++f) {
-            const long long i = first + e + f * 32;
-            int trit = 0;
-            if (i < blocks.size) {
-                const float w = to_float(x[i]);
-                const unsigned least = least_one(scale[scale_number(blocks, i)], away != 0);
-                const unsigned magnitude = ieee::magnitude_bits(w);
-                if (magnitude >= least && magnitude <= 0x7f800000u) trit = __float_as_uint(w) >> 31 ? -1 : 1;
-            }
-            byte |= static_cast<unsigned>(trit + 1) << 2 * f;
+    store_singly(codes, x, first, blocks.size, away != 0, [&](long long i) { return scale[scale_number(blocks, i)]; });
+}
+
+// The same with groups of 32 to 256 elements, one behind the other. The elements of a warp lie in at most 32 of them:
+// each lane makes the classes of one, and all fetch those of their chunks from the lanes that have them.
+//
+// x        T[size]
+// codes    uint8[ceil(size / 128) * 32]
+// given    float32[size / run], of which `scale` becomes what is usable; null: `scale` is there
+// scale    float32[size / run]
+// run      elements of a group
+// inverse  2^64 / run, rounded up
+// OCTETS   whether run is a multiple of 8
+template <typename T, bool OCTETS>
+__global__ void __launch_bounds__(THREADS) quantize_groups_ternary(
+    const T* x, unsigned char* codes, const float* given, float* scale, int away, long long size, int run,
+    unsigned long long inverse) {
+    constexpr int EACH = 4 * Word<T>::COUNT, PARTS = 32 / EACH, SPAN = WARP / PARTS * 128;  // elements of a warp
+    const int lane = threadIdx.x % WARP, place = lane / PARTS * 128 + lane % PARTS * EACH;
+    const long long begin = ((long long)blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * SPAN;
+    const long long end = begin + (lane / PARTS + 1) * 128;
+    if (begin >= size) return;
+    codes += begin / 4 + lane * EACH;
+    uint4 chunk[4];
+    const bool whole = are_vectors(x, codes, end, size);
+    if (whole)
+#pragma unroll
+        for (int f = 0; f < 4; ++f) chunk[f] = __ldcs(reinterpret_cast<const uint4*>(x + begin + place + f * 32));
+
+    const long long group = static_cast<long long>(__umul64hi(begin, inverse)), number = group + lane;
+    const int at = static_cast<int>(begin - group * run) + place;  // from the first element of that group on
+    const float* scales = given == nullptr ? scale : given;
+    Classes<T> own;
+    if (number * run < min(size, begin + SPAN)) {
+        const float s = scales[number];
+        own = Classes<T>(s, away != 0);
+        if (given != nullptr) scale[number] = usable(s);
+    }
+    // Of each chunk the classes, the elements until the next group begins, and the classes there.
+    Classes<T> classes[4], next[4];
+    int until[4];
+    const unsigned divisor = static_cast<unsigned>(inverse >> 44) + 1;  // 2^20 / run: exact for `at`
+#pragma unroll
+    for (int f = 0; f < 4; ++f) {
+        const int g = static_cast<int>((at + 32 * f) * divisor >> 20);
+        classes[f].to_top = __shfl_sync(FULL_WARP, own.to_top, g);
+        if constexpr (!OCTETS) {
+            next[f].to_top = __shfl_sync(FULL_WARP, own.to_top, (g + 1) % WARP);
+            until[f] = (g + 1) * run - (at + 32 * f);
         }
-        codes[e] = static_cast<unsigned char>(byte);
+    }
+    if (whole) {
+        store_codes<T>(codes, chunk, [&](int f, int i) {
+            constexpr int COUNT = Word<T>::COUNT;
+            if (OCTETS || until[f] >= (i + 1) * COUNT) return classes[f];
+            if (until[f] <= i * COUNT) return next[f];
+            return Classes<T>(__byte_perm(classes[f].to_top, next[f].to_top, 0x7610u));
+        });
+    } else if (end - 128 < size) {
+        const auto scale_of = [&](long long i) { return scales[__umul64hi(i, inverse)]; };
+        store_singly(codes, x, begin + place, size, away != 0, scale_of);
     }
 }
 

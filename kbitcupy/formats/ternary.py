@@ -97,6 +97,8 @@ _EVERY_STEP = ("MEAN", "LARGEST", "FIRST", "ABOVE")
 _SHARED, _CHUNKS = (128, 8, 1), (2, 8)
 # An array that is one block is read by one thread block up to this size, and by many beyond it.
 _OF_ONE_BLOCK = 1 << 17
+# Groups of so many elements, one behind the other, of which a warp has 32 at the most.
+_GROUPED = range(32, 257)
 # A row that every element of an array lies in, and a power of two, by which kernels divide at once.
 _ENDLESS = 1 << 40
 
@@ -116,6 +118,7 @@ def _of_steps(name: str, *axes: tuple[str, ...]) -> tuple[Template, Template]:
 
 _KERNELS = (
     _template("quantize_ternary", _TYPES, tuple(map(str, _SHARED))),
+    _template("quantize_groups_ternary", _TYPES, ("true", "false")),
     _template("give_ternary", ("float", "double")),
     *_of_steps("short_scales_ternary", _TYPES, tuple(map(str, _CHUNKS))),
     *_of_steps("long_scales_ternary", _TYPES),
@@ -125,6 +128,7 @@ _KERNELS = (
 )
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quantize_ternary": ("p", "p", "p", "i4", SCALE_BLOCKS),
+    "quantize_groups_ternary": ("p", "p", "p", "p", "i4", "i8", "i4", "u8"),
     "give_ternary": ("p", "f4", "i8", "p", "i8"),
     "short_scales_ternary": ("p", "p", "p", "f4", SCALE_BLOCKS),
     "long_scales_ternary": ("p", "p", "p", "f4", SCALE_BLOCKS),
@@ -228,16 +232,26 @@ def _give_on_device(given: Any, scale: Any, x: Any) -> None:
     _kernel("give_ternary", type)(x, -(-scale.size // _THREADS), (source, value, each, scale, scale.size))
 
 
-def _quantize_on_device(x: Any, codes: Any, scale: Any, blocks: Blocks, rounding: str) -> None:
-    """Fill `codes` under the scales."""
+def _are_grouped(blocks: Blocks) -> bool:
+    """Whether ``quantize_groups_ternary`` is for these blocks."""
+    return blocks.count > 1 and blocks.row == blocks.run and blocks.run in _GROUPED
+
+
+def _quantize_on_device(x: Any, codes: Any, scale: Any, blocks: Blocks, rounding: str, given: Any = 0) -> None:
+    """Fill `codes` under the scales. `given`, of groups: float32, of which `scale` becomes what is usable."""
     if not blocks.size:
+        return
+    type, away = CXX_TYPES[x.dtype.name], int(rounding == "away")
+    blocks_of_threads = -(-len(codes) * x.dtype.itemsize // (16 * _THREADS))  # a thread has 16 bytes of each field
+    if _are_grouped(blocks):
+        inverse = -(-(1 << 64) // blocks.run)
+        kernel = _kernel("quantize_groups_ternary", type, "false" if blocks.run % 8 else "true")
+        kernel(x, blocks_of_threads, (x, codes, given, scale, away, blocks.size, blocks.run, inverse))
         return
     cut = 0 if blocks.count == 1 else blocks.row | blocks.run
     shared = next(shared for shared in _SHARED if cut % shared == 0)
-    units = len(codes) * x.dtype.itemsize // 16  # a thread has 16 bytes of each field
-    argument = _scale_blocks(blocks, True)
-    kernel = _kernel("quantize_ternary", CXX_TYPES[x.dtype.name], str(shared))
-    kernel(x, -(-units // _THREADS), (x, codes, scale, int(rounding == "away"), argument))
+    kernel = _kernel("quantize_ternary", type, str(shared))
+    kernel(x, blocks_of_threads, (x, codes, scale, away, _scale_blocks(blocks, True)))
 
 
 # ---- the format ------------------------------------------------------------------------------------------------------
@@ -341,10 +355,15 @@ class Ternary(Granular):
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         blocks, scale = blocks_of(x.shape, self.granularity), planes["scale"]
-        if "scale" in given:
-            _give_on_device(_given_scale(given["scale"], blocks, x), scale, x)
-        else:
+        if "scale" not in given:
             _find_on_device(x, scale, blocks, self.rule, self.eps)
+            _quantize_on_device(x, planes["codes"], scale, blocks, self.rounding)
+            return
+        brought = _given_scale(given["scale"], blocks, x)
+        if is_cupy(brought) and brought.dtype == _SINGLE and brought.size == blocks.count and _are_grouped(blocks):
+            _quantize_on_device(x, planes["codes"], scale, blocks, self.rounding, brought)
+            return
+        _give_on_device(brought, scale, x)
         _quantize_on_device(x, planes["codes"], scale, blocks, self.rounding)
 
     def decode_numpy(self, planes: Mapping[str, Any], out: np.ndarray) -> None:

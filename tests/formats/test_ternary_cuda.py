@@ -42,3 +42,14 @@ def test_given_scales_of_every_size(cupy, rounding):
     scale[::17] = 0
     near = np.maximum((scale * np.float32(0.5)).view(np.int32)[:, None] + np.arange(-8, 8, dtype=np.int32), 0)
     same(cupy, near.view(np.float32), f"ternary:granularity=channel:0,rounding={rounding}", scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("run", [32, 33, 40, 64, 100, 127, 128, 250, 256])
+def test_groups_one_behind_the_other(cupy, run, dtype):
+    x = make("special", 700 * run, dtype, seed=run).reshape(700, run)
+    same(cupy, x, f"ternary:block={run}")
+    scale = np.abs(make("extreme", 700, np.float32, seed=run))
+    scale[::17] = 0
+    same(cupy, x, f"ternary:block={run}", scale=scale)
+    same(cupy, x[1:], f"ternary:block={run}", scale=scale[1:])

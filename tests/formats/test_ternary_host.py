@@ -20,8 +20,8 @@ from kbitcupy.formats.granularity import blocks_of
 
 #: Element types of the stand-in for common/types.cuh.
 CXX_TYPES = {"__half": "Half", "__nv_bfloat16": "Brain", "float": "float", "double": "double"}
-C_TYPES = {"i4": "int", "i8": "long long", "f4": "float"}
-CTYPES = {"i4": ctypes.c_int, "i8": ctypes.c_longlong, "f4": ctypes.c_float}
+C_TYPES = {"i4": "int", "i8": "long long", "u8": "unsigned long long", "f4": "float"}
+CTYPES = {"i4": ctypes.c_int, "i8": ctypes.c_longlong, "u8": ctypes.c_ulonglong, "f4": ctypes.c_float}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,7 +127,7 @@ def same(x, text, offset=0, **given):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rule", "rounding"), [("absmean", "even"), ("absmax", "away")])
-@pytest.mark.parametrize("granularity", ["tensor", "channel:0", "group:64", "group:20", "group:300"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel:0", "group:64", "group:20", "group:300", "group:33"])
 def test_the_same_bytes(granularity, rule, rounding, dtype, device):
     text = f"ternary:granularity={granularity},rule={rule},rounding={rounding},eps=0"
     for kind, shape in (("normal", (3, 640)), ("special", (2, 300)), ("extreme", (2, 3, 33))):
@@ -156,6 +156,26 @@ def test_every_scale(dtype, device):
         expected = kb.quantize(x, "ternary", granularity=("channel", 0), rounding=rounding, scale=scale)
         ternary._quantize_on_device(x, codes, scale, blocks, rounding)
         assert codes.tobytes() == expected.planes["codes"].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("run", [32, 33, 40, 64, 201, 256])
+def test_groups_one_behind_the_other(run, dtype, device, monkeypatch):
+    """Groups that end anywhere in a warp's elements, of arrays that end anywhere; scales that are found and given."""
+    rows = 2 * 1024 // run + 3
+    x = make("special", rows * run, dtype, seed=run).reshape(rows, run)
+    text = f"ternary:block={run}"
+    for part in (x, x[1:], x[: 1024 // run]):
+        assert same(part, text)
+    monkeypatch.setattr(ternary, "is_cupy", lambda a: isinstance(a, np.ndarray))
+    scale = np.abs(make("extreme", rows, np.float32, seed=run))
+    scale[::5] = 0
+    expected = kb.quantize(x, text, scale=scale)
+    scale[::5] = [np.nan, np.inf, -1, 0][run % 4]
+    for given in (scale, scale.astype(np.float64)):
+        planes = {name: np.full_like(plane, 7) for name, plane in expected.planes.items()}
+        expected.format.encode_cuda(x, planes, {"scale": given})
+        assert all(planes[name].tobytes() == plane.tobytes() for name, plane in expected.planes.items())
 
 
 @pytest.mark.parametrize("size", [1, 127, 129, 257, 70_000, (1 << 17) + 777])
@@ -212,10 +232,10 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     right, wrong, options, x = FAULTS[fault]
     text = f"ternary:granularity=channel:0,{options}"
     x = x.reshape(-1, 80)
-    use(monkeypatch, ("quantize_ternary", "short_scales_ternary"), x.dtype)
+    use(monkeypatch, ("quantize_groups_ternary", "short_scales_ternary"), x.dtype)
     assert same(x, text)
     assert right in (kernel_folder() / "ternary.cu").read_text()
-    use(monkeypatch, ("quantize_ternary", "short_scales_ternary"), x.dtype, ((right, wrong),))
+    use(monkeypatch, ("quantize_groups_ternary", "short_scales_ternary"), x.dtype, ((right, wrong),))
     assert not same(x, text)
 
 

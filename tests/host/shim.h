@@ -86,6 +86,9 @@ inline A __ldcs(const A* from) {
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __clzll(long long x) { return x == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(x)); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const std::uint64_t both = static_cast<std::uint64_t>(b) << 32 | a;
     unsigned result = 0;
