@@ -43,6 +43,7 @@ __all__ = [
     "metrics",
     "precompile",
     "quantize",
+    "raw",
     "register",
     "stack",
     "take",
@@ -51,7 +52,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
-    from . import affine, bitnet, explore, gguf, io, lora
+    from . import affine, bitnet, explore, gguf, io, lora, raw
     from .compat import bitsandbytes
     from .compat.bitsandbytes import (
         create_normal_float_codebook as create_normal_float_codebook,
@@ -76,6 +77,7 @@ else:
         "gguf": "gguf",
         "io": "io",
         "lora": "lora",
+        "raw": "raw",
     }
     # Functions of such modules; those of bitsandbytes are documented there and not offered here.
     _FUNCTIONS = {

@@ -6,6 +6,7 @@
 // 16 bytes and no octet is cut, which is nearly always, nothing branches, and the loads of two octets are under way
 // together.
 #include "common/types.cuh"
+#include "formats/reader.cuh"
 #include KBIT_FORMAT_HEADER
 
 // Of the host (kbitcupy/formats/decoders.py), ahead of this source: THREADS of a block; UNITS, the octets that a thread
@@ -14,35 +15,6 @@
 static_assert(MAX_PLANES == PLANES && MAX_NUMBERS == NUMBERS, "the host packs other planes");
 
 // ---- what the kernels share ------------------------------------------------------------------------------------
-
-// The planes of the first member, with the table in shared memory. Every thread of the block calls it.
-template <typename F>
-__device__ __forceinline__ Planes planes_of(const Argument<F>& argument) {
-    Planes planes = argument.planes;
-    if constexpr (Fixed<F>::TABLE) {
-        // Nothing is stored before all is loaded: a table of some kilobytes would take a while otherwise.
-        constexpr int PIECES = F::TABLE / 4, EACH = (PIECES + THREADS - 1) / THREADS;
-        __shared__ uint4 table[PIECES];
-        const uint4* from = reinterpret_cast<const uint4*>(F::entries());
-        const int first = threadIdx.x;
-        uint4 piece[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (first + i * THREADS < PIECES) piece[i] = __ldg(from + first + i * THREADS);
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (first + i * THREADS < PIECES) table[first + i * THREADS] = piece[i];
-        __syncthreads();
-        planes.table = reinterpret_cast<const float*>(table);
-    } else if constexpr (F::TABLE > 0) {
-        __shared__ float table[F::TABLE];
-#pragma unroll 1
-        for (int i = threadIdx.x; i < F::TABLE; i += THREADS) table[i] = number_of(argument, i);
-        __syncthreads();
-        planes.table = table;
-    }
-    return planes;
-}
 
 // Elements of 16 bytes.
 template <typename T>
@@ -111,18 +83,12 @@ struct Share {
 #endif
 };
 
-template <typename F, int COUNT>
-__device__ __forceinline__ void decode_some(const Planes& planes, long long octet, float (&v)[COUNT][8]) {
-    if constexpr (COUNT == 1) F::decode8(planes, octet, v[0]);
-    else F::decode_together(planes, octet, v);
-}
-
 // y        T[members * size], gridDim.y thread blocks for each span of a member, or fewer that go through them
 // members  1, or how many arrays lie behind each other; each begins with an octet of its own
 template <typename T, typename F>
 __global__ void __launch_bounds__(THREADS, (Share<T, F>::BLOCKS))
     dequantize_blocks(T* y, long long members, const __grid_constant__ Argument<F> argument) {
-    const Planes first = planes_of(argument);
+    const Planes first = planes_of<THREADS>(argument);
     // Each block has a run of neighbouring spans: what is under way at a time lies close together in memory.
     constexpr int TOGETHER = Share<T, F>::COUNT, APART = Share<T, F>::APART, OCTETS = Share<T, F>::OCTETS;
     constexpr int SPAN = THREADS * OCTETS, EACH = OCTETS / TOGETHER;
@@ -176,7 +142,7 @@ __global__ void __launch_bounds__(THREADS, (Share<T, F>::BLOCKS))
 template <typename T, typename F>
 __global__ void __launch_bounds__(THREADS) take_blocks(
     T* y, const void* ids, const __grid_constant__ Rows rows, const __grid_constant__ Argument<F> argument) {
-    const Planes first = planes_of(argument);
+    const Planes first = planes_of<THREADS>(argument);
     // Where rows do not end with an octet, a run may touch one more.
     const bool cut = rows.length % 8 != 0;
     const long long each = rows.length / 8 + 2 * cut, all = rows.count * rows.runs * each;
@@ -283,7 +249,7 @@ template <typename T, typename F>
 __global__ void __launch_bounds__(THREADS, 2) linear_blocks(
     const T* x, const T* bias, T* y, long long tokens, long long rows, long long columns,
     const __grid_constant__ Argument<F> argument) {
-    const Planes planes = planes_of(argument);
+    const Planes planes = planes_of<THREADS>(argument);
     const Planes uncut = as_whole(planes);
     const bool whole = columns % 8 == 0 && are_aligned(planes) && is_aligned(x);
     const int lane = threadIdx.x % WARP;

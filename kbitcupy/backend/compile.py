@@ -113,7 +113,12 @@ def options(template: Template | None = None) -> tuple[str, ...]:
 
     ``--fmad=false``: NumPy rounds after every operation, so a contraction would change the bytes.
     """
-    folders = _folders(template.folder if template else None)
+    return include_options(() if template is None or template.folder is None else (template.folder,))
+
+
+def include_options(folders: tuple[Path, ...]) -> tuple[str, ...]:
+    """... of sources that include headers of `folders`, those of other packages, and ours."""
+    folders = (*folders, kernel_folder())
     included = (f"-I{folder}" for folder in folders)
     return ("-std=c++17", "--fmad=false", *included, f"-DKBIT_HEADERS={_headers_hash(folders)}")
 

@@ -104,3 +104,25 @@ def test_its_kernels_give_what_numpy_gives(cupy, shifted, dtype):
     assert same_planes(found, wanted)
     assert same_values(found.dequantize().get(), wanted.dequantize())
     assert same_values(kb.take(found, cupy.asarray([7, -1])).get(), wanted.dequantize()[[7, -1]])
+
+
+OWN = """
+template <typename F>
+__global__ void halves(const __grid_constant__ kbit::Array<F> q, float* y) {
+    const kbit::Reader<F> reader(q);
+    reader.for_each([&](long long first, int count, const float (&v)[8]) {
+        for (int e = 0; e < count; ++e) y[first + e] = 0.5f * v[e];
+    });
+}
+"""
+
+
+def test_a_kernel_of_ones_own_reads_it(cupy, shifted):
+    x = numbers("normal", (33, 64), "float32")
+    q = kb.quantize(cupy.asarray(x), "shifted")
+    decoder, y = kb.raw.decoder(q), cupy.empty(x.shape, np.float32)
+    module = cupy.RawModule(
+        code=kb.raw.preamble(decoder) + OWN, options=kb.raw.options(decoder), name_expressions=("halves<Shifted>",)
+    )
+    module.get_function("halves<Shifted>")((2,), (64,), (decoder.argument, y))
+    assert same_values(2 * y.get(), q.dequantize().get())
