@@ -38,6 +38,8 @@ def assemble(tree: Path) -> None:
     shutil.copytree(ROOT / "notebooks", tree / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     pages.write(tree / "docs")
     for page in [*tree.rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(text.replace("(../README.md)", "(../index.md)").replace("(README.md)", "(index.md)"), "utf-8")
         for link in linked(page.read_text(encoding="utf-8")):
             target = (page.parent / link).resolve()
             if not target.exists() and target.is_relative_to(tree):  # a source file, to be downloaded

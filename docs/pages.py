@@ -128,7 +128,9 @@ def api(folder: Path) -> None:
 
 #: Captions of the side bar, and the pages below them.
 CONTENTS = {
-    "Reference": ("docs/api/index",),
+    "Guide": ("docs/install", "docs/python", "docs/commands", "docs/products"),
+    "Files": ("docs/files", "docs/bitsandbytes", "docs/gguf"),
+    "Reference": ("docs/formats", "docs/api/index", "docs/benchmarks", "docs/comparison"),
     "Project": ("CONTRIBUTING", "CHANGELOG"),
 }
 
@@ -136,7 +138,7 @@ CONTENTS = {
 def contents(root: Path) -> list[str]:
     """The tables of contents behind the first page, in Markdown."""
     lines: list[str] = []
-    notebooks = tuple(f"notebooks/{path.stem}" for path in sorted((root / "notebooks").glob("*.ipynb")))
+    notebooks = "docs/notebooks", *(f"notebooks/{path.stem}" for path in sorted((root / "notebooks").glob("*.ipynb")))
     for caption, entries in {**CONTENTS, "Notebooks": notebooks}.items():
         lines += ["", "```{toctree}", ":hidden:", ":maxdepth: 1", f":caption: {caption}", "", *entries, "```"]
     return [*lines, ""]

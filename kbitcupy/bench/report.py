@@ -135,7 +135,7 @@ class Report:
         return "\n".join(lines)
 
     def markdown(self) -> str:
-        """The README's tables: the largest size, a column for each format, a table for each family."""
+        """The tables of docs/benchmarks.md: the largest size, a column for each format, a table for each family."""
         kind, title, show = ("gpu", "fraction of copy", _fraction_text)
         if self.device == "cpu":
             kind, title, show = ("numpy", "ns per element", lambda row: f"{row.ns_per_element:.1f}")

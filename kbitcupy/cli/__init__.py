@@ -316,7 +316,7 @@ def _add_bench(commands: Any) -> None:
     only.add_argument("--linear", action="store_true", help="time products with compressed weights on a GPU instead")
     output = command.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
-    output.add_argument("--markdown", action="store_true", help="print the table for the README instead")
+    output.add_argument("--markdown", action="store_true", help="print the tables of docs/benchmarks.md instead")
     command.set_defaults(run=benchmark.run)
 
 
