@@ -456,4 +456,4 @@ def decoder(bits: int, granularity: Granularity, levels: Levels) -> Decoder:
         return blocks.row, blocks.run, blocks.per_row, levels.zero
 
     struct = f"Affine<{bits}, {str(levels.qmin < 0).lower()}>"
-    return Decoder(_HEADER, struct, ("codes", "scale", "zero_point"), numbers)
+    return Decoder(_HEADER, struct, ("codes", "scale", "zero_point"), numbers, together=True)

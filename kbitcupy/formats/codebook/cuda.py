@@ -205,7 +205,9 @@ def kbit_decoder(k: int, absmax: str, table: Codebook | None) -> Decoder:
     if table is not None:
         values[: 1 << k] = table.values
     struct = f"Kbit<{ABSMAX[absmax].kernel}>"
-    return Decoder(_HEADER, struct, ("packed", "absmax", "scale"), lambda shape: (k,), values, "codebook")
+    return Decoder(
+        _HEADER, struct, ("packed", "absmax", "scale"), lambda shape: (k,), values, "codebook", together=True
+    )
 
 
 @functools.lru_cache(maxsize=1024)
