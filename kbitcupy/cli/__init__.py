@@ -140,6 +140,13 @@ def _add_compare(commands: Any) -> None:
         help="bits and SQNR only: a line for each tensor and a column for each format; without FILE the other way "
         "round",
     )
+    command.add_argument(
+        "--best",
+        type=_bits,
+        metavar="BITS",
+        help="show the best format for each tensor within so many bits per element instead, of all formats or of "
+        "--formats, finer granularities and fitted codebooks included",
+    )
     command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     command.add_argument("--plot", metavar="OUT", help="draw SQNR and bits too: a file such as out.png or out.svg")
     command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
@@ -152,8 +159,9 @@ def _add_plan(commands: Any) -> None:
         epilog="example: kbit plan model.safetensors -o plan.json --bits 3.5",
         parents=[_common(), _spared()],
         help="the best format for each tensor of a file under a budget of bits",
-        description="Measure every format on every tensor of FILE and choose the formats with the least total squared "
-        "error that fit the budget. kbit quantize --plan compresses the file so.",
+        description="Measure every format on every tensor of FILE, with finer granularities and fitted codebooks where "
+        "they keep more, and choose those with the least error that fit the budget: each tensor's squared error over "
+        "its variance, weighted by its size. kbit quantize --plan compresses the file so.",
     )
     command.add_argument("file", metavar="FILE", help=_INPUT)
     command.add_argument("-o", "--output", metavar="OUT", required=True, help="JSON file to write")
@@ -165,6 +173,20 @@ def _add_plan(commands: Any) -> None:
         help="formats to choose from, such as kbit4,nf4:block=32 (default: those of kbit formats)",
     )
     _add_all(command)
+    command.add_argument(
+        "--weight",
+        action="append",
+        default=[],
+        type=_weight,
+        metavar="PATTERN=W",
+        help="how much the tensors count beside that whose name matches, such as '*attention*=2' (others 1); may be "
+        "repeated, the first that matches counts",
+    )
+    command.add_argument(
+        "--absolute",
+        action="store_true",
+        help="make the sum of all squared errors least: a tensor of large numbers then outweighs one of small ones",
+    )
     command.add_argument(
         "--time-limit",
         type=_seconds,
@@ -407,6 +429,14 @@ def _bits(text: str) -> float:
     if not 0 < bits < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of bits")
     return bits
+
+
+def _weight(text: str) -> tuple[str, float]:
+    pattern, equals, number = text.rpartition("=")
+    weight = _number(number)
+    if not equals or not 0 <= weight < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=W, such as '*attention*=2', with W from 0 on")
+    return pattern, weight
 
 
 def _seconds(text: str) -> float:

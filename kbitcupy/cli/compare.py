@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import io
 import itertools
 import math
+import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,14 @@ from ..io.checkpoint import Checkpoint
 from ..io.container import entry_of
 from ..io.convert import progress_bar
 from ..text import Column, printable, shortened, table, tables, terminal_width
-from .common import DEFAULT_FORMAT, chosen_format, dumps
+from .common import DEFAULT_FORMAT, chosen_format, dumps, finite
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run ``kbit compare``."""
+    if arguments.best is not None:
+        _run_best(arguments)
+        return
     picture = None if arguments.plot is None else _picture(arguments.plot, arguments.force)
     if arguments.formats is not None:
         names = split_formats(arguments.formats)
@@ -61,9 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         document = {
             "kbitcupy": __version__,
-            "source": (arguments.files if len(arguments.files) > 1 else arguments.files[0])
-            if arguments.files
-            else "samples",
+            "source": _source(arguments.files),
             "device": device,
             "results": [
                 {
@@ -86,6 +90,74 @@ def run(arguments: argparse.Namespace) -> None:
     said = _conclusion(chosen, totals, titles), explore.notes(measured), _wrapped(*explore.remarks(measured))
     for line in itertools.chain(*said):
         print(printable(line))
+
+
+# Seconds that `--best` may measure one tensor for.
+_BEST_SECONDS = 5.0
+
+
+def _run_best(arguments: argparse.Namespace) -> None:
+    """Run ``kbit compare --best BITS``."""
+    for name in ("wide", "plot"):
+        if getattr(arguments, name):
+            raise FormatError(f"--{name} shows every format, and --best one for each tensor: leave one of them away")
+    chosen = None
+    if arguments.formats is not None:
+        chosen = [chosen_format(name, arguments.option) for name in split_formats(arguments.formats)]
+    elif arguments.option:
+        raise FormatError("--option is one of --formats: name those to choose from")
+    device = _xp.resolve_device(arguments.device)
+    tensors, nbytes = _tensors(arguments.files, arguments, again=True)
+    rows = []
+    with progress_bar("compare", nbytes, sys.stderr.isatty()) as advance:
+        for tensor, x in tensors:
+            how: dict[str, Any] = {"formats": chosen, "all": arguments.all, "time_limit": _BEST_SECONDS}
+            try:
+                found = explore.best(_xp.to_device(x, device), bits=arguments.best, **how)
+            except FormatError as error:
+                raise FormatError(f"tensor {tensor!r}: {error}") from error
+            rows.append({**found.row, "tensor": tensor})
+            advance(x.nbytes)
+    whole = explore.Plan(arguments.best, tuple(rows))
+    if arguments.json:
+        keys = ("tensor", "shape", "dtype", "fitted", "bits_per_element", "sqnr_db", "sqnr_centered_db", "mse")
+        best = [{**{key: row[key] for key in (*keys, "max_error")}, "format": row["label"]} for row in rows]
+        total = {"bits_per_element": whole.bits_per_element, "sqnr_db": whole.sqnr_db}
+        about = {"kbitcupy": __version__, "source": _source(arguments.files), "device": device}
+        print(dumps(finite({**about, "bits": arguments.best, "best": best, "total": total})))
+        return
+    columns = [
+        Column("tensor", left=True, elastic=True),
+        Column("format", left=True),
+        Column("bits", 5),
+        Column("SQNR dB", 7),
+        Column("centered", 7),
+        Column("max err", 7),
+    ]
+    lines = []
+    for row in rows:
+        numbers = f"{row['bits_per_element']:.2f}", f"{row['sqnr_db']:.2f}", f"{row['sqnr_centered_db']:.2f}"
+        lines.append([row["tensor"], _with_fit(row), *numbers, f"{row['max_error']:.1e}"])
+    lines.append(["total", "", f"{whole.bits_per_element:.2f}", f"{whole.sqnr_db:.2f}", "", ""])
+    print(table(columns, lines))
+    counts = collections.Counter(map(_with_fit, rows))
+    often = ", ".join(f"{name} for {count}" for name, count in counts.most_common())
+    said = [f"best within {arguments.best:g} bits per element, of {len(rows)} tensors: {often}"]
+    if len(arguments.files) == 1:
+        command = f"kbit plan {shlex.quote(arguments.files[0])} --bits {arguments.best:g} -o plan.json"
+        said.append(f"{command} shares these bits out among the tensors, for kbit quantize --plan")
+    for line in (*_wrapped(*said), *explore.notes(rows), *_wrapped(*explore.remarks(rows))):
+        print(printable(line))
+
+
+def _with_fit(row: Mapping[str, Any]) -> str:
+    """A format as a table names it, with what was fitted."""
+    return " ".join((row["label"], *(f"({name} fitted)" for name in row["fitted"])))
+
+
+def _source(files: Sequence[str]) -> Any:
+    """What was compared, for JSON."""
+    return (list(files) if len(files) > 1 else files[0]) if files else "samples"
 
 
 def _titles(chosen: dict[str, Choice]) -> dict[str, str]:
@@ -139,7 +211,13 @@ def run_plan(arguments: argparse.Namespace) -> None:
     tensors, nbytes = _tensors([arguments.file], arguments, again=False)
     with progress_bar("plan", nbytes, sys.stderr.isatty()) as advance:
         rows = explore.sweep(_counted(tensors, advance), chosen, device=arguments.device, all=arguments.all)
-    plan = explore.plan(rows, arguments.bits, time_limit=arguments.time_limit)
+    plan = explore.plan(
+        rows,
+        arguments.bits,
+        objective="absolute" if arguments.absolute else "relative",
+        weights=dict(arguments.weight),
+        time_limit=arguments.time_limit,
+    )
     config = plan.config()
     _write(target, dumps(config).encode() + b"\n", arguments.force)
     if arguments.json:
@@ -164,16 +242,16 @@ def _plan_table(plan: explore.Plan, rows: list[dict[str, Any]]) -> str:
     """The plan, its parts, and every format that fits the budget on all tensors."""
 
     def line(name: str, part: explore.Plan) -> list[str]:
-        numbers = f"{part.bits_per_element:.2f}", f"{part.sqnr_db:.2f}", f"{part.squared_error:.3e}"
+        numbers = f"{part.bits_per_element:.2f}", f"{part.sqnr_db:.2f}", f"{part.loss:.3e}"
         return [name, str(len(part.rows)), *numbers]
 
     lines = [line("plan", plan)]
     uniform = []
-    for label in dict.fromkeys(row["label"] for row in rows):
+    for label in dict.fromkeys(row["label"] for row in (*rows, *plan.rows)):
         part = [row for row in plan.rows if row["label"] == label]
         if part:
-            lines.append(line(f"  of which {label}", explore.Plan(plan.budget_bits, tuple(part))))
-        every = explore.Plan(plan.budget_bits, tuple(row for row in rows if row["label"] == label))
+            lines.append(line(f"  of which {label}", replace(plan, rows=tuple(part))))
+        every = replace(plan, rows=tuple(row for row in rows if row["label"] == label))
         if len(every.rows) == len(plan.rows) and every.bits_per_element <= plan.budget_bits:
             uniform.append(line(f"{label} for all", every))
     columns = [
@@ -181,7 +259,7 @@ def _plan_table(plan: explore.Plan, rows: list[dict[str, Any]]) -> str:
         Column("tensors"),
         Column("bits", 5),
         Column("SQNR dB"),
-        Column("squared error"),
+        Column(explore.OBJECTIVES[plan.objective]),
     ]
     return table(columns, [*lines, *uniform])
 

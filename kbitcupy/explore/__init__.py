@@ -4,10 +4,11 @@ Measuring and planning need nothing but kbitcupy. The plots need matplotlib (the
 one is drawn; each takes a matplotlib Axes, or makes one, and returns it.
 """
 
+from .choosing import Best, best
 from .design import design_codebook
 from .fit import fit_table
-from .measurement import Measurement, Sweep, default_formats, label, measure, notes, remarks, sweep
-from .planning import PLAN_VERSION, Plan, plan, read_plan
+from .measurement import Measurement, default_formats, label, measure, notes, remarks
+from .planning import OBJECTIVES, PLAN_VERSION, Plan, plan, read_plan
 from .plots import (
     DB_PER_BIT,
     figure,
@@ -17,13 +18,17 @@ from .plots import (
     plot_layers,
     plot_sqnr,
 )
+from .sweeps import Sweep, sweep
 
 __all__ = [
     "DB_PER_BIT",
+    "OBJECTIVES",
     "PLAN_VERSION",
+    "Best",
     "Measurement",
     "Plan",
     "Sweep",
+    "best",
     "default_formats",
     "design_codebook",
     "figure",

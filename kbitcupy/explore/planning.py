@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from .. import metrics
 from .._version import __version__
 from ..errors import FileError, FormatError
-from ..formats.base import Format, get_format
+from ..formats.base import GIVEN, Choice, Format, get_format, resolve
 from ..serial import read_json_file
-from .measurement import sweep
+from .sweeps import sweep
 
-#: Version of the JSON that a plan is written as; what an older version wrote is still read.
-PLAN_VERSION = 1
+#: Version of the JSON that a plan is written as; what an older version wrote is still read. Version 2 has codebooks
+#: that were fitted, and a plan without any is written as version 1.
+PLAN_VERSION = 2
+
+#: The label of a tensor that a plan leaves as it is.
+KEPT = "kept"
+#: What a plan makes least, and what messages call it.
+OBJECTIVES = {"relative": "error over variance", "absolute": "squared error"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,15 +39,21 @@ class Plan:
     budget_bits : float
         Bits per element that the plan was made for.
     rows : tuple of dict
-        The chosen row of `sweep` for each tensor.
+        The chosen row of `sweep` for each tensor. A tensor that stays as it is has None for its format.
     bound : float, optional
-        What the squared error of no choice within the budget is below: that of the plan, where none is better. None
-        where it is not known.
+        What the loss of no choice within the budget is below: that of the plan, where none is better. None where it is
+        not known.
+    objective : {"relative", "absolute"}, default "relative"
+        What the loss is: see `loss`.
+    weights : mapping of str to float, optional
+        How much the tensors count, by name; 1 where one is not named.
     """
 
     budget_bits: float
     rows: tuple[dict[str, Any], ...]
     bound: float | None = None
+    objective: Literal["relative", "absolute"] = "relative"
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         bits = f"{self.bits_per_element:.3f} of {self.budget_bits:g} bits per element"
@@ -48,29 +61,48 @@ class Plan:
         return f"<Plan: {len(self.rows)} tensors, {bits}, SQNR {self.sqnr_db:.2f} dB{proof}>"
 
     @property
+    def loss(self) -> float:
+        """What the plan makes least.
+
+        ``"relative"``: the mean over all elements of their squared error over the variance of their tensor, weighted;
+        1 is what storing the means alone would lose. ``"absolute"``: the weighted sum of all squared errors.
+        """
+        return math.fsum(loss for row in self.rows for loss in _losses(self, (row,)))
+
+    @property
     def gap(self) -> float:
-        """How much less the squared error of a better choice could be, as a part of the plan's own, at most.
+        """How much less the loss of a better choice could be, as a part of the plan's own, at most.
 
         0 where no choice is better, NaN where that is not known.
         """
         if self.bound is None:
             return math.nan
-        proven = self.bound >= self.squared_error * (1 - _RESOLUTION)
-        return 0.0 if proven else 1 - self.bound / self.squared_error
+        loss = self.loss
+        proven = self.bound >= loss * (1 - _RESOLUTION)
+        return 0.0 if proven else 1 - self.bound / loss
 
     @property
     def proof(self) -> str:
         """How good the plan is, in words."""
         if self.bound is None:
             return "not compared with other choices"
+        what = OBJECTIVES[self.objective]
         if self.gap == 0:
-            return "no other choice within the budget has less squared error"
-        return f"stopped early; no choice within the budget has {100 * self.gap:.2g} % less squared error"
+            return f"no other choice within the budget has less {what}"
+        return f"stopped early; no choice within the budget has {100 * self.gap:.2g} % less {what}"
 
     @property
-    def formats(self) -> dict[str, Format]:
-        """The format of each tensor, by name."""
-        return {row["tensor"]: get_format(row["format"], **row["options"]) for row in self.rows}
+    def formats(self) -> dict[str, Format | Choice]:
+        """What `kbitcupy.quantize` takes as the format of each tensor, by name: with what was fitted beside it, where
+        something was. Tensors that stay as they are have none.
+        """
+        found: dict[str, Format | Choice] = {}
+        for row in self.rows:
+            if row["format"] is not None:
+                format = get_format(row["format"], **row["options"])
+                fitted = {name: np.array(values, np.float32) for name, values in row.get("fitted", {}).items()}
+                found[row["tensor"]] = (format, fitted) if fitted else format
+        return found
 
     @property
     def bits_per_element(self) -> float:
@@ -89,14 +121,24 @@ class Plan:
 
     def config(self) -> dict[str, Any]:
         """JSON description: what `kbit quantize --plan` and `read_plan` read."""
+        tensors: dict[str, Any] = {}
+        for row in self.rows:
+            if row["format"] is not None:
+                fitted = {"given": row["fitted"]} if row.get("fitted") else {}
+                tensors[row["tensor"]] = {**get_format(row["format"], **row["options"]).config(), **fitted}
+        kept = [row["tensor"] for row in self.rows if row["format"] is None]
         return {
-            "version": PLAN_VERSION,
+            "version": PLAN_VERSION if any("given" in one for one in tensors.values()) else 1,
             "written_by": f"kbitcupy {__version__}",
             "budget_bits": self.budget_bits,
             "bits_per_element": self.bits_per_element,
+            "objective": self.objective,
+            "loss": self.loss,
+            "loss_bound": self.bound,
             "squared_error": self.squared_error,
-            "squared_error_bound": self.bound,
-            "tensors": {name: format.config() for name, format in self.formats.items()},
+            **({"weights": dict(self.weights)} if self.weights else {}),
+            **({"kept": kept} if kept else {}),
+            "tensors": tensors,
         }
 
 
@@ -105,11 +147,13 @@ def plan(
     budget_bits: float,
     *,
     formats: str | Format | Iterable[str | Format] | None = None,
+    objective: Literal["relative", "absolute"] = "relative",
+    weights: Mapping[str, float] | None = None,
     device: str | None = None,
     progress: bool = False,
     time_limit: float = 10.0,
 ) -> Plan:
-    """The format for each tensor that makes the total squared error least, under a budget of bits.
+    """The format for each tensor that makes the total error least, under a budget of bits.
 
     The choice is exact, unless the time runs out: no other assignment of the given formats has a lower total within the
     budget. The plan says which of both it is, and how far from the best it is at most (`Plan.gap`).
@@ -121,7 +165,16 @@ def plan(
     budget_bits : float
         Bits per element of all tensors together, scales and every other plane included.
     formats : str, Format or iterable of them, optional
-        What to choose from; by default every format that needs no option and takes a tensor's shape. Not with rows.
+        What to choose from; by default what `sweep` measures: every format that needs no option and takes a tensor's
+        shape, and finer granularities and fitted codebooks where they keep more. Not with rows.
+    objective : {"relative", "absolute"}, default "relative"
+        What is made least. ``"relative"``: each tensor's squared error over its variance, weighted by its size: a
+        tensor in pascals counts as one of mean 0 and standard deviation 1. A tensor of variance 0 is kept exact, as it
+        is where no format can. ``"absolute"``: the sum of all squared errors, in which a tensor of large numbers
+        outweighs one of small ones.
+    weights : mapping of str to float, optional
+        How much tensors count beside that, by name or pattern (``"*attention*"``; case matters), from 0 on. A name
+        counts before patterns, and of those the first that matches; all other tensors count 1.
     device, progress
         As for `sweep`.
     time_limit : float, default 10
@@ -135,8 +188,13 @@ def plan(
     Raises
     ------
     FormatError
-        When there is no tensor, a tensor is not finite, even the smallest choice is over the budget, or a format's
-        options cannot be written into a plan (a codebook or scales given as an array).
+        When there is no tensor, a tensor is not finite, even the smallest choice is over the budget, a format's options
+        cannot be written into a plan (a codebook or scales given as an array), or a weight is negative or for no
+        tensor.
+
+    See Also
+    --------
+    best : the best format for one array.
 
     Notes
     -----
@@ -145,23 +203,25 @@ def plan(
     choice, and bounds the optimum from below. Dynamic programming over the tensors that are still open then keeps only
     what neither another state dominates nor the bound excludes, and ever more of it while there is time.
 
-    Errors of the tensors count as they are: a tensor in a unit with large numbers outweighs one with small ones.
-
     Examples
     --------
     >>> import numpy as np, kbitcupy as kb
     >>> rng = np.random.default_rng(0)
-    >>> weights = {"large": rng.normal(0, 4.0, (64, 64)), "small": rng.normal(0, 0.1, (64, 64))}
-    >>> found = kb.explore.plan(weights, 3.5, formats=["kbit2", "kbit3", "kbit4"])
+    >>> fields = {"pressure": rng.normal(0, 2e3, (64, 64)), "velocity": rng.normal(0, 0.1, (64, 64))}
+    >>> found = kb.explore.plan(fields, 4.5, formats=["kbit2", "kbit4", "kbit6"])
     >>> {name: str(format) for name, format in found.formats.items()}
-    {'large': 'kbit4', 'small': 'kbit2'}
-    >>> round(found.bits_per_element, 2)
-    3.26
+    {'pressure': 'kbit4', 'velocity': 'kbit4'}
+    >>> found = kb.explore.plan(fields, 4.5, formats=["kbit2", "kbit4", "kbit6"], weights={"velo*": 20})
+    >>> {name: str(format) for name, format in found.formats.items()}
+    {'pressure': 'kbit2', 'velocity': 'kbit6'}
     """
     if isinstance(budget_bits, bool) or not isinstance(budget_bits, (int, float, np.number)) or not budget_bits > 0:
         raise FormatError(f"budget_bits is {budget_bits!r}; it must be a positive number of bits per element")
     if isinstance(time_limit, bool) or not isinstance(time_limit, (int, float, np.number)) or not time_limit > 0:
         raise FormatError(f"time_limit is {time_limit!r}; it must be a positive number of seconds, or math.inf")
+    if objective not in OBJECTIVES:
+        raise FormatError(f"objective is {objective!r}; allowed are {', '.join(map(repr, OBJECTIVES))}")
+    _check_weights(weights)
     if isinstance(tensors, list) and tensors and all(isinstance(row, dict) for row in tensors):
         if formats is not None:
             raise FormatError("formats goes with arrays; rows of a sweep have theirs: filter the rows instead")
@@ -175,6 +235,8 @@ def plan(
     if not choices:
         raise FormatError("there is nothing to plan: no tensor has an element")
     _check_choices(choices)
+    if objective == "relative":
+        choices = {name: options if options[0]["deviation"] else _exact(options) for name, options in choices.items()}
     elements = sum(options[0]["elements"] for options in choices.values())
     budget = math.floor(float(budget_bits) * elements / 8)
     least = sum(min(row["nbytes_after"] for row in options) for options in choices.values())
@@ -183,14 +245,77 @@ def plan(
             f"budget_bits is {budget_bits}; the smallest choice takes {8 * least / elements:.3f} bits per element: "
             "raise the budget, or offer formats of fewer bits"
         )
+    first = tuple(options[0] for options in choices.values())
+    empty = Plan(float(budget_bits), first, None, objective, _weights_of(weights or {}, list(choices)))
     found, bound = cheapest(
         [[row["nbytes_after"] for row in options] for options in choices.values()],
-        [[row["squared_error"] for row in options] for options in choices.values()],
+        [_losses(empty, options) for options in choices.values()],
         budget,
         float(time_limit),
     )
     chosen_rows = tuple(options[i] for i, options in zip(found, choices.values(), strict=True))
-    return Plan(float(budget_bits), chosen_rows, bound)
+    return replace(empty, rows=chosen_rows, bound=bound)
+
+
+def _losses(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """What rows, each in the place of that of its tensor, add to the loss of a plan."""
+    if plan.objective == "absolute":
+        return [plan.weights.get(row["tensor"], 1.0) * row["squared_error"] for row in rows]
+    whole = math.fsum(plan.weights.get(row["tensor"], 1.0) * row["elements"] for row in plan.rows)
+    found = []
+    for row in rows:
+        part = plan.weights.get(row["tensor"], 1.0) / whole if whole else 0.0
+        # The sum of squares over the variance is the mean over it times the number of elements.
+        error, variance = row["squared_error"], row["deviation"] ** 2
+        found.append(part * error / variance if variance else math.inf if error else 0.0)
+    return found
+
+
+def _exact(options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The choices for a tensor of variance 0: formats that lose nothing of it, and none."""
+    nothing = {"squared_error": 0.0, "mse": 0.0, "max_error": 0.0, "sqnr_db": math.inf, "sqnr_centered_db": math.inf}
+    kept = {
+        **options[0],
+        **nothing,
+        **dict.fromkeys(("format", "family", "remark")),
+        "options": {},
+        "given": [],
+        "fitted": {},
+        "shares": {},
+        "cosine": 1.0,
+        "label": KEPT,
+        "nbytes_after": options[0]["nbytes_before"],
+        "bits_per_element": 8 * options[0]["nbytes_before"] / options[0]["elements"],
+    }
+    return [*(row for row in options if row["squared_error"] == 0), kept]
+
+
+def _check_weights(weights: Any) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, Mapping):
+        raise FormatError(f"weights is {type(weights).__name__}; it must be a mapping of names or patterns to numbers")
+    for name, weight in weights.items():
+        number = isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool)
+        if not isinstance(name, str) or not number or not 0 <= weight < math.inf:
+            raise FormatError(f"weights has {weight!r} for {name!r}; it must be a finite number from 0 on for a name")
+
+
+def _weights_of(weights: Mapping[str, float], tensors: Sequence[str]) -> dict[str, float]:
+    """How much each tensor counts that a name or a pattern names."""
+    for pattern in weights:
+        if pattern not in tensors and not any(fnmatch.fnmatchcase(name, pattern) for name in tensors):
+            raise FormatError(f"weights names {pattern!r}, which matches no tensor; there are {_listed(tensors)}")
+    found: dict[str, float] = {}
+    for name in tensors:
+        patterns = [name] if name in weights else [each for each in weights if fnmatch.fnmatchcase(name, each)]
+        if patterns:
+            found[name] = float(weights[patterns[0]])
+    return found
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _check_choices(choices: Mapping[str, list[dict[str, Any]]]) -> None:
@@ -198,16 +323,16 @@ def _check_choices(choices: Mapping[str, list[dict[str, Any]]]) -> None:
         if not all(math.isfinite(row["squared_error"]) for row in options):
             raise FormatError(f"tensor {name!r} has an error that is not finite (NaN or infinity in it); leave it out")
         for row in options:
-            format = get_format(row["format"], **row["options"])
-            if given := row.get("given"):
+            given = [each for each in row.get("given", ()) if each not in row.get("fitted", {})]
+            if given:
                 raise FormatError(
-                    f"{format!r} was given {' and '.join(given)}, which a plan cannot carry; offer formats whose "
-                    "options are text and numbers"
+                    f"{get_format(row['format'], **row['options'])!r} was given {' and '.join(given)}, which a plan "
+                    "cannot carry; offer formats whose options are text and numbers"
                 )
 
 
-def read_plan(path: str | os.PathLike[str]) -> dict[str, Format]:
-    """The formats of a plan that `kbit plan` wrote, by tensor name.
+def read_plan(path: str | os.PathLike[str]) -> dict[str, Format | Choice]:
+    """The formats of a plan that `kbit plan` wrote, by tensor name; with the codebook that was fitted, where one was.
 
     Parameters
     ----------
@@ -216,7 +341,8 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Format]:
 
     Returns
     -------
-    dict of str to Format
+    dict of str to Format or tuple of Format and dict
+        As `kbitcupy.quantize` and `kbitcupy.io.quantize_file` take them.
 
     Raises
     ------
@@ -247,15 +373,31 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Format]:
         raise FileError(f"{path} is not a plan: it has no version or lists no tensors; write one with kbit plan")
     if version > PLAN_VERSION:
         raise FileError(f"{path} has plan version {version}; this kbitcupy reads up to {PLAN_VERSION}: upgrade it")
-    found = {}
+    found: dict[str, Format | Choice] = {}
     for tensor, config in tensors.items():
         if not isinstance(config, dict) or not isinstance(config.get("name"), str):
             raise FileError(f"{path}: tensor {tensor!r} names no format")
-        options = {key: value for key, value in config.items() if key != "name"}
-        found[tensor] = get_format(config["name"], **options)
+        options = {key: value for key, value in config.items() if key not in ("name", "given")}
+        format = get_format(config["name"], **options)
+        given = config.get("given", {})
+        _check_given(given, f"{path}: tensor {tensor!r}")
+        resolve(format, given)  # which checks numbers that are no array yet
+        found[tensor] = (format, {name: np.array(given[name], np.float32) for name in given}) if given else format
     return found
 
 
+def _check_given(given: Any, where: str) -> None:
+    """Check what a plan has beside a format."""
+    if not isinstance(given, dict) or not given.keys() <= set(GIVEN):
+        raise FileError(f"{where} has something beside its format that is not one of {', '.join(GIVEN)}")
+    for name, values in given.items():
+        numbers = isinstance(values, list) and all(isinstance(x, (int, float)) and abs(x) <= _LARGEST for x in values)
+        if not numbers:
+            raise FileError(f"{where} has a {name} that is not a list of numbers")
+
+
+# What float32 holds; a codebook of a plan is checked for it as a text of a stranger.
+_LARGEST = float(np.finfo(np.float32).max)
 # What could save less than this part of the error is not looked for: the sums are no more exact.
 _RESOLUTION = 1e-12
 # States of the search, which are assignments of its first tensors: how many the first pass keeps of each tensor, how

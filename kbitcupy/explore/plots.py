@@ -16,8 +16,9 @@ from ..errors import MissingExtraError
 from ..formats.base import Format
 from ..ops import dequantize, quantize
 from ..text import shortened
-from .measurement import chosen_formats, label
+from .measurement import label
 from .planning import Plan
+from .sweeps import chosen_formats
 
 #: SQNR in dB that one more bit can buy on a Gaussian source: its distortion at rate R is at least 2^(-2 R).
 DB_PER_BIT = 20 * math.log10(2)
