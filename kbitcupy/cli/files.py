@@ -67,8 +67,7 @@ def run_quantize(arguments: argparse.Namespace) -> None:
             f"{arguments.importance} has no importance for {len(report.without_importance)} tensors, which are "
             f"quantized without: {', '.join(report.without_importance)}"
         )
-    for text in report.notes:
-        _note(text)
+    _say(report)
     if not report.converted and not (arguments.recipe and RECIPES[find_recipe(arguments.recipe)].type in FLOAT_DTYPES):
         _note(_why_nothing(arguments, report))
     _close(arguments, done, report)
@@ -84,13 +83,24 @@ def run_dequantize(arguments: argparse.Namespace) -> None:
             weight_scale=arguments.weight_scale,
             **_writing(arguments),
         )
-    for text in report.notes:
-        _note(text)
+    _say(report)
     _close(arguments, "dequantized", report)
 
 
 def _note(text: str) -> None:
     print(printable(f"kbit: note: {text}"), file=sys.stderr)
+
+
+def _say(report: FileReport) -> None:
+    """What the result lacks, or is not."""
+    for text in report.notes:
+        _note(text)
+    if report.files_left_out:
+        names = ", ".join(report.files_left_out[:8]) + (", ..." if len(report.files_left_out) > 8 else "")
+        _note(
+            f"left out {names}: neither the tensors that are converted, nor configuration, tokenizer or text (pickles "
+            "never go along)"
+        )
 
 
 def _why_nothing(arguments: argparse.Namespace, report: FileReport) -> str:
@@ -161,13 +171,15 @@ def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None
         return
     files = "file was" if report.resumed == 1 else "files were"
     there = f" ({report.resumed} {files} there already)" if report.resumed else ""
+    count = len(report.files_copied)
+    beside = f", {count} other {'file' if count == 1 else 'files'} beside" if count else ""
     lost = ""
     if report.not_finite:
         names = ", ".join(report.not_finite[:3]) + (", ..." if len(report.not_finite) > 3 else "")
         lost = f"; {report.nan} NaN and {report.infinite} infinite values, which are not kept, in {names}"
     bits = f", {report.bits_per_element:.2f} bits per element" if report.elements else ""
     print(
-        f"{printable(arguments.output)}: {report.converted} tensors {done}, {report.copied} copied{there}; "
+        f"{printable(arguments.output)}: {report.converted} tensors {done}, {report.copied} copied{there}{beside}; "
         f"{report.nbytes_before / 1e6:.2f} MB before, {report.nbytes_after / 1e6:.2f} MB after{bits}, "
         f"{report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s{printable(lost)}"
     )

@@ -355,6 +355,20 @@ def filling(target: Path, job: Mapping[str, Any], resume: bool = False) -> Itera
         note.close()
 
 
+@contextlib.contextmanager
+def writing_inside(target: Path) -> Iterator[Output]:
+    """A file of a folder that is being filled, and its own folder there: it is written anew each time, and whole when
+    the folder is.
+    """
+    with _written(target):
+        target.parent.mkdir(exist_ok=True)
+        file = FileIO(target, "wb")
+    with file:
+        yield Output(file, target)
+        with _written(target):
+            os.fsync(file.fileno())
+
+
 def _has_files(part: Path) -> bool:
     """Whether a folder that is being filled has finished files."""
     return any(path.name != JOB and not _TEMPORARY.fullmatch(path.name) for path in part.iterdir())

@@ -77,7 +77,7 @@ class BitnetJob:
         options = format.options()
         mean = is_ternary(format) and options["granularity"] == "tensor" and options["rule"] == "absmean"
         stores = isinstance(self.layout, (BitnetLayout, GgufLayout))
-        return scale_of_ternary if mean and stores and "scale" not in given else None
+        return scale_of_ternary if mean and stores and "scale" not in given else self.layout.given_by(choice)
 
 
 def bitnet_job(

@@ -112,6 +112,8 @@ class Checkpoint(Mapping[str, Any]):
         Metadata of all files together, without what describes compressed tensors.
     is_folder : bool
         Whether it is, or may be, several files.
+    folder : pathlib.Path or None
+        The folder, where that was asked for, or its index.
 
     Raises
     ------
@@ -136,6 +138,7 @@ class Checkpoint(Mapping[str, Any]):
         self.path = as_path(path, "path")
         with reading(self.path):
             self.is_folder = self.path.is_dir() or self.path.name.endswith(INDEX_ENDING)
+        self.folder = (self.path if self.path.is_dir() else self.path.parent) if self.is_folder else None
         self.index: str | None = None
         self.index_metadata: dict[str, Any] = {}
         self.files = {name: File(reader, [], {}) for name, reader in self._open(mapped).items()}

@@ -25,11 +25,13 @@ from .atomic import as_path, check_file, check_folder, check_space, filling, for
 from .bitnet import bitnet_job
 from .changes import Changes
 from .checkpoint import INDEX_ENDING, MIN_SIZE, STEM, Checkpoint, File, file_name, index_text, layout_for, write_text
+from .companions import Companion, companions
 from .container import Comparison, Container, Entry, FileReader, Reader, Unlike, Writer, entry_of, finished, reading
 from .gguf import GGUF
 from .layouts import LAYOUTS, Layout, find_layout
 from .layouts.base import free_entries
 from .llama_cpp import dequantizing, quantizing
+from .pretrained import for_pretrained, natural_layout, restored_config
 from .recipes import find_recipe
 from .safetensors import SAFETENSORS
 
@@ -65,7 +67,11 @@ class FileReport:
     without_importance : tuple of str
         Tensors that `importance` has nothing for, though their formats take it.
     notes : tuple of str
-        What the result lacks, or is not, for llama.cpp.
+        What the result lacks, or is not, for the program that loads it.
+    files_copied : tuple of str
+        Files of the source's folder that went along: configuration, tokenizer, text.
+    files_left_out : tuple of str
+        Files and folders of it that did not, such as pickles and other weights.
     """
 
     converted: int
@@ -83,6 +89,8 @@ class FileReport:
     not_finite: tuple[str, ...] = ()
     without_importance: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    files_copied: tuple[str, ...] = ()
+    files_left_out: tuple[str, ...] = ()
 
     @property
     def bits_per_element(self) -> float:
@@ -347,7 +355,7 @@ def quantize_file(
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)) or min_size < 0:
         raise ValueError(f"min_size is {min_size!r}; it must be a non-negative integer")
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    options: dict[str, Any] = {"min_size": int(min_size), "keep": patterns, "layout": layout_name}
+    options: dict[str, Any] = {"min_size": int(min_size), "keep": patterns}
     if weight_scale is not None:
         options["weight_scale"] = weight_scale
     wanted: Choice | dict[str, Choice] | None = None
@@ -365,7 +373,13 @@ def quantize_file(
         chosen = _planned(checkpoint, wanted, int(min_size), patterns)
     elif wanted is not None:
         chosen = dict.fromkeys(checkpoint.compressible(min_size, patterns), wanted)
-    job = bitnet_job(checkpoint, wanted, chosen, target_layout, recipe)
+    if layout is None and not into_gguf:
+        target_layout = find_layout(natural_layout(checkpoint, chosen))
+    options["layout"] = target_layout.name
+    one_file = _is_one_file(checkpoint, target)
+    planned = isinstance(wanted, dict)
+    loadable = for_pretrained(checkpoint, chosen, target_layout, planned=planned, one_file=one_file)
+    job = bitnet_job(checkpoint, wanted, loadable.choices, target_layout, recipe)
     outcome = quantizing(
         checkpoint,
         job,
@@ -382,13 +396,14 @@ def quantize_file(
     if tokenizer is not None:
         values = {key: value for key, value in outcome.changes.metadata.items() if key.startswith("tokenizer.")}
         options["tokenizer"] = hashlib.sha256(b"".join(value.raw for value in values.values())).hexdigest()
-    if job.beside:
-        options["beside"] = {name: hashlib.sha256(text).hexdigest() for name, text in job.beside.items()}
+    changes = replace(outcome.changes, beside={**loadable.beside, **outcome.changes.beside})
+    if changes.beside:
+        options["beside"] = {name: hashlib.sha256(text).hexdigest() for name, text in changes.beside.items()}
     unused = tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint))
     report = convert_checkpoint(
         checkpoint,
         target,
-        outcome.changes,
+        changes,
         job.layout,
         label="quantize",
         options=options,
@@ -399,7 +414,8 @@ def quantize_file(
         unused_keep=unused,
         began=began,
     )
-    return replace(report, without_importance=outcome.without_importance, notes=outcome.notes)
+    notes = (*loadable.notes, *outcome.notes)
+    return replace(report, without_importance=outcome.without_importance, notes=notes)
 
 
 def _described(choice: Choice) -> dict[str, Any]:
@@ -423,6 +439,11 @@ def _planned(
             f"{', '.join(_xp.FLOAT_DTYPES)} with two or more dimensions: plan for this file"
         )
     return {name: wanted[name] for name in checkpoint.compressible(min_size, keep) if name in wanted}
+
+
+def _is_one_file(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> bool:
+    """Whether a file is written, not a folder."""
+    return not checkpoint.is_folder or as_path(target, "target").name.endswith(GGUF.ending)
 
 
 def convert_checkpoint(
@@ -469,7 +490,7 @@ def convert_checkpoint(
     """
     began = time.perf_counter() if began is None else began
     device = _xp.resolve_device(device)
-    one_file = not checkpoint.is_folder or as_path(target, "target").name.endswith(GGUF.ending)
+    one_file = _is_one_file(checkpoint, target)
     for name in (*changes.tensors, *changes.omitted, *(changes.order or ())):
         if name not in checkpoint and name not in changes.made:
             raise FileError(f"{checkpoint.path}: tensor {name!r} is not in it")
@@ -501,7 +522,12 @@ def convert_checkpoint(
     index = None
     if not one_file and layout.container is SAFETENSORS:
         index = checkpoint.index or (f"{STEM}{INDEX_ENDING}" if len(jobs) > 1 else None)
-    return _run(
+    others: list[Companion] = []
+    left: list[str] = []
+    if not one_file and checkpoint.folder is not None:
+        own = {*(path.name for path in checkpoint.paths), *jobs, *changes.beside}
+        others, left = companions(checkpoint.folder, own, as_path(target, "target"))
+    report = _run(
         checkpoint,
         target,
         jobs,
@@ -511,12 +537,14 @@ def convert_checkpoint(
         one_file=one_file,
         index=index,
         beside=changes.beside,
+        others=others,
         force=force,
         resume=resume,
         progress=progress,
         not_finite=work.not_finite,
         unused_keep=unused_keep,
     )
+    return replace(report, files_copied=tuple(other.name for other in others), files_left_out=tuple(left))
 
 
 class _Work:
@@ -752,10 +780,11 @@ def dequantize_file(
     layout = find_layout(layout_for(target))
     asked = {"dtype": dtype, "weight_scale": weight_scale}
     outcome = dequantizing(checkpoint, dtype, into_gguf=layout.container is GGUF)
+    beside = {} if _is_one_file(checkpoint, target) else restored_config(checkpoint)
     report = convert_checkpoint(
         checkpoint,
         target,
-        outcome.changes,
+        replace(outcome.changes, beside=beside),
         layout,
         label="dequantize",
         options={key: value for key, value in asked.items() if value is not None},
@@ -779,6 +808,7 @@ def _run(
     one_file: bool,
     index: str | None,
     beside: Mapping[str, bytes],
+    others: Sequence[Companion],
     force: bool,
     resume: bool,
     progress: bool,
@@ -794,13 +824,14 @@ def _run(
 
     with progress_bar(label, checkpoint.nbytes, progress) as advance:
         if resume and not (force and one_file) and _is_there(checkpoint, path, one_file):
-            _compare(checkpoint, path, jobs, one_file, texts, advance)
+            _compare(checkpoint, path, jobs, one_file, texts, others, advance)
             resumed = len(jobs)
             if not one_file:
                 forget(path, _note(checkpoint, label, options))
         elif not one_file:
             path = check_folder(target)
-            check_space(path.parent, _nbytes(jobs) if not resume else 0)
+            more = sum(other.nbytes for other in others)
+            check_space(path.parent, _nbytes(jobs) + more if not resume else 0)
             with filling(path, _note(checkpoint, label, options), resume) as folder:
                 for name, job in jobs.items():
                     if resume and (folder / name).exists():
@@ -811,6 +842,8 @@ def _run(
                     with job.container.writing(folder / name, job.entries, job.metadata, force=False) as writer:
                         job.run(writer, advance)
                         checkpoint.check_unchanged()
+                for other in others:
+                    other.copy(folder)
                 for name, text in texts().items():
                     write_text(folder, name, text)
         else:
@@ -851,6 +884,7 @@ def _compare(
     jobs: Mapping[str, Job],
     one_file: bool,
     texts: Callable[[], Mapping[str, bytes]],
+    others: Sequence[Companion],
     advance: Callable[[int], object],
 ) -> None:
     """Do the work once more, and compare every byte with what is there."""
@@ -863,6 +897,9 @@ def _compare(
             with reading(path / name), open(path / name, "rb") as file:
                 if file.read(len(wanted) + 1) != wanted:
                     raise Unlike(f"{path / name} is another one")
+        for other in others:
+            if not other.is_at(path):
+                raise Unlike(f"{path / other.name} is not {other.path}")
     except FileError as error:
         raise _in_the_way(path, error) from error
     for name, job in jobs.items():

@@ -172,7 +172,6 @@ def test_shards_keep_their_names_and_everything_else(source, tmp_path):
 
 def test_a_folder_with_one_file_becomes_a_folder(tmp_path):
     kb.io.save(tmp_path / "a", tensors(), max_shard_size=10**9)
-    (tmp_path / "a" / "config.json").write_text("{}")
     convert.quantize_file(tmp_path / "a", tmp_path / "b", "kbit4", device="cpu")
     assert os.listdir(tmp_path / "b") == ["model.safetensors"]
 

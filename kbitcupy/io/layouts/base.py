@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ...array import QuantizedArray
 from ...errors import FileError
-from ...formats.base import Format, Plane
+from ...formats.base import Choice, Format, Plane
 from ...formats.raw import RawPlanes
 from ..container import Container, Entry, Reader
 
@@ -67,10 +67,16 @@ class Layout(ABC):
         What it is chosen by.
     container : Container
         The kind of file that it writes.
+    linear_only : bool
+        Whether transformers loads a folder of it, with the linear layers compressed and nothing else.
+    loads : str
+        The formats that transformers loads of it, for messages.
     """
 
     name: ClassVar[str]
     container: ClassVar[Container]
+    linear_only: ClassVar[bool] = False
+    loads: ClassVar[str] = ""
 
     @abstractmethod
     def recognise(self, reader: Reader) -> dict[str, Compressed]:
@@ -123,6 +129,37 @@ class Layout(ABC):
             Whether tensors are stored in another way than what `metadata` was said of.
         """
         return dict(metadata)
+
+    def is_natural(self, format: Format) -> bool:
+        """Whether a model of transformers that is compressed to this format is best stored so."""
+        return False
+
+    def given_by(self, choice: Choice) -> Callable[[Any], Mapping[str, Any]] | None:
+        """What takes an array and returns what `quantize` is given beside its format, so that this layout can store
+        the result as it is; None where nothing is.
+        """
+        return None
+
+    def quantization_config(
+        self, formats: Mapping[str, tuple[Format, str]], ignored: Sequence[str], prefix: str
+    ) -> dict[str, Any]:
+        """What ``config.json`` says of a model's compressed tensors; nothing where the layout has no such thing.
+
+        Parameters
+        ----------
+        formats : mapping of str to tuple
+            Format and dtype of each compressed tensor, by name.
+        ignored : sequence of str
+            Layers that are not compressed.
+        prefix : str
+            What the names of all compressed tensors begin with, and those of a base model do not.
+
+        Raises
+        ------
+        FileError
+            When it has no words for these formats.
+        """
+        return {}
 
     def own_keys(self) -> Collection[str]:
         """Keys of the metadata that describe the compressed tensors, and mean nothing beside others."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -136,6 +136,8 @@ class BitsandbytesLayout(Layout):
     quant_storage: str | Mapping[str, str] = "uint8"
     name: ClassVar[str] = "bitsandbytes"
     container: ClassVar[Container] = SAFETENSORS
+    linear_only: ClassVar[bool] = True
+    loads: ClassVar[str] = "nf4 and fp4"
 
     def recognise(self, reader: Reader) -> dict[str, Compressed]:
         found: dict[str, Compressed] = {}
@@ -212,6 +214,37 @@ class BitsandbytesLayout(Layout):
 
     def metadata(self, metadata: Mapping[str, Any], configs: Mapping[str, Any]) -> dict[str, Any]:
         return {"format": "pt", **metadata}  # loaders of PyTorch models ask for this key
+
+    def is_natural(self, format: Format) -> bool:
+        return format.name in QUANT_TYPES and format.block in BLOCKS
+
+    def quantization_config(
+        self, formats: Mapping[str, tuple[Format, str]], ignored: Sequence[str], prefix: str
+    ) -> dict[str, Any]:
+        """As transformers' BitsAndBytesConfig; 4-bit layers compute in the dtype that their weights decode to."""
+        four_bit = [name for name, (format, _) in formats.items() if format.name in QUANT_TYPES]
+        if four_bit and len(four_bit) < len(formats):
+            other = next(name for name in formats if name not in four_bit)
+            raise FileError(
+                f"tensor {four_bit[0]!r} has 4 bits and {other!r} has 8; a model of bitsandbytes has one of the two"
+            )
+        about: dict[str, Any] = {
+            "quant_method": self.name,
+            "load_in_4bit": bool(four_bit),
+            "load_in_8bit": not four_bit,
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": list(ignored),
+            "llm_int8_threshold": 6.0,
+        }
+        if four_bit:
+            format, dtype = formats[four_bit[0]]
+            storage = self.quant_storage
+            about["bnb_4bit_compute_dtype"] = dtype if dtype in _DTYPES else "float32"
+            about["bnb_4bit_quant_storage"] = storage if isinstance(storage, str) else "uint8"
+            about["bnb_4bit_quant_type"] = format.name
+            about["bnb_4bit_use_double_quant"] = bool(format.options()["double_quant"])
+        return about
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,11 @@ class OwnLayout(Layout):
         stored = {"version": FILE_VERSION, "written_by": f"kbitcupy {__version__}", "tensors": {**before, **configs}}
         plain = {key: text for key, text in metadata.items() if key != METADATA_KEY}
         return {**plain, METADATA_KEY: json.dumps(stored, separators=(",", ":"))}
+
+    def quantization_config(
+        self, formats: Mapping[str, tuple[Format, str]], ignored: Sequence[str], prefix: str
+    ) -> dict[str, Any]:
+        return {"written_by": f"kbitcupy {__version__}", "read_by": "kbitcupy.io.load"}
 
     def own_keys(self) -> Collection[str]:
         return (METADATA_KEY,)
