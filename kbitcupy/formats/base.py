@@ -160,8 +160,11 @@ class Format(ABC):
         """The planes that bring decoded elements out of the range of float16; None where none of them can."""
         return None
 
-    def fragments(self) -> Fragments | None:
-        """What the tuned product kernels need to decode this format; None where they cannot."""
+    def fragments(self, ndim: int = 2) -> Fragments | None:
+        """What the tuned product kernels need to decode this format; None where they cannot.
+
+        `ndim` is the number of axes of an array, or of a member of a stack, whose last two are the weight's.
+        """
         return None
 
     def integers(self, shape: tuple[int, ...], lead: int = 0) -> Integers | None:

@@ -94,13 +94,14 @@ class Fragments:
     bits : int
         Of a code.
     block : int
-        Elements that share a scale.
+        Elements that share a scale; 0 where those of a row do.
     granule : int
         Elements of a row that have to lie in one block: K is a multiple of it.
     scale_bytes : int
         Of the scale of a granule in shared memory.
     entries : int
-        Of the decoder's table of values in ``linear_few`` and ``linear_one``.
+        Of the decoder's table of values in ``linear_few`` and ``linear_one``; 0 where it works out what codes stand
+        for (kernels/linear/integers.cuh).
     gaps : bool
         Whether that table has gaps between its entries, where sums find room.
     hopper_entries : int
@@ -129,6 +130,17 @@ class Fragments:
         ... where the host knows them: empty where they are in a plane.
     scale_values : tuple of float
         What the 8-bit codes of nested scales stand for; else empty.
+    beside : str or None
+        The plane of what stands beside the scales, in the same order: zero points, offsets or inner scales, which the
+        decoders know from each other.
+    beside_bytes : int
+        Of these for a granule in shared memory.
+    aligned : int
+        At which multiples of bytes rows of scales, and of what stands beside them, begin where rows are whole k-tiles.
+    signed : bool
+        Whether codes are in two's complement.
+    multiple : int
+        Of which K is a multiple where that is not the granule; else 0.
     """
 
     small_batch: str
@@ -155,6 +167,11 @@ class Fragments:
     values: str | None = None
     known_values: tuple[float, ...] = ()
     scale_values: tuple[float, ...] = ()
+    beside: str | None = None
+    beside_bytes: int = 0
+    aligned: int = 4
+    signed: bool = False
+    multiple: int = 0
 
 
 @dataclass(frozen=True)

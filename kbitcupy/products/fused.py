@@ -71,8 +71,8 @@ class Decoder:
 
     @property
     def scale_bytes(self) -> int:
-        """Scales of a k-tile of a row in shared memory."""
-        return ITEM_K // self.fragments.granule * self.fragments.scale_bytes
+        """Scales of a k-tile of a row in shared memory, with what stands beside them."""
+        return ITEM_K // self.fragments.granule * (self.fragments.scale_bytes + self.fragments.beside_bytes)
 
     @property
     def elements_in_gaps(self) -> int:
@@ -107,6 +107,8 @@ class Decoder:
 def _values_of(fragments: Fragments, dtype: np.dtype) -> bytes:
     """What a kernel knows of a format by value; planes with values of their own come first."""
     struct = VALUES.zeros()
+    if not fragments.entries:  # what is turned over of a code
+        struct["value"].view(np.uint32)[0] = fragments.signed << fragments.bits - 1
     if fragments.known_values:
         values = np.array(fragments.known_values, np.float32)
         struct["power"] = _power_below(values) * np.float32(gentle_factor(values, dtype))
@@ -163,7 +165,8 @@ class Bound(NamedTuple):
     codes : int
         Address of that plane.
     planes : tuple of int
-        Addresses of the scales, the nested scales, their offset, the tensor scale and the values; 0 for none.
+        Addresses of the scales, the nested scales or what else stands beside scales, their offset, the tensor scale
+        and the values; 0 for none.
     map : bytes
         The tensor map of the codes.
     """
@@ -179,7 +182,8 @@ Binder = Callable[[Mapping[str, Any]], Bound]
 
 def bind(planes: Mapping[str, Any], fragments: Fragments, map: Callable[[Any], bytes]) -> Bound:
     """A weight as a kernel takes it; `map` makes the tensor map of the plane of codes."""
-    roles = fragments.scales, fragments.nested_scales, fragments.offset, fragments.tensor_scale, fragments.values
+    beside = fragments.beside or fragments.nested_scales
+    roles = fragments.scales, beside, fragments.offset, fragments.tensor_scale, fragments.values
     found = (planes.get(name) if name else None for name in roles)
     codes = planes[fragments.codes]
     return Bound(codes.data.ptr, tuple(0 if plane is None else plane.data.ptr for plane in found), map(codes))
@@ -204,7 +208,8 @@ class Fused:
     _bind: Binder
 
     def __init__(self, fragments: Fragments, shape: tuple[int, int], dtype: np.dtype):
-        self._n, self._k, self._block = *shape, fragments.block
+        self._n, self._k = shape
+        self._block = fragments.block or self._k
         self.cxx = CXX_TYPES[dtype.name]
         self._values = _values_of(fragments, dtype)
 
@@ -268,8 +273,9 @@ def refusal(problem: Problem) -> str | None:
         return "the weight is empty"
     members = problem.stored.members
     if problem.experts:
-        # The kernels read one tensor scale for each expert, and know no other planes of members.
-        if members != 1 and (members != problem.experts or problem.fragments.tensor_scale is None):
+        # The kernels read one tensor scale for each expert, and know no other planes of members but those of rows.
+        known = problem.fragments.tensor_scale is not None or not problem.fragments.entries
+        if members != 1 and (members != problem.experts or not known):
             return f"a stack of {members} arrays with planes of their own, for {problem.experts} experts"
     elif problem.stored.lead:
         return "a stack is for linear_grouped"

@@ -81,7 +81,8 @@ class Stored(NamedTuple):
     Parameters
     ----------
     codes, scales : int
-        The power of two, up to 16, at whose multiples the planes of codes and of scales start.
+        The power of two, up to 16, at whose multiples the planes of codes, and of scales and what stands beside them,
+        start.
     members : int
         Arrays whose planes lie one behind the other, of a stack; else 1.
     lead : int
@@ -102,9 +103,13 @@ def stored(q: QuantizedArray) -> Stored:
     """How the planes of a weight lie, found out once for each weight."""
     found: Stored | None = q._launches.get(Stored)
     if found is None:
-        fragments = q.format.fragments()
-        names = tuple(q.planes)[:2] if fragments is None else (fragments.codes, fragments.scales)
-        codes, scales = (_alignment(q.planes[name]) for name in (names[0], names[-1]))
+        fragments = q.format.fragments(q.ndim - q.lead)
+        if fragments is None:
+            first, *others = tuple(q.planes)[:2]
+            others = others or [first]
+        else:
+            first, others = fragments.codes, [fragments.scales, *filter(None, (fragments.beside,))]
+        codes, scales = _alignment(q.planes[first]), min(_alignment(q.planes[name]) for name in others)
         found = q._launches[Stored] = Stored(codes, scales, q.members, q.lead)
     return found
 
@@ -155,13 +160,13 @@ class Problem:
     @functools.cached_property
     def fragments(self) -> Fragments | None:
         """What tuned kernels need of the format."""
-        return self.format.fragments()
+        return self.format.fragments(3 - self.stored.lead if self.experts else 2)
 
     @functools.cached_property
     def reading(self) -> float:
         """Microseconds to read the compressed weight once."""
         n, k = self.shape
-        if self.fragments is not None:
+        if self.fragments is not None and self.fragments.entries:
             size = n * k * (self.fragments.bits / 8 + self.fragments.scale_bytes / self.fragments.granule)
             return size / BYTES_PER_US
         planes = self.format.planes(self.shape).values()

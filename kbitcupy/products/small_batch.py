@@ -130,7 +130,7 @@ def _one_instances(hot: bool) -> tuple[str, ...]:
     return tuple(
         _one_arguments(decoder, T, items, warps)
         for decoder in map(Decoder, all_fragments())
-        if decoder.fragments.copied
+        if decoder.fragments.copied and decoder.fragments.entries
         for items, warps in itertools.product((4, 2), (16, 12, 8))
         if (items == 4 and warps > 8) == hot
         for T in HALF_CXX
@@ -335,11 +335,11 @@ class FewKernel(Fused):
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
         width = 0
-        if fragments.copied:
+        if fragments.copied and fragments.entries:
             width = min(16, decoder.scale_bytes) if even else 4 if pitches[1] % 4 == decoder.scale_bytes % 4 == 0 else 1
         read = ITEM_K // fragments.granule if flow == _AT_ONCE_SPREAD else 1  # codes of scales, of an item, at once
         #: At which multiples of bytes the planes of codes and scales have to start.
-        self.alignment = 16 if wide else 4, max(read, width)
+        self.alignment = 16 if wide else 4, max(read, width) if fragments.entries else fragments.aligned
         self._bind = _binder(decoder, k, device.capability, box if even else 0)
         teams = warps // cut.warps
         self._cut = CUT.pack(
@@ -498,8 +498,9 @@ def few_refusal(problem: Problem) -> str | None:
     n, k = problem.shape
     if problem.device.capability < 80:
         return "it needs compute capability 8.0"
-    if k % problem.fragments.granule:
-        return f"rows of {k} elements are not whole blocks of {problem.fragments.granule}"
+    multiple = problem.fragments.multiple or problem.fragments.granule
+    if k % multiple:
+        return f"rows of {k} elements are not whole blocks of {multiple}"
     return "offsets of 32 bits do not reach through the weight" if n * k >= 1 << 33 else None
 
 
@@ -550,6 +551,8 @@ class SingleToken(Route):
         assert problem.device is not None and problem.fragments is not None
         if not problem.fragments.copied:
             return "it takes scales as they are stored, and these have to be spread"
+        if not problem.fragments.entries:
+            return "it takes values out of a table, and these are worked out"
         if problem.shape[0] % ITEM_ROWS or not problem.device.copies_tiles:
             return f"{problem.shape[0]} rows are not whole tiles of {ITEM_ROWS}"
         kernel = self._kernel(problem)

@@ -179,15 +179,6 @@ struct Kbit {
 
 // ---- tables of 16 values -------------------------------------------------------------------------------------------
 
-template <int BYTES>
-struct PieceOf {
-    using Type = uint4;
-};
-template <>
-struct PieceOf<8> {
-    using Type = uint2;
-};
-
 // Four bits an element, the earlier of two in the upper half of a byte; one float32 scale a block, or an 8-bit code of
 // it. SUB consecutive elements, 16, 32 or 64, belong to one block: the four lanes of a row share them, so that the sums
 // of SUB / 16 steps can be scaled in fp32.

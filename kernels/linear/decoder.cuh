@@ -56,6 +56,16 @@ struct Layout {
         Decoder::SCALE_BYTES == SCALE_BYTES && (Decoder::SWIZZLE_PERIOD > 1) == SWIZZLED;
 };
 
+// What moves so many bytes at once.
+template <int BYTES>
+struct PieceOf {
+    using Type = uint4;
+};
+template <>
+struct PieceOf<8> {
+    using Type = uint2;
+};
+
 // ---- scales in half precision --------------------------------------------------------------------------------------
 
 // An E4M4 code as a number of T, twice in a register, without a conversion: its bits where T has exponent and mantissa,

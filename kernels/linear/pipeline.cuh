@@ -3,6 +3,7 @@
 #pragma once
 #include "common/sync.cuh"
 #include "linear/codebook.cuh"
+#include "linear/integers.cuh"
 
 // a / b, given 2^32 / b + 1: exact for a < 2^32 / b.
 __device__ __forceinline__ unsigned divided(unsigned a, unsigned reciprocal, unsigned b) {
@@ -144,6 +145,84 @@ struct ScaleExpansion {
     }
 };
 
+// How the records of integers get to shared memory: the scales of a k-tile of a row, and behind them what stands beside
+// scales, each in a plane of its own.
+template <typename Decoder>
+struct RecordCopy {
+    using Scale = typename Decoder::Scale;
+    using Zero = typename Decoder::Zero;
+    static constexpr int SCALE_PART = Decoder::SCALE_ENTRIES * sizeof(Scale);
+    static constexpr int ZERO_PART = Decoder::ZERO_ENTRIES * sizeof(Zero);
+    const char *scales, *beside;  // of the first row
+    int n, k;
+    int block;    // elements of a group where groups are k-tiles or more
+    int per_row;  // records of a row
+
+    __device__ __forceinline__
+    RecordCopy(const char* scales, const char* beside, long long above, int n, int k, int block)
+        : n(n), k(k), block(block), per_row(Decoder::LONG ? (k - 1) / block + 1 : k / ITEM_K) {
+        this->scales = scales + above * entries<Scale, Decoder::SCALE_ENTRIES>() * (long long)sizeof(Scale);
+        this->beside = beside + above * entries<Zero, Decoder::ZERO_ENTRIES>() * (long long)sizeof(Zero);
+    }
+
+    // Entries of a row of a plane.
+    template <typename Entry, int ENTRIES>
+    __device__ __forceinline__ int entries() const {
+        return Decoder::LONG ? per_row * ENTRIES : k / Decoder::SUB * (ENTRIES != 0);
+    }
+
+    // The number of a record in its row.
+    __device__ __forceinline__ int of(int item) const {
+        return Decoder::LONG ? int(unsigned(item) * ITEM_K / unsigned(block)) : item;
+    }
+
+    // Start to copy a whole record, or zeros.
+    __device__ __forceinline__ void start(unsigned to, unsigned record, bool there) const {
+        part<SCALE_PART>(to, scales, record, there);
+        part<ZERO_PART>(to + SCALE_PART, beside, record, there);
+    }
+    template <int BYTES>
+    __device__ __forceinline__ void part(unsigned to, const char* plane, unsigned record, bool there) const {
+        constexpr int PIECE = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : 4;
+#pragma unroll
+        for (int at = 0; at < BYTES; at += PIECE)
+            copy_async_or_zero<PIECE>(to + at, plane + ((long long)record * BYTES + at), there ? PIECE : 0);
+    }
+
+    // Copy those of k-tile `item` of 16 rows from `row` on, zeros where the rows end.
+    __device__ __forceinline__ void copy(char* stage, int row, int item, int lane) const {
+        fill<Scale, Decoder::SCALE_ENTRIES>(stage, scales, row, item, lane);
+        fill<Zero, Decoder::ZERO_ENTRIES>(stage + SCALE_PART, beside, row, item, lane);
+    }
+    template <typename Entry, int ENTRIES>
+    __device__ __forceinline__ void fill(char* stage, const char* plane, int row, int item, int lane) const {
+        if constexpr (ENTRIES > 0) {
+            const int first = of(item) * ENTRIES, all = entries<Entry, ENTRIES>();
+#pragma unroll 1
+            for (int i = lane; i < ITEM_ROWS * ENTRIES; i += WARP) {
+                const int down = i / ENTRIES, at = first + i % ENTRIES;
+                const long long source = (long long)min(row + down, n - 1) * all + at;
+                Entry* to = reinterpret_cast<Entry*>(stage + down * Decoder::SCALE_BYTES) + i % ENTRIES;
+                *to = at < all ? reinterpret_cast<const Entry*>(plane)[source] : Entry(0);
+            }
+        }
+    }
+};
+
+// Where there is a table there are none.
+struct NoRecords {
+    template <typename... A>
+    __device__ __forceinline__ explicit NoRecords(A...) {}
+};
+template <bool TABLE, typename Decoder>
+struct RecordsOf {
+    using Type = RecordCopy<Decoder>;
+};
+template <typename Decoder>
+struct RecordsOf<true, Decoder> {
+    using Type = NoRecords;
+};
+
 // The weights of BOX k-tiles in shared memory: rows as they are stored, or permuted in pieces of 16 bytes as the
 // swizzle of TMA for rows of 64 or 128 bytes does it, so that the lanes which read together meet in no bank.
 template <typename Decoder, int BOX = 1>
@@ -152,7 +231,7 @@ struct WeightStage {
 
     // By what the place of byte `at` of a row is exclusive-ored: the same for a row and the one 8 below it.
     __device__ __forceinline__ static int swizzle(int row) {
-        return BOX == 1 ? row / 2 % Decoder::SWIZZLE_PERIOD * 16 : row % 8 * 16;
+        return ROW == 128 ? row % 8 * 16 : row / 2 % Decoder::SWIZZLE_PERIOD * 16;
     }
 
     // Of a tile the row that with the one 8 below it is that of the lanes g: of those that read 16 bytes together, or
@@ -210,9 +289,14 @@ struct WeightCopy {
 // this one when nothing else is left to do.
 template <typename Decoder, bool ONE>
 __device__ __forceinline__ float fill_table(unsigned table, const float* values, const Values& codebook) {
-    float power;
-    const float mine = codebook_value<Decoder::VALUES>(values, codebook, power);
-    Decoder::template fill<ONE>(table, mine, threadIdx.x, blockDim.x);
-    wait_for_previous();
-    return power;
+    if constexpr (Decoder::ENTRIES == 0) {
+        wait_for_previous();
+        return 1.0f;
+    } else {
+        float power;
+        const float mine = codebook_value<Decoder::VALUES>(values, codebook, power);
+        Decoder::template fill<ONE>(table, mine, threadIdx.x, blockDim.x);
+        wait_for_previous();
+        return power;
+    }
 }

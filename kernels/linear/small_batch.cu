@@ -95,6 +95,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     constexpr int GROUP = ITEMS == 4 ? 2 : 1, BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
     using WeightStage = ::WeightStage<Decoder, BOX>;
     using WeightCopy = ::WeightCopy<Decoder, GROUP, BOX>;
+    // Whether values come out of a table; and whether rows are permuted, those of 128 bytes.
+    constexpr bool TABLE = Decoder::ENTRIES > 0, PERMUTED = WeightStage::ROW == 128;
     constexpr int GROUP_BYTES = GROUP / BOX * WeightStage::BYTES, GROUPS = ITEMS / GROUP;
     constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, EIGHT = SCALES / 2;
     constexpr int X_BYTES = TOKENS * ITEM_K * 2;
@@ -152,14 +154,20 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const long long above = GROUPED ? (long long)group.expert * n : 0;  // rows of the experts before
 
     float* map = reinterpret_cast<float*>(table - 1024);
-    if (nested_absmax) {
+    if (TABLE && nested_absmax) {
         for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
         __syncthreads();
     }
     ScaleExpansion<Decoder> spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
     const ScaleCopy scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
+    using Records = typename RecordsOf<TABLE, Decoder>::Type;
+    const Records records(absmax, reinterpret_cast<const char*>(nested_absmax), above, n, k, block);
     const int pitch = int((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
-    const unsigned scale_pitch = unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);  // where rows are whole k-tiles
+    // Where rows are whole k-tiles: bytes of scales of a row, or records.
+    const unsigned scale_pitch = [&] {
+        if constexpr (TABLE) return unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);
+        else return unsigned(records.per_row);
+    }();
     const char* origin = packed + above * pitch;
     // Addresses of this lane in the shared window, which the compiler must not work out again in each turn: where it
     // copies weights and scales to, and where it reads them.
@@ -167,8 +175,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const unsigned my_scales = shared_address(scale_stages) + warp * 2 * SCALES;
     const unsigned scales_to = opaque(my_scales + (g * ITEMS + t) * Decoder::SCALE_BYTES);
     const unsigned stage_from = opaque(
-        BOX > 1 ? my_stages + my_row * WeightStage::ROW + (t * Decoder::LANE_BYTES ^ WeightStage::swizzle(my_row))
-                : my_stages + my_row * WeightStage::ROW + (Decoder::ONE_READ ? t * 16 : 0));
+        PERMUTED ? my_stages + my_row * WeightStage::ROW + (t * Decoder::LANE_BYTES ^ WeightStage::swizzle(my_row))
+                 : my_stages + my_row * WeightStage::ROW + (Decoder::ONE_READ ? t * 16 : 0));
     const unsigned scales_from = opaque(my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP);
     // Barriers: of the copies of a warp, and of the slots of sums of a team, each where it is full and where it is
     // free.
@@ -210,7 +218,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         source = origin + ahead_item * Decoder::ITEM_BYTES;
         if constexpr (EVEN) {
             source += (long long)(ahead_row + WeightCopy::row(lane)) * pitch + WeightCopy::byte(lane);
-            scale_source = (ahead_row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
+            if constexpr (TABLE) scale_source = (ahead_row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
+            else scale_source = (ahead_row + g) * scale_pitch + records.of(ahead_item + t);
         } else {
             lower = source + (long long)min(ahead_row + g + 8, n - 1) * pitch;
             source += (long long)min(ahead_row + g, n - 1) * pitch;
@@ -253,7 +262,14 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             WeightStage::start(my_stages, lower, left, cut.wide, g + 8, t);
         }
         if (i == 0) {
-            if constexpr (SPREAD) {
+            if constexpr (!TABLE && EVEN) {
+                if (there && t < ITEMS) {
+                    records.start(scales_to + other, scale_source, t < ahead);
+                    records.start(scales_to + other + EIGHT, scale_source + 8 * scale_pitch, t < ahead);
+                }
+            } else if constexpr (!TABLE) {
+                if (there && ahead) records.copy(scale_stages + warp * 2 * SCALES + other, ahead_row, ahead_item, lane);
+            } else if constexpr (SPREAD) {
                 if (there) spread.load(ahead_row + g, ahead_item + t, t < ahead);
             } else if (EVEN && (!Decoder::SPREAD_SCALES || ONCE || cut.width)) {
                 constexpr int PIECE = Decoder::SCALE_BYTES < 16 ? Decoder::SCALE_BYTES : 16;
@@ -368,7 +384,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         return my_sums + (slot / CLUSTER * teams + team) * (CLUSTER * cut.warps * SUMS);
     };
     auto owner_of = [&](unsigned slot) { return (slot + team) % CLUSTER; };
-    const unsigned offset = opaque(own_block | Decoder::lane_offset(lane));
+    const auto with = [&] {
+        if constexpr (TABLE) return opaque(own_block | Decoder::lane_offset(lane));
+        else return Decoder::constants(codebook);
+    }();
     if constexpr (CLUSTER > 1) cluster_wait();
     int scales_at = 0;  // of this tile; the scales of the next one go elsewhere
     int turn = mate;    // in so many tiles of those that this block adds up it is this warp's turn
@@ -398,7 +417,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
                             const int behind = i * GROUP_BYTES + h * 8 * WeightStage::ROW;
-                            if constexpr (BOX > 1) Decoder::read_swizzled(word[j][h], stage_from, j, behind);
+                            if constexpr (PERMUTED) Decoder::read_swizzled(word[j][h], stage_from, j, behind);
                             else
                                 Decoder::template read<Decoder::ONE_READ>(
                                     word[j][h], stage_from + j * WeightStage::BYTES + behind,
@@ -417,7 +436,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                         unsigned field[2][Decoder::FIELDS];
                         Decoder::unpack(word[j], field);
                         const unsigned at = scale_at + nth * Decoder::SCALE_BYTES;
-                        Decoder::template multiply<EIGHTS>(field, my_x[nth], offset, at, EIGHT, acc);
+                        if constexpr (TABLE) Decoder::template multiply<EIGHTS>(field, my_x[nth], with, at, EIGHT, acc);
+                        else Decoder::template multiply<EIGHTS>(field, my_x[nth], with, at, EIGHT, item + nth, acc);
                     }
                 }
                 scales_at = SCALES - scales_at;

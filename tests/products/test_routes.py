@@ -21,6 +21,12 @@ LETTERS = {"1": "single_token", "s": "small_batch", "h": "hopper", "d": "decoded
 OLD = [route for route in LINEAR if route.name in LETTERS.values()]
 
 
+def new(format):
+    """Whether the kernels for few tokens have learned to decode a format since then."""
+    fragments = kb.get_format(format).fragments()
+    return fragments is not None and not fragments.entries
+
+
 def device(name):
     capability, multiprocessors, shared_memory = FROZEN["devices"][name]
     return Device(0, capability, multiprocessors, shared_memory, True, capability >= 90)
@@ -42,6 +48,8 @@ def test_choices_are_those_of_version_0_1(name):
     """Its rules have become costs; `tests/data/routes.json` is what the rules chose."""
     for text, letters in FROZEN["choices"][name].items():
         format, _, dtype = text.partition(" ")
+        if new(format):
+            continue
         for shape, letter in zip(FROZEN["shapes"], letters, strict=True):
             found = ""
             for tokens in FROZEN["tokens"]:
@@ -63,7 +71,7 @@ def test_the_simple_product_takes_nothing_from_faster_kernels(name):
     for text, letters in FROZEN["choices"][name].items():
         for shape, letter in list(zip(FROZEN["shapes"], letters, strict=True))[::3]:
             for tokens, wanted in list(zip(FROZEN["tokens"], FROZEN["patterns"][letter], strict=True))[::2]:
-                if wanted == "d" or " " in text:
+                if wanted == "d" or " " in text or new(text):
                     continue
                 problem = Problem(kb.get_format(text), tuple(shape), tokens, HALF, device(name))
                 assert choices(problem, LINEAR)[0].route.name == LETTERS[wanted], (text, shape, tokens)
@@ -75,6 +83,8 @@ def test_choices_of_experts_are_those_of_version_0_1(name):
     letters = {"grouped_hopper": "h", "grouped_small_batch": "s", "each_expert": "d"}
     frozen = FROZEN["grouped"]
     for text, wanted in frozen["choices"][name].items():
+        if new(text):
+            continue
         found = ""
         for shape in frozen["shapes"]:
             for chosen in frozen["chosen"]:
@@ -87,6 +97,7 @@ def test_kernels_and_grids_are_those_of_version_0_1():
     """On an H200: template arguments, threads, shared memory, grid, and how the work is cut."""
     gpu = device("H200")
     for text, n, k, tokens, expression, threads, shared, grid, cut in FROZEN["kernels"]:
+        assert not new(text)
         problem = Problem(kb.get_format(text), (n, k), tokens, HALF, gpu)
         kernel = choices(problem, OLD)[0].route.prepare(problem)
         name, _, layout = kernel.kernel.expression.rpartition(", ")

@@ -170,7 +170,7 @@ class KBit(Format):
             return Magnitude("absmax", values="codebook")
         return Magnitude("absmax", largest=float(np.abs(self._table.values).max()))
 
-    def fragments(self) -> Fragments | None:
+    def fragments(self, ndim: int = 2) -> Fragments | None:
         if not 2 <= self.bits <= 5:
             return None
         return _fragments(self.bits, self.absmax, None if self.codebook == "custom" else self.codebook)

@@ -187,7 +187,7 @@ class Table4(Format):
             return Magnitude(scales, offset, "table")
         return Magnitude(scales, offset, largest=float(np.abs(self._table.values).max()))
 
-    def fragments(self) -> Fragments | None:
+    def fragments(self, ndim: int = 2) -> Fragments | None:
         known = () if self._table is None else tuple(self._table.values.tolist())
         return _fragments(self.block, self.double_quant, known)
 

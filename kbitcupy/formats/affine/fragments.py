@@ -1,0 +1,83 @@
+"""How product kernels decode affine integers."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ...backend.compile import CXX_TYPES
+from ..planes import Fragments
+
+#: Groups whose sums ``linear_few`` scales; larger ones are whole k-tiles, of so many elements.
+GROUPS, K_TILE = (32, 64), 128
+_ZEROS = {"none": "NO_ZEROS", "int": "ZERO_POINTS", "float": "OFFSETS"}
+_BESIDE = {"none": None, "int": "zero_point", "float": "offset"}
+
+
+@functools.lru_cache(maxsize=256)
+def fragments_of(
+    bits: int, signed: bool, block: int, zero: str = "none", scale_dtype: str = "float32", zero_dtype: str = "int32"
+) -> Fragments | None:
+    """What product kernels need of integers of 8 or 4 bits.
+
+    Parameters
+    ----------
+    bits : {8, 4}
+        Of an integer.
+    signed : bool
+        Whether integers are two's complement.
+    block : int
+        Elements that share a scale; 0 where those of a row do.
+    zero : {"none", "int", "float"}
+        What stands beside scales: nothing, zero points or offsets.
+    scale_dtype : str
+        Of scales and offsets.
+    zero_dtype : str
+        Of zero points.
+
+    Returns
+    -------
+    Fragments or None
+        None where no kernel decodes them.
+    """
+    if (block not in GROUPS and block % K_TILE) or scale_dtype != "float32" or zero_dtype != "int32":
+        return None
+    granule = block if block in GROUPS else K_TILE
+    scale, beside = CXX_TYPES[scale_dtype], {"none": 0, "int": 4, "float": np.dtype(np.float32).itemsize}[zero]
+    beside_type = "int" if zero == "int" else scale
+    decoder = f"{bits}, {granule}, {scale}, {_ZEROS[zero]}, {beside_type}, USABLE_SCALES, NEIGHBOURS"
+    few = 4 if bits == 4 else 2
+    return Fragments(
+        small_batch=f"Affine<{{T}}, {decoder}>",
+        hopper="",
+        bits=bits,
+        block=block,
+        granule=granule,
+        scale_bytes=4,
+        entries=0,
+        gaps=False,
+        hopper_entries=0,
+        owned=granule == K_TILE,
+        copied=True,
+        swizzled=bits == 8 or granule != K_TILE,
+        items=few,
+        grouped_items=few,
+        wide=True,
+        targeted=False,
+        codes="codes",
+        scales="scale",
+        beside=_BESIDE[zero],
+        beside_bytes=beside,
+        aligned=min(16, 4 * K_TILE // granule),
+        signed=signed,
+        multiple=granule if block else 32,
+    )
+
+
+def all_fragments() -> tuple[Fragments, ...]:
+    """All that `fragments_of` returns, but for whether integers are signed, of which kernels are told."""
+    found = (
+        fragments_of(bits, False, block, zero) for bits in (4, 8) for block in (*GROUPS, K_TILE) for zero in _ZEROS
+    )
+    return tuple(each for each in found if each is not None)
