@@ -8,15 +8,17 @@ sums are exact within a group, and the terms ``fl(fl(float(sum) * sa) * gamma)``
 from the first to the last. Activations are quantized by `kbitcupy.products.activations`, or by W8A8's rule for
 ``activations="int8"``, or are int8 already. A scale that is not positive and finite counts as 0.
 
-On NumPy a float32 product by BLAS is exact where all sums stay below 2^24. Codes are not shifted into place for it:
-field f of the bytes counts 4^f, which divides the activations there, and what all codes are too large by, 1, is the
-sum of the activations. On a GPU the trits are written as int8, once for each call, for the kernels of
-`kbitcupy.products.int8`; weights with groups go through a plain kernel, whose time grows with the tokens.
+On NumPy a float32 product by BLAS is exact where all sums stay below 2^24. Bytes of four codes become floats together,
+which are masked to each of their fields in turn: field f counts 4^f in them, which divides the activations there, and
+what they are too large by is known from the sums of the activations. On a GPU the trits are written as int8, once for
+each call, for the kernels of `kbitcupy.products.int8`; weights with groups go through a plain kernel, whose time grows
+with the tokens.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -107,10 +109,17 @@ def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, rule: Rule | None, 
 # ---- NumPy -----------------------------------------------------------------------------------------------------------
 
 # Columns whose products with codes up to 3 stay below 2^24: float32 holds all sums.
-_EXACT = 1 << 15
-# Weights that are float32 at a time, which the cache holds; with more than a few tokens more of them.
-_SLAB, _FEW, _WIDER = 1 << 19, 32, 4
-_FIELDS = np.array([3, 12, 48, 192], np.uint8)
+_EXACT, _LARGEST_SUM = 1 << 15, 1 << 24
+# Weights that are made ready at a time, which the cache holds; with more than a few tokens more of them. Up to so many
+# tokens are multiplied one by one: BLAS copies a matrix ahead of its product with another, but not for a vector. And
+# results that are scaled at a time.
+_SLAB, _FEW, _WIDER, _ONE_BY_ONE, _RESULTS = 1 << 18, 32, 4, 6, 1 << 20
+# A byte of codes above 256 has the highest bits of a float32's mantissa. Its field f alone leaves 256 + 4^f u: what it
+# counts there, and what u has below it then.
+_ABOVE = np.float32(256)
+_FIELDS = tuple(np.uint32(int(_ABOVE.view(np.uint32)) | 3 << 15 + 2 * field) for field in range(4))
+_COUNTED = 4 ** np.arange(4)[:, None]
+_BASES = 256 // _COUNTED
 
 
 def decoded_rows(codes: np.ndarray, depth: int, first: int, last: int) -> np.ndarray:
@@ -126,31 +135,48 @@ class _Whole:
 
     def __init__(self, a: np.ndarray, rows: int):
         tokens, depth = a.shape
-        self.sums = a.sum(axis=1, dtype=np.int32)[:, None]
-        fields = a.reshape(tokens, depth // BLOCK, 4, RUN).astype(np.float32)
-        fields *= (np.float32(4) ** -np.arange(4, dtype=np.float32))[:, None]
-        # In runs of columns; in each the elements of field 0, then those of 1, 2 and 3.
+        blocks = depth // BLOCK
+        # By the field of the bytes that their codes have.
+        fields = a.reshape(tokens, blocks, 4, RUN).transpose(2, 0, 1, 3).astype(np.float32)
+        self.above = (fields.sum(axis=(2, 3), dtype=np.int64) * (_BASES + 1)).sum(axis=0)[:, None]
+        step = self._exact_blocks(np.abs(fields).sum(axis=3))
+        fields *= (1 / _COUNTED).astype(np.float32)[:, None, None]
         self.parts = [
-            np.ascontiguousarray(fields[:, k : k + _EXACT // BLOCK].transpose(0, 2, 1, 3)).reshape(tokens, -1)
-            for k in range(0, depth // BLOCK, _EXACT // BLOCK)
+            np.ascontiguousarray(fields[:, :, k : k + step]).reshape(4, tokens, -1) for k in range(0, blocks, step)
         ]
-        width = self.parts[0].shape[1]
-        self.floats, self.bytes = np.empty(rows * width, np.float32), np.empty(rows * width // 4, np.uint8)
+        self.rows, size = rows, rows * self.parts[0].shape[2]
+        self.floats, self.field = np.empty(size, np.float32), np.empty(size, np.float32)
+
+    @staticmethod
+    def _exact_blocks(magnitudes: np.ndarray) -> int:
+        """Blocks whose products are added exactly in float32, from the sums of their |a| [4, tokens, blocks]."""
+        largest = ((_BASES + 3)[:, :, None] * magnitudes).sum(axis=0)
+        step = largest.shape[1]
+        while np.add.reduceat(largest, np.arange(0, largest.shape[1], step), axis=1).max() > _LARGEST_SUM:
+            step = -(-step // 2)
+        return step
 
     def product(self, codes: np.ndarray) -> np.ndarray:
-        """int32 [tokens, rows] with the codes [rows, depth / 4] of a few rows."""
-        rows, first = len(codes), 0
-        total = -self.sums
-        for part in self.parts:
-            width = part.shape[1] // 4
-            floats = self.floats[: rows * width * 4].reshape(rows, 4, width)
-            masked = self.bytes[: rows * width].reshape(rows, width)
-            for field in range(4):
-                np.bitwise_and(codes[:, first : first + width], _FIELDS[field], out=masked)
-                floats[:, field] = masked
-            total = total + (part @ floats.reshape(rows, -1).T).astype(np.int32)
-            first += width
-        return total
+        """float32 [tokens, rows] with the codes [rows, depth / 4] of some rows: sums, each rounded once."""
+        tokens = len(self.above)
+        total = np.zeros((tokens, len(codes)))
+        for some in _some(len(codes), self.rows):
+            first, rows = 0, some.stop - some.start
+            for part in self.parts:
+                width = part.shape[2]
+                floats, field = (room[: rows * width].reshape(rows, width) for room in (self.floats, self.field))
+                np.add(codes[some, first : first + width], _ABOVE, out=floats)
+                found = np.empty((4, tokens, rows), np.float32)
+                for f in range(4):
+                    np.bitwise_and(floats.view(np.uint32), _FIELDS[f], out=field.view(np.uint32))
+                    if tokens <= _ONE_BY_ONE:
+                        np.matmul(field, part[f][:, :, None], out=found[f][:, :, None])
+                    else:
+                        np.matmul(part[f], field.T, out=found[f])
+                total[:, some] += found.sum(axis=0)
+                first += width
+        total -= self.above
+        return total.astype(np.float32)
 
 
 class _Grouped:
@@ -192,24 +218,29 @@ def _multiply_host(
     # Many tokens take longer than to make weights ready, and BLAS likes them wide.
     step = min(rows, max(1, _SLAB * (1 if len(a) <= _FEW else _WIDER) // max(1, depth)))
     grouped = _Grouped(a, part.group) if part.shares == "group" else None
-    whole = _Whole(a, step) if grouped is None and depth % BLOCK == 0 and depth else None
+    whole = _Whole(a, step) if grouped is None and depth % BLOCK == 0 else None
+    # What few tokens give is scaled together: calls would cost more than the arithmetic.
+    many = step if whole is None else max(step, _RESULTS // len(a))
     with np.errstate(all="ignore"):
-        for first in range(0, rows, step):
-            some = slice(first, min(first + step, rows))
+        for some in _some(rows, many):
             if grouped is not None:
                 sums = grouped.product(decoded_rows(codes, depth, some.start, some.stop))
                 y = _add_groups(sums, tokens, scales.reshape(rows, -1)[some]).T
             else:
                 if whole is not None:
-                    y = whole.product(codes.reshape(rows, depth // 4)[some]).astype(np.float32)
+                    y = whole.product(codes.reshape(rows, depth // 4)[some])
                 else:
-                    trits = decoded_rows(codes, depth, some.start, some.stop)
-                    y = int8.integer_product(a, trits).astype(np.float32)
+                    y = int8.integer_product(a, decoded_rows(codes, depth, some.start, some.stop)).astype(np.float32)
                 y *= tokens[:, None]
                 y *= scales if part.shares == "tensor" else scales[some]
             if bias is not None:
                 y += bias[some].astype(np.float32)
             out[:, some] = y
+
+
+def _some(rows: int, step: int) -> Iterator[slice]:
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
 
 
 def _add_groups(sums: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -241,10 +241,11 @@ def test_a_code_of_another_origin_counts_as_decoded(xp):
     assert same_values(host(kb.bitnet.linear(xp.asarray(x), on)), product(*quantized(x), q, None, SINGLE))
 
 
-@pytest.mark.parametrize("depth", [1 << 15, (1 << 15) + 128, 131071])
-def test_the_largest_sums(depth):
+@pytest.mark.parametrize("tokens", [2, 7])
+@pytest.mark.parametrize("depth", [1408, 1536, 1 << 15, (1 << 15) + 128, 131071])
+def test_the_largest_sums(depth, tokens):
     """All trits, or codes, of one sign: float32 parts stay exact."""
-    x = np.ones((2, depth), np.float32)
+    x = np.ones((tokens, depth), np.float32)
     for value in (1, 2):
         q = kb.bitnet.from_trits(np.ones((3, depth), np.int8))
         if value == 2:
