@@ -33,14 +33,17 @@ arrays and Python numbers are checked, those on the device are not (what becomes
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from .array import QuantizedArray
 from .backend import xp as _xp
 from .errors import DeviceError, FormatError
 from .formats import affine as _affine
 from .formats.affine import Blocks, Levels
+from .formats.base import Format, get_format
 from .ops import check_out, source
 from .products.int8 import linear_smoothquant, linear_w8a8
 from .products.smoothquant import Calibration, smooth_scales, smooth_weight
@@ -54,6 +57,8 @@ __all__ = [
     "dynamic_range_backward",
     "fake_quantize",
     "fake_quantize_backward",
+    "from_hqq",
+    "from_mlx",
     "linear_smoothquant",
     "linear_w8a8",
     "quantize",
@@ -560,6 +565,156 @@ def _backward(
             out = _xp.namespace(x).empty(x.shape, x.dtype)
         _affine.backward(dy, None if margin is None else x, out, scale, zero_point, blocks, levels, margin or 0, divide)
     return out
+
+
+# ---- arrays of other projects --------------------------------------------------------------------------------------
+
+
+def from_mlx(weight: Any, scales: Any, biases: Any, *, bits: int = 4, group_size: int = 64) -> QuantizedArray:
+    """A weight as MLX quantizes it (mode "affine"), whose element is ``scale * q + bias``, to the bit.
+
+    Parameters
+    ----------
+    weight : array
+        uint32 [..., K * bits / 32]: integers in order, the first in the low bits.
+    scales, biases : array
+        float16, bfloat16 or float32 [..., K / group_size].
+    bits : {4, 8}, default 4
+        Bits of an integer.
+    group_size : int, default 64
+        Elements that share a scale.
+
+    Returns
+    -------
+    QuantizedArray
+        ``uint4`` or ``uint8`` with ``zero="float"`` of shape [..., K], dtype and ``scale_dtype`` those of `scales`; its
+        planes may be views of the arguments.
+
+    Raises
+    ------
+    FormatError
+        When bits or shapes do not go together.
+    TypeError
+        When an array is of another dtype.
+    DeviceError
+        When arrays are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> one = np.ones((1, 1), np.float16)
+    >>> q = kb.affine.from_mlx(np.uint32([[0x76543210] * 4]), one / 2, 290 * one, group_size=32)
+    >>> q.dequantize()[0, :4]
+    array([290. , 290.5, 291. , 291.5], dtype=float16)
+    """
+    weight, scales, biases = (
+        _xp.as_array(weight, "weight"),
+        _xp.as_array(scales, "scales"),
+        _xp.as_array(biases, "biases"),
+    )
+    format = _grouped(bits, group_size, scales)
+    if weight.dtype != np.uint32 or biases.dtype != scales.dtype:
+        raise TypeError(
+            f"weight is {weight.dtype}, scales {scales.dtype} and biases {biases.dtype}; weight must be uint32, and "
+            "scales and biases must be alike"
+        )
+    _xp.check_same_device(weight, scales, biases)
+    wanted = (*weight.shape[:-1], weight.shape[-1] * 32 // bits // group_size) if weight.ndim else ()
+    if not weight.ndim or weight.shape[-1] * 32 % (bits * group_size) or {scales.shape, biases.shape} != {wanted}:
+        raise FormatError(
+            f"weight has shape {weight.shape}, scales {scales.shape} and biases {biases.shape}; with bits={bits} and "
+            f"group_size={group_size} they must be [..., K * {bits} / 32] and twice [..., K / {group_size}]"
+        )
+    with _xp.on_device_of(weight):
+        codes = _xp.contiguous(weight).reshape(-1).view(np.uint8)
+        planes = {"codes": codes, "scale": _flat(scales), "offset": _flat(biases)}
+    return QuantizedArray(format, planes, (*weight.shape[:-1], weight.shape[-1] * 32 // bits), scales.dtype)
+
+
+def from_hqq(
+    W_q: Any, scale: Any, zero: Any, *, shape: tuple[int, ...], nbits: int = 4, group_size: int = 64, dtype: Any = None
+) -> QuantizedArray:
+    """A weight as HQQ quantizes it (``axis=1``), whose element is ``(q - zero) * scale`` with any number as zero.
+
+    Parameters
+    ----------
+    W_q : array
+        uint8, with R = N * K / group_size: for 8 bits [R, group_size]; for 4 bits [R / 2, group_size], rows r and r + R
+        / 2 in one byte, the first in the high half.
+    scale, zero : array
+        float16, bfloat16 or float32, R numbers.
+    shape : tuple of int
+        (N, K) of the weight; K is a multiple of `group_size`.
+    nbits : {4, 8}, default 4
+        Bits of an integer.
+    group_size : int, default 64
+        Elements that share a scale.
+    dtype : dtype_like, optional
+        dtype of the array; that of `scale` by default.
+
+    Returns
+    -------
+    QuantizedArray
+        ``uint4`` or ``uint8`` with ``zero="float"`` and the offset ``-zero * scale`` in float32. Where scale and zero
+        have 16 bits that is exact, and an element is ``(q - zero) * scale``, rounded once to float32; HQQ itself rounds
+        in between.
+
+    Raises
+    ------
+    FormatError
+        When bits or shapes do not go together.
+    TypeError
+        When an array is of another dtype.
+    DeviceError
+        When arrays are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> q = np.arange(8, dtype=np.uint8).reshape(2, 4)
+    >>> scale, zero = np.float16([[0.5], [2]]), np.float16([[1.5], [4]])
+    >>> kb.affine.from_hqq(q, scale, zero, shape=(2, 4), nbits=8, group_size=4).dequantize()
+    array([[-0.75, -0.25,  0.25,  0.75],
+           [ 0.  ,  2.  ,  4.  ,  6.  ]], dtype=float16)
+    """
+    W_q, scale, zero = _xp.as_array(W_q, "W_q"), _xp.as_array(scale, "scale"), _xp.as_array(zero, "zero")
+    format = get_format(_grouped(nbits, group_size, scale).name, block=group_size, zero="float")
+    if W_q.dtype != np.uint8 or zero.dtype.name not in _affine.SCALE_DTYPES:
+        raise TypeError(f"W_q is {W_q.dtype} and zero {zero.dtype}; W_q must be uint8, and zero as scale")
+    _xp.check_same_device(W_q, scale, zero)
+    shape = tuple(shape)
+    groups = math.prod(shape) // group_size
+    if len(shape) != 2 or shape[1] % group_size or (groups % 2 and nbits == 4):
+        raise FormatError(
+            f"shape is {shape} with group_size={group_size}; it must be (N, K), where K consists of whole groups, and "
+            "of 4 bits an even number of them: HQQ's groups of other weights lie across rows"
+        )
+    if W_q.shape != (groups * nbits // 8, group_size) or {scale.size, zero.size} != {groups}:
+        raise FormatError(
+            f"W_q has shape {W_q.shape}, scale {scale.shape} and zero {zero.shape}; weights of shape {shape} need "
+            f"({groups * nbits // 8}, {group_size}) and twice {groups} numbers, as axis=1 writes them"
+        )
+    with _xp.on_device_of(W_q):
+        if nbits == 4:
+            rows = _xp.namespace(W_q).concatenate([W_q >> 4, W_q & 15]).reshape(-1)
+            W_q = rows[::2] | rows[1::2] << 4
+        scales = _flat(scale).astype(np.float32)
+        offsets = 0 - _flat(zero).astype(np.float32) * scales
+        planes = {"codes": _flat(W_q), "scale": scales, "offset": offsets}
+    return QuantizedArray(format, planes, shape, scale.dtype if dtype is None else _xp.float_dtype(dtype))
+
+
+def _grouped(bits: Any, group_size: Any, scales: Any) -> Format:
+    """The format of unsigned integers with offsets that are stored as `scales` are."""
+    if bits not in (4, 8):
+        raise FormatError(f"integers have {bits!r} bits; those of 4 and 8 have a format here: dequantize others")
+    if scales.dtype.name not in _affine.SCALE_DTYPES:
+        raise TypeError(f"scales are {scales.dtype}; allowed are {', '.join(_affine.SCALE_DTYPES)}")
+    return get_format(f"uint{bits}", block=group_size, zero="float", scale_dtype=scales.dtype.name)
+
+
+def _flat(array: Any) -> Any:
+    return _xp.contiguous(array).reshape(-1)
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------

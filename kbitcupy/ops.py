@@ -21,6 +21,7 @@ def quantize(
     *,
     scale: Any = None,
     zero_point: Any = None,
+    offset: Any = None,
     codebook: Any = None,
     importance: Any = None,
     out: QuantizedArray | None = None,
@@ -38,10 +39,10 @@ def quantize(
         Name of a registered format (see `list_formats`), with options of its own where it has some
         (``"int4:block=32"``), or a Format (see `get_format`); with a dict beside it also more of the arguments below,
         as lists of formats have them: ``("kbit4", {"codebook": values})``.
-    scale, zero_point : number or array, optional
+    scale, zero_point, offset : number or array, optional
         Of affine formats: scales to use instead of finding them, one number or one for each block, and their zero
-        points (0 by default, for ``symmetric=False``). Host values are checked, those on a device are not looked at.
-        Of ``nvfp4`` `scale` is one number, the scale of the whole array.
+        points (for ``zero="int"``) or offsets (for ``zero="float"``), 0 by default. Host values are checked, those on
+        a device are not looked at. Of ``nvfp4`` `scale` is one number, the scale of the whole array.
     codebook : str or array_like, optional
         Of ``kbit1`` to ``kbit8`` and ``table4``: the option of that name, or the 2^k values themselves, in any order.
         They are stored with the array, and its format has ``codebook="custom"``.
@@ -93,8 +94,9 @@ def quantize(
     given: Mapping[str, Any] | None = None
     if isinstance(codebook, str):  # the name of one: an option
         options["codebook"], codebook = codebook, None
-    if not (scale is zero_point is codebook is importance is None):
-        brought = {"scale": scale, "zero_point": zero_point, "codebook": codebook, "importance": importance}
+    if not (scale is zero_point is offset is codebook is importance is None):
+        brought = {"scale": scale, "zero_point": zero_point, "offset": offset}
+        brought |= {"codebook": codebook, "importance": importance}
         format, given = resolve(format, brought, **options)
     elif options:
         format, given = resolve(format, **options)

@@ -74,6 +74,10 @@ def random_option(rng, name, format, shape):
     if name == "granularity":
         channel = "channel", int(rng.integers(-max(len(shape), 1), max(len(shape), 1)))
         return ("token", channel, channel, ("group", int(rng.choice((1, 3, 8, 32, 64)))))[rng.integers(4)]
+    if name == "zero":
+        return str(rng.choice(("none", "int", "float")))
+    if name == "scale_dtype":
+        return str(rng.choice(("float16", "bfloat16")))
     if name == "percentile":
         return float(rng.uniform(50, 100))
     if name == "scale":

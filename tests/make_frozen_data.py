@@ -1,7 +1,7 @@
 """Write tests/data/frozen/: what this version makes of a few numbers, by every format and its option sets.
 
-Run once for a format that is new, ``python tests/make_frozen_data.py NAME ...``, and never again for one that has been
-released: what a file holds is what every later version must decode to the same bytes. Files that exist are kept.
+Run once for a format or an option set that is new, ``python tests/make_frozen_data.py NAME ...``: what a file holds is
+what every later version must decode to the same bytes. What is there already is kept.
 """
 
 import sys
@@ -46,11 +46,13 @@ def main():
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or kb.list_formats():
         path = FOLDER / f"{name}.safetensors"
-        if path.exists():
-            print(f"{path.name} exists and is kept")
+        tensors = {key: array.copy() for key, array in kb.io.load(path).items()} if path.exists() else {}
+        written = [q.format.counted_from_end(2) for q in tensors.values() if isinstance(q, kb.QuantizedArray)]
+        new = [format for format in samples(name) if format.counted_from_end(2) not in written]
+        if not new:
+            print(f"{path.name} has all option sets and is kept")
             continue
-        tensors = {}
-        for format in samples(name):
+        for format in new:
             given = {"codebook": own_codebook(format)} if format.options().get("codebook") == "custom" else {}
             for dtype in DTYPES:
                 x = fitted(name, numbers(dtype, is_bounded(name)))
@@ -60,7 +62,7 @@ def main():
                     q = kb.QuantizedArray(format, bits_for(format, x), x.shape, x.dtype)
                 tensors[f"{format} {dtype}"] = q
                 tensors[f"{format} {dtype} decoded"] = q.dequantize()
-        kb.io.save(path, tensors)
+        kb.io.save(path, tensors, force=True)
         print(f"{path.name}: {len(tensors) // 2} arrays, {path.stat().st_size} bytes")
     inputs = FOLDER / "inputs.safetensors"
     if not inputs.exists():

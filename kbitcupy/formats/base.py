@@ -419,7 +419,7 @@ def named(config: dict[str, Any]) -> Format:
 
 
 #: What a call of `quantize` may bring, beside a format's options.
-GIVEN = ("scale", "zero_point", "codebook", "importance")
+GIVEN = ("scale", "zero_point", "offset", "codebook", "importance")
 
 #: A format, and what calls of `quantize` bring beside it.
 Choice = tuple[Format, Mapping[str, Any]]

@@ -52,24 +52,28 @@ class Plane:
 
 @dataclass(frozen=True)
 class Magnitude:
-    """What decoded elements are proportional to: ``(code * scale + offset) * value`` of planes and known numbers.
+    """What decoded elements are proportional to: ``(code * scale + offset) * value`` of planes and known numbers, or
+    ``code * scale + offset`` where each scale has an offset.
 
     Parameters
     ----------
     scales : str
-        A float32 plane.
+        A plane of float32, float16 or bfloat16.
     offset : str or None
         A float32 plane of one number that is added to what the scales multiply; None where there is none.
     values : str or None
         A float32 plane of what codes stand for; None where the host knows it.
     largest : float
         Then the largest magnitude of what a code stands for.
+    offsets : str or None
+        A plane like `scales` with an offset beside each of them; None where there is none.
     """
 
     scales: str
     offset: str | None = None
     values: str | None = None
     largest: float = 1.0
+    offsets: str | None = None
 
     @functools.cached_property
     def bits(self) -> int:

@@ -73,6 +73,10 @@ def _normalized(planes: dict[str, Any], magnitude: Magnitude) -> tuple[dict[str,
     Of weights in the range of normal float16 numbers no bit changes in a product. The device is the current one.
     """
     scales = planes[magnitude.scales]
+    if magnitude.offsets is not None:  # the same power of two for both
+        scales = _xp.namespace(scales).concatenate([scales, planes[magnitude.offsets]])
+    if scales.dtype != np.float32:
+        scales = scales.astype(np.float32)
     count, source = scales.size, scales.data.ptr
     blocks = -(-count // (_SCALES_THREADS * _SCALES_EACH))
     parts = min(blocks, _MOST_PARTS)
@@ -88,6 +92,8 @@ def _normalized(planes: dict[str, Any], magnitude: Magnitude) -> tuple[dict[str,
     arguments = source, count, offset, values, size, magnitude.bits, largest, parts, target
     _NORMALIZE_SCALES.launch(scales, (min(blocks, _MOST_SCALING),), arguments)
     planes[magnitude.scales] = scratch[:count]
+    if magnitude.offsets is not None:
+        planes[magnitude.scales], planes[magnitude.offsets] = scratch[: count // 2], scratch[count // 2 : count]
     if magnitude.offset is not None:
         planes[magnitude.offset] = scratch[count : count + 1]
     return planes, scratch[count + 1 : count + 2]

@@ -343,7 +343,7 @@ def test_wide_comparison_and_formats_with_options(capsys, formats):
     assert main(["compare", "--wide", "--formats", formats, "--device", "cpu"]) == 0
     _, heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split()[:3] == ["format", "bits", "normal"] and heading.endswith("total") and len(lines) == 3
-    assert [line.split()[0] for line in lines] == ["kbit2", "kbit2:absmax=float16", "int4:block=32,symmetric=false"]
+    assert [line.split()[0] for line in lines] == ["kbit2", "kbit2:absmax=float16", "int4:block=32,zero=int"]
     assert main(["compare", "--formats", formats, "--json", "--device", "cpu"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [r["format"]["name"] for r in results] == ["kbit2", "kbit2", "int4"]
@@ -359,7 +359,7 @@ def test_a_wide_comparison_of_a_file_has_tensors_as_lines(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "m"), "--wide", "--formats", formats, "--device", "cpu"]) == 0
     one, two, heading, bits, *lines = capsys.readouterr().out.splitlines()
     assert (one.split(), two.split()) == (["int4:"], ["block=32,"])
-    assert heading.split() == ["tensor", "kbit4", "symmetric=false"] and bits.split()[0] == "bits"
+    assert heading.split() == ["tensor", "kbit4", "zero=int"] and bits.split()[0] == "bits"
     shown = [line.split()[0] for line in lines[:13]]
     assert shown == [*sorted(names), "total"]  # whole names: there is room
     assert max(map(len, (one, two, heading, bits, *lines[:13]))) <= 100
@@ -499,9 +499,12 @@ def test_formats_lists_the_options_of_a_format(capsys):
     assert main(["formats", "int4", "nf4", "kbit8"]) == 0
     _, int4, nf4, kbit8 = capsys.readouterr().out.split("\noptions of ")
     options = [line.split()[0] for line in int4.splitlines() if re.match(r"  \w", line)]
-    assert options == ["granularity=tensor", "block", "symmetric=true", "percentile"]
+    assert options == [
+        "granularity=tensor", "block", "zero=none", "symmetric", "percentile", "scale_dtype=float32",
+        "zero_dtype=int32",
+    ]  # fmt: skip
     assert re.search(r"granularity=tensor +tensor, token, \(channel, axis\), \(group, size\): Elements that", int4)
-    assert "symmetric=true      true, false: One zero point for all blocks" in int4
+    assert "zero=none            none, int, float: What stands for 0" in int4
     assert nf4.startswith(
         "nf4:\n  block=64            int: Elements that share an absmax: a power of two from 16 to 4096"
     )

@@ -94,7 +94,7 @@ def test_a_sweep_is_shown_as_a_table():
     assert isinstance(rows, list) and rows == list(rows)
 
 
-@pytest.mark.parametrize("label", ["int4:block=32", "int4:block=32,symmetric=false", "kbit4:absmax=float32"])
+@pytest.mark.parametrize("label", ["int4:block=32", "int4:block=32,zero=int", "kbit4:absmax=float32"])
 def test_a_label_is_taken_as_a_format(label):
     (row,) = explore.sweep(WEIGHTS["a"], label)
     assert row["label"] == label == explore.label(kb.get_format(label))
@@ -441,7 +441,7 @@ def test_plot_layers(pyplot):
     assert framed == [(i, str(format)) for i, format in enumerate(plan.formats.values())]
 
 
-OPTIONS = ["kbit2", "kbit4", "nf4:block=32,double_quant=true", "int4:block=32,symmetric=false", "kbit4:absmax=float32"]
+OPTIONS = ["kbit2", "kbit4", "nf4:block=32,double_quant=true", "int4:block=32,zero=int", "kbit4:absmax=float32"]
 
 
 def arrays(count):
@@ -585,7 +585,7 @@ def test_formats_with_options_go_through_a_plan(tmp_path, capsys, model):
     assert main(["plan", str(model), "--bits", "6.5", "--formats", formats, "-o", str(path)]) == 0
     assert {str(format) for format in explore.read_plan(path).values()} <= {
         "nf4:block=32,double_quant=true",
-        "int4:block=32,symmetric=false",
+        "int4:block=32,zero=int",
     }
     assert main(["quantize", str(model), "-o", str(small), "--plan", str(path)]) == 0
     assert {name: kb.io.load(small)[name].format for name in WEIGHTS} == explore.read_plan(path)

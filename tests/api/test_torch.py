@@ -204,7 +204,7 @@ def calls(torch, dtype, device="cpu"):
 
 CALLS = [
     "linear", "matmul", "@", "q @", "matmul, decoded", "linear_grouped",
-    *(f"affine.{name}" for name in kb.affine.__all__ if name not in ("Calibration",)),
+    *(f"affine.{name}" for name in kb.affine.__all__ if name not in ("Calibration", "from_hqq", "from_mlx")),
     "quantize_kbit", "quantize_kbit, codebook", "dequantize_kbit", "pack_kbit", "unpack_kbit", "encode_absmax_e4m4",
     "decode_absmax_e4m4", "quantize_nf4", "dequantize_nf4",
     *(f"bitsandbytes.{verb}_{how}" for verb in ("quantize", "dequantize") for how in ("4bit", "blockwise")),

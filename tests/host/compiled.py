@@ -172,7 +172,11 @@ def fits(format, shape):
 MORE = [
     "kbit4:codebook=custom,absmax=float32", "kbit8:absmax=e4m4", "kbit8:codebook=custom,absmax=float32",
     "nf4:block=4096", "table4:codebook=custom,double_quant=true,block=32", "dynamic8:block=16", "dynamic8:block=4096",
-    *(f"{name}:block=3{rest}" for name in ("int8", "uint8", "int4", "uint4") for rest in ("", ",symmetric=false")),
+    *(
+        f"{name}:block=3{rest}"
+        for name in ("int8", "uint8", "int4", "uint4")
+        for rest in ("", ",zero=int", ",zero=float", ",zero=float,scale_dtype=bfloat16", ",scale_dtype=float16")
+    ),
     *(f"{name}:granularity=channel:-1" for name in ("int8", "uint4")),
 ]  # fmt: skip
 

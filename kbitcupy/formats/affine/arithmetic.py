@@ -14,7 +14,8 @@ from ...backend import xp as _xp
 from ...errors import FormatError
 from ..granularity import Blocks, check_entries, check_host_scales
 from . import cuda, numpy as host
-from .levels import INT32, SIGNED8, Levels, scalar
+from .levels import INT32, SIGNED8, SINGLE, Levels, scalar
+from .stored import Stored
 
 _SURELY_FINITE = 2.0**127  # in every dtype of scales
 
@@ -70,6 +71,49 @@ def check_zero_point(zero_point: Any, blocks: Blocks, beside: Any, levels: Level
     return int(array[0]) if array.size == 1 else array
 
 
+def check_offset(offset: Any, blocks: Blocks, beside: Any) -> Any:
+    """An offset as a Python float, or as a contiguous float32 array of one entry for each block beside `beside`.
+
+    Raises
+    ------
+    FormatError
+        When there is neither one, nor one for each block in one of their shapes, or one is not finite.
+    DeviceError, TypeError
+        As `check_scale`.
+    """
+    if _fits(offset, blocks, beside, SINGLE):
+        return offset
+    if type(offset) in (float, int):
+        offset = np.asarray(offset, np.float64)
+    array = _block_values(offset, blocks, beside, SINGLE, "fiu", "offset")
+    if _xp.is_cupy(array):
+        return array
+    if not np.isfinite(array).all():
+        raise FormatError(f"offset holds {array[~np.isfinite(array)][0]}; offsets must be finite in float32")
+    return float(array[0]) if array.size == 1 else array
+
+
+def rounded(values: Any, kind: Stored, argument: str) -> Any:
+    """What `check_scale` or `check_offset` returned, as numbers of the dtype in which it is stored.
+
+    Raises
+    ------
+    FormatError
+        When one on the host is not finite in that dtype.
+    """
+    if kind.name == "float32":
+        return values
+    array = np.atleast_1d(np.asarray(values, SINGLE))
+    with np.errstate(over="ignore"):
+        beyond = np.isinf(array.astype(kind.dtype))
+    if beyond.any():
+        raise FormatError(
+            f"{argument} holds {array[beyond][0]}; with scale_dtype={kind.name!r} it must be finite in {kind.name}"
+        )
+    near = kind.scale(array) if argument == "scale" else kind.nearest(array)
+    return float(near[0]) if isinstance(values, float) else near
+
+
 def _fits(values: Any, blocks: Blocks, beside: Any, dtype: np.dtype) -> bool:
     """Whether this is what a kernel takes: nothing has to be converted, and no value on a device is looked at."""
     return (
@@ -115,14 +159,14 @@ def check_percentile(percentile: Any) -> float | None:
 def find(
     x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, fraction: float | None = None
 ) -> None:
-    """Fill `scale` and `zero_point` (or None) with what dynamic range gives for the blocks of x.
+    """Fill `scale` and `zero_point` (offsets if `levels` say so, or None) with what is found for the blocks of x.
 
     `fraction` is a percentile / 100.
     """
     if blocks.size == 0:
         scale.fill(1)
         if zero_point is not None:
-            zero_point.fill(levels.zero if levels.symmetric else levels.qmin)
+            zero_point.fill(0 if levels.floating else levels.zero if levels.symmetric else levels.qmin)
     elif _xp.is_cupy(x):
         cuda.find(x, scale, zero_point, blocks, levels, fraction)
     else:
@@ -142,16 +186,23 @@ def quantize(
 ) -> None:
     """Fill `codes`: int8 or uint8, or with 4 bits the packed bytes, signed when ``levels.qmin`` is.
 
-    The planes `scale_out` and `zero_point_out`, if any, receive what is used.
+    The planes `scale_out` and `zero_point_out`, if any, receive what is used. `zero_point` is offsets if `levels` say
+    so.
     """
-    if blocks.size and _xp.is_cupy(x):
-        cuda.each(
-            "quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point, 0, (scale_out, zero_point_out)
-        )
+    planes: tuple[Any, Any] = (scale_out, zero_point_out)
+    if blocks.size and _xp.is_cupy(x) and all(plane is None or plane.itemsize == 4 for plane in planes):
+        cuda.each("quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point, 0, planes)
         return
-    for plane, values in ((scale_out, scale), (zero_point_out, zero_point)):
-        if plane is not None:
-            plane[...] = values if isinstance(values, (float, int)) else values.reshape(-1)
+    for plane, values in zip(planes, (scale, zero_point), strict=True):
+        if plane is None:
+            continue
+        if isinstance(values, (float, int)):
+            plane.fill(plane.dtype.type(values))
+        else:
+            store(values, plane)
+    if blocks.size and _xp.is_cupy(x):
+        cuda.each("quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point)
+        return
     if blocks.size == 0:
         return
     if bits == 8:
@@ -172,10 +223,19 @@ def quantize_dynamic(
     quantize(x, codes, scale, levels.zero if zero_point is None else zero_point, blocks, levels, bits)
 
 
+def store(values: Any, plane: Any) -> None:
+    """Fill a plane with numbers that its dtype has, or with one for all."""
+    if _xp.is_cupy(plane) and plane.dtype.kind not in "iu" and values.dtype != plane.dtype:
+        values = cuda.converted(values, plane.dtype)
+    plane[...] = values.reshape(-1)
+
+
 def dequantize(
     codes: Any, out: Any, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels, bits: int = 8
 ) -> None:
-    """Fill `out` with ``scale * (q - zero_point)``; zero points outside `levels` count as the nearer end."""
+    """Fill `out` with ``scale * (q - zero_point)``; zero points outside `levels` count as the nearer end. With offsets
+    in their place, if `levels` say so, with ``scale * q + offset``.
+    """
     if blocks.size == 0:
         return
     if _xp.is_cupy(codes):

@@ -153,9 +153,15 @@ KERNELS = (
 _HEADER = "formats/affine.cuh"
 BLOCKS = templates(
     _HEADER,
-    *(f"Affine<{bits}, {signed}>" for bits in (8, 4) for signed in ("true", "false")),
+    *(
+        f"{struct}<{bits}, {signed}>"
+        for struct in ("Affine", "AffineStored")
+        for bits in (8, 4)
+        for signed in ("true", "false")
+    ),
     kernels=("take_blocks", "linear_blocks"),
 )
+_SCALE_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 _GEOMETRY = np.dtype(
     [
@@ -448,12 +454,17 @@ def quantize_dynamic(
 
 
 @functools.lru_cache(maxsize=1024)
-def decoder(bits: int, granularity: Granularity, levels: Levels) -> Decoder:
+def decoder(bits: int, granularity: Granularity, levels: Levels, scale_dtype: str, zero_dtype: str) -> Decoder:
     """The storey-1 decoder of integers of so many bits."""
+    # As AffineStored of kernels/formats/affine.cuh has them, above the zero point of all.
+    plain = scale_dtype == "float32" and zero_dtype == "int32" and not levels.floating
+    kinds = _SCALE_KINDS[scale_dtype] | (zero_dtype != "int32") << 2
+    last = levels.zero | kinds << 32
 
     def numbers(shape: tuple[int, ...]) -> tuple[int, ...]:
         blocks = blocks_of(shape, granularity)
-        return blocks.row, blocks.run, blocks.per_row, levels.zero
+        return blocks.row, blocks.run, blocks.per_row, last
 
-    struct = f"Affine<{bits}, {str(levels.qmin < 0).lower()}>"
-    return Decoder(_HEADER, struct, ("codes", "scale", "zero_point"), numbers, together=True)
+    struct = f"{'Affine' if plain else 'AffineStored'}<{bits}, {str(levels.qmin < 0).lower()}>"
+    planes = ("codes", "scale", "zero_point") if plain else ("codes", "scale", "zero_point", "offset")
+    return Decoder(_HEADER, struct, planes, numbers, together=True)

@@ -25,11 +25,14 @@ class Levels:
         Ends of the range.
     symmetric : bool, default True
         How a scale is found: around one zero point for all blocks, or each with its own.
+    floating : bool, default False
+        Whether each block has an offset, which need not be a multiple of its scale, in place of a zero point.
     """
 
     qmin: int
     qmax: int
     symmetric: bool = True
+    floating: bool = False
 
     @property
     def zero(self) -> int:
@@ -43,7 +46,11 @@ class Levels:
 
 
 def check_levels(
-    qmin: Any, qmax: Any, limits: tuple[int, int] = (-MAX_LEVEL, MAX_LEVEL), symmetric: bool = True
+    qmin: Any,
+    qmax: Any,
+    limits: tuple[int, int] = (-MAX_LEVEL, MAX_LEVEL),
+    symmetric: bool = True,
+    floating: bool = False,
 ) -> Levels:
     """A range from its ends.
 
@@ -53,17 +60,17 @@ def check_levels(
         When they are not integers in order within `limits`.
     """
     if type(qmin) is type(qmax) is int and limits[0] <= qmin < qmax <= limits[1]:
-        return _levels(qmin, qmax, symmetric)
+        return _levels(qmin, qmax, symmetric, floating)
     for name, value in (("qmin", qmin), ("qmax", qmax)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise FormatError(f"{name} is {value!r}; it must be an integer")
     if not limits[0] <= qmin < qmax <= limits[1]:
         raise FormatError(f"qmin is {qmin} and qmax {qmax}; allowed is {limits[0]} <= qmin < qmax <= {limits[1]}")
-    return _levels(int(qmin), int(qmax), symmetric)
+    return _levels(int(qmin), int(qmax), symmetric, floating)
 
 
 _levels = functools.lru_cache(maxsize=256)(Levels)
-SIGNED8, UNSIGNED8 = _levels(-128, 127, True), _levels(0, 255, True)
+SIGNED8, UNSIGNED8 = _levels(-128, 127, True, False), _levels(0, 255, True, False)
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,11 @@ def scalar(dtype: np.dtype, value: float) -> Any:
     return dtype.type(value)
 
 
-def reach_of(levels: Levels, fraction: float | None) -> int:
-    """The most steps from the zero point of a symmetric range that a finite number may become."""
-    if fraction is None or fraction == 1:
+def reach_of(levels: Levels, fraction: float | None, rounded: bool = False) -> int:
+    """The most steps from the zero point of a symmetric range that a finite number may become.
+
+    `rounded`: the scale may be smaller than the range asks for.
+    """
+    if not rounded and (fraction is None or fraction == 1):
         return levels.divisor
     return max(levels.qmax - levels.zero, levels.zero - levels.qmin)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..granularity import Blocks, walk
-from .levels import ENDS, Levels, compute_dtype, reach_of
+from .levels import DOUBLE, ENDS, SINGLE, Levels, compute_dtype, reach_of
+from .stored import Stored, stored
 
 
 def _divisor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -21,6 +22,12 @@ def factor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The scales as factors."""
     scale = scale.astype(dtype)
     return np.where((scale > 0) & (scale < np.inf), scale, dtype.type(0))
+
+
+def signed_factor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The scales beside offsets as factors: any finite number."""
+    scale = scale.astype(dtype)
+    return np.where(np.isfinite(scale), scale, dtype.type(0))
 
 
 def bounds(zero_point: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -43,9 +50,14 @@ def _clamped(steps: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray
 
 
 def quantize(x: np.ndarray, codes: np.ndarray, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels) -> None:
-    """Fill `codes` with the integers of `x`, one byte each."""
+    """Fill `codes` with the integers of `x`, one byte each; `zero_point` holds offsets if `levels` say so."""
     dtype = compute_dtype(x.dtype)
     for (part, out), (s, z) in walk(blocks, (x, codes), (scale, zero_point)):
+        if levels.floating:
+            above = part.astype(dtype)
+            above -= z.astype(dtype)
+            out[...] = _clamped(_steps(above, _divisor(s, dtype)), dtype.type(levels.qmin), dtype.type(levels.qmax))
+            continue
         zero, low, high = bounds(z, levels)
         steps = _clamped(_steps(part, _divisor(s, dtype)), low.astype(dtype), high.astype(dtype))
         steps += zero.astype(dtype)
@@ -53,10 +65,15 @@ def quantize(x: np.ndarray, codes: np.ndarray, scale: Any, zero_point: Any, bloc
 
 
 def dequantize(codes: np.ndarray, out: np.ndarray, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels) -> None:
-    """Fill `out` with ``scale * (q - zero_point)``."""
-    dtype = compute_dtype(out.dtype)
+    """Fill `out` with ``scale * (q - zero_point)``, or with ``scale * q + offset`` if `levels` say so."""
+    dtype = SINGLE if levels.floating else compute_dtype(out.dtype)
     for (part, y), (s, z) in walk(blocks, (codes, out), (scale, zero_point)):
         steps = part.astype(dtype)
+        if levels.floating:
+            steps *= signed_factor(s, dtype)
+            steps += z.astype(dtype)
+            y[...] = steps
+            continue
         steps -= bounds(z, levels)[0].astype(dtype)
         steps *= factor(s, dtype)
         y[...] = steps
@@ -122,14 +139,13 @@ def find(
     levels: Levels,
     fraction: float | None,
 ) -> None:
-    """Scales and zero points of the blocks of x."""
+    """Scales, and zero points or offsets, of the blocks of x."""
     dtype = compute_dtype(x.dtype)
-    high, low = np.zeros(blocks.count, dtype), np.zeros(blocks.count, dtype)  # max(x, 0) and max(-x, 0)
+    least = dtype.type(-np.inf if levels.floating else 0)
+    high, low = np.full(blocks.count, least), np.full(blocks.count, least)  # max(x) and max(-x), of what counts
     if fraction is None:
         for (part,), (up, down) in walk(blocks, (x,), (high, low)):
-            number = _without_nan(part, dtype)
-            np.maximum(up, number.max(_reduced(up), keepdims=True), out=up)
-            np.maximum(down, -number.min(_reduced(up), keepdims=True), out=down)
+            _join_range(part, up, down, levels)
     else:
         for piece in blocks.parts:
             ends = piece.of_blocks(high), piece.of_blocks(low)
@@ -138,11 +154,29 @@ def find(
                 rows = rows.transpose(1, 0, 2)
             number = _without_nan(rows, dtype)  # the one copy there is
             _percentile(number.reshape(*ends[0].shape[:2], -1), ends, levels, fraction)
-    np.abs(high, out=high), np.abs(low, out=low)  # no -0
-    found, zero = _range(high, low, levels, x.dtype, reach_of(levels, fraction))
-    scale.reshape(-1)[...] = np.minimum(found, np.finfo(scale.dtype).max)
+    kind = None if scale.dtype == DOUBLE else stored(scale.dtype.name)
+    if levels.floating:
+        assert kind is not None, "offsets are planes"
+        found, zero = _offsets(high, low, levels, x.dtype, kind)
+    else:
+        np.abs(high, out=high), np.abs(low, out=low)  # no -0
+        rounded = kind if kind is not None and kind.name != "float32" else None
+        found, zero = _range(high, low, levels, x.dtype, reach_of(levels, fraction, rounded is not None), rounded)
+    scale.reshape(-1)[...] = np.minimum(found, ENDS["float64" if kind is None else kind.name].largest)
     if zero_point is not None:
         zero_point.reshape(-1)[...] = zero
+
+
+def _join_range(part: np.ndarray, up: np.ndarray, down: np.ndarray, levels: Levels) -> None:
+    """Join the largest and the smallest number of a part to those of its blocks; NaN is none."""
+    if levels.floating:
+        number = part.astype(up.dtype, order="C")
+        np.fmax(up, np.fmax.reduce(number, _reduced(up), keepdims=True), out=up)
+        np.fmax(down, -np.fmin.reduce(number, _reduced(up), keepdims=True), out=down)
+    else:
+        number = _without_nan(part, up.dtype)
+        np.maximum(up, number.max(_reduced(up), keepdims=True), out=up)
+        np.maximum(down, -number.min(_reduced(up), keepdims=True), out=down)
 
 
 def _without_nan(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -167,29 +201,36 @@ def _percentile(rows: np.ndarray, ends: tuple[np.ndarray, np.ndarray], levels: L
     else:
         for end, place, sign in ((ends[0], rank, 1), (ends[1], count - 1 - rank, -1)):
             rows.partition(place, axis=-1)
-            end[...] = np.maximum(sign * rows[..., place, None], 0)
+            end[...] = np.maximum(sign * rows[..., place, None], end)
 
 
-def _range(high: np.ndarray, low: np.ndarray, levels: Levels, of: np.dtype, reach: int) -> tuple[np.ndarray, Any]:
-    """Scale and zero point of blocks of the dtype `of` whose numbers lie between -low and high."""
+def _range(
+    high: np.ndarray, low: np.ndarray, levels: Levels, of: np.dtype, reach: int, kind: Stored | None
+) -> tuple[np.ndarray, Any]:
+    """Scale and zero point of blocks of the dtype `of` whose numbers lie between -low and high.
+
+    `kind` says what a scale is rounded to before a zero point is found; None where it stays as it is.
+    """
     dtype = high.dtype
     largest = dtype.type(ENDS[of.name].largest)
     with np.errstate(all="ignore"):
         high, low = np.minimum(high, largest), np.minimum(low, largest)
         empty = (high == 0) & (low == 0)
         if levels.symmetric:
-            scale = finite_scale(np.maximum(high, low) / dtype.type(levels.divisor), reach, of)
+            scale = np.maximum(high, low) / dtype.type(levels.divisor)
+            scale = finite_scale(scale if kind is None else kind.scale(scale), reach, of, kind)
             return np.where(empty, dtype.type(1), scale), levels.zero
         span = np.minimum(high.astype(np.float64) + low, np.finfo(np.float64).max) / levels.divisor
         scale = np.minimum(span, np.finfo(dtype).max).astype(dtype)
+        scale = scale if kind is None else kind.scale(scale)
         point = np.where(empty, levels.qmin, levels.qmin + np.rint(low / _divisor(scale, dtype)))
         zero = np.clip(point, levels.qmin, levels.qmax).astype(np.int32)
-        scale = finite_scale(scale, np.maximum(levels.qmax - zero, zero - levels.qmin), of)
+        scale = finite_scale(scale, np.maximum(levels.qmax - zero, zero - levels.qmin), of, kind)
         return np.where(empty, dtype.type(1), scale), zero
 
 
-def finite_scale(scale: np.ndarray, reach: Any, of: np.dtype) -> np.ndarray:
-    """The scale, or the largest one whose product with `reach` stays finite in the dtype `of`."""
+def finite_scale(scale: np.ndarray, reach: Any, of: np.dtype, kind: Stored | None = None) -> np.ndarray:
+    """The scale, or the largest one (of `kind`) whose product with `reach` stays finite in the dtype `of`."""
     dtype = scale.dtype
     limit, steps = dtype.type(ENDS[of.name].limit), np.asarray(reach).astype(dtype)
     beyond = scale * steps > limit
@@ -197,7 +238,34 @@ def finite_scale(scale: np.ndarray, reach: Any, of: np.dtype) -> np.ndarray:
         return scale
     most = limit / steps
     most = np.where(most * steps > limit, np.nextafter(most, dtype.type(0)), most)
-    return np.where(beyond, most, scale)
+    return np.where(beyond, most if kind is None else kind.below(most), scale)
+
+
+def _offsets(
+    high: np.ndarray, low: np.ndarray, levels: Levels, of: np.dtype, kind: Stored
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and offset of blocks of the dtype `of` whose numbers lie between -low and high, of an empty one if not."""
+    end, steps = kind.range_end(of.name), levels.qmax - levels.qmin
+    with np.errstate(all="ignore"):
+        upper = np.clip(high.astype(np.float64), -end, end)
+        lower = np.clip(-low.astype(np.float64), -end, end)
+        empty = upper < lower
+        upper[empty], lower[empty] = 0, 0
+        wanted, most = (upper - lower) / steps, kind.most(levels)
+        scale = np.maximum(np.minimum(wanted, most).astype(np.float32).astype(np.float64), kind.smallest)
+        equal = upper == lower
+        scale[equal] = 1
+        first = np.where(wanted > most, (upper + lower) / 2 - scale * (steps / 2), lower)
+        offset = np.where(equal, lower, first - scale * levels.qmin)
+        if kind.name == "float32":
+            return scale, kind.nearest(offset) + 0.0
+        offset = (kind.nearest if levels.qmin else kind.below)(offset) + 0.0
+        reached = (upper - offset) / levels.qmax
+        if levels.qmin:
+            reached = np.maximum(reached, (lower - offset) / levels.qmin)
+        scale = np.maximum(kind.above(np.minimum(reached, most)), kind.smallest)
+        scale[equal & (offset == lower)] = 1
+        return scale, offset
 
 
 def pack_nibbles(codes: np.ndarray, packed: np.ndarray) -> None:
