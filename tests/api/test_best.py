@@ -179,7 +179,7 @@ def test_samples_are_parts_of_the_array(xp, shape):
 def test_the_registry_says_what_is_tried():
     found = candidates.candidates((64, 256))
     assert {str(each.format) for each in found if each.fits} >= {"kbit4:codebook=custom", "table4:codebook=custom"}
-    assert {"int4:block=32,symmetric=false", "nf4:block=16"} <= {str(each.format) for each in found}
+    assert {"int4:block=32,zero=int", "nf4:block=16"} <= {str(each.format) for each in found}
     assert {each.format.name for each in found} == {format.name for format in explore.default_formats((64, 256))}
     more = {each.format.name for each in candidates.candidates((64, 256), all=True)}
     assert "q2_k" in more and "q2_k" not in {each.format.name for each in found}
