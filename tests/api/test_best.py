@@ -109,9 +109,11 @@ def test_a_choice_among_named_formats():
 def test_what_a_choice_says_of_itself():
     found = explore.best(PRESSURE, bits=4.5)
     first, note = repr(found).splitlines()
-    assert first.startswith(f"<Best: {found.format}, fitted codebook, 4.")
+    assert found.format.options()["zero"] == "float" and first.startswith(f"<Best: {found.format}, 4.")
     assert first.endswith(f"bits per element, SQNR {found.row['sqnr_db']:.2f} dB>")
     assert note.startswith("note: 'x': the mean is 9.999e+04")
+    fitted = explore.best(IMAGE, bits=4.5)
+    assert repr(fitted).startswith(f"<Best: {fitted.format}, fitted codebook, 4.")
 
 
 def test_zeros_and_constants_are_exact():
