@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(THREADS, (Share<T, F>::BLOCKS))
         const Planes planes = members == 1 ? first : of_member(first, argument, member);
         const Planes whole = as_whole(planes);
         T* target = y + member * size;
-        const long long uncut = are_aligned(planes) && is_aligned(target) ? size / 8 : 0;
+        const bool plain = are_aligned(planes) && is_aligned(target) && (TOGETHER == 1 || Asked<F>::together(planes));
+        const long long uncut = plain ? size / 8 : 0;
         for (long long i = 0, span = blockIdx.x * run * SPAN; i < run && span < octets; ++i, span += SPAN) {
             if (span + SPAN <= uncut) {
                 const long long octet = span + lead;

@@ -74,12 +74,13 @@ class Reader {
     template <typename Each>
     __device__ __forceinline__ void for_each(const Each& each) const {
         constexpr int TOGETHER = ::Together<F>::COUNT, APART = ::Together<F>::APART;
-        constexpr int UNITS = TOGETHER >= 8 ? 1 : TOGETHER >= 4 ? 2 : 4;  // octets, or groups of them, under way
+        constexpr int UNITS = TOGETHER >= 4 ? 1 : 4 / TOGETHER;  // octets, or groups of them, under way
         const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
         const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
         // Groups of octets that are decoded together and are whole; group number i begins at lead(i).
         auto lead = [](long long i) { return i / APART * (APART * TOGETHER) + i % APART; };
-        const long long whole = aligned_ ? planes_.size / (8 * APART * TOGETHER) * APART : 0;
+        const long long whole =
+            aligned_ && ::Asked<F>::together(planes_) ? planes_.size / (8 * APART * TOGETHER) * APART : 0;
         const Planes planes = as_whole(planes_);
         long long i = thread;
         for (; i + (UNITS - 1) * threads < whole; i += UNITS * threads) {

@@ -53,20 +53,13 @@ struct AffineOctets {
         }
     }
 
-    // Blocks are mostly whole runs of 32 elements, which then share a scale, and what it takes to find it.
+    // Where blocks are whole runs of 32 elements, these share a scale, and what it takes to find it.
+    __device__ __forceinline__ static bool together(const Planes& planes) {
+        return ((planes.number[0] | planes.number[1]) & 31) == 0;
+    }
+
     __device__ __forceinline__ static void decode_together(const Planes& planes, long long octet, float (&v)[4][8]) {
         const long long row = planes.number[0], run = planes.number[1], per_row = planes.number[2], first = octet * 8;
-        if (((row | run) & 31) != 0) {
-            // Rare, and long: it stands here once, and its octet is chosen without an index into v.
-#pragma unroll 1
-            for (int j = 0; j < 4; ++j) {
-                float one[8];
-                decode8(planes, octet + j, one);
-#pragma unroll
-                for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = i / 8 == j ? one[i % 8] : v[i / 8][i % 8];
-            }
-            return;
-        }
         const unsigned char* from = planes.at<unsigned char>(0) + first * BITS / 8;
         unsigned word[BITS / 4][4];
 #pragma unroll

@@ -18,6 +18,9 @@
 //     static void decode_together(const Planes&, long long octet, float (&v)[TOGETHER][8])
 //
 // It gives octets `octet` + j * APART, all of them whole; `octet` is one of the first APART of each TOGETHER * APART.
+// Where that takes more of an array than its format says, it is asked beforehand:
+//
+//     static bool together(const Planes&)                          whether octets of the array can be decoded together
 //
 // A table that is the same for all arrays of the format does not come with each of them:
 //
@@ -72,6 +75,16 @@ struct Together {
 template <typename F>
 struct Together<F, decltype(void(F::TOGETHER))> {
     static constexpr int COUNT = F::TOGETHER, APART = F::APART;
+};
+
+// Whether octets of an array can be decoded together.
+template <typename F, typename = void>
+struct Asked {
+    __device__ __forceinline__ static bool together(const Planes&) { return true; }
+};
+template <typename F>
+struct Asked<F, decltype(void(&F::together))> {
+    __device__ __forceinline__ static bool together(const Planes& planes) { return F::together(planes); }
 };
 
 // The planes of an octet that is whole, see there.

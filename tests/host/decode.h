@@ -16,6 +16,7 @@ template <typename F>
 void compare_together(const Planes& planes, float* out) {
     constexpr int COUNT = Together<F>::COUNT, APART = Together<F>::APART;
     if constexpr (COUNT > 1) {
+        if (!Asked<F>::together(planes)) return;
         for (long long first = 0; (first + COUNT * APART) * 8 <= planes.size; first += COUNT * APART) {
             for (long long octet = first; octet < first + APART; ++octet) {
                 float v[COUNT][8];
