@@ -34,16 +34,20 @@ struct Kbit {
         const float a = Absmax<FORMAT>::decode(planes.at<typename Absmax<FORMAT>::Code>(1)[block]);
         const float scale = __fmul_rn(a, planes.plane[2] ? *planes.at<float>(2) : 1.0f);
         nibbles(word[0], word[1], word[2], word[3], low);
-        if (k > 4) nibbles(word[4], word[5], word[6], word[7], high);
+        auto look_up = [&](bool more) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const int from = e % 4 * 8 + (e & 4);
-                unsigned index = low[j] >> from & 15;
-                if (k > 4) index |= (high[j] >> from & 15) << 4;
-                v[j][e] = __fmul_rn(planes.table[index], scale);
+            for (int i = 0; i < 32; ++i) {
+                const int j = i / 8, from = i % 4 * 8 + (i & 4);
+                const unsigned index = low[j] >> from & 15, above = more ? (high[j] >> from & 15) << 4 : 0u;
+                v[j][i % 8] = __fmul_rn(planes.table[index | above], scale);
             }
+        };
+        if (k <= 4) {
+            look_up(false);
+        } else {
+            nibbles(word[4], word[5], word[6], word[7], high);
+            look_up(true);
+        }
     }
 
     // Of four bit planes of a block a word for each octet, with the bits of element e in a field of four, from bit
