@@ -37,6 +37,11 @@ def assemble(tree: Path) -> None:
     shutil.copytree(DOCS, tree / "docs", ignore=shutil.ignore_patterns("*.py", "__pycache__", "_static"))
     shutil.copytree(ROOT / "notebooks", tree / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     pages.write(tree / "docs")
+    overview = tree / "docs" / "formats.md"
+    linked_names = re.sub(
+        r"^\| `(\w+)` \|", r"| {doc}`\1 <formats/\1>` |", overview.read_text("utf-8"), flags=re.MULTILINE
+    )
+    overview.write_text(linked_names, "utf-8")
     for page in [*tree.rglob("*.md")]:
         text = page.read_text(encoding="utf-8")
         page.write_text(text.replace("(../README.md)", "(../index.md)").replace("(README.md)", "(index.md)"), "utf-8")

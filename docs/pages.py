@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import json
+import re
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import layout
+
 import kbitcupy as kb
+from kbitcupy.cli import main
+from kbitcupy.formats.base import Format
 
 #: What authors of formats use, beside `kbitcupy.register`.
 FOR_AUTHORS = {
@@ -126,11 +135,127 @@ def api(folder: Path) -> None:
     (folder / "index.rst").write_text("\n".join(lines), "utf-8")
 
 
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+_HOW_TO_READ = """
+Each page has a drawing of how the elements of one block lie in the planes of an array. It is not drawn by hand: every
+bit is turned over, and the elements that decode to something else afterwards are the ones whose numbers it bears. So
+one colour is for the bits of codes, of which each belongs to one element, another for those of scales, which several
+share. Bit 7 of a byte is on top; a range such as ``0, 2 … 62`` goes from byte to byte.
+"""
+
+
+def described(name: str) -> dict[str, Any]:
+    """What ``kbit formats NAME --json`` says of a format."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(["formats", name, "--json"])
+    (about,) = json.loads(printed.getvalue())["formats"]
+    return dict(about)
+
+
+def contracts(format: Format) -> list[str]:
+    """The modules whose docstrings are the contract of a format."""
+    own = type(format).__module__
+    names = [own, own.rpartition(".")[0]]
+    # A file of one format of several says where the contract is.
+    names += re.findall(r"`(kbitcupy\.[\w.]+)` has the contract", inspect.getdoc(sys.modules[own]) or "")
+    found = {name: len(inspect.getdoc(import_module(name)) or "") for name in names}
+    return [max(found, key=lambda name: found[name])]
+
+
+def contract(module: str) -> list[str]:
+    """The docstring of a module; tables that are for the eye, and break the rules of reStructuredText, as they are."""
+    lines = (inspect.getdoc(sys.modules[module]) or "").splitlines()
+    found: list[str] = []
+    while lines:
+        if not re.fullmatch(r"=+( +=+)+", lines[0]):
+            parts = re.split("(``.*?``)", lines.pop(0))  # |x| is a magnitude, not a name to be replaced
+            found.append("".join(part if part.startswith("``") else part.replace("|", r"\|") for part in parts))
+            continue
+        edges = [number for number, line in enumerate(lines) if line == lines[0]]
+        end = edges[2] if len(edges) > 2 and "" not in lines[: edges[2]] else edges[1]
+        table, lines = lines[: end + 1], lines[end + 1 :]
+        margins = [at for at, mark in enumerate(table[0]) if mark == " "]
+        if any(line[at : at + 1].strip() for line in table for at in margins) or re.search(r"\s\|\S", "\n".join(table)):
+            found += ["::", "", *(f"   {line}" for line in table), ""]
+        else:
+            found += table
+    return found
+
+
+def list_table(*rows: tuple[str, ...], header: bool = False) -> list[str]:
+    """A table of reStructuredText."""
+    lines = [".. list-table::", "   :widths: auto", *(["   :header-rows: 1"] if header else []), ""]
+    for row in rows:
+        lines += [f"   {'* -' if number == 0 else '  -'} {cell}" for number, cell in enumerate(row)]
+    return [*lines, ""]
+
+
+def format_page(name: str) -> list[str]:
+    """The page of a format."""
+    format, about = kb.get_format(name), described(name)
+    first = about["summary"][:1].upper() + about["summary"][1:]
+    facts = [
+        ("bits of a code", f"{about['bits']:g}"),
+        ("elements that share a scale", "the shape says it" if about["block"] == 1 else str(about["block"])),
+        ("bits per element", f"{about['bits per element']:.3f}, scales included, with default options"),
+        ("dtypes", ", ".join(about["dtypes"])),
+        ("origin", about["origin"]),
+    ]
+    if not format.can_encode:
+        facts.append(("quantizing", "no: arrays of other programs are decoded"))
+    if format.takes:
+        facts.append(("a call may bring", ", ".join(f"``{each}=``" for each in format.takes)))
+    drawn = layout.layout_of(format)
+    lines = [*title(name), f"{first}.", "", *list_table(*facts), *title("Layout", "-")]
+    picture = [".. raw:: html", "", '   <div class="layout">']
+    picture += [f"   {line}" for line in layout.draw(drawn, name).splitlines()]
+    lines += [*picture, "   </div>", "", f":doc:`How to read it <index>`. {planes_in_words(drawn)}", ""]
+    lines += title("Options", "-")
+    rows = [(f"``{c['name']}={c['default']}``", c["allowed"], c["meaning"]) for c in about["choices"] if c["meaning"]]
+    lines += list_table(("option", "allowed", "what it does"), *rows, header=True) if rows else ["It has none.", ""]
+    lines += [*title("Use", "-"), ".. code-block:: python", ""]
+    if format.can_encode:
+        lines += [f'   q = kb.quantize(x, "{name}")', "   y = kb.dequantize(q)", ""]
+        commands = [f"kbit quantize FILE -o OUT --format {name}", f"kbit compare --formats {name}"]
+    else:
+        lines += ['   q = kb.io.load("model.gguf")["blk.0.ffn_up.weight"]', "   y = kb.dequantize(q)", ""]
+        commands = ["kbit dequantize model.gguf -o model.safetensors"]
+    lines += [".. code-block:: console", "", *(f"   $ {command}" for command in commands), ""]
+    lines += title("Contract", "-")
+    for module in contracts(format):
+        lines += [*contract(module), ""]
+    return lines
+
+
+def planes_in_words(drawn: layout.Layout) -> str:
+    """What belongs to the whole array rather than to a block."""
+    others = [f"``{field.name}``" for field in drawn.fields if field.scope == "tensor"]
+    if not others:
+        return ""
+    verb = "belongs" if len(others) == 1 else "belong"
+    return f"{' and '.join(others)} {verb} to all elements of an array, so long as one scale is for all."
+
+
+def formats(folder: Path) -> None:
+    """A page for every format, and one in front of them."""
+    folder.mkdir(parents=True)
+    lines = [*title("Formats, one by one"), _HOW_TO_READ.strip(), ""]
+    families: dict[str, list[str]] = {}
+    for name in kb.list_formats():
+        origin = kb.get_format(name).origin
+        families.setdefault(origin, []).append(name)
+        (folder / f"{name}.rst").write_text("\n".join(format_page(name)), "utf-8")
+    rows = [(origin, ", ".join(f":doc:`{name}`" for name in names)) for origin, names in families.items()]
+    lines += [*list_table(("origin", "formats"), *rows, header=True), *toctree(*kb.list_formats())]
+    (folder / "index.rst").write_text("\n".join(lines), "utf-8")
+
+
 #: Captions of the side bar, and the pages below them.
 CONTENTS = {
     "Guide": ("docs/install", "docs/python", "docs/commands", "docs/products"),
     "Files": ("docs/files", "docs/bitsandbytes", "docs/gguf"),
-    "Reference": ("docs/formats", "docs/api/index", "docs/benchmarks", "docs/comparison"),
+    "Reference": ("docs/formats", "docs/formats/index", "docs/api/index", "docs/benchmarks", "docs/comparison"),
     "Project": ("CONTRIBUTING", "CHANGELOG"),
 }
 
@@ -138,8 +263,12 @@ CONTENTS = {
 def contents(root: Path) -> list[str]:
     """The tables of contents behind the first page, in Markdown."""
     lines: list[str] = []
+    listed = {entry for entries in CONTENTS.values() for entry in entries}
+    more = [f"docs/{path.stem}" for path in sorted((root / "docs").glob("*.md"))]
+    more += [name for name in ("SECURITY",) if (root / f"{name}.md").exists()]
+    project = tuple(name for name in more if name not in {*listed, "docs/notebooks"})
     notebooks = "docs/notebooks", *(f"notebooks/{path.stem}" for path in sorted((root / "notebooks").glob("*.ipynb")))
-    for caption, entries in {**CONTENTS, "Notebooks": notebooks}.items():
+    for caption, entries in {**CONTENTS, "Project": (*CONTENTS["Project"], *project), "Notebooks": notebooks}.items():
         lines += ["", "```{toctree}", ":hidden:", ":maxdepth: 1", f":caption: {caption}", "", *entries, "```"]
     return [*lines, ""]
 
@@ -147,3 +276,4 @@ def contents(root: Path) -> list[str]:
 def write(folder: Path) -> None:
     """Write all generated pages into `folder`."""
     api(folder / "api")
+    formats(folder / "formats")
