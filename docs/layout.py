@@ -24,7 +24,7 @@ Elements = tuple[int, ...]
 # every value.
 _PATIENCE, _ALL = 24, 256
 # Blocks of fewer bits are tried so many times that each value of one byte has met several of the others.
-_FEW, _OFTEN = 320, 1024
+_FEW, _OFTEN = 320, 768
 # Bits of an index into a grid belong to a group of so many elements at most.
 _GROUP = 8
 # Elements of formats whose scales the shape of an array says.
@@ -487,7 +487,7 @@ def _draw_runs(svg: _Svg, field: Field, runs: Sequence[Run], size: int) -> None:
                 text = run_in_words(run, segment, size)
                 bits = f"bit {segment.low}" if segment.low == segment.high else f"bits {segment.low} to {segment.high}"
                 svg.box(x, y, width, height, _fill(segment.elements, size, number), f"{where}, {bits}: {text}")
-                font = next((f for f in (11, 10, 9, 8, 7) if f <= height and _fits(text, width, f)), None)
+                font = next((f for f in (11, 10, 9, 8, 7) if f <= height - 2 and _fits(text, width, f)), None)
                 if font:
                     svg.text(x + width / 2, y + height / 2 + font * 0.36, text, font, inside=True)
             x += width

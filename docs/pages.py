@@ -176,7 +176,10 @@ def contract(module: str) -> list[str]:
         end = edges[2] if len(edges) > 2 and "" not in lines[: edges[2]] else edges[1]
         table, lines = lines[: end + 1], lines[end + 1 :]
         margins = [at for at, mark in enumerate(table[0]) if mark == " "]
-        if any(line[at : at + 1].strip() for line in table for at in margins) or re.search(r"\s\|\S", "\n".join(table)):
+        # A row without a name goes on with the one above: as a table it would run into that, as text it stands below.
+        lists = any(line.startswith(" ") and ":" in line[margins[0] : margins[-1]] for line in table)
+        broken = any(line[at : at + 1].strip() for line in table for at in margins)
+        if lists or broken or re.search(r"\s\|\S", "\n".join(table)):
             found += ["::", "", *(f"   {line}" for line in table), ""]
         else:
             found += table
