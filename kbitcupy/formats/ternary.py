@@ -54,7 +54,7 @@ from ..backend.structs import Constants, Struct
 from ..backend.xp import contiguous, is_cupy, namespace
 from ..errors import FormatError
 from .base import Magnitude, Plane, Trits, register
-from .chunks import CHUNK, pack_fields, unpack_fields
+from .chunks import CHUNK, unpack_fields, widen
 from .decoders import Decoder, decodes, dequantize, templates
 from .granular import Granular
 from .granularity import Blocks, Granularity, blocks_of, check_entries, check_host_scales, granularity_of, walk
@@ -74,6 +74,8 @@ _SUMMED, _LANES, _THREADS = _NUMBERS.SUMMED, _NUMBERS.LANES, _NUMBERS.THREADS
 _SHORT = 32
 # Elements of a slab: what is computed in between stays in the cache.
 _SLAB = 1 << 15
+# Trits that are packed at a time; rows of a slab that are short for a loop of their own.
+_PACKED, _FEW = 1 << 18, 256
 _LARGEST = np.finfo(np.float32).max
 _SINGLE = np.dtype(np.float32)
 # Zeros in a byte of codes.
@@ -348,9 +350,7 @@ class Ternary(Granular):
         scale = _given_scale(given["scale"], blocks, x) if "scale" in given else find(x, blocks, self.rule, self.eps)
         planes["scale"][...] = scale
         trits = np.zeros(len(planes["codes"]) * 4, np.int8)
-        for (part, out), (least,) in walk(blocks, (x, trits[: x.size]), (thresholds(planes["scale"], self.rounding),)):
-            number = part.astype(_SINGLE, copy=False)
-            np.subtract((number >= least).view(np.int8), (number <= -least).view(np.int8), out=out)
+        _encode(x, planes["scale"], blocks, self.rounding, trits[: x.size])
         pack(trits, planes["codes"])
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -468,13 +468,35 @@ def _check_eps(eps: Any) -> float:
 # ---- codes -----------------------------------------------------------------------------------------------------------
 
 
+def _encode(x: np.ndarray, scale: np.ndarray, blocks: Blocks, rounding: str, trits: np.ndarray) -> None:
+    """Fill the int8 trits of an array under its scales."""
+    room, flags = np.empty(_SLAB, np.float32), np.empty((2, _SLAB), np.bool_)
+    for (part, out), (least,) in walk(blocks, (x, trits), (thresholds(scale, rounding),)):
+        number = part
+        if part.dtype != _SINGLE:
+            number = room[: part.size].reshape(part.shape)
+            widen(part, number)
+        if 1 < part.shape[-1] <= _FEW and least.shape[-1] == 1:  # many short rows, of which each would be a loop
+            least = np.repeat(least.reshape(-1), part.shape[-1]).reshape(part.shape)
+        above, below = (flag[: part.size].reshape(part.shape) for flag in flags)
+        np.greater_equal(number, least, out=above)
+        np.less_equal(number, np.negative(least), out=below)
+        np.subtract(above.view(np.int8), below.view(np.int8), out=out)
+
+
 def pack(trits: np.ndarray, codes: np.ndarray) -> None:
     """Fill the plane `codes` from int8 trits, a multiple of `BLOCK` of them, -1 to 2."""
-    rows, packed = trits.reshape(-1, BLOCK), codes.reshape(-1, RUN)
-    step = CHUNK // BLOCK
+    rows, packed = trits.reshape(-1, 4, RUN), codes.reshape(-1, RUN)
+    step = _PACKED // BLOCK
     for first in range(0, len(rows), step):
         part = rows[first : first + step] + np.int8(1)
-        packed[first : first + step] = pack_fields(part.view(np.uint8), 2, RUN)
+        # The fields one after the other, runs as single items: copies and words of theirs are quick.
+        fields = np.ascontiguousarray(part.view((np.void, RUN))[..., 0].T).view(np.uint64).reshape(4, -1)
+        whole = fields[3]
+        for field in (2, 1, 0):
+            whole <<= np.uint64(2)
+            whole |= fields[field]
+        packed[first : first + step] = whole.view(np.uint8).reshape(-1, RUN)
 
 
 def unpack(codes: np.ndarray) -> np.ndarray:
@@ -546,7 +568,11 @@ def _magnitudes(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.
                     for c in range(0, length, _SLAB):
                         rows = view[a : a + many, b : b + step, c : c + _SLAB]
                         own = room[: rows.size]
-                        np.abs(rows.astype(np.float32, copy=False), out=own.reshape(rows.shape))
+                        number = rows
+                        if rows.dtype != _SINGLE:
+                            number = own.reshape(rows.shape)
+                            widen(rows, number)
+                        np.abs(number, out=own.reshape(rows.shape))
                         found = own.reshape(-1, rows.shape[2])
                         if not found.max() <= _LARGEST:
                             found[np.isnan(found)] = 0
@@ -584,7 +610,18 @@ def _first_sums(rows: np.ndarray) -> np.ndarray:
     if length % width:
         padded = np.zeros((count, each * width), np.float32)
         padded[:, :length] = rows
-    return _tree(padded.reshape(-1, width)).reshape(count, each)
+    padded = padded.reshape(-1, width)
+    sums = padded.astype(np.float64) @ np.ones(width) if _exact(padded) else _tree(padded)
+    return sums.reshape(count, each)
+
+
+def _exact(rows: np.ndarray) -> bool:
+    """Whether the sums of rows of finite magnitudes, float32, are exact in float64, and so the same in any order: all
+    are multiples of the last bit of the least one that is not 0, and below 2^53 of it.
+    """
+    bits = rows.view(np.uint32)
+    least = (bits - np.uint32(1)).min()  # of 0, the largest
+    return int(bits.max() >> 23) - int(least >> 23) + rows.shape[1].bit_length() <= 53 - 24 + 1
 
 
 def _lane_sums(sums: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from inputs import DTYPES, KINDS, make
 import kbitcupy as kb
 from kbitcupy.cli import main
 from kbitcupy.formats import ternary
+from kbitcupy.formats.chunks import widen
 from kbitcupy.formats.granularity import blocks_of
 from kbitcupy.formats.ternary import LIMITS, thresholds
 
@@ -139,6 +140,26 @@ def test_the_order_of_sums():
     sums = np.abs(make("extreme", 2 * 1024 + 5, np.float32, seed=6)).astype(np.float64)
     lanes = [sum(float(s) for s in sums[i::1024]) for i in range(1024)]
     assert ternary._lane_sums(sums[None])[0] == tree(lanes)
+
+
+@pytest.mark.parametrize("width", [4, 32, 128, 256])
+def test_sums_that_any_order_gives(width):
+    """They are found by a product with ones, which others may not be."""
+    rng = np.random.default_rng(width)
+    least = 1.5 * 2.0 ** -(30 - width.bit_length())
+    for low, exact in ((least, True), (least / 2, False), (2.0**-149, False), (0.0, True)):
+        x = rng.integers(1 << 23, 1 << 24, (50, width)).astype(np.float32) * np.float32(2.0**-23)
+        x[:, 1] = low
+        assert ternary._exact(x) == exact, low
+        assert ternary._first_sums(x)[:, 0].tobytes() == ternary._tree(x).tobytes()
+
+
+def test_float16_is_widened_bit_by_bit():
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    for x in (every, every[np.isfinite(every)], every[::3], every[:0]):
+        found = np.empty(x.shape, np.float32)
+        widen(x, found)
+        assert found.tobytes() == x.astype(np.float32).tobytes()
 
 
 # ---- the cases of others ---------------------------------------------------------------------------------------------
