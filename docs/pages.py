@@ -257,7 +257,7 @@ def formats(folder: Path) -> None:
 #: Captions of the side bar, and the pages below them.
 CONTENTS = {
     "Guide": ("docs/install", "docs/python", "docs/commands", "docs/products"),
-    "Files": ("docs/files", "docs/bitsandbytes", "docs/gguf"),
+    "Files": ("docs/files", "docs/transformers", "docs/bitsandbytes", "docs/gguf"),
     "Reference": ("docs/formats", "docs/formats/index", "docs/api/index", "docs/benchmarks", "docs/comparison"),
     "Project": ("CONTRIBUTING", "CHANGELOG"),
 }

@@ -205,7 +205,8 @@ def _add_quantize(commands: Any) -> None:
         epilog="example: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'",
         parents=[_common(), _selection(min_size=None), _converting()],
         help="compress the float tensors of a file or checkpoint",
-        description="Compress the float tensors of FILE that have two or more dimensions, and copy all others.",
+        description="Compress the float tensors of FILE that have two or more dimensions, and copy all others. Of a "
+        "directory configuration, tokenizer and text go along; pickles and other weights do not.",
     )
     how = command.add_mutually_exclusive_group()
     how.add_argument("--format", default=DEFAULT_FORMAT, help="format, such as nf4:block=32 (default %(default)s)")
@@ -229,9 +230,11 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--layout",
         choices=[layout.name for layout in LAYOUTS],
-        help="how compressed tensors are stored (default: gguf where OUT ends in .gguf, else kbitcupy); bitsandbytes "
-        "loads its own, which holds nf4, fp4 and int8:granularity=channel:0, llama.cpp loads gguf, which holds q4_k "
-        "and others; of ternary, BitNet's format, transformers loads bitnet (OUT is a folder), bitnet.cpp bitnet.cpp",
+        help="how compressed tensors are stored. Default: gguf where OUT ends in .gguf; for a directory with the "
+        "config.json of a model the layout that from_pretrained of transformers loads with no step between, where it "
+        "knows the format (bitsandbytes for nf4 and fp4, compressed-tensors for int8 and int4 without zero points); "
+        "else kbitcupy. bitsandbytes also holds int8:granularity=channel:0, llama.cpp loads gguf, which holds q4_k and "
+        "others; of ternary, BitNet's format, transformers loads bitnet (OUT is a folder), bitnet.cpp bitnet.cpp",
     )
     _add_weight_scale(command)
     command.set_defaults(run=files.run_quantize)

@@ -1,4 +1,6 @@
-"""Files: compressed tensors in safetensors, in kbitcupy's layout or those of bitsandbytes and BitNet, and in GGUF."""
+"""Files: compressed tensors in safetensors, in kbitcupy's layout or in those of bitsandbytes, compressed-tensors and
+BitNet, and in GGUF.
+"""
 
 from . import bitsandbytes
 from .checkpoint import Checkpoint, load, save

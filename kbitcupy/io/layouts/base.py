@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -160,6 +160,10 @@ class Layout(ABC):
             When it has no words for these formats.
         """
         return {}
+
+    def load_note(self, formats: Iterable[Format]) -> str:
+        """Who loads a folder of this layout with tensors of these formats."""
+        return f"from_pretrained of transformers loads the folder, with the package {self.name}"
 
     def own_keys(self) -> Collection[str]:
         """Keys of the metadata that describe the compressed tensors, and mean nothing beside others."""
