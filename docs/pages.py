@@ -257,7 +257,14 @@ def formats(folder: Path) -> None:
 #: Captions of the side bar, and the pages below them.
 CONTENTS = {
     "Guide": ("docs/install", "docs/python", "docs/commands", "docs/products"),
-    "Files": ("docs/files", "docs/transformers", "docs/bitsandbytes", "docs/gguf"),
+    "How to": (
+        "docs/transformers",
+        "docs/howto/search",
+        "docs/howto/field",
+        "docs/howto/fake_quantization",
+        "docs/howto/kernel",
+    ),
+    "Files": ("docs/files", "docs/bitsandbytes", "docs/gguf"),
     "Reference": ("docs/formats", "docs/formats/index", "docs/api/index", "docs/benchmarks", "docs/comparison"),
     "Project": ("CONTRIBUTING", "CHANGELOG"),
 }
