@@ -18,7 +18,7 @@ from ..io.checkpoint import MIN_SIZE
 from ..io.layouts import LAYOUTS, WEIGHT_SCALES
 from ..io.recipes import RECIPES
 from ..text import printable
-from . import benchmark, compare, doctor, files, formats
+from . import benchmark, choose, compare, doctor, files, formats
 from .common import DEFAULT_FORMAT, option
 
 
@@ -130,8 +130,8 @@ def _add_compare(commands: Any) -> None:
     command.add_argument(
         "--formats",
         metavar="A,B",
-        help=f"formats to compare, such as kbit4,nf4:block=32 (default: {DEFAULT_FORMAT} on a file, those of kbit "
-        "formats on samples)",
+        help="formats to compare, such as kbit4,nf4:block=32, with every number of every tensor (default: those of "
+        "kbit formats, with finer granularities and fitted codebooks where they keep more)",
     )
     _add_all(command)
     command.add_argument(
@@ -196,7 +196,7 @@ def _add_plan(commands: Any) -> None:
         "said (default %(default)g)",
     )
     command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
-    command.set_defaults(run=compare.run_plan)
+    command.set_defaults(run=choose.run_plan)
 
 
 def _add_quantize(commands: Any) -> None:

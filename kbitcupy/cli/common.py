@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, KbitError
 from ..formats.base import Choice, parse_format, resolve
+from ..io.atomic import replacing
+from ..text import terminal_width
 
 DEFAULT_FORMAT = "kbit4"
 
@@ -58,3 +62,16 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def wrapped(*texts: str) -> list[str]:
+    """Texts in lines that the terminal has room for."""
+    width = max(terminal_width(), 40)
+    how: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return [line for text in texts for line in textwrap.wrap(text, width, **how)]
+
+
+def write(path: Path, data: bytes, force: bool) -> None:
+    """Write a file beside the one that is wanted, and rename it."""
+    with replacing(path, len(data), force) as file:
+        file.write(data)

@@ -1,191 +1,240 @@
-"""``kbit compare`` and ``kbit plan``: what formats cost and keep, and which one each tensor should have."""
+"""``kbit compare``: what formats cost and keep."""
 
 from __future__ import annotations
 
 import argparse
-import collections
+import functools
 import io
 import itertools
 import math
-import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import explore
+from .. import explore, metrics
 from .._version import __version__
-from ..array import QuantizedArray
 from ..backend import xp as _xp
-from ..errors import FileError, FormatError
+from ..errors import FileError
 from ..explore import Measurement
-from ..explore.samples import DISTRIBUTIONS, SHAPE, draw
-from ..formats.base import Choice, split_formats
-from ..io.atomic import check_file, replacing
-from ..io.checkpoint import Checkpoint
-from ..io.container import entry_of
+from ..explore.candidates import Candidate, beyond_all
+from ..formats.base import Format, split_formats
+from ..io.atomic import check_file
 from ..io.convert import progress_bar
-from ..text import Column, printable, shortened, table, tables, terminal_width
-from .common import DEFAULT_FORMAT, chosen_format, dumps, finite
+from ..text import Column, printable, shortened, table, tables
+from . import choose
+from .common import chosen_format, dumps, wrapped, write
+from .sources import Source, counted, described, sources
+
+# Where nobody has named formats: tensors that are looked at for what else is worth measuring, and seconds after which
+# tensors are measured on samples of them.
+_LOOKED_AT, _SECONDS = 16, 60.0
+# Bits per element for which the conclusion names a format.
+_BUDGETS = (2.6, 3.6, 4.6, 5.6, 6.6, 8.6)
+# The last column of formats that nobody has named.
+_MARK = Column("not\nbeaten")
+
+
+@dataclass
+class Comparison:
+    """What every format made of every tensor.
+
+    Parameters
+    ----------
+    chosen : dict of str to Candidate
+        The formats, by what they were called when they were chosen.
+    named : bool
+        Whether somebody named them.
+    rows, totals : dict of str to (list of) Measurement
+        Of each tensor, and of all together.
+    estimated : int
+        How many tensors were measured on samples of them.
+    """
+
+    chosen: dict[str, Candidate]
+    named: bool
+    rows: dict[str, list[Measurement]] = field(default_factory=dict)
+    totals: dict[str, Measurement] = field(default_factory=dict)
+    estimated: int = 0
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What the formats are called: as they call themselves, or as they were typed where that is not one's own."""
+        titles = {name: explore.label(one.format) for name, one in self.chosen.items()}
+        found = list(titles.values())
+        return {name: title if found.count(title) == 1 else name for name, title in titles.items()}
+
+    @property
+    def distinct(self) -> dict[str, str]:
+        """The same without formats that do what another one does, which stand beside its title."""
+        if self.named:
+            return self.titles
+        alike: dict[Any, list[str]] = {}
+        for name, rows in self.rows.items():
+            what = [(row.nbytes_after, row.sums.noise, row.sums.largest) for row in rows]
+            alike.setdefault(str(what), []).append(name)
+        return {names[0]: ", ".join(self.titles[name] for name in names) for names in alike.values()}
+
+    @functools.cached_property
+    def decibels(self) -> dict[str, float]:
+        """What formats are ranked by: the SQNR of all tensors together, where somebody named them; else the mean over
+        all elements of their squared error over the variance of their tensor, as tensors may have unlike units.
+        """
+        if self.named:
+            return {name: total.sums.sqnr_db for name, total in self.totals.items()}
+        found = {}
+        for name, rows in self.rows.items():
+            varied = [row for row in rows if row.spread != 0]
+            count = sum(row.sums.count for row in varied)
+            loss = math.fsum(row.sums.count * row.sums.noise / row.spread for row in varied)
+            found[name] = metrics.Sums(count, float(count), loss).sqnr_db
+        return found
+
+    def by_size(self) -> list[str]:
+        """Names of the distinct ones, the smallest first, and of one size the best."""
+        return sorted(self.distinct, key=lambda name: (self.totals[name].bits_per_element, -self.decibels[name]))
+
+    def not_beaten(self) -> list[str]:
+        """The formats that keep more than any that is no larger."""
+        best: list[str] = []
+        for name in self.by_size():
+            if not best or self.decibels[name] > self.decibels[best[-1]]:
+                best.append(name)
+        return best
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run ``kbit compare``."""
     if arguments.best is not None:
-        _run_best(arguments)
+        choose.run_best(arguments)
         return
     picture = None if arguments.plot is None else _picture(arguments.plot, arguments.force)
+    named = None
     if arguments.formats is not None:
         names = split_formats(arguments.formats)
-    elif arguments.files:
-        if arguments.all:
-            raise FormatError("--all is for samples; --formats names those to compare on a file")
-        names = [DEFAULT_FORMAT]
-    else:
-        names = [format.name for format in explore.default_formats(SHAPE, all=arguments.all)]
-    chosen = {name: chosen_format(name, arguments.option) for name in names}
+        named = {name: Candidate.of(chosen_format(name, arguments.option)) for name in names}
     device = _xp.resolve_device(arguments.device)
-    tensors, nbytes = _tensors(arguments.files, arguments, again=True)
-    rows: dict[str, list[Measurement]] = {name: [] for name in chosen}
-    with progress_bar("compare", nbytes, sys.stderr.isatty()) as advance:
-        for tensor, x in tensors:
-            on_device = _xp.to_device(x, device)
-            for name, choice in chosen.items():
-                rows[name].append(explore.measure(on_device, choice, tensor))
-            advance(x.nbytes)
+    found_in = sources(arguments.files, arguments, again=True)
+    chosen = _worth_measuring(found_in, device, arguments) if named is None else named
+    found = _measured(Comparison(chosen, named is not None), found_in, device)
     if picture is not None:
-        page = explore.figure([row.row() for measured in rows.values() for row in measured])
+        page = explore.figure(_drawn(found))
         drawn = io.BytesIO()
         page.savefig(drawn, format=picture.suffix[1:], dpi=160)
-        _write(picture, drawn.getvalue(), arguments.force)
-    totals = {name: Measurement("total") for name in chosen}
-    for name, total in totals.items():
-        for row in rows[name]:
-            total.add(row)
+        write(picture, drawn.getvalue(), arguments.force)
     if arguments.json:
-        document = {
-            "kbitcupy": __version__,
-            "source": _source(arguments.files),
-            "device": device,
-            "results": [
-                {
-                    "format": format.config(),
-                    "tensors": [_json(row) for row in rows[name]],
-                    "total": _json(totals[name]),
-                }
-                for name, (format, _) in chosen.items()
-            ],
-        }
-        print(dumps(document))
+        print(dumps(_document(found, arguments.files, device)))
         return
-    titles = _titles(chosen)
-    if arguments.wide:
-        print(_wide_table(rows, totals, titles, bool(arguments.files)))
+    if arguments.wide and arguments.files:
+        print(_tensor_table(found))
+    elif arguments.wide or not (arguments.files or found.named):
+        print(_format_table(found))
+    elif found.named:
+        titles = found.titles
+        lines = [(titles[name], row) for name in found.chosen for row in (*found.rows[name], found.totals[name])]
+        print(_table(lines, *(titles.values() if len(found.chosen) == 1 else ())))
     else:
-        lines = [(titles[name], row) for name in chosen for row in (*rows[name], totals[name])]
-        print(_table(lines, *(titles.values() if len(chosen) == 1 else ())))
-    measured = [row.row() for found in rows.values() for row in found]
-    said = _conclusion(chosen, totals, titles), explore.notes(measured), _wrapped(*explore.remarks(measured))
+        print(_summary(found))
+    measured = [row.row() for rows in found.rows.values() for row in rows]
+    # What is wrong with formats that nobody has named is not worth a line, unless they are recommended.
+    recommended = list(found.chosen if found.named else _within(found))
+    remarked = [row.row() for name in recommended for row in found.rows[name]]
+    said = _conclusion(found, arguments.files), explore.notes(measured), wrapped(*explore.remarks(remarked))
     for line in itertools.chain(*said):
         print(printable(line))
 
 
-# Seconds that `--best` may measure one tensor for.
-_BEST_SECONDS = 5.0
+def _worth_measuring(found_in: Sequence[Source], device: str, arguments: argparse.Namespace) -> dict[str, Candidate]:
+    """Formats that take every tensor: those that lists show, and those beyond them that are ahead on some tensors."""
+    taken: list[Format] = explore.default_formats(all=arguments.all)
+    for shape in {source.shape for source in found_in}:
+        fitting = explore.default_formats(shape, all=arguments.all)
+        taken = [format for format in taken if format in fitting]
+    if arguments.option:
+        return {str(each): Candidate.of(chosen_format(str(each), arguments.option)) for each in taken}
+    step = -(-len(found_in) // _LOOKED_AT)
+    some = (_xp.to_device(source.read(), device) for source in found_in[::step])
+    fits_all = {source.shape for source in found_in}
+    more = [one for one in beyond_all(some, taken, all=arguments.all) if all(map(one.takes, fits_all))]
+    return {str(one.format): one for one in (*map(Candidate, taken), *more)}
 
 
-def _run_best(arguments: argparse.Namespace) -> None:
-    """Run ``kbit compare --best BITS``."""
-    for name in ("wide", "plot"):
-        if getattr(arguments, name):
-            raise FormatError(f"--{name} shows every format, and --best one for each tensor: leave one of them away")
-    chosen = None
-    if arguments.formats is not None:
-        chosen = [chosen_format(name, arguments.option) for name in split_formats(arguments.formats)]
-    elif arguments.option:
-        raise FormatError("--option is one of --formats: name those to choose from")
-    device = _xp.resolve_device(arguments.device)
-    tensors, nbytes = _tensors(arguments.files, arguments, again=True)
-    rows = []
-    with progress_bar("compare", nbytes, sys.stderr.isatty()) as advance:
-        for tensor, x in tensors:
-            how: dict[str, Any] = {"formats": chosen, "all": arguments.all, "time_limit": _BEST_SECONDS}
-            try:
-                found = explore.best(_xp.to_device(x, device), bits=arguments.best, **how)
-            except FormatError as error:
-                raise FormatError(f"tensor {tensor!r}: {error}") from error
-            rows.append({**found.row, "tensor": tensor})
-            advance(x.nbytes)
-    whole = explore.Plan(arguments.best, tuple(rows))
-    if arguments.json:
-        keys = ("tensor", "shape", "dtype", "fitted", "bits_per_element", "sqnr_db", "sqnr_centered_db", "mse")
-        best = [{**{key: row[key] for key in (*keys, "max_error")}, "format": row["label"]} for row in rows]
-        total = {"bits_per_element": whole.bits_per_element, "sqnr_db": whole.sqnr_db}
-        about = {"kbitcupy": __version__, "source": _source(arguments.files), "device": device}
-        print(dumps(finite({**about, "bits": arguments.best, "best": best, "total": total})))
-        return
-    columns = [
-        Column("tensor", left=True, elastic=True),
-        Column("format", left=True),
-        Column("bits", 5),
-        Column("SQNR dB", 7),
-        Column("centered", 7),
-        Column("max err", 7),
-    ]
-    lines = []
-    for row in rows:
-        numbers = f"{row['bits_per_element']:.2f}", f"{row['sqnr_db']:.2f}", f"{row['sqnr_centered_db']:.2f}"
-        lines.append([row["tensor"], _with_fit(row), *numbers, f"{row['max_error']:.1e}"])
-    lines.append(["total", "", f"{whole.bits_per_element:.2f}", f"{whole.sqnr_db:.2f}", "", ""])
-    print(table(columns, lines))
-    counts = collections.Counter(map(_with_fit, rows))
-    often = ", ".join(f"{name} for {count}" for name, count in counts.most_common())
-    said = [f"best within {arguments.best:g} bits per element, of {len(rows)} tensors: {often}"]
-    if len(arguments.files) == 1:
-        command = f"kbit plan {shlex.quote(arguments.files[0])} --bits {arguments.best:g} -o plan.json"
-        said.append(f"{command} shares these bits out among the tensors, for kbit quantize --plan")
-    for line in (*_wrapped(*said), *explore.notes(rows), *_wrapped(*explore.remarks(rows))):
-        print(printable(line))
+def _measured(found: Comparison, found_in: Sequence[Source], device: str) -> Comparison:
+    """The comparison, measured."""
+    found.rows = {name: [] for name in found.chosen}
+    ends = math.inf if found.named else time.monotonic() + _SECONDS
+    with progress_bar("compare", sum(source.nbytes for source in found_in), sys.stderr.isatty()) as advance:
+        for tensor, x in counted(found_in, advance):
+            on_device = _xp.to_device(x, device)
+            late = time.monotonic() >= ends
+            found.estimated += late
+            for name, one in found.chosen.items():
+                found.rows[name].append((one.estimated if late else one.measured)(on_device, tensor))
+    found.totals = {name: Measurement("total") for name in found.chosen}
+    for name, total in found.totals.items():
+        for row in found.rows[name]:
+            total.add(row)
+    return found
 
 
-def _with_fit(row: Mapping[str, Any]) -> str:
-    """A format as a table names it, with what was fitted."""
-    return " ".join((row["label"], *(f"({name} fitted)" for name in row["fitted"])))
+def _drawn(found: Comparison) -> list[dict[str, Any]]:
+    """Rows for a picture, in which formats that do the same are one."""
+    return [{**row.row(), "label": title} for name, title in found.distinct.items() for row in found.rows[name]]
 
 
-def _source(files: Sequence[str]) -> Any:
-    """What was compared, for JSON."""
-    return (list(files) if len(files) > 1 else files[0]) if files else "samples"
+def _document(found: Comparison, files: Sequence[str], device: str) -> dict[str, Any]:
+    return {
+        "kbitcupy": __version__,
+        "source": described(files),
+        "device": device,
+        **({"estimated_tensors": found.estimated} if found.estimated else {}),
+        "results": [
+            {
+                "format": one.format.config(),
+                **({"fitted": ["codebook"]} if one.fits else {}),
+                "tensors": [_json(row) for row in found.rows[name]],
+                "total": _json(found.totals[name]),
+            }
+            for name, one in found.chosen.items()
+        ],
+    }
 
 
-def _titles(chosen: dict[str, Choice]) -> dict[str, str]:
-    """What the formats are called: as they call themselves, or as they were typed where that is not one's own."""
-    titles = {name: explore.label(format) for name, (format, _) in chosen.items()}
-    found = list(titles.values())
-    return {name: title if found.count(title) == 1 else name for name, title in titles.items()}
+def _within(found: Comparison) -> dict[str, float]:
+    """The best format for each budget of bits per element, by name."""
+    within: dict[str, float] = {}
+    for budget in _BUDGETS:
+        fitting = [name for name in found.not_beaten() if found.totals[name].bits_per_element <= budget]
+        if fitting:
+            within.setdefault(fitting[-1], budget)
+    return within
 
 
-def _conclusion(chosen: dict[str, Choice], totals: dict[str, Measurement], titles: dict[str, str]) -> list[str]:
-    """The formats that keep more than any that is no larger, where there are others."""
-    best: list[str] = []
-    for name in sorted(chosen, key=lambda name: (totals[name].bits_per_element, -totals[name].sums.sqnr_db)):
-        if not best or totals[name].sums.sqnr_db > totals[best[-1]].sums.sqnr_db:
-            best.append(name)
-    if len(best) == len(chosen) or any(math.isnan(total.sums.sqnr_db) for total in totals.values()):
+def _conclusion(found: Comparison, files: Sequence[str]) -> list[str]:
+    """What the numbers come to, where there are several formats."""
+    titles, decibels, best = found.distinct, found.decibels, found.not_beaten()
+    if len(found.chosen) < 2 or any(map(math.isnan, decibels.values())):
         return []
-    found = [
-        f"{titles[name]} {totals[name].sums.sqnr_db:.2f} dB at {totals[name].bits_per_element:.2f}" for name in best
-    ]
-    return _wrapped(f"not beaten by a smaller one, by total SQNR: {', '.join(found)} bits per element")
-
-
-def _wrapped(*texts: str) -> list[str]:
-    """Texts in lines that the terminal has room for."""
-    width = max(terminal_width(), 40)
-    how: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    return [line for text in texts for line in textwrap.wrap(text, width, **how)]
+    if found.named:
+        if len(best) == len(found.chosen):
+            return []
+        each = [f"{titles[name]} {decibels[name]:.2f} dB at {found.totals[name].bits_per_element:.2f}" for name in best]
+        return wrapped(f"not beaten by a smaller one, by total SQNR: {', '.join(each)} bits per element")
+    each = [f"{titles[name]} within {budget:g} ({decibels[name]:.1f} dB)" for name, budget in _within(found).items()]
+    said = [f"best for their bits per element, by the mean of the tensors: {', '.join(each)}"]
+    if any(found.chosen[name].fits for name in titles):
+        said.append("codebook=custom: values fitted to each tensor, as kb.explore.best and kbit plan do")
+    if found.estimated:
+        said.append(
+            f"{found.estimated} tensors were measured on samples of them, as {_SECONDS:g} seconds were over; --formats "
+            "measures on all of them"
+        )
+    if files:
+        said.append("next: --wide for every tensor, --best BITS for the best format of each, kbit plan for a budget")
+    return wrapped(*said)
 
 
 def _picture(path: str, force: bool) -> Path:
@@ -195,108 +244,6 @@ def _picture(path: str, force: bool) -> Path:
     if found.suffix[1:] not in kinds:
         raise FileError(f"--plot {path}: the ending is {found.suffix!r}; it must be one of {', '.join(kinds)}")
     return found
-
-
-def _write(path: Path, data: bytes, force: bool) -> None:
-    with replacing(path, len(data), force) as file:
-        file.write(data)
-
-
-def run_plan(arguments: argparse.Namespace) -> None:
-    """Run ``kbit plan``."""
-    target = check_file(arguments.output, arguments.force, Checkpoint(arguments.file).paths)
-    chosen = None
-    if arguments.formats is not None:
-        chosen = [chosen_format(name, ()) for name in split_formats(arguments.formats)]
-    tensors, nbytes = _tensors([arguments.file], arguments, again=False)
-    with progress_bar("plan", nbytes, sys.stderr.isatty()) as advance:
-        rows = explore.sweep(_counted(tensors, advance), chosen, device=arguments.device, all=arguments.all)
-    plan = explore.plan(
-        rows,
-        arguments.bits,
-        objective="absolute" if arguments.absolute else "relative",
-        weights=dict(arguments.weight),
-        time_limit=arguments.time_limit,
-    )
-    config = plan.config()
-    _write(target, dumps(config).encode() + b"\n", arguments.force)
-    if arguments.json:
-        numbers = {"sqnr_db": plan.sqnr_db, "gap": plan.gap}
-        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
-        print(dumps({"kbitcupy": __version__, "output": arguments.output, **config, **finite}))
-        return
-    output = printable(arguments.output)
-    print(f"{output}: a format for each of {len(plan.rows)} tensors, within {arguments.bits:g} bits")
-    print(_plan_table(plan, rows))
-    for line in (plan.proof, *explore.notes(plan.rows), *_wrapped(*explore.remarks(plan.rows))):
-        print(printable(line))
-
-
-def _counted(tensors: Iterator[tuple[str, Any]], advance: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    for name, x in tensors:
-        yield name, x
-        advance(x.nbytes)
-
-
-def _plan_table(plan: explore.Plan, rows: list[dict[str, Any]]) -> str:
-    """The plan, its parts, and every format that fits the budget on all tensors."""
-
-    def line(name: str, part: explore.Plan) -> list[str]:
-        numbers = f"{part.bits_per_element:.2f}", f"{part.sqnr_db:.2f}", f"{part.loss:.3e}"
-        return [name, str(len(part.rows)), *numbers]
-
-    lines = [line("plan", plan)]
-    uniform = []
-    for label in dict.fromkeys(row["label"] for row in (*rows, *plan.rows)):
-        part = [row for row in plan.rows if row["label"] == label]
-        if part:
-            lines.append(line(f"  of which {label}", replace(plan, rows=tuple(part))))
-        every = replace(plan, rows=tuple(row for row in rows if row["label"] == label))
-        if len(every.rows) == len(plan.rows) and every.bits_per_element <= plan.budget_bits:
-            uniform.append(line(f"{label} for all", every))
-    columns = [
-        Column("", left=True, elastic=True),
-        Column("tensors"),
-        Column("bits", 5),
-        Column("SQNR dB"),
-        Column(explore.OBJECTIVES[plan.objective]),
-    ]
-    return table(columns, [*lines, *uniform])
-
-
-def _tensors(files: Sequence[str], arguments: argparse.Namespace, again: bool) -> tuple[Iterator[tuple[str, Any]], int]:
-    """(name, array) of what is compared, one at a time, and the bytes of all; samples without a file.
-
-    With `again`, tensors that are compressed already take part as what they decode to.
-    """
-    if not files:
-        return ((name, draw(name)) for name in DISTRIBUTIONS), len(DISTRIBUTIONS) * 4 * math.prod(SHAPE)
-    checkpoints = {path: Checkpoint(path, mapped=False) for path in files}
-    chosen = {
-        (path, name): _nbytes(checkpoint, name)
-        for path, checkpoint in checkpoints.items()
-        for name in checkpoint.compressible(arguments.min_size, arguments.keep, again)
-    }
-    if not chosen:
-        raise FileError(
-            f"{', '.join(files)} holds no tensor to compress: none is {', '.join(_xp.FLOAT_DTYPES)} with two or more "
-            f"dimensions, {arguments.min_size} or more elements (--min-size) and a name that --keep does not match"
-        )
-    # Tensors of several files may have one name.
-    return (
-        (name if len(checkpoints) == 1 else f"{path}: {name}", _decoded(checkpoints[path][name]))
-        for path, name in chosen
-    ), sum(chosen.values())
-
-
-def _nbytes(checkpoint: Checkpoint, name: str) -> int:
-    """Bytes of a tensor when it is not compressed."""
-    found = checkpoint.compressed.get(name) or checkpoint.reader.entry(name)
-    return entry_of(found).nbytes
-
-
-def _decoded(tensor: Any) -> Any:
-    return tensor.dequantize() if isinstance(tensor, QuantizedArray) else tensor
 
 
 def _json(row: Measurement) -> dict[str, Any]:
@@ -333,23 +280,57 @@ _NUMBERS: tuple[tuple[Column, Callable[[Measurement], str]], ...] = (
 )
 
 
-def _wide_table(
-    rows: dict[str, list[Measurement]], totals: dict[str, Measurement], titles: dict[str, str], by_tensor: bool
-) -> str:
-    """Bits, and the SQNR in dB of each tensor in each format.
+def _summary(found: Comparison) -> str:
+    """A line for each format, with the totals of all tensors."""
+    columns = [
+        Column("format", left=True, elastic=True),
+        Column("bits", 5),
+        Column("mean dB", 7),
+        Column("SQNR dB", 7),
+        Column("worst", 7),
+        Column("max err", 7),
+        Column("MB after", 8),
+        _MARK,
+    ]
+    best, lines = found.not_beaten(), []
+    for name in found.by_size():
+        total = found.totals[name]
+        worst = min(row.sums.sqnr_db for row in found.rows[name])
+        numbers = [total.bits_per_element, found.decibels[name], total.sums.sqnr_db, worst]
+        size = f"{total.nbytes_after / 1e6:.3f}"
+        lines.append(
+            [found.distinct[name], *(f"{each:.2f}" for each in numbers), f"{total.sums.largest:.1e}", size]
+            + ["*" if name in best else ""]
+        )
+    before = next(iter(found.totals.values())).nbytes_before
+    return f"{table(columns, lines)}\n{len(next(iter(found.rows.values())))} tensors, {before / 1e6:.3f} MB before"
 
-    A line for each format, or for each tensor: a file has many, with long names.
-    """
-    tensors = [row.tensor for row in next(iter(rows.values()))]
-    cells = []
-    for name, measured in rows.items():
-        found = [f"{row.sums.sqnr_db:.2f}" for row in (*measured, totals[name])]
-        cells.append([f"{totals[name].bits_per_element:.2f}", *found])
-    if not by_tensor:
-        columns = [Column("format", left=True, elastic=True), Column("bits", 5)]
-        columns += (Column(tensor.replace(", ", ",\n")) for tensor in (*tensors, "total"))
-        return table(columns, [[titles[name], *line] for name, line in zip(rows, cells, strict=True)])
-    columns = [Column("tensor", left=True, elastic=True), *(Column(_heading(titles[name])) for name in rows)]
+
+def _format_table(found: Comparison) -> str:
+    """Bits, and the SQNR in dB of each tensor: a line for each format."""
+    tensors = [row.tensor for row in next(iter(found.rows.values()))]
+    headings = ["\n".join(textwrap.wrap(tensor, 10, break_long_words=False)) for tensor in tensors]
+    columns = [Column("format", left=True, elastic=True), Column("bits", 5), *map(Column, headings)]
+    columns += [Column("total")] if found.named else [Column("mean dB"), _MARK]
+    best, lines = found.not_beaten(), []
+    for name in found.chosen if found.named else found.by_size():
+        numbers = [found.totals[name].bits_per_element, *(row.sums.sqnr_db for row in found.rows[name])]
+        marks = [] if found.named else ["*" if name in best else ""]
+        shown = [f"{each:.2f}" for each in (*numbers, found.decibels[name])]
+        lines.append([found.distinct[name], *shown, *marks])
+    return table(columns, lines)
+
+
+def _tensor_table(found: Comparison) -> str:
+    """The same with a line for each tensor, of which files have many, with long names."""
+    names = list(found.distinct)
+    columns = [Column("tensor", left=True, elastic=True), *(Column(_heading(found.distinct[name])) for name in names)]
+    cells = [
+        [f"{found.totals[name].bits_per_element:.2f}"]
+        + [f"{row.sums.sqnr_db:.2f}" for row in (*found.rows[name], found.totals[name])]
+        for name in names
+    ]
+    tensors = [row.tensor for row in next(iter(found.rows.values()))]
     return tables(columns, [list(line) for line in zip(("bits", *tensors, "total"), *cells, strict=True)])
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ..backend import xp as _xp
 from ..errors import FormatError
 from ..formats.base import Choice, Format, list_formats, samples
@@ -57,17 +59,46 @@ class Candidate:
         planes = self.format.planes(shape).values()
         return sum(math.prod(plane.shape) * _xp.named_dtype(plane.dtype).itemsize for plane in planes)
 
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of `shape` can have this format."""
+        try:
+            self.format.check_shape(shape)
+            self.nbytes(shape)
+        except (ValueError, TypeError):  # rows are not whole blocks, or there is no such axis
+            return False
+        return True
+
     def fitted(self, x: Any, **how: Any) -> dict[str, Any]:
         """What is fitted to an array, by the names that `kbitcupy.quantize` has for it."""
-        if not self.fits:
-            return {}
-        return {"codebook": fit_table(x, round(self.format.bits), block=self.format.block, **how)}
+        return {"codebook": _codebook(x, round(self.format.bits), self.format.block, **how)} if self.fits else {}
+
+    def estimated(self, x: Any, tensor: str) -> Measurement:
+        """The same from a sample of a large array, counted as if it were the whole."""
+        part = sample(x)
+        found = self.measured(part, tensor, self.fitted(part, **_COARSE))
+        more = x.size / max(part.size, 1)
+        sums = found.sums
+        sums = replace(
+            sums,
+            count=x.size,
+            **{name: more * getattr(sums, name) for name in ("signal", "noise", "other", "product", "spread")},
+        )
+        sizes = {"nbytes_before": x.nbytes, "nbytes_after": self.nbytes(x.shape), "spread": more * found.spread}
+        return replace(found, shape=x.shape, sums=sums, **sizes)
 
     def measured(self, x: Any, tensor: str, fitted: dict[str, Any] | None = None) -> Measurement:
         """What the format makes of an array, with what is fitted to it."""
         fitted = self.fitted(x) if fitted is None else fitted
         found = measure(x, (self.format, {**dict(self.given), **fitted}), tensor)
         return replace(found, fitted=fitted)
+
+
+def _codebook(x: Any, k: int, block: int, **how: Any) -> np.ndarray:
+    """A fitted codebook; where there is too little to fit one to, evenly spaced values, the ends among them."""
+    try:
+        return fit_table(x, k, block=block, **how)
+    except FormatError:
+        return np.linspace(-1, 1, 1 << k, dtype=np.float32)
 
 
 def candidates(shape: tuple[int, ...], *, all: bool = False) -> list[Candidate]:
@@ -84,7 +115,7 @@ def candidates(shape: tuple[int, ...], *, all: bool = False) -> list[Candidate]:
     -------
     list of Candidate
     """
-    return [candidate for candidate in _offered(None if all else True) if _takes(candidate, shape)]
+    return [candidate for candidate in _offered(None if all else True) if candidate.takes(shape)]
 
 
 def _offered(default: bool | None) -> Iterable[Candidate]:
@@ -95,15 +126,6 @@ def _offered(default: bool | None) -> Iterable[Candidate]:
                 yield Candidate(
                     format, fits=format.options().get("codebook") == "custom" and "codebook" in format.takes
                 )
-
-
-def _takes(candidate: Candidate, shape: tuple[int, ...]) -> bool:
-    try:
-        candidate.format.check_shape(shape)
-        candidate.nbytes(shape)
-    except (ValueError, TypeError):  # rows are not whole blocks, or there is no such axis
-        return False
-    return True
 
 
 def sample(x: Any, size: int = _SAMPLE) -> Any:
@@ -155,19 +177,20 @@ class Trial:
     found: Measurement
 
 
-def trials(x: Any, tried: Iterable[Candidate]) -> list[Trial]:
-    """What each candidate makes of a sample of an array; of those that do the same the first one."""
+def trials(x: Any, tried: Iterable[Candidate], *, distinct: bool = True) -> list[Trial]:
+    """What each candidate makes of a sample of an array; where `distinct`, of those that do the same the first one."""
     part = sample(x)
-    fit = functools.cache(lambda k, block: fit_table(part, k, block=block, **_COARSE))
-    found: dict[tuple[float, ...], Trial] = {}
+    fit = functools.cache(lambda k, block: _codebook(part, k, block, **_COARSE))
+    found: dict[tuple[Any, ...], Trial] = {}
     for candidate in tried:
         format = candidate.format
         try:
             fitted = {"codebook": fit(round(format.bits), format.block)} if candidate.fits else {}
             trial = Trial(candidate, candidate.nbytes(x.shape), candidate.measured(part, "sample", fitted))
-        except FormatError:  # it refuses the sample's shape or values, or there is too little to fit
+        except FormatError:  # it refuses the sample's shape or values
             continue
-        found.setdefault((trial.nbytes, trial.found.sums.noise, trial.found.sums.largest), trial)
+        sums = trial.found.sums
+        found.setdefault((trial.nbytes, sums.noise, sums.largest) if distinct else (candidate,), trial)
     return list(found.values())
 
 
@@ -199,7 +222,7 @@ class Search:
         if not x.size:
             return []
         if self._left <= 0:
-            return [one for one in self._shown.values() if one.format not in taken and _takes(one, x.shape)]
+            return [one for one in self._shown.values() if one.format not in taken and one.takes(x.shape)]
         began = time.monotonic()
         plain = [Candidate(format) for format in taken]
         others = [one for one in candidates(x.shape, all=self._all) if one.format not in taken]
@@ -209,6 +232,44 @@ class Search:
         self._shown |= {one.format: one for one in found}
         self._left -= time.monotonic() - began
         return found
+
+
+def beyond_all(arrays: Iterable[Any], taken: Sequence[Format], *, all: bool = False) -> list[Candidate]:
+    """What is to be measured beside `taken` on several arrays: what keeps a dB more of all of them together, by their
+    errors over their variances.
+
+    Parameters
+    ----------
+    arrays : iterable of array
+        Some of the arrays; each is looked at in turn, so one is in memory at a time.
+    taken : sequence of Format
+        What is measured anyway.
+    all : bool, default False
+        As for `candidates`.
+
+    Returns
+    -------
+    list of Candidate
+        By their size. They take every one of the arrays.
+    """
+    offered = [Candidate(format) for format in taken]
+    offered += (one for one in _offered(None if all else True) if one.format not in taken)
+    losses, sizes, ends = dict.fromkeys(offered, 0.0), dict.fromkeys(offered, 0), time.monotonic() + _SECONDS
+    for x in arrays:
+        if x.size:
+            found = {t.candidate: t for t in trials(x, [o for o in losses if o.takes(x.shape)], distinct=False)}
+            variance = max((trial.found.spread / trial.found.sums.count for trial in found.values()), default=0.0)
+            for one in list(losses):
+                if one in found:
+                    losses[one] += x.size * found[one].found.sums.mse / variance if variance else 0.0
+                    sizes[one] += found[one].nbytes
+                else:
+                    del losses[one]
+        if time.monotonic() >= ends:
+            break
+    kept = list(losses)
+    better = ahead([(sizes[one], losses[one], one.format in taken) for one in kept])
+    return [kept[i] for i in better]
 
 
 def ahead(found: Sequence[tuple[int, float, bool]]) -> list[int]:

@@ -23,6 +23,8 @@ from .sweeps import Sweep, checked, chosen_formats
 _ROUNDING = 0.005
 # A trial tells the mean squared error of a format this well: what it shows further from the best is not measured.
 _TELLS = 10**0.1
+# What misses an aim on a sample by no more is measured on the whole array all the same.
+_SLACK, _SLACK_DB = 0.05, 0.25
 # Of errors that differ by less the format of fewer bits is the better one.
 _ALIKE = 1.01
 
@@ -203,7 +205,9 @@ class _Search:
     def smallest(self, offered: Sequence[Candidate], aim: str, value: float) -> Best:
         """The fewest bytes of those that keep to the aim; of one size the least error."""
         tried = self._tried(offered)
-        promising = [trial for trial in tried if _misses(trial.found, aim, value) <= 0]
+        # A sample's largest error may be above that of the whole, where a scale is of the whole.
+        slack = _SLACK * value if aim == "max_error" else _SLACK_DB
+        promising = [trial for trial in tried if _misses(trial.found, aim, value) <= slack]
         promising.sort(key=lambda trial: (trial.nbytes, trial.found.sums.noise))
         # The last resort: on the whole array more may be lost than on the sample.
         closest = min(tried, key=lambda trial: (_misses(trial.found, aim, 0.0), trial.nbytes))

@@ -92,7 +92,7 @@ def plot_sqnr(rows: Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any:
             color=colour,
             zorder=3 - number / 100,  # dashes over lines, hollow markers: one place may hold several
             alpha=0.3 if many else None,
-            label=shortened(" to ".join(dict.fromkeys((members[0]["label"], members[-1]["label"]))), 40),
+            label=shortened(_range(members), 44),
             **style,
         )
         if several and not many:
@@ -111,6 +111,14 @@ def plot_sqnr(rows: Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any:
     beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.02)} if several and not given else {}
     ax.legend(handles=handles, fontsize="small", frameon=False, ncols=1 + len(handles) // 24, **beside)
     return ax
+
+
+def _range(members: Sequence[Mapping[str, Any]]) -> str:
+    """The first and the last format of a line, and once the options that they have in common."""
+    names, options = zip(*(row["label"].partition(":")[::2] for row in (members[0], members[-1])), strict=True)
+    if options[0] == options[1]:
+        return ":".join(filter(None, (" to ".join(dict.fromkeys(names)), options[0])))
+    return " to ".join(dict.fromkeys((members[0]["label"], members[-1]["label"])))
 
 
 def _sample(name: str, **style: Any) -> Any:
@@ -252,7 +260,8 @@ def plot_layers(rows: Sequence[Mapping[str, Any]], *, plan: Plan | None = None, 
     image = ax.imshow(np.where(np.isfinite(values), values, np.nan), cmap="cividis", aspect="auto")
     ax.figure.colorbar(image, ax=ax, label="SQNR in dB", pad=0.02)
     ax.set_yticks(range(len(tensors)), [shortened(name, _NAME) for name in tensors], fontsize="small")
-    ax.set_xticks(range(len(labels)), columns.values(), fontsize="small")
+    turned = {"rotation": 90, "ha": "center", "va": "bottom"} if _turned(columns) else {}
+    ax.set_xticks(range(len(labels)), columns.values(), fontsize="small", **turned)
     ax.xaxis.tick_top()
     _write_numbers(ax, image, values, measured)
     if plan is not None:
@@ -283,16 +292,34 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, str]
 
 # Inches of a character and of a line of small print, and of a row of a heat map.
 _CHARACTER, _LINE, _ROW = 0.075, 0.16, 0.24
+# ... of a number, and of all headings beside each other.
+_NUMBER, _WIDEST = 0.42, 12.0
 
 
 def _heat_map_size(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Width and height in inches of a page with room for every name."""
     tensors, columns = _cells(rows)
-    lines = [title.splitlines() for title in columns.values()]
-    across = len(lines) * max((_CHARACTER * len(line) + 0.12 for title in lines for line in title), default=1.0)
+    across, above = _heading_size(columns)
     names = _CHARACTER * max((len(shortened(name, _NAME)) for name in tensors), default=0)
+    if not _turned(columns):
+        return names + across + 1.4, max(above + _ROW * len(tensors) + 0.4, 2.0)
+    deepest = max(title.count("\n") + 1 for title in columns.values())
+    width = max(_LINE * deepest + 0.08, _NUMBER)
+    return names + width * len(columns) + 1.6, max(across + _ROW * len(tensors) + 0.6, 2.0)
+
+
+def _heading_size(columns: Mapping[str, str]) -> tuple[float, float]:
+    """Inches that headings take: beside each other all of them, or turned the longest; and their height as they are."""
+    lines = [title.splitlines() for title in columns.values()]
+    longest = max((_CHARACTER * len(line) + 0.12 for title in lines for line in title), default=1.0)
     above = _LINE * max(map(len, lines), default=0)
-    return names + across + 1.4, max(above + _ROW * len(tensors) + 0.4, 2.0)
+    return (longest if _turned(columns) else len(lines) * longest), above
+
+
+def _turned(columns: Mapping[str, str]) -> bool:
+    """Whether the headings of a heat map read from below: beside each other they would make the page too wide."""
+    longest = max((len(line) for title in columns.values() for line in title.splitlines()), default=0)
+    return len(columns) * (_CHARACTER * longest + 0.12) > _WIDEST
 
 
 def _write_numbers(ax: Any, image: Any, values: np.ndarray, measured: np.ndarray) -> None:
@@ -348,7 +375,7 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     for panel in panels[len(tensors) :]:
         panel.set_axis_off()
     handles, names = panels[0].get_legend_handles_labels()
-    width = 4.6 * across if across > 1 else 6.4
+    width = 4.6 * across if across > 1 else 7.4
     fit = min(max(int(width / (0.65 + _CHARACTER * max(map(len, names)))), 1), 5)
     lines = -(-len(names) // fit)
     page.set_size_inches(width, 3.3 * down + 0.7 + 0.22 * max(lines - 2, 0))

@@ -16,7 +16,7 @@ import pytest
 
 import kbitcupy as kb
 from kbitcupy.backend import xp as _xp
-from kbitcupy.cli import compare as cli_compare, doctor as cli_doctor, main
+from kbitcupy.cli import compare as cli_compare, doctor as cli_doctor, main, sources as cli_sources
 from kbitcupy.errors import DeviceError, MissingExtraError
 from kbitcupy.formats.base import Format, Plane, unregister
 from kbitcupy.io import convert
@@ -46,8 +46,9 @@ def model(tmp_path):
 @pytest.fixture
 def small_samples(monkeypatch):
     """Samples of 4096 elements instead of a million: the same code, sooner."""
-    draw = cli_compare.draw
-    monkeypatch.setattr(cli_compare, "draw", lambda name: draw(name, (16, 256)))
+    draw = cli_sources.draw
+    monkeypatch.setattr(cli_sources, "draw", lambda name: draw(name, (16, 256)))
+    monkeypatch.setattr(cli_sources, "SHAPE", (16, 256))
 
 
 class Half(Format):
@@ -116,31 +117,32 @@ def table(text):
 
 
 @pytest.mark.usefixtures("small_samples")
-def test_compare_without_a_file_shows_every_format_on_every_sample(capsys):
+def test_compare_alone_is_a_screen_with_every_format_and_a_conclusion(capsys):
     assert main(["compare", "--device", "cpu"]) == 0
-    text, conclusion = capsys.readouterr().out.split("not beaten by a smaller one, by total SQNR: ")
-    conclusion, _, remark = conclusion.partition("note: ")
-    assert remark.startswith("ternary of ") and max(map(len, remark.splitlines())) <= 100
-    heading, *rows = table(text)
-    assert heading[0] == "format"
-    assert list(dict.fromkeys(row[0] for row in rows)) == kb.list_formats(default=True)
-    assert len(rows) == len(kb.list_formats(default=True)) * 5
-    assert sum(row[1] == "total" for row in rows) == len(kb.list_formats(default=True))
-    assert max(map(len, text.splitlines())) <= 100
-    assert len({len(line) for line in text.splitlines()}) == 1
-    # The conclusion names the formats that keep more than whatever is not larger.
-    named = re.findall(r"(\w+) (-?[\d.]+) dB at [\d.]+", " ".join(conclusion.split()))
-    assert " ".join(conclusion.split()).endswith("bits per element")
-    assert main(["compare", "--device", "cpu", "--json"]) == 0
-    totals = {one["format"]["name"]: one["total"] for one in json.loads(capsys.readouterr().out)["results"]}
-    kept = {name: (total["bits_per_element"], total["sqnr_db"]) for name, total in totals.items()}
-    best = [
-        (name, f"{decibels:.2f}")
-        for name, (bits, decibels) in sorted(kept.items(), key=lambda item: item[1])
-        if all(d < decibels for other, (b, d) in kept.items() if b <= bits and kept[other] != (bits, decibels))
+    text, conclusion = capsys.readouterr().out.split("best for their bits per element, by the mean of the tensors: ")
+    lines = text.splitlines()
+    assert len(lines) + len(conclusion.splitlines()) <= 50 and max(map(len, lines)) <= 100
+    heading = next(line for line in lines if line.startswith("format"))
+    assert heading.split()[:2] == ["format", "bits"] and heading.endswith("beaten")
+    # Formats that do the same have one line, and every format has one.
+    first = [line.split("  ")[0] for line in lines[lines.index(heading) + 1 :]]
+    assert {"int4, uint4", "int8, uint8"} <= set(first)
+    shown = {name for cell in first for name in cell.split(", ")}
+    assert shown >= set(kb.list_formats(default=True)) and "kbit2:codebook=custom" in shown
+    # The conclusion names formats that keep more than whatever is not larger, and the mark stands behind them.
+    named = re.findall(r"(\S+) within ([\d.]+) \((-?[\d.]+) dB\)", " ".join(conclusion.split()))
+    assert len(named) >= 4
+    kept = {}
+    for line in lines[lines.index(heading) + 1 :]:
+        name, bits, *numbers = line.removesuffix("*").rsplit(maxsplit=6)
+        kept[name] = float(bits), float(numbers[-1]), line.endswith("*")
+    for name, budget, decibels in named:
+        fitting = [d for bits, d, _ in kept.values() if bits <= float(budget)]
+        assert abs(kept[name][1] - float(decibels)) < 0.06 and kept[name][1] == max(fitting) and kept[name][2]
+    assert [mark for *_, mark in kept.values()] == [
+        all(d < decibels or (b, d) == (bits, decibels) for b, d, _ in kept.values() if b <= bits)
+        for bits, decibels, _ in kept.values()
     ]
-    assert [decibels for _, decibels in named] == sorted({decibels for _, decibels in best}, key=float)
-    assert set(named) <= set(best) and 4 < len(named) < len(kept)
 
 
 @pytest.mark.usefixtures("small_samples")
@@ -153,17 +155,56 @@ def test_samples_are_the_same_every_time(capsys):
 
 
 def test_samples_have_the_shape_they_promise():
-    for name in cli_compare.DISTRIBUTIONS:
-        x = cli_compare.draw(name, (256, 256))
+    for name in cli_sources.DISTRIBUTIONS:
+        x = cli_sources.draw(name, (256, 256))
         assert (x.shape, x.dtype) == ((256, 256), np.float32)
         assert np.isfinite(x).all()
-    columns = cli_compare.draw("normal, outlier channels", (256, 256)).std(axis=0)
+    columns = cli_sources.draw("normal, outlier channels", (256, 256)).std(axis=0)
     assert (columns[::128] > 10).all()
     assert (np.delete(columns, [0, 128]) < 2).all()
 
 
-def test_compare_a_file_with_the_default_format(model, capsys):
+def test_compare_a_file_compares(model, capsys):
     assert main(["compare", str(model), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[1].split()) == "format bits mean dB SQNR dB worst max err MB after beaten"
+    (line,) = (line for line in lines if line.startswith("kbit4 "))
+    tensors = [kb.io.load(model)[name] for name in ("a.weight", LONG)]
+    found = [kb.explore.measure(x, "kbit4") for x in tensors]
+    sums = found[0].sums + found[1].sums
+    mean = sum(
+        x.size * each.sums.mse / float(x.astype(np.float64).var()) for x, each in zip(tensors, found, strict=True)
+    )
+    bits = 8 * sum(each.nbytes_after for each in found) / sums.count
+    numbers = bits, -10 * math.log10(mean / sums.count), sums.sqnr_db, min(each.sums.sqnr_db for each in found)
+    assert line.split()[1:5] == [f"{each:.2f}" for each in numbers]
+    assert line.split()[5:7] == [f"{sums.largest:.1e}", f"{sum(each.nbytes_after for each in found) / 1e6:.3f}"]
+    assert "2 tensors, 0.020 MB before" in lines
+    text = " ".join(" ".join(lines).split())
+    assert "best for their bits per element" in text and "next: --wide for every tensor" in text
+    assert "left out" not in text and {"kbit8", "nf4", "fp4"} <= {line.split()[0] for line in lines if line}
+    assert not {"q4_k", "q8_0 "} & {line.split()[0] for line in lines if line}  # rows of 64 are not whole blocks
+
+
+def test_a_comparison_that_takes_long_goes_on_with_samples(tmp_path, monkeypatch, capsys):
+    x = np.random.default_rng(0).standard_normal((512, 256)).astype(np.float32)
+    kb.io.save(tmp_path / "m", {"w": x})
+    monkeypatch.setattr(cli_compare, "_SECONDS", 0.0)
+    assert main(["compare", str(tmp_path / "m"), "--json", "--device", "cpu"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["estimated_tensors"] == 1
+    for result in document["results"]:
+        if result["format"]["name"] in ("kbit4", "nf4"):
+            (row,) = result["tensors"]
+            found = kb.explore.measure(x, kb.get_format(result["format"]["name"]))
+            assert row["sqnr_db"] == pytest.approx(found.sums.sqnr_db, abs=0.1)
+            assert row["bytes_after"] == found.nbytes_after and row["shape"] == [512, 256]
+    assert main(["compare", str(tmp_path / "m"), "--device", "cpu"]) == 0
+    assert "1 tensors were measured on samples of them" in capsys.readouterr().out
+
+
+def test_compare_a_file_with_one_format(model, capsys):
+    assert main(["compare", str(model), "--formats", "kbit4", "--device", "cpu"]) == 0
     heading, *rows = table(capsys.readouterr().out)
     assert heading[0] == "kbit4"
     assert [row[0] for row in rows] == ["a.weight", LONG[:16] + "..." + LONG[-16:], "total"]
@@ -211,7 +252,7 @@ def test_json_has_no_token_that_json_lacks(tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out, parse_constant=refuse)["results"][0]["tensors"]
     assert {row["name"]: row["sqnr_db"] for row in rows} == {"nan": None, "zeros": None}
     assert {row["name"]: row["nan"] for row in rows} == {"nan": 1, "zeros": 0}
-    assert main(["compare", str(tmp_path / "m"), "--device", "cpu"]) == 0
+    assert main(["compare", str(tmp_path / "m"), "--formats", "kbit1", "--device", "cpu"]) == 0
     *lines, closing = capsys.readouterr().out.splitlines()
     assert {row[0]: row[1] for row in table("\n".join(lines))[1:]} == {"nan": "nan", "zeros": "inf", "total": "nan"}
     assert closing == "note: 1 of 2 tensors holds 1 NaN and 0 infinities: 'nan'"
@@ -230,7 +271,7 @@ def test_compare_says_when_a_mean_is_far_from_zero(tmp_path, capsys, wide):
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path, capsys):
     kb.io.save(tmp_path / "m", {"\x1b[2Jw\n": np.ones((64, 64), np.float32)})
-    assert main(["compare", str(tmp_path / "m"), "--device", "cpu"]) == 0
+    assert main(["compare", str(tmp_path / "m"), "--formats", "kbit4", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert len(text.splitlines()) == 3
@@ -239,10 +280,8 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path, capsys
 @pytest.mark.usefixtures("small_samples", "toy")
 def test_a_new_format_appears_by_itself(model, capsys):
     assert main(["compare", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out.partition("not beaten by a smaller one")[0]
-    rows = [row for row in table(shown) if row[0] == "toy-half"]
-    assert len(rows) == 5
-    assert rows[-1][-4] == "16.00"
+    rows = [row for row in table(capsys.readouterr().out) if row and row[0] == "toy-half"]
+    assert len(rows) == 1 and rows[0][1] == "16.00"
     out, back = str(model) + ".toy", str(model) + ".back"
     assert main(["quantize", str(model), "-o", out, "--format", "toy-half", "--option", "factor=2"]) == 0
     assert kb.io.load(out)["a.weight"].format == Half(factor=2)
@@ -341,7 +380,7 @@ def test_a_sharded_job_says_that_it_can_go_on(tmp_path, monkeypatch, capsys):
 )
 def test_wide_comparison_and_formats_with_options(capsys, formats):
     assert main(["compare", "--wide", "--formats", formats, "--device", "cpu"]) == 0
-    _, heading, *lines = capsys.readouterr().out.splitlines()
+    _, _, heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split()[:3] == ["format", "bits", "normal"] and heading.endswith("total") and len(lines) == 3
     assert [line.split()[0] for line in lines] == ["kbit2", "kbit2:absmax=float16", "int4:block=32,zero=int"]
     assert main(["compare", "--formats", formats, "--json", "--device", "cpu"]) == 0
@@ -927,7 +966,7 @@ def test_an_error_without_streams_is_an_exit_status(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-@pytest.mark.parametrize("words", [["inspect"], ["compare", "--device", "cpu"]], ids=["inspect", "compare"])
+@pytest.mark.parametrize("words", [["inspect"], ["compare", "--wide", "--device", "cpu"]], ids=["inspect", "compare"])
 def test_names_beyond_the_encoding_are_escaped(tmp_path, encoding, words):
     kb.io.save(tmp_path / "m", {"caf\u00e9.\u6a21\u578b": np.eye(64, dtype=np.float32)})
     command = [sys.executable, "-m", "kbitcupy", words[0], "m", *words[1:]]

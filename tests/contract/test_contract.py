@@ -56,9 +56,11 @@ def test_a_new_format_on_the_command_line(toy, tmp_path):
 def test_a_new_format_is_in_the_lists(toy, monkeypatch, capsys):
     assert [str(case) for case in cases_of(toy)] == ["toy", "toy:boost=1.5"]
     assert toy in kb.list_formats() and toy not in [template.name for template in kernel_templates()]
-    monkeypatch.setattr("kbitcupy.cli.compare.draw", lambda name: draw(name, (4, 256)))
+    monkeypatch.setattr("kbitcupy.cli.sources.draw", lambda name: draw(name, (4, 256)))
+    monkeypatch.setattr("kbitcupy.cli.sources.SHAPE", (4, 256))
     assert main(["compare", "--device", "cpu", "--json"]) == 0  # the toy knows NumPy only
-    shown = [result["format"]["name"] for result in json.loads(capsys.readouterr().out)["results"]]
+    results = json.loads(capsys.readouterr().out)["results"]
+    shown = list(dict.fromkeys(result["format"]["name"] for result in results))
     assert shown == kb.list_formats(default=True) and shown[-1] == toy
 
 
