@@ -74,6 +74,7 @@ _SUMMED, _LANES, _THREADS = _NUMBERS.SUMMED, _NUMBERS.LANES, _NUMBERS.THREADS
 _SHORT = 32
 # Elements of a slab: what is computed in between stays in the cache.
 _SLAB = 1 << 15
+_SIGN = np.uint16(0x8000)
 # Trits that are packed at a time; rows of a slab that are short for a loop of their own.
 _PACKED, _FEW = 1 << 18, 256
 _LARGEST = np.finfo(np.float32).max
@@ -470,18 +471,41 @@ def _check_eps(eps: Any) -> float:
 
 def _encode(x: np.ndarray, scale: np.ndarray, blocks: Blocks, rounding: str, trits: np.ndarray) -> None:
     """Fill the int8 trits of an array under its scales."""
+    least = thresholds(scale, rounding)
+    as_bits = x.dtype.itemsize == 2 and bool(x.size) and not _has_nan(x)
+    if as_bits:  # numbers of one sign have the order of their bits
+        x, least = x.view(np.int16), _least_bits(least, x.dtype)
     room, flags = np.empty(_SLAB, np.float32), np.empty((2, _SLAB), np.bool_)
-    for (part, out), (least,) in walk(blocks, (x, trits), (thresholds(scale, rounding),)):
+    for (part, out), (own,) in walk(blocks, (x, trits), (least,)):
         number = part
-        if part.dtype != _SINGLE:
+        if part.dtype not in (_SINGLE, np.int16):
             number = room[: part.size].reshape(part.shape)
             widen(part, number)
-        if 1 < part.shape[-1] <= _FEW and least.shape[-1] == 1:  # many short rows, of which each would be a loop
-            least = np.repeat(least.reshape(-1), part.shape[-1]).reshape(part.shape)
+        if 1 < part.shape[-1] <= _FEW and own.shape[-1] == 1:  # many short rows, of which each would be a loop
+            own = np.repeat(own.reshape(-1), part.shape[-1]).reshape(part.shape)
         above, below = (flag[: part.size].reshape(part.shape) for flag in flags)
-        np.greater_equal(number, least, out=above)
-        np.less_equal(number, np.negative(least), out=below)
+        np.greater_equal(number, own, out=above)
+        if as_bits:
+            np.greater_equal(number.view(np.uint16), own.view(np.uint16) | _SIGN, out=below)
+        else:
+            np.less_equal(number, np.negative(own), out=below)
         np.subtract(above.view(np.int8), below.view(np.int8), out=out)
+
+
+def _has_nan(x: np.ndarray) -> bool:
+    """Whether numbers of 16 bits, one or more, hold a NaN."""
+    infinity = x.dtype.type(np.inf).view(np.int16)
+    return bool(x.view(np.int16).max() > infinity or x.view(np.uint16).max() > infinity.view(np.uint16) | _SIGN)
+
+
+def _least_bits(least: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The bits, int16, of the least numbers of a dtype of 16 bits that are not below some positive float32; under NaN
+    bits that are above all numbers.
+    """
+    with np.errstate(all="ignore"):
+        near = least.astype(dtype)
+        bits = near.view(np.int16) + (near.astype(np.float32) < least)
+    return np.where(np.isnan(least), np.int16(0x7FFF), bits.astype(np.int16))
 
 
 def pack(trits: np.ndarray, codes: np.ndarray) -> None:
@@ -569,10 +593,13 @@ def _magnitudes(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.
                         rows = view[a : a + many, b : b + step, c : c + _SLAB]
                         own = room[: rows.size]
                         number = rows
+                        if rows.dtype.itemsize == 2:
+                            rows = (rows.view(np.uint16) & ~_SIGN).view(rows.dtype)
                         if rows.dtype != _SINGLE:
                             number = own.reshape(rows.shape)
                             widen(rows, number)
-                        np.abs(number, out=own.reshape(rows.shape))
+                        if rows.dtype.itemsize > 2:
+                            np.abs(number, out=own.reshape(rows.shape))
                         found = own.reshape(-1, rows.shape[2])
                         if not found.max() <= _LARGEST:
                             found[np.isnan(found)] = 0

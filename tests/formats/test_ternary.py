@@ -162,6 +162,24 @@ def test_float16_is_widened_bit_by_bit():
         assert found.tobytes() == x.astype(np.float32).tobytes()
 
 
+@pytest.mark.parametrize("rounding", sorted(LIMITS))
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_numbers_of_16_bits_have_the_trits_of_their_float32(dtype, rounding):
+    """Compared by their bits: every number under scales in and beyond the dtype's range, in rows long and short."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    scales = np.float32([0, 1e-45, 1e-40, 3e-8, 6.1e-5, 0.75, 1, 65504, 7e4, 3.4e38])
+    for numbers in (every, every[:0x7C00]):  # with NaN and without
+        x = np.tile(numbers, (len(scales), 1))
+        for shape, granularity in ((x.shape, ("channel", 0)), ((-1, 8), ("channel", 0))):
+            y = np.ascontiguousarray(x[:, : x.shape[1] // 8 * 8]).reshape(shape if shape[0] < 0 else (len(scales), -1))
+            scale = np.repeat(scales, len(y) // len(scales))
+            found, wanted = (
+                kb.quantize(z, "ternary", granularity=granularity, rounding=rounding, scale=scale)
+                for z in (y, y.astype(np.float32))
+            )
+            assert found.planes["codes"].tobytes() == wanted.planes["codes"].tobytes()
+
+
 # ---- the cases of others ---------------------------------------------------------------------------------------------
 
 
