@@ -21,6 +21,7 @@ from .formats.base import get_format, list_formats, register
 from .ops import concatenate, dequantize, quantize, stack, take, to_torch
 
 __all__ = [
+    "DecodedCache",
     "KbitError",
     "QuantizedArray",
     "__version__",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     )
     from .explore.fit import fit_table
     from .products.functions import explain, linear, linear_grouped, matmul, precompile
+    from .products.kept import DecodedCache
 else:
     # What is imported when it is first asked for, and where it stands: `io` needs safetensors, the others are large.
     _LATER = {
@@ -81,6 +83,7 @@ else:
     }
     # Functions of such modules; those of bitsandbytes are documented there and not offered here.
     _FUNCTIONS = {
+        "DecodedCache": "products.kept",
         "fit_table": "explore.fit",
         **dict.fromkeys(("explain", "linear", "linear_grouped", "matmul", "precompile"), "products.functions"),
         **dict.fromkeys(

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..ops import dequantize
+from .kept import kept
 from .routes import Problem, Product, Route
 
 # About this many elements are decoded at a time, in whole multiples of so many rows: 256 rows are whole runs of nested
@@ -24,17 +25,24 @@ def working_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def multiply(x: np.ndarray, q: QuantizedArray, bias: Any, out: np.ndarray) -> None:
-    """Fill out[M, N] from x[M, K], a weight and a bias or None."""
+    """Fill out[M, N] from x[M, K], a weight and a bias or None.
+
+    A weight that is kept decoded is multiplied in the same pieces, so that the bits are the same.
+    """
     rows, depth = q.shape
     working = working_dtype(x.dtype)
     x = x.astype(working, copy=False)
+    whole = kept(q, f"decoded {working}", rows * depth * working.itemsize, lambda: dequantize(q, dtype=working))
     step = rows
     if q.format.rows_are_blocks(q.shape):
         step = max(1, _CHUNK // max(1, depth) // _CHUNK_ROWS) * _CHUNK_ROWS
     with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range of a dtype becomes infinite, as on a GPU
         for start in range(0, rows, step):
-            part = q if step >= rows else q[start : start + step]
-            product = x @ dequantize(part, dtype=working).T
+            if whole is None:
+                weight = dequantize(q if step >= rows else q[start : start + step], dtype=working)
+            else:
+                weight = whole[start : start + step]
+            product = x @ weight.T
             if bias is not None:
                 product += bias[start : start + step].astype(working, copy=False)
             out[:, start : start + step] = product

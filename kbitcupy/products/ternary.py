@@ -10,7 +10,8 @@ from the first to the last. Activations are quantized by `kbitcupy.products.acti
 
 On NumPy a float32 product by BLAS is exact where all sums stay below 2^24. Bytes of four codes become floats together,
 which are masked to each of their fields in turn: field f counts 4^f in them, which divides the activations there, and
-what they are too large by is known from the sums of the activations. On a GPU the trits are written as int8, once for
+what they are too large by is known from the sums of the activations. A weight that is kept (`kbitcupy.DecodedCache`)
+has the trits of three rows in a float64, whose sums come out of 53 bits exactly. On a GPU the trits are written as int8, once for
 each call, for the kernels of `kbitcupy.products.int8`; weights with groups go through a plain kernel, whose time grows
 with the tokens.
 """
@@ -35,6 +36,7 @@ from ..ops import source
 from . import activations as tokens_of, int8
 from .activations import Norm, Rule
 from .int8 import MAX_DEPTH, Int8, quantize_tokens, token_planes
+from .kept import kept
 from .routes import BYTES_PER_US, Problem, Product, Route
 
 WANTED = (
@@ -179,6 +181,54 @@ class _Whole:
         return total.astype(np.float32)
 
 
+# Three trits in a float64: bits of each in a sum, and what two sums of the same 53 bits stay below.
+_LANE = 18
+_LANE_BASE, _LARGEST_LANE = 2.0**_LANE, 1 << (_LANE - 1)
+# Columns whose |a| are added up to see how many fit, the fewest that always do; rows that are multiplied at a time.
+_LANE_COLUMNS, _LANE_ROWS = 256, 16
+
+
+def _third(rows: int) -> int:
+    return -(-rows // (3 * _LANE_ROWS)) * _LANE_ROWS
+
+
+def _in_threes(codes: np.ndarray, rows: int, depth: int) -> np.ndarray:
+    """float64 [third, depth]: the trits of rows r, r + third and r + 2 third count 2^36, 2^18 and 1."""
+    third = _third(rows)
+    packed = np.zeros((third, depth))
+    step = max(1, _SLAB // max(1, depth))
+    for lane in range(3):
+        first = lane * third
+        for some in _some(max(0, min(third, rows - first)), step):
+            packed[some] += decoded_rows(codes, depth, first + some.start, first + some.stop) * _LANE_BASE ** (2 - lane)
+    return packed
+
+
+def _sums_of_threes(a: np.ndarray, packed: np.ndarray, rows: int) -> np.ndarray:
+    """float32 [tokens, rows]: the sums of three rows come from one product, exact in 53 bits, each rounded once."""
+    tokens, depth = a.shape
+    wide = a.astype(np.float64)
+    # A sum of trits up to 2 stays below the base of its lane, on both sides of 0.
+    starts = np.arange(0, depth, _LANE_COLUMNS)
+    magnitudes = 2 * np.add.reduceat(np.abs(wide), starts, axis=1)
+    runs = len(starts)
+    while np.add.reduceat(magnitudes, np.arange(0, len(starts), runs), axis=1).max() >= _LARGEST_LANE:
+        runs = -(-runs // 2)
+    total = np.zeros((tokens, 3, len(packed)))
+    for some in _some(depth, runs * _LANE_COLUMNS):
+        if tokens <= _ONE_BY_ONE:  # some rows by all tokens, while the cache holds them
+            few = packed.reshape(-1, 1, _LANE_ROWS, depth)[..., some]
+            sums = np.matmul(few, wide[:, some, None]).transpose(1, 0, 2, 3).reshape(tokens, -1)
+        else:
+            sums = wide[:, some] @ packed[:, some].T
+        for lane in range(2):
+            high = np.rint(sums / _LANE_BASE ** (2 - lane))
+            total[:, lane] += high
+            sums -= high * _LANE_BASE ** (2 - lane)
+        total[:, 2] += sums
+    return total.reshape(tokens, -1)[:, :rows].astype(np.float32)
+
+
 class _Grouped:
     """Activations beside which rows are multiplied group by group."""
 
@@ -217,6 +267,11 @@ def _multiply_host(
     tokens = int8.factors(token_scales)
     # Many tokens take longer than to make weights ready, and BLAS likes them wide.
     step = min(rows, max(1, _SLAB * (1 if len(a) <= _FEW else _WIDER) // max(1, depth)))
+    if part.shares != "group" and (threes := _kept_threes(q, part)) is not None:
+        for few in _some(len(a), max(1, _RESULTS // rows)):
+            y = _sums_of_threes(a[few], threes, rows)
+            out[few] = _scaled(y, tokens[few] if tokens.size > 1 else tokens, scales, bias)
+        return
     grouped = _Grouped(a, part.group) if part.shares == "group" else None
     whole = _Whole(a, step) if grouped is None and depth % BLOCK == 0 else None
     # What few tokens give is scaled together: calls would cost more than the arithmetic.
@@ -231,11 +286,25 @@ def _multiply_host(
                     y = whole.product(codes.reshape(rows, depth // 4)[some])
                 else:
                     y = int8.integer_product(a, decoded_rows(codes, depth, some.start, some.stop)).astype(np.float32)
-                y *= tokens[:, None]
-                y *= scales if part.shares == "tensor" else scales[some]
+                y = _scaled(y, tokens, scales if part.shares == "tensor" else scales[some], None)
             if bias is not None:
                 y += bias[some].astype(np.float32)
             out[:, some] = y
+
+
+def _scaled(y: np.ndarray, tokens: np.ndarray, scales: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """The results of sums, in their place."""
+    with np.errstate(all="ignore"):
+        y *= tokens[:, None]
+        y *= scales
+        if bias is not None:
+            y += bias.astype(np.float32)
+    return y
+
+
+def _kept_threes(q: QuantizedArray, part: Trits) -> np.ndarray | None:
+    rows, depth = q.shape
+    return kept(q, "threes", 8 * _third(rows) * depth, lambda: _in_threes(q.planes[part.codes], rows, depth))
 
 
 def _some(rows: int, step: int) -> Iterator[slice]:
