@@ -11,9 +11,9 @@ from the first to the last. Activations are quantized by `kbitcupy.products.acti
 On NumPy a float32 product by BLAS is exact where all sums stay below 2^24. Bytes of four codes become floats together,
 which are masked to each of their fields in turn: field f counts 4^f in them, which divides the activations there, and
 what they are too large by is known from the sums of the activations. A weight that is kept (`kbitcupy.DecodedCache`)
-has the trits of three rows in a float64, whose sums come out of 53 bits exactly. On a GPU the trits are written as int8, once for
-each call, for the kernels of `kbitcupy.products.int8`; weights with groups go through a plain kernel, whose time grows
-with the tokens.
+has the trits of three rows in a float64, whose sums come out of 53 bits exactly. On a GPU the trits are written as
+int8, once for each call, for the kernels of `kbitcupy.products.int8`; weights with groups go through a plain kernel,
+whose time grows with the tokens.
 """
 
 from __future__ import annotations
