@@ -17,8 +17,11 @@ struct AffineCodes {
     }
     // The code from bit `bit` of a word on, less a zero point.
     __device__ __forceinline__ static float steps(unsigned word, int bit, float bias) {
-        const unsigned code = (word >> bit & ((1u << BITS) - 1)) ^ HALF;
-        return __fsub_rn(__uint_as_float(0x4b000000u | code), bias);
+        unsigned bits = 0x4b000000u;
+        // The four bytes of a word share the flip, and a permutation puts one of them below the exponent.
+        if constexpr (BITS == 8) bits = __byte_perm(word ^ HALF * 0x01010101u, bits, 0x7650 | bit / 8);
+        else bits |= (word >> bit & ((1u << BITS) - 1)) ^ HALF;
+        return __fsub_rn(__uint_as_float(bits), bias);
     }
 };
 
