@@ -15,8 +15,8 @@
 // ROW_GROUPS x K_GROUPS warpgroups multiply: those of a K_GROUP each take every K_GROUPS-th stage, for 64 rows each.
 // The thread blocks of a cluster share k as well. Each leaves its sums in its shared memory, and they add up in the
 // order of the blocks, each for some of the tokens: one launch, and the same bits every time.
-#include "linear/decoder.cuh"
 #include "linear/epilogue.cuh"
+#include "linear/hopper_decoders.cuh"
 
 // Of the host (kbitcupy/products/hopper.py), ahead of this source: GROUP_ROWS of a warpgroup; GRANULE_K, k that share a
 // scale; MOST_STAGES, whose barriers must fit what RING_END leaves; RING_END and LARGE_RING_END in the shared window,
@@ -25,165 +25,9 @@
 constexpr int STAGE_K = ITEM_K;  // k of a stage
 constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
 
-// ---- decoders -------------------------------------------------------------------------------------------------------
-
-// WORDS consecutive words of shared memory.
-template <int WORDS>
-__device__ __forceinline__ void read_shared(unsigned (&w)[WORDS], unsigned address) {
-    if constexpr (WORDS == 4) to_words(w, shared_at<uint4>(address));
-    else if constexpr (WORDS == 2) to_words(w, shared_at<uint2>(address));
-    else
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) w[i] = shared_at<unsigned>(address + 4 * i);
-}
-
-// Members of a decoder:
-//     Type, BITS            of x; of a code
-//     SCALE                 how scales are stored, an AbsmaxFormat; NESTED: 8-bit codes of them
-//     VALUES, ENTRIES       of the codebook and of the table; LANE_BYTES of a lane's copy in an entry
-//     FIELDS                words of a scale group (32 k of a row, what a lane owns in a stage) after unpack
-//     BLOCKS_OF_32          whether each scale group has a scale of its own
-//     FACTOR                what the table is multiplied by
-//     fill(table, mine, ...)    fill the table from a value a lane, lane i that of index i % VALUES
-//     unpack(f)             words of codes to FIELDS words, in place
-//     pairs(f, h, ...)      pairs 8 h to 8 h + 7 of the group, pair q being the elements 2q and 2q + 1
-
-// Bit planes of blocks of 32.
-template <typename T, int K, int FORMAT>
-struct TileKbit {
-    using Type = T;
-    static constexpr int BITS = K, SCALE = FORMAT, VALUES = 1 << K, FIELDS = K == 5 ? 8 : K == 2 ? 2 : 4;
-    static constexpr int ENTRIES = K == 5 ? 32 : K == 3 ? 64 : 256, LANE_BYTES = K == 2 ? 8 : 4;
-    static constexpr bool BLOCKS_OF_32 = true, NESTED = false;
-    static constexpr float FACTOR = FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f;
-
-    // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
-    // K = 5 one value, in the low half of a word, and 128 bytes on in the high half.
-    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
-        auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index); };
-        auto both = [&](int bits) {
-            int low = 0, high = 0;
-#pragma unroll
-            for (int p = 0; p < K; ++p) low |= (bits >> 2 * p & 1) << p, high |= (bits >> (2 * p + 1) & 1) << p;
-            const float first = value(low), second = value(high);
-            return Word<T>::pack(first, second);
-        };
-        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
-            const int index = i / 2, part = i % 2;
-            if constexpr (K == 5) {
-                fill_halves<T>(table, index, part, value(index));
-            } else if constexpr (K == 2) {
-                const unsigned first = both(index & 15), second = both(index >> 4);
-                const unsigned word[2] = {first, second};
-                fill_entry<2>(table, index, part, word);
-            } else {
-                const unsigned word[1] = {both(index)};
-                fill_entry<1>(table, index, part, word);
-            }
-        }
-    }
-
-    __device__ __forceinline__ static void unpack(unsigned (&f)[FIELDS]) {
-        if constexpr (K == 5) {
-            transpose_fields<8>(f);  // byte n of word w: the index of element 8 n + w
-        } else {
-            // The same on fields of two bits: byte n of word w is the index of the elements 8 n + 2 w and the next.
-#pragma unroll
-            for (int step = 1; step < FIELDS; step *= 2) {
-                const unsigned low = step == 1 ? 0x33333333u : 0x0f0f0f0fu;
-#pragma unroll
-                for (int p = 0; p < FIELDS; ++p) {
-                    if (p & step) continue;
-                    const unsigned a = f[p], b = f[p + step];
-                    f[p] = select_bits(low, a, b << 2 * step);
-                    f[p + step] = select_bits(low, a >> 2 * step, b);
-                }
-            }
-        }
-    }
-
-    // Pairs 8 h to 8 h + 7.
-    __device__ __forceinline__ static void pairs(
-        const unsigned (&f)[FIELDS], int h, unsigned lane_offset, unsigned (&pair)[8]) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const int byte = 2 * h + j / 4;
-            if constexpr (K == 5) {
-                pair[j] = table_entry(entry_offset(f[j % 4 * 2], byte, lane_offset)) |
-                          table_entry<128>(entry_offset(f[j % 4 * 2 + 1], byte, lane_offset));
-            } else if constexpr (K == 2) {
-                if (j % 4 >= 2) continue;
-                const uint2 v = table_entry_pair(entry_offset(f[j % 4], byte, lane_offset));
-                pair[j] = v.x, pair[j + 2] = v.y;
-            } else {
-                pair[j] = table_entry(entry_offset(f[j % 4], byte, lane_offset));
-            }
-        }
-    }
-};
-
-// Tables of 16 values, two elements a byte, the earlier in its upper half.
-template <typename T, bool DOUBLE_QUANT>
-struct TileTable4 {
-    using Type = T;
-    static constexpr int BITS = 4, SCALE = FLOAT32, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
-    static constexpr bool BLOCKS_OF_32 = false, NESTED = DOUBLE_QUANT;
-    static constexpr float FACTOR = 1.0f;
-
-    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
-        fill_pairs<T>(table, mine, thread, threads);
-    }
-
-    __device__ __forceinline__ static void unpack(unsigned (&)[FIELDS]) {}
-
-    __device__ __forceinline__ static void pairs(
-        const unsigned (&f)[FIELDS], int h, unsigned lane_offset, unsigned (&pair)[8]) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) pair[j] = table_entry(entry_offset(f[2 * h + j / 4], j % 4, lane_offset));
-    }
-};
-
-// Where the scales of the granules are.
-struct TileScales {
-    const void* absmax;
-    const float* nested_absmax;  // NESTED: float32[blocks / 256]
-    const float* nested_offset;
-    const float* map;  // the values of its 8-bit codes
-    int shift;         // log2 of the granules of a block
-};
-
-// The scales of a lane's two rows, of granule t: as they are in memory, so that nothing waits for them.
-template <typename Decoder>
-struct RawScales {
-    unsigned code[2];
-    float nested[2];
-
-    // Of the granules `at` of the rows, whose first ones are `origin` in the weight.
-    __device__ __forceinline__ void fetch(const TileScales& from, const unsigned (&origin)[2], unsigned at) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const unsigned block = (origin[i] + at) >> (Decoder::BLOCKS_OF_32 ? 0 : from.shift);
-            if constexpr (Decoder::SCALE == E4M4 || Decoder::NESTED)
-                asm volatile("ld.global.u8 %0, [%1];"
-                             : "=r"(code[i])
-                             : "l"(static_cast<const unsigned char*>(from.absmax) + block));
-            else if constexpr (Decoder::SCALE == FLOAT16)
-                code[i] = static_cast<const unsigned short*>(from.absmax)[block];
-            else code[i] = static_cast<const unsigned*>(from.absmax)[block];
-            if constexpr (Decoder::NESTED) nested[i] = from.nested_absmax[block / 256];
-        }
-    }
-
-    __device__ __forceinline__ float value(const TileScales& from, int i) const {
-        if (Decoder::SCALE == FLOAT16) return __half2float(__ushort_as_half(code[i]));
-        if (Decoder::NESTED) return __fadd_rn(__fmul_rn(from.map[code[i]], nested[i]), *from.nested_offset);
-        return __uint_as_float(code[i]);
-    }
-};
-
 // A stage of x, 8 PARTS tokens: the words (t, q), t of 4 granules, q of 16 pairs, to the order (q, t). Chunks of 16
 // bytes lie in the 128-byte swizzle, those of the second half of a stage `half` bytes on.
-template <int PARTS>
+template <int ORDER, int PARTS>
 __device__ __forceinline__ void reorder(unsigned x, unsigned half, int lane) {
     const unsigned row = lane % 8, c = lane / 8;
     unsigned word[PARTS][4][4];
@@ -193,6 +37,10 @@ __device__ __forceinline__ void reorder(unsigned x, unsigned half, int lane) {
         for (unsigned t = 0; t < 4; ++t)
             read_shared(word[part][t], x + part * 1024 + row * 128 + t / 2 * half + (((t % 2 * 4 + c) ^ row) << 4));
     __syncwarp();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int t = 0; t < 4; ++t) arrange<ORDER>(word[part][t]);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
@@ -213,6 +61,10 @@ struct Tiling {
     static constexpr int WARPS = 4 * ROW_GROUPS * K_GROUPS, ROWS = GROUP_ROWS * ROW_GROUPS;  // warps that multiply
     static constexpr int ROW_BYTES = STAGE_K * Decoder::BITS / 8, W_BYTES = ROWS * ROW_BYTES;
     static constexpr bool DIRECT = TOKENS == 8 && !GROUPED;  // mma, not wgmma
+    // What scales multiply: the weights; the sums of a stage, where there are few of them; those of a row.
+    static constexpr bool HALVES = ROW_BYTES / 16 > Decoder::FIELDS;  // whether a half's codes fill the fields
+    static constexpr bool OF_SUMS = Decoder::SHARES == OF_STAGES && TOKENS <= 32 && !DIRECT,
+                          OF_WEIGHTS = Decoder::SHARES != OF_ROWS && !OF_SUMS;
     // Of x, its second half, and the weights in a stage. DIRECT: the lanes t and t + 2 must not meet in a bank.
     static constexpr int X_BYTES = TOKENS * STAGE_K * 2, HALF_AT = DIRECT ? 1024 + 256 : X_BYTES / 2;
     static constexpr int W_AT = DIRECT ? DIRECT_BYTES : X_BYTES, STAGE = W_AT + W_BYTES;
@@ -296,13 +148,18 @@ template <typename S>
 __device__ __forceinline__ void prefetch_scales(
     const Task& task, const TileScales& scales, int n, int k, int thread, int threads) {
     using Decoder = typename S::Decoder;
+    if (Decoder::SHARES == OF_ROWS) return;  // they are read once
     const int size = Decoder::SCALE == E4M4 || Decoder::NESTED ? 1 : Decoder::SCALE == FLOAT16 ? 2 : 4;
-    const int granules = k / GRANULE_K, shift = Decoder::BLOCKS_OF_32 ? 0 : scales.shift;
+    const int granules = row_granules<Decoder>(k, scales), shift = is_shared(Decoder::SHARES) ? scales.shift : 0;
     const int first = task.begin * (STAGE_K / GRANULE_K), last = min(task.end * (STAGE_K / GRANULE_K), granules);
     const int bytes = max(0, last - first) * size >> shift, lines = (bytes + 127) / 128;
     for (int i = thread; i < min(S::ROWS, n - task.row) * lines; i += threads) {
         const long long block = (task.row + i / lines) * (long long)granules + first >> shift;
         prefetch_l2(static_cast<const char*>(scales.absmax) + block * size + i % lines * 128);
+        if constexpr (Decoder::Raw::SECOND_BYTES > 0)
+            prefetch_l2(
+                static_cast<const char*>(scales.second) +
+                (block * size + i % lines * 128) * Decoder::Raw::SECOND_BYTES / size);
     }
 }
 
@@ -362,7 +219,7 @@ __device__ __forceinline__ void reorder_stages(Stages<S> ring, const Job& job, i
             constexpr int PARTS = S::TOKENS == 16 || S::TOKENS == 32 ? 2 : 1;
 #pragma unroll 1
             for (int token = 0; token < task.group.count; token += 8 * PARTS)
-                reorder<PARTS>(ring.data() + token * 128, S::X_BYTES / 2, lane);
+                reorder<S::Decoder::ORDER, PARTS>(ring.data() + token * 128, S::X_BYTES / 2, lane);
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) barrier_arrive(ring.ready());
@@ -374,8 +231,8 @@ __device__ __forceinline__ void reorder_stages(Stages<S> ring, const Job& job, i
 // There scales of other types are relative to a power of two for each row, `top`, which may have to grow.
 template <typename Decoder, int N>
 __device__ __forceinline__ void scale_words(
-    const RawScales<Decoder>& raw, const TileScales& scales, unsigned (&top)[2], float (&sum)[N], float (&part)[2][4],
-    unsigned (&own)[2]) {
+    const typename Decoder::Raw& raw, const TileScales& scales, unsigned (&top)[2], float (&sum)[N],
+    float (&part)[2][4], unsigned (&own)[2]) {
     using T = typename Decoder::Type;
     if constexpr (Decoder::SCALE == E4M4) {
 #pragma unroll
@@ -384,10 +241,11 @@ __device__ __forceinline__ void scale_words(
     }
     float s[2] = {raw.value(scales, 0), raw.value(scales, 1)};
     if constexpr (SameType<T, __half>::VALUE) {
+        constexpr unsigned ROOM = (Decoder::BITS == 8 ? 4u : 8u) << 23;  // codes of 8 bits are larger
         unsigned largest[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) largest[i] = min(__float_as_uint(s[i]) & 0x7f800000u, 252u << 23);
-        if (__any_sync(FULL_WARP, largest[0] > top[0] + (8u << 23) || largest[1] > top[1] + (8u << 23))) {
+        if (__any_sync(FULL_WARP, largest[0] > top[0] + ROOM || largest[1] > top[1] + ROOM)) {
             wgmma_wait<0>();
             fence_operands(sum);
 #pragma unroll
@@ -410,6 +268,52 @@ __device__ __forceinline__ void scale_words(
     for (int i = 0; i < 2; ++i) own[i] = Word<T>::pack(s[i], s[i]);
 }
 
+// What comes between the codes of a row in shared memory and pairs of weights: of integers what is subtracted, of
+// others where the lane's copy of the table stands.
+template <typename Decoder>
+__device__ __forceinline__ void set_base(
+    const typename Decoder::Raw& raw, unsigned lane_offset, typename Decoder::Base (&base)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if constexpr (Decoder::ENTRIES > 0) base[i] = lane_offset;
+        else Decoder::set(base[i], raw.zero(i));
+    }
+}
+
+// The words of half h of a stage of a lane's two rows, where so many are fields.
+template <typename S>
+__device__ __forceinline__ void read_half(unsigned address, int h, unsigned (&field)[2][S::Decoder::FIELDS]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) read_shared(field[i], (address ^ h * 16) + i * 8 * S::ROW_BYTES);
+}
+
+// Add the sums of a stage, which begin anew, to those of the stages before.
+template <int N>
+__device__ __forceinline__ void add_stage(float (&sum)[N], const float (&factor)[2], float (&total)[N]) {
+    fence_operands(sum);
+#pragma unroll
+    for (int j = 0; j < N; ++j) total[j] = fmaf(sum[j], factor[j / 2 % 2], total[j]), sum[j] = 0.0f;
+    fence_operands(sum);
+}
+
+// Of the weights of a half, what needs no register that wgmma may still read: all but the last operation.
+template <typename S>
+__device__ __forceinline__ void decode_half(
+    const unsigned (&field)[S::Decoder::FIELDS], int h, const typename S::Decoder::Base& base, unsigned (&pair)[8]) {
+    S::Decoder::pairs(field, h, base, pair);
+    if constexpr (S::Decoder::ENTRIES == 0 && S::OF_WEIGHTS)
+#pragma unroll
+        for (int q = 0; q < 8; ++q) pair[q] = S::Decoder::settle(pair[q], h, q, base);
+}
+
+// The last operation.
+template <typename S>
+__device__ __forceinline__ unsigned finish(
+    unsigned pair, int h, int q, const typename S::Decoder::Base& base, unsigned own) {
+    if constexpr (S::OF_WEIGHTS) return Word<typename S::Decoder::Type>::multiply(pair, own);
+    else return S::Decoder::settle(pair, h, q, base);
+}
+
 // Decode and multiply the stages of a task: a warp of a warpgroup. Leaves the sums in shared memory, by tokens; the
 // lanes of a warp meet in no bank.
 template <typename S>
@@ -421,20 +325,25 @@ __device__ __forceinline__ void multiply_stages(
     const int g = lane / 4, t = lane % 4;
     const int k_group = warp / (4 * S::ROW_GROUPS);
     const int row = 16 * (warp % (4 * S::ROW_GROUPS)) + g;  // in the tile; the other one is 8 on
-    const unsigned granules = k / GRANULE_K, above = S::GROUPED ? task.group.expert * n : 0;
+    const unsigned granules = Decoder::ENTRIES > 0 ? k / GRANULE_K : row_granules<Decoder>(k, scales), above = S::GROUPED ? task.group.expert * n : 0;
     const unsigned origin[2] = {
         S::keep((above + min(task.row + row, n - 1)) * granules),
         S::keep((above + min(task.row + row + 8, n - 1)) * granules)};
     // Where x is zero any scale will do.
     auto granule = [&](unsigned item) { return min(item * (STAGE_K / GRANULE_K) + t, granules - 1); };
-    RawScales<Decoder> raw;  // of the next stage
+    typename Decoder::Raw raw;  // of the next stage
     raw.fetch(scales, origin, granule(task.begin + k_group));
 
     float sum[S::TOKENS / 2] = {};
     unsigned top[2] = {1u << 23, 1u << 23};
+    typename Decoder::Base base[2];
     const unsigned lane_offset = own_block | Decoder::LANE_BYTES * lane;
-    // Rows of 32 or 64 bytes come in the swizzle of that size, others in order and without bank conflicts.
-    constexpr int SWIZZLE = S::ROW_BYTES == 64 ? 0x30 : S::ROW_BYTES == 32 ? 0x10 : 0;
+    if constexpr (Decoder::ENTRIES == 0) Decoder::keep(base);
+    set_base<Decoder>(raw, lane_offset, base);
+    // OF_SUMS: of the stages before `sum`, and by what that is multiplied.
+    float total[S::OF_SUMS ? S::TOKENS / 2 : 1] = {}, factor[2] = {};
+    // Rows of 32, 64 or 128 bytes come in the swizzle of that size, others in order and without bank conflicts.
+    constexpr int SWIZZLE = S::ROW_BYTES == 128 ? 0x70 : S::ROW_BYTES == 64 ? 0x30 : S::ROW_BYTES == 32 ? 0x10 : 0;
     const unsigned w_offset =
         S::keep(S::W_AT + row * S::ROW_BYTES + (t * (S::ROW_BYTES / 4) ^ (row * S::ROW_BYTES >> 3 & SWIZZLE)));
     const unsigned x_low = (ring.data0 & 0xffffffu) >> 4 | 1u << 16;  // the lower half of its description
@@ -444,14 +353,21 @@ __device__ __forceinline__ void multiply_stages(
     unsigned last = 0;
     ring.step(k_group);
     for (int item = task.begin + k_group; item < task.end; item += S::K_GROUPS) {
-        unsigned own[2];
-        scale_words<Decoder>(raw, scales, top, sum, part, own);
-        own[0] = opaque(own[0]), own[1] = opaque(own[1]);  // now: the next ones may then come to where these were
-        raw.fetch(scales, origin, granule(item + S::K_GROUPS));
+        unsigned own[2] = {};
+        float next_factor[2] = {};
+        if constexpr (S::OF_WEIGHTS) {
+            scale_words<Decoder>(raw, scales, top, sum, part, own);
+            own[0] = opaque(own[0]), own[1] = opaque(own[1]);  // now: the next ones may then come to where these were
+        }
+        if constexpr (Decoder::SHARES != OF_ROWS) {
+            set_base<Decoder>(raw, lane_offset, base);
+            if constexpr (S::OF_SUMS) next_factor[0] = raw.value(scales, 0), next_factor[1] = raw.value(scales, 1);
+            raw.fetch(scales, origin, granule(item + S::K_GROUPS));
+        }
         barrier_wait(ring.full(), ring.phase);
         unsigned field[2][Decoder::FIELDS];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < 2 && !S::HALVES; ++i) {
             unsigned word[S::ROW_BYTES / 16];
             read_shared(word, ring.data() + w_offset + i * 8 * S::ROW_BYTES);
 #pragma unroll
@@ -461,17 +377,21 @@ __device__ __forceinline__ void multiply_stages(
         if constexpr (S::DIRECT) {
             unsigned x[4][4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) read_shared(x[i], ring.data() + (x_offset ^ i << 4));
-            __syncwarp();
-            if (lane == 0) barrier_arrive(ring.empty());
+            for (int i = 0; i < 4; ++i)
+                read_shared(x[i], ring.data() + (x_offset ^ i << 4)), arrange<Decoder::ORDER>(x[i]);
+            if constexpr (!S::HALVES) {
+                __syncwarp();
+                if (lane == 0) barrier_arrive(ring.empty());
+            }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 unsigned pair[2][8];
+                if constexpr (S::HALVES) read_half<S>(ring.data() + w_offset, h, field);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    Decoder::pairs(field[i], h, lane_offset, pair[i]);
+                    decode_half<S>(field[i], h, base[i], pair[i]);
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) pair[i][j] = Word<T>::multiply(pair[i][j], own[i]);
+                    for (int j = 0; j < 8; ++j) pair[i][j] = finish<S>(pair[i][j], h, j, base[i], own[i]);
                 }
 #pragma unroll
                 for (int s = 0; s < 4; ++s)
@@ -479,27 +399,36 @@ __device__ __forceinline__ void multiply_stages(
                         part[h], pair[0][2 * s], pair[1][2 * s], pair[0][2 * s + 1], pair[1][2 * s + 1],
                         x[2 * h + s / 2][s % 2 * 2], x[2 * h + s / 2][s % 2 * 2 + 1]);
             }
+            if constexpr (S::HALVES) {
+                __syncwarp();
+                if (lane == 0) barrier_arrive(ring.empty());
+            }
             ring.step(S::K_GROUPS);
             continue;
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             unsigned a[4][4];
+            if constexpr (S::HALVES) read_half<S>(ring.data() + w_offset, h, field);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 unsigned pair[8];
-                Decoder::pairs(field[i], h, lane_offset, pair);
+                decode_half<S>(field[i], h, base[i], pair);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) a[j / 2][j % 2 * 2 + i] = pair[j];
             }
+            if constexpr (Decoder::ENTRIES == 0) fence_operands(a);  // decoded before the wait, not behind it
             if (h == 0) barrier_wait(ring.ready(), ring.phase);
             // Operands may change only while no product is under way: so far nothing is scaled.
             wgmma_wait<0>();
             if (h == 0 && last && lane == 0) barrier_arrive(last);
             fence_operands(a);
 #pragma unroll
-            for (int j = 0; j < 16; ++j) a[j / 4][j % 4] = Word<T>::multiply(a[j / 4][j % 4], own[j % 2]);
+            for (int j = 0; j < 16; ++j)
+                a[j / 4][j % 4] = finish<S>(a[j / 4][j % 4], h, j / 4 * 2 + j % 4 / 2, base[j % 2], own[j % 2]);
             fence_operands(a);
+            if constexpr (S::OF_SUMS)
+                if (h == 0) add_stage(sum, factor, total), factor[0] = next_factor[0], factor[1] = next_factor[1];
             const unsigned x = x_low + ring.stage * (S::STAGE / 16) + h * (S::X_BYTES / 32);
             wgmma_begin();
 #pragma unroll
@@ -515,13 +444,16 @@ __device__ __forceinline__ void multiply_stages(
     } else {
         wgmma_wait<0>();
         fence_operands(sum);
+        if constexpr (S::OF_SUMS) add_stage(sum, factor, total);
     }
     if (last && lane == 0) barrier_arrive(last);
     warps_sync<S>();  // the sums before have been read
 #pragma unroll
     for (int j = 0; j < S::TOKENS / 2; ++j) {
         const int token = j / 4 * 8 + 2 * t + j % 2, i = j / 2 % 2;
-        const float up = Decoder::SCALE != E4M4 && SameType<T, __half>::VALUE ? __uint_as_float(top[i]) : 1.0f;
+        float up = Decoder::SCALE != E4M4 && SameType<T, __half>::VALUE ? __uint_as_float(top[i]) : 1.0f;
+        if constexpr (S::OF_SUMS) up = 1.0f, sum[j] = total[j];
+        if constexpr (Decoder::SHARES == OF_ROWS) up = raw.value(scales, i);
         *reinterpret_cast<float*>(sums + (k_group * S::SUMS + token * S::PITCH + row + 8 * i) * 4) = sum[j] * up;
     }
 }
@@ -542,7 +474,8 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     const __grid_constant__ TensorMap x_map,  // [M, K], boxes of 128 bytes x TOKENS, or of one row where GROUPED
     const __grid_constant__ TensorMap w_map,  // [N, bytes], boxes of the bytes of a stage x 64 rows
     const void* absmax,                       // [n * k / block] scales, as Decoder stores them
-    const float* nested_absmax,               // [blocks / 256], double quantization: the scales of the codes in absmax
+    const void* second,                       // double quantization: float32[blocks / 256], the scales of the codes in
+                                              // absmax; zero points, as Decoder stores them
     const float* nested_offset,               // [1], added to all of them
     const float* tensor_scale,                // [1], or [experts] with a scale_step of 1; null: 1
     const float* values,                      // [VALUES] the codebook, or null: then that of `codebook`
@@ -580,7 +513,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         fence_barrier_init();
     }
     __syncthreads();
-    const TileScales scales{absmax, nested_absmax, nested_offset, codebook.map, 31 - __clz(block / GRANULE_K)};
+    const TileScales scales{absmax, second, nested_offset, codebook.map, 31 - __clz(block / GRANULE_K)};
     // The sums of 64 tokens need registers that the other warps do not.
     constexpr bool SHIFT = TOKENS == 64 && S::WARPS == 16;
     if (warp >= S::WARPS) {
@@ -596,9 +529,11 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         return;
     }
     if constexpr (SHIFT) raise_registers<104>();
-    float power;
-    const float mine = codebook_value<Decoder::VALUES>(values, codebook, power) * Decoder::FACTOR;
-    Decoder::fill(own_block | TABLE_AT, mine, threadIdx.x, S::WARPS * WARP);
+    float power = 1.0f;
+    if constexpr (Decoder::ENTRIES > 0) {
+        const float mine = codebook_value<Decoder::VALUES>(values, codebook, power) * Decoder::FACTOR;
+        Decoder::fill(own_block | TABLE_AT, mine, threadIdx.x, S::WARPS * WARP);
+    }
     wait_for_previous();
     if (!GROUPED && threadIdx.x == 0) {
         // Read at the end, where it would have to come from memory.

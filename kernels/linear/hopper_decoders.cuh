@@ -1,0 +1,348 @@
+// How linear_tile decodes weights (hopper_sm90a.cu): codes in shared memory to operand A of wgmma.
+//
+// A lane owns a granule of each of its rows in a stage: 32 k, of which it makes 16 pairs, eight for each half of the
+// stage. Either a table of values has the pairs (TileKbit, TileTable4), or arithmetic makes them (TileIntegers).
+#pragma once
+#include "linear/decoder.cuh"
+
+// Who shares a scale: the elements of a granule, of a block of granules, of a block of whole stages, of a row.
+enum Shares { OF_GRANULES, OF_BLOCKS, OF_STAGES, OF_ROWS };
+__host__ __device__ constexpr bool is_shared(int shares) { return shares == OF_BLOCKS || shares == OF_STAGES; }
+
+// Which elements are pairs, of eight neighbours, and in which order: neighbours; two apart, 0 2, 1 3, 4 6, 5 7; four
+// apart, 0 4, 1 5, 2 6, 3 7. A mask cuts such pairs out of a word of codes, and x has to follow.
+enum Order { NEIGHBOURS, TWO_APART, FOUR_APART };
+
+// Eight elements of x, neighbours as they come, in that order.
+template <int ORDER>
+__device__ __forceinline__ void arrange(unsigned (&x)[4]) {
+    if constexpr (ORDER != NEIGHBOURS) {
+        const unsigned a[4] = {x[0], x[ORDER == TWO_APART ? 2 : 1], x[ORDER == TWO_APART ? 1 : 2], x[3]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = __byte_perm(a[i / 2], a[2 + i / 2], i % 2 ? 0x7632 : 0x5410);
+    }
+}
+
+// WORDS consecutive words of shared memory.
+template <int WORDS>
+__device__ __forceinline__ void read_shared(unsigned (&w)[WORDS], unsigned address) {
+    if constexpr (WORDS == 4) to_words(w, shared_at<uint4>(address));
+    else if constexpr (WORDS == 2) to_words(w, shared_at<uint2>(address));
+    else
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) w[i] = shared_at<unsigned>(address + 4 * i);
+}
+
+// Where the scales of the granules are.
+struct TileScales {
+    const void* absmax;
+    const void* second;  // NESTED: float32[blocks / 256]; of integers their zero points
+    const float* nested_offset;
+    const float* map;  // the values of its 8-bit codes
+    int shift;         // log2 of the granules of a block
+};
+
+// By how many granules the scales of a row are ahead of those of the next: blocks of integers begin anew in each row.
+template <typename Decoder>
+__device__ __forceinline__ int row_granules(int k, const TileScales& from) {
+    if constexpr (Decoder::SHARES == OF_ROWS) return 1;
+    const int granules = k / GRANULE_K;
+    if constexpr (Decoder::ENTRIES > 0 || Decoder::SHARES == OF_GRANULES) return granules;
+    else return (granules + (1 << from.shift) - 1) >> from.shift << from.shift;
+}
+
+// The scales of a lane's two rows, of granule t: as they are in memory, so that nothing waits for them.
+template <typename Decoder>
+struct RawScales {
+    static constexpr int SECOND_BYTES = 0;  // of a block, that are fetched ahead beside its scale
+    unsigned code[2];
+    float nested[2];
+
+    // Of the granules `at` of the rows, whose first ones are `origin` in the weight.
+    __device__ __forceinline__ void fetch(const TileScales& from, const unsigned (&origin)[2], unsigned at) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned block = (origin[i] + at) >> (is_shared(Decoder::SHARES) ? from.shift : 0);
+            if constexpr (Decoder::SCALE == E4M4 || Decoder::NESTED)
+                asm volatile("ld.global.u8 %0, [%1];"
+                             : "=r"(code[i])
+                             : "l"(static_cast<const unsigned char*>(from.absmax) + block));
+            else if constexpr (Decoder::SCALE == FLOAT16)
+                code[i] = static_cast<const unsigned short*>(from.absmax)[block];
+            else code[i] = static_cast<const unsigned*>(from.absmax)[block];
+            if constexpr (Decoder::NESTED) nested[i] = static_cast<const float*>(from.second)[block / 256];
+        }
+    }
+
+    __device__ __forceinline__ float value(const TileScales& from, int i) const {
+        if (Decoder::SCALE == FLOAT16) return __half2float(__ushort_as_half(code[i]));
+        if (Decoder::NESTED) return __fadd_rn(__fmul_rn(from.map[code[i]], nested[i]), *from.nested_offset);
+        return __uint_as_float(code[i]);
+    }
+};
+
+// Members of a decoder:
+//     Type, BITS            of x; of a code
+//     SCALE                 how scales are stored, an AbsmaxFormat; NESTED: 8-bit codes of them
+//     VALUES, ENTRIES       of the codebook and of the table; LANE_BYTES of a lane's copy in an entry
+//     FIELDS                words of a scale group (32 k of a row, what a lane owns in a stage) after unpack
+//     SHARES, ORDER         who shares a scale; which elements are pairs
+//     Raw                   scales, as they are in memory
+//     Base                  what pairs need beside the codes of a row
+//     FACTOR                what the table is multiplied by
+//     fill(table, mine, ...)    fill the table from a value a lane, lane i that of index i % VALUES
+//     unpack(f)             words of codes to FIELDS words, in place
+//     pairs(f, h, ...)      pairs 8 h to 8 h + 7 of the group
+
+// Bit planes of blocks of 32.
+template <typename T, int K, int FORMAT>
+struct TileKbit {
+    using Type = T;
+    using Raw = RawScales<TileKbit>;
+    using Base = unsigned;  // where the lane's copy stands in an entry of the table
+    static constexpr int BITS = K, SCALE = FORMAT, VALUES = 1 << K, FIELDS = K == 5 ? 8 : K == 2 ? 2 : 4;
+    static constexpr int ENTRIES = K == 5 ? 32 : K == 3 ? 64 : 256, LANE_BYTES = K == 2 ? 8 : 4;
+    static constexpr int SHARES = OF_GRANULES, ORDER = NEIGHBOURS;
+    static constexpr bool NESTED = false;
+    static constexpr float FACTOR = FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f;
+
+    // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
+    // K = 5 one value, in the low half of a word, and 128 bytes on in the high half.
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
+        auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index); };
+        auto both = [&](int bits) {
+            int low = 0, high = 0;
+#pragma unroll
+            for (int p = 0; p < K; ++p) low |= (bits >> 2 * p & 1) << p, high |= (bits >> (2 * p + 1) & 1) << p;
+            const float first = value(low), second = value(high);
+            return Word<T>::pack(first, second);
+        };
+        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
+            const int index = i / 2, part = i % 2;
+            if constexpr (K == 5) {
+                fill_halves<T>(table, index, part, value(index));
+            } else if constexpr (K == 2) {
+                const unsigned first = both(index & 15), second = both(index >> 4);
+                const unsigned word[2] = {first, second};
+                fill_entry<2>(table, index, part, word);
+            } else {
+                const unsigned word[1] = {both(index)};
+                fill_entry<1>(table, index, part, word);
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void unpack(unsigned (&f)[FIELDS]) {
+        if constexpr (K == 5) {
+            transpose_fields<8>(f);  // byte n of word w: the index of element 8 n + w
+        } else {
+            // The same on fields of two bits: byte n of word w is the index of the elements 8 n + 2 w and the next.
+#pragma unroll
+            for (int step = 1; step < FIELDS; step *= 2) {
+                const unsigned low = step == 1 ? 0x33333333u : 0x0f0f0f0fu;
+#pragma unroll
+                for (int p = 0; p < FIELDS; ++p) {
+                    if (p & step) continue;
+                    const unsigned a = f[p], b = f[p + step];
+                    f[p] = select_bits(low, a, b << 2 * step);
+                    f[p + step] = select_bits(low, a >> 2 * step, b);
+                }
+            }
+        }
+    }
+
+    // Pairs 8 h to 8 h + 7.
+    __device__ __forceinline__ static void pairs(
+        const unsigned (&f)[FIELDS], int h, Base lane_offset, unsigned (&pair)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int byte = 2 * h + j / 4;
+            if constexpr (K == 5) {
+                pair[j] = table_entry(entry_offset(f[j % 4 * 2], byte, lane_offset)) |
+                          table_entry<128>(entry_offset(f[j % 4 * 2 + 1], byte, lane_offset));
+            } else if constexpr (K == 2) {
+                if (j % 4 >= 2) continue;
+                const uint2 v = table_entry_pair(entry_offset(f[j % 4], byte, lane_offset));
+                pair[j] = v.x, pair[j + 2] = v.y;
+            } else {
+                pair[j] = table_entry(entry_offset(f[j % 4], byte, lane_offset));
+            }
+        }
+    }
+};
+
+// Tables of 16 values, two elements a byte, the earlier in its upper half.
+template <typename T, bool DOUBLE_QUANT>
+struct TileTable4 {
+    using Type = T;
+    using Raw = RawScales<TileTable4>;
+    using Base = unsigned;  // as TileKbit's
+    static constexpr int BITS = 4, SCALE = FLOAT32, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
+    static constexpr int SHARES = OF_BLOCKS, ORDER = NEIGHBOURS;
+    static constexpr bool NESTED = DOUBLE_QUANT;
+    static constexpr float FACTOR = 1.0f;
+
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
+        fill_pairs<T>(table, mine, thread, threads);
+    }
+
+    __device__ __forceinline__ static void unpack(unsigned (&)[FIELDS]) {}
+
+    __device__ __forceinline__ static void pairs(
+        const unsigned (&f)[FIELDS], int h, Base lane_offset, unsigned (&pair)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) pair[j] = table_entry(entry_offset(f[2 * h + j / 4], j % 4, lane_offset));
+    }
+};
+
+// ---- integers, by arithmetic ---------------------------------------------------------------------------------------
+
+enum ZeroPoints { NO_ZERO_POINTS, INT32_ZERO_POINTS, INT8_ZERO_POINTS, UINT8_ZERO_POINTS };
+
+// Arithmetic on two numbers of T in a register.
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__half> {
+    static constexpr unsigned RAISED = 0x64006400u;  // 1024, whose last bit counts 1
+    __device__ __forceinline__ static unsigned subtract(unsigned a, unsigned b) {
+        return Word<__half>::bits(__hsub2(Word<__half>::as(a), Word<__half>::as(b)));
+    }
+    // a / 16 + b
+    __device__ __forceinline__ static unsigned lower(unsigned a, unsigned b) {
+        return Word<__half>::bits(__hfma2(Word<__half>::as(a), Word<__half>::as(0x2c002c00u), Word<__half>::as(b)));
+    }
+};
+
+template <>
+struct Pair<__nv_bfloat16> {
+    static constexpr unsigned RAISED = 0x43004300u;  // 128, whose last bit counts 1
+    __device__ __forceinline__ static unsigned subtract(unsigned a, unsigned b) {
+        return Word<__nv_bfloat16>::bits(__hsub2(Word<__nv_bfloat16>::as(a), Word<__nv_bfloat16>::as(b)));
+    }
+};
+
+// The scales of integers, and their zero points.
+template <typename Decoder>
+struct RawIntegers {
+    static constexpr int SECOND_BYTES = Decoder::POINTS == NO_ZERO_POINTS      ? 0
+                                        : Decoder::POINTS == INT32_ZERO_POINTS ? 4
+                                                                               : 1;
+    unsigned code[2];
+    int point[2];
+
+    __device__ __forceinline__ void fetch(const TileScales& from, const unsigned (&origin)[2], unsigned at) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned block = (origin[i] + at) >> (is_shared(Decoder::SHARES) ? from.shift : 0);
+            if constexpr (Decoder::SCALE == FLOAT32) code[i] = static_cast<const unsigned*>(from.absmax)[block];
+            else code[i] = static_cast<const unsigned short*>(from.absmax)[block];
+            if constexpr (Decoder::POINTS == INT32_ZERO_POINTS) point[i] = static_cast<const int*>(from.second)[block];
+            if constexpr (Decoder::POINTS == INT8_ZERO_POINTS)
+                point[i] = static_cast<const signed char*>(from.second)[block];
+            if constexpr (Decoder::POINTS == UINT8_ZERO_POINTS)
+                point[i] = static_cast<const unsigned char*>(from.second)[block];
+        }
+    }
+
+    // A scale of a half may be negative, one of a float is used as the format has it.
+    __device__ __forceinline__ float value(const TileScales&, int i) const {
+        if (Decoder::SCALE == FLOAT16) return __half2float(__ushort_as_half(code[i]));
+        return usable(__uint_as_float(code[i]));
+    }
+
+    // The code of zero, from 0 on.
+    __device__ __forceinline__ int zero(int i) const {
+        constexpr int MIDDLE = 1 << (Decoder::BITS - 1), LOWEST = Decoder::SIGNED ? -MIDDLE : 0;
+        if constexpr (Decoder::POINTS == NO_ZERO_POINTS) return MIDDLE;
+        else return min(max(point[i], LOWEST), LOWEST + 2 * MIDDLE - 1) - LOWEST;
+    }
+};
+
+// Integers of 4 or 8 bits less a zero point, exact in T. SIGNED: in two's complement.
+//
+// With their first bit flipped those are not negative either, and are set into the fraction of a number whose last bit
+// counts 1, which is subtracted again together with the zero point. Of codes of 4 bits half of them are taken where
+// they stand, four bits up; in bfloat16, whose fraction has 7 bits, all are moved down, and bit 7 of a code counts
+// apart.
+template <typename T, int BITS_, bool SIGNED_, int ORDER_, int SCALE_, int POINTS_, int SHARES_>
+struct TileIntegers {
+    using Type = T;
+    using Raw = RawIntegers<TileIntegers>;
+    static constexpr int BITS = BITS_, ORDER = ORDER_, SCALE = SCALE_, POINTS = POINTS_, SHARES = SHARES_;
+    static constexpr int VALUES = 0, ENTRIES = 0, LANE_BYTES = 0, FIELDS = 4;
+    static constexpr bool SIGNED = SIGNED_, NESTED = false, IS_HALF = SameType<T, __half>::VALUE;
+    static_assert(BITS == 4 || ORDER == TWO_APART, "bytes are cut out by a mask");
+    static constexpr unsigned FLIP = SIGNED ? 0x00010001u << (BITS - 1) : 0u;
+    // What codes are set into: at the lower end; four bits up, or the eighth bit.
+    static constexpr unsigned LOW = Pair<T>::RAISED ^ (BITS == 8 && !IS_HALF ? 0u : FLIP),
+                              HIGH = BITS == 4 ? Pair<T>::RAISED ^ FLIP << 4 : Pair<T>::RAISED ^ 0x00800080u ^ FLIP;
+
+    // Numbers twice in a register. What is subtracted, from codes at the lower end of a fraction and from those four
+    // bits up; what codes are set into, which is the same for all: a lane keeps it, as an instruction has room for one
+    // constant, the mask.
+    struct Base {
+        unsigned low, high, raised[2];
+    };
+    __device__ __forceinline__ static void keep(Base (&base)[2]) {
+        const unsigned low = opaque(LOW), high = opaque(HIGH);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) base[i].raised[0] = low, base[i].raised[1] = high;
+    }
+    __device__ __forceinline__ static void set(Base& base, int zero) {
+        if constexpr (BITS == 8 && !IS_HALF) {
+            const float z = __uint_as_float(0x4b000000u | zero) - 8388736.0f;  // 2^23 and 128
+            base.low = Word<T>::pack(z, z);
+        } else {
+            base.low = (Pair<T>::RAISED & 0xffffu | zero) * 0x00010001u;
+            base.high = (0xd400u | zero << 4) * 0x00010001u;  // -64 and less
+        }
+    }
+
+    // Pair q of half h: whether its codes are four bits up.
+    __device__ __forceinline__ static constexpr bool is_high(int h, int q) {
+        return BITS == 4 && IS_HALF && (ORDER == TWO_APART ? h : q % 2);
+    }
+
+    // Pairs 8 h to 8 h + 7, to which something is added that `settle` takes off. The words of codes of 8 bits are those
+    // of half h.
+    __device__ __forceinline__ static void unpack(unsigned (&)[FIELDS]) {}
+
+    __device__ __forceinline__ static void pairs(
+        const unsigned (&f)[FIELDS], int h, const Base& base, unsigned (&pair)[8]) {
+#pragma unroll
+        for (int q = 0; q < 8; ++q) {
+            const int w = BITS == 4 && ORDER == FOUR_APART ? 2 * h + q / 4 : q / 2;
+            if constexpr (BITS == 8 && IS_HALF && !SIGNED) {
+                pair[q] = __byte_perm(f[w], base.raised[0], q % 2 ? 0x5351 : 0x5250);
+            } else if constexpr (BITS == 8 && IS_HALF) {
+                pair[q] = cut<0x00ff00ffu>(f[w] >> q % 2 * 8, base.raised[0]);
+            } else if constexpr (BITS == 8) {
+                const unsigned word = f[w] >> q % 2 * 8;
+                // 128 and seven bits, less 256 or 128 by the eighth.
+                pair[q] =
+                    Pair<T>::subtract(cut<0x007f007fu>(word, base.raised[0]), cut<0x00800080u>(word, base.raised[1]));
+            } else {
+                const int at = ORDER == FOUR_APART ? q % 4 * 4 : q % 2 * 8 + 4 * h;
+                pair[q] = is_high(h, q) ? cut<0x00f000f0u>(f[w] >> (at - 4), base.raised[1])
+                                        : cut<0x000f000fu>(f[w] >> at, base.raised[0]);
+            }
+        }
+    }
+
+    // The bits of a mask, and others.
+    template <unsigned MASK>
+    __device__ __forceinline__ static unsigned cut(unsigned word, unsigned others) {
+        unsigned r;
+        asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(word), "n"(MASK), "r"(others));
+        return r;
+    }
+
+    __device__ __forceinline__ static unsigned settle(unsigned pair, int h, int q, const Base& base) {
+        if constexpr (BITS == 8 && !IS_HALF && POINTS == NO_ZERO_POINTS) return pair;
+        if constexpr (IS_HALF && BITS == 4)
+            if (is_high(h, q)) return Pair<T>::lower(pair, base.high);
+        return Pair<T>::subtract(pair, base.low);
+    }
+};
