@@ -54,6 +54,13 @@ TABLE_START, ENTRY_STRIDE = _SHARED.TABLE_START, _SHARED.ENTRY_STRIDE
 _DECLARED = (*DECLARED, SIZES)
 #: Tokens of a thread block.
 TILE_TOKENS = (8, 16, 32, 64, 128)
+# Microseconds to decode 64 rows of a stage: by a table; codes of so many bits by arithmetic.
+_STAGE = {0: 0.19, 4: 0.175, 8: 0.18}
+
+
+def worked_out(fragments: Fragments) -> int:
+    """Bits of codes whose values are worked out; 0 where a table has them."""
+    return 0 if fragments.hopper_entries else fragments.bits
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ class TileCut:
         sizes = self.ring_at(fragments), self.stage_bytes(fragments, grouped), self.stages(fragments, grouped)
         return f"TileLayout<{', '.join(map(str, (*sizes, self._sums_bytes)))}>"
 
-    def microseconds(self, n: int, k: int, m: int, processors: int) -> float:
+    def microseconds(self, n: int, k: int, m: int, processors: int, bits: int = 0) -> float:
         """What a product takes, as measured on an H200.
 
         Parameters
@@ -122,14 +129,17 @@ class TileCut:
             Tokens.
         processors : int
             Multiprocessors of the device.
+        bits : int
+            `worked_out` of the format.
         """
         # What 64 rows and what the tokens of a stage cost; a thread block, and a cluster, beside.
         x = 5.5e-5 * self.tokens**2 if self.tokens <= 64 else 0.7
-        stage = self.groups * (0.19 + 0.00045 * self.tokens) + x
+        stage = self.groups * (_STAGE[bits] + 0.00045 * self.tokens) + x
         cluster = 1.0 if self.splits > 1 else 0.0
+        start = 3.0 + (0.7 * (self.k_groups - 1) if bits else 0.0)
         waves = -(-(-(-n // self.rows) * self.splits * -(-m // self.tokens)) // processors)
         stages = -(-k // ITEM_K)
-        return waves * (-(-stages // self.splits) * stage + 3.0) + cluster
+        return waves * (-(-stages // self.splits) * stage + start) + cluster
 
     @property
     def _sums_bytes(self) -> int:
@@ -137,13 +147,22 @@ class TileCut:
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_tile(n: int, k: int, m: int, processors: int) -> TileCut:
+def cut_tile(n: int, k: int, m: int, processors: int, bits: int = 0) -> TileCut:
     """The cut that should be fastest; the parameters are those of `TileCut.microseconds`."""
-    fitting = (cut for cut in tile_cuts() if cut.tokens >= min(m, 32))
-    return min(fitting, key=lambda cut: cut.microseconds(n, k, m, processors))
+    fitting = (cut for cut in (INTEGER_CUTS if bits else tile_cuts()) if cut.tokens >= min(m, 32))
+    return min(fitting, key=lambda cut: cut.microseconds(n, k, m, processors, bits))
 
 
 GROUPED_CUT = TileCut(TOKENS, 4, 1, 1)
+#: Those of formats whose codes are worked out, of which there are many: each kernel has to be compiled.
+INTEGER_CUTS = (
+    TileCut(16, 4, 1, 1),
+    TileCut(16, 2, 2, 1),
+    TileCut(16, 1, 4, 1),
+    TileCut(16, 1, 4, 2),
+    TileCut(64, 4, 1, 1),
+    TileCut(64, 2, 2, 2),
+)
 
 
 @functools.cache
@@ -268,8 +287,9 @@ def _kernel(values: str, threads: int, shared: int) -> Kernel:
 
 # Beyond, cuBLAS reads the decoded weights once for all tokens, and the kernel decodes them again for each tile.
 MOST_TOKENS = 128
-# Microseconds of the launch; the fraction of the bandwidth at which weights of more bits pass than are quickly decoded.
-_START, _FRACTION = 3.0, 0.7
+# Microseconds of the launch; the fraction of the bandwidth at which weights of more bits pass than are quickly decoded,
+# by a table and by arithmetic.
+_START, _FRACTION, _WORKED_OUT = 3.0, 0.7, 0.9
 
 
 def tile_refusal(problem: Problem) -> str | None:
@@ -298,6 +318,18 @@ def tile_kernel(
     return TileKernel(fragments, shape, dtype, device, cut, grouped=grouped)
 
 
+def rounds_scales(problem: Problem, cut: TileCut) -> bool:
+    """Whether weights that are integers times a scale are multiplied as numbers of x's type, not as exact integers.
+
+    It multiplies sums where a row has one scale, and in the kernel's OF_SUMS; halves of float16 lose nothing.
+    """
+    fragments = problem.fragments
+    if fragments is None or fragments.hopper_entries or not fragments.block:
+        return False
+    exact = fragments.scale_bytes == 2 and problem.dtype == np.float16
+    return not exact and not (fragments.block >= ITEM_K and TOKENS < cut.tokens <= 32)
+
+
 class Hopper(Route):
     """``linear_tile``: a GEMM of up to 128 tokens by the copy engine and wgmma."""
 
@@ -308,10 +340,11 @@ class Hopper(Route):
         return found or (f"more than {MOST_TOKENS} tokens" if problem.tokens > MOST_TOKENS else None)
 
     def cost(self, problem: Problem) -> float:
-        assert problem.device is not None
+        assert problem.device is not None and problem.fragments is not None
         cut = self._cut(problem)
-        decoding = cut.microseconds(*problem.shape, problem.tokens, problem.device.multiprocessors)
-        return max(decoding, _START + problem.reading / _FRACTION)
+        bits, processors = worked_out(problem.fragments), problem.device.multiprocessors
+        decoding = cut.microseconds(*problem.shape, problem.tokens, processors, bits)
+        return max(decoding, _START + problem.reading / (_WORKED_OUT if bits else _FRACTION))
 
     def prepare(self, problem: Problem) -> Product:
         assert problem.device is not None and problem.fragments is not None
@@ -320,8 +353,10 @@ class Hopper(Route):
     def describe(self, problem: Problem) -> str:
         cut = self._cut(problem)
         tile = f"{cut.tokens} tokens x {cut.rows} rows a thread block"
-        return f"weights decoded in registers: linear_tile, {tile}, k in {cut.k_groups * cut.splits} parts"
+        rounded = f", scales rounded to {problem.dtype}" if rounds_scales(problem, cut) else ""
+        return f"weights decoded in registers: linear_tile, {tile}, k in {cut.k_groups * cut.splits} parts{rounded}"
 
     def _cut(self, problem: Problem) -> TileCut:
-        assert problem.device is not None
-        return cut_tile(*problem.shape, problem.tokens, problem.device.multiprocessors)
+        assert problem.device is not None and problem.fragments is not None
+        bits, processors = worked_out(problem.fragments), problem.device.multiprocessors
+        return cut_tile(*problem.shape, problem.tokens, processors, bits)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
+from kbitcupy.formats.affine.fragments import fragments_of
 from kbitcupy.formats.base import resolve
 from kbitcupy.products import fused, hopper, small_batch
 
@@ -343,6 +344,29 @@ def test_tiles_fit_and_cover(n, k, m, processors):
         assert cut.stages(fragments) > cut.k_groups
         assert cut.shared(fragments) + 512 <= 227 << 10 and cut.stage_bytes(fragments) % 1024 == 0
         assert hopper.GROUPED_CUT.shared(fragments, grouped=True) + 512 <= 227 << 10
+
+
+@given(
+    n=st.integers(1, 40_000),
+    k=st.integers(1, 600).map(lambda granules: 32 * granules),
+    m=st.integers(1, 300),
+    bits=st.sampled_from([4, 8]),
+)
+def test_tiles_of_integers_fit_and_cover(n, k, m, bits):
+    """They have fewer kernels, and no table."""
+    cut, fragments = hopper.cut_tile(n, k, m, 132, bits), fragments_of(bits, True, 0)
+    assert cut in hopper.INTEGER_CUTS and cut.tokens >= min(m, 32) and len(hopper.INTEGER_CUTS) <= 6
+    assert cut.ring_at(fragments) == fused.SIZES.TABLE_START and cut.stages(fragments) > cut.k_groups
+    assert cut.shared(fragments) + 512 <= 227 << 10 and cut.stage_bytes(fragments) % 1024 == 0
+    assert hopper.GROUPED_CUT.shared(fragments, grouped=True) + 512 <= 227 << 10
+
+
+def test_decoders_of_tiles():
+    """Blocks that are no power of two, and offsets, have none; a row's scale multiplies sums."""
+    assert "4, false, FOUR_APART, FLOAT32, INT32_ZERO_POINTS, OF_STAGES" in fragments_of(4, False, 256, "int").hopper
+    assert "8, true, TWO_APART, FLOAT32, NO_ZERO_POINTS, OF_ROWS" in fragments_of(8, True, 0).hopper
+    assert "OF_GRANULES" in fragments_of(4, True, 32).hopper and "OF_BLOCKS" in fragments_of(4, True, 64).hopper
+    assert not fragments_of(4, False, 384, "int").hopper
 
 
 def test_larger_weights_fill_the_device():

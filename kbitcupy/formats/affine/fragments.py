@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ..planes import Fragments
 GROUPS, K_TILE = (32, 64), 128
 _ZEROS = {"none": "NO_ZEROS", "int": "ZERO_POINTS", "float": "OFFSETS"}
 _BESIDE = {"none": None, "int": "zero_point", "float": "offset"}
+_TILE_POINTS = {"none": "NO_ZERO_POINTS", "int": "INT32_ZERO_POINTS"}
 
 
 @functools.lru_cache(maxsize=256)
@@ -50,7 +52,7 @@ def fragments_of(
     few = 4 if bits == 4 else 2
     return Fragments(
         small_batch=f"Affine<{{T}}, {decoder}>",
-        hopper="",
+        hopper=_tile_decoder(bits, signed, block, zero),
         bits=bits,
         block=block,
         granule=granule,
@@ -75,9 +77,16 @@ def fragments_of(
     )
 
 
+def _tile_decoder(bits: int, signed: bool, block: int, zero: str) -> str:
+    """The decoder of ``linear_tile``; empty where it has none."""
+    if zero not in _TILE_POINTS or block & block - 1:
+        return ""
+    order = "FOUR_APART" if bits == 4 else "TWO_APART"
+    shares = {0: "OF_ROWS", 32: "OF_GRANULES", 64: "OF_BLOCKS"}.get(block, "OF_STAGES")
+    return f"TileIntegers<{{T}}, {bits}, {str(signed).lower()}, {order}, FLOAT32, {_TILE_POINTS[zero]}, {shares}>"
+
+
 def all_fragments() -> tuple[Fragments, ...]:
-    """All that `fragments_of` returns, but for whether integers are signed, of which kernels are told."""
-    found = (
-        fragments_of(bits, False, block, zero) for bits in (4, 8) for block in (*GROUPS, K_TILE) for zero in _ZEROS
-    )
-    return tuple(each for each in found if each is not None)
+    """All that `fragments_of` returns, but for the sizes of large groups."""
+    choices = itertools.product((4, 8), (False, True), (*GROUPS, K_TILE, 0), _ZEROS)
+    return tuple(each for each in itertools.starmap(fragments_of, choices) if each is not None)
