@@ -149,6 +149,12 @@ def _add_compare(commands: Any) -> None:
     )
     command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     command.add_argument("--plot", metavar="OUT", help="draw SQNR and bits too: a file such as out.png or out.svg")
+    command.add_argument(
+        "--html",
+        metavar="OUT",
+        help="write a page too, which needs nothing beside itself: a sortable table, a heat map of the tensors, their "
+        "distributions",
+    )
     command.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
     command.set_defaults(run=compare.run)
 

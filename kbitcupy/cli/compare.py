@@ -25,7 +25,7 @@ from ..formats.base import Format, split_formats
 from ..io.atomic import check_file
 from ..io.convert import progress_bar
 from ..text import Column, printable, shortened, table, tables
-from . import choose
+from . import choose, report
 from .common import chosen_format, dumps, wrapped, write
 from .sources import Source, counted, described, sources
 
@@ -112,6 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
         choose.run_best(arguments)
         return
     picture = None if arguments.plot is None else _picture(arguments.plot, arguments.force)
+    page = None if arguments.html is None else check_file(arguments.html, arguments.force)
     named = None
     if arguments.formats is not None:
         names = split_formats(arguments.formats)
@@ -119,12 +120,15 @@ def run(arguments: argparse.Namespace) -> None:
     device = _xp.resolve_device(arguments.device)
     found_in = sources(arguments.files, arguments, again=True)
     chosen = _worth_measuring(found_in, device, arguments) if named is None else named
-    found = _measured(Comparison(chosen, named is not None), found_in, device)
+    histograms: list[report.Histogram] | None = None if page is None else []
+    found = _measured(Comparison(chosen, named is not None), found_in, device, histograms)
     if picture is not None:
-        page = explore.figure(_drawn(found))
+        figure = explore.figure(_drawn(found))
         drawn = io.BytesIO()
-        page.savefig(drawn, format=picture.suffix[1:], dpi=160)
+        figure.savefig(drawn, format=picture.suffix[1:], dpi=160)
         write(picture, drawn.getvalue(), arguments.force)
+    if page is not None:
+        write(page, _report(found, arguments.files, device, histograms or []).encode(), arguments.force)
     if arguments.json:
         print(dumps(_document(found, arguments.files, device)))
         return
@@ -138,13 +142,17 @@ def run(arguments: argparse.Namespace) -> None:
         print(_table(lines, *(titles.values() if len(found.chosen) == 1 else ())))
     else:
         print(_summary(found))
+    for line in itertools.chain(wrapped(*_conclusion(found, arguments.files)), *_notes(found)):
+        print(printable(line))
+
+
+def _notes(found: Comparison) -> tuple[list[str], list[str]]:
+    """What numbers hide, and what formats say of them."""
     measured = [row.row() for rows in found.rows.values() for row in rows]
     # What is wrong with formats that nobody has named is not worth a line, unless they are recommended.
     recommended = list(found.chosen if found.named else _within(found))
     remarked = [row.row() for name in recommended for row in found.rows[name]]
-    said = _conclusion(found, arguments.files), explore.notes(measured), wrapped(*explore.remarks(remarked))
-    for line in itertools.chain(*said):
-        print(printable(line))
+    return explore.notes(measured), wrapped(*explore.remarks(remarked))
 
 
 def _worth_measuring(found_in: Sequence[Source], device: str, arguments: argparse.Namespace) -> dict[str, Candidate]:
@@ -162,13 +170,17 @@ def _worth_measuring(found_in: Sequence[Source], device: str, arguments: argpars
     return {str(one.format): one for one in (*map(Candidate, taken), *more)}
 
 
-def _measured(found: Comparison, found_in: Sequence[Source], device: str) -> Comparison:
-    """The comparison, measured."""
+def _measured(
+    found: Comparison, found_in: Sequence[Source], device: str, histograms: list[report.Histogram] | None
+) -> Comparison:
+    """The comparison, measured; a histogram of each tensor is added to the list, if there is one."""
     found.rows = {name: [] for name in found.chosen}
     ends = math.inf if found.named else time.monotonic() + _SECONDS
     with progress_bar("compare", sum(source.nbytes for source in found_in), sys.stderr.isatty()) as advance:
         for tensor, x in counted(found_in, advance):
             on_device = _xp.to_device(x, device)
+            if histograms is not None:
+                histograms.append(report.Histogram.of(on_device, tensor))
             late = time.monotonic() >= ends
             found.estimated += late
             for name, one in found.chosen.items():
@@ -183,6 +195,20 @@ def _measured(found: Comparison, found_in: Sequence[Source], device: str) -> Com
 def _drawn(found: Comparison) -> list[dict[str, Any]]:
     """Rows for a picture, in which formats that do the same are one."""
     return [{**row.row(), "label": title} for name, title in found.distinct.items() for row in found.rows[name]]
+
+
+def _report(found: Comparison, files: Sequence[str], device: str, histograms: Sequence[report.Histogram]) -> str:
+    """The page of `--html`."""
+    best = found.not_beaten()
+    lines = [
+        report.Line(found.distinct[name], found.decibels[name], name in best, found.totals[name], found.rows[name])
+        for name in found.by_size()
+    ]
+    notes, remarks = _notes(found)
+    said = [*_conclusion(found, ()), *notes, " ".join(remarks)]
+    ranked_by = "total SQNR dB" if found.named else "mean dB"
+    source = ", ".join(files) if files else "samples"
+    return report.page(source, device, ranked_by, lines, histograms, filter(None, said))
 
 
 def _document(found: Comparison, files: Sequence[str], device: str) -> dict[str, Any]:
@@ -222,7 +248,7 @@ def _conclusion(found: Comparison, files: Sequence[str]) -> list[str]:
         if len(best) == len(found.chosen):
             return []
         each = [f"{titles[name]} {decibels[name]:.2f} dB at {found.totals[name].bits_per_element:.2f}" for name in best]
-        return wrapped(f"not beaten by a smaller one, by total SQNR: {', '.join(each)} bits per element")
+        return [f"not beaten by a smaller one, by total SQNR: {', '.join(each)} bits per element"]
     each = [f"{titles[name]} within {budget:g} ({decibels[name]:.1f} dB)" for name, budget in _within(found).items()]
     said = [f"best for their bits per element, by the mean of the tensors: {', '.join(each)}"]
     if any(found.chosen[name].fits for name in titles):
@@ -234,7 +260,7 @@ def _conclusion(found: Comparison, files: Sequence[str]) -> list[str]:
         )
     if files:
         said.append("next: --wide for every tensor, --best BITS for the best format of each, kbit plan for a budget")
-    return wrapped(*said)
+    return said
 
 
 def _picture(path: str, force: bool) -> Path:

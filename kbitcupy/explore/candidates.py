@@ -177,13 +177,20 @@ class Trial:
     found: Measurement
 
 
-def trials(x: Any, tried: Iterable[Candidate], *, distinct: bool = True) -> list[Trial]:
-    """What each candidate makes of a sample of an array; where `distinct`, of those that do the same the first one."""
+def trials(x: Any, tried: Iterable[Candidate], *, distinct: bool = True, seconds: float = math.inf) -> list[Trial]:
+    """What candidates make of a sample of an array; where `distinct`, of those that do the same the first one.
+
+    After so many seconds, as on a GPU where each kernel is compiled when it is first used, only formats with their
+    default options are tried.
+    """
+    ends = time.monotonic() + seconds
     part = sample(x)
     fit = functools.cache(lambda k, block: _codebook(part, k, block, **_COARSE))
     found: dict[tuple[Any, ...], Trial] = {}
     for candidate in tried:
         format = candidate.format
+        if time.monotonic() >= ends and str(format) != format.name:
+            continue
         try:
             fitted = {"codebook": fit(round(format.bits), format.block)} if candidate.fits else {}
             trial = Trial(candidate, candidate.nbytes(x.shape), candidate.measured(part, "sample", fitted))
@@ -226,7 +233,7 @@ class Search:
         began = time.monotonic()
         plain = [Candidate(format) for format in taken]
         others = [one for one in candidates(x.shape, all=self._all) if one.format not in taken]
-        tried = trials(x, (*plain, *others))
+        tried = trials(x, (*plain, *others), seconds=self._left)
         better = ahead([(one.nbytes, one.found.sums.noise, one.candidate.format in taken) for one in tried])
         found = [tried[i].candidate for i in better]
         self._shown |= {one.format: one for one in found}
@@ -257,7 +264,8 @@ def beyond_all(arrays: Iterable[Any], taken: Sequence[Format], *, all: bool = Fa
     losses, sizes, ends = dict.fromkeys(offered, 0.0), dict.fromkeys(offered, 0), time.monotonic() + _SECONDS
     for x in arrays:
         if x.size:
-            found = {t.candidate: t for t in trials(x, [o for o in losses if o.takes(x.shape)], distinct=False)}
+            fitting, left = [one for one in losses if one.takes(x.shape)], ends - time.monotonic()
+            found = {trial.candidate: trial for trial in trials(x, fitting, distinct=False, seconds=left)}
             variance = max((trial.found.spread / trial.found.sums.count for trial in found.values()), default=0.0)
             for one in list(losses):
                 if one in found:

@@ -115,7 +115,8 @@ def best(
     all : bool, default False
         Without `formats`: try those too that lists do not show to who has not asked for them, such as GGUF's smallest.
     time_limit : float, default 20
-        Seconds after which no further format is measured. What has been found until then is the answer.
+        Seconds for trials on the sample, after which only formats with their default options are tried, and as many
+        again after which no further one is measured on the array. What has been found until then is the answer.
 
     Returns
     -------
@@ -168,7 +169,7 @@ def best(
         offered = candidates(data.shape, all=all)
     else:
         offered = [Candidate.of(choice) for choice in chosen_formats(formats, data.shape)]
-    search = _Search(data, time.monotonic() + float(time_limit))
+    search = _Search(data, float(time_limit), named=formats is not None)
     return search.within_bits(offered, float(value)) if aim == "bits" else search.smallest(offered, aim, float(value))
 
 
@@ -179,8 +180,9 @@ def _allowed(aim: str, value: float) -> bool:
 class _Search:
     """What is measured on an array, until the time is up."""
 
-    def __init__(self, x: Any, deadline: float):
-        self.x, self.deadline = x, deadline
+    def __init__(self, x: Any, seconds: float, named: bool):
+        self.x, self.seconds, self.named = x, seconds, named
+        self.deadline = math.inf
         self.found: list[tuple[Candidate, Measurement]] = []
 
     def within_bits(self, offered: Sequence[Candidate], bits: float) -> Best:
@@ -225,7 +227,8 @@ class _Search:
         )
 
     def _tried(self, offered: Sequence[Candidate]) -> list[Trial]:
-        found = trials(self.x, offered)
+        found = trials(self.x, offered, seconds=math.inf if self.named else self.seconds)
+        self.deadline = time.monotonic() + self.seconds
         for trial in found:
             _check_finite(trial.found)
         if not found:  # each of them refuses the array, and the first one says why

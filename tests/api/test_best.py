@@ -206,9 +206,15 @@ def test_a_sweep_shows_the_best_answer_too(xp):
 
 
 def test_trials_end_in_time():
-    search = candidates.Search(seconds=1e-9)
-    first = search.beyond(IMAGE, explore.default_formats(IMAGE.shape))
+    plain = explore.default_formats(IMAGE.shape)
+    assert candidates.Search(seconds=1e-9).beyond(IMAGE, plain) == []
+    tried = candidates.trials(IMAGE, candidates.candidates(IMAGE.shape), seconds=1e-9)
+    assert {str(trial.candidate.format) for trial in tried} <= {format.name for format in plain}
+    search = candidates.Search()
+    first = search.beyond(IMAGE, plain)
     assert "kbit4:codebook=custom" in [str(each.format) for each in first]
+    search._left = 0.0
+    # What earlier arrays have shown goes on.
     again = search.beyond(VELOCITY, explore.default_formats(VELOCITY.shape))
     assert {each.format for each in again} <= {each.format for each in first} and again
 
