@@ -118,6 +118,8 @@ class Fragments:
         Whether rows of one k-tile are permuted in shared memory.
     items, grouped_items : int
         The most k-tiles that a warp of ``linear_few``, and of its flavour for experts, has registers for.
+    together : int
+        k-tiles that a warp of ``linear_few`` copies at a time where it has four.
     wide : bool
         Whether a thread block of ``linear_few`` has registers for 16 tokens.
     targeted : bool
@@ -176,6 +178,7 @@ class Fragments:
     aligned: int = 4
     signed: bool = False
     multiple: int = 0
+    together: int = 2
 
 
 @dataclass(frozen=True)

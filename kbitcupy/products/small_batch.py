@@ -330,7 +330,7 @@ class FewKernel(Fused):
         values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster)
         self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
-        box = 2 if items == 4 and 2 * decoder.item_bytes == 128 else 1
+        box = 2 if items == 4 and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
         self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0

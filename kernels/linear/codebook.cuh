@@ -17,7 +17,7 @@ struct Kbit {
     static constexpr bool SPREAD_SCALES = false;
     // What the sums of multiply lack: a scale of up to 65504 must leave room for the values.
     static constexpr float EPILOGUE_SCALE = FORMAT == FLOAT16 ? 4.0f : 1.0f;
-    static constexpr int SCALE_STEP = sizeof(Code);
+    static constexpr int SCALE_STEP = sizeof(Code), X_WORDS = 16, MOST_TOGETHER = 2;
     static constexpr int SWIZZLE_PERIOD = 1;
     static constexpr bool ONE_READ = K == 4;
 
@@ -191,7 +191,7 @@ struct Table4 {
     static constexpr int ITEM_BYTES = ITEM_K / 2, LANE_BYTES = SUB / 8;
     static constexpr bool SPREAD_SCALES = true;
     static constexpr float EPILOGUE_SCALE = 1.0f;
-    static constexpr int SCALE_STEP = 0;
+    static constexpr int SCALE_STEP = 0, X_WORDS = 16, MOST_TOGETHER = 2;
     static constexpr int SWIZZLE_PERIOD = 4;
     static constexpr bool ONE_READ = false;
 

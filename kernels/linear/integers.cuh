@@ -63,7 +63,7 @@ struct Codes<__half, 4> {
         unsigned low, high;  // -(1024 + zero), -(64 + zero)
     };
     static __device__ __forceinline__ Constants constants(unsigned flip) {
-        return {opaque(twice(0x6400u ^ flip)), opaque(twice(0x6400u ^ flip << 4))};
+        return {twice(0x6400u ^ flip), twice(0x6400u ^ flip << 4)};
     }
     static __device__ __forceinline__ Minus minus(unsigned zero) {
         return {twice(zero) + 0xe400e400u, twice(zero << 4) + 0xd400d400u};
@@ -87,7 +87,7 @@ struct Codes<__nv_bfloat16, 4> {
     struct Minus {
         unsigned both;  // -(128 + zero)
     };
-    static __device__ __forceinline__ Constants constants(unsigned flip) { return {opaque(twice(0x4300u ^ flip))}; }
+    static __device__ __forceinline__ Constants constants(unsigned flip) { return {twice(0x4300u ^ flip)}; }
     static __device__ __forceinline__ Minus minus(unsigned zero) { return {twice(zero) + 0xc300c300u}; }
     static __device__ __forceinline__ void pairs(unsigned word, Constants with, Minus zero, unsigned (&a)[4]) {
 #pragma unroll
@@ -104,9 +104,7 @@ struct Codes<__half, 8> {
     struct Minus {
         unsigned both;  // -(1024 + zero)
     };
-    static __device__ __forceinline__ Constants constants(unsigned flip) {
-        return {opaque(flip * 0x01010101u), opaque(0x64646464u)};
-    }
+    static __device__ __forceinline__ Constants constants(unsigned flip) { return {flip * 0x01010101u, 0x64646464u}; }
     static __device__ __forceinline__ Minus minus(unsigned zero) { return {twice(zero) + 0xe400e400u}; }
     // Pairs of bytes 0 and 1, 2 and 3.
     static __device__ __forceinline__ void pairs(unsigned word, Constants with, Minus zero, unsigned (&a)[2]) {
@@ -125,7 +123,7 @@ struct Codes<__nv_bfloat16, 8> {
         unsigned both;  // 128 - zero
     };
     static __device__ __forceinline__ Constants constants(unsigned flip) {
-        return {opaque(0x43004300u), opaque(twice(0x4380u ^ flip))};
+        return {0x43004300u, twice(0x4380u ^ flip)};
     }
     static __device__ __forceinline__ Minus minus(unsigned zero) {
         const float v = 128.0f - float(zero);
@@ -164,7 +162,8 @@ struct Affine {
     static constexpr int ZEROS_AT = SCALE_ENTRIES * sizeof(Scale);
     static constexpr int SCALE_BYTES = ZEROS_AT + ZERO_ENTRIES * sizeof(Zero);
     static constexpr int ITEM_BYTES = ITEM_K * BITS / 8, LANE_BYTES = SUB / 4 * BITS / 8, WORDS = ITEM_BYTES / 16;
-    static constexpr int FIELDS = WORDS, SCALE_STEP = 0;
+    static constexpr int FIELDS = WORDS, SCALE_STEP = 0, X_WORDS = 16;
+    static constexpr int MOST_TOGETHER = BITS == 4 ? 2 : 1;
     static constexpr bool SPREAD_SCALES = false, ONE_READ = BITS == 4 && LONG;
     static constexpr float EPILOGUE_SCALE = 1.0f;
     static constexpr int SWIZZLE_PERIOD = ITEM_BYTES == 128 ? 8 : LONG ? 1 : 4;
@@ -265,7 +264,8 @@ struct Affine {
     };
     // The host tells what to flip: 0, or the highest bit of a code.
     static __device__ __forceinline__ Constants constants(const Values& told) {
-        const unsigned flip = __float_as_uint(told.value[0]);
+        // Of GGUF's types it is known: codes of 8 bits are in two's complement.
+        const unsigned flip = RULE == ALL_SCALES ? BITS / 8 << 7 : __float_as_uint(told.value[0]);
         const unsigned zero = ZEROS == OFFSETS ? flip : 1u << (BITS - 1);
         return {Codes::constants(flip), Codes::minus(zero), flip};
     }
@@ -275,12 +275,35 @@ struct Affine {
         for (int i = 0; i < 2 * WORDS; ++i) f[i / WORDS][i % WORDS] = word[i / WORDS][i % WORDS];
     }
 
-    static __device__ __forceinline__ float counted(Scale stored) {
-        const float scale = to_float(stored);
+    static __device__ __forceinline__ float counted(float scale) {
         if constexpr (RULE == ALL_SCALES) return scale;
         const unsigned bits = __float_as_uint(scale);
         if constexpr (ZEROS == OFFSETS) return (bits & 0x7f800000u) < 0x7f800000u ? scale : 0.0f;
         return bits - 1u < 0x7f7fffffu ? scale : 0.0f;
+    }
+
+    // Entries of a record that are read at once: a word of them.
+    template <typename Entry>
+    static constexpr int AT_ONCE = 4 / int(sizeof(Entry)) < SUBS ? 4 / int(sizeof(Entry)) : SUBS;
+
+    // Of entries j and those behind it.
+    template <typename Entry>
+    static __device__ __forceinline__ unsigned piece(unsigned at, int j) {
+        constexpr int BYTES = AT_ONCE<Entry> * sizeof(Entry);
+        const unsigned from = at + j * sizeof(Entry);
+        if constexpr (BYTES == 4) return shared_at<unsigned>(from);
+        else if constexpr (BYTES == 2) return shared_at<unsigned short>(from);
+        else return shared_at<unsigned char>(from);
+    }
+
+    // Entry j of that piece.
+    template <typename Entry>
+    static __device__ __forceinline__ auto entry(unsigned word, int j) {
+        const int at = j % AT_ONCE<Entry> * int(sizeof(Entry));
+        if constexpr (SameType<Entry, float>::VALUE) return __uint_as_float(word);
+        else if constexpr (SameType<Entry, int>::VALUE) return int(word);
+        else if constexpr (sizeof(Entry) == 2) return Word<Entry>::get(word, at / 2);
+        else return int(Entry(word >> at * 8 & 255u));
     }
 
     // A tile of 16 rows. `record` is the address of that of row g; that of row g + 8 follows `eight` bytes on.
@@ -288,13 +311,20 @@ struct Affine {
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], const Constants& with, unsigned record,
         unsigned eight, int, float (&acc)[EIGHTS][4]) {
+        unsigned scales[2], zeros[2];
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (j % AT_ONCE<Scale> == 0) scales[i] = piece<Scale>(record + i * eight, j);
+                if (ZEROS != NO_ZEROS && j % AT_ONCE<Zero> == 0)
+                    zeros[i] = piece<Zero>(record + i * eight + ZEROS_AT, j);
+            }
             typename Codes::Minus minus[2] = {with.minus, with.minus};
             if constexpr (ZEROS == ZERO_POINTS) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int zero = int(shared_at<Zero>(record + i * eight + ZEROS_AT + j * sizeof(Zero)));
+                    const int zero = entry<Zero>(zeros[i], j);
                     minus[i] = Codes::minus(min(max(zero + int(with.flip), 0), (1 << BITS) - 1));
                 }
             }
@@ -319,12 +349,12 @@ struct Affine {
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float scale = counted(shared_at<Scale>(record + i * eight + j * sizeof(Scale)));
+                const float scale = counted(entry<Scale>(scales[i], j));
 #pragma unroll
                 for (int e = 0; e < 2 * EIGHTS; ++e)
                     acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], scale, acc[e / 2][2 * i + e % 2]);
                 if constexpr (ZEROS == OFFSETS) {
-                    const float offset = to_float(shared_at<Zero>(record + i * eight + ZEROS_AT + j * sizeof(Zero)));
+                    const float offset = entry<Zero>(zeros[i], j);
 #pragma unroll
                     for (int e = 0; e < 2 * EIGHTS; ++e)
                         acc[e / 2][2 * i + e % 2] = fmaf(sum[e / 2][e % 2], offset, acc[e / 2][2 * i + e % 2]);

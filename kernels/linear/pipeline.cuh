@@ -3,7 +3,7 @@
 #pragma once
 #include "common/sync.cuh"
 #include "linear/codebook.cuh"
-#include "linear/integers.cuh"
+#include "linear/kquants.cuh"
 
 // a / b, given 2^32 / b + 1: exact for a < 2^32 / b.
 __device__ __forceinline__ unsigned divided(unsigned a, unsigned reciprocal, unsigned b) {
@@ -23,6 +23,9 @@ __device__ __forceinline__ int quotient(int a, int b) { return int(__fdividef(fl
 // In the HEAD bytes behind the table of values: two numbers, and the barriers of the copies, two for each warp, and
 // those of x.
 constexpr int BARRIERS_AT = 64, X_BARRIERS_AT = BARRIERS_AT + 16 * 16;
+// ... and where a warp has four of them.
+constexpr int MORE_BARRIERS_AT = X_BARRIERS_AT + 16 * 8;
+static_assert(MORE_BARRIERS_AT + 16 * 4 * 8 <= HEAD, "four barriers for each of up to 16 warps");
 static_assert(X_BARRIERS_AT + 16 * 8 <= HEAD, "a barrier of x for each of up to 16 warps");
 // ... and in the FEW_HEAD bytes of linear_few behind these the barriers of its sums: of up to 4 slots of 16 teams.
 static_assert(HEAD + 16 * 4 * 16 <= FEW_HEAD, "two barriers of 8 bytes a slot");

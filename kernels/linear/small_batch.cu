@@ -92,7 +92,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // Whether tiles are whole, and rows whole k-tiles that begin at multiples of 16 bytes; how many k-tiles are copied
     // at a time, and how many of them in one box.
     constexpr bool EVEN = ITEMS > 1, ONCE = FLOW != IN_CHUNKS, SPREAD = FLOW == AT_ONCE_SPREAD;
-    constexpr int GROUP = ITEMS == 4 ? 2 : 1, BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
+    constexpr int GROUP = ITEMS == 4 ? Decoder::MOST_TOGETHER : 1, BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
     using WeightStage = ::WeightStage<Decoder, BOX>;
     using WeightCopy = ::WeightCopy<Decoder, GROUP, BOX>;
     // Whether values come out of a table; and whether rows are permuted, those of 128 bytes.
@@ -175,12 +175,14 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const unsigned my_scales = shared_address(scale_stages) + warp * 2 * SCALES;
     const unsigned scales_to = opaque(my_scales + (g * ITEMS + t) * Decoder::SCALE_BYTES);
     const unsigned stage_from = opaque(
-        PERMUTED ? my_stages + my_row * WeightStage::ROW + (t * Decoder::LANE_BYTES ^ WeightStage::swizzle(my_row))
-                 : my_stages + my_row * WeightStage::ROW + (Decoder::ONE_READ ? t * 16 : 0));
+        PERMUTED
+            ? my_stages + my_row * WeightStage::ROW + (t * Decoder::LANE_BYTES ^ WeightStage::swizzle(my_row))
+            : my_stages + my_row * WeightStage::ROW + (Decoder::ONE_READ ? t * 16 ^ WeightStage::swizzle(my_row) : 0));
     const unsigned scales_from = opaque(my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP);
     // Barriers: of the copies of a warp, and of the slots of sums of a team, each where it is full and where it is
     // free.
-    const unsigned barriers = shared_address(factor) + BARRIERS_AT + warp * 16;
+    const unsigned barriers =
+        shared_address(factor) + (GROUPS > 2 ? MORE_BARRIERS_AT + warp * 32 : BARRIERS_AT + warp * 16);
     const unsigned x_barrier = shared_address(factor) + X_BARRIERS_AT + mate * 8;
     constexpr int RING = EIGHTS == 2 ? 2 : 4, LATER = RING / 2;
     static_assert(RING % CLUSTER == 0 && (CLUSTER == 1 || (ONCE && !GROUPED)), "");
@@ -189,6 +191,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const unsigned ring = shared_address(factor) + HEAD + team * RING * 16;
     if (BULK && EVEN && lane == 0) {
         barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
+        if (GROUPS > 2) barrier_init(barriers + 16, 1), barrier_init(barriers + 24, 1);
         if (X_BULK && team == 0) barrier_init(x_barrier, 1);
     }
     if (mate == 0 && lane == 0 && team < teams) {
@@ -327,7 +330,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             copy_async_or_zero<16>(to + place_of(i * 8, token), from + i * 16, i < all ? 16 : 0);
         commit_copies();
     }
-    unsigned my_x[ITEMS][EIGHTS][16];
+    unsigned my_x[ITEMS][EIGHTS][Decoder::X_WORDS];
     auto fetch_x = [&](int item) {
         const int count = count_at(item);
 #pragma unroll
@@ -337,7 +340,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
-                for (int j = 0; j < 16; ++j) my_x[i][e][j] = 0;
+                for (int j = 0; j < Decoder::X_WORDS; ++j) my_x[i][e][j] = 0;
                 Decoder::load_x_global(
                     my_x[i][e], token + (item + i) * ITEM_K, there && i < count, k - (item + i) * ITEM_K, t);
             }
@@ -408,7 +411,12 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     if (BULK && EVEN) barrier_wait(barriers + i * 8, scales_at != 0);
                     if constexpr (HELD_BACK && GROUPS == 2)
                         if (pass == 0 && i == 0 && GROUP < cut.items) fetch_group(1, my_item, my_first * ITEM_ROWS, 0);
-                    if (!(BULK && EVEN) && cut.items > GROUP) wait_copies<GROUPS - 1>();
+                    if constexpr (HELD_BACK && GROUPS > 2)
+                        if (pass == 0 && i == 0)
+                            for (int later = 1; later * GROUP < cut.items; ++later)
+                                fetch_group(later, my_item, my_first * ITEM_ROWS, 0);
+                    if (!(BULK && EVEN) && cut.items > (GROUPS > 2 ? GROUPS - 1 : 1) * GROUP) wait_copies<GROUPS - 1>();
+                    else if (!(BULK && EVEN) && GROUPS > 2 && cut.items > GROUP) wait_copies<1>();
                     else if (!(BULK && EVEN) || i == 0) wait_copies<0>();
                     __syncwarp();
                     unsigned word[GROUP][2][Decoder::WORDS], read = 0;

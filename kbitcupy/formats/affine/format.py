@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import FormatError
-from ..base import Integers, Magnitude, Plane, register
+from ..base import Fragments, Integers, Magnitude, Plane, register
 from ..decoders import Decoder
 from ..granular import Granular
 from ..granularity import Blocks, Granularity, blocks_of, granularity_of, stack_blocks, walk
@@ -26,6 +26,7 @@ from .arithmetic import (
     quantize_dynamic,
     rounded,
 )
+from .fragments import all_fragments, fragments_of
 from .levels import DOUBLE, SINGLE, check_levels
 from .numpy import bounds, factor, signed_factor
 from .stored import SCALE_DTYPES, stored
@@ -86,6 +87,7 @@ class Affine(Granular):
     summary = "integers with a scale for a tensor, channel, token or group"
     takes = ("scale", "zero_point", "offset")
     kernels = (*cuda.KERNELS, *cuda.BLOCKS)
+    all_fragments = all_fragments()
 
     def __init__(
         self,
@@ -254,6 +256,19 @@ class Affine(Granular):
     def magnitude(self) -> Magnitude:
         # Of a code less its zero point.
         return Magnitude("scale", largest=float(1 << self.bits), offsets="offset" if self.levels.floating else None)
+
+    def fragments(self, ndim: int = 2) -> Fragments | None:
+        kind = self.granularity[0]
+        if kind == "group":
+            block = self.block
+        elif self.granularity == "token" or (
+            kind == "channel" and int(self.granularity[1]) in (ndim - 2, -2) and ndim == 2
+        ):
+            block = 0
+        else:
+            return None
+        stored = self.zero, self.scale_dtype, self.zero_dtype
+        return fragments_of(self.bits, self.levels.qmin < 0, block, *stored)
 
     def with_granularity(self, granularity: Granularity) -> Affine:
         return _of_granularity(self.name, granularity, (("zero", self.zero), *self._rest().items()))

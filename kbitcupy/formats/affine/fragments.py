@@ -43,13 +43,14 @@ def fragments_of(
     Fragments or None
         None where no kernel decodes them.
     """
-    if (block not in GROUPS and block % K_TILE) or scale_dtype != "float32" or zero_dtype != "int32":
+    if zero == "float" or (block not in GROUPS and block % K_TILE) or scale_dtype != "float32" or zero_dtype != "int32":
         return None
     granule = block if block in GROUPS else K_TILE
     scale, beside = CXX_TYPES[scale_dtype], {"none": 0, "int": 4, "float": np.dtype(np.float32).itemsize}[zero]
     beside_type = "int" if zero == "int" else scale
     decoder = f"{bits}, {granule}, {scale}, {_ZEROS[zero]}, {beside_type}, USABLE_SCALES, NEIGHBOURS"
-    few = 4 if bits == 4 else 2
+    # Sums of x, by which offsets are multiplied, take registers.
+    few = 4 if bits == 4 and zero != "float" else 2
     return Fragments(
         small_batch=f"Affine<{{T}}, {decoder}>",
         hopper=_tile_decoder(bits, signed, block, zero),
@@ -65,7 +66,7 @@ def fragments_of(
         swizzled=bits == 8 or granule != K_TILE,
         items=few,
         grouped_items=few,
-        wide=True,
+        wide=zero != "float",
         targeted=False,
         codes="codes",
         scales="scale",
@@ -74,6 +75,7 @@ def fragments_of(
         aligned=min(16, 4 * K_TILE // granule),
         signed=signed,
         multiple=granule if block else 32,
+        together=2 if bits == 4 else 1,
     )
 
 

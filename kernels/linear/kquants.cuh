@@ -1,0 +1,269 @@
+// Decoder of GGUF's q4_k for the products of few tokens (members: decoder.cuh and integers.cuh): blocks of 256 elements
+// in 8 sub-blocks of 32, of which an element is (d * sc) * code - dmin * mn, codes of 4 and sc and mn of 6 bits.
+//
+// A k-tile is half a block. Byte 32 p + m of it has the codes of elements 64 p + m and 64 p + 32 + m.
+//
+// The minima are no part of weights: mma multiplies x by mn alone, which is exact, too, and what comes out by dmin in
+// fp32.
+#pragma once
+#include "linear/integers.cuh"
+
+// What both types share.
+template <typename T>
+struct Q4KBase {
+    using Type = T;
+    using Scale = unsigned;  // d and dmin, two halves
+    using Zero = unsigned;   // of the 12 bytes of sc and mn of a block
+    static constexpr int SUB = ITEM_K, SUBS = 1, VALUES = 0, ENTRIES = 0, SCALE_ENTRIES = 1, ZERO_ENTRIES = 3;
+    static constexpr bool GAPS = false, LONG = true, SPREAD_SCALES = false;
+    static constexpr int SCALE_BYTES = 16, SCALE_STEP = 0, ITEM_BYTES = ITEM_K / 2, WORDS = 4, FIELDS = 4;
+    static constexpr float EPILOGUE_SCALE = 1.0f;
+    static constexpr int SWIZZLE_PERIOD = 4;
+    static constexpr int X_WORDS = 16, MOST_TOGETHER = 1;
+
+    __device__ __forceinline__ static void unpack(const unsigned (&word)[2][WORDS], unsigned (&f)[2][FIELDS]) {
+#pragma unroll
+        for (int i = 0; i < 2 * WORDS; ++i) f[i / WORDS][i % WORDS] = word[i / WORDS][i % WORDS];
+    }
+
+    // sc and mn of the four sub-blocks of k-tile `item`, a byte each.
+    static __device__ __forceinline__ unsigned scales(uint4 record, int item) {
+        return item & 1 ? (record.w & 0x0f0f0f0fu) | (record.y >> 2 & 0x30303030u) : record.y & 0x3f3f3f3fu;
+    }
+    static __device__ __forceinline__ unsigned minima(uint4 record, int item) {
+        return item & 1 ? (record.w >> 4 & 0x0f0f0f0fu) | (record.z >> 2 & 0x30303030u) : record.z & 0x3f3f3f3fu;
+    }
+
+    // acc -= dmin * part.
+    template <int EIGHTS>
+    static __device__ __forceinline__ void subtract(
+        const float (&part)[EIGHTS][4], const float (&dmin)[2], float (&acc)[EIGHTS][4]) {
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[e][i], -dmin[i / 2], acc[e][i]);
+    }
+    // The selector that puts byte `at` of a word below each of the two bytes of the other one.
+    static __device__ __forceinline__ unsigned below(unsigned at) { return 0x4040u + at * 0x0101u; }
+};
+
+// To the order of nibbles 0 and 4, 1 and 5 ...: four neighbours of the lower nibbles, four of the upper ones.
+__device__ __forceinline__ void arrange_split(unsigned* x) {
+    const unsigned a = x[0], b = x[1], c = x[2], d = x[3];
+    x[0] = __byte_perm(a, b, 0x5410), x[1] = __byte_perm(c, d, 0x5410);
+    x[2] = __byte_perm(a, b, 0x7632), x[3] = __byte_perm(c, d, 0x7632);
+}
+
+template <typename T>
+struct Q4K;
+
+// A lane has 16 bytes, codes of two sub-blocks. sc * code, at most 945, is exact in a half, and so is what takes away
+// the bits that make a number of a code: one multiply-add does both.
+template <>
+struct Q4K<__half> : Q4KBase<__half> {
+    using T = __half;
+    static constexpr bool ONE_READ = true;
+    static constexpr int LANE_BYTES = 16;
+
+    __device__ __forceinline__ static int row(int g) { return g; }
+
+    template <bool>
+    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int, int) {
+        to_words(word, shared_at<uint4>(row));
+    }
+    __device__ __forceinline__ static void read_swizzled(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
+        to_words(word, shared_at<uint4>((from ^ j * ITEM_BYTES) + behind));
+    }
+
+    // Four elements each.
+    __device__ __forceinline__ static constexpr int x_at(int i, int t) {
+        return t / 2 * 64 + i % 2 * 32 + t % 2 * 16 + i / 2 * 4;
+    }
+    __device__ __forceinline__ static void load_x_global(
+        unsigned (&word)[X_WORDS], const T* x, bool there, int left, int t) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            load_global_if(word + 2 * i, reinterpret_cast<const uint2*>(x + x_at(i, t)), there && x_at(i, t) < left);
+    }
+    template <typename Address>
+    __device__ __forceinline__ static void load_x_shared(unsigned (&word)[X_WORDS], const Address& address, int t) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) to_words(word + 2 * i, shared_at<uint2>(address(x_at(i, t))));
+    }
+    __host__ __device__ static constexpr int k_of(int t, int s, int i) {
+        const int pair = s % 2 * 2 + i / 2;
+        return t / 2 * 64 + pair % 2 * 32 + t % 2 * 16 + s / 2 * 4 + pair / 2 + i % 2 * 2;
+    }
+    __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
+#pragma unroll
+        for (int j = 0; j < 16; j += 4) arrange_split(x + j);
+    }
+
+    struct Constants {
+        unsigned first;  // the selector of the first sub-block of a lane
+    };
+    static __device__ __forceinline__ Constants constants(const Values&) { return {opaque(below(threadIdx.x & 2))}; }
+
+    template <int EIGHTS>
+    __device__ __forceinline__ static void multiply(
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
+        unsigned eight, int item, float (&acc)[EIGHTS][4]) {
+        const unsigned second = with.first + 0x0101u;
+        // First the minima, whose registers are then free.
+        {
+            unsigned a[2][2];
+            float dmin[2], part[EIGHTS][4] = {};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint4 stored = shared_at<uint4>(record + i * eight);
+                dmin[i] = Word<T>::get(stored.x, 1);
+                const unsigned mn = minima(stored, item);
+                a[i][0] = add_pairs<T>(__byte_perm(mn, 0x64646464u, with.first), 0xe400e400u);
+                a[i][1] = add_pairs<T>(__byte_perm(mn, 0x64646464u, second), 0xe400e400u);
+            }
+#pragma unroll
+            for (int s = 0; s < 8; ++s)
+#pragma unroll
+                for (int e = 0; e < EIGHTS; ++e)
+                    mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
+            subtract<EIGHTS>(part, dmin, acc);
+        }
+        unsigned scale[2][2], less[2][2];
+        float part[EIGHTS][4] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned sc = scales(shared_at<uint4>(record + i * eight), item);
+            // Of the lower nibbles sc and -1024 sc, of the upper ones, which come as 1024 + 16 u, sc / 16 and -64 sc.
+            scale[i][0] = add_pairs<T>(__byte_perm(sc, 0x64646464u, with.first), 0xe400e400u);
+            scale[i][1] = fma_pairs<T>(__byte_perm(sc, 0x64646464u, second), 0x2c002c00u, 0xd400d400u);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) less[i][h] = Word<T>::multiply(scale[i][h], 0xe400e400u);
+        }
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {
+            unsigned a[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const unsigned bytes = h ? f[i][w] >> 8 : f[i][w];
+                    a[i][2 * h] = fma_pairs<T>(masked<0x000f000fu>(bytes, 0x64006400u), scale[i][0], less[i][0]);
+                    a[i][2 * h + 1] = fma_pairs<T>(masked<0x00f000f0u>(bytes, 0x64006400u), scale[i][1], less[i][1]);
+                }
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int e = 0; e < EIGHTS; ++e)
+                    mma<T>(
+                        part[e], a[0][2 * h], a[1][2 * h], a[0][2 * h + 1], a[1][2 * h + 1], x[e][4 * w + 2 * h],
+                        x[e][4 * w + 2 * h + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float d = Word<T>::get(shared_at<unsigned>(record + i * eight), 0);
+#pragma unroll
+            for (int e = 0; e < 2 * EIGHTS; ++e)
+                acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], d, acc[e / 2][2 * i + e % 2]);
+        }
+    }
+};
+
+// A bfloat16 has no room for sc * code: the lanes of a row share each sub-block, whose sums are scaled in fp32.
+template <>
+struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
+    using T = __nv_bfloat16;
+    static constexpr bool ONE_READ = false;
+    static constexpr int LANE_BYTES = 8;
+
+    // With reads of 8 bytes, half of the lanes meet in a bank if they have neighbouring rows.
+    __device__ __forceinline__ static int row(int g) { return (g & 1) | (g & 2) << 1 | (g & 4) >> 1; }
+
+    template <bool>
+    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int swizzle, int t) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p) to_words(word + 2 * p, shared_at<uint2>(row + ((p * 32 + t * 8) ^ swizzle)));
+    }
+    __device__ __forceinline__ static void read_swizzled(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p)
+            to_words(word + 2 * p, shared_at<uint2>((from ^ (j * ITEM_BYTES + p * 32)) + behind));
+    }
+
+    // Eight elements each, those of a sub-block.
+    __device__ __forceinline__ static constexpr int x_at(int j, int t) { return j * 32 + t * 8; }
+    __device__ __forceinline__ static void load_x_global(
+        unsigned (&word)[X_WORDS], const T* x, bool there, int left, int t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            load_global_if(word + 4 * j, reinterpret_cast<const uint4*>(x + x_at(j, t)), there && x_at(j, t) < left);
+    }
+    template <typename Address>
+    __device__ __forceinline__ static void load_x_shared(unsigned (&word)[X_WORDS], const Address& address, int t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) to_words(word + 4 * j, shared_at<uint4>(address(x_at(j, t))));
+    }
+    __host__ __device__ static constexpr int k_of(int t, int s, int i) {
+        return s / 2 * 32 + t * 8 + s % 2 * 4 + i / 2 + i % 2 * 2;
+    }
+    __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+            const unsigned a = x[j], b = x[j + 1];
+            x[j] = __byte_perm(a, b, 0x5410), x[j + 1] = __byte_perm(a, b, 0x7632);
+        }
+    }
+
+    struct Constants {};
+    static __device__ __forceinline__ Constants constants(const Values&) { return {}; }
+
+    template <int EIGHTS>
+    __device__ __forceinline__ static void multiply(
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants&, unsigned record,
+        unsigned eight, int item, float (&acc)[EIGHTS][4]) {
+        unsigned sc[2], mn[2];
+        float d[2], dmin[2], sums[EIGHTS][4] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4 stored = shared_at<uint4>(record + i * eight);
+            d[i] = Word<__half>::get(stored.x, 0), dmin[i] = Word<__half>::get(stored.x, 1);
+            sc[i] = scales(stored, item), mn[i] = minima(stored, item);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            unsigned a[2];  // a byte as a bfloat16 from 128 on, less 128
+#pragma unroll
+            for (int i = 0; i < 2; ++i) a[i] = add_pairs<T>(__byte_perm(mn[i], 0x43434343u, below(j)), 0xc300c300u);
+#pragma unroll
+            for (int s = 2 * j; s < 2 * j + 2; ++s)
+#pragma unroll
+                for (int e = 0; e < EIGHTS; ++e) mma<T>(sums[e], a[0], a[1], a[0], a[1], x[e][2 * s], x[e][2 * s + 1]);
+        }
+        subtract<EIGHTS>(sums, dmin, acc);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float part[EIGHTS][4] = {};
+#pragma unroll
+            for (int w = 0; w < 2; ++w) {
+                unsigned a[2][2];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    a[i / 2][i % 2] = add_pairs<T>(
+                        masked<0x000f000fu>(f[i / 2][j / 2 * 2 + w] >> (j % 2 * 4 + i % 2 * 8), 0x43004300u),
+                        0xc300c300u);
+                const int s = 2 * j + w;
+#pragma unroll
+                for (int e = 0; e < EIGHTS; ++e)
+                    mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                // A byte as a float from 2^23 on, less that.
+                const float high = __uint_as_float(__byte_perm(sc[i], 0x4b000000u, 0x7440 + j));
+                const float scale = (high - 8388608.0f) * d[i];
+#pragma unroll
+                for (int e = 0; e < 2 * EIGHTS; ++e)
+                    acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], scale, acc[e / 2][2 * i + e % 2]);
+            }
+        }
+    }
+};
