@@ -90,7 +90,7 @@ def linear(
     rule = rule_of(bits, granularity, rounding, qmin, eps)
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"q is {type(q).__name__}; it must be a QuantizedArray: kb.quantize(w, 'ternary')")
-    _ternary.trits_of(q)
+    part = _ternary.trits_of(q)
     if isinstance(x, QuantizedArray):
         if rule != _ternary.BITNET or norm is not None:
             raise FormatError(
@@ -117,5 +117,5 @@ def linear(
         if out is None:
             out = _xp.namespace(plane).empty(shape, dtype)
         if out.size:
-            _ternary.multiply(x, q, bias, out, rule, ahead)
+            _ternary.multiply(x, q, bias, out, rule, ahead, part)
     return out

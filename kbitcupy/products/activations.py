@@ -87,6 +87,11 @@ class Rule:
         return -self.highest - (self.qmin == -128)
 
     @functools.cached_property
+    def numbers(self) -> tuple[float, int, int, int]:
+        """What the kernel is told."""
+        return self.single_eps, self.lowest, self.highest, int(self.rounding == "away")
+
+    @functools.cached_property
     def single_eps(self) -> float:
         """`eps` in float32."""
         return float(np.float32(self.eps))
@@ -136,7 +141,7 @@ def quantize(x: Any, rule: Rule, norm: Norm | None = None, pitch: int = 0) -> tu
     """
     if isinstance(x, np.ndarray):
         return _quantize_host(source(x, FLOATS), rule, norm)
-    return _quantize_cuda(_single_or_less(x), rule, norm, pitch)
+    return _quantize_cuda(single_or_less(x), rule, norm, pitch)
 
 
 def normalize(x: Any, norm: Norm, out: Any) -> None:
@@ -147,9 +152,9 @@ def normalize(x: Any, norm: Norm, out: Any) -> None:
             for part in _slabs(x):
                 out[part] = _normalized(x[part].astype(np.float32), norm)
         return
-    x = _single_or_less(x)
+    x = single_or_less(x)
     single = out if out.dtype == np.float32 else _xp.namespace(x).empty(out.shape, np.float32)
-    _kernel("normalize_tokens", x.dtype.name).launch(
+    _kernel("normalize_tokens", x.dtype).launch(
         x, (min(len(x), _MOST_BLOCKS),), (x, _weight(norm), single, *x.shape, norm.eps)
     )
     if single is not out:
@@ -237,24 +242,26 @@ def _codes_of(numbers: np.ndarray, a: np.ndarray, rule: Rule, codes: np.ndarray)
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 _MOST_BLOCKS = 1 << 30
-_SIZES = Constants(LANES=LANES)
+#: Numbers of the kernels; STEP is that of kernels/linear/fragments.cuh.
+SIZES = Constants(LANES=LANES, ROOM=1 << 13, STEP=LANES)
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
 _FILE = "linear/activations.cu"
 _SIGNATURES: dict[str, tuple[str, ...]] = {
     "largest_of_tokens": ("p", "p", "p", "i8", "i8", "i4", "f8"),
-    "quantize_activations": ("p", "p", "p", "p", "p", "i8", "i8", "i8", "i4", "f8", "f4", "i4", "i4", "i4"),
+    "quantize_activations": (*("p",) * 6, *("i8",) * 3, *("i4",) * 3, "f8", "f4", *("i4",) * 3),
     "normalize_tokens": ("p", "p", "p", "i8", "i8", "f8"),
 }
-_TEMPLATES = {name: Template(_FILE, name, (_TYPES,), structs=(_SIZES,)) for name in _SIGNATURES}
+_TEMPLATES = {name: Template(_FILE, name, (_TYPES,), structs=(SIZES,)) for name in _SIGNATURES}
 register_templates(*_TEMPLATES.values())
 
 
 @functools.cache
-def _kernel(name: str, dtype: str) -> Kernel:
-    return Kernel(_TEMPLATES[name], (CXX_TYPES[dtype],), LANES, signature=_SIGNATURES[name])
+def _kernel(name: str, dtype: np.dtype) -> Kernel:
+    early = name == "quantize_activations"
+    return Kernel(_TEMPLATES[name], (CXX_TYPES[dtype.name],), LANES, signature=_SIGNATURES[name], early=early)
 
 
-def _single_or_less(x: Any) -> Any:
+def single_or_less(x: Any) -> Any:
     """An array on a GPU as the kernels take it; CuPy's own cast of float64 flushes subnormal numbers."""
     return affine.converted(x, np.dtype(np.float32)) if x.dtype == np.float64 else source(x, FLOATS)
 
@@ -266,28 +273,44 @@ def _weight(norm: Norm | None) -> Any:
 def _quantize_cuda(x: Any, rule: Rule, norm: Norm | None, pitch: int) -> tuple[Any, Any]:
     cupy = _xp.namespace(x)
     tokens, depth = x.shape
-    each = rule.granularity == "token"
-    pitch = pitch or depth
-    codes, scales = cupy.empty((tokens, pitch), np.int8), cupy.empty(tokens if each else 1, np.float32)
+    codes = cupy.empty((tokens, pitch or depth), np.int8)
+    scales = cupy.empty(tokens if rule.granularity == "token" else 1, np.float32)
+    if tokens:
+        quantize_into(x, tokens, rule, norm, codes, scales, 0, codes.shape[1])
+    elif rule.granularity != "token":
+        scales[...] = np.float32(rule.single_eps) / np.float32(rule.highest)
+    return codes, scales
+
+
+def quantize_into(
+    x: Any,
+    tokens: int,
+    rule: Rule,
+    norm: Norm | None,
+    codes: Any,
+    scales: Any,
+    sums: Any,
+    pitch: int,
+    groups: int = 0,
+    octets: int = 0,
+) -> None:
+    """Fill codes, scales and sums of codes, by their arrays or addresses, of so many tokens of floats, one or more.
+
+    `x`, of any shape, has a type of the kernels, and its device is the current one. Codes are rows of `pitch` bytes
+    that end in zeros; or, with `groups`, fragments of so many times 8 tokens, in `octets` or not
+    (kernels/linear/fragments.cuh). There are no sums where their address is 0.
+    """
+    depth = x.shape[-1]
     grid = (min(tokens, _MOST_BLOCKS),)
+    weight = _weight(norm)
     before = (0, 0.0) if norm is None else (1, norm.eps)
     given: Any = 0
-    if not each:
-        largest = cupy.empty(tokens, np.float32)
-        if tokens:
-            _kernel("largest_of_tokens", x.dtype.name).launch(
-                x, grid, (x, _weight(norm), largest, tokens, depth, *before)
-            )
+    if rule.granularity != "token":
+        largest = _xp.namespace(x).empty(tokens, np.float32)
+        _kernel("largest_of_tokens", x.dtype).launch(x, grid, (x, weight, largest, tokens, depth, *before))
         # As integers, which have the order of magnitudes: comparisons of floats flush.
-        given = largest.view(np.int32).max(keepdims=True) if tokens else cupy.zeros(1, np.int32)
-        if not tokens:
-            scales[...] = np.float32(rule.single_eps) / np.float32(rule.highest)
-    if tokens:
-        away = int(rule.rounding == "away")
-        _kernel("quantize_activations", x.dtype.name).launch(
-            x,
-            grid,
-            (x, _weight(norm), given, codes, scales, tokens, depth, pitch, *before, rule.single_eps)
-            + (rule.lowest, rule.highest, away),
-        )
-    return codes, scales
+        given = largest.view(np.int32).max(keepdims=True)
+    lengths = tokens, depth, pitch, groups, octets
+    _kernel("quantize_activations", x.dtype).launch(
+        x, grid, (x, weight, given, codes, scales, sums, *lengths, *before, *rule.numbers)
+    )

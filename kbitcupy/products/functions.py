@@ -9,7 +9,8 @@ taken; `explain` shows them all:
   8.0; by larger tiles on compute capability 9.0.
 - `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
 - `int8`: ``activations="int8"`` multiplies integers.
-- `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights, whose trits are decoded to int8.
+- `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more
+  with trits that are decoded to int8; `ternary_floats` reads codes in place for floats.
 - `decoded`: everything else is decoded whole, and cuBLAS multiplies.
 
 Products are accumulated in fp32; the tensor scale of a format and the bias are applied in fp32, before the one rounding
@@ -38,7 +39,8 @@ from .host import Host, working_dtype
 from .int8 import Int8, Int8Host, integers_of, token_planes
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
-from .ternary import Ternary, TernaryHost
+from .ternary import Ternary, TernaryHost, TernaryStream
+from .ternary_stream import TernaryFloats
 
 #: The routes of `linear` and of `linear_grouped`.
 LINEAR: tuple[Route, ...] = (
@@ -46,10 +48,12 @@ LINEAR: tuple[Route, ...] = (
     SingleToken(),
     SmallBatch(),
     Hopper(),
+    TernaryFloats(),
     Generic(),
     Decoded(),
     Int8(),
     Int8Host(),
+    TernaryStream(),
     Ternary(),
     TernaryHost(),
 )

@@ -429,7 +429,13 @@ def _multiply_host(
 _FILE, _HOPPER_FILE = "linear/int8.cu", "linear/int8_sm90a.cu"
 _TYPES = tuple(CXX_TYPES[name] for name in _FLOATS)
 # Numbers of both files, of kernels/linear/int8.cu and of kernels/linear/int8_sm90a.cu.
-_BIASES = Constants(FLOAT32_BIAS=1, FLOAT16_BIAS=2, BFLOAT16_BIAS=3)
+#: The dtypes of a bias, as kernels know them.
+BIAS_KINDS = Constants(FLOAT32_BIAS=1, FLOAT16_BIAS=2, BFLOAT16_BIAS=3)
+_BIASES = {
+    "float32": BIAS_KINDS.FLOAT32_BIAS,
+    "float16": BIAS_KINDS.FLOAT16_BIAS,
+    "bfloat16": BIAS_KINDS.BFLOAT16_BIAS,
+}
 _SHARED = Constants(
     TOKEN_THREADS=512,
     STREAM_THREADS=256,
@@ -442,12 +448,6 @@ _SHARED = Constants(
     TILE_THREADS=2,
 )
 _HOPPER_SHARED = Constants(STEP_K=_tma.BOX_BYTES)
-_BIAS_KINDS = {
-    "float32": _BIASES.FLOAT32_BIAS,
-    "float16": _BIASES.FLOAT16_BIAS,
-    "bfloat16": _BIASES.BFLOAT16_BIAS,
-}
-
 _ALIGNMENT = 16  # bytes, of what moves in vectors
 _MOST_BLOCKS = 1 << 30
 #: Columns of quantized tokens come in multiples of this.
@@ -544,14 +544,14 @@ _TILINGS = (
 
 
 def _template(name: str, *axes: tuple[str, ...], hot: bool = True) -> Template:
-    return Template(_FILE, name, (_TYPES, *axes), hot=hot, structs=(_BIASES, _SHARED))
+    return Template(_FILE, name, (_TYPES, *axes), hot=hot, structs=(BIAS_KINDS, _SHARED))
 
 
 _QUANTIZE_TOKENS = _template("quantize_tokens", _BOOLS, _BOOLS)
 _STREAM = _template("stream_w8a8", ("8", "16"), ("true",))
 _TILE = _template("tile_w8a8", ("64", "128"), ("true",))
 _WGMMA = Template(
-    _HOPPER_FILE, "wgmma_w8a8", (_TYPES, tuple(t.text for t in _TILINGS)), structs=(_BIASES, _HOPPER_SHARED)
+    _HOPPER_FILE, "wgmma_w8a8", (_TYPES, tuple(t.text for t in _TILINGS)), structs=(BIAS_KINDS, _HOPPER_SHARED)
 )
 register_templates(
     _QUANTIZE_TOKENS,
@@ -657,8 +657,9 @@ def _plan(
 
 
 @functools.cache
-def _bias_kind(dtype: np.dtype) -> int:
-    return _BIAS_KINDS[dtype.name]
+def bias_kind(dtype: np.dtype) -> int:
+    """How kernels know the dtype of a bias."""
+    return _BIASES[dtype.name]
 
 
 def _padded_tokens(codes: Any, scales: Any, tokens: int, pitch: int) -> tuple[Any, Any]:
@@ -707,6 +708,28 @@ def _multiply_cuda(
     else:
         scratch = _padded_tokens(x, token_scales, tokens, pitch)
         a, factors = (array.data.ptr for array in scratch)
+    _launch_product(plan, a, factors, weight, scales.data.ptr, bias, out, depth)
+
+
+def multiply_in_place(
+    a: int, token_scales: int, weight: int, scales: int, depth: int, bias: Any | None, out: Any
+) -> None:
+    """`multiply` of what lies at these addresses, of which `a` and `weight` are multiples of 16.
+
+    Rows of tokens are padded to a multiple of `PITCH`, those of the weight have `depth` bytes, which is not 0; there is
+    a scale for each token and row. `out` is an array on a GPU, of a type of the kernels.
+    """
+    channels = out.shape[-1]
+    tokens, device = out.size // channels, out.data.device_id
+    plan = _plan(out.dtype, tokens, channels, depth, None, False, not depth % _ALIGNMENT, device)
+    _launch_product(plan, a, token_scales, weight, scales, bias, out, depth)
+
+
+def _launch_product(
+    plan: _Plan, a: int, factors: int, weight: int, scales: int, bias: Any | None, out: Any, depth: int
+) -> None:
+    channels = out.shape[-1]
+    tokens, pitch = out.size // channels, max(-(-depth // PITCH) * PITCH, PITCH)
     matrices: tuple[Any, Any] = a, weight
     last: tuple[int, ...] = (pitch,)
     if plan.boxes:
@@ -715,11 +738,8 @@ def _multiply_cuda(
             _tma.byte_matrix(weight, channels, depth, depth, plan.boxes[1]),
         )
         last = ()
-    added = (0, 0) if bias is None else (bias.data.ptr, _bias_kind(bias.dtype))
-    plan.multiply(
-        (plan.blocks,),
-        (*matrices, out.data.ptr, factors, scales.data.ptr, *added, tokens, channels, depth, *last),
-    )
+    added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+    plan.multiply((plan.blocks,), (*matrices, out.data.ptr, factors, scales, *added, tokens, channels, depth, *last))
 
 
 # ---- routes --------------------------------------------------------------------------------------------------------

@@ -11,9 +11,12 @@ from the first to the last. Activations are quantized by `kbitcupy.products.acti
 On NumPy a float32 product by BLAS is exact where all sums stay below 2^24. Bytes of four codes become floats together,
 which are masked to each of their fields in turn: field f counts 4^f in them, which divides the activations there, and
 what they are too large by is known from the sums of the activations. A weight that is kept (`kbitcupy.DecodedCache`)
-has the trits of three rows in a float64, whose sums come out of 53 bits exactly. On a GPU the trits are written as
-int8, once for each call, for the kernels of `kbitcupy.products.int8`; weights with groups go through a plain kernel,
-whose time grows with the tokens.
+has the trits of three rows in a float64, whose sums come out of 53 bits exactly.
+
+On a GPU there are two launches where K is a multiple of 128, up to 32 tokens or any number of them with groups of 32,
+64 or 128: tokens are quantized, and codes are read in place by what multiplies, which from Hopper on fetches them while
+the first launch is at work. Otherwise the trits are written as int8, once for each call, for the kernels of
+`kbitcupy.products.int8`; other groups go through a plain kernel, whose time grows with the tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from . import activations as tokens_of, int8
 from .activations import Norm, Rule
 from .int8 import MAX_DEPTH, Int8, quantize_tokens, token_planes
 from .kept import kept
-from .routes import BYTES_PER_US, Problem, Product, Route
+from .routes import BYTES_PER_US, Problem, Product, Route, device as device_of, stored
+from .ternary_stream import multiply_streamed, why_not_streamed
 
 WANTED = (
     "it must be [N, K] in ternary: quantize(w, 'ternary'), or kb.bitnet.from_trits(trits, scale) for trits; of a stack "
@@ -74,29 +78,45 @@ def _trits(format: Any, shape: tuple[int, ...], lead: int) -> Trits | None:
     return found
 
 
-def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, rule: Rule | None, norm: Norm | None = None) -> None:
-    """Fill `out`, which is not empty; its device is the current one.
+def multiply(
+    x: Any,
+    q: QuantizedArray,
+    bias: Any,
+    out: Any,
+    rule: Rule | None,
+    norm: Norm | None = None,
+    part: Trits | None = None,
+) -> None:
+    """Fill `out`, which is not empty; its device is the current one. `part` is that of `trits_of`, where it is known.
 
     `x` is a float array, quantized by `rule` (None: by that of W8A8), or a compressed one in int8.
     """
-    part = trits_of(q)
+    part = part or trits_of(q)
     rows, depth = q.shape
     tokens = out.size // rows
     host = isinstance(out, np.ndarray)
     if not depth:  # sums of nothing; groups have no scales then
         out[...] = 0 if bias is None else bias
         return
-    if isinstance(x, QuantizedArray):
+    bias = None if bias is None else source(bias, tokens_of.FLOATS)
+    gpu = None if host else device_of(out.data.device_id)
+    if gpu is not None and why_not_streamed(tokens, depth, part, stored(q), gpu) is None:
+        multiply_streamed(x, q, part, bias, out, rule, norm)
+        return
+    quantized = isinstance(x, QuantizedArray)
+    if not (host or quantized or rule is None or rule.granularity != "token" or part.shares == "group"):
+        _multiply_decoded(x, q, part, bias, out, rule, norm)
+        return
+    if quantized:
         codes, scales = token_planes(x)
         codes = codes.reshape(tokens, depth)
     elif rule is not None:
-        pitch = 0 if host else max(-(-depth // _PITCH) * _PITCH, _PITCH)
+        pitch = 0 if host else -(-depth // _PITCH) * _PITCH
         codes, scales = tokens_of.quantize(x.reshape(tokens, depth), rule, norm, pitch)
     elif host:
         codes, scales = quantize_tokens(source(x, tokens_of.FLOATS).reshape(tokens, depth), None, None)
     else:
         codes, scales = x, None
-    bias = None if bias is None else source(bias, tokens_of.FLOATS)
     if host:
         _multiply_host(codes, scales, q, part, bias, out.reshape(tokens, rows))
     elif part.shares == "group":
@@ -351,16 +371,42 @@ def _units(size: int) -> int:
     return -(-size // (4 * _PIECE * _SIZES.DECODE_THREADS))
 
 
-def _decoded(q: QuantizedArray, part: Trits) -> tuple[Any, Any]:
-    """The int8 trits of a weight, and a scale for each row."""
+def _decode_into(q: QuantizedArray, part: Trits, trits: Any, scales: Any) -> None:
+    """Fill int8 trits [N, K] and a scale for each row, by their arrays or addresses."""
     codes, scale = q.planes[part.codes], q.planes[part.scales]
     rows, _ = q.shape
-    empty = _xp.namespace(codes).empty
-    trits, scales = empty(q.size, np.int8), empty(rows, np.float32)
     shared = int(part.shares == "tensor")
     units = max(_units(q.size), -(-rows // (4 * _SIZES.DECODE_THREADS)))
     _DECODE(codes, units, (codes, scale, trits, scales, q.size, rows, shared), waves=_ROUNDS)
+
+
+def _decoded(q: QuantizedArray, part: Trits) -> tuple[Any, Any]:
+    """The int8 trits of a weight, and a scale for each row."""
+    empty = _xp.namespace(q.planes[part.codes]).empty
+    trits, scales = empty(q.size, np.int8), empty(q.shape[0], np.float32)
+    _decode_into(q, part, trits, scales)
     return trits, scales
+
+
+def _multiply_decoded(
+    x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any, rule: Rule, norm: Norm | None
+) -> None:
+    """Floats that are quantized on the way, each token by itself, times decoded trits: in one piece of memory."""
+    rows, depth = q.shape
+    tokens = out.size // rows
+    single = _xp.namespace(out).empty(out.shape, np.float32) if out.dtype == np.float64 else out
+    pitch = -(-depth // _PITCH) * _PITCH
+    trit_bytes = -(-q.size // _PITCH) * _PITCH
+    scratch = _xp.namespace(out).cuda.alloc(trit_bytes + tokens * (pitch + 4) + 4 * rows)
+    codes = scratch.ptr + trit_bytes
+    scales = codes + tokens * pitch
+    of_rows = scales + 4 * tokens
+    _decode_into(q, part, scratch.ptr, of_rows)
+    x = tokens_of.single_or_less(x)
+    tokens_of.quantize_into(x, tokens, rule, norm, codes, scales, 0, pitch)
+    int8.multiply_in_place(codes, scales, scratch.ptr, of_rows, depth, bias, single)
+    if single is not out:
+        int8.widened(single, out)
 
 
 def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:
@@ -384,6 +430,9 @@ _RULES = {"bitnet": BITNET, "int8": None}
 _START, _HOST_RATE, _HOST_WEIGHT = 6.0, 2e4, 1.2e-4
 # Operations in a microsecond where groups have scales.
 _GROUP_RATE = 2e5
+# Microseconds of the launches where codes are read in place; times of reading them, and more of them for each token; or
+# times for each 8 tokens, where groups have scales.
+_STREAM_START, _STREAM_READS, _STREAM_TOKEN, _GROUP_READS = 3.0, 1.2, 0.02, 1.6
 
 
 def _refusal(problem: Problem) -> str | None:
@@ -396,6 +445,11 @@ def _refusal(problem: Problem) -> str | None:
     if found is None or not found.shares:
         return f"the weight is {problem.format!r}; {WANTED}"
     return f"K is {problem.shape[1]}; {_TOO_DEEP}" if problem.shape[1] > MAX_DEPTH else None
+
+
+def _in_groups(problem: Problem) -> bool:
+    found = problem.format.trits(problem.shape, problem.stored.lead)
+    return found is not None and found.shares == "group"
 
 
 def _product(problem: Problem) -> Product:
@@ -413,7 +467,7 @@ class Ternary(Route):
 
     def cost(self, problem: Problem) -> float:
         n, k = problem.shape
-        if self._in_groups(problem):
+        if _in_groups(problem):
             return _START + n * k * problem.tokens / _GROUP_RATE
         # Trits are written as bytes, and read again.
         return _START + problem.reading + n * k / BYTES_PER_US + Int8().cost(problem)
@@ -422,14 +476,35 @@ class Ternary(Route):
         return _product(problem)
 
     def describe(self, problem: Problem) -> str:
-        if self._in_groups(problem):
+        if _in_groups(problem):
             return "tokens quantized to int8, then exact sums of each group: multiply_groups"
         return "tokens quantized to int8 and trits decoded to it, then the integer tensor cores of W8A8"
 
-    @staticmethod
-    def _in_groups(problem: Problem) -> bool:
-        found = problem.format.trits(problem.shape, problem.stored.lead)
-        return found is not None and found.shares == "group"
+
+class TernaryStream(Route):
+    """Quantize tokens, and multiply them on integer tensor cores by codes that are read in place."""
+
+    name = "ternary_stream"
+
+    def accepts(self, problem: Problem) -> str | None:
+        refusal = "the arrays are in host memory" if problem.device is None else _refusal(problem)
+        part = problem.format.trits(problem.shape, problem.stored.lead)
+        if refusal is not None or part is None or problem.device is None:
+            return refusal
+        return why_not_streamed(problem.tokens, problem.shape[1], part, problem.stored, problem.device)
+
+    def cost(self, problem: Problem) -> float:
+        reading = problem.reading * (_STREAM_READS + problem.tokens * _STREAM_TOKEN)
+        if _in_groups(problem):
+            reading = problem.reading * _GROUP_READS * -(-problem.tokens // 8)
+        return _STREAM_START + reading
+
+    def prepare(self, problem: Problem) -> Product:
+        return _product(problem)
+
+    def describe(self, problem: Problem) -> str:
+        name = "stream_ternary_groups" if _in_groups(problem) else "stream_ternary"
+        return f"tokens quantized to int8, codes read in place for integer tensor cores: {name}"
 
 
 class TernaryHost(Route):

@@ -11,7 +11,7 @@ from inputs import DTYPES, make, same_values
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import source
-from kbitcupy.products import activations, ternary
+from kbitcupy.products import activations, ternary, ternary_stream
 
 CXX_TYPES = {"float16": "Half", "bfloat16": "Brain", "float32": "float"}
 ENTRIES = """
@@ -20,11 +20,13 @@ extern "C" void largest_{dtype}(unsigned grid, const {type}* x, const float* w, 
     launch(grid, 1, LANES, [&] {{ largest_of_tokens<{type}>(x, w, largest, m, k, normalizes, eps); }});
 }}
 extern "C" void quantize_{dtype}(unsigned grid, const {type}* x, const float* w, const unsigned* given,
-                                 signed char* codes, float* scales, long long m, long long k, long long pitch,
-                                 int normalizes, double norm_eps, float eps, int lowest, int highest, int away) {{
+                                 signed char* codes, float* scales, int* sums, long long m, long long k,
+                                 long long pitch, int groups, int octets, int normalizes, double norm_eps, float eps,
+                                 int lowest, int highest, int away) {{
     launch(grid, 1, LANES, [&] {{
         quantize_activations<{type}>(
-            x, w, given, codes, scales, m, k, pitch, normalizes, norm_eps, eps, lowest, highest, away);
+            x, w, given, codes, scales, sums, m, k, pitch, groups, octets, normalizes, norm_eps, eps, lowest,
+            highest, away);
     }});
 }}
 extern "C" void normalize_{dtype}(unsigned grid, const {type}* x, const float* w, float* y, long long m, long long k,
@@ -47,6 +49,38 @@ extern "C" void groups(unsigned grid, const signed char* a, const unsigned char*
 """
 
 
+STREAMS = """
+extern "C" void arrange(unsigned grid, const signed char* rows, unsigned char* a, int* sums, int groups,
+                        int octets, int k, int pitch) {
+    launch(grid, 1, ARRANGE_THREADS, [&] { arrange_tokens(rows, a, sums, groups, octets, k, pitch); });
+}
+#define STREAM(TOKENS)                                                                                             \\
+    extern "C" void stream_##TOKENS(                                                                               \\
+        unsigned grid, unsigned threads, const unsigned char* codes, const unsigned char* a, const int* sums,      \\
+        const float* token_scale, const float* scale, const void* bias, float* y, long long n, int m, int k,       \\
+        int token_step, int scale_step, int kind) {                                                                \\
+        launch(grid, 1, threads, [&] {                                                                             \\
+            stream_ternary<float, TOKENS, Integers>(                                                               \\
+                codes, a, sums, token_scale, scale, bias, y, n, m, k, token_step, scale_step, kind);               \\
+        });                                                                                                        \\
+    }
+STREAM(8)
+STREAM(16)
+#define GROUPS(SIZE)                                                                                               \\
+    extern "C" void groups_##SIZE(                                                                                 \\
+        unsigned width, unsigned height, const unsigned char* codes, const unsigned char* a,                       \\
+        const float* token_scale, const float* scale, const void* bias, float* y, long long n, long long m, int k, \\
+        int token_step, int kind) {                                                                                \\
+        launch(width, height, GROUP_THREADS, [&] {                                                                 \\
+            stream_ternary_groups<float, SIZE>(codes, a, token_scale, scale, bias, y, n, m, k, token_step, kind);  \\
+        });                                                                                                        \\
+    }
+GROUPS(32)
+GROUPS(64)
+GROUPS(128)
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiler():
     if host.compiler() is None:
@@ -65,6 +99,11 @@ def of_weights():
     return host.build('#include "grid.h"\n' + source(ternary._TEMPLATES[0]) + TRITS)
 
 
+@functools.cache
+def of_streams():
+    return host.build('#include "grid.h"\n' + source(ternary_stream._STREAM) + STREAMS)
+
+
 def pointer(array):
     return None if array is None else ctypes.c_void_p(array.ctypes.data)
 
@@ -73,12 +112,15 @@ def long(number):
     return ctypes.c_longlong(number)
 
 
-def quantized(x, rule, norm, pitch):
-    """Codes [M, pitch] and scales by the kernels, as the host launches them."""
+def quantized(x, rule, norm, pitch, groups=0, octets=0):
+    """Codes [M, pitch], or fragments, scales and sums by the kernels, as the host launches them."""
     tokens, depth = x.shape
     built, dtype = of_activations(), x.dtype.name
     each = rule.granularity == "token"
     codes, scales = np.full((tokens, pitch), 7, np.int8), np.zeros(tokens if each else 1, np.float32)
+    if groups:
+        codes = np.full(-(-depth // 256) * groups * 2048, 7, np.int8)
+    sums = np.zeros(tokens, np.int32)
     weight = None if norm is None else norm.weight
     before = int(norm is not None), ctypes.c_double(0.0 if norm is None else norm.eps)
     given, blocks = None, 1
@@ -88,12 +130,12 @@ def quantized(x, rule, norm, pitch):
             blocks, pointer(x), pointer(weight), pointer(largest), long(tokens), long(depth), *before
         )
         given = largest.view(np.int32).max(keepdims=True)
-    lengths = long(tokens), long(depth), long(pitch)
+    lengths = long(tokens), long(depth), long(pitch), groups, octets
+    arrays = map(pointer, (x, weight, given, codes, scales, sums))
     getattr(built, f"quantize_{dtype}")(
-        blocks, pointer(x), pointer(weight), pointer(given), pointer(codes), pointer(scales), *lengths, *before,
-        ctypes.c_float(rule.single_eps), rule.lowest, rule.highest, int(rule.rounding == "away"),
-    )  # fmt: skip
-    return codes, scales
+        blocks, *arrays, *lengths, *before, ctypes.c_float(rule.single_eps), *rule.numbers[1:]
+    )
+    return codes, scales, sums
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -110,9 +152,46 @@ def test_activations(kind, dtype):
         (activations.Rule(8, "tensor", "even", -128, 1e-42), None),
     ):
         wanted = activations.quantize(x, rule, norm)
-        codes, scales = quantized(x, rule, norm, pitch)
+        codes, scales, sums = quantized(x, rule, norm, pitch)
         assert np.array_equal(codes[:, :depth], wanted[0]) and not codes[:, depth:].any(), (rule, norm)
         assert scales.tobytes() == wanted[1].tobytes(), (rule, norm)
+        assert np.array_equal(sums, wanted[0].sum(1, dtype=np.int32))
+
+
+def fragments(codes, groups, octets=0):
+    """The orders of kernels/linear/fragments.cuh, of [8 tokens, token, 256 k]; what is nothing stays 7."""
+    tokens, depth = codes.shape
+    wide = np.full((groups * 8, -(-depth // 256) * 256), 7, np.int8)
+    wide[:tokens, :depth] = codes
+    if octets:  # [128 k, field / 2, field % 2, t, 8] to [128 k, field / 2, groups, token, t, field % 2, 8]
+        return wide.reshape(groups, 8, -1, 2, 2, 4, 8).transpose(2, 3, 0, 1, 5, 4, 6).reshape(-1)
+    # [256 k, t / 2, field, t % 2, 16] to [256 k, field, groups, token, t, 16]
+    return wide.reshape(groups, 8, -1, 2, 4, 2, 16).transpose(2, 4, 0, 1, 3, 5, 6).reshape(-1)
+
+
+@pytest.mark.parametrize(("tokens", "depth", "groups"), [(1, 128, 1), (3, 640, 1), (11, 384, 2)])
+@pytest.mark.parametrize("octets", [0, 1])
+def test_fragments(tokens, depth, groups, octets):
+    x = make("normal", tokens * depth, np.dtype("float32")).reshape(tokens, depth)
+    wanted, _ = activations.quantize(x, activations.Rule())
+    codes, _, sums = quantized(x, activations.Rule(), None, depth, groups, octets)
+    assert np.array_equal(codes, fragments(wanted, groups, octets))
+    assert np.array_equal(sums, wanted.sum(1, dtype=np.int32))
+    codes[:], sums[:] = 7, 0
+    of_streams().arrange(tokens, pointer(wanted), pointer(codes), pointer(sums), groups, octets, depth, depth)
+    assert np.array_equal(codes, fragments(wanted, groups, octets))
+    assert np.array_equal(sums, wanted.sum(1, dtype=np.int32))
+
+
+def test_tokens_longer_than_the_room():
+    """What is beyond it is read again."""
+    depth = activations.SIZES.ROOM + 300
+    x = make("extreme", 2 * depth, np.dtype("float16")).reshape(2, depth)
+    norm = activations.Norm(make("normal", depth, np.dtype("float32"), 7), 1e-5)
+    for given in (None, norm):
+        wanted = activations.quantize(x, activations.Rule(), given)
+        codes, scales, _ = quantized(x, activations.Rule(), given, depth)
+        assert np.array_equal(codes, wanted[0]) and scales.tobytes() == wanted[1].tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,3 +243,57 @@ def test_groups(depth, group):
         arrays = map(pointer, (a, q.planes["codes"], token_scale, q.planes["scale"], bias, found))
         of_weights().groups(2, *arrays, *lengths, shared, number)
         assert same_values(found, wanted)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "depth", "warps"), [(1, 40, 128, 4), (3, 16, 384, 4), (8, 33, 1280, 5)])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_streams(tokens, rows, depth, warps, shared):
+    """Codes in place, on the host's mma, every code: rows of thread blocks that follow each other, steps of none."""
+    rng = np.random.default_rng([tokens, rows, depth, shared])
+    a = rng.integers(-128, 128, (tokens, depth)).astype(np.int8)
+    t = rng.integers(-1, 2, (rows, depth)).astype(np.int8)
+    q = kb.bitnet.from_trits(t, np.exp2(rng.uniform(-140, 20, 1 if shared else rows)).astype(np.float32),
+                             granularity="tensor" if shared else ("channel", 0))  # fmt: skip
+    q.planes["codes"][:] = rng.integers(0, 256, q.planes["codes"].shape)
+    token_scale = rng.random(1 if shared else tokens).astype(np.float32)
+    sums = a.sum(1, dtype=np.int32)
+    for held, kind in ((8, None), (8, "float32"), (16, "bfloat16")):
+        bias = None if kind is None else make("normal", rows, next(d for d in DTYPES if d == kind))
+        wanted, found = np.zeros((2, tokens, rows), np.float32)
+        ternary._multiply_host(a, token_scale, q, q.format.trits(q.shape), bias, wanted)
+        number = 0 if kind is None else ternary._BIASES[kind]
+        operands = fragments(a, held // 8)
+        arrays = map(pointer, (q.planes["codes"], operands, sums, token_scale, q.planes["scale"], bias, found))
+        steps = 1 - shared, 1 - shared
+        getattr(of_streams(), f"stream_{held}")(2, 32 * warps, *arrays, long(rows), tokens, depth, *steps, number)
+        assert same_values(found, wanted)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("tokens", "rows", "depth"), [(1, 17, 128), (9, 33, 2432)])
+def test_streams_of_groups(tokens, rows, depth, group):
+    """The same with terms that are added in order, over several turns."""
+    rng = np.random.default_rng([tokens, rows, depth, group])
+    a = rng.integers(-128, 128, (tokens, depth)).astype(np.int8)
+    t = rng.integers(-1, 2, (rows, depth)).astype(np.int8)
+    scale = np.exp2(rng.uniform(-140, 20, (rows, depth // group))).astype(np.float32)
+    q = kb.bitnet.from_trits(t, scale, granularity=("group", group))
+    q.planes["codes"][:] = rng.integers(0, 256, q.planes["codes"].shape)
+    operands = fragments(a, -(-tokens // 8), 1)
+    for shared, kind in ((1, None), (0, "float32")):
+        token_scale = rng.random(1 if shared else tokens).astype(np.float32)
+        bias = None if kind is None else make("normal", rows, np.dtype(kind))
+        wanted, found = np.zeros((2, tokens, rows), np.float32)
+        ternary._multiply_host(a, token_scale, q, q.format.trits(q.shape), bias, wanted)
+        arrays = map(pointer, (q.planes["codes"], operands, token_scale, q.planes["scale"], bias, found))
+        lengths = long(rows), long(tokens), depth, 1 - shared, 0 if kind is None else ternary._BIASES[kind]
+        getattr(of_streams(), f"groups_{group}")(2, -(-tokens // 8), *arrays, *lengths)
+        assert same_values(found, wanted)
+
+
+def test_warps():
+    for steps in range(1, 600):
+        for most in (8, 10):
+            warps = ternary_stream._warps(steps, most)
+            assert 4 <= warps <= most
+    assert [ternary_stream._warps(steps, 10) for steps in (16, 32, 10, 27, 56)] == [8, 8, 10, 9, 8]

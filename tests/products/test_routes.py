@@ -1,5 +1,6 @@
 """Routes: which one a product takes, what explain says of it, activations, and what is compiled beforehand."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from inputs import BFLOAT16
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
-from kbitcupy.products import small_batch
+from kbitcupy.products import int8, small_batch
 from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices
@@ -366,3 +367,21 @@ def test_costs_know_no_device():
     problem = Problem(kb.get_format("kbit4"), (4096, 4096), 8, HALF, device("A100"))
     costs = [choice.cost for choice in choices(problem, OLD) if choice.refusal is None]
     assert costs == sorted(costs) and small_batch.SmallBatch().cost(problem) == costs[0]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", ("channel", 0), ("group", 64), ("group", 40)], ids=str)
+def test_routes_of_ternary_weights(granularity, monkeypatch):
+    """Every route says what it costs, or why not; with few tokens codes are read in place."""
+    format = kb.get_format("ternary", granularity=granularity)
+    gpu = Device(0, 90, 132, 232448, True, True)
+    monkeypatch.setattr(int8, "_multiprocessors", lambda ordinal: gpu.multiprocessors)
+    for activations, tokens in itertools.product((None, "int8", "bitnet"), (1, 16, 32, 33, 500)):
+        problem = Problem(format, (4096, 5120), tokens, np.dtype("float16"), gpu, activations=activations)
+        best = choices(problem, LINEAR)[0]
+        assert best.refusal is None and best.cost > 0 and best.route.describe(problem)
+        grouped, in_place = granularity[0] == "group", tokens <= 32
+        if activations is not None:
+            streams = granularity == ("group", 64) or (not grouped and in_place)
+            assert best.route.name == ("ternary_stream" if streams else "ternary")
+        elif not grouped and tokens <= 16:
+            assert best.route.name == "ternary_floats"

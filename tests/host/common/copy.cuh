@@ -15,3 +15,5 @@ template <int PENDING>
 void wait_copies() {}
 
 inline void to_words(unsigned* w, uint4 v) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
+
+inline void prefetch_l2(const void*) {}

@@ -1,0 +1,243 @@
+"""Products of ternary weights whose codes are read in place, on a GPU: kernels/linear/ternary_stream.cu.
+
+Two launches: the first one puts the tokens in the order in which the second one takes them, quantized to int8 on the
+way (`kbitcupy.products.activations`) or as floats of 16 bits; from Hopper on the second one fetches codes meanwhile.
+What it gives of int8 is the contract of `kbitcupy.products.ternary`, to the bit. Floats are multiplied by trits, which
+16 bits hold, and added in float32; the scale and the bias follow, and one rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import xp as _xp
+from ..backend.compile import CXX_TYPES, Template
+from ..backend.launch import Kernel
+from ..backend.structs import Constants
+from ..formats.base import Trits, register_templates
+from ..formats.ternary import BLOCK
+from ..ops import source
+from . import activations as tokens_of, int8
+from .activations import Norm, Rule
+from .int8 import BIAS_KINDS, token_planes
+from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
+
+_STREAM_FILE = "linear/ternary_stream.cu"
+_STREAM_SIZES = Constants(
+    STEP=tokens_of.SIZES.STEP,
+    MOST_THREADS=320,
+    FEW_THREADS=256,
+    ARRANGE_THREADS=256,
+    GROUP_THREADS=256,
+)
+_STEP = tokens_of.SIZES.STEP
+_STEP_BYTES = 8 * _STEP  # of 8 tokens
+_ROWS = 16  # of a thread block at a time
+_STREAM_TOKENS = (8, 16, 32)
+# With groups, of whose sizes these have kernels, 8 tokens are in the second dimension of a grid.
+_STREAM_GROUPS, _MOST_GROUP_TOKENS = (32, 64, 128), 8 * 65535
+# Floats, where one scale is for all or for a row.
+_FLOATS, _FLOAT_TOKENS = (CXX_TYPES["float16"], CXX_TYPES["bfloat16"]), (8, 16)
+_OLDEST = 80  # with mma of 32 bytes
+_STREAM_TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
+
+
+def _stream_template(name: str, *axes: tuple[str, ...], least: int = _OLDEST) -> Template:
+    return Template(_STREAM_FILE, name, axes, structs=(BIAS_KINDS, _STREAM_SIZES), least=least)
+
+
+_STREAM = _stream_template("stream_ternary", _STREAM_TYPES, tuple(map(str, _STREAM_TOKENS)), ("Integers",))
+_STREAM_FLOATS = _stream_template("stream_ternary", _FLOATS, tuple(map(str, _FLOAT_TOKENS)), ("Floats",))
+_STREAM_OF_GROUPS = _stream_template("stream_ternary_groups", _STREAM_TYPES, tuple(map(str, _STREAM_GROUPS)))
+_ARRANGE = _stream_template("arrange_tokens", least=0)
+_ARRANGE_FLOATS = _stream_template("arrange_floats", _FLOATS, least=0)
+register_templates(_STREAM, _STREAM_FLOATS, _STREAM_OF_GROUPS, _ARRANGE, _ARRANGE_FLOATS)
+_STREAM_SIGNATURE = (*("p",) * 7, "i8", *("i4",) * 5)
+_GROUP_SIGNATURE = (*("p",) * 6, "i8", "i8", *("i4",) * 3)
+_ARRANGER = Kernel(_ARRANGE, (), _STREAM_SIZES.ARRANGE_THREADS, signature=(*("p",) * 3, *("i4",) * 4), early=True)
+
+
+def why_not_streamed(tokens: int, depth: int, part: Trits, lies: Stored, gpu: Device) -> str | None:
+    """What stands against reading codes in place."""
+    grouped = part.shares == "group"
+    if grouped and part.group not in _STREAM_GROUPS:
+        return f"groups are of {part.group} elements; it is for {', '.join(map(str, _STREAM_GROUPS))}"
+    most = _MOST_GROUP_TOKENS if grouped else _STREAM_TOKENS[-1]
+    if tokens > most:
+        return f"it is for up to {most} tokens"
+    if depth % BLOCK or lies.codes < MOST_ALIGNED or (grouped and lies.scales < MOST_ALIGNED):
+        return f"K must be a multiple of {BLOCK}, and the planes start at multiples of {MOST_ALIGNED} bytes"
+    return None if gpu.capability >= _OLDEST else "it needs a GPU of compute capability 8.0"
+
+
+def _warps(steps: int, most: int) -> int:
+    """Warps of a thread block for so many steps along K: all with the same number of them, or nearly so; about 8."""
+
+    def idle(warps: int) -> tuple[float, int]:
+        return -(-steps // warps) * warps / steps, abs(warps - 8)
+
+    return min(range(4, most + 1), key=idle)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stream:
+    """The second launch of a product of one shape.
+
+    Parameters
+    ----------
+    launch : callable
+        The kernel, loaded.
+    grid : tuple of int
+        Thread blocks.
+    groups : int
+        Times 8 tokens, that are read.
+    code_bytes : int
+        Bytes of all fragments.
+    """
+
+    launch: Any
+    grid: tuple[int, ...]
+    groups: int
+    code_bytes: int
+
+
+@functools.cache
+def _stream_kernel(dtype: str, tokens: int, operand: str, warps: int) -> Kernel:
+    template = _STREAM if operand == "Integers" else _STREAM_FLOATS
+    values = CXX_TYPES[dtype], str(tokens), operand
+    return Kernel(template, values, 32 * warps, signature=_STREAM_SIGNATURE, early=True)
+
+
+@functools.cache
+def _arranger_of_floats(dtype: np.dtype) -> Kernel:
+    threads = _STREAM_SIZES.ARRANGE_THREADS
+    return Kernel(_ARRANGE_FLOATS, (CXX_TYPES[dtype.name],), threads, signature=("p", "p", "i4", "i4"), early=True)
+
+
+@functools.cache
+def _group_kernel(dtype: str, group: int) -> Kernel:
+    values = CXX_TYPES[dtype], str(group)
+    return Kernel(_STREAM_OF_GROUPS, values, _STREAM_SIZES.GROUP_THREADS, signature=_GROUP_SIGNATURE, early=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stream(
+    dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, device: int, floats: bool = False
+) -> _Stream:
+    """How a product is computed, its kernel compiled. `group` is 0 where one scale is for all, or for a row."""
+    steps, tiles = -(-depth // _STEP), -(-rows // _ROWS)
+    if group:
+        ready, groups = _group_kernel(dtype.name, group).ready(device), -(-tokens // 8)
+        grid: tuple[int, ...] = min(tiles, max(1, ready.resident // groups)), groups
+    else:
+        held = next(count for count in _STREAM_TOKENS if tokens <= count)
+        most = _STREAM_SIZES.MOST_THREADS if held == 8 and not floats else _STREAM_SIZES.FEW_THREADS
+        operand, groups = "Floats" if floats else "Integers", held // 8
+        ready = _stream_kernel(dtype.name, held, operand, _warps(steps, most // 32)).ready(device)
+        grid = (min(tiles, ready.resident),)
+    return _Stream(ready.launch, grid, groups, steps * _STEP_BYTES * groups * (1 + floats))
+
+
+def multiply_streamed(
+    x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any, rule: Rule | None, norm: Norm | None
+) -> None:
+    """Fill `out`, which is not empty and on the current device, from x that is quantized by a rule, or int8 already.
+
+    Nothing stands against it (`why_not_streamed`); without a rule floats are quantized as for W8A8.
+    """
+    rows, depth = q.shape
+    tokens = out.size // rows
+    single = out
+    if out.dtype == np.float64:
+        single = _xp.namespace(out).empty(out.shape, np.float32)
+    group = part.group if part.shares == "group" else 0
+    plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id)
+    # Fragments, and behind them scales and sums.
+    scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes + 8 * tokens)
+    a = scratch.ptr
+    scales, sums = a + plan.code_bytes, a + plan.code_bytes + 4 * tokens
+    each, octets = 1, int(group > 0)
+    if rule is not None and not isinstance(x, QuantizedArray):
+        x = tokens_of.single_or_less(x)
+        tokens_of.quantize_into(x, tokens, rule, norm, a, scales, sums, depth, plan.groups, octets)
+        each = int(rule.granularity == "token")
+    else:
+        if isinstance(x, QuantizedArray):
+            codes, found = token_planes(x)
+        else:
+            codes, found = int8.quantize_on_gpu(x.reshape(tokens, depth))
+        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, plan.groups, octets, depth, depth))
+        scales, each = found.data.ptr, int(found.size == tokens)
+    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
+    weight, gamma, y = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr, single.data.ptr
+    if group:
+        plan.launch(plan.grid, (weight, a, scales, gamma, added, y, rows, tokens, depth, each, kind))
+    else:
+        of_rows = int(part.shares == "row")
+        plan.launch(plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, of_rows, kind))
+    if single is not out:
+        int8.widened(single, out)
+
+
+def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+    part = q.format.trits(q.shape, q.lead)
+    assert part is not None
+    rows, depth = q.shape
+    tokens = out.size // rows
+    plan = _stream(out.dtype, tokens, rows, depth, 0, out.data.device_id, True)
+    scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes)
+    per_block = 4 * _STREAM_SIZES.ARRANGE_THREADS
+    grid = -(-depth // per_block), tokens
+    _arranger_of_floats(x.dtype).launch(x, grid, (x, scratch.ptr, plan.groups, depth))
+    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
+    weight, gamma = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
+    of_rows = int(part.shares == "row")
+    plan.launch(
+        plan.grid,
+        (weight, scratch.ptr, 0, 0, gamma, added, out.data.ptr, rows, tokens, depth, 0, of_rows, kind),
+    )
+
+
+# Microseconds of the launches, and times of reading the weight, for each 8 tokens.
+_START, _READS = 4.0, 2.0
+
+
+class TernaryFloats(Route):
+    """Put tokens in order, and multiply them in 16 bits by codes that are read in place."""
+
+    name = "ternary_floats"
+
+    def accepts(self, problem: Problem) -> str | None:
+        refusal = refused_by_all(problem, "one weight")
+        if refusal is not None or problem.device is None:
+            return refusal
+        part = problem.format.trits(problem.shape, problem.stored.lead)
+        if part is None or not part.shares:
+            return f"the weight is {problem.format!r}; it is for ternary"
+        if part.shares == "group":
+            return "groups have scales of their own"
+        if CXX_TYPES.get(problem.dtype.name) not in _FLOATS:
+            return f"x is {problem.dtype}; it is for 16 bits"
+        if problem.tokens > _FLOAT_TOKENS[-1]:
+            return f"it is for up to {_FLOAT_TOKENS[-1]} tokens"
+        if not problem.shape[0] or not problem.shape[1]:
+            return "the weight is empty"
+        return why_not_streamed(problem.tokens, problem.shape[1], part, problem.stored, problem.device)
+
+    def cost(self, problem: Problem) -> float:
+        return _START + problem.reading * _READS * -(-problem.tokens // 8)
+
+    def prepare(self, problem: Problem) -> Product:
+        def product(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+            bias = None if bias is None else source(bias, tokens_of.FLOATS)
+            _multiply_floats(x, q, bias, out)
+
+        return product
+
+    def describe(self, problem: Problem) -> str:
+        return "tokens put in order, codes read in place as numbers of 16 bits, tensor cores: stream_ternary"

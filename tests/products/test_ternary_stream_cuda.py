@@ -1,0 +1,181 @@
+"""Ternary products on a GPU, most of them with codes that are read in place, give NumPy's bits.
+
+Class `TestSmall` is what compute-sanitizer runs.
+"""
+
+import numpy as np
+import pytest
+from inputs import BFLOAT16, make, same_values
+
+import kbitcupy as kb
+
+pytestmark = pytest.mark.gpu
+
+GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128)]
+DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+
+
+def weights(cupy, rng, rows, depth, granularity):
+    """A ternary weight with all four codes, on the host and on the GPU."""
+    count = 1 if granularity == "tensor" else rows
+    if granularity[0] == "group":
+        count *= depth // granularity[1]
+    scale = (rng.random(count) * np.exp2(rng.integers(-9, 3, count))).astype(np.float32)
+    trits = rng.integers(-1, 2, (rows, depth)).astype(np.int8)
+    q = kb.bitnet.from_trits(trits, scale, granularity=granularity)
+    if rng.random() < 0.3:
+        q.planes["codes"][:] = rng.integers(0, 256, q.planes["codes"].shape)
+    planes = {name: cupy.asarray(plane) for name, plane in q.planes.items()}
+    return q, kb.QuantizedArray(q.format, planes, q.shape, q.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_random_products(cupy, dtype, granularity):
+    rng = np.random.default_rng([dtype.itemsize, GRANULARITIES.index(granularity)])
+    for _ in range(30):
+        tokens, rows, depth = int(rng.integers(1, 36)), int(rng.integers(1, 200)), 128 * int(rng.integers(1, 40))
+        q, on = weights(cupy, rng, rows, depth, granularity)
+        x = make(rng.choice(["normal", "special", "wide"]), tokens * depth, dtype, int(rng.integers(99)))
+        x = x.reshape(tokens, depth)
+        bias = make("normal", rows, DTYPES[rng.integers(4)], 5) if rng.random() < 0.5 else None
+        norm = (None, True, make("normal", depth, DTYPES[2], 7))[rng.integers(3)]
+        options = ({}, {"granularity": "tensor"}, {"bits": 4, "rounding": "away"})[rng.integers(3)]
+        wanted = kb.bitnet.linear(x, q, bias, norm=norm, **options)
+        given = cupy.asarray(norm) if isinstance(norm, np.ndarray) else norm
+        y = kb.bitnet.linear(
+            cupy.asarray(x), on, None if bias is None else cupy.asarray(bias), norm=given, **options
+        ).get()
+        assert same_values(y, wanted), (tokens, rows, depth, norm is None, options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "granularity"),
+    [
+        ((4096, 4096), ("channel", 0)),
+        ((2560, 6912), "tensor"),
+        ((5120, 640), ("channel", 0)),
+        ((300, 131_072 - 128), ("channel", 0)),
+        ((4096, 4096), ("group", 64)),
+        ((1100, 8192), ("group", 128)),
+        ((700, 40_960), ("group", 32)),
+    ],
+    ids=str,
+)
+def test_large_products(cupy, shape, granularity):
+    """Thread blocks with many rows, warps with many steps, tokens longer than a block keeps, every number of tokens."""
+    rng = np.random.default_rng(shape)
+    q, on = weights(cupy, rng, *shape, granularity)
+    x = make("normal", 33 * shape[1], DTYPES[0]).reshape(33, shape[1])
+    y = kb.bitnet.linear(x, q)
+    given = cupy.asarray(x)
+    for tokens in (*range(1, 18), 23, 24, 25, 31, 32, 33):
+        assert same_values(kb.bitnet.linear(given[:tokens], on).get(), y[:tokens]), tokens
+    again = kb.bitnet.linear(given[:8], on)
+    assert all((kb.bitnet.linear(given[:8], on) == again).all() for _ in range(50))
+
+
+@pytest.mark.parametrize("granularity", [("channel", 0), ("group", 64)], ids=str)
+@pytest.mark.parametrize("shared", ["token", "tensor"])
+def test_tokens_that_are_int8_already(cupy, shared, granularity):
+    rng = np.random.default_rng(3)
+    q, on = weights(cupy, rng, 70, 1280, granularity)
+    x = make("normal", 19 * 1280, DTYPES[0]).reshape(19, 1280)
+    for tokens in (1, 8, 9, 19):
+        a = kb.quantize(x[:tokens], "int8", granularity=shared)
+        b = kb.quantize(cupy.asarray(x[:tokens]), "int8", granularity=shared)
+        assert same_values(kb.bitnet.linear(b, on).get(), kb.bitnet.linear(a, q))
+        y = kb.linear(cupy.asarray(x[:tokens]), on, activations="int8").get()
+        assert same_values(y, kb.linear(x[:tokens], q, activations="int8"))
+
+
+def test_planes_and_tokens_begin_anywhere(cupy):
+    rng = np.random.default_rng(4)
+    q, on = weights(cupy, rng, 40, 512, "tensor")
+    x = make("normal", 3 * 512 + 1, DTYPES[0])
+    wanted = kb.bitnet.linear(x[1:].reshape(3, 512), q)
+    tokens = cupy.asarray(x)[1:].reshape(3, 512)
+    assert same_values(kb.bitnet.linear(tokens, on).get(), wanted)
+    for offset in (1, 8, 16):
+        room = cupy.zeros(on.planes["codes"].size + offset, np.uint8)
+        room[offset:] = on.planes["codes"]
+        moved = kb.QuantizedArray(on.format, {**on.planes, "codes": room[offset:]}, on.shape, on.dtype)
+        assert same_values(kb.bitnet.linear(tokens, moved).get(), wanted)
+        route = "ternary_stream" if offset == 16 else "ternary"
+        assert kb.explain(tokens, moved, activations="bitnet").route == route
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("granularity", ["tensor", ("channel", 0)], ids=str)
+def test_floats(cupy, dtype, granularity):
+    """Against float64: at most twice as far off as a product of float32."""
+    rng = np.random.default_rng([dtype.itemsize, len(granularity)])
+    for tokens, rows, depth in [
+        (1, 40, 128),
+        (3, 17, 384),
+        (8, 200, 2560),
+        (16, 33, 4096),
+        (11, 70, 8192),
+        (1, 64, 16384),
+    ]:
+        q, on = weights(cupy, rng, rows, depth, granularity)
+        x = make("normal", tokens * depth, dtype, depth).reshape(tokens, depth)
+        bias = make("normal", rows, dtype, 5)
+        given = cupy.asarray(x)
+        assert rows * depth < 1e5 or kb.explain(given, on).route == "ternary_floats"
+        for b in (None, bias):
+            y = kb.linear(given, on, None if b is None else cupy.asarray(b)).get()
+            w = q.dequantize(dtype=np.float32)
+            exact = x.astype(np.float64) @ w.astype(np.float64).T + (0 if b is None else b.astype(np.float64))
+            single = x.astype(np.float32) @ w.T + (np.float32(0) if b is None else b.astype(np.float32))
+            # Of the result's own rounding, and of what is added up.
+            error = np.abs(y.astype(np.float64) - exact)
+            own = np.abs(exact) * (2.0**-11 if dtype == np.float16 else 2.0**-8) + 2.0**-24
+            assert (error <= own + 2 * np.abs(single - exact).max() + 1e-6 * np.abs(w).max()).all(), (
+                tokens,
+                rows,
+                depth,
+            )
+            assert (kb.linear(given, on, None if b is None else cupy.asarray(b)).get() == y).all()
+
+
+def test_what_explain_says(cupy):
+    q = kb.bitnet.from_trits(cupy.zeros((64, 256), np.int8))
+    for tokens, route in ((1, "ternary_stream"), (32, "ternary_stream"), (33, "ternary")):
+        found = kb.explain(cupy.zeros((tokens, 256), np.float16), q, activations="bitnet")
+        assert found.route == route
+    reasons = {row.route: row.reason for row in found}
+    assert "up to 32 tokens" in reasons["ternary_stream"] and "ternary_numpy" in reasons
+    for group, route in ((64, "ternary_stream"), (96, "ternary")):
+        q = kb.bitnet.from_trits(cupy.zeros((64, 384), np.int8), np.float32(1), granularity=("group", group))
+        found = kb.explain(cupy.zeros((100, 384), np.float16), q, activations="bitnet")
+        assert found.route == route and "groups" in found[0].reason
+
+
+class TestSmall:
+    @pytest.mark.parametrize("granularity", [*GRANULARITIES, ("group", 40)], ids=str)
+    def test_products(self, cupy, granularity):
+        """Codes in place, decoded, and by groups of any size; tokens that are quantized on the way, and before."""
+        rng = np.random.default_rng(8)
+        for tokens, rows, depth in [(1, 40, 128), (5, 17, 384), (19, 33, 2304), (40, 20, 256), (3, 9, 200)]:
+            if granularity in (("group", 32), ("group", 64), ("group", 128)) and depth % 128:
+                continue
+            if granularity == ("group", 40) and depth % 40:
+                continue
+            q, on = weights(cupy, rng, rows, depth, granularity)
+            x = make("normal", tokens * depth, DTYPES[0]).reshape(tokens, depth)
+            given = cupy.asarray(x)
+            for options in ({}, {"norm": True}, {"granularity": "tensor"}):
+                assert same_values(kb.bitnet.linear(given, on, **options).get(), kb.bitnet.linear(x, q, **options))
+            a, b = (kb.quantize(y, "int8", granularity="token") for y in (x, given))
+            assert same_values(kb.bitnet.linear(b, on).get(), kb.bitnet.linear(a, q))
+
+    @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+    def test_activations(self, cupy, dtype):
+        for tokens, depth in [(2, 40), (3, 1031), (1, 8192 + 300)]:
+            x = make("special", tokens * depth, dtype).reshape(tokens, depth)
+            for granularity in ("token", "tensor"):
+                wanted = kb.bitnet.quantize_activations(x, granularity=granularity)
+                found = kb.bitnet.quantize_activations(cupy.asarray(x), granularity=granularity)
+                assert all(a.get().tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
+            assert same_values(kb.bitnet.rms_norm(cupy.asarray(x)).get(), kb.bitnet.rms_norm(x))
