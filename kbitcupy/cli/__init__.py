@@ -280,8 +280,10 @@ def _add_inspect(commands: Any) -> None:
         help="what is in a file or checkpoint",
         description="Show format, dtype, shape, bits per element and share of every tensor of FILE, and the metadata.",
     )
-    command.add_argument("file", metavar="FILE", help=_INPUT)
-    command.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
+    command.add_argument("files", metavar="FILE", nargs="+", help=f"{_INPUT}; several one after the other")
+    command.add_argument(
+        "--json", action="store_true", help="print a JSON document instead of a table; of several FILEs a list of them"
+    )
     command.set_defaults(run=files.run_inspect)
 
 
@@ -358,7 +360,7 @@ def _add_all(command: argparse.ArgumentParser) -> None:
 # ---- what several commands take ------------------------------------------------------------------------------------
 
 
-_INPUT = "safetensors or GGUF file, directory of a checkpoint, or its index of shards"
+_INPUT = "safetensors, GGUF, .npy or .npz file, directory of a checkpoint, or its index of shards"
 
 
 def _debugging() -> argparse.ArgumentParser:
@@ -411,21 +413,31 @@ def _spared(min_size: int | None = MIN_SIZE) -> argparse.ArgumentParser:
 
 def _writing(output: str) -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
-    parent.add_argument("file", metavar="FILE", help=_INPUT)
+    parent.add_argument("files", metavar="FILE", nargs="+", help=f"{_INPUT}; several go into the directory OUT")
     parent.add_argument("-o", "--output", metavar="OUT", required=True, help=output)
     parent.add_argument("--force", action="store_true", help="overwrite OUT if it is a file that exists")
     return parent
 
 
 def _converting() -> argparse.ArgumentParser:
-    output = "file to write, or the directory when FILE is several files and OUT does not end in .gguf"
+    output = (
+        "file to write, or the directory when FILE is a directory or shards, and OUT does not end in .gguf; of several "
+        "FILEs the directory, made if it is not there, for an output of the name of each"
+    )
     parent = argparse.ArgumentParser(add_help=False, parents=[_writing(output)])
     parent.add_argument(
         "--resume",
         action="store_true",
         help="continue an interrupted job at the first missing shard, and keep finished shards if it is interrupted",
     )
-    parent.add_argument("--json", action="store_true", help="print a JSON document instead of a line")
+    parent.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write nothing: check the files, names, what is in the way and the room, and say what the sizes would be",
+    )
+    parent.add_argument(
+        "--json", action="store_true", help="print a JSON document instead of a line; of several FILEs a list of them"
+    )
     return parent
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,17 @@ from ..explore import label, read_plan
 from ..io.atomic import PART, check_file, leftovers
 from ..io.checkpoint import MIN_SIZE, Checkpoint, File
 from ..io.convert import FileReport, dequantize_file, quantize_file
-from ..io.gguf import GgufValue
+from ..io.gguf import GGUF, GgufValue
+from ..io.layouts import LAYOUTS
 from ..io.recipes import RECIPES, find_recipe
+from ..io.safetensors import SAFETENSORS
 from ..text import Column, printable, table
 from .common import chosen_format, dumps, finite
+from .several import Work, convert, outputs
 
 # Of a value of the metadata: a template of a chat has thousands of characters, which --json shows.
 _LONGEST_TEXT = 400
+_GGUF_LAYOUTS = {layout.name for layout in LAYOUTS if layout.container is GGUF}
 
 
 def run_quantize(arguments: argparse.Namespace) -> None:
@@ -44,12 +48,16 @@ def run_quantize(arguments: argparse.Namespace) -> None:
         done = f"quantized to {arguments.format}"
         formats = chosen_format(arguments.format, arguments.option)
     others = [Path(path) for path in (arguments.plan, arguments.importance, arguments.tokenizer) if path is not None]
-    if others and os.path.isfile(arguments.output):
-        check_file(arguments.output, arguments.force, others)
-    with _resumable(arguments), _sweeping(arguments.output):
-        report = quantize_file(
-            arguments.file,
-            arguments.output,
+    into_gguf = arguments.recipe is not None or arguments.layout in _GGUF_LAYOUTS
+    steps = outputs(arguments.files, arguments.output, GGUF.ending if into_gguf else SAFETENSORS.ending)
+    for _, output in steps:
+        if others and os.path.isfile(output):
+            check_file(output, arguments.force, others)
+
+    def work(source: str, output: str, dry_run: bool) -> FileReport:
+        return quantize_file(
+            source,
+            output,
             formats,
             recipe=arguments.recipe,
             importance=arguments.importance,
@@ -58,33 +66,64 @@ def run_quantize(arguments: argparse.Namespace) -> None:
             keep=arguments.keep,
             layout=arguments.layout,
             weight_scale=arguments.weight_scale,
+            dry_run=dry_run,
             **_writing(arguments),
         )
-    for pattern in report.unused_keep:
-        _note(f"--keep {pattern!r} matches no tensor")
-    if report.without_importance:
-        _note(
-            f"{arguments.importance} has no importance for {len(report.without_importance)} tensors, which are "
-            f"quantized without: {', '.join(report.without_importance)}"
-        )
-    _say(report)
-    if not report.converted and not (arguments.recipe and RECIPES[find_recipe(arguments.recipe)].type in FLOAT_DTYPES):
-        _note(_why_nothing(arguments, report))
-    _close(arguments, done, report)
+
+    def say(report: FileReport) -> None:
+        for pattern in report.unused_keep:
+            _note(f"--keep {pattern!r} matches no tensor")
+        if report.without_importance:
+            _note(
+                f"{arguments.importance} has no importance for {len(report.without_importance)} tensors, which are "
+                f"quantized without: {', '.join(report.without_importance)}"
+            )
+        _say(report)
+        only_rounded = arguments.recipe and RECIPES[find_recipe(arguments.recipe)].type in FLOAT_DTYPES
+        if not report.converted and not only_rounded:
+            _note(_why_nothing(arguments, report))
+
+    _convert(arguments, steps, work, done, say)
 
 
 def run_dequantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit dequantize``."""
-    with _resumable(arguments), _sweeping(arguments.output):
-        report = dequantize_file(
-            arguments.file,
-            arguments.output,
+
+    def work(source: str, output: str, dry_run: bool) -> FileReport:
+        return dequantize_file(
+            source,
+            output,
             dtype=arguments.dtype,
             weight_scale=arguments.weight_scale,
+            dry_run=dry_run,
             **_writing(arguments),
         )
-    _say(report)
-    _close(arguments, "dequantized", report)
+
+    steps = outputs(arguments.files, arguments.output, SAFETENSORS.ending)
+    _convert(arguments, steps, work, "dequantized", _say)
+
+
+def _convert(
+    arguments: argparse.Namespace,
+    steps: Sequence[tuple[str, str]],
+    work: Work,
+    done: str,
+    say: Callable[[FileReport], None],
+) -> None:
+    """Do the work for each file, and say what was done."""
+    targets = [output for _, output in steps]
+    documents = []
+    with _resumable(arguments, targets), _sweeping(targets):
+        for (_, output), report in zip(steps, convert(arguments, steps, work), strict=True):
+            say(report)
+            if arguments.json:
+                documents.append(_document(output, report))
+            else:
+                _close(output, done, report)
+    if arguments.json:
+        print(dumps(documents if len(steps) > 1 else documents[0]))
+    if arguments.dry_run:
+        _note("nothing was written (--dry-run)")
 
 
 def _note(text: str) -> None:
@@ -119,19 +158,19 @@ def _why_nothing(arguments: argparse.Namespace, report: FileReport) -> str:
 
 
 @contextlib.contextmanager
-def _sweeping(output: str) -> Iterator[None]:
-    """Say what killed runs have left beside an output, which a run may have removed when it ends."""
-    folder = Path(os.path.abspath(output)).parent
+def _sweeping(targets: Sequence[str]) -> Iterator[None]:
+    """Say what killed runs have left beside outputs of one folder, which a run may have removed when it ends."""
+    folder = Path(os.path.abspath(targets[0])).parent
     before = leftovers(folder)
-    own = Path(os.path.abspath(output) + PART)
+    own = {Path(os.path.abspath(output) + PART) for output in targets}
     try:
         yield
     finally:
         after = leftovers(folder)
         for path, nbytes in before.items():
-            if path not in after and path != own:
+            if path not in after and path not in own:
                 _note(f"removed {path} ({nbytes / 1e6:.1f} MB), which a run that was killed had left")
-        _note_leftovers({path: nbytes for path, nbytes in after.items() if path != own})
+        _note_leftovers({path: nbytes for path, nbytes in after.items() if path not in own})
 
 
 def _note_leftovers(found: Mapping[Path, int]) -> None:
@@ -152,23 +191,26 @@ def _writing(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _resumable(arguments: argparse.Namespace) -> Iterator[None]:
+def _resumable(arguments: argparse.Namespace, targets: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        part = os.path.normpath(arguments.output) + PART
-        if arguments.resume and os.path.isdir(part):
-            _note(f"{part} keeps finished shards; repeat the command to continue")
+        for output in targets:
+            part = os.path.normpath(output) + PART
+            if arguments.resume and os.path.isdir(part):
+                _note(f"{part} keeps finished shards; repeat the command to continue")
         raise
 
 
-def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None:
+def _document(output: str, report: FileReport) -> dict[str, Any]:
+    """What was done, as JSON."""
+    numbers = {"bits_per_element": report.bits_per_element, "gb_per_second": report.gb_per_second}
+    finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+    return {"kbitcupy": __version__, "output": output, **dataclasses.asdict(report), **finite}
+
+
+def _close(output: str, done: str, report: FileReport) -> None:
     """The closing line."""
-    if arguments.json:
-        numbers = {"bits_per_element": report.bits_per_element, "gb_per_second": report.gb_per_second}
-        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
-        print(dumps({"kbitcupy": __version__, "output": arguments.output, **dataclasses.asdict(report), **finite}))
-        return
     files = "file was" if report.resumed == 1 else "files were"
     there = f" ({report.resumed} {files} there already)" if report.resumed else ""
     count = len(report.files_copied)
@@ -179,7 +221,7 @@ def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None
         lost = f"; {report.nan} NaN and {report.infinite} infinite values, which are not kept, in {names}"
     bits = f", {report.bits_per_element:.2f} bits per element" if report.elements else ""
     print(
-        f"{printable(arguments.output)}: {report.converted} tensors {done}, {report.copied} copied{there}{beside}; "
+        f"{printable(output)}: {report.converted} tensors {done}, {report.copied} copied{there}{beside}; "
         f"{report.nbytes_before / 1e6:.2f} MB before, {report.nbytes_after / 1e6:.2f} MB after{bits}, "
         f"{report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s{printable(lost)}"
     )
@@ -190,32 +232,38 @@ def _close(arguments: argparse.Namespace, done: str, report: FileReport) -> None
 
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Run ``kbit inspect``."""
-    checkpoint = Checkpoint(arguments.file)
+    documents = []
+    for number, file in enumerate(arguments.files):
+        if number and not arguments.json:
+            print()
+        documents.append(_inspect(file, arguments.json))
+    if arguments.json:
+        print(dumps(documents if len(documents) > 1 else documents[0]))
+
+
+def _inspect(name: str, as_json: bool) -> dict[str, Any] | None:
+    """Show what is in a file, or return it as JSON."""
+    checkpoint = Checkpoint(name)
     _note_leftovers(leftovers(checkpoint.paths[0].parent))
     total = checkpoint.nbytes
     rows = [row for file in checkpoint.files.values() for row in _rows(checkpoint, file, total)]
     written_by = checkpoint.written_by
     compressed = sum(row["format"] is not None for row in rows)
-    if arguments.json:
-        print(
-            dumps(
-                {
-                    "kbitcupy": __version__,
-                    "source": arguments.file,
-                    "written_by": written_by,
-                    "files": {name: file.nbytes for name, file in checkpoint.files.items()},
-                    "metadata": finite({key: _plain(value) for key, value in checkpoint.metadata.items()}),
-                    "index_metadata": finite(checkpoint.index_metadata),
-                    "nbytes": total,
-                    "tensors": [{key: value for key, value in row.items() if key != "label"} for row in rows],
-                }
-            )
-        )
-        return
+    if as_json:
+        return {
+            "kbitcupy": __version__,
+            "source": name,
+            "written_by": written_by,
+            "files": {each: file.nbytes for each, file in checkpoint.files.items()},
+            "metadata": finite({key: _plain(value) for key, value in checkpoint.metadata.items()}),
+            "index_metadata": finite(checkpoint.index_metadata),
+            "nbytes": total,
+            "tensors": [{key: value for key, value in row.items() if key != "label"} for row in rows],
+        }
     files = f" in {len(checkpoint.files)} files" if len(checkpoint.files) > 1 else ""
     writer = f", written by {written_by}" if written_by else ""
     about = f"{len(rows)} tensors{files}, {compressed} of them compressed{writer}"
-    print(printable(f"{arguments.file}: {about}, {total / 1e6:.2f} MB"))
+    print(printable(f"{name}: {about}, {total / 1e6:.2f} MB"))
     for key, value in checkpoint.metadata.items():
         text = str(value)
         more = f"... ({len(text)} characters)" if len(text) > _LONGEST_TEXT else ""
@@ -245,6 +293,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         for row in rows
     ]
     print(table(columns, cells))
+    return None
 
 
 def _plain(value: Any) -> Any:

@@ -20,14 +20,15 @@ from ..serial import read_json_file
 from .atomic import as_path, check_file, check_folder, filling, replacing
 from .container import Container, Entry, FileReader, Together, entry_of, head_of, reading
 from .gguf import GGUF, GgufReader, check_parts, part_name, part_of, parts_beside
-from .kinds import other_checkpoints
+from .kinds import HEAD, other_checkpoints
 from .layouts import LAYOUTS, WEIGHT_SCALES, Compressed, Layout, find_layout, recognise
 from .layouts.base import free_entries
+from .npy import NPY, NPZ
 from .safetensors import SAFETENSORS
 
 #: Kinds of files, in the order in which their first bytes are looked at; safetensors has none that are the same in all
 #: files, and says what a file is that nobody reads.
-CONTAINERS: list[Container] = [GGUF, SAFETENSORS]
+CONTAINERS: list[Container] = [GGUF, NPY, NPZ, SAFETENSORS]
 
 #: Name of the files of a checkpoint, before their numbers and their ending.
 STEM = "model"
@@ -85,8 +86,8 @@ class Checkpoint(Mapping[str, Any]):
     Parameters
     ----------
     path : path_like
-        A safetensors or GGUF file, a directory that holds one file, shards with their index or the parts of a GGUF
-        file, the index (``model.safetensors.index.json``), or any of those parts.
+        A safetensors, GGUF, ``.npy`` or ``.npz`` file, a directory that holds one file, shards with their index or the
+        parts of a GGUF file, the index (``model.safetensors.index.json``), or any of those parts.
     mapped : bool, default True
         Whether arrays are views of the files, see `FileReader`.
     raw : bool, default False
@@ -252,8 +253,8 @@ class Checkpoint(Mapping[str, Any]):
 
 def _open(path: Path, mapped: bool) -> FileReader:
     """A file of any kind."""
-    head = head_of(path, max(len(container.magic) for container in CONTAINERS))
-    return next(container for container in CONTAINERS if head.startswith(container.magic)).open(path, mapped)
+    head = head_of(path, HEAD)
+    return next(container for container in CONTAINERS if container.is_one(head)).open(path, mapped)
 
 
 def _open_parts(reader: FileReader, mapped: bool) -> dict[str, FileReader]:
@@ -350,14 +351,14 @@ def write_text(folder: Path, name: str, text: bytes) -> None:
 
 
 def load(path: str | os.PathLike[str], *, raw: bool = False, weight_scale: str | None = None) -> Checkpoint:
-    """Open a safetensors or GGUF file or a sharded checkpoint; its tensors are read when they are asked for.
+    """Open a file or a sharded checkpoint; its tensors are read when they are asked for.
 
     Parameters
     ----------
     path : path_like
-        A safetensors or GGUF file, a directory that holds one file, shards with their index or the parts of a GGUF
-        file, the index (``model.safetensors.index.json``), or any of those parts
-        (``model-00001-of-00003.gguf``), written by kbitcupy, bitsandbytes, llama.cpp or any other tool.
+        A safetensors, GGUF, ``.npy`` (its array has the name of the file) or ``.npz`` file, a directory that holds one
+        file, shards with their index or the parts of a GGUF file, the index (``model.safetensors.index.json``), or any
+        of those parts (``model-00001-of-00003.gguf``), written by kbitcupy, bitsandbytes, llama.cpp or any other tool.
     raw : bool, default False
         Give every stored tensor under its own name, such as the planes ``w.packed`` and ``w.absmax`` of a compressed
         ``w``: for files that are damaged, or to look at what a layout stores.
@@ -388,9 +389,9 @@ def load(path: str | os.PathLike[str], *, raw: bool = False, weight_scale: str |
     ValueError
         When `weight_scale` is none of these.
     FileError
-        When a file is missing or neither a safetensors nor a GGUF file (the message says what it is, where its first
-        bytes tell, and how to convert it), or when the stored tensors of a compressed one do not fit together. When a
-        tensor is asked for that has a dtype which NumPy cannot hold.
+        When a file is missing or of a kind that is not read (the message says what it is, where its first bytes tell,
+        and how to convert it), holds Python objects, or when the stored tensors of a compressed one do not fit
+        together. When a tensor is asked for that has a dtype which NumPy cannot hold.
 
     Examples
     --------

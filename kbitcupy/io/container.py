@@ -400,6 +400,10 @@ class Container(ABC):
     def open(self, path: str | os.PathLike[str], mapped: bool = True) -> FileReader:
         """Open a file of this kind, see `FileReader`."""
 
+    def is_one(self, head: bytes) -> bool:
+        """Whether a file that begins so is of this kind."""
+        return head.startswith(self.magic)
+
     def adopt(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """The metadata of a file of any kind, as far as this kind can hold it."""
         return dict(metadata)

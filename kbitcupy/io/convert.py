@@ -252,8 +252,9 @@ def quantize_file(
     force: bool = False,
     resume: bool = False,
     progress: bool = False,
+    dry_run: bool = False,
 ) -> FileReport:
-    """Compress the float tensors of a safetensors or GGUF file or a sharded checkpoint, one at a time.
+    """Compress the float tensors of a file or a sharded checkpoint, one at a time.
 
     Parameters
     ----------
@@ -299,6 +300,9 @@ def quantize_file(
         holds, byte for byte, what this call would write: the tensors are compressed again and compared.
     progress : bool, default False
         Show a progress bar on stderr.
+    dry_run : bool, default False
+        Only check all that can be checked before the first byte is written: the files, names, what the layout holds,
+        what is in the way, room on the disk. The report then says what the sizes would be.
 
     Returns
     -------
@@ -307,7 +311,7 @@ def quantize_file(
     Raises
     ------
     FileError
-        When `source` is neither a safetensors nor a GGUF file, `target` exists or cannot be written, two tensors would
+        When `source` is no file that `load` reads, `target` exists or cannot be written, two tensors would
         get the same name, the layout cannot hold a format, or a mapping names a tensor that is not there or cannot be
         compressed; when another process is writing `target`, or writes to `source` meanwhile.
     FormatError, DeviceError
@@ -421,6 +425,7 @@ def quantize_file(
         force=force,
         resume=resume,
         progress=progress,
+        dry_run=dry_run,
         unused_keep=unused,
         began=began,
     )
@@ -468,6 +473,7 @@ def convert_checkpoint(
     force: bool = False,
     resume: bool = False,
     progress: bool = False,
+    dry_run: bool = False,
     unused_keep: tuple[str, ...] = (),
     began: float | None = None,
 ) -> FileReport:
@@ -487,7 +493,7 @@ def convert_checkpoint(
         The name of the command.
     options : mapping
         JSON values that differ where the changes do: unfinished work is continued only with the same ones.
-    device, force, resume, progress
+    device, force, resume, progress, dry_run
         As for `quantize_file`.
     unused_keep : tuple of str
         For the report.
@@ -551,6 +557,7 @@ def convert_checkpoint(
         force=force,
         resume=resume,
         progress=progress,
+        dry_run=dry_run,
         not_finite=work.not_finite,
         unused_keep=unused_keep,
     )
@@ -733,6 +740,7 @@ def dequantize_file(
     force: bool = False,
     resume: bool = False,
     progress: bool = False,
+    dry_run: bool = False,
 ) -> FileReport:
     """Restore the tensors of what `quantize_file`, `save`, bitsandbytes or llama.cpp wrote, one at a time.
 
@@ -746,7 +754,7 @@ def dequantize_file(
         As for `load`.
     device : str, default "auto"
         Where to decompress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one.
-    force, resume, progress : bool, default False
+    force, resume, progress, dry_run : bool, default False
         As for `quantize_file`.
 
     Returns
@@ -803,6 +811,7 @@ def dequantize_file(
         force=force,
         resume=resume,
         progress=progress,
+        dry_run=dry_run,
         began=began,
     )
     return replace(report, notes=outcome.notes)
@@ -823,6 +832,7 @@ def _run(
     force: bool,
     resume: bool,
     progress: bool,
+    dry_run: bool = False,
     not_finite: _NotFinite | None = None,
     unused_keep: tuple[str, ...] = (),
 ) -> FileReport:
@@ -833,8 +843,13 @@ def _run(
     def texts() -> dict[str, bytes]:  # an index says what tensors take, which is known in the end
         return {**beside, **({} if index is None else {index: _index(checkpoint, jobs)})}
 
-    with progress_bar(label, checkpoint.nbytes, progress) as advance:
-        if resume and not (force and one_file) and _is_there(checkpoint, path, one_file):
+    with progress_bar(label, checkpoint.nbytes, progress and not dry_run) as advance:
+        is_there = resume and not (force and one_file) and _is_there(checkpoint, path, one_file)
+        if dry_run:
+            if not is_there:
+                path = check_file(target, force, checkpoint.paths) if one_file else check_folder(target)
+                check_space(path.parent, 0 if resume else _nbytes(jobs) + sum(other.nbytes for other in others))
+        elif is_there:
             _compare(checkpoint, path, jobs, one_file, texts, others, advance)
             resumed = len(jobs)
             if not one_file:

@@ -1,4 +1,4 @@
-"""Files that are neither safetensors nor GGUF, told by their first bytes, and the line of Python that converts them."""
+"""Files of kinds that are not read, told by their first bytes, and the line of Python that converts them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from pathlib import Path
 #: Bytes of a file that `what_it_is` wants to see.
 HEAD = 512
 
-_OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".npy", ".npz", ".onnx", ".h5", ".hdf5", ".keras")
+_OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".hdf5", ".keras")
+_ARRAYS = (".npy", ".npz")
 _TORCH = (
     "import torch, safetensors.torch as st; st.save_file({{k: v.contiguous().clone() for k, v in "
     "torch.load({path!r}, map_location='cpu', weights_only=True).items()}}, {target!r})"
 )
 _LINES = {
     "torch": _TORCH,
-    "npy": "import numpy as np, kbitcupy as kb; kb.io.save({target!r}, {{'x': np.load({path!r})}})",
-    "npz": "import numpy as np, kbitcupy as kb; kb.io.save({target!r}, dict(np.load({path!r})))",
     "onnx": "import onnx, kbitcupy as kb; kb.io.save({target!r}, {{t.name: onnx.numpy_helper.to_array(t) for t in "
     "onnx.load({path!r}).graph.initializer}})",
     "hdf5": "import h5py, kbitcupy as kb; d = {{}}; h5py.File({path!r}).visititems(lambda name, x: d.update({{name: "
     "x[()]}}) if isinstance(x, h5py.Dataset) else None); kb.io.save({target!r}, d)",
 }
 _MAGIC = (
-    (b"\x93NUMPY", "a NumPy array (.npy)", "npy"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "hdf5"),
     (b"\x1f\x8b", "compressed by gzip", "unpack"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", "unpack"),
@@ -77,8 +75,6 @@ def _zip(path: Path, head: bytes) -> str:
     member = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     if member.endswith((b"/data.pkl", b"/byteorder", b"/version", b"/.format_version")):
         return f"it is a checkpoint of PyTorch (torch.save); {_remedy('torch', path)}"
-    if member.endswith(b".npy"):
-        return f"it is an archive of NumPy arrays (.npz); {_remedy('npz', path)}"
     return f"it is a zip archive; {_remedy('unpack', path)}"
 
 
@@ -91,9 +87,10 @@ def _remedy(key: str, path: Path) -> str:
 
 def other_checkpoints(names: list[str]) -> str:
     """What to do about a folder without safetensors files, from the names in it; empty when nothing is known."""
+    arrays = [name for name in names if Path(name).suffix in _ARRAYS]
     found = [name for name in names if Path(name).suffix in _OTHERS]
     if not found:
-        return ""
+        return f"it holds {', '.join(arrays[:3])}: pass such a file itself" if arrays else ""
     shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
     if any(Path(name).suffix == ".bin" for name in found):
         return (

@@ -782,7 +782,7 @@ def test_bad_usage_exits_2(model, capsys, words):
         ["plan", "m", "-o", "p", "--bits", "3", "--time-limit", "0"],
         ["plan", "m", "-o", "p", "--bits", "3", "--time-limit", "soon"],
         ["plan", "m", "-o", "p", "--bits", "nan"],
-        ["inspect", "one", "two"],
+        ["inspect"],
         ["formats", "--wide"],
         ["doctor", "now"],
         ["bench", "--linear", "--w8a8"],
