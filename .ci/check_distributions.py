@@ -31,6 +31,7 @@ def main(folder):
             in_sdist,
             [f"kernels/{name}" for name in KERNELS]
             + ["kbitcupy/py.typed", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml"]
+            + ["CITATION.cff", "SECURITY.md"]
             + tests,
         )
     ]

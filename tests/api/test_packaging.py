@@ -226,3 +226,11 @@ def test_one_file_compiles_and_one_asks_for_the_library(path):
     if name not in ("backend.xp",):
         asks = r"""sys\.modules\.get\(["']cupy|["']cupy["'] (not )?in sys\.modules|find_spec\(["']cupy"""
         assert not re.search(asks, text), "ask _xp.is_cupy or _xp.namespace"
+
+
+def test_the_citation_names_this_version_and_no_person():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert found["cff-version"] == "1.2.0" and found["title"] == "kbitcupy" and found["type"] == "software"
+    assert found["version"] == kb.__version__ and found["license"] == "MIT"
+    assert found["authors"] == [{"name": "kbitcupy contributors"}] and {"message", "abstract"} <= found.keys()
