@@ -11,6 +11,7 @@ import numpy as np
 from .array import Compressed, QuantizedArray, check_lead
 from .backend import xp as _xp
 from .errors import DeviceError, FormatError
+from .formats import threads
 from .formats.base import Choice, Format, list_formats, resolve
 
 
@@ -26,6 +27,7 @@ def quantize(
     importance: Any = None,
     out: QuantizedArray | None = None,
     check_finite: bool = False,
+    workers: int | None = None,
     **options: Any,
 ) -> QuantizedArray:
     """Compress an array.
@@ -56,6 +58,10 @@ def quantize(
     check_finite : bool, default False
         Refuse NaN and infinities, for which most formats store some number (each says which). On a GPU this
         synchronises, and cannot be captured in a graph.
+    workers : int, optional
+        Threads that share the rows of a NumPy array, 1 by default; the bits are the same. One does all the work where
+        rows cannot be told apart: with a scale of the whole array, double quantization, `scale`, `zero_point` or
+        `offset`, and where an array is small for it (131072 elements each).
     **options
         The format's own options, when `format` is a name.
 
@@ -72,7 +78,7 @@ def quantize(
     FormatError
         When the format or an option is not known, or `out` does not fit.
     ValueError
-        When `check_finite` is true and `x` holds NaN or infinities.
+        When `check_finite` is true and `x` holds NaN or infinities; when `workers` is below 1, or above it on a GPU.
     DeviceError
         When `out` is on another device.
 
@@ -107,14 +113,15 @@ def quantize(
     if out is not None:
         _check_quantized_out(out, format, array)
     array = source(array, format.dtypes)
+    many = 1 if workers is None else threads.check_workers(workers, array)
     if check_finite:
         _check_finite(array, dtype)
     with _xp.on_device_of(array):
         if out is not None:
-            format.encode(array, out.planes, given, out.lead)
+            threads.encode(format, array, out.planes, given, out.lead, many)
             return out if out.dtype == dtype else QuantizedArray._wrap(format, out.planes, shape, dtype, lead=out.lead)
         planes = _xp.empty_arrays(array, *_allocation(format, shape))
-        format.encode(array, planes, given)
+        threads.encode(format, array, planes, given, 0, many)
     return QuantizedArray._wrap(format, planes, shape, dtype)
 
 

@@ -114,6 +114,16 @@ class Format(ABC):
         """
         raise FormatError(f"{self} does not quantize NumPy arrays: pass a CuPy array")
 
+    def part_numpy(self, x: np.ndarray) -> Any:
+        """What some rows of an array say of its numbers that belong to the whole array, where several threads quantize
+        rows of their own; None where those cannot be told from parts.
+        """
+        return None
+
+    def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
+        """What `encode_numpy` is to be given beside `given`, from what `part_numpy` said of all rows in order."""
+        return {}
+
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """The twin of `encode_numpy` for CuPy arrays, which gives the same bits.
 

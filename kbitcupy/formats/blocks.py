@@ -34,7 +34,7 @@ from ..backend.structs import Declared
 from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, same_device, to_device
 from ..errors import FormatError
 from .base import Format, Plane
-from .chunks import CHUNK
+from .chunks import CHUNK, converted
 from .decoders import Decoder, templates
 from .fields import MAX_FIELDS, Field as Field, block_bytes, join_blocks, split_blocks
 
@@ -220,7 +220,9 @@ class BlockFormat(Format):
             columns = given["importance"].reshape(-1, x.shape[-1])
             size = max(self.chunk // x.shape[-1], 1) * x.shape[-1]  # whole rows
         for start in range(0, flat.size, size):
-            part = flat[start : start + size].astype(np.float32, copy=False)
+            part = flat[start : start + size]
+            if part.dtype != np.float32:
+                part = converted(part, np.dtype(np.float32))
             if scale is not None:
                 with np.errstate(all="ignore"):
                     part = part * (np.float32(1) / scale)

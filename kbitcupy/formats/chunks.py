@@ -69,6 +69,15 @@ def widen(x: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out, x)
 
 
+def converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy of floats in another dtype, C-contiguous; one of float32 by `widen`."""
+    if dtype != np.float32:
+        return x.astype(dtype, order="C")
+    out = np.empty(x.shape, np.float32)
+    widen(x, out)
+    return out
+
+
 def _has_special(x: np.ndarray) -> bool:
     """Whether float16 numbers, one or more, hold an infinity or NaN: the largest of their bits, with and without."""
     return bool(x.view(np.int16).max() >= 0x7C00 or x.view(np.uint16).max() >= 0xFC00)

@@ -354,6 +354,21 @@ class Ternary(Granular):
         _encode(x, planes["scale"], blocks, self.rounding, trits[: x.size])
         pack(trits, planes["codes"])
 
+    def part_numpy(self, x: np.ndarray) -> Any:
+        blocks = blocks_of(x.shape, "tensor")
+        if self.rule == "absmax":
+            return find(x, blocks, self.rule, self.eps)
+        if self.rule == "fit" or x.size % _SUMMED:
+            return None
+        return x.size, np.concatenate([_first_sums(rows) for _, rows in _magnitudes(x, blocks)], axis=1)
+
+    def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
+        if self.rule == "absmax":
+            return {"scale": np.max(found, axis=0)}
+        total = _lane_sums(np.concatenate([sums for _, sums in found], axis=1))
+        mean = (total / sum(size for size, _ in found)).astype(np.float32)
+        return {"scale": np.maximum(mean, np.float32(self.eps))}
+
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         blocks, scale = blocks_of(x.shape, self.granularity), planes["scale"]
         if "scale" not in given:

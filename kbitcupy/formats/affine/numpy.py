@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..chunks import converted
 from ..granularity import Blocks, walk
 from .levels import DOUBLE, ENDS, SINGLE, Levels, compute_dtype, reach_of
 from .stored import Stored, stored
@@ -38,7 +39,7 @@ def bounds(zero_point: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndarr
 
 def _steps(x: np.ndarray, divisor: np.ndarray) -> np.ndarray:
     """rint(x / scale) in the dtype of `divisor`."""
-    steps = x.astype(divisor.dtype)
+    steps = converted(x, divisor.dtype)
     steps /= divisor
     return np.rint(steps, out=steps)
 
@@ -54,7 +55,7 @@ def quantize(x: np.ndarray, codes: np.ndarray, scale: Any, zero_point: Any, bloc
     dtype = compute_dtype(x.dtype)
     for (part, out), (s, z) in walk(blocks, (x, codes), (scale, zero_point)):
         if levels.floating:
-            above = part.astype(dtype)
+            above = converted(part, dtype)
             above -= z.astype(dtype)
             out[...] = _clamped(_steps(above, _divisor(s, dtype)), dtype.type(levels.qmin), dtype.type(levels.qmax))
             continue
@@ -170,7 +171,7 @@ def find(
 def _join_range(part: np.ndarray, up: np.ndarray, down: np.ndarray, levels: Levels) -> None:
     """Join the largest and the smallest number of a part to those of its blocks; NaN is none."""
     if levels.floating:
-        number = part.astype(up.dtype, order="C")
+        number = converted(part, up.dtype)
         np.fmax(up, np.fmax.reduce(number, _reduced(up), keepdims=True), out=up)
         np.fmax(down, -np.fmin.reduce(number, _reduced(up), keepdims=True), out=down)
     else:
@@ -180,7 +181,7 @@ def _join_range(part: np.ndarray, up: np.ndarray, down: np.ndarray, levels: Leve
 
 
 def _without_nan(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    number = x.astype(dtype, order="C")
+    number = converted(x, dtype)
     number[np.isnan(number)] = 0
     return number
 

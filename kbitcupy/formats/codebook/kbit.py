@@ -140,7 +140,13 @@ class KBit(Format):
         return planes
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        host.quantize_kbit(x, planes, self.bits, self.absmax, self._host_table(given, x))
+        host.quantize_kbit(x, planes, self.bits, self.absmax, self._host_table(given, x), given.get("largest"))
+
+    def part_numpy(self, x: np.ndarray) -> Any:
+        return np.float32(0) if self.absmax == "float32" else host.largest(block_absmax(x.reshape(-1), BLOCK))
+
+    def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
+        return {"largest": max(found)}
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         table, values = self._codebook(given, x)

@@ -311,15 +311,22 @@ def table_error_bound(x: Any, block: int, table: Table, planes: Mapping[str, Any
     return table.edge * wide + tables.reach(table.values) * scale_error
 
 
-def quantize_kbit(x: np.ndarray, planes: Mapping[str, Any], k: int, absmax: str, table: Codebook) -> None:
-    """Quantize to k bits, with a tensor scale."""
+def largest(absmax: np.ndarray) -> np.float32:
+    """The largest finite absmax."""
+    return absmax.max(initial=0, where=absmax < np.inf)
+
+
+def quantize_kbit(
+    x: np.ndarray, planes: Mapping[str, Any], k: int, absmax: str, table: Codebook, most: np.float32 | None
+) -> None:
+    """Quantize to k bits, with a tensor scale; `most` is the largest absmax where that is known already."""
     scale = np.float32(1)
     waiting = None
     if absmax != "float32":
         # The tensor scale needs every absmax first: each waits in a word of its block that has yet to be written.
         waiting = planes["packed"][::k].view(np.float32)
         block_absmax(x.reshape(-1), BLOCK, waiting)
-        scale = tensor_scale(waiting.max(initial=0, where=waiting < np.inf), absmax)
+        scale = tensor_scale(largest(waiting) if most is None else most, absmax)
     planes["scale"][:] = scale
     encode_blocks(x.reshape(-1), planes, k, table, absmax, scale, waiting)
     if "codebook" in planes:
