@@ -34,7 +34,7 @@ from ..backend.structs import Declared
 from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, same_device, to_device
 from ..errors import FormatError
 from .base import Format, Plane
-from .chunks import CHUNK, converted
+from .chunks import AT_ONCE, CHUNK, converted
 from .decoders import Decoder, templates
 from .fields import MAX_FIELDS, Field as Field, block_bytes, join_blocks, split_blocks
 
@@ -215,10 +215,11 @@ class BlockFormat(Format):
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         flat, columns, scale = x.reshape(-1), None, self._scale(planes)
-        size = self.chunk - self.chunk % self.block
+        chunk = max(self.chunk, CHUNK * AT_ONCE.get())
+        size = chunk - chunk % self.block
         if x.size and "importance" in given:
             columns = given["importance"].reshape(-1, x.shape[-1])
-            size = max(self.chunk // x.shape[-1], 1) * x.shape[-1]  # whole rows
+            size = max(chunk // x.shape[-1], 1) * x.shape[-1]  # whole rows
         for start in range(0, flat.size, size):
             part = flat[start : start + size]
             if part.dtype != np.float32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from ..tables import LEAST_PRODUCT, SMALLEST_NORMAL
 
 #: NumPy works on this many elements at a time: the buffers stay in the cache.
 CHUNK = 1 << 16
+#: By what that is multiplied: in threads calls have to be longer, since each ends with a wait for the interpreter.
+AT_ONCE: ContextVar[int] = ContextVar("kbitcupy_at_once", default=1)
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITE = np.uint32(0x7F800000)
@@ -34,8 +37,8 @@ class Buffers:
     """
 
     def __init__(self, size: int, block: int):
-        self.block = block
-        size = min(size + -size % block, CHUNK)
+        self.block, self.chunk = block, CHUNK * AT_ONCE.get()
+        size = min(size + -size % block, self.chunk)
         self.x = np.empty(size, np.float32)
         self.y = np.empty(size, np.float32)
         self.position = np.empty(size, np.intp)
@@ -46,8 +49,8 @@ class Buffers:
 def chunks(x: np.ndarray, buffers: Buffers) -> Iterator[tuple[int, np.ndarray]]:
     """(number of the first block, float32[blocks, block]) of a flat array, not to be written: zeros beyond its end."""
     block = buffers.block
-    for start in range(0, x.size, CHUNK):
-        part = x[start : start + CHUNK]
+    for start in range(0, x.size, buffers.chunk):
+        part = x[start : start + buffers.chunk]
         if x.dtype != np.float32 or part.size % block:
             padded = buffers.x[: part.size + -part.size % block]
             widen(part, padded[: part.size])

@@ -24,6 +24,7 @@ import numpy as np
 
 from ..backend import xp as _xp
 from ..errors import DeviceError, FormatError
+from .chunks import AT_ONCE
 
 Granularity = str | tuple[str, int]
 
@@ -255,10 +256,16 @@ def check_host_scales(array: np.ndarray, dtype: np.dtype, argument: str = "scale
 _SLAB = 1 << 15
 
 
+def slab_size() -> int:
+    """The most elements of a slab."""
+    return _SLAB * AT_ONCE.get()
+
+
 def _slabs(shape: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
-    """Cuts of three axes, each of about _SLAB elements."""
+    """Cuts of three axes, each of up to `slab_size` elements."""
     outer, blocks, inner = shape
-    steps = (max(1, _SLAB // (blocks * inner)), max(1, min(blocks, _SLAB // inner)), min(inner, _SLAB))
+    slab = slab_size()
+    steps = (max(1, slab // (blocks * inner)), max(1, min(blocks, slab // inner)), min(inner, slab))
     for a in range(0, outer, steps[0]):
         for b in range(0, blocks, steps[1]):
             for c in range(0, inner, steps[2]):

@@ -57,7 +57,16 @@ from .base import Magnitude, Plane, Trits, register
 from .chunks import CHUNK, unpack_fields, widen
 from .decoders import Decoder, decodes, dequantize, templates
 from .granular import Granular
-from .granularity import Blocks, Granularity, blocks_of, check_entries, check_host_scales, granularity_of, walk
+from .granularity import (
+    Blocks,
+    Granularity,
+    blocks_of,
+    check_entries,
+    check_host_scales,
+    granularity_of,
+    slab_size,
+    walk,
+)
 
 #: Elements whose codes lie together, and how many neighbours have the same field of their bytes.
 BLOCK, RUN = 128, 32
@@ -72,8 +81,6 @@ _NUMBERS = Constants(SUMMED=256, LANES=1024, THREADS=256)
 _SUMMED, _LANES, _THREADS = _NUMBERS.SUMMED, _NUMBERS.LANES, _NUMBERS.THREADS
 # Rows of a tree up to this length are turned.
 _SHORT = 32
-# Elements of a slab: what is computed in between stays in the cache.
-_SLAB = 1 << 15
 _SIGN = np.uint16(0x8000)
 # Trits that are packed at a time; rows of a slab that are short for a loop of their own.
 _PACKED, _FEW = 1 << 18, 256
@@ -490,7 +497,8 @@ def _encode(x: np.ndarray, scale: np.ndarray, blocks: Blocks, rounding: str, tri
     as_bits = x.dtype.itemsize == 2 and bool(x.size) and not _has_nan(x)
     if as_bits:  # numbers of one sign have the order of their bits
         x, least = x.view(np.int16), _least_bits(least, x.dtype)
-    room, flags = np.empty(_SLAB, np.float32), np.empty((2, _SLAB), np.bool_)
+    slab = min(slab_size(), x.size)
+    room, flags = np.empty(slab, np.float32), np.empty((2, slab), np.bool_)
     for (part, out), (own,) in walk(blocks, (x, trits), (least,)):
         number = part
         if part.dtype not in (_SINGLE, np.int16):
@@ -593,19 +601,20 @@ def find(x: np.ndarray, blocks: Blocks, rule: str, eps: float) -> np.ndarray:
 def _magnitudes(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The |w| of some blocks, float32[blocks, elements] that may be written to, and their numbers.
 
-    A long block comes in pieces of `_SLAB` elements. NaN is 0, an infinity the largest finite number.
+    A long block comes in pieces of `slab_size()` elements. NaN is 0, an infinity the largest finite number.
     """
-    room = np.empty(min(blocks.size, _SLAB), np.float32)
+    slab = slab_size()
+    room = np.empty(min(blocks.size, slab), np.float32)
     with np.errstate(invalid="ignore"):
         for part in blocks.parts if blocks.size else ():
             view, numbers = part.view(x), part.of_blocks(np.arange(blocks.count))
             outer, count, length = part.shape
-            step = max(1, _SLAB // length)
+            step = max(1, slab // length)
             many = max(1, step // count)  # rows of blocks at a time
             for a in range(0, outer, many):
                 for b in range(0, count, step):
-                    for c in range(0, length, _SLAB):
-                        rows = view[a : a + many, b : b + step, c : c + _SLAB]
+                    for c in range(0, length, slab):
+                        rows = view[a : a + many, b : b + step, c : c + slab]
                         own = room[: rows.size]
                         number = rows
                         if rows.dtype.itemsize == 2:
@@ -632,7 +641,7 @@ def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.n
             rows *= rows > floor[where][:, None]
             kept[where] += np.count_nonzero(rows, axis=1)
         sums = _first_sums(rows)
-        if length <= _SLAB:
+        if length <= slab_size():
             totals[where] = _lane_sums(sums)
             continue
         pieces.append(sums)

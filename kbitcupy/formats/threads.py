@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from .base import Format
+from .chunks import AT_ONCE
 
 # Elements that are worth a thread; those of a row where an array has none that are whole blocks, such as a 1-D one.
 LEAST, COLUMNS = 1 << 17, 1 << 15
+# See `chunks.AT_ONCE`: with less, threads wait for each other most of the time; with more, the cache holds too little.
+_AT_ONCE = 4
 
 
 def check_workers(workers: Any, array: Any) -> int:
@@ -51,11 +54,13 @@ def encode(
     rows, lead = x.reshape(shape), lead if shape == x.shape else 0
     step = -(-len(rows) // min(workers, len(rows)))
     cuts = [slice(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
+    context = contextvars.copy_context()
+    context.run(AT_ONCE.set, _AT_ONCE)
     with ThreadPoolExecutor(workers) as pool:
 
         def each(function: Callable[[slice], Any]) -> list[Any]:
             # np.errstate belongs to a context.
-            done = [pool.submit(contextvars.copy_context().run, function, cut) for cut in cuts]
+            done = [pool.submit(context.copy().run, function, cut) for cut in cuts]
             return [future.result() for future in done]
 
         if not lead and any(spec.scope == "tensor" for spec in format.planes(shape).values()):
