@@ -27,11 +27,14 @@ _EMBEDDINGS = ("embed", "wte", "wpe", "relative_attention_bias")
 _HEADS = ("shared", "lm_head", "embed_out", "score", "classifier", "qa_outputs", "vocab_projector")
 #: Heads that are an embedding once more, of which a file then has nothing.
 _TIED = ("lm_head",)
-_TIED_OF_BERT = ("cls.predictions.decoder", "lm_head.decoder", "vocab_projector")
+_TIED_OF_BERT = ("cls.predictions.decoder", "predictions.decoder", "lm_head.decoder", "vocab_projector")
 #: What a mixture of experts has instead of linear layers.
 _EXPERTS, _ROUTERS = "experts", ("gate", "router")
-#: Models whose layers have transposed matrices (transformers' Conv1D).
-_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+#: Models with linear layers of a class of their own (transformers' Conv1D with transposed matrices, FalconLinear).
+_OWN_LINEAR = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "falcon")
+#: Models whose code looks at weights of their layers, and the one that bitsandbytes leaves to them.
+_LOOK_AT = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
+_LOOKED_AT = "wo"
 _KEY = "quantization_config"
 
 
@@ -57,11 +60,14 @@ class Pretrained:
 def natural_layout(checkpoint: Checkpoint, choices: Mapping[str, Choice]) -> str:
     """The layout of a checkpoint for which none is asked: for a model of transformers, one that it loads by itself."""
     config = _model_of(checkpoint)
-    if config is None or checkpoint.compressed or quantization_of(config) or config.get("model_type") in _TRANSPOSED:
+    if config is None or checkpoint.compressed or quantization_of(config) or config.get("model_type") in _OWN_LINEAR:
         return "kbitcupy"
     formats = [format for name, (format, _) in choices.items() if not _part_of_experts(name)]
+    mixed = config.get("model_type") in _LOOK_AT
     found = [
-        layout.name for layout in LAYOUTS if layout.linear_only and all(layout.is_natural(each) for each in formats)
+        layout.name
+        for layout in LAYOUTS
+        if layout.linear_only and layout.loads_mixed >= mixed and all(layout.is_natural(each) for each in formats)
     ]
     return found[0] if found and len(formats) == len(choices) > 0 else "kbitcupy"
 
@@ -100,26 +106,32 @@ def for_pretrained(
             f"{checkpoint.path}: {CONFIG} says that the model is quantized by "
             f"{str(quantization_of(config)['quant_method'])[:100]!r}: restore it first with kbit dequantize"
         )
-    if config.get("model_type") in _TRANSPOSED:
-        raise FileError(
-            f"{checkpoint.path}: models of the type {config['model_type']!r} store their matrices transposed, and the "
-            f"layout {layout.name!r} has no place for such: take layout='kbitcupy' (--layout kbitcupy)"
-        )
+    kind = config.get("model_type")
+    for what, refused in (
+        (f"linear layers of {kind!r}", kind in _OWN_LINEAR),
+        (f"layers of {kind!r}", kind in _LOOK_AT and not layout.loads_mixed),
+        ("experts", any(map(_part_of_experts, choices)) and not layout.loads_mixed),
+    ):
+        if refused:
+            raise FileError(
+                f"{checkpoint.path}: transformers does not load a model with {what} from the layout {layout.name!r}: "
+                "take layout='kbitcupy' (--layout kbitcupy)"
+            )
     shapes = {name: _shape_of(checkpoint, name) for name in checkpoint}
     for name in checkpoint.compressed:
-        if not _is_swapped(name, shapes[name]):
+        if not _is_swapped(name, shapes[name], kind):
             raise FileError(
                 f"{checkpoint.path}: tensor {name!r} is compressed already, and transformers cannot load it so: "
                 "restore it first with kbit dequantize"
             )
-    left = {name: each for name, each in choices.items() if _is_swapped(name, shapes[name])}
+    left = {name: each for name, each in choices.items() if _is_swapped(name, shapes[name], kind)}
     formats = {name: (one.format, one.dtype.name) for name, one in checkpoint.compressed.items()}
     formats.update((name, (each[0], checkpoint.reader.entry(name).dtype)) for name, each in left.items())
     notes = _spared_note(choices, left)
     if not formats:
         return Pretrained(left, notes=notes)
     plain = [name for name, shape in shapes.items() if len(shape) == 2 and name not in formats and _is_weight(name)]
-    heads = (*_TIED, *(_TIED_OF_BERT if "bert" in str(config.get("model_type")) else ()))
+    heads = (*_TIED, *(_TIED_OF_BERT if "bert" in str(kind) else ()))
     prefixes = {name.partition(".")[0] for name in formats}
     prefix = f"{prefixes.pop()}." if len(prefixes) == 1 else ""
     # A base model, which AutoModel makes, has the names of its layers without the first part.
@@ -189,14 +201,16 @@ def _part_of_experts(name: str) -> bool:
     return _EXPERTS in name.split(".")
 
 
-def _is_swapped(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether transformers swaps the layer of this tensor."""
+def _is_swapped(name: str, shape: tuple[int, ...], kind: Any) -> bool:
+    """Whether transformers swaps the layer of this tensor in a model of this kind."""
+    last = _module(name).split(".")[-1]
     return (
         _is_weight(name)
         and len(shape) == 2
         and not _is_looked_up(name)
         and not _part_of_experts(name)
-        and _module(name).split(".")[-1] not in _ROUTERS
+        and last not in _ROUTERS
+        and not (kind in _LOOK_AT and last == _LOOKED_AT)
     )
 
 

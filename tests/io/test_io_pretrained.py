@@ -209,7 +209,7 @@ def test_a_file_alone_spares_the_same_unless_a_plan_names_it(source, tmp_path):
 def test_models_that_cannot_be_loaded_so_are_refused_or_keep_the_own_layout(source, tmp_path):
     about = {"quant_method": "fp8"}
     for name, config, message in (
-        ("transposed", {"model_type": "gpt2"}, "models of the type 'gpt2' store their matrices transposed"),
+        ("transposed", {"model_type": "gpt2"}, "does not load a model with linear layers of 'gpt2'"),
         ("twice", {"quantization_config": about}, "says that the model is quantized by 'fp8'"),
     ):
         (tmp_path / name).mkdir()
@@ -230,6 +230,20 @@ def test_models_that_cannot_be_loaded_so_are_refused_or_keep_the_own_layout(sour
     assert "kbitcupy" in (kb.io.load(tmp_path / "plain out").written_by or "")
 
 
+def test_t5_keeps_the_layer_that_its_code_looks_at(tmp_path):
+    rng = np.random.default_rng(0)
+    names = [f"encoder.block.0.layer.{i}.{n}.weight" for i, n in ((0, "SelfAttention.q"), (1, "DenseReluDense.wo"))]
+    tensors = {name: rng.standard_normal((32, 64)) for name in [*names, "shared.weight"]}
+    kb.io.save(tmp_path / "hf", tensors, max_shard_size=10**9)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    kb.io.quantize_file(tmp_path / "hf", tmp_path / "out", "nf4", device="cpu")
+    assert set(kb.io.load(tmp_path / "out").compressed) == {names[0]}
+    kb.io.quantize_file(tmp_path / "hf", tmp_path / "own", "int8", device="cpu")
+    assert set(kb.io.load(tmp_path / "own").compressed) == set(tensors)
+    with pytest.raises(FileError, match="does not load a model with layers of 't5'"):
+        kb.io.quantize_file(tmp_path / "hf", tmp_path / "no", "int8", layout="compressed-tensors", device="cpu")
+
+
 def test_experts_stay_as_they_are(tmp_path):
     rng = np.random.default_rng(0)
     at = "model.layers.0"
@@ -240,6 +254,8 @@ def test_experts_stay_as_they_are(tmp_path):
     assert set(kb.io.load(tmp_path / "own").compressed) == set(names)
     kb.io.quantize_file(tmp_path / "hf", tmp_path / "theirs", "nf4", layout="bitsandbytes", device="cpu")
     assert set(kb.io.load(tmp_path / "theirs").compressed) == {names[-1]}
+    with pytest.raises(FileError, match="does not load a model with experts from the layout 'compressed-tensors'"):
+        kb.io.quantize_file(tmp_path / "hf", tmp_path / "no", "int8", layout="compressed-tensors", device="cpu")
     skipped = config_of(tmp_path / "theirs")["quantization_config"]["llm_int8_skip_modules"]
     assert set(skipped) == {
         "lm_head",

@@ -71,12 +71,16 @@ class Layout(ABC):
         Whether transformers loads a folder of it, with the linear layers compressed and nothing else.
     loads : str
         The formats that transformers loads of it, for messages.
+    loads_mixed : bool
+        Whether it also loads models of which some linear layers are not compressed because their code wants weights:
+        mixtures of experts, and T5.
     """
 
     name: ClassVar[str]
     container: ClassVar[Container]
     linear_only: ClassVar[bool] = False
     loads: ClassVar[str] = ""
+    loads_mixed: ClassVar[bool] = False
 
     @abstractmethod
     def recognise(self, reader: Reader) -> dict[str, Compressed]:

@@ -138,6 +138,7 @@ class BitsandbytesLayout(Layout):
     container: ClassVar[Container] = SAFETENSORS
     linear_only: ClassVar[bool] = True
     loads: ClassVar[str] = "nf4 and fp4"
+    loads_mixed: ClassVar[bool] = True
 
     def recognise(self, reader: Reader) -> dict[str, Compressed]:
         found: dict[str, Compressed] = {}
