@@ -31,7 +31,7 @@ from .sources import Source, counted, described, sources
 
 # Where nobody has named formats: tensors that are looked at for what else is worth measuring, and seconds after which
 # tensors are measured on samples of them.
-_LOOKED_AT, _SECONDS = 16, 60.0
+_LOOKED_AT, _SECONDS = 8, 60.0
 # Bits per element for which the conclusion names a format.
 _BUDGETS = (2.6, 3.6, 4.6, 5.6, 6.6, 8.6)
 # The last column of formats that nobody has named.

@@ -247,12 +247,14 @@ def _chart(lines: Sequence[Line], ranked_by: str) -> str:
         marks.append(f"<circle cx={x} cy={y} r=5{' class=best' * line.not_beaten}><title>{about}</title></circle>")
     middle = (left + width) // 2
     return (
+        "<div class=scroll>"
         f'<svg class=chart viewBox="0 0 {width} {height}" role=img aria-label="decibels against bits">'
         f'<g class=grid>{"".join(grid)}</g><path class=bound d="M{x0} {y0}L{x1} {y1}"/>'
         f'<polyline points="{front}"/>{"".join(marks)}'
         f"<text x={middle} y={height - 6} text-anchor=middle>bits per element</text>"
         f'<text x=14 y={height // 2} text-anchor=middle transform="rotate(-90 14 {height // 2})">{ranked_by}</text>'
-        "</svg><p class=about>Filled: not beaten by a smaller one. Dashed: 6.02 dB per bit, the bound for independent "
+        "</svg></div>"
+        "<p class=about>Filled: not beaten by a smaller one. Dashed: 6.02 dB per bit, the bound for independent "
         "normal numbers. A dot says its name under the pointer; the table has them all.</p>"
     )
 
@@ -287,14 +289,14 @@ button:focus-visible{outline:2px solid #0072b2;outline-offset:-2px}
 th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
 .best th:first-child{font-weight:600}.heat thead button{white-space:normal;min-width:5em;max-width:13em;font-size:11px}
 .heat td{border:0;text-align:center}
-.chart{width:100%;max-width:720px;height:auto;font-size:12px;display:block}
+.scroll{overflow-x:auto}.chart{width:100%;min-width:540px;max-width:720px;height:auto;font-size:12px;display:block}
 .chart text{fill:#444}.grid path{stroke:#e4e4e4;fill:none}.bound{stroke:#6e6e6e;stroke-dasharray:5 4;fill:none}
 polyline{fill:none;stroke:#0072b2;stroke-width:1.5}circle{fill:#fff;stroke:#d55e00;stroke-width:1.5}
 circle.best{fill:#0072b2;stroke:#0072b2}
 .small{display:grid;grid-template-columns:repeat(auto-fill,minmax(200px,1fr));gap:12px}
 figure{margin:0;min-width:0}figure svg{width:100%;height:64px;display:block;border-bottom:1px solid #999}
 figure path{fill:#0072b2}figcaption{font-size:12px;overflow-wrap:anywhere}
-@media(max-width:700px){th:first-child{white-space:normal;overflow-wrap:anywhere;min-width:9.5em;font-size:12px}
+@media(max-width:700px){th:first-child{white-space:normal;overflow-wrap:anywhere;min-width:11.5em;font-size:12px}
 .small{grid-template-columns:1fr 1fr}}
 """
 

@@ -233,7 +233,11 @@ class _Search:
             _check_finite(trial.found)
         if not found:  # each of them refuses the array, and the first one says why
             self._measure(offered[0])
-        return found
+        # Numbers may be beyond what a format has scales for.
+        kept = [trial for trial in found if math.isfinite(trial.found.sums.noise)]
+        if not kept:
+            raise FormatError("x has numbers that none of the formats can hold: scale it, or offer others")
+        return kept
 
     def _measure(self, candidate: Candidate) -> Measurement:
         found = candidate.measured(self.x, "x")
@@ -255,7 +259,7 @@ def _misses(found: Measurement, aim: str, value: float) -> float:
 
 
 def _check_finite(found: Measurement) -> None:
-    if not math.isfinite(found.sums.noise):
+    if not math.isfinite(found.sums.signal):
         raise FormatError(
             f"x holds {found.nan} NaN and {found.infinite} infinite elements, or its squares are: no error can be "
             "measured there; replace them, or scale the array"

@@ -320,7 +320,9 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 
 def _check_choices(choices: Mapping[str, list[dict[str, Any]]]) -> None:
     for name, options in choices.items():
-        if not all(math.isfinite(row["squared_error"]) for row in options):
+        # Numbers may be beyond what a format has scales for: it is no choice then.
+        options[:] = [row for row in options if math.isfinite(row["squared_error"]) or not math.isfinite(row["signal"])]
+        if not options or not all(math.isfinite(row["squared_error"]) for row in options):
             raise FormatError(f"tensor {name!r} has an error that is not finite (NaN or infinity in it); leave it out")
         for row in options:
             given = [each for each in row.get("given", ()) if each not in row.get("fitted", {})]

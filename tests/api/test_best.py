@@ -149,6 +149,17 @@ def test_bad_calls(x, given, error, message):
         explore.best(x, **given)
 
 
+@pytest.mark.parametrize("factor", [1e-40, 1e-20, 1e20, 1e30])
+def test_numbers_may_be_large_or_small(factor):
+    """Formats that have no scales for them are left out."""
+    x = (VELOCITY * np.float64(factor)).astype(np.float32)
+    found = explore.best(x, bits=5.3)
+    assert found.row["sqnr_db"] > 20 and np.isfinite(found.quantize(x).dequantize()).all()
+    assert explore.best(x, sqnr_db=20).row["sqnr_db"] >= 20
+    formats = ["int4:block=32,zero=float,scale_dtype=float16", "int4:block=32,zero=float"]
+    assert explore.plan({"x": x}, 7, formats=formats).loss < 0.02
+
+
 def test_a_nan_that_no_sample_has_is_found():
     x = draw("normal", (512, 512)).copy()
     x[1, 1] = np.nan
