@@ -7,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 from inputs import ABSMAX, BFLOAT16, CODEBOOKS, DTYPES, KINDS, SIZES, codebook, make, same_values
 
 import kbitcupy as kb
+from kbitcupy.formats.chunks import block_absmax
 from kbitcupy.formats.codebook import numpy as numpy_side
 from kbitcupy.tables import standard_codebook
 
@@ -284,3 +285,12 @@ def test_a_hundred_million_elements_keep_the_bound():
             x = rng.standard_normal(12_500_000, np.float32)
             violations += kb.metrics.error_bound(x, kb.quantize(x, f"kbit{k}")).violations
     assert violations == 0
+
+
+@pytest.mark.parametrize("block", [32, 64, 4096])
+@pytest.mark.parametrize("size", [0, 1, 31, 4096, 3 * 4096 + 5, 3 * 65536 + 17])
+def test_float16_has_the_absmax_of_its_float32(block, size):
+    """It is found among the bits of float16; every one of them occurs."""
+    every = np.resize(np.arange(1 << 16, dtype=np.uint16).view(np.float16), size)
+    for x in (every, np.random.default_rng(size).permutation(every), np.minimum(every, np.float16(1))):
+        assert block_absmax(x, block).tobytes() == block_absmax(x.astype(np.float32), block).tobytes()
