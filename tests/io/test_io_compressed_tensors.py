@@ -179,6 +179,28 @@ def test_scales_of_another_dtype_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        "int4:block=32,scale_dtype=bfloat16",
+        "int8:block=32,scale_dtype=float16",
+        "uint4:block=32,zero=int,scale_dtype=float16,zero_dtype=uint8",
+        "int8:block=32,zero=int,zero_dtype=int8",
+    ],
+)
+def test_planes_of_other_dtypes_are_stored_alike(tmp_path, format, dtype):
+    x = make("normal", 16 * 64, np.dtype("float32")).reshape(16, 64).astype(BFLOAT16 if dtype == "bfloat16" else dtype)
+    kb.io.save(tmp_path / "a", {"a.weight": x})
+    kb.io.quantize_file(tmp_path / "a", tmp_path / "b", format, layout="compressed-tensors", device="cpu")
+    kb.io.save(tmp_path / "own", kb.io.load(tmp_path / "b"))
+    found = kb.io.load(tmp_path / "own")["a.weight"]
+    most = 0.7 * found.planes["scale"].max() + (2.0**-6 if dtype == "bfloat16" else 0)  # which rounds what comes back
+    assert found.dtype == x.dtype and np.abs(found.dequantize().astype("f4") - x.astype("f4")).max() <= most
+    with pytest.raises(FileError, match="with an integer for a zero point or none"):
+        kb.io.save(tmp_path / "c", {"a.weight": kb.quantize(x, "int4:zero=float")}, layout="compressed-tensors")
+
+
 def test_a_file_is_compressed_into_the_layout_and_out_of_it(tmp_path):
     x = make("normal", 64 * 128, np.dtype("float32")).reshape(64, 128).astype(BFLOAT16)
     kb.io.save(tmp_path / "a", {"up.weight": x, "embed.weight": x, "norm": x[0]})
