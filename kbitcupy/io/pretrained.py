@@ -36,6 +36,8 @@ _OWN_LINEAR = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "falcon
 _LOOK_AT = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
 _LOOKED_AT = "wo"
 _KEY = "quantization_config"
+#: Where a folder that only kbitcupy reads keeps what its configuration said before.
+_BEFORE = "before"
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,11 @@ def for_pretrained(
     if config is None:
         left = {name: each for name, each in choices.items() if planned or not _is_looked_up(name)}
         return Pretrained(left, notes=_spared_note(choices, left))
-    if quantization_of(config).get("quant_method") is not None:
+    method = _before_us(config).get("quant_method")
+    if method is not None:
         raise FileError(
-            f"{checkpoint.path}: {CONFIG} says that the model is quantized by "
-            f"{str(quantization_of(config)['quant_method'])[:100]!r}: restore it first with kbit dequantize"
+            f"{checkpoint.path}: {CONFIG} says that the model is quantized by {str(method)[:100]!r}: restore it first "
+            "with kbit dequantize"
         )
     kind = config.get("model_type")
     for what, refused in (
@@ -145,9 +148,12 @@ def restored_config(checkpoint: Checkpoint) -> dict[str, bytes]:
     """``config.json`` of a folder that was compressed, without what it says of that; nothing where it says nothing."""
     config = _model_of(checkpoint)
     known = {None, "bitnet", *(layout.name for layout in LAYOUTS)}
-    if config is None or _KEY not in config or quantization_of(config).get("quant_method") not in known:
+    if config is None or _KEY not in config:
         return {}
-    return {CONFIG: _text({key: value for key, value in config.items() if key != _KEY})}
+    before = _before_us(config)
+    if before.get("quant_method") in known:
+        return {CONFIG: _text({key: value for key, value in config.items() if key != _KEY})}
+    return {} if before is quantization_of(config) else {CONFIG: _text({**config, _KEY: before})}
 
 
 def _beside_own(
@@ -156,12 +162,21 @@ def _beside_own(
     """A folder that only kbitcupy reads: transformers would fill the layers that it misses with random numbers, but
     refuses a folder whose `quantization_config` does not name a method.
     """
-    about = layout.quantization_config({}, (), "")
-    if not about or _KEY in config or not (choices or checkpoint.compressed):
+    about, before = layout.quantization_config({}, (), ""), quantization_of(config)
+    if not about or not (choices or (checkpoint.compressed and not before)):
         return Pretrained(choices)
+    if before:
+        about = dict(before) if before.get("quant_method") is None else {**about, _BEFORE: before}
     others = " and ".join(f"{layout.loads} (--layout {layout.name})" for layout in LAYOUTS if layout.linear_only)
     note = f"kbitcupy alone reads this folder, and {CONFIG} says so; transformers loads {others}"
     return Pretrained(choices, {CONFIG: _text({**config, _KEY: about})}, (note,))
+
+
+def _before_us(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration says of weights that another program has compressed."""
+    about = quantization_of(config)
+    before = about.get(_BEFORE)
+    return before if about.get("quant_method") is None and isinstance(before, dict) else about
 
 
 def _model_of(checkpoint: Checkpoint) -> dict[str, Any] | None:

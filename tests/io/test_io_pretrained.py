@@ -193,6 +193,17 @@ def test_the_own_layout_says_that_transformers_cannot_load_it(source, tmp_path, 
     assert config_of(tmp_path / "theirs")["quantization_config"]["quant_method"] == "bitsandbytes"
 
 
+def test_what_is_compressed_twice_is_refused_by_transformers_and_restored_at_once(source, tmp_path):
+    kb.io.quantize_file(source, tmp_path / "theirs", "nf4", device="cpu")
+    copy = kb.io.quantize_file(tmp_path / "theirs", tmp_path / "copy", "kbit4", keep="*", device="cpu")
+    assert copy.converted == 0 and config_of(tmp_path / "copy") == config_of(tmp_path / "theirs")
+    kb.io.quantize_file(tmp_path / "theirs", tmp_path / "both", "kbit4", device="cpu")  # the embedding and the head
+    about = config_of(tmp_path / "both")["quantization_config"]
+    assert "quant_method" not in about and about["before"]["quant_method"] == "bitsandbytes"
+    kb.io.dequantize_file(tmp_path / "both", tmp_path / "back", device="cpu")
+    assert config_of(tmp_path / "back") == config_of(source) and not kb.io.load(tmp_path / "back").compressed
+
+
 def test_a_file_alone_spares_the_same_unless_a_plan_names_it(source, tmp_path):
     one = tmp_path / "one.safetensors"
     kb.io.save(one, kb.io.load(source))
@@ -222,7 +233,9 @@ def test_models_that_cannot_be_loaded_so_are_refused_or_keep_the_own_layout(sour
         assert not (tmp_path / "out").exists()
         kb.io.quantize_file(tmp_path / name, tmp_path / f"own {name}", "nf4", device="cpu")
         assert len(kb.io.load(tmp_path / f"own {name}").compressed) == len(LINEAR) + 2
-    assert config_of(tmp_path / "own twice")["quantization_config"] == about
+    assert config_of(tmp_path / "own twice")["quantization_config"]["before"] == about
+    kb.io.dequantize_file(tmp_path / "own twice", tmp_path / "back", device="cpu")
+    assert config_of(tmp_path / "back")["quantization_config"] == about
     # Whoever has other tensors than a model's finds no configuration, and nothing is added.
     kb.io.save(tmp_path / "plain", {"a.weight": np.eye(64)}, max_shard_size=10**9)
     kb.io.quantize_file(tmp_path / "plain", tmp_path / "plain out", "nf4", device="cpu")
