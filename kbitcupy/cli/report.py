@@ -14,14 +14,13 @@ from .._version import __version__
 from ..backend import xp as _xp
 from ..explore import DB_PER_BIT, Measurement
 from ..explore.candidates import sample
+from ..explore.plots import COLOURED
 from ..text import printable
 
 # Bars of a histogram, and how far it reaches on either side of the mean, in standard deviations.
 _BARS, _REACH = 64, 4.0
 # Tensors that get a histogram: a page of more would be slow to look at.
 _MOST_HISTOGRAMS = 400
-# Quantiles of what is shown in colours between which the colours change.
-_COLOURED = (0.01, 0.97)
 # The colours of cividis, which colour-blind readers tell apart, dark to bright.
 _SCALE = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
 
@@ -192,7 +191,7 @@ def _formats(lines: Sequence[Line], ranked_by: str) -> str:
 def _heat_map(lines: Sequence[Line]) -> str:
     finite = [row.sums.sqnr_db for line in lines for row in line.rows if math.isfinite(row.sums.sqnr_db)]
     # A tensor that is nearly exact would leave one colour for all others.
-    low, high = np.quantile(finite, _COLOURED).tolist() if finite else (0.0, 1.0)
+    low, high = np.quantile(finite, COLOURED).tolist() if finite else (0.0, 1.0)
     titles = [f"{_breaking(_text(line.title))}<br>{line.total.bits_per_element:.2f}" for line in lines]
     rows = []
     for i, first in enumerate(lines[0].rows):

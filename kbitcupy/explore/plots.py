@@ -27,6 +27,8 @@ DB_PER_BIT = 20 * math.log10(2)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^v+x*<>"
 _GREY = "#6E6E6E"
+#: Quantiles of the numbers of a heat map between which its colours change.
+COLOURED = (0.01, 0.97)
 # Characters of a tensor's name beside a heat map.
 _NAME = 44
 
@@ -257,8 +259,14 @@ def plot_layers(rows: Sequence[Mapping[str, Any]], *, plan: Plan | None = None, 
         cell = tensors.index(row["tensor"]), labels.index(row["label"])
         values[cell], measured[cell] = row["sqnr_db"], True
     ax = _axes(ax, _heat_map_size(rows))
-    image = ax.imshow(np.where(np.isfinite(values), values, np.nan), cmap="cividis", aspect="auto")
-    ax.figure.colorbar(image, ax=ax, label="SQNR in dB", pad=0.02)
+    finite = values[np.isfinite(values)]
+    # A tensor that is nearly exact would leave one colour for all others.
+    low, high = np.quantile(finite, COLOURED) if finite.size else (0.0, 1.0)
+    cells = np.where(np.isfinite(values), values, np.nan)
+    image = ax.imshow(cells, cmap="cividis", aspect="auto", vmin=low, vmax=max(high, low + 1e-6))
+    beyond = (finite < low).any(), (finite > high).any()
+    extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(beyond, "neither")
+    ax.figure.colorbar(image, ax=ax, label="SQNR in dB", pad=0.02, extend=extend)
     ax.set_yticks(range(len(tensors)), [shortened(name, _NAME) for name in tensors], fontsize="small")
     turned = {"rotation": 90, "ha": "center", "va": "bottom"} if _turned(columns) else {}
     ax.set_xticks(range(len(labels)), columns.values(), fontsize="small", **turned)

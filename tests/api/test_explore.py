@@ -441,6 +441,13 @@ def test_plot_layers(pyplot):
     assert framed == [(i, str(format)) for i, format in enumerate(plan.formats.values())]
 
 
+def test_one_tensor_that_is_nearly_exact_leaves_colours_for_the_others(pyplot):
+    rows = explore.sweep({**arrays(40), "even": np.tile(np.float32([1, -1]), (64, 48))}, ["kbit2", "int8:block=32"])
+    assert max(row["sqnr_db"] for row in rows) > 100
+    image = explore.plot_layers(rows).get_images()[0]
+    assert image.norm.vmin < 10 and 40 < image.norm.vmax < 60 and image.colorbar.extend in ("max", "both")
+
+
 OPTIONS = ["kbit2", "kbit4", "nf4:block=32,double_quant=true", "int4:block=32,zero=int", "kbit4:absmax=float32"]
 
 
