@@ -15,6 +15,7 @@
 // Arguments that all share:
 //     scale, scale_value       C[count] (C: float32, float64 beside float64 arrays), or null: scale_value for all
 //     zero_point, zero_value   int32[count], or null: zero_value for all
+// FLOATING: blocks have offsets, and these are float32 or the bits of one.
 #include "affine.cuh"
 
 // Thread blocks that a multiprocessor must have registers for.
@@ -25,13 +26,14 @@ constexpr int RESIDENT = (LAYOUT == RUNS ? RUNS_MOST : COLUMNS_MOST) / (sizeof(T
 //
 // scale_out, zero_point_out  float32[count] and int32[count], which receive what is used; either may be null
 // every, share               thread blocks of which one writes them for all, and how many of them that is
-template <typename T, int BITS, int LAYOUT, int SIZE, int DEPTH, int UNITS>
-__global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, UNITS == 1 && sizeof(T) == 2 ? 16 : 12, 8>)
+template <typename T, int BITS, int LAYOUT, int SIZE, int DEPTH, int UNITS, bool FLOATING = false>
+__global__ void __launch_bounds__(
+    EACH_THREADS, RESIDENT<T, LAYOUT, UNITS == 1 && sizeof(T) == 2 && !FLOATING ? 16 : 12, 8>)
     quantize_affine(
         const T* x, unsigned char* codes, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
         const int* zero_point, int zero_value, const __grid_constant__ Geometry g, float* scale_out,
         int* zero_point_out, unsigned every, unsigned share) {
-    const Quantize<T, BITS, SIZE> op{
+    const Quantize<T, BITS, SIZE, FLOATING> op{
         {{scale, zero_point, scale_value, zero_value}, g, is_aligned(x) && is_aligned(codes)}, x, codes};
     for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
     if (!scale_out || blockIdx.x % every != 0) return;
@@ -48,9 +50,9 @@ __global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, UNITS == 1 &
 // How many elements ahead of a read its line is prefetched to the L2 cache, for other thread blocks.
 constexpr long long PREFETCH_ELEMENTS = 1 << 21;
 
-template <typename T, int BITS, int SIZE_>
-struct Dequantize : Operation<Dequantize<T, BITS, SIZE_>, T, false> {
-    using Base = Operation<Dequantize, T, false>;
+template <typename T, int BITS, int SIZE_, bool FLOATING = false>
+struct Dequantize : Operation<Dequantize<T, BITS, SIZE_, FLOATING>, T, false, FLOATING> {
+    using Base = Operation<Dequantize, T, false, FLOATING>;
     using C = typename Base::C;
     using Base::g;
     static constexpr int SIZE = SIZE_;
@@ -74,8 +76,12 @@ struct Dequantize : Operation<Dequantize<T, BITS, SIZE_>, T, false> {
         C v[SIZE];
 #pragma unroll
         for (int j = 0; j < SIZE; ++j) {
-            const float bias = __fadd_rn(offset, float(scales.z(j)));
-            v[j] = multiply_ieee(scales.s(j), C(__fsub_rn(biased[j], bias)));
+            if constexpr (FLOATING) {
+                v[j] = beside_offset(__fsub_rn(biased[j], offset), scales.s(j), scales.z(j));
+            } else {
+                const float bias = __fadd_rn(offset, float(scales.z(j)));
+                v[j] = multiply_ieee(scales.s(j), C(__fsub_rn(biased[j], bias)));
+            }
         }
         Unit<T, SIZE> unit;
         unit.pack(v);
@@ -83,18 +89,19 @@ struct Dequantize : Operation<Dequantize<T, BITS, SIZE_>, T, false> {
         return true;
     }
 
-    __device__ __forceinline__ void one(const ElementIterator<C>& at) const {
-        const C code = C(Codes<BITS>::at(codes, at.element, g.qmin < 0));
-        y[at.element] = stored<T>(multiply_ieee(at.scale, code - at.zero));
+    __device__ __forceinline__ void one(const ElementIterator<C, FLOATING>& at) const {
+        const int code = Codes<BITS>::at(codes, at.element, g.qmin < 0);
+        if constexpr (FLOATING) y[at.element] = stored<T>(beside_offset(float(code), at.scale, at.zero));
+        else y[at.element] = stored<T>(multiply_ieee(at.scale, C(code) - at.zero));
     }
 };
 
 // codes  as above      y  T[n]
-template <typename T, int BITS, int LAYOUT, int SIZE, int DEPTH, int UNITS>
+template <typename T, int BITS, int LAYOUT, int SIZE, int DEPTH, int UNITS, bool FLOATING = false>
 __global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 8>) dequantize_affine(
     const unsigned char* codes, T* y, const typename Compute<T>::Type* scale, typename Compute<T>::Type scale_value,
     const int* zero_point, int zero_value, const __grid_constant__ Geometry g) {
-    const Dequantize<T, BITS, SIZE> op{
+    const Dequantize<T, BITS, SIZE, FLOATING> op{
         {{scale, zero_point, scale_value, zero_value}, g, is_aligned(codes) && is_aligned(y)}, codes, y};
     for_each_unit<LAYOUT, DEPTH, UNITS>(op, g);
 }
@@ -142,7 +149,7 @@ struct FakeQuantize : Operation<FakeQuantize<T, SIZE_>, T, true> {
         return multiply_ieee(s, clamped(steps_of(v, s), C(g.qmin) - z, C(g.qmax) - z) + C(0));
     }
 
-    __device__ __forceinline__ void one(const ElementIterator<C>& at) const {
+    __device__ __forceinline__ void one(const ElementIterator<C, false, true>& at) const {
         y[at.element] = stored<T>(once(to_float(x[at.element]), at.scale, at.zero));
     }
 };
@@ -234,7 +241,7 @@ struct Backward : Operation<Backward<T, DIVIDE, SIZE_>, T, true> {
     }
     __device__ __forceinline__ C over(C v, C s) const { return magnitude_bits(s) != 0 ? divide_ieee(v, s) : C(0); }
 
-    __device__ __forceinline__ void one(const ElementIterator<C>& at) const {
+    __device__ __forceinline__ void one(const ElementIterator<C, false, true>& at) const {
         const bool inside = !x || within(to_float(x[at.element]), at.scale, at.zero);
         T value = dy[at.element];
         if (DIVIDE) value = stored<T>(over(to_float(value), at.scale));
@@ -303,12 +310,31 @@ __global__ void __launch_bounds__(EACH_THREADS, RESIDENT<T, LAYOUT, 8, 8>) dequa
 
 // ---- scales of another precision -------------------------------------------------------------------------------
 
-// given, scale  [n], one float32 and the other float64. CuPy's own cast flushes the subnormal numbers of float32.
+// given, scale  [n], one of them float32 and the other float64 or of 16 bits, in which each number is the nearest and
+//               none is infinite. CuPy's own cast flushes the subnormal numbers of float32.
 template <typename From, typename To>
 __global__ void convert_scales_affine(const From* given, To* scale, long long n) {
+    constexpr int FROM = SameType<From, __half>::VALUE ? IN_HALF : IN_BFLOAT16;
+    constexpr int TO = SameType<To, __half>::VALUE ? IN_HALF : IN_BFLOAT16;
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
         if constexpr (sizeof(To) == 8) scale[i] = widen(given[i]);
+        else if constexpr (sizeof(From) == 2)
+            scale[i] = number_of_code(reinterpret_cast<const unsigned short*>(given)[i], FROM);
+        else if constexpr (sizeof(To) == 2)
+            reinterpret_cast<unsigned short*>(scale)[i] = static_cast<unsigned short>(code_of(given[i], TO));
         else scale[i] = narrow(given[i], To(0));
+    }
+}
+
+// given, rounded  C[n]: numbers, and as which they are stored in 16 bits
+// positive        whether those above 0 stay above 0
+template <typename C>
+__global__ void round_scales_affine(const C* given, C* rounded, long long n, int storage, int positive) {
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        const unsigned code = code_of(given[i], storage);
+        const bool lost = positive && code == 0 && all_bits(given[i]) != 0;
+        rounded[i] = number_of_code(lost ? 1u : code, storage);
     }
 }

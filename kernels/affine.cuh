@@ -3,6 +3,8 @@
 //     codes       int8 or uint8 [n], or two 4-bit codes a byte [ceil(n / 2)], the first in the low nibble
 //     scale       float32, beside float64 arrays float64, one for each block
 //     zero_point  int32, one for each block
+//     offset      float32, in place of zero_point where a kernel's FLOATING says so: where a zero point is an int, an
+//                 offset is the bits of a float
 //
 // A thread works on units of 4 to 16 consecutive elements, which nearly always share one scale. What is not in order (a
 // block that ends inside a unit, the end of the array, a scale or an element that the short division is not exact for)
@@ -11,6 +13,7 @@
 // Unlike the k-bit kernels these keep subnormal numbers, so where one may occur the arithmetic is inline PTX, which
 // -ftz=true does not reach.
 #pragma once
+#include "common/ieee.cuh"
 #include "common/tiles.cuh"
 
 // Of the host (kbitcupy/formats/affine/cuda.py), ahead of this source: UNIT, elements of a unit unless it says
@@ -81,6 +84,22 @@ __device__ __forceinline__ double usable(double s) {
     return __double_as_longlong(s) - 1ull < 0x7fefffffffffffffull ? s : 0.0;
 }
 
+// The same of scales beside offsets that codes are multiplied by: any finite number.
+__device__ __forceinline__ float finite_or_0(float s) { return ieee::finite(s); }
+__device__ __forceinline__ double finite_or_0(double s) { return magnitude_bits(s) <= largest_finite(0.0) ? s : 0.0; }
+
+// x - offset, which is not flushed.
+__device__ __forceinline__ float above(float x, float offset) { return ieee::subtract(x, offset); }
+__device__ __forceinline__ double above(double x, double offset) { return x - offset; }
+
+// code * s + offset in float32.
+__device__ __forceinline__ float beside_offset(float code, float s, float offset) {
+    return ieee::add(multiply_ieee(s, code), offset);
+}
+__device__ __forceinline__ double beside_offset(float code, double s, double offset) {
+    return widen(beside_offset(code, narrow(s, 0.0f), narrow(offset, 0.0f)));
+}
+
 // rint(x / s), not clamped, by the contract; NaN stays. s is usable.
 template <typename C>
 __device__ __forceinline__ C steps_of(C x, C s) {
@@ -108,6 +127,22 @@ struct Rounding {
     __device__ __forceinline__ float clamped(float sum) const { return fminf(fmaxf(sum, lowest), highest); }
     __device__ __forceinline__ bool within(float sum) const { return sum >= lowest && sum <= highest; }
 };
+
+// ---- scales of 16 bits -----------------------------------------------------------------------------------------
+
+// In what scales and offsets are stored.
+enum Storage { IN_FLOAT, IN_HALF, IN_BFLOAT16 };
+
+// A number of 16 bits as its code, none beyond the largest one.
+__device__ __forceinline__ unsigned code_of(float x, int storage) {
+    const unsigned code =
+        storage == IN_HALF ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    return (code & 0x8000u) | min(code & 0x7fffu, storage == IN_HALF ? 0x7bffu : 0x7f7fu);
+}
+__device__ __forceinline__ float number_of_code(unsigned code, int storage) {
+    return storage == IN_HALF ? __half2float(__ushort_as_half(static_cast<unsigned short>(code)))
+                              : __uint_as_float(code << 16);
+}
 
 // ---- geometry --------------------------------------------------------------------------------------------------
 
@@ -212,8 +247,15 @@ struct BlockIterator {
     __device__ __forceinline__ void next() {}
 };
 
-// The same through blocks as they come.
+// An offset from its bits.
 template <typename C>
+__device__ __forceinline__ C offset_of(int bits) {
+    if constexpr (sizeof(C) == 8) return widen(__int_as_float(bits));
+    else return __int_as_float(bits);
+}
+
+// The same through blocks as they come. DIVIDE: by scales, which have to be positive.
+template <typename C, bool FLOATING = false, bool DIVIDE = false>
 struct ElementIterator {
     const Source<C>& source;
     const Geometry& g;
@@ -228,7 +270,11 @@ struct ElementIterator {
         const long long r = i / g.row, c = i - r * g.row, k = c / g.run;
         element = i, rest = min(g.row - c, (k + 1) * g.run - c);
         const Parameters<C> from = source.at(r * g.per_row + k);
-        scale = usable(from.scale), zero = C(min(max(from.zero, g.qmin), g.qmax));
+        if constexpr (FLOATING) {
+            scale = DIVIDE ? usable(from.scale) : finite_or_0(from.scale), zero = offset_of<C>(from.zero);
+        } else {
+            scale = usable(from.scale), zero = C(min(max(from.zero, g.qmin), g.qmax));
+        }
     }
     __device__ __forceinline__ void next() {
         ++element;
@@ -265,6 +311,10 @@ __device__ __forceinline__ bool is_ordinary(float s) {
 }
 __device__ __forceinline__ bool is_ordinary(double) { return true; }
 
+// Whether no number that a short division takes, less the offset, has too large a quotient.
+__device__ __forceinline__ bool is_near(float offset) { return magnitude_bits(offset) < (127u + 60) << 23; }
+__device__ __forceinline__ bool is_near(double) { return true; }
+
 // The scales of a unit: one for all, or one for each element.
 template <typename C, int N>
 struct Scales {
@@ -275,15 +325,17 @@ struct Scales {
 
     // INVERSE: for a short division, usable only where that is exact: while neither scale nor inverse nor residual
     // leaves the normal range.
-    template <bool INVERSE>
+    template <bool INVERSE, bool FLOATING>
     __device__ __forceinline__ void set(int j, C s, int z) {
-        if constexpr (sizeof(C) == 4) zero[j] = __fsub_rn(beside_rounder(z), ROUNDER);
+        if constexpr (FLOATING) zero[j] = offset_of<C>(z);
+        else if constexpr (sizeof(C) == 4) zero[j] = __fsub_rn(beside_rounder(z), ROUNDER);
         else zero[j] = C(z);
         if constexpr (INVERSE && sizeof(C) == 4) {
             usable &= is_ordinary(s);
+            if constexpr (FLOATING) usable &= is_near(zero[j]);
             scale[j] = s, inverse[j] = short_reciprocal(s);
         } else {
-            scale[j] = ::usable(s);
+            scale[j] = FLOATING && !INVERSE ? finite_or_0(s) : ::usable(s);
         }
     }
     __device__ __forceinline__ C s(int j) const { return scale[N == 1 ? 0 : j]; }
@@ -384,14 +436,15 @@ struct Unit {
         }
     }
     // Have `use` take each element's number and its quotient, rounded by the short division; whether that holds for
-    // all.
-    template <typename Scales, typename Use>
+    // all. FLOATING: less the offset, where a small difference may be flushed, as its quotient is rounded to 0.
+    template <bool FLOATING = false, typename Scales, typename Use>
     __device__ __forceinline__ bool divide(const Scales& scales, const Use& use) const {
         Finite<T> finite;
 #pragma unroll
         for (int j = 0; j < SIZE; ++j) {
             if (j % PER_WORD == 0) finite.add(word[j / PER_WORD]);
-            const float quotient = short_division(get(j), scales.s(j), scales.r(j));
+            const float number = FLOATING ? __fsub_rn(get(j), scales.z(j)) : get(j);
+            const float quotient = short_division(number, scales.s(j), scales.r(j));
             finite.add_quotient(quotient);
             use(j, quotient);
         }
@@ -565,8 +618,8 @@ struct RunsTile {
 //     load<ALIGNED>(i, data)            reads the unit that begins with element i
 //     quick<ALIGNED>(i, data, scales)   does a unit; false where it must be done carefully
 //     one(at)                           does element at.element, by at.scale and at.zero
-// INVERSE: it divides by scales (see Scales).
-template <typename Op, typename T, bool INVERSE>
+// INVERSE: it divides by scales (see Scales). FLOATING: blocks have offsets in place of zero points.
+template <typename Op, typename T, bool INVERSE, bool FLOATING = false>
 struct Operation {
     using C = typename Compute<T>::Type;
     Source<C> source;
@@ -575,11 +628,12 @@ struct Operation {
 
     template <int N>
     __device__ __forceinline__ void prepare(int j, Parameters<C> from, Scales<C, N>& scales) const {
-        scales.template set<INVERSE>(j, from.scale, min(max(from.zero, g.qmin), g.qmax));
+        const int zero = FLOATING ? from.zero : min(max(from.zero, g.qmin), g.qmax);
+        scales.template set<INVERSE, FLOATING>(j, from.scale, zero);
     }
     // Do `count` elements from i on, one after the other.
     __device__ __forceinline__ void careful(long long i, int count) const {
-        ElementIterator<C> at(source, g, i);
+        ElementIterator<C, FLOATING, INVERSE> at(source, g, i);
 #pragma unroll 1
         for (; count > 0; --count, at.next()) static_cast<const Op*>(this)->one(at);
     }
@@ -692,9 +746,9 @@ __device__ __forceinline__ void for_each_unit(const Op& op, const Geometry& g) {
 
 // ---- x to codes ------------------------------------------------------------------------------------------------
 
-template <typename T, int BITS, int SIZE_ = UNIT>
-struct Quantize : Operation<Quantize<T, BITS, SIZE_>, T, true> {
-    using Base = Operation<Quantize, T, true>;
+template <typename T, int BITS, int SIZE_ = UNIT, bool FLOATING = false>
+struct Quantize : Operation<Quantize<T, BITS, SIZE_, FLOATING>, T, true, FLOATING> {
+    using Base = Operation<Quantize, T, true, FLOATING>;
     using C = typename Base::C;
     using Base::g;
     using Base::source;
@@ -719,7 +773,8 @@ struct Quantize : Operation<Quantize<T, BITS, SIZE_>, T, true> {
         } else {
             // An even number moves no tie.
             const int zero = source.zero_value;
-            if (N == 1 && !source.zero_point && zero % 2 == 0)
+            if (FLOATING) usable &= levels<true>(data, scales, offset, offset, q);
+            else if (N == 1 && !source.zero_point && zero % 2 == 0)
                 usable &= levels<true>(data, scales, offset + zero, offset, q);
             else usable &= levels<false>(data, scales, offset, offset, q);
         }
@@ -732,24 +787,25 @@ struct Quantize : Operation<Quantize<T, BITS, SIZE_>, T, true> {
     }
 
     // Levels, with `offset` added, in the low bits of words; false where the short division will not do. ALL: `added`
-    // holds the zero point of all elements.
+    // holds the zero point of all elements, or there is none.
     template <bool ALL, int N>
     __device__ __forceinline__ bool levels(
         const Data& data, const Scales<C, N>& scales, int added, int offset, unsigned (&q)[SIZE]) const {
         const Rounding rounding(added, g.qmin + offset, g.qmax + offset);
-        return data.divide(scales, [&](int j, float steps) {
+        return data.template divide<FLOATING>(scales, [&](int j, float steps) {
             const float sum = ALL ? __fadd_rn(steps, rounding.rounder) : rounding(steps, scales.z(j));
             q[j] = __float_as_uint(rounding.clamped(sum));
         });
     }
 
     __device__ __forceinline__ int level(C v, C s, C z) const {
-        return static_cast<int>(clamped(steps_of(v, s), C(g.qmin) - z, C(g.qmax) - z) + z);
+        if constexpr (FLOATING) return static_cast<int>(clamped(steps_of(above(v, z), s), C(g.qmin), C(g.qmax)));
+        else return static_cast<int>(clamped(steps_of(v, s), C(g.qmin) - z, C(g.qmax) - z) + z);
     }
 
     // In place of that of all operations: codes of 4 bits share a byte.
     __device__ __forceinline__ void careful(long long i, int count) const {
-        ElementIterator<C> at(source, g, i);
+        ElementIterator<C, FLOATING, true> at(source, g, i);
         one_by_one(i, count, at);
     }
     // `at` steps through scales and zero points (see ElementIterator).

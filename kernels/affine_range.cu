@@ -5,7 +5,8 @@
 //     in one             x --> block on chip: range --> scale, zero_point --> codes, x being read once
 //
 // The range of a block is kept as two magnitudes, max(x, 0) and max(-x, 0), whose bits have the order of the numbers:
-// zero bytes are the range of nothing, atomicMax joins ranges, and the range holds 0 as it must.
+// zero bytes are the range of nothing, atomicMax joins ranges, and the range holds 0 as it must. FLOATING: blocks have
+// offsets, the range need not hold 0, and its ends are kept as keys, which have the order of all numbers (see ordered).
 #include "affine.cuh"
 
 // a / b correctly rounded, by few instructions where b and the quotient are ordinary.
@@ -15,22 +16,51 @@ __device__ __forceinline__ float divide(float a, float b) {
 }
 __device__ __forceinline__ double divide(double a, double b) { return divide_ieee(a, b); }
 
+// Bits in the order of the numbers; 0 is below all of them, NaN beyond.
+template <typename C>
+__device__ __forceinline__ typename Compute<C>::Bits ordered(C x) {
+    using Bits = typename Compute<C>::Bits;
+    constexpr Bits SIGN = Bits(1) << (sizeof(C) * 8 - 1);
+    return x != x ? ~Bits(0) : all_bits(x) & SIGN ? ~all_bits(x) : all_bits(x) | SIGN;
+}
+// The number of a key; NaN of 0.
+template <typename C>
+__device__ __forceinline__ C number_of_key(typename Compute<C>::Bits key) {
+    using Bits = typename Compute<C>::Bits;
+    constexpr Bits SIGN = Bits(1) << (sizeof(C) * 8 - 1);
+    return from_bits(key & SIGN ? Bits(key ^ SIGN) : Bits(~key));
+}
+
+// The number of 16 bits that is nearest by way of float32; the nearest that is not larger, or not smaller.
+__device__ __forceinline__ unsigned nearest_code(double x, int storage) { return code_of(narrow(x, 0.0f), storage); }
+__device__ __forceinline__ double number_of_code_in_double(unsigned code, int storage) {
+    return widen(number_of_code(code, storage));
+}
+__device__ __forceinline__ unsigned code_below(double x, int storage) {
+    const unsigned code = nearest_code(x, storage);
+    if (!(number_of_code_in_double(code, storage) > x) || code == (storage == IN_HALF ? 0xfbffu : 0xff7fu)) return code;
+    return (code & 0x7fffu) == 0 ? 0x8001u : code & 0x8000u ? code + 1 : code - 1;
+}
+__device__ __forceinline__ unsigned code_above(double x, int storage) { return code_below(-x, storage) ^ 0x8000u; }
+
 // What a range is quantized with.
 template <typename C>
 struct QParams {
     C scale;
-    int zero;
+    int zero;     // or the bits of an offset
     bool inside;  // whether all numbers of the range, divided by an ordinary scale, stay within the levels
     bool finite;  // whether the range holds no infinity, which only careful divisions take
 };
 
-template <typename C>
+template <typename C, bool FLOATING = false>
 struct Range {
     using Bits = typename Compute<C>::Bits;
-    Bits high, low;
+    Bits high, low;  // FLOATING: the keys of the largest x and -x
 
     // Of ends that keep it (see Ends).
-    __device__ __forceinline__ bool has_nan() const { return max(high, low) > largest_finite(C(0)) + 1; }
+    __device__ __forceinline__ bool has_nan() const {
+        return FLOATING ? high == ~Bits(0) : max(high, low) > largest_finite(C(0)) + 1;
+    }
     __device__ __forceinline__ void join(const Range& other) {
         high = max(high, other.high), low = max(low, other.low);
     }
@@ -43,7 +73,15 @@ struct Range {
             return __fma_rn(-__fma_rn(q, double(g.divisor), -sum), g.inverse, q);
         }
     }
+    // The scale as it is stored; a positive one stays so.
+    template <bool STORED>
+    __device__ __forceinline__ static C as_stored(C scale, const Geometry& g) {
+        if constexpr (!STORED) return scale;
+        const unsigned code = nearest_code(widen(scale), g.margin);
+        return C(widen(number_of_code(magnitude_bits(scale) != 0 ? max(code, 1u) : code, g.margin)));
+    }
     // The scale, or the largest one for which all levels are decoded to finite numbers.
+    template <bool STORED>
     __device__ __forceinline__ static QParams<C> kept_finite(const QParams<C>& found, const Geometry& g) {
         if (all_bits(found.scale) <= Bits(g.surely)) return found;
         const C reach = C(g.symmetric ? g.reach : max(g.qmax - found.zero, found.zero - g.qmin));
@@ -51,33 +89,95 @@ struct Range {
         if (!(multiply_ieee(found.scale, reach) > limit)) return found;
         Bits most = all_bits(divide_ieee(limit, reach));
         if (multiply_ieee(from_bits(most), reach) > limit) --most;
+        if constexpr (STORED) {
+            const unsigned code = code_below(widen(from_bits(most)), g.margin);
+            return {C(widen(number_of_code(code, g.margin))), found.zero, false, found.finite};
+        }
         return {from_bits(most), found.zero, false, found.finite};
     }
-    // Scale and zero point by the contract; infinities count as the largest finite number.
+    // Scale and offset by the contract.
+    template <bool STORED>
+    __device__ __forceinline__ QParams<C> choose_offset(const Geometry& g) const {
+        const C end = from_bits(Bits(g.largest)), most = from_bits(Bits(g.surely));
+        const C raw_up = number_of_key<C>(high), raw_down = number_of_key<C>(low);
+        const bool finite =
+            magnitude_bits(raw_up) <= largest_finite(C(0)) && magnitude_bits(raw_down) <= largest_finite(C(0));
+        // Of no number NaN loses, and the ends change places.
+        const double upper = widen(smaller(larger(raw_up, C(-end)), end));
+        const double lower = -widen(smaller(larger(raw_down, C(-end)), end)), range = upper - lower;
+        if (!(upper > lower) && (!STORED || upper < lower)) {
+            const float offset = upper < lower ? 0.0f : ieee::add(narrow(lower, 0.0f), 0.0f);
+            return {C(1), __float_as_int(offset), true, finite};
+        }
+        double wanted;
+        if constexpr (sizeof(C) == 8) {
+            wanted = divide_ieee(range, double(g.divisor));
+        } else {  // as width
+            const double q = __dmul_rn(range, g.inverse);
+            wanted = __fma_rn(-__fma_rn(q, double(g.divisor), -range), g.inverse, q);
+        }
+        const double limit = widen(most);
+        const unsigned bits = __float_as_uint(narrow(wanted > limit ? limit : wanted, 0.0f));
+        const unsigned least = !STORED ? 1u : __float_as_uint(number_of_code(1, g.margin));
+        const float scale = __uint_as_float(max(bits, least));  // positive
+        const double s = widen(scale);
+        // Where the scale is as large as it may be, the middle of the range.
+        const double first =
+            wanted > limit ? __dsub_rn(__dmul_rn(upper + lower, 0.5), __dmul_rn(s, 0.5 * g.divisor)) : lower;
+        if constexpr (STORED) {
+            const bool equal = upper == lower;
+            return stored_offset(equal ? lower : __dsub_rn(first, __dmul_rn(s, double(g.qmin))), upper, lower, g);
+        }
+        const float offset = ieee::add(narrow(__dsub_rn(first, __dmul_rn(s, double(g.qmin))), 0.0f), 0.0f);
+        bool inside = false;
+        if constexpr (sizeof(C) == 4)
+            inside = rint(divide(above(float(upper), offset), scale)) <= float(g.qmax) &&
+                     rint(divide(above(float(lower), offset), scale)) >= float(g.qmin);
+        return {C(s), __float_as_int(offset), inside, finite};
+    }
+    // The offset in 16 bits, and the scale that reaches both ends of the range from there.
+    __device__ __forceinline__ static QParams<C> stored_offset(
+        double wanted, double upper, double lower, const Geometry& g) {
+        const int storage = g.margin;
+        const unsigned code = g.qmin == 0 ? code_below(wanted, storage) : nearest_code(wanted, storage);
+        const float offset = ieee::add(number_of_code(code, storage), 0.0f);
+        const double from = widen(offset), limit = widen(from_bits(Bits(g.surely)));
+        double reached = (upper - from) / double(g.qmax);
+        if (g.qmin != 0) reached = fmax(reached, (lower - from) / double(g.qmin));
+        const unsigned scale = code_above(fmin(reached, limit), storage);
+        const bool exact = upper == lower && from == lower;
+        const float found = exact ? 1.0f : number_of_code(scale & 0x8000u ? 1u : max(scale, 1u), storage);
+        return {C(widen(found)), __float_as_int(offset), false, true};
+    }
+    // Scale and zero point by the contract; infinities count as the largest finite number. STORED: in 16 bits, of which
+    // g.margin says in what.
+    template <bool STORED = false>
     __device__ __forceinline__ QParams<C> choose_qparams(const Geometry& g) const {
+        if constexpr (FLOATING) return choose_offset<STORED>(g);
         const C up = from_bits(min(high, Bits(g.largest))), down = from_bits(min(low, Bits(g.largest)));
         if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true, true};
         const bool finite = max(high, low) <= Bits(g.largest);
         if (g.symmetric) {
-            const C scale = divide(larger(up, down), C(g.divisor));
-            return kept_finite({scale, g.zero, g.zero - g.divisor >= g.qmin, finite}, g);
+            const C scale = as_stored<STORED>(divide(larger(up, down), C(g.divisor)), g);
+            return kept_finite<STORED>({scale, g.zero, g.zero - g.divisor >= g.qmin, finite}, g);
         }
-        const C scale = smaller(narrow(width(up, down, g), C(0)), from_bits(largest_finite(C(0))));
+        const C scale =
+            as_stored<STORED>(smaller(narrow(width(up, down, g), C(0)), from_bits(largest_finite(C(0)))), g);
         const C s = usable(scale);
         if (magnitude_bits(s) == 0) return {scale, g.qmin, false, finite};
         const int zero = g.qmin + int(smaller(C(rint(divide(down, s))), C(g.qmax - g.qmin)));
         // The smallest number becomes qmin.
-        return kept_finite({scale, zero, C(rint(divide(up, s))) <= C(g.qmax - zero), finite}, g);
+        return kept_finite<STORED>({scale, zero, C(rint(divide(up, s))) <= C(g.qmax - zero), finite}, g);
     }
 };
 
 // The range of elements that are added in pieces of a unit: a register of two 16-bit elements, or one element.
 // STRICT: a NaN stays, beyond all numbers; else it is ignored.
-template <typename T, bool STRICT>
+template <typename T, bool STRICT, bool FLOATING = false>
 struct Ends {
     using C = typename Compute<T>::Type;
-    static constexpr int PIECE = 1;  // elements of a piece
-    C high = C(0), low = C(0);       // the largest x and -x
+    static constexpr int PIECE = 1;                         // elements of a piece
+    C high = FLOATING ? -C(infinity()) : C(0), low = high;  // the largest x and -x
 
     __device__ __forceinline__ static C larger_one(C a, C b) {
         const C found = larger(a, b);
@@ -91,13 +191,18 @@ struct Ends {
         if constexpr (!BOTH) high = larger_one(high, from_bits(magnitude_bits(v)));
         else high = larger_one(high, v), low = larger_one(low, from_bits(all_bits(v) ^ SIGN));
     }
-    __device__ __forceinline__ Range<C> of(int) const { return {magnitude_bits(high), magnitude_bits(low)}; }
+    __device__ __forceinline__ Range<C, FLOATING> of(int) const {
+        if constexpr (FLOATING) return {ordered(high), ordered(low)};
+        else return {magnitude_bits(high), magnitude_bits(low)};
+    }
 };
 
-template <typename T, bool STRICT>
+// INFINITE  the bits of two infinities
+template <typename T, bool STRICT, bool FLOATING, unsigned INFINITE>
 struct PairEnds {
     static constexpr int PIECE = 2;
-    unsigned high = 0, low = 0;  // the largest and the smallest x
+    unsigned high = FLOATING ? INFINITE | 0x80008000u : 0u,
+             low = FLOATING ? INFINITE : 0u;  // the largest and the smallest x
 
     template <bool BOTH, int SIZE>
     __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, int piece) {
@@ -106,18 +211,19 @@ struct PairEnds {
         const auto less = STRICT ? __hmin2_nan(down, pair) : __hmin2(down, pair);
         high = *reinterpret_cast<const unsigned*>(&more), low = *reinterpret_cast<const unsigned*>(&less);
     }
-    __device__ __forceinline__ Range<float> of(int j) const {
-        return {magnitude_bits(Word<T>::get(high, j)), magnitude_bits(Word<T>::get(low, j))};
+    __device__ __forceinline__ Range<float, FLOATING> of(int j) const {
+        if constexpr (FLOATING) return {ordered(Word<T>::get(high, j)), ordered(ieee::negative(Word<T>::get(low, j)))};
+        else return {magnitude_bits(Word<T>::get(high, j)), magnitude_bits(Word<T>::get(low, j))};
     }
 };
-template <bool STRICT>
-struct Ends<__half, STRICT> : PairEnds<__half, STRICT> {};
-template <bool STRICT>
-struct Ends<__nv_bfloat16, STRICT> : PairEnds<__nv_bfloat16, STRICT> {};
+template <bool STRICT, bool FLOATING>
+struct Ends<__half, STRICT, FLOATING> : PairEnds<__half, STRICT, FLOATING, 0x7c007c00u> {};
+template <bool STRICT, bool FLOATING>
+struct Ends<__nv_bfloat16, STRICT, FLOATING> : PairEnds<__nv_bfloat16, STRICT, FLOATING, 0x7f807f80u> {};
 
 // The ranges of the columns of units that lie below each other.
-template <bool BOTH, typename T, int PIECES, int COUNT>
-__device__ __forceinline__ void add_columns(Ends<T, false> (&ends)[PIECES], const Unit<T> (&unit)[COUNT]) {
+template <bool BOTH, typename T, bool FLOATING, int PIECES, int COUNT>
+__device__ __forceinline__ void add_columns(Ends<T, false, FLOATING> (&ends)[PIECES], const Unit<T> (&unit)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
@@ -126,14 +232,14 @@ __device__ __forceinline__ void add_columns(Ends<T, false> (&ends)[PIECES], cons
 }
 
 // The range of units.
-template <typename T, bool STRICT>
+template <typename T, bool STRICT, bool FLOATING = false>
 struct RangeOf {
     using C = typename Compute<T>::Type;
-    Ends<T, STRICT> ends;
+    Ends<T, STRICT, FLOATING> ends;
     template <int SIZE>
     __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, bool both) {
-        constexpr int PIECES = SIZE / Ends<T, STRICT>::PIECE;
-        if (both) {
+        constexpr int PIECES = SIZE / Ends<T, STRICT, FLOATING>::PIECE;
+        if (FLOATING || both) {
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) ends.template add<true>(unit, i);
         } else {
@@ -141,18 +247,22 @@ struct RangeOf {
             for (int i = 0; i < PIECES; ++i) ends.template add<false>(unit, i);
         }
     }
-    __device__ __forceinline__ Range<C> range(bool both) const {
-        Range<C> range = ends.of(0);
-        if constexpr (Ends<T, STRICT>::PIECE == 2) range.join(ends.of(1));
-        if (!both) range.high = max(range.high, range.low);
+    __device__ __forceinline__ Range<C, FLOATING> range(bool both) const {
+        Range<C, FLOATING> range = ends.of(0);
+        if constexpr (Ends<T, STRICT, FLOATING>::PIECE == 2) range.join(ends.of(1));
+        if (!FLOATING && !both) range.high = max(range.high, range.low);
         return range;
     }
 };
 
-template <typename T>
-__device__ __forceinline__ Range<typename Compute<T>::Type> range_of(T x) {
+template <bool FLOATING, typename T>
+__device__ __forceinline__ Range<typename Compute<T>::Type, FLOATING> range_of(T x) {
     using C = typename Compute<T>::Type;
     const C v = to_float(x);
+    if constexpr (FLOATING) {
+        if (v != v) return {0, 0};
+        return {ordered(v), ordered(C(-v))};
+    }
     return {magnitude_bits(larger(v, C(0))), magnitude_bits(smaller(v, C(0)))};
 }
 
@@ -171,8 +281,8 @@ __device__ __forceinline__ unsigned long long warp_largest(unsigned long long x)
 }
 
 // Join the ranges of `lanes` neighbouring lanes, a power of two up to 32.
-template <typename C>
-__device__ __forceinline__ void join_lanes(Range<C>& range, int lanes, bool both) {
+template <typename C, bool FLOATING>
+__device__ __forceinline__ void join_lanes(Range<C, FLOATING>& range, int lanes, bool both) {
     if (lanes == WARP) {
         range.high = warp_largest(range.high);
         if (both) range.low = warp_largest(range.low);
@@ -193,18 +303,18 @@ __device__ __forceinline__ void load_unit(Unit<T>& unit, const T* x, bool aligne
 // ---- ranges in memory --------------------------------------------------------------------------------------------
 
 // Join `range` to those of block `index`. Most ranges change nothing, which a look at the memory finds out for less.
-template <typename C>
+template <typename C, bool FLOATING>
 __device__ __forceinline__ void join_block(
-    typename Compute<C>::Bits* high, typename Compute<C>::Bits* low, long long index, Range<C> range) {
+    typename Compute<C>::Bits* high, typename Compute<C>::Bits* low, long long index, Range<C, FLOATING> range) {
     using Bits = typename Compute<C>::Bits;
-    if (!low) range.high = max(range.high, range.low);
+    if (!FLOATING && !low) range.high = max(range.high, range.low);
     if (range.high > *static_cast<volatile Bits*>(high + index)) atomicMax(high + index, range.high);
     if (low && range.low > *static_cast<volatile Bits*>(low + index)) atomicMax(low + index, range.low);
 }
 
 // x          T[n]
 // high, low  Bits[count], zero at first; they receive the ranges. low null: high is the larger one of both
-template <typename T, int LAYOUT>
+template <typename T, int LAYOUT, bool FLOATING = false>
 __global__ void __launch_bounds__(
     AFFINE_THREADS, sizeof(T) == 8      ? 2
                     : LAYOUT == COLUMNS ? 3
@@ -219,9 +329,9 @@ __global__ void __launch_bounds__(
         constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
         const BlockRun<unsigned> tiles((g.n + TILE_SIZE - 1) / TILE_SIZE);
         long long mine = -1;  // the block whose range is being gathered
-        RangeOf<T, false> gather;
+        RangeOf<T, false, FLOATING> gather;
         auto flush = [&] {
-            Range<C> range = gather.range(low);
+            Range<C, FLOATING> range = gather.range(low);
             if (__all_sync(FULL_WARP, mine == __shfl_sync(FULL_WARP, mine, 0))) {
                 join_lanes(range, WARP, low);
                 if (threadIdx.x % WARP != 0) return;
@@ -253,7 +363,7 @@ __global__ void __launch_bounds__(
                 } else {
 #pragma unroll 1
                     for (long long e = i; e < min(i + UNIT, g.n); ++e)
-                        join_block<C>(high, low, scale_of(g, e), range_of(x[e]));
+                        join_block<C>(high, low, scale_of(g, e), range_of<FLOATING>(x[e]));
                 }
             }
         }
@@ -268,7 +378,7 @@ __global__ void __launch_bounds__(
         const BlockRun<unsigned> tiles((g.rows + ROWS - 1) / ROWS * across);
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
             const long long left = tile % across * WIDTH, column = left + threadIdx.x * UNIT;
-            using Pieces = Ends<T, false>;
+            using Pieces = Ends<T, false, FLOATING>;
             Pieces ends[UNIT / Pieces::PIECE];
             for (int r = 0; r < ROWS && column < g.columns; r += BATCH) {
                 const long long i = (tile / across * ROWS + r) * g.columns + column;
@@ -276,14 +386,14 @@ __global__ void __launch_bounds__(
                     Unit<T> unit[BATCH];
 #pragma unroll
                     for (int b = 0; b < BATCH; ++b) load_unit(unit[b], x + i + b * g.columns, aligned);
-                    if (low) add_columns<true>(ends, unit);
+                    if (FLOATING || low) add_columns<true>(ends, unit);
                     else add_columns<false>(ends, unit);
                 } else {
 #pragma unroll 1
                     for (int b = 0; b < BATCH; ++b) {
 #pragma unroll 1
                         for (long long e = i + b * g.columns; e < min(i + b * g.columns + UNIT, g.n); ++e)
-                            join_block<C>(high, low, scale_of(g, e), range_of(x[e]));
+                            join_block<C>(high, low, scale_of(g, e), range_of<FLOATING>(x[e]));
                     }
                 }
             }
@@ -291,8 +401,8 @@ __global__ void __launch_bounds__(
             __syncthreads();
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
-                Range<C> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
-                if (!low) range.high = max(range.high, range.low);
+                Range<C, FLOATING> range = ends[j / Pieces::PIECE].of(j % Pieces::PIECE);
+                if (!FLOATING && !low) range.high = max(range.high, range.low);
                 highs[j * PITCH + threadIdx.x] = range.high, lows[j * PITCH + threadIdx.x] = range.low;
             }
             __syncthreads();
@@ -316,14 +426,14 @@ __global__ void __launch_bounds__(
 }
 
 // The range of an array that is one block; arguments as above.
-template <typename T>
+template <typename T, bool FLOATING = false>
 __global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
     const T* x, typename Compute<T>::Bits* high, typename Compute<T>::Bits* low, const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     constexpr int DEPTH = WHOLE_BYTES / (UNIT * sizeof(T));  // so many bytes of a thread are under way
     constexpr long long TILE_SIZE = (long long)AFFINE_THREADS * UNIT * DEPTH;
     const BlockRun<unsigned> tiles(g.n / TILE_SIZE);
-    RangeOf<T, false> gather;
+    RangeOf<T, false, FLOATING> gather;
     if (is_aligned(x)) {
         for (long long tile = tiles.first; tile < tiles.end; ++tile) {
             Unit<T> unit[DEPTH];
@@ -334,13 +444,13 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
             for (int u = 0; u < DEPTH; ++u) gather.add(unit[u], low);
         }
     }
-    Range<C> range = gather.range(low);
+    Range<C, FLOATING> range = gather.range(low);
     // What is left: the end of the array, or all of it.
     const long long step = (long long)gridDim.x * AFFINE_THREADS;
     for (long long i = (is_aligned(x) ? g.n / TILE_SIZE * TILE_SIZE : 0) + blockIdx.x * AFFINE_THREADS + threadIdx.x;
          i < g.n; i += step)
-        range.join(range_of(x[i]));
-    __shared__ Range<C> of_warps[AFFINE_THREADS / WARP];
+        range.join(range_of<FLOATING>(x[i]));
+    __shared__ Range<C, FLOATING> of_warps[AFFINE_THREADS / WARP];
     join_lanes(range, WARP, true);
     if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = range;
     __syncthreads();
@@ -352,14 +462,15 @@ __global__ void __launch_bounds__(AFFINE_THREADS, 4) find_whole_affine(
 
 // scale       C[count], may be the memory of `high`
 // zero_point  int32[count], or null
-template <typename C>
+// STORED      scales and offsets will have 16 bits
+template <typename C, bool FLOATING = false, bool STORED = false>
 __global__ void finish_range_affine(
     const typename Compute<C>::Bits* high, const typename Compute<C>::Bits* low, C* scale, int* zero_point,
     const __grid_constant__ Geometry g) {
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < g.count; i += step) {
-        const Range<C> range{high[i], low ? low[i] : 0};
-        const QParams<C> found = range.choose_qparams(g);
+        const Range<C, FLOATING> range{high[i], low ? low[i] : 0};
+        const QParams<C> found = range.template choose_qparams<STORED>(g);
         scale[i] = found.scale;
         if (zero_point) zero_point[i] = found.zero;
     }
@@ -373,7 +484,7 @@ __global__ void finish_range_affine(
 // is read twice: find_range_affine, then quantize_affine.
 
 // Quantizes the units of a block by what the block's own range has given.
-template <typename T, int BITS>
+template <typename T, int BITS, bool FLOATING = false>
 struct BlockQuantizer {
     using C = typename Compute<T>::Type;
     const T* x;
@@ -392,6 +503,7 @@ struct BlockQuantizer {
           quick(found.finite && is_ordinary(s)),
           inside(found.inside) {
         if constexpr (sizeof(C) == 4) r = short_reciprocal(s);
+        if constexpr (FLOATING) quick = quick && is_near(offset_of<C>(zero));
     }
 
     // Numbers of a block of an ordinary scale, whose quotients do not overflow. INSIDE: the block's `inside` is true.
@@ -406,13 +518,15 @@ struct BlockQuantizer {
                 q[j] = int(clamped(steps_of(unit.get(j), s), C(g.qmin - zero), C(g.qmax - zero))) + zero + offset;
             packed.pack_sums(q, 0);
         } else {
-            const float low = beside_rounder(g.qmin - zero), high = beside_rounder(g.qmax - zero);
+            const int point = FLOATING ? 0 : zero;
+            const float low = beside_rounder(g.qmin - point), high = beside_rounder(g.qmax - point);
 #pragma unroll
             for (int j = 0; j < SIZE; ++j) {
-                const float sum = __fadd_rn(short_division(unit.get(j), s, r), ROUNDER);
+                const float number = FLOATING ? __fsub_rn(unit.get(j), __int_as_float(zero)) : unit.get(j);
+                const float sum = __fadd_rn(short_division(number, s, r), ROUNDER);
                 q[j] = __float_as_uint(INSIDE ? sum : fminf(fmaxf(sum, low), high));
             }
-            packed.pack_sums(q, zero + offset - __float_as_int(ROUNDER));
+            packed.pack_sums(q, point + offset - __float_as_int(ROUNDER));
         }
         packed.flip(offset);
         return packed;
@@ -432,8 +546,8 @@ struct BlockQuantizer {
     }
 
     __device__ __forceinline__ void careful(long long i, int count) const {
-        BlockIterator<C> at{usable(s), C(zero)};
-        Quantize<T, BITS>{{{}, g, false}, x, codes}.one_by_one(i, count, at);
+        BlockIterator<C> at{usable(s), FLOATING ? offset_of<C>(zero) : C(zero)};
+        Quantize<T, BITS, UNIT, FLOATING>{{{}, g, false}, x, codes}.one_by_one(i, count, at);
     }
 };
 
@@ -445,13 +559,15 @@ constexpr int FEW_SLOT_BLOCKS = 7, MANY_SLOT_BLOCKS = 6;
 constexpr int FEW_SLOT_BLOCKS = 8, MANY_SLOT_BLOCKS = 7;
 #endif
 
-// The ranges of the blocks of a team.
-template <bool STRICT, typename T, int SLOTS, int EACH, typename C>
+// The ranges of the blocks of a team. Bit v of `full`: slot v holds a unit; others hold zeros, which change nothing but
+// FLOATING ranges.
+template <bool STRICT, typename T, int SLOTS, int EACH, typename C, bool FLOATING>
 __device__ __forceinline__ void ranges_of_units(
-    const Unit<T> (&unit)[SLOTS], Range<C> (&range)[EACH], int team, bool both) {
-    RangeOf<T, STRICT> gather[EACH];
+    const Unit<T> (&unit)[SLOTS], unsigned full, Range<C, FLOATING> (&range)[EACH], int team, bool both) {
+    RangeOf<T, STRICT, FLOATING> gather[EACH];
 #pragma unroll
-    for (int v = 0; v < SLOTS; ++v) gather[EACH == 1 ? 0 : v].add(unit[v], both);
+    for (int v = 0; v < SLOTS; ++v)
+        if (!FLOATING || full >> v & 1) gather[EACH == 1 ? 0 : v].add(unit[v], both);
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
         range[b] = gather[b].range(both);
@@ -469,7 +585,7 @@ __device__ __forceinline__ void ranges_of_units(
 // team        threads of a team: a power of two up to 32
 // SLOTS       units of a thread
 // EACH        blocks that a team has in its registers: SLOTS of one unit a thread, or 1 of SLOTS units a thread
-template <typename T, int BITS, int SLOTS, int EACH>
+template <typename T, int BITS, int SLOTS, int EACH, bool FLOATING = false>
 __global__ void __launch_bounds__(
     TEAM_THREADS, sizeof(T) == 8   ? 2
                   : EACH > 1       ? 5
@@ -481,7 +597,7 @@ __global__ void __launch_bounds__(
         const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     static_assert(EACH == 1 || EACH == SLOTS, "a slot is a block, or all are one");
-    const bool both = !g.symmetric;
+    const bool both = FLOATING || !g.symmetric;
     const int lane = threadIdx.x & (team - 1), teams = TEAM_THREADS / team;
     const long long first = (long long)blockIdx.x * (teams * EACH) + threadIdx.x / team;
     long long begin[EACH];
@@ -498,22 +614,23 @@ __global__ void __launch_bounds__(
     }
     // The element of a block that slot v begins with.
     auto element = [&](int v) { return (EACH == 1 ? v * team + lane : lane) * UNIT; };
+    unsigned full = 0;
 #pragma unroll
     for (int v = 0; v < SLOTS; ++v) {
         const int b = EACH == 1 ? 0 : v;
-        if (element(v) < length[b]) unit[v].template load<true>(x + begin[b] + element(v));
+        if (element(v) < length[b]) unit[v].template load<true>(x + begin[b] + element(v)), full |= 1u << v;
     }
-    Range<C> range[EACH];
-    ranges_of_units<true>(unit, range, team, both);
+    Range<C, FLOATING> range[EACH];
+    ranges_of_units<true>(unit, full, range, team, both);
     bool nan = false;
 #pragma unroll
     for (int b = 0; b < EACH; ++b) nan |= range[b].has_nan();
     nan = __any_sync(FULL_WARP, nan);
-    if (nan) ranges_of_units<false>(unit, range, team, both);
+    if (nan) ranges_of_units<false>(unit, full, range, team, both);
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
         if (length[b] == 0) continue;
-        const BlockQuantizer<T, BITS> own(x, codes, g, range[b].choose_qparams(g));
+        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range[b].choose_qparams(g));
         if (lane == 0) own.store_params(first + b * teams, scale, zero_point);
         if (own.quick && !nan) {
 #pragma unroll
@@ -558,9 +675,9 @@ struct Row {
         }
     }
     // The range of this thread's units.
-    template <bool STRICT>
-    __device__ __forceinline__ Range<typename Compute<T>::Type> range(bool both) const {
-        RangeOf<T, STRICT> gather;
+    template <bool STRICT, bool FLOATING>
+    __device__ __forceinline__ Range<typename Compute<T>::Type, FLOATING> range(bool both) const {
+        RangeOf<T, STRICT, FLOATING> gather;
         unsigned from = place;
 #pragma unroll 4
         for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
@@ -571,8 +688,8 @@ struct Row {
         return gather.range(both);
     }
     // Its codes, from where `codes` has those of this thread's first unit.
-    template <bool INSIDE, int BITS>
-    __device__ __forceinline__ void quantize(const BlockQuantizer<T, BITS>& own, unsigned char* codes) const {
+    template <bool INSIDE, int BITS, bool FLOATING>
+    __device__ __forceinline__ void quantize(const BlockQuantizer<T, BITS, FLOATING>& own, unsigned char* codes) const {
         unsigned from = place;
 #pragma unroll 1
         for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
@@ -588,7 +705,7 @@ struct Row {
 // once for its range and once for its codes.
 //
 // Arguments as quantize_dynamic_affine.
-template <typename T, int BITS>
+template <typename T, int BITS, bool FLOATING = false>
 __global__ void __launch_bounds__(
     ROW_THREADS, sizeof(T) == 2   ? 3
                  : sizeof(T) == 4 ? 2
@@ -598,10 +715,10 @@ __global__ void __launch_bounds__(
         const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     extern __shared__ __align__(128) uint4 dynamic[];
-    __shared__ Range<C> of_warps[ROW_THREADS / WARP];
+    __shared__ Range<C, FLOATING> of_warps[ROW_THREADS / WARP];
     __shared__ QParams<C> found;
     __shared__ bool nan;
-    const bool both = !g.symmetric;
+    const bool both = FLOATING || !g.symmetric;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const long long first = blockIdx.x * g.run;
     const Row<T> row(dynamic, static_cast<int>(g.run / UNIT));
@@ -610,7 +727,7 @@ __global__ void __launch_bounds__(
     wait_copies<0>();
     __syncwarp();
     // The first warp makes scale and zero point of the ranges of all threads.
-    auto reduce = [&](Range<C> range) {
+    auto reduce = [&](Range<C, FLOATING> range) {
         join_lanes(range, WARP, both);
         if (lane == 0) of_warps[warp] = range;
         __syncthreads();
@@ -621,10 +738,10 @@ __global__ void __launch_bounds__(
         }
         __syncthreads();
     };
-    reduce(row.template range<true>(both));
+    reduce(row.template range<true, FLOATING>(both));
     const bool careful = nan;
-    if (careful) reduce(row.template range<false>(both));
-    const BlockQuantizer<T, BITS> own(x, codes, g, found);
+    if (careful) reduce(row.template range<false, FLOATING>(both));
+    const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, found);
     if (threadIdx.x == 0) own.store_params(blockIdx.x, scale, zero_point);
     unsigned char* mine = codes + (first + threadIdx.x * UNIT) * BITS / 8;
     if (careful || !own.quick) {
@@ -641,13 +758,13 @@ __global__ void __launch_bounds__(
 // through shared memory, one tile of the warp ahead.
 //
 // lanes  2^j; the rest as quantize_dynamic_affine
-template <typename T, int BITS>
+template <typename T, int BITS, bool FLOATING = false>
 __global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize_lanes_affine(
     const T* x, unsigned char* codes, float* scale, int* zero_point, int lanes, const __grid_constant__ Geometry g) {
     constexpr int WARPS = AFFINE_THREADS / WARP, TILE_CHUNKS = WARP * Tile<T>::CHUNKS;
     extern __shared__ __align__(128) uint4 dynamic[];  // two tiles for each warp
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const bool both = !g.symmetric;
+    const bool both = FLOATING || !g.symmetric;
     const long long rows = g.n / ROW, all = (rows + WARP - 1) / WARP, run = (all + gridDim.x - 1) / gridDim.x;
     const long long end = min(all, (blockIdx.x + 1) * run);
     long long t = blockIdx.x * run + warp;
@@ -661,18 +778,18 @@ __global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 2 ? 4 : 3) quanti
         __syncwarp();
         Unit<T, ROW> unit;
         tile.read_row(lane, unit.word);
-        RangeOf<T, true> gather;
+        RangeOf<T, true, FLOATING> gather;
         gather.add(unit, both);
-        Range<float> range = gather.range(both);
+        Range<float, FLOATING> range = gather.range(both);
         join_lanes(range, lanes, both);
         const bool nan = __any_sync(FULL_WARP, range.has_nan());
         if (nan) {
-            RangeOf<T, false> numbers;
+            RangeOf<T, false, FLOATING> numbers;
             numbers.add(unit, both);
             range = numbers.range(both);
             join_lanes(range, lanes, both);
         }
-        const BlockQuantizer<T, BITS> own(x, codes, g, range.choose_qparams(g));
+        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range.choose_qparams(g));
         const long long row = t * WARP + lane;
         if (row < rows && lane % lanes == 0) own.store_params(row / lanes, scale, zero_point);
         if (__all_sync(FULL_WARP, own.quick && !nan)) {
@@ -732,7 +849,8 @@ __device__ typename Compute<T>::Bits select_rank(
 // zero_point  int32[count], or null
 // fraction    percentile / 100
 // period      distance of two runs of a block; 0 where a block is one run
-template <typename T>
+// STORED      as finish_range_affine
+template <typename T, bool FLOATING = false, bool STORED = false>
 __global__ void percentile_affine(
     const T* x, typename Compute<T>::Type* scale, int* zero_point, double fraction, long long period,
     const __grid_constant__ Geometry g) {
@@ -746,17 +864,18 @@ __global__ void percentile_affine(
         const long long size = period ? g.n / g.count : run;
         auto address = [&](long long e) { return period ? begin + e / run * period + e % run : begin + e; };
         const unsigned long long rank = max(static_cast<long long>(ceil(fraction * double(size))) - 1, 0ll);
-        Range<C> range{};
-        if (g.symmetric) {
+        Range<C, FLOATING> range{};
+        if (!FLOATING && g.symmetric) {
             range.high = select_rank(x, address, size, rank, true, false, counts);
         } else {
             // The keys of positive numbers have the upper bit set.
             const Bits high = select_rank(x, address, size, rank, false, false, counts);
             const Bits low = select_rank(x, address, size, rank, false, true, counts);
-            range.high = high & SIGN ? high ^ SIGN : 0, range.low = low & SIGN ? low ^ SIGN : 0;
+            if constexpr (FLOATING) range.high = high, range.low = low;
+            else range.high = high & SIGN ? high ^ SIGN : 0, range.low = low & SIGN ? low ^ SIGN : 0;
         }
         if (threadIdx.x == 0) {
-            const QParams<C> found = range.choose_qparams(g);
+            const QParams<C> found = range.template choose_qparams<STORED>(g);
             scale[block] = found.scale;
             if (zero_point) zero_point[block] = found.zero;
         }

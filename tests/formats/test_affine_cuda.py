@@ -151,6 +151,7 @@ class TestSmall:
             check_format(cupy, x, name, granularity=granularity, symmetric=False)
             check_format(cupy, x, name, granularity=granularity, percentile=90)
             check_format(cupy, x, name, granularity=granularity, symmetric=False, scale=0.3, zero_point=3)
+            check_format(cupy, x, name, granularity=granularity, zero="float")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -226,6 +227,85 @@ def test_stacks(cupy):
         assert np.allclose(kb.linear_grouped(put(cupy, x), stack, ids).get(), wanted, rtol=1e-4, atol=1e-4)
 
 
+def near(kind, shape, dtype, seed=0):
+    """Numbers of one kind; the normal ones lie far from 0."""
+    x = numbers(kind, shape, dtype, seed)
+    if kind == "normal" and x.ndim:
+        x += dtype.type(290)
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "granularity"), CASES + LARGE, ids=str)
+def test_offsets(cupy, shape, granularity, dtype):
+    """Every walk and every search for ranges, given scales and offsets among them."""
+    for i, kind in enumerate(
+        ["normal", "special", "extreme", "subnormal", "wide"][: 5 if math.prod(shape) < 5000 else 2]
+    ):
+        x = near(kind, shape, dtype, i)
+        for name in ("uint8", "int4") if i % 2 else ("int8", "uint4"):
+            check_format(cupy, x, name, granularity=granularity, zero="float")
+        if math.prod(shape) < 5000:
+            check_format(cupy, x, "int4", granularity=granularity, zero="float", percentile=90)
+    scale, _ = draw_parameters(shape, granularity, np.dtype("float32"), (0, 255), 0)
+    offset = (290 * np.random.default_rng(1).standard_normal(scale.shape)).astype(np.float32)
+    offset.reshape(-1)[2::9] = 3e38
+    x = near("special", shape, dtype)
+    for s, o in ((scale, offset), (0.3, offset), (scale, 288.5), (0.3, -2.5)):
+        there = [cupy.asarray(value) if isinstance(value, np.ndarray) else value for value in (s, o)]
+        host = kb.quantize(x, "int8", granularity=granularity, zero="float", scale=s, offset=o)
+        device = kb.quantize(
+            put(cupy, x), "int8", granularity=granularity, zero="float", scale=there[0], offset=there[1]
+        )
+        for plane, wanted in host.planes.items():
+            assert same(device.planes[plane], wanted), plane
+        assert same(device.dequantize(), host.dequantize())
+
+
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "granularity"), CASES + LARGE[::6], ids=str)
+def test_scales_of_16_bits(cupy, shape, granularity, dtype, scale_dtype):
+    kinds = ["normal", "special", "extreme", "subnormal", "wide", "constant", "zeros"]
+    first = len(shape) + math.prod(shape)
+    for i in range(3):
+        x = near(kinds[(first + 3 * i) % 7], shape, dtype, i)
+        for name, zero in (("int8", "none"), ("uint4", "int"), ("int4", "float"), ("uint8", "float")):
+            options = {"granularity": granularity, "zero": zero, "scale_dtype": scale_dtype}
+            options |= {"zero_dtype": "uint8"} if zero == "int" else {}
+            check_format(cupy, x, name, **options)
+            check_format(cupy, x, name, percentile=90, **options)
+            given = {"scale": 0.3} | ({"offset": 290.3} if zero == "float" else {})
+            check_format(cupy, x, name, **options, **given)
+        check_format(cupy, x, "int4", granularity=granularity, zero="int", zero_dtype="int8")
+    scale, _ = draw_parameters(shape, granularity, np.dtype("float32"), (0, 255), 0)
+    scale = np.minimum(scale, np.float32(6e4))
+    options = {"granularity": granularity, "zero": "float", "scale_dtype": scale_dtype}
+    host = kb.quantize(x, "int8", scale=scale, offset=-scale, **options)
+    device = kb.quantize(put(cupy, x), "int8", scale=cupy.asarray(scale), offset=cupy.asarray(-scale), **options)
+    for plane, wanted in host.planes.items():
+        assert same(device.planes[plane], wanted), plane
+    assert same(device.dequantize(), host.dequantize())
+
+
+def test_planes_with_offsets_of_any_kind(cupy):
+    """Scales of either sign, and what is not finite."""
+    rng = np.random.default_rng(0)
+    for shape, granularity in SMALL:
+        format = kb.get_format("int8", granularity=granularity, zero="float")
+        planes = {}
+        for name, spec in format.planes(shape).items():
+            bits = rng.integers(0, 256, (*spec.shape, np.dtype(spec.dtype).itemsize), np.uint8)
+            planes[name] = bits.view(spec.dtype).reshape(spec.shape)
+            if name != "codes":
+                ordinary = rng.standard_normal(spec.shape).astype(np.float32) * 300
+                planes[name] = np.where(rng.random(spec.shape) < 0.7, ordinary, planes[name])
+        host = kb.QuantizedArray(format, planes, shape, "float32")
+        for dtype in DTYPES:
+            with np.errstate(all="ignore"):
+                assert same(host.to_device("cuda:0").dequantize(dtype=dtype), host.dequantize(dtype=dtype))
+
+
 @pytest.mark.parametrize("offset", [1, 2, 3, 5, 7, 8])
 def test_unaligned_arrays(cupy, offset):
     """Inputs and outputs may start at any element; nothing before or behind them is touched."""
@@ -256,13 +336,13 @@ def test_unaligned_arrays(cupy, offset):
             assert same(y, wanted)
             affine.fake_quantize_backward(there, there, found[1], found[2], out=y, **options)
             assert same(y, affine.fake_quantize_backward(x, x, scale, zero, **options))
-            for name in ("int8", "int4"):
-                host = kb.quantize(x, name, granularity=granularity)
+            for name, zero in (("int8", "none"), ("int4", "none"), ("uint8", "float"), ("int4", "float")):
+                host = kb.quantize(x, name, granularity=granularity, zero=zero)
                 planes = {}
                 for plane, array in host.planes.items():
                     planes[plane] = cupy.zeros(array.size + offset, array.dtype)[offset:]
                 out = kb.QuantizedArray(host.format, planes, shape, dtype)
-                kb.quantize(there, name, granularity=granularity, out=out)
+                kb.quantize(there, name, granularity=granularity, zero=zero, out=out)
                 assert all(same(out.planes[plane], array) for plane, array in host.planes.items())
                 assert same(out.dequantize(), host.dequantize())
 

@@ -103,6 +103,8 @@ def rounded(values: Any, kind: Stored, argument: str) -> Any:
     """
     if kind.name == "float32":
         return values
+    if _xp.is_cupy(values):
+        return cuda.rounded(values, kind, argument == "scale")
     array = np.atleast_1d(np.asarray(values, SINGLE))
     with np.errstate(over="ignore"):
         beyond = np.isinf(array.astype(kind.dtype))
@@ -197,9 +199,12 @@ def quantize(
         if plane is None:
             continue
         if isinstance(values, (float, int)):
-            plane.fill(plane.dtype.type(values))
+            one = np.asarray(values, plane.dtype).view(f"u{plane.itemsize}")
+            plane.view(one.dtype).fill(int(one))  # as bits: CuPy knows no number of bfloat16
+        elif _xp.is_cupy(plane):
+            cuda.store(values if values.size == plane.size else values.repeat(plane.size), plane)
         else:
-            store(values, plane)
+            plane[...] = values.reshape(-1)
     if blocks.size and _xp.is_cupy(x):
         cuda.each("quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point)
         return
@@ -221,13 +226,6 @@ def quantize_dynamic(
         return
     find(x, scale, zero_point, blocks, levels)
     quantize(x, codes, scale, levels.zero if zero_point is None else zero_point, blocks, levels, bits)
-
-
-def store(values: Any, plane: Any) -> None:
-    """Fill a plane with numbers that its dtype has, or with one for all."""
-    if _xp.is_cupy(plane) and plane.dtype.kind not in "iu" and values.dtype != plane.dtype:
-        values = cuda.converted(values, plane.dtype)
-    plane[...] = values.reshape(-1)
 
 
 def dequantize(

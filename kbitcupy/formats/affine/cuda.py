@@ -15,7 +15,8 @@ from ...backend.launch import Kernel, Type, shared_memory
 from ...backend.structs import Constants, Struct
 from ..decoders import Decoder, templates
 from ..granularity import Blocks, Granularity, blocks_of
-from .levels import DOUBLE, ENDS, SINGLE, Levels, compute_dtype, reach_of
+from .levels import ENDS, INT32, SINGLE, Levels, compute_dtype, reach_of
+from .stored import FLOAT32, Stored, stored
 
 _TYPES = {**CXX_TYPES, "float64": "double"}
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -102,11 +103,17 @@ _STATIC_BYTES = 2048  # at most, of shared memory
 # Blocks of so many elements are held 32 elements a lane.
 _LANE_BLOCKS = tuple(32 << j for j in range(6))
 _LANE_ROUNDS = 4
+# The enum Storage of kernels/affine.cuh, and what AffineStored of kernels/formats/affine.cuh counts.
+_STORAGES = {"float32": 0, "float16": 1, "bfloat16": 2}
 # Rows from this length on, and below the length of a unit, are divided by in 64 bits.
 _WIDE_ROW = 1 << 30
 _WIDEST_PERIOD = 1 << 28
 
 _EVERY = tuple(_TYPES.values())
+# The last template argument where blocks have offsets.
+_FLOATING = {False: (), True: ("true",)}
+# The last two where scales have 16 bits: without and with offsets.
+_STORED = ("false, true", "true, true")
 
 
 def _walk_of(operation: str, dtype: str, layout: str, narrow: bool = False) -> tuple[int, int, int]:
@@ -120,14 +127,15 @@ def _walk_of(operation: str, dtype: str, layout: str, narrow: bool = False) -> t
     return size, units, units
 
 
-def _arguments(operation: str, dtype: str, layout: str, narrow: bool = False) -> str:
+def _arguments(operation: str, dtype: str, layout: str, narrow: bool = False, floating: bool = False) -> str:
     """The template arguments of a kernel that goes from element to element."""
     bits = [operation[-1]] if operation[-1] in "84" else []
-    return ", ".join([_TYPES[dtype], *bits, layout, *map(str, _walk_of(operation, dtype, layout, narrow))])
+    walk = map(str, _walk_of(operation, dtype, layout, narrow))
+    return ", ".join([_TYPES[dtype], *bits, layout, *walk, *_FLOATING[floating]])
 
 
-def _each_template(name: str, operations: tuple[str, ...]) -> Template:
-    every = itertools.product(operations, _TYPES, _LAYOUTS, (False, True))
+def _each_template(name: str, operations: tuple[str, ...], zeros: tuple[bool, ...] = (False,)) -> Template:
+    every = itertools.product(operations, _TYPES, _LAYOUTS, (False, True), zeros)
     return _template(_FILE, f"{name}_affine", (tuple(dict.fromkeys(_arguments(*each) for each in every)),))
 
 
@@ -135,20 +143,33 @@ def _template(file: str, name: str, axes: tuple[tuple[str, ...], ...]) -> Templa
     return Template(file, name, axes, structs=_AHEAD)
 
 
+_CHOSEN = (_EVERY[:3], ("8", "4"))
+_DYNAMIC = (f"{_SLOTS}, 1", f"{_SLOTS}, {_SLOTS}", f"{_MANY_SLOTS}, 1")
 KERNELS = (
-    _each_template("quantize", ("quantize8", "quantize4")),
-    _each_template("dequantize", ("dequantize8", "dequantize4")),
+    _each_template("quantize", ("quantize8", "quantize4"), (False, True)),
+    _each_template("dequantize", ("dequantize8", "dequantize4"), (False, True)),
     *(_each_template(name, (name,)) for name in _RUNS_WALKS if name[-1] not in "84"),
     _template(_FILE, "convert_scales_affine", (("float",), ("double",))),
-    _template(_FILE, "convert_scales_affine", (("double",), ("float",))),
+    _template(_FILE, "convert_scales_affine", (("double", *_EVERY[:2]), ("float",))),
+    _template(_FILE, "convert_scales_affine", (("float",), _EVERY[:2])),
+    _template(_FILE, "round_scales_affine", (("float",),)),
     _template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS)),
+    _template(_RANGE_FILE, "find_range_affine", (_EVERY, _LAYOUTS, ("true",))),
     _template(_RANGE_FILE, "find_whole_affine", (_EVERY,)),
+    _template(_RANGE_FILE, "find_whole_affine", (_EVERY, ("true",))),
     _template(_RANGE_FILE, "finish_range_affine", (("float", "double"),)),
-    _template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), (f"{_SLOTS}, 1", f"{_SLOTS}, {_SLOTS}"))),
-    _template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY[:3], ("8", "4"), (f"{_MANY_SLOTS}, 1",))),
+    _template(_RANGE_FILE, "finish_range_affine", (("float", "double"), ("true",))),
+    _template(_RANGE_FILE, "finish_range_affine", (("float", "double"), _STORED)),
+    _template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), _DYNAMIC[:2])),
+    _template(_RANGE_FILE, "quantize_dynamic_affine", (*_CHOSEN, _DYNAMIC[2:])),
+    _template(_RANGE_FILE, "quantize_dynamic_affine", (*_CHOSEN, _DYNAMIC, ("true",))),
     _template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"))),
-    _template(_RANGE_FILE, "quantize_lanes_affine", (_EVERY[:3], ("8", "4"))),
+    _template(_RANGE_FILE, "quantize_rows_affine", (*_CHOSEN, ("true",))),
+    _template(_RANGE_FILE, "quantize_lanes_affine", _CHOSEN),
+    _template(_RANGE_FILE, "quantize_lanes_affine", (*_CHOSEN, ("true",))),
     _template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
+    _template(_RANGE_FILE, "percentile_affine", (_EVERY, ("true",))),
+    _template(_RANGE_FILE, "percentile_affine", (_EVERY, _STORED)),
 )
 _HEADER = "formats/affine.cuh"
 BLOCKS = templates(
@@ -161,7 +182,6 @@ BLOCKS = templates(
     ),
     kernels=("take_blocks", "linear_blocks"),
 )
-_SCALE_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 _GEOMETRY = np.dtype(
     [
@@ -192,7 +212,9 @@ class Geometry:
     of : dtype, optional
         dtype of the array whose ranges are found.
     reach : int, default 0
-        See `_reach`.
+        See `reach_of`.
+    kind : Stored, default float32
+        In what scales will be stored.
     """
 
     __slots__ = ("_struct", "argument", "columns", "layout", "narrow", "rows", "size")
@@ -205,6 +227,7 @@ class Geometry:
         whole: bool = False,
         of: np.dtype | None = None,
         reach: int = 0,
+        kind: Stored = FLOAT32,
     ):
         row, run, per_row = blocks.row, blocks.run, blocks.per_row
         if blocks.count == 1:
@@ -233,8 +256,10 @@ class Geometry:
             # The largest number of steps is below qmax - qmin + 1, so no product with a scale up to `surely` is larger
             # than the limit.
             ends, dtype = ENDS[of.name], compute_dtype(of)
-            surely = ends.limit / (levels.qmax - levels.qmin + 1)
-            for name, end in (("largest", ends.largest), ("limit", ends.limit), ("surely", surely)):
+            surely, largest = ends.limit / (levels.qmax - levels.qmin + 1), ends.largest
+            if levels.floating:  # the end of ranges, and the largest scale there is
+                largest, surely = kind.range_end(of.name), kind.most(levels)
+            for name, end in (("largest", largest), ("limit", ends.limit), ("surely", surely)):
                 struct[name] = np.array(end, dtype).view(f"u{dtype.itemsize}")
         self._struct = struct
         self.argument = struct.tobytes()
@@ -276,6 +301,7 @@ _SIGNATURES: dict[str, tuple[Type, ...]] = {
     "fake_quantize_backward_affine": ("p", "p", "p", *_EACH),
     "dequantize_backward_affine": ("p", "p", *_EACH),
     "convert_scales_affine": ("p", "p", "i8"),
+    "round_scales_affine": ("p", "p", "i8", "i4", "i4"),
     "find_range_affine": ("p", "p", "p", GEOMETRY),
     "find_whole_affine": ("p", "p", "p", GEOMETRY),
     "finish_range_affine": ("p", "p", "p", "p", GEOMETRY),
@@ -304,7 +330,7 @@ def _launch(
     operation = kind if bits is None else f"{kind}{bits}"
     walk = operation, dtype.name, geometry.layout, geometry.narrow
     size, _, units = _walk_of(*walk)
-    kernel = _kernel(f"{kind}_affine", (_arguments(*walk),), _EACH_THREADS)
+    kernel = _kernel(f"{kind}_affine", (_arguments(*walk, levels.floating),), _EACH_THREADS)
     grid = geometry.units(units, units, _EACH_THREADS * size)
     # A scale for each thread of those thread blocks that write some, unless there are more.
     every = max(1, min(grid, grid * _EACH_THREADS // blocks.count))
@@ -313,15 +339,36 @@ def _launch(
 
 
 def converted(values: Any, dtype: np.dtype) -> Any:
-    """Scales or zero points on a device as a contiguous array of another dtype, subnormal numbers kept."""
-    if {values.dtype, dtype} != {SINGLE, DOUBLE}:
+    """Scales, offsets or zero points on a device as a contiguous array of another dtype, subnormal numbers kept."""
+    if values.dtype.kind in "iu" or dtype.kind in "iu" or values.dtype == dtype:
         return values.astype(dtype, order="C")
+    if SINGLE not in (values.dtype, dtype):
+        return converted(converted(values, SINGLE), dtype)
     values = _xp.contiguous(values)
     result = _xp.namespace(values).empty(values.shape, dtype)
     if values.size:
         kernel = _kernel("convert_scales_affine", (_TYPES[values.dtype.name], _TYPES[dtype.name]))
         kernel(values, -(-values.size // _THREADS), (values, result, values.size))
     return result
+
+
+def rounded(values: Any, kind: Stored, positive: bool) -> Any:
+    """float32 scales or offsets on a device as the numbers of 16 bits as which they are stored.
+
+    `positive`: those above 0 stay above 0.
+    """
+    result = _xp.namespace(values).empty_like(values)
+    if values.size:
+        kernel = _kernel("round_scales_affine", ("float",))
+        kernel(values, -(-values.size // _THREADS), (values, result, values.size, _STORAGES[kind.name], positive))
+    return result
+
+
+def store(values: Any, plane: Any) -> None:
+    """Fill a plane with numbers of its own dtype that another holds."""
+    if values.dtype != plane.dtype:
+        values = converted(values, plane.dtype)
+    plane[...] = values.reshape(-1)
 
 
 def each(
@@ -347,42 +394,70 @@ def each(
             scale = converted(scale, computed)
         if scale.size < blocks.count:  # one for all
             scale = scale.repeat(blocks.count)
-    if isinstance(zero_point, int):
+    if isinstance(zero_point, float):  # an offset, as its bits
+        zero_point, point = 0, int(np.float32(zero_point).view(np.int32))
+    elif isinstance(zero_point, int):
         zero_point, point = 0, zero_point
-    elif zero_point.size < blocks.count:
-        zero_point = zero_point.repeat(blocks.count)
+    else:
+        if zero_point.itemsize < 4:
+            zero_point = converted(zero_point, INT32 if zero_point.dtype.kind in "iu" else SINGLE)
+        if zero_point.size < blocks.count:
+            zero_point = zero_point.repeat(blocks.count)
     last = (*(0 if plane is None else plane for plane in planes), *shares) if planes else ()
     kernel(arrays[-1], units, (*arrays, scale, value, zero_point, point, geometry.argument, *last))
 
 
 @functools.lru_cache(maxsize=1024)
-def _find_launch(dtype: np.dtype, blocks: Blocks, levels: Levels) -> tuple[Kernel, int, Kernel, int, Geometry]:
+def _find_launch(
+    dtype: np.dtype, blocks: Blocks, levels: Levels, kind: Stored
+) -> tuple[Kernel, int, Kernel, int, Geometry]:
     """The kernel that finds ranges, the one that makes scales of them, their grids and geometry."""
-    geometry, name = _geometry(blocks, levels, 0, False, dtype, reach_of(levels, None)), _TYPES[dtype.name]
+    geometry, name = _finding(dtype, blocks, levels, None, kind, False), _TYPES[dtype.name]
+    last = _FLOATING[levels.floating]
     if blocks.count == 1:
-        find_range = _kernel("find_whole_affine", (name,), rounds=_FIND_ROUNDS)
+        find_range = _kernel("find_whole_affine", (name, *last), rounds=_FIND_ROUNDS)
         units = -(-blocks.size * dtype.itemsize // (_THREADS * _NUMBERS.WHOLE_BYTES))
     else:
         rounds = 1 if geometry.layout == "COLUMNS" else _FIND_ROUNDS
-        find_range = _kernel("find_range_affine", (name, geometry.layout), rounds=rounds)
+        find_range = _kernel("find_range_affine", (name, geometry.layout, *last), rounds=rounds)
         units = geometry.units(_NUMBERS.FIND_DEPTH[dtype.itemsize // 4], _NUMBERS.FIND_ROWS)
-    finish = _kernel("finish_range_affine", (_TYPES[compute_dtype(dtype).name],))
+    finish = _kernel("finish_range_affine", (_TYPES[compute_dtype(dtype).name], *_finishing(levels, kind)))
     return find_range, units, finish, -(-blocks.count // _THREADS), geometry
 
 
+def _finding(
+    dtype: np.dtype, blocks: Blocks, levels: Levels, fraction: float | None, kind: Stored, whole: bool
+) -> Geometry:
+    """The geometry of a search for ranges, which says in what scales will be stored in place of a margin."""
+    reach = reach_of(levels, fraction, kind is not FLOAT32)
+    return _geometry(blocks, levels, _STORAGES[kind.name], whole, dtype, reach, kind)
+
+
+def _finishing(levels: Levels, kind: Stored) -> tuple[str, ...]:
+    """The last template arguments of what makes scales of ranges."""
+    return _FLOATING[levels.floating] if kind is FLOAT32 else (_STORED[levels.floating],)
+
+
 def find(x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, fraction: float | None) -> None:
-    """Fill `scale` and `zero_point` (or None) with what dynamic range gives; `fraction` is a percentile / 100."""
+    """Fill `scale` and `zero_point` (offsets if `levels` say so, or None) with what is found.
+
+    `fraction` is a percentile / 100.
+    """
     computed = compute_dtype(x.dtype)
+    kind = FLOAT32 if scale.itemsize > 2 else stored(scale.dtype.name)
     empty = _xp.namespace(x).empty
     exact = scale if scale.dtype == computed else empty(blocks.count, computed)
-    point = 0 if zero_point is None else zero_point
+    wide: Any = zero_point
+    if zero_point is not None and zero_point.itemsize < 4:
+        wide = empty(blocks.count, SINGLE if levels.floating else INT32)
+    point = 0 if wide is None else wide
     if fraction is not None:
-        geometry = _geometry(blocks, levels, 0, True, x.dtype, reach_of(levels, fraction))
+        geometry = _finding(x.dtype, blocks, levels, fraction, kind, True)
         period = blocks.row if blocks.per_row == 0 and blocks.count > 1 else 0
-        kernel = _kernel("percentile_affine", (_TYPES[x.dtype.name],), 2 * _THREADS)
+        kernel = _kernel("percentile_affine", (_TYPES[x.dtype.name], *_finishing(levels, kind)), 2 * _THREADS)
         kernel(x, blocks.count, (x, exact, point, fraction, period, geometry.argument))
     else:
-        find_range, units, finish, groups, geometry = _find_launch(x.dtype, blocks, levels)
+        find_range, units, finish, groups, geometry = _find_launch(x.dtype, blocks, levels, kind)
         low: Any = 0
         if not levels.symmetric:
             low = empty(blocks.count, computed)
@@ -391,8 +466,11 @@ def find(x: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Lev
         find_range(x, units, (x, exact, low, geometry.argument))
         finish(x, groups, (exact, low, exact, point, geometry.argument))
     if exact is not scale:
-        limit = float(np.finfo(scale.dtype).max)
-        scale[...] = converted(_xp.namespace(x).minimum(exact, limit), scale.dtype)
+        if kind is FLOAT32:
+            exact = _xp.namespace(x).minimum(exact, float(np.finfo(scale.dtype).max))
+        store(exact, scale)
+    if wide is not zero_point:
+        store(wide, zero_point)
 
 
 def _run_on_chip(blocks: Blocks) -> int:
@@ -415,20 +493,22 @@ def _dynamic_launch(
     if not 0 < units <= _ON_CHIP[size]:
         return None
     geometry = _geometry(blocks, levels, 0, True, dtype, reach_of(levels, None))
-    axes = _TYPES[dtype.name], str(bits)
+    axes, last = (_TYPES[dtype.name], str(bits)), _FLOATING[levels.floating]
+    if last and size == 8:
+        return None
     if size < 8 and run in _LANE_BLOCKS and whole:
-        kernel = _kernel("quantize_lanes_affine", axes, _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
+        kernel = _kernel("quantize_lanes_affine", (*axes, *last), _THREADS, _LANE_ROUNDS, 2 * 32 * _THREADS * size)
         return kernel, -(-blocks.size // (32 * _THREADS)), (run // 32, geometry.argument), geometry
     if units <= 32 * _SLOTS:
         each = _SLOTS if units <= _SLOTS else 1
         slots = _MANY_SLOTS if units > _OF_FEW_SLOTS and size < 8 else _SLOTS
         team = 1 << (-(-units * each // slots) - 1).bit_length()
-        kernel = _kernel("quantize_dynamic_affine", (*axes, f"{slots}, {each}"), _NUMBERS.TEAM_THREADS)
+        kernel = _kernel("quantize_dynamic_affine", (*axes, f"{slots}, {each}", *last), _NUMBERS.TEAM_THREADS)
         units = -(-blocks.count // (_NUMBERS.TEAM_THREADS // team * each))
         return kernel, units, (team, geometry.argument), geometry
     if not whole or run * size + _STATIC_BYTES > memory:
         return None
-    kernel = _kernel("quantize_rows_affine", axes, _row_threads(units), 1, run * size)
+    kernel = _kernel("quantize_rows_affine", (*axes, *last), _row_threads(units), 1, run * size)
     return kernel, blocks.count, (geometry.argument,), geometry
 
 
@@ -446,10 +526,15 @@ def quantize_dynamic(
 ) -> bool:
     """Whether blocks fit on chip, and it is done."""
     launch = _dynamic_launch(x.dtype, bits, blocks, levels, shared_memory(x.data.device_id))
-    if launch is None or x.data.ptr % 16 or codes.data.ptr % 16:
+    if launch is None or x.data.ptr % 16 or codes.data.ptr % 16 or scale.itemsize < 4:
         return False
     kernel, units, last, _ = launch
-    kernel(x, units, (x, codes, scale, 0 if zero_point is None else zero_point, *last))
+    if zero_point is None or zero_point.itemsize == 4:
+        kernel(x, units, (x, codes, scale, 0 if zero_point is None else zero_point, *last))
+    else:
+        wide = _xp.namespace(x).empty(blocks.count, INT32)
+        kernel(x, units, (x, codes, scale, wide, *last))
+        store(wide, zero_point)
     return True
 
 
@@ -458,7 +543,7 @@ def decoder(bits: int, granularity: Granularity, levels: Levels, scale_dtype: st
     """The storey-1 decoder of integers of so many bits."""
     # As AffineStored of kernels/formats/affine.cuh has them, above the zero point of all.
     plain = scale_dtype == "float32" and zero_dtype == "int32" and not levels.floating
-    kinds = _SCALE_KINDS[scale_dtype] | (zero_dtype != "int32") << 2
+    kinds = _STORAGES[scale_dtype] | (zero_dtype != "int32") << 2
     last = levels.zero | kinds << 32
 
     def numbers(shape: tuple[int, ...]) -> tuple[int, ...]:

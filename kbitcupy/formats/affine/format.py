@@ -176,8 +176,6 @@ class Affine(Granular):
         self._encode(x, planes, given)
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        if not self._on_cuda:
-            raise FormatError(f"{self} does not quantize CuPy arrays: pass x.get()")
         self._encode(x, planes, given)
 
     def _encode(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -206,21 +204,13 @@ class Affine(Granular):
         self._decode(planes, out, blocks_of(out.shape, self.granularity))
 
     def decode_cuda(self, planes: Mapping[str, Any], out: Any) -> None:
-        if not self._on_cuda:
-            raise FormatError(f"{self} does not decode CuPy arrays: call .get() first")
         self._decode(planes, out, blocks_of(out.shape, self.granularity))
-
-    @property
-    def _on_cuda(self) -> bool:
-        """Whether there are kernels."""
-        return self.scale_dtype == "float32" and self.zero_dtype == "int32" and self.zero != "float"
 
     def decode_stack(self, planes: Mapping[str, Any], out: Any, lead: int) -> bool:
         blocks = stack_blocks(out.shape, self.granularity, lead)
-        if blocks is None or not (self._on_cuda or isinstance(out, np.ndarray)):
-            return False
-        self._decode(planes, out, blocks)
-        return True
+        if blocks is not None:
+            self._decode(planes, out, blocks)
+        return blocks is not None
 
     def _decode(self, planes: Mapping[str, Any], out: Any, blocks: Blocks) -> None:
         dequantize(planes["codes"], out, planes["scale"], self._zero_in(planes), blocks, self.levels, self.bits)

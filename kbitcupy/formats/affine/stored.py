@@ -91,6 +91,7 @@ class Stored:
 
 
 _KINDS = {name: Stored(name) for name in SCALE_DTYPES}
+FLOAT32 = _KINDS["float32"]
 
 
 def stored(name: str) -> Stored:
