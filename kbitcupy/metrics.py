@@ -221,7 +221,7 @@ def offset_note(x: Any) -> str | None:
     return (
         f"the mean is {x.mean:.4g} and the standard deviation {deviation:.4g}: the SQNR is "
         f"{10 * math.log10(1 + ratio * ratio):.0f} dB over that of the variation (sqnr_centered_db); subtract the mean "
-        "before quantizing and add it afterwards"
+        "before quantizing and add it afterwards, or take affine integers with zero='float'"
     )
 
 

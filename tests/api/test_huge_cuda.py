@@ -30,6 +30,7 @@ def rows(cupy, large_memory):
         ("int8", {"granularity": ("channel", 1), "symmetric": False}),
         ("int4", {"granularity": ("group", 128)}),
         ("uint4", {"granularity": "tensor"}),
+        ("int4", {"granularity": ("group", 128), "zero": "float"}),
     ],
 )
 def test_affine_formats(cupy, rows, name, options):

@@ -240,6 +240,13 @@ FAULTS = {
     "nf4": {"planes.size + 1": "planes.size", "4 * (e ^ 1)": "4 * e", "& 15": "& 7"},
     "dynamic8": {"octet * 8": "octet * 4", "e % 4 * 8": "e % 4 * 4", "& 0xff": "& 0x7f"},
     "int4:block=32": {"(BITS - 1) :": "(BITS - 2) :", "e * BITS % 32": "e * BITS % 16", "<< BITS) - 1": "<< BITS) - 2"},
+    "uint8:block=32,zero=float,scale_dtype=bfloat16": {
+        "ieee::finite(scale)": "usable(scale)", "bits) << 16": "bits) << 15", "ieee::add(": "ieee::subtract(",
+    },
+    "int4:block=32,zero=int,scale_dtype=bfloat16,zero_dtype=int8": {
+        "kinds & 4": "kinds & 8", "at<signed char>": "at<unsigned char>", "kinds & 3": "kinds & 1",
+    },
+    "int8:block=32,scale_dtype=float16": {"kind == 1": "kind == 2", "kind == 0": "kind <= 1"},
     "q4_0": {"octet & 1": "octet & 3", "j * 4": "j * 2", "0x0f0f0f0fu, 8": "0x0f0f0f0fu, 7"},
     "q5_1": {"(octet >> 2) * 4": "(octet >> 2) * 8", "0x10101010u": "0x10101000u", "0x02040810u": "0x02040410u"},
     "tq1_0": {"block * 48": "block * 52", "0x511b": "0x511a", ">> 8 & bytes": ">> 9 & bytes", "part % 4": "part % 2"},

@@ -91,6 +91,8 @@ class TestSmall:
             "kbit4:absmax=float32",
             "int8:block=16",
             "uint4:symmetric=false",
+            "uint4:block=16,zero=float",
+            "int8:block=16,zero=float,scale_dtype=bfloat16",
         ):
             for shape in ((3, 48), (96, 1040)):
                 q, x = weight(shape, name, cupy), numbers((40, shape[1]), HALF[0], cupy)
@@ -378,10 +380,10 @@ def test_stacks_larger_than_a_group_of_tokens(cupy):
 # ---- weights beyond the range of float16 -----------------------------------------------------------------------------
 
 SCALED = [format for format in FORMATS if of(format).magnitude() is not None] + [
-    kb.get_format(name, granularity=granularity, symmetric=symmetric)
+    kb.get_format(name, granularity=granularity, zero=zero)
     for name in ("int8", "uint4")
     for granularity in ("token", ("channel", 1), ("group", 32))
-    for symmetric in (True, False)
+    for zero in ("none", "int", "float")
 ]
 
 
