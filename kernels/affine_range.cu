@@ -31,6 +31,13 @@ __device__ __forceinline__ C number_of_key(typename Compute<C>::Bits key) {
     return from_bits(key & SIGN ? Bits(key ^ SIGN) : Bits(~key));
 }
 
+// A float32 in the type of scales; casts would flush it.
+template <typename C>
+__device__ __forceinline__ C in_type(float x) {
+    if constexpr (sizeof(C) == 8) return widen(x);
+    else return x;
+}
+
 // The number of 16 bits that is nearest by way of float32; the nearest that is not larger, or not smaller.
 __device__ __forceinline__ unsigned nearest_code(double x, int storage) { return code_of(narrow(x, 0.0f), storage); }
 __device__ __forceinline__ double number_of_code_in_double(unsigned code, int storage) {
@@ -78,7 +85,7 @@ struct Range {
     __device__ __forceinline__ static C as_stored(C scale, const Geometry& g) {
         if constexpr (!STORED) return scale;
         const unsigned code = nearest_code(widen(scale), g.margin);
-        return C(widen(number_of_code(magnitude_bits(scale) != 0 ? max(code, 1u) : code, g.margin)));
+        return in_type<C>(number_of_code(magnitude_bits(scale) != 0 ? max(code, 1u) : code, g.margin));
     }
     // The scale, or the largest one for which all levels are decoded to finite numbers.
     template <bool STORED>
@@ -91,7 +98,7 @@ struct Range {
         if (multiply_ieee(from_bits(most), reach) > limit) --most;
         if constexpr (STORED) {
             const unsigned code = code_below(widen(from_bits(most)), g.margin);
-            return {C(widen(number_of_code(code, g.margin))), found.zero, false, found.finite};
+            return {in_type<C>(number_of_code(code, g.margin)), found.zero, false, found.finite};
         }
         return {from_bits(most), found.zero, false, found.finite};
     }
@@ -131,9 +138,9 @@ struct Range {
         const float offset = ieee::add(narrow(__dsub_rn(first, __dmul_rn(s, double(g.qmin))), 0.0f), 0.0f);
         bool inside = false;
         if constexpr (sizeof(C) == 4)
-            inside = rint(divide(above(float(upper), offset), scale)) <= float(g.qmax) &&
-                     rint(divide(above(float(lower), offset), scale)) >= float(g.qmin);
-        return {C(s), __float_as_int(offset), inside, finite};
+            inside = rint(divide(above(narrow(upper, 0.0f), offset), scale)) <= float(g.qmax) &&
+                     rint(divide(above(narrow(lower, 0.0f), offset), scale)) >= float(g.qmin);
+        return {in_type<C>(scale), __float_as_int(offset), inside, finite};
     }
     // The offset in 16 bits, and the scale that reaches both ends of the range from there.
     __device__ __forceinline__ static QParams<C> stored_offset(
@@ -147,7 +154,7 @@ struct Range {
         const unsigned scale = code_above(fmin(reached, limit), storage);
         const bool exact = upper == lower && from == lower;
         const float found = exact ? 1.0f : number_of_code(scale & 0x8000u ? 1u : max(scale, 1u), storage);
-        return {C(widen(found)), __float_as_int(offset), false, true};
+        return {in_type<C>(found), __float_as_int(offset), false, true};
     }
     // Scale and zero point by the contract; infinities count as the largest finite number. STORED: in 16 bits, of which
     // g.margin says in what.
@@ -261,7 +268,8 @@ __device__ __forceinline__ Range<typename Compute<T>::Type, FLOATING> range_of(T
     const C v = to_float(x);
     if constexpr (FLOATING) {
         if (v != v) return {0, 0};
-        return {ordered(v), ordered(C(-v))};
+        constexpr auto SIGN = typename Compute<C>::Bits(1) << (sizeof(C) * 8 - 1);
+        return {ordered(v), ordered(from_bits(all_bits(v) ^ SIGN))};  // a negation might flush
     }
     return {magnitude_bits(larger(v, C(0))), magnitude_bits(smaller(v, C(0)))};
 }

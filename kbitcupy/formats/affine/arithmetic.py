@@ -206,7 +206,7 @@ def quantize(
         else:
             plane[...] = values.reshape(-1)
     if blocks.size and _xp.is_cupy(x):
-        cuda.each("quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point)
+        cuda.each("quantize", x.dtype, bits, blocks, levels, (x, codes), scale, zero_point, 0, (None, None))
         return
     if blocks.size == 0:
         return
