@@ -147,6 +147,9 @@ class Fragments:
         Whether codes are in two's complement.
     multiple : int
         Of which K is a multiple where that is not the granule; else 0.
+    added : bool
+        Whether something is added to what scales multiply: offsets or minima, for which ``linear_tile`` takes means of
+        x.
     """
 
     small_batch: str
@@ -178,6 +181,7 @@ class Fragments:
     aligned: int = 4
     signed: bool = False
     multiple: int = 0
+    added: bool = False
     together: int = 2
 
 

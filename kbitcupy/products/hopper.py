@@ -41,7 +41,7 @@ from .routes import Device, Problem, Product, Route, refused_by_all
 #: Numbers of the kernel: rows of a warpgroup, elements of k that share a scale, the most stages of its ring, where the
 #: ring ends in the shared window (whose first 1024 bytes are the system's: 195 KiB leave the scales more of the L1
 #: cache, 227 are there where the stages are large), and the bytes of x in a stage of up to 8 tokens, whose second half
-#: lies a little further on, so that lanes do not meet in a bank.
+#: lies a little further on, so that lanes do not meet in a bank; the bytes of a token's means of x in a stage.
 SIZES = Constants(
     GROUP_ROWS=64,
     GRANULE_K=32,
@@ -49,6 +49,7 @@ SIZES = Constants(
     RING_END=196 * 1024 - 512,
     LARGE_RING_END=228 * 1024 - 512,
     DIRECT_BYTES=3072,
+    MEANS_BYTES=32,
 )
 TABLE_START, ENTRY_STRIDE = _SHARED.TABLE_START, _SHARED.ENTRY_STRIDE
 _DECLARED = (*DECLARED, SIZES)
@@ -97,9 +98,10 @@ class TileCut:
         return -(-(TABLE_START + fragments.hopper_entries * ENTRY_STRIDE) // 1024) * 1024
 
     def stage_bytes(self, fragments: Fragments, grouped: bool = False) -> int:
-        """x and weights of a stage."""
+        """x and weights of a stage, and means of x where something is added to weights."""
         x = SIZES.DIRECT_BYTES if self.tokens == TOKENS and not grouped else self.tokens * ITEM_K * 2
-        return x + self.rows * ITEM_K * fragments.bits // 8
+        means = -(-self.tokens * SIZES.MEANS_BYTES // 1024) * 1024 if fragments.added else 0
+        return x + self.rows * ITEM_K * fragments.bits // 8 + means
 
     def stages(self, fragments: Fragments, grouped: bool = False) -> int:
         """Of the ring; the sums of groups do not take its place."""
@@ -305,8 +307,12 @@ def tile_refusal(problem: Problem) -> str | None:
         return "it is for compute capability 9.0"
     if k % SIZES.GRANULE_K or k * problem.fragments.bits // 8 % 16:
         return f"rows of {k} elements do not start at multiples of 16 bytes"
+    if worked_out(problem.fragments) and k % problem.fragments.multiple:
+        return f"rows of {k} elements are no multiples of {problem.fragments.multiple}"
     if max(n, k) >= 1 << 30 or n * k >= 1 << 36:
         return "numbers of 32 bits do not reach through the weight"
+    if problem.stored.scales < min(4, problem.fragments.scale_bytes):
+        return f"the planes of scales do not start at multiples of {problem.fragments.scale_bytes} bytes"
     return None if problem.stored.codes >= 16 else "the plane of codes does not start at a multiple of 16 bytes"
 
 
@@ -327,7 +333,7 @@ def rounds_scales(problem: Problem, cut: TileCut) -> bool:
     if fragments is None or fragments.hopper_entries or not fragments.block:
         return False
     exact = fragments.scale_bytes == 2 and problem.dtype == np.float16
-    return not exact and not (fragments.block >= ITEM_K and TOKENS < cut.tokens <= 32)
+    return not exact and not (fragments.block >= ITEM_K and not fragments.added and TOKENS < cut.tokens <= 32)
 
 
 class Hopper(Route):

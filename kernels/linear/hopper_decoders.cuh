@@ -11,13 +11,21 @@ __host__ __device__ constexpr bool is_shared(int shares) { return shares == OF_B
 
 // Which elements are pairs, of eight neighbours, and in which order: neighbours; two apart, 0 2, 1 3, 4 6, 5 7; four
 // apart, 0 4, 1 5, 2 6, 3 7. A mask cuts such pairs out of a word of codes, and x has to follow.
-enum Order { NEIGHBOURS, TWO_APART, FOUR_APART };
+//
+// TWO_BLOCKS: two apart, where a lane has half of two blocks of 32: its bytes are the codes of both.
+enum Order { NEIGHBOURS, TWO_APART, FOUR_APART, TWO_BLOCKS };
+
+// Which eight elements of half a stage, 64 k, are number c of four of the granule that is its t-th.
+template <int ORDER>
+__device__ __forceinline__ unsigned x_chunk(unsigned t, unsigned c) {
+    return ORDER == TWO_BLOCKS ? c / 2 * 4 + t * 2 + c % 2 : t * 4 + c;
+}
 
 // Eight elements of x, neighbours as they come, in that order.
 template <int ORDER>
 __device__ __forceinline__ void arrange(unsigned (&x)[4]) {
     if constexpr (ORDER != NEIGHBOURS) {
-        const unsigned a[4] = {x[0], x[ORDER == TWO_APART ? 2 : 1], x[ORDER == TWO_APART ? 1 : 2], x[3]};
+        const unsigned a[4] = {x[0], x[ORDER == FOUR_APART ? 1 : 2], x[ORDER == FOUR_APART ? 2 : 1], x[3]};
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = __byte_perm(a[i / 2], a[2 + i / 2], i % 2 ? 0x7632 : 0x5410);
     }
@@ -54,6 +62,9 @@ __device__ __forceinline__ int row_granules(int k, const TileScales& from) {
 // The scales of a lane's two rows, of granule t: as they are in memory, so that nothing waits for them.
 template <typename Decoder>
 struct RawScales {
+    static constexpr int SCALE_BYTES = Decoder::SCALE == E4M4 || Decoder::NESTED ? 1
+                                       : Decoder::SCALE == FLOAT16               ? 2
+                                                                                 : 4;
     static constexpr int SECOND_BYTES = 0;  // of a block, that are fetched ahead beside its scale
     unsigned code[2];
     float nested[2];
@@ -88,6 +99,8 @@ struct RawScales {
 //     FIELDS                words of a scale group (32 k of a row, what a lane owns in a stage) after unpack
 //     SHARES, ORDER         who shares a scale; which elements are pairs
 //     Raw                   scales, as they are in memory
+//     SCALES                of a lane in a row: 2 where halves of a stage are of different blocks
+//     OFFSETS               whether something is added to code times scale
 //     Base                  what pairs need beside the codes of a row
 //     FACTOR                what the table is multiplied by
 //     fill(table, mine, ...)    fill the table from a value a lane, lane i that of index i % VALUES
@@ -103,7 +116,8 @@ struct TileKbit {
     static constexpr int BITS = K, SCALE = FORMAT, VALUES = 1 << K, FIELDS = K == 5 ? 8 : K == 2 ? 2 : 4;
     static constexpr int ENTRIES = K == 5 ? 32 : K == 3 ? 64 : 256, LANE_BYTES = K == 2 ? 8 : 4;
     static constexpr int SHARES = OF_GRANULES, ORDER = NEIGHBOURS;
-    static constexpr bool NESTED = false;
+    static constexpr int SCALES = 1;
+    static constexpr bool OFFSETS = false, NESTED = false;
     static constexpr float FACTOR = FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f;
 
     // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
@@ -179,7 +193,8 @@ struct TileTable4 {
     using Base = unsigned;  // as TileKbit's
     static constexpr int BITS = 4, SCALE = FLOAT32, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
     static constexpr int SHARES = OF_BLOCKS, ORDER = NEIGHBOURS;
-    static constexpr bool NESTED = DOUBLE_QUANT;
+    static constexpr int SCALES = 1;
+    static constexpr bool OFFSETS = false, NESTED = DOUBLE_QUANT;
     static constexpr float FACTOR = 1.0f;
 
     __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
@@ -197,7 +212,12 @@ struct TileTable4 {
 
 // ---- integers, by arithmetic ---------------------------------------------------------------------------------------
 
-enum ZeroPoints { NO_ZERO_POINTS, INT32_ZERO_POINTS, INT8_ZERO_POINTS, UINT8_ZERO_POINTS };
+// What stands beside scales: nothing, zero points of a type, or offsets of the scales' type, which are added to code
+// times scale; of q4_k, 6 bits for each 32 elements that multiply d and 6 that multiply dmin, which is subtracted.
+enum Beside { NO_ZERO_POINTS, INT32_ZERO_POINTS, INT8_ZERO_POINTS, UINT8_ZERO_POINTS, FLOAT_OFFSETS, INNER_OFFSETS };
+// Beside those of AbsmaxFormat, of which FLOAT16 is taken as it is: numbers of 16 bits that count where they are finite
+// and more than zero, as those of FLOAT32 do; and q4_k's two halves for 256 elements, d and dmin.
+enum IntegerScales { USABLE_FLOAT16 = FLOAT32 + 1, USABLE_BFLOAT16, INNER_SCALES };
 
 // Arithmetic on two numbers of T in a register.
 template <typename T>
@@ -226,7 +246,9 @@ struct Pair<__nv_bfloat16> {
 // The scales of integers, and their zero points.
 template <typename Decoder>
 struct RawIntegers {
-    static constexpr int SECOND_BYTES = Decoder::POINTS == NO_ZERO_POINTS      ? 0
+    static constexpr int SCALE_BYTES = Decoder::SCALE == FLOAT32 ? 4 : 2;
+    static constexpr int SECOND_BYTES = Decoder::OFFSETS                       ? SCALE_BYTES
+                                        : Decoder::POINTS == NO_ZERO_POINTS    ? 0
                                         : Decoder::POINTS == INT32_ZERO_POINTS ? 4
                                                                                : 1;
     unsigned code[2];
@@ -239,6 +261,10 @@ struct RawIntegers {
             if constexpr (Decoder::SCALE == FLOAT32) code[i] = static_cast<const unsigned*>(from.absmax)[block];
             else code[i] = static_cast<const unsigned short*>(from.absmax)[block];
             if constexpr (Decoder::POINTS == INT32_ZERO_POINTS) point[i] = static_cast<const int*>(from.second)[block];
+            if constexpr (Decoder::OFFSETS && Decoder::SCALE == FLOAT32)
+                point[i] = static_cast<const int*>(from.second)[block];
+            if constexpr (Decoder::OFFSETS && Decoder::SCALE != FLOAT32)
+                point[i] = static_cast<const unsigned short*>(from.second)[block];
             if constexpr (Decoder::POINTS == INT8_ZERO_POINTS)
                 point[i] = static_cast<const signed char*>(from.second)[block];
             if constexpr (Decoder::POINTS == UINT8_ZERO_POINTS)
@@ -246,18 +272,87 @@ struct RawIntegers {
         }
     }
 
-    // A scale of a half may be negative, one of a float is used as the format has it.
+    __device__ __forceinline__ static float number(unsigned bits) {
+        if (Decoder::SCALE == FLOAT32) return __uint_as_float(bits);
+        if (Decoder::SCALE == USABLE_BFLOAT16) return __uint_as_float(bits << 16);
+        return __half2float(__ushort_as_half(bits));
+    }
+
+    // One of GGUF is taken as it is, one beside an offset may be negative.
     __device__ __forceinline__ float value(const TileScales&, int i) const {
-        if (Decoder::SCALE == FLOAT16) return __half2float(__ushort_as_half(code[i]));
-        return usable(__uint_as_float(code[i]));
+        const float s = number(code[i]);
+        if (Decoder::SCALE == FLOAT16) return s;
+        if (Decoder::OFFSETS) return (__float_as_uint(s) & 0x7fffffffu) < 0x7f800000u ? s : 0.0f;
+        return usable(s);
+    }
+
+    // OFFSETS: the scale of the second half of a stage, and what is added to code less the middle one, times scale.
+    __device__ __forceinline__ void offset(const TileScales& from, int i, float& second, float& added) const {
+        const float beside = number(point[i]);
+        second = value(from, i);
+        added = Decoder::SIGNED ? beside : fmaf(second, 1 << (Decoder::BITS - 1), beside);
     }
 
     // The code of zero, from 0 on.
     __device__ __forceinline__ int zero(int i) const {
         constexpr int MIDDLE = 1 << (Decoder::BITS - 1), LOWEST = Decoder::SIGNED ? -MIDDLE : 0;
-        if constexpr (Decoder::POINTS == NO_ZERO_POINTS) return MIDDLE;
+        if constexpr (Decoder::POINTS == NO_ZERO_POINTS || Decoder::OFFSETS) return MIDDLE;
         else return min(max(point[i], LOWEST), LOWEST + 2 * MIDDLE - 1) - LOWEST;
     }
+};
+
+// The scales of q4_k. A lane has codes of two blocks of 32 of half a block of 256, and the offset of one of the four.
+template <typename Decoder>
+struct RawInner {
+    static constexpr int SCALE_BYTES = 4, SECOND_BYTES = 12;
+    unsigned pair[2], word[2][3];
+    bool late;  // whether it is the second half
+
+    __device__ __forceinline__ void fetch(const TileScales& from, const unsigned (&origin)[2], unsigned at) {
+        late = at / 4 % 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned block = (origin[i] + at) >> from.shift;
+            pair[i] = static_cast<const unsigned*>(from.absmax)[block];
+            const unsigned* words = static_cast<const unsigned*>(from.second) + 3ull * block;
+#pragma unroll
+            for (int w = 0; w < 3; ++w) word[i][w] = words[w];
+        }
+    }
+
+    // Byte j of a word as a float.
+    __device__ __forceinline__ static float byte_of(unsigned bytes, unsigned j) {
+        return __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u + j)) - 8388608.0f;
+    }
+
+    // The scales, or minima, of the four blocks.
+    __device__ __forceinline__ unsigned bytes(int i, bool minima) const {
+        const unsigned *w = word[i], last = minima ? w[2] >> 4 : w[2];
+        return late ? (last & 0x0f0f0f0fu) | (w[minima] >> 2 & 0x30303030u) : w[minima] & 0x3f3f3f3fu;
+    }
+
+    __device__ __forceinline__ float value(const TileScales&, int i) const {
+        return Word<__half>::get(pair[i], 0) * byte_of(bytes(i, false), threadIdx.x & 2);
+    }
+
+    __device__ __forceinline__ void offset(const TileScales&, int i, float& second, float& added) const {
+        const unsigned t = threadIdx.x % 4, scales = bytes(i, false);
+        const float d = Word<__half>::get(pair[i], 0),
+                    least = Word<__half>::get(pair[i], 1) * byte_of(bytes(i, true), t);
+        second = d * byte_of(scales, t | 1);
+        added = fmaf(d * byte_of(scales, t), 8.0f, -least);  // 8 is the middle code
+    }
+
+    __device__ __forceinline__ int zero(int) const { return 8; }
+};
+
+template <typename Decoder, int POINTS>
+struct RawOf {
+    using Type = RawIntegers<Decoder>;
+};
+template <typename Decoder>
+struct RawOf<Decoder, INNER_OFFSETS> {
+    using Type = RawInner<Decoder>;
 };
 
 // Integers of 4 or 8 bits less a zero point, exact in T. SIGNED: in two's complement.
@@ -269,9 +364,11 @@ struct RawIntegers {
 template <typename T, int BITS_, bool SIGNED_, int ORDER_, int SCALE_, int POINTS_, int SHARES_>
 struct TileIntegers {
     using Type = T;
-    using Raw = RawIntegers<TileIntegers>;
+    using Raw = typename RawOf<TileIntegers, POINTS_>::Type;
     static constexpr int BITS = BITS_, ORDER = ORDER_, SCALE = SCALE_, POINTS = POINTS_, SHARES = SHARES_;
     static constexpr int VALUES = 0, ENTRIES = 0, LANE_BYTES = 0, FIELDS = 4;
+    static constexpr bool OFFSETS = POINTS == FLOAT_OFFSETS || POINTS == INNER_OFFSETS;
+    static constexpr int SCALES = POINTS == INNER_OFFSETS ? 2 : 1;
     static constexpr bool SIGNED = SIGNED_, NESTED = false, IS_HALF = SameType<T, __half>::VALUE;
     static_assert(BITS == 4 || ORDER == TWO_APART, "bytes are cut out by a mask");
     static constexpr unsigned FLIP = SIGNED ? 0x00010001u << (BITS - 1) : 0u;
@@ -302,7 +399,7 @@ struct TileIntegers {
 
     // Pair q of half h: whether its codes are four bits up.
     __device__ __forceinline__ static constexpr bool is_high(int h, int q) {
-        return BITS == 4 && IS_HALF && (ORDER == TWO_APART ? h : q % 2);
+        return BITS == 4 && IS_HALF && (ORDER == FOUR_APART ? q % 2 : h);
     }
 
     // Pairs 8 h to 8 h + 7, to which something is added that `settle` takes off. The words of codes of 8 bits are those
@@ -340,7 +437,7 @@ struct TileIntegers {
     }
 
     __device__ __forceinline__ static unsigned settle(unsigned pair, int h, int q, const Base& base) {
-        if constexpr (BITS == 8 && !IS_HALF && POINTS == NO_ZERO_POINTS) return pair;
+        if constexpr (BITS == 8 && !IS_HALF && (POINTS == NO_ZERO_POINTS || OFFSETS)) return pair;
         if constexpr (IS_HALF && BITS == 4)
             if (is_high(h, q)) return Pair<T>::lower(pair, base.high);
         return Pair<T>::subtract(pair, base.low);

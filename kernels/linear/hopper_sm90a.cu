@@ -21,22 +21,69 @@
 // Of the host (kbitcupy/products/hopper.py), ahead of this source: GROUP_ROWS of a warpgroup; GRANULE_K, k that share a
 // scale; MOST_STAGES, whose barriers must fit what RING_END leaves; RING_END and LARGE_RING_END in the shared window,
 // whose first 1024 bytes are the system's: less what is declared by name, 195 KiB, which leave the scales more of the
-// L1 cache, or 227 where the stages are large; DIRECT_BYTES of x in a stage of up to 8 tokens.
+// L1 cache, or 227 where the stages are large; DIRECT_BYTES of x in a stage of up to 8 tokens; MEANS_BYTES of a token.
 constexpr int STAGE_K = ITEM_K;  // k of a stage
 constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
 
+// The means of x in the granules of a token, of which a lane has eight elements each; for granule t two words of
+// operand B, in two numbers each: k 2t and 2t + 1 are the mean and what its rounding leaves, k 8 + 2t the mean again.
+// So an offset and what its rounding leaves make all products that count.
+//
+// Tokens of eight are 16 bytes apart, k from 8 on 128 bytes, the next eight tokens 256.
+template <typename T, int ORDER>
+__device__ __forceinline__ void store_means(const unsigned (&word)[4][4], unsigned to, unsigned c) {
+    float sum[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        float of_two[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_two[i] = Word<T>::get(word[t][i], 0) + Word<T>::get(word[t][i], 1);
+        sum[t] = (of_two[0] + of_two[1]) + (of_two[2] + of_two[3]);
+    }
+    float mine;
+    unsigned t = c;
+    if constexpr (ORDER == TWO_BLOCKS) {  // lanes c and c ^ 1 have the same block, 2 p + c / 2, in granules 2p and 2p +
+                                          // 1
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+            sum[p] = sum[2 * p] + sum[2 * p + 1];
+            sum[p] += __shfl_xor_sync(FULL_WARP, sum[p], 8);
+        }
+        mine = c % 2 ? sum[1] : sum[0], t = c % 2 * 2 + c / 2;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sum[i] += __shfl_xor_sync(FULL_WARP, sum[i], 8);
+            sum[i] += __shfl_xor_sync(FULL_WARP, sum[i], 16);
+        }
+        mine = c < 2 ? c == 0 ? sum[0] : sum[1] : c == 2 ? sum[2] : sum[3];
+    }
+    mine *= 1.0f / GRANULE_K;
+    const unsigned twice = Word<T>::pack(mine, mine);
+    const float mean = Word<T>::get(twice, 0);
+    const unsigned first = Word<T>::pack(mean, mine - mean), second = Word<T>::pack(mean, 0.0f);
+    asm volatile("st.shared.b32 [%0], %1; st.shared.b32 [%0+128], %2;" ::"r"(to + t * 4), "r"(first), "r"(second)
+                 : "memory");
+}
+
 // A stage of x, 8 PARTS tokens: the words (t, q), t of 4 granules, q of 16 pairs, to the order (q, t). Chunks of 16
 // bytes lie in the 128-byte swizzle, those of the second half of a stage `half` bytes on.
-template <int ORDER, int PARTS>
-__device__ __forceinline__ void reorder(unsigned x, unsigned half, int lane) {
+template <typename Decoder, int PARTS>
+__device__ __forceinline__ void reorder(unsigned x, unsigned half, unsigned means, int lane) {
+    constexpr int ORDER = Decoder::ORDER;
     const unsigned row = lane % 8, c = lane / 8;
     unsigned word[PARTS][4][4];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
         for (unsigned t = 0; t < 4; ++t)
-            read_shared(word[part][t], x + part * 1024 + row * 128 + t / 2 * half + (((t % 2 * 4 + c) ^ row) << 4));
+            read_shared(
+                word[part][t], x + part * 1024 + row * 128 + t / 2 * half + ((x_chunk<ORDER>(t % 2, c) ^ row) << 4));
     __syncwarp();
+    if constexpr (Decoder::OFFSETS)
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+            store_means<typename Decoder::Type, ORDER>(word[part], means + part * 256 + row * 16, c);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
@@ -63,11 +110,16 @@ struct Tiling {
     static constexpr bool DIRECT = TOKENS == 8 && !GROUPED;  // mma, not wgmma
     // What scales multiply: the weights; the sums of a stage, where there are few of them; those of a row.
     static constexpr bool HALVES = ROW_BYTES / 16 > Decoder::FIELDS;  // whether a half's codes fill the fields
-    static constexpr bool OF_SUMS = Decoder::SHARES == OF_STAGES && TOKENS <= 32 && !DIRECT,
+    static constexpr bool OF_SUMS = Decoder::SHARES == OF_STAGES && !Decoder::OFFSETS && TOKENS <= 32 && !DIRECT,
                           OF_WEIGHTS = Decoder::SHARES != OF_ROWS && !OF_SUMS;
+    static_assert(!Decoder::OFFSETS || (OF_WEIGHTS && !DIRECT), "offsets are relative to what scales are relative to");
     // Of x, its second half, and the weights in a stage. DIRECT: the lanes t and t + 2 must not meet in a bank.
     static constexpr int X_BYTES = TOKENS * STAGE_K * 2, HALF_AT = DIRECT ? 1024 + 256 : X_BYTES / 2;
-    static constexpr int W_AT = DIRECT ? DIRECT_BYTES : X_BYTES, STAGE = W_AT + W_BYTES;
+    static constexpr int W_AT = DIRECT ? DIRECT_BYTES : X_BYTES;
+    // Behind them, OFFSETS: for each token the means of x in the granules, as operand B of a step along k.
+    static constexpr int MEANS_AT = W_AT + W_BYTES,
+                         MEANS = Decoder::OFFSETS ? (TOKENS * MEANS_BYTES + 1023) / 1024 * 1024 : 0;
+    static constexpr int STAGE = MEANS_AT + MEANS;
     static constexpr int PITCH = ROWS + 4, SUMS = TOKENS * PITCH;  // of the sums of a group along k
     // The swizzle counts in units of 1024 bytes from address 0. The sums stand where the ring was; behind it where the
     // ring goes on for the next tile.
@@ -149,17 +201,19 @@ __device__ __forceinline__ void prefetch_scales(
     const Task& task, const TileScales& scales, int n, int k, int thread, int threads) {
     using Decoder = typename S::Decoder;
     if (Decoder::SHARES == OF_ROWS) return;  // they are read once
-    const int size = Decoder::SCALE == E4M4 || Decoder::NESTED ? 1 : Decoder::SCALE == FLOAT16 ? 2 : 4;
+    constexpr int size = Decoder::Raw::SCALE_BYTES, SECOND = Decoder::Raw::SECOND_BYTES;
     const int granules = row_granules<Decoder>(k, scales), shift = is_shared(Decoder::SHARES) ? scales.shift : 0;
     const int first = task.begin * (STAGE_K / GRANULE_K), last = min(task.end * (STAGE_K / GRANULE_K), granules);
     const int bytes = max(0, last - first) * size >> shift, lines = (bytes + 127) / 128;
     for (int i = thread; i < min(S::ROWS, n - task.row) * lines; i += threads) {
         const long long block = (task.row + i / lines) * (long long)granules + first >> shift;
         prefetch_l2(static_cast<const char*>(scales.absmax) + block * size + i % lines * 128);
-        if constexpr (Decoder::Raw::SECOND_BYTES > 0)
-            prefetch_l2(
-                static_cast<const char*>(scales.second) +
-                (block * size + i % lines * 128) * Decoder::Raw::SECOND_BYTES / size);
+        if constexpr (SECOND > 0)
+#pragma unroll
+            for (int part = 0; part < SECOND; part += size)
+                prefetch_l2(
+                    static_cast<const char*>(scales.second) + (block * size + i % lines * 128) * SECOND / size +
+                    part / size * 128);
     }
 }
 
@@ -219,7 +273,8 @@ __device__ __forceinline__ void reorder_stages(Stages<S> ring, const Job& job, i
             constexpr int PARTS = S::TOKENS == 16 || S::TOKENS == 32 ? 2 : 1;
 #pragma unroll 1
             for (int token = 0; token < task.group.count; token += 8 * PARTS)
-                reorder<S::Decoder::ORDER, PARTS>(ring.data() + token * 128, S::X_BYTES / 2, lane);
+                reorder<typename S::Decoder, PARTS>(
+                    ring.data() + token * 128, S::X_BYTES / 2, ring.data() + S::MEANS_AT + token * MEANS_BYTES, lane);
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) barrier_arrive(ring.ready());
@@ -227,12 +282,53 @@ __device__ __forceinline__ void reorder_stages(Stages<S> ring, const Job& job, i
     }
 }
 
+// What stands beside `own` where something is added to code times scale: the scales of a second half that has others,
+// and what is added, as operand A of a step along k beside the means of x.
+template <typename Decoder>
+struct Offsets {
+    float s[2], added[2];
+    unsigned own[2], step[4];
+
+    __device__ __forceinline__ void fetch(const typename Decoder::Raw& raw, const TileScales& scales) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) raw.offset(scales, i, s[i], added[i]);
+    }
+    __device__ __forceinline__ void raise(unsigned (&largest)[2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned bits = max(__float_as_uint(s[i]) & 0x7f800000u, __float_as_uint(added[i]) & 0x7f800000u);
+            largest[i] = max(largest[i], min(bits, 252u << 23));
+        }
+    }
+    __device__ __forceinline__ void lower(const unsigned (&top)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float down = __uint_as_float((254u << 23) - top[i]);
+            s[i] *= down, added[i] *= down;
+        }
+    }
+    __device__ __forceinline__ void pack() {
+        using W = Word<typename Decoder::Type>;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float all = added[i] * GRANULE_K;  // of means
+            own[i] = W::pack(s[i], s[i]), step[i] = W::pack(all, all);
+            step[2 + i] = W::pack(all - W::get(step[i], 0), 0.0f);
+        }
+    }
+};
+
+// The descriptor of an operand B of 16 k as `store_means` has it, in no swizzle.
+__device__ __forceinline__ unsigned long long means_descriptor(unsigned address) {
+    return 16ull << 32 | 8u << 16 | (address & 0x3ffffu) >> 4;
+}
+
 // What multiplies the granules of a lane, in both halves of a word: their scales, as far as half precision reaches.
 // There scales of other types are relative to a power of two for each row, `top`, which may have to grow.
 template <typename Decoder, int N>
 __device__ __forceinline__ void scale_words(
     const typename Decoder::Raw& raw, const TileScales& scales, unsigned (&top)[2], float (&sum)[N],
-    float (&part)[2][4], unsigned (&own)[2]) {
+    float (&part)[2][4], unsigned (&own)[2], Offsets<Decoder>& offsets) {
     using T = typename Decoder::Type;
     if constexpr (Decoder::SCALE == E4M4) {
 #pragma unroll
@@ -240,11 +336,13 @@ __device__ __forceinline__ void scale_words(
         return;
     }
     float s[2] = {raw.value(scales, 0), raw.value(scales, 1)};
+    if constexpr (Decoder::OFFSETS) offsets.fetch(raw, scales);
     if constexpr (SameType<T, __half>::VALUE) {
         constexpr unsigned ROOM = (Decoder::BITS == 8 ? 4u : 8u) << 23;  // codes of 8 bits are larger
         unsigned largest[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) largest[i] = min(__float_as_uint(s[i]) & 0x7f800000u, 252u << 23);
+        if constexpr (Decoder::OFFSETS) offsets.raise(largest);
         if (__any_sync(FULL_WARP, largest[0] > top[0] + ROOM || largest[1] > top[1] + ROOM)) {
             wgmma_wait<0>();
             fence_operands(sum);
@@ -263,7 +361,9 @@ __device__ __forceinline__ void scale_words(
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) s[i] *= __uint_as_float((254u << 23) - top[i]);
+        if constexpr (Decoder::OFFSETS) offsets.lower(top);
     }
+    if constexpr (Decoder::OFFSETS) offsets.pack();
 #pragma unroll
     for (int i = 0; i < 2; ++i) own[i] = Word<T>::pack(s[i], s[i]);
 }
@@ -325,7 +425,8 @@ __device__ __forceinline__ void multiply_stages(
     const int g = lane / 4, t = lane % 4;
     const int k_group = warp / (4 * S::ROW_GROUPS);
     const int row = 16 * (warp % (4 * S::ROW_GROUPS)) + g;  // in the tile; the other one is 8 on
-    const unsigned granules = Decoder::ENTRIES > 0 ? k / GRANULE_K : row_granules<Decoder>(k, scales), above = S::GROUPED ? task.group.expert * n : 0;
+    const unsigned granules = Decoder::ENTRIES > 0 ? k / GRANULE_K : row_granules<Decoder>(k, scales),
+                   above = S::GROUPED ? task.group.expert * n : 0;
     const unsigned origin[2] = {
         S::keep((above + min(task.row + row, n - 1)) * granules),
         S::keep((above + min(task.row + row + 8, n - 1)) * granules)};
@@ -354,9 +455,10 @@ __device__ __forceinline__ void multiply_stages(
     ring.step(k_group);
     for (int item = task.begin + k_group; item < task.end; item += S::K_GROUPS) {
         unsigned own[2] = {};
+        Offsets<Decoder> offsets;
         float next_factor[2] = {};
         if constexpr (S::OF_WEIGHTS) {
-            scale_words<Decoder>(raw, scales, top, sum, part, own);
+            scale_words<Decoder>(raw, scales, top, sum, part, own, offsets);
             own[0] = opaque(own[0]), own[1] = opaque(own[1]);  // now: the next ones may then come to where these were
         }
         if constexpr (Decoder::SHARES != OF_ROWS) {
@@ -425,12 +527,16 @@ __device__ __forceinline__ void multiply_stages(
             fence_operands(a);
 #pragma unroll
             for (int j = 0; j < 16; ++j)
-                a[j / 4][j % 4] = finish<S>(a[j / 4][j % 4], h, j / 4 * 2 + j % 4 / 2, base[j % 2], own[j % 2]);
+                a[j / 4][j % 4] = finish<S>(
+                    a[j / 4][j % 4], h, j / 4 * 2 + j % 4 / 2, base[j % 2],
+                    Decoder::SCALES > 1 && h ? offsets.own[j % 2] : own[j % 2]);
             fence_operands(a);
             if constexpr (S::OF_SUMS)
                 if (h == 0) add_stage(sum, factor, total), factor[0] = next_factor[0], factor[1] = next_factor[1];
             const unsigned x = x_low + ring.stage * (S::STAGE / 16) + h * (S::X_BYTES / 32);
             wgmma_begin();
+            if constexpr (Decoder::OFFSETS)
+                if (h == 0) wgmma<T>(sum, offsets.step, means_descriptor(ring.data() + S::MEANS_AT));
 #pragma unroll
             for (int s = 0; s < 4; ++s) wgmma<T>(sum, a[s], wgmma_descriptor_of(x + 2 * s));  // in units of 16 bytes
             wgmma_commit();

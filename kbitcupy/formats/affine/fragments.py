@@ -14,7 +14,6 @@ from ..planes import Fragments
 GROUPS, K_TILE = (32, 64), 128
 _ZEROS = {"none": "NO_ZEROS", "int": "ZERO_POINTS", "float": "OFFSETS"}
 _BESIDE = {"none": None, "int": "zero_point", "float": "offset"}
-_TILE_POINTS = {"none": "NO_ZERO_POINTS", "int": "INT32_ZERO_POINTS"}
 
 
 @functools.lru_cache(maxsize=256)
@@ -53,7 +52,7 @@ def fragments_of(
     few = 4 if bits == 4 and zero != "float" else 2
     return Fragments(
         small_batch=f"Affine<{{T}}, {decoder}>",
-        hopper=_tile_decoder(bits, signed, block, zero),
+        hopper=_tile_decoder(bits, signed, block, zero, scale_dtype, zero_dtype),
         bits=bits,
         block=block,
         granule=granule,
@@ -75,17 +74,20 @@ def fragments_of(
         aligned=min(16, 4 * K_TILE // granule),
         signed=signed,
         multiple=granule if block else 32,
+        added=zero == "float",
         together=2 if bits == 4 else 1,
     )
 
 
-def _tile_decoder(bits: int, signed: bool, block: int, zero: str) -> str:
+def _tile_decoder(bits: int, signed: bool, block: int, zero: str, scale_dtype: str, zero_dtype: str) -> str:
     """The decoder of ``linear_tile``; empty where it has none."""
-    if zero not in _TILE_POINTS or block & block - 1:
+    if block & block - 1 or (zero == "float" and not block):
         return ""
     order = "FOUR_APART" if bits == 4 else "TWO_APART"
+    scale = {"float32": "FLOAT32", "float16": "USABLE_FLOAT16", "bfloat16": "USABLE_BFLOAT16"}[scale_dtype]
+    beside = {"none": "NO_ZERO_POINTS", "int": f"{zero_dtype.upper()}_ZERO_POINTS", "float": "FLOAT_OFFSETS"}[zero]
     shares = {0: "OF_ROWS", 32: "OF_GRANULES", 64: "OF_BLOCKS"}.get(block, "OF_STAGES")
-    return f"TileIntegers<{{T}}, {bits}, {str(signed).lower()}, {order}, FLOAT32, {_TILE_POINTS[zero]}, {shares}>"
+    return f"TileIntegers<{{T}}, {bits}, {str(signed).lower()}, {order}, {scale}, {beside}, {shares}>"
 
 
 def all_fragments() -> tuple[Fragments, ...]:
