@@ -289,7 +289,7 @@ def test_resume_asks_for_the_same_configuration(source, tmp_path):
 #: folder: (model, arguments of quantize_file)
 CASES = {
     f"{model} {name}": (model, arguments)
-    for model in ("llama float32", "llama bfloat16", "minilm")
+    for model in ("llama float32", "llama bfloat16", "minilm float32", "minilm bfloat16")
     for name, arguments in {
         "nf4": {"format": "nf4"},
         "nf4 twice": {"format": "nf4:double_quant=true", "keep": "*layers.1.mlp*"},
@@ -298,6 +298,7 @@ CASES = {
         "int4 kept": {"format": "int4:block=64", "keep": "*layers.1.mlp*"},
         "both": {"format": "both"},
     }.items()
+    if model.startswith("llama") or name in ("nf4", "int8", "int4")  # which take long enough
 }
 
 PROGRAM = """
@@ -326,6 +327,15 @@ json.dump(results, open(sys.argv[2], "w"))
 """
 
 
+def half(source, target):
+    """The same model in bfloat16."""
+    loaded = kb.io.load(source)
+    tensors = {name: x.astype(ml_dtypes.bfloat16) if x.dtype == np.float32 else x for name, x in loaded.items()}
+    kb.io.save(target, tensors, {"format": "pt"}, max_shard_size=10**9)
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    return target
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What transformers computes with all folders, in one process."""
@@ -339,7 +349,8 @@ def results(tmp_path_factory):
         "llama bfloat16": llama(folder / "bfloat16", "bfloat16", tie_word_embeddings=True),
     }
     if MINILM is not None:
-        sources["minilm"] = Path(MINILM.submodule_search_locations[0]) / "model"
+        sources["minilm float32"] = Path(MINILM.submodule_search_locations[0]) / "model"
+        sources["minilm bfloat16"] = half(sources["minilm float32"], folder / "minilm")
     paths = {}
     for name, (model, arguments) in CASES.items():
         if model not in sources:
@@ -351,7 +362,7 @@ def results(tmp_path_factory):
             arguments = {"format": formats}
         kb.io.quantize_file(sources[model], ours, device="cpu", **arguments)
         kb.io.dequantize_file(ours, plain, device="cpu")
-        for causal in (False, True) if model != "minilm" else (False,):
+        for causal in (False, True) if model.startswith("llama") else (False,):
             paths[f"{name} {causal}"] = str(ours), str(plain), causal
     kb.io.quantize_file(sources["llama float32"], folder / "own", "kbit4", device="cpu")
     paths["own"] = str(folder / "own"), str(folder / "own"), False
