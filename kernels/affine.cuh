@@ -155,13 +155,15 @@ __device__ __forceinline__ float number_of_code(unsigned code, int storage) {
 //         long_by_row, by_row, by_run    divisions by row and by run, valid unless `wide`: see divided
 //         wide                      row is below 8, or from 2^30 on, or run is 1: divide in 64 bits
 //         qmin, qmax
-//         margin                    a mask begins so far from the ends of the range
-//         zero, divisor             ranges that are found: zero point if symmetric; what the width of a range is
-//         divided by symmetric reach                     if symmetric: the most steps from the zero point that a finite
-//         number may become largest, limit, surely    ranges that are found, as bits of the scales' type: the largest
-//         number of the array's
-//                                   type, the largest one that is rounded to a finite number of it, and a scale up to
-//                                   which no level is decoded to more
+//         margin                    a mask begins so far from the ends of the range; STORED: the Storage of scales
+//
+// Where ranges are found, the last three as bits of the scales' type:
+//         zero, divisor             the zero point if symmetric; what the width of a range is divided by
+//         symmetric
+//         reach                     if symmetric: the most steps from the zero point that a finite number may become
+//         largest                   the largest number of the array's type; FLOATING: where ranges end
+//         limit                     the largest number that is rounded to a finite one of that type
+//         surely                    up to such a scale no level is decoded to more; FLOATING: the largest scale
 
 // a / divisor for a < 2^31, as a product: magic = ceil(2^(32 + shift) / divisor), shift = ceil(log2(divisor)) - 1.
 __device__ __forceinline__ unsigned divided(unsigned a, const Division& by) {
