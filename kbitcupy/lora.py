@@ -42,6 +42,7 @@ import math
 import operator
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -57,7 +58,8 @@ from .products.functions import linear, matmul
 
 __all__ = ["LoRA", "load", "save"]
 
-_SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+_HALF, _SINGLE, _DOUBLE = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
+_NOTHING = nullcontext()
 _LARGEST = float(np.finfo(_SINGLE).max)
 #: How A may begin.
 _INITS = {
@@ -311,15 +313,19 @@ class LoRA:
             check_out(out, shape, x, dtype)
         if base is None and q is not None:
             base = linear(x, q, bias)
-        with _xp.on_device_of(x), np.errstate(over="ignore", invalid="ignore"):
-            working = _working(x, self.A, self.B, x if base is None else base)
+        with _xp.on_device_of(x), _quiet(x):
+            working = _working(x.dtype, self.A.dtype, self.B.dtype, dtype)
             inputs, factor, _ = self._dropped(x, working, seed)
             hidden = inputs @ _as(self.A, working).T
-            hidden *= working.type(factor)
+            if factor != 1:
+                hidden *= working.type(factor)
             y = hidden @ _as(self.B, working).T
             if y.ndim != len(shape):
                 y = y.reshape(shape)
             if base is not None:
+                if base.dtype == _HALF:  # both conversions and the sum at once
+                    half = _xp.namespace(x).empty(shape, _HALF) if out is None else out
+                    return _xp.namespace(x).add(y, base, out=half, dtype=working, casting="same_kind")
                 y += _as(base, working)
             if out is None:
                 return _as(y, dtype)
@@ -369,15 +375,16 @@ class LoRA:
         seed = self._dropping(seed)
         if q is not None:
             self._weight(q)
-        with _xp.on_device_of(x), np.errstate(over="ignore", invalid="ignore"):
-            working = _working(dy, x, self.A, self.B)
+        with _xp.on_device_of(x), _quiet(x):
+            working = _working(dy.dtype, x.dtype, self.A.dtype, self.B.dtype)
             a, b = _as(self.A, working), _as(self.B, working)
             inputs, factor, mask = self._dropped(x, working, seed)
             gradient = _rows(_as(dy, working))
             back = gradient @ b
-            back *= working.type(factor)
             hidden = inputs @ a.T
-            hidden *= working.type(factor)
+            if factor != 1:
+                back *= working.type(factor)
+                hidden *= working.type(factor)
             dx = back @ a
             if mask is not None:
                 dx *= mask
@@ -578,8 +585,8 @@ class LoRA:
         W = self._beside(W, self.shape, "W")
         if out is not None:
             check_out(out, W.shape, W, W.dtype)
-        with _xp.on_device_of(W), np.errstate(over="ignore", invalid="ignore"):
-            working = _working(W, self.A, self.B)
+        with _xp.on_device_of(W), _quiet(W):
+            working = _working(W.dtype, self.A.dtype, self.B.dtype)
             change = (_as(self.B, working) * working.type(factor)) @ _as(self.A, working)
             change += _as(W, working)
             if out is None:
@@ -746,9 +753,14 @@ def _rows(array: Any) -> Any:
     return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
 
 
-def _working(*arrays: Any) -> np.dtype:
-    """What these arrays are computed with in."""
-    return _DOUBLE if any(array.dtype == _DOUBLE for array in arrays) else _SINGLE
+def _working(*dtypes: np.dtype) -> np.dtype:
+    """What arrays of these dtypes are computed with in."""
+    return _DOUBLE if _DOUBLE in dtypes else _SINGLE
+
+
+def _quiet(array: Any) -> AbstractContextManager[Any]:
+    """A context in which NumPy says nothing of what overflows; nothing beside an array of CuPy, which never does."""
+    return np.errstate(over="ignore", invalid="ignore") if isinstance(array, np.ndarray) else _NOTHING
 
 
 def _shape_of(q: Any) -> tuple[int, int]:
