@@ -12,6 +12,8 @@ from ..granularity import Blocks, walk
 from .levels import DOUBLE, ENDS, SINGLE, Levels, compute_dtype, reach_of
 from .stored import Stored, stored
 
+_HALF_INFINITY, _HALF_SIGN = np.uint16(0x7C00), np.uint16(0x8000)
+
 
 def _divisor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The scales as divisors: x / inf is 0 where a scale does not count."""
@@ -174,10 +176,22 @@ def _join_range(part: np.ndarray, up: np.ndarray, down: np.ndarray, levels: Leve
         number = converted(part, up.dtype)
         np.fmax(up, np.fmax.reduce(number, _reduced(up), keepdims=True), out=up)
         np.fmax(down, -np.fmin.reduce(number, _reduced(up), keepdims=True), out=down)
+        return
+    axes = _reduced(up)
+    if part.dtype == np.float16:  # those of one sign have the order of their bits, and 0 is in every range
+        high, low = part.view(np.int16).max(axes, keepdims=True), part.view(np.uint16).max(axes, keepdims=True)
+        nan = high.max() > _HALF_INFINITY or low.max() > _HALF_INFINITY + _HALF_SIGN
+        high = np.maximum(high, 0).view(np.float16)
+        low = np.where(low > _HALF_SIGN, low - _HALF_SIGN, np.uint16(0)).view(np.float16)
     else:
+        part = part if part.dtype == up.dtype else converted(part, up.dtype)
+        high, low = part.max(axes, keepdims=True), -part.min(axes, keepdims=True)
+        nan = bool(np.isnan(high).any())
+    if nan:
         number = _without_nan(part, up.dtype)
-        np.maximum(up, number.max(_reduced(up), keepdims=True), out=up)
-        np.maximum(down, -number.min(_reduced(up), keepdims=True), out=down)
+        high, low = number.max(axes, keepdims=True), -number.min(axes, keepdims=True)
+    np.maximum(up, high.astype(up.dtype), out=up)
+    np.maximum(down, low.astype(up.dtype), out=down)
 
 
 def _without_nan(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
