@@ -72,7 +72,14 @@ class Decoder:
     @property
     def scale_bytes(self) -> int:
         """Scales of a k-tile of a row in shared memory, with what stands beside them."""
-        return ITEM_K // self.fragments.granule * (self.fragments.scale_bytes + self.fragments.beside_bytes)
+        groups, at = ITEM_K // self.fragments.granule, max(4, self.fragments.aligned)
+        found = groups * (self.fragments.scale_bytes + self.fragments.beside_bytes)
+        return found if self.fragments.entries else -(-found // at) * at
+
+    @property
+    def single(self) -> bool:
+        """Whether ``linear_one`` has it: tables of values that a warp has lanes for, scales that are used as stored."""
+        return self.fragments.copied and self.fragments.entries > 0 and self.fragments.bits <= 5
 
     @property
     def elements_in_gaps(self) -> int:
@@ -112,7 +119,8 @@ def _values_of(fragments: Fragments, dtype: np.dtype) -> bytes:
     if fragments.known_values:
         values = np.array(fragments.known_values, np.float32)
         struct["power"] = _power_below(values) * np.float32(gentle_factor(values, dtype))
-        struct["value"][: values.size] = values * struct["power"]
+        room = struct["value" if values.size <= struct["value"].size else "map"]
+        room[: values.size] = values * struct["power"]
     if fragments.scale_values:
         struct["map"] = fragments.scale_values
     return struct.tobytes()

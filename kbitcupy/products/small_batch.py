@@ -112,8 +112,8 @@ def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
 _LITTLE = 96 * ITEM_K
 
 
-def _instances(eights: int, grouped: bool, even: bool, flow: str, cluster: int) -> tuple[str, ...]:
-    """Those that a device with the 227 KiB of shared memory of an H100 takes."""
+def _instances(eights: int, grouped: bool, even: bool, flow: str, cluster: int, tables: bool = True) -> tuple[str, ...]:
+    """Those that a device with the 227 KiB of shared memory of an H100 takes; of values in `tables`, or worked out."""
     found = {
         _few_arguments(
             decoder, T, eights, few_room(decoder, eights, 227 << 10, even, grouped)[0], grouped, flow, cluster
@@ -121,6 +121,7 @@ def _instances(eights: int, grouped: bool, even: bool, flow: str, cluster: int) 
         for decoder in map(Decoder, all_fragments())
         for T in HALF_CXX
         if (eights == 1 or decoder.fragments.wide) and flow in (_IN_CHUNKS, _flow_at_once(decoder))
+        if bool(decoder.fragments.entries) == tables
     }
     return tuple(found)
 
@@ -130,7 +131,7 @@ def _one_instances(hot: bool) -> tuple[str, ...]:
     return tuple(
         _one_arguments(decoder, T, items, warps)
         for decoder in map(Decoder, all_fragments())
-        if decoder.fragments.copied and decoder.fragments.entries
+        if decoder.single
         for items, warps in itertools.product((4, 2), (16, 12, 8))
         if (items == 4 and warps > 8) == hot
         for T in HALF_CXX
@@ -193,6 +194,8 @@ def _templates() -> Iterator[Template]:
         (False, (1, True, False, _IN_CHUNKS, 1)),
     ):
         yield declared_template("linear_few", _instances(*options), hot)
+        if worked_out := _instances(*options, tables=False):
+            yield declared_template("linear_few", worked_out)
     yield declared_template("linear_one", _one_instances(True), True)
     yield declared_template("linear_one", _one_instances(False))
     yield declared_template("add_partials", HALF_CXX)
@@ -239,6 +242,7 @@ def cut_few(
     splits: int = 8,
     once: bool = False,
     clusters: tuple[int, int] = (1, 0),
+    unit: int = 1,
 ) -> Cut | None:
     """The cut with the least work for the busiest warp.
 
@@ -258,6 +262,8 @@ def cut_few(
         Whether all of k has to go through at once; a warp then has `most` items or half of them.
     clusters : tuple of int
         Thread blocks of a cluster, and how many clusters the device holds.
+    unit : int
+        Items of k that stay together.
 
     Returns
     -------
@@ -270,12 +276,13 @@ def cut_few(
     if clusters[1] and total >= clusters[0]:
         choices.append((clusters[0], clusters[1], clusters[0]))
     for (split, blocks, cluster), teams in itertools.product(choices, range(warps, 0, -1)):
-        share, team = -(-total // split), warps // teams
+        share, team = -(-total // split // unit) * unit, warps // teams
         chunks = -(-share // (team * most))
         if once and chunks > 1:
             continue
         items = -(-share // (team * chunks))
-        items = -(-items // (most // 2)) * (most // 2) if once else items
+        least = max(most // 2 if once else 1, unit)
+        items = -(-items // least) * least
         run = -(-rows // max(1, blocks))
         passes = -(-run // teams)
         # Beside the items of a warp, in their unit: x, once or in each pass; sums; the launch that adds up the splits.
@@ -314,7 +321,9 @@ class FewKernel(Fused):
             if even and not (whole and warps and (flow != _IN_CHUNKS or grouped)):
                 continue
             clusters = _clusters(device, together) if flow != _IN_CHUNKS and eights == 1 and not grouped else (1, 0)
-            cut = cut_few(n, k, items, max(1, warps), resident, 1 if grouped else 8, flow != _IN_CHUNKS, clusters)
+            unit = max(1, fragments.multiple // ITEM_K) if even else 1
+            splits, once = 1 if grouped else 8, flow != _IN_CHUNKS
+            cut = cut_few(n, k, items, max(1, warps), resident, splits, once, clusters, unit)
             if cut:
                 break
         assert cut is not None  # the last one takes anything
@@ -341,7 +350,7 @@ class FewKernel(Fused):
         #: At which multiples of bytes the planes of codes and scales have to start.
         self.alignment = 16 if wide else 4, max(read, width) if fragments.entries else fragments.aligned
         self._bind = _binder(decoder, k, device.capability, box if even else 0)
-        teams = warps // cut.warps
+        teams = max(1, warps // cut.warps)  # 0 where it does not fit at all
         self._cut = CUT.pack(
             run=cut.run,
             warps=cut.warps,
@@ -551,8 +560,8 @@ class SingleToken(Route):
         assert problem.device is not None and problem.fragments is not None
         if not problem.fragments.copied:
             return "it takes scales as they are stored, and these have to be spread"
-        if not problem.fragments.entries:
-            return "it takes values out of a table, and these are worked out"
+        if not Decoder(problem.fragments).single:
+            return "it takes values out of a table of up to 32"
         if problem.shape[0] % ITEM_ROWS or not problem.device.copies_tiles:
             return f"{problem.shape[0]} rows are not whole tiles of {ITEM_ROWS}"
         kernel = self._kernel(problem)

@@ -9,7 +9,7 @@ template <typename T, int K, int FORMAT>
 struct Kbit {
     using Type = T;
     using Code = typename Absmax<FORMAT>::Code;
-    static constexpr int VALUES = 1 << K, ENTRIES = K == 5 ? 32 : 256;
+    static constexpr int VALUES = 1 << K, ENTRIES = K >= 5 ? VALUES : 256;
     static constexpr bool GAPS = K == 3 || K == 4;
     static constexpr int SCALE_BYTES = ITEM_K / ROW * sizeof(Code), WORDS = K;
     static constexpr int FIELDS = Field<K>::BITS;
@@ -34,6 +34,9 @@ struct Kbit {
         } else if constexpr (K == 2) {
             const uint2 v = shared_at<uint2>(source);
             word[0] = v.x, word[1] = v.y;
+        } else if constexpr (K == 6) {
+#pragma unroll
+            for (int p = 0; p < K; p += 2) to_words(word + p, shared_at<uint2>(source + 4 * p));
         } else {
 #pragma unroll
             for (int p = 0; p < K; ++p) word[p] = shared_at<unsigned>(source + 4 * p);
@@ -43,9 +46,9 @@ struct Kbit {
     // The same of k-tile `j` of two whose rows, of 128 bytes, are permuted; `from` is where this lane begins in the
     // first, less `behind`.
     __device__ __forceinline__ static void read_swizzled(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
-        static_assert(K == 4, "rows of 64 bytes");
-        const uint4 v = shared_at<uint4>((from ^ j * ITEM_BYTES) + behind);
-        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+        static_assert(K == 4 || K == 8, "rows of 64 bytes, or 128");
+#pragma unroll
+        for (int p = 0; p < K; p += 4) to_words(word + p, shared_at<uint4>((from ^ (j * ITEM_BYTES + 4 * p)) + behind));
     }
 
     // The x that a lane needs for an k-tile, of which `left` elements are there; `x` is that of the lane's token.
@@ -65,7 +68,7 @@ struct Kbit {
 
     // For each 8 consecutive elements, which stand in 4 words, the 4 pairs of the table.
     __device__ __forceinline__ static void arrange_x(unsigned (&x)[16]) {
-        if constexpr (K == 5) return;
+        if constexpr (K >= 5) return;
         constexpr int FAR = K == 2 ? 1 : 2;  // distance of the two words that a pair comes from
 #pragma unroll
         for (int j = 0; j < 16; j += 4) {
@@ -73,6 +76,25 @@ struct Kbit {
             x[j] = __byte_perm(a, b, 0x5410), x[j + 3 - FAR] = __byte_perm(a, b, 0x7632);
             x[j + FAR] = __byte_perm(c, d, 0x5410), x[j + 3] = __byte_perm(c, d, 0x7632);
         }
+    }
+
+    // Fill the table with more values than a warp has lanes: those of a plane, or of the parameter, which are
+    // prescaled. Returns the prescale.
+    __device__ static float fill_many(
+        unsigned table, const float* values, const Values& codebook, unsigned thread, unsigned threads) {
+        float power = codebook.power;
+        if (values) {
+            wait_for_previous();
+            float largest = 0.0f;
+            for (int i = threadIdx.x % WARP; i < VALUES; i += WARP) largest = fmaxf(largest, fabsf(values[i]));
+            power = power_below(__uint_as_float(warp_max(__float_as_uint(largest))));
+        }
+        const float factor = (FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f) / EPILOGUE_SCALE;
+        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
+            const float value = values ? values[i / 2] * power : codebook.map[i / 2];
+            fill_halves<T>(table, i / 2, i % 2, value * factor);
+        }
+        return power;
     }
 
     // Each lane brings a value: lane i that of index i % VALUES. All lanes of a warp are here.
@@ -83,7 +105,7 @@ struct Kbit {
         auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index & (VALUES - 1)); };
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
-            if constexpr (K == 5) {
+            if constexpr (K >= 5) {
                 fill_halves<T>(table, index, part, value(index));
             } else if constexpr (K == 2) {
                 const float v[4] = {value(index), value(index >> 2), value(index >> 4), value(index >> 6)};
@@ -165,7 +187,7 @@ struct Kbit {
         } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                if constexpr (K == 5) {
+                if constexpr (K >= 5) {
                     const int w = s % 2 * 4 + 2 * h;
                     pair[h] = table_entry(entry_offset(f[w], s / 2, lane)) |
                               table_entry<128>(entry_offset(f[w + 1], s / 2, lane));

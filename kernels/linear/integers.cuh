@@ -146,6 +146,16 @@ struct Codes<__nv_bfloat16, 8> {
 template <typename T>
 constexpr unsigned ONES = SameType<T, __half>::VALUE ? 0x3c003c00u : 0x3f803f80u;
 
+// The bytes by which a part of a record can be copied at once.
+__host__ __device__ constexpr int piece_of(int bytes) {
+    return bytes == 0 || bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes;
+}
+// Bytes of a record of two parts: the next one begins where either can be copied to.
+__host__ __device__ constexpr int record_bytes(int scales, int zeros) {
+    const int piece = piece_of(scales) < 4 ? 4 : piece_of(scales);
+    return (scales + zeros + piece - 1) / piece * piece;
+}
+
 // BITS 4 or 8; SUB 32, 64 or ITEM_K, where a group is one or more k-tiles; Scale_ float, __half or __nv_bfloat16; of a
 // ZERO_POINTS Zero_ is the integer, of OFFSETS it is Scale_.
 template <
@@ -160,7 +170,7 @@ struct Affine {
     static constexpr bool GAPS = false, LONG = SUBS == 1;
     static constexpr int SCALE_ENTRIES = SUBS, ZERO_ENTRIES = ZEROS == NO_ZEROS ? 0 : SUBS;
     static constexpr int ZEROS_AT = SCALE_ENTRIES * sizeof(Scale);
-    static constexpr int SCALE_BYTES = ZEROS_AT + ZERO_ENTRIES * sizeof(Zero);
+    static constexpr int SCALE_BYTES = record_bytes(ZEROS_AT, ZERO_ENTRIES * sizeof(Zero));
     static constexpr int ITEM_BYTES = ITEM_K * BITS / 8, LANE_BYTES = SUB / 4 * BITS / 8, WORDS = ITEM_BYTES / 16;
     static constexpr int FIELDS = WORDS, SCALE_STEP = 0, X_WORDS = 16;
     static constexpr int MOST_TOGETHER = BITS == 4 ? 2 : 1;
@@ -238,13 +248,9 @@ struct Affine {
 
     // From the order of memory to that of k_of.
     __device__ __forceinline__ static void arrange_x(unsigned (&x)[16]) {
-        if constexpr (BITS == 8 && SameType<T, __half>::VALUE) return;
+        if constexpr (BITS == 4) {
 #pragma unroll
-        for (int j = 0; j < 16; j += BITS == 8 ? 2 : 4) {
-            if constexpr (BITS == 8) {
-                const unsigned a = x[j], b = x[j + 1];
-                x[j] = __byte_perm(a, b, 0x5410), x[j + 1] = __byte_perm(a, b, 0x7632);
-            } else {
+            for (int j = 0; j < 16; j += 4) {
                 const unsigned a = x[j], b = x[j + 1], c = x[j + 2], d = x[j + 3];
                 if constexpr (ORDER == SPLIT) {
                     x[j] = __byte_perm(a, b, 0x5410), x[j + 1] = __byte_perm(c, d, 0x5410);
@@ -253,6 +259,12 @@ struct Affine {
                     x[j] = __byte_perm(a, c, 0x5410), x[j + 1] = __byte_perm(a, c, 0x7632);
                     x[j + 2] = __byte_perm(b, d, 0x5410), x[j + 3] = __byte_perm(b, d, 0x7632);
                 }
+            }
+        } else if constexpr (SameType<T, __nv_bfloat16>::VALUE) {
+#pragma unroll
+            for (int j = 0; j < 16; j += 2) {
+                const unsigned a = x[j], b = x[j + 1];
+                x[j] = __byte_perm(a, b, 0x5410), x[j + 1] = __byte_perm(a, b, 0x7632);
             }
         }
     }

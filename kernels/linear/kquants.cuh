@@ -3,8 +3,8 @@
 //
 // A k-tile is half a block. Byte 32 p + m of it has the codes of elements 64 p + m and 64 p + 32 + m.
 //
-// The minima are no part of weights: mma multiplies x by mn alone, which is exact, too, and what comes out by dmin in
-// fp32.
+// The minima are no part of weights. Lane t has the sum of x over sub-block t of a k-tile, in two bfloat16 which leave
+// out 2^-17 of it; one more mma multiplies these by mn, which is exact, and what comes out by dmin in fp32.
 #pragma once
 #include "linear/integers.cuh"
 
@@ -19,7 +19,7 @@ struct Q4KBase {
     static constexpr int SCALE_BYTES = 16, SCALE_STEP = 0, ITEM_BYTES = ITEM_K / 2, WORDS = 4, FIELDS = 4;
     static constexpr float EPILOGUE_SCALE = 1.0f;
     static constexpr int SWIZZLE_PERIOD = 4;
-    static constexpr int X_WORDS = 16, MOST_TOGETHER = 1;
+    static constexpr int X_WORDS = 17, MOST_TOGETHER = 2;  // the last word of x: the sum
 
     __device__ __forceinline__ static void unpack(const unsigned (&word)[2][WORDS], unsigned (&f)[2][FIELDS]) {
 #pragma unroll
@@ -34,14 +34,33 @@ struct Q4KBase {
         return item & 1 ? (record.w >> 4 & 0x0f0f0f0fu) | (record.z >> 2 & 0x30303030u) : record.z & 0x3f3f3f3fu;
     }
 
-    // acc -= dmin * part.
+    // A sum as two bfloat16, the rounded one and what it leaves.
+    static __device__ __forceinline__ unsigned split(float sum) {
+        const float rounded = __bfloat162float(__float2bfloat16_rn(sum));
+        return Word<__nv_bfloat16>::pack(rounded, sum - rounded);
+    }
+    static __device__ __forceinline__ float sum_of(const unsigned* x, int words) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < words; ++i) sum += Word<T>::get(x[i], 0) + Word<T>::get(x[i], 1);
+        return sum;
+    }
+
+    // acc -= dmin * mn * x, where `own` is the selector of a lane's minimum.
     template <int EIGHTS>
     static __device__ __forceinline__ void subtract(
-        const float (&part)[EIGHTS][4], const float (&dmin)[2], float (&acc)[EIGHTS][4]) {
+        const unsigned (&mn)[2], const float (&dmin)[2], unsigned own, const unsigned (&x)[EIGHTS][X_WORDS],
+        float (&acc)[EIGHTS][4]) {
+        unsigned a[2];  // a byte as a bfloat16 from 128 on, less 128
 #pragma unroll
-        for (int e = 0; e < EIGHTS; ++e)
+        for (int i = 0; i < 2; ++i) a[i] = add_pairs<__nv_bfloat16>(__byte_perm(mn[i], 0x43434343u, own), 0xc300c300u);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[e][i], -dmin[i / 2], acc[e][i]);
+        for (int e = 0; e < EIGHTS; ++e) {
+            float part[4] = {};
+            mma<__nv_bfloat16>(part, a[0], a[1], 0u, 0u, x[e][16], 0u);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[i], -dmin[i / 2], acc[e][i]);
+        }
     }
     // The selector that puts byte `at` of a word below each of the two bytes of the other one.
     static __device__ __forceinline__ unsigned below(unsigned at) { return 0x4040u + at * 0x0101u; }
@@ -95,50 +114,44 @@ struct Q4K<__half> : Q4KBase<__half> {
         return t / 2 * 64 + pair % 2 * 32 + t % 2 * 16 + s / 2 * 4 + pair / 2 + i % 2 * 2;
     }
     __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
+        float sum[2] = {};  // of the lower and of the upper nibbles: half of each is another lane's
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i % 2] += sum_of(x + 2 * i, 2);
+        const bool upper = threadIdx.x & 1;
+        const float given = __shfl_xor_sync(FULL_WARP, upper ? sum[0] : sum[1], 1);
+        x[16] = split((upper ? sum[1] : sum[0]) + given);
+
 #pragma unroll
         for (int j = 0; j < 16; j += 4) arrange_split(x + j);
     }
 
     struct Constants {
-        unsigned first;  // the selector of the first sub-block of a lane
+        unsigned first, own;  // selectors of the first sub-block of a lane, and of that whose sum it has
     };
-    static __device__ __forceinline__ Constants constants(const Values&) { return {opaque(below(threadIdx.x & 2))}; }
+    static __device__ __forceinline__ Constants constants(const Values&) {
+        return {opaque(below(threadIdx.x & 2)), opaque(below(threadIdx.x & 3))};
+    }
 
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
         unsigned eight, int item, float (&acc)[EIGHTS][4]) {
         const unsigned second = with.first + 0x0101u;
-        // First the minima, whose registers are then free.
-        {
-            unsigned a[2][2];
-            float dmin[2], part[EIGHTS][4] = {};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint4 stored = shared_at<uint4>(record + i * eight);
-                dmin[i] = Word<T>::get(stored.x, 1);
-                const unsigned mn = minima(stored, item);
-                a[i][0] = add_pairs<T>(__byte_perm(mn, 0x64646464u, with.first), 0xe400e400u);
-                a[i][1] = add_pairs<T>(__byte_perm(mn, 0x64646464u, second), 0xe400e400u);
-            }
-#pragma unroll
-            for (int s = 0; s < 8; ++s)
-#pragma unroll
-                for (int e = 0; e < EIGHTS; ++e)
-                    mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
-            subtract<EIGHTS>(part, dmin, acc);
-        }
-        unsigned scale[2][2], less[2][2];
-        float part[EIGHTS][4] = {};
+        unsigned scale[2][2], less[2][2], mn[2];
+        float dmin[2], part[EIGHTS][4] = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const unsigned sc = scales(shared_at<uint4>(record + i * eight), item);
+            const uint4 stored = shared_at<uint4>(record + i * eight);
+            dmin[i] = Word<T>::get(stored.x, 1);
+            mn[i] = minima(stored, item);
+            const unsigned sc = scales(stored, item);
             // Of the lower nibbles sc and -1024 sc, of the upper ones, which come as 1024 + 16 u, sc / 16 and -64 sc.
             scale[i][0] = add_pairs<T>(__byte_perm(sc, 0x64646464u, with.first), 0xe400e400u);
             scale[i][1] = fma_pairs<T>(__byte_perm(sc, 0x64646464u, second), 0x2c002c00u, 0xd400d400u);
 #pragma unroll
             for (int h = 0; h < 2; ++h) less[i][h] = Word<T>::multiply(scale[i][h], 0xe400e400u);
         }
+        subtract<EIGHTS>(mn, dmin, with.own, x, acc);
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
             unsigned a[2][4];
@@ -206,6 +219,17 @@ struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
         return s / 2 * 32 + t * 8 + s % 2 * 4 + i / 2 + i % 2 * 2;
     }
     __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
+        const int t = threadIdx.x % 4;
+        float mine = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float sum = sum_of(x + 4 * j, 4);
+            sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+            sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+            mine = t == j ? sum : mine;
+        }
+        x[16] = split(mine);
+
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const unsigned a = x[j], b = x[j + 1];
@@ -213,32 +237,24 @@ struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
         }
     }
 
-    struct Constants {};
-    static __device__ __forceinline__ Constants constants(const Values&) { return {}; }
+    struct Constants {
+        unsigned own;  // the selector of the sub-block whose sum a lane has
+    };
+    static __device__ __forceinline__ Constants constants(const Values&) { return {opaque(below(threadIdx.x & 3))}; }
 
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants&, unsigned record,
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
         unsigned eight, int item, float (&acc)[EIGHTS][4]) {
         unsigned sc[2], mn[2];
-        float d[2], dmin[2], sums[EIGHTS][4] = {};
+        float d[2], dmin[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint4 stored = shared_at<uint4>(record + i * eight);
             d[i] = Word<__half>::get(stored.x, 0), dmin[i] = Word<__half>::get(stored.x, 1);
             sc[i] = scales(stored, item), mn[i] = minima(stored, item);
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            unsigned a[2];  // a byte as a bfloat16 from 128 on, less 128
-#pragma unroll
-            for (int i = 0; i < 2; ++i) a[i] = add_pairs<T>(__byte_perm(mn[i], 0x43434343u, below(j)), 0xc300c300u);
-#pragma unroll
-            for (int s = 2 * j; s < 2 * j + 2; ++s)
-#pragma unroll
-                for (int e = 0; e < EIGHTS; ++e) mma<T>(sums[e], a[0], a[1], a[0], a[1], x[e][2 * s], x[e][2 * s + 1]);
-        }
-        subtract<EIGHTS>(sums, dmin, acc);
+        subtract<EIGHTS>(mn, dmin, with.own, x, acc);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float part[EIGHTS][4] = {};

@@ -160,6 +160,10 @@ struct RecordCopy {
     int n, k;
     int block;    // elements of a group where groups are k-tiles or more
     int per_row;  // records of a row
+    // Parts of records that are too narrow for asynchronous copies stop here, of two rows.
+    static constexpr bool NARROW_SCALES = SCALE_PART < 4, NARROW_ZEROS = ZERO_PART > 0 && ZERO_PART < 4;
+    static constexpr bool NARROW = NARROW_SCALES || NARROW_ZEROS;
+    unsigned held[2][2];
 
     __device__ __forceinline__
     RecordCopy(const char* scales, const char* beside, long long above, int n, int k, int block)
@@ -181,15 +185,36 @@ struct RecordCopy {
 
     // Start to copy a whole record, or zeros.
     __device__ __forceinline__ void start(unsigned to, unsigned record, bool there) const {
-        part<SCALE_PART>(to, scales, record, there);
-        part<ZERO_PART>(to + SCALE_PART, beside, record, there);
+        if constexpr (!NARROW_SCALES) part<SCALE_PART>(to, scales, record, there);
+        if constexpr (ZERO_PART > 0 && !NARROW_ZEROS) part<ZERO_PART>(to + SCALE_PART, beside, record, there);
     }
     template <int BYTES>
     __device__ __forceinline__ void part(unsigned to, const char* plane, unsigned record, bool there) const {
-        constexpr int PIECE = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : 4;
+        constexpr int PIECE = piece_of(BYTES);
 #pragma unroll
         for (int at = 0; at < BYTES; at += PIECE)
             copy_async_or_zero<PIECE>(to + at, plane + ((long long)record * BYTES + at), there ? PIECE : 0);
+    }
+
+    // Load the narrow parts of row `i` of two, or zeros, and later store them.
+    __device__ __forceinline__ void load(int i, unsigned record, bool there) {
+        if constexpr (NARROW_SCALES) held[i][0] = there ? narrow<SCALE_PART>(scales, record) : 0u;
+        if constexpr (NARROW_ZEROS) held[i][1] = there ? narrow<ZERO_PART>(beside, record) : 0u;
+    }
+    __device__ __forceinline__ void store(int i, unsigned to) const {
+        if constexpr (NARROW_SCALES) store_narrow<SCALE_PART>(to, held[i][0]);
+        if constexpr (NARROW_ZEROS) store_narrow<ZERO_PART>(to + SCALE_PART, held[i][1]);
+    }
+    template <int BYTES>
+    static __device__ __forceinline__ unsigned narrow(const char* plane, unsigned record) {
+        const char* from = plane + (long long)record * BYTES;
+        if constexpr (BYTES == 1) return *reinterpret_cast<const unsigned char*>(from);
+        else return *reinterpret_cast<const unsigned short*>(from);
+    }
+    template <int BYTES>
+    static __device__ __forceinline__ void store_narrow(unsigned to, unsigned v) {
+        if constexpr (BYTES == 1) asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+        else asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"((unsigned short)v) : "memory");
     }
 
     // Copy those of k-tile `item` of 16 rows from `row` on, zeros where the rows end.
@@ -214,6 +239,7 @@ struct RecordCopy {
 
 // Where there is a table there are none.
 struct NoRecords {
+    static constexpr bool NARROW = false;
     template <typename... A>
     __device__ __forceinline__ explicit NoRecords(A...) {}
 };
@@ -295,6 +321,10 @@ __device__ __forceinline__ float fill_table(unsigned table, const float* values,
     if constexpr (Decoder::ENTRIES == 0) {
         wait_for_previous();
         return 1.0f;
+    } else if constexpr (Decoder::VALUES > WARP) {
+        const float power = Decoder::fill_many(table, values, codebook, threadIdx.x, blockDim.x);
+        wait_for_previous();
+        return power;
     } else {
         float power;
         const float mine = codebook_value<Decoder::VALUES>(values, codebook, power);

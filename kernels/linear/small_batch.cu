@@ -161,7 +161,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     ScaleExpansion<Decoder> spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
     const ScaleCopy scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
     using Records = typename RecordsOf<TABLE, Decoder>::Type;
-    const Records records(absmax, reinterpret_cast<const char*>(nested_absmax), above, n, k, block);
+    Records records(absmax, reinterpret_cast<const char*>(nested_absmax), above, n, k, block);
+    constexpr bool NARROW = EVEN && Records::NARROW;
     const int pitch = int((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
     // Where rows are whole k-tiles: bytes of scales of a row, or records.
     const unsigned scale_pitch = [&] {
@@ -270,6 +271,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     records.start(scales_to + other, scale_source, t < ahead);
                     records.start(scales_to + other + EIGHT, scale_source + 8 * scale_pitch, t < ahead);
                 }
+                if constexpr (NARROW) {
+                    records.load(0, scale_source, there && t < ahead);
+                    records.load(1, scale_source + 8 * scale_pitch, there && t < ahead);
+                }
             } else if constexpr (!TABLE) {
                 if (there && ahead) records.copy(scale_stages + warp * 2 * SCALES + other, ahead_row, ahead_item, lane);
             } else if constexpr (SPREAD) {
@@ -358,6 +363,11 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         if (i * GROUP < cut.items && (i == 0 || !HELD_BACK)) start(i, 0, 0);
     if (SPREAD && nested_absmax) spread.offset = *nested_offset;
     if (SPREAD && t < ITEMS) spread.store(scales_to, EIGHT);
+    auto store_narrow = [&](int other) {
+        if constexpr (NARROW)
+            if (t < ITEMS) records.store(0, scales_to + other), records.store(1, scales_to + other + EIGHT);
+    };
+    store_narrow(0);
 
     // What the epilogue multiplies sums by.
     if (threadIdx.x == 0) factor[0] = scale_of_all, factor[1] = Decoder::EPILOGUE_SCALE / power;
@@ -437,6 +447,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     // They were on their way while the groups before were multiplied.
                     if (SPREAD && t < ITEMS && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items))
                         spread.store(scales_to + SCALES - scales_at, EIGHT);
+                    if (NARROW && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items)) store_narrow(SCALES - scales_at);
 #pragma unroll
                     for (int j = 0; j < GROUP; ++j) {
                         const int nth = i * GROUP + j;
@@ -445,7 +456,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                         Decoder::unpack(word[j], field);
                         const unsigned at = scale_at + nth * Decoder::SCALE_BYTES;
                         if constexpr (TABLE) Decoder::template multiply<EIGHTS>(field, my_x[nth], with, at, EIGHT, acc);
-                        else Decoder::template multiply<EIGHTS>(field, my_x[nth], with, at, EIGHT, item + nth, acc);
+                        else
+                            Decoder::template multiply<EIGHTS>(
+                                field, my_x[nth], with, at, EIGHT, EVEN ? nth : item + nth, acc);
                     }
                 }
                 scales_at = SCALES - scales_at;

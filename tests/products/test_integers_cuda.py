@@ -1,4 +1,4 @@
-"""Products for few tokens with integers: int4 to uint8 with scales of groups and rows."""
+"""Products for few tokens with integers: int4 to uint8 with scales of groups and rows, q8_0, q4_0 and q4_k."""
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ FORMATS = [
     kb.get_format("int8", block=384),
     kb.get_format("int8", granularity="channel:0"),
     kb.get_format("uint4", granularity="token", symmetric=False),
+    *(kb.get_format(name) for name in ("q4_0", "q8_0", "q4_k")),
 ]
 
 
@@ -96,9 +97,28 @@ def test_what_counts(cupy):
         check(product(x, odd), x, odd)
 
 
+@pytest.mark.parametrize("format", ["q4_0", "q4_k"])
+def test_any_bytes(cupy, format):
+    """Blocks that nobody quantized: all codes and inner scales, scales of any sign."""
+    rng = np.random.default_rng(0)
+    q = weight((64, 1024), kb.get_format(format), cupy)
+    planes = {
+        name: cupy.asarray(
+            rng.standard_normal(plane.size).astype(np.float16)
+            if plane.dtype == np.float16
+            else rng.integers(0, 256, plane.size).astype(np.uint8)
+        )
+        for name, plane in q.planes.items()
+    }
+    q = QuantizedArray(q.format, planes, q.shape, q.dtype)
+    for dtype in HALF:
+        x = numbers((7, 1024), dtype, cupy)
+        check(product(x, q), x, q)
+
+
 def test_planes_that_start_anywhere(cupy):
     """Where they start at no multiple of 16 bytes another route takes them, and the product is the same."""
-    for format in ("uint4:block=128,symmetric=false", "int8:block=32"):
+    for format in ("uint4:block=128,symmetric=false", "q4_0", "q4_k"):
         q = weight((64, 512), kb.get_format(format), cupy)
         for away in (1, 4):
             planes = {}
@@ -114,7 +134,7 @@ def test_planes_that_start_anywhere(cupy):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "format",
-    ["uint4:block=128,symmetric=false", "int4:block=32", "int8:granularity=channel:0"],
+    ["uint4:block=128,symmetric=false", "int4:block=32", "int8:granularity=channel:0", "q4_0", "q8_0", "q4_k"],
 )
 def test_experts(cupy, format, dtype):
     for n in (40, 64):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from ..planes import Fragments
 #: Groups whose sums ``linear_few`` scales; larger ones are whole k-tiles, of so many elements.
 GROUPS, K_TILE = (32, 64), 128
 _ZEROS = {"none": "NO_ZEROS", "int": "ZERO_POINTS", "float": "OFFSETS"}
+_INTEGERS = {"int32": "int", "int8": "signed char", "uint8": "unsigned char"}
 _BESIDE = {"none": None, "int": "zero_point", "float": "offset"}
 
 
@@ -42,11 +42,12 @@ def fragments_of(
     Fragments or None
         None where no kernel decodes them.
     """
-    if zero == "float" or (block not in GROUPS and block % K_TILE) or scale_dtype != "float32" or zero_dtype != "int32":
+    if block not in GROUPS and block % K_TILE:
         return None
     granule = block if block in GROUPS else K_TILE
-    scale, beside = CXX_TYPES[scale_dtype], {"none": 0, "int": 4, "float": np.dtype(np.float32).itemsize}[zero]
-    beside_type = "int" if zero == "int" else scale
+    scale, scale_bytes = CXX_TYPES[scale_dtype], 4 if scale_dtype == "float32" else 2
+    beside = {"none": 0, "int": np.dtype(zero_dtype).itemsize, "float": scale_bytes}[zero]
+    beside_type = _INTEGERS[zero_dtype] if zero == "int" else scale
     decoder = f"{bits}, {granule}, {scale}, {_ZEROS[zero]}, {beside_type}, USABLE_SCALES, NEIGHBOURS"
     # Sums of x, by which offsets are multiplied, take registers.
     few = 4 if bits == 4 and zero != "float" else 2
@@ -56,7 +57,7 @@ def fragments_of(
         bits=bits,
         block=block,
         granule=granule,
-        scale_bytes=4,
+        scale_bytes=scale_bytes,
         entries=0,
         gaps=False,
         hopper_entries=0,
@@ -71,7 +72,7 @@ def fragments_of(
         scales="scale",
         beside=_BESIDE[zero],
         beside_bytes=beside,
-        aligned=min(16, 4 * K_TILE // granule),
+        aligned=min(16, scale_bytes * K_TILE // granule),
         signed=signed,
         multiple=granule if block else 32,
         added=zero == "float",
@@ -91,6 +92,13 @@ def _tile_decoder(bits: int, signed: bool, block: int, zero: str, scale_dtype: s
 
 
 def all_fragments() -> tuple[Fragments, ...]:
-    """All that `fragments_of` returns, but for the sizes of large groups."""
-    choices = itertools.product((4, 8), (False, True), (*GROUPS, K_TILE, 0), _ZEROS)
-    return tuple(each for each in itertools.starmap(fragments_of, choices) if each is not None)
+    """What the compile check looks at: all that `fragments_of` returns for scales of 32 bits and unsigned integers, and
+    for narrower ones where most of them are copied in another way.
+    """
+    found = [
+        fragments_of(bits, False, block, zero) for bits in (4, 8) for block in (*GROUPS, K_TILE) for zero in _ZEROS
+    ]
+    found += [fragments_of(4, False, K_TILE, "none", "float16"), fragments_of(4, False, 32, "int", "bfloat16", "uint8")]
+    found += [fragments_of(4, False, block, "int", "float16", "uint8") for block in (64, K_TILE)]
+    found += [fragments_of(bits, False, K_TILE, "float", "bfloat16") for bits in (4, 8)]
+    return tuple(each for each in found if each is not None)

@@ -48,17 +48,17 @@ from .search import check_codebook_name, check_host_codebook, check_k, given_cod
 
 @functools.lru_cache(maxsize=64)
 def _fragments(k: int, absmax: str, codebook: str | None) -> Fragments:
-    """What product kernels need of K = 2 to 5; `codebook` is a standard one, or None where it is in a plane."""
+    """What product kernels need of K = 2 to 8; `codebook` is a standard one, or None where it is in a plane."""
     known = () if codebook is None else tuple(tables.standard_codebook(codebook, k).values.tolist())
-    few = 2 if k == 5 or absmax == "float32" else 4
+    few = 2 if k >= 5 or absmax == "float32" else 4
     return Fragments(
         small_batch=f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>",
-        hopper=f"TileKbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>",
+        hopper=f"TileKbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>" if k <= 5 else "",
         bits=k,
         block=BLOCK,
         granule=BLOCK,
         scale_bytes=np.dtype(ABSMAX[absmax].dtype).itemsize,
-        entries=32 if k == 5 else 256,
+        entries=1 << k if k >= 5 else 256,
         gaps=k in (3, 4),
         hopper_entries={3: 64, 5: 32}.get(k, 256),
         owned=True,
@@ -66,7 +66,7 @@ def _fragments(k: int, absmax: str, codebook: str | None) -> Fragments:
         swizzled=False,
         items=few,
         grouped_items=few,
-        wide=absmax != "float32",
+        wide=absmax != "float32" and k <= 5,
         targeted=k == 4 and absmax == "e4m4",
         codes="packed",
         scales="absmax",
@@ -104,7 +104,7 @@ class KBit(Format):
     summary = "codebook indices in bit planes, one scale for 32 elements"
     takes = ("codebook",)
     kernels = (cuda.QUANTIZE, cuda.QUANTIZE_UNORDERED, cuda.DEQUANTIZE, *cuda.KBIT_BLOCKS, *cuda.CODES)
-    all_fragments = tuple(_fragments(k, absmax, None) for k in (2, 3, 4, 5) for absmax in ABSMAX)
+    all_fragments = tuple(_fragments(k, absmax, None) for k in range(2, 9) for absmax in ABSMAX)
     tensor_scale = "scale"
 
     def __init__(self, k: int, *, codebook: str = "bnf", absmax: str | None = None):
@@ -177,7 +177,7 @@ class KBit(Format):
         return Magnitude("absmax", largest=float(np.abs(self._table.values).max()))
 
     def fragments(self, ndim: int = 2) -> Fragments | None:
-        if not 2 <= self.bits <= 5:
+        if self.bits < 2:
             return None
         return _fragments(self.bits, self.absmax, None if self.codebook == "custom" else self.codebook)
 

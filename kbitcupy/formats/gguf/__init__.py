@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..blocks import BlockFormat, Quantizer
+from ..planes import Fragments
+from .fragments import FRAGMENTS
 
 # Threads of a thread block of kernels/gguf.cu and kernels/gguf_search.cu.
 _THREADS = 128
@@ -24,6 +26,7 @@ class Gguf(BlockFormat):
     lanes: ClassVar[int] = 0
     #: ggml's number of the type.
     ggml_type: ClassVar[int]
+    all_fragments = tuple(FRAGMENTS.values())
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         made = cls.struct and cls.quantize_blocks is not BlockFormat.quantize_blocks
@@ -39,6 +42,9 @@ class Gguf(BlockFormat):
         cls.family = "gguf"
         if "ggml_type" in cls.__dict__:  # what several types have in common is no type
             _types[cls.ggml_type] = cls
+
+    def fragments(self, ndim: int = 2) -> Fragments | None:
+        return FRAGMENTS.get(self.name)
 
 
 _types: dict[int, type[Gguf]] = {}
