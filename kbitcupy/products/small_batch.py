@@ -493,6 +493,9 @@ _START, _FRACTION, _DECODING = 2.5, 0.8, 1.1e-7
 # The same for more than 8 tokens, of which each thread block takes 16, or several decode the same weights; and
 # microseconds of a k-tile, as parts of k are added up by a launch of its own.
 _MORE_START, _MORE_FRACTION, _MORE_DECODING, _MORE_ALONG_K = 7.0, 0.45, 2.7e-7, 0.12
+# The same of integers, which are worked out, for up to 8 tokens and for more.
+_INTEGER_START, _INTEGER_FRACTION, _INTEGER_DECODING = 3.0, 0.96, 1.45e-7
+_MORE_INTEGER_DECODING, _INTEGER_ALONG_K = 1.72e-7, 0.07
 # Where thread blocks do not share k as a cluster, or read x in halves, they wait longer for their data. From three
 # tokens on that counts for weights of so many elements: larger ones fill the device anyway, smaller ones are no work.
 _WAITING, _WAITING_TOKENS, _WAITING_SIZES = 2.5, 3, range(1 << 24, 1 << 27)
@@ -603,6 +606,9 @@ class SmallBatch(Route):
         return misaligned(problem, kernel.alignment)
 
     def cost(self, problem: Problem) -> float:
+        assert problem.fragments is not None
+        if not problem.fragments.entries:
+            return self._cost_of_integers(problem, problem.fragments)
         if problem.tokens > TOKENS:
             along_k = problem.shape[1] / ITEM_K * _MORE_ALONG_K
             return _MORE_START + along_k + _passing(problem, _MORE_FRACTION, _MORE_DECODING)
@@ -610,6 +616,16 @@ class SmallBatch(Route):
         middling = problem.shape[0] * problem.shape[1] in _WAITING_SIZES
         waits = problem.tokens >= _WAITING_TOKENS and middling and not self._quick(problem)
         return cost * _WAITING if waits else cost
+
+    def _cost_of_integers(self, problem: Problem, fragments: Fragments) -> float:
+        """The cost where what codes stand for is worked out, which takes little more than to read them."""
+        if problem.tokens <= TOKENS:
+            return _INTEGER_START + _passing(problem, _INTEGER_FRACTION, _INTEGER_DECODING * fragments.work)
+        # Each thread block of so many tokens decodes the weights.
+        blocks = -(-problem.tokens // (TOKENS * (2 if fragments.wide else 1)))
+        decoding = _MORE_INTEGER_DECODING * fragments.work * blocks * (1 if fragments.wide else 0.75)
+        along_k = problem.shape[1] / ITEM_K * _INTEGER_ALONG_K
+        return _INTEGER_START + along_k + _passing(problem, _INTEGER_FRACTION, decoding)
 
     def _quick(self, problem: Problem) -> bool:
         """Whether thread blocks share k as a cluster, and have whole lines of x or need few of them."""

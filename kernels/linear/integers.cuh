@@ -2,6 +2,7 @@
 // their members mean stands in decoder.cuh, and here what they have beside:
 //
 //     SUBS, SUB                 groups of a row of a k-tile that have scales of their own, and their elements
+//     PAIRED                    whether two k-tiles share a record, at the place of the first of them
 //     LONG                      whether a group is one or more k-tiles, or the row: `block` elements
 //     Scale, Zero               how scales and what stands beside them are stored
 //     SCALE_ENTRIES, ZERO_ENTRIES   of these that belong to a k-tile of a row, its record: in shared memory the scales
@@ -146,6 +147,18 @@ struct Codes<__nv_bfloat16, 8> {
 template <typename T>
 constexpr unsigned ONES = SameType<T, __half>::VALUE ? 0x3c003c00u : 0x3f803f80u;
 
+// Whether k_of of a decoder names every k of a k-tile once.
+template <typename Decoder>
+__host__ __device__ constexpr bool names_every_k() {
+    bool seen[ITEM_K] = {};
+    for (int at = 0; at < ITEM_K; ++at) {
+        const int k = Decoder::k_of(at % 4, at / 16, at / 4 % 4);
+        if (k < 0 || k >= ITEM_K || seen[k]) return false;
+        seen[k] = true;
+    }
+    return true;
+}
+
 // The bytes by which a part of a record can be copied at once.
 __host__ __device__ constexpr int piece_of(int bytes) {
     return bytes == 0 || bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes;
@@ -167,7 +180,7 @@ struct Affine {
     using Zero = Zero_;
     using Codes = ::Codes<T, BITS>;
     static constexpr int SUB = SUB_, SUBS = ITEM_K / SUB, VALUES = 0, ENTRIES = 0;
-    static constexpr bool GAPS = false, LONG = SUBS == 1;
+    static constexpr bool GAPS = false, LONG = SUBS == 1, PAIRED = false;
     static constexpr int SCALE_ENTRIES = SUBS, ZERO_ENTRIES = ZEROS == NO_ZEROS ? 0 : SUBS;
     static constexpr int ZEROS_AT = SCALE_ENTRIES * sizeof(Scale);
     static constexpr int SCALE_BYTES = record_bytes(ZEROS_AT, ZERO_ENTRIES * sizeof(Zero));
@@ -319,10 +332,11 @@ struct Affine {
     }
 
     // A tile of 16 rows. `record` is the address of that of row g; that of row g + 8 follows `eight` bytes on.
-    template <int EIGHTS>
+    template <int EIGHTS, bool>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], const Constants& with, unsigned record,
-        unsigned eight, int, float (&acc)[EIGHTS][4]) {
+        unsigned eight, unsigned, int, float (&acc)[EIGHTS][4]) {
+        static_assert(names_every_k<Affine>(), "fragments have every k once");
         unsigned scales[2], zeros[2];
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {

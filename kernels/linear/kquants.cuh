@@ -15,7 +15,7 @@ struct Q4KBase {
     using Scale = unsigned;  // d and dmin, two halves
     using Zero = unsigned;   // of the 12 bytes of sc and mn of a block
     static constexpr int SUB = ITEM_K, SUBS = 1, VALUES = 0, ENTRIES = 0, SCALE_ENTRIES = 1, ZERO_ENTRIES = 3;
-    static constexpr bool GAPS = false, LONG = true, SPREAD_SCALES = false;
+    static constexpr bool GAPS = false, LONG = true, PAIRED = true, SPREAD_SCALES = false;
     static constexpr int SCALE_BYTES = 16, SCALE_STEP = 0, ITEM_BYTES = ITEM_K / 2, WORDS = 4, FIELDS = 4;
     static constexpr float EPILOGUE_SCALE = 1.0f;
     static constexpr int SWIZZLE_PERIOD = 4;
@@ -47,17 +47,18 @@ struct Q4KBase {
     }
 
     // acc -= dmin * mn * x, where `own` is the selector of a lane's minimum.
-    template <int EIGHTS>
+    template <int EIGHTS, bool TOGETHER>
     static __device__ __forceinline__ void subtract(
         const unsigned (&mn)[2], const float (&dmin)[2], unsigned own, const unsigned (&x)[EIGHTS][X_WORDS],
-        float (&acc)[EIGHTS][4]) {
+        unsigned sums, float (&acc)[EIGHTS][4]) {
         unsigned a[2];  // a byte as a bfloat16 from 128 on, less 128
 #pragma unroll
         for (int i = 0; i < 2; ++i) a[i] = add_pairs<__nv_bfloat16>(__byte_perm(mn[i], 0x43434343u, own), 0xc300c300u);
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e) {
             float part[4] = {};
-            mma<__nv_bfloat16>(part, a[0], a[1], 0u, 0u, x[e][16], 0u);
+            const unsigned sum = TOGETHER ? shared_at<unsigned>(sums + e * 256) : x[e][16];
+            mma<__nv_bfloat16>(part, a[0], a[1], 0u, 0u, sum, 0u);
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[i], -dmin[i / 2], acc[e][i]);
         }
@@ -132,10 +133,12 @@ struct Q4K<__half> : Q4KBase<__half> {
         return {opaque(below(threadIdx.x & 2)), opaque(below(threadIdx.x & 3))};
     }
 
-    template <int EIGHTS>
+    template <int EIGHTS, bool TOGETHER>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
-        unsigned eight, int item, float (&acc)[EIGHTS][4]) {
+        unsigned eight, unsigned sums, int item, float (&acc)[EIGHTS][4]) {
+        static_assert(names_every_k<Q4K>(), "fragments have every k once");
+        if (TOGETHER) record -= item % 2 * SCALE_BYTES;  // two k-tiles share it
         const unsigned second = with.first + 0x0101u;
         unsigned scale[2][2], less[2][2], mn[2];
         float dmin[2], part[EIGHTS][4] = {};
@@ -151,7 +154,7 @@ struct Q4K<__half> : Q4KBase<__half> {
 #pragma unroll
             for (int h = 0; h < 2; ++h) less[i][h] = Word<T>::multiply(scale[i][h], 0xe400e400u);
         }
-        subtract<EIGHTS>(mn, dmin, with.own, x, acc);
+        subtract<EIGHTS, TOGETHER>(mn, dmin, with.own, x, sums, acc);
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
             unsigned a[2][4];
@@ -242,10 +245,12 @@ struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
     };
     static __device__ __forceinline__ Constants constants(const Values&) { return {opaque(below(threadIdx.x & 3))}; }
 
-    template <int EIGHTS>
+    template <int EIGHTS, bool TOGETHER>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
-        unsigned eight, int item, float (&acc)[EIGHTS][4]) {
+        unsigned eight, unsigned sums, int item, float (&acc)[EIGHTS][4]) {
+        static_assert(names_every_k<Q4K>(), "fragments have every k once");
+        if (TOGETHER) record -= item % 2 * SCALE_BYTES;  // two k-tiles share it
         unsigned sc[2], mn[2];
         float d[2], dmin[2];
 #pragma unroll
@@ -254,7 +259,7 @@ struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
             d[i] = Word<__half>::get(stored.x, 0), dmin[i] = Word<__half>::get(stored.x, 1);
             sc[i] = scales(stored, item), mn[i] = minima(stored, item);
         }
-        subtract<EIGHTS>(mn, dmin, with.own, x, acc);
+        subtract<EIGHTS, TOGETHER>(mn, dmin, with.own, x, sums, acc);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float part[EIGHTS][4] = {};

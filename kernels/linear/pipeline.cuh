@@ -196,6 +196,23 @@ struct RecordCopy {
             copy_async_or_zero<PIECE>(to + at, plane + ((long long)record * BYTES + at), there ? PIECE : 0);
     }
 
+    // The same of a row of ITEMS k-tiles that share records two by two: each of four lanes has as many words as there
+    // are of them. `record` is that of this lane.
+    template <int ITEMS>
+    __device__ __forceinline__ void start_paired(unsigned row, unsigned record, int t, int ahead) const {
+        static_assert(SCALE_PART == 4 && ZERO_PART == 12, "records of four words");
+        constexpr int WORDS = ITEMS / 2;
+        const int first = t * WORDS % 4;
+        const unsigned to = row + t * WORDS / 4 * (2 * Decoder::SCALE_BYTES) + first * 4;
+        const int bytes = t * WORDS / 4 * 2 < ahead ? 4 : 0;
+        const char* inner = beside + ((long long)record * 12 + first * 4 - 4);
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            const char* from = i == 0 && first == 0 ? scales + (long long)record * 4 : inner + 4 * i;
+            copy_async_or_zero<4>(to + 4 * i, from, bytes);
+        }
+    }
+
     // Load the narrow parts of row `i` of two, or zeros, and later store them.
     __device__ __forceinline__ void load(int i, unsigned record, bool there) {
         if constexpr (NARROW_SCALES) held[i][0] = there ? narrow<SCALE_PART>(scales, record) : 0u;

@@ -223,7 +223,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         if constexpr (EVEN) {
             source += (long long)(ahead_row + WeightCopy::row(lane)) * pitch + WeightCopy::byte(lane);
             if constexpr (TABLE) scale_source = (ahead_row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
-            else scale_source = (ahead_row + g) * scale_pitch + records.of(ahead_item + t);
+            else
+                scale_source =
+                    (ahead_row + g) * scale_pitch + records.of(ahead_item + (Decoder::PAIRED ? t * ITEMS / 8 * 2 : t));
         } else {
             lower = source + (long long)min(ahead_row + g + 8, n - 1) * pitch;
             source += (long long)min(ahead_row + g, n - 1) * pitch;
@@ -267,7 +269,13 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         }
         if (i == 0) {
             if constexpr (!TABLE && EVEN) {
-                if (there && t < ITEMS) {
+                if constexpr (Decoder::PAIRED) {
+                    const unsigned to = my_scales + other + g * ITEMS * Decoder::SCALE_BYTES;
+                    if (there) {
+                        records.template start_paired<ITEMS>(to, scale_source, t, ahead);
+                        records.template start_paired<ITEMS>(to + EIGHT, scale_source + 8 * scale_pitch, t, ahead);
+                    }
+                } else if (there && t < ITEMS) {
                     records.start(scales_to + other, scale_source, t < ahead);
                     records.start(scales_to + other + EIGHT, scale_source + 8 * scale_pitch, t < ahead);
                 }
@@ -351,11 +359,18 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             }
         }
     };
+    // Where records leave every second place free, those are for the last word of each lane's x.
+    constexpr bool X_BESIDE = Decoder::PAIRED && EVEN;
+    const unsigned x_beside = my_scales + g * 32 + 16 + t * 4;
     auto arrange_x = [&] {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-            for (int e = 0; e < EIGHTS; ++e) Decoder::arrange_x(my_x[i][e]);
+            for (int e = 0; e < EIGHTS; ++e) {
+                Decoder::arrange_x(my_x[i][e]);
+                if constexpr (X_BESIDE)
+                    store_shared(x_beside + (i * EIGHTS + e) * 256, __uint_as_float(my_x[i][e][16]));
+            }
     };
     if (chunks == 1 && !staged) fetch_x(my_item);
 #pragma unroll
@@ -457,8 +472,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                         const unsigned at = scale_at + nth * Decoder::SCALE_BYTES;
                         if constexpr (TABLE) Decoder::template multiply<EIGHTS>(field, my_x[nth], with, at, EIGHT, acc);
                         else
-                            Decoder::template multiply<EIGHTS>(
-                                field, my_x[nth], with, at, EIGHT, EVEN ? nth : item + nth, acc);
+                            Decoder::template multiply<EIGHTS, EVEN>(
+                                field, my_x[nth], with, at, EIGHT, x_beside + nth * EIGHTS * 256,
+                                EVEN ? nth : item + nth, acc);
                     }
                 }
                 scales_at = SCALES - scales_at;

@@ -77,6 +77,7 @@ def fragments_of(
         multiple=granule if block else 32,
         added=zero == "float",
         together=2 if bits == 4 else 1,
+        work=1.1 if zero == "float" else 1.0,
     )
 
 

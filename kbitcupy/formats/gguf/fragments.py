@@ -53,5 +53,6 @@ FRAGMENTS = {
         aligned=4,
         owned=True,
         multiple=256,
+        work=1.3,
     ),
 }
