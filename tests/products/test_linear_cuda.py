@@ -11,7 +11,7 @@ from test_linear import FORMATS, HALF, check, error, exact, naive, numbers, refe
 
 import kbitcupy as kb
 from kbitcupy.bench.cases import random_array as random_weight
-from kbitcupy.products import decoded, generic, hopper
+from kbitcupy.products import decoded, fused, generic, hopper
 from kbitcupy.products.functions import multiply_decoded
 from kbitcupy.products.routes import Problem, device
 
@@ -59,6 +59,7 @@ class TestSmall:
     @pytest.mark.parametrize("format", KERNELS, ids=repr)
     def test_every_kernel(self, cupy, format, dtype):
         for shape in ((33, 192), (144, 1024)):  # rows and tiles that are whole, and not
+            shape = fitting(of(format), shape)
             q = weight(shape, format, cupy)
             bias = numbers(shape[:1], np.dtype("float32"), cupy)
             for m in (1, 8, 9, 16):
@@ -166,6 +167,7 @@ def test_the_simple_product(cupy, format, dtype):
     format=st.sampled_from(DECODED),
 )
 def test_any_shape(cupy, m, n, k, dtype, format):
+    n, k = fitting(of(format), (n, k))
     q = weight((n, k), format, cupy)
     x = numbers((m, k), dtype, cupy)
     check(kb.linear(x, q), x, q)
@@ -178,7 +180,7 @@ def test_one_token(cupy, format):
         dtype = HALF[number % 2]
         q, x = weight(shape, format, cupy), numbers((1, shape[1]), dtype, cupy)
         bias = numbers(shape[:1], dtype, cupy)
-        if q.format.fragments().copied:
+        if fused.Decoder(q.format.fragments()).single:
             assert kb.explain(x, q).route == "single_token"
         check(kb.linear(x, q, bias), x, q, bias)
 
@@ -224,7 +226,9 @@ def assert_repeats(call, wanted):
         assert bool((call().view(np.uint16) == first.view(np.uint16)).all())
 
 
-@pytest.mark.parametrize("format", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "nf4 double"])
+@pytest.mark.parametrize(
+    "format", ["kbit2", "kbit3", "kbit4", "kbit5", "kbit8", "nf4", "nf4 double", "q4_0", "q8_0", "q4_k"]
+)
 def test_weights_that_keep_the_memory_busy(cupy, format):
     """Copies that arrive while the numbers before them are still being read would show here."""
     format = kb.get_format(format.split()[0], **({"double_quant": True} if " " in format else {}))
