@@ -7,7 +7,7 @@ from typing import Any
 from ..planes import Fragments
 
 
-def _fragments(small_batch: str, bits: int, **others: Any) -> Fragments:
+def _fragments(small_batch: str, hopper: str, bits: int, **others: Any) -> Fragments:
     few = 4 if bits == 4 else 2
     about: dict[str, Any] = {
         "block": 32,
@@ -21,7 +21,7 @@ def _fragments(small_batch: str, bits: int, **others: Any) -> Fragments:
     }
     return Fragments(
         small_batch=small_batch,
-        hopper="",
+        hopper=f"TileIntegers<{{T}}, {hopper}>",
         bits=bits,
         entries=0,
         gaps=False,
@@ -40,10 +40,20 @@ def _fragments(small_batch: str, bits: int, **others: Any) -> Fragments:
 #: By the names of formats. Codes of q4_0 are 8 more than they stand for, those of q8_0 are in two's complement. An item
 #: of q4_k has the inner scales of its whole block beside it.
 FRAGMENTS = {
-    "q4_0": _fragments("Affine<{T}, 4, 32, __half, NO_ZEROS, __half, ALL_SCALES, SPLIT>", 4),
-    "q8_0": _fragments("Affine<{T}, 8, 32, __half, NO_ZEROS, __half, ALL_SCALES, NEIGHBOURS>", 8, signed=True),
+    "q4_0": _fragments(
+        "Affine<{T}, 4, 32, __half, NO_ZEROS, __half, ALL_SCALES, SPLIT>",
+        "4, false, TWO_APART, FLOAT16, NO_ZERO_POINTS, OF_GRANULES",
+        4,
+    ),
+    "q8_0": _fragments(
+        "Affine<{T}, 8, 32, __half, NO_ZEROS, __half, ALL_SCALES, NEIGHBOURS>",
+        "8, true, TWO_APART, FLOAT16, NO_ZERO_POINTS, OF_GRANULES",
+        8,
+        signed=True,
+    ),
     "q4_k": _fragments(
         "Q4K<{T}>",
+        "4, false, TWO_BLOCKS, INNER_SCALES, INNER_OFFSETS, OF_BLOCKS",
         4,
         block=256,
         granule=128,
@@ -53,6 +63,7 @@ FRAGMENTS = {
         aligned=4,
         owned=True,
         multiple=256,
+        added=True,
         work=1.3,
     ),
 }
