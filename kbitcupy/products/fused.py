@@ -72,9 +72,13 @@ class Decoder:
     @property
     def scale_bytes(self) -> int:
         """Scales of a k-tile of a row in shared memory, with what stands beside them."""
-        groups, at = ITEM_K // self.fragments.granule, max(4, self.fragments.aligned)
-        found = groups * (self.fragments.scale_bytes + self.fragments.beside_bytes)
-        return found if self.fragments.entries else -(-found // at) * at
+        groups = ITEM_K // self.fragments.granule
+        scales, beside = groups * self.fragments.scale_bytes, groups * self.fragments.beside_bytes
+        if self.fragments.entries:
+            return scales
+        # Each of the two begins where it can be copied to.
+        end = (_rounded_up(scales, _piece_of(beside)) if beside else scales) + beside
+        return _rounded_up(end, max(4, _piece_of(scales), _piece_of(beside) if beside else 4))
 
     @property
     def single(self) -> bool:
@@ -108,6 +112,15 @@ class Decoder:
     def _table_bytes(self) -> int:
         """Shared memory up to the end of the table of values and of what stands behind it."""
         return SIZES.TABLE_START + self.fragments.entries * SIZES.ENTRY_STRIDE + SIZES.HEAD
+
+
+def _piece_of(nbytes: int) -> int:
+    """The bytes by which so many are copied at once."""
+    return next((piece for piece in (16, 8, 4) if nbytes % piece == 0), nbytes)
+
+
+def _rounded_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ struct Kbit {
     static constexpr int SCALE_BYTES = ITEM_K / ROW * sizeof(Code), WORDS = K;
     static constexpr int FIELDS = Field<K>::BITS;
     static constexpr int ITEM_BYTES = ITEM_K * K / 8, LANE_BYTES = ROW * K / 8;
-    static constexpr bool SPREAD_SCALES = false;
+    static constexpr bool SPREAD_SCALES = false, PAIRED = false;
     // What the sums of multiply lack: a scale of up to 65504 must leave room for the values.
     static constexpr float EPILOGUE_SCALE = FORMAT == FLOAT16 ? 4.0f : 1.0f;
     static constexpr int SCALE_STEP = sizeof(Code), X_WORDS = 16, MOST_TOGETHER = 2;
@@ -211,7 +211,7 @@ struct Table4 {
     static constexpr bool GAPS = true;
     static constexpr int SCALE_BYTES = SUBS * 4, WORDS = 4, FIELDS = 4;
     static constexpr int ITEM_BYTES = ITEM_K / 2, LANE_BYTES = SUB / 8;
-    static constexpr bool SPREAD_SCALES = true;
+    static constexpr bool SPREAD_SCALES = true, PAIRED = false;
     static constexpr float EPILOGUE_SCALE = 1.0f;
     static constexpr int SCALE_STEP = 0, X_WORDS = 16, MOST_TOGETHER = 2;
     static constexpr int SWIZZLE_PERIOD = 4;

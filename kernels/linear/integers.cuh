@@ -163,10 +163,17 @@ __host__ __device__ constexpr bool names_every_k() {
 __host__ __device__ constexpr int piece_of(int bytes) {
     return bytes == 0 || bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes;
 }
-// Bytes of a record of two parts: the next one begins where either can be copied to.
+// `bytes`, rounded up to a multiple.
+__host__ __device__ constexpr int rounded_up(int bytes, int multiple) {
+    return (bytes + multiple - 1) / multiple * multiple;
+}
+// Where the second part of a record begins, and the bytes of both: each begins where it can be copied to.
+__host__ __device__ constexpr int second_part(int scales, int zeros) {
+    return zeros ? rounded_up(scales, piece_of(zeros)) : scales;
+}
 __host__ __device__ constexpr int record_bytes(int scales, int zeros) {
-    const int piece = piece_of(scales) < 4 ? 4 : piece_of(scales);
-    return (scales + zeros + piece - 1) / piece * piece;
+    const int one = piece_of(scales), other = zeros ? piece_of(zeros) : 4, most = one > other ? one : other;
+    return rounded_up(second_part(scales, zeros) + zeros, most > 4 ? most : 4);
 }
 
 // BITS 4 or 8; SUB 32, 64 or ITEM_K, where a group is one or more k-tiles; Scale_ float, __half or __nv_bfloat16; of a
@@ -182,8 +189,9 @@ struct Affine {
     static constexpr int SUB = SUB_, SUBS = ITEM_K / SUB, VALUES = 0, ENTRIES = 0;
     static constexpr bool GAPS = false, LONG = SUBS == 1, PAIRED = false;
     static constexpr int SCALE_ENTRIES = SUBS, ZERO_ENTRIES = ZEROS == NO_ZEROS ? 0 : SUBS;
-    static constexpr int ZEROS_AT = SCALE_ENTRIES * sizeof(Scale);
-    static constexpr int SCALE_BYTES = record_bytes(ZEROS_AT, ZERO_ENTRIES * sizeof(Zero));
+    static constexpr int SCALE_PART = SCALE_ENTRIES * sizeof(Scale), ZERO_PART = ZERO_ENTRIES * sizeof(Zero);
+    static constexpr int ZEROS_AT = second_part(SCALE_PART, ZERO_PART);
+    static constexpr int SCALE_BYTES = record_bytes(SCALE_PART, ZERO_PART);
     static constexpr int ITEM_BYTES = ITEM_K * BITS / 8, LANE_BYTES = SUB / 4 * BITS / 8, WORDS = ITEM_BYTES / 16;
     static constexpr int FIELDS = WORDS, SCALE_STEP = 0, X_WORDS = 16;
     static constexpr int MOST_TOGETHER = BITS == 4 ? 2 : 1;

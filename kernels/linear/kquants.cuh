@@ -16,7 +16,7 @@ struct Q4KBase {
     using Zero = unsigned;   // of the 12 bytes of sc and mn of a block
     static constexpr int SUB = ITEM_K, SUBS = 1, VALUES = 0, ENTRIES = 0, SCALE_ENTRIES = 1, ZERO_ENTRIES = 3;
     static constexpr bool GAPS = false, LONG = true, PAIRED = true, SPREAD_SCALES = false;
-    static constexpr int SCALE_BYTES = 16, SCALE_STEP = 0, ITEM_BYTES = ITEM_K / 2, WORDS = 4, FIELDS = 4;
+    static constexpr int ZEROS_AT = 4, SCALE_BYTES = 16, SCALE_STEP = 0, ITEM_BYTES = ITEM_K / 2, WORDS = 4, FIELDS = 4;
     static constexpr float EPILOGUE_SCALE = 1.0f;
     static constexpr int SWIZZLE_PERIOD = 4;
     static constexpr int X_WORDS = 17, MOST_TOGETHER = 2;  // the last word of x: the sum

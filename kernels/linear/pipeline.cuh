@@ -186,7 +186,7 @@ struct RecordCopy {
     // Start to copy a whole record, or zeros.
     __device__ __forceinline__ void start(unsigned to, unsigned record, bool there) const {
         if constexpr (!NARROW_SCALES) part<SCALE_PART>(to, scales, record, there);
-        if constexpr (ZERO_PART > 0 && !NARROW_ZEROS) part<ZERO_PART>(to + SCALE_PART, beside, record, there);
+        if constexpr (ZERO_PART > 0 && !NARROW_ZEROS) part<ZERO_PART>(to + Decoder::ZEROS_AT, beside, record, there);
     }
     template <int BYTES>
     __device__ __forceinline__ void part(unsigned to, const char* plane, unsigned record, bool there) const {
@@ -220,7 +220,7 @@ struct RecordCopy {
     }
     __device__ __forceinline__ void store(int i, unsigned to) const {
         if constexpr (NARROW_SCALES) store_narrow<SCALE_PART>(to, held[i][0]);
-        if constexpr (NARROW_ZEROS) store_narrow<ZERO_PART>(to + SCALE_PART, held[i][1]);
+        if constexpr (NARROW_ZEROS) store_narrow<ZERO_PART>(to + Decoder::ZEROS_AT, held[i][1]);
     }
     template <int BYTES>
     static __device__ __forceinline__ unsigned narrow(const char* plane, unsigned record) {
@@ -237,7 +237,7 @@ struct RecordCopy {
     // Copy those of k-tile `item` of 16 rows from `row` on, zeros where the rows end.
     __device__ __forceinline__ void copy(char* stage, int row, int item, int lane) const {
         fill<Scale, Decoder::SCALE_ENTRIES>(stage, scales, row, item, lane);
-        fill<Zero, Decoder::ZERO_ENTRIES>(stage + SCALE_PART, beside, row, item, lane);
+        fill<Zero, Decoder::ZERO_ENTRIES>(stage + Decoder::ZEROS_AT, beside, row, item, lane);
     }
     template <typename Entry, int ENTRIES>
     __device__ __forceinline__ void fill(char* stage, const char* plane, int row, int item, int lane) const {

@@ -72,7 +72,7 @@ def fragments_of(
         scales="scale",
         beside=_BESIDE[zero],
         beside_bytes=beside,
-        aligned=min(16, scale_bytes * K_TILE // granule),
+        aligned=min(16, max(scale_bytes, beside) * K_TILE // granule),
         signed=signed,
         multiple=granule if block else 32,
         added=zero == "float",

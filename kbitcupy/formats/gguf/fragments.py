@@ -12,6 +12,7 @@ def _fragments(small_batch: str, hopper: str, bits: int, **others: Any) -> Fragm
     about: dict[str, Any] = {
         "block": 32,
         "granule": 32,
+        "multiple": 32,
         "scale_bytes": 2,
         "owned": False,
         "aligned": 8,
