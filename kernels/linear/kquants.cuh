@@ -74,120 +74,12 @@ __device__ __forceinline__ void arrange_split(unsigned* x) {
     x[2] = __byte_perm(a, b, 0x7632), x[3] = __byte_perm(c, d, 0x7632);
 }
 
+// The lanes of a row share each sub-block, whose sums are scaled in fp32.
 template <typename T>
-struct Q4K;
-
-// A lane has 16 bytes, codes of two sub-blocks. sc * code, at most 945, is exact in a half, and so is what takes away
-// the bits that make a number of a code: one multiply-add does both.
-template <>
-struct Q4K<__half> : Q4KBase<__half> {
-    using T = __half;
-    static constexpr bool ONE_READ = true;
-    static constexpr int LANE_BYTES = 16;
-
-    __device__ __forceinline__ static int row(int g) { return g; }
-
-    template <bool>
-    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int, int) {
-        to_words(word, shared_at<uint4>(row));
-    }
-    __device__ __forceinline__ static void read_swizzled(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
-        to_words(word, shared_at<uint4>((from ^ j * ITEM_BYTES) + behind));
-    }
-
-    // Four elements each.
-    __device__ __forceinline__ static constexpr int x_at(int i, int t) {
-        return t / 2 * 64 + i % 2 * 32 + t % 2 * 16 + i / 2 * 4;
-    }
-    __device__ __forceinline__ static void load_x_global(
-        unsigned (&word)[X_WORDS], const T* x, bool there, int left, int t) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            load_global_if(word + 2 * i, reinterpret_cast<const uint2*>(x + x_at(i, t)), there && x_at(i, t) < left);
-    }
-    template <typename Address>
-    __device__ __forceinline__ static void load_x_shared(unsigned (&word)[X_WORDS], const Address& address, int t) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) to_words(word + 2 * i, shared_at<uint2>(address(x_at(i, t))));
-    }
-    __host__ __device__ static constexpr int k_of(int t, int s, int i) {
-        const int pair = s % 2 * 2 + i / 2;
-        return t / 2 * 64 + pair % 2 * 32 + t % 2 * 16 + s / 2 * 4 + pair / 2 + i % 2 * 2;
-    }
-    __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
-        float sum[2] = {};  // of the lower and of the upper nibbles: half of each is another lane's
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i % 2] += sum_of(x + 2 * i, 2);
-        const bool upper = threadIdx.x & 1;
-        const float given = __shfl_xor_sync(FULL_WARP, upper ? sum[0] : sum[1], 1);
-        x[16] = split((upper ? sum[1] : sum[0]) + given);
-
-#pragma unroll
-        for (int j = 0; j < 16; j += 4) arrange_split(x + j);
-    }
-
-    struct Constants {
-        unsigned first, own;  // selectors of the first sub-block of a lane, and of that whose sum it has
-    };
-    static __device__ __forceinline__ Constants constants(const Values&) {
-        return {opaque(below(threadIdx.x & 2)), opaque(below(threadIdx.x & 3))};
-    }
-
-    template <int EIGHTS, bool TOGETHER>
-    __device__ __forceinline__ static void multiply(
-        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
-        unsigned eight, unsigned sums, int item, float (&acc)[EIGHTS][4]) {
-        static_assert(names_every_k<Q4K>(), "fragments have every k once");
-        if (TOGETHER) record -= item % 2 * SCALE_BYTES;  // two k-tiles share it
-        const unsigned second = with.first + 0x0101u;
-        unsigned scale[2][2], less[2][2], mn[2];
-        float dmin[2], part[EIGHTS][4] = {};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4 stored = shared_at<uint4>(record + i * eight);
-            dmin[i] = Word<T>::get(stored.x, 1);
-            mn[i] = minima(stored, item);
-            const unsigned sc = scales(stored, item);
-            // Of the lower nibbles sc and -1024 sc, of the upper ones, which come as 1024 + 16 u, sc / 16 and -64 sc.
-            scale[i][0] = add_pairs<T>(__byte_perm(sc, 0x64646464u, with.first), 0xe400e400u);
-            scale[i][1] = fma_pairs<T>(__byte_perm(sc, 0x64646464u, second), 0x2c002c00u, 0xd400d400u);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) less[i][h] = Word<T>::multiply(scale[i][h], 0xe400e400u);
-        }
-        subtract<EIGHTS, TOGETHER>(mn, dmin, with.own, x, sums, acc);
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            unsigned a[2][4];
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const unsigned bytes = h ? f[i][w] >> 8 : f[i][w];
-                    a[i][2 * h] = fma_pairs<T>(masked<0x000f000fu>(bytes, 0x64006400u), scale[i][0], less[i][0]);
-                    a[i][2 * h + 1] = fma_pairs<T>(masked<0x00f000f0u>(bytes, 0x64006400u), scale[i][1], less[i][1]);
-                }
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int e = 0; e < EIGHTS; ++e)
-                    mma<T>(
-                        part[e], a[0][2 * h], a[1][2 * h], a[0][2 * h + 1], a[1][2 * h + 1], x[e][4 * w + 2 * h],
-                        x[e][4 * w + 2 * h + 1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float d = Word<T>::get(shared_at<unsigned>(record + i * eight), 0);
-#pragma unroll
-            for (int e = 0; e < 2 * EIGHTS; ++e)
-                acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], d, acc[e / 2][2 * i + e % 2]);
-        }
-    }
-};
-
-// A bfloat16 has no room for sc * code: the lanes of a row share each sub-block, whose sums are scaled in fp32.
-template <>
-struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
-    using T = __nv_bfloat16;
+struct Q4K : Q4KBase<T> {
+    using Base = Q4KBase<T>;
+    using Base::split, Base::sum_of, Base::scales, Base::minima, Base::below;
+    using Base::WORDS, Base::FIELDS, Base::X_WORDS, Base::ITEM_BYTES, Base::SCALE_BYTES;
     static constexpr bool ONE_READ = false;
     static constexpr int LANE_BYTES = 8;
 
@@ -240,6 +132,17 @@ struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
         }
     }
 
+    // Two codes of a word: of its lower or `upper` nibbles, of bytes 0 and 2 or, `next`, 1 and 3.
+    static __device__ __forceinline__ unsigned pair(unsigned word, bool upper, bool next) {
+        if constexpr (SameType<T, __nv_bfloat16>::VALUE) {
+            return add_pairs<T>(masked<0x000f000fu>(word >> (upper * 4 + next * 8), 0x43004300u), 0xc300c300u);
+        } else {
+            const unsigned bytes = next ? word >> 8 : word;
+            if (!upper) return add_pairs<T>(masked<0x000f000fu>(bytes, 0x64006400u), 0xe400e400u);
+            return fma_pairs<T>(masked<0x00f000f0u>(bytes, 0x64006400u), 0x2c002c00u, 0xd400d400u);
+        }
+    }
+
     struct Constants {
         unsigned own;  // the selector of the sub-block whose sum a lane has
     };
@@ -259,7 +162,7 @@ struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
             d[i] = Word<__half>::get(stored.x, 0), dmin[i] = Word<__half>::get(stored.x, 1);
             sc[i] = scales(stored, item), mn[i] = minima(stored, item);
         }
-        subtract<EIGHTS, TOGETHER>(mn, dmin, with.own, x, sums, acc);
+        Base::template subtract<EIGHTS, TOGETHER>(mn, dmin, with.own, x, sums, acc);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float part[EIGHTS][4] = {};
@@ -267,10 +170,7 @@ struct Q4K<__nv_bfloat16> : Q4KBase<__nv_bfloat16> {
             for (int w = 0; w < 2; ++w) {
                 unsigned a[2][2];
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    a[i / 2][i % 2] = add_pairs<T>(
-                        masked<0x000f000fu>(f[i / 2][j / 2 * 2 + w] >> (j % 2 * 4 + i % 2 * 8), 0x43004300u),
-                        0xc300c300u);
+                for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = pair(f[i / 2][j / 2 * 2 + w], j % 2, i % 2);
                 const int s = 2 * j + w;
 #pragma unroll
                 for (int e = 0; e < EIGHTS; ++e)

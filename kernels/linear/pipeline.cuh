@@ -209,8 +209,15 @@ struct RecordCopy {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
             const char* from = i == 0 && first == 0 ? scales + (long long)record * 4 : inner + 4 * i;
-            copy_async_or_zero<4>(to + 4 * i, from, bytes);
+            fetch_word(to + 4 * i, from, bytes);
         }
+    }
+    // Few bytes of a row at a time: the L2 cache fetches those of the next warps, too.
+    static __device__ __forceinline__ void fetch_word(unsigned to, const char* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                     : "memory");
+#endif
     }
 
     // Load the narrow parts of row `i` of two, or zeros, and later store them.

@@ -104,7 +104,7 @@ class KBit(Format):
     summary = "codebook indices in bit planes, one scale for 32 elements"
     takes = ("codebook",)
     kernels = (cuda.QUANTIZE, cuda.QUANTIZE_UNORDERED, cuda.DEQUANTIZE, *cuda.KBIT_BLOCKS, *cuda.CODES)
-    all_fragments = tuple(_fragments(k, absmax, None) for k in range(2, 6) for absmax in ABSMAX)
+    all_fragments = tuple(_fragments(k, absmax, None) for k in range(2, 9) for absmax in ABSMAX)
     tensor_scale = "scale"
 
     def __init__(self, k: int, *, codebook: str = "bnf", absmax: str | None = None):
@@ -177,7 +177,7 @@ class KBit(Format):
         return Magnitude("absmax", largest=float(np.abs(self._table.values).max()))
 
     def fragments(self, ndim: int = 2) -> Fragments | None:
-        if not 2 <= self.bits <= 5:
+        if self.bits < 2:
             return None
         return _fragments(self.bits, self.absmax, None if self.codebook == "custom" else self.codebook)
 
