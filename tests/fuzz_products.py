@@ -89,8 +89,8 @@ def wrong(format, rng, cupy, routes):
     off, wanted = (y.get().astype(np.float64) - wanted)[inside], wanted[inside]
     error, size = (float(np.sqrt(np.mean(np.square(numbers)))) for numbers in (off, wanted))
     eps, rounded = float(ml_dtypes.finfo(dtype).eps), bool(fragments.entries) or route == "plan"
-    # Of few numbers the rounding may be lucky: half a unit in the last place is allowed. Where weights are rounded, too,
-    # what that leaves does not cancel as the sum may do.
+    # Of few numbers the rounding may be lucky: half a unit in the last place is allowed. Where weights are rounded,
+    # too, what that leaves does not cancel as the sum may do.
     rounding = max(
         float(np.sqrt(np.mean(np.square(wanted.astype(dtype).astype(np.float64) - wanted)))),
         size * eps / (4 if inside.sum() > 64 else 2),
