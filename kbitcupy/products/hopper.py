@@ -55,13 +55,17 @@ TABLE_START, ENTRY_STRIDE = _SHARED.TABLE_START, _SHARED.ENTRY_STRIDE
 _DECLARED = (*DECLARED, SIZES)
 #: Tokens of a thread block.
 TILE_TOKENS = (8, 16, 32, 64, 128)
-# Microseconds to decode 64 rows of a stage: by a table; codes of so many bits by arithmetic.
-_STAGE = {0: 0.19, 4: 0.175, 8: 0.18}
+# Microseconds to decode 64 rows of a stage: by a table; codes of so many bits by arithmetic; to add something to them,
+# and for each byte that it is worked out from.
+_BY_TABLE, _WORKED_OUT, _ADDED = 0.19, {4: 0.175, 8: 0.18}, (0.006, 0.0035)
 
 
-def worked_out(fragments: Fragments) -> int:
-    """Bits of codes whose values are worked out; 0 where a table has them."""
-    return 0 if fragments.hopper_entries else fragments.bits
+def decoding(fragments: Fragments) -> float:
+    """Microseconds to decode 64 rows of a stage by arithmetic; 0 where a table has the values of codes."""
+    if fragments.hopper_entries:
+        return 0.0
+    added = _ADDED[0] + _ADDED[1] * fragments.beside_bytes if fragments.added else 0.0
+    return _WORKED_OUT[fragments.bits] + added
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class TileCut:
         sizes = self.ring_at(fragments), self.stage_bytes(fragments, grouped), self.stages(fragments, grouped)
         return f"TileLayout<{', '.join(map(str, (*sizes, self._sums_bytes)))}>"
 
-    def microseconds(self, n: int, k: int, m: int, processors: int, bits: int = 0) -> float:
+    def microseconds(self, n: int, k: int, m: int, processors: int, decoding: float = 0.0) -> float:
         """What a product takes, as measured on an H200.
 
         Parameters
@@ -131,14 +135,14 @@ class TileCut:
             Tokens.
         processors : int
             Multiprocessors of the device.
-        bits : int
-            `worked_out` of the format.
+        decoding : float
+            That of the format, of `decoding`.
         """
         # What 64 rows and what the tokens of a stage cost; a thread block, and a cluster, beside.
         x = 5.5e-5 * self.tokens**2 if self.tokens <= 64 else 0.7
-        stage = self.groups * (_STAGE[bits] + 0.00045 * self.tokens) + x
+        stage = self.groups * ((decoding or _BY_TABLE) + 0.00045 * self.tokens) + x
         cluster = 1.0 if self.splits > 1 else 0.0
-        start = 3.0 + (0.7 * (self.k_groups - 1) if bits else 0.0)
+        start = 3.0 + (0.7 * (self.k_groups - 1) if decoding else 0.0)
         waves = -(-(-(-n // self.rows) * self.splits * -(-m // self.tokens)) // processors)
         stages = -(-k // ITEM_K)
         return waves * (-(-stages // self.splits) * stage + start) + cluster
@@ -149,10 +153,10 @@ class TileCut:
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_tile(n: int, k: int, m: int, processors: int, bits: int = 0) -> TileCut:
+def cut_tile(n: int, k: int, m: int, processors: int, decoding: float = 0.0) -> TileCut:
     """The cut that should be fastest; the parameters are those of `TileCut.microseconds`."""
-    fitting = (cut for cut in (INTEGER_CUTS if bits else tile_cuts()) if cut.tokens >= min(m, 32))
-    return min(fitting, key=lambda cut: cut.microseconds(n, k, m, processors, bits))
+    fitting = (cut for cut in (INTEGER_CUTS if decoding else tile_cuts()) if cut.tokens >= min(m, 32))
+    return min(fitting, key=lambda cut: cut.microseconds(n, k, m, processors, decoding))
 
 
 GROUPED_CUT = TileCut(TOKENS, 4, 1, 1)
@@ -291,7 +295,9 @@ def _kernel(values: str, threads: int, shared: int) -> Kernel:
 MOST_TOKENS = 128
 # Microseconds of the launch; the fraction of the bandwidth at which weights of more bits pass than are quickly decoded,
 # by a table and by arithmetic.
-_START, _FRACTION, _WORKED_OUT = 3.0, 0.7, 0.9
+_START, _FRACTION, _INTEGERS = 3.0, 0.7, 0.9
+# How much longer it takes where means of x have to be made, for each token of a thread block.
+_MEANS = 0.005
 
 
 def tile_refusal(problem: Problem) -> str | None:
@@ -307,7 +313,7 @@ def tile_refusal(problem: Problem) -> str | None:
         return "it is for compute capability 9.0"
     if k % SIZES.GRANULE_K or k * problem.fragments.bits // 8 % 16:
         return f"rows of {k} elements do not start at multiples of 16 bytes"
-    if worked_out(problem.fragments) and k % problem.fragments.multiple:
+    if not problem.fragments.hopper_entries and k % problem.fragments.multiple:
         return f"rows of {k} elements are no multiples of {problem.fragments.multiple}"
     if max(n, k) >= 1 << 30 or n * k >= 1 << 36:
         return "numbers of 32 bits do not reach through the weight"
@@ -348,9 +354,10 @@ class Hopper(Route):
     def cost(self, problem: Problem) -> float:
         assert problem.device is not None and problem.fragments is not None
         cut = self._cut(problem)
-        bits, processors = worked_out(problem.fragments), problem.device.multiprocessors
-        decoding = cut.microseconds(*problem.shape, problem.tokens, processors, bits)
-        return max(decoding, _START + problem.reading / (_WORKED_OUT if bits else _FRACTION))
+        stage, processors = decoding(problem.fragments), problem.device.multiprocessors
+        multiplying = cut.microseconds(*problem.shape, problem.tokens, processors, stage)
+        multiplying *= 1.0 + (_MEANS * cut.tokens if problem.fragments.added else 0.0)
+        return max(multiplying, _START + problem.reading / (_INTEGERS if stage else _FRACTION))
 
     def prepare(self, problem: Problem) -> Product:
         assert problem.device is not None and problem.fragments is not None
@@ -364,5 +371,5 @@ class Hopper(Route):
 
     def _cut(self, problem: Problem) -> TileCut:
         assert problem.device is not None and problem.fragments is not None
-        bits, processors = worked_out(problem.fragments), problem.device.multiprocessors
-        return cut_tile(*problem.shape, problem.tokens, processors, bits)
+        stage, processors = decoding(problem.fragments), problem.device.multiprocessors
+        return cut_tile(*problem.shape, problem.tokens, processors, stage)

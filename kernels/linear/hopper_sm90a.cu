@@ -12,6 +12,9 @@
 // scale, of the rows g and g + 8, so no weight crosses lanes; three more warps bring x into that order, in place, each
 // another stage. Up to 8 tokens need neither: they go from shared memory to the lanes as operand B of mma.
 //
+// Where something is added to code times scale, it is added as a product, too: of what is added to a granule and the
+// sum of x over it, one more step along k, for which those warps write means of x behind the weights.
+//
 // ROW_GROUPS x K_GROUPS warpgroups multiply: those of a K_GROUP each take every K_GROUPS-th stage, for 64 rows each.
 // The thread blocks of a cluster share k as well. Each leaves its sums in its shared memory, and they add up in the
 // order of the blocks, each for some of the tokens: one launch, and the same bits every time.
@@ -107,9 +110,9 @@ struct Tiling {
     static constexpr bool GROUPED = GROUPED_;
     static constexpr int WARPS = 4 * ROW_GROUPS * K_GROUPS, ROWS = GROUP_ROWS * ROW_GROUPS;  // warps that multiply
     static constexpr int ROW_BYTES = STAGE_K * Decoder::BITS / 8, W_BYTES = ROWS * ROW_BYTES;
-    static constexpr bool DIRECT = TOKENS == 8 && !GROUPED;  // mma, not wgmma
-    // What scales multiply: the weights; the sums of a stage, where there are few of them; those of a row.
+    static constexpr bool DIRECT = TOKENS == 8 && !GROUPED;           // mma, not wgmma
     static constexpr bool HALVES = ROW_BYTES / 16 > Decoder::FIELDS;  // whether a half's codes fill the fields
+    // What scales multiply: the weights; the sums of a stage, where there are few of them; those of a row.
     static constexpr bool OF_SUMS = Decoder::SHARES == OF_STAGES && !Decoder::OFFSETS && TOKENS <= 32 && !DIRECT,
                           OF_WEIGHTS = Decoder::SHARES != OF_ROWS && !OF_SUMS;
     static_assert(!Decoder::OFFSETS || (OF_WEIGHTS && !DIRECT), "offsets are relative to what scales are relative to");

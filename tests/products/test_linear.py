@@ -354,7 +354,8 @@ def test_tiles_fit_and_cover(n, k, m, processors):
 )
 def test_tiles_of_integers_fit_and_cover(n, k, m, bits):
     """They have fewer kernels, and no table."""
-    cut, fragments = hopper.cut_tile(n, k, m, 132, bits), fragments_of(bits, True, 0)
+    fragments = fragments_of(bits, True, 0)
+    cut = hopper.cut_tile(n, k, m, 132, hopper.decoding(fragments))
     assert cut in hopper.INTEGER_CUTS and cut.tokens >= min(m, 32) and len(hopper.INTEGER_CUTS) <= 6
     assert cut.ring_at(fragments) == fused.SIZES.TABLE_START and cut.stages(fragments) > cut.k_groups
     assert cut.shared(fragments) + 512 <= 227 << 10 and cut.stage_bytes(fragments) % 1024 == 0

@@ -95,7 +95,7 @@ def test_tiles_of_larger_weights_fill_the_device(shape):
     for spec in ("uint4:block=128,symmetric=false", "int8:granularity=channel:0"):
         for tokens in (16, 64):
             it = problem(spec, shape, tokens)
-            cut = hopper.cut_tile(*shape, tokens, 132, it.fragments.bits)
+            cut = hopper.cut_tile(*shape, tokens, 132, hopper.decoding(it.fragments))
             blocks = -(-shape[0] // cut.rows) * cut.splits
             assert blocks / (-(-blocks // 132) * 132) > 0.8
 
@@ -124,7 +124,7 @@ def test_tokens_and_depths(hopper_gpu, spec):
     for number, m in enumerate((9, 16, 17, 64, 128)):
         shape = 64 * number + 37, group * (1, 3, 8)[number % 3]
         q, dtype = weight(shape, spec, hopper_gpu, number), HALF[number % 2]
-        cut = hopper.cut_tile(*shape, m, 132, q.format.fragments().bits)
+        cut = hopper.cut_tile(*shape, m, 132, hopper.decoding(q.format.fragments()))
         x, bias = numbers((m, shape[1]), dtype, hopper_gpu), numbers(shape[:1], np.dtype("float32"), hopper_gpu)
         y = multiply(hopper_gpu, q, x, cut, bias)
         wanted = exact(x, q, bias)
@@ -145,6 +145,23 @@ def test_scales_that_differ_by_far(hopper_gpu, spec):
         wanted = exact(x, q)
         off = host(multiply(hopper_gpu, q, x, cut)).astype(np.float64) - wanted
         assert np.sqrt(np.mean(off**2)) <= 2.0**-10 * np.sqrt(np.mean(wanted**2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [1, 3, 8])
+@pytest.mark.parametrize("spec", ["uint4:block=128,symmetric=false", "int8:granularity=channel:0", "q4_0", "q4_k"])
+def test_planes_that_start_anywhere(hopper_gpu, spec, ahead):
+    q = weight((64, 512), spec, hopper_gpu)
+    planes = {}
+    for name, plane in q.planes.items():
+        room = hopper_gpu.zeros(plane.size + ahead, plane.dtype)
+        room[ahead:] = plane
+        planes[name] = room[ahead:]
+    moved = kb.QuantizedArray(q.format, planes, q.shape, q.dtype)
+    for m in (9, 16, 64):
+        x = numbers((m, 512), HALF[0], hopper_gpu)
+        wanted = exact(x, q)
+        assert np.abs(host(kb.linear(x, moved)).astype(np.float64) - wanted).max() <= 2.0**-7 * np.abs(wanted).max()
 
 
 @pytest.mark.gpu
