@@ -243,7 +243,7 @@ def _codes_of(numbers: np.ndarray, a: np.ndarray, rule: Rule, codes: np.ndarray)
 
 _MOST_BLOCKS = 1 << 30
 #: Numbers of the kernels; STEP is that of kernels/linear/fragments.cuh.
-SIZES = Constants(LANES=LANES, ROOM=1 << 13, STEP=LANES)
+SIZES = Constants(LANES=LANES, ROOM=1 << 13, STEP=256, MOST_THREADS=1024)
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
 _FILE = "linear/activations.cu"
 _SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -251,14 +251,30 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "quantize_activations": (*("p",) * 6, *("i8",) * 3, *("i4",) * 3, "f8", "f4", *("i4",) * 3),
     "normalize_tokens": ("p", "p", "p", "i8", "i8", "f8"),
 }
-_TEMPLATES = {name: Template(_FILE, name, (_TYPES,), structs=(SIZES,)) for name in _SIGNATURES}
+_BOOLS = ("false", "true")
+_TEMPLATES = {
+    name: Template(_FILE, name, (_TYPES, *((_BOOLS,) if name == "quantize_activations" else ())), structs=(SIZES,))
+    for name in _SIGNATURES
+}
 register_templates(*_TEMPLATES.values())
 
 
 @functools.cache
 def _kernel(name: str, dtype: np.dtype) -> Kernel:
-    early = name == "quantize_activations"
-    return Kernel(_TEMPLATES[name], (CXX_TYPES[dtype.name],), LANES, signature=_SIGNATURES[name], early=early)
+    return Kernel(_TEMPLATES[name], (CXX_TYPES[dtype.name],), LANES, signature=_SIGNATURES[name])
+
+
+@functools.cache
+def _quantizer(dtype: np.dtype, vector: bool, threads: int) -> Kernel:
+    name = "quantize_activations"
+    values = CXX_TYPES[dtype.name], _BOOLS[vector]
+    return Kernel(_TEMPLATES[name], values, threads, signature=_SIGNATURES[name], early=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _threads(depth: int) -> int:
+    """Threads of a block that quantizes tokens so long: one for eight elements, as far as they go."""
+    return min(max(1 << (-(-depth // 8) - 1).bit_length(), LANES), SIZES.MOST_THREADS)
 
 
 def single_or_less(x: Any) -> Any:
@@ -292,13 +308,13 @@ def quantize_into(
     sums: Any,
     pitch: int,
     groups: int = 0,
-    octets: int = 0,
+    group: int = 0,
 ) -> None:
     """Fill codes, scales and sums of codes, by their arrays or addresses, of so many tokens of floats, one or more.
 
     `x`, of any shape, has a type of the kernels, and its device is the current one. Codes are rows of `pitch` bytes
-    that end in zeros; or, with `groups`, fragments of so many times 8 tokens, in `octets` or not
-    (kernels/linear/fragments.cuh). There are no sums where their address is 0.
+    that end in zeros; or, with `groups`, fragments of so many times 8 tokens (kernels/linear/fragments.cuh), with sums
+    of a `group` of codes where they are in octets. There are no sums where their address is 0.
     """
     depth = x.shape[-1]
     grid = (min(tokens, _MOST_BLOCKS),)
@@ -310,7 +326,9 @@ def quantize_into(
         _kernel("largest_of_tokens", x.dtype).launch(x, grid, (x, weight, largest, tokens, depth, *before))
         # As integers, which have the order of magnitudes: comparisons of floats flush.
         given = largest.view(np.int32).max(keepdims=True)
-    lengths = tokens, depth, pitch, groups, octets
-    _kernel("quantize_activations", x.dtype).launch(
+    lengths = tokens, depth, pitch, groups, group
+    address = x.data.ptr | (0 if weight.__class__ is int else weight.data.ptr)
+    vector = not (address % 16 or depth % 8 or pitch % 8)
+    _quantizer(x.dtype, vector, _threads(depth)).launch(
         x, grid, (x, weight, given, codes, scales, sums, *lengths, *before, *rule.numbers)
     )

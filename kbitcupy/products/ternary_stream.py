@@ -17,7 +17,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel
+from ..backend.launch import Kernel, multiprocessors, shared_memory
 from ..backend.structs import Constants
 from ..formats.base import Trits, register_templates
 from ..formats.ternary import BLOCK
@@ -30,14 +30,16 @@ from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refus
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
     STEP=tokens_of.SIZES.STEP,
-    MOST_THREADS=320,
-    FEW_THREADS=256,
+    STREAM_THREADS=256,
+    STREAM_DEPTH=4,
+    LESS_DEPTH=3,
     ARRANGE_THREADS=256,
     GROUP_THREADS=256,
 )
 _STEP = tokens_of.SIZES.STEP
 _STEP_BYTES = 8 * _STEP  # of 8 tokens
 _ROWS = 16  # of a thread block at a time
+_QUEUE = 44 << 10  # bytes of shared memory that a thread block has anyway, or a little less
 _STREAM_TOKENS = (8, 16, 32)
 # With groups, of whose sizes these have kernels, 8 tokens are in the second dimension of a grid.
 _STREAM_GROUPS, _MOST_GROUP_TOKENS = (32, 64, 128), 8 * 65535
@@ -57,8 +59,8 @@ _STREAM_OF_GROUPS = _stream_template("stream_ternary_groups", _STREAM_TYPES, tup
 _ARRANGE = _stream_template("arrange_tokens", least=0)
 _ARRANGE_FLOATS = _stream_template("arrange_floats", _FLOATS, least=0)
 register_templates(_STREAM, _STREAM_FLOATS, _STREAM_OF_GROUPS, _ARRANGE, _ARRANGE_FLOATS)
-_STREAM_SIGNATURE = (*("p",) * 7, "i8", *("i4",) * 5)
-_GROUP_SIGNATURE = (*("p",) * 6, "i8", "i8", *("i4",) * 3)
+_STREAM_SIGNATURE = (*("p",) * 7, "i8", *("i4",) * 6)
+_GROUP_SIGNATURE = (*("p",) * 7, "i8", "i8", *("i4",) * 3)
 _ARRANGER = Kernel(_ARRANGE, (), _STREAM_SIZES.ARRANGE_THREADS, signature=(*("p",) * 3, *("i4",) * 4), early=True)
 
 
@@ -75,13 +77,13 @@ def why_not_streamed(tokens: int, depth: int, part: Trits, lies: Stored, gpu: De
     return None if gpu.capability >= _OLDEST else "it needs a GPU of compute capability 8.0"
 
 
-def _warps(steps: int, most: int) -> int:
-    """Warps of a thread block for so many steps along K: all with the same number of them, or nearly so; about 8."""
+def _warps(steps: int) -> int:
+    """Warps of a thread block for so many steps along K: all with the same number of them, or nearly so."""
 
     def idle(warps: int) -> tuple[float, int]:
-        return -(-steps // warps) * warps / steps, abs(warps - 8)
+        return -(-steps // warps) * warps / steps, -warps
 
-    return min(range(4, most + 1), key=idle)
+    return min(range(4, _STREAM_SIZES.STREAM_THREADS // 32 + 1), key=idle)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,19 +100,22 @@ class _Stream:
         Times 8 tokens, that are read.
     code_bytes : int
         Bytes of all fragments.
+    staged : int
+        1 where thread blocks stage tokens in shared memory.
     """
 
     launch: Any
     grid: tuple[int, ...]
     groups: int
     code_bytes: int
+    staged: int
 
 
 @functools.cache
-def _stream_kernel(dtype: str, tokens: int, operand: str, warps: int) -> Kernel:
+def _stream_kernel(dtype: str, tokens: int, operand: str, warps: int, staged: int) -> Kernel:
     template = _STREAM if operand == "Integers" else _STREAM_FLOATS
     values = CXX_TYPES[dtype], str(tokens), operand
-    return Kernel(template, values, 32 * warps, signature=_STREAM_SIGNATURE, early=True)
+    return Kernel(template, values, 32 * warps, staged, signature=_STREAM_SIGNATURE, early=True)
 
 
 @functools.cache
@@ -130,17 +135,22 @@ def _stream(
     dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, device: int, floats: bool = False
 ) -> _Stream:
     """How a product is computed, its kernel compiled. `group` is 0 where one scale is for all, or for a row."""
+    staged = 0
     steps, tiles = -(-depth // _STEP), -(-rows // _ROWS)
     if group:
         ready, groups = _group_kernel(dtype.name, group).ready(device), -(-tokens // 8)
         grid: tuple[int, ...] = min(tiles, max(1, ready.resident // groups)), groups
     else:
         held = next(count for count in _STREAM_TOKENS if tokens <= count)
-        most = _STREAM_SIZES.MOST_THREADS if held == 8 and not floats else _STREAM_SIZES.FEW_THREADS
         operand, groups = "Floats" if floats else "Integers", held // 8
-        ready = _stream_kernel(dtype.name, held, operand, _warps(steps, most // 32)).ready(device)
-        grid = (min(tiles, ready.resident),)
-    return _Stream(ready.launch, grid, groups, steps * _STEP_BYTES * groups * (1 + floats))
+        warps = _warps(steps)
+        # Two thread blocks have to find room.
+        staged = -(-steps // warps) * warps * _STEP * tokens * (1 + floats)
+        staged = staged if staged <= shared_memory(device) // 2 - _QUEUE else 0
+        ready = _stream_kernel(dtype.name, held, operand, warps, staged).ready(device)
+        # More than two blocks of a multiprocessor at a time leave more of it idle at the end.
+        grid = (min(tiles, ready.resident, 2 * multiprocessors(device)),)
+    return _Stream(ready.launch, grid, groups, steps * _STEP_BYTES * groups * (1 + floats), int(staged > 0))
 
 
 def multiply_streamed(
@@ -157,29 +167,32 @@ def multiply_streamed(
         single = _xp.namespace(out).empty(out.shape, np.float32)
     group = part.group if part.shares == "group" else 0
     plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id)
-    # Fragments, and behind them scales and sums.
-    scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes + 8 * tokens)
+    # Fragments, and behind them sums, of tokens or of groups of whole steps, and scales.
+    many = 8 * plan.groups * -(-depth // _STEP) * (_STEP // group) if group else tokens + tokens % 2
+    scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes + 4 * (many + tokens))
     a = scratch.ptr
-    scales, sums = a + plan.code_bytes, a + plan.code_bytes + 4 * tokens
-    each, octets = 1, int(group > 0)
+    sums, scales = a + plan.code_bytes, a + plan.code_bytes + 4 * many
+    each = 1
     if rule is not None and not isinstance(x, QuantizedArray):
         x = tokens_of.single_or_less(x)
-        tokens_of.quantize_into(x, tokens, rule, norm, a, scales, sums, depth, plan.groups, octets)
+        tokens_of.quantize_into(x, tokens, rule, norm, a, scales, sums, depth, plan.groups, group)
         each = int(rule.granularity == "token")
     else:
         if isinstance(x, QuantizedArray):
             codes, found = token_planes(x)
         else:
             codes, found = int8.quantize_on_gpu(x.reshape(tokens, depth))
-        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, plan.groups, octets, depth, depth))
+        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, plan.groups, group, depth, depth))
         scales, each = found.data.ptr, int(found.size == tokens)
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     weight, gamma, y = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr, single.data.ptr
     if group:
-        plan.launch(plan.grid, (weight, a, scales, gamma, added, y, rows, tokens, depth, each, kind))
+        plan.launch(plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, kind))
     else:
         of_rows = int(part.shares == "row")
-        plan.launch(plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, of_rows, kind))
+        plan.launch(
+            plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, of_rows, plan.staged, kind)
+        )
     if single is not out:
         int8.widened(single, out)
 
@@ -199,12 +212,27 @@ def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     of_rows = int(part.shares == "row")
     plan.launch(
         plan.grid,
-        (weight, scratch.ptr, 0, 0, gamma, added, out.data.ptr, rows, tokens, depth, 0, of_rows, kind),
+        (weight, scratch.ptr, 0, 0, gamma, added, out.data.ptr, rows, tokens, depth, 0, of_rows, plan.staged, kind),
     )
 
 
 # Microseconds of the launches, and times of reading the weight, for each 8 tokens.
 _START, _READS = 4.0, 2.0
+
+
+def _why_not_floats(problem: Problem) -> str | None:
+    """What stands against reading the codes of a weight, or of an expert, in place for floats."""
+    assert problem.device is not None
+    part = problem.format.trits(problem.shape)
+    if part is None or not part.shares:
+        return f"the weight is {problem.format!r}; it is for ternary"
+    if part.shares == "group":
+        return "groups have scales of their own"
+    if CXX_TYPES.get(problem.dtype.name) not in _FLOATS:
+        return f"x is {problem.dtype}; it is for 16 bits"
+    if not problem.shape[0] or not problem.shape[1]:
+        return "the weight is empty"
+    return why_not_streamed(1, problem.shape[1], part, problem.stored, problem.device)
 
 
 class TernaryFloats(Route):
@@ -216,18 +244,11 @@ class TernaryFloats(Route):
         refusal = refused_by_all(problem, "one weight")
         if refusal is not None or problem.device is None:
             return refusal
-        part = problem.format.trits(problem.shape, problem.stored.lead)
-        if part is None or not part.shares:
-            return f"the weight is {problem.format!r}; it is for ternary"
-        if part.shares == "group":
-            return "groups have scales of their own"
-        if CXX_TYPES.get(problem.dtype.name) not in _FLOATS:
-            return f"x is {problem.dtype}; it is for 16 bits"
+        if problem.stored.lead:
+            return "a stack is for linear_grouped"
         if problem.tokens > _FLOAT_TOKENS[-1]:
             return f"it is for up to {_FLOAT_TOKENS[-1]} tokens"
-        if not problem.shape[0] or not problem.shape[1]:
-            return "the weight is empty"
-        return why_not_streamed(problem.tokens, problem.shape[1], part, problem.stored, problem.device)
+        return _why_not_floats(problem)
 
     def cost(self, problem: Problem) -> float:
         return _START + problem.reading * _READS * -(-problem.tokens // 8)

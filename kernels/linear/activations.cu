@@ -1,9 +1,9 @@
 // BitNet's activations: the largest magnitude of tokens, their codes, and RMSNorm ahead of both. The contract stands in
 // kbitcupy/products/activations.py, whose NumPy side gives the same bits.
 //
-// A thread block has one token at a time, fetched at once to shared memory, as far as there is room: only what is
-// beyond is read again for each of up to three passes (squares, magnitudes, codes). In them a thread has every LANES-th
-// element.
+// A thread block has one token at a time. What only normalizes, or finds the largest magnitude, reads it once for each
+// pass, a thread every LANES-th element. What quantizes has eight neighbours a thread, once: short code, which comes
+// from memory as well, and few steps, as the product waits for it.
 //
 // Arguments that the kernels share:
 //     x                T[tokens, depth]
@@ -17,11 +17,9 @@
 #include "common/types.cuh"
 #include "linear/fragments.cuh"
 
-// Of the host, ahead of this source: LANES, the threads of a block, a power of two; ROOM, elements of a token in shared
-// memory, a multiple of it; STEP of linear/fragments.cuh.
-constexpr int WARPS = LANES / WARP;
+// Of the host, ahead of this source: LANES of the sum of squares, a power of two; MOST_THREADS of a block that
+// quantizes; STEP of linear/fragments.cuh; ROOM, elements of a token in shared memory, a multiple of 8.
 static_assert((LANES & (LANES - 1)) == 0, "sums are halved");
-static_assert(STEP == LANES, "elements of a thread have the same place in all fragments");
 
 constexpr unsigned LARGEST_FINITE = 0x7f7fffffu, INFINITE = 0x7f800000u;
 
@@ -45,95 +43,45 @@ struct Normalizer {
     }
 };
 
-// A token as the threads of a block have it. Only its own elements does a thread change.
-template <typename T>
-struct Token {
-    const T* row;
-    long long depth;
-    float* kept;  // the first of them
-
-    __device__ __forceinline__ long long room() const { return min(depth, static_cast<long long>(ROOM)); }
-    // All threads of a block take part.
-    __device__ __forceinline__ void load() {
-        constexpr int EACH = 16 / sizeof(T);
-        __syncthreads();  // an earlier token has been read
-        if (is_aligned(row) && depth % EACH == 0) {
-#pragma unroll 4
-            for (int i = threadIdx.x; i < room() / EACH; i += LANES) {
-                unsigned word[4];
-                to_words(word, reinterpret_cast<const uint4*>(row)[i]);
-#pragma unroll
-                for (int e = 0; e < EACH; ++e)
-                    kept[i * EACH + e] = Word<T>::get(word[e / Word<T>::COUNT], e % Word<T>::COUNT);
-            }
-        } else {
-            for (int k = threadIdx.x; k < room(); k += LANES) kept[k] = to_float(row[k]);
-        }
-        __syncthreads();
-    }
-    // Calls f with every element of this thread, in their order, and its number: with those that are kept, which it may
-    // change, and with the others behind `before`.
-    template <typename G, typename F>
-    __device__ __forceinline__ void each(const G& before, const F& f) const {
-        const int there = static_cast<int>(room());
-#pragma unroll 8
-        for (int k = threadIdx.x; k < there; k += LANES) f(kept[k], k);
-        for (long long k = threadIdx.x + ROOM; k < depth; k += LANES) {
-            float v = before(to_float(row[k]), k);
-            f(v, k);
-        }
-    }
-};
-
-// The sums and maxima of a block; all threads take part, and all have the result.
-template <typename A, typename F>
-__device__ __forceinline__ A joined(A own, const F& join) {
-    __shared__ A lane[LANES];
-    __syncthreads();  // an earlier one has been read
-    lane[threadIdx.x] = own;
-    __syncthreads();
-    // (i) + (i + half), until one is left: from thread to thread of other warps, which all warps do alike, then within
-    // one, where either of two lanes may come first.
-    A part[WARPS];
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) part[w] = lane[w * WARP + threadIdx.x % WARP];
-#pragma unroll
-    for (int half = WARPS / 2; half > 0; half /= 2)
-#pragma unroll
-        for (int w = 0; w < half; ++w) part[w] = join(part[w], part[w + half]);
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) part[0] = join(part[0], __shfl_xor_sync(FULL_WARP, part[0], step));
-    return part[0];
-}
-
 // All threads of a block take part; each returns the Normalizer of the token.
 template <typename T>
 __device__ __forceinline__ Normalizer
-normalizer_of(const Token<T>& token, const float* weight, bool normalizes, double norm_eps) {
+normalizer_of(const T* row, const float* weight, long long depth, bool normalizes, double norm_eps) {
     if (!normalizes) return {nullptr, 1.0f, false};
+    __shared__ double lane[LANES];
+    const int thread = threadIdx.x;
     double sum = 0;
-    token.each(
-        [](float x, long long) { return x; },
-        [&](float x, long long) {
-            const double finite = ieee::widen(number(x));
-            sum += finite * finite;
-        });
-    sum = joined(sum, [](double a, double b) { return a + b; });
-    const double mean = sum / static_cast<double>(token.depth > 0 ? token.depth : 1);
+    for (long long k = thread; k < depth; k += LANES) {
+        const double x = ieee::widen(number(to_float(row[k])));
+        sum += x * x;
+    }
+    __syncthreads();  // an earlier sum has been read
+    lane[thread] = sum;
+    for (int half = LANES / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (thread < half) lane[thread] += lane[thread + half];
+    }
+    __syncthreads();
+    const double mean = lane[0] / static_cast<double>(depth > 0 ? depth : 1);
     return {weight, ieee::narrow(1.0 / sqrt(mean + norm_eps)), true};
 }
 
-// The bits of the largest magnitude of a token, in every thread. What is kept becomes what is quantized.
+// The bits of the largest magnitude of a token, in every thread.
 template <typename T>
-__device__ __forceinline__ unsigned largest_of(const Token<T>& token, const Normalizer& normalized) {
+__device__ __forceinline__ unsigned largest_of(const T* row, long long depth, const Normalizer& normalized) {
+    __shared__ unsigned lane[LANES];
+    const int thread = threadIdx.x;
     unsigned most = 0;
-    token.each(
-        [](float x, long long) { return x; },
-        [&](float& x, long long k) {
-            x = number(normalized(x, k));
-            most = max(most, ieee::magnitude_bits(x));
-        });
-    return joined(most, [](unsigned a, unsigned b) { return max(a, b); });
+    for (long long k = thread; k < depth; k += LANES)
+        most = max(most, ieee::magnitude_bits(number(normalized(to_float(row[k]), k))));
+    __syncthreads();  // an earlier maximum has been read
+    lane[thread] = most;
+    for (int half = LANES / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (thread < half) lane[thread] = max(lane[thread], lane[thread + half]);
+    }
+    __syncthreads();
+    return lane[0];
 }
 
 template <typename T>
@@ -141,13 +89,10 @@ __global__ void __launch_bounds__(LANES) normalize_tokens(
     const T* __restrict__ x, const float* __restrict__ weight,
     float* __restrict__ y,  // [tokens, depth]
     long long tokens, long long depth, double norm_eps) {
-    __shared__ __align__(16) float kept[ROOM];
     for (long long m = blockIdx.x; m < tokens; m += gridDim.x) {
-        Token<T> token{x + m * depth, depth, kept};
-        token.load();
-        const Normalizer normalized = normalizer_of(token, weight, true, norm_eps);
-        token.each(
-            [](float v, long long) { return v; }, [&](float v, long long k) { y[m * depth + k] = normalized(v, k); });
+        const T* row = x + m * depth;
+        const Normalizer normalized = normalizer_of(row, weight, depth, true, norm_eps);
+        for (long long k = threadIdx.x; k < depth; k += LANES) y[m * depth + k] = normalized(to_float(row[k]), k);
     }
 }
 
@@ -156,72 +101,203 @@ __global__ void __launch_bounds__(LANES) largest_of_tokens(
     const T* __restrict__ x, const float* __restrict__ weight,
     float* __restrict__ largest,  // [tokens]
     long long tokens, long long depth, int normalizes, double norm_eps) {
-    __shared__ __align__(16) float kept[ROOM];
     for (long long m = blockIdx.x; m < tokens; m += gridDim.x) {
-        Token<T> token{x + m * depth, depth, kept};
-        token.load();
-        const unsigned most = largest_of(token, normalizer_of(token, weight, normalizes != 0, norm_eps));
+        const T* row = x + m * depth;
+        const unsigned most = largest_of(row, depth, normalizer_of(row, weight, depth, normalizes != 0, norm_eps));
         if (threadIdx.x == 0) largest[m] = __uint_as_float(most);
     }
 }
 
-// Where a thread writes its codes: one place for every LANES elements.
-struct Places {
-    signed char* first;
-    long long step;
+// ---- codes -------------------------------------------------------------------------------------------------------
 
-    // groups  0 for rows of `pitch` bytes, else fragments (linear/fragments.cuh) of so many times 8 tokens
-    __device__ __forceinline__ Places(signed char* codes, long long m, long long pitch, int groups, bool octets) {
-        const int k = threadIdx.x;
-        step = groups == 0 ? LANES : groups * (4ll * FRAGMENT_BYTES);
-        first = codes + (groups == 0 ? m * pitch + k : place_in_fragments(k, m, groups, octets));
+constexpr int OCTET = 8;
+
+// Eight neighbours from k on, zeros beyond the end. VECTOR: all are there, and the first is at a multiple of 16 bytes.
+template <bool VECTOR, typename T>
+__device__ __forceinline__ void load_octet(float (&v)[OCTET], const T* row, int k, int depth) {
+    if constexpr (VECTOR) {
+        constexpr int WORDS = OCTET / Word<T>::COUNT;
+        unsigned word[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4) to_words(word + i, reinterpret_cast<const uint4*>(row + k)[i / 4]);
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) v[e] = Word<T>::get(word[e / Word<T>::COUNT], e % Word<T>::COUNT);
+    } else {
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) v[e] = k + e < depth ? to_float(row[k + e]) : 0.0f;
     }
-};
+}
 
+// The largest of a block, or the sum; all threads take part, and all have it.
+template <typename F>
+__device__ __forceinline__ int joined(int own, const F& join) {
+    __shared__ int of_warp[MOST_THREADS / WARP];
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) own = join(own, __shfl_xor_sync(FULL_WARP, own, step));
+    __syncthreads();  // earlier ones have been read
+    if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = own;
+    __syncthreads();
+    const int warps = blockDim.x / WARP;  // a power of two
+    own = of_warp[threadIdx.x % warps];
+#pragma unroll 1
+    for (int step = warps / 2; step > 0; step /= 2) own = join(own, __shfl_xor_sync(FULL_WARP, own, step));
+    return own;
+}
+
+// 1 / root of the mean of squares, from `kept`, where the first `room` elements are, and the row.
 template <typename T>
-__global__ void __launch_bounds__(LANES) quantize_activations(
+__device__ __forceinline__ float root_factor(
+    const T* row, const float* kept, int room, long long depth, double norm_eps) {
+    __shared__ double lane[LANES];
+    __shared__ float factor;
+    const int thread = threadIdx.x;
+    double sum = 0;
+    if (thread < LANES) {
+        const int there = static_cast<int>(min(depth, static_cast<long long>(room)));
+#pragma unroll 4
+        for (int k = thread; k < there; k += LANES) {
+            const double x = ieee::widen(number(kept[k]));
+            sum += x * x;
+        }
+#pragma unroll 1
+        for (long long k = room + thread; k < depth; k += LANES) {
+            const double x = ieee::widen(number(to_float(row[k])));
+            sum += x * x;
+        }
+        lane[thread] = sum;
+    }
+    __syncthreads();
+    if (thread < WARP) {
+        // (i) + (i + half), until one is left; within a warp either of two may come first.
+        double part[LANES / WARP];
+#pragma unroll
+        for (int w = 0; w < LANES / WARP; ++w) part[w] = lane[w * WARP + thread];
+#pragma unroll
+        for (int half = LANES / WARP / 2; half > 0; half /= 2)
+#pragma unroll
+            for (int w = 0; w < half; ++w) part[w] += part[w + half];
+#pragma unroll
+        for (int step = WARP / 2; step > 0; step /= 2) part[0] += __shfl_xor_sync(FULL_WARP, part[0], step);
+        const double mean = part[0] / static_cast<double>(depth > 0 ? depth : 1);
+        if (thread == 0) factor = ieee::narrow(1.0 / sqrt(mean + norm_eps));
+    }
+    __syncthreads();
+    return factor;
+}
+
+// The nearest code of a number: half to even, or away from zero.
+__device__ __forceinline__ int code_of(float x, float bottom, float top, bool away) {
+    float clamped = fminf(fmaxf(x, bottom), top);
+    if (away) {
+        const float whole = truncf(clamped);
+        if (fabsf(clamped - whole) >= 0.5f) clamped = whole + (clamped < 0 ? -1.0f : 1.0f);
+        else clamped = whole;
+    }
+    // In the low bits of this sum is the nearest integer, half to even.
+    const int code = static_cast<int>(__float_as_uint(__fadd_rn(clamped, ROUNDER)) - __float_as_uint(ROUNDER));
+    return ieee::magnitude_bits(x) > INFINITE ? 0 : code;
+}
+
+// The first elements of a token are kept in shared memory, each thread its own but for the squares; the others are read
+// again. VECTOR: rows, and the weight, start at multiples of 16 bytes, codes at 8, and depth is a multiple of 8.
+template <typename T, bool VECTOR>
+__global__ void __launch_bounds__(MOST_THREADS) quantize_activations(
     const T* __restrict__ x, const float* __restrict__ weight,
     const unsigned* __restrict__ given,  // [1] bits of the largest magnitude of all tokens, or null: of each its own
-    signed char* __restrict__ codes,     // rows [tokens, pitch], zeros from depth on, or fragments: see Places
+    signed char* __restrict__ codes,     // rows [tokens, pitch], zeros from depth on, or fragments
     float* __restrict__ scales,          // [tokens], or [1] with `given`
-    int* __restrict__ sums,              // [tokens] of the codes, or null
-    long long tokens, long long depth, long long pitch, int groups, int octets, int normalizes, double norm_eps,
-    float eps, int lowest, int highest, int away) {
+    int* __restrict__ sums,              // of the codes: [tokens], or as store_group_sums has them; or null
+    long long tokens, long long depth, long long pitch,
+    int groups,  // 0 for rows, else times 8 tokens of fragments
+    int group,   // of whose codes there are sums, and fragments in octets; 0 for all of a token
+    int normalizes, double norm_eps, float eps, int lowest, int highest, int away) {
     __shared__ __align__(16) float kept[ROOM];
     if (weight != nullptr)
-        for (long long k = threadIdx.x * 32; k < depth; k += LANES * 32) prefetch_l2(weight + k);
+        for (long long k = threadIdx.x * 32; k < depth; k += blockDim.x * 32) prefetch_l2(weight + k);
     wait_for_previous();
     launch_dependents();  // not earlier: the next kernel reads weights at once
     const float top = static_cast<float>(highest), bottom = static_cast<float>(lowest);
+    const int size = static_cast<int>(depth), there = min(size, ROOM), run = OCTET * blockDim.x;
+    const int first = threadIdx.x * OCTET;
     for (long long m = blockIdx.x; m < tokens; m += gridDim.x) {
-        Token<T> token{x + m * depth, depth, kept};
-        token.load();
-        const Normalizer normalized = normalizer_of(token, weight, normalizes != 0, norm_eps);
-        const unsigned largest = largest_of(token, normalized), most = given == nullptr ? largest : *given;
-        const float a = __uint_as_float(max(most, __float_as_uint(eps))), factor = ieee::divide(top, a);
-        const Places places(codes, m, pitch, groups, octets != 0);
-        int sum = 0;
-        const auto write = [&](float v, long long k) {
-            const float x = ieee::multiply(v, factor);
-            float clamped = fminf(fmaxf(x, bottom), top);
-            if (away) {
-                const float whole = truncf(clamped);
-                if (fabsf(clamped - whole) >= 0.5f) clamped = whole + (clamped < 0 ? -1.0f : 1.0f);
-                else clamped = whole;
-            }
-            // In the low bits of this sum is the nearest integer, half to even.
-            const unsigned bits = __float_as_uint(__fadd_rn(clamped, ROUNDER));
-            const signed char code = ieee::magnitude_bits(x) > INFINITE ? 0 : static_cast<signed char>(bits);
-            places.first[k / LANES * places.step] = code;
-            sum += code;
+        const T* row = x + m * depth;
+        float v[OCTET];
+        const auto keep = [&](int k) {
+            if (k >= ROOM) return;
+#pragma unroll
+            for (int e = 0; e < OCTET; ++e) kept[k + e] = v[e];
         };
-        token.each([&](float v, long long k) { return number(normalized(v, k)); }, write);
+        float factor = 1.0f;
+        if (normalizes) {
+#pragma unroll 2
+            for (int k = first; k < there; k += run) {
+                load_octet<VECTOR>(v, row, k, size);
+                keep(k);
+            }
+            __syncthreads();
+            factor = root_factor(row, kept, ROOM, depth, norm_eps);
+        }
+        // What is quantized.
+        const auto prepare = [&](int k) {
+            load_octet<VECTOR>(v, row, k, size);
+            if (normalizes) {
+                float g[OCTET];
+                if (weight != nullptr) load_octet<VECTOR>(g, weight, k, size);
+#pragma unroll
+                for (int e = 0; e < OCTET; ++e) {
+                    v[e] = ieee::multiply(v[e], factor);
+                    if (weight != nullptr) v[e] = ieee::multiply(v[e], g[e]);
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < OCTET; ++e) v[e] = VECTOR || k + e < size ? number(v[e]) : 0.0f;
+        };
+        unsigned most = 0;
+#pragma unroll 1
+        for (int k = first; k < size; k += run) {
+            prepare(k);
+            keep(k);
+#pragma unroll
+            for (int e = 0; e < OCTET; ++e) most = max(most, ieee::magnitude_bits(v[e]));
+        }
+        most = joined(static_cast<int>(most), [](int a, int b) { return max(a, b); });
+        if (given != nullptr) most = *given;
+        const float a = __uint_as_float(max(most, __float_as_uint(eps))), scale = ieee::divide(top, a);
+        int sum = 0;
+        const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+        for (int k = first; k - lane * OCTET < size; k += run) {
+            int of_octet = 0;
+            if (k < size) {
+                if (k < ROOM) load_octet<true>(v, kept, k, size);
+                else prepare(k);
+                unsigned word[2] = {0, 0};
+#pragma unroll
+                for (int e = 0; e < OCTET; ++e) {
+                    const int code = code_of(ieee::multiply(v[e], scale), bottom, top, away != 0);
+                    word[e / 4] |= static_cast<unsigned>(code & 0xff) << e % 4 * 8;
+                    of_octet += code;
+                }
+                signed char* target =
+                    codes + (groups == 0 ? m * pitch + k : place_in_fragments(k, m, groups, group != 0));
+                if (VECTOR) {
+                    *reinterpret_cast<uint2*>(target) = make_uint2(word[0], word[1]);
+                } else {
+#pragma unroll
+                    for (int e = 0; e < OCTET; ++e)
+                        if (k + e < size) target[e] = static_cast<signed char>(word[e / 4] >> e % 4 * 8);
+                }
+            }
+            if (group != 0) store_group_sums(sums, of_octet, k, size, m, groups, group);
+            sum += of_octet;
+        }
         if (groups == 0)
-            for (long long k = depth + threadIdx.x; k < pitch; k += LANES) codes[m * pitch + k] = 0;
-        if (sums != nullptr) {
+            for (long long k = depth + threadIdx.x; k < pitch; k += blockDim.x) codes[m * pitch + k] = 0;
+        if (sums != nullptr && group == 0) {
             sum = joined(sum, [](int a, int b) { return a + b; });
             if (threadIdx.x == 0) sums[m] = sum;
         }
         if (threadIdx.x == 0 && (given == nullptr || m == 0)) scales[given == nullptr ? m : 0] = ieee::divide(a, top);
+        __syncthreads();  // what is kept has been read
     }
 }

@@ -20,7 +20,14 @@ __device__ __forceinline__ void mma_bytes(int (&sum)[4], const unsigned (&a)[4],
 #endif
 }
 
-// The same for 16 x 16 floats of 16 bits in float32, laid out as in mma.
+// Two numbers that the kernel before this one has written.
+__device__ __forceinline__ int2 load_written(const int2* p) {
+    int2 v;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    return v;
+}
+
+// mma_bytes for 16 x 16 floats of 16 bits in float32, laid out as in mma.
 template <typename T>
 __device__ __forceinline__ void mma_floats(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     mma<T>(sum, a[0], a[1], a[2], a[3], b0, b1);
@@ -44,17 +51,33 @@ __device__ __forceinline__ unsigned less_large(unsigned both, int place) {
     return Word<T>::bits(difference);
 }
 
-// 16 bytes of weights that are read once, and a scale of them. Not by ld.global.nc: those loads the compiler would put
-// off until the kernel ahead has ended.
-__device__ __forceinline__ uint4 load_codes(const unsigned char* codes) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(codes)
-                 : "memory");
-    return v;
+// The shared memory that the launch asks for.
+__device__ __forceinline__ unsigned char* dynamic_memory() {
+    extern __shared__ uint4 dynamic[];
+    return reinterpret_cast<unsigned char*>(dynamic);
 }
 
+// How codes pass through the L2 cache: they leave it first, as they are read once.
+__device__ __forceinline__ unsigned long long passing() {
+    unsigned long long policy = 0;
+#if __CUDA_ARCH__ >= 800
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
+}
+
+// Copy 16 bytes of codes, or as many zeros where `bytes` is 0.
+__device__ __forceinline__ void copy_codes(
+    unsigned address, const unsigned char* codes, int bytes, unsigned long long policy) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(address), "l"(codes),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+#endif
+}
+
+// 8 bytes of weights that are read once, and a scale of them. Not by ld.global.nc: those loads the compiler would put
+// off until the kernel ahead has ended.
 __device__ __forceinline__ uint2 load_codes8(const unsigned char* codes) {
     uint2 v;
     asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(codes) : "memory");

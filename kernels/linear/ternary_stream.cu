@@ -14,29 +14,37 @@
 #include "linear/fragments.cuh"
 #include "linear/ternary_mma.cuh"
 
-// Of the host (kbitcupy/products/ternary.py), ahead of this source: STEP, k of 64 bytes of codes; MOST_THREADS of a
-// block, and FEW_THREADS with more than 8 tokens or floats; ARRANGE_THREADS and GROUP_THREADS; FLOAT32_BIAS and its
-// like.
+// Of the host (kbitcupy/products/ternary_stream.py), ahead of this source: STEP, k of 64 bytes of codes; STREAM_THREADS
+// of a block, at the most; STREAM_DEPTH and LESS_DEPTH, places in a lane's queue with 8 tokens and with more;
+// ARRANGE_THREADS, GROUP_THREADS, FLOAT32_BIAS and its like.
 constexpr int BLOCK = 128, ROWS = 16, FIELDS = 4, STEP_BYTES = STEP / FIELDS, CHUNK = 16;
 
 // ---- tokens ------------------------------------------------------------------------------------------------------
 
-// Tokens that are int8 already, in the order of fragments. A thread block has one.
+// Tokens that are int8 already, in the order of fragments. A thread block has one, a thread eight neighbours at a time.
 __global__ void __launch_bounds__(ARRANGE_THREADS) arrange_tokens(
     const signed char* __restrict__ rows,  // [tokens, pitch]
     unsigned char* __restrict__ a,         // fragments
-    int* __restrict__ sums,                // [tokens] of the activations
-    int groups, int octets, int depth, int pitch) {
+    int* __restrict__ sums,                // [tokens] of the activations, or as store_group_sums has them
+    int groups,
+    int group,  // of which there are sums, and fragments in octets; 0 for all of a token
+    int depth, int pitch) {
     __shared__ int part[ARRANGE_THREADS / WARP];
     wait_for_previous();
     launch_dependents();
     const int m = blockIdx.x, lane = threadIdx.x % WARP;
     const signed char* row = rows + static_cast<long long>(m) * pitch;
     int sum = 0;
-    for (int k = threadIdx.x; k < depth; k += ARRANGE_THREADS) {
-        a[place_in_fragments(k, m, groups, octets != 0)] = static_cast<unsigned char>(row[k]);
-        sum += row[k];
+    for (int k = threadIdx.x * 8; k - lane * 8 < depth; k += ARRANGE_THREADS * 8) {
+        int of_octet = 0;
+        if (k < depth) {
+            unsigned char* target = a + place_in_fragments(k, m, groups, group != 0);
+            for (int e = 0; e < 8; ++e) target[e] = static_cast<unsigned char>(row[k + e]), of_octet += row[k + e];
+        }
+        if (group != 0) store_group_sums(sums, of_octet, k, depth, m, groups, group);
+        sum += of_octet;
     }
+    if (group != 0) return;
 #pragma unroll
     for (int step = WARP / 2; step > 0; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
     if (lane == 0) part[threadIdx.x / WARP] = sum;
@@ -79,11 +87,6 @@ __device__ __forceinline__ float bias_of(const void* bias, int kind, long long r
             return -0.0f;  // changes no number
     }
 }
-
-// What a lane fetches at a time: of rows g and g + 8 two steps.
-struct Piece {
-    uint4 upper[2], lower[2];
-};
 
 // How codes are multiplied by int8 tokens.
 //     Sum        of a warp's products
@@ -152,151 +155,165 @@ struct Floats {
     __device__ __forceinline__ static float scaled(Sum total, int, float, float scale) { return total * scale; }
 };
 
-// Threads of a block, at the most.
-template <int TOKENS, bool QUANTIZED>
-constexpr int MOST = TOKENS > 8 || !QUANTIZED ? FEW_THREADS : MOST_THREADS;
-
 // The warps of a block share 16 channels: each takes every so manieth step along k, and the sums meet in shared memory.
-// The steps of a warp come two at a time, of which the next two are under way, also across the end of the 16 channels.
-template <typename T, int TOKENS, template <typename> class Operand>
-__global__ void __launch_bounds__(
-    MOST<TOKENS, Operand<T>::QUANTIZED>, TOKENS > (Operand<T>::QUANTIZED ? 16 : 8) ? 1 : 2)
-    stream_ternary(
-        const unsigned char* __restrict__ codes,  // [channels, depth / 4]
-        const unsigned char* a,                   // fragments of TOKENS tokens
-        const int* token_sum,                     // [tokens] of the activations
-        const float* token_scale,                 // [tokens], or [1] if they share it
-        const float* __restrict__ scale,          // [channels], or [1] if they share it
-        const void* __restrict__ bias,            // [channels] of the type that bias_kind names, or null
-        T* __restrict__ y,                        // [tokens, channels]
-        long long channels, int tokens, int depth, int token_step, int scale_step, int bias_kind) {
-    using By = Operand<T>;
+// A lane fetches its codes itself, 16 bytes of rows g and g + 8 a step, through a queue of its own in shared memory,
+// also across the end of the 16 channels: no lane waits for another before the sums are complete.
+//
+// Tokens are staged in shared memory where there is room, each warp its own steps of them: from L1 they came too late.
+//
+// between  bytes from fragment to fragment of a group of 8 tokens
+// store    gets number of token and channel, and y but for the bias
+template <typename Operand, int TOKENS, typename F>
+__device__ __forceinline__ void stream(
+    const unsigned char* codes, const unsigned char* a, int between, const int* token_sum, const float* token_scale,
+    const float* scale, long long channels, int tokens, int depth, int token_step, int scale_step, int staged,
+    const F& store) {
+    using By = Operand;
     using Sum = typename By::Sum;
-    constexpr int GROUPS = TOKENS / 8;
-    __shared__ Sum partial[2][MOST<TOKENS, By::QUANTIZED> / WARP][TOKENS][ROWS + 1];
+    constexpr int GROUPS = TOKENS / 8, WARPS = STREAM_THREADS / WARP, DEPTH = TOKENS == 8 ? STREAM_DEPTH : LESS_DEPTH;
+    __shared__ uint4 memory[DEPTH][2][STREAM_THREADS];
+    __shared__ Sum partial[WARPS][TOKENS][ROWS + 1];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int g = lane / 4, t = lane % 4;
-    const int row_bytes = depth / FIELDS, steps = (row_bytes + STEP_BYTES - 1) / STEP_BYTES;
-    const int turns = (steps + 2 * warps - 1) / (2 * warps);
+    const int row_bytes = depth / FIELDS, run = warps * STEP_BYTES, turns = (row_bytes + run - 1) / run;
     const long long blocks = (channels + ROWS - 1) / ROWS;
 
     long long fetched = blockIdx.x;
-    int fetched_turn = 0;
-    const auto fetch = [&](Piece& piece) {
-        // Channels beyond the last one are computed again and not written.
-        const long long n = fetched * ROWS + g;
-        const unsigned char* upper = codes + min(n, channels - 1) * row_bytes + t * CHUNK;
-        const unsigned char* lower = codes + min(n + 8, channels - 1) * row_bytes + t * CHUNK;
+    int fetched_turn = 0, fetched_place = 0;
+    const auto policy = passing();
+    const int first_byte = warp * STEP_BYTES + t * CHUNK;
+    const auto fetch = [&] {
+        if (fetched < blocks) {
+            const int at = fetched_turn * run + first_byte, bytes = at < row_bytes ? CHUNK : 0;
 #pragma unroll
-        for (int s = 0; s < 2; ++s) {
-            const int at = ((fetched_turn * 2 + s) * warps + warp) * STEP_BYTES;
-            piece.upper[s] = piece.lower[s] = make_uint4(0, 0, 0, 0);
-            if (fetched < blocks && at + t * CHUNK < row_bytes) {
-                piece.upper[s] = load_codes(upper + at);
-                piece.lower[s] = load_codes(lower + at);
+            for (int p = 0; p < 2; ++p) {
+                // Channels beyond the last one are computed again and not written.
+                const long long n = min(fetched * ROWS + 8 * p + g, channels - 1);
+                copy_codes(
+                    shared_address(&memory[fetched_place][p][threadIdx.x]), codes + n * row_bytes + (bytes ? at : 0),
+                    bytes, policy);
             }
+            if (++fetched_turn == turns) fetched_turn = 0, fetched += gridDim.x;
+            if (++fetched_place == DEPTH) fetched_place = 0;
         }
-        if (++fetched_turn == turns) fetched_turn = 0, fetched += gridDim.x;
+        commit_copies();
     };
+    const int own = threadIdx.x / ROWS, row = threadIdx.x % ROWS;
     const auto scale_of = [&](long long block) {
-        return load_scale(scale + min(block * ROWS + threadIdx.x % ROWS, channels - 1) * scale_step);
+        return load_scale(scale + min(block * ROWS + row, channels - 1) * scale_step);
     };
-    Piece first, second;
-    fetch(first);
-    fetch(second);
+#pragma unroll
+    for (int i = 0; i < DEPTH - 1; ++i) fetch();
     float channel_scale = scale_of(blockIdx.x);
     wait_for_previous();
 
-    // Columns beyond the last token repeat it, or one that is nothing: they are not written.
-    int column[GROUPS];
+    launch_dependents();
+
+    // Columns beyond the last token repeat it, or one that is nothing: they are not written. Staged are those that are
+    // something: pieces [turn, load, token, t].
+    const unsigned char* column[GROUPS];
+    const int piece = staged ? tokens * 4 * CHUNK : between,
+              all = staged ? By::LOADS * piece : warps * By::LOADS * between;
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i)
-        column[i] = i * FRAGMENT_BYTES + (max(min(g, tokens - 1 - i * 8), 0) * 4 + t) * CHUNK;
+    for (int i = 0; i < GROUPS; ++i) {
+        const int m = max(min(g, tokens - 1 - i * 8), 0);
+        column[i] = a + i * FRAGMENT_BYTES + (m * 4 + t) * CHUNK + warp * By::LOADS * static_cast<long long>(between);
+        if (!staged) continue;
+        unsigned char* target = dynamic_memory() + warp * turns * all + (min(i * 8 + g, tokens - 1) * 4 + t) * CHUNK;
+        if (i * 8 + g < tokens)
+            for (int turn = 0; turn < turns; ++turn) {
+                if ((turn * warps + warp) * STEP_BYTES >= row_bytes) break;
+#pragma unroll
+                for (int j = 0; j < By::LOADS; ++j)
+                    copy_async<CHUNK>(
+                        shared_address(target + turn * all + j * piece),
+                        column[i] + static_cast<long long>(turn) * warps * By::LOADS * between + j * between);
+            }
+        column[i] = target;
+    }
+    if (staged) {
+        commit_copies();
+        wait_copies<0>();
+        __syncwarp();
+    }
     // Of this thread's first output, for which nobody should have to wait at the end.
-    const int own = threadIdx.x / ROWS, row = threadIdx.x % ROWS;
     int own_sum = 0;
     float own_scale = 0;
     if (By::QUANTIZED && own < tokens) own_sum = token_sum[own], own_scale = usable(token_scale[own * token_step]);
 
-    Sum sum[GROUPS][FIELDS][4] = {};
-    long long block = blockIdx.x;
-    int turn = 0, half = 0;
-    const auto multiply = [&](Piece& piece) {
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-            const int step = (turn * 2 + s) * warps + warp;
-            if (step >= steps) continue;
-            const uint4 u = piece.upper[s], l = piece.lower[s];
+    int place = 0;
+    for (long long block = blockIdx.x; block < blocks; block += gridDim.x) {
+        Sum sum[GROUPS][FIELDS][4] = {};
+        for (int turn = 0; turn < turns; ++turn) {
+            wait_copies<DEPTH - 2>();
+            fetch();
+            const uint4 u = memory[place][0][threadIdx.x], l = memory[place][1][threadIdx.x];
+            if (++place == DEPTH) place = 0;
+            if ((turn * warps + warp) * STEP_BYTES >= row_bytes) continue;
 #pragma unroll
             for (int i = 0; i < GROUPS; ++i) {
-                const unsigned char* at = a + (column[i] + step * (By::LOADS * GROUPS * FRAGMENT_BYTES));
+                const unsigned char* at = column[i] + static_cast<long long>(turn) * all;
                 uint4 b[By::LOADS];
 #pragma unroll
-                for (int j = 0; j < By::LOADS; ++j)
-                    b[j] = load_written(reinterpret_cast<const uint4*>(at + j * GROUPS * FRAGMENT_BYTES));
+                for (int j = 0; j < By::LOADS; ++j) b[j] = *reinterpret_cast<const uint4*>(at + j * piece);
                 By::multiply(sum[i], u, l, b);
             }
         }
-        fetch(piece);
-        if (++turn < turns) return;
-        turn = 0;
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                partial[half][warp][i * 8 + 2 * t + e % 2][g + e / 2 * 8] = By::total(sum[i], e);
-#pragma unroll
-                for (int f = 0; f < FIELDS; ++f) sum[i][f][e] = 0;
-            }
+            for (int e = 0; e < 4; ++e) partial[warp][i * 8 + 2 * t + e % 2][g + e / 2 * 8] = By::total(sum[i], e);
         __syncthreads();
         const long long n = block * ROWS + row;
+#pragma unroll 1
         for (int m = own; m < tokens && n < channels; m += blockDim.x / ROWS) {
-            Sum total = partial[half][0][m][row];
-            for (int of = 1; of < warps; ++of) total += partial[half][of][m][row];
+            Sum total = partial[0][m][row];
+#pragma unroll
+            for (int of = 1; of < WARPS; ++of)
+                if (of < warps) total += partial[of][m][row];
             const bool first_one = m == own || !By::QUANTIZED;
             const float scaled = By::scaled(
                 total, first_one ? own_sum : token_sum[m], first_one ? own_scale : usable(token_scale[m * token_step]),
                 usable(channel_scale));
-            from_float(y[m * channels + n], ieee::add(scaled, bias_of(bias, bias_kind, n)));
+            store(m, n, scaled);
         }
-        half ^= 1;  // the next sums meet elsewhere: none of these is overwritten before all have been read
-        block += gridDim.x;
-        if (block < blocks) channel_scale = scale_of(block);
-    };
-    while (block < blocks) {
-        multiply(first);
-        if (block < blocks) multiply(second);
+        if (block + gridDim.x < blocks) channel_scale = scale_of(block + gridDim.x);
+        __syncthreads();  // the sums have been read
     }
+}
+
+template <typename T, int TOKENS, template <typename> class Operand>
+__global__ void __launch_bounds__(STREAM_THREADS, TOKENS > 16 ? 1 : 2) stream_ternary(
+    const unsigned char* __restrict__ codes,  // [channels, depth / 4]
+    const unsigned char* a,                   // fragments of TOKENS tokens
+    const int* token_sum,                     // [tokens] of the activations; this and the next of int8 alone
+    const float* token_scale,                 // [tokens], or [1] if they share it
+    const float* __restrict__ scale,          // [channels], or [1] if they share it
+    const void* __restrict__ bias,            // [channels] of the type that bias_kind names, or null
+    T* __restrict__ y,                        // [tokens, channels]
+    long long channels, int tokens, int depth, int token_step, int scale_step, int staged, int bias_kind) {
+    stream<Operand<T>, TOKENS>(
+        codes, a, TOKENS / 8 * FRAGMENT_BYTES, token_sum, token_scale, scale, channels, tokens, depth, token_step,
+        scale_step, staged, [&](int m, long long n, float scaled) {
+            from_float(y[m * channels + n], ieee::add(scaled, bias_of(bias, bias_kind, n)));
+        });
 }
 
 // ---- groups ------------------------------------------------------------------------------------------------------
 
-// A number n, of which `sum` is unit times, exactly: |sum| is below 2^22, and so low in the bits of a float that one is
-// n.
-template <int UNIT>
-__device__ __forceinline__ float number_of(int sum) {
-    constexpr float BASE = 12582912.0f / UNIT;  // 1.5 * 2^23
-    return __fsub_rn(__uint_as_float(__float_as_uint(BASE) + sum), BASE);
-}
-
 // How the fields of 128 k become sums: which sum has a field, in what units, and whether the field is moved to the
 // place of the one below.
 template <int GROUP>
-struct Sums;
-template <>
-struct Sums<32> {
-    static constexpr int COUNT = 4;
-    __device__ __forceinline__ static constexpr int of(int field) { return field; }
-    __device__ __forceinline__ static constexpr bool moves(int) { return false; }
+struct Sums {
+    static constexpr int COUNT = GROUP == 32 ? 4 : 2;
+    __device__ __forceinline__ static constexpr int of(int field) { return GROUP == 32 ? field : field / 2; }
+    __device__ __forceinline__ static constexpr bool moves(int field) { return GROUP != 32 && field % 2; }
+    __device__ __forceinline__ static constexpr int unit(int sum) { return 1 << (GROUP == 32 ? 2 : 4) * sum; }
+    // The bits of 1.5 * 2^23 / unit: the last one counts 1 / unit, and the sum is below 2^22.
+    __device__ __forceinline__ static constexpr int base(int sum) {
+        return 0x4b400000 - ((GROUP == 32 ? 2 : 4) * sum << 23);
+    }
 };
-template <>
-struct Sums<64> {
-    static constexpr int COUNT = 2;
-    __device__ __forceinline__ static constexpr int of(int field) { return field / 2; }
-    __device__ __forceinline__ static constexpr bool moves(int field) { return field % 2; }
-};
-template <>
-struct Sums<128> : Sums<64> {};
 
 // What a lane fetches at a time: of rows g and g + 8 some times 128 k, and the scales of their groups.
 template <int GROUP>
@@ -312,6 +329,7 @@ template <typename T, int GROUP>
 __global__ void __launch_bounds__(GROUP_THREADS, 2) stream_ternary_groups(
     const unsigned char* __restrict__ codes,  // [channels, depth / 4]
     const unsigned char* a,                   // fragments in octets, of gridDim.y times 8 tokens
+    const int* sums,                          // of groups of their codes, see store_group_sums
     const float* token_scale,                 // [tokens], or [1] if they share it
     const float* __restrict__ scale,          // [channels, depth / GROUP]
     const void* __restrict__ bias,            // [channels] of the type that bias_kind names, or null
@@ -328,20 +346,27 @@ __global__ void __launch_bounds__(GROUP_THREADS, 2) stream_ternary_groups(
 
     long long fetched = blockIdx.x;
     int fetched_turn = 0;
+    const unsigned char* next_codes[2];
+    const float* next_scales[2];
     const auto fetch = [&](Part& piece) {
+        const int first_at = fetched_turn * TURN + warp * Part::BLOCKS;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            // Channels beyond the last one are computed again and not written.
-            const long long n = min(fetched * ROWS + g + 8 * half, channels - 1);
+            if (fetched_turn == 0) {
+                // Channels beyond the last one are computed again and not written.
+                const long long n = min(fetched * ROWS + g + 8 * half, channels - 1);
+                next_codes[half] = codes + n * row_bytes + first_at * 32 + t * 8;
+                next_scales[half] = scale + (n * along + first_at) * Part::PER_BLOCK;
+            }
 #pragma unroll
             for (int s = 0; s < Part::BLOCKS; ++s) {
-                const int at = fetched_turn * TURN + warp * Part::BLOCKS + s;
                 piece.codes[half][s] = make_uint2(0, 0);
-                if (fetched < tiles && at < along) {
-                    piece.codes[half][s] = load_codes8(codes + n * row_bytes + at * 32 + t * 8);
-                    load_scales(piece.scale[half][s], scale + (n * along + at) * Part::PER_BLOCK);
+                if (fetched < tiles && first_at + s < along) {
+                    piece.codes[half][s] = load_codes8(next_codes[half] + s * 32);
+                    load_scales(piece.scale[half][s], next_scales[half] + s * Part::PER_BLOCK);
                 }
             }
+            next_codes[half] += TURN * 32, next_scales[half] += TERMS;
         }
         if (++fetched_turn == turns) fetched_turn = 0, fetched += gridDim.x;
     };
@@ -353,7 +378,8 @@ __global__ void __launch_bounds__(GROUP_THREADS, 2) stream_ternary_groups(
     // Columns beyond the last token repeat it: they are not written.
     const int last = static_cast<int>(min(tokens - first_token, 8ll)) - 1;
     const unsigned char* column = a + blockIdx.y * FRAGMENT_BYTES + (min(g, last) * 4 + t) * CHUNK;
-    const long long along_groups = static_cast<long long>(gridDim.y) * FRAGMENT_BYTES;
+    const int* of_tokens = sums + first_token + 2 * t;
+    const int between = gridDim.y * FRAGMENT_BYTES, between_sums = gridDim.y * 8;
     float of_token[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) of_token[e] = usable(token_scale[(first_token + min(2 * t + e, last)) * token_step]);
@@ -363,45 +389,60 @@ __global__ void __launch_bounds__(GROUP_THREADS, 2) stream_ternary_groups(
     const int row = threadIdx.x % ROWS, token = threadIdx.x / ROWS;
     float total = -0.0f;  // added to a number it changes nothing
     const auto multiply = [&](Part& piece) {
+        const int first_at = turn * TURN + warp * Part::BLOCKS;
+        if (first_at < along) {  // what is beyond the end of the rows has codes of 0, and terms that nobody adds
+            uint4 b[Part::BLOCKS][2];
+            int2 less[Part::BLOCKS][Part::PER_BLOCK];  // what the codes of tokens 2 t and 2 t + 1 add up to
 #pragma unroll
-        for (int s = 0; s < Part::BLOCKS; ++s) {
-            const int in_turn = warp * Part::BLOCKS + s, at = turn * TURN + in_turn;
-            if (at >= along) continue;
-            const uint4 low = load_written(reinterpret_cast<const uint4*>(column + at * 2 * along_groups));
-            const uint4 high = load_written(reinterpret_cast<const uint4*>(column + (at * 2 + 1) * along_groups));
-            const uint2 b[FIELDS] = {
-                make_uint2(low.x, low.y), make_uint2(low.z, low.w), make_uint2(high.x, high.y),
-                make_uint2(high.z, high.w)};
-            const uint2 u = piece.codes[0][s], l = piece.codes[1][s];
-            int sum[Of::COUNT][4] = {};
+            for (int s = 0; s < Part::BLOCKS; ++s) {
+                const long long at = first_at + s;
 #pragma unroll
-            for (int f = 0; f < FIELDS; ++f) {
-                const int place = Of::moves(f) ? f - 1 : f, less = f - place;
-                const unsigned mask = 0x03030303u << 2 * place;
-                int (&of)[4] = sum[Of::of(f)];
-                mma_bytes<false>(
-                    of,
-                    {u.x >> 2 * less & mask, l.x >> 2 * less & mask, u.y >> 2 * less & mask, l.y >> 2 * less & mask},
-                    b[f].x, b[f].y);
-                // What codes are too large by, 1 in the same units.
-                const unsigned one = 0x01010101u * (0x100u - (1u << 2 * place));
-                mma_bytes<true>(of, {one, one, one, one}, b[f].x, b[f].y);
+                for (int i = 0; i < 2; ++i)
+                    b[s][i] = load_written(reinterpret_cast<const uint4*>(column + (at * 2 + i) * between));
+#pragma unroll
+                for (int i = 0; i < Part::PER_BLOCK; ++i)
+                    less[s][i] = load_written(
+                        reinterpret_cast<const int2*>(of_tokens + (at * Part::PER_BLOCK + i) * between_sums));
             }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float* target = &terms[buffer][in_turn * Part::PER_BLOCK][2 * t + e % 2][g + e / 2 * 8];
+            for (int s = 0; s < Part::BLOCKS; ++s) {
+                const uint2 u = piece.codes[0][s], l = piece.codes[1][s];
+                int sum[Of::COUNT][4];
 #pragma unroll
-                for (int i = 0; i < Part::PER_BLOCK; ++i) {
-                    float v;
-                    if constexpr (GROUP == 128) v = number_of<1>(sum[0][e] + (sum[1][e] >> 4));
-                    else if constexpr (GROUP == 64) v = i == 0 ? number_of<1>(sum[0][e]) : number_of<16>(sum[1][e]);
-                    else
-                        v = i == 0   ? number_of<1>(sum[0][e])
-                            : i == 1 ? number_of<4>(sum[1][e])
-                            : i == 2 ? number_of<16>(sum[2][e])
-                                     : number_of<64>(sum[3][e]);
-                    const float of_group = usable(piece.scale[e / 2][s][i]);
-                    target[i * 8 * PITCH] = ieee::multiply(ieee::multiply(v, of_token[e % 2]), of_group);
+                for (int i = 0; i < Of::COUNT; ++i) {
+                    // A float that becomes larger by the sum, in units of its last bit.
+                    const int unit = Of::unit(i);
+                    const int base = i < Part::PER_BLOCK ? static_cast<int>(Of::base(i)) : 0;
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int2 both = less[s][min(i, Part::PER_BLOCK - 1)];
+                        sum[i][e] = base - (i < Part::PER_BLOCK ? unit * (e % 2 ? both.y : both.x) : 0);
+                    }
+                }
+#pragma unroll
+                for (int f = 0; f < FIELDS; ++f) {
+                    const int place = Of::moves(f) ? f - 1 : f, by = 2 * (f - place);
+                    const unsigned mask = 0x03030303u << 2 * place;
+                    const uint4 four = b[s][f / 2];
+                    mma_bytes<false>(
+                        sum[Of::of(f)], {u.x >> by & mask, l.x >> by & mask, u.y >> by & mask, l.y >> by & mask},
+                        f % 2 ? four.z : four.x, f % 2 ? four.w : four.y);
+                }
+                float of_group[2][Part::PER_BLOCK];
+#pragma unroll
+                for (int i = 0; i < 2 * Part::PER_BLOCK; ++i)
+                    of_group[i % 2][i / 2] = usable(piece.scale[i % 2][s][i / 2]);
+                const int in_turn = warp * Part::BLOCKS + s;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float* target = &terms[buffer][in_turn * Part::PER_BLOCK][2 * t + e % 2][g + e / 2 * 8];
+#pragma unroll
+                    for (int i = 0; i < Part::PER_BLOCK; ++i) {
+                        const int bits = GROUP == 128 ? sum[0][e] + (sum[1][e] >> 4) : sum[i][e];
+                        const float number = __fsub_rn(__int_as_float(bits), __int_as_float(Of::base(i)));
+                        target[i * 8 * PITCH] =
+                            ieee::multiply(ieee::multiply(number, of_token[e % 2]), of_group[e / 2][i]);
+                    }
                 }
             }
         }

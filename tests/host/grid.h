@@ -18,15 +18,15 @@ inline Index blockDim, gridDim;
 #define __launch_bounds__(...)
 
 // Threads that wait for each other, and what lanes of a warp show each other.
-struct Group {
+struct Threads {
     pthread_barrier_t barrier;
     std::uint64_t shown[32];
 
-    explicit Group(unsigned threads) { pthread_barrier_init(&barrier, nullptr, threads); }
-    ~Group() { pthread_barrier_destroy(&barrier); }
+    explicit Threads(unsigned threads) { pthread_barrier_init(&barrier, nullptr, threads); }
+    ~Threads() { pthread_barrier_destroy(&barrier); }
     void wait() { pthread_barrier_wait(&barrier); }
 };
-inline thread_local Group *this_block, *this_warp;
+inline thread_local Threads *this_block, *this_warp;
 
 inline void __syncthreads() { this_block->wait(); }
 inline void __syncwarp() { this_warp->wait(); }
@@ -61,9 +61,9 @@ void __stcs(A* to, const A& value) {
 template <typename Kernel>
 void launch(unsigned width, unsigned height, unsigned threads, const Kernel& kernel) {
     gridDim = {width, height, 1}, blockDim = {threads, 1, 1};
-    Group block(threads);
-    std::vector<Group*> warps;
-    for (unsigned i = 0; i < threads; i += 32) warps.push_back(new Group(32));
+    Threads block(threads);
+    std::vector<Threads*> warps;
+    for (unsigned i = 0; i < threads; i += 32) warps.push_back(new Threads(32));
     std::vector<std::thread> all;
     for (unsigned t = 0; t < threads; ++t) {
         all.emplace_back([&, t] {
@@ -77,5 +77,5 @@ void launch(unsigned width, unsigned height, unsigned threads, const Kernel& ker
         });
     }
     for (std::thread& thread : all) thread.join();
-    for (Group* warp : warps) delete warp;
+    for (Threads* warp : warps) delete warp;
 }

@@ -19,15 +19,19 @@ extern "C" void largest_{dtype}(unsigned grid, const {type}* x, const float* w, 
                                 long long k, int normalizes, double eps) {{
     launch(grid, 1, LANES, [&] {{ largest_of_tokens<{type}>(x, w, largest, m, k, normalizes, eps); }});
 }}
-extern "C" void quantize_{dtype}(unsigned grid, const {type}* x, const float* w, const unsigned* given,
+extern "C" void quantize_{dtype}(unsigned grid, unsigned threads, int vector, const {type}* x, const float* w,
+                                 const unsigned* given,
                                  signed char* codes, float* scales, int* sums, long long m, long long k,
-                                 long long pitch, int groups, int octets, int normalizes, double norm_eps, float eps,
+                                 long long pitch, int groups, int group, int normalizes, double norm_eps, float eps,
                                  int lowest, int highest, int away) {{
-    launch(grid, 1, LANES, [&] {{
-        quantize_activations<{type}>(
-            x, w, given, codes, scales, sums, m, k, pitch, groups, octets, normalizes, norm_eps, eps, lowest,
-            highest, away);
-    }});
+    const auto call = [&](auto kernel) {{
+        launch(grid, 1, threads, [&] {{
+            kernel(x, w, given, codes, scales, sums, m, k, pitch, groups, group, normalizes, norm_eps, eps, lowest,
+                   highest, away);
+        }});
+    }};
+    if (vector) call(quantize_activations<{type}, true>);
+    else call(quantize_activations<{type}, false>);
 }}
 extern "C" void normalize_{dtype}(unsigned grid, const {type}* x, const float* w, float* y, long long m, long long k,
                                   double eps) {{
@@ -51,28 +55,29 @@ extern "C" void groups(unsigned grid, const signed char* a, const unsigned char*
 
 STREAMS = """
 extern "C" void arrange(unsigned grid, const signed char* rows, unsigned char* a, int* sums, int groups,
-                        int octets, int k, int pitch) {
-    launch(grid, 1, ARRANGE_THREADS, [&] { arrange_tokens(rows, a, sums, groups, octets, k, pitch); });
+                        int group, int k, int pitch) {
+    launch(grid, 1, ARRANGE_THREADS, [&] { arrange_tokens(rows, a, sums, groups, group, k, pitch); });
 }
 #define STREAM(TOKENS)                                                                                             \\
     extern "C" void stream_##TOKENS(                                                                               \\
         unsigned grid, unsigned threads, const unsigned char* codes, const unsigned char* a, const int* sums,      \\
         const float* token_scale, const float* scale, const void* bias, float* y, long long n, int m, int k,       \\
-        int token_step, int scale_step, int kind) {                                                                \\
+        int token_step, int scale_step, int staged, int kind) {                                                    \\
         launch(grid, 1, threads, [&] {                                                                             \\
             stream_ternary<float, TOKENS, Integers>(                                                               \\
-                codes, a, sums, token_scale, scale, bias, y, n, m, k, token_step, scale_step, kind);               \\
+                codes, a, sums, token_scale, scale, bias, y, n, m, k, token_step, scale_step, staged, kind);       \\
         });                                                                                                        \\
     }
 STREAM(8)
 STREAM(16)
 #define GROUPS(SIZE)                                                                                               \\
     extern "C" void groups_##SIZE(                                                                                 \\
-        unsigned width, unsigned height, const unsigned char* codes, const unsigned char* a,                       \\
+        unsigned width, unsigned height, const unsigned char* codes, const unsigned char* a, const int* sums,      \\
         const float* token_scale, const float* scale, const void* bias, float* y, long long n, long long m, int k, \\
         int token_step, int kind) {                                                                                \\
         launch(width, height, GROUP_THREADS, [&] {                                                                 \\
-            stream_ternary_groups<float, SIZE>(codes, a, token_scale, scale, bias, y, n, m, k, token_step, kind);  \\
+            stream_ternary_groups<float, SIZE>(                                                                    \\
+                codes, a, sums, token_scale, scale, bias, y, n, m, k, token_step, kind);                           \\
         });                                                                                                        \\
     }
 GROUPS(32)
@@ -112,7 +117,7 @@ def long(number):
     return ctypes.c_longlong(number)
 
 
-def quantized(x, rule, norm, pitch, groups=0, octets=0):
+def quantized(x, rule, norm, pitch, groups=0, group=0):
     """Codes [M, pitch], or fragments, scales and sums by the kernels, as the host launches them."""
     tokens, depth = x.shape
     built, dtype = of_activations(), x.dtype.name
@@ -120,7 +125,7 @@ def quantized(x, rule, norm, pitch, groups=0, octets=0):
     codes, scales = np.full((tokens, pitch), 7, np.int8), np.zeros(tokens if each else 1, np.float32)
     if groups:
         codes = np.full(-(-depth // 256) * groups * 2048, 7, np.int8)
-    sums = np.zeros(tokens, np.int32)
+    sums = np.zeros((-(-depth // group), 8 * groups) if group else tokens, np.int32)
     weight = None if norm is None else norm.weight
     before = int(norm is not None), ctypes.c_double(0.0 if norm is None else norm.eps)
     given, blocks = None, 1
@@ -130,11 +135,13 @@ def quantized(x, rule, norm, pitch, groups=0, octets=0):
             blocks, pointer(x), pointer(weight), pointer(largest), long(tokens), long(depth), *before
         )
         given = largest.view(np.int32).max(keepdims=True)
-    lengths = long(tokens), long(depth), long(pitch), groups, octets
+    lengths = long(tokens), long(depth), long(pitch), groups, group
     arrays = map(pointer, (x, weight, given, codes, scales, sums))
-    getattr(built, f"quantize_{dtype}")(
-        blocks, *arrays, *lengths, *before, ctypes.c_float(rule.single_eps), *rule.numbers[1:]
-    )
+    aligned = not any(a is not None and a.ctypes.data % 16 for a in (x, weight))
+    vector = int(aligned and depth % 8 == 0 and pitch % 8 == 0)
+    call = getattr(built, f"quantize_{dtype}")
+    numbers = ctypes.c_float(rule.single_eps), *rule.numbers[1:]
+    call(blocks, activations._threads(depth), vector, *arrays, *lengths, *before, *numbers)
     return codes, scales, sums
 
 
@@ -158,29 +165,36 @@ def test_activations(kind, dtype):
         assert np.array_equal(sums, wanted[0].sum(1, dtype=np.int32))
 
 
-def fragments(codes, groups, octets=0):
+def fragments(codes, groups, group=0):
     """The orders of kernels/linear/fragments.cuh, of [8 tokens, token, 256 k]; what is nothing stays 7."""
     tokens, depth = codes.shape
     wide = np.full((groups * 8, -(-depth // 256) * 256), 7, np.int8)
     wide[:tokens, :depth] = codes
-    if octets:  # [128 k, field / 2, field % 2, t, 8] to [128 k, field / 2, groups, token, t, field % 2, 8]
+    if group:  # [128 k, field / 2, field % 2, t, 8] to [128 k, field / 2, groups, token, t, field % 2, 8]
         return wide.reshape(groups, 8, -1, 2, 2, 4, 8).transpose(2, 3, 0, 1, 5, 4, 6).reshape(-1)
     # [256 k, t / 2, field, t % 2, 16] to [256 k, field, groups, token, t, 16]
     return wide.reshape(groups, 8, -1, 2, 4, 2, 16).transpose(2, 4, 0, 1, 3, 5, 6).reshape(-1)
 
 
 @pytest.mark.parametrize(("tokens", "depth", "groups"), [(1, 128, 1), (3, 640, 1), (11, 384, 2)])
-@pytest.mark.parametrize("octets", [0, 1])
-def test_fragments(tokens, depth, groups, octets):
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+def test_fragments(tokens, depth, groups, group):
     x = make("normal", tokens * depth, np.dtype("float32")).reshape(tokens, depth)
     wanted, _ = activations.quantize(x, activations.Rule())
-    codes, _, sums = quantized(x, activations.Rule(), None, depth, groups, octets)
-    assert np.array_equal(codes, fragments(wanted, groups, octets))
-    assert np.array_equal(sums, wanted.sum(1, dtype=np.int32))
+    expected = group_sums(wanted, groups, group) if group else wanted.sum(1, dtype=np.int32)
+    codes, _, sums = quantized(x, activations.Rule(), None, depth, groups, group)
+    assert np.array_equal(codes, fragments(wanted, groups, group)) and np.array_equal(sums, expected)
     codes[:], sums[:] = 7, 0
-    of_streams().arrange(tokens, pointer(wanted), pointer(codes), pointer(sums), groups, octets, depth, depth)
-    assert np.array_equal(codes, fragments(wanted, groups, octets))
-    assert np.array_equal(sums, wanted.sum(1, dtype=np.int32))
+    of_streams().arrange(tokens, pointer(wanted), pointer(codes), pointer(sums), groups, group, depth, depth)
+    assert np.array_equal(codes, fragments(wanted, groups, group)) and np.array_equal(sums, expected)
+
+
+def group_sums(codes, groups, group):
+    """int32[K / group, 8 groups], of tokens that are nothing 0."""
+    tokens, depth = codes.shape
+    sums = np.zeros((depth // group, groups * 8), np.int32)
+    sums[:, :tokens] = codes.reshape(tokens, -1, group).sum(2, dtype=np.int32).T
+    return sums
 
 
 def test_tokens_longer_than_the_room():
@@ -264,9 +278,12 @@ def test_streams(tokens, rows, depth, warps, shared):
         number = 0 if kind is None else ternary._BIASES[kind]
         operands = fragments(a, held // 8)
         arrays = map(pointer, (q.planes["codes"], operands, sums, token_scale, q.planes["scale"], bias, found))
-        steps = 1 - shared, 1 - shared
-        getattr(of_streams(), f"stream_{held}")(2, 32 * warps, *arrays, long(rows), tokens, depth, *steps, number)
-        assert same_values(found, wanted)
+        lengths = long(rows), tokens, depth, 1 - shared, 1 - shared
+        given = list(arrays)
+        for staged in (0, 1):
+            found[:] = 7
+            getattr(of_streams(), f"stream_{held}")(2, 32 * warps, *given, *lengths, staged, number)
+            assert same_values(found, wanted), staged
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -285,15 +302,14 @@ def test_streams_of_groups(tokens, rows, depth, group):
         bias = None if kind is None else make("normal", rows, np.dtype(kind))
         wanted, found = np.zeros((2, tokens, rows), np.float32)
         ternary._multiply_host(a, token_scale, q, q.format.trits(q.shape), bias, wanted)
-        arrays = map(pointer, (q.planes["codes"], operands, token_scale, q.planes["scale"], bias, found))
+        whole = np.zeros((-(-depth // 256) * 256 // group, 8 * -(-tokens // 8)), np.int32)
+        whole[: depth // group] = group_sums(a, -(-tokens // 8), group)
+        arrays = map(pointer, (q.planes["codes"], operands, whole, token_scale, q.planes["scale"], bias, found))
         lengths = long(rows), long(tokens), depth, 1 - shared, 0 if kind is None else ternary._BIASES[kind]
         getattr(of_streams(), f"groups_{group}")(2, -(-tokens // 8), *arrays, *lengths)
         assert same_values(found, wanted)
 
 
 def test_warps():
-    for steps in range(1, 600):
-        for most in (8, 10):
-            warps = ternary_stream._warps(steps, most)
-            assert 4 <= warps <= most
-    assert [ternary_stream._warps(steps, 10) for steps in (16, 32, 10, 27, 56)] == [8, 8, 10, 9, 8]
+    assert all(4 <= ternary_stream._warps(steps) <= 8 for steps in range(1, 600))
+    assert [ternary_stream._warps(steps) for steps in (16, 32, 10, 27, 56)] == [8, 8, 5, 7, 8]

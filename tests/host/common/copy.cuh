@@ -10,6 +10,11 @@ template <int BYTES>
 void copy_async(const void* shared, const void* global) {
     std::memcpy(const_cast<void*>(shared), global, BYTES);
 }
+template <int BYTES>
+void copy_async_or_zero(const void* shared, const void* global, int bytes) {
+    std::memset(const_cast<void*>(shared), 0, BYTES);
+    std::memcpy(const_cast<void*>(shared), global, bytes);
+}
 inline void commit_copies() {}
 template <int PENDING>
 void wait_copies() {}
