@@ -243,7 +243,8 @@ def test_weights_that_keep_the_memory_busy(cupy, format):
     chosen = wanted.reshape(64, 8, n // 8)[cupy.arange(64)[:, None], ids]
     assert_repeats(functools.partial(kb.linear_grouped, x, q.reshape(8, n // 8, k), ids), chosen)
     if not hopper.tile_refusal(Problem(format, (n, k), 8, HALF[0], device(0))):
-        cut, out = hopper.cut_tile(n, k, 8, 132), cupy.empty((8, n), np.float16)
+        cut = hopper.cut_tile(n, k, 8, 132, hopper.decoding(format.fragments()))
+        out = cupy.empty((8, n), np.float16)
         tile = hopper.TileKernel(format.fragments(), (n, k), HALF[0], device(0), cut)
 
         def by_tiles():
