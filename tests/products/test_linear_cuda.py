@@ -36,7 +36,7 @@ def check_tile(cupy, format, dtype, cut, number):
     """``linear_tile`` as the host would not choose it for such a shape."""
     if hopper.tile_refusal(Problem(of(format), (64, 512), 8, dtype, device(0))):
         pytest.skip("linear_tile is for compute capability 9.0")
-    shape = (64 * cut.groups + 5 * (number % 3), 128 * (number % 5) + 128)
+    shape = fitting(of(format), (64 * cut.groups + 5 * (number % 3), 128 * (number % 5) + 128))
     q = weight(shape, format, cupy, scale=(1e-3, 1.0, 20.0)[number % 3])
     x = numbers((max(2, cut.tokens - number), shape[1]), dtype, cupy)
     bias = numbers(shape[:1], np.dtype("float32") if number % 2 else dtype, cupy)
