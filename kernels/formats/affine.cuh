@@ -15,18 +15,19 @@ struct AffineCodes {
     __device__ __forceinline__ static float bias_of(int zero) {
         return static_cast<float>((1 << 23) + HALF + (zero < LOWEST ? LOWEST : zero > HIGHEST ? HIGHEST : zero));
     }
-    // The code from bit `bit` of a word on, less a zero point.
+    // The code from bit `bit` of a word on, less a zero point. MANY: all codes of the word are wanted, so that bytes
+    // share the flip, and a permutation puts one of them below the exponent.
+    template <bool MANY>
     __device__ __forceinline__ static float steps(unsigned word, int bit, float bias) {
         unsigned bits = 0x4b000000u;
-        // The four bytes of a word share the flip, and a permutation puts one of them below the exponent.
-        if constexpr (BITS == 8) bits = __byte_perm(word ^ HALF * 0x01010101u, bits, 0x7650 | bit / 8);
+        if constexpr (MANY && BITS == 8) bits = __byte_perm(word ^ HALF * 0x01010101u, bits, 0x7650 | bit / 8);
         else bits |= (word >> bit & ((1u << BITS) - 1)) ^ HALF;
         return __fsub_rn(__uint_as_float(bits), bias);
     }
 };
 
-// A decoder of integers of BITS bits. Entry(planes, i) is what block i multiplies and adds, and decoded(word, bit) is
-// the element whose code begins with that bit of a word.
+// A decoder of integers of BITS bits. Entry(planes, i) is what block i multiplies and adds, and decoded<MANY>(word,
+// bit) is the element whose code begins with that bit of a word.
 //
 // number  row, run, per_row: element i has block number i / row * per_row + i % row / run; the last is Entry's
 template <int BITS, typename Entry>
@@ -41,7 +42,7 @@ struct AffineOctets {
         Entry entry(planes, r * per_row + block);
         if (((row | run) & 7) == 0) {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) v[e] = entry.decoded(word[e * BITS / 32], e * BITS % 32);
+            for (int e = 0; e < 8; ++e) v[e] = entry.template decoded<false>(word[e * BITS / 32], e * BITS % 32);
             return;
         }
         long long end = (block + 1) * run;  // of the block in its row, which may be shorter
@@ -52,7 +53,7 @@ struct AffineOctets {
                 else ++block, end += run;
                 entry = Entry(planes, r * per_row + block);
             }
-            v[e] = entry.decoded(word[e * BITS / 32], e * BITS % 32);
+            v[e] = entry.template decoded<false>(word[e * BITS / 32], e * BITS % 32);
         }
     }
 
@@ -72,7 +73,7 @@ struct AffineOctets {
 #pragma unroll
         for (int e = 0; e < 32; ++e) {
             const int bit = e * BITS;
-            v[e / 8][e % 8] = entry.decoded(word[bit / 128][bit / 32 % 4], bit % 32);
+            v[e / 8][e % 8] = entry.template decoded<true>(word[bit / 128][bit / 32 % 4], bit % 32);
         }
     }
 };
@@ -86,8 +87,9 @@ struct AffineEntry {
         : scale(usable(planes.at<float>(1)[number])) {
         bias = Codes::bias_of(planes.plane[2] ? planes.at<int>(2)[number] : static_cast<int>(planes.number[3]));
     }
+    template <bool MANY>
     __device__ __forceinline__ float decoded(unsigned word, int bit) const {
-        return multiply_ieee(scale, Codes::steps(word, bit, bias));
+        return multiply_ieee(scale, Codes::template steps<MANY>(word, bit, bias));
     }
 };
 
@@ -112,8 +114,9 @@ struct AffineStoredEntry {
         }
     }
     // -0 changes nothing: the sum is that of all.
+    template <bool MANY>
     __device__ __forceinline__ float decoded(unsigned word, int bit) const {
-        return ieee::add(multiply_ieee(scale, Codes::steps(word, bit, bias)), offset);
+        return ieee::add(multiply_ieee(scale, Codes::template steps<MANY>(word, bit, bias)), offset);
     }
     __device__ __forceinline__ static float number_at(const Planes& planes, int plane, int kind, long long number) {
         if (kind == 0) return planes.at<float>(plane)[number];
