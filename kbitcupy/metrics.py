@@ -205,7 +205,7 @@ def offset_note(x: Any) -> str | None:
     >>> import numpy as np, kbitcupy as kb
     >>> kelvin = np.array([285.0, 295.0] * 100)
     >>> kb.metrics.offset_note(kelvin)  # doctest: +ELLIPSIS
-    'the mean is 290 and the standard deviation 5: the SQNR is 35 dB over that of the variation ...; subtract ...'
+    "the mean is 290 and the standard deviation 5: the SQNR is 35 dB over that of the variation ...; subtract ..."
     >>> kb.metrics.offset_note(kelvin - 290) is None
     True
     """
