@@ -389,12 +389,21 @@ def _note_text(job: Mapping[str, Any]) -> bytes:
     return json.dumps(job, indent=1, sort_keys=True).encode()
 
 
+def _forsake(part: Path) -> None:
+    """Remove a folder that this process has just made, and at most began to note its job in."""
+    with contextlib.suppress(OSError):
+        (part / JOB).unlink(missing_ok=True)
+        part.rmdir()
+
+
 def _claim(part: Path, job: bytes, resume: bool) -> FileIO:
     """The open note in the folder, which this process has locked: nobody else writes there from now on."""
     while True:
+        made = not os.path.lexists(part)
         try:
             part.mkdir()
         except FileExistsError:
+            made = False
             if part.is_symlink() or not (resume and part.is_dir()):
                 if not os.path.lexists(part):
                     continue  # it was removed meanwhile
@@ -404,7 +413,16 @@ def _claim(part: Path, job: bytes, resume: bool) -> FileIO:
                 ) from None
             if not _is_ours(part):
                 raise FileError(_not_this_job(part)) from None
-        note = _open_note(part)
+        except BaseException:  # an interrupt that came while the folder was made
+            if made:
+                _forsake(part)
+            raise
+        try:
+            note = _open_note(part)
+        except BaseException:
+            if made:
+                _forsake(part)
+            raise
         if note is not None:
             break
     try:
