@@ -401,25 +401,21 @@ def _claim(part: Path, job: bytes, resume: bool) -> FileIO:
     while True:
         made = not os.path.lexists(part)
         try:
-            part.mkdir()
-        except FileExistsError:
-            made = False
-            if part.is_symlink() or not (resume and part.is_dir()):
-                if not os.path.lexists(part):
-                    continue  # it was removed meanwhile
-                raise FileError(
-                    f"{part} is in the way: if another process is writing it, wait for that; if it is unfinished work, "
-                    "continue it with resume=True (--resume), or delete it"
-                ) from None
-            if not _is_ours(part):
-                raise FileError(_not_this_job(part)) from None
-        except BaseException:  # an interrupt that came while the folder was made
-            if made:
-                _forsake(part)
-            raise
-        try:
+            try:
+                part.mkdir()
+            except FileExistsError:
+                made = False
+                if part.is_symlink() or not (resume and part.is_dir()):
+                    if not os.path.lexists(part):
+                        continue  # it was removed meanwhile
+                    raise FileError(
+                        f"{part} is in the way: if another process is writing it, wait for that; if it is unfinished "
+                        "work, continue it with resume=True (--resume), or delete it"
+                    ) from None
+                if not _is_ours(part):
+                    raise FileError(_not_this_job(part)) from None
             note = _open_note(part)
-        except BaseException:
+        except BaseException:  # an interrupt among them, which may come while the folder is made
             if made:
                 _forsake(part)
             raise
