@@ -205,7 +205,7 @@ def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     plan = _stream(out.dtype, tokens, rows, depth, 0, out.data.device_id, True)
     scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes)
     per_block = 4 * _STREAM_SIZES.ARRANGE_THREADS
-    grid = -(-depth // per_block), tokens
+    grid = -(-(-(-depth // _STEP) * _STEP) // per_block), tokens
     _arranger_of_floats(x.dtype).launch(x, grid, (x, scratch.ptr, plan.groups, depth))
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     weight, gamma = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr

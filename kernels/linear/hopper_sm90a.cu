@@ -29,10 +29,12 @@ constexpr int STAGE_K = ITEM_K;  // k of a stage
 constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
 
 // The means of x in the granules of a token, of which a lane has eight elements each; for granule t two words of
-// operand B, in two numbers each: k 2t and 2t + 1 are the mean and what its rounding leaves, k 8 + 2t the mean again.
-// So an offset and what its rounding leaves make all products that count.
+// operand B, in two numbers each: k 2t and 2t + 1 are the mean and what its rounding leaves, times REST, k 8 + 2t the
+// mean again. So an offset and what its rounding leaves make all products that count. REST keeps what is left of small
+// means above what a half can hold; A has 1 / REST for it.
 //
 // Tokens of eight are 16 bytes apart, k from 8 on 128 bytes, the next eight tokens 256.
+constexpr float REST = 2048.0f;
 template <typename T, int ORDER>
 __device__ __forceinline__ void store_means(const unsigned (&word)[4][4], unsigned to, unsigned c) {
     float sum[4];
@@ -64,7 +66,7 @@ __device__ __forceinline__ void store_means(const unsigned (&word)[4][4], unsign
     mine *= 1.0f / GRANULE_K;
     const unsigned twice = Word<T>::pack(mine, mine);
     const float mean = Word<T>::get(twice, 0);
-    const unsigned first = Word<T>::pack(mean, mine - mean), second = Word<T>::pack(mean, 0.0f);
+    const unsigned first = Word<T>::pack(mean, (mine - mean) * REST), second = Word<T>::pack(mean, 0.0f);
     asm volatile("st.shared.b32 [%0], %1; st.shared.b32 [%0+128], %2;" ::"r"(to + t * 4), "r"(first), "r"(second)
                  : "memory");
 }
@@ -315,7 +317,7 @@ struct Offsets {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float all = added[i] * GRANULE_K;  // of means
-            own[i] = W::pack(s[i], s[i]), step[i] = W::pack(all, all);
+            own[i] = W::pack(s[i], s[i]), step[i] = W::pack(all, all * (1.0f / REST));
             step[2 + i] = W::pack(all - W::get(step[i], 0), 0.0f);
         }
     }

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(ARRANGE_THREADS) arrange_tokens(
 }
 
 // Tokens of 16 bits for `Floats`: fragments as of int8, of four neighbours the first and third, then the others. A
-// thread has four.
+// thread has four. What is behind the end of a token is zero: codes of 0 stand for -1 there.
 template <typename T>
 __global__ void __launch_bounds__(ARRANGE_THREADS) arrange_floats(
     const T* __restrict__ x,        // [tokens, depth]
@@ -65,12 +65,14 @@ __global__ void __launch_bounds__(ARRANGE_THREADS) arrange_floats(
     wait_for_previous();
     launch_dependents();
     const int m = blockIdx.y, k = (blockIdx.x * ARRANGE_THREADS + threadIdx.x) * 4;
-    if (k >= depth) return;
+    if (k >= (depth + STEP - 1) / STEP * STEP) return;
     const unsigned short* four = reinterpret_cast<const unsigned short*>(x) + static_cast<long long>(m) * depth + k;
+    const bool there = k < depth;
     const int at = k % STEP, field = at % 128 / 32, t = at / 128 * 2 + at % 32 / 16, word = at % 16 / 4;
     const long long fragment = static_cast<long long>(k / STEP * 2 * FIELDS + field * 2 + word / 2) * groups + m / 8;
     unsigned char* target = a + fragment * FRAGMENT_BYTES + (m % 8 * 4 + t) * CHUNK + word % 2 * 8;
-    *reinterpret_cast<uint2*>(target) = make_uint2(four[0] | four[2] << 16, four[1] | four[3] << 16);
+    *reinterpret_cast<uint2*>(target) =
+        there ? make_uint2(four[0] | four[2] << 16, four[1] | four[3] << 16) : make_uint2(0, 0);
 }
 
 // ---- products ----------------------------------------------------------------------------------------------------
