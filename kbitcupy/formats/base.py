@@ -19,6 +19,7 @@ from ..backend.xp import FLOAT_DTYPES
 from ..errors import FormatError
 from . import decoders
 from .decoders import Decoder as Decoder
+from .integer_codes import IntegerCodes as IntegerCodes
 from .naming import (
     MARKS,
     equal,
@@ -179,6 +180,12 @@ class Format(ABC):
 
     def integers(self, shape: tuple[int, ...], lead: int = 0) -> Integers | None:
         """How an array of `shape`, whose first `lead` lengths count members, is a matrix of plain int8; or None."""
+        return None
+
+    def integer_codes(self, shape: tuple[int, ...], lead: int = 0) -> IntegerCodes | None:
+        """How the last axis of an array of `shape`, whose first `lead` lengths count members, is rows of integer codes
+        with scales of groups; or None.
+        """
         return None
 
     def trits(self, shape: tuple[int, ...], lead: int = 0) -> Trits | None:

@@ -67,6 +67,7 @@ from .granularity import (
     slab_size,
     walk,
 )
+from .integer_codes import IntegerCodes, lies_whole, scale_of
 
 #: Elements whose codes lie together, and how many neighbours have the same field of their bytes.
 BLOCK, RUN = 128, 32
@@ -457,6 +458,12 @@ class Ternary(Granular):
         if self.granularity[0] == "channel" or self.block >= shape[1]:
             return Trits("codes", "scale", "row")
         return Trits("codes", "scale", "group", self.block)
+
+    def integer_codes(self, shape: tuple[int, ...], lead: int = 0) -> IntegerCodes | None:
+        if len(shape) <= lead or not lies_whole(shape, lead, BLOCK):
+            return None
+        found = scale_of(shape, self.granularity, lead)
+        return found and IntegerCodes(2, RUN, False, 1, "codes", "scale", "float32", found, True)
 
     def with_granularity(self, granularity: Granularity) -> Ternary:
         return _of_granularity(granularity, self.rule, self.rounding, self.eps)

@@ -90,10 +90,10 @@ def multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:
             products[chosen] = x[chosen] @ weight.T.astype(working, copy=False)
         else:  # which tokens these are is known on the device only
             xp.copyto(products, xp.matmul(x, weight.T.astype(working, copy=False)), where=chosen[..., None])
-    out[...] = products if weights is None else _combined(products, weights.astype(working, copy=False))
+    out[...] = products if weights is None else combined(products, weights.astype(working, copy=False))
 
 
-def _combined(products: Any, weights: Any) -> Any:
+def combined(products: Any, weights: Any) -> Any:
     """The weighted sum over the slots, in their order."""
     total = products[:, 0] * weights[:, :1] if products.shape[1] else products.sum(1)
     for slot in range(1, products.shape[1]):
@@ -184,6 +184,8 @@ class EachExpert(Route):
     name = "each_expert"
 
     def accepts(self, problem: Problem) -> str | None:
+        if problem.activations is not None:
+            return "it multiplies floats as they came"
         return None if problem.experts else "it is for experts"
 
     def cost(self, problem: Problem) -> float:

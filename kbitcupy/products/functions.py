@@ -8,7 +8,8 @@ taken; `explain` shows them all:
   written: ``kbit2`` to ``kbit5`` and the 4-bit tables, float16 and bfloat16, rows of whole blocks, compute capability
   8.0; by larger tiles on compute capability 9.0.
 - `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
-- `int8`: ``activations="int8"`` multiplies integers.
+- `int8`: ``activations="int8"`` multiplies integers: W8A8.
+- `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales.
 - `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more
   with trits that are decoded to int8; `ternary_floats` reads codes in place for floats.
 - `decoded`: everything else is decoded whole, and cuBLAS multiplies.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ from .generic import Generic
 from .hopper import Hopper
 from .host import Host, working_dtype
 from .int8 import Int8, Int8Host, integers_of, token_planes
+from .integer_experts import IntegerExperts, IntegerExpertsHost
+from .integers import Integers, IntegersHost, refused
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
 from .ternary import Ternary, TernaryHost, TernaryStream
@@ -53,15 +57,24 @@ LINEAR: tuple[Route, ...] = (
     Decoded(),
     Int8(),
     Int8Host(),
+    Integers(),
+    IntegersHost(),
     TernaryStream(),
     Ternary(),
     TernaryHost(),
 )
-GROUPED: tuple[Route, ...] = (GroupedSmallBatch(), GroupedHopper(), EachExpert())
+GROUPED: tuple[Route, ...] = (
+    GroupedSmallBatch(),
+    GroupedHopper(),
+    EachExpert(),
+    IntegerExperts(),
+    IntegerExpertsHost(),
+)
 #: How `linear` may quantize its activations, and what that is.
 ACTIVATIONS = {
     "int8": "one scale a token, its absmax over 127, as for W8A8",
     "bitnet": "the same with ternary weights and BitNet's arithmetic",
+    "q8_1": "one scale for 32 elements, as GGUF's products have it",
 }
 
 
@@ -78,12 +91,18 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | No
         Weight [N, K], on the device of `x`.
     bias : array_like, optional
         float [N]; added in fp32 (fp64 for float64 `x`) before the one rounding to x's dtype.
-    activations : {None, "int8", "bitnet"}, default None
-        None multiplies the floats that came. ``"int8"`` quantizes each token on the way, with the scale
-        ``absmax / 127``, and multiplies integers: W8A8, see `kbitcupy.affine.linear_w8a8`. It takes weights in a
-        symmetric ``int8`` with ``granularity=("channel", 0)``, or in ``ternary``; everything beside the integers is
-        float32. ``"bitnet"`` takes weights in ``ternary`` and quantizes as BitNet b1.58 does: `kbitcupy.bitnet.linear`,
-        where there are options. It differs where a token is tiny.
+    activations : {None, "int8", "q8_1", "bitnet"}, default None
+        None multiplies the floats that came. Others quantize them to int8 on the way and multiply integers: sums of
+        what shares scales are exact, everything beside them is float32.
+
+        - ``"int8"``: one scale for each token, ``absmax / 127``. Weights are of any format that is integer codes with
+          scales of rows, of groups along rows or of all: ``int8``, ``uint8``, ``int4`` and ``uint4`` with zero points,
+          offsets or neither, ``q8_0``, ``q4_0``, ``q4_k`` and ``ternary``. With ``int8`` whose rows have a scale each
+          this is W8A8, `kbitcupy.affine.linear_w8a8`.
+        - ``"q8_1"``: one scale for 32 neighbours, as GGUF's products quantize, for the same weights; where a few
+          channels are much larger than others the error is a fraction of that of ``"int8"``.
+        - ``"bitnet"``: what BitNet b1.58 does, for weights in ``ternary``: `kbitcupy.bitnet.linear`, where there are
+          options. It differs from ``"int8"`` where a token is tiny.
     out : array, optional
         C-contiguous array of the result's shape and dtype, which receives it; it must not overlap `x`.
 
@@ -118,6 +137,9 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | No
     True
     >>> w8 = kb.quantize(w.dequantize(), "int8", granularity=("channel", 0))
     >>> np.allclose(kb.linear(x, w8, activations="int8"), x @ w.dequantize().T, atol=0.5)
+    True
+    >>> w4 = kb.quantize(w.dequantize(), "q4_0")
+    >>> np.allclose(kb.linear(x, w4, activations="q8_1"), x @ w4.dequantize().T, atol=0.5)
     True
     """
     if _xp.is_tensor(x):
@@ -213,7 +235,9 @@ def matmul(a: Any, b: Any, *, out: Any = None) -> Any:
     return out
 
 
-def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out: Any = None) -> Any:
+def linear_grouped(
+    x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, activations: str | None = None, out: Any = None
+) -> Any:
     """Each token times the transposes of the weights that it chose: a mixture of experts.
 
     Parameters
@@ -226,6 +250,8 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
         [T, top_k]. An id outside 0 .. E - 1 chooses no expert: its product is zero.
     weights : array_like, optional
         float [T, top_k]: combine the slots of a token, in their order, in fp32.
+    activations : {None, "int8", "q8_1"}, default None
+        Quantize x on the way and multiply integers, as `linear` does, by weights that are compressed.
     out : array, optional
         C-contiguous array of the result's shape and dtype, which receives it; it must not overlap the arguments.
 
@@ -239,6 +265,8 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
     ------
     TypeError
         When an argument is of the wrong type or dtype.
+    FormatError
+        When `activations` is no such word, or the weights cannot be multiplied by such activations.
     ValueError
         When a shape does not fit the others.
     DeviceError
@@ -256,8 +284,9 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
     (3, 48)
     """
     if _xp.is_tensor(x):
-        return _xp.in_torch(linear_grouped, "x", x, qs, expert_ids, weights, out=out)
+        return _xp.in_torch(linear_grouped, "x", x, qs, expert_ids, weights, activations=activations, out=out)
     x = _as_float(x, "x")
+    _check_activations(activations, _GROUPED_ACTIVATIONS)
     if isinstance(qs, QuantizedArray):
         _check_weight(qs, 3, "qs", "[E, N, K]")
         if not qs.format.rows_are_blocks(qs.shape):
@@ -269,6 +298,10 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
         qs = _as_float(qs, "qs")
         if qs.ndim != 3:
             raise ValueError(f"qs has shape {qs.shape}; it must be [E, N, K]")
+        if activations is not None:
+            raise FormatError(
+                "activations go with weights that are compressed, and qs is a plain array: leave them away"
+            )
     ids = _xp.as_array(expert_ids, "expert_ids")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"expert_ids is {ids.dtype}; it must be an integer array")
@@ -300,7 +333,7 @@ def linear_grouped(x: Any, qs: Any, expert_ids: Any, weights: Any = None, *, out
         if not ids.size:  # no slot to add up
             out.fill(0)
         else:
-            _multiply_grouped(x, qs, ids, weights, out)
+            _multiply_grouped(x, qs, ids, weights, out, activations)
     return out
 
 
@@ -338,8 +371,7 @@ def explain(x: Any, q: Any, bias: Any = None, *, activations: str | None = None,
     if _xp.is_tensor(x):
         x = _xp.as_array(x, "x")
     if expert_ids is not None:
-        if activations is not None:
-            raise FormatError("activations go with one weight; leave them away where expert_ids are given")
+        _check_activations(activations, _GROUPED_ACTIVATIONS)
         if bias is not None:
             raise FormatError("a bias goes with one weight; leave it away where expert_ids are given")
         x = _as_float(x, "x")
@@ -389,7 +421,7 @@ def precompile(
         How many tokens calls will have.
     dtype : dtype_like, default "float16"
         Of the tokens.
-    activations : {None, "int8", "bitnet"}, default None
+    activations : {None, "int8", "q8_1", "bitnet"}, default None
         As for `linear`.
 
     Returns
@@ -453,8 +485,9 @@ def plan(
     route, refusal, _ = choices(problem, GROUPED if experts else LINEAR)[0]
     if refusal is None:
         return route.prepare(problem)
-    routes = {"bitnet": (Ternary, TernaryHost)}.get(activations or "", (Int8, Int8Host))
-    own = routes[0 if ordinal >= 0 else 1]().accepts(problem)
+    if activations != "bitnet":
+        raise refused(activations or "", problem)
+    own = (Ternary if ordinal >= 0 else TernaryHost)().accepts(problem)
     raise FormatError(f"q cannot be multiplied by activations in {activations}: {own}")
 
 
@@ -482,7 +515,7 @@ def multiply_decoded(x: Any, q: QuantizedArray, out: Any) -> None:
     (host if isinstance(x, np.ndarray) else decoded).multiply(x, q, None, out)
 
 
-def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:
+def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any, activations: str | None) -> None:
     """Fill `out`, which is not empty; its device is the current one."""
     if not isinstance(qs, QuantizedArray):
         multiply_each(x, qs, ids, weights, out)
@@ -495,18 +528,26 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None
     lies = qs._launches.get(Stored) or stored(qs)
     # Where there are more products than experts, all of these may be chosen.
     products = ids.size if ids.size < experts else 1 << (ids.size - 1).bit_length()
-    product = plan(qs.format, (rows, depth), x.dtype, products, ordinal, aligned, lies, None, experts)
+    product = plan(qs.format, (rows, depth), x.dtype, products, ordinal, aligned, lies, activations, experts)
     product(x, qs, ids, weights, out)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
 
 
+# What `linear_grouped` takes.
+_GROUPED_ACTIVATIONS = ("int8", "q8_1")
+
+
+def _check_activations(activations: Any, allowed: Iterable[str] = tuple(ACTIVATIONS)) -> None:
+    if activations is not None and (not isinstance(activations, str) or activations not in allowed):
+        offered = ", ".join(f"{name!r} ({ACTIVATIONS[name]})" for name in allowed)
+        raise FormatError(f"activations is {activations!r}; allowed are None, which multiplies floats, and {offered}")
+
+
 def _operand(x: Any, activations: str | None) -> tuple[Any, str | None]:
     """x as an array or in int8, and how it is quantized."""
-    if activations is not None and (not isinstance(activations, str) or activations not in ACTIVATIONS):
-        offered = ", ".join(f"{name!r} ({what})" for name, what in ACTIVATIONS.items())
-        raise FormatError(f"activations is {activations!r}; allowed are None, which multiplies floats, and {offered}")
+    _check_activations(activations)
     if not isinstance(x, QuantizedArray):
         return _as_float(x, "x"), activations
     if activations is None and integers_of(x) is None:
@@ -514,6 +555,8 @@ def _operand(x: Any, activations: str | None) -> tuple[Any, str | None]:
             "x is QuantizedArray; it must be a plain array, or in int8 with a scale for each token: call .dequantize()"
         )
     token_planes(x)
+    if activations == "q8_1":
+        raise FormatError(f"activations='q8_1' quantizes floats, and x is {x!r} already: leave activations away")
     return x, "int8"
 
 

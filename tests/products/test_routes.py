@@ -256,7 +256,7 @@ def test_explanation_tells_from_how_many_tokens_on():
         (lambda x, q: kb.explain(x, q, activations="int4"), FormatError, "activations is 'int4'"),
         (lambda x, q: kb.explain(x, q, expert_ids=[[0]]), FormatError, r"it must be \[E, N, K\]"),
         (lambda x, q: kb.explain(x, q, x[0], expert_ids=[[0]]), FormatError, "a bias goes with one weight"),
-        (lambda x, q: kb.explain(x, q, activations="int8", expert_ids=[[0]]), FormatError, "activations go with one"),
+        (lambda x, q: kb.explain(x, q, activations="bitnet", expert_ids=[[0]]), FormatError, "activations is 'bitnet'"),
     ],
 )
 def test_explain_refuses_what_the_product_refuses(call, error, message):
@@ -305,9 +305,14 @@ def test_int8_activations_of_a_stack_and_of_nothing(xp):
         (lambda x, q: kb.linear(x, q, activations="int4"), FormatError, "activations is 'int4'; allowed are None"),
         (lambda x, q: kb.linear(x, q, activations="bitnet"), FormatError, "it must be .* in ternary"),
         (lambda x, q: kb.linear(x, q, activations=8), FormatError, "activations is 8; .*'int8'"),
-        (lambda x, q: kb.linear(x, weight(16, 64), activations="int8"), FormatError, "'kbit4'.*symmetric int8"),
-        (lambda x, q: kb.linear(x[:0], weight(16, 64), activations="int8"), FormatError, "'kbit4'.*symmetric int8"),
-        (lambda x, q: kb.linear(x, weight(16, 64, format="int8"), activations="int8"), FormatError, "for each row"),
+        (lambda x, q: kb.linear(x, weight(16, 64), activations="int8"), FormatError, "'kbit4'.*in int8, uint8"),
+        (lambda x, q: kb.linear(x[:0], weight(16, 64), activations="int8"), FormatError, "'kbit4'.*in int8, uint8"),
+        (
+            lambda x, q: kb.linear(x, weight(16, 64, format="int8:granularity=channel:1"), activations="int8"),
+            FormatError,
+            "groups of a row or all",
+        ),
+        (lambda x, q: kb.linear(kb.quantize(x, "int8"), q, activations="q8_1"), FormatError, "leave activations away"),
         (lambda x, q: kb.linear(x, weight(4, 131072, format=INT8), activations="int8"), ValueError, "needs"),
         (lambda x, q: kb.linear(x[:, :5], q, activations="int8"), ValueError, r"needs \[..., 64\]"),
         (
@@ -316,7 +321,7 @@ def test_int8_activations_of_a_stack_and_of_nothing(xp):
             "x is QuantizedArray; it must be a plain array",
         ),
         (lambda x, q: kb.linear(kb.quantize(x, "kbit4"), q, activations="int8"), FormatError, "symmetric int8"),
-        (lambda x, q: kb.linear(kb.quantize(x, "int8"), weight(16, 64)), FormatError, "'kbit4'.*symmetric int8"),
+        (lambda x, q: kb.linear(kb.quantize(x, "int8"), weight(16, 64)), FormatError, "'kbit4'.*in int8, uint8"),
         (lambda x, q: kb.linear(x, q, numbers(5), activations="int8"), ValueError, r"bias has shape \(5,\)"),
         (lambda x, q: kb.linear(x, q, activations="int8", out=np.empty((3, 16), "f4")), TypeError, "out is float32"),
     ],

@@ -14,6 +14,7 @@ from ..base import Fragments, Integers, Magnitude, Plane, register
 from ..decoders import Decoder
 from ..granular import Granular
 from ..granularity import Blocks, Granularity, blocks_of, granularity_of, stack_blocks, walk
+from ..integer_codes import NOTHING, OFFSETS, ZERO_POINTS, IntegerCodes, lies_whole, scale_of
 from . import cuda
 from .arithmetic import (
     check_offset,
@@ -242,6 +243,20 @@ class Affine(Granular):
             return Integers("codes", "scale", "row")
         one = not lead and blocks_of(shape, self.granularity).count == 1
         return Integers("codes", "scale", "tensor") if one else None
+
+    def integer_codes(self, shape: tuple[int, ...], lead: int = 0) -> IntegerCodes | None:
+        if len(shape) <= lead or not lies_whole(shape, lead, self.pitch):
+            return None
+        found = scale_of(shape, self.granularity, lead)
+        if found is None:
+            return None
+        added, beside = {"none": (NOTHING, None), "int": (ZERO_POINTS, "zero_point"), "float": (OFFSETS, "offset")}[
+            self.zero
+        ]
+        dtype = self.zero_dtype if self.zero == "int" else self.scale_dtype
+        about = "codes", "scale", self.scale_dtype, found, self.zero != "float", added, beside, dtype
+        signed = self.levels.qmin < 0
+        return IntegerCodes(self.bits, 1, signed, 0 if signed or self.zero == "float" else 1 << self.bits - 1, *about)
 
     def magnitude(self) -> Magnitude:
         # Of a code less its zero point.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..blocks import BlockFormat, Quantizer
+from ..integer_codes import INNER, IntegerCodes, of_blocks
 from ..planes import Fragments
 from .fragments import FRAGMENTS
 
@@ -45,6 +46,23 @@ class Gguf(BlockFormat):
 
     def fragments(self, ndim: int = 2) -> Fragments | None:
         return FRAGMENTS.get(self.name)
+
+    def integer_codes(self, shape: tuple[int, ...], lead: int = 0) -> IntegerCodes | None:
+        if self.name not in _INTEGERS or len(shape) <= lead:
+            return None
+        (bits, width, signed, zero), *beside = _INTEGERS[self.name]
+        blocks = of_blocks(_SUB, shape[-1])
+        return IntegerCodes(bits, width, signed, zero, "qs", "d", "float16", blocks, False, *beside)
+
+
+# Elements that share a scale, or an inner one.
+_SUB = 32
+# Of formats that are integers with scales: bits, width, signed and zero; and what stands beside scales.
+_INTEGERS: dict[str, tuple[Any, ...]] = {
+    "q8_0": ((8, 1, True, 0),),
+    "q4_0": ((4, 16, False, 8),),
+    "q4_k": ((4, 32, False, 0), INNER, "scales", "uint8"),
+}
 
 
 _types: dict[int, type[Gguf]] = {}

@@ -73,6 +73,7 @@ import numpy as np
 
 from ..base import register
 from ..blocks import Field, Importance
+from ..integer_codes import inner_scales
 from . import Gguf, search
 from .arithmetic import finite, half_bytes, halves, pack_fields, scaled, signed_max, unpack_fields
 from .search import Steps
@@ -436,9 +437,7 @@ def _pack_scales(sc: np.ndarray, mn: np.ndarray) -> np.ndarray:
 
 def _unpack_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """sc and mn as float32[blocks, 8]."""
-    low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    sc = np.concatenate([low & 63, rest & 15 | low >> 6 << 4], axis=1)
-    mn = np.concatenate([high & 63, rest >> 4 | high >> 6 << 4], axis=1)
+    sc, mn = inner_scales(packed)
     return sc.astype(np.float32), mn.astype(np.float32)
 
 

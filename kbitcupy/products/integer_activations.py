@@ -1,0 +1,152 @@
+"""Activations as products of integers take them: int8 codes, and scales of tokens or of 32 neighbours.
+
+``"int8"`` is W8A8's rule (`kbitcupy.products.int8`): one scale a token, ``fl(a / 127)`` of its absmax a (1 where that
+is 0), codes ``rint(fl(x / scale))``. ``"q8_1"`` is GGUF's, of 32 neighbours each, the last of a token fewer:
+
+    e = fl(a / 127),  q = round(fl(x * fl(1 / e))), halves away from zero, clamped to -127 .. 127
+
+in float32, subnormal numbers kept; where e is 0, so are the codes. NaN counts as 0 and an infinity as the largest
+float32; float64 is rounded first. Scales stay float32, and what sums there are, are those of codes: a half for either
+of them, as in GGUF's own blocks, would overflow for activations over 2047 and 65504, and the sum of the numbers instead
+of the codes makes errors larger where weights have minima.
+
+Source: ggml, ``quantize_row_q8_1_ref``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..backend import xp as _xp
+from ..backend.compile import CXX_TYPES, Template
+from ..backend.launch import Kernel
+from ..backend.structs import Constants
+from ..formats.base import register_templates
+from ..ops import source
+from .activations import FLOATS, LARGEST, single_or_less
+from .int8 import quantize_tokens
+
+#: Elements that share a scale in "q8_1".
+Q8_BLOCK = 32
+#: The presets, and where codes lie, as kernels/linear/integer_activations.cuh has them.
+NUMBERS = Constants(
+    Q8_BLOCK=Q8_BLOCK,
+    TOKEN_THREADS=1024,
+    FRAGMENT_K=64,
+    TAKEN=0,
+    INT8_TOKENS=1,
+    Q8_1_TOKENS=2,
+    ROWS=0,
+    ROWS_SPLIT=1,
+    IN_TURN=2,
+    NIBBLES=3,
+    HALVES=4,
+    OWN_BYTES=5,
+    OWN_NIBBLES=6,
+)
+#: Columns of codes come in multiples of this.
+PITCH = 128
+_PRESETS = {"int8": NUMBERS.INT8_TOKENS, "q8_1": NUMBERS.Q8_1_TOKENS}
+_FILE, _NAME = "linear/integer_activations.cu", "quantize_integers"
+_TYPES, _BOOLS = (*(CXX_TYPES[name] for name in FLOATS), "signed char"), ("false", "true")
+_TEMPLATE = Template(_FILE, _NAME, (_TYPES, _BOOLS), structs=(NUMBERS,))
+register_templates(_TEMPLATE)
+_SIGNATURE = (*("p",) * 4, *("i4",) * 6)
+# Threads of a part of a token; tokens of which one after the other is quantized.
+_PART_THREADS, _HALF = 128, np.float32(0.5)
+
+
+class Tokens(NamedTuple):
+    """Tokens on NumPy.
+
+    Parameters
+    ----------
+    codes : numpy.ndarray
+        int8 [tokens, K].
+    scales : numpy.ndarray
+        float32 [tokens, 1], or [tokens, ceil(K / 32)] for "q8_1".
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+
+
+def quantize_host(x: np.ndarray, preset: str) -> Tokens:
+    """A matrix of floats."""
+    x = source(x, FLOATS)
+    if preset == "int8":
+        codes, scales = quantize_tokens(x, None, None)
+        return Tokens(codes, scales.reshape(-1, 1))
+    tokens, depth = x.shape
+    blocks = -(-depth // Q8_BLOCK)
+    with np.errstate(all="ignore"):
+        numbers = np.nan_to_num(x.astype(np.float32), posinf=float(LARGEST), neginf=-float(LARGEST))
+        numbers = np.pad(numbers, ((0, 0), (0, blocks * Q8_BLOCK - depth))).reshape(tokens, blocks, Q8_BLOCK)
+        scales = np.abs(numbers).max(axis=2, initial=0) / np.float32(127)
+        numbers *= np.where(scales == 0, np.float32(0), np.float32(1) / scales)[..., None]
+        np.clip(numbers, -127, 127, out=numbers)
+        whole = np.trunc(numbers)
+        whole += np.copysign(np.abs(numbers - whole) >= _HALF, numbers)
+    return Tokens(np.nan_to_num(whole).astype(np.int8).reshape(tokens, -1)[:, :depth], scales)
+
+
+def pitch_of(depth: int) -> int:
+    """Bytes of a row of codes."""
+    return max(-(-depth // PITCH) * PITCH, PITCH)
+
+
+def padded_of(tokens: int) -> int:
+    """Tokens for which scales and sums have room: a multiple of 8."""
+    return -(-tokens // 8) * 8
+
+
+@functools.cache
+def _kernel(cxx: str, vector: bool, threads: int) -> Kernel:
+    return Kernel(_TEMPLATE, (cxx, _BOOLS[vector]), threads, signature=_SIGNATURE, early=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(depth: int, parts: bool) -> tuple[int, int]:
+    """Threads of a block, and blocks of a token."""
+    octets = pitch_of(depth) // 8
+    if parts:
+        return _PART_THREADS, -(-octets // _PART_THREADS)
+    return min(max(1 << (octets - 1).bit_length(), 32), NUMBERS.TOKEN_THREADS), 1
+
+
+def quantize_into(
+    x: Any, tokens: int, preset: str | None, codes: int, scales: int, sums: int, layout: int, group: int
+) -> None:
+    """Quantize tokens on the current device, in one launch.
+
+    Parameters
+    ----------
+    x : cupy.ndarray
+        [..., K] in a dtype of `FLOATS`, or int8 that is only brought into the order of `layout`; contiguous, `tokens`
+        rows, one or more, of which none is empty.
+    preset : {"int8", "q8_1", None}
+        The rule; None for int8.
+    codes, scales, sums : int
+        Addresses of what is written. Codes: ``tokens * pitch_of(K)`` bytes, of fragments ``padded_of(tokens) *
+        pitch_of(K)``, zeros from K on. Scales: float32 ``[padded]``, of which `tokens` are written, or for "q8_1"
+        ``[ceil(K / 32), padded]``. Sums of codes: int32 ``[ceil(K / group), padded]``; 0 where none are wanted.
+    layout : int
+        One of `NUMBERS`.
+    group : int
+        32, 64 or 128, elements of a sum; 0 for all of a token.
+    """
+    depth = x.shape[-1]
+    vector = not (depth % 8 or x.data.ptr % 16)
+    threads, parts = _cut(depth, preset != "int8" and (group != 0 or not sums))
+    cxx = "signed char" if preset is None else CXX_TYPES[x.dtype.name]
+    number = NUMBERS.TAKEN if preset is None else _PRESETS[preset]
+    lengths = depth, pitch_of(depth), padded_of(tokens), number, layout, group
+    _kernel(cxx, vector, threads).launch(x, (tokens, parts), (x, codes, scales, sums, *lengths))
+
+
+def floats_of(x: Any) -> Any:
+    """x on a GPU as `quantize_into` takes it."""
+    return _xp.contiguous(single_or_less(x))

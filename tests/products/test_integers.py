@@ -1,0 +1,438 @@
+"""Products of integer codes: the definition, its edges, CUDA against NumPy. Compute-sanitizer runs `TestSmall`."""
+
+import functools
+
+import numpy as np
+import pytest
+from inputs import BFLOAT16, DTYPES, make, same_values
+from test_w8a8 import quantized_tokens
+
+import kbitcupy as kb
+from kbitcupy.errors import FormatError
+from kbitcupy.products import integer_activations as tokens_of
+from kbitcupy.products.integers import Integers
+
+SINGLE = np.dtype("float32")
+PRESETS = ("int8", "q8_1")
+FORMATS = [
+    *(
+        f"{name}:{granularity},zero={zero}"
+        for name in ("int8", "uint8", "int4", "uint4")
+        for granularity, zero in (
+            ("granularity=channel:0", "none"),
+            ("granularity=channel:0", "int"),
+            ("block=32", "none"),
+            ("block=64", "int"),
+            ("block=128", "int"),
+            ("block=128", "float"),
+        )
+    ),
+    "int8:granularity=tensor",
+    "uint4:block=40,zero=int",
+    "int4:block=256,scale_dtype=float16",
+    "uint4:block=128,zero=int,zero_dtype=uint8,scale_dtype=bfloat16",
+    "q8_0",
+    "q4_0",
+    "q4_k",
+    "ternary",
+    "ternary:granularity=channel:0",
+    "ternary:block=64",
+]
+
+
+def random_weight(text, rows, depth, seed=1):
+    """Every code, scales of many magnitudes, and zero points beyond the range now and then."""
+    format = kb.get_format(text)
+    rng = np.random.default_rng([seed, rows, depth])
+    planes = {}
+    for name, plane in format.planes((rows, depth)).items():
+        dtype = kb.backend.xp.named_dtype(plane.dtype)
+        if name in ("codes", "qs", "scales"):
+            planes[name] = rng.integers(0, 256, plane.shape).astype(np.uint8).view(dtype)
+            if text.startswith("ternary"):
+                planes[name] -= (planes[name] & 0xAA & planes[name] << 1 & 0xAA) >> 1  # no code is 3
+        elif name == "zero_point":
+            low, high = format.levels.qmin, format.levels.qmax
+            beyond = 3 * (dtype == np.int32)
+            planes[name] = rng.integers(low - beyond, high + 1 + beyond, plane.shape).astype(dtype)
+        else:
+            scale = rng.standard_normal(plane.shape) if name in ("offset", "d") else rng.random(plane.shape) + 0.01
+            planes[name] = (scale * np.exp2(rng.integers(-9, 0, plane.shape))).astype(np.float32).astype(dtype)
+    return kb.QuantizedArray(format, planes, (rows, depth), "float32")
+
+
+def depth_of(text, depth):
+    """A length of rows that the format takes."""
+    return -(-depth // 256) * 256 if text == "q4_k" else -(-depth // 32) * 32 if text[:2] in ("q8", "q4") else depth
+
+
+def with_planes(q, **planes):
+    """The same with other planes."""
+    made = {**q.planes, **{name: np.full_like(q.planes[name], value) for name, value in planes.items()}}
+    return kb.QuantizedArray(q.format, made, q.shape, q.dtype)
+
+
+def parts(q):
+    """Codes less zero points, int64, A and B, [rows, K]: of what the same array decodes to with other scales."""
+    planes = q.planes
+    depth = q.shape[1]
+    if q.format.name == "q4_k":
+        inner = np.tile(np.array([1] * 4 + [0] * 4 + [1] * 4, np.uint8), planes["scales"].size // 12)
+        ones = np.tile(np.array([1, 0], np.float16), planes["d"].size // 2)
+        ones = kb.QuantizedArray(q.format, {**planes, "d": ones, "scales": inner}, q.shape, q.dtype)
+        zeros = with_planes(q, qs=0)
+        b = zeros.dequantize(dtype="float32")
+        d = planes["d"].reshape(-1, 2).astype(np.float32)
+        no_offsets = kb.QuantizedArray(
+            q.format, {**zeros.planes, "qs": np.full_like(planes["qs"], 0x11)}, q.shape, q.dtype
+        )
+        without = np.stack([d[:, 0], np.zeros_like(d[:, 0])], 1).astype(np.float16).reshape(-1)
+        no_offsets = kb.QuantizedArray(q.format, {**no_offsets.planes, "d": without}, q.shape, q.dtype)
+        return ones.dequantize(dtype="float32").astype(np.int64), no_offsets.dequantize(dtype="float32"), b
+    scale = "d" if "d" in planes else "scale"
+    one = {scale: 1, **({"offset": 0} if "offset" in planes else {})}
+    codes = with_planes(q, **one).dequantize(dtype="float32").astype(np.int64)
+    block = 32 if scale == "d" else q.format.block if q.format.granularity[0] == "group" else depth
+    factors = planes[scale].astype(np.float32)
+    if scale == "scale" and "offset" not in planes:
+        factors = np.where((factors > 0) & (factors < np.inf), factors, np.float32(0))
+
+    def spread(numbers):
+        return np.repeat(np.resize(numbers, (q.shape[0], -(-depth // block))), block, axis=1)[:, :depth]
+
+    if q.format.granularity == "tensor" if scale == "scale" else False:
+        factors = np.broadcast_to(factors, q.shape[0])
+    offsets = spread(planes["offset"].astype(np.float32)) if "offset" in planes else np.zeros(q.shape, np.float32)
+    return codes, spread(factors), offsets
+
+
+def quantized(x, preset):
+    """Codes, int64, and the scale of each element, one block of a token after the other."""
+    if preset == "int8":
+        codes, scales = quantized_tokens(x)
+        return codes, np.broadcast_to(scales[:, None], x.shape)
+    codes, scales = np.zeros(x.shape, np.int64), np.zeros(x.shape, np.float32)
+    largest = float(np.finfo(np.float32).max)
+    with np.errstate(all="ignore"):
+        for m in range(len(x)):
+            for k in range(0, x.shape[1], 32):
+                numbers = [0 if v != v else min(max(float(v), -largest), largest) for v in x[m, k : k + 32]]
+                numbers = np.array(numbers).astype(np.float32)
+                scale = np.abs(numbers).max() / np.float32(127)
+                steps = numbers * (np.float32(1) / scale if scale else np.float32(0))
+                away = [np.floor(abs(np.float64(v)) + 0.5) * np.sign(v) for v in steps]
+                codes[m, k : k + 32] = np.clip(np.nan_to_num(away, posinf=127, neginf=-127), -127, 127)
+                scales[m, k : k + 32] = scale
+    return codes, scales
+
+
+def defined(x, q, preset, bias=None):
+    """The product by its definition, and the sum of the terms' magnitudes."""
+    a, e = quantized(x, preset)
+    c, scale, offset = parts(q)
+    depth = q.shape[1]
+    marks = [0]
+    for k in range(1, depth):
+        group = (
+            q.format.block if q.format.name[:2] not in ("q8", "q4") and q.format.granularity[0] == "group" else depth
+        )
+        group = 32 if q.format.name[:2] in ("q8", "q4") else group
+        if k % group == 0 or (preset == "q8_1" and k % 32 == 0):
+            marks.append(k)
+    marks.append(depth)
+    y, size = None, np.zeros((len(x), q.shape[0]))
+    added = "offset" in q.planes or q.format.name == "q4_k"
+    with np.errstate(all="ignore"):
+        for first, last in zip(marks[:-1], marks[1:], strict=True):
+            here = slice(first, last)
+            term = (a[:, here] @ c[:, here].T).astype(np.float32) * e[:, first][:, None] * scale[:, first]
+            size += np.abs(term.astype(np.float64))
+            if added:
+                more = a[:, here].sum(1).astype(np.float32)[:, None] * e[:, first][:, None] * offset[:, first]
+                size += np.abs(more.astype(np.float64))
+                term = term + more
+            y = term if y is None else y + term
+        if bias is not None:
+            y = y + bias.astype(np.float32)
+        return y, size
+
+
+def activations(kind, tokens, depth, dtype, seed=3):
+    return make(kind, tokens * depth, np.dtype(dtype), seed).reshape(tokens, depth)
+
+
+# ---- the definition --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("text", FORMATS)
+def test_the_definition(text, preset):
+    for tokens, rows, depth in ((1, 5, 256), (3, 7, 96), (8, 1, 512), (16, 3, depth_of(text, 72))):
+        q = random_weight(text, rows, depth_of(text, depth))
+        x = activations("special" if tokens == 3 else "normal", tokens, q.shape[1], "float32")
+        bias = make("normal", rows, SINGLE, 7) if tokens == 8 else None
+        wanted, _ = defined(x, q, preset, bias)
+        assert same_values(kb.linear(x, q, bias, activations=preset), wanted)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("text", FORMATS)
+def test_float64(text, preset):
+    """Of decoded weights and decoded activations, which no part of the product has seen."""
+    q = random_weight(text, 33, depth_of(text, 320))
+    x = activations("normal", 4, q.shape[1], "float32")
+    codes, scales = quantized(x, preset)
+    a, w = codes * scales.astype(np.float64), q.dequantize(dtype="float32").astype(np.float64)
+    off = np.abs(kb.linear(x, q, activations=preset) - a @ w.T)
+    assert (off <= 2.0**-20 * (np.abs(a) @ np.abs(w).T)).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype("float64")], ids=str)
+def test_dtypes_and_out(dtype):
+    q = random_weight("uint4:block=64,zero=int", 9, 192)
+    x = activations("normal", 6, 192, "float32").astype(dtype).reshape(2, 3, 192)
+    bias = make("normal", 9, SINGLE, 5)
+    for preset in PRESETS:
+        wanted = defined(x.reshape(6, 192).astype(np.float32), q, preset, bias)[0].astype(dtype).reshape(2, 3, 9)
+        out = np.full(wanted.shape, 7, dtype)
+        assert kb.linear(x, q, bias, activations=preset, out=out) is out and same_values(out, wanted)
+        assert same_values(kb.linear(x.swapaxes(0, 1), q, bias, activations=preset), wanted.swapaxes(0, 1))
+        assert kb.linear(x[:0], q, activations=preset).shape == (0, 3, 9)
+
+
+def test_activations_that_are_int8_already():
+    rng = np.random.default_rng(5)
+    codes = rng.integers(-128, 128, (3, 96)).astype(np.int8)
+    for granularity, count in (("token", 3), ("tensor", 1)):
+        scale = rng.random(count).astype(np.float32)
+        planes = {"codes": codes.reshape(-1), "scale": scale}
+        x = kb.QuantizedArray(kb.get_format("int8", granularity=granularity), planes, (3, 96), "float16")
+        for text in ("int4:block=32", "uint4:block=128,zero=int", "q4_0", "q8_0", "uint8:block=64,zero=float"):
+            q = random_weight(text, 5, 96)
+            c, a, b = parts(q)
+            w = a.astype(np.float64) * c + b
+            y = kb.linear(x, q).astype(np.float64)
+            decoded = codes * np.broadcast_to(scale[:, None], (3, 1)).astype(np.float64)
+            assert (np.abs(y - decoded @ w.T) <= 2.0**-10 * (np.abs(decoded) @ np.abs(w).T)).all()
+            assert y.dtype == np.float64 and kb.linear(x, q).dtype == np.float16
+
+
+def test_outliers():
+    """What one scale for 32 elements is for: a few channels much larger than others."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((16, 512)).astype(np.float32)
+    x[:, ::100] *= 60
+    w = rng.standard_normal((64, 512)).astype(np.float32)
+    q = kb.quantize(w, "int8", granularity="channel:0")
+    wanted = x @ q.dequantize().T
+    error = {preset: kb.metrics.sqnr_db(wanted, kb.linear(x, q, activations=preset)) for preset in PRESETS}
+    assert error["q8_1"] > error["int8"] + 3
+
+
+def test_large_activations_do_not_overflow():
+    """Beyond 2047 and 65504, where halves of scales and sums would be infinite."""
+    q = random_weight("q4_k", 8, 512)
+    x = np.full((2, 512), 3.0e5, np.float32)
+    a, w = x.astype(np.float64), q.dequantize(dtype="float32").astype(np.float64)
+    y = kb.linear(x, q, activations="q8_1")
+    assert (np.abs(y - a @ w.T) <= 2.0**-18 * (np.abs(a) @ np.abs(w).T)).all()
+
+
+def test_sums_stay_in_int32():
+    message = "may leave int32; up to 65793 are exact"
+    q = kb.quantize(np.zeros((1, 65794), np.float32), "uint8:granularity=channel:0,zero=int")
+    with pytest.raises(FormatError, match=message):
+        kb.linear(np.zeros((1, 65794), np.float32), q, activations="int8")
+    assert kb.linear(np.zeros((1, 65794), np.float32), q, activations="q8_1")[0, 0] == 0
+    codes = np.full(65793, 255, np.uint8)
+    planes = {"codes": codes, "scale": np.ones(1, np.float32), "zero_point": np.zeros(1, np.int32)}
+    q = kb.QuantizedArray(q.format, planes, (1, 65793), "float32")
+    x = np.ones((1, 65793), np.float32)
+    assert kb.linear(x, q, activations="int8")[0, 0] == np.float32(65793 * 255 * 127) * np.float32(1 / 127)
+
+
+def test_formats_without_integer_codes():
+    for text in ("kbit4", "nf4", "q6_k", "int8:granularity=channel:1"):
+        q = kb.quantize(np.ones((32, 256), np.float32), text)
+        for preset in PRESETS:
+            with pytest.raises(
+                FormatError, match=f"activations in {preset}: the weight is .*it must be .N, K. in int8"
+            ):
+                kb.linear(np.ones((1, 256), np.float32), q, activations=preset)
+
+
+@pytest.mark.parametrize(
+    "text", ["int4:block=32", "uint4:block=128,zero=int", "q4_k", "ternary:block=64", "uint8:block=40"]
+)
+def test_experts(text):
+    rng = np.random.default_rng(2)
+    depth = 256
+    members = [random_weight(text, 6, depth, seed) for seed in range(4)]
+    ids = np.array([[0, 3], [2, 9], [3, -1], [1, 1], [0, 2]])
+    weights = rng.random((5, 2)).astype(np.float32)
+    for x in (
+        activations("normal", 5, depth, "float32"),
+        activations("normal", 10, depth, BFLOAT16).reshape(5, 2, depth),
+    ):
+        for preset in PRESETS:
+            wanted = np.zeros((5, 2, 6), np.float32)
+            for t, j in np.ndindex(5, 2):
+                if 0 <= ids[t, j] < 4:
+                    token = (x[t] if x.ndim == 2 else x[t, j])[None].astype(np.float32)
+                    wanted[t, j] = kb.linear(token, members[ids[t, j]], activations=preset)[0]
+            qs = kb.stack(members)
+            y = kb.linear_grouped(x, qs, ids, activations=preset)
+            assert same_values(y, wanted.astype(x.dtype))
+            total = wanted[:, 0] * weights[:, :1] + wanted[:, 1] * weights[:, 1:]
+            y = kb.linear_grouped(x, qs, ids, weights, activations=preset)
+            assert same_values(y, total.astype(x.dtype))
+            assert kb.explain(x, qs, activations=preset, expert_ids=ids).route == "integer_experts_numpy"
+
+
+def test_experts_refuse():
+    x, ids = np.ones((2, 64), np.float32), np.zeros((2, 1), np.int64)
+    qs = kb.quantize(np.ones((2, 5, 64), np.float32), "kbit4")
+    with pytest.raises(FormatError, match="qs cannot be multiplied by activations in int8"):
+        kb.linear_grouped(x, qs, ids, activations="int8")
+    with pytest.raises(FormatError, match="allowed are None.*'int8'.*'q8_1'"):
+        kb.linear_grouped(x, qs, ids, activations="bitnet")
+    with pytest.raises(FormatError, match="qs is a plain array"):
+        kb.linear_grouped(x, np.ones((2, 5, 64), np.float32), ids, activations="int8")
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+def on_device(cupy, q):
+    return kb.QuantizedArray(q.format, {name: cupy.asarray(p) for name, p in q.planes.items()}, q.shape, q.dtype)
+
+
+def check(cupy, x, q, preset, bias=None, exact=True):
+    """By whatever route, within what the contract allows; by the plain one, and in one unit, to the bit."""
+    wanted = kb.linear(x, q, bias, activations=preset)
+    args = cupy.asarray(x), on_device(cupy, q), None if bias is None else cupy.asarray(bias)
+    y = cupy.full(wanted.shape, np.nan, x.dtype)
+    assert kb.linear(*args, activations=preset, out=y) is y
+    if not same_values(y.get(), wanted):
+        exactly, size = defined(x.astype(np.float32), q, preset, bias)
+        allowed = 2.0**-20 * size + np.abs(exactly) * float(kb.backend.xp.named_dtype(x.dtype.name).itemsize == 2) / 128
+        assert (np.abs(y.get().astype(np.float64) - exactly) <= allowed).all()
+    plain = cupy.full(wanted.shape, np.nan, x.dtype)
+    multiply_plainly(*args, plain, preset)
+    assert same_values(plain.get(), wanted)
+
+
+@functools.cache
+def _route():
+    return Integers()
+
+
+def multiply_plainly(x, q, bias, out, preset):
+    from kbitcupy.products.integers import multiply
+
+    assert _route().name == "integers"
+    multiply(x, preset, q, bias, out)
+
+
+@pytest.mark.parametrize("layout", ["ROWS", "ROWS_SPLIT", "IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES"])
+def test_where_codes_lie(cupy, layout):
+    """Every layout has every code once, where its description says."""
+    tokens, depth = 11, 392
+    x = cupy.asarray(activations("normal", tokens, depth, "float16"))
+    pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
+    number = getattr(tokens_of.NUMBERS, layout)
+    wanted = np.zeros((padded, pitch), np.int8)
+    wanted[:tokens, :depth] = tokens_of.quantize_host(x.get(), "q8_1").codes
+    codes, scales = cupy.zeros(padded * pitch, np.int8), cupy.zeros((13, padded), np.float32)
+    sums = cupy.zeros((13, padded), np.int32)
+    addresses = codes.data.ptr, scales.data.ptr, sums.data.ptr
+    tokens_of.quantize_into(x, tokens, "q8_1", *addresses, number, 32)
+    assert same_values(scales.get()[:, :tokens].T, tokens_of.quantize_host(x.get(), "q8_1").scales)
+    blocks = np.pad(wanted, ((0, 0), (0, 32))).astype(np.int32)[:, : 13 * 32].reshape(padded, 13, 32)
+    assert np.array_equal(sums.get(), blocks.sum(axis=2).T)
+    found = codes.get()
+    if layout == "ROWS":
+        assert np.array_equal(found[: tokens * pitch], wanted[:tokens].reshape(-1))
+        return
+    if layout == "ROWS_SPLIT":
+        split = wanted[:tokens].reshape(tokens, -1, 16, 2).swapaxes(2, 3)
+        assert np.array_equal(found[: tokens * pitch], split.reshape(-1))
+        return
+    found = found.reshape(pitch // 64, padded // 8, 8, 4, 2, 2, 4)  # 64 k, 8 tokens, token, t, mma, b, byte
+    mma, t, b, i = np.ogrid[: pitch // 32, :4, :2, :4]
+    k = {
+        "IN_TURN": 32 * mma + 8 * t + 4 * b + i,
+        "NIBBLES": 32 * mma + 8 * t + b + 2 * i,
+        "HALVES": 32 * mma + 16 * b + 4 * t + i,
+        "OWN_BYTES": mma // 2 * 64 + 16 * t + mma % 2 * 8 + 4 * b + i,
+        "OWN_NIBBLES": mma // 4 * 128 + 32 * t + mma % 4 * 8 + b + 2 * i,
+    }[layout]
+    found = found.transpose(1, 2, 0, 4, 3, 5, 6).reshape(padded, pitch // 32, 4, 2, 4)
+    assert np.array_equal(found, wanted[:, k])
+
+
+class TestSmall:
+    """Every kernel at sizes around its tiles."""
+
+    @pytest.mark.parametrize("preset", PRESETS)
+    @pytest.mark.parametrize("text", FORMATS)
+    def test_products(self, cupy, text, preset):
+        for tokens, rows, depth in ((1, 33, 128), (3, 5, 256), (8, 31, 512), (16, 17, 1280)):
+            q = random_weight(text, rows, depth_of(text, depth))
+            dtype = DTYPES[tokens % 3]
+            bias = make("normal", rows, SINGLE, 7) if tokens == 8 else None
+            check(cupy, activations("normal", tokens, q.shape[1], dtype), q, preset, bias)
+
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_activations(self, cupy, preset):
+        q = random_weight("int4:block=32", 5, 200)
+        for dtype in (*DTYPES, np.dtype("float64")):
+            for kind in ("special", "normal"):
+                x = activations(kind, 3, 200, "float32").astype(dtype)
+                y = kb.linear(cupy.asarray(x), on_device(cupy, q), activations=preset).get()
+                assert same_values(y, kb.linear(x, q, activations=preset))
+
+    def test_activations_that_are_int8_already(self, cupy):
+        x = activations("normal", 5, 200, "float16")
+        for text in ("int4:block=32", "uint8:block=64,zero=int", "uint4:granularity=channel:0,zero=float"):
+            q = random_weight(text, 19, 200)
+            for granularity in ("token", "tensor"):
+                codes = kb.quantize(x, "int8", granularity=granularity)
+                y = kb.linear(on_device(cupy, codes), on_device(cupy, q)).get()
+                assert same_values(y, kb.linear(codes, q))
+
+    def test_rows_that_start_anywhere(self, cupy):
+        q = random_weight("int4:block=32", 7, 96)
+        memory = cupy.zeros(5 * 96 + 16, np.float16)
+        for offset in (1, 3, 8):
+            x = memory[offset : offset + 5 * 96].reshape(5, 96)
+            x[...] = cupy.asarray(activations("normal", 5, 96, "float16"))
+            for preset in PRESETS:
+                y = kb.linear(x, on_device(cupy, q), activations=preset).get()
+                assert same_values(y, kb.linear(x.get(), q, activations=preset))
+
+    @pytest.mark.parametrize("text", ["int4:block=32", "uint4:block=128,zero=int", "q4_k", "ternary:block=64"])
+    def test_experts(self, cupy, text):
+        members = [random_weight(text, 6, 256, seed) for seed in range(4)]
+        ids = np.array([[0, 3], [2, 9], [3, -1], [1, 1], [0, 2]])
+        weights = np.random.default_rng(0).random((5, 2)).astype(np.float32)
+        qs = kb.stack(members)
+        on = kb.stack([on_device(cupy, q) for q in members])
+        shared, own = (activations("normal", count, 256, "float16") for count in (5, 10))
+        for x in (shared, own.reshape(5, 2, 256)):
+            for preset in PRESETS:
+                for with_weights in (None, weights):
+                    wanted = kb.linear_grouped(x, qs, ids, with_weights, activations=preset)
+                    on_weights = None if with_weights is None else cupy.asarray(with_weights)
+                    y = kb.linear_grouped(cupy.asarray(x), on, cupy.asarray(ids), on_weights, activations=preset)
+                    assert np.allclose(y.get().astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=2e-3)
+                    if with_weights is None:
+                        assert same_values(y.get(), wanted)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("text", ["int8:granularity=channel:0", "uint4:block=128,zero=int", "q4_0", "q4_k"])
+def test_larger_products(cupy, text, preset):
+    for tokens in (1, 8, 16, 70):
+        q = random_weight(text, 130, 8192 + 256)
+        check(cupy, activations("normal", tokens, q.shape[1], "float16"), q, preset)
