@@ -264,6 +264,22 @@ def import_cupy() -> ModuleType:
     return cupy
 
 
+def device_name(device: str) -> str:
+    """A device name in full: ``"auto"``, ``"cpu"`` or ``"cuda:<ordinal>"``; whether it is there is not asked.
+
+    Raises
+    ------
+    DeviceError
+        When the name is not understood.
+    """
+    if device in ("auto", "cpu"):
+        return device
+    kind, _, ordinal = device.partition(":") if isinstance(device, str) else ("", "", "")
+    if kind != "cuda" or not (ordinal or "0").isdigit():
+        raise DeviceError(f"device is {device!r}; allowed are 'auto', 'cpu' and 'cuda:N'")
+    return f"cuda:{int(ordinal or '0')}"
+
+
 def resolve_device(device: str) -> str:
     """Check a device name, ``"auto"`` included, and return ``"cpu"`` or ``"cuda:<ordinal>"``.
 
@@ -272,21 +288,18 @@ def resolve_device(device: str) -> str:
     DeviceError
         When the name is not understood or the device is not there.
     """
-    if device == "cpu":
-        return device
-    if device == "auto":
+    name = device_name(device)
+    if name == "auto":
         try:
             import_cupy()
         except (MissingExtraError, DeviceError):
             return "cpu"
         return "cuda:0"
-    kind, _, ordinal = device.partition(":") if isinstance(device, str) else ("", "", "")
-    if kind != "cuda" or not (ordinal or "0").isdigit():
-        raise DeviceError(f"device is {device!r}; allowed are 'auto', 'cpu' and 'cuda:N'")
-    count = import_cupy().cuda.runtime.getDeviceCount()
-    if int(ordinal or "0") >= count:
-        raise DeviceError(f"device is {device!r} but only {count} CUDA device(s) are present")
-    return f"cuda:{int(ordinal or '0')}"
+    if name != "cpu":
+        count = import_cupy().cuda.runtime.getDeviceCount()
+        if int(name.partition(":")[2]) >= count:
+            raise DeviceError(f"device is {device!r} but only {count} CUDA device(s) are present")
+    return name
 
 
 def to_device(x: Any, device: str) -> Any:

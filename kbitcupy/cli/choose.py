@@ -18,7 +18,7 @@ from ..errors import FormatError
 from ..formats.base import split_formats
 from ..io.atomic import check_file
 from ..io.checkpoint import Checkpoint
-from ..io.convert import progress_bar
+from ..io.progress import progress_bar
 from ..text import Column, printable, table
 from .common import chosen_format, dumps, finite, wrapped, write
 from .sources import counted, described, sources
@@ -40,8 +40,8 @@ def run_best(arguments: argparse.Namespace) -> None:
     device = _xp.resolve_device(arguments.device)
     found_in = sources(arguments.files, arguments, again=True)
     rows = []
-    with progress_bar("compare", sum(each.nbytes for each in found_in), sys.stderr.isatty()) as advance:
-        for tensor, x in counted(found_in, advance):
+    with progress_bar("compare", sum(each.nbytes for each in found_in), sys.stderr.isatty()) as bar:
+        for tensor, x in counted(found_in, bar.advance):
             how: dict[str, Any] = {"formats": chosen, "all": arguments.all, "time_limit": _BEST_SECONDS}
             try:
                 found = explore.best(_xp.to_device(x, device), bits=arguments.best, **how)
@@ -92,8 +92,8 @@ def run_plan(arguments: argparse.Namespace) -> None:
     if arguments.formats is not None:
         chosen = [chosen_format(name, ()) for name in split_formats(arguments.formats)]
     found_in = sources([arguments.file], arguments, again=False)
-    with progress_bar("plan", sum(each.nbytes for each in found_in), sys.stderr.isatty()) as advance:
-        rows = explore.sweep(counted(found_in, advance), chosen, device=arguments.device, all=arguments.all)
+    with progress_bar("plan", sum(each.nbytes for each in found_in), sys.stderr.isatty()) as bar:
+        rows = explore.sweep(counted(found_in, bar.advance), chosen, device=arguments.device, all=arguments.all)
     plan = explore.plan(
         rows,
         arguments.bits,

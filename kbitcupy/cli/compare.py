@@ -23,7 +23,7 @@ from ..explore import Measurement
 from ..explore.candidates import Candidate, beyond_all
 from ..formats.base import Format, split_formats
 from ..io.atomic import check_file
-from ..io.convert import progress_bar
+from ..io.progress import progress_bar
 from ..text import Column, printable, shortened, table, tables
 from . import choose, report
 from .common import chosen_format, dumps, wrapped, write
@@ -176,8 +176,8 @@ def _measured(
     """The comparison, measured; a histogram of each tensor is added to the list, if there is one."""
     found.rows = {name: [] for name in found.chosen}
     ends = math.inf if found.named else time.monotonic() + _SECONDS
-    with progress_bar("compare", sum(source.nbytes for source in found_in), sys.stderr.isatty()) as advance:
-        for tensor, x in counted(found_in, advance):
+    with progress_bar("compare", sum(source.nbytes for source in found_in), sys.stderr.isatty()) as bar:
+        for tensor, x in counted(found_in, bar.advance):
             on_device = _xp.to_device(x, device)
             if histograms is not None:
                 histograms.append(report.Histogram.of(on_device, tensor))

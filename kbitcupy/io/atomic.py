@@ -153,10 +153,21 @@ def _written(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class Output:
-    """A file being written; what its disk refuses is an error that names the file."""
+    """A file being written; what its disk refuses is an error that names the file.
 
-    def __init__(self, file: FileIO, target: Path):
-        self._file, self._target = file, target
+    Parameters
+    ----------
+    file : FileIO
+        The open file.
+    target : pathlib.Path
+        The name that it is going to have.
+    path : pathlib.Path, optional
+        The name that it has, where that is another one.
+    """
+
+    def __init__(self, file: FileIO, target: Path, path: Path | None = None):
+        self._file, self.target = file, target
+        self.path = target if path is None else path
 
     def write(self, data: Any) -> None:
         """Write bytes, or anything contiguous."""
@@ -164,7 +175,7 @@ class Output:
         if not left.nbytes:
             return
         left = left.cast("B")
-        with _written(self._target):
+        with _written(self.target):
             while left:
                 left = left[self._file.write(left) :]
 
@@ -174,7 +185,7 @@ class Output:
 
     def truncate(self, nbytes: int) -> None:
         """Cut the file to so many bytes."""
-        with _written(self._target):
+        with _written(self.target):
             self._file.truncate(nbytes)
 
 
@@ -191,7 +202,7 @@ def replacing(target: Path, nbytes: int, force: bool) -> Iterator[Output]:
         file, beside = _create(target, before)
     try:
         with file:
-            yield Output(file, target)
+            yield Output(file, target, beside)
             with _written(target):
                 os.fsync(file.fileno())
                 if before is not None and sys.platform != "win32":
@@ -204,6 +215,31 @@ def replacing(target: Path, nbytes: int, force: bool) -> Iterator[Output]:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
+
+
+@contextlib.contextmanager
+def opened_again(path: Path, target: Path) -> Iterator[Output]:
+    """The file `path` that another thread or process is writing, to be named `target`; what is written here is on the
+    disk when the block ends.
+
+    Raises
+    ------
+    FileError
+        When it is not there any more.
+    """
+    try:
+        file = FileIO(path, "r+b")
+    except FileNotFoundError as error:
+        raise FileError(
+            f"{target} is not being written here: the job was given up, or its folder is not one that this process "
+            "shares with the one that began it"
+        ) from error
+    except OSError as error:
+        raise FileError(f"{target} cannot be written: {error.strerror or error}") from error
+    with file:
+        yield Output(file, target, path)
+        with _written(target):
+            os.fsync(file.fileno())
 
 
 def _create(target: Path, before: os.stat_result | None) -> tuple[FileIO, Path]:

@@ -592,7 +592,7 @@ def _save(
             tensor = tensors[name]
             if isinstance(tensor, QuantizedArray):
                 for key, array in layout.arrays(name, tensor).items():
-                    writer.put(key, array)
+                    writer.put(key, _xp.to_device(array, "cpu"))
             else:
                 writer.put(name, _xp.to_device(_xp.as_array(tensor, f"tensors[{name!r}]"), "cpu"))
     return entries

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import mmap
 import os
@@ -25,8 +26,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..backend import xp as _xp
+from ..backend.staging import PART_BYTES
 from ..errors import FileError
-from .atomic import InputChanged, as_path
+from .atomic import InputChanged, Output, as_path, opened_again
 
 #: NumPy's and ml_dtypes' names of the dtypes that stored tensors may have.
 DTYPES = (
@@ -35,8 +37,8 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 
-_COPIED_BYTES = 1 << 23  # of a tensor that is copied, at a time
 _HASHED_BYTES = 1 << 20  # at either end of a file
+_READS_ANYWHERE = hasattr(os, "preadv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,10 @@ class FileReader(Reader):
                 f"{self.path} was changed while it was read: nothing is kept; wait until it is complete, and repeat"
             )
 
+    def size_and_time(self) -> tuple[int, int]:
+        """Its size and the time of its last change in ns, when it was opened."""
+        return self._before
+
     def identity(self) -> list[Any]:
         """Size, time of the last change, and a hash of both ends of the file: JSON that tells files apart."""
         size, changed = self._before
@@ -244,20 +250,25 @@ class FileReader(Reader):
     def read(self, name: str) -> np.ndarray:
         return self._read_at(self._starts[name], self.entries[name].nbytes)
 
-    def parts(self, name: str) -> Iterator[np.ndarray]:
-        """The bytes of a stored tensor, part after part in one buffer."""
+    def parts(self, name: str, buffers: Sequence[np.ndarray] = ()) -> Iterator[np.ndarray]:
+        """The bytes of a stored tensor, part after part, in one buffer or in those of the caller round and round."""
         start, nbytes = self._starts[name], self.entries[name].nbytes
-        buffer = np.empty(min(nbytes, _COPIED_BYTES), np.uint8)
-        for begin in range(0, nbytes, _COPIED_BYTES):
-            yield self._read_at(start + begin, min(nbytes - begin, _COPIED_BYTES), buffer)
+        memory = itertools.cycle(buffers or [np.empty(min(nbytes, PART_BYTES), np.uint8)])
+        for begin in range(0, nbytes, PART_BYTES):
+            yield self._read_at(start + begin, min(nbytes - begin, PART_BYTES), next(memory))
 
     def _read_at(self, start: int, nbytes: int, buffer: np.ndarray | None = None) -> np.ndarray:
         found = np.empty(nbytes, np.uint8) if buffer is None else buffer[:nbytes]
         left = found.data
-        with reading(self.path), self._reading:
-            self._file.seek(start)
+        # Where the system reads at a place that is named, threads do not wait for each other.
+        with reading(self.path), contextlib.nullcontext() if _READS_ANYWHERE else self._reading:
+            if not _READS_ANYWHERE:
+                self._file.seek(start)
             while left.nbytes:
-                count = self._file.readinto(left)
+                if _READS_ANYWHERE:
+                    count = os.preadv(self._file.fileno(), [left], start + nbytes - left.nbytes)
+                else:
+                    count = self._file.readinto(left)
                 if not count:
                     raise InputChanged(
                         f"{self.path} was cut off while it was read: nothing is kept; wait until it is complete, and "
@@ -372,11 +383,88 @@ def _open(path: Path) -> FileIO:
 
 
 class Writer(ABC):
-    """What takes the tensors of a file of known entries, one by one and in any order."""
+    """What takes the tensors of a file of known entries, one by one and in any order.
+
+    Attributes
+    ----------
+    late : dict of str to numpy.ndarray
+        Data of entries that say "at most", which waits for the end.
+    """
+
+    late: dict[str, np.ndarray]
 
     @abstractmethod
     def put(self, name: str, data: np.ndarray | Iterator[np.ndarray]) -> None:
         """Take a stored tensor's data, whole or part after part; it must have as many bytes as its entry says."""
+
+    @abstractmethod
+    def elsewhere(self, names: Collection[str]) -> Elsewhere:
+        """What takes some of these tensors, in another thread or process, as often as that likes."""
+
+
+class Elsewhere(ABC):
+    """A part of the work of a `Writer`, for another thread or process: it can be pickled."""
+
+    @abstractmethod
+    def writing(self) -> contextlib.AbstractContextManager[Writer]:
+        """What takes the tensors. Its data are on the disk when the block ends, but for those that are late: the
+        first writer is given these. To do all of it once more changes nothing.
+        """
+
+
+class PlacedWriter(Writer):
+    """Writes tensors where they belong in a file; what is late stays in `late`.
+
+    Parameters
+    ----------
+    file : Output
+        The file.
+    entries : mapping of str to Entry
+        Its tensors.
+    starts : mapping of str to int
+        Where the data of each begin.
+    """
+
+    def __init__(self, file: Output, entries: Mapping[str, Entry], starts: Mapping[str, int]):
+        self._file, self._entries, self._starts = file, entries, starts
+        self.late = {}
+
+    def put(self, name: str, data: np.ndarray | Iterator[np.ndarray]) -> None:
+        entry = self._entries[name]
+        if entry.at_most and isinstance(data, np.ndarray) and data.nbytes <= entry.nbytes:
+            self.late[name] = raw_bytes(data)
+            return
+        nbytes = 0
+        self._file.seek(self._starts[name])
+        for part in parts_of(data):
+            nbytes += part.nbytes
+            if nbytes <= entry.nbytes:
+                self._file.write(part.data)
+        if nbytes != entry.nbytes:
+            raise FileError(f"tensor {name!r} has {nbytes} bytes; {entry.nbytes} were announced")
+
+    def elsewhere(self, names: Collection[str]) -> Elsewhere:
+        return _Placed(
+            self._file.path,
+            self._file.target,
+            {name: self._entries[name] for name in names},
+            {name: self._starts[name] for name in names},
+        )
+
+
+@dataclass(frozen=True)
+class _Placed(Elsewhere):
+    """Places in a file that is being written under another name than its own."""
+
+    path: Path
+    target: Path
+    entries: dict[str, Entry]
+    starts: dict[str, int]
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Writer]:
+        with opened_again(self.path, self.target) as file:
+            yield PlacedWriter(file, self.entries, self.starts)
 
 
 class Container(ABC):
@@ -442,8 +530,8 @@ def parts_of(data: np.ndarray | Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         yield from data
         return
     raw = raw_bytes(data)
-    for begin in range(0, raw.nbytes, _COPIED_BYTES):
-        yield raw[begin : begin + _COPIED_BYTES]
+    for begin in range(0, raw.nbytes, PART_BYTES):
+        yield raw[begin : begin + PART_BYTES]
 
 
 # ---- files that are finished already ---------------------------------------------------------------------------------
@@ -486,10 +574,29 @@ class Comparison(Writer):
     """
 
     def __init__(self, container: Container, path: Path, entries: dict[str, Entry], metadata: Mapping[str, Any]):
+        self._again = _Compared(container, path, entries, metadata)
         self._file = finished(container, path, entries, metadata)
+        self.late = {}
+
+    def elsewhere(self, names: Collection[str]) -> Elsewhere:
+        return self._again
 
     def put(self, name: str, data: np.ndarray | Iterator[np.ndarray]) -> None:
         found = self._file.parts(name)
         for part in parts_of(data):
             if not np.array_equal(part, next(found, np.empty(0, np.uint8))):
                 raise Unlike(f"{self._file.path} is not what this command writes: tensor {name!r} has other bytes")
+
+
+@dataclass(frozen=True)
+class _Compared(Elsewhere):
+    """A comparison with a file that is there."""
+
+    container: Container
+    path: Path
+    entries: dict[str, Entry]
+    metadata: Mapping[str, Any]
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Writer]:
+        yield Comparison(self.container, self.path, dict(self.entries), self.metadata)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import hashlib
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,24 +18,28 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..array import config_of
 from ..backend import xp as _xp
-from ..errors import FileError, FormatError
+from ..errors import DeviceError, FileError
 from ..formats.base import Choice, Format, resolve
-from ..ops import quantize
 from .atomic import as_path, check_file, check_folder, check_space, filling, forget
 from .bitnet import bitnet_job
 from .changes import Changes
-from .checkpoint import INDEX_ENDING, MIN_SIZE, STEM, Checkpoint, File, file_name, index_text, layout_for, write_text
-from .companions import Companion, companions
-from .container import Comparison, Container, Entry, FileReader, Reader, Unlike, Writer, entry_of, finished, reading
+from .checkpoint import MIN_SIZE, Checkpoint, index_text, layout_for, write_text
+from .container import (
+    Comparison,
+    Unlike,
+    Writer,
+    finished,
+    reading,
+)
+from .conversion import Conversion, Job, is_one_file
+from .executors import check_executor, is_local
 from .gguf import GGUF
 from .layouts import LAYOUTS, Layout, find_layout
-from .layouts.base import free_entries
 from .llama_cpp import dequantizing, quantizing
 from .pretrained import for_pretrained, natural_layout, restored_config
+from .progress import Progress, progress_bar
 from .recipes import find_recipe
-from .safetensors import SAFETENSORS
 
 
 @dataclass(frozen=True)
@@ -103,139 +109,6 @@ class FileReport:
         return max(self.nbytes_before, self.nbytes_after) / 1e9 / self.seconds if self.seconds else math.nan
 
 
-@dataclass(frozen=True)
-class Job:
-    """How a file is made.
-
-    Parameters
-    ----------
-    reader : Reader
-        Where the stored tensors are.
-    files : sequence of FileReader
-        The files that are read.
-    container : Container
-        The kind of file to write.
-    entries, metadata : mapping
-        What the file to write says of its tensors, and beside them.
-    copied : mapping of str to str
-        Stored tensors that keep their bytes, and their names in the file to write.
-    converted : dict of str to int
-        Tensors that do not, and their bytes in the file to read.
-    convert : callable
-        Takes the name of a tensor, returns the arrays to store by their names.
-    compressed_nbytes : callable
-        Bytes of the compressed tensors, when they are known.
-    elements, changed, kept, compressed_already : int
-        For the report: elements of the tensors that are compressed or decoded, how many these are and how many
-        others, and how many of those are compressed.
-    """
-
-    reader: Reader
-    files: Sequence[FileReader]
-    container: Container
-    entries: dict[str, Entry]
-    metadata: Mapping[str, Any]
-    copied: Mapping[str, str]
-    converted: Mapping[str, int]
-    convert: Callable[[str], Mapping[str, np.ndarray]]
-    compressed_nbytes: Callable[[], int]
-    elements: int
-    changed: int
-    kept: int
-    compressed_already: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        return sum(file.nbytes for file in self.files)
-
-    def run(self, writer: Writer, advance: Callable[[int], object]) -> None:
-        """Write everything, tensor by tensor."""
-        for name, target in self.copied.items():
-            writer.put(target, self.reader.file_of(name).parts(name))
-            advance(self.reader.entry(name).nbytes)
-        for name, nbytes in self.converted.items():
-            self._run_one(name, writer)
-            advance(nbytes)
-
-    def _run_one(self, name: str, writer: Writer) -> None:
-        """A function of its own: when it returns, nothing of this tensor stays in memory beside the next one."""
-        try:
-            arrays = self.convert(name)
-        except FileError:
-            raise
-        except (ValueError, TypeError, OverflowError) as error:
-            raise FileError(f"{self.reader.path}: tensor {name!r}: {error}") from error
-        for stored, array in arrays.items():
-            writer.put(stored, array)
-
-
-#: As an integer, what is not finite has at least the exponent's bits: NaN more, infinity just these.
-_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
-# Elements that are looked at together: NumPy's part stays in the cache, CuPy's temporary arrays stay small.
-_HOST_PART, _DEVICE_PART = 1 << 17, 1 << 24
-
-
-class _Memory:
-    """Memory that is used again and again."""
-
-    def __init__(self) -> None:
-        self._buffer = np.empty(0, np.uint8)
-
-    def __call__(self, nbytes: int) -> np.ndarray:
-        """At least so many bytes; what was handed out before is overwritten."""
-        if self._buffer.nbytes < nbytes:
-            self._buffer = np.empty(0, np.uint8)  # so that both are not there at once
-            self._buffer = np.empty(nbytes, np.uint8)
-        return self._buffer
-
-
-class _NotFinite:
-    """How many NaN and infinities tensors hold; a GPU is not waited for until the end."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, list[Any]] = {}
-
-    def add(self, name: str, x: Any) -> None:
-        """Count those of a contiguous tensor."""
-        xp = _xp.namespace(x)
-        exponent = _EXPONENTS[x.dtype.name]
-        bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
-        infinity, sign = bits.dtype.type(exponent), bits.dtype.type(1 << 8 * x.dtype.itemsize - 1)
-        part = _HOST_PART if xp is np else _DEVICE_PART
-        counts = self._counts.setdefault(name, [])
-        with _xp.on_device_of(x):
-            for begin in range(0, bits.size, part):
-                some = bits[begin : begin + part]
-                if xp is np and self._all_finite(some, x.dtype, exponent):
-                    continue
-                magnitude = some & ~sign
-                counts.append(
-                    xp.stack([xp.count_nonzero(magnitude > infinity), xp.count_nonzero(magnitude == infinity)])
-                )
-
-    @staticmethod
-    def _all_finite(bits: np.ndarray, dtype: np.dtype, exponent: int) -> bool:
-        """Whether all are finite numbers, at little cost; False too where squares are too large."""
-        if dtype == np.float32:
-            some = bits.view(dtype)
-            with np.errstate(over="ignore", invalid="ignore"):
-                return math.isfinite(np.dot(some, some))
-        # The largest negative and the largest positive number.
-        sign = 1 << 8 * dtype.itemsize - 1
-        return int(bits.max()) < sign + exponent and int(bits.view(f"i{dtype.itemsize}").max()) < exponent
-
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """NaN and infinities of each tensor that has any."""
-        found = {}
-        for name, counts in self._counts.items():
-            host = [_xp.to_device(count, "cpu") for count in counts]
-            nan, infinite = (int(sum(count[kind] for count in host)) for kind in (0, 1))
-            if nan or infinite:
-                found[name] = nan, infinite
-        return found
-
-
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -248,7 +121,8 @@ def quantize_file(
     keep: str | Iterable[str] = (),
     layout: str | None = None,
     weight_scale: str | None = None,
-    device: str = "auto",
+    device: str | Sequence[str] = "auto",
+    executor: Executor | None = None,
     force: bool = False,
     resume: bool = False,
     progress: bool = False,
@@ -290,8 +164,14 @@ def quantize_file(
         ``"kbitcupy"``.
     weight_scale : {"divides", "multiplies"}, optional
         As for `load`.
-    device : str, default "auto"
-        Where to compress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one.
+    device : str or sequence of str, default "auto"
+        Where to compress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one; several, such as
+        ``"cuda:0,cuda:1"``, share the work of an `executor`. It is found where the work is done.
+    executor : concurrent.futures.Executor, optional
+        Who does the work, a few tensors at a time; by default this thread, one tensor after the other. Threads suit
+        GPUs, of which one is kept busy by several, processes (spawned ones, ``mp_context=get_context("spawn")``) suit
+        NumPy, and ``client.get_executor(pure=False, retries=2)`` of `distributed` is one for the workers of a Dask
+        cluster, which see the same files under the same paths. The result has the same bytes.
     force : bool, default False
         Overwrite `target` if it is a file; a directory with files in it never is.
     resume : bool, default False
@@ -355,6 +235,56 @@ def quantize_file(
     (1, 1, 16896, 2692)
     """
     began = time.perf_counter()
+    arguments: dict[str, Any] = {
+        "source": source,
+        "target": target,
+        "format": format,
+        "recipe": recipe,
+        "importance": importance,
+        "tokenizer": tokenizer,
+        "min_size": min_size,
+        "keep": keep if isinstance(keep, str) else tuple(keep),
+        "layout": layout,
+        "weight_scale": weight_scale,
+    }
+    conversion, said = _plan_quantize(**arguments)
+    conversion.planned_by(_plan_quantize, _from_anywhere(arguments))
+    report = _run(
+        conversion,
+        target,
+        began,
+        device=device,
+        executor=executor,
+        force=force,
+        resume=resume,
+        progress=progress,
+        dry_run=dry_run,
+    )
+    return replace(report, **said)
+
+
+def _from_anywhere(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments whose paths mean the same in processes with another working directory."""
+    paths = ("source", "target", "importance", "tokenizer")
+    return {
+        name: os.path.abspath(as_path(value, name)) if name in paths and value is not None else value
+        for name, value in arguments.items()
+    }
+
+
+def _plan_quantize(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    format: Any,
+    recipe: str | None,
+    importance: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str] | None,
+    min_size: int | None,
+    keep: str | Sequence[str],
+    layout: str | None,
+    weight_scale: str | None,
+) -> tuple[Conversion, dict[str, Any]]:
+    """The work of `quantize_file`, and what its report says beside."""
     layout_name = layout_for(target) if layout is None else layout
     target_layout = find_layout(layout_name)
     into_gguf = target_layout.container is GGUF
@@ -390,7 +320,7 @@ def quantize_file(
     if layout is None and not into_gguf:
         target_layout = find_layout(natural_layout(checkpoint, chosen))
     options["layout"] = target_layout.name
-    one_file = _is_one_file(checkpoint, target)
+    one_file = is_one_file(checkpoint, target)
     planned = isinstance(wanted, dict)
     loadable = for_pretrained(checkpoint, chosen, target_layout, planned=planned, one_file=one_file)
     job = bitnet_job(checkpoint, wanted, loadable.choices, target_layout, recipe)
@@ -413,24 +343,12 @@ def quantize_file(
     changes = replace(outcome.changes, beside={**loadable.beside, **outcome.changes.beside})
     if changes.beside:
         options["beside"] = {name: hashlib.sha256(text).hexdigest() for name, text in changes.beside.items()}
-    unused = tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint))
-    report = convert_checkpoint(
-        checkpoint,
-        target,
-        changes,
-        job.layout,
-        label="quantize",
-        options=options,
-        device=device,
-        force=force,
-        resume=resume,
-        progress=progress,
-        dry_run=dry_run,
-        unused_keep=unused,
-        began=began,
-    )
-    notes = (*loadable.notes, *outcome.notes)
-    return replace(report, without_importance=outcome.without_importance, notes=notes)
+    conversion = Conversion.of(checkpoint, target, changes, job.layout, "quantize", options)
+    return conversion, {
+        "unused_keep": tuple(p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in checkpoint)),
+        "without_importance": outcome.without_importance,
+        "notes": (*loadable.notes, *outcome.notes),
+    }
 
 
 def _described(choice: Choice) -> dict[str, Any]:
@@ -456,287 +374,14 @@ def _planned(
     return {name: wanted[name] for name in checkpoint.compressible(min_size, keep) if name in wanted}
 
 
-def _is_one_file(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> bool:
-    """Whether a file is written, not a folder."""
-    return not checkpoint.is_folder or as_path(target, "target").name.endswith(GGUF.ending)
-
-
-def convert_checkpoint(
-    checkpoint: Checkpoint,
-    target: str | os.PathLike[str],
-    changes: Changes,
-    layout: Layout,
-    *,
-    label: str,
-    options: Mapping[str, Any],
-    device: str = "auto",
-    force: bool = False,
-    resume: bool = False,
-    progress: bool = False,
-    dry_run: bool = False,
-    unused_keep: tuple[str, ...] = (),
-    began: float | None = None,
-) -> FileReport:
-    """Write a checkpoint anew, with changes.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        What is read, not mapped.
-    target : path_like
-        As for `quantize_file`.
-    changes : Changes
-        What becomes of its tensors.
-    layout : Layout
-        How compressed tensors are stored.
-    label : str
-        The name of the command.
-    options : mapping
-        JSON values that differ where the changes do: unfinished work is continued only with the same ones.
-    device, force, resume, progress, dry_run
-        As for `quantize_file`.
-    unused_keep : tuple of str
-        For the report.
-    began : float, optional
-        `time.perf_counter` when the work began.
-
-    Returns
-    -------
-    FileReport
-    """
-    began = time.perf_counter() if began is None else began
-    device = _xp.resolve_device(device)
-    one_file = _is_one_file(checkpoint, target)
-    for name in (*changes.tensors, *changes.omitted, *(changes.order or ())):
-        if name not in checkpoint and name not in changes.made:
-            raise FileError(f"{checkpoint.path}: tensor {name!r} is not in it")
-    if one_file and changes.beside:
-        raise FileError(
-            f"the layout {layout.name!r} writes a folder, of which {', '.join(changes.beside)} is a part: let target "
-            f"not end in {GGUF.ending}"
-        )
-    files = list(checkpoint.files.items())
-    groups = [[file for _, file in files]] if one_file else [[file] for _, file in files]
-    work = _Work(checkpoint, changes, layout, device)
-    jobs: dict[str, Job] = {}
-    for number, group in enumerate(groups):
-        kept = not one_file and work.same_kind
-        jobs[files[number][0] if kept else file_name(layout.container, number, len(groups))] = work.job(
-            group, number == 0
-        )
-    everything = {name: entry for job in jobs.values() for name, entry in job.entries.items()}
-    changed = any(job.changed for job in jobs.values())
-    for number, (file, job) in enumerate(jobs.items()):
-        said = {key: value for key, value in job.metadata.items() if changes.metadata.get(key, value) is not None}
-        about = layout.about_file(said, everything, (number, len(jobs), len(everything)), changed)
-        if number == 0:
-            given = {key: value for key, value in changes.metadata.items() if value is not None}
-            about = {key: value for key, value in about.items() if key not in given}
-            about.update(layout.container.adopt(given))
-        jobs[file] = replace(job, metadata=about)
-        job.container.check(job.entries, about)
-    index = None
-    if not one_file and layout.container is SAFETENSORS:
-        index = checkpoint.index or (f"{STEM}{INDEX_ENDING}" if len(jobs) > 1 else None)
-    others: list[Companion] = []
-    left: list[str] = []
-    if not one_file and checkpoint.folder is not None:
-        own = {*(path.name for path in checkpoint.paths), *jobs, *changes.beside}
-        others, left = companions(checkpoint.folder, own, as_path(target, "target"))
-    report = _run(
-        checkpoint,
-        target,
-        jobs,
-        began,
-        label,
-        options,
-        one_file=one_file,
-        index=index,
-        beside=changes.beside,
-        others=others,
-        force=force,
-        resume=resume,
-        progress=progress,
-        dry_run=dry_run,
-        not_finite=work.not_finite,
-        unused_keep=unused_keep,
-    )
-    return replace(report, files_copied=tuple(other.name for other in others), files_left_out=tuple(left))
-
-
-class _Work:
-    """What the jobs of a conversion share.
-
-    Parameters
-    ----------
-    checkpoint, changes, layout, device
-        As for `convert_checkpoint`.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, changes: Changes, layout: Layout, device: str):
-        self._checkpoint, self._changes, self._layout, self._device = checkpoint, changes, layout, device
-        self.not_finite, self._memory = _NotFinite(), _Memory()
-        self.same_kind = all(file.reader.kind == layout.container.name for file in checkpoint.files.values())
-        #: Whether tensors that are compressed already, and stay so, are copied as they are stored.
-        self._as_stored = self.same_kind and not any(name in checkpoint.compressed for name in changes.tensors)
-        self._order = {name: number for number, name in enumerate(changes.order or ())}
-        self._taken: set[str] = set()
-        for name in changes.made:
-            if name in checkpoint:
-                raise FileError(f"{checkpoint.path}: tensor {name!r} is to be made, but it is there")
-            self._take(name)
-        for name in checkpoint:
-            if name not in changes.omitted:
-                self._take(self._new_name(name))
-                if self._copies(name):
-                    self._taken.update(checkpoint.stored(name))
-
-    def _take(self, name: str) -> None:
-        if name in self._taken:
-            raise FileError(f"{self._checkpoint.path}: two tensors would be named {name!r}")
-        self._taken.add(name)
-
-    def _new_name(self, name: str) -> str:
-        change = self._changes.tensors.get(name)
-        return name if change is None or change.name is None else change.name
-
-    def _stays_compressed(self, name: str) -> bool:
-        """Whether a tensor that is compressed stays as it is, wherever it is stored."""
-        change = self._changes.tensors.get(name)
-        return change is None or change.kept
-
-    def _copies(self, name: str) -> bool:
-        """Whether a tensor keeps its bytes."""
-        return name not in self._changes.tensors and (self._as_stored or name not in self._checkpoint.compressed)
-
-    def job(self, files: Sequence[File], first: bool) -> Job:
-        """The job that makes one file of these; the first one has the tensors that the source does not have."""
-        reader, compressed = self._checkpoint.reader, self._checkpoint.compressed
-        names = [name for file in files for name in file.names if name not in self._changes.omitted]
-        names += self._changes.made if first else ()
-        if self._order:
-            names.sort(key=lambda name: self._order.get(name, len(self._order)))
-        entries: dict[str, Entry] = {}
-        copied: dict[str, str] = {}
-        converted: dict[str, int] = {}
-        configs: dict[str, Any] = {}
-        places = {stored: number for number, stored in enumerate(reader.names)}
-        small: list[str] = []  # what is stored of tensors that are compressed
-        elements = changed = decoded = 0
-        for name in names:
-            if name in self._changes.made:
-                entries[name], converted[name] = entry_of(self._changes.made[name]), 0
-                continue
-            stored = self._checkpoint.stored(name)
-            if self._copies(name):
-                copied.update((each, each) for each in stored)
-                entries.update(stored)
-                continue
-            made, config = self._made(name)
-            entries.update(made)
-            places.update(dict.fromkeys(made, places[next(iter(stored))]))
-            converted[name] = sum(entry.nbytes for entry in stored.values())
-            if config is not None:
-                configs[self._new_name(name)] = config
-            change = self._changes.tensors.get(name)
-            if change is not None and not change.kept and (change.choice is not None or name in compressed):
-                changed += 1
-                elements += self._about(name).size
-                if change.choice is None:
-                    decoded += converted[name]
-                else:
-                    small += made
-        if not self._order:  # what a tensor consists of need not lie side by side
-            entries = dict(sorted(entries.items(), key=lambda entry: places.get(entry[0], len(places))))
-        return Job(
-            reader,
-            [file.reader for file in files],
-            self._layout.container,
-            entries,
-            self._metadata(files, configs),
-            copied,
-            converted,
-            self._convert,
-            lambda: decoded + sum(entries[name].nbytes for name in small),
-            elements=elements,
-            changed=changed,
-            kept=len(names) - changed,
-            compressed_already=sum(name in compressed and self._stays_compressed(name) for name in names),
-        )
-
-    def _about(self, name: str) -> Entry:
-        """A tensor as it is, or would be if it were not compressed."""
-        found = self._checkpoint.compressed.get(name)
-        return self._checkpoint.reader.entry(name) if found is None else entry_of(found)
-
-    def _made(self, name: str) -> tuple[dict[str, Entry], dict[str, Any] | None]:
-        """What is stored for a tensor that does not keep its bytes, and its configuration if it is compressed."""
-        about, change, new = self._about(name), self._changes.tensors.get(name), self._new_name(name)
-        found = self._checkpoint.compressed.get(name)
-        format, shape, dtype_name = (None if found is None else found.format), about.shape, about.dtype
-        if change is not None and not change.kept:
-            format = None if change.choice is None else change.choice[0]
-            shape, dtype_name = change.shape or shape, change.dtype or dtype_name
-        if format is None:
-            itemsize = _xp.named_dtype(dtype_name).itemsize
-            return {new: Entry(dtype_name, shape, math.prod(shape) * itemsize)}, None
-        try:
-            format.check_shape(shape)
-            dtype = _xp.float_dtype(dtype_name)
-        except (FormatError, TypeError) as error:
-            path = self._checkpoint.reader.file_of(next(iter(self._checkpoint.stored(name)))).path
-            raise FileError(f"{path}: tensor {name!r}: {error}; or keep it as it is (keep=, --keep)") from error
-        planes = format.planes(shape) if found is None or not self._stays_compressed(name) else found.specs()
-        made = free_entries(self._layout, new, self._taken, format, planes, shape, dtype)
-        self._taken.update(made)
-        return made, config_of(format, shape, dtype)
-
-    def _metadata(self, files: Sequence[File], configs: Mapping[str, Any]) -> dict[str, Any]:
-        if self._as_stored and self._changes.describes:
-            base = {key: value for file in files for key, value in file.reader.metadata.items()}
-        else:
-            base = {key: value for file in files for key, value in file.metadata.items()}
-        base = self._layout.container.adopt(base)
-        if self._changes.describes:
-            base = self._layout.metadata(base, configs)
-        return base
-
-    def _convert(self, name: str) -> Mapping[str, np.ndarray]:
-        change, new, reader = self._changes.tensors.get(name), self._new_name(name), self._checkpoint.reader
-        if name not in self._checkpoint:
-            return {name: self._changes.made[name]}
-        if name in self._checkpoint.compressed:
-            q: Any = self._checkpoint[name]
-            if change is None or change.kept:
-                kept = q if change is None or change.transform is None else change.transform(q)
-                return self._layout.arrays(new, kept)
-            x = q.to_device(self._device).dequantize(dtype=change.dtype)
-        else:
-            # No format keeps the array that it is given, so one piece of memory serves all: fresh pages take time.
-            x = reader.array(name, self._memory(reader.entry(name).nbytes))
-            if change is not None and change.dtype is not None:
-                with np.errstate(over="ignore"):  # it becomes infinite
-                    x = x.astype(_xp.named_dtype(change.dtype), copy=False)
-            if change is not None and change.choice is not None:
-                x = _xp.to_device(x, self._device)
-        if change is not None and change.transform is not None:
-            x = change.transform(x)
-        if change is None or change.choice is None:
-            return {new: _xp.to_device(x, "cpu")}
-        self.not_finite.add(name, x)
-        format, given = change.choice
-        if change.given_by is not None:
-            given = {**given, **change.given_by(x)}
-        return self._layout.arrays(new, quantize(x, format, **given))
-
-
 def dequantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
     dtype: str | None = None,
     weight_scale: str | None = None,
-    device: str = "auto",
+    device: str | Sequence[str] = "auto",
+    executor: Executor | None = None,
     force: bool = False,
     resume: bool = False,
     progress: bool = False,
@@ -752,8 +397,8 @@ def dequantize_file(
         dtype of the restored tensors; by default what the file says, which is float32 for GGUF's types.
     weight_scale : {"divides", "multiplies"}, optional
         As for `load`.
-    device : str, default "auto"
-        Where to decompress: ``"cpu"``, ``"cuda:N"``, or ``"auto"`` for a GPU where there is one.
+    device, executor
+        As for `quantize_file`.
     force, resume, progress, dry_run : bool, default False
         As for `quantize_file`.
 
@@ -789,96 +434,121 @@ def dequantize_file(
     (1, (64, 64), dtype('float32'))
     """
     began = time.perf_counter()
-    device = _xp.resolve_device(device)
-    if dtype is not None:
-        dtype = _xp.float_dtype(dtype).name
+    arguments: dict[str, Any] = {
+        "source": source,
+        "target": target,
+        "dtype": None if dtype is None else _xp.float_dtype(dtype).name,
+        "weight_scale": weight_scale,
+    }
+    conversion, said = _plan_dequantize(**arguments)
+    conversion.planned_by(_plan_dequantize, _from_anywhere(arguments))
+    report = _run(
+        conversion,
+        target,
+        began,
+        device=device,
+        executor=executor,
+        force=force,
+        resume=resume,
+        progress=progress,
+        dry_run=dry_run,
+    )
+    return replace(report, **said)
+
+
+def _plan_dequantize(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], dtype: str | None, weight_scale: str | None
+) -> tuple[Conversion, dict[str, Any]]:
+    """The work of `dequantize_file`, and what its report says beside."""
     checkpoint = Checkpoint(as_path(source, "source"), mapped=False, weight_scale=weight_scale)
     if not checkpoint.compressed and checkpoint.metadata == checkpoint.reader.metadata:
         known = " or ".join(layout.name for layout in LAYOUTS)
         raise FileError(f"{checkpoint.path} holds no tensors compressed by {known}: there is nothing to dequantize")
     layout = find_layout(layout_for(target))
     asked = {"dtype": dtype, "weight_scale": weight_scale}
+    options = {key: value for key, value in asked.items() if value is not None}
     outcome = dequantizing(checkpoint, dtype, into_gguf=layout.container is GGUF)
-    beside = {} if _is_one_file(checkpoint, target) else restored_config(checkpoint)
-    report = convert_checkpoint(
-        checkpoint,
-        target,
-        replace(outcome.changes, beside=beside),
-        layout,
-        label="dequantize",
-        options={key: value for key, value in asked.items() if value is not None},
-        device=device,
-        force=force,
-        resume=resume,
-        progress=progress,
-        dry_run=dry_run,
-        began=began,
-    )
-    return replace(report, notes=outcome.notes)
+    beside = {} if is_one_file(checkpoint, target) else restored_config(checkpoint)
+    changes = replace(outcome.changes, beside=beside)
+    conversion = Conversion.of(checkpoint, target, changes, layout, "dequantize", options)
+    return conversion, {"notes": outcome.notes}
+
+
+def convert_checkpoint(
+    checkpoint: Checkpoint,
+    target: str | os.PathLike[str],
+    changes: Changes,
+    layout: Layout,
+    *,
+    label: str,
+    options: Mapping[str, Any],
+    **how: Any,
+) -> FileReport:
+    """Write a checkpoint, which is not mapped, anew in this process; `how` is what `quantize_file` takes beside."""
+    conversion = Conversion.of(checkpoint, target, changes, layout, label, options)
+    return _run(conversion, target, time.perf_counter(), **how)
 
 
 def _run(
-    checkpoint: Checkpoint,
+    conversion: Conversion,
     target: str | os.PathLike[str],
-    jobs: Mapping[str, Job],
     began: float,
-    label: str,
-    options: Mapping[str, Any],
     *,
-    one_file: bool,
-    index: str | None,
-    beside: Mapping[str, bytes],
-    others: Sequence[Companion],
-    force: bool,
-    resume: bool,
-    progress: bool,
+    device: str | Sequence[str] = "auto",
+    executor: Executor | None = None,
+    force: bool = False,
+    resume: bool = False,
+    progress: bool = False,
     dry_run: bool = False,
-    not_finite: _NotFinite | None = None,
-    unused_keep: tuple[str, ...] = (),
 ) -> FileReport:
-    """Run the jobs, into one file or a folder of them."""
-    resumed = 0
+    """Do the work, into one file or a folder of them."""
+    executor = check_executor(executor)
+    devices = _devices(device, executor)
+    checkpoint, jobs, one_file = conversion.checkpoint, conversion.jobs, conversion.one_file
+    if not is_local(executor):
+        _ = conversion.fingerprint  # as long as nothing is known of files that are finished
+    resumed, counts = 0, {}
     path = as_path(target, "target")
 
     def texts() -> dict[str, bytes]:  # an index says what tensors take, which is known in the end
-        return {**beside, **({} if index is None else {index: _index(checkpoint, jobs)})}
+        index = {} if conversion.index is None else {conversion.index: _index(checkpoint, jobs)}
+        return {**conversion.beside, **index}
 
-    with progress_bar(label, checkpoint.nbytes, progress and not dry_run) as advance:
+    tensors = sum(len(job.copied) + len(job.converted) for job in jobs.values())
+    with progress_bar(conversion.label, checkpoint.nbytes, progress and not dry_run, tensors) as bar:
         is_there = resume and not (force and one_file) and _is_there(checkpoint, path, one_file)
+        more = sum(other.nbytes for other in conversion.others)
         if dry_run:
             if not is_there:
                 path = check_file(target, force, checkpoint.paths) if one_file else check_folder(target)
-                check_space(path.parent, 0 if resume else _nbytes(jobs) + sum(other.nbytes for other in others))
+                check_space(path.parent, 0 if resume else _nbytes(jobs) + more)
         elif is_there:
-            _compare(checkpoint, path, jobs, one_file, texts, others, advance)
+            counts = _compare(conversion, path, texts, executor, devices, bar)
             resumed = len(jobs)
             if not one_file:
-                forget(path, _note(checkpoint, label, options))
+                forget(path, _note(conversion))
         elif not one_file:
             path = check_folder(target)
-            more = sum(other.nbytes for other in others)
             check_space(path.parent, _nbytes(jobs) + more if not resume else 0)
-            with filling(path, _note(checkpoint, label, options), resume) as folder:
+            with filling(path, _note(conversion), resume) as folder:
+                due = {}
                 for name, job in jobs.items():
                     if resume and (folder / name).exists():
                         finished(job.container, folder / name, job.entries, job.metadata)
                         resumed += 1
-                        advance(job.nbytes)
-                        continue
-                    with job.container.writing(folder / name, job.entries, job.metadata, force=False) as writer:
-                        job.run(writer, advance)
-                        checkpoint.check_unchanged()
-                for other in others:
+                        bar.advance(job.nbytes)
+                        bar.finished(len(job.copied) + len(job.converted))
+                    else:
+                        due[name] = _writing(job, folder / name, force=False)
+                counts = conversion.run(due, executor, devices, bar)
+                for other in conversion.others:
                     other.copy(folder)
                 for name, text in texts().items():
                     write_text(folder, name, text)
         else:
-            (job,) = jobs.values()
+            ((name, job),) = jobs.items()
             path = check_file(target, force, checkpoint.paths)
-            with job.container.writing(path, job.entries, job.metadata, force) as writer:
-                job.run(writer, advance)
-                checkpoint.check_unchanged()
-    counts = {} if not_finite is None else not_finite.counts()
+            counts = conversion.run({name: _writing(job, path, force)}, executor, devices, bar)
     return FileReport(
         converted=sum(job.changed for job in jobs.values()),
         copied=sum(job.kept for job in jobs.values()),
@@ -887,13 +557,33 @@ def _run(
         nbytes_before=checkpoint.nbytes,
         nbytes_after=_nbytes(jobs),
         seconds=time.perf_counter() - began,
-        unused_keep=unused_keep,
         resumed=resumed,
         compressed_already=sum(job.compressed_already for job in jobs.values()),
         nan=sum(nan for nan, _ in counts.values()),
         infinite=sum(infinite for _, infinite in counts.values()),
-        not_finite=tuple(counts),
+        not_finite=tuple(name for job in jobs.values() for name in job.converted if name in counts),
+        files_copied=tuple(other.name for other in conversion.others),
+        files_left_out=conversion.left,
     )
+
+
+def _writing(job: Job, path: Path, force: bool) -> Callable[[], contextlib.AbstractContextManager[Writer]]:
+    return functools.partial(job.container.writing, path, job.entries, job.metadata, force)
+
+
+def _devices(device: str | Sequence[str], executor: Executor) -> tuple[str, ...]:
+    """The devices to share the work out to, which are there if it is done in this process.
+
+    Raises
+    ------
+    DeviceError
+        When one is not known.
+    """
+    names = device.split(",") if isinstance(device, str) else tuple(device)
+    if not names:
+        raise DeviceError("device names none; allowed are 'auto', 'cpu', 'cuda:N' and several, such as 'cuda:0,cuda:1'")
+    find = _xp.resolve_device if is_local(executor) else _xp.device_name
+    return tuple(dict.fromkeys(map(find, names)))
 
 
 def _is_there(checkpoint: Checkpoint, path: Path, one_file: bool) -> bool:
@@ -905,35 +595,39 @@ def _is_there(checkpoint: Checkpoint, path: Path, one_file: bool) -> bool:
 
 
 def _compare(
-    checkpoint: Checkpoint,
+    conversion: Conversion,
     path: Path,
-    jobs: Mapping[str, Job],
-    one_file: bool,
     texts: Callable[[], Mapping[str, bytes]],
-    others: Sequence[Companion],
-    advance: Callable[[int], object],
-) -> None:
+    executor: Executor,
+    devices: Sequence[str],
+    bar: Progress,
+) -> dict[str, tuple[int, int]]:
     """Do the work once more, and compare every byte with what is there."""
     try:
         writers = {
-            name: Comparison(job.container, path if one_file else path / name, job.entries, job.metadata)
-            for name, job in jobs.items()
+            name: Comparison(job.container, path if conversion.one_file else path / name, job.entries, job.metadata)
+            for name, job in conversion.jobs.items()
         }
         for name, wanted in texts().items():
             with reading(path / name), open(path / name, "rb") as file:
                 if file.read(len(wanted) + 1) != wanted:
                     raise Unlike(f"{path / name} is another one")
-        for other in others:
+        for other in conversion.others:
             if not other.is_at(path):
                 raise Unlike(f"{path / other.name} is not {other.path}")
     except FileError as error:
         raise _in_the_way(path, error) from error
-    for name, job in jobs.items():
-        try:
-            job.run(writers[name], advance)
-        except Unlike as error:
-            raise _in_the_way(path, error) from error
-        checkpoint.check_unchanged()
+    due = {name: functools.partial(_there, writer) for name, writer in writers.items()}
+    try:
+        return conversion.run(due, executor, devices, bar)
+    except Unlike as error:
+        raise _in_the_way(path, error) from error
+
+
+@contextlib.contextmanager
+def _there(writer: Writer) -> Iterator[Writer]:
+    """What needs nothing done in the end."""
+    yield writer
 
 
 def _in_the_way(path: Path, error: FileError) -> FileError:
@@ -952,19 +646,7 @@ def _nbytes(jobs: Mapping[str, Job]) -> int:
     return sum(entry.nbytes for job in jobs.values() for entry in job.entries.values())
 
 
-def _note(checkpoint: Checkpoint, label: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _note(conversion: Conversion) -> dict[str, Any]:
     """What has to be the same when a run is resumed: the command, and the input as far as that is cheap to tell."""
-    files = {name: file.reader.identity() for name, file in checkpoint.files.items()}
-    return {"kbitcupy": __version__, "command": label, **options, "files": files}
-
-
-@contextlib.contextmanager
-def progress_bar(label: str, nbytes: int, show: bool) -> Iterator[Callable[[int], object]]:
-    """Yields what counts bytes up to `nbytes`, on stderr where `show` says so."""
-    if not show:
-        yield lambda nbytes: None
-        return
-    from tqdm.auto import tqdm  # most calls show no bar; a widget in a notebook, text elsewhere
-
-    with tqdm(desc=label, total=nbytes, unit="B", unit_scale=True, leave=False) as bar:
-        yield bar.update
+    files = {name: file.reader.identity() for name, file in conversion.checkpoint.files.items()}
+    return {"kbitcupy": __version__, "command": conversion.label, **conversion.options, "files": files}

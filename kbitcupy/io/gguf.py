@@ -33,8 +33,8 @@ import numpy as np
 
 from ..backend import xp as _xp
 from ..errors import FileError
-from .atomic import Output, check_file, replacing
-from .container import Container, Entry, FileReader, Writer, parts_of
+from .atomic import check_file, replacing
+from .container import Container, Entry, FileReader, PlacedWriter, Writer
 
 MAGIC = b"GGUF"
 #: The version that is written.
@@ -621,23 +621,6 @@ def _place_infos(
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-class _GgufWriter(Writer):
-    """Writes tensors where the header says."""
-
-    def __init__(self, file: Output, entries: Mapping[str, Entry], starts: Mapping[str, int]):
-        self._file, self._entries, self._starts = file, entries, starts
-
-    def put(self, name: str, data: np.ndarray | Iterator[np.ndarray]) -> None:
-        wanted, nbytes = self._entries[name].nbytes, 0
-        self._file.seek(self._starts[name])
-        for part in parts_of(data):
-            nbytes += part.nbytes
-            if nbytes <= wanted:
-                self._file.write(part.data)
-        if nbytes != wanted:
-            raise FileError(f"tensor {name!r} has {nbytes} bytes; {wanted} were announced")
-
-
 class Gguf(Container):
     """Files of ggml and llama.cpp."""
 
@@ -681,7 +664,7 @@ class Gguf(Container):
         check_file(target, force)
         with replacing(target, end, force) as file:
             file.write(first)
-            yield _GgufWriter(file, entries, starts)
+            yield PlacedWriter(file, entries, starts)
             file.truncate(end)  # zeros behind the last tensor, and between them, which nobody has written
 
 

@@ -14,7 +14,7 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -119,8 +119,8 @@ class _ArraysReader(FileReader):
         with reading(self.path), self._reading:
             return raw_bytes(self._converted[name]())
 
-    def parts(self, name: str) -> Iterator[np.ndarray]:
-        return parts_of(self.read(name)) if name in self._converted else super().parts(name)
+    def parts(self, name: str, buffers: Sequence[np.ndarray] = ()) -> Iterator[np.ndarray]:
+        return parts_of(self.read(name)) if name in self._converted else super().parts(name, buffers)
 
     def array(self, name: str, buffer: np.ndarray | None = None) -> np.ndarray:
         return super().array(name, None if name in self._converted else buffer)

@@ -18,14 +18,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..backend import xp as _xp
 from ..errors import FileError
 from ..serial import MOST_VALUES, check_values, count_values, read_json
 from .atomic import Output, check_file, replacing
-from .container import Container, Entry, FileReader, Writer, parts_of, raw_bytes
+from .container import Container, Entry, FileReader, PlacedWriter, Writer
 from .kinds import HEAD, what_it_is
 
 #: safetensors' codes of `DTYPES`; entries of dtypes that NumPy cannot hold have the code itself as their dtype.
@@ -217,42 +216,28 @@ def _brief(text: Any, length: int = 400) -> str:
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
-class _SafetensorsWriter(Writer):
+class _SafetensorsWriter(PlacedWriter):
     """Writes tensors where the header says; those whose length was not known, and the header again, at the end."""
 
     def __init__(self, file: Output, entries: dict[str, Entry], metadata: Mapping[str, str], starts: dict[str, int]):
-        self._file, self._entries, self._metadata, self._starts = file, entries, metadata, starts
-        self._late: dict[str, np.ndarray] = {}
-
-    def put(self, name: str, data: np.ndarray | Iterator[np.ndarray]) -> None:
-        entry = self._entries[name]
-        if entry.at_most and isinstance(data, np.ndarray) and data.nbytes <= entry.nbytes:
-            self._late[name] = raw_bytes(data)
-            return
-        nbytes = 0
-        self._file.seek(self._starts[name])
-        for part in parts_of(data):
-            nbytes += part.nbytes
-            if nbytes <= entry.nbytes:
-                self._file.write(part.data)
-        if nbytes != entry.nbytes:
-            raise FileError(f"tensor {name!r} has {nbytes} bytes; {entry.nbytes} were announced")
+        super().__init__(file, entries, starts)
+        self._all, self._metadata = entries, metadata
 
     def finish(self, first_nbytes: int) -> None:
         """Write what waited for the end: the header becomes shorter, with spaces to the same length."""
-        if not self._late:
+        if not self.late:
             return
-        for name, raw in self._late.items():
-            self._entries[name] = Entry(self._entries[name].dtype, (raw.nbytes,), raw.nbytes)
-        placed = {name: replace(entry, at_most=name in self._late) for name, entry in self._entries.items()}
+        for name, raw in self.late.items():
+            self._all[name] = Entry(self._all[name].dtype, (raw.nbytes,), raw.nbytes)
+        placed = {name: replace(entry, at_most=name in self.late) for name, entry in self._all.items()}
         first, starts = _place(placed, self._metadata)
         spare = first_nbytes - len(first)
         self._file.seek(0)
         self._file.write((first_nbytes - 8).to_bytes(8, "little") + first[8:] + b" " * spare)
-        for name, raw in self._late.items():
+        for name, raw in self.late.items():
             self._file.seek(starts[name] + spare)
             self._file.write(raw.data)
-        self._file.truncate(first_nbytes + sum(entry.nbytes for entry in self._entries.values()))
+        self._file.truncate(first_nbytes + sum(entry.nbytes for entry in self._all.values()))
 
 
 class Safetensors(Container):

@@ -19,7 +19,7 @@ from kbitcupy.backend import xp as _xp
 from kbitcupy.cli import compare as cli_compare, doctor as cli_doctor, main, sources as cli_sources
 from kbitcupy.errors import DeviceError, MissingExtraError
 from kbitcupy.formats.base import Format, Plane, unregister
-from kbitcupy.io import convert
+from kbitcupy.io import conversion
 
 ROOT = Path(kb.__file__).resolve().parent.parent
 LONG = "model.language_model.layers.10.self_attention.query_projection.weight"
@@ -360,7 +360,7 @@ def test_a_sharded_job_says_that_it_can_go_on(tmp_path, monkeypatch, capsys):
             raise KeyboardInterrupt
         return kb.quantize(x, format)
 
-    monkeypatch.setattr(convert, "quantize", quantize)
+    monkeypatch.setattr(conversion, "quantize", quantize)
     words = ["quantize", str(tmp_path / "in"), "-o", f"{tmp_path / 'out'}/", "--device", "cpu", "--resume"]
     assert main(words) == 130
     note = f"kbit: note: {tmp_path / 'out.part'} keeps finished shards; repeat the command to continue\n"
@@ -894,7 +894,7 @@ def test_failures_in_the_middle_leave_nothing_behind(model, monkeypatch, capsys,
     def failing(*_):
         raise failure
 
-    monkeypatch.setattr(convert, "quantize", failing)
+    monkeypatch.setattr(conversion, "quantize", failing)
     out = model.with_name("out")
     assert main(["quantize", str(model), "-o", str(out), "--device", "cpu"]) == status
     assert capsys.readouterr().err == message.format(out=out, model=model)

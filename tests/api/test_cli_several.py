@@ -10,7 +10,7 @@ import pytest
 
 import kbitcupy as kb
 from kbitcupy.cli import main
-from kbitcupy.io import atomic, convert
+from kbitcupy.io import atomic, conversion
 
 CPU = ["--device", "cpu"]
 
@@ -138,7 +138,7 @@ def test_there_must_be_room_for_all_of_them(files, monkeypatch, capsys):
 
 
 def test_a_failure_in_between_keeps_what_is_whole(files, monkeypatch, capsys):
-    real = convert.quantize
+    real = conversion.quantize
     calls = []
 
     def fail(x, *arguments, **options):
@@ -147,7 +147,7 @@ def test_a_failure_in_between_keeps_what_is_whole(files, monkeypatch, capsys):
             raise ValueError("no")
         return real(x, *arguments, **options)
 
-    monkeypatch.setattr(convert, "quantize", fail)
+    monkeypatch.setattr(conversion, "quantize", fail)
     assert main(["quantize", *files[:2], "-o", "out", *CPU]) == 1
     assert os.listdir("out") == ["a.safetensors"] and "no" in capsys.readouterr().err
     assert kb.io.load("out/a.safetensors")["w"].format.name == "kbit4"

@@ -19,7 +19,7 @@ import kbitcupy as kb
 from kbitcupy import tables
 from kbitcupy.cli import main
 from kbitcupy.errors import FileError, FormatError
-from kbitcupy.io import bitsandbytes, convert
+from kbitcupy.io import bitsandbytes, conversion
 
 DATA = Path(__file__).parent.parent / "data"
 MODEL = DATA / "bitsandbytes_model.safetensors"
@@ -733,14 +733,14 @@ def test_a_job_in_shards_is_resumed(float_file, tmp_path, monkeypatch):
     kb.io.save(tmp_path / "shards", dict(kb.io.load(float_file)), max_shard_size=7000)
     options = {"format": kb.get_format("nf4", double_quant=True), "layout": "bitsandbytes", "device": "cpu"}
     whole = kb.io.quantize_file(tmp_path / "shards", tmp_path / "whole", **options)
-    run = convert.Job.run
+    run = conversion.Job.run
 
-    def interrupted(job, put, advance):
+    def interrupted(job, *arguments):
         if "00002-of" in job.files[0].path.name:
             raise KeyboardInterrupt
-        run(job, put, advance)
+        run(job, *arguments)
 
-    monkeypatch.setattr(convert.Job, "run", interrupted)
+    monkeypatch.setattr(conversion.Job, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kb.io.quantize_file(tmp_path / "shards", tmp_path / "target", **options, resume=True)
     monkeypatch.undo()

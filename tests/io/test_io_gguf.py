@@ -643,8 +643,8 @@ def test_half_written_files_never_stay(model, monkeypatch):
             raise KeyboardInterrupt
         original(writer, name, data)
 
-    original = files._GgufWriter.put
-    monkeypatch.setattr(files._GgufWriter, "put", put)
+    original = files.PlacedWriter.put
+    monkeypatch.setattr(files.PlacedWriter, "put", put)
     with pytest.raises(KeyboardInterrupt):
         kb.io.quantize_file(model, model.with_name("out.gguf"), "q4_k")
     calls.clear()
@@ -657,14 +657,14 @@ def test_unfinished_parts_are_continued(tmp_path, monkeypatch):
     found = parts(tmp_path / "parts")
     options = {"format": "q8_0", "layout": "gguf", "device": "cpu"}
     kb.io.quantize_file(tmp_path / "parts", tmp_path / "whole", **options)
-    original = files._GgufWriter.put
+    original = files.PlacedWriter.put
 
     def put(writer, name, data):
         if name == "b.weight":
             raise KeyboardInterrupt
         original(writer, name, data)
 
-    monkeypatch.setattr(files._GgufWriter, "put", put)
+    monkeypatch.setattr(files.PlacedWriter, "put", put)
     with pytest.raises(KeyboardInterrupt):
         kb.io.quantize_file(found[0], tmp_path / "out", **options, resume=True)
     monkeypatch.undo()

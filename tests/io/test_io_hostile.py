@@ -13,7 +13,7 @@ import kbitcupy as kb
 from kbitcupy import serial
 from kbitcupy.cli import main
 from kbitcupy.errors import FileError
-from kbitcupy.io import convert, safetensors as module
+from kbitcupy.io import conversion, convert, safetensors as module
 
 GOOD = '{"dtype":"F32","shape":[16],"data_offsets":[0,64]}'
 
@@ -192,7 +192,7 @@ def test_paths_that_no_file_can_have(tmp_path, monkeypatch, path, action):
         "folder": lambda: convert.quantize_file("shards", path, "kbit4", device="cpu", resume=True),
         "dequantize": lambda: convert.dequantize_file(path, "out", device="cpu"),
     }
-    monkeypatch.setattr(convert, "quantize", None)  # no work begins
+    monkeypatch.setattr(conversion, "quantize", None)  # no work begins
     with pytest.raises(FileError) as raised:
         work[action]()
     assert repr(path)[1:20] in str(raised.value) or path[:20] in str(raised.value)

@@ -17,7 +17,7 @@ from safetensors import deserialize, safe_open
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FileError, FormatError
-from kbitcupy.io import atomic, convert, safetensors as module
+from kbitcupy.io import atomic, conversion, convert, safetensors as module
 
 BITS = {
     "BOOL": 8,
@@ -689,7 +689,7 @@ def test_a_failure_leaves_nothing_behind(model, monkeypatch, failure, existing):
             raise failure
         return kb.quantize(x, format)
 
-    monkeypatch.setattr(convert, "quantize", failing)
+    monkeypatch.setattr(conversion, "quantize", failing)
     with pytest.raises(OSError if isinstance(failure, OSError) else failure) as raised:
         convert.quantize_file(model, target, "kbit4", device="cpu", force=True)
     assert not isinstance(failure, OSError) or raised.value is failure  # it is not the output's
@@ -717,7 +717,7 @@ def test_a_target_that_appears_while_writing_is_kept(model, monkeypatch):
         target.write_text("precious")
         return kb.quantize(x, format)
 
-    monkeypatch.setattr(convert, "quantize", quantize)
+    monkeypatch.setattr(conversion, "quantize", quantize)
     with pytest.raises(FileError, match="exists"):
         convert.quantize_file(model, target, "kbit4", device="cpu")
     assert target.read_text() == "precious"
@@ -763,7 +763,7 @@ def test_a_codebook_without_values_names_the_tensor(model):
 
 def test_a_shape_that_a_format_cannot_have_is_refused_before_any_work(tmp_path, monkeypatch):
     source = write(tmp_path / "a", {"w": weights((64, 64)), "odd": weights((64, 48))})
-    monkeypatch.setattr(convert, "quantize", None)
+    monkeypatch.setattr(conversion, "quantize", None)
     with pytest.raises(FileError, match=r"a: tensor 'odd': shape is \(64, 48\).*keep it as it is"):
         convert.quantize_file(source, tmp_path / "b", "q4_k", device="cpu", keep="w")
     assert os.listdir(tmp_path) == ["a"]

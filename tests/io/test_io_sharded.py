@@ -17,7 +17,7 @@ import pytest
 
 import kbitcupy as kb
 from kbitcupy.errors import FileError
-from kbitcupy.io import atomic, convert
+from kbitcupy.io import atomic, conversion, convert
 
 ROOT = Path(kb.__file__).resolve().parent.parent
 INDEX = "model.safetensors.index.json"
@@ -360,7 +360,7 @@ def failing_after(monkeypatch, count, failure):
             raise failure
         return kb.quantize(x, format)
 
-    monkeypatch.setattr(convert, "quantize", quantize)
+    monkeypatch.setattr(conversion, "quantize", quantize)
     return calls
 
 

@@ -13,7 +13,7 @@ import pytest
 import kbitcupy as kb
 from kbitcupy.cli import main
 from kbitcupy.errors import FileError
-from kbitcupy.io import atomic, convert
+from kbitcupy.io import atomic, conversion, convert
 
 ROOT = Path(kb.__file__).resolve().parent.parent
 INDEX = "model.safetensors.index.json"
@@ -59,7 +59,7 @@ def interrupted(monkeypatch, count, act=None):
             act()
         return kb.quantize(x, format, **given)
 
-    monkeypatch.setattr(convert, "quantize", failing)
+    monkeypatch.setattr(conversion, "quantize", failing)
 
 
 def begun(monkeypatch, source, target, format="kbit4", **options):
@@ -279,7 +279,7 @@ def test_an_input_that_changes_while_it_is_read_is_an_error(source, file, monkey
         os.utime(read)
 
     if change == "shorter":  # at a tensor of the last file, before it is read
-        monkeypatch.setattr(convert.Job, "run", shrinking(convert.Job.run, read, rewrite))
+        monkeypatch.setattr(conversion.Job, "run", shrinking(conversion.Job.run, read, rewrite))
     else:
         interrupted(monkeypatch, 5, rewrite)
     with pytest.raises(FileError, match=f"{read.name} was (changed|cut off) while it was read: nothing is kept"):
@@ -288,10 +288,10 @@ def test_an_input_that_changes_while_it_is_read_is_an_error(source, file, monkey
 
 
 def shrinking(run, path, act):
-    def first(job, put, advance):
+    def first(job, *arguments):
         if job.files[0].path == path:
             act()
-        run(job, put, advance)
+        run(job, *arguments)
 
     return first
 
@@ -312,7 +312,7 @@ import os, sys
 import kbitcupy as kb
 from kbitcupy.cli import main
 from kbitcupy.explore import measurement
-from kbitcupy.io import convert
+from kbitcupy.io import conversion
 path, calls = sys.argv[1], []
 
 def quantize(x, format, **given):
@@ -321,7 +321,7 @@ def quantize(x, format, **given):
         os.truncate(path, os.path.getsize(path) // 2)
     return kb.quantize(x, format, **given)
 
-convert.quantize = quantize
+conversion.quantize = quantize
 measurement.quantize = quantize
 sys.exit(main(sys.argv[2:]))
 """

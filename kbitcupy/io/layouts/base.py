@@ -105,8 +105,8 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
-        """Their data, in host memory."""
+    def arrays(self, name: str, q: QuantizedArray) -> dict[str, Any]:
+        """Their data, in host memory or on the device of the array."""
 
     @abstractmethod
     def metadata(self, metadata: Mapping[str, Any], configs: Mapping[str, Any]) -> dict[str, Any]:

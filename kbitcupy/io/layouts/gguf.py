@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...array import QuantizedArray
-from ...backend import xp as _xp
 from ...errors import FileError, FormatError
 from ...formats.base import Format, get_format
 from ...formats.blocks import BlockFormat
@@ -142,15 +141,15 @@ class GgufLayout(Layout):
             found[_scale_name(name)] = entry_of(scale)
         return found
 
-    def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
+    def arrays(self, name: str, q: QuantizedArray) -> dict[str, Any]:
         if trits.is_ternary(q.format):
             made, factor = trits.to_blocks(name, q, self.ternary)
             return {name: made, _scale_name(name): factor}
         format: Any = q.format
         blocks = q.planes.blocks if isinstance(q.planes, RawPlanes) else None
-        found = {name: _xp.to_device(format.to_blocks(q.planes) if blocks is None else blocks, "cpu")}
+        found = {name: format.to_blocks(q.planes) if blocks is None else blocks}
         if format.tensor_scale in q.planes:
-            found[_scale_name(name)] = _xp.to_device(q.planes[format.tensor_scale], "cpu")
+            found[_scale_name(name)] = q.planes[format.tensor_scale]
         return found
 
     def metadata(self, metadata: Mapping[str, Any], configs: Mapping[str, Any]) -> dict[str, Any]:

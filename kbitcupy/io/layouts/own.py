@@ -17,7 +17,6 @@ import numpy as np
 
 from ..._version import __version__
 from ...array import QuantizedArray, read_config
-from ...backend import xp as _xp
 from ...errors import FileError
 from ...formats.base import Format
 from ...serial import read_json
@@ -59,8 +58,8 @@ class OwnLayout(Layout):
     ) -> dict[str, Entry]:
         return {f"{name}.{plane}": entry_of(spec) for plane, spec in planes.items()}
 
-    def arrays(self, name: str, q: QuantizedArray) -> dict[str, np.ndarray]:
-        return {f"{name}.{plane}": _xp.to_device(array, "cpu") for plane, array in q.planes.items()}
+    def arrays(self, name: str, q: QuantizedArray) -> dict[str, Any]:
+        return {f"{name}.{plane}": array for plane, array in q.planes.items()}
 
     def metadata(self, metadata: Mapping[str, Any], configs: Mapping[str, Any]) -> dict[str, Any]:
         before = _configs(metadata, "the metadata")

@@ -1,0 +1,177 @@
+"""Lanes: what one worker has for itself while arrays go from a file to a device and back.
+
+A copy between a GPU and memory that the system may page is several times slower than one between a GPU and pinned
+memory, and the kernel between two such copies takes a hundredth of either. So a lane of a GPU has a stream, and two
+small pinned buffers through which everything goes, part after part: while one is read or written, the other is copied.
+Several lanes keep a GPU busy, and several GPUs; their host memory does not grow with the arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import xp as _xp
+
+#: Bytes of an array that go through a buffer together.
+PART_BYTES = 1 << 23
+# The directions of cudaMemcpyAsync.
+_TO_DEVICE, _TO_HOST = 1, 2
+
+
+class Lane:
+    """What one worker has for itself, on one device.
+
+    Parameters
+    ----------
+    device : str
+        ``"cpu"`` or ``"cuda:N"``.
+    """
+
+    def __init__(self, device: str):
+        self.device = device
+        self._memory = np.empty(0, np.uint8)
+
+    def memory(self, nbytes: int) -> np.ndarray:
+        """Host memory of at least so many bytes, the same each time: fresh pages take time."""
+        if self._memory.nbytes < nbytes:
+            self._memory = np.empty(0, np.uint8)  # so that both are not there at once
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory
+
+    def parts(self, array: Any) -> Iterator[np.ndarray]:
+        """The bytes of an array on the device, uint8, part after part; each is valid until the next is asked for."""
+        yield _xp.contiguous(array).reshape(-1).view(np.uint8)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """A block whose work is done on the device and, if it is a GPU, in the stream of the lane."""
+        return contextlib.nullcontext()
+
+
+class GpuLane(Lane):
+    """A stream of a GPU and pinned buffers."""
+
+    def __init__(self, device: str):
+        super().__init__(device)
+        self._cuda = _xp.import_cupy().cuda
+        self._device = self._cuda.Device(int(device.partition(":")[2]))
+        with self._device:
+            self._stream = self._cuda.Stream(non_blocking=True)
+            self._done = [self._cuda.Event(disable_timing=True) for _ in range(2)]
+            # Pinned memory comes as a whole number of pages, and maybe more of them.
+            self._buffers = [
+                np.frombuffer(self._cuda.alloc_pinned_memory(PART_BYTES), np.uint8)[:PART_BYTES] for _ in range(2)
+            ]
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        with self._device, self._stream:
+            try:
+                yield
+            finally:
+                self._stream.synchronize()  # what the block has allocated is free for others from here on
+
+    def upload(self, parts: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]], nbytes: int) -> Any:
+        """Bytes on the device.
+
+        Parameters
+        ----------
+        parts : callable
+            Takes buffers, and fills one after the other with the bytes to upload, round and round.
+        nbytes : int
+            How many bytes there are.
+
+        Returns
+        -------
+        cupy.ndarray
+            Of uint8.
+        """
+        import cupy
+
+        made = cupy.empty(nbytes, np.uint8)
+        coming, begin, number = parts(self._buffers), 0, 0
+        while begin < nbytes:
+            self._done[number].synchronize()  # the buffer that is filled next
+            part = next(coming)
+            self._copy(made.data.ptr + begin, part.ctypes.data, part.nbytes, _TO_DEVICE, number)
+            begin, number = begin + part.nbytes, 1 - number
+        return made
+
+    def parts(self, array: Any) -> Iterator[np.ndarray]:
+        flat = _xp.contiguous(array)
+
+        def start(begin: int) -> np.ndarray:
+            number = begin // PART_BYTES % 2
+            part = self._buffers[number][: flat.nbytes - begin]
+            self._copy(part.ctypes.data, flat.data.ptr + begin, part.nbytes, _TO_HOST, number)
+            return part
+
+        if not flat.nbytes:
+            return
+        coming = start(0)
+        for begin in range(0, flat.nbytes, PART_BYTES):
+            part, after = coming, begin + PART_BYTES
+            if after < flat.nbytes:
+                coming = start(after)
+            self._done[begin // PART_BYTES % 2].synchronize()
+            yield part
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int, number: int) -> None:
+        self._cuda.runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
+        self._done[number].record(self._stream)
+
+    def release(self) -> None:
+        """Give back what CuPy's pool keeps for the stream of this lane alone."""
+        with self._device:
+            _xp.import_cupy().get_default_memory_pool().free_all_blocks(stream=self._stream)
+
+
+# Lanes of GPUs that nobody is in, and how many are in use: to make one takes a millisecond.
+_lock = threading.Lock()
+_idle: dict[str, list[GpuLane]] = {}
+_used: Counter[str] = Counter()
+
+
+@contextlib.contextmanager
+def lane(devices: Sequence[str], number: int = 0) -> Iterator[Lane]:
+    """A lane for this block, in which its device and its stream are the current ones.
+
+    Parameters
+    ----------
+    devices : sequence of str
+        Names of devices: that one is taken which has the fewest lanes of this process.
+    number : int, default 0
+        Which of those with equally many is taken: processes that number their work share the devices.
+    """
+    turn = number % len(devices)
+    with _lock:
+        device = min((*devices[turn:], *devices[:turn]), key=lambda name: _used[name])
+        _used[device] += 1
+        waiting = _idle.get(device)
+        found = waiting.pop() if waiting else None
+    try:
+        if device == "cpu":
+            yield Lane(device)
+            return
+        found = GpuLane(device) if found is None else found
+        with found.current():
+            yield found
+        with _lock:
+            _idle.setdefault(device, []).append(found)
+    finally:
+        with _lock:
+            _used[device] -= 1
+
+
+def release() -> None:
+    """Give back the memory of lanes that nobody is in."""
+    with _lock:
+        found = [each for lanes in _idle.values() for each in lanes]
+        _idle.clear()
+    for each in found:
+        each.release()

@@ -1,0 +1,242 @@
+"""Work that is done by any `concurrent.futures.Executor`: threads, processes, or the workers of a Dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
+from typing import Any, TypeVar
+
+from ..errors import FileError, KbitError, MissingExtraError
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+#: Bytes to read above which the commands use several workers unasked.
+LARGE = 2_000_000_000
+#: Workers that they use then at most.
+MOST_WORKERS = 8
+# Tasks that wait beside those that run, and how many run where an executor does not say it.
+_WAITING, _UNKNOWN = 2, 32
+# Seconds for a scheduler of Dask to answer; how often a task is done again whose worker was lost.
+_PATIENCE, _RETRIES = 10, 2
+# Of a library that would use all cores in each of the processes.
+_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Inline(Executor):
+    """Does each task when it is given one, in the thread that gives it."""
+
+    _max_workers = 1
+
+    def submit(self, fn: Callable[..., _R], /, *arguments: Any, **options: Any) -> Future[_R]:
+        done: Future[_R] = Future()
+        done.set_result(fn(*arguments, **options))
+        return done
+
+
+def check_executor(executor: Any) -> Executor:
+    """An executor, which is `Inline` where there is none.
+
+    Raises
+    ------
+    TypeError
+        When it is something else.
+    """
+    if executor is None:
+        return Inline()
+    if not callable(getattr(executor, "submit", None)) or isinstance(executor, type):
+        raise TypeError(
+            f"executor is {executor!r}; it must be a concurrent.futures.Executor, such as ThreadPoolExecutor(8), "
+            "ProcessPoolExecutor(8), or client.get_executor(pure=False, retries=2) of dask.distributed"
+        )
+    return executor  # Dask's is none by its class
+
+
+def is_local(executor: Executor) -> bool:
+    """Whether the work is done in this process, as far as that can be told."""
+    return isinstance(executor, (Inline, ThreadPoolExecutor))
+
+
+def workers_of(executor: Executor) -> int:
+    """How many tasks run at once, as far as that can be told."""
+    count = getattr(executor, "_max_workers", None)  # of all executors of the standard library
+    return count if isinstance(count, int) and count > 0 else _UNKNOWN
+
+
+def completed(
+    executor: Executor, function: Callable[[_T], _R], tasks: Iterable[_T], name_of: Callable[[_T], str]
+) -> Generator[tuple[_T, _R]]:
+    """Each task and its result, as they end; a task is taken from `tasks` when its turn is near.
+
+    When one fails, or nobody takes results any more, those that wait are given up, and those that run are waited for.
+
+    Parameters
+    ----------
+    executor : Executor
+        Who works.
+    function : callable
+        Does a task: both can be pickled, and doing one twice changes nothing.
+    tasks : iterable
+        The tasks.
+    name_of : callable
+        What a task is called in messages.
+
+    Raises
+    ------
+    FileError
+        When a worker is lost, or a task ends in an error that is none of kbitcupy's.
+    """
+    most = workers_of(executor)
+    most += 0 if most == 1 else _WAITING
+    lost = _as_it_is if isinstance(executor, Inline) else _lost
+    running: dict[Future[_R], _T] = {}
+    coming = iter(tasks)
+    more = True
+    try:
+        while True:
+            while more and len(running) < most:
+                try:
+                    task = next(coming)
+                except StopIteration:
+                    more = False
+                    break
+                with lost(name_of(task)):
+                    running[executor.submit(function, task)] = task
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                task = running.pop(future)
+                with lost(name_of(task)):
+                    result = future.result()
+                yield task, result
+    finally:
+        for future in running:
+            future.cancel()
+        wait(running)
+
+
+def _as_it_is(name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _lost(name: str) -> Iterator[None]:
+    """What an executor says of a worker that is gone, as an error with the name of its task."""
+    try:
+        yield
+    except (KbitError, MemoryError, TypeError, ValueError, OSError):
+        raise  # of the task itself
+    except BrokenExecutor as error:
+        raise FileError(
+            f"{name}: a worker ended abruptly, killed perhaps for want of memory: repeat with fewer workers, and with "
+            "resume=True (--resume) from the start to keep the shards that are finished"
+        ) from error
+    except Exception as error:
+        raise FileError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+# ---- executors of the commands -------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_workers(nbytes: int, on_gpu: bool) -> int:
+    """How many workers are worth it for so many bytes to read."""
+    if nbytes < LARGE:
+        return 1
+    return MOST_WORKERS if on_gpu else min(MOST_WORKERS, cores())
+
+
+@contextlib.contextmanager
+def local(workers: int, on_gpu: bool) -> Iterator[Executor | None]:
+    """Workers on this machine: threads where a GPU does the work, else processes, for NumPy's hold each other up.
+
+    None for one worker.
+    """
+    if workers == 1:
+        yield None
+    elif on_gpu:
+        with ThreadPoolExecutor(workers, "kbitcupy") as threads:
+            yield threads
+    else:
+        with _one_thread_each():
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(workers, context, initializer=_begin) as processes:
+                yield processes
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes that begin in this block have one thread for their linear algebra."""
+    before = {name: os.environ.get(name) for name in _THREADS}
+    os.environ.update(dict.fromkeys(_THREADS, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _begin() -> None:
+    """What a process of ours does first: it ends with its parent, and at once when Ctrl-C is pressed."""
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def dask_cluster(scheduler: str) -> Iterator[Executor]:
+    """The workers of a Dask cluster that is running.
+
+    Parameters
+    ----------
+    scheduler : str
+        The address of its scheduler, such as ``"tcp://10.0.0.1:8786"``, or the file that the scheduler has written.
+
+    Raises
+    ------
+    MissingExtraError
+        When `distributed` is not installed.
+    FileError
+        When there is no scheduler.
+    """
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise MissingExtraError(
+            "--scheduler needs Dask's scheduler: pip install 'kbitcupy[dask]' (or [dask-cuda12], [dask-cuda13])"
+        ) from error
+    where = {"address": scheduler} if "://" in scheduler else {"scheduler_file": os.path.abspath(scheduler)}
+    if "scheduler_file" in where and not os.path.isfile(where["scheduler_file"]):
+        raise FileError(f"{scheduler} is no scheduler's file, nor an address such as tcp://10.0.0.1:8786")
+    try:
+        client = Client(**where, timeout=_PATIENCE, set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise FileError(f"no scheduler of Dask answers at {scheduler}: {error}") from error
+    with client:
+        yield client.get_executor(pure=False, retries=_RETRIES)

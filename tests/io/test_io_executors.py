@@ -1,0 +1,222 @@
+"""Work that executors share: the bytes of a serial job, one error with a name, and nothing left behind."""
+
+import concurrent.futures
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import kbitcupy as kb
+from kbitcupy.backend import staging
+from kbitcupy.errors import DeviceError, FileError
+from kbitcupy.io import atomic, conversion, executors
+
+F32 = np.float32
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Shards of many tensors, some of which are copied."""
+    rng = np.random.default_rng(0)
+    tensors = {f"w{i}": rng.standard_normal((64, 96)).astype(("f2", "f4")[i % 2]) for i in range(12)}
+    tensors |= {"bias": np.arange(9), "empty": np.zeros((0, 4), F32), "w3.more": np.float64(rng.random((40, 64)))}
+    tensors["w5"][3, 5] = np.nan
+    kb.io.save(tmp_path / "shards", tensors, max_shard_size=60_000)
+    kb.io.save(tmp_path / "one.safetensors", tensors)
+    (tmp_path / "shards" / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Pieces of a tensor or two."""
+    monkeypatch.setattr(conversion, "_LEAST_PIECE", 1 << 14)
+    monkeypatch.setattr(conversion, "_LARGEST_PIECE", 1 << 14)
+
+
+class Pickling(concurrent.futures.Executor):
+    """Threads that are given copies, each task twice: what a process would see, and what a retried task does."""
+
+    def __init__(self):
+        self.pool = concurrent.futures.ThreadPoolExecutor(3)
+
+    def submit(self, function, *arguments):
+        return self.pool.submit(self.twice, pickle.dumps((function, arguments)))
+
+    @staticmethod
+    def twice(data):
+        for _ in range(2):
+            function, arguments = pickle.loads(data)
+            result = pickle.loads(pickle.dumps(function(*arguments)))
+        return result
+
+
+@pytest.fixture(scope="module")
+def processes():
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, context, initializer=executors._begin) as pool:
+        yield pool
+
+
+@pytest.fixture(params=["threads", "copies", "processes"])
+def executor(request):
+    if request.param == "processes":
+        yield request.getfixturevalue("processes")
+    elif request.param == "copies":
+        made = Pickling()
+        yield made
+        made.pool.shutdown()
+    else:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            yield pool
+
+
+def contents(path):
+    return path.read_bytes() if path.is_file() else {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+def same_but_for_time(report):
+    return {**vars(report), "seconds": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "options"),
+    [
+        ("shards", "kbit4", {}),
+        ("one.safetensors", "q8_0", {"layout": "gguf"}),
+        ("shards", "nf4:double_quant=true", {"layout": "bitsandbytes"}),
+    ],
+)
+def test_the_bytes_are_those_of_a_serial_job(source, executor, small_pieces, name, format, options):
+    ending = ".gguf" if options.get("layout") == "gguf" else ".st"
+    whole, out = source / f"whole{ending}", source / f"out{ending}"
+    options = {**options, "keep": ("w3*",), "device": "cpu"}
+    serial = kb.io.quantize_file(source / name, whole, format, **options)
+    report = kb.io.quantize_file(source / name, out, format, **options, executor=executor)
+    assert contents(out) == contents(whole)
+    assert same_but_for_time(report) == same_but_for_time(serial) and report.not_finite == ("w5",)
+    kb.io.dequantize_file(whole, source / "back", device="cpu")
+    kb.io.dequantize_file(out, source / "again", device="cpu", executor=executor)
+    assert contents(source / "again") == contents(source / "back")
+    # What is there already is compared, by the same workers.
+    assert kb.io.quantize_file(source / name, out, format, **options, executor=executor, resume=True).resumed
+    assert not atomic.leftovers(source) and not list(source.glob("*.part"))
+
+
+def test_a_plan_and_a_codebook_travel(source, processes, monkeypatch, small_pieces):
+    monkeypatch.chdir(source)  # workers have another working directory
+    codebook = np.linspace(-1, 1, 16, dtype=F32)
+    formats = {"w0": ("kbit4", {"codebook": codebook}), "w1": "int8", "w4": kb.get_format("kbit3", absmax="float32")}
+    for out, how in (("whole", {}), ("out", {"executor": processes})):
+        kb.io.quantize_file("shards", out, formats, device="cpu", **how)
+    assert contents(source / "out") == contents(source / "whole")
+
+
+def failing(monkeypatch, at, error):
+    """`quantize` fails at the tensor of this many elements, and no sooner than another one has ended."""
+    one = threading.Event()
+
+    def quantize(x, format, **given):
+        if x.size == at:
+            one.wait(5)
+            raise error
+        made = kb.quantize(x, format, **given)
+        one.set()
+        return made
+
+    monkeypatch.setattr(conversion, "quantize", quantize)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    ("error", "said"), [(ValueError("no"), "tensor 'w3.more': no"), (RuntimeError("no"), "model-")]
+)
+def test_a_failure_stops_the_job_with_a_name(source, small_pieces, monkeypatch, resume, error, said):
+    around = sorted(os.listdir(source))
+    failing(monkeypatch, 40 * 64, error)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool, pytest.raises(FileError, match=said):
+        kb.io.quantize_file(source / "shards", source / "out", "kbit4", device="cpu", executor=pool, resume=resume)
+    left = sorted(os.listdir(source))
+    assert left == around or (resume and left == sorted([*around, "out.part"]))
+    monkeypatch.undo()
+    kb.io.quantize_file(source / "shards", source / "whole", "kbit4", device="cpu")
+    if resume:
+        finished = set(os.listdir(source / "out.part")) - {atomic.JOB} if left != around else set()
+        assert all((source / "out.part" / name).read_bytes() == contents(source / "whole")[name] for name in finished)
+        report = kb.io.quantize_file(source / "shards", source / "out", "kbit4", device="cpu", resume=True)
+        assert report.resumed == len(finished) and contents(source / "out") == contents(source / "whole")
+
+
+def test_what_waits_is_given_up_and_what_runs_is_waited_for(source, small_pieces, monkeypatch):
+    begun, ended = [], []
+
+    def quantize(x, format, **given):
+        begun.append(x)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        ended.append(x)
+        return kb.quantize(x, format, **given)
+
+    monkeypatch.setattr(conversion, "quantize", quantize)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            kb.io.quantize_file(source / "one.safetensors", source / "out", "kbit4", device="cpu", executor=pool)
+        assert len(begun) <= 5 and len(ended) == len(begun) - 1
+    assert not (source / "out").exists() and not atomic.leftovers(source)
+
+
+def test_everything_is_checked_before_the_first_piece(source, monkeypatch):
+    monkeypatch.setattr(conversion, "_do", None)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for out, why in (("one.safetensors", "is a file"), ("nowhere/out", "does not exist")):
+            with pytest.raises(FileError, match=why):
+                kb.io.quantize_file(source / "shards", source / out, "kbit4", device="cpu", executor=pool)
+        with pytest.raises(DeviceError, match="auto"):
+            kb.io.quantize_file(source / "shards", source / "out", "kbit4", device="gpu", executor=pool)
+    with pytest.raises(TypeError, match=r"executor is 4; it must be a concurrent.futures.Executor"):
+        kb.io.quantize_file(source / "shards", source / "out", "kbit4", executor=4)
+
+
+def test_another_input_for_a_worker_is_refused(source, small_pieces):
+    """The same path, but other bytes behind it: another machine may see another file system."""
+
+    class Elsewhere(Pickling):
+        def submit(self, function, *arguments):
+            data = pickle.dumps((function, arguments))
+            conversion._last.clear()
+            os.utime(source / "one.safetensors", ns=(1, 1))
+            return self.pool.submit(self.twice, data)
+
+    out = source / "out"
+    with pytest.raises(FileError, match="is another file for this worker"):
+        kb.io.quantize_file(source / "one.safetensors", out, "kbit4", device="cpu", executor=Elsewhere())
+    assert not out.exists()
+
+
+def test_a_killed_process_is_named(source, small_pieces):
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(1, context, initializer=os.abort)
+    with pool, pytest.raises(FileError, match=r"model-0000.*: a worker ended abruptly.*--resume"):
+        kb.io.quantize_file(source / "shards", source / "out", "kbit4", device="cpu", executor=pool)
+    assert not (source / "out").exists() and not (source / "out.part").exists()
+
+
+def test_lanes_share_devices():
+    """The device with the fewest lanes; of those with equally many the one whose turn it is."""
+    names = []
+    with staging.lane(("cpu",), 3) as one:
+        names.append(one.device)
+        assert one.memory(10) is one.memory(5) and one.memory(100).nbytes == 100
+        assert next(one.parts(np.arange(3, dtype="u1"))).tobytes() == b"\0\1\2"
+    assert names == ["cpu"] and not staging._used["cpu"]
+
+
+def test_default_workers():
+    assert executors.default_workers(10**9, False) == executors.default_workers(10**9, True) == 1
+    assert executors.default_workers(10**10, True) == executors.MOST_WORKERS
+    assert executors.default_workers(10**10, False) == min(executors.MOST_WORKERS, executors.cores())
