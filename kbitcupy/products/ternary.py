@@ -9,9 +9,9 @@ from the first to the last. Activations are quantized by `kbitcupy.products.acti
 ``activations="int8"``, or are int8 already. A scale that is not positive and finite counts as 0.
 
 On NumPy a float32 product by BLAS is exact where all sums stay below 2^24. Bytes of four codes become floats together,
-which are masked to each of their fields in turn: field f counts 4^f in them, which divides the activations there, and
-what they are too large by is known from the sums of the activations. A weight that is kept (`kbitcupy.DecodedCache`)
-has the trits of three rows in a float64, whose sums come out of 53 bits exactly.
+which lose one of their fields after the other; what they are multiplied by makes up for the fields that are still
+there, and what they are too large by is known from the sums of the activations. A weight that is kept
+(`kbitcupy.DecodedCache`) has the trits of three rows in a float64, whose sums come out of 53 bits exactly.
 
 On a GPU there are two launches where K is a multiple of 128, up to 32 tokens or any number of them with groups of 32,
 64 or 128: tokens are quantized, and codes are read in place by what multiplies, which from Hopper on fetches them while
@@ -131,17 +131,24 @@ def multiply(
 # ---- NumPy -----------------------------------------------------------------------------------------------------------
 
 # Columns whose products with codes up to 3 stay below 2^24: float32 holds all sums.
-_EXACT, _LARGEST_SUM = 1 << 15, 1 << 24
+_EXACT = 1 << 15
 # Weights that are made ready at a time, which the cache holds; with more than a few tokens more of them. Up to so many
 # tokens are multiplied one by one: BLAS copies a matrix ahead of its product with another, but not for a vector. And
 # results that are scaled at a time.
 _SLAB, _FEW, _WIDER, _ONE_BY_ONE, _RESULTS = 1 << 18, 32, 4, 6, 1 << 20
-# A byte of codes above 256 has the highest bits of a float32's mantissa. Its field f alone leaves 256 + 4^f u: what it
-# counts there, and what u has below it then.
+# A byte of codes above 256 has the highest bits of a float32's mantissa. Bits of its fields from 1, 2 and 3 on; what it
+# is at most with those from 0, 1, 2 and 3 on; and what sums of products stay below, with room for the rounding of what
+# tells so.
 _ABOVE = np.float32(256)
-_FIELDS = tuple(np.uint32(int(_ABOVE.view(np.uint32)) | 3 << 15 + 2 * field) for field in range(4))
-_COUNTED = 4 ** np.arange(4)[:, None]
-_BASES = 256 // _COUNTED
+_FROM = tuple(np.uint32(int(_ABOVE.view(np.uint32)) | (255 & 255 << 2 * field) << 15) for field in (1, 2, 3))
+_LARGEST_BYTES = np.array([[256 + (255 & 255 << 2 * field)] for field in range(4)], np.float32)
+_LARGEST_SUM = (1 << 24) - (1 << 14)
+# What a field counts, and by how much products with codes above 256 are too large for those with trits, in sums of the
+# factors of each field: 256, and what a code of 1 counts in this field and those behind it.
+_COUNTS = 4 ** np.arange(4)
+_TOO_MUCH = 256 + _COUNTS[::-1].cumsum()[::-1].astype(np.float64)
+# Floats of bytes at a time, which the cache holds, and the bytes that processors like them to begin at.
+_FLOATS, _ALIGNMENT = 1 << 17, 64
 
 
 def decoded_rows(codes: np.ndarray, depth: int, first: int, last: int) -> np.ndarray:
@@ -153,52 +160,75 @@ def decoded_rows(codes: np.ndarray, depth: int, first: int, last: int) -> np.nda
 
 
 class _Whole:
-    """Activations beside which rows of whole blocks of codes are multiplied as they lie, so many rows at a time."""
+    """Activations beside which rows of whole blocks of codes are multiplied as they lie.
 
-    def __init__(self, a: np.ndarray, rows: int):
-        tokens, depth = a.shape
-        blocks = depth // BLOCK
+    With u[f] for 256 and what the fields of a byte from f on count in it, field f is ``(u[f] - u[f + 1]) / 4^f``, so
+    that its product with a[f] is in those of u[f] with ``a[f] / 4^f - a[f - 1] / 4^(f - 1)``: integers, as all of them
+    are. One mask makes u[f + 1] of u[f], in its place.
+    """
+
+    def __init__(self, a: np.ndarray):
+        tokens = len(a)
         # By the field of the bytes that their codes have.
-        fields = a.reshape(tokens, blocks, 4, RUN).transpose(2, 0, 1, 3).astype(np.float32)
-        self.above = (fields.sum(axis=(2, 3), dtype=np.int64) * (_BASES + 1)).sum(axis=0)[:, None]
-        step = self._exact_blocks(np.abs(fields).sum(axis=3))
-        fields *= (1 / _COUNTED).astype(np.float32)[:, None, None]
-        self.parts = [
-            np.ascontiguousarray(fields[:, :, k : k + step]).reshape(4, tokens, -1) for k in range(0, blocks, step)
-        ]
-        self.rows, size = rows, rows * self.parts[0].shape[2]
-        self.floats, self.field = np.empty(size, np.float32), np.empty(size, np.float32)
+        fields = a.reshape(tokens, -1, 4, RUN).transpose(2, 0, 1, 3).astype(np.float32).reshape(4, tokens, -1)
+        fields *= (1 / _COUNTS).astype(np.float32)[:, None, None]
+        fields[1:] -= fields[:-1]
+        self.parts: list[np.ndarray] = []
+        self.above = np.zeros((tokens, 1))
+        self._add_parts(fields)
+        size = _FLOATS * (1 if tokens <= _FEW else _WIDER)
+        self.rows = max(1, size // self.parts[0].shape[2])
+        self.floats = _aligned_floats(self.rows * self.parts[0].shape[2])
 
-    @staticmethod
-    def _exact_blocks(magnitudes: np.ndarray) -> int:
-        """Blocks whose products are added exactly in float32, from the sums of their |a| [4, tokens, blocks]."""
-        largest = ((_BASES + 3)[:, :, None] * magnitudes).sum(axis=0)
-        step = largest.shape[1]
-        while np.add.reduceat(largest, np.arange(0, largest.shape[1], step), axis=1).max() > _LARGEST_SUM:
-            step = -(-step // 2)
-        return step
+    def _add_parts(self, fields: np.ndarray) -> None:
+        """Columns of factors, in parts whose products are added exactly in float32, in any order."""
+        sums = fields.sum(axis=2)
+        # What is added up lies between the sums of all that is negative and of all that is positive.
+        largest = (np.abs(fields).sum(axis=2) + np.abs(sums)) * _LARGEST_BYTES
+        if largest.max() < 2 * _LARGEST_SUM:
+            self.parts.append(np.ascontiguousarray(fields))
+            self.above[:, 0] += _TOO_MUCH @ sums
+            return
+        half = -(-fields.shape[2] // 2)
+        self._add_parts(fields[:, :, :half])
+        self._add_parts(fields[:, :, half:])
 
     def product(self, codes: np.ndarray) -> np.ndarray:
         """float32 [tokens, rows] with the codes [rows, depth / 4] of some rows: sums, each rounded once."""
-        tokens = len(self.above)
-        total = np.zeros((tokens, len(codes)))
-        for some in _some(len(codes), self.rows):
-            first, rows = 0, some.stop - some.start
-            for part in self.parts:
-                width = part.shape[2]
-                floats, field = (room[: rows * width].reshape(rows, width) for room in (self.floats, self.field))
-                np.add(codes[some, first : first + width], _ABOVE, out=floats)
-                found = np.empty((4, tokens, rows), np.float32)
-                for f in range(4):
-                    np.bitwise_and(floats.view(np.uint32), _FIELDS[f], out=field.view(np.uint32))
-                    if tokens <= _ONE_BY_ONE:
-                        np.matmul(field, part[f][:, :, None], out=found[f][:, :, None])
-                    else:
-                        np.matmul(part[f], field.T, out=found[f])
-                total[:, some] += found.sum(axis=0)
-                first += width
+        tokens, rows = len(self.above), len(codes)
+        total = np.zeros((tokens, rows))
+        found = np.empty((4, tokens, rows), np.float32)
+        first = 0
+        for part in self.parts:
+            width = part.shape[2]
+            for some in _some(rows, self.rows):
+                self._multiply(codes[some, first : first + width], part, found[:, :, some])
+            for sums in found:
+                total += sums
+            first += width
         total -= self.above
         return total.astype(np.float32)
+
+    def _multiply(self, codes: np.ndarray, part: np.ndarray, found: np.ndarray) -> None:
+        """Fill float32 [4, tokens, rows] with the products of some bytes of rows and of their factors."""
+        floats = self.floats[: codes.size].reshape(codes.shape)
+        bits = floats.view(np.uint32)
+        np.copyto(floats, codes)
+        np.add(floats, _ABOVE, out=floats)  # apart from the cast, which the two together would do in small pieces
+        for f in range(4):
+            if f:
+                np.bitwise_and(bits, _FROM[f - 1], out=bits)
+            if len(self.above) <= _ONE_BY_ONE:
+                np.matmul(floats, part[f][:, :, None], out=found[f][:, :, None])
+            else:
+                np.matmul(part[f], floats.T, out=found[f])
+
+
+def _aligned_floats(size: int) -> np.ndarray:
+    """float32 [size], not set."""
+    room = np.empty(4 * size + _ALIGNMENT, np.uint8)
+    first = -room.ctypes.data % _ALIGNMENT
+    return room[first : first + 4 * size].view(np.float32)
 
 
 # Three trits in a float64: bits of each in a sum, and what two sums of the same 53 bits stay below.
@@ -293,7 +323,7 @@ def _multiply_host(
             out[few] = _scaled(y, tokens[few] if tokens.size > 1 else tokens, scales, bias)
         return
     grouped = _Grouped(a, part.group) if part.shares == "group" else None
-    whole = _Whole(a, step) if grouped is None and depth % BLOCK == 0 else None
+    whole = _Whole(a) if grouped is None and depth % BLOCK == 0 else None
     # What few tokens give is scaled together: calls would cost more than the arithmetic.
     many = step if whole is None else max(step, _RESULTS // len(a))
     with np.errstate(all="ignore"):

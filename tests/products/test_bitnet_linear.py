@@ -256,6 +256,20 @@ def test_the_largest_sums(depth, tokens):
         assert (kb.bitnet.linear(x, q) == wanted).all()
 
 
+@pytest.mark.parametrize("run", [1, 32, 128])
+@pytest.mark.parametrize(("depth", "tokens"), [(1408, 1), (4096, 3), (4096, 9), ((1 << 16) + 128, 2)])
+def test_the_largest_sums_of_both_signs(depth, tokens, run):
+    """Activations whose sign changes from field to field of a byte, or from block to block: largest factors."""
+    rng = np.random.default_rng(depth)
+    x = np.where(np.arange(depth) // run % 2, -127, 127) + rng.integers(0, 2, (tokens, depth))
+    q = kb.bitnet.from_trits(np.where(rng.random((5, depth)) < 0.9, x[0] >= 64, -1).astype(np.int8))
+    q.planes["codes"][: len(q.planes["codes"]) // 5] = 255  # of the first row: codes of another origin
+    codes, scales = kb.bitnet.quantize_activations(x.astype(np.float32))
+    assert np.abs(codes).min() >= 125
+    sums = codes.astype(np.int64) @ kb.bitnet.trits(q).astype(np.int64).T
+    assert (kb.bitnet.linear(x.astype(np.float32), q) == sums.astype(np.float32) * scales[:, None]).all()
+
+
 def test_tiny_tokens_differ_from_w8a8(xp):
     """Below eps BitNet keeps fewer bits."""
     q, x = weight(8, 128, xp=xp), xp.asarray(np.full((1, 128), 1e-7, np.float32))
