@@ -34,6 +34,7 @@ from .planes import (
     Integers as Integers,
     Magnitude as Magnitude,
     Plane as Plane,
+    Records as Records,
     Trits as Trits,
 )
 
@@ -85,6 +86,8 @@ class Format(ABC):
     kernels: ClassVar[tuple[Template, ...]] = ()
     #: What `fragments` may return, for the compile check of product kernels, but for the values of codes.
     all_fragments: ClassVar[tuple[Fragments, ...]] = ()
+    #: What `records` may return, for the same.
+    all_records: ClassVar[tuple[Records, ...]] = ()
     #: Words for what `shares` tells; where there are none, no plane is read for it.
     tells: ClassVar[tuple[str, ...]] = ()
     #: A plane that `decode` multiplies by where it is given, and products may multiply by instead, in fp32.
@@ -177,6 +180,10 @@ class Format(ABC):
         `ndim` is the number of axes of an array, or of a member of a stack, whose last two are the weight's.
         """
         return None
+
+    def records(self) -> Records | None:
+        """What the streaming product kernel needs to decode this format; None where it cannot."""
+        return next(iter(self.all_records), None)
 
     def integers(self, shape: tuple[int, ...], lead: int = 0) -> Integers | None:
         """How an array of `shape`, whose first `lead` lengths count members, is a matrix of plain int8; or None."""
@@ -788,6 +795,11 @@ def register_templates(*templates: Template | Callable[[], Iterable[Template]]) 
 def all_fragments() -> Iterator[Fragments]:
     """Every way in which the product kernels decode a registered format, each once."""
     yield from dict.fromkeys(itertools.chain(*(_of_family(name, "all_fragments") for name in list_formats())))
+
+
+def all_records() -> Iterator[Records]:
+    """The same of the product kernel that streams records."""
+    yield from dict.fromkeys(itertools.chain(*(_of_family(name, "all_records") for name in list_formats())))
 
 
 def kernel_templates() -> Iterator[Template]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
+from ..backend.structs import Declared
 from ..errors import FormatError
 
 #: What the entries of a plane belong to, see `Plane`.
@@ -186,6 +188,61 @@ class Fragments:
     added: bool = False
     together: int = 2
     work: float = 1.0
+
+
+@dataclass(frozen=True)
+class Records:
+    """How the streaming product kernel decodes a format whose elements are integers times factors, all of them with
+    minima or none: see kernels/linear/gguf_records.cuh. A record is what 256 elements of a row take.
+
+    Parameters
+    ----------
+    header, struct : str
+        The file below ``kernels/`` with the decoder, and its C++ type.
+    fields : tuple of (str, int)
+        The planes in the order in which the decoder counts them, and the bytes of a record in each.
+    sub : int
+        Elements that share a factor.
+    offsets : bool
+        Whether something is added to what factors multiply.
+    table : int, default 0
+        Words of the decoder's table in shared memory.
+    tensor_scale : str, optional
+        The plane of the scale of all elements of a member.
+    declared : tuple of Struct, Constants and Table, default ()
+        What stands ahead of the header.
+    work : float, default 1.0
+        How much longer it takes to decode an element than one of 4 bits with a minimum.
+    """
+
+    header: str
+    struct: str
+    fields: tuple[tuple[str, int], ...]
+    sub: int
+    offsets: bool
+    table: int = 0
+    tensor_scale: str | None = None
+    declared: tuple[Declared, ...] = ()
+    work: float = 1.0
+
+    #: Elements of a record.
+    ELEMENTS: ClassVar[int] = 256
+
+    @property
+    def stride(self) -> int:
+        """Bytes from the record of a row to the next one in shared memory: an odd multiple of 16."""
+        pieces = -(-sum(nbytes for _, nbytes in self.fields if nbytes % 4 == 0) // 16)
+        return 16 * (pieces | 1)
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The names of the planes."""
+        return tuple(name for name, _ in self.fields)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The bytes by which each of them is copied at once, at multiples of which it has to start."""
+        return tuple(next(piece for piece in (16, 8, 4, 2) if nbytes % piece == 0) for _, nbytes in self.fields)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from ..backend.launch import Kernel
 from ..formats.base import register_templates
 from ..ops import take
 from .decoded import Decoded
-from .fused import GROUP, HALF_CXX, TOKENS, Experts, Fused
+from .fused import GROUP, HALF_CXX, TOKENS, Experts
 from .hopper import GROUPED_CUT, tile_kernel, tile_refusal
 from .host import Host, working_dtype
+from .records import RecordKernel, record_kernel, record_refusal
 from .routes import Problem, Product, Route, refused_by_all
 from .small_batch import FewKernel, declared_template, few_kernel, few_refusal, kernel_of, misaligned
 
@@ -39,7 +40,16 @@ def _templates() -> Iterator[Template]:
 register_templates(_templates)
 
 
-def _grouped(kernel: Fused, x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
+class _Kernel(Protocol):
+    """What launches a kernel for experts."""
+
+    cxx: str
+
+    @property
+    def launch(self) -> Callable[..., None]: ...
+
+
+def _grouped(kernel: _Kernel, x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
     """Sort by expert, multiply, combine."""
     experts, rows, _ = qs.shape
     x = _xp.contiguous(x)
@@ -105,7 +115,7 @@ def combined(products: Any, weights: Any) -> Any:
 
 # Microseconds of the launches that sort and combine, and the fraction of the bandwidth at which weights pass: by
 # ``linear_few``; by the large tiles of ``linear_tile`` where they fill the device twice over, and where they do not.
-_AROUND, _FRACTION, _FILLED, _UNFILLED = 9.0, 0.6, 0.7, 0.3
+_AROUND, _FRACTION, _FILLED, _UNFILLED, _RECORD_FRACTION = 9.0, 0.6, 0.7, 0.3, 0.3
 # ... and of those that pick an expert's rows and tokens, where one is decoded after the other.
 _EACH = 20.0
 
@@ -176,6 +186,33 @@ class GroupedHopper(Route):
 
     def describe(self, problem: Problem) -> str:
         return f"sorted by expert, weights decoded in registers: linear_tile, {GROUPED_CUT.rows} rows a thread block"
+
+
+class GroupedRecords(Route):
+    """``linear_records`` for experts."""
+
+    name = "grouped_records"
+
+    def accepts(self, problem: Problem) -> str | None:
+        found = _refusal(problem) or record_refusal(problem)
+        if found:
+            return found
+        return None if self._kernel(problem).fits else "the device has too little shared memory"
+
+    def cost(self, problem: Problem) -> float:
+        return _AROUND + _chosen(problem) * problem.reading / _RECORD_FRACTION
+
+    def prepare(self, problem: Problem) -> Product:
+        return functools.partial(_grouped, self._kernel(problem))
+
+    def describe(self, problem: Problem) -> str:
+        return "sorted by expert, records of 256 elements decoded in registers: linear_records"
+
+    def _kernel(self, problem: Problem) -> RecordKernel:
+        records = problem.format.records()
+        assert records is not None and problem.device is not None
+        together = _chosen(problem)
+        return record_kernel(records, problem.shape, problem.dtype, problem.device, together, True)
 
 
 class EachExpert(Route):

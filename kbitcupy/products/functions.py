@@ -7,6 +7,7 @@ taken; `explain` shows them all:
 - `small_batch`, `hopper`, `experts`: few tokens are multiplied with weights that are decoded in registers and never
   written: ``kbit2`` to ``kbit5`` and the 4-bit tables, float16 and bfloat16, rows of whole blocks, compute capability
   8.0; by larger tiles on compute capability 9.0.
+- `records`, `grouped_records`: the same with weights of any GGUF type that those do not take.
 - `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
 - `int8`: ``activations="int8"`` multiplies integers: W8A8.
 - `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales.
@@ -34,13 +35,14 @@ from ..formats.base import Format
 from ..ops import check_out
 from . import decoded, host
 from .decoded import Decoded
-from .experts import EachExpert, GroupedHopper, GroupedSmallBatch, multiply_each
+from .experts import EachExpert, GroupedHopper, GroupedRecords, GroupedSmallBatch, multiply_each
 from .generic import Generic
 from .hopper import Hopper
 from .host import Host, working_dtype
 from .int8 import Int8, Int8Host, integers_of, token_planes
 from .integer_experts import IntegerExperts, IntegerExpertsHost
 from .integers import Integers, IntegersHost, refused
+from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
 from .ternary import Ternary, TernaryHost, TernaryStream
@@ -52,6 +54,7 @@ LINEAR: tuple[Route, ...] = (
     SingleToken(),
     SmallBatch(),
     Hopper(),
+    Streamed(),
     TernaryFloats(),
     Generic(),
     Decoded(),
@@ -66,6 +69,7 @@ LINEAR: tuple[Route, ...] = (
 GROUPED: tuple[Route, ...] = (
     GroupedSmallBatch(),
     GroupedHopper(),
+    GroupedRecords(),
     EachExpert(),
     IntegerExperts(),
     IntegerExpertsHost(),

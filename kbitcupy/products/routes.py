@@ -87,12 +87,15 @@ class Stored(NamedTuple):
         Arrays whose planes lie one behind the other, of a stack; else 1.
     lead : int
         Leading lengths that count them.
+    whole : bool
+        Whether the planes of `kbitcupy.formats.base.Records` start where they can be copied from.
     """
 
     codes: int = MOST_ALIGNED
     scales: int = MOST_ALIGNED
     members: int = 1
     lead: int = 0
+    whole: bool = True
 
 
 #: What the allocators of CuPy and NumPy give.
@@ -110,7 +113,11 @@ def stored(q: QuantizedArray) -> Stored:
         else:
             first, others = fragments.codes, [fragments.scales, *filter(None, (fragments.beside,))]
         codes, scales = _alignment(q.planes[first]), min(_alignment(q.planes[name]) for name in others)
-        found = q._launches[Stored] = Stored(codes, scales, q.members, q.lead)
+        records = q.format.records()
+        whole = records is None or all(
+            _alignment(q.planes[name]) % piece == 0 for name, piece in zip(records.planes, records.pieces, strict=True)
+        )
+        found = q._launches[Stored] = Stored(codes, scales, q.members, q.lead, whole)
     return found
 
 

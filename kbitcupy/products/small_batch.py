@@ -373,7 +373,7 @@ class FewKernel(Fused):
         if partial is not None:
             bias, address, kind = bias_argument(bias, x.dtype)
             pointers = to, address, out.data.ptr
-            _add_partials(self.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
+            add_partials(self.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
 
     def launch(
         self,
@@ -473,7 +473,8 @@ def _map_of_x(k: int, x: Any) -> bytes:
 
 
 @functools.cache
-def _add_partials(cxx: str) -> Kernel:
+def add_partials(cxx: str) -> Kernel:
+    """The kernel that adds up the sums of thread blocks that shared k."""
     return kernel_of("add_partials", cxx, 256, 0, (*(8,) * 4, *(4,) * 3))
 
 

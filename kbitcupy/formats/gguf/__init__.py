@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from ..blocks import BlockFormat, Quantizer
 from ..integer_codes import INNER, IntegerCodes, of_blocks
-from ..planes import Fragments
-from .fragments import FRAGMENTS
+from ..planes import Fragments, Records
+from .fragments import FRAGMENTS, RECORDS
 
 # Threads of a thread block of kernels/gguf.cu and kernels/gguf_search.cu.
 _THREADS = 128
@@ -43,6 +43,7 @@ class Gguf(BlockFormat):
         cls.family = "gguf"
         if "ggml_type" in cls.__dict__:  # what several types have in common is no type
             _types[cls.ggml_type] = cls
+            cls.all_records = _records(cls)
 
     def fragments(self, ndim: int = 2) -> Fragments | None:
         return FRAGMENTS.get(self.name)
@@ -63,6 +64,17 @@ _INTEGERS: dict[str, tuple[Any, ...]] = {
     "q4_0": ((4, 16, False, 8),),
     "q4_k": ((4, 32, False, 0), INNER, "scales", "uint8"),
 }
+
+
+def _records(kind: type[Gguf]) -> tuple[Records, ...]:
+    """How the streaming product kernel decodes a type, where it does."""
+    about = RECORDS.get(kind.name)
+    if about is None:
+        return ()
+    fields = tuple((field.name, field.nbytes * Records.ELEMENTS // kind.block) for field in kind.fields)
+    header = "linear/gguf_grid_records.cuh" if about.table else "linear/gguf_records.cuh"
+    sizes = about.sub, about.offsets, about.table
+    return (Records(header, f"{kind.struct}_Record", fields, *sizes, kind.tensor_scale, kind.declared, about.work),)
 
 
 _types: dict[int, type[Gguf]] = {}

@@ -1,8 +1,8 @@
-"""How product kernels decode GGUF's types."""
+"""How product kernels decode GGUF's types: to fragments (linear_few, linear_tile), or by records (linear_records)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..planes import Fragments
 
@@ -67,4 +67,50 @@ FRAGMENTS = {
         added=True,
         work=1.3,
     ),
+}
+
+
+class About(NamedTuple):
+    """What `Records` says of a type beside its fields.
+
+    Parameters
+    ----------
+    sub : int
+        Elements that share a factor.
+    offsets : bool, default False
+        Whether something is added.
+    table : int, default 0
+        Words of its table.
+    work : float, default 1.0
+        As there.
+    """
+
+    sub: int
+    offsets: bool = False
+    table: int = 0
+    work: float = 1.0
+
+
+#: By the names of formats: the types that linear_records decodes.
+RECORDS = {
+    "q4_1": About(32, True),
+    "q5_0": About(32),
+    "q5_1": About(32, True),
+    "q2_k": About(16, True),
+    "q3_k": About(16),
+    "q5_k": About(32, True),
+    "q6_k": About(16),
+    "iq4_nl": About(32),
+    "iq4_xs": About(32),
+    "mxfp4": About(32),
+    "nvfp4": About(16),
+    "tq1_0": About(128),
+    "tq2_0": About(128),
+    "iq1_s": About(32, table=2048),
+    "iq1_m": About(16, table=2048),
+    "iq2_xxs": About(32, table=256),
+    "iq2_xs": About(16, table=512),
+    "iq2_s": About(16, table=1024),
+    "iq3_xxs": About(32, table=128),
+    "iq3_s": About(32, table=256),
 }

@@ -1,0 +1,250 @@
+"""The route for few tokens and any GGUF type: ``linear_records`` decodes records of 256 elements in registers.
+
+It takes whatever `kbitcupy.formats.base.Records` describes, for one weight and for mixtures of experts
+(kernels/linear/gguf_stream.cu). Here stands what it can take, how its work is cut, and how it is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import xp as _xp
+from ..backend.compile import CXX_TYPES, Template
+from ..backend.launch import Kernel, Struct, Type
+from ..formats.base import Records, all_records, register_templates
+from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, TOKENS, Experts, bias_argument
+from .routes import Device, Problem, Product, Route, refused_by_all
+from .small_batch import add_partials
+
+#: The addresses of the fields of a weight.
+RECORD_PLANES = Struct("RecordPlanes", field=("u8", 5))
+#: What ``linear_records`` is told of its work: the records of a row, and those of a thread block; where in shared
+#: memory the decoder's table begins, x, sums of x, sums of products, and the stages of records.
+RECORD_CUT = Struct("RecordCut", records="i4", share="i4", table="u4", x="u4", sums_of_x="u4", sums="u4", stages="u4")
+_DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT)
+_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, RECORD_CUT)
+_WARPS, _STAGES = 16, 2  # of a thread block at the most; of a warp
+_THREAD_BLOCKS = 16  # warps of a multiprocessor, by the registers of a thread
+
+
+def _template(records: Records, instances: tuple[str, ...] = ()) -> Template:
+    axes = (instances,) if instances else ()
+    declared = (*_DECLARED, *records.declared)
+    return Template("linear/gguf_stream.cu", "linear_records", axes, header=records.header, structs=declared, least=80)
+
+
+def _arguments(records: Records, T: str, grouped: bool) -> str:
+    return f"{T}, {records.struct}, {str(grouped).lower()}"
+
+
+def _templates() -> Iterator[Template]:
+    for records in all_records():
+        yield _template(records, tuple(_arguments(records, T, grouped) for T in HALF_CXX for grouped in (False, True)))
+
+
+register_templates(_templates)
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+class RecordKernel:
+    """``linear_records`` for one format, shape and dtype, and how many tokens or groups of them there are.
+
+    Parameters
+    ----------
+    records : Records
+        How the format is decoded.
+    shape : tuple of int
+        N and K of the weight, or of one expert.
+    dtype : numpy.dtype
+        Of x.
+    device : Device
+        Where it runs.
+    tokens : int
+        Tokens; of experts the groups of tokens that are there at once.
+    grouped : bool, default False
+        Whether it is the flavour for experts.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        shape: tuple[int, int],
+        dtype: np.dtype,
+        device: Device,
+        tokens: int,
+        grouped: bool = False,
+    ):
+        self._n, k = shape
+        self._records, self.cxx = records, CXX_TYPES[dtype.name]
+        each, m = k // records.ELEMENTS, TOKENS if grouped else min(tokens, TOKENS)
+        together = tokens if grouped else -(-tokens // TOKENS)  # thread blocks with other tokens
+        found = None
+        for splits in (1,) if grouped else range(1, 1 + min(each, _MOST_SPLITS)):
+            share = -(-each // splits)
+            found = self._cut(share, m, device.shared_memory)
+            if found is not None:
+                break
+        #: Whether the device has the shared memory.
+        self.fits = found is not None
+        warps, places, shared = found or (1, {}, 0)
+        self._splits = -(-each // share)
+        self._packed = RECORD_CUT.pack(records=each, share=share, **places)
+        values = _arguments(records, self.cxx, grouped)
+        self._kernel = _kernel(records, values, 32 * warps, shared)
+        tiles = -(-self._n // ITEM_ROWS)
+        resident = max(1, min(_THREAD_BLOCKS // warps, (device.shared_memory + 1024) // (shared + 1024)))
+        blocks = max(1, device.multiprocessors * resident // (self._splits * together))
+        self._blocks = -(-tiles // -(-tiles // min(tiles, blocks)))
+
+    def _cut(self, share: int, m: int, room: int) -> tuple[int, dict[str, int], int] | None:
+        """Warps of a thread block that has `share` records of a row and `m` tokens, what lies where in shared memory,
+        and how much that is; None where it is too much.
+        """
+        records, best = self._records, None
+        x = _rounded_up(4 * records.table)
+        sums_of_x = x + share * records.ELEMENTS * 2 * m
+        sums = sums_of_x + share * (records.ELEMENTS // records.sub) * TOKENS * 4 * records.offsets
+        for warps in range(min(_WARPS, share), 0, -1):
+            stages = sums + 2 * warps * _SUMS
+            shared = stages + warps * _STAGES * ITEM_ROWS * records.stride
+            # Turns of a warp that all warps have, and that there are many of them.
+            worth = share / (-(-share // warps) * warps) + warps / 100
+            if shared <= room and warps >= min(_FEW_WARPS, share) and (best is None or worth > best[0]):
+                best = worth, warps, {"x": x, "sums_of_x": sums_of_x, "sums": sums, "stages": stages}, shared
+        return best and best[1:]
+
+    def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+        """Fill out[..., n], each row from that of x."""
+        tokens, splits = out.size // self._n, self._splits
+        partial = None if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
+        to = 0 if partial is None else partial.data.ptr
+        self.launch(-(-tokens // TOKENS), x, q, None if splits > 1 else bias, out, to, tokens)
+        if partial is not None:
+            bias, address, kind = bias_argument(bias, x.dtype)
+            pointers = to, address, out.data.ptr
+            add_partials(self.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
+
+    def launch(
+        self,
+        blocks: int,
+        x: Any,
+        q: QuantizedArray,
+        bias: Any,
+        out: Any,
+        partial: int,
+        tokens: int,
+        experts: Experts = NO_EXPERTS,
+    ) -> None:
+        bias, address, kind = bias_argument(bias, x.dtype)
+        found = q._launches.get(self._records)
+        if found is None:
+            found = q._launches[self._records] = _bound(self._records, q)
+        planes, scale = found
+        groups, order, divisor, step = experts
+        pointers = x.data.ptr, planes, scale, address, out.data.ptr, partial, groups, order
+        numbers = divisor, step, kind, tokens, self._n, self._packed
+        self._kernel.launch(x, (self._blocks, self._splits, blocks), (*pointers, *numbers))
+
+    def describe(self, tokens: int) -> str:
+        """A few words on the launch."""
+        grid = self._blocks, self._splits, -(-tokens // TOKENS)
+        return f"records of 256 elements decoded in registers: linear_records, 8 tokens a thread block, grid {grid}"
+
+
+# Thread blocks that may share k; the fewest warps of a thread block that has work for them; bytes of a warp's sums.
+_MOST_SPLITS, _FEW_WARPS, _SUMS = 64, 8, 512
+
+
+def _bound(records: Records, q: QuantizedArray) -> tuple[bytes, int]:
+    """The planes of a weight as the kernel takes them, and its tensor scale or 0."""
+    addresses = [q.planes[name].data.ptr for name, _ in records.fields]
+    scale = q.planes.get(records.tensor_scale) if records.tensor_scale else None
+    packed = RECORD_PLANES.pack(field=(*addresses, *[0] * (5 - len(addresses))))
+    return packed, 0 if scale is None else scale.data.ptr
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(records: Records, values: str, threads: int, shared: int) -> Kernel:
+    return Kernel(_template(records), (values,), threads, shared, signature=_ARGUMENTS, early=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def record_kernel(
+    records: Records, shape: tuple[int, int], dtype: np.dtype, device: Device, tokens: int, grouped: bool = False
+) -> RecordKernel:
+    """The launcher of ``linear_records``."""
+    return RecordKernel(records, shape, dtype, device, tokens, grouped)
+
+
+# ---- routes --------------------------------------------------------------------------------------------------------
+
+#: The most tokens: each eight decode the weights again.
+MOST_TOKENS = 64
+# Microseconds of the launches; the fraction of the bandwidth at which weights pass; microseconds to decode an element.
+_START, _FRACTION, _DECODING = 4.0, 0.8, 2.0e-7
+
+
+def record_refusal(problem: Problem) -> str | None:
+    """What stands against ``linear_records``, but for the number of tokens."""
+    records = problem.format.records()
+    if records is None:
+        return f"{problem.format} has no decoder of records"
+    if problem.dtype.itemsize != 2:
+        return f"x is {problem.dtype}; the tensor cores take float16 and bfloat16"
+    n, k = problem.shape
+    if not n or not k:
+        return "the weight is empty"
+    assert problem.device is not None
+    if problem.device.capability < 80:
+        return "it needs compute capability 8.0"
+    if k % records.ELEMENTS:
+        return f"rows of {k} elements are not whole records of {records.ELEMENTS}"
+    if max(problem.experts, 1) * n * k // records.ELEMENTS >= 1 << 31:
+        return "numbers of 32 bits do not reach through the weight"
+    if not problem.stored.whole:
+        return "the planes do not start where they can be copied from"
+    if not problem.experts and problem.stored.lead:
+        return "a stack is for linear_grouped"
+    if problem.experts and problem.stored.members not in (1, problem.experts):
+        return f"a stack of {problem.stored.members} arrays with planes of their own, for {problem.experts} experts"
+    return None if problem.aligned else "x does not start at a multiple of 16 bytes"
+
+
+class Streamed(Route):
+    """``linear_records``."""
+
+    name = "records"
+
+    def accepts(self, problem: Problem) -> str | None:
+        found = refused_by_all(problem, "one weight") or record_refusal(problem)
+        if found:
+            return found
+        if problem.tokens > MOST_TOKENS:
+            return f"more than {MOST_TOKENS} tokens"
+        return None if self._kernel(problem).fits else "the device has too little shared memory"
+
+    def cost(self, problem: Problem) -> float:
+        records = problem.format.records()
+        assert records is not None
+        n, k = problem.shape
+        decoding = n * k * _DECODING * records.work * -(-problem.tokens // TOKENS)
+        return _START + max(problem.reading / _FRACTION, decoding)
+
+    def prepare(self, problem: Problem) -> Product:
+        return self._kernel(problem)
+
+    def describe(self, problem: Problem) -> str:
+        return self._kernel(problem).describe(problem.tokens)
+
+    def _kernel(self, problem: Problem) -> RecordKernel:
+        records = problem.format.records()
+        assert records is not None and problem.device is not None
+        return record_kernel(records, problem.shape, problem.dtype, problem.device, problem.tokens)

@@ -1,0 +1,455 @@
+// Decoders of GGUF's types for the streaming products (linear/gguf_stream.cu). In every type an element is an integer
+// times a factor that some neighbours share, and some types add a number to it that they share, too:
+//
+//     w = A * c + B        c of at most 8 bits, A and B float32, of each SUB elements
+//
+// A record is what 256 elements of a row take, one block or eight or four: of each field (of kbitcupy/formats/gguf) its
+// bytes, side by side in shared memory, fields of 16 bytes or more first. Fields of 2 bytes come in a register.
+//
+// Lane (g, t) of a warp decodes rows g and g + 8, half a record at a time: in each of the 8 steps of a half four
+// neighbouring elements of each row, so that the lanes t = 0 .. 3 have 16 elements of a row with one factor. As
+// integers of T these are the fragments of one mma, whose sums are scaled in fp32: no weight is rounded.
+//
+// A decoder R has
+//
+//     FIELDS, bytes(i)           of a record, in the order of the format's planes; of 2 bytes up to two
+//     SUB                        elements that share A and B: 16, 32 or 128
+//     ORDER                      which elements lane t has in step s of a record, see first_of
+//     BIAS, WIDE, FLIPS          a byte less BIAS is c, times -1 where a bit says so (FLIPS); WIDE: bytes over 127
+//     OFFSETS                    whether there is a B
+//     TABLE                      words of a table in shared memory, R::entries(); 0: none
+//     load(record, table, t, half)
+//                                read what the lane needs of half a record, or look it up
+//     codes(s)                   the four bytes of step s, 0 to 7, in the order of elements
+//     flips(s, i)                FLIPS: bits 15 and 31 say whether elements i and i + 2 are negative
+//     factor(j), offset(j)       A and B of sub-block j of the half
+//
+// Where s and j are known, what they choose costs nothing. Everything but reading is plain C++, so that a test compiles
+// it with the host's compiler (tests/products/test_records.py).
+#pragma once
+#include "formats/gguf_fields.cuh"
+
+constexpr int RECORD = 256;  // elements
+
+// Which four neighbours lane t has in step s of a record: by 16 elements four of each lane, or by 32 eight of each lane
+// in two steps.
+enum RecordOrder { BY_SIXTEEN, BY_EIGHT };
+template <int ORDER>
+__host__ __device__ constexpr int first_of(int t, int s) {
+    return ORDER == BY_SIXTEEN ? s * 16 + t * 4 : s / 2 * 32 + t * 8 + s % 2 * 4;
+}
+
+// Where fields lie in a record.
+template <typename R>
+struct RecordLayout {
+    // The bytes by which a field is copied at once; 0: it comes in a register.
+    __host__ __device__ static constexpr int piece(int i) {
+        const int bytes = R::bytes(i);
+        return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 0;
+    }
+    __host__ __device__ static constexpr int end() {
+        int all = 0;
+        for (int i = 0; i < R::FIELDS; ++i) all += piece(i) ? R::bytes(i) : 0;
+        return all;
+    }
+    // Behind all fields that are copied by larger pieces, and those before it that are copied by the same.
+    __host__ __device__ static constexpr int at(int field) {
+        int before = 0;
+        for (int i = 0; i < R::FIELDS; ++i)
+            if (piece(i) > piece(field) || (piece(i) == piece(field) && i < field)) before += R::bytes(i);
+        return before;
+    }
+    // Bytes from a record to the next: an odd multiple of 16, so that eight rows lie in other banks.
+    __host__ __device__ static constexpr int stride() {
+        const int pieces = (end() + 15) / 16;
+        return (pieces % 2 ? pieces : pieces + 1) * 16;
+    }
+};
+
+// What decoders have that lack something.
+struct RecordBase {
+    static constexpr int TABLE = 0, ORDER = BY_SIXTEEN, BIAS = 0;
+    static constexpr bool WIDE = false, FLIPS = false, OFFSETS = false;
+    __device__ __forceinline__ static const unsigned* entries() { return nullptr; }
+    __device__ __forceinline__ unsigned flips(int, int) const { return 0; }
+    __device__ __forceinline__ float offset(int) const { return 0.0f; }
+};
+
+// ---- blocks of 32 ----------------------------------------------------------------------------------------------
+
+// Four words of codes of 4 bits, element i of 32 in the low nibble of byte i or the high one of byte i - 16.
+struct SplitCodes {
+    unsigned word[4];
+
+    template <typename Record>
+    __device__ __forceinline__ void load(const Record& record, int at, int t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) word[j] = record.word(at + 16 * j + 4 * t);
+    }
+    __device__ __forceinline__ unsigned nibbles(int s) const { return word[s / 2] >> s % 2 * 4 & 0x0f0f0f0fu; }
+};
+
+// Bits 0 to 3 of `four` as bit 4 of four bytes: bit i goes to 8 i + 4, by 7 i + 4 places.
+__device__ __forceinline__ unsigned fifth_bits(unsigned four) { return (four & 15u) * 0x02040810u & 0x10101010u; }
+
+// fields: d and m, qs
+struct Q4_1_Record : RecordBase {
+    using Layout = RecordLayout<Q4_1_Record>;
+    static constexpr int FIELDS = 2, SUB = 32;
+    static constexpr bool OFFSETS = true;
+    __host__ __device__ static constexpr int bytes(int i) { return i ? 128 : 32; }
+    SplitCodes split;
+    unsigned d[4];
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        split.load(record, Layout::at(1) + 64 * half, t);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) d[j] = record.word(Layout::at(0) + 16 * half + 4 * j);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return split.nibbles(s); }
+    __device__ __forceinline__ float factor(int j) const { return half_of(d[j], 0); }
+    __device__ __forceinline__ float offset(int j) const { return half_of(d[j], 1); }
+};
+
+// Four words of fifth bits, bit i that of element i of 32.
+struct FifthBits {
+    unsigned word[4];
+
+    template <typename Record>
+    __device__ __forceinline__ void load(const Record& record, int at, int t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) word[j] = record.word(at + 4 * j) >> 4 * t;
+    }
+    __device__ __forceinline__ unsigned bits(int s) const { return fifth_bits(word[s / 2] >> s % 2 * 16); }
+};
+
+// fields: d, qh, qs
+struct Q5_0_Record : RecordBase {
+    using Layout = RecordLayout<Q5_0_Record>;
+    static constexpr int FIELDS = 3, SUB = 32, BIAS = 16;
+    __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 16 : i == 1 ? 32 : 128; }
+    SplitCodes split;
+    FifthBits fifth;
+    unsigned d[2];
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        split.load(record, Layout::at(2) + 64 * half, t);
+        fifth.load(record, Layout::at(1) + 16 * half, t);
+        d[0] = record.word(Layout::at(0) + 8 * half), d[1] = record.word(Layout::at(0) + 8 * half + 4);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return split.nibbles(s) | fifth.bits(s); }
+    __device__ __forceinline__ float factor(int j) const { return half_of(d[j / 2], j % 2); }
+};
+
+// fields: d and m, qh, qs
+struct Q5_1_Record : RecordBase {
+    using Layout = RecordLayout<Q5_1_Record>;
+    static constexpr int FIELDS = 3, SUB = 32;
+    static constexpr bool OFFSETS = true;
+    __host__ __device__ static constexpr int bytes(int i) { return i == 2 ? 128 : 32; }
+    SplitCodes split;
+    FifthBits fifth;
+    unsigned d[4];
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        split.load(record, Layout::at(2) + 64 * half, t);
+        fifth.load(record, Layout::at(1) + 16 * half, t);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) d[j] = record.word(Layout::at(0) + 16 * half + 4 * j);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return split.nibbles(s) | fifth.bits(s); }
+    __device__ __forceinline__ float factor(int j) const { return half_of(d[j], 0); }
+    __device__ __forceinline__ float offset(int j) const { return half_of(d[j], 1); }
+};
+
+// The numbers of iq4's table and 128, as bytes: those of the low nibbles of four bytes, or of the `high` ones.
+__device__ __forceinline__ unsigned iq4_values(unsigned word, int high) {
+    constexpr unsigned TABLE[4] = {0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u};
+    unsigned found[2];
+    look_up(TABLE, word, found);
+    return __byte_perm(found[0], found[1], high ? 0x7531 : 0x6420);
+}
+
+// fields: d, qs
+struct IQ4_NL_Record : RecordBase {
+    using Layout = RecordLayout<IQ4_NL_Record>;
+    static constexpr int FIELDS = 2, SUB = 32, BIAS = 128;
+    static constexpr bool WIDE = true;
+    __host__ __device__ static constexpr int bytes(int i) { return i ? 128 : 16; }
+    SplitCodes split;
+    unsigned d[2];
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        split.load(record, Layout::at(1) + 64 * half, t);
+        d[0] = record.word(Layout::at(0) + 8 * half), d[1] = record.word(Layout::at(0) + 8 * half + 4);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return iq4_values(split.word[s / 2], s % 2); }
+    __device__ __forceinline__ float factor(int j) const { return half_of(d[j / 2], j % 2); }
+};
+
+// What four nibbles of 4-bit floats stand for, twice that and 64, as bytes; the first in the lowest bits.
+__device__ __forceinline__ unsigned fp4_values(unsigned nibbles) {
+    const unsigned index = nibbles & 0x7777u, which = (nibbles >> 1 & 0x4444u) | 0x3210u;
+    const unsigned positive = __byte_perm(0x43424140u, 0x4c484644u, index);
+    return __byte_perm(positive, __byte_perm(0x3d3e3f40u, 0x34383a3cu, index), which);
+}
+
+// fields: scales, qs
+struct MXFP4_Record : RecordBase {
+    using Layout = RecordLayout<MXFP4_Record>;
+    static constexpr int FIELDS = 2, SUB = 32, BIAS = 64, ORDER = BY_EIGHT;
+    __host__ __device__ static constexpr int bytes(int i) { return i ? 128 : 8; }
+    unsigned word[4], scales;
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) word[j] = record.word(Layout::at(1) + 64 * half + 16 * j + 4 * t);
+        scales = record.word(Layout::at(0) + 4 * half);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return fp4_values(word[s / 2] >> s % 2 * 16); }
+    __device__ __forceinline__ float factor(int j) const {  // 2^(exponent - 128), which may be subnormal
+        const unsigned exponent = scales >> 8 * j & 255u;
+        return __uint_as_float(exponent < 2 ? 0x00200000u << exponent : exponent - 1 << 23);
+    }
+};
+
+// fields: scales, qs, and a scale of all that is the epilogue's
+struct NVFP4_Record : RecordBase {
+    using Layout = RecordLayout<NVFP4_Record>;
+    static constexpr int FIELDS = 2, SUB = 16, BIAS = 64;
+    __host__ __device__ static constexpr int bytes(int i) { return i ? 128 : 16; }
+    unsigned word[8], scales[2];
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+#pragma unroll
+        for (int s = 0; s < 8; ++s) word[s] = record.word(Layout::at(1) + 64 * half + 8 * s + t / 2 * 4) >> t % 2 * 16;
+        scales[0] = record.word(Layout::at(0) + 8 * half), scales[1] = record.word(Layout::at(0) + 8 * half + 4);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return fp4_values(word[s]); }
+    __device__ __forceinline__ float factor(int j) const {  // half of what a byte stands for, see NVFP4
+        const unsigned byte = scales[j / 4] >> j % 4 * 8 & 0xffu;
+        return byte != 0x7f ? __fmul_rn(half_of((byte & 0x7f) << 7, 0), 128.0f) : 0.0f;
+    }
+};
+
+// ---- blocks of 256 ---------------------------------------------------------------------------------------------
+
+// Codes of 2 bits of a half: bits 2 i of byte 32 p + m are those of element 128 p + 32 i + m.
+struct TwoBits {
+    unsigned word[2];
+
+    template <typename Record>
+    __device__ __forceinline__ void load(const Record& record, int at, int t) {
+        word[0] = record.word(at + 4 * t), word[1] = record.word(at + 16 + 4 * t);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return word[s % 2] >> s / 2 * 2 & 0x03030303u; }
+};
+
+// One bit of each element: bit i of byte m is that of element 32 i + m.
+struct OneBit {
+    unsigned word[2];
+
+    template <typename Record>
+    __device__ __forceinline__ void load(const Record& record, int at, int t, int half) {
+        word[0] = record.word(at + 4 * t) >> 4 * half, word[1] = record.word(at + 16 + 4 * t) >> 4 * half;
+    }
+    // As bit `to` of bytes.
+    __device__ __forceinline__ unsigned bits(int s, int to) const {
+        const unsigned bits = to >= s / 2 ? word[s % 2] << (to - s / 2) : word[s % 2] >> (s / 2 - to);
+        return bits & 0x01010101u << to;
+    }
+};
+
+// fields: scales, qs, d and dmin
+struct Q2_K_Record : RecordBase {
+    using Layout = RecordLayout<Q2_K_Record>;
+    static constexpr int FIELDS = 3, SUB = 16;
+    static constexpr bool OFFSETS = true;
+    __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 16 : i == 1 ? 64 : 4; }
+    TwoBits two;
+    unsigned scales[2];
+    float d, dmin;
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        two.load(record, Layout::at(1) + 32 * half, t);
+        scales[0] = record.word(Layout::at(0) + 8 * half), scales[1] = record.word(Layout::at(0) + 8 * half + 4);
+        const unsigned both = record.word(Layout::at(2));
+        d = half_of(both, 0), dmin = -half_of(both, 1);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return two.codes(s); }
+    __device__ __forceinline__ float factor(int j) const {
+        return __fmul_rn(d, from_byte(scales[j / 4] & 0x0f0f0f0fu, j % 4));
+    }
+    __device__ __forceinline__ float offset(int j) const {
+        return __fmul_rn(dmin, from_byte(scales[j / 4] >> 4 & 0x0f0f0f0fu, j % 4));
+    }
+};
+
+// fields: hmask, qs, scales, d
+struct Q3_K_Record : RecordBase {
+    using Layout = RecordLayout<Q3_K_Record>;
+    static constexpr int FIELDS = 4, SUB = 16, BIAS = 4;
+    __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 32 : i == 1 ? 64 : i == 2 ? 12 : 2; }
+    TwoBits two;
+    OneBit high;
+    unsigned scales[2];
+    float d;
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        two.load(record, Layout::at(1) + 32 * half, t);
+        high.load(record, Layout::at(0), t, half);
+        // Sub-block j of all 16: four bits of byte j % 8, and two of byte 8 + j % 4, at 2 (j / 4).
+        const unsigned more = record.word(Layout::at(2) + 8) >> 4 * half;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            scales[i] =
+                (record.word(Layout::at(2) + 4 * i) >> 4 * half & 0x0f0f0f0fu) | (more >> 2 * i << 4 & 0x30303030u);
+        d = half_of(record.narrow, 0);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return two.codes(s) | high.bits(s, 2); }
+    __device__ __forceinline__ float factor(int j) const { return __fmul_rn(d, from_byte(scales[j / 4], j % 4, 32)); }
+};
+
+// fields: d and dmin, scales, qh, qs
+struct Q5_K_Record : RecordBase {
+    using Layout = RecordLayout<Q5_K_Record>;
+    static constexpr int FIELDS = 4, SUB = 32;
+    static constexpr bool OFFSETS = true;
+    __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 4 : i == 1 ? 12 : i == 2 ? 32 : 128; }
+    unsigned word[2][2], sc, mn;
+    OneBit fifth;
+    float d, dmin;
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            word[i / 2][i % 2] = record.word(Layout::at(3) + 64 * half + i / 2 * 32 + i % 2 * 16 + 4 * t);
+        fifth.load(record, Layout::at(2), t, half);
+        const unsigned a = record.word(Layout::at(1)), b = record.word(Layout::at(1) + 4);
+        const unsigned c = record.word(Layout::at(1) + 8), both = record.word(Layout::at(0));
+        sc = half ? (c & 0x0f0f0f0fu) | (a >> 2 & 0x30303030u) : a & 0x3f3f3f3fu;
+        mn = half ? (c >> 4 & 0x0f0f0f0fu) | (b >> 2 & 0x30303030u) : b & 0x3f3f3f3fu;
+        d = half_of(both, 0), dmin = -half_of(both, 1);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const {
+        return (word[s / 4][s % 2] >> s / 2 % 2 * 4 & 0x0f0f0f0fu) | fifth.bits(s, 4);
+    }
+    __device__ __forceinline__ float factor(int j) const { return __fmul_rn(d, from_byte(sc, j)); }
+    __device__ __forceinline__ float offset(int j) const { return __fmul_rn(dmin, from_byte(mn, j)); }
+};
+
+// fields: ql, qh, scales, d
+struct Q6_K_Record : RecordBase {
+    using Layout = RecordLayout<Q6_K_Record>;
+    static constexpr int FIELDS = 4, SUB = 16, BIAS = 32;
+    __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 128 : i == 1 ? 64 : i == 2 ? 16 : 2; }
+    unsigned word[4], top[2], scales[2];
+    float d;
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word[i] = record.word(Layout::at(0) + 64 * half + 16 * i + 4 * t);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) top[i] = record.word(Layout::at(1) + 32 * half + 16 * i + 4 * t);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)  // a sign bit that is flipped adds 128
+            scales[i] = record.word(Layout::at(2) + 8 * half + 4 * i) ^ 0x80808080u;
+        d = half_of(record.narrow, 0);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const {
+        const int at = s / 2 * 2;
+        const unsigned high = at < 4 ? top[s % 2] << (4 - at) : top[s % 2] >> (at - 4);
+        return (word[s % 4] >> s / 4 * 4 & 0x0f0f0f0fu) | (high & 0x30303030u);
+    }
+    __device__ __forceinline__ float factor(int j) const { return __fmul_rn(d, from_byte(scales[j / 4], j % 4, 128)); }
+};
+
+// fields: d, scales_h, scales_l, qs
+struct IQ4_XS_Record : RecordBase {
+    using Layout = RecordLayout<IQ4_XS_Record>;
+    static constexpr int FIELDS = 4, SUB = 32, BIAS = 128;
+    static constexpr bool WIDE = true;
+    __host__ __device__ static constexpr int bytes(int i) { return i < 2 ? 2 : i == 2 ? 4 : 128; }
+    SplitCodes split;
+    unsigned low, high;
+    float d;
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        split.load(record, Layout::at(3) + 64 * half, t);
+        low = record.word(Layout::at(2)) >> 16 * half, high = record.narrow >> (16 + 8 * half);
+        d = half_of(record.narrow, 0);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return iq4_values(split.word[s / 2], s % 2); }
+    __device__ __forceinline__ float factor(int j) const {
+        const unsigned ls = (low >> 4 * j & 15u) | (high >> 2 * j & 3u) << 4;
+        return __fmul_rn(d, from_byte(ls, 0, 32));
+    }
+};
+
+// ---- -1, 0 and 1 -----------------------------------------------------------------------------------------------
+
+// fields: qs, d
+struct TQ2_0_Record : RecordBase {
+    using Layout = RecordLayout<TQ2_0_Record>;
+    static constexpr int FIELDS = 2, SUB = 128, BIAS = 1;
+    __host__ __device__ static constexpr int bytes(int i) { return i ? 2 : 64; }
+    TwoBits two;
+    float d;
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        two.load(record, Layout::at(0) + 32 * half, t);
+        d = half_of(record.narrow, 0);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const { return two.codes(s); }
+    __device__ __forceinline__ float factor(int) const { return d; }
+};
+
+// fields: qs, qh, d. Steps 0 to 9 of a record are digits 0 to 4 of bytes 0 to 31, 10 to 14 those of bytes 32 to 47; of
+// step 15 lane t has digit t of the four bytes of qh.
+struct TQ1_0_Record : RecordBase {
+    using Layout = RecordLayout<TQ1_0_Record>;
+    static constexpr int FIELDS = 3, SUB = 128, BIAS = 1;
+    __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 48 : i == 1 ? 4 : 2; }
+    unsigned word[4];  // three of qs, and qh with the lane's digit first
+    int half;
+    float d;
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+        this->half = half;
+#pragma unroll
+        for (int i = 0; i < 3; ++i) word[i] = record.word(Layout::at(0) + 16 * i + 4 * t);
+        const unsigned power = 0x1b090301u >> 8 * t & 255u;  // 3^t
+        word[3] = times(record.word(Layout::at(1)), power);
+        d = half_of(record.narrow, 0);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const {
+        constexpr unsigned POWERS[5] = {1, 3, 9, 27, 81};
+        const int step = 8 * half + s;
+        if (step == 15) return digits(word[3]);
+        return digits(times(step < 10 ? word[step % 2] : word[2], POWERS[step < 10 ? step / 2 : step - 10]));
+    }
+    __device__ __forceinline__ float factor(int) const { return d; }
+
+  private:
+    // Bytes times `power`, less what goes beyond 8 bits.
+    __device__ __forceinline__ static unsigned times(unsigned bytes, unsigned power) {
+        return ((bytes & 0x00ff00ffu) * power & 0x00ff00ffu) | ((bytes >> 8 & 0x00ff00ffu) * power & 0x00ff00ffu) << 8;
+    }
+    // The highest digits in base 3: 3 / 256 of the bytes.
+    __device__ __forceinline__ static unsigned digits(unsigned bytes) {
+        return ((bytes & 0x00ff00ffu) * 3 >> 8 & 0x00ff00ffu) | ((bytes >> 8 & 0x00ff00ffu) * 3 & 0xff00ff00u);
+    }
+};
