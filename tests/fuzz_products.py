@@ -12,10 +12,12 @@ from collections import Counter
 
 import ml_dtypes
 import numpy as np
+from gguf_planes import planes_of
 
 import kbitcupy as kb
 from kbitcupy.bench.cases import random_array
 from kbitcupy.products.functions import plan
+from kbitcupy.products.records import Streamed
 from kbitcupy.products.routes import Problem, device, stored
 from kbitcupy.products.small_batch import SmallBatch
 
@@ -39,13 +41,15 @@ def formats():
             kb.get_format(name, block=block, double_quant=double) for block in (16, 32, 256) for double in (False, True)
         ]
     found += [kb.get_format(f"kbit{k}", absmax=absmax) for k in range(2, 9) for absmax in ("float16", "float32")]
-    return [format for format in found if format.fragments() is not None]
+    return [format for format in found if format.fragments() is not None or format.records() is not None]
 
 
 def random_weight(format, shape, rng, cupy):
     """An array of random bits, with zero points that lie in the range and a little beyond."""
     q = random_array(format, shape, cupy)
     planes = dict(q.planes)
+    if format.records() is not None:
+        planes = {name: cupy.asarray(plane) for name, plane in planes_of(format, shape, rng.integers(1 << 30)).items()}
     if "codes" in planes:
         bits = rng.integers(0, 256, planes["codes"].size, np.uint8)
         planes["codes"] = cupy.asarray(bits.view(planes["codes"].dtype))
@@ -59,8 +63,9 @@ def random_weight(format, shape, rng, cupy):
 
 def wrong(format, rng, cupy, routes):
     """What is wrong with one random product, or None."""
-    fragments = format.fragments()
-    multiple = fragments.multiple or fragments.granule
+    fragments, records = format.fragments(), format.records()
+    few = SmallBatch() if fragments is not None else Streamed()
+    multiple = (fragments.multiple or fragments.granule) if fragments is not None else records.ELEMENTS
     n = int(rng.choice([1, 3, 16, 33, 48, 64, 100, 144, 512, 1040]))
     k = (
         multiple * int(rng.choice([1, 2, 3, 4, 7, 8, 16, 32]))
@@ -74,9 +79,9 @@ def wrong(format, rng, cupy, routes):
     bias = cupy.asarray(rng.standard_normal(n).astype(np.float32)) if rng.random() < 0.3 else None
     problem = Problem(format, (n, k), m, x.dtype, device(0), True, stored(q))
     y = cupy.full((m, n), np.nan, dtype)
-    if SmallBatch().accepts(problem) is None and rng.random() < 0.7:
-        route = "small_batch"
-        SmallBatch().prepare(problem)(x, q, bias, y)
+    if few.accepts(problem) is None and rng.random() < 0.7:
+        route = few.name
+        few.prepare(problem)(x, q, bias, y)
     else:
         route = "plan"
         plan(format, (n, k), x.dtype, m, 0, True, stored(q))(x, q, bias, y)
@@ -88,7 +93,7 @@ def wrong(format, rng, cupy, routes):
         return None
     off, wanted = (y.get().astype(np.float64) - wanted)[inside], wanted[inside]
     error, size = (float(np.sqrt(np.mean(np.square(numbers)))) for numbers in (off, wanted))
-    eps, rounded = float(ml_dtypes.finfo(dtype).eps), bool(fragments.entries) or route == "plan"
+    eps, rounded = float(ml_dtypes.finfo(dtype).eps), route == "plan" or bool(fragments and fragments.entries)
     # Of few numbers the rounding may be lucky: half a unit in the last place is allowed. Where weights are rounded,
     # too, what that leaves does not cancel as the sum may do.
     rounding = max(

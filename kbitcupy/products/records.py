@@ -189,7 +189,7 @@ def record_kernel(
 #: The most tokens: each eight decode the weights again.
 MOST_TOKENS = 64
 # Microseconds of the launches; the fraction of the bandwidth at which weights pass; microseconds to decode an element.
-_START, _FRACTION, _DECODING = 4.0, 0.8, 2.0e-7
+_START, _FRACTION, _DECODING = 4.0, 0.8, 3.2e-7
 
 
 def record_refusal(problem: Problem) -> str | None:

@@ -150,6 +150,13 @@ def refusals(routes=LINEAR, **changes):
         ({"activations": "int8"}, "int8", "a symmetric int8 with a scale for each row"),
         ({}, "int8", 'ask for activations="int8"'),
         ({"experts": 4}, "small_batch", "it is for one weight"),
+        ({}, "records", "kbit4 has no decoder of records"),
+        ({"format": kb.get_format("q5_k"), "shape": (64, 512), "tokens": 65}, "records", "more than 64 tokens"),
+        ({"format": kb.get_format("q5_0"), "shape": (64, 288)}, "records", "not whole records of 256"),
+        ({"format": kb.get_format("q6_k"), "dtype": SINGLE}, "records", "x is float32"),
+        ({"format": kb.get_format("q6_k"), "device": device("T4")}, "records", "compute capability 8.0"),
+        ({"format": kb.get_format("q6_k"), "stored": Stored(whole=False)}, "records", "where they can be copied from"),
+        ({"format": kb.get_format("q6_k"), "aligned": False}, "records", "x does not start at a multiple of 16"),
     ],
 )
 def test_refusals(changes, route, text):

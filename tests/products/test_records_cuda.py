@@ -1,0 +1,119 @@
+"""Products of few tokens with GGUF's types by records (linear_records). Compute-sanitizer runs `TestSmall`."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf_planes import planes_of
+from inputs import BFLOAT16
+
+import kbitcupy as kb
+from kbitcupy.array import QuantizedArray
+from kbitcupy.products.records import Streamed
+from kbitcupy.products.routes import Problem, device, stored
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = [name for name in kb.list_formats() if kb.get_format(name).records()]
+HALF = [np.dtype("float16"), BFLOAT16]
+ROUTE = Streamed()
+
+
+def weight(name, shape, xp, seed=0):
+    format = kb.get_format(name)
+    planes = {plane: xp.asarray(array) for plane, array in planes_of(format, shape, seed).items()}
+    return QuantizedArray(format, planes, shape, "float16")
+
+
+def tokens(shape, dtype, xp, mean=0.0):
+    x = np.random.default_rng(shape).standard_normal(shape) + mean
+    return xp.asarray(x.astype(np.float32).astype(dtype))
+
+
+def check(y, x, q, bias=None):
+    """Sums as those of float32, then one rounding."""
+    w, x = q.get().dequantize(dtype="float32").astype(np.float64), x.get().astype(np.float64)
+    y = y.get().astype(np.float64)
+    wanted, terms = x @ w.swapaxes(-1, -2), np.abs(x) @ np.abs(w).swapaxes(-1, -2)
+    if bias is not None:
+        bias = bias.get().astype(np.float64)
+        wanted, terms = wanted + bias, terms + np.abs(bias)
+    return y, wanted, terms
+
+
+def assert_right(y, x, q, bias=None):
+    eps = float(ml_dtypes.finfo(y.dtype).eps)
+    y, wanted, terms = check(y, x, q, bias)
+    assert (np.abs(y - wanted) <= 1e-5 * terms + eps / 2 * 1.01 * np.abs(wanted) + 1e-7).all()
+
+
+def product(x, q, bias=None):
+    """By ``linear_records``, whatever the plan would be."""
+    import cupy
+
+    problem = Problem(q.format, q.shape, len(x), x.dtype, device(0), True, stored(q))
+    refusal = ROUTE.accepts(problem)
+    assert refusal is None, refusal
+    y = cupy.full((len(x), q.shape[0]), np.nan, x.dtype)
+    ROUTE.prepare(problem)(x, q, bias, y)
+    return y
+
+
+class TestSmall:
+    @pytest.mark.parametrize("dtype", HALF, ids=str)
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_odd_shapes(self, cupy, name, dtype):
+        for n, k, m in ((1, 256, 1), (33, 512, 3), (16, 2304, 8), (40, 768, 11)):
+            q = weight(name, (n, k), cupy)
+            bias = tokens((n,), np.float32, cupy) if m != 3 else None
+            x = tokens((m, k), dtype, cupy, mean=m % 2)
+            assert_right(product(x, q, bias), x, q, bias)
+
+    @pytest.mark.parametrize("name", ["q4_1", "q6_k", "iq2_xs", "nvfp4:tensor_scale=true"])
+    def test_experts(self, cupy, name):
+        experts, n, k = 5, 40, 512
+        members = [weight(name, (n, k), cupy, seed) for seed in range(experts)]
+        qs = kb.stack(members)
+        x = tokens((9, k), np.float16, cupy)
+        ids = np.random.default_rng(0).integers(-1, experts, (9, 2))
+        gates = cupy.asarray(np.random.default_rng(1).random((9, 2), np.float32))
+        found = kb.linear_grouped(x, qs, cupy.asarray(ids)).get().astype(np.float64)
+        combined = kb.linear_grouped(x, qs, cupy.asarray(ids), gates).get().astype(np.float64)
+        wanted = np.zeros((9, 2, n))
+        for token, slot in np.ndindex(9, 2):
+            if ids[token, slot] >= 0:
+                w = members[ids[token, slot]].get().dequantize(dtype="float32").astype(np.float64)
+                wanted[token, slot] = w @ x[token].get().astype(np.float64)
+        np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
+        both = (wanted * gates.get()[..., None]).sum(1)
+        np.testing.assert_allclose(combined, both, rtol=2e-3, atol=2e-3 * np.abs(both).max())
+
+
+@pytest.mark.parametrize("name", ["q5_1", "q5_k", "q6_k", "iq3_s", "tq1_0"])
+def test_long_rows_and_the_same_bits(cupy, name):
+    """Rows that thread blocks share, since x is too long for one of them; twenty times."""
+    for n, k, m in ((48, 24576, 8), (3000, 4096, 5), (8192, 2048, 17)):
+        q, x = weight(name, (n, k), cupy), tokens((m, k), np.float16, cupy)
+        y = product(x, q)
+        assert_right(y, x, q)
+        for _ in range(20):
+            assert (product(x, q) == y).all()
+
+
+def test_a_part_of_an_array(cupy):
+    """Rows that do not begin where memory does; and planes that cannot be copied from, which go another way."""
+    q = weight("q5_k", (64, 512), cupy)
+    x = tokens((4, 512), np.float16, cupy)
+    assert_right(product(x, q[7:40]), x, q[7:40])
+    shifted = {name: cupy.concatenate([plane[:1], plane])[1:] for name, plane in q.planes.items()}
+    moved = QuantizedArray(q.format, shifted, q.shape, "float16")
+    problem = Problem(q.format, q.shape, 4, x.dtype, device(0), True, stored(moved))
+    assert "planes do not start" in ROUTE.accepts(problem)
+    assert_right(kb.linear(x, moved), x, moved)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_is_what_a_product_takes(cupy, name):
+    q = weight(name, (4096, 4096), cupy)
+    found = kb.explain(cupy.ones((4, 4096), np.float16), q)
+    assert found.route == "records"
+    assert "linear_records" in found[0].reason
