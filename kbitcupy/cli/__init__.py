@@ -15,6 +15,7 @@ from .._version import __version__
 from ..backend.xp import FLOAT_DTYPES
 from ..errors import KbitError
 from ..io.checkpoint import MIN_SIZE
+from ..io.executors import LARGE, MOST_WORKERS
 from ..io.layouts import LAYOUTS, WEIGHT_SCALES
 from ..io.recipes import RECIPES
 from ..text import printable
@@ -116,7 +117,7 @@ def _add_compare(commands: Any) -> None:
     command = commands.add_parser(
         "compare",
         epilog="example: kbit compare model.safetensors --formats kbit3,kbit4",
-        parents=[_common(), _selection()],
+        parents=[_common(several=True), _sharing(), _selection()],
         help="what formats cost and keep, on a file or on samples",
         description="Compress and restore every tensor of FILE (or seeded samples) and show the loss and the size. A "
         "tensor that is compressed already takes part as what it decodes to.",
@@ -163,7 +164,7 @@ def _add_plan(commands: Any) -> None:
     command = commands.add_parser(
         "plan",
         epilog="example: kbit plan model.safetensors -o plan.json --bits 3.5",
-        parents=[_common(), _spared()],
+        parents=[_common(several=True), _sharing(), _spared()],
         help="the best format for each tensor of a file under a budget of bits",
         description="Measure every format on every tensor of FILE, with finer granularities and fitted codebooks where "
         "they keep more, and choose those with the least error that fit the budget: each tensor's squared error over "
@@ -209,7 +210,7 @@ def _add_quantize(commands: Any) -> None:
     command = commands.add_parser(
         "quantize",
         epilog="example: kbit quantize model.safetensors -o small.safetensors --format kbit4 --keep '*embed*'",
-        parents=[_common(), _selection(min_size=None), _converting()],
+        parents=[_common(several=True), _sharing(), _selection(min_size=None), _converting()],
         help="compress the float tensors of a file or checkpoint",
         description="Compress the float tensors of FILE that have two or more dimensions, and copy all others. Of a "
         "directory configuration, tokenizer and text go along; pickles and other weights do not.",
@@ -250,7 +251,7 @@ def _add_dequantize(commands: Any) -> None:
     command = commands.add_parser(
         "dequantize",
         epilog="example: kbit dequantize small.safetensors -o restored.safetensors",
-        parents=[_common(), _converting()],
+        parents=[_common(several=True), _sharing(), _converting()],
         help="restore a compressed file",
         description="Restore the tensors of a FILE that kbit quantize, bitsandbytes or llama.cpp wrote. A GGUF file is "
         "written where OUT ends in .gguf.",
@@ -372,9 +373,29 @@ def _debugging() -> argparse.ArgumentParser:
     return parent
 
 
-def _common() -> argparse.ArgumentParser:
+def _common(several: bool = False) -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False, parents=[_debugging()])
-    parent.add_argument("--device", default="auto", help="auto (default: a GPU where there is one), cpu or cuda:N")
+    names = "auto (default: a GPU where there is one), cpu or cuda:N"
+    more = "; several GPUs, such as cuda:0,cuda:1, share the work of --workers" if several else ""
+    parent.add_argument("--device", default="auto", help=names + more)
+    return parent
+
+
+def _sharing() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument(
+        "--workers",
+        type=_workers,
+        metavar="N",
+        help="how many tensors are worked on at once: by threads on GPUs, which copies keep waiting, else by processes "
+        f"(default 1 for less than {LARGE / 1e9:g} GB, else {MOST_WORKERS}, or as many as there are cores)",
+    )
+    parent.add_argument(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="the workers of a Dask cluster work instead, which see the same files: tcp://host:8786, or the file that "
+        "its scheduler wrote (extra dask)",
+    )
     return parent
 
 
@@ -472,6 +493,12 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of workers")
+    return int(text)
 
 
 def _count(text: str) -> int:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import explore
 from .._version import __version__
-from ..backend import xp as _xp
 from ..errors import FormatError
+from ..explore.candidates import Candidate, Search
+from ..explore.sweeps import rows_of
 from ..formats.base import split_formats
 from ..io.atomic import check_file
 from ..io.checkpoint import Checkpoint
 from ..io.progress import progress_bar
 from ..text import Column, printable, table
 from .common import chosen_format, dumps, finite, wrapped, write
-from .sources import counted, described, sources
+from .sources import Source, described, sources
+from .workers import devices_of, measured, sharing
+
+_R = TypeVar("_R")
 
 # Seconds that `--best` may measure one tensor for.
 _BEST_SECONDS = 5.0
@@ -37,17 +42,9 @@ def run_best(arguments: argparse.Namespace) -> None:
         chosen = [chosen_format(name, arguments.option) for name in split_formats(arguments.formats)]
     elif arguments.option:
         raise FormatError("--option is one of --formats: name those to choose from")
-    device = _xp.resolve_device(arguments.device)
-    found_in = sources(arguments.files, arguments, again=True)
-    rows = []
-    with progress_bar("compare", sum(each.nbytes for each in found_in), sys.stderr.isatty()) as bar:
-        for tensor, x in counted(found_in, bar.advance):
-            how: dict[str, Any] = {"formats": chosen, "all": arguments.all, "time_limit": _BEST_SECONDS}
-            try:
-                found = explore.best(_xp.to_device(x, device), bits=arguments.best, **how)
-            except FormatError as error:
-                raise FormatError(f"tensor {tensor!r}: {error}") from error
-            rows.append({**found.row, "tensor": tensor})
+    how = {"bits": arguments.best, "formats": chosen, "all": arguments.all, "time_limit": _BEST_SECONDS}
+    device = ",".join(devices_of(arguments))
+    rows = _of_each(sources(arguments.files, arguments, again=True), functools.partial(_best, how), arguments)
     whole = explore.Plan(arguments.best, tuple(rows))
     if arguments.json:
         keys = ("tensor", "shape", "dtype", "fitted", "bits_per_element", "sqnr_db", "sqnr_centered_db", "mse")
@@ -80,6 +77,26 @@ def run_best(arguments: argparse.Namespace) -> None:
         print(printable(line))
 
 
+def _of_each(found_in: Sequence[Source], measure: Callable[[str, Any], _R], arguments: argparse.Namespace) -> list[_R]:
+    """What is found out of each tensor, in their order."""
+    nbytes = sum(source.nbytes for source in found_in)
+    label = "plan" if arguments.run is run_plan else "compare"
+    with (
+        sharing(arguments, nbytes) as executor,
+        progress_bar(label, nbytes, sys.stderr.isatty(), len(found_in)) as bar,
+    ):
+        return measured(found_in, lambda: measure, executor, devices_of(arguments), bar)
+
+
+def _best(how: Mapping[str, Any], tensor: str, x: Any) -> dict[str, Any]:
+    """The row of the best format for a tensor."""
+    try:
+        found = explore.best(x, **how)
+    except FormatError as error:
+        raise FormatError(f"tensor {tensor!r}: {error}") from error
+    return {**found.row, "tensor": tensor}
+
+
 def _with_fit(row: Mapping[str, Any]) -> str:
     """A format as a table names it, with what was fitted."""
     return " ".join((row["label"], *(f"({name} fitted)" for name in row["fitted"])))
@@ -92,8 +109,9 @@ def run_plan(arguments: argparse.Namespace) -> None:
     if arguments.formats is not None:
         chosen = [chosen_format(name, ()) for name in split_formats(arguments.formats)]
     found_in = sources([arguments.file], arguments, again=False)
-    with progress_bar("plan", sum(each.nbytes for each in found_in), sys.stderr.isatty()) as bar:
-        rows = explore.sweep(counted(found_in, bar.advance), chosen, device=arguments.device, all=arguments.all)
+    named = None if chosen is None else list(map(Candidate.of, chosen))
+    each = _of_each(found_in, functools.partial(rows_of, named, Search(all=arguments.all)), arguments)
+    rows = [row for part in each for row in part]
     plan = explore.plan(
         rows,
         arguments.bits,

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from ..io.progress import progress_bar
 from ..text import Column, printable, shortened, table, tables
 from . import choose, report
 from .common import chosen_format, dumps, wrapped, write
-from .sources import Source, counted, described, sources
+from .sources import Source, described, sources
+from .workers import devices_of, measured, sharing
 
 # Where nobody has named formats: tensors that are looked at for what else is worth measuring, and seconds after which
 # tensors are measured on samples of them.
@@ -117,18 +119,21 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.formats is not None:
         names = split_formats(arguments.formats)
         named = {name: Candidate.of(chosen_format(name, arguments.option)) for name in names}
-    device = _xp.resolve_device(arguments.device)
+    devices = devices_of(arguments)
+    device = ",".join(devices)
     found_in = sources(arguments.files, arguments, again=True)
-    chosen = _worth_measuring(found_in, device, arguments) if named is None else named
-    histograms: list[report.Histogram] | None = None if page is None else []
-    found = _measured(Comparison(chosen, named is not None), found_in, device, histograms)
+    with sharing(arguments, sum(source.nbytes for source in found_in)) as executor:
+        chosen = _worth_measuring(found_in, _xp.resolve_device(devices[0]), arguments) if named is None else named
+        found, histograms = _measured(
+            Comparison(chosen, named is not None), found_in, executor, devices, drawn=page is not None
+        )
     if picture is not None:
         figure = explore.figure(_drawn(found))
         drawn = io.BytesIO()
         figure.savefig(drawn, format=picture.suffix[1:], dpi=160)
         write(picture, drawn.getvalue(), arguments.force)
     if page is not None:
-        write(page, _report(found, arguments.files, device, histograms or []).encode(), arguments.force)
+        write(page, _report(found, arguments.files, device, histograms).encode(), arguments.force)
     if arguments.json:
         print(dumps(_document(found, arguments.files, device)))
         return
@@ -170,26 +175,50 @@ def _worth_measuring(found_in: Sequence[Source], device: str, arguments: argpars
     return {str(one.format): one for one in (*map(Candidate, taken), *more)}
 
 
+@dataclass(frozen=True)
+class _Measure:
+    """Measures a tensor with every format.
+
+    Parameters
+    ----------
+    chosen : dict of str to Candidate
+        The formats.
+    late : bool
+        Whether samples of the tensor are measured.
+    drawn : bool
+        Whether a histogram is made.
+    """
+
+    chosen: dict[str, Candidate]
+    late: bool
+    drawn: bool
+
+    def __call__(self, tensor: str, x: Any) -> tuple[dict[str, Measurement], report.Histogram | None]:
+        drawn = report.Histogram.of(x, tensor) if self.drawn else None
+        rows = {name: (one.estimated if self.late else one.measured)(x, tensor) for name, one in self.chosen.items()}
+        return rows, drawn
+
+
 def _measured(
-    found: Comparison, found_in: Sequence[Source], device: str, histograms: list[report.Histogram] | None
-) -> Comparison:
-    """The comparison, measured; a histogram of each tensor is added to the list, if there is one."""
-    found.rows = {name: [] for name in found.chosen}
+    found: Comparison, found_in: Sequence[Source], executor: Executor | None, devices: Sequence[str], drawn: bool
+) -> tuple[Comparison, list[report.Histogram]]:
+    """The comparison, measured; and a histogram of each tensor if these are drawn."""
     ends = math.inf if found.named else time.monotonic() + _SECONDS
-    with progress_bar("compare", sum(source.nbytes for source in found_in), sys.stderr.isatty()) as bar:
-        for tensor, x in counted(found_in, bar.advance):
-            on_device = _xp.to_device(x, device)
-            if histograms is not None:
-                histograms.append(report.Histogram.of(on_device, tensor))
-            late = time.monotonic() >= ends
-            found.estimated += late
-            for name, one in found.chosen.items():
-                found.rows[name].append((one.estimated if late else one.measured)(on_device, tensor))
+
+    def measure() -> _Measure:
+        late = time.monotonic() >= ends
+        found.estimated += late
+        return _Measure(found.chosen, late, drawn)
+
+    nbytes = sum(source.nbytes for source in found_in)
+    with progress_bar("compare", nbytes, sys.stderr.isatty(), len(found_in)) as bar:
+        each = measured(found_in, measure, executor, devices, bar)
+    found.rows = {name: [rows[name] for rows, _ in each] for name in found.chosen}
     found.totals = {name: Measurement("total") for name in found.chosen}
     for name, total in found.totals.items():
         for row in found.rows[name]:
             total.add(row)
-    return found
+    return found, [histogram for _, histogram in each if histogram is not None]
 
 
 def _drawn(found: Comparison) -> list[dict[str, Any]]:

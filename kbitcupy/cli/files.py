@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..io.safetensors import SAFETENSORS
 from ..text import Column, printable, table
 from .common import chosen_format, dumps, finite
 from .several import Work, convert, outputs
+from .workers import devices_of
 
 # Of a value of the metadata: a template of a chat has thousands of characters, which --json shows.
 _LONGEST_TEXT = 400
@@ -54,7 +56,7 @@ def run_quantize(arguments: argparse.Namespace) -> None:
         if others and os.path.isfile(output):
             check_file(output, arguments.force, others)
 
-    def work(source: str, output: str, dry_run: bool) -> FileReport:
+    def work(source: str, output: str, dry_run: bool, executor: Executor | None) -> FileReport:
         return quantize_file(
             source,
             output,
@@ -67,6 +69,7 @@ def run_quantize(arguments: argparse.Namespace) -> None:
             layout=arguments.layout,
             weight_scale=arguments.weight_scale,
             dry_run=dry_run,
+            executor=executor,
             **_writing(arguments),
         )
 
@@ -89,13 +92,14 @@ def run_quantize(arguments: argparse.Namespace) -> None:
 def run_dequantize(arguments: argparse.Namespace) -> None:
     """Run ``kbit dequantize``."""
 
-    def work(source: str, output: str, dry_run: bool) -> FileReport:
+    def work(source: str, output: str, dry_run: bool, executor: Executor | None) -> FileReport:
         return dequantize_file(
             source,
             output,
             dtype=arguments.dtype,
             weight_scale=arguments.weight_scale,
             dry_run=dry_run,
+            executor=executor,
             **_writing(arguments),
         )
 
@@ -183,7 +187,7 @@ def _note_leftovers(found: Mapping[Path, int]) -> None:
 
 def _writing(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
-        "device": arguments.device,
+        "device": devices_of(arguments),
         "force": arguments.force,
         "resume": arguments.resume,
         "progress": sys.stderr.isatty(),

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 from ..errors import FileError
@@ -13,11 +14,12 @@ from ..io.atomic import as_path, check_space
 from ..io.checkpoint import INDEX_ENDING
 from ..io.convert import FileReport
 from ..io.gguf import part_of
+from .workers import sharing, size_of
 
 _ENDINGS = (".safetensors", ".gguf", ".npy", ".npz")
 
-#: Takes a source, an output, and whether only to check; returns what was done.
-Work = Callable[[str, str, bool], FileReport]
+#: Takes a source, an output, whether only to check, and who does the work; returns what was done.
+Work = Callable[[str, str, bool, Executor | None], FileReport]
 
 
 def outputs(files: Sequence[str], output: str, ending: str) -> list[tuple[str, str]]:
@@ -64,19 +66,26 @@ def convert(arguments: argparse.Namespace, steps: Sequence[tuple[str, str]], wor
     FileError
         When any of them cannot be made: then none is.
     """
+    with sharing(arguments, 0 if arguments.dry_run else size_of(arguments.files)) as executor:
+        yield from _convert(arguments, steps, work, executor)
+
+
+def _convert(
+    arguments: argparse.Namespace, steps: Sequence[tuple[str, str]], work: Work, executor: Executor | None
+) -> Iterator[FileReport]:
     if len(steps) == 1:
-        yield work(*steps[0], arguments.dry_run)
+        yield work(*steps[0], arguments.dry_run, executor)
         return
     folder = as_path(arguments.output, "OUT")
     with _folder(folder, arguments.dry_run):
-        planned = [work(source, output, True) for source, output in steps]
+        planned = [work(source, output, True, executor) for source, output in steps]
         if not arguments.resume:
             check_space(folder, sum(report.nbytes_after for report in planned))
         if arguments.dry_run:
             yield from planned
             return
         for source, output in steps:
-            yield work(source, output, False)
+            yield work(source, output, False, executor)
 
 
 @contextlib.contextmanager

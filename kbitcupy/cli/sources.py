@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+import secrets
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +31,58 @@ class Source:
         Its shape.
     nbytes : int
         Its bytes when it is not compressed.
-    read : callable
-        Returns the array.
+    tensor : str
+        Its own name.
+    opened : Opened, optional
+        What it is read from; seeded samples without.
     """
 
     name: str
     shape: tuple[int, ...]
     nbytes: int
-    read: Callable[[], Any]
+    tensor: str
+    opened: Opened | None = None
+
+    def read(self) -> Any:
+        """The array, decoded."""
+        if self.opened is None:
+            return draw(self.tensor)
+        tensor = self.opened.checkpoint[self.tensor]
+        return tensor.dequantize() if isinstance(tensor, QuantizedArray) else tensor
+
+
+class Opened:
+    """A checkpoint that is open, and that other processes open once, each for itself.
+
+    Parameters
+    ----------
+    path : str
+        Where it is.
+    token : str, optional
+        What tells it from others at the same place.
+    """
+
+    def __init__(self, path: str, token: str | None = None):
+        self.checkpoint = Checkpoint(path, mapped=False)
+        self._path, self._token = os.path.abspath(path), token or secrets.token_hex(8)
+
+    def __reduce__(self) -> Any:
+        return _opened, (self._path, self._token)
+
+
+# Those that other processes have asked this one for.
+_lock = threading.Lock()
+_open: dict[str, Opened] = {}
+_MOST_OPEN = 4
+
+
+def _opened(path: str, token: str) -> Opened:
+    with _lock:
+        if token not in _open:
+            while len(_open) >= _MOST_OPEN:
+                del _open[next(iter(_open))]
+            _open[token] = Opened(path, token)
+        return _open[token]
 
 
 def sources(files: Sequence[str], arguments: argparse.Namespace, again: bool) -> list[Source]:
@@ -46,16 +92,16 @@ def sources(files: Sequence[str], arguments: argparse.Namespace, again: bool) ->
     """
     if not files:
         nbytes = 4 * math.prod(SHAPE)
-        return [Source(name, SHAPE, nbytes, functools.partial(_sample, name)) for name in DISTRIBUTIONS]
+        return [Source(name, SHAPE, nbytes, name) for name in DISTRIBUTIONS]
     found = []
     for path in files:
-        checkpoint = Checkpoint(path, mapped=False)
+        opened = Opened(path)
+        checkpoint = opened.checkpoint
         for name in checkpoint.compressible(arguments.min_size, arguments.keep, again):
             entry = entry_of(checkpoint.compressed.get(name) or checkpoint.reader.entry(name))
             # Tensors of several files may have one name.
             shown = name if len(files) == 1 else f"{path}: {name}"
-            read = functools.partial(_decoded, checkpoint, name)
-            found.append(Source(shown, entry.shape, entry.nbytes, read))
+            found.append(Source(shown, entry.shape, entry.nbytes, name, opened))
     if not found:
         raise FileError(
             f"{', '.join(files)} holds no tensor to compress: none is {', '.join(_xp.FLOAT_DTYPES)} with two or more "
@@ -64,23 +110,6 @@ def sources(files: Sequence[str], arguments: argparse.Namespace, again: bool) ->
     return found
 
 
-def counted(found: Sequence[Source], advance: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    """Name and array of each, one at a time; `advance` is told the bytes of each that was worked on."""
-    for source in found:
-        x = source.read()
-        yield source.name, x
-        advance(x.nbytes)
-
-
 def described(files: Sequence[str]) -> Any:
     """What was compared, for JSON."""
     return (list(files) if len(files) > 1 else files[0]) if files else "samples"
-
-
-def _sample(name: str) -> Any:
-    return draw(name)
-
-
-def _decoded(checkpoint: Checkpoint, name: str) -> Any:
-    tensor = checkpoint[name]
-    return tensor.dequantize() if isinstance(tensor, QuantizedArray) else tensor

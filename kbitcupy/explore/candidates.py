@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -212,17 +213,23 @@ _SECONDS = 30.0
 class Search:
     """Finds what to measure beside the formats that are measured anyway, for one array after another.
 
+    It can be pickled: another process has one such search of its own, for all arrays that it is given with it.
+
     Parameters
     ----------
     all : bool, default False
         As for `candidates`.
     seconds : float
-        What all trials may take.
+        What all trials may take, in one process.
     """
 
     def __init__(self, *, all: bool = False, seconds: float = _SECONDS):
-        self._all, self._left = all, seconds
+        self.all, self._left = all, seconds
         self._shown: dict[Format, Candidate] = {}
+        self._token = secrets.token_hex(8)
+
+    def __reduce__(self) -> Any:
+        return _search_here, (self._token, self.all, self._left)
 
     def beyond(self, x: Any, taken: Sequence[Format]) -> list[Candidate]:
         """Candidates that keep at least a dB more of an array than all of `taken` that are no larger; by their size."""
@@ -232,13 +239,25 @@ class Search:
             return [one for one in self._shown.values() if one.format not in taken and one.takes(x.shape)]
         began = time.monotonic()
         plain = [Candidate(format) for format in taken]
-        others = [one for one in candidates(x.shape, all=self._all) if one.format not in taken]
+        others = [one for one in candidates(x.shape, all=self.all) if one.format not in taken]
         tried = trials(x, (*plain, *others), seconds=self._left)
         better = ahead([(one.nbytes, one.found.sums.noise, one.candidate.format in taken) for one in tried])
         found = [tried[i].candidate for i in better]
         self._shown |= {one.format: one for one in found}
         self._left -= time.monotonic() - began
         return found
+
+
+# The search of another process that was the last to come here.
+_here: dict[str, Search] = {}
+
+
+def _search_here(token: str, all: bool, seconds: float) -> Search:
+    found = _here.get(token)
+    if found is None:
+        _here.clear()
+        found = _here[token] = Search(all=all, seconds=seconds)
+    return found
 
 
 def beyond_all(arrays: Iterable[Any], taken: Sequence[Format], *, all: bool = False) -> list[Candidate]:

@@ -101,17 +101,20 @@ def sweep(
     device = None if device is None else _xp.resolve_device(device)
     rows, search = Sweep(), Search(all=all)
     for tensor, array in _progress(_named(x), progress):
-        data = checked(array, f"tensor {tensor!r}", device)
-        if chosen is not None:
-            rows += (one.measured(data, tensor).row() for one in chosen)
-            continue
-        plain = default_formats(data.shape, all=all)
-        found = [Candidate(format).measured(data, tensor) for format in plain]
-        # What was ahead on a sample need not be on all of the array.
-        found += (one.measured(data, tensor) for one in search.beyond(data, plain))
-        sizes = [(each.nbytes_after, each.sums.noise, i < len(plain)) for i, each in enumerate(found)]
-        rows += (found[i].row() for i in (*range(len(plain)), *ahead(sizes)))
+        rows += rows_of(chosen, search, tensor, checked(array, f"tensor {tensor!r}", device))
     return rows
+
+
+def rows_of(chosen: Sequence[Candidate] | None, search: Search, tensor: str, x: Any) -> list[dict[str, Any]]:
+    """The rows of one array: of the chosen formats, or of those that `sweep` takes without any."""
+    if chosen is not None:
+        return [one.measured(x, tensor).row() for one in chosen]
+    plain = default_formats(x.shape, all=search.all)
+    found = [Candidate(format).measured(x, tensor) for format in plain]
+    # What was ahead on a sample need not be on all of the array.
+    found += (one.measured(x, tensor) for one in search.beyond(x, plain))
+    sizes = [(each.nbytes_after, each.sums.noise, i < len(plain)) for i, each in enumerate(found)]
+    return [found[i].row() for i in (*range(len(plain)), *ahead(sizes))]
 
 
 def checked(x: Any, name: str, device: str | None = None) -> Any:

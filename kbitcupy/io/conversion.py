@@ -8,9 +8,11 @@ name from the one process that knows that all of it is there.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import os
 import threading
@@ -365,27 +367,37 @@ class Conversion:
         counts: dict[str, tuple[int, int]] = {}
         unfinished: dict[str, tuple[contextlib.ExitStack, Writer, list[int]]] = {}
 
+        def pieces_of(file: str) -> Iterator[_Piece]:
+            stack = everything.enter_context(contextlib.ExitStack())
+            writer = stack.enter_context(writing[file]())
+            job = self.jobs[file]
+            found = job.pieces(most)
+            if not found:
+                finish(stack)
+            unfinished[file] = stack, writer, [len(found)]
+            for names in found:
+                stored = [each for name in names for each in (job.made.get(name) or (job.copied[name],))]
+                yield _Piece(self, file, names, writer.elsewhere(stored), tuple(devices), next(numbers))
+
         def pieces() -> Iterator[_Piece]:
-            number = 0
-            for file, context in writing.items():
-                stack = everything.enter_context(contextlib.ExitStack())
-                writer = stack.enter_context(context())
-                found = self.jobs[file].pieces(most)
-                if not found:
-                    finish(stack)
-                    continue
-                unfinished[file] = stack, writer, [len(found)]
-                for names in found:
-                    job = self.jobs[file]
-                    stored = [each for name in names for each in (job.made.get(name) or (job.copied[name],))]
-                    yield _Piece(self, file, names, writer.elsewhere(stored), tuple(devices), number)
-                    number += 1
+            # Of several files in turn: who writes to a file waits for all others that do.
+            waiting = map(pieces_of, writing)
+            begun = collections.deque(itertools.islice(waiting, workers))
+            while begun:
+                one = begun.popleft()
+                piece = next(one, None)
+                if piece is not None:
+                    yield piece
+                    begun.append(one)
+                else:
+                    begun.extend(itertools.islice(waiting, 1))
 
         def finish(stack: contextlib.ExitStack) -> None:
             self.checkpoint.check_unchanged()
             stack.close()
 
-        share = self.checkpoint.nbytes / (_SHARES * workers_of(executor))
+        workers, numbers = workers_of(executor), itertools.count()
+        share = self.checkpoint.nbytes / (_SHARES * workers)
         most = math.inf if isinstance(executor, Inline) else min(max(share, _LEAST_PIECE), _LARGEST_PIECE)
         self._advance = bar.advance
         with contextlib.ExitStack() as everything:

@@ -214,9 +214,3 @@ def test_lanes_share_devices():
         assert one.memory(10) is one.memory(5) and one.memory(100).nbytes == 100
         assert next(one.parts(np.arange(3, dtype="u1"))).tobytes() == b"\0\1\2"
     assert names == ["cpu"] and not staging._used["cpu"]
-
-
-def test_default_workers():
-    assert executors.default_workers(10**9, False) == executors.default_workers(10**9, True) == 1
-    assert executors.default_workers(10**10, True) == executors.MOST_WORKERS
-    assert executors.default_workers(10**10, False) == min(executors.MOST_WORKERS, executors.cores())
