@@ -6,6 +6,9 @@ go from numbers to such bytes and back. All of them work on NumPy and on CuPy ar
 
 Blocks of an array of shape [..., K] are uint8 of shape [..., bytes of K elements], as the package ``gguf`` has them.
 They are read from any byte of a buffer. Formats are named as in `kbitcupy.quantize`: ``"q4_k"``, in any case.
+
+`mmvq`, `mmvq_staged` and `mmvq_experts` are products under the names that they have beside GGUF's blocks. They take
+arrays and raw blocks; `kbitcupy.linear` and `kbitcupy.linear_grouped` are what they call.
 """
 
 from __future__ import annotations
@@ -23,8 +26,21 @@ from .array import QuantizedArray
 from .backend import xp as _xp
 from .errors import FormatError
 from .formats.base import format_factory, get_format, list_formats
+from .products import dispatch
+from .products.functions import linear, linear_grouped
 
-__all__ = ["block_size", "dequantize", "from_blocks", "quantize", "to_blocks", "type_id", "type_size"]
+__all__ = [
+    "block_size",
+    "dequantize",
+    "from_blocks",
+    "mmvq",
+    "mmvq_experts",
+    "mmvq_staged",
+    "quantize",
+    "to_blocks",
+    "type_id",
+    "type_size",
+]
 
 
 def block_size(format: Any) -> int:
@@ -288,6 +304,277 @@ def quantize(x: Any, format: Any, /, *, importance: Any = None) -> Any:
     45.5
     """
     return to_blocks(ops.quantize(x, _format(format), importance=importance))
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+def mmvq(
+    w: Any, y: Any, /, *, format: Any = None, shape: Sequence[int] | None = None, offset: int = 0, out: Any = None
+) -> Any:
+    """A matrix times one vector: ``out[r] = sum over c of W[r, c] * y[c]``.
+
+    Parameters
+    ----------
+    w : QuantizedArray, or array or bytes-like of blocks
+        [rows, K] in a format of GGUF; or its blocks, as for `from_blocks`.
+    y : array_like
+        float16, bfloat16 or float32 [K], of any stride, on the device of `w`. It is not quantized.
+    format, shape, offset
+        Of blocks: as for `from_blocks`, `shape` being (rows, K).
+    out : array, optional
+        C-contiguous [rows] of y's dtype, which receives the result.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        [rows] of y's dtype: added up in float32, rounded once; the same bits every time.
+
+    Raises
+    ------
+    TypeError, FormatError
+        As `from_blocks`, and when a dtype is not allowed.
+    ValueError
+        When a shape does not fit.
+    DeviceError
+        When the arguments are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> blocks = np.concatenate([np.float16([d]).view(np.uint8).tolist() + list(range(32)) for d in (0.5, 0.25)])
+    >>> kb.gguf.mmvq(blocks.astype(np.uint8), np.ones(32, np.float32), format="q8_0", shape=(2, 32))
+    array([248., 124.], dtype=float32)
+    """
+    q, y = _weight(w, format, shape, offset, 2, "[rows, K]"), _floats(y, "y")
+    if y.shape != q.shape[1:]:
+        raise ValueError(f"y has shape {y.shape}; a weight of shape {q.shape} needs ({q.shape[1]},)")
+    return linear(y, q, out=out)
+
+
+def mmvq_staged(
+    w: Any,
+    x: Any,
+    /,
+    *,
+    format: Any = None,
+    shape: Sequence[int] | None = None,
+    offset: int = 0,
+    dtype: Any = None,
+    out: Any = None,
+) -> Any:
+    """A matrix times M vectors that are quantized on the way, 32 neighbours of int8 to a scale: ``out[m, r]``.
+
+    The scales are float32, and the sums that types with minima need are those of the codes: neither overflows, as the
+    halves of GGUF's Q8_1 blocks do for large activations. Vectors are quantized as `kbitcupy.linear` does with
+    ``activations="q8_1"``.
+
+    Parameters
+    ----------
+    w, format, shape, offset
+        As for `mmvq`; ``q8_1`` and ``q8_k``, which are for activations, are refused.
+    x : array_like
+        float16, bfloat16 or float32 [M, K], on the device of `w`.
+    dtype : dtype_like, optional
+        Of the result: float32 by default, or that of `out`.
+    out : array, optional
+        C-contiguous [M, rows], which receives the result.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        [M, rows]; the same bits every time.
+
+    Raises
+    ------
+    TypeError, FormatError, ValueError, DeviceError
+        As `mmvq`.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> w = kb.quantize(rng.standard_normal((8, 256)).astype(np.float32), "q5_k")
+    >>> x = rng.standard_normal((3, 256)).astype(np.float16)
+    >>> y = kb.gguf.mmvq_staged(w, x)
+    >>> y.shape, y.dtype, bool(np.abs(y - kb.linear(x.astype(np.float32), w)).max() < 0.05 * np.abs(y).max())
+    ((3, 8), dtype('float32'), True)
+    """
+    q, x = _weight(w, format, shape, offset, 2, "[rows, K]"), _floats(x, "x")
+    if q.format.name in _ACTIVATIONS:
+        raise FormatError(f"w is {q.format}, a format of activations: take mmvq, or dequantize it")
+    if x.ndim != 2 or x.shape[1] != q.shape[1]:
+        raise ValueError(f"x has shape {x.shape}; a weight of shape {q.shape} needs (M, {q.shape[1]})")
+    if out is not None:
+        ops.check_out(out, (len(x), q.shape[0]), x, dtype)
+    wanted = (
+        np.dtype(np.float32)
+        if dtype is None and out is None
+        else _xp.float_dtype(out.dtype if dtype is None else dtype)
+    )
+    if wanted == x.dtype:
+        return linear(x, q, activations="q8_1", out=out)
+    with _xp.on_device_of(x):
+        if wanted == np.float32:
+            return linear(x.astype(np.float32), q, activations="q8_1", out=out)
+        result = linear(x.astype(np.float32, copy=False), q, activations="q8_1").astype(wanted)
+        if out is None:
+            return result
+        out[...] = result
+    return out
+
+
+def mmvq_experts(
+    w: Any,
+    y: Any,
+    /,
+    *,
+    expert_ids: Any = None,
+    sorted_token_ids: Any = None,
+    expert_offsets: Any = None,
+    topk_weights: Any = None,
+    format: Any = None,
+    shape: Sequence[int] | None = None,
+    offset: int = 0,
+    out: Any = None,
+) -> Any:
+    """Each token times the matrices of the experts that it goes to, added up: a mixture of experts.
+
+    Who goes where comes in one of two ways. With `expert_ids` token t goes to the experts of its row. Else dispatch i
+    brings token ``sorted_token_ids[i]`` to the expert e with ``expert_offsets[e] <= i < expert_offsets[e + 1]``.
+
+    Parameters
+    ----------
+    w : QuantizedArray, array or bytes-like
+        [E, rows, K] in a format of GGUF; its blocks, where `format` is given; or plain float weights, of y's dtype.
+    y : array_like
+        float16, bfloat16 or float32 [T, K], on the device of `w`.
+    expert_ids : array_like of int, optional
+        [T, top_k]; an id outside 0 .. E - 1 is no expert.
+    sorted_token_ids, expert_offsets : array_like of int, optional
+        [M] and [E + 1], the latter from 0 on, ascending. A number outside 0 .. T - 1 is no token.
+    topk_weights : array_like, optional
+        float [T, top_k], or [M]: by what products are multiplied; 1 without.
+    format, shape, offset
+        Of blocks: as for `from_blocks`, `shape` being (E, rows, K).
+    out : array, optional
+        C-contiguous [T, rows] of y's dtype, which receives the result; what it held does not count.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        [T, rows] of y's dtype, 0 for tokens that go to no expert: added up in float32, in the order of the slots or of
+        the dispatches, so that the bits are the same every time. Of dispatches each product is rounded to y's dtype
+        once before.
+
+    Raises
+    ------
+    TypeError, FormatError
+        As `mmvq`.
+    ValueError
+        When a shape does not fit, or both or none of the two ways are given.
+    DeviceError
+        When the arguments are on different devices.
+
+    Examples
+    --------
+    >>> import numpy as np, kbitcupy as kb
+    >>> rng = np.random.default_rng(0)
+    >>> w = kb.quantize(rng.standard_normal((4, 8, 64)).astype(np.float32), "q8_0")
+    >>> y = rng.standard_normal((3, 64)).astype(np.float32)
+    >>> a = kb.gguf.mmvq_experts(w, y, expert_ids=[[0, 1], [1, 3], [0, 3]])
+    >>> tokens, offsets = np.array([0, 2, 0, 1, 1, 2]), np.array([0, 2, 4, 4, 6])
+    >>> b = kb.gguf.mmvq_experts(w, y, sorted_token_ids=tokens, expert_offsets=offsets)
+    >>> a.shape, bool(np.allclose(a, b, atol=1e-4))
+    ((3, 8), True)
+    """
+    y = _floats(y, "y")
+    weights = _experts(w, y, format, shape, offset)
+    experts, rows, depth = weights.shape
+    if not experts:
+        raise ValueError(f"w has shape {weights.shape}; there must be an expert")
+    if y.ndim != 2 or y.shape[1] != depth:
+        raise ValueError(f"y has shape {y.shape}; weights of shape {weights.shape} need (T, {depth})")
+    if (expert_ids is None) == (sorted_token_ids is None) or (sorted_token_ids is None) != (expert_offsets is None):
+        raise ValueError("pass expert_ids, or sorted_token_ids with expert_offsets, and not both")
+    if out is not None:
+        ops.check_out(out, (len(y), rows), y, y.dtype)
+    with _xp.on_device_of(y):
+        if out is None:
+            out = _xp.namespace(y).empty((len(y), rows), y.dtype)
+        if expert_ids is not None:
+            ids = _integers(expert_ids, "expert_ids", y)
+            if ids.ndim != 2 or len(ids) != len(y) or not ids.shape[1]:
+                raise ValueError(f"expert_ids has shape {ids.shape}; it must be ({len(y)}, top_k), top_k 1 or more")
+            if topk_weights is None:
+                topk_weights = _xp.namespace(y).ones(ids.shape, np.float32)
+            return linear_grouped(y, weights, ids, topk_weights, out=out)
+        tokens = _integers(sorted_token_ids, "sorted_token_ids", y)
+        offsets = _integers(expert_offsets, "expert_offsets", y)
+        if tokens.ndim != 1 or offsets.shape != (experts + 1,):
+            raise ValueError(
+                f"sorted_token_ids has shape {tokens.shape} and expert_offsets {offsets.shape}; they must be (M,) and "
+                f"({experts + 1},) for {experts} experts"
+            )
+        if topk_weights is not None:
+            topk_weights = _floats(topk_weights, "topk_weights", double=True)
+            if topk_weights.shape != tokens.shape:
+                raise ValueError(f"topk_weights has shape {topk_weights.shape}; it must be {tokens.shape}")
+        dispatch.multiply(y, weights, tokens, offsets, topk_weights, out)
+    return out
+
+
+#: Formats of activations.
+_ACTIVATIONS = ("q8_1", "q8_k")
+
+
+def _weight(w: Any, format: Any, shape: Any, offset: Any, ndim: int, axes: str) -> QuantizedArray:
+    """An array in a format of GGUF, of so many axes, from such an array or from blocks."""
+    if isinstance(w, QuantizedArray):
+        if format is not None or shape is not None or offset:
+            raise TypeError(
+                "w is a QuantizedArray, which has a format and a shape: leave format, shape and offset away"
+            )
+        _format(w.format)
+        q = w
+    else:
+        if format is None or shape is None:
+            raise TypeError(f"w is {type(w).__name__}; blocks need their format and shape, {axes}")
+        q = from_blocks(w, format, shape, offset=offset)
+    if q.ndim != ndim:
+        raise FormatError(f"w has shape {q.shape}; it must be {axes}")
+    return q
+
+
+def _experts(w: Any, y: Any, format: Any, shape: Any, offset: Any) -> Any:
+    """Weights of experts: compressed, or plain floats of y's dtype."""
+    if isinstance(w, QuantizedArray) or format is not None:
+        return _weight(w, format, shape, offset, 3, "[E, rows, K]")
+    plain = _floats(w, "w")
+    if plain.dtype != y.dtype:
+        raise TypeError(f"w is {plain.dtype} and y is {y.dtype}; plain weights have the dtype of y: cast one of them")
+    if plain.ndim != 3 or shape is not None or offset:
+        raise ValueError(f"w has shape {plain.shape}; plain weights are [E, rows, K], without shape and offset")
+    return plain
+
+
+def _floats(x: Any, argument: str, double: bool = False) -> Any:
+    """An array of floats that products multiply."""
+    if isinstance(x, QuantizedArray):
+        raise TypeError(f"{argument} is QuantizedArray; it must be a plain array: call .dequantize()")
+    array = _xp.as_array(x, argument)
+    dtype = _xp.float_dtype(array.dtype, argument)
+    if dtype == np.float64 and not double:
+        raise TypeError(f"{argument} is float64; allowed are float16, bfloat16 and float32: cast it")
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _integers(ids: Any, argument: str, beside: Any) -> Any:
+    """An array of integers on the device of another."""
+    array = _xp.as_array(ids, argument)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{argument} is {array.dtype}; it must be an integer array")
+    return array if _xp.same_device(array, beside) else _xp.to_device(array, _xp.device_of(beside))
 
 
 # ---- what is given -------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
+from .staged import Staged
 from .ternary import Ternary, TernaryHost, TernaryStream
 from .ternary_stream import TernaryFloats
 
@@ -62,6 +63,7 @@ LINEAR: tuple[Route, ...] = (
     Int8Host(),
     Integers(),
     IntegersHost(),
+    Staged(),
     TernaryStream(),
     Ternary(),
     TernaryHost(),

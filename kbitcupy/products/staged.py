@@ -1,0 +1,92 @@
+"""``activations="q8_1"`` for formats that are no plain integer codes: tokens are quantized, and multiplied as floats.
+
+Tokens are those of `kbitcupy.products.integer_activations`, ``e * q`` with one scale for 32 neighbours, and
+
+    y = decode(W) . (e * q) + bias
+
+in float32, rounded once. Each number of a token, a product of two float32 numbers, is rounded to float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import xp as _xp
+from . import host
+from .decoded import Decoded
+from .generic import Generic
+from .integer_activations import NUMBERS, Q8_BLOCK, floats_of, padded_of, pitch_of, quantize_host, quantize_into
+from .routes import Problem, Product, Route, choices
+
+
+def staged(x: Any) -> Any:
+    """Tokens [M, K], K whole blocks of 32, quantized and decoded: float32, on their device, the current one."""
+    tokens, depth = x.shape
+    if isinstance(x, np.ndarray):
+        codes, scales = quantize_host(x, "q8_1")
+        return (codes.reshape(tokens, -1, Q8_BLOCK) * scales[..., None]).reshape(tokens, depth)
+    xp, x = _xp.namespace(x), floats_of(x)
+    blocks = depth // Q8_BLOCK
+    codes = xp.empty((tokens, pitch_of(depth)), np.int8)
+    scales = xp.empty((blocks, padded_of(tokens)), np.float32)
+    quantize_into(x, tokens, "q8_1", codes.data.ptr, scales.data.ptr, 0, NUMBERS.ROWS, 0)
+    parts = codes[:, :depth].reshape(tokens, blocks, Q8_BLOCK)
+    return (parts * scales[:, :tokens].T[..., None]).reshape(tokens, depth)
+
+
+class Staged(Route):
+    """Quantize tokens, and multiply what they stand for in float32."""
+
+    name = "staged"
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.activations != "q8_1":
+            return 'it quantizes activations: ask for activations="q8_1"'
+        if problem.experts:
+            return "it is for one weight"
+        if problem.format.records() is None:
+            return f"{problem.format} is not integers times factors of 16 neighbours or more, as GGUF's types are"
+        return "a stack is for linear_grouped" if problem.stored.lead else None
+
+    def cost(self, problem: Problem) -> float:
+        if problem.device is None:
+            return host.Host().cost(_as_floats(problem))
+        return _QUANTIZING + choices(_as_floats(problem), _ROUTES)[0].cost
+
+    def prepare(self, problem: Problem) -> Product:
+        n, k = problem.shape
+        if problem.device is None:
+            product: Product = host.multiply
+        else:
+            product = choices(_as_floats(problem), _ROUTES)[0].route.prepare(_as_floats(problem))
+
+        def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+            tokens = out.size // n
+            single = out.reshape(tokens, n)
+            if single.dtype != np.float32:
+                single = _xp.namespace(out).empty((tokens, n), np.float32)
+            product(staged(x.reshape(tokens, k)), q, bias, single)
+            if single.dtype != out.dtype:
+                out[...] = single.reshape(out.shape)
+
+        return multiply
+
+    def describe(self, problem: Problem) -> str:
+        if problem.device is None:
+            return "NumPy: tokens quantized by 'q8_1', then multiplied in float32"
+        best = choices(_as_floats(problem), _ROUTES)[0].route
+        return f"tokens quantized by 'q8_1'; {best.describe(_as_floats(problem))}"
+
+
+_ROUTES = Generic(), Decoded()
+# Microseconds of the launches that quantize tokens and decode them again.
+_QUANTIZING = 12.0
+
+
+def _as_floats(problem: Problem) -> Problem:
+    """The product of what quantized tokens stand for."""
+    return dataclasses.replace(problem, dtype=np.dtype(np.float32), activations=None, aligned=True)
