@@ -10,6 +10,7 @@ taken; `explain` shows them all:
 - `records`, `grouped_records`: the same with weights of any GGUF type that those do not take.
 - `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
 - `int8`: ``activations="int8"`` multiplies integers: W8A8.
+- `staged`: ``"q8_1"`` multiplies what quantized tokens stand for by weights in the other types of GGUF.
 - `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales.
 - `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more
   with trits that are decoded to int8; `ternary_floats` reads codes in place for floats.
@@ -106,7 +107,8 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | No
           offsets or neither, ``q8_0``, ``q4_0``, ``q4_k`` and ``ternary``. With ``int8`` whose rows have a scale each
           this is W8A8, `kbitcupy.affine.linear_w8a8`.
         - ``"q8_1"``: one scale for 32 neighbours, as GGUF's products quantize, for the same weights; where a few
-          channels are much larger than others the error is a fraction of that of ``"int8"``.
+          channels are much larger than others the error is a fraction of that of ``"int8"``. Weights in GGUF's other
+          types are multiplied by what the codes stand for, in float32.
         - ``"bitnet"``: what BitNet b1.58 does, for weights in ``ternary``: `kbitcupy.bitnet.linear`, where there are
           options. It differs from ``"int8"`` where a token is tiny.
     out : array, optional

@@ -252,7 +252,7 @@ def test_sums_stay_in_int32():
 
 
 def test_formats_without_integer_codes():
-    for text in ("kbit4", "nf4", "q6_k", "int8:granularity=channel:1"):
+    for text in ("kbit4", "nf4", "q8_k", "int8:granularity=channel:1"):
         q = kb.quantize(np.ones((32, 256), np.float32), text)
         for preset in PRESETS:
             with pytest.raises(
