@@ -131,8 +131,11 @@ def _values_of(fragments: Fragments, dtype: np.dtype) -> bytes:
         struct["value"].view(np.uint32)[0] = fragments.signed << fragments.bits - 1
     if fragments.known_values:
         values = np.array(fragments.known_values, np.float32)
-        struct["power"] = _power_below(values) * np.float32(gentle_factor(values, dtype))
-        room = struct["value" if values.size <= struct["value"].size else "map"]
+        few = values.size <= struct["value"].size
+        struct["power"] = _power_below(values)
+        if few:  # more of them are kept in two parts, of which rounding takes nothing
+            struct["power"] *= np.float32(gentle_factor(values, dtype))
+        room = struct["value" if few else "map"]
         room[: values.size] = values * struct["power"]
     if fragments.scale_values:
         struct["map"] = fragments.scale_values

@@ -20,6 +20,10 @@ struct Kbit {
     static constexpr int SCALE_STEP = sizeof(Code), X_WORDS = 16, MOST_TOGETHER = 2;
     static constexpr int SWIZZLE_PERIOD = 1;
     static constexpr bool ONE_READ = K == 4;
+    // Many values are so close together that each is kept as two numbers of T, the rounded one and what that leaves: a
+    // weight is then rounded once, as decoded weights are. Scales are kept so, too, where T does not hold them.
+    static constexpr bool TWO_PARTS = K > 5,
+                          EXACT_SCALE = FORMAT == E4M4 || (FORMAT == FLOAT16 && SameType<T, __half>::VALUE);
 
     __device__ __forceinline__ static int row(int g) { return g; }
 
@@ -79,7 +83,7 @@ struct Kbit {
     }
 
     // Fill the table with more values than a warp has lanes: those of a plane, or of the parameter, which are
-    // prescaled. Returns the prescale.
+    // prescaled. An entry is one value in two parts. Returns the prescale.
     __device__ static float fill_many(
         unsigned table, const float* values, const Values& codebook, unsigned thread, unsigned threads) {
         float power = codebook.power;
@@ -91,10 +95,15 @@ struct Kbit {
         }
         const float factor = (FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f) / EPILOGUE_SCALE;
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
-            const float value = values ? values[i / 2] * power : codebook.map[i / 2];
-            fill_halves<T>(table, i / 2, i % 2, value * factor);
+            const unsigned word[1] = {in_two((values ? values[i / 2] * power : codebook.map[i / 2]) * factor)};
+            fill_entry<1>(table, i / 2, i % 2, word);
         }
         return power;
+    }
+
+    // A number as the sum of two of T, the rounded one in the lower half of a word.
+    static __device__ __forceinline__ unsigned in_two(float v) {
+        return Word<T>::pack(v, v - Word<T>::get(Word<T>::pack(v, 0.0f), 0));
     }
 
     // Each lane brings a value: lane i that of index i % VALUES. All lanes of a warp are here.
@@ -136,7 +145,7 @@ struct Kbit {
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
         float (&acc)[EIGHTS][4]) {
-        unsigned scale[2];
+        unsigned scale[2], rest[2];
         float after[2], part[EIGHTS][4] = {};
         float (&sum)[EIGHTS][4] = FORMAT == FLOAT32 ? part : acc;
 #pragma unroll
@@ -145,7 +154,7 @@ struct Kbit {
             if constexpr (FORMAT == E4M4) {
                 scale[i] = E4m4Pair<T>::of(code);
             } else if constexpr (FORMAT == FLOAT16) {
-                scale[i] = Word<T>::pack(__half2float(code), __half2float(code));
+                split_scale(__half2float(code), scale[i], rest[i]);
             } else {
                 // The scales of the four blocks of a row, relative to the largest: half precision lacks the range.
                 unsigned largest = __float_as_uint(code) & 0x7f800000u;
@@ -153,19 +162,24 @@ struct Kbit {
                 largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
                 largest = min(max(largest, 1u << 23), 252u << 23);
                 after[i] = __uint_as_float(largest);
-                const float s = code * __uint_as_float((254u << 23) - largest);
-                scale[i] = Word<T>::pack(s, s);
+                split_scale(code * __uint_as_float((254u << 23) - largest), scale[i], rest[i]);
             }
         }
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
             unsigned a[2][2];
+            if constexpr (TWO_PARTS) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) weights(f[i], s, lane, a[i]);
+                for (int i = 0; i < 4; ++i)
+                    a[i / 2][i % 2] = rounded_once(f[i / 2], s * 2 + i % 2, lane, scale[i / 2], rest[i / 2]);
+            } else {
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+                for (int i = 0; i < 2; ++i) weights(f[i], s, lane, a[i]);
 #pragma unroll
-                for (int h = 0; h < 2; ++h) a[i][h] = Word<T>::multiply(a[i][h], scale[i]);
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) a[i][h] = Word<T>::multiply(a[i][h], scale[i]);
+            }
 #pragma unroll
             for (int e = 0; e < EIGHTS; ++e)
                 mma<T>(sum[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
@@ -176,6 +190,26 @@ struct Kbit {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[e][i], after[i / 2], acc[e][i]);
         }
+    }
+
+    // A scale twice in a word, and what it leaves where weights are rounded once.
+    static __device__ __forceinline__ void split_scale(float s, unsigned& scale, unsigned& rest) {
+        scale = Word<T>::pack(s, s);
+        if constexpr (TWO_PARTS && !EXACT_SCALE) {
+            const float left = s - Word<T>::get(scale, 0);
+            rest = Word<T>::pack(left, left);
+        }
+    }
+
+    // Pair h of a row's sixteen, scaled: the products of what was left first, so that one rounding is all that counts.
+    static __device__ __forceinline__ unsigned rounded_once(
+        const unsigned (&f)[FIELDS], int h, unsigned lane, unsigned scale, unsigned rest) {
+        const unsigned first = table_entry(entry_offset(f[h % 4 * 2], h / 4, lane));
+        const unsigned second = table_entry(entry_offset(f[h % 4 * 2 + 1], h / 4, lane));
+        const unsigned value = __byte_perm(first, second, 0x5410), left = __byte_perm(first, second, 0x7632);
+        unsigned small = Word<T>::multiply(left, scale);
+        if constexpr (!EXACT_SCALE) small = fma_pairs<T>(value, rest, small);
+        return fma_pairs<T>(value, scale, small);
     }
 
     // The four unscaled values of step s of a row, from its transposed planes.

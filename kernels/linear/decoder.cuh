@@ -87,6 +87,12 @@ struct E4m4Pair<__nv_bfloat16> {
 
 // ---- what all decoders share ---------------------------------------------------------------------------------------
 
+// a * b + c of two pairs of T, each rounded once.
+template <typename T>
+__device__ __forceinline__ unsigned fma_pairs(unsigned a, unsigned b, unsigned c) {
+    return Word<T>::bits(__hfma2(Word<T>::as(a), Word<T>::as(b), Word<T>::as(c)));
+}
+
 // 2^-e with e the exponent of `largest`, the largest magnitude of a table: the table then fits the range of half
 // precision whatever the codebook.
 __device__ __forceinline__ float power_below(float largest) {

@@ -46,10 +46,6 @@ template <typename T>
 __device__ __forceinline__ unsigned subtract_pairs(unsigned a, unsigned b) {
     return Word<T>::bits(__hsub2(Word<T>::as(a), Word<T>::as(b)));
 }
-template <typename T>
-__device__ __forceinline__ unsigned fma_pairs(unsigned a, unsigned b, unsigned c) {
-    return Word<T>::bits(__hfma2(Word<T>::as(a), Word<T>::as(b), Word<T>::as(c)));
-}
 
 // Words of codes as pairs of T, each less a zero point of 0 .. 2^BITS - 1 that `Minus` is made of.
 template <typename T, int BITS>
