@@ -339,7 +339,8 @@ class FewKernel(Fused):
         values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster)
         self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
-        box = 2 if items == 4 and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
+        pairs = items == 4 or (items == 2 and not fragments.entries)
+        box = 2 if pairs and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
         self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
@@ -501,10 +502,6 @@ _MORE_INTEGER_DECODING, _INTEGER_ALONG_K = 1.72e-7, 0.07
 # tokens on that counts for weights of so many elements: larger ones fill the device anyway, smaller ones are no work.
 _WAITING, _WAITING_TOKENS, _WAITING_SIZES = 2.5, 3, range(1 << 24, 1 << 27)
 
-# Codebooks of more bits are so fine that what a kernel rounds, a value and its product with the scale, shows in a
-# result of a few numbers; decoded weights are rounded once, and as fast where there are so few of them.
-_ROUNDED_TWICE = 5
-
 
 def few_refusal(problem: Problem) -> str | None:
     """What stands against ``linear_few`` and ``linear_one``, but for the number of tokens."""
@@ -515,8 +512,6 @@ def few_refusal(problem: Problem) -> str | None:
     n, k = problem.shape
     if problem.device.capability < 80:
         return "it needs compute capability 8.0"
-    if n < ITEM_ROWS and problem.fragments.entries and problem.fragments.bits > _ROUNDED_TWICE:
-        return f"{n} rows are fewer than a tile has, and too few numbers for a code of more bits to be rounded twice"
     multiple = problem.fragments.multiple or problem.fragments.granule
     if k % multiple:
         return f"rows of {k} elements are not whole blocks of {multiple}"

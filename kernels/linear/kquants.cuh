@@ -39,11 +39,20 @@ struct Q4KBase {
         const float rounded = __bfloat162float(__float2bfloat16_rn(sum));
         return Word<__nv_bfloat16>::pack(rounded, sum - rounded);
     }
-    static __device__ __forceinline__ float sum_of(const unsigned* x, int words) {
-        float sum = 0.0f;
+    // The sum of x over sub-block t for the token of row g, split, by mma: row j of A has ones for the steps of
+    // sub-block j, and what comes out, tokens 2t and 2t + 1 of row j, changes its lane.
+    static __device__ __forceinline__ unsigned sums_of_x(const unsigned (&x)[X_WORDS]) {
+        const int lane = opaque(threadIdx.x % WARP), g = lane / 4, t = lane % 4;  // no register of the loop around
+        float sum[4] = {};
 #pragma unroll
-        for (int i = 0; i < words; ++i) sum += Word<T>::get(x[i], 0) + Word<T>::get(x[i], 1);
-        return sum;
+        for (int s = 0; s < 8; ++s) {
+            const unsigned ones = g == s / 2 ? ONES<T> : 0u;
+            mma<T>(sum, ones, 0u, ones, 0u, x[2 * s], x[2 * s + 1]);
+        }
+        const int from = t * 4 + g / 2;
+        const float even = __shfl_sync(FULL_WARP, sum[0], from);
+        const float odd = __shfl_sync(FULL_WARP, sum[1], from);
+        return split(g % 2 ? odd : even);
     }
 
     // acc -= dmin * mn * x, where `own` is the selector of a lane's minimum.
@@ -67,18 +76,11 @@ struct Q4KBase {
     static __device__ __forceinline__ unsigned below(unsigned at) { return 0x4040u + at * 0x0101u; }
 };
 
-// To the order of nibbles 0 and 4, 1 and 5 ...: four neighbours of the lower nibbles, four of the upper ones.
-__device__ __forceinline__ void arrange_split(unsigned* x) {
-    const unsigned a = x[0], b = x[1], c = x[2], d = x[3];
-    x[0] = __byte_perm(a, b, 0x5410), x[1] = __byte_perm(c, d, 0x5410);
-    x[2] = __byte_perm(a, b, 0x7632), x[3] = __byte_perm(c, d, 0x7632);
-}
-
 // The lanes of a row share each sub-block, whose sums are scaled in fp32.
 template <typename T>
 struct Q4K : Q4KBase<T> {
     using Base = Q4KBase<T>;
-    using Base::split, Base::sum_of, Base::scales, Base::minima, Base::below;
+    using Base::scales, Base::minima, Base::below;
     using Base::WORDS, Base::FIELDS, Base::X_WORDS, Base::ITEM_BYTES, Base::SCALE_BYTES;
     static constexpr bool ONE_READ = false;
     static constexpr int LANE_BYTES = 8;
@@ -114,17 +116,7 @@ struct Q4K : Q4KBase<T> {
         return s / 2 * 32 + t * 8 + s % 2 * 4 + i / 2 + i % 2 * 2;
     }
     __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
-        const int t = threadIdx.x % 4;
-        float mine = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            float sum = sum_of(x + 4 * j, 4);
-            sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-            sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-            mine = t == j ? sum : mine;
-        }
-        x[16] = split(mine);
-
+        x[16] = Base::sums_of_x(x);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const unsigned a = x[j], b = x[j + 1];
@@ -132,21 +124,29 @@ struct Q4K : Q4KBase<T> {
         }
     }
 
+    // 1024 as a half, or 128 as a bfloat16, twice: codes become its lowest bits. The upper byte of these is the
+    // exponent of a float, TOP, of which a code in the lowest byte is a 2^23rd.
+    static constexpr unsigned MAGIC = SameType<T, __half>::VALUE ? 0x64006400u : 0x43004300u;
+    static constexpr float TOP = SameType<T, __half>::VALUE ? 9.444732965739290427392e21f : 128.0f;  // 2^73, 2^7
+
     // Two codes of a word: of its lower or `upper` nibbles, of bytes 0 and 2 or, `next`, 1 and 3.
-    static __device__ __forceinline__ unsigned pair(unsigned word, bool upper, bool next) {
+    static __device__ __forceinline__ unsigned pair(unsigned word, bool upper, bool next, unsigned magic) {
         if constexpr (SameType<T, __nv_bfloat16>::VALUE) {
-            return add_pairs<T>(masked<0x000f000fu>(word >> (upper * 4 + next * 8), 0x43004300u), 0xc300c300u);
+            return add_pairs<T>(masked<0x000f000fu>(word >> (upper * 4 + next * 8), magic), 0xc300c300u);
         } else {
             const unsigned bytes = next ? word >> 8 : word;
-            if (!upper) return add_pairs<T>(masked<0x000f000fu>(bytes, 0x64006400u), 0xe400e400u);
-            return fma_pairs<T>(masked<0x00f000f0u>(bytes, 0x64006400u), 0x2c002c00u, 0xd400d400u);
+            if (!upper) return add_pairs<T>(masked<0x000f000fu>(bytes, magic), 0xe400e400u);
+            return fma_pairs<T>(masked<0x00f000f0u>(bytes, magic), 0x2c002c00u, 0xd400d400u);
         }
     }
 
     struct Constants {
-        unsigned own;  // the selector of the sub-block whose sum a lane has
+        unsigned own;    // the selector of the sub-block whose sum a lane has
+        unsigned magic;  // MAGIC, in a register of its own: permutations have room for one constant
     };
-    static __device__ __forceinline__ Constants constants(const Values&) { return {opaque(below(threadIdx.x & 3))}; }
+    static __device__ __forceinline__ Constants constants(const Values&) {
+        return {opaque(below(threadIdx.x & 3)), opaque(MAGIC)};
+    }
 
     template <int EIGHTS, bool TOGETHER>
     __device__ __forceinline__ static void multiply(
@@ -155,11 +155,12 @@ struct Q4K : Q4KBase<T> {
         static_assert(names_every_k<Q4K>(), "fragments have every k once");
         if (TOGETHER) record -= item % 2 * SCALE_BYTES;  // two k-tiles share it
         unsigned sc[2], mn[2];
-        float d[2], dmin[2];
+        float step[2], dmin[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint4 stored = shared_at<uint4>(record + i * eight);
-            d[i] = Word<__half>::get(stored.x, 0), dmin[i] = Word<__half>::get(stored.x, 1);
+            const float d = Word<__half>::get(stored.x, 0);
+            step[i] = d * (8388608.0f / TOP), dmin[i] = Word<__half>::get(stored.x, 1);
             sc[i] = scales(stored, item), mn[i] = minima(stored, item);
         }
         Base::template subtract<EIGHTS, TOGETHER>(mn, dmin, with.own, x, sums, acc);
@@ -170,7 +171,7 @@ struct Q4K : Q4KBase<T> {
             for (int w = 0; w < 2; ++w) {
                 unsigned a[2][2];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = pair(f[i / 2][j / 2 * 2 + w], j % 2, i % 2);
+                for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = pair(f[i / 2][j / 2 * 2 + w], j % 2, i % 2, with.magic);
                 const int s = 2 * j + w;
 #pragma unroll
                 for (int e = 0; e < EIGHTS; ++e)
@@ -178,9 +179,9 @@ struct Q4K : Q4KBase<T> {
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                // A byte as a float from 2^23 on, less that.
-                const float high = __uint_as_float(__byte_perm(sc[i], 0x4b000000u, 0x7440 + j));
-                const float scale = (high - 8388608.0f) * d[i];
+                // A byte as a float from TOP on, less that; both are exact.
+                const float high = __uint_as_float(__byte_perm(sc[i], with.magic, 0x7440 + j));
+                const float scale = (high - TOP) * step[i];
 #pragma unroll
                 for (int e = 0; e < 2 * EIGHTS; ++e)
                     acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], scale, acc[e / 2][2 * i + e % 2]);

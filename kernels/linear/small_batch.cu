@@ -92,7 +92,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // Whether tiles are whole, and rows whole k-tiles that begin at multiples of 16 bytes; how many k-tiles are copied
     // at a time, and how many of them in one box.
     constexpr bool EVEN = ITEMS > 1, ONCE = FLOW != IN_CHUNKS, SPREAD = FLOW == AT_ONCE_SPREAD;
-    constexpr int GROUP = ITEMS == 4 ? Decoder::MOST_TOGETHER : 1, BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
+    constexpr int GROUP = ITEMS == 4 || (ITEMS == 2 && Decoder::ENTRIES == 0) ? Decoder::MOST_TOGETHER : 1,
+                  BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
     using WeightStage = ::WeightStage<Decoder, BOX>;
     using WeightCopy = ::WeightCopy<Decoder, GROUP, BOX>;
     // Whether values come out of a table; and whether rows are permuted, those of 128 bytes.
@@ -103,8 +104,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
     constexpr bool X_BULK = BULK && EVEN && CLUSTER > 1;
     // Whether TMA is at first asked for one group only: where all thread blocks ask for everything at once,
-    // all of them get it late, x too.
-    constexpr bool HELD_BACK = X_BULK && FLOW == AT_ONCE;
+    // all of them get it late, x too. Where no table is made meanwhile, they gain more by asking early.
+    constexpr bool HELD_BACK = X_BULK && FLOW == AT_ONCE && Decoder::ENTRIES > 0;
     extern __shared__ uint4 dynamic[];
     // In a cluster the upper byte of an address in shared memory is the block's number.
     const unsigned window = shared_address(dynamic), own_block = CLUSTER == 1 ? 0 : window & 0xff000000u;
@@ -395,8 +396,13 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int item = min(i, cut.items - 1);  // there may be less of them, and nothing behind
-            Decoder::load_x_shared(
-                my_x[i][0], [&](int at) { return from + item * (X_BYTES / 2) + place_of(at, g); }, t);
+            const auto address = [&](int at) { return from + item * (X_BYTES / 2) + place_of(at, g); };
+            if constexpr (!TABLE) {
+#pragma unroll
+                for (int j = 0; j < Decoder::X_WORDS; ++j) my_x[i][0][j] = 0;
+            }
+            // Those of tokens that are not there would be read for nothing, which nothing hides without a table.
+            if (TABLE || g < m) Decoder::load_x_shared(my_x[i][0], address, t);
         }
     }
     if (chunks == 1) arrange_x();
