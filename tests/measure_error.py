@@ -1,0 +1,87 @@
+"""Errors of the kernels that decode weights in registers, beside those of cuBLAS, on a GPU.
+
+``python tests/measure_error.py`` prints those of `FORMATS`; ``python tests/measure_error.py q4_k int4:block=32`` those
+of these formats. An error is the root mean square of what outputs are off the product in float64 of the decoded weight;
+that of cuBLAS is its error with the weight decoded to the dtype of x. Outputs are rounded in both. x is N(0, 1), and
+N(1, 1), where zero points, offsets and minima count.
+
+What is promised (`LIMITS`): the error of cuBLAS where a weight enters the product exactly, or rounded once as a decoded
+one is; 1.4 times as much where a float32 scale is rounded into it, of which `kbitcupy.explain` tells.
+"""
+
+import sys
+
+import ml_dtypes
+import numpy as np
+
+import kbitcupy as kb
+from kbitcupy.products.functions import LINEAR
+from kbitcupy.products.routes import Problem, device, stored
+
+DTYPES = (np.dtype("float16"), np.dtype(ml_dtypes.bfloat16))
+TOKENS = (1, 8, 16, 64)
+MEANS = (0, 1)
+SHAPE = (1024, 4096)
+#: The ways that decode weights in registers.
+ROUTES = ("single_token", "small_batch", "hopper", "records")
+#: What an error may be, in errors of cuBLAS, by whether the explanation says that scales are rounded.
+LIMITS = {False: 1.1, True: 1.4}
+FORMATS = (
+    *(f"{name},block={block}" for name in ("int4:zero=none", "uint4:zero=int") for block in (32, 64, 128)),
+    *("uint4:zero=float,block=64", "uint4:zero=int,block=128,scale_dtype=float16"),
+    *(f"{name},granularity=channel:0" for name in ("int4:zero=none", "uint4:zero=int", "int8:zero=none")),
+    *("int8:block=32", "int8:block=128", "uint8:zero=int,block=64"),
+    *("kbit6", "kbit7", "kbit8", "kbit8:absmax=float32", "table4:block=16", "q8_0", "q4_0", "q4_k"),
+)
+
+
+def weight(format, cupy, shape=SHAPE):
+    """A weight of normal numbers; a codebook of one's own is that of nf4."""
+    given = {"codebook": kb.get_format("nf4").fragments().known_values} if format.startswith("table4") else {}
+    w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    return kb.quantize(cupy.asarray(w), format, **given)
+
+
+def measured(q, cupy, dtype=DTYPES[0], tokens=TOKENS, means=MEANS):
+    """(route, tokens, mean of x, error over that of cuBLAS, its limit) of each way that takes a product."""
+    exact, decoded = q.dequantize(dtype="float32").astype(np.float64), q.dequantize(dtype=dtype)
+    for m in tokens:
+        problem = Problem(q.format, q.shape, m, dtype, device(exact.device.id), True, stored(q))
+        ways = [route for route in LINEAR if route.name in ROUTES and route.accepts(problem) is None]
+        for mean in means:
+            x = np.random.default_rng(m).standard_normal((m, q.shape[1])).astype(np.float32) + np.float32(mean)
+            x = cupy.asarray(x.astype(dtype))
+            wanted = x.astype(np.float64) @ exact.T
+            base = _error(x @ decoded.T, wanted)
+            for route in ways:
+                out = cupy.full(wanted.shape, np.nan, dtype)
+                route.prepare(problem)(x, q, None, out)
+                limit = LIMITS["scales rounded" in route.describe(problem)]
+                yield route.name, m, mean, _error(out, wanted) / base, limit
+
+
+def _error(y, wanted):
+    return float(np.sqrt(((y.astype(np.float64) - wanted) ** 2).mean()))
+
+
+def main():
+    import cupy
+
+    bad = 0
+    for format in sys.argv[1:] or FORMATS:
+        q = weight(format, cupy)
+        for dtype in DTYPES:
+            worst = {}
+            for route, m, mean, error, limit in measured(q, cupy, dtype):
+                worst.setdefault((route, limit), []).append((error, m, mean))
+                bad += not error <= limit
+            found = "; ".join(
+                f"{route} {max(errors)[0]:.2f} of {limit} (M = {max(errors)[1]}, mean {max(errors)[2]})"
+                for (route, limit), errors in worst.items()
+            )
+            print(f"{format} {dtype}: {found}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
