@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..array import QuantizedArray
-from ..backend import tma as _tma
+from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import Template
 from ..backend.launch import Kernel
 from ..backend.structs import Constants
@@ -41,7 +41,8 @@ from .routes import Device, Problem, Product, Route, refused_by_all
 #: Numbers of the kernel: rows of a warpgroup, elements of k that share a scale, the most stages of its ring, where the
 #: ring ends in the shared window (whose first 1024 bytes are the system's: 195 KiB leave the scales more of the L1
 #: cache, 227 are there where the stages are large), and the bytes of x in a stage of up to 8 tokens, whose second half
-#: lies a little further on, so that lanes do not meet in a bank; the bytes of a token's means of x in a stage.
+#: lies a little further on, so that lanes do not meet in a bank; the bytes of a token's means of x in a stage, and of a
+#: row's record.
 SIZES = Constants(
     GROUP_ROWS=64,
     GRANULE_K=32,
@@ -50,6 +51,7 @@ SIZES = Constants(
     LARGE_RING_END=228 * 1024 - 512,
     DIRECT_BYTES=3072,
     MEANS_BYTES=32,
+    RECORD_BYTES=32,
 )
 TABLE_START, ENTRY_STRIDE = _SHARED.TABLE_START, _SHARED.ENTRY_STRIDE
 _DECLARED = (*DECLARED, SIZES)
@@ -97,15 +99,20 @@ class TileCut:
         """Threads of a block: the warpgroups that multiply, and one that fetches and orders."""
         return 128 * (self.groups * self.k_groups + 1)
 
+    def prepared(self, fragments: Fragments, grouped: bool = False) -> bool:
+        """Whether ``arrange_tokens`` brings x into order ahead, and rows have records."""
+        return fragments.added and self.tokens >= 64 and not grouped
+
     def ring_at(self, fragments: Fragments) -> int:
         """Where the ring begins in the shared window: behind the table."""
         return -(-(TABLE_START + fragments.hopper_entries * ENTRY_STRIDE) // 1024) * 1024
 
     def stage_bytes(self, fragments: Fragments, grouped: bool = False) -> int:
-        """x and weights of a stage, and means of x where something is added to weights."""
+        """x and weights of a stage; means of x and records of rows where something is added to weights."""
         x = SIZES.DIRECT_BYTES if self.tokens == TOKENS and not grouped else self.tokens * ITEM_K * 2
         means = -(-self.tokens * SIZES.MEANS_BYTES // 1024) * 1024 if fragments.added else 0
-        return x + self.rows * ITEM_K * fragments.bits // 8 + means
+        records = self.rows * SIZES.RECORD_BYTES if self.prepared(fragments, grouped) else 0
+        return x + self.rows * ITEM_K * fragments.bits // 8 + means + records
 
     def stages(self, fragments: Fragments, grouped: bool = False) -> int:
         """Of the ring; the sums of groups do not take its place."""
@@ -191,9 +198,9 @@ def _arguments(fragments: Fragments, T: str, cut: TileCut, grouped: bool) -> str
     return f"{fragments.hopper.format(T=T)}, {numbers}, {str(grouped).lower()}, {cut.layout(fragments, grouped)}"
 
 
-def _template(instances: tuple[str, ...] = (), hot: bool = True) -> Template:
+def _template(instances: tuple[str, ...] = (), hot: bool = True, name: str = "linear_tile") -> Template:
     axes = (instances,) if instances else ()
-    return Template("linear/hopper_sm90a.cu", "linear_tile", axes, hot=hot, structs=_DECLARED)
+    return Template("linear/hopper_sm90a.cu", name, axes, hot=hot, structs=_DECLARED)
 
 
 def _templates() -> Iterator[Template]:
@@ -210,6 +217,8 @@ def _templates() -> Iterator[Template]:
     # The sums of 64 tokens leave some of them one register too few.
     yield _template(instances(others, (TileCut(64, 2, 2, 1), TileCut(128, 2, 1, 1)), False), hot=False)
     yield _template(instances(decoders, (GROUPED_CUT,), True))
+    added = dict.fromkeys(fragments.hopper.format(T=T) for fragments in decoders if fragments.added for T in HALF_CXX)
+    yield _template(tuple(added), name="arrange_tokens")
 
 
 register_templates(_templates)
@@ -235,6 +244,9 @@ class TileKernel(Fused):
         )
         self._cut, self._bind = cut, _binder(fragments, k * fragments.bits // 8, ITEM_K * fragments.bits // 8)
         self._tiles, self._processors = -(-n // cut.rows), device.multiprocessors
+        self._arrange: Kernel | None = None
+        if cut.prepared(fragments, grouped):
+            self._arrange = _arranging(fragments.hopper.format(T=self.cxx))
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
@@ -253,9 +265,17 @@ class TileKernel(Fused):
         experts: Experts = NO_EXPERTS,
     ) -> None:
         grouped = experts is not NO_EXPERTS
-        weight, pitch = self.weight(q), 2 * self._k
+        weight, pitch, matrix, room = self.weight(q), 2 * self._k, x.data.ptr, None
+        if self._arrange is not None:
+            stages, tile = -(-self._k // ITEM_K), self._cut.tokens
+            pitch = stages * ITEM_K * 2
+            room = _xp.namespace(x).empty(tokens * pitch + blocks * tile * stages * SIZES.MEANS_BYTES, np.uint8)
+            matrix, partial = room.data.ptr, room.data.ptr + tokens * pitch
+            units = -(-tokens // TOKENS) * stages
+            pointers = x.data.ptr, matrix, partial
+            self._arrange.launch(x, (-(-units // _ARRANGING_WARPS),), (*pointers, tile, tokens, self._k))
         map_of_x = _tma.byte_matrix(
-            x.data.ptr,
+            matrix,
             x.size // self._k,
             pitch,
             pitch,
@@ -283,6 +303,15 @@ def _binder(fragments: Fragments, row_bytes: int, box_bytes: int) -> Binder:
     return functools.partial(bind, fragments=fragments, map=map)
 
 
+_ARRANGING_WARPS = 4
+
+
+@functools.cache
+def _arranging(decoder: str) -> Kernel:
+    signature = *(8,) * 3, *(4,) * 3
+    return Kernel(_template(name="arrange_tokens"), (decoder,), 32 * _ARRANGING_WARPS, signature=signature, early=True)
+
+
 @functools.cache
 def _kernel(values: str, threads: int, shared: int) -> Kernel:
     sizes = _tma.MAP_BYTES, _tma.MAP_BYTES, *ARGUMENTS, VALUES.dtype.itemsize
@@ -296,8 +325,9 @@ MOST_TOKENS = 128
 # Microseconds of the launch; the fraction of the bandwidth at which weights of more bits pass than are quickly decoded,
 # by a table and by arithmetic.
 _START, _FRACTION, _INTEGERS = 3.0, 0.7, 0.9
-# How much longer it takes where means of x have to be made, for each token of a thread block.
-_MEANS = 0.005
+# How much longer it takes where means of x have to be made, for each token of a thread block; microseconds to make them
+# ahead.
+_MEANS, _AHEAD = 0.005, 4.0
 
 
 def tile_refusal(problem: Problem) -> str | None:
@@ -356,7 +386,10 @@ class Hopper(Route):
         cut = self._cut(problem)
         stage, processors = decoding(problem.fragments), problem.device.multiprocessors
         multiplying = cut.microseconds(*problem.shape, problem.tokens, processors, stage)
-        multiplying *= 1.0 + (_MEANS * cut.tokens if problem.fragments.added else 0.0)
+        if cut.prepared(problem.fragments):
+            multiplying += _AHEAD
+        elif problem.fragments.added:
+            multiplying *= 1.0 + _MEANS * cut.tokens
         return max(multiplying, _START + problem.reading / (_INTEGERS if stage else _FRACTION))
 
     def prepare(self, problem: Problem) -> Product:
@@ -367,7 +400,10 @@ class Hopper(Route):
         cut = self._cut(problem)
         tile = f"{cut.tokens} tokens x {cut.rows} rows a thread block"
         rounded = f", scales rounded to {problem.dtype}" if rounds_scales(problem, cut) else ""
-        return f"weights decoded in registers: linear_tile, {tile}, k in {cut.k_groups * cut.splits} parts{rounded}"
+        parts = f"k in {cut.k_groups * cut.splits} parts"
+        assert problem.fragments is not None
+        ahead = ", x in its order ahead by arrange_tokens" if cut.prepared(problem.fragments) else ""
+        return f"weights decoded in registers: linear_tile, {tile}, {parts}{ahead}{rounded}"
 
     def _cut(self, problem: Problem) -> TileCut:
         assert problem.device is not None and problem.fragments is not None

@@ -98,7 +98,7 @@ struct RawScales {
 //     VALUES, ENTRIES       of the codebook and of the table; LANE_BYTES of a lane's copy in an entry
 //     FIELDS                words of a scale group (32 k of a row, what a lane owns in a stage) after unpack
 //     SHARES, ORDER         who shares a scale; which elements are pairs
-//     Raw                   scales, as they are in memory
+//     Raw, RowScales        scales, as they are in memory: of a lane; of a row in a stage, OFFSETS
 //     SCALES                of a lane in a row: 2 where halves of a stage are of different blocks
 //     OFFSETS               whether something is added to code times scale
 //     Base                  what pairs need beside the codes of a row
@@ -216,8 +216,9 @@ struct TileTable4 {
 // times scale; of q4_k, 6 bits for each 32 elements that multiply d and 6 that multiply dmin, which is subtracted.
 enum Beside { NO_ZERO_POINTS, INT32_ZERO_POINTS, INT8_ZERO_POINTS, UINT8_ZERO_POINTS, FLOAT_OFFSETS, INNER_OFFSETS };
 // Beside those of AbsmaxFormat, of which FLOAT16 is taken as it is: numbers of 16 bits that count where they are finite
-// and more than zero, as those of FLOAT32 do; and q4_k's two halves for 256 elements, d and dmin.
-enum IntegerScales { USABLE_FLOAT16 = FLOAT32 + 1, USABLE_BFLOAT16, INNER_SCALES };
+// and more than zero, as those of FLOAT32 do; q4_k's two halves for 256 elements, d and dmin; two halves, a scale and
+// an offset, as they are.
+enum IntegerScales { USABLE_FLOAT16 = FLOAT32 + 1, USABLE_BFLOAT16, INNER_SCALES, FLOAT16_PAIRS };
 
 // Arithmetic on two numbers of T in a register.
 template <typename T>
@@ -246,8 +247,10 @@ struct Pair<__nv_bfloat16> {
 // The scales of integers, and their zero points.
 template <typename Decoder>
 struct RawIntegers {
-    static constexpr int SCALE_BYTES = Decoder::SCALE == FLOAT32 ? 4 : 2;
-    static constexpr int SECOND_BYTES = Decoder::OFFSETS                       ? SCALE_BYTES
+    static constexpr bool PAIRS = Decoder::SCALE == FLOAT16_PAIRS;
+    static constexpr int SCALE_BYTES = Decoder::SCALE == FLOAT32 || PAIRS ? 4 : 2;
+    static constexpr int SECOND_BYTES = PAIRS                                  ? 0
+                                        : Decoder::OFFSETS                     ? SCALE_BYTES
                                         : Decoder::POINTS == NO_ZERO_POINTS    ? 0
                                         : Decoder::POINTS == INT32_ZERO_POINTS ? 4
                                                                                : 1;
@@ -258,6 +261,11 @@ struct RawIntegers {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const unsigned block = (origin[i] + at) >> (is_shared(Decoder::SHARES) ? from.shift : 0);
+            if constexpr (PAIRS) {
+                const unsigned both = static_cast<const unsigned*>(from.absmax)[block];
+                code[i] = both & 0xffffu, point[i] = both >> 16;
+                continue;
+            }
             if constexpr (Decoder::SCALE == FLOAT32) code[i] = static_cast<const unsigned*>(from.absmax)[block];
             else code[i] = static_cast<const unsigned short*>(from.absmax)[block];
             if constexpr (Decoder::POINTS == INT32_ZERO_POINTS) point[i] = static_cast<const int*>(from.second)[block];
@@ -281,16 +289,17 @@ struct RawIntegers {
     // One of GGUF is taken as it is, one beside an offset may be negative.
     __device__ __forceinline__ float value(const TileScales&, int i) const {
         const float s = number(code[i]);
-        if (Decoder::SCALE == FLOAT16) return s;
+        if (Decoder::SCALE == FLOAT16 || PAIRS) return s;
         if (Decoder::OFFSETS) return (__float_as_uint(s) & 0x7fffffffu) < 0x7f800000u ? s : 0.0f;
         return usable(s);
     }
 
     // OFFSETS: the scale of the second half of a stage, and what is added to code less the middle one, times scale.
     __device__ __forceinline__ void offset(const TileScales& from, int i, float& second, float& added) const {
-        const float beside = number(point[i]);
-        second = value(from, i);
-        added = Decoder::SIGNED ? beside : fmaf(second, 1 << (Decoder::BITS - 1), beside);
+        second = value(from, i), added = added_to(second, number(point[i]));
+    }
+    __device__ __forceinline__ static float added_to(float scale, float offset) {
+        return Decoder::SIGNED ? offset : fmaf(scale, 1 << (Decoder::BITS - 1), offset);
     }
 
     // The code of zero, from 0 on.
@@ -298,6 +307,60 @@ struct RawIntegers {
         constexpr int MIDDLE = 1 << (Decoder::BITS - 1), LOWEST = Decoder::SIGNED ? -MIDDLE : 0;
         if constexpr (Decoder::POINTS == NO_ZERO_POINTS || Decoder::OFFSETS) return MIDDLE;
         else return min(max(point[i], LOWEST), LOWEST + 2 * MIDDLE - 1) - LOWEST;
+    }
+};
+
+// Scales and offsets of the four granules of a row in a stage.
+template <typename Decoder>
+struct RowIntegers {
+    using Raw = RawIntegers<Decoder>;
+    static constexpr int BLOCKS = Decoder::SHARES == OF_GRANULES ? 4 : Decoder::SHARES == OF_BLOCKS ? 2 : 1;
+    unsigned scale[BLOCKS], beside[BLOCKS];
+
+    // From granule `at` on of a row of so many, which is the first or follows the one before; where x is zero, beyond
+    // them, any numbers will do.
+    __device__ __forceinline__ void fetch(
+        const TileScales& from, unsigned origin, unsigned at, unsigned granules, bool) {
+#pragma unroll
+        for (int j = 0; j < BLOCKS; ++j) {
+            const unsigned block =
+                (origin + min(at + j * (4 / BLOCKS), granules - 1)) >> (is_shared(Decoder::SHARES) ? from.shift : 0);
+            if constexpr (Raw::PAIRS) {
+                const unsigned both = static_cast<const unsigned*>(from.absmax)[block];
+                scale[j] = both & 0xffffu, beside[j] = both >> 16;
+            } else if constexpr (Decoder::SCALE == FLOAT32) {
+                scale[j] = static_cast<const unsigned*>(from.absmax)[block];
+                beside[j] = static_cast<const unsigned*>(from.second)[block];
+            } else {
+                scale[j] = static_cast<const unsigned short*>(from.absmax)[block];
+                beside[j] = static_cast<const unsigned short*>(from.second)[block];
+            }
+        }
+    }
+
+    __device__ __forceinline__ float scale_of(int b) const {
+        const float s = Raw::number(scale[b]);
+        return Raw::PAIRS || (__float_as_uint(s) & 0x7fffffffu) < 0x7f800000u ? s : 0.0f;
+    }
+    __device__ __forceinline__ float added_of(int b) const {
+        return Raw::added_to(scale_of(b), Raw::number(beside[b]));
+    }
+
+    // No scale is larger, and nothing that is added.
+    __device__ __forceinline__ float bound() const {
+        float largest = 0.0f;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) largest = fmaxf(largest, fmaxf(fabsf(scale_of(b)), fabsf(added_of(b))));
+        return largest;
+    }
+
+    // Scales, and what is added times the elements of a granule, both times `down`.
+    __device__ __forceinline__ void numbers(float down, float (&s)[4], float (&all)[4]) const {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int b = j * BLOCKS / 4;
+            s[j] = scale_of(b) * down, all[j] = added_of(b) * (down * GRANULE_K);
+        }
     }
 };
 
@@ -325,11 +388,12 @@ struct RawInner {
         return __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u + j)) - 8388608.0f;
     }
 
-    // The scales, or minima, of the four blocks.
-    __device__ __forceinline__ unsigned bytes(int i, bool minima) const {
-        const unsigned *w = word[i], last = minima ? w[2] >> 4 : w[2];
+    // The scales, or minima, of the four blocks of the first or second half.
+    __device__ __forceinline__ static unsigned bytes_of(const unsigned (&w)[3], bool late, bool minima) {
+        const unsigned last = minima ? w[2] >> 4 : w[2];
         return late ? (last & 0x0f0f0f0fu) | (w[minima] >> 2 & 0x30303030u) : w[minima] & 0x3f3f3f3fu;
     }
+    __device__ __forceinline__ unsigned bytes(int i, bool minima) const { return bytes_of(word[i], late, minima); }
 
     __device__ __forceinline__ float value(const TileScales&, int i) const {
         return Word<__half>::get(pair[i], 0) * byte_of(bytes(i, false), threadIdx.x & 2);
@@ -346,13 +410,54 @@ struct RawInner {
     __device__ __forceinline__ int zero(int) const { return 8; }
 };
 
+// Those of a row, as RowIntegers has them: half a block of 256.
+template <typename Decoder>
+struct RowInner {
+    using Raw = RawInner<Decoder>;
+    unsigned pair, word[3];
+    bool late;
+
+    __device__ __forceinline__ void fetch(
+        const TileScales& from, unsigned origin, unsigned at, unsigned granules, bool first) {
+        late = at / 4 % 2;
+        if (late && !first) return;
+        const unsigned block = (origin + min(at, granules - 1)) >> from.shift;
+        pair = static_cast<const unsigned*>(from.absmax)[block];
+        const unsigned* words = static_cast<const unsigned*>(from.second) + 3ull * block;
+#pragma unroll
+        for (int w = 0; w < 3; ++w) word[w] = words[w];
+    }
+
+    __device__ __forceinline__ float bound() const {  // of 8 * 63 d and of 63 dmin
+        return fmaxf(fabsf(Word<__half>::get(pair, 0)) * 512.0f, fabsf(Word<__half>::get(pair, 1)) * 64.0f);
+    }
+
+    // Byte j of a word times a factor: 2^23 and the byte times it, less 2^23 times it, which is `less`.
+    __device__ __forceinline__ static float times(unsigned bytes, int j, float factor, float less) {
+        return fmaf(__uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440 + j)), factor, less);
+    }
+
+    __device__ __forceinline__ void numbers(float down, float (&s)[4], float (&all)[4]) const {
+        const float d = Word<__half>::get(pair, 0) * down, minus = Word<__half>::get(pair, 1) * (down * -GRANULE_K);
+        const float d_less = d * -8388608.0f, minus_less = minus * -8388608.0f;
+        const unsigned scales = Raw::bytes_of(word, late, false), minima = Raw::bytes_of(word, late, true);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            s[j] = times(scales, j, d, d_less);
+            all[j] = fmaf(s[j], 8.0f * GRANULE_K, times(minima, j, minus, minus_less));  // 8 is the middle code
+        }
+    }
+};
+
 template <typename Decoder, int POINTS>
 struct RawOf {
     using Type = RawIntegers<Decoder>;
+    using Row = RowIntegers<Decoder>;
 };
 template <typename Decoder>
 struct RawOf<Decoder, INNER_OFFSETS> {
     using Type = RawInner<Decoder>;
+    using Row = RowInner<Decoder>;
 };
 
 // Integers of 4 or 8 bits less a zero point, exact in T. SIGNED: in two's complement.
@@ -365,6 +470,7 @@ template <typename T, int BITS_, bool SIGNED_, int ORDER_, int SCALE_, int POINT
 struct TileIntegers {
     using Type = T;
     using Raw = typename RawOf<TileIntegers, POINTS_>::Type;
+    using RowScales = typename RawOf<TileIntegers, POINTS_>::Row;
     static constexpr int BITS = BITS_, ORDER = ORDER_, SCALE = SCALE_, POINTS = POINTS_, SHARES = SHARES_;
     static constexpr int VALUES = 0, ENTRIES = 0, LANE_BYTES = 0, FIELDS = 4;
     static constexpr bool OFFSETS = POINTS == FLOAT_OFFSETS || POINTS == INNER_OFFSETS;

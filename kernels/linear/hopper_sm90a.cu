@@ -15,6 +15,10 @@
 // Where something is added to code times scale, it is added as a product, too: of what is added to a granule and the
 // sum of x over it, one more step along k, for which those warps write means of x behind the weights.
 //
+// With 64 tokens all that is more than three warps can do while a stage is multiplied. There, arrange_tokens has
+// brought x into order ahead, and made the means, for all thread blocks; and the four warps work out, for each row
+// once, what lanes multiply codes by and add, its record in the stage (PREPARED).
+//
 // ROW_GROUPS x K_GROUPS warpgroups multiply: those of a K_GROUP each take every K_GROUPS-th stage, for 64 rows each.
 // The thread blocks of a cluster share k as well. Each leaves its sums in its shared memory, and they add up in the
 // order of the blocks, each for some of the tokens: one launch, and the same bits every time.
@@ -24,19 +28,23 @@
 // Of the host (kbitcupy/products/hopper.py), ahead of this source: GROUP_ROWS of a warpgroup; GRANULE_K, k that share a
 // scale; MOST_STAGES, whose barriers must fit what RING_END leaves; RING_END and LARGE_RING_END in the shared window,
 // whose first 1024 bytes are the system's: less what is declared by name, 195 KiB, which leave the scales more of the
-// L1 cache, or 227 where the stages are large; DIRECT_BYTES of x in a stage of up to 8 tokens; MEANS_BYTES of a token.
+// L1 cache, or 227 where the stages are large; DIRECT_BYTES of x in a stage of up to 8 tokens; MEANS_BYTES of a token;
+// RECORD_BYTES of a row.
 constexpr int STAGE_K = ITEM_K;  // k of a stage
 constexpr int HALF_K = 64;       // k of a box of x: 128 bytes, one row of the swizzle; and of one group of wgmma
 
-// The means of x in the granules of a token, of which a lane has eight elements each; for granule t two words of
-// operand B, in two numbers each: k 2t and 2t + 1 are the mean and what its rounding leaves, times REST, k 8 + 2t the
-// mean again. So an offset and what its rounding leaves make all products that count. REST keeps what is left of small
-// means above what a half can hold; A has 1 / REST for it.
+// The means of x in the granules of a token, of which a lane has eight elements each; of granule t two words of operand
+// B, in two numbers each: k 2t and 2t + 1 are the mean and what its rounding leaves, times REST, k 8 + 2t the mean
+// again. So an offset and what its rounding leaves make all products that count. REST keeps what is left of small means
+// above what a half can hold; A has 1 / REST for it.
 //
-// Tokens of eight are 16 bytes apart, k from 8 on 128 bytes, the next eight tokens 256.
+// In memory tokens of eight are 16 bytes apart, k from 8 on 128 bytes, the next eight tokens 256.
 constexpr float REST = 2048.0f;
+struct Means {
+    unsigned granule, first, second;
+};
 template <typename T, int ORDER>
-__device__ __forceinline__ void store_means(const unsigned (&word)[4][4], unsigned to, unsigned c) {
+__device__ __forceinline__ Means means_of(const unsigned (&word)[4][4], unsigned c) {
     float sum[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
@@ -47,8 +55,8 @@ __device__ __forceinline__ void store_means(const unsigned (&word)[4][4], unsign
     }
     float mine;
     unsigned t = c;
-    if constexpr (ORDER == TWO_BLOCKS) {  // lanes c and c ^ 1 have the same block, 2 p + c / 2, in granules 2p and 2p +
-                                          // 1
+    if constexpr (ORDER == TWO_BLOCKS) {
+        // Lanes c and c ^ 1 have the same block, 2 p + c / 2, in granules 2p and 2p + 1.
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
             sum[p] = sum[2 * p] + sum[2 * p + 1];
@@ -66,9 +74,7 @@ __device__ __forceinline__ void store_means(const unsigned (&word)[4][4], unsign
     mine *= 1.0f / GRANULE_K;
     const unsigned twice = Word<T>::pack(mine, mine);
     const float mean = Word<T>::get(twice, 0);
-    const unsigned first = Word<T>::pack(mean, (mine - mean) * REST), second = Word<T>::pack(mean, 0.0f);
-    asm volatile("st.shared.b32 [%0], %1; st.shared.b32 [%0+128], %2;" ::"r"(to + t * 4), "r"(first), "r"(second)
-                 : "memory");
+    return {t, Word<T>::pack(mean, (mine - mean) * REST), Word<T>::pack(mean, 0.0f)};
 }
 
 // A stage of x, 8 PARTS tokens: the words (t, q), t of 4 granules, q of 16 pairs, to the order (q, t). Chunks of 16
@@ -87,8 +93,13 @@ __device__ __forceinline__ void reorder(unsigned x, unsigned half, unsigned mean
     __syncwarp();
     if constexpr (Decoder::OFFSETS)
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-            store_means<typename Decoder::Type, ORDER>(word[part], means + part * 256 + row * 16, c);
+        for (int part = 0; part < PARTS; ++part) {
+            const Means of = means_of<typename Decoder::Type, ORDER>(word[part], c);
+            asm volatile("st.shared.b32 [%0], %1; st.shared.b32 [%0+128], %2;" ::"r"(
+                             means + part * 256 + row * 16 + of.granule * 4),
+                         "r"(of.first), "r"(of.second)
+                         : "memory");
+        }
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
@@ -118,13 +129,16 @@ struct Tiling {
     static constexpr bool OF_SUMS = Decoder::SHARES == OF_STAGES && !Decoder::OFFSETS && TOKENS <= 32 && !DIRECT,
                           OF_WEIGHTS = Decoder::SHARES != OF_ROWS && !OF_SUMS;
     static_assert(!Decoder::OFFSETS || (OF_WEIGHTS && !DIRECT), "offsets are relative to what scales are relative to");
+    static constexpr bool PREPARED = Decoder::OFFSETS && TOKENS >= 64 && !GROUPED;  // x, and the records of rows
     // Of x, its second half, and the weights in a stage. DIRECT: the lanes t and t + 2 must not meet in a bank.
     static constexpr int X_BYTES = TOKENS * STAGE_K * 2, HALF_AT = DIRECT ? 1024 + 256 : X_BYTES / 2;
     static constexpr int W_AT = DIRECT ? DIRECT_BYTES : X_BYTES;
     // Behind them, OFFSETS: for each token the means of x in the granules, as operand B of a step along k.
     static constexpr int MEANS_AT = W_AT + W_BYTES,
                          MEANS = Decoder::OFFSETS ? (TOKENS * MEANS_BYTES + 1023) / 1024 * 1024 : 0;
-    static constexpr int STAGE = MEANS_AT + MEANS;
+    // PREPARED: of each row, 16 bytes of scales and, behind those of all rows, 16 of what is added.
+    static constexpr int RECORDS_AT = MEANS_AT + MEANS, RECORDS = PREPARED ? ROWS * RECORD_BYTES : 0;
+    static constexpr int STAGE = RECORDS_AT + RECORDS;
     static constexpr int PITCH = ROWS + 4, SUMS = TOKENS * PITCH;  // of the sums of a group along k
     // The swizzle counts in units of 1024 bytes from address 0. The sums stand where the ring was; behind it where the
     // ring goes on for the next tile.
@@ -147,8 +161,8 @@ struct TileLayout {
         S::RING_AT == RING_AT && S::STAGE == STAGE && S::STAGES == STAGES && S::K_GROUPS * S::SUMS * 4 == SUMS_BYTES;
 };
 
-// The ring of stages. A stage is FULL when the copies have arrived, READY when x is in the order of the lanes, EMPTY
-// when it has been multiplied.
+// The ring of stages. A stage is FULL when the copies have arrived, READY when x is in the order of the lanes or, where
+// it came so, when records have been written, EMPTY when it has been multiplied.
 enum Barrier { FULL, READY, EMPTY };
 template <typename S>
 struct Stages : Ring<S::STAGES, S::STAGE, 3> {
@@ -287,6 +301,134 @@ __device__ __forceinline__ void reorder_stages(Stages<S> ring, const Job& job, i
     }
 }
 
+// By how much exponents of scales may be above that of `top`: codes of 8 bits are larger.
+template <typename Decoder>
+__device__ constexpr unsigned scale_room() {
+    return (Decoder::BITS == 8 ? 4u : 8u) << 23;
+}
+
+// The record of a row in a stage: scales of its four blocks of 32, in pairs of T; `top`, to whose power of two in half
+// precision all numbers are relative; and what is added to each block, times the elements of a granule, in two T: what
+// is rounded and what that leaves.
+template <typename Decoder>
+__device__ __forceinline__ void store_record(
+    const typename Decoder::RowScales& raw, unsigned& top, unsigned scales, unsigned offsets) {
+    using W = Word<typename Decoder::Type>;
+    float down = 1.0f;
+    if constexpr (SameType<typename Decoder::Type, __half>::VALUE) {
+        const unsigned exponent = min(__float_as_uint(raw.bound()) & 0x7f800000u, 252u << 23);
+        if (exponent > top + scale_room<Decoder>()) top = exponent;
+        down = __uint_as_float((254u << 23) - top);
+    }
+    float s[4], all[4];
+    raw.numbers(down, s, all);
+    unsigned of[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) of[j] = W::pack(all[j], all[j] - W::get(W::pack(all[j], all[j]), 0));
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %3};" ::"r"(scales), "r"(W::pack(s[0], s[1])),
+                 "r"(W::pack(s[2], s[3])), "r"(top)
+                 : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(offsets), "r"(of[0]), "r"(of[1]), "r"(of[2]),
+                 "r"(of[3])
+                 : "memory");
+}
+
+// Start to copy bytes that lie together; they count at `barrier`. One lane of a warp.
+__device__ __forceinline__ void copy_bulk(unsigned target, const void* from, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Start to copy the weights of a stage, and announce its x and the means as well.
+template <typename S>
+__device__ __forceinline__ void copy_weights(
+    const Stages<S>& ring, const Task& task, int item, const TensorMap* w_map) {
+    barrier_expect(ring.full(), S::W_BYTES + S::X_BYTES + S::TOKENS * MEANS_BYTES);
+#pragma unroll
+    for (int r = 0; r < S::ROW_GROUPS; ++r)
+        copy_box(
+            ring.data() + S::W_AT + r * (S::W_BYTES / S::ROW_GROUPS), w_map, item * S::ROW_BYTES, task.row + 64 * r,
+            ring.full());
+}
+
+// ... and these.
+template <typename S>
+__device__ __forceinline__ void copy_tokens(
+    const Stages<S>& ring, const Job& job, const Task& task, int item, const TensorMap* x_map, const float* means) {
+    constexpr int BYTES = S::TOKENS * MEANS_BYTES;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        copy_box(ring.data() + h * S::HALF_AT, x_map, (item * STAGE_K + h * HALF_K) * 2, task.group.first, ring.full());
+    const long long stage = blockIdx.y * ((job.k + STAGE_K - 1) / STAGE_K) + item;
+    copy_bulk(ring.data() + S::MEANS_AT, reinterpret_cast<const char*>(means) + stage * BYTES, BYTES, ring.full());
+}
+
+// Fill the stages, and write the records of rows: four warps, the first of which starts the copies. A lane has a row of
+// every fourth 32. The kernel ahead, arrange_tokens, let this one start when those before it had ended: until x is
+// there, the ring fills with weights.
+template <typename S>
+__device__ __forceinline__ void prepare_stages(
+    Stages<S> ring, const Job& job, const TensorMap* x_map, const TensorMap* w_map, const float* means,
+    const TileScales& scales, int warp, int lane) {
+    using Decoder = typename S::Decoder;
+    using RowScales = typename Decoder::RowScales;
+    constexpr int ROUNDS = S::ROWS / (4 * WARP), GRANULES = STAGE_K / GRANULE_K;
+    static_assert(ROUNDS * 4 * WARP == S::ROWS, "the warps have as many rows each");
+    const bool elected = elect_lane();
+    const Task task = job.task<S>(0);
+    if (task.group.count == 0) return;
+    const int copied = min(task.end, task.begin + S::STAGES);
+    Stages<S> first = ring;
+    if (warp == 0) {
+        if (elected)
+            for (int item = task.begin; item < copied; ++item, first.step(1)) copy_weights<S>(first, task, item, w_map);
+        __syncwarp();
+    }
+    wait_for_previous();
+    if (warp == 0) {
+        first = ring;
+        if (elected)
+            for (int item = task.begin; item < copied; ++item, first.step(1))
+                copy_tokens<S>(first, job, task, item, x_map, means);
+        __syncwarp();
+    }
+    const unsigned granules = row_granules<Decoder>(job.k, scales);
+    RowScales next[ROUNDS];
+    unsigned origin[ROUNDS], top[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int row = (warp + 4 * r) * WARP + lane;
+        origin[r] = min(task.row + row, job.n - 1) * granules, top[r] = 1u << 23;
+        next[r].fetch(scales, origin[r], task.begin * GRANULES, granules, true);
+    }
+#pragma unroll 1
+    for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
+        RowScales raw[ROUNDS];
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            raw[r] = next[r];
+            next[r].fetch(scales, origin[r], (item + 1) * GRANULES, granules, false);
+        }
+        barrier_wait(ring.empty(), ring.phase ^ 1);
+        if (warp == 0) {
+            if (elected && item >= copied) {
+                copy_weights<S>(ring, task, item, w_map);
+                copy_tokens<S>(ring, job, task, item, x_map, means);
+            }
+            __syncwarp();
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const unsigned record = ring.data() + S::RECORDS_AT + ((warp + 4 * r) * WARP + lane) * 16;
+            store_record<Decoder>(raw[r], top[r], record, record + S::ROWS * 16);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.ready());
+    }
+}
+
 // What stands beside `own` where something is added to code times scale: the scales of a second half that has others,
 // and what is added, as operand A of a step along k beside the means of x.
 template <typename Decoder>
@@ -343,7 +485,7 @@ __device__ __forceinline__ void scale_words(
     float s[2] = {raw.value(scales, 0), raw.value(scales, 1)};
     if constexpr (Decoder::OFFSETS) offsets.fetch(raw, scales);
     if constexpr (SameType<T, __half>::VALUE) {
-        constexpr unsigned ROOM = (Decoder::BITS == 8 ? 4u : 8u) << 23;  // codes of 8 bits are larger
+        constexpr unsigned ROOM = scale_room<Decoder>();
         unsigned largest[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) largest[i] = min(__float_as_uint(s[i]) & 0x7f800000u, 252u << 23);
@@ -372,6 +514,49 @@ __device__ __forceinline__ void scale_words(
 #pragma unroll
     for (int i = 0; i < 2; ++i) own[i] = Word<T>::pack(s[i], s[i]);
 }
+
+// What sums relative to the power of two `top` are multiplied by to be relative to a higher one.
+__device__ __forceinline__ float lowered_by(unsigned top, unsigned higher) {
+    const unsigned one = 127u << 23;
+    return top + one > higher ? __uint_as_float(top + one - higher) : 0.0f;
+}
+
+// What a lane takes of the records of its rows: the scales of both halves of the stage in a word, which a byte
+// permutation by `select` puts twice into one; what is added.
+template <typename Decoder>
+struct Records {
+    unsigned scales[2], step[4];
+
+    template <int N>
+    __device__ __forceinline__ void read(
+        unsigned scales_at, unsigned offsets_at, int t, unsigned (&top)[2], float (&sum)[N]) {
+        using W = Word<typename Decoder::Type>;
+        unsigned now[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            scales[i] = shared_at<unsigned>(scales_at + i * 128 + t / 2 * 4);
+            now[i] = shared_at<unsigned>(scales_at + i * 128 + 8);
+            const unsigned both = shared_at<unsigned>(offsets_at + i * 128 + t * 4);
+            step[i] = W::multiply(__byte_perm(both, 0, 0x1010), W::pack(1.0f, 1.0f / REST)), step[2 + i] = both >> 16;
+        }
+        if constexpr (SameType<typename Decoder::Type, __half>::VALUE)
+            if (__any_sync(FULL_WARP, now[0] != top[0] || now[1] != top[1])) {
+                wgmma_wait<0>();
+                fence_operands(sum);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float down = lowered_by(top[i], now[i]);
+#pragma unroll
+                    for (int j = 0; j < N; j += 4) sum[j + 2 * i] *= down, sum[j + 2 * i + 1] *= down;
+                    top[i] = now[i];
+                }
+            }
+    }
+
+    __device__ __forceinline__ static unsigned select(int t, int h) {
+        return (Decoder::SCALES > 1 ? h : t % 2) ? 0x3232 : 0x1010;
+    }
+};
 
 // What comes between the codes of a row in shared memory and pairs of weights: of integers what is subtracted, of
 // others where the lane's copy of the table stands.
@@ -438,7 +623,7 @@ __device__ __forceinline__ void multiply_stages(
     // Where x is zero any scale will do.
     auto granule = [&](unsigned item) { return min(item * (STAGE_K / GRANULE_K) + t, granules - 1); };
     typename Decoder::Raw raw;  // of the next stage
-    raw.fetch(scales, origin, granule(task.begin + k_group));
+    if constexpr (!S::PREPARED) raw.fetch(scales, origin, granule(task.begin + k_group));
 
     float sum[S::TOKENS / 2] = {};
     unsigned top[2] = {1u << 23, 1u << 23};
@@ -462,11 +647,16 @@ __device__ __forceinline__ void multiply_stages(
         unsigned own[2] = {};
         Offsets<Decoder> offsets;
         float next_factor[2] = {};
-        if constexpr (S::OF_WEIGHTS) {
+        Records<Decoder> records;
+        if constexpr (S::PREPARED) {
+            barrier_wait(ring.ready(), ring.phase);
+            const unsigned at = ring.data() + S::RECORDS_AT + row * 16;
+            records.read(at, at + S::ROWS * 16, t, top, sum);
+        } else if constexpr (S::OF_WEIGHTS) {
             scale_words<Decoder>(raw, scales, top, sum, part, own, offsets);
             own[0] = opaque(own[0]), own[1] = opaque(own[1]);  // now: the next ones may then come to where these were
         }
-        if constexpr (Decoder::SHARES != OF_ROWS) {
+        if constexpr (Decoder::SHARES != OF_ROWS && !S::PREPARED) {
             set_base<Decoder>(raw, lane_offset, base);
             if constexpr (S::OF_SUMS) next_factor[0] = raw.value(scales, 0), next_factor[1] = raw.value(scales, 1);
             raw.fetch(scales, origin, granule(item + S::K_GROUPS));
@@ -525,23 +715,28 @@ __device__ __forceinline__ void multiply_stages(
                 for (int j = 0; j < 8; ++j) a[j / 2][j % 2 * 2 + i] = pair[j];
             }
             if constexpr (Decoder::ENTRIES == 0) fence_operands(a);  // decoded before the wait, not behind it
-            if (h == 0) barrier_wait(ring.ready(), ring.phase);
+            if (h == 0 && !S::PREPARED) barrier_wait(ring.ready(), ring.phase);
             // Operands may change only while no product is under way: so far nothing is scaled.
             wgmma_wait<0>();
             if (h == 0 && last && lane == 0) barrier_arrive(last);
             fence_operands(a);
+            if constexpr (S::PREPARED)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) own[i] = __byte_perm(records.scales[i], 0, Records<Decoder>::select(t, h));
 #pragma unroll
             for (int j = 0; j < 16; ++j)
                 a[j / 4][j % 4] = finish<S>(
                     a[j / 4][j % 4], h, j / 4 * 2 + j % 4 / 2, base[j % 2],
-                    Decoder::SCALES > 1 && h ? offsets.own[j % 2] : own[j % 2]);
+                    Decoder::SCALES > 1 && h && !S::PREPARED ? offsets.own[j % 2] : own[j % 2]);
             fence_operands(a);
             if constexpr (S::OF_SUMS)
                 if (h == 0) add_stage(sum, factor, total), factor[0] = next_factor[0], factor[1] = next_factor[1];
             const unsigned x = x_low + ring.stage * (S::STAGE / 16) + h * (S::X_BYTES / 32);
             wgmma_begin();
             if constexpr (Decoder::OFFSETS)
-                if (h == 0) wgmma<T>(sum, offsets.step, means_descriptor(ring.data() + S::MEANS_AT));
+                if (h == 0)
+                    wgmma<T>(
+                        sum, S::PREPARED ? records.step : offsets.step, means_descriptor(ring.data() + S::MEANS_AT));
 #pragma unroll
             for (int s = 0; s < 4; ++s) wgmma<T>(sum, a[s], wgmma_descriptor_of(x + 2 * s));  // in units of 16 bytes
             wgmma_commit();
@@ -582,7 +777,8 @@ __device__ __forceinline__ void multiply_stages(
 // Layout                   the sizes of the tiling that the host reckons with
 template <typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int CLUSTER, bool GROUPED, typename Layout>
 __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROUPS + 1) * WARPGROUP, 1) linear_tile(
-    const __grid_constant__ TensorMap x_map,  // [M, K], boxes of 128 bytes x TOKENS, or of one row where GROUPED
+    const __grid_constant__ TensorMap x_map,  // [M, K], boxes of 128 bytes x TOKENS, or of one row where GROUPED; where
+                                              // x is PREPARED, as arrange_tokens writes it
     const __grid_constant__ TensorMap w_map,  // [N, bytes], boxes of the bytes of a stage x 64 rows
     const void* absmax,                       // [n * k / block] scales, as Decoder stores them
     const void* second,                       // double quantization: float32[blocks / 256], the scales of the codes in
@@ -592,7 +788,8 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     const float* values,                      // [VALUES] the codebook, or null: then that of `codebook`
     const void* bias,                         // [n], see bias_at
     typename Decoder::Type* y,                // [tokens, n]
-    float* partial,                           // GROUPED: [products, n] float32 products in place of y, or null
+    float* partial,                           // GROUPED: [products, n] float32 products in place of y, or null; where
+                                              // x is PREPARED: the means of arrange_tokens
     const Group* groups,                      // GROUPED: [tokens]
     const int* order,                         // [products], GROUPED: product number order[i] is entry i of the groups
     int divisor,                              // GROUPED: product p is that of row p / divisor of x
@@ -620,7 +817,9 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     if (warp < 3 && elect_lane()) {  // each warp those of a kind: it is a long list for one
 #pragma unroll
         for (int i = 0; i < S::STAGES; ++i)
-            barrier_init(ring.barriers + 8 * (warp * S::STAGES + i), warp < 2 ? 1 : 4 * ROW_GROUPS);
+            barrier_init(
+                ring.barriers + 8 * (warp * S::STAGES + i),
+                warp < 2 ? S::PREPARED && warp == READY ? 4 : 1 : 4 * ROW_GROUPS);
         fence_barrier_init();
     }
     __syncthreads();
@@ -632,8 +831,9 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         if (!GROUPED && warp > S::WARPS)
             prefetch_scales<S>(job.task<S>(0), scales, n, k, threadIdx.x - (S::WARPS + 1) * WARP, 3 * WARP);
         else if (lane == 0) prefetch_map(&x_map);
-        wait_for_previous();
-        if (warp == S::WARPS) copy_stages<S>(ring, job, &x_map, &w_map, lane);
+        if constexpr (!S::PREPARED) wait_for_previous();
+        if constexpr (S::PREPARED) prepare_stages<S>(ring, job, &x_map, &w_map, partial, scales, warp - S::WARPS, lane);
+        else if (warp == S::WARPS) copy_stages<S>(ring, job, &x_map, &w_map, lane);
         else if constexpr (!S::DIRECT) reorder_stages<S>(ring, job, warp - S::WARPS - 1, lane);
         __syncwarp();
         if constexpr (CLUSTER > 1) cluster_sync(), cluster_sync();
@@ -696,4 +896,42 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         }
     }
     if constexpr (CLUSTER > 1) cluster_sync();  // the others may still read here
+}
+
+// x in the order in which linear_tile reads it, and the means of its granules. A warp has eight tokens of a stage. With
+// registers so few that a thread block of linear_tile finds room beside.
+template <typename Decoder>
+__global__ void __launch_bounds__(WARPGROUP, 16) arrange_tokens(
+    const typename Decoder::Type* x,  // [tokens, k]
+    typename Decoder::Type* ordered,  // [tokens, k up to a whole stage]
+    char* means,                      // [tiles of tokens, stages, MEANS_BYTES * tile]
+    int tile,                         // tokens of a thread block of linear_tile
+    int tokens, int k) {
+    using T = typename Decoder::Type;
+    constexpr int ORDER = Decoder::ORDER;
+    const int items = (k + STAGE_K - 1) / STAGE_K, unit = blockIdx.x * (WARPGROUP / WARP) + warp_number();
+    const int item = unit % items, part = unit / items, lane = threadIdx.x % WARP, row = lane % 8, c = lane / 8;
+    const int token = part * 8 + row;
+    wait_for_previous();
+    launch_dependents();  // not before: linear_tile fetches weights without waiting
+    if (part * 8 >= tokens) return;
+    unsigned word[4][4] = {};
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const int from = item * STAGE_K + t / 2 * HALF_K + x_chunk<ORDER>(t % 2, c) * 8;
+        if (token < tokens && from < k)
+            to_words(word[t], load_written(reinterpret_cast<const uint4*>(x + (long long)token * k + from)));
+    }
+    const Means of = means_of<T, ORDER>(word, c);
+    const int first = part * 8 / tile, place = part * 8 % tile + row;
+    char* to = means + ((long long)first * items + item) * tile * MEANS_BYTES + place / 8 * 256 + place % 8 * 16;
+    *reinterpret_cast<unsigned*>(to + of.granule * 4) = of.first;
+    *reinterpret_cast<unsigned*>(to + of.granule * 4 + 128) = of.second;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) arrange<ORDER>(word[t]);
+    if (token >= tokens) return;
+    T* row_to = ordered + ((long long)token * items + item) * STAGE_K + c * 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        reinterpret_cast<uint4*>(row_to)[i] = make_uint4(word[0][i], word[1][i], word[2][i], word[3][i]);
 }
