@@ -10,7 +10,7 @@ import numpy as np
 from ..tables import LEAST_PRODUCT, SMALLEST_NORMAL
 
 #: NumPy works on this many elements at a time: the buffers stay in the cache.
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 #: By what that is multiplied: in threads calls have to be longer, since each ends with a wait for the interpreter.
 AT_ONCE: ContextVar[int] = ContextVar("kbitcupy_at_once", default=1)
 

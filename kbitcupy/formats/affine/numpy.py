@@ -13,6 +13,8 @@ from .levels import DOUBLE, ENDS, SINGLE, Levels, compute_dtype, reach_of
 from .stored import Stored, stored
 
 _HALF_INFINITY, _HALF_SIGN = np.uint16(0x7C00), np.uint16(0x8000)
+# Elements of rows that are too short to reduce as they are.
+_SHORT_RUN = 1 << 10
 
 
 def _divisor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -173,25 +175,44 @@ def find(
 def _join_range(part: np.ndarray, up: np.ndarray, down: np.ndarray, levels: Levels) -> None:
     """Join the largest and the smallest number of a part to those of its blocks; NaN is none."""
     if levels.floating:
-        number = converted(part, up.dtype)
-        np.fmax(up, np.fmax.reduce(number, _reduced(up), keepdims=True), out=up)
-        np.fmax(down, -np.fmin.reduce(number, _reduced(up), keepdims=True), out=down)
+        number = part if part.dtype == up.dtype else converted(part, up.dtype)
+        high, low = _extremes(number, number, _reduced(up), np.fmax, np.fmin)
+        np.fmax(up, high, out=up)
+        np.fmax(down, -low, out=down)
         return
     axes = _reduced(up)
     if part.dtype == np.float16:  # those of one sign have the order of their bits, and 0 is in every range
-        high, low = part.view(np.int16).max(axes, keepdims=True), part.view(np.uint16).max(axes, keepdims=True)
+        high, low = _extremes(part.view(np.int16), part.view(np.uint16), axes, np.maximum, np.maximum)
         nan = high.max() > _HALF_INFINITY or low.max() > _HALF_INFINITY + _HALF_SIGN
         high = np.maximum(high, 0).view(np.float16)
         low = np.where(low > _HALF_SIGN, low - _HALF_SIGN, np.uint16(0)).view(np.float16)
     else:
         part = part if part.dtype == up.dtype else converted(part, up.dtype)
-        high, low = part.max(axes, keepdims=True), -part.min(axes, keepdims=True)
+        high, low = _extremes(part, part, axes, np.maximum, np.minimum)
+        low = -low
         nan = bool(np.isnan(high).any())
     if nan:
         number = _without_nan(part, up.dtype)
         high, low = number.max(axes, keepdims=True), -number.min(axes, keepdims=True)
     np.maximum(up, high.astype(up.dtype), out=up)
     np.maximum(down, low.astype(up.dtype), out=down)
+
+
+def _extremes(
+    x: np.ndarray, as_other: np.ndarray, axes: tuple[int, ...], largest: np.ufunc, smallest: np.ufunc
+) -> tuple[np.ndarray, np.ndarray]:
+    """`largest` of the blocks of a view, and `smallest` of the same memory in a dtype that may be another."""
+    outer, _, run = x.shape
+    along = len(axes) == 1 or outer == 1
+    if not along or run > _SHORT_RUN or run * x.itemsize % 16 or not x.flags.c_contiguous:
+        return largest.reduce(x, axes, keepdims=True), smallest.reduce(as_other, axes, keepdims=True)
+    # Reducing short rows is slow. Columns of 16 bytes become rows first: then it goes along them.
+    columns = np.ascontiguousarray(x.reshape(-1, run).view(np.complex128).T)
+    found = []
+    for ufunc, dtype in ((largest, x.dtype), (smallest, as_other.dtype)):
+        lanes = ufunc.reduce(columns.view(dtype), axis=0).reshape(-1, 16 // x.itemsize)
+        found.append(ufunc.reduce(np.ascontiguousarray(lanes.T), axis=0).reshape(*x.shape[:2], 1))
+    return found[0], found[1]
 
 
 def _without_nan(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -286,8 +307,13 @@ def _offsets(
 def pack_nibbles(codes: np.ndarray, packed: np.ndarray) -> None:
     """Two neighbours a byte, the first in the low nibble."""
     nibbles = codes.view(np.uint8)
-    np.bitwise_and(nibbles[::2], 15, out=packed)
-    packed[: nibbles.size // 2] |= nibbles[1::2] << 4
+    pairs = nibbles[: nibbles.size // 2 * 2].view(np.uint16)
+    whole = pairs >> 4
+    whole &= 0xF0
+    whole |= pairs & 15
+    packed[: pairs.size] = whole
+    if nibbles.size % 2:
+        packed[-1] = nibbles[-1] & 15
 
 
 def unpack_nibbles(packed: np.ndarray, codes: np.ndarray) -> None:
