@@ -2,9 +2,10 @@
 
 ``python tests/fuzz_products.py 5000`` computes that many; ``python tests/fuzz_products.py 5000 7`` from seed 7;
 ``python tests/fuzz_products.py 5000 0 2 8`` the third part of eight, so that processes side by side compile. Each has a
-random shape (odd rows, rows of one group), number of tokens, dtype, bias and mean of x. With ``--repeat 1000`` there
-are no random products: each format multiplies the same x so many times, and all results must have the same bits. It
-prints every one that is wrong, and how many there were of each route; the status is 1 where one was wrong.
+random shape (odd rows, rows of one group), number of tokens, dtype, bias and mean of x; formats of integer codes have
+products with activations that are quantized, too, which are compared with their exact integers. With ``--repeat 1000``
+there are no random products: each format multiplies the same x so many times, and all results must have the same bits.
+It prints every one that is wrong, and how many there were of each route; the status is 1 where one was wrong.
 """
 
 import argparse
@@ -21,6 +22,9 @@ import kbitcupy as kb
 from kbitcupy.bench.cases import random_array
 from kbitcupy.products.functions import plan
 from kbitcupy.products.fused import gentle_factor
+from kbitcupy.products.int8 import factors
+from kbitcupy.products.integer_activations import quantize_host
+from kbitcupy.products.integers import PRESETS, units_of
 from kbitcupy.products.records import Streamed
 from kbitcupy.products.routes import Problem, device, stored
 from kbitcupy.products.small_batch import SmallBatch
@@ -177,22 +181,79 @@ def wrong(format, rng, cupy, routes):
     return None
 
 
-def changing(format, times, cupy, routes):
+def changing(format, preset, times, cupy, routes):
     """What comes out differently when the same product is computed so many times, for a few numbers of tokens."""
     rng, found = np.random.default_rng(0), []
     fragments, records = format.fragments(), format.records()
-    multiple = (fragments.multiple or fragments.granule) if fragments is not None else records.ELEMENTS
+    multiple = (fragments.multiple or fragments.granule) if fragments is not None else getattr(records, "ELEMENTS", 32)
     q = random_weight(format, (1040, -(-4096 // multiple) * multiple), rng, cupy)
     for m in (1, 8, 16, 64):
         x = cupy.asarray(rng.standard_normal((m, q.shape[1])).astype(np.float16))
-        first, y, others = kb.linear(x, q), cupy.empty((m, q.shape[0]), x.dtype), cupy.zeros((), np.int64)
+        first = kb.linear(x, q, activations=preset)
+        y, others = cupy.empty((m, q.shape[0]), x.dtype), cupy.zeros((), np.int64)
         for _ in range(times):
-            kb.linear(x, q, out=y)
+            kb.linear(x, q, activations=preset, out=y)
             others += (y.view(np.uint16) != first.view(np.uint16)).any()
-        routes[kb.explain(x, q).route] += times
+        routes[kb.explain(x, q, activations=preset).route] += times
         if int(others):
-            found.append(f"{format} m {m}: {int(others)} of {times} products have other bits")
+            found.append(f"{format} {preset} m {m}: {int(others)} of {times} products have other bits")
     return found
+
+
+def integer_formats():
+    """Formats of integer codes, each with the ways in which activations are quantized."""
+    names = [*formats(), *(kb.get_format("ternary", **options) for options in ({}, {"block": 64}))]
+    names += [kb.get_format(name, block=40, zero="int") for name in ("uint4", "int8")]
+    return [(format, preset) for format in names for preset in PRESETS if format.integer_codes((1, 256)) is not None]
+
+
+def terms(a, part, rows, blocked):
+    """The sum of terms, in float64, and of their magnitudes, of quantized tokens and some rows of a weight."""
+    y, size = 0.0, 0.0
+    scales = factors(a.scales).astype(np.float64)
+    for first, last in units_of(a.codes.shape[1], part.group, blocked):
+        here = slice(first, last)
+        e = scales[:, first // 32 if blocked else 0][:, None]
+        group = first // part.group if part.group else 0
+        term = a.codes[:, here].astype(np.float64) @ rows.codes[:, here].T.astype(np.float64) * e
+        term = term * rows.scale[:, group].astype(np.float64)
+        y, size = y + term, size + np.abs(term)
+        if rows.offset is not None:
+            term = (
+                a.codes[:, here].sum(axis=1, dtype=np.float64)[:, None] * e * rows.offset[:, group].astype(np.float64)
+            )
+            y, size = y + term, size + np.abs(term)
+    return y, size
+
+
+def wrong_integers(format, preset, rng, cupy, routes):
+    """What is wrong with one random product of quantized activations, or None."""
+    n = int(rng.choice([1, 3, 16, 33, 100, 144, 512, 1040, 5000]))
+    k = format.block if format.family == "gguf" else 32
+    k *= int(rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 17, 40]))
+    if format.name in ("int8", "uint8") and rng.random() < 0.2:
+        k += int(rng.integers(1, 32))
+    m = int(rng.choice([1, 1, 2, 3, 5, 7, 8, 8, 9, 12, 16, 16, 17, 40, 70]))
+    dtype = [*DTYPES, np.dtype("float32")][int(rng.integers(3))]
+    q = random_weight(format, (n, k), rng, cupy)
+    x = cupy.asarray((rng.standard_normal((m, k)) + rng.integers(2)).astype(np.float32).astype(dtype))
+    bias = cupy.asarray(rng.standard_normal(n).astype(np.float32)) if rng.random() < 0.3 else None
+    y = cupy.full((m, n), np.nan, dtype)
+    kb.linear(x, q, bias, activations=preset, out=y)
+    routes[f"{preset} {kb.explain(x, q, bias, activations=preset).route}"] += 1
+    on_host = q.get()
+    part = format.integer_codes((n, k))
+    exact, size = terms(quantize_host(x.get(), preset), part, part.rows(on_host.planes, k, 0, n), preset == "q8_1")
+    exact = exact + (0 if bias is None else bias.get())
+    inside = np.abs(exact) < float(ml_dtypes.finfo(dtype).max) / 2
+    allowed = 2.0**-20 * size + np.abs(exact) * float(ml_dtypes.finfo(dtype).eps) * 0.51
+    if dtype == np.float16:
+        allowed = allowed + 2.0**-25
+    off = np.abs(y.get().astype(np.float64) - exact)
+    bad = inside & ~(off <= allowed)
+    if bad.any():
+        return f"{format} {preset} {dtype} n {n} k {k} m {m}: {bad.sum()} wrong, {(off / allowed)[bad].max():.3g} times"
+    return None
 
 
 def main():
@@ -205,19 +266,22 @@ def main():
     parser.add_argument("parts", type=int, nargs="?", default=1)
     parser.add_argument("--repeat", type=int, metavar="TIMES", help="compute the same products so many times instead")
     given = parser.parse_args()
-    all_formats, routes, bad, start = formats()[given.part :: given.parts], Counter(), 0, time.time()
+    cases = [*((format, None) for format in formats()), *integer_formats()][given.part :: given.parts]
+    routes, bad, start = Counter(), 0, time.time()
     rng = np.random.default_rng([given.seed, given.part])
-    for i in range(len(all_formats) if given.repeat else given.count // given.parts):
-        format = all_formats[i % len(all_formats)]
+    for i in range(len(cases) if given.repeat else given.count // given.parts):
+        format, preset = cases[i % len(cases)]
         if given.repeat:
-            found = changing(format, given.repeat, cupy, routes)
-        else:
+            found = changing(format, preset, given.repeat, cupy, routes)
+        elif preset is None:
             found = list(filter(None, [wrong(format, rng, cupy, routes)]))
+        else:
+            found = list(filter(None, [wrong_integers(format, preset, rng, cupy, routes)]))
         bad += len(found)
         for text in found:
             print(text, flush=True)
     print(
-        f"{sum(routes.values())} products of {len(all_formats)} formats, {dict(routes)}, {bad} wrong, "
+        f"{sum(routes.values())} products of {len(cases)} cases, {dict(routes)}, {bad} wrong, "
         f"{time.time() - start:.0f} s"
     )
     return int(bad > 0)

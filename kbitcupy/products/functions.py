@@ -11,7 +11,8 @@ taken; `explain` shows them all:
 - `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
 - `int8`: ``activations="int8"`` multiplies integers: W8A8.
 - `staged`: ``"q8_1"`` multiplies what quantized tokens stand for by weights in the other types of GGUF.
-- `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales.
+- `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales; few
+  tokens on compute capability 8.0 with codes that are read in place: `integer_stream`.
 - `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more
   with trits that are decoded to int8; `ternary_floats` reads codes in place for floats.
 - `decoded`: everything else is decoded whole, and cuBLAS multiplies.
@@ -42,6 +43,7 @@ from .hopper import Hopper
 from .host import Host, working_dtype
 from .int8 import Int8, Int8Host, integers_of, token_planes
 from .integer_experts import IntegerExperts, IntegerExpertsHost
+from .integer_stream import IntegerStream
 from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
@@ -62,6 +64,7 @@ LINEAR: tuple[Route, ...] = (
     Decoded(),
     Int8(),
     Int8Host(),
+    IntegerStream(),
     Integers(),
     IntegersHost(),
     Staged(),

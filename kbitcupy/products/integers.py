@@ -74,7 +74,7 @@ def why_not(preset: str | None, format: Format, shape: tuple[int, ...], lead: in
 # ---- NumPy -----------------------------------------------------------------------------------------------------------
 
 
-def _units(depth: int, group: int, blocked: bool) -> list[tuple[int, int]]:
+def units_of(depth: int, group: int, blocked: bool) -> list[tuple[int, int]]:
     """Where units begin and end."""
     ends = set(range(group or depth, depth, group or depth)) | {depth}
     if blocked:
@@ -98,7 +98,7 @@ def multiply_host(tokens: Tokens, q: QuantizedArray, bias: Any, out: np.ndarray,
     if not depth:
         out[...] = 0 if bias is None else bias
         return
-    units = _units(depth, part.group, scales.shape[1] > 1)
+    units = units_of(depth, part.group, scales.shape[1] > 1)
     step = max(1, _SLAB // depth)
     with np.errstate(all="ignore"):
         for begin in range(0, rows, step):
@@ -143,7 +143,8 @@ WEIGHT = Struct(
     scale_dtype="i4",
     beside_dtype="i4",
 )
-_PRODUCT = Constants(
+#: Numbers of kernels: what stands beside scales, and dtypes of zero points.
+PRODUCT = Constants(
     NOTHING=0, ZERO_POINTS=1, OFFSETS=2, INNER=3, INT32_ENTRIES=0, INT8_ENTRIES=1, UINT8_ENTRIES=2, PRODUCT_THREADS=256
 )
 _ADDED = {NOTHING: 0, ZERO_POINTS: 1, OFFSETS: 2, INNER: 3}
@@ -155,17 +156,17 @@ _TEMPLATE = Template(
     "multiply_integers",
     (_TYPES, _TOGETHER),
     hot=False,
-    structs=(BIAS_KINDS, NUMBERS, _PRODUCT, WEIGHT),
+    structs=(BIAS_KINDS, NUMBERS, PRODUCT, WEIGHT),
 )
 register_templates(_TEMPLATE)
-_WARPS, _ROUNDS = _PRODUCT.PRODUCT_THREADS // 32, 4
+_WARPS, _ROUNDS = PRODUCT.PRODUCT_THREADS // 32, 4
 _SIGNATURE = ("p", "p", WEIGHT, "p", "p", "p", *("i8",) * 6, *("i4",) * 4)
 
 
 @functools.cache
 def _kernel(dtype: np.dtype, together: str) -> Kernel:
     values = CXX_TYPES[dtype.name], together
-    return Kernel(_TEMPLATE, values, _PRODUCT.PRODUCT_THREADS, rounds=_ROUNDS, signature=_SIGNATURE)
+    return Kernel(_TEMPLATE, values, PRODUCT.PRODUCT_THREADS, rounds=_ROUNDS, signature=_SIGNATURE)
 
 
 def weight_argument(q: QuantizedArray) -> bytes:

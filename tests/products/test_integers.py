@@ -1,6 +1,7 @@
 """Products of integer codes: the definition, its edges, CUDA against NumPy. Compute-sanitizer runs `TestSmall`."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from test_w8a8 import quantized_tokens
 import kbitcupy as kb
 from kbitcupy.errors import FormatError
 from kbitcupy.products import integer_activations as tokens_of
+from kbitcupy.products.integer_stream import choose_cut, flavour_of
 from kbitcupy.products.integers import Integers
 
 SINGLE = np.dtype("float32")
@@ -377,7 +379,7 @@ class TestSmall:
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("text", FORMATS)
     def test_products(self, cupy, text, preset):
-        for tokens, rows, depth in ((1, 33, 128), (3, 5, 256), (8, 31, 512), (16, 17, 1280)):
+        for tokens, rows, depth in ((1, 33, 128), (3, 5, 256), (8, 31, 512), (16, 17, 1312)):
             q = random_weight(text, rows, depth_of(text, depth))
             dtype = DTYPES[tokens % 3]
             bias = make("normal", rows, SINGLE, 7) if tokens == 8 else None
@@ -388,7 +390,8 @@ class TestSmall:
         q = random_weight("int4:block=32", 5, 200)
         for dtype in (*DTYPES, np.dtype("float64")):
             for kind in ("special", "normal"):
-                x = activations(kind, 3, 200, "float32").astype(dtype)
+                wide = dtype == np.float64
+                x = activations(kind, 3, 200, "float32" if wide else dtype).astype(dtype)
                 y = kb.linear(cupy.asarray(x), on_device(cupy, q), activations=preset).get()
                 assert same_values(y, kb.linear(x, q, activations=preset))
 
@@ -430,9 +433,56 @@ class TestSmall:
                         assert same_values(y.get(), wanted)
 
 
+STREAMED = ["uint8:granularity=channel:0,zero=int", "uint4:block=128,zero=int", "q4_0", "q4_k"]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("text", ["int8:granularity=channel:0", "uint4:block=128,zero=int", "q4_0", "q4_k"])
+@pytest.mark.parametrize("text", STREAMED)
 def test_larger_products(cupy, text, preset):
     for tokens in (1, 8, 16, 70):
         q = random_weight(text, 130, 8192 + 256)
-        check(cupy, activations("normal", tokens, q.shape[1], "float16"), q, preset)
+        x = activations("normal", tokens, q.shape[1], "float16")
+        check(cupy, x, q, preset)
+        route = kb.explain(cupy.asarray(x), on_device(cupy, q), activations=preset).route
+        assert (route == "integer_stream") == (tokens <= 16)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("text", STREAMED)
+def test_many_tiles_and_phases(cupy, text, preset):
+    """Teams with more than one tile; tokens that do not fit the shared memory at once."""
+    for tokens, rows, depth in ((8, 9000, 512), (16, 4500, 1024), (16, 40, 40960), (5, 4400, 20480)):
+        q = random_weight(text, rows, depth)
+        x = activations("normal", tokens, depth, "float32")
+        y = cupy.empty((tokens, rows), np.float32)
+        kb.linear(cupy.asarray(x), on_device(cupy, q), activations=preset, out=y)
+        for some in (slice(0, 20), slice(rows - 20, rows)):
+            wanted = kb.linear(x, q[some], activations=preset)
+            size = np.abs(x).astype(np.float64) @ np.abs(q[some].dequantize(dtype="float32")).T
+            assert (np.abs(y.get()[:, some] - wanted) <= 2.0**-20 * size).all()
+
+
+@pytest.mark.parametrize("text", STREAMED)
+def test_again(cupy, text):
+    """The same bits every time, while the memory is busy, too."""
+    q = on_device(cupy, random_weight(text, 3000, 4096))
+    x = cupy.asarray(activations("normal", 16, 4096, "float16"))
+    big = cupy.zeros(1 << 26, np.float32)
+    for preset in PRESETS:
+        first = kb.linear(x, q, activations=preset)
+        for i in range(30):
+            if i % 3 == 0:
+                big += 1
+            assert bool((kb.linear(x, q, activations=preset) == first).all())
+
+
+def test_cuts_fit():
+    """Every shape has a cut, whose parts of the shared memory do not meet."""
+    for text in STREAMED:
+        part = kb.get_format(text).integer_codes((1, 256))
+        for blocked in (False, True):
+            flavour = flavour_of(part, blocked)
+            for eights, rows, depth in itertools.product((1, 2), (1, 130, 8192, 28672), (256, 4096, 14336, 131072)):
+                cut = choose_cut(flavour, eights, rows, depth, 132, 227 << 10)
+                assert cut.shared <= 226 << 10 and list(cut.places) == sorted(cut.places)
+                assert 1 <= cut.warps * cut.teams <= 16 and cut.phase >= 1
