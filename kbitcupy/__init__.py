@@ -29,6 +29,7 @@ __all__ = [
     "bitnet",
     "bitsandbytes",
     "concatenate",
+    "dask",
     "dequantize",
     "explain",
     "explore",
@@ -53,7 +54,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
-    from . import affine, bitnet, explore, gguf, io, lora, raw
+    from . import affine, bitnet, dask, explore, gguf, io, lora, raw
     from .compat import bitsandbytes
     from .compat.bitsandbytes import (
         create_normal_float_codebook as create_normal_float_codebook,
@@ -75,6 +76,7 @@ else:
         "affine": "affine",
         "bitnet": "bitnet",
         "bitsandbytes": "compat.bitsandbytes",
+        "dask": "dask",
         "explore": "explore",
         "gguf": "gguf",
         "io": "io",

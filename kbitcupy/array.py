@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -352,6 +353,8 @@ class QuantizedArray(Compressed):
     def __getitem__(self, key: Any) -> QuantizedArray:
         """Rows along axis 0, still quantized: an integer, a slice, or an array of integers or booleans.
 
+        Behind it may stand slices that take all of the other axes, ``q[2:5, :]``, and an ellipsis.
+
         Raises
         ------
         FormatError
@@ -361,7 +364,7 @@ class QuantizedArray(Compressed):
         """
         if not self.shape:
             raise IndexError("too many indices: a 0-d QuantizedArray cannot be indexed")
-        key = _row_key(key, len(self))
+        key = _row_key(_first_of(key, self.shape) if isinstance(key, tuple) else key, len(self))
         if not self.format.rows_are_blocks(self.shape):
             raise FormatError(f"{self.format.why_not_blocks(self.shape)}: call .dequantize() and index the result")
         if isinstance(key, int):
@@ -551,6 +554,21 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     return lengths
 
 
+def _first_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
+    """What an index of several axes asks of the first one; the key itself where it asks for more."""
+    dots = [place for place, each in enumerate(key) if each is Ellipsis]
+    if len(dots) == 1 and len(key) <= len(shape) + 1:
+        whole = (slice(None),) * (len(shape) + 1 - len(key))
+        key = (*key[: dots[0]], *whole, *key[dots[0] + 1 :])
+    if not 0 < len(key) <= len(shape):
+        return key
+    first, *others = key
+    all_of = (
+        isinstance(each, slice) and each.indices(n) == (0, n, 1) for each, n in zip(others, shape[1:], strict=False)
+    )
+    return first if all(all_of) else key
+
+
 def _row_key(key: Any, length: int) -> Any:
     """An int in range, a slice, or an array of integers in range (host arrays only: devices are not read back)."""
     if isinstance(key, slice):
@@ -562,7 +580,10 @@ def _row_key(key: Any, length: int) -> Any:
             raise IndexError(f"index {key} is out of bounds for axis 0 with size {length}")
         return int(key) % length
     if isinstance(key, (tuple, type(None), type(Ellipsis), float, str)):
-        raise TypeError(f"a QuantizedArray takes one index, along axis 0, got {key!r}: dequantize for the others")
+        raise TypeError(
+            f"a QuantizedArray takes one index, along axis 0, got {key!r}: dequantize for the others, or take all of "
+            "them, q[rows, :]"
+        )
     array = key if _xp.is_array(key) else np.asarray(key)
     if array.dtype.kind == "b":
         if array.shape != (length,):
@@ -583,3 +604,15 @@ def _empty(shape: Any) -> tuple[int, ...]:
 
 def _escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _tell_dask_cuda() -> None:
+    """Workers of dask-cuda move to the host what lies on their GPU, where they know that it does."""
+    from dask_cuda.is_device_object import is_device_object
+
+    is_device_object.register(QuantizedArray, lambda q: q.device != "cpu")
+
+
+# There is no entry point for it, and such a worker has imported dask_cuda before anything that its tasks need.
+if "dask_cuda" in sys.modules:
+    _tell_dask_cuda()

@@ -22,7 +22,7 @@ FLOORS = [
     ["formats", "formats.*"],
     ["array", "ops", "serial"],
     ["metrics", "products", "products.*", "io", "io.*"],
-    ["affine", "bitnet.*", "gguf", "lora", "raw", "compat.*", ""],  # "": kbitcupy itself
+    ["affine", "bitnet.*", "gguf", "lora", "raw", "dask", "compat.*", ""],  # "": kbitcupy itself
     ["explore", "explore.*", "bench", "bench.*"],
     ["cli", "cli.*", "__main__"],
 ]
@@ -34,6 +34,7 @@ NEIGHBOURS = {
     ("tables", "errors"),
     ("", "affine"),
     ("", "bitnet"),
+    ("", "dask"),
     ("", "gguf"),
     ("", "lora"),
     ("", "raw"),
@@ -46,7 +47,7 @@ NEIGHBOURS = {
 # Methods that are shorthands of a free function import it when they are called.
 SHORTHANDS = {("array", "ops"), ("array", "serial"), ("array", "products.functions")}
 
-HEAVY = ["cupy", "cupy_backends", "matplotlib", "ml_dtypes", "safetensors", "scipy", "torch", "tqdm"]
+HEAVY = ["cupy", "cupy_backends", "dask", "matplotlib", "ml_dtypes", "safetensors", "scipy", "torch", "tqdm"]
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
