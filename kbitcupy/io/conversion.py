@@ -477,7 +477,7 @@ def _planned_again(make: Callable[..., Any], arguments: Mapping[str, Any], finge
                     f"{made.checkpoint.path} is another file for this worker than for the process that began the work, "
                     "or their versions of kbitcupy differ: all need one version, and one file system"
                 )
-            _last.append(made)
+            _last.append(made.planned_by(make, arguments))
         return _last[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -114,7 +115,9 @@ def completed(
                     more = False
                     break
                 with lost(name_of(task)):
-                    running[executor.submit(function, task)] = task
+                    # Packed, for a scheduler in between would unpack the task to look at it.
+                    work = (function, task) if is_local(executor) else (_unpack, pickle.dumps((function, task)))
+                    running[executor.submit(*work)] = task
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -123,9 +126,14 @@ def completed(
                     result = future.result()
                 yield task, result
     finally:
-        for future in running:
-            future.cancel()
-        wait(running)
+        # A future that is cancelled is never "done" for `wait` where nobody takes it out of a queue.
+        wait([future for future in running if not future.cancel()])
+
+
+def _unpack(data: bytes) -> Any:
+    """Do a task that comes from another process."""
+    function, task = pickle.loads(data)
+    return function(task)
 
 
 def _as_it_is(name: str) -> contextlib.AbstractContextManager[None]:
@@ -236,7 +244,7 @@ def dask_cluster(scheduler: str) -> Iterator[Executor]:
         raise FileError(f"{scheduler} is no scheduler's file, nor an address such as tcp://10.0.0.1:8786")
     try:
         client = Client(**where, timeout=_PATIENCE, set_as_default=False)
-    except (OSError, TimeoutError, ValueError) as error:
+    except (OSError, TimeoutError, ValueError, KeyError) as error:
         raise FileError(f"no scheduler of Dask answers at {scheduler}: {error}") from error
     with client:
         yield client.get_executor(pure=False, retries=_RETRIES)

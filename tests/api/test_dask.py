@@ -131,7 +131,7 @@ def test_spilling_is_told_to_dask_cuda_where_that_is_loaded(tmp_path):
 
 @pytest.mark.gpu
 def test_chunks_on_a_gpu_stay_there(x, cupy):
-    numbers, lazy = x
+    _, lazy = x
     q = kb.dask.quantize(lazy.map_blocks(cupy.asarray), "kbit4")
     block, back = computed(q.blocks[0]), computed(kb.dask.dequantize(q))
     assert block.device == "cuda:0" and isinstance(back, cupy.ndarray)

