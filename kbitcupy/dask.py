@@ -4,7 +4,7 @@ A chunk of ``quantize(x, format)`` is the `QuantizedArray` of a chunk of `x`, Nu
 it is computed. ``chunks`` are true, so blocks are taken with ``q.blocks``, rows with ``q[a:b]``; arithmetic wants
 `dequantize` first, which is a map over blocks as well and fuses with what comes behind it.
 
-Dask is imported with this module (extra ``dask``). Where it is installed, schedulers count a compressed array by the
+It needs the extra ``dask``. Where that is installed, schedulers count a compressed array by the
 bytes of its planes, and workers of dask-cuda move it to the host when their GPU is full.
 """
 
@@ -29,8 +29,8 @@ try:
     import dask.array as da
     from dask.array.dispatch import concatenate_lookup, take_lookup
     from dask.sizeof import sizeof
-except ImportError as error:
-    raise MissingExtraError(f"kbitcupy.dask needs Dask's arrays ({error}): pip install 'kbitcupy[dask]'") from error
+except ImportError:  # documentation is read without it, too
+    dask = None
 
 if TYPE_CHECKING:
     from dask.delayed import Delayed
@@ -210,6 +210,8 @@ def _rows(total: Sequence[tuple[Sums, int, int]], formats: Sequence[Format]) -> 
 
 
 def _check(x: Any, argument: str) -> None:
+    if dask is None:
+        raise MissingExtraError("kbitcupy.dask needs Dask's arrays: pip install 'kbitcupy[dask]'")
     if not isinstance(x, da.Array):
         raise TypeError(
             f"{argument} is {type(x).__name__}; it must be a dask.array.Array: dask.array.from_array makes one, and "
@@ -252,6 +254,7 @@ def _take(q: QuantizedArray, rows: Any, axis: int = 0) -> QuantizedArray:
     return q[rows]
 
 
-concatenate_lookup.register(QuantizedArray, _concatenate)
-take_lookup.register(QuantizedArray, _take)
-_register_size(sizeof)  # for a checkout that is not installed: its entry point is not known
+if dask is not None:
+    concatenate_lookup.register(QuantizedArray, _concatenate)
+    take_lookup.register(QuantizedArray, _take)
+    _register_size(sizeof)  # for a checkout that is not installed: its entry point is not known

@@ -88,6 +88,17 @@ def test_wrong_arguments_are_refused_before_anything_is_computed(x):
         computed(kb.dask.quantize(lazy, "nf4")[:, [2, 1]])
 
 
+def test_without_dask_the_remedy_is_named():
+    program = (
+        "import sys; sys.modules['dask'] = None\n"
+        "import kbitcupy as kb, numpy as np\n"
+        "try: kb.dask.quantize(np.ones(3), 'kbit4')\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install 'kbitcupy[dask]'" in done.stdout
+
+
 def test_one_name_for_one_work(x):
     _, lazy = x
     names = [kb.dask.quantize(lazy, *how).name for how in (("nf4",), ("nf4",), ("nf4:block=32",), ("kbit4",))]

@@ -21,7 +21,7 @@ FLOORS = [
     ["backend.*"],
     ["formats", "formats.*"],
     ["array", "ops", "serial"],
-    ["metrics", "products", "products.*", "io", "io.*"],
+    ["metrics", "dask_size", "products", "products.*", "io", "io.*"],
     ["affine", "bitnet.*", "gguf", "lora", "raw", "dask", "compat.*", ""],  # "": kbitcupy itself
     ["explore", "explore.*", "bench", "bench.*"],
     ["cli", "cli.*", "__main__"],
