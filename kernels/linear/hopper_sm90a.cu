@@ -91,7 +91,7 @@ __device__ __forceinline__ void reorder(unsigned x, unsigned half, unsigned mean
             read_shared(
                 word[part][t], x + part * 1024 + row * 128 + t / 2 * half + ((x_chunk<ORDER>(t % 2, c) ^ row) << 4));
     __syncwarp();
-    if constexpr (Decoder::OFFSETS)
+    if constexpr (Decoder::OFFSETS) {  // braces: without them NVRTC 12.9 leaves out the loop behind, too
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             const Means of = means_of<typename Decoder::Type, ORDER>(word[part], c);
@@ -100,6 +100,7 @@ __device__ __forceinline__ void reorder(unsigned x, unsigned half, unsigned mean
                          "r"(of.first), "r"(of.second)
                          : "memory");
         }
+    }
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
@@ -720,9 +721,10 @@ __device__ __forceinline__ void multiply_stages(
             wgmma_wait<0>();
             if (h == 0 && last && lane == 0) barrier_arrive(last);
             fence_operands(a);
-            if constexpr (S::PREPARED)
+            if constexpr (S::PREPARED) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) own[i] = __byte_perm(records.scales[i], 0, Records<Decoder>::select(t, h));
+            }
 #pragma unroll
             for (int j = 0; j < 16; ++j)
                 a[j / 4][j % 4] = finish<S>(
