@@ -151,6 +151,8 @@ class Fragments:
         How much longer it takes ``linear_few`` to decode an element than one of 4 bits with a zero point.
     multiple : int
         Of which K is a multiple where that is not the granule; else 0.
+    single : bool
+        Whether ``linear_one`` takes decoders of tables with such scales.
     added : bool
         Whether something is added to what scales multiply: offsets or minima, for which ``linear_tile`` takes means of
         x.
@@ -186,6 +188,7 @@ class Fragments:
     signed: bool = False
     multiple: int = 0
     added: bool = False
+    single: bool = True
     together: int = 2
     work: float = 1.0
 
@@ -203,8 +206,8 @@ class Records:
         The planes in the order in which the decoder counts them, and the bytes of a record in each.
     sub : int
         Elements that share a factor.
-    offsets : bool
-        Whether something is added to what factors multiply.
+    summed : bool
+        Whether the kernel takes sums of `sub` neighbours of x: where codes have a bias, or something is added.
     table : int, default 0
         Words of the decoder's table in shared memory.
     tensor_scale : str, optional
@@ -219,7 +222,7 @@ class Records:
     struct: str
     fields: tuple[tuple[str, int], ...]
     sub: int
-    offsets: bool
+    summed: bool
     table: int = 0
     tensor_scale: str | None = None
     declared: tuple[Declared, ...] = ()

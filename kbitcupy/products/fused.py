@@ -83,7 +83,9 @@ class Decoder:
     @property
     def single(self) -> bool:
         """Whether ``linear_one`` has it: tables of values that a warp has lanes for, scales that are used as stored."""
-        return self.fragments.copied and self.fragments.entries > 0 and self.fragments.bits <= 5
+        return (
+            self.fragments.single and self.fragments.copied and self.fragments.entries > 0 and self.fragments.bits <= 5
+        )
 
     @property
     def elements_in_gaps(self) -> int:

@@ -16,6 +16,7 @@ from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Struct, Type
+from ..backend.structs import Constants
 from ..formats.base import Records, all_records, register_templates
 from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, TOKENS, Experts, bias_argument
 from .routes import Device, Problem, Product, Route, refused_by_all
@@ -24,9 +25,20 @@ from .small_batch import add_partials
 #: The addresses of the fields of a weight.
 RECORD_PLANES = Struct("RecordPlanes", field=("u8", 5))
 #: What ``linear_records`` is told of its work: the records of a row, and those of a thread block; where in shared
-#: memory the decoder's table begins, x, sums of x, sums of products, and the stages of records.
-RECORD_CUT = Struct("RecordCut", records="i4", share="i4", table="u4", x="u4", sums_of_x="u4", sums="u4", stages="u4")
-_DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT)
+#: memory the decoder's table begins, barriers, x, sums of x, sums of products, and the stages of records.
+RECORD_CUT = Struct(
+    "RecordCut",
+    records="i4",
+    share="i4",
+    table="u4",
+    barriers="u4",
+    x="u4",
+    sums_of_x="u4",
+    sums="u4",
+    stages="u4",
+)
+_RING = Constants(RING=4)
+_DECLARED = (*DECLARED, _RING, RECORD_PLANES, RECORD_CUT)
 _ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, RECORD_CUT)
 _WARPS, _STAGES = 16, 2  # of a thread block at the most; of a warp
 _THREAD_BLOCKS = 16  # warps of a multiprocessor, by the registers of a thread
@@ -109,16 +121,17 @@ class RecordKernel:
         and how much that is; None where it is too much.
         """
         records, best = self._records, None
-        x = _rounded_up(4 * records.table)
+        barriers = _rounded_up(4 * records.table)
+        x = barriers + 16 * _RING.RING
         sums_of_x = x + share * records.ELEMENTS * 2 * m
-        sums = sums_of_x + share * (records.ELEMENTS // records.sub) * TOKENS * 4 * records.offsets
+        sums = sums_of_x + share * (records.ELEMENTS // records.sub) * TOKENS * 4 * records.summed
         for warps in range(min(_WARPS, share), 0, -1):
-            stages = sums + 2 * warps * _SUMS
+            stages = sums + _RING.RING * warps * _SUMS
             shared = stages + warps * _STAGES * ITEM_ROWS * records.stride
-            # Turns of a warp that all warps have, and that there are many of them.
-            worth = share / (-(-share // warps) * warps) + warps / 100
-            if shared <= room and warps >= min(_FEW_WARPS, share) and (best is None or worth > best[0]):
-                best = worth, warps, {"x": x, "sums_of_x": sums_of_x, "sums": sums, "stages": stages}, shared
+            worth = share / -(-share // warps)  # warps that have a record, on average: of few ones the last have none
+            if shared <= room and warps >= min(_FEW_WARPS, share) and (best is None or worth >= best[0]):
+                places = {"barriers": barriers, "x": x, "sums_of_x": sums_of_x, "sums": sums, "stages": stages}
+                best = worth, warps, places, shared
         return best and best[1:]
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:

@@ -17,12 +17,21 @@
 //     ORDER                      which elements lane t has in step s of a record, see first_of
 //     BIAS, WIDE, FLIPS          a byte less BIAS is c, times -1 where a bit says so (FLIPS); WIDE: bytes over 127
 //     OFFSETS                    whether there is a B
-//     TABLE                      words of a table in shared memory, R::entries(); 0: none
+//     TABLE, table_word(i)       words of a table in shared memory; 0: none
 //     load(record, table, t, half)
 //                                read what the lane needs of half a record, or look it up
 //     codes(s)                   the four bytes of step s, 0 to 7, in the order of elements
 //     flips(s, i)                FLIPS: bits 15 and 31 say whether elements i and i + 2 are negative
 //     factor(j), offset(j)       A and B of sub-block j of the half
+//     outer()                    of the record: what A is beside factor(j); 1 without
+//     INNER                      whether A and B are integers times what all of the record shares, A's integer times c
+//                                is below 2048, and c has no bias. Then load is load_codes and what these need,
+//                                scale(j) is A's integer, and `Inner`, which is loaded once a record, has what it is
+//                                multiplied with, d, and -B as integers, minima, times dmin
+//
+// In half precision codes need no conversion: the bits of a half below 2048 are that many times 2^-24, and tensor cores
+// multiply subnormal numbers, too. The bias is then taken off by sums of x, with which the sums of products begin, and
+// an inner scale is a multiplication of two codes at once, as integers.
 //
 // Where s and j are known, what they choose costs nothing. Everything but reading is plain C++, so that a test compiles
 // it with the host's compiler (tests/products/test_records.py).
@@ -69,10 +78,11 @@ struct RecordLayout {
 // What decoders have that lack something.
 struct RecordBase {
     static constexpr int TABLE = 0, ORDER = BY_SIXTEEN, BIAS = 0;
-    static constexpr bool WIDE = false, FLIPS = false, OFFSETS = false;
-    __device__ __forceinline__ static const unsigned* entries() { return nullptr; }
+    static constexpr bool WIDE = false, FLIPS = false, OFFSETS = false, INNER = false;
+    __device__ __forceinline__ static unsigned table_word(int) { return 0; }
     __device__ __forceinline__ unsigned flips(int, int) const { return 0; }
     __device__ __forceinline__ float offset(int) const { return 0.0f; }
+    __device__ __forceinline__ float outer() const { return 1.0f; }
 };
 
 // ---- blocks of 32 ----------------------------------------------------------------------------------------------
@@ -270,12 +280,37 @@ struct OneBit {
 struct Q2_K_Record : RecordBase {
     using Layout = RecordLayout<Q2_K_Record>;
     static constexpr int FIELDS = 3, SUB = 16;
-    static constexpr bool OFFSETS = true;
+    static constexpr bool OFFSETS = true, INNER = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 16 : i == 1 ? 64 : 4; }
     TwoBits two;
     unsigned scales[2];
     float d, dmin;
 
+    // Four words with a byte for each of 16 neighbours: scale and minimum.
+    struct Inner {
+        unsigned both[4];
+        float d, dmin;
+
+        template <typename Record>
+        __device__ __forceinline__ void load(const Record& record) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) both[i] = record.word(Layout::at(0) + 4 * i);
+            const unsigned pair = record.word(Layout::at(2));
+            d = half_of(pair, 0), dmin = half_of(pair, 1);
+        }
+        // Those of group i of eight: the first four, and the others.
+        __device__ __forceinline__ unsigned minima(int i, bool others) const {
+            return (others ? both[2 * i + 1] : both[2 * i]) >> 4 & 0x0f0f0f0fu;
+        }
+    };
+
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load_codes(
+        const Record& record, const Table&, const Inner& inner, int t, int half) {
+        two.load(record, Layout::at(1) + 32 * half, t);
+        scales[0] = inner.both[2 * half], scales[1] = inner.both[2 * half + 1];
+    }
+    __device__ __forceinline__ unsigned scale(int j) const { return scales[j / 4] >> j % 4 * 8 & 15u; }
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
         two.load(record, Layout::at(1) + 32 * half, t);
@@ -315,30 +350,52 @@ struct Q3_K_Record : RecordBase {
         d = half_of(record.narrow, 0);
     }
     __device__ __forceinline__ unsigned codes(int s) const { return two.codes(s) | high.bits(s, 2); }
-    __device__ __forceinline__ float factor(int j) const { return __fmul_rn(d, from_byte(scales[j / 4], j % 4, 32)); }
+    __device__ __forceinline__ float factor(int j) const { return from_byte(scales[j / 4], j % 4, 32); }
+    __device__ __forceinline__ float outer() const { return d; }
 };
 
 // fields: d and dmin, scales, qh, qs
 struct Q5_K_Record : RecordBase {
     using Layout = RecordLayout<Q5_K_Record>;
     static constexpr int FIELDS = 4, SUB = 32;
-    static constexpr bool OFFSETS = true;
+    static constexpr bool OFFSETS = true, INNER = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 4 : i == 1 ? 12 : i == 2 ? 32 : 128; }
-    unsigned word[2][2], sc, mn;
+    unsigned word[2][2];
     OneBit fifth;
+
+    // Of each half a word of scales and one of minima, a byte each.
+    struct Inner {
+        unsigned sc[2], mn[2];
+        float d, dmin;
+
+        template <typename Record>
+        __device__ __forceinline__ void load(const Record& record) {
+            const unsigned a = record.word(Layout::at(1)), b = record.word(Layout::at(1) + 4);
+            const unsigned c = record.word(Layout::at(1) + 8), both = record.word(Layout::at(0));
+            sc[0] = a & 0x3f3f3f3fu, sc[1] = (c & 0x0f0f0f0fu) | (a >> 2 & 0x30303030u);
+            mn[0] = b & 0x3f3f3f3fu, mn[1] = (c >> 4 & 0x0f0f0f0fu) | (b >> 2 & 0x30303030u);
+            d = half_of(both, 0), dmin = half_of(both, 1);
+        }
+        __device__ __forceinline__ unsigned minima(int, bool others) const { return others ? mn[1] : mn[0]; }
+    };
+    unsigned sc, mn;
     float d, dmin;
 
     template <typename Record, typename Table>
-    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+    __device__ __forceinline__ void load_codes(
+        const Record& record, const Table&, const Inner& inner, int t, int half) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             word[i / 2][i % 2] = record.word(Layout::at(3) + 64 * half + i / 2 * 32 + i % 2 * 16 + 4 * t);
         fifth.load(record, Layout::at(2), t, half);
-        const unsigned a = record.word(Layout::at(1)), b = record.word(Layout::at(1) + 4);
-        const unsigned c = record.word(Layout::at(1) + 8), both = record.word(Layout::at(0));
-        sc = half ? (c & 0x0f0f0f0fu) | (a >> 2 & 0x30303030u) : a & 0x3f3f3f3fu;
-        mn = half ? (c >> 4 & 0x0f0f0f0fu) | (b >> 2 & 0x30303030u) : b & 0x3f3f3f3fu;
-        d = half_of(both, 0), dmin = -half_of(both, 1);
+        sc = inner.sc[half], mn = inner.mn[half], d = inner.d, dmin = -inner.dmin;
+    }
+    __device__ __forceinline__ unsigned scale(int j) const { return sc >> 8 * j & 255u; }
+    template <typename Record, typename Table>
+    __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
+        Inner inner;
+        inner.load(record);
+        load_codes(record, table, inner, t, half);
     }
     __device__ __forceinline__ unsigned codes(int s) const {
         return (word[s / 4][s % 2] >> s / 2 % 2 * 4 & 0x0f0f0f0fu) | fifth.bits(s, 4);
@@ -362,8 +419,7 @@ struct Q6_K_Record : RecordBase {
 #pragma unroll
         for (int i = 0; i < 2; ++i) top[i] = record.word(Layout::at(1) + 32 * half + 16 * i + 4 * t);
 #pragma unroll
-        for (int i = 0; i < 2; ++i)  // a sign bit that is flipped adds 128
-            scales[i] = record.word(Layout::at(2) + 8 * half + 4 * i) ^ 0x80808080u;
+        for (int i = 0; i < 2; ++i) scales[i] = record.word(Layout::at(2) + 8 * half + 4 * i);
         d = half_of(record.narrow, 0);
     }
     __device__ __forceinline__ unsigned codes(int s) const {
@@ -371,7 +427,10 @@ struct Q6_K_Record : RecordBase {
         const unsigned high = at < 4 ? top[s % 2] << (4 - at) : top[s % 2] >> (at - 4);
         return (word[s % 4] >> s / 4 * 4 & 0x0f0f0f0fu) | (high & 0x30303030u);
     }
-    __device__ __forceinline__ float factor(int j) const { return __fmul_rn(d, from_byte(scales[j / 4], j % 4, 128)); }
+    __device__ __forceinline__ float factor(int j) const {
+        return static_cast<float>(static_cast<signed char>(scales[j / 4] >> j % 4 * 8));
+    }
+    __device__ __forceinline__ float outer() const { return d; }
 };
 
 // fields: d, scales_h, scales_l, qs
@@ -381,20 +440,22 @@ struct IQ4_XS_Record : RecordBase {
     static constexpr bool WIDE = true;
     __host__ __device__ static constexpr int bytes(int i) { return i < 2 ? 2 : i == 2 ? 4 : 128; }
     SplitCodes split;
-    unsigned low, high;
+    unsigned scales;
     float d;
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
         split.load(record, Layout::at(3) + 64 * half, t);
-        low = record.word(Layout::at(2)) >> 16 * half, high = record.narrow >> (16 + 8 * half);
-        d = half_of(record.narrow, 0);
+        // Four nibbles and four pairs of bits as bytes.
+        unsigned low = record.word(Layout::at(2)) >> 16 * half & 0xffffu;
+        unsigned high = record.narrow >> (16 + 8 * half) & 0xffu;
+        low = (low | low << 8) & 0x00ff00ffu, low = (low | low << 4) & 0x0f0f0f0fu;
+        high = (high | high << 12) & 0x000f000fu, high = (high | high << 6) & 0x03030303u;
+        scales = low | high << 4, d = half_of(record.narrow, 0);
     }
     __device__ __forceinline__ unsigned codes(int s) const { return iq4_values(split.word[s / 2], s % 2); }
-    __device__ __forceinline__ float factor(int j) const {
-        const unsigned ls = (low >> 4 * j & 15u) | (high >> 2 * j & 3u) << 4;
-        return __fmul_rn(d, from_byte(ls, 0, 32));
-    }
+    __device__ __forceinline__ float factor(int j) const { return from_byte(scales, j, 32); }
+    __device__ __forceinline__ float outer() const { return d; }
 };
 
 // ---- -1, 0 and 1 -----------------------------------------------------------------------------------------------

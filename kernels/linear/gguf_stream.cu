@@ -17,7 +17,8 @@
 // Of the host, ahead of this source, beside what decoder.cuh names: struct RecordPlanes, the addresses of fields; and
 //     struct RecordCut
 //         records, share         of a row; of these a thread block's
-//         table, x, sums_of_x, sums, stages    where they begin in shared memory
+//         table, barriers, x, sums_of_x, sums, stages    where they begin in shared memory
+// and RING, the tiles whose sums have room.
 
 struct SharedRecord {
     unsigned at, narrow;
@@ -73,12 +74,26 @@ struct RecordCopy16 {
     }
 };
 
+// Whether codes are the bits of numbers, see gguf_records.cuh, and what one of them then stands for; whether inner
+// scales are multiplied with codes; and whether sums of x are wanted.
+template <typename T, typename R>
+struct Way {
+    static constexpr bool RAW = SameType<T, __half>::VALUE, INNER = RAW && R::INNER;
+    static constexpr bool BIASED = RAW && R::BIAS != 0, SUMMED = BIASED || R::OFFSETS;
+    static constexpr float UNIT = RAW ? 5.9604644775390625e-8f : 1.0f;  // 2^-24
+    // By what sums of x are multiplied.
+    static constexpr float OF_SUMS = BIASED ? -R::BIAS * UNIT : UNIT;
+    static constexpr int SUBS = RECORD / R::SUB;
+};
+
 // Four bytes of a decoder as integers of T: elements 0 and 2, then 1 and 3.
 template <typename T, typename R>
 __device__ __forceinline__ void integers_of(const R& r, int s, unsigned (&a)[2]) {
     const unsigned codes = r.codes(s);
-    constexpr bool HALF = SameType<T, __half>::VALUE;
-    if constexpr (R::WIDE && !HALF) {
+    if constexpr (Way<T, R>::RAW) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) a[i] = __byte_perm(codes, 0, i ? 0x4341 : 0x4240);
+    } else if constexpr (R::WIDE) {
         // A bfloat16 has room for seven bits: 128 + u % 128, less 128 or 256, is u - 128.
         static_assert(R::BIAS == 128, "bytes with 128 in the middle");
 #pragma unroll
@@ -86,13 +101,11 @@ __device__ __forceinline__ void integers_of(const R& r, int s, unsigned (&a)[2])
             const unsigned bytes = i ? codes >> 8 : codes;
             a[i] = subtract_pairs<T>(masked<0x007f007fu>(bytes, 0x43004300u), masked<0x00800080u>(bytes, 0x43804380u));
         }
-    } else {
-        // Below the upper byte of 1024 (128), less that and the bias.
-        constexpr unsigned UPPER = HALF ? 0x64646464u : 0x43434343u;
-        constexpr unsigned MINUS = (HALF ? 0xe400u : 0xc300u) + R::BIAS;
+    } else {  // below the upper byte of 128, less that and the bias
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            a[i] = add_pairs<T>(__byte_perm(codes, UPPER, i ? 0x4341 : 0x4240), MINUS * 0x00010001u);
+            a[i] =
+                add_pairs<T>(__byte_perm(codes, 0x43434343u, i ? 0x4341 : 0x4240), (0xc300u + R::BIAS) * 0x00010001u);
     }
     if constexpr (R::FLIPS) {
 #pragma unroll
@@ -100,13 +113,26 @@ __device__ __forceinline__ void integers_of(const R& r, int s, unsigned (&a)[2])
     }
 }
 
-// acc += W x of one record of 16 rows. `stage` is the address of row g's, x that of the lane's part of this record's x,
-// sums_of_x of the sums of its tokens.
+// Where a lane finds what it multiplies a record with.
+struct Beside {
+    unsigned x, pitch;  // its part of x, and from two steps to the next two
+    unsigned sums;      // sums of x: of its tokens, or with inner scales of its sub-blocks
+};
+
+// acc += factor * part, row by row.
+__device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&part)[4], int row, float factor) {
+    acc[2 * row] = fmaf(part[2 * row], factor, acc[2 * row]);
+    acc[2 * row + 1] = fmaf(part[2 * row + 1], factor, acc[2 * row + 1]);
+}
+
+// acc += W x of one record of 16 rows; `stage` is the address of row g's.
 template <typename T, typename R>
 __device__ __forceinline__ void multiply_record(
-    unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, unsigned x, unsigned pitch,
-    unsigned sums_of_x, int t, float (&acc)[4]) {
+    unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
+    float (&acc)[4]) {
+    using Way = ::Way<T, R>;
     constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride();
+    float sum[4] = {}, outer[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         R r[2];
@@ -115,43 +141,129 @@ __device__ __forceinline__ void multiply_record(
         float part[4];
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
+            const int j = s / STEPS;
             uint4 four;
-            if (s % 2 == 0) four = shared_at<uint4>(x + (half * 4 + s / 2) * pitch);
-            if (s % STEPS == 0) part[0] = part[1] = part[2] = part[3] = 0.0f;
+            if (s % 2 == 0) four = shared_at<uint4>(beside.x + (half * 4 + s / 2) * beside.pitch);
+            const unsigned sums = beside.sums + (half * (Way::SUBS / 2) + j) * (TOKENS * 4);
+            if (s % STEPS == 0) {
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {  // a load for each is less than a copy
+                    const uint2 begin = Way::BIASED ? shared_at<uint2>(sums) : uint2{0, 0};
+                    part[i] = __uint_as_float(begin.x), part[i + 1] = __uint_as_float(begin.y);
+                }
+            }
             unsigned a[2][2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) integers_of<T>(r[i], s, a[i]);
             mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
             if (s % STEPS != STEPS - 1) continue;
-            const int j = s / STEPS;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float factor = r[i].factor(j);
-                acc[2 * i] = fmaf(part[2 * i], factor, acc[2 * i]);
-                acc[2 * i + 1] = fmaf(part[2 * i + 1], factor, acc[2 * i + 1]);
-            }
+            for (int i = 0; i < 2; ++i) add_scaled(sum, part, i, r[i].factor(j));
             if constexpr (R::OFFSETS) {
-                const uint2 both = shared_at<uint2>(sums_of_x + (half * (8 / STEPS) + j) * (TOKENS * 4));
+                const uint2 both = shared_at<uint2>(sums);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const float offset = r[i].offset(j);
-                    acc[2 * i] = fmaf(__uint_as_float(both.x), offset, acc[2 * i]);
-                    acc[2 * i + 1] = fmaf(__uint_as_float(both.y), offset, acc[2 * i + 1]);
+                    sum[2 * i] = fmaf(__uint_as_float(both.x), offset, sum[2 * i]);
+                    sum[2 * i + 1] = fmaf(__uint_as_float(both.y), offset, sum[2 * i + 1]);
                 }
             }
         }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) outer[i] = r[i].outer();
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) add_scaled(acc, sum, i, outer[i]);
+}
+
+// The same where inner scales are multiplied with codes: all of a record is one sum. Minima are those of eight
+// sub-blocks at a time as bfloat16, times sums of x in two of them, which leave out 2^-17: one more mma.
+template <typename T, typename R>
+__device__ __forceinline__ void multiply_inner(
+    unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, unsigned m, int t,
+    float (&acc)[4]) {
+    constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride(), GROUPS = Way<T, R>::SUBS / 8;
+    typename R::Inner inner[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) inner[i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]});
+    float part[4] = {};
+    if constexpr (R::OFFSETS) {
+        float minima[4] = {};
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            unsigned a[2];  // minima 2 t and 2 t + 1 as bfloat16 from 128 on, less 128
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                a[i] = add_pairs<__nv_bfloat16>(
+                    __byte_perm(inner[i].minima(group, t >= 2), 0x43434343u, t % 2 ? 0x4342u : 0x4140u), 0xc300c300u);
+            const uint2 sums = shared_at<uint2>(beside.sums + group * m * 32);
+            mma<__nv_bfloat16>(minima, a[0], a[1], a[0], a[1], sums.x, sums.y);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) add_scaled(acc, minima, i, -inner[i].dmin * Way<T, R>::UNIT);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        R r[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            r[i].load_codes(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, inner[i], t, half);
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+            uint4 four;
+            if (s % 2 == 0) four = shared_at<uint4>(beside.x + (half * 4 + s / 2) * beside.pitch);
+            unsigned a[2][2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const unsigned codes = r[i].codes(s), scale = r[i].scale(s / STEPS);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    a[i][h] = __byte_perm(codes, 0, h ? 0x4341 : 0x4240) * scale;
+                    if constexpr (R::FLIPS) a[i][h] = masked<0x80008000u>(r[i].flips(s, h), a[i][h]);
+                }
+            }
+            mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) add_scaled(acc, part, i, inner[i].d);
+}
+
+// Keep the sum of sub-block `sub` of a token, see Beside.
+template <typename Way>
+__device__ __forceinline__ void store_sum(unsigned sums, int sub, int token, int m, float sum) {
+    if constexpr (Way::INNER) {
+        // Eight sub-blocks of a token take 32 bytes: of two of them the rounded sums, then what they leave.
+        const unsigned to = sums + (sub / 8 * m + token) * 32 + sub % 8 / 2 * 8 + sub % 2 * 2;
+        const __nv_bfloat16 rounded = __float2bfloat16_rn(sum);
+        const __nv_bfloat16 left = __float2bfloat16_rn(sum - __bfloat162float(rounded));
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(__bfloat16_as_ushort(rounded)) : "memory");
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + 4), "h"(__bfloat16_as_ushort(left)) : "memory");
+    } else {
+        store_shared(sums + (sub * TOKENS + token) * 4, sum * Way::OF_SUMS);
     }
 }
 
 // x of the tokens in the order of fragments: of each record, two steps and token 16 bytes a lane t; and the sums of SUB
-// neighbours. `token_at(m)` is where token m's part begins, `records` of it.
+// neighbours, see Beside. `token_at(i)` is where token i's part begins, `records` of it.
 template <typename T, typename R, typename Token>
-__device__ __forceinline__ void stage_x(const Token& token_at, int m, int records, unsigned x, unsigned sums_of_x) {
-    for (int token = 0; token < m; ++token) {
-        const uint4* from = reinterpret_cast<const uint4*>(token_at(token));
-        for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
+__device__ __forceinline__ void stage_x(const Token& token_at, int m, int records, unsigned x, unsigned sums) {
+    using Way = ::Way<T, R>;
+    constexpr int OCTETS = R::SUB / 8;
+    const uint4* from[TOKENS];
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token)
+        from[token] = reinterpret_cast<const uint4*>(token_at(min(token, m - 1)));
+    for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
+        uint4 four[TOKENS];  // all loads before the first use
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token)
+            if (token < m) four[token] = __ldg(from[token] + octet);
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            if (token >= m) break;
             unsigned w[4];
-            to_words(w, __ldg(from + octet));
+            to_words(w, four[token]);
             const int record = octet / (RECORD / 8), k = octet % (RECORD / 8) * 8;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -164,21 +276,21 @@ __device__ __forceinline__ void stage_x(const Token& token_at, int m, int record
                              "r"(__byte_perm(w[2 * i], w[2 * i + 1], 0x7632))
                              : "memory");
             }
-            if constexpr (R::OFFSETS) {
+            if constexpr (Way::SUMMED) {
                 float sum = 0.0f;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sum += Word<T>::get(w[i], 0) + Word<T>::get(w[i], 1);
 #pragma unroll
-                for (int other = 1; other < R::SUB / 8; other *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, other);
-                if (octet % (R::SUB / 8) == 0)
-                    store_shared(sums_of_x + (octet / (R::SUB / 8) * TOKENS + token) * 4, sum);
+                for (int other = 1; other < OCTETS; other *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, other);
+                if (octet % OCTETS == 0) store_sum<Way>(sums, octet / OCTETS, token, m, sum);
             }
         }
     }
 }
 
-// The sums of a tile: 16 bytes a lane, as mma leaves them.
-constexpr int TILE_SUMS = WARP * 16;
+// The sums of a tile: 16 bytes a lane, as mma leaves them; how many tiles there is room for, and how many later a tile
+// is added up.
+constexpr int TILE_SUMS = WARP * 16, LATER = RING / 2;
 
 // GROUPED   W is [experts][n][k] and thread block z takes the products of groups[z], of one expert
 template <typename T, typename R, bool GROUPED>
@@ -197,6 +309,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     int tokens, int n,                            // rows of x and of W (of one expert)
     const __grid_constant__ RecordCut cut) {
 #if __CUDA_ARCH__ >= 800
+    using Way = ::Way<T, R>;
     extern __shared__ uint4 dynamic[];
     constexpr int STAGE = ITEM_ROWS * RecordLayout<R>::stride();
     const int warps = blockDim.x / WARP, lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
@@ -204,9 +317,12 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     const SharedTable table{base + cut.table};
     launch_dependents();
     if constexpr (R::TABLE > 0) {
-        const unsigned* entries = R::entries();
         for (int i = threadIdx.x; i < R::TABLE; i += blockDim.x)
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(table.at + 4 * i), "r"(__ldg(entries + i)) : "memory");
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(table.at + 4 * i), "r"(R::table_word(i)) : "memory");
+    }
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < RING; ++i)
+            barrier_init(base + cut.barriers + i * 16, warps), barrier_init(base + cut.barriers + i * 16 + 8, 1);
     }
     wait_for_previous();
     const Group group = [&] {
@@ -253,40 +369,57 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     __syncthreads();
     // Tokens that are not there may be any.
     const unsigned my_x = base + cut.x + min(g, m - 1) * 64 + t * 16, x_pitch = m * 64;
-    const unsigned my_sums_of_x = base + cut.sums_of_x + t * 8;
+    const unsigned my_sums_of_x = base + cut.sums_of_x + t * 8 + (Way::INNER ? min(g, m - 1) * 32 : 0);
+    const unsigned sums_pitch = Way::INNER ? Way::SUBS / 8 * m * 32 : Way::SUBS * TOKENS * 4;  // of a record
     const unsigned my_sums = base + cut.sums + lane * 16;
-    const float scale = tensor_scale ? tensor_scale[GROUPED ? group.expert * scale_step : 0] : 1.0f;
+    const float of_all = tensor_scale ? tensor_scale[GROUPED ? group.expert * scale_step : 0] : 1.0f;
+    // Where sums of tile `pass` go, and the barriers of that place: full, and free.
+    const unsigned barriers = base + cut.barriers;
+    auto sums_of = [&](int pass) { return my_sums + pass % RING * warps * TILE_SUMS; };
     int turn = 0;  // the warp that adds up
-    for (int tile = blockIdx.x, nth = 0; tile < tiles; tile += gridDim.x, ++nth) {
-        float acc[4] = {};
-        for (int item = first + warp; item < last; item += warps) {
-            wait_copies<0>();
+    const int passes = int(blockIdx.x) < tiles ? (tiles - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 : 0;
+    for (int pass = 0; pass < passes + LATER; ++pass) {
+        if (pass < passes) {
+            float acc[4] = {};
+            for (int item = first + warp; item < last; item += warps) {
+                wait_copies<0>();
+                __syncwarp();
+                const unsigned stage = stages + slot * STAGE + g * RecordLayout<R>::stride();
+                const unsigned narrow[2] = {coming[0], coming[1]};
+                slot ^= 1;
+                start();
+                const int at = item - first;
+                const Beside beside{my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch};
+                if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, acc);
+                else multiply_record<T, R>(stage, narrow, table, beside, t, acc);
+            }
+            const unsigned full = barriers + pass % RING * 16;
+            barrier_wait(full + 8, pass / RING & 1 ^ 1);
+            store_shared(sums_of(pass) + warp * TILE_SUMS, acc);
             __syncwarp();
-            const unsigned stage = stages + slot * STAGE + g * RecordLayout<R>::stride();
-            const unsigned narrow[2] = {coming[0], coming[1]};
-            slot ^= 1;
-            start();
-            const int at = item - first;
-            multiply_record<T, R>(
-                stage, narrow, table, my_x + at * 8 * x_pitch, x_pitch,
-                my_sums_of_x + at * (RECORD / R::SUB) * (TOKENS * 4), t, acc);
+            if (lane == 0) barrier_arrive(full);
         }
-        const unsigned sums = my_sums + nth % 2 * warps * TILE_SUMS;
-        store_shared(sums + warp * TILE_SUMS, acc);
-        __syncthreads();
+        const int before = pass - LATER;
+        if (before < 0) continue;
         if (warp == turn) {
+            const unsigned full = barriers + before % RING * 16;
+            barrier_wait(full, before / RING & 1);
             float sum[4] = {};
             for (int other = 0; other < warps; ++other) {
-                const float4 v = shared_at<float4>(sums + other * TILE_SUMS);
+                const float4 v = shared_at<float4>(sums_of(before) + other * TILE_SUMS);
                 sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
             }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(full + 8);
+            const int tile = int(blockIdx.x) + before * int(gridDim.x);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = t * 2 + i % 2, row = tile * ITEM_ROWS + g + i / 2 * 8;
                 if (at >= m || row >= n) continue;
                 const long long to = product_of(at) * n + row;
-                if (partial) partial[(long long)blockIdx.y * tokens * n + to] = sum[i] * scale;
-                else store(y + to, sum[i] * scale + bias_at<T>(bias, bias_kind, row));
+                const float product = sum[i] * (1.0f / Way::UNIT) * of_all;
+                if (partial) partial[(long long)blockIdx.y * tokens * n + to] = product;
+                else store(y + to, product + bias_at<T>(bias, bias_kind, row));
             }
         }
         turn = turn + 1 == warps ? 0 : turn + 1;

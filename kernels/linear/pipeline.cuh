@@ -3,6 +3,7 @@
 #pragma once
 #include "common/sync.cuh"
 #include "linear/codebook.cuh"
+#include "linear/gguf_tables.cuh"
 #include "linear/kquants.cuh"
 
 // a / b, given 2^32 / b + 1: exact for a < 2^32 / b.

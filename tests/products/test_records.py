@@ -18,10 +18,10 @@ struct HostRecord {
     unsigned narrow;
     unsigned word(int at) const { unsigned v; __builtin_memcpy(&v, from + at, 4); return v; }
 };
+template <typename R>
 struct HostTable {
-    const unsigned* entries;
-    unsigned word(unsigned i) const { return entries[i]; }
-    unsigned pair(unsigned i) const { return reinterpret_cast<const unsigned short*>(entries)[i]; }
+    unsigned word(unsigned i) const { return R::table_word(i); }
+    unsigned pair(unsigned i) const { return R::table_word(i / 2) >> i % 2 * 16 & 0xffffu; }
 };
 template <typename R>
 void decode_record(const unsigned char* const* fields, float* out, int* seen) {
@@ -36,13 +36,14 @@ void decode_record(const unsigned char* const* fields, float* out, int* seen) {
     for (int t = 0; t < 4; ++t)
         for (int half = 0; half < 2; ++half) {
             R r;
-            r.load(record, HostTable{R::entries()}, t, half);
+            r.load(record, HostTable<R>{}, t, half);
             for (int s = 0; s < 8; ++s)
                 for (int e = 0; e < 4; ++e) {
                     const int k = first_of<R::ORDER>(t, 8 * half + s) + e, code = r.codes(s) >> 8 * e & 255;
                     const bool minus = R::FLIPS && r.flips(s, e % 2) >> (15 + e / 2 * 16) & 1;
                     const int c = (code - R::BIAS) * (minus ? -1 : 1), j = s * 16 / R::SUB;
-                    out[k] = __fadd_rn(__fmul_rn(static_cast<float>(c), r.factor(j)), R::OFFSETS ? r.offset(j) : 0.0f);
+                    const float scaled = __fmul_rn(static_cast<float>(c), r.factor(j));
+                    out[k] = __fmul_rn(__fadd_rn(scaled, R::OFFSETS ? r.offset(j) : 0.0f), r.outer());
                     seen[k] += 1 + (!R::WIDE && code > 127) * 100;
                 }
         }

@@ -38,6 +38,32 @@ def _fragments(small_batch: str, hopper: str, bits: int, **others: Any) -> Fragm
     )
 
 
+def _tables(small_batch: str, block: int, scale_bytes: int, values: tuple[float, ...], **others: Any) -> Fragments:
+    """Codes of 4 bits into a table of 16 values."""
+    about: dict[str, Any] = {"items": 4, "grouped_items": 2, "wide": True, "codes": "qs", **others}
+    return Fragments(
+        small_batch=small_batch,
+        hopper="",
+        bits=4,
+        block=block,
+        granule=block,
+        scale_bytes=scale_bytes,
+        entries=256,
+        gaps=True,
+        hopper_entries=0,
+        owned=False,
+        copied=True,
+        swizzled=True,
+        targeted=False,
+        known_values=values,
+        single=False,
+        **about,
+    )
+
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+
 #: By the names of formats. Codes of q4_0 are 8 more than they stand for, those of q8_0 are in two's complement. An item
 #: of q4_k has the inner scales of its whole block beside it.
 FRAGMENTS = {
@@ -67,6 +93,18 @@ FRAGMENTS = {
         added=True,
         work=1.3,
     ),
+    "iq4_nl": _tables("PairTable<{T}, __half, SPLIT>", 32, 2, tuple(map(float, _IQ4)), scales="d"),
+    "mxfp4": _tables("PairTable<{T}, unsigned char, NEIGHBOURS>", 32, 1, (*_FP4, *(-v for v in _FP4)), scales="scales"),
+    "nvfp4": _tables(
+        "PairTable16<{T}>",
+        16,
+        1,
+        (*_FP4, *(-v for v in _FP4)),
+        scales="scales",
+        tensor_scale="scale",
+        items=2,
+        wide=False,
+    ),
 }
 
 
@@ -77,8 +115,8 @@ class About(NamedTuple):
     ----------
     sub : int
         Elements that share a factor.
-    offsets : bool, default False
-        Whether something is added.
+    summed : bool, default True
+        As there.
     table : int, default 0
         Words of its table.
     work : float, default 1.0
@@ -86,19 +124,19 @@ class About(NamedTuple):
     """
 
     sub: int
-    offsets: bool = False
+    summed: bool = True
     table: int = 0
     work: float = 1.0
 
 
 #: By the names of formats: the types that linear_records decodes.
 RECORDS = {
-    "q4_1": About(32, True),
+    "q4_1": About(32),
     "q5_0": About(32),
-    "q5_1": About(32, True),
-    "q2_k": About(16, True),
+    "q5_1": About(32),
+    "q2_k": About(16),
     "q3_k": About(16),
-    "q5_k": About(32, True),
+    "q5_k": About(32),
     "q6_k": About(16),
     "iq4_nl": About(32),
     "iq4_xs": About(32),
@@ -108,9 +146,9 @@ RECORDS = {
     "tq2_0": About(128),
     "iq1_s": About(32, table=2048),
     "iq1_m": About(16, table=2048),
-    "iq2_xxs": About(32, table=256),
-    "iq2_xs": About(16, table=512),
-    "iq2_s": About(16, table=1024),
-    "iq3_xxs": About(32, table=128),
-    "iq3_s": About(32, table=256),
+    "iq2_xxs": About(32, False, 384),
+    "iq2_xs": About(16, False, 640),
+    "iq2_s": About(16, False, 1024),
+    "iq3_xxs": About(32, False, 256),
+    "iq3_s": About(32, False, 256),
 }
