@@ -375,7 +375,7 @@ def explain(x: Any, q: Any, bias: Any = None, *, activations: str | None = None,
     >>> q = kb.quantize(np.ones((48, 64), np.float16), "kbit4")
     >>> found = kb.explain(np.ones((3, 64), np.float16), q)
     >>> found.route, found[0].reason
-    ('numpy', 'NumPy: decode 256 rows or more at a time and multiply, in float32')
+    ('numpy', 'NumPy: decode some rows at a time and multiply, in float32')
     >>> {row.route: row.reason for row in found}["decoded"]
     'the arrays are in host memory'
     """

@@ -11,10 +11,11 @@ from ..ops import dequantize
 from .kept import kept
 from .routes import Problem, Product, Route
 
-# About this many elements are decoded at a time, in whole multiples of so many rows: 256 rows are whole runs of nested
-# absmax values, whatever their length.
-_CHUNK = 1 << 20
-_CHUNK_ROWS = 256
+# About this many elements are decoded at a time: the cache holds them until they are multiplied. With more than a few
+# tokens more of them, since the tokens are made ready for each product anew. And the rows that all pieces are multiples
+# of; 256 rows are whole runs of nested absmax values, whatever their length.
+_CHUNK, _FEW, _WIDER = 1 << 18, 32, 4
+_CHUNK_ROWS, _NESTED_ROWS = 16, 256
 # Microseconds of a decoded element, and of a product and its addition.
 _DECODING, _MULTIPLYING = 2e-3, 5e-5
 
@@ -33,19 +34,28 @@ def multiply(x: np.ndarray, q: QuantizedArray, bias: Any, out: np.ndarray) -> No
     working = working_dtype(x.dtype)
     x = x.astype(working, copy=False)
     whole = kept(q, f"decoded {working}", rows * depth * working.itemsize, lambda: dequantize(q, dtype=working))
-    step = rows
-    if q.format.rows_are_blocks(q.shape):
-        step = max(1, _CHUNK // max(1, depth) // _CHUNK_ROWS) * _CHUNK_ROWS
+    step = _rows_at_a_time(q, len(x))
+    room = np.empty((min(step, rows) if whole is None else 0, depth), working)
     with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range of a dtype becomes infinite, as on a GPU
         for start in range(0, rows, step):
             if whole is None:
-                weight = dequantize(q if step >= rows else q[start : start + step], dtype=working)
+                part = q if step >= rows else q[start : start + step]
+                weight = dequantize(part, out=room[: len(part)])
             else:
                 weight = whole[start : start + step]
             product = x @ weight.T
             if bias is not None:
                 product += bias[start : start + step].astype(working, copy=False)
             out[:, start : start + step] = product
+
+
+def _rows_at_a_time(q: QuantizedArray, tokens: int) -> int:
+    rows, depth = q.shape
+    if not q.format.rows_are_blocks(q.shape):
+        return max(1, rows)
+    nested = any(spec.every > 1 for spec in q.format.planes(q.shape).values())
+    unit = _NESTED_ROWS if nested else _CHUNK_ROWS
+    return max(1, _CHUNK * (1 if tokens <= _FEW else _WIDER) // max(1, depth) // unit) * unit
 
 
 class Host(Route):
@@ -70,4 +80,4 @@ class Host(Route):
         return lambda x, q, bias, out: multiply(x.reshape(out.size // n, k), q, bias, out.reshape(out.size // n, n))
 
     def describe(self, problem: Problem) -> str:
-        return f"NumPy: decode {_CHUNK_ROWS} rows or more at a time and multiply, in {working_dtype(problem.dtype)}"
+        return f"NumPy: decode some rows at a time and multiply, in {working_dtype(problem.dtype)}"

@@ -170,7 +170,7 @@ def decode_blocks(
             )
             decoded = buffer[: factor.size * BLOCK]
             index = _unpack(words[first : first + factor.size]).view(code)
-            np.take(items, index, out=decoded.view(item), mode="wrap")
+            np.take(items, index, out=decoded.view(item), mode="clip")
             target = flat_out[first * BLOCK : first * BLOCK + decoded.size]
             rows = decoded.reshape(-1, BLOCK)
             # Products are zero, of a sign that flushing drops, or subnormal only below this.
@@ -242,7 +242,7 @@ def decode_chunks(
             factor = absmax[start // block : (start + CHUNK) // block]
             rows = work[: factor.size * block].reshape(-1, block)
             decoded = work[: part.size * each]
-            np.take(items, part, out=decoded.view(items.dtype), mode="wrap")
+            np.take(items, part, out=decoded.view(items.dtype), mode="clip")
             work[decoded.size : rows.size] = 0  # the end of a short last block
             normal = np.abs(factor).min() * smallest_value >= SMALLEST_NORMAL
             if not normal:
