@@ -259,6 +259,8 @@ CONTENTS = {
     "Guide": ("docs/install", "docs/python", "docs/commands", "docs/products"),
     "How to": (
         "docs/transformers",
+        "docs/howto/many_gpus",
+        "docs/howto/dask_array",
         "docs/howto/search",
         "docs/howto/field",
         "docs/howto/fake_quantization",

@@ -388,7 +388,7 @@ def _sharing() -> argparse.ArgumentParser:
         type=_workers,
         metavar="N",
         help="how many tensors are worked on at once: by threads on GPUs, which copies keep waiting, else by processes "
-        f"(default 1 for less than {LARGE / 1e9:g} GB, else {MOST_WORKERS}, or as many as there are cores)",
+        f"(default 1 below {LARGE / 1e9:g} GB, else {MOST_WORKERS} for each GPU, or one a core, at most {MOST_WORKERS})",
     )
     parent.add_argument(
         "--scheduler",

@@ -47,9 +47,9 @@ def sharing(arguments: argparse.Namespace, nbytes: int) -> Iterator[Executor | N
         with dask_cluster(arguments.scheduler) as cluster:
             yield cluster
         return
-    on_gpu = any(device != "cpu" for device in devices_of(arguments))
-    workers = default_workers(nbytes, on_gpu) if arguments.workers is None else arguments.workers
-    with local(workers, on_gpu) as executor:
+    gpus = sum(device != "cpu" for device in devices_of(arguments))
+    workers = default_workers(nbytes, gpus) if arguments.workers is None else arguments.workers
+    with local(workers, gpus > 0) as executor:
         yield executor
 
 

@@ -27,7 +27,7 @@ _R = TypeVar("_R")
 
 #: Bytes to read above which the commands use several workers unasked.
 LARGE = 2_000_000_000
-#: Workers that they use then at most.
+#: Workers that they use then at most, on each GPU or on all cores.
 MOST_WORKERS = 8
 # Tasks that wait beside those that run, and how many run where an executor does not say it.
 _WAITING, _UNKNOWN = 2, 32
@@ -164,11 +164,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_workers(nbytes: int, on_gpu: bool) -> int:
-    """How many workers are worth it for so many bytes to read."""
+def default_workers(nbytes: int, gpus: int) -> int:
+    """How many workers are worth it for so many bytes to read, on so many GPUs or on none."""
     if nbytes < LARGE:
         return 1
-    return MOST_WORKERS if on_gpu else min(MOST_WORKERS, cores())
+    return min(MOST_WORKERS * gpus, max(MOST_WORKERS, cores())) if gpus else min(MOST_WORKERS, cores())
 
 
 @contextlib.contextmanager

@@ -111,10 +111,9 @@ def test_how_many_work_unasked(folder, tmp_path, monkeypatch):
     index = folder / "shards" / "model.safetensors.index.json"
     assert workers.size_of([str(folder / "shards")]) == workers.size_of([str(index)]) > 6 * 64 * 64 * 4
     assert workers.size_of([str(folder / "nothing")]) == 0
-    assert executors.default_workers(executors.LARGE - 1, True) == 1
-    monkeypatch.setattr(executors, "cores", lambda: 3)
-    assert executors.default_workers(executors.LARGE, False) == 3
-    monkeypatch.setattr(executors, "cores", lambda: 64)
-    assert executors.default_workers(executors.LARGE, False) == executors.MOST_WORKERS
+    assert executors.default_workers(executors.LARGE - 1, 1) == 1
+    for cores, none, one, four in ((3, 3, 8, 8), (20, 8, 8, 20), (64, 8, 8, 32)):
+        monkeypatch.setattr(executors, "cores", lambda cores=cores: cores)
+        assert [executors.default_workers(executors.LARGE, gpus) for gpus in (0, 1, 4)] == [none, one, four]
     with executors.local(1, True) as nobody, executors.local(2, True) as threads:
         assert nobody is None and executors.is_local(threads) and executors.workers_of(threads) == 2

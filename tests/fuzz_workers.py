@@ -1,0 +1,197 @@
+"""Dying workers: processes of a job, or the workers of a Dask cluster, are killed while they write.
+
+``python tests/fuzz_workers.py 30`` runs that many rounds of each kind, and prints what became of them; the suite runs
+fewer. A job of two processes compresses a folder, with ``resume`` or without; sometimes two such jobs begin at once on
+one output. At a random moment one of the processes, or the one that began it, gets ``kill -9``. However often that
+happens: nothing half-written has its final name, a job that fails says how to go on, the processes of one that was
+killed end, and repeated with ``resume`` it ends with the bytes of a job that nobody disturbed. Where `distributed` is
+installed a worker of a cluster is killed, too: the job does not fail. Linux only, for its ``/proc``.
+"""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+
+import kbitcupy as kb
+from kbitcupy.errors import FileError
+from kbitcupy.io import atomic, conversion, executors
+
+FORMAT = "kbit4"
+SHARDS, TENSORS = 4, 24
+
+
+def small_pieces():
+    """A piece for each tensor, so that there is something to interrupt."""
+    conversion._LEAST_PIECE = conversion._LARGEST_PIECE = 1 << 14
+
+
+def job(source, out, resume):
+    """What a process of its own runs: it prints the numbers of its workers, and works."""
+    small_pieces()
+    with executors.local(2, False) as pool:
+        print(*{pool.submit(os.getpid).result() for _ in range(8)}, flush=True)
+        kb.io.quantize_file(source, out, FORMAT, device="cpu", executor=pool, resume=resume)
+
+
+class Job:
+    """Such a process, and its workers."""
+
+    def __init__(self, source, out, resume):
+        command = [sys.executable, __file__, "job", str(source), str(out), "resume" * resume]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.workers = []
+
+    def begun(self):
+        """Wait until it has workers."""
+        self.workers = [int(word) for word in self.process.stdout.readline().split()]
+
+    def kill(self, draw):
+        """Kill one of them: what it is."""
+        victim = draw.choice([*self.workers, self.process.pid])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        return "parent" if victim == self.process.pid else "worker"
+
+    def wait(self):
+        """Exit status and message, when all its processes have ended."""
+        message = self.process.communicate(timeout=60)[1]
+        ends = time.monotonic() + 20
+        while any(map(alive, self.workers)):
+            if time.monotonic() > ends:
+                return "workers outlive their job", message
+            time.sleep(0.01)
+        return self.process.returncode, message
+
+
+def alive(process):
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def contents(path):
+    return {inside.name: inside.read_bytes() for inside in path.iterdir()}
+
+
+def half_written(out, expected):
+    """What has its final name and is not what it should be."""
+    if out.exists():
+        return contents(out).items() - expected.items() - {(atomic.JOB, contents(out).get(atomic.JOB))}
+    part = out.with_name(out.name + atomic.PART)
+    files = contents(part) if part.exists() else {}
+    return {name for name, data in files.items() if name.startswith("model") and data != expected[name]}
+
+
+def processes(most, source, out, expected, draw):
+    """A job whose processes are killed up to `most` times, until it ends: what went wrong, or None, and its ends."""
+    resume = draw.random() < 0.7
+    ends = []
+    while not ends or ends[-1][1] != 0:
+        jobs = [Job(source, out, resume) for _ in range(1 if draw.random() < 0.7 else 2)]
+        for each in jobs:
+            each.begun()
+        killed = None
+        if len(ends) < most:
+            time.sleep(draw.random() * 0.4)
+            killed = draw.choice(jobs).kill(draw)
+        for each in jobs:
+            status, message = each.wait()
+            ends.append((killed, status))
+            if status not in (0, 1, -signal.SIGKILL):
+                return f"{ends}: {message[-2000:]}", ends
+            last = message.strip().splitlines()[-1] if message.strip() else ""
+            if status == 1 and not ("--resume" in last or "another process" in last or str(out) in last):
+                return f"{ends}: it says nothing of how to go on: {last}", ends
+        wrong = half_written(out, expected)
+        if wrong:
+            return f"{ends}: half-written {wrong}", ends
+        ends.sort(key=lambda end: end[1] == 0)
+        resume = True
+        if ends[-1][1] != 0 and len(ends) > 12:
+            return f"{ends}: it does not end", ends
+    if contents(out) != expected:
+        return f"{ends}: other bytes", ends
+    return None, ends
+
+
+def cluster(client, source, out, expected, draw):
+    """A job of a Dask cluster one of whose workers is killed."""
+    client.wait_for_workers(2, timeout=60)
+    pids = list(client.run(os.getpid).values())
+    killer = threading.Timer(draw.random() * 0.3, lambda: os.kill(draw.choice(pids), signal.SIGKILL))
+    killer.start()
+    try:
+        executor = client.get_executor(pure=False, retries=3)
+        kb.io.quantize_file(source, out, FORMAT, device="cpu", executor=executor)
+    except FileError as error:
+        return f"cluster: {error}", []
+    finally:
+        killer.join()
+    return (None if contents(out) == expected else "cluster: other bytes"), []
+
+
+def run(count, seed=0, kinds=("processes", "cluster"), most=4):
+    """Run `count` rounds of each kind; returns how they ended, and descriptions of failures."""
+    small_pieces()
+    ended, failures = Counter(), []
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        top = Path(name)
+        rng = np.random.default_rng(0)
+        tensors = {f"w{i}": rng.standard_normal((256, 512)).astype(np.float32) for i in range(TENSORS)}
+        kb.io.save(top / "source", tensors, max_shard_size=TENSORS // SHARDS * 256 * 512 * 4)
+        kb.io.quantize_file(top / "source", top / "whole", FORMAT, device="cpu")
+        expected = contents(top / "whole")
+        client = None
+        if "cluster" in kinds:
+            with contextlib.suppress(ImportError):
+                from distributed import Client, LocalCluster
+
+                # A worker that is killed now and then is no reason to take its tasks for the culprits.
+                cores = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+                client = stack.enter_context(Client(stack.enter_context(LocalCluster(**cores))))
+        for number in range(count):
+            draw, out = random.Random(f"{seed}/{number}"), top / f"out{number}"
+            for kind in kinds:
+                if kind == "cluster" and client is None:
+                    continue
+                what = (client if kind == "cluster" else most,)
+                wrong, ends = {"processes": processes, "cluster": cluster}[kind](
+                    *what, top / "source", out, expected, draw
+                )
+                ended[kind] += 1
+                ended.update(f"{killed or 'nobody'} killed: {status}" for killed, status in ends)
+                if wrong is not None:
+                    failures.append(f"round {number} of seed {seed}, {kind}: {wrong}")
+                for path in (out, out.with_name(out.name + atomic.PART)):
+                    shutil.rmtree(path, ignore_errors=True)
+    return ended, failures
+
+
+def _main(count, seed):
+    began = time.perf_counter()
+    ended, failures = run(count, seed)
+    print(f"{dict(ended)}, seed {seed}: {len(failures)} failures, {time.perf_counter() - began:.0f} s")
+    print(*failures[:20], sep="\n")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["job"]:
+        job(*sys.argv[2:4], bool(sys.argv[4]))
+    else:
+        sys.exit(_main(int(sys.argv[1]) if len(sys.argv) > 1 else 10, int(sys.argv[2]) if len(sys.argv) > 2 else 0))
