@@ -387,8 +387,8 @@ def _sharing() -> argparse.ArgumentParser:
         "--workers",
         type=_workers,
         metavar="N",
-        help="how many tensors are worked on at once: by threads on GPUs, which copies keep waiting, else by processes "
-        f"(default 1 below {LARGE / 1e9:g} GB, else {MOST_WORKERS} for each GPU, or one a core, at most {MOST_WORKERS})",
+        help="how many tensors are worked on at once: by threads on GPUs, else by processes (default 1 below "
+        f"{LARGE / 1e9:g} GB, above it {MOST_WORKERS} for each GPU, or one a core, at most {MOST_WORKERS})",
     )
     parent.add_argument(
         "--scheduler",
