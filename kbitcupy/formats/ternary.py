@@ -511,14 +511,17 @@ def _encode(x: np.ndarray, scale: np.ndarray, blocks: Blocks, rounding: str, tri
         if part.dtype not in (_SINGLE, np.int16):
             number = room[: part.size].reshape(part.shape)
             widen(part, number)
-        if 1 < part.shape[-1] <= _FEW and own.shape[-1] == 1:  # many short rows, of which each would be a loop
+        short = 1 < part.shape[-1] <= _FEW and own.shape[-1] == 1  # rows of which each would be a loop
+        if short:
             own = np.repeat(own.reshape(-1), part.shape[-1]).reshape(part.shape)
         above, below = (flag[: part.size].reshape(part.shape) for flag in flags)
         np.greater_equal(number, own, out=above)
+        other = own if short else own.copy()
         if as_bits:
-            np.greater_equal(number.view(np.uint16), own.view(np.uint16) | _SIGN, out=below)
+            unsigned = other.view(np.uint16)
+            np.greater_equal(number.view(np.uint16), np.bitwise_or(unsigned, _SIGN, out=unsigned), out=below)
         else:
-            np.less_equal(number, np.negative(own), out=below)
+            np.less_equal(number, np.negative(other, out=other), out=below)
         np.subtract(above.view(np.int8), below.view(np.int8), out=out)
 
 
@@ -678,7 +681,7 @@ def _exact(rows: np.ndarray) -> bool:
     are multiples of the last bit of the least one that is not 0, and below 2^53 of it.
     """
     bits = rows.view(np.uint32)
-    least = (bits - np.uint32(1)).min()  # of 0, the largest
+    least = bits.min() or (bits - np.uint32(1)).min()  # of 0, the largest
     return int(bits.max() >> 23) - int(least >> 23) + rows.shape[1].bit_length() <= 53 - 24 + 1
 
 
