@@ -18,6 +18,7 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from ..errors import FileError, KbitError, MissingExtraError
@@ -105,7 +106,7 @@ def completed(
     lost = _as_it_is if isinstance(executor, Inline) else _lost
     running: dict[Future[_R], _T] = {}
     coming = iter(tasks)
-    more = True
+    more, breaks = True, False
     try:
         while True:
             while more and len(running) < most:
@@ -125,9 +126,14 @@ def completed(
                 with lost(name_of(task)):
                     result = future.result()
                 yield task, result
+    except BaseException as error:
+        # A pool of processes that is breaking, as Ctrl-C breaks it, trips over futures that are cancelled meanwhile.
+        interrupted = not isinstance(error, Exception) or isinstance(error.__cause__, BrokenExecutor)
+        breaks = interrupted and isinstance(executor, ProcessPoolExecutor)
+        raise
     finally:
         # A future that is cancelled is never "done" for `wait` where nobody takes it out of a queue.
-        wait([future for future in running if not future.cancel()])
+        wait([future for future in running if breaks or not future.cancel()])
 
 
 def _unpack(data: bytes) -> Any:
@@ -186,6 +192,9 @@ def local(workers: int, on_gpu: bool) -> Iterator[Executor | None]:
         with _one_thread_each():
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(workers, context, initializer=_begin) as processes:
+                with _undisturbed():
+                    for _ in range(workers):
+                        processes.submit(_begun)
                 yield processes
 
 
@@ -204,9 +213,29 @@ def _one_thread_each() -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Processes that begin in this block hear nothing of Ctrl-C until they have come to `_begin`."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it would change the mask when the first process begins
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begun() -> None:
+    """Nothing: for this a process begins."""
+
+
 def _begin() -> None:
     """What a process of ours does first: it ends with its parent, and at once when Ctrl-C is pressed."""
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
