@@ -133,15 +133,23 @@ def _values_of(fragments: Fragments, dtype: np.dtype) -> bytes:
         struct["value"].view(np.uint32)[0] = fragments.signed << fragments.bits - 1
     if fragments.known_values:
         values = np.array(fragments.known_values, np.float32)
-        few = values.size <= struct["value"].size
+        parts = in_two_parts(fragments)
         struct["power"] = _power_below(values)
-        if few:  # more of them are kept in two parts, of which rounding takes nothing
+        if not parts:  # rounding takes nothing of two
             struct["power"] *= np.float32(gentle_factor(values, dtype))
-        room = struct["value" if few else "map"]
+        room = struct["map" if parts else "value"]
         room[: values.size] = values * struct["power"]
     if fragments.scale_values:
         struct["map"] = fragments.scale_values
     return struct.tobytes()
+
+
+def in_two_parts(fragments: Fragments) -> bool:
+    """Whether ``linear_few`` keeps each value of a codebook, and each scale, as two numbers of x's type.
+
+    Then a weight is rounded once. Codebooks of up to 32 values have tables of pairs, or of rounded values.
+    """
+    return fragments.entries > 0 and fragments.bits > 5
 
 
 def gentle_factor(values: np.ndarray, dtype: np.dtype) -> float:

@@ -36,6 +36,7 @@ from .fused import (
     Fused,
     bias_argument,
     bind,
+    in_two_parts,
     no_map,
     refusal,
 )
@@ -518,6 +519,17 @@ def few_refusal(problem: Problem) -> str | None:
     return "offsets of 32 bits do not reach through the weight" if n * k >= 1 << 33 else None
 
 
+def rounds_scales(problem: Problem) -> bool:
+    """Whether ``linear_few`` multiplies values of a codebook by scales that x's type does not hold.
+
+    Where lanes share a block it multiplies sums, in float32.
+    """
+    fragments = problem.fragments
+    if fragments is None or not fragments.entries or not fragments.owned or in_two_parts(fragments):
+        return False
+    return fragments.scale_bytes == 4 or (fragments.scale_bytes == 2 and problem.dtype != np.float16)
+
+
 def _passing(problem: Problem, fraction: float, decoding: float) -> float:
     """Microseconds in which the weights pass: they are read at a fraction of the bandwidth, and decoded."""
     n, k = problem.shape
@@ -643,7 +655,8 @@ class SmallBatch(Route):
     def describe(self, problem: Problem) -> str:
         kernel = self._kernel(problem)
         grid = -(-problem.tokens // kernel.tokens), *kernel.grid
-        return f"weights decoded in registers: linear_few, {kernel.tokens} tokens a thread block, grid {grid}"
+        rounded = f", scales rounded to {problem.dtype}" if rounds_scales(problem) else ""
+        return f"weights decoded in registers: linear_few, {kernel.tokens} tokens a thread block, grid {grid}{rounded}"
 
     def _kernel(self, problem: Problem) -> FewKernel:
         assert problem.device is not None and problem.fragments is not None

@@ -26,6 +26,7 @@ struct Kbit {
                           EXACT_SCALE = FORMAT == E4M4 || (FORMAT == FLOAT16 && SameType<T, __half>::VALUE);
 
     __device__ __forceinline__ static int row(int g) { return g; }
+    __device__ __forceinline__ static int token(int g) { return g; }
 
     // The block of 32 that a lane owns in a row of an k-tile; `row` is the address of that in the shared window, of
     // this lane's part where MINE, and `swizzle` what its places are exclusive-ored with.
@@ -253,6 +254,7 @@ struct Table4 {
 
     // With reads of 8 bytes, half of the lanes meet in a bank if they have neighbouring rows.
     __device__ __forceinline__ static int row(int g) { return SUB == 64 ? (g & 1) | (g & 2) << 1 | (g & 4) >> 1 : g; }
+    __device__ __forceinline__ static int token(int g) { return g; }
 
     template <bool>
     __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int swizzle, int t) {

@@ -172,6 +172,10 @@ __host__ __device__ constexpr int record_bytes(int scales, int zeros) {
     return rounded_up(second_part(scales, zeros) + zeros, most > 4 ? most : 4);
 }
 
+// Neighbours four apart: the swizzle of x puts those tokens in different halves of 128 bytes, of which four lanes that
+// share a group read one.
+__device__ __forceinline__ int apart(int g) { return g >> 1 | (g & 1) << 2; }
+
 // BITS 4 or 8; SUB 32, 64 or ITEM_K, where a group is one or more k-tiles; Scale_ float, __half or __nv_bfloat16; of a
 // ZERO_POINTS Zero_ is the integer, of OFFSETS it is Scale_.
 template <
@@ -204,6 +208,8 @@ struct Affine {
         if (LANE_BYTES == 8) return (g & 1) | (g & 2) << 1 | (g & 4) >> 1;
         return g;
     }
+
+    __device__ __forceinline__ static int token(int g) { return LONG ? g : apart(g); }
 
     // `address(byte)` is that of a byte of the lane's, less t * LANE_BYTES.
     template <typename Address>

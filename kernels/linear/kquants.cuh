@@ -55,19 +55,27 @@ struct Q4KBase {
         return split(g % 2 ? odd : even);
     }
 
-    // acc -= dmin * mn * x, where `own` is the selector of a lane's minimum.
-    template <int EIGHTS, bool TOGETHER>
+    // A lane's minimum of four as the bfloat16 twice, by the selector `own`: a byte as one from 128 on, less 128.
+    static __device__ __forceinline__ unsigned minimum(unsigned mn, unsigned own) {
+        return add_pairs<__nv_bfloat16>(__byte_perm(mn, 0x43434343u, own), 0xc300c300u);
+    }
+
+    // acc -= dmin * mn * x of a k-tile, or of the block that ends with it: of its halves the first has the lower k.
+    template <int EIGHTS, bool TOGETHER, bool BLOCK>
     static __device__ __forceinline__ void subtract(
-        const unsigned (&mn)[2], const float (&dmin)[2], unsigned own, const unsigned (&x)[EIGHTS][X_WORDS],
+        const unsigned (&mn)[2][2], const float (&dmin)[2], unsigned own, const unsigned (&x)[EIGHTS][X_WORDS],
         unsigned sums, float (&acc)[EIGHTS][4]) {
-        unsigned a[2];  // a byte as a bfloat16 from 128 on, less 128
+        unsigned a[2][2] = {};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) a[i] = add_pairs<__nv_bfloat16>(__byte_perm(mn[i], 0x43434343u, own), 0xc300c300u);
+        for (int i = 0; i < (BLOCK ? 4 : 2); ++i) a[i / 2][i % 2] = minimum(mn[i / 2][i % 2], own);
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e) {
             float part[4] = {};
-            const unsigned sum = TOGETHER ? shared_at<unsigned>(sums + e * 256) : x[e][16];
-            mma<__nv_bfloat16>(part, a[0], a[1], 0u, 0u, sum, 0u);
+            unsigned sum[2] = {};
+            if constexpr (!TOGETHER) sum[0] = x[e][16];
+            else sum[BLOCK] = shared_at<unsigned>(sums + e * 256);
+            if constexpr (BLOCK) sum[0] = shared_at<unsigned>(sums + (e - EIGHTS) * 256);
+            mma<__nv_bfloat16>(part, a[0][0], a[0][1], a[1][0], a[1][1], sum[0], sum[1]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[i], -dmin[i / 2], acc[e][i]);
         }
@@ -87,6 +95,7 @@ struct Q4K : Q4KBase<T> {
 
     // With reads of 8 bytes, half of the lanes meet in a bank if they have neighbouring rows.
     __device__ __forceinline__ static int row(int g) { return (g & 1) | (g & 2) << 1 | (g & 4) >> 1; }
+    __device__ __forceinline__ static int token(int g) { return apart(g); }
 
     template <bool>
     __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int swizzle, int t) {
@@ -154,16 +163,19 @@ struct Q4K : Q4KBase<T> {
         unsigned eight, unsigned sums, int item, float (&acc)[EIGHTS][4]) {
         static_assert(names_every_k<Q4K>(), "fragments have every k once");
         if (TOGETHER) record -= item % 2 * SCALE_BYTES;  // two k-tiles share it
-        unsigned sc[2], mn[2];
+        // Minima go by blocks where that saves most, with more tokens; else by k-tiles.
+        constexpr bool BLOCK = TOGETHER && EIGHTS > 1;
+        unsigned sc[2], mn[2][2];
         float step[2], dmin[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint4 stored = shared_at<uint4>(record + i * eight);
             const float d = Word<__half>::get(stored.x, 0);
             step[i] = d * (8388608.0f / TOP), dmin[i] = Word<__half>::get(stored.x, 1);
-            sc[i] = scales(stored, item), mn[i] = minima(stored, item);
+            sc[i] = scales(stored, item);
+            mn[0][i] = minima(stored, BLOCK ? 0 : item), mn[1][i] = minima(stored, 1);
         }
-        Base::template subtract<EIGHTS, TOGETHER>(mn, dmin, with.own, x, sums, acc);
+        if (!BLOCK || item % 2) Base::template subtract<EIGHTS, TOGETHER, BLOCK>(mn, dmin, with.own, x, sums, acc);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float part[EIGHTS][4] = {};

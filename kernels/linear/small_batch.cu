@@ -119,7 +119,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         reinterpret_cast<float*>(x_stage + cut.staged * (cut.warps * cut.items * X_BYTES + X_GAP));  // if without gaps
 
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
-    const int my_row = WeightStage::row(g);
+    const int my_row = WeightStage::row(g), my_token = Decoder::token(g);
     const int teams = cut.teams, team = divided(warp, cut.per_warps, cut.warps), mate = warp - team * cut.warps;
     const int first = blockIdx.y * cut.run, last = min((n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
     const int my_first = first + team;
@@ -316,7 +316,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // x in shared memory, from a multiple of 1024 bytes on: for each half of the k-tiles, 64 elements, for each k-tile
     // 8 tokens, in the 128-byte swizzle of TMA. The gap between the halves lets the lanes which read together meet in
     // no bank. Where it is not TMA that copies, one or two tokens are few lines anyway.
-    const bool staged = ONCE && EIGHTS == 1 && cut.staged && (X_BULK || m > 2);
+    const bool staged = ONCE && EIGHTS == 1 && cut.staged && ((X_BULK && TABLE) || m > 2);
     const int second_half = step * (X_BYTES / 2) + X_GAP;
     auto place_of = [&](int element, int token) {
         const int half = element / 64 % 2, row = element / ITEM_K * (X_BYTES / 2) + half * second_half + token * 128;
@@ -349,8 +349,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         const int count = count_at(item);
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e) {
-            const bool there = 8 * e + g < m;
-            const T* token = token_at(there ? 8 * e + g : 0);
+            const bool there = 8 * e + my_token < m;
+            const T* token = token_at(there ? 8 * e + my_token : 0);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
@@ -396,13 +396,13 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int item = min(i, cut.items - 1);  // there may be less of them, and nothing behind
-            const auto address = [&](int at) { return from + item * (X_BYTES / 2) + place_of(at, g); };
+            const auto address = [&](int at) { return from + item * (X_BYTES / 2) + place_of(at, my_token); };
             if constexpr (!TABLE) {
 #pragma unroll
                 for (int j = 0; j < Decoder::X_WORDS; ++j) my_x[i][0][j] = 0;
             }
             // Those of tokens that are not there would be read for nothing, which nothing hides without a table.
-            if (TABLE || g < m) Decoder::load_x_shared(my_x[i][0], address, t);
+            if (TABLE || my_token < m) Decoder::load_x_shared(my_x[i][0], address, t);
         }
     }
     if (chunks == 1) arrange_x();
@@ -518,7 +518,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             const float scale = factor[0] * factor[1];
 #pragma unroll
             for (int i = 0; i < EIGHTS * 4; ++i) {
-                const int at = i / 4 * TOKENS + t * 2 + i % 2;
+                const int at = i / 4 * TOKENS + Decoder::token(t * 2 + i % 2);
                 const int row = (my_first + before * teams) * ITEM_ROWS + my_row + i / 2 % 2 * 8;
                 if (at >= mine.count || (!EVEN && row >= n)) continue;
                 const float product = sum[i / 4][i % 4] * scale;

@@ -381,6 +381,22 @@ def test_costs_know_no_device():
     assert costs == sorted(costs) and small_batch.SmallBatch().cost(problem) == costs[0]
 
 
+def test_rounded_scales_of_codebooks_are_said():
+    """float16 holds E4M4 and halves; more than 32 values and their scales are kept in two parts."""
+    gpu = Device(0, 90, 132, 232448, True, True)
+    for spec, dtype, rounded in (
+        ("kbit4", HALF, False),
+        ("kbit4:absmax=float16", HALF, False),
+        ("kbit4:absmax=float16", BFLOAT16, True),
+        ("kbit4:absmax=float32", HALF, True),
+        ("kbit8:absmax=float32", HALF, False),
+        ("nf4", HALF, False),
+        ("q4_k", BFLOAT16, False),
+    ):
+        problem = Problem(kb.get_format(spec), (4096, 4096), 8, dtype, gpu)
+        assert ("scales rounded to" in small_batch.SmallBatch().describe(problem)) == rounded, spec
+
+
 @pytest.mark.parametrize("granularity", ["tensor", ("channel", 0), ("group", 64), ("group", 40)], ids=str)
 def test_routes_of_ternary_weights(granularity, monkeypatch):
     """Every route says what it costs, or why not; with few tokens codes are read in place."""
