@@ -39,20 +39,17 @@ struct Q4KBase {
         const float rounded = __bfloat162float(__float2bfloat16_rn(sum));
         return Word<__nv_bfloat16>::pack(rounded, sum - rounded);
     }
-    // The sum of x over sub-block t for the token of row g, split, by mma: row j of A has ones for the steps of
-    // sub-block j, and what comes out, tokens 2t and 2t + 1 of row j, changes its lane.
+    // The sum of x over sub-block t for the token of row g, split, by mma: here x is A, of whose four words each is of
+    // that token, and B has ones in column 2j for those of sub-block j.
     static __device__ __forceinline__ unsigned sums_of_x(const unsigned (&x)[X_WORDS]) {
-        const int lane = opaque(threadIdx.x % WARP), g = lane / 4, t = lane % 4;  // no register of the loop around
+        const int g = opaque(threadIdx.x % WARP) / 4;  // no register of the loop around
         float sum[4] = {};
 #pragma unroll
-        for (int s = 0; s < 8; ++s) {
-            const unsigned ones = g == s / 2 ? ONES<T> : 0u;
-            mma<T>(sum, ones, 0u, ones, 0u, x[2 * s], x[2 * s + 1]);
+        for (int j = 0; j < 4; ++j) {
+            const unsigned ones = g == 2 * j ? ONES<T> : 0u;
+            mma<T>(sum, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3], ones, ones);
         }
-        const int from = t * 4 + g / 2;
-        const float even = __shfl_sync(FULL_WARP, sum[0], from);
-        const float odd = __shfl_sync(FULL_WARP, sum[1], from);
-        return split(g % 2 ? odd : even);
+        return split(sum[0] + sum[2]);
     }
 
     // A lane's minimum of four as the bfloat16 twice, by the selector `own`: a byte as one from 128 on, less 128.
