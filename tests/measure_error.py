@@ -3,12 +3,14 @@
 ``python tests/measure_error.py`` prints those of `FORMATS`; ``python tests/measure_error.py q4_k int4:block=32`` those
 of these formats. An error is the root mean square of what outputs are off the product in float64 of the decoded weight;
 that of cuBLAS is its error with the weight decoded to the dtype of x. Outputs are rounded in both. x is N(0, 1), and
-N(1, 1), where zero points, offsets and minima count.
+N(1, 1), where zero points, offsets and minima count. For a number of tokens those ways are measured that the plan takes
+for one of the weights `PLANNED`.
 
 What is promised (`LIMITS`): the error of cuBLAS where a weight enters the product exactly, or rounded once as a decoded
 one is; 1.4 times as much where a float32 scale is rounded into it, of which `kbitcupy.explain` tells.
 """
 
+import dataclasses
 import sys
 
 import ml_dtypes
@@ -16,12 +18,13 @@ import numpy as np
 
 import kbitcupy as kb
 from kbitcupy.products.functions import LINEAR
-from kbitcupy.products.routes import Problem, device, stored
+from kbitcupy.products.routes import Problem, choices, device, stored
 
 DTYPES = (np.dtype("float16"), np.dtype(ml_dtypes.bfloat16))
 TOKENS = (1, 8, 16, 64)
 MEANS = (0, 1)
 SHAPE = (1024, 4096)
+PLANNED = (SHAPE, (4096, 4096), (8192, 8192), (28672, 8192))
 #: The ways that decode weights in registers.
 ROUTES = ("single_token", "small_batch", "hopper", "records")
 #: What an error may be, in errors of cuBLAS, by whether the explanation says that scales are rounded.
@@ -47,7 +50,8 @@ def measured(q, cupy, dtype=DTYPES[0], tokens=TOKENS, means=MEANS):
     exact, decoded = q.dequantize(dtype="float32").astype(np.float64), q.dequantize(dtype=dtype)
     for m in tokens:
         problem = Problem(q.format, q.shape, m, dtype, device(exact.device.id), True, stored(q))
-        ways = [route for route in LINEAR if route.name in ROUTES and route.accepts(problem) is None]
+        plans = [choices(dataclasses.replace(problem, shape=shape), LINEAR)[0].route for shape in PLANNED]
+        ways = [route for route in LINEAR if route in plans and route.name in ROUTES and route.accepts(problem) is None]
         for mean in means:
             x = np.random.default_rng(m).standard_normal((m, q.shape[1])).astype(np.float32) + np.float32(mean)
             x = cupy.asarray(x.astype(dtype))

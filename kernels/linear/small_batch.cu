@@ -26,6 +26,9 @@
 //     4096, .38 to .42 in 5 us, waits for its first data: .54 us from block to block, 1 us for the table, .6 us for the
 //     first loads. All requests at once delay each other, so there one group of k-tiles is asked for first, and 8 warps
 //     with half in flight beat 16 with everything.
+//   - integers, which have no table to make meanwhile, all wait for x. Of 28,000 cycles of q4_k, 8192 x 8192, it came
+//     after 4,500 where all weights were asked for with it, or prefetched to L2; was read in 1,000 more than need be
+//     where lanes met in a bank; and took 1,700 to be added up by shuffles, 1,250 by mma with x as B, 700 with x as A.
 #include "linear/epilogue.cuh"
 #include "linear/pipeline.cuh"
 
@@ -104,8 +107,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
     constexpr bool X_BULK = BULK && EVEN && CLUSTER > 1;
     // Whether TMA is at first asked for one group only: where all thread blocks ask for everything at once,
-    // all of them get it late, x too. Where no table is made meanwhile, they gain more by asking early.
-    constexpr bool HELD_BACK = X_BULK && FLOW == AT_ONCE && Decoder::ENTRIES > 0;
+    // all of them get it late, x too. The rest is asked for when that group is there, or, where no table is made
+    // meanwhile, when x is.
+    constexpr bool HELD_BACK = X_BULK && FLOW == AT_ONCE;
     extern __shared__ uint4 dynamic[];
     // In a cluster the upper byte of an address in shared memory is the block's number.
     const unsigned window = shared_address(dynamic), own_block = CLUSTER == 1 ? 0 : window & 0xff000000u;
@@ -315,7 +319,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
     // x in shared memory, from a multiple of 1024 bytes on: for each half of the k-tiles, 64 elements, for each k-tile
     // 8 tokens, in the 128-byte swizzle of TMA. The gap between the halves lets the lanes which read together meet in
-    // no bank. Where it is not TMA that copies, one or two tokens are few lines anyway.
+    // no bank. One or two tokens are few lines anyway: they need not wait behind weights in the queue of TMA, unless a
+    // table is made meanwhile.
     const bool staged = ONCE && EIGHTS == 1 && cut.staged && ((X_BULK && TABLE) || m > 2);
     const int second_half = step * (X_BYTES / 2) + X_GAP;
     auto place_of = [&](int element, int token) {
@@ -376,7 +381,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if (chunks == 1 && !staged) fetch_x(my_item);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
-        if (i * GROUP < cut.items && (i == 0 || !HELD_BACK)) start(i, 0, 0);
+        if (i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TABLE && !staged))) start(i, 0, 0);
     if (SPREAD && nested_absmax) spread.offset = *nested_offset;
     if (SPREAD && t < ITEMS) spread.store(scales_to, EIGHT);
     auto store_narrow = [&](int other) {
@@ -392,6 +397,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     __syncthreads();
     if (staged) {
         if (X_BULK) barrier_wait(x_barrier, 0);
+        if constexpr (HELD_BACK && !TABLE) {
+            for (int i = 1; passes > 0 && i * GROUP < cut.items; ++i) fetch_group(i, my_item, my_first * ITEM_ROWS, 0);
+        }
         const unsigned from = shared_address(x_stage) + mate * cut.items * (X_BYTES / 2);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -440,9 +448,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 for (int i = 0; i < GROUPS; ++i) {
                     if (i * GROUP >= cut.items) break;
                     if (BULK && EVEN) barrier_wait(barriers + i * 8, scales_at != 0);
-                    if constexpr (HELD_BACK && GROUPS == 2)
+                    if constexpr (HELD_BACK && TABLE && GROUPS == 2)
                         if (pass == 0 && i == 0 && GROUP < cut.items) fetch_group(1, my_item, my_first * ITEM_ROWS, 0);
-                    if constexpr (HELD_BACK && GROUPS > 2)
+                    if constexpr (HELD_BACK && TABLE && GROUPS > 2)
                         if (pass == 0 && i == 0)
                             for (int later = 1; later * GROUP < cut.items; ++later)
                                 fetch_group(later, my_item, my_first * ITEM_ROWS, 0);
