@@ -84,7 +84,14 @@ def with_scales(q, scale, offset):
     """What the codes of a weight stand for with another scale in place of its own; `offset` says whether with its own
     offsets, or minima."""
     fragments, planes = q.format.fragments(), dict(q.planes)
-    for name in filter(None, (fragments.scales, fragments.nested_scales, fragments.offset, fragments.tensor_scale)):
+    inner = fragments.beside and fragments.offset  # 6 bits in two planes, less 32: 33
+    if inner:
+        planes[fragments.beside] = np.full_like(planes[fragments.beside], 0x11)
+        planes[fragments.offset] = np.full_like(planes[fragments.offset], 0xAAAA)
+    several = fragments.scales, fragments.nested_scales, None if inner else fragments.offset, fragments.tensor_scale
+    for name in filter(None, several):
+        if name not in planes:
+            continue
         plane = planes[name]
         if fragments.nested_scales and name in (fragments.scales, fragments.nested_scales):
             planes[name] = np.zeros_like(plane)  # their offset is then the scale
@@ -147,7 +154,7 @@ def allowed(q, x, w, wanted, inside, route, dtype):
 def wrong(format, rng, cupy, routes):
     """What is wrong with one random product, or None."""
     fragments, records = format.fragments(), format.records()
-    few = SmallBatch() if fragments is not None else Streamed()
+    few = SmallBatch() if fragments is not None and fragments.small_batch else Streamed()
     multiple = (fragments.multiple or fragments.granule) if fragments is not None else records.ELEMENTS
     n = int(rng.choice([1, 3, 16, 33, 48, 64, 100, 144, 512, 1040]))
     k = (

@@ -94,7 +94,7 @@ class Fragments:
     Parameters
     ----------
     small_batch : str
-        The decoder of ``linear_few`` and ``linear_one``.
+        The decoder of ``linear_few`` and ``linear_one``; empty where these have none.
     hopper : str
         ... of ``linear_tile``; empty where that kernel has none.
     bits : int
@@ -129,7 +129,8 @@ class Fragments:
     codes, scales : str
         The planes of codes and of the scales of blocks.
     nested_scales, offset : str or None
-        Planes of double quantization: the scales of the scales, and what is added to all of them.
+        Planes of double quantization: the scales of the scales, and what is added to all of them. `offset` is also a
+        second plane of what stands beside scales.
     tensor_scale : str or None
         The plane of the scale of all blocks of a member.
     values : str or None

@@ -363,13 +363,20 @@ def tile_kernel(
 def rounds_scales(problem: Problem, cut: TileCut) -> bool:
     """Whether weights that are integers times a scale are multiplied as numbers of x's type, not as exact integers.
 
-    It multiplies sums where a row has one scale, and in the kernel's OF_SUMS; halves of float16 lose nothing.
+    It multiplies sums where a row has one scale, and in the kernel's OF_SUMS; halves of float16 lose nothing, nor do
+    scales of a byte.
     """
     fragments = problem.fragments
-    if fragments is None or fragments.hopper_entries or not fragments.block:
+    if fragments is None or not fragments.block:
         return False
-    exact = fragments.scale_bytes == 2 and problem.dtype == np.float16
-    return not exact and not (fragments.block >= ITEM_K and not fragments.added and TOKENS < cut.tokens <= 32)
+    if fragments.entries and not (
+        fragments.known_values and all(value.is_integer() for value in fragments.known_values)
+    ):
+        return False
+    as_they_are = fragments.scale_bytes == 2 and fragments.offset is None
+    exact = fragments.scale_bytes == 1 or (as_they_are and problem.dtype == np.float16)
+    of_sums = fragments.block >= ITEM_K and not fragments.added and not fragments.hopper_entries
+    return not exact and not (of_sums and TOKENS < cut.tokens <= 32)
 
 
 class Hopper(Route):

@@ -121,6 +121,7 @@ def _instances(eights: int, grouped: bool, even: bool, flow: str, cluster: int, 
         ): None
         for decoder in map(Decoder, all_fragments())
         for T in HALF_CXX
+        if decoder.fragments.small_batch
         if (eights == 1 or decoder.fragments.wide) and flow in (_IN_CHUNKS, _flow_at_once(decoder))
         if bool(decoder.fragments.entries) == tables
     }
@@ -511,6 +512,8 @@ def few_refusal(problem: Problem) -> str | None:
         return found
     assert problem.device is not None and problem.fragments is not None
     n, k = problem.shape
+    if not problem.fragments.small_batch:
+        return f"it has no decoder of {problem.format}"
     if problem.device.capability < 80:
         return "it needs compute capability 8.0"
     multiple = problem.fragments.multiple or problem.fragments.granule

@@ -12,8 +12,9 @@ __host__ __device__ constexpr bool is_shared(int shares) { return shares == OF_B
 // Which elements are pairs, of eight neighbours, and in which order: neighbours; two apart, 0 2, 1 3, 4 6, 5 7; four
 // apart, 0 4, 1 5, 2 6, 3 7. A mask cuts such pairs out of a word of codes, and x has to follow.
 //
-// TWO_BLOCKS: two apart, where a lane has half of two blocks of 32: its bytes are the codes of both.
-enum Order { NEIGHBOURS, TWO_APART, FOUR_APART, TWO_BLOCKS };
+// TWO_BLOCKS: two apart, where a lane has half of two blocks of 32: its bytes are the codes of both. SPLIT: a byte has
+// the codes of two elements 16 apart, which are a pair.
+enum Order { NEIGHBOURS, TWO_APART, FOUR_APART, TWO_BLOCKS, SPLIT };
 
 // Which eight elements of half a stage, 64 k, are number c of four of the granule that is its t-th.
 template <int ORDER>
@@ -21,11 +22,12 @@ __device__ __forceinline__ unsigned x_chunk(unsigned t, unsigned c) {
     return ORDER == TWO_BLOCKS ? c / 2 * 4 + t * 2 + c % 2 : t * 4 + c;
 }
 
-// Eight elements of x, neighbours as they come, in that order.
+// Eight elements of x, neighbours as they come, in that order. SPLIT: four neighbours, and those 16 further on.
 template <int ORDER>
 __device__ __forceinline__ void arrange(unsigned (&x)[4]) {
     if constexpr (ORDER != NEIGHBOURS) {
-        const unsigned a[4] = {x[0], x[ORDER == FOUR_APART ? 1 : 2], x[ORDER == FOUR_APART ? 2 : 1], x[3]};
+        constexpr bool FAR = ORDER == FOUR_APART || ORDER == SPLIT;
+        const unsigned a[4] = {x[0], x[FAR ? 1 : 2], x[FAR ? 2 : 1], x[3]};
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = __byte_perm(a[i / 2], a[2 + i / 2], i % 2 ? 0x7632 : 0x5410);
     }
@@ -39,6 +41,17 @@ __device__ __forceinline__ void read_shared(unsigned (&w)[WORDS], unsigned addre
     else
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) w[i] = shared_at<unsigned>(address + 4 * i);
+}
+
+// Chunk c of a granule of x as `arrange` takes it, of chunks of 16 bytes that stand where `at` says.
+template <int ORDER, typename Place>
+__device__ __forceinline__ void read_chunk(unsigned (&word)[4], unsigned c, const Place& at) {
+    if constexpr (ORDER == SPLIT) {
+#pragma unroll
+        for (unsigned i = 0; i < 2; ++i) to_words(word + 2 * i, shared_at<uint2>(at(2 * i + c / 2) + c % 2 * 8));
+    } else {
+        read_shared(word, at(c));
+    }
 }
 
 // Where the scales of the granules are.
@@ -59,12 +72,14 @@ __device__ __forceinline__ int row_granules(int k, const TileScales& from) {
     else return (granules + (1 << from.shift) - 1) >> from.shift << from.shift;
 }
 
+// Beside those of AbsmaxFormat: bytes that are exponents of powers of two, E of 2^(E - 128); see RawHalves, RawSixBits.
+enum NibbleScales { E8M0 = FLOAT32 + 16, UE4M3_HALVES, SIX_BITS };
+
 // The scales of a lane's two rows, of granule t: as they are in memory, so that nothing waits for them.
 template <typename Decoder>
 struct RawScales {
-    static constexpr int SCALE_BYTES = Decoder::SCALE == E4M4 || Decoder::NESTED ? 1
-                                       : Decoder::SCALE == FLOAT16               ? 2
-                                                                                 : 4;
+    static constexpr bool BYTES = Decoder::SCALE == E4M4 || Decoder::SCALE == E8M0 || Decoder::NESTED;
+    static constexpr int SCALE_BYTES = BYTES ? 1 : Decoder::SCALE == FLOAT16 ? 2 : 4;
     static constexpr int SECOND_BYTES = 0;  // of a block, that are fetched ahead beside its scale
     unsigned code[2];
     float nested[2];
@@ -74,7 +89,7 @@ struct RawScales {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const unsigned block = (origin[i] + at) >> (is_shared(Decoder::SHARES) ? from.shift : 0);
-            if constexpr (Decoder::SCALE == E4M4 || Decoder::NESTED)
+            if constexpr (BYTES)
                 asm volatile("ld.global.u8 %0, [%1];"
                              : "=r"(code[i])
                              : "l"(static_cast<const unsigned char*>(from.absmax) + block));
@@ -87,6 +102,7 @@ struct RawScales {
 
     __device__ __forceinline__ float value(const TileScales& from, int i) const {
         if (Decoder::SCALE == FLOAT16) return __half2float(__ushort_as_half(code[i]));
+        if (Decoder::SCALE == E8M0) return __uint_as_float(max(code[i], 1u) - 1 << 23);
         if (Decoder::NESTED) return __fadd_rn(__fmul_rn(from.map[code[i]], nested[i]), *from.nested_offset);
         return __uint_as_float(code[i]);
     }
@@ -210,6 +226,96 @@ struct TileTable4 {
     }
 };
 
+// Scales of GGUF's types: two of 16 elements (nvfp4, UE4M3, half of what a byte stands for); one for 256 elements,
+// times the 6 bits less 32 of 32 of them, of which four are in one plane and two in another (iq4_xs).
+template <typename Decoder>
+struct RawHalves {
+    static constexpr int SCALE_BYTES = 2, SECOND_BYTES = 0;
+    unsigned code[2], next[2];
+
+    __device__ __forceinline__ void fetch(const TileScales& from, const unsigned (&origin)[2], unsigned at) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned char* codes = static_cast<const unsigned char*>(from.absmax) + 2ull * (origin[i] + at);
+            code[i] = codes[0], next[i] = codes[1];
+        }
+    }
+
+    // The bits of a byte as those of a half, whose exponent counts from 2^8 lower.
+    __device__ __forceinline__ static float number(unsigned code) {
+        const unsigned bits = code & 0x7f;
+        return bits == 0x7f ? 0.0f : __half2float(__ushort_as_half(bits << 7)) * 128.0f;
+    }
+    __device__ __forceinline__ float value(const TileScales&, int i) const { return number(code[i]); }
+    __device__ __forceinline__ float second(int i) const { return number(next[i]); }
+};
+
+template <typename Decoder>
+struct RawSixBits {
+    static constexpr int SCALE_BYTES = 2, SECOND_BYTES = 4;
+    unsigned code[2], low[2], high[2], sub;  // which 32 of the 256
+
+    __device__ __forceinline__ void fetch(const TileScales& from, const unsigned (&origin)[2], unsigned at) {
+        sub = at % 8;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned block = (origin[i] + at) / 8;
+            code[i] = static_cast<const unsigned short*>(from.absmax)[block];
+            low[i] = static_cast<const unsigned char*>(from.second)[block * 4 + sub / 2];
+            high[i] = reinterpret_cast<const unsigned short*>(from.nested_offset)[block];
+        }
+    }
+
+    __device__ __forceinline__ float value(const TileScales&, int i) const {
+        const int inner = (low[i] >> sub % 2 * 4 & 15) | (high[i] >> sub * 2 & 3) << 4;
+        return __half2float(__ushort_as_half(code[i])) * float(inner - 32);
+    }
+};
+
+template <typename Decoder, int SCALE>
+struct RawNibbles {
+    using Type = RawScales<Decoder>;
+};
+template <typename Decoder>
+struct RawNibbles<Decoder, UE4M3_HALVES> {
+    using Type = RawHalves<Decoder>;
+};
+template <typename Decoder>
+struct RawNibbles<Decoder, SIX_BITS> {
+    using Type = RawSixBits<Decoder>;
+};
+
+// Tables of 16 values of GGUF's types: the earlier element in the lower half of a byte.
+template <typename T, int ORDER_, int SCALE_>
+struct TileNibbles {
+    using Type = T;
+    using Raw = typename RawNibbles<TileNibbles, SCALE_>::Type;
+    using Base = unsigned;  // as TileKbit's
+    static constexpr int BITS = 4, SCALE = SCALE_, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
+    static constexpr int SHARES = SCALE == SIX_BITS ? OF_BLOCKS : OF_GRANULES, ORDER = ORDER_;
+    static constexpr int SCALES = SCALE == UE4M3_HALVES ? 2 : 1;
+    static constexpr bool OFFSETS = false, NESTED = false;
+    static constexpr float FACTOR = 1.0f;
+
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
+        for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
+            const int index = i / 2;
+            const float first = __shfl_sync(FULL_WARP, mine, index & 15);
+            const float second = __shfl_sync(FULL_WARP, mine, index >> 4);
+            const unsigned word[1] = {Word<T>::pack(first, second)};
+            fill_entry<1>(table, index, i % 2, word);
+        }
+    }
+
+    __device__ __forceinline__ static void unpack(unsigned (&)[FIELDS]) {}
+
+    __device__ __forceinline__ static void pairs(
+        const unsigned (&f)[FIELDS], int h, Base lane_offset, unsigned (&pair)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) pair[j] = table_entry(entry_offset(f[2 * h + j / 4], j % 4, lane_offset));
+    }
+};
+
 // ---- integers, by arithmetic ---------------------------------------------------------------------------------------
 
 // What stands beside scales: nothing, zero points of a type, or offsets of the scales' type, which are added to code
@@ -310,6 +416,27 @@ struct RawIntegers {
     }
 };
 
+// COUNT numbers from number `first` on, the last of them as often as there are too few: at once where they lie so, as a
+// load of 32 rows takes as long as 32 loads.
+template <int COUNT, typename N>
+__device__ __forceinline__ void load_numbers(unsigned (&to)[COUNT], const N* from, unsigned first, unsigned last) {
+    constexpr int BYTES = COUNT * sizeof(N);
+    if (COUNT > 1 && reinterpret_cast<unsigned long long>(from + first) % BYTES == 0 && first + COUNT - 1 <= last) {
+        unsigned word[(BYTES + 3) / 4];
+        if constexpr (BYTES == 16) to_words(word, *reinterpret_cast<const uint4*>(from + first));
+        else if constexpr (BYTES == 8) to_words(word, *reinterpret_cast<const uint2*>(from + first));
+        else word[0] = *reinterpret_cast<const unsigned*>(from + first);
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {
+            if constexpr (sizeof(N) == 4) to[j] = word[j];
+            else to[j] = word[j / 2] >> j % 2 * 16 & 0xffffu;
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) to[j] = from[min(first + j, last)];
+    }
+}
+
 // Scales and offsets of the four granules of a row in a stage.
 template <typename Decoder>
 struct RowIntegers {
@@ -321,29 +448,25 @@ struct RowIntegers {
     // them, any numbers will do.
     __device__ __forceinline__ void fetch(
         const TileScales& from, unsigned origin, unsigned at, unsigned granules, bool) {
-#pragma unroll
-        for (int j = 0; j < BLOCKS; ++j) {
-            const unsigned block =
-                (origin + min(at + j * (4 / BLOCKS), granules - 1)) >> (is_shared(Decoder::SHARES) ? from.shift : 0);
-            if constexpr (Raw::PAIRS) {
-                const unsigned both = static_cast<const unsigned*>(from.absmax)[block];
-                scale[j] = both & 0xffffu, beside[j] = both >> 16;
-            } else if constexpr (Decoder::SCALE == FLOAT32) {
-                scale[j] = static_cast<const unsigned*>(from.absmax)[block];
-                beside[j] = static_cast<const unsigned*>(from.second)[block];
-            } else {
-                scale[j] = static_cast<const unsigned short*>(from.absmax)[block];
-                beside[j] = static_cast<const unsigned short*>(from.second)[block];
-            }
+        const int shift = is_shared(Decoder::SHARES) ? from.shift : 0;
+        const unsigned last = (origin + granules - 1) >> shift, first = min((origin + at) >> shift, last);
+        if constexpr (Decoder::SCALE == FLOAT32 || Raw::PAIRS) {
+            load_numbers(scale, static_cast<const unsigned*>(from.absmax), first, last);
+            if constexpr (!Raw::PAIRS) load_numbers(beside, static_cast<const unsigned*>(from.second), first, last);
+        } else {
+            load_numbers(scale, static_cast<const unsigned short*>(from.absmax), first, last);
+            load_numbers(beside, static_cast<const unsigned short*>(from.second), first, last);
         }
     }
 
+    __device__ __forceinline__ void take(unsigned) {}
+
     __device__ __forceinline__ float scale_of(int b) const {
-        const float s = Raw::number(scale[b]);
+        const float s = Raw::number(Raw::PAIRS ? scale[b] & 0xffffu : scale[b]);
         return Raw::PAIRS || (__float_as_uint(s) & 0x7fffffffu) < 0x7f800000u ? s : 0.0f;
     }
     __device__ __forceinline__ float added_of(int b) const {
-        return Raw::added_to(scale_of(b), Raw::number(beside[b]));
+        return Raw::added_to(scale_of(b), Raw::number(Raw::PAIRS ? scale[b] >> 16 : beside[b]));
     }
 
     // No scale is larger, and nothing that is added.
@@ -410,22 +533,50 @@ struct RawInner {
     __device__ __forceinline__ int zero(int) const { return 8; }
 };
 
-// Those of a row, as RowIntegers has them: half a block of 256.
+// Those of a row, as RowIntegers has them: half a block of 256. Two blocks are loaded at a time, each number of both at
+// once where rows are whole pairs of blocks: a load of 32 rows takes as long as 32 loads.
 template <typename Decoder>
 struct RowInner {
     using Raw = RawInner<Decoder>;
-    unsigned pair, word[3];
+    unsigned two[4][2];      // d and dmin, and the words of 6-bit numbers, of both blocks
+    unsigned pair, word[3];  // of this one
     bool late;
 
     __device__ __forceinline__ void fetch(
         const TileScales& from, unsigned origin, unsigned at, unsigned granules, bool first) {
-        late = at / 4 % 2;
-        if (late && !first) return;
-        const unsigned block = (origin + min(at, granules - 1)) >> from.shift;
-        pair = static_cast<const unsigned*>(from.absmax)[block];
+        if (at % 16 == 0 || first) load(from, origin, min(at, granules - 1) / 16 * 16, granules);
+    }
+
+    __device__ __forceinline__ void load(const TileScales& from, unsigned origin, unsigned at, unsigned granules) {
+        const unsigned block = (origin + at) / 8, next = at + 8 < granules ? 1 : 0;
+        const unsigned* pairs = static_cast<const unsigned*>(from.absmax) + block;
         const unsigned* words = static_cast<const unsigned*>(from.second) + 3ull * block;
+        const auto addresses =
+            reinterpret_cast<unsigned long long>(from.absmax) | reinterpret_cast<unsigned long long>(from.second);
+        if (granules % 16 == 0 && addresses % 8 == 0) {
+            unsigned w[6];
+            to_words(two[0], *reinterpret_cast<const uint2*>(pairs));
 #pragma unroll
-        for (int w = 0; w < 3; ++w) word[w] = words[w];
+            for (int i = 0; i < 3; ++i) to_words(w + 2 * i, reinterpret_cast<const uint2*>(words)[i]);
+#pragma unroll
+            for (int i = 0; i < 6; ++i) two[1 + i % 3][i / 3] = w[i];
+        } else {
+#pragma unroll
+            for (unsigned i = 0; i < 2; ++i) {
+                two[0][i] = pairs[i * next];
+#pragma unroll
+                for (int w = 0; w < 3; ++w) two[1 + w][i] = words[3 * i * next + w];
+            }
+        }
+    }
+
+    // Take the numbers of the stage that begins with granule `at`.
+    __device__ __forceinline__ void take(unsigned at) {
+        late = at / 4 % 2;
+        const bool second = at / 8 % 2;
+        pair = second ? two[0][1] : two[0][0];
+#pragma unroll
+        for (int w = 0; w < 3; ++w) word[w] = second ? two[1 + w][1] : two[1 + w][0];
     }
 
     __device__ __forceinline__ float bound() const {  // of 8 * 63 d and of 63 dmin

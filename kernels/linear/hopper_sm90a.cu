@@ -88,8 +88,9 @@ __device__ __forceinline__ void reorder(unsigned x, unsigned half, unsigned mean
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
         for (unsigned t = 0; t < 4; ++t)
-            read_shared(
-                word[part][t], x + part * 1024 + row * 128 + t / 2 * half + ((x_chunk<ORDER>(t % 2, c) ^ row) << 4));
+            read_chunk<ORDER>(word[part][t], c, [&](unsigned chunk) {
+                return x + part * 1024 + row * 128 + t / 2 * half + ((x_chunk<ORDER>(t % 2, chunk) ^ row) << 4);
+            });
     __syncwarp();
     if constexpr (Decoder::OFFSETS) {  // braces: without them NVRTC 12.9 leaves out the loop behind, too
 #pragma unroll
@@ -396,22 +397,16 @@ __device__ __forceinline__ void prepare_stages(
         __syncwarp();
     }
     const unsigned granules = row_granules<Decoder>(job.k, scales);
-    RowScales next[ROUNDS];
+    RowScales raw[ROUNDS];  // of the next stage
     unsigned origin[ROUNDS], top[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int row = (warp + 4 * r) * WARP + lane;
         origin[r] = min(task.row + row, job.n - 1) * granules, top[r] = 1u << 23;
-        next[r].fetch(scales, origin[r], task.begin * GRANULES, granules, true);
+        raw[r].fetch(scales, origin[r], task.begin * GRANULES, granules, true);
     }
 #pragma unroll 1
     for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
-        RowScales raw[ROUNDS];
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            raw[r] = next[r];
-            next[r].fetch(scales, origin[r], (item + 1) * GRANULES, granules, false);
-        }
         barrier_wait(ring.empty(), ring.phase ^ 1);
         if (warp == 0) {
             if (elected && item >= copied) {
@@ -423,23 +418,30 @@ __device__ __forceinline__ void prepare_stages(
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const unsigned record = ring.data() + S::RECORDS_AT + ((warp + 4 * r) * WARP + lane) * 16;
+            raw[r].take(item * GRANULES);
             store_record<Decoder>(raw[r], top[r], record, record + S::ROWS * 16);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(ring.ready());
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) raw[r].fetch(scales, origin[r], (item + 1) * GRANULES, granules, false);
     }
 }
 
-// What stands beside `own` where something is added to code times scale: the scales of a second half that has others,
-// and what is added, as operand A of a step along k beside the means of x.
+// What stands beside `own`: the scales of a second half that has others; where something is added to code times scale,
+// that, as operand A of a step along k beside the means of x.
 template <typename Decoder>
 struct Offsets {
+    static constexpr bool ANY = Decoder::OFFSETS || Decoder::SCALES > 1;
     float s[2], added[2];
     unsigned own[2], step[4];
 
     __device__ __forceinline__ void fetch(const typename Decoder::Raw& raw, const TileScales& scales) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) raw.offset(scales, i, s[i], added[i]);
+        for (int i = 0; i < 2; ++i) {
+            if constexpr (Decoder::OFFSETS) raw.offset(scales, i, s[i], added[i]);
+            else s[i] = raw.second(i), added[i] = 0.0f;
+        }
     }
     __device__ __forceinline__ void raise(unsigned (&largest)[2]) const {
 #pragma unroll
@@ -484,13 +486,13 @@ __device__ __forceinline__ void scale_words(
         return;
     }
     float s[2] = {raw.value(scales, 0), raw.value(scales, 1)};
-    if constexpr (Decoder::OFFSETS) offsets.fetch(raw, scales);
+    if constexpr (Offsets<Decoder>::ANY) offsets.fetch(raw, scales);
     if constexpr (SameType<T, __half>::VALUE) {
         constexpr unsigned ROOM = scale_room<Decoder>();
         unsigned largest[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) largest[i] = min(__float_as_uint(s[i]) & 0x7f800000u, 252u << 23);
-        if constexpr (Decoder::OFFSETS) offsets.raise(largest);
+        if constexpr (Offsets<Decoder>::ANY) offsets.raise(largest);
         if (__any_sync(FULL_WARP, largest[0] > top[0] + ROOM || largest[1] > top[1] + ROOM)) {
             wgmma_wait<0>();
             fence_operands(sum);
@@ -509,9 +511,9 @@ __device__ __forceinline__ void scale_words(
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) s[i] *= __uint_as_float((254u << 23) - top[i]);
-        if constexpr (Decoder::OFFSETS) offsets.lower(top);
+        if constexpr (Offsets<Decoder>::ANY) offsets.lower(top);
     }
-    if constexpr (Decoder::OFFSETS) offsets.pack();
+    if constexpr (Offsets<Decoder>::ANY) offsets.pack();
 #pragma unroll
     for (int i = 0; i < 2; ++i) own[i] = Word<T>::pack(s[i], s[i]);
 }
@@ -675,8 +677,11 @@ __device__ __forceinline__ void multiply_stages(
         if constexpr (S::DIRECT) {
             unsigned x[4][4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                read_shared(x[i], ring.data() + (x_offset ^ i << 4)), arrange<Decoder::ORDER>(x[i]);
+            for (int i = 0; i < 4; ++i) {
+                read_chunk<Decoder::ORDER>(
+                    x[i], i, [&](unsigned chunk) { return ring.data() + (x_offset ^ chunk << 4); });
+                arrange<Decoder::ORDER>(x[i]);
+            }
             if constexpr (!S::HALVES) {
                 __syncwarp();
                 if (lane == 0) barrier_arrive(ring.empty());
@@ -719,6 +724,7 @@ __device__ __forceinline__ void multiply_stages(
             if (h == 0 && !S::PREPARED) barrier_wait(ring.ready(), ring.phase);
             // Operands may change only while no product is under way: so far nothing is scaled.
             wgmma_wait<0>();
+            if constexpr (S::PREPARED) __syncwarp();  // all lanes have read their records
             if (h == 0 && last && lane == 0) barrier_arrive(last);
             fence_operands(a);
             if constexpr (S::PREPARED) {

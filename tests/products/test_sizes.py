@@ -5,13 +5,15 @@ import re
 import pytest
 
 import kbitcupy as kb
-from kbitcupy.backend.compile import architecture_of, compile_offline, source
+from kbitcupy.backend.compile import architecture_of, compile_offline, kernel_folder, source
 from kbitcupy.backend.structs import Constants
 from kbitcupy.errors import KernelCompileError
 from kbitcupy.formats.base import all_fragments, kernel_templates
 from kbitcupy.products.fused import Decoder
 from kbitcupy.products.hopper import tile_cuts
 
+# What NVRTC 12.9 and 13.0 get wrong: where the condition is false, a loop behind that is unrolled is left out as well.
+DROPS_THE_NEXT = r"if constexpr [^\n{;]*\)\n *#pragma unroll\n( *)for [^\n]*\{\n.*?\n\1\}\n *#pragma unroll"
 # Whose sizes stand in the last template argument.
 CHECKED = ("linear_few", "linear_one", "linear_tile", "wgmma_w8a8")
 
@@ -61,3 +63,11 @@ def test_constants_stand_ahead_of_the_source():
     assert sizes.ROWS == 16 and repr(sizes) == "Constants(ROWS=16)"
     with pytest.raises(AttributeError, match="TOKENS is none of the constants ROWS"):
         _ = sizes.TOKENS
+
+
+def test_no_loop_is_left_out_by_the_compiler():
+    """Braces around the body of such an ``if constexpr`` cure it."""
+    wrong = "if constexpr (O)\n#pragma unroll\n  for (;;) {\n    a();\n  }\n#pragma unroll\n  for (;;) b();\n"
+    assert re.search(DROPS_THE_NEXT, wrong, re.DOTALL)
+    for path in sorted(kernel_folder().rglob("*.cu*")):
+        assert not re.search(DROPS_THE_NEXT, path.read_text(), re.DOTALL), path.name

@@ -19,7 +19,8 @@ AFFINE = [
     for shares in ("block=32", "block=64", "block=128", "granularity=channel:0")
     for zero in ("", ",symmetric=false", ",zero=float")
 ]
-SPECS = [*AFFINE, "q4_0", "q8_0", "q4_k"]
+SPECS = [*AFFINE, "q4_0", "q4_1", "q8_0", "q4_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4"]
+SMALL = ["int8:block=32", "uint4:block=128,symmetric=false", "uint4:block=64,zero=float", *SPECS[len(AFFINE) :]]
 FORMATS = [spec for spec in SPECS if getattr(kb.get_format(spec).fragments(), "hopper", "")]
 
 
@@ -43,6 +44,11 @@ def check_error(y, x, q, most):
 
 def most_of(spec, cut, dtype):
     return 1.4 if rounds_scales(problem(spec, dtype=dtype), cut) else 1.1
+
+
+def multiple_of(spec):
+    fragments = kb.get_format(spec).fragments()
+    return 64 if spec == "nvfp4" else max(32, fragments.block, fragments.multiple)
 
 
 def multiply(cupy, q, x, cut, bias=None):
@@ -82,6 +88,17 @@ def test_what_is_rounded_is_said():
     assert said not in hopper.Hopper().describe(problem("nf4", (8192, 8192)))
 
 
+def test_what_is_brought_into_order_ahead():
+    """x, for all thread blocks, where something is added and the tokens are many; experts have few."""
+    for spec, ahead in (("q4_k", True), ("q4_1", True), ("int4:block=64,zero=float", True), ("q4_0", False)):
+        fragments = kb.get_format(spec).fragments()
+        for cut in INTEGER_CUTS:
+            assert cut.prepared(fragments) == (ahead and cut.tokens == 64)
+            assert not cut.prepared(fragments, grouped=True)
+        assert ("arrange_tokens" in hopper.Hopper().describe(problem(spec, (28672, 8192), 64))) == ahead
+        assert "arrange_tokens" not in hopper.Hopper().describe(problem(spec, (28672, 8192), 16))
+
+
 def test_what_is_refused():
     assert tile_refusal(problem("int4:block=128")) is None
     assert "no decoder for blocks of 384" in tile_refusal(problem("int4:block=384", (64, 1152)))
@@ -104,13 +121,28 @@ def test_tiles_of_larger_weights_fill_the_device(shape):
 
 
 @pytest.mark.gpu
+class TestSmall:
+    """Few tiles of every kind of decoder."""
+
+    @pytest.mark.parametrize("spec", SMALL)
+    def test_tiles(self, hopper_gpu, spec):
+        q = weight((140, 512), spec, hopper_gpu)
+        for m, cut in ((16, INTEGER_CUTS[1]), (70, INTEGER_CUTS[5])):
+            x = numbers((m, 512), HALF[0], hopper_gpu)
+            wanted = exact(x, q)
+            y = host(multiply(hopper_gpu, q, x, cut)).astype(np.float64)
+            assert np.abs(y - wanted).max() <= 2.0**-7 * np.abs(wanted).max()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("spec", FORMATS)
 def test_every_decoder(hopper_gpu, spec, dtype):
     """Odd rows, rows that end within a tile's stages, tokens that fill no tile; x of mean 0 and 1."""
-    depth = 768 if spec == "q4_k" else 1152
+    depth = 768 if multiple_of(spec) == 256 else 1152
     q = weight((201, depth), spec, hopper_gpu)
-    for number, (m, cut) in enumerate(((16, INTEGER_CUTS[0]), (9, INTEGER_CUTS[3]), (50, INTEGER_CUTS[5]))):
+    cuts = (16, INTEGER_CUTS[0]), (9, INTEGER_CUTS[3]), (50, INTEGER_CUTS[5]), (100, INTEGER_CUTS[4])
+    for number, (m, cut) in enumerate(cuts):
         x = numbers((m, depth), np.dtype("float32"), hopper_gpu) + np.float32(number % 2)
         x = x.astype(dtype)
         check_error(multiply(hopper_gpu, q, x, cut), x, q, most_of(spec, cut, dtype))
@@ -120,7 +152,7 @@ def test_every_decoder(hopper_gpu, spec, dtype):
 @pytest.mark.parametrize("spec", FORMATS)
 def test_tokens_and_depths(hopper_gpu, spec):
     """As the host cuts it, from one group on."""
-    group = 256 if spec == "q4_k" else max(32, kb.get_format(spec).fragments().block)
+    group = multiple_of(spec)
     for number, m in enumerate((9, 16, 17, 64, 128)):
         shape = 64 * number + 37, group * (1, 3, 8)[number % 3]
         q, dtype = weight(shape, spec, hopper_gpu, number), HALF[number % 2]
@@ -139,7 +171,10 @@ def test_scales_that_differ_by_far(hopper_gpu, spec):
     q = weight((70, 1024), spec, hopper_gpu)
     name = q.format.fragments().scales
     factor = hopper_gpu.asarray(np.random.default_rng(1).choice([1e-3, 1, 300], q.planes[name].shape))
-    q.planes[name][...] = (q.planes[name].astype(np.float32) * factor).astype(q.planes[name].dtype)
+    if q.planes[name].dtype == np.uint8:  # exponents
+        q.planes[name][...] += hopper_gpu.rint(hopper_gpu.log2(factor)).astype(np.int8).view(np.uint8)
+    else:
+        q.planes[name][...] = (q.planes[name].astype(np.float32) * factor).astype(q.planes[name].dtype)
     x = numbers((20, 1024), HALF[0], hopper_gpu) * np.float16(0.01)
     for cut in (INTEGER_CUTS[1], INTEGER_CUTS[4]):
         wanted = exact(x, q)

@@ -38,25 +38,51 @@ def _fragments(small_batch: str, hopper: str, bits: int, **others: Any) -> Fragm
     )
 
 
-def _tables(small_batch: str, block: int, scale_bytes: int, values: tuple[float, ...], **others: Any) -> Fragments:
+def _tables(
+    small_batch: str, hopper: str, block: int, scale_bytes: int, values: tuple[float, ...], **others: Any
+) -> Fragments:
     """Codes of 4 bits into a table of 16 values."""
     about: dict[str, Any] = {"items": 4, "grouped_items": 2, "wide": True, "codes": "qs", **others}
     return Fragments(
         small_batch=small_batch,
-        hopper="",
+        hopper=f"TileNibbles<{{T}}, {hopper}>",
         bits=4,
         block=block,
         granule=block,
         scale_bytes=scale_bytes,
         entries=256,
         gaps=True,
-        hopper_entries=0,
+        hopper_entries=256,
         owned=False,
         copied=True,
         swizzled=True,
         targeted=False,
         known_values=values,
         single=False,
+        **about,
+    )
+
+
+def _tiled(hopper: str, scale_bytes: int, **others: Any) -> Fragments:
+    """What ``linear_tile`` alone decodes to fragments: codes of 4 bits."""
+    about: dict[str, Any] = {"block": 32, "multiple": 32, "hopper_entries": 0, **others}
+    return Fragments(
+        small_batch="",
+        hopper=hopper,
+        bits=4,
+        granule=32,
+        scale_bytes=scale_bytes,
+        entries=0,
+        gaps=False,
+        owned=False,
+        copied=True,
+        swizzled=False,
+        wide=False,
+        items=0,
+        grouped_items=0,
+        targeted=False,
+        codes="qs",
+        scales="d",
         **about,
     )
 
@@ -93,10 +119,29 @@ FRAGMENTS = {
         added=True,
         work=1.3,
     ),
-    "iq4_nl": _tables("PairTable<{T}, __half, SPLIT>", 32, 2, tuple(map(float, _IQ4)), scales="d"),
-    "mxfp4": _tables("PairTable<{T}, unsigned char, NEIGHBOURS>", 32, 1, (*_FP4, *(-v for v in _FP4)), scales="scales"),
+    "q4_1": _tiled("TileIntegers<{T}, 4, false, TWO_APART, FLOAT16_PAIRS, FLOAT_OFFSETS, OF_GRANULES>", 4, added=True),
+    "iq4_nl": _tables("PairTable<{T}, __half, SPLIT>", "SPLIT, FLOAT16", 32, 2, tuple(map(float, _IQ4)), scales="d"),
+    "iq4_xs": _tiled(
+        "TileNibbles<{T}, SPLIT, SIX_BITS>",
+        2,
+        hopper_entries=256,
+        known_values=tuple(map(float, _IQ4)),
+        block=256,
+        multiple=256,
+        beside="scales_l",
+        offset="scales_h",
+    ),
+    "mxfp4": _tables(
+        "PairTable<{T}, unsigned char, NEIGHBOURS>",
+        "NEIGHBOURS, E8M0",
+        32,
+        1,
+        (*_FP4, *(-v for v in _FP4)),
+        scales="scales",
+    ),
     "nvfp4": _tables(
         "PairTable16<{T}>",
+        "NEIGHBOURS, UE4M3_HALVES",
         16,
         1,
         (*_FP4, *(-v for v in _FP4)),
