@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -606,13 +607,9 @@ def _escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _tell_dask_cuda() -> None:
-    """Workers of dask-cuda move to the host what lies on their GPU, where they know that it does."""
-    from dask_cuda.is_device_object import is_device_object
-
-    is_device_object.register(QuantizedArray, lambda q: q.device != "cpu")
-
-
-# There is no entry point for it, and such a worker has imported dask_cuda before anything that its tasks need.
-if "dask_cuda" in sys.modules:
-    _tell_dask_cuda()
+# Workers of Dask have imported what they are made of before the first task that brings such an array. What it weighs
+# they learn of an installed package by an entry point, too; where it lies, so that a full GPU is relieved, only here.
+if "dask.sizeof" in sys.modules:
+    sys.modules["dask.sizeof"].sizeof.register(QuantizedArray, operator.attrgetter("nbytes"))
+if "dask_cuda.is_device_object" in sys.modules:
+    sys.modules["dask_cuda.is_device_object"].is_device_object.register(QuantizedArray, lambda q: q.device != "cpu")

@@ -144,13 +144,14 @@ def lane(devices: Sequence[str], number: int = 0) -> Iterator[Lane]:
     Parameters
     ----------
     devices : sequence of str
-        Names of devices: that one is taken which has the fewest lanes of this process.
+        Names of devices, ``"auto"`` among them: that one is taken which has the fewest lanes of this process.
     number : int, default 0
         Which of those with equally many is taken: processes that number their work share the devices.
     """
-    turn = number % len(devices)
+    here = [_xp.resolve_device(name) for name in devices]
+    turn = number % len(here)
     with _lock:
-        device = min((*devices[turn:], *devices[:turn]), key=lambda name: _used[name])
+        device = min((*here[turn:], *here[:turn]), key=lambda name: _used[name])
         _used[device] += 1
         waiting = _idle.get(device)
         found = waiting.pop() if waiting else None

@@ -46,7 +46,7 @@ def contents(path):
 
 def test_files_are_those_of_a_serial_job(client, folder, tmp_path, capsys):
     executor = client.get_executor(pure=False, retries=2)
-    report = kb.io.quantize_file(folder / "shards", tmp_path / "out", "kbit4", device="cpu", executor=executor)
+    report = kb.io.quantize_file(folder / "shards", tmp_path / "out", "kbit4", executor=executor)  # its own devices
     assert contents(tmp_path / "out") == contents(folder / "whole") and report.converted == 16
     kb.io.dequantize_file(folder / "whole", tmp_path / "back", device="cpu")
     address = client.scheduler.address
