@@ -133,18 +133,18 @@ struct Range {
             wanted > limit ? __dsub_rn(__dmul_rn(upper + lower, 0.5), __dmul_rn(s, 0.5 * g.divisor)) : lower;
         if constexpr (STORED) {
             const bool equal = upper == lower;
-            return stored_offset(equal ? lower : __dsub_rn(first, __dmul_rn(s, double(g.qmin))), upper, lower, g);
+            const double from = equal ? lower : __dsub_rn(first, __dmul_rn(s, double(g.qmin)));
+            return stored_offset(from, upper, lower, finite, g);
         }
         const float offset = ieee::add(narrow(__dsub_rn(first, __dmul_rn(s, double(g.qmin))), 0.0f), 0.0f);
-        bool inside = false;
-        if constexpr (sizeof(C) == 4)
-            inside = rint(divide(above(narrow(upper, 0.0f), offset), scale)) <= float(g.qmax) &&
-                     rint(divide(above(narrow(lower, 0.0f), offset), scale)) >= float(g.qmin);
+        // What an offset of so few steps is rounded by moves no number to another level than the first or the last.
+        const bool inside =
+            sizeof(C) == 4 && !(wanted > limit) && __fmul_rn(ieee::magnitude(offset), 0x1p-16f) <= scale;
         return {in_type<C>(scale), __float_as_int(offset), inside, finite};
     }
     // The offset in 16 bits, and the scale that reaches both ends of the range from there.
     __device__ __forceinline__ static QParams<C> stored_offset(
-        double wanted, double upper, double lower, const Geometry& g) {
+        double wanted, double upper, double lower, bool finite, const Geometry& g) {
         const int storage = g.margin;
         const unsigned code = g.qmin == 0 ? code_below(wanted, storage) : nearest_code(wanted, storage);
         const float offset = ieee::add(number_of_code(code, storage), 0.0f);
@@ -154,7 +154,11 @@ struct Range {
         const unsigned scale = code_above(fmin(reached, limit), storage);
         const bool exact = upper == lower && from == lower;
         const float found = exact ? 1.0f : number_of_code(scale & 0x8000u ? 1u : max(scale, 1u), storage);
-        return {in_type<C>(found), __float_as_int(offset), false, true};
+        bool inside = false;
+        if constexpr (sizeof(C) == 4)
+            inside = rint(divide(above(narrow(upper, 0.0f), offset), found)) <= float(g.qmax) &&
+                     rint(divide(above(narrow(lower, 0.0f), offset), found)) >= float(g.qmin);
+        return {in_type<C>(found), __float_as_int(offset), inside, finite};
     }
     // Scale and zero point by the contract; infinities count as the largest finite number. STORED: in 16 bits, of which
     // g.margin says in what.
@@ -165,16 +169,20 @@ struct Range {
         if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true, true};
         const bool finite = max(high, low) <= Bits(g.largest);
         if (g.symmetric) {
-            const C scale = as_stored<STORED>(divide(larger(up, down), C(g.divisor)), g);
-            return kept_finite<STORED>({scale, g.zero, g.zero - g.divisor >= g.qmin, finite}, g);
+            const C most = larger(up, down), scale = as_stored<STORED>(divide(most, C(g.divisor)), g);
+            bool inside = g.zero - g.divisor >= g.qmin;
+            if constexpr (STORED) inside = inside && C(rint(divide(most, scale))) <= C(g.divisor);
+            return kept_finite<STORED>({scale, g.zero, inside, finite}, g);
         }
         const C scale =
             as_stored<STORED>(smaller(narrow(width(up, down, g), C(0)), from_bits(largest_finite(C(0)))), g);
         const C s = usable(scale);
         if (magnitude_bits(s) == 0) return {scale, g.qmin, false, finite};
         const int zero = g.qmin + int(smaller(C(rint(divide(down, s))), C(g.qmax - g.qmin)));
-        // The smallest number becomes qmin.
-        return kept_finite<STORED>({scale, zero, C(rint(divide(up, s))) <= C(g.qmax - zero), finite}, g);
+        bool inside = C(rint(divide(up, s))) <= C(g.qmax - zero);
+        // The smallest number becomes qmin, but under a scale that was rounded it may be below.
+        if constexpr (STORED) inside = inside && C(rint(divide(down, s))) <= C(zero - g.qmin);
+        return kept_finite<STORED>({scale, zero, inside, finite}, g);
     }
 };
 
@@ -514,6 +522,10 @@ struct BlockQuantizer {
         if constexpr (FLOATING) quick = quick && is_near(offset_of<C>(zero));
     }
 
+    template <int SIZE>
+    __device__ __forceinline__ float number(const Unit<T, SIZE>& unit, int j) const {
+        return FLOATING ? __fsub_rn(unit.get(j), __int_as_float(zero)) : unit.get(j);
+    }
     // Numbers of a block of an ordinary scale, whose quotients do not overflow. INSIDE: the block's `inside` is true.
     template <bool INSIDE, int SIZE>
     __device__ __forceinline__ Codes<BITS, SIZE> level_as(const Unit<T, SIZE>& unit) const {
@@ -530,8 +542,7 @@ struct BlockQuantizer {
             const float low = beside_rounder(g.qmin - point), high = beside_rounder(g.qmax - point);
 #pragma unroll
             for (int j = 0; j < SIZE; ++j) {
-                const float number = FLOATING ? __fsub_rn(unit.get(j), __int_as_float(zero)) : unit.get(j);
-                const float sum = __fadd_rn(short_division(number, s, r), ROUNDER);
+                const float sum = __fadd_rn(short_division(number(unit, j), s, r), ROUNDER);
                 q[j] = __float_as_uint(INSIDE ? sum : fminf(fmaxf(sum, low), high));
             }
             packed.pack_sums(q, point + offset - __float_as_int(ROUNDER));
@@ -539,14 +550,44 @@ struct BlockQuantizer {
         packed.flip(offset);
         return packed;
     }
+    // The same where the block's `inside` is true, by products with numbers around 1 / s: a quotient, rounded to a
+    // float, lies between those products, so that it is rounded to the integer that both are rounded to. False where
+    // these are two, which few levels make rare.
+    template <int SIZE>
+    __device__ __forceinline__ bool level_between(const Unit<T, SIZE>& unit, Codes<BITS, SIZE>& packed) const {
+        const int offset = g.qmin < 0 ? 1 << (BITS - 1) : 0;
+        const float more = __uint_as_float(__float_as_uint(r) + 3), less = __uint_as_float(__float_as_uint(r) - 3);
+        unsigned q[SIZE], apart = 0;
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) {
+            const float v = number(unit, j);
+            q[j] = __float_as_uint(__fmaf_rn(v, more, ROUNDER));
+            apart |= q[j] ^ __float_as_uint(__fmaf_rn(v, less, ROUNDER));
+        }
+        packed.pack_sums(q, (FLOATING ? 0 : zero) + offset - __float_as_int(ROUNDER));
+        packed.flip(offset);
+        return apart == 0;
+    }
     template <int SIZE>
     __device__ __forceinline__ Codes<BITS, SIZE> level(const Unit<T, SIZE>& unit) const {
-        return inside ? level_as<true>(unit) : level_as<false>(unit);
+        if constexpr (BITS == 4 && sizeof(T) < 8) {
+            Codes<BITS, SIZE> packed;
+            return inside && level_between(unit, packed) ? packed : level_as<false>(unit);
+        } else {
+            return inside ? level_as<true>(unit) : level_as<false>(unit);
+        }
     }
 
+    // STORED: scales and offsets as their codes.
+    template <bool STORED>
     __device__ __forceinline__ void store_params(long long block, C* scale, int* zero_point) const {
-        scale[block] = s;
-        if (zero_point) zero_point[block] = zero;
+        if constexpr (STORED) store_code(scale, block, s);
+        else scale[block] = s;
+        if constexpr (STORED && FLOATING) store_code(zero_point, block, __int_as_float(zero));
+        else if (zero_point) zero_point[block] = zero;
+    }
+    __device__ __forceinline__ void store_code(void* to, long long block, float x) const {
+        reinterpret_cast<unsigned short*>(to)[block] = static_cast<unsigned short>(code_of(x, g.margin));
     }
 
     __device__ __forceinline__ void store(const Unit<T>& unit, long long i) const {
@@ -588,16 +629,17 @@ __device__ __forceinline__ void ranges_of_units(
 //
 // x           T[n], begins at a multiple of 16 bytes
 // codes       as quantize_affine, begins at a multiple of 16 bytes
-// scale       C[count]
-// zero_point  int32[count], or null
+// scale       C[count], or 16-bit codes
+// zero_point  int32[count], or null; FLOATING: float32[count], or 16-bit codes
 // team        threads of a team: a power of two up to 32
 // SLOTS       units of a thread
 // EACH        blocks that a team has in its registers: SLOTS of one unit a thread, or 1 of SLOTS units a thread
-template <typename T, int BITS, int SLOTS, int EACH, bool FLOATING = false>
+// STORED      scales and offsets are stored in 16 bits, of which g.margin says in what
+template <typename T, int BITS, int SLOTS, int EACH, bool FLOATING = false, bool STORED = false>
 __global__ void __launch_bounds__(
     TEAM_THREADS, sizeof(T) == 8   ? 2
                   : EACH > 1       ? 5
-                  : SLOTS == 4     ? FEW_SLOT_BLOCKS
+                  : SLOTS == 4     ? FEW_SLOT_BLOCKS - (FLOATING && STORED)
                   : sizeof(T) == 2 ? MANY_SLOT_BLOCKS
                                    : 4)
     quantize_dynamic_affine(
@@ -638,8 +680,8 @@ __global__ void __launch_bounds__(
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
         if (length[b] == 0) continue;
-        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range[b].choose_qparams(g));
-        if (lane == 0) own.store_params(first + b * teams, scale, zero_point);
+        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range[b].template choose_qparams<STORED>(g));
+        if (lane == 0) own.template store_params<STORED>(first + b * teams, scale, zero_point);
         if (own.quick && !nan) {
 #pragma unroll
             for (int v = 0; v < SLOTS; ++v)
@@ -696,14 +738,14 @@ struct Row {
         return gather.range(both);
     }
     // Its codes, from where `codes` has those of this thread's first unit.
-    template <bool INSIDE, int BITS, bool FLOATING>
+    template <int BITS, bool FLOATING>
     __device__ __forceinline__ void quantize(const BlockQuantizer<T, BITS, FLOATING>& own, unsigned char* codes) const {
         unsigned from = place;
 #pragma unroll 1
         for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
             Unit<T> unit;
             read(from, unit);
-            own.template level_as<INSIDE>(unit).template store<true>(codes);
+            own.level(unit).template store<true>(codes);
             codes += blockDim.x * (UNIT * BITS / 8);
         }
     }
@@ -713,7 +755,7 @@ struct Row {
 // once for its range and once for its codes.
 //
 // Arguments as quantize_dynamic_affine.
-template <typename T, int BITS, bool FLOATING = false>
+template <typename T, int BITS, bool FLOATING = false, bool STORED = false>
 __global__ void __launch_bounds__(
     ROW_THREADS, sizeof(T) == 2   ? 3
                  : sizeof(T) == 4 ? 2
@@ -742,7 +784,7 @@ __global__ void __launch_bounds__(
         if (warp == 0) {
             range = of_warps[min(lane, warps - 1)];
             join_lanes(range, WARP, both);
-            if (lane == 0) found = range.choose_qparams(g), nan = range.has_nan();
+            if (lane == 0) found = range.template choose_qparams<STORED>(g), nan = range.has_nan();
         }
         __syncthreads();
     };
@@ -750,15 +792,13 @@ __global__ void __launch_bounds__(
     const bool careful = nan;
     if (careful) reduce(row.template range<false, FLOATING>(both));
     const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, found);
-    if (threadIdx.x == 0) own.store_params(blockIdx.x, scale, zero_point);
+    if (threadIdx.x == 0) own.template store_params<STORED>(blockIdx.x, scale, zero_point);
     unsigned char* mine = codes + (first + threadIdx.x * UNIT) * BITS / 8;
     if (careful || !own.quick) {
 #pragma unroll 1
         for (int e = threadIdx.x * UNIT; e < g.run; e += blockDim.x * UNIT) own.careful(first + e, UNIT);
-    } else if (own.inside) {
-        row.template quantize<true>(own, mine);
     } else {
-        row.template quantize<false>(own, mine);
+        row.quantize(own, mine);
     }
 }
 
@@ -766,9 +806,11 @@ __global__ void __launch_bounds__(
 // through shared memory, one tile of the warp ahead.
 //
 // lanes  2^j; the rest as quantize_dynamic_affine
-template <typename T, int BITS, bool FLOATING = false>
-__global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 2 ? 4 : 3) quantize_lanes_affine(
-    const T* x, unsigned char* codes, float* scale, int* zero_point, int lanes, const __grid_constant__ Geometry g) {
+template <typename T, int BITS, bool FLOATING = false, bool STORED = false>
+__global__ void __launch_bounds__(AFFINE_THREADS, (sizeof(T) == 2 ? 4 : 3) - (FLOATING && STORED))
+    quantize_lanes_affine(
+        const T* x, unsigned char* codes, float* scale, int* zero_point, int lanes,
+        const __grid_constant__ Geometry g) {
     constexpr int WARPS = AFFINE_THREADS / WARP, TILE_CHUNKS = WARP * Tile<T>::CHUNKS;
     extern __shared__ __align__(128) uint4 dynamic[];  // two tiles for each warp
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -797,9 +839,9 @@ __global__ void __launch_bounds__(AFFINE_THREADS, sizeof(T) == 2 ? 4 : 3) quanti
             range = numbers.range(both);
             join_lanes(range, lanes, both);
         }
-        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range.choose_qparams(g));
+        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range.template choose_qparams<STORED>(g));
         const long long row = t * WARP + lane;
-        if (row < rows && lane % lanes == 0) own.store_params(row / lanes, scale, zero_point);
+        if (row < rows && lane % lanes == 0) own.template store_params<STORED>(row / lanes, scale, zero_point);
         if (__all_sync(FULL_WARP, own.quick && !nan)) {
             const Codes<BITS, ROW> packed = own.level(unit);
             __syncwarp();  // every row has been read: the tile's memory now stages the codes

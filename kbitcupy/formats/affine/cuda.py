@@ -162,11 +162,11 @@ KERNELS = (
     _template(_RANGE_FILE, "finish_range_affine", (("float", "double"), _STORED)),
     _template(_RANGE_FILE, "quantize_dynamic_affine", (_EVERY, ("8", "4"), _DYNAMIC[:2])),
     _template(_RANGE_FILE, "quantize_dynamic_affine", (*_CHOSEN, _DYNAMIC[2:])),
-    _template(_RANGE_FILE, "quantize_dynamic_affine", (*_CHOSEN, _DYNAMIC, ("true",))),
+    _template(_RANGE_FILE, "quantize_dynamic_affine", (*_CHOSEN, _DYNAMIC, ("true", *_STORED))),
     _template(_RANGE_FILE, "quantize_rows_affine", (_EVERY, ("8", "4"))),
-    _template(_RANGE_FILE, "quantize_rows_affine", (*_CHOSEN, ("true",))),
+    _template(_RANGE_FILE, "quantize_rows_affine", (*_CHOSEN, ("true", *_STORED))),
     _template(_RANGE_FILE, "quantize_lanes_affine", _CHOSEN),
-    _template(_RANGE_FILE, "quantize_lanes_affine", (*_CHOSEN, ("true",))),
+    _template(_RANGE_FILE, "quantize_lanes_affine", (*_CHOSEN, ("true", *_STORED))),
     _template(_RANGE_FILE, "percentile_affine", (_EVERY,)),
     _template(_RANGE_FILE, "percentile_affine", (_EVERY, ("true",))),
     _template(_RANGE_FILE, "percentile_affine", (_EVERY, _STORED)),
@@ -482,7 +482,7 @@ def _run_on_chip(blocks: Blocks) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _dynamic_launch(
-    dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels, memory: int
+    dtype: np.dtype, bits: int, blocks: Blocks, levels: Levels, memory: int, kind: Stored
 ) -> tuple[Kernel, int, tuple[Any, ...], Geometry] | None:
     """Kernel, grid and last arguments of a search for ranges that quantizes at once, and what they point to.
 
@@ -492,8 +492,8 @@ def _dynamic_launch(
     units, whole = run // _UNIT, blocks.row == run
     if not 0 < units <= _ON_CHIP[size]:
         return None
-    geometry = _geometry(blocks, levels, 0, True, dtype, reach_of(levels, None))
-    axes, last = (_TYPES[dtype.name], str(bits)), _FLOATING[levels.floating]
+    geometry = _finding(dtype, blocks, levels, None, kind, True)
+    axes, last = (_TYPES[dtype.name], str(bits)), _finishing(levels, kind)
     if last and size == 8:
         return None
     if size < 8 and run in _LANE_BLOCKS and whole:
@@ -525,11 +525,12 @@ def quantize_dynamic(
     x: Any, codes: Any, scale: Any, zero_point: Any | None, blocks: Blocks, levels: Levels, bits: int
 ) -> bool:
     """Whether blocks fit on chip, and it is done."""
-    launch = _dynamic_launch(x.dtype, bits, blocks, levels, shared_memory(x.data.device_id))
-    if launch is None or x.data.ptr % 16 or codes.data.ptr % 16 or scale.itemsize < 4:
+    kind = FLOAT32 if scale.itemsize > 2 else stored(scale.dtype.name)
+    launch = _dynamic_launch(x.dtype, bits, blocks, levels, shared_memory(x.data.device_id), kind)
+    if launch is None or x.data.ptr % 16 or codes.data.ptr % 16:
         return False
     kernel, units, last, _ = launch
-    if zero_point is None or zero_point.itemsize == 4:
+    if zero_point is None or levels.floating or zero_point.itemsize == 4:
         kernel(x, units, (x, codes, scale, 0 if zero_point is None else zero_point, *last))
     else:
         wide = _xp.namespace(x).empty(blocks.count, INT32)
