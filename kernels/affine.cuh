@@ -452,6 +452,13 @@ struct Unit {
         }
         return finite.all();
     }
+    // The elements from i * UNIT on.
+    __device__ __forceinline__ Unit<T> part(int i) const {
+        Unit<T> found;
+#pragma unroll
+        for (int j = 0; j < found.WORDS; ++j) found.word[j] = word[i * found.WORDS + j];
+        return found;
+    }
     __device__ __forceinline__ C get(int j) const {
         if constexpr (sizeof(T) == 8) return __hiloint2double(word[2 * j + 1], word[2 * j]);
         else return Word<T>::get(word[j / PER_WORD], j % PER_WORD);

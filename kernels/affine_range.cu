@@ -571,8 +571,16 @@ struct BlockQuantizer {
     template <int SIZE>
     __device__ __forceinline__ Codes<BITS, SIZE> level(const Unit<T, SIZE>& unit) const {
         if constexpr (BITS == 4 && sizeof(T) < 8) {
+            if (!inside) return level_as<false>(unit);
             Codes<BITS, SIZE> packed;
-            return inside && level_between(unit, packed) ? packed : level_as<false>(unit);
+#pragma unroll
+            for (int i = 0; i < packed.WORDS; ++i) {
+                const Unit<T> part = unit.part(i);
+                Codes<BITS> word;
+                if (!level_between(part, word)) word = level_as<false>(part);
+                packed.word[i] = word.word[0];
+            }
+            return packed;
         } else {
             return inside ? level_as<true>(unit) : level_as<false>(unit);
         }

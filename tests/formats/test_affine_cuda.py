@@ -419,6 +419,22 @@ def test_the_short_division_is_the_division(cupy):
     assert same(found, affine.quantize(x, scale, granularity="token"))
 
 
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize(
+    ("block", "scale_dtype"), [(64, "float32"), (48, "float32"), (2048, "float32"), (32, "float16")]
+)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_levels_at_and_beside_ties(cupy, dtype, block, scale_dtype, zero):
+    """Halves of steps, and what is next to them, in some blocks; few or none in others."""
+    rng = np.random.default_rng(block)
+    steps = rng.integers(0, 31, (400, block)) * np.where(rng.random((400, 1)) < 0.8, 0.5, 0.493)
+    steps[:, :2] = 0, 15  # the ends
+    x = (steps * np.exp2(rng.uniform(-8, 8, (400, 1)))).astype(np.float32)
+    x = np.where(rng.random(x.shape) < 0.5, x, np.nextafter(x, rng.choice(np.float32([-9e9, 9e9]), x.shape)))
+    for name, shift in (("int4", 0), ("uint4", 0), ("int4", 31)):
+        check_format(cupy, (x + shift).astype(dtype), name, block=block, zero=zero, scale_dtype=scale_dtype)
+
+
 @settings(max_examples=150)
 @given(st.data())
 def test_any_shape_and_granularity(cupy, data):
