@@ -552,7 +552,7 @@ struct BlockQuantizer {
     }
     // The same where the block's `inside` is true, by products with numbers around 1 / s: a quotient, rounded to a
     // float, lies between those products, so that it is rounded to the integer that both are rounded to. False where
-    // these are two, which few levels make rare.
+    // these are two, which few levels make rare. It makes up for what the offset costs.
     template <int SIZE>
     __device__ __forceinline__ bool level_between(const Unit<T, SIZE>& unit, Codes<BITS, SIZE>& packed) const {
         const int offset = g.qmin < 0 ? 1 << (BITS - 1) : 0;
@@ -564,13 +564,13 @@ struct BlockQuantizer {
             q[j] = __float_as_uint(__fmaf_rn(v, more, ROUNDER));
             apart |= q[j] ^ __float_as_uint(__fmaf_rn(v, less, ROUNDER));
         }
-        packed.pack_sums(q, (FLOATING ? 0 : zero) + offset - __float_as_int(ROUNDER));
+        packed.pack_sums(q, offset - __float_as_int(ROUNDER));
         packed.flip(offset);
         return apart == 0;
     }
     template <int SIZE>
     __device__ __forceinline__ Codes<BITS, SIZE> level(const Unit<T, SIZE>& unit) const {
-        if constexpr (BITS == 4 && sizeof(T) < 8) {
+        if constexpr (FLOATING && BITS == 4 && sizeof(T) < 8) {
             if (!inside) return level_as<false>(unit);
             Codes<BITS, SIZE> packed;
 #pragma unroll
@@ -746,14 +746,14 @@ struct Row {
         return gather.range(both);
     }
     // Its codes, from where `codes` has those of this thread's first unit.
-    template <int BITS, bool FLOATING>
+    template <bool INSIDE, int BITS, bool FLOATING>
     __device__ __forceinline__ void quantize(const BlockQuantizer<T, BITS, FLOATING>& own, unsigned char* codes) const {
         unsigned from = place;
 #pragma unroll 1
         for (int u = threadIdx.x; u < units; u += blockDim.x, from += CHUNKS * blockDim.x * 16) {
             Unit<T> unit;
             read(from, unit);
-            own.level(unit).template store<true>(codes);
+            own.template level_as<INSIDE>(unit).template store<true>(codes);
             codes += blockDim.x * (UNIT * BITS / 8);
         }
     }
@@ -805,8 +805,10 @@ __global__ void __launch_bounds__(
     if (careful || !own.quick) {
 #pragma unroll 1
         for (int e = threadIdx.x * UNIT; e < g.run; e += blockDim.x * UNIT) own.careful(first + e, UNIT);
+    } else if (own.inside) {
+        row.template quantize<true>(own, mine);
     } else {
-        row.quantize(own, mine);
+        row.template quantize<false>(own, mine);
     }
 }
 

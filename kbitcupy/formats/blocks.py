@@ -34,7 +34,7 @@ from ..backend.structs import Declared
 from ..backend.xp import as_array, contiguous, device_of, is_cupy, namespace, same_device, to_device
 from ..errors import FormatError
 from .base import Format, Plane
-from .chunks import AT_ONCE, CHUNK, converted
+from .chunks import AT_ONCE, CHUNK, converted, narrow
 from .decoders import Decoder, templates
 from .fields import MAX_FIELDS, Field as Field, block_bytes, join_blocks, split_blocks
 
@@ -283,7 +283,7 @@ class BlockFormat(Format):
             part = {f.name: planes[f.name][first * f.entries : last * f.entries] for f in self.fields}
             with np.errstate(all="ignore"):
                 values = self.dequantize_planes(part).reshape(-1)
-                target[:] = values if scale is None else values * scale
+                narrow(values if scale is None else values * scale, target)
 
 
 def check_importance(importance: Any) -> Any:

@@ -19,6 +19,11 @@ _INFINITE = np.uint32(0x7F800000)
 _NORMAL = np.uint32(0x00800000)
 # See `widen`.
 _SIGN_AND_HALF, _HALF_BIAS = np.int32(-0x70000001), np.float32(2.0**112)
+# See `narrow`: numbers at a time, and fewer than are worth it; what takes the bias away, and the bits, less the bias,
+# from where float16 is infinite.
+_NARROWED, _FEW = 1 << 15, 1 << 10
+_LESS_BIAS = np.float32(2.0**-112)
+_TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
 # Rows that are reduced at a time; longer ones are made of them.
 _ROW = 32
 # Marks a bucket with a threshold inside. With 256 levels it is an index as well, one that is rare.
@@ -70,6 +75,39 @@ def widen(x: np.ndarray, out: np.ndarray) -> None:
         np.multiply(out, _HALF_BIAS, out=out)
     else:
         np.copyto(out, x)
+
+
+def narrow(x: np.ndarray, out: np.ndarray) -> None:
+    """Fill an array of any dtype with numbers: NumPy's own cast of float32 to float16 takes five times as long."""
+    contiguous = x.flags.c_contiguous and out.flags.c_contiguous and x.shape == out.shape
+    if x.dtype != np.float32 or out.dtype != np.float16 or x.size < _FEW or not contiguous:
+        out[...] = x
+        return
+    x, out = x.reshape(-1), out.reshape(-1)
+    for first in range(0, x.size, _NARROWED):
+        _narrow_some(x[first : first + _NARROWED], out[first : first + _NARROWED])
+
+
+def _narrow_some(x: np.ndarray, out: np.ndarray) -> None:
+    # Exponent and mantissa of float16 where those of float32 are, 13 bits further up, which are rounded away.
+    with np.errstate(under="ignore"):
+        bits = (x * _LESS_BIAS).view(np.uint32)
+    bits &= _MAGNITUDE
+    if bits.max() >= _TOO_LARGE:
+        out[...] = x
+        return
+    # Subnormal float32 numbers, as which those of float16 are here, have been rounded already.
+    rare = np.flatnonzero(bits - np.uint32(1) < _NORMAL - np.uint32(1))
+    half = bits >> np.uint32(13)
+    half &= np.uint32(1)
+    half += np.uint32(0xFFF)
+    half += bits
+    half >>= np.uint32(13)
+    np.right_shift(x.view(np.uint32), np.uint32(16), out=bits)
+    bits &= np.uint32(0x8000)
+    half |= bits
+    out.view(np.uint16)[...] = half
+    out[rare] = x[rare]
 
 
 def converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

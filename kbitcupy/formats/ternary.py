@@ -54,7 +54,7 @@ from ..backend.structs import Constants, Struct
 from ..backend.xp import contiguous, is_cupy, namespace
 from ..errors import FormatError
 from .base import Magnitude, Plane, Trits, register
-from .chunks import CHUNK, unpack_fields, widen
+from .chunks import CHUNK, narrow, unpack_fields, widen
 from .decoders import Decoder, decodes, dequantize, templates
 from .granular import Granular
 from .granularity import (
@@ -397,7 +397,7 @@ class Ternary(Granular):
             if out.dtype == _SINGLE:
                 np.multiply(part, scale, out=y)
             else:
-                y[...] = part * scale
+                narrow(part * scale, y)
 
     def error_bound(self, x: Any, planes: Mapping[str, Any]) -> Any:
         blocks = blocks_of(x.shape, self.granularity)

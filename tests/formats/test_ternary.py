@@ -9,7 +9,7 @@ from inputs import DTYPES, KINDS, make
 import kbitcupy as kb
 from kbitcupy.cli import main
 from kbitcupy.formats import ternary
-from kbitcupy.formats.chunks import widen
+from kbitcupy.formats.chunks import narrow, widen
 from kbitcupy.formats.granularity import blocks_of
 from kbitcupy.formats.ternary import LIMITS, thresholds
 
@@ -152,6 +152,26 @@ def test_sums_that_any_order_gives(width):
         x[:, 1] = low
         assert ternary._exact(x) == exact, low
         assert ternary._first_sums(x)[:, 0].tobytes() == ternary._tree(x).tobytes()
+
+
+@pytest.mark.parametrize("largest", [65519.9, np.inf])
+def test_float16_is_rounded_bit_by_bit(largest):
+    """Every float16, the middles between neighbours, and what is next to either; NaN and infinities."""
+    half = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    with np.errstate(all="ignore"):
+        middles = (half.astype(np.float32) + np.nextafter(half, np.float16(np.inf)).astype(np.float32)) / 2
+        exact = np.concatenate([half.astype(np.float32), middles, np.full(3000, 2.0**-25), np.full(9, 1e-42)])
+        exact = exact.astype(np.float32)
+        x = np.concatenate([exact, np.nextafter(exact, np.float32(9e9)), np.nextafter(exact, np.float32(-9e9))])
+        x = np.random.default_rng(0).permutation(x[np.abs(x) <= largest] if largest < np.inf else x)
+        found, wanted = np.empty(x.shape, np.float16), x.astype(np.float16)
+        narrow(x, found)
+    assert len(x) > 300_000
+    np.testing.assert_array_equal(found.view(np.uint16), wanted.view(np.uint16))
+    grid = np.empty((40, 60), np.float16)
+    narrow(x[:2400].reshape(40, 60), grid.T.reshape(60, 40).T)
+    narrow(x[:2400].reshape(60, 40).T, grid)
+    np.testing.assert_array_equal(grid.view(np.uint16), wanted[:2400].reshape(60, 40).T.view(np.uint16))
 
 
 def test_float16_is_widened_bit_by_bit():

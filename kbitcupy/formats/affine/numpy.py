@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..chunks import converted
+from ..chunks import converted, narrow
 from ..granularity import Blocks, walk
 from .levels import DOUBLE, ENDS, SINGLE, Levels, compute_dtype, reach_of
 from .stored import Stored, stored
@@ -77,11 +77,10 @@ def dequantize(codes: np.ndarray, out: np.ndarray, scale: Any, zero_point: Any, 
         if levels.floating:
             steps *= signed_factor(s, dtype)
             steps += z.astype(dtype)
-            y[...] = steps
-            continue
-        steps -= bounds(z, levels)[0].astype(dtype)
-        steps *= factor(s, dtype)
-        y[...] = steps
+        else:
+            steps -= bounds(z, levels)[0].astype(dtype)
+            steps *= factor(s, dtype)
+        narrow(steps, y)
 
 
 def fake_quantize(x: np.ndarray, out: np.ndarray, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels) -> None:

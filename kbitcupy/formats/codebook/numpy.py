@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import tables
 from ...tables import SMALLEST_NORMAL, Codebook, flush, flushed_product
-from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk, flush_products
+from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk, flush_products, narrow
 from .scales import decode_absmax, encode_absmax, tensor_scale
 from .search import NESTED_BLOCK, Table, dynamic_table
 
@@ -181,7 +181,7 @@ def decode_blocks(
             np.multiply(rows, factor[:, None], out=rows)
             if not normal:
                 flush_products(decoded, items, index, factor, BLOCK)
-            target[:] = decoded[: target.size]
+            narrow(decoded[: target.size], target)
 
 
 def _pairs(values: np.ndarray, k: int) -> np.ndarray:
@@ -251,7 +251,7 @@ def decode_chunks(
             if not normal:
                 flush_products(decoded, items, part, factor, block)
             target = flat[start : start + CHUNK]
-            target[:] = decoded[: target.size]
+            narrow(decoded[: target.size], target)
 
 
 def host_absmax(planes: Mapping[str, Any]) -> np.ndarray:
