@@ -40,7 +40,7 @@ def _templates() -> Iterator[Template]:
 register_templates(_templates)
 
 
-class _Kernel(Protocol):
+class GroupedKernel(Protocol):
     """What launches a kernel for experts."""
 
     cxx: str
@@ -49,7 +49,7 @@ class _Kernel(Protocol):
     def launch(self) -> Callable[..., None]: ...
 
 
-def _grouped(kernel: _Kernel, x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
+def grouped(kernel: GroupedKernel, x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
     """Sort by expert, multiply, combine."""
     experts, rows, _ = qs.shape
     x = _xp.contiguous(x)
@@ -66,8 +66,8 @@ def _grouped(kernel: _Kernel, x: Any, qs: QuantizedArray, ids: Any, weights: Any
     order = groups + GROUP.dtype.itemsize * room
     partial = 0 if weights is None else groups + 4 * lists
     _group_tokens(ids.dtype, experts).launch(x, (1,), (ids.data.ptr, order, groups, products, experts, room))
-    chosen = Experts(groups, order, slots if x.ndim == 2 else 1, int(qs.members > 1))
-    kernel.launch(room, x, qs, None, out, partial, products, chosen)
+    experts_of = Experts(groups, order, slots if x.ndim == 2 else 1, int(qs.members > 1))
+    kernel.launch(room, x, qs, None, out, partial, products, experts_of)
     if weights is not None:
         pointers = partial, weights.data.ptr, out.data.ptr
         _combine_slots(kernel.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, rows))
@@ -115,12 +115,12 @@ def combined(products: Any, weights: Any) -> Any:
 
 # Microseconds of the launches that sort and combine, and the fraction of the bandwidth at which weights pass: by
 # ``linear_few``; by the large tiles of ``linear_tile`` where they fill the device twice over, and where they do not.
-_AROUND, _FRACTION, _FILLED, _UNFILLED, _RECORD_FRACTION = 9.0, 0.6, 0.7, 0.3, 0.3
+AROUND, _FRACTION, _FILLED, _UNFILLED, _RECORD_FRACTION = 9.0, 0.6, 0.7, 0.3, 0.3
 # ... and of those that pick an expert's rows and tokens, where one is decoded after the other.
 _EACH = 20.0
 
 
-def _refusal(problem: Problem) -> str | None:
+def refusal_of_all(problem: Problem) -> str | None:
     """What stands against all kernels that take experts."""
     found = refused_by_all(problem, "experts")
     if found is not None:
@@ -133,7 +133,7 @@ def _refusal(problem: Problem) -> str | None:
     return None
 
 
-def _chosen(problem: Problem) -> int:
+def chosen(problem: Problem) -> int:
     """How many experts may be chosen."""
     return min(problem.tokens, problem.experts)
 
@@ -144,24 +144,24 @@ class GroupedSmallBatch(Route):
     name = "grouped_small_batch"
 
     def accepts(self, problem: Problem) -> str | None:
-        found = _refusal(problem) or few_refusal(problem)
+        found = refusal_of_all(problem) or few_refusal(problem)
         if found:
             return found
         kernel = self._kernel(problem)
         return misaligned(problem, kernel.alignment) if kernel.fits else "the device has too little shared memory"
 
     def cost(self, problem: Problem) -> float:
-        return _AROUND + _chosen(problem) * problem.reading / _FRACTION
+        return AROUND + chosen(problem) * problem.reading / _FRACTION
 
     def prepare(self, problem: Problem) -> Product:
-        return functools.partial(_grouped, self._kernel(problem))
+        return functools.partial(grouped, self._kernel(problem))
 
     def describe(self, problem: Problem) -> str:
         return "sorted by expert, weights decoded in registers: linear_few, 8 tokens a thread block"
 
     def _kernel(self, problem: Problem) -> FewKernel:
         assert problem.device is not None and problem.fragments is not None
-        together = _chosen(problem)
+        together = chosen(problem)
         return few_kernel(problem.fragments, problem.shape, problem.dtype, problem.device, 1, together, True)
 
 
@@ -171,18 +171,18 @@ class GroupedHopper(Route):
     name = "grouped_hopper"
 
     def accepts(self, problem: Problem) -> str | None:
-        return _refusal(problem) or tile_refusal(problem)
+        return refusal_of_all(problem) or tile_refusal(problem)
 
     def cost(self, problem: Problem) -> float:
         assert problem.device is not None
-        tiles = _chosen(problem) * problem.shape[0] // GROUPED_CUT.rows
+        tiles = chosen(problem) * problem.shape[0] // GROUPED_CUT.rows
         fraction = _FILLED if tiles >= 2 * problem.device.multiprocessors else _UNFILLED
-        return _AROUND + _chosen(problem) * problem.reading / fraction
+        return AROUND + chosen(problem) * problem.reading / fraction
 
     def prepare(self, problem: Problem) -> Product:
         assert problem.device is not None and problem.fragments is not None
         arguments = problem.fragments, problem.shape, problem.dtype, problem.device
-        return functools.partial(_grouped, tile_kernel(*arguments, GROUPED_CUT, True))
+        return functools.partial(grouped, tile_kernel(*arguments, GROUPED_CUT, True))
 
     def describe(self, problem: Problem) -> str:
         return f"sorted by expert, weights decoded in registers: linear_tile, {GROUPED_CUT.rows} rows a thread block"
@@ -194,16 +194,16 @@ class GroupedRecords(Route):
     name = "grouped_records"
 
     def accepts(self, problem: Problem) -> str | None:
-        found = _refusal(problem) or record_refusal(problem)
+        found = refusal_of_all(problem) or record_refusal(problem)
         if found:
             return found
         return None if self._kernel(problem).fits else "the device has too little shared memory"
 
     def cost(self, problem: Problem) -> float:
-        return _AROUND + _chosen(problem) * problem.reading / _RECORD_FRACTION
+        return AROUND + chosen(problem) * problem.reading / _RECORD_FRACTION
 
     def prepare(self, problem: Problem) -> Product:
-        return functools.partial(_grouped, self._kernel(problem))
+        return functools.partial(grouped, self._kernel(problem))
 
     def describe(self, problem: Problem) -> str:
         return "sorted by expert, records of 256 elements decoded in registers: linear_records"
@@ -211,7 +211,7 @@ class GroupedRecords(Route):
     def _kernel(self, problem: Problem) -> RecordKernel:
         records = problem.format.records()
         assert records is not None and problem.device is not None
-        together = _chosen(problem)
+        together = chosen(problem)
         return record_kernel(records, problem.shape, problem.dtype, problem.device, together, True)
 
 

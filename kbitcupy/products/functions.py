@@ -50,6 +50,7 @@ from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, 
 from .small_batch import SingleToken, SmallBatch
 from .staged import Staged
 from .ternary import Ternary, TernaryHost, TernaryStream
+from .ternary_experts import GroupedTernary
 from .ternary_stream import TernaryFloats
 
 #: The routes of `linear` and of `linear_grouped`.
@@ -76,6 +77,7 @@ GROUPED: tuple[Route, ...] = (
     GroupedSmallBatch(),
     GroupedHopper(),
     GroupedRecords(),
+    GroupedTernary(),
     EachExpert(),
     IntegerExperts(),
     IntegerExpertsHost(),

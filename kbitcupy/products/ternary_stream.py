@@ -3,7 +3,8 @@
 Two launches: the first one puts the tokens in the order in which the second one takes them, quantized to int8 on the
 way (`kbitcupy.products.activations`) or as floats of 16 bits; from Hopper on the second one fetches codes meanwhile.
 What it gives of int8 is the contract of `kbitcupy.products.ternary`, to the bit. Floats are multiplied by trits, which
-16 bits hold, and added in float32; the scale and the bias follow, and one rounding.
+16 bits hold, and added in float32; the scale and the bias follow, and one rounding. Where that is faster they go
+through `kbitcupy.products.ternary_bulk`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from . import activations as tokens_of, int8
 from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
+from .ternary_bulk import multiply_bulk
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -202,6 +204,8 @@ def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     assert part is not None
     rows, depth = q.shape
     tokens = out.size // rows
+    if multiply_bulk(x, q, part, bias, out, tokens):
+        return
     plan = _stream(out.dtype, tokens, rows, depth, 0, out.data.device_id, True)
     scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes)
     per_block = 4 * _STREAM_SIZES.ARRANGE_THREADS
@@ -220,7 +224,7 @@ def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
 _START, _READS = 4.0, 2.0
 
 
-def _why_not_floats(problem: Problem) -> str | None:
+def why_not_floats(problem: Problem) -> str | None:
     """What stands against reading the codes of a weight, or of an expert, in place for floats."""
     assert problem.device is not None
     part = problem.format.trits(problem.shape)
@@ -248,7 +252,7 @@ class TernaryFloats(Route):
             return "a stack is for linear_grouped"
         if problem.tokens > _FLOAT_TOKENS[-1]:
             return f"it is for up to {_FLOAT_TOKENS[-1]} tokens"
-        return _why_not_floats(problem)
+        return why_not_floats(problem)
 
     def cost(self, problem: Problem) -> float:
         return _START + problem.reading * _READS * -(-problem.tokens // 8)

@@ -57,6 +57,11 @@ __device__ __forceinline__ unsigned char* dynamic_memory() {
     return reinterpret_cast<unsigned char*>(dynamic);
 }
 
+// Two words to shared memory, by their address in the window.
+__device__ __forceinline__ void store_shared(unsigned address, unsigned low, unsigned high) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
+}
+
 // How codes pass through the L2 cache: they leave it first, as they are read once.
 __device__ __forceinline__ unsigned long long passing() {
     unsigned long long policy = 0;

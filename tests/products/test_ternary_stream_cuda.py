@@ -139,6 +139,43 @@ def test_floats(cupy, dtype, granularity):
             assert (kb.linear(given, on, None if b is None else cupy.asarray(b)).get() == y).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("shares", ["all", "experts", "rows"])
+def test_experts(cupy, dtype, shares):
+    """Against float64; ids of no expert, a row of x for each slot, slots that are combined."""
+    rng = np.random.default_rng([dtype.itemsize, len(shares)])
+    for tokens, slots, experts, rows, depth in [(1, 1, 3, 16, 128), (9, 2, 5, 300, 384), (40, 3, 4, 70, 2048)]:
+        members = [
+            weights(cupy, rng, rows, depth, ("channel", 0) if shares == "rows" else "tensor") for _ in range(experts)
+        ]
+        if shares == "all":
+            planes = {name: cupy.concatenate([m[1].planes[name] for m in members]) for name in ("codes", "scale")}
+            planes["scale"] = planes["scale"][:1]
+            on = kb.QuantizedArray(members[0][1].format, planes, (experts, rows, depth), members[0][1].dtype)
+        else:
+            on = kb.stack([m[1] for m in members])
+        w = on.get().dequantize(dtype=np.float32).astype(np.float64)
+        ids = rng.integers(-1, experts + 1, (tokens, slots))
+        each = rng.random() < 0.5
+        x = make("normal", tokens * (slots if each else 1) * depth, dtype, depth)
+        x = x.reshape((tokens, slots, depth) if each else (tokens, depth))
+        mixed = rng.random((tokens, slots)).astype(np.float32)
+        given = cupy.asarray(x)
+        assert kb.explain(given, on, expert_ids=ids).route == "grouped_ternary"
+        wide = np.broadcast_to(x if each else x[:, None], (tokens, slots, depth)).astype(np.float64)
+        exact = np.zeros((tokens, slots, rows))
+        for t, s in np.argwhere((ids >= 0) & (ids < experts)):
+            exact[t, s] = w[ids[t, s]] @ wide[t, s]
+        y = kb.linear_grouped(given, on, cupy.asarray(ids))
+        eps = 2.0**-11 if dtype == np.float16 else 2.0**-8
+        bound = np.abs(exact) * eps + 1e-5 * np.abs(exact).max() + 2.0**-24
+        assert (np.abs(y.get().astype(np.float64) - exact) <= bound).all(), (tokens, slots, experts)
+        combined = kb.linear_grouped(given, on, cupy.asarray(ids), cupy.asarray(mixed)).get().astype(np.float64)
+        wanted = (exact * mixed[:, :, None]).sum(1)
+        assert (np.abs(combined - wanted) <= np.abs(wanted) * eps + 2e-5 * np.abs(exact).max() + 2.0**-24).all()
+        assert (kb.linear_grouped(given, on, cupy.asarray(ids)) == y).all()
+
+
 def test_what_explain_says(cupy):
     q = kb.bitnet.from_trits(cupy.zeros((64, 256), np.int8))
     for tokens, route in ((1, "ternary_stream"), (32, "ternary_stream"), (33, "ternary")):
