@@ -4,9 +4,10 @@
 that time would be needed to read the compressed weights once, at the copy bandwidth of the same run. Beside it stand
 decoding the weights to float16 and multiplying by cuBLAS, which is the other way that `linear` may take, torch's
 bfloat16 product (cuBLAS), bitsandbytes' NF4 product and torch's int4 product (tinygemm, groups of 128), as far as they
-are installed. Below them stand products with a mixture of experts, `kbitcupy.linear_grouped`: M tokens choose 8 of 128
-experts each. There reading counts the weights of the experts that are chosen, and cuBLAS multiplies with one of them
-after the other.
+are installed. Rows of ternary weights are of floats, and of tokens that are quantized on the way, as BitNet does it;
+W8A8 and ``kbit2`` stand beside them. Below them stand products with a mixture of experts, `kbitcupy.linear_grouped`: M
+tokens choose 8 of 128 experts each. There reading counts the weights of the experts that are chosen, and cuBLAS
+multiplies with one of them after the other.
 
 ``--w8a8``: a row is the median GPU time of `kbitcupy.affine.linear_w8a8` on float16 activations, quantization,
 rescaling and bias included. Beside it stand ``torch._int_mm`` on matrices that are int8 already (from 17 tokens on, as
@@ -44,6 +45,16 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 FORMATS = ("kbit4", "nf4")
 #: Formats that are timed at the first shape only, with one token.
 EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5")
+#: Ternary weights and what is compared with them, by format and ``activations=``, and their numbers of tokens.
+TERNARY = (
+    ("ternary", "bitnet"),
+    ("ternary", None),
+    ("ternary:block=64", "bitnet"),
+    ("ternary:block=128", "bitnet"),
+    ("int8:granularity=channel:0", "int8"),
+    ("kbit2", None),
+)
+TERNARY_TOKENS = (1, 8, 16, 64, 512)
 QUICK_TOKENS = (1, 8, 16, 64)
 #: Experts, N, K and experts a token of the mixture, and its numbers of tokens.
 EXPERTS = (128, 768, 2048, 8)
@@ -125,13 +136,20 @@ def linear_cells(
     for number, shape in enumerate(shapes or (SHAPES[:1] if quick else SHAPES)):
         others = _Others(report, session, shape) if peers else None
         extra = EXTRA_FORMATS if number == 0 and not names else ()
-        for name in (*(names or FORMATS), *extra):
+        wanted: list[tuple[str, str | None, Sequence[int]]] = [(name, None, counts) for name in names or FORMATS]
+        wanted += [(name, None, counts[:1]) for name in extra]
+        if number == 0:
+            some = [count for count in counts if count in TERNARY_TOKENS]
+            wanted += [(*pair, some) for pair in TERNARY if not names or (pair[1] and pair[0] in names)]
+        for name, activations, of in wanted:
             format = get_format(name)
-            for count in counts[:1] if name in extra else counts:
+            for count in of:
                 yield Cell(
-                    cell_name("linear", str(format), "x".join(map(str, shape)), str(count)),
+                    cell_name("linear", _label(format, activations), "x".join(map(str, shape)), str(count)),
                     ("linear", shape, name),
-                    _adding(report, functools.partial(_time_linear, session, format, shape, count, others)),
+                    _adding(
+                        report, functools.partial(_time_linear, session, format, shape, count, others, activations)
+                    ),
                 )
     if not shapes:
         for name in names or FORMATS:
@@ -143,12 +161,22 @@ def linear_cells(
                 )
 
 
+def _label(format: Format, activations: str | None) -> str:
+    return str(format) if activations is None else f"{format}+{activations}"
+
+
 def _time_linear(
-    session: Session, format: Format, shape: tuple[int, int], tokens: int, others: _Others | None
+    session: Session,
+    format: Format,
+    shape: tuple[int, int],
+    tokens: int,
+    others: _Others | None,
+    activations: str | None,
 ) -> Product:
     xp = session.gpu.cupy
     weights = session.kept((str(format), shape), lambda: Rotated(random_array(format, shape, xp), xp))
-    return measure_linear(session.gpu, weights, format, shape, tokens, {} if others is None else others.times(tokens))
+    beside = {} if others is None else others.times(tokens)
+    return measure_linear(session.gpu, weights, format, shape, tokens, beside, activations)
 
 
 def _time_experts(session: Session, format: Format, tokens: int, peers: bool) -> Product:
@@ -156,7 +184,13 @@ def _time_experts(session: Session, format: Format, tokens: int, peers: bool) ->
 
 
 def measure_linear(
-    gpu: Any, weights: Rotated, format: Format, shape: tuple[int, int], tokens: int, others: dict[str, float]
+    gpu: Any,
+    weights: Rotated,
+    format: Format,
+    shape: tuple[int, int],
+    tokens: int,
+    others: dict[str, float],
+    activations: str | None = None,
 ) -> Product:
     """One product, and the same through decoded weights.
 
@@ -174,6 +208,8 @@ def measure_linear(
         M.
     others : dict of str to float
         Times of other libraries' products, by name.
+    activations : str, optional
+        How tokens are quantized on the way.
 
     Returns
     -------
@@ -184,7 +220,7 @@ def measure_linear(
     out = xp.empty((tokens, shape[0]), np.float16)
 
     def fused(weight: Any) -> tuple[Call, int]:
-        return lambda: linear(x, weight.q, out=out), weight.q.nbytes
+        return lambda: linear(x, weight.q, activations=activations, out=out), weight.q.nbytes
 
     def decoded(weight: Any) -> tuple[Call, int]:
         return lambda: multiply_decoded(x, weight.q, out), weight.q.nbytes
@@ -192,7 +228,9 @@ def measure_linear(
     ours = gpu.time(Case("linear", fused), str(format), weights)
     through = gpu.time(Case("decode + cuBLAS", decoded), str(format), weights)
     peers = {"decode + cuBLAS": through.us, **others}
-    return Product(str(format), *shape, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, peers)
+    return Product(
+        _label(format, activations), *shape, tokens, ours.us, ours.cpu_us or 0.0, ours.fraction or 0.0, peers
+    )
 
 
 def measure_experts(gpu: Any, torch: Any, format: Format, tokens: int) -> Product:
