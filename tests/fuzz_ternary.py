@@ -1,0 +1,128 @@
+"""Random products of ternary weights on a GPU: of int8 tokens they have NumPy's bits, of floats they are near float64.
+
+``python tests/fuzz_ternary.py 5000`` computes that many; ``python tests/fuzz_ternary.py 5000 7`` from seed 7; ``python
+tests/fuzz_ternary.py 5000 0 2 8`` the third part of eight, for processes side by side. Each has a random shape, number
+of tokens, dtype, granularity, bias, norm and rule, and codes of every kind. ``python tests/fuzz_ternary.py repeat
+1000`` computes a few products so many times, while another kernel keeps the memory busy: all have the same bits. What
+is wrong is printed, and how many there were of each route; the status is 1 where one was wrong.
+"""
+
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+from inputs import BFLOAT16, make, same_values
+
+import kbitcupy as kb
+
+DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128), ("group", 96)]
+
+
+def weight(rng, rows, depth, granularity, cupy):
+    """One on the host, the same on the GPU."""
+    count = 1 if granularity == "tensor" else rows
+    if granularity[0] == "group":
+        count *= -(-depth // granularity[1])
+    scale = (rng.random(count) * np.exp2(rng.integers(-9, 3, count))).astype(np.float32)
+    q = kb.bitnet.from_trits(rng.integers(-1, 2, (rows, depth)).astype(np.int8), scale, granularity=granularity)
+    if rng.random() < 0.2:
+        q.planes["codes"][:] = rng.integers(0, 256, q.planes["codes"].shape)
+    return q, kb.QuantizedArray(q.format, {n: cupy.asarray(p) for n, p in q.planes.items()}, q.shape, q.dtype)
+
+
+def shape_of(rng):
+    """Tokens, rows and depth: small ones, rows that thread blocks share, and long tokens."""
+    depth = int(128 * rng.integers(1, 33)) if rng.random() < 0.9 else int(rng.integers(1, 4000))
+    if rng.random() < 0.1:
+        depth = 128 * int(rng.integers(33, 300))
+    tokens = int(rng.choice([1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 40]))
+    rows = int(rng.integers(1, 100)) if rng.random() < 0.5 else int(rng.integers(100, 5000))
+    return tokens, max(1, min(rows, 20_000_000 // (tokens * depth))), depth
+
+
+def wrong(rng, cupy, routes):
+    """What is wrong with one random product, or None."""
+    tokens, rows, depth = shape_of(rng)
+    granularity = GRANULARITIES[rng.integers(len(GRANULARITIES))]
+    if granularity[0] == "group" and depth < granularity[1]:
+        granularity = "tensor"
+    dtype = DTYPES[rng.integers(4)]
+    q, on = weight(rng, rows, depth, granularity, cupy)
+    x = make(rng.choice(["normal", "normal", "special", "wide"]), tokens * depth, dtype, int(rng.integers(1 << 30)))
+    x = x.reshape(tokens, depth)
+    bias = make("normal", rows, DTYPES[rng.integers(4)], 5) if rng.random() < 0.5 else None
+    on_gpu = None if bias is None else cupy.asarray(bias)
+    what = f"{granularity} {dtype} {tokens} x {rows} x {depth}"
+    if rng.random() < 0.25 and np.isfinite(x.astype(np.float64)).all():
+        given = cupy.asarray(x)
+        routes[kb.explain(given, on).route] += 1
+        with np.errstate(over="ignore"):
+            w, wide = q.dequantize(dtype=np.float32).astype(np.float64), x.astype(np.float64)
+            exact = wide @ w.T + (0 if bias is None else bias.astype(np.float64))
+            bound = 1e-5 * (np.abs(wide) @ np.abs(w).T + np.abs(exact))
+        y = cupy.asnumpy(kb.linear(given, on, on_gpu)).astype(np.float64)
+        eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(dtype.name, 0.0)
+        inside = np.abs(exact) < (3e4 if dtype == np.float16 else 1e37)
+        off = np.abs(y - exact) <= bound + np.abs(exact) * eps * 1.01 + 2.0**-24
+        return None if off[inside].all() else f"floats {what}"
+    norm = (None, True, make("normal", depth, DTYPES[2], 7))[rng.integers(3)]
+    given = cupy.asarray(norm) if isinstance(norm, np.ndarray) else norm
+    options = ({}, {"granularity": "tensor"}, {"bits": 4, "rounding": "away"}, {"qmin": -127, "eps": 0})[
+        rng.integers(4)
+    ]
+    wanted = kb.bitnet.linear(x, q, bias, norm=norm, **options)
+    y = kb.bitnet.linear(cupy.asarray(x), on, on_gpu, norm=given, **options)
+    routes[kb.explain(cupy.asarray(x), on, activations="bitnet").route] += 1
+    return None if same_values(cupy.asnumpy(y), wanted) else f"bitnet {what} norm {norm is not None} {options}"
+
+
+def repeated(count, cupy):
+    """Products of which not all repeats have the same bits."""
+    rng, bad = np.random.default_rng(0), 0
+    beside, stream = cupy.zeros(1 << 26, np.float32), cupy.cuda.Stream(non_blocking=True)
+    for tokens, rows, depth in [(1, 28672, 8192), (8, 8192, 8192), (8, 4096, 14336), (16, 4096, 4096), (3, 1000, 640)]:
+        codes = cupy.asarray(rng.integers(0, 256, rows * depth // 4, np.uint8))
+        q = kb.QuantizedArray(
+            kb.get_format("ternary"), {"codes": codes, "scale": cupy.ones(1, np.float32)}, (rows, depth), DTYPES[0]
+        )
+        x = cupy.asarray(make("normal", tokens * depth, DTYPES[0]).reshape(tokens, depth))
+        for name, call in (
+            ("bitnet", lambda q=q, x=x: kb.bitnet.linear(x, q, norm=True)),
+            ("floats", lambda q=q, x=x: kb.linear(x, q)),
+        ):
+            first, differ = call(), cupy.zeros((), np.int64)
+            for i in range(count):
+                if i % 4 == 0:
+                    with stream:
+                        beside += 1
+                differ += (call().view(np.uint16) != first.view(np.uint16)).any()
+            stream.synchronize()
+            if int(differ):
+                bad += 1
+                print(f"{name} {tokens} x {rows} x {depth}: {int(differ)} of {count} differ", flush=True)
+    return bad
+
+
+def main():
+    import cupy
+
+    start = time.time()
+    if sys.argv[1] == "repeat":
+        bad = repeated(int(sys.argv[2]), cupy)
+        print(f"{sys.argv[2]} repeats, {bad} products differ, {time.time() - start:.0f} s")
+        return int(bad > 0)
+    count, seed, part, parts = (*map(int, sys.argv[1:]), *(1000, 0, 0, 1)[len(sys.argv) - 1 :])
+    rng, routes, bad = np.random.default_rng([seed, part]), Counter(), 0
+    for _ in range(count // parts):
+        found = wrong(rng, cupy, routes)
+        if found:
+            bad += 1
+            print(found, flush=True)
+    print(f"{sum(routes.values())} products, {dict(routes)}, {bad} wrong, {time.time() - start:.0f} s")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
