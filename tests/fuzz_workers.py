@@ -129,19 +129,20 @@ def processes(most, source, out, expected, draw):
     return None, ends
 
 
-def cluster(client, source, out, expected, draw):
+def cluster(distributed, source, out, expected, draw):
     """A job of a Dask cluster one of whose workers is killed."""
-    client.wait_for_workers(2, timeout=60)
-    pids = list(client.run(os.getpid).values())
-    killer = threading.Timer(draw.random() * 0.3, lambda: os.kill(draw.choice(pids), signal.SIGKILL))
-    killer.start()
-    try:
-        executor = client.get_executor(pure=False, retries=3)
-        kb.io.quantize_file(source, out, FORMAT, device="cpu", executor=executor)
-    except FileError as error:
-        return f"cluster: {error}", []
-    finally:
-        killer.join()
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as made, distributed.Client(made) as client:
+        pids = list(client.run(os.getpid).values())
+        killer = threading.Timer(draw.random() * 0.3, lambda: os.kill(draw.choice(pids), signal.SIGKILL))
+        killer.start()
+        try:
+            executor = client.get_executor(pure=False, retries=3)
+            kb.io.quantize_file(source, out, FORMAT, device="cpu", executor=executor)
+        except FileError as error:
+            return f"cluster: {error}", []
+        finally:
+            killer.join()
     return (None if contents(out) == expected else "cluster: other bytes"), []
 
 
@@ -149,27 +150,22 @@ def run(count, seed=0, kinds=("processes", "cluster"), most=4):
     """Run `count` rounds of each kind; returns how they ended, and descriptions of failures."""
     small_pieces()
     ended, failures = Counter(), []
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name:
         top = Path(name)
         rng = np.random.default_rng(0)
         tensors = {f"w{i}": rng.standard_normal((256, 512)).astype(np.float32) for i in range(TENSORS)}
         kb.io.save(top / "source", tensors, max_shard_size=TENSORS // SHARDS * 256 * 512 * 4)
         kb.io.quantize_file(top / "source", top / "whole", FORMAT, device="cpu")
         expected = contents(top / "whole")
-        client = None
-        if "cluster" in kinds:
-            with contextlib.suppress(ImportError):
-                from distributed import Client, LocalCluster
-
-                # A worker that is killed now and then is no reason to take its tasks for the culprits.
-                cores = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-                client = stack.enter_context(Client(stack.enter_context(LocalCluster(**cores))))
+        distributed = None
+        with contextlib.suppress(ImportError):
+            import distributed
         for number in range(count):
             draw, out = random.Random(f"{seed}/{number}"), top / f"out{number}"
             for kind in kinds:
-                if kind == "cluster" and client is None:
+                if kind == "cluster" and distributed is None:
                     continue
-                what = (client if kind == "cluster" else most,)
+                what = (distributed if kind == "cluster" else most,)
                 wrong, ends = {"processes": processes, "cluster": cluster}[kind](
                     *what, top / "source", out, expected, draw
                 )

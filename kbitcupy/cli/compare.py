@@ -123,7 +123,9 @@ def run(arguments: argparse.Namespace) -> None:
     device = ",".join(devices)
     found_in = sources(arguments.files, arguments, again=True)
     with sharing(arguments, sum(source.nbytes for source in found_in)) as executor:
-        chosen = _worth_measuring(found_in, _xp.resolve_device(devices[0]), arguments) if named is None else named
+        # Which formats are worth it is found out here, wherever the others are.
+        here = _xp.resolve_device(devices[0] if arguments.scheduler is None else "auto")
+        chosen = _worth_measuring(found_in, here, arguments) if named is None else named
         found, histograms = _measured(
             Comparison(chosen, named is not None), found_in, executor, devices, drawn=page is not None
         )
