@@ -9,6 +9,7 @@ It prints every one that is wrong, and how many there were of each route; the st
 """
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -50,6 +51,21 @@ def formats():
         ]
     found += [kb.get_format(f"kbit{k}", absmax=absmax) for k in range(2, 9) for absmax in ("float16", "float32")]
     return [format for format in found if format.fragments() is not None or format.records() is not None]
+
+
+def shortest_row(format):
+    """Elements of a row of one group, or block."""
+    fragments, records = format.fragments(), format.records()
+    step = (fragments.multiple or fragments.granule) if fragments is not None else getattr(records, "ELEMENTS", 32)
+
+    def whole(elements):
+        try:
+            format.check_shape((1, elements))
+        except kb.KbitError:
+            return False
+        return True
+
+    return next(elements for elements in itertools.count(step, step) if whole(elements))
 
 
 def random_weight(format, shape, rng, cupy):
@@ -153,9 +169,8 @@ def allowed(q, x, w, wanted, inside, route, dtype):
 
 def wrong(format, rng, cupy, routes):
     """What is wrong with one random product, or None."""
-    fragments, records = format.fragments(), format.records()
+    fragments, multiple = format.fragments(), shortest_row(format)
     few = SmallBatch() if fragments is not None and fragments.small_batch else Streamed()
-    multiple = (fragments.multiple or fragments.granule) if fragments is not None else records.ELEMENTS
     n = int(rng.choice([1, 3, 16, 33, 48, 64, 100, 144, 512, 1040]))
     k = (
         multiple * int(rng.choice([1, 2, 3, 4, 7, 8, 16, 32]))
@@ -190,9 +205,7 @@ def wrong(format, rng, cupy, routes):
 
 def changing(format, preset, times, cupy, routes):
     """What comes out differently when the same product is computed so many times, for a few numbers of tokens."""
-    rng, found = np.random.default_rng(0), []
-    fragments, records = format.fragments(), format.records()
-    multiple = (fragments.multiple or fragments.granule) if fragments is not None else getattr(records, "ELEMENTS", 32)
+    rng, found, multiple = np.random.default_rng(0), [], shortest_row(format)
     q = random_weight(format, (1040, -(-4096 // multiple) * multiple), rng, cupy)
     for m in (1, 8, 16, 64):
         x = cupy.asarray(rng.standard_normal((m, q.shape[1])).astype(np.float16))
