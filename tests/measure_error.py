@@ -1,10 +1,10 @@
 """Errors of the kernels that decode weights in registers, beside those of cuBLAS, on a GPU.
 
-``python tests/measure_error.py`` prints those of `FORMATS` and `TABLES`; ``python tests/measure_error.py q4_k int4:block=32`` those
-of these formats. An error is the root mean square of what outputs are off the product in float64 of the decoded weight;
-that of cuBLAS is its error with the weight decoded to the dtype of x. Outputs are rounded in both. x is N(0, 1), and
-N(1, 1), where zero points, offsets and minima count. For a number of tokens those ways are measured that the plan takes
-for one of the weights `PLANNED`.
+``python tests/measure_error.py`` prints those of `FORMATS` and `TABLES`; ``python tests/measure_error.py q4_k nf4``
+those of these formats. An error is the root mean square of what outputs are off the product in float64 of the decoded
+weight; that of cuBLAS is its error with the weight decoded to the dtype of x. Outputs are rounded in both. x is
+N(0, 1), and N(1, 1), where zero points, offsets and minima count. For a number of tokens those ways are measured that
+the plan takes for one of the weights `PLANNED`.
 
 What is promised (`LIMITS`): the error of cuBLAS where a weight enters the product exactly, or rounded once as a decoded
 one is; 1.4 times as much where a float32 scale is rounded into it, of which `kbitcupy.explain` tells.
@@ -36,8 +36,8 @@ FORMATS = (
     *("int8:block=32", "int8:block=128", "uint8:zero=int,block=64"),
     *("kbit6", "kbit7", "kbit8", "kbit8:absmax=float32", "q8_0", "q4_0", "q4_k"),
 )
-#: Of these the values of a codebook are rounded in a table, which where x has a mean does not average out: they have the
-#: same limits here, and do not keep them.
+#: Of these the values of a codebook are rounded in a table. Where x has a mean that does not average out, and they may
+#: be over the limit.
 TABLES = ("kbit4", "nf4", "table4:block=16")
 
 
