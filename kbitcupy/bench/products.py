@@ -44,7 +44,7 @@ SHAPES = ((28672, 8192), (8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 FORMATS = ("kbit4", "nf4")
 #: Formats that are timed at the first shape only, with one token.
-EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5")
+EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0")
 #: Ternary weights and what is compared with them, by format and ``activations=``, and their numbers of tokens.
 TERNARY = (
     ("ternary", "bitnet"),

@@ -202,7 +202,8 @@ class Records:
     Parameters
     ----------
     header, struct : str
-        The file below ``kernels/`` with the decoder, and its C++ type.
+        The file below ``kernels/`` with the decoder, and its C++ type, in which ``{half}`` stands for whether tokens
+        are float16.
     fields : tuple of (str, int)
         The planes in the order in which the decoder counts them, and the bytes of a record in each.
     sub : int

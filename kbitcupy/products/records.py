@@ -7,6 +7,7 @@ It takes whatever `kbitcupy.formats.base.Records` describes, for one weight and 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,6 @@ from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Struct, Type
-from ..backend.structs import Constants
 from ..formats.base import Records, all_records, register_templates
 from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, TOKENS, Experts, bias_argument
 from .routes import Device, Problem, Product, Route, refused_by_all
@@ -24,12 +24,14 @@ from .small_batch import add_partials
 
 #: The addresses of the fields of a weight.
 RECORD_PLANES = Struct("RecordPlanes", field=("u8", 5))
-#: What ``linear_records`` is told of its work: the records of a row, and those of a thread block; where in shared
-#: memory the decoder's table begins, barriers, x, sums of x, sums of products, and the stages of records.
+#: What ``linear_records`` is told of its work: the records of a row, and those of a thread block; how many tiles' sums
+#: have room; where in shared memory there are the decoder's table, barriers, x, sums of x, sums of products, and the
+#: stages of records.
 RECORD_CUT = Struct(
     "RecordCut",
     records="i4",
     share="i4",
+    ring="i4",
     table="u4",
     barriers="u4",
     x="u4",
@@ -37,10 +39,10 @@ RECORD_CUT = Struct(
     sums="u4",
     stages="u4",
 )
-_RING = Constants(RING=4)
-_DECLARED = (*DECLARED, _RING, RECORD_PLANES, RECORD_CUT)
+_RINGS = 4, 3  # tiles whose sums have room in shared memory
+_DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT)
 _ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, RECORD_CUT)
-_WARPS, _STAGES = 16, 2  # of a thread block at the most; of a warp
+_WARPS = 16  # of a thread block at the most
 _THREAD_BLOCKS = 16  # warps of a multiprocessor, by the registers of a thread
 
 
@@ -51,7 +53,8 @@ def _template(records: Records, instances: tuple[str, ...] = ()) -> Template:
 
 
 def _arguments(records: Records, T: str, grouped: bool) -> str:
-    return f"{T}, {records.struct}, {str(grouped).lower()}"
+    half = str(CXX_TYPES["float16"] == T).lower()
+    return f"{T}, {records.struct.format(half=half)}, {str(grouped).lower()}"
 
 
 def _templates() -> Iterator[Template]:
@@ -122,16 +125,18 @@ class RecordKernel:
         """
         records, best = self._records, None
         barriers = _rounded_up(4 * records.table)
-        x = barriers + 16 * _RING.RING
+        x = barriers + 16 * max(_RINGS)
         sums_of_x = x + share * records.ELEMENTS * 2 * m
         sums = sums_of_x + share * (records.ELEMENTS // records.sub) * TOKENS * 4 * records.summed
-        for warps in range(min(_WARPS, share), 0, -1):
-            stages = sums + _RING.RING * warps * _SUMS
-            shared = stages + warps * _STAGES * ITEM_ROWS * records.stride
+        for ring, warps in itertools.product(_RINGS, range(min(_WARPS, share), 0, -1)):
+            stages = sums + ring * warps * _SUMS
+            shared = stages + warps * ITEM_ROWS * records.stride
             worth = share / -(-share // warps)  # warps that have a record, on average: of few ones the last have none
-            if shared <= room and warps >= min(_FEW_WARPS, share) and (best is None or worth >= best[0]):
+            # As few warps as do; a longer ring is better than a shorter one.
+            better = best is None or worth > best[0] or (worth == best[0] and ring == best[2]["ring"])
+            if shared <= room and warps >= min(_FEW_WARPS, share) and better:
                 places = {"barriers": barriers, "x": x, "sums_of_x": sums_of_x, "sums": sums, "stages": stages}
-                best = worth, warps, places, shared
+                best = worth, warps, {"ring": ring, **places}, shared
         return best and best[1:]
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:

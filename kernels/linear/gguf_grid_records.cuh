@@ -29,12 +29,13 @@ struct SignedRecord : RecordBase {
     __device__ __forceinline__ static unsigned flips_of(unsigned spread, int e) { return spread << (15 - e); }
 };
 
-// 2 s + 1, s in the lowest four bits.
-__device__ __forceinline__ unsigned odd_integer(unsigned s) { return (s << 1 | 1u) & 31u; }
+// 2 s + 1 of four nibbles, the low ones of a word's bytes.
+__device__ __forceinline__ unsigned odd_bytes(unsigned word) { return (word << 1 & 0x1e1e1e1eu) | 0x01010101u; }
+__device__ __forceinline__ unsigned byte_of(unsigned word, int i) { return word >> 8 * i & 255u; }
 
 // ---- two bits: three magnitudes --------------------------------------------------------------------------------
 
-__device__ __forceinline__ unsigned iq2_bytes(unsigned entry) { return __byte_perm(IQ2_VALUES, 0, entry & 0xffffu); }
+__device__ __forceinline__ unsigned iq2_bytes(unsigned entry) { return permuted(IQ2_VALUES, 0, entry); }
 
 // fields: d, qs
 struct IQ2_XXS_Record : SignedRecord<8> {
@@ -53,7 +54,7 @@ struct IQ2_XXS_Record : SignedRecord<8> {
             const int at = Layout::at(1) + 32 * half + 8 * j;
             const unsigned more = record.word(at + 4);
             entry[j] = table.word(record.word(at) >> 8 * t & 255u);
-            signs[j] = table.word(GRID + (more >> 7 * t & 127u)), odd[j] = odd_integer(more >> 28);
+            signs[j] = table.word(GRID + (more >> 7 * t & 127u)), odd[j] = more >> 27 | 1u;
         }
     }
     template <typename Record, typename Table>
@@ -70,48 +71,69 @@ struct IQ2_XXS_Record : SignedRecord<8> {
     __device__ __forceinline__ float outer() const { return d; }
 };
 
-// What the other two share: two lanes have the halves of an entry.
+// What the other two share. HALF: a lane has a whole group in two steps, and the scale of its 16; else, where all lanes
+// have one factor at a time, half of one in a step.
+template <bool HALF>
 struct IQ2Base : SignedRecord<8> {
-    static constexpr int SUB = 16;
-    unsigned entry[8], signs[8], scales;
+    static constexpr int SUB = 16, ORDER = HALF ? BY_EIGHT : BY_SIXTEEN, ENTRIES = HALF ? 4 : 8;
+    unsigned entry[ENTRIES], signs[ENTRIES], odd[2];
     float d;
 
-    __device__ __forceinline__ unsigned codes(int s) const { return iq2_bytes(entry[s]); }
-    __device__ __forceinline__ unsigned flips(int s, int i) const { return flips_of(signs[s], i); }
-    __device__ __forceinline__ unsigned scale(int j) const { return odd_integer(scales >> 4 * j); }
+    // Which of the 16 groups of a half the lane's entry i is of.
+    __device__ __forceinline__ static int group(int i, int t) { return HALF ? 4 * i + t : 2 * i + t / 2; }
+
+    __device__ __forceinline__ void load_scales(unsigned scales, int t) {
+        if (HALF) odd[0] = odd_bytes(scales >> t / 2 * 4);
+        else odd[0] = odd_bytes(scales), odd[1] = odd_bytes(scales >> 4);
+    }
+    __device__ __forceinline__ unsigned codes(int s) const {
+        return iq2_bytes(HALF ? entry[s / 2] >> s % 2 * 16 : entry[s % ENTRIES]);
+    }
+    __device__ __forceinline__ unsigned flips(int s, int i) const {
+        return HALF ? flips_of(signs[s / 2], s % 2 * 4 + i) : flips_of(signs[s % ENTRIES], i);
+    }
+    __device__ __forceinline__ unsigned scale(int j) const { return byte_of(odd[HALF ? 0 : j % 2], j / 2); }
     __device__ __forceinline__ float factor(int j) const { return static_cast<float>(scale(j)); }
     __device__ __forceinline__ float outer() const { return d; }
 };
 
 // fields: d, qs, scales
-struct IQ2_XS_Record : IQ2Base {
+template <bool HALF>
+struct IQ2_XS_Record : IQ2Base<HALF> {
     using Layout = RecordLayout<IQ2_XS_Record>;
+    using Inner = typename IQ2Base<HALF>::Inner;
     static constexpr int FIELDS = 3, GRID = 512, TABLE = GRID + 128;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 2 : i == 1 ? 64 : 8; }
-    __device__ __forceinline__ static unsigned table_word(int i) { return with_signs(IQ2_XS_GRID, GRID, i); }
+    __device__ __forceinline__ static unsigned table_word(int i) {
+        return IQ2Base<HALF>::with_signs(IQ2_XS_GRID, GRID, i);
+    }
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load_codes(
         const Record& record, const Table& table, const Inner&, int t, int half) {
 #pragma unroll
-        for (int s = 0; s < 8; ++s) {
-            const unsigned q = record.word(Layout::at(1) + 32 * half + 4 * s) >> t / 2 * 16;
-            entry[s] = table.word(q & 511u) >> t % 2 * 16, signs[s] = table.word(GRID + (q >> 9 & 127u)) >> t % 2 * 4;
+        for (int i = 0; i < this->ENTRIES; ++i) {
+            const int group = this->group(i, t);
+            const unsigned q = record.word(Layout::at(1) + 32 * half + group / 2 * 4) >> group % 2 * 16;
+            this->entry[i] = table.word(q & 511u), this->signs[i] = table.word(GRID + (q >> 9 & 127u));
+            if (!HALF) this->entry[i] >>= t % 2 * 16, this->signs[i] >>= t % 2 * 4;
         }
-        scales = record.word(Layout::at(2) + 4 * half);
+        this->load_scales(record.word(Layout::at(2) + 4 * half), t);
     }
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
         Inner inner;
         inner.load(record);
         load_codes(record, table, inner, t, half);
-        d = inner.d;
+        this->d = inner.d;
     }
 };
 
 // fields: d, qs, qh, scales
-struct IQ2_S_Record : IQ2Base {
+template <bool HALF>
+struct IQ2_S_Record : IQ2Base<HALF> {
     using Layout = RecordLayout<IQ2_S_Record>;
+    using Inner = typename IQ2Base<HALF>::Inner;
     static constexpr int FIELDS = 4, TABLE = 1024;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 2 : i == 1 ? 64 : 8; }
     __device__ __forceinline__ static unsigned table_word(int i) { return IQ2_S_GRID[i]; }
@@ -119,27 +141,23 @@ struct IQ2_S_Record : IQ2Base {
     template <typename Record, typename Table>
     __device__ __forceinline__ void load_codes(
         const Record& record, const Table& table, const Inner&, int t, int half) {
-        const unsigned high = record.word(Layout::at(2) + 4 * half) >> t / 2 * 2;
-        const int index_at = t / 2 * 8, signs_at = t / 2 * 8 + t % 2 * 4;
+        const unsigned high = record.word(Layout::at(2) + 4 * half);
 #pragma unroll
-        for (int s = 0; s < 8; s += 2) {
-            const int at = Layout::at(1) + 16 * half + s * 2;
-            const unsigned low = record.word(at) >> index_at, signs_of_two = record.word(at + 32) >> signs_at;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const unsigned index = (low >> 16 * i & 255u) | (high >> 4 * (s + i) & 3u) << 8;
-                entry[s + i] = table.word(index) >> t % 2 * 16;
-                signs[s + i] = spread(signs_of_two >> 16 * i & 15u);
-            }
+        for (int i = 0; i < this->ENTRIES; ++i) {
+            const int group = this->group(i, t), at = Layout::at(1) + 16 * half + group / 4 * 4, shift = group % 4 * 8;
+            const unsigned index = (record.word(at) >> shift & 255u) | (high >> 2 * group & 3u) << 8;
+            const unsigned signs = this->spread(record.word(at + 32) >> shift & 255u);
+            this->entry[i] = table.word(index), this->signs[i] = signs;
+            if (!HALF) this->entry[i] >>= t % 2 * 16, this->signs[i] >>= t % 2 * 4;
         }
-        scales = record.word(Layout::at(3) + 4 * half);
+        this->load_scales(record.word(Layout::at(3) + 4 * half), t);
     }
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
         Inner inner;
         inner.load(record);
         load_codes(record, table, inner, t, half);
-        d = inner.d;
+        this->d = inner.d;
     }
 };
 
@@ -176,8 +194,8 @@ struct IQ3_XXS_Record : IQ3Base<4> {
             const unsigned more = record.word(Layout::at(1) + 64 + 16 * half + 4 * j);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                value[2 * j + i] = __byte_perm(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], table.pair(both >> 8 * i & 255u));
-            signs[j] = table.word(GRID + (more >> 7 * t & 127u)), odd[j] = odd_integer(more >> 28);
+                value[2 * j + i] = permuted(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], table.pair(both >> 8 * i & 255u));
+            signs[j] = table.word(GRID + (more >> 7 * t & 127u)), odd[j] = more >> 27 | 1u;
         }
     }
     template <typename Record, typename Table>
@@ -203,16 +221,17 @@ struct IQ3_S_Record : IQ3Base<1> {
         const Record& record, const Table& table, const Inner&, int t, int half) {
         const unsigned high = record.word(Layout::at(2) + 4 * half) >> 2 * t;
         const unsigned scales = record.word(Layout::at(4)) >> 16 * half;
+        const unsigned even = odd_bytes(scales), others = odd_bytes(scales >> 4);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const unsigned both = record.word(Layout::at(1) + 32 * half + 8 * j + t / 2 * 4) >> t % 2 * 16;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const unsigned index = (both >> 8 * i & 255u) | (high >> (8 * j + i) & 1u) << 8;
-                value[2 * j + i] = __byte_perm(IQ3_S_VALUES[0], IQ3_S_VALUES[1], table.pair(index));
+                value[2 * j + i] = permuted(IQ3_S_VALUES[0], IQ3_S_VALUES[1], table.pair(index));
             }
             signs[j] = spread(record.word(Layout::at(3) + 16 * half + 4 * j) >> 8 * t & 255u);
-            odd[j] = odd_integer(scales >> 4 * j);
+            odd[j] = byte_of(j % 2 ? others : even, j / 2);
         }
     }
     template <typename Record, typename Table>
@@ -228,7 +247,7 @@ struct IQ3_S_Record : IQ3Base<1> {
 
 // 8 times a coordinate and 1 more, or less where `minus`, and 64.
 __device__ __forceinline__ unsigned iq1_bytes(unsigned entry, bool minus) {
-    return __byte_perm(minus ? 0x00473f37u : 0x00494139u, 0, entry & 0xffffu);
+    return permuted(minus ? 0x00473f37u : 0x00494139u, 0, entry);
 }
 
 // fields: d, qs, qh

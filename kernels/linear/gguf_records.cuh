@@ -85,6 +85,18 @@ struct RecordBase {
     __device__ __forceinline__ float outer() const { return 1.0f; }
 };
 
+// Bytes of two words by the four lowest nibbles of a selector, each 0 to 7: __byte_perm masks what is not known to be
+// so.
+__device__ __forceinline__ unsigned permuted(unsigned a, unsigned b, unsigned selector) {
+#ifdef __CUDA_ARCH__
+    unsigned r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+    return r;
+#else
+    return __byte_perm(a, b, selector & 0x7777u);
+#endif
+}
+
 // ---- blocks of 32 ----------------------------------------------------------------------------------------------
 
 // Four words of codes of 4 bits, element i of 32 in the low nibble of byte i or the high one of byte i - 16.
@@ -177,9 +189,14 @@ struct Q5_1_Record : RecordBase {
 
 // The numbers of iq4's table and 128, as bytes: those of the low nibbles of four bytes, or of the `high` ones.
 __device__ __forceinline__ unsigned iq4_values(unsigned word, int high) {
-    constexpr unsigned TABLE[4] = {0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u};
-    unsigned found[2];
-    look_up(TABLE, word, found);
+    // Three bits choose of either half of the table, the fourth of the two.
+    const unsigned index = word & 0x77777777u, which = (word >> 1 & 0x44444444u) | 0x32103210u;
+    unsigned found[2];  // of two bytes each, the low nibble of a byte first
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        found[i] = permuted(
+            permuted(0x3f2d1801u, 0x766a5d4fu, index >> 16 * i), permuted(0xa6998d81u, 0xf1d9c5b5u, index >> 16 * i),
+            which >> 16 * i);
     return __byte_perm(found[0], found[1], high ? 0x7531 : 0x6420);
 }
 
@@ -204,8 +221,8 @@ struct IQ4_NL_Record : RecordBase {
 // What four nibbles of 4-bit floats stand for, twice that and 64, as bytes; the first in the lowest bits.
 __device__ __forceinline__ unsigned fp4_values(unsigned nibbles) {
     const unsigned index = nibbles & 0x7777u, which = (nibbles >> 1 & 0x4444u) | 0x3210u;
-    const unsigned positive = __byte_perm(0x43424140u, 0x4c484644u, index);
-    return __byte_perm(positive, __byte_perm(0x3d3e3f40u, 0x34383a3cu, index), which);
+    const unsigned positive = permuted(0x43424140u, 0x4c484644u, index);
+    return permuted(positive, permuted(0x3d3e3f40u, 0x34383a3cu, index), which);
 }
 
 // fields: scales, qs

@@ -1,13 +1,13 @@
 // linear_records: y = x W^T of up to 8 tokens with weights of any GGUF type that has a decoder of records, and with
 // mixtures of experts, on any GPU from sm_80 on (kbitcupy/products/records.py). KBIT_FORMAT_HEADER has the decoder.
 //
-//     fields of W --cp.async--> records of 16 rows, two stages a warp --decode--> fragments \\
+//     fields of W --cp.async--> records of 16 rows, a stage a warp --decode--> fragments \\
 //     x --once, in the order of fragments--> shared memory ------------------------------------ mma.sync --> sums
 //
 // A thread block has every gridDim.x-th tile of 16 rows. Its warps share k: each goes through every warps-th record of
 // a row (256 elements), and has the next one under way, of this tile or the one behind it, while it multiplies. Their
-// sums meet in shared memory, where one warp, another for each tile, adds them up in the order of the warps: the others
-// go on, as there are two places for sums. So one barrier a tile is enough.
+// sums go through a ring of places in shared memory, where one warp, another for each tile, adds them up in the order
+// of the warps, and only two tiles later: so warps need not keep step.
 //
 // Split-k: gridDim.y thread blocks share k where x is too long for shared memory; add_partials adds them up.
 #include "linear/epilogue.cuh"
@@ -17,8 +17,8 @@
 // Of the host, ahead of this source, beside what decoder.cuh names: struct RecordPlanes, the addresses of fields; and
 //     struct RecordCut
 //         records, share         of a row; of these a thread block's
+//         ring                   tiles whose sums have room, more than LATER
 //         table, barriers, x, sums_of_x, sums, stages    where they begin in shared memory
-// and RING, the tiles whose sums have room.
 
 struct SharedRecord {
     unsigned at, narrow;
@@ -30,34 +30,85 @@ struct SharedTable {
     __device__ __forceinline__ unsigned pair(unsigned i) const { return shared_at<unsigned short>(at + 2 * i); }
 };
 
-// How a warp copies the records of 16 rows.
+// How a warp copies the records of 16 rows. Where a lane's pieces come from and go to is worked out once: a lane whose
+// first piece of a field is that of row r has of the next ones those of r and a few rows more, where a row has a power
+// of two of pieces.
+template <typename R, int I>
+struct FieldCopy {
+    using Layout = RecordLayout<R>;
+    static constexpr int BYTES = R::bytes(I), PIECE = Layout::piece(I), PIECES = BYTES / PIECE;  // of a row
+    static constexpr int ALL = ITEM_ROWS * PIECES, COPIES = (ALL + WARP - 1) / WARP;
+    static constexpr bool REGULAR = (PIECES & (PIECES - 1)) == 0;
+    static constexpr int KEPT = REGULAR ? 1 : COPIES;
+    unsigned from[KEPT], to[KEPT];
+
+    __device__ __forceinline__ void begin(unsigned pitch, int lane) {
+#pragma unroll
+        for (int c = 0; c < KEPT; ++c) {
+            const int piece = c * WARP + lane, row = piece / PIECES, at = piece % PIECES * PIECE;
+            from[c] = row * pitch * BYTES + at, to[c] = row * Layout::stride() + Layout::at(I) + at;
+        }
+    }
+    __device__ __forceinline__ void start(
+        const RecordPlanes& planes, unsigned stage, unsigned number, unsigned pitch, int left, int lane) const {
+        const char* source = reinterpret_cast<const char*>(planes.field[I]) + (unsigned long long)number * BYTES;
+#pragma unroll
+        for (int c = 0; c < COPIES; ++c) {
+            constexpr int ROWS = REGULAR ? WARP / PIECES : 0;  // from a copy to the next one
+            copy_async_if<PIECE>(
+                stage + to[REGULAR ? 0 : c] + c * ROWS * Layout::stride(),
+                source + from[REGULAR ? 0 : c] + (unsigned long long)(pitch * BYTES) * (c * ROWS),
+                c * WARP + lane < min(left, ITEM_ROWS) * PIECES);
+        }
+    }
+};
+struct NoCopy {
+    __device__ __forceinline__ void begin(unsigned, int) {}
+    template <typename... A>
+    __device__ __forceinline__ void start(const A&...) const {}
+};
+template <typename R, int I, bool COPIED>
+struct FieldCopyOf {
+    using Type = FieldCopy<R, I>;
+};
+template <typename R, int I>
+struct FieldCopyOf<R, I, false> {
+    using Type = NoCopy;
+};
+
+// Those of field I and all behind it.
+template <typename R, int I = 0>
+struct FieldCopies {
+    typename FieldCopyOf<R, I, RecordLayout<R>::piece(I) != 0>::Type mine;
+    FieldCopies<R, I + 1> others;
+    __device__ __forceinline__ void begin(unsigned pitch, int lane) {
+        mine.begin(pitch, lane), others.begin(pitch, lane);
+    }
+    template <typename... A>
+    __device__ __forceinline__ void start(const A&... a) const {
+        mine.start(a...), others.start(a...);
+    }
+};
+template <typename R>
+struct FieldCopies<R, R::FIELDS> : NoCopy {};
+
 template <typename R>
 struct RecordCopy16 {
     using Layout = RecordLayout<R>;
     const RecordPlanes& planes;
     int lane;
+    unsigned pitch;  // records of a row
+    FieldCopies<R> fields;
 
-    // Start to copy; the record of row `first` has number `number`, that of the row below is `pitch` further, and there
-    // are `rows` of them.
-    __device__ __forceinline__ void start(unsigned stage, unsigned number, unsigned pitch, int rows) const {
-#pragma unroll
-        for (int i = 0; i < R::FIELDS; ++i) {
-            if (Layout::piece(i) == 16) field<16>(i, stage, number, pitch, rows);
-            else if (Layout::piece(i) == 8) field<8>(i, stage, number, pitch, rows);
-            else if (Layout::piece(i) == 4) field<4>(i, stage, number, pitch, rows);
-        }
+    __device__ __forceinline__ RecordCopy16(const RecordPlanes& planes, unsigned pitch, int lane)
+        : planes(planes), lane(lane), pitch(pitch) {
+        fields.begin(pitch, lane);
     }
-    template <int PIECE>
-    __device__ __forceinline__ void field(int i, unsigned stage, unsigned number, unsigned pitch, int rows) const {
-        const int per_row = R::bytes(i) / PIECE, all = ITEM_ROWS * per_row;
-        const char* from = reinterpret_cast<const char*>(planes.field[i]);
-#pragma unroll
-        for (int first = 0; first < all; first += WARP) {
-            const int piece = first + lane, row = piece / per_row, at = piece % per_row * PIECE;
-            const char* source = from + ((unsigned long long)(number + min(row, rows - 1) * pitch) * R::bytes(i) + at);
-            copy_async_if<PIECE>(
-                stage + row * Layout::stride() + Layout::at(i) + at, source, all % WARP == 0 || piece < all);
-        }
+
+    // Start to copy; the record of the first row has number `number`, and there are `left` rows: what others would give
+    // stays in their own sums.
+    __device__ __forceinline__ void start(unsigned stage, unsigned number, int left) const {
+        fields.start(planes, stage, number, pitch, left, lane);
     }
 
     // The fields of 2 bytes of one record.
@@ -125,19 +176,26 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&part)[
     acc[2 * row + 1] = fmaf(part[2 * row + 1], factor, acc[2 * row + 1]);
 }
 
-// acc += W x of one record of 16 rows; `stage` is the address of row g's.
-template <typename T, typename R>
+// acc += W x of one record of 16 rows; `stage` is the address of row g's. `next` starts to copy the next record to
+// the same place, when all has been read from there.
+template <typename T, typename R, typename Next>
 __device__ __forceinline__ void multiply_record(
     unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
-    float (&acc)[4]) {
+    const Next& next, float (&acc)[4]) {
     using Way = ::Way<T, R>;
     constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride();
     float sum[4] = {}, outer[2];
+    R both[2][2];
+    auto load = [&](int half) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) both[half][i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, t, half);
+    };
+    load(0), load(1);
+    __syncwarp();
+    next();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        R r[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) r[i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, t, half);
+        R(&r)[2] = both[half];
         float part[4];
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
@@ -178,14 +236,23 @@ __device__ __forceinline__ void multiply_record(
 
 // The same where inner scales are multiplied with codes: all of a record is one sum. Minima are those of eight
 // sub-blocks at a time as bfloat16, times sums of x in two of them, which leave out 2^-17: one more mma.
-template <typename T, typename R>
+template <typename T, typename R, typename Next>
 __device__ __forceinline__ void multiply_inner(
     unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, unsigned m, int t,
-    float (&acc)[4]) {
+    const Next& next, float (&acc)[4]) {
     constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride(), GROUPS = Way<T, R>::SUBS / 8;
     typename R::Inner inner[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) inner[i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]});
+    R both[2][2];
+    auto load = [&](int half) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            both[half][i].load_codes(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, inner[i], t, half);
+    };
+    load(0), load(1);
+    __syncwarp();
+    next();
     float part[4] = {};
     if constexpr (R::OFFSETS) {
         float minima[4] = {};
@@ -204,10 +271,7 @@ __device__ __forceinline__ void multiply_inner(
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        R r[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            r[i].load_codes(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, inner[i], t, half);
+        R(&r)[2] = both[half];
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
             uint4 four;
@@ -288,9 +352,8 @@ __device__ __forceinline__ void stage_x(const Token& token_at, int m, int record
     }
 }
 
-// The sums of a tile: 16 bytes a lane, as mma leaves them; how many tiles there is room for, and how many later a tile
-// is added up.
-constexpr int TILE_SUMS = WARP * 16, LATER = RING / 2;
+// The sums of a tile: 16 bytes a lane, as mma leaves them; how many tiles later they are added up.
+constexpr int TILE_SUMS = WARP * 16, LATER = 2;
 
 // GROUPED   W is [experts][n][k] and thread block z takes the products of groups[z], of one expert
 template <typename T, typename R, bool GROUPED>
@@ -321,7 +384,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(table.at + 4 * i), "r"(R::table_word(i)) : "memory");
     }
     if (threadIdx.x == 0) {
-        for (int i = 0; i < RING; ++i)
+        for (int i = 0; i < cut.ring; ++i)
             barrier_init(base + cut.barriers + i * 16, warps), barrier_init(base + cut.barriers + i * 16 + 8, 1);
     }
     wait_for_previous();
@@ -344,17 +407,17 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     const unsigned records = cut.records;
     const int first = int(blockIdx.y) * cut.share, last = min(cut.records, first + cut.share);
     const unsigned above = GROUPED ? group.expert * unsigned(n) : 0;
-    const RecordCopy16<R> copies{planes, lane};
+    const RecordCopy16<R> copies(planes, records, lane);
 
     // What to copy next, and where.
     int ahead_tile = blockIdx.x, ahead = first + warp;
-    unsigned slot = 0, coming[2] = {};
-    const unsigned stages = base + cut.stages + warp * (2 * STAGE);
+    unsigned coming[2] = {};
+    const unsigned stages = base + cut.stages + warp * STAGE;
     auto start = [&] {
         if (ahead_tile < tiles && ahead < last) {
             const int row = ahead_tile * ITEM_ROWS, rows = n - row;
             const unsigned number = (above + row) * records + ahead;
-            copies.start(stages + slot * STAGE, number, records, rows);
+            copies.start(stages, number, rows);
             coming[0] = copies.narrow(number + min(g, rows - 1) * records);
             coming[1] = copies.narrow(number + min(g + 8, rows - 1) * records);
             ahead += warps;
@@ -375,8 +438,9 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     const float of_all = tensor_scale ? tensor_scale[GROUPED ? group.expert * scale_step : 0] : 1.0f;
     // Where sums of tile `pass` go, and the barriers of that place: full, and free.
     const unsigned barriers = base + cut.barriers;
-    auto sums_of = [&](int pass) { return my_sums + pass % RING * warps * TILE_SUMS; };
-    int turn = 0;  // the warp that adds up
+    auto sums_of = [&](int place) { return my_sums + place * warps * TILE_SUMS; };
+    int place = 0, phase = 0, place_before = 0, phase_before = 0;  // of this tile, and of the one that is added up
+    int turn = 0;                                                  // the warp that adds up
     const int passes = int(blockIdx.x) < tiles ? (tiles - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 : 0;
     for (int pass = 0; pass < passes + LATER; ++pass) {
         if (pass < passes) {
@@ -384,29 +448,28 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             for (int item = first + warp; item < last; item += warps) {
                 wait_copies<0>();
                 __syncwarp();
-                const unsigned stage = stages + slot * STAGE + g * RecordLayout<R>::stride();
+                const unsigned stage = stages + g * RecordLayout<R>::stride();
                 const unsigned narrow[2] = {coming[0], coming[1]};
-                slot ^= 1;
-                start();
                 const int at = item - first;
                 const Beside beside{my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch};
-                if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, acc);
-                else multiply_record<T, R>(stage, narrow, table, beside, t, acc);
+                if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, start, acc);
+                else multiply_record<T, R>(stage, narrow, table, beside, t, start, acc);
             }
-            const unsigned full = barriers + pass % RING * 16;
-            barrier_wait(full + 8, pass / RING & 1 ^ 1);
-            store_shared(sums_of(pass) + warp * TILE_SUMS, acc);
+            const unsigned full = barriers + place * 16;
+            barrier_wait(full + 8, phase ^ 1);
+            store_shared(sums_of(place) + warp * TILE_SUMS, acc);
             __syncwarp();
             if (lane == 0) barrier_arrive(full);
+            if (++place == cut.ring) place = 0, phase ^= 1;
         }
         const int before = pass - LATER;
         if (before < 0) continue;
         if (warp == turn) {
-            const unsigned full = barriers + before % RING * 16;
-            barrier_wait(full, before / RING & 1);
+            const unsigned full = barriers + place_before * 16;
+            barrier_wait(full, phase_before);
             float sum[4] = {};
             for (int other = 0; other < warps; ++other) {
-                const float4 v = shared_at<float4>(sums_of(before) + other * TILE_SUMS);
+                const float4 v = shared_at<float4>(sums_of(place_before) + other * TILE_SUMS);
                 sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
             }
             __syncwarp();
@@ -423,6 +486,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             }
         }
         turn = turn + 1 == warps ? 0 : turn + 1;
+        if (++place_before == cut.ring) place_before = 0, phase_before ^= 1;
     }
 #endif
 }

@@ -11,6 +11,10 @@ import kbitcupy as kb
 from kbitcupy.backend.structs import declarations
 
 RECORDS = {name: found for name in kb.list_formats() if (found := kb.get_format(name).records())}
+#: The decoders: those of some types are others where tokens are float16.
+DECODERS = [
+    (name, half) for name in RECORDS for half in (("true", "false") if "{half}" in RECORDS[name].struct else ("true",))
+]
 
 SOURCE = """
 struct HostRecord {
@@ -58,30 +62,30 @@ def library():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
     declared = kb.get_format("iq2_xs").declared
     functions = [
-        f'extern "C" void record_{name}(const unsigned char* const* fields, float* out, int* seen) '
-        f"{{ decode_record<{records.struct}>(fields, out, seen); }}\n"
-        f'extern "C" int bytes_{name}(int i) {{ using Layout = RecordLayout<{records.struct}>; '
-        f"return i < 0 ? Layout::stride() : {records.struct}::bytes(i); }}"
-        for name, records in RECORDS.items()
+        f'extern "C" void record_{name}_{half}(const unsigned char* const* fields, float* out, int* seen) '
+        f"{{ decode_record<{RECORDS[name].struct.format(half=half)}>(fields, out, seen); }}\n"
+        f'extern "C" int bytes_{name}_{half}(int i) {{ using R = {RECORDS[name].struct.format(half=half)}; '
+        "return i < 0 ? RecordLayout<R>::stride() : R::bytes(i); }"
+        for name, half in DECODERS
     ]
     header = '#include "linear/gguf_grid_records.cuh"\n'
     return host.build(f"{declarations(declared)}\n{header}{SOURCE}" + "\n".join(functions))
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_every_record_is_what_numpy_decodes(library, name):
+@pytest.mark.parametrize(("name", "half"), DECODERS)
+def test_every_record_is_what_numpy_decodes(library, name, half):
     format, rng = kb.get_format(name), np.random.default_rng(0)
     count, records = 300, RECORDS[name]
     planes = host.random_planes(rng, format, (count, 256))
     planes.pop("scale", None)  # of all: the epilogue's
     expected = host.decoded_by_numpy(format, planes, (count, 256))
     fields = [planes[field.name].reshape(count, -1).view(np.uint8) for field in format.fields]
-    size = getattr(library, f"bytes_{name}")
+    size = getattr(library, f"bytes_{name}_{half}")
     assert [size(i) for i in range(len(fields))] == [field.shape[1] for field in fields]
     assert size(-1) == records.stride
     assert records.stride % 32 == 16
     found, seen = np.empty((count, 256), np.float32), np.zeros((count, 256), np.int32)
-    decode = getattr(library, f"record_{name}")
+    decode = getattr(library, f"record_{name}_{half}")
     for i in range(count):
         own = (ctypes.c_void_p * len(fields))(*(field[i].ctypes.data for field in fields))
         decode(own, found[i].ctypes.data_as(ctypes.c_void_p), seen[i].ctypes.data_as(ctypes.c_void_p))

@@ -74,7 +74,17 @@ def _records(kind: type[Gguf]) -> tuple[Records, ...]:
     fields = tuple((field.name, field.nbytes * Records.ELEMENTS // kind.block) for field in kind.fields)
     header = "linear/gguf_grid_records.cuh" if about.table else "linear/gguf_records.cuh"
     sizes = about.sub, about.summed, about.table
-    return (Records(header, f"{kind.struct}_Record", fields, *sizes, kind.tensor_scale, kind.declared, about.work),)
+    return (
+        Records(
+            header,
+            f"{kind.struct}_Record{about.arguments}",
+            fields,
+            *sizes,
+            kind.tensor_scale,
+            kind.declared,
+            about.work,
+        ),
+    )
 
 
 _types: dict[int, type[Gguf]] = {}

@@ -166,12 +166,15 @@ class About(NamedTuple):
         Words of its table.
     work : float, default 1.0
         As there.
+    arguments : str, default ""
+        Of the decoder, a template.
     """
 
     sub: int
     summed: bool = True
     table: int = 0
     work: float = 1.0
+    arguments: str = ""
 
 
 #: By the names of formats: the types that linear_records decodes.
@@ -192,8 +195,8 @@ RECORDS = {
     "iq1_s": About(32, table=2048),
     "iq1_m": About(16, table=2048),
     "iq2_xxs": About(32, False, 384),
-    "iq2_xs": About(16, False, 640),
-    "iq2_s": About(16, False, 1024),
+    "iq2_xs": About(16, False, 640, arguments="<{half}>"),
+    "iq2_s": About(16, False, 1024, arguments="<{half}>"),
     "iq3_xxs": About(32, False, 256),
     "iq3_s": About(32, False, 256),
 }
