@@ -10,7 +10,8 @@ taken; `explain` shows them all:
 - `records`, `grouped_records`: the same with weights of any GGUF type that those do not take.
 - `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
 - `int8`: ``activations="int8"`` multiplies integers: W8A8.
-- `staged`: ``"q8_1"`` multiplies what quantized tokens stand for by weights in the other types of GGUF.
+- `staged_records`, `staged`: ``"q8_1"`` with weights in the other types of GGUF: the former kernel multiplies their
+  integers, sums of what shares scales being exact; or what quantized tokens stand for is multiplied as floats.
 - `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales; few
   tokens on compute capability 8.0 with codes that are read in place: `integer_stream`.
 - `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more
@@ -48,7 +49,7 @@ from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
-from .staged import Staged
+from .staged import Staged, StagedRecords
 from .ternary import Ternary, TernaryHost, TernaryStream
 from .ternary_experts import GroupedTernary
 from .ternary_stream import TernaryFloats
@@ -68,6 +69,7 @@ LINEAR: tuple[Route, ...] = (
     IntegerStream(),
     Integers(),
     IntegersHost(),
+    StagedRecords(),
     Staged(),
     TernaryStream(),
     Ternary(),
@@ -113,7 +115,7 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | No
           this is W8A8, `kbitcupy.affine.linear_w8a8`.
         - ``"q8_1"``: one scale for 32 neighbours, as GGUF's products quantize, for the same weights; where a few
           channels are much larger than others the error is a fraction of that of ``"int8"``. Weights in GGUF's other
-          types are multiplied by what the codes stand for, in float32.
+          types are multiplied, too, many tokens or rows that are not whole 256 elements by what the codes stand for.
         - ``"bitnet"``: what BitNet b1.58 does, for weights in ``ternary``: `kbitcupy.bitnet.linear`, where there are
           options. It differs from ``"int8"`` where a token is tiny.
     out : array, optional

@@ -25,8 +25,8 @@ from .small_batch import add_partials
 #: The addresses of the fields of a weight.
 RECORD_PLANES = Struct("RecordPlanes", field=("u8", 5))
 #: What ``linear_records`` is told of its work: the records of a row, and those of a thread block; how many tiles' sums
-#: have room; where in shared memory there are the decoder's table, barriers, x, sums of x, sums of products, and the
-#: stages of records.
+#: have room; where in shared memory there are the decoder's table, barriers, x, sums of x, scales of tokens,
+#: sums of products, and the stages of records.
 RECORD_CUT = Struct(
     "RecordCut",
     records="i4",
@@ -36,12 +36,13 @@ RECORD_CUT = Struct(
     barriers="u4",
     x="u4",
     sums_of_x="u4",
+    scales="u4",
     sums="u4",
     stages="u4",
 )
 _RINGS = 4, 3  # tiles whose sums have room in shared memory
 _DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT)
-_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, RECORD_CUT)
+_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, "p", "i4", "i4", RECORD_CUT)
 _WARPS = 16  # of a thread block at the most
 _THREAD_BLOCKS = 16  # warps of a multiprocessor, by the registers of a thread
 
@@ -52,14 +53,15 @@ def _template(records: Records, instances: tuple[str, ...] = ()) -> Template:
     return Template("linear/gguf_stream.cu", "linear_records", axes, header=records.header, structs=declared, least=80)
 
 
-def _arguments(records: Records, T: str, grouped: bool) -> str:
-    half = str(CXX_TYPES["float16"] == T).lower()
-    return f"{T}, {records.struct.format(half=half)}, {str(grouped).lower()}"
+def _arguments(records: Records, T: str, grouped: bool, staged: bool) -> str:
+    half = str(T == CXX_TYPES["float16"] and not staged).lower()  # noqa: SIM300
+    return f"{T}, {records.struct.format(half=half)}, {str(grouped).lower()}, {str(staged).lower()}"
 
 
 def _templates() -> Iterator[Template]:
+    kinds = [(T, grouped, False) for T in HALF_CXX for grouped in (False, True)] + [(HALF_CXX[0], False, True)]
     for records in all_records():
-        yield _template(records, tuple(_arguments(records, T, grouped) for T in HALF_CXX for grouped in (False, True)))
+        yield _template(records, tuple(_arguments(records, *kind) for kind in kinds))
 
 
 register_templates(_templates)
@@ -86,6 +88,8 @@ class RecordKernel:
         Tokens; of experts the groups of tokens that are there at once.
     grouped : bool, default False
         Whether it is the flavour for experts.
+    staged : bool, default False
+        Whether it is the flavour for quantized tokens.
     """
 
     def __init__(
@@ -96,9 +100,10 @@ class RecordKernel:
         device: Device,
         tokens: int,
         grouped: bool = False,
+        staged: bool = False,
     ):
         self._n, k = shape
-        self._records, self.cxx = records, CXX_TYPES[dtype.name]
+        self._records, self.cxx, self._staged = records, CXX_TYPES[dtype.name], staged
         each, m = k // records.ELEMENTS, TOKENS if grouped else min(tokens, TOKENS)
         together = tokens if grouped else -(-tokens // TOKENS)  # thread blocks with other tokens
         found = None
@@ -112,7 +117,7 @@ class RecordKernel:
         warps, places, shared = found or (1, {}, 0)
         self._splits = -(-each // share)
         self._packed = RECORD_CUT.pack(records=each, share=share, **places)
-        values = _arguments(records, self.cxx, grouped)
+        values = _arguments(records, HALF_CXX[0] if staged else self.cxx, grouped, staged)
         self._kernel = _kernel(records, values, 32 * warps, shared)
         tiles = -(-self._n // ITEM_ROWS)
         resident = max(1, min(_THREAD_BLOCKS // warps, (device.shared_memory + 1024) // (shared + 1024)))
@@ -127,7 +132,9 @@ class RecordKernel:
         barriers = _rounded_up(4 * records.table)
         x = barriers + 16 * max(_RINGS)
         sums_of_x = x + share * records.ELEMENTS * 2 * m
-        sums = sums_of_x + share * (records.ELEMENTS // records.sub) * TOKENS * 4 * records.summed
+        sub = min(records.sub, 32) if self._staged else records.sub
+        scales = sums_of_x + share * (records.ELEMENTS // sub) * TOKENS * 4 * records.summed
+        sums = scales + share * (records.ELEMENTS // 32) * TOKENS * 4 * self._staged
         for ring, warps in itertools.product(_RINGS, range(min(_WARPS, share), 0, -1)):
             stages = sums + ring * warps * _SUMS
             shared = stages + warps * ITEM_ROWS * records.stride
@@ -135,8 +142,8 @@ class RecordKernel:
             # As few warps as do; a longer ring is better than a shorter one.
             better = best is None or worth > best[0] or (worth == best[0] and ring == best[2]["ring"])
             if shared <= room and warps >= min(_FEW_WARPS, share) and better:
-                places = {"barriers": barriers, "x": x, "sums_of_x": sums_of_x, "sums": sums, "stages": stages}
-                best = worth, warps, {"ring": ring, **places}, shared
+                places = {"x": x, "sums_of_x": sums_of_x, "scales": scales, "sums": sums, "stages": stages}
+                best = worth, warps, {"ring": ring, "barriers": barriers, **places}, shared
         return best and best[1:]
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -168,8 +175,24 @@ class RecordKernel:
         planes, scale = found
         groups, order, divisor, step = experts
         pointers = x.data.ptr, planes, scale, address, out.data.ptr, partial, groups, order
-        numbers = divisor, step, kind, tokens, self._n, self._packed
+        numbers = divisor, step, kind, tokens, self._n, 0, 0, 0, self._packed
         self._kernel.launch(x, (self._blocks, self._splits, blocks), (*pointers, *numbers))
+
+    def sums(self, codes: int, scales: int, pitch: int, padded: int, q: QuantizedArray, out: Any) -> Any:
+        """float32[parts, tokens, n] whose sum over the parts is the product of quantized tokens, as many as `out` has.
+
+        `codes` and `scales` are addresses, of int8[tokens, pitch] and float32[k / 32, padded].
+        """
+        tokens = out.size // self._n
+        found = q._launches.get(self._records)
+        if found is None:
+            found = q._launches[self._records] = _bound(self._records, q)
+        planes, scale = found
+        partial = _xp.namespace(out).empty((self._splits, tokens, self._n), np.float32)
+        pointers = codes, planes, scale, 0, 0, partial.data.ptr, 0, 0
+        numbers = 1, 0, 0, tokens, self._n, scales, pitch, padded, self._packed
+        self._kernel.launch(out, (self._blocks, self._splits, -(-tokens // TOKENS)), (*pointers, *numbers))
+        return partial
 
     def describe(self, tokens: int) -> str:
         """A few words on the launch."""
@@ -196,10 +219,16 @@ def _kernel(records: Records, values: str, threads: int, shared: int) -> Kernel:
 
 @functools.lru_cache(maxsize=4096)
 def record_kernel(
-    records: Records, shape: tuple[int, int], dtype: np.dtype, device: Device, tokens: int, grouped: bool = False
+    records: Records,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+    device: Device,
+    tokens: int,
+    grouped: bool = False,
+    staged: bool = False,
 ) -> RecordKernel:
     """The launcher of ``linear_records``."""
-    return RecordKernel(records, shape, dtype, device, tokens, grouped)
+    return RecordKernel(records, shape, dtype, device, tokens, grouped, staged)
 
 
 # ---- routes --------------------------------------------------------------------------------------------------------
@@ -207,7 +236,7 @@ def record_kernel(
 #: The most tokens: each eight decode the weights again.
 MOST_TOKENS = 64
 # Microseconds of the launches; the fraction of the bandwidth at which weights pass; microseconds to decode an element.
-_START, _FRACTION, _DECODING = 4.0, 0.8, 3.2e-7
+_START, _FRACTION, _DECODING = 4.0, 0.85, 1.8e-7
 
 
 def record_refusal(problem: Problem) -> str | None:

@@ -20,6 +20,7 @@ from . import host
 from .decoded import Decoded
 from .generic import Generic
 from .integer_activations import NUMBERS, Q8_BLOCK, floats_of, padded_of, pitch_of, quantize_host, quantize_into
+from .records import MOST_TOKENS, RecordKernel, Streamed, record_kernel, record_refusal
 from .routes import Problem, Product, Route, choices
 
 
@@ -29,13 +30,19 @@ def staged(x: Any) -> Any:
     if isinstance(x, np.ndarray):
         codes, scales = quantize_host(x, "q8_1")
         return (codes.reshape(tokens, -1, Q8_BLOCK) * scales[..., None]).reshape(tokens, depth)
-    xp, x = _xp.namespace(x), floats_of(x)
+    codes, scales = quantized(floats_of(x), tokens, depth)
     blocks = depth // Q8_BLOCK
-    codes = xp.empty((tokens, pitch_of(depth)), np.int8)
-    scales = xp.empty((blocks, padded_of(tokens)), np.float32)
-    quantize_into(x, tokens, "q8_1", codes.data.ptr, scales.data.ptr, 0, NUMBERS.ROWS, 0)
     parts = codes[:, :depth].reshape(tokens, blocks, Q8_BLOCK)
     return (parts * scales[:, :tokens].T[..., None]).reshape(tokens, depth)
+
+
+def quantized(x: Any, tokens: int, depth: int) -> tuple[Any, Any]:
+    """int8 codes [tokens, pitch] of tokens on a GPU, contiguous, and float32 scales [depth / 32, padded]."""
+    xp = _xp.namespace(x)
+    codes = xp.empty((tokens, pitch_of(depth)), np.int8)
+    scales = xp.empty((depth // Q8_BLOCK, padded_of(tokens)), np.float32)
+    quantize_into(x, tokens, "q8_1", codes.data.ptr, scales.data.ptr, 0, NUMBERS.ROWS, 0)
+    return codes, scales
 
 
 class Staged(Route):
@@ -80,6 +87,54 @@ class Staged(Route):
             return "NumPy: tokens quantized by 'q8_1', then multiplied in float32"
         best = choices(_as_floats(problem), _ROUTES)[0].route
         return f"tokens quantized by 'q8_1'; {best.describe(_as_floats(problem))}"
+
+
+class StagedRecords(Route):
+    """Quantize tokens, and multiply them by ``linear_records``: what shares factors is added up exactly."""
+
+    name = "staged_records"
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.activations != "q8_1":
+            return 'it quantizes activations: ask for activations="q8_1"'
+        if problem.device is None:
+            return "the arrays are in host memory"
+        if problem.experts:
+            return "it is for one weight"
+        # Their dtype does not matter, nor where they begin.
+        found = record_refusal(dataclasses.replace(problem, dtype=np.dtype(np.float16), aligned=True))
+        if found:
+            return found
+        if problem.tokens > MOST_TOKENS:
+            return f"more than {MOST_TOKENS} tokens"
+        return None if self._kernel(problem).fits else "the device has too little shared memory"
+
+    def cost(self, problem: Problem) -> float:
+        return _QUANTIZING + Streamed().cost(problem)
+
+    def prepare(self, problem: Problem) -> Product:
+        n, k = problem.shape
+        kernel = self._kernel(problem)
+
+        def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+            tokens = out.size // n
+            codes, scales = quantized(floats_of(x), tokens, k)
+            parts = kernel.sums(codes.data.ptr, scales.data.ptr, codes.shape[1], scales.shape[1], q, out)
+            total = parts[0] if len(parts) == 1 else parts.sum(axis=0)
+            if bias is not None:
+                total += bias.astype(np.float32, copy=False)
+            out[...] = total.reshape(out.shape)
+
+        return multiply
+
+    def describe(self, problem: Problem) -> str:
+        return f"tokens quantized by 'q8_1'; {self._kernel(problem).describe(problem.tokens)}"
+
+    def _kernel(self, problem: Problem) -> RecordKernel:
+        records = problem.format.records()
+        assert records is not None and problem.device is not None
+        half = np.dtype(np.float16)
+        return record_kernel(records, problem.shape, half, problem.device, problem.tokens, staged=True)
 
 
 _ROUTES = Generic(), Decoded()

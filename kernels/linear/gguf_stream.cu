@@ -18,7 +18,7 @@
 //     struct RecordCut
 //         records, share         of a row; of these a thread block's
 //         ring                   tiles whose sums have room, more than LATER
-//         table, barriers, x, sums_of_x, sums, stages    where they begin in shared memory
+//         table, barriers, x, sums_of_x, scales, sums, stages    where they begin in shared memory
 
 struct SharedRecord {
     unsigned at, narrow;
@@ -127,14 +127,15 @@ struct RecordCopy16 {
 
 // Whether codes are the bits of numbers, see gguf_records.cuh, and what one of them then stands for; whether inner
 // scales are multiplied with codes; and whether sums of x are wanted.
-template <typename T, typename R>
+template <typename T, typename R, bool STAGED = false>
 struct Way {
-    static constexpr bool RAW = SameType<T, __half>::VALUE, INNER = RAW && R::INNER;
+    static constexpr bool RAW = SameType<T, __half>::VALUE, INNER = RAW && R::INNER && !STAGED;
     static constexpr bool BIASED = RAW && R::BIAS != 0, SUMMED = BIASED || R::OFFSETS;
     static constexpr float UNIT = RAW ? 5.9604644775390625e-8f : 1.0f;  // 2^-24
     // By what sums of x are multiplied.
     static constexpr float OF_SUMS = BIASED ? -R::BIAS * UNIT : UNIT;
-    static constexpr int SUBS = RECORD / R::SUB;
+    // Elements that share all factors, and how often.
+    static constexpr int SUB = STAGED && R::SUB > 32 ? 32 : R::SUB, SUBS = RECORD / SUB;
 };
 
 // Four bytes of a decoder as integers of T: elements 0 and 2, then 1 and 3.
@@ -168,6 +169,7 @@ __device__ __forceinline__ void integers_of(const R& r, int s, unsigned (&a)[2])
 struct Beside {
     unsigned x, pitch;  // its part of x, and from two steps to the next two
     unsigned sums;      // sums of x: of its tokens, or with inner scales of its sub-blocks
+    unsigned scales;    // of its tokens, one for 32 elements, where those are quantized
 };
 
 // acc += factor * part, row by row.
@@ -178,12 +180,12 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&part)[
 
 // acc += W x of one record of 16 rows; `stage` is the address of row g's. `next` starts to copy the next record to
 // the same place, when all has been read from there.
-template <typename T, typename R, typename Next>
+template <typename T, typename R, bool STAGED, typename Next>
 __device__ __forceinline__ void multiply_record(
     unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
     const Next& next, float (&acc)[4]) {
-    using Way = ::Way<T, R>;
-    constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride();
+    using Way = ::Way<T, R, STAGED>;
+    constexpr int STEPS = Way::SUB / 16, STRIDE = RecordLayout<R>::stride();
     float sum[4] = {}, outer[2];
     R both[2][2];
     auto load = [&](int half) {
@@ -215,15 +217,23 @@ __device__ __forceinline__ void multiply_record(
             for (int i = 0; i < 2; ++i) integers_of<T>(r[i], s, a[i]);
             mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
             if (s % STEPS != STEPS - 1) continue;
+            uint2 of_x = {};
+            if constexpr (R::OFFSETS) of_x = shared_at<uint2>(sums);
+            float added[2] = {__uint_as_float(of_x.x), __uint_as_float(of_x.y)};
+            if constexpr (STAGED) {
+                const uint2 both = shared_at<uint2>(beside.scales + (half * 4 + s / 2) * (TOKENS * 4));
+                const float scale[2] = {__uint_as_float(both.x), __uint_as_float(both.y)};
 #pragma unroll
-            for (int i = 0; i < 2; ++i) add_scaled(sum, part, i, r[i].factor(j));
-            if constexpr (R::OFFSETS) {
-                const uint2 both = shared_at<uint2>(sums);
+                for (int i = 0; i < 4; ++i) part[i] *= scale[i % 2];
+                added[0] *= scale[0], added[1] *= scale[1];
+            }
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float offset = r[i].offset(j);
-                    sum[2 * i] = fmaf(__uint_as_float(both.x), offset, sum[2 * i]);
-                    sum[2 * i + 1] = fmaf(__uint_as_float(both.y), offset, sum[2 * i + 1]);
+            for (int i = 0; i < 2; ++i) {
+                add_scaled(sum, part, i, r[i].factor(s * 16 / R::SUB));
+                if constexpr (R::OFFSETS) {
+                    const float offset = r[i].offset(s * 16 / R::SUB);
+                    sum[2 * i] = fmaf(added[0], offset, sum[2 * i]);
+                    sum[2 * i + 1] = fmaf(added[1], offset, sum[2 * i + 1]);
                 }
             }
         }
@@ -352,11 +362,53 @@ __device__ __forceinline__ void stage_x(const Token& token_at, int m, int record
     }
 }
 
+// The same of tokens that are quantized: int8 `codes` of token m from m * pitch on, as numbers of T, and their
+// `scales`, float32 [K / 32, padded], to shared memory.
+template <typename T, typename R>
+__device__ __forceinline__ void stage_codes(
+    const signed char* codes, int pitch, const float* scales, int padded, int first_token, int m, int first,
+    int records, unsigned x, unsigned sums, unsigned scales_to) {
+    using Way = ::Way<T, R, true>;
+    constexpr int OCTETS = Way::SUB / 8;
+    for (int token = 0; token < m; ++token) {
+        const uint2* from = reinterpret_cast<const uint2*>(
+            codes + (long long)(first_token + token) * pitch + (long long)first * RECORD);
+        for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
+            const uint2 eight = __ldg(from + octet);
+            const unsigned word[2] = {eight.x, eight.y};
+            const int record = octet / (RECORD / 8), k = octet % (RECORD / 8) * 8;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int at = k + 4 * i;
+                const int step = R::ORDER == BY_SIXTEEN ? at / 16 : at / 32 * 2 + at / 4 % 2;
+                const int lane = R::ORDER == BY_SIXTEEN ? at / 4 % 4 : at / 8 % 4;
+                const unsigned to = x + ((record * 8 + step / 2) * m + token) * 64 + lane * 16 + step % 2 * 8;
+                const unsigned raised = word[i] ^ 0x80808080u;  // below the upper byte of 1024, less that and 128
+                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to),
+                             "r"(add_pairs<T>(__byte_perm(raised, 0x64646464u, 0x4240), 0xe480e480u)),
+                             "r"(add_pairs<T>(__byte_perm(raised, 0x64646464u, 0x4341), 0xe480e480u))
+                             : "memory");
+            }
+            if constexpr (Way::SUMMED) {
+                int sum = __dp4a(int(word[0]), 0x01010101, __dp4a(int(word[1]), 0x01010101, 0));
+#pragma unroll
+                for (int other = 1; other < OCTETS; other *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, other);
+                if (octet % OCTETS == 0) store_sum<Way>(sums, octet / OCTETS, token, m, float(sum));
+            }
+        }
+        for (int block = threadIdx.x; block < records * (RECORD / 32); block += blockDim.x)
+            store_shared(
+                scales_to + (block * TOKENS + token) * 4,
+                __ldg(scales + (long long)(first * (RECORD / 32) + block) * padded + first_token + token));
+    }
+}
+
 // The sums of a tile: 16 bytes a lane, as mma leaves them; how many tiles later they are added up.
 constexpr int TILE_SUMS = WARP * 16, LATER = 2;
 
 // GROUPED   W is [experts][n][k] and thread block z takes the products of groups[z], of one expert
-template <typename T, typename R, bool GROUPED>
+// STAGED    x is int8 [tokens, pitch], with scales: its products are exact, and sums go to `partial`
+template <typename T, typename R, bool GROUPED, bool STAGED>
 __global__ void __launch_bounds__(512, 1) linear_records(
     const T* x,                                   // [tokens, k]
     const __grid_constant__ RecordPlanes planes,  // of W
@@ -370,9 +422,11 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     int scale_step,                               // GROUPED: expert e has tensor_scale[e * scale_step]
     int bias_kind,                                // see bias_at
     int tokens, int n,                            // rows of x and of W (of one expert)
+    const float* scales,                          // [k / 32, padded], STAGED
+    int pitch, int padded,                        // STAGED
     const __grid_constant__ RecordCut cut) {
 #if __CUDA_ARCH__ >= 800
-    using Way = ::Way<T, R>;
+    using Way = ::Way<T, R, STAGED>;
     extern __shared__ uint4 dynamic[];
     constexpr int STAGE = ITEM_ROWS * RecordLayout<R>::stride();
     const int warps = blockDim.x / WARP, lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
@@ -426,9 +480,14 @@ __global__ void __launch_bounds__(512, 1) linear_records(
         commit_copies();
     };
     start();
-    stage_x<T, R>(
-        [&](int i) { return x + (product_of(i) / (GROUPED ? divisor : 1) * records + first) * RECORD; }, m,
-        last - first, base + cut.x, base + cut.sums_of_x);
+    if constexpr (STAGED)
+        stage_codes<T, R>(
+            reinterpret_cast<const signed char*>(x), pitch, scales, padded, group.first, m, first, last - first,
+            base + cut.x, base + cut.sums_of_x, base + cut.scales);
+    else
+        stage_x<T, R>(
+            [&](int i) { return x + (product_of(i) / (GROUPED ? divisor : 1) * records + first) * RECORD; }, m,
+            last - first, base + cut.x, base + cut.sums_of_x);
     __syncthreads();
     // Tokens that are not there may be any.
     const unsigned my_x = base + cut.x + min(g, m - 1) * 64 + t * 16, x_pitch = m * 64;
@@ -451,9 +510,10 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                 const unsigned stage = stages + g * RecordLayout<R>::stride();
                 const unsigned narrow[2] = {coming[0], coming[1]};
                 const int at = item - first;
-                const Beside beside{my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch};
+                const unsigned my_scales = base + cut.scales + at * (RECORD / 32 * TOKENS * 4) + t * 8;
+                const Beside beside{my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch, my_scales};
                 if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, start, acc);
-                else multiply_record<T, R>(stage, narrow, table, beside, t, start, acc);
+                else multiply_record<T, R, STAGED>(stage, narrow, table, beside, t, start, acc);
             }
             const unsigned full = barriers + place * 16;
             barrier_wait(full + 8, phase ^ 1);

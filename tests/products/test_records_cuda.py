@@ -10,6 +10,7 @@ import kbitcupy as kb
 from kbitcupy.array import QuantizedArray
 from kbitcupy.products.records import Streamed
 from kbitcupy.products.routes import Problem, device, stored
+from kbitcupy.products.staged import StagedRecords, staged
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +68,19 @@ class TestSmall:
             bias = tokens((n,), np.float32, cupy) if m != 3 else None
             x = tokens((m, k), dtype, cupy, mean=m % 2)
             assert_right(product(x, q, bias), x, q, bias)
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_quantized_tokens(self, cupy, name):
+        """Exact in what shares scales: within 2^-20 of the terms of what the tokens stand for."""
+        for n, k, m in ((1, 256, 1), (33, 2304, 3), (40, 768, 11)):
+            q, x = weight(name, (n, k), cupy), tokens((m, k), np.float32, cupy, mean=m % 2)
+            problem = Problem(q.format, q.shape, m, x.dtype, device(0), True, stored(q), "q8_1")
+            refusal = StagedRecords().accepts(problem)
+            assert refusal is None, refusal
+            y = cupy.full((m, n), np.nan, np.float32)
+            StagedRecords().prepare(problem)(x, q, None, y)
+            found, wanted, terms = check(y, staged(x), q)
+            assert (np.abs(found - wanted) <= 2.0**-20 * terms).all()
 
     @pytest.mark.parametrize("name", ["q4_1", "q6_k", "iq2_xs", "nvfp4:tensor_scale=true"])
     def test_experts(self, cupy, name):
