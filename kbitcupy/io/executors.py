@@ -189,13 +189,8 @@ def local(workers: int, on_gpu: bool) -> Iterator[Executor | None]:
         with ThreadPoolExecutor(workers, "kbitcupy") as threads:
             yield threads
     else:
-        with _one_thread_each():
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(workers, context, initializer=_begin) as processes:
-                with _undisturbed():
-                    for _ in range(workers):
-                        processes.submit(_begun)
-                yield processes
+        with _one_thread_each(), _processes(workers) as processes:
+            yield processes
 
 
 @contextlib.contextmanager
@@ -211,6 +206,24 @@ def _one_thread_each() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _processes(workers: int) -> Iterator[Executor]:
+    """Spawned processes, which end with the block."""
+    others = multiprocessing.active_children()
+    made: list[Any] = []
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin) as pool:
+        try:
+            with _undisturbed():
+                for _ in range(workers):
+                    pool.submit(_begun)
+                made = [each for each in multiprocessing.active_children() if each not in others]
+            yield pool
+        finally:
+            # Not asked to end: one that was killed as it waited for work keeps a lock that the others would wait for.
+            for each in made:
+                each.terminate()
 
 
 @contextlib.contextmanager
