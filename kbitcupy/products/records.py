@@ -47,10 +47,10 @@ _WARPS = 16  # of a thread block at the most
 _THREAD_BLOCKS = 16  # warps of a multiprocessor, by the registers of a thread
 
 
-def _template(records: Records, instances: tuple[str, ...] = ()) -> Template:
+def _template(records: Records, instances: tuple[str, ...] = (), hot: bool = False) -> Template:
     axes = (instances,) if instances else ()
-    declared = (*_DECLARED, *records.declared)
-    return Template("linear/gguf_stream.cu", "linear_records", axes, header=records.header, structs=declared, least=80)
+    about: dict[str, Any] = {"header": records.header, "structs": (*_DECLARED, *records.declared), "least": 80}
+    return Template("linear/gguf_stream.cu", "linear_records", axes, hot=hot, **about)
 
 
 def _arguments(records: Records, T: str, grouped: bool, staged: bool) -> str:
@@ -59,9 +59,11 @@ def _arguments(records: Records, T: str, grouped: bool, staged: bool) -> str:
 
 
 def _templates() -> Iterator[Template]:
-    kinds = [(T, grouped, False) for T in HALF_CXX for grouped in (False, True)] + [(HALF_CXX[0], False, True)]
+    half, other = HALF_CXX
+    kinds = (False, False), (True, False)
     for records in all_records():
-        yield _template(records, tuple(_arguments(records, *kind) for kind in kinds))
+        yield _template(records, tuple(_arguments(records, half, *kind) for kind in (*kinds, (False, True))), hot=True)
+        yield _template(records, tuple(_arguments(records, other, *kind) for kind in kinds))
 
 
 register_templates(_templates)
