@@ -33,8 +33,8 @@ _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
     STEP=tokens_of.SIZES.STEP,
     STREAM_THREADS=256,
-    STREAM_DEPTH=4,
-    LESS_DEPTH=3,
+    FEW_THREADS=192,
+    STREAM_DEPTH=2,
     ARRANGE_THREADS=256,
     GROUP_THREADS=256,
 )
@@ -79,13 +79,13 @@ def why_not_streamed(tokens: int, depth: int, part: Trits, lies: Stored, gpu: De
     return None if gpu.capability >= _OLDEST else "it needs a GPU of compute capability 8.0"
 
 
-def _warps(steps: int) -> int:
-    """Warps of a thread block for so many steps along K: all with the same number of them, or nearly so."""
+def _warps(pairs: int, most: int) -> int:
+    """Warps of a thread block for so many pairs of steps along K: all with the same number of them, or nearly so."""
 
     def idle(warps: int) -> tuple[float, int]:
-        return -(-steps // warps) * warps / steps, -warps
+        return -(-pairs // warps) * warps / pairs, -warps
 
-    return min(range(4, _STREAM_SIZES.STREAM_THREADS // 32 + 1), key=idle)
+    return min(range(4, most + 1), key=idle)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +145,11 @@ def _stream(
     else:
         held = next(count for count in _STREAM_TOKENS if tokens <= count)
         operand, groups = "Floats" if floats else "Integers", held // 8
-        warps = _warps(steps)
+        pairs = -(-steps // 2)
+        most = _STREAM_SIZES.FEW_THREADS if held > 16 else _STREAM_SIZES.STREAM_THREADS
+        warps = _warps(pairs, most // 32)
         # Two thread blocks have to find room.
-        staged = -(-steps // warps) * warps * _STEP * tokens * (1 + floats)
+        staged = -(-pairs // warps) * warps * 2 * _STEP * tokens * (1 + floats)
         staged = staged if staged <= shared_memory(device) // 2 - _QUEUE else 0
         ready = _stream_kernel(dtype.name, held, operand, warps, staged).ready(device)
         # More than two blocks of a multiprocessor at a time leave more of it idle at the end.

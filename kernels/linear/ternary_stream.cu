@@ -14,7 +14,7 @@
 #include "linear/ternary_operands.cuh"
 
 // Of the host (kbitcupy/products/ternary_stream.py), ahead of this source: STEP, k of 64 bytes of codes; STREAM_THREADS
-// of a block, at the most; STREAM_DEPTH and LESS_DEPTH, places in a lane's queue with 8 tokens and with more;
+// of a block, at the most, and FEW_THREADS with more than 16 tokens; STREAM_DEPTH, places in a lane's queue;
 // ARRANGE_THREADS, GROUP_THREADS, FLOAT32_BIAS and its like.
 
 // ---- tokens ------------------------------------------------------------------------------------------------------
@@ -75,6 +75,10 @@ __global__ void __launch_bounds__(ARRANGE_THREADS) arrange_floats(
 
 // ---- products ----------------------------------------------------------------------------------------------------
 
+// Threads of a block, at the most.
+template <int TOKENS>
+constexpr int THREADS_OF = TOKENS > 16 ? FEW_THREADS : STREAM_THREADS;
+
 // The warps of a block share 16 channels: each takes every so manieth step along k, and the sums meet in shared memory.
 // A lane fetches its codes itself, 16 bytes of rows g and g + 8 a step, through a queue of its own in shared memory,
 // also across the end of the 16 channels: no lane waits for another before the sums are complete.
@@ -90,28 +94,32 @@ __device__ __forceinline__ void stream(
     const F& store) {
     using By = Operand;
     using Sum = typename By::Sum;
-    constexpr int GROUPS = TOKENS / 8, WARPS = STREAM_THREADS / WARP, DEPTH = TOKENS == 8 ? STREAM_DEPTH : LESS_DEPTH;
-    __shared__ uint4 memory[DEPTH][2][STREAM_THREADS];
+    constexpr int GROUPS = TOKENS / 8, WARPS = THREADS_OF<TOKENS> / WARP, DEPTH = STREAM_DEPTH;
+    __shared__ uint4 memory[DEPTH][2][2][THREADS_OF<TOKENS>];  // place, step of two that are neighbours, row
     __shared__ Sum partial[WARPS][TOKENS][ROWS + 1];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int g = lane / 4, t = lane % 4;
-    const int row_bytes = depth / FIELDS, run = warps * STEP_BYTES, turns = (row_bytes + run - 1) / run;
+    const int row_bytes = depth / FIELDS, run = warps * 2 * STEP_BYTES, turns = (row_bytes + run - 1) / run;
     const long long blocks = (channels + ROWS - 1) / ROWS;
 
     long long fetched = blockIdx.x;
     int fetched_turn = 0, fetched_place = 0;
     const auto policy = passing();
-    const int first_byte = warp * STEP_BYTES + t * CHUNK;
+    const int first_byte = warp * 2 * STEP_BYTES + t * CHUNK;
     const auto fetch = [&] {
         if (fetched < blocks) {
-            const int at = fetched_turn * run + first_byte, bytes = at < row_bytes ? CHUNK : 0;
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
                 // Channels beyond the last one are computed again and not written.
-                const long long n = min(fetched * ROWS + 8 * p + g, channels - 1);
-                copy_codes(
-                    shared_address(&memory[fetched_place][p][threadIdx.x]), codes + n * row_bytes + (bytes ? at : 0),
-                    bytes, policy);
+                const unsigned char* of_row = codes + min(fetched * ROWS + 8 * p + g, channels - 1) * row_bytes;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int at = fetched_turn * run + first_byte + h * STEP_BYTES;
+                    const int bytes = at < row_bytes ? CHUNK : 0;
+                    copy_codes(
+                        shared_address(&memory[fetched_place][h][p][threadIdx.x]), of_row + (bytes ? at : 0), bytes,
+                        policy);
+                }
             }
             if (++fetched_turn == turns) fetched_turn = 0, fetched += gridDim.x;
             if (++fetched_place == DEPTH) fetched_place = 0;
@@ -130,24 +138,30 @@ __device__ __forceinline__ void stream(
     launch_dependents();
 
     // Columns beyond the last token repeat it, or one that is nothing: they are not written. Staged are those that are
-    // something: pieces [turn, load, token, t].
+    // something: pieces [turn, step, load, token, t].
     const unsigned char* column[GROUPS];
-    const int piece = staged ? tokens * 4 * CHUNK : between,
-              all = staged ? By::LOADS * piece : warps * By::LOADS * between;
+    const int piece = staged ? tokens * 4 * CHUNK : between, of_step = By::LOADS * piece;
+    const long long of_turn = staged ? 2 * of_step : 2ll * warps * of_step;
+    const int steps = (row_bytes + STEP_BYTES - 1) / STEP_BYTES;
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
         const int m = max(min(g, tokens - 1 - i * 8), 0);
-        column[i] = a + i * FRAGMENT_BYTES + (m * 4 + t) * CHUNK + warp * By::LOADS * static_cast<long long>(between);
-        if (!staged) continue;
-        unsigned char* target = dynamic_memory() + warp * turns * all + (min(i * 8 + g, tokens - 1) * 4 + t) * CHUNK;
+        column[i] = a + i * FRAGMENT_BYTES + (m * 4 + t) * CHUNK;
+        if (!staged) {
+            column[i] += warp * 2ll * of_step;
+            continue;
+        }
+        unsigned char* target =
+            dynamic_memory() + warp * turns * 2 * of_step + (min(i * 8 + g, tokens - 1) * 4 + t) * CHUNK;
         if (i * 8 + g < tokens)
-            for (int turn = 0; turn < turns; ++turn) {
-                if ((turn * warps + warp) * STEP_BYTES >= row_bytes) break;
+            for (int n = 0; n < 2 * turns; ++n) {
+                const int step = (n / 2 * warps + warp) * 2 + n % 2;
+                if (step >= steps) break;
 #pragma unroll
                 for (int j = 0; j < By::LOADS; ++j)
                     copy_async<CHUNK>(
-                        shared_address(target + turn * all + j * piece),
-                        column[i] + static_cast<long long>(turn) * warps * By::LOADS * between + j * between);
+                        shared_address(target + n * of_step + j * piece),
+                        column[i] + static_cast<long long>(step * By::LOADS + j) * between);
             }
         column[i] = target;
     }
@@ -167,17 +181,20 @@ __device__ __forceinline__ void stream(
         for (int turn = 0; turn < turns; ++turn) {
             wait_copies<DEPTH - 2>();
             fetch();
-            const uint4 u = memory[place][0][threadIdx.x], l = memory[place][1][threadIdx.x];
-            if (++place == DEPTH) place = 0;
-            if ((turn * warps + warp) * STEP_BYTES >= row_bytes) continue;
+#pragma unroll(By::QUANTIZED || TOKENS == 8 ? 2 : 1)
+            for (int h = 0; h < 2; ++h) {
+                if ((turn * warps + warp) * 2 + h >= steps) break;
+                const uint4 u = memory[place][h][0][threadIdx.x], l = memory[place][h][1][threadIdx.x];
 #pragma unroll
-            for (int i = 0; i < GROUPS; ++i) {
-                const unsigned char* at = column[i] + static_cast<long long>(turn) * all;
-                uint4 b[By::LOADS];
+                for (int i = 0; i < GROUPS; ++i) {
+                    const unsigned char* at = column[i] + turn * of_turn + h * of_step;
+                    uint4 b[By::LOADS];
 #pragma unroll
-                for (int j = 0; j < By::LOADS; ++j) b[j] = *reinterpret_cast<const uint4*>(at + j * piece);
-                By::multiply(sum[i], u, l, b);
+                    for (int j = 0; j < By::LOADS; ++j) b[j] = *reinterpret_cast<const uint4*>(at + j * piece);
+                    By::multiply(sum[i], u, l, b);
+                }
             }
+            if (++place == DEPTH) place = 0;
         }
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i)
@@ -203,7 +220,7 @@ __device__ __forceinline__ void stream(
 }
 
 template <typename T, int TOKENS, template <typename> class Operand>
-__global__ void __launch_bounds__(STREAM_THREADS, TOKENS > 16 ? 1 : 2) stream_ternary(
+__global__ void __launch_bounds__(THREADS_OF<TOKENS>, TOKENS > 16 ? 1 : 2) stream_ternary(
     const unsigned char* __restrict__ codes,  // [channels, depth / 4]
     const unsigned char* a,                   // fragments of TOKENS tokens
     const int* token_sum,                     // [tokens] of the activations; this and the next of int8 alone

@@ -311,5 +311,5 @@ def test_streams_of_groups(tokens, rows, depth, group):
 
 
 def test_warps():
-    assert all(4 <= ternary_stream._warps(steps) <= 8 for steps in range(1, 600))
-    assert [ternary_stream._warps(steps) for steps in (16, 32, 10, 27, 56)] == [8, 8, 5, 7, 8]
+    assert all(4 <= ternary_stream._warps(pairs, most) <= most for pairs in range(1, 300) for most in (6, 8))
+    assert [ternary_stream._warps(pairs, 8) for pairs in (8, 16, 5, 14, 28)] == [8, 8, 5, 7, 7]
