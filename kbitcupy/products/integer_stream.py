@@ -2,8 +2,8 @@
 
 Two launches: the first one quantizes the tokens (`kbitcupy.products.integer_activations`) into the order in which the
 second one takes them; from Hopper on that fetches codes meanwhile. What it gives is the contract of
-`kbitcupy.products.integers`: to the bit where a row is one unit, otherwise with the terms of units added in another
-order, which is the same every time.
+`kbitcupy.products.integers`: to the bit where a row and a token have one scale each, otherwise with the terms of units
+added in another order, which is the same every time, and multiplied by the scale of a token after that.
 """
 
 from __future__ import annotations
@@ -238,8 +238,10 @@ def cut_of(
     phase = -(-turns // phases)
     last = turns - (phases - 1) * phase
     along = (phases - 1) * -(-phase // warps) + -(-last // warps)
-    # Few warps have too little under way; each phase waits for its tokens, each tile for its sums.
-    work = (rounds * (along + 0.4 * phases) + 1.5 * (phases - 1)) * max(here, 12)
+    # Few warps have too little under way, and memory likes neighbouring ones to read on where one ends; each phase
+    # waits for its tokens, each tile for its sums.
+    apart = 1.25 if warps < 4 and eights == 1 else 1.0
+    work = (rounds * (along + 0.4 * phases) * apart + 1.5 * (phases - 1)) * max(here, 14)
     x_at = here * (_RING + flavour.scale_bytes())
     records_at = x_at + phase * flavour.turn * tokens
     partials_at = records_at + phase * flavour.turn_records(eights)
@@ -328,7 +330,7 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
 # ---- the route -------------------------------------------------------------------------------------------------------
 
 # Microseconds of the launches; the fraction of the bandwidth at which codes pass, of 8 tokens and of more.
-_START, _FRACTION, _MORE_FRACTION = 4.0, 0.85, 0.6
+_START, _FRACTION, _MORE_FRACTION = 8.0, 0.85, 0.65
 
 
 def why_not_streamed(preset: str, problem: Problem, part: IntegerCodes, gpu: Device) -> str | None:

@@ -395,6 +395,20 @@ class TestSmall:
                 y = kb.linear(cupy.asarray(x), on_device(cupy, q), activations=preset).get()
                 assert same_values(y, kb.linear(x, q, activations=preset))
 
+    @pytest.mark.parametrize("dtype", [*DTYPES, np.dtype("float64")], ids=str)
+    @pytest.mark.parametrize("text", ["int4:block=32", "uint4:granularity=channel:0,zero=int", "q4_0", "q8_0"])
+    def test_one_unit(self, cupy, text, dtype):
+        """Any numbers, where codes are read in place and nothing is added in another order."""
+        q = random_weight(text, 37, 32)
+        on = on_device(cupy, q)
+        presets = PRESETS if "channel" in text else PRESETS[1:]  # which multiply by the scale of a token first
+        for tokens, preset in itertools.product((1, 2, 3, 9), presets):
+            wide = dtype == np.float64
+            x = activations("special", tokens, 32, "float32" if wide else dtype).astype(dtype)
+            assert kb.explain(cupy.asarray(x), on, activations=preset).route == "integer_stream"
+            y = kb.linear(cupy.asarray(x), on, activations=preset).get()
+            assert np.array_equal(y, kb.linear(x, q, activations=preset), equal_nan=True)
+
     def test_activations_that_are_int8_already(self, cupy):
         x = activations("normal", 5, 200, "float16")
         for text in ("int4:block=32", "uint8:block=64,zero=int", "uint4:granularity=channel:0,zero=float"):
