@@ -421,8 +421,7 @@ __device__ __forceinline__ void prepare_stages(
             raw[r].take(item * GRANULES);
             store_record<Decoder>(raw[r], top[r], record, record + S::ROWS * 16);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(ring.ready());
+        barrier_arrive(ring.ready());  // every lane: others read what it has written
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) raw[r].fetch(scales, origin[r], (item + 1) * GRANULES, granules, false);
     }
@@ -827,7 +826,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         for (int i = 0; i < S::STAGES; ++i)
             barrier_init(
                 ring.barriers + 8 * (warp * S::STAGES + i),
-                warp < 2 ? S::PREPARED && warp == READY ? 4 : 1 : 4 * ROW_GROUPS);
+                warp < 2 ? S::PREPARED && warp == READY ? WARPGROUP : 1 : 4 * ROW_GROUPS);
         fence_barrier_init();
     }
     __syncthreads();
