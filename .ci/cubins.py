@@ -26,7 +26,8 @@ import importlib, json, sys
 sys.path.insert(0, sys.argv[1])
 import kbitcupy.affine
 try:
-    import kbitcupy.products.functions  # loaded when it is first asked for
+    import kbitcupy.gguf  # these are loaded when they are first asked for
+    import kbitcupy.products.functions
 except ModuleNotFoundError:
     pass
 from kbitcupy.formats.base import kernel_templates

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import kbitcupy.gguf  # its products have kernels, too
 import kbitcupy.products.functions  # noqa: F401  (registers the kernels of products)
 from kbitcupy.backend.compile import Template, architecture_of, compile_offline, kernel_folder, options
 from kbitcupy.backend.structs import Constants, Struct
