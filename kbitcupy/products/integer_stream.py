@@ -153,6 +153,15 @@ def flavour_of(part: IntegerCodes, blocked: bool) -> Flavour | None:
     return Flavour(codes, unit, _ADDED[part.added] if unit else "NOTHING", blocked)
 
 
+def turned_over(part: IntegerCodes) -> tuple[int, int]:
+    """What turns over the highest bit of codes, in all bytes of a word, and what that adds to zero points."""
+    if part.bits == 4 and part.signed:
+        return 0x08080808, 8
+    if part.bits == 8 and not part.signed:
+        return 0x80808080, -128
+    return 0, 0
+
+
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """The second launch of a product of one shape.
@@ -283,11 +292,7 @@ def _plan(part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int,
         buffers=1 if cut.warps == 1 else 2,
         prefetched=_PREFETCHED // (cut.teams * _ROWS) // 128 * 128,
     )
-    flip, flipped = 0, 0
-    if part.bits == 4 and part.signed:
-        flip, flipped = 0x08080808, 8
-    elif part.bits == 8 and not part.signed:
-        flip, flipped = 0x80808080, -128
+    flip, flipped = turned_over(part)
     ready = _kernel(flavour, eights, 32 * cut.warps * cut.teams, cut.shared).ready(device)
     return _Plan(ready.launch, (cut.blocks,), packed, flavour, flavour.unit, flip, flipped)
 
@@ -343,6 +348,10 @@ def why_not_streamed(preset: str, problem: Problem, part: IntegerCodes, gpu: Dev
         return "members have scales of their own"
     if flavour is None:
         return f"it has no kernel for codes of {part.bits} bits in groups of {part.group}"
+    if not flavour.blocked and part.group > 128:
+        return f"sums of groups of {part.group} would be rounded in parts of 128"
+    if flavour.unit and part.added == OFFSETS and turned_over(part)[1]:
+        return "what turns signed codes over would be rounded with their offsets"
     if not depth or depth % 32 or problem.stored.codes < MOST_ALIGNED or problem.stored.scales < 4:
         return f"K must be a multiple of 32, and the planes start at multiples of {MOST_ALIGNED} and 4 bytes"
     if problem.shape[0] >= 1 << 30:

@@ -263,6 +263,10 @@ _START, _RATE, _HOST_RATE, _HOST_DECODING = 8.0, 2e5, 1e4, 5e-3
 def _refusal(problem: Problem) -> str | None:
     if problem.experts:
         return "it is for one weight"
+    trits = problem.format.trits(problem.shape, problem.stored.lead)
+    if problem.activations == "int8" and trits is not None and trits.shares and problem.shape[1] <= int8.MAX_DEPTH:
+        # One contract for a weight of any size: sums of groups are added in another order here.
+        return "ternary weights have kernels of their own"
     return why_not(problem.activations, problem.format, problem.shape, problem.stored.lead)
 
 

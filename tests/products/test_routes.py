@@ -413,3 +413,43 @@ def test_routes_of_ternary_weights(granularity, monkeypatch):
             assert best.route.name == ("ternary_stream" if streams else "ternary")
         elif not grouped and tokens <= 16:
             assert best.route.name == "ternary_floats"
+
+
+@pytest.mark.parametrize("activations", ["int8", "bitnet"])
+@pytest.mark.parametrize("granularity", ["tensor", ("channel", 0), ("group", 32)], ids=str)
+def test_ternary_weights_have_one_contract_whatever_their_size(granularity, activations):
+    format = kb.get_format("ternary", granularity=granularity)
+    for name in (None, "H200"):
+        for shape in ((16, 64), (28672, 8192)):
+            on = device(name) if name else None
+            problem = Problem(format, shape, 3, SINGLE, on, activations=activations)
+            taken = [route.name for route in LINEAR if route.accepts(problem) is None]
+            assert taken and all(route.startswith("ternary") for route in taken), taken
+
+
+@pytest.mark.parametrize("format", ["iq4_xs", "q4_1"])
+def test_few_tokens_keep_scales_as_they_are(format):
+    for tokens in (1, 8, 9):
+        problem = Problem(kb.get_format(format), (5, 512), tokens, HALF, device("H200"))
+        tile = next(choice for choice in choices(problem, LINEAR) if choice.route.name == "hopper")
+        assert (tile.refusal is None) == (tokens > 8)
+
+
+@pytest.mark.parametrize(
+    ("format", "activations", "streamed"),
+    [
+        ("int4:block=64,zero=float", "int8", False),
+        ("uint8:block=64,zero=float", "q8_1", False),
+        ("int4:granularity=channel:0,zero=float", "q8_1", False),
+        ("int4:block=256", "int8", False),
+        ("int4:granularity=channel:0,zero=float", "int8", True),
+        ("uint4:block=64,zero=float", "int8", True),
+        ("int4:block=64", "int8", True),
+        ("int4:block=256", "q8_1", True),
+    ],
+)
+def test_integers_are_streamed_where_sums_stay_exact(format, activations, streamed):
+    """Not where a group's sum would be rounded in parts, or an offset together with what turns signed codes over."""
+    problem = Problem(kb.get_format(format), (512, 1024), 4, HALF, device("H200"), activations=activations)
+    route = next(route for route in LINEAR if route.name == "integer_stream")
+    assert (route.accepts(problem) is None) == streamed
