@@ -185,6 +185,7 @@ __global__ void __launch_bounds__(BULK_THREADS, 1) bulk_ternary(
     const void* __restrict__ bias,            // [channels] of the type that bias_kind names, or null
     T* __restrict__ y,                        // [tokens, channels]
     long long channels, int tokens, int depth, int scale_step, int bias_kind, int piece, int pitch, int stages) {
+#if __CUDA_ARCH__ >= 900  // barriers of copies: the host never asks older ones
     wait_for_previous();  // which may have written the weight
     launch_dependents();
     const long long first = channels * blockIdx.x / gridDim.x, last = channels * (blockIdx.x + 1) / gridDim.x;
@@ -199,6 +200,7 @@ __global__ void __launch_bounds__(BULK_THREADS, 1) bulk_ternary(
             const long long n = first + row;
             from_float(y[m * channels + n], ieee::add(scaled, bias_of(bias, bias_kind, n)));
         });
+#endif
 }
 
 // The same for a mixture of experts: a thread block takes up to 8 products of one expert, as group_tokens
@@ -213,6 +215,7 @@ __global__ void __launch_bounds__(BULK_THREADS, 2) bulk_ternary_experts(
     Y* __restrict__ y,                        // [products, channels]
     long long channels, int depth, int divisor, int scale_step, long long expert_step, int piece, int pitch,
     int stages) {
+#if __CUDA_ARCH__ >= 900  // barriers of copies: the host never asks older ones
     wait_for_previous();
     launch_dependents();
     const Group group = groups[blockIdx.y];
@@ -235,4 +238,5 @@ __global__ void __launch_bounds__(BULK_THREADS, 2) bulk_ternary_experts(
         },
         [&](int row) { return load_scale(scales + (first + row) * scale_step); },
         [&](int m, int row, float scaled) { from_float(y[order[group.first + m] * channels + first + row], scaled); });
+#endif
 }
