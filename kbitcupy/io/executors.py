@@ -34,6 +34,8 @@ MOST_WORKERS = 8
 _WAITING, _UNKNOWN = 2, 32
 # Seconds for a scheduler of Dask to answer; how often a task is done again whose worker was lost.
 _PATIENCE, _RETRIES = 10, 2
+# What a process of ours ends with when Ctrl-C is pressed.
+_INTERRUPTED = 130
 # Of a library that would use all cores in each of the processes.
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -220,6 +222,11 @@ def _processes(workers: int) -> Iterator[Executor]:
                     pool.submit(_begun)
                 made = [each for each in multiprocessing.active_children() if each not in others]
             yield pool
+        except FileError as error:
+            # Of Ctrl-C all processes hear, and those of the pool may be gone before this one has heard of it.
+            if isinstance(error.__cause__, BrokenExecutor) and any(_code(each) == _INTERRUPTED for each in made):
+                raise KeyboardInterrupt from error
+            raise
         finally:
             # Not asked to end: one that was killed as it waited for work keeps a lock that the others would wait for.
             for each in made:
@@ -240,13 +247,21 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _code(process: Any) -> int | None:
+    """With what a process of a pool that breaks has ended."""
+    process.terminate()
+    process.join(_PATIENCE)
+    code: int | None = process.exitcode
+    return code
+
+
 def _begun() -> None:
     """Nothing: for this a process begins."""
 
 
 def _begin() -> None:
     """What a process of ours does first: it ends with its parent, and at once when Ctrl-C is pressed."""
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = multiprocessing.parent_process()

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import kbitcupy as kb
-from kbitcupy.io import atomic
+from kbitcupy.errors import FileError
+from kbitcupy.io import atomic, executors
 
 ROOT = str(Path(kb.__file__).resolve().parent.parent)
 
@@ -21,6 +22,21 @@ ROOT = str(Path(kb.__file__).resolve().parent.parent)
 def test_a_killed_worker_leaves_what_can_be_continued():
     ended, failures = fuzz_workers.run(1, 3, kinds=("processes",), most=1)
     assert not failures and ended["processes"] == 1
+
+
+def _interrupted():
+    os._exit(130)
+
+
+def test_ctrl_c_that_only_workers_have_heard():
+    with pytest.raises(KeyboardInterrupt), executors.local(2, False) as pool:
+        list(executors.completed(pool, _call, [_interrupted], str))
+    with pytest.raises(FileError, match="ended abruptly"), executors.local(2, False) as pool:
+        list(executors.completed(pool, _call, [os.abort], str))
+
+
+def _call(function):
+    function()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it sends signals to a group of processes")
