@@ -1,6 +1,6 @@
 """Errors of the kernels that decode weights in registers, beside those of cuBLAS, on a GPU.
 
-``python tests/measure_error.py`` prints those of `FORMATS` and `TABLES`; ``python tests/measure_error.py q4_k nf4``
+``python tests/measure_error.py`` prints those of `FORMATS`; ``python tests/measure_error.py q4_k nf4``
 those of these formats. An error is the root mean square of what outputs are off the product in float64 of the decoded
 weight; that of cuBLAS is its error with the weight decoded to the dtype of x. Outputs are rounded in both. x is
 N(0, 1), and N(1, 1), where zero points, offsets and minima count. For a number of tokens those ways are measured that
@@ -35,10 +35,10 @@ FORMATS = (
     *(f"{name},granularity=channel:0" for name in ("int4:zero=none", "uint4:zero=int", "int8:zero=none")),
     *("int8:block=32", "int8:block=128", "uint8:zero=int,block=64"),
     *("kbit6", "kbit7", "kbit8", "kbit8:absmax=float32", "q8_0", "q4_0", "q4_k"),
+    "kbit4",
+    "nf4",
+    "table4:block=16",
 )
-#: Of these the values of a codebook are rounded in a table. Where x has a mean that does not average out, and they may
-#: be over the limit.
-TABLES = ("kbit4", "nf4", "table4:block=16")
 
 
 def weight(format, cupy, shape=SHAPE):
@@ -75,7 +75,7 @@ def main():
     import cupy
 
     bad = 0
-    for format in sys.argv[1:] or (*FORMATS, *TABLES):
+    for format in sys.argv[1:] or FORMATS:
         q = weight(format, cupy)
         for dtype in DTYPES:
             worst = {}
