@@ -67,7 +67,12 @@ def main() -> int:
         assemble(tree)
         doctrees = str(Path(folder) / "doctrees")
         options = ["-q", "-W", "--keep-going", "-j", arguments.jobs, "-c", str(DOCS), "-d", doctrees]
-        return int(sphinx([*options, str(tree), str(arguments.out)]))
+        # What an extension leaves beside the pages goes with the folder.
+        pages_folder = Path(folder) / "pages"
+        failed = int(sphinx([*options, str(tree), str(pages_folder)]))
+        if pages_folder.exists():
+            shutil.copytree(pages_folder, arguments.out, dirs_exist_ok=True)
+        return failed
 
 
 if __name__ == "__main__":
