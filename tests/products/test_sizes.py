@@ -5,6 +5,7 @@ import re
 import pytest
 
 import kbitcupy as kb
+import kbitcupy.products.functions  # registers the kernels of products
 from kbitcupy.backend.compile import architecture_of, compile_offline, kernel_folder, source
 from kbitcupy.backend.structs import Constants
 from kbitcupy.errors import KernelCompileError
