@@ -118,9 +118,11 @@ class Format(ABC):
         """
         raise FormatError(f"{self} does not quantize NumPy arrays: pass a CuPy array")
 
-    def part_numpy(self, x: np.ndarray) -> Any:
+    def part_numpy(self, x: np.ndarray, planes: Mapping[str, Any]) -> Any:
         """What some rows of an array say of its numbers that belong to the whole array, where several threads quantize
         rows of their own; None where those cannot be told from parts.
+
+        `planes` are those of these rows: what is left there is found by `encode_numpy`, which is called next for them.
         """
         return None
 

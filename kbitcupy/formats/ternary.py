@@ -362,7 +362,7 @@ class Ternary(Granular):
         _encode(x, planes["scale"], blocks, self.rounding, trits[: x.size])
         pack(trits, planes["codes"])
 
-    def part_numpy(self, x: np.ndarray) -> Any:
+    def part_numpy(self, x: np.ndarray, planes: Mapping[str, Any]) -> Any:
         blocks = blocks_of(x.shape, "tensor")
         if self.rule == "absmax":
             return find(x, blocks, self.rule, self.eps)

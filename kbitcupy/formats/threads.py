@@ -54,22 +54,23 @@ def encode(
     rows, lead = x.reshape(shape), lead if shape == x.shape else 0
     step = -(-len(rows) // min(workers, len(rows)))
     cuts = [slice(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
+    parts: list[tuple[Any, ...]] = [(rows[cut], format.select(planes, shape, cut, lead)) for cut in cuts]
     context = contextvars.copy_context()
     context.run(AT_ONCE.set, _AT_ONCE)
     with ThreadPoolExecutor(workers) as pool:
 
-        def each(function: Callable[[slice], Any]) -> list[Any]:
+        def each(function: Callable[..., Any], *more: Any) -> list[Any]:
             # np.errstate belongs to a context.
-            done = [pool.submit(context.copy().run, function, cut) for cut in cuts]
+            done = [pool.submit(context.copy().run, function, *part, *more) for part in parts]
             return [future.result() for future in done]
 
         if not lead and any(spec.scope == "tensor" for spec in format.planes(shape).values()):
-            found = each(lambda cut: format.part_numpy(rows[cut]))
+            found = each(format.part_numpy)
             if any(one is None for one in found):
                 format.encode(x, planes, given, lead)
                 return
             given = {**(given or {}), **format.whole_numpy(found)}
-        each(lambda cut: format.encode(rows[cut], format.select(planes, shape, cut, lead), given, lead))
+        each(format.encode, given, lead)
 
 
 def _for_all_rows(given: Mapping[str, Any], own: bool) -> bool:

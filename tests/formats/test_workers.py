@@ -1,5 +1,7 @@
 """``quantize(..., workers=)``: threads of NumPy arrays, whose bits are those of one."""
 
+import threading
+
 import numpy as np
 import pytest
 from inputs import ENCODED, fitting, make
@@ -15,13 +17,14 @@ def parts(monkeypatch):
     """Arrays are shared out although they are small; the rows that are quantized at a time."""
     monkeypatch.setattr(threads, "LEAST", 256)
     monkeypatch.setattr(threads, "COLUMNS", 2048)
-    found, select = [], Format.select
+    found, encode = [], Format.encode
 
-    def spy(self, planes, shape, key, lead=0):
-        found.append(key.stop - key.start)
-        return select(self, planes, shape, key, lead)
+    def spy(self, x, planes, given=None, lead=0):
+        if threading.current_thread() is not threading.main_thread():
+            found.append(len(x))
+        return encode(self, x, planes, given, lead)
 
-    monkeypatch.setattr(Format, "select", spy)
+    monkeypatch.setattr(Format, "encode", spy)
     return found
 
 
@@ -112,7 +115,7 @@ def test_members_of_a_stack(parts):
         again = planes(kb.quantize(x, out.format, out=y))
         parts.clear()
         assert planes(kb.quantize(x, out.format, out=out, workers=4)) == again != wanted
-        assert len(parts) == 3  # of two members each
+        assert sorted(parts) == [2] * 3 + [8] * 6  # three threads have two members each, of eight rows
 
 
 def test_a_failing_part_fails_the_call(monkeypatch):

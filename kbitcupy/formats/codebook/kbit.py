@@ -142,8 +142,8 @@ class KBit(Format):
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         host.quantize_kbit(x, planes, self.bits, self.absmax, self._host_table(given, x), given.get("largest"))
 
-    def part_numpy(self, x: np.ndarray) -> Any:
-        return np.float32(0) if self.absmax == "float32" else host.largest(block_absmax(x.reshape(-1), BLOCK))
+    def part_numpy(self, x: np.ndarray, planes: Mapping[str, Any]) -> Any:
+        return np.float32(0) if self.absmax == "float32" else host.leave_absmax(x, planes, self.bits)
 
     def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
         return {"largest": max(found)}

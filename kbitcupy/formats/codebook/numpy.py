@@ -23,6 +23,10 @@ BLOCK = 32
 _SAFE_DIVISOR = np.float32(2.0**-80)
 # Up to this many thresholds, counting those below y beats a table.
 _COUNTED = 7
+# The bits of an index, one below the other.
+_BITS = np.uint8(1 << np.arange(8)).reshape(-1, 1)
+# Scales that are encoded at once, where they are known: a call takes as long for some hundred numbers as for one.
+_SCALES = 1 << 16
 # Decoding looks up two neighbours at a time up to this k.
 _PAIRED = 6
 
@@ -41,24 +45,32 @@ def encode_blocks(
     `known` holds max|x| of each block where that has been found already, and may share memory with the planes.
     """
     buffers = Buffers(x.size, BLOCK)
+    begin = ready = 0
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
         for first, block in chunks(x, buffers):
             last = first + len(block)
-            absmax = chunk_absmax(block, buffers) if known is None else known[first:last]
-            codes = encode_absmax(absmax if scale is None else absmax / scale, kind)
-            if scale is None:
-                divisor = np.maximum(absmax, np.float32(1e-8))
-            else:  # what leaves the range of float32 is infinite or zero
-                divisor = flush(decode_absmax(codes) * scale)
-                divisor[divisor == 0] = np.inf  # x / inf is x * 0
-            planes["absmax"][first:last] = codes
+            if last > ready:
+                absmax = chunk_absmax(block, buffers) if known is None else known[first : max(first + _SCALES, last)]
+                begin, ready = first, first + absmax.size
+                divisors = _divisors(absmax, kind, scale, planes["absmax"][begin:ready])
+            divisor = divisors[first - begin : last - begin]
             y = buffers.y[: block.size].reshape(block.shape)
             if table.thresholds is None or divisor.min() < _SAFE_DIVISOR:
                 np.copyto(y, block)
                 block = flush_chunk(y)
             np.divide(block, divisor[:, None], out=y)
             index = _search(y, table, scale is not None, buffers)
-            _pack(index, k, planes["packed"][first * k : last * k], buffers.flag.view(np.uint8)[: index.size])
+            _pack(index, k, planes["packed"][first * k : last * k], buffers.position.view(np.uint8))
+
+
+def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.ndarray) -> np.ndarray:
+    """By what the numbers of blocks are divided, float32; `out` receives their scales as they are stored."""
+    out[...] = codes = encode_absmax(absmax if scale is None else absmax / scale, kind)
+    if scale is None:
+        return np.maximum(absmax, np.float32(1e-8))
+    divisor = flush(decode_absmax(codes) * scale)  # what leaves the range of float32 is infinite or zero
+    divisor[divisor == 0] = np.inf  # x / inf is x * 0
+    return divisor
 
 
 def nearest(y: np.ndarray, table: Codebook, clamp: bool) -> np.ndarray:
@@ -112,19 +124,16 @@ def pack_words(index: np.ndarray, k: int, out: np.ndarray) -> None:
     """uint8[blocks, 32] indices to uint32[blocks * k] bit planes."""
     planes = out.reshape(-1, k)
     step = CHUNK // BLOCK
-    work = np.empty(min(index.size, CHUNK), np.uint8)
+    work = np.empty(k * min(index.size, CHUNK), np.uint8)
     for first in range(0, len(index), step):
         _pack(index[first : first + step], k, planes[first : first + step], work)
 
 
 def _pack(index: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
-    """`pack_words` of a chunk, with a buffer of its size."""
-    planes = out.reshape(-1, k)
-    index = index.reshape(-1)
-    work = work[: index.size]
-    for bit in range(k):
-        np.bitwise_and(index, np.uint8(1 << bit), out=work)  # packbits takes any other number than 0 for a one
-        planes[:, bit] = np.packbits(work, bitorder="little").view("<u4")
+    """`pack_words` of a chunk, with a buffer of k times its size."""
+    bits = np.bitwise_and(index.reshape(-1), _BITS[:k], out=work[: k * index.size].reshape(k, -1))
+    # packbits takes any other number than 0 for a one.
+    out.reshape(-1, k)[...] = np.packbits(bits, axis=1, bitorder="little").view("<u4").T
 
 
 def unpack_words(packed: np.ndarray, k: int) -> np.ndarray:
@@ -316,17 +325,25 @@ def largest(absmax: np.ndarray) -> np.float32:
     return absmax.max(initial=0, where=absmax < np.inf)
 
 
+def leave_absmax(x: np.ndarray, planes: Mapping[str, Any], k: int) -> np.float32:
+    """max|x| of each block, of which this is the largest that is finite: they wait in `planes` for `quantize_kbit`."""
+    return largest(block_absmax(x.reshape(-1), BLOCK, _waiting(planes, k)))
+
+
+def _waiting(planes: Mapping[str, Any], k: int) -> np.ndarray:
+    """Where numbers of blocks wait: in a word of each that has yet to be written."""
+    return planes["packed"][::k].view(np.float32)
+
+
 def quantize_kbit(
     x: np.ndarray, planes: Mapping[str, Any], k: int, absmax: str, table: Codebook, most: np.float32 | None
 ) -> None:
-    """Quantize to k bits, with a tensor scale; `most` is the largest absmax where that is known already."""
+    """Quantize to k bits, with a tensor scale; `most` is the largest absmax where `leave_absmax` was called already."""
     scale = np.float32(1)
     waiting = None
     if absmax != "float32":
-        # The tensor scale needs every absmax first: each waits in a word of its block that has yet to be written.
-        waiting = planes["packed"][::k].view(np.float32)
-        block_absmax(x.reshape(-1), BLOCK, waiting)
-        scale = tensor_scale(largest(waiting) if most is None else most, absmax)
+        scale = tensor_scale(leave_absmax(x, planes, k) if most is None else most, absmax)
+        waiting = _waiting(planes, k)
     planes["scale"][:] = scale
     encode_blocks(x.reshape(-1), planes, k, table, absmax, scale, waiting)
     if "codebook" in planes:
