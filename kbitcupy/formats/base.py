@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import math
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -435,13 +436,41 @@ class Format(ABC):
         return hash(self.name)
 
     def __reduce__(self) -> Any:
-        return named, (self.config(),)
+        # Other processes may not know a format of another package: it brings what makes it, if that has an import path.
+        factory = _registry.get(self.name, type(self))
+        brings = is_of_others(self) and _has_path(_unwrapped(factory))
+        return named, (self.config(), factory) if brings else (self.config(),)
 
 
-def named(config: dict[str, Any]) -> Format:
-    """The format of a `Format.config`: how one is unpickled that its name and options describe."""
+def named(config: dict[str, Any], factory: Callable[..., Format] | None = None) -> Format:
+    """The format of a `Format.config`: how one is unpickled that its name and options describe. A name that is not
+    registered is registered for `factory`, if that is given.
+    """
     options = dict(config)
-    return get_format(options.pop("name"), **options)
+    name = options.pop("name")
+    if factory is not None:
+        with _lock:
+            _registry.setdefault(name, factory)
+    return get_format(name, **options)
+
+
+def is_of_others(format: Format) -> bool:
+    """Whether a format is none of kbitcupy's own."""
+    return type(format).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def path_of(kind: Any) -> str:
+    """Module and name of a class or function; the program that runs has one name in all its processes."""
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{module}.{kind.__qualname__}"
+
+
+def _has_path(kind: Any) -> bool:
+    """Whether a class or function is found where it says that it is: no lambda, and nothing inside of a function."""
+    found: Any = sys.modules.get(getattr(kind, "__module__", ""))
+    for name in getattr(kind, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    return found is kind
 
 
 #: What a call of `quantize` may bring, beside a format's options.

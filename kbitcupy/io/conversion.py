@@ -28,6 +28,7 @@ from ..array import config_of
 from ..backend import xp as _xp
 from ..backend.staging import GpuLane, Lane, lane, release
 from ..errors import FileError, FormatError
+from ..formats.base import Format, is_of_others, path_of
 from ..ops import quantize
 from .atomic import as_path
 from .changes import Change, Changes
@@ -249,6 +250,8 @@ class Conversion:
         Files to write, by their names.
     others, left : list
         Files that go along, and the names of those that do not.
+    chosen : iterable of Format
+        The formats that tensors get.
     label : str
         The name of the command.
     options : mapping
@@ -265,12 +268,14 @@ class Conversion:
         beside: Mapping[str, bytes],
         others: Sequence[Companion],
         left: Sequence[str],
+        chosen: Iterable[Format],
         label: str,
         options: Mapping[str, Any],
     ):
         self.checkpoint, self.jobs, self.one_file, self.index = checkpoint, jobs, one_file, index
         self.beside, self.others, self.left = beside, others, tuple(left)
         self.label, self.options = label, options
+        self._chosen = frozenset(chosen)
         self._again: tuple[Callable[..., Any], Mapping[str, Any]] | None = None
         self._given_up = threading.Event()
         self._advance: Callable[[int], object] | None = None
@@ -310,7 +315,9 @@ class Conversion:
         if not one_file and checkpoint.folder is not None:
             own = {*(path.name for path in checkpoint.paths), *jobs, *changes.beside}
             others, left = companions(checkpoint.folder, own, as_path(target, "target"))
+        chosen = [change.choice[0] for change in changes.tensors.values() if change.choice is not None]
         about: dict[str, Any] = {"index": index, "beside": changes.beside, "others": others, "left": left}
+        about["chosen"] = chosen
         return cls(checkpoint, jobs, one_file=one_file, label=label, options=options, **about)
 
     # ---- in other processes
@@ -331,7 +338,17 @@ class Conversion:
     def __reduce__(self) -> Any:
         if self._again is None:
             raise TypeError("a conversion that was not planned by its arguments stays in its process")
-        return _planned_again, (*self._again, self.fingerprint)
+        return _planned_again, (*self._again, self.fingerprint, self._of_others)
+
+    @functools.cached_property
+    def _of_others(self) -> tuple[tuple[Format, str], ...]:
+        """Formats that kbitcupy may not know in another process, which learns of them as it gets this, and what makes
+        them.
+        """
+        compressed = (found.format for found in self.checkpoint.compressed.values())
+        formats = {*self._chosen, *compressed}
+        found = sorted((each for each in formats if is_of_others(each)), key=str)
+        return tuple((each, path_of(type(each))) for each in found)
 
     # ---- the work
 
@@ -460,14 +477,22 @@ _planning = threading.Lock()
 _last: list[Conversion] = []
 
 
-def _planned_again(make: Callable[..., Any], arguments: Mapping[str, Any], fingerprint: str) -> Conversion:
-    """The conversion of another process.
+def _planned_again(
+    make: Callable[..., Any], arguments: Mapping[str, Any], fingerprint: str, formats: Sequence[tuple[Format, str]]
+) -> Conversion:
+    """The conversion of another process; its formats of other packages are known here now, by what makes them there.
 
     Raises
     ------
     FileError
         When it is not the same here.
     """
+    for format, path in formats:
+        if path_of(type(format)) != path:
+            raise FileError(
+                f"format {format.name!r} is {path_of(type(format))} for this worker and {path} for the process that "
+                "began the work: register one of them under another name"
+            )
     with _planning:
         if not _last or _last[0].fingerprint != fingerprint:
             _last.clear()

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import (
@@ -21,7 +22,7 @@ from concurrent.futures import (
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
-from ..errors import FileError, KbitError, MissingExtraError
+from ..errors import FileError, FormatError, KbitError, MissingExtraError
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -119,7 +120,7 @@ def completed(
                     break
                 with lost(name_of(task)):
                     # Packed, for a scheduler in between would unpack the task to look at it.
-                    work = (function, task) if is_local(executor) else (_unpack, pickle.dumps((function, task)))
+                    work = (function, task) if is_local(executor) else (_unpack, _packed((function, task)))
                     running[executor.submit(*work)] = task
             if not running:
                 return
@@ -138,9 +139,27 @@ def completed(
         wait([future for future in running if breaks or not future.cancel()])
 
 
+def _packed(work: Any) -> bytes:
+    """A task for another process. Where Dask has brought cloudpickle a format of a notebook travels whole."""
+    packed: bytes = sys.modules.get("cloudpickle", pickle).dumps(work)
+    return packed
+
+
 def _unpack(data: bytes) -> Any:
-    """Do a task that comes from another process."""
-    function, task = pickle.loads(data)
+    """Do a task that comes from another process.
+
+    Raises
+    ------
+    FileError
+        When something of it is not known here.
+    """
+    try:
+        function, task = pickle.loads(data)
+    except (FormatError, ImportError, AttributeError) as error:
+        raise FileError(
+            f"a worker does not know all that this work needs ({error}): define and register formats in a module that "
+            "workers can import, or let threads do the work"
+        ) from error
     return function(task)
 
 

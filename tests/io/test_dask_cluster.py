@@ -3,15 +3,18 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
 
 import numpy as np
 import pytest
+from contract.toy import Toy
 
 import kbitcupy as kb
 from kbitcupy.cli import main
+from kbitcupy.formats.base import unregister
 from kbitcupy.io import atomic
 
 distributed = pytest.importorskip("distributed", reason="needs distributed: the extra `dask`")
@@ -62,6 +65,23 @@ def test_files_are_those_of_a_serial_job(client, folder, tmp_path, capsys):
         results = json.loads(capsys.readouterr().out)["results"]
         found.append([[row["sqnr_db"] for row in each["tensors"]] for each in results])
     assert np.allclose(*found, rtol=1e-9)  # sums are taken in another order
+
+
+def test_workers_learn_of_a_format_of_a_notebook(client, folder, tmp_path, monkeypatch):
+    own = type("Own", (Toy,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Own", own, raising=False)
+    kb.register("toy", own)
+    try:
+        executor = client.get_executor(pure=False)
+        for out, how in (("whole", {}), ("out", {"executor": executor})):
+            kb.io.quantize_file(folder / "shards", tmp_path / out, "toy:boost=2", device="cpu", **how)
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        x = np.random.default_rng(0).standard_normal((64, 32), np.float32)
+        q = kb.dask.quantize(da.from_array(x, chunks=(16, 32)), "toy")
+        found = kb.dask.dequantize(q).compute(scheduler=client)
+        assert (found == kb.quantize(x, "toy").dequantize()).all()
+    finally:
+        unregister("toy")
 
 
 def test_a_worker_that_is_killed_costs_nothing(client, folder, tmp_path):

@@ -1,6 +1,7 @@
 """Work that executors share: the bytes of a serial job, one error with a name, and nothing left behind."""
 
 import concurrent.futures
+import json
 import multiprocessing
 import os
 import pickle
@@ -9,10 +10,13 @@ import time
 
 import numpy as np
 import pytest
+from contract.toy import Toy
 
 import kbitcupy as kb
 from kbitcupy.backend import staging
+from kbitcupy.cli import main
 from kbitcupy.errors import DeviceError, FileError
+from kbitcupy.formats.base import unregister
 from kbitcupy.io import atomic, conversion, executors
 
 F32 = np.float32
@@ -114,6 +118,72 @@ def test_a_plan_and_a_codebook_travel(source, processes, monkeypatch, small_piec
     for out, how in (("whole", {}), ("out", {"executor": processes})):
         kb.io.quantize_file("shards", out, formats, device="cpu", **how)
     assert contents(source / "out") == contents(source / "whole")
+
+
+@pytest.fixture
+def toy():
+    """A format of another package, which this process alone has registered."""
+    kb.register("toy", Toy)
+    yield kb.get_format("toy", boost=2)
+    unregister("toy")
+
+
+@pytest.mark.parametrize("named", ["text", "format", "plan"])
+def test_a_format_that_only_this_process_has_registered(source, small_pieces, toy, named):
+    format = {"text": "toy:boost=2", "format": toy, "plan": {"w0": toy, "w1": "kbit4", "w4": "toy"}}[named]
+    kb.io.quantize_file(source / "shards", source / "whole", format, device="cpu")
+    context = multiprocessing.get_context("spawn")
+    for direction in ("quantize", "dequantize"):  # each in processes that have never heard of it
+        with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+            how = {"device": "cpu", "executor": pool}
+            if direction == "quantize":
+                kb.io.quantize_file(source / "shards", source / "out", format, **how)
+            else:
+                kb.io.dequantize_file(source / "whole", source / "again", **how)
+    kb.io.dequantize_file(source / "whole", source / "back", device="cpu")
+    assert contents(source / "out") == contents(source / "whole")
+    assert contents(source / "again") == contents(source / "back")
+
+
+def test_commands_take_it_to_their_processes(source, toy, capsys):
+    words = [str(source / "shards"), "--device", "cpu", "--formats", "toy:boost=2,kbit4", "--json"]
+    found = []
+    for workers in "12":
+        assert main(["compare", *words, "--workers", workers]) == 0
+        found.append(json.loads(capsys.readouterr().out)["results"])
+    assert [each["format"] for each in found[1]] == [each["format"] for each in found[0]]
+    assert [[row["mse"] for row in each["tensors"]] for each in found[1]] == [
+        [row["mse"] for row in each["tensors"]] for each in found[0]
+    ]
+
+
+def test_a_format_brings_what_makes_it(toy):
+    q = kb.quantize(np.arange(64, dtype=F32), toy)
+    data = pickle.dumps(q)
+    unregister("toy")
+    again = pickle.loads(data)
+    assert again.format == toy and kb.get_format("toy:boost=2") == toy
+    assert (again.dequantize() == q.dequantize()).all()
+    assert b"kbitcupy.formats" not in pickle.dumps(kb.get_format("kbit4")).replace(b"kbitcupy.formats.base", b"")
+
+
+def test_a_format_without_an_import_path_is_refused(source, processes):
+    kb.register("toy", lambda *, boost=1.0: Toy(boost=boost))
+    try:
+        with pytest.raises(FileError, match=r"a worker does not know all .*format is 'toy'.*register formats in a mod"):
+            kb.io.quantize_file(source / "shards", source / "out", "toy", device="cpu", executor=processes)
+    finally:
+        unregister("toy")
+    assert not (source / "out").exists() and not (source / "out.part").exists()
+
+
+def test_another_format_of_that_name_is_refused(source, toy, monkeypatch):
+    paths = iter("abcdefgh")  # here, and for a worker
+    monkeypatch.setattr(conversion, "path_of", lambda kind: next(paths))
+    out = source / "out"
+    with pytest.raises(FileError, match="format 'toy' is . for this worker and a for the process that began"):
+        kb.io.quantize_file(source / "one.safetensors", out, "toy", device="cpu", executor=Pickling())
+    assert not out.exists()
 
 
 def failing(monkeypatch, at, error):
