@@ -386,7 +386,8 @@ class Hopper(Route):
 
     def accepts(self, problem: Problem) -> str | None:
         found = refused_by_all(problem, "one weight") or tile_refusal(problem)
-        if found is None and problem.tokens <= TOKENS and problem.fragments and not problem.fragments.small_batch:
+        few = problem.tokens <= TOKENS and problem.format.records() is not None
+        if found is None and few and rounds_scales(problem, self._cut(problem)):
             return f"up to {TOKENS} tokens are for kernels that keep scales as they are"
         return found or (f"more than {MOST_TOKENS} tokens" if problem.tokens > MOST_TOKENS else None)
 

@@ -111,7 +111,8 @@ def stored(q: QuantizedArray) -> Stored:
             first, *others = tuple(q.planes)[:2]
             others = others or [first]
         else:
-            first, others = fragments.codes, [fragments.scales, *filter(None, (fragments.beside,))]
+            beside = (fragments.beside, fragments.offset) if fragments.beside else ()
+            first, others = fragments.codes, [fragments.scales, *filter(None, beside)]
         codes, scales = _alignment(q.planes[first]), min(_alignment(q.planes[name]) for name in others)
         records = q.format.records()
         whole = records is None or all(
@@ -173,7 +174,8 @@ class Problem:
     def reading(self) -> float:
         """Microseconds to read the compressed weight once."""
         n, k = self.shape
-        if self.fragments is not None and self.fragments.entries:
+        # Inner scales are not stored as they lie in shared memory.
+        if self.fragments is not None and self.fragments.entries and not self.fragments.beside:
             size = n * k * (self.fragments.bits / 8 + self.fragments.scale_bytes / self.fragments.granule)
             return size / BYTES_PER_US
         planes = self.format.planes(self.shape).values()

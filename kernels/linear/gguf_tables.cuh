@@ -1,7 +1,8 @@
-// Decoders of GGUF's types whose codes of 4 bits stand for 16 numbers, for the products of few tokens: iq4_nl, mxfp4
-// and nvfp4 (members: decoder.cuh). A byte of codes is the index of a pair of numbers, the lower nibble first. Scales
-// are copied as they are stored, and multiplied in fp32.
+// Decoders of GGUF's types whose codes of 4 bits stand for 16 numbers, for the products of few tokens: iq4_nl, iq4_xs,
+// mxfp4 and nvfp4 (members: decoder.cuh). A byte of codes is the index of a pair of numbers, the lower nibble first.
+// Scales are multiplied in fp32, or where nothing is rounded with the weights.
 #pragma once
+#include "linear/codebook.cuh"
 #include "linear/integers.cuh"
 
 // A whole table of pairs of 16 values, the first of a pair in the lower four bits of the index.
@@ -95,40 +96,79 @@ struct PairTable : Affine<T, 4, 32, __half, NO_ZEROS, __half, ALL_SCALES, ORDER>
     }
 };
 
-// nvfp4: an 8-bit float as the scale of 16, whose exponent and mantissa are those of a half that is 2^7 times smaller
-// than half of it; 0x7f is 0.
+// The 8-bit scale of nvfp4 as a number of T, twice in a register: its bits where T has exponent and mantissa, which
+// makes 1 / FACTOR of half of it, subnormals included. Bit 7 does not count; 0x7f is 0.
 template <typename T>
-struct PairTable16 : Table4<T, 16> {
-    using Base = Table4<T, 16>;
-    using Base::FIELDS, Base::SUBS;
-    static constexpr int SCALE_BYTES = SUBS;
-    static constexpr bool SPREAD_SCALES = false;
-    static constexpr float EPILOGUE_SCALE = 128.0f;
+struct Ue4m3Pair {
+    static constexpr bool HALF = SameType<T, __half>::VALUE;
+    static constexpr float FACTOR = HALF ? 128.0f : 6.64613997892457936e35f;  // 2^7, 2^119
+    __device__ __forceinline__ static unsigned of(unsigned byte) {
+        return byte == 0x7f ? 0u : (byte & 0x7fu) * (HALF ? 0x00800080u : 0x00100010u);
+    }
+};
+
+// nvfp4: 8-bit floats as the scales of 16. A value of the table has two bits and a scale four: their product is a
+// number of T, no weight is rounded. A lane has two blocks to itself.
+template <typename T>
+struct PairTable16 : Kbit<T, 4, E4M4> {
+    using Base = Kbit<T, 4, E4M4>;
+    using Base::FIELDS, Base::WORDS;
+    static constexpr int VALUES = 16, SCALE_BYTES = ITEM_K / 16, SCALE_STEP = ROW / 16;
 
     template <bool ONE>
     __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
-        fill_low_first<T>(table, mine, thread, threads);
+        fill_low_first<T>(table, mine * Ue4m3Pair<T>::FACTOR, thread, threads);
     }
-
-    static __device__ __forceinline__ float scale_of(unsigned word, int j) {
-        const unsigned byte = word >> 8 * j & 255u;
-        return byte == 0x7f ? 0.0f : Word<__half>::get((byte & 0x7f) << 7, 0);
+    __device__ __forceinline__ static void arrange_x(unsigned (&)[16]) {}
+    __device__ __forceinline__ static void unpack(const unsigned (&word)[2][WORDS], unsigned (&f)[2][FIELDS]) {
+#pragma unroll
+        for (int i = 0; i < 2 * WORDS; ++i) f[i / WORDS][i % WORDS] = word[i / WORDS][i % WORDS];
     }
 
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
         float (&acc)[EIGHTS][4]) {
-        uint2 stored[2];
+        unsigned scale[2][2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) stored[i] = shared_at<uint2>(scales + i * eight);
+        for (int i = 0; i < 2; ++i) {
+            const unsigned both = shared_at<unsigned short>(scales + i * eight);
+            scale[i][0] = Ue4m3Pair<T>::of(both & 255u), scale[i][1] = Ue4m3Pair<T>::of(both >> 8);
+        }
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+            unsigned a[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned pair = table_entry(entry_offset(f[i / 2][s / 2], s % 2 * 2 + i % 2, lane));
+                a[i / 2][i % 2] = Word<T>::multiply(pair, scale[i / 2][s / 4]);
+            }
+#pragma unroll
+            for (int e = 0; e < EIGHTS; ++e)
+                mma<T>(acc[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][2 * s], x[e][2 * s + 1]);
+        }
+    }
+};
+
+// iq4_xs: 6-bit scales of 32 in blocks of 256, which come as floats (InnerScales of pipeline.cuh).
+template <typename T>
+struct InnerPairTable : PairTable<T, __half, SPLIT> {
+    using Base = PairTable<T, __half, SPLIT>;
+    using Base::FIELDS, Base::SUBS;
+    static constexpr int SCALE_BYTES = SUBS * 4;
+    static constexpr bool SPREAD_SCALES = true;
+
+    template <int EIGHTS>
+    __device__ __forceinline__ static void multiply(
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
+        float (&acc)[EIGHTS][4]) {
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
-            float part[EIGHTS][4] = {}, scale[2];
-            const unsigned word[2] = {f[0][j / 2], f[1][j / 2]};
-            look_up_step<T, EIGHTS>(word, j % 2 * 2, x, j, lane, part);
+            float part[EIGHTS][4] = {};
+            const unsigned word[2] = {f[0][j], f[1][j]};
 #pragma unroll
-            for (int i = 0; i < 2; ++i) scale[i] = scale_of(j < 4 ? stored[i].x : stored[i].y, j % 4);
+            for (int h = 0; h < 2; ++h) look_up_step<T, EIGHTS>(word, 2 * h, x, 2 * j + h, lane, part);
+            const float scale[2] = {shared_at<float>(scales + j * 4), shared_at<float>(scales + eight + j * 4)};
             add_parts<EIGHTS>(part, scale, acc);
         }
     }

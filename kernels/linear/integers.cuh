@@ -238,8 +238,9 @@ struct Affine {
         return i * 8 / (SUB / 4) * SUB + t * (SUB / 4) + i * 8 % (SUB / 4);
     }
 
+    template <int ALL>
     __device__ __forceinline__ static void load_x_global(
-        unsigned (&word)[16], const T* x, bool there, int left, int t) {
+        unsigned (&word)[ALL], const T* x, bool there, int left, int t) {
         using Vector = typename PieceOf<ORDER == SPLIT ? 8 : 16>::Type;
         constexpr int SIZE = sizeof(Vector) / 4;
 #pragma unroll
@@ -248,8 +249,8 @@ struct Affine {
                 word + i * SIZE, reinterpret_cast<const Vector*>(x + x_at(i, t)), there && x_at(i, t) < left);
     }
 
-    template <typename Address>
-    __device__ __forceinline__ static void load_x_shared(unsigned (&word)[16], const Address& address, int t) {
+    template <int ALL, typename Address>
+    __device__ __forceinline__ static void load_x_shared(unsigned (&word)[ALL], const Address& address, int t) {
         using Vector = typename PieceOf<ORDER == SPLIT ? 8 : 16>::Type;
         constexpr int SIZE = sizeof(Vector) / 4;
 #pragma unroll
@@ -270,7 +271,8 @@ struct Affine {
     }
 
     // From the order of memory to that of k_of.
-    __device__ __forceinline__ static void arrange_x(unsigned (&x)[16]) {
+    template <int ALL>
+    __device__ __forceinline__ static void arrange_x(unsigned (&x)[ALL]) {
         if constexpr (BITS == 4) {
 #pragma unroll
             for (int j = 0; j < 16; j += 4) {

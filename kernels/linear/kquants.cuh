@@ -1,5 +1,8 @@
-// Decoder of GGUF's q4_k for the products of few tokens (members: decoder.cuh and integers.cuh): blocks of 256 elements
-// in 8 sub-blocks of 32, of which an element is (d * sc) * code - dmin * mn, codes of 4 and sc and mn of 6 bits.
+// Decoders of GGUF's types of 4 bits with minima for the products of few tokens (members: decoder.cuh and
+// integers.cuh).
+//
+// q4_1: blocks of 32 elements, d * code + m. q4_k: blocks of 256 elements in 8 sub-blocks of 32, of which an element is
+// (d * sc) * code - dmin * mn, codes of 4 and sc and mn of 6 bits.
 //
 // A k-tile is half a block. Byte 32 p + m of it has the codes of elements 64 p + m and 64 p + 32 + m.
 //
@@ -7,6 +10,25 @@
 // out 2^-17 of it; one more mma multiplies these by mn, which is exact, and what comes out by dmin in fp32.
 #pragma once
 #include "linear/integers.cuh"
+
+// A sum as two bfloat16, the rounded one and what it leaves.
+__device__ __forceinline__ unsigned in_two_parts(float sum) {
+    const float rounded = __bfloat162float(__float2bfloat16_rn(sum));
+    return Word<__nv_bfloat16>::pack(rounded, sum - rounded);
+}
+// The sum of x over sub-block t for the token of row g, in two parts, by mma: here x is A, of whose four words each is
+// of that token, and B has ones in column 2j for those of sub-block j.
+template <typename T>
+__device__ __forceinline__ unsigned sums_of_x(const unsigned (&x)[17]) {
+    const int g = opaque(threadIdx.x % WARP) / 4;  // no register of the loop around
+    float sum[4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const unsigned ones = g == 2 * j ? ONES<T> : 0u;
+        mma<T>(sum, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3], ones, ones);
+    }
+    return in_two_parts(sum[0] + sum[2]);
+}
 
 // What both types share.
 template <typename T>
@@ -32,24 +54,6 @@ struct Q4KBase {
     }
     static __device__ __forceinline__ unsigned minima(uint4 record, int item) {
         return item & 1 ? (record.w >> 4 & 0x0f0f0f0fu) | (record.z >> 2 & 0x30303030u) : record.z & 0x3f3f3f3fu;
-    }
-
-    // A sum as two bfloat16, the rounded one and what it leaves.
-    static __device__ __forceinline__ unsigned split(float sum) {
-        const float rounded = __bfloat162float(__float2bfloat16_rn(sum));
-        return Word<__nv_bfloat16>::pack(rounded, sum - rounded);
-    }
-    // The sum of x over sub-block t for the token of row g, split, by mma: here x is A, of whose four words each is of
-    // that token, and B has ones in column 2j for those of sub-block j.
-    static __device__ __forceinline__ unsigned sums_of_x(const unsigned (&x)[X_WORDS]) {
-        const int g = opaque(threadIdx.x % WARP) / 4;  // no register of the loop around
-        float sum[4] = {};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const unsigned ones = g == 2 * j ? ONES<T> : 0u;
-            mma<T>(sum, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3], ones, ones);
-        }
-        return split(sum[0] + sum[2]);
     }
 
     // A lane's minimum of four as the bfloat16 twice, by the selector `own`: a byte as one from 128 on, less 128.
@@ -122,7 +126,7 @@ struct Q4K : Q4KBase<T> {
         return s / 2 * 32 + t * 8 + s % 2 * 4 + i / 2 + i % 2 * 2;
     }
     __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
-        x[16] = Base::sums_of_x(x);
+        x[16] = sums_of_x<T>(x);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const unsigned a = x[j], b = x[j + 1];
@@ -191,6 +195,70 @@ struct Q4K : Q4KBase<T> {
                 // A byte as a float from TOP on, less that; both are exact.
                 const float high = __uint_as_float(__byte_perm(sc[i], with.magic, 0x7440 + j));
                 const float scale = (high - TOP) * step[i];
+#pragma unroll
+                for (int e = 0; e < 2 * EIGHTS; ++e)
+                    acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], scale, acc[e / 2][2 * i + e % 2]);
+            }
+        }
+    }
+};
+
+// A block's d and m are two halves side by side. m is exact as two bfloat16, and so are its products with sums of x:
+// one more mma adds them, in which lane t has sub-block t.
+template <typename T>
+struct Q4_1 : Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT> {
+    using Base = Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT>;
+    using Codes = typename Base::Codes;
+    using Base::FIELDS, Base::SUBS;
+    static constexpr int X_WORDS = 17;  // the last word of x: the sum
+
+    __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
+        x[16] = sums_of_x<T>(x);
+        Base::arrange_x(x);
+    }
+
+    struct Constants {
+        typename Codes::Constants codes;
+        typename Codes::Minus minus;
+    };
+    static __device__ __forceinline__ Constants constants(const Values&) {
+        return {Codes::constants(0), Codes::minus(0)};
+    }
+
+    template <int EIGHTS, bool>
+    __device__ __forceinline__ static void multiply(
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
+        unsigned eight, unsigned, int, float (&acc)[EIGHTS][4]) {
+        unsigned m[2][2];
+        const unsigned own = record + opaque(threadIdx.x % 4) * 4 + 2;  // of the sub-block whose sum a lane has
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float all = Word<__half>::get(shared_at<unsigned short>(own + i * eight), 0);
+            const unsigned upper = __float_as_uint(all) & 0xffff0000u;
+            m[i][0] = __byte_perm(upper, 0, 0x3232);
+            m[i][1] = __byte_perm(__float_as_uint(all - __uint_as_float(upper)), 0, 0x3232);
+        }
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e)
+            mma<__nv_bfloat16>(acc[e], m[0][0], m[1][0], m[0][1], m[1][1], x[e][16], x[e][16]);
+#pragma unroll
+        for (int j = 0; j < SUBS; ++j) {
+            float part[EIGHTS][4] = {};
+            unsigned a[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) Codes::pairs(f[i][j], with.codes, with.minus, a[i]);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int e = 0; e < EIGHTS; ++e) {
+                    const int s = 2 * j + h;
+                    mma<T>(
+                        part[e], a[0][2 * h], a[1][2 * h], a[0][2 * h + 1], a[1][2 * h + 1], x[e][2 * s],
+                        x[e][2 * s + 1]);
+                }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float scale = Word<__half>::get(shared_at<unsigned>(record + i * eight + 4 * j), 0);
 #pragma unroll
                 for (int e = 0; e < 2 * EIGHTS; ++e)
                     acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], scale, acc[e / 2][2 * i + e % 2]);

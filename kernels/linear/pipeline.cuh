@@ -149,6 +149,75 @@ struct ScaleExpansion {
     }
 };
 
+// The same of 6-bit scales of 32 in blocks of 256 (iq4_xs): a lane has a block of 16 rows x ITEMS k-tiles, and makes
+// its scales of 32 to floats. Planes: d, a half; scales_l, a word, nibble j the low bits of scale j; scales_h, a short,
+// two bits each.
+template <int ITEMS>
+struct InnerScales {
+    static constexpr int BLOCK = 2 * ITEM_K, BLOCKS = ITEMS / 2, BYTES = ITEM_K / 32 * 4;  // of a row; of a k-tile
+    const char *d, *low, *high;
+    long long above;
+    unsigned per_row;  // blocks of a row
+    unsigned held[3] = {};
+
+    __device__ __forceinline__ void load_block(long long block) {
+        held[0] = reinterpret_cast<const unsigned short*>(d)[block];
+        held[1] = reinterpret_cast<const unsigned*>(low)[block];
+        held[2] = reinterpret_cast<const unsigned short*>(high)[block];
+    }
+    // Scales 4 half .. 4 half + 3 of the block, of which each is exact.
+    __device__ __forceinline__ void store_half(unsigned to, int half) const {
+        const float step = Word<__half>::get(held[0], 0);
+        float scale[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int at = 4 * half + j;
+            const unsigned top = at < 2 ? held[2] << (4 - 2 * at) : held[2] >> (2 * at - 4);
+            const unsigned code = (held[1] >> 4 * at & 15u) | (top & 0x30u);
+            scale[j] = (__uint_as_float(0x4b000000u | code) - 8388640.0f) * step;  // 2^23 + code, less 2^23 + 32
+        }
+        store_shared(to, scale);
+    }
+
+    // Load what this lane has of 16 rows from `row` on and of `items` k-tiles from `item` on, which begins a block.
+    __device__ __forceinline__ void load(int row, int item, int items) {
+        const int lane = opaque(threadIdx.x % WARP), g = lane / 4, t = lane % 4;  // no registers of the loop around
+        held[0] = held[1] = held[2] = 0;
+        if (t < 2 * BLOCKS && t % BLOCKS * 2 < items)
+            load_block((above + row + g + t / BLOCKS * 8) * per_row + item / 2 + t % BLOCKS);
+    }
+    // `to` is the address of k-tile t of row g.
+    __device__ __forceinline__ void store(unsigned to, unsigned eight) const {
+        const int t = opaque(threadIdx.x % 4);
+        to += t / BLOCKS * eight + (t % BLOCKS * 2 - t) * BYTES;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) store_half(to + half * BYTES, half);
+    }
+    // Bring those of rows that may end to a stage.
+    __device__ __forceinline__ void copy(char* stage, int row, int n, int item, int items, int lane) {
+#pragma unroll 1
+        for (int i = lane; i < ITEM_ROWS * ITEMS; i += WARP) {
+            const int at = item + i % ITEMS;
+            held[0] = held[1] = held[2] = 0;
+            if (i % ITEMS < items) load_block((above + min(row + i / ITEMS, n - 1)) * per_row + at / 2);
+            if (at % 2) store_half(shared_address(stage) + i * BYTES, 1);
+            else store_half(shared_address(stage) + i * BYTES, 0);
+        }
+    }
+};
+
+// How scales that are expanded get to shared memory: NESTED, they may be codes of 8 bits that have scales of their own.
+template <typename Decoder, int ITEMS>
+struct ExpansionOf {
+    using Type = ScaleExpansion<Decoder>;
+    static constexpr bool NESTED = true;
+};
+template <typename T, int ITEMS>
+struct ExpansionOf<InnerPairTable<T>, ITEMS> {
+    using Type = InnerScales<ITEMS>;
+    static constexpr bool NESTED = false;
+};
+
 // How the records of integers get to shared memory: the scales of a k-tile of a row, and behind them what stands beside
 // scales, each in a plane of its own.
 template <typename Decoder>

@@ -158,12 +158,22 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     }
     const long long above = GROUPED ? (long long)group.expert * n : 0;  // rows of the experts before
 
+    // Whether scales may be codes that have scales of their own; else what is expanded are inner scales.
+    constexpr bool NESTED = ExpansionOf<Decoder, ITEMS>::NESTED;
     float* map = reinterpret_cast<float*>(table - 1024);
-    if (TABLE && nested_absmax) {
+    if (TABLE && NESTED && nested_absmax) {
         for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
         __syncthreads();
     }
-    ScaleExpansion<Decoder> spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
+    using Expansion = typename ExpansionOf<Decoder, ITEMS>::Type;
+    Expansion spread = [&] {
+        if constexpr (NESTED)
+            return Expansion{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
+        else
+            return Expansion{
+                absmax, reinterpret_cast<const char*>(nested_absmax), reinterpret_cast<const char*>(nested_offset),
+                above, unsigned(k) / Expansion::BLOCK};
+    }();
     const ScaleCopy scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
     using Records = typename RecordsOf<TABLE, Decoder>::Type;
     Records records(absmax, reinterpret_cast<const char*>(nested_absmax), above, n, k, block);
@@ -291,8 +301,12 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             } else if constexpr (!TABLE) {
                 if (there && ahead) records.copy(scale_stages + warp * 2 * SCALES + other, ahead_row, ahead_item, lane);
             } else if constexpr (SPREAD) {
-                if (there) spread.load(ahead_row + g, ahead_item + t, t < ahead);
-            } else if (EVEN && (!Decoder::SPREAD_SCALES || ONCE || cut.width)) {
+                if constexpr (NESTED) {
+                    if (there) spread.load(ahead_row + g, ahead_item + t, t < ahead);
+                } else if (there) {
+                    spread.load(ahead_row, ahead_item, ahead);
+                }
+            } else if (EVEN && (!Decoder::SPREAD_SCALES || ONCE || (NESTED && cut.width))) {
                 constexpr int PIECE = Decoder::SCALE_BYTES < 16 ? Decoder::SCALE_BYTES : 16;
                 const unsigned target = scales_to + other;
                 const int bytes = t < ahead ? PIECE : 0;
@@ -305,8 +319,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     }
                 }
             } else if (there && ahead) {
-                scales.start<Decoder, ITEMS>(
-                    scale_stages + warp * 2 * SCALES + other, ahead_row, ahead_item, ahead, lane);
+                char* const stage = scale_stages + warp * 2 * SCALES + other;
+                if constexpr (NESTED) scales.start<Decoder, ITEMS>(stage, ahead_row, ahead_item, ahead, lane);
+                else spread.copy(stage, ahead_row, n, ahead_item, ahead, lane);
             }
         }
         if (!(BULK && EVEN) || i == 0) commit_copies();
@@ -382,8 +397,13 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
         if (i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TABLE && !staged))) start(i, 0, 0);
-    if (SPREAD && nested_absmax) spread.offset = *nested_offset;
-    if (SPREAD && t < ITEMS) spread.store(scales_to, EIGHT);
+    auto store_expanded = [&](int other) {
+        if constexpr (SPREAD)
+            if (t < ITEMS) spread.store(scales_to + other, EIGHT);
+    };
+    if constexpr (SPREAD && NESTED)
+        if (nested_absmax) spread.offset = *nested_offset;
+    store_expanded(0);
     auto store_narrow = [&](int other) {
         if constexpr (NARROW)
             if (t < ITEMS) records.store(0, scales_to + other), records.store(1, scales_to + other + EIGHT);
@@ -474,8 +494,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     __syncwarp();
                     start(i, SCALES - scales_at, read);
                     // They were on their way while the groups before were multiplied.
-                    if (SPREAD && t < ITEMS && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items))
-                        spread.store(scales_to + SCALES - scales_at, EIGHT);
+                    if (SPREAD && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items)) store_expanded(SCALES - scales_at);
                     if (NARROW && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items)) store_narrow(SCALES - scales_at);
 #pragma unroll
                     for (int j = 0; j < GROUP; ++j) {

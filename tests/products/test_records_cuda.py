@@ -1,4 +1,6 @@
-"""Products of few tokens with GGUF's types by records (linear_records). Compute-sanitizer runs `TestSmall`."""
+"""Products of few tokens with GGUF's types by records (linear_records), and by fragments (linear_few) with those of 4
+bits. Compute-sanitizer runs `TestSmall` and `TestFew`.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -10,13 +12,15 @@ import kbitcupy as kb
 from kbitcupy.array import QuantizedArray
 from kbitcupy.products.records import Streamed
 from kbitcupy.products.routes import Problem, device, stored
+from kbitcupy.products.small_batch import SmallBatch
 from kbitcupy.products.staged import StagedRecords, staged
 
 pytestmark = pytest.mark.gpu
 
 FORMATS = [name for name in kb.list_formats() if kb.get_format(name).records()]
 HALF = [np.dtype("float16"), BFLOAT16]
-ROUTE = Streamed()
+FEW = ["q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "nvfp4:tensor_scale=true"]
+RECORDS, FRAGMENTS = Streamed(), SmallBatch()
 
 
 def weight(name, shape, xp, seed=0):
@@ -47,16 +51,35 @@ def assert_right(y, x, q, bias=None):
     assert (np.abs(y - wanted) <= 1e-5 * terms + eps / 2 * 1.01 * np.abs(wanted) + 1e-7).all()
 
 
-def product(x, q, bias=None):
-    """By ``linear_records``, whatever the plan would be."""
+def product(x, q, bias=None, route=RECORDS):
+    """By a route, whatever the plan would be."""
     import cupy
 
     problem = Problem(q.format, q.shape, len(x), x.dtype, device(0), True, stored(q))
-    refusal = ROUTE.accepts(problem)
+    refusal = route.accepts(problem)
     assert refusal is None, refusal
     y = cupy.full((len(x), q.shape[0]), np.nan, x.dtype)
-    ROUTE.prepare(problem)(x, q, bias, y)
+    route.prepare(problem)(x, q, bias, y)
     return y
+
+
+def assert_experts(name, n, k, cupy):
+    experts = 5
+    members = [weight(name, (n, k), cupy, seed) for seed in range(experts)]
+    qs = kb.stack(members)
+    x = tokens((9, k), np.float16, cupy)
+    ids = np.random.default_rng(0).integers(-1, experts, (9, 2))
+    gates = cupy.asarray(np.random.default_rng(1).random((9, 2), np.float32))
+    found = kb.linear_grouped(x, qs, cupy.asarray(ids)).get().astype(np.float64)
+    combined = kb.linear_grouped(x, qs, cupy.asarray(ids), gates).get().astype(np.float64)
+    wanted = np.zeros((9, 2, n))
+    for token, slot in np.ndindex(9, 2):
+        if ids[token, slot] >= 0:
+            w = members[ids[token, slot]].get().dequantize(dtype="float32").astype(np.float64)
+            wanted[token, slot] = w @ x[token].get().astype(np.float64)
+    np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
+    both = (wanted * gates.get()[..., None]).sum(1)
+    np.testing.assert_allclose(combined, both, rtol=2e-3, atol=2e-3 * np.abs(both).max())
 
 
 class TestSmall:
@@ -84,22 +107,27 @@ class TestSmall:
 
     @pytest.mark.parametrize("name", ["q4_1", "q6_k", "iq2_xs", "nvfp4:tensor_scale=true"])
     def test_experts(self, cupy, name):
-        experts, n, k = 5, 40, 512
-        members = [weight(name, (n, k), cupy, seed) for seed in range(experts)]
-        qs = kb.stack(members)
-        x = tokens((9, k), np.float16, cupy)
-        ids = np.random.default_rng(0).integers(-1, experts, (9, 2))
-        gates = cupy.asarray(np.random.default_rng(1).random((9, 2), np.float32))
-        found = kb.linear_grouped(x, qs, cupy.asarray(ids)).get().astype(np.float64)
-        combined = kb.linear_grouped(x, qs, cupy.asarray(ids), gates).get().astype(np.float64)
-        wanted = np.zeros((9, 2, n))
-        for token, slot in np.ndindex(9, 2):
-            if ids[token, slot] >= 0:
-                w = members[ids[token, slot]].get().dequantize(dtype="float32").astype(np.float64)
-                wanted[token, slot] = w @ x[token].get().astype(np.float64)
-        np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
-        both = (wanted * gates.get()[..., None]).sum(1)
-        np.testing.assert_allclose(combined, both, rtol=2e-3, atol=2e-3 * np.abs(both).max())
+        assert_experts(name, 40, 512, cupy)
+
+
+class TestFew:
+    @pytest.mark.parametrize("dtype", HALF, ids=str)
+    @pytest.mark.parametrize("name", FEW)
+    def test_shapes(self, cupy, name, dtype):
+        """Tiles and rows that end, whole ones that thread blocks share, two tiles of tokens; odd blocks of a row."""
+        format = kb.get_format(name)
+        block = format.fragments().multiple or format.block
+        shapes = (1, block, 1), (33, 3 * block, 3), (64, 1024, 5), (2064, 2304, 8), (272, 4096, 16), (40, 768, 11)
+        for n, k, m in shapes:
+            q = weight(name, (n, k), cupy)
+            bias = tokens((n,), np.float32, cupy) if m != 3 else None
+            x = tokens((m, k), dtype, cupy, mean=m % 2)
+            assert_right(product(x, q, bias, FRAGMENTS), x, q, bias)
+
+    @pytest.mark.parametrize(("n", "k"), [(40, 256), (48, 2048)])
+    @pytest.mark.parametrize("name", FEW)
+    def test_experts(self, cupy, name, n, k):
+        assert_experts(name, n, k, cupy)
 
 
 @pytest.mark.parametrize("name", ["q5_1", "q5_k", "q6_k", "iq3_s", "tq1_0"])
@@ -121,7 +149,7 @@ def test_a_part_of_an_array(cupy):
     shifted = {name: cupy.concatenate([plane[:1], plane])[1:] for name, plane in q.planes.items()}
     moved = QuantizedArray(q.format, shifted, q.shape, "float16")
     problem = Problem(q.format, q.shape, 4, x.dtype, device(0), True, stored(moved))
-    assert "planes do not start" in ROUTE.accepts(problem)
+    assert "planes do not start" in RECORDS.accepts(problem)
     assert_right(kb.linear(x, moved), x, moved)
 
 

@@ -42,47 +42,29 @@ def _tables(
     small_batch: str, hopper: str, block: int, scale_bytes: int, values: tuple[float, ...], **others: Any
 ) -> Fragments:
     """Codes of 4 bits into a table of 16 values."""
-    about: dict[str, Any] = {"items": 4, "grouped_items": 2, "wide": True, "codes": "qs", **others}
+    about: dict[str, Any] = {
+        "granule": block,
+        "owned": False,
+        "copied": True,
+        "swizzled": True,
+        "items": 4,
+        "grouped_items": 2,
+        "wide": True,
+        **others,
+    }
     return Fragments(
         small_batch=small_batch,
         hopper=f"TileNibbles<{{T}}, {hopper}>",
         bits=4,
         block=block,
-        granule=block,
         scale_bytes=scale_bytes,
         entries=256,
         gaps=True,
         hopper_entries=256,
-        owned=False,
-        copied=True,
-        swizzled=True,
-        targeted=False,
-        known_values=values,
-        single=False,
-        **about,
-    )
-
-
-def _tiled(hopper: str, scale_bytes: int, **others: Any) -> Fragments:
-    """What ``linear_tile`` alone decodes to fragments: codes of 4 bits."""
-    about: dict[str, Any] = {"block": 32, "multiple": 32, "hopper_entries": 0, **others}
-    return Fragments(
-        small_batch="",
-        hopper=hopper,
-        bits=4,
-        granule=32,
-        scale_bytes=scale_bytes,
-        entries=0,
-        gaps=False,
-        owned=False,
-        copied=True,
-        swizzled=False,
-        wide=False,
-        items=0,
-        grouped_items=0,
         targeted=False,
         codes="qs",
-        scales="d",
+        known_values=values,
+        single=False,
         **about,
     )
 
@@ -119,17 +101,28 @@ FRAGMENTS = {
         added=True,
         work=1.3,
     ),
-    "q4_1": _tiled("TileIntegers<{T}, 4, false, TWO_APART, FLOAT16_PAIRS, FLOAT_OFFSETS, OF_GRANULES>", 4, added=True),
+    "q4_1": _fragments(
+        "Q4_1<{T}>",
+        "4, false, TWO_APART, FLOAT16_PAIRS, FLOAT_OFFSETS, OF_GRANULES",
+        4,
+        scale_bytes=4,
+        aligned=16,
+        added=True,
+        work=1.1,
+    ),
     "iq4_nl": _tables("PairTable<{T}, __half, SPLIT>", "SPLIT, FLOAT16", 32, 2, tuple(map(float, _IQ4)), scales="d"),
-    "iq4_xs": _tiled(
-        "TileNibbles<{T}, SPLIT, SIX_BITS>",
-        2,
-        hopper_entries=256,
-        known_values=tuple(map(float, _IQ4)),
-        block=256,
-        multiple=256,
+    "iq4_xs": _tables(
+        "InnerPairTable<{T}>",
+        "SPLIT, SIX_BITS",
+        256,
+        4,
+        tuple(map(float, _IQ4)),
+        scales="d",
         beside="scales_l",
         offset="scales_h",
+        granule=32,
+        multiple=256,
+        copied=False,
     ),
     "mxfp4": _tables(
         "PairTable<{T}, unsigned char, NEIGHBOURS>",
@@ -147,8 +140,9 @@ FRAGMENTS = {
         (*_FP4, *(-v for v in _FP4)),
         scales="scales",
         tensor_scale="scale",
-        items=2,
-        wide=False,
+        owned=True,
+        swizzled=False,
+        grouped_items=4,
     ),
 }
 
