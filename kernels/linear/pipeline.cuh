@@ -154,16 +154,19 @@ struct ScaleExpansion {
 // two bits each.
 template <int ITEMS>
 struct InnerScales {
-    static constexpr int BLOCK = 2 * ITEM_K, BLOCKS = ITEMS / 2, BYTES = ITEM_K / 32 * 4;  // of a row; of a k-tile
-    const char *d, *low, *high;
+    static constexpr int BLOCKS = ITEMS / 2, BYTES = ITEM_K / 32 * 4;  // of a row; of a k-tile
+    const char* d;
+    const float* low;
+    unsigned map;  // there is none
     long long above;
-    unsigned per_row;  // blocks of a row
+    int k, shift;  // log2 of the elements of a block
+    const unsigned short* high = nullptr;
     unsigned held[3] = {};
 
     __device__ __forceinline__ void load_block(long long block) {
         held[0] = reinterpret_cast<const unsigned short*>(d)[block];
         held[1] = reinterpret_cast<const unsigned*>(low)[block];
-        held[2] = reinterpret_cast<const unsigned short*>(high)[block];
+        held[2] = high[block];
     }
     // Scales 4 half .. 4 half + 3 of the block, of which each is exact.
     __device__ __forceinline__ void store_half(unsigned to, int half) const {
@@ -184,7 +187,7 @@ struct InnerScales {
         const int lane = opaque(threadIdx.x % WARP), g = lane / 4, t = lane % 4;  // no registers of the loop around
         held[0] = held[1] = held[2] = 0;
         if (t < 2 * BLOCKS && t % BLOCKS * 2 < items)
-            load_block((above + row + g + t / BLOCKS * 8) * per_row + item / 2 + t % BLOCKS);
+            load_block((above + row + g + t / BLOCKS * 8) * (k >> shift) + item / 2 + t % BLOCKS);
     }
     // `to` is the address of k-tile t of row g.
     __device__ __forceinline__ void store(unsigned to, unsigned eight) const {
@@ -199,7 +202,7 @@ struct InnerScales {
         for (int i = lane; i < ITEM_ROWS * ITEMS; i += WARP) {
             const int at = item + i % ITEMS;
             held[0] = held[1] = held[2] = 0;
-            if (i % ITEMS < items) load_block((above + min(row + i / ITEMS, n - 1)) * per_row + at / 2);
+            if (i % ITEMS < items) load_block((above + min(row + i / ITEMS, n - 1)) * (k >> shift) + at / 2);
             if (at % 2) store_half(shared_address(stage) + i * BYTES, 1);
             else store_half(shared_address(stage) + i * BYTES, 0);
         }

@@ -166,14 +166,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         __syncthreads();
     }
     using Expansion = typename ExpansionOf<Decoder, ITEMS>::Type;
-    Expansion spread = [&] {
-        if constexpr (NESTED)
-            return Expansion{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
-        else
-            return Expansion{
-                absmax, reinterpret_cast<const char*>(nested_absmax), reinterpret_cast<const char*>(nested_offset),
-                above, unsigned(k) / Expansion::BLOCK};
-    }();
+    Expansion spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
+    if constexpr (!NESTED) spread.high = reinterpret_cast<const unsigned short*>(nested_offset);
     const ScaleCopy scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
     using Records = typename RecordsOf<TABLE, Decoder>::Type;
     Records records(absmax, reinterpret_cast<const char*>(nested_absmax), above, n, k, block);
@@ -397,13 +391,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
         if (i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TABLE && !staged))) start(i, 0, 0);
-    auto store_expanded = [&](int other) {
-        if constexpr (SPREAD)
-            if (t < ITEMS) spread.store(scales_to + other, EIGHT);
-    };
     if constexpr (SPREAD && NESTED)
         if (nested_absmax) spread.offset = *nested_offset;
-    store_expanded(0);
+    if constexpr (SPREAD)
+        if (t < ITEMS) spread.store(scales_to, EIGHT);
     auto store_narrow = [&](int other) {
         if constexpr (NARROW)
             if (t < ITEMS) records.store(0, scales_to + other), records.store(1, scales_to + other + EIGHT);
@@ -494,7 +485,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     __syncwarp();
                     start(i, SCALES - scales_at, read);
                     // They were on their way while the groups before were multiplied.
-                    if (SPREAD && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items)) store_expanded(SCALES - scales_at);
+                    if constexpr (SPREAD)
+                        if (t < ITEMS && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items))
+                            spread.store(scales_to + SCALES - scales_at, EIGHT);
                     if (NARROW && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items)) store_narrow(SCALES - scales_at);
 #pragma unroll
                     for (int j = 0; j < GROUP; ++j) {
