@@ -13,9 +13,11 @@ taken; `explain` shows them all:
 - `staged_records`, `staged`: ``"q8_1"`` with weights in the other types of GGUF: the former kernel multiplies their
   integers, sums of what shares scales being exact; or what quantized tokens stand for is multiplied as floats.
 - `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales; few
-  tokens on compute capability 8.0 with codes that are read in place: `integer_stream`.
+  tokens on compute capability 8.0 with codes that are read in place, `integer_stream`; more on compute capability 9.0
+  with codes that are decoded in registers, `integer_tile`.
 - `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more
-  with trits that are decoded to int8; `ternary_floats` reads codes in place for floats.
+  with codes that are decoded in registers on compute capability 9.0, and elsewhere with trits that are decoded to int8;
+  `ternary_floats` reads codes in place for floats.
 - `decoded`: everything else is decoded whole, and cuBLAS multiplies.
 
 Products are accumulated in fp32; the tensor scale of a format and the bias are applied in fp32, before the one rounding
@@ -45,12 +47,13 @@ from .host import Host, working_dtype
 from .int8 import Int8, Int8Host, integers_of, token_planes
 from .integer_experts import IntegerExperts, IntegerExpertsHost
 from .integer_stream import IntegerStream
+from .integer_tile import IntegerTile
 from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
 from .staged import Staged, StagedRecords
-from .ternary import Ternary, TernaryHost, TernaryStream
+from .ternary import Ternary, TernaryHost, TernaryStream, TernaryTile
 from .ternary_experts import GroupedTernary
 from .ternary_stream import TernaryFloats
 
@@ -67,11 +70,13 @@ LINEAR: tuple[Route, ...] = (
     Int8(),
     Int8Host(),
     IntegerStream(),
+    IntegerTile(),
     Integers(),
     IntegersHost(),
     StagedRecords(),
     Staged(),
     TernaryStream(),
+    TernaryTile(),
     Ternary(),
     TernaryHost(),
 )

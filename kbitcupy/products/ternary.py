@@ -15,8 +15,9 @@ there, and what they are too large by is known from the sums of the activations.
 
 On a GPU there are two launches where K is a multiple of 128, up to 32 tokens or any number of them with groups of 32,
 64 or 128: tokens are quantized, and codes are read in place by what multiplies, which from Hopper on fetches them while
-the first launch is at work. Otherwise the trits are written as int8, once for each call, for the kernels of
-`kbitcupy.products.int8`; other groups go through a plain kernel, whose time grows with the tokens.
+the first launch is at work. On Hopper there are two for more tokens, too, without groups: codes become bytes in
+registers (`kbitcupy.products.integer_tile`). Otherwise the trits are written as int8, once for each call, for the
+kernels of `kbitcupy.products.int8`; other groups go through a plain kernel, whose time grows with the tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from ..errors import FormatError
 from ..formats.base import Trits, register_templates
 from ..formats.ternary import BLOCK, RUN, unpack
 from ..ops import source
-from . import activations as tokens_of, int8
+from . import activations as tokens_of, int8, integer_tile
 from .activations import Norm, Rule
 from .int8 import MAX_DEPTH, Int8, quantize_tokens, token_planes
+from .integer_activations import NUMBERS, floats_of, padded_of, quantize_into as tokens_in_order
 from .kept import kept
-from .routes import BYTES_PER_US, Problem, Product, Route, device as device_of, stored
+from .routes import BYTES_PER_US, Device, Problem, Product, Route, Stored, device as device_of, stored
 from .ternary_stream import multiply_streamed, why_not_streamed
 
 WANTED = (
@@ -102,6 +104,9 @@ def multiply(
     gpu = None if host else device_of(out.data.device_id)
     if gpu is not None and why_not_streamed(tokens, depth, part, stored(q), gpu) is None:
         multiply_streamed(x, q, part, bias, out, rule, norm)
+        return
+    if gpu is not None and _why_not_tiled(depth, part, stored(q), gpu) is None:
+        _multiply_tiled(x, q, part, bias, out, rule, norm, gpu.multiprocessors)
         return
     quantized = isinstance(x, QuantizedArray)
     if not (host or quantized or rule is None or rule.granularity != "token" or part.shares == "group"):
@@ -439,6 +444,45 @@ def _multiply_decoded(
         int8.widened(single, out)
 
 
+# How trits lie, as what decodes them in registers is told.
+_CODES = integer_tile.Codes(2)
+
+
+def _why_not_tiled(depth: int, part: Trits, lies: Stored, gpu: Device) -> str | None:
+    """What stands against codes that become bytes in registers, for many tokens."""
+    if part.shares == "group":
+        return "groups have scales of their own"
+    return integer_tile.refusal(depth, _CODES, lies, gpu)
+
+
+def _multiply_tiled(
+    x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any, rule: Rule | None, norm: Norm | None, processors: int
+) -> None:
+    """Tokens that are quantized on the way, or are int8 already, times codes that are decoded in registers."""
+    rows, depth = q.shape
+    tokens = out.size // rows
+    single = _xp.namespace(out).empty(out.shape, np.float32) if out.dtype == np.float64 else out
+    scratch = _xp.namespace(out).cuda.alloc(tokens * (depth + 4) + 4 * padded_of(tokens))
+    a = scratch.ptr
+    sums, scales, each = a + tokens * depth, a + tokens * depth + 4 * padded_of(tokens), 1
+    if isinstance(x, QuantizedArray):
+        codes, found = token_planes(x)
+        tokens_in_order(_xp.contiguous(codes), tokens, None, a, 0, sums, NUMBERS.ROWS, 0)
+        scales, each = found.data.ptr, int(found.size == tokens)
+    elif rule is None:
+        tokens_in_order(floats_of(x), tokens, "int8", a, scales, sums, NUMBERS.ROWS, 0)
+    else:
+        tokens_of.quantize_into(tokens_of.single_or_less(x), tokens, rule, norm, a, scales, sums, depth)
+        each = int(rule.granularity == "token")
+    cut = integer_tile.choose(tokens, rows, depth, _CODES, processors)
+    plan = integer_tile.plan(single.dtype, tokens, rows, depth, _CODES, out.data.device_id, cut, True)
+    weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
+    of_rows = int(part.shares == "row")
+    integer_tile.launch(plan, a, sums, scales, each, weight, scale, of_rows, 0, bias, single, depth)
+    if single is not out:
+        int8.widened(single, out)
+
+
 def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:
     rows, depth = q.shape
     tokens = out.size // rows
@@ -535,6 +579,38 @@ class TernaryStream(Route):
     def describe(self, problem: Problem) -> str:
         name = "stream_ternary_groups" if _in_groups(problem) else "stream_ternary"
         return f"tokens quantized to int8, codes read in place for integer tensor cores: {name}"
+
+
+class TernaryTile(Route):
+    """Quantize tokens, and multiply them on integer tensor cores by codes that are decoded in registers."""
+
+    name = "ternary_tile"
+
+    def accepts(self, problem: Problem) -> str | None:
+        refusal = "the arrays are in host memory" if problem.device is None else _refusal(problem)
+        part = problem.format.trits(problem.shape, problem.stored.lead)
+        if refusal is not None or part is None or problem.device is None:
+            return refusal
+        if why_not_streamed(problem.tokens, problem.shape[1], part, problem.stored, problem.device) is None:
+            return "few tokens are multiplied by codes that are read in place"
+        return _why_not_tiled(problem.shape[1], part, problem.stored, problem.device)
+
+    def cost(self, problem: Problem) -> float:
+        assert problem.device is not None
+        n, k = problem.shape
+        return self._cut(problem).microseconds(problem.tokens, n, k, _CODES, problem.device.multiprocessors)
+
+    def prepare(self, problem: Problem) -> Product:
+        return _product(problem)
+
+    def describe(self, problem: Problem) -> str:
+        cut = self._cut(problem)
+        how = f"{cut.tokens} tokens x {cut.rows} rows a thread block"
+        return f"tokens quantized to int8, codes decoded in registers for integer tensor cores: wgmma_integers, {how}"
+
+    def _cut(self, problem: Problem) -> integer_tile.Cut:
+        assert problem.device is not None
+        return integer_tile.choose(problem.tokens, *problem.shape, _CODES, problem.device.multiprocessors)
 
 
 class TernaryHost(Route):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ from inputs import BFLOAT16
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
-from kbitcupy.products import int8, small_batch
+from kbitcupy.products import int8, integer_tile, small_batch
 from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
+from kbitcupy.products.integer_tile import IntegerTile
 from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices
 
 HALF, SINGLE = np.dtype("float16"), np.dtype("float32")
@@ -410,7 +412,9 @@ def test_routes_of_ternary_weights(granularity, monkeypatch):
         grouped, in_place = granularity[0] == "group", tokens <= 32
         if activations is not None:
             streams = granularity == ("group", 64) or (not grouped and in_place)
-            assert best.route.name == ("ternary_stream" if streams else "ternary")
+            assert best.route.name == ("ternary_stream" if streams else "ternary" if grouped else "ternary_tile")
+            older = replace(problem, device=replace(gpu, capability=89))
+            assert choices(older, LINEAR)[0].route.name == ("ternary_stream" if streams else "ternary")
         elif not grouped and tokens <= 16:
             assert best.route.name == "ternary_floats"
 
@@ -453,3 +457,45 @@ def test_integers_are_streamed_where_sums_stay_exact(format, activations, stream
     problem = Problem(kb.get_format(format), (512, 1024), 4, HALF, device("H200"), activations=activations)
     route = next(route for route in LINEAR if route.name == "integer_stream")
     assert (route.accepts(problem) is None) == streamed
+
+
+@pytest.mark.parametrize("preset", ["int8", "q8_1"])
+def test_routes_of_integer_codes_on_hopper(preset, monkeypatch):
+    """Many tokens take tiles where codes can be decoded in registers; what stands against it is said."""
+    gpu = Device(0, 90, 132, 232448, True, True)
+    monkeypatch.setattr(int8, "_multiprocessors", lambda ordinal: gpu.multiprocessors)
+    taken = "int4:block=32", "uint4:block=128,zero=int", "uint4:granularity=channel:0,zero=int", "q4_0", "q8_0"
+    against = {
+        "uint8:block=128,zero=int": "zero points of 4 bits",
+        "uint4:block=128,zero=float": "zero points of 4 bits",
+        "int4:block=96": "groups are of 96",
+        "q4_k": "codes with scales",
+        "ternary": "a route of their own",
+    }
+    for text in (*taken, *against):
+        format = kb.get_format(text)
+        for tokens in (64, 4096):
+            problem = Problem(format, (4096, 4608), tokens, np.dtype("float16"), gpu, activations=preset)
+            found = {choice.route.name: choice for choice in choices(problem, LINEAR)}["integer_tile"]
+            if text in against:
+                assert against[text] in found.refusal
+                continue
+            assert choices(problem, LINEAR)[0] == found and "wgmma_integers" in found.route.describe(problem)
+            older = replace(problem, device=replace(gpu, capability=89))
+            assert "compute capability 9.0" in IntegerTile().accepts(older)
+    short = Problem(kb.get_format("int4:block=32"), (64, 200), 64, np.dtype("float16"), gpu, activations=preset)
+    assert "multiples of 16 bytes" in IntegerTile().accepts(short)
+
+
+def test_cuts_of_integer_tiles():
+    """Rows are shared out where there are many, k where there are few; parts of k have a stage each."""
+    codes = integer_tile.Codes(4, 128)
+    assert integer_tile.choose(64, 28672, 8192, codes, 132).k_groups == 1
+    assert integer_tile.choose(64, 8192, 8192, codes, 132).k_groups == 4
+    assert integer_tile.choose(64, 8192, 384, codes, 132).k_groups == 1
+    assert integer_tile.choose(2048, 28672, 8192, integer_tile.Codes(4), 132).tokens == 256
+    for codes in (integer_tile.Codes(2), integer_tile.Codes(4, 32, each=True)):
+        for cut in integer_tile.cuts(codes.unit, codes.each):
+            kind = codes.bits, codes.unit, codes.each
+            assert cut.stages(*kind) >= 4 and cut.shared(*kind) <= 227 << 10
+            assert cut.stages(*kind) % cut.k_groups == 0

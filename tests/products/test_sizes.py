@@ -16,7 +16,7 @@ from kbitcupy.products.hopper import tile_cuts
 # What NVRTC 12.9 and 13.0 get wrong: where the condition is false, a loop behind that is unrolled is left out as well.
 DROPS_THE_NEXT = r"if constexpr [^\n{;]*\)\n *#pragma unroll\n( *)for [^\n]*\{\n.*?\n\1\}\n *#pragma unroll"
 # Whose sizes stand in the last template argument.
-CHECKED = ("linear_few", "linear_one", "linear_tile", "wgmma_w8a8")
+CHECKED = ("linear_few", "linear_one", "linear_tile", "wgmma_w8a8", "wgmma_integers")
 
 
 def first(name):

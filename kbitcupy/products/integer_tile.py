@@ -1,0 +1,481 @@
+"""Many int8 tokens times weights of integer codes on Hopper: kernels/linear/integers_sm90a.cu.
+
+Codes of 8, 4 or 2 bits become bytes in registers, and integer tensor cores multiply them by tokens that lie in shared
+memory. Here stands what the kernel can take, how its work is cut, and how it is launched; and the route of the formats
+of `kbitcupy.formats.integer_codes`, in two launches: tokens are quantized, then multiplied. Sums are exact where all
+of a row is one unit, and so is the result; otherwise terms ``fl(fl(D) * e) * A``, or ``fl(D) * A`` where a token has
+one scale, are added by fma in the order of k, parts of k in theirs, and the scale of the token comes last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..array import QuantizedArray
+from ..backend import tma as _tma, xp as _xp
+from ..backend.compile import CXX_TYPES, Template
+from ..backend.launch import Kernel
+from ..backend.structs import Constants
+from ..formats.base import IntegerCodes, register_templates
+from ..formats.integer_codes import NOTHING, ZERO_POINTS
+from ..ops import source
+from . import int8, integer_activations as tokens_of, integers
+from .activations import FLOATS
+from .int8 import BIAS_KINDS, PITCH, bias_kind, token_planes
+from .integer_activations import NUMBERS
+from .routes import BYTES_PER_US, MOST_ALIGNED, Device, Problem, Product, Route, Stored
+
+#: Numbers of the kernel: elements of k of a stage, and of those that share a scale of a token that has several; tokens
+#: whose scales are copied together; how scales and zero points of weights are stored.
+SIZES = Constants(
+    STAGE_K=PITCH,
+    EACH_K=32,
+    SCALED_TOKENS=64,
+    FLOAT32_SCALES=0,
+    FLOAT16_SCALES=1,
+    BFLOAT16_SCALES=2,
+    ANY_FLOAT16_SCALES=3,
+    NO_POINTS=0,
+    INT32_POINTS=1,
+    INT8_POINTS=2,
+    UINT8_POINTS=3,
+)
+STAGE_K = SIZES.STAGE_K
+#: Its decoders, by the bits of a code.
+DECODERS = {8: "Bytes", 4: "Nibbles", 2: "Trits"}
+#: Elements that share a scale: those of a row, whole stages, or parts of one.
+UNITS = (0, STAGE_K, 64, 32)
+# Bytes of shared memory of a thread block; where the ring starts at most behind the beginning of its memory.
+_ROOM, _ALIGNED, _MOST_STAGES = 227 << 10, 1024, 16
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How a weight lies in memory.
+
+    Parameters
+    ----------
+    bits : {8, 4, 2}
+        Of a code: int8, integers of 4 bits, trits.
+    group : int, default 0
+        Elements along a row that share a scale; 0 where those of a row do, or all.
+    scale_kind, zero_kind : int
+        How scales and zero points are stored, numbers of `SIZES`.
+    lowest, middle : int
+        The lowest code, as it is stored, and what stands for 0 where there are no zero points.
+    each : bool
+        Whether tokens have a scale for every 32 elements, not one.
+    """
+
+    bits: int
+    group: int = 0
+    scale_kind: int = SIZES.FLOAT32_SCALES
+    zero_kind: int = SIZES.NO_POINTS
+    lowest: int = 0
+    middle: int = 0
+    each: bool = False
+
+    @property
+    def unit(self) -> int:
+        """The template parameter: a group of several stages counts as one of a stage."""
+        return min(self.group, STAGE_K)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a stage."""
+        return STAGE_K * self.bits // 8
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work is cut.
+
+    Parameters
+    ----------
+    tokens : int
+        Of a thread block.
+    row_groups, k_groups : int
+        Warpgroups of a thread block: those with other rows, 64 each, and those that share k.
+    share : int
+        Thread blocks of a cluster, which share tokens.
+    """
+
+    tokens: int
+    row_groups: int
+    k_groups: int
+    share: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a thread block."""
+        return 64 * self.row_groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the warpgroups that multiply, and one that fetches."""
+        return 128 * (self.row_groups * self.k_groups + 1)
+
+    def stage_bytes(self, bits: int, unit: int, each: bool) -> int:
+        """Tokens and weights of a stage, scales of tokens, and scales and zero points of weights."""
+        scales = 4 * self.tokens * STAGE_K // SIZES.EACH_K if each else 0
+        beside = 8 * self.rows * STAGE_K // unit if unit else 0
+        size = STAGE_K * (self.tokens + self.rows * bits // 8) + scales + beside
+        return -(-size // _ALIGNED) * _ALIGNED
+
+    def stages(self, bits: int, unit: int, each: bool) -> int:
+        """Of the ring, beside what the kernel declares by name."""
+        # Barriers, factors and sums of tokens, and what turns results.
+        of_tokens = self.tokens * (8 if bits == 2 else 4)
+        named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + 4096)
+        fitting = min((_ROOM - _ALIGNED - named) // self.stage_bytes(bits, unit, each), _MOST_STAGES)
+        return fitting // self.k_groups * self.k_groups
+
+    def shared(self, bits: int, unit: int, each: bool) -> int:
+        """Dynamic shared memory of a thread block."""
+        return self.stages(bits, unit, each) * self.stage_bytes(bits, unit, each) + _ALIGNED
+
+    def text(self, bits: int, unit: int, each: bool) -> str:
+        """The template parameters after the dtype, with the sizes that the kernel compares."""
+        kind = bits, unit, each
+        layout = f"Layout<{self.threads}, {self.rows}, {self.stage_bytes(*kind)}>"
+        numbers = self.tokens, self.row_groups, self.k_groups, self.share, self.stages(*kind), unit
+        return f"{DECODERS[bits]}, {', '.join(map(str, numbers))}, {str(each).lower()}, {layout}"
+
+    def tiles(self, tokens: int, rows: int) -> int:
+        """Thread blocks that have work."""
+        return -(-tokens // self.tokens) * -(-rows // (self.rows * self.share)) * self.share
+
+    def microseconds(self, tokens: int, rows: int, depth: int, codes: Codes, processors: int) -> float:
+        """What a product takes, as measured on an H200."""
+        waves = -(-self.tiles(tokens, rows) // processors)
+        # Sums of parts of a stage become float32, for which scales have to come from memory.
+        sums = STAGE_K / (SIZES.EACH_K if codes.each else codes.group) if codes.group or codes.each else 0.0
+        stage = _STAGE[self] * (_TRITS if codes.bits == 2 else 1.0) + _SUMS * self.rows * sums**_SUMS_POWER
+        reading = rows * depth * codes.bits / 8 / (_FRACTION * BYTES_PER_US)
+        return _START + max(waves * -(-depth // STAGE_K) * stage, reading)
+
+
+#: Those of few tokens, of which the second shares out k where there are few rows; those of many.
+CUTS = (Cut(64, 4, 1, 1), Cut(64, 1, 4, 1), Cut(128, 2, 1, 2), Cut(256, 2, 1, 2))
+# Microseconds of a stage, and how much less it takes to decode trits; more for a row whose sums become float32 so often
+# in a stage; of a product; the fraction of bandwidth at which codes come.
+_STAGE, _TRITS = dict(zip(CUTS, (0.67, 0.24, 0.44, 0.72), strict=True)), 0.95
+_SUMS, _SUMS_POWER, _START, _FRACTION = 3e-3, 0.7, 4.0, 0.85
+
+
+def cuts(unit: int, each: bool) -> tuple[Cut, ...]:
+    """Those that there are: sums in float32 beside those in int32 leave no registers for 256 tokens."""
+    return CUTS[:-1] if unit or each else CUTS
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(tokens: int, rows: int, depth: int, codes: Codes, processors: int) -> Cut:
+    """The cut that should take the least time; each part of k has at least a stage."""
+    stages = -(-depth // STAGE_K)
+    fitting = (cut for cut in cuts(codes.unit, codes.each) if cut.k_groups <= stages)
+    return min(fitting, key=lambda cut: cut.microseconds(tokens, rows, depth, codes, processors))
+
+
+def refusal(depth: int, codes: Codes, lies: Stored, gpu: Device) -> str | None:
+    """What stands against the kernel."""
+    if gpu.capability != 90 or not gpu.tensor_maps:
+        return "it is for compute capability 9.0"
+    if codes.bits == 2 and depth % STAGE_K:
+        return f"K must be a multiple of {STAGE_K}"
+    if not depth or depth * codes.bits // 8 % MOST_ALIGNED:
+        return f"rows of {depth} elements do not start at multiples of {MOST_ALIGNED} bytes"
+    return None if lies.codes >= MOST_ALIGNED else f"codes do not start at a multiple of {MOST_ALIGNED} bytes"
+
+
+_TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
+
+
+def _template(instances: tuple[str, ...] = (), hot: bool = True) -> Template:
+    axes = (_TYPES, instances) if instances else ()
+    return Template("linear/integers_sm90a.cu", "wgmma_integers", axes, hot=hot, structs=(BIAS_KINDS, SIZES))
+
+
+# Who shares scales of weights, and whether tokens have several, by the bits of a code.
+_EACH = tuple((unit, True) for unit in UNITS)
+_KINDS = {
+    8: (*((unit, False) for unit in UNITS[1:]), *_EACH),
+    4: (*((unit, False) for unit in UNITS), *_EACH),
+    2: ((0, False),),
+}
+
+
+def _templates() -> Iterator[Template]:
+    every = [
+        (cut, (bits, unit, each)) for bits, kinds in _KINDS.items() for unit, each in kinds for cut in cuts(unit, each)
+    ]
+    # Those with targets; some of the others are one or two registers short.
+    targeted = [
+        (cut, kind)
+        for cut, kind in every
+        if (kind[1] % STAGE_K == 0 and not kind[2]) or (kind == (4, 32, True) and cut.k_groups == 1)
+    ]
+    for hot, some in ((True, targeted), (False, [each for each in every if each not in targeted])):
+        yield _template(tuple(cut.text(*kind) for cut, kind in some), hot)
+
+
+register_templates(_templates)
+_MAP = _tma.MAP_BYTES
+_SIGNATURE = (_MAP, _MAP, _MAP, *("p",) * 6, *("i8",) * 4, *("i4",) * 7)
+
+
+@functools.cache
+def _kernel(dtype: str, cut: Cut, bits: int, unit: int, each: bool, early: bool) -> Kernel:
+    values = CXX_TYPES[dtype], cut.text(bits, unit, each)
+    return Kernel(_template(), values, cut.threads, cut.shared(bits, unit, each), signature=_SIGNATURE, early=early)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The launch of a product of one shape.
+
+    Parameters
+    ----------
+    launch : callable
+        The kernel, loaded.
+    grid : tuple of int
+        Thread blocks.
+    cut : Cut
+        How the work is cut.
+    codes : Codes
+        Of the weight.
+    """
+
+    launch: Any
+    grid: tuple[int, ...]
+    cut: Cut
+    codes: Codes
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, device: int, cut: Cut, early: bool) -> Plan:
+    """How a product is computed, its kernel compiled. `early`: what is ahead writes nothing but tokens."""
+    ready = _kernel(dtype.name, cut, codes.bits, codes.unit, codes.each, early).ready(device)
+    blocks = cut.tiles(tokens, rows)
+    if cut.k_groups == 1:
+        blocks = min(blocks, ready.resident // cut.share * cut.share)
+    return Plan(ready.launch, (blocks,), cut, codes)
+
+
+_NO_MAP = bytes(_MAP)
+
+
+def _scales_map(address: int, pitch: int, depth: int) -> bytes:
+    """That of scales of tokens [ceil(K / 32), pitch]."""
+    rows, tokens = -(-depth // SIZES.EACH_K), SIZES.SCALED_TOKENS
+    return _tma.byte_matrix(address, rows, 4 * pitch, 4 * pitch, STAGE_K // SIZES.EACH_K, 4 * tokens, False)
+
+
+def launch(
+    plan: Plan,
+    a: int,
+    token_sum: int,
+    token_scale: int,
+    token_step: int,
+    weight: int,
+    scale: int,
+    per_row: int,
+    zero: int,
+    bias: Any | None,
+    out: Any,
+    depth: int,
+) -> None:
+    """Fill `out` from what lies at these addresses, of which `a` and `weight` are multiples of 16.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of this shape.
+    a : int
+        int8 tokens, rows of K rounded up to a multiple of `PITCH`, which end in zeros; for codes of 4 bits that lie in
+        pairs the 16 even elements of every 32 come first.
+    token_sum : int
+        int32 sums of the codes of each token, which trits need; else 0.
+    token_scale, token_step : int
+        float32 scales, one for each token, or one where the step is 0; of `each` [ceil(K / 32), step], at a multiple of
+        16, and the step one of 4.
+    weight, scale, zero : int
+        Codes, scales and zero points, 0 where there are none.
+    per_row : int
+        Scales of a row; 0 where all rows share one.
+    bias : array or None
+        Float [N], contiguous.
+    out : array
+        Of a type of the kernels.
+    depth : int
+        K.
+    """
+    rows = out.shape[-1]
+    tokens, pitch = out.size // rows, -(-depth // PITCH) * PITCH
+    cut, codes = plan.cut, plan.codes
+    row_bytes = depth * codes.bits // 8
+    added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+    plan.launch(
+        plan.grid,
+        (
+            _tma.byte_matrix(a, tokens, pitch, pitch, cut.tokens // cut.share),
+            _tma.byte_matrix(weight, rows, row_bytes, row_bytes, cut.rows, codes.row_bytes),
+            _scales_map(token_scale, token_step, depth) if codes.each else _NO_MAP,
+            out.data.ptr,
+            token_sum,
+            token_scale,
+            scale,
+            zero,
+            added[0],
+            tokens,
+            rows,
+            depth,
+            per_row,
+            max(codes.group // STAGE_K, 1),
+            token_step,
+            codes.scale_kind,
+            codes.zero_kind,
+            added[1],
+            codes.lowest,
+            codes.middle,
+        ),
+    )
+
+
+# ---- the route -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the kernel is told of a weight of integer codes.
+
+    Parameters
+    ----------
+    codes : Codes
+        How they lie.
+    layout : int
+        Of tokens, a number of `kbitcupy.products.integer_activations`.
+    per_row : int
+        Scales of a row; 0 where all rows share one.
+    """
+
+    codes: Codes
+    layout: int
+    per_row: int
+
+
+_SCALE_KINDS = {
+    ("float32", True): SIZES.FLOAT32_SCALES,
+    ("float16", True): SIZES.FLOAT16_SCALES,
+    ("bfloat16", True): SIZES.BFLOAT16_SCALES,
+    ("float16", False): SIZES.ANY_FLOAT16_SCALES,
+}
+_ZERO_KINDS = {"int32": SIZES.INT32_POINTS, "int8": SIZES.INT8_POINTS, "uint8": SIZES.UINT8_POINTS}
+# The tokens' layout, by the bits of a code and bytes of a run.
+_LAYOUTS = {(8, 1): NUMBERS.ROWS, (4, 1): NUMBERS.ROWS_SPLIT, (4, 16): NUMBERS.ROWS, (2, 32): NUMBERS.ROWS}
+_MOST_SCALES = 1 << 31
+
+
+@functools.lru_cache(maxsize=1024)
+def told(part: IntegerCodes, rows: int, depth: int, each: bool) -> Told | str:
+    """What the kernel is told, or what stands against it."""
+    layout = _LAYOUTS.get((part.bits, part.width))
+    if layout is None or part.added not in (NOTHING, ZERO_POINTS) or (part.bits != 4 and part.added != NOTHING):
+        return "it takes codes with scales, and zero points of 4 bits, which are subtracted"
+    if part.bits == 2:
+        return "ternary weights are multiplied so by tokens with one scale, by a route of their own"
+    group = part.group if part.group < depth else 0
+    if group % STAGE_K and group not in UNITS:
+        return f"groups are of {group} elements; it is for 32, 64 and multiples of {STAGE_K}"
+    if (min(group, STAGE_K), each) not in _KINDS[part.bits]:
+        return "it has no such kernel for codes of so many bits"
+    of = part.scale_of
+    one_each = of.outer == 1 or (of.outer >= rows and of.run == 1)
+    if not one_each and (of.outer < rows or of.run < rows):
+        return "neither has each row scales of its own, nor do all share one"
+    per_row = (of.per if of.outer == 1 else 1) if one_each else 0
+    if rows * per_row >= _MOST_SCALES:
+        return "numbers of 31 bits do not reach through the scales"
+    kind = _SCALE_KINDS[part.scale_dtype, part.positive]
+    zero_kind = _ZERO_KINDS[part.beside_dtype] if part.added == ZERO_POINTS else SIZES.NO_POINTS
+    return Told(Codes(part.bits, group, kind, zero_kind, part.lowest, part.zero, each), layout, per_row)
+
+
+def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, known: Told, processors: int) -> None:
+    """Fill `out`, which is not empty and whose device is the current one, from floats or int8."""
+    part = integers.codes_of(q.format, q.shape, q.lead)
+    assert part is not None
+    bias = None if bias is None else source(bias, FLOATS)
+    rows, depth = q.shape
+    tokens = out.size // rows
+    single = out if out.dtype.name in FLOATS else _xp.namespace(out).empty(out.shape, np.float32)
+    pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
+    codes = known.codes
+    blocks = -(-depth // SIZES.EACH_K) if codes.each else 1
+    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * blocks * padded)
+    a, scales, step = scratch.ptr, scratch.ptr + tokens * pitch, padded if codes.each else 1
+    if isinstance(x, QuantizedArray):
+        given, found = token_planes(x)
+        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, 0, known.layout, 0)
+        scales, step = found.data.ptr, int(found.size == tokens)
+    else:
+        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, 0, known.layout, 0)
+    cut = choose(tokens, rows, depth, codes, processors)
+    made = plan(single.dtype, tokens, rows, depth, codes, out.data.device_id, cut, True)
+    weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
+    zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
+    launch(made, a, 0, scales, step, weight, scale, known.per_row, zero, bias, single, depth)
+    if single is not out:
+        int8.widened(single, out)
+
+
+class IntegerTile(Route):
+    """Quantize tokens, and multiply them on integer tensor cores by codes that are decoded in registers."""
+
+    name = "integer_tile"
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.device is None:
+            return "the arrays are in host memory"
+        if problem.experts:
+            return "it is for one weight"
+        preset, shape, lead = problem.activations, problem.shape, problem.stored.lead
+        found: Told | str | None = integers.why_not(preset, problem.format, shape, lead) or self._told(problem)
+        if isinstance(found, str):
+            return found
+        assert found is not None
+        return refusal(shape[1], found.codes, problem.stored, problem.device)
+
+    def cost(self, problem: Problem) -> float:
+        assert problem.device is not None
+        codes = self._known(problem).codes
+        cut = choose(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
+        return cut.microseconds(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
+
+    def prepare(self, problem: Problem) -> Product:
+        assert problem.device is not None
+        known, preset, processors = self._known(problem), problem.activations or "", problem.device.multiprocessors
+        return lambda x, q, bias, out: multiply(x, preset, q, bias, out, known, processors)
+
+    def describe(self, problem: Problem) -> str:
+        assert problem.device is not None
+        codes = self._known(problem).codes
+        cut = choose(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
+        often = f", sums of {min(codes.group or STAGE_K, 32 if codes.each else codes.group)} become float32"
+        often = often if codes.group or codes.each else ""
+        tile = f"{cut.tokens} tokens x {cut.rows} rows a thread block{often}"
+        return f"tokens quantized by {problem.activations!r}, codes decoded in registers: wgmma_integers, {tile}"
+
+    def _told(self, problem: Problem) -> Told | str:
+        part = integers.codes_of(problem.format, problem.shape, problem.stored.lead)
+        assert part is not None
+        return told(part, *problem.shape, problem.activations == "q8_1")
+
+    def _known(self, problem: Problem) -> Told:
+        found = self._told(problem)
+        assert isinstance(found, Told)
+        return found

@@ -1,0 +1,183 @@
+// What products of integer codes on Hopper are made of: wgmma of bytes with operand A from registers, codes of a few
+// bits that become bytes there, and matrices of eight rows between shared memory and registers.
+#pragma once
+#include "common/mma.cuh"
+
+// ---- matrices in shared memory -------------------------------------------------------------------------------------
+
+// Four matrices of 8 rows x 16 bytes; lane l gives the address of row l % 8 of matrix l / 8, and gets word l % 4 of the
+// rows l / 4.
+__device__ __forceinline__ void load_matrices(unsigned* r, unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Four matrices of 8 x 8 numbers of 16 bits, each transposed: lane l has two neighbours of row l / 4, from column 2 (l
+// % 4) on, and gives the address of column l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_transposed(unsigned address, const unsigned (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+// A number and a word beside it.
+__device__ __forceinline__ void store_shared(unsigned address, float v, unsigned word) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(__float_as_uint(v)), "r"(word) : "memory");
+}
+
+// What the kernel before this one has written.
+__device__ __forceinline__ int load_written(const int* p) {
+    int v;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// ---- wgmma ---------------------------------------------------------------------------------------------------------
+
+#define OPERANDS16(s, i) OPERANDS8(s, i), OPERANDS8(s, i + 8)
+#define OPERANDS32(s, i) OPERANDS16(s, i), OPERANDS16(s, i + 16)
+#define OPERANDS_OF_64(s, i) OPERANDS32(s, i), OPERANDS32(s, i + 32)
+#define LIST128                                                                                                \
+    LIST64                                                                                                     \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83"     \
+    ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103" \
+    ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120"   \
+    ", %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_BYTES(tokens, list, a0, a1, a2, a3, b_, keep_, ...)                                                     \
+    asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " keep_                                                        \
+                 ", 0;"                                                                                               \
+                 " wgmma.mma_async.sync.aligned.m64n" tokens "k32.s32.s8.s8 {" list "}, {" a0 ", " a1 ", " a2 ", " a3 \
+                 "}, " b_ ", keep; }"                                                                                 \
+                 : __VA_ARGS__                                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
+
+// sum (+)= a * b for 64 rows x 2 N tokens x 32 k; the old sum counts only where `keep` is not 0. Lane (g, t) of a warp
+// has four k from 4 t on of rows g and g + 8, then those from 16 + 4 t on; sums of tokens 8 j + 2 t and the next, of
+// those two rows.
+template <int N>
+__device__ __forceinline__ void wgmma_bytes(int (&sum)[N], const unsigned (&a)[4], unsigned long long b, int keep) {
+    if constexpr (N == 16) WGMMA_BYTES("32", LIST16, "%16", "%17", "%18", "%19", "%20", "%21", OPERANDS16(sum, 0));
+    else if constexpr (N == 32) WGMMA_BYTES("64", LIST32, "%32", "%33", "%34", "%35", "%36", "%37", OPERANDS32(sum, 0));
+    else if constexpr (N == 64)
+        WGMMA_BYTES("128", LIST64, "%64", "%65", "%66", "%67", "%68", "%69", OPERANDS_OF_64(sum, 0));
+    else
+        WGMMA_BYTES(
+            "256", LIST128, "%128", "%129", "%130", "%131", "%132", "%133", OPERANDS_OF_64(sum, 0),
+            OPERANDS_OF_64(sum, 64));
+}
+
+// Sums that wgmma writes, which it does behind the compiler's back.
+template <int N>
+__device__ __forceinline__ void fence_sums(int (&sum)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(sum[i])::"memory");
+}
+
+// ---- codes ---------------------------------------------------------------------------------------------------------
+
+// How codes become the bytes that are multiplied. A stage has STAGE_K = 128 of each row, in ROW_BYTES, in the swizzle
+// of that width.
+//     RAW                     words that a lane has of a stage, of rows g and g + 8
+//     offset(lane)            where its first matrix of a tile of 16 rows begins
+//     fetch(raw, address)     those words
+//     Zero                    what is subtracted: flip(whether codes are in two's complement), take(row, four times the
+//     zero point in a word) bytes(raw, s, zero, a)  operand A of 32 k, number s of four
+
+// Codes in the low bits of bytes are raised by 128, which keeps bytes apart when numbers up to 127 are taken off; an
+// exclusive or takes the 128 off again.
+constexpr unsigned RAISED = 0x80808080u;
+
+// The bits of a mask, others flipped.
+template <unsigned MASK>
+__device__ __forceinline__ unsigned cut_bytes(unsigned word, unsigned flipped) {
+    unsigned r;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(word), "n"(MASK), "r"(flipped));
+    return r;
+}
+
+// Codes of 4 bits, two a byte: the k of the lower halves of 16 bytes, then those of the upper ones. So x either has
+// the even k of every 32 ahead of the odd ones, or codes lie so.
+struct Nibbles {
+    static constexpr int BITS = 4, ROW_BYTES = 64, RAW = 8, SHIFT = 0;
+    struct Zero {
+        unsigned flipped;  // RAISED, and the highest bit of codes in two's complement
+        unsigned points[2];
+
+        __device__ __forceinline__ void flip(bool is_signed) {
+            flipped = opaque(RAISED | (is_signed ? 0x08080808u : 0u));
+        }
+        __device__ __forceinline__ void take(int i, unsigned four) { points[i] = four; }
+    };
+
+    __device__ __forceinline__ static unsigned offset(unsigned lane) {
+        const unsigned row = lane % 16, chunk = lane / 16;
+        return row * ROW_BYTES + ((chunk ^ (row >> 1 & 3)) << 4);
+    }
+    __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
+        load_matrices(raw, address);
+        load_matrices(raw + 4, address ^ 32);
+    }
+    __device__ __forceinline__ static void begun(
+        const unsigned (&raw)[RAW], int s, const Zero& zero, unsigned (&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            a[i] = cut_bytes<0x0f0f0f0fu>(raw[2 * s + i], zero.flipped) - zero.points[i];
+            a[2 + i] = cut_bytes<0x0f0f0f0fu>(raw[2 * s + i] >> 4, zero.flipped) - zero.points[i];
+        }
+    }
+    __device__ __forceinline__ static unsigned finished(unsigned a, const Zero&) { return a ^ RAISED; }
+};
+
+// Trits, four fields a byte, each of 32 neighbouring k. They are taken where the highest field is, as numbers in two's
+// complement of which 0 stands for 1.
+struct Trits {
+    static constexpr int BITS = 2, ROW_BYTES = 32, RAW = 4, SHIFT = 6;
+    struct Zero {
+        __device__ __forceinline__ void flip(bool) {}
+        __device__ __forceinline__ void take(int, unsigned) {}
+    };
+
+    __device__ __forceinline__ static unsigned offset(unsigned lane) {
+        const unsigned row = lane % 16, chunk = lane / 16;
+        return row * ROW_BYTES + ((chunk ^ (row >> 2 & 1)) << 4);
+    }
+    __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
+        load_matrices(raw, address);
+    }
+    __device__ __forceinline__ static void begun(const unsigned (&raw)[RAW], int s, const Zero&, unsigned (&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = raw[i] << (6 - 2 * s);
+    }
+    __device__ __forceinline__ static unsigned finished(unsigned a, const Zero&) {
+        unsigned r;
+        asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "n"(0xc0c0c0c0u), "r"(RAISED));
+        return r;
+    }
+};
+
+// Codes of 8 bits, less 128 where they are not in two's complement.
+struct Bytes {
+    static constexpr int BITS = 8, ROW_BYTES = 128, RAW = 16, SHIFT = 0;
+    struct Zero {
+        unsigned flipped;
+
+        __device__ __forceinline__ void flip(bool is_signed) { flipped = opaque(is_signed ? 0u : RAISED); }
+        __device__ __forceinline__ void take(int, unsigned) {}
+    };
+
+    __device__ __forceinline__ static unsigned offset(unsigned lane) {
+        const unsigned row = lane % 16, chunk = lane / 16;
+        return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
+    }
+    __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
+#pragma unroll
+        for (int s = 0; s < 4; ++s) load_matrices(raw + 4 * s, address ^ 32 * s);
+    }
+    __device__ __forceinline__ static void begun(const unsigned (&raw)[RAW], int s, const Zero&, unsigned (&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = raw[4 * s + i];
+    }
+    __device__ __forceinline__ static unsigned finished(unsigned a, const Zero& zero) { return a ^ zero.flipped; }
+};

@@ -1,0 +1,605 @@
+// Products of int8 tokens and weights of integer codes of 8, 4 or 2 bits on Hopper (sm_90a): codes become bytes in
+// registers, which are operand A of wgmma, 64 rows of the weight; operand B is the tokens, straight from shared memory.
+//
+//     TMA --full[stage]--> codes to registers, bytes, wgmma: 64 rows x TOKENS x 32 k --empty[stage]--> TMA
+//
+// One warp fills the ring of stages, 128 k each: tokens in the 128-byte swizzle, and the codes of a tile of rows as
+// they are stored. Warpgroups have 64 rows each; where K_GROUPS share them, each takes every K_GROUPS-th stage. A
+// cluster of SHARE blocks has neighbouring tiles of rows and the same tokens, of which each block fetches a part for
+// all.
+//
+// Sums are exact in int32 as far as scales are shared: along a row (UNIT = 0), or along UNIT k or a multiple of 128.
+// Those of a unit are scaled and added in float32, in the order of k; parts of K_GROUPS then in their order. EACH: so
+// are those of EACH_K k, of which each token has a scale. The contract is that of kbitcupy/products/integers.py and
+// kbitcupy/products/ternary.py.
+#include "linear/int8.cuh"
+#include "linear/integer_tiles.cuh"
+
+// Of the host (kbitcupy/products/integer_tile.py), ahead of this source: STAGE_K of a stage, EACH_K that share a scale
+// of a token where it has several, SCALED_TOKENS whose scales are copied together; and how numbers beside codes are
+// stored, scales FLOAT32_SCALES, FLOAT16_SCALES, BFLOAT16_SCALES, or ANY_FLOAT16_SCALES, which count even where they
+// are not positive; zero points NO_POINTS, INT32_POINTS, INT8_POINTS, UINT8_POINTS.
+constexpr int CHUNK_TOKENS = 32;           // that a warp stores at a time
+constexpr int COPIERS = WARPGROUP - WARP;  // threads that copy scales and zero points
+
+// ---- the parts of a thread block -----------------------------------------------------------------------------------
+
+template <
+    typename Decoder_, int TOKENS_, int ROW_GROUPS_, int K_GROUPS_, int SHARE_, int STAGES_, int UNIT_, bool EACH_>
+struct Tiling {
+    using Decoder = Decoder_;
+    static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, K_GROUPS = K_GROUPS_, SHARE = SHARE_;
+    static constexpr int STAGES = STAGES_, UNIT = UNIT_;
+    static constexpr bool EACH = EACH_;
+    static constexpr int WARPGROUPS = ROW_GROUPS * K_GROUPS, ROWS = 64 * ROW_GROUPS, WARPS = 4 * WARPGROUPS;
+    static constexpr int THREADS = (WARPGROUPS + 1) * WARPGROUP;
+    // Registers of a thread that multiplies, to which those go that the threads of the last warpgroup do not need.
+    static_assert(WARPGROUPS == 2 || WARPGROUPS == 4, "how registers are shared out");
+    static constexpr int MORE = WARPGROUPS == 2 ? 232 : UNIT % STAGE_K == 0 ? 112 : 104;
+    static constexpr int LESS = WARPGROUPS == 2 ? 40 : UNIT % STAGE_K == 0 ? 32 : 64;
+    static constexpr int SUMS = TOKENS / 2;                         // of a thread
+    static constexpr int SCALES = UNIT == 0 ? 1 : STAGE_K / UNIT;   // of a row of the weight in a stage
+    static constexpr int UNITS = EACH ? STAGE_K / EACH_K : SCALES;  // sums of a stage that are scaled
+    static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
+    // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
+    static constexpr bool AHEAD = UNIT == 0 ? !EACH : UNITS == 1 && WARPGROUPS == 2;
+    // A stage: tokens, codes, scales of EACH_K k of 64 tokens and then of others, scales and zero points of rows.
+    static constexpr int X_BYTES = TOKENS * STAGE_K, SCALES_AT = X_BYTES + ROWS * Decoder::ROW_BYTES;
+    static constexpr int COPIED = SCALES_AT + (EACH ? TOKENS * (STAGE_K / EACH_K) * 4 : 0), BESIDE_AT = COPIED;
+    static constexpr int STAGE = (BESIDE_AT + (UNIT == 0 ? 0 : SCALES * ROWS * 8) + 1023) / 1024 * 1024;
+    static_assert(!EACH || TOKENS / SHARE == SCALED_TOKENS, "a block copies the scales of so many tokens");
+    static_assert(STAGES % K_GROUPS == 0, "each warpgroup has its stages");
+    static_assert(
+        K_GROUPS == 1 || (K_GROUPS - 1) * ROW_GROUPS * SUMS * WARPGROUP * 4 <= STAGES * STAGE,
+        "sums are exchanged where the ring was");
+};
+
+// The sizes that the host reckons with.
+template <int THREADS, int ROWS, int STAGE_BYTES>
+struct Layout {
+    template <typename S>
+    static constexpr bool IS_OF = S::THREADS == THREADS && S::ROWS == ROWS && S::STAGE == STAGE_BYTES;
+};
+
+// The ring of stages. A stage is FULL when the copies have arrived, EMPTY when it has been multiplied.
+enum Barrier { FULL, EMPTY };
+template <typename S>
+struct Stages : Ring<S::STAGES, S::STAGE, 2> {
+    __device__ __forceinline__ unsigned full(unsigned s) const { return this->barrier(FULL, s); }
+    __device__ __forceinline__ unsigned empty(unsigned s) const { return this->barrier(EMPTY, s); }
+};
+
+// Fills the ring with the stages of a tile.
+template <typename S>
+struct Fetcher {
+    static constexpr int PART = S::TOKENS / S::SHARE;  // tokens that a block of a cluster fetches
+    const TensorMap *x_map, *w_map, *e_map;
+    unsigned rank;
+    int stages;
+
+    __device__ __forceinline__ void weights(const Stages<S>& ring, unsigned s, int stage, int row) const {
+        barrier_expect(ring.full(s), S::COPIED);
+        copy_box(ring.data(s) + S::X_BYTES, w_map, stage * S::Decoder::ROW_BYTES, row, ring.full(s));
+    }
+    // first: of the block. Then the weights of all stages do not wait for the tokens to be quantized.
+    __device__ __forceinline__ void tile(Stages<S>& ring, int token, int row, bool first) const {
+        const int ahead = first ? min(stages, S::STAGES) : 0;
+        for (int stage = 0; stage < ahead; ++stage) weights(ring, stage, stage, row);
+        if (first) wait_for_previous();
+        for (int stage = 0; stage < stages; ++stage) {
+            const unsigned s = ring.stage;
+            if (stage >= ahead) {
+                barrier_wait(ring.empty(s), ring.phase ^ 1);
+                weights(ring, s, stage, row);
+            }
+            if constexpr (S::SHARE == 1) {
+                copy_box(ring.data(s), x_map, stage * STAGE_K, token, ring.full(s));
+                if constexpr (S::EACH)
+                    copy_box(ring.data(s) + S::SCALES_AT, e_map, token * 4, stage * (STAGE_K / EACH_K), ring.full(s));
+            } else {
+                // A stage is empty when it is so in all blocks: their warps arrive at this barrier, too.
+                copy_box_multicast(
+                    ring.data(s) + rank * PART * STAGE_K, x_map, stage * STAGE_K, token + rank * PART, ring.full(s),
+                    (1 << S::SHARE) - 1);
+                if constexpr (S::EACH)
+                    copy_box_multicast(
+                        ring.data(s) + S::SCALES_AT + rank * PART * (STAGE_K / EACH_K) * 4, e_map,
+                        (token + rank * PART) * 4, stage * (STAGE_K / EACH_K), ring.full(s), (1 << S::SHARE) - 1);
+            }
+            ring.step(1);
+        }
+    }
+};
+
+// ---- numbers beside codes ------------------------------------------------------------------------------------------
+
+struct Beside {
+    const void *scale, *zero;
+    int scale_kind, zero_kind;
+    int lowest, middle;  // code, and what stands for 0 where there are no zero points
+    unsigned per_row;    // scales of a row; 0 where all rows share one
+
+    __device__ __forceinline__ int scale_bytes() const { return scale_kind == FLOAT32_SCALES ? 4 : 2; }
+    __device__ __forceinline__ int point_bytes() const { return zero_kind == INT32_POINTS ? 4 : 1; }
+
+    // Starts to copy the word that has number `at` of a plane: one of fewer bytes has neighbours beside it, in memory
+    // that is there as well, as it comes in words.
+    __device__ __forceinline__ static void copy_word(unsigned to, const void* plane, unsigned at, int bytes) {
+        const unsigned long long place =
+            reinterpret_cast<unsigned long long>(plane) + static_cast<unsigned long long>(at) * bytes;
+        copy_async<4>(to, reinterpret_cast<const void*>(place & ~3ull));
+    }
+    __device__ __forceinline__ void copy(unsigned to, unsigned at) const {
+        copy_word(to, scale, at, scale_bytes());
+        if (zero_kind != NO_POINTS) copy_word(to + 4, zero, at, point_bytes());
+    }
+
+    // ... of it, from that word. Selected, not branched to: several are under way at a time.
+    __device__ __forceinline__ float scale_of(unsigned word, unsigned at) const {
+        const unsigned place = static_cast<unsigned>(reinterpret_cast<unsigned long long>(scale)) + 2 * at & 2;
+        const unsigned bits = word >> place * 8;
+        const float half = to_float(__ushort_as_half(static_cast<unsigned short>(bits)));
+        const unsigned wide = scale_kind == BFLOAT16_SCALES ? bits << 16 : word;
+        const float s = scale_kind == FLOAT32_SCALES || scale_kind == BFLOAT16_SCALES ? __uint_as_float(wide) : half;
+        return scale_kind == ANY_FLOAT16_SCALES ? half : usable(s);
+    }
+    // Four times that from the lowest code on.
+    __device__ __forceinline__ unsigned points_of(unsigned word, unsigned at) const {
+        const unsigned place = static_cast<unsigned>(reinterpret_cast<unsigned long long>(zero)) + at & 3;
+        const int byte = static_cast<int>(word >> place * 8 & 0xff);
+        const int narrow = zero_kind == INT8_POINTS ? static_cast<signed char>(byte) : byte;
+        const int given = zero_kind == INT32_POINTS ? static_cast<int>(word) : narrow;
+        const int point = zero_kind == NO_POINTS ? middle : given;
+        return (min(max(point, lowest), lowest + 15) - lowest) * 0x01010101u;
+    }
+
+    // Both, from memory.
+    __device__ __forceinline__ float scale_at(unsigned at) const {
+        if (scale_kind == FLOAT32_SCALES) return scale_of(static_cast<const unsigned*>(scale)[at], 0);
+        const unsigned bits = static_cast<const unsigned short*>(scale)[at];
+        return scale_of(bits | bits << 16, 0);
+    }
+    __device__ __forceinline__ unsigned points_at(unsigned at) const {
+        if (zero_kind == NO_POINTS) return points_of(0, 0);
+        if (zero_kind == INT32_POINTS) return points_of(static_cast<const unsigned*>(zero)[at], 0);
+        return points_of(static_cast<const unsigned char*>(zero)[at] * 0x01010101u, 0);
+    }
+};
+
+// Copies scales and zero points of the rows of a tile to the stages, two words for each, and makes of them what is
+// multiplied and taken off: the warps beside the one that copies tokens and codes. LAG stages are on their way.
+template <typename S>
+struct Neighbours {
+    static constexpr int MINE = (S::ROWS + COPIERS - 1) / COPIERS, LAG = S::STAGES > 4 ? 4 : 3;
+    const Beside& beside;
+    int thread, group_stages;
+    unsigned first[MINE];  // numbers of the first scales of this thread's rows
+
+    __device__ __forceinline__ bool there(int i) const { return thread + i * COPIERS < S::ROWS; }
+    // The first number in a row of a stage's.
+    __device__ __forceinline__ int unit(int stage, int u) const {
+        if constexpr (S::UNIT == STAGE_K) return group_stages == 1 ? stage : stage / group_stages;
+        else return min(stage * S::SCALES + u, static_cast<int>(beside.per_row) - 1);
+    }
+    __device__ __forceinline__ unsigned place(unsigned stage_data, int u, int i) const {
+        return stage_data + S::BESIDE_AT + (u * S::ROWS + thread + i * COPIERS) * 8;
+    }
+    __device__ __forceinline__ void copy(unsigned stage_data, int stage) const {
+#pragma unroll 1
+        for (int u = 0; u < S::SCALES; ++u) {
+            const unsigned at = unit(stage, u);
+#pragma unroll
+            for (int i = 0; i < MINE; ++i)
+                if (there(i)) beside.copy(place(stage_data, u, i), first[i] + at);
+        }
+    }
+    __device__ __forceinline__ void convert(unsigned stage_data, int stage) const {
+#pragma unroll 1
+        for (int u = 0; u < S::SCALES; ++u) {
+            const unsigned at = unit(stage, u);
+            uint2 v[MINE];
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) v[i] = shared_at<uint2>(place(stage_data, u, there(i) ? i : 0));
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) {
+                const float scale = beside.scale_of(v[i].x, first[i] + at);
+                const unsigned points = beside.points_of(v[i].y, first[i] + at);
+                if (there(i)) store_shared(place(stage_data, u, i), scale, points);
+            }
+        }
+    }
+    __device__ __forceinline__ void tile(Stages<S>& ring, int row, int last_row, int stages) {
+#pragma unroll
+        for (int i = 0; i < MINE; ++i)
+            first[i] = static_cast<unsigned>(min(row + thread + i * COPIERS, last_row)) * beside.per_row;
+        Stages<S> done = ring;
+        for (int stage = 0; stage < stages + LAG; ++stage) {
+            if (stage < stages) {
+                barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
+                copy(ring.data(), stage);
+                ring.step(1);
+            }
+            commit_copies();
+            if (stage < LAG) continue;
+            wait_copies<LAG>();
+            convert(done.data(), stage - LAG);
+            __syncwarp();
+            if (threadIdx.x % WARP == 0) barrier_arrive(done.full(done.stage));
+            done.step(1);
+        }
+    }
+};
+
+// a b + c, rounded once, subnormal numbers kept.
+__device__ __forceinline__ float fma_ieee(float a, float b, float c) {
+    float r;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
+
+// ---- sums ----------------------------------------------------------------------------------------------------------
+
+// What was made of codes to operand A, while nothing is multiplied: until then its registers must stay as they are, and
+// the compiler knows that only of what defines them last.
+template <typename Decoder, int N>
+__device__ __forceinline__ void finish(unsigned (&a)[N][4], const typename Decoder::Zero& zero) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
+}
+
+// What a warpgroup multiplies of a tile, one stage or more: `sum` where rows have one scale, else `total`. Its codes,
+// and what stands beside those of row g, are `codes` and `numbers` behind the beginning of a stage; `factor` has the
+// scales of rows g and g + 8, and `zero` their zero points, where all of a row have the same.
+template <typename S>
+__device__ __forceinline__ void multiply_stages(
+    Stages<S>& ring, unsigned codes, unsigned numbers, int stages, int k_group, int group_stages,
+    typename S::Decoder::Zero& zero, float (&factor)[2], int (&sum)[S::SUMS], float (&total)[S::SUMS]) {
+    using Decoder = typename S::Decoder;
+    const int lane = threadIdx.x % WARP;
+    auto release = [&](unsigned s) {
+        if constexpr (S::SHARE == 1) {
+            if (lane == 0) barrier_arrive(ring.empty(s));
+        } else {
+            if (lane < S::SHARE) barrier_arrive(ring.empty(s), lane);
+        }
+    };
+    // The sums of a unit, which have come, count; of EACH by the scales of tokens, too.
+    auto convert = [&](const float (&by)[2], unsigned of_tokens) {
+        fence_sums(sum);
+#pragma unroll
+        for (int j = 0; j < S::SUMS; j += 4) {
+            float e[2] = {1.0f, 1.0f};
+            if constexpr (S::EACH) {
+                const int token = j / 4 * 8;
+                const uint2 v = shared_at<uint2>(
+                    of_tokens +
+                    (token / SCALED_TOKENS * (STAGE_K / EACH_K) * SCALED_TOKENS + token % SCALED_TOKENS) * 4);
+                e[0] = __uint_as_float(v.x), e[1] = __uint_as_float(v.y);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float exact = __int2float_rn(sum[j + i]);
+                total[j + i] = fma_ieee(S::EACH ? multiply_ieee(exact, e[i % 2]) : exact, by[i / 2], total[j + i]);
+            }
+        }
+    };
+    // Stages of this warpgroup, and their groups of several stages: that of a stage and that of the next one.
+    auto group_of = [&](int stage) { return group_stages == 1 ? stage : stage / group_stages; };
+    int own = -1, next = S::UNIT == STAGE_K ? group_of(k_group) : 0;
+    bool begins = true, ends = true;  // whether a stage is the first, or the last, of its group
+    auto step_group = [&](int stage) {
+        if constexpr (S::UNIT == STAGE_K) {
+            begins = next != own, own = next;
+            next = group_of(stage + S::K_GROUPS);
+            ends = next != own || stage + S::K_GROUPS >= stages;
+        }
+    };
+    // The scales number u of a stage; its zero points from here on.
+    auto take = [&](unsigned tile, int u, float (&by)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint2 v = shared_at<uint2>(tile + numbers + (u * S::ROWS + 8 * i) * 8);
+            by[i] = __uint_as_float(v.x), zero.take(i, v.y);
+        }
+    };
+    if constexpr (S::AHEAD) {
+        unsigned last = 0;
+        for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
+            barrier_wait(ring.full(ring.stage), ring.phase);
+            const unsigned tile = ring.data(ring.stage);
+            unsigned raw[Decoder::RAW], a[4][4];
+            Decoder::fetch(raw, tile + codes);
+            step_group(stage);
+            float by[2];
+            if constexpr (S::FLOATS) take(tile, 0, by);
+#pragma unroll
+            for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[s]);
+            fence_operands(a);  // decoded before the wait, not behind it
+            wgmma_wait<0>();
+            fence_operands(a);
+            finish<Decoder>(a, zero);
+            if (stage > k_group) {
+                if constexpr (S::FLOATS)
+                    if (begins) convert(factor, 0);  // ahead of the release: what was read of the stage has come then
+                release(last);
+            }
+            const unsigned long long x = wgmma_descriptor(tile);
+            fence_operands(a);
+            wgmma_begin();
+#pragma unroll
+            for (int s = 0; s < 4; ++s)  // descriptors count in units of 16 bytes
+                wgmma_bytes(sum, a[s], x + 2 * s, S::FLOATS ? !begins || s > 0 : stage > k_group || s > 0);
+            wgmma_commit();
+            if constexpr (S::FLOATS) factor[0] = by[0], factor[1] = by[1];
+            last = ring.stage;
+            ring.step(S::K_GROUPS);
+        }
+        wgmma_wait<0>();
+        fence_sums(sum);
+        if constexpr (S::FLOATS) convert(factor, 0);
+        release(last);
+    } else {
+        for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
+            barrier_wait(ring.full(ring.stage), ring.phase);
+            const unsigned tile = ring.data(ring.stage);
+            const unsigned long long x = wgmma_descriptor(tile);
+            unsigned raw[Decoder::RAW];
+            Decoder::fetch(raw, tile + codes);
+            step_group(stage);
+            constexpr int STEPS = 4 / S::UNITS;
+#pragma unroll
+            for (int u = 0; u < S::UNITS; ++u) {
+                unsigned a[STEPS][4];
+                if constexpr (S::UNIT != 0)
+                    if (u * S::SCALES % S::UNITS == 0) take(tile, u * S::SCALES / S::UNITS, factor);
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s) Decoder::begun(raw, u * STEPS + s, zero, a[s]);
+                finish<Decoder>(a, zero);
+                fence_operands(a);
+                wgmma_begin();
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s)
+                    wgmma_bytes(sum, a[s], x + 2 * (u * STEPS + s), (S::UNITS == 1 && !begins) || s > 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+                if (S::UNITS > 1 || ends) convert(factor, tile + S::SCALES_AT + (u * SCALED_TOKENS + lane % 4 * 2) * 4);
+            }
+            release(ring.stage);
+            ring.step(S::K_GROUPS);
+        }
+    }
+}
+
+// The sums of K_GROUPS warpgroups, added in their order by the first, through the ring, which is free.
+template <typename S, typename A>
+__device__ __forceinline__ void add_parts(A (&sum)[S::SUMS], unsigned ring, int row_group, int k_group) {
+    static_assert(sizeof(A) == 4, "words");
+    constexpr int PART = S::ROW_GROUPS * S::SUMS * WARPGROUP * 4;
+    const unsigned own = ring + (row_group * S::SUMS * WARPGROUP + threadIdx.x % WARPGROUP * 4) * 4;
+    asm volatile("bar.sync 15, %0;" ::"n"(S::WARPGROUPS * WARPGROUP) : "memory");  // nobody reads stages any more
+    if (k_group > 0)
+#pragma unroll
+        for (int j = 0; j < S::SUMS; j += 4)
+            store_shared(own + (k_group - 1) * PART + j * WARPGROUP * 4, reinterpret_cast<const A(&)[4]>(sum[j]));
+    asm volatile("bar.sync 15, %0;" ::"n"(S::WARPGROUPS * WARPGROUP) : "memory");
+    if (k_group == 0)
+#pragma unroll 1
+        for (int part = 0; part < S::K_GROUPS - 1; ++part)
+#pragma unroll
+            for (int j = 0; j < S::SUMS; j += 4) {
+                const uint4 v = shared_at<uint4>(own + part * PART + j * WARPGROUP * 4);
+                const unsigned word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[j + i] += reinterpret_cast<const A&>(word[i]);
+            }
+}
+
+// ---- results -------------------------------------------------------------------------------------------------------
+
+// Where a warp writes 16 rows of the weight, neighbours of a row of y. 16-bit results are turned in shared memory, 32
+// tokens at a time; float32 ones of eight rows are whole sectors as they are.
+template <typename T>
+struct Results {
+    T* y;                    // [tokens, rows]
+    long long tokens, rows;  // of all
+    bool aligned;            // whether rows of y start at multiples of 16 bytes
+    unsigned staged;         // 1 KB of shared memory of this warp
+
+    // Results of tokens from `token` on, of which the tile has them from `begin` on; v as sums of wgmma are laid out.
+    __device__ __forceinline__ void store(
+        const float (&v)[CHUNK_TOKENS / 2], long long token, long long row, int lane) const {
+        const int g = lane / 4, t = lane % 4;
+        if constexpr (sizeof(T) == 2) {
+            __syncwarp();  // what was there has been read
+#pragma unroll
+            for (int j = 0; j < CHUNK_TOKENS / 16; ++j) {
+                unsigned word[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) word[i] = Word<T>::pack(v[8 * j + 2 * i], v[8 * j + 2 * i + 1]);
+                const unsigned of = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
+                store_transposed(staged + (16 * j + of) * 32 + ((half ^ (of >> 2 & 1)) << 4), word);
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < CHUNK_TOKENS / 16; ++i) {
+                const unsigned of = 16 * i + lane / 2, half = lane % 2;
+                const uint4 four = shared_at<uint4>(staged + of * 32 + ((half ^ (of >> 2 & 1)) << 4));
+                const long long m = token + of, n = row + 8 * half;
+                if (m >= tokens || n >= rows) continue;
+                T* target = y + m * rows + n;
+                if (aligned) {
+                    *reinterpret_cast<uint4*>(target) = four;
+                } else {
+                    const unsigned word[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                    for (int e = 0; e < 8; ++e)
+                        if (n + e < rows) target[e] = Word<T>::element(word[e / 2], e % 2);
+                }
+            }
+        } else {
+            T* const target = y + (token + 2 * t) * rows + row + g;
+            const int first = static_cast<int>(min(tokens - token, static_cast<long long>(CHUNK_TOKENS))) - 2 * t;
+#pragma unroll
+            for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {
+                const int m = j / 4 * 8 + j % 2, n = j / 2 % 2 * 8;
+                if (m < first && row + g + n < rows) target[m * rows + n] = v[j];
+            }
+        }
+    }
+};
+
+// ---- the kernel ----------------------------------------------------------------------------------------------------
+
+// Decoder                  of the weights
+// TOKENS                   of a thread block
+// ROW_GROUPS, K_GROUPS     warpgroups of a thread block: those with other rows, 64 each, and those that share k
+// SHARE                    thread blocks of a cluster, which share tokens
+// STAGES                   of the ring
+// UNIT                     k that share a scale: 0 for those of a row, 128 for a multiple of it, 64, 32
+// EACH                     whether tokens have a scale for EACH_K k, not one
+// Layout                   the sizes that the host reckons with
+//
+// With K_GROUPS > 1 the grid has a cluster for every tile, and K at least as many stages.
+template <
+    typename T, typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int SHARE, int STAGES, int UNIT, bool EACH,
+    typename Layout>
+__global__ void __cluster_dims__(SHARE) __launch_bounds__(
+    Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, UNIT, EACH>::THREADS, 1)
+    wgmma_integers(
+        const __grid_constant__ TensorMap x_map,  // int8 [tokens, K], boxes of 128 bytes x TOKENS / SHARE
+        const __grid_constant__ TensorMap w_map,  // codes [rows, bytes], boxes of ROW_BYTES x the rows of a tile
+        const __grid_constant__ TensorMap e_map,  // EACH: float32 [ceil(K / EACH_K), tokens or more], scales of tokens
+        T* __restrict__ y,                        // [tokens, rows]
+        const int* __restrict__ token_sum,        // [tokens] of their codes, where Decoder wants them added
+        const float* __restrict__ token_scale,    // [tokens], or [1] where token_step is 0; not of EACH
+        const void* __restrict__ scale,           // [rows, units], [rows] or [1], as scale_kind says
+        const void* __restrict__ zero,            // zero points beside them, as zero_kind says; or null
+        const void* __restrict__ bias,            // [rows] of the type that bias_kind names, or null
+        long long tokens, long long rows, long long depth,
+        long long per_row,  // scales of a row; 0 where all rows share one; below 2^31 in all
+        int group_stages,   // UNIT = 128: stages that share a scale
+        int token_step, int scale_kind, int zero_kind, int bias_kind,
+        int lowest,    // of the codes, as they are stored
+        int middle) {  // what stands for 0 where there are no zero points
+    using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, UNIT, EACH>;
+    static_assert(Layout::template IS_OF<S>, "the host reckons with other sizes");
+    extern __shared__ unsigned char memory[];
+    __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
+    __shared__ float factors[ROW_GROUPS][TOKENS];
+    __shared__ int of_tokens[Decoder::SHIFT > 0 ? ROW_GROUPS : 1][Decoder::SHIFT > 0 ? TOKENS : 1];
+    __shared__ uint4 turned[sizeof(T) == 2 ? 4 * ROW_GROUPS : 1][CHUNK_TOKENS * 2];
+    // The swizzle counts in units of 1024 bytes from address 0.
+    Stages<S> ring{{(shared_address(memory) + 1023u) & ~1023u, shared_address(barriers)}};
+    const unsigned rank = SHARE == 1 ? 0 : block_in_cluster();
+    const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(ring.full(i), UNIT == 0 ? 1 : WARPGROUP / WARP);
+            barrier_init(ring.empty(i), 4 * ROW_GROUPS * SHARE);
+        }
+        fence_barrier_init();
+    }
+    if constexpr (SHARE == 1) __syncthreads();
+    else cluster_sync();
+
+    constexpr int ROWS = S::ROWS;
+    const TileOrder order{(tokens + TOKENS - 1) / TOKENS, (rows + ROWS * SHARE - 1) / (ROWS * SHARE)};
+    const int last_row = static_cast<int>(rows) - 1;
+    const int stages = static_cast<int>((depth + STAGE_K - 1) / STAGE_K);
+    const int tiles = static_cast<int>(order.along_m * order.along_n), stride = gridDim.x / SHARE;
+    const Beside beside{scale, zero, scale_kind, zero_kind, lowest, middle, static_cast<unsigned>(per_row)};
+    // Where a tile starts.
+    auto tile_at = [&](int number, int& token, int& row) {
+        long long m, n;
+        order.at(number, m, n);
+        token = static_cast<int>(m) * TOKENS;
+        row = (static_cast<int>(n) * SHARE + static_cast<int>(rank)) * ROWS;
+    };
+    if (warpgroup == S::WARPGROUPS) {
+        lower_registers<S::LESS>();
+        const int first = blockIdx.x / SHARE;
+        int token, row;
+        if (threadIdx.x == S::WARPGROUPS * WARPGROUP) {
+            const Fetcher<S> fetch{&x_map, &w_map, &e_map, rank, stages};
+            for (int number = first; number < tiles; number += stride) {
+                tile_at(number, token, row);
+                fetch.tile(ring, token, row, number == first);
+            }
+        } else if (UNIT != 0 && threadIdx.x >= S::WARPGROUPS * WARPGROUP + WARP) {
+            const int thread = threadIdx.x - S::WARPGROUPS * WARPGROUP - WARP;
+            Neighbours<S> neighbours{beside, thread, group_stages};
+            for (int number = first; number < tiles; number += stride) {
+                tile_at(number, token, row);
+                neighbours.tile(ring, row, last_row, stages);
+            }
+        }
+        __syncwarp();
+    } else {
+        raise_registers<S::MORE>();
+        const int row_group = warpgroup % ROW_GROUPS, k_group = warpgroup / ROW_GROUPS;
+        const int warp = threadIdx.x % WARPGROUP / WARP, g = lane / 4;
+        const int of_tile = 64 * row_group + 16 * warp;  // the first row of this warp
+        const unsigned codes = S::X_BYTES + of_tile * Decoder::ROW_BYTES + Decoder::offset(lane);
+        const unsigned numbers = S::BESIDE_AT + (of_tile + g) * 8;
+        typename Decoder::Zero point;
+        point.flip(lowest < 0);
+        float* const token_factors = factors[row_group];
+        const Results<T> results{
+            y, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0,
+            shared_address(turned[sizeof(T) == 2 ? 4 * row_group + warp : 0])};
+        ring.step(k_group);
+        for (int number = blockIdx.x / SHARE; number < tiles; number += stride) {
+            int token, row;
+            tile_at(number, token, row);
+            row += of_tile;
+            const int own[2] = {min(row + g, last_row), min(row + g + 8, last_row)};
+            const unsigned of_rows[2] = {
+                static_cast<unsigned>(own[0]) * beside.per_row, static_cast<unsigned>(own[1]) * beside.per_row};
+            float factor[2] = {};
+            if constexpr (UNIT == 0) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    factor[i] = beside.scale_at(of_rows[i]), point.take(i, beside.points_at(of_rows[i]));
+            }
+            int sum[S::SUMS];
+            float total[S::SUMS] = {};
+            multiply_stages<S>(ring, codes, numbers, stages, k_group, group_stages, point, factor, sum, total);
+            if constexpr (K_GROUPS > 1) {
+                if constexpr (S::FLOATS) add_parts<S>(total, ring.data0, row_group, k_group);
+                else add_parts<S>(sum, ring.data0, row_group, k_group);
+                if (k_group > 0) break;
+            }
+            wait_for_previous();  // the scales of the tokens are there
+            const Rescaling rescaling{token_scale, nullptr, bias, bias_kind};
+            for (int i = threadIdx.x % WARPGROUP; i < TOKENS && !EACH; i += WARPGROUP)
+                token_factors[i] =
+                    token + i < tokens ? rescaling.of_token(static_cast<long long>(token + i) * token_step) : 0.0f;
+            for (int i = threadIdx.x % WARPGROUP; i < TOKENS && Decoder::SHIFT > 0; i += WARPGROUP)
+                of_tokens[row_group][i] = token + i < tokens ? load_written(token_sum + token + i) : 0;
+            const float added[2] = {rescaling.bias_of(own[0]), rescaling.bias_of(own[1])};
+            warpgroup_sync(row_group);
+#pragma unroll
+            for (int c = 0; c < TOKENS / CHUNK_TOKENS; ++c) {
+                if (token + c * CHUNK_TOKENS >= tokens) break;
+                float v[CHUNK_TOKENS / 2];
+#pragma unroll
+                for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {
+                    const int of = c * (CHUNK_TOKENS / 2) + j, i = j / 2 % 2;
+                    const int m = c * CHUNK_TOKENS + j / 4 * 8 + lane % 4 * 2 + j % 2;
+                    const float e = EACH ? 1.0f : token_factors[m];
+                    if constexpr (S::FLOATS) {
+                        v[j] = add_ieee(EACH ? total[of] : multiply_ieee(total[of], e), added[i]);
+                    } else {
+                        int exact = opaque(sum[of]);  // not converted earlier: registers would not do
+                        if constexpr (Decoder::SHIFT > 0) exact = (exact >> Decoder::SHIFT) + of_tokens[row_group][m];
+                        v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
+                    }
+                }
+                results.store(v, token + c * CHUNK_TOKENS, row, lane);
+            }
+            warpgroup_sync(row_group);  // factors are read
+            if constexpr (K_GROUPS > 1) break;
+        }
+    }
+    if constexpr (SHARE > 1) cluster_arrive_relaxed(), cluster_wait();  // others may still arrive at barriers here
+}
