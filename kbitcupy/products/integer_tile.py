@@ -31,11 +31,14 @@ from .integer_activations import NUMBERS
 from .routes import BYTES_PER_US, MOST_ALIGNED, Device, Problem, Product, Route, Stored
 
 #: Numbers of the kernel: elements of k of a stage, and of those that share a scale of a token that has several; tokens
-#: whose scales are copied together; how scales and zero points of weights are stored.
+#: whose scales are copied together; scales of a row that are, and tables of them; how scales and zero points of weights
+#: are stored.
 SIZES = Constants(
     STAGE_K=PITCH,
     EACH_K=32,
     SCALED_TOKENS=64,
+    TABLE_UNITS=8,
+    TABLES=2,
     FLOAT32_SCALES=0,
     FLOAT16_SCALES=1,
     BFLOAT16_SCALES=2,
@@ -120,29 +123,33 @@ class Cut:
         """Threads of a block: the warpgroups that multiply, and one that fetches."""
         return 128 * (self.row_groups * self.k_groups + 1)
 
-    def stage_bytes(self, bits: int, unit: int, each: bool) -> int:
-        """Tokens and weights of a stage, scales of tokens, and scales and zero points of weights."""
+    def stage_bytes(self, bits: int, each: bool) -> int:
+        """Tokens and weights of a stage, and scales of tokens."""
         scales = 4 * self.tokens * STAGE_K // SIZES.EACH_K if each else 0
-        beside = 8 * self.rows * STAGE_K // unit if unit else 0
-        size = STAGE_K * (self.tokens + self.rows * bits // 8) + scales + beside
+        size = STAGE_K * (self.tokens + self.rows * bits // 8) + scales
         return -(-size // _ALIGNED) * _ALIGNED
+
+    def table_bytes(self, unit: int) -> int:
+        """Scales and zero points of weights."""
+        return SIZES.TABLES * SIZES.TABLE_UNITS * 8 * (self.rows + 4) if unit else 0
 
     def stages(self, bits: int, unit: int, each: bool) -> int:
         """Of the ring, beside what the kernel declares by name."""
         # Barriers, factors and sums of tokens, and what turns results.
         of_tokens = self.tokens * (8 if bits == 2 else 4)
         named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + 4096)
-        fitting = min((_ROOM - _ALIGNED - named) // self.stage_bytes(bits, unit, each), _MOST_STAGES)
+        room = _ROOM - _ALIGNED - named - self.table_bytes(unit)
+        fitting = min(room // self.stage_bytes(bits, each), _MOST_STAGES)
         return fitting // self.k_groups * self.k_groups
 
     def shared(self, bits: int, unit: int, each: bool) -> int:
         """Dynamic shared memory of a thread block."""
-        return self.stages(bits, unit, each) * self.stage_bytes(bits, unit, each) + _ALIGNED
+        return self.stages(bits, unit, each) * self.stage_bytes(bits, each) + self.table_bytes(unit) + _ALIGNED
 
     def text(self, bits: int, unit: int, each: bool) -> str:
         """The template parameters after the dtype, with the sizes that the kernel compares."""
         kind = bits, unit, each
-        layout = f"Layout<{self.threads}, {self.rows}, {self.stage_bytes(*kind)}>"
+        layout = f"Layout<{self.threads}, {self.rows}, {self.stage_bytes(bits, each)}, {self.table_bytes(unit)}>"
         numbers = self.tokens, self.row_groups, self.k_groups, self.share, self.stages(*kind), unit
         return f"{DECODERS[bits]}, {', '.join(map(str, numbers))}, {str(each).lower()}, {layout}"
 

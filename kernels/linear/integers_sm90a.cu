@@ -16,7 +16,8 @@
 #include "linear/integer_tiles.cuh"
 
 // Of the host (kbitcupy/products/integer_tile.py), ahead of this source: STAGE_K of a stage, EACH_K that share a scale
-// of a token where it has several, SCALED_TOKENS whose scales are copied together; and how numbers beside codes are
+// of a token where it has several, SCALED_TOKENS whose scales are copied together; TABLE_UNITS of a row whose scales are,
+// to one of TABLES; and how numbers beside codes are
 // stored, scales FLOAT32_SCALES, FLOAT16_SCALES, BFLOAT16_SCALES, or ANY_FLOAT16_SCALES, which count even where they
 // are not positive; zero points NO_POINTS, INT32_POINTS, INT8_POINTS, UINT8_POINTS.
 constexpr int CHUNK_TOKENS = 32;           // that a warp stores at a time
@@ -43,10 +44,12 @@ struct Tiling {
     static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = UNIT == 0 ? !EACH : UNITS == 1 && WARPGROUPS == 2;
-    // A stage: tokens, codes, scales of EACH_K k of 64 tokens and then of others, scales and zero points of rows.
+    // A stage: tokens, codes, scales of EACH_K k of 64 tokens and then of others.
     static constexpr int X_BYTES = TOKENS * STAGE_K, SCALES_AT = X_BYTES + ROWS * Decoder::ROW_BYTES;
-    static constexpr int COPIED = SCALES_AT + (EACH ? TOKENS * (STAGE_K / EACH_K) * 4 : 0), BESIDE_AT = COPIED;
-    static constexpr int STAGE = (BESIDE_AT + (UNIT == 0 ? 0 : SCALES * ROWS * 8) + 1023) / 1024 * 1024;
+    static constexpr int COPIED = SCALES_AT + (EACH ? TOKENS * (STAGE_K / EACH_K) * 4 : 0);
+    static constexpr int STAGE = (COPIED + 1023) / 1024 * 1024;
+    // Behind the stages, tables of a scale and a zero point for every unit and row; banks differ by unit.
+    static constexpr int TABLE_PITCH = 8 * (ROWS + 4), TABLE = UNIT == 0 ? 0 : TABLE_UNITS * TABLE_PITCH;
     static_assert(!EACH || TOKENS / SHARE == SCALED_TOKENS, "a block copies the scales of so many tokens");
     static_assert(STAGES % K_GROUPS == 0, "each warpgroup has its stages");
     static_assert(
@@ -55,14 +58,17 @@ struct Tiling {
 };
 
 // The sizes that the host reckons with.
-template <int THREADS, int ROWS, int STAGE_BYTES>
+template <int THREADS, int ROWS, int STAGE_BYTES, int TABLE_BYTES>
 struct Layout {
     template <typename S>
-    static constexpr bool IS_OF = S::THREADS == THREADS && S::ROWS == ROWS && S::STAGE == STAGE_BYTES;
+    static constexpr bool IS_OF = S::THREADS == THREADS && S::ROWS == ROWS && S::STAGE == STAGE_BYTES &&
+                                  TABLES * S::TABLE == TABLE_BYTES;
 };
 
-// The ring of stages. A stage is FULL when the copies have arrived, EMPTY when it has been multiplied.
+// The ring of stages. A stage is FULL when the copies have arrived, EMPTY when it has been multiplied; tables likewise.
 enum Barrier { FULL, EMPTY };
+template <typename S>
+using Tables = Ring<TABLES, S::TABLE, 2>;
 template <typename S>
 struct Stages : Ring<S::STAGES, S::STAGE, 2> {
     __device__ __forceinline__ unsigned full(unsigned s) const { return this->barrier(FULL, s); }
@@ -166,66 +172,34 @@ struct Beside {
     }
 };
 
-// Copies scales and zero points of the rows of a tile to the stages, two words for each, and makes of them what is
-// multiplied and taken off: the warps beside the one that copies tokens and codes. LAG stages are on their way.
+// Copies scales and zero points of the rows of a tile to tables, two words for each, and makes of them what is multiplied
+// and taken off: the warps beside the one that copies tokens and codes. Lanes beside each other have those of a row.
 template <typename S>
 struct Neighbours {
-    static constexpr int MINE = (S::ROWS + COPIERS - 1) / COPIERS, LAG = S::STAGES > 4 ? 4 : 3;
+    static constexpr int STEP = COPIERS / TABLE_UNITS;  // rows at a time
     const Beside& beside;
-    int thread, group_stages;
-    unsigned first[MINE];  // numbers of the first scales of this thread's rows
+    int thread;
 
-    __device__ __forceinline__ bool there(int i) const { return thread + i * COPIERS < S::ROWS; }
-    // The first number in a row of a stage's.
-    __device__ __forceinline__ int unit(int stage, int u) const {
-        if constexpr (S::UNIT == STAGE_K) return group_stages == 1 ? stage : stage / group_stages;
-        else return min(stage * S::SCALES + u, static_cast<int>(beside.per_row) - 1);
-    }
-    __device__ __forceinline__ unsigned place(unsigned stage_data, int u, int i) const {
-        return stage_data + S::BESIDE_AT + (u * S::ROWS + thread + i * COPIERS) * 8;
-    }
-    __device__ __forceinline__ void copy(unsigned stage_data, int stage) const {
-#pragma unroll 1
-        for (int u = 0; u < S::SCALES; ++u) {
-            const unsigned at = unit(stage, u);
-#pragma unroll
-            for (int i = 0; i < MINE; ++i)
-                if (there(i)) beside.copy(place(stage_data, u, i), first[i] + at);
-        }
-    }
-    __device__ __forceinline__ void convert(unsigned stage_data, int stage) const {
-#pragma unroll 1
-        for (int u = 0; u < S::SCALES; ++u) {
-            const unsigned at = unit(stage, u);
-            uint2 v[MINE];
-#pragma unroll
-            for (int i = 0; i < MINE; ++i) v[i] = shared_at<uint2>(place(stage_data, u, there(i) ? i : 0));
-#pragma unroll
-            for (int i = 0; i < MINE; ++i) {
-                const float scale = beside.scale_of(v[i].x, first[i] + at);
-                const unsigned points = beside.points_of(v[i].y, first[i] + at);
-                if (there(i)) store_shared(place(stage_data, u, i), scale, points);
-            }
-        }
-    }
-    __device__ __forceinline__ void tile(Stages<S>& ring, int row, int last_row, int stages) {
-#pragma unroll
-        for (int i = 0; i < MINE; ++i)
-            first[i] = static_cast<unsigned>(min(row + thread + i * COPIERS, last_row)) * beside.per_row;
-        Stages<S> done = ring;
-        for (int stage = 0; stage < stages + LAG; ++stage) {
-            if (stage < stages) {
-                barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
-                copy(ring.data(), stage);
-                ring.step(1);
-            }
+    // ... of a tile, `units` for each row.
+    __device__ __forceinline__ void tile(Tables<S>& tables, int row, int last_row, int units) const {
+        const int u = thread % TABLE_UNITS, own = thread / TABLE_UNITS;
+        for (int first = 0; first < units; first += TABLE_UNITS) {
+            barrier_wait(tables.barrier(EMPTY, tables.stage), tables.phase ^ 1);
+            const unsigned at = min(static_cast<unsigned>(first + u), beside.per_row - 1);
+            const unsigned to = tables.data() + u * S::TABLE_PITCH;
+#pragma unroll 2
+            for (int r = own; r < S::ROWS; r += STEP)
+                beside.copy(to + r * 8, static_cast<unsigned>(min(row + r, last_row)) * beside.per_row + at);
             commit_copies();
-            if (stage < LAG) continue;
-            wait_copies<LAG>();
-            convert(done.data(), stage - LAG);
-            __syncwarp();
-            if (threadIdx.x % WARP == 0) barrier_arrive(done.full(done.stage));
-            done.step(1);
+            wait_copies<0>();
+#pragma unroll 2
+            for (int r = own; r < S::ROWS; r += STEP) {
+                const unsigned number = static_cast<unsigned>(min(row + r, last_row)) * beside.per_row + at;
+                const uint2 v = shared_at<uint2>(to + r * 8);
+                store_shared(to + r * 8, beside.scale_of(v.x, number), beside.points_of(v.y, number));
+            }
+            barrier_arrive(tables.barrier(FULL, tables.stage));
+            tables.step(1);
         }
     }
 };
@@ -247,12 +221,12 @@ __device__ __forceinline__ void finish(unsigned (&a)[N][4], const typename Decod
     for (int i = 0; i < 4 * N; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
 }
 
-// What a warpgroup multiplies of a tile, one stage or more: `sum` where rows have one scale, else `total`. Its codes,
-// and what stands beside those of row g, are `codes` and `numbers` behind the beginning of a stage; `factor` has the
-// scales of rows g and g + 8, and `zero` their zero points, where all of a row have the same.
+// What a warpgroup multiplies of a tile, one stage or more: `sum` where rows have one scale, else `total`. Its codes are
+// `codes` behind the beginning of a stage, and what stands beside those of row g `numbers` behind that of a table;
+// `factor` has the scales of rows g and g + 8, and `zero` their zero points, where all of a row have the same.
 template <typename S>
 __device__ __forceinline__ void multiply_stages(
-    Stages<S>& ring, unsigned codes, unsigned numbers, int stages, int k_group, int group_stages,
+    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int stages, int units, int k_group, int group_stages,
     typename S::Decoder::Zero& zero, float (&factor)[2], int (&sum)[S::SUMS], float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
     const int lane = threadIdx.x % WARP;
@@ -294,11 +268,23 @@ __device__ __forceinline__ void multiply_stages(
             ends = next != own || stage + S::K_GROUPS >= stages;
         }
     };
-    // The scales number u of a stage; its zero points from here on.
-    auto take = [&](unsigned tile, int u, float (&by)[2]) {
+    int in_tables = 0;  // units up to which tables have been gone through, with the one at hand
+    auto next_table = [&](bool wait) {
+        if (in_tables > 0) {
+            __syncwarp();  // all lanes have read
+            if (lane == 0) barrier_arrive(tables.barrier(EMPTY, tables.stage));
+            tables.step(1);
+        }
+        if (wait) barrier_wait(tables.barrier(FULL, tables.stage), tables.phase);
+        in_tables += TABLE_UNITS;
+    };
+    // The scales of unit u; its zero points from here on.
+    auto take = [&](int u, float (&by)[2]) {
+        while (u >= in_tables) next_table(true);
+        const unsigned at = tables.data() + numbers + u % TABLE_UNITS * S::TABLE_PITCH;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint2 v = shared_at<uint2>(tile + numbers + (u * S::ROWS + 8 * i) * 8);
+            const uint2 v = shared_at<uint2>(at + 64 * i);
             by[i] = __uint_as_float(v.x), zero.take(i, v.y);
         }
     };
@@ -311,7 +297,7 @@ __device__ __forceinline__ void multiply_stages(
             Decoder::fetch(raw, tile + codes);
             step_group(stage);
             float by[2];
-            if constexpr (S::FLOATS) take(tile, 0, by);
+            if constexpr (S::FLOATS) take(own, by);
 #pragma unroll
             for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[s]);
             fence_operands(a);  // decoded before the wait, not behind it
@@ -351,7 +337,8 @@ __device__ __forceinline__ void multiply_stages(
             for (int u = 0; u < S::UNITS; ++u) {
                 unsigned a[STEPS][4];
                 if constexpr (S::UNIT != 0)
-                    if (u * S::SCALES % S::UNITS == 0) take(tile, u * S::SCALES / S::UNITS, factor);
+                    if (u * S::SCALES % S::UNITS == 0)
+                        take(S::UNIT == STAGE_K ? own : stage * S::SCALES + u * S::SCALES / S::UNITS, factor);
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s) Decoder::begun(raw, u * STEPS + s, zero, a[s]);
                 finish<Decoder>(a, zero);
@@ -367,6 +354,10 @@ __device__ __forceinline__ void multiply_stages(
             release(ring.stage);
             ring.step(S::K_GROUPS);
         }
+    }
+    if constexpr (S::UNIT != 0) {  // tables that others still need are let go, too
+        while (in_tables < units) next_table(true);
+        next_table(false);
     }
 }
 
@@ -484,18 +475,23 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
     using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, UNIT, EACH>;
     static_assert(Layout::template IS_OF<S>, "the host reckons with other sizes");
     extern __shared__ unsigned char memory[];
-    __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
+    __shared__ alignas(8) unsigned long long barriers[2 * STAGES + 2 * TABLES];
     __shared__ float factors[ROW_GROUPS][TOKENS];
     __shared__ int of_tokens[Decoder::SHIFT > 0 ? ROW_GROUPS : 1][Decoder::SHIFT > 0 ? TOKENS : 1];
     __shared__ uint4 turned[sizeof(T) == 2 ? 4 * ROW_GROUPS : 1][CHUNK_TOKENS * 2];
     // The swizzle counts in units of 1024 bytes from address 0.
     Stages<S> ring{{(shared_address(memory) + 1023u) & ~1023u, shared_address(barriers)}};
+    Tables<S> tables{ring.data(STAGES), shared_address(barriers + 2 * STAGES)};
     const unsigned rank = SHARE == 1 ? 0 : block_in_cluster();
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(ring.full(i), UNIT == 0 ? 1 : WARPGROUP / WARP);
+            barrier_init(ring.full(i), 1);
             barrier_init(ring.empty(i), 4 * ROW_GROUPS * SHARE);
+        }
+        for (int i = 0; i < TABLES; ++i) {
+            barrier_init(tables.barrier(FULL, i), COPIERS);
+            barrier_init(tables.barrier(EMPTY, i), S::WARPS);
         }
         fence_barrier_init();
     }
@@ -506,6 +502,7 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
     const TileOrder order{(tokens + TOKENS - 1) / TOKENS, (rows + ROWS * SHARE - 1) / (ROWS * SHARE)};
     const int last_row = static_cast<int>(rows) - 1;
     const int stages = static_cast<int>((depth + STAGE_K - 1) / STAGE_K);
+    const int units = UNIT == STAGE_K ? (stages - 1) / group_stages + 1 : stages * S::SCALES;  // of a row
     const int tiles = static_cast<int>(order.along_m * order.along_n), stride = gridDim.x / SHARE;
     const Beside beside{scale, zero, scale_kind, zero_kind, lowest, middle, static_cast<unsigned>(per_row)};
     // Where a tile starts.
@@ -527,10 +524,10 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
             }
         } else if (UNIT != 0 && threadIdx.x >= S::WARPGROUPS * WARPGROUP + WARP) {
             const int thread = threadIdx.x - S::WARPGROUPS * WARPGROUP - WARP;
-            Neighbours<S> neighbours{beside, thread, group_stages};
+            const Neighbours<S> neighbours{beside, thread};
             for (int number = first; number < tiles; number += stride) {
                 tile_at(number, token, row);
-                neighbours.tile(ring, row, last_row, stages);
+                neighbours.tile(tables, row, last_row, units);
             }
         }
         __syncwarp();
@@ -540,7 +537,7 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
         const int warp = threadIdx.x % WARPGROUP / WARP, g = lane / 4;
         const int of_tile = 64 * row_group + 16 * warp;  // the first row of this warp
         const unsigned codes = S::X_BYTES + of_tile * Decoder::ROW_BYTES + Decoder::offset(lane);
-        const unsigned numbers = S::BESIDE_AT + (of_tile + g) * 8;
+        const unsigned numbers = (of_tile + g) * 8;
         typename Decoder::Zero point;
         point.flip(lowest < 0);
         float* const token_factors = factors[row_group];
@@ -563,7 +560,8 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
             }
             int sum[S::SUMS];
             float total[S::SUMS] = {};
-            multiply_stages<S>(ring, codes, numbers, stages, k_group, group_stages, point, factor, sum, total);
+            multiply_stages<S>(
+                ring, tables, codes, numbers, stages, units, k_group, group_stages, point, factor, sum, total);
             if constexpr (K_GROUPS > 1) {
                 if constexpr (S::FLOATS) add_parts<S>(total, ring.data0, row_group, k_group);
                 else add_parts<S>(sum, ring.data0, row_group, k_group);
