@@ -49,8 +49,8 @@ SIZES = Constants(
     UINT8_POINTS=3,
 )
 STAGE_K = SIZES.STAGE_K
-#: Its decoders, by the bits of a code.
-DECODERS = {8: "Bytes", 4: "Nibbles", 2: "Trits"}
+#: Its decoders, by the bits of a code; where a row has one zero point, and a token one scale, that of 4 bits.
+DECODERS, ROW_NIBBLES = {8: "Bytes", 4: "Nibbles", 2: "Trits"}, "RowNibbles"
 #: Elements that share a scale: those of a row, whole stages, or parts of one.
 UNITS = (0, STAGE_K, 64, 32)
 # Bytes of shared memory of a thread block; where the ring starts at most behind the beginning of its memory.
@@ -87,6 +87,11 @@ class Codes:
     def unit(self) -> int:
         """The template parameter: a group of several stages counts as one of a stage."""
         return min(self.group, STAGE_K)
+
+    @property
+    def whole(self) -> bool:
+        """Whether sums along a row are scaled as a whole, so that codes of a few bits have nothing taken off."""
+        return self.bits < 8 and not self.group and not self.each
 
     @property
     def row_bytes(self) -> int:
@@ -136,7 +141,7 @@ class Cut:
     def stages(self, bits: int, unit: int, each: bool) -> int:
         """Of the ring, beside what the kernel declares by name."""
         # Barriers, factors and sums of tokens, and what turns results.
-        of_tokens = self.tokens * (8 if bits == 2 else 4)
+        of_tokens = self.tokens * (8 if Codes(bits, unit, each=each).whole else 4)
         named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + 4096)
         room = _ROOM - _ALIGNED - named - self.table_bytes(unit)
         fitting = min(room // self.stage_bytes(bits, each), _MOST_STAGES)
@@ -151,7 +156,8 @@ class Cut:
         kind = bits, unit, each
         layout = f"Layout<{self.threads}, {self.rows}, {self.stage_bytes(bits, each)}, {self.table_bytes(unit)}>"
         numbers = self.tokens, self.row_groups, self.k_groups, self.share, self.stages(*kind), unit
-        return f"{DECODERS[bits]}, {', '.join(map(str, numbers))}, {str(each).lower()}, {layout}"
+        decoder = ROW_NIBBLES if bits == 4 and Codes(bits, unit, each=each).whole else DECODERS[bits]
+        return f"{decoder}, {', '.join(map(str, numbers))}, {str(each).lower()}, {layout}"
 
     def tiles(self, tokens: int, rows: int) -> int:
         """Thread blocks that have work."""
@@ -194,6 +200,8 @@ def refusal(depth: int, codes: Codes, lies: Stored, gpu: Device) -> str | None:
         return "it is for compute capability 9.0"
     if codes.bits == 2 and depth % STAGE_K:
         return f"K must be a multiple of {STAGE_K}"
+    if codes.whole and depth > int8.MAX_DEPTH:
+        return f"sums along a row are exact in int32 up to K = {int8.MAX_DEPTH}"
     if not depth or depth * codes.bits // 8 % MOST_ALIGNED:
         return f"rows of {depth} elements do not start at multiples of {MOST_ALIGNED} bytes"
     return None if lies.codes >= MOST_ALIGNED else f"codes do not start at a multiple of {MOST_ALIGNED} bytes"
@@ -306,7 +314,7 @@ def launch(
         int8 tokens, rows of K rounded up to a multiple of `PITCH`, which end in zeros; for codes of 4 bits that lie in
         pairs the 16 even elements of every 32 come first.
     token_sum : int
-        int32 sums of the codes of each token, which trits need; else 0.
+        int32 sums of the codes of each token, which trits need, and zero points of rows; else 0.
     token_scale, token_step : int
         float32 scales, one for each token, or one where the step is 0; of `each` [ceil(K / 32), step], at a multiple of
         16, and the step one of 4.
@@ -423,19 +431,21 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, known:
     pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
     codes = known.codes
     blocks = -(-depth // SIZES.EACH_K) if codes.each else 1
-    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * blocks * padded)
+    summed = codes.whole and part.added == ZERO_POINTS
+    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * (blocks + summed) * padded)
     a, scales, step = scratch.ptr, scratch.ptr + tokens * pitch, padded if codes.each else 1
+    sums = scales + 4 * blocks * padded if summed else 0
     if isinstance(x, QuantizedArray):
         given, found = token_planes(x)
-        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, 0, known.layout, 0)
+        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, sums, known.layout, 0)
         scales, step = found.data.ptr, int(found.size == tokens)
     else:
-        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, 0, known.layout, 0)
+        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, sums, known.layout, 0)
     cut = choose(tokens, rows, depth, codes, processors)
     made = plan(single.dtype, tokens, rows, depth, codes, out.data.device_id, cut, True)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
-    launch(made, a, 0, scales, step, weight, scale, known.per_row, zero, bias, single, depth)
+    launch(made, a, sums, scales, step, weight, scale, known.per_row, zero, bias, single, depth)
     if single is not out:
         int8.widened(single, out)
 

@@ -83,7 +83,11 @@ __device__ __forceinline__ void fence_sums(int (&sum)[N]) {
 //     offset(lane)            where its first matrix of a tile of 16 rows begins
 //     fetch(raw, address)     those words
 //     Zero                    what is subtracted: flip(whether codes are in two's complement), take(row, four times the
-//     zero point in a word) bytes(raw, s, zero, a)  operand A of 32 k, number s of four
+//                             zero point from the lowest code on, in a word)
+//     begun(raw, s, zero, a)  what becomes operand A of 32 k, number s of four, by
+//     finished(a, zero)       of a word
+//     SHIFT                   bits by which bytes are too large. Where there are such, sums lack added(zero, row) times
+//                             those of the tokens: none of the codes has anything taken off
 
 // Codes in the low bits of bytes are raised by 128, which keeps bytes apart when numbers up to 127 are taken off; an
 // exclusive or takes the 128 off again.
@@ -130,6 +134,32 @@ struct Nibbles {
     __device__ __forceinline__ static unsigned finished(unsigned a, const Zero&) { return a ^ RAISED; }
 };
 
+// The same where a row has one zero point, which is taken off sums: codes are multiplied where the upper half of a byte
+// is, as numbers in two's complement, those that are none less 8.
+struct RowNibbles {
+    static constexpr int BITS = 4, ROW_BYTES = 64, RAW = 8, SHIFT = 4;
+    struct Zero {
+        unsigned flipped;
+        int of_row[2];
+
+        __device__ __forceinline__ void flip(bool is_signed) { flipped = opaque(is_signed ? 0u : RAISED); }
+        __device__ __forceinline__ void take(int i, unsigned four) { of_row[i] = 8 - static_cast<int>(four & 0xff); }
+        __device__ __forceinline__ int added(int i) const { return of_row[i]; }
+    };
+
+    __device__ __forceinline__ static unsigned offset(unsigned lane) { return Nibbles::offset(lane); }
+    __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
+        Nibbles::fetch(raw, address);
+    }
+    __device__ __forceinline__ static void begun(const unsigned (&raw)[RAW], int s, const Zero&, unsigned (&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) a[i] = raw[2 * s + i] << 4, a[2 + i] = raw[2 * s + i];
+    }
+    __device__ __forceinline__ static unsigned finished(unsigned a, const Zero& zero) {
+        return cut_bytes<0xf0f0f0f0u>(a, zero.flipped);
+    }
+};
+
 // Trits, four fields a byte, each of 32 neighbouring k. They are taken where the highest field is, as numbers in two's
 // complement of which 0 stands for 1.
 struct Trits {
@@ -137,6 +167,7 @@ struct Trits {
     struct Zero {
         __device__ __forceinline__ void flip(bool) {}
         __device__ __forceinline__ void take(int, unsigned) {}
+        __device__ __forceinline__ int added(int) const { return 1; }
     };
 
     __device__ __forceinline__ static unsigned offset(unsigned lane) {
@@ -151,9 +182,7 @@ struct Trits {
         for (int i = 0; i < 4; ++i) a[i] = raw[i] << (6 - 2 * s);
     }
     __device__ __forceinline__ static unsigned finished(unsigned a, const Zero&) {
-        unsigned r;
-        asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "n"(0xc0c0c0c0u), "r"(RAISED));
-        return r;
+        return cut_bytes<0xc0c0c0c0u>(a, RAISED);
     }
 };
 

@@ -16,10 +16,10 @@
 #include "linear/integer_tiles.cuh"
 
 // Of the host (kbitcupy/products/integer_tile.py), ahead of this source: STAGE_K of a stage, EACH_K that share a scale
-// of a token where it has several, SCALED_TOKENS whose scales are copied together; TABLE_UNITS of a row whose scales are,
-// to one of TABLES; and how numbers beside codes are
-// stored, scales FLOAT32_SCALES, FLOAT16_SCALES, BFLOAT16_SCALES, or ANY_FLOAT16_SCALES, which count even where they
-// are not positive; zero points NO_POINTS, INT32_POINTS, INT8_POINTS, UINT8_POINTS.
+// of a token where it has several, SCALED_TOKENS whose scales are copied together; TABLE_UNITS of a row whose scales
+// are, to one of TABLES; and how numbers beside codes are stored, scales FLOAT32_SCALES, FLOAT16_SCALES,
+// BFLOAT16_SCALES, or ANY_FLOAT16_SCALES, which count even where they are not positive; zero points NO_POINTS,
+// INT32_POINTS, INT8_POINTS, UINT8_POINTS.
 constexpr int CHUNK_TOKENS = 32;           // that a warp stores at a time
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that copy scales and zero points
 
@@ -61,8 +61,8 @@ struct Tiling {
 template <int THREADS, int ROWS, int STAGE_BYTES, int TABLE_BYTES>
 struct Layout {
     template <typename S>
-    static constexpr bool IS_OF = S::THREADS == THREADS && S::ROWS == ROWS && S::STAGE == STAGE_BYTES &&
-                                  TABLES * S::TABLE == TABLE_BYTES;
+    static constexpr bool IS_OF =
+        S::THREADS == THREADS && S::ROWS == ROWS && S::STAGE == STAGE_BYTES && TABLES * S::TABLE == TABLE_BYTES;
 };
 
 // The ring of stages. A stage is FULL when the copies have arrived, EMPTY when it has been multiplied; tables likewise.
@@ -172,8 +172,9 @@ struct Beside {
     }
 };
 
-// Copies scales and zero points of the rows of a tile to tables, two words for each, and makes of them what is multiplied
-// and taken off: the warps beside the one that copies tokens and codes. Lanes beside each other have those of a row.
+// Copies scales and zero points of the rows of a tile to tables, two words for each, and makes of them what is
+// multiplied and taken off: the warps beside the one that copies tokens and codes. Lanes beside each other have those
+// of a row.
 template <typename S>
 struct Neighbours {
     static constexpr int STEP = COPIERS / TABLE_UNITS;  // rows at a time
@@ -221,13 +222,14 @@ __device__ __forceinline__ void finish(unsigned (&a)[N][4], const typename Decod
     for (int i = 0; i < 4 * N; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
 }
 
-// What a warpgroup multiplies of a tile, one stage or more: `sum` where rows have one scale, else `total`. Its codes are
-// `codes` behind the beginning of a stage, and what stands beside those of row g `numbers` behind that of a table;
+// What a warpgroup multiplies of a tile, one stage or more: `sum` where rows have one scale, else `total`. Its codes
+// are `codes` behind the beginning of a stage, and what stands beside those of row g `numbers` behind that of a table;
 // `factor` has the scales of rows g and g + 8, and `zero` their zero points, where all of a row have the same.
 template <typename S>
 __device__ __forceinline__ void multiply_stages(
-    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int stages, int units, int k_group, int group_stages,
-    typename S::Decoder::Zero& zero, float (&factor)[2], int (&sum)[S::SUMS], float (&total)[S::SUMS]) {
+    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int stages, int units, int k_group,
+    int group_stages, typename S::Decoder::Zero& zero, float (&factor)[2], int (&sum)[S::SUMS],
+    float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
     const int lane = threadIdx.x % WARP;
     auto release = [&](unsigned s) {
@@ -461,7 +463,7 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
         const __grid_constant__ TensorMap w_map,  // codes [rows, bytes], boxes of ROW_BYTES x the rows of a tile
         const __grid_constant__ TensorMap e_map,  // EACH: float32 [ceil(K / EACH_K), tokens or more], scales of tokens
         T* __restrict__ y,                        // [tokens, rows]
-        const int* __restrict__ token_sum,        // [tokens] of their codes, where Decoder wants them added
+        const int* __restrict__ token_sum,        // [tokens] of their codes, where Decoder wants them added, or null
         const float* __restrict__ token_scale,    // [tokens], or [1] where token_step is 0; not of EACH
         const void* __restrict__ scale,           // [rows, units], [rows] or [1], as scale_kind says
         const void* __restrict__ zero,            // zero points beside them, as zero_kind says; or null
@@ -573,7 +575,8 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
                 token_factors[i] =
                     token + i < tokens ? rescaling.of_token(static_cast<long long>(token + i) * token_step) : 0.0f;
             for (int i = threadIdx.x % WARPGROUP; i < TOKENS && Decoder::SHIFT > 0; i += WARPGROUP)
-                of_tokens[row_group][i] = token + i < tokens ? load_written(token_sum + token + i) : 0;
+                of_tokens[row_group][i] =
+                    token_sum != nullptr && token + i < tokens ? load_written(token_sum + token + i) : 0;
             const float added[2] = {rescaling.bias_of(own[0]), rescaling.bias_of(own[1])};
             warpgroup_sync(row_group);
 #pragma unroll
@@ -589,7 +592,8 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
                         v[j] = add_ieee(EACH ? total[of] : multiply_ieee(total[of], e), added[i]);
                     } else {
                         int exact = opaque(sum[of]);  // not converted earlier: registers would not do
-                        if constexpr (Decoder::SHIFT > 0) exact = (exact >> Decoder::SHIFT) + of_tokens[row_group][m];
+                        if constexpr (Decoder::SHIFT > 0)
+                            exact = (exact >> Decoder::SHIFT) + point.added(i) * of_tokens[row_group][m];
                         v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
                     }
                 }
