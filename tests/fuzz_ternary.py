@@ -37,7 +37,7 @@ def shape_of(rng):
     depth = int(128 * rng.integers(1, 33)) if rng.random() < 0.9 else int(rng.integers(1, 4000))
     if rng.random() < 0.1:
         depth = 128 * int(rng.integers(33, 300))
-    tokens = int(rng.choice([1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 40]))
+    tokens = int(rng.choice([1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 40, 64, 100, 300]))
     rows = int(rng.integers(1, 100)) if rng.random() < 0.5 else int(rng.integers(100, 5000))
     return tokens, max(1, min(rows, 20_000_000 // (tokens * depth))), depth
 
