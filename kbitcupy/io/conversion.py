@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..array import config_of
+from ..array import QuantizedArray, config_of
 from ..backend import xp as _xp
 from ..backend.staging import GpuLane, Lane, lane, release
 from ..errors import FileError, FormatError
@@ -676,11 +676,11 @@ class _Work:
         if name not in self._checkpoint:
             return {name: self._changes.made[name]}
         if name in self._checkpoint.compressed:
-            q: Any = self._checkpoint[name]
             if change is None or change.kept:
+                q: Any = self._checkpoint[name]
                 kept = q if change is None or change.transform is None else change.transform(q)
                 return self._layout.arrays(new, kept)
-            x = q.to_device(worker.lane.device).dequantize(dtype=change.dtype)
+            x = self._compressed(name, worker.lane).dequantize(dtype=change.dtype)
         else:
             x = self._read(name, change, worker.lane)
         if change is not None and change.transform is not None:
@@ -693,6 +693,20 @@ class _Work:
             given = {**given, **change.given_by(x)}
         return self._layout.arrays(new, quantize(x, format, **given))
 
+    def _compressed(self, name: str, lane: Lane) -> QuantizedArray:
+        """A compressed tensor, on the device."""
+        found = self._checkpoint.compressed[name]
+        if isinstance(lane, GpuLane) and found.as_stored:
+            planes = {plane: self._uploaded(stored, lane) for plane, stored in found.as_stored.items()}
+            return QuantizedArray(found.format, planes, found.shape, found.dtype)
+        return found.read(self._checkpoint.reader).to_device(lane.device)
+
+    def _uploaded(self, stored: str, lane: GpuLane) -> Any:
+        """A stored tensor, on the device."""
+        file, entry = self._checkpoint.reader.file_of(stored), self._checkpoint.reader.entry(stored)
+        made = lane.upload(functools.partial(file.parts, stored), entry.nbytes)
+        return made.view(_xp.named_dtype(entry.dtype)).reshape(entry.shape)
+
     def _read(self, name: str, change: Change | None, lane: Lane) -> Any:
         """A tensor that is not compressed, rounded to another dtype where one is asked for; on the device if it is
         going to be compressed. No format keeps the array that it is given, so one piece of memory serves all.
@@ -701,8 +715,7 @@ class _Work:
         entry = reader.entry(name)
         goes = change is not None and change.choice is not None
         if goes and isinstance(lane, GpuLane) and rounded in (None, entry.dtype):
-            parts = functools.partial(reader.file_of(name).parts, name)
-            return lane.upload(parts, entry.nbytes).view(_xp.named_dtype(entry.dtype)).reshape(entry.shape)
+            return self._uploaded(name, lane)
         x = reader.array(name, lane.memory(entry.nbytes))
         if rounded is not None:
             with np.errstate(over="ignore"):  # it becomes infinite

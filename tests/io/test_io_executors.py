@@ -1,6 +1,7 @@
 """Work that executors share: the bytes of a serial job, one error with a name, and nothing left behind."""
 
 import concurrent.futures
+import contextlib
 import json
 import multiprocessing
 import os
@@ -284,3 +285,24 @@ def test_lanes_share_devices():
         assert one.memory(10) is one.memory(5) and one.memory(100).nbytes == 100
         assert next(one.parts(np.arange(3, dtype="u1"))).tobytes() == b"\0\1\2"
     assert names == ["cpu"] and not staging._used["cpu"]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("format", ["kbit4", "nf4:double_quant=true", "q8_0", "int8:block=32", "ternary:block=32"])
+def test_a_gpu_makes_the_same_bytes_through_its_lanes(tmp_path, cupy, workers, format):
+    """Tensors of several parts, of less than one, and of none; planes that are uploaded as they are stored."""
+    rng = np.random.default_rng(0)
+    shapes = [(2600, 4096), (33, 96), (4096, 2048), (64, 32)]
+    tensors = {f"w{i}": rng.standard_normal(shape, F32).astype(("f2", "f4")[i % 2]) for i, shape in enumerate(shapes)}
+    tensors |= {"bias": np.arange(7), "empty": np.zeros((0, 64), F32)}
+    kb.io.save(tmp_path / "in", tensors, max_shard_size=1 << 24)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers)) if workers else None
+        for device, executor in (("cpu", None), ("cuda:0", pool)):
+            how = {"device": device, "executor": executor}
+            kb.io.quantize_file(tmp_path / "in", tmp_path / device, format, **how)
+            kb.io.dequantize_file(tmp_path / "cpu", tmp_path / f"{device}-back", **how)
+            kb.io.dequantize_file(tmp_path / "cpu", tmp_path / f"{device}-f2", dtype="float16", **how)
+    for name in ("", "-back", "-f2"):
+        assert contents(tmp_path / f"cuda:0{name}") == contents(tmp_path / f"cpu{name}")
+    assert not staging._idle and not staging._used["cuda:0"]

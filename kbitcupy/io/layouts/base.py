@@ -36,6 +36,8 @@ class Compressed:
         What else the layout has to be told to write the tensor as it was.
     lead : int, default 0
         How many leading lengths count the members of a stack.
+    as_stored : mapping of str to str, optional
+        The stored tensor of each plane, where all of them are stored as they are.
     """
 
     format: Format
@@ -45,6 +47,7 @@ class Compressed:
     planes: Callable[[Reader], Mapping[str, np.ndarray]]
     options: Mapping[str, Any] = field(default_factory=dict)
     lead: int = 0
+    as_stored: Mapping[str, str] = field(default_factory=dict)
 
     def specs(self) -> Mapping[str, Plane]:
         """What its planes are."""

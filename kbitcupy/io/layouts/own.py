@@ -102,7 +102,8 @@ def _describe(file: FileReader, name: str, config: Any) -> Compressed:
                 f"{file.path}: compressed tensor {name!r}: plane {plane!r} is {found}, but {format} of shape {shape} "
                 f"needs {entry_of(spec)}; compress it again"
             )
-    return Compressed(format, shape, dtype, tuple(planes.values()), functools.partial(_read, planes), lead=lead or 0)
+    read = functools.partial(_read, planes)
+    return Compressed(format, shape, dtype, tuple(planes.values()), read, lead=lead or 0, as_stored=planes)
 
 
 def _read(planes: Mapping[str, str], reader: Reader) -> dict[str, np.ndarray]:
