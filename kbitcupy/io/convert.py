@@ -234,7 +234,6 @@ def quantize_file(
     >>> report.converted, report.copied, report.nbytes_before, report.nbytes_after
     (1, 1, 16896, 2692)
     """
-    began = time.perf_counter()
     arguments: dict[str, Any] = {
         "source": source,
         "target": target,
@@ -247,20 +246,18 @@ def quantize_file(
         "layout": layout,
         "weight_scale": weight_scale,
     }
-    conversion, said = _plan_quantize(**arguments)
-    conversion.planned_by(_plan_quantize, _from_anywhere(arguments))
-    report = _run(
-        conversion,
-        target,
-        began,
-        device=device,
-        executor=executor,
-        force=force,
-        resume=resume,
-        progress=progress,
-        dry_run=dry_run,
-    )
-    return replace(report, **said)
+    how: dict[str, Any] = {"device": device, "executor": executor, "force": force, "resume": resume}
+    return _convert(_plan_quantize, arguments, **how, progress=progress, dry_run=dry_run)
+
+
+def _convert(
+    plan: Callable[..., tuple[Conversion, dict[str, Any]]], arguments: Mapping[str, Any], **how: Any
+) -> FileReport:
+    """Plan a conversion from these arguments, which other processes can repeat, and do it; `how` is as for `_run`."""
+    began = time.perf_counter()
+    conversion, said = plan(**arguments)
+    conversion.planned_by(plan, _from_anywhere(arguments))
+    return replace(_run(conversion, arguments["target"], began, **how), **said)
 
 
 def _from_anywhere(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -433,27 +430,14 @@ def dequantize_file(
     >>> report.converted, restored.shape, restored.dtype
     (1, (64, 64), dtype('float32'))
     """
-    began = time.perf_counter()
     arguments: dict[str, Any] = {
         "source": source,
         "target": target,
         "dtype": None if dtype is None else _xp.float_dtype(dtype).name,
         "weight_scale": weight_scale,
     }
-    conversion, said = _plan_dequantize(**arguments)
-    conversion.planned_by(_plan_dequantize, _from_anywhere(arguments))
-    report = _run(
-        conversion,
-        target,
-        began,
-        device=device,
-        executor=executor,
-        force=force,
-        resume=resume,
-        progress=progress,
-        dry_run=dry_run,
-    )
-    return replace(report, **said)
+    how: dict[str, Any] = {"device": device, "executor": executor, "force": force, "resume": resume}
+    return _convert(_plan_dequantize, arguments, **how, progress=progress, dry_run=dry_run)
 
 
 def _plan_dequantize(

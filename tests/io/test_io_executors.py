@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -275,6 +276,26 @@ def test_a_killed_process_is_named(source, small_pieces):
     with pool, pytest.raises(FileError, match=r"model-0000.*: a worker ended abruptly.*--resume"):
         kb.io.quantize_file(source / "shards", source / "out", "kbit4", device="cpu", executor=pool)
     assert not (source / "out").exists() and not (source / "out.part").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("format", ["kbit4", "nf4:double_quant=true", "int8:block=32", "ternary"])
+def test_memory_grows_with_workers_and_not_with_files(tmp_path, format, workers):
+    """Each has two and a half of the largest tensor at most."""
+    x = np.random.default_rng(0).standard_normal((1024, 4096)).astype(np.float16)
+    kb.io.save(tmp_path / "in", {f"w{i}": x for i in range(9)}, max_shard_size=2 * x.nbytes)
+    names = ["in", "small", "back"]
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers)) if workers > 1 else None
+        for make, options in ((kb.io.quantize_file, (format,)), (kb.io.dequantize_file, ())):
+            source, target = tmp_path / names.pop(0), tmp_path / names[0]
+            tracemalloc.start()
+            try:
+                make(source, target, *options, device="cpu", executor=pool)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert x.nbytes < peak <= 2.5 * workers * x.nbytes
 
 
 def test_lanes_share_devices():
