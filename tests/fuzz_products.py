@@ -22,7 +22,7 @@ from gguf_planes import planes_of
 import kbitcupy as kb
 from kbitcupy.bench.cases import random_array
 from kbitcupy.products.functions import plan
-from kbitcupy.products.fused import gentle_factor
+from kbitcupy.products.fused import gentle_factor, rounds_both_ways
 from kbitcupy.products.int8 import factors
 from kbitcupy.products.integer_activations import quantize_host
 from kbitcupy.products.integers import PRESETS, units_of
@@ -128,9 +128,9 @@ def with_scales(q, scale, offset):
 def as_multiplied(q, w, route, dtype):
     """The weights that a product may have been computed with, in place of `w`.
 
-    A route may decode weights to the dtype of x, which rounds them once. A kernel may round the values of a codebook,
-    the same way for all weights, and their products with scales, which may have been rounded before. These errors are
-    no noise: equal weights have the same one. So they are worked out.
+    A route may decode weights to the dtype of x, which rounds them once. A kernel may round the values of a codebook to
+    the nearest, and their products with scales, which may have been rounded before. These errors are no noise: equal
+    weights have the same one. So they are worked out. Where values are rounded both ways that is noise: `by_table`.
     """
     fragments, eps = q.format.fragments(), float(ml_dtypes.finfo(dtype).eps)
     if fragments is None or (route != "plan" and not fragments.entries):
@@ -139,16 +139,54 @@ def as_multiplied(q, w, route, dtype):
         return [rounded(w, eps)]
     values, offsets = with_scales(q, 1.0, False), with_scales(q, 0.0, True)
     scales = np.divide(w - offsets, values, out=np.zeros_like(w), where=values != 0)
-    power = gentle_factor(np.array(fragments.known_values, np.float32), dtype) if fragments.known_values else 1.0
-    table = rounded(values * power, eps)
+    power = factor_of(q, dtype)
+    table = values * power if both_ways(fragments) else rounded(values * power, eps)
     found = [table / power * scales + offsets, rounded(table * rounded(scales, eps), eps) / power + offsets]
     return [*found, rounded(w, eps)] if route == "plan" else found
+
+
+def both_ways(fragments):
+    """Whether values of a codebook are rounded both ways."""
+    return "Table4" in fragments.small_batch and not (
+        fragments.known_values and not rounds_both_ways(np.array(fragments.known_values, np.float32))
+    )
+
+
+def factor_of(q, dtype):
+    """What a kernel multiplies a codebook by before it rounds it, but for a power of two."""
+    fragments = q.format.fragments()
+    if fragments.known_values:
+        return gentle_factor(np.array(fragments.known_values, np.float32), dtype)
+    if both_ways(fragments):  # the kernel tries one a thread
+        return gentle_factor(q.planes[fragments.values], dtype, 512)
+    return 1.0
+
+
+def by_table(q, w, dtype):
+    """Of each weight a variance that what its rounded value may be off is sub-Gaussian with, or None.
+
+    A table of values has the number of `dtype` below a value in some places and that above it in others, so that their
+    mean is right. Where a value is part f of a step above the lower one, it is off by -f or 1 - f steps, which is
+    sub-Gaussian with (1 - 2f) / (2 ln((1 - f) / f)) (Kearns and Saul, 1998), for f = 1/2 with 1/4.
+    """
+    fragments = q.format.fragments()
+    if fragments is None or not fragments.entries or fragments.bits > 5 or not both_ways(fragments):
+        return None
+    values, offsets = with_scales(q, 1.0, False), with_scales(q, 0.0, True)
+    scales = np.divide(w - offsets, values, out=np.zeros_like(w), where=values != 0)
+    factor = factor_of(q, dtype)
+    mantissa, exponent = np.frexp(np.abs(values) * factor)
+    step = float(ml_dtypes.finfo(dtype).eps) / 2
+    above = mantissa / step % 1.0
+    part = np.clip(np.minimum(above, 1 - above), 1e-9, 0.5 - 1e-6)
+    proxy = np.where(above == 0, 0.0, (1 - 2 * part) / (2 * np.log((1 - part) / part)))
+    return proxy * np.square(np.ldexp(step, exponent) / factor * scales)
 
 
 def allowed(q, x, w, wanted, inside, route, dtype):
     """The largest root mean square of errors of a right product, of the outputs `inside`.
 
-    An error has three parts.
+    An error has four parts.
     1. What rounded weights make, which is known (`as_multiplied`): the largest of what may have been the case.
     2. The rounding of an output. It is at most half a unit in the last place; over all its values it is as good as
        uniform there, of variance ulp^2 / 12, and independent of the others. Uniform numbers are sub-Gaussian with that
@@ -156,15 +194,23 @@ def allowed(q, x, w, wanted, inside, route, dtype):
        sum v + 2 sqrt(t sum v^2) + 2 t max v in one of exp(t) cases. Few outputs may thus be off by half a unit each,
        and many hardly by more than a right rounding is.
     3. What sums in fp32 leave out, of which a tensor core cuts off what is below 2^-23 of its largest number.
+    4. What a table of rounded values makes (`by_table`): noise of the weights, the same for all tokens. So the outputs
+       of a row of weights count as one number in the bound of the second part.
     """
     info = ml_dtypes.finfo(dtype)
     weights = max(size((x @ (used - w).T)[inside]) for used in as_multiplied(q, w, route, dtype))
     ulp = np.ldexp(float(info.eps), np.maximum(np.frexp(np.abs(wanted[inside]))[1] - 1, int(info.minexp)))
     variance, t = np.square(ulp) / 12, math.log(ODDS)
-    most = variance.sum() + 2 * math.sqrt(t * np.square(variance).sum()) + 2 * t * variance.max()
-    outputs = math.sqrt(min(most, np.square(ulp / 2).sum()) / ulp.size)
+    outputs = math.sqrt(min(most(variance, t), np.square(ulp / 2).sum()) / ulp.size)
     sums = 2.0**-22 * size((np.abs(x) @ np.abs(w).T)[inside])
-    return 1.1 * weights + outputs + sums
+    table = by_table(q, w, dtype)
+    noise = 0.0 if table is None else math.sqrt(most((inside * (np.square(x) @ table.T)).sum(0), t) / ulp.size)
+    return 1.1 * weights + outputs + sums + noise
+
+
+def most(variance, t):
+    """What the sum of squares of independent numbers, sub-Gaussian with these variances, exceeds in one of exp(t)."""
+    return variance.sum() + 2 * math.sqrt(t * np.square(variance).sum()) + 2 * t * variance.max()
 
 
 def wrong(format, rng, cupy, routes):

@@ -35,17 +35,18 @@ FORMATS = (
     *(f"{name},granularity=channel:0" for name in ("int4:zero=none", "uint4:zero=int", "int8:zero=none")),
     *("int8:block=32", "int8:block=128", "uint8:zero=int,block=64"),
     *("kbit6", "kbit7", "kbit8", "kbit8:absmax=float32", "q8_0", "q4_0", "q4_k"),
-    "kbit4",
-    "nf4",
-    "table4:block=16",
+    *("kbit2", "kbit3", "kbit4", "kbit4:absmax=float32", "kbit5", "fp4"),
+    *("nf4", "nf4:block=16", "nf4:block=32,double_quant=True"),
+    *(f"table4:block={block},codebook=custom" for block in (16, 32, 64)),
 )
 
 
 def weight(format, cupy, shape=SHAPE):
-    """A weight of normal numbers; a codebook of one's own is that of nf4."""
-    given = {"codebook": kb.get_format("nf4").fragments().known_values} if format.startswith("table4") else {}
-    w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    return kb.quantize(cupy.asarray(w), format, **given)
+    """A weight of normal numbers; a codebook of one's own is that of nf4, which has more values below zero."""
+    w = cupy.asarray(np.random.default_rng(0).standard_normal(shape).astype(np.float32))
+    name = format.removesuffix(",codebook=custom")
+    given = {} if name == format else {"codebook": kb.get_format("nf4").fragments().known_values}
+    return kb.quantize(w, name, **given)
 
 
 def measured(q, cupy, dtype=DTYPES[0], tokens=TOKENS, means=MEANS):

@@ -361,17 +361,13 @@ def tile_kernel(
 
 
 def rounds_scales(problem: Problem, cut: TileCut) -> bool:
-    """Whether weights that are integers times a scale are multiplied as numbers of x's type, not as exact integers.
+    """Whether weights are multiplied by scales in x's type, which does not hold these.
 
     It multiplies sums where a row has one scale, and in the kernel's OF_SUMS; halves of float16 lose nothing, nor do
     scales of a byte.
     """
     fragments = problem.fragments
     if fragments is None or not fragments.block:
-        return False
-    if fragments.entries and not (
-        fragments.known_values and all(value.is_integer() for value in fragments.known_values)
-    ):
         return False
     as_they_are = fragments.scale_bytes == 2 and fragments.offset is None
     exact = fragments.scale_bytes == 1 or (as_they_are and problem.dtype == np.float16)

@@ -20,7 +20,7 @@ from ..backend.launch import Kernel, Struct, Type
 from ..formats.base import Records, all_records, register_templates
 from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, TOKENS, Experts, bias_argument
 from .routes import Device, Problem, Product, Route, refused_by_all
-from .small_batch import add_partials
+from .small_batch import launch_in_parts
 
 #: The addresses of the fields of a weight.
 RECORD_PLANES = Struct("RecordPlanes", field=("u8", 5))
@@ -150,14 +150,7 @@ class RecordKernel:
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
-        tokens, splits = out.size // self._n, self._splits
-        partial = None if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
-        to = 0 if partial is None else partial.data.ptr
-        self.launch(-(-tokens // TOKENS), x, q, None if splits > 1 else bias, out, to, tokens)
-        if partial is not None:
-            bias, address, kind = bias_argument(bias, x.dtype)
-            pointers = to, address, out.data.ptr
-            add_partials(self.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
+        launch_in_parts(self.launch, TOKENS, self._splits, x, q, bias, out)
 
     def launch(
         self,

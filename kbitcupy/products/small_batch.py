@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
-from ..backend.compile import Template
+from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Struct
 from ..backend.structs import Constants
 from ..formats.base import Fragments, all_fragments, register_templates
@@ -369,14 +369,7 @@ class FewKernel(Fused):
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
-        tokens, splits = out.size // self._n, self._splits
-        partial = None if splits == 1 else _xp.namespace(x).empty(splits * out.size, np.float32)
-        to = 0 if partial is None else partial.data.ptr
-        self.launch(-(-tokens // self.tokens), x, q, bias, out, to, tokens)
-        if partial is not None:
-            bias, address, kind = bias_argument(bias, x.dtype)
-            pointers = to, address, out.data.ptr
-            add_partials(self.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, self._n))
+        launch_in_parts(self.launch, self.tokens, self._splits, x, q, bias, out)
 
     def launch(
         self,
@@ -473,6 +466,35 @@ def _binder(decoder: Decoder, k: int, capability: int, box: int) -> Binder:
 def _map_of_x(k: int, x: Any) -> bytes:
     """The tensor map of x: boxes of 8 tokens and 64 elements."""
     return _tma.byte_matrix(x.data.ptr, x.size // k, 2 * k, 2 * k, TOKENS, _tma.BOX_BYTES, True, PROMOTION)
+
+
+def launch_in_parts(
+    launch: Callable[..., None], together: int, splits: int, x: Any, q: QuantizedArray, bias: Any, out: Any
+) -> None:
+    """Launch a kernel for all tokens, and where thread blocks share k in `splits` parts, add up the sums of the parts.
+
+    Parameters
+    ----------
+    launch : callable
+        Takes how many thread blocks have other tokens, x, q, bias, out, the address of the sums or 0, and the tokens.
+    together : int
+        Tokens of a thread block.
+    splits : int
+        Parts of k.
+    x, q, bias, out : array
+        As the kernel takes them.
+    """
+    n = out.shape[-1]
+    tokens = out.size // n
+    blocks = -(-tokens // together)
+    if splits == 1:
+        launch(blocks, x, q, bias, out, 0, tokens)
+        return
+    partial = _xp.namespace(x).empty(splits * out.size, np.float32)
+    launch(blocks, x, q, None, out, partial.data.ptr, tokens)
+    bias, address, kind = bias_argument(bias, x.dtype)
+    pointers = partial.data.ptr, address, out.data.ptr
+    add_partials(CXX_TYPES[x.dtype.name]).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, n))
 
 
 @functools.cache

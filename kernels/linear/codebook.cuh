@@ -349,3 +349,8 @@ struct Table4 {
         }
     }
 };
+
+template <typename T, int SUB>
+struct RoundsBothWays<Table4<T, SUB>> {
+    static constexpr bool VALUE = true;
+};

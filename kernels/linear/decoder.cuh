@@ -155,16 +155,23 @@ __device__ __forceinline__ uint2 table_entry_pair(unsigned offset) {
     return v;
 }
 
-// Write one half, `part`, of entry `index` of a table: WARP copies of the words.
+// Write one half, `part`, of entry `index` of a table of WORDS words a lane: the same `four` again and again.
 template <int WORDS>
-__device__ __forceinline__ void fill_entry(unsigned table, int index, int part, const unsigned (&word)[WORDS]) {
+__device__ __forceinline__ void fill_entry(unsigned table, int index, int part, uint4 four) {
     // The chunks of neighbouring entries are written in different order: no bank conflicts.
     constexpr unsigned CHUNKS = WORDS * WARP / 4 / 2;
     const unsigned at = table + index * ENTRY_STRIDE + (part * CHUNKS + index % CHUNKS) * 16;
 #pragma unroll
     for (unsigned i = 0; i < CHUNKS; ++i)
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %1, %2};" ::"r"(at ^ i * 16), "r"(word[0]), "r"(word[WORDS - 1])
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at ^ i * 16), "r"(four.x), "r"(four.y),
+                     "r"(four.z), "r"(four.w)
                      : "memory");
+}
+
+// ... where all lanes have the same words.
+template <int WORDS>
+__device__ __forceinline__ void fill_entry(unsigned table, int index, int part, const unsigned (&word)[WORDS]) {
+    fill_entry<WORDS>(table, index, part, make_uint4(word[0], word[WORDS - 1], word[0], word[WORDS - 1]));
 }
 
 // Entry `index` for one value: in the low half of a word, `part` 0, and 128 bytes on in the high half, `part` 1.
@@ -175,15 +182,98 @@ __device__ __forceinline__ void fill_halves(unsigned table, int index, int part,
     fill_entry<1>(table + part * 128, index, 1, word);
 }
 
+// ---- values that are rounded both ways -----------------------------------------------------------------------------
+
+// A table holds values rounded to T. Were each always rounded to the nearest, all weights of a code would be off by the
+// same, and unless that is undone by the code of the negative value it does not average out: nf4, rows of 4096 and x of
+// mean 1 made errors 2.7 to 3.7 times those of weights that are decoded one by one. So a value is rounded up in some
+// places of the table and down in others, as often as it takes for the mean to be right. Places differ by the lane's
+// part of k and by which of the elements of an entry it is, which codes have nothing to do with, and then by the other
+// code of the entry. Values that T holds are the same everywhere.
+
+// Whether a decoder's table is one of these.
+template <typename Decoder>
+struct RoundsBothWays {
+    static constexpr bool VALUE = false;
+};
+
+// The number of T at v or next to it towards zero, in the upper half, and how far v is from there to the next one.
+template <typename T>
+__device__ __forceinline__ unsigned between(float v) {
+    if constexpr (SameType<T, __half>::VALUE) {
+        const unsigned low = __half_as_ushort(__float2half_rz(v));
+        const float from = __half2float(__ushort_as_half(low)), to = __half2float(__ushort_as_half(low + 1));
+        // A step is a power of two, and so is its reciprocal.
+        const float steps = __uint_as_float((254u << 23) - (__float_as_uint(to - from) & 0x7f800000u));
+        return low << 16 | __float2uint_rz(fabsf(v - from) * steps * 65536.0f);
+    } else {
+        return __float_as_uint(v);
+    }
+}
+
+// The words of four lanes for two values, which are `between`, of codes that make `bits`. What is added to a value
+// before its upper half is taken is evenly spread over 2^16: by eight places, and by the other code of the entry.
+__device__ __forceinline__ uint4 rounded_pairs(unsigned low, unsigned high, unsigned low_bits, unsigned high_bits) {
+    low += high_bits, high += low_bits;
+    auto word = [&](unsigned t) { return __byte_perm(low + t * 0x4000u, high + (t * 0x4000u + 0x2000u), 0x7632); };
+    return make_uint4(word(0), word(1), word(2), word(3));
+}
+
 // A whole table of pairs of 16 values, the first of a pair in the upper four bits of the index. Each lane brings a
 // value: lane i that of index i % 16.
 template <typename T>
 __device__ __forceinline__ void fill_pairs(unsigned table, float mine, unsigned thread, unsigned threads) {
+    const unsigned value = between<T>(mine);
     for (unsigned i = thread; i < 2 * 256; i += threads) {
-        const int index = i / 2;
-        const float first = __shfl_sync(FULL_WARP, mine, index >> 4);
-        const float second = __shfl_sync(FULL_WARP, mine, index & 15);
-        const unsigned word[1] = {Word<T>::pack(first, second)};
-        fill_entry<1>(table, index, i % 2, word);
+        const unsigned index = i / 2;
+        const unsigned first = __shfl_sync(FULL_WARP, value, index >> 4);
+        const unsigned second = __shfl_sync(FULL_WARP, value, index & 15);
+        // Bits of a code in reverse order, so that codes that are alike differ most.
+        const unsigned first_bits = (__brev(index) >> 15 & 0x1e00u) | 128u;
+        const unsigned second_bits = (__brev(index) >> 19 & 0x1e00u) | 128u;
+        fill_entry<1>(table, index, i % 2, rounded_pairs(first, second, first_bits, second_bits));
     }
+}
+
+// A factor from 1 to 2 with which values lose little when they are rounded to T both ways, as the host chooses one for
+// those that it knows (gentle_factor of kbitcupy/products/fused.py). Each thread tries one; lane i brings the value of
+// index i % VALUES. `scratch` is shared memory, a word for each warp, and `sync` a barrier of these `threads`.
+template <typename T, int VALUES, typename Sync>
+__device__ __forceinline__ float gentle_factor(float value, unsigned scratch, unsigned threads, const Sync& sync) {
+    constexpr unsigned PRECISION = SameType<T, __half>::VALUE ? 10 : 7, LEAST_NORMAL = 127 - 14, MOST_THREADS = 512;
+    const unsigned thread = threadIdx.x, lane = thread % WARP;
+    auto factor_of = [](unsigned tried) { return 1.0f + float(tried) / MOST_THREADS; };
+    const float mine = factor_of(thread);
+    float lost = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < VALUES; ++i) {
+        const float scaled = __shfl_sync(FULL_WARP, value, i) * mine;
+        const float off = fabsf(Word<T>::get(Word<T>::pack(scaled, 0.0f), 0) - scaled);
+        const unsigned exponent = max(__float_as_uint(scaled) >> 23 & 255u, LEAST_NORMAL) - PRECISION;
+        lost = fmaf(off, __uint_as_float(exponent << 23) - off, lost);
+    }
+    lost *= __frcp_rn(mine * mine);
+    // The least of them; who tried it is in the bits that count least.
+    auto least_of = [](unsigned v) { return ~warp_max(~v); };
+    const unsigned own = least_of((__float_as_uint(lost) & ~(MOST_THREADS - 1)) | thread);
+    if (lane == 0) store_shared(scratch + thread / WARP * 4, __uint_as_float(own));
+    sync();
+    const unsigned least = least_of(lane < threads / WARP ? shared_at<unsigned>(scratch + lane * 4) : 0xffffffffu);
+    sync();
+    return factor_of(least % MOST_THREADS);
+}
+
+// A lane's value for the table of a decoder that is told `values` or, without, those of `codebook`; see codebook_value.
+template <typename Decoder, typename Sync>
+__device__ __forceinline__ float table_value(
+    unsigned table, const float* values, const Values& codebook, unsigned threads, const Sync& sync, float& power) {
+    const float mine = codebook_value<Decoder::VALUES>(values, codebook, power);
+    if constexpr (RoundsBothWays<Decoder>::VALUE) {
+        if (values) {
+            const float factor = gentle_factor<typename Decoder::Type, Decoder::VALUES>(mine, table, threads, sync);
+            power *= factor;
+            return mine * factor;
+        }
+    }
+    return mine;
 }

@@ -226,6 +226,11 @@ struct TileTable4 {
     }
 };
 
+template <typename T, bool DOUBLE_QUANT>
+struct RoundsBothWays<TileTable4<T, DOUBLE_QUANT>> {
+    static constexpr bool VALUE = true;
+};
+
 // Scales of GGUF's types: two of 16 elements (nvfp4, UE4M3, half of what a byte stands for); one for 256 elements,
 // times the 6 bits less 32 of 32 of them, of which four are in one plane and two in another (iq4_xs).
 template <typename Decoder>

@@ -849,7 +849,9 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     if constexpr (SHIFT) raise_registers<104>();
     float power = 1.0f;
     if constexpr (Decoder::ENTRIES > 0) {
-        const float mine = codebook_value<Decoder::VALUES>(values, codebook, power) * Decoder::FACTOR;
+        const float mine = Decoder::FACTOR *
+                           table_value<Decoder>(
+                               own_block | TABLE_AT, values, codebook, S::WARPS * WARP, [] { warps_sync<S>(); }, power);
         Decoder::fill(own_block | TABLE_AT, mine, threadIdx.x, S::WARPS * WARP);
     }
     wait_for_previous();

@@ -424,7 +424,7 @@ __device__ __forceinline__ float fill_table(unsigned table, const float* values,
         return power;
     } else {
         float power;
-        const float mine = codebook_value<Decoder::VALUES>(values, codebook, power);
+        const float mine = table_value<Decoder>(table, values, codebook, blockDim.x, [] { __syncthreads(); }, power);
         Decoder::template fill<ONE>(table, mine, threadIdx.x, blockDim.x);
         wait_for_previous();
         return power;

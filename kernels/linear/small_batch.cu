@@ -196,8 +196,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const unsigned x_barrier = shared_address(factor) + X_BARRIERS_AT + mate * 8;
     constexpr int RING = EIGHTS == 2 ? 2 : 4, LATER = RING / 2;
     static_assert(RING % CLUSTER == 0 && (CLUSTER == 1 || (ONCE && !GROUPED)), "");
-    // Arrivals of a warp at them: one is enough, but racecheck follows each lane by itself, and here there is time.
-    constexpr int ARRIVALS = EVEN ? 1 : WARP;
+    // Arrivals of a warp at them: every lane that has read or written what others write or read. In a cluster copies of
+    // the sums count themselves, and no lane reads what it tells others of.
+    constexpr int ARRIVALS = CLUSTER == 1 ? WARP : 1;
     const unsigned ring = shared_address(factor) + HEAD + team * RING * 16;
     if (BULK && EVEN && lane == 0) {
         barrier_init(barriers, 1), barrier_init(barriers + 8, 1);

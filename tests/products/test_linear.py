@@ -398,11 +398,18 @@ def test_the_gentle_factor_is_gentle(name, dtype):
     power = 2.0 ** -np.floor(np.log2(np.abs(values).max()))  # as the kernel does
 
     def lost(factor):
-        scaled = (values * factor * power).astype(np.float32)
-        return np.square((scaled.astype(dtype).astype(np.float64) - scaled) / factor).sum()
+        """Squared errors, or the variance where so many are rounded up, the others down, that their mean is right."""
+        scaled = np.abs(values * factor * power).astype(np.float32)
+        near = scaled.astype(dtype)
+        other = np.where(near.astype(np.float32) > scaled, -1, 1)  # the next number on the other side
+        other = (near.view(np.int16) + other.astype(np.int16)).view(dtype)
+        off = near.astype(np.float64) - scaled
+        return (off * (scaled - other.astype(np.float64) if name == "nf4" else off)).sum() / factor**2
 
-    factor = fused.gentle_factor(values.astype(np.float32), dtype)
-    assert 1 <= factor < 2 and lost(factor) <= lost(1.0)
+    assert fused.rounds_both_ways(values) == (name == "nf4")
+    for tried in (32, 512):
+        factor = fused.gentle_factor(values.astype(np.float32), dtype, tried)
+        assert 1 <= factor < 2 and lost(factor) == pytest.approx(min(lost(1 + i / tried) for i in range(tried)))
 
 
 # ---- stacks and experts --------------------------------------------------------------------------------------------
