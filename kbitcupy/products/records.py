@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..array import QuantizedArray
-from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Struct, Type
+from ..backend.structs import Constants
 from ..formats.base import Records, all_records, register_templates
 from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, TOKENS, Experts, bias_argument
 from .routes import Device, Problem, Product, Route, refused_by_all
-from .small_batch import launch_in_parts
+from .small_batch import add_up, launch_in_parts, room_for_parts
 
 #: The addresses of the fields of a weight.
 RECORD_PLANES = Struct("RecordPlanes", field=("u8", 5))
@@ -40,9 +40,12 @@ RECORD_CUT = Struct(
     sums="u4",
     stages="u4",
 )
+#: The types of a result of quantized tokens.
+Y_KINDS = Constants(HALF_Y=0, BFLOAT_Y=1, FLOAT_Y=2)
+_KINDS = {"float16": Y_KINDS.HALF_Y, "bfloat16": Y_KINDS.BFLOAT_Y, "float32": Y_KINDS.FLOAT_Y}
 _RINGS = 4, 3  # tiles whose sums have room in shared memory
-_DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT)
-_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, "p", "i4", "i4", RECORD_CUT)
+_DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT, Y_KINDS)
+_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, "p", *["i4"] * 3, RECORD_CUT)
 _WARPS = 16  # of a thread block at the most
 _THREAD_BLOCKS = 16  # warps of a multiprocessor, by the registers of a thread
 
@@ -164,30 +167,35 @@ class RecordKernel:
         experts: Experts = NO_EXPERTS,
     ) -> None:
         bias, address, kind = bias_argument(bias, x.dtype)
-        found = q._launches.get(self._records)
-        if found is None:
-            found = q._launches[self._records] = _bound(self._records, q)
-        planes, scale = found
+        planes, scale = self._planes(q)
         groups, order, divisor, step = experts
         pointers = x.data.ptr, planes, scale, address, out.data.ptr, partial, groups, order
-        numbers = divisor, step, kind, tokens, self._n, 0, 0, 0, self._packed
+        numbers = divisor, step, kind, tokens, self._n, 0, 0, 0, 0, self._packed
         self._kernel.launch(x, (self._blocks, self._splits, blocks), (*pointers, *numbers))
 
-    def sums(self, codes: int, scales: int, pitch: int, padded: int, q: QuantizedArray, out: Any) -> Any:
-        """float32[parts, tokens, n] whose sum over the parts is the product of quantized tokens, as many as `out` has.
+    def staged(self, codes: int, scales: int, pitch: int, padded: int, q: QuantizedArray, bias: Any, out: Any) -> None:
+        """Fill out[..., n], float16, bfloat16 or float32, from as many quantized tokens.
 
         `codes` and `scales` are addresses, of int8[tokens, pitch] and float32[k / 32, padded].
         """
-        tokens = out.size // self._n
+        tokens, partial = out.size // self._n, room_for_parts(self._splits, out)
+        if bias is not None and bias.dtype != np.float32:
+            bias = bias.astype(np.float32)
+        bias, address, kind = bias_argument(bias, np.dtype(np.float32))
+        planes, scale = self._planes(q)
+        to = 0 if partial is None else partial.data.ptr
+        pointers = codes, planes, scale, address, out.data.ptr, to, 0, 0
+        numbers = 1, 0, kind, tokens, self._n, scales, pitch, padded, _KINDS[out.dtype.name], self._packed
+        self._kernel.launch(out, (self._blocks, self._splits, -(-tokens // TOKENS)), (*pointers, *numbers))
+        if partial is not None:
+            add_up(partial, self._splits, bias, out)
+
+    def _planes(self, q: QuantizedArray) -> tuple[bytes, int]:
+        """The planes of a weight as the kernel takes them, and its tensor scale or 0, found out once."""
         found = q._launches.get(self._records)
         if found is None:
             found = q._launches[self._records] = _bound(self._records, q)
-        planes, scale = found
-        partial = _xp.namespace(out).empty((self._splits, tokens, self._n), np.float32)
-        pointers = codes, planes, scale, 0, 0, partial.data.ptr, 0, 0
-        numbers = 1, 0, 0, tokens, self._n, scales, pitch, padded, self._packed
-        self._kernel.launch(out, (self._blocks, self._splits, -(-tokens // TOKENS)), (*pointers, *numbers))
-        return partial
+        return found
 
     def describe(self, tokens: int) -> str:
         """A few words on the launch."""

@@ -200,7 +200,7 @@ def _templates() -> Iterator[Template]:
             yield declared_template("linear_few", worked_out)
     yield declared_template("linear_one", _one_instances(True), True)
     yield declared_template("linear_one", _one_instances(False))
-    yield declared_template("add_partials", HALF_CXX)
+    yield declared_template("add_partials", (*HALF_CXX, CXX_TYPES["float32"]))
 
 
 register_templates(_templates)
@@ -484,21 +484,29 @@ def launch_in_parts(
     x, q, bias, out : array
         As the kernel takes them.
     """
-    n = out.shape[-1]
-    tokens = out.size // n
-    blocks = -(-tokens // together)
-    if splits == 1:
-        launch(blocks, x, q, bias, out, 0, tokens)
-        return
-    partial = _xp.namespace(x).empty(splits * out.size, np.float32)
-    launch(blocks, x, q, None, out, partial.data.ptr, tokens)
-    bias, address, kind = bias_argument(bias, x.dtype)
+    tokens = out.size // out.shape[-1]
+    partial = room_for_parts(splits, out)
+    to = 0 if partial is None else partial.data.ptr
+    launch(-(-tokens // together), x, q, None if to else bias, out, to, tokens)
+    if partial is not None:
+        add_up(partial, splits, bias, out)
+
+
+def room_for_parts(splits: int, out: Any) -> Any:
+    """Room for the sums of all parts of k; None where there is one."""
+    return None if splits == 1 else _xp.namespace(out).empty(splits * out.size, np.float32)
+
+
+def add_up(partial: Any, splits: int, bias: Any, out: Any) -> None:
+    """Fill `out` with the sums over the parts and the bias."""
+    bias, address, kind = bias_argument(bias, out.dtype)
     pointers = partial.data.ptr, address, out.data.ptr
-    add_partials(CXX_TYPES[x.dtype.name]).launch(x, (-(-out.size // 256),), (*pointers, out.size, splits, kind, n))
+    add = _add_partials(CXX_TYPES[out.dtype.name])
+    add.launch(out, (-(-out.size // 256),), (*pointers, out.size, splits, kind, out.shape[-1]))
 
 
 @functools.cache
-def add_partials(cxx: str) -> Kernel:
+def _add_partials(cxx: str) -> Kernel:
     """The kernel that adds up the sums of thread blocks that shared k."""
     return kernel_of("add_partials", cxx, 256, 0, (*(8,) * 4, *(4,) * 3))
 

@@ -119,11 +119,12 @@ class StagedRecords(Route):
         def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
             tokens = out.size // n
             codes, scales = quantized(floats_of(x), tokens, k)
-            parts = kernel.sums(codes.data.ptr, scales.data.ptr, codes.shape[1], scales.shape[1], q, out)
-            total = parts[0] if len(parts) == 1 else parts.sum(axis=0)
-            if bias is not None:
-                total += bias.astype(np.float32, copy=False)
-            out[...] = total.reshape(out.shape)
+            single = out
+            if out.dtype == np.float64:
+                single = _xp.namespace(out).empty(out.shape, np.float32)
+            kernel.staged(codes.data.ptr, scales.data.ptr, codes.shape[1], scales.shape[1], q, bias, single)
+            if single is not out:
+                out[...] = single
 
         return multiply
 

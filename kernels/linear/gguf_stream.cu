@@ -15,6 +15,7 @@
 #include KBIT_FORMAT_HEADER
 
 // Of the host, ahead of this source, beside what decoder.cuh names: struct RecordPlanes, the addresses of fields; and
+//     HALF_Y, BFLOAT_Y, FLOAT_Y  types of y for quantized tokens
 //     struct RecordCut
 //         records, share         of a row; of these a thread block's
 //         ring                   tiles whose sums have room, more than LATER
@@ -370,12 +371,17 @@ __device__ __forceinline__ void stage_codes(
     int records, unsigned x, unsigned sums, unsigned scales_to) {
     using Way = ::Way<T, R, true>;
     constexpr int OCTETS = Way::SUB / 8;
-    for (int token = 0; token < m; ++token) {
-        const uint2* from = reinterpret_cast<const uint2*>(
-            codes + (long long)(first_token + token) * pitch + (long long)first * RECORD);
-        for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
-            const uint2 eight = __ldg(from + octet);
-            const unsigned word[2] = {eight.x, eight.y};
+    const signed char* begin = codes + (long long)first_token * pitch + (long long)first * RECORD;
+    for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
+        uint2 eight[TOKENS];  // all loads before the first use
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token)
+            if (token < m)
+                eight[token] = __ldg(reinterpret_cast<const uint2*>(begin + (long long)token * pitch) + octet);
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            if (token >= m) break;
+            const unsigned word[2] = {eight[token].x, eight[token].y};
             const int record = octet / (RECORD / 8), k = octet % (RECORD / 8) * 8;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -396,18 +402,25 @@ __device__ __forceinline__ void stage_codes(
                 if (octet % OCTETS == 0) store_sum<Way>(sums, octet / OCTETS, token, m, float(sum));
             }
         }
-        for (int block = threadIdx.x; block < records * (RECORD / 32); block += blockDim.x)
-            store_shared(
-                scales_to + (block * TOKENS + token) * 4,
-                __ldg(scales + (long long)(first * (RECORD / 32) + block) * padded + first_token + token));
     }
+    for (int i = threadIdx.x; i < records * (RECORD / 32) * TOKENS; i += blockDim.x) {
+        const int block = i / TOKENS, token = first_token + i % TOKENS;  // there is room for the last eight
+        store_shared(scales_to + i * 4, __ldg(scales + (long long)(first * (RECORD / 32) + block) * padded + token));
+    }
+}
+
+// A sum as a number of a type that is known at run time.
+__device__ __forceinline__ void store_as(void* y, int kind, long long at, float v) {
+    if (kind == FLOAT_Y) store(static_cast<float*>(y) + at, v);
+    else if (kind == HALF_Y) store(static_cast<__half*>(y) + at, v);
+    else store(static_cast<__nv_bfloat16*>(y) + at, v);
 }
 
 // The sums of a tile: 16 bytes a lane, as mma leaves them; how many tiles later they are added up.
 constexpr int TILE_SUMS = WARP * 16, LATER = 2;
 
 // GROUPED   W is [experts][n][k] and thread block z takes the products of groups[z], of one expert
-// STAGED    x is int8 [tokens, pitch], with scales: its products are exact, and sums go to `partial`
+// STAGED    x is int8 [tokens, pitch], with scales: its products are exact, and y is of the type y_kind
 template <typename T, typename R, bool GROUPED, bool STAGED>
 __global__ void __launch_bounds__(512, 1) linear_records(
     const T* x,                                   // [tokens, k]
@@ -423,7 +436,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     int bias_kind,                                // see bias_at
     int tokens, int n,                            // rows of x and of W (of one expert)
     const float* scales,                          // [k / 32, padded], STAGED
-    int pitch, int padded,                        // STAGED
+    int pitch, int padded, int y_kind,            // STAGED
     const __grid_constant__ RecordCut cut) {
 #if __CUDA_ARCH__ >= 800
     using Way = ::Way<T, R, STAGED>;
@@ -542,6 +555,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                 const long long to = product_of(at) * n + row;
                 const float product = sum[i] * (1.0f / Way::UNIT) * of_all;
                 if (partial) partial[(long long)blockIdx.y * tokens * n + to] = product;
+                else if constexpr (STAGED) store_as(y, y_kind, to, product + bias_at<float>(bias, bias_kind, row));
                 else store(y + to, product + bias_at<T>(bias, bias_kind, row));
             }
         }
