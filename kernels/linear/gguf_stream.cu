@@ -168,10 +168,20 @@ __device__ __forceinline__ void integers_of(const R& r, int s, unsigned (&a)[2])
 
 // Where a lane finds what it multiplies a record with.
 struct Beside {
-    unsigned x, pitch;  // its part of x, and from two steps to the next two
+    unsigned x, pitch;  // of the record, and from two steps to the next two
+    unsigned mine;      // its part of two steps, before it is permuted
+    unsigned permuted;  // see x_permuted
     unsigned sums;      // sums of x: of its tokens, or with inner scales of its sub-blocks
     unsigned scales;    // of its tokens, one for 32 elements, where those are quantized
 };
+
+// Two steps of x have 64 bytes a token, 16 of each lane t, and are permuted, so that threads which write neighbouring
+// octets of a token meet in no bank: tokens where there are all eight, and lanes.
+__device__ __forceinline__ constexpr unsigned x_turned(int two) { return two * 64 ^ two / 2 % 2 * 16; }
+__device__ __forceinline__ unsigned x_permuted(int m) { return m == TOKENS ? ~0u : 63u; }
+__device__ __forceinline__ uint4 x_of(const Beside& beside, int two) {
+    return shared_at<uint4>(beside.x + two * beside.pitch + (beside.mine ^ (x_turned(two) & beside.permuted)));
+}
 
 // acc += factor * part, row by row.
 __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&part)[4], int row, float factor) {
@@ -204,7 +214,7 @@ __device__ __forceinline__ void multiply_record(
         for (int s = 0; s < 8; ++s) {
             const int j = s / STEPS;
             uint4 four;
-            if (s % 2 == 0) four = shared_at<uint4>(beside.x + (half * 4 + s / 2) * beside.pitch);
+            if (s % 2 == 0) four = x_of(beside, half * 4 + s / 2);
             const unsigned sums = beside.sums + (half * (Way::SUBS / 2) + j) * (TOKENS * 4);
             if (s % STEPS == 0) {
 #pragma unroll
@@ -286,7 +296,7 @@ __device__ __forceinline__ void multiply_inner(
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
             uint4 four;
-            if (s % 2 == 0) four = shared_at<uint4>(beside.x + (half * 4 + s / 2) * beside.pitch);
+            if (s % 2 == 0) four = x_of(beside, half * 4 + s / 2);
             unsigned a[2][2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -304,32 +314,81 @@ __device__ __forceinline__ void multiply_inner(
     for (int i = 0; i < 2; ++i) add_scaled(acc, part, i, inner[i].d);
 }
 
-// Keep the sum of sub-block `sub` of a token, see Beside.
-template <typename Way>
+// Keep the sum of sub-block `sub` of a token for an mma: eight sub-blocks of a token take 32 bytes, of two of them the
+// rounded sums, then what they leave.
 __device__ __forceinline__ void store_sum(unsigned sums, int sub, int token, int m, float sum) {
-    if constexpr (Way::INNER) {
-        // Eight sub-blocks of a token take 32 bytes: of two of them the rounded sums, then what they leave.
-        const unsigned to = sums + (sub / 8 * m + token) * 32 + sub % 8 / 2 * 8 + sub % 2 * 2;
-        const __nv_bfloat16 rounded = __float2bfloat16_rn(sum);
-        const __nv_bfloat16 left = __float2bfloat16_rn(sum - __bfloat162float(rounded));
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(__bfloat16_as_ushort(rounded)) : "memory");
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + 4), "h"(__bfloat16_as_ushort(left)) : "memory");
-    } else {
-        store_shared(sums + (sub * TOKENS + token) * 4, sum * Way::OF_SUMS);
-    }
+    const unsigned to = sums + (sub / 8 * m + token) * 32 + sub % 8 / 2 * 8 + sub % 2 * 2;
+    const __nv_bfloat16 rounded = __float2bfloat16_rn(sum);
+    const __nv_bfloat16 left = __float2bfloat16_rn(sum - __bfloat162float(rounded));
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(__bfloat16_as_ushort(rounded)) : "memory");
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + 4), "h"(__bfloat16_as_ushort(left)) : "memory");
 }
 
-// x of the tokens in the order of fragments: of each record, two steps and token 16 bytes a lane t; and the sums of SUB
-// neighbours, see Beside. `token_at(i)` is where token i's part begins, `records` of it.
+// Eight elements of x in the order of fragments, evens and odds of each four in `word`, and the sums of SUB neighbours,
+// see Beside: a thread has octets of all tokens.
+template <typename T, typename R, bool STAGED>
+struct Arrange {
+    using Way = ::Way<T, R, STAGED>;
+    static constexpr int OCTETS = Way::SUB / 8;
+    unsigned x, sums;
+    int m, octet;
+    float sum[TOKENS] = {};
+
+    __device__ __forceinline__ void store_words(int token, const unsigned (&word)[4]) const {
+        const int k = octet % (RECORD / 8) * 8;
+        const int two = k / 32, lane = R::ORDER == BY_SIXTEEN ? k / 4 % 4 : k / 8 % 4;
+        const unsigned turned = x_turned(two) & x_permuted(m);
+        const unsigned to = x + (octet / (RECORD / 8) * 8 + two) * (m * 64);
+        if constexpr (R::ORDER == BY_SIXTEEN) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(
+                                 to + k / 16 % 2 * 8 + ((token * 64 + (lane + i) * 16) ^ turned)),
+                             "r"(word[2 * i]), "r"(word[2 * i + 1])
+                             : "memory");
+        } else {
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + ((token * 64 + lane * 16) ^ turned)),
+                         "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                         : "memory");
+        }
+    }
+    // Those of a token, added up over the octets of a sub-block.
+    template <typename Sum>
+    __device__ __forceinline__ void add(int token, Sum own) {
+#pragma unroll
+        for (int other = 1; other < OCTETS; other *= 2) own += __shfl_xor_sync(FULL_WARP, own, other);
+        sum[token] = own;
+    }
+    __device__ __forceinline__ void store_sums() const {
+        if constexpr (Way::SUMMED) {
+            if (octet % OCTETS) return;
+            const int sub = octet / OCTETS;
+            if constexpr (Way::INNER) {
+#pragma unroll
+                for (int token = 0; token < TOKENS; ++token)
+                    if (token < m) store_sum(sums, sub, token, m, sum[token]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < TOKENS; i += 4) {
+                    const float four[4] = {
+                        sum[i] * Way::OF_SUMS, sum[i + 1] * Way::OF_SUMS, sum[i + 2] * Way::OF_SUMS,
+                        sum[i + 3] * Way::OF_SUMS};
+                    store_shared(sums + (sub * TOKENS + i) * 4, four);
+                }
+            }
+        }
+    }
+};
+
+// x of the tokens, `records` of each, to shared memory. `token_at(i)` is where token i's part begins.
 template <typename T, typename R, typename Token>
 __device__ __forceinline__ void stage_x(const Token& token_at, int m, int records, unsigned x, unsigned sums) {
-    using Way = ::Way<T, R>;
-    constexpr int OCTETS = R::SUB / 8;
     const uint4* from[TOKENS];
 #pragma unroll
     for (int token = 0; token < TOKENS; ++token)
         from[token] = reinterpret_cast<const uint4*>(token_at(min(token, m - 1)));
     for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
+        Arrange<T, R, false> arrange{x, sums, m, octet};
         uint4 four[TOKENS];  // all loads before the first use
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token)
@@ -339,27 +398,18 @@ __device__ __forceinline__ void stage_x(const Token& token_at, int m, int record
             if (token >= m) break;
             unsigned w[4];
             to_words(w, four[token]);
-            const int record = octet / (RECORD / 8), k = octet % (RECORD / 8) * 8;
+            const unsigned word[4] = {
+                __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x5410),
+                __byte_perm(w[2], w[3], 0x7632)};
+            arrange.store_words(token, word);
+            if constexpr (Way<T, R>::SUMMED) {
+                float own = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int at = k + 4 * i;
-                const int step = R::ORDER == BY_SIXTEEN ? at / 16 : at / 32 * 2 + at / 4 % 2;
-                const int lane = R::ORDER == BY_SIXTEEN ? at / 4 % 4 : at / 8 % 4;
-                const unsigned to = x + ((record * 8 + step / 2) * m + token) * 64 + lane * 16 + step % 2 * 8;
-                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to),
-                             "r"(__byte_perm(w[2 * i], w[2 * i + 1], 0x5410)),
-                             "r"(__byte_perm(w[2 * i], w[2 * i + 1], 0x7632))
-                             : "memory");
-            }
-            if constexpr (Way::SUMMED) {
-                float sum = 0.0f;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum += Word<T>::get(w[i], 0) + Word<T>::get(w[i], 1);
-#pragma unroll
-                for (int other = 1; other < OCTETS; other *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, other);
-                if (octet % OCTETS == 0) store_sum<Way>(sums, octet / OCTETS, token, m, sum);
+                for (int i = 0; i < 4; ++i) own += Word<T>::get(w[i], 0) + Word<T>::get(w[i], 1);
+                arrange.add(token, own);
             }
         }
+        arrange.store_sums();
     }
 }
 
@@ -369,10 +419,9 @@ template <typename T, typename R>
 __device__ __forceinline__ void stage_codes(
     const signed char* codes, int pitch, const float* scales, int padded, int first_token, int m, int first,
     int records, unsigned x, unsigned sums, unsigned scales_to) {
-    using Way = ::Way<T, R, true>;
-    constexpr int OCTETS = Way::SUB / 8;
     const signed char* begin = codes + (long long)first_token * pitch + (long long)first * RECORD;
     for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
+        Arrange<T, R, true> arrange{x, sums, m, octet};
         uint2 eight[TOKENS];  // all loads before the first use
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token)
@@ -381,27 +430,18 @@ __device__ __forceinline__ void stage_codes(
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
             if (token >= m) break;
-            const unsigned word[2] = {eight[token].x, eight[token].y};
-            const int record = octet / (RECORD / 8), k = octet % (RECORD / 8) * 8;
+            const unsigned both[2] = {eight[token].x, eight[token].y};
+            unsigned word[4];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int at = k + 4 * i;
-                const int step = R::ORDER == BY_SIXTEEN ? at / 16 : at / 32 * 2 + at / 4 % 2;
-                const int lane = R::ORDER == BY_SIXTEEN ? at / 4 % 4 : at / 8 % 4;
-                const unsigned to = x + ((record * 8 + step / 2) * m + token) * 64 + lane * 16 + step % 2 * 8;
-                const unsigned raised = word[i] ^ 0x80808080u;  // below the upper byte of 1024, less that and 128
-                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to),
-                             "r"(add_pairs<T>(__byte_perm(raised, 0x64646464u, 0x4240), 0xe480e480u)),
-                             "r"(add_pairs<T>(__byte_perm(raised, 0x64646464u, 0x4341), 0xe480e480u))
-                             : "memory");
+            for (int i = 0; i < 4; ++i) {  // below the upper byte of 1024, less that and 128
+                const unsigned raised = both[i / 2] ^ 0x80808080u;
+                word[i] = add_pairs<T>(__byte_perm(raised, 0x64646464u, i % 2 ? 0x4341 : 0x4240), 0xe480e480u);
             }
-            if constexpr (Way::SUMMED) {
-                int sum = __dp4a(int(word[0]), 0x01010101, __dp4a(int(word[1]), 0x01010101, 0));
-#pragma unroll
-                for (int other = 1; other < OCTETS; other *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, other);
-                if (octet % OCTETS == 0) store_sum<Way>(sums, octet / OCTETS, token, m, float(sum));
-            }
+            arrange.store_words(token, word);
+            if constexpr (Way<T, R, true>::SUMMED)
+                arrange.add(token, __dp4a(int(both[0]), 0x01010101, __dp4a(int(both[1]), 0x01010101, 0)));
         }
+        arrange.store_sums();
     }
     for (int i = threadIdx.x; i < records * (RECORD / 32) * TOKENS; i += blockDim.x) {
         const int block = i / TOKENS, token = first_token + i % TOKENS;  // there is room for the last eight
@@ -503,7 +543,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             last - first, base + cut.x, base + cut.sums_of_x);
     __syncthreads();
     // Tokens that are not there may be any.
-    const unsigned my_x = base + cut.x + min(g, m - 1) * 64 + t * 16, x_pitch = m * 64;
+    const unsigned my_x = min(g, m - 1) * 64 + t * 16, x_pitch = m * 64;
     const unsigned my_sums_of_x = base + cut.sums_of_x + t * 8 + (Way::INNER ? min(g, m - 1) * 32 : 0);
     const unsigned sums_pitch = Way::INNER ? Way::SUBS / 8 * m * 32 : Way::SUBS * TOKENS * 4;  // of a record
     const unsigned my_sums = base + cut.sums + lane * 16;
@@ -524,7 +564,8 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                 const unsigned narrow[2] = {coming[0], coming[1]};
                 const int at = item - first;
                 const unsigned my_scales = base + cut.scales + at * (RECORD / 32 * TOKENS * 4) + t * 8;
-                const Beside beside{my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch, my_scales};
+                const Beside beside{base + cut.x + at * 8 * x_pitch, x_pitch,  my_x, x_permuted(m),
+                                    my_sums_of_x + at * sums_pitch,  my_scales};
                 if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, start, acc);
                 else multiply_record<T, R, STAGED>(stage, narrow, table, beside, t, start, acc);
             }
