@@ -116,6 +116,8 @@ def combined(products: Any, weights: Any) -> Any:
 # Microseconds of the launches that sort and combine, and the fraction of the bandwidth at which weights pass: by
 # ``linear_few``; by the large tiles of ``linear_tile`` where they fill the device twice over, and where they do not.
 AROUND, _FRACTION, _FILLED, _UNFILLED, _RECORD_FRACTION = 9.0, 0.6, 0.7, 0.3, 0.3
+# The same by ``linear_few`` of integers, which are worked out; the groups of tokens of an expert where they are many.
+_INTEGER_FRACTION, _MANY = 0.85, 0.6
 # ... and of those that pick an expert's rows and tokens, where one is decoded after the other.
 _EACH = 20.0
 
@@ -151,7 +153,12 @@ class GroupedSmallBatch(Route):
         return misaligned(problem, kernel.alignment) if kernel.fits else "the device has too little shared memory"
 
     def cost(self, problem: Problem) -> float:
-        return AROUND + chosen(problem) * problem.reading / _FRACTION
+        assert problem.fragments is not None
+        reading = chosen(problem) * problem.reading
+        if problem.fragments.entries:
+            return AROUND + reading / _FRACTION
+        groups = problem.tokens / (TOKENS * chosen(problem))  # of eight, of an expert: the last one is half full
+        return AROUND + reading / _INTEGER_FRACTION * (1.0 if groups <= _MANY else groups + 0.5)
 
     def prepare(self, problem: Problem) -> Product:
         return functools.partial(grouped, self._kernel(problem))

@@ -98,9 +98,11 @@ class Decoder:
         gaps, swizzled = (str(flag).lower() for flag in (self.fragments.gaps, self.fragments.swizzled))
         return f"Layout<{self.fragments.entries}, {gaps}, {self.item_bytes}, {self.scale_bytes}, {swizzled}>"
 
-    def shared_bytes(self, eights: int, items: int, warps: int) -> int:
-        """Shared memory of a thread block of ``linear_few``."""
-        stages = warps * items * ITEM_ROWS * (self.item_bytes + 2 * self.scale_bytes)
+    def shared_bytes(self, eights: int, items: int, warps: int, once: bool = False) -> int:
+        """Shared memory of a thread block of ``linear_few``; `once`: where k goes through at once."""
+        # Inner scales are made to floats when those before are used up.
+        buffers = 1 if once and not self.fragments.copied and self.fragments.beside else 2
+        stages = warps * items * ITEM_ROWS * (self.item_bytes + buffers * self.scale_bytes)
         slots = 2 if eights == 2 else 4
         sums = 0 if self.fragments.gaps else slots * warps * ITEM_ROWS * TOKENS * eights * 4
         return self._table_bytes - SIZES.HEAD + SIZES.FEW_HEAD + sums + stages

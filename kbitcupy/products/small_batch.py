@@ -332,7 +332,7 @@ class FewKernel(Fused):
         #: Whether the device has the shared memory.
         self.fits = warps > 0
         self.tokens, self.clustered = TOKENS * eights, cut.cluster > 1
-        shared = decoder.shared_bytes(eights, items, warps)
+        shared = decoder.shared_bytes(eights, items, warps, flow != _IN_CHUNKS)
         # By way of shared memory whole lines of x are read, and once.
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
         self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room

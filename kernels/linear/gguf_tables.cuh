@@ -155,7 +155,7 @@ template <typename T>
 struct InnerPairTable : PairTable<T, __half, SPLIT> {
     using Base = PairTable<T, __half, SPLIT>;
     using Base::FIELDS, Base::SUBS;
-    static constexpr int SCALE_BYTES = SUBS * 4;
+    static constexpr int SCALE_BYTES = SUBS * 4, STEP = ITEM_ROWS * 4;  // from a scale of a row to the next
     static constexpr bool SPREAD_SCALES = true;
 
     template <int EIGHTS>
@@ -168,7 +168,7 @@ struct InnerPairTable : PairTable<T, __half, SPLIT> {
             const unsigned word[2] = {f[0][j], f[1][j]};
 #pragma unroll
             for (int h = 0; h < 2; ++h) look_up_step<T, EIGHTS>(word, 2 * h, x, 2 * j + h, lane, part);
-            const float scale[2] = {shared_at<float>(scales + j * 4), shared_at<float>(scales + eight + j * 4)};
+            const float scale[2] = {shared_at<float>(scales + j * STEP), shared_at<float>(scales + eight + j * STEP)};
             add_parts<EIGHTS>(part, scale, acc);
         }
     }

@@ -151,60 +151,70 @@ struct ScaleExpansion {
 
 // The same of 6-bit scales of 32 in blocks of 256 (iq4_xs): a lane has a block of 16 rows x ITEMS k-tiles, and makes
 // its scales of 32 to floats. Planes: d, a half; scales_l, a word, nibble j the low bits of scale j; scales_h, a short,
-// two bits each.
+// two bits each. Scale j of k-tile i of a row is at (SUBS i + j) ITEM_ROWS + row in a stage: the rows that lanes read
+// together meet in no bank.
 template <int ITEMS>
 struct InnerScales {
-    static constexpr int BLOCKS = ITEMS / 2, BYTES = ITEM_K / 32 * 4;  // of a row; of a k-tile
+    static constexpr int BLOCK = 2 * ITEM_K, BLOCKS = ITEMS > 1 ? ITEMS / 2 : 1;  // elements; of a row
+    static constexpr int SUBS = ITEM_K / 32, STEP = ITEM_ROWS * 4;
     const char* d;
     const float* low;
     unsigned map;  // there is none
     long long above;
-    int k, shift;  // log2 of the elements of a block
+    int k, shift;
     const unsigned short* high = nullptr;
     unsigned held[3] = {};
 
-    __device__ __forceinline__ void load_block(long long block) {
-        held[0] = reinterpret_cast<const unsigned short*>(d)[block];
-        held[1] = reinterpret_cast<const unsigned*>(low)[block];
-        held[2] = high[block];
-    }
-    // Scales 4 half .. 4 half + 3 of the block, of which each is exact.
-    __device__ __forceinline__ void store_half(unsigned to, int half) const {
-        const float step = Word<__half>::get(held[0], 0);
-        float scale[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int at = 4 * half + j;
-            const unsigned top = at < 2 ? held[2] << (4 - 2 * at) : held[2] >> (2 * at - 4);
-            const unsigned code = (held[1] >> 4 * at & 15u) | (top & 0x30u);
-            scale[j] = (__uint_as_float(0x4b000000u | code) - 8388640.0f) * step;  // 2^23 + code, less 2^23 + 32
-        }
-        store_shared(to, scale);
+    // Which row, and which block of it, a lane has; and where its scales begin in a stage.
+    __device__ __forceinline__ static int row(int g, int t) { return g + t / BLOCKS * 8; }
+    __device__ __forceinline__ static int block(int t) { return t % BLOCKS; }
+    __device__ __forceinline__ static unsigned place(int g, int t) {
+        return block(t) * 2 * SUBS * STEP + row(g, t) * 4;
     }
 
-    // Load what this lane has of 16 rows from `row` on and of `items` k-tiles from `item` on, which begins a block.
-    __device__ __forceinline__ void load(int row, int item, int items) {
-        const int lane = opaque(threadIdx.x % WARP), g = lane / 4, t = lane % 4;  // no registers of the loop around
-        held[0] = held[1] = held[2] = 0;
-        if (t < 2 * BLOCKS && t % BLOCKS * 2 < items)
-            load_block((above + row + g + t / BLOCKS * 8) * (k >> shift) + item / 2 + t % BLOCKS);
+    __device__ __forceinline__ void load_block(long long number) {
+        held[0] = reinterpret_cast<const unsigned short*>(d)[number];
+        held[1] = reinterpret_cast<const unsigned*>(low)[number];
+        held[2] = high[number];
     }
-    // `to` is the address of k-tile t of row g.
-    __device__ __forceinline__ void store(unsigned to, unsigned eight) const {
-        const int t = opaque(threadIdx.x % 4);
-        to += t / BLOCKS * eight + (t % BLOCKS * 2 - t) * BYTES;
+    // Eight scales of the block, each exact: even ones and odd ones as bytes, then floats.
+    __device__ __forceinline__ void make(float (&scale)[8]) const {
+        const float step = Word<__half>::get(held[0], 0), less = step * -160.0f;
+        unsigned top = (held[2] | held[2] << 8) & 0x00ff00ffu;
+        top = (top | top << 4) & 0x0f0f0f0fu;  // of two scales each
+        const unsigned code[2] = {
+            (held[1] & 0x0f0f0f0fu) | (top << 4 & 0x30303030u),
+            (held[1] >> 4 & 0x0f0f0f0fu) | (top << 2 & 0x30303030u)};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) store_half(to + half * BYTES, half);
+        for (int j = 0; j < 8; ++j)  // 128 + code, less 128 + 32
+            scale[j] = fmaf(__uint_as_float(__byte_perm(code[j % 2], 0x43000000u, 0x7044 | j / 2 << 8)), step, less);
+    }
+
+    // Load a block of `items` k-tiles that are there.
+    __device__ __forceinline__ void load(long long number, int t, int items) {
+        held[0] = held[1] = held[2] = 0;
+        if (t < 2 * BLOCKS && block(t) * 2 < items) load_block(number);
+    }
+    // `to` is where this lane's scales begin.
+    __device__ __forceinline__ void store(unsigned to, int t) const {
+        if (t >= 2 * BLOCKS) return;
+        float scale[8];
+        make(scale);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) store_shared(to + j * STEP, scale[j]);
     }
     // Bring those of rows that may end to a stage.
     __device__ __forceinline__ void copy(char* stage, int row, int n, int item, int items, int lane) {
 #pragma unroll 1
         for (int i = lane; i < ITEM_ROWS * ITEMS; i += WARP) {
-            const int at = item + i % ITEMS;
+            const int at = i / ITEM_ROWS, down = i % ITEM_ROWS;
             held[0] = held[1] = held[2] = 0;
-            if (i % ITEMS < items) load_block((above + min(row + i / ITEMS, n - 1)) * (k >> shift) + at / 2);
-            if (at % 2) store_half(shared_address(stage) + i * BYTES, 1);
-            else store_half(shared_address(stage) + i * BYTES, 0);
+            if (at < items) load_block((above + min(row + down, n - 1)) * (unsigned(k) / BLOCK) + (item + at) / 2);
+            float scale[8];
+            make(scale);
+            const unsigned to = shared_address(stage) + at * SUBS * STEP + down * 4;
+#pragma unroll
+            for (int j = 0; j < SUBS; ++j) store_shared(to + j * STEP, (item + at) % 2 ? scale[SUBS + j] : scale[j]);
         }
     }
 };

@@ -102,14 +102,19 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // Whether values come out of a table; and whether rows are permuted, those of 128 bytes.
     constexpr bool TABLE = Decoder::ENTRIES > 0, PERMUTED = WeightStage::ROW == 128;
     constexpr int GROUP_BYTES = GROUP / BOX * WeightStage::BYTES, GROUPS = ITEMS / GROUP;
-    constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, EIGHT = SCALES / 2;
+    // Whether scales that are expanded may be codes that have scales of their own; else they are inner scales, which
+    // are made when those before are used up where k goes through at once, and lie by rows.
+    constexpr bool NESTED = ExpansionOf<Decoder, ITEMS>::NESTED;
+    constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, BUFFERS = NESTED || !ONCE ? 2 : 1;
+    // From a row to the row 8 below it, and from a k-tile to the next.
+    constexpr int EIGHT = NESTED ? SCALES / 2 : 8 * 4, SCALE_ITEM = Decoder::SCALE_BYTES * (NESTED ? 1 : ITEM_ROWS);
     constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
     constexpr bool X_BULK = BULK && EVEN && CLUSTER > 1;
     // Whether TMA is at first asked for one group only: where all thread blocks ask for everything at once,
     // all of them get it late, x too. The rest is asked for when that group is there, or, where no table is made
     // meanwhile, when x is.
-    constexpr bool HELD_BACK = X_BULK && FLOW == AT_ONCE;
+    constexpr bool HELD_BACK = X_BULK && (FLOW == AT_ONCE || !NESTED);
     extern __shared__ uint4 dynamic[];
     // In a cluster the upper byte of an address in shared memory is the block's number.
     const unsigned window = shared_address(dynamic), own_block = CLUSTER == 1 ? 0 : window & 0xff000000u;
@@ -118,7 +123,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     float* factor = reinterpret_cast<float*>(table + Decoder::ENTRIES * ENTRY_STRIDE);
     char* weight_stages = reinterpret_cast<char*>(factor) + FEW_HEAD;
     char* scale_stages = weight_stages + warps * GROUPS * GROUP_BYTES;  // of scales
-    char* x_stage = scale_stages + warps * 2 * SCALES;
+    char* x_stage = scale_stages + warps * BUFFERS * SCALES;
     float* sums =
         reinterpret_cast<float*>(x_stage + cut.staged * (cut.warps * cut.items * X_BYTES + X_GAP));  // if without gaps
 
@@ -158,8 +163,6 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     }
     const long long above = GROUPED ? (long long)group.expert * n : 0;  // rows of the experts before
 
-    // Whether scales may be codes that have scales of their own; else what is expanded are inner scales.
-    constexpr bool NESTED = ExpansionOf<Decoder, ITEMS>::NESTED;
     float* map = reinterpret_cast<float*>(table - 1024);
     if (TABLE && NESTED && nested_absmax) {
         for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = codebook.map[i];
@@ -175,20 +178,25 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const int pitch = int((long long)k / ITEM_K * Decoder::ITEM_BYTES + k % ITEM_K * Decoder::ITEM_BYTES / ITEM_K);
     // Where rows are whole k-tiles: bytes of scales of a row, or records.
     const unsigned scale_pitch = [&] {
-        if constexpr (TABLE) return unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);
+        if constexpr (!NESTED) return unsigned(k) / Expansion::BLOCK;
+        else if constexpr (TABLE) return unsigned(k) / (ITEM_K / Decoder::SCALE_BYTES);
         else return unsigned(records.per_row);
     }();
     const char* origin = packed + above * pitch;
     // Addresses of this lane in the shared window, which the compiler must not work out again in each turn: where it
     // copies weights and scales to, and where it reads them.
     const unsigned my_stages = shared_address(weight_stages) + warp * GROUPS * GROUP_BYTES;
-    const unsigned my_scales = shared_address(scale_stages) + warp * 2 * SCALES;
-    const unsigned scales_to = opaque(my_scales + (g * ITEMS + t) * Decoder::SCALE_BYTES);
+    const unsigned my_scales = shared_address(scale_stages) + warp * BUFFERS * SCALES;
+    const unsigned scales_to = opaque(my_scales + [&] {
+        if constexpr (NESTED) return (g * ITEMS + t) * Decoder::SCALE_BYTES;
+        else return Expansion::place(g, t);
+    }());
     const unsigned stage_from = opaque(
         PERMUTED
             ? my_stages + my_row * WeightStage::ROW + (t * Decoder::LANE_BYTES ^ WeightStage::swizzle(my_row))
             : my_stages + my_row * WeightStage::ROW + (Decoder::ONE_READ ? t * 16 ^ WeightStage::swizzle(my_row) : 0));
-    const unsigned scales_from = opaque(my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP);
+    const unsigned scales_from = opaque(
+        NESTED ? my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP : my_scales + my_row * 4);
     // Barriers: of the copies of a warp, and of the slots of sums of a team, each where it is full and where it is
     // free.
     const unsigned barriers =
@@ -232,7 +240,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         source = origin + ahead_item * Decoder::ITEM_BYTES;
         if constexpr (EVEN) {
             source += (long long)(ahead_row + WeightCopy::row(lane)) * pitch + WeightCopy::byte(lane);
-            if constexpr (TABLE) scale_source = (ahead_row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
+            if constexpr (!NESTED)
+                scale_source = (ahead_row + Expansion::row(g, t)) * scale_pitch + ahead_item / 2 + Expansion::block(t);
+            else if constexpr (TABLE)
+                scale_source = (ahead_row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
             else
                 scale_source =
                     (ahead_row + g) * scale_pitch + records.of(ahead_item + (Decoder::PAIRED ? t * ITEMS / 8 * 2 : t));
@@ -294,12 +305,13 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     records.load(1, scale_source + 8 * scale_pitch, there && t < ahead);
                 }
             } else if constexpr (!TABLE) {
-                if (there && ahead) records.copy(scale_stages + warp * 2 * SCALES + other, ahead_row, ahead_item, lane);
+                if (there && ahead)
+                    records.copy(scale_stages + warp * BUFFERS * SCALES + other, ahead_row, ahead_item, lane);
             } else if constexpr (SPREAD) {
                 if constexpr (NESTED) {
                     if (there) spread.load(ahead_row + g, ahead_item + t, t < ahead);
                 } else if (there) {
-                    spread.load(ahead_row, ahead_item, ahead);
+                    spread.load(above * scale_pitch + scale_source, t, ahead);
                 }
             } else if (EVEN && (!Decoder::SPREAD_SCALES || ONCE || (NESTED && cut.width))) {
                 constexpr int PIECE = Decoder::SCALE_BYTES < 16 ? Decoder::SCALE_BYTES : 16;
@@ -314,7 +326,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     }
                 }
             } else if (there && ahead) {
-                char* const stage = scale_stages + warp * 2 * SCALES + other;
+                char* const stage = scale_stages + warp * BUFFERS * SCALES + other;
                 if constexpr (NESTED) scales.start<Decoder, ITEMS>(stage, ahead_row, ahead_item, ahead, lane);
                 else spread.copy(stage, ahead_row, n, ahead_item, ahead, lane);
             }
@@ -392,10 +404,12 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
         if (i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TABLE && !staged))) start(i, 0, 0);
-    if constexpr (SPREAD && NESTED)
+    if constexpr (SPREAD && NESTED) {
         if (nested_absmax) spread.offset = *nested_offset;
-    if constexpr (SPREAD)
         if (t < ITEMS) spread.store(scales_to, EIGHT);
+    } else if constexpr (SPREAD) {
+        spread.store(scales_to, t);
+    }
     auto store_narrow = [&](int other) {
         if constexpr (NARROW)
             if (t < ITEMS) records.store(0, scales_to + other), records.store(1, scales_to + other + EIGHT);
@@ -454,7 +468,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     arrange_x();
                 }
                 const int count = ONCE ? GROUPS * GROUP : count_at(item);
-                const unsigned scale_at = scales_from + scales_at;
+                const unsigned scale_at = scales_from + (BUFFERS == 2 ? scales_at : 0);
                 advance();
 #pragma unroll
                 for (int i = 0; i < GROUPS; ++i) {
@@ -486,7 +500,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     __syncwarp();
                     start(i, SCALES - scales_at, read);
                     // They were on their way while the groups before were multiplied.
-                    if constexpr (SPREAD)
+                    if constexpr (SPREAD && NESTED)
                         if (t < ITEMS && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items))
                             spread.store(scales_to + SCALES - scales_at, EIGHT);
                     if (NARROW && (i == GROUPS - 1 || (i + 1) * GROUP >= cut.items)) store_narrow(SCALES - scales_at);
@@ -496,13 +510,17 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                         if (nth >= count) continue;
                         unsigned field[2][Decoder::FIELDS];
                         Decoder::unpack(word[j], field);
-                        const unsigned at = scale_at + nth * Decoder::SCALE_BYTES;
+                        const unsigned at = scale_at + nth * SCALE_ITEM;
                         if constexpr (TABLE) Decoder::template multiply<EIGHTS>(field, my_x[nth], with, at, EIGHT, acc);
                         else
                             Decoder::template multiply<EIGHTS, EVEN>(
                                 field, my_x[nth], with, at, EIGHT, x_beside + nth * EIGHTS * 256,
                                 EVEN ? nth : item + nth, acc);
                     }
+                }
+                if constexpr (SPREAD && !NESTED) {
+                    __syncwarp();
+                    spread.store(scales_to, t);
                 }
                 scales_at = SCALES - scales_at;
             }
