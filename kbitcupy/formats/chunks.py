@@ -26,6 +26,7 @@ _LESS_BIAS = np.float32(2.0**-112)
 _TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
 # Rows that are reduced at a time; longer ones are made of them.
 _ROW = 32
+_LAST_BUCKET = np.uint32(0xFFFF)
 # Marks a bucket with a threshold inside. With 256 levels it is an index as well, one that is rare.
 _AMBIGUOUS = 254
 
@@ -198,8 +199,9 @@ def flush_products(products: np.ndarray, items: np.ndarray, codes: np.ndarray, f
 class Buckets:
     """A table of 2^16 buckets of quotients: the index that all of a bucket share, or 254 where a threshold splits it.
 
-    Adding `magic` leaves y as a multiple of reach / 2^15 in the low 16 bits of the sum: a monotone function, so a
-    bucket without a threshold has one index. With 256 levels the index 254 itself counts as split, too.
+    Adding `magic` leaves y as a multiple of reach / 2^15 in the low bits of the sum, which all have one exponent: a
+    monotone function, so a bucket without a threshold has one index. With 256 levels the index 254 itself counts as
+    split, too.
 
     Parameters
     ----------
@@ -219,32 +221,36 @@ class Buckets:
         largest = float(np.abs(thresholds).max(initial=2.0**-40))
         reach = 2.0 ** (int(np.floor(np.log2(largest))) + 2)
         if reach > 2.0**100:  # magic would not be finite, or not accurate
-            self.magic, self.limit = np.float32(0), np.float32(np.inf)
+            self.magic, self.limit, self._least = np.float32(0), np.float32(np.inf), np.uint32(0)
             self.index = np.full(1 << 16, _AMBIGUOUS, np.uint8)
             return
         self.magic, self.limit = np.float32(reach * (2.0**8 + 1)), np.float32(reach * 0.75)
+        self._least = np.float32(reach * 2.0**8).view(np.uint32)  # of -reach
         bucket = self._position(thresholds, np.empty_like(thresholds)).astype(np.intp)
         ends = np.concatenate(([0], bucket + 1, [1 << 16]))
         self.index = np.repeat(index, np.diff(ends))
         self.index[bucket] = _AMBIGUOUS
 
     def _position(self, y: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """The buckets of finite quotients, uint32, in the float32 array `work`."""
+        """The buckets of quotients, uint32, in the float32 array `work`: 2^16 or more without one, as NaN is."""
         np.add(y, self.magic, out=work)
         bits = work.view(np.uint32)
-        bits &= np.uint32(0xFFFF)
+        bits -= self._least
         return bits
 
     def search(self, y: np.ndarray, buffers: Buffers) -> np.ndarray:
         """The index of each number of a chunk, which it may overwrite; 0 for NaN. The result lies in a buffer."""
         index, flag = buffers.index[: y.size].reshape(y.shape), buffers.flag[: y.size].reshape(y.shape)
-        nan = None
-        if not (y.min() >= -self.limit and y.max() <= self.limit):
+        nan, work = None, buffers.x[: y.size].reshape(y.shape)
+        bucket = self._position(y, work)
+        if y.size and bucket.max() > _LAST_BUCKET:
             nan = np.isnan(y)
             np.fmax(y, -self.limit, out=y)
             np.fmin(y, self.limit, out=y)
+            bucket = self._position(y, work)
+            bucket &= _LAST_BUCKET
         position = buffers.position[: y.size].reshape(y.shape)
-        position[...] = self._position(y, buffers.x[: y.size].reshape(y.shape))
+        position[...] = bucket
         np.take(self.index, position, out=index, mode="wrap")
         np.equal(index, _AMBIGUOUS, out=flag)
         rare = np.flatnonzero(flag)
