@@ -16,6 +16,12 @@ __device__ __forceinline__ float divide(float a, float b) {
 }
 __device__ __forceinline__ double divide(double a, double b) { return divide_ieee(a, b); }
 
+// a / b by 1 / b, as short_division: b is an integer, and nothing leaves the normal range.
+__device__ __forceinline__ double quotient(double a, double b, double inverse) {
+    const double q = __dmul_rn(a, inverse);
+    return __fma_rn(-__fma_rn(q, b, -a), inverse, q);
+}
+
 // Bits in the order of the numbers; 0 is below all of them, NaN beyond.
 template <typename C>
 __device__ __forceinline__ typename Compute<C>::Bits ordered(C x) {
@@ -38,14 +44,30 @@ __device__ __forceinline__ C in_type(float x) {
     else return x;
 }
 
-// The number of 16 bits that is nearest by way of float32; the nearest that is not larger, or not smaller.
-__device__ __forceinline__ unsigned nearest_code(double x, int storage) { return code_of(narrow(x, 0.0f), storage); }
-__device__ __forceinline__ double number_of_code_in_double(unsigned code, int storage) {
-    return widen(number_of_code(code, storage));
+// Whether a > b; no number is flushed.
+__device__ __forceinline__ bool is_larger(float a, float b) { return ieee::less(b, a); }
+__device__ __forceinline__ bool is_larger(double a, double b) { return a > b; }
+
+// Whether `sum`, which is a + b rounded, is a + b. What the larger one of the two leaves of the sum is exact.
+__device__ __forceinline__ bool is_sum(float sum, float a, float b) {
+    int r;
+    asm("{ .reg .pred p; .reg .f32 t; sub.rn.f32 t, %1, %2; setp.eq.f32 p, t, %3; sub.rn.f32 t, %1, %3;"
+        " setp.eq.and.f32 p, t, %2, p; selp.s32 %0, 1, 0, p; }"
+        : "=r"(r)
+        : "f"(sum), "f"(a), "f"(b));
+    return r != 0;
 }
-__device__ __forceinline__ unsigned code_below(double x, int storage) {
+
+// The number of 16 bits that is nearest by way of float32; the nearest that is not larger, or not smaller.
+template <typename C>
+__device__ __forceinline__ unsigned nearest_code(C x, int storage) {
+    return code_of(narrow(x, 0.0f), storage);
+}
+template <typename C>
+__device__ __forceinline__ unsigned code_below(C x, int storage) {
     const unsigned code = nearest_code(x, storage);
-    if (!(number_of_code_in_double(code, storage) > x) || code == (storage == IN_HALF ? 0xfbffu : 0xff7fu)) return code;
+    if (!is_larger(in_type<C>(number_of_code(code, storage)), x) || code == (storage == IN_HALF ? 0xfbffu : 0xff7fu))
+        return code;
     return (code & 0x7fffu) == 0 ? 0x8001u : code & 0x8000u ? code + 1 : code - 1;
 }
 __device__ __forceinline__ unsigned code_above(double x, int storage) { return code_below(-x, storage) ^ 0x8000u; }
@@ -57,6 +79,148 @@ struct QParams {
     int zero;     // or the bits of an offset
     bool inside;  // whether all numbers of the range, divided by an ordinary scale, stay within the levels
     bool finite;  // whether the range holds no infinity, which only careful divisions take
+};
+
+// The ends of a range of numbers of type T, where blocks have offsets.
+template <typename T>
+struct Extremes {
+    using C = typename Compute<T>::Type;
+    C up, down;  // the largest x and -x; NaN of no number
+
+    // Of ends that keep it (see Ends).
+    __device__ __forceinline__ bool has_nan() const { return up != up; }
+
+    // Scale and offset by the contract. STORED: in 16 bits, of which g.margin says in what. BITS, where it is known:
+    // qmax - qmin is 2^BITS - 1.
+    template <bool STORED, int BITS = 0>
+    __device__ __forceinline__ QParams<C> choose_qparams(const Geometry& g) const {
+        if constexpr (sizeof(C) == 4 && BITS > 0) {
+            QParams<float> found;
+            if (choose_quickly<STORED, BITS>(g, found)) return found;
+        }
+        return choose_carefully<STORED, BITS>(g);
+    }
+
+    // The same in float32, where that has no other result than float64; false where it may have. Where the width of the
+    // range is a float32, a quotient of it by an integer of 8 bits does not come so close to the middle of two float32
+    // that rounding to float64 first would change anything, nor does the sum of two float32.
+    template <bool STORED, int BITS>
+    __device__ __forceinline__ bool choose_quickly(const Geometry& g, QParams<float>& found) const {
+        constexpr float STEPS = (1 << BITS) - 1, HALF = 1 << (BITS - 1);
+        const bool with_sign = g.qmin < 0;
+        const float width = ieee::add(up, down), scale = short_division(width, STEPS, 1 / STEPS);
+        const float offset = ieee::subtract(with_sign ? __fmul_rn(scale, HALF) : 0.0f, down);  // 0 - -0 is 0
+        const bool exact = is_sum(width, up, down);
+        if (!(is_ordinary(scale) && larger(up, down) <= from_bits(unsigned(g.largest)))) return false;
+        if constexpr (STORED) {
+            if (sizeof(T) == 2 && !exact) return false;
+            return g.margin == IN_HALF ? store_quickly<IN_HALF, BITS>(g, scale, offset, exact, found)
+                                       : store_quickly<IN_BFLOAT16, BITS>(g, scale, offset, exact, found);
+        }
+        // What an offset of so few steps is rounded by moves no number to another level than the first or the last.
+        found = {scale, __float_as_int(offset), __fmul_rn(ieee::magnitude(offset), 0x1p-16f) <= scale, true};
+        return exact;
+    }
+    // The offset in 16 bits, and the scale that reaches both ends of the range from there, as stored_offset has them.
+    // No bit of a product of a number of 16 bits with a level is lost. Differences of numbers of 16 bits are mostly
+    // exact; those of float32 are not, but few lie so close to where what they are rounded to changes.
+    template <int STORAGE, int BITS>
+    __device__ __forceinline__ bool store_quickly(
+        const Geometry& g, float scale, float offset, bool exact, QParams<float>& found) const {
+        constexpr float STEPS = (1 << BITS) - 1, HALF = 1 << (BITS - 1);
+        const bool with_sign = g.qmin < 0;
+        const float least = 2 * number_of_code(1, STORAGE), most = 0.5f * from_bits(unsigned(g.surely));
+        const unsigned nearby = with_sign ? code_of(offset, STORAGE) : code_below(offset, STORAGE);
+        bool sure = scale >= least && scale <= most;
+        if (sizeof(T) == 4 && with_sign && !exact) {  // the scale may be 2 ulp off
+            const float beside = __fmaf_rn(ieee::magnitude(offset), 0x1p-23f, __fmul_rn(scale, HALF * 0x1p-22f));
+            sure = sure && code_of(__fadd_rn(offset, beside), STORAGE) == nearby &&
+                   code_of(__fsub_rn(offset, beside), STORAGE) == nearby;
+        }
+        const float from = ieee::add(number_of_code(nearby, STORAGE), 0.0f);
+        const float over = ieee::subtract(up, from), under = ieee::add(from, down);  // how far the ends are from there
+        const bool over_exact = is_sum(over, up, ieee::negative(from)), under_exact = is_sum(under, from, down);
+        float wanted = __fmul_rn(over, with_sign ? 1 / (HALF - 1) : 1 / STEPS);  // about
+        if (with_sign) wanted = larger(wanted, __fmul_rn(under, 1 / HALF));
+        unsigned code = code_of(wanted, STORAGE);
+        const float near = number_of_code(code, STORAGE);
+        const float near_over = __fmul_rn(near, with_sign ? HALF - 1 : STEPS), near_under = __fmul_rn(near, HALF);
+        if (near_over < over || (with_sign && near_under < under)) ++code;
+        if constexpr (sizeof(T) == 2) {
+            sure = sure && over_exact && (under_exact || !with_sign);
+        } else {
+            sure = sure && (over_exact || is_apart(near_over, over)) &&
+                   (under_exact || !with_sign || is_apart(near_under, under));
+        }
+        const float reaching = number_of_code(code, STORAGE);
+        found = {reaching, __float_as_int(from), with_sign || under <= 0, true};
+        return sure && wanted >= least && reaching <= most;
+    }
+    // Whether a number is below or above another one that may be an ulp off.
+    __device__ __forceinline__ static bool is_apart(float a, float b) {
+        return fabsf(__fsub_rn(a, b)) > __fmul_rn(fabsf(b), 0x1p-22f);
+    }
+
+    template <bool STORED, int BITS>
+    __device__ __forceinline__ QParams<C> choose_carefully(const Geometry& g) const {
+        const C end = from_bits(Bits(g.largest)), most = from_bits(Bits(g.surely));
+        const bool finite = magnitude_bits(up) <= largest_finite(C(0)) && magnitude_bits(down) <= largest_finite(C(0));
+        // Of no number NaN loses, and the ends change places.
+        const double upper = widen(smaller(larger(up, C(-end)), end));
+        const double lower = -widen(smaller(larger(down, C(-end)), end)), range = upper - lower;
+        if (!(upper > lower) && (!STORED || upper < lower)) {
+            const float offset = upper < lower ? 0.0f : ieee::add(narrow(lower, 0.0f), 0.0f);
+            return {C(1), __float_as_int(offset), true, finite};
+        }
+        double wanted;
+        if constexpr (sizeof(C) == 8) {
+            wanted = divide_ieee(range, double(g.divisor));
+        } else {
+            wanted = quotient(range, double(g.divisor), g.inverse);
+        }
+        const double limit = widen(most);
+        const unsigned bits = __float_as_uint(narrow(wanted > limit ? limit : wanted, 0.0f));
+        const unsigned least = !STORED ? 1u : __float_as_uint(number_of_code(1, g.margin));
+        const float scale = __uint_as_float(max(bits, least));  // positive
+        const double s = widen(scale);
+        // Where the scale is as large as it may be, the middle of the range.
+        const double first =
+            wanted > limit ? __dsub_rn(__dmul_rn(upper + lower, 0.5), __dmul_rn(s, 0.5 * g.divisor)) : lower;
+        if constexpr (STORED) {
+            const bool equal = upper == lower;
+            const double from = equal ? lower : __dsub_rn(first, __dmul_rn(s, double(g.qmin)));
+            return stored_offset<BITS>(from, upper, lower, finite, g);
+        }
+        const float offset = ieee::add(narrow(__dsub_rn(first, __dmul_rn(s, double(g.qmin))), 0.0f), 0.0f);
+        const bool inside =
+            sizeof(C) == 4 && !(wanted > limit) && __fmul_rn(ieee::magnitude(offset), 0x1p-16f) <= scale;
+        return {in_type<C>(scale), __float_as_int(offset), inside, finite};
+    }
+    // The offset in 16 bits, and the scale that reaches both ends of the range from there.
+    template <int BITS>
+    __device__ __forceinline__ static QParams<C> stored_offset(
+        double wanted, double upper, double lower, bool finite, const Geometry& g) {
+        const int storage = g.margin;
+        const unsigned code = g.qmin == 0 ? code_below(wanted, storage) : nearest_code(wanted, storage);
+        const float offset = ieee::add(number_of_code(code, storage), 0.0f);
+        const double from = widen(offset), limit = widen(from_bits(Bits(g.surely)));
+        double reached;
+        if constexpr (BITS == 0) {
+            reached = (upper - from) / double(g.qmax);
+            if (g.qmin != 0) reached = fmax(reached, (lower - from) / double(g.qmin));
+        } else {
+            constexpr double HALF = 1 << (BITS - 1), LAST = HALF - 1, STEPS = 2 * HALF - 1;
+            reached = g.qmin != 0 ? fmax(quotient(upper - from, LAST, 1 / LAST), (from - lower) / HALF)
+                                  : quotient(upper - from, STEPS, 1 / STEPS);
+        }
+        const unsigned scale = code_above(fmin(reached, limit), storage);
+        const bool exact = upper == lower && from == lower;
+        const float found = exact ? 1.0f : number_of_code(scale & 0x8000u ? 1u : max(scale, 1u), storage);
+        return {in_type<C>(found), __float_as_int(offset), false, finite};
+    }
+
+  private:
+    using Bits = typename Compute<C>::Bits;
 };
 
 template <typename C, bool FLOATING = false>
@@ -75,7 +239,7 @@ struct Range {
     __device__ __forceinline__ static double width(C up, C down, const Geometry& g) {
         if constexpr (sizeof(C) == 8) {
             return divide_ieee(fmin(up + down, from_bits(largest_finite(0.0))), double(g.divisor));
-        } else {  // as short_division: nothing leaves the normal range
+        } else {  // as quotient, which has these in another order
             const double sum = widen(up) + widen(down), q = __dmul_rn(sum, g.inverse);
             return __fma_rn(-__fma_rn(q, double(g.divisor), -sum), g.inverse, q);
         }
@@ -102,69 +266,12 @@ struct Range {
         }
         return {from_bits(most), found.zero, false, found.finite};
     }
-    // Scale and offset by the contract.
-    template <bool STORED>
-    __device__ __forceinline__ QParams<C> choose_offset(const Geometry& g) const {
-        const C end = from_bits(Bits(g.largest)), most = from_bits(Bits(g.surely));
-        const C raw_up = number_of_key<C>(high), raw_down = number_of_key<C>(low);
-        const bool finite =
-            magnitude_bits(raw_up) <= largest_finite(C(0)) && magnitude_bits(raw_down) <= largest_finite(C(0));
-        // Of no number NaN loses, and the ends change places.
-        const double upper = widen(smaller(larger(raw_up, C(-end)), end));
-        const double lower = -widen(smaller(larger(raw_down, C(-end)), end)), range = upper - lower;
-        if (!(upper > lower) && (!STORED || upper < lower)) {
-            const float offset = upper < lower ? 0.0f : ieee::add(narrow(lower, 0.0f), 0.0f);
-            return {C(1), __float_as_int(offset), true, finite};
-        }
-        double wanted;
-        if constexpr (sizeof(C) == 8) {
-            wanted = divide_ieee(range, double(g.divisor));
-        } else {  // as width
-            const double q = __dmul_rn(range, g.inverse);
-            wanted = __fma_rn(-__fma_rn(q, double(g.divisor), -range), g.inverse, q);
-        }
-        const double limit = widen(most);
-        const unsigned bits = __float_as_uint(narrow(wanted > limit ? limit : wanted, 0.0f));
-        const unsigned least = !STORED ? 1u : __float_as_uint(number_of_code(1, g.margin));
-        const float scale = __uint_as_float(max(bits, least));  // positive
-        const double s = widen(scale);
-        // Where the scale is as large as it may be, the middle of the range.
-        const double first =
-            wanted > limit ? __dsub_rn(__dmul_rn(upper + lower, 0.5), __dmul_rn(s, 0.5 * g.divisor)) : lower;
-        if constexpr (STORED) {
-            const bool equal = upper == lower;
-            const double from = equal ? lower : __dsub_rn(first, __dmul_rn(s, double(g.qmin)));
-            return stored_offset(from, upper, lower, finite, g);
-        }
-        const float offset = ieee::add(narrow(__dsub_rn(first, __dmul_rn(s, double(g.qmin))), 0.0f), 0.0f);
-        // What an offset of so few steps is rounded by moves no number to another level than the first or the last.
-        const bool inside =
-            sizeof(C) == 4 && !(wanted > limit) && __fmul_rn(ieee::magnitude(offset), 0x1p-16f) <= scale;
-        return {in_type<C>(scale), __float_as_int(offset), inside, finite};
-    }
-    // The offset in 16 bits, and the scale that reaches both ends of the range from there.
-    __device__ __forceinline__ static QParams<C> stored_offset(
-        double wanted, double upper, double lower, bool finite, const Geometry& g) {
-        const int storage = g.margin;
-        const unsigned code = g.qmin == 0 ? code_below(wanted, storage) : nearest_code(wanted, storage);
-        const float offset = ieee::add(number_of_code(code, storage), 0.0f);
-        const double from = widen(offset), limit = widen(from_bits(Bits(g.surely)));
-        double reached = (upper - from) / double(g.qmax);
-        if (g.qmin != 0) reached = fmax(reached, (lower - from) / double(g.qmin));
-        const unsigned scale = code_above(fmin(reached, limit), storage);
-        const bool exact = upper == lower && from == lower;
-        const float found = exact ? 1.0f : number_of_code(scale & 0x8000u ? 1u : max(scale, 1u), storage);
-        bool inside = false;
-        if constexpr (sizeof(C) == 4)
-            inside = rint(divide(above(narrow(upper, 0.0f), offset), found)) <= float(g.qmax) &&
-                     rint(divide(above(narrow(lower, 0.0f), offset), found)) >= float(g.qmin);
-        return {in_type<C>(found), __float_as_int(offset), inside, finite};
-    }
     // Scale and zero point by the contract; infinities count as the largest finite number. STORED: in 16 bits, of which
     // g.margin says in what.
-    template <bool STORED = false>
+    template <bool STORED = false, int BITS = 0>
     __device__ __forceinline__ QParams<C> choose_qparams(const Geometry& g) const {
-        if constexpr (FLOATING) return choose_offset<STORED>(g);
+        if constexpr (FLOATING)
+            return Extremes<C>{number_of_key<C>(high), number_of_key<C>(low)}.template choose_qparams<STORED, BITS>(g);
         const C up = from_bits(min(high, Bits(g.largest))), down = from_bits(min(low, Bits(g.largest)));
         if ((high | low) == 0) return {C(1), g.symmetric ? g.zero : g.qmin, true, true};
         const bool finite = max(high, low) <= Bits(g.largest);
@@ -186,6 +293,65 @@ struct Range {
     }
 };
 
+// The range of a block on chip.
+template <typename T, bool FLOATING>
+struct OnChip {
+    using Type = Range<typename Compute<T>::Type>;
+};
+template <typename T>
+struct OnChip<T, true> {
+    using Type = Extremes<T>;
+};
+
+// The largest number of the warp, in every lane.
+__device__ __forceinline__ unsigned warp_largest(unsigned x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(FULL_WARP, x);
+#else
+    return warp_max(x);
+#endif
+}
+__device__ __forceinline__ unsigned long long warp_largest(unsigned long long x) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(FULL_WARP, x, step));
+    return x;
+}
+
+// Join the ranges of `lanes` neighbouring lanes, a power of two up to 32.
+template <typename C, bool FLOATING>
+__device__ __forceinline__ void join_lanes(Range<C, FLOATING>& range, int lanes, bool both) {
+    if (lanes == WARP) {
+        range.high = warp_largest(range.high);
+        if (both) range.low = warp_largest(range.low);
+        return;
+    }
+    for (int step = lanes / 2; step > 0; step /= 2) {
+        range.high = max(range.high, __shfl_xor_sync(FULL_WARP, range.high, step));
+        if (both) range.low = max(range.low, __shfl_xor_sync(FULL_WARP, range.low, step));
+    }
+}
+
+// The same of numbers; a NaN, whose sign is not set, stays.
+template <typename T>
+__device__ __forceinline__ void join_warp(Extremes<T>& range) {
+    auto largest = [](float x) {
+        const unsigned key = __float_as_uint(x) ^ (static_cast<unsigned>(__float_as_int(x) >> 31) | 0x80000000u);
+        return number_of_key<float>(warp_largest(key));
+    };
+    range.up = largest(range.up), range.down = largest(range.down);
+}
+template <typename T>
+__device__ __forceinline__ void join_lanes(Extremes<T>& range, int lanes, bool) {
+    if (lanes == WARP) {
+        join_warp(range);
+        return;
+    }
+    for (int step = lanes / 2; step > 0; step /= 2) {
+        range.up = ieee::larger_or_nan(range.up, __shfl_xor_sync(FULL_WARP, range.up, step));
+        range.down = ieee::larger_or_nan(range.down, __shfl_xor_sync(FULL_WARP, range.down, step));
+    }
+}
+
 // The range of elements that are added in pieces of a unit: a register of two 16-bit elements, or one element.
 // STRICT: a NaN stays, beyond all numbers; else it is ignored.
 template <typename T, bool STRICT, bool FLOATING = false>
@@ -195,6 +361,7 @@ struct Ends {
     C high = FLOATING ? -C(infinity()) : C(0), low = high;  // the largest x and -x
 
     __device__ __forceinline__ static C larger_one(C a, C b) {
+        if constexpr (FLOATING && STRICT && sizeof(C) == 4) return ieee::larger_or_nan(a, b);
         const C found = larger(a, b);
         return STRICT && a != a ? a : STRICT && b != b ? b : found;
     }
@@ -210,6 +377,12 @@ struct Ends {
         if constexpr (FLOATING) return {ordered(high), ordered(low)};
         else return {magnitude_bits(high), magnitude_bits(low)};
     }
+    // FLOATING: those of `lanes` neighbouring lanes, a power of two up to 32.
+    __device__ __forceinline__ Extremes<T> of_lanes(int lanes) const {
+        Extremes<T> found{high, low};
+        join_lanes(found, lanes, true);
+        return found;
+    }
 };
 
 // INFINITE  the bits of two infinities
@@ -221,14 +394,32 @@ struct PairEnds {
 
     template <bool BOTH, int SIZE>
     __device__ __forceinline__ void add(const Unit<T, SIZE>& unit, int piece) {
-        const auto pair = Word<T>::as(unit.word[piece]), up = Word<T>::as(high), down = Word<T>::as(low);
-        const auto more = STRICT ? __hmax2_nan(up, pair) : __hmax2(up, pair);
+        const auto pair = Word<T>::as(unit.word[piece]), down = Word<T>::as(low);
+        high = larger_ones(high, unit.word[piece]);
         const auto less = STRICT ? __hmin2_nan(down, pair) : __hmin2(down, pair);
-        high = *reinterpret_cast<const unsigned*>(&more), low = *reinterpret_cast<const unsigned*>(&less);
+        low = *reinterpret_cast<const unsigned*>(&less);
+    }
+    __device__ __forceinline__ static unsigned larger_ones(unsigned a, unsigned b) {
+        const auto one = Word<T>::as(a), other = Word<T>::as(b);
+        const auto more = STRICT ? __hmax2_nan(one, other) : __hmax2(one, other);
+        return *reinterpret_cast<const unsigned*>(&more);
     }
     __device__ __forceinline__ Range<float, FLOATING> of(int j) const {
         if constexpr (FLOATING) return {ordered(Word<T>::get(high, j)), ordered(ieee::negative(Word<T>::get(low, j)))};
         else return {magnitude_bits(Word<T>::get(high, j)), magnitude_bits(Word<T>::get(low, j))};
+    }
+    // FLOATING: those of `lanes` neighbouring lanes; both go from lane to lane in one register.
+    __device__ __forceinline__ Extremes<T> of_lanes(int lanes) const {
+        const unsigned even = __byte_perm(high, low ^ 0x80008000u, 0x5410);
+        const unsigned odd = __byte_perm(high, low ^ 0x80008000u, 0x7632);
+        unsigned found = larger_ones(even, odd);
+        if (lanes < WARP) {
+            for (int step = lanes / 2; step > 0; step /= 2)
+                found = larger_ones(found, __shfl_xor_sync(FULL_WARP, found, step));
+        }
+        Extremes<T> range{Word<T>::get(found, 0), Word<T>::get(found, 1)};
+        if (lanes == WARP) join_warp(range);
+        return range;
     }
 };
 template <bool STRICT, bool FLOATING>
@@ -282,31 +473,15 @@ __device__ __forceinline__ Range<typename Compute<T>::Type, FLOATING> range_of(T
     return {magnitude_bits(larger(v, C(0))), magnitude_bits(smaller(v, C(0)))};
 }
 
-// The largest number of the warp, in every lane.
-__device__ __forceinline__ unsigned warp_largest(unsigned x) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(FULL_WARP, x);
-#else
-    return warp_max(x);
-#endif
-}
-__device__ __forceinline__ unsigned long long warp_largest(unsigned long long x) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(FULL_WARP, x, step));
-    return x;
-}
-
-// Join the ranges of `lanes` neighbouring lanes, a power of two up to 32.
-template <typename C, bool FLOATING>
-__device__ __forceinline__ void join_lanes(Range<C, FLOATING>& range, int lanes, bool both) {
-    if (lanes == WARP) {
-        range.high = warp_largest(range.high);
-        if (both) range.low = warp_largest(range.low);
-        return;
-    }
-    for (int step = lanes / 2; step > 0; step /= 2) {
-        range.high = max(range.high, __shfl_xor_sync(FULL_WARP, range.high, step));
-        if (both) range.low = max(range.low, __shfl_xor_sync(FULL_WARP, range.low, step));
+// The range of neighbouring lanes on chip: FLOATING as numbers.
+template <typename T, bool STRICT, bool FLOATING>
+__device__ __forceinline__ auto range_of_lanes(const RangeOf<T, STRICT, FLOATING>& gather, int lanes, bool both) {
+    if constexpr (FLOATING) {
+        return gather.ends.of_lanes(lanes);
+    } else {
+        Range<typename Compute<T>::Type> range = gather.range(both);
+        join_lanes(range, lanes, both);
+        return range;
     }
 }
 
@@ -550,43 +725,12 @@ struct BlockQuantizer {
         packed.flip(offset);
         return packed;
     }
-    // The same where the block's `inside` is true, by products with numbers around 1 / s: a quotient, rounded to a
-    // float, lies between those products, so that it is rounded to the integer that both are rounded to. False where
-    // these are two, which few levels make rare. It makes up for what the offset costs.
-    template <int SIZE>
-    __device__ __forceinline__ bool level_between(const Unit<T, SIZE>& unit, Codes<BITS, SIZE>& packed) const {
-        const int offset = g.qmin < 0 ? 1 << (BITS - 1) : 0;
-        const float more = __uint_as_float(__float_as_uint(r) + 3), less = __uint_as_float(__float_as_uint(r) - 3);
-        unsigned q[SIZE], apart = 0;
-#pragma unroll
-        for (int j = 0; j < SIZE; ++j) {
-            const float v = number(unit, j);
-            q[j] = __float_as_uint(__fmaf_rn(v, more, ROUNDER));
-            apart |= q[j] ^ __float_as_uint(__fmaf_rn(v, less, ROUNDER));
-        }
-        packed.pack_sums(q, offset - __float_as_int(ROUNDER));
-        packed.flip(offset);
-        return apart == 0;
-    }
     template <int SIZE>
     __device__ __forceinline__ Codes<BITS, SIZE> level(const Unit<T, SIZE>& unit) const {
-        if constexpr (FLOATING && BITS == 4 && sizeof(T) < 8) {
-            if (!inside) return level_as<false>(unit);
-            Codes<BITS, SIZE> packed;
-#pragma unroll
-            for (int i = 0; i < packed.WORDS; ++i) {
-                const Unit<T> part = unit.part(i);
-                Codes<BITS> word;
-                if (!level_between(part, word)) word = level_as<false>(part);
-                packed.word[i] = word.word[0];
-            }
-            return packed;
-        } else {
-            return inside ? level_as<true>(unit) : level_as<false>(unit);
-        }
+        return inside ? level_as<true>(unit) : level_as<false>(unit);
     }
 
-    // STORED: scales and offsets as their codes.
+    // STORED: scales and offsets as the codes that they have.
     template <bool STORED>
     __device__ __forceinline__ void store_params(long long block, C* scale, int* zero_point) const {
         if constexpr (STORED) store_code(scale, block, s);
@@ -595,7 +739,8 @@ struct BlockQuantizer {
         else if (zero_point) zero_point[block] = zero;
     }
     __device__ __forceinline__ void store_code(void* to, long long block, float x) const {
-        reinterpret_cast<unsigned short*>(to)[block] = static_cast<unsigned short>(code_of(x, g.margin));
+        const unsigned code = g.margin == IN_HALF ? __half_as_ushort(__float2half_rn(x)) : __float_as_uint(x) >> 16;
+        reinterpret_cast<unsigned short*>(to)[block] = static_cast<unsigned short>(code);
     }
 
     __device__ __forceinline__ void store(const Unit<T>& unit, long long i) const {
@@ -608,28 +753,30 @@ struct BlockQuantizer {
     }
 };
 
-// Thread blocks of a multiprocessor, with four and with eight units of a thread: the registers that so many of them
+// Thread blocks of a multiprocessor, with four and with eight units of a thread. The registers that so many of them
 // leave a thread are some too few for the code that the compiler makes for compute capability 12.
 #if __CUDA_ARCH__ >= 1200
 constexpr int FEW_SLOT_BLOCKS = 7, MANY_SLOT_BLOCKS = 6;
 #else
 constexpr int FEW_SLOT_BLOCKS = 8, MANY_SLOT_BLOCKS = 7;
 #endif
+// The same where blocks have offsets: with four units of 16-bit elements, of which compute capability 7.5 has no
+// threads for more; with 32 elements of float32 a lane, for which it is from compute capability 10 on.
+constexpr bool MORE_BLOCKS = __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1200;
+constexpr int OFFSET_SLOT_BLOCKS = MORE_BLOCKS ? 10 : FEW_SLOT_BLOCKS;
+constexpr int OFFSET_LANE_BLOCKS = __CUDA_ARCH__ >= 1000 ? 2 : 3;
 
 // The ranges of the blocks of a team. Bit v of `full`: slot v holds a unit; others hold zeros, which change nothing but
 // FLOATING ranges.
-template <bool STRICT, typename T, int SLOTS, int EACH, typename C, bool FLOATING>
+template <bool STRICT, bool FLOATING, typename T, int SLOTS, int EACH, typename OnChip>
 __device__ __forceinline__ void ranges_of_units(
-    const Unit<T> (&unit)[SLOTS], unsigned full, Range<C, FLOATING> (&range)[EACH], int team, bool both) {
+    const Unit<T> (&unit)[SLOTS], unsigned full, OnChip (&range)[EACH], int team, bool both) {
     RangeOf<T, STRICT, FLOATING> gather[EACH];
 #pragma unroll
     for (int v = 0; v < SLOTS; ++v)
         if (!FLOATING || full >> v & 1) gather[EACH == 1 ? 0 : v].add(unit[v], both);
 #pragma unroll
-    for (int b = 0; b < EACH; ++b) {
-        range[b] = gather[b].range(both);
-        join_lanes(range[b], team, both);
-    }
+    for (int b = 0; b < EACH; ++b) range[b] = range_of_lanes(gather[b], team, both);
 }
 
 // Blocks of up to 1024 elements, which begin at multiples of eight and are made of whole units. A team of threads reads
@@ -647,7 +794,7 @@ template <typename T, int BITS, int SLOTS, int EACH, bool FLOATING = false, bool
 __global__ void __launch_bounds__(
     TEAM_THREADS, sizeof(T) == 8   ? 2
                   : EACH > 1       ? 5
-                  : SLOTS == 4     ? FEW_SLOT_BLOCKS - (FLOATING && STORED)
+                  : SLOTS == 4     ? (FLOATING && sizeof(T) == 2 ? OFFSET_SLOT_BLOCKS : FEW_SLOT_BLOCKS)
                   : sizeof(T) == 2 ? MANY_SLOT_BLOCKS
                                    : 4)
     quantize_dynamic_affine(
@@ -678,17 +825,17 @@ __global__ void __launch_bounds__(
         const int b = EACH == 1 ? 0 : v;
         if (element(v) < length[b]) unit[v].template load<true>(x + begin[b] + element(v)), full |= 1u << v;
     }
-    Range<C, FLOATING> range[EACH];
-    ranges_of_units<true>(unit, full, range, team, both);
+    typename OnChip<T, FLOATING>::Type range[EACH];
+    ranges_of_units<true, FLOATING>(unit, full, range, team, both);
     bool nan = false;
 #pragma unroll
     for (int b = 0; b < EACH; ++b) nan |= range[b].has_nan();
     nan = __any_sync(FULL_WARP, nan);
-    if (nan) ranges_of_units<false>(unit, full, range, team, both);
+    if (nan) ranges_of_units<false, FLOATING>(unit, full, range, team, both);
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {
         if (length[b] == 0) continue;
-        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range[b].template choose_qparams<STORED>(g));
+        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range[b].template choose_qparams<STORED, BITS>(g));
         if (lane == 0) own.template store_params<STORED>(first + b * teams, scale, zero_point);
         if (own.quick && !nan) {
 #pragma unroll
@@ -732,9 +879,9 @@ struct Row {
             unit.word[4 * i + 2] = chunk.z, unit.word[4 * i + 3] = chunk.w;
         }
     }
-    // The range of this thread's units.
+    // The range of this warp's units.
     template <bool STRICT, bool FLOATING>
-    __device__ __forceinline__ Range<typename Compute<T>::Type, FLOATING> range(bool both) const {
+    __device__ __forceinline__ typename OnChip<T, FLOATING>::Type range(bool both) const {
         RangeOf<T, STRICT, FLOATING> gather;
         unsigned from = place;
 #pragma unroll 4
@@ -743,7 +890,7 @@ struct Row {
             read(from, unit);
             gather.add(unit, both);
         }
-        return gather.range(both);
+        return range_of_lanes(gather, WARP, both);
     }
     // Its codes, from where `codes` has those of this thread's first unit.
     template <bool INSIDE, int BITS, bool FLOATING>
@@ -773,7 +920,8 @@ __global__ void __launch_bounds__(
         const __grid_constant__ Geometry g) {
     using C = typename Compute<T>::Type;
     extern __shared__ __align__(128) uint4 dynamic[];
-    __shared__ Range<C, FLOATING> of_warps[ROW_THREADS / WARP];
+    using Found = typename OnChip<T, FLOATING>::Type;
+    __shared__ Found of_warps[ROW_THREADS / WARP];
     __shared__ QParams<C> found;
     __shared__ bool nan;
     const bool both = FLOATING || !g.symmetric;
@@ -784,15 +932,14 @@ __global__ void __launch_bounds__(
     commit_copies();
     wait_copies<0>();
     __syncwarp();
-    // The first warp makes scale and zero point of the ranges of all threads.
-    auto reduce = [&](Range<C, FLOATING> range) {
-        join_lanes(range, WARP, both);
+    // The first warp makes scale and zero point of the ranges of all warps.
+    auto reduce = [&](Found range) {
         if (lane == 0) of_warps[warp] = range;
         __syncthreads();
         if (warp == 0) {
             range = of_warps[min(lane, warps - 1)];
             join_lanes(range, WARP, both);
-            if (lane == 0) found = range.template choose_qparams<STORED>(g), nan = range.has_nan();
+            if (lane == 0) found = range.template choose_qparams<STORED, BITS>(g), nan = range.has_nan();
         }
         __syncthreads();
     };
@@ -817,7 +964,10 @@ __global__ void __launch_bounds__(
 //
 // lanes  2^j; the rest as quantize_dynamic_affine
 template <typename T, int BITS, bool FLOATING = false, bool STORED = false>
-__global__ void __launch_bounds__(AFFINE_THREADS, (sizeof(T) == 2 ? 4 : 3) - (FLOATING && STORED))
+__global__ void __launch_bounds__(
+    AFFINE_THREADS, sizeof(T) == 2 ? 4
+                    : FLOATING     ? OFFSET_LANE_BLOCKS
+                                   : 3)
     quantize_lanes_affine(
         const T* x, unsigned char* codes, float* scale, int* zero_point, int lanes,
         const __grid_constant__ Geometry g) {
@@ -827,6 +977,7 @@ __global__ void __launch_bounds__(AFFINE_THREADS, (sizeof(T) == 2 ? 4 : 3) - (FL
     const bool both = FLOATING || !g.symmetric;
     const long long rows = g.n / ROW, all = (rows + WARP - 1) / WARP, run = (all + gridDim.x - 1) / gridDim.x;
     const long long end = min(all, (blockIdx.x + 1) * run);
+    const int shift = __ffs(lanes) - 1;
     long long t = blockIdx.x * run + warp;
     Tile<T> tile{dynamic + warp * 2 * TILE_CHUNKS}, next{tile.chunks + TILE_CHUNKS};
     if (t < end) tile.load(x, t * TILE, g.n, true, lane);
@@ -840,18 +991,16 @@ __global__ void __launch_bounds__(AFFINE_THREADS, (sizeof(T) == 2 ? 4 : 3) - (FL
         tile.read_row(lane, unit.word);
         RangeOf<T, true, FLOATING> gather;
         gather.add(unit, both);
-        Range<float, FLOATING> range = gather.range(both);
-        join_lanes(range, lanes, both);
+        auto range = range_of_lanes(gather, lanes, both);
         const bool nan = __any_sync(FULL_WARP, range.has_nan());
         if (nan) {
             RangeOf<T, false, FLOATING> numbers;
             numbers.add(unit, both);
-            range = numbers.range(both);
-            join_lanes(range, lanes, both);
+            range = range_of_lanes(numbers, lanes, both);
         }
-        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range.template choose_qparams<STORED>(g));
+        const BlockQuantizer<T, BITS, FLOATING> own(x, codes, g, range.template choose_qparams<STORED, BITS>(g));
         const long long row = t * WARP + lane;
-        if (row < rows && lane % lanes == 0) own.template store_params<STORED>(row / lanes, scale, zero_point);
+        if (row < rows && lane % lanes == 0) own.template store_params<STORED>(row >> shift, scale, zero_point);
         if (__all_sync(FULL_WARP, own.quick && !nan)) {
             const Codes<BITS, ROW> packed = own.level(unit);
             __syncwarp();  // every row has been read: the tile's memory now stages the codes

@@ -288,6 +288,28 @@ def test_scales_of_16_bits(cupy, shape, granularity, dtype, scale_dtype):
     assert same(device.dequantize(), host.dequantize())
 
 
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("block", [32, 48])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_offsets_of_ranges_of_any_width(cupy, dtype, block, scale_dtype):
+    """Ends of ranges whose difference float32 holds, and those that only float64 does."""
+    rng = np.random.default_rng(block)
+    shape = (2000, 2)
+    bits = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
+    ends = [
+        np.where(np.isfinite(bits.astype(np.float32)), bits, dtype.type(1)),
+        np.ldexp(rng.standard_normal(shape), rng.integers(-14, 15, shape)),
+        np.ldexp(rng.standard_normal(shape), rng.integers(-14, 15, (len(bits), 1))),
+        rng.standard_normal(shape) * np.exp2(rng.uniform(-8, 3, (len(bits), 1))) + 290,
+        rng.integers(-300, 300, shape),
+        abs(rng.standard_normal(shape)) * [1, 0],
+    ]
+    end = np.concatenate([each.astype(dtype) for each in ends])
+    x = np.where(rng.random((len(end), block)) < 0.5, end[:, :1], end[:, 1:])
+    for name in ("int4", "uint4", "int8", "uint8"):
+        check_format(cupy, x, name, block=block, zero="float", scale_dtype=scale_dtype)
+
+
 def test_planes_with_offsets_of_any_kind(cupy):
     """Scales of either sign, and what is not finite."""
     rng = np.random.default_rng(0)

@@ -162,6 +162,18 @@ def test_what_is_not_a_number():
     assert offset[4] == 290 and codes[4, 2] == 15
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("length", [32, 2056])
+def test_signaling_nan_is_ignored_like_any(length, dtype):
+    x = numbers("normal", (3, length), dtype, 1)
+    x[:, length // 2] = NAN
+    signaling = x.copy()
+    bits = {"float16": 0x7D00, "bfloat16": 0x7FA0, "float32": 0x7FA00000}[dtype.name]
+    signaling.view(f"u{dtype.itemsize}")[:, length // 2] = bits
+    q, wanted = (kb.quantize(each, "int4", granularity="token", zero="float") for each in (signaling, x))
+    assert all(np.array_equal(q.planes[name], wanted.planes[name]) for name in wanted.planes)
+
+
 def test_zeros_stay_zeros_behind_a_relu():
     x = np.maximum(np.random.default_rng(0).standard_normal((8, 64)), 0).astype(np.float32)
     for name in RANGES:

@@ -175,9 +175,13 @@ def _join_range(part: np.ndarray, up: np.ndarray, down: np.ndarray, levels: Leve
     """Join the largest and the smallest number of a part to those of its blocks; NaN is none."""
     if levels.floating:
         number = part if part.dtype == up.dtype else converted(part, up.dtype)
-        high, low = _extremes(number, number, _reduced(up), np.fmax, np.fmin)
-        np.fmax(up, high, out=up)
-        np.fmax(down, -low, out=down)
+        high, low = _extremes(number, number, _reduced(up), np.maximum, np.minimum)
+        if np.isnan(high).any():  # np.fmax forgets what came before a signaling one
+            none = np.isnan(number)
+            high = np.where(none, up.dtype.type(-np.inf), number).max(_reduced(up), keepdims=True)
+            low = np.where(none, up.dtype.type(np.inf), number).min(_reduced(up), keepdims=True)
+        np.maximum(up, high, out=up)
+        np.maximum(down, -low, out=down)
         return
     axes = _reduced(up)
     if part.dtype == np.float16:  # those of one sign have the order of their bits, and 0 is in every range
