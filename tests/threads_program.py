@@ -1,9 +1,12 @@
 """Every public call on a GPU, first from eight threads that have not used CUDA, then from the main thread: same bits.
 
-A program of its own, so that its first kernels are the first of the process: ``python tests/threads_program.py``.
+A program of its own, so that its first kernels are the first of the process: ``python tests/threads_program.py``, or
+``python tests/threads_program.py 2 8`` for the third of eight parts, which may run beside each other.
 """
 
+import functools
 import importlib.util
+import itertools
 import sys
 import threading
 
@@ -25,23 +28,43 @@ def planes(q):
     return tuple(q.planes.values())
 
 
-def storage():
-    """Quantize, dequantize and what moves compressed rows, for every format."""
+def groups():
+    """Functions that yield calls by name."""
     for name in kb.list_formats():
-        x = numbers(64, 512, dtype="float32", seed=1)
-        format = kb.get_format(name)
-        if format.can_encode:
-            q = kb.quantize(x, name)
-            yield f"quantize {name}", lambda x=x, name=name: planes(kb.quantize(x, name))
-        else:  # GGUF's types that are decoded only
-            bytes_of_row = x.shape[1] // format.block * kb.gguf.type_size(name)
-            raw = np.random.default_rng(1).integers(0, 64, (len(x), bytes_of_row), np.uint8)
-            q = kb.gguf.from_blocks(cupy.asarray(raw), name, x.shape)
-        yield f"dequantize {name}", lambda q=q: kb.dequantize(q)
-        yield f"take {name}", lambda q=q: kb.take(q, cupy.asarray([3, 1, 60]))
-        yield f"index {name}", lambda q=q: planes(q[cupy.asarray([3, 1, 60])])
-        yield f"stack {name}", lambda q=q: planes(kb.stack([q[:8], q[8:16]]))
-        yield f"concatenate {name}", lambda q=q: planes(kb.concatenate([q[:8], q[8:16]]))
+        yield functools.partial(storage, name)
+    yield options
+    for format in ("kbit4", "nf4", "kbit3", "int8", "kbit8"):
+        for shape, tokens in (((4096, 1024), (1, 8, 24, 64, 200)), ((40, 96), (1, 8, 24))):
+            for dtype in ("float16", BFLOAT16, "float32"):
+                yield functools.partial(products, format, shape, tokens, dtype)
+    for format in ("kbit4", "nf4", kb.get_format("int8", granularity="token")):
+        yield functools.partial(experts, format)
+    yield integers
+    yield functions
+    yield flat_functions
+
+
+def storage(name):
+    """Quantize, dequantize and what moves compressed rows, of a format."""
+    x = numbers(64, 512, dtype="float32", seed=1)
+    format = kb.get_format(name)
+    if format.can_encode:
+        q = kb.quantize(x, name)
+        yield f"quantize {name}", lambda: planes(kb.quantize(x, name))
+    else:  # GGUF's types that are decoded only
+        bytes_of_row = x.shape[1] // format.block * kb.gguf.type_size(name)
+        raw = np.random.default_rng(1).integers(0, 64, (len(x), bytes_of_row), np.uint8)
+        q = kb.gguf.from_blocks(cupy.asarray(raw), name, x.shape)
+    yield f"dequantize {name}", lambda: kb.dequantize(q)
+    yield f"take {name}", lambda: kb.take(q, cupy.asarray([3, 1, 60]))
+    yield f"index {name}", lambda: planes(q[cupy.asarray([3, 1, 60])])
+    yield f"stack {name}", lambda: planes(kb.stack([q[:8], q[8:16]]))
+    yield f"concatenate {name}", lambda: planes(kb.concatenate([q[:8], q[8:16]]))
+
+
+def options():
+    """Other granularities, scales of scales, other libraries."""
+    x = numbers(64, 512, dtype="float32", seed=1)
     for options in ({"granularity": "token"}, {"granularity": ("channel", 1)}, {"granularity": ("group", 128)}):
         for symmetric in (True, False):
             name = f"{options} {symmetric}"
@@ -58,28 +81,32 @@ def storage():
     yield "fit_table", lambda: np.asarray(kb.fit_table(x, 4))
 
 
-def products():
-    """Every kernel that multiplies: one, few, tile, experts by both, decoded, integers."""
-    for format in ("kbit4", "nf4", "kbit3", "int8", "kbit8"):
-        for shape, tokens in (((4096, 1024), (1, 8, 24, 64, 200)), ((40, 96), (1, 8, 24))):
-            w = kb.quantize(numbers(*shape, dtype="float32", seed=2), format)
-            for m in tokens:
-                for dtype in ("float16", BFLOAT16, "float32"):
-                    x, bias = numbers(m, shape[1], dtype=dtype, seed=m), numbers(shape[0], dtype=dtype)
-                    yield f"linear {format} {shape} {m} {dtype}", lambda x=x, w=w, bias=bias: kb.linear(x, w, bias)
+def products(format, shape, tokens, dtype):
+    """Every kernel that multiplies: one, few, tile, decoded."""
+    w = kb.quantize(numbers(*shape, dtype="float32", seed=2), format)
+    for m in tokens:
+        x, bias = numbers(m, shape[1], dtype=dtype, seed=m), numbers(shape[0], dtype=dtype)
+        yield f"linear {format} {shape} {m} {dtype}", lambda x=x, bias=bias: kb.linear(x, w, bias)
+
+
+def experts(format):
+    """... and experts by both."""
+    experts = kb.stack([kb.quantize(numbers(256, 512, dtype="float32", seed=i), format) for i in range(4)])
+    for tokens in (2, 150):
+        ids = cupy.asarray(np.random.default_rng(0).integers(0, 4, (tokens, 2)))
+        x, mixed = numbers(tokens, 512), numbers(tokens, 2, dtype="float32")
+        yield (
+            f"linear_grouped {format} {tokens}",
+            lambda x=x, ids=ids, mixed=mixed: kb.linear_grouped(x, experts, ids, mixed),
+        )
+
+
+def integers():
+    """Products by their other names, and of integers."""
     w = kb.quantize(numbers(512, 256, dtype="float32"), "kbit4")
     x = numbers(3, 256)
     yield "matmul", lambda: kb.matmul(x, w.T)
     yield "operator", lambda: w @ x.T
-    for format in ("kbit4", "nf4", kb.get_format("int8", granularity="token")):
-        experts = kb.stack([kb.quantize(numbers(256, 512, dtype="float32", seed=i), format) for i in range(4)])
-        for tokens in (2, 150):
-            ids = cupy.asarray(np.random.default_rng(0).integers(0, 4, (tokens, 2)))
-            x, mixed = numbers(tokens, 512), numbers(tokens, 2, dtype="float32")
-            yield (
-                f"linear_grouped {format} {tokens}",
-                lambda x=x, w=experts, ids=ids, mixed=mixed: kb.linear_grouped(x, w, ids, mixed),
-            )
     w = kb.quantize(numbers(512, 256, dtype="float32"), "int8", granularity=("channel", 0))
     for granularity in ("token", "tensor"):
         q = kb.quantize(numbers(20, 256), "int8", granularity=granularity)
@@ -96,7 +123,7 @@ def products():
 
 
 def functions():
-    """The functions of affine integers, and the flat ones."""
+    """The functions of affine integers."""
     affine = kb.affine
     x, scale = numbers(24, 512, dtype="float32"), cupy.asarray(np.full(24, 0.02, np.float32))
     options = {"qmin": -8, "qmax": 7, "granularity": "token"}
@@ -122,6 +149,11 @@ def functions():
     smooth = affine.smooth_scales(affine.Calibration().update(x).absmax, x)
     yield "smooth_scales", lambda: affine.smooth_scales(affine.Calibration().update(x).absmax, x)
     yield "smooth_weight", lambda: affine.smooth_weight(x, smooth)
+
+
+def flat_functions():
+    """The flat ones."""
+    x = numbers(24, 512, dtype="float32")
     packed = kb.quantize_kbit(x, k=4)
     yield "quantize_kbit", lambda: kb.quantize_kbit(x, k=4)
     yield "dequantize_kbit", lambda: kb.dequantize_kbit(*packed, k=4, n=x.size)
@@ -164,7 +196,8 @@ def in_threads(call):
 
 def main():
     wrong = count = 0
-    for name, call in (*storage(), *products(), *functions()):
+    part, parts = map(int, sys.argv[1:]) if sys.argv[1:] else (0, 1)
+    for name, call in itertools.chain.from_iterable(group() for group in itertools.islice(groups(), part, None, parts)):
         found = in_threads(call)
         wanted = bits(call())
         count += 1

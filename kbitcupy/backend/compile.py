@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,7 @@ def architecture_of(file: str) -> str:
 
 #: The kernels that this process has compiled or loaded, by (label of the file, expression, device), for its life.
 loaded: dict[tuple[str, str, int], Any] = {}
+_turns: dict[tuple[str, str, int], threading.Lock] = {}
 
 
 def function(template: Template, expression: str, device: int) -> Any:
@@ -164,7 +166,9 @@ def function(template: Template, expression: str, device: int) -> Any:
     """
     key = template.label, expression, device
     if key not in loaded:
-        loaded[key] = _compiled(template, expression, device)
+        with _turns.setdefault(key, threading.Lock()):  # of threads that ask for it at once one compiles it
+            if key not in loaded:
+                loaded[key] = _compiled(template, expression, device)
     return loaded[key]
 
 

@@ -2,12 +2,15 @@
 
 import ctypes
 import struct
+import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from kbitcupy.backend import launch
+from kbitcupy.backend import compile, launch
 from kbitcupy.backend.compile import Template
 from kbitcupy.backend.launch import Kernel, Ready, grid_of
 from kbitcupy.backend.structs import Struct
@@ -128,3 +131,24 @@ def test_grids_leave_no_unit_out(resident, rounds):
 def test_a_struct_has_its_members_where_numpy_has_them():
     packed = np.frombuffer(CUT.pack(rows=5, value=2.5), CUT.dtype)[0]
     assert packed["rows"] == 5 and (packed["value"] == 2.5).all()
+
+
+def test_threads_that_ask_at_once_wait_for_one_compilation(monkeypatch):
+    begun = threading.Barrier(4)
+    made = []
+
+    def compiled(template, expression, device):
+        time.sleep(0.05)
+        made.append(expression)
+        return object()
+
+    def ask():
+        begun.wait()
+        return compile.function(Template("none.cu", "kernel"), "kernel", 0)
+
+    monkeypatch.setattr(compile, "_compiled", compiled)
+    monkeypatch.setattr(compile, "loaded", {})
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask) for _ in range(4)]
+        assert len({id(each.result()) for each in asked}) == 1
+    assert made == ["kernel"]
