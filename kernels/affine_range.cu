@@ -6,7 +6,8 @@
 //
 // The range of a block is kept as two magnitudes, max(x, 0) and max(-x, 0), whose bits have the order of the numbers:
 // zero bytes are the range of nothing, atomicMax joins ranges, and the range holds 0 as it must. FLOATING: blocks have
-// offsets, the range need not hold 0, and its ends are kept as keys, which have the order of all numbers (see ordered).
+// offsets and the range need not hold 0; its ends are kept as keys, which have the order of all numbers (see ordered),
+// and on chip as numbers.
 #include "affine.cuh"
 
 // a / b correctly rounded, by few instructions where b and the quotient are ordinary.
