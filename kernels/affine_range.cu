@@ -131,31 +131,44 @@ struct Extremes {
         constexpr float STEPS = (1 << BITS) - 1, HALF = 1 << (BITS - 1);
         const bool with_sign = g.qmin < 0;
         const float least = 2 * number_of_code(1, STORAGE), most = 0.5f * from_bits(unsigned(g.surely));
-        const unsigned nearby = with_sign ? code_of(offset, STORAGE) : code_below(offset, STORAGE);
+        float from = rounded<STORAGE>(offset);
         bool sure = scale >= least && scale <= most;
         if (sizeof(T) == 4 && with_sign && !exact) {  // the scale may be 2 ulp off
             const float beside = __fmaf_rn(ieee::magnitude(offset), 0x1p-23f, __fmul_rn(scale, HALF * 0x1p-22f));
-            sure = sure && code_of(__fadd_rn(offset, beside), STORAGE) == nearby &&
-                   code_of(__fsub_rn(offset, beside), STORAGE) == nearby;
+            sure = sure && rounded<STORAGE>(__fadd_rn(offset, beside)) == from &&
+                   rounded<STORAGE>(__fsub_rn(offset, beside)) == from;
         }
-        const float from = ieee::add(number_of_code(nearby, STORAGE), 0.0f);
+        // The end of a range of numbers of the same type is rounded to itself.
+        constexpr bool SAME = SameType<T, __half>::VALUE ? STORAGE == IN_HALF : sizeof(T) == 2 && STORAGE != IN_HALF;
+        if (!SAME && !with_sign) from = number_of_code(code_below(offset, STORAGE), STORAGE);
+        from = ieee::add(from, 0.0f);
         const float over = ieee::subtract(up, from), under = ieee::add(from, down);  // how far the ends are from there
         const bool over_exact = is_sum(over, up, ieee::negative(from)), under_exact = is_sum(under, from, down);
         float wanted = __fmul_rn(over, with_sign ? 1 / (HALF - 1) : 1 / STEPS);  // about
         if (with_sign) wanted = larger(wanted, __fmul_rn(under, 1 / HALF));
-        unsigned code = code_of(wanted, STORAGE);
-        const float near = number_of_code(code, STORAGE);
+        const float near = rounded<STORAGE>(wanted);
         const float near_over = __fmul_rn(near, with_sign ? HALF - 1 : STEPS), near_under = __fmul_rn(near, HALF);
-        if (near_over < over || (with_sign && near_under < under)) ++code;
+        const bool next = near_over < over || (with_sign && near_under < under);
         if constexpr (sizeof(T) == 2) {
             sure = sure && over_exact && (under_exact || !with_sign);
         } else {
             sure = sure && (over_exact || is_apart(near_over, over)) &&
                    (under_exact || !with_sign || is_apart(near_under, under));
         }
-        const float reaching = number_of_code(code, STORAGE);
+        const float reaching = next ? behind<STORAGE>(near) : near;
         found = {reaching, __float_as_int(from), with_sign || under <= 0, true};
         return sure && wanted >= least && reaching <= most;
+    }
+    // The nearest number of 16 bits, and the next one behind a positive one; they may be infinite.
+    template <int STORAGE>
+    __device__ __forceinline__ static float rounded(float x) {
+        if constexpr (STORAGE == IN_HALF) return __half2float(__float2half_rn(x));
+        else return __bfloat162float(__float2bfloat16_rn(x));
+    }
+    template <int STORAGE>
+    __device__ __forceinline__ static float behind(float x) {
+        if constexpr (STORAGE != IN_HALF) return __uint_as_float(__float_as_uint(x) + 0x10000u);
+        else return __half2float(__ushort_as_half(__half_as_ushort(__float2half_rn(x)) + 1));
     }
     // Whether a number is below or above another one that may be an ulp off.
     __device__ __forceinline__ static bool is_apart(float a, float b) {
