@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -270,7 +269,7 @@ def linear_grouped(
         [T, top_k]. An id outside 0 .. E - 1 chooses no expert: its product is zero.
     weights : array_like, optional
         float [T, top_k]: combine the slots of a token, in their order, in fp32.
-    activations : {None, "int8", "q8_1"}, default None
+    activations : {None, "int8", "q8_1", "bitnet"}, default None
         Quantize x on the way and multiply integers, as `linear` does, by weights that are compressed.
     out : array, optional
         C-contiguous array of the result's shape and dtype, which receives it; it must not overlap the arguments.
@@ -306,7 +305,7 @@ def linear_grouped(
     if _xp.is_tensor(x):
         return _xp.in_torch(linear_grouped, "x", x, qs, expert_ids, weights, activations=activations, out=out)
     x = _as_float(x, "x")
-    _check_activations(activations, _GROUPED_ACTIVATIONS)
+    _check_activations(activations)
     if isinstance(qs, QuantizedArray):
         _check_weight(qs, 3, "qs", "[E, N, K]")
         if not qs.format.rows_are_blocks(qs.shape):
@@ -391,7 +390,7 @@ def explain(x: Any, q: Any, bias: Any = None, *, activations: str | None = None,
     if _xp.is_tensor(x):
         x = _xp.as_array(x, "x")
     if expert_ids is not None:
-        _check_activations(activations, _GROUPED_ACTIVATIONS)
+        _check_activations(activations)
         if bias is not None:
             raise FormatError("a bias goes with one weight; leave it away where expert_ids are given")
         x = _as_float(x, "x")
@@ -507,8 +506,9 @@ def plan(
         return route.prepare(problem)
     if activations != "bitnet":
         raise refused(activations or "", problem)
-    own = (Ternary if ordinal >= 0 else TernaryHost)().accepts(problem)
-    raise FormatError(f"q cannot be multiplied by activations in {activations}: {own}")
+    on_gpu, on_host = (IntegerExperts, IntegerExpertsHost) if experts else (Ternary, TernaryHost)
+    why = (on_gpu if ordinal >= 0 else on_host)().accepts(problem)
+    raise FormatError(f"{'qs' if experts else 'q'} cannot be multiplied by activations in {activations}: {why}")
 
 
 def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, activations: str | None) -> None:
@@ -555,13 +555,9 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any, activat
 # ---- checks --------------------------------------------------------------------------------------------------------
 
 
-# What `linear_grouped` takes.
-_GROUPED_ACTIVATIONS = ("int8", "q8_1")
-
-
-def _check_activations(activations: Any, allowed: Iterable[str] = tuple(ACTIVATIONS)) -> None:
-    if activations is not None and (not isinstance(activations, str) or activations not in allowed):
-        offered = ", ".join(f"{name!r} ({ACTIVATIONS[name]})" for name in allowed)
+def _check_activations(activations: Any) -> None:
+    if activations is not None and (not isinstance(activations, str) or activations not in ACTIVATIONS):
+        offered = ", ".join(f"{name!r} ({what})" for name, what in ACTIVATIONS.items())
         raise FormatError(f"activations is {activations!r}; allowed are None, which multiplies floats, and {offered}")
 
 

@@ -26,7 +26,8 @@ from ..backend.launch import Kernel
 from ..backend.structs import Constants
 from ..formats.base import register_templates
 from ..ops import source
-from .activations import FLOATS, LARGEST, single_or_less
+from . import activations
+from .activations import FLOATS, LARGEST, Rule, single_or_less
 from .int8 import quantize_tokens
 
 #: Elements that share a scale in "q8_1".
@@ -47,6 +48,8 @@ NUMBERS = Constants(
     OWN_BYTES=5,
     OWN_NIBBLES=6,
 )
+#: Tokens of experts in ternary may be quantized by the rule of `kbitcupy.products.activations`, too.
+BITNET, _BITNET_RULE = "bitnet", Rule()
 #: Columns of codes come in multiples of this.
 PITCH = 128
 _PRESETS = {"int8": NUMBERS.INT8_TOKENS, "q8_1": NUMBERS.Q8_1_TOKENS}
@@ -77,8 +80,8 @@ class Tokens(NamedTuple):
 def quantize_host(x: np.ndarray, preset: str) -> Tokens:
     """A matrix of floats."""
     x = source(x, FLOATS)
-    if preset == "int8":
-        codes, scales = quantize_tokens(x, None, None)
+    if preset != "q8_1":
+        codes, scales = activations.quantize(x, _BITNET_RULE) if preset == BITNET else quantize_tokens(x, None, None)
         return Tokens(codes, scales.reshape(-1, 1))
     tokens, depth = x.shape
     blocks = -(-depth // Q8_BLOCK)
@@ -145,6 +148,17 @@ def quantize_into(
     number = NUMBERS.TAKEN if preset is None else _PRESETS[preset]
     lengths = depth, pitch_of(depth), padded_of(tokens), number, layout, group
     _kernel(cxx, vector, threads).launch(x, (tokens, parts), (x, codes, scales, sums, *lengths))
+
+
+def quantize_rows(x: Any, tokens: int, preset: str, codes: int, scales: int) -> None:
+    """Quantize tokens of floats on the current device to rows of `pitch_of` bytes, by any preset, and their scales.
+
+    The arguments are those of `quantize_into`.
+    """
+    if preset == BITNET:
+        activations.quantize_into(x, tokens, _BITNET_RULE, None, codes, scales, 0, pitch_of(x.shape[-1]))
+    else:
+        quantize_into(x, tokens, preset, codes, scales, 0, NUMBERS.ROWS, 0)
 
 
 def floats_of(x: Any) -> Any:

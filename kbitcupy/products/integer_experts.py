@@ -1,6 +1,7 @@
 """Routes of `linear_grouped` with activations: each product is one of `kbitcupy.products.integers`, to the bit.
 
-Tokens are quantized once, each by itself. Slots are combined in float32, in their order, before the one rounding.
+Tokens are quantized once, each by itself. Slots are combined in float32, in their order, before the one rounding. With
+``"bitnet"`` each product is one of `kbitcupy.products.ternary`: of the same sums, and of tokens by its rule.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from ..array import QuantizedArray
 from ..backend import xp as _xp
 from . import int8
 from .experts import combined
-from .integer_activations import Tokens, quantize_host
+from .integer_activations import BITNET, Tokens, quantize_host
 from .integers import Integers, IntegersHost, multiply_cuda, multiply_host, why_not
 from .routes import Problem, Product, Route
 
+WANTED = "they must be [E, N, K] in ternary, for activations in bitnet: kb.stack of kb.quantize(w, 'ternary')"
 # Microseconds to pick an expert's rows and tokens.
 _EACH = 20.0
 
@@ -25,18 +27,24 @@ _EACH = 20.0
 def _refusal(problem: Problem) -> str | None:
     if not problem.experts:
         return "it is for experts"
-    return why_not(problem.activations, problem.format, (problem.experts, *problem.shape), problem.stored.lead)
+    preset = problem.activations
+    if preset == BITNET:
+        part = problem.format.trits(problem.shape)
+        if part is None or not part.shares:
+            return f"the weights are {problem.format!r}; {WANTED}"
+        preset = "int8"  # whose sums these are, with limits of their own
+    return why_not(preset, problem.format, (problem.experts, *problem.shape), problem.stored.lead)
 
 
 def _finished(products: Any, weights: Any, out: Any) -> None:
     """Fill `out` from the float32 products of all slots."""
-    if weights is not None:
-        products = combined(products, weights.astype(np.float32, copy=False))
-    if isinstance(out, np.ndarray) or out.dtype != np.float64:
-        with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
+        if weights is not None:
+            products = combined(products, weights.astype(np.float32, copy=False))
+        if isinstance(out, np.ndarray) or out.dtype != np.float64:
             out[...] = products
-    else:
-        int8.widened(products, out)
+        else:
+            int8.widened(products, out)
 
 
 def _multiply_host(x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:

@@ -217,7 +217,7 @@ def multiply_cuda(
         tokens_of.quantize_into(_xp.contiguous(stored), tokens, None, codes, 0, 0, NUMBERS.ROWS, 0)
         scales, shared = given.data.ptr, int(given.size == 1)
     else:
-        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, codes, scales, 0, NUMBERS.ROWS, 0)
+        tokens_of.quantize_rows(tokens_of.floats_of(x), tokens, preset, codes, scales)
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     together = 1 if ids is not None or products == 1 else 8
     experts = q.size // max(channels * depth, 1) if ids is not None else 1

@@ -224,6 +224,32 @@ def test_any_rank_and_out(xp):
     assert kb.linear(x[:0], q, activations="bitnet").shape == (0, 3, 48)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, DOUBLE], ids=str)
+@pytest.mark.parametrize("granularity", ["tensor", ("channel", 0), ("group", 64)])
+def test_experts(xp, granularity, dtype):
+    """Each product of experts is BitLinear of its token, to the bit; slots are combined in float32."""
+    rows, depth = 24, 256
+    members = [weight(rows, depth, granularity, xp, seed) for seed in range(4)]
+    qs = kb.stack(members)
+    ids = np.array([[0, 3], [2, 9], [3, -1], [1, 1], [0, 2]])
+    weights = np.random.default_rng(0).random((5, 2)).astype(np.float32)
+    for shape in ((5, depth), (5, 2, depth)):
+        x = xp.asarray(make("special", int(np.prod(shape)), dtype, 3).reshape(shape))
+        wanted, single = np.zeros((5, 2, rows), x.dtype), np.zeros((5, 2, rows), np.float32)
+        for t, j in np.ndindex(5, 2):
+            if 0 <= ids[t, j] < 4:
+                token = x[t] if x.ndim == 2 else x[t, j]
+                wanted[t, j] = host(kb.bitnet.linear(token, members[ids[t, j]]))
+                single[t, j] = host(kb.bitnet.linear(token.astype(np.float32), members[ids[t, j]]))
+        y = kb.linear_grouped(x, qs, xp.asarray(ids), activations="bitnet")
+        assert same_values(host(y), wanted)
+        if dtype == SINGLE:
+            y = kb.linear_grouped(x, qs, xp.asarray(ids), xp.asarray(weights), activations="bitnet")
+            with np.errstate(all="ignore"):
+                wanted = single[:, 0] * weights[:, :1] + single[:, 1] * weights[:, 1:]
+            assert np.allclose(host(y), wanted, rtol=1e-6, atol=0, equal_nan=True)
+
+
 def test_nothing_to_add_up(xp):
     """K of 0 leaves the bias."""
     q = kb.bitnet.from_trits(xp.zeros((3, 0), np.int8))

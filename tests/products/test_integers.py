@@ -296,8 +296,12 @@ def test_experts_refuse():
     qs = kb.quantize(np.ones((2, 5, 64), np.float32), "kbit4")
     with pytest.raises(FormatError, match="qs cannot be multiplied by activations in int8"):
         kb.linear_grouped(x, qs, ids, activations="int8")
-    with pytest.raises(FormatError, match="allowed are None.*'int8'.*'q8_1'"):
+    with pytest.raises(
+        FormatError, match="qs cannot be multiplied by activations in bitnet: the weights are .*ternary"
+    ):
         kb.linear_grouped(x, qs, ids, activations="bitnet")
+    with pytest.raises(FormatError, match="allowed are None.*'int8'.*'bitnet'"):
+        kb.linear_grouped(x, qs, ids, activations="int3")
     with pytest.raises(FormatError, match="qs is a plain array"):
         kb.linear_grouped(x, np.ones((2, 5, 64), np.float32), ids, activations="int8")
 

@@ -265,7 +265,7 @@ def test_explanation_tells_from_how_many_tokens_on():
         (lambda x, q: kb.explain(x, q, activations="int4"), FormatError, "activations is 'int4'"),
         (lambda x, q: kb.explain(x, q, expert_ids=[[0]]), FormatError, r"it must be \[E, N, K\]"),
         (lambda x, q: kb.explain(x, q, x[0], expert_ids=[[0]]), FormatError, "a bias goes with one weight"),
-        (lambda x, q: kb.explain(x, q, activations="bitnet", expert_ids=[[0]]), FormatError, "activations is 'bitnet'"),
+        (lambda x, q: kb.explain(x, q, activations="int3", expert_ids=[[0]]), FormatError, "activations is 'int3'"),
     ],
 )
 def test_explain_refuses_what_the_product_refuses(call, error, message):
