@@ -28,6 +28,7 @@ from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
+from .ternary_rows import float_rows_of, quantized_rows_of, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -170,27 +171,39 @@ def multiply_streamed(
     if out.dtype == np.float64:
         single = _xp.namespace(out).empty(out.shape, np.float32)
     group = part.group if part.shares == "group" else 0
-    plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id)
+    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
+    weight, gamma, y = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr, single.data.ptr
+    by = None if isinstance(x, QuantizedArray) else rule
+    if by is not None and not group and _multiply_quantized(x, q, part, by, norm, (gamma, added, y), kind, single):
+        if single is not out:
+            int8.widened(single, out)
+        return
+    own_rows = rows_of(single.dtype, tokens, rows, depth, group, out.data.device_id)
+    plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id) if own_rows is None else None
     # Fragments, and behind them sums, of tokens or of groups of whole steps, and scales.
-    many = 8 * plan.groups * -(-depth // _STEP) * (_STEP // group) if group else tokens + tokens % 2
-    scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes + 4 * (many + tokens))
+    groups = 1 if plan is None else plan.groups
+    many = 8 * groups * -(-depth // _STEP) * (_STEP // group) if group else -(-tokens // 4) * 4
+    code_bytes = -(-depth // _STEP) * _STEP_BYTES * groups
+    scratch = _xp.namespace(out).cuda.alloc(code_bytes + 4 * (many + tokens))
     a = scratch.ptr
-    sums, scales = a + plan.code_bytes, a + plan.code_bytes + 4 * many
+    sums, scales = a + code_bytes, a + code_bytes + 4 * many
     each = 1
-    if rule is not None and not isinstance(x, QuantizedArray):
+    if by is not None:
         x = tokens_of.single_or_less(x)
-        tokens_of.quantize_into(x, tokens, rule, norm, a, scales, sums, depth, plan.groups, group)
-        each = int(rule.granularity == "token")
+        tokens_of.quantize_into(x, tokens, by, norm, a, scales, sums, depth, groups, group)
+        each = int(by.granularity == "token")
     else:
         if isinstance(x, QuantizedArray):
             codes, found = token_planes(x)
         else:
             codes, found = int8.quantize_on_gpu(x.reshape(tokens, depth))
-        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, plan.groups, group, depth, depth))
+        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, groups, group, depth, depth))
         scales, each = found.data.ptr, int(found.size == tokens)
-    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
-    weight, gamma, y = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr, single.data.ptr
-    if group:
+    if plan is None:
+        assert own_rows is not None
+        shared = (each,) if group else (each, int(part.shares == "row"))
+        own_rows.multiply((a, sums, scales, gamma, added, y), (rows, tokens, depth, *shared, kind), q, part)
+    elif group:
         plan.launch(plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, kind))
     else:
         of_rows = int(part.shares == "row")
@@ -201,11 +214,43 @@ def multiply_streamed(
         int8.widened(single, out)
 
 
+def _multiply_quantized(
+    x: Any,
+    q: QuantizedArray,
+    part: Trits,
+    rule: Rule,
+    norm: Norm | None,
+    pointers: tuple[int, ...],
+    kind: int,
+    out: Any,
+) -> bool:
+    """One launch for so few tokens that each thread block quantizes them itself; False where that is not the way."""
+    rows, depth = q.shape
+    tokens = out.size // rows
+    found = quantized_rows_of(out.dtype, tokens, rows, depth, out.data.device_id)
+    if found is None or (tokens > 1 and rule.granularity != "token"):
+        return False
+    x = tokens_of.single_or_less(x)
+    weight = 0 if norm is None or norm.weight is None else norm.weight.data.ptr
+    if x.dtype != out.dtype or (x.data.ptr | weight) % 16:
+        return False
+    before = (0, 0.0) if norm is None else (1, norm.eps)
+    numbers = rows, tokens, depth, int(part.shares == "row"), kind, *before, *rule.numbers
+    found.multiply((x.data.ptr, weight, *pointers), numbers, q, part)
+    return True
+
+
 def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     part = q.format.trits(q.shape, q.lead)
     assert part is not None
     rows, depth = q.shape
     tokens = out.size // rows
+    own_rows = float_rows_of(out.dtype, tokens, rows, depth, out.data.device_id)
+    if own_rows is not None:
+        added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
+        pointers = x.data.ptr, q.planes[part.scales].data.ptr, added, out.data.ptr
+        own_rows.multiply(pointers, (rows, tokens, depth, int(part.shares == "row"), kind), q, part)
+        return
     if multiply_bulk(x, q, part, bias, out, tokens):
         return
     plan = _stream(out.dtype, tokens, rows, depth, 0, out.data.device_id, True)
