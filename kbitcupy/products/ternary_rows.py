@@ -27,7 +27,7 @@ _STEP = tokens_of.SIZES.STEP
 _SIZES = Constants(STEP=_STEP, ROW_THREADS=512, MOST_ROW_STAGES=4, OWN_OCTETS=4, LANES=tokens_of.LANES)
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the most that are quantized in the same launch.
-GROUPS, TOKENS, QUANTIZED_TOKENS = (64, 128), 8, 1
+GROUPS, TOKENS, QUANTIZED_TOKENS = (32, 64, 128), 8, 1
 _ROWS = Template(_FILE, "rows_ternary", (_TYPES,), structs=(BIAS_KINDS, _SIZES), least=_OLDEST)
 _OF_GROUPS = Template(
     _FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=(BIAS_KINDS, _SIZES), least=_OLDEST
@@ -72,6 +72,11 @@ class Rows:
         self.launch(self.grid, (*pointers, *numbers, *self.cut, codes))
 
 
+def _staged(tokens: int, depth: int) -> int:
+    """Bytes of int8 tokens in shared memory, of whole lines of codes."""
+    return -(-depth // (4 * _LINE)) * 4 * _LINE * tokens
+
+
 def cut_of(rows: int, depth: int, blocks: int, group: int) -> tuple[int, int]:
     """Warps that share rows, and rows of a pass.
 
@@ -98,7 +103,7 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
         return None
     blocks = min(multiprocessors(device), rows)
     share, of_pass = cut_of(rows, depth, blocks, group)
-    staged = -(-depth // _STEP) * _STEP * tokens + (depth // group * 4 * TOKENS if group else 0)
+    staged = _staged(tokens, depth) + (depth // group * 4 * TOKENS if group else 0)
     stage = _WARPS * (_STAGE + (_STAGE * 4 // group * 4 if group else 0))
     stages = min(_STAGES, (shared_memory(device) - _BESIDE - staged) // stage)
     if stages < 1:
@@ -115,7 +120,7 @@ def quantized_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, devic
     if found is None or tokens > QUANTIZED_TOKENS or depth > 8 * _SIZES.OWN_OCTETS * _SIZES.ROW_THREADS:
         return None
     stages = found.cut[1]
-    shared = -(-depth // _STEP) * _STEP * tokens + stages * _WARPS * _STAGE + _ALIGNMENT
+    shared = _staged(tokens, depth) + stages * _WARPS * _STAGE + _ALIGNMENT
     kernel = Kernel(
         _QUANTIZED,
         (CXX_TYPES[dtype.name],),
@@ -134,7 +139,7 @@ def float_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: i
         return None
     blocks = min(multiprocessors(device), rows)
     share, of_pass = cut_of(rows, depth, blocks, 0)
-    staged = -(-depth // _STEP) * _STEP * tokens * 2
+    staged = 2 * _staged(tokens, depth)
     stages = min(_STAGES, (shared_memory(device) - _BESIDE - staged) // (_WARPS * _STAGE))
     if stages < 1:
         return None

@@ -78,6 +78,9 @@ __device__ __forceinline__ void add_groups(
     }
 }
 
+// Lines of a row. Tokens have room for as many, though what is behind their end counts for nothing: codes there are 0.
+__device__ __forceinline__ int lines_of(int depth) { return (depth / FIELDS + LINE - 1) / LINE; }
+
 // Wait for this lane's copies, except those of the last `pending` groups.
 __device__ __forceinline__ void wait_copies_but(int pending) {
     if (pending == 0) wait_copies<0>();
@@ -112,7 +115,7 @@ __device__ __forceinline__ void multiply_rows(
     constexpr int BLOCKS = BOXES * LINE_STEPS * 2, SCALE_BYTES = ROWS * BLOCKS * PER_BLOCK * 4;
     __shared__ alignas(8) unsigned long long barriers[ROW_WARPS * MOST_ROW_STAGES];
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
-    const int row_bytes = all.depth / FIELDS, lines = (row_bytes + LINE - 1) / LINE;
+    const int lines = lines_of(all.depth);
     const int teams = ROW_WARPS / all.share, team = warp / all.share, mate = warp % all.share;
     const int my_first = all.count * team / teams, mine = all.count * (team + 1) / teams - my_first;
     const int first_line = lines * mate / all.share, my_lines = lines * (mate + 1) / all.share - first_line;
@@ -215,34 +218,47 @@ __device__ __forceinline__ void multiply_rows(
             } else {
                 wait_copies_but(all.stages - 1);
                 __syncwarp();
-                uint2 u[BLOCKS], l[BLOCKS];
-                float upper[BLOCKS][PER_BLOCK], lower[BLOCKS][PER_BLOCK];
+                constexpr int LINE_BLOCKS = BLOCKS / BOXES;
 #pragma unroll
-                for (int i = 0; i < BLOCKS; ++i) {
-                    const unsigned at = here + i / 4 * BOX_BYTES + ((i % 4 * 2 + t / 2) ^ own) * CHUNK + t % 2 * 8;
-                    u[i] = shared_at<uint2>(at), l[i] = shared_at<uint2>(at + 8 * LINE);
-                    read |= u[i].y | l[i].y;
-                    const unsigned scale_at = scale_stages + from * SCALE_BYTES + (own * BLOCKS + i) * PER_BLOCK * 4;
+                for (int line = 0; line < BOXES; ++line) {
+                    uint2 u[LINE_BLOCKS], l[LINE_BLOCKS];
+                    float upper[LINE_BLOCKS][PER_BLOCK], lower[LINE_BLOCKS][PER_BLOCK];
 #pragma unroll
-                    for (int j = 0; j < PER_BLOCK; ++j) {
-                        upper[i][j] = shared_at<float>(scale_at + j * 4);
-                        lower[i][j] = shared_at<float>(scale_at + (8 * BLOCKS * PER_BLOCK + j) * 4);
-                        read |= __float_as_uint(upper[i][j]) | __float_as_uint(lower[i][j]);
+                    for (int i = 0; i < LINE_BLOCKS; ++i) {
+                        const unsigned at = here + line * BOX_BYTES + ((i * 2 + t / 2) ^ own) * CHUNK + t % 2 * 8;
+                        u[i] = shared_at<uint2>(at), l[i] = shared_at<uint2>(at + 8 * LINE);
+                        read |= u[i].y | l[i].y;
+                        const unsigned scale_at =
+                            scale_stages + from * SCALE_BYTES + (own * BLOCKS + line * LINE_BLOCKS + i) * PER_BLOCK * 4;
+#pragma unroll
+                        for (int j = 0; j < PER_BLOCK; ++j) {
+                            upper[i][j] = shared_at<float>(scale_at + j * 4);
+                            lower[i][j] = shared_at<float>(scale_at + (8 * BLOCKS * PER_BLOCK + j) * 4);
+                            read |= __float_as_uint(upper[i][j]) | __float_as_uint(lower[i][j]);
+                        }
                     }
-                }
-                __syncwarp();
-                fetch(read);
-                const int blocks = min(BLOCKS, all.depth / BLOCK - p * BLOCKS);
+                    if (line == BOXES - 1) {
+                        __syncwarp();
+                        fetch(read);
+                    }
+                    const int block = (p * BOXES + line) * LINE_BLOCKS, blocks = all.depth / BLOCK - block;
+                    const auto add = [&](int i) {
+                        const unsigned b_of = b_at + (line * LINE_BLOCKS + i) * 2 * of_load;
+                        const uint4 b[2] = {shared_at<uint4>(b_of), shared_at<uint4>(b_of + of_load)};
+                        int2 less[PER_BLOCK];
 #pragma unroll
-                for (int i = 0; i < BLOCKS; ++i) {
-                    if (i >= blocks) break;
-                    const uint4 b[2] = {
-                        shared_at<uint4>(b_at + i * 2 * of_load), shared_at<uint4>(b_at + (i * 2 + 1) * of_load)};
-                    int2 less[PER_BLOCK];
+                        for (int j = 0; j < PER_BLOCK; ++j)
+                            less[j] = shared_at<int2>(sums + (((block + i) * PER_BLOCK + j) * TOKENS + 2 * t) * 4);
+                        add_groups<GROUP>(total, u[i], l[i], b, less, of_token, upper[i], lower[i]);
+                    };
+                    if (blocks >= LINE_BLOCKS) {  // without branches in between they are computed side by side
 #pragma unroll
-                    for (int j = 0; j < PER_BLOCK; ++j)
-                        less[j] = shared_at<int2>(sums + (((p * BLOCKS + i) * PER_BLOCK + j) * TOKENS + 2 * t) * 4);
-                    add_groups<GROUP>(total, u[i], l[i], b, less, of_token, upper[i], lower[i]);
+                        for (int i = 0; i < LINE_BLOCKS; ++i) add(i);
+                    } else {
+#pragma unroll
+                        for (int i = 0; i < LINE_BLOCKS; ++i)
+                            if (i < blocks) add(i);
+                    }
                 }
             }
             if (++from == all.stages) from = 0, phase ^= 1;
@@ -525,7 +541,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
 template <typename T, typename F>
 __device__ __forceinline__ void stage_floats(unsigned staged, const T* x, int tokens, int depth, const F& row_of) {
     const unsigned short* bits = reinterpret_cast<const unsigned short*>(x);
-    const int of_token = (depth + STEP - 1) / STEP * (STEP / 4);
+    const int of_token = lines_of(depth) * LINE_STEPS * (STEP / 4);
     const bool aligned = reinterpret_cast<unsigned long long>(x) % 8 == 0;
     for (int m = 0; m < tokens; ++m) {
         const unsigned short* row = bits + row_of(m) * depth;
