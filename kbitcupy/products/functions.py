@@ -53,7 +53,7 @@ from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, 
 from .small_batch import SingleToken, SmallBatch
 from .staged import Staged, StagedRecords
 from .ternary import Ternary, TernaryHost, TernaryStream, TernaryTile
-from .ternary_experts import GroupedTernary
+from .ternary_experts import GroupedTernary, TernarySlots
 from .ternary_stream import TernaryFloats
 
 #: The routes of `linear` and of `linear_grouped`.
@@ -84,6 +84,7 @@ GROUPED: tuple[Route, ...] = (
     GroupedHopper(),
     GroupedRecords(),
     GroupedTernary(),
+    TernarySlots(),
     EachExpert(),
     IntegerExperts(),
     IntegerExpertsHost(),

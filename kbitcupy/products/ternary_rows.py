@@ -22,28 +22,39 @@ from . import activations as tokens_of
 from .fused import HALF_CXX
 from .int8 import BIAS_KINDS
 
-_FILE, _OLDEST = "linear/ternary_rows.cu", 90
-_STEP = tokens_of.SIZES.STEP
-_SIZES = Constants(STEP=_STEP, ROW_THREADS=512, MOST_ROW_STAGES=4, OWN_OCTETS=4, LANES=tokens_of.LANES)
-_TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
-#: Sizes of groups that have kernels, the most tokens, and the most that are quantized in the same launch.
-GROUPS, TOKENS, QUANTIZED_TOKENS = (32, 64, 128), 8, 1
-_ROWS = Template(_FILE, "rows_ternary", (_TYPES,), structs=(BIAS_KINDS, _SIZES), least=_OLDEST)
-_OF_GROUPS = Template(
-    _FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=(BIAS_KINDS, _SIZES), least=_OLDEST
+#: Of all kernels of the file: the oldest architecture, and numbers.
+FILE, OLDEST = "linear/ternary_rows.cu", 90
+SIZES = Constants(
+    STEP=tokens_of.SIZES.STEP,
+    ROW_THREADS=512,
+    MOST_ROW_STAGES=4,
+    LANES=tokens_of.LANES,
+    MOST_SLOTS=64,
 )
-_QUANTIZED = Template(_FILE, "rows_ternary_quantized", (_TYPES,), structs=(BIAS_KINDS, _SIZES), least=_OLDEST)
-_FLOATS = Template(_FILE, "rows_ternary_floats", (HALF_CXX,), structs=(BIAS_KINDS, _SIZES), least=_OLDEST)
+_TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
+#: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
+#: by more and smaller thread blocks, which start while those of the kernel ahead end.
+GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
+# Times eight numbers of a token that a thread quantizes.
+_OCTETS = (2, 4)
+_ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=(BIAS_KINDS, SIZES), least=OLDEST)
+_OF_GROUPS = Template(
+    FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=(BIAS_KINDS, SIZES), least=OLDEST
+)
+_QUANTIZED = Template(
+    FILE, "rows_ternary_quantized", (_TYPES, tuple(map(str, _OCTETS))), structs=(BIAS_KINDS, SIZES), least=OLDEST
+)
+_FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=(BIAS_KINDS, SIZES), least=OLDEST)
 register_templates(_ROWS, _OF_GROUPS, _QUANTIZED, _FLOATS)
 _SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
 _GROUP_SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 6, MAP_BYTES)
 _FLOAT_SIGNATURE = (*("p",) * 4, "i8", *("i4",) * 7, MAP_BYTES)
 _QUANTIZED_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 5, "f8", "f4", *("i4",) * 6, MAP_BYTES)
-# Warps of a thread block; rows of a pass; bytes of a row in a box, and of boxes in a stage of a warp.
-_WARPS, _PASS, _LINE, _STAGE = _SIZES.ROW_THREADS // 32, 16, 128, 2 * 16 * 128
-# Stages of a warp beyond which its first codes, and the tokens, only come later; bytes beside stages and tokens, and
-# what stages begin at.
-_STAGES, _BESIDE, _ALIGNMENT = 2, 4 << 10, 1 << 10
+#: Warps of a thread block, and bytes of a stage of a warp; stages beyond which the first codes, and the tokens, only
+#: come later; bytes beside stages and tokens, and what stages begin at.
+WARPS, STAGE, STAGES, BESIDE, ALIGNMENT = SIZES.ROW_THREADS // 32, 2 * 16 * 128, 2, 4 << 10, 1 << 10
+# Rows of a pass; bytes of a row in a box.
+_PASS, _LINE = 16, 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +78,16 @@ class Rows:
     def multiply(self, pointers: tuple[int, ...], numbers: tuple[float, ...], q: QuantizedArray, part: Trits) -> None:
         """Start it with all arguments but the cut and the map of the weight."""
         rows, depth = q.shape
-        pitch = depth // 4
-        codes = byte_matrix(q.planes[part.codes].data.ptr, rows, pitch, pitch, self.cut[-1], _LINE, True, 128)
+        codes = map_of(q.planes[part.codes], rows, depth, self.cut[-1])
         self.launch(self.grid, (*pointers, *numbers, *self.cut, codes))
 
 
-def _staged(tokens: int, depth: int) -> int:
+def map_of(codes: Any, rows: int, depth: int, of_pass: int) -> bytes:
+    """The map of a plane of codes, in boxes of so many rows and a line."""
+    return byte_matrix(codes.data.ptr, rows, depth // 4, depth // 4, of_pass, _LINE, True, 128)
+
+
+def staged_bytes(tokens: int, depth: int) -> int:
     """Bytes of int8 tokens in shared memory, of whole lines of codes."""
     return -(-depth // (4 * _LINE)) * 4 * _LINE * tokens
 
@@ -87,10 +102,20 @@ def cut_of(rows: int, depth: int, blocks: int, group: int) -> tuple[int, int]:
     """
     of_block, lines = -(-rows // blocks), -(-depth // (4 * _LINE))
     share = 1
-    while not group and 2 * share <= min(_WARPS, lines) and -(-of_block * 2 * share // _WARPS) <= _PASS:
+    while not group and 2 * share <= min(WARPS, lines) and -(-of_block * 2 * share // WARPS) <= _PASS:
         share *= 2
-    of_team = -(-of_block * share // _WARPS)
+    of_team = -(-of_block * share // WARPS)
     return share, -(-of_team // -(-of_team // _PASS))
+
+
+def _blocks(rows: int, device: int) -> int:
+    """Thread blocks; 0 where they would have too few rows."""
+    blocks = min(multiprocessors(device), rows)
+    return blocks if capability(device) >= OLDEST and -(-rows // blocks) >= LEAST_ROWS else 0
+
+
+def _stages(staged: int, stage: int, device: int) -> int:
+    return min(STAGES, (shared_memory(device) - BESIDE - staged) // (WARPS * stage))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,59 +124,57 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
 
     `group` is 0 where one scale is for all, or for a row.
     """
-    if capability(device) < _OLDEST or tokens > TOKENS or group not in (0, *GROUPS):
+    blocks = _blocks(rows, device)
+    if not blocks or tokens > TOKENS or group not in (0, *GROUPS):
         return None
-    blocks = min(multiprocessors(device), rows)
     share, of_pass = cut_of(rows, depth, blocks, group)
-    staged = _staged(tokens, depth) + (depth // group * 4 * TOKENS if group else 0)
-    stage = _WARPS * (_STAGE + (_STAGE * 4 // group * 4 if group else 0))
-    stages = min(_STAGES, (shared_memory(device) - _BESIDE - staged) // stage)
+    staged = staged_bytes(tokens, depth) + (depth // group * 4 * TOKENS if group else 0)
+    stage = STAGE + (STAGE * 4 // group * 4 if group else 0)
+    stages = _stages(staged, stage, device)
     if stages < 1:
         return None
-    launch = _kernel(dtype, group, staged + stages * stage + _ALIGNMENT).ready(device).launch
-    cut = (stages, of_pass) if group else (share, stages, of_pass)
-    return Rows(launch, (blocks,), cut)
+    template, values = (_OF_GROUPS, (CXX_TYPES[dtype.name], str(group))) if group else (_ROWS, (CXX_TYPES[dtype.name],))
+    signature = _GROUP_SIGNATURE if group else _SIGNATURE
+    launch = _launch(template, values, staged + stages * WARPS * stage, signature, device)
+    return Rows(launch, (blocks,), (stages, of_pass) if group else (share, stages, of_pass))
 
 
 @functools.lru_cache(maxsize=4096)
-def quantized_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: int) -> Rows | None:
+def quantized_rows_of(
+    dtype: np.dtype, tokens: int, rows: int, depth: int, normalizes: bool, device: int
+) -> Rows | None:
     """The same of one launch that quantizes the tokens, too, from their floats."""
-    found = rows_of(dtype, tokens, rows, depth, 0, device)
-    if found is None or tokens > QUANTIZED_TOKENS or depth > 8 * _SIZES.OWN_OCTETS * _SIZES.ROW_THREADS:
+    blocks = _blocks(rows, device) // 2 * 2
+    octets = next((octets for octets in _OCTETS if depth <= 8 * octets * SIZES.ROW_THREADS), 0)
+    if not blocks or tokens > TOKENS or not octets:
         return None
-    stages = found.cut[1]
-    shared = _staged(tokens, depth) + stages * _WARPS * _STAGE + _ALIGNMENT
-    kernel = Kernel(
-        _QUANTIZED,
-        (CXX_TYPES[dtype.name],),
-        _SIZES.ROW_THREADS,
-        shared,
-        signature=_QUANTIZED_SIGNATURE,
-        early=True,
-    )
-    return Rows(kernel.ready(device).launch, found.grid, found.cut)
+    share, of_pass = cut_of(rows, depth, blocks, 0)
+    raw = min(-(-tokens // 2), TOKENS // octets) * depth * dtype.itemsize if normalizes else 0
+    staged = staged_bytes(tokens, depth) + raw
+    stages = _stages(staged, STAGE, device)
+    if stages < 1:
+        return None
+    values = CXX_TYPES[dtype.name], str(octets)
+    launch = _launch(_QUANTIZED, values, staged + stages * WARPS * STAGE, _QUANTIZED_SIGNATURE, device)
+    return Rows(launch, (blocks,), (share, stages, of_pass))
 
 
 @functools.lru_cache(maxsize=4096)
 def float_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: int) -> Rows | None:
     """The same of floats of 16 bits, in one launch."""
-    if capability(device) < _OLDEST or tokens > TOKENS:
+    blocks = _blocks(rows, device)
+    if not blocks or tokens > TOKENS:
         return None
-    blocks = min(multiprocessors(device), rows)
     share, of_pass = cut_of(rows, depth, blocks, 0)
-    staged = 2 * _staged(tokens, depth)
-    stages = min(_STAGES, (shared_memory(device) - _BESIDE - staged) // (_WARPS * _STAGE))
+    staged = 2 * staged_bytes(tokens, depth)
+    stages = _stages(staged, STAGE, device)
     if stages < 1:
         return None
-    shared = staged + stages * _WARPS * _STAGE + _ALIGNMENT
-    values = (CXX_TYPES[dtype.name],)
-    kernel = Kernel(_FLOATS, values, _SIZES.ROW_THREADS, shared, signature=_FLOAT_SIGNATURE, early=True)
-    return Rows(kernel.ready(device).launch, (blocks,), (share, stages, of_pass))
+    shared = staged + stages * WARPS * STAGE
+    launch = _launch(_FLOATS, (CXX_TYPES[dtype.name],), shared, _FLOAT_SIGNATURE, device)
+    return Rows(launch, (blocks,), (share, stages, of_pass))
 
 
-@functools.cache
-def _kernel(dtype: np.dtype, group: int, shared: int) -> Kernel:
-    cxx = CXX_TYPES[dtype.name]
-    template, values = (_OF_GROUPS, (cxx, str(group))) if group else (_ROWS, (cxx,))
-    signature = _GROUP_SIGNATURE if group else _SIGNATURE
-    return Kernel(template, values, _SIZES.ROW_THREADS, shared, signature=signature, early=True)
+def _launch(template: Template, values: tuple[str, ...], shared: int, signature: tuple[Any, ...], device: int) -> Any:
+    kernel = Kernel(template, values, SIZES.ROW_THREADS, shared + ALIGNMENT, signature=signature, early=True)
+    return kernel.ready(device).launch

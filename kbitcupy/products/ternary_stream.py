@@ -227,7 +227,7 @@ def _multiply_quantized(
     """One launch for so few tokens that each thread block quantizes them itself; False where that is not the way."""
     rows, depth = q.shape
     tokens = out.size // rows
-    found = quantized_rows_of(out.dtype, tokens, rows, depth, out.data.device_id)
+    found = quantized_rows_of(out.dtype, tokens, rows, depth, norm is not None, out.data.device_id)
     if found is None or (tokens > 1 and rule.granularity != "token"):
         return False
     x = tokens_of.single_or_less(x)

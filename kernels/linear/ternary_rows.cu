@@ -17,8 +17,8 @@
 #include "linear/ternary_operands.cuh"
 
 // Of the host (kbitcupy/products/ternary_rows.py), ahead of this source: STEP, k of 64 bytes of codes; ROW_THREADS of a
-// block; MOST_ROW_STAGES; OWN_OCTETS, times 8 numbers of a token that a thread quantizes; LANES of the sum of squares
-// of linear/activations.cu; FLOAT32_BIAS and its like.
+// block; MOST_ROW_STAGES; LANES of the sum of squares of linear/activations.cu; MOST_SLOTS of a token; FLOAT32_BIAS and
+// its like.
 constexpr int TOKENS = 8, ROW_WARPS = ROW_THREADS / WARP, MEMBER_BYTES = FRAGMENT_BYTES / TOKENS;
 constexpr int LINE = 128, SWIZZLE_UNIT = 1024, BOX_BYTES = ROWS * LINE, BOXES = 2, STAGE_BYTES = BOXES * BOX_BYTES,
               LINE_STEPS = LINE / STEP_BYTES;
@@ -89,205 +89,335 @@ __device__ __forceinline__ void wait_copies_but(int pending) {
     else wait_copies<3>();
 }
 
-// What a block multiplies.
-struct Rows {
-    long long first;  // of the matrix that the tensor map describes
-    int count;        // rows
-    int tokens, depth;
-    int share, stages;  // warps of a team, at most as many as rows have lines; stages of a warp
-    int of_pass;        // rows of a team at a time, those of a box; where teams have several warps, all of its rows
-    bool waits;         // whether weights may have been written by the kernel ahead
+// ---- warps
+// -----------------------------------------------------------------------------------------------------------
+
+// Rows that a warp multiplies in a pass: the number of the first one in the matrix of the tensor map, and how many.
+struct Span {
+    long long first;
+    int count;
 };
 
-// Products of some rows and up to TOKENS tokens.
-//
-// scales  GROUP: of the first row, [rows, depth / GROUP]
-// stage   called by all threads when the first codes are on their way: brings the tokens to an address
-// sums    GROUP: of groups of tokens in shared memory, [depth / GROUP, TOKENS]
-// of_row  the scale and the bias of a row
-// store   gets which of the lane's two tokens it is, its number, that of the row, the sum or total, scale and bias
-template <typename Operand, int GROUP, typename G, typename R, typename F>
-__device__ __forceinline__ void multiply_rows(
-    const TensorMap* map, const Rows& all, const float* scales, const G& stage, const R& of_row, const F& store) {
-    using By = Operand;
-    using Sum = typename By::Sum;
-    constexpr int PER_BLOCK = GROUP == 0 ? 0 : BLOCK / (GROUP == 0 ? 1 : GROUP);  // scales
-    constexpr int BLOCKS = BOXES * LINE_STEPS * 2, SCALE_BYTES = ROWS * BLOCKS * PER_BLOCK * 4;
-    __shared__ alignas(8) unsigned long long barriers[ROW_WARPS * MOST_ROW_STAGES];
-    const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
-    const int lines = lines_of(all.depth);
-    const int teams = ROW_WARPS / all.share, team = warp / all.share, mate = warp % all.share;
-    const int my_first = all.count * team / teams, mine = all.count * (team + 1) / teams - my_first;
-    const int first_line = lines * mate / all.share, my_lines = lines * (mate + 1) / all.share - first_line;
-    const int pieces = (my_lines + BOXES - 1) / BOXES, of_pass = all.of_pass, passes = (mine + of_pass - 1) / of_pass;
-    const unsigned memory = (shared_address(dynamic_memory()) + SWIZZLE_UNIT - 1) / SWIZZLE_UNIT * SWIZZLE_UNIT;
-    const unsigned stages = memory + warp * all.stages * STAGE_BYTES;
-    const unsigned scale_stages = memory + ROW_WARPS * all.stages * STAGE_BYTES + warp * all.stages * SCALE_BYTES;
-    const unsigned staged = memory + ROW_WARPS * all.stages * (STAGE_BYTES + SCALE_BYTES);
-    const unsigned full = shared_address(barriers) + warp * MOST_ROW_STAGES * 8;
-    if (lane == 0) {
-        for (int i = 0; i < all.stages; ++i) barrier_init(full + 8 * i, 1);
-        fence_barrier_init();
-    }
-    __syncwarp();
+// How the work of a thread block is cut, by the host.
+struct Cut {
+    int share;    // warps of a team that have the same rows, at most as many as a row has lines; with groups 1
+    int stages;   // of a warp
+    int of_pass;  // rows of a pass at the most, those of a box
+};
 
-    // What is fetched next.
-    int pass = 0, piece = 0, to = 0;
-    const unsigned zero = all.tokens >> 16;
-    const auto fetch = [&](unsigned read) {
+// What a warp fetches: its lines of the rows of its passes.
+template <int GROUP>
+struct Fetcher {
+    static constexpr int PER_BLOCK = GROUP == 0 ? 0 : BLOCK / (GROUP == 0 ? 1 : GROUP);  // scales of 128 k
+    static constexpr int LINE_BLOCKS = LINE_STEPS * 2, BLOCKS = BOXES * LINE_BLOCKS;     // times 128 k
+    static constexpr int SCALE_BYTES = ROWS * BLOCKS * PER_BLOCK * 4;                    // of a stage
+
+    const TensorMap* map;
+    const float* scales;                       // GROUP: of row 0 of the map, [rows, depth / GROUP]
+    unsigned codes_at, scales_at, full, zero;  // addresses of stages and of their barriers; 0
+    int depth, stages, of_pass, first_line, lines, pieces, passes;
+    int pass = 0, piece = 0, to = 0;  // the next one
+
+    // memory: the stages of all warps, then all their scales; behind them is room for tokens.
+    __device__ __forceinline__ Fetcher(
+        const TensorMap* map, const float* scales, unsigned memory, unsigned barriers, int depth, const Cut& cut,
+        int mate, int passes, unsigned zero)
+        : map(map), scales(scales), zero(zero), depth(depth), stages(cut.stages), of_pass(cut.of_pass) {
+        const int warp = warp_number(), all = lines_of(depth);
+        codes_at = memory + warp * stages * STAGE_BYTES;
+        scales_at = memory + ROW_WARPS * stages * STAGE_BYTES + warp * stages * SCALE_BYTES;
+        full = barriers + warp * MOST_ROW_STAGES * 8;
+        first_line = all * mate / cut.share, lines = all * (mate + 1) / cut.share - first_line;
+        pieces = (lines + BOXES - 1) / BOXES, this->passes = passes;
+        if (threadIdx.x % WARP == 0) {
+            for (int i = 0; i < stages; ++i) barrier_init(full + 8 * i, 1);
+            fence_barrier_init();
+        }
+        __syncwarp();
+    }
+    __device__ __forceinline__ static unsigned bytes_of(const Cut& cut) {
+        return ROW_WARPS * cut.stages * (STAGE_BYTES + SCALE_BYTES);
+    }
+    // Fetch the next piece behind what was `read` from the stage. `span_of` gives the rows of a pass.
+    template <typename S>
+    __device__ __forceinline__ void fetch(const S& span_of, unsigned read) {
         if (pass < passes) {
-            const int there = min(BOXES, my_lines - piece * BOXES);
-            const int row = my_first + pass * of_pass, line = first_line + piece * BOXES;
+            const Span span = span_of(pass);
+            const int there = min(BOXES, lines - piece * BOXES), line = first_line + piece * BOXES;
             if (elect_lane()) {
-                const unsigned target = stages + to * STAGE_BYTES, barrier = full + 8 * to;
+                const unsigned target = codes_at + to * STAGE_BYTES, barrier = full + 8 * to;
                 barrier_expect(barrier, there * of_pass * LINE + zero_after(read, zero));
                 for (int i = 0; i < there; ++i)
-                    copy_box(
-                        target + i * BOX_BYTES, map, (line + i) * LINE, static_cast<int>(all.first) + row, barrier);
+                    copy_box(target + i * BOX_BYTES, map, (line + i) * LINE, static_cast<int>(span.first), barrier);
             }
-            if constexpr (GROUP != 0) {
-                constexpr int BYTES = PER_BLOCK * 4;
-                const int blocks = all.depth / BLOCK, last = min(mine, (pass + 1) * of_pass) + my_first - 1;
-#pragma unroll
-                for (int i = 0; i < ROWS * BLOCKS / WARP; ++i) {
-                    const int unit = i * WARP + lane, block = line * (BLOCKS / BOXES) + unit % BLOCKS;
-                    const int bytes = block < blocks ? BYTES : 0;
-                    const float* from =
-                        scales + (static_cast<long long>(min(row + unit / BLOCKS, last)) * blocks + block) * PER_BLOCK;
-                    copy_async_or_zero<BYTES>(
-                        scale_stages + to * SCALE_BYTES + unit * BYTES, bytes ? from : scales, bytes);
-                }
-            }
+            if constexpr (GROUP != 0) fetch_scales(span, line);
             if (++piece == pieces) piece = 0, ++pass;
-            if (++to == all.stages) to = 0;
+            if (++to == stages) to = 0;
         }
         if constexpr (GROUP != 0) commit_copies();
-    };
-    if (!all.waits)
-        for (int i = 0; i < all.stages; ++i) fetch(0);
-    else if (elect_lane())
-        for (int i = 0; i < min(my_lines, all.stages * BOXES); ++i)
-            if (passes > 0) prefetch_box(map, (first_line + i) * LINE, static_cast<int>(all.first) + my_first);
-    wait_for_previous();
-    launch_dependents();
-    if (all.waits)
-        for (int i = 0; i < all.stages; ++i) fetch(0);
-    float of_token[2];
-    const unsigned sums = stage(staged, of_token);
-
-    // Rows are exchanged so that those which are read together meet in no bank.
-    const int own = GROUP == 0 ? g % 2 * 4 + g / 2 : g % 4 * 2 + g / 4;
-    const unsigned own_line = stages + own * LINE;
-    // Columns beyond the last token repeat it: they are not written.
-    const int of_load = all.tokens * MEMBER_BYTES, of_line = LINE_STEPS * By::LOADS * of_load;
-    const unsigned column = staged + min(g, all.tokens - 1) * MEMBER_BYTES + t * CHUNK + first_line * of_line;
-    int from = 0;
-    unsigned phase = 0;
-    for (int of = 0; of < passes; ++of) {
-        const int first = of * of_pass, last = min(mine, first + of_pass);
-        float scale[2], bias[2];
+    }
+    __device__ __forceinline__ void fetch_scales(const Span& span, int line) const {
+        constexpr int BYTES = PER_BLOCK * 4;
+        const int blocks = depth / BLOCK, lane = threadIdx.x % WARP;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            of_row(my_first + min(first + own + 8 * half, last - 1), scale[half], bias[half]);
-        Sum sum[FIELDS][4] = {};
-        float total[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // added to a number they change nothing
-#pragma unroll 1
-        for (int p = 0; p < pieces; ++p) {
-            const int there = min(BOXES, my_lines - p * BOXES);
-            barrier_wait(full + 8 * from, phase);
-            const unsigned here = own_line + from * STAGE_BYTES;
-            unsigned b_at = column + p * BOXES * of_line, read = 0;
-            if constexpr (GROUP == 0) {
-                uint4 u[BOXES * LINE_STEPS], l[BOXES * LINE_STEPS];
-#pragma unroll
-                for (int s = 0; s < BOXES * LINE_STEPS; ++s) {
-                    const unsigned at = here + s / LINE_STEPS * BOX_BYTES + ((s % LINE_STEPS * 4 + t) ^ own) * CHUNK;
-                    u[s] = shared_at<uint4>(at), l[s] = shared_at<uint4>(at + 8 * LINE);
-                    read |= u[s].w | l[s].w;
-                }
-                __syncwarp();
-                fetch(read);
-#pragma unroll
-                for (int s = 0; s < BOXES * LINE_STEPS; ++s) {
-                    if (s / LINE_STEPS >= there) break;
-                    uint4 b[By::LOADS];
-#pragma unroll
-                    for (int j = 0; j < By::LOADS; ++j) b[j] = shared_at<uint4>(b_at + (s * By::LOADS + j) * of_load);
-                    By::multiply(sum, u[s], l[s], b);
-                }
-            } else {
-                wait_copies_but(all.stages - 1);
-                __syncwarp();
-                constexpr int LINE_BLOCKS = BLOCKS / BOXES;
-#pragma unroll
-                for (int line = 0; line < BOXES; ++line) {
-                    uint2 u[LINE_BLOCKS], l[LINE_BLOCKS];
-                    float upper[LINE_BLOCKS][PER_BLOCK], lower[LINE_BLOCKS][PER_BLOCK];
-#pragma unroll
-                    for (int i = 0; i < LINE_BLOCKS; ++i) {
-                        const unsigned at = here + line * BOX_BYTES + ((i * 2 + t / 2) ^ own) * CHUNK + t % 2 * 8;
-                        u[i] = shared_at<uint2>(at), l[i] = shared_at<uint2>(at + 8 * LINE);
-                        read |= u[i].y | l[i].y;
-                        const unsigned scale_at =
-                            scale_stages + from * SCALE_BYTES + (own * BLOCKS + line * LINE_BLOCKS + i) * PER_BLOCK * 4;
-#pragma unroll
-                        for (int j = 0; j < PER_BLOCK; ++j) {
-                            upper[i][j] = shared_at<float>(scale_at + j * 4);
-                            lower[i][j] = shared_at<float>(scale_at + (8 * BLOCKS * PER_BLOCK + j) * 4);
-                            read |= __float_as_uint(upper[i][j]) | __float_as_uint(lower[i][j]);
-                        }
-                    }
-                    if (line == BOXES - 1) {
-                        __syncwarp();
-                        fetch(read);
-                    }
-                    const int block = (p * BOXES + line) * LINE_BLOCKS, blocks = all.depth / BLOCK - block;
-                    const auto add = [&](int i) {
-                        const unsigned b_of = b_at + (line * LINE_BLOCKS + i) * 2 * of_load;
-                        const uint4 b[2] = {shared_at<uint4>(b_of), shared_at<uint4>(b_of + of_load)};
-                        int2 less[PER_BLOCK];
-#pragma unroll
-                        for (int j = 0; j < PER_BLOCK; ++j)
-                            less[j] = shared_at<int2>(sums + (((block + i) * PER_BLOCK + j) * TOKENS + 2 * t) * 4);
-                        add_groups<GROUP>(total, u[i], l[i], b, less, of_token, upper[i], lower[i]);
-                    };
-                    if (blocks >= LINE_BLOCKS) {  // without branches in between they are computed side by side
-#pragma unroll
-                        for (int i = 0; i < LINE_BLOCKS; ++i) add(i);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < LINE_BLOCKS; ++i)
-                            if (i < blocks) add(i);
-                    }
-                }
-            }
-            if (++from == all.stages) from = 0, phase ^= 1;
-        }
-        Sum totals[4];
-        if constexpr (GROUP == 0) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) totals[e] = By::total(sum, e);
-            if (all.share > 1) {
-                // All that this warp fetched has been read: its stages have room for the sums.
-                const unsigned own_sums = stages + lane * sizeof(totals);
-                if (mate > 0) store_shared(own_sums, totals);
-                asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(all.share * WARP) : "memory");
-                if (mate > 0) return;
-                for (int i = 1; i < all.share; ++i) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        totals[e] += shared_at<Sum>(own_sums + i * all.stages * STAGE_BYTES + e * sizeof(Sum));
-                }
-            }
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int m = 2 * t + e % 2, row = first + own + e / 2 * 8;
-            if (m >= all.tokens || row >= last) continue;
-            if constexpr (GROUP == 0) store(e % 2, m, my_first + row, totals[e], scale[e / 2], bias[e / 2]);
-            else store(e % 2, m, my_first + row, total[e], scale[e / 2], bias[e / 2]);
+        for (int i = 0; i < ROWS * BLOCKS / WARP; ++i) {
+            const int unit = i * WARP + lane, block = line * LINE_BLOCKS + unit % BLOCKS;
+            const int bytes = block < blocks ? BYTES : 0;
+            const float* from =
+                scales + ((span.first + min(unit / BLOCKS, span.count - 1)) * blocks + block) * PER_BLOCK;
+            copy_async_or_zero<BYTES>(scales_at + to * SCALE_BYTES + unit * BYTES, bytes ? from : scales, bytes);
         }
     }
+    // The first pieces, as many as there are stages.
+    template <typename S>
+    __device__ __forceinline__ void start(const S& span_of) {
+        for (int i = 0; i < stages; ++i) fetch(span_of, 0);
+    }
+    // Bring them to the L2 cache: what the kernel ahead writes passes through it.
+    template <typename S>
+    __device__ __forceinline__ void prefetch(const S& span_of) const {
+        if (passes > 0 && elect_lane())
+            for (int i = 0; i < min(lines, stages * BOXES); ++i)
+                prefetch_box(map, (first_line + i) * LINE, static_cast<int>(span_of(0).first));
+    }
+};
+
+// Which row of each half of a pass lane (g, t) has: rows are exchanged so that those which are read together meet in no
+// bank.
+template <int GROUP>
+__device__ __forceinline__ int own_row() {
+    const int g = threadIdx.x % WARP / 4;
+    return GROUP == 0 ? g % 2 * 4 + g / 2 : g % 4 * 2 + g / 4;
+}
+
+// Where a warp finds tokens in shared memory: pieces [step, load, token, t] of 16 bytes; of groups [depth / GROUP,
+// TOKENS] the sums of their codes, and this lane's two scales.
+struct Staged {
+    unsigned column;  // of this lane, in the first piece
+    int of_load;      // bytes from load to load
+    unsigned sums;
+    float of_token[2];
+};
+
+// The lane's pieces of the token that it shows to mma. Columns beyond the last token repeat it: they are not written.
+__device__ __forceinline__ Staged staged_at(unsigned staged, int tokens) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    return {staged + min(g, tokens - 1) * MEMBER_BYTES + t * CHUNK, tokens * MEMBER_BYTES, 0, {}};
+}
+
+// Two lines of rows without groups.
+template <typename By, typename S>
+__device__ __forceinline__ void add_stage(
+    typename By::Sum (&sum)[FIELDS][4], Fetcher<0>& fetcher, const S& span_of, unsigned here, unsigned b_at,
+    int of_load, int there) {
+    const int own = own_row<0>(), t = threadIdx.x % 4;
+    uint4 u[BOXES * LINE_STEPS], l[BOXES * LINE_STEPS];
+    unsigned read = 0;
+#pragma unroll
+    for (int s = 0; s < BOXES * LINE_STEPS; ++s) {
+        const unsigned at = here + s / LINE_STEPS * BOX_BYTES + ((s % LINE_STEPS * 4 + t) ^ own) * CHUNK;
+        u[s] = shared_at<uint4>(at), l[s] = shared_at<uint4>(at + 8 * LINE);
+        read |= u[s].w | l[s].w;
+    }
+    __syncwarp();
+    fetcher.fetch(span_of, read);
+#pragma unroll
+    for (int s = 0; s < BOXES * LINE_STEPS; ++s) {
+        if (s / LINE_STEPS >= there) break;
+        uint4 b[By::LOADS];
+#pragma unroll
+        for (int j = 0; j < By::LOADS; ++j) b[j] = shared_at<uint4>(b_at + (s * By::LOADS + j) * of_load);
+        By::multiply(sum, u[s], l[s], b);
+    }
+}
+
+// ... and with groups.
+template <int GROUP, typename S>
+__device__ __forceinline__ void add_stage_of_groups(
+    float (&total)[4], Fetcher<GROUP>& fetcher, const S& span_of, unsigned here, unsigned scales, const Staged& tokens,
+    int piece) {
+    using Of = Fetcher<GROUP>;
+    constexpr int PER_BLOCK = Of::PER_BLOCK, COUNT = Of::LINE_BLOCKS;
+    const int own = own_row<GROUP>(), t = threadIdx.x % 4;
+    unsigned read = 0;
+#pragma unroll
+    for (int line = 0; line < BOXES; ++line) {
+        uint2 u[COUNT], l[COUNT];
+        float upper[COUNT][PER_BLOCK], lower[COUNT][PER_BLOCK];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const unsigned at = here + line * BOX_BYTES + ((i * 2 + t / 2) ^ own) * CHUNK + t % 2 * 8;
+            u[i] = shared_at<uint2>(at), l[i] = shared_at<uint2>(at + 8 * LINE);
+            read |= u[i].y | l[i].y;
+            const unsigned scale_at = scales + (own * Of::BLOCKS + line * COUNT + i) * PER_BLOCK * 4;
+#pragma unroll
+            for (int j = 0; j < PER_BLOCK; ++j) {
+                upper[i][j] = shared_at<float>(scale_at + j * 4);
+                lower[i][j] = shared_at<float>(scale_at + (8 * Of::BLOCKS * PER_BLOCK + j) * 4);
+                read |= __float_as_uint(upper[i][j]) | __float_as_uint(lower[i][j]);
+            }
+        }
+        if (line == BOXES - 1) {
+            __syncwarp();
+            fetcher.fetch(span_of, read);
+        }
+        const int block = (piece * BOXES + line) * COUNT, blocks = fetcher.depth / BLOCK - block;
+        const auto add = [&](int i) {
+            const unsigned b_at = tokens.column + (block + i) * 2 * tokens.of_load;
+            const uint4 b[2] = {shared_at<uint4>(b_at), shared_at<uint4>(b_at + tokens.of_load)};
+            int2 less[PER_BLOCK];
+#pragma unroll
+            for (int j = 0; j < PER_BLOCK; ++j)
+                less[j] = shared_at<int2>(tokens.sums + (((block + i) * PER_BLOCK + j) * TOKENS + 2 * t) * 4);
+            add_groups<GROUP>(total, u[i], l[i], b, less, tokens.of_token, upper[i], lower[i]);
+        };
+        if (blocks >= COUNT) {  // without branches in between they are computed side by side
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) add(i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+                if (i < blocks) add(i);
+        }
+    }
+}
+
+// What a lane has of a row and a token in the end: a sum, or with groups the total of their terms.
+template <typename By, int GROUP>
+struct ResultOf {
+    using Type = float;
+};
+template <typename By>
+struct ResultOf<By, 0> {
+    using Type = typename By::Sum;
+};
+
+// All passes of a warp. `begin` is called ahead of each, with its rows; `finish` gets them and the lane's results: of
+// own rows (0, 0, 1, 1) of each half, own_row, and tokens 2 t + (0, 1, 0, 1).
+template <typename By, int GROUP, typename S, typename B, typename F>
+__device__ __forceinline__ void multiply_spans(
+    Fetcher<GROUP>& fetcher, const S& span_of, const B& begin, const F& finish) {
+    int from = 0;
+    unsigned phase = 0;
+    const unsigned own_line = fetcher.codes_at + own_row<GROUP>() * LINE;
+#pragma unroll 1
+    for (int pass = 0; pass < fetcher.passes; ++pass) {
+        const Span span = span_of(pass);
+        const Staged tokens = begin(pass, span);
+        typename By::Sum sum[FIELDS][4] = {};
+        float total[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // added to a number they change nothing
+        const int of_line = LINE_STEPS * By::LOADS * tokens.of_load;
+        unsigned b_at = tokens.column + fetcher.first_line * of_line;
+#pragma unroll 1
+        for (int piece = 0; piece < fetcher.pieces; ++piece, b_at += BOXES * of_line) {
+            barrier_wait(fetcher.full + 8 * from, phase);
+            const unsigned here = own_line + from * STAGE_BYTES;
+            if constexpr (GROUP == 0) {
+                add_stage<By>(sum, fetcher, span_of, here, b_at, tokens.of_load, fetcher.lines - piece * BOXES);
+            } else {
+                wait_copies_but(fetcher.stages - 1);
+                __syncwarp();
+                add_stage_of_groups<GROUP>(
+                    total, fetcher, span_of, here, fetcher.scales_at + from * Fetcher<GROUP>::SCALE_BYTES, tokens,
+                    piece);
+            }
+            if (++from == fetcher.stages) from = 0, phase ^= 1;
+        }
+        if constexpr (GROUP == 0) {
+            typename By::Sum totals[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) totals[e] = By::total(sum, e);
+            finish(pass, span, totals);
+        } else {
+            finish(pass, span, total);
+        }
+    }
+}
+
+// ---- one weight
+// --------------------------------------------------------------------------------------------------------
+
+// The passes over the rows of a team.
+struct Spans {
+    long long first, last;
+    int of_pass;
+
+    __device__ __forceinline__ Span operator()(int pass) const {
+        const long long row = first + pass * of_pass;
+        return Span{row, static_cast<int>(min(last - row, static_cast<long long>(of_pass)))};
+    }
+};
+
+// Asks for the first codes, where that has not been done ahead of the wait for the previous kernel.
+template <int GROUP>
+struct Start {
+    Fetcher<GROUP>& fetcher;
+    const Spans& span_of;
+    bool waits;
+
+    __device__ __forceinline__ void operator()() const {
+        if (waits) fetcher.start(span_of);
+    }
+};
+
+// Products of a thread block's share of `rows` rows and up to TOKENS tokens.
+//
+// waits   whether weights may have been written by the kernel ahead
+// stage   called by all threads: brings the tokens to an address, and calls what it is given when they are on their way
+// of_row  the scale and the bias of a row
+// store   gets which of the lane's two tokens it is, its number, that of the row, the sum or total, scale and bias
+template <typename By, int GROUP, typename G, typename R, typename F>
+__device__ __forceinline__ void multiply_rows(
+    const TensorMap* map, const float* scales, long long rows, int tokens, int depth, const Cut& cut, bool waits,
+    const G& stage, const R& of_row, const F& store) {
+    __shared__ alignas(8) unsigned long long barriers[ROW_WARPS * MOST_ROW_STAGES];
+    const long long begin = rows * blockIdx.x / gridDim.x, end = rows * (blockIdx.x + 1) / gridDim.x;
+    const int count = static_cast<int>(end - begin), teams = ROW_WARPS / cut.share;
+    const int team = warp_number() / cut.share, mate = warp_number() % cut.share;
+    const long long first = begin + count * team / teams, last = begin + count * (team + 1) / teams;
+    const unsigned memory = (shared_address(dynamic_memory()) + SWIZZLE_UNIT - 1) / SWIZZLE_UNIT * SWIZZLE_UNIT;
+    const Spans span_of{first, last, cut.of_pass};
+    const int passes = static_cast<int>(last - first + cut.of_pass - 1) / cut.of_pass;
+    Fetcher<GROUP> fetcher(map, scales, memory, shared_address(barriers), depth, cut, mate, passes, tokens >> 16);
+    if (waits) fetcher.prefetch(span_of);
+    else fetcher.start(span_of);
+    wait_for_previous();
+    launch_dependents();
+    const unsigned staged = memory + Fetcher<GROUP>::bytes_of(cut);
+    Staged all = staged_at(staged, tokens);
+    all.sums = stage(staged, all.of_token, Start<GROUP>{fetcher, span_of, waits});
+    float scale[2], bias[2];
+    const int own = own_row<GROUP>(), t = threadIdx.x % 4;
+    multiply_spans<By, GROUP>(
+        fetcher, span_of,
+        [&](int, const Span& span) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                of_row(span.first + min(own + 8 * half, span.count - 1), scale[half], bias[half]);
+            return all;
+        },
+        [&](int, const Span& span, typename ResultOf<By, GROUP>::Type(&totals)[4]) {
+            using Sum = typename By::Sum;
+            if constexpr (GROUP == 0) {
+                if (cut.share > 1) {
+                    // All that this warp fetched has been read: its stages have room for the sums.
+                    const unsigned own_sums = fetcher.codes_at + threadIdx.x % WARP * sizeof(totals);
+                    if (mate > 0) store_shared(own_sums, totals);
+                    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(cut.share * WARP) : "memory");
+                    for (int i = 1; i < cut.share && mate == 0; ++i)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            totals[e] += shared_at<Sum>(own_sums + i * cut.stages * STAGE_BYTES + e * sizeof(Sum));
+                }
+            }
+            if (mate > 0) return;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int m = 2 * t + e % 2, row = own + e / 2 * 8;
+                if (m < tokens && row < span.count)
+                    store(e % 2, m, span.first + row, totals[e], scale[e / 2], bias[e / 2]);
+            }
+        });
 }
 
 // Pieces of fragments (linear/fragments.cuh) of some tokens to shared memory, by all threads.
@@ -319,13 +449,13 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
     int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    const long long first = channels * blockIdx.x / gridDim.x, last = channels * (blockIdx.x + 1) / gridDim.x;
     const int t = threadIdx.x % 4;
     int own_sum[2];
     float own_scale[2];
     multiply_rows<Integers<T>, 0>(
-        &map, Rows{first, static_cast<int>(last - first), tokens, depth, share, stages, of_pass, false}, nullptr,
-        [&](unsigned staged, float (&)[2]) {
+        &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, false,
+        [&](unsigned staged, float (&)[2], const Start<0>& start) {
+            start();
             stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -336,13 +466,13 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
             __syncthreads();
             return 0u;
         },
-        [&](int row, float& of, float& added) {
-            of = usable(load_scale(scale + (first + row) * scale_step));
-            added = bias_of(bias, bias_kind, first + row);
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scale + row * scale_step));
+            added = bias_of(bias, bias_kind, row);
         },
-        [&](int e, int m, int row, int sum, float of, float added) {
+        [&](int e, int m, long long row, int sum, float of, float added) {
             const float scaled = Integers<T>::scaled(sum, own_sum[e], own_scale[e], of);
-            from_float(y[m * channels + first + row], ieee::add(scaled, added));
+            from_float(y[m * channels + row], ieee::add(scaled, added));
         });
 #endif
 }
@@ -359,12 +489,11 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_groups(
     long long channels, int tokens, int depth, int token_step, int bias_kind, int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    const long long first = channels * blockIdx.x / gridDim.x, last = channels * (blockIdx.x + 1) / gridDim.x;
     const int t = threadIdx.x % 4;
     multiply_rows<Integers<T>, GROUP>(
-        &map, Rows{first, static_cast<int>(last - first), tokens, depth, 1, stages, of_pass, false},
-        scale + first * (depth / GROUP),
-        [&](unsigned staged, float (&of_token)[2]) {
+        &map, scale, channels, tokens, depth, Cut{1, stages, of_pass}, false,
+        [&](unsigned staged, float (&of_token)[2], const Start<GROUP>& start) {
+            start();
             stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
             const unsigned sums = staged + (depth + STEP - 1) / STEP * FIELDS * tokens * MEMBER_BYTES;
             for (int i = threadIdx.x; i < depth / GROUP * 2; i += ROW_THREADS)
@@ -376,9 +505,9 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_groups(
             __syncthreads();
             return sums;
         },
-        [&](int row, float& of, float& added) { of = 0, added = bias_of(bias, bias_kind, first + row); },
-        [&](int, int m, int row, float total, float, float added) {
-            from_float(y[m * channels + first + row], ieee::add(total, added));
+        [&](long long row, float& of, float& added) { of = 0, added = bias_of(bias, bias_kind, row); },
+        [&](int, int m, long long row, float total, float, float added) {
+            from_float(y[m * channels + row], ieee::add(total, added));
         });
 #endif
 }
@@ -395,114 +524,201 @@ struct Quantizer {
     int lowest, highest, away;
 };
 
-// 1 / root of the mean of squares of a token, by all threads.
-template <typename T>
-__device__ __forceinline__ float root_factor(const T* row, int depth, double norm_eps) {
-    constexpr int PARTS = LANES / WARP;
-    __shared__ double lanes[LANES];
-    __shared__ float factor;
-    const int thread = threadIdx.x;
-    if (thread < LANES) {
+// The numbers of a token that a thread quantizes, as they came: OCTETS times eight neighbours.
+template <typename T, int OCTETS>
+struct Raw {
+    static constexpr int PIECES = sizeof(T) / 2;  // of 16 bytes
+    uint4 piece[OCTETS][PIECES];
+
+    __device__ __forceinline__ static int place(int i) {
+        return (i * ROW_THREADS + static_cast<int>(threadIdx.x)) * OCTET;
+    }
+    __device__ __forceinline__ void load(const T* row, int depth) {
+#pragma unroll
+        for (int i = 0; i < OCTETS; ++i)
+#pragma unroll
+            for (int j = 0; j < PIECES; ++j)
+                if (place(i) < depth) piece[i][j] = reinterpret_cast<const uint4*>(row + place(i))[j];
+    }
+    __device__ __forceinline__ void store(unsigned row, int depth) const {
+#pragma unroll
+        for (int i = 0; i < OCTETS; ++i)
+#pragma unroll
+            for (int j = 0; j < PIECES; ++j) {
+                const int words[4] = {
+                    static_cast<int>(piece[i][j].x), static_cast<int>(piece[i][j].y), static_cast<int>(piece[i][j].z),
+                    static_cast<int>(piece[i][j].w)};
+                if (place(i) < depth) store_shared(row + place(i) * static_cast<int>(sizeof(T)) + j * 16, words);
+            }
+    }
+    // What is quantized of octet i: numbers behind an RMSNorm, or as they are.
+    __device__ __forceinline__ void get(
+        float (&v)[OCTET], int i, const Quantizer& by, float factor, const float (&weight)[OCTET]) const {
+        unsigned word[4 * PIECES];
+#pragma unroll
+        for (int j = 0; j < PIECES; ++j) to_words(word + 4 * j, piece[i][j]);
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) {
+            v[e] = Word<T>::get(word[e / Word<T>::COUNT], e % Word<T>::COUNT);
+            if (by.normalizes) v[e] = ieee::multiply(v[e], factor);
+            if (by.weight != nullptr) v[e] = ieee::multiply(v[e], weight[e]);
+            v[e] = number(v[e]);
+        }
+    }
+};
+
+// 1 / root of the mean of squares of `count` tokens, up to BATCH, whose numbers are in shared memory, by all threads.
+template <typename T, int BATCH>
+__device__ __forceinline__ void root_factors(
+    float (&factor)[BATCH], unsigned rows, int count, int depth, double norm_eps) {
+    constexpr int PARTS = LANES / WARP, ROUNDS = ROW_THREADS / LANES;
+    __shared__ double lanes[BATCH][LANES];
+    __shared__ float factors[BATCH];
+    const int lane = threadIdx.x % LANES;
+#pragma unroll 1
+    for (int b = threadIdx.x / LANES; b < count; b += ROUNDS) {
         double sum = 0;
-#pragma unroll 16
-        for (int k = thread; k < depth; k += LANES) {
-            const double x = ieee::widen(number(to_float(row[k])));
+        const unsigned row = rows + (b * depth + lane) * static_cast<int>(sizeof(T));
+#pragma unroll 8
+        for (int k = lane; k < depth; k += LANES) {
+            const double x =
+                ieee::widen(number(to_float(shared_at<T>(row + (k - lane) * static_cast<int>(sizeof(T))))));
             sum += x * x;
         }
-        lanes[thread] = sum;
+        lanes[b][lane] = sum;
     }
     __syncthreads();
-    if (thread < WARP) {
+    if (threadIdx.x < BATCH * WARP) {
         // (i) + (i + half), until one is left; within a warp either of two may come first.
+        const int b = threadIdx.x / WARP;
         double part[PARTS];
 #pragma unroll
-        for (int w = 0; w < PARTS; ++w) part[w] = lanes[w * WARP + thread];
+        for (int w = 0; w < PARTS; ++w) part[w] = lanes[b][w * WARP + threadIdx.x % WARP];
 #pragma unroll
         for (int half = PARTS / 2; half > 0; half /= 2)
 #pragma unroll
             for (int w = 0; w < half; ++w) part[w] += part[w + half];
 #pragma unroll
         for (int step = WARP / 2; step > 0; step /= 2) part[0] += __shfl_xor_sync(FULL_WARP, part[0], step);
-        if (thread == 0) factor = ieee::narrow(1.0 / sqrt(part[0] / static_cast<double>(depth) + norm_eps));
+        if (threadIdx.x % WARP == 0)
+            factors[b] = ieee::narrow(1.0 / sqrt(part[0] / static_cast<double>(depth) + norm_eps));
     }
     __syncthreads();
-    return factor;
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) factor[b] = factors[b];
 }
 
-// Quantize tokens to pieces in shared memory, by all threads; their sums and scales are those of the block.
-template <typename T>
+// To this address of another block of the cluster.
+__device__ __forceinline__ void store_cluster(unsigned address, unsigned low, unsigned high) {
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
+}
+
+// Tokens that are quantized in shared memory: what their codes add up to, and their scales, sums first.
+struct Quantized {
+    int sum;
+    float scale;
+};
+
+// Quantize tokens to pieces in shared memory, by all threads: of a block for itself, or PAIRED of two that are a
+// cluster, each of which quantizes every other token for both, but for a single one, which each has for itself.
+//
+// raw     address of room for BATCH tokens as they came, where they are normalized
+// start   called when the first numbers are on their way
+template <typename T, int OCTETS, bool PAIRED, typename S>
 __device__ __forceinline__ void quantize_tokens(
-    unsigned staged, const T* x, int tokens, int depth, const Quantizer& by, int (&sums)[TOKENS],
-    float (&scales)[TOKENS]) {
-    __shared__ unsigned most_of[ROW_WARPS];
-    __shared__ int sum_of[ROW_WARPS];
+    unsigned staged, unsigned raw, const T* x, int tokens, int depth, const Quantizer& by,
+    Quantized (&quantized)[TOKENS], const S& start) {
+    using Numbers = Raw<T, OCTETS>;
+    constexpr int BATCH = TOKENS / OCTETS;
+    __shared__ unsigned most_of[BATCH][ROW_WARPS];
+    __shared__ int sum_of[BATCH][ROW_WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const float top = static_cast<float>(by.highest), bottom = static_cast<float>(by.lowest);
-    for (int m = 0; m < tokens; ++m) {
-        const T* row = x + static_cast<long long>(m) * depth;
-        float v[OWN_OCTETS][OCTET];
-        const auto place = [&](int i) { return (i * ROW_THREADS + static_cast<int>(threadIdx.x)) * OCTET; };
+    const bool alone = !PAIRED || tokens == 1;
+    const int rank = alone ? 0 : static_cast<int>(block_in_cluster()), stride = alone ? 1 : 2;
+    const unsigned other = alone ? 0 : cluster_address(staged, rank ^ 1) - staged;  // from here to there
+    // All blocks of a cluster go through as many batches.
+    for (int first = 0; first < tokens; first += stride * BATCH) {
+        const auto token = [&](int b) { return first + stride * b + rank; };
+        Numbers numbers[BATCH];
+        float weight[OCTETS][OCTET];
 #pragma unroll
-        for (int i = 0; i < OWN_OCTETS; ++i)
-            if (place(i) < depth) load_octet<true>(v[i], row, place(i), depth);
-        const float factor = by.normalizes ? root_factor(row, depth, by.norm_eps) : 1.0f;
-        unsigned most = 0;
+        for (int b = 0; b < BATCH; ++b)
+            if (token(b) < tokens) numbers[b].load(x + static_cast<long long>(token(b)) * depth, depth);
 #pragma unroll
-        for (int i = 0; i < OWN_OCTETS; ++i) {
-            if (place(i) >= depth) continue;
-            if (by.normalizes) {
-                float w[OCTET];
-                if (by.weight != nullptr) load_octet<true>(w, by.weight, place(i), depth);
+        for (int i = 0; i < OCTETS; ++i)
+            if (by.weight != nullptr && Numbers::place(i) < depth)
+                load_octet<true>(weight[i], by.weight, Numbers::place(i), depth);
+        if (first == 0) start();
+        float factor[BATCH];
+        if (by.normalizes) {
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b)
+                if (token(b) < tokens) numbers[b].store(raw + b * depth * static_cast<int>(sizeof(T)), depth);
+            __syncthreads();
+            root_factors<T, BATCH>(
+                factor, raw, min(BATCH, (tokens - token(0) + stride - 1) / stride), depth, by.norm_eps);
+        }
+        float v[OCTET];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            unsigned most = 0;
+#pragma unroll
+            for (int i = 0; i < OCTETS; ++i) {
+                if (token(b) >= tokens || Numbers::place(i) >= depth) break;
+                numbers[b].get(v, i, by, factor[b], weight[i]);
+#pragma unroll
+                for (int e = 0; e < OCTET; ++e) most = max(most, ieee::magnitude_bits(v[e]));
+            }
+            most = __reduce_max_sync(FULL_WARP, most);
+            if (lane == 0) most_of[b][warp] = most;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int m = token(b);
+            if (m >= tokens) break;
+            const unsigned most = __reduce_max_sync(FULL_WARP, most_of[b][lane % ROW_WARPS]);
+            const float a = __uint_as_float(max(most, __float_as_uint(by.eps))), scale = ieee::divide(top, a);
+            int sum = 0;
+#pragma unroll
+            for (int i = 0; i < OCTETS; ++i) {
+                const int k = Numbers::place(i), at = k % STEP;
+                if (k >= depth) break;
+                numbers[b].get(v, i, by, factor[b], weight[i]);
+                unsigned word[2] = {0, 0};
 #pragma unroll
                 for (int e = 0; e < OCTET; ++e) {
-                    v[i][e] = ieee::multiply(v[i][e], factor);
-                    if (by.weight != nullptr) v[i][e] = ieee::multiply(v[i][e], w[e]);
+                    const int code = code_of(ieee::multiply(v[e], scale), bottom, top, by.away != 0);
+                    word[e / 4] |= static_cast<unsigned>(code & 0xff) << e % 4 * 8;
+                    sum += code;
                 }
+                const int load = k / STEP * FIELDS + at % BLOCK / 32;
+                const unsigned to =
+                    staged + (load * tokens + m) * MEMBER_BYTES + (at / BLOCK * 2 + at % 32 / 16) * CHUNK + at % 16;
+                store_shared(to, word[0], word[1]);
+                if (!alone) store_cluster(to + other, word[0], word[1]);
             }
-#pragma unroll
-            for (int e = 0; e < OCTET; ++e) {
-                v[i][e] = number(v[i][e]);
-                most = max(most, ieee::magnitude_bits(v[i][e]));
-            }
+            sum = __reduce_add_sync(FULL_WARP, sum);
+            if (lane == 0) sum_of[b][warp] = sum;
+            if (threadIdx.x == 0) quantized[m].scale = ieee::divide(a, top);
         }
-        most = __reduce_max_sync(FULL_WARP, most);
-        if (lane == 0) most_of[warp] = most;
         __syncthreads();
-#pragma unroll
-        for (int w = 0; w < ROW_WARPS; ++w) most = max(most, most_of[w]);
-        const float a = __uint_as_float(max(most, __float_as_uint(by.eps))), scale = ieee::divide(top, a);
-        int sum = 0;
-#pragma unroll
-        for (int i = 0; i < OWN_OCTETS; ++i) {
-            const int k = place(i), at = k % STEP;
-            if (k >= depth) continue;
-            unsigned word[2] = {0, 0};
-#pragma unroll
-            for (int e = 0; e < OCTET; ++e) {
-                const int code = code_of(ieee::multiply(v[i][e], scale), bottom, top, by.away != 0);
-                word[e / 4] |= static_cast<unsigned>(code & 0xff) << e % 4 * 8;
-                sum += code;
-            }
-            const int load = k / STEP * FIELDS + at % BLOCK / 32;
-            store_shared(
-                staged + (load * tokens + m) * MEMBER_BYTES + (at / BLOCK * 2 + at % 32 / 16) * CHUNK + at % 16,
-                word[0], word[1]);
+        if (threadIdx.x < BATCH && token(threadIdx.x) < tokens) {
+            Quantized& of = quantized[token(threadIdx.x)];
+            int sum = 0;
+            for (int w = 0; w < ROW_WARPS; ++w) sum += sum_of[threadIdx.x][w];
+            of.sum = sum;
+            if (!alone) store_cluster(shared_address(&of) + other, sum, __float_as_uint(of.scale));
         }
-        sum = __reduce_add_sync(FULL_WARP, sum);
-        if (lane == 0) sum_of[warp] = sum;
         __syncthreads();
-        if (threadIdx.x == 0) {
-            sum = 0;
-            for (int w = 0; w < ROW_WARPS; ++w) sum += sum_of[w];
-            sums[m] = sum, scales[m] = ieee::divide(a, top);
-        }
     }
-    __syncthreads();
+    if (!alone) cluster_sync();
 }
 
-// One launch: each block quantizes all tokens for itself, while its first codes are on their way.
-template <typename T>
-__global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
+// One launch: each block quantizes tokens itself while its first codes are on their way.
+template <typename T, int OCTETS>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
     const T* x,                       // [tokens, depth], from a multiple of 16 bytes on
     const float* weight,              // [depth] of RMSNorm, from a multiple of 16 bytes on, or null
     const float* __restrict__ scale,  // [channels], or [1] if they share it
@@ -512,23 +728,22 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
     float eps, int lowest, int highest, int away, int share, int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    __shared__ int sums[TOKENS];
-    __shared__ float scales[TOKENS];
-    const long long first = channels * blockIdx.x / gridDim.x, last = channels * (blockIdx.x + 1) / gridDim.x;
+    __shared__ alignas(8) Quantized quantized[TOKENS];
     multiply_rows<Integers<T>, 0>(
-        &map, Rows{first, static_cast<int>(last - first), tokens, depth, share, stages, of_pass, true}, nullptr,
-        [&](unsigned staged, float (&)[2]) {
+        &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, true,
+        [&](unsigned staged, float (&)[2], const Start<0>& start) {
             const Quantizer by{weight, normalizes, norm_eps, eps, lowest, highest, away};
-            quantize_tokens(staged, x, tokens, depth, by, sums, scales);
+            const unsigned raw = staged + lines_of(depth) * LINE_STEPS * FIELDS * tokens * MEMBER_BYTES;
+            quantize_tokens<T, OCTETS, true>(staged, raw, x, tokens, depth, by, quantized, start);
             return 0u;
         },
-        [&](int row, float& of, float& added) {
-            of = usable(load_scale(scale + (first + row) * scale_step));
-            added = bias_of(bias, bias_kind, first + row);
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scale + row * scale_step));
+            added = bias_of(bias, bias_kind, row);
         },
-        [&](int, int m, int row, int sum, float of, float added) {
-            const float scaled = Integers<T>::scaled(sum, sums[m], usable(scales[m]), of);
-            from_float(y[m * channels + first + row], ieee::add(scaled, added));
+        [&](int, int m, long long row, int sum, float of, float added) {
+            const float scaled = Integers<T>::scaled(sum, quantized[m].sum, usable(quantized[m].scale), of);
+            from_float(y[m * channels + row], ieee::add(scaled, added));
         });
 #endif
 }
@@ -572,19 +787,154 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_floats(
     long long channels, int tokens, int depth, int scale_step, int bias_kind, int share, int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    const long long first = channels * blockIdx.x / gridDim.x, last = channels * (blockIdx.x + 1) / gridDim.x;
     multiply_rows<Floats<T>, 0>(
-        &map, Rows{first, static_cast<int>(last - first), tokens, depth, share, stages, of_pass, true}, nullptr,
-        [&](unsigned staged, float (&)[2]) {
+        &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, true,
+        [&](unsigned staged, float (&)[2], const Start<0>& start) {
+            start();
             stage_floats(staged, x, tokens, depth, [](int m) { return static_cast<long long>(m); });
             return 0u;
         },
-        [&](int row, float& of, float& added) {
-            of = usable(load_scale(scale + (first + row) * scale_step));
-            added = bias_of(bias, bias_kind, first + row);
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scale + row * scale_step));
+            added = bias_of(bias, bias_kind, row);
         },
-        [&](int, int m, int row, float sum, float of, float added) {
-            from_float(y[m * channels + first + row], ieee::add(Floats<T>::scaled(sum, 0, 0, of), added));
+        [&](int, int m, long long row, float sum, float of, float added) {
+            from_float(y[m * channels + row], ieee::add(Floats<T>::scaled(sum, 0, 0, of), added));
+        });
+#endif
+}
+
+// ---- experts
+// -------------------------------------------------------------------------------------------------------------
+
+// Products of a token, number blockIdx.y, with the experts that it chose, of a share of their channels; where it has
+// weights for them, those are added up at the end. Warps take spans of rows, of one expert after the other.
+//
+// stage   called by all threads when the first codes are on their way: brings the token, or one for each of its slots,
+// to
+//         an address
+// scaled  the product of a slot from the sum and the scale of a row
+// joined  the sum over slots, with the next of them
+template <typename By, typename T, typename Id, typename G, typename C, typename J>
+__device__ __forceinline__ void multiply_slots(
+    const TensorMap* map, const Id* ids, const float* weights, const float* scale, T* y, long long experts,
+    long long channels, int depth, int slots, int own_tokens, int scale_step, long long expert_step, const Cut& cut,
+    const G& stage, const C& scaled, const J& joined) {
+    __shared__ alignas(8) unsigned long long barriers[ROW_WARPS * MOST_ROW_STAGES];
+    __shared__ int expert_of[MOST_SLOTS];
+    const int begin = static_cast<int>(channels * blockIdx.x / gridDim.x);
+    const int count = static_cast<int>(channels * (blockIdx.x + 1) / gridDim.x) - begin;
+    const int spans = (count + cut.of_pass - 1) / cut.of_pass, warp = warp_number();
+    const long long first_product = static_cast<long long>(blockIdx.y) * slots;
+    const unsigned memory = (shared_address(dynamic_memory()) + SWIZZLE_UNIT - 1) / SWIZZLE_UNIT * SWIZZLE_UNIT;
+    const unsigned staged = memory + Fetcher<0>::bytes_of(cut);
+    const int tokens = own_tokens ? slots : 1;
+    const unsigned products =
+        staged + lines_of(depth) * LINE_STEPS * By::LOADS * tokens * MEMBER_BYTES;  // [slots, count]
+    wait_for_previous();
+    launch_dependents();
+    if (threadIdx.x < slots) {
+        const Id id = ids[first_product + threadIdx.x];
+        expert_of[threadIdx.x] = id >= Id(0) && id < Id(experts) ? static_cast<int>(id) : -1;
+    }
+    __syncthreads();
+    const auto slot_of = [&](int pass) { return (pass * ROW_WARPS + warp) / spans; };
+    const auto span_of = [&](int pass) {
+        const int expert = max(expert_of[slot_of(pass)], 0), first = (pass * ROW_WARPS + warp) % spans * cut.of_pass;
+        return Span{expert * channels + begin + first, min(cut.of_pass, count - first)};
+    };
+    const int passes = max(0, slots * spans - warp + ROW_WARPS - 1) / ROW_WARPS;
+    Fetcher<0> fetcher(map, nullptr, memory, shared_address(barriers), depth, cut, 0, passes, slots >> 16);
+    fetcher.start(span_of);
+    stage(staged, tokens);
+
+    const int own = own_row<0>(), t = threadIdx.x % 4;
+    float of_row[2];
+    multiply_spans<By, 0>(
+        fetcher, span_of,
+        [&](int pass, const Span& span) {
+            const int slot = slot_of(pass), expert = max(expert_of[slot], 0);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const long long row = span.first - expert * channels + min(own + 8 * half, span.count - 1);
+                of_row[half] = usable(load_scale(scale + expert * expert_step + row * scale_step));
+            }
+            Staged at = staged_at(staged, 1);  // the token in all columns, of which the first one counts
+            at.column += (own_tokens ? slot : 0) * MEMBER_BYTES, at.of_load *= tokens;
+            return at;
+        },
+        [&](int pass, const Span& span, typename By::Sum(&totals)[4]) {
+            const int slot = slot_of(pass), expert = expert_of[slot];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (t > 0 || own + 8 * half >= span.count) continue;
+                const float product = expert < 0 ? 0.0f : scaled(slot, totals[2 * half], of_row[half]);
+                const long long n = span.first - max(expert, 0) * channels + own + 8 * half;
+                if (weights == nullptr) from_float(y[(first_product + slot) * channels + n], product);
+                else store_shared(products + (slot * count + static_cast<int>(n) - begin) * 4, product);
+            }
+        });
+    if (weights == nullptr) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += ROW_THREADS) {
+        float sum = 0;
+        for (int slot = 0; slot < slots; ++slot)
+            sum = joined(slot, sum, weights[first_product + slot], shared_at<float>(products + (slot * count + i) * 4));
+        from_float(y[blockIdx.y * channels + begin + i], sum);
+    }
+}
+
+template <typename T, typename Id>
+__global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_floats(
+    const T* x,                       // [tokens, depth], or one for each slot
+    const Id* ids,                    // [tokens, slots]
+    const float* weights,             // [tokens, slots], or null
+    const float* __restrict__ scale,  // [experts, channels], or [experts] or [1] where they share it
+    T* __restrict__ y,                // [tokens, slots, channels], or with weights [tokens, channels]
+    long long experts, long long channels, long long expert_step, int depth, int slots, int own_tokens, int scale_step,
+    int stages, int of_pass,
+    const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
+#if __CUDA_ARCH__ >= 900
+    multiply_slots<Floats<T>>(
+        &map, ids, weights, scale, y, experts, channels, depth, slots, own_tokens, scale_step, expert_step,
+        Cut{1, stages, of_pass},
+        [&](unsigned staged, int tokens) {
+            stage_floats(
+                staged, x, tokens, depth, [&](int m) { return static_cast<long long>(blockIdx.y) * tokens + m; });
+        },
+        [](int, float sum, float of) { return sum * of; },
+        [](int, float sum, float weight, float product) { return fmaf(weight, product, sum); });
+#endif
+}
+
+// ... and of tokens that are quantized on the way. What is added up has NumPy's bits.
+template <typename T, typename Id>
+__global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_quantized(
+    const T* x,                       // [tokens, depth], or one for each slot, from a multiple of 16 bytes on
+    const Id* ids,                    // [tokens, slots]
+    const float* weights,             // [tokens, slots], or null
+    const float* __restrict__ scale,  // [experts, channels], or [experts] or [1] where they share it
+    T* __restrict__ y,                // [tokens, slots, channels], or with weights [tokens, channels]
+    long long experts, long long channels, long long expert_step, int depth, int slots, int own_tokens, int scale_step,
+    float eps, int lowest, int highest, int away, int stages, int of_pass,
+    const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
+#if __CUDA_ARCH__ >= 900
+    __shared__ alignas(8) Quantized quantized[TOKENS];
+    multiply_slots<Integers<T>>(
+        &map, ids, weights, scale, y, experts, channels, depth, slots, own_tokens, scale_step, expert_step,
+        Cut{1, stages, of_pass},
+        [&](unsigned staged, int tokens) {
+            const Quantizer by{nullptr, 0, 0.0, eps, lowest, highest, away};
+            const T* own = x + static_cast<long long>(blockIdx.y) * tokens * depth;
+            quantize_tokens<T, 2, false>(staged, 0, own, tokens, depth, by, quantized, [] {});
+        },
+        [&](int slot, int sum, float of) {
+            const int m = own_tokens ? slot : 0;
+            return Integers<T>::scaled(sum, quantized[m].sum, usable(quantized[m].scale), of);
+        },
+        [](int slot, float sum, float weight, float product) {
+            const float term = ieee::multiply(product, weight);
+            return slot == 0 ? term : ieee::add(sum, term);
         });
 #endif
 }
