@@ -8,6 +8,7 @@ import pytest
 from inputs import BFLOAT16, make, same_values
 
 import kbitcupy as kb
+from kbitcupy.products import ternary_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -29,12 +30,28 @@ def weights(cupy, rng, rows, depth, granularity):
     return q, kb.QuantizedArray(q.format, planes, q.shape, q.dtype)
 
 
+@pytest.fixture(params=["by size", "any"])
+def least_rows(request, monkeypatch):
+    """Warps have rows of their own where a weight is large enough, or any."""
+    made = ternary_rows.rows_of, ternary_rows.quantized_rows_of, ternary_rows.float_rows_of
+    if request.param == "any":
+        monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0)
+    for function in made:
+        function.cache_clear()
+    yield request.param
+    for function in made:
+        function.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_random_products(cupy, dtype, granularity):
-    rng = np.random.default_rng([dtype.itemsize, GRANULARITIES.index(granularity)])
+def test_random_products(cupy, dtype, granularity, least_rows):
+    own = least_rows == "any"
+    rng = np.random.default_rng([dtype.itemsize, GRANULARITIES.index(granularity), own])
     for _ in range(30):
         tokens, rows, depth = int(rng.integers(1, 36)), int(rng.integers(1, 200)), 128 * int(rng.integers(1, 40))
+        if own:
+            tokens, rows = int(rng.integers(1, 9)), int(rng.choice([rows, rows * 17]))
         q, on = weights(cupy, rng, rows, depth, granularity)
         x = make(rng.choice(["normal", "special", "wide"]), tokens * depth, dtype, int(rng.integers(99)))
         x = x.reshape(tokens, depth)
@@ -59,6 +76,9 @@ def test_random_products(cupy, dtype, granularity):
         ((4096, 4096), ("group", 64)),
         ((1100, 8192), ("group", 128)),
         ((700, 40_960), ("group", 32)),
+        ((28672, 2048), "tensor"),
+        ((22528, 1408), ("group", 64)),
+        ((21500, 12800), ("channel", 0)),
     ],
     ids=str,
 )
@@ -107,7 +127,7 @@ def test_planes_and_tokens_begin_anywhere(cupy):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("granularity", ["tensor", ("channel", 0)], ids=str)
-def test_floats(cupy, dtype, granularity):
+def test_floats(cupy, dtype, granularity, least_rows):
     """Against float64: at most twice as far off as a product of float32."""
     rng = np.random.default_rng([dtype.itemsize, len(granularity)])
     for tokens, rows, depth in [
@@ -144,7 +164,12 @@ def test_floats(cupy, dtype, granularity):
 def test_experts(cupy, dtype, shares):
     """Against float64; ids of no expert, a row of x for each slot, slots that are combined."""
     rng = np.random.default_rng([dtype.itemsize, len(shares)])
-    for tokens, slots, experts, rows, depth in [(1, 1, 3, 16, 128), (9, 2, 5, 300, 384), (40, 3, 4, 70, 2048)]:
+    for tokens, slots, experts, rows, depth in [
+            (1, 1, 3, 16, 128),
+            (9, 2, 5, 300, 384),
+            (40, 3, 4, 70, 2048),
+            (70, 3, 4, 70, 2048),
+        ]:
         members = [
             weights(cupy, rng, rows, depth, ("channel", 0) if shares == "rows" else "tensor") for _ in range(experts)
         ]
