@@ -35,6 +35,8 @@ _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
 #: by more and smaller thread blocks, which start while those of the kernel ahead end.
 GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
+# The same of one token that is quantized in the same launch, and the most such tokens.
+_LEAST_OF_ONE, _QUANTIZED_TOKENS = 60, 4
 # Times eight numbers of a token that a thread quantizes.
 _OCTETS = (2, 4)
 _ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=(BIAS_KINDS, SIZES), least=OLDEST)
@@ -51,8 +53,9 @@ _GROUP_SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 6, MAP_BYTES)
 _FLOAT_SIGNATURE = (*("p",) * 4, "i8", *("i4",) * 7, MAP_BYTES)
 _QUANTIZED_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 5, "f8", "f4", *("i4",) * 6, MAP_BYTES)
 #: Warps of a thread block, and bytes of a stage of a warp; stages beyond which the first codes, and the tokens, only
-#: come later; bytes beside stages and tokens, and what stages begin at.
-WARPS, STAGE, STAGES, BESIDE, ALIGNMENT = SIZES.ROW_THREADS // 32, 2 * 16 * 128, 2, 4 << 10, 1 << 10
+#: come later; what stages begin at; bytes beside stages and tokens, and where tokens are quantized.
+WARPS, STAGE, STAGES, ALIGNMENT = SIZES.ROW_THREADS // 32, 2 * 16 * 128, 2, 1 << 10
+BESIDE, BESIDE_QUANTIZED = 2 << 10, 12 << 10
 # Rows of a pass; bytes of a row in a box.
 _PASS, _LINE = 16, 128
 
@@ -108,14 +111,15 @@ def cut_of(rows: int, depth: int, blocks: int, group: int) -> tuple[int, int]:
     return share, -(-of_team // -(-of_team // _PASS))
 
 
-def _blocks(rows: int, device: int) -> int:
+def _blocks(rows: int, device: int, least: int) -> int:
     """Thread blocks; 0 where they would have too few rows."""
     blocks = min(multiprocessors(device), rows)
-    return blocks if capability(device) >= OLDEST and -(-rows // blocks) >= LEAST_ROWS else 0
+    return blocks if capability(device) >= OLDEST and -(-rows // blocks) >= least else 0
 
 
-def _stages(staged: int, stage: int, device: int) -> int:
-    return min(STAGES, (shared_memory(device) - BESIDE - staged) // (WARPS * stage))
+def stages_of(staged: int, stage: int, device: int, beside: int = BESIDE) -> int:
+    """Stages of a warp, of so many bytes, for which there is room."""
+    return min(STAGES, (shared_memory(device) - beside - staged) // (WARPS * stage))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -124,13 +128,14 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
 
     `group` is 0 where one scale is for all, or for a row.
     """
-    blocks = _blocks(rows, device)
+    blocks = _blocks(rows, device, LEAST_ROWS)
     if not blocks or tokens > TOKENS or group not in (0, *GROUPS):
         return None
     share, of_pass = cut_of(rows, depth, blocks, group)
-    staged = staged_bytes(tokens, depth) + (depth // group * 4 * TOKENS if group else 0)
-    stage = STAGE + (STAGE * 4 // group * 4 if group else 0)
-    stages = _stages(staged, stage, device)
+    # Behind the tokens of groups are their sums, with room for those of a line, and in a stage the scales of its rows.
+    staged = staged_bytes(tokens, depth) + (4 * TOKENS * (depth // group + 8) if group else 0)
+    stage = STAGE + (of_pass * 2 * 4 * _LINE // group * 4 if group else 0)
+    stages = stages_of(staged, stage, device)
     if stages < 1:
         return None
     template, values = (_OF_GROUPS, (CXX_TYPES[dtype.name], str(group))) if group else (_ROWS, (CXX_TYPES[dtype.name],))
@@ -144,14 +149,15 @@ def quantized_rows_of(
     dtype: np.dtype, tokens: int, rows: int, depth: int, normalizes: bool, device: int
 ) -> Rows | None:
     """The same of one launch that quantizes the tokens, too, from their floats."""
-    blocks = _blocks(rows, device) // 2 * 2
+    least = LEAST_ROWS if tokens > 1 else min(LEAST_ROWS, _LEAST_OF_ONE)
+    blocks = _blocks(rows, device, least) // 2 * 2
     octets = next((octets for octets in _OCTETS if depth <= 8 * octets * SIZES.ROW_THREADS), 0)
-    if not blocks or tokens > TOKENS or not octets:
+    if not blocks or tokens > _QUANTIZED_TOKENS or not octets:
         return None
     share, of_pass = cut_of(rows, depth, blocks, 0)
     raw = min(-(-tokens // 2), TOKENS // octets) * depth * dtype.itemsize if normalizes else 0
     staged = staged_bytes(tokens, depth) + raw
-    stages = _stages(staged, STAGE, device)
+    stages = stages_of(staged, STAGE, device, BESIDE_QUANTIZED)
     if stages < 1:
         return None
     values = CXX_TYPES[dtype.name], str(octets)
@@ -162,12 +168,12 @@ def quantized_rows_of(
 @functools.lru_cache(maxsize=4096)
 def float_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: int) -> Rows | None:
     """The same of floats of 16 bits, in one launch."""
-    blocks = _blocks(rows, device)
+    blocks = _blocks(rows, device, LEAST_ROWS)
     if not blocks or tokens > TOKENS:
         return None
     share, of_pass = cut_of(rows, depth, blocks, 0)
     staged = 2 * staged_bytes(tokens, depth)
-    stages = _stages(staged, STAGE, device)
+    stages = stages_of(staged, STAGE, device)
     if stages < 1:
         return None
     shared = staged + stages * WARPS * STAGE

@@ -15,14 +15,27 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, IDS_CXX, Template
-from ..backend.launch import Kernel, capability, multiprocessors, shared_memory
+from ..backend.launch import Kernel, capability, multiprocessors
 from ..backend.tma import MAP_BYTES
 from ..formats.base import register_templates
 from . import activations as tokens_of
 from .activations import Rule
 from .fused import HALF_CXX
 from .int8 import BIAS_KINDS
-from .ternary_rows import ALIGNMENT, BESIDE, FILE, OLDEST, SIZES, STAGE, STAGES, TOKENS, WARPS, map_of, staged_bytes
+from .ternary_rows import (
+    ALIGNMENT,
+    BESIDE,
+    BESIDE_QUANTIZED,
+    FILE,
+    OLDEST,
+    SIZES,
+    STAGE,
+    TOKENS,
+    WARPS,
+    map_of,
+    staged_bytes,
+    stages_of,
+)
 
 _IDS = tuple(IDS_CXX.values())
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
@@ -68,7 +81,7 @@ def _plan(
         return None
     blocks, of_pass = cut_of(rows, slots, multiprocessors(device) // tokens)
     staged = staged_bytes(slots if own else 1, depth) * (1 + floats) + 4 * slots * -(-rows // blocks)
-    stages = min(STAGES, (shared_memory(device) - BESIDE - staged) // (WARPS * STAGE))
+    stages = stages_of(staged, STAGE, device, 2 * BESIDE if floats else BESIDE_QUANTIZED)
     if stages < 1:
         return None
     template, values = (_FLOATS if floats else _QUANTIZED), (CXX_TYPES[dtype.name], IDS_CXX[ids.name])

@@ -110,22 +110,28 @@ template <int GROUP>
 struct Fetcher {
     static constexpr int PER_BLOCK = GROUP == 0 ? 0 : BLOCK / (GROUP == 0 ? 1 : GROUP);  // scales of 128 k
     static constexpr int LINE_BLOCKS = LINE_STEPS * 2, BLOCKS = BOXES * LINE_BLOCKS;     // times 128 k
-    static constexpr int SCALE_BYTES = ROWS * BLOCKS * PER_BLOCK * 4;                    // of a stage
+    static constexpr int ROW_SCALES = BLOCKS * PER_BLOCK * 4;                            // bytes of a stage
 
     const TensorMap* map;
     const float* scales;                       // GROUP: of row 0 of the map, [rows, depth / GROUP]
     unsigned codes_at, scales_at, full, zero;  // addresses of stages and of their barriers; 0
-    int depth, stages, of_pass, first_line, lines, pieces, passes;
+    int depth, stages, of_pass, scale_bytes, first_line, lines, pieces, passes;
     int pass = 0, piece = 0, to = 0;  // the next one
 
     // memory: the stages of all warps, then all their scales; behind them is room for tokens.
     __device__ __forceinline__ Fetcher(
         const TensorMap* map, const float* scales, unsigned memory, unsigned barriers, int depth, const Cut& cut,
         int mate, int passes, unsigned zero)
-        : map(map), scales(scales), zero(zero), depth(depth), stages(cut.stages), of_pass(cut.of_pass) {
+        : map(map),
+          scales(scales),
+          zero(zero),
+          depth(depth),
+          stages(cut.stages),
+          of_pass(cut.of_pass),
+          scale_bytes(cut.of_pass * ROW_SCALES) {
         const int warp = warp_number(), all = lines_of(depth);
         codes_at = memory + warp * stages * STAGE_BYTES;
-        scales_at = memory + ROW_WARPS * stages * STAGE_BYTES + warp * stages * SCALE_BYTES;
+        scales_at = memory + ROW_WARPS * stages * STAGE_BYTES + warp * stages * scale_bytes;
         full = barriers + warp * MOST_ROW_STAGES * 8;
         first_line = all * mate / cut.share, lines = all * (mate + 1) / cut.share - first_line;
         pieces = (lines + BOXES - 1) / BOXES, this->passes = passes;
@@ -136,7 +142,7 @@ struct Fetcher {
         __syncwarp();
     }
     __device__ __forceinline__ static unsigned bytes_of(const Cut& cut) {
-        return ROW_WARPS * cut.stages * (STAGE_BYTES + SCALE_BYTES);
+        return ROW_WARPS * cut.stages * (STAGE_BYTES + cut.of_pass * ROW_SCALES);
     }
     // Fetch the next piece behind what was `read` from the stage. `span_of` gives the rows of a pass.
     template <typename S>
@@ -165,7 +171,8 @@ struct Fetcher {
             const int bytes = block < blocks ? BYTES : 0;
             const float* from =
                 scales + ((span.first + min(unit / BLOCKS, span.count - 1)) * blocks + block) * PER_BLOCK;
-            copy_async_or_zero<BYTES>(scales_at + to * SCALE_BYTES + unit * BYTES, bytes ? from : scales, bytes);
+            if (unit / BLOCKS < of_pass)
+                copy_async_or_zero<BYTES>(scales_at + to * scale_bytes + unit * BYTES, bytes ? from : scales, bytes);
         }
     }
     // The first pieces, as many as there are stages.
@@ -193,23 +200,78 @@ __device__ __forceinline__ int own_row() {
 // Where a warp finds tokens in shared memory: pieces [step, load, token, t] of 16 bytes; of groups [depth / GROUP,
 // TOKENS] the sums of their codes, and this lane's two scales.
 struct Staged {
-    unsigned column;  // of this lane, in the first piece
-    int of_load;      // bytes from load to load
-    unsigned sums;
+    unsigned column;       // of this lane, in the first piece
+    int of_load;           // bytes from load to load
+    unsigned sums, zeros;  // zeros: the address of 16 bytes of them
+    bool single, finite;   // whether there is one token; whether all are finite, of floats
     float of_token[2];
 };
 
 // The lane's pieces of the token that it shows to mma. Columns beyond the last token repeat it: they are not written.
 __device__ __forceinline__ Staged staged_at(unsigned staged, int tokens) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    return {staged + min(g, tokens - 1) * MEMBER_BYTES + t * CHUNK, tokens * MEMBER_BYTES, 0, {}};
+    return {
+        staged + min(g, tokens - 1) * MEMBER_BYTES + t * CHUNK, tokens * MEMBER_BYTES, 0, 0, tokens == 1, false, {}};
+}
+
+// Codes of halves as numbers below the least normal one, which tensor cores multiply exactly: field f counts 4^f times
+// 2^-24. That takes half the instructions of making trits of them (Floats), but sums are of codes, t + 1, times
+// numbers: less the sum of the numbers, where that is finite.
+struct Subnormals {
+    using Sum = float;
+    static constexpr int LOADS = 2 * FIELDS;
+
+    __device__ __forceinline__ static void multiply(
+        Sum (&sum)[FIELDS][4], const uint4& u, const uint4& l, const uint4 (&b)[LOADS]) {
+        const unsigned upper[4] = {u.x, u.y, u.z, u.w}, lower[4] = {l.x, l.y, l.z, l.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned odd_upper = upper[i] >> 8, odd_lower = lower[i] >> 8;
+#pragma unroll
+            for (int f = 0; f < FIELDS; ++f) {
+                const unsigned mask = 0x00030003u << 2 * f;
+                const uint4& four = b[f * 2 + i / 2];
+                mma_floats<__half>(
+                    sum[f], {upper[i] & mask, lower[i] & mask, odd_upper & mask, odd_lower & mask},
+                    i % 2 == 0 ? four.x : four.z, i % 2 == 0 ? four.y : four.w);
+            }
+        }
+    }
+    __device__ __forceinline__ static Sum total(const Sum (&sum)[FIELDS][4], int e) {
+        return 16777216.0f * Floats<__half>::total(sum, e);
+    }
+};
+
+// How floats of T are multiplied, and how where they are finite.
+template <typename By>
+struct FiniteOf {
+    using Type = By;
+};
+template <>
+struct FiniteOf<Floats<__half>> {
+    using Type = Subnormals;
+};
+
+// Steps of two lines that have been read, as far as they are there.
+template <typename By>
+__device__ __forceinline__ void add_lines(
+    typename By::Sum (&sum)[FIELDS][4], const uint4 (&u)[BOXES * LINE_STEPS], const uint4 (&l)[BOXES * LINE_STEPS],
+    unsigned b_at, int of_load, int there) {
+#pragma unroll
+    for (int s = 0; s < BOXES * LINE_STEPS; ++s) {
+        if (s / LINE_STEPS >= there) break;
+        uint4 b[By::LOADS];
+#pragma unroll
+        for (int j = 0; j < By::LOADS; ++j) b[j] = shared_at<uint4>(b_at + (s * By::LOADS + j) * of_load);
+        By::multiply(sum, u[s], l[s], b);
+    }
 }
 
 // Two lines of rows without groups.
 template <typename By, typename S>
 __device__ __forceinline__ void add_stage(
     typename By::Sum (&sum)[FIELDS][4], Fetcher<0>& fetcher, const S& span_of, unsigned here, unsigned b_at,
-    int of_load, int there) {
+    int of_load, int there, bool finite) {
     const int own = own_row<0>(), t = threadIdx.x % 4;
     uint4 u[BOXES * LINE_STEPS], l[BOXES * LINE_STEPS];
     unsigned read = 0;
@@ -221,14 +283,13 @@ __device__ __forceinline__ void add_stage(
     }
     __syncwarp();
     fetcher.fetch(span_of, read);
-#pragma unroll
-    for (int s = 0; s < BOXES * LINE_STEPS; ++s) {
-        if (s / LINE_STEPS >= there) break;
-        uint4 b[By::LOADS];
-#pragma unroll
-        for (int j = 0; j < By::LOADS; ++j) b[j] = shared_at<uint4>(b_at + (s * By::LOADS + j) * of_load);
-        By::multiply(sum, u[s], l[s], b);
-    }
+    if (!SameType<By, typename FiniteOf<By>::Type>::VALUE && finite)
+        add_lines<typename FiniteOf<By>::Type>(sum, u, l, b_at, of_load, there);
+    else add_lines<By>(sum, u, l, b_at, of_load, there);
+}
+
+__device__ __forceinline__ float word_of(const uint4& v, int i) {
+    return __uint_as_float(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
 }
 
 // ... and with groups.
@@ -243,19 +304,19 @@ __device__ __forceinline__ void add_stage_of_groups(
 #pragma unroll
     for (int line = 0; line < BOXES; ++line) {
         uint2 u[COUNT], l[COUNT];
-        float upper[COUNT][PER_BLOCK], lower[COUNT][PER_BLOCK];
+        uint4 of_upper[PER_BLOCK], of_lower[PER_BLOCK];  // scales
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const unsigned at = here + line * BOX_BYTES + ((i * 2 + t / 2) ^ own) * CHUNK + t % 2 * 8;
             u[i] = shared_at<uint2>(at), l[i] = shared_at<uint2>(at + 8 * LINE);
             read |= u[i].y | l[i].y;
-            const unsigned scale_at = scales + (own * Of::BLOCKS + line * COUNT + i) * PER_BLOCK * 4;
+        }
 #pragma unroll
-            for (int j = 0; j < PER_BLOCK; ++j) {
-                upper[i][j] = shared_at<float>(scale_at + j * 4);
-                lower[i][j] = shared_at<float>(scale_at + (8 * Of::BLOCKS * PER_BLOCK + j) * 4);
-                read |= __float_as_uint(upper[i][j]) | __float_as_uint(lower[i][j]);
-            }
+        for (int j = 0; j < PER_BLOCK; ++j) {
+            const unsigned at = scales + (line * PER_BLOCK + j) * CHUNK;
+            of_upper[j] = shared_at<uint4>(at + min(own, fetcher.of_pass - 1) * Of::ROW_SCALES);
+            of_lower[j] = shared_at<uint4>(at + min(own + 8, fetcher.of_pass - 1) * Of::ROW_SCALES);
+            read |= of_upper[j].w | of_lower[j].w;
         }
         if (line == BOXES - 1) {
             __syncwarp();
@@ -269,7 +330,13 @@ __device__ __forceinline__ void add_stage_of_groups(
 #pragma unroll
             for (int j = 0; j < PER_BLOCK; ++j)
                 less[j] = shared_at<int2>(tokens.sums + (((block + i) * PER_BLOCK + j) * TOKENS + 2 * t) * 4);
-            add_groups<GROUP>(total, u[i], l[i], b, less, tokens.of_token, upper[i], lower[i]);
+            float upper[PER_BLOCK], lower[PER_BLOCK];
+#pragma unroll
+            for (int j = 0; j < PER_BLOCK; ++j) {
+                upper[j] = word_of(of_upper[(i * PER_BLOCK + j) / 4], (i * PER_BLOCK + j) % 4);
+                lower[j] = word_of(of_lower[(i * PER_BLOCK + j) / 4], (i * PER_BLOCK + j) % 4);
+            }
+            add_groups<GROUP>(total, u[i], l[i], b, less, tokens.of_token, upper, lower);
         };
         if (blocks >= COUNT) {  // without branches in between they are computed side by side
 #pragma unroll
@@ -278,6 +345,77 @@ __device__ __forceinline__ void add_stage_of_groups(
 #pragma unroll
             for (int i = 0; i < COUNT; ++i)
                 if (i < blocks) add(i);
+        }
+    }
+}
+
+// ... and of a single token, with groups of which a line has up to 8: a column of mma for each of them, in which the
+// token is where the group is, and zeros elsewhere. So the four lanes of a row share the terms of the groups.
+template <int GROUP, typename S>
+__device__ __forceinline__ void add_stage_of_one(
+    float (&total)[4], Fetcher<GROUP>& fetcher, const S& span_of, unsigned here, unsigned scales, const Staged& token,
+    int piece) {
+    using Fetched = Fetcher<GROUP>;
+    using Of = Sums<GROUP>;
+    constexpr int PER_BLOCK = Fetched::PER_BLOCK, COUNT = Fetched::LINE_BLOCKS, SUMS = GROUP == 128 ? 2 : 1;
+    const int own = own_row<GROUP>(), lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    unsigned read = 0;
+#pragma unroll
+    for (int line = 0; line < BOXES; ++line) {
+        uint2 u[COUNT], l[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const unsigned at = here + line * BOX_BYTES + ((i * 2 + t / 2) ^ own) * CHUNK + t % 2 * 8;
+            u[i] = shared_at<uint2>(at), l[i] = shared_at<uint2>(at + 8 * LINE);
+            read |= u[i].y | l[i].y;
+        }
+        // Of groups 2 t and 2 t + 1; with four of them lanes t = 2 and 3 have those of others, and nobody asks them.
+        const unsigned scale_at = scales + line * PER_BLOCK * CHUNK + 2 * t % (COUNT * PER_BLOCK) * 4;
+        const uint2 upper = shared_at<uint2>(scale_at + min(own, fetcher.of_pass - 1) * Fetched::ROW_SCALES);
+        const uint2 lower = shared_at<uint2>(scale_at + min(own + 8, fetcher.of_pass - 1) * Fetched::ROW_SCALES);
+        read |= upper.y | lower.y;
+        if (line == BOXES - 1) {
+            __syncwarp();
+            fetcher.fetch(span_of, read);
+        }
+        const int block = (piece * BOXES + line) * COUNT, blocks = fetcher.depth / BLOCK - block;
+        int sum[SUMS][4] = {};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int unit = GROUP == 128 ? 0 : e % 2;
+            const int less = shared_at<int>(token.sums + (block * PER_BLOCK + 2 * t + e % 2) * TOKENS * 4);
+            sum[0][e] = static_cast<int>(Of::base(unit)) - Of::unit(unit) * less;
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {  // behind the end of rows codes are 0
+#pragma unroll
+            for (int f = 0; f < FIELDS; ++f) {
+                const int column = i * PER_BLOCK + f / 2 % PER_BLOCK;
+                const uint4 four = shared_at<uint4>(
+                    g == column ? token.column + ((block + i) * 2 + f / 2) * token.of_load : token.zeros);
+                const int place = Of::moves(f) ? f - 1 : f, by = 2 * (f - place);
+                const unsigned mask = 0x03030303u << 2 * place;
+                mma_bytes<false>(
+                    sum[f / 2 % SUMS],
+                    {u[i].x >> by & mask, l[i].x >> by & mask, u[i].y >> by & mask, l[i].y >> by & mask},
+                    f % 2 ? four.z : four.x, f % 2 ? four.w : four.y);
+            }
+        }
+        float term[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int bits = GROUP == 128 ? sum[0][e] + (sum[SUMS - 1][e] >> 4) : sum[0][e];
+            const float number = __fsub_rn(__int_as_float(bits), __int_as_float(Of::base(GROUP == 128 ? 0 : e % 2)));
+            const unsigned scale = e / 2 ? (e % 2 ? lower.y : lower.x) : (e % 2 ? upper.y : upper.x);
+            term[e] = ieee::multiply(ieee::multiply(number, token.of_token[0]), usable(__uint_as_float(scale)));
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT * PER_BLOCK; ++i) {
+            if (i / PER_BLOCK >= blocks) break;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                total[2 * half] =
+                    ieee::add(total[2 * half], __shfl_sync(FULL_WARP, term[2 * half + i % 2], (lane & ~3) + i / 2));
         }
     }
 }
@@ -313,20 +451,25 @@ __device__ __forceinline__ void multiply_spans(
             barrier_wait(fetcher.full + 8 * from, phase);
             const unsigned here = own_line + from * STAGE_BYTES;
             if constexpr (GROUP == 0) {
-                add_stage<By>(sum, fetcher, span_of, here, b_at, tokens.of_load, fetcher.lines - piece * BOXES);
+                add_stage<By>(
+                    sum, fetcher, span_of, here, b_at, tokens.of_load, fetcher.lines - piece * BOXES, tokens.finite);
             } else {
                 wait_copies_but(fetcher.stages - 1);
                 __syncwarp();
-                add_stage_of_groups<GROUP>(
-                    total, fetcher, span_of, here, fetcher.scales_at + from * Fetcher<GROUP>::SCALE_BYTES, tokens,
-                    piece);
+                const unsigned scales = fetcher.scales_at + from * fetcher.scale_bytes;
+                bool done = false;
+                if constexpr (GROUP >= 64)
+                    if (tokens.single)
+                        add_stage_of_one<GROUP>(total, fetcher, span_of, here, scales, tokens, piece), done = true;
+                if (!done) add_stage_of_groups<GROUP>(total, fetcher, span_of, here, scales, tokens, piece);
             }
             if (++from == fetcher.stages) from = 0, phase ^= 1;
         }
         if constexpr (GROUP == 0) {
             typename By::Sum totals[4];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) totals[e] = By::total(sum, e);
+            for (int e = 0; e < 4; ++e)
+                totals[e] = tokens.finite ? FiniteOf<By>::Type::total(sum, e) : By::total(sum, e);
             finish(pass, span, totals);
         } else {
             finish(pass, span, total);
@@ -385,7 +528,8 @@ __device__ __forceinline__ void multiply_rows(
     launch_dependents();
     const unsigned staged = memory + Fetcher<GROUP>::bytes_of(cut);
     Staged all = staged_at(staged, tokens);
-    all.sums = stage(staged, all.of_token, Start<GROUP>{fetcher, span_of, waits});
+    stage(staged, all, Start<GROUP>{fetcher, span_of, waits});
+    all.zeros = all.sums + (GROUP == 0 ? 0 : depth / max(GROUP, 1) * TOKENS * 4);
     float scale[2], bias[2];
     const int own = own_row<GROUP>(), t = threadIdx.x % 4;
     multiply_spans<By, GROUP>(
@@ -454,7 +598,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
     float own_scale[2];
     multiply_rows<Integers<T>, 0>(
         &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, false,
-        [&](unsigned staged, float (&)[2], const Start<0>& start) {
+        [&](unsigned staged, Staged& all, const Start<0>& start) {
             start();
             stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
 #pragma unroll
@@ -464,7 +608,6 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
             }
             wait_copies<0>();
             __syncthreads();
-            return 0u;
         },
         [&](long long row, float& of, float& added) {
             of = usable(load_scale(scale + row * scale_step));
@@ -492,18 +635,19 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_groups(
     const int t = threadIdx.x % 4;
     multiply_rows<Integers<T>, GROUP>(
         &map, scale, channels, tokens, depth, Cut{1, stages, of_pass}, false,
-        [&](unsigned staged, float (&of_token)[2], const Start<GROUP>& start) {
+        [&](unsigned staged, Staged& all, const Start<GROUP>& start) {
             start();
             stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
             const unsigned sums = staged + (depth + STEP - 1) / STEP * FIELDS * tokens * MEMBER_BYTES;
+            if (threadIdx.x < 4) store_shared(sums + (depth / GROUP * TOKENS + threadIdx.x) * 4, 0.0f);  // zeros
             for (int i = threadIdx.x; i < depth / GROUP * 2; i += ROW_THREADS)
                 copy_async<CHUNK>(sums + i * CHUNK, group_sums + i * 4);
             commit_copies();
 #pragma unroll
-            for (int e = 0; e < 2; ++e) of_token[e] = usable(token_scale[min(2 * t + e, tokens - 1) * token_step]);
+            for (int e = 0; e < 2; ++e) all.of_token[e] = usable(token_scale[min(2 * t + e, tokens - 1) * token_step]);
             wait_copies<0>();
             __syncthreads();
-            return sums;
+            all.sums = sums;
         },
         [&](long long row, float& of, float& added) { of = 0, added = bias_of(bias, bias_kind, row); },
         [&](int, int m, long long row, float total, float, float added) {
@@ -731,11 +875,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(ROW_THREADS, 1) rows
     __shared__ alignas(8) Quantized quantized[TOKENS];
     multiply_rows<Integers<T>, 0>(
         &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, true,
-        [&](unsigned staged, float (&)[2], const Start<0>& start) {
+        [&](unsigned staged, Staged& all, const Start<0>& start) {
             const Quantizer by{weight, normalizes, norm_eps, eps, lowest, highest, away};
             const unsigned raw = staged + lines_of(depth) * LINE_STEPS * FIELDS * tokens * MEMBER_BYTES;
             quantize_tokens<T, OCTETS, true>(staged, raw, x, tokens, depth, by, quantized, start);
-            return 0u;
         },
         [&](long long row, float& of, float& added) {
             of = usable(load_scale(scale + row * scale_step));
@@ -751,15 +894,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(ROW_THREADS, 1) rows
 // ---- floats of 16 bits
 // ---------------------------------------------------------------------------------------------------
 
-// Tokens as pieces, see arrange_floats (linear/ternary_stream.cu), by all threads. `row_of` gives the row of x that a
-// token is. Behind the end of rows they are zero.
+// Tokens as pieces, see arrange_floats (linear/ternary_stream.cu), by all threads, and what their numbers add up to.
+// `row_of` gives the row of x that a token is. Behind the end of rows they are zero.
 template <typename T, typename F>
-__device__ __forceinline__ void stage_floats(unsigned staged, const T* x, int tokens, int depth, const F& row_of) {
+__device__ __forceinline__ void stage_floats(
+    unsigned staged, const T* x, int tokens, int depth, const F& row_of, float (&sums)[MOST_SLOTS]) {
+    __shared__ float of_warp[2][ROW_WARPS];
     const unsigned short* bits = reinterpret_cast<const unsigned short*>(x);
     const int of_token = lines_of(depth) * LINE_STEPS * (STEP / 4);
     const bool aligned = reinterpret_cast<unsigned long long>(x) % 8 == 0;
     for (int m = 0; m < tokens; ++m) {
         const unsigned short* row = bits + row_of(m) * depth;
+        float sum = 0;
 #pragma unroll 4
         for (int i = threadIdx.x; i < of_token; i += ROW_THREADS) {
             const int k = i * 4, at = k % STEP, field = at % 128 / 32, t = at / 128 * 2 + at % 32 / 16,
@@ -772,10 +918,38 @@ __device__ __forceinline__ void stage_floats(unsigned staged, const T* x, int to
             } else if (k < depth) {
                 low = row[k] | row[k + 2] << 16, high = row[k + 1] | row[k + 3] << 16;
             }
+            sum += (Word<T>::get(low, 0) + Word<T>::get(low, 1)) + (Word<T>::get(high, 0) + Word<T>::get(high, 1));
             store_shared(staged + (load * tokens + m) * MEMBER_BYTES + t * CHUNK + word % 2 * 8, low, high);
+        }
+        if constexpr (SameType<T, __half>::VALUE) {
+#pragma unroll
+            for (int step = WARP / 2; step > 0; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+            if (threadIdx.x % WARP == 0) of_warp[m % 2][threadIdx.x / WARP] = sum;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                float total = 0;
+#pragma unroll
+                for (int w = 0; w < ROW_WARPS; w += 4)
+                    total +=
+                        (of_warp[m % 2][w] + of_warp[m % 2][w + 1]) + (of_warp[m % 2][w + 2] + of_warp[m % 2][w + 3]);
+                sums[m] = total;
+            }
         }
     }
     __syncthreads();
+}
+
+// Whether sums of tokens are finite, and so are the tokens; and what sums of codes are less by then.
+template <typename T>
+__device__ __forceinline__ bool all_finite(const float (&sums)[MOST_SLOTS], int tokens) {
+    bool finite = SameType<T, __half>::VALUE;
+    for (int m = 0; m < tokens && finite; ++m) finite = fabsf(sums[m]) < __int_as_float(0x7f800000);
+    return finite;
+}
+template <typename T>
+__device__ __forceinline__ float less_of(const float (&sums)[MOST_SLOTS], int m, bool finite) {
+    if constexpr (SameType<T, __half>::VALUE) return finite ? sums[m] : 0.0f;
+    return 0.0f;
 }
 
 template <typename T>
@@ -787,19 +961,23 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_floats(
     long long channels, int tokens, int depth, int scale_step, int bias_kind, int share, int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
+    __shared__ float sums[MOST_SLOTS];
+    bool finite = false;
     multiply_rows<Floats<T>, 0>(
         &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, true,
-        [&](unsigned staged, float (&)[2], const Start<0>& start) {
+        [&](unsigned staged, Staged& all, const Start<0>& start) {
             start();
-            stage_floats(staged, x, tokens, depth, [](int m) { return static_cast<long long>(m); });
-            return 0u;
+            stage_floats(staged, x, tokens, depth, [](int m) { return static_cast<long long>(m); }, sums);
+            all.finite = all_finite<T>(sums, tokens), finite = all.finite;
         },
         [&](long long row, float& of, float& added) {
             of = usable(load_scale(scale + row * scale_step));
             added = bias_of(bias, bias_kind, row);
         },
         [&](int, int m, long long row, float sum, float of, float added) {
-            from_float(y[m * channels + row], ieee::add(Floats<T>::scaled(sum, 0, 0, of), added));
+            from_float(
+                y[m * channels + row],
+                ieee::add(Floats<T>::scaled(sum - less_of<T>(sums, m, finite), 0, 0, of), added));
         });
 #endif
 }
@@ -846,7 +1024,7 @@ __device__ __forceinline__ void multiply_slots(
     const int passes = max(0, slots * spans - warp + ROW_WARPS - 1) / ROW_WARPS;
     Fetcher<0> fetcher(map, nullptr, memory, shared_address(barriers), depth, cut, 0, passes, slots >> 16);
     fetcher.start(span_of);
-    stage(staged, tokens);
+    const bool finite = stage(staged, tokens);
 
     const int own = own_row<0>(), t = threadIdx.x % 4;
     float of_row[2];
@@ -860,6 +1038,7 @@ __device__ __forceinline__ void multiply_slots(
                 of_row[half] = usable(load_scale(scale + expert * expert_step + row * scale_step));
             }
             Staged at = staged_at(staged, 1);  // the token in all columns, of which the first one counts
+            at.finite = finite;
             at.column += (own_tokens ? slot : 0) * MEMBER_BYTES, at.of_load *= tokens;
             return at;
         },
@@ -895,14 +1074,18 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_floats(
     int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
+    __shared__ float sums[MOST_SLOTS];
+    bool finite = false;
     multiply_slots<Floats<T>>(
         &map, ids, weights, scale, y, experts, channels, depth, slots, own_tokens, scale_step, expert_step,
         Cut{1, stages, of_pass},
         [&](unsigned staged, int tokens) {
             stage_floats(
-                staged, x, tokens, depth, [&](int m) { return static_cast<long long>(blockIdx.y) * tokens + m; });
+                staged, x, tokens, depth, [&](int m) { return static_cast<long long>(blockIdx.y) * tokens + m; }, sums);
+            finite = all_finite<T>(sums, tokens);
+            return finite;
         },
-        [](int, float sum, float of) { return sum * of; },
+        [&](int slot, float sum, float of) { return (sum - less_of<T>(sums, own_tokens ? slot : 0, finite)) * of; },
         [](int, float sum, float weight, float product) { return fmaf(weight, product, sum); });
 #endif
 }
@@ -927,6 +1110,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_quantized(
             const Quantizer by{nullptr, 0, 0.0, eps, lowest, highest, away};
             const T* own = x + static_cast<long long>(blockIdx.y) * tokens * depth;
             quantize_tokens<T, 2, false>(staged, 0, own, tokens, depth, by, quantized, [] {});
+            return false;
         },
         [&](int slot, int sum, float of) {
             const int m = own_tokens ? slot : 0;
