@@ -860,9 +860,15 @@ __device__ __forceinline__ void quantize_tokens(
     if (!alone) cluster_sync();
 }
 
+#if __CUDA_ARCH__ >= 900
+#define IN_PAIRS __cluster_dims__(2, 1, 1)
+#else
+#define IN_PAIRS
+#endif
+
 // One launch: each block quantizes tokens itself while its first codes are on their way.
 template <typename T, int OCTETS>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
+__global__ void IN_PAIRS __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
     const T* x,                       // [tokens, depth], from a multiple of 16 bytes on
     const float* weight,              // [depth] of RMSNorm, from a multiple of 16 bytes on, or null
     const float* __restrict__ scale,  // [channels], or [1] if they share it
