@@ -233,6 +233,28 @@ class TestSmall:
             a, b = (kb.quantize(y, "int8", granularity="token") for y in (x, given))
             assert same_values(kb.bitnet.linear(b, on).get(), kb.bitnet.linear(a, q))
 
+    @pytest.mark.parametrize("granularity", ["tensor", ("group", 32), ("group", 64), ("group", 128)], ids=str)
+    def test_own_rows(self, cupy, least_rows, granularity):
+        """Warps that have rows, as large weights have them: tokens quantized ahead and on the way; floats; experts."""
+        rng = np.random.default_rng(9)
+        for tokens, rows, depth in [(1, 40, 640), (2, 300, 1152), (7, 170, 384)]:
+            q, on = weights(cupy, rng, rows, depth, granularity)
+            x = make("normal", tokens * depth, DTYPES[0]).reshape(tokens, depth)
+            given = cupy.asarray(x)
+            for options in ({}, {"norm": True}):
+                assert same_values(kb.bitnet.linear(given, on, **options).get(), kb.bitnet.linear(x, q, **options))
+            if granularity != "tensor":
+                continue
+            exact = x.astype(np.float64) @ q.dequantize(dtype=np.float32).T.astype(np.float64)
+            assert np.allclose(kb.linear(given, on).get(), exact, rtol=2e-3, atol=1e-2 * np.abs(exact).max())
+            ids = rng.integers(-1, 3, (tokens, 2))
+            experts, on_gpu = kb.stack([q, q]), kb.stack([on, on])
+            wanted = kb.linear_grouped(x, experts, ids, activations="bitnet")
+            assert same_values(kb.linear_grouped(given, on_gpu, cupy.asarray(ids), activations="bitnet").get(), wanted)
+            y = kb.linear_grouped(given, on_gpu, cupy.asarray(ids)).get()
+            assert np.allclose(y[ids >= 0][:, :5], np.where(ids[..., None] < 2, exact[:, None], 0)[ids >= 0][:, :5],
+                               rtol=2e-3, atol=1e-2 * np.abs(exact).max())  # fmt: skip
+
     @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
     def test_activations(self, cupy, dtype):
         for tokens, depth in [(2, 40), (3, 1031), (1, 8192 + 300)]:
