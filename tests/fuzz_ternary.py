@@ -15,8 +15,10 @@ import numpy as np
 from inputs import BFLOAT16, make, same_values
 
 import kbitcupy as kb
+from kbitcupy.products import ternary_rows
 
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+LEAST_ROWS = ternary_rows.LEAST_ROWS
 GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128), ("group", 96)]
 
 
@@ -42,9 +44,51 @@ def shape_of(rng):
     return tokens, max(1, min(rows, 20_000_000 // (tokens * depth))), depth
 
 
+def warps_have_rows(least):
+    """Let warps have rows of their own where thread blocks have so many."""
+    ternary_rows.LEAST_ROWS = least
+    for function in (ternary_rows.rows_of, ternary_rows.quantized_rows_of, ternary_rows.float_rows_of):
+        function.cache_clear()
+
+
+def wrong_experts(rng, cupy, routes):
+    """The same of experts, of which each product is BitLinear."""
+    tokens, slots, experts = (int(rng.integers(1, 9)) for _ in range(3))
+    rows, depth = int(rng.integers(1, 700)), int(128 * rng.integers(1, 20))
+    granularity = GRANULARITIES[rng.integers(3)]
+    if granularity[0] == "group" and depth < granularity[1]:
+        granularity = "tensor"
+    dtype = DTYPES[rng.integers(4)]
+    members = [weight(rng, rows, depth, granularity, cupy) for _ in range(experts)]
+    qs, on = (kb.stack([m[i] for m in members]) for i in range(2))
+    each = rng.random() < 0.3
+    x = make(rng.choice(["normal", "special"]), tokens * (slots if each else 1) * depth, dtype, int(rng.integers(99)))
+    x = x.reshape((tokens, slots, depth) if each else (tokens, depth))
+    ids = rng.integers(-1, experts + 1, (tokens, slots))
+    mixed = rng.random((tokens, slots)).astype(np.float32) if rng.random() < 0.5 else None
+    wanted = kb.linear_grouped(x, qs, ids, mixed, activations="bitnet")
+    given, chosen = cupy.asarray(x), cupy.asarray(ids)
+    on_gpu = None if mixed is None else cupy.asarray(mixed)
+    y = cupy.asnumpy(kb.linear_grouped(given, on, chosen, on_gpu, activations="bitnet"))
+    routes[kb.explain(given, on, activations="bitnet", expert_ids=ids).route] += 1
+    if mixed is None:
+        good = same_values(y, wanted)
+    else:
+        with np.errstate(all="ignore"):
+            good = np.allclose(y.astype(np.float64), wanted.astype(np.float64), rtol=1e-2, atol=1e-6, equal_nan=True)
+    what = f"experts {granularity} {dtype} {tokens} x {slots} of {experts} x {rows} x {depth} {each} {mixed is None}"
+    return None if good else what
+
+
 def wrong(rng, cupy, routes):
     """What is wrong with one random product, or None."""
+    if rng.random() < 0.1:
+        return wrong_experts(rng, cupy, routes)
     tokens, rows, depth = shape_of(rng)
+    own = rng.random() < 0.5
+    warps_have_rows(0 if own else LEAST_ROWS)
+    if own:
+        tokens = min(tokens, int(rng.integers(1, 9)))
     granularity = GRANULARITIES[rng.integers(len(GRANULARITIES))]
     if granularity[0] == "group" and depth < granularity[1]:
         granularity = "tensor"
@@ -54,7 +98,7 @@ def wrong(rng, cupy, routes):
     x = x.reshape(tokens, depth)
     bias = make("normal", rows, DTYPES[rng.integers(4)], 5) if rng.random() < 0.5 else None
     on_gpu = None if bias is None else cupy.asarray(bias)
-    what = f"{granularity} {dtype} {tokens} x {rows} x {depth}"
+    what = f"{granularity} {dtype} {tokens} x {rows} x {depth} rows {own}"
     if rng.random() < 0.25 and np.isfinite(x.astype(np.float64)).all():
         given = cupy.asarray(x)
         routes[kb.explain(given, on).route] += 1
@@ -82,7 +126,14 @@ def repeated(count, cupy):
     """Products of which not all repeats have the same bits."""
     rng, bad = np.random.default_rng(0), 0
     beside, stream = cupy.zeros(1 << 26, np.float32), cupy.cuda.Stream(non_blocking=True)
-    for tokens, rows, depth in [(1, 28672, 8192), (8, 8192, 8192), (8, 4096, 14336), (16, 4096, 4096), (3, 1000, 640)]:
+    for tokens, rows, depth in [
+        (1, 28672, 8192),
+        (8, 28672, 8192),
+        (8, 8192, 8192),
+        (8, 4096, 14336),
+        (16, 4096, 4096),
+        (3, 1000, 640),
+    ]:
         codes = cupy.asarray(rng.integers(0, 256, rows * depth // 4, np.uint8))
         q = kb.QuantizedArray(
             kb.get_format("ternary"), {"codes": codes, "scale": cupy.ones(1, np.float32)}, (rows, depth), DTYPES[0]

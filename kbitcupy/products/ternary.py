@@ -43,6 +43,7 @@ from .int8 import MAX_DEPTH, Int8, quantize_tokens, token_planes
 from .integer_activations import NUMBERS, floats_of, padded_of, quantize_into as tokens_in_order
 from .kept import kept
 from .routes import BYTES_PER_US, Device, Problem, Product, Route, Stored, device as device_of, stored
+from .ternary_rows import named
 from .ternary_stream import multiply_streamed, why_not_streamed
 
 WANTED = (
@@ -577,7 +578,9 @@ class TernaryStream(Route):
         return _product(problem)
 
     def describe(self, problem: Problem) -> str:
+        assert problem.device is not None
         name = "stream_ternary_groups" if _in_groups(problem) else "stream_ternary"
+        name = named(name, problem.tokens, problem.shape[0], problem.device)
         return f"tokens quantized to int8, codes read in place for integer tensor cores: {name}"
 
 

@@ -21,6 +21,7 @@ from ..formats.base import Trits, register_templates
 from . import activations as tokens_of
 from .fused import HALF_CXX
 from .int8 import BIAS_KINDS
+from .routes import Device
 
 #: Of all kernels of the file: the oldest architecture, and numbers.
 FILE, OLDEST = "linear/ternary_rows.cu", 90
@@ -88,6 +89,12 @@ class Rows:
 def map_of(codes: Any, rows: int, depth: int, of_pass: int) -> bytes:
     """The map of a plane of codes, in boxes of so many rows and a line."""
     return byte_matrix(codes.data.ptr, rows, depth // 4, depth // 4, of_pass, _LINE, True, 128)
+
+
+def named(name: str, tokens: int, rows: int, gpu: Device) -> str:
+    """The kernel of a product: `name`, or the one of large weights."""
+    large = gpu.capability >= OLDEST and tokens <= TOKENS and rows >= LEAST_ROWS * gpu.multiprocessors
+    return name.replace("stream", "rows") if large else name
 
 
 def staged_bytes(tokens: int, depth: int) -> int:

@@ -28,7 +28,7 @@ from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
-from .ternary_rows import float_rows_of, quantized_rows_of, rows_of
+from .ternary_rows import float_rows_of, named, quantized_rows_of, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -312,4 +312,6 @@ class TernaryFloats(Route):
         return product
 
     def describe(self, problem: Problem) -> str:
-        return "tokens put in order, codes read in place as numbers of 16 bits, tensor cores: stream_ternary"
+        assert problem.device is not None
+        name = named("stream_ternary", problem.tokens, problem.shape[0], problem.device)
+        return f"tokens put in order, codes read in place as numbers of 16 bits, tensor cores: {name}"
