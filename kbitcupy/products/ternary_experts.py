@@ -20,7 +20,7 @@ from .ternary_stream import why_not_floats, why_not_streamed
 # The fraction of the bandwidth at which codes pass; microseconds of the one launch of few tokens.
 _FRACTION, _START = 0.3, 4.0
 # Products up to which each token's experts are read for it alone: of floats, and of integers, whose other way is slow.
-_FEW, _FEW_INTEGERS = 128, 4096
+_FEW, _FEW_INTEGERS = 256, 4096
 _RULE = Rule()
 
 
