@@ -13,8 +13,8 @@ taken; `explain` shows them all:
 - `staged_records`, `staged`: ``"q8_1"`` with weights in the other types of GGUF: the former kernel multiplies their
   integers, sums of what shares scales being exact; or what quantized tokens stand for is multiplied as floats.
 - `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales; few
-  tokens on compute capability 8.0 with codes that are read in place, `integer_stream`; more on compute capability 9.0
-  with codes that are decoded in registers, `integer_tile`.
+  tokens on compute capability 8.0 with codes that are read in place, `integer_stream`, and products of experts,
+  `integer_experts_stream`; more on compute capability 9.0 with codes that are decoded in registers, `integer_tile`.
 - `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more
   with codes that are decoded in registers on compute capability 9.0, and elsewhere with trits that are decoded to int8;
   `ternary_floats` reads codes in place for floats.
@@ -44,7 +44,7 @@ from .generic import Generic
 from .hopper import Hopper
 from .host import Host, working_dtype
 from .int8 import Int8, Int8Host, integers_of, token_planes
-from .integer_experts import IntegerExperts, IntegerExpertsHost
+from .integer_experts import IntegerExperts, IntegerExpertsHost, IntegerExpertsStream
 from .integer_stream import IntegerStream
 from .integer_tile import IntegerTile
 from .integers import Integers, IntegersHost, refused
@@ -86,6 +86,7 @@ GROUPED: tuple[Route, ...] = (
     GroupedTernary(),
     TernarySlots(),
     EachExpert(),
+    IntegerExpertsStream(),
     IntegerExperts(),
     IntegerExpertsHost(),
 )

@@ -139,7 +139,7 @@ def quantize_into(
     layout : int
         One of `NUMBERS`.
     group : int
-        32, 64 or 128, elements of a sum; 0 for all of a token.
+        32, 64, 128 or 256, elements of a sum; 0 for all of a token.
     """
     depth = x.shape[-1]
     vector = not (depth % 8 or x.data.ptr % 16)

@@ -7,21 +7,25 @@ Tokens are quantized once, each by itself. Slots are combined in float32, in the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
-from . import int8
+from . import int8, integer_stream
 from .experts import combined
 from .integer_activations import BITNET, Tokens, quantize_host
-from .integers import Integers, IntegersHost, multiply_cuda, multiply_host, why_not
+from .integers import Integers, IntegersHost, codes_of, multiply_cuda, multiply_host, why_not
 from .routes import Problem, Product, Route
 
 WANTED = "they must be [E, N, K] in ternary, for activations in bitnet: kb.stack of kb.quantize(w, 'ternary')"
 # Microseconds to pick an expert's rows and tokens.
 _EACH = 20.0
+# Products that are computed one beside the other, and read the codes of their experts each; microseconds of the
+# launches, and the fraction of the bandwidth at which codes pass.
+_MOST_PRODUCTS, _STREAM_START, _FRACTION = 65535, 8.0, 0.6
 
 
 def _refusal(problem: Problem) -> str | None:
@@ -65,14 +69,16 @@ def _multiply_host(x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: A
     _finished(products, weights, out)
 
 
-def _multiply_cuda(x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
+def _multiply_cuda(
+    x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: Any, out: Any, multiply: Callable[..., None]
+) -> None:
     cupy = _xp.namespace(x)
     _, rows, depth = qs.shape
     ids = _xp.contiguous(ids.astype(np.int64, copy=False))
     products = cupy.zeros((*ids.shape, rows), np.float32)
     if depth:
         slots = ids.shape[1] if x.ndim == 2 else 1
-        multiply_cuda(x, preset, qs, None, products, ids, ids.size // slots, slots)
+        multiply(x, preset, qs, None, products, ids, ids.size // slots, slots)
     _finished(products, weights, out)
 
 
@@ -89,10 +95,40 @@ class IntegerExperts(Route):
 
     def prepare(self, problem: Problem) -> Product:
         preset = problem.activations or ""
-        return lambda x, qs, ids, weights, out: _multiply_cuda(x, preset, qs, ids, weights, out)
+        return lambda x, qs, ids, weights, out: _multiply_cuda(x, preset, qs, ids, weights, out, multiply_cuda)
 
     def describe(self, problem: Problem) -> str:
         return f"tokens quantized by {problem.activations!r}, exact sums of what shares scales: multiply_integers"
+
+
+class IntegerExpertsStream(Route):
+    """Quantize tokens, and multiply each by the codes of the experts that it chose, which are read in place."""
+
+    name = "integer_experts_stream"
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.device is None:
+            return "the arrays are in host memory"
+        refusal = _refusal(problem)
+        part = codes_of(problem.format, (problem.experts, *problem.shape), problem.stored.lead)
+        if refusal is not None or part is None:
+            return refusal
+        if problem.tokens > _MOST_PRODUCTS:
+            return f"it is for up to {_MOST_PRODUCTS} products"
+        return integer_stream.why_not_streamed(problem, part, problem.device)
+
+    def cost(self, problem: Problem) -> float:
+        assert problem.device is not None
+        rounds = -(-problem.tokens // problem.device.multiprocessors)
+        return _STREAM_START + rounds + problem.tokens * problem.reading / _FRACTION
+
+    def prepare(self, problem: Problem) -> Product:
+        preset, multiply = problem.activations or "", integer_stream.multiply
+        return lambda x, qs, ids, weights, out: _multiply_cuda(x, preset, qs, ids, weights, out, multiply)
+
+    def describe(self, problem: Problem) -> str:
+        how = f"tokens quantized by {problem.activations!r}, codes read in place for integer tensor cores"
+        return f"{how}, product by product: stream_integers"
 
 
 class IntegerExpertsHost(Route):

@@ -1,7 +1,7 @@
 """Products of few tokens with integer codes that are read in place, on a GPU: kernels/linear/integer_stream.cu.
 
 Two launches: the first one quantizes the tokens (`kbitcupy.products.integer_activations`) into the order in which the
-second one takes them; from Hopper on that fetches codes meanwhile. What it gives is the contract of
+second one takes them, and from Hopper on that is started meanwhile. What it gives is the contract of
 `kbitcupy.products.integers`: to the bit where a row and a token have one scale each, otherwise with the terms of units
 added in another order, which is the same every time, and multiplied by the scale of a token after that.
 """
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..array import QuantizedArray
-from ..backend import xp as _xp
+from ..backend import tma, xp as _xp
 from ..backend.compile import Template
-from ..backend.launch import Kernel, multiprocessors, shared_memory
+from ..backend.launch import Kernel, capability, multiprocessors, shared_memory
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
 from ..formats.base import IntegerCodes, register_templates
@@ -30,36 +30,55 @@ from .integer_activations import NUMBERS, Q8_BLOCK
 from .integers import PRODUCT, WEIGHT, codes_of, weight_argument, why_not
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route
 
-#: How ``stream_integers`` cuts its work: warps of a team, teams of a thread block; turns along K of a phase; where in
-#: shared memory tokens, what is known of their units, sums of warps, and sums of phases begin, and tiles of a team of
-#: which the last are kept; bytes from row to row of scales, and of what stands beside them; units that share a scale,
-#: and 2^32 over that; buffers of sums of a team, 1 or 2; bytes of a row that are brought to the L2 cache beforehand.
+#: How ``stream_integers`` cuts its work: warps of a team, teams of a thread block; phases, in which all warps of a team
+#: go through their shares of K; slots of the ring of a warp; where in shared memory scales, what is known of units of
+#: tokens, sums of warps, sums of phases and barriers begin, and tiles of a team of which sums are kept; whether scales
+#: of a share begin at multiples of 16 bytes; bytes from row to row of scales, and of what stands beside them; units
+#: that share a scale, and 2^32 over that; shares of a group that is not inside one.
 CUT = Struct(
     "Cut",
     warps="i4",
     teams="i4",
-    phase="i4",
-    x_at="i4",
+    phases="i4",
+    ring="i4",
+    scales_at="i4",
     records_at="i4",
-    partials_at="i4",
+    sums_at="i4",
     kept_at="i4",
+    barriers_at="i4",
     kept="i4",
-    row_bytes="i8",
-    beside_bytes="i8",
+    whole="i4",
     group="i4",
     per_group="u4",
-    buffers="i4",
-    prefetched="i4",
+    shares="i4",
+    row_bytes="i8",
+    beside_bytes="i8",
 )
-# Bytes of a thread block that are brought to the L2 cache while tokens are quantized.
-_PREFETCHED = 160 << 10
 # Units that share a scale, where those of a row do: more than a row has.
 _ALL_UNITS = 1 << 20
-_SIZES = Constants(NEIGHBOURS4=0, HALVES4=1, PAIRS4=2, BYTES8=3, STREAM_THREADS=512)
+_SIZES = Constants(
+    NEIGHBOURS4=0,
+    HALVES4=1,
+    PAIRS4=2,
+    BYTES8=3,
+    STREAM_THREADS=512,
+    SHARE_OF_EIGHT=512,
+    SUMS_RING=4,
+    SUMS_LATER=2,
+    LONG_UNIT=256,
+    SHARES=512,
+)
+# Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
+_GGUF = "HALVES4", "PAIRS4"
+_WHOLE = 0, _SIZES.SHARES
+_UNITS = *_WHOLE, 32, 64, 128, _SIZES.LONG_UNIT
 _MOST_TOKENS, _ROWS, _WARPS = 16, 16, _SIZES.STREAM_THREADS // 32
 _OLDEST = 80  # with mma of 32 bytes
-# Bytes of shared memory: of a warp's ring, of a tile's sums of a token, and that the kernel has beside.
-_RING, _PITCH, _BESIDE = 4096, 20 * 4, 1024
+# K up to which 16 times the sum of a row stays below 2^31, and 2^32 over a number of units divides by it.
+_MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
+# Bytes of shared memory: of a slot of the ring, of a warp's sums of eight tokens, and what it takes to begin at a
+# multiple of 1024. Slots of a ring: 16 warps have 96 KB under way with three, and more make all of it later.
+_SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 3
 
 
 @dataclass(frozen=True)
@@ -71,22 +90,21 @@ class Flavour:
     codes : str
         How codes lie, as the kernel names it.
     unit : int
-        Elements of a row that share all scales, or what divides them; 0 for a row.
+        Elements of a row that share all scales, or what divides them; 0 for a row, `_SIZES.SHARES` for groups that are
+        a multiple of that.
     added : str
         What stands beside scales, in C++.
     blocked : bool
         Whether activations have scales of 32.
+    signed : bool
+        Whether codes are multiplied as signed ones.
     """
 
     codes: str
     unit: int
     added: str
     blocked: bool
-
-    @property
-    def turn(self) -> int:
-        """k of a turn."""
-        return 256 if self.codes == "BYTES8" else 512
+    signed: bool
 
     @property
     def layout(self) -> int:
@@ -99,38 +117,51 @@ class Flavour:
 
     def text(self, eights: int) -> str:
         """The arguments of the template."""
-        return f"{self.codes}, {self.unit}, {self.added}, {'true' if self.blocked else 'false'}, {eights}"
+        blocked, signed = (str(flag).lower() for flag in (self.blocked, self.signed))
+        return f"{self.codes}, {self.unit}, {self.added}, {blocked}, {signed}, {eights}"
 
-    def scale_bytes(self) -> int:
-        """Of the scales of a warp in shared memory."""
-        parts = 4 if self.unit == 32 and self.codes == "NEIGHBOURS4" and self.added != "NOTHING" else 1
-        return self.turn // parts // self.unit * _ROWS * (4 if self.added == "NOTHING" else 8) if self.unit else 0
+    def warp_bytes(self, eights: int) -> tuple[int, int]:
+        """Of shared memory of a warp: its scales, and what it knows of units of tokens."""
+        if self.unit in _WHOLE:
+            return 0, 0
+        units, beside = share_of(eights) // self.unit, self.added != "NOTHING"
+        return units * _ROWS * (8 if beside else 4), units * 8 * eights * 4 * (self.blocked + beside)
 
-    def turn_bytes(self, eights: int) -> int:
-        """Of a turn of the tokens in shared memory, and of their units."""
-        return self.turn * 8 * eights + self.turn_records(eights)
 
-    def turn_records(self, eights: int) -> int:
-        """Of the units alone."""
-        return self.turn // self.unit * 8 * eights * (8 if self.blocked else 4) if self.unit else 0
+def share_of(eights: int) -> int:
+    """k of a warp, whose tokens stay in its registers."""
+    return int(_SIZES.SHARE_OF_EIGHT) // eights
 
 
 def _flavours() -> tuple[Flavour, ...]:
     added = "NOTHING", "ZERO_POINTS", "OFFSETS"
     found = [
-        Flavour(codes, unit, beside, blocked)
+        Flavour(codes, unit, beside, blocked, signed)
         for codes in ("NEIGHBOURS4", "BYTES8")
-        for unit, blocked in ((0, False), (32, False), (64, False), (128, False), (32, True))
-        for beside in (added if unit else added[:1])
+        for unit, blocked in (
+            (0, False),
+            (512, False),
+            (32, False),
+            (64, False),
+            (128, False),
+            (256, False),
+            (32, True),
+        )
+        for beside in (added if unit % 512 else added[:1])
+        for signed in ((True, False) if beside == "OFFSETS" else (True,))
     ]
     for codes, beside in (("HALVES4", "NOTHING"), ("PAIRS4", "OFFSETS")):
-        found += [Flavour(codes, 32, beside, blocked) for blocked in (False, True)]
+        found += [Flavour(codes, 32, beside, blocked, beside == "NOTHING") for blocked in (False, True)]
     return tuple(found)
 
 
 def _template(hot: bool) -> Template:
-    """Instances that must not spill, and those for groups of 32 of 4 bits with something beside scales, which may."""
-    found = (f for f in _flavours() if hot != (f.codes == "NEIGHBOURS4" and f.unit == 32 and f.added != "NOTHING"))
+    """Instances that must not spill; and those for short groups, but GGUF's with activations as short, which may."""
+    found = (
+        f
+        for f in _flavours()
+        if hot == (f.unit not in (32, 64) or (f.blocked and (f.codes in _GGUF or f.added == "NOTHING")))
+    )
     texts = tuple(flavour.text(eights) for flavour in found for eights in (1, 2))
     structs = BIAS_KINDS, NUMBERS, PRODUCT, _SIZES, WEIGHT, CUT
     return Template("linear/integer_stream.cu", "stream_integers", (texts,), hot=hot, structs=structs, least=_OLDEST)
@@ -138,7 +169,7 @@ def _template(hot: bool) -> Template:
 
 _TEMPLATE = _template(True)
 register_templates(_TEMPLATE, _template(False))
-_SIGNATURE = (WEIGHT, CUT, *("p",) * 5, *("i4",) * 4, "u4", *("i4",) * 3)
+_SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 6, *("i4",) * 7, "u4", *("i4",) * 3)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
 
@@ -147,19 +178,23 @@ def flavour_of(part: IntegerCodes, blocked: bool) -> Flavour | None:
     """The instance for codes and activations; None where there is none."""
     codes = _CODES.get((part.bits, part.width))
     group = part.group
-    if codes is None or (group % 128 and group not in (32, 64) and not (blocked and group % Q8_BLOCK == 0)):
+    unit = Q8_BLOCK if blocked else _SIZES.SHARES if group and group % _SIZES.SHARES == 0 else group
+    if codes is None or unit not in _UNITS or (blocked and group % Q8_BLOCK):
         return None
-    unit = Q8_BLOCK if blocked else min(group, 128)
-    return Flavour(codes, unit, _ADDED[part.added] if unit else "NOTHING", blocked)
+    added = "NOTHING" if unit in _WHOLE else _ADDED[part.added]
+    return Flavour(codes, unit, added, blocked, part.signed or added != "OFFSETS")
 
 
-def turned_over(part: IntegerCodes) -> tuple[int, int]:
-    """What turns over the highest bit of codes, in all bytes of a word, and what that adds to zero points."""
-    if part.bits == 4 and part.signed:
-        return 0x08080808, 8
-    if part.bits == 8 and not part.signed:
-        return 0x80808080, -128
-    return 0, 0
+def shares_of(part: IntegerCodes, flavour: Flavour, eights: int) -> int:
+    """Shares of a group that is not inside one."""
+    return part.group // share_of(eights) if flavour.unit == _SIZES.SHARES else 1
+
+
+def turned_over(part: IntegerCodes, flavour: Flavour) -> tuple[int, int]:
+    """What turns over the highest bit of codes, in all bytes of a word, and what they are lower by after that."""
+    if part.signed or not flavour.signed:
+        return 0, 0
+    return 0x80808080, 1 << part.bits - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +213,8 @@ class _Plan:
         The instance.
     sums : int
         Elements whose codes have a sum; 0 for all of a token.
-    flip, flipped : int
-        What turns over the highest bit of codes, and what that adds to zero points.
+    flip, less : int
+        What turns over the highest bit of codes, and what they are lower by after that.
     """
 
     launch: Any
@@ -188,7 +223,7 @@ class _Plan:
     flavour: Flavour
     sums: int
     flip: int
-    flipped: int
+    less: int
 
 
 @dataclass(frozen=True)
@@ -197,7 +232,7 @@ class _Cut:
 
     Parameters
     ----------
-    warps, teams, phase, kept : int
+    warps, teams, phases, kept : int
         See `CUT`.
     blocks : int
         Thread blocks.
@@ -206,12 +241,12 @@ class _Cut:
     shared : int
         Bytes of it.
     work : float
-        What it costs, in turns of all warps.
+        What it costs, in shares of a multiprocessor.
     """
 
     warps: int
     teams: int
-    phase: int
+    phases: int
     kept: int
     blocks: int
     places: tuple[int, ...]
@@ -220,11 +255,15 @@ class _Cut:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_cut(flavour: Flavour, eights: int, rows: int, depth: int, processors: int, room: int) -> _Cut | None:
-    """The cut with the least work for the busiest multiprocessor; None where the shared memory has no room."""
+def choose_cut(
+    flavour: Flavour, eights: int, rows: int, depth: int, processors: int, room: int, shares: int = 1
+) -> _Cut | None:
+    """The cut with the least work for the busiest multiprocessor; None where the shared memory has no room, or a team
+    no place for groups of so many shares.
+    """
     cuts = (
         cut_of(flavour, eights, rows, depth, processors, room, warps, teams)
-        for warps in range(1, _WARPS + 1)
+        for warps in range(shares, _WARPS + 1, shares)
         for teams in range(1, _WARPS // warps + 1)
     )
     return min(filter(None, cuts), key=lambda cut: cut.work, default=None)
@@ -234,31 +273,24 @@ def cut_of(
     flavour: Flavour, eights: int, rows: int, depth: int, processors: int, room: int, warps: int, teams: int
 ) -> _Cut | None:
     """The cut for so many warps and teams; None where the shared memory has no room for it."""
-    turns, tiles, tokens = -(-depth // flavour.turn), -(-rows // _ROWS), 8 * eights
-    rounds, here, buffers = -(-tiles // (processors * teams)), warps * teams, 1 if warps == 1 else 2
-    fixed = here * (_RING + flavour.scale_bytes() + buffers * tokens * _PITCH) + _BESIDE
-    whole = (room - fixed) // flavour.turn_bytes(eights)
-    if whole < turns:
-        fixed += teams * rounds * tokens * _ROWS * 4
-        whole = (room - fixed) // flavour.turn_bytes(eights)
-    if whole < 1:
-        return None
-    phases = -(-turns // whole)
-    phase = -(-turns // phases)
-    last = turns - (phases - 1) * phase
-    along = (phases - 1) * -(-phase // warps) + -(-last // warps)
-    # Few warps have too little under way, and memory likes neighbouring ones to read on where one ends; each phase
-    # waits for its tokens, each tile for its sums.
-    apart = 1.25 if warps < 4 and eights == 1 else 1.0
-    work = (rounds * (along + 0.4 * phases) * apart + 1.5 * (phases - 1)) * max(here, 14)
-    x_at = here * (_RING + flavour.scale_bytes())
-    records_at = x_at + phase * flavour.turn * tokens
-    partials_at = records_at + phase * flavour.turn_records(eights)
-    kept_at = partials_at + here * buffers * tokens * _PITCH
+    tiles, shares, here = -(-rows // _ROWS), -(-depth // share_of(eights)), warps * teams
+    rounds, phases = -(-tiles // (processors * teams)), -(-shares // warps)
     kept = rounds if phases > 1 else 0
-    shared = kept_at + teams * kept * tokens * _ROWS * 4
-    places = x_at, records_at, partials_at, kept_at
-    return _Cut(warps, teams, phase, kept, min(processors, tiles), places, shared, work)
+    of_scales, of_records = flavour.warp_bytes(eights)
+    sums = int(_SIZES.SUMS_RING) * here * eights * _SUMS
+    # Few warps work through less than memory brings; each phase waits for its tokens.
+    least = rounds * teams * max(shares, phases * warps * 0.75)
+    work = least * (1.0 if here >= 12 else 1.0 + (12 - here) / 12) + 10.0 * (phases - 1) + 0.1 * warps
+    scales_at = here * _RING * _SLOT
+    records_at = scales_at + here * of_scales
+    sums_at = records_at + here * of_records
+    kept_at = sums_at + sums
+    barriers_at = kept_at + teams * kept * eights * _SUMS
+    shared = barriers_at + here * _RING * 8 + 16 * int(_SIZES.SUMS_RING) * teams + _ALIGNING
+    if shared > room:
+        return None
+    places = scales_at, records_at, sums_at, kept_at, barriers_at
+    return _Cut(warps, teams, phases, kept, min(processors, tiles), places, shared, work)
 
 
 @functools.cache
@@ -267,40 +299,68 @@ def _kernel(flavour: Flavour, eights: int, threads: int, shared: int) -> Kernel:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int, device: int) -> _Plan:
-    """How a product is computed, its kernel compiled."""
+def _plan(part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int, device: int, products: int) -> _Plan:
+    """How a product is computed, or so many of them with experts side by side, its kernel compiled."""
     flavour, eights = flavour_of(part, blocked), -(-tokens // 8)
     assert flavour is not None
-    cut = choose_cut(flavour, eights, rows, depth, multiprocessors(device), shared_memory(device))
+    processors = max(1, multiprocessors(device) // products)
+    shares = shares_of(part, flavour, eights)
+    cut = choose_cut(flavour, eights, rows, depth, processors, shared_memory(device), shares)
     assert cut is not None
-    x_at, records_at, partials_at, kept_at = cut.places
+    scales_at, records_at, sums_at, kept_at, barriers_at = cut.places
     each = part.scale_of.per if part.scale_of.outer == 1 else 0
     together = part.group // flavour.unit if part.group and flavour.unit else _ALL_UNITS
+    sums = _SIZES.LONG_UNIT if flavour.unit == _SIZES.SHARES else flavour.unit
     packed = CUT.pack(
         warps=cut.warps,
         teams=cut.teams,
-        phase=cut.phase,
-        x_at=x_at,
+        phases=cut.phases,
+        ring=_RING,
+        scales_at=scales_at,
         records_at=records_at,
-        partials_at=partials_at,
+        sums_at=sums_at,
         kept_at=kept_at,
+        barriers_at=barriers_at,
         kept=cut.kept,
-        row_bytes=each * np.dtype(named_dtype(part.scale_dtype)).itemsize,
-        beside_bytes=each * np.dtype(named_dtype(part.beside_dtype)).itemsize,
+        whole=int(each % 8 == 0),
         group=together,
         per_group=0 if together == 1 else (1 << 32) // together + 1,
-        buffers=1 if cut.warps == 1 else 2,
-        prefetched=_PREFETCHED // (cut.teams * _ROWS) // 128 * 128,
+        shares=shares,
+        row_bytes=each * np.dtype(named_dtype(part.scale_dtype)).itemsize,
+        beside_bytes=each * np.dtype(named_dtype(part.beside_dtype)).itemsize,
     )
-    flip, flipped = turned_over(part)
+    flip, less = turned_over(part, flavour)
     ready = _kernel(flavour, eights, 32 * cut.warps * cut.teams, cut.shared).ready(device)
-    return _Plan(ready.launch, (cut.blocks,), packed, flavour, flavour.unit, flip, flipped)
+    return _Plan(ready.launch, (cut.blocks,), packed, flavour, sums, flip, less)
 
 
-def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
-    """Fill `out`, which is not empty and on the current device; nothing stands against it (`IntegerStream`)."""
-    rows, depth = q.shape
-    tokens = out.size // rows
+_MAP = Struct("TensorMap", bytes="u1")
+
+
+def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
+    """The tensor map of a weight's codes, made once for each; zeros where the device has no TMA."""
+    packed: bytes | None = q._launches.get(_MAP)
+    if packed is None:
+        rows, pitch = q.size // q.shape[-1], q.shape[-1] * part.bits // 8
+        packed = bytes(tma.MAP_BYTES)
+        if capability(device) >= 90 and tma.available():
+            address = q.planes[part.codes].data.ptr
+            packed = tma.byte_matrix(address, rows, pitch, pitch, _ROWS, promotion=128)
+        q._launches[_MAP] = packed
+    return packed
+
+
+def multiply(
+    x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, ids: Any = None, tokens: int = 0, slots: int = 1
+) -> None:
+    """Fill `out`, which is not empty and on the current device; nothing stands against it (`IntegerStream`).
+
+    With `ids`, int64 of experts, there are so many `tokens`, and `slots` products of each; those of no expert are not
+    written.
+    """
+    rows, depth = q.shape[-2:]
+    products = out.size // rows
+    tokens = tokens or products
     single = out
     if out.dtype == np.float64:
         single = _xp.namespace(out).empty(out.shape, np.float32)
@@ -308,7 +368,8 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
     blocked = preset == "q8_1" and not quantized
     part = codes_of(q.format, q.shape, q.lead)
     assert part is not None
-    plan = _plan(part, blocked, tokens, rows, depth, out.data.device_id)
+    device, together = out.data.device_id, 1 if ids is not None else tokens
+    plan = _plan(part, blocked, together, rows, depth, device, products if ids is not None else 1)
     padded, size = tokens_of.padded_of(tokens), tokens_of.pitch_of(depth)
     many = -(-depth // plan.sums) if plan.sums else 1
     scratch = _xp.namespace(out).cuda.alloc(padded * size + 4 * padded * many * (2 if blocked else 1) + 4 * padded)
@@ -325,9 +386,12 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
         tokens_of.quantize_into(floats, tokens, preset, codes, scales, sums, plan.flavour.layout, plan.sums)
     bias = None if bias is None else source(bias, FLOATS)
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
-    pointers = codes, scales, sums, added, single.data.ptr
-    numbers = rows, tokens, depth, step, plan.flip, plan.flipped, kind, int8.bias_kind(single.dtype)
-    plan.launch(plan.grid, (weight_argument(q), plan.cut, *pointers, *numbers))
+    chosen, experts = (0, 1) if ids is None else (ids.data.ptr, q.size // (rows * depth))
+    pointers = codes, scales, sums, chosen, added, single.data.ptr
+    lengths = rows, together, padded, depth, experts, slots, step
+    numbers = plan.flip, plan.less, kind, int8.bias_kind(single.dtype)
+    grid = plan.grid if ids is None else (*plan.grid, products)
+    plan.launch(grid, (weight_argument(q), plan.cut, _map_argument(q, part, device), *pointers, *lengths, *numbers))
     if single is not out:
         int8.widened(single, out)
 
@@ -335,30 +399,26 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
 # ---- the route -------------------------------------------------------------------------------------------------------
 
 # Microseconds of the launches; the fraction of the bandwidth at which codes pass, of 8 tokens and of more.
-_START, _FRACTION, _MORE_FRACTION = 8.0, 0.85, 0.65
+_START, _FRACTION, _MORE_FRACTION = 4.0, 0.9, 0.75
 
 
-def why_not_streamed(preset: str, problem: Problem, part: IntegerCodes, gpu: Device) -> str | None:
-    """What stands against reading codes in place."""
-    depth = problem.shape[1]
-    if problem.tokens > _MOST_TOKENS:
-        return f"it is for up to {_MOST_TOKENS} tokens"
-    flavour = flavour_of(part, preset == "q8_1")
-    if part.scale_of.outer != 1 and part.scale_of.run < problem.shape[0]:
+def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str | None:
+    """What stands against reading codes in place, but for the number of tokens."""
+    rows, depth = problem.shape
+    flavour = flavour_of(part, problem.activations == "q8_1")
+    if part.scale_of.outer != 1 and (problem.experts or part.scale_of.run < rows):
         return "members have scales of their own"
     if flavour is None:
         return f"it has no kernel for codes of {part.bits} bits in groups of {part.group}"
-    if not flavour.blocked and part.group > 128:
-        return f"sums of groups of {part.group} would be rounded in parts of 128"
-    if flavour.unit and part.added == OFFSETS and turned_over(part)[1]:
-        return "what turns signed codes over would be rounded with their offsets"
     if not depth or depth % 32 or problem.stored.codes < MOST_ALIGNED or problem.stored.scales < 4:
         return f"K must be a multiple of 32, and the planes start at multiples of {MOST_ALIGNED} and 4 bytes"
-    if problem.shape[0] >= 1 << 30:
+    if rows * max(problem.experts, 1) >= 1 << 30 or depth > _MOST_DEPTH:
         return "numbers of 32 bits do not reach through the rows"
     if gpu.capability < _OLDEST:
         return "it needs a GPU of compute capability 8.0"
-    cut = choose_cut(flavour, -(-problem.tokens // 8), problem.shape[0], depth, gpu.multiprocessors, gpu.shared_memory)
+    eights = 1 if problem.experts else -(-problem.tokens // 8)
+    shares = shares_of(part, flavour, eights)
+    cut = choose_cut(flavour, eights, rows, depth, gpu.multiprocessors, gpu.shared_memory, shares)
     return None if cut else "the device has too little shared memory"
 
 
@@ -379,7 +439,9 @@ class IntegerStream(Route):
         whole = problem.format.integers(problem.shape, problem.stored.lead)
         if problem.activations == "int8" and whole is not None and whole.shares == "row":
             return "W8A8 has kernels of its own"
-        return why_not_streamed(problem.activations or "", problem, part, problem.device)
+        if problem.tokens > _MOST_TOKENS:
+            return f"it is for up to {_MOST_TOKENS} tokens"
+        return why_not_streamed(problem, part, problem.device)
 
     def cost(self, problem: Problem) -> float:
         return _START + problem.reading / (_FRACTION if problem.tokens <= 8 else _MORE_FRACTION)

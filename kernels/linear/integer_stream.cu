@@ -1,17 +1,24 @@
 // Products of up to 16 int8 tokens with integer codes, which are read in place, once, and multiplied by integer tensor
 // cores. The contract is that of kbitcupy/products/integers.py; the host is kbitcupy/products/integer_stream.py.
 //
-//     codes   --16 B a lane of rows g and g + 8--> a ring of a warp in shared memory --> and, shift --> a of mma
-//     tokens  --in the order of fragments (linear/integer_activations.cuh)--> shared memory ----------> b of mma
-//     scales  --a turn ahead in registers--> shared memory, float32
+//     codes   --boxes of 16 rows x 128 bytes, TMA or cp.async--> a ring of each warp --and, shift--> a of mma
+//     tokens  --in the order of fragments (linear/integer_activations.cuh)--> registers ----------------> b of mma
+//     scales  --a tile ahead in registers--> shared memory, float32
+//     sums    --ring of tiles in shared memory--> one warp adds up those of all --> y
 //
-// A team of warps has a tile of 16 rows, and each warp of it every so manieth turn along K: four slots of 64 bytes a
-// row, each of which is asked for again as soon as it has been read. Sums of a unit, elements that share all scales,
-// are exact: an mma begins with the bits of 1.5 * 2^23, and the sum is read as a float less that number. A zero point
-// is taken off there, times the sum of the tokens' codes. Where all of a row is one unit, sums stay integers to the
-// end.
+// A team of warps has a tile of 16 rows at a time, and each warp of it a share of K, whose tokens stay in its registers
+// while it goes through one tile after the other; of a longer K there are phases, and what a tile has so far is kept.
+// A slot of the ring is asked for again as soon as it has been read. No warp waits for another but where a tile's sums
+// are added up, some tiles later.
 //
-// Where the tokens are longer than the shared memory, K is gone through in phases, and what a tile has so far is kept.
+// Nothing is asked for before the tokens are: 8 us of the first version, 28672 x 8192 on an H200, were theirs, as they
+// were quantized and fetched behind whatever weights the memory had been asked for already. More than 96 KB of weights
+// under way on a multiprocessor only make everything later.
+//
+// Sums of a unit, elements that share all scales, are exact: codes of 4 bits stand in the upper half of a byte, where
+// they count 16 times what they are; an mma begins with the bits of a float whose last bit counts 1, or 1/16, and the
+// sum is read as a float less that number. A zero point is taken off there, times the sum of the tokens' codes. Where
+// all of a row is one unit, sums stay integers to the end.
 #include "common/copy.cuh"
 #include "common/ieee.cuh"
 #include "common/sync.cuh"
@@ -19,10 +26,17 @@
 #include "linear/ternary_mma.cuh"
 
 // Of the host, ahead of this source: struct IntegerWeight and struct Cut; numbers of `added`, of dtypes, of codes
-// (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8) and of a bias; STREAM_THREADS, the most of a block.
-constexpr int ROWS_OF_TILE = 16, SLOTS = 4, SLOT_BYTES = 1024, MMA_K = 32;
-constexpr int BUFFERS = 2;                                 // the most of sums of a team
-constexpr int LOWEST_BITS = 0x4b400000, LOWEST = 3 << 22;  // 1.5 * 2^23, whose last bit as a float counts 1
+// (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8), of units (SHARES, LONG_UNIT) and of a bias; STREAM_THREADS, the most of a
+// block; of eight tokens SHARE_OF_EIGHT, k of a warp. SUMS_RING tiles have room for their sums, which are added up
+// SUMS_LATER tiles later.
+constexpr int ROWS_OF_TILE = 16, ROW_BYTES = 128, SLOT_BYTES = ROWS_OF_TILE * ROW_BYTES, MMA_K = 32;
+
+// Whether codes are copied by TMA; not where ptxas gives such kernels a stack.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr bool BULK = true;
+#else
+constexpr bool BULK = false;
+#endif
 
 // a / b, given 2^32 / b + 1: exact for a < 2^32 / b.
 __device__ __forceinline__ int divided(int a, unsigned reciprocal, int b) {
@@ -111,95 +125,84 @@ __device__ __forceinline__ int integer_of(unsigned bits, int dtype) {
     return dtype == INT8_ENTRIES ? static_cast<signed char>(bits) : static_cast<int>(bits);
 }
 
-// Where codes of a warp's slot lie in shared memory, and how they become fragments of four or two mma.
-//     OWN     whether a lane reads what it has copied itself
-//     STEPS   mma of a slot
-template <int CODES, int UNIT>
+// Where codes of a slot of the ring lie, and how they become fragments.
+//     SHARE     k of a warp
+//     WIDE, PAIR, or a word: what a lane reads at a time of a row
+//     STEPS     mma of a slot
+template <int CODES, int UNIT, int EIGHTS>
 struct Slot {
     static constexpr bool BYTES = CODES == BYTES8;
-    static constexpr bool OWN = UNIT != 32 && (CODES == BYTES8 || (CODES == NEIGHBOURS4 && UNIT != 64));
-    static constexpr int STEPS = BYTES ? 2 : 4, DEPTH = STEPS * MMA_K, TURN = SLOTS * DEPTH;
-    static constexpr int LAYOUT = OWN                    ? (BYTES ? OWN_BYTES : OWN_NIBBLES)
-                                  : CODES == NEIGHBOURS4 ? NIBBLES
-                                  : CODES == HALVES4     ? HALVES
-                                                         : IN_TURN;
-    static constexpr bool WORDS = CODES == NEIGHBOURS4 || CODES == HALVES4;  // of 4 bytes, otherwise of 8
+    static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
+    static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
+    static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
+    static constexpr int SHARE = SHARE_OF_EIGHT / EIGHTS, SLOTS = SHARE / DEPTH;
+    // What a sum begins with: of codes that count 16 times what they are the last bit of this float counts 1/16.
+    static constexpr int FIRST_BITS = BYTES ? 0x4b400000 : 0x49400000, TIMES = BYTES ? 1 : 16;
+    static constexpr float FIRST = BYTES ? 12582912.0f : 786432.0f;
 
-    // The 16-byte piece c of a row g stands in its place c ^ turned(g), so that no two lanes meet in a bank.
-    __device__ __forceinline__ static constexpr int turned(int g) {
-        return OWN ? 0 : WORDS ? g >> 1 & 3 : (g >> 1 & 1) * 2;
+    // Which row the lanes g have, and the one 8 below it, so that those which read together meet in no bank.
+    __device__ __forceinline__ static int row(int g) {
+        if (WIDE) return (g & 1) << 2 | g >> 1;
+        return PAIR ? (g & 3) << 1 | g >> 2 : g;
     }
-    __device__ __forceinline__ static int place(int g, int t) { return (g * 4 + (t ^ turned(g))) * 16; }
 
-    // The a of all mma of a slot.
-    __device__ __forceinline__ static void fragments(
-        unsigned (&a)[STEPS][4], const unsigned char* slot, int g, int t, unsigned flip) {
-        constexpr unsigned LOW = 0x0f0f0f0fu;
-        if constexpr (OWN) {
-            const uint4 u = *reinterpret_cast<const uint4*>(slot + place(g, t));
-            const uint4 l = *reinterpret_cast<const uint4*>(slot + place(g, t) + SLOT_BYTES / 2);
-            const unsigned upper[4] = {u.x, u.y, u.z, u.w}, lower[4] = {l.x, l.y, l.z, l.w};
+    // A lane's words of its two rows, `at` being the address of the first of them.
+    __device__ __forceinline__ static void read(unsigned (&word)[2][8], unsigned at, int row, int t) {
 #pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-                if constexpr (BYTES) {
+        for (int h = 0; h < 2; ++h) {
+            const unsigned from = at + h * (SLOT_BYTES / 2);
+            if constexpr (WIDE) {
 #pragma unroll
-                    for (int h = 0; h < 2; ++h)
-                        a[s][2 * h] = upper[2 * s + h] ^ flip, a[s][2 * h + 1] = lower[2 * s + h] ^ flip;
-                } else {
-                    nibbles(a[s], upper[s], lower[s], flip);
-                }
-            }
-        } else if constexpr (WORDS) {
+                for (int j = 0; j < 2; ++j)
+                    to_words(word[h] + 4 * j, shared_at<uint4>(from + ((4 * j + t) ^ row) * 16));
+            } else if constexpr (PAIR) {
 #pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-                const unsigned char* at = slot + g * 64 + (s ^ turned(g)) * 16 + t * 4;
-                const unsigned u = *reinterpret_cast<const unsigned*>(at);
-                const unsigned l = *reinterpret_cast<const unsigned*>(at + SLOT_BYTES / 2);
-                nibbles(a[s], u, l, flip);
-            }
-        } else {
+                for (int j = 0; j < 4; ++j)
+                    to_words(word[h] + 2 * j, shared_at<uint2>(from + ((2 * j + t / 2) ^ row) * 16 + t % 2 * 8));
+            } else {
 #pragma unroll
-            for (int p = 0; p < 2; ++p) {
-                const unsigned char* at = slot + g * 64 + ((2 * p + t / 2) ^ turned(g)) * 16 + t % 2 * 8;
-                const uint2 u = *reinterpret_cast<const uint2*>(at);
-                const uint2 l = *reinterpret_cast<const uint2*>(at + SLOT_BYTES / 2);
-                if constexpr (BYTES) {
-                    a[p][0] = u.x ^ flip, a[p][1] = l.x ^ flip, a[p][2] = u.y ^ flip, a[p][3] = l.y ^ flip;
-                } else {
-                    const unsigned both[4] = {u.x, l.x, u.y, l.y};
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) a[2 * p][i] = both[i] & LOW, a[2 * p + 1][i] = both[i] >> 4 & LOW;
-                }
+                for (int j = 0; j < 8; ++j) word[h][j] = shared_at<unsigned>(from + (j ^ row) * 16 + t * 4);
             }
         }
     }
 
-  private:
-    __device__ __forceinline__ static void nibbles(unsigned (&a)[4], unsigned upper, unsigned lower, unsigned flip) {
-        constexpr unsigned LOW = 0x0f0f0f0fu;
-        a[0] = (upper & LOW) ^ flip, a[1] = (lower & LOW) ^ flip;
-        a[2] = (upper >> 4 & LOW) ^ flip, a[3] = (lower >> 4 & LOW) ^ flip;
+    // The a of mma number s.
+    __device__ __forceinline__ static void fragment(
+        unsigned (&a)[4], const unsigned (&word)[2][8], int s, unsigned flip) {
+        constexpr unsigned HIGH = 0xf0f0f0f0u;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if constexpr (BYTES) {
+                a[h] = word[h][2 * s] ^ flip, a[h + 2] = word[h][2 * s + 1] ^ flip;
+            } else if constexpr (CODES == PAIRS4) {
+                const unsigned u = word[h][s / 2 * 2], v = word[h][s / 2 * 2 + 1];
+                a[h] = ((s % 2 ? u : u << 4) & HIGH) ^ flip, a[h + 2] = ((s % 2 ? v : v << 4) & HIGH) ^ flip;
+            } else {
+                a[h] = (word[h][s] << 4 & HIGH) ^ flip, a[h + 2] = (word[h][s] & HIGH) ^ flip;
+            }
+        }
     }
 };
 
-// The scales of a turn, of 16 rows, and what stands beside them: a turn ahead in the registers of a warp, of which each
-// lane has half a row, then in shared memory, [unit][row].
+// The scales of a share, of 16 rows, and what stands beside them: a tile ahead in the registers of a warp, of which
+// each lane has half a row, then in shared memory, [unit][row].
 //     UNIT    elements of a row that share all scales, or what divides them
 //     INNER_  whether they are those of q4_k's blocks
 //     HALVES  whether they are halves, of which any counts
-template <int TURN, int UNIT, int ADDED_, bool INNER_, bool HALVES>
+//     TIMES   what zero points are multiplied by
+template <int SHARE, int UNIT, int ADDED_, bool INNER_, bool HALVES, int TIMES>
 struct Scales {
-    static constexpr int UNITS = UNIT ? TURN / UNIT : 1, ENTRIES = UNITS / 2 > 0 ? UNITS / 2 : 1;
+    static constexpr int UNITS = UNIT ? SHARE / UNIT : 1, ENTRIES = UNITS / 2 > 0 ? UNITS / 2 : 1;
     static constexpr int WORDS = ADDED_ == NOTHING ? 1 : 2;  // of an entry in shared memory
     static constexpr int BYTES = UNIT ? UNITS * ROWS_OF_TILE * WORDS * 4 : 0;
-    unsigned raw[INNER_ ? 4 : ENTRIES], beside[INNER_ || ADDED_ == NOTHING ? 1 : ENTRIES];
+    unsigned raw[INNER_ ? 4 : HALVES ? ENTRIES / 2 : ENTRIES], beside[INNER_ || ADDED_ == NOTHING ? 1 : ENTRIES];
 
-    // Of row `row` and the turn that begins at `k`; what is beyond the end of the row is 0.
+    // Of row `row` and the share that begins at `k`; what is beyond the end of the row is 0.
     __device__ __forceinline__ void load(
         const IntegerWeight& w, const Cut& cut, long long row, int k, int depth, int half) {
         if constexpr (INNER_) {
-            static_assert(TURN == 512 && UNITS == 16, "two blocks of 256");
-            k += half * 256;
+            static_assert(SHARE == 512 || SHARE == 256, "blocks of 256, a row of one or two lanes");
+            if (SHARE == 512) k += half * 256;
             raw[0] = raw[1] = raw[2] = raw[3] = 0;
             if (k >= depth) return;
             const long long block = row * (depth / 256) + k / 256;
@@ -208,12 +211,24 @@ struct Scales {
             for (int i = 0; i < 3; ++i) raw[1 + i] = load_word(w.beside + 12 * block + 4 * i);
         } else {
             constexpr int EACH = UNIT ? UNIT : 1;
+            // Of a single unit one lane has all, the other has those of the next and drops them.
             const int unit = k / EACH + half * ENTRIES, there = (depth - k + EACH - 1) / EACH - half * ENTRIES;
             const unsigned long long scales = w.scales + row * cut.row_bytes;
             const unsigned long long others = w.beside + row * cut.beside_bytes;
             const bool wide = !HALVES && w.scale_dtype == FLOAT32_BIAS;
-            if (wide) load_entries<4>(raw, scales, unit, there, cut);
-            else load_entries<2>(raw, scales, unit, there, cut);
+            if constexpr (HALVES) {
+                if (cut.whole && there >= ENTRIES) {
+                    load_words(raw, scales + 2 * unit);
+                } else {
+                    unsigned each[ENTRIES];
+                    load_entries<2>(each, scales, unit, there, cut);
+#pragma unroll
+                    for (int i = 0; i < ENTRIES / 2; ++i) raw[i] = each[2 * i] | each[2 * i + 1] << 16;
+                }
+            } else {
+                if (wide) load_entries<4>(raw, scales, unit, there, cut);
+                else load_entries<2>(raw, scales, unit, there, cut);
+            }
             if constexpr (ADDED_ == OFFSETS) {
                 if (wide) load_entries<4>(beside, others, unit, there, cut);
                 else load_entries<2>(beside, others, unit, there, cut);
@@ -225,7 +240,8 @@ struct Scales {
         }
     }
 
-    __device__ __forceinline__ void store(const IntegerWeight& w, float* to, int row, int half, int flipped) const {
+    __device__ __forceinline__ void store(const IntegerWeight& w, float* to, int row, int half, int less) const {
+        if (UNITS == 1 && half == 1) return;
         if constexpr (INNER_) {
             const float d = to_float(Word<__half>::element(raw[0], 0)), m = to_float(Word<__half>::element(raw[0], 1));
             // Four inner scales in the bytes of a word, those of the lower sub-blocks and of the upper ones.
@@ -233,45 +249,56 @@ struct Scales {
             const unsigned scale[2] = {raw[1] & SIX, (raw[3] & FOUR) | (raw[1] >> 2 & TWO)};
             const unsigned least[2] = {raw[2] & SIX, (raw[3] >> 4 & FOUR) | (raw[2] >> 2 & TWO)};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float a = static_cast<float>(scale[i / 4] >> i % 4 * 8 & 255u);
-                const float b = static_cast<float>(least[i / 4] >> i % 4 * 8 & 255u);
-                reinterpret_cast<float2*>(to)[(half * 8 + i) * ROWS_OF_TILE + place_of(row)] =
+            for (int i = 0; i < ENTRIES; ++i) {
+                const bool upper = SHARE == 512 ? i >= 4 : half;
+                const float a = static_cast<float>((upper ? scale[1] : scale[0]) >> i % 4 * 8 & 255u);
+                const float b = static_cast<float>((upper ? least[1] : least[0]) >> i % 4 * 8 & 255u);
+                reinterpret_cast<float2*>(to)[(half * ENTRIES + i) * ROWS_OF_TILE + place_of(row)] =
                     make_float2(ieee::multiply(d, a), -ieee::multiply(m, b));
             }
-        } else if (HALVES || w.scale_dtype == FLOAT16_BIAS) {
-            store_entries<FLOAT16_BIAS>(w, to, row, half, flipped);
+        } else if constexpr (HALVES) {
+#pragma unroll
+            for (int i = 0; i < ENTRIES; ++i)
+                to[(half * ENTRIES + i) * ROWS_OF_TILE + place_of(row)] =
+                    to_float(Word<__half>::element(raw[i / 2], i % 2));
+        } else if (w.scale_dtype == FLOAT16_BIAS) {
+            store_entries<FLOAT16_BIAS>(w, to, row, half, less);
         } else if (w.scale_dtype == FLOAT32_BIAS) {
-            store_entries<FLOAT32_BIAS>(w, to, row, half, flipped);
+            store_entries<FLOAT32_BIAS>(w, to, row, half, less);
         } else {
-            store_entries<BFLOAT16_BIAS>(w, to, row, half, flipped);
+            store_entries<BFLOAT16_BIAS>(w, to, row, half, less);
         }
     }
 
   private:
-    // Rows g and g + 8 stand side by side.
+    // Rows r and r + 8 stand side by side.
     __device__ __forceinline__ static int place_of(int row) { return row % 8 * 2 + row / 8; }
+
+    template <int N>
+    __device__ __forceinline__ static void load_words(unsigned (&v)[N], unsigned long long address) {
+        static_assert(N == 4 || N == 2, "16 or 8 bytes");
+        if constexpr (N == 4)
+            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[N - 1])
+                         : "l"(address)
+                         : "memory");
+        else asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(address) : "memory");
+    }
 
     template <int DTYPE>
     __device__ __forceinline__ void store_entries(
-        const IntegerWeight& w, float* to, int row, int half, int flipped) const {
+        const IntegerWeight& w, float* to, int row, int half, int less) const {
         const int lowest = -(w.is_signed << (w.bits - 1)), highest = lowest + (1 << w.bits) - 1;
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) {
             float scale = float_of(raw[i], DTYPE);
             const int at = (half * ENTRIES + i) * ROWS_OF_TILE + place_of(row);
+            if (ADDED_ != OFFSETS && w.positive) scale = usable(scale);
             if constexpr (ADDED_ == OFFSETS) {
-                // Codes are higher by the zero point than what they count.
-                scale = ieee::finite(scale);
-                const float offset = float_of(beside[i], DTYPE);
-                reinterpret_cast<float2*>(to)[at] =
-                    make_float2(scale, ieee::subtract(offset, ieee::multiply(scale, static_cast<float>(flipped))));
-                continue;
-            }
-            if (!HALVES && w.positive) scale = usable(scale);
-            if constexpr (ADDED_ == ZERO_POINTS) {
-                const int zero = min(max(integer_of(beside[i], w.beside_dtype), lowest), highest);
-                reinterpret_cast<float2*>(to)[at] = make_float2(scale, __int_as_float(zero + flipped));
+                reinterpret_cast<float2*>(to)[at] = make_float2(ieee::finite(scale), float_of(beside[i], DTYPE));
+            } else if constexpr (ADDED_ == ZERO_POINTS) {
+                const int zero = min(max(integer_of(beside[i], w.beside_dtype), lowest), highest) - less;
+                reinterpret_cast<float2*>(to)[at] = make_float2(scale, __int_as_float(zero * TIMES));
             } else {
                 to[at] = scale;
             }
@@ -279,32 +306,97 @@ struct Scales {
     }
 };
 
-// ---- tokens ------------------------------------------------------------------------------------------------------
+// What a warp reads of a weight, in the order in which it does: boxes of codes, as far ahead as its ring reaches.
+template <typename Of>
+struct Feed {
+    const IntegerWeight& w;
+    const TensorMap& map;
+    const Cut& cut;
+    int rows, row_bytes, lane;  // of all members; of a row
+    unsigned ring, full;        // addresses of slots, and of their barriers
+    int first, step, count;     // rows of the team: of its first tile, from tile to tile, tiles
+    int row, column, tile, left, box;
+    int slot = 0;  // of the ring, to be read next, and the parity of its barrier
+    unsigned parity = 0;
 
-// What is known of a unit of a token, words of an entry: with Q8 its scale; and what the zero point or offset of a row
-// is multiplied by, or, where all rows have one zero point, what is taken off a sum.
-template <int UNIT, int ADDED_, bool Q8>
-struct Record {
-    static constexpr int WORDS = Q8 ? 2 : 1;
-
-    __device__ __forceinline__ static void store(unsigned* to, float scale, int sum, int zero) {
-        if constexpr (Q8) to[0] = __float_as_uint(scale);
-        unsigned& other = to[WORDS - 1];
-        if constexpr (ADDED_ == ZERO_POINTS) other = sum;
-        else if constexpr (ADDED_ == OFFSETS)
-            other = __float_as_uint(Q8 ? ieee::multiply(__int2float_rn(sum), scale) : __int2float_rn(sum));
-        else other = __float_as_uint(__int2float_rn(LOWEST + zero * sum));
+    __device__ __forceinline__ void begin(int phases) {
+        row = first, tile = 0, box = 0, left = phases * count * Of::SLOTS;
+        for (int i = 0; i < cut.ring; ++i) fetch(i, 0);
+    }
+    // Ask for the next box; `zero` may depend on what was read.
+    __device__ __forceinline__ void fetch(int to, unsigned zero) {
+        if (left == 0) return;
+        --left;
+        if constexpr (BULK) {
+            if (elect_lane()) {
+                barrier_expect(full + 8 * to, SLOT_BYTES | zero);
+                copy_box(ring + to * SLOT_BYTES, &map, column, row, full + 8 * to);
+            }
+        } else {
+            copy_rows(ring + to * SLOT_BYTES + zero, to);
+        }
+        column += ROW_BYTES;
+        if (++box != Of::SLOTS) return;
+        box = 0, row += step, column -= Of::SLOTS * ROW_BYTES;
+        if (++tile == count) tile = 0, row = first, column += cut.warps * (Of::SLOTS * ROW_BYTES);
+    }
+    __device__ __forceinline__ void wait() const { barrier_wait(full + 8 * slot, parity); }
+    __device__ __forceinline__ unsigned here() const { return ring + slot * SLOT_BYTES; }
+    __device__ __forceinline__ void advance() {
+        if (++slot == cut.ring) slot = 0, parity ^= 1;
     }
 
-    unsigned scale[2], other[2];  // of two neighbouring tokens
+  private:
+    // By all lanes, in the swizzle of TMA, and zeros for what is not there.
+    __device__ __forceinline__ void copy_rows(unsigned target, int to) const {
+#if __CUDA_ARCH__ >= 800
+#pragma unroll
+        for (int i = lane; i < ROWS_OF_TILE * 8; i += WARP) {
+            const int down = i / 8, at = column + i % 8 * 16;
+            const bool there = at < row_bytes;
+            const long long from = static_cast<long long>(min(row + down, rows - 1)) * row_bytes + (there ? at : 0);
+            copy_async_or_zero<16>(
+                target + down * ROW_BYTES + (i % 8 ^ down % 8) * 16, reinterpret_cast<const char*>(w.codes) + from,
+                there ? 16 : 0);
+        }
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * to) : "memory");
+#endif
+    }
+};
+
+// ---- tokens ------------------------------------------------------------------------------------------------------
+
+// The tokens of a product.
+struct Tokens {
+    const unsigned char* a;    // fragments of all
+    const float* token_scale;  // [tokens]; or [1]; or of units of Q8_BLOCK, [units, padded]
+    const int* sums;           // of codes: [units, padded], or of tokens
+    int padded, first, count;  // of all; those of this product
+};
+
+// What is known of a unit of a token: with Q8 its scale; and what the zero point or offset of a row is multiplied by.
+template <int ADDED_, bool Q8>
+struct Record {
+    static constexpr int WORDS = Q8 + (ADDED_ != NOTHING);
+
+    __device__ __forceinline__ static void store(unsigned* to, float scale, int sum) {
+        if constexpr (Q8) to[0] = __float_as_uint(scale);
+        if constexpr (ADDED_ == ZERO_POINTS) to[WORDS - 1] = sum;
+        if constexpr (ADDED_ == OFFSETS)
+            to[WORDS - 1] = __float_as_uint(Q8 ? ieee::multiply(__int2float_rn(sum), scale) : __int2float_rn(sum));
+    }
+
+    float scale[2];
+    unsigned other[2];  // of two neighbouring tokens
 
     __device__ __forceinline__ explicit Record(const unsigned* from) {
-        if constexpr (Q8) {
+        if constexpr (WORDS == 2) {
             const uint4 four = *reinterpret_cast<const uint4*>(from);
-            scale[0] = four.x, other[0] = four.y, scale[1] = four.z, other[1] = four.w;
-        } else {
+            scale[0] = __uint_as_float(four.x), other[0] = four.y;
+            scale[1] = __uint_as_float(four.z), other[1] = four.w;
+        } else if constexpr (WORDS == 1) {
             const uint2 two = *reinterpret_cast<const uint2*>(from);
-            other[0] = two.x, other[1] = two.y;
+            scale[0] = __uint_as_float(other[0] = two.x), scale[1] = __uint_as_float(other[1] = two.y);
         }
     }
 };
@@ -315,14 +407,77 @@ __device__ __forceinline__ float fma_ieee(float a, float b, float c) {
     return r;
 }
 
-// Between the sums of neighbouring tokens, so that lanes (g, t) that write those of 2t have banks of their own.
-constexpr int PARTIAL_PITCH = ROWS_OF_TILE + 4;
+// Of a share that begins at `k`: the b of its mma.
+template <typename Of, int EIGHTS>
+__device__ __forceinline__ void load_tokens(
+    unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4], const Tokens& tokens, int k, int depth, int lane) {
+    const int fragments = (depth + 127) / 128 * (128 / FRAGMENT_K);  // with the last 128 k that there are
+#pragma unroll
+    for (int e = 0; e < EIGHTS; ++e) {
+        const int of = 8 * e + lane / 4, m = tokens.first + of;
+        const unsigned char* from = tokens.a + (m / 8 * FRAGMENT_BYTES + (m % 8 * 4 + lane % 4) * 16);
+        const long long step = static_cast<long long>(tokens.padded / 8) * FRAGMENT_BYTES;
+#pragma unroll
+        for (int i = 0; i < Of::SHARE / FRAGMENT_K; ++i) {
+            const int at = k / FRAGMENT_K + i;
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (of < tokens.count && at < fragments) v = load_written(reinterpret_cast<const uint4*>(from + at * step));
+            to_words(x[e][i], v);
+        }
+    }
+}
+
+// ... and the records of its units.
+template <typename Of, int UNIT, int ADDED_, bool Q8, int EIGHTS>
+__device__ __forceinline__ void load_records(unsigned* records, const Tokens& tokens, int k, int depth, int lane) {
+    using Entry = Record<ADDED_, Q8>;
+    if constexpr (UNIT != 0 && Entry::WORDS != 0) {
+        constexpr int TOKENS = 8 * EIGHTS, UNITS = Of::SHARE / UNIT;
+        const int first = k / UNIT, units = (depth + UNIT - 1) / UNIT - first;
+        __syncwarp();  // all lanes have read those of the phase before
+#pragma unroll
+        for (int i = lane; i < UNITS * TOKENS; i += WARP) {
+            const bool there = i / TOKENS < units && i % TOKENS < tokens.count;
+            const long long at = static_cast<long long>(first + i / TOKENS) * tokens.padded + tokens.first + i % TOKENS;
+            int sum = 0;
+            float scale = 0.0f;
+            if (ADDED_ != NOTHING && there) sum = load_word(reinterpret_cast<unsigned long long>(tokens.sums + at));
+            if (Q8 && there)
+                scale =
+                    usable(__uint_as_float(load_word(reinterpret_cast<unsigned long long>(tokens.token_scale + at))));
+            Entry::store(records + i * Entry::WORDS, scale, sum);
+        }
+        __syncwarp();
+    }
+}
+
+// What is known of tokens 2t and 2t + 1 of each eight as a whole: their scales, and the sums of their codes.
+template <int UNIT, bool Q8, int EIGHTS>
+__device__ __forceinline__ void load_whole(
+    float2 (&scale)[EIGHTS], int2 (&sum)[EIGHTS], const Tokens& tokens, int scale_step, int t) {
+#pragma unroll
+    for (int i = 0; i < 2 * EIGHTS; ++i) {
+        const int of = i / 2 * 8 + 2 * t + i % 2, m = tokens.first + of;
+        float& s = i % 2 ? scale[i / 2].y : scale[i / 2].x;
+        int& c = i % 2 ? sum[i / 2].y : sum[i / 2].x;
+        s = 0.0f, c = 0;
+        if (of >= tokens.count) continue;
+        if (!Q8)
+            s = usable(
+                __uint_as_float(load_word(reinterpret_cast<unsigned long long>(tokens.token_scale + m * scale_step))));
+        if (UNIT == 0) c = load_word(reinterpret_cast<unsigned long long>(tokens.sums + m));
+    }
+}
+
+// ---- sums --------------------------------------------------------------------------------------------------------
 
 // Sums of 16 rows and 8 EIGHTS tokens of a warp, as mma lays them out.
-//     UNITS  units whose scales are in shared memory at a time
-template <int UNIT, int UNITS, int ADDED_, bool Q8, int EIGHTS>
+template <typename Of, int UNIT, int ADDED_, bool Q8, bool SIGNED, int EIGHTS>
 struct Sums {
     static constexpr int WORDS = ADDED_ == NOTHING ? 1 : 2, TOKENS = 8 * EIGHTS;
+    // Units of more than 128 elements may leave what stands beside that float: integers are rounded to floats there.
+    static constexpr bool LONG = UNIT > 128;
+    static constexpr int FIRST_BITS = LONG ? 0 : Of::FIRST_BITS;
     int part[EIGHTS][4];     // of the unit
     float whole[EIGHTS][4];  // of units that are over
 
@@ -331,29 +486,31 @@ struct Sums {
         for (int i = 0; i < 4 * EIGHTS; ++i) part[i / 4][i % 4] = 0, whole[i / 4][i % 4] = 0.0f;
     }
 
-    // For the warp that adds them up, [token][row].
-    __device__ __forceinline__ void store(float* to, int g, int t) const {
+    // For the warp that adds them up.
+    __device__ __forceinline__ void store(float4* to, int lane) const {
 #pragma unroll
-        for (int i = 0; i < 4 * EIGHTS; ++i) {
-            const int e = i / 4, q = i % 4;
-            to[(e * 8 + 2 * t + q % 2) * PARTIAL_PITCH + g + q / 2 * 8] =
-                UNIT == 0 ? __int_as_float(part[e][q]) : whole[e][q];
+        for (int e = 0; e < EIGHTS; ++e) {
+            if constexpr (UNIT == 0)
+                to[e * WARP + lane] = make_float4(
+                    __int_as_float(part[e][0] / Of::TIMES), __int_as_float(part[e][1] / Of::TIMES),
+                    __int_as_float(part[e][2] / Of::TIMES), __int_as_float(part[e][3] / Of::TIMES));
+            else to[e * WARP + lane] = make_float4(whole[e][0], whole[e][1], whole[e][2], whole[e][3]);
         }
     }
 
-    // One mma, number i of the turn, which may begin a unit and may end it.
-    //     x        b of the turn, this lane's
-    //     records  of the turn, those of tokens 2t and 2t + 1
-    //     scales   of the turn, those of rows g and g + 8
-    template <bool SIGNED>
+    // One mma, number i of the share, which may begin a unit and may end it.
+    //     x        b of the share, this lane's
+    //     records  of the share, those of tokens 2t and 2t + 1
+    //     scales   of the share, those of this lane's rows
     __device__ __forceinline__ void add(
-        int i, const unsigned (&a)[4], const unsigned (&b)[EIGHTS][4], const unsigned* records, const float* scales) {
+        int i, const unsigned (&a)[4], const unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4], const unsigned* records,
+        const float* scales) {
         constexpr int EACH = UNIT ? UNIT : MMA_K;
         const bool begins = UNIT && i * MMA_K % EACH == 0, ends = UNIT && (i + 1) * MMA_K % EACH == 0;
         const int unit = i * MMA_K / EACH;
         float scale[2], other[2];
         if (ends || (begins && ADDED_ == ZERO_POINTS)) {
-            const float* at = scales + unit % UNITS * (ROWS_OF_TILE * WORDS);
+            const float* at = scales + unit * (ROWS_OF_TILE * WORDS);
             if constexpr (WORDS == 2) {
                 const float4 both = *reinterpret_cast<const float4*>(at);
                 scale[0] = both.x, other[0] = both.y, scale[1] = both.z, other[1] = both.w;
@@ -364,88 +521,40 @@ struct Sums {
         }
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e) {
-            const unsigned b0 = b[e][i % 2 * 2], b1 = b[e][i % 2 * 2 + 1];
+            const unsigned b0 = x[e][i / 2][i % 2 * 2], b1 = x[e][i / 2][i % 2 * 2 + 1];
             int (&c)[4] = part[e];
-            unsigned of[2] = {}, beside[2] = {};
-            if ((ends && (Q8 || ADDED_ != ZERO_POINTS)) || (begins && ADDED_ == ZERO_POINTS)) {
-                const Record<UNIT, ADDED_, Q8> record(
-                    records + (unit * TOKENS + e * 8) * Record<UNIT, ADDED_, Q8>::WORDS);
-#pragma unroll
-                for (int j = 0; j < 2; ++j) of[j] = Q8 ? record.scale[j] : 0, beside[j] = record.other[j];
-            }
+            using Entry = Record<ADDED_, Q8>;
+            const Entry record(records + (unit * TOKENS + e * 8) * Entry::WORDS);  // read where it is used
             if (!begins) {
                 mma_from<SIGNED>(c, a, b0, b1, c[0], c[1], c[2], c[3]);
             } else if constexpr (ADDED_ == ZERO_POINTS) {
                 const int z0 = __float_as_int(other[0]), z1 = __float_as_int(other[1]);
-                const int s0 = beside[0], s1 = beside[1];
+                const int s0 = record.other[0], s1 = record.other[1];
                 mma_from<SIGNED>(
-                    c, a, b0, b1, LOWEST_BITS - z0 * s0, LOWEST_BITS - z0 * s1, LOWEST_BITS - z1 * s0,
-                    LOWEST_BITS - z1 * s1);
+                    c, a, b0, b1, FIRST_BITS - z0 * s0, FIRST_BITS - z0 * s1, FIRST_BITS - z1 * s0,
+                    FIRST_BITS - z1 * s1);
             } else {
-                mma_from<SIGNED>(c, a, b0, b1, LOWEST_BITS, LOWEST_BITS, LOWEST_BITS, LOWEST_BITS);
+                mma_from<SIGNED>(c, a, b0, b1, FIRST_BITS, FIRST_BITS, FIRST_BITS, FIRST_BITS);
             }
             if (!ends) continue;
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                // What all rows have as a zero point is taken off with the number that the sum began with.
-                const unsigned less = ADDED_ == NOTHING ? beside[q % 2] : LOWEST_BITS;
-                float sum = __fsub_rn(__int_as_float(c[q]), __uint_as_float(less));
-                if constexpr (Q8) sum = ieee::multiply(sum, __uint_as_float(of[q % 2]));
+                float sum = LONG ? __fmul_rn(__int2float_rn(c[q]), 1.0f / Of::TIMES)
+                                 : __fsub_rn(__int_as_float(c[q]), Of::FIRST);
+                if constexpr (Q8) sum = ieee::multiply(sum, record.scale[q % 2]);
                 whole[e][q] = fma_ieee(sum, scale[q / 2], whole[e][q]);
                 if constexpr (ADDED_ == OFFSETS)
-                    whole[e][q] = fma_ieee(other[q / 2], __uint_as_float(beside[q % 2]), whole[e][q]);
+                    whole[e][q] = fma_ieee(other[q / 2], __uint_as_float(record.other[q % 2]), whole[e][q]);
             }
         }
     }
 };
 
-// ---- the kernel --------------------------------------------------------------------------------------------------
-
-// Which turn of which tile a warp has.
-struct Cursor {
-    int tile, at, begin, end;  // of K: the team's turns begin at `at`, those of the phase at `begin` and before `end`
-
-    // On to the next turns of the team; past the last one of all, `end` is no more than `at`. Whether these are of
-    // another tile.
-    __device__ __forceinline__ bool step(const Cut& cut, int first, int tiles, int turns) {
-        at += cut.warps;
-        if (at < end) return false;
-        tile += gridDim.x * cut.teams, at = begin;
-        if (tile >= tiles) tile = first, at = begin = end, end = min(end + cut.phase, turns);
-        return true;
-    }
-};
-
-__device__ __forceinline__ void copy_if(
-    unsigned address, const unsigned char* codes, bool there, unsigned long long policy) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile(
-        "{ .reg .pred p; setp.ne.u32 p, %2, 0;"
-        " @p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %3; }" ::"r"(address),
-        "l"(codes), "r"(unsigned(there)), "l"(policy)
-        : "memory");
-#endif
+__device__ __forceinline__ void store_as(void* y, int dtype, long long at, float v) {
+    if (dtype == FLOAT32_BIAS) static_cast<float*>(y)[at] = v;
+    else if (dtype == FLOAT16_BIAS) static_cast<__half*>(y)[at] = __float2half_rn(v);
+    else static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
 }
-
-// Two sums of a row: integers in the bits of floats where UNIT is 0.
-template <int UNIT>
-__device__ __forceinline__ float joined(float a, float b) {
-    if constexpr (UNIT == 0) return __int_as_float(__float_as_int(a) + __float_as_int(b));
-    else return ieee::add(a, b);
-}
-
-// ... of all warps, one after the other.
-template <int UNIT>
-__device__ __forceinline__ float total_of(const float* partials, int warps, int pitch, int m, int row) {
-    const float* from = partials + m * PARTIAL_PITCH + row;
-    float total = *from;
-#pragma unroll 4
-    for (int i = 1; i < warps; ++i) total = joined<UNIT>(total, from[i * pitch]);
-    return total;
-}
-
-template <int CODES>
-constexpr bool SIGNED_OF = CODES == BYTES8;
 
 // What a lane needs to finish the sums of a row.
 struct Finish {
@@ -459,275 +568,297 @@ struct Finish {
         return total;
     }
 
-    __device__ __forceinline__ void load(
-        const IntegerWeight& w, const Cut& cut, bool of_row, long long row, const void* biases, int bias_kind,
-        int zero_of_all, int flipped) {
-        zero = zero_of_all;
+    __device__ __forceinline__ void load_bias(const void* biases, int kind, int row) {
         bias = -0.0f;  // changes no number
-        if (bias_kind != 0)
+        if (kind != 0)
             bias = float_of(
-                load_entry(reinterpret_cast<unsigned long long>(biases), bias_kind == FLOAT32_BIAS ? 4 : 2, row),
-                bias_kind);
-        if (!of_row) return;
+                load_entry(reinterpret_cast<unsigned long long>(biases), kind == FLOAT32_BIAS ? 4 : 2, row), kind);
+    }
+
+    // Of row `row` of all members and a group of it; `less` is what codes were lowered by.
+    __device__ __forceinline__ void load(const IntegerWeight& w, const Cut& cut, long long row, int group, int less) {
+        zero = w.zero - less;
         const int bytes = w.scale_dtype == FLOAT32_BIAS ? 4 : 2;
-        scale = float_of(load_entry(w.scales + row * cut.row_bytes, bytes, 0), w.scale_dtype);
+        scale = float_of(load_entry(w.scales + row * cut.row_bytes, bytes, group), w.scale_dtype);
         if (w.added == OFFSETS) {
             scale = ieee::finite(scale);
-            offset = float_of(load_entry(w.beside + row * cut.row_bytes, bytes, 0), w.scale_dtype);
+            offset = float_of(load_entry(w.beside + row * cut.row_bytes, bytes, group), w.scale_dtype);
             return;
         }
         if (w.positive) scale = usable(scale);
         if (w.added == ZERO_POINTS) {
             const int lowest = -(w.is_signed << (w.bits - 1));
             const int point = integer_of(
-                load_entry(w.beside + row * cut.beside_bytes, w.beside_dtype == INT32_ENTRIES ? 4 : 1, 0),
+                load_entry(w.beside + row * cut.beside_bytes, w.beside_dtype == INT32_ENTRIES ? 4 : 1, group),
                 w.beside_dtype);
-            zero = min(max(point, lowest), lowest + (1 << w.bits) - 1) + flipped;
+            zero = min(max(point, lowest), lowest + (1 << w.bits) - 1) - less;
         }
     }
 };
 
-__device__ __forceinline__ void store_as(void* y, int dtype, long long at, float v) {
-    if (dtype == FLOAT32_BIAS) static_cast<float*>(y)[at] = v;
-    else if (dtype == FLOAT16_BIAS) static_cast<__half*>(y)[at] = __float2half_rn(v);
-    else static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
+// Two sums of a row: integers in the bits of floats where UNIT is 0.
+template <int UNIT>
+__device__ __forceinline__ void join(float& a, float b) {
+    if constexpr (UNIT == 0) a = __int_as_float(__float_as_int(a) + __float_as_int(b));
+    else a = ieee::add(a, b);
+}
+template <int UNIT>
+__device__ __forceinline__ void join(float4& a, const float4& b) {
+    join<UNIT>(a.x, b.x), join<UNIT>(a.y, b.y), join<UNIT>(a.z, b.z), join<UNIT>(a.w, b.w);
 }
 
-// What a warp reads of a weight, in the order in which it does, three slots ahead: codes by cp.async, and scales.
-//     PARTS  of a turn whose scales come one after the other: all at once they would take more registers than there are
-template <typename Of, typename Scale, int PARTS>
-struct Feed {
-    const IntegerWeight& w;
+// Where the sums of a product go.
+struct Output {
+    const void* bias;
+    int bias_kind, y_kind, channels, tokens, less, depth;
+    long long above;  // rows before the first
+    void* y;          // of this product
+
+    // The sums of rows r and r + 8 of a tile, of tokens m and m + 1.
+    template <int UNIT, bool Q8>
+    __device__ __forceinline__ void store(
+        const IntegerWeight& w, const Cut& cut, const float4& sums, const float2& scale, const int2& of_codes, int r,
+        int m) const {
+        const float sum[4] = {sums.x, sums.y, sums.z, sums.w};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = r + 8 * h;
+            if (row >= channels) continue;
+            Finish finish;
+            finish.load_bias(bias, bias_kind, row);
+            if constexpr (UNIT == 0) finish.load(w, cut, above + row, 0, less);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (m + j >= tokens) continue;
+                float total = sum[2 * h + j];
+                const float of_token = j ? scale.y : scale.x;
+                if constexpr (UNIT == 0)
+                    total =
+                        finish.of_row(__float_as_int(total), of_token, j ? of_codes.y : of_codes.x, w.added == OFFSETS);
+                else if constexpr (!Q8 && UNIT != SHARES) total = ieee::multiply(total, of_token);
+                store_as(y, y_kind, static_cast<long long>(m + j) * channels + row, ieee::add(total, finish.bias));
+            }
+        }
+    }
+
+    // The same sums of groups of whole shares, float32, from those of the warps, integers; `first` is the first share.
+    __device__ __forceinline__ float4 of_groups(
+        const IntegerWeight& w, const Cut& cut, const Tokens& of, const float4* from, int step, int share, int first,
+        const float2& scale, int r, int m) const {
+        float total[4] = {};
+        float4 sum = *from;
+        for (int i = 0; i < cut.warps; ++i) {
+            if (i % cut.shares == 0) sum = from[i * step];
+            else join<0>(sum, from[i * step]);
+            const int group = (first + i) / cut.shares, k = group * cut.shares * share;
+            if ((i + 1) % cut.shares != 0 || k >= depth) continue;
+            const float part[4] = {sum.x, sum.y, sum.z, sum.w};
+            for (int j = 0; j < 2; ++j) {
+                if (m + j >= tokens) continue;
+                int of_codes = 0;
+                for (int at = k; at < min(k + cut.shares * share, depth); at += LONG_UNIT)
+                    of_codes += load_word(
+                        reinterpret_cast<unsigned long long>(
+                            of.sums + static_cast<long long>(at / LONG_UNIT) * of.padded + of.first + m + j));
+                for (int h = 0; h < 2; ++h) {
+                    Finish finish;
+                    finish.load(w, cut, above + min(r + 8 * h, channels - 1), group, less);
+                    const float term = finish.of_row(
+                        __float_as_int(part[2 * h + j]), j ? scale.y : scale.x, of_codes, w.added == OFFSETS);
+                    total[2 * h + j] = ieee::add(total[2 * h + j], term);
+                }
+            }
+        }
+        return make_float4(total[0], total[1], total[2], total[3]);
+    }
+};
+
+// ---- the kernel --------------------------------------------------------------------------------------------------
+
+// The shared memory of a block, and the barriers in it, by their addresses: of the slots of a warp, and of the sums of
+// a team, where they are written and where they have been read.
+template <typename Of, typename Scale, int RECORD_BYTES, int EIGHTS>
+struct Memory {
+    static constexpr int SUMS = EIGHTS * WARP;  // of a warp and tile, in pieces of 16 bytes
+    static constexpr int RING = SUMS_RING, LATER = SUMS_LATER;
+    unsigned char* start;
     const Cut& cut;
-    int channels, depth, first, tiles, turns, member, lane;
-    Cursor next;
-    const unsigned char* source[2];
-    unsigned target;
-    unsigned long long policy;
-    int left, row_bytes, scale_k, scale_row;
-    Scale ahead;
+    int warp, team, member;
 
-    // Where the next turn lies; `elsewhere`: it is not the one behind the last one.
-    __device__ __forceinline__ void aim(bool elsewhere) {
-        const int from = (next.at + member) * (SLOTS * 64) + lane % 4 * 16;
-        left = next.at + member < next.end ? row_bytes - from : 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {  // rows beyond the last one are computed again and not written
-            const long long row = min(next.tile * ROWS_OF_TILE + lane / 4 + 8 * half, channels - 1);
-            if (elsewhere) source[half] = reinterpret_cast<const unsigned char*>(w.codes) + row * row_bytes + from;
-            else source[half] += cut.warps * (SLOTS * 64);
+    __device__ __forceinline__ unsigned ring() const { return shared_address(start) + warp * cut.ring * SLOT_BYTES; }
+    __device__ __forceinline__ float* scales() const {
+        return reinterpret_cast<float*>(start + cut.scales_at + warp * Scale::BYTES);
+    }
+    __device__ __forceinline__ unsigned* records() const {
+        return reinterpret_cast<unsigned*>(start + cut.records_at + warp * RECORD_BYTES);
+    }
+    __device__ __forceinline__ float4* sums(int slot, int of) const {
+        return reinterpret_cast<float4*>(start + cut.sums_at) + ((team * RING + slot) * cut.warps + of) * SUMS;
+    }
+    __device__ __forceinline__ float4* kept(int tile) const {
+        return reinterpret_cast<float4*>(start + cut.kept_at) + (team * cut.kept + tile) * SUMS;
+    }
+    __device__ __forceinline__ unsigned full() const {
+        return shared_address(start + cut.barriers_at) + warp * cut.ring * 8;
+    }
+    __device__ __forceinline__ unsigned written(int slot) const {
+        return shared_address(start + cut.barriers_at) +
+               (cut.warps * cut.teams * cut.ring + (team * RING + slot) * 2) * 8;
+    }
+    __device__ __forceinline__ unsigned read(int slot) const { return written(slot) + 8; }
+
+    __device__ __forceinline__ void begin(int lane) const {
+        if (lane == 0) {
+            for (int i = 0; i < cut.ring; ++i) barrier_init(full() + 8 * i, BULK ? 1 : WARP);
+            if (member == 0)
+                for (int i = 0; i < RING; ++i) barrier_init(written(i), cut.warps * WARP), barrier_init(read(i), WARP);
+            if constexpr (BULK) fence_barrier_init();
         }
-    }
-    __device__ __forceinline__ void aim_scales() {
-        scale_k = next.at + member < next.end ? (next.at + member) * Of::TURN : depth;
-        scale_row = min(next.tile * ROWS_OF_TILE + lane / 2, channels - 1);
-    }
-    __device__ __forceinline__ void fetch(int slot) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            copy_if(
-                target + slot * SLOT_BYTES + half * (SLOT_BYTES / 2), source[half] + slot * 64, left > slot * 64,
-                policy);
-        commit_copies();
-    }
-    __device__ __forceinline__ void fetch_scales() {
-        if constexpr (Scale::BYTES != 0) ahead.load(w, cut, scale_row, scale_k, depth, lane % 2);
-    }
-    __device__ __forceinline__ void begin() {
-        aim(true);
-        aim_scales();
-#pragma unroll
-        for (int slot = 0; slot < SLOTS - 1; ++slot) fetch(slot);
-        fetch_scales();
-    }
-    // Before slot `slot` of the ring is read: what was read last is asked for again.
-    __device__ __forceinline__ void step(int slot, float* scales, int less) {
-        wait_copies<SLOTS - 2>();
-        __syncwarp();  // all lanes have read the slot before, and theirs of this one are here
-        fetch((slot + SLOTS - 1) % SLOTS);
-        if (slot == 0) aim(next.step(cut, first, tiles, turns));
-        if (Scale::BYTES != 0 && slot % (SLOTS / PARTS) == 0) {
-            ahead.store(w, scales, lane / 2, lane % 2, less);
-            __syncwarp();
-            if (slot == SLOTS - SLOTS / PARTS) aim_scales();
-            else scale_k += Of::TURN / PARTS;
-            fetch_scales();
-        }
+        __syncwarp();
     }
 };
 
-// Bring the first bytes of a tile's rows to the L2 cache, which has room for what the ring has none for while tokens
-// are quantized and staged.
-__device__ __forceinline__ void prefetch_tile(
-    unsigned long long plane, long long pitch, int tile, int channels, int bytes, int thread, int threads) {
-    const int lines = (min(static_cast<long long>(bytes), pitch) + 127) / 128;
-    for (int i = thread; i < ROWS_OF_TILE * lines; i += threads) {
-        const long long row = min(tile * ROWS_OF_TILE + i / lines, channels - 1);
-        prefetch_l2(reinterpret_cast<const void*>(plane + row * pitch + i % lines * 128));
-    }
-}
+// A tile of the team, the phase, and which of the warps adds up its sums: in all phases the same.
+struct Turn {
+    int tile, phase, warp;
 
-// Tokens of a phase, and what is known of their units, in shared memory.
-template <int TURN_X, int TURN_ENTRIES, int UNIT, int ADDED_, bool Q8, int EIGHTS>
-__device__ __forceinline__ void stage_tokens(
-    unsigned char* x, unsigned* records, const unsigned char* a, const float* token_scale, const int* sums, int begin,
-    int end, int tokens, int depth, int zero) {
-    using Entry = Record<UNIT, ADDED_, Q8>;
-    constexpr int TOKENS = 8 * EIGHTS, PIECES = TURN_X / 16;
-    // Fragments end with the last 128 k that there are.
-    const int there = (depth + 127) / 128 * (128 / FRAGMENT_K) * (EIGHTS * FRAGMENT_BYTES / 16) - begin * PIECES;
-    const uint4* from = reinterpret_cast<const uint4*>(a) + static_cast<long long>(begin) * PIECES;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < (end - begin) * PIECES; i += blockDim.x)
-        if (i / 4 % TOKENS < tokens)
-            reinterpret_cast<uint4*>(x)[i] = i < there ? load_written(from + i) : make_uint4(0, 0, 0, 0);
-    if constexpr (UNIT != 0) {
-        const int units = (depth + UNIT - 1) / UNIT - begin * (TURN_ENTRIES / TOKENS);
-#pragma unroll 2
-        for (int i = threadIdx.x; i < (end - begin) * TURN_ENTRIES; i += blockDim.x) {
-            const bool is_there = i / TOKENS < units && i % TOKENS < tokens;
-            const long long at = static_cast<long long>(begin) * TURN_ENTRIES + i;
-            int sum = 0;
-            float scale = 0.0f;
-            if (is_there) sum = load_word(reinterpret_cast<unsigned long long>(sums + at));
-            if (is_there && Q8)
-                scale = usable(__uint_as_float(load_word(reinterpret_cast<unsigned long long>(token_scale + at))));
-            Entry::store(records + i * Entry::WORDS, scale, sum, zero);
-        }
+    __device__ __forceinline__ void step(int tiles, int warps) {
+        if (++warp == warps) warp = 0;
+        if (++tile == tiles) tile = 0, warp = 0, ++phase;
     }
-}
+};
 
-template <int CODES, int UNIT, int ADDED_, bool Q8, int EIGHTS>
+// UNIT: SHARES where groups are whole shares, or several.
+template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int EIGHTS>
 __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
-    const unsigned char* a,    // fragments of 8 EIGHTS tokens
-    const float* token_scale,  // [tokens]; or [1]; or of units of Q8_BLOCK, [units, 8 EIGHTS]
-    const int* sums,           // of codes: [units, 8 EIGHTS], or of tokens
-    const void* bias,          // [channels] of the type that bias_kind names; 0 for none
-    void* y,                   // [tokens, channels] of the type that y_kind names
-    int channels, int tokens, int depth,
+    const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
+    const unsigned char* a, const float* token_scale, const int* sums,  // see Tokens
+    const long long* ids,  // of experts: each product has one, and a row of thread blocks; or null
+    const void* bias,      // [channels] of the type that bias_kind names; 0 for none
+    void* y,               // [tokens, channels] of the type that y_kind names
+    int channels, int tokens, int padded, int depth, int experts,
+    int slots,       // products of a token
     int scale_step,  // 0 where all tokens have one scale
     unsigned flip,   // what turns over the highest bit of codes, in all bytes
-    int flipped,     // ... and what it adds to zero points
+    int less,        // ... and what codes are lower by after that
     int bias_kind, int y_kind) {
 #if __CUDA_ARCH__ >= 800
-    using Of = Slot<CODES, UNIT>;
-    constexpr int PARTS = UNIT == 32 && CODES == NEIGHBOURS4 && ADDED_ != NOTHING ? 4 : 1;
-    using Scale = Scales<Of::TURN / PARTS, UNIT, ADDED_, CODES == PAIRS4, CODES == HALVES4>;
-    constexpr int TOKENS = 8 * EIGHTS, TURN_X = Of::TURN / FRAGMENT_K * EIGHTS * FRAGMENT_BYTES;
-    constexpr int TURN_ENTRIES = UNIT ? PARTS * Scale::UNITS * TOKENS : 0, SUMS = TOKENS * PARTIAL_PITCH;
-    constexpr int RECORD = Record<UNIT, ADDED_, Q8>::WORDS;
-    __shared__ float scale_of_token[TOKENS];
-    __shared__ int sum_of_token[TOKENS];
-    __shared__ unsigned long long written[STREAM_THREADS / WARP][BUFFERS], read[STREAM_THREADS / WARP][BUFFERS];
-    const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
-    const int team = warp / cut.warps, member = warp % cut.warps, warps = cut.warps * cut.teams;
-    const int tiles = (channels + ROWS_OF_TILE - 1) / ROWS_OF_TILE, first = team * gridDim.x + blockIdx.x;
-    const int turns = (depth + Of::TURN - 1) / Of::TURN, row_bytes = depth / (Of::BYTES ? 1 : 2);
-    const int zero = w.zero + flipped, step = gridDim.x * cut.teams;
-
-    unsigned char* memory = dynamic_memory();
-    unsigned char* ring = memory + warp * (SLOTS * SLOT_BYTES);
-    float* scales = reinterpret_cast<float*>(memory + warps * (SLOTS * SLOT_BYTES) + warp * Scale::BYTES);
-    unsigned char* x = memory + cut.x_at;
-    unsigned* records = reinterpret_cast<unsigned*>(memory + cut.records_at);
-    float* partials = reinterpret_cast<float*>(memory + cut.partials_at) + team * (cut.buffers * cut.warps * SUMS);
-    float* kept = reinterpret_cast<float*>(memory + cut.kept_at) + team * (cut.kept * TOKENS * ROWS_OF_TILE);
-
-    Feed<Of, Scale, PARTS> feed{w, cut, channels, depth, first, tiles, turns, member, lane};
-    feed.next = {first, 0, 0, first < tiles ? min(cut.phase, turns) : 0};
-    feed.target = shared_address(ring) + Of::place(g, t), feed.policy = passing(), feed.row_bytes = row_bytes;
-    feed.begin();
-    if (first < tiles) {
-        const int thread = member * WARP + lane, threads = cut.warps * WARP;
-        prefetch_tile(w.codes, row_bytes, first, channels, cut.prefetched, thread, threads);
-        if (UNIT != 0) prefetch_tile(w.scales, cut.row_bytes, first, channels, 128, thread, threads);
-        if (UNIT != 0 && ADDED_ != NOTHING)
-            prefetch_tile(w.beside, cut.beside_bytes, first, channels, 128, thread, threads);
-    }
-    if (threadIdx.x < cut.teams * BUFFERS) {
-        barrier_init(shared_address(&written[threadIdx.x / BUFFERS][threadIdx.x % BUFFERS]), cut.warps);
-        barrier_init(shared_address(&read[threadIdx.x / BUFFERS][threadIdx.x % BUFFERS]), 1);
-    }
+    constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
+    using Of = Slot<CODES, INSIDE, EIGHTS>;
+    using Scale = Scales<Of::SHARE, INSIDE, ADDED_, CODES == PAIRS4, CODES == HALVES4, Of::TIMES>;
+    constexpr int RECORD = INSIDE ? Of::SHARE / (INSIDE ? INSIDE : 1) * 8 * EIGHTS * Record<ADDED_, Q8>::WORDS * 4 : 0;
+    const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4, own_row = Of::row(g);
+    const int team = warp / cut.warps, member = warp % cut.warps;
+    const int tiles = (channels + ROWS_OF_TILE - 1) / ROWS_OF_TILE, step = gridDim.x * cut.teams;
+    const int first = team * gridDim.x + blockIdx.x, count = first < tiles ? (tiles - first + step - 1) / step : 0;
+    unsigned char* const start = dynamic_memory();
+    using Parts = Memory<Of, Scale, RECORD, EIGHTS>;
+    constexpr int RING = Parts::RING, LATER = Parts::LATER;
+    const Parts memory{start + (-shared_address(start) & 1023u), cut, warp, team, member};
+    memory.begin(lane);
+    __syncthreads();  // all barriers are there
     wait_for_previous();
     launch_dependents();
-    if (threadIdx.x < tokens) {
-        const int m = threadIdx.x;
-        if (!Q8)
-            scale_of_token[m] =
-                usable(__uint_as_float(load_word(reinterpret_cast<unsigned long long>(token_scale + m * scale_step))));
-        if (UNIT == 0) sum_of_token[m] = load_word(reinterpret_cast<unsigned long long>(sums + m));
-    }
 
-    const int row = lane % ROWS_OF_TILE;
-    int number = 0;  // of the team's tiles, those of all phases
-    for (int begin = 0; begin < turns; begin += cut.phase) {
-        const int end = min(begin + cut.phase, turns);
-        if (begin != 0) __syncthreads();
-        stage_tokens<TURN_X, TURN_ENTRIES, UNIT, ADDED_, Q8, EIGHTS>(
-            x, records, a, token_scale, sums, begin, end, tokens, depth, zero);
-        __syncthreads();
-        for (int tile = first, at_kept = 0; tile < tiles; tile += step, ++number, ++at_kept) {
-            // The warps of a team take turns in adding up what all of them have.
-            const bool finishes = number % cut.warps == member;
-            const int n = min(tile * ROWS_OF_TILE + row, channels - 1);
-            Finish finish;
-            if (finishes && end == turns) finish.load(w, cut, UNIT == 0, n, bias, bias_kind, zero, flipped);
-            Sums<UNIT, Scale::UNITS, ADDED_, Q8, EIGHTS> sum;
-            sum.clear();
-            for (int at = begin; at < end; at += cut.warps) {
-                const int turn = at + member - begin;
-                const unsigned char* own_x = x + turn * TURN_X + lane * 16;
-                const unsigned* own_records = records + (turn * TURN_ENTRIES + 2 * t) * RECORD;
-#pragma unroll
-                for (int slot = 0; slot < SLOTS; ++slot) {
-                    feed.step(slot, scales, ADDED_ == OFFSETS ? zero : flipped);
-                    if (at + member >= end) continue;
-                    unsigned fragments[Of::STEPS][4], b[EIGHTS][4];
-                    Of::fragments(fragments, ring + slot * SLOT_BYTES, g, t, flip);
-#pragma unroll
-                    for (int s = 0; s < Of::STEPS; ++s) {
-                        const int i = slot * Of::STEPS + s;
-                        if (i % 2 == 0)
-#pragma unroll
-                            for (int e = 0; e < EIGHTS; ++e)
-                                to_words(
-                                    b[e],
-                                    *reinterpret_cast<const uint4*>(own_x + (i / 2 * EIGHTS + e) * FRAGMENT_BYTES));
-                        sum.template add<SIGNED_OF<CODES>>(
-                            i, fragments[s], b, own_records, scales + 2 * g * Scale::WORDS);
-                    }
-                }
-            }
-            const int buffer = number & (cut.buffers - 1), parity = number >> (cut.buffers - 1) & 1;
-            const unsigned is_written = shared_address(&written[team][buffer]);
-            const unsigned is_read = shared_address(&read[team][buffer]);
-            barrier_wait(is_read, parity ^ 1);
-            sum.store(partials + (buffer * cut.warps + member) * SUMS, g, t);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(is_written);
-            if (!finishes) continue;
-            barrier_wait(is_written, parity);
-#pragma unroll 1
-            for (int m = lane / ROWS_OF_TILE; m < tokens; m += WARP / ROWS_OF_TILE) {
-                float total = total_of<UNIT>(partials + buffer * cut.warps * SUMS, cut.warps, SUMS, m, row);
-                if (turns > cut.phase) {
-                    float& before = kept[(at_kept * TOKENS + m) * ROWS_OF_TILE + row];
-                    if (begin != 0) total = joined<UNIT>(before, total);
-                    before = total;
-                }
-                if (end < turns || tile * ROWS_OF_TILE + row >= channels) continue;
-                if constexpr (UNIT == 0)
-                    total =
-                        finish.of_row(__float_as_int(total), scale_of_token[m], sum_of_token[m], w.added == OFFSETS);
-                else if constexpr (!Q8) total = ieee::multiply(total, scale_of_token[m]);
-                store_as(y, y_kind, static_cast<long long>(m) * channels + n, ieee::add(total, finish.bias));
-            }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(is_read);
-        }
+    long long above = 0;
+    if (ids != nullptr) {
+        const unsigned long long at = reinterpret_cast<unsigned long long>(ids + blockIdx.y);
+        const long long expert = static_cast<long long>(load_word(at + 4)) << 32 | load_word(at);
+        if (expert < 0 || expert >= experts) return;
+        above = expert * channels;
     }
-    wait_copies<0>();
+    Feed<Of> feed{w, map, cut, experts * channels, depth / (Of::BYTES ? 1 : 2), lane, memory.ring(), memory.full()};
+    feed.first = static_cast<int>(above) + first * ROWS_OF_TILE, feed.step = step * ROWS_OF_TILE, feed.count = count;
+    feed.column = member * (Of::SLOTS * ROW_BYTES);
+    Scale ahead;
+    auto load_scales = [&](int tile, int phase) {
+        const int row = min((first + tile * step) * ROWS_OF_TILE + lane / 2, channels - 1);
+        const int k = phase < cut.phases ? (phase * cut.warps + member) * Of::SHARE : depth;
+        if constexpr (Scale::BYTES != 0) ahead.load(w, cut, above + row, min(k, depth), depth, lane % 2);
+    };
+    load_scales(0, 0);
+    const Tokens own{a, token_scale, sums, padded, ids == nullptr ? 0 : static_cast<int>(blockIdx.y) / slots, tokens};
+    float2 of_token[EIGHTS];
+    int2 of_codes[EIGHTS];
+    const Output output{
+        bias,
+        bias_kind,
+        y_kind,
+        channels,
+        tokens,
+        less,
+        depth,
+        above,
+        static_cast<char*>(y) + static_cast<long long>(blockIdx.y) * channels * (y_kind == FLOAT32_BIAS ? 4 : 2)};
+    unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
+    const unsigned zero = unsigned(cut.whole) >> 1;  // see zero_after
+    const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS;
+    const unsigned* own_records = memory.records() + 2 * t * Record<ADDED_, Q8>::WORDS;
+    Turn now{0, 0, 0}, before{0, 0, 0};
+    for (int pass = 0; pass < cut.phases * count + LATER; ++pass) {
+        if (pass < cut.phases * count) {
+            if (now.tile == 0) {
+                const int k = (now.phase * cut.warps + member) * Of::SHARE;
+                load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
+                if (pass == 0) feed.begin(cut.phases);  // tokens do not wait behind weights
+                load_records<Of, INSIDE, ADDED_, Q8, EIGHTS>(memory.records(), own, k, depth, lane);
+                if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
+            }
+            now.step(count, cut.warps);
+            if constexpr (Scale::BYTES != 0) {
+                __syncwarp();  // all lanes have read those of the tile before
+                ahead.store(w, memory.scales(), lane / 2, lane % 2, less);
+                __syncwarp();
+                load_scales(now.tile, now.phase);
+            }
+            Sums<Of, INSIDE, ADDED_, Q8, SIGNED, EIGHTS> sum;
+            sum.clear();
+#pragma unroll
+            for (int slot = 0; slot < Of::SLOTS; ++slot) {
+                unsigned word[2][8];
+                feed.wait();
+                Of::read(word, feed.here() + own_row * ROW_BYTES, own_row, t);
+                __syncwarp();
+                feed.fetch(feed.slot, zero_after(word[0][7] | word[1][7], zero));
+                feed.advance();
+#pragma unroll
+                for (int i = 0; i < Of::STEPS; ++i) {
+                    unsigned fragment[4];
+                    Of::fragment(fragment, word, i, flip);
+                    sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
+                }
+            }
+            const int slot = pass % RING;
+            barrier_wait(memory.read(slot), (pass / RING & 1) ^ 1);
+            sum.store(memory.sums(slot, member), lane);
+            barrier_arrive(memory.written(slot));
+        }
+        if (pass < LATER) continue;
+        if (before.warp == member) {
+            const int slot = (pass - LATER) % RING, row = (first + before.tile * step) * ROWS_OF_TILE + own_row;
+            barrier_wait(memory.written(slot), (pass - LATER) / RING & 1);
+#pragma unroll
+            for (int e = 0; e < EIGHTS; ++e) {
+                const float4* from = memory.sums(slot, 0) + e * WARP + lane;
+                float4 total = *from;
+                if constexpr (UNIT == SHARES)
+                    total = output.of_groups(
+                        w, cut, own, from, EIGHTS * WARP, Of::SHARE, before.phase * cut.warps, of_token[e], row,
+                        8 * e + 2 * t);
+                else
+#pragma unroll 4
+                    for (int i = 1; i < cut.warps; ++i) join<UNIT>(total, from[i * EIGHTS * WARP]);
+                // Of a tile always the same warp: it has kept the sums itself.
+                float4& kept = memory.kept(before.tile)[e * WARP + lane];
+                if (before.phase != 0) join<UNIT>(total, kept);
+                if (before.phase != cut.phases - 1) kept = total;
+                else output.template store<UNIT, Q8>(w, cut, total, of_token[e], of_codes[e], row, 8 * e + 2 * t);
+            }
+            barrier_arrive(memory.read(slot));
+        }
+        before.step(count, cut.warps);
+    }
 #endif
 }

@@ -1,6 +1,5 @@
 """Products of integer codes: the definition, its edges, CUDA against NumPy. Compute-sanitizer runs `TestSmall`."""
 
-import functools
 import itertools
 
 import numpy as np
@@ -11,8 +10,10 @@ from test_w8a8 import quantized_tokens
 import kbitcupy as kb
 from kbitcupy.errors import FormatError
 from kbitcupy.products import integer_activations as tokens_of
+from kbitcupy.products.integer_experts import IntegerExperts
 from kbitcupy.products.integer_stream import choose_cut, flavour_of
 from kbitcupy.products.integers import Integers
+from kbitcupy.products.routes import Problem, device, stored
 
 SINGLE = np.dtype("float32")
 PRESETS = ("int8", "q8_1")
@@ -328,16 +329,10 @@ def check(cupy, x, q, preset, bias=None, exact=True):
     assert same_values(plain.get(), wanted)
 
 
-@functools.cache
-def _route():
-    return Integers()
-
-
 def multiply_plainly(x, q, bias, out, preset):
-    from kbitcupy.products.integers import multiply
-
-    assert _route().name == "integers"
-    multiply(x, preset, q, bias, out)
+    """By the plain kernel, whatever the plan would take."""
+    problem = Problem(q.format, q.shape, len(x), x.dtype, device(0), True, stored(q), preset)
+    Integers().prepare(problem)(x, q, bias, out)
 
 
 @pytest.mark.parametrize("layout", ["ROWS", "ROWS_SPLIT", "IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES"])
@@ -433,26 +428,45 @@ class TestSmall:
                 y = kb.linear(x, on_device(cupy, q), activations=preset)
                 assert (y == kb.linear(x.copy(), on_device(cupy, q), activations=preset)).all()
 
-    @pytest.mark.parametrize("text", ["int4:block=32", "uint4:block=128,zero=int", "q4_k", "ternary:block=64"])
+    @pytest.mark.parametrize(
+        "text", ["int4:block=32", "uint4:block=128,zero=int", "q4_k", "uint8:granularity=channel:0"]
+    )
     def test_experts(self, cupy, text):
-        members = [random_weight(text, 6, 256, seed) for seed in range(4)]
+        members = [random_weight(text, 70, 768, seed) for seed in range(4)]
         ids = np.array([[0, 3], [2, 9], [3, -1], [1, 1], [0, 2]])
         weights = np.random.default_rng(0).random((5, 2)).astype(np.float32)
-        qs = kb.stack(members)
-        on = kb.stack([on_device(cupy, q) for q in members])
-        shared, own = (activations("normal", count, 256, "float16") for count in (5, 10))
-        for x in (shared, own.reshape(5, 2, 256)):
+        qs, on = kb.stack(members), kb.stack([on_device(cupy, q) for q in members])
+        shared, own = (activations("normal", count, 768, "float32") for count in (5, 10))
+        magnitudes = np.abs(qs.dequantize(dtype="float32"))
+        for x in (shared, own.reshape(5, 2, 768)):
+            each = np.broadcast_to(x if x.ndim == 3 else x[:, None], (5, 2, 768))
+            size = np.einsum("tsk,tsnk->tsn", np.abs(each), magnitudes[ids % 4])
             for preset in PRESETS:
-                for with_weights in (None, weights):
-                    wanted = kb.linear_grouped(x, qs, ids, with_weights, activations=preset)
-                    on_weights = None if with_weights is None else cupy.asarray(with_weights)
-                    y = kb.linear_grouped(cupy.asarray(x), on, cupy.asarray(ids), on_weights, activations=preset)
-                    assert np.allclose(y.get().astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=2e-3)
-                    if with_weights is None:
-                        assert same_values(y.get(), wanted)
+                arguments = cupy.asarray(x), on, cupy.asarray(ids)
+                assert (
+                    kb.explain(cupy.asarray(x), on, activations=preset, expert_ids=ids).route
+                    == "integer_experts_stream"
+                )
+                wanted = kb.linear_grouped(x, qs, ids, activations=preset)
+                y = kb.linear_grouped(*arguments, activations=preset)
+                assert (np.abs(y.get() - wanted) <= 2.0**-20 * size).all()
+                wanted_sum = kb.linear_grouped(x, qs, ids, weights, activations=preset)
+                y = kb.linear_grouped(*arguments, cupy.asarray(weights), activations=preset)
+                assert (np.abs(y.get() - wanted_sum) <= 2.0**-20 * (size * weights[..., None]).sum(axis=1)).all()
+                problem = Problem(qs.format, (70, 768), 10, x.dtype, device(0), True, stored(on), preset, 4)
+                plain = cupy.empty((5, 2, 70), np.float32)
+                IntegerExperts().prepare(problem)(*arguments, None, plain)
+                assert same_values(plain.get(), wanted)
 
 
-STREAMED = ["uint8:granularity=channel:0,zero=int", "uint4:block=128,zero=int", "q4_0", "q4_k"]
+STREAMED = [
+    "uint8:granularity=channel:0,zero=int",
+    "uint4:block=128,zero=int",
+    "q4_0",
+    "q4_k",
+    "int4:block=256,zero=float",
+    "uint4:block=1024,zero=int",
+]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -501,7 +515,7 @@ def test_cuts_fit():
         part = kb.get_format(text).integer_codes((1, 256))
         for blocked in (False, True):
             flavour = flavour_of(part, blocked)
-            for eights, rows, depth in itertools.product((1, 2), (1, 130, 8192, 28672), (256, 4096, 14336, 131072)):
+            for eights, rows, depth in itertools.product((1, 2), (1, 130, 8192, 28672), (256, 4096, 14336, 65536)):
                 cut = choose_cut(flavour, eights, rows, depth, 132, 227 << 10)
-                assert cut.shared <= 226 << 10 and list(cut.places) == sorted(cut.places)
-                assert 1 <= cut.warps * cut.teams <= 16 and cut.phase >= 1
+                assert cut.shared <= 227 << 10 and list(cut.places) == sorted(cut.places)
+                assert 1 <= cut.warps * cut.teams <= 16 and cut.phases >= 1

@@ -442,10 +442,11 @@ def test_few_tokens_keep_scales_as_they_are(format):
 @pytest.mark.parametrize(
     ("format", "activations", "streamed"),
     [
-        ("int4:block=64,zero=float", "int8", False),
-        ("uint8:block=64,zero=float", "q8_1", False),
-        ("int4:granularity=channel:0,zero=float", "q8_1", False),
-        ("int4:block=256", "int8", False),
+        ("int4:block=64,zero=float", "int8", True),
+        ("uint8:block=64,zero=float", "q8_1", True),
+        ("int4:granularity=channel:0,zero=float", "q8_1", True),
+        ("int4:block=256", "int8", True),
+        ("int4:block=384", "int8", False),
         ("int4:granularity=channel:0,zero=float", "int8", True),
         ("uint4:block=64,zero=float", "int8", True),
         ("int4:block=64", "int8", True),
