@@ -202,8 +202,8 @@ class Records:
     Parameters
     ----------
     header, struct : str
-        The file below ``kernels/`` with the decoder, and its C++ type, in which ``{half}`` stands for whether tokens
-        are float16.
+        The file below ``kernels/`` with the decoder, and its C++ type, in which ``{way}`` stands for ``Record`` or
+        ``Lanes``, see `lanes`.
     fields : tuple of (str, int)
         The planes in the order in which the decoder counts them, and the bytes of a record in each.
     sub : int
@@ -218,6 +218,12 @@ class Records:
         What stands ahead of the header.
     work : float, default 1.0
         How much longer it takes to decode an element than one of 4 bits with a minimum.
+    lanes : bool, default False
+        Whether tokens of float16 have a decoder of their own, in which each lane has elements of its own.
+    folded : bool, default False
+        Whether that takes no sums of x where the other does, since it takes a bias off codes.
+    gap : int, default 16
+        Bytes behind 32 elements of x of all tokens in shared memory, by which writes meet in the fewest banks.
     """
 
     header: str
@@ -229,6 +235,9 @@ class Records:
     tensor_scale: str | None = None
     declared: tuple[Declared, ...] = ()
     work: float = 1.0
+    lanes: bool = False
+    folded: bool = False
+    gap: int = 16
 
     #: Elements of a record.
     ELEMENTS: ClassVar[int] = 256

@@ -24,13 +24,12 @@ from .small_batch import add_up, launch_in_parts, room_for_parts
 
 #: The addresses of the fields of a weight.
 RECORD_PLANES = Struct("RecordPlanes", field=("u8", 5))
-#: What ``linear_records`` is told of its work: the records of a row, and those of a thread block; how many tiles' sums
-#: have room; where in shared memory there are the decoder's table, barriers, x, sums of x, scales of tokens,
-#: sums of products, and the stages of records.
+#: What ``linear_records`` is told of its work: the records of a row; how many tiles' sums have room; where in shared
+#: memory there are the decoder's table, barriers, x, sums of x, scales of tokens, sums of products, and the stages of
+#: records; bytes behind two steps of x; and 0.
 RECORD_CUT = Struct(
     "RecordCut",
     records="i4",
-    share="i4",
     ring="i4",
     table="u4",
     barriers="u4",
@@ -39,6 +38,8 @@ RECORD_CUT = Struct(
     scales="u4",
     sums="u4",
     stages="u4",
+    gap="u4",
+    zero="u4",
 )
 #: The types of a result of quantized tokens.
 Y_KINDS = Constants(HALF_Y=0, BFLOAT_Y=1, FLOAT_Y=2)
@@ -46,8 +47,7 @@ _KINDS = {"float16": Y_KINDS.HALF_Y, "bfloat16": Y_KINDS.BFLOAT_Y, "float32": Y_
 _RINGS = 4, 3  # tiles whose sums have room in shared memory
 _DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT, Y_KINDS)
 _ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, "p", *["i4"] * 3, RECORD_CUT)
-_WARPS = 16  # of a thread block at the most
-_THREAD_BLOCKS = 16  # warps of a multiprocessor, by the registers of a thread
+_WARPS = 16  # of a multiprocessor at the most, by the registers of a thread
 
 
 def _template(records: Records, instances: tuple[str, ...] = (), hot: bool = False) -> Template:
@@ -57,8 +57,8 @@ def _template(records: Records, instances: tuple[str, ...] = (), hot: bool = Fal
 
 
 def _arguments(records: Records, T: str, grouped: bool, staged: bool) -> str:
-    half = str(T == CXX_TYPES["float16"] and not staged).lower()  # noqa: SIM300
-    return f"{T}, {records.struct.format(half=half)}, {str(grouped).lower()}, {str(staged).lower()}"
+    way = "Lanes" if records.lanes and T == HALF_CXX[0] and not staged else "Record"
+    return f"{T}, {records.struct.format(way=way)}, {str(grouped).lower()}, {str(staged).lower()}"
 
 
 def _templates() -> Iterator[Template]:
@@ -113,43 +113,45 @@ class RecordKernel:
         together = tokens if grouped else -(-tokens // TOKENS)  # thread blocks with other tokens
         found = None
         for splits in (1,) if grouped else range(1, 1 + min(each, _MOST_SPLITS)):
-            share = -(-each // splits)
-            found = self._cut(share, m, device.shared_memory)
+            found = self._cut(each, splits, m, device.shared_memory)
             if found is not None:
                 break
         #: Whether the device has the shared memory.
         self.fits = found is not None
-        warps, places, shared = found or (1, {}, 0)
-        self._splits = -(-each // share)
-        self._packed = RECORD_CUT.pack(records=each, share=share, **places)
+        warps, resident, places, shared = found or (1, 1, {}, 0)
+        self._splits = splits
+        self._packed = RECORD_CUT.pack(records=each, gap=records.gap, zero=0, **places)
         values = _arguments(records, HALF_CXX[0] if staged else self.cxx, grouped, staged)
         self._kernel = _kernel(records, values, 32 * warps, shared)
         tiles = -(-self._n // ITEM_ROWS)
-        resident = max(1, min(_THREAD_BLOCKS // warps, (device.shared_memory + 1024) // (shared + 1024)))
         blocks = max(1, device.multiprocessors * resident // (self._splits * together))
         self._blocks = -(-tiles // -(-tiles // min(tiles, blocks)))
 
-    def _cut(self, share: int, m: int, room: int) -> tuple[int, dict[str, int], int] | None:
-        """Warps of a thread block that has `share` records of a row and `m` tokens, what lies where in shared memory,
-        and how much that is; None where it is too much.
+    def _cut(self, each: int, splits: int, m: int, room: int) -> tuple[int, int, dict[str, int], int] | None:
+        """Warps of a thread block that has one of `splits` parts of the `each` records of a row and `m` tokens, how
+        many such blocks a multiprocessor has, what lies where in shared memory, and how much that is; None where it is
+        too much.
         """
         records, best = self._records, None
+        share = -(-each // splits)
         barriers = _rounded_up(4 * records.table)
         x = barriers + 16 * max(_RINGS)
-        sums_of_x = x + share * records.ELEMENTS * 2 * m
+        sums_of_x = x + share * (records.ELEMENTS * 2 * m + 8 * records.gap)
         sub = min(records.sub, 32) if self._staged else records.sub
-        scales = sums_of_x + share * (records.ELEMENTS // sub) * TOKENS * 4 * records.summed
+        summed = records.summed and (self._staged or not records.folded)
+        scales = sums_of_x + share * (records.ELEMENTS // sub) * TOKENS * 4 * summed
         sums = scales + share * (records.ELEMENTS // 32) * TOKENS * 4 * self._staged
-        for ring, warps in itertools.product(_RINGS, range(min(_WARPS, share), 0, -1)):
+        # Each warp has a record of every tile or two. Many warps first, then a longer ring, then few thread blocks.
+        for ring, warps in itertools.product(_RINGS, range(min(_WARPS, each // splits), 0, -1)):
             stages = sums + ring * warps * _SUMS
             shared = stages + warps * ITEM_ROWS * records.stride
-            worth = share / -(-share // warps)  # warps that have a record, on average: of few ones the last have none
-            # As few warps as do; a longer ring is better than a shorter one.
-            better = best is None or worth > best[0] or (worth == best[0] and ring == best[2]["ring"])
-            if shared <= room and warps >= min(_FEW_WARPS, share) and better:
+            if shared > room or warps < min(_FEW_WARPS, each // splits):
+                continue
+            resident = min(_WARPS // warps, (room + 1024) // (shared + 1024))
+            if best is None or resident * warps > best[0] * best[1]:
                 places = {"x": x, "sums_of_x": sums_of_x, "scales": scales, "sums": sums, "stages": stages}
-                best = worth, warps, {"ring": ring, "barriers": barriers, **places}, shared
-        return best and best[1:]
+                best = warps, resident, {"ring": ring, "barriers": barriers, **places}, shared
+        return best
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""

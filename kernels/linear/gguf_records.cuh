@@ -41,11 +41,30 @@
 constexpr int RECORD = 256;  // elements
 
 // Which four neighbours lane t has in step s of a record: by 16 elements four of each lane, or by 32 eight of each lane
-// in two steps.
-enum RecordOrder { BY_SIXTEEN, BY_EIGHT };
+// in two steps. Or lanes have 64 elements each: neighbours, or half of the bytes 0 to 31 of either half, where a byte
+// has four elements that are 32 apart, one field after the other.
+enum RecordOrder { BY_SIXTEEN, BY_EIGHT, BY_QUARTERS, BY_FIELDS };
 template <int ORDER>
 __host__ __device__ constexpr int first_of(int t, int s) {
-    return ORDER == BY_SIXTEEN ? s * 16 + t * 4 : s / 2 * 32 + t * 8 + s % 2 * 4;
+    return ORDER == BY_SIXTEEN    ? s * 16 + t * 4
+           : ORDER == BY_EIGHT    ? s / 2 * 32 + t * 8 + s % 2 * 4
+           : ORDER == BY_QUARTERS ? t * 64 + s * 4
+                                  : t / 2 * 128 + s / 4 * 32 + t % 2 * 16 + s % 4 * 4;
+}
+// The other way round: the step and the lane that have element k.
+template <int ORDER>
+__host__ __device__ constexpr int step_of(int k) {
+    return ORDER == BY_SIXTEEN    ? k / 16
+           : ORDER == BY_EIGHT    ? k / 32 * 2 + k / 4 % 2
+           : ORDER == BY_QUARTERS ? k % 64 / 4
+                                  : k % 128 / 32 * 4 + k % 16 / 4;
+}
+template <int ORDER>
+__host__ __device__ constexpr int lane_of(int k) {
+    return ORDER == BY_SIXTEEN    ? k / 4 % 4
+           : ORDER == BY_EIGHT    ? k / 8 % 4
+           : ORDER == BY_QUARTERS ? k / 64
+                                  : k / 128 * 2 + k % 32 / 16;
 }
 
 // Where fields lie in a record.
@@ -78,7 +97,7 @@ struct RecordLayout {
 // What decoders have that lack something.
 struct RecordBase {
     static constexpr int TABLE = 0, ORDER = BY_SIXTEEN, BIAS = 0;
-    static constexpr bool WIDE = false, FLIPS = false, OFFSETS = false, INNER = false;
+    static constexpr bool LANES = false, WIDE = false, FLIPS = false, OFFSETS = false, INNER = false;
     __device__ __forceinline__ static unsigned table_word(int) { return 0; }
     __device__ __forceinline__ unsigned flips(int, int) const { return 0; }
     __device__ __forceinline__ float offset(int) const { return 0.0f; }
@@ -297,37 +316,12 @@ struct OneBit {
 struct Q2_K_Record : RecordBase {
     using Layout = RecordLayout<Q2_K_Record>;
     static constexpr int FIELDS = 3, SUB = 16;
-    static constexpr bool OFFSETS = true, INNER = true;
+    static constexpr bool OFFSETS = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 16 : i == 1 ? 64 : 4; }
     TwoBits two;
     unsigned scales[2];
     float d, dmin;
 
-    // Four words with a byte for each of 16 neighbours: scale and minimum.
-    struct Inner {
-        unsigned both[4];
-        float d, dmin;
-
-        template <typename Record>
-        __device__ __forceinline__ void load(const Record& record) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) both[i] = record.word(Layout::at(0) + 4 * i);
-            const unsigned pair = record.word(Layout::at(2));
-            d = half_of(pair, 0), dmin = half_of(pair, 1);
-        }
-        // Those of group i of eight: the first four, and the others.
-        __device__ __forceinline__ unsigned minima(int i, bool others) const {
-            return (others ? both[2 * i + 1] : both[2 * i]) >> 4 & 0x0f0f0f0fu;
-        }
-    };
-
-    template <typename Record, typename Table>
-    __device__ __forceinline__ void load_codes(
-        const Record& record, const Table&, const Inner& inner, int t, int half) {
-        two.load(record, Layout::at(1) + 32 * half, t);
-        scales[0] = inner.both[2 * half], scales[1] = inner.both[2 * half + 1];
-    }
-    __device__ __forceinline__ unsigned scale(int j) const { return scales[j / 4] >> j % 4 * 8 & 15u; }
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
         two.load(record, Layout::at(1) + 32 * half, t);

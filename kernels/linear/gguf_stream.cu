@@ -4,8 +4,8 @@
 //     fields of W --cp.async--> records of 16 rows, a stage a warp --decode--> fragments \\
 //     x --once, in the order of fragments--> shared memory ------------------------------------ mma.sync --> sums
 //
-// A thread block has every gridDim.x-th tile of 16 rows. Its warps share k: each goes through every warps-th record of
-// a row (256 elements), and has the next one under way, of this tile or the one behind it, while it multiplies. Their
+// A thread block has every gridDim.x-th tile of 16 rows. Its warps share k: each has every warps-th of all its records
+// (256 elements of the rows), tile after tile, and has the next one under way while it multiplies. Their
 // sums go through a ring of places in shared memory, where one warp, another for each tile, adds them up in the order
 // of the warps, and only two tiles later: so warps need not keep step.
 //
@@ -17,18 +17,59 @@
 // Of the host, ahead of this source, beside what decoder.cuh names: struct RecordPlanes, the addresses of fields; and
 //     HALF_Y, BFLOAT_Y, FLOAT_Y  types of y for quantized tokens
 //     struct RecordCut
-//         records, share         of a row; of these a thread block's
+//         records                of a row
 //         ring                   tiles whose sums have room, more than LATER
 //         table, barriers, x, sums_of_x, scales, sums, stages    where they begin in shared memory
+//         gap                    bytes behind two steps of x
+//         zero                   0
 
 struct SharedRecord {
     unsigned at, narrow;
     __device__ __forceinline__ unsigned word(int byte) const { return shared_at<unsigned>(at + byte); }
+    __device__ __forceinline__ unsigned pair(int byte) const { return shared_at<unsigned short>(at + byte); }
+    __device__ __forceinline__ void words(unsigned (&w)[2], int byte) const {
+        to_words(w, shared_at<uint2>(at + byte));
+    }
+    __device__ __forceinline__ void words(unsigned (&w)[4], int byte) const {
+        to_words(w, shared_at<uint4>(at + byte));
+    }
 };
+// A decoder's table, and the numbers that it has in registers, since an instruction has room for one constant.
 struct SharedTable {
-    unsigned at;
-    __device__ __forceinline__ unsigned word(unsigned i) const { return shared_at<unsigned>(at + 4 * i); }
-    __device__ __forceinline__ unsigned pair(unsigned i) const { return shared_at<unsigned short>(at + 2 * i); }
+    unsigned at, own[3], kept[3];
+
+    // zero: 0, which the compiler does not know, or it would set registers anew wherever a number is used.
+    template <typename R>
+    __device__ __forceinline__ static SharedTable of(unsigned at, unsigned lane, unsigned zero) {
+        SharedTable table{at, {lane % 8 * 4 + zero, lane % 16 * 4 + zero, lane % 32 * 4 + zero}};
+        if constexpr (R::LANES)
+            for (int i = 0; i < 3; ++i) table.kept[i] = R::kept(i) + zero;
+        return table;
+    }
+    // Entry (v >> right) % ENTRIES of a part of the table that begins at word `first`; of an entry there are COPIES, of
+    // which a lane reads its own.
+    template <int COPIES, int ENTRIES>
+    __device__ __forceinline__ unsigned word(int first, unsigned v, int right = 0) const {
+        constexpr int STEP = COPIES == 1 ? 2 : COPIES == 8 ? 5 : COPIES == 16 ? 6 : 7;
+        static_assert(1 << STEP == 4 * COPIES, "bytes of an entry");
+        const unsigned at = right == 0 ? v << STEP : __funnelshift_r(v, v, right - STEP);
+        return look_up<COPIES>(first, (at & (ENTRIES - 1) * (4 * COPIES)) | mine<COPIES>());
+    }
+    // Entry i.
+    template <int COPIES>
+    __device__ __forceinline__ unsigned entry(int first, unsigned i) const {
+        return look_up<COPIES>(first, i * (4 * COPIES) + mine<COPIES>());
+    }
+
+  private:
+    template <int COPIES>
+    __device__ __forceinline__ unsigned mine() const {
+        return COPIES == 1 ? 0u : own[COPIES / 16];
+    }
+    template <int COPIES>
+    __device__ __forceinline__ unsigned look_up(int first, unsigned offset) const {
+        return shared_at<unsigned>(at + offset + 4 * first);
+    }
 };
 
 // How a warp copies the records of 16 rows. Where a lane's pieces come from and go to is worked out once: a lane whose
@@ -168,19 +209,15 @@ __device__ __forceinline__ void integers_of(const R& r, int s, unsigned (&a)[2])
 
 // Where a lane finds what it multiplies a record with.
 struct Beside {
-    unsigned x, pitch;  // of the record, and from two steps to the next two
-    unsigned mine;      // its part of two steps, before it is permuted
-    unsigned permuted;  // see x_permuted
+    unsigned x, pitch;  // its part of the record, and from two steps to the next two
     unsigned sums;      // sums of x: of its tokens, or with inner scales of its sub-blocks
     unsigned scales;    // of its tokens, one for 32 elements, where those are quantized
 };
 
-// Two steps of x have 64 bytes a token, 16 of each lane t, and are permuted, so that threads which write neighbouring
-// octets of a token meet in no bank: tokens where there are all eight, and lanes.
-__device__ __forceinline__ constexpr unsigned x_turned(int two) { return two * 64 ^ two / 2 % 2 * 16; }
-__device__ __forceinline__ unsigned x_permuted(int m) { return m == TOKENS ? ~0u : 63u; }
+// Two steps of x have 64 bytes a token, 16 of each lane t. A gap behind all tokens moves the next two, so that threads
+// which write neighbouring octets of a token meet in few banks.
 __device__ __forceinline__ uint4 x_of(const Beside& beside, int two) {
-    return shared_at<uint4>(beside.x + two * beside.pitch + (beside.mine ^ (x_turned(two) & beside.permuted)));
+    return shared_at<uint4>(beside.x + two * beside.pitch);
 }
 
 // acc += factor * part, row by row.
@@ -314,14 +351,71 @@ __device__ __forceinline__ void multiply_inner(
     for (int i = 0; i < 2; ++i) add_scaled(acc, part, i, inner[i].d);
 }
 
-// Keep the sum of sub-block `sub` of a token for an mma: eight sub-blocks of a token take 32 bytes, of two of them the
-// rounded sums, then what they leave.
+// The same where lanes have elements of their own (linear/gguf_lanes.cuh): all of a record is one sum, or one for each
+// power of two. Minima are those of a lane's sub-blocks, times sums of x in two bfloat16, which leave out 2^-17: one more
+// mma for two of them.
+template <typename T, typename R, typename Next>
+__device__ __forceinline__ void multiply_lanes(
+    unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
+    const Next& next, float (&acc)[4]) {
+    constexpr int STRIDE = RecordLayout<R>::stride();
+    R r[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) r[i].fetch(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, t);
+    __syncwarp();
+    next();
+    float part[R::PARTS][4] = {};
+#pragma unroll
+    for (int s = 0; s < 16; ++s) {
+        if (s % 8 == 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) r[i].look_up(table, s / 8);
+        }
+        uint4 four;
+        if (s % 2 == 0) four = x_of(beside, s / 2);
+        unsigned a[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) r[i].scaled(s, a[i]);
+        mma<T>(
+            part[R::part(s)], a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
+    }
+    if constexpr (R::OFFSETS) {
+        float minima[4] = {};
+#pragma unroll
+        for (int pair = 0; pair < 32 / R::SUB; ++pair) {
+            unsigned a[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) a[i] = add_pairs<__nv_bfloat16>(r[i].minima(table, pair), 0xc300c300u);
+            const uint2 sums = shared_at<uint2>(beside.sums + pair * 8);
+            mma<__nv_bfloat16>(minima, a[0], a[1], a[0], a[1], sums.x, sums.y);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) add_scaled(acc, minima, i, -r[i].dmin * Way<T, R>::UNIT);
+    }
+#pragma unroll
+    for (int p = R::PARTS - 1; p > 0; --p)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[p - 1][i] = fmaf(part[p][i], R::UNIT, part[p - 1][i]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) add_scaled(acc, part[0], i, r[i].d);
+}
+
+// Keep the sum of sub-block `sub` of a token for an mma, as two bfloat16: of two sub-blocks the rounded sums, then what
+// they leave. Eight of a token take 32 bytes, or those of a lane stand side by side.
+template <typename Way, typename R>
 __device__ __forceinline__ void store_sum(unsigned sums, int sub, int token, int m, float sum) {
-    const unsigned to = sums + (sub / 8 * m + token) * 32 + sub % 8 / 2 * 8 + sub % 2 * 2;
+    unsigned to;
+    if constexpr (R::LANES) {
+        constexpr int OWN = 64 / R::SUB;  // sub-blocks of a lane
+        const int k = sub % Way::SUBS * R::SUB, i = R::ORDER == BY_FIELDS ? k % 128 / 32 : k % 64 / R::SUB;
+        to = ((sub / Way::SUBS * m + token) * 4 + lane_of<R::ORDER>(k)) * (OWN * 4) + i / 2 * 8 + i % 2 * 2;
+    } else {
+        to = (sub / 8 * m + token) * 32 + sub % 8 / 2 * 8 + sub % 2 * 2;
+    }
     const __nv_bfloat16 rounded = __float2bfloat16_rn(sum);
     const __nv_bfloat16 left = __float2bfloat16_rn(sum - __bfloat162float(rounded));
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(__bfloat16_as_ushort(rounded)) : "memory");
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + 4), "h"(__bfloat16_as_ushort(left)) : "memory");
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(sums + to), "h"(__bfloat16_as_ushort(rounded)) : "memory");
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(sums + to + 4), "h"(__bfloat16_as_ushort(left)) : "memory");
 }
 
 // Eight elements of x in the order of fragments, evens and odds of each four in `word`, and the sums of SUB neighbours,
@@ -330,25 +424,26 @@ template <typename T, typename R, bool STAGED>
 struct Arrange {
     using Way = ::Way<T, R, STAGED>;
     static constexpr int OCTETS = Way::SUB / 8;
-    unsigned x, sums;
+    unsigned x, pitch, sums;  // as in Beside
     int m, octet;
     float sum[TOKENS] = {};
 
     __device__ __forceinline__ void store_words(int token, const unsigned (&word)[4]) const {
         const int k = octet % (RECORD / 8) * 8;
-        const int two = k / 32, lane = R::ORDER == BY_SIXTEEN ? k / 4 % 4 : k / 8 % 4;
-        const unsigned turned = x_turned(two) & x_permuted(m);
-        const unsigned to = x + (octet / (RECORD / 8) * 8 + two) * (m * 64);
+        const unsigned to = x + octet / (RECORD / 8) * (8 * pitch) + token * 64;
+        auto place = [&](int k) {
+            const int step = step_of<R::ORDER>(k);
+            return to + step / 2 * pitch + lane_of<R::ORDER>(k) * 16 + step % 2 * 8;
+        };
         if constexpr (R::ORDER == BY_SIXTEEN) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(
-                                 to + k / 16 % 2 * 8 + ((token * 64 + (lane + i) * 16) ^ turned)),
-                             "r"(word[2 * i]), "r"(word[2 * i + 1])
+                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place(k + 4 * i)), "r"(word[2 * i]),
+                             "r"(word[2 * i + 1])
                              : "memory");
-        } else {
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + ((token * 64 + lane * 16) ^ turned)),
-                         "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+        } else {  // two steps of a lane
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(place(k)), "r"(word[0]), "r"(word[1]),
+                         "r"(word[2]), "r"(word[3])
                          : "memory");
         }
     }
@@ -363,10 +458,10 @@ struct Arrange {
         if constexpr (Way::SUMMED) {
             if (octet % OCTETS) return;
             const int sub = octet / OCTETS;
-            if constexpr (Way::INNER) {
+            if constexpr (Way::INNER || R::LANES) {
 #pragma unroll
                 for (int token = 0; token < TOKENS; ++token)
-                    if (token < m) store_sum(sums, sub, token, m, sum[token]);
+                    if (token < m) store_sum<Way, R>(sums, sub, token, m, sum[token]);
             } else {
 #pragma unroll
                 for (int i = 0; i < TOKENS; i += 4) {
@@ -382,13 +477,14 @@ struct Arrange {
 
 // x of the tokens, `records` of each, to shared memory. `token_at(i)` is where token i's part begins.
 template <typename T, typename R, typename Token>
-__device__ __forceinline__ void stage_x(const Token& token_at, int m, int records, unsigned x, unsigned sums) {
+__device__ __forceinline__ void stage_x(
+    const Token& token_at, int m, int records, unsigned x, unsigned x_pitch, unsigned sums) {
     const uint4* from[TOKENS];
 #pragma unroll
     for (int token = 0; token < TOKENS; ++token)
         from[token] = reinterpret_cast<const uint4*>(token_at(min(token, m - 1)));
     for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
-        Arrange<T, R, false> arrange{x, sums, m, octet};
+        Arrange<T, R, false> arrange{x, x_pitch, sums, m, octet};
         uint4 four[TOKENS];  // all loads before the first use
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token)
@@ -418,10 +514,10 @@ __device__ __forceinline__ void stage_x(const Token& token_at, int m, int record
 template <typename T, typename R>
 __device__ __forceinline__ void stage_codes(
     const signed char* codes, int pitch, const float* scales, int padded, int first_token, int m, int first,
-    int records, unsigned x, unsigned sums, unsigned scales_to) {
+    int records, unsigned x, unsigned x_pitch, unsigned sums, unsigned scales_to) {
     const signed char* begin = codes + (long long)first_token * pitch + (long long)first * RECORD;
     for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
-        Arrange<T, R, true> arrange{x, sums, m, octet};
+        Arrange<T, R, true> arrange{x, x_pitch, sums, m, octet};
         uint2 eight[TOKENS];  // all loads before the first use
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token)
@@ -484,7 +580,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     constexpr int STAGE = ITEM_ROWS * RecordLayout<R>::stride();
     const int warps = blockDim.x / WARP, lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
     const unsigned base = shared_address(dynamic);
-    const SharedTable table{base + cut.table};
+    const SharedTable table = SharedTable::of<R>(base + cut.table, lane, cut.zero);
     launch_dependents();
     if constexpr (R::TABLE > 0) {
         for (int i = threadIdx.x; i < R::TABLE; i += blockDim.x)
@@ -512,8 +608,9 @@ __global__ void __launch_bounds__(512, 1) linear_records(
         return;
     }
     const unsigned records = cut.records;
-    const int first = int(blockIdx.y) * cut.share, last = min(cut.records, first + cut.share);
+    const int first = blockIdx.y * records / gridDim.y, last = (blockIdx.y + 1) * records / gridDim.y;
     const unsigned above = GROUPED ? group.expert * unsigned(n) : 0;
+    const unsigned x_pitch = m * 64 + cut.gap;
     const RecordCopy16<R> copies(planes, records, lane);
 
     // What to copy next, and where.
@@ -528,7 +625,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             coming[0] = copies.narrow(number + min(g, rows - 1) * records);
             coming[1] = copies.narrow(number + min(g + 8, rows - 1) * records);
             ahead += warps;
-            if (ahead >= last) ahead = first + warp, ahead_tile += gridDim.x;
+            if (ahead >= last) ahead -= last - first, ahead_tile += gridDim.x;
         }
         commit_copies();
     };
@@ -536,16 +633,20 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     if constexpr (STAGED)
         stage_codes<T, R>(
             reinterpret_cast<const signed char*>(x), pitch, scales, padded, group.first, m, first, last - first,
-            base + cut.x, base + cut.sums_of_x, base + cut.scales);
+            base + cut.x, x_pitch, base + cut.sums_of_x, base + cut.scales);
     else
         stage_x<T, R>(
             [&](int i) { return x + (product_of(i) / (GROUPED ? divisor : 1) * records + first) * RECORD; }, m,
-            last - first, base + cut.x, base + cut.sums_of_x);
+            last - first, base + cut.x, x_pitch, base + cut.sums_of_x);
     __syncthreads();
     // Tokens that are not there may be any.
-    const unsigned my_x = min(g, m - 1) * 64 + t * 16, x_pitch = m * 64;
-    const unsigned my_sums_of_x = base + cut.sums_of_x + t * 8 + (Way::INNER ? min(g, m - 1) * 32 : 0);
-    const unsigned sums_pitch = Way::INNER ? Way::SUBS / 8 * m * 32 : Way::SUBS * TOKENS * 4;  // of a record
+    const unsigned my_x = base + cut.x + min(g, m - 1) * 64 + t * 16;
+    // Bytes of a lane's sums of x, and of a record's.
+    constexpr int OWN_SUMS = R::LANES ? Way::SUBS : 8;
+    const unsigned my_sums_of_x =
+        base + cut.sums_of_x + t * OWN_SUMS + (Way::INNER || R::LANES ? min(g, m - 1) * 4 * OWN_SUMS : 0);
+    const unsigned sums_pitch =
+        R::LANES ? m * 4 * OWN_SUMS : Way::INNER ? Way::SUBS / 8 * m * 32 : Way::SUBS * TOKENS * 4;
     const unsigned my_sums = base + cut.sums + lane * 16;
     const float of_all = tensor_scale ? tensor_scale[GROUPED ? group.expert * scale_step : 0] : 1.0f;
     // Where sums of tile `pass` go, and the barriers of that place: full, and free.
@@ -554,21 +655,24 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     int place = 0, phase = 0, place_before = 0, phase_before = 0;  // of this tile, and of the one that is added up
     int turn = 0;                                                  // the warp that adds up
     const int passes = int(blockIdx.x) < tiles ? (tiles - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 : 0;
+    int item = first + warp;
     for (int pass = 0; pass < passes + LATER; ++pass) {
         if (pass < passes) {
             float acc[4] = {};
-            for (int item = first + warp; item < last; item += warps) {
+            for (; item < last; item += warps) {
                 wait_copies<0>();
                 __syncwarp();
                 const unsigned stage = stages + g * RecordLayout<R>::stride();
                 const unsigned narrow[2] = {coming[0], coming[1]};
                 const int at = item - first;
                 const unsigned my_scales = base + cut.scales + at * (RECORD / 32 * TOKENS * 4) + t * 8;
-                const Beside beside{base + cut.x + at * 8 * x_pitch, x_pitch,  my_x, x_permuted(m),
-                                    my_sums_of_x + at * sums_pitch,  my_scales};
-                if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, start, acc);
+                const Beside beside{
+                    my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch, my_scales};
+                if constexpr (R::LANES) multiply_lanes<T, R>(stage, narrow, table, beside, t, start, acc);
+                else if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, start, acc);
                 else multiply_record<T, R, STAGED>(stage, narrow, table, beside, t, start, acc);
             }
+            item -= last - first;  // of the next tile
             const unsigned full = barriers + place * 16;
             barrier_wait(full + 8, phase ^ 1);
             store_shared(sums_of(place) + warp * TILE_SUMS, acc);

@@ -11,22 +11,57 @@ import kbitcupy as kb
 from kbitcupy.backend.structs import declarations
 
 RECORDS = {name: found for name in kb.list_formats() if (found := kb.get_format(name).records())}
-#: The decoders: those of some types are others where tokens are float16.
-DECODERS = [
-    (name, half) for name in RECORDS for half in (("true", "false") if "{half}" in RECORDS[name].struct else ("true",))
-]
+#: The decoders: some types have another one where tokens are float16.
+DECODERS = [(name, way) for name in RECORDS for way in (("Record", "Lanes") if RECORDS[name].lanes else ("Record",))]
 
 SOURCE = """
 struct HostRecord {
     const unsigned char* from;
     unsigned narrow;
     unsigned word(int at) const { unsigned v; __builtin_memcpy(&v, from + at, 4); return v; }
+    unsigned pair(int at) const { unsigned short v; __builtin_memcpy(&v, from + at, 2); return v; }
+    template <int N>
+    void words(unsigned (&w)[N], int at) const { __builtin_memcpy(w, from + at, 4 * N); }
 };
 template <typename R>
 struct HostTable {
-    unsigned word(unsigned i) const { return R::table_word(i); }
-    unsigned pair(unsigned i) const { return R::table_word(i / 2) >> i % 2 * 16 & 0xffffu; }
+    int lane;
+    unsigned kept[3] = {};
+    explicit HostTable(int lane) : lane(lane) {
+        if constexpr (R::LANES) for (int i = 0; i < 3; ++i) kept[i] = R::kept(i);
+    }
+    template <int COPIES>
+    unsigned entry(int first, unsigned i) const {
+        const unsigned at = first + i * COPIES + lane % COPIES;
+        return at < unsigned(R::TABLE) ? R::table_word(at) : ~0u;
+    }
+    template <int COPIES, int ENTRIES>
+    unsigned word(int first, unsigned v, int right = 0) const {
+        return entry<COPIES>(first, v >> right & (ENTRIES - 1));
+    }
 };
+// As a lane decodes a record of elements of its own.
+template <typename R>
+void decode_lanes(const HostRecord& record, int t, float* out, int* seen) {
+    const HostTable<R> table(5 * t);
+    R r;
+    r.fetch(record, t);
+    for (int s = 0; s < 16; ++s) {
+        if (s % 8 == 0) r.look_up(table, s / 8);
+        unsigned a[2];
+        r.scaled(s, a);
+        const int own = R::ORDER == BY_FIELDS ? s / 4 : s * 4 / R::SUB;  // of the lane's sub-blocks
+        float minimum = 0.0f;
+        if constexpr (R::OFFSETS) minimum = (r.minima(table, own / 2) >> own % 2 * 16 & 127u) * r.dmin;
+        for (int e = 0; e < 4; ++e) {
+            float times = half_of(a[e % 2], e / 2) * 16777216.0f;
+            for (int part = 0; part < R::part(s); ++part) times *= R::UNIT;
+            const int k = first_of<R::ORDER>(t, s) + e;
+            out[k] = __fsub_rn(__fmul_rn(times, r.d), minimum), seen[k] += 1;
+            if (step_of<R::ORDER>(k) != s || lane_of<R::ORDER>(k) != t) seen[k] += 100;
+        }
+    }
+}
 template <typename R>
 void decode_record(const unsigned char* const* fields, float* out, int* seen) {
     using Layout = RecordLayout<R>;
@@ -38,12 +73,14 @@ void decode_record(const unsigned char* const* fields, float* out, int* seen) {
         else record.narrow |= (fields[i][0] | fields[i][1] << 8) << 16 * narrow++;
     }
     for (int t = 0; t < 4; ++t)
-        for (int half = 0; half < 2; ++half) {
+        if constexpr (R::LANES) decode_lanes<R>(record, t, out, seen);
+        else for (int half = 0; half < 2; ++half) {
             R r;
-            r.load(record, HostTable<R>{}, t, half);
+            r.load(record, HostTable<R>(5 * t), t, half);
             for (int s = 0; s < 8; ++s)
                 for (int e = 0; e < 4; ++e) {
                     const int k = first_of<R::ORDER>(t, 8 * half + s) + e, code = r.codes(s) >> 8 * e & 255;
+                    if (step_of<R::ORDER>(k) != 8 * half + s || lane_of<R::ORDER>(k) != t) seen[k] += 100;
                     const bool minus = R::FLIPS && r.flips(s, e % 2) >> (15 + e / 2 * 16) & 1;
                     const int c = (code - R::BIAS) * (minus ? -1 : 1), j = s * 16 / R::SUB;
                     const float scaled = __fmul_rn(static_cast<float>(c), r.factor(j));
@@ -62,30 +99,30 @@ def library():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
     declared = kb.get_format("iq2_xs").declared
     functions = [
-        f'extern "C" void record_{name}_{half}(const unsigned char* const* fields, float* out, int* seen) '
-        f"{{ decode_record<{RECORDS[name].struct.format(half=half)}>(fields, out, seen); }}\n"
-        f'extern "C" int bytes_{name}_{half}(int i) {{ using R = {RECORDS[name].struct.format(half=half)}; '
+        f'extern "C" void record_{name}_{way}(const unsigned char* const* fields, float* out, int* seen) '
+        f"{{ decode_record<{RECORDS[name].struct.format(way=way)}>(fields, out, seen); }}\n"
+        f'extern "C" int bytes_{name}_{way}(int i) {{ using R = {RECORDS[name].struct.format(way=way)}; '
         "return i < 0 ? RecordLayout<R>::stride() : R::bytes(i); }"
-        for name, half in DECODERS
+        for name, way in DECODERS
     ]
-    header = '#include "linear/gguf_grid_records.cuh"\n'
+    header = '#include "linear/gguf_grid_lanes.cuh"\n'
     return host.build(f"{declarations(declared)}\n{header}{SOURCE}" + "\n".join(functions))
 
 
-@pytest.mark.parametrize(("name", "half"), DECODERS)
-def test_every_record_is_what_numpy_decodes(library, name, half):
+@pytest.mark.parametrize(("name", "way"), DECODERS)
+def test_every_record_is_what_numpy_decodes(library, name, way):
     format, rng = kb.get_format(name), np.random.default_rng(0)
     count, records = 300, RECORDS[name]
     planes = host.random_planes(rng, format, (count, 256))
     planes.pop("scale", None)  # of all: the epilogue's
     expected = host.decoded_by_numpy(format, planes, (count, 256))
     fields = [planes[field.name].reshape(count, -1).view(np.uint8) for field in format.fields]
-    size = getattr(library, f"bytes_{name}_{half}")
+    size = getattr(library, f"bytes_{name}_{way}")
     assert [size(i) for i in range(len(fields))] == [field.shape[1] for field in fields]
     assert size(-1) == records.stride
     assert records.stride % 32 == 16
     found, seen = np.empty((count, 256), np.float32), np.zeros((count, 256), np.int32)
-    decode = getattr(library, f"record_{name}_{half}")
+    decode = getattr(library, f"record_{name}_{way}")
     for i in range(count):
         own = (ctypes.c_void_p * len(fields))(*(field[i].ctypes.data for field in fields))
         decode(own, found[i].ctypes.data_as(ctypes.c_void_p), seen[i].ctypes.data_as(ctypes.c_void_p))

@@ -72,17 +72,21 @@ def _records(kind: type[Gguf]) -> tuple[Records, ...]:
     if about is None:
         return ()
     fields = tuple((field.name, field.nbytes * Records.ELEMENTS // kind.block) for field in kind.fields)
-    header = "linear/gguf_grid_records.cuh" if about.table else "linear/gguf_records.cuh"
-    sizes = about.sub, about.summed, about.table
+    kernels = "lanes" if about.lanes else "records"
     return (
         Records(
-            header,
-            f"{kind.struct}_Record{about.arguments}",
+            f"linear/gguf_{'grid_' if about.table else ''}{kernels}.cuh",
+            f"{kind.struct}_{{way}}",
             fields,
-            *sizes,
+            about.sub,
+            about.summed,
+            about.table,
             kind.tensor_scale,
             kind.declared,
             about.work,
+            about.lanes,
+            about.folded,
+            about.gap,
         ),
     )
 

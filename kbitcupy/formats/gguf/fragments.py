@@ -160,15 +160,19 @@ class About(NamedTuple):
         Words of its table.
     work : float, default 1.0
         As there.
-    arguments : str, default ""
-        Of the decoder, a template.
+    lanes, folded : bool, default False
+        As there.
+    gap : int, default 16
+        As there.
     """
 
     sub: int
     summed: bool = True
     table: int = 0
     work: float = 1.0
-    arguments: str = ""
+    lanes: bool = False
+    folded: bool = False
+    gap: int = 16
 
 
 #: By the names of formats: the types that linear_records decodes.
@@ -176,8 +180,8 @@ RECORDS = {
     "q4_1": About(32),
     "q5_0": About(32, work=1.2),
     "q5_1": About(32, work=1.25),
-    "q2_k": About(16),
-    "q3_k": About(16, work=1.3),
+    "q2_k": About(16, lanes=True, gap=32),
+    "q3_k": About(16, work=1.3, lanes=True, folded=True, gap=32),
     "q5_k": About(32, work=1.15),
     "q6_k": About(16, work=1.35),
     "iq4_nl": About(32, work=1.4),
@@ -186,11 +190,11 @@ RECORDS = {
     "nvfp4": About(16, work=1.9),
     "tq1_0": About(128, work=1.15),
     "tq2_0": About(128, work=0.75),
-    "iq1_s": About(32, table=2048, work=1.4),
-    "iq1_m": About(16, table=2048, work=1.9),
-    "iq2_xxs": About(32, False, 384, 1.3),
-    "iq2_xs": About(16, False, 640, 1.4, "<{half}>"),
-    "iq2_s": About(16, False, 1024, 1.4, "<{half}>"),
-    "iq3_xxs": About(32, False, 256, 1.45),
-    "iq3_s": About(32, False, 256, 1.65),
+    "iq1_s": About(32, table=2048, work=1.4, lanes=True, folded=True),
+    "iq1_m": About(16, table=2048, work=1.9, lanes=True, folded=True),
+    "iq2_xxs": About(32, table=32 * 256 + 16 * 128, work=1.3, lanes=True, folded=True),
+    "iq2_xs": About(16, table=16 * (512 + 128), work=1.4, lanes=True, folded=True),
+    "iq2_s": About(16, table=8 * 1024 + 16 * 256, work=1.4, lanes=True, folded=True),
+    "iq3_xxs": About(32, False, 32 * 256 + 16 * 128, 1.45, lanes=True),
+    "iq3_s": About(32, table=16 * 512 + 8 * 256, work=1.65, lanes=True, folded=True),
 }
