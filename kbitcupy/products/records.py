@@ -24,12 +24,13 @@ from .small_batch import add_up, launch_in_parts, room_for_parts
 
 #: The addresses of the fields of a weight.
 RECORD_PLANES = Struct("RecordPlanes", field=("u8", 5))
-#: What ``linear_records`` is told of its work: the records of a row; how many tiles' sums have room; where in shared
-#: memory there are the decoder's table, barriers, x, sums of x, scales of tokens, sums of products, and the stages of
-#: records; bytes behind two steps of x; and 0.
+#: What ``linear_records`` is told of its work: the records of a row; warps of a team, and how many tiles' sums have
+#: room for it; where in shared memory there are the decoder's table, barriers, x, sums of x, scales of tokens, sums of
+#: products, and the stages of records; bytes behind two steps of x; and 0.
 RECORD_CUT = Struct(
     "RecordCut",
     records="i4",
+    warps="i4",
     ring="i4",
     table="u4",
     barriers="u4",
@@ -57,7 +58,7 @@ def _template(records: Records, instances: tuple[str, ...] = (), hot: bool = Fal
 
 
 def _arguments(records: Records, T: str, grouped: bool, staged: bool) -> str:
-    way = "Lanes" if records.lanes and T == HALF_CXX[0] and not staged else "Record"
+    way = "Lanes" if records.lanes and not staged and T == HALF_CXX[0] else "Record"  # noqa: SIM300
     return f"{T}, {records.struct.format(way=way)}, {str(grouped).lower()}, {str(staged).lower()}"
 
 
@@ -120,12 +121,12 @@ class RecordKernel:
         self.fits = found is not None
         warps, resident, places, shared = found or (1, 1, {}, 0)
         self._splits = splits
-        self._packed = RECORD_CUT.pack(records=each, gap=records.gap, zero=0, **places)
+        tiles, blocks = -(-self._n // ITEM_ROWS), max(1, device.multiprocessors * resident // (splits * together))
+        self._teams = _teams(tiles, blocks, warps)
+        self._blocks = -(-tiles // (-(-tiles // (blocks * self._teams)) * self._teams))
+        self._packed = RECORD_CUT.pack(records=each, warps=warps // self._teams, gap=records.gap, zero=0, **places)
         values = _arguments(records, HALF_CXX[0] if staged else self.cxx, grouped, staged)
         self._kernel = _kernel(records, values, 32 * warps, shared)
-        tiles = -(-self._n // ITEM_ROWS)
-        blocks = max(1, device.multiprocessors * resident // (self._splits * together))
-        self._blocks = -(-tiles // -(-tiles // min(tiles, blocks)))
 
     def _cut(self, each: int, splits: int, m: int, room: int) -> tuple[int, int, dict[str, int], int] | None:
         """Warps of a thread block that has one of `splits` parts of the `each` records of a row and `m` tokens, how
@@ -135,7 +136,7 @@ class RecordKernel:
         records, best = self._records, None
         share = -(-each // splits)
         barriers = _rounded_up(4 * records.table)
-        x = barriers + 16 * max(_RINGS)
+        x = barriers + 16 * max(_RINGS) * _MOST_TEAMS
         sums_of_x = x + share * (records.ELEMENTS * 2 * m + 8 * records.gap)
         sub = min(records.sub, 32) if self._staged else records.sub
         summed = records.summed and (self._staged or not records.folded)
@@ -205,8 +206,18 @@ class RecordKernel:
         return f"records of 256 elements decoded in registers: linear_records, 8 tokens a thread block, grid {grid}"
 
 
-# Thread blocks that may share k; the fewest warps of a thread block that has work for them; bytes of a warp's sums.
-_MOST_SPLITS, _FEW_WARPS, _SUMS = 64, 8, 512
+# Thread blocks that may share k; the fewest warps of a thread block that has work for them; teams of warps; bytes of a
+# warp's sums.
+_MOST_SPLITS, _FEW_WARPS, _MOST_TEAMS, _SUMS = 64, 8, 2, 512
+
+
+def _teams(tiles: int, blocks: int, warps: int) -> int:
+    """Of the warps of a thread block: two, which join sums of half as many warps, where none of them wait for more."""
+
+    def busy(teams: int) -> float:
+        return tiles / (-(-tiles // (blocks * teams)) * blocks * teams)
+
+    return 2 if warps >= _FEW_WARPS and warps % 2 == 0 and busy(2) >= 0.98 * busy(1) else 1
 
 
 def _bound(records: Records, q: QuantizedArray) -> tuple[bytes, int]:

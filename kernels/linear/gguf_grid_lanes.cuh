@@ -1,5 +1,5 @@
-// Decoders of linear/gguf_lanes.cuh for GGUF's types whose groups of elements are entries of a grid. Grids and signs are
-// looked up in shared memory, where an entry has copies, so that fewer lanes meet in a bank.
+// Decoders of linear/gguf_lanes.cuh for GGUF's types whose groups of elements are entries of a grid. Grids and signs
+// are looked up in shared memory, where an entry has copies, so that fewer lanes meet in a bank.
 #pragma once
 #include "linear/gguf_grid_records.cuh"
 #include "linear/gguf_lanes.cuh"
@@ -52,7 +52,7 @@ struct IQ2Lanes : GridLanes<8> {
 struct IQ2_XXS_Lanes : IQ2Lanes {
     using Layout = RecordLayout<IQ2_XXS_Lanes>;
     using Of = IQ2_XXS_Record;
-    static constexpr int FIELDS = 2, SUB = 32, TABLE = Of::TABLE;
+    static constexpr int FIELDS = 2, SUB = 32, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
     __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned word[4];  // of either part of 32 elements four indices, and four numbers of signs and a scale
@@ -67,7 +67,7 @@ struct IQ2_XXS_Lanes : IQ2Lanes {
         if (!half) pair[0] = odd_halves<4>(__byte_perm(word[1], word[3], 0x7733), table.kept[0]);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            entry[i] = table.template entry<Of::COPIES>(0, __byte_perm(word[2 * half], 0, byte_and(i, 0))) |
+            entry[i] = table.template entry<COPIES>(0, __byte_perm(word[2 * half], 0, byte_and(i, 0))) |
                        table.template word<Of::SIGNS, 128>(Of::GRID, word[2 * half + 1], 7 * i);
     }
     __device__ __forceinline__ void scaled(int s, unsigned (&a)[2]) const { scale(s, pair[0], s / 8, a); }
@@ -89,7 +89,7 @@ struct IQ2Nibbles : IQ2Lanes {
 struct IQ2_XS_Lanes : IQ2Nibbles {
     using Layout = RecordLayout<IQ2_XS_Lanes>;
     using Of = IQ2_XS_Record;
-    static constexpr int FIELDS = 3, TABLE = Of::TABLE;
+    static constexpr int FIELDS = 3, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
     __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned word[4];  // 16 bits an octet: 9 of the index, 7 of the number of signs
@@ -106,7 +106,7 @@ struct IQ2_XS_Lanes : IQ2Nibbles {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const unsigned two = word[2 * half + i / 2], at = i % 2 * 16;
-            entry[i] = table.template word<Of::COPIES, 512>(0, two, at) |
+            entry[i] = table.template word<COPIES, 512>(0, two, at) |
                        table.template word<Of::SIGNS, 128>(Of::GRID, two, at + 9);
         }
     }
@@ -116,7 +116,7 @@ struct IQ2_XS_Lanes : IQ2Nibbles {
 struct IQ2_S_Lanes : IQ2Nibbles {
     using Layout = RecordLayout<IQ2_S_Lanes>;
     using Of = IQ2_S_Record;
-    static constexpr int FIELDS = 4, TABLE = Of::TABLE;
+    static constexpr int FIELDS = 4, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
     __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned low[2], sign[2], high;  // of an octet a byte of the index, a byte of signs, two bits of the index
@@ -132,8 +132,7 @@ struct IQ2_S_Lanes : IQ2Nibbles {
         if (!half) expand(table);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            entry[i] = table.template word<Of::COPIES, 1024>(
-                           0, __byte_perm(low[half], high >> 2 * i, byte_and(i, half))) |
+            entry[i] = table.template word<COPIES, 1024>(0, __byte_perm(low[half], high >> 2 * i, byte_and(i, half))) |
                        table.template entry<Of::SIGNS>(Of::GRID, __byte_perm(sign[half], 0, byte_and(i, 0)));
     }
 };
@@ -144,7 +143,7 @@ struct IQ2_S_Lanes : IQ2Nibbles {
 struct IQ3_XXS_Lanes : GridLanes<4> {
     using Layout = RecordLayout<IQ3_XXS_Lanes>;
     using Of = IQ3_XXS_Record;
-    static constexpr int FIELDS = 2, SUB = 32, TABLE = Of::TABLE;
+    static constexpr int FIELDS = 2, SUB = 32, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
     __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned word[4], more[2], pair, value[8], signs[4];
@@ -158,7 +157,7 @@ struct IQ3_XXS_Lanes : GridLanes<4> {
         if (!half) pair = odd_halves<4>(__byte_perm(more[0], more[1], 0x7733), table.kept[0]);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            value[i] = table.template entry<Of::COPIES>(0, __byte_perm(word[2 * half + i / 4], 0, byte_and(i % 4, 0)));
+            value[i] = table.template entry<COPIES>(0, __byte_perm(word[2 * half + i / 4], 0, byte_and(i % 4, 0)));
 #pragma unroll
         for (int i = 0; i < 4; ++i) signs[i] = table.template word<Of::SIGNS, 128>(Of::GRID, more[half], 7 * i);
     }
@@ -175,7 +174,7 @@ struct IQ3_XXS_Lanes : GridLanes<4> {
 struct IQ3_S_Lanes : GridLanes<8> {
     using Layout = RecordLayout<IQ3_S_Lanes>;
     using Of = IQ3_S_Record;
-    static constexpr int FIELDS = 5, SUB = 32, TABLE = Of::TABLE;
+    static constexpr int FIELDS = 5, SUB = 32, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
     __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned word[4], sign[2], high, scales, pair, octet[4];
@@ -194,7 +193,7 @@ struct IQ3_S_Lanes : GridLanes<8> {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int at = i * 2 + e;
-                four[e] = table.template word<Of::COPIES, 512>(
+                four[e] = table.template word<COPIES, 512>(
                     0, __byte_perm(word[2 * half + at / 4], high >> at, byte_and(at % 4, half)));
             }
             octet[i] = (four[1] * 256u + four[0]) ^
@@ -225,13 +224,12 @@ struct IQ1Lanes : GridLanes<64> {
         const unsigned eighth = (minus & 0x80008000u) ^ 0x00080008u;
         return fma_halves(odd, eighth, multiply_halves(odd, 0x80408040u));
     }
-    __device__ __forceinline__ void scale(int s, unsigned odd, int which, unsigned added, int other, unsigned (&a)[2])
-        const {
+    __device__ __forceinline__ void scale(
+        int s, unsigned odd, int which, unsigned added, int other, unsigned (&a)[2]) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int k = s % 2 * 2 + h;
-            a[h] = fma_halves(
-                entry[s / 2 % 4] & halves(3u << 2 * k), twice(times(odd, k), which), twice(added, other));
+            a[h] = fma_halves(entry[s / 2 % 4] & halves(3u << 2 * k), twice(times(odd, k), which), twice(added, other));
         }
     }
 };
@@ -240,7 +238,7 @@ struct IQ1Lanes : GridLanes<64> {
 struct IQ1_S_Lanes : IQ1Lanes {
     using Layout = RecordLayout<IQ1_S_Lanes>;
     using Of = IQ1_S_Record;
-    static constexpr int FIELDS = 3, SUB = 32, TABLE = Of::TABLE;
+    static constexpr int FIELDS = 3, SUB = 32, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
     __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned low[2], more, odd, added;
@@ -254,8 +252,8 @@ struct IQ1_S_Lanes : IQ1Lanes {
         if (!half) odd = odd_halves<4, 7u>(more >> 8, table.kept[0]), added = moved(odd, more);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            entry[i] = table.template word<Of::COPIES, 2048>(
-                0, __byte_perm(low[half], more >> 3 * i, byte_and(i, 2 * half)));
+            entry[i] =
+                table.template word<COPIES, 2048>(0, __byte_perm(low[half], more >> 3 * i, byte_and(i, 2 * half)));
     }
     __device__ __forceinline__ void scaled(int s, unsigned (&a)[2]) const { scale(s, odd, s / 8, added, s / 8, a); }
 };
@@ -264,7 +262,7 @@ struct IQ1_S_Lanes : IQ1Lanes {
 struct IQ1_M_Lanes : IQ1Lanes {
     using Layout = RecordLayout<IQ1_M_Lanes>;
     using Of = IQ1_M_Record;
-    static constexpr int FIELDS = 3, SUB = 16, TABLE = Of::TABLE;
+    static constexpr int FIELDS = 3, SUB = 16, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
     __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned low[2], more, scales;  // nibbles of eight octets, three bits of two octets each
@@ -287,7 +285,7 @@ struct IQ1_M_Lanes : IQ1Lanes {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            entry[i] = table.template word<Of::COPIES, 2048>(
+            entry[i] = table.template word<COPIES, 2048>(
                 0, __byte_perm(low[half], more >> i % 2 * 4, byte_and(i, 2 * half + i / 2)));
     }
     __device__ __forceinline__ void scaled(int s, unsigned (&a)[2]) const {

@@ -16,8 +16,8 @@ constexpr int SIGN_COPIES = 16;
 
 // ---- two bits: three magnitudes --------------------------------------------------------------------------------
 
-// The elements that selectors of a permutation name, 64 in the middle: three positive ones, or the `negative` ones, which
-// are those from 4 on.
+// The elements that selectors of a permutation name, 64 in the middle: three positive ones, or the `negative` ones,
+// which are those from 4 on.
 __host__ __device__ constexpr unsigned iq2_values(bool negative) {
     return negative ? 0x00404040u - IQ2_VALUES : 0x00404040u + IQ2_VALUES;
 }
@@ -86,7 +86,8 @@ struct IQ2_XS_Record : IQ2Halves {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const unsigned q = record.pair(Layout::at(1) + 32 * half + 4 * i + t / 2 * 2);
-            const unsigned all = table.template word<COPIES, 512>(0, q, 0) | table.template word<SIGNS, 128>(GRID, q, 9);
+            const unsigned all =
+                table.template word<COPIES, 512>(0, q, 0) | table.template word<SIGNS, 128>(GRID, q, 9);
             entry[i] = all >> t % 2 * 16;
         }
         scales = record.word(Layout::at(2) + 4 * half), load_d(record);

@@ -2,9 +2,10 @@
 // instructions limit these, so each lane has elements of its own, 64 neighbours or four groups of 16, and scales of a
 // few groups. What records are stands in linear/gguf_records.cuh.
 //
-// Scales are multiplied with codes, as halves: the bits of a half below 2048 are that many times 2^-24, tensor cores and
-// multiplications take subnormal numbers, too, and scale times code is below 2048. So a code needs no conversion but
-// to be masked out, wherever it is in its half: what a shift would have taken off comes off the scale, or at the end.
+// Scales are multiplied with codes, as halves: the bits of a half below 2048 are that many times 2^-24, tensor cores
+// and multiplications take subnormal numbers, too, and scale times code is below 2048. So a code needs no conversion
+// but to be masked out, wherever it is in its half: what a shift would have taken off comes off the scale, or at the
+// end.
 //
 // Such a decoder has, beside FIELDS, bytes(i), SUB, OFFSETS, TABLE and table_word(i) of all,
 //

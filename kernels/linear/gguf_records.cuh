@@ -18,6 +18,7 @@
 //     BIAS, WIDE, FLIPS          a byte less BIAS is c, times -1 where a bit says so (FLIPS); WIDE: bytes over 127
 //     OFFSETS                    whether there is a B
 //     TABLE, table_word(i)       words of a table in shared memory; 0: none
+//     COPIES                     with a table: of its words as many are equal, or four of them at least
 //     load(record, table, t, half)
 //                                read what the lane needs of half a record, or look it up
 //     codes(s)                   the four bytes of step s, 0 to 7, in the order of elements

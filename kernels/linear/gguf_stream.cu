@@ -4,8 +4,8 @@
 //     fields of W --cp.async--> records of 16 rows, a stage a warp --decode--> fragments \\
 //     x --once, in the order of fragments--> shared memory ------------------------------------ mma.sync --> sums
 //
-// A thread block has every gridDim.x-th tile of 16 rows. Its warps share k: each has every warps-th of all its records
-// (256 elements of the rows), tile after tile, and has the next one under way while it multiplies. Their
+// Warps are in teams, and a team has every so many-th tile of 16 rows. Its warps share k: each has every warps-th of
+// all records (256 elements of the rows), tile after tile, and has the next one under way while it multiplies. Their
 // sums go through a ring of places in shared memory, where one warp, another for each tile, adds them up in the order
 // of the warps, and only two tiles later: so warps need not keep step.
 //
@@ -18,7 +18,8 @@
 //     HALF_Y, BFLOAT_Y, FLOAT_Y  types of y for quantized tokens
 //     struct RecordCut
 //         records                of a row
-//         ring                   tiles whose sums have room, more than LATER
+//         warps                  of a team
+//         ring                   tiles of a team whose sums have room, more than LATER
 //         table, barriers, x, sums_of_x, scales, sums, stages    where they begin in shared memory
 //         gap                    bytes behind two steps of x
 //         zero                   0
@@ -72,28 +73,29 @@ struct SharedTable {
     }
 };
 
-// How a warp copies the records of 16 rows. Where a lane's pieces come from and go to is worked out once: a lane whose
-// first piece of a field is that of row r has of the next ones those of r and a few rows more, where a row has a power
-// of two of pieces.
-template <typename R, int I>
+// How a warp copies the records of 16 rows: of field I what a lane copies of the next record. Where pieces go to and
+// come from is worked out once: a lane whose first piece is that of row r has of the next ones those of r and a few
+// rows more, where a row has a power of two of pieces.
+template <typename R, int I, bool COPIED>
 struct FieldCopy {
     using Layout = RecordLayout<R>;
     static constexpr int BYTES = R::bytes(I), PIECE = Layout::piece(I), PIECES = BYTES / PIECE;  // of a row
     static constexpr int ALL = ITEM_ROWS * PIECES, COPIES = (ALL + WARP - 1) / WARP;
     static constexpr bool REGULAR = (PIECES & (PIECES - 1)) == 0;
     static constexpr int KEPT = REGULAR ? 1 : COPIES;
+    const char* source;
     unsigned from[KEPT], to[KEPT];
 
-    __device__ __forceinline__ void begin(unsigned pitch, int lane) {
+    __device__ __forceinline__ void begin(const void* field, unsigned number, unsigned pitch, int lane) {
 #pragma unroll
         for (int c = 0; c < KEPT; ++c) {
             const int piece = c * WARP + lane, row = piece / PIECES, at = piece % PIECES * PIECE;
             from[c] = row * pitch * BYTES + at, to[c] = row * Layout::stride() + Layout::at(I) + at;
         }
+        source = static_cast<const char*>(field) + (unsigned long long)number * BYTES;
+        if constexpr (REGULAR) source += from[0], from[0] = 0;
     }
-    __device__ __forceinline__ void start(
-        const RecordPlanes& planes, unsigned stage, unsigned number, unsigned pitch, int left, int lane) const {
-        const char* source = reinterpret_cast<const char*>(planes.field[I]) + (unsigned long long)number * BYTES;
+    __device__ __forceinline__ void start(unsigned stage, unsigned pitch, int left, int lane) const {
 #pragma unroll
         for (int c = 0; c < COPIES; ++c) {
             constexpr int ROWS = REGULAR ? WARP / PIECES : 0;  // from a copy to the next one
@@ -103,68 +105,51 @@ struct FieldCopy {
                 c * WARP + lane < min(left, ITEM_ROWS) * PIECES);
         }
     }
+    __device__ __forceinline__ unsigned narrow(int, unsigned, int) const { return 0; }
+    __device__ __forceinline__ void advance(unsigned records) { source += (unsigned long long)records * BYTES; }
 };
-struct NoCopy {
-    __device__ __forceinline__ void begin(unsigned, int) {}
-    template <typename... A>
-    __device__ __forceinline__ void start(const A&...) const {}
-};
-template <typename R, int I, bool COPIED>
-struct FieldCopyOf {
-    using Type = FieldCopy<R, I>;
-};
+
+// The fields of 2 bytes, of which a lane reads those of its own two rows.
 template <typename R, int I>
-struct FieldCopyOf<R, I, false> {
-    using Type = NoCopy;
+struct FieldCopy<R, I, false> {
+    const unsigned short* source;
+    __device__ __forceinline__ void begin(const void* field, unsigned number, unsigned pitch, int lane) {
+        source = static_cast<const unsigned short*>(field) + number + (unsigned long long)(lane / 4) * pitch;
+    }
+    __device__ __forceinline__ void start(unsigned, unsigned, int, int) const {}
+    __device__ __forceinline__ unsigned narrow(int i, unsigned pitch, int rows) const {
+        return i * 8 < rows ? __ldg(source + (unsigned long long)pitch * (i * 8)) : 0u;
+    }
+    __device__ __forceinline__ void advance(unsigned records) { source += records; }
 };
 
 // Those of field I and all behind it.
 template <typename R, int I = 0>
 struct FieldCopies {
-    typename FieldCopyOf<R, I, RecordLayout<R>::piece(I) != 0>::Type mine;
+    static constexpr bool COPIED = RecordLayout<R>::piece(I) != 0;
+    FieldCopy<R, I, COPIED> mine;
     FieldCopies<R, I + 1> others;
-    __device__ __forceinline__ void begin(unsigned pitch, int lane) {
-        mine.begin(pitch, lane), others.begin(pitch, lane);
+    __device__ __forceinline__ void begin(const RecordPlanes& planes, unsigned number, unsigned pitch, int lane) {
+        mine.begin(reinterpret_cast<const void*>(planes.field[I]), number, pitch, lane);
+        others.begin(planes, number, pitch, lane);
     }
-    template <typename... A>
-    __device__ __forceinline__ void start(const A&... a) const {
-        mine.start(a...), others.start(a...);
+    // Start to copy: there are `left` rows, and what others would give stays in their own sums.
+    __device__ __forceinline__ void start(unsigned stage, unsigned pitch, int left, int lane) const {
+        mine.start(stage, pitch, left, lane), others.start(stage, pitch, left, lane);
     }
+    // The fields of 2 bytes of the lane's row i, of which `rows` are there from the first one on.
+    __device__ __forceinline__ unsigned narrow(int i, unsigned pitch, int rows) const {
+        const unsigned behind = others.narrow(i, pitch, rows);
+        return COPIED ? behind : mine.narrow(i, pitch, rows) | behind << 16;
+    }
+    __device__ __forceinline__ void advance(unsigned records) { mine.advance(records), others.advance(records); }
 };
 template <typename R>
-struct FieldCopies<R, R::FIELDS> : NoCopy {};
-
-template <typename R>
-struct RecordCopy16 {
-    using Layout = RecordLayout<R>;
-    const RecordPlanes& planes;
-    int lane;
-    unsigned pitch;  // records of a row
-    FieldCopies<R> fields;
-
-    __device__ __forceinline__ RecordCopy16(const RecordPlanes& planes, unsigned pitch, int lane)
-        : planes(planes), lane(lane), pitch(pitch) {
-        fields.begin(pitch, lane);
-    }
-
-    // Start to copy; the record of the first row has number `number`, and there are `left` rows: what others would give
-    // stays in their own sums.
-    __device__ __forceinline__ void start(unsigned stage, unsigned number, int left) const {
-        fields.start(planes, stage, number, pitch, left, lane);
-    }
-
-    // The fields of 2 bytes of one record.
-    __device__ __forceinline__ unsigned narrow(unsigned number) const {
-        unsigned found = 0;
-        int shift = 0;
-#pragma unroll
-        for (int i = 0; i < R::FIELDS; ++i) {
-            if (Layout::piece(i)) continue;
-            found |= unsigned(__ldg(reinterpret_cast<const unsigned short*>(planes.field[i]) + number)) << shift;
-            shift += 16;
-        }
-        return found;
-    }
+struct FieldCopies<R, R::FIELDS> {
+    __device__ __forceinline__ void begin(const RecordPlanes&, unsigned, unsigned, int) {}
+    __device__ __forceinline__ void start(unsigned, unsigned, int, int) const {}
+    __device__ __forceinline__ unsigned narrow(int, unsigned, int) const { return 0; }
+    __device__ __forceinline__ void advance(unsigned) {}
 };
 
 // Whether codes are the bits of numbers, see gguf_records.cuh, and what one of them then stands for; whether inner
@@ -352,8 +337,8 @@ __device__ __forceinline__ void multiply_inner(
 }
 
 // The same where lanes have elements of their own (linear/gguf_lanes.cuh): all of a record is one sum, or one for each
-// power of two. Minima are those of a lane's sub-blocks, times sums of x in two bfloat16, which leave out 2^-17: one more
-// mma for two of them.
+// power of two. Minima are those of a lane's sub-blocks, times sums of x in two bfloat16, which leave out 2^-17: one
+// more mma for two of them.
 template <typename T, typename R, typename Next>
 __device__ __forceinline__ void multiply_lanes(
     unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
@@ -376,8 +361,7 @@ __device__ __forceinline__ void multiply_lanes(
         unsigned a[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) r[i].scaled(s, a[i]);
-        mma<T>(
-            part[R::part(s)], a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
+        mma<T>(part[R::part(s)], a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
     }
     if constexpr (R::OFFSETS) {
         float minima[4] = {};
@@ -578,16 +562,22 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     using Way = ::Way<T, R, STAGED>;
     extern __shared__ uint4 dynamic[];
     constexpr int STAGE = ITEM_ROWS * RecordLayout<R>::stride();
-    const int warps = blockDim.x / WARP, lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const int warps = cut.warps, teams = blockDim.x / WARP / warps, team = warp_number() / warps;
+    const int warp = warp_number() - team * warps;
     const unsigned base = shared_address(dynamic);
     const SharedTable table = SharedTable::of<R>(base + cut.table, lane, cut.zero);
     launch_dependents();
     if constexpr (R::TABLE > 0) {
-        for (int i = threadIdx.x; i < R::TABLE; i += blockDim.x)
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(table.at + 4 * i), "r"(R::table_word(i)) : "memory");
+        constexpr int COPIED = R::COPIES % 4 ? 1 : 4;
+        for (int i = threadIdx.x * COPIED; i < R::TABLE; i += blockDim.x * COPIED) {
+            const unsigned word = R::table_word(i);
+            if constexpr (COPIED == 1) store_shared(table.at + 4 * i, __uint_as_float(word));
+            else asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(table.at + 4 * i), "r"(word) : "memory");
+        }
     }
     if (threadIdx.x == 0) {
-        for (int i = 0; i < cut.ring; ++i)
+        for (int i = 0; i < teams * cut.ring; ++i)
             barrier_init(base + cut.barriers + i * 16, warps), barrier_init(base + cut.barriers + i * 16 + 8, 1);
     }
     wait_for_previous();
@@ -611,21 +601,26 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     const int first = blockIdx.y * records / gridDim.y, last = (blockIdx.y + 1) * records / gridDim.y;
     const unsigned above = GROUPED ? group.expert * unsigned(n) : 0;
     const unsigned x_pitch = m * 64 + cut.gap;
-    const RecordCopy16<R> copies(planes, records, lane);
+    const int first_tile = int(blockIdx.x) * teams + team, step = int(gridDim.x) * teams;  // of a team
 
-    // What to copy next, and where.
-    int ahead_tile = blockIdx.x, ahead = first + warp;
+    // What to copy next, and the rows that are left there.
+    int ahead = first + warp, left = n - first_tile * ITEM_ROWS;
     unsigned coming[2] = {};
-    const unsigned stages = base + cut.stages + warp * STAGE;
+    const unsigned stages = base + cut.stages + warp_number() * STAGE;
+    FieldCopies<R> copies;
+    copies.begin(planes, (above + first_tile * ITEM_ROWS) * records + ahead, records, lane);
     auto start = [&] {
-        if (ahead_tile < tiles && ahead < last) {
-            const int row = ahead_tile * ITEM_ROWS, rows = n - row;
-            const unsigned number = (above + row) * records + ahead;
-            copies.start(stages, number, rows);
-            coming[0] = copies.narrow(number + min(g, rows - 1) * records);
-            coming[1] = copies.narrow(number + min(g + 8, rows - 1) * records);
+        if (left > 0) {
+            copies.start(stages, records, left, lane);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) coming[i] = copies.narrow(i, records, left - g);
+            unsigned next = warps;
             ahead += warps;
-            if (ahead >= last) ahead -= last - first, ahead_tile += gridDim.x;
+            if (ahead >= last) {
+                ahead -= last - first, left -= step * ITEM_ROWS;
+                next += step * ITEM_ROWS * records - (last - first);
+            }
+            copies.advance(next);
         }
         commit_copies();
     };
@@ -645,16 +640,17 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     constexpr int OWN_SUMS = R::LANES ? Way::SUBS : 8;
     const unsigned my_sums_of_x =
         base + cut.sums_of_x + t * OWN_SUMS + (Way::INNER || R::LANES ? min(g, m - 1) * 4 * OWN_SUMS : 0);
-    const unsigned sums_pitch =
-        R::LANES ? m * 4 * OWN_SUMS : Way::INNER ? Way::SUBS / 8 * m * 32 : Way::SUBS * TOKENS * 4;
-    const unsigned my_sums = base + cut.sums + lane * 16;
+    const unsigned sums_pitch = R::LANES     ? m * 4 * OWN_SUMS
+                                : Way::INNER ? Way::SUBS / 8 * m * 32
+                                             : Way::SUBS * TOKENS * 4;
+    const unsigned my_sums = base + cut.sums + team * cut.ring * warps * TILE_SUMS + lane * 16;
     const float of_all = tensor_scale ? tensor_scale[GROUPED ? group.expert * scale_step : 0] : 1.0f;
     // Where sums of tile `pass` go, and the barriers of that place: full, and free.
-    const unsigned barriers = base + cut.barriers;
+    const unsigned barriers = base + cut.barriers + team * cut.ring * 16;
     auto sums_of = [&](int place) { return my_sums + place * warps * TILE_SUMS; };
     int place = 0, phase = 0, place_before = 0, phase_before = 0;  // of this tile, and of the one that is added up
     int turn = 0;                                                  // the warp that adds up
-    const int passes = int(blockIdx.x) < tiles ? (tiles - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 : 0;
+    const int passes = first_tile < tiles ? (tiles - 1 - first_tile) / step + 1 : 0;
     int item = first + warp;
     for (int pass = 0; pass < passes + LATER; ++pass) {
         if (pass < passes) {
@@ -666,8 +662,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                 const unsigned narrow[2] = {coming[0], coming[1]};
                 const int at = item - first;
                 const unsigned my_scales = base + cut.scales + at * (RECORD / 32 * TOKENS * 4) + t * 8;
-                const Beside beside{
-                    my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch, my_scales};
+                const Beside beside{my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch, my_scales};
                 if constexpr (R::LANES) multiply_lanes<T, R>(stage, narrow, table, beside, t, start, acc);
                 else if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, start, acc);
                 else multiply_record<T, R, STAGED>(stage, narrow, table, beside, t, start, acc);
@@ -692,7 +687,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(full + 8);
-            const int tile = int(blockIdx.x) + before * int(gridDim.x);
+            const int tile = first_tile + before * step;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = t * 2 + i % 2, row = tile * ITEM_ROWS + g + i / 2 * 8;

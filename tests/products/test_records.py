@@ -1,6 +1,7 @@
 """Decoders of the streaming products (kernels/linear/gguf_records.cuh), compiled for the host, beside NumPy."""
 
 import ctypes
+import itertools
 import os
 
 import numpy as np
@@ -9,6 +10,8 @@ from host import compiled as host
 
 import kbitcupy as kb
 from kbitcupy.backend.structs import declarations
+from kbitcupy.products.records import RecordKernel
+from kbitcupy.products.routes import Device
 
 RECORDS = {name: found for name in kb.list_formats() if (found := kb.get_format(name).records())}
 #: The decoders: some types have another one where tokens are float16.
@@ -90,6 +93,26 @@ void decode_record(const unsigned char* const* fields, float* out, int* seen) {
         }
 }
 """
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q6_k", "iq3_s", "iq1_m"])
+def test_cuts(name):
+    """All tiles have a team, no warp of which is without a record of each, and what they need is there."""
+    gpu = Device(0, 90, 132, 227 << 10, True, True)
+    for n, each, tokens in itertools.product((16, 1000, 8192, 28672), (1, 3, 10, 16, 32, 112), (1, 5, 8, 40)):
+        for grouped, staged in ((False, False), (True, False), (False, True)):
+            cut = RecordKernel(RECORDS[name], (n, each * 256), np.dtype("float16"), gpu, tokens, grouped, staged)
+            if not cut.fits:
+                assert grouped and each == 112
+                continue
+            warps, resident, _, shared = cut._cut(each, cut._splits, min(tokens, 8) if not grouped else 8, 227 << 10)
+            assert shared <= 227 << 10 and warps * resident <= 16
+            assert warps % cut._teams == 0 and warps // cut._teams <= each // cut._splits
+            tiles = -(-n // 16)
+            passes = -(-tiles // (cut._blocks * cut._teams))
+            assert cut._blocks == 1 or (cut._blocks - 1) * cut._teams * passes < tiles, "no thread block is idle"
+    assert RecordKernel(RECORDS[name], (28672, 8192), np.dtype("float16"), gpu, 8)._teams == 2
+    assert RecordKernel(RECORDS[name], (14336, 4096), np.dtype("float16"), gpu, 8)._teams == 1
 
 
 @pytest.fixture(scope="module")
