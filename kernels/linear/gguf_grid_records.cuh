@@ -111,8 +111,8 @@ struct IQ2_S_Record : IQ2Halves {
         for (int i = 0; i < 8; ++i) {
             const int group = 2 * i + t / 2, at = Layout::at(1) + 16 * half + i / 2 * 4, shift = group % 4 * 8;
             const unsigned index = (record.word(at) >> shift & 255u) | (high >> 2 * group & 3u) << 8;
-            const unsigned all = table.template entry<COPIES>(0, index) |
-                                 table.template word<SIGNS, 256>(GRID, record.word(at + 32), shift);
+            const unsigned signs = record.word(at + 32) >> shift & 255u;
+            const unsigned all = table.template entry<COPIES>(0, index) | table.template entry<SIGNS>(GRID, signs);
             entry[i] = all >> t % 2 * 16;
         }
         scales = record.word(Layout::at(3) + 4 * half), load_d(record);
