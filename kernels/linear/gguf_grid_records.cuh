@@ -137,24 +137,25 @@ struct IQ3_XXS_Record : RecordBase {
         const unsigned signs = signs_of((i - GRID) / SIGNS);
         return signs | signs << 14;
     }
-    unsigned value[8], signs[4], more[4];
+    unsigned value[8], signs[4], scales;
     float d;
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const unsigned both = record.word(Layout::at(1) + 32 * half + 8 * j + t / 2 * 4) >> t % 2 * 16;
-            more[j] = record.word(Layout::at(1) + 64 + 16 * half + 4 * j);
+            const unsigned both = record.pair(Layout::at(1) + 32 * half + 8 * j + 2 * t);
+            const unsigned more = record.word(Layout::at(1) + 64 + 16 * half + 4 * j);
 #pragma unroll
             for (int i = 0; i < 2; ++i) value[2 * j + i] = table.template word<COPIES, 256>(0, both, 8 * i);
-            signs[j] = table.template word<SIGNS, 128>(GRID, more[j], 7 * t);
+            signs[j] = table.template word<SIGNS, 128>(GRID, more, 7 * t);
+            scales = j ? scales | more >> 28 << 4 * j : more >> 28;
         }
         d = __fmul_rn(half_of(record.narrow, 0), 0.25f);
     }
     __device__ __forceinline__ unsigned codes(int s) const { return value[s]; }
     __device__ __forceinline__ unsigned flips(int s, int i) const { return signs[s / 2] << (15 - s % 2 * 4 - i); }
-    __device__ __forceinline__ float factor(int j) const { return odd_of(more[j] >> 28); }
+    __device__ __forceinline__ float factor(int j) const { return odd_of(scales >> 4 * j & 15u); }
     __device__ __forceinline__ float outer() const { return d; }
 };
 
