@@ -37,7 +37,7 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 
-_HASHED_BYTES = 1 << 20  # at either end of a file
+_HASHED_BYTES = 1 << 16  # at either end of a file
 _READS_ANYWHERE = hasattr(os, "preadv")
 
 
