@@ -28,7 +28,7 @@ _TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
 _ROW = 32
 _LAST_BUCKET = np.uint32(0xFFFF)
 # Marks a bucket with a threshold inside. With 256 levels it is an index as well, one that is rare.
-_AMBIGUOUS = 254
+_AMBIGUOUS = np.uint8(254)
 
 
 class Buffers:
@@ -122,7 +122,8 @@ def converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _has_special(x: np.ndarray) -> bool:
     """Whether float16 numbers, one or more, hold an infinity or NaN: the largest of their bits, with and without."""
-    return bool(x.view(np.int16).max() >= 0x7C00 or x.view(np.uint16).max() >= 0xFC00)
+    largest = np.maximum.reduce
+    return bool(largest(x.view(np.int16), axis=None) >= 0x7C00 or largest(x.view(np.uint16), axis=None) >= 0xFC00)
 
 
 def chunk_absmax(rows: np.ndarray, buffers: Buffers) -> np.ndarray:
@@ -131,7 +132,7 @@ def chunk_absmax(rows: np.ndarray, buffers: Buffers) -> np.ndarray:
     magnitude = buffers.y[: rows.size].view(np.uint32)
     np.bitwise_and(rows.reshape(-1).view(np.uint32), _MAGNITUDE, out=magnitude)
     largest = _row_max(magnitude, buffers)
-    if largest.max() > _INFINITE:
+    if np.maximum.reduce(largest) > _INFINITE:
         magnitude *= magnitude <= _INFINITE
         largest = _row_max(magnitude, buffers)
     return flush_chunk(largest.view(np.float32))
@@ -157,7 +158,7 @@ def _half_absmax(x: np.ndarray, buffers: Buffers) -> np.ndarray:
     magnitude = buffers.y.view(np.uint16)[: x.size]
     np.bitwise_and(x.view(np.uint16), np.uint16(0x7FFF), out=magnitude)
     largest = _row_max(magnitude, buffers)
-    if largest.max() > 0x7C00:
+    if np.maximum.reduce(largest) > 0x7C00:
         magnitude *= magnitude <= 0x7C00
         largest = _row_max(magnitude, buffers)
     return largest.view(np.float16).astype(np.float32)
@@ -240,26 +241,26 @@ class Buckets:
 
     def search(self, y: np.ndarray, buffers: Buffers) -> np.ndarray:
         """The index of each number of a chunk, which it may overwrite; 0 for NaN. The result lies in a buffer."""
-        index, flag = buffers.index[: y.size].reshape(y.shape), buffers.flag[: y.size].reshape(y.shape)
-        nan, work = None, buffers.x[: y.size].reshape(y.shape)
-        bucket = self._position(y, work)
-        if y.size and bucket.max() > _LAST_BUCKET:
-            nan = np.isnan(y)
-            np.fmax(y, -self.limit, out=y)
-            np.fmin(y, self.limit, out=y)
-            bucket = self._position(y, work)
+        # Beside another thread every call costs, and what Python does between two calls: plain views, no wrappers.
+        flat = y.reshape(-1)
+        size = flat.size
+        nan, index, flag, position = None, buffers.index[:size], buffers.flag[:size], buffers.position[:size]
+        bucket = self._position(flat, buffers.x[:size])
+        if size and np.maximum.reduce(bucket) > _LAST_BUCKET:
+            nan = np.isnan(flat)
+            np.fmax(flat, -self.limit, out=flat)
+            np.fmin(flat, self.limit, out=flat)
+            bucket = self._position(flat, buffers.x[:size])
             bucket &= _LAST_BUCKET
-        position = buffers.position[: y.size].reshape(y.shape)
         position[...] = bucket
-        np.take(self.index, position, out=index, mode="wrap")
+        self.index.take(position, out=index, mode="wrap")
         np.equal(index, _AMBIGUOUS, out=flag)
-        rare = np.flatnonzero(flag)
+        (rare,) = flag.nonzero()
         if rare.size:
-            level = np.searchsorted(self.thresholds, y.reshape(-1)[rare], side="left")
-            index.reshape(-1)[rare] = self.levels[level]
+            index[rare] = self.levels[self.thresholds.searchsorted(flat[rare])]
         if nan is not None:
             index[nan] = 0
-        return index
+        return index.reshape(y.shape)
 
 
 # ---- codes in the bits of bytes --------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def encode_blocks(
                 divisors = _divisors(absmax, kind, scale, planes["absmax"][begin:ready])
             divisor = divisors[first - begin : last - begin]
             y = buffers.y[: block.size].reshape(block.shape)
-            if table.thresholds is None or divisor.min() < _SAFE_DIVISOR:
+            if table.thresholds is None or np.minimum.reduce(divisor) < _SAFE_DIVISOR:
                 np.copyto(y, block)
                 block = flush_chunk(y)
             np.divide(block, divisor[:, None], out=y)
@@ -217,11 +217,12 @@ def encode_chunks(x: np.ndarray, block: int, table: Table, out: np.ndarray) -> A
             out[first : first + absmax.size] = absmax
             y = buffers.y[: rows.size].reshape(rows.shape)
             x_rows = rows
-            if table.flushes or absmax.min() < _SAFE_ABSMAX:
+            if table.flushes or np.minimum.reduce(absmax) < _SAFE_ABSMAX:
                 np.copyto(y, rows)
                 rows = flush_chunk(y)
-            down = np.where((absmax > _LARGE) & (absmax < np.inf), _DOWN, np.float32(1))
-            if absmax.max() > _LARGE:
+            down: Any = np.float32(1)
+            if np.maximum.reduce(absmax) > _LARGE:
+                down = np.where((absmax > _LARGE) & (absmax < np.inf), _DOWN, np.float32(1))
                 rows = np.multiply(rows, down[:, None], out=y)
             reciprocal = np.float32(1) / (absmax * down)
             np.multiply(rows, reciprocal[:, None], out=y)
