@@ -306,7 +306,8 @@ def wrong_integers(format, preset, rng, cupy, routes):
     bias = cupy.asarray(rng.standard_normal(n).astype(np.float32)) if rng.random() < 0.3 else None
     y = cupy.full((m, n), np.nan, dtype)
     kb.linear(x, q, bias, activations=preset, out=y)
-    routes[f"{preset} {kb.explain(x, q, bias, activations=preset).route}"] += 1
+    route = kb.explain(x, q, bias, activations=preset).route
+    routes[f"{preset} {route}"] += 1
     on_host = q.get()
     part = format.integer_codes((n, k))
     exact, size = terms(quantize_host(x.get(), preset), part, part.rows(on_host.planes, k, 0, n), preset == "q8_1")
@@ -318,7 +319,8 @@ def wrong_integers(format, preset, rng, cupy, routes):
     off = np.abs(y.get().astype(np.float64) - exact)
     bad = inside & ~(off <= allowed)
     if bad.any():
-        return f"{format} {preset} {dtype} n {n} k {k} m {m}: {bad.sum()} wrong, {(off / allowed)[bad].max():.3g} times"
+        worst = (off / allowed)[bad].max()
+        return f"{format} {preset} {dtype} n {n} k {k} m {m} {route}: {bad.sum()} wrong, {worst:.3g} times"
     return None
 
 
