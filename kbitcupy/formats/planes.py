@@ -148,6 +148,8 @@ class Fragments:
         At which multiples of bytes rows of scales, and of what stands beside them, begin where rows are whole k-tiles.
     signed : bool
         Whether codes are in two's complement.
+    blocked : bool
+        Whether that decoder takes tokens that are integers with scales of 32, too.
     work : float
         How much longer it takes ``linear_few`` to decode an element than one of 4 bits with a zero point.
     multiple : int
@@ -191,6 +193,7 @@ class Fragments:
     added: bool = False
     single: bool = True
     together: int = 2
+    blocked: bool = False
     work: float = 1.0
 
 

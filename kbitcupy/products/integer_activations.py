@@ -47,6 +47,7 @@ NUMBERS = Constants(
     HALVES=4,
     OWN_BYTES=5,
     OWN_NIBBLES=6,
+    HALF_ROWS=7,
 )
 #: Tokens of experts in ternary may be quantized by the rule of `kbitcupy.products.activations`, too.
 BITNET, _BITNET_RULE = "bitnet", Rule()
@@ -134,8 +135,9 @@ def quantize_into(
         The rule; None for int8.
     codes, scales, sums : int
         Addresses of what is written. Codes: ``tokens * pitch_of(K)`` bytes, of fragments ``padded_of(tokens) *
-        pitch_of(K)``, zeros from K on. Scales: float32 ``[padded]``, of which `tokens` are written, or for "q8_1"
-        ``[ceil(K / 32), padded]``. Sums of codes: int32 ``[ceil(K / group), padded]``; 0 where none are wanted.
+        pitch_of(K)``, zeros from K on; as halves float16 ``[tokens, K]``, K a multiple of 32. Scales: float32
+        ``[padded]``, of which `tokens` are written, or for "q8_1" ``[ceil(K / 32), padded]``. Sums of codes: int32
+        ``[ceil(K / group), padded]``; 0 where none are wanted.
     layout : int
         One of `NUMBERS`.
     group : int
@@ -146,7 +148,8 @@ def quantize_into(
     threads, parts = _cut(depth, preset != "int8" and (group != 0 or not sums))
     cxx = "signed char" if preset is None else CXX_TYPES[x.dtype.name]
     number = NUMBERS.TAKEN if preset is None else _PRESETS[preset]
-    lengths = depth, pitch_of(depth), padded_of(tokens), number, layout, group
+    pitch = depth if layout == NUMBERS.HALF_ROWS else pitch_of(depth)
+    lengths = depth, pitch, padded_of(tokens), number, layout, group
     _kernel(cxx, vector, threads).launch(x, (tokens, parts), (x, codes, scales, sums, *lengths))
 
 

@@ -60,6 +60,8 @@ CUT = Struct(
 )
 #: The gap between the halves of x in shared memory.
 _GAP = Constants(X_GAP=256)
+#: Elements of a token that share a scale where tokens are integers.
+TOKEN_BLOCK = 32
 _DECLARED = (*DECLARED, _GAP, CUT)
 
 
@@ -140,9 +142,33 @@ def _one_instances(hot: bool) -> tuple[str, ...]:
     )
 
 
-def _few_arguments(decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int) -> str:
+def _few_arguments(
+    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int, blocked: bool = False
+) -> str:
     flavour = f"{eights}, {items}, {str(grouped).lower()}, {flow}, {cluster}"
-    return f"{decoder.fragments.small_batch.format(T=T)}, {flavour}, {decoder.layout}"
+    found = decoder.fragments.small_batch.format(T=T)
+    return f"{f'Blocked<{found}>' if blocked else found}, {flavour}, {decoder.layout}"
+
+
+def _blocked_instances() -> tuple[str, ...]:
+    """Those of tokens with scales of 32, which are halves."""
+    flavours = ((1, True, _CLUSTER), (1, True, 1), (2, True, 1), (1, False, 1), (2, False, 1))
+    found = {
+        _few_arguments(
+            decoder,
+            HALF_CXX[0],
+            eights,
+            few_room(decoder, eights, 227 << 10, even)[0],
+            False,
+            _flow_at_once(decoder) if even else _IN_CHUNKS,
+            cluster,
+            True,
+        ): None
+        for decoder in map(Decoder, all_fragments())
+        for eights, even, cluster in flavours
+        if decoder.fragments.blocked and (eights == 1 or decoder.fragments.wide)
+    }
+    return tuple(found)
 
 
 def _one_arguments(decoder: Decoder, T: str, items: int, warps: int) -> str:
@@ -198,6 +224,7 @@ def _templates() -> Iterator[Template]:
         yield declared_template("linear_few", _instances(*options), hot)
         if worked_out := _instances(*options, tables=False):
             yield declared_template("linear_few", worked_out)
+    yield declared_template("linear_few", _blocked_instances())
     yield declared_template("linear_one", _one_instances(True), True)
     yield declared_template("linear_one", _one_instances(False))
     yield declared_template("add_partials", (*HALF_CXX, CXX_TYPES["float32"]))
@@ -298,7 +325,10 @@ def cut_few(
 
 
 class FewKernel(Fused):
-    """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block."""
+    """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block.
+
+    `blocked`: tokens are integers as halves, with scales of 32.
+    """
 
     def __init__(
         self,
@@ -310,6 +340,7 @@ class FewKernel(Fused):
         eights: int = 1,
         together: int = 1,
         grouped: bool = False,
+        blocked: bool = False,
     ):
         super().__init__(fragments, shape, dtype)
         n, k = shape
@@ -329,16 +360,17 @@ class FewKernel(Fused):
             if cut:
                 break
         assert cut is not None  # the last one takes anything
-        #: Whether the device has the shared memory.
-        self.fits = warps > 0
         self.tokens, self.clustered = TOKENS * eights, cut.cluster > 1
         shared = decoder.shared_bytes(eights, items, warps, flow != _IN_CHUNKS)
+        shared += blocked * cut.share * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
+        #: Whether the device has the shared memory.
+        self.fits = warps > 0 and shared <= room
         # By way of shared memory whole lines of x are read, and once.
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
         self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
         sizes = 8, 8, *ARGUMENTS, CUT.dtype.itemsize, VALUES.dtype.itemsize, _tma.MAP_BYTES, _tma.MAP_BYTES
-        values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster)
+        values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, blocked)
         self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         pairs = items == 4 or (items == 2 and not fragments.entries)
@@ -370,6 +402,17 @@ class FewKernel(Fused):
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
         launch_in_parts(self.launch, self.tokens, self._splits, x, q, bias, out)
+    def blocked(self, x: Any, scales: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+        """Fill out[..., n], float16, bfloat16 or float32, from float16 [tokens, k] and float32 [k / 32, padded]."""
+        tokens = len(x)
+        partial = room_for_parts(self._splits, out)
+        if partial is None and out.dtype != x.dtype:
+            partial = _xp.namespace(out).empty(out.size, np.float32)
+        to, given = (0, bias) if partial is None else (partial.data.ptr, None)
+        scales_of = Experts(0, scales.data.ptr, scales.shape[1], 0)
+        self.launch(-(-tokens // self.tokens), x, q, given, out, to, tokens, scales_of)
+        if partial is not None:
+            add_up(partial, self._splits, bias, out)
 
     def launch(
         self,
@@ -591,9 +634,11 @@ def few_kernel(
     eights: int = 1,
     together: int = 1,
     grouped: bool = False,
+    blocked: bool = False,
 ) -> FewKernel:
     """The launcher of ``linear_few``."""
-    return FewKernel(fragments, shape, dtype, device, eights=eights, together=together, grouped=grouped)
+    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped, "blocked": blocked}
+    return FewKernel(fragments, shape, dtype, device, **flavour)
 
 
 class SingleToken(Route):
@@ -691,8 +736,9 @@ class SmallBatch(Route):
         rounded = f", scales rounded to {problem.dtype}" if rounds_scales(problem) else ""
         return f"weights decoded in registers: linear_few, {kernel.tokens} tokens a thread block, grid {grid}{rounded}"
 
-    def _kernel(self, problem: Problem) -> FewKernel:
+    def _kernel(self, problem: Problem, blocked: bool = False) -> FewKernel:
         assert problem.device is not None and problem.fragments is not None
         eights = 2 if problem.fragments.wide and problem.tokens > TOKENS else 1
         together = -(-problem.tokens // (eights * TOKENS))
-        return few_kernel(problem.fragments, problem.shape, problem.dtype, problem.device, eights, together)
+        about = problem.fragments, problem.shape, problem.dtype, problem.device
+        return few_kernel(*about, eights, together, False, blocked)

@@ -22,6 +22,7 @@ from .generic import Generic
 from .integer_activations import NUMBERS, Q8_BLOCK, floats_of, padded_of, pitch_of, quantize_host, quantize_into
 from .records import MOST_TOKENS, RecordKernel, Streamed, record_kernel, record_refusal
 from .routes import Problem, Product, Route, choices
+from .small_batch import FewKernel, SmallBatch
 
 
 def staged(x: Any) -> Any:
@@ -89,6 +90,45 @@ class Staged(Route):
         return f"tokens quantized by 'q8_1'; {best.describe(_as_floats(problem))}"
 
 
+class StagedFew(SmallBatch):
+    """Quantize tokens, and multiply them by ``linear_few``: what shares factors is added up exactly."""
+
+    name = "staged_small_batch"
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.activations != "q8_1":
+            return 'it quantizes activations: ask for activations="q8_1"'
+        if problem.fragments is None or not problem.fragments.blocked:
+            return f"it has no decoder of {problem.format} for quantized tokens"
+        return super().accepts(_as_halves(problem))
+
+    def cost(self, problem: Problem) -> float:
+        return _QUANTIZING + super().cost(_as_halves(problem))
+
+    def prepare(self, problem: Problem) -> Product:
+        n, k = problem.shape
+        kernel = self._kernel(_as_halves(problem))
+
+        def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+            tokens = out.size // n
+            xp = _xp.namespace(out)
+            codes = xp.empty((tokens, k), np.float16)
+            scales = xp.empty((k // Q8_BLOCK, padded_of(tokens)), np.float32)
+            quantize_into(floats_of(x), tokens, "q8_1", codes.data.ptr, scales.data.ptr, 0, NUMBERS.HALF_ROWS, 0)
+            single = _single(out)
+            kernel.blocked(codes, scales, q, bias, single)
+            if single is not out:
+                out[...] = single
+
+        return multiply
+
+    def describe(self, problem: Problem) -> str:
+        return f"tokens quantized by 'q8_1'; {super().describe(_as_halves(problem))}"
+
+    def _kernel(self, problem: Problem, blocked: bool = True) -> FewKernel:
+        return super()._kernel(problem, blocked)
+
+
 class StagedRecords(Route):
     """Quantize tokens, and multiply them by ``linear_records``: what shares factors is added up exactly."""
 
@@ -102,7 +142,7 @@ class StagedRecords(Route):
         if problem.experts:
             return "it is for one weight"
         # Their dtype does not matter, nor where they begin.
-        found = record_refusal(dataclasses.replace(problem, dtype=np.dtype(np.float16), aligned=True))
+        found = record_refusal(_as_halves(problem))
         if found:
             return found
         if problem.tokens > MOST_TOKENS:
@@ -119,9 +159,7 @@ class StagedRecords(Route):
         def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
             tokens = out.size // n
             codes, scales = quantized(floats_of(x), tokens, k)
-            single = out
-            if out.dtype == np.float64:
-                single = _xp.namespace(out).empty(out.shape, np.float32)
+            single = _single(out)
             kernel.staged(codes.data.ptr, scales.data.ptr, codes.shape[1], scales.shape[1], q, bias, single)
             if single is not out:
                 out[...] = single
@@ -141,6 +179,16 @@ class StagedRecords(Route):
 _ROUTES = Generic(), Decoded()
 # Microseconds of the launches that quantize tokens and decode them again.
 _QUANTIZING = 12.0
+
+
+def _as_halves(problem: Problem) -> Problem:
+    """The product of the codes of quantized tokens, which lie as a kernel wants them."""
+    return dataclasses.replace(problem, dtype=np.dtype(np.float16), activations=None, aligned=True)
+
+
+def _single(out: Any) -> Any:
+    """`out`, or in its place float32 for float64."""
+    return out if out.dtype != np.float64 else _xp.namespace(out).empty(out.shape, np.float32)
 
 
 def _as_floats(problem: Problem) -> Problem:

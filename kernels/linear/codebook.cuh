@@ -145,7 +145,7 @@ struct Kbit {
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
-        float (&acc)[EIGHTS][4]) {
+        const NoTokenScales&, float (&acc)[EIGHTS][4]) {
         unsigned scale[2], rest[2];
         float after[2], part[EIGHTS][4] = {};
         float (&sum)[EIGHTS][4] = FORMAT == FLOAT32 ? part : acc;
@@ -323,7 +323,7 @@ struct Table4 {
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
-        float (&acc)[EIGHTS][4]) {
+        const NoTokenScales&, float (&acc)[EIGHTS][4]) {
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
             float part[EIGHTS][4] = {};

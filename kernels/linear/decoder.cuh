@@ -47,6 +47,40 @@
 //     struct Values   the values of a codebook times `power`, and `map`, those of 8-bit scales: passed by value, so
 //                     that nothing is uploaded and nothing has to be kept
 
+// ---- tokens with scales of 32 --------------------------------------------------------------------------------------
+
+// A decoder whose lanes share each 32 elements, for tokens that are integers with scales of 32: a sum over 32 is exact,
+// and is multiplied by its token's scale before it is added to others.
+template <typename Base>
+struct Blocked : Base {};
+template <typename Decoder>
+struct IsBlocked {
+    static constexpr bool VALUE = false;
+};
+template <typename Base>
+struct IsBlocked<Blocked<Base>> {
+    static constexpr bool VALUE = true;
+};
+
+// Multiplies sums over 32, of a k-tile its group `j`, by the scales of their tokens.
+struct NoTokenScales {
+    template <int EIGHTS>
+    __device__ __forceinline__ void scale(float (&)[EIGHTS][4], int) const {}
+};
+struct TokenScales {
+    unsigned at;  // in the shared window, of this lane's tokens: for each group 8 EIGHTS floats
+
+    template <int EIGHTS>
+    __device__ __forceinline__ void scale(float (&part)[EIGHTS][4], int j) const {
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e) {
+            const uint2 two = shared_at<uint2>(at + (j * EIGHTS + e) * (TOKENS * 4));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) part[e][i] *= __uint_as_float(i % 2 ? two.y : two.x);
+        }
+    }
+};
+
 // The sizes that the host reckons with when it finds out how much shared memory a kernel needs.
 template <int ENTRIES, bool GAPS, int ITEM_BYTES, int SCALE_BYTES, bool SWIZZLED>
 struct Layout {

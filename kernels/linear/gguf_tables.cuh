@@ -75,10 +75,10 @@ struct PairTable : Affine<T, 4, 32, __half, NO_ZEROS, __half, ALL_SCALES, ORDER>
         else return __uint_as_float(max(word[0] >> 8 * j & 255u, 1u) - 1 << 23);  // 2^-127 and less are zero
     }
 
-    template <int EIGHTS>
+    template <int EIGHTS, typename Tokens>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
-        float (&acc)[EIGHTS][4]) {
+        const Tokens& tokens, float (&acc)[EIGHTS][4]) {
         static_assert(names_every_k<PairTable>(), "fragments have every k once");
         unsigned stored[2][SCALE_BYTES / 4];
 #pragma unroll
@@ -90,6 +90,7 @@ struct PairTable : Affine<T, 4, 32, __half, NO_ZEROS, __half, ALL_SCALES, ORDER>
             const unsigned word[2] = {f[0][j], f[1][j]};
 #pragma unroll
             for (int h = 0; h < 2; ++h) look_up_step<T, EIGHTS>(word, 2 * h, x, 2 * j + h, lane, part);
+            tokens.template scale<EIGHTS>(part, j);
             const float scale[2] = {scale_of(stored[0], j), scale_of(stored[1], j)};
             add_parts<EIGHTS>(part, scale, acc);
         }
@@ -128,7 +129,7 @@ struct PairTable16 : Kbit<T, 4, E4M4> {
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
-        float (&acc)[EIGHTS][4]) {
+        const NoTokenScales&, float (&acc)[EIGHTS][4]) {
         unsigned scale[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -158,16 +159,17 @@ struct InnerPairTable : PairTable<T, __half, SPLIT> {
     static constexpr int SCALE_BYTES = SUBS * 4, STEP = ITEM_ROWS * 4;  // from a scale of a row to the next
     static constexpr bool SPREAD_SCALES = true;
 
-    template <int EIGHTS>
+    template <int EIGHTS, typename Tokens>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
-        float (&acc)[EIGHTS][4]) {
+        const Tokens& tokens, float (&acc)[EIGHTS][4]) {
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
             float part[EIGHTS][4] = {};
             const unsigned word[2] = {f[0][j], f[1][j]};
 #pragma unroll
             for (int h = 0; h < 2; ++h) look_up_step<T, EIGHTS>(word, 2 * h, x, 2 * j + h, lane, part);
+            tokens.template scale<EIGHTS>(part, j);
             const float scale[2] = {shared_at<float>(scales + j * STEP), shared_at<float>(scales + eight + j * STEP)};
             add_parts<EIGHTS>(part, scale, acc);
         }

@@ -155,7 +155,14 @@ __global__ void __launch_bounds__(TOKEN_THREADS) quantize_integers(
             word[at / 4] |= static_cast<unsigned>(code[e] & 0xff) << at % 4 * 8;
             sum += code[e];
         }
-        if (k < pitch) {
+        if (k < pitch && layout == HALF_ROWS) {
+            unsigned pair[OCTET / 2];
+#pragma unroll
+            for (int e = 0; e < OCTET; e += 2)
+                pair[e / 2] = Word<__half>::pack(static_cast<float>(code[e]), static_cast<float>(code[e + 1]));
+            reinterpret_cast<uint4*>(codes)[(static_cast<long long>(m) * pitch + k) / OCTET] =
+                make_uint4(pair[0], pair[1], pair[2], pair[3]);
+        } else if (k < pitch) {
             int behind;
             unsigned char* target = codes + place_of_octet(layout, k, m, padded / 8, pitch, behind);
             *reinterpret_cast<unsigned*>(target) = word[0];

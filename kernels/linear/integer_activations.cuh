@@ -1,7 +1,8 @@
 // Where the codes of quantized tokens lie for products of integers. What reads them names a layout:
 //
 //     ROWS          row after row, each of `pitch` bytes
-//     ROWS_SPLIT    the same, but of every 32 k the even ones stand first, then the odd ones
+//     HALF_ROWS     the same, as halves
+//     ROWS_SPLIT    as ROWS, but of every 32 k the even ones stand first, then the odd ones
 //
 // and the others are by fragments of 64 k and 8 tokens, of which lane (g, t), g = lane / 4 and t = lane % 4, has 16
 // bytes: b0 and b1 of two mma m16n8k32 of token g. Which k are in a lane's eight bytes, beginning at

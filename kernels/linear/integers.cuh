@@ -344,10 +344,10 @@ struct Affine {
     }
 
     // A tile of 16 rows. `record` is the address of that of row g; that of row g + 8 follows `eight` bytes on.
-    template <int EIGHTS, bool>
+    template <int EIGHTS, bool, typename Tokens>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], const Constants& with, unsigned record,
-        unsigned eight, unsigned, int, float (&acc)[EIGHTS][4]) {
+        unsigned eight, unsigned, int, const Tokens& tokens, float (&acc)[EIGHTS][4]) {
         static_assert(names_every_k<Affine>(), "fragments have every k once");
         unsigned scales[2], zeros[2];
 #pragma unroll
@@ -385,6 +385,7 @@ struct Affine {
                             mma<T>(sum[e], ONES<T>, ONES<T>, ONES<T>, ONES<T>, x[e][2 * s], x[e][2 * s + 1]);
                     }
             }
+            tokens.template scale<EIGHTS>(part, j);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float scale = counted(entry<Scale>(scales[i], j));

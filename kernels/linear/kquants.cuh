@@ -161,7 +161,7 @@ struct Q4K : Q4KBase<T> {
     template <int EIGHTS, bool TOGETHER>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
-        unsigned eight, unsigned sums, int item, float (&acc)[EIGHTS][4]) {
+        unsigned eight, unsigned sums, int item, const NoTokenScales&, float (&acc)[EIGHTS][4]) {
         static_assert(names_every_k<Q4K>(), "fragments have every k once");
         if (TOGETHER) record -= item % 2 * SCALE_BYTES;  // two k-tiles share it
         // Minima go by blocks where that saves most, with more tokens; else by k-tiles.
@@ -225,10 +225,10 @@ struct Q4_1 : Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT> 
         return {Codes::constants(0), Codes::minus(0)};
     }
 
-    template <int EIGHTS, bool>
-    __device__ __forceinline__ static void multiply(
-        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
-        unsigned eight, unsigned, int, float (&acc)[EIGHTS][4]) {
+    // acc += m * sums of x.
+    template <int EIGHTS>
+    static __device__ __forceinline__ void add_minima(
+        const unsigned (&x)[EIGHTS][X_WORDS], unsigned record, unsigned eight, float (&acc)[EIGHTS][4]) {
         unsigned m[2][2];
         const unsigned own = record + opaque(threadIdx.x % 4) * 4 + 2;  // of the sub-block whose sum a lane has
 #pragma unroll
@@ -241,9 +241,18 @@ struct Q4_1 : Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT> 
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e)
             mma<__nv_bfloat16>(acc[e], m[0][0], m[1][0], m[0][1], m[1][1], x[e][16], x[e][16]);
+    }
+
+    template <int EIGHTS, bool, typename Tokens>
+    __device__ __forceinline__ static void multiply(
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][X_WORDS], const Constants& with, unsigned record,
+        unsigned eight, unsigned, int, const Tokens& tokens, float (&acc)[EIGHTS][4]) {
+        // Tokens with scales of their own have no sums over a k-tile: those of each 32 are made with the products.
+        constexpr bool BLOCKED = !SameType<Tokens, NoTokenScales>::VALUE;
+        if constexpr (!BLOCKED) add_minima<EIGHTS>(x, record, eight, acc);
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
-            float part[EIGHTS][4] = {};
+            float part[EIGHTS][4] = {}, sum[EIGHTS][4] = {};
             unsigned a[2][4];
 #pragma unroll
             for (int i = 0; i < 2; ++i) Codes::pairs(f[i][j], with.codes, with.minus, a[i]);
@@ -255,13 +264,20 @@ struct Q4_1 : Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT> 
                     mma<T>(
                         part[e], a[0][2 * h], a[1][2 * h], a[0][2 * h + 1], a[1][2 * h + 1], x[e][2 * s],
                         x[e][2 * s + 1]);
+                    if constexpr (BLOCKED)
+                        mma<T>(sum[e], ONES<T>, ONES<T>, ONES<T>, ONES<T>, x[e][2 * s], x[e][2 * s + 1]);
                 }
+            tokens.template scale<EIGHTS>(part, j), tokens.template scale<EIGHTS>(sum, j);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float scale = Word<__half>::get(shared_at<unsigned>(record + i * eight + 4 * j), 0);
+                const unsigned both = shared_at<unsigned>(record + i * eight + 4 * j);
+                const float scale = Word<__half>::get(both, 0), minimum = Word<__half>::get(both, 1);
 #pragma unroll
-                for (int e = 0; e < 2 * EIGHTS; ++e)
-                    acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], scale, acc[e / 2][2 * i + e % 2]);
+                for (int e = 0; e < 2 * EIGHTS; ++e) {
+                    float& to = acc[e / 2][2 * i + e % 2];
+                    to = fmaf(part[e / 2][2 * i + e % 2], scale, to);
+                    if constexpr (BLOCKED) to = fmaf(sum[e / 2][e % 2], minimum, to);
+                }
             }
         }
     }

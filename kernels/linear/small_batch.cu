@@ -79,7 +79,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     typename Decoder::Type* y,        // [tokens, n]
     float* partial,                   // [gridDim.z, tokens, n] sums in place of y, or null
     const Group* groups,              // [gridDim.x], GROUPED
-    const int* order,                 // [products], GROUPED: product number order[i] is entry i of the groups
+    const int* order,                 // [products], GROUPED: product number order[i] is entry i of the groups. Or of
+                                      // tokens with scales of 32 these, float [k / 32, divisor]
     int divisor,                      // GROUPED: product p is that of row p / divisor of x
     int scale_step,                   // GROUPED: expert e has tensor_scale[e * scale_step]
     int bias_kind,                    // see bias_at
@@ -371,6 +372,22 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             copy_async_or_zero<16>(to + place_of(i * 8, token), from + i * 16, i < all ? 16 : 0);
         commit_copies();
     }
+    // The scales of tokens, for each 32 k of this block those of 8 EIGHTS tokens, in the order in which lanes have
+    // them.
+    constexpr bool BLOCKED = IsBlocked<Decoder>::VALUE;
+    constexpr int SCALES_OF_ITEM = ITEM_K / 32 * TOGETHER * 4;
+    const unsigned token_scales =
+        BLOCKED ? shared_address(sums) + (Decoder::GAPS ? 0 : (EIGHTS == 2 ? 2 : 4) * warps * EIGHTS * 512) : 0;
+    if constexpr (BLOCKED) {
+        const float* const from =
+            reinterpret_cast<const float*>(order) + (long long)first_item * (ITEM_K / 32) * divisor;
+        const int blocks = min(cut.share * ITEM_K, k - first_item * ITEM_K) / 32;
+        for (int i = threadIdx.x; i < cut.share * (ITEM_K / 32) * TOGETHER; i += blockDim.x) {
+            const int block = i / TOGETHER, column = i % TOKENS, token = i % TOGETHER - column + Decoder::token(column);
+            const bool there = block < blocks && token < m;
+            store_shared(token_scales + i * 4, there ? from[(long long)block * divisor + group.first + token] : 0.0f);
+        }
+    }
     unsigned my_x[ITEMS][EIGHTS][Decoder::X_WORDS];
     auto fetch_x = [&](int item) {
         const int count = count_at(item);
@@ -511,11 +528,18 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                         unsigned field[2][Decoder::FIELDS];
                         Decoder::unpack(word[j], field);
                         const unsigned at = scale_at + nth * SCALE_ITEM;
-                        if constexpr (TABLE) Decoder::template multiply<EIGHTS>(field, my_x[nth], with, at, EIGHT, acc);
+                        const auto scales_of_tokens = [&] {
+                            if constexpr (BLOCKED)
+                                return TokenScales{token_scales + (item + nth - first_item) * SCALES_OF_ITEM + t * 8};
+                            else return NoTokenScales{};
+                        }();
+                        if constexpr (TABLE)
+                            Decoder::template multiply<EIGHTS>(
+                                field, my_x[nth], with, at, EIGHT, scales_of_tokens, acc);
                         else
                             Decoder::template multiply<EIGHTS, EVEN>(
                                 field, my_x[nth], with, at, EIGHT, x_beside + nth * EIGHTS * 256,
-                                EVEN ? nth : item + nth, acc);
+                                EVEN ? nth : item + nth, scales_of_tokens, acc);
                     }
                 }
                 if constexpr (SPREAD && !NESTED) {

@@ -13,7 +13,7 @@ from kbitcupy.array import QuantizedArray
 from kbitcupy.products.records import Streamed
 from kbitcupy.products.routes import Problem, device, stored
 from kbitcupy.products.small_batch import SmallBatch
-from kbitcupy.products.staged import StagedRecords, staged
+from kbitcupy.products.staged import StagedFew, StagedRecords, staged
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +63,21 @@ def product(x, q, bias=None, route=RECORDS):
     return y
 
 
+def assert_quantized(name, shape, route, dtype, cupy, bias=False):
+    """Exact in what shares scales: within 2^-20 of the terms of what the tokens stand for."""
+    n, k, m = shape
+    q, x = weight(name, (n, k), cupy), tokens((m, k), dtype, cupy, mean=m % 2)
+    added = tokens((n,), np.float32, cupy) if bias else None
+    problem = Problem(q.format, q.shape, m, x.dtype, device(0), True, stored(q), "q8_1")
+    refusal = route.accepts(problem)
+    assert refusal is None, refusal
+    y = cupy.full((m, n), np.nan, dtype)
+    route.prepare(problem)(x, q, added, y)
+    eps = 0.0 if dtype == np.float32 else float(ml_dtypes.finfo(dtype).eps)
+    found, wanted, terms = check(y, staged(x), q, added)
+    assert (np.abs(found - wanted) <= 2.0**-20 * terms + eps / 2 * 1.01 * np.abs(wanted)).all()
+
+
 def assert_experts(name, n, k, cupy):
     experts = 5
     members = [weight(name, (n, k), cupy, seed) for seed in range(experts)]
@@ -94,16 +109,8 @@ class TestSmall:
 
     @pytest.mark.parametrize("name", FORMATS)
     def test_quantized_tokens(self, cupy, name):
-        """Exact in what shares scales: within 2^-20 of the terms of what the tokens stand for."""
-        for n, k, m in ((1, 256, 1), (33, 2304, 3), (40, 768, 11)):
-            q, x = weight(name, (n, k), cupy), tokens((m, k), np.float32, cupy, mean=m % 2)
-            problem = Problem(q.format, q.shape, m, x.dtype, device(0), True, stored(q), "q8_1")
-            refusal = StagedRecords().accepts(problem)
-            assert refusal is None, refusal
-            y = cupy.full((m, n), np.nan, np.float32)
-            StagedRecords().prepare(problem)(x, q, None, y)
-            found, wanted, terms = check(y, staged(x), q)
-            assert (np.abs(found - wanted) <= 2.0**-20 * terms).all()
+        for shape in ((1, 256, 1), (33, 2304, 3), (40, 768, 11)):
+            assert_quantized(name, shape, StagedRecords(), np.float32, cupy)
 
     @pytest.mark.parametrize("name", ["q4_1", "q6_k", "iq2_xs", "nvfp4:tensor_scale=true"])
     def test_experts(self, cupy, name):
@@ -123,6 +130,20 @@ class TestFew:
             bias = tokens((n,), np.float32, cupy) if m != 3 else None
             x = tokens((m, k), dtype, cupy, mean=m % 2)
             assert_right(product(x, q, bias, FRAGMENTS), x, q, bias)
+
+    @pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_1", "iq4_nl", "iq4_xs", "mxfp4"])
+    def test_quantized_tokens(self, cupy, name):
+        block = kb.get_format(name).block
+        for n, k, m in (
+            (1, block, 1),
+            (33, 3 * block, 3),
+            (64, 1024, 8),
+            (2064, 2304, 5),
+            (272, 4096, 16),
+            (40, 768, 11),
+        ):
+            assert_quantized(name, (n, k, m), StagedFew(), np.float32, cupy, m == 3)
+        assert_quantized(name, (272, 4096, 4), StagedFew(), np.float16, cupy, True)
 
     @pytest.mark.parametrize(("n", "k"), [(40, 256), (48, 2048)])
     @pytest.mark.parametrize("name", FEW)

@@ -50,6 +50,7 @@ def _tables(
         "items": 4,
         "grouped_items": 2,
         "wide": True,
+        "blocked": block != 16,
         **others,
     }
     return Fragments(
@@ -79,12 +80,14 @@ FRAGMENTS = {
         "Affine<{T}, 4, 32, __half, NO_ZEROS, __half, ALL_SCALES, SPLIT>",
         "4, false, TWO_APART, FLOAT16, NO_ZERO_POINTS, OF_GRANULES",
         4,
+        blocked=True,
     ),
     "q8_0": _fragments(
         "Affine<{T}, 8, 32, __half, NO_ZEROS, __half, ALL_SCALES, NEIGHBOURS>",
         "8, true, TWO_APART, FLOAT16, NO_ZERO_POINTS, OF_GRANULES",
         8,
         signed=True,
+        blocked=True,
     ),
     "q4_k": _fragments(
         "Q4K<{T}>",
@@ -108,6 +111,7 @@ FRAGMENTS = {
         scale_bytes=4,
         aligned=16,
         added=True,
+        blocked=True,
         work=1.1,
     ),
     "iq4_nl": _tables("PairTable<{T}, __half, SPLIT>", "SPLIT, FLOAT16", 32, 2, tuple(map(float, _IQ4)), scales="d"),
