@@ -402,6 +402,7 @@ class FewKernel(Fused):
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
         launch_in_parts(self.launch, self.tokens, self._splits, x, q, bias, out)
+
     def blocked(self, x: Any, scales: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], float16, bfloat16 or float32, from float16 [tokens, k] and float32 [k / 32, padded]."""
         tokens = len(x)
