@@ -192,8 +192,7 @@ struct InnerScales {
 
     // Load a block of `items` k-tiles that are there.
     __device__ __forceinline__ void load(long long number, int t, int items) {
-        held[0] = held[1] = held[2] = 0;
-        if (t < 2 * BLOCKS && block(t) * 2 < items) load_block(number);
+        if (t < 2 * BLOCKS && block(t) * 2 < items) load_block(number);  // others stay zero
     }
     // `to` is where this lane's scales begin.
     __device__ __forceinline__ void store(unsigned to, int t) const {

@@ -424,8 +424,6 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if constexpr (SPREAD && NESTED) {
         if (nested_absmax) spread.offset = *nested_offset;
         if (t < ITEMS) spread.store(scales_to, EIGHT);
-    } else if constexpr (SPREAD) {
-        spread.store(scales_to, t);
     }
     auto store_narrow = [&](int other) {
         if constexpr (NARROW)
@@ -457,6 +455,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         }
     }
     if (chunks == 1) arrange_x();
+    if constexpr (SPREAD && !NESTED) spread.store(scales_to, t);  // which x would wait for
 
     // The sums of a warp: 16 bytes a lane, as mma leaves them. They are in the gaps of the table where there are any.
     constexpr int EIGHT_LANES = Decoder::GAPS ? ENTRY_STRIDE : 128, EIGHT_TOKENS = 4 * EIGHT_LANES;
