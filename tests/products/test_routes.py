@@ -431,6 +431,34 @@ def test_ternary_weights_have_one_contract_whatever_their_size(granularity, acti
             assert taken and all(route.startswith("ternary") for route in taken), taken
 
 
+@pytest.mark.parametrize(
+    ("format", "activations", "taken"),
+    [
+        ("q4_1", None, "small_batch"),
+        ("iq4_xs", None, "small_batch"),
+        ("nvfp4", None, "small_batch"),
+        ("q6_k", None, "records"),
+        ("q4_1", "q8_1", "staged_small_batch"),
+        ("iq4_xs", "q8_1", "staged_small_batch"),
+        ("nvfp4", "q8_1", "staged_records"),
+        ("q6_k", "q8_1", "staged_records"),
+    ],
+)
+def test_few_tokens_of_gguf_types(format, activations, taken):
+    """Fragments where there are any, which tokens with scales of 32 need to be shared by lanes."""
+    for tokens in (1, 8):
+        problem = Problem(kb.get_format(format), (4096, 4096), tokens, HALF, device("H200"), activations=activations)
+        assert choices(problem, LINEAR)[0].route.name == taken
+
+
+def test_experts_of_integers_have_small_groups():
+    """One group of eight tokens an expert is for linear_few; where most have several, a tile decodes once for all."""
+    for format in ("q4_0", "q4_k"):
+        for products, taken in ((64, "grouped_small_batch"), (512, "grouped_small_batch"), (4096, "grouped_hopper")):
+            problem = Problem(kb.get_format(format), (768, 2048), products, HALF, device("H200"), experts=128)
+            assert choices(problem, GROUPED)[0].route.name == taken
+
+
 @pytest.mark.parametrize("format", ["iq4_xs", "q4_1"])
 def test_few_tokens_keep_scales_as_they_are(format):
     for tokens in (1, 8, 9):
