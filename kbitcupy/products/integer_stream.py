@@ -1,7 +1,7 @@
 """Products of few tokens with integer codes that are read in place, on a GPU: kernels/linear/integer_stream.cu.
 
 Two launches: the first one quantizes the tokens (`kbitcupy.products.integer_activations`) into the order in which the
-second one takes them, and from Hopper on that is started meanwhile. What it gives is the contract of
+second one takes them; from Hopper on that fetches its first codes meanwhile. What it gives is the contract of
 `kbitcupy.products.integers`: to the bit where a row and a token have one scale each, otherwise with the terms of units
 added in another order, which is the same every time, and multiplied by the scale of a token after that.
 """
@@ -77,8 +77,8 @@ _OLDEST = 80  # with mma of 32 bytes
 # K up to which 16 times the sum of a row stays below 2^31, and 2^32 over a number of units divides by it.
 _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # Bytes of shared memory: of a slot of the ring, of a warp's sums of eight tokens, and what it takes to begin at a
-# multiple of 1024. Slots of a ring: 16 warps have 96 KB under way with three, and more make all of it later.
-_SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 3
+# multiple of 1024. Slots of a ring: 16 warps have 64 KB under way with two, and more make all of it later.
+_SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
 
 
 @dataclass(frozen=True)
@@ -399,7 +399,7 @@ def multiply(
 # ---- the route -------------------------------------------------------------------------------------------------------
 
 # Microseconds of the launches; the fraction of the bandwidth at which codes pass, of 8 tokens and of more.
-_START, _FRACTION, _MORE_FRACTION = 4.0, 0.9, 0.75
+_START, _FRACTION, _MORE_FRACTION = 4.0, 0.93, 0.75
 
 
 def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str | None:

@@ -11,9 +11,10 @@
 // A slot of the ring is asked for again as soon as it has been read. No warp waits for another but where a tile's sums
 // are added up, some tiles later.
 //
-// Nothing is asked for before the tokens are: 8 us of the first version, 28672 x 8192 on an H200, were theirs, as they
-// were quantized and fetched behind whatever weights the memory had been asked for already. More than 96 KB of weights
-// under way on a multiprocessor only make everything later.
+// The first slots are asked for while tokens are still being quantized. With more than 64 KB under way on a
+// multiprocessor, or with lines brought to the L2 cache beforehand, everything comes later, tokens first of all: that,
+// tokens in shared memory, and warps of a block that wait for all of them, were 8 us of the first version, 28672 x 8192
+// on an H200.
 //
 // Sums of a unit, elements that share all scales, are exact: codes of 4 bits stand in the upper half of a byte, where
 // they count 16 times what they are; an mma begins with the bits of a float whose last bit counts 1, or 1/16, and the
@@ -758,12 +759,10 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     constexpr int RING = Parts::RING, LATER = Parts::LATER;
     const Parts memory{start + (-shared_address(start) & 1023u), cut, warp, team, member};
     memory.begin(lane);
-    __syncthreads();  // all barriers are there
-    wait_for_previous();
-    launch_dependents();
 
     long long above = 0;
     if (ids != nullptr) {
+        wait_for_previous();
         const unsigned long long at = reinterpret_cast<unsigned long long>(ids + blockIdx.y);
         const long long expert = static_cast<long long>(load_word(at + 4)) << 32 | load_word(at);
         if (expert < 0 || expert >= experts) return;
@@ -772,6 +771,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     Feed<Of> feed{w, map, cut, experts * channels, depth / (Of::BYTES ? 1 : 2), lane, memory.ring(), memory.full()};
     feed.first = static_cast<int>(above) + first * ROWS_OF_TILE, feed.step = step * ROWS_OF_TILE, feed.count = count;
     feed.column = member * (Of::SLOTS * ROW_BYTES);
+    feed.begin(cut.phases);
     Scale ahead;
     auto load_scales = [&](int tile, int phase) {
         const int row = min((first + tile * step) * ROWS_OF_TILE + lane / 2, channels - 1);
@@ -779,6 +779,9 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
         if constexpr (Scale::BYTES != 0) ahead.load(w, cut, above + row, min(k, depth), depth, lane % 2);
     };
     load_scales(0, 0);
+    __syncthreads();  // all barriers are there
+    wait_for_previous();
+    launch_dependents();
     const Tokens own{a, token_scale, sums, padded, ids == nullptr ? 0 : static_cast<int>(blockIdx.y) / slots, tokens};
     float2 of_token[EIGHTS];
     int2 of_codes[EIGHTS];
@@ -802,7 +805,6 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
             if (now.tile == 0) {
                 const int k = (now.phase * cut.warps + member) * Of::SHARE;
                 load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
-                if (pass == 0) feed.begin(cut.phases);  // tokens do not wait behind weights
                 load_records<Of, INSIDE, ADDED_, Q8, EIGHTS>(memory.records(), own, k, depth, lane);
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
             }
