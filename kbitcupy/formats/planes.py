@@ -221,8 +221,9 @@ class Records:
         What stands ahead of the header.
     work : float, default 1.0
         How much longer it takes to decode an element than one of 4 bits with a minimum.
-    lanes : bool, default False
-        Whether tokens of float16 have a decoder of their own, in which each lane has elements of its own.
+    lanes : float, default 0
+        The same for tokens of float16 where these have a decoder of their own, in which each lane has elements of its
+        own; 0: they have none.
     folded : bool, default False
         Whether that takes no sums of x where the other does, since it takes a bias off codes.
     gap : int, default 16
@@ -238,7 +239,7 @@ class Records:
     tensor_scale: str | None = None
     declared: tuple[Declared, ...] = ()
     work: float = 1.0
-    lanes: bool = False
+    lanes: float = 0.0
     folded: bool = False
     gap: int = 16
 

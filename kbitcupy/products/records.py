@@ -298,7 +298,8 @@ class Streamed(Route):
         records = problem.format.records()
         assert records is not None
         n, k = problem.shape
-        decoding = n * k * _DECODING * records.work * -(-problem.tokens // TOKENS)
+        work = records.lanes if records.lanes and problem.dtype == np.float16 else records.work
+        decoding = n * k * _DECODING * work * -(-problem.tokens // TOKENS)
         return _START + max(problem.reading / _FRACTION, decoding)
 
     def prepare(self, problem: Problem) -> Product:

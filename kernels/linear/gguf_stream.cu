@@ -578,9 +578,11 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     }
     if (threadIdx.x == 0) {
         for (int i = 0; i < teams * cut.ring; ++i)
-            barrier_init(base + cut.barriers + i * 16, warps), barrier_init(base + cut.barriers + i * 16 + 8, 1);
+            barrier_init(base + cut.barriers + i * 16, warps * WARP),
+                barrier_init(base + cut.barriers + i * 16 + 8, WARP);
     }
-    wait_for_previous();
+    // What quantizes tokens has waited for all before it, and writes no weights: these are fetched meanwhile.
+    if constexpr (!STAGED) wait_for_previous();
     const Group group = [&] {
         if constexpr (GROUPED) return groups[blockIdx.z];
         const int begin = int(blockIdx.z) * TOKENS;
@@ -625,6 +627,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
         commit_copies();
     };
     start();
+    if constexpr (STAGED) wait_for_previous();
     if constexpr (STAGED)
         stage_codes<T, R>(
             reinterpret_cast<const signed char*>(x), pitch, scales, padded, group.first, m, first, last - first,
@@ -671,8 +674,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             const unsigned full = barriers + place * 16;
             barrier_wait(full + 8, phase ^ 1);
             store_shared(sums_of(place) + warp * TILE_SUMS, acc);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(full);
+            barrier_arrive(full);  // every lane that writes: what checks for races knows of no other order
             if (++place == cut.ring) place = 0, phase ^= 1;
         }
         const int before = pass - LATER;
@@ -685,8 +687,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                 const float4 v = shared_at<float4>(sums_of(place_before) + other * TILE_SUMS);
                 sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(full + 8);
+            barrier_arrive(full + 8);
             const int tile = first_tile + before * step;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {

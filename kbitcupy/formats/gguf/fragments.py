@@ -164,7 +164,9 @@ class About(NamedTuple):
         Words of its table.
     work : float, default 1.0
         As there.
-    lanes, folded : bool, default False
+    lanes : float, default 0
+        As there.
+    folded : bool, default False
         As there.
     gap : int, default 16
         As there.
@@ -174,7 +176,7 @@ class About(NamedTuple):
     summed: bool = True
     table: int = 0
     work: float = 1.0
-    lanes: bool = False
+    lanes: float = 0.0
     folded: bool = False
     gap: int = 16
 
@@ -184,8 +186,8 @@ RECORDS = {
     "q4_1": About(32),
     "q5_0": About(32, work=1.2),
     "q5_1": About(32, work=1.25),
-    "q2_k": About(16, lanes=True, gap=32),
-    "q3_k": About(16, work=1.3, lanes=True, folded=True, gap=32),
+    "q2_k": About(16, lanes=0.74, gap=32),
+    "q3_k": About(16, work=1.3, lanes=0.96, folded=True, gap=32),
     "q5_k": About(32, work=1.15),
     "q6_k": About(16, work=1.35),
     "iq4_nl": About(32, work=1.4),
@@ -194,11 +196,11 @@ RECORDS = {
     "nvfp4": About(16, work=1.9),
     "tq1_0": About(128, work=1.15),
     "tq2_0": About(128, work=0.75),
-    "iq1_s": About(32, table=2048, work=1.4, lanes=True, folded=True),
-    "iq1_m": About(16, table=2048, work=1.9, lanes=True, folded=True),
-    "iq2_xxs": About(32, table=32 * 256 + 16 * 128, work=1.3, lanes=True, folded=True),
-    "iq2_xs": About(16, table=16 * (512 + 128), work=1.4, lanes=True, folded=True),
-    "iq2_s": About(16, table=8 * 1024 + 16 * 256, work=1.4, lanes=True, folded=True),
-    "iq3_xxs": About(32, False, 32 * 256 + 16 * 128, 1.45, lanes=True),
-    "iq3_s": About(32, table=16 * 512 + 8 * 256, work=1.65, lanes=True, folded=True),
+    "iq1_s": About(32, table=2048, work=1.4, lanes=0.74, folded=True),
+    "iq1_m": About(16, table=2048, work=1.9, lanes=0.84, folded=True),
+    "iq2_xxs": About(32, table=32 * 256 + 16 * 128, work=1.3, lanes=0.9, folded=True),
+    "iq2_xs": About(16, table=16 * (512 + 128), work=1.4, lanes=1.0, folded=True),
+    "iq2_s": About(16, table=8 * 1024 + 16 * 256, work=1.4, lanes=1.16, folded=True),
+    "iq3_xxs": About(32, False, 32 * 256 + 16 * 128, 1.45, lanes=1.1),
+    "iq3_s": About(32, table=16 * 512 + 8 * 256, work=1.65, lanes=1.42, folded=True),
 }
