@@ -112,15 +112,18 @@ class RecordKernel:
         self._records, self.cxx, self._staged = records, CXX_TYPES[dtype.name], staged
         each, m = k // records.ELEMENTS, TOKENS if grouped else min(tokens, TOKENS)
         together = tokens if grouped else -(-tokens // TOKENS)  # thread blocks with other tokens
-        found = None
+        found, self._splits = None, 1
         for splits in (1,) if grouped else range(1, 1 + min(each, _MOST_SPLITS)):
-            found = self._cut(each, splits, m, device.shared_memory)
-            if found is not None:
+            if found is not None and (each // splits < _WARPS or splits > self._splits + 2):
                 break
+            # As few parts as do, or up to two more of a long row, where a multiprocessor then has more warps.
+            cut = self._cut(each, splits, m, device.shared_memory)
+            if cut is not None and (found is None or cut[0] * cut[1] > found[0] * found[1]):
+                found, self._splits = cut, splits
         #: Whether the device has the shared memory.
         self.fits = found is not None
         warps, resident, places, shared = found or (1, 1, {}, 0)
-        self._splits = splits
+        splits = self._splits
         tiles, blocks = -(-self._n // ITEM_ROWS), max(1, device.multiprocessors * resident // (splits * together))
         self._teams = _teams(tiles, blocks, warps)
         self._blocks = -(-tiles // (-(-tiles // (blocks * self._teams)) * self._teams))
