@@ -30,15 +30,13 @@ from .int8 import BIAS_KINDS, PITCH, bias_kind, token_planes
 from .integer_activations import NUMBERS
 from .routes import BYTES_PER_US, MOST_ALIGNED, Device, Problem, Product, Route, Stored
 
-#: Numbers of the kernel: elements of k of a stage, and of those that share a scale of a token that has several; tokens
-#: whose scales are copied together; scales of a row that are, and tables of them; how scales and zero points of weights
-#: are stored.
+#: Numbers of the kernel: elements of k of a stage, and of those that share a scale of a token that has several; scales
+#: of a row that are copied together, and tables of them; how scales and zero points of weights are stored.
 SIZES = Constants(
     STAGE_K=PITCH,
     EACH_K=32,
-    SCALED_TOKENS=64,
     TABLE_UNITS=8,
-    TABLES=2,
+    TABLES=3,
     FLOAT32_SCALES=0,
     FLOAT16_SCALES=1,
     BFLOAT16_SCALES=2,
@@ -284,10 +282,10 @@ def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, devi
 _NO_MAP = bytes(_MAP)
 
 
-def _scales_map(address: int, pitch: int, depth: int) -> bytes:
+def _scales_map(address: int, pitch: int, depth: int, part: int) -> bytes:
     """That of scales of tokens [ceil(K / 32), pitch]."""
-    rows, tokens = -(-depth // SIZES.EACH_K), SIZES.SCALED_TOKENS
-    return _tma.byte_matrix(address, rows, 4 * pitch, 4 * pitch, STAGE_K // SIZES.EACH_K, 4 * tokens, False)
+    rows = -(-depth // SIZES.EACH_K)
+    return _tma.byte_matrix(address, rows, 4 * pitch, 4 * pitch, STAGE_K // SIZES.EACH_K, 4 * part, False)
 
 
 def launch(
@@ -339,7 +337,7 @@ def launch(
         (
             _tma.byte_matrix(a, tokens, pitch, pitch, cut.tokens // cut.share),
             _tma.byte_matrix(weight, rows, row_bytes, row_bytes, cut.rows, codes.row_bytes),
-            _scales_map(token_scale, token_step, depth) if codes.each else _NO_MAP,
+            _scales_map(token_scale, token_step, depth, cut.tokens // cut.share) if codes.each else _NO_MAP,
             out.data.ptr,
             token_sum,
             token_scale,

@@ -34,6 +34,11 @@ __device__ __forceinline__ int load_written(const int* p) {
     return v;
 }
 
+// Starts to copy a word, which brings the 128 bytes around it to the L2 cache: those beside it come next.
+__device__ __forceinline__ void copy_word_of_line(unsigned address, const void* global) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
+}
+
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 
 #define OPERANDS16(s, i) OPERANDS8(s, i), OPERANDS8(s, i + 8)

@@ -16,10 +16,9 @@
 #include "linear/integer_tiles.cuh"
 
 // Of the host (kbitcupy/products/integer_tile.py), ahead of this source: STAGE_K of a stage, EACH_K that share a scale
-// of a token where it has several, SCALED_TOKENS whose scales are copied together; TABLE_UNITS of a row whose scales
-// are, to one of TABLES; and how numbers beside codes are stored, scales FLOAT32_SCALES, FLOAT16_SCALES,
-// BFLOAT16_SCALES, or ANY_FLOAT16_SCALES, which count even where they are not positive; zero points NO_POINTS,
-// INT32_POINTS, INT8_POINTS, UINT8_POINTS.
+// of a token where it has several; TABLE_UNITS of a row whose scales are copied together, to one of TABLES; and how
+// numbers beside codes are stored, scales FLOAT32_SCALES, FLOAT16_SCALES, BFLOAT16_SCALES, or ANY_FLOAT16_SCALES, which
+// count even where they are not positive; zero points NO_POINTS, INT32_POINTS, INT8_POINTS, UINT8_POINTS.
 constexpr int CHUNK_TOKENS = 32;           // that a warp stores at a time
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that copy scales and zero points
 
@@ -38,19 +37,19 @@ struct Tiling {
     static_assert(WARPGROUPS == 2 || WARPGROUPS == 4, "how registers are shared out");
     static constexpr int MORE = WARPGROUPS == 2 ? 232 : UNIT % STAGE_K == 0 ? 112 : 104;
     static constexpr int LESS = WARPGROUPS == 2 ? 40 : UNIT % STAGE_K == 0 ? 32 : 64;
+    static constexpr int PART = TOKENS / SHARE;                     // tokens that a block of a cluster fetches
     static constexpr int SUMS = TOKENS / 2;                         // of a thread
     static constexpr int SCALES = UNIT == 0 ? 1 : STAGE_K / UNIT;   // of a row of the weight in a stage
     static constexpr int UNITS = EACH ? STAGE_K / EACH_K : SCALES;  // sums of a stage that are scaled
     static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = UNIT == 0 ? !EACH : UNITS == 1 && WARPGROUPS == 2;
-    // A stage: tokens, codes, scales of EACH_K k of 64 tokens and then of others.
+    // A stage: tokens, codes, scales of EACH_K k of the first part of tokens and then of others.
     static constexpr int X_BYTES = TOKENS * STAGE_K, SCALES_AT = X_BYTES + ROWS * Decoder::ROW_BYTES;
     static constexpr int COPIED = SCALES_AT + (EACH ? TOKENS * (STAGE_K / EACH_K) * 4 : 0);
     static constexpr int STAGE = (COPIED + 1023) / 1024 * 1024;
     // Behind the stages, tables of a scale and a zero point for every unit and row; banks differ by unit.
     static constexpr int TABLE_PITCH = 8 * (ROWS + 4), TABLE = UNIT == 0 ? 0 : TABLE_UNITS * TABLE_PITCH;
-    static_assert(!EACH || TOKENS / SHARE == SCALED_TOKENS, "a block copies the scales of so many tokens");
     static_assert(STAGES % K_GROUPS == 0, "each warpgroup has its stages");
     static_assert(
         K_GROUPS == 1 || (K_GROUPS - 1) * ROW_GROUPS * SUMS * WARPGROUP * 4 <= STAGES * STAGE,
@@ -78,7 +77,7 @@ struct Stages : Ring<S::STAGES, S::STAGE, 2> {
 // Fills the ring with the stages of a tile.
 template <typename S>
 struct Fetcher {
-    static constexpr int PART = S::TOKENS / S::SHARE;  // tokens that a block of a cluster fetches
+    static constexpr int PART = S::PART;
     const TensorMap *x_map, *w_map, *e_map;
     unsigned rank;
     int stages;
@@ -133,7 +132,7 @@ struct Beside {
     __device__ __forceinline__ static void copy_word(unsigned to, const void* plane, unsigned at, int bytes) {
         const unsigned long long place =
             reinterpret_cast<unsigned long long>(plane) + static_cast<unsigned long long>(at) * bytes;
-        copy_async<4>(to, reinterpret_cast<const void*>(place & ~3ull));
+        copy_word_of_line(to, reinterpret_cast<const void*>(place & ~3ull));
     }
     __device__ __forceinline__ void copy(unsigned to, unsigned at) const {
         copy_word(to, scale, at, scale_bytes());
@@ -181,23 +180,32 @@ struct Neighbours {
     const Beside& beside;
     int thread;
 
-    // ... of a tile, `units` for each row.
+    __device__ __forceinline__ unsigned number(int first, int row) const {
+        const unsigned at = min(static_cast<unsigned>(first + thread % TABLE_UNITS), beside.per_row - 1);
+        return static_cast<unsigned>(row) * beside.per_row + at;
+    }
+    __device__ __forceinline__ unsigned place(const Tables<S>& tables) const {
+        return tables.data() + thread % TABLE_UNITS * S::TABLE_PITCH;
+    }
+    // ... of a tile, `units` for each row. A table is copied while the one before it is made ready.
     __device__ __forceinline__ void tile(Tables<S>& tables, int row, int last_row, int units) const {
-        const int u = thread % TABLE_UNITS, own = thread / TABLE_UNITS;
-        for (int first = 0; first < units; first += TABLE_UNITS) {
-            barrier_wait(tables.barrier(EMPTY, tables.stage), tables.phase ^ 1);
-            const unsigned at = min(static_cast<unsigned>(first + u), beside.per_row - 1);
-            const unsigned to = tables.data() + u * S::TABLE_PITCH;
+        Tables<S> copied = tables;
+        for (int first = 0; first < units + TABLE_UNITS; first += TABLE_UNITS) {
+            if (first < units) {
+                barrier_wait(copied.barrier(EMPTY, copied.stage), copied.phase ^ 1);
 #pragma unroll 2
-            for (int r = own; r < S::ROWS; r += STEP)
-                beside.copy(to + r * 8, static_cast<unsigned>(min(row + r, last_row)) * beside.per_row + at);
+                for (int r = thread / TABLE_UNITS; r < S::ROWS; r += STEP)
+                    beside.copy(place(copied) + r * 8, number(first, min(row + r, last_row)));
+                copied.step(1);
+            }
             commit_copies();
-            wait_copies<0>();
+            if (first == 0) continue;
+            wait_copies<1>();
 #pragma unroll 2
-            for (int r = own; r < S::ROWS; r += STEP) {
-                const unsigned number = static_cast<unsigned>(min(row + r, last_row)) * beside.per_row + at;
-                const uint2 v = shared_at<uint2>(to + r * 8);
-                store_shared(to + r * 8, beside.scale_of(v.x, number), beside.points_of(v.y, number));
+            for (int r = thread / TABLE_UNITS; r < S::ROWS; r += STEP) {
+                const unsigned at = number(first - TABLE_UNITS, min(row + r, last_row));
+                const uint2 v = shared_at<uint2>(place(tables) + r * 8);
+                store_shared(place(tables) + r * 8, beside.scale_of(v.x, at), beside.points_of(v.y, at));
             }
             barrier_arrive(tables.barrier(FULL, tables.stage));
             tables.step(1);
@@ -248,8 +256,7 @@ __device__ __forceinline__ void multiply_stages(
             if constexpr (S::EACH) {
                 const int token = j / 4 * 8;
                 const uint2 v = shared_at<uint2>(
-                    of_tokens +
-                    (token / SCALED_TOKENS * (STAGE_K / EACH_K) * SCALED_TOKENS + token % SCALED_TOKENS) * 4);
+                    of_tokens + (token / S::PART * (STAGE_K / EACH_K) * S::PART + token % S::PART) * 4);
                 e[0] = __uint_as_float(v.x), e[1] = __uint_as_float(v.y);
             }
 #pragma unroll
@@ -351,7 +358,7 @@ __device__ __forceinline__ void multiply_stages(
                     wgmma_bytes(sum, a[s], x + 2 * (u * STEPS + s), (S::UNITS == 1 && !begins) || s > 0);
                 wgmma_commit();
                 wgmma_wait<0>();
-                if (S::UNITS > 1 || ends) convert(factor, tile + S::SCALES_AT + (u * SCALED_TOKENS + lane % 4 * 2) * 4);
+                if (S::UNITS > 1 || ends) convert(factor, tile + S::SCALES_AT + (u * S::PART + lane % 4 * 2) * 4);
             }
             release(ring.stage);
             ring.step(S::K_GROUPS);
