@@ -42,6 +42,8 @@ struct Tiling {
     static constexpr int SCALES = UNIT == 0 ? 1 : STAGE_K / UNIT;   // of a row of the weight in a stage
     static constexpr int UNITS = EACH ? STAGE_K / EACH_K : SCALES;  // sums of a stage that are scaled
     static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
+    // Whether all units of a stage are multiplied at once, for the sums of which there must be registers.
+    static constexpr bool PARTS = UNITS > 1 && WARPGROUPS == 2 && SUMS*(UNITS + 1) <= 160;
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = UNIT == 0 ? !EACH : UNITS == 1 && WARPGROUPS == 2;
     // A stage: tokens, codes, scales of EACH_K k of the first part of tokens and then of others.
@@ -248,7 +250,7 @@ __device__ __forceinline__ void multiply_stages(
         }
     };
     // The sums of a unit, which have come, count; of EACH by the scales of tokens, too.
-    auto convert = [&](const float (&by)[2], unsigned of_tokens) {
+    auto convert = [&](int (&sum)[S::SUMS], const float (&by)[2], unsigned of_tokens) {
         fence_sums(sum);
 #pragma unroll
         for (int j = 0; j < S::SUMS; j += 4) {
@@ -315,7 +317,8 @@ __device__ __forceinline__ void multiply_stages(
             finish<Decoder>(a, zero);
             if (stage > k_group) {
                 if constexpr (S::FLOATS)
-                    if (begins) convert(factor, 0);  // ahead of the release: what was read of the stage has come then
+                    if (begins)
+                        convert(sum, factor, 0);  // ahead of the release: what was read of the stage has come then
                 release(last);
             }
             const unsigned long long x = wgmma_descriptor(tile);
@@ -331,8 +334,47 @@ __device__ __forceinline__ void multiply_stages(
         }
         wgmma_wait<0>();
         fence_sums(sum);
-        if constexpr (S::FLOATS) convert(factor, 0);
+        if constexpr (S::FLOATS) convert(sum, factor, 0);
         release(last);
+    } else if constexpr (S::PARTS) {
+        constexpr int STEPS = 4 / S::UNITS, EVERY = S::UNITS / S::SCALES;  // sums that have the same scales of rows
+        for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
+            barrier_wait(ring.full(ring.stage), ring.phase);
+            const unsigned tile = ring.data(ring.stage);
+            const unsigned long long x = wgmma_descriptor(tile);
+            unsigned raw[Decoder::RAW], a[4][4];
+            int part[S::UNITS][S::SUMS];
+            float by[S::SCALES][2];
+            Decoder::fetch(raw, tile + codes);
+            step_group(stage);
+#pragma unroll
+            for (int u = 0; u < S::UNITS; ++u) {
+                if constexpr (S::UNIT == 0) by[0][0] = factor[0], by[0][1] = factor[1];
+                else if (u % EVERY == 0) take(S::UNIT == STAGE_K ? own : stage * S::SCALES + u / EVERY, by[u / EVERY]);
+#pragma unroll
+                for (int s = u * STEPS; s < (u + 1) * STEPS; ++s) Decoder::begun(raw, s, zero, a[s]);
+            }
+            finish<Decoder>(a, zero);
+            fence_operands(a);
+            wgmma_begin();
+#pragma unroll
+            for (int u = 0; u < S::UNITS; ++u) {
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s) wgmma_bytes(part[u], a[u * STEPS + s], x + 2 * (u * STEPS + s), s > 0);
+                wgmma_commit();
+            }
+#pragma unroll
+            for (int u = 0; u < S::UNITS; ++u) {
+                if (u == S::UNITS - 1) wgmma_wait<0>();
+                else if (u == S::UNITS - 2) wgmma_wait<1>();
+                else if (u == S::UNITS - 3) wgmma_wait<2>();
+                else wgmma_wait<3>();
+                convert(part[u], by[u / EVERY], tile + S::SCALES_AT + (u * S::PART + lane % 4 * 2) * 4);
+            }
+            fence_operands(a);
+            release(ring.stage);
+            ring.step(S::K_GROUPS);
+        }
     } else {
         for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
             barrier_wait(ring.full(ring.stage), ring.phase);
@@ -358,7 +400,7 @@ __device__ __forceinline__ void multiply_stages(
                     wgmma_bytes(sum, a[s], x + 2 * (u * STEPS + s), (S::UNITS == 1 && !begins) || s > 0);
                 wgmma_commit();
                 wgmma_wait<0>();
-                if (S::UNITS > 1 || ends) convert(factor, tile + S::SCALES_AT + (u * S::PART + lane % 4 * 2) * 4);
+                if (S::UNITS > 1 || ends) convert(sum, factor, tile + S::SCALES_AT + (u * S::PART + lane % 4 * 2) * 4);
             }
             release(ring.stage);
             ring.step(S::K_GROUPS);
