@@ -83,7 +83,7 @@ class _Config(ctypes.Structure):
 
 # Driver versions from this one on capture early launches in graphs.
 _EARLY_DRIVER = 12030
-_PROGRAMMATIC_SERIALIZATION = 6  # of the driver's launch attributes
+_CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6  # of the driver's launch attributes
 
 
 @functools.cache
@@ -244,9 +244,12 @@ class Kernel:
     early : bool, default False
         Whether it may start before the kernel ahead of it has ended, where the device can do so (see `starts_early`):
         it then waits itself, by ``griddepcontrol.wait``, before it looks at what that one writes.
+    cluster : int, default 1
+        Thread blocks of a cluster, as the kernel declares them: of such a one a device holds whole clusters, which do
+        not find a place everywhere.
     """
 
-    __slots__ = ("_ready", "early", "expression", "rounds", "shared", "signature", "template", "threads")
+    __slots__ = ("_ready", "cluster", "early", "expression", "rounds", "shared", "signature", "template", "threads")
 
     def __init__(
         self,
@@ -257,9 +260,11 @@ class Kernel:
         rounds: int = 1,
         signature: tuple[Type, ...] = (),
         early: bool = False,
+        cluster: int = 1,
     ):
         self.template, self.expression, self.threads = template, template.expression(*values), threads
         self.shared, self.rounds, self.signature, self.early = shared, rounds, signature, early
+        self.cluster = cluster
         self._ready: dict[int, Ready] = {}
 
     def __call__(self, array: Any, units: int, arguments: tuple[Any, ...], waves: int = 0) -> None:
@@ -299,10 +304,25 @@ class Kernel:
             if self.shared + kernel.shared_size_bytes > 48 << 10:  # more than that has to be asked for
                 kernel.max_dynamic_shared_size_bytes = max(self.shared, kernel.max_dynamic_shared_size_bytes)
             count = driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, self.threads, self.shared)
+            resident = count * multiprocessors(device)
+            if self.cluster > 1:
+                resident = min(resident, self._clusters(kernel.kernel.ptr, resident) * self.cluster)
         early = self.early and starts_early(device)
         name = f"{self.template.label}: {self.expression}"
         launch = _PackedLaunch(kernel.kernel.ptr, name, self.threads, self.shared, self.signature, early)
-        return Ready(launch, count * multiprocessors(device))
+        return Ready(launch, resident)
+
+    def _clusters(self, kernel: int, blocks: int) -> int:
+        """Those that the device holds at a time of a grid of so many thread blocks."""
+        attribute = _Attribute(_CLUSTER_DIMENSION)
+        attribute.value[:3] = self.cluster, 1, 1
+        of_grid = blocks // self.cluster * self.cluster, 1, 1
+        pointer = ctypes.cast(ctypes.pointer(attribute), ctypes.c_void_p)
+        config = _Config(*of_grid, self.threads, 1, 1, self.shared, None, pointer, 1)
+        found = ctypes.c_int()
+        ask = driver_function("cuOccupancyMaxActiveClusters")
+        status = ask(ctypes.byref(found), ctypes.c_void_p(kernel), ctypes.byref(config))
+        return found.value if status == 0 and found.value > 0 else blocks // self.cluster
 
 
 _load_lock = threading.RLock()

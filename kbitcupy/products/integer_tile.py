@@ -244,7 +244,8 @@ _SIGNATURE = (_MAP, _MAP, _MAP, *("p",) * 6, *("i8",) * 4, *("i4",) * 7)
 @functools.cache
 def _kernel(dtype: str, cut: Cut, bits: int, unit: int, each: bool, early: bool) -> Kernel:
     values = CXX_TYPES[dtype], cut.text(bits, unit, each)
-    return Kernel(_template(), values, cut.threads, cut.shared(bits, unit, each), signature=_SIGNATURE, early=early)
+    shared, cluster = cut.shared(bits, unit, each), cut.share
+    return Kernel(_template(), values, cut.threads, shared, signature=_SIGNATURE, early=early, cluster=cluster)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,7 +276,7 @@ def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, devi
     ready = _kernel(dtype.name, cut, codes.bits, codes.unit, codes.each, early).ready(device)
     blocks = cut.tiles(tokens, rows)
     if cut.k_groups == 1:
-        blocks = min(blocks, ready.resident // cut.share * cut.share)
+        blocks = min(blocks, ready.resident)
     return Plan(ready.launch, (blocks,), cut, codes)
 
 
