@@ -35,8 +35,8 @@ struct Tiling {
     static constexpr int THREADS = (WARPGROUPS + 1) * WARPGROUP;
     // Registers of a thread that multiplies, to which those go that the threads of the last warpgroup do not need.
     static_assert(WARPGROUPS == 2 || WARPGROUPS == 4, "how registers are shared out");
-    static constexpr int MORE = WARPGROUPS == 2 ? 232 : UNIT % STAGE_K == 0 ? 112 : 104;
-    static constexpr int LESS = WARPGROUPS == 2 ? 40 : UNIT % STAGE_K == 0 ? 32 : 64;
+    static constexpr int MORE = WARPGROUPS == 2 ? 232 : UNIT == 0 && TOKENS == 64 ? 104 : 112;
+    static constexpr int LESS = WARPGROUPS == 2 ? 40 : UNIT == 0 && TOKENS == 64 ? 64 : 32;
     static constexpr int PART = TOKENS / SHARE;                     // tokens that a block of a cluster fetches
     static constexpr int SUMS = TOKENS / 2;                         // of a thread
     static constexpr int SCALES = UNIT == 0 ? 1 : STAGE_K / UNIT;   // of a row of the weight in a stage
@@ -604,11 +604,12 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
             const unsigned of_rows[2] = {
                 static_cast<unsigned>(own[0]) * beside.per_row, static_cast<unsigned>(own[1]) * beside.per_row};
             float factor[2] = {};
-            if constexpr (UNIT == 0) {
+            auto take = [&] {
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
                     factor[i] = beside.scale_at(of_rows[i]), point.take(i, beside.points_at(of_rows[i]));
-            }
+            };
+            if constexpr (UNIT == 0 && Decoder::SHIFT == 0) take();
             int sum[S::SUMS];
             float total[S::SUMS] = {};
             multiply_stages<S>(
@@ -618,7 +619,8 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
                 else add_parts<S>(sum, ring.data0, row_group, k_group);
                 if (k_group > 0) break;
             }
-            wait_for_previous();  // the scales of the tokens are there
+            if constexpr (Decoder::SHIFT > 0) take();  // here, where registers are free again
+            wait_for_previous();                       // the scales of the tokens are there
             const Rescaling rescaling{token_scale, nullptr, bias, bias_kind};
             for (int i = threadIdx.x % WARPGROUP; i < TOKENS && !EACH; i += WARPGROUP)
                 token_factors[i] =
