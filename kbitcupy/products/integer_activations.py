@@ -61,6 +61,8 @@ register_templates(_TEMPLATE)
 _SIGNATURE = (*("p",) * 4, *("i4",) * 6)
 # Threads of a part of a token; tokens of which one after the other is quantized.
 _PART_THREADS, _HALF = 128, np.float32(0.5)
+# Tokens from which on a device has no room for a block of each.
+_MANY = 256
 
 
 class Tokens(NamedTuple):
@@ -113,12 +115,12 @@ def _kernel(cxx: str, vector: bool, threads: int) -> Kernel:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cut(depth: int, parts: bool) -> tuple[int, int]:
-    """Threads of a block, and blocks of a token."""
+def _cut(depth: int, parts: bool, many: bool = False) -> tuple[int, int]:
+    """Threads of a block, and blocks of a token; with many tokens not so many threads, of which more blocks fit."""
     octets = pitch_of(depth) // 8
     if parts:
         return _PART_THREADS, -(-octets // _PART_THREADS)
-    return min(max(1 << (octets - 1).bit_length(), 32), NUMBERS.TOKEN_THREADS), 1
+    return min(max(1 << (octets - 1).bit_length(), 32), NUMBERS.TOKEN_THREADS // (1 + many)), 1
 
 
 def quantize_into(
@@ -145,7 +147,7 @@ def quantize_into(
     """
     depth = x.shape[-1]
     vector = not (depth % 8 or x.data.ptr % 16)
-    threads, parts = _cut(depth, preset != "int8" and (group != 0 or not sums))
+    threads, parts = _cut(depth, preset != "int8" and (group != 0 or not sums), tokens > _MANY)
     cxx = "signed char" if preset is None else CXX_TYPES[x.dtype.name]
     number = NUMBERS.TAKEN if preset is None else _PRESETS[preset]
     pitch = depth if layout == NUMBERS.HALF_ROWS else pitch_of(depth)

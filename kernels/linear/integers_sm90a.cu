@@ -21,6 +21,8 @@
 // count even where they are not positive; zero points NO_POINTS, INT32_POINTS, INT8_POINTS, UINT8_POINTS.
 constexpr int CHUNK_TOKENS = 32;           // that a warp stores at a time
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that copy scales and zero points
+// As a float 12582912, 1.5 * 2^23: in what is added to it, up to 2^22, a bit counts one.
+constexpr int SUM_BITS = 0x4b400000;
 
 // ---- the parts of a thread block -----------------------------------------------------------------------------------
 
@@ -42,13 +44,13 @@ struct Tiling {
     static constexpr int SCALES = UNIT == 0 ? 1 : STAGE_K / UNIT;   // of a row of the weight in a stage
     static constexpr int UNITS = EACH ? STAGE_K / EACH_K : SCALES;  // sums of a stage that are scaled
     static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
-    // Whether all units of a stage are multiplied at once, for the sums of which there must be registers.
-    static constexpr bool PARTS = UNITS > 1 && WARPGROUPS == 2 && SUMS*(UNITS + 1) <= 160;
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
-    static constexpr bool AHEAD = UNIT == 0 ? !EACH : UNITS == 1 && WARPGROUPS == 2;
-    // A stage: tokens, codes, scales of EACH_K k of the first part of tokens and then of others.
-    static constexpr int X_BYTES = TOKENS * STAGE_K, SCALES_AT = X_BYTES + ROWS * Decoder::ROW_BYTES;
-    static constexpr int COPIED = SCALES_AT + (EACH ? TOKENS * (STAGE_K / EACH_K) * 4 : 0);
+    static constexpr bool AHEAD = WARPGROUPS == 2 || UNIT == 0;
+    // Numbers of each token in a stage: scales, or sums of its codes.
+    static constexpr int NUMBERS = EACH ? STAGE_K / EACH_K : Decoder::SUMMED ? SCALES : 0;
+    // A stage: tokens, codes, numbers of the first part of tokens and then of others.
+    static constexpr int X_BYTES = TOKENS * STAGE_K, NUMBERS_AT = X_BYTES + ROWS * Decoder::ROW_BYTES;
+    static constexpr int COPIED = NUMBERS_AT + TOKENS * NUMBERS * 4;
     static constexpr int STAGE = (COPIED + 1023) / 1024 * 1024;
     // Behind the stages, tables of a scale and a zero point for every unit and row; banks differ by unit.
     static constexpr int TABLE_PITCH = 8 * (ROWS + 4), TABLE = UNIT == 0 ? 0 : TABLE_UNITS * TABLE_PITCH;
@@ -101,17 +103,17 @@ struct Fetcher {
             }
             if constexpr (S::SHARE == 1) {
                 copy_box(ring.data(s), x_map, stage * STAGE_K, token, ring.full(s));
-                if constexpr (S::EACH)
-                    copy_box(ring.data(s) + S::SCALES_AT, e_map, token * 4, stage * (STAGE_K / EACH_K), ring.full(s));
+                if constexpr (S::NUMBERS > 0)
+                    copy_box(ring.data(s) + S::NUMBERS_AT, e_map, token * 4, stage * S::NUMBERS, ring.full(s));
             } else {
                 // A stage is empty when it is so in all blocks: their warps arrive at this barrier, too.
                 copy_box_multicast(
                     ring.data(s) + rank * PART * STAGE_K, x_map, stage * STAGE_K, token + rank * PART, ring.full(s),
                     (1 << S::SHARE) - 1);
-                if constexpr (S::EACH)
+                if constexpr (S::NUMBERS > 0)
                     copy_box_multicast(
-                        ring.data(s) + S::SCALES_AT + rank * PART * (STAGE_K / EACH_K) * 4, e_map,
-                        (token + rank * PART) * 4, stage * (STAGE_K / EACH_K), ring.full(s), (1 << S::SHARE) - 1);
+                        ring.data(s) + S::NUMBERS_AT + rank * PART * S::NUMBERS * 4, e_map, (token + rank * PART) * 4,
+                        stage * S::NUMBERS, ring.full(s), (1 << S::SHARE) - 1);
             }
             ring.step(1);
         }
@@ -207,7 +209,8 @@ struct Neighbours {
             for (int r = thread / TABLE_UNITS; r < S::ROWS; r += STEP) {
                 const unsigned at = number(first - TABLE_UNITS, min(row + r, last_row));
                 const uint2 v = shared_at<uint2>(place(tables) + r * 8);
-                store_shared(place(tables) + r * 8, beside.scale_of(v.x, at), beside.points_of(v.y, at));
+                const unsigned points = S::Decoder::Zero::stored(beside.points_of(v.y, at));
+                store_shared(place(tables) + r * 8, beside.scale_of(v.x, at), points);
             }
             barrier_arrive(tables.barrier(FULL, tables.stage));
             tables.step(1);
@@ -249,48 +252,56 @@ __device__ __forceinline__ void multiply_stages(
             if (lane < S::SHARE) barrier_arrive(ring.empty(s), lane);
         }
     };
+    // Number u of a stage of tokens 8 j + 2 t and the next.
+    auto of_tokens = [&](unsigned tile, int u, int j) {
+        const int token = 8 * j;
+        return shared_at<uint2>(
+            tile + S::NUMBERS_AT +
+            (token / S::PART * S::NUMBERS * S::PART + u * S::PART + token % S::PART + lane % 4 * 2) * 4);
+    };
     // The sums of a unit, which have come, count; of EACH by the scales of tokens, too.
-    auto convert = [&](int (&sum)[S::SUMS], const float (&by)[2], unsigned of_tokens) {
-        fence_sums(sum);
+    auto convert = [&](const float (&by)[2], unsigned tile, int u) {
 #pragma unroll
         for (int j = 0; j < S::SUMS; j += 4) {
             float e[2] = {1.0f, 1.0f};
             if constexpr (S::EACH) {
-                const int token = j / 4 * 8;
-                const uint2 v = shared_at<uint2>(
-                    of_tokens + (token / S::PART * (STAGE_K / EACH_K) * S::PART + token % S::PART) * 4);
+                const uint2 v = of_tokens(tile, u, j / 4);
                 e[0] = __uint_as_float(v.x), e[1] = __uint_as_float(v.y);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float exact = __int2float_rn(sum[j + i]);
+                // Instructions of few lanes are what there are too many of: sums that have begun so need none.
+                const float exact = Decoder::SUMMED ? __int_as_float(sum[j + i]) - __int_as_float(SUM_BITS)
+                                                    : __int2float_rn(sum[j + i]);
                 total[j + i] = fma_ieee(S::EACH ? multiply_ieee(exact, e[i % 2]) : exact, by[i / 2], total[j + i]);
             }
         }
     };
-    // Stages of this warpgroup, and their groups of several stages: that of a stage and that of the next one.
-    auto group_of = [&](int stage) { return group_stages == 1 ? stage : stage / group_stages; };
-    int own = -1, next = S::UNIT == STAGE_K ? group_of(k_group) : 0;
-    bool begins = true, ends = true;  // whether a stage is the first, or the last, of its group
-    auto step_group = [&](int stage) {
-        if constexpr (S::UNIT == STAGE_K) {
-            begins = next != own, own = next;
-            next = group_of(stage + S::K_GROUPS);
-            ends = next != own || stage + S::K_GROUPS >= stages;
+    // What zero points take off the sums of a unit, or of a stage of one.
+    auto begin_sums = [&](bool begins, unsigned tile, int u) {
+        if constexpr (Decoder::SUMMED) {
+#pragma unroll
+            for (int j = 0; j < S::SUMS; j += 4) {
+                const uint2 v = of_tokens(tile, u, j / 4);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int of_codes = static_cast<int>(i % 2 ? v.y : v.x);
+                    sum[j + i] = zero.added(i / 2) * of_codes + (begins ? SUM_BITS : sum[j + i]);
+                }
+            }
         }
     };
-    int in_tables = 0;  // units up to which tables have been gone through, with the one at hand
+    unsigned in_tables = 0;  // units up to which tables have been gone through, with the one at hand
     auto next_table = [&](bool wait) {
         if (in_tables > 0) {
-            __syncwarp();  // all lanes have read
-            if (lane == 0) barrier_arrive(tables.barrier(EMPTY, tables.stage));
+            barrier_arrive(tables.barrier(EMPTY, tables.stage));
             tables.step(1);
         }
         if (wait) barrier_wait(tables.barrier(FULL, tables.stage), tables.phase);
         in_tables += TABLE_UNITS;
     };
     // The scales of unit u; its zero points from here on.
-    auto take = [&](int u, float (&by)[2]) {
+    auto take = [&](unsigned u, float (&by)[2]) {
         while (u >= in_tables) next_table(true);
         const unsigned at = tables.data() + numbers + u % TABLE_UNITS * S::TABLE_PITCH;
 #pragma unroll
@@ -299,82 +310,62 @@ __device__ __forceinline__ void multiply_stages(
             by[i] = __uint_as_float(v.x), zero.take(i, v.y);
         }
     };
-    if constexpr (S::AHEAD) {
-        unsigned last = 0;
+    if constexpr (S::UNITS == 1) {
+        unsigned last = 0, group = 0;
+        int inside = k_group;  // stages of the group ahead of this one
+        bool begins = true;
+        auto reach = [&] {
+            while (inside >= group_stages) inside -= group_stages, ++group, begins = true;
+        };
+        if constexpr (S::FLOATS) reach();
         for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
             barrier_wait(ring.full(ring.stage), ring.phase);
             const unsigned tile = ring.data(ring.stage);
-            unsigned raw[Decoder::RAW], a[4][4];
-            Decoder::fetch(raw, tile + codes);
-            step_group(stage);
-            float by[2];
-            if constexpr (S::FLOATS) take(own, by);
+            unsigned a[4][4];
+            auto begin = [&] {
+                unsigned raw[Decoder::RAW];
+                Decoder::fetch(raw, tile + codes);
 #pragma unroll
-            for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[s]);
-            fence_operands(a);  // decoded before the wait, not behind it
+                for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[s]);
+                fence_operands(a);
+            };
+            float by[2];
+            if constexpr (S::FLOATS)
+                if (begins) take(group, by);
+            if constexpr (S::AHEAD) begin();
             wgmma_wait<0>();
-            fence_operands(a);
-            finish<Decoder>(a, zero);
+            if constexpr (S::AHEAD) fence_operands(a);
+            if constexpr (S::FLOATS) fence_sums(sum);
             if (stage > k_group) {
                 if constexpr (S::FLOATS)
                     if (begins)
-                        convert(sum, factor, 0);  // ahead of the release: what was read of the stage has come then
+                        convert(factor, 0, 0);  // ahead of the release: what was read of the stage has come then
                 release(last);
             }
+            if (begins) begin_sums(true, tile, 0);
+            else begin_sums(false, tile, 0);
+            if constexpr (!S::AHEAD) begin();
+            finish<Decoder>(a, zero);
             const unsigned long long x = wgmma_descriptor(tile);
             fence_operands(a);
+            if constexpr (Decoder::SUMMED) fence_sums(sum);
             wgmma_begin();
 #pragma unroll
             for (int s = 0; s < 4; ++s)  // descriptors count in units of 16 bytes
-                wgmma_bytes(sum, a[s], x + 2 * s, S::FLOATS ? !begins || s > 0 : stage > k_group || s > 0);
+                wgmma_bytes(sum, a[s], x + 2 * s, Decoder::SUMMED || s > 0 || (S::FLOATS ? !begins : stage > k_group));
             wgmma_commit();
-            if constexpr (S::FLOATS) factor[0] = by[0], factor[1] = by[1];
+            if constexpr (S::FLOATS) {
+                if (begins) factor[0] = by[0], factor[1] = by[1];
+                begins = false, inside += S::K_GROUPS;
+                reach();
+            }
             last = ring.stage;
             ring.step(S::K_GROUPS);
         }
         wgmma_wait<0>();
         fence_sums(sum);
-        if constexpr (S::FLOATS) convert(sum, factor, 0);
+        if constexpr (S::FLOATS) convert(factor, 0, 0);
         release(last);
-    } else if constexpr (S::PARTS) {
-        constexpr int STEPS = 4 / S::UNITS, EVERY = S::UNITS / S::SCALES;  // sums that have the same scales of rows
-        for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
-            barrier_wait(ring.full(ring.stage), ring.phase);
-            const unsigned tile = ring.data(ring.stage);
-            const unsigned long long x = wgmma_descriptor(tile);
-            unsigned raw[Decoder::RAW], a[4][4];
-            int part[S::UNITS][S::SUMS];
-            float by[S::SCALES][2];
-            Decoder::fetch(raw, tile + codes);
-            step_group(stage);
-#pragma unroll
-            for (int u = 0; u < S::UNITS; ++u) {
-                if constexpr (S::UNIT == 0) by[0][0] = factor[0], by[0][1] = factor[1];
-                else if (u % EVERY == 0) take(S::UNIT == STAGE_K ? own : stage * S::SCALES + u / EVERY, by[u / EVERY]);
-#pragma unroll
-                for (int s = u * STEPS; s < (u + 1) * STEPS; ++s) Decoder::begun(raw, s, zero, a[s]);
-            }
-            finish<Decoder>(a, zero);
-            fence_operands(a);
-            wgmma_begin();
-#pragma unroll
-            for (int u = 0; u < S::UNITS; ++u) {
-#pragma unroll
-                for (int s = 0; s < STEPS; ++s) wgmma_bytes(part[u], a[u * STEPS + s], x + 2 * (u * STEPS + s), s > 0);
-                wgmma_commit();
-            }
-#pragma unroll
-            for (int u = 0; u < S::UNITS; ++u) {
-                if (u == S::UNITS - 1) wgmma_wait<0>();
-                else if (u == S::UNITS - 2) wgmma_wait<1>();
-                else if (u == S::UNITS - 3) wgmma_wait<2>();
-                else wgmma_wait<3>();
-                convert(part[u], by[u / EVERY], tile + S::SCALES_AT + (u * S::PART + lane % 4 * 2) * 4);
-            }
-            fence_operands(a);
-            release(ring.stage);
-            ring.step(S::K_GROUPS);
-        }
     } else {
         for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
             barrier_wait(ring.full(ring.stage), ring.phase);
@@ -382,32 +373,34 @@ __device__ __forceinline__ void multiply_stages(
             const unsigned long long x = wgmma_descriptor(tile);
             unsigned raw[Decoder::RAW];
             Decoder::fetch(raw, tile + codes);
-            step_group(stage);
-            constexpr int STEPS = 4 / S::UNITS;
+            constexpr int STEPS = 4 / S::UNITS, EVERY = S::UNITS / S::SCALES;  // sums that have the same scales of rows
 #pragma unroll
             for (int u = 0; u < S::UNITS; ++u) {
                 unsigned a[STEPS][4];
                 if constexpr (S::UNIT != 0)
-                    if (u * S::SCALES % S::UNITS == 0)
-                        take(S::UNIT == STAGE_K ? own : stage * S::SCALES + u * S::SCALES / S::UNITS, factor);
+                    if (u % EVERY == 0)
+                        take(S::UNIT == STAGE_K ? stage / group_stages : stage * S::SCALES + u / EVERY, factor);
+                begin_sums(true, tile, u);
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s) Decoder::begun(raw, u * STEPS + s, zero, a[s]);
                 finish<Decoder>(a, zero);
                 fence_operands(a);
+                if constexpr (Decoder::SUMMED) fence_sums(sum);
                 wgmma_begin();
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s)
-                    wgmma_bytes(sum, a[s], x + 2 * (u * STEPS + s), (S::UNITS == 1 && !begins) || s > 0);
+                    wgmma_bytes(sum, a[s], x + 2 * (u * STEPS + s), Decoder::SUMMED || s > 0);
                 wgmma_commit();
                 wgmma_wait<0>();
-                if (S::UNITS > 1 || ends) convert(sum, factor, tile + S::SCALES_AT + (u * S::PART + lane % 4 * 2) * 4);
+                fence_sums(sum);
+                convert(factor, tile, u);
             }
             release(ring.stage);
             ring.step(S::K_GROUPS);
         }
     }
     if constexpr (S::UNIT != 0) {  // tables that others still need are let go, too
-        while (in_tables < units) next_table(true);
+        while (in_tables < static_cast<unsigned>(units)) next_table(true);
         next_table(false);
     }
 }
@@ -505,24 +498,26 @@ struct Results {
 template <
     typename T, typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int SHARE, int STAGES, int UNIT, bool EACH,
     typename Layout>
-__global__ void __cluster_dims__(SHARE) __launch_bounds__(
-    Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, UNIT, EACH>::THREADS, 1)
-    wgmma_integers(
-        const __grid_constant__ TensorMap x_map,  // int8 [tokens, K], boxes of 128 bytes x TOKENS / SHARE
-        const __grid_constant__ TensorMap w_map,  // codes [rows, bytes], boxes of ROW_BYTES x the rows of a tile
-        const __grid_constant__ TensorMap e_map,  // EACH: float32 [ceil(K / EACH_K), tokens or more], scales of tokens
-        T* __restrict__ y,                        // [tokens, rows]
-        const int* __restrict__ token_sum,        // [tokens] of their codes, where Decoder wants them added, or null
-        const float* __restrict__ token_scale,    // [tokens], or [1] where token_step is 0; not of EACH
-        const void* __restrict__ scale,           // [rows, units], [rows] or [1], as scale_kind says
-        const void* __restrict__ zero,            // zero points beside them, as zero_kind says; or null
-        const void* __restrict__ bias,            // [rows] of the type that bias_kind names, or null
-        long long tokens, long long rows, long long depth,
-        long long per_row,  // scales of a row; 0 where all rows share one; below 2^31 in all
-        int group_stages,   // UNIT = 128: stages that share a scale
-        int token_step, int scale_kind, int zero_kind, int bias_kind,
-        int lowest,    // of the codes, as they are stored
-        int middle) {  // what stands for 0 where there are no zero points
+__global__ void __cluster_dims__(SHARE)
+    __launch_bounds__(Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, UNIT, EACH>::THREADS, 1)
+        wgmma_integers(
+            const __grid_constant__ TensorMap x_map,  // int8 [tokens, K], boxes of 128 bytes x TOKENS / SHARE
+            const __grid_constant__ TensorMap w_map,  // codes [rows, bytes], boxes of ROW_BYTES x the rows of a tile
+            // Numbers of tokens [ceil(K / k of each), tokens or more]: EACH float32 scales of EACH_K k, or int32 sums
+            // of UNIT
+            const __grid_constant__ TensorMap e_map,
+            T* __restrict__ y,                      // [tokens, rows]
+            const int* __restrict__ token_sum,      // [tokens] of their codes, where Decoder wants them added, or null
+            const float* __restrict__ token_scale,  // [tokens], or [1] where token_step is 0; not of EACH
+            const void* __restrict__ scale,         // [rows, units], [rows] or [1], as scale_kind says
+            const void* __restrict__ zero,          // zero points beside them, as zero_kind says; or null
+            const void* __restrict__ bias,          // [rows] of the type that bias_kind names, or null
+            long long tokens, long long rows, long long depth,
+            long long per_row,  // scales of a row; 0 where all rows share one; below 2^31 in all
+            int group_stages,   // UNIT = 128: stages that share a scale
+            int token_step, int scale_kind, int zero_kind, int bias_kind,
+            int lowest,    // of the codes, as they are stored
+            int middle) {  // what stands for 0 where there are no zero points
     using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, UNIT, EACH>;
     static_assert(Layout::template IS_OF<S>, "the host reckons with other sizes");
     extern __shared__ unsigned char memory[];
@@ -531,8 +526,8 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
     __shared__ int of_tokens[Decoder::SHIFT > 0 ? ROW_GROUPS : 1][Decoder::SHIFT > 0 ? TOKENS : 1];
     __shared__ uint4 turned[sizeof(T) == 2 ? 4 * ROW_GROUPS : 1][CHUNK_TOKENS * 2];
     // The swizzle counts in units of 1024 bytes from address 0.
-    Stages<S> ring{{(shared_address(memory) + 1023u) & ~1023u, shared_address(barriers)}};
-    Tables<S> tables{ring.data(STAGES), shared_address(barriers + 2 * STAGES)};
+    Stages<S> ring{{opaque((shared_address(memory) + 1023u) & ~1023u), opaque(shared_address(barriers))}};
+    Tables<S> tables{ring.data(STAGES), ring.barriers + 8 * 2 * STAGES};
     const unsigned rank = SHARE == 1 ? 0 : block_in_cluster();
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
     if (threadIdx.x == 0) {
@@ -542,7 +537,7 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
         }
         for (int i = 0; i < TABLES; ++i) {
             barrier_init(tables.barrier(FULL, i), COPIERS);
-            barrier_init(tables.barrier(EMPTY, i), S::WARPS);
+            barrier_init(tables.barrier(EMPTY, i), S::WARPGROUPS * WARPGROUP);
         }
         fence_barrier_init();
     }
@@ -573,10 +568,11 @@ __global__ void __cluster_dims__(SHARE) __launch_bounds__(
                 tile_at(number, token, row);
                 fetch.tile(ring, token, row, number == first);
             }
-        } else if (UNIT != 0 && threadIdx.x >= S::WARPGROUPS * WARPGROUP + WARP) {
-            const int thread = threadIdx.x - S::WARPGROUPS * WARPGROUP - WARP;
+        }
+        if constexpr (UNIT != 0) {
+            const int thread = static_cast<int>(threadIdx.x) - S::WARPGROUPS * WARPGROUP - WARP;
             const Neighbours<S> neighbours{beside, thread};
-            for (int number = first; number < tiles; number += stride) {
+            for (int number = first; number < tiles && thread >= 0; number += stride) {
                 tile_at(number, token, row);
                 neighbours.tile(tables, row, last_row, units);
             }
