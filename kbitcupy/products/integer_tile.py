@@ -47,9 +47,8 @@ SIZES = Constants(
     UINT8_POINTS=3,
 )
 STAGE_K = SIZES.STAGE_K
-#: Its decoders, by the bits of a code; of 4 bits where zero points are taken off sums along a row, and off those of
-#: units: where a token has one scale.
-DECODERS, ROW_NIBBLES, SUMMED_NIBBLES = {8: "Bytes", 4: "Nibbles", 2: "Trits"}, "RowNibbles", "SummedNibbles"
+#: Its decoders, by the bits of a code; of 4 bits where a row has one zero point, and a token one scale.
+DECODERS, ROW_NIBBLES = {8: "Bytes", 4: "Nibbles", 2: "Trits"}, "RowNibbles"
 #: Elements that share a scale: those of a row, whole stages, or parts of one.
 UNITS = (0, STAGE_K, 64, 32)
 # Bytes of shared memory of a thread block; where the ring starts at most behind the beginning of its memory.
@@ -93,21 +92,9 @@ class Codes:
         return self.bits < 8 and not self.group and not self.each
 
     @property
-    def summed(self) -> bool:
-        """Whether zero points are taken off sums of units, by sums of tokens."""
-        return self.bits == 4 and self.group != 0 and not self.each
-
-    @property
     def decoder(self) -> str:
         """What decodes them."""
-        if self.bits != 4 or self.each:
-            return DECODERS[self.bits]
-        return SUMMED_NIBBLES if self.summed else ROW_NIBBLES
-
-    @property
-    def of_token(self) -> int:
-        """Elements of which a token has a number in a stage, a scale or a sum; 0 where it has none."""
-        return SIZES.EACH_K if self.each else self.unit if self.summed else 0
+        return ROW_NIBBLES if self.bits == 4 and self.whole else DECODERS[self.bits]
 
     @property
     def row_bytes(self) -> int:
@@ -144,11 +131,14 @@ class Cut:
         """Threads of a block: the warpgroups that multiply, and one that fetches."""
         return 128 * (self.row_groups * self.k_groups + 1)
 
-    def stage_bytes(self, bits: int, unit: int, each: bool) -> int:
-        """Tokens and weights of a stage, and numbers of tokens."""
-        of_token = Codes(bits, unit, each=each).of_token
-        numbers = 4 * self.tokens * STAGE_K // of_token if of_token else 0
-        size = STAGE_K * (self.tokens + self.rows * bits // 8) + numbers
+    def boxes(self, bits: int) -> int:
+        """Times `STAGE_K` of a stage: memory likes to be asked for 128 bytes of a row of codes at a time."""
+        return 1 if bits == 8 or self.tokens > 128 else 4 if bits == 2 and self.rows == 256 else 2
+
+    def stage_bytes(self, bits: int, each: bool) -> int:
+        """Tokens and weights of a stage, and scales of tokens."""
+        scales = 4 * self.tokens * STAGE_K // SIZES.EACH_K if each else 0
+        size = self.boxes(bits) * (STAGE_K * (self.tokens + self.rows * bits // 8) + scales)
         return -(-size // _ALIGNED) * _ALIGNED
 
     def table_bytes(self, unit: int) -> int:
@@ -161,19 +151,19 @@ class Cut:
         of_tokens = self.tokens * (8 if Codes(bits, unit, each=each).whole else 4)
         named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + 4096)
         room = _ROOM - _ALIGNED - named - self.table_bytes(unit)
-        fitting = min(room // self.stage_bytes(bits, unit, each), _MOST_STAGES)
+        fitting = min(room // self.stage_bytes(bits, each), _MOST_STAGES)
         return fitting // self.k_groups * self.k_groups
 
     def shared(self, bits: int, unit: int, each: bool) -> int:
         """Dynamic shared memory of a thread block."""
-        stages = self.stages(bits, unit, each) * self.stage_bytes(bits, unit, each)
+        stages = self.stages(bits, unit, each) * self.stage_bytes(bits, each)
         return stages + self.table_bytes(unit) + _ALIGNED
 
     def text(self, bits: int, unit: int, each: bool) -> str:
         """The template parameters after the dtype, with the sizes that the kernel compares."""
         kind = bits, unit, each
-        layout = f"Layout<{self.threads}, {self.rows}, {self.stage_bytes(*kind)}, {self.table_bytes(unit)}>"
-        numbers = self.tokens, self.row_groups, self.k_groups, self.share, self.stages(*kind), unit
+        layout = f"Layout<{self.threads}, {self.rows}, {self.stage_bytes(bits, each)}, {self.table_bytes(unit)}>"
+        numbers = self.tokens, self.row_groups, self.k_groups, self.share, self.stages(*kind), self.boxes(bits), unit
         return f"{Codes(bits, unit, each=each).decoder}, {', '.join(map(str, numbers))}, {str(each).lower()}, {layout}"
 
     def tiles(self, tokens: int, rows: int) -> int:
@@ -207,7 +197,7 @@ def cuts(unit: int, each: bool) -> tuple[Cut, ...]:
 def choose(tokens: int, rows: int, depth: int, codes: Codes, processors: int) -> Cut:
     """The cut that should take the least time; each part of k has at least a stage."""
     stages = -(-depth // STAGE_K)
-    fitting = (cut for cut in cuts(codes.unit, codes.each) if cut.k_groups <= stages)
+    fitting = (cut for cut in cuts(codes.unit, codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages)
     return min(fitting, key=lambda cut: cut.microseconds(tokens, rows, depth, codes, processors))
 
 
@@ -302,10 +292,10 @@ def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, devi
 _NO_MAP = bytes(_MAP)
 
 
-def _numbers_map(address: int, pitch: int, depth: int, of_token: int, part: int) -> bytes:
-    """That of numbers of tokens [ceil(K / of_token), pitch]."""
-    rows = -(-depth // of_token)
-    return _tma.byte_matrix(address, rows, 4 * pitch, 4 * pitch, STAGE_K // of_token, 4 * part, False)
+def _scales_map(address: int, pitch: int, depth: int, boxes: int, part: int) -> bytes:
+    """That of scales of tokens [ceil(K / 32), pitch], of a stage and a part of tokens."""
+    rows, together = -(-depth // SIZES.EACH_K), boxes * STAGE_K // SIZES.EACH_K
+    return _tma.byte_matrix(address, rows, 4 * pitch, 4 * pitch, together, 4 * part, False)
 
 
 def launch(
@@ -332,8 +322,7 @@ def launch(
         int8 tokens, rows of K rounded up to a multiple of `PITCH`, which end in zeros; for codes of 4 bits that lie in
         pairs the 16 even elements of every 32 come first.
     token_sum : int
-        int32 sums of the codes of each token, which trits need, and zero points of rows; of `summed` of each unit
-        [ceil(K / unit), tokens rounded up to 8], at a multiple of 16; else 0.
+        int32 sums of the codes of each token, which trits need, and zero points of rows; else 0.
     token_scale, token_step : int
         float32 scales, one for each token, or one where the step is 0; of `each` [ceil(K / 32), step], at a multiple of
         16, and the step one of 4.
@@ -353,16 +342,15 @@ def launch(
     cut, codes = plan.cut, plan.codes
     row_bytes = depth * codes.bits // 8
     added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
-    numbers = _NO_MAP
-    if codes.of_token:
-        of_each = (token_scale, token_step) if codes.each else (token_sum, tokens_of.padded_of(tokens))
-        numbers = _numbers_map(*of_each, depth, codes.of_token, cut.tokens // cut.share)
+    scales = _NO_MAP
+    if codes.each:
+        scales = _scales_map(token_scale, token_step, depth, cut.boxes(codes.bits), cut.tokens // cut.share)
     plan.launch(
         plan.grid,
         (
             _tma.byte_matrix(a, tokens, pitch, pitch, cut.tokens // cut.share),
-            _tma.byte_matrix(weight, rows, row_bytes, row_bytes, cut.rows, codes.row_bytes),
-            numbers,
+            _tma.byte_matrix(weight, rows, row_bytes, row_bytes, cut.rows, cut.boxes(codes.bits) * codes.row_bytes),
+            scales,
             out.data.ptr,
             token_sum,
             token_scale,
@@ -416,8 +404,6 @@ _ZERO_KINDS = {"int32": SIZES.INT32_POINTS, "int8": SIZES.INT8_POINTS, "uint8": 
 # The tokens' layout, by the bits of a code and bytes of a run.
 _LAYOUTS = {(8, 1): NUMBERS.ROWS, (4, 1): NUMBERS.ROWS_SPLIT, (4, 16): NUMBERS.ROWS, (2, 32): NUMBERS.ROWS}
 _MOST_SCALES = 1 << 31
-# Elements whose products, each up to 15 * 128, stay below 2^22 together.
-_LONGEST_SUM = 2048
 
 
 @functools.lru_cache(maxsize=1024)
@@ -431,8 +417,6 @@ def told(part: IntegerCodes, rows: int, depth: int, each: bool) -> Told | str:
     group = part.group if part.group < depth else 0
     if group % STAGE_K and group not in UNITS:
         return f"groups are of {group} elements; it is for 32, 64 and multiples of {STAGE_K}"
-    if part.bits == 4 and not each and group > _LONGEST_SUM:
-        return f"groups are of {group} elements; sums become floats as they are up to {_LONGEST_SUM}"
     if (min(group, STAGE_K), each) not in _KINDS[part.bits]:
         return "it has no such kernel for codes of so many bits"
     of = part.scale_of
@@ -458,17 +442,16 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, known:
     pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
     codes = known.codes
     blocks = -(-depth // SIZES.EACH_K) if codes.each else 1
-    of_sum = codes.unit if codes.summed else depth if codes.whole and part.added == ZERO_POINTS else 0
-    summed = -(-depth // of_sum) if of_sum else 0  # sums of a token
+    summed = codes.whole and part.added == ZERO_POINTS
     scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * (blocks + summed) * padded)
     a, scales, step = scratch.ptr, scratch.ptr + tokens * pitch, padded if codes.each else 1
-    sums, group = scales + 4 * blocks * padded if summed else 0, codes.unit if codes.summed else 0
+    sums = scales + 4 * blocks * padded if summed else 0
     if isinstance(x, QuantizedArray):
         given, found = token_planes(x)
-        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, sums, known.layout, group)
+        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, sums, known.layout, 0)
         scales, step = found.data.ptr, int(found.size == tokens)
     else:
-        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, sums, known.layout, group)
+        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, sums, known.layout, 0)
     cut = choose(tokens, rows, depth, codes, processors)
     made = plan(single.dtype, tokens, rows, depth, codes, out.data.device_id, cut, True)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr

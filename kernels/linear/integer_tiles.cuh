@@ -82,18 +82,25 @@ __device__ __forceinline__ void fence_sums(int (&sum)[N]) {
 
 // ---- codes ---------------------------------------------------------------------------------------------------------
 
-// How codes become the bytes that are multiplied. A stage has STAGE_K = 128 of each row, in ROW_BYTES, in the swizzle
-// of that width.
+// How codes become the bytes that are multiplied, STAGE_K = 128 of each row at a time, in ROW_BYTES, of which one or
+// more lie beside each other, in the swizzle of all of them.
 //     RAW                     words that a lane has of a stage, of rows g and g + 8
-//     offset(lane)            where its first matrix of a tile of 16 rows begins
 //     fetch(raw, address)     those words
 //     Zero                    what is subtracted: flip(whether codes are in two's complement), take(row, four times the
 //                             zero point from the lowest code on, in a word)
 //     begun(raw, s, zero, a)  what becomes operand A of 32 k, number s of four, by
 //     finished(a, zero)       of a word
-//     SUMMED                  whether zero points are taken off sums of units, by added(row) times those of tokens
 //     SHIFT                   bits by which bytes are too large. Where there are such, sums lack added(zero, row) times
 //                             those of the tokens
+
+// Where the first matrix of a lane begins in 16 rows of ROW_BYTES, in the swizzle of that width; the next one two
+// pieces of 16 bytes on, and what stands beside them, by exclusive or.
+template <int ROW_BYTES>
+__device__ __forceinline__ unsigned row_offset(unsigned lane) {
+    static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "swizzles of other widths");
+    const unsigned row = lane % 16, chunk = lane / 16;
+    return row * ROW_BYTES + ((chunk ^ (row * ROW_BYTES / 128 & (ROW_BYTES / 16 - 1))) << 4);
+}
 
 // Codes in the low bits of bytes are raised by 128, which keeps bytes apart when numbers up to 127 are taken off; an
 // exclusive or takes the 128 off again.
@@ -111,7 +118,6 @@ __device__ __forceinline__ unsigned cut_bytes(unsigned word, unsigned flipped) {
 // the even k of every 32 ahead of the odd ones, or codes lie so.
 struct Nibbles {
     static constexpr int BITS = 4, ROW_BYTES = 64, RAW = 8, SHIFT = 0;
-    static constexpr bool SUMMED = false;
     struct Zero {
         unsigned flipped;  // RAISED, and the highest bit of codes in two's complement
         unsigned points[2];
@@ -120,13 +126,8 @@ struct Nibbles {
             flipped = opaque(RAISED | (is_signed ? 0x08080808u : 0u));
         }
         __device__ __forceinline__ void take(int i, unsigned four) { points[i] = four; }
-        __device__ __forceinline__ static unsigned stored(unsigned four) { return four; }
     };
 
-    __device__ __forceinline__ static unsigned offset(unsigned lane) {
-        const unsigned row = lane % 16, chunk = lane / 16;
-        return row * ROW_BYTES + ((chunk ^ (row >> 1 & 3)) << 4);
-    }
     __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
         load_matrices(raw, address);
         load_matrices(raw + 4, address ^ 32);
@@ -142,40 +143,10 @@ struct Nibbles {
     __device__ __forceinline__ static unsigned finished(unsigned a, const Zero&) { return a ^ RAISED; }
 };
 
-// The same where zero points are taken off sums of units: codes are multiplied as they are, from the lowest one on.
-struct SummedNibbles {
-    static constexpr int BITS = 4, ROW_BYTES = 64, RAW = 8, SHIFT = 0;
-    static constexpr bool SUMMED = true;
-    struct Zero {
-        unsigned flipped;
-        int of_unit[2];
-
-        __device__ __forceinline__ void flip(bool is_signed) { flipped = opaque(is_signed ? 0x08080808u : 0u); }
-        __device__ __forceinline__ void take(int i, unsigned word) { of_unit[i] = static_cast<int>(word); }
-        __device__ __forceinline__ static unsigned stored(unsigned four) {
-            return static_cast<unsigned>(-static_cast<int>(four & 0xff));
-        }
-        __device__ __forceinline__ int added(int i) const { return of_unit[i]; }
-    };
-
-    __device__ __forceinline__ static unsigned offset(unsigned lane) { return Nibbles::offset(lane); }
-    __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
-        Nibbles::fetch(raw, address);
-    }
-    __device__ __forceinline__ static void begun(const unsigned (&raw)[RAW], int s, const Zero&, unsigned (&a)[4]) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) a[i] = raw[2 * s + i], a[2 + i] = raw[2 * s + i] >> 4;
-    }
-    __device__ __forceinline__ static unsigned finished(unsigned a, const Zero& zero) {
-        return cut_bytes<0x0f0f0f0fu>(a, zero.flipped);
-    }
-};
-
 // The same where a row has one zero point, which is taken off sums: codes are multiplied where the upper half of a byte
 // is, as numbers in two's complement, those that are none less 8.
 struct RowNibbles {
     static constexpr int BITS = 4, ROW_BYTES = 64, RAW = 8, SHIFT = 4;
-    static constexpr bool SUMMED = false;
     struct Zero {
         unsigned flipped;
         int of_row[2];
@@ -185,7 +156,6 @@ struct RowNibbles {
         __device__ __forceinline__ int added(int i) const { return of_row[i]; }
     };
 
-    __device__ __forceinline__ static unsigned offset(unsigned lane) { return Nibbles::offset(lane); }
     __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
         Nibbles::fetch(raw, address);
     }
@@ -202,17 +172,12 @@ struct RowNibbles {
 // complement of which 0 stands for 1.
 struct Trits {
     static constexpr int BITS = 2, ROW_BYTES = 32, RAW = 4, SHIFT = 6;
-    static constexpr bool SUMMED = false;
     struct Zero {
         __device__ __forceinline__ void flip(bool) {}
         __device__ __forceinline__ void take(int, unsigned) {}
         __device__ __forceinline__ int added(int) const { return 1; }
     };
 
-    __device__ __forceinline__ static unsigned offset(unsigned lane) {
-        const unsigned row = lane % 16, chunk = lane / 16;
-        return row * ROW_BYTES + ((chunk ^ (row >> 2 & 1)) << 4);
-    }
     __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
         load_matrices(raw, address);
     }
@@ -228,19 +193,13 @@ struct Trits {
 // Codes of 8 bits, less 128 where they are not in two's complement.
 struct Bytes {
     static constexpr int BITS = 8, ROW_BYTES = 128, RAW = 16, SHIFT = 0;
-    static constexpr bool SUMMED = false;
     struct Zero {
         unsigned flipped;
 
         __device__ __forceinline__ void flip(bool is_signed) { flipped = opaque(is_signed ? 0u : RAISED); }
         __device__ __forceinline__ void take(int, unsigned) {}
-        __device__ __forceinline__ static unsigned stored(unsigned) { return 0; }
     };
 
-    __device__ __forceinline__ static unsigned offset(unsigned lane) {
-        const unsigned row = lane % 16, chunk = lane / 16;
-        return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
-    }
     __device__ __forceinline__ static void fetch(unsigned (&raw)[RAW], unsigned address) {
 #pragma unroll
         for (int s = 0; s < 4; ++s) load_matrices(raw + 4 * s, address ^ 32 * s);

@@ -21,17 +21,16 @@
 // count even where they are not positive; zero points NO_POINTS, INT32_POINTS, INT8_POINTS, UINT8_POINTS.
 constexpr int CHUNK_TOKENS = 32;           // that a warp stores at a time
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that copy scales and zero points
-// As a float 12582912, 1.5 * 2^23: in what is added to it, up to 2^22, a bit counts one.
-constexpr int SUM_BITS = 0x4b400000;
 
 // ---- the parts of a thread block -----------------------------------------------------------------------------------
 
 template <
-    typename Decoder_, int TOKENS_, int ROW_GROUPS_, int K_GROUPS_, int SHARE_, int STAGES_, int UNIT_, bool EACH_>
+    typename Decoder_, int TOKENS_, int ROW_GROUPS_, int K_GROUPS_, int SHARE_, int STAGES_, int BOXES_, int UNIT_,
+    bool EACH_>
 struct Tiling {
     using Decoder = Decoder_;
     static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, K_GROUPS = K_GROUPS_, SHARE = SHARE_;
-    static constexpr int STAGES = STAGES_, UNIT = UNIT_;
+    static constexpr int STAGES = STAGES_, BOXES = BOXES_, UNIT = UNIT_;
     static constexpr bool EACH = EACH_;
     static constexpr int WARPGROUPS = ROW_GROUPS * K_GROUPS, ROWS = 64 * ROW_GROUPS, WARPS = 4 * WARPGROUPS;
     static constexpr int THREADS = (WARPGROUPS + 1) * WARPGROUP;
@@ -46,15 +45,18 @@ struct Tiling {
     static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = WARPGROUPS == 2 || UNIT == 0;
-    // Numbers of each token in a stage: scales, or sums of its codes.
-    static constexpr int NUMBERS = EACH ? STAGE_K / EACH_K : Decoder::SUMMED ? SCALES : 0;
-    // A stage: tokens, codes, numbers of the first part of tokens and then of others.
-    static constexpr int X_BYTES = TOKENS * STAGE_K, NUMBERS_AT = X_BYTES + ROWS * Decoder::ROW_BYTES;
-    static constexpr int COPIED = NUMBERS_AT + TOKENS * NUMBERS * 4;
+    // Whether warpgroups multiply by turns, of which all have as many. Otherwise they would begin together, and end.
+    static constexpr bool TURNS = K_GROUPS == 1 && FLOATS && UNITS == 1;
+    // Scales of each token in STAGE_K.
+    static constexpr int NUMBERS = EACH ? STAGE_K / EACH_K : 0;
+    // A stage: BOXES of tokens, codes, numbers of the first part of tokens and then of others.
+    static constexpr int X_BYTES = TOKENS * STAGE_K, ROW_BYTES = BOXES * Decoder::ROW_BYTES;
+    static constexpr int CODES_AT = BOXES * X_BYTES, NUMBERS_AT = CODES_AT + ROWS * ROW_BYTES;
+    static constexpr int COPIED = NUMBERS_AT + BOXES * TOKENS * NUMBERS * 4;
     static constexpr int STAGE = (COPIED + 1023) / 1024 * 1024;
     // Behind the stages, tables of a scale and a zero point for every unit and row; banks differ by unit.
     static constexpr int TABLE_PITCH = 8 * (ROWS + 4), TABLE = UNIT == 0 ? 0 : TABLE_UNITS * TABLE_PITCH;
-    static_assert(STAGES % K_GROUPS == 0, "each warpgroup has its stages");
+    static_assert(STAGES % K_GROUPS == 0 && STAGES >= 2 * K_GROUPS, "each warpgroup has its stages, and holds one");
     static_assert(
         K_GROUPS == 1 || (K_GROUPS - 1) * ROW_GROUPS * SUMS * WARPGROUP * 4 <= STAGES * STAGE,
         "sums are exchanged where the ring was");
@@ -81,14 +83,14 @@ struct Stages : Ring<S::STAGES, S::STAGE, 2> {
 // Fills the ring with the stages of a tile.
 template <typename S>
 struct Fetcher {
-    static constexpr int PART = S::PART;
+    static constexpr int PART = S::PART, ALL = (1 << S::SHARE) - 1;
     const TensorMap *x_map, *w_map, *e_map;
     unsigned rank;
     int stages;
 
     __device__ __forceinline__ void weights(const Stages<S>& ring, unsigned s, int stage, int row) const {
         barrier_expect(ring.full(s), S::COPIED);
-        copy_box(ring.data(s) + S::X_BYTES, w_map, stage * S::Decoder::ROW_BYTES, row, ring.full(s));
+        copy_box(ring.data(s) + S::CODES_AT, w_map, stage * S::ROW_BYTES, row, ring.full(s));
     }
     // first: of the block. Then the weights of all stages do not wait for the tokens to be quantized.
     __device__ __forceinline__ void tile(Stages<S>& ring, int token, int row, bool first) const {
@@ -101,19 +103,22 @@ struct Fetcher {
                 barrier_wait(ring.empty(s), ring.phase ^ 1);
                 weights(ring, s, stage, row);
             }
-            if constexpr (S::SHARE == 1) {
-                copy_box(ring.data(s), x_map, stage * STAGE_K, token, ring.full(s));
-                if constexpr (S::NUMBERS > 0)
-                    copy_box(ring.data(s) + S::NUMBERS_AT, e_map, token * 4, stage * S::NUMBERS, ring.full(s));
-            } else {
-                // A stage is empty when it is so in all blocks: their warps arrive at this barrier, too.
-                copy_box_multicast(
-                    ring.data(s) + rank * PART * STAGE_K, x_map, stage * STAGE_K, token + rank * PART, ring.full(s),
-                    (1 << S::SHARE) - 1);
-                if constexpr (S::NUMBERS > 0)
+            const unsigned data = ring.data(s), numbers = data + S::NUMBERS_AT;
+            // A stage is empty when it is so in all blocks: their warps arrive at this barrier, too.
+#pragma unroll
+            for (int box = 0; box < S::BOXES; ++box) {
+                const unsigned to = data + box * S::X_BYTES;
+                const int k = (stage * S::BOXES + box) * STAGE_K;
+                if constexpr (S::SHARE == 1) copy_box(to, x_map, k, token, ring.full(s));
+                else copy_box_multicast(to + rank * PART * STAGE_K, x_map, k, token + rank * PART, ring.full(s), ALL);
+            }
+            if constexpr (S::NUMBERS > 0) {
+                constexpr int MANY = S::BOXES * S::NUMBERS;
+                if constexpr (S::SHARE == 1) copy_box(numbers, e_map, token * 4, stage * MANY, ring.full(s));
+                else
                     copy_box_multicast(
-                        ring.data(s) + S::NUMBERS_AT + rank * PART * S::NUMBERS * 4, e_map, (token + rank * PART) * 4,
-                        stage * S::NUMBERS, ring.full(s), (1 << S::SHARE) - 1);
+                        numbers + rank * PART * MANY * 4, e_map, (token + rank * PART) * 4, stage * MANY, ring.full(s),
+                        ALL);
             }
             ring.step(1);
         }
@@ -197,7 +202,7 @@ struct Neighbours {
         for (int first = 0; first < units + TABLE_UNITS; first += TABLE_UNITS) {
             if (first < units) {
                 barrier_wait(copied.barrier(EMPTY, copied.stage), copied.phase ^ 1);
-#pragma unroll 2
+#pragma unroll 1
                 for (int r = thread / TABLE_UNITS; r < S::ROWS; r += STEP)
                     beside.copy(place(copied) + r * 8, number(first, min(row + r, last_row)));
                 copied.step(1);
@@ -205,11 +210,11 @@ struct Neighbours {
             commit_copies();
             if (first == 0) continue;
             wait_copies<1>();
-#pragma unroll 2
+#pragma unroll 1
             for (int r = thread / TABLE_UNITS; r < S::ROWS; r += STEP) {
                 const unsigned at = number(first - TABLE_UNITS, min(row + r, last_row));
                 const uint2 v = shared_at<uint2>(place(tables) + r * 8);
-                const unsigned points = S::Decoder::Zero::stored(beside.points_of(v.y, at));
+                const unsigned points = beside.points_of(v.y, at);
                 store_shared(place(tables) + r * 8, beside.scale_of(v.x, at), points);
             }
             barrier_arrive(tables.barrier(FULL, tables.stage));
@@ -223,6 +228,18 @@ __device__ __forceinline__ float fma_ieee(float a, float b, float c) {
     float r;
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
+}
+
+// ---- turns ---------------------------------------------------------------------------------------------------------
+
+// Warpgroups that begin to multiply together end together, and then tensor cores rest while all of them scale sums and
+// decode. So one begins when the one before it is done. Hardware barriers of two warpgroups each, behind those of one.
+constexpr int FIRST_TURN = 8;
+__device__ __forceinline__ void wait_for_turn(int turn) {
+    asm volatile("bar.sync %0, %1;" ::"r"(FIRST_TURN + turn), "n"(2 * WARPGROUP) : "memory");
+}
+__device__ __forceinline__ void give_turn(int turn) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(FIRST_TURN + turn), "n"(2 * WARPGROUP) : "memory");
 }
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
@@ -240,7 +257,7 @@ __device__ __forceinline__ void finish(unsigned (&a)[N][4], const typename Decod
 // `factor` has the scales of rows g and g + 8, and `zero` their zero points, where all of a row have the same.
 template <typename S>
 __device__ __forceinline__ void multiply_stages(
-    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int stages, int units, int k_group,
+    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int stages, int units, int turn, int k_group,
     int group_stages, typename S::Decoder::Zero& zero, float (&factor)[2], int (&sum)[S::SUMS],
     float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
@@ -252,42 +269,23 @@ __device__ __forceinline__ void multiply_stages(
             if (lane < S::SHARE) barrier_arrive(ring.empty(s), lane);
         }
     };
-    // Number u of a stage of tokens 8 j + 2 t and the next.
-    auto of_tokens = [&](unsigned tile, int u, int j) {
-        const int token = 8 * j;
-        return shared_at<uint2>(
-            tile + S::NUMBERS_AT +
-            (token / S::PART * S::NUMBERS * S::PART + u * S::PART + token % S::PART + lane % 4 * 2) * 4);
-    };
-    // The sums of a unit, which have come, count; of EACH by the scales of tokens, too.
+    // The sums of a unit, which have come, count; of EACH by the scales of tokens, too, number u of a stage.
     auto convert = [&](const float (&by)[2], unsigned tile, int u) {
+        constexpr int MANY = S::BOXES * S::NUMBERS;
 #pragma unroll
         for (int j = 0; j < S::SUMS; j += 4) {
             float e[2] = {1.0f, 1.0f};
             if constexpr (S::EACH) {
-                const uint2 v = of_tokens(tile, u, j / 4);
+                const int token = j / 4 * 8;
+                const uint2 v = shared_at<uint2>(
+                    tile + S::NUMBERS_AT +
+                    (token / S::PART * MANY * S::PART + u * S::PART + token % S::PART + lane % 4 * 2) * 4);
                 e[0] = __uint_as_float(v.x), e[1] = __uint_as_float(v.y);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                // Instructions of few lanes are what there are too many of: sums that have begun so need none.
-                const float exact = Decoder::SUMMED ? __int_as_float(sum[j + i]) - __int_as_float(SUM_BITS)
-                                                    : __int2float_rn(sum[j + i]);
+                const float exact = __int2float_rn(sum[j + i]);
                 total[j + i] = fma_ieee(S::EACH ? multiply_ieee(exact, e[i % 2]) : exact, by[i / 2], total[j + i]);
-            }
-        }
-    };
-    // What zero points take off the sums of a unit, or of a stage of one.
-    auto begin_sums = [&](bool begins, unsigned tile, int u) {
-        if constexpr (Decoder::SUMMED) {
-#pragma unroll
-            for (int j = 0; j < S::SUMS; j += 4) {
-                const uint2 v = of_tokens(tile, u, j / 4);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int of_codes = static_cast<int>(i % 2 ? v.y : v.x);
-                    sum[j + i] = zero.added(i / 2) * of_codes + (begins ? SUM_BITS : sum[j + i]);
-                }
             }
         }
     };
@@ -310,9 +308,15 @@ __device__ __forceinline__ void multiply_stages(
             by[i] = __uint_as_float(v.x), zero.take(i, v.y);
         }
     };
+    auto wait_turn = [&] {
+        if constexpr (S::TURNS) wait_for_turn(turn);
+    };
+    auto pass_turn = [&] {
+        if constexpr (S::TURNS) give_turn(turn == S::WARPGROUPS - 1 ? 0 : turn + 1);
+    };
     if constexpr (S::UNITS == 1) {
         unsigned last = 0, group = 0;
-        int inside = k_group;  // stages of the group ahead of this one
+        int inside = k_group * S::BOXES;  // of the group ahead of what comes
         bool begins = true;
         auto reach = [&] {
             while (inside >= group_stages) inside -= group_stages, ++group, begins = true;
@@ -321,48 +325,49 @@ __device__ __forceinline__ void multiply_stages(
         for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
             barrier_wait(ring.full(ring.stage), ring.phase);
             const unsigned tile = ring.data(ring.stage);
-            unsigned a[4][4];
-            auto begin = [&] {
-                unsigned raw[Decoder::RAW];
-                Decoder::fetch(raw, tile + codes);
 #pragma unroll
-                for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[s]);
-                fence_operands(a);
-            };
-            float by[2];
-            if constexpr (S::FLOATS)
-                if (begins) take(group, by);
-            if constexpr (S::AHEAD) begin();
-            wgmma_wait<0>();
-            if constexpr (S::AHEAD) fence_operands(a);
-            if constexpr (S::FLOATS) fence_sums(sum);
-            if (stage > k_group) {
+            for (int box = 0; box < S::BOXES; ++box) {
+                unsigned a[4][4];
+                auto begin = [&] {
+                    unsigned raw[Decoder::RAW];
+                    Decoder::fetch(raw, tile + codes ^ box * Decoder::ROW_BYTES);
+#pragma unroll
+                    for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[s]);
+                    fence_operands(a);
+                };
+                float by[2];
                 if constexpr (S::FLOATS)
-                    if (begins)
-                        convert(factor, 0, 0);  // ahead of the release: what was read of the stage has come then
-                release(last);
-            }
-            if (begins) begin_sums(true, tile, 0);
-            else begin_sums(false, tile, 0);
-            if constexpr (!S::AHEAD) begin();
-            finish<Decoder>(a, zero);
-            const unsigned long long x = wgmma_descriptor(tile);
-            fence_operands(a);
-            if constexpr (Decoder::SUMMED) fence_sums(sum);
-            wgmma_begin();
+                    if (begins) take(group, by);
+                if constexpr (S::AHEAD) begin();
+                wgmma_wait<0>();
+                if constexpr (S::AHEAD) fence_operands(a);
+                if constexpr (S::FLOATS) fence_sums(sum);
+                const bool later = stage > k_group;
+                if (later || box > 0) pass_turn();
+                if constexpr (S::FLOATS)
+                    if (begins && (later || box > 0)) convert(factor, 0, 0);
+                if (box == 0 && later) release(last);  // what was read of it has come
+                if constexpr (!S::AHEAD) begin();
+                finish<Decoder>(a, zero);
+                const unsigned long long x = wgmma_descriptor(tile + box * S::X_BYTES);
+                wait_turn();
+                fence_operands(a);
+                wgmma_begin();
 #pragma unroll
-            for (int s = 0; s < 4; ++s)  // descriptors count in units of 16 bytes
-                wgmma_bytes(sum, a[s], x + 2 * s, Decoder::SUMMED || s > 0 || (S::FLOATS ? !begins : stage > k_group));
-            wgmma_commit();
-            if constexpr (S::FLOATS) {
-                if (begins) factor[0] = by[0], factor[1] = by[1];
-                begins = false, inside += S::K_GROUPS;
-                reach();
+                for (int s = 0; s < 4; ++s)  // descriptors count in units of 16 bytes
+                    wgmma_bytes(sum, a[s], x + 2 * s, s > 0 || (S::FLOATS ? !begins : box > 0 || later));
+                wgmma_commit();
+                if constexpr (S::FLOATS) {
+                    if (begins) factor[0] = by[0], factor[1] = by[1];
+                    begins = false, inside += box == S::BOXES - 1 ? (S::K_GROUPS - 1) * S::BOXES + 1 : 1;
+                    reach();
+                }
             }
             last = ring.stage;
             ring.step(S::K_GROUPS);
         }
         wgmma_wait<0>();
+        pass_turn();
         fence_sums(sum);
         if constexpr (S::FLOATS) convert(factor, 0, 0);
         release(last);
@@ -370,30 +375,33 @@ __device__ __forceinline__ void multiply_stages(
         for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
             barrier_wait(ring.full(ring.stage), ring.phase);
             const unsigned tile = ring.data(ring.stage);
-            const unsigned long long x = wgmma_descriptor(tile);
-            unsigned raw[Decoder::RAW];
-            Decoder::fetch(raw, tile + codes);
             constexpr int STEPS = 4 / S::UNITS, EVERY = S::UNITS / S::SCALES;  // sums that have the same scales of rows
+#pragma unroll 1
+            for (int box = 0; box < S::BOXES; ++box) {
+                const int number = stage * S::BOXES + box;
+                const unsigned long long x = wgmma_descriptor(tile + box * S::X_BYTES);
+                unsigned raw[Decoder::RAW];
+                Decoder::fetch(raw, tile + codes ^ box * Decoder::ROW_BYTES);
 #pragma unroll
-            for (int u = 0; u < S::UNITS; ++u) {
-                unsigned a[STEPS][4];
-                if constexpr (S::UNIT != 0)
-                    if (u % EVERY == 0)
-                        take(S::UNIT == STAGE_K ? stage / group_stages : stage * S::SCALES + u / EVERY, factor);
-                begin_sums(true, tile, u);
+                for (int u = 0; u < S::UNITS; ++u) {
+                    unsigned a[STEPS][4];
+                    if constexpr (S::UNIT != 0)
+                        if (u % EVERY == 0)
+                            take(S::UNIT == STAGE_K ? number / group_stages : number * S::SCALES + u / EVERY, factor);
 #pragma unroll
-                for (int s = 0; s < STEPS; ++s) Decoder::begun(raw, u * STEPS + s, zero, a[s]);
-                finish<Decoder>(a, zero);
-                fence_operands(a);
-                if constexpr (Decoder::SUMMED) fence_sums(sum);
-                wgmma_begin();
+                    for (int s = 0; s < STEPS; ++s) Decoder::begun(raw, u * STEPS + s, zero, a[s]);
+                    finish<Decoder>(a, zero);
+                    wait_turn();
+                    fence_operands(a);
+                    wgmma_begin();
 #pragma unroll
-                for (int s = 0; s < STEPS; ++s)
-                    wgmma_bytes(sum, a[s], x + 2 * (u * STEPS + s), Decoder::SUMMED || s > 0);
-                wgmma_commit();
-                wgmma_wait<0>();
-                fence_sums(sum);
-                convert(factor, tile, u);
+                    for (int s = 0; s < STEPS; ++s) wgmma_bytes(sum, a[s], x + 2 * (u * STEPS + s), s > 0);
+                    wgmma_commit();
+                    wgmma_wait<0>();
+                    pass_turn();
+                    fence_sums(sum);
+                    convert(factor, tile, box * S::NUMBERS + u);
+                }
             }
             release(ring.stage);
             ring.step(S::K_GROUPS);
@@ -490,21 +498,22 @@ struct Results {
 // ROW_GROUPS, K_GROUPS     warpgroups of a thread block: those with other rows, 64 each, and those that share k
 // SHARE                    thread blocks of a cluster, which share tokens
 // STAGES                   of the ring
+// BOXES                    of STAGE_K in a stage: so many neighbours of a row of codes are copied together
 // UNIT                     k that share a scale: 0 for those of a row, 128 for a multiple of it, 64, 32
 // EACH                     whether tokens have a scale for EACH_K k, not one
 // Layout                   the sizes that the host reckons with
 //
 // With K_GROUPS > 1 the grid has a cluster for every tile, and K at least as many stages.
 template <
-    typename T, typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int SHARE, int STAGES, int UNIT, bool EACH,
-    typename Layout>
+    typename T, typename Decoder, int TOKENS, int ROW_GROUPS, int K_GROUPS, int SHARE, int STAGES, int BOXES, int UNIT,
+    bool EACH, typename Layout>
 __global__ void __cluster_dims__(SHARE)
-    __launch_bounds__(Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, UNIT, EACH>::THREADS, 1)
+    __launch_bounds__(Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, BOXES, UNIT, EACH>::THREADS, 1)
         wgmma_integers(
             const __grid_constant__ TensorMap x_map,  // int8 [tokens, K], boxes of 128 bytes x TOKENS / SHARE
-            const __grid_constant__ TensorMap w_map,  // codes [rows, bytes], boxes of ROW_BYTES x the rows of a tile
-            // Numbers of tokens [ceil(K / k of each), tokens or more]: EACH float32 scales of EACH_K k, or int32 sums
-            // of UNIT
+            const __grid_constant__ TensorMap
+                w_map,  // codes [rows, bytes], boxes of BOXES * ROW_BYTES x the rows of a tile
+            // EACH: float32 [ceil(K / EACH_K), tokens or more], scales of tokens
             const __grid_constant__ TensorMap e_map,
             T* __restrict__ y,                      // [tokens, rows]
             const int* __restrict__ token_sum,      // [tokens] of their codes, where Decoder wants them added, or null
@@ -518,7 +527,7 @@ __global__ void __cluster_dims__(SHARE)
             int token_step, int scale_kind, int zero_kind, int bias_kind,
             int lowest,    // of the codes, as they are stored
             int middle) {  // what stands for 0 where there are no zero points
-    using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, UNIT, EACH>;
+    using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, SHARE, STAGES, BOXES, UNIT, EACH>;
     static_assert(Layout::template IS_OF<S>, "the host reckons with other sizes");
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES + 2 * TABLES];
@@ -547,8 +556,9 @@ __global__ void __cluster_dims__(SHARE)
     constexpr int ROWS = S::ROWS;
     const TileOrder order{(tokens + TOKENS - 1) / TOKENS, (rows + ROWS * SHARE - 1) / (ROWS * SHARE)};
     const int last_row = static_cast<int>(rows) - 1;
-    const int stages = static_cast<int>((depth + STAGE_K - 1) / STAGE_K);
-    const int units = UNIT == STAGE_K ? (stages - 1) / group_stages + 1 : stages * S::SCALES;  // of a row
+    const int boxes = static_cast<int>((depth + STAGE_K - 1) / STAGE_K), stages = (boxes + BOXES - 1) / BOXES;
+    const int units =
+        UNIT == STAGE_K ? (stages * BOXES - 1) / group_stages + 1 : stages * BOXES * S::SCALES;  // of a row
     const int tiles = static_cast<int>(order.along_m * order.along_n), stride = gridDim.x / SHARE;
     const Beside beside{scale, zero, scale_kind, zero_kind, lowest, middle, static_cast<unsigned>(per_row)};
     // Where a tile starts.
@@ -583,7 +593,7 @@ __global__ void __cluster_dims__(SHARE)
         const int row_group = warpgroup % ROW_GROUPS, k_group = warpgroup / ROW_GROUPS;
         const int warp = threadIdx.x % WARPGROUP / WARP, g = lane / 4;
         const int of_tile = 64 * row_group + 16 * warp;  // the first row of this warp
-        const unsigned codes = S::X_BYTES + of_tile * Decoder::ROW_BYTES + Decoder::offset(lane);
+        const unsigned codes = S::CODES_AT + of_tile * S::ROW_BYTES + row_offset<S::ROW_BYTES>(lane);
         const unsigned numbers = (of_tile + g) * 8;
         typename Decoder::Zero point;
         point.flip(lowest < 0);
@@ -592,6 +602,7 @@ __global__ void __cluster_dims__(SHARE)
             y, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0,
             shared_address(turned[sizeof(T) == 2 ? 4 * row_group + warp : 0])};
         ring.step(k_group);
+        if (S::TURNS && row_group == ROW_GROUPS - 1) give_turn(0);
         for (int number = blockIdx.x / SHARE; number < tiles; number += stride) {
             int token, row;
             tile_at(number, token, row);
@@ -609,7 +620,8 @@ __global__ void __cluster_dims__(SHARE)
             int sum[S::SUMS];
             float total[S::SUMS] = {};
             multiply_stages<S>(
-                ring, tables, codes, numbers, stages, units, k_group, group_stages, point, factor, sum, total);
+                ring, tables, codes, numbers, stages, units, row_group, k_group, group_stages, point, factor, sum,
+                total);
             if constexpr (K_GROUPS > 1) {
                 if constexpr (S::FLOATS) add_parts<S>(total, ring.data0, row_group, k_group);
                 else add_parts<S>(sum, ring.data0, row_group, k_group);
@@ -649,6 +661,7 @@ __global__ void __cluster_dims__(SHARE)
             warpgroup_sync(row_group);  // factors are read
             if constexpr (K_GROUPS > 1) break;
         }
+        if (S::TURNS && row_group == 0) wait_for_turn(0);  // the last one, which nobody takes
     }
     if constexpr (SHARE > 1) cluster_arrive_relaxed(), cluster_wait();  // others may still arrive at barriers here
 }
