@@ -526,5 +526,5 @@ def test_cuts_of_integer_tiles():
     for codes in (integer_tile.Codes(2), integer_tile.Codes(4, 32, each=True)):
         for cut in integer_tile.cuts(codes.unit, codes.each):
             kind = codes.bits, codes.unit, codes.each
-            assert cut.stages(*kind) >= 4 and cut.shared(*kind) <= 227 << 10
+            assert cut.stages(*kind) >= 2 * cut.k_groups and cut.shared(*kind) <= 227 << 10
             assert cut.stages(*kind) % cut.k_groups == 0
