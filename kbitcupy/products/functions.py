@@ -15,7 +15,8 @@ taken; `explain` shows them all:
   tokens stand for is multiplied as floats.
 - `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales; few
   tokens on compute capability 8.0 with codes that are read in place, `integer_stream`, and products of experts,
-  `integer_experts_stream`; more on compute capability 9.0 with codes that are decoded in registers, `integer_tile`.
+  `integer_experts_stream`; more on compute capability 9.0 with codes that are decoded in registers, `integer_tile`, or
+  else like few, some at a time, `integer_turns`.
 - `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more
   with codes that are decoded in registers on compute capability 9.0, and elsewhere with trits that are decoded to int8;
   `ternary_floats` reads codes in place for floats.
@@ -48,6 +49,7 @@ from .int8 import Int8, Int8Host, integers_of, token_planes
 from .integer_experts import IntegerExperts, IntegerExpertsHost, IntegerExpertsStream
 from .integer_stream import IntegerStream
 from .integer_tile import IntegerTile
+from .integer_turns import IntegerTurns
 from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
@@ -71,6 +73,7 @@ LINEAR: tuple[Route, ...] = (
     Int8Host(),
     IntegerStream(),
     IntegerTile(),
+    IntegerTurns(),
     Integers(),
     IntegersHost(),
     StagedFew(),

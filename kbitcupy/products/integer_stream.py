@@ -72,7 +72,7 @@ _SIZES = Constants(
 _GGUF = "HALVES4", "PAIRS4"
 _WHOLE = 0, _SIZES.SHARES
 _UNITS = *_WHOLE, 32, 64, 128, _SIZES.LONG_UNIT
-_MOST_TOKENS, _ROWS, _WARPS = 16, 16, _SIZES.STREAM_THREADS // 32
+MOST_TOKENS, _ROWS, _WARPS = 16, 16, _SIZES.STREAM_THREADS // 32
 _OLDEST = 80  # with mma of 32 bytes
 # K up to which 16 times the sum of a row stays below 2^31, and 2^32 over a number of units divides by it.
 _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
@@ -439,8 +439,8 @@ class IntegerStream(Route):
         whole = problem.format.integers(problem.shape, problem.stored.lead)
         if problem.activations == "int8" and whole is not None and whole.shares == "row":
             return "W8A8 has kernels of its own"
-        if problem.tokens > _MOST_TOKENS:
-            return f"it is for up to {_MOST_TOKENS} tokens"
+        if problem.tokens > MOST_TOKENS:
+            return f"it is for up to {MOST_TOKENS} tokens"
         return why_not_streamed(problem, part, problem.device)
 
     def cost(self, problem: Problem) -> float:

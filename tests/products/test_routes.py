@@ -512,6 +512,9 @@ def test_routes_of_integer_codes_on_hopper(preset, monkeypatch):
             assert choices(problem, LINEAR)[0] == found and "wgmma_integers" in found.route.describe(problem)
             older = replace(problem, device=replace(gpu, capability=89))
             assert "compute capability 9.0" in IntegerTile().accepts(older)
+    for text in ("q4_k", "uint4:block=128,zero=float"):
+        problem = Problem(kb.get_format(text), (4096, 4608), 64, np.dtype("float16"), gpu, activations=preset)
+        assert choices(problem, LINEAR)[0].route.name == "integer_turns"
     short = Problem(kb.get_format("int4:block=32"), (64, 200), 64, np.dtype("float16"), gpu, activations=preset)
     assert "multiples of 16 bytes" in IntegerTile().accepts(short)
 
