@@ -175,17 +175,17 @@ class Cut:
         waves = -(-self.tiles(tokens, rows) // processors)
         # Sums of parts of a stage become float32, for which scales have to come from memory.
         sums = STAGE_K / (SIZES.EACH_K if codes.each else codes.group) if codes.group or codes.each else 0.0
-        stage = _STAGE[self] * (_TRITS if codes.bits == 2 else 1.0) + _SUMS * self.rows * sums**_SUMS_POWER
+        stage = _STAGE[self] * (_TRITS if codes.bits == 2 else 1.0) + _SUMS * self.rows * self.tokens * sums
         reading = rows * depth * codes.bits / 8 / (_FRACTION * BYTES_PER_US)
         return _START + max(waves * -(-depth // STAGE_K) * stage, reading)
 
 
 #: Those of few tokens, of which the second shares out k where there are few rows; those of many.
 CUTS = (Cut(64, 4, 1, 1), Cut(64, 1, 4, 1), Cut(128, 2, 1, 2), Cut(256, 2, 1, 2))
-# Microseconds of a stage, and how much less it takes to decode trits; more for a row whose sums become float32 so often
-# in a stage; of a product; the fraction of bandwidth at which codes come.
-_STAGE, _TRITS = dict(zip(CUTS, (0.67, 0.24, 0.44, 0.72), strict=True)), 0.95
-_SUMS, _SUMS_POWER, _START, _FRACTION = 3e-3, 0.7, 4.0, 0.85
+# Microseconds of a stage, and how much less it takes to decode trits; more for a sum that becomes float32 once in a
+# stage; of a product; the fraction of bandwidth at which codes come.
+_STAGE, _TRITS = dict(zip(CUTS, (0.57, 0.2, 0.39, 0.78), strict=True)), 0.95
+_SUMS, _START, _FRACTION = 2.2e-5, 4.0, 0.85
 
 
 def cuts(unit: int, each: bool) -> tuple[Cut, ...]:
@@ -235,13 +235,9 @@ def _templates() -> Iterator[Template]:
     every = [
         (cut, (bits, unit, each)) for bits, kinds in _KINDS.items() for unit, each in kinds for cut in cuts(unit, each)
     ]
-    # Those with targets; some of the others are one or two registers short.
-    targeted = [
-        (cut, kind)
-        for cut, kind in every
-        if (kind[1] % STAGE_K == 0 and not kind[2]) or (kind == (4, 32, True) and cut.k_groups == 1)
-    ]
-    for hot, some in ((True, targeted), (False, [each for each in every if each not in targeted])):
+    # Some of those with scales of groups are one or two registers short.
+    whole = [(cut, kind) for cut, kind in every if not (kind[1] or kind[2])]
+    for hot, some in ((True, whole), (False, [each for each in every if each not in whole])):
         yield _template(tuple(cut.text(*kind) for cut, kind in some), hot)
 
 

@@ -45,8 +45,6 @@ struct Tiling {
     static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = WARPGROUPS == 2 || UNIT == 0;
-    // Whether warpgroups multiply by turns, of which all have as many. Otherwise they would begin together, and end.
-    static constexpr bool TURNS = K_GROUPS == 1 && FLOATS && UNITS == 1;
     // Scales of each token in STAGE_K.
     static constexpr int NUMBERS = EACH ? STAGE_K / EACH_K : 0;
     // A stage: BOXES of tokens, codes, numbers of the first part of tokens and then of others.
@@ -189,33 +187,32 @@ struct Neighbours {
     const Beside& beside;
     int thread;
 
-    __device__ __forceinline__ unsigned number(int first, int row) const {
-        const unsigned at = min(static_cast<unsigned>(first + thread % TABLE_UNITS), beside.per_row - 1);
-        return static_cast<unsigned>(row) * beside.per_row + at;
-    }
-    __device__ __forceinline__ unsigned place(const Tables<S>& tables) const {
-        return tables.data() + thread % TABLE_UNITS * S::TABLE_PITCH;
-    }
-    // ... of a tile, `units` for each row. A table is copied while the one before it is made ready.
+    // ... of a tile, `units` for each row; nothing for rows that there are not. A table is copied while the one before
+    // it is made ready.
     __device__ __forceinline__ void tile(Tables<S>& tables, int row, int last_row, int units) const {
+        const int u = thread % TABLE_UNITS, own = thread / TABLE_UNITS, rows = min(S::ROWS, last_row - row + 1);
+        const unsigned step = STEP * beside.per_row, begin = static_cast<unsigned>(row + own) * beside.per_row;
+        const unsigned to = u * S::TABLE_PITCH + own * 8;
         Tables<S> copied = tables;
+        unsigned at = begin;
         for (int first = 0; first < units + TABLE_UNITS; first += TABLE_UNITS) {
+            const unsigned before = at;
             if (first < units) {
                 barrier_wait(copied.barrier(EMPTY, copied.stage), copied.phase ^ 1);
-#pragma unroll 1
-                for (int r = thread / TABLE_UNITS; r < S::ROWS; r += STEP)
-                    beside.copy(place(copied) + r * 8, number(first, min(row + r, last_row)));
+                at = begin + min(static_cast<unsigned>(first + u), beside.per_row - 1);
+                unsigned number = at, place = copied.data() + to;
+#pragma unroll 2
+                for (int r = own; r < rows; r += STEP, number += step, place += STEP * 8) beside.copy(place, number);
                 copied.step(1);
             }
             commit_copies();
             if (first == 0) continue;
             wait_copies<1>();
-#pragma unroll 1
-            for (int r = thread / TABLE_UNITS; r < S::ROWS; r += STEP) {
-                const unsigned at = number(first - TABLE_UNITS, min(row + r, last_row));
-                const uint2 v = shared_at<uint2>(place(tables) + r * 8);
-                const unsigned points = beside.points_of(v.y, at);
-                store_shared(place(tables) + r * 8, beside.scale_of(v.x, at), points);
+            unsigned number = before, place = tables.data() + to;
+#pragma unroll 2
+            for (int r = own; r < rows; r += STEP, number += step, place += STEP * 8) {
+                const uint2 v = shared_at<uint2>(place);
+                store_shared(place, beside.scale_of(v.x, number), beside.points_of(v.y, number));
             }
             barrier_arrive(tables.barrier(FULL, tables.stage));
             tables.step(1);
@@ -228,18 +225,6 @@ __device__ __forceinline__ float fma_ieee(float a, float b, float c) {
     float r;
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
-}
-
-// ---- turns ---------------------------------------------------------------------------------------------------------
-
-// Warpgroups that begin to multiply together end together, and then tensor cores rest while all of them scale sums and
-// decode. So one begins when the one before it is done. Hardware barriers of two warpgroups each, behind those of one.
-constexpr int FIRST_TURN = 8;
-__device__ __forceinline__ void wait_for_turn(int turn) {
-    asm volatile("bar.sync %0, %1;" ::"r"(FIRST_TURN + turn), "n"(2 * WARPGROUP) : "memory");
-}
-__device__ __forceinline__ void give_turn(int turn) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(FIRST_TURN + turn), "n"(2 * WARPGROUP) : "memory");
 }
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
@@ -257,7 +242,7 @@ __device__ __forceinline__ void finish(unsigned (&a)[N][4], const typename Decod
 // `factor` has the scales of rows g and g + 8, and `zero` their zero points, where all of a row have the same.
 template <typename S>
 __device__ __forceinline__ void multiply_stages(
-    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int stages, int units, int turn, int k_group,
+    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int stages, int units, int k_group,
     int group_stages, typename S::Decoder::Zero& zero, float (&factor)[2], int (&sum)[S::SUMS],
     float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
@@ -308,12 +293,6 @@ __device__ __forceinline__ void multiply_stages(
             by[i] = __uint_as_float(v.x), zero.take(i, v.y);
         }
     };
-    auto wait_turn = [&] {
-        if constexpr (S::TURNS) wait_for_turn(turn);
-    };
-    auto pass_turn = [&] {
-        if constexpr (S::TURNS) give_turn(turn == S::WARPGROUPS - 1 ? 0 : turn + 1);
-    };
     if constexpr (S::UNITS == 1) {
         unsigned last = 0, group = 0;
         int inside = k_group * S::BOXES;  // of the group ahead of what comes
@@ -343,14 +322,12 @@ __device__ __forceinline__ void multiply_stages(
                 if constexpr (S::AHEAD) fence_operands(a);
                 if constexpr (S::FLOATS) fence_sums(sum);
                 const bool later = stage > k_group;
-                if (later || box > 0) pass_turn();
                 if constexpr (S::FLOATS)
                     if (begins && (later || box > 0)) convert(factor, 0, 0);
                 if (box == 0 && later) release(last);  // what was read of it has come
                 if constexpr (!S::AHEAD) begin();
                 finish<Decoder>(a, zero);
                 const unsigned long long x = wgmma_descriptor(tile + box * S::X_BYTES);
-                wait_turn();
                 fence_operands(a);
                 wgmma_begin();
 #pragma unroll
@@ -367,7 +344,6 @@ __device__ __forceinline__ void multiply_stages(
             ring.step(S::K_GROUPS);
         }
         wgmma_wait<0>();
-        pass_turn();
         fence_sums(sum);
         if constexpr (S::FLOATS) convert(factor, 0, 0);
         release(last);
@@ -391,14 +367,12 @@ __device__ __forceinline__ void multiply_stages(
 #pragma unroll
                     for (int s = 0; s < STEPS; ++s) Decoder::begun(raw, u * STEPS + s, zero, a[s]);
                     finish<Decoder>(a, zero);
-                    wait_turn();
                     fence_operands(a);
                     wgmma_begin();
 #pragma unroll
                     for (int s = 0; s < STEPS; ++s) wgmma_bytes(sum, a[s], x + 2 * (u * STEPS + s), s > 0);
                     wgmma_commit();
                     wgmma_wait<0>();
-                    pass_turn();
                     fence_sums(sum);
                     convert(factor, tile, box * S::NUMBERS + u);
                 }
@@ -602,7 +576,6 @@ __global__ void __cluster_dims__(SHARE)
             y, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0,
             shared_address(turned[sizeof(T) == 2 ? 4 * row_group + warp : 0])};
         ring.step(k_group);
-        if (S::TURNS && row_group == ROW_GROUPS - 1) give_turn(0);
         for (int number = blockIdx.x / SHARE; number < tiles; number += stride) {
             int token, row;
             tile_at(number, token, row);
@@ -620,8 +593,7 @@ __global__ void __cluster_dims__(SHARE)
             int sum[S::SUMS];
             float total[S::SUMS] = {};
             multiply_stages<S>(
-                ring, tables, codes, numbers, stages, units, row_group, k_group, group_stages, point, factor, sum,
-                total);
+                ring, tables, codes, numbers, stages, units, k_group, group_stages, point, factor, sum, total);
             if constexpr (K_GROUPS > 1) {
                 if constexpr (S::FLOATS) add_parts<S>(total, ring.data0, row_group, k_group);
                 else add_parts<S>(sum, ring.data0, row_group, k_group);
@@ -661,7 +633,6 @@ __global__ void __cluster_dims__(SHARE)
             warpgroup_sync(row_group);  // factors are read
             if constexpr (K_GROUPS > 1) break;
         }
-        if (S::TURNS && row_group == 0) wait_for_turn(0);  // the last one, which nobody takes
     }
     if constexpr (SHARE > 1) cluster_arrive_relaxed(), cluster_wait();  // others may still arrive at barriers here
 }
