@@ -140,6 +140,11 @@ def chosen(problem: Problem) -> int:
     return min(problem.tokens, problem.experts)
 
 
+def likely(problem: Problem) -> int:
+    """How many experts are chosen on average, where each is as likely."""
+    return max(1, round(problem.experts * (1 - (1 - 1 / problem.experts) ** problem.tokens)))
+
+
 class GroupedSmallBatch(Route):
     """``linear_few`` for experts."""
 
@@ -168,7 +173,7 @@ class GroupedSmallBatch(Route):
 
     def _kernel(self, problem: Problem) -> FewKernel:
         assert problem.device is not None and problem.fragments is not None
-        together = chosen(problem)
+        together = likely(problem)
         return few_kernel(problem.fragments, problem.shape, problem.dtype, problem.device, 1, together, True)
 
 

@@ -82,10 +82,18 @@ def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool
         Whether it is the flavour for experts.
     """
     most = decoder.fragments.grouped_items if grouped else decoder.fragments.items
-    for warps, items in itertools.product((16, 8), (4, 2) if even else (1,)):
+    sizes = (8,) if two_at_once(decoder, grouped) else (16, 8)
+    for warps, items in itertools.product(sizes, (4, 2) if even else (1,)):
         if eights * items <= 4 and items <= most and decoder.shared_bytes(eights, items, warps) <= room:
             return items, warps
     return 1, 0
+
+
+def two_at_once(decoder: Decoder, grouped: bool) -> bool:
+    """Whether thread blocks have half the warps, so that a multiprocessor has two of them and one fetches its first
+    data while the other multiplies: those of experts, which have few tiles, where there is no table to make.
+    """
+    return grouped and not decoder.fragments.entries
 
 
 def one_room(decoder: Decoder, k: int, run: int, room: int) -> tuple[int, int]:
@@ -347,7 +355,7 @@ class FewKernel(Fused):
         decoder, room = Decoder(fragments), device.shared_memory
         whole = n % ITEM_ROWS == 0 and k % ITEM_K == 0 and device.copies_tiles
         # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
-        resident = max(1, device.multiprocessors // together)
+        resident = max(1, (2 if two_at_once(decoder, grouped) else 1) * device.multiprocessors // together)
         cut = None
         for even, flow in ((True, _flow_at_once(decoder)), (True, _IN_CHUNKS), (False, _IN_CHUNKS)):
             items, warps = few_room(decoder, eights, room, even, grouped)
@@ -362,7 +370,8 @@ class FewKernel(Fused):
         assert cut is not None  # the last one takes anything
         self.tokens, self.clustered = TOKENS * eights, cut.cluster > 1
         shared = decoder.shared_bytes(eights, items, warps, flow != _IN_CHUNKS)
-        shared += blocked * cut.share * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
+        own = cut.share if flow == _IN_CHUNKS else cut.warps * cut.items
+        shared += blocked * own * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
         #: Whether the device has the shared memory.
         self.fits = warps > 0 and shared <= room
         # By way of shared memory whole lines of x are read, and once.

@@ -103,7 +103,7 @@ class StagedFew(SmallBatch):
         return super().accepts(_as_halves(problem))
 
     def cost(self, problem: Problem) -> float:
-        return _QUANTIZING + super().cost(_as_halves(problem))
+        return _AHEAD + super().cost(_as_halves(problem))
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
@@ -179,6 +179,8 @@ class StagedRecords(Route):
 _ROUTES = Generic(), Decoded()
 # Microseconds of the launches that quantize tokens and decode them again.
 _QUANTIZING = 12.0
+# ... that quantizes them, while weights are on their way.
+_AHEAD = 5.0
 
 
 def _as_halves(problem: Problem) -> Problem:

@@ -156,12 +156,12 @@ template <typename T>
 struct InnerPairTable : PairTable<T, __half, SPLIT> {
     using Base = PairTable<T, __half, SPLIT>;
     using Base::FIELDS, Base::SUBS;
-    static constexpr int SCALE_BYTES = SUBS * 4, STEP = ITEM_ROWS * 4;  // from a scale of a row to the next
+    static constexpr int SCALE_BYTES = SUBS * 4;
     static constexpr bool SPREAD_SCALES = true;
 
     template <int EIGHTS, typename Tokens>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned step,
         const Tokens& tokens, float (&acc)[EIGHTS][4]) {
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
@@ -170,7 +170,7 @@ struct InnerPairTable : PairTable<T, __half, SPLIT> {
 #pragma unroll
             for (int h = 0; h < 2; ++h) look_up_step<T, EIGHTS>(word, 2 * h, x, 2 * j + h, lane, part);
             tokens.template scale<EIGHTS>(part, j);
-            const float scale[2] = {shared_at<float>(scales + j * STEP), shared_at<float>(scales + eight + j * STEP)};
+            const float scale[2] = {shared_at<float>(scales + j * step), shared_at<float>(scales + j * step + 32)};
             add_parts<EIGHTS>(part, scale, acc);
         }
     }

@@ -151,12 +151,12 @@ struct ScaleExpansion {
 
 // The same of 6-bit scales of 32 in blocks of 256 (iq4_xs): a lane has a block of 16 rows x ITEMS k-tiles, and makes
 // its scales of 32 to floats. Planes: d, a half; scales_l, a word, nibble j the low bits of scale j; scales_h, a short,
-// two bits each. Scale j of k-tile i of a row is at (SUBS i + j) ITEM_ROWS + row in a stage: the rows that lanes read
-// together meet in no bank.
+// two bits each. In a stage scale j of block b of a row is at (BLOCKS j + b) ITEM_ROWS + row: those which lanes read or
+// write together meet in no bank.
 template <int ITEMS>
 struct InnerScales {
     static constexpr int BLOCK = 2 * ITEM_K, BLOCKS = ITEMS > 1 ? ITEMS / 2 : 1;  // elements; of a row
-    static constexpr int SUBS = ITEM_K / 32, STEP = ITEM_ROWS * 4;
+    static constexpr int SUBS = ITEM_K / 32, STEP = BLOCKS * ITEM_ROWS * 4;
     const char* d;
     const float* low;
     unsigned map;  // there is none
@@ -168,8 +168,10 @@ struct InnerScales {
     // Which row, and which block of it, a lane has; and where its scales begin in a stage.
     __device__ __forceinline__ static int row(int g, int t) { return g + t / BLOCKS * 8; }
     __device__ __forceinline__ static int block(int t) { return t % BLOCKS; }
-    __device__ __forceinline__ static unsigned place(int g, int t) {
-        return block(t) * 2 * SUBS * STEP + row(g, t) * 4;
+    __device__ __forceinline__ static unsigned place(int g, int t) { return block(t) * ITEM_ROWS * 4 + row(g, t) * 4; }
+    // Where those of k-tile i of the first row begin.
+    __device__ __forceinline__ static constexpr int of_item(int i) {
+        return i / 2 * (ITEM_ROWS * 4) + i % 2 * (SUBS * STEP);
     }
 
     __device__ __forceinline__ void load_block(long long number) {
@@ -211,7 +213,7 @@ struct InnerScales {
             if (at < items) load_block((above + min(row + down, n - 1)) * (unsigned(k) / BLOCK) + (item + at) / 2);
             float scale[8];
             make(scale);
-            const unsigned to = shared_address(stage) + at * SUBS * STEP + down * 4;
+            const unsigned to = shared_address(stage) + of_item(at) + down * 4;
 #pragma unroll
             for (int j = 0; j < SUBS; ++j) store_shared(to + j * STEP, (item + at) % 2 ? scale[SUBS + j] : scale[j]);
         }

@@ -107,8 +107,11 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // are made when those before are used up where k goes through at once, and lie by rows.
     constexpr bool NESTED = ExpansionOf<Decoder, ITEMS>::NESTED;
     constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, BUFFERS = NESTED || !ONCE ? 2 : 1;
-    // From a row to the row 8 below it, and from a k-tile to the next.
-    constexpr int EIGHT = NESTED ? SCALES / 2 : 8 * 4, SCALE_ITEM = Decoder::SCALE_BYTES * (NESTED ? 1 : ITEM_ROWS);
+    // From a row to the row 8 below it, or of inner scales from one of a row to the next.
+    constexpr int EIGHT = [] {
+        if constexpr (NESTED) return SCALES / 2;
+        else return ExpansionOf<Decoder, ITEMS>::Type::STEP;
+    }();
     constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
     constexpr bool X_BULK = BULK && EVEN && CLUSTER > 1;
@@ -337,6 +340,15 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     aim();
     if (BULK && EVEN && passes > 0 && elect_lane())
         prefetch_box(&map_of_weights, my_item * Decoder::ITEM_BYTES, int(above) + ahead_row);
+    constexpr bool BLOCKED = IsBlocked<Decoder>::VALUE;
+    // What quantizes tokens has waited for all before it, and writes no weights: these are fetched meanwhile, as many
+    // as below.
+    if constexpr (BLOCKED) {
+        const bool first_only = HELD_BACK && (TABLE || (EIGHTS == 1 && cut.staged && m > 2));
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i)
+            if (i * GROUP < cut.items && (i == 0 || !first_only)) start(i, 0, 0);
+    }
     const float power = fill_table<Decoder, false>(own_block | TABLE_AT, values, codebook);
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
@@ -374,7 +386,6 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     }
     // The scales of tokens, for each 32 k of this block those of 8 EIGHTS tokens, in the order in which lanes have
     // them.
-    constexpr bool BLOCKED = IsBlocked<Decoder>::VALUE;
     constexpr int SCALES_OF_ITEM = ITEM_K / 32 * TOGETHER * 4;
     const unsigned token_scales =
         BLOCKED ? shared_address(sums) + (Decoder::GAPS ? 0 : (EIGHTS == 2 ? 2 : 4) * warps * EIGHTS * 512) : 0;
@@ -382,7 +393,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         const float* const from =
             reinterpret_cast<const float*>(order) + (long long)first_item * (ITEM_K / 32) * divisor;
         const int blocks = min(cut.share * ITEM_K, k - first_item * ITEM_K) / 32;
-        for (int i = threadIdx.x; i < cut.share * (ITEM_K / 32) * TOGETHER; i += blockDim.x) {
+        const int items = ONCE ? step : cut.share;  // zeros, too, for those of warps that have no own
+        for (int i = threadIdx.x; i < items * (ITEM_K / 32) * TOGETHER; i += blockDim.x) {
             const int block = i / TOGETHER, column = i % TOKENS, token = i % TOGETHER - column + Decoder::token(column);
             const bool there = block < blocks && token < m;
             store_shared(token_scales + i * 4, there ? from[(long long)block * divisor + group.first + token] : 0.0f);
@@ -420,7 +432,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if (chunks == 1 && !staged) fetch_x(my_item);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
-        if (i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TABLE && !staged))) start(i, 0, 0);
+        if (!BLOCKED && i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TABLE && !staged))) start(i, 0, 0);
     if constexpr (SPREAD && NESTED) {
         if (nested_absmax) spread.offset = *nested_offset;
         if (t < ITEMS) spread.store(scales_to, EIGHT);
@@ -526,7 +538,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                         if (nth >= count) continue;
                         unsigned field[2][Decoder::FIELDS];
                         Decoder::unpack(word[j], field);
-                        const unsigned at = scale_at + nth * SCALE_ITEM;
+                        const unsigned at = scale_at + [&] {
+                            if constexpr (NESTED) return nth * Decoder::SCALE_BYTES;
+                            else return Expansion::of_item(nth);
+                        }();
                         const auto scales_of_tokens = [&] {
                             if constexpr (BLOCKED)
                                 return TokenScales{token_scales + (item + nth - first_item) * SCALES_OF_ITEM + t * 8};

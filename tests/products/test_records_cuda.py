@@ -146,7 +146,7 @@ class TestFew:
         assert_quantized(name, (272, 4096, 4), StagedFew(), np.float16, cupy, True)
 
     @pytest.mark.parametrize(("n", "k"), [(40, 256), (48, 2048)])
-    @pytest.mark.parametrize("name", FEW)
+    @pytest.mark.parametrize("name", ["q4_0", "q4_k", *FEW])
     def test_experts(self, cupy, name, n, k):
         assert_experts(name, n, k, cupy)
 
