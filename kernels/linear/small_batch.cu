@@ -600,6 +600,12 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 if (at >= mine.count || (!EVEN && row >= n)) continue;
                 const float product = sum[i / 4][i % 4] * scale;
                 const long long to = product_of(mine.first + at) * n + row;
+                if constexpr (BLOCKED && CLUSTER > 1) {  // a cluster has all of k: it is asked for sums for another
+                                                         // type
+                    if (partial) partial[to] = product;
+                    else store(y + to, product + bias_at<T>(bias, bias_kind, row));
+                    continue;
+                }
                 if (partial) partial[(long long)blockIdx.z * tokens * n + to] = product;
                 else store(y + to, product + bias_at<T>(bias, bias_kind, row));
             }
