@@ -33,6 +33,7 @@
 //     codes that a lane owns in a row of a k-tile, from shared memory load_x_global, load_x_shared    the x for them,
 //     16 words of two numbers; arrange_x brings these to the order of k unpack(words, fields)     what all steps of
 //     multiply share multiply<EIGHTS>(...)     acc += decoded rows * x, scales included, for 8 EIGHTS tokens
+//                               or with `tokens`, TokenScales, integers of tokens that have scales of 32 (Blocked)
 //     lane_offset(lane)         where the lane's copy stands in an entry of the table
 // linear_one has one token and so scales sums instead of weights (SingleToken of single_token.cuh adds to these);
 // linear_tile decodes for wgmma, 64 rows at a time (decoders of hopper_sm90a.cu).
