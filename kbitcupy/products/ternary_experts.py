@@ -14,7 +14,7 @@ from .integer_activations import BITNET
 from .integer_experts import IntegerExperts
 from .routes import Problem, Product, Route
 from .ternary_bulk import ExpertKernel, expert_kernel, experts_ring
-from .ternary_slots import multiply_slots
+from .ternary_slots import expert_rows, multiply_slots
 from .ternary_stream import why_not_floats, why_not_streamed
 
 # The fraction of the bandwidth at which codes pass; microseconds of the one launch of few tokens.
@@ -43,9 +43,8 @@ class GroupedTernary(Route):
 
     def prepare(self, problem: Problem) -> Product:
         assert problem.device is not None
-        sorted_by_expert = functools.partial(
-            grouped, expert_kernel(problem.shape, problem.dtype, problem.device.ordinal)
-        )
+        arguments = problem.shape, problem.dtype, problem.device.ordinal
+        sorted_by_expert = functools.partial(grouped, expert_rows(*arguments) or expert_kernel(*arguments))
 
         def product(x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
             if ids.size > _FEW or not multiply_slots(x, qs, ids, weights, out, None):
@@ -56,7 +55,7 @@ class GroupedTernary(Route):
     def describe(self, problem: Problem) -> str:
         if problem.tokens <= _FEW:
             return "codes of the experts of each token read in place as numbers of 16 bits: slots_ternary_floats"
-        return "sorted by expert, codes read in place as numbers of 16 bits: bulk_ternary_experts"
+        return "sorted by expert, codes read in place as numbers of 16 bits: rows_ternary_experts"
 
 
 class TernarySlots(Route):

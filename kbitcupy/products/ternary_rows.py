@@ -19,11 +19,11 @@ from ..backend.structs import Constants
 from ..backend.tma import MAP_BYTES, byte_matrix
 from ..formats.base import Trits, register_templates
 from . import activations as tokens_of
-from .fused import HALF_CXX
+from .fused import GROUP, HALF_CXX
 from .int8 import BIAS_KINDS
 from .routes import Device
 
-#: Of all kernels of the file: the oldest architecture, and numbers.
+#: Of all kernels of the file: the oldest architecture, numbers, and what stands ahead of the source.
 FILE, OLDEST = "linear/ternary_rows.cu", 90
 SIZES = Constants(
     STEP=tokens_of.SIZES.STEP,
@@ -32,6 +32,7 @@ SIZES = Constants(
     LANES=tokens_of.LANES,
     MOST_SLOTS=64,
 )
+STRUCTS = BIAS_KINDS, SIZES, GROUP
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
 #: by more and smaller thread blocks, which start while those of the kernel ahead end.
@@ -40,14 +41,10 @@ GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
 _LEAST_OF_ONE, _QUANTIZED_TOKENS = 60, 4
 # Times eight numbers of a token that a thread quantizes.
 _OCTETS = (2, 4)
-_ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=(BIAS_KINDS, SIZES), least=OLDEST)
-_OF_GROUPS = Template(
-    FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=(BIAS_KINDS, SIZES), least=OLDEST
-)
-_QUANTIZED = Template(
-    FILE, "rows_ternary_quantized", (_TYPES, tuple(map(str, _OCTETS))), structs=(BIAS_KINDS, SIZES), least=OLDEST
-)
-_FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=(BIAS_KINDS, SIZES), least=OLDEST)
+_ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=STRUCTS, least=OLDEST)
+_OF_GROUPS = Template(FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=STRUCTS, least=OLDEST)
+_QUANTIZED = Template(FILE, "rows_ternary_quantized", (_TYPES, tuple(map(str, _OCTETS))), structs=STRUCTS, least=OLDEST)
+_FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=STRUCTS, least=OLDEST)
 register_templates(_ROWS, _OF_GROUPS, _QUANTIZED, _FLOATS)
 _SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
 _GROUP_SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 6, MAP_BYTES)

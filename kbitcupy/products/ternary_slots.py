@@ -1,4 +1,6 @@
-"""Products of a few tokens with experts in ternary, in one launch: kernels/linear/ternary_rows.cu.
+"""Products of tokens with experts in ternary: kernels/linear/ternary_rows.cu.
+
+A few of them in one launch, `multiply_slots`; of many tokens of 16 bits that are sorted by expert, `ExpertRows`.
 
 Where each token's experts are read for it alone there is nothing to sort, and what a token's experts give can be added
 up where it is computed. Tokens are floats of 16 bits, or quantized by BitNet's rule on the way; then each product has
@@ -20,8 +22,7 @@ from ..backend.tma import MAP_BYTES
 from ..formats.base import register_templates
 from . import activations as tokens_of
 from .activations import Rule
-from .fused import HALF_CXX
-from .int8 import BIAS_KINDS
+from .fused import HALF_CXX, Experts
 from .ternary_rows import (
     ALIGNMENT,
     BESIDE,
@@ -30,6 +31,7 @@ from .ternary_rows import (
     OLDEST,
     SIZES,
     STAGE,
+    STRUCTS,
     TOKENS,
     WARPS,
     map_of,
@@ -39,9 +41,15 @@ from .ternary_rows import (
 
 _IDS = tuple(IDS_CXX.values())
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
-_FLOATS = Template(FILE, "slots_ternary_floats", (HALF_CXX, _IDS), structs=(BIAS_KINDS, SIZES), least=OLDEST)
-_QUANTIZED = Template(FILE, "slots_ternary_quantized", (_TYPES, _IDS), structs=(BIAS_KINDS, SIZES), least=OLDEST)
-register_templates(_FLOATS, _QUANTIZED)
+_FLOATS = Template(FILE, "slots_ternary_floats", (HALF_CXX, _IDS), structs=STRUCTS, least=OLDEST)
+_QUANTIZED = Template(FILE, "slots_ternary_quantized", (_TYPES, _IDS), structs=STRUCTS, least=OLDEST)
+_SORTED = Template(
+    FILE, "rows_ternary_experts", ((*HALF_CXX, CXX_TYPES["float32"]), HALF_CXX), structs=STRUCTS, least=OLDEST
+)
+register_templates(_FLOATS, _QUANTIZED, _SORTED)
+_SORTED_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 3, "i8", "i4", "i4", MAP_BYTES)
+# Rows of a thread block, of sorted experts.
+_SORTED_ROWS = 384
 _NUMBERS = (*("i8",) * 3, *("i4",) * 4)
 _SIGNATURES = {
     _FLOATS: (*("p",) * 5, *_NUMBERS, "i4", "i4", MAP_BYTES),
@@ -103,10 +111,53 @@ def multiply_slots(x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any,
     if weights is not None:
         weights = _xp.contiguous(weights if weights.dtype == np.float32 else weights.astype(np.float32))
     codes, scale = qs.planes["codes"], qs.planes["scale"]
-    of_rows = int(scale.size == experts * rows > 1)
-    of_experts = rows if of_rows else int(scale.size > 1)
+    of_rows, of_experts = scales_of(qs)
     pointers = x.data.ptr, ids.data.ptr, 0 if weights is None else weights.data.ptr, scale.data.ptr, out.data.ptr
     numbers = experts, rows, of_experts, depth, slots, int(own), of_rows
     quantized = () if rule is None else rule.numbers
     launch(grid, (*pointers, *numbers, *quantized, *cut, map_of(codes, experts * rows, depth, cut[-1])))
     return True
+
+
+class ExpertRows:
+    """The kernel for experts of one shape and tokens of one dtype, of which `kbitcupy.products.experts` asks."""
+
+    def __init__(self, shape: tuple[int, int], dtype: np.dtype, stages: int):
+        self._rows, self._depth = shape
+        self.cxx = CXX_TYPES[dtype.name]
+        self._parts = -(-self._rows // _SORTED_ROWS)
+        of_part = -(-self._rows // self._parts)
+        of_warp = -(-of_part // WARPS)
+        self._cut = stages, -(-of_warp // -(-of_warp // _PASSES[-1]))
+        shared = 2 * staged_bytes(TOKENS, self._depth) + stages * WARPS * STAGE + ALIGNMENT
+        self._kernels = {
+            cxx: Kernel(_SORTED, (cxx, self.cxx), SIZES.ROW_THREADS, shared, signature=_SORTED_SIGNATURE, early=True)
+            for cxx in (self.cxx, CXX_TYPES["float32"])
+        }
+
+    def launch(
+        self, blocks: int, x: Any, qs: QuantizedArray, bias: Any, out: Any, partial: int, tokens: int, experts: Experts
+    ) -> None:
+        """As `kbitcupy.products.fused.Fused.launch`; there is no bias."""
+        codes, scale = qs.planes["codes"], qs.planes["scale"]
+        of_rows, of_experts = scales_of(qs)
+        target, cxx = (partial, CXX_TYPES["float32"]) if partial else (out.data.ptr, self.cxx)
+        pointers = x.data.ptr, scale.data.ptr, experts.groups, experts.order, target
+        numbers = self._rows, self._depth, experts.divisor, of_rows, of_experts, *self._cut
+        codes_map = map_of(codes, qs.shape[0] * self._rows, self._depth, self._cut[-1])
+        self._kernels[cxx].launch(x, (self._parts, blocks), (*pointers, *numbers, codes_map))
+
+
+def scales_of(qs: QuantizedArray) -> tuple[int, int]:
+    """From row to row, and from expert to expert, in the plane of scales of a stack."""
+    experts, rows, _ = qs.shape
+    size = qs.planes["scale"].size
+    of_rows = int(size == experts * rows > 1)
+    return of_rows, rows if of_rows else int(size > 1)
+
+
+@functools.lru_cache(maxsize=256)
+def expert_rows(shape: tuple[int, int], dtype: np.dtype, device: int) -> ExpertRows | None:
+    """The kernel; None where the device has no room for it."""
+    stages = stages_of(2 * staged_bytes(TOKENS, shape[1]), STAGE, device, 2 * BESIDE)
+    return ExpertRows(shape, dtype, stages) if capability(device) >= OLDEST and stages > 0 else None

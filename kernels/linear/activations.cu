@@ -128,7 +128,7 @@ __device__ __forceinline__ float root_factor(
     double sum = 0;
     if (thread < LANES) {
         const int there = static_cast<int>(min(depth, static_cast<long long>(room)));
-#pragma unroll 4
+#pragma unroll 16
         for (int k = thread; k < there; k += LANES) {
             const double x = ieee::widen(number(kept[k]));
             sum += x * x;
@@ -188,8 +188,10 @@ __global__ void __launch_bounds__(MOST_THREADS) quantize_activations(
 #pragma unroll
             for (int e = 0; e < OCTET; ++e) kept[k + e] = v[e];
         };
-        float factor = 1.0f;
+        float factor = 1.0f, g[OCTET];
         if (normalizes) {
+            // Ahead of what takes time.
+            if (weight != nullptr && first < size) load_octet<VECTOR>(g, weight, first, size);
 #pragma unroll 2
             for (int k = first; k < there; k += run) {
                 load_octet<VECTOR>(v, row, k, size);
@@ -200,10 +202,10 @@ __global__ void __launch_bounds__(MOST_THREADS) quantize_activations(
         }
         // What is quantized.
         const auto prepare = [&](int k) {
-            load_octet<VECTOR>(v, row, k, size);
+            if (normalizes && k < ROOM) load_octet<true>(v, kept, k, size);
+            else load_octet<VECTOR>(v, row, k, size);
             if (normalizes) {
-                float g[OCTET];
-                if (weight != nullptr) load_octet<VECTOR>(g, weight, k, size);
+                if (weight != nullptr && k != first) load_octet<VECTOR>(g, weight, k, size);
 #pragma unroll
                 for (int e = 0; e < OCTET; ++e) {
                     v[e] = ieee::multiply(v[e], factor);

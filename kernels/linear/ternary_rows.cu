@@ -17,8 +17,8 @@
 #include "linear/ternary_operands.cuh"
 
 // Of the host (kbitcupy/products/ternary_rows.py), ahead of this source: STEP, k of 64 bytes of codes; ROW_THREADS of a
-// block; MOST_ROW_STAGES; LANES of the sum of squares of linear/activations.cu; MOST_SLOTS of a token; FLOAT32_BIAS and
-// its like.
+// block; MOST_ROW_STAGES; LANES of the sum of squares of linear/activations.cu; MOST_SLOTS of a token; struct Group,
+// see linear/experts.cu; FLOAT32_BIAS and its like.
 constexpr int TOKENS = 8, ROW_WARPS = ROW_THREADS / WARP, MEMBER_BYTES = FRAGMENT_BYTES / TOKENS;
 constexpr int LINE = 128, SWIZZLE_UNIT = 1024, BOX_BYTES = ROWS * LINE, BOXES = 2, STAGE_BYTES = BOXES * BOX_BYTES,
               LINE_STEPS = LINE / STEP_BYTES;
@@ -39,9 +39,10 @@ struct Sums {
 
 // The sums of the groups of 128 k, which become terms and are added to the totals.
 //
+// USABLE  whether all scales are known to be finite and not negative
 // u, l  codes of rows g and g + 8       b      their tokens, of two fields each
 // less  what the codes of tokens 2 t and 2 t + 1 of each group add up to
-template <int GROUP>
+template <int GROUP, bool USABLE>
 __device__ __forceinline__ void add_groups(
     float (&total)[4], const uint2& u, const uint2& l, const uint4 (&b)[2], const int2 (&less)[BLOCK / GROUP],
     const float (&of_token)[2], const float (&upper)[BLOCK / GROUP], const float (&lower)[BLOCK / GROUP]) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ void add_groups(
     }
 #pragma unroll
     for (int i = 0; i < Of::GROUPS; ++i) {
-        const float of_group[2] = {usable(upper[i]), usable(lower[i])};
+        const float of_group[2] = {USABLE ? upper[i] : usable(upper[i]), USABLE ? lower[i] : usable(lower[i])};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int bits = GROUP == 128 ? sum[0][e] + (sum[1][e] >> 4) : sum[i][e];
@@ -288,6 +289,7 @@ __device__ __forceinline__ void add_stage(
     else add_lines<By>(sum, u, l, b_at, of_load, there);
 }
 
+__device__ __forceinline__ unsigned largest_word(const uint4& v) { return max(max(v.x, v.y), max(v.z, v.w)); }
 __device__ __forceinline__ float word_of(const uint4& v, int i) {
     return __uint_as_float(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
 }
@@ -305,6 +307,7 @@ __device__ __forceinline__ void add_stage_of_groups(
     for (int line = 0; line < BOXES; ++line) {
         uint2 u[COUNT], l[COUNT];
         uint4 of_upper[PER_BLOCK], of_lower[PER_BLOCK];  // scales
+        unsigned most = 0;                               // bits of the largest, or of what is none
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const unsigned at = here + line * BOX_BYTES + ((i * 2 + t / 2) ^ own) * CHUNK + t % 2 * 8;
@@ -316,14 +319,14 @@ __device__ __forceinline__ void add_stage_of_groups(
             const unsigned at = scales + (line * PER_BLOCK + j) * CHUNK;
             of_upper[j] = shared_at<uint4>(at + min(own, fetcher.of_pass - 1) * Of::ROW_SCALES);
             of_lower[j] = shared_at<uint4>(at + min(own + 8, fetcher.of_pass - 1) * Of::ROW_SCALES);
-            read |= of_upper[j].w | of_lower[j].w;
+            most = max(most, max(largest_word(of_upper[j]), largest_word(of_lower[j])));
         }
         if (line == BOXES - 1) {
             __syncwarp();
-            fetcher.fetch(span_of, read);
+            fetcher.fetch(span_of, read | most);
         }
         const int block = (piece * BOXES + line) * COUNT, blocks = fetcher.depth / BLOCK - block;
-        const auto add = [&](int i) {
+        const auto add = [&](int i, bool all_usable) {
             const unsigned b_at = tokens.column + (block + i) * 2 * tokens.of_load;
             const uint4 b[2] = {shared_at<uint4>(b_at), shared_at<uint4>(b_at + tokens.of_load)};
             int2 less[PER_BLOCK];
@@ -336,15 +339,17 @@ __device__ __forceinline__ void add_stage_of_groups(
                 upper[j] = word_of(of_upper[(i * PER_BLOCK + j) / 4], (i * PER_BLOCK + j) % 4);
                 lower[j] = word_of(of_lower[(i * PER_BLOCK + j) / 4], (i * PER_BLOCK + j) % 4);
             }
-            add_groups<GROUP>(total, u[i], l[i], b, less, tokens.of_token, upper, lower);
+            if (all_usable) add_groups<GROUP, true>(total, u[i], l[i], b, less, tokens.of_token, upper, lower);
+            else add_groups<GROUP, false>(total, u[i], l[i], b, less, tokens.of_token, upper, lower);
         };
-        if (blocks >= COUNT) {  // without branches in between they are computed side by side
+        // Whole lines of good scales: without branches in between blocks are computed side by side.
+        if (blocks >= COUNT && __all_sync(FULL_WARP, most < 0x7f800000u)) {
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) add(i);
+            for (int i = 0; i < COUNT; ++i) add(i, true);
         } else {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i)
-                if (i < blocks) add(i);
+                if (i < blocks) add(i, false);
         }
     }
 }
@@ -409,13 +414,19 @@ __device__ __forceinline__ void add_stage_of_one(
             const unsigned scale = e / 2 ? (e % 2 ? lower.y : lower.x) : (e % 2 ? upper.y : upper.x);
             term[e] = ieee::multiply(ieee::multiply(number, token.of_token[0]), usable(__uint_as_float(scale)));
         }
-#pragma unroll
-        for (int i = 0; i < COUNT * PER_BLOCK; ++i) {
-            if (i / PER_BLOCK >= blocks) break;
+        const auto add = [&](int i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 total[2 * half] =
                     ieee::add(total[2 * half], __shfl_sync(FULL_WARP, term[2 * half + i % 2], (lane & ~3) + i / 2));
+        };
+        if (blocks >= COUNT) {
+#pragma unroll
+            for (int i = 0; i < COUNT * PER_BLOCK; ++i) add(i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < COUNT * PER_BLOCK; ++i)
+                if (i / PER_BLOCK < blocks) add(i);
         }
     }
 }
@@ -505,16 +516,17 @@ struct Start {
 
 // Products of a thread block's share of `rows` rows and up to TOKENS tokens.
 //
+// base    the first row of the weight in the matrix of the map
 // waits   whether weights may have been written by the kernel ahead
 // stage   called by all threads: brings the tokens to an address, and calls what it is given when they are on their way
 // of_row  the scale and the bias of a row
 // store   gets which of the lane's two tokens it is, its number, that of the row, the sum or total, scale and bias
 template <typename By, int GROUP, typename G, typename R, typename F>
 __device__ __forceinline__ void multiply_rows(
-    const TensorMap* map, const float* scales, long long rows, int tokens, int depth, const Cut& cut, bool waits,
-    const G& stage, const R& of_row, const F& store) {
+    const TensorMap* map, const float* scales, long long base, long long rows, int tokens, int depth, const Cut& cut,
+    bool waits, const G& stage, const R& of_row, const F& store) {
     __shared__ alignas(8) unsigned long long barriers[ROW_WARPS * MOST_ROW_STAGES];
-    const long long begin = rows * blockIdx.x / gridDim.x, end = rows * (blockIdx.x + 1) / gridDim.x;
+    const long long begin = base + rows * blockIdx.x / gridDim.x, end = base + rows * (blockIdx.x + 1) / gridDim.x;
     const int count = static_cast<int>(end - begin), teams = ROW_WARPS / cut.share;
     const int team = warp_number() / cut.share, mate = warp_number() % cut.share;
     const long long first = begin + count * team / teams, last = begin + count * (team + 1) / teams;
@@ -597,7 +609,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
     int own_sum[2];
     float own_scale[2];
     multiply_rows<Integers<T>, 0>(
-        &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, false,
+        &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass}, false,
         [&](unsigned staged, Staged& all, const Start<0>& start) {
             start();
             stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
@@ -634,7 +646,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_groups(
 #if __CUDA_ARCH__ >= 900
     const int t = threadIdx.x % 4;
     multiply_rows<Integers<T>, GROUP>(
-        &map, scale, channels, tokens, depth, Cut{1, stages, of_pass}, false,
+        &map, scale, 0, channels, tokens, depth, Cut{1, stages, of_pass}, false,
         [&](unsigned staged, Staged& all, const Start<GROUP>& start) {
             start();
             stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
@@ -880,7 +892,7 @@ __global__ void IN_PAIRS __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantize
 #if __CUDA_ARCH__ >= 900
     __shared__ alignas(8) Quantized quantized[TOKENS];
     multiply_rows<Integers<T>, 0>(
-        &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, true,
+        &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass}, true,
         [&](unsigned staged, Staged& all, const Start<0>& start) {
             const Quantizer by{weight, normalizes, norm_eps, eps, lowest, highest, away};
             const unsigned raw = staged + lines_of(depth) * LINE_STEPS * FIELDS * tokens * MEMBER_BYTES;
@@ -970,7 +982,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_floats(
     __shared__ float sums[MOST_SLOTS];
     bool finite = false;
     multiply_rows<Floats<T>, 0>(
-        &map, nullptr, channels, tokens, depth, Cut{share, stages, of_pass}, true,
+        &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass}, true,
         [&](unsigned staged, Staged& all, const Start<0>& start) {
             start();
             stage_floats(staged, x, tokens, depth, [](int m) { return static_cast<long long>(m); }, sums);
@@ -1125,6 +1137,49 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_quantized(
         [](int slot, float sum, float weight, float product) {
             const float term = ieee::multiply(product, weight);
             return slot == 0 ? term : ieee::add(sum, term);
+        });
+#endif
+}
+
+// The same for a mixture of experts with many tokens: a thread block takes up to TOKENS products of one expert, as
+// group_tokens (linear/experts.cu) has sorted them, and a part of its channels.
+template <typename Y, typename T>
+__global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_experts(
+    const T* x,                       // [ceil(products / divisor), depth]
+    const float* __restrict__ scale,  // [experts, channels], or [experts] or [1] where they share it
+    const Group* groups,              // [gridDim.y]
+    const int* order,                 // [products]
+    Y* __restrict__ y,                // [products, channels]
+    long long channels, int depth, int divisor, int scale_step, long long expert_step, int stages, int of_pass,
+    const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
+#if __CUDA_ARCH__ >= 900
+    __shared__ float sums[MOST_SLOTS];
+    wait_for_previous();
+    launch_dependents();
+    const Group group = groups[blockIdx.y];
+    if (group.expert < 0) {  // of products of no expert, or of no products
+        const long long first = channels * blockIdx.x / gridDim.x, last = channels * (blockIdx.x + 1) / gridDim.x;
+        for (int m = 0; m < group.count; ++m)
+            for (long long n = first + threadIdx.x; n < last; n += ROW_THREADS)
+                from_float(y[order[group.first + m] * channels + n], 0.0f);
+        return;
+    }
+    const float* scales = scale + group.expert * expert_step;
+    const long long base = group.expert * channels;
+    bool finite = false;
+    multiply_rows<Floats<T>, 0>(
+        &map, nullptr, base, channels, group.count, depth, Cut{1, stages, of_pass}, false,
+        [&](unsigned staged, Staged& all, const Start<0>&) {
+            const auto row_of = [&](int m) { return static_cast<long long>(order[group.first + m] / divisor); };
+            stage_floats(staged, x, group.count, depth, row_of, sums);
+            all.finite = all_finite<T>(sums, group.count), finite = all.finite;
+        },
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scales + (row - base) * scale_step));
+            added = 0;
+        },
+        [&](int, int m, long long row, float sum, float of, float) {
+            from_float(y[order[group.first + m] * channels + row - base], (sum - less_of<T>(sums, m, finite)) * of);
         });
 #endif
 }
