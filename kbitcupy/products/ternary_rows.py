@@ -37,8 +37,8 @@ _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
 #: by more and smaller thread blocks, which start while those of the kernel ahead end.
 GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
-# The same of one token that is quantized in the same launch, and the most such tokens.
-_LEAST_OF_ONE, _QUANTIZED_TOKENS = 60, 4
+# The same of one token in floats, or quantized in the same launch, and the most tokens that are.
+_LEAST_OF_ONE, _QUANTIZED_TOKENS = 60, 1
 # Times eight numbers of a token that a thread quantizes.
 _OCTETS = (2, 4)
 _ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=STRUCTS, least=OLDEST)
@@ -115,6 +115,10 @@ def cut_of(rows: int, depth: int, blocks: int, group: int) -> tuple[int, int]:
     return share, -(-of_team // -(-of_team // _PASS))
 
 
+def _least(tokens: int) -> int:
+    return LEAST_ROWS if tokens > 1 else min(LEAST_ROWS, _LEAST_OF_ONE)
+
+
 def _blocks(rows: int, device: int, least: int) -> int:
     """Thread blocks; 0 where they would have too few rows."""
     blocks = min(multiprocessors(device), rows)
@@ -153,8 +157,7 @@ def quantized_rows_of(
     dtype: np.dtype, tokens: int, rows: int, depth: int, normalizes: bool, device: int
 ) -> Rows | None:
     """The same of one launch that quantizes the tokens, too, from their floats."""
-    least = LEAST_ROWS if tokens > 1 else min(LEAST_ROWS, _LEAST_OF_ONE)
-    blocks = _blocks(rows, device, least) // 2 * 2
+    blocks = _blocks(rows, device, _least(tokens)) // 2 * 2
     octets = next((octets for octets in _OCTETS if depth <= 8 * octets * SIZES.ROW_THREADS), 0)
     if not blocks or tokens > _QUANTIZED_TOKENS or not octets:
         return None
@@ -172,7 +175,7 @@ def quantized_rows_of(
 @functools.lru_cache(maxsize=4096)
 def float_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: int) -> Rows | None:
     """The same of floats of 16 bits, in one launch."""
-    blocks = _blocks(rows, device, LEAST_ROWS)
+    blocks = _blocks(rows, device, _least(tokens))
     if not blocks or tokens > TOKENS:
         return None
     share, of_pass = cut_of(rows, depth, blocks, 0)
