@@ -361,7 +361,10 @@ def quantize_table4(x: np.ndarray, planes: Mapping[str, Any], table: Table, bloc
         # As little-endian pairs the first code of a byte is the low one.
         pair = index.reshape(-1).view("<u2")
         size = min(pair.size, packed.size - first // 2)
-        packed[first // 2 : first // 2 + size] = (pair << 4 | pair >> 8)[:size].astype(np.uint8)
+        both = pair << 4
+        pair >>= 8
+        both |= pair
+        packed[first // 2 : first // 2 + size] = both[:size]
     if nested:
         nest(absmax, planes)
     if "table" in planes:
