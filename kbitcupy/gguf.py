@@ -27,7 +27,7 @@ from .backend import xp as _xp
 from .errors import FormatError
 from .formats.base import format_factory, get_format, list_formats
 from .products import dispatch
-from .products.functions import linear, linear_grouped
+from .products.functions import as_float, as_integers, linear, linear_grouped, moved_to
 
 __all__ = [
     "block_size",
@@ -503,14 +503,14 @@ def mmvq_experts(
         if out is None:
             out = _xp.namespace(y).empty((len(y), rows), y.dtype)
         if expert_ids is not None:
-            ids = _integers(expert_ids, "expert_ids", y)
+            ids = moved_to(as_integers(expert_ids, "expert_ids"), y)
             if ids.ndim != 2 or len(ids) != len(y) or not ids.shape[1]:
                 raise ValueError(f"expert_ids has shape {ids.shape}; it must be ({len(y)}, top_k), top_k 1 or more")
             if topk_weights is None:
                 topk_weights = _xp.namespace(y).ones(ids.shape, np.float32)
             return linear_grouped(y, weights, ids, topk_weights, out=out)
-        tokens = _integers(sorted_token_ids, "sorted_token_ids", y)
-        offsets = _integers(expert_offsets, "expert_offsets", y)
+        tokens = moved_to(as_integers(sorted_token_ids, "sorted_token_ids"), y)
+        offsets = moved_to(as_integers(expert_offsets, "expert_offsets"), y)
         if tokens.ndim != 1 or offsets.shape != (experts + 1,):
             raise ValueError(
                 f"sorted_token_ids has shape {tokens.shape} and expert_offsets {offsets.shape}; they must be (M,) and "
@@ -560,21 +560,10 @@ def _experts(w: Any, y: Any, format: Any, shape: Any, offset: Any) -> Any:
 
 def _floats(x: Any, argument: str, double: bool = False) -> Any:
     """An array of floats that products multiply."""
-    if isinstance(x, QuantizedArray):
-        raise TypeError(f"{argument} is QuantizedArray; it must be a plain array: call .dequantize()")
-    array = _xp.as_array(x, argument)
-    dtype = _xp.float_dtype(array.dtype, argument)
-    if dtype == np.float64 and not double:
+    array = as_float(x, argument)
+    if array.dtype == np.float64 and not double:
         raise TypeError(f"{argument} is float64; allowed are float16, bfloat16 and float32: cast it")
-    return array if array.dtype == dtype else array.astype(dtype)
-
-
-def _integers(ids: Any, argument: str, beside: Any) -> Any:
-    """An array of integers on the device of another."""
-    array = _xp.as_array(ids, argument)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{argument} is {array.dtype}; it must be an integer array")
-    return array if _xp.same_device(array, beside) else _xp.to_device(array, _xp.device_of(beside))
+    return array
 
 
 # ---- what is given -------------------------------------------------------------------------------------------------

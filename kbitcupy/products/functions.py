@@ -178,7 +178,7 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | No
     plane = _check_beside(x, q)
     shape = (*x.shape[:-1], rows)
     if bias is not None:
-        bias = _as_float(bias, "bias")
+        bias = as_float(bias, "bias")
         if bias.shape != (rows,):
             raise ValueError(f"bias has shape {bias.shape}; a weight of shape {q.shape} needs ({rows},)")
         if not _xp.same_device(bias, plane):
@@ -238,7 +238,7 @@ def matmul(a: Any, b: Any, *, out: Any = None) -> Any:
             return _xp.in_torch(lambda array, **options: matmul(a, array, **options), "b", b, out=out)
         return _xp.in_torch(matmul, "a", a, b, out=out)
     q = a if left else b
-    x = _as_float(b if left else a, "b" if left else "a")
+    x = as_float(b if left else a, "b" if left else "a")
     shape = _product_shape(q.shape, x.shape) if left else _product_shape(x.shape, q.shape)
     _check_beside(x, q.T if isinstance(q, TransposedQuantizedArray) else q)
     if out is not None:
@@ -311,7 +311,7 @@ def linear_grouped(
     """
     if _xp.is_tensor(x):
         return _xp.in_torch(linear_grouped, "x", x, qs, expert_ids, weights, activations=activations, out=out)
-    x = _as_float(x, "x")
+    x = as_float(x, "x")
     _check_activations(activations)
     if isinstance(qs, QuantizedArray):
         _check_weight(qs, 3, "qs", "[E, N, K]")
@@ -321,16 +321,14 @@ def linear_grouped(
                 f"{qs.format.why_not_blocks(qs.shape)}; pass qs.dequantize()"
             )
     else:
-        qs = _as_float(qs, "qs")
+        qs = as_float(qs, "qs")
         if qs.ndim != 3:
             raise ValueError(f"qs has shape {qs.shape}; it must be [E, N, K]")
         if activations is not None:
             raise FormatError(
                 "activations go with weights that are compressed, and qs is a plain array: leave them away"
             )
-    ids = _xp.as_array(expert_ids, "expert_ids")
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"expert_ids is {ids.dtype}; it must be an integer array")
+    ids = as_integers(expert_ids, "expert_ids")
     _, rows, depth = qs.shape
     if ids.ndim != 2:
         raise ValueError(f"expert_ids has shape {ids.shape}; it must be [T, top_k]")
@@ -340,10 +338,9 @@ def linear_grouped(
             f"({len(ids)}, {depth}) or ({len(ids)}, {ids.shape[1]}, {depth})"
         )
     _check_beside(x, qs, "qs")
-    if not _xp.same_device(ids, x):
-        ids = _xp.to_device(ids, _xp.device_of(x))
+    ids = moved_to(ids, x)
     if weights is not None:
-        weights = _as_float(weights, "weights")
+        weights = as_float(weights, "weights")
         if weights.shape != ids.shape:
             raise ValueError(f"weights has shape {weights.shape}; expert_ids has shape {ids.shape}")
         if not _xp.same_device(weights, x):
@@ -400,7 +397,7 @@ def explain(x: Any, q: Any, bias: Any = None, *, activations: str | None = None,
         _check_activations(activations)
         if bias is not None:
             raise FormatError("a bias goes with one weight; leave it away where expert_ids are given")
-        x = _as_float(x, "x")
+        x = as_float(x, "x")
         _check_weight(q, 3, "q", "[E, N, K]")
         tokens = int(np.prod(np.shape(expert_ids)))
         routes, experts, heading = GROUPED, q.shape[0], f"{tokens} products of {x.dtype} with experts, {q!r}"
@@ -572,7 +569,7 @@ def _operand(x: Any, activations: str | None) -> tuple[Any, str | None]:
     """x as an array or in int8, and how it is quantized."""
     _check_activations(activations)
     if not isinstance(x, QuantizedArray):
-        return _as_float(x, "x"), activations
+        return as_float(x, "x"), activations
     if activations is None and integers_of(x) is None:
         raise TypeError(
             "x is QuantizedArray; it must be a plain array, or in int8 with a scale for each token: call .dequantize()"
@@ -583,12 +580,26 @@ def _operand(x: Any, activations: str | None) -> tuple[Any, str | None]:
     return x, "int8"
 
 
-def _as_float(x: Any, argument: str) -> Any:
+def as_float(x: Any, argument: str) -> Any:
+    """x as a plain array of floats in the machine's byte order."""
     if isinstance(x, (QuantizedArray, TransposedQuantizedArray)):
         raise TypeError(f"{argument} is {type(x).__name__}; it must be a plain array: call .dequantize()")
     array = _xp.as_array(x, argument)
     dtype = _xp.float_dtype(array.dtype, argument)
     return array if array.dtype == dtype else array.astype(dtype)  # another byte order
+
+
+def as_integers(ids: Any, argument: str) -> Any:
+    """ids as an array of integers."""
+    array = _xp.as_array(ids, argument)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{argument} is {array.dtype}; it must be an integer array")
+    return array
+
+
+def moved_to(array: Any, beside: Any) -> Any:
+    """An array on the device of another."""
+    return array if _xp.same_device(array, beside) else _xp.to_device(array, _xp.device_of(beside))
 
 
 def _check_weight(q: Any, ndim: int, argument: str, shape: str) -> None:
