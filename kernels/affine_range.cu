@@ -774,10 +774,12 @@ constexpr int FEW_SLOT_BLOCKS = 7, MANY_SLOT_BLOCKS = 6;
 #else
 constexpr int FEW_SLOT_BLOCKS = 8, MANY_SLOT_BLOCKS = 7;
 #endif
-// The same where blocks have offsets: with four units of 16-bit elements, of which compute capability 7.5 has no
-// threads for more; with 32 elements of float32 a lane, for which it is from compute capability 10 on.
+// The same where blocks have offsets: with four and with eight units of 16-bit elements, as many as there are without
+// offsets (compute capability 7.5 has no threads for ten), but for eight and scales of 16 bits; with 32 elements of
+// float32 a lane, for which it is from compute capability 10 on.
 constexpr bool MORE_BLOCKS = __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1200;
-constexpr int OFFSET_SLOT_BLOCKS = MORE_BLOCKS ? 10 : FEW_SLOT_BLOCKS;
+constexpr int OFFSET_FEW_BLOCKS = MORE_BLOCKS ? 10 : FEW_SLOT_BLOCKS;
+constexpr int OFFSET_MANY_BLOCKS = MORE_BLOCKS ? 8 : MANY_SLOT_BLOCKS;
 constexpr int OFFSET_LANE_BLOCKS = __CUDA_ARCH__ >= 1000 ? 2 : 3;
 
 // The ranges of the blocks of a team. Bit v of `full`: slot v holds a unit; others hold zeros, which change nothing but
@@ -808,8 +810,8 @@ template <typename T, int BITS, int SLOTS, int EACH, bool FLOATING = false, bool
 __global__ void __launch_bounds__(
     TEAM_THREADS, sizeof(T) == 8   ? 2
                   : EACH > 1       ? 5
-                  : SLOTS == 4     ? (FLOATING && sizeof(T) == 2 ? OFFSET_SLOT_BLOCKS : FEW_SLOT_BLOCKS)
-                  : sizeof(T) == 2 ? MANY_SLOT_BLOCKS
+                  : SLOTS == 4     ? (FLOATING && sizeof(T) == 2 ? OFFSET_FEW_BLOCKS : FEW_SLOT_BLOCKS)
+                  : sizeof(T) == 2 ? (FLOATING && !STORED ? OFFSET_MANY_BLOCKS : MANY_SLOT_BLOCKS)
                                    : 4)
     quantize_dynamic_affine(
         const T* x, unsigned char* codes, typename Compute<T>::Type* scale, int* zero_point, int team,
@@ -833,11 +835,17 @@ __global__ void __launch_bounds__(
     }
     // The element of a block that slot v begins with.
     auto element = [&](int v) { return (EACH == 1 ? v * team + lane : lane) * UNIT; };
-    unsigned full = 0;
+    // Where registers are few, slots that have no unit hold one of the block once more, which needs no bit for each.
+    constexpr bool REPEATED = FLOATING && SLOTS > 4;
+    unsigned full = REPEATED ? ~0u : 0u;
 #pragma unroll
     for (int v = 0; v < SLOTS; ++v) {
         const int b = EACH == 1 ? 0 : v;
-        if (element(v) < length[b]) unit[v].template load<true>(x + begin[b] + element(v)), full |= 1u << v;
+        if constexpr (REPEATED) {
+            if (length[b] > 0) unit[v].template load<true>(x + begin[b] + min(element(v), length[b] - UNIT));
+        } else {
+            if (element(v) < length[b]) unit[v].template load<true>(x + begin[b] + element(v)), full |= 1u << v;
+        }
     }
     typename OnChip<T, FLOATING>::Type range[EACH];
     ranges_of_units<true, FLOATING>(unit, full, range, team, both);
