@@ -31,6 +31,7 @@ SIZES = Constants(
     MOST_ROW_STAGES=4,
     LANES=tokens_of.LANES,
     MOST_SLOTS=64,
+    OWN_OCTETS=4,
 )
 STRUCTS = BIAS_KINDS, SIZES, GROUP
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
@@ -39,11 +40,9 @@ _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
 # The same of one token in floats, or quantized in the same launch, and the most tokens that are.
 _LEAST_OF_ONE, _QUANTIZED_TOKENS = 60, 1
-# Times eight numbers of a token that a thread quantizes.
-_OCTETS = (2, 4)
 _ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _OF_GROUPS = Template(FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=STRUCTS, least=OLDEST)
-_QUANTIZED = Template(FILE, "rows_ternary_quantized", (_TYPES, tuple(map(str, _OCTETS))), structs=STRUCTS, least=OLDEST)
+_QUANTIZED = Template(FILE, "rows_ternary_quantized", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=STRUCTS, least=OLDEST)
 register_templates(_ROWS, _OF_GROUPS, _QUANTIZED, _FLOATS)
 _SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
@@ -157,18 +156,18 @@ def quantized_rows_of(
     dtype: np.dtype, tokens: int, rows: int, depth: int, normalizes: bool, device: int
 ) -> Rows | None:
     """The same of one launch that quantizes the tokens, too, from their floats."""
-    blocks = _blocks(rows, device, _least(tokens)) // 2 * 2
-    octets = next((octets for octets in _OCTETS if depth <= 8 * octets * SIZES.ROW_THREADS), 0)
-    if not blocks or tokens > _QUANTIZED_TOKENS or not octets:
+    blocks = _blocks(rows, device, _least(tokens))
+    if not blocks or tokens > _QUANTIZED_TOKENS or depth > 8 * SIZES.OWN_OCTETS * SIZES.ROW_THREADS:
         return None
     share, of_pass = cut_of(rows, depth, blocks, 0)
-    raw = min(-(-tokens // 2), TOKENS // octets) * depth * dtype.itemsize if normalizes else 0
+    raw = depth * dtype.itemsize if normalizes else 0
     staged = staged_bytes(tokens, depth) + raw
     stages = stages_of(staged, STAGE, device, BESIDE_QUANTIZED)
     if stages < 1:
         return None
-    values = CXX_TYPES[dtype.name], str(octets)
-    launch = _launch(_QUANTIZED, values, staged + stages * WARPS * STAGE, _QUANTIZED_SIGNATURE, device)
+    launch = _launch(
+        _QUANTIZED, (CXX_TYPES[dtype.name],), staged + stages * WARPS * STAGE, _QUANTIZED_SIGNATURE, device
+    )
     return Rows(launch, (blocks,), (share, stages, of_pass))
 
 

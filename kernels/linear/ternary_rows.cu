@@ -17,7 +17,8 @@
 #include "linear/ternary_operands.cuh"
 
 // Of the host (kbitcupy/products/ternary_rows.py), ahead of this source: STEP, k of 64 bytes of codes; ROW_THREADS of a
-// block; MOST_ROW_STAGES; LANES of the sum of squares of linear/activations.cu; MOST_SLOTS of a token; struct Group,
+// block; MOST_ROW_STAGES; LANES of the sum of squares of linear/activations.cu; MOST_SLOTS of a token;
+// OWN_OCTETS, times eight numbers of a token that a thread quantizes; struct Group,
 // see linear/experts.cu; FLOAT32_BIAS and its like.
 constexpr int TOKENS = 8, ROW_WARPS = ROW_THREADS / WARP, MEMBER_BYTES = FRAGMENT_BYTES / TOKENS;
 constexpr int LINE = 128, SWIZZLE_UNIT = 1024, BOX_BYTES = ROWS * LINE, BOXES = 2, STAGE_BYTES = BOXES * BOX_BYTES,
@@ -764,43 +765,32 @@ __device__ __forceinline__ void root_factors(
     for (int b = 0; b < BATCH; ++b) factor[b] = factors[b];
 }
 
-// To this address of another block of the cluster.
-__device__ __forceinline__ void store_cluster(unsigned address, unsigned low, unsigned high) {
-    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
-}
-
 // Tokens that are quantized in shared memory: what their codes add up to, and their scales, sums first.
 struct Quantized {
     int sum;
     float scale;
 };
 
-// Quantize tokens to pieces in shared memory, by all threads: of a block for itself, or PAIRED of two that are a
-// cluster, each of which quantizes every other token for both, but for a single one, which each has for itself.
+// Quantize tokens to pieces in shared memory, by all threads, BATCH at a time.
 //
 // raw     address of room for BATCH tokens as they came, where they are normalized
 // start   called when the first numbers are on their way
-template <typename T, int OCTETS, bool PAIRED, typename S>
+template <typename T, int OCTETS, int BATCH, typename S>
 __device__ __forceinline__ void quantize_tokens(
     unsigned staged, unsigned raw, const T* x, int tokens, int depth, const Quantizer& by,
     Quantized (&quantized)[TOKENS], const S& start) {
     using Numbers = Raw<T, OCTETS>;
-    constexpr int BATCH = TOKENS / OCTETS;
     __shared__ unsigned most_of[BATCH][ROW_WARPS];
     __shared__ int sum_of[BATCH][ROW_WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const float top = static_cast<float>(by.highest), bottom = static_cast<float>(by.lowest);
-    const bool alone = !PAIRED || tokens == 1;
-    const int rank = alone ? 0 : static_cast<int>(block_in_cluster()), stride = alone ? 1 : 2;
-    const unsigned other = alone ? 0 : cluster_address(staged, rank ^ 1) - staged;  // from here to there
-    // All blocks of a cluster go through as many batches.
-    for (int first = 0; first < tokens; first += stride * BATCH) {
-        const auto token = [&](int b) { return first + stride * b + rank; };
+    for (int first = 0; first < tokens; first += BATCH) {
+        const int count = min(BATCH, tokens - first);
         Numbers numbers[BATCH];
         float weight[OCTETS][OCTET];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b)
-            if (token(b) < tokens) numbers[b].load(x + static_cast<long long>(token(b)) * depth, depth);
+            if (b < count) numbers[b].load(x + static_cast<long long>(first + b) * depth, depth);
 #pragma unroll
         for (int i = 0; i < OCTETS; ++i)
             if (by.weight != nullptr && Numbers::place(i) < depth)
@@ -810,10 +800,9 @@ __device__ __forceinline__ void quantize_tokens(
         if (by.normalizes) {
 #pragma unroll
             for (int b = 0; b < BATCH; ++b)
-                if (token(b) < tokens) numbers[b].store(raw + b * depth * static_cast<int>(sizeof(T)), depth);
+                if (b < count) numbers[b].store(raw + b * depth * static_cast<int>(sizeof(T)), depth);
             __syncthreads();
-            root_factors<T, BATCH>(
-                factor, raw, min(BATCH, (tokens - token(0) + stride - 1) / stride), depth, by.norm_eps);
+            root_factors<T, BATCH>(factor, raw, count, depth, by.norm_eps);
         }
         float v[OCTET];
 #pragma unroll
@@ -821,7 +810,7 @@ __device__ __forceinline__ void quantize_tokens(
             unsigned most = 0;
 #pragma unroll
             for (int i = 0; i < OCTETS; ++i) {
-                if (token(b) >= tokens || Numbers::place(i) >= depth) break;
+                if (b >= count || Numbers::place(i) >= depth) break;
                 numbers[b].get(v, i, by, factor[b], weight[i]);
 #pragma unroll
                 for (int e = 0; e < OCTET; ++e) most = max(most, ieee::magnitude_bits(v[e]));
@@ -832,8 +821,8 @@ __device__ __forceinline__ void quantize_tokens(
         __syncthreads();
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int m = token(b);
-            if (m >= tokens) break;
+            const int m = first + b;
+            if (b >= count) break;
             const unsigned most = __reduce_max_sync(FULL_WARP, most_of[b][lane % ROW_WARPS]);
             const float a = __uint_as_float(max(most, __float_as_uint(by.eps))), scale = ieee::divide(top, a);
             int sum = 0;
@@ -853,34 +842,24 @@ __device__ __forceinline__ void quantize_tokens(
                 const unsigned to =
                     staged + (load * tokens + m) * MEMBER_BYTES + (at / BLOCK * 2 + at % 32 / 16) * CHUNK + at % 16;
                 store_shared(to, word[0], word[1]);
-                if (!alone) store_cluster(to + other, word[0], word[1]);
             }
             sum = __reduce_add_sync(FULL_WARP, sum);
             if (lane == 0) sum_of[b][warp] = sum;
             if (threadIdx.x == 0) quantized[m].scale = ieee::divide(a, top);
         }
         __syncthreads();
-        if (threadIdx.x < BATCH && token(threadIdx.x) < tokens) {
-            Quantized& of = quantized[token(threadIdx.x)];
+        if (threadIdx.x < count) {
             int sum = 0;
             for (int w = 0; w < ROW_WARPS; ++w) sum += sum_of[threadIdx.x][w];
-            of.sum = sum;
-            if (!alone) store_cluster(shared_address(&of) + other, sum, __float_as_uint(of.scale));
+            quantized[first + threadIdx.x].sum = sum;
         }
         __syncthreads();
     }
-    if (!alone) cluster_sync();
 }
 
-#if __CUDA_ARCH__ >= 900
-#define IN_PAIRS __cluster_dims__(2, 1, 1)
-#else
-#define IN_PAIRS
-#endif
-
 // One launch: each block quantizes tokens itself while its first codes are on their way.
-template <typename T, int OCTETS>
-__global__ void IN_PAIRS __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
+template <typename T>
+__global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
     const T* x,                       // [tokens, depth], from a multiple of 16 bytes on
     const float* weight,              // [depth] of RMSNorm, from a multiple of 16 bytes on, or null
     const float* __restrict__ scale,  // [channels], or [1] if they share it
@@ -890,13 +869,13 @@ __global__ void IN_PAIRS __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantize
     float eps, int lowest, int highest, int away, int share, int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    __shared__ alignas(8) Quantized quantized[TOKENS];
+    __shared__ Quantized quantized[TOKENS];
     multiply_rows<Integers<T>, 0>(
         &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass}, true,
         [&](unsigned staged, Staged& all, const Start<0>& start) {
             const Quantizer by{weight, normalizes, norm_eps, eps, lowest, highest, away};
             const unsigned raw = staged + lines_of(depth) * LINE_STEPS * FIELDS * tokens * MEMBER_BYTES;
-            quantize_tokens<T, OCTETS, true>(staged, raw, x, tokens, depth, by, quantized, start);
+            quantize_tokens<T, OWN_OCTETS, 1>(staged, raw, x, tokens, depth, by, quantized, start);
         },
         [&](long long row, float& of, float& added) {
             of = usable(load_scale(scale + row * scale_step));
@@ -1120,14 +1099,14 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_quantized(
     float eps, int lowest, int highest, int away, int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    __shared__ alignas(8) Quantized quantized[TOKENS];
+    __shared__ Quantized quantized[TOKENS];
     multiply_slots<Integers<T>>(
         &map, ids, weights, scale, y, experts, channels, depth, slots, own_tokens, scale_step, expert_step,
         Cut{1, stages, of_pass},
         [&](unsigned staged, int tokens) {
             const Quantizer by{nullptr, 0, 0.0, eps, lowest, highest, away};
             const T* own = x + static_cast<long long>(blockIdx.y) * tokens * depth;
-            quantize_tokens<T, 2, false>(staged, 0, own, tokens, depth, by, quantized, [] {});
+            quantize_tokens<T, OWN_OCTETS / 2, 4>(staged, 0, own, tokens, depth, by, quantized, [] {});
             return false;
         },
         [&](int slot, int sum, float of) {
