@@ -47,7 +47,7 @@ def shape_of(rng):
 def warps_have_rows(least):
     """Let warps have rows of their own where thread blocks have so many."""
     ternary_rows.LEAST_ROWS = least
-    for function in (ternary_rows.rows_of, ternary_rows.quantized_rows_of, ternary_rows.float_rows_of):
+    for function in (ternary_rows.rows_of, ternary_rows.float_rows_of):
         function.cache_clear()
 
 

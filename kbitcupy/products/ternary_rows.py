@@ -29,30 +29,27 @@ SIZES = Constants(
     STEP=tokens_of.SIZES.STEP,
     ROW_THREADS=512,
     MOST_ROW_STAGES=4,
-    LANES=tokens_of.LANES,
     MOST_SLOTS=64,
-    OWN_OCTETS=4,
+    OWN_OCTETS=2,
 )
 STRUCTS = BIAS_KINDS, SIZES, GROUP
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
 #: by more and smaller thread blocks, which start while those of the kernel ahead end.
 GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
-# The same of one token in floats, or quantized in the same launch, and the most tokens that are.
-_LEAST_OF_ONE, _QUANTIZED_TOKENS = 60, 1
+# The same of one token in floats.
+_LEAST_OF_ONE = 60
 _ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _OF_GROUPS = Template(FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=STRUCTS, least=OLDEST)
-_QUANTIZED = Template(FILE, "rows_ternary_quantized", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=STRUCTS, least=OLDEST)
-register_templates(_ROWS, _OF_GROUPS, _QUANTIZED, _FLOATS)
+register_templates(_ROWS, _OF_GROUPS, _FLOATS)
 _SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
 _GROUP_SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 6, MAP_BYTES)
 _FLOAT_SIGNATURE = (*("p",) * 4, "i8", *("i4",) * 7, MAP_BYTES)
-_QUANTIZED_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 5, "f8", "f4", *("i4",) * 6, MAP_BYTES)
 #: Warps of a thread block, and bytes of a stage of a warp; stages beyond which the first codes, and the tokens, only
-#: come later; what stages begin at; bytes beside stages and tokens, and where tokens are quantized.
+#: come later; what stages begin at; bytes beside stages and tokens.
 WARPS, STAGE, STAGES, ALIGNMENT = SIZES.ROW_THREADS // 32, 2 * 16 * 128, 2, 1 << 10
-BESIDE, BESIDE_QUANTIZED = 2 << 10, 12 << 10
+BESIDE = 2 << 10
 # Rows of a pass; bytes of a row in a box.
 _PASS, _LINE = 16, 128
 
@@ -149,26 +146,6 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
     signature = _GROUP_SIGNATURE if group else _SIGNATURE
     launch = _launch(template, values, staged + stages * WARPS * stage, signature, device)
     return Rows(launch, (blocks,), (stages, of_pass) if group else (share, stages, of_pass))
-
-
-@functools.lru_cache(maxsize=4096)
-def quantized_rows_of(
-    dtype: np.dtype, tokens: int, rows: int, depth: int, normalizes: bool, device: int
-) -> Rows | None:
-    """The same of one launch that quantizes the tokens, too, from their floats."""
-    blocks = _blocks(rows, device, _least(tokens))
-    if not blocks or tokens > _QUANTIZED_TOKENS or depth > 8 * SIZES.OWN_OCTETS * SIZES.ROW_THREADS:
-        return None
-    share, of_pass = cut_of(rows, depth, blocks, 0)
-    raw = depth * dtype.itemsize if normalizes else 0
-    staged = staged_bytes(tokens, depth) + raw
-    stages = stages_of(staged, STAGE, device, BESIDE_QUANTIZED)
-    if stages < 1:
-        return None
-    launch = _launch(
-        _QUANTIZED, (CXX_TYPES[dtype.name],), staged + stages * WARPS * STAGE, _QUANTIZED_SIGNATURE, device
-    )
-    return Rows(launch, (blocks,), (share, stages, of_pass))
 
 
 @functools.lru_cache(maxsize=4096)

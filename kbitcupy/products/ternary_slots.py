@@ -26,7 +26,6 @@ from .fused import HALF_CXX, Experts
 from .ternary_rows import (
     ALIGNMENT,
     BESIDE,
-    BESIDE_QUANTIZED,
     FILE,
     OLDEST,
     SIZES,
@@ -49,7 +48,7 @@ _SORTED = Template(
 register_templates(_FLOATS, _QUANTIZED, _SORTED)
 _SORTED_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 3, "i8", "i4", "i4", MAP_BYTES)
 # Rows of a thread block, of sorted experts.
-_SORTED_ROWS = 384
+_SORTED_ROWS = 768
 _NUMBERS = (*("i8",) * 3, *("i4",) * 4)
 _SIGNATURES = {
     _FLOATS: (*("p",) * 5, *_NUMBERS, "i4", "i4", MAP_BYTES),
@@ -85,11 +84,11 @@ def _plan(
     most = TOKENS if own and not floats else SIZES.MOST_SLOTS
     if capability(device) < OLDEST or slots > most or tokens > _MOST_TOKENS:
         return None
-    if not floats and depth > 4 * SIZES.OWN_OCTETS * SIZES.ROW_THREADS:
+    if not floats and depth > 8 * SIZES.OWN_OCTETS * SIZES.ROW_THREADS:
         return None
     blocks, of_pass = cut_of(rows, slots, multiprocessors(device) // tokens)
     staged = staged_bytes(slots if own else 1, depth) * (1 + floats) + 4 * slots * -(-rows // blocks)
-    stages = stages_of(staged, STAGE, device, 2 * BESIDE if floats else BESIDE_QUANTIZED)
+    stages = stages_of(staged, STAGE, device, 2 * BESIDE)
     if stages < 1:
         return None
     template, values = (_FLOATS if floats else _QUANTIZED), (CXX_TYPES[dtype.name], IDS_CXX[ids.name])

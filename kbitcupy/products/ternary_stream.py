@@ -28,7 +28,7 @@ from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
-from .ternary_rows import float_rows_of, named, quantized_rows_of, rows_of
+from .ternary_rows import float_rows_of, named, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -174,10 +174,6 @@ def multiply_streamed(
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     weight, gamma, y = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr, single.data.ptr
     by = None if isinstance(x, QuantizedArray) else rule
-    if by is not None and not group and _multiply_quantized(x, q, part, by, norm, (gamma, added, y), kind, single):
-        if single is not out:
-            int8.widened(single, out)
-        return
     own_rows = rows_of(single.dtype, tokens, rows, depth, group, out.data.device_id)
     plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id) if own_rows is None else None
     # Fragments, and behind them sums, of tokens or of groups of whole steps, and scales.
@@ -212,32 +208,6 @@ def multiply_streamed(
         )
     if single is not out:
         int8.widened(single, out)
-
-
-def _multiply_quantized(
-    x: Any,
-    q: QuantizedArray,
-    part: Trits,
-    rule: Rule,
-    norm: Norm | None,
-    pointers: tuple[int, ...],
-    kind: int,
-    out: Any,
-) -> bool:
-    """One launch for so few tokens that each thread block quantizes them itself; False where that is not the way."""
-    rows, depth = q.shape
-    tokens = out.size // rows
-    found = quantized_rows_of(out.dtype, tokens, rows, depth, norm is not None, out.data.device_id)
-    if found is None or (tokens > 1 and rule.granularity != "token"):
-        return False
-    x = tokens_of.single_or_less(x)
-    weight = 0 if norm is None or norm.weight is None else norm.weight.data.ptr
-    if x.dtype != out.dtype or (x.data.ptr | weight) % 16:
-        return False
-    before = (0, 0.0) if norm is None else (1, norm.eps)
-    numbers = rows, tokens, depth, int(part.shares == "row"), kind, *before, *rule.numbers
-    found.multiply((x.data.ptr, weight, *pointers), numbers, q, part)
-    return True
 
 
 def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:

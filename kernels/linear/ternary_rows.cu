@@ -17,7 +17,7 @@
 #include "linear/ternary_operands.cuh"
 
 // Of the host (kbitcupy/products/ternary_rows.py), ahead of this source: STEP, k of 64 bytes of codes; ROW_THREADS of a
-// block; MOST_ROW_STAGES; LANES of the sum of squares of linear/activations.cu; MOST_SLOTS of a token;
+// block; MOST_ROW_STAGES; MOST_SLOTS of a token;
 // OWN_OCTETS, times eight numbers of a token that a thread quantizes; struct Group,
 // see linear/experts.cu; FLOAT32_BIAS and its like.
 constexpr int TOKENS = 8, ROW_WARPS = ROW_THREADS / WARP, MEMBER_BYTES = FRAGMENT_BYTES / TOKENS;
@@ -674,9 +674,6 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_groups(
 
 // How tokens are quantized: see quantize_activations (linear/activations.cu), whose bits these are.
 struct Quantizer {
-    const float* weight;  // of RMSNorm, or null
-    int normalizes;
-    double norm_eps;
     float eps;
     int lowest, highest, away;
 };
@@ -697,73 +694,16 @@ struct Raw {
             for (int j = 0; j < PIECES; ++j)
                 if (place(i) < depth) piece[i][j] = reinterpret_cast<const uint4*>(row + place(i))[j];
     }
-    __device__ __forceinline__ void store(unsigned row, int depth) const {
-#pragma unroll
-        for (int i = 0; i < OCTETS; ++i)
-#pragma unroll
-            for (int j = 0; j < PIECES; ++j) {
-                const int words[4] = {
-                    static_cast<int>(piece[i][j].x), static_cast<int>(piece[i][j].y), static_cast<int>(piece[i][j].z),
-                    static_cast<int>(piece[i][j].w)};
-                if (place(i) < depth) store_shared(row + place(i) * static_cast<int>(sizeof(T)) + j * 16, words);
-            }
-    }
-    // What is quantized of octet i: numbers behind an RMSNorm, or as they are.
-    __device__ __forceinline__ void get(
-        float (&v)[OCTET], int i, const Quantizer& by, float factor, const float (&weight)[OCTET]) const {
+    __device__ __forceinline__ void get(float (&v)[OCTET], int i) const {
         unsigned word[4 * PIECES];
 #pragma unroll
         for (int j = 0; j < PIECES; ++j) to_words(word + 4 * j, piece[i][j]);
 #pragma unroll
         for (int e = 0; e < OCTET; ++e) {
-            v[e] = Word<T>::get(word[e / Word<T>::COUNT], e % Word<T>::COUNT);
-            if (by.normalizes) v[e] = ieee::multiply(v[e], factor);
-            if (by.weight != nullptr) v[e] = ieee::multiply(v[e], weight[e]);
-            v[e] = number(v[e]);
+            v[e] = number(Word<T>::get(word[e / Word<T>::COUNT], e % Word<T>::COUNT));
         }
     }
 };
-
-// 1 / root of the mean of squares of `count` tokens, up to BATCH, whose numbers are in shared memory, by all threads.
-template <typename T, int BATCH>
-__device__ __forceinline__ void root_factors(
-    float (&factor)[BATCH], unsigned rows, int count, int depth, double norm_eps) {
-    constexpr int PARTS = LANES / WARP, ROUNDS = ROW_THREADS / LANES;
-    __shared__ double lanes[BATCH][LANES];
-    __shared__ float factors[BATCH];
-    const int lane = threadIdx.x % LANES;
-#pragma unroll 1
-    for (int b = threadIdx.x / LANES; b < count; b += ROUNDS) {
-        double sum = 0;
-        const unsigned row = rows + (b * depth + lane) * static_cast<int>(sizeof(T));
-#pragma unroll 8
-        for (int k = lane; k < depth; k += LANES) {
-            const double x =
-                ieee::widen(number(to_float(shared_at<T>(row + (k - lane) * static_cast<int>(sizeof(T))))));
-            sum += x * x;
-        }
-        lanes[b][lane] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x < BATCH * WARP) {
-        // (i) + (i + half), until one is left; within a warp either of two may come first.
-        const int b = threadIdx.x / WARP;
-        double part[PARTS];
-#pragma unroll
-        for (int w = 0; w < PARTS; ++w) part[w] = lanes[b][w * WARP + threadIdx.x % WARP];
-#pragma unroll
-        for (int half = PARTS / 2; half > 0; half /= 2)
-#pragma unroll
-            for (int w = 0; w < half; ++w) part[w] += part[w + half];
-#pragma unroll
-        for (int step = WARP / 2; step > 0; step /= 2) part[0] += __shfl_xor_sync(FULL_WARP, part[0], step);
-        if (threadIdx.x % WARP == 0)
-            factors[b] = ieee::narrow(1.0 / sqrt(part[0] / static_cast<double>(depth) + norm_eps));
-    }
-    __syncthreads();
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) factor[b] = factors[b];
-}
 
 // Tokens that are quantized in shared memory: what their codes add up to, and their scales, sums first.
 struct Quantized {
@@ -772,13 +712,9 @@ struct Quantized {
 };
 
 // Quantize tokens to pieces in shared memory, by all threads, BATCH at a time.
-//
-// raw     address of room for BATCH tokens as they came, where they are normalized
-// start   called when the first numbers are on their way
-template <typename T, int OCTETS, int BATCH, typename S>
+template <typename T, int OCTETS, int BATCH>
 __device__ __forceinline__ void quantize_tokens(
-    unsigned staged, unsigned raw, const T* x, int tokens, int depth, const Quantizer& by,
-    Quantized (&quantized)[TOKENS], const S& start) {
+    unsigned staged, const T* x, int tokens, int depth, const Quantizer& by, Quantized (&quantized)[TOKENS]) {
     using Numbers = Raw<T, OCTETS>;
     __shared__ unsigned most_of[BATCH][ROW_WARPS];
     __shared__ int sum_of[BATCH][ROW_WARPS];
@@ -787,23 +723,9 @@ __device__ __forceinline__ void quantize_tokens(
     for (int first = 0; first < tokens; first += BATCH) {
         const int count = min(BATCH, tokens - first);
         Numbers numbers[BATCH];
-        float weight[OCTETS][OCTET];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b)
             if (b < count) numbers[b].load(x + static_cast<long long>(first + b) * depth, depth);
-#pragma unroll
-        for (int i = 0; i < OCTETS; ++i)
-            if (by.weight != nullptr && Numbers::place(i) < depth)
-                load_octet<true>(weight[i], by.weight, Numbers::place(i), depth);
-        if (first == 0) start();
-        float factor[BATCH];
-        if (by.normalizes) {
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b)
-                if (b < count) numbers[b].store(raw + b * depth * static_cast<int>(sizeof(T)), depth);
-            __syncthreads();
-            root_factors<T, BATCH>(factor, raw, count, depth, by.norm_eps);
-        }
         float v[OCTET];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
@@ -811,7 +733,7 @@ __device__ __forceinline__ void quantize_tokens(
 #pragma unroll
             for (int i = 0; i < OCTETS; ++i) {
                 if (b >= count || Numbers::place(i) >= depth) break;
-                numbers[b].get(v, i, by, factor[b], weight[i]);
+                numbers[b].get(v, i);
 #pragma unroll
                 for (int e = 0; e < OCTET; ++e) most = max(most, ieee::magnitude_bits(v[e]));
             }
@@ -830,7 +752,7 @@ __device__ __forceinline__ void quantize_tokens(
             for (int i = 0; i < OCTETS; ++i) {
                 const int k = Numbers::place(i), at = k % STEP;
                 if (k >= depth) break;
-                numbers[b].get(v, i, by, factor[b], weight[i]);
+                numbers[b].get(v, i);
                 unsigned word[2] = {0, 0};
 #pragma unroll
                 for (int e = 0; e < OCTET; ++e) {
@@ -855,37 +777,6 @@ __device__ __forceinline__ void quantize_tokens(
         }
         __syncthreads();
     }
-}
-
-// One launch: each block quantizes tokens itself while its first codes are on their way.
-template <typename T>
-__global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
-    const T* x,                       // [tokens, depth], from a multiple of 16 bytes on
-    const float* weight,              // [depth] of RMSNorm, from a multiple of 16 bytes on, or null
-    const float* __restrict__ scale,  // [channels], or [1] if they share it
-    const void* __restrict__ bias,    // [channels] of the type that bias_kind names, or null
-    T* __restrict__ y,                // [tokens, channels]
-    long long channels, int tokens, int depth, int scale_step, int bias_kind, int normalizes, double norm_eps,
-    float eps, int lowest, int highest, int away, int share, int stages, int of_pass,
-    const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
-#if __CUDA_ARCH__ >= 900
-    __shared__ Quantized quantized[TOKENS];
-    multiply_rows<Integers<T>, 0>(
-        &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass}, true,
-        [&](unsigned staged, Staged& all, const Start<0>& start) {
-            const Quantizer by{weight, normalizes, norm_eps, eps, lowest, highest, away};
-            const unsigned raw = staged + lines_of(depth) * LINE_STEPS * FIELDS * tokens * MEMBER_BYTES;
-            quantize_tokens<T, OWN_OCTETS, 1>(staged, raw, x, tokens, depth, by, quantized, start);
-        },
-        [&](long long row, float& of, float& added) {
-            of = usable(load_scale(scale + row * scale_step));
-            added = bias_of(bias, bias_kind, row);
-        },
-        [&](int, int m, long long row, int sum, float of, float added) {
-            const float scaled = Integers<T>::scaled(sum, quantized[m].sum, usable(quantized[m].scale), of);
-            from_float(y[m * channels + row], ieee::add(scaled, added));
-        });
-#endif
 }
 
 // ---- floats of 16 bits
@@ -1104,9 +995,9 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_quantized(
         &map, ids, weights, scale, y, experts, channels, depth, slots, own_tokens, scale_step, expert_step,
         Cut{1, stages, of_pass},
         [&](unsigned staged, int tokens) {
-            const Quantizer by{nullptr, 0, 0.0, eps, lowest, highest, away};
+            const Quantizer by{eps, lowest, highest, away};
             const T* own = x + static_cast<long long>(blockIdx.y) * tokens * depth;
-            quantize_tokens<T, OWN_OCTETS / 2, 4>(staged, 0, own, tokens, depth, by, quantized, [] {});
+            quantize_tokens<T, OWN_OCTETS, 4>(staged, own, tokens, depth, by, quantized);
             return false;
         },
         [&](int slot, int sum, float of) {

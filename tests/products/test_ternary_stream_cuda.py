@@ -33,7 +33,7 @@ def weights(cupy, rng, rows, depth, granularity):
 @pytest.fixture(params=["by size", "any"])
 def least_rows(request, monkeypatch):
     """Warps have rows of their own where a weight is large enough, or any."""
-    made = ternary_rows.rows_of, ternary_rows.quantized_rows_of, ternary_rows.float_rows_of
+    made = ternary_rows.rows_of, ternary_rows.float_rows_of
     if request.param == "any":
         monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0)
     for function in made:
