@@ -59,8 +59,8 @@ _TYPES, _BOOLS = (*(CXX_TYPES[name] for name in FLOATS), "signed char"), ("false
 _TEMPLATE = Template(_FILE, _NAME, (_TYPES, _BOOLS), structs=(NUMBERS,))
 register_templates(_TEMPLATE)
 _SIGNATURE = (*("p",) * 4, *("i4",) * 6)
-# Threads of a part of a token; tokens of which one after the other is quantized.
-_PART_THREADS, _HALF = 128, np.float32(0.5)
+# Threads of a part of a token, the most and the least: few blocks leave multiprocessors to the product that follows.
+_PART_THREADS, _LEAST_THREADS, _HALF = 512, 128, np.float32(0.5)
 # Tokens from which on a device has no room for a block of each.
 _MANY = 256
 
@@ -119,7 +119,9 @@ def _cut(depth: int, parts: bool, many: bool = False) -> tuple[int, int]:
     """Threads of a block, and blocks of a token; with many tokens not so many threads, of which more blocks fit."""
     octets = pitch_of(depth) // 8
     if parts:
-        return _PART_THREADS, -(-octets // _PART_THREADS)
+        most = _LEAST_THREADS if many else _PART_THREADS
+        threads = min(most, -(-octets // _LEAST_THREADS) * _LEAST_THREADS)
+        return threads, -(-octets // threads)
     return min(max(1 << (octets - 1).bit_length(), 32), NUMBERS.TOKEN_THREADS // (1 + many)), 1
 
 

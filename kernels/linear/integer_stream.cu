@@ -11,10 +11,10 @@
 // A slot of the ring is asked for again as soon as it has been read. No warp waits for another but where a tile's sums
 // are added up, some tiles later.
 //
-// The first slots are asked for while tokens are still being quantized. With more than 64 KB under way on a
-// multiprocessor, or with lines brought to the L2 cache beforehand, everything comes later, tokens first of all: that,
-// tokens in shared memory, and warps of a block that wait for all of them, were 8 us of the first version, 28672 x 8192
-// on an H200.
+// The first slots are asked for while tokens are still being quantized, the others behind them. With more than 64 KB
+// under way on a multiprocessor, or with lines brought to the L2 cache beforehand, everything comes later, tokens first
+// of all: that, tokens in shared memory, and warps of a block that wait for all of them, were 8 us of the first
+// version, 28672 x 8192 on an H200.
 //
 // Sums of a unit, elements that share all scales, are exact: codes of 4 bits stand in the upper half of a byte, where
 // they count 16 times what they are; an mma begins with the bits of a float whose last bit counts 1, or 1/16, and the
@@ -320,9 +320,13 @@ struct Feed {
     int slot = 0;  // of the ring, to be read next, and the parity of its barrier
     unsigned parity = 0;
 
+    // Ask for the first box, and later on for what else the ring has room for.
     __device__ __forceinline__ void begin(int phases) {
         row = first, tile = 0, box = 0, left = phases * count * Of::SLOTS;
-        for (int i = 0; i < cut.ring; ++i) fetch(i, 0);
+        fetch(0, 0);
+    }
+    __device__ __forceinline__ void fill() {
+        for (int i = 1; i < cut.ring; ++i) fetch(i, 0);
     }
     // Ask for the next box; `zero` may depend on what was read.
     __device__ __forceinline__ void fetch(int to, unsigned zero) {
@@ -351,7 +355,7 @@ struct Feed {
     // By all lanes, in the swizzle of TMA, and zeros for what is not there.
     __device__ __forceinline__ void copy_rows(unsigned target, int to) const {
 #if __CUDA_ARCH__ >= 800
-#pragma unroll
+#pragma unroll 1
         for (int i = lane; i < ROWS_OF_TILE * 8; i += WARP) {
             const int down = i / 8, at = column + i % 8 * 16;
             const bool there = at < row_bytes;
@@ -805,6 +809,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
             if (now.tile == 0) {
                 const int k = (now.phase * cut.warps + member) * Of::SHARE;
                 load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
+                if (pass == 0) feed.fill();  // tokens do not wait behind all of it
                 load_records<Of, INSIDE, ADDED_, Q8, EIGHTS>(memory.records(), own, k, depth, lane);
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
             }
