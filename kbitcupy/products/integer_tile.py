@@ -182,8 +182,8 @@ class Cut:
 
 #: Those of few tokens, of which the second shares out k where there are few rows; those of many.
 CUTS = (Cut(64, 4, 1, 1), Cut(64, 1, 4, 1), Cut(128, 2, 1, 2), Cut(256, 2, 1, 2))
-# Microseconds of a stage, by the bits of a code; more for a sum that becomes float32 once in a stage; of two launches; the
-# fraction of bandwidth at which codes come.
+# Microseconds of a stage, by the bits of a code; more for a sum that becomes float32 once in a stage; of two launches;
+# the fraction of bandwidth at which codes come.
 _NIBBLES, _TRITS = (0.57, 0.2, 0.405, 0.78), (0.47, 0.19, 0.37, 0.78)
 _STAGE = {bits: dict(zip(CUTS, of, strict=True)) for bits, of in ((8, _NIBBLES), (4, _NIBBLES), (2, _TRITS))}
 _SUMS, _START, _FRACTION = 2.2e-5, 7.0, 0.85
