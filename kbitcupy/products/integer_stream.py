@@ -398,8 +398,9 @@ def multiply(
 
 # ---- the route -------------------------------------------------------------------------------------------------------
 
-# Microseconds of the launches; the fraction of the bandwidth at which codes pass, of 8 tokens and of more.
-_START, _FRACTION, _MORE_FRACTION = 4.0, 0.93, 0.75
+# Microseconds of the launches; the fraction of the bandwidth at which codes pass, of 8 tokens and of more, and what of
+# it is left where one warp looks up the scales of what others have summed.
+_START, _FRACTION, _MORE_FRACTION, _OF_SHARES = 4.0, 0.93, 0.75, 0.3
 
 
 def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str | None:
@@ -444,7 +445,12 @@ class IntegerStream(Route):
         return why_not_streamed(problem, part, problem.device)
 
     def cost(self, problem: Problem) -> float:
-        return _START + problem.reading / (_FRACTION if problem.tokens <= 8 else _MORE_FRACTION)
+        part = codes_of(problem.format, problem.shape, problem.stored.lead)
+        flavour = None if part is None else flavour_of(part, problem.activations == "q8_1")
+        fraction = _FRACTION if problem.tokens <= 8 else _MORE_FRACTION
+        if flavour is not None and flavour.unit == _SIZES.SHARES:
+            fraction *= _OF_SHARES
+        return _START + problem.reading / fraction
 
     def prepare(self, problem: Problem) -> Product:
         preset = problem.activations or ""
