@@ -194,12 +194,16 @@ def cuts(unit: int, each: bool) -> tuple[Cut, ...]:
     return CUTS[:-1] if unit or each else CUTS
 
 
+def fitting(depth: int, codes: Codes) -> list[Cut]:
+    """Cuts of which each part of k has at least a stage."""
+    stages = -(-depth // STAGE_K)
+    return [cut for cut in cuts(codes.unit, codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages]
+
+
 @functools.lru_cache(maxsize=4096)
 def choose(tokens: int, rows: int, depth: int, codes: Codes, processors: int) -> Cut:
-    """The cut that should take the least time; each part of k has at least a stage."""
-    stages = -(-depth // STAGE_K)
-    fitting = (cut for cut in cuts(codes.unit, codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages)
-    return min(fitting, key=lambda cut: cut.microseconds(tokens, rows, depth, codes, processors))
+    """The cut that should take the least time."""
+    return min(fitting(depth, codes), key=lambda cut: cut.microseconds(tokens, rows, depth, codes, processors))
 
 
 def refusal(depth: int, codes: Codes, lies: Stored, gpu: Device) -> str | None:
@@ -212,6 +216,8 @@ def refusal(depth: int, codes: Codes, lies: Stored, gpu: Device) -> str | None:
         return f"sums along a row are exact in int32 up to K = {int8.MAX_DEPTH}"
     if not depth or depth * codes.bits // 8 % MOST_ALIGNED:
         return f"rows of {depth} elements do not start at multiples of {MOST_ALIGNED} bytes"
+    if not fitting(depth, codes):
+        return f"rows of {depth} elements are shorter than a stage"
     return None if lies.codes >= MOST_ALIGNED else f"codes do not start at a multiple of {MOST_ALIGNED} bytes"
 
 

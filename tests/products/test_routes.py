@@ -531,3 +531,12 @@ def test_cuts_of_integer_tiles():
             kind = codes.bits, codes.unit, codes.each
             assert cut.stages(*kind) >= 2 * cut.k_groups and cut.shared(*kind) <= 227 << 10
             assert cut.stages(*kind) % cut.k_groups == 0
+
+
+@pytest.mark.parametrize("activations", ["int8", "q8_1"])
+@pytest.mark.parametrize("format", ["int4:block=32", "uint4:block=64,zero=int", "uint4:granularity=channel:0", "q4_0"])
+def test_short_rows_of_integer_codes_have_a_plan(format, activations):
+    for depth, tokens in itertools.product((64, 128, 256), (1, 16, 64, 600)):
+        problem = Problem(kb.get_format(format), (48, depth), tokens, HALF, device("H200"), activations=activations)
+        costs = [route.cost(problem) for route in LINEAR if route.accepts(problem) is None]
+        assert min(costs) > 0
