@@ -73,7 +73,7 @@ _GGUF = "HALVES4", "PAIRS4"
 _WHOLE = 0, _SIZES.SHARES
 _UNITS = *_WHOLE, 32, 64, 128, _SIZES.LONG_UNIT
 MOST_TOKENS, _ROWS, _WARPS = 16, 16, _SIZES.STREAM_THREADS // 32
-_OLDEST = 80  # with mma of 32 bytes
+_OLDEST, _BULK = 80, 90  # with mma of 32 bytes; with TMA
 # K up to which 16 times the sum of a row stays below 2^31, and 2^32 over a number of units divides by it.
 _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # Bytes of shared memory: of a slot of the ring, of a warp's sums of eight tokens, and what it takes to begin at a
@@ -343,7 +343,7 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
     if packed is None:
         rows, pitch = q.size // q.shape[-1], q.shape[-1] * part.bits // 8
         packed = bytes(tma.MAP_BYTES)
-        if capability(device) >= 90 and tma.available():
+        if capability(device) >= _BULK and tma.available():
             address = q.planes[part.codes].data.ptr
             packed = tma.byte_matrix(address, rows, pitch, pitch, _ROWS, promotion=128)
         q._launches[_MAP] = packed
@@ -417,6 +417,8 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
         return "numbers of 32 bits do not reach through the rows"
     if gpu.capability < _OLDEST:
         return "it needs a GPU of compute capability 8.0"
+    if not gpu.copies_tiles:
+        return "the driver makes no tensor maps"
     eights = 1 if problem.experts else -(-problem.tokens // 8)
     shares = shares_of(part, flavour, eights)
     cut = choose_cut(flavour, eights, rows, depth, gpu.multiprocessors, gpu.shared_memory, shares)

@@ -540,3 +540,10 @@ def test_short_rows_of_integer_codes_have_a_plan(format, activations):
         problem = Problem(kb.get_format(format), (48, depth), tokens, HALF, device("H200"), activations=activations)
         costs = [route.cost(problem) for route in LINEAR if route.accepts(problem) is None]
         assert min(costs) > 0
+
+
+def test_integers_are_streamed_by_tensor_maps_where_there_is_tma():
+    problem = Problem(kb.get_format("q4_0"), (512, 1024), 4, HALF, device("H200"), activations="q8_1")
+    route = next(route for route in LINEAR if route.name == "integer_stream")
+    without = replace(problem, device=replace(problem.device, tensor_maps=False))
+    assert route.accepts(problem) is None and "tensor maps" in route.accepts(without)
