@@ -23,6 +23,7 @@ import numpy as np
 from inputs import CODEBOOKS, ENCODED, KINDS, codebook, fitting, make
 
 import kbitcupy as kb
+import kbitcupy.products.functions  # whose modules are looked up
 from kbitcupy.errors import DeviceError, FormatError
 from kbitcupy.formats import base
 from kbitcupy.formats.blocks import BlockFormat
