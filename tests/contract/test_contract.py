@@ -67,6 +67,8 @@ def test_a_new_format_is_in_the_lists(toy, monkeypatch, capsys):
 class Broken(Toy):
     """Toys that keep one promise less."""
 
+    name = "broken"
+
     def __init__(self, *, fault: str = "", boost: float = 1.0):
         super().__init__(boost=boost)
         self.fault = fault
