@@ -566,17 +566,20 @@ def test_a_call_costs_little_beside_its_launches(cupy):
     }
     for name, call in calls.items():
         call(), call()
-        count = 0
+        counts = []
+        for _ in range(3):  # the garbage collector may call functions, too
+            seen = []
 
-        def note(frame, event, argument):
-            nonlocal count
-            count += event == "call"
+            def note(frame, event, argument, seen=seen):
+                if event == "call":
+                    seen.append(frame.f_code.co_qualname)
 
-        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):  # the tests' own is Python, too
-            sys.setprofile(note)
-            call()
-            sys.setprofile(None)
-        assert count <= 48, (name, count)
+            with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):  # the tests' own is Python, too
+                sys.setprofile(note)
+                call()
+                sys.setprofile(None)
+            counts.append(len(seen))
+        assert min(counts) <= 48, (name, counts, seen)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "token", ("channel", 0), ("channel", 1), ("group", 128)], ids=str)

@@ -319,5 +319,7 @@ def test_a_stack_of_double_quantization(xp, name, shape):
         found = kb.linear_grouped(tokens, stack, [[0, 2], [1, 1]])
         for i, experts in enumerate(((0, 2), (1, 1))):
             for j, expert in enumerate(experts):
-                alone = kb.linear(tokens[i : i + 1], members[expert])[0]
-                assert bool(xp.allclose(found[i, j], alone, rtol=2e-3, atol=1e-2))
+                # Kernels round scales and values to float16, each in another place: noise of a few 2^-12 of every term.
+                terms = wanted[expert].astype("f8") * tokens[i].astype("f8")
+                bound = 2.0**-9 * xp.sqrt((terms**2).sum(axis=1)) + 2.0**-10 * abs(terms.sum(axis=1)) + 1e-6
+                assert bool((abs(found[i, j].astype("f8") - terms.sum(axis=1)) <= bound).all())
