@@ -85,6 +85,8 @@ _SHORT = 32
 _SIGN = np.uint16(0x8000)
 # Trits that are packed at a time; rows of a slab that are short for a loop of their own.
 _PACKED, _FEW = 1 << 18, 256
+# Scales whose thresholds are found at a time: the arrays in between, of float64, stay small.
+_THRESHOLDS = 1 << 14
 _LARGEST = np.finfo(np.float32).max
 _SINGLE = np.dtype(np.float32)
 # Zeros in a byte of codes.
@@ -568,7 +570,14 @@ def unpack(codes: np.ndarray) -> np.ndarray:
 
 
 def thresholds(scale: np.ndarray, rounding: str) -> np.ndarray:
-    """The least float32 whose trit is 1 under each scale; NaN, above which there is none, under one of 0."""
+    """The least float32 whose trit is 1 under each of a row of scales; NaN, above which is none, under one of 0."""
+    found = np.empty(scale.shape, np.float32)
+    for first in range(0, scale.size, _THRESHOLDS):
+        found[first : first + _THRESHOLDS] = _some_thresholds(scale[first : first + _THRESHOLDS], rounding)
+    return found
+
+
+def _some_thresholds(scale: np.ndarray, rounding: str) -> np.ndarray:
     limit = LIMITS[rounding]
     with np.errstate(all="ignore"):
         inverse = (np.float32(1) / scale.astype(np.float32)).astype(np.float64)

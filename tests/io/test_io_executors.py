@@ -279,7 +279,10 @@ def test_a_killed_process_is_named(source, small_pieces):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("format", ["kbit4", "nf4:double_quant=true", "int8:block=32", "ternary"])
+@pytest.mark.parametrize(
+    "format",
+    ["kbit4", "nf4:double_quant=true", "q6_k", "ternary:block=20", "uint4:block=32,zero=float,scale_dtype=float16"],
+)
 def test_memory_grows_with_workers_and_not_with_files(tmp_path, format, workers):
     """Each has two and a half of the largest tensor at most."""
     x = np.random.default_rng(0).standard_normal((1024, 4096)).astype(np.float16)

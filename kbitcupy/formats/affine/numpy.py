@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..chunks import converted, narrow
+from ..chunks import AT_ONCE, CHUNK, converted, narrow
 from ..granularity import Blocks, walk
 from .levels import DOUBLE, ENDS, SINGLE, Levels, compute_dtype, reach_of
 from .stored import Stored, stored
@@ -15,6 +15,8 @@ from .stored import Stored, stored
 _HALF_INFINITY, _HALF_SIGN = np.uint16(0x7C00), np.uint16(0x8000)
 # Elements of rows that are too short to reduce as they are.
 _SHORT_RUN = 1 << 10
+# Blocks whose scales are worked out at a time: the arrays in between, of float64, stay small.
+_BLOCKS = 1 << 14
 
 
 def _divisor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -158,17 +160,36 @@ def find(
                 rows = rows.transpose(1, 0, 2)
             number = _without_nan(rows, dtype)  # the one copy there is
             _percentile(number.reshape(*ends[0].shape[:2], -1), ends, levels, fraction)
+    scales = scale.reshape(-1)
+    zeros = None if zero_point is None else zero_point.reshape(-1)
+    reach = reach_of(levels, fraction, scale.dtype not in (SINGLE, DOUBLE))
+    for first in range(0, blocks.count, _BLOCKS):
+        some = slice(first, first + _BLOCKS)
+        beside = None if zeros is None else zeros[some]
+        _store(high[some], low[some], levels, x.dtype, reach, scales[some], beside)
+
+
+def _store(
+    high: np.ndarray,
+    low: np.ndarray,
+    levels: Levels,
+    of: np.dtype,
+    reach: int,
+    scale: np.ndarray,
+    zero_point: np.ndarray | None,
+) -> None:
+    """Scales, and zero points or offsets, of blocks of the dtype `of` whose numbers lie between -low and high."""
     kind = None if scale.dtype == DOUBLE else stored(scale.dtype.name)
     if levels.floating:
         assert kind is not None, "offsets are planes"
-        found, zero = _offsets(high, low, levels, x.dtype, kind)
+        found, zero = _offsets(high, low, levels, of, kind)
     else:
         np.abs(high, out=high), np.abs(low, out=low)  # no -0
         rounded = kind if kind is not None and kind.name != "float32" else None
-        found, zero = _range(high, low, levels, x.dtype, reach_of(levels, fraction, rounded is not None), rounded)
-    scale.reshape(-1)[...] = np.minimum(found, ENDS["float64" if kind is None else kind.name].largest)
+        found, zero = _range(high, low, levels, of, reach, rounded)
+    scale[...] = np.minimum(found, ENDS["float64" if kind is None else kind.name].largest)
     if zero_point is not None:
-        zero_point.reshape(-1)[...] = zero
+        zero_point[...] = zero
 
 
 def _join_range(part: np.ndarray, up: np.ndarray, down: np.ndarray, levels: Levels) -> None:
@@ -311,10 +332,16 @@ def pack_nibbles(codes: np.ndarray, packed: np.ndarray) -> None:
     """Two neighbours a byte, the first in the low nibble."""
     nibbles = codes.view(np.uint8)
     pairs = nibbles[: nibbles.size // 2 * 2].view(np.uint16)
-    whole = pairs >> 4
-    whole &= 0xF0
-    whole |= pairs & 15
-    packed[: pairs.size] = whole
+    step = CHUNK * AT_ONCE.get()
+    high, low = np.empty((2, min(pairs.size, step)), np.uint16)
+    for first in range(0, pairs.size, step):
+        part = pairs[first : first + step]
+        above, below = high[: part.size], low[: part.size]
+        np.right_shift(part, 4, out=above)
+        np.bitwise_and(above, 0xF0, out=above)
+        np.bitwise_and(part, 15, out=below)
+        np.bitwise_or(above, below, out=above)
+        packed[first : first + part.size] = above
     if nibbles.size % 2:
         packed[-1] = nibbles[-1] & 15
 

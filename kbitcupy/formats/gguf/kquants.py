@@ -238,17 +238,22 @@ class _Symmetric(KType):
     sub = 16
     #: Codes go from -`middle` to `middle` - 1, and are stored with that added.
     middle: ClassVar[int]
+    #: Whether `search.refined` finds the scales without importance, not `search.symmetric` with weights x * x.
+    refines: ClassVar[bool]
 
     def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
         subs, middle = self.block // self.sub, self.middle
         scale, weight = np.empty((2, len(rows) * subs), np.float32)
-        weights = self._weights(rows, importance)
+        weights = None if importance is None else self._weights(rows, importance)
         q = np.empty((len(rows) * subs, self.sub), np.uint8)
         for at, (x, w, *room) in search.tiles(rows, self.sub, 4):
-            if weights is None:
+            if weights is None and self.refines:
                 found, codes = search.refined(x, middle, room)
             else:
-                w[...] = weights.reshape(-1, self.sub)[at].T
+                if weights is None:
+                    np.square(x, out=w)
+                else:
+                    w[...] = weights.reshape(-1, self.sub)[at].T
                 found, step, nothing = search.symmetric(x, w, middle, room)
                 codes = search.step_codes(x, step, middle, room[0])
                 codes[:, nothing] = -middle
@@ -268,8 +273,8 @@ class _Symmetric(KType):
             np.copyto(q[at], codes.T[: at.stop - at.start], where=where, casting="unsafe")
         return self._assembled(stored, sc, q.reshape(len(rows), -1))
 
-    def _weights(self, rows: np.ndarray, importance: Importance | None) -> np.ndarray | None:
-        """The weights of `search.symmetric`, float32[blocks, block]; None for `search.refined`."""
+    def _weights(self, rows: np.ndarray, importance: Importance) -> np.ndarray:
+        """The weights where importance is given, float32[blocks, block]."""
         raise NotImplementedError
 
     def _inner(self, scale: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -293,10 +298,10 @@ class Q3_K(_Symmetric):
         Field("d", "float16", 1),
     )
     struct, together, lanes = "Q3_K", True, 16
-    middle = 4
+    middle, refines = 4, True
 
-    def _weights(self, rows: np.ndarray, importance: Importance | None) -> np.ndarray | None:
-        return None if importance is None else _weights(rows, importance, np.float32(2 / _BLOCK))
+    def _weights(self, rows: np.ndarray, importance: Importance) -> np.ndarray:
+        return _weights(rows, importance, np.float32(2 / _BLOCK))
 
     def _inner(self, scale: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         if weight is None:
@@ -342,10 +347,10 @@ class Q6_K(_Symmetric):
         Field("d", "float16", 1),
     )
     struct, together, lanes = "Q6_K", True, 16
-    middle = 32
+    middle, refines = 32, False
 
-    def _weights(self, rows: np.ndarray, importance: Importance | None) -> np.ndarray | None:
-        return rows * rows if importance is None else importance.weights
+    def _weights(self, rows: np.ndarray, importance: Importance) -> np.ndarray:
+        return importance.weights
 
     def _inner(self, scale: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         longest = signed_max(scale)
