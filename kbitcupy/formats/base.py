@@ -131,6 +131,14 @@ class Format(ABC):
         """What `encode_numpy` is to be given beside `given`, from what `part_numpy` said of all rows in order."""
         return {}
 
+    def first_numpy(
+        self, shape: tuple[int, ...], planes: Mapping[str, Any]
+    ) -> tuple[Format, Mapping[str, Any], Callable[[], None]] | None:
+        """How an array of `shape` is quantized in two steps, of which several threads can do the first: by another
+        format, into planes of that, after which a call fills what is left of `planes`; None where it is not.
+        """
+        return None
+
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """The twin of `encode_numpy` for CuPy arrays, which gives the same bits.
 

@@ -45,6 +45,12 @@ def encode(
 ) -> None:
     """`Format.encode` by up to so many threads, with the same bits; by one where parts of an array are no arrays."""
     workers = min(workers, x.size // LEAST) if workers > 1 else 1
+    two = format.first_numpy(x.shape, planes) if workers > 1 and not lead else None
+    if two is not None:
+        first, own, finish = two
+        encode(first, x, own, given, 0, workers)
+        finish()
+        return
     shape = _in_rows(format, x.shape, lead) if workers > 1 else None
     if shape is None or not _for_all_rows(given or {}, shape == x.shape and not lead):
         format.encode(x, planes, given, lead)

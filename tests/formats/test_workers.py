@@ -54,11 +54,14 @@ def test_bits_are_those_of_one_thread(name, shape):
     [
         ("kbit4", (48, 512), [16, 16, 16]),
         ("kbit4", (24576,), [4, 4, 4]),
-        ("nf4:double_quant=true", (48, 512), []),
+        ("nf4:double_quant=true", (48, 512), [16, 16, 16]),
+        ("table4:block=16,double_quant=true", (24576,), [4, 4, 4]),
         ("int4:block=32", (7, 5, 64), [3, 3, 1]),
         ("int4:block=64", (7, 5, 100), [3, 3, 1]),  # with a short last group
         ("int8:granularity=channel:0", (5, 999), [2, 2, 1]),
-        ("int8:granularity=tensor", (48, 512), []),
+        ("int8:granularity=tensor", (48, 512), [16, 16, 16]),
+        ("uint4:granularity=channel:1,zero=float", (48, 512), [16, 16, 16]),
+        ("int8:percentile=99", (48, 512), []),
         ("q4_K", (48, 512), [16, 16, 16]),
         ("nvfp4", (48, 512), [16, 16, 16]),
         ("ternary", (48, 512), [16, 16, 16]),

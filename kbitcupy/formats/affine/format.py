@@ -29,7 +29,7 @@ from .arithmetic import (
 )
 from .fragments import all_fragments, fragments_of
 from .levels import DOUBLE, SINGLE, check_levels
-from .numpy import bounds, factor, signed_factor
+from .numpy import bounds, ends_of, factor, signed_factor, store
 from .stored import SCALE_DTYPES, stored
 
 #: What `zero` may be.
@@ -174,7 +174,21 @@ class Affine(Granular):
         return planes
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        self._encode(x, planes, given)
+        if "ends" not in given:
+            self._encode(x, planes, given)
+            return
+        blocks, zero = blocks_of(x.shape, self.granularity), planes.get("offset", planes.get("zero_point"))
+        high, low = given["ends"]
+        store(high, low, self.levels, x.dtype, None, planes["scale"], zero)
+        quantize(x, planes["codes"], planes["scale"], self._zero_in(planes), blocks, self.levels, self.bits)
+
+    def part_numpy(self, x: np.ndarray, planes: Mapping[str, Any]) -> Any:
+        if self.percentile is not None:
+            return None
+        return ends_of(x, blocks_of(x.shape, self.granularity), self.levels, None)
+
+    def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
+        return {"ends": [np.maximum.reduce(ends) for ends in zip(*found, strict=True)]}
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         self._encode(x, planes, given)

@@ -146,27 +146,45 @@ def find(
     fraction: float | None,
 ) -> None:
     """Scales, and zero points or offsets, of the blocks of x."""
+    high, low = ends_of(x, blocks, levels, fraction)
+    store(high, low, levels, x.dtype, fraction, scale, zero_point)
+
+
+def ends_of(x: np.ndarray, blocks: Blocks, levels: Levels, fraction: float | None) -> tuple[np.ndarray, np.ndarray]:
+    """max(x) and max(-x) of each block, of what counts."""
     dtype = compute_dtype(x.dtype)
     least = dtype.type(-np.inf if levels.floating else 0)
-    high, low = np.full(blocks.count, least), np.full(blocks.count, least)  # max(x) and max(-x), of what counts
+    high, low = np.full(blocks.count, least), np.full(blocks.count, least)
     if fraction is None:
         for (part,), (up, down) in walk(blocks, (x,), (high, low)):
             _join_range(part, up, down, levels)
-    else:
-        for piece in blocks.parts:
-            ends = piece.of_blocks(high), piece.of_blocks(low)
-            rows = piece.view(x)
-            if ends[0].shape[0] == 1 and rows.shape[0] > 1:  # a channel's elements lie apart
-                rows = rows.transpose(1, 0, 2)
-            number = _without_nan(rows, dtype)  # the one copy there is
-            _percentile(number.reshape(*ends[0].shape[:2], -1), ends, levels, fraction)
+        return high, low
+    for piece in blocks.parts:
+        ends = piece.of_blocks(high), piece.of_blocks(low)
+        rows = piece.view(x)
+        if ends[0].shape[0] == 1 and rows.shape[0] > 1:  # a channel's elements lie apart
+            rows = rows.transpose(1, 0, 2)
+        number = _without_nan(rows, dtype)  # the one copy there is
+        _percentile(number.reshape(*ends[0].shape[:2], -1), ends, levels, fraction)
+    return high, low
+
+
+def store(
+    high: np.ndarray,
+    low: np.ndarray,
+    levels: Levels,
+    of: np.dtype,
+    fraction: float | None,
+    scale: np.ndarray,
+    zero_point: np.ndarray | None,
+) -> None:
+    """Fill in scales, and zero points or offsets, of blocks of the dtype `of` whose ends `ends_of` has found."""
     scales = scale.reshape(-1)
     zeros = None if zero_point is None else zero_point.reshape(-1)
     reach = reach_of(levels, fraction, scale.dtype not in (SINGLE, DOUBLE))
-    for first in range(0, blocks.count, _BLOCKS):
+    for first in range(0, high.size, _BLOCKS):
         some = slice(first, first + _BLOCKS)
-        beside = None if zeros is None else zeros[some]
-        _store(high[some], low[some], levels, x.dtype, reach, scales[some], beside)
+        _store(high[some], low[some], levels, of, reach, scales[some], None if zeros is None else zeros[some])
 
 
 def _store(
@@ -178,13 +196,12 @@ def _store(
     scale: np.ndarray,
     zero_point: np.ndarray | None,
 ) -> None:
-    """Scales, and zero points or offsets, of blocks of the dtype `of` whose numbers lie between -low and high."""
     kind = None if scale.dtype == DOUBLE else stored(scale.dtype.name)
     if levels.floating:
         assert kind is not None, "offsets are planes"
         found, zero = _offsets(high, low, levels, of, kind)
     else:
-        np.abs(high, out=high), np.abs(low, out=low)  # no -0
+        high, low = np.abs(high), np.abs(low)  # no -0
         rounded = kind if kind is not None and kind.name != "float32" else None
         found, zero = _range(high, low, levels, of, reach, rounded)
     scale[...] = np.minimum(found, ENDS["float64" if kind is None else kind.name].largest)

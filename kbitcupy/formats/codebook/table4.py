@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -139,6 +139,15 @@ class Table4(Format):
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         host.quantize_table4(x, planes, self._table or given_table(given.get("codebook")), self.block)
+
+    def first_numpy(
+        self, shape: tuple[int, ...], planes: Mapping[str, Any]
+    ) -> tuple[Format, Mapping[str, Any], Callable[[], None]] | None:
+        if not self.double_quant:
+            return None
+        absmax = np.empty(planes["absmax"].shape, np.float32)
+        single = {name: planes[name] for name in ("packed", "table") if name in planes}
+        return self._single(), {**single, "absmax": absmax}, lambda: host.nest(absmax, planes)
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         cuda.quantize_table4(x, planes, self._table or given_table(given.get("codebook")), self.block)
