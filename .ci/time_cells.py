@@ -25,7 +25,7 @@ CELLS = [
     *(f"{operation}/{name}/float32/2^28" for name in ("kbit4", "int8") for operation in ("quantize", "dequantize")),
     *(f"take/{name}/float16/65536x4096/512" for name in ("kbit4", "nf4")),
     *(f"linear/kbit4/28672x8192/{tokens}" for tokens in (1, 8, 32, 64, 512)),
-    *(f"linear/nf4/28672x8192/{tokens}" for tokens in (1, 8, 64)),
+    *(f"linear/{name}/28672x8192/{tokens}" for name in ("kbit2", "kbit3", "kbit5", "nf4") for tokens in (1, 8, 64)),
     *(f"linear/{name}/4096x4096/{tokens}" for name in ("kbit4", "nf4") for tokens in (1, 8)),
     "linear_grouped/kbit4/128x768x2048/8",
     "linear_grouped/nf4/128x768x2048/64",

@@ -147,7 +147,7 @@ def as_multiplied(q, w, route, dtype):
 
 def both_ways(fragments):
     """Whether values of a codebook are rounded both ways."""
-    return "Table4" in fragments.small_batch and not (
+    return fragments.small_batch.startswith(("Table4", "Kbit")) and not (
         fragments.known_values and not rounds_both_ways(np.array(fragments.known_values, np.float32))
     )
 

@@ -161,6 +161,18 @@ def in_two_parts(fragments: Fragments) -> bool:
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
+def rounded_note(fragments: Fragments | None, dtype: np.dtype, scales: bool) -> str:
+    """What an explanation says of numbers that a kernel rounds to x's type before it multiplies them.
+
+    Weights of bit planes are values times scales in that type; values that are not known ahead, those of a codebook of
+    one's own, are rounded both ways. Other tables multiply sums by their scales.
+    """
+    assert fragments is not None
+    own = bool(fragments.entries) and fragments.owned and not fragments.known_values and not in_two_parts(fragments)
+    what = " and ".join(name for name, rounded in (("values", own), ("scales", scales)) if rounded)
+    return f", {what} rounded to {dtype}" if what else ""
+
+
 def rounds_both_ways(values: np.ndarray) -> bool:
     """Whether a table of values holds some places of a value rounded up and others down, so that their mean is right.
 

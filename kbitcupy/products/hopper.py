@@ -35,6 +35,7 @@ from .fused import (
     bias_argument,
     bind,
     refusal,
+    rounded_note,
 )
 from .routes import Device, Problem, Product, Route, refused_by_all
 
@@ -405,7 +406,7 @@ class Hopper(Route):
     def describe(self, problem: Problem) -> str:
         cut = self._cut(problem)
         tile = f"{cut.tokens} tokens x {cut.rows} rows a thread block"
-        rounded = f", scales rounded to {problem.dtype}" if rounds_scales(problem, cut) else ""
+        rounded = rounded_note(problem.fragments, problem.dtype, rounds_scales(problem, cut))
         parts = f"k in {cut.k_groups * cut.splits} parts"
         assert problem.fragments is not None
         ahead = ", x in its order ahead by arrange_tokens" if cut.prepared(problem.fragments) else ""

@@ -39,6 +39,7 @@ from .fused import (
     in_two_parts,
     no_map,
     refusal,
+    rounded_note,
 )
 from .routes import Device, Problem, Product, Route, refused_by_all
 
@@ -682,7 +683,9 @@ class SingleToken(Route):
 
     def describe(self, problem: Problem) -> str:
         kernel = self._kernel(problem)
-        return f"weights decoded in registers: linear_one, {kernel.run} tiles a thread block, grid ({kernel.blocks},)"
+        rounded = rounded_note(problem.fragments, problem.dtype, False)
+        blocks = f"{kernel.run} tiles a thread block, grid ({kernel.blocks},)"
+        return f"weights decoded in registers: linear_one, {blocks}{rounded}"
 
     def _kernel(self, problem: Problem) -> OneKernel:
         assert problem.device is not None and problem.fragments is not None
@@ -743,7 +746,7 @@ class SmallBatch(Route):
     def describe(self, problem: Problem) -> str:
         kernel = self._kernel(problem)
         grid = -(-problem.tokens // kernel.tokens), *kernel.grid
-        rounded = f", scales rounded to {problem.dtype}" if rounds_scales(problem) else ""
+        rounded = rounded_note(problem.fragments, problem.dtype, rounds_scales(problem))
         return f"weights decoded in registers: linear_few, {kernel.tokens} tokens a thread block, grid {grid}{rounded}"
 
     def _kernel(self, problem: Problem, blocked: bool = False) -> FewKernel:

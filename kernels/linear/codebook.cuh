@@ -112,19 +112,19 @@ struct Kbit {
     __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
         if constexpr (FORMAT == E4M4 && !ONE) mine *= E4m4Pair<T>::FACTOR;
         if constexpr (!ONE) mine /= EPILOGUE_SCALE;
-        auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index & (VALUES - 1)); };
+        const unsigned rounded = between<T>(mine);
+        auto value = [&](int index) { return __shfl_sync(FULL_WARP, rounded, index & (VALUES - 1)); };
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
             if constexpr (K >= 5) {
-                fill_halves<T>(table, index, part, value(index));
+                fill_rounded_halves(table, index, part, value(index));
             } else if constexpr (K == 2) {
-                const float v[4] = {value(index), value(index >> 2), value(index >> 4), value(index >> 6)};
-                const unsigned word[2] = {Word<T>::pack(v[0], v[1]), Word<T>::pack(v[2], v[3])};
-                fill_entry<2>(table, index, part, word);
+                const unsigned v[4] = {value(index), value(index >> 2), value(index >> 4), value(index >> 6)};
+                fill_entry<2>(table, index, part, rounded_fours(v));
             } else {
-                const float low = value(index), high = value(index >> 4);
-                const unsigned word[1] = {Word<T>::pack(low, high)};
-                fill_entry<1>(table, index, part, word);
+                const unsigned low = value(index), high = value(index >> 4);
+                const uint4 four = rounded_pairs(low, high, bits_of_code(index), bits_of_code(index >> 4));
+                fill_entry<1>(table, index, part, four);
             }
         }
     }
@@ -232,6 +232,11 @@ struct Kbit {
             }
         }
     }
+};
+
+template <typename T, int K, int FORMAT>
+struct RoundsBothWays<Kbit<T, K, FORMAT>> {
+    static constexpr bool VALUE = K <= 5;
 };
 
 // ---- tables of 16 values -------------------------------------------------------------------------------------------

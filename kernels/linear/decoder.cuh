@@ -246,12 +246,42 @@ __device__ __forceinline__ unsigned between(float v) {
     }
 }
 
+// Two values, which are `between`, rounded after something was added to each.
+__device__ __forceinline__ unsigned rounded_pair(unsigned low, unsigned to_low, unsigned high, unsigned to_high) {
+    return __byte_perm(low + to_low, high + to_high, 0x7632);
+}
+
+// What one code adds to the value of the other of its entry: its four bits in reverse order, so that codes that are
+// alike differ most.
+__device__ __forceinline__ unsigned bits_of_code(unsigned code) { return (__brev(code) >> 19 & 0x1e00u) | 128u; }
+
 // The words of four lanes for two values, which are `between`, of codes that make `bits`. What is added to a value
 // before its upper half is taken is evenly spread over 2^16: by eight places, and by the other code of the entry.
 __device__ __forceinline__ uint4 rounded_pairs(unsigned low, unsigned high, unsigned low_bits, unsigned high_bits) {
-    low += high_bits, high += low_bits;
-    auto word = [&](unsigned t) { return __byte_perm(low + t * 0x4000u, high + (t * 0x4000u + 0x2000u), 0x7632); };
+    auto word = [&](unsigned t) {
+        return rounded_pair(low, high_bits + t * 0x4000u, high, low_bits + t * 0x4000u + 0x2000u);
+    };
     return make_uint4(word(0), word(1), word(2), word(3));
+}
+
+// The words of two lanes, two each, for four values: by eight places alone.
+__device__ __forceinline__ uint4 rounded_fours(const unsigned (&v)[4]) {
+    auto word = [&](int i, unsigned t) {
+        const unsigned place = (t * 4 + i) * 0x2000u + 0x1000u;
+        return rounded_pair(v[i], place, v[i + 1], place + 0x2000u);
+    };
+    return make_uint4(word(0, 0), word(2, 0), word(0, 1), word(2, 1));
+}
+
+// Entry `index` for one value, as `fill_halves`: by eight places alone.
+__device__ __forceinline__ void fill_rounded_halves(unsigned table, int index, int part, unsigned value) {
+    auto word = [&](unsigned t) {
+        const unsigned place = t * 0x4000u + part * 0x2000u + 0x1000u;
+        return part ? rounded_pair(0u, 0u, value, place) : rounded_pair(value, place, 0u, 0u);
+    };
+    const uint4 four = make_uint4(word(0), word(1), word(2), word(3));
+    fill_entry<1>(table + part * 128, index, 0, four);
+    fill_entry<1>(table + part * 128, index, 1, four);
 }
 
 // A whole table of pairs of 16 values, the first of a pair in the upper four bits of the index. Each lane brings a
@@ -263,10 +293,8 @@ __device__ __forceinline__ void fill_pairs(unsigned table, float mine, unsigned 
         const unsigned index = i / 2;
         const unsigned first = __shfl_sync(FULL_WARP, value, index >> 4);
         const unsigned second = __shfl_sync(FULL_WARP, value, index & 15);
-        // Bits of a code in reverse order, so that codes that are alike differ most.
-        const unsigned first_bits = (__brev(index) >> 15 & 0x1e00u) | 128u;
-        const unsigned second_bits = (__brev(index) >> 19 & 0x1e00u) | 128u;
-        fill_entry<1>(table, index, i % 2, rounded_pairs(first, second, first_bits, second_bits));
+        const uint4 four = rounded_pairs(first, second, bits_of_code(index >> 4), bits_of_code(index));
+        fill_entry<1>(table, index, i % 2, four);
     }
 }
 

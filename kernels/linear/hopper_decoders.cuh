@@ -139,25 +139,28 @@ struct TileKbit {
     // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
     // K = 5 one value, in the low half of a word, and 128 bytes on in the high half.
     __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
-        auto value = [&](int index) { return __shfl_sync(FULL_WARP, mine, index); };
-        auto both = [&](int bits) {
-            int low = 0, high = 0;
+        const unsigned rounded = between<T>(mine);
+        auto value = [&](int index) { return __shfl_sync(FULL_WARP, rounded, index); };
+        // Every second of so many bits: a code of two neighbours.
+        auto code = [&](int bits) {
+            int found = 0;
 #pragma unroll
-            for (int p = 0; p < K; ++p) low |= (bits >> 2 * p & 1) << p, high |= (bits >> (2 * p + 1) & 1) << p;
-            const float first = value(low), second = value(high);
-            return Word<T>::pack(first, second);
+            for (int p = 0; p < K; ++p) found |= (bits >> 2 * p & 1) << p;
+            return found;
         };
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
             const int index = i / 2, part = i % 2;
             if constexpr (K == 5) {
-                fill_halves<T>(table, index, part, value(index));
+                fill_rounded_halves(table, index, part, value(index));
             } else if constexpr (K == 2) {
-                const unsigned first = both(index & 15), second = both(index >> 4);
-                const unsigned word[2] = {first, second};
-                fill_entry<2>(table, index, part, word);
+                const unsigned v[4] = {
+                    value(code(index & 15)), value(code(index >> 1 & 7)), value(code(index >> 4)),
+                    value(code(index >> 5))};
+                fill_entry<2>(table, index, part, rounded_fours(v));
             } else {
-                const unsigned word[1] = {both(index)};
-                fill_entry<1>(table, index, part, word);
+                const int first = code(index), second = code(index >> 1);
+                const unsigned low = value(first), high = value(second);
+                fill_entry<1>(table, index, part, rounded_pairs(low, high, bits_of_code(first), bits_of_code(second)));
             }
         }
     }
@@ -199,6 +202,11 @@ struct TileKbit {
             }
         }
     }
+};
+
+template <typename T, int K, int FORMAT>
+struct RoundsBothWays<TileKbit<T, K, FORMAT>> {
+    static constexpr bool VALUE = true;
 };
 
 // Tables of 16 values, two elements a byte, the earlier in its upper half.

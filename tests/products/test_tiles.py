@@ -8,7 +8,7 @@ from inputs import BFLOAT16
 from test_linear import HALF, exact, host, naive, numbers
 
 import kbitcupy as kb
-from kbitcupy.products import hopper
+from kbitcupy.products import hopper, small_batch
 from kbitcupy.products.hopper import INTEGER_CUTS, TileCut, TileKernel, rounds_scales, tile_refusal
 from kbitcupy.products.routes import Device, Problem, Stored, device
 
@@ -87,6 +87,10 @@ def test_what_is_rounded_is_said():
     ):
         text = hopper.Hopper().describe(problem(spec, (8192, 8192), tokens, dtype))
         assert (said in text) == rounded, text
+    for route in (hopper.Hopper(), small_batch.SmallBatch(), small_batch.SingleToken()):
+        for spec in ("kbit4", "kbit4:codebook=custom"):
+            text = route.describe(problem(spec, (8192, 8192), 1, HALF[0]))
+            assert ("values rounded to float16" in text) == ("custom" in spec), text
 
 
 def test_what_is_brought_into_order_ahead():
