@@ -4,10 +4,10 @@
 that time would be needed to read the compressed weights once, at the copy bandwidth of the same run. Beside it stand
 decoding the weights to float16 and multiplying by cuBLAS, which is the other way that `linear` may take, torch's
 bfloat16 product (cuBLAS), bitsandbytes' NF4 product and torch's int4 product (tinygemm, groups of 128), as far as they
-are installed. Rows of ternary weights are of floats, and of tokens that are quantized on the way, as BitNet does it;
-W8A8 and ``kbit2`` stand beside them. Below them stand products with a mixture of experts, `kbitcupy.linear_grouped`: M
-tokens choose 8 of 128 experts each. There reading counts the weights of the experts that are chosen, and cuBLAS
-multiplies with one of them after the other.
+are installed, and beside types of GGUF ggml's own product (`kbitcupy.bench.ggml`). Rows of ternary weights are of
+floats, and of tokens that are quantized on the way, as BitNet does it; W8A8 and ``kbit2`` stand beside them. Below them
+stand products with a mixture of experts, `kbitcupy.linear_grouped`: M tokens choose 8 of 128 experts each. There
+reading counts the weights of the experts that are chosen, and cuBLAS multiplies with one of them after the other.
 
 ``--w8a8``: a row is the median GPU time of `kbitcupy.affine.linear_w8a8` on float16 activations, quantization,
 rescaling and bias included. Beside it stand ``torch._int_mm`` on matrices that are int8 already (from 17 tokens on, as
@@ -33,6 +33,7 @@ from ..backend import xp as _xp
 from ..errors import DeviceError
 from ..formats.base import Format, get_format
 from ..products.functions import linear, linear_grouped, multiply_decoded
+from . import ggml
 from .cases import random_array, random_words
 from .peers import distribution_version
 from .report import LinearReport, Product, ProductReport, W8A8Report
@@ -176,6 +177,8 @@ def _time_linear(
     xp = session.gpu.cupy
     weights = session.kept((str(format), shape), lambda: Rotated(random_array(format, shape, xp), xp))
     beside = {} if others is None else others.times(tokens)
+    if others is not None and activations is None and hasattr(format, "ggml_type"):
+        beside = beside | others.ggml(format, tokens)
     return measure_linear(session.gpu, weights, format, shape, tokens, beside, activations)
 
 
@@ -496,6 +499,7 @@ class _Others:
     def __init__(self, report: ProductReport, session: Session, shape: tuple[int, int]):
         self._report, self._session, self._shape = report, session, shape
         self._found: dict[int, dict[str, float]] = {}
+        self._ggml: ggml.Backend | None = None
 
     def times(self, tokens: int) -> dict[str, float]:
         """By name, for a number of tokens; timed once."""
@@ -518,6 +522,22 @@ class _Others:
                 first = (str(error).splitlines() or [""])[0]
                 self._note(f"{name} left out: {type(error).__name__}: {first}")
         return found
+
+    def ggml(self, format: Any, tokens: int) -> dict[str, float]:
+        """The time of ggml's product with a weight of a GGUF type, under "ggml"; nothing where it has none."""
+        library, gpu = ggml.found(), self._session.gpu
+        if library is None:
+            self._note(f"ggml left out: no library with its CUDA backend is installed; {ggml.VARIABLE} may name one")
+            return {}
+        try:
+            self._ggml = self._ggml or ggml.Backend(library, gpu.ordinal)
+            blocks = format.to_blocks(random_array(format, self._shape, np).planes).reshape(self._shape[0], -1)
+            gpu.stream.synchronize()
+            us = ggml.timed(self._ggml, format.ggml_type, blocks, tokens, self._shape, gpu.cold)
+        except Exception as error:
+            self._note(f"ggml left out: {type(error).__name__}: {error}")
+            return {}
+        return {"ggml": us}
 
     def _note(self, note: str) -> None:
         if note not in self._report.notes:

@@ -322,14 +322,23 @@ class LinearReport(ProductReport):
     """Products with compressed weights."""
 
     peers: ClassVar = ("decode + cuBLAS", "cuBLAS bf16", "bitsandbytes", "tinygemm")
+    #: Those whose column is there only where one of them was timed.
+    rare_peers: ClassVar = ("ggml",)
     titles = ("format", "N x K", "M", "us", "CPU us", "of reading", *peers)
     left = 2
     about = "linear on float16 activations, microseconds of GPU time; the columns behind `of reading` are the others'."
 
     def line(self, product: Product) -> list[str]:
         """Our times, then the others'."""
-        others = (f"{product.peers[name]:.1f}" if name in product.peers else "" for name in self.peers)
+        shown = (*self.peers, *self._rare())
+        others = (f"{product.peers[name]:.1f}" if name in product.peers else "" for name in shown)
         return [product.format, *product.cells(), *others]
+
+    def _lines(self) -> list[list[str]]:
+        return [[*self.titles, *self._rare()], *map(self.line, self.products)]
+
+    def _rare(self) -> list[str]:
+        return [name for name in self.rare_peers if any(name in product.peers for product in self.products)]
 
 
 class W8A8Report(ProductReport):

@@ -1,12 +1,16 @@
 """The benchmarks of matrix products: what they print, what they refuse, and small runs on NumPy."""
 
+import importlib.metadata
 import json
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kbitcupy import bench, cli
-from kbitcupy.bench import cases, products
+from kbitcupy.bench import cases, ggml, products
 from kbitcupy.bench.report import LinearReport, Product, W8A8Report
 from kbitcupy.errors import DeviceError
 from kbitcupy.formats.base import get_format, list_formats
@@ -72,6 +76,69 @@ def test_linear_reports():
     lines = report.text().splitlines()
     assert lines[-2].split() == ["kbit4", "64", "x", "32", "1", "10.0", "12.5", "0.75", "30.0"]
     assert report.markdown().splitlines()[3].startswith("| nf4 | 64 x 32 | 512 | 100.0 | 12.5 | 0.25 |")
+
+
+# ---- ggml ----
+
+
+@pytest.fixture(scope="module")
+def ggml_on_cpu():
+    files = list(importlib.metadata.files("pywhispercpp") or ()) if find_spec("pywhispercpp") else []
+    found = [f.locate() for f in files if f.name.startswith("libggml-cpu")]
+    if not found:
+        pytest.skip("compiled ggml is not installed: pip install --no-deps pywhispercpp")
+    backend = ggml.Backend(Path(str(found[0])), None)
+    yield backend
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "iq4_xs", "mxfp4", "q6_k", "tq1_0"])
+def test_ggml_multiplies_what_is_timed(name, ggml_on_cpu):
+    format = get_format(name)
+    q = cases.random_array(format, (24, 512), np)
+    blocks = format.to_blocks(q.planes).reshape(24, -1)
+    x = np.random.default_rng(1).standard_normal((3, 512), np.float32)
+    made = ggml.Products(ggml_on_cpu, format.ggml_type, blocks, x, 2, 4)
+    made.compute()
+    expected = x @ q.dequantize(dtype="float32").T
+    assert np.abs(made.result(3) - expected).max() < 0.02 * np.abs(expected).max()  # it rounds tokens to 8 bits
+    assert made.microseconds(1) > 0
+    made.close()
+    assert ggml.timed(ggml_on_cpu, format.ggml_type, blocks, 2, q.shape, 4 * blocks.nbytes, rounds=1) > 0
+
+
+def test_ggml_is_asked_for_no_other_product(ggml_on_cpu):
+    x = np.zeros((1, 64), np.float32)
+    with pytest.raises(ValueError, match="one of tokens"):
+        ggml.Products(ggml_on_cpu, get_format("q8_1").ggml_type, np.zeros((2, 72), np.uint8), x, 1, 1)
+    with pytest.raises(ValueError, match="a weight of 70 bytes, and ggml has 72"):
+        ggml.Products(ggml_on_cpu, get_format("q4_0").ggml_type, np.zeros((2, 35), np.uint8), x, 1, 1)
+    with pytest.raises(OSError, match="has no ggml_backend_cuda_init"):
+        ggml.Backend(Path(ggml_on_cpu.library._name), 0)
+
+
+def test_ggml_is_left_out_with_a_note(monkeypatch, tmp_path):
+    report = LinearReport("cuda:0", ABOUT, 4000.0)
+    session = SimpleNamespace(gpu=SimpleNamespace(ordinal=0, cold=1, stream=SimpleNamespace(synchronize=int)))
+    others = products._Others(report, session, (32, 64))
+    monkeypatch.delenv(ggml.VARIABLE, raising=False)
+    monkeypatch.setattr(ggml, "_PACKAGES", ("no-such-package",))
+    assert others.ggml(get_format("q4_0"), 1) == {} and "KBITCUPY_GGML may name one" in report.notes[0]
+    (tmp_path / "libggml-cuda.so").write_text("no library")
+    monkeypatch.setenv(ggml.VARIABLE, str(tmp_path / "libggml-cuda.so"))
+    assert others.ggml(get_format("q4_0"), 1) == {} and report.notes[1].startswith("ggml left out: OSError")
+
+
+def test_ggml_has_a_column_where_it_was_timed():
+    products_ = [
+        Product("q4_0", 64, 32, 1, 10.0, 12.5, 0.75, {"ggml": 30.0}),
+        Product("nf4", 64, 32, 1, 10.0, 12.5, 0.75, {}),
+    ]
+    assert "ggml" not in LinearReport("cuda:0", ABOUT, 4000.0, products_[1:]).markdown()
+    table = LinearReport("cuda:0", ABOUT, 4000.0, products_).markdown().splitlines()
+    assert (
+        table[0].endswith("| tinygemm | ggml |") and table[2].endswith("|  | 30.0 |") and table[3].endswith("|  |  |")
+    )
 
 
 # ---- int8 activations ----
