@@ -11,7 +11,7 @@ import numpy as np
 from .array import Compressed, QuantizedArray, check_lead
 from .backend import xp as _xp
 from .errors import DeviceError, FormatError
-from .formats import threads
+from .formats import affine, threads
 from .formats.base import Choice, Format, list_formats, resolve
 
 
@@ -286,7 +286,7 @@ def take(q: QuantizedArray, ids: Any, /, *, dtype: Any = None, out: Any = None) 
                 rows = q[ids.reshape(-1)]
                 decode(rows.format, rows.planes, written.reshape(rows.shape), rows.lead)
             if written is not out:
-                out[...] = written
+                widen(written, out)
     return out
 
 
@@ -440,6 +440,14 @@ def decode(format: Format, planes: Mapping[str, Any], out: Any, lead: int = 0) -
     else:
         single = _xp.namespace(out).empty(out.shape, np.float32)
         format.decode(planes, single, lead)
+        widen(single, out)
+
+
+def widen(single: Any, out: Any) -> None:
+    """Fill a C-contiguous array of any float dtype from a float32 one on its device, which is the current one."""
+    if out.dtype == np.float64 and not isinstance(out, np.ndarray):
+        affine.convert(single, out)  # CuPy's own cast flushes subnormal numbers
+    else:
         out[...] = single
 
 
@@ -530,6 +538,8 @@ def source(array: Any, dtypes: tuple[str, ...]) -> Any:
     if target.name not in dtypes:
         target = _xp.float_dtype("float32")
     with _xp.on_device_of(array), np.errstate(over="ignore"):
+        if array.dtype == np.float64 and not isinstance(array, np.ndarray):
+            return affine.converted(array, target)  # CuPy's own cast flushes subnormal numbers
         return array.astype(target, order="C")
 
 

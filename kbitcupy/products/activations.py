@@ -30,9 +30,8 @@ from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel
 from ..backend.structs import Constants
 from ..errors import FormatError
-from ..formats import affine
 from ..formats.base import register_templates
-from ..ops import source
+from ..ops import source, widen
 
 #: What the kernels take; float64 goes through float32.
 FLOATS = ("float16", "bfloat16", "float32")
@@ -139,26 +138,26 @@ def quantize(x: Any, rule: Rule, norm: Norm | None = None, pitch: int = 0) -> tu
     The device of `x` is the current one. On a GPU rows of codes are `pitch` bytes long, where that is given, and end in
     zeros.
     """
+    x = source(x, FLOATS)
     if isinstance(x, np.ndarray):
-        return _quantize_host(source(x, FLOATS), rule, norm)
-    return _quantize_cuda(single_or_less(x), rule, norm, pitch)
+        return _quantize_host(x, rule, norm)
+    return _quantize_cuda(x, rule, norm, pitch)
 
 
 def normalize(x: Any, norm: Norm, out: Any) -> None:
     """Fill `out` with a matrix of floats behind an RMSNorm, rounded once more where it has fewer bits."""
+    x = source(x, FLOATS)
     if isinstance(x, np.ndarray):
-        x = source(x, FLOATS)
         with np.errstate(all="ignore"):
             for part in _slabs(x):
                 out[part] = _normalized(x[part].astype(np.float32), norm)
         return
-    x = single_or_less(x)
     single = out if out.dtype == np.float32 else _xp.namespace(x).empty(out.shape, np.float32)
     _kernel("normalize_tokens", x.dtype).launch(
         x, (min(len(x), _MOST_BLOCKS),), (x, _weight(norm), single, *x.shape, norm.eps)
     )
     if single is not out:
-        out[...] = affine.converted(single, out.dtype) if out.dtype == np.float64 else single
+        widen(single, out)
 
 
 # ---- NumPy -----------------------------------------------------------------------------------------------------------
@@ -275,11 +274,6 @@ def _quantizer(dtype: np.dtype, vector: bool, threads: int) -> Kernel:
 def _threads(depth: int) -> int:
     """Threads of a block that quantizes tokens so long: one for eight elements, as far as they go."""
     return min(max(1 << (-(-depth // 8) - 1).bit_length(), LANES), SIZES.MOST_THREADS)
-
-
-def single_or_less(x: Any) -> Any:
-    """An array on a GPU as the kernels take it; CuPy's own cast of float64 flushes subnormal numbers."""
-    return affine.converted(x, np.dtype(np.float32)) if x.dtype == np.float64 else source(x, FLOATS)
 
 
 def _weight(norm: Norm | None) -> Any:

@@ -41,7 +41,7 @@ from ..backend.structs import Constants
 from ..errors import DeviceError, FormatError
 from ..formats import affine
 from ..formats.base import Format, Integers, register_templates
-from ..ops import check_out, source
+from ..ops import check_out, source, widen
 from .routes import BYTES_PER_US, Problem, Product, Route, device as device_of
 
 #: The largest K whose sums of products of int8 cannot leave int32.
@@ -214,15 +214,9 @@ def multiply(x: Any, token_scales: Any | None, codes: Any, scales: Any, bias: An
     _multiply(x, token_scales, codes, scales, None, None, -128, bias, out)
 
 
-def widened(single: Any, out: Any) -> None:
-    """Fill `out` from a float32 array on the current device; CuPy's own cast to float64 flushes subnormal numbers."""
-    out[...] = affine.converted(single, out.dtype) if out.dtype == np.float64 else single
-
-
 def quantize_on_gpu(x: Any) -> tuple[Any, Any]:
     """int8 [M, K] and scales [M] of a matrix on the current device, by the rules of the affine formats."""
-    single = x.dtype == np.float64
-    x = affine.converted(x, np.dtype(np.float32)) if single else source(x, _FLOATS)
+    x = source(x, _FLOATS)
     empty = _xp.namespace(x).empty
     codes, scales = empty(x.shape, np.int8), empty(len(x), np.float32)
     affine.quantize_dynamic(x, codes, scales, None, affine.blocks_of(x.shape, "token"), _LEVELS[-128])
@@ -242,9 +236,7 @@ def _multiply(
 ) -> None:
     """Fill `out`, which is not empty; x is int8 where it has `token_scales`, and float otherwise."""
     if token_scales is None:
-        # CuPy's own cast flushes subnormal numbers.
-        single = x.dtype == np.float64 and not isinstance(x, np.ndarray)
-        x = affine.converted(x, np.dtype(np.float32)) if single else source(x, _FLOATS)
+        x = source(x, _FLOATS)
     if isinstance(x, np.ndarray):
         _multiply_host(x, token_scales, codes, scales, smooth, fixed, qmin, bias, out)
     elif out.dtype in _xp.dtype_set(_FLOATS):
@@ -252,7 +244,7 @@ def _multiply(
     else:
         single = _xp.namespace(x).empty(out.shape, np.float32)
         _multiply_cuda(x, token_scales, codes, scales, smooth, fixed, qmin, bias, single)
-        widened(single, out)
+        widen(single, out)
 
 
 def token_planes(x: QuantizedArray) -> tuple[Any, Any]:
@@ -316,14 +308,12 @@ def _integers(format: Format, shape: tuple[int, ...], lead: int) -> Integers | N
 def float_vector(values: Any, argument: str, size: int, beside: Any, single: bool = False) -> Any:
     """A contiguous float array [size] beside another; float32 for `single` and where it was float64."""
     array = _xp.as_array(values, argument)
-    dtype = _xp.float_dtype(array.dtype, argument)
+    _xp.float_dtype(array.dtype, argument)
     if array.shape != (size,):
         raise ValueError(f"{argument} has shape {array.shape}; it must be ({size},)")
     if not _xp.same_device(array, beside):
         raise DeviceError(f"{argument} is on {_xp.device_of(array)} and x on {_xp.device_of(beside)}; move one of them")
-    if single and dtype != np.float32:
-        array = array.astype(np.float32)
-    return source(array, _FLOATS)
+    return source(array, ("float32",) if single else _FLOATS)
 
 
 def _one_scale(scale: Any, beside: Any) -> Any:

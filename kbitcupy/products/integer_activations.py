@@ -27,7 +27,7 @@ from ..backend.structs import Constants
 from ..formats.base import register_templates
 from ..ops import source
 from . import activations
-from .activations import FLOATS, LARGEST, Rule, single_or_less
+from .activations import FLOATS, LARGEST, Rule
 from .int8 import quantize_tokens
 
 #: Elements that share a scale in "q8_1".
@@ -170,4 +170,4 @@ def quantize_rows(x: Any, tokens: int, preset: str, codes: int, scales: int) -> 
 
 def floats_of(x: Any) -> Any:
     """x on a GPU as `quantize_into` takes it."""
-    return _xp.contiguous(single_or_less(x))
+    return _xp.contiguous(source(x, FLOATS))

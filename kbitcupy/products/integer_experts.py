@@ -14,7 +14,8 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
-from . import int8, integer_stream
+from ..ops import widen
+from . import integer_stream
 from .experts import combined
 from .integer_activations import BITNET, Tokens, quantize_host
 from .integers import Integers, IntegersHost, codes_of, multiply_cuda, multiply_host, why_not
@@ -48,7 +49,7 @@ def _finished(products: Any, weights: Any, out: Any) -> None:
         if isinstance(out, np.ndarray) or out.dtype != np.float64:
             out[...] = products
         else:
-            int8.widened(products, out)
+            widen(products, out)
 
 
 def _multiply_host(x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:

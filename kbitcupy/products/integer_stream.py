@@ -22,7 +22,7 @@ from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
 from ..formats.base import IntegerCodes, register_templates
 from ..formats.integer_codes import INNER, NOTHING, OFFSETS, ZERO_POINTS
-from ..ops import source
+from ..ops import source, widen
 from . import int8, integer_activations as tokens_of
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, token_planes
@@ -393,7 +393,7 @@ def multiply(
     grid = plan.grid if ids is None else (*plan.grid, products)
     plan.launch(grid, (weight_argument(q), plan.cut, _map_argument(q, part, device), *pointers, *lengths, *numbers))
     if single is not out:
-        int8.widened(single, out)
+        widen(single, out)
 
 
 # ---- the route -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ..backend.launch import Kernel
 from ..backend.structs import Constants
 from ..formats.base import IntegerCodes, register_templates
 from ..formats.integer_codes import NOTHING, ZERO_POINTS
-from ..ops import source
+from ..ops import source, widen
 from . import int8, integer_activations as tokens_of, integers
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, PITCH, bias_kind, token_planes
@@ -461,7 +461,7 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, known:
     zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
     launch(made, a, sums, scales, step, weight, scale, known.per_row, zero, bias, single, depth)
     if single is not out:
-        int8.widened(single, out)
+        widen(single, out)
 
 
 class IntegerTile(Route):

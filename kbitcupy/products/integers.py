@@ -32,7 +32,7 @@ from ..backend.structs import Constants, Struct
 from ..errors import FormatError
 from ..formats.base import Format, IntegerCodes, register_templates
 from ..formats.integer_codes import INNER, NOTHING, OFFSETS, ZERO_POINTS
-from ..ops import source
+from ..ops import source, widen
 from . import int8, integer_activations as tokens_of
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, token_planes
@@ -243,7 +243,7 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
         single = _xp.namespace(out).empty(out.shape, np.float32)
     multiply_cuda(x, preset, q, bias, single)
     if single is not out:
-        int8.widened(single, out)
+        widen(single, out)
 
 
 def _host_tokens(x: Any, preset: str, tokens: int) -> Tokens:

@@ -36,7 +36,7 @@ from ..backend.structs import Constants
 from ..errors import FormatError
 from ..formats.base import Trits, register_templates
 from ..formats.ternary import BLOCK, RUN, unpack
-from ..ops import source
+from ..ops import source, widen
 from . import activations as tokens_of, int8, integer_tile
 from .activations import Norm, Rule
 from .int8 import MAX_DEPTH, Int8, quantize_tokens, token_planes
@@ -438,11 +438,11 @@ def _multiply_decoded(
     scales = codes + tokens * pitch
     of_rows = scales + 4 * tokens
     _decode_into(q, part, scratch.ptr, of_rows)
-    x = tokens_of.single_or_less(x)
+    x = source(x, tokens_of.FLOATS)
     tokens_of.quantize_into(x, tokens, rule, norm, codes, scales, 0, pitch)
     int8.multiply_in_place(codes, scales, scratch.ptr, of_rows, depth, bias, single)
     if single is not out:
-        int8.widened(single, out)
+        widen(single, out)
 
 
 # How trits lie, as what decodes them in registers is told.
@@ -473,7 +473,7 @@ def _multiply_tiled(
     elif rule is None:
         tokens_in_order(floats_of(x), tokens, "int8", a, scales, sums, NUMBERS.ROWS, 0)
     else:
-        tokens_of.quantize_into(tokens_of.single_or_less(x), tokens, rule, norm, a, scales, sums, depth)
+        tokens_of.quantize_into(source(x, tokens_of.FLOATS), tokens, rule, norm, a, scales, sums, depth)
         each = int(rule.granularity == "token")
     cut = integer_tile.choose(tokens, rows, depth, _CODES, processors)
     plan = integer_tile.plan(single.dtype, tokens, rows, depth, _CODES, out.data.device_id, cut, True)
@@ -481,7 +481,7 @@ def _multiply_tiled(
     of_rows = int(part.shares == "row")
     integer_tile.launch(plan, a, sums, scales, each, weight, scale, of_rows, 0, bias, single, depth)
     if single is not out:
-        int8.widened(single, out)
+        widen(single, out)
 
 
 def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:
@@ -494,7 +494,7 @@ def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bi
     shared = int(scales.size != tokens)
     _GROUPS(codes, -(-out.size // _WARPS), (*arrays, *lengths, shared, kind), waves=_ROUNDS)
     if single is not out:
-        int8.widened(single, out)
+        widen(single, out)
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------

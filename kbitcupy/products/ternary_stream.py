@@ -22,7 +22,7 @@ from ..backend.launch import Kernel, multiprocessors, shared_memory
 from ..backend.structs import Constants
 from ..formats.base import Trits, register_templates
 from ..formats.ternary import BLOCK
-from ..ops import source
+from ..ops import source, widen
 from . import activations as tokens_of, int8
 from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
@@ -185,7 +185,7 @@ def multiply_streamed(
     sums, scales = a + code_bytes, a + code_bytes + 4 * many
     each = 1
     if by is not None:
-        x = tokens_of.single_or_less(x)
+        x = source(x, tokens_of.FLOATS)
         tokens_of.quantize_into(x, tokens, by, norm, a, scales, sums, depth, groups, group)
         each = int(by.granularity == "token")
     else:
@@ -207,7 +207,7 @@ def multiply_streamed(
             plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, of_rows, plan.staged, kind)
         )
     if single is not out:
-        int8.widened(single, out)
+        widen(single, out)
 
 
 def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:

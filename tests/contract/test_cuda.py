@@ -31,6 +31,21 @@ def test_numbers(cupy, case, kind, dtype):
         compare(case.quantize(cupy.asarray(x)), case.quantize(x))
 
 
+@pytest.mark.parametrize("kind", ["subnormal", "huge"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64_is_rounded_as_on_the_host(cupy, case, kind):
+    """Numbers that are subnormal in float32, or beyond its largest, there and back; CuPy's own cast flushes them."""
+    with np.errstate(over="ignore"):
+        x = numbers(kind, case.matrix(64), "float64") * (1 + 2.0**-26)
+        wanted = case.quantize(x)
+    found = case.quantize(cupy.asarray(x))
+    assert same_planes(found, wanted)
+    y = wanted.dequantize(dtype="float64")
+    assert same_values(found.dequantize().get(), y)
+    if found.format.rows_are_blocks(found.shape):
+        assert same_values(kb.take(found, [1, 0], dtype="float64").get(), y[[1, 0]])
+
+
 def shifted(cupy, array, offset):
     """A copy that begins so many elements behind an aligned address, and the room around it."""
     room = cupy.zeros(array.size + offset + 64, array.dtype)

@@ -89,7 +89,7 @@ from .arithmetic import (
     quantize,
     quantize_dynamic,
 )
-from .cuda import converted
+from .cuda import convert, converted
 from .format import Affine
 from .levels import MAX_LEVEL, SIGNED8, UNSIGNED8, Levels, check_levels, compute_dtype
 from .stored import SCALE_DTYPES
@@ -111,6 +111,7 @@ __all__ = [
     "check_scale",
     "check_zero_point",
     "compute_dtype",
+    "convert",
     "converted",
     "dequantize",
     "fake_quantize",

@@ -339,17 +339,25 @@ def _launch(
 
 
 def converted(values: Any, dtype: np.dtype) -> Any:
-    """Scales, offsets or zero points on a device as a contiguous array of another dtype, subnormal numbers kept."""
+    """Numbers on a device as a contiguous array of another dtype, subnormal ones kept.
+
+    Scales, offsets or zero points, or with float32 and float64 any numbers: those of 16 bits have to be finite.
+    """
     if values.dtype.kind in "iu" or dtype.kind in "iu" or values.dtype == dtype:
         return values.astype(dtype, order="C")
     if SINGLE not in (values.dtype, dtype):
         return converted(converted(values, SINGLE), dtype)
-    values = _xp.contiguous(values)
     result = _xp.namespace(values).empty(values.shape, dtype)
-    if values.size:
-        kernel = _kernel("convert_scales_affine", (_TYPES[values.dtype.name], _TYPES[dtype.name]))
-        kernel(values, -(-values.size // _THREADS), (values, result, values.size))
+    convert(values, result)
     return result
+
+
+def convert(values: Any, out: Any) -> None:
+    """Fill a C-contiguous array on a device from one of another dtype, one of them float32, as `converted` does."""
+    values = _xp.contiguous(values)
+    if out.size:
+        kernel = _kernel("convert_scales_affine", (_TYPES[values.dtype.name], _TYPES[out.dtype.name]))
+        kernel(values, -(-out.size // _THREADS), (values, out, out.size))
 
 
 def rounded(values: Any, kind: Stored, positive: bool) -> Any:
