@@ -38,6 +38,8 @@ FLOATS = ("float16", "bfloat16", "float32")
 GRANULARITIES, ROUNDINGS, LOWEST = ("token", "tensor"), ("even", "away"), (-128, -127)
 LARGEST = np.finfo(np.float32).max
 _HALF = np.float32(0.5)
+# 127 over this is finite.
+_DIVIDES = 1e-36
 # Elements of a slab of NumPy's: what is computed in between stays in the cache.
 _SLAB = 1 << 17
 
@@ -140,8 +142,15 @@ def quantize(x: Any, rule: Rule, norm: Norm | None = None, pitch: int = 0) -> tu
     """
     x = source(x, FLOATS)
     if isinstance(x, np.ndarray):
-        return _quantize_host(x, rule, norm)
+        codes = np.empty(x.shape, np.int8)
+        return codes, _quantize_host(x, rule, norm, codes)
     return _quantize_cuda(x, rule, norm, pitch)
+
+
+def quantize_to_floats(x: np.ndarray, rule: Rule, norm: Norm | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """What `quantize` gives of host memory, its codes as the float32 numbers that BLAS multiplies."""
+    codes = np.empty(x.shape, np.float32)
+    return codes, _quantize_host(source(x, FLOATS), rule, norm, codes)
 
 
 def normalize(x: Any, norm: Norm, out: Any) -> None:
@@ -196,46 +205,61 @@ def _normalized(x: np.ndarray, norm: Norm) -> np.ndarray:
     return x
 
 
-def _numbers(x: np.ndarray, norm: Norm | None) -> np.ndarray:
-    """What is quantized of some tokens, finite, as float32."""
-    numbers = x.astype(np.float32) if norm is None else _normalized(x.astype(np.float32), norm)
-    if not np.isfinite(numbers).all():
-        np.nan_to_num(numbers, copy=False, posinf=float(LARGEST), neginf=-float(LARGEST))
-    return numbers
+def _numbers(x: np.ndarray, norm: Norm | None, eps: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """What is quantized of some tokens, finite, as float32, which may be `x` itself; of each the largest magnitude or
+    `eps`, [tokens, 1].
+    """
+    numbers = x.astype(np.float32, copy=False) if norm is None else _normalized(x.astype(np.float32), norm)
+    largest = _largest(numbers, eps)
+    if not largest.max(initial=0) <= LARGEST:
+        numbers = np.nan_to_num(numbers, posinf=float(LARGEST), neginf=-float(LARGEST))
+        largest = _largest(numbers, eps)
+    return numbers, largest
 
 
-def _quantize_host(x: np.ndarray, rule: Rule, norm: Norm | None) -> tuple[np.ndarray, np.ndarray]:
-    codes, largest = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-    slabs = _slabs(x)
+def _largest(numbers: np.ndarray, eps: np.float32) -> np.ndarray:
+    """The largest magnitude of each row, or `eps`, and NaN where there is one: read twice, for want of magnitudes."""
+    high, low = (find(axis=1, initial=0, keepdims=True) for find in (numbers.max, numbers.min))
+    found: np.ndarray = np.abs(np.maximum(np.maximum(high, -low), eps))
+    return found
+
+
+def _quantize_host(x: np.ndarray, rule: Rule, norm: Norm | None, codes: np.ndarray) -> np.ndarray:
+    """The scales; fills int8 or float32 `codes`."""
+    slabs, eps, found = _slabs(x), np.float32(rule.eps), []
+    numbers = None
     with np.errstate(all="ignore"):
-        kept = None
         for part in slabs:
-            kept = _numbers(x[part], norm)
-            largest[part] = np.abs(kept).max(axis=1, initial=0)
+            numbers, a = _numbers(x[part], norm, eps)
+            found.append(a)
             if rule.granularity == "token":
-                _codes_of(kept, np.maximum(largest[part], np.float32(rule.eps))[:, None], rule, codes[part])
-        if rule.granularity == "tensor":
-            largest = largest.max(initial=0, keepdims=True)
-            a = np.maximum(largest, np.float32(rule.eps))
-            for part in slabs:
-                numbers = kept if kept is not None and len(slabs) == 1 else _numbers(x[part], norm)
                 _codes_of(numbers, a, rule, codes[part])
-    return codes, np.maximum(largest, np.float32(rule.eps)) / np.float32(rule.highest)
+        a = found[0] if len(found) == 1 else np.concatenate(found or [np.empty((0, 1), np.float32)])
+        if rule.granularity == "tensor":
+            a = a.max(initial=eps, keepdims=True)
+            for part in slabs:
+                some = numbers if numbers is not None and len(slabs) == 1 else _numbers(x[part], norm, eps)[0]
+                _codes_of(some, a, rule, codes[part])
+        scales: np.ndarray = a[:, 0] / np.float32(rule.highest)
+    return scales
 
 
 def _codes_of(numbers: np.ndarray, a: np.ndarray, rule: Rule, codes: np.ndarray) -> None:
-    """Fill `codes` from finite numbers, which are overwritten, and the magnitudes that their scales are made from."""
+    """Fill `codes` from finite numbers and the magnitudes that their scales are made from, none of which is larger."""
     factor = np.float32(rule.highest) / a
-    numbers *= factor
+    room = codes if codes.dtype == np.float32 else np.empty(codes.shape, np.float32)
+    np.multiply(numbers, factor, out=room)
     if rule.rounding == "even":
-        np.rint(numbers, out=numbers)
+        np.rint(room, out=room)
     else:
-        whole = np.trunc(numbers)
-        numbers = whole + np.copysign(np.abs(numbers - whole) >= _HALF, numbers)
-    if not np.isfinite(factor).all():  # which makes NaN of 0
-        numbers[np.isnan(numbers)] = 0
-    np.clip(numbers, rule.lowest, rule.highest, out=numbers)
-    codes[...] = numbers
+        whole = np.trunc(room)
+        np.add(whole, np.copysign(np.abs(room - whole) >= _HALF, room), out=room)
+    # A finite factor is off by 2^-22 of itself at most, and nothing is rounded to more than the highest code.
+    if rule.eps < _DIVIDES and not np.isfinite(factor).all():
+        room[np.isnan(room)] = 0  # 0 times an infinite one
+        np.clip(room, rule.lowest, rule.highest, out=room)
+    if room is not codes:
+        codes[...] = room
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------

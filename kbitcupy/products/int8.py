@@ -368,11 +368,11 @@ def quantize_tokens(
 
 
 def integer_product(a: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """int32 [M, N]: the product of int8 [M, K] and int8 [N, K], exact."""
+    """int32 [M, N]: the product of int8 [M, K], as float32 where they are that already, and int8 [N, K], exact."""
     total = np.zeros((len(a), len(w)), np.int32)
     for k in range(0, a.shape[1], _EXACT):
         part = slice(k, k + _EXACT)
-        total += (a[:, part].astype(np.float32) @ w[:, part].T.astype(np.float32)).astype(np.int32)
+        total += (a[:, part].astype(np.float32, copy=False) @ w[:, part].T.astype(np.float32)).astype(np.int32)
     return total
 
 
@@ -381,7 +381,9 @@ _CHANNELS = 4096
 
 
 def factors(scales: np.ndarray) -> np.ndarray:
-    """Scales that do not count as 0."""
+    """Scales, and 0 for those that count as 0."""
+    if scales.size == 1:
+        return scales if 0 < scales.item() < np.inf else np.zeros_like(scales)
     return np.where((scales > 0) & (scales < np.inf), scales, np.float32(0))
 
 

@@ -116,15 +116,18 @@ def multiply(
     if quantized:
         codes, scales = token_planes(x)
         codes = codes.reshape(tokens, depth)
+        scales = int8.factors(scales) if host else scales
+    elif rule is not None and host:
+        codes, scales = tokens_of.quantize_to_floats(x.reshape(tokens, depth), rule, norm)
     elif rule is not None:
-        pitch = 0 if host else -(-depth // _PITCH) * _PITCH
-        codes, scales = tokens_of.quantize(x.reshape(tokens, depth), rule, norm, pitch)
+        codes, scales = tokens_of.quantize(x.reshape(tokens, depth), rule, norm, -(-depth // _PITCH) * _PITCH)
     elif host:
         codes, scales = quantize_tokens(source(x, tokens_of.FLOATS).reshape(tokens, depth), None, None)
     else:
         codes, scales = x, None
     if host:
-        _multiply_host(codes, scales, q, part, bias, out.reshape(tokens, rows))
+        with np.errstate(all="ignore"):
+            _multiply_host(codes, scales, q, part, bias, out.reshape(tokens, rows))
     elif part.shares == "group":
         if scales is None:
             codes, scales = int8.quantize_on_gpu(x.reshape(tokens, depth))
@@ -145,13 +148,14 @@ _SLAB, _FEW, _WIDER, _ONE_BY_ONE, _RESULTS = 1 << 18, 32, 4, 6, 1 << 20
 # A byte of codes above 256 has the highest bits of a float32's mantissa. Bits of its fields from 1, 2 and 3 on; what it
 # is at most with those from 0, 1, 2 and 3 on; and what sums of products stay below, with room for the rounding of what
 # tells so.
-_ABOVE = np.float32(256)
-_FROM = tuple(np.uint32(int(_ABOVE.view(np.uint32)) | (255 & 255 << 2 * field) << 15) for field in (1, 2, 3))
+_ABOVE = np.array(256, np.float32)
+_FROM = tuple(np.array(_ABOVE.view(np.uint32) | (255 & 255 << 2 * field) << 15, np.uint32) for field in (1, 2, 3))
 _LARGEST_BYTES = np.array([[256 + (255 & 255 << 2 * field)] for field in range(4)], np.float32)
-_LARGEST_SUM = (1 << 24) - (1 << 14)
+_LARGEST_SUM = (1 << 24) - (1 << 15)
 # What a field counts, and by how much products with codes above 256 are too large for those with trits, in sums of the
 # factors of each field: 256, and what a code of 1 counts in this field and those behind it.
 _COUNTS = 4 ** np.arange(4)
+_SHARES = (1 / _COUNTS).astype(np.float32)[:, None, None, None]
 _TOO_MUCH = 256 + _COUNTS[::-1].cumsum()[::-1].astype(np.float64)
 # Floats of bytes at a time, which the cache holds, and the bytes that processors like them to begin at.
 _FLOATS, _ALIGNMENT = 1 << 17, 64
@@ -174,45 +178,46 @@ class _Whole:
     """
 
     def __init__(self, a: np.ndarray):
-        tokens = len(a)
+        tokens, depth = a.shape
         # By the field of the bytes that their codes have.
-        fields = a.reshape(tokens, -1, 4, RUN).transpose(2, 0, 1, 3).astype(np.float32).reshape(4, tokens, -1)
-        fields *= (1 / _COUNTS).astype(np.float32)[:, None, None]
-        fields[1:] -= fields[:-1]
+        fields = np.empty((4, tokens, depth // 4), np.float32)
+        of_fields = a.reshape(tokens, -1, 4, RUN).transpose(2, 0, 1, 3)
+        np.multiply(of_fields, _SHARES, out=fields.reshape(4, tokens, -1, RUN))
+        for f in (3, 2, 1):
+            fields[f] -= fields[f - 1]
         self.parts: list[np.ndarray] = []
         self.above = np.zeros((tokens, 1))
         self._add_parts(fields)
         size = _FLOATS * (1 if tokens <= _FEW else _WIDER)
-        self.rows = max(1, size // self.parts[0].shape[2])
+        self.rows = max(4, size // self.parts[0].shape[2] // 4 * 4)  # BLAS takes four rows at a time
         self.floats = _aligned_floats(self.rows * self.parts[0].shape[2])
 
     def _add_parts(self, fields: np.ndarray) -> None:
         """Columns of factors, in parts whose products are added exactly in float32, in any order."""
-        sums = fields.sum(axis=2)
-        # What is added up lies between the sums of all that is negative and of all that is positive.
-        largest = (np.abs(fields).sum(axis=2) + np.abs(sums)) * _LARGEST_BYTES
+        width, sums = fields.shape[2], fields.sum(axis=2)
+        # What is added up lies between the sums of all that is negative and of all that is positive. Those of the
+        # magnitudes are at most what the squares say, which need no array.
+        largest = (np.sqrt(np.vecdot(fields, fields) * np.float32(width)) + np.abs(sums)) * _LARGEST_BYTES
         if largest.max() < 2 * _LARGEST_SUM:
             self.parts.append(np.ascontiguousarray(fields))
             self.above[:, 0] += _TOO_MUCH @ sums
             return
-        half = -(-fields.shape[2] // 2)
+        half = -(-width // 2)
         self._add_parts(fields[:, :, :half])
         self._add_parts(fields[:, :, half:])
 
     def product(self, codes: np.ndarray) -> np.ndarray:
         """float32 [tokens, rows] with the codes [rows, depth / 4] of some rows: sums, each rounded once."""
         tokens, rows = len(self.above), len(codes)
-        total = np.zeros((tokens, rows))
+        total = -self.above
         found = np.empty((4, tokens, rows), np.float32)
         first = 0
         for part in self.parts:
             width = part.shape[2]
             for some in _some(rows, self.rows):
                 self._multiply(codes[some, first : first + width], part, found[:, :, some])
-            for sums in found:
-                total += sums
+            total = total + found.sum(axis=0, dtype=np.float64)
             first += width
-        total -= self.above
         return total.astype(np.float32)
 
     def _multiply(self, codes: np.ndarray, part: np.ndarray, found: np.ndarray) -> None:
@@ -312,15 +317,15 @@ class _Grouped:
 
 def _multiply_host(
     a: np.ndarray,
-    token_scales: np.ndarray,
+    tokens: np.ndarray,
     q: QuantizedArray,
     part: Trits,
     bias: np.ndarray | None,
     out: np.ndarray,
 ) -> None:
+    """Fill `out` [tokens, N] from codes of tokens, int8 or float32, and from scales that count as they are."""
     rows, depth = q.shape
     codes, scales = q.planes[part.codes], int8.factors(q.planes[part.scales])
-    tokens = int8.factors(token_scales)
     # Many tokens take longer than to make weights ready, and BLAS likes them wide.
     step = min(rows, max(1, _SLAB * (1 if len(a) <= _FEW else _WIDER) // max(1, depth)))
     if part.shares != "group" and (threes := _kept_threes(q, part)) is not None:
@@ -332,29 +337,27 @@ def _multiply_host(
     whole = _Whole(a) if grouped is None and depth % BLOCK == 0 else None
     # What few tokens give is scaled together: calls would cost more than the arithmetic.
     many = step if whole is None else max(step, _RESULTS // len(a))
-    with np.errstate(all="ignore"):
-        for some in _some(rows, many):
-            if grouped is not None:
-                sums = grouped.product(decoded_rows(codes, depth, some.start, some.stop))
-                y = _add_groups(sums, tokens, scales.reshape(rows, -1)[some]).T
+    for some in _some(rows, many):
+        if grouped is not None:
+            sums = grouped.product(decoded_rows(codes, depth, some.start, some.stop))
+            y = _add_groups(sums, tokens, scales.reshape(rows, -1)[some]).T
+        else:
+            if whole is not None:
+                y = whole.product(codes.reshape(rows, depth // 4)[some])
             else:
-                if whole is not None:
-                    y = whole.product(codes.reshape(rows, depth // 4)[some])
-                else:
-                    y = int8.integer_product(a, decoded_rows(codes, depth, some.start, some.stop)).astype(np.float32)
-                y = _scaled(y, tokens, scales if part.shares == "tensor" else scales[some], None)
-            if bias is not None:
-                y += bias[some].astype(np.float32)
-            out[:, some] = y
+                y = int8.integer_product(a, decoded_rows(codes, depth, some.start, some.stop)).astype(np.float32)
+            y = _scaled(y, tokens, scales if part.shares == "tensor" else scales[some], None)
+        if bias is not None:
+            y += bias[some].astype(np.float32)
+        out[:, some] = y
 
 
 def _scaled(y: np.ndarray, tokens: np.ndarray, scales: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """The results of sums, in their place."""
-    with np.errstate(all="ignore"):
-        y *= tokens[:, None]
-        y *= scales
-        if bias is not None:
-            y += bias.astype(np.float32)
+    y *= tokens[:, None]
+    y *= scales
+    if bias is not None:
+        y += bias.astype(np.float32)
     return y
 
 
