@@ -157,8 +157,9 @@ _LARGEST_SUM = (1 << 24) - (1 << 15)
 _COUNTS = 4 ** np.arange(4)
 _SHARES = (1 / _COUNTS).astype(np.float32)[:, None, None, None]
 _TOO_MUCH = 256 + _COUNTS[::-1].cumsum()[::-1].astype(np.float64)
-# Floats of bytes at a time, which the cache holds, and the bytes that processors like them to begin at.
-_FLOATS, _ALIGNMENT = 1 << 17, 64
+# Floats of bytes at a time, which the cache holds, the bytes that processors like them to begin at, and the rows that
+# BLAS multiplies by a vector at a time.
+_FLOATS, _ALIGNMENT, _ROWS = 1 << 17, 64, 4
 
 
 def decoded_rows(codes: np.ndarray, depth: int, first: int, last: int) -> np.ndarray:
@@ -188,9 +189,9 @@ class _Whole:
         self.parts: list[np.ndarray] = []
         self.above = np.zeros((tokens, 1))
         self._add_parts(fields)
-        size = _FLOATS * (1 if tokens <= _FEW else _WIDER)
-        self.rows = max(4, size // self.parts[0].shape[2] // 4 * 4)  # BLAS takes four rows at a time
-        self.floats = _aligned_floats(self.rows * self.parts[0].shape[2])
+        # Halves of columns may have been halved again, so that parts are of different widths.
+        widest = max(part.shape[2] for part in self.parts)
+        self.floats = _aligned_floats(max(_FLOATS * (1 if tokens <= _FEW else _WIDER), _ROWS * widest))
 
     def _add_parts(self, fields: np.ndarray) -> None:
         """Columns of factors, in parts whose products are added exactly in float32, in any order."""
@@ -214,7 +215,7 @@ class _Whole:
         first = 0
         for part in self.parts:
             width = part.shape[2]
-            for some in _some(rows, self.rows):
+            for some in _some(rows, self.floats.size // width // _ROWS * _ROWS):
                 self._multiply(codes[some, first : first + width], part, found[:, :, some])
             total = total + found.sum(axis=0, dtype=np.float64)
             first += width

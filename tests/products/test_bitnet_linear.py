@@ -296,6 +296,19 @@ def test_the_largest_sums_of_both_signs(depth, tokens, run):
     assert (kb.bitnet.linear(x.astype(np.float32), q) == sums.astype(np.float32) * scales[:, None]).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("large", [slice(0, 1 << 13), slice(1 << 13, None), slice(1 << 12, 3 << 12)])
+def test_large_activations_beside_small_ones(tokens, large):
+    """Columns of large activations are added up in shorter parts than those of small ones."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-1, 2, (tokens, 1 << 14)).astype(np.float32)
+    x[:, large] = 127
+    q = weight(300, 1 << 14)
+    y = kb.bitnet.linear(x, q)
+    codes, scales = kb.bitnet.quantize_activations(x)
+    assert (codes == x).all() and same_values(y, product(codes.astype(np.int64), scales, q, None, SINGLE))
+
+
 def test_tiny_tokens_differ_from_w8a8(xp):
     """Below eps BitNet keeps fewer bits."""
     q, x = weight(8, 128, xp=xp), xp.asarray(np.full((1, 128), 1e-7, np.float32))
