@@ -1,9 +1,10 @@
 """Products of few tokens with integer codes that are read in place, on a GPU: kernels/linear/integer_stream.cu.
 
-Two launches: the first one quantizes the tokens (`kbitcupy.products.integer_activations`) into the order in which the
-second one takes them; from Hopper on that fetches its first codes meanwhile. What it gives is the contract of
-`kbitcupy.products.integers`: to the bit where a row and a token have one scale each, otherwise with the terms of units
-added in another order, which is the same every time, and multiplied by the scale of a token after that.
+From Hopper on very few tokens are quantized by each thread block of the product for itself, while its first codes are
+on their way. Otherwise there are two launches: the first one quantizes the tokens
+(`kbitcupy.products.integer_activations`) into the order in which the second one takes them. What it gives is the
+contract of `kbitcupy.products.integers`: to the bit where a row and a token have one scale each, otherwise with the
+terms of units added in another order, which is the same every time, and multiplied by the scale of a token after that.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from .routes import MOST_ALIGNED, Device, Problem, Product, Route
 
 #: How ``stream_integers`` cuts its work: warps of a team, teams of a thread block; phases, in which all warps of a team
 #: go through their shares of K; slots of the ring of a warp; where in shared memory scales, what is known of units of
-#: tokens, sums of warps, sums of phases and barriers begin, and tiles of a team of which sums are kept; whether scales
-#: of a share begin at multiples of 16 bytes; bytes from row to row of scales, and of what stands beside them; units
-#: that share a scale, and 2^32 over that; shares of a group that is not inside one.
+#: tokens, sums of warps, sums of phases, barriers and quantized tokens begin, and tiles of a team of which sums are
+#: kept; whether scales of a share begin at multiples of 16 bytes; bytes from row to row of scales, and of what stands
+#: beside them; units that share a scale, and 2^32 over that; shares of a group that is not inside one.
 CUT = Struct(
     "Cut",
     warps="i4",
@@ -46,6 +47,7 @@ CUT = Struct(
     sums_at="i4",
     kept_at="i4",
     barriers_at="i4",
+    tokens_at="i4",
     kept="i4",
     whole="i4",
     group="i4",
@@ -79,6 +81,8 @@ _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # Bytes of shared memory: of a slot of the ring, of a warp's sums of eight tokens, and what it takes to begin at a
 # multiple of 1024. Slots of a ring: 16 warps have 64 KB under way with two, and more make all of it later.
 _SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
+# Tokens that each block quantizes for itself.
+_MOST_OWN = 8
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,16 @@ class Flavour:
         units, beside = share_of(eights) // self.unit, self.added != "NOTHING"
         return units * _ROWS * (8 if beside else 4), units * 8 * eights * 4 * (self.blocked + beside)
 
+    @property
+    def sums(self) -> int:
+        """Elements of a token whose codes have a sum; 0 for all of them."""
+        return int(_SIZES.LONG_UNIT) if self.unit == _SIZES.SHARES else self.unit
+
+    def token_bytes(self, depth: int) -> int:
+        """Of shared memory of a token that the block quantizes: codes, scales, sums."""
+        units = -(-depth // self.sums) if self.sums else 1
+        return tokens_of.pitch_of(depth) + 4 * (units if self.blocked else 1) + 4 * units
+
 
 def share_of(eights: int) -> int:
     """k of a warp, whose tokens stay in its registers."""
@@ -169,7 +183,7 @@ def _template(hot: bool) -> Template:
 
 _TEMPLATE = _template(True)
 register_templates(_TEMPLATE, _template(False))
-_SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 6, *("i4",) * 7, "u4", *("i4",) * 3)
+_SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
 
@@ -211,8 +225,8 @@ class _Plan:
         `CUT`.
     flavour : Flavour
         The instance.
-    sums : int
-        Elements whose codes have a sum; 0 for all of a token.
+    own : bool
+        Whether blocks quantize the tokens.
     flip, less : int
         What turns over the highest bit of codes, and what they are lower by after that.
     """
@@ -221,7 +235,7 @@ class _Plan:
     grid: tuple[int, ...]
     cut: bytes
     flavour: Flavour
-    sums: int
+    own: bool
     flip: int
     less: int
 
@@ -256,13 +270,13 @@ class _Cut:
 
 @functools.lru_cache(maxsize=4096)
 def choose_cut(
-    flavour: Flavour, eights: int, rows: int, depth: int, processors: int, room: int, shares: int = 1
+    flavour: Flavour, eights: int, rows: int, depth: int, processors: int, room: int, shares: int = 1, own: int = 0
 ) -> _Cut | None:
     """The cut with the least work for the busiest multiprocessor; None where the shared memory has no room, or a team
-    no place for groups of so many shares.
+    no place for groups of so many shares. `own` tokens are quantized by blocks.
     """
     cuts = (
-        cut_of(flavour, eights, rows, depth, processors, room, warps, teams)
+        cut_of(flavour, eights, rows, depth, processors, room, warps, teams, own)
         for warps in range(shares, _WARPS + 1, shares)
         for teams in range(1, _WARPS // warps + 1)
     )
@@ -270,7 +284,15 @@ def choose_cut(
 
 
 def cut_of(
-    flavour: Flavour, eights: int, rows: int, depth: int, processors: int, room: int, warps: int, teams: int
+    flavour: Flavour,
+    eights: int,
+    rows: int,
+    depth: int,
+    processors: int,
+    room: int,
+    warps: int,
+    teams: int,
+    own: int = 0,
 ) -> _Cut | None:
     """The cut for so many warps and teams; None where the shared memory has no room for it."""
     tiles, shares, here = -(-rows // _ROWS), -(-depth // share_of(eights)), warps * teams
@@ -286,10 +308,11 @@ def cut_of(
     sums_at = records_at + here * of_records
     kept_at = sums_at + sums
     barriers_at = kept_at + teams * kept * eights * _SUMS
-    shared = barriers_at + here * _RING * 8 + 16 * int(_SIZES.SUMS_RING) * teams + _ALIGNING
+    tokens_at = barriers_at + here * _RING * 8 + 16 * int(_SIZES.SUMS_RING) * teams
+    shared = tokens_at + own * flavour.token_bytes(depth) + _ALIGNING
     if shared > room:
         return None
-    places = scales_at, records_at, sums_at, kept_at, barriers_at
+    places = scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at
     return _Cut(warps, teams, phases, kept, min(processors, tiles), places, shared, work)
 
 
@@ -299,18 +322,26 @@ def _kernel(flavour: Flavour, eights: int, threads: int, shared: int) -> Kernel:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int, device: int, products: int) -> _Plan:
-    """How a product is computed, or so many of them with experts side by side, its kernel compiled."""
+def _plan(
+    part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int, device: int, products: int, floats: bool
+) -> _Plan:
+    """How a product is computed, or so many of them with experts side by side, its kernel compiled; with `floats` the
+    tokens may be quantized by the blocks.
+    """
     flavour, eights = flavour_of(part, blocked), -(-tokens // 8)
     assert flavour is not None
     processors = max(1, multiprocessors(device) // products)
     shares = shares_of(part, flavour, eights)
-    cut = choose_cut(flavour, eights, rows, depth, processors, shared_memory(device), shares)
+    room = shared_memory(device)
+    cut, own = choose_cut(flavour, eights, rows, depth, processors, room, shares), False
     assert cut is not None
-    scales_at, records_at, sums_at, kept_at, barriers_at = cut.places
+    if floats and tokens <= _MOST_OWN and capability(device) >= _BULK:
+        alone = choose_cut(flavour, eights, rows, depth, processors, room, shares, tokens)
+        if alone is not None and alone.work <= cut.work:
+            cut, own = alone, True
+    scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at = cut.places
     each = part.scale_of.per if part.scale_of.outer == 1 else 0
     together = part.group // flavour.unit if part.group and flavour.unit else _ALL_UNITS
-    sums = _SIZES.LONG_UNIT if flavour.unit == _SIZES.SHARES else flavour.unit
     packed = CUT.pack(
         warps=cut.warps,
         teams=cut.teams,
@@ -321,6 +352,7 @@ def _plan(part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int,
         sums_at=sums_at,
         kept_at=kept_at,
         barriers_at=barriers_at,
+        tokens_at=tokens_at,
         kept=cut.kept,
         whole=int(each % 8 == 0),
         group=together,
@@ -331,7 +363,7 @@ def _plan(part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int,
     )
     flip, less = turned_over(part, flavour)
     ready = _kernel(flavour, eights, 32 * cut.warps * cut.teams, cut.shared).ready(device)
-    return _Plan(ready.launch, (cut.blocks,), packed, flavour, sums, flip, less)
+    return _Plan(ready.launch, (cut.blocks,), packed, flavour, own, flip, less)
 
 
 _MAP = Struct("TensorMap", bytes="u1")
@@ -369,27 +401,32 @@ def multiply(
     part = codes_of(q.format, q.shape, q.lead)
     assert part is not None
     device, together = out.data.device_id, 1 if ids is not None else tokens
-    plan = _plan(part, blocked, together, rows, depth, device, products if ids is not None else 1)
-    padded, size = tokens_of.padded_of(tokens), tokens_of.pitch_of(depth)
-    many = -(-depth // plan.sums) if plan.sums else 1
-    scratch = _xp.namespace(out).cuda.alloc(padded * size + 4 * padded * many * (2 if blocked else 1) + 4 * padded)
-    codes = scratch.ptr
-    sums = codes + padded * size
-    scales, step = sums + 4 * padded * many, 1
-    if quantized:
-        stored, given = token_planes(x)
-        taken = _xp.contiguous(stored)
-        tokens_of.quantize_into(taken, tokens, None, codes, 0, sums, plan.flavour.layout, plan.sums)
-        scales, step = given.data.ptr, int(given.size == tokens)
+    floats = None if quantized else tokens_of.floats_of(x)
+    aligned = floats is not None and floats.data.ptr % 16 == 0
+    plan = _plan(part, blocked, together, rows, depth, device, products if ids is not None else 1, aligned)
+    padded, step, own, codes, sums, scales = tokens_of.padded_of(tokens), 1, (0, 0), 0, 0, 0
+    if plan.own:
+        own = floats.data.ptr, int8.bias_kind(floats.dtype)
     else:
-        floats = tokens_of.floats_of(x)
-        tokens_of.quantize_into(floats, tokens, preset, codes, scales, sums, plan.flavour.layout, plan.sums)
+        size, every = tokens_of.pitch_of(depth), plan.flavour.sums
+        many = -(-depth // every) if every else 1
+        scratch = _xp.namespace(out).cuda.alloc(padded * size + 4 * padded * many * (2 if blocked else 1) + 4 * padded)
+        codes = scratch.ptr
+        sums = codes + padded * size
+        scales = sums + 4 * padded * many
+        if quantized:
+            stored, given = token_planes(x)
+            taken = _xp.contiguous(stored)
+            tokens_of.quantize_into(taken, tokens, None, codes, 0, sums, plan.flavour.layout, every)
+            scales, step = given.data.ptr, int(given.size == tokens)
+        else:
+            tokens_of.quantize_into(floats, tokens, preset, codes, scales, sums, plan.flavour.layout, every)
     bias = None if bias is None else source(bias, FLOATS)
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     chosen, experts = (0, 1) if ids is None else (ids.data.ptr, q.size // (rows * depth))
-    pointers = codes, scales, sums, chosen, added, single.data.ptr
+    pointers = own[0], codes, scales, sums, chosen, added, single.data.ptr
     lengths = rows, together, padded, depth, experts, slots, step
-    numbers = plan.flip, plan.less, kind, int8.bias_kind(single.dtype)
+    numbers = plan.flip, plan.less, kind, int8.bias_kind(single.dtype), own[1]
     grid = plan.grid if ids is None else (*plan.grid, products)
     plan.launch(grid, (weight_argument(q), plan.cut, _map_argument(q, part, device), *pointers, *lengths, *numbers))
     if single is not out:

@@ -3,20 +3,17 @@
 #include "common/copy.cuh"
 #include "common/ieee.cuh"
 #include "common/sync.cuh"
+#include "linear/block_activations.cuh"
 #include "linear/integer_activations.cuh"
 
 // Of the host, ahead of this source: TOKEN_THREADS, the most of a block; Q8_BLOCK, elements of a token that share a
 // scale where all of them do not.
-constexpr unsigned LARGEST_FINITE = 0x7f7fffffu, INFINITE = 0x7f800000u;
-constexpr unsigned LARGEST_SCALE = 0x7c010203u;  // of which 127 are finite
-constexpr int OCTET = 8;
-
 __device__ __forceinline__ float to_float(signed char x) { return static_cast<float>(x); }
 
 // Eight neighbours from k on, zeros beyond the end and for NaN. VECTOR: all are there or none, at a multiple of 16
 // bytes.
 template <bool VECTOR, typename T>
-__device__ __forceinline__ void load_octet(float (&v)[OCTET], const T* row, int k, int depth) {
+__device__ __forceinline__ void load_numbers(float (&v)[OCTET], const T* row, int k, int depth) {
 #pragma unroll
     for (int e = 0; e < OCTET; ++e) v[e] = 0.0f;
     if constexpr (VECTOR && sizeof(T) > 1) {
@@ -117,21 +114,21 @@ __global__ void __launch_bounds__(TOKEN_THREADS) quantize_integers(
         unsigned most = 0;
         // The first octet stays; what is behind it is read again.
         for (int k = first + run; k < depth; k += run) {
-            load_octet<VECTOR>(v, row, k, depth);
+            load_numbers<VECTOR>(v, row, k, depth);
             most = max(most, largest_of(v));
         }
-        load_octet<VECTOR>(v, row, first, depth);
+        load_numbers<VECTOR>(v, row, first, depth);
         most = block_max(max(most, largest_of(v)));
         scale = most == 0 ? 1.0f : ieee::divide(__uint_as_float(most), 127.0f);
         scale = __uint_as_float(min(__float_as_uint(scale), LARGEST_SCALE));
         if (threadIdx.x == 0) scales[m] = scale;
     } else {
-        load_octet<VECTOR>(v, row, first, depth);
+        load_numbers<VECTOR>(v, row, first, depth);
     }
     const Divider divide_by_scale(scale);
     int sum_of_token = 0;
     for (int k = first; k - lane * OCTET < pitch; k += run) {
-        if (k != first) load_octet<VECTOR>(v, row, k, depth);
+        if (k != first) load_numbers<VECTOR>(v, row, k, depth);
         int code[OCTET], sum = 0;
         if (preset == Q8_1_TOKENS) {
             unsigned most = largest_of(v);
@@ -164,7 +161,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS) quantize_integers(
                 make_uint4(pair[0], pair[1], pair[2], pair[3]);
         } else if (k < pitch) {
             int behind;
-            unsigned char* target = codes + place_of_octet(layout, k, m, padded / 8, pitch, behind);
+            unsigned char* target = codes + place_of_octet(layout, k, m, padded, pitch, behind);
             *reinterpret_cast<unsigned*>(target) = word[0];
             *reinterpret_cast<unsigned*>(target + behind) = word[1];
         }

@@ -23,6 +23,7 @@
 #include "common/copy.cuh"
 #include "common/ieee.cuh"
 #include "common/sync.cuh"
+#include "linear/block_activations.cuh"
 #include "linear/integer_activations.cuh"
 #include "linear/ternary_mma.cuh"
 
@@ -124,6 +125,13 @@ __device__ __forceinline__ float float_of(unsigned bits, int dtype) {
 
 __device__ __forceinline__ int integer_of(unsigned bits, int dtype) {
     return dtype == INT8_ENTRIES ? static_cast<signed char>(bits) : static_cast<int>(bits);
+}
+
+// Where codes of tokens lie beside such codes of weights.
+__device__ __forceinline__ constexpr int layout_of(int codes, int unit) {
+    if (codes == BYTES8 && unit != 32) return OWN_BYTES;
+    if (codes == NEIGHBOURS4) return unit == 32 || unit == 64 ? NIBBLES : OWN_NIBBLES;
+    return codes == HALVES4 ? HALVES : IN_TURN;
 }
 
 // Where codes of a slot of the ring lie, and how they become fragments.
@@ -379,6 +387,83 @@ struct Tokens {
     int padded, first, count;  // of all; those of this product
 };
 
+// A word, or four, of them: in shared memory, where the block has quantized them itself, or in global memory.
+__device__ __forceinline__ unsigned load_anywhere(const void* p) {
+    unsigned v;
+    asm volatile("ld.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_four_anywhere(const void* p) {
+    uint4 v;
+    asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+
+// Tokens that a block quantizes itself, in shared memory: those that `Tokens` then are.
+//
+//     LAYOUT  of codes
+//     UNIT    elements whose codes have a sum; 0 for all of a token
+template <int LAYOUT, int UNIT, bool Q8>
+struct OwnTokens {
+    unsigned char* codes;
+    float* scales;
+    int* sums;
+    unsigned* exchange;  // two words for each warp
+    int tokens, depth;
+
+    __device__ __forceinline__ void put(int m, int k, const unsigned (&word)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            unsigned low = word[2 * i], high = word[2 * i + 1];
+            if (evens_first(LAYOUT)) {
+                const unsigned both = low;
+                low = __byte_perm(both, high, 0x6420), high = __byte_perm(both, high, 0x7531);
+            }
+            const Place place = place_in_fragment(LAYOUT, k + 8 * i);
+            unsigned* to = reinterpret_cast<unsigned*>(codes + (place.fragment * tokens + m) * MEMBER_BYTES + place.at);
+            to[0] = low, to[place.behind / 4] = high;
+        }
+    }
+
+    template <typename T>
+    __device__ __forceinline__ void quantize(const T* x) const {
+        if constexpr (Q8) {
+            quantize_by_blocks(
+                x, tokens, depth, [&](int m, int k, const unsigned (&word)[4]) { put(m, k, word); },
+                [&](int m, int block, float scale, int sum) {
+                    scales[block * tokens + m] = scale, sums[block * tokens + m] = sum;
+                });
+        } else {
+            quantize_by_tokens(
+                x, tokens, depth, exchange, Int8Rule(),
+                [&](int m, int k, const unsigned (&word)[4], int sum, bool there) {
+                    if (there) put(m, k, word);
+                    if constexpr (UNIT != 0) {
+#pragma unroll
+                        for (int step = 1; step < UNIT / SIXTEEN; step *= 2)
+                            sum += __shfl_xor_sync(FULL_WARP, sum, step);
+                        if (there && k % UNIT == 0) sums[k / UNIT * tokens + m] = sum;
+                    }
+                },
+                [&](int m, float scale, int sum) {
+                    scales[m] = scale;
+                    if (UNIT == 0) sums[m] = sum;
+                });
+        }
+    }
+
+    // All threads call it; x is of the type that x_kind names.
+    __device__ __forceinline__ void quantize(const void* x, int x_kind) const {
+        if (x_kind == FLOAT16_BIAS) quantize(static_cast<const __half*>(x));
+        else if (x_kind == BFLOAT16_BIAS) quantize(static_cast<const __nv_bfloat16*>(x));
+        else quantize(static_cast<const float*>(x));
+        // Fragments have whole 128 k.
+        for (int m = 0; m < tokens; ++m)
+            for (int k = depth + threadIdx.x * SIXTEEN; k < (depth + 127) / 128 * 128; k += blockDim.x * SIXTEEN)
+                put(m, k, {0, 0, 0, 0});
+    }
+};
+
 // What is known of a unit of a token: with Q8 its scale; and what the zero point or offset of a row is multiplied by.
 template <int ADDED_, bool Q8>
 struct Record {
@@ -420,13 +505,13 @@ __device__ __forceinline__ void load_tokens(
 #pragma unroll
     for (int e = 0; e < EIGHTS; ++e) {
         const int of = 8 * e + lane / 4, m = tokens.first + of;
-        const unsigned char* from = tokens.a + (m / 8 * FRAGMENT_BYTES + (m % 8 * 4 + lane % 4) * 16);
-        const long long step = static_cast<long long>(tokens.padded / 8) * FRAGMENT_BYTES;
+        const unsigned char* from = tokens.a + m * MEMBER_BYTES + lane % 4 * 16;
+        const long long step = static_cast<long long>(tokens.padded) * MEMBER_BYTES;
 #pragma unroll
         for (int i = 0; i < Of::SHARE / FRAGMENT_K; ++i) {
             const int at = k / FRAGMENT_K + i;
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (of < tokens.count && at < fragments) v = load_written(reinterpret_cast<const uint4*>(from + at * step));
+            if (of < tokens.count && at < fragments) v = load_four_anywhere(from + at * step);
             to_words(x[e][i], v);
         }
     }
@@ -446,10 +531,8 @@ __device__ __forceinline__ void load_records(unsigned* records, const Tokens& to
             const long long at = static_cast<long long>(first + i / TOKENS) * tokens.padded + tokens.first + i % TOKENS;
             int sum = 0;
             float scale = 0.0f;
-            if (ADDED_ != NOTHING && there) sum = load_word(reinterpret_cast<unsigned long long>(tokens.sums + at));
-            if (Q8 && there)
-                scale =
-                    usable(__uint_as_float(load_word(reinterpret_cast<unsigned long long>(tokens.token_scale + at))));
+            if (ADDED_ != NOTHING && there) sum = load_anywhere(tokens.sums + at);
+            if (Q8 && there) scale = usable(__uint_as_float(load_anywhere(tokens.token_scale + at)));
             Entry::store(records + i * Entry::WORDS, scale, sum);
         }
         __syncwarp();
@@ -467,10 +550,8 @@ __device__ __forceinline__ void load_whole(
         int& c = i % 2 ? sum[i / 2].y : sum[i / 2].x;
         s = 0.0f, c = 0;
         if (of >= tokens.count) continue;
-        if (!Q8)
-            s = usable(
-                __uint_as_float(load_word(reinterpret_cast<unsigned long long>(tokens.token_scale + m * scale_step))));
-        if (UNIT == 0) c = load_word(reinterpret_cast<unsigned long long>(tokens.sums + m));
+        if (!Q8) s = usable(__uint_as_float(load_anywhere(tokens.token_scale + m * scale_step)));
+        if (UNIT == 0) c = load_anywhere(tokens.sums + m);
     }
 }
 
@@ -662,9 +743,8 @@ struct Output {
                 if (m + j >= tokens) continue;
                 int of_codes = 0;
                 for (int at = k; at < min(k + cut.shares * share, depth); at += LONG_UNIT)
-                    of_codes += load_word(
-                        reinterpret_cast<unsigned long long>(
-                            of.sums + static_cast<long long>(at / LONG_UNIT) * of.padded + of.first + m + j));
+                    of_codes +=
+                        load_anywhere(of.sums + static_cast<long long>(at / LONG_UNIT) * of.padded + of.first + m + j);
                 for (int h = 0; h < 2; ++h) {
                     Finish finish;
                     finish.load(w, cut, above + min(r + 8 * h, channels - 1), group, less);
@@ -739,6 +819,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
+    const void* numbers,  // tokens, [tokens, depth] of the type that x_kind names, which blocks quantize; or null
     const unsigned char* a, const float* token_scale, const int* sums,  // see Tokens
     const long long* ids,  // of experts: each product has one, and a row of thread blocks; or null
     const void* bias,      // [channels] of the type that bias_kind names; 0 for none
@@ -748,7 +829,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     int scale_step,  // 0 where all tokens have one scale
     unsigned flip,   // what turns over the highest bit of codes, in all bytes
     int less,        // ... and what codes are lower by after that
-    int bias_kind, int y_kind) {
+    int bias_kind, int y_kind, int x_kind) {
 #if __CUDA_ARCH__ >= 800
     constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
     using Of = Slot<CODES, INSIDE, EIGHTS>;
@@ -786,7 +867,27 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     __syncthreads();  // all barriers are there
     wait_for_previous();
     launch_dependents();
-    const Tokens own{a, token_scale, sums, padded, ids == nullptr ? 0 : static_cast<int>(blockIdx.y) / slots, tokens};
+    Tokens own{a, token_scale, sums, padded, ids == nullptr ? 0 : static_cast<int>(blockIdx.y) / slots, tokens};
+    bool filled = false;
+    if constexpr (EIGHTS == 1) {
+        if (numbers != nullptr) {
+            feed.fill(), filled = true;
+            constexpr int SUMMED = UNIT == SHARES ? LONG_UNIT : UNIT;
+            const int units = SUMMED ? (depth + SUMMED - 1) / SUMMED : 1;
+            const OwnTokens<layout_of(CODES, UNIT), SUMMED, Q8> quantized{
+                start + cut.tokens_at,
+                reinterpret_cast<float*>(start + cut.tokens_at + (depth + 127) / 128 * 128 * tokens),
+                reinterpret_cast<int*>(start + cut.tokens_at + (depth + 127) / 128 * 128 * tokens) +
+                    (Q8 ? units : 1) * tokens,
+                reinterpret_cast<unsigned*>(start + cut.sums_at),
+                tokens,
+                depth};
+            const long long above_x = static_cast<long long>(own.first) * depth * (x_kind == FLOAT32_BIAS ? 4 : 2);
+            quantized.quantize(static_cast<const char*>(numbers) + above_x, x_kind);
+            own = Tokens{quantized.codes, quantized.scales, quantized.sums, tokens, 0, tokens};
+            __syncthreads();
+        }
+    }
     float2 of_token[EIGHTS];
     int2 of_codes[EIGHTS];
     const Output output{
@@ -809,7 +910,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
             if (now.tile == 0) {
                 const int k = (now.phase * cut.warps + member) * Of::SHARE;
                 load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
-                if (pass == 0) feed.fill();  // tokens do not wait behind all of it
+                if (pass == 0 && !filled) feed.fill();  // tokens do not wait behind all of it
                 load_records<Of, INSIDE, ADDED_, Q8, EIGHTS>(memory.records(), own, k, depth, lane);
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
             }
