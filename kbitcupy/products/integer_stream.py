@@ -309,7 +309,7 @@ def cut_of(
     kept_at = sums_at + sums
     barriers_at = kept_at + teams * kept * eights * _SUMS
     tokens_at = barriers_at + here * _RING * 8 + 16 * int(_SIZES.SUMS_RING) * teams
-    shared = tokens_at + own * flavour.token_bytes(depth) + _ALIGNING
+    shared = tokens_at + (own | 1 if own else 0) * flavour.token_bytes(depth) + _ALIGNING
     if shared > room:
         return None
     places = scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at

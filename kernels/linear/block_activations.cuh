@@ -170,16 +170,22 @@ struct Int8Rule {
         reciprocal = __frcp_rn(scaled);
     }
     __device__ __forceinline__ void codes(float (&v)[SIXTEEN], unsigned (&word)[4]) const {
+        int positive = 0;
         if (power != 1.0f) {
 #pragma unroll
-            for (int e = 0; e < SIXTEEN; ++e)
+            for (int e = 0; e < SIXTEEN; ++e) {
+                positive |= (static_cast<int>(__float_as_uint(v[e])) > 0) << e;
                 v[e] = fminf(fmaxf(ieee::multiply(v[e], power), -0x1p100f), 0x1p100f);  // no infinity
+            }
         }
 #pragma unroll
         for (int e = 0; e < SIXTEEN; ++e) v[e] = divide_by_reciprocal(v[e], scaled, reciprocal);
         if (power != 1.0f) {
 #pragma unroll
-            for (int e = 0; e < SIXTEEN; ++e) v[e] = fminf(fmaxf(v[e], -128.0f), 127.0f);
+            for (int e = 0; e < SIXTEEN; ++e) {
+                if (ieee::is_zero(divisor)) v[e] = positive >> e & 1 ? 127.0f : -128.0f;  // clamped infinities, and NaN
+                v[e] = fminf(fmaxf(v[e], -128.0f), 127.0f);
+            }
         }
         round_even(v, word);
     }
@@ -240,10 +246,14 @@ __device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
 // Quantize tokens by blocks of 32. All of a warp call it.
 //
 //     x       [tokens, depth]
-//     put     called with a token, the first k of sixteen, and four words of codes in order
+//     reach   K, rounded up: to there codes are put, behind K zeros
+//     put     called by all of a warp: with a token, the first k of sixteen, which may be behind `reach`, and four
+//     words
+//             of codes in order
 //     finish  called once for each block: with a token, the block, its scale, and what its codes add up to
 template <typename T, typename P, typename F>
-__device__ __forceinline__ void quantize_by_blocks(const T* x, int tokens, int depth, const P& put, const F& finish) {
+__device__ __forceinline__ void quantize_by_blocks(
+    const T* x, int tokens, int depth, int reach, const P& put, const F& finish) {
     constexpr int HELD = HELD_NUMBERS<T>;
     const Shares share(tokens);
     const int own = share.first(), first = own - threadIdx.x % WARP * SIXTEEN, step = share.step();
@@ -251,7 +261,7 @@ __device__ __forceinline__ void quantize_by_blocks(const T* x, int tokens, int d
     for (int m = share.token(); m < tokens; m += share.together) {
         const T* row = x + static_cast<long long>(m) * depth;
 #pragma unroll 1
-        for (int at = 0; first + at < depth; at += HELD * step) {
+        for (int at = 0; first + at < reach; at += HELD * step) {
             Numbers<T> held[HELD];
 #pragma unroll
             for (int i = 0; i < HELD; ++i)
@@ -259,7 +269,7 @@ __device__ __forceinline__ void quantize_by_blocks(const T* x, int tokens, int d
                 else held[i].clear();
 #pragma unroll
             for (int i = 0; i < HELD; ++i) {
-                if (first + at + i * step >= depth) break;
+                if (first + at + i * step >= reach) break;
                 const int k = own + at + i * step;
                 unsigned most = held[i].largest();
                 most = max(most, __shfl_xor_sync(FULL_WARP, most, 1));
@@ -270,9 +280,9 @@ __device__ __forceinline__ void quantize_by_blocks(const T* x, int tokens, int d
                 rule.codes(v, word);
                 int sum = sum_of_codes(word);
                 sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-                if (k >= depth) continue;
                 put(m, k, word);
-                if (k / SIXTEEN % HALVES_OF_BLOCK == 0) finish(m, k / (SIXTEEN * HALVES_OF_BLOCK), rule.scale, sum);
+                if (k < depth && k / SIXTEEN % HALVES_OF_BLOCK == 0)
+                    finish(m, k / (SIXTEEN * HALVES_OF_BLOCK), rule.scale, sum);
             }
         }
     }
@@ -280,14 +290,15 @@ __device__ __forceinline__ void quantize_by_blocks(const T* x, int tokens, int d
 
 // Quantize tokens, each by one scale. All threads of the block call it.
 //
+//     SUMMED    whether `finish` gets what all codes add up to; else 0
+//     reach     as above
 //     exchange  two words for each warp, in shared memory
 //     rule      of which each thread has its own
-//     put       called by all of a warp: with a token, the first k of sixteen, four words of codes in order, what they
-//               add up to, and whether they are there; behind the end of a row codes are 0
+//     put       as above, and whether the sixteen are there; returns what their codes add up to, or 0 if not SUMMED
 //     finish    called once for each token: with it, its scale, and what its codes add up to
-template <typename T, typename R, typename P, typename F>
+template <bool SUMMED, typename T, typename R, typename P, typename F>
 __device__ __forceinline__ void quantize_by_tokens(
-    const T* x, int tokens, int depth, unsigned* exchange, R rule, const P& put, const F& finish) {
+    const T* x, int tokens, int depth, int reach, unsigned* exchange, R rule, const P& put, const F& finish) {
     constexpr int HELD = HELD_NUMBERS<T>;
     const Shares share(tokens);
     const int lane = threadIdx.x % WARP, mate = share.warp % share.each, step = share.step();
@@ -296,7 +307,7 @@ __device__ __forceinline__ void quantize_by_tokens(
         const int m = begin + share.token();
         const bool mine = m < tokens && share.token() < share.together;
         const T* row = x + static_cast<long long>(mine ? m : 0) * depth;
-        const int end = mine ? depth : 0;
+        const int end = mine ? depth : 0, last = mine ? reach : 0;
         Numbers<T> held[HELD];  // what is behind them is read again
 #pragma unroll
         for (int i = 0; i < HELD; ++i)
@@ -312,39 +323,41 @@ __device__ __forceinline__ void quantize_by_tokens(
 #pragma unroll
         for (int i = 0; i < HELD; ++i) most = max(most, held[i].largest());
         most = largest_of_warp(most);
+        if (begin > 0) __syncthreads();  // what was exchanged has been read
         if (lane == 0) exchange[share.warp] = most;
         __syncthreads();
         rule.begin(largest_of_warp(lane < share.each ? exchange[min(share.warp - mate + lane, share.warps - 1)] : 0));
         int sum = 0;
         const auto quantize = [&](const Numbers<T>& numbers, int k) {
             float v[SIXTEEN];
-            unsigned word[4] = {};
-            if (k < end) {
-                numbers.get(v);
-                rule.codes(v, word);
-            }
-            const int of_these = sum_of_codes(word);
-            put(m, k, word, of_these, k < end);
-            sum += of_these;
+            unsigned word[4];
+            numbers.get(v);
+            rule.codes(v, word);
+            if (k >= end) word[0] = word[1] = word[2] = word[3] = 0;
+            sum += put(m, k, word, k < end);
         };
 #pragma unroll
         for (int i = 0; i < HELD; ++i)
-            if (first + i * step < end) quantize(held[i], own + i * step);
+            if (first + i * step < last) quantize(held[i], own + i * step);
 #pragma unroll 1
-        for (int at = HELD * step; first + at < end; at += step) {
+        for (int at = HELD * step; first + at < last; at += step) {
             Numbers<T> numbers;
+            numbers.clear();
             if (own + at < end) {
                 numbers.load(row + own + at);
                 numbers.largest();  // NaN becomes 0 again
             }
             quantize(numbers, own + at);
         }
+        if constexpr (SUMMED) {
 #pragma unroll
-        for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
-        if (lane == 0) exchange[share.warps + share.warp] = static_cast<unsigned>(sum);
-        __syncthreads();
+            for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
+            if (lane == 0) exchange[share.warps + share.warp] = static_cast<unsigned>(sum);
+            __syncthreads();
+        }
         if (mine && mate == 0 && lane == 0) {
-            for (int i = 1; i < share.each; ++i) sum += static_cast<int>(exchange[share.warps + share.warp + i]);
+            if constexpr (SUMMED)
+                for (int i = 1; i < share.each; ++i) sum += static_cast<int>(exchange[share.warps + share.warp + i]);
             finish(m, rule.scale(), sum);
         }
     }

@@ -411,39 +411,76 @@ struct OwnTokens {
     unsigned* exchange;  // two words for each warp
     int tokens, depth;
 
+    int padded;  // tokens of which fragments are: an odd number, so that lanes meet in no bank
+
+    __device__ __forceinline__ OwnTokens(unsigned char* memory, unsigned* exchange, int tokens, int depth)
+        : codes(memory), exchange(exchange), tokens(tokens), depth(depth), padded(tokens | 1) {
+        const int units = UNIT ? (depth + UNIT - 1) / UNIT : 1;
+        scales = reinterpret_cast<float*>(codes + reach() * padded);
+        sums = reinterpret_cast<int*>(scales) + (Q8 ? units : 1) * padded;
+    }
+    __device__ __forceinline__ int reach() const { return (depth + 127) / 128 * 128; }
+
+    // Sixteen bytes of a lane in a fragment at a time: four neighbouring threads, which have 64 k, exchange words.
     __device__ __forceinline__ void put(int m, int k, const unsigned (&word)[4]) const {
+        const int j = k / SIXTEEN % 4;
+        unsigned w[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            unsigned low = word[2 * i], high = word[2 * i + 1];
-            if (evens_first(LAYOUT)) {
-                const unsigned both = low;
-                low = __byte_perm(both, high, 0x6420), high = __byte_perm(both, high, 0x7531);
-            }
-            const Place place = place_in_fragment(LAYOUT, k + 8 * i);
-            unsigned* to = reinterpret_cast<unsigned*>(codes + (place.fragment * tokens + m) * MEMBER_BYTES + place.at);
-            to[0] = low, to[place.behind / 4] = high;
+        for (int i = 0; i < 4; ++i)
+            w[i] = evens_first(LAYOUT) ? __byte_perm(word[i & 2], word[i | 1], i % 2 ? 0x7531 : 0x6420) : word[i];
+        int piece = j;
+        if constexpr (LAYOUT == OWN_NIBBLES || LAYOUT == OWN_BYTES) {
+            if (k >= reach()) return;
+            const Place place = place_in_fragment(LAYOUT, k);
+            store(place.fragment, m, place.at, w);
+            return;
         }
+        // Threads 0 and 1 have the first mma, and get of threads 2 and 3 what the second one has at the same place.
+        unsigned from[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) from[i] = __shfl_xor_sync(FULL_WARP, j < 2 ? w[2 + i] : w[i], 2);
+        unsigned v[4] = {
+            j < 2 ? w[0] : from[0], j < 2 ? w[1] : from[1], j < 2 ? from[0] : w[2], j < 2 ? from[1] : w[3]};
+        if constexpr (LAYOUT == HALVES) {
+            // ... and of each the words of one lane.
+            unsigned other[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) other[i] = __shfl_xor_sync(FULL_WARP, j % 2 ? v[2 * i] : v[2 * i + 1], 1);
+            const unsigned own[2] = {j % 2 ? v[1] : v[0], j % 2 ? v[3] : v[2]};
+            v[0] = j % 2 ? other[0] : own[0], v[1] = j % 2 ? own[0] : other[0];
+            v[2] = j % 2 ? other[1] : own[1], v[3] = j % 2 ? own[1] : other[1];
+        } else {
+            piece = j % 2 * 2 + j / 2;
+        }
+        if (k < reach()) store(k / FRAGMENT_K, m, piece * 16, v);
+    }
+    __device__ __forceinline__ void store(int fragment, int m, int at, const unsigned (&v)[4]) const {
+        *reinterpret_cast<uint4*>(codes + (fragment * padded + m) * MEMBER_BYTES + at) =
+            make_uint4(v[0], v[1], v[2], v[3]);
     }
 
     template <typename T>
     __device__ __forceinline__ void quantize(const T* x) const {
         if constexpr (Q8) {
             quantize_by_blocks(
-                x, tokens, depth, [&](int m, int k, const unsigned (&word)[4]) { put(m, k, word); },
+                x, tokens, depth, reach(), [&](int m, int k, const unsigned (&word)[4]) { put(m, k, word); },
                 [&](int m, int block, float scale, int sum) {
-                    scales[block * tokens + m] = scale, sums[block * tokens + m] = sum;
+                    scales[block * padded + m] = scale, sums[block * padded + m] = sum;
                 });
         } else {
-            quantize_by_tokens(
-                x, tokens, depth, exchange, Int8Rule(),
-                [&](int m, int k, const unsigned (&word)[4], int sum, bool there) {
-                    if (there) put(m, k, word);
+            quantize_by_tokens<UNIT == 0>(
+                x, tokens, depth, reach(), exchange, Int8Rule(),
+                [&](int m, int k, const unsigned (&word)[4], bool there) {
+                    const int own = sum_of_codes(word);
+                    put(m, k, word);
                     if constexpr (UNIT != 0) {
+                        int sum = own;
 #pragma unroll
                         for (int step = 1; step < UNIT / SIXTEEN; step *= 2)
                             sum += __shfl_xor_sync(FULL_WARP, sum, step);
-                        if (there && k % UNIT == 0) sums[k / UNIT * tokens + m] = sum;
+                        if (there && k % UNIT == 0) sums[k / UNIT * padded + m] = sum;
                     }
+                    return own;
                 },
                 [&](int m, float scale, int sum) {
                     scales[m] = scale;
@@ -452,15 +489,13 @@ struct OwnTokens {
         }
     }
 
+    __device__ __forceinline__ Tokens as_tokens() const { return Tokens{codes, scales, sums, padded, 0, tokens}; }
+
     // All threads call it; x is of the type that x_kind names.
     __device__ __forceinline__ void quantize(const void* x, int x_kind) const {
         if (x_kind == FLOAT16_BIAS) quantize(static_cast<const __half*>(x));
         else if (x_kind == BFLOAT16_BIAS) quantize(static_cast<const __nv_bfloat16*>(x));
         else quantize(static_cast<const float*>(x));
-        // Fragments have whole 128 k.
-        for (int m = 0; m < tokens; ++m)
-            for (int k = depth + threadIdx.x * SIXTEEN; k < (depth + 127) / 128 * 128; k += blockDim.x * SIXTEEN)
-                put(m, k, {0, 0, 0, 0});
     }
 };
 
@@ -867,24 +902,22 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     __syncthreads();  // all barriers are there
     wait_for_previous();
     launch_dependents();
-    Tokens own{a, token_scale, sums, padded, ids == nullptr ? 0 : static_cast<int>(blockIdx.y) / slots, tokens};
-    bool filled = false;
+    using Own = OwnTokens<layout_of(CODES, UNIT), UNIT == SHARES ? LONG_UNIT : UNIT, Q8>;
+    const auto quantized = [&] {
+        return Own(start + cut.tokens_at, reinterpret_cast<unsigned*>(start + cut.sums_at), tokens, depth);
+    };
+    const int first_token = ids == nullptr ? 0 : static_cast<int>(blockIdx.y) / slots;
+    // Found anew where tokens are read: it would take registers all the time.
+    const auto given = [&] {
+        const int every = opaque(padded);
+        if constexpr (EIGHTS == 1)
+            if (numbers != nullptr) return quantized().as_tokens();
+        return Tokens{a, token_scale, sums, every, first_token, tokens};
+    };
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
-            feed.fill(), filled = true;
-            constexpr int SUMMED = UNIT == SHARES ? LONG_UNIT : UNIT;
-            const int units = SUMMED ? (depth + SUMMED - 1) / SUMMED : 1;
-            const OwnTokens<layout_of(CODES, UNIT), SUMMED, Q8> quantized{
-                start + cut.tokens_at,
-                reinterpret_cast<float*>(start + cut.tokens_at + (depth + 127) / 128 * 128 * tokens),
-                reinterpret_cast<int*>(start + cut.tokens_at + (depth + 127) / 128 * 128 * tokens) +
-                    (Q8 ? units : 1) * tokens,
-                reinterpret_cast<unsigned*>(start + cut.sums_at),
-                tokens,
-                depth};
-            const long long above_x = static_cast<long long>(own.first) * depth * (x_kind == FLOAT32_BIAS ? 4 : 2);
-            quantized.quantize(static_cast<const char*>(numbers) + above_x, x_kind);
-            own = Tokens{quantized.codes, quantized.scales, quantized.sums, tokens, 0, tokens};
+            const long long before = static_cast<long long>(first_token) * depth * (x_kind == FLOAT32_BIAS ? 4 : 2);
+            quantized().quantize(static_cast<const char*>(numbers) + before, x_kind);
             __syncthreads();
         }
     }
@@ -909,8 +942,9 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
         if (pass < cut.phases * count) {
             if (now.tile == 0) {
                 const int k = (now.phase * cut.warps + member) * Of::SHARE;
+                const Tokens own = given();
                 load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
-                if (pass == 0 && !filled) feed.fill();  // tokens do not wait behind all of it
+                if (pass == 0) feed.fill();  // tokens do not wait behind all of it
                 load_records<Of, INSIDE, ADDED_, Q8, EIGHTS>(memory.records(), own, k, depth, lane);
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
             }
@@ -953,7 +987,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
                 float4 total = *from;
                 if constexpr (UNIT == SHARES)
                     total = output.of_groups(
-                        w, cut, own, from, EIGHTS * WARP, Of::SHARE, before.phase * cut.warps, of_token[e], row,
+                        w, cut, given(), from, EIGHTS * WARP, Of::SHARE, before.phase * cut.warps, of_token[e], row,
                         8 * e + 2 * t);
                 else
 #pragma unroll 4
