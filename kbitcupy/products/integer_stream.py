@@ -82,7 +82,7 @@ _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # multiple of 1024. Slots of a ring: 16 warps have 64 KB under way with two, and more make all of it later.
 _SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
 # Tokens that each block quantizes for itself.
-_MOST_OWN = 8
+_MOST_OWN = 4
 
 
 @dataclass(frozen=True)
@@ -401,26 +401,24 @@ def multiply(
     part = codes_of(q.format, q.shape, q.lead)
     assert part is not None
     device, together = out.data.device_id, 1 if ids is not None else tokens
-    floats = None if quantized else tokens_of.floats_of(x)
-    aligned = floats is not None and floats.data.ptr % 16 == 0
+    taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
+    aligned = not quantized and taken.data.ptr % 16 == 0
     plan = _plan(part, blocked, together, rows, depth, device, products if ids is not None else 1, aligned)
     padded, step, own, codes, sums, scales = tokens_of.padded_of(tokens), 1, (0, 0), 0, 0, 0
     if plan.own:
-        own = floats.data.ptr, int8.bias_kind(floats.dtype)
+        own = taken.data.ptr, int8.bias_kind(taken.dtype)
     else:
         size, every = tokens_of.pitch_of(depth), plan.flavour.sums
         many = -(-depth // every) if every else 1
         scratch = _xp.namespace(out).cuda.alloc(padded * size + 4 * padded * many * (2 if blocked else 1) + 4 * padded)
         codes = scratch.ptr
         sums = codes + padded * size
-        scales = sums + 4 * padded * many
+        written = scales = sums + 4 * padded * many
         if quantized:
-            stored, given = token_planes(x)
-            taken = _xp.contiguous(stored)
-            tokens_of.quantize_into(taken, tokens, None, codes, 0, sums, plan.flavour.layout, every)
-            scales, step = given.data.ptr, int(given.size == tokens)
-        else:
-            tokens_of.quantize_into(floats, tokens, preset, codes, scales, sums, plan.flavour.layout, every)
+            given = token_planes(x)[1]
+            written, scales, step = 0, given.data.ptr, int(given.size == tokens)
+        by = None if quantized else preset
+        tokens_of.quantize_into(taken, tokens, by, codes, written, sums, plan.flavour.layout, every)
     bias = None if bias is None else source(bias, FLOATS)
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     chosen, experts = (0, 1) if ids is None else (ids.data.ptr, q.size // (rows * depth))

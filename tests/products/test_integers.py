@@ -9,7 +9,7 @@ from test_w8a8 import quantized_tokens
 
 import kbitcupy as kb
 from kbitcupy.errors import FormatError
-from kbitcupy.products import integer_activations as tokens_of
+from kbitcupy.products import integer_activations as tokens_of, integer_stream
 from kbitcupy.products.integer_experts import IntegerExperts
 from kbitcupy.products.integer_stream import choose_cut, flavour_of
 from kbitcupy.products.integers import Integers
@@ -509,6 +509,53 @@ def test_again(cupy, text):
             assert bool((kb.linear(x, q, activations=preset) == first).all())
 
 
+def odd_numbers(kind, tokens, depth, dtype):
+    """Tokens with what is rare: halves, infinities and NaN, zeros, and magnitudes near the ends of float32."""
+    x = np.random.default_rng(depth).standard_normal((tokens, depth)).astype(np.float32)
+    if kind == "halves":
+        x[0] = np.arange(depth) % 256 - 127.5
+        x[-1, ::7] = np.round(x[-1, ::7] * 4) / 4
+    elif kind == "infinite":
+        x[0, 3], x[-1, 5], x[0, 9] = np.inf, -np.inf, np.nan
+    elif kind == "empty":
+        x[0], x[-1, :40] = 0, np.nan
+    elif kind == "small":
+        x[:, : depth // 2] *= np.float32(1e-20)
+        x[-1] *= np.float32(1e-39 if np.finfo(dtype).bits == 32 else 1e-6)
+    elif kind == "subnormal":
+        x[-1] *= np.float32(1e-44)
+    elif kind == "large":
+        x[0] *= np.float32(1e37)
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("text", "preset"),
+    [("uint4:block=128,zero=int", "int8"), ("int4:block=32", "int8"), ("int8:block=64", "int8"),
+     ("uint4:block=512,zero=int", "int8"), ("q4_0", "q8_1"), ("q4_k", "q8_1"), ("q8_0", "q8_1")],
+)  # fmt: skip
+def test_tokens_that_blocks_quantize(cupy, monkeypatch, text, preset, dtype):
+    """The same bits as with a launch for the tokens."""
+    depth = 1536 if kb.get_format(text).block in (256, 512) else 1056
+    if text.startswith("uint4:block=128"):
+        depth = 1120  # fragments with zeros behind the end
+    q = on_device(cupy, random_weight(text, 40, depth))
+    for kind in ("halves", "infinite", "empty", "small", "subnormal", "large"):
+        for tokens in (1, 3, 4):
+            x = cupy.asarray(odd_numbers(kind, tokens, depth, kb.backend.xp.named_dtype(dtype)))
+            found = []
+            for most in (8, 0):
+                monkeypatch.setattr(integer_stream, "_MOST_OWN", most)
+                integer_stream._plan.cache_clear()
+                y = cupy.zeros((tokens, 40), np.float32).astype(x.dtype)
+                found.append(kb.linear(x, q, activations=preset, out=y).get())
+            bits = f"u{found[0].itemsize}"
+            assert np.array_equal(found[0].view(bits), found[1].view(bits)), (kind, tokens)
+    integer_stream._plan.cache_clear()
+
+
 def test_cuts_fit():
     """Every shape has a cut, whose parts of the shared memory do not meet."""
     for text in STREAMED:
@@ -519,3 +566,6 @@ def test_cuts_fit():
                 cut = choose_cut(flavour, eights, rows, depth, 132, 227 << 10)
                 assert cut.shared <= 227 << 10 and list(cut.places) == sorted(cut.places)
                 assert 1 <= cut.warps * cut.teams <= 16 and cut.phases >= 1
+                own = choose_cut(flavour, eights, rows, depth, 132, 227 << 10, 1, 2)
+                assert own is None or own.places[-1] + 2 * flavour.token_bytes(depth) < own.shared <= 227 << 10
+                assert own is not None or depth > 14336
