@@ -62,11 +62,11 @@ class GpuLane(Lane):
         self._device = self._cuda.Device(int(device.partition(":")[2]))
         with self._device:
             self._stream = self._cuda.Stream(non_blocking=True)
-            self._done = [self._cuda.Event(disable_timing=True) for _ in range(2)]
             # Pinned memory comes as a whole number of pages, and maybe more of them.
             self._buffers = [
                 np.frombuffer(self._cuda.alloc_pinned_memory(PART_BYTES), np.uint8)[:PART_BYTES] for _ in range(2)
             ]
+            self._places = [buffer.ctypes.data for buffer in self._buffers]
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -95,11 +95,12 @@ class GpuLane(Lane):
 
         made = cupy.empty(nbytes, np.uint8)
         coming, begin, number = parts(self._buffers), 0, 0
+        self._wait()
         while begin < nbytes:
-            self._done[number].synchronize()  # the buffer that is filled next
-            part = next(coming)
-            self._copy(made.data.ptr + begin, part.ctypes.data, part.nbytes, _TO_DEVICE, number)
-            begin, number = begin + part.nbytes, 1 - number
+            count = next(coming).nbytes
+            self._wait()  # so the buffer that is filled next is free
+            self._copy(made.data.ptr + begin, self._places[number], count, _TO_DEVICE)
+            begin, number = begin + count, 1 - number
         return made
 
     def parts(self, array: Any) -> Iterator[np.ndarray]:
@@ -108,22 +109,26 @@ class GpuLane(Lane):
         def start(begin: int) -> np.ndarray:
             number = begin // PART_BYTES % 2
             part = self._buffers[number][: flat.nbytes - begin]
-            self._copy(part.ctypes.data, flat.data.ptr + begin, part.nbytes, _TO_HOST, number)
+            self._copy(self._places[number], flat.data.ptr + begin, part.nbytes, _TO_HOST)
             return part
 
         if not flat.nbytes:
             return
         coming = start(0)
-        for begin in range(0, flat.nbytes, PART_BYTES):
-            part, after = coming, begin + PART_BYTES
+        for after in range(PART_BYTES, flat.nbytes + PART_BYTES, PART_BYTES):
+            part = coming
+            self._wait()
             if after < flat.nbytes:
                 coming = start(after)
-            self._done[begin // PART_BYTES % 2].synchronize()
             yield part
 
-    def _copy(self, target: int, source: int, nbytes: int, kind: int, number: int) -> None:
+    def _wait(self) -> None:
+        """Until the copy that was begun last is done. Usually it is, for the host is the slower one."""
+        if not self._stream.done:
+            self._stream.synchronize()
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
         self._cuda.runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
-        self._done[number].record(self._stream)
 
     def release(self) -> None:
         """Give back what CuPy's pool keeps for the stream of this lane alone."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from ..backend import xp as _xp
 from ..errors import DeviceError, FormatError
+from .chunks import AT_ONCE
 
 Granularity = str | tuple[str, int]
 
@@ -251,14 +252,14 @@ def check_host_scales(array: np.ndarray, dtype: np.dtype, argument: str = "scale
 
 # ---- NumPy: blocks in slabs ------------------------------------------------------------------------------------------
 
-# Elements that are worked on at a time: with more the cache holds less of what is computed in between; with less calls
-# cost more than the arithmetic, and threads wait for each other most of the time.
+# Elements that are worked on at a time by one thread: with more the cache holds less of what is computed in between;
+# with less calls cost more than the arithmetic.
 _SLAB = 1 << 17
 
 
 def slab_size() -> int:
     """The most elements of a slab."""
-    return _SLAB
+    return _SLAB * AT_ONCE.get()
 
 
 def _slabs(shape: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:

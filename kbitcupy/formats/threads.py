@@ -16,7 +16,7 @@ from .chunks import AT_ONCE
 # Elements that are worth a thread; those of a row where an array has none that are whole blocks, such as a 1-D one.
 LEAST, COLUMNS = 1 << 17, 1 << 15
 # See `chunks.AT_ONCE`: with less, threads wait for each other most of the time; with more, the cache holds too little.
-_AT_ONCE = 2
+_AT_ONCE = 4
 
 
 def check_workers(workers: Any, array: Any) -> int:

@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..chunks import AT_ONCE
+
 #: What the codes of iq4_nl and iq4_xs stand for.
 IQ4_BYTES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 IQ4 = IQ4_BYTES.astype(np.float32)
@@ -65,9 +67,10 @@ def tiles(rows: np.ndarray, sub: int, rooms: int) -> Iterator[tuple[slice, list[
     There are two columns at least, the one that there is twice, since np.add.reduce has its own order for one.
     """
     parts = rows.reshape(-1, sub)
-    count = max(-(-rows.size // _TILE), 1)
+    tile = _TILE * AT_ONCE.get()
+    count = max(-(-rows.size // tile), 1)
     bounds = [len(parts) * i // count for i in range(count + 1)]
-    memory = np.empty((rooms + 1, min(_TILE, 2 * sub + rows.size)), np.float32)
+    memory = np.empty((rooms + 1, min(tile, 2 * sub + rows.size)), np.float32)
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         columns = max(stop - start, 2)
         arrays = [room[: sub * columns].reshape(sub, columns) for room in memory]
