@@ -52,10 +52,14 @@ def bind_thread() -> None:
 
 
 @functools.cache
-def driver_function(name: str) -> Any:
-    """A function of the driver that CuPy does not wrap; None where the driver is too old to have it."""
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    return getattr(library, name, None)
+def driver_function(name: str, *, holds: bool = False) -> Any:
+    """A function of the driver; None where the driver is too old to have it.
+
+    With `holds` other Python threads wait while it is called: for what takes microseconds, after which this thread
+    would have to wait for them.
+    """
+    kind = ctypes.PyDLL if holds else ctypes.CDLL
+    return getattr(kind("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), name, None)
 
 
 class _Attribute(ctypes.Structure):

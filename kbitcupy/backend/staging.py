@@ -9,6 +9,7 @@ Several lanes keep a GPU busy, and several GPUs; their host memory does not grow
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from . import xp as _xp
+from .launch import driver_function
 
 #: Bytes of an array that go through a buffer together.
 PART_BYTES = 1 << 23
-# The directions of cudaMemcpyAsync.
-_TO_DEVICE, _TO_HOST = 1, 2
 
 
 class Lane:
@@ -67,6 +67,9 @@ class GpuLane(Lane):
                 np.frombuffer(self._cuda.alloc_pinned_memory(PART_BYTES), np.uint8)[:PART_BYTES] for _ in range(2)
             ]
             self._places = [buffer.ctypes.data for buffer in self._buffers]
+        # Threads that give up the interpreter around every call wait for it most of the time when there are many.
+        self._memcpy = driver_function("cuMemcpyAsync", holds=True)
+        self._memcpy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -99,7 +102,7 @@ class GpuLane(Lane):
         while begin < nbytes:
             count = next(coming).nbytes
             self._wait()  # so the buffer that is filled next is free
-            self._copy(made.data.ptr + begin, self._places[number], count, _TO_DEVICE)
+            self._copy(made.data.ptr + begin, self._places[number], count)
             begin, number = begin + count, 1 - number
         return made
 
@@ -109,7 +112,7 @@ class GpuLane(Lane):
         def start(begin: int) -> np.ndarray:
             number = begin // PART_BYTES % 2
             part = self._buffers[number][: flat.nbytes - begin]
-            self._copy(self._places[number], flat.data.ptr + begin, part.nbytes, _TO_HOST)
+            self._copy(self._places[number], flat.data.ptr + begin, part.nbytes)
             return part
 
         if not flat.nbytes:
@@ -127,8 +130,8 @@ class GpuLane(Lane):
         if not self._stream.done:
             self._stream.synchronize()
 
-    def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
-        self._cuda.runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        self._cuda.driver.check_status(self._memcpy(target, source, nbytes, self._stream.ptr))
 
     def release(self) -> None:
         """Give back what CuPy's pool keeps for the stream of this lane alone."""

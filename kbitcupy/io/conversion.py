@@ -117,6 +117,7 @@ class Job:
             raise FileError(f"{self.reader.path}: tensor {name!r}: {error}") from error
         for stored, array in arrays.items():
             writer.put(stored, array if isinstance(array, np.ndarray) else worker.lane.parts(array))
+        worker.not_finite.settle()
 
     def pieces(self, most: float) -> list[tuple[str, ...]]:
         """The names of the tensors in parts that are worked on apart, of so many bytes to read unless one is larger."""
@@ -139,49 +140,70 @@ _HOST_PART, _DEVICE_PART = 1 << 17, 1 << 24
 
 
 class _NotFinite:
-    """How many NaN and infinities tensors hold; a GPU is not waited for until `counts`."""
+    """How many NaN and infinities tensors hold.
+
+    A tensor on a GPU is looked at in two steps: `add` begins, with two kernels, and `settle` ends, when the GPU need
+    not be waited for any more. Between them the tensor stays in memory.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[str, list[Any]] = {}
+        #: NaN and infinities of each tensor that has any.
+        self.counts: dict[str, tuple[int, int]] = {}
+        self._begun: list[tuple[str, Any, Any]] = []
 
     def add(self, name: str, x: Any) -> None:
         """Count those of a contiguous tensor."""
-        xp = _xp.namespace(x)
-        exponent = _EXPONENTS[x.dtype.name]
         bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
-        infinity, sign = bits.dtype.type(exponent), bits.dtype.type(1 << 8 * x.dtype.itemsize - 1)
-        part = _HOST_PART if xp is np else _DEVICE_PART
-        counts = self._counts.setdefault(name, [])
-        with _xp.on_device_of(x):
-            for begin in range(0, bits.size, part):
-                some = bits[begin : begin + part]
-                if xp is np and self._all_finite(some, x.dtype, exponent):
-                    continue
-                magnitude = some & ~sign
-                counts.append(
-                    xp.stack([xp.count_nonzero(magnitude > infinity), xp.count_nonzero(magnitude == infinity)])
-                )
+        if not bits.size:
+            return
+        if not isinstance(bits, np.ndarray):
+            with _xp.on_device_of(x):
+                ends = _xp.namespace(x).empty(2, bits.dtype)
+                signed = bits.dtype.str.replace("u", "i")
+                bits.view(signed).max(out=ends[:1].view(signed).reshape(()))
+                bits.max(out=ends[1:].reshape(()))
+            self._begun.append((name, x, ends))
+            return
+        for begin in range(0, bits.size, _HOST_PART):
+            some = bits[begin : begin + _HOST_PART]
+            if not self._all_finite(some, x.dtype):
+                self._count(name, some, x.dtype)
 
-    @staticmethod
-    def _all_finite(bits: np.ndarray, dtype: np.dtype, exponent: int) -> bool:
+    def settle(self) -> None:
+        """Count those of tensors that were added and are on a GPU."""
+        for name, x, ends in self._begun:
+            found = _xp.to_device(ends, "cpu")
+            if not self._are_finite(int(found.view(f"i{x.dtype.itemsize}")[0]), int(found[1]), x.dtype):
+                with _xp.on_device_of(x):
+                    bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
+                    for begin in range(0, bits.size, _DEVICE_PART):
+                        self._count(name, bits[begin : begin + _DEVICE_PART], x.dtype)
+        self._begun.clear()
+
+    def _count(self, name: str, bits: Any, dtype: np.dtype) -> None:
+        xp, infinity = _xp.namespace(bits), bits.dtype.type(_EXPONENTS[dtype.name])
+        magnitude = bits & bits.dtype.type((1 << 8 * dtype.itemsize - 1) - 1)
+        found = (int(xp.count_nonzero(magnitude > infinity)), int(xp.count_nonzero(magnitude == infinity)))
+        if any(found):
+            before = self.counts.get(name, (0, 0))
+            self.counts[name] = before[0] + found[0], before[1] + found[1]
+
+    @classmethod
+    def _all_finite(cls, bits: np.ndarray, dtype: np.dtype) -> bool:
         """Whether all are finite numbers, at little cost; False too where squares are too large."""
         if dtype == np.float32:
             some = bits.view(dtype)
             with np.errstate(over="ignore", invalid="ignore"):
                 return math.isfinite(np.dot(some, some))
-        # The largest negative and the largest positive number.
-        sign = 1 << 8 * dtype.itemsize - 1
-        return int(bits.max()) < sign + exponent and int(bits.view(f"i{dtype.itemsize}").max()) < exponent
+        return cls._are_finite(int(bits.view(f"i{dtype.itemsize}").max()), int(bits.max()), dtype)
 
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """NaN and infinities of each tensor that has any."""
-        found = {}
-        for name, counts in self._counts.items():
-            host = [_xp.to_device(count, "cpu") for count in counts]
-            nan, infinite = (int(sum(count[kind] for count in host)) for kind in (0, 1))
-            if nan or infinite:
-                found[name] = nan, infinite
-        return found
+    @staticmethod
+    def _are_finite(signed: int, unsigned: int, dtype: np.dtype) -> bool:
+        """The same from the largest of their bits as signed integers, where a positive number is, and as unsigned
+        ones, where a negative number is.
+        """
+        exponent, sign = _EXPONENTS[dtype.name], 1 << 8 * dtype.itemsize - 1
+        return signed < exponent and unsigned < sign + exponent
 
 
 @dataclass(frozen=True)
@@ -365,7 +387,7 @@ class Conversion:
                 job.run(piece.names, writer, worker)
             for file in job.files:
                 file.check_unchanged()
-            return _Result(writer.late, worker.not_finite.counts(), unsaid[0], len(piece.names))
+            return _Result(writer.late, worker.not_finite.counts, unsaid[0], len(piece.names))
 
     def _check(self) -> None:
         if self._given_up.is_set():
