@@ -44,39 +44,57 @@ def shape_of(rng):
     return tokens, max(1, min(rows, 20_000_000 // (tokens * depth))), depth
 
 
-def warps_have_rows(least):
-    """Let warps have rows of their own where thread blocks have so many."""
-    ternary_rows.LEAST_ROWS = least
+def warps_have_rows(any):
+    """Let warps have rows of their own however few these are, or where thread blocks have many."""
+    ternary_rows.LEAST_ROWS = 0 if any else LEAST_ROWS
     for function in (ternary_rows.rows_of, ternary_rows.float_rows_of):
         function.cache_clear()
 
 
 def wrong_experts(rng, cupy, routes):
-    """The same of experts, of which each product is BitLinear."""
+    """The same of experts: of which each product is BitLinear, or of floats."""
+    floats = rng.random() < 0.4
     tokens, slots, experts = (int(rng.integers(1, 9)) for _ in range(3))
+    if rng.random() < 0.4:  # so many that they are sorted by expert
+        tokens *= 40
     rows, depth = int(rng.integers(1, 700)), int(128 * rng.integers(1, 20))
-    granularity = GRANULARITIES[rng.integers(3)]
+    granularity = GRANULARITIES[rng.integers(2 if floats else 3)]
     if granularity[0] == "group" and depth < granularity[1]:
         granularity = "tensor"
-    dtype = DTYPES[rng.integers(4)]
+    dtype = DTYPES[rng.integers(2 if floats else 4)]
     members = [weight(rng, rows, depth, granularity, cupy) for _ in range(experts)]
     qs, on = (kb.stack([m[i] for m in members]) for i in range(2))
     each = rng.random() < 0.3
-    x = make(rng.choice(["normal", "special"]), tokens * (slots if each else 1) * depth, dtype, int(rng.integers(99)))
+    kind = "normal" if floats else rng.choice(["normal", "special"])
+    x = make(kind, tokens * (slots if each else 1) * depth, dtype, int(rng.integers(99)))
     x = x.reshape((tokens, slots, depth) if each else (tokens, depth))
     ids = rng.integers(-1, experts + 1, (tokens, slots))
     mixed = rng.random((tokens, slots)).astype(np.float32) if rng.random() < 0.5 else None
-    wanted = kb.linear_grouped(x, qs, ids, mixed, activations="bitnet")
     given, chosen = cupy.asarray(x), cupy.asarray(ids)
     on_gpu = None if mixed is None else cupy.asarray(mixed)
-    y = cupy.asnumpy(kb.linear_grouped(given, on, chosen, on_gpu, activations="bitnet"))
-    routes[kb.explain(given, on, activations="bitnet", expert_ids=ids).route] += 1
+    activations = None if floats else "bitnet"
+    y = cupy.asnumpy(kb.linear_grouped(given, on, chosen, on_gpu, activations=activations)).astype(np.float64)
+    routes[kb.explain(given, on, activations=activations, expert_ids=ids).route] += 1
+    what = f"experts {granularity} {dtype} {tokens} x {slots} of {experts} x {rows} x {depth} {each} {mixed is None}"
+    if floats:
+        w, wide = qs.dequantize(dtype=np.float32), x.astype(np.float32) if each else x.astype(np.float32)[:, None]
+        exact, size = np.zeros((2, tokens, slots, rows))
+        for expert in range(experts):
+            t, s = np.nonzero(ids == expert)
+            own = wide[t, s if each else 0]
+            exact[t, s], size[t, s] = own @ w[expert].T.astype(np.float64), np.abs(own) @ np.abs(w[expert]).T
+        if mixed is not None:
+            exact, size = ((v * mixed[:, :, None]).sum(1) for v in (exact, size))
+        eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype.name]
+        inside = np.abs(exact) < (3e4 if dtype == np.float16 else 1e37)
+        good = (np.abs(y - exact) <= np.abs(exact) * eps * 1.01 + 1e-5 * size + 2.0**-24)[inside].all()
+        return None if good else f"floats {what}"
+    wanted = kb.linear_grouped(x, qs, ids, mixed, activations="bitnet").astype(np.float64)
     if mixed is None:
         good = same_values(y, wanted)
     else:
         with np.errstate(all="ignore"):
-            good = np.allclose(y.astype(np.float64), wanted.astype(np.float64), rtol=1e-2, atol=1e-6, equal_nan=True)
-    what = f"experts {granularity} {dtype} {tokens} x {slots} of {experts} x {rows} x {depth} {each} {mixed is None}"
+            good = np.allclose(y, wanted, rtol=1e-2, atol=1e-6, equal_nan=True)
     return None if good else what
 
 
@@ -86,7 +104,7 @@ def wrong(rng, cupy, routes):
         return wrong_experts(rng, cupy, routes)
     tokens, rows, depth = shape_of(rng)
     own = rng.random() < 0.5
-    warps_have_rows(0 if own else LEAST_ROWS)
+    warps_have_rows(own)
     if own:
         tokens = min(tokens, int(rng.integers(1, 9)))
     granularity = GRANULARITIES[rng.integers(len(GRANULARITIES))]

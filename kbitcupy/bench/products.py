@@ -5,9 +5,10 @@ that time would be needed to read the compressed weights once, at the copy bandw
 decoding the weights to float16 and multiplying by cuBLAS, which is the other way that `linear` may take, torch's
 bfloat16 product (cuBLAS), bitsandbytes' NF4 product and torch's int4 product (tinygemm, groups of 128), as far as they
 are installed, and beside types of GGUF ggml's own product (`kbitcupy.bench.ggml`). Rows of ternary weights are of
-floats, and of tokens that are quantized on the way, as BitNet does it; W8A8 and ``kbit2`` stand beside them. Below them
-stand products with a mixture of experts, `kbitcupy.linear_grouped`: M tokens choose 8 of 128 experts each. There
-reading counts the weights of the experts that are chosen, and cuBLAS multiplies with one of them after the other.
+floats, and of tokens that are quantized on the way, as BitNet does it, also behind an RMSNorm; W8A8 and ``kbit2``
+stand beside them. Below them stand products with a mixture of experts, `kbitcupy.linear_grouped`: M tokens choose 8 of
+128 experts each. There reading counts the weights of the experts that are chosen, and cuBLAS multiplies with one of
+them after the other.
 
 ``--w8a8``: a row is the median GPU time of `kbitcupy.affine.linear_w8a8` on float16 activations, quantization,
 rescaling and bias included. Beside it stand ``torch._int_mm`` on matrices that are int8 already (from 17 tokens on, as
@@ -30,6 +31,7 @@ import numpy as np
 from ..affine import linear_w8a8
 from ..array import QuantizedArray
 from ..backend import xp as _xp
+from ..bitnet import linear as bit_linear
 from ..errors import DeviceError
 from ..formats.base import Format, get_format
 from ..products.functions import linear, linear_grouped, multiply_decoded
@@ -46,9 +48,13 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 FORMATS = ("kbit4", "nf4")
 #: Formats that are timed at the first shape only, with one token.
 EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0")
+#: BitNet's activations behind an RMSNorm, beside those that `linear` knows.
+NORMALIZED = "rms_norm+bitnet"
 #: Ternary weights and what is compared with them, by format and ``activations=``, and their numbers of tokens.
 TERNARY = (
     ("ternary", "bitnet"),
+    ("ternary", NORMALIZED),
+    ("ternary:granularity=channel:0", "bitnet"),
     ("ternary", None),
     ("ternary:block=64", "bitnet"),
     ("ternary:block=128", "bitnet"),
@@ -212,7 +218,7 @@ def measure_linear(
     others : dict of str to float
         Times of other libraries' products, by name.
     activations : str, optional
-        How tokens are quantized on the way.
+        How tokens are quantized on the way, or `NORMALIZED`.
 
     Returns
     -------
@@ -222,7 +228,11 @@ def measure_linear(
     x = _activations((tokens, shape[1]), xp)
     out = xp.empty((tokens, shape[0]), np.float16)
 
+    norm = xp.ones(shape[1], np.float32) if activations == NORMALIZED else None
+
     def fused(weight: Any) -> tuple[Call, int]:
+        if norm is not None:
+            return lambda: bit_linear(x, weight.q, norm=norm, out=out), weight.q.nbytes
         return lambda: linear(x, weight.q, activations=activations, out=out), weight.q.nbytes
 
     def decoded(weight: Any) -> tuple[Call, int]:

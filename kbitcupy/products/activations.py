@@ -271,7 +271,7 @@ _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
 _FILE = "linear/activations.cu"
 _SIGNATURES: dict[str, tuple[str, ...]] = {
     "largest_of_tokens": ("p", "p", "p", "i8", "i8", "i4", "f8"),
-    "quantize_activations": (*("p",) * 6, *("i8",) * 3, *("i4",) * 3, "f8", "f4", *("i4",) * 3),
+    "quantize_activations": (*("p",) * 6, *("i8",) * 3, *("i4",) * 3, "f8", "f8", "f4", *("i4",) * 3),
     "normalize_tokens": ("p", "p", "p", "i8", "i8", "f8"),
 }
 _BOOLS = ("false", "true")
@@ -337,16 +337,14 @@ def quantize_into(
     depth = x.shape[-1]
     grid = (min(tokens, _MOST_BLOCKS),)
     weight = _weight(norm)
-    before = (0, 0.0) if norm is None else (1, norm.eps)
+    normalizes, norm_eps = (0, 0.0) if norm is None else (1, norm.eps)
     given: Any = 0
     if rule.granularity != "token":
         largest = _xp.namespace(x).empty(tokens, np.float32)
-        _kernel("largest_of_tokens", x.dtype).launch(x, grid, (x, weight, largest, tokens, depth, *before))
+        _kernel("largest_of_tokens", x.dtype).launch(x, grid, (x, weight, largest, tokens, depth, normalizes, norm_eps))
         # As integers, which have the order of magnitudes: comparisons of floats flush.
         given = largest.view(np.int32).max(keepdims=True)
-    lengths = tokens, depth, pitch, groups, group
+    numbers = tokens, depth, pitch, groups, group, normalizes, 1 / max(depth, 1), norm_eps, *rule.numbers
     address = x.data.ptr | (0 if weight.__class__ is int else weight.data.ptr)
     vector = not (address % 16 or depth % 8 or pitch % 8)
-    _quantizer(x.dtype, vector, _threads(depth)).launch(
-        x, grid, (x, weight, given, codes, scales, sums, *lengths, *before, *rule.numbers)
-    )
+    _quantizer(x.dtype, vector, _threads(depth)).launch(x, grid, (x, weight, given, codes, scales, sums, *numbers))

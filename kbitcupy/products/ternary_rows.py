@@ -30,7 +30,7 @@ SIZES = Constants(
     ROW_THREADS=512,
     MOST_ROW_STAGES=4,
     MOST_SLOTS=64,
-    OWN_OCTETS=2,
+    LANES=tokens_of.LANES,
 )
 STRUCTS = BIAS_KINDS, SIZES, GROUP
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
@@ -44,12 +44,14 @@ _OF_GROUPS = Template(FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUP
 _FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=STRUCTS, least=OLDEST)
 register_templates(_ROWS, _OF_GROUPS, _FLOATS)
 _SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
-_GROUP_SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 6, MAP_BYTES)
+_GROUP_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 6, MAP_BYTES, MAP_BYTES)
 _FLOAT_SIGNATURE = (*("p",) * 4, "i8", *("i4",) * 7, MAP_BYTES)
 #: Warps of a thread block, and bytes of a stage of a warp; stages beyond which the first codes, and the tokens, only
 #: come later; what stages begin at; bytes beside stages and tokens.
 WARPS, STAGE, STAGES, ALIGNMENT = SIZES.ROW_THREADS // 32, 2 * 16 * 128, 2, 1 << 10
 BESIDE = 2 << 10
+# Bytes of scales that the L2 cache fetches together.
+_PROMOTION = 128
 # Rows of a pass; bytes of a row in a box.
 _PASS, _LINE = 16, 128
 
@@ -66,17 +68,23 @@ class Rows:
         Thread blocks.
     cut : tuple of int
         The last numbers of the kernel's arguments.
+    of_pass : int
+        Rows of a box.
     """
 
     launch: Any
     grid: tuple[int]
     cut: tuple[int, ...]
+    of_pass: int
 
     def multiply(self, pointers: tuple[int, ...], numbers: tuple[float, ...], q: QuantizedArray, part: Trits) -> None:
         """Start it with all arguments but the cut and the map of the weight."""
         rows, depth = q.shape
-        codes = map_of(q.planes[part.codes], rows, depth, self.cut[-1])
-        self.launch(self.grid, (*pointers, *numbers, *self.cut, codes))
+        arguments = *pointers, *numbers, *self.cut, map_of(q.planes[part.codes], rows, depth, self.of_pass)
+        if part.shares == "group":
+            scales, of_row, of_box = q.planes[part.scales].data.ptr, 4 * (depth // part.group), scale_bytes(part.group)
+            arguments += (byte_matrix(scales, rows, of_row, of_row, self.of_pass, of_box, False, _PROMOTION),)
+        self.launch(self.grid, arguments)
 
 
 def map_of(codes: Any, rows: int, depth: int, of_pass: int) -> bytes:
@@ -93,6 +101,11 @@ def named(name: str, tokens: int, rows: int, gpu: Device) -> str:
 def staged_bytes(tokens: int, depth: int) -> int:
     """Bytes of int8 tokens in shared memory, of whole lines of codes."""
     return -(-depth // (4 * _LINE)) * 4 * _LINE * tokens
+
+
+def scale_bytes(group: int) -> int:
+    """Bytes of the scales of a row in a stage."""
+    return 2 * 4 * _LINE // group * 4
 
 
 def cut_of(rows: int, depth: int, blocks: int, group: int) -> tuple[int, int]:
@@ -136,16 +149,21 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
     if not blocks or tokens > TOKENS or group not in (0, *GROUPS):
         return None
     share, of_pass = cut_of(rows, depth, blocks, group)
-    # Behind the tokens of groups are their sums, with room for those of a line, and in a stage the scales of its rows.
-    staged = staged_bytes(tokens, depth) + (4 * TOKENS * (depth // group + 8) if group else 0)
-    stage = STAGE + (of_pass * 2 * 4 * _LINE // group * 4 if group else 0)
+    staged, stage = staged_bytes(tokens, depth), STAGE
+    if group:
+        if depth // group * 4 % 16:  # no rows of scales for the copy engine
+            return None
+        # Behind the tokens are zeros and what sums of groups begin with, with room for those of a line; in a stage the
+        # scales of its rows.
+        staged += 16 + (4 if tokens == 1 and group >= 64 else 64) * (depth // group + 16)
+        stage += -(-of_pass * scale_bytes(group) // 128) * 128
     stages = stages_of(staged, stage, device)
     if stages < 1:
         return None
     template, values = (_OF_GROUPS, (CXX_TYPES[dtype.name], str(group))) if group else (_ROWS, (CXX_TYPES[dtype.name],))
     signature = _GROUP_SIGNATURE if group else _SIGNATURE
     launch = _launch(template, values, staged + stages * WARPS * stage, signature, device)
-    return Rows(launch, (blocks,), (stages, of_pass) if group else (share, stages, of_pass))
+    return Rows(launch, (blocks,), (stages, of_pass) if group else (share, stages, of_pass), of_pass)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -161,7 +179,7 @@ def float_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: i
         return None
     shared = staged + stages * WARPS * STAGE
     launch = _launch(_FLOATS, (CXX_TYPES[dtype.name],), shared, _FLOAT_SIGNATURE, device)
-    return Rows(launch, (blocks,), (share, stages, of_pass))
+    return Rows(launch, (blocks,), (share, stages, of_pass), of_pass)
 
 
 def _launch(template: Template, values: tuple[str, ...], shared: int, signature: tuple[Any, ...], device: int) -> Any:

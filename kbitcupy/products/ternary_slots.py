@@ -84,7 +84,7 @@ def _plan(
     most = TOKENS if own and not floats else SIZES.MOST_SLOTS
     if capability(device) < OLDEST or slots > most or tokens > _MOST_TOKENS:
         return None
-    if not floats and depth > 8 * SIZES.OWN_OCTETS * SIZES.ROW_THREADS:
+    if not floats and depth > 16 * SIZES.ROW_THREADS:
         return None
     blocks, of_pass = cut_of(rows, slots, multiprocessors(device) // tokens)
     staged = staged_bytes(slots if own else 1, depth) * (1 + floats) + 4 * slots * -(-rows // blocks)

@@ -198,7 +198,8 @@ def multiply_streamed(
     if plan is None:
         assert own_rows is not None
         shared = (each,) if group else (each, int(part.shares == "row"))
-        own_rows.multiply((a, sums, scales, gamma, added, y), (rows, tokens, depth, *shared, kind), q, part)
+        pointers = a, sums, scales, *(() if group else (gamma,)), added, y
+        own_rows.multiply(pointers, (rows, tokens, depth, *shared, kind), q, part)
     elif group:
         plan.launch(plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, kind))
     else:

@@ -10,6 +10,7 @@
 //     weight           float32[depth] of RMSNorm, or null
 //     tokens, depth    M and K
 //     normalizes       whether there is an RMSNorm
+//     norm_share       1 / K, by which it multiplies the sum of squares first of all
 //     norm_eps         what it adds to the mean of squares
 #include "common/copy.cuh"
 #include "common/ieee.cuh"
@@ -17,6 +18,7 @@
 #include "common/types.cuh"
 #include "linear/fragments.cuh"
 #include "linear/quantize.cuh"
+#include "linear/rms_norm.cuh"
 
 // Of the host, ahead of this source: LANES of the sum of squares, a power of two; MOST_THREADS of a block that
 // quantizes; STEP of linear/fragments.cuh; ROOM, elements of a token in shared memory, a multiple of 8.
@@ -118,7 +120,23 @@ __device__ __forceinline__ int joined(int own, const F& join) {
     return own;
 }
 
-// 1 / root of the mean of squares, from `kept`, where the first `room` elements are, and the row.
+// The sum over a block, likewise.
+__device__ __forceinline__ double total_of(double own) {
+    __shared__ double of_warp[MOST_THREADS / WARP];
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) own += __shfl_xor_sync(FULL_WARP, own, step);
+    __syncthreads();  // earlier ones have been read
+    if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = own;
+    __syncthreads();
+    const int warps = blockDim.x / WARP;  // a power of two
+    own = of_warp[threadIdx.x % warps];
+#pragma unroll 1
+    for (int step = warps / 2; step > 0; step /= 2) own += __shfl_xor_sync(FULL_WARP, own, step);
+    return own;
+}
+
+// 1 / root of the mean of squares in the order of the contract, from `kept`, where the first `room` elements are, and
+// the row.
 template <typename T>
 __device__ __forceinline__ float root_factor(
     const T* row, const float* kept, int room, long long depth, double norm_eps) {
@@ -128,7 +146,7 @@ __device__ __forceinline__ float root_factor(
     double sum = 0;
     if (thread < LANES) {
         const int there = static_cast<int>(min(depth, static_cast<long long>(room)));
-#pragma unroll 16
+#pragma unroll 1
         for (int k = thread; k < there; k += LANES) {
             const double x = ieee::widen(number(kept[k]));
             sum += x * x;
@@ -171,7 +189,7 @@ __global__ void __launch_bounds__(MOST_THREADS) quantize_activations(
     long long tokens, long long depth, long long pitch,
     int groups,  // 0 for rows, else times 8 tokens of fragments
     int group,   // of whose codes there are sums, and fragments in octets; 0 for all of a token
-    int normalizes, double norm_eps, float eps, int lowest, int highest, int away) {
+    int normalizes, double norm_share, double norm_eps, float eps, int lowest, int highest, int away) {
     __shared__ __align__(16) float kept[ROOM];
     if (weight != nullptr)
         for (long long k = threadIdx.x * 32; k < depth; k += blockDim.x * 32) prefetch_l2(weight + k);
@@ -192,13 +210,20 @@ __global__ void __launch_bounds__(MOST_THREADS) quantize_activations(
         if (normalizes) {
             // Ahead of what takes time.
             if (weight != nullptr && first < size) load_octet<VECTOR>(g, weight, first, size);
+            double squares[2] = {0, 0};
 #pragma unroll 2
-            for (int k = first; k < there; k += run) {
+            for (int k = first; k < size; k += run) {
                 load_octet<VECTOR>(v, row, k, size);
                 keep(k);
+#pragma unroll
+                for (int e = 0; e < OCTET; ++e) {
+                    const double wide = widened<T>(v[e]);
+                    squares[e % 2] = fma(wide, wide, squares[e % 2]);
+                }
             }
-            __syncthreads();
-            factor = root_factor(row, kept, ROOM, depth, norm_eps);
+            const RootMeanSquare root{true, weight, norm_share, norm_eps};
+            if (!factor_from(total_of(squares[0] + squares[1]), root, factor))
+                factor = root_factor(row, kept, ROOM, depth, norm_eps);
         }
         // What is quantized.
         const auto prepare = [&](int k) {

@@ -15,17 +15,18 @@
 #include "linear/fragments.cuh"
 #include "linear/quantize.cuh"
 #include "linear/ternary_operands.cuh"
+#include "linear/token_codes.cuh"
 
 // Of the host (kbitcupy/products/ternary_rows.py), ahead of this source: STEP, k of 64 bytes of codes; ROW_THREADS of a
 // block; MOST_ROW_STAGES; MOST_SLOTS of a token;
 // OWN_OCTETS, times eight numbers of a token that a thread quantizes; struct Group,
 // see linear/experts.cu; FLOAT32_BIAS and its like.
-constexpr int TOKENS = 8, ROW_WARPS = ROW_THREADS / WARP, MEMBER_BYTES = FRAGMENT_BYTES / TOKENS;
 constexpr int LINE = 128, SWIZZLE_UNIT = 1024, BOX_BYTES = ROWS * LINE, BOXES = 2, STAGE_BYTES = BOXES * BOX_BYTES,
-              LINE_STEPS = LINE / STEP_BYTES;
+              LINE_STEPS = LINE / STEP_BYTES, TARGET_UNIT = 128;
 
 // Of 128 k with groups: how fields become sums. Which sum has a field, in what units, and whether the field is moved to
-// the place of the one below.
+// the place of the one below. A sum begins with the bits of a float that becomes larger by it, in units of its last
+// bit, less what the codes of the token add up to.
 template <int GROUP>
 struct Sums {
     static constexpr int COUNT = GROUP == 32 ? 4 : 2, GROUPS = BLOCK / GROUP;
@@ -36,37 +37,48 @@ struct Sums {
     __device__ __forceinline__ static constexpr int base(int sum) {
         return 0x4b400000 - ((GROUP == 32 ? 2 : 4) * sum << 23);
     }
+    __device__ __forceinline__ static int begin(int group, int of_codes) {
+        const int sum = group % GROUPS;
+        return base(sum) - unit(sum) * of_codes;
+    }
 };
+
+constexpr uint4 NOTHING{0, 0, 0, 0};
+
+// sum = first + a * b, as mma_bytes has them.
+__device__ __forceinline__ void mma_begin(
+    int (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const uint4& first) {
+#if __CUDA_ARCH__ >= 900
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};"
+        : "=r"(sum[0]), "=r"(sum[1]), "=r"(sum[2]), "=r"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(first.x), "r"(first.y), "r"(first.z),
+          "r"(first.w));
+#endif
+}
 
 // The sums of the groups of 128 k, which become terms and are added to the totals.
 //
 // USABLE  whether all scales are known to be finite and not negative
-// u, l  codes of rows g and g + 8       b      their tokens, of two fields each
-// less  what the codes of tokens 2 t and 2 t + 1 of each group add up to
+// u, l   codes of rows g and g + 8       b      their tokens, of two fields each
+// begin  what sums of each group begin with, see Sums
 template <int GROUP, bool USABLE>
 __device__ __forceinline__ void add_groups(
-    float (&total)[4], const uint2& u, const uint2& l, const uint4 (&b)[2], const int2 (&less)[BLOCK / GROUP],
+    float (&total)[4], const uint2& u, const uint2& l, const uint4 (&b)[2], const uint4 (&begin)[BLOCK / GROUP],
     const float (&of_token)[2], const float (&upper)[BLOCK / GROUP], const float (&lower)[BLOCK / GROUP]) {
     using Of = Sums<GROUP>;
     int sum[Of::COUNT][4];
-#pragma unroll
-    for (int i = 0; i < Of::COUNT; ++i) {
-        // A float that becomes larger by the sum, in units of its last bit.
-        const int unit = Of::unit(i), base = i < Of::GROUPS ? static_cast<int>(Of::base(i)) : 0;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int2 both = less[min(i, Of::GROUPS - 1)];
-            sum[i][e] = base - (i < Of::GROUPS ? unit * (e % 2 ? both.y : both.x) : 0);
-        }
-    }
 #pragma unroll
     for (int f = 0; f < FIELDS; ++f) {
         const int place = Of::moves(f) ? f - 1 : f, by = 2 * (f - place);
         const unsigned mask = 0x03030303u << 2 * place;
         const uint4 four = b[f / 2];
-        mma_bytes<false>(
-            sum[Of::of(f)], {u.x >> by & mask, l.x >> by & mask, u.y >> by & mask, l.y >> by & mask},
-            f % 2 ? four.z : four.x, f % 2 ? four.w : four.y);
+        const unsigned a[4] = {u.x >> by & mask, l.x >> by & mask, u.y >> by & mask, l.y >> by & mask};
+        const unsigned b0 = f % 2 ? four.z : four.x, b1 = f % 2 ? four.w : four.y;
+        if (f > 0 && Of::of(f) == Of::of(f - 1)) mma_bytes<false>(sum[Of::of(f)], a, b0, b1);
+        else
+            mma_begin(
+                sum[Of::of(f)], a, b0, b1, Of::of(f) < Of::GROUPS ? begin[min(Of::of(f), Of::GROUPS - 1)] : NOTHING);
     }
 #pragma unroll
     for (int i = 0; i < Of::GROUPS; ++i) {
@@ -83,14 +95,6 @@ __device__ __forceinline__ void add_groups(
 // Lines of a row. Tokens have room for as many, though what is behind their end counts for nothing: codes there are 0.
 __device__ __forceinline__ int lines_of(int depth) { return (depth / FIELDS + LINE - 1) / LINE; }
 
-// Wait for this lane's copies, except those of the last `pending` groups.
-__device__ __forceinline__ void wait_copies_but(int pending) {
-    if (pending == 0) wait_copies<0>();
-    else if (pending == 1) wait_copies<1>();
-    else if (pending == 2) wait_copies<2>();
-    else wait_copies<3>();
-}
-
 // ---- warps
 // -----------------------------------------------------------------------------------------------------------
 
@@ -105,6 +109,7 @@ struct Cut {
     int share;    // warps of a team that have the same rows, at most as many as a row has lines; with groups 1
     int stages;   // of a warp
     int of_pass;  // rows of a pass at the most, those of a box
+    int ahead;  // lines that are brought to the L2 cache while the kernel ahead is at work, where it may write weights
 };
 
 // What a warp fetches: its lines of the rows of its passes.
@@ -113,16 +118,20 @@ struct Fetcher {
     static constexpr int PER_BLOCK = GROUP == 0 ? 0 : BLOCK / (GROUP == 0 ? 1 : GROUP);  // scales of 128 k
     static constexpr int LINE_BLOCKS = LINE_STEPS * 2, BLOCKS = BOXES * LINE_BLOCKS;     // times 128 k
     static constexpr int ROW_SCALES = BLOCKS * PER_BLOCK * 4;                            // bytes of a stage
+    // ... of all rows, from a multiple of what TMA writes to.
+    __device__ __forceinline__ static unsigned scales_of(int rows) {
+        return (rows * ROW_SCALES + TARGET_UNIT - 1) / TARGET_UNIT * TARGET_UNIT;
+    }
 
     const TensorMap* map;
-    const float* scales;                       // GROUP: of row 0 of the map, [rows, depth / GROUP]
+    const TensorMap* scales;                   // GROUP: boxes of of_pass x ROW_SCALES
     unsigned codes_at, scales_at, full, zero;  // addresses of stages and of their barriers; 0
     int depth, stages, of_pass, scale_bytes, first_line, lines, pieces, passes;
     int pass = 0, piece = 0, to = 0;  // the next one
 
     // memory: the stages of all warps, then all their scales; behind them is room for tokens.
     __device__ __forceinline__ Fetcher(
-        const TensorMap* map, const float* scales, unsigned memory, unsigned barriers, int depth, const Cut& cut,
+        const TensorMap* map, const TensorMap* scales, unsigned memory, unsigned barriers, int depth, const Cut& cut,
         int mate, int passes, unsigned zero)
         : map(map),
           scales(scales),
@@ -130,7 +139,7 @@ struct Fetcher {
           depth(depth),
           stages(cut.stages),
           of_pass(cut.of_pass),
-          scale_bytes(cut.of_pass * ROW_SCALES) {
+          scale_bytes(scales_of(cut.of_pass)) {
         const int warp = warp_number(), all = lines_of(depth);
         codes_at = memory + warp * stages * STAGE_BYTES;
         scales_at = memory + ROW_WARPS * stages * STAGE_BYTES + warp * stages * scale_bytes;
@@ -144,7 +153,7 @@ struct Fetcher {
         __syncwarp();
     }
     __device__ __forceinline__ static unsigned bytes_of(const Cut& cut) {
-        return ROW_WARPS * cut.stages * (STAGE_BYTES + cut.of_pass * ROW_SCALES);
+        return ROW_WARPS * cut.stages * (STAGE_BYTES + scales_of(cut.of_pass));
     }
     // Fetch the next piece behind what was `read` from the stage. `span_of` gives the rows of a pass.
     template <typename S>
@@ -154,27 +163,16 @@ struct Fetcher {
             const int there = min(BOXES, lines - piece * BOXES), line = first_line + piece * BOXES;
             if (elect_lane()) {
                 const unsigned target = codes_at + to * STAGE_BYTES, barrier = full + 8 * to;
-                barrier_expect(barrier, there * of_pass * LINE + zero_after(read, zero));
+                barrier_expect(barrier, of_pass * (there * LINE + ROW_SCALES) + zero_after(read, zero));
                 for (int i = 0; i < there; ++i)
                     copy_box(target + i * BOX_BYTES, map, (line + i) * LINE, static_cast<int>(span.first), barrier);
+                if constexpr (GROUP != 0)
+                    copy_box(
+                        scales_at + to * scale_bytes, scales, line * (ROW_SCALES / BOXES), static_cast<int>(span.first),
+                        barrier);
             }
-            if constexpr (GROUP != 0) fetch_scales(span, line);
             if (++piece == pieces) piece = 0, ++pass;
             if (++to == stages) to = 0;
-        }
-        if constexpr (GROUP != 0) commit_copies();
-    }
-    __device__ __forceinline__ void fetch_scales(const Span& span, int line) const {
-        constexpr int BYTES = PER_BLOCK * 4;
-        const int blocks = depth / BLOCK, lane = threadIdx.x % WARP;
-#pragma unroll
-        for (int i = 0; i < ROWS * BLOCKS / WARP; ++i) {
-            const int unit = i * WARP + lane, block = line * LINE_BLOCKS + unit % BLOCKS;
-            const int bytes = block < blocks ? BYTES : 0;
-            const float* from =
-                scales + ((span.first + min(unit / BLOCKS, span.count - 1)) * blocks + block) * PER_BLOCK;
-            if (unit / BLOCKS < of_pass)
-                copy_async_or_zero<BYTES>(scales_at + to * scale_bytes + unit * BYTES, bytes ? from : scales, bytes);
         }
     }
     // The first pieces, as many as there are stages.
@@ -182,11 +180,11 @@ struct Fetcher {
     __device__ __forceinline__ void start(const S& span_of) {
         for (int i = 0; i < stages; ++i) fetch(span_of, 0);
     }
-    // Bring them to the L2 cache: what the kernel ahead writes passes through it.
+    // Bring so many lines to the L2 cache: what the kernel ahead writes passes through it.
     template <typename S>
-    __device__ __forceinline__ void prefetch(const S& span_of) const {
+    __device__ __forceinline__ void prefetch(const S& span_of, int ahead) const {
         if (passes > 0 && elect_lane())
-            for (int i = 0; i < min(lines, stages * BOXES); ++i)
+            for (int i = 0; i < min(lines, ahead); ++i)
                 prefetch_box(map, (first_line + i) * LINE, static_cast<int>(span_of(0).first));
     }
 };
@@ -199,13 +197,14 @@ __device__ __forceinline__ int own_row() {
     return GROUP == 0 ? g % 2 * 4 + g / 2 : g % 4 * 2 + g / 4;
 }
 
-// Where a warp finds tokens in shared memory: pieces [step, load, token, t] of 16 bytes; of groups [depth / GROUP,
-// TOKENS] the sums of their codes, and this lane's two scales.
+// Where a warp finds tokens in shared memory: pieces [step, load, token, t] of 16 bytes; of groups what their sums
+// begin with, of one token and groups from 64 on [depth / GROUP], else [depth / GROUP, t] for each of a lane's four;
+// and this lane's two scales.
 struct Staged {
-    unsigned column;       // of this lane, in the first piece
-    int of_load;           // bytes from load to load
-    unsigned sums, zeros;  // zeros: the address of 16 bytes of them
-    bool single, finite;   // whether there is one token; whether all are finite, of floats
+    unsigned column;        // of this lane, in the first piece
+    int of_load;            // bytes from load to load
+    unsigned begin, zeros;  // zeros: the address of 16 bytes of them
+    bool single, finite;    // whether there is one token; whether all are finite, of floats
     float of_token[2];
 };
 
@@ -216,12 +215,18 @@ __device__ __forceinline__ Staged staged_at(unsigned staged, int tokens) {
         staged + min(g, tokens - 1) * MEMBER_BYTES + t * CHUNK, tokens * MEMBER_BYTES, 0, 0, tokens == 1, false, {}};
 }
 
-// Codes of halves as numbers below the least normal one, which tensor cores multiply exactly: field f counts 4^f times
-// 2^-24. That takes half the instructions of making trits of them (Floats), but sums are of codes, t + 1, times
-// numbers: less the sum of the numbers, where that is finite.
+// Codes as numbers below the least normal one, or just above it, which tensor cores multiply exactly: field f counts
+// 4^f times the least number there is. That takes half the instructions of making trits of them (Floats), but sums are
+// of codes, t + 1, times numbers: less the sum of the numbers, where that is finite.
+//
+//     UP    times which tokens are multiplied for that: bfloat16's least number is 2^-133, and sums of products with it
+//           would have few bits
+//     DOWN  times which its sums are what they should be
+template <typename T>
 struct Subnormals {
     using Sum = float;
     static constexpr int LOADS = 2 * FIELDS;
+    static constexpr float UP = 1.0f, DOWN = 0x1p24f;
 
     __device__ __forceinline__ static void multiply(
         Sum (&sum)[FIELDS][4], const uint4& u, const uint4& l, const uint4 (&b)[LOADS]) {
@@ -233,25 +238,29 @@ struct Subnormals {
             for (int f = 0; f < FIELDS; ++f) {
                 const unsigned mask = 0x00030003u << 2 * f;
                 const uint4& four = b[f * 2 + i / 2];
-                mma_floats<__half>(
+                mma_floats<T>(
                     sum[f], {upper[i] & mask, lower[i] & mask, odd_upper & mask, odd_lower & mask},
                     i % 2 == 0 ? four.x : four.z, i % 2 == 0 ? four.y : four.w);
             }
         }
     }
     __device__ __forceinline__ static Sum total(const Sum (&sum)[FIELDS][4], int e) {
-        return 16777216.0f * Floats<__half>::total(sum, e);
+        return DOWN * Floats<__half>::total(sum, e);
     }
 };
+template <>
+constexpr float Subnormals<__nv_bfloat16>::UP = 0x1p100f;
+template <>
+constexpr float Subnormals<__nv_bfloat16>::DOWN = 0x1p33f;
 
 // How floats of T are multiplied, and how where they are finite.
 template <typename By>
 struct FiniteOf {
     using Type = By;
 };
-template <>
-struct FiniteOf<Floats<__half>> {
-    using Type = Subnormals;
+template <typename T>
+struct FiniteOf<Floats<T>> {
+    using Type = Subnormals<T>;
 };
 
 // Steps of two lines that have been read, as far as they are there.
@@ -330,18 +339,18 @@ __device__ __forceinline__ void add_stage_of_groups(
         const auto add = [&](int i, bool all_usable) {
             const unsigned b_at = tokens.column + (block + i) * 2 * tokens.of_load;
             const uint4 b[2] = {shared_at<uint4>(b_at), shared_at<uint4>(b_at + tokens.of_load)};
-            int2 less[PER_BLOCK];
+            uint4 begin[PER_BLOCK];
 #pragma unroll
             for (int j = 0; j < PER_BLOCK; ++j)
-                less[j] = shared_at<int2>(tokens.sums + (((block + i) * PER_BLOCK + j) * TOKENS + 2 * t) * 4);
+                begin[j] = shared_at<uint4>(tokens.begin + (((block + i) * PER_BLOCK + j) * 4 + t) * CHUNK);
             float upper[PER_BLOCK], lower[PER_BLOCK];
 #pragma unroll
             for (int j = 0; j < PER_BLOCK; ++j) {
                 upper[j] = word_of(of_upper[(i * PER_BLOCK + j) / 4], (i * PER_BLOCK + j) % 4);
                 lower[j] = word_of(of_lower[(i * PER_BLOCK + j) / 4], (i * PER_BLOCK + j) % 4);
             }
-            if (all_usable) add_groups<GROUP, true>(total, u[i], l[i], b, less, tokens.of_token, upper, lower);
-            else add_groups<GROUP, false>(total, u[i], l[i], b, less, tokens.of_token, upper, lower);
+            if (all_usable) add_groups<GROUP, true>(total, u[i], l[i], b, begin, tokens.of_token, upper, lower);
+            else add_groups<GROUP, false>(total, u[i], l[i], b, begin, tokens.of_token, upper, lower);
         };
         // Whole lines of good scales: without branches in between blocks are computed side by side.
         if (blocks >= COUNT && __all_sync(FULL_WARP, most < 0x7f800000u)) {
@@ -386,12 +395,9 @@ __device__ __forceinline__ void add_stage_of_one(
         }
         const int block = (piece * BOXES + line) * COUNT, blocks = fetcher.depth / BLOCK - block;
         int sum[SUMS][4] = {};
+        const uint2 begin = shared_at<uint2>(token.begin + (block * PER_BLOCK + 2 * t) * 4);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int unit = GROUP == 128 ? 0 : e % 2;
-            const int less = shared_at<int>(token.sums + (block * PER_BLOCK + 2 * t + e % 2) * TOKENS * 4);
-            sum[0][e] = static_cast<int>(Of::base(unit)) - Of::unit(unit) * less;
-        }
+        for (int e = 0; e < 4; ++e) sum[0][e] = static_cast<int>(e % 2 ? begin.y : begin.x);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {  // behind the end of rows codes are 0
 #pragma unroll
@@ -466,8 +472,6 @@ __device__ __forceinline__ void multiply_spans(
                 add_stage<By>(
                     sum, fetcher, span_of, here, b_at, tokens.of_load, fetcher.lines - piece * BOXES, tokens.finite);
             } else {
-                wait_copies_but(fetcher.stages - 1);
-                __syncwarp();
                 const unsigned scales = fetcher.scales_at + from * fetcher.scale_bytes;
                 bool done = false;
                 if constexpr (GROUP >= 64)
@@ -503,15 +507,16 @@ struct Spans {
     }
 };
 
-// Asks for the first codes, where that has not been done ahead of the wait for the previous kernel.
+// Asks for the first codes, of so many stages or of all that are left, where that has not been done ahead of the wait
+// for the previous kernel.
 template <int GROUP>
 struct Start {
     Fetcher<GROUP>& fetcher;
     const Spans& span_of;
     bool waits;
 
-    __device__ __forceinline__ void operator()() const {
-        if (waits) fetcher.start(span_of);
+    __device__ __forceinline__ void operator()(int stages) const {
+        for (int i = 0; i < stages && waits; ++i) fetcher.fetch(span_of, 0);
     }
 };
 
@@ -524,8 +529,8 @@ struct Start {
 // store   gets which of the lane's two tokens it is, its number, that of the row, the sum or total, scale and bias
 template <typename By, int GROUP, typename G, typename R, typename F>
 __device__ __forceinline__ void multiply_rows(
-    const TensorMap* map, const float* scales, long long base, long long rows, int tokens, int depth, const Cut& cut,
-    bool waits, const G& stage, const R& of_row, const F& store) {
+    const TensorMap* map, const TensorMap* scales, long long base, long long rows, int tokens, int depth,
+    const Cut& cut, bool waits, const G& stage, const R& of_row, const F& store) {
     __shared__ alignas(8) unsigned long long barriers[ROW_WARPS * MOST_ROW_STAGES];
     const long long begin = base + rows * blockIdx.x / gridDim.x, end = base + rows * (blockIdx.x + 1) / gridDim.x;
     const int count = static_cast<int>(end - begin), teams = ROW_WARPS / cut.share;
@@ -535,14 +540,13 @@ __device__ __forceinline__ void multiply_rows(
     const Spans span_of{first, last, cut.of_pass};
     const int passes = static_cast<int>(last - first + cut.of_pass - 1) / cut.of_pass;
     Fetcher<GROUP> fetcher(map, scales, memory, shared_address(barriers), depth, cut, mate, passes, tokens >> 16);
-    if (waits) fetcher.prefetch(span_of);
+    if (waits) fetcher.prefetch(span_of, cut.ahead);
     else fetcher.start(span_of);
     wait_for_previous();
     launch_dependents();
     const unsigned staged = memory + Fetcher<GROUP>::bytes_of(cut);
     Staged all = staged_at(staged, tokens);
     stage(staged, all, Start<GROUP>{fetcher, span_of, waits});
-    all.zeros = all.sums + (GROUP == 0 ? 0 : depth / max(GROUP, 1) * TOKENS * 4);
     float scale[2], bias[2];
     const int own = own_row<GROUP>(), t = threadIdx.x % 4;
     multiply_spans<By, GROUP>(
@@ -612,7 +616,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
     multiply_rows<Integers<T>, 0>(
         &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass}, false,
         [&](unsigned staged, Staged& all, const Start<0>& start) {
-            start();
+            start(stages);
             stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -633,34 +637,50 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
 #endif
 }
 
+// What sums of groups begin with, from the sums of their codes [groups, TOKENS], by all threads; see Staged.
+template <int GROUP>
+__device__ __forceinline__ void stage_begin(unsigned begin, const int* group_sums, int groups, int tokens) {
+    if (GROUP >= 64 && tokens == 1) {
+        for (int i = threadIdx.x; i < groups; i += ROW_THREADS)
+            store_shared(begin + i * 4, __int_as_float(Sums<GROUP>::begin(i, group_sums[i * TOKENS])));
+        return;
+    }
+    for (int i = threadIdx.x; i < groups * 4; i += ROW_THREADS) {
+        const int2 both = load_written(reinterpret_cast<const int2*>(group_sums) + i);
+        const int first = Sums<GROUP>::begin(i / 4, both.x), second = Sums<GROUP>::begin(i / 4, both.y);
+        const int four[4] = {first, second, first, second};
+        store_shared(begin + i * CHUNK, four);
+    }
+}
+
 // The same with scales of groups along K.
 template <typename T, int GROUP>
 __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_groups(
-    const unsigned char* a,           // fragments in octets
-    const int* group_sums,            // [ceil(depth / GROUP), TOKENS], see store_group_sums
-    const float* token_scale,         // [tokens], or [1] if they share it
-    const float* __restrict__ scale,  // [channels, depth / GROUP]
-    const void* __restrict__ bias,    // [channels] of the type that bias_kind names, or null
-    T* __restrict__ y,                // [tokens, channels]
+    const unsigned char* a,         // fragments in octets
+    const int* group_sums,          // [ceil(depth / GROUP), TOKENS], see store_group_sums
+    const float* token_scale,       // [tokens], or [1] if they share it
+    const void* __restrict__ bias,  // [channels] of the type that bias_kind names, or null
+    T* __restrict__ y,              // [tokens, channels]
     long long channels, int tokens, int depth, int token_step, int bias_kind, int stages, int of_pass,
-    const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
+    const __grid_constant__ TensorMap map,  // of codes: boxes of of_pass x LINE
+    const __grid_constant__ TensorMap
+        scales) {  // of [channels, depth / GROUP] in float32: boxes of of_pass x ROW_SCALES
 #if __CUDA_ARCH__ >= 900
     const int t = threadIdx.x % 4;
     multiply_rows<Integers<T>, GROUP>(
-        &map, scale, 0, channels, tokens, depth, Cut{1, stages, of_pass}, false,
+        &map, &scales, 0, channels, tokens, depth, Cut{1, stages, of_pass}, false,
         [&](unsigned staged, Staged& all, const Start<GROUP>& start) {
-            start();
+            start(stages);
             stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
-            const unsigned sums = staged + (depth + STEP - 1) / STEP * FIELDS * tokens * MEMBER_BYTES;
-            if (threadIdx.x < 4) store_shared(sums + (depth / GROUP * TOKENS + threadIdx.x) * 4, 0.0f);  // zeros
-            for (int i = threadIdx.x; i < depth / GROUP * 2; i += ROW_THREADS)
-                copy_async<CHUNK>(sums + i * CHUNK, group_sums + i * 4);
-            commit_copies();
+            // 16 bytes of zeros, and what the sums of groups begin with.
+            all.zeros = staged + (depth + STEP - 1) / STEP * FIELDS * tokens * MEMBER_BYTES,
+            all.begin = all.zeros + CHUNK;
+            if (threadIdx.x < 4) store_shared(all.zeros + threadIdx.x * 4, 0.0f);
+            stage_begin<GROUP>(all.begin, group_sums, depth / GROUP, tokens);
 #pragma unroll
             for (int e = 0; e < 2; ++e) all.of_token[e] = usable(token_scale[min(2 * t + e, tokens - 1) * token_step]);
             wait_copies<0>();
             __syncthreads();
-            all.sums = sums;
         },
         [&](long long row, float& of, float& added) { of = 0, added = bias_of(bias, bias_kind, row); },
         [&](int, int m, long long row, float total, float, float added) {
@@ -669,131 +689,28 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_groups(
 #endif
 }
 
-// ---- tokens that are quantized on the way
-// ------------------------------------------------------------------------------
-
-// How tokens are quantized: see quantize_activations (linear/activations.cu), whose bits these are.
-struct Quantizer {
-    float eps;
-    int lowest, highest, away;
-};
-
-// The numbers of a token that a thread quantizes, as they came: OCTETS times eight neighbours.
-template <typename T, int OCTETS>
-struct Raw {
-    static constexpr int PIECES = sizeof(T) / 2;  // of 16 bytes
-    uint4 piece[OCTETS][PIECES];
-
-    __device__ __forceinline__ static int place(int i) {
-        return (i * ROW_THREADS + static_cast<int>(threadIdx.x)) * OCTET;
-    }
-    __device__ __forceinline__ void load(const T* row, int depth) {
-#pragma unroll
-        for (int i = 0; i < OCTETS; ++i)
-#pragma unroll
-            for (int j = 0; j < PIECES; ++j)
-                if (place(i) < depth) piece[i][j] = reinterpret_cast<const uint4*>(row + place(i))[j];
-    }
-    __device__ __forceinline__ void get(float (&v)[OCTET], int i) const {
-        unsigned word[4 * PIECES];
-#pragma unroll
-        for (int j = 0; j < PIECES; ++j) to_words(word + 4 * j, piece[i][j]);
-#pragma unroll
-        for (int e = 0; e < OCTET; ++e) {
-            v[e] = number(Word<T>::get(word[e / Word<T>::COUNT], e % Word<T>::COUNT));
-        }
-    }
-};
-
-// Tokens that are quantized in shared memory: what their codes add up to, and their scales, sums first.
-struct Quantized {
-    int sum;
-    float scale;
-};
-
-// Quantize tokens to pieces in shared memory, by all threads, BATCH at a time.
-template <typename T, int OCTETS, int BATCH>
-__device__ __forceinline__ void quantize_tokens(
-    unsigned staged, const T* x, int tokens, int depth, const Quantizer& by, Quantized (&quantized)[TOKENS]) {
-    using Numbers = Raw<T, OCTETS>;
-    __shared__ unsigned most_of[BATCH][ROW_WARPS];
-    __shared__ int sum_of[BATCH][ROW_WARPS];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const float top = static_cast<float>(by.highest), bottom = static_cast<float>(by.lowest);
-    for (int first = 0; first < tokens; first += BATCH) {
-        const int count = min(BATCH, tokens - first);
-        Numbers numbers[BATCH];
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b)
-            if (b < count) numbers[b].load(x + static_cast<long long>(first + b) * depth, depth);
-        float v[OCTET];
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            unsigned most = 0;
-#pragma unroll
-            for (int i = 0; i < OCTETS; ++i) {
-                if (b >= count || Numbers::place(i) >= depth) break;
-                numbers[b].get(v, i);
-#pragma unroll
-                for (int e = 0; e < OCTET; ++e) most = max(most, ieee::magnitude_bits(v[e]));
-            }
-            most = __reduce_max_sync(FULL_WARP, most);
-            if (lane == 0) most_of[b][warp] = most;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const int m = first + b;
-            if (b >= count) break;
-            const unsigned most = __reduce_max_sync(FULL_WARP, most_of[b][lane % ROW_WARPS]);
-            const float a = __uint_as_float(max(most, __float_as_uint(by.eps))), scale = ieee::divide(top, a);
-            int sum = 0;
-#pragma unroll
-            for (int i = 0; i < OCTETS; ++i) {
-                const int k = Numbers::place(i), at = k % STEP;
-                if (k >= depth) break;
-                numbers[b].get(v, i);
-                unsigned word[2] = {0, 0};
-#pragma unroll
-                for (int e = 0; e < OCTET; ++e) {
-                    const int code = code_of(ieee::multiply(v[e], scale), bottom, top, by.away != 0);
-                    word[e / 4] |= static_cast<unsigned>(code & 0xff) << e % 4 * 8;
-                    sum += code;
-                }
-                const int load = k / STEP * FIELDS + at % BLOCK / 32;
-                const unsigned to =
-                    staged + (load * tokens + m) * MEMBER_BYTES + (at / BLOCK * 2 + at % 32 / 16) * CHUNK + at % 16;
-                store_shared(to, word[0], word[1]);
-            }
-            sum = __reduce_add_sync(FULL_WARP, sum);
-            if (lane == 0) sum_of[b][warp] = sum;
-            if (threadIdx.x == 0) quantized[m].scale = ieee::divide(a, top);
-        }
-        __syncthreads();
-        if (threadIdx.x < count) {
-            int sum = 0;
-            for (int w = 0; w < ROW_WARPS; ++w) sum += sum_of[threadIdx.x][w];
-            quantized[first + threadIdx.x].sum = sum;
-        }
-        __syncthreads();
-    }
-}
-
 // ---- floats of 16 bits
 // ---------------------------------------------------------------------------------------------------
 
-// Tokens as pieces, see arrange_floats (linear/ternary_stream.cu), by all threads, and what their numbers add up to.
+// Of a token: what its numbers add up to, and their magnitudes times Subnormals<T>::UP.
+struct FloatSums {
+    float sum, magnitude;
+};
+
+// Tokens, times UP or not, as pieces, see arrange_floats (linear/ternary_stream.cu), by all threads, and their sums.
 // `row_of` gives the row of x that a token is. Behind the end of rows they are zero.
-template <typename T, typename F>
+template <bool RAISED, typename T, typename F>
 __device__ __forceinline__ void stage_floats(
-    unsigned staged, const T* x, int tokens, int depth, const F& row_of, float (&sums)[MOST_SLOTS]) {
-    __shared__ float of_warp[2][ROW_WARPS];
+    unsigned staged, const T* x, int tokens, int depth, const F& row_of, FloatSums (&sums)[MOST_SLOTS]) {
+    __shared__ FloatSums of_warp[2][ROW_WARPS];
+    constexpr float UP = Subnormals<T>::UP;
+    constexpr bool SCALES = RAISED && UP != 1;
     const unsigned short* bits = reinterpret_cast<const unsigned short*>(x);
     const int of_token = lines_of(depth) * LINE_STEPS * (STEP / 4);
     const bool aligned = reinterpret_cast<unsigned long long>(x) % 8 == 0;
     for (int m = 0; m < tokens; ++m) {
         const unsigned short* row = bits + row_of(m) * depth;
-        float sum = 0;
+        FloatSums own{0, 0};
 #pragma unroll 4
         for (int i = threadIdx.x; i < of_token; i += ROW_THREADS) {
             const int k = i * 4, at = k % STEP, field = at % 128 / 32, t = at / 128 * 2 + at % 32 / 16,
@@ -806,20 +723,35 @@ __device__ __forceinline__ void stage_floats(
             } else if (k < depth) {
                 low = row[k] | row[k + 2] << 16, high = row[k + 1] | row[k + 3] << 16;
             }
-            sum += (Word<T>::get(low, 0) + Word<T>::get(low, 1)) + (Word<T>::get(high, 0) + Word<T>::get(high, 1));
+            float v[4] = {Word<T>::get(low, 0), Word<T>::get(low, 1), Word<T>::get(high, 0), Word<T>::get(high, 1)};
+            if constexpr (SCALES) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) v[e] = ieee::multiply(v[e], UP), own.magnitude += fabsf(v[e]);
+                low = Word<T>::pack(v), high = Word<T>::pack(v + 2);
+            }
+            own.sum += (v[0] + v[1]) + (v[2] + v[3]);
             store_shared(staged + (load * tokens + m) * MEMBER_BYTES + t * CHUNK + word % 2 * 8, low, high);
         }
-        if constexpr (SameType<T, __half>::VALUE) {
+        if constexpr (RAISED) {
 #pragma unroll
-            for (int step = WARP / 2; step > 0; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
-            if (threadIdx.x % WARP == 0) of_warp[m % 2][threadIdx.x / WARP] = sum;
+            for (int step = WARP / 2; step > 0; step /= 2) {
+                own.sum += __shfl_xor_sync(FULL_WARP, own.sum, step);
+                if constexpr (SCALES) own.magnitude += __shfl_xor_sync(FULL_WARP, own.magnitude, step);
+            }
+            if (threadIdx.x % WARP == 0) of_warp[m % 2][threadIdx.x / WARP] = own;
             __syncthreads();
             if (threadIdx.x == 0) {
-                float total = 0;
+                const FloatSums(&all)[ROW_WARPS] = of_warp[m % 2];
+                FloatSums total{0, 0};
 #pragma unroll
-                for (int w = 0; w < ROW_WARPS; w += 4)
-                    total +=
-                        (of_warp[m % 2][w] + of_warp[m % 2][w + 1]) + (of_warp[m % 2][w + 2] + of_warp[m % 2][w + 3]);
+                for (int w = 0; w < ROW_WARPS; w += 4) {
+                    total.sum += (all[w].sum + all[w + 1].sum) + (all[w + 2].sum + all[w + 3].sum);
+                    if constexpr (SCALES)
+                        total.magnitude +=
+                            (all[w].magnitude + all[w + 1].magnitude) + (all[w + 2].magnitude + all[w + 3].magnitude);
+                }
+                if constexpr (SCALES) total.sum *= 1 / UP;
+                else total.magnitude = fabsf(total.sum);
                 sums[m] = total;
             }
         }
@@ -827,17 +759,27 @@ __device__ __forceinline__ void stage_floats(
     __syncthreads();
 }
 
-// Whether sums of tokens are finite, and so are the tokens; and what sums of codes are less by then.
-template <typename T>
-__device__ __forceinline__ bool all_finite(const float (&sums)[MOST_SLOTS], int tokens) {
-    bool finite = SameType<T, __half>::VALUE;
-    for (int m = 0; m < tokens && finite; ++m) finite = fabsf(sums[m]) < __int_as_float(0x7f800000);
-    return finite;
+// Whether tokens are finite, as far as their sums show it, and large enough for their products with subnormal numbers
+// not to be some themselves; otherwise they are staged as they are.
+template <typename T, typename F>
+__device__ __forceinline__ bool stage_tokens(
+    unsigned staged, const T* x, int tokens, int depth, const F& row_of, FloatSums (&sums)[MOST_SLOTS]) {
+    stage_floats<true>(staged, x, tokens, depth, row_of, sums);
+    bool good = true;
+    for (int m = 0; m < tokens && good; ++m) {
+        good = sums[m].magnitude < __int_as_float(0x7f800000);
+        if (Subnormals<T>::UP != 1) good = good && (sums[m].magnitude > 0x1p50f || sums[m].magnitude == 0);
+    }
+    if (Subnormals<T>::UP != 1 && !good) {
+        __syncthreads();
+        stage_floats<false>(staged, x, tokens, depth, row_of, sums);
+    }
+    return good;
 }
-template <typename T>
-__device__ __forceinline__ float less_of(const float (&sums)[MOST_SLOTS], int m, bool finite) {
-    if constexpr (SameType<T, __half>::VALUE) return finite ? sums[m] : 0.0f;
-    return 0.0f;
+
+// What the sum of codes is less by then.
+__device__ __forceinline__ float less_of(const FloatSums (&sums)[MOST_SLOTS], int m, bool finite) {
+    return finite ? sums[m].sum : 0.0f;
 }
 
 template <typename T>
@@ -849,14 +791,14 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_floats(
     long long channels, int tokens, int depth, int scale_step, int bias_kind, int share, int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    __shared__ float sums[MOST_SLOTS];
+    __shared__ FloatSums sums[MOST_SLOTS];
     bool finite = false;
     multiply_rows<Floats<T>, 0>(
-        &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass}, true,
+        &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass, stages * BOXES}, true,
         [&](unsigned staged, Staged& all, const Start<0>& start) {
-            start();
-            stage_floats(staged, x, tokens, depth, [](int m) { return static_cast<long long>(m); }, sums);
-            all.finite = all_finite<T>(sums, tokens), finite = all.finite;
+            start(stages);
+            const auto row_of = [](int m) { return static_cast<long long>(m); };
+            all.finite = finite = stage_tokens(staged, x, tokens, depth, row_of, sums);
         },
         [&](long long row, float& of, float& added) {
             of = usable(load_scale(scale + row * scale_step));
@@ -864,8 +806,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_floats(
         },
         [&](int, int m, long long row, float sum, float of, float added) {
             from_float(
-                y[m * channels + row],
-                ieee::add(Floats<T>::scaled(sum - less_of<T>(sums, m, finite), 0, 0, of), added));
+                y[m * channels + row], ieee::add(Floats<T>::scaled(sum - less_of(sums, m, finite), 0, 0, of), added));
         });
 #endif
 }
@@ -962,18 +903,17 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_floats(
     int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    __shared__ float sums[MOST_SLOTS];
+    __shared__ FloatSums sums[MOST_SLOTS];
     bool finite = false;
     multiply_slots<Floats<T>>(
         &map, ids, weights, scale, y, experts, channels, depth, slots, own_tokens, scale_step, expert_step,
         Cut{1, stages, of_pass},
         [&](unsigned staged, int tokens) {
-            stage_floats(
-                staged, x, tokens, depth, [&](int m) { return static_cast<long long>(blockIdx.y) * tokens + m; }, sums);
-            finite = all_finite<T>(sums, tokens);
+            const auto row_of = [&](int m) { return static_cast<long long>(blockIdx.y) * tokens + m; };
+            finite = stage_tokens(staged, x, tokens, depth, row_of, sums);
             return finite;
         },
-        [&](int slot, float sum, float of) { return (sum - less_of<T>(sums, own_tokens ? slot : 0, finite)) * of; },
+        [&](int slot, float sum, float of) { return (sum - less_of(sums, own_tokens ? slot : 0, finite)) * of; },
         [](int, float sum, float weight, float product) { return fmaf(weight, product, sum); });
 #endif
 }
@@ -995,9 +935,11 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_quantized(
         &map, ids, weights, scale, y, experts, channels, depth, slots, own_tokens, scale_step, expert_step,
         Cut{1, stages, of_pass},
         [&](unsigned staged, int tokens) {
-            const Quantizer by{eps, lowest, highest, away};
             const T* own = x + static_cast<long long>(blockIdx.y) * tokens * depth;
-            quantize_tokens<T, OWN_OCTETS, 4>(staged, own, tokens, depth, by, quantized);
+            quantize_tokens<T, 2, 2>(
+                FewTokens{staged, tokens, quantized}, own, tokens, depth, Quantizer{eps, lowest, highest, away},
+                RootMeanSquare{false, nullptr, 0, 0}, [](int) {});
+            __syncthreads();
             return false;
         },
         [&](int slot, int sum, float of) {
@@ -1023,7 +965,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_experts(
     long long channels, int depth, int divisor, int scale_step, long long expert_step, int stages, int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    __shared__ float sums[MOST_SLOTS];
+    __shared__ FloatSums sums[MOST_SLOTS];
     wait_for_previous();
     launch_dependents();
     const Group group = groups[blockIdx.y];
@@ -1041,15 +983,14 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_experts(
         &map, nullptr, base, channels, group.count, depth, Cut{1, stages, of_pass}, false,
         [&](unsigned staged, Staged& all, const Start<0>&) {
             const auto row_of = [&](int m) { return static_cast<long long>(order[group.first + m] / divisor); };
-            stage_floats(staged, x, group.count, depth, row_of, sums);
-            all.finite = all_finite<T>(sums, group.count), finite = all.finite;
+            all.finite = finite = stage_tokens(staged, x, group.count, depth, row_of, sums);
         },
         [&](long long row, float& of, float& added) {
             of = usable(load_scale(scales + (row - base) * scale_step));
             added = 0;
         },
         [&](int, int m, long long row, float sum, float of, float) {
-            from_float(y[order[group.first + m] * channels + row - base], (sum - less_of<T>(sums, m, finite)) * of);
+            from_float(y[order[group.first + m] * channels + row - base], (sum - less_of(sums, m, finite)) * of);
         });
 #endif
 }

@@ -22,12 +22,13 @@ extern "C" void largest_{dtype}(unsigned grid, const {type}* x, const float* w, 
 extern "C" void quantize_{dtype}(unsigned grid, unsigned threads, int vector, const {type}* x, const float* w,
                                  const unsigned* given,
                                  signed char* codes, float* scales, int* sums, long long m, long long k,
-                                 long long pitch, int groups, int group, int normalizes, double norm_eps, float eps,
+                                 long long pitch, int groups, int group, int normalizes, double norm_share,
+                                 double norm_eps, float eps,
                                  int lowest, int highest, int away) {{
     const auto call = [&](auto kernel) {{
         launch(grid, 1, threads, [&] {{
-            kernel(x, w, given, codes, scales, sums, m, k, pitch, groups, group, normalizes, norm_eps, eps, lowest,
-                   highest, away);
+            kernel(x, w, given, codes, scales, sums, m, k, pitch, groups, group, normalizes, norm_share, norm_eps, eps,
+                   lowest, highest, away);
         }});
     }};
     if (vector) call(quantize_activations<{type}, true>);
@@ -141,7 +142,8 @@ def quantized(x, rule, norm, pitch, groups=0, group=0):
     vector = int(aligned and depth % 8 == 0 and pitch % 8 == 0)
     call = getattr(built, f"quantize_{dtype}")
     numbers = ctypes.c_float(rule.single_eps), *rule.numbers[1:]
-    call(blocks, activations._threads(depth), vector, *arrays, *lengths, *before, *numbers)
+    share = ctypes.c_double(1 / depth)
+    call(blocks, activations._threads(depth), vector, *arrays, *lengths, before[0], share, before[1], *numbers)
     return codes, scales, sums
 
 

@@ -8,7 +8,7 @@ import pytest
 from inputs import BFLOAT16, make, same_values
 
 import kbitcupy as kb
-from kbitcupy.products import ternary_rows
+from kbitcupy.products import activations, ternary_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -123,6 +123,71 @@ def test_planes_and_tokens_begin_anywhere(cupy):
         assert same_values(kb.bitnet.linear(tokens, moved).get(), wanted)
         route = "ternary_stream" if offset == 16 else "ternary"
         assert kb.explain(tokens, moved, activations="bitnet").route == route
+
+
+@pytest.fixture
+def any_rows(monkeypatch):
+    """Warps have rows of their own, however few these are."""
+    made = ternary_rows.rows_of, ternary_rows.float_rows_of
+    monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0)
+    for function in made:
+        function.cache_clear()
+    yield
+    for function in made:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "special", "extreme", "subnormal", "huge", "zeros"])
+def test_tokens_that_a_product_quantizes(cupy, dtype, kind, any_rows):
+    """Numbers of every kind, tokens of every length that it takes and one more, with norms and rules."""
+    rng = np.random.default_rng([dtype.itemsize, len(kind)])
+    for tokens, depth in ((1, 128), (2, 4096), (8, 1280), (1, 8320), (5, 16384), (3, 16512)):
+        q, on = weights(cupy, rng, 150, depth, ("channel", 0))
+        x = make(kind, tokens * depth, dtype, depth).reshape(tokens, depth)
+        for norm in (None, True, make("normal", depth, DTYPES[2], 7), make("special", depth, DTYPES[2], 7)):
+            for options in ({}, {"qmin": -127, "eps": 0, "norm_eps": 0}, {"bits": 4, "rounding": "away"}):
+                wanted = kb.bitnet.linear(x, q, norm=norm, **options)
+                given = cupy.asarray(norm) if isinstance(norm, np.ndarray) else norm
+                y = kb.bitnet.linear(cupy.asarray(x), on, norm=given, **options).get()
+                assert same_values(y, wanted), (tokens, depth, norm is None, options)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_norms_between_two_numbers(cupy, tokens, any_rows):
+    """Where 1 / root is halfway between two float32, what is added up in another order might round otherwise."""
+    rng = np.random.default_rng(tokens)
+    q, on = weights(cupy, rng, 40, 2048, "tensor")
+    x = make("normal", tokens * 2048, DTYPES[0], 3).reshape(tokens, 2048)
+    for token in range(tokens):
+        mean = activations.mean_squares(x[token : token + 1].astype(np.float32))[0]
+        for step in range(6):
+            below = np.float32(1 / np.sqrt(1.5 * mean)) * np.float32(1 + 0.01 * step)
+            half = (np.float64(below) + np.float64(np.nextafter(below, np.float32(np.inf)))) / 2
+            eps = 1 / half**2 - mean
+            wanted = kb.bitnet.linear(x, q, norm=True, norm_eps=eps)
+            assert same_values(kb.bitnet.linear(cupy.asarray(x), on, norm=True, norm_eps=eps).get(), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30], ids=str)
+def test_floats_of_all_sizes(cupy, dtype, size, any_rows):
+    """Products with subnormal numbers, and where tokens are too large or too small for them."""
+    if dtype == np.float16 and not 1e-5 < size < 1e5:
+        pytest.skip("float16 has no such numbers")
+    rng = np.random.default_rng(6)
+    q, on = weights(cupy, rng, 70, 1024, "tensor")
+    q.planes["scale"][:] = on.planes["scale"][:] = 0.5
+    x = (make("normal", 3 * 1024, DTYPES[2]) * np.float32(size)).astype(dtype).reshape(3, 1024)
+    exact = x.astype(np.float64) @ q.dequantize(dtype=np.float32).astype(np.float64).T
+    y = kb.linear(cupy.asarray(x), on).get().astype(np.float64)
+    eps = 2.0**-11 if dtype == np.float16 else 2.0**-8
+    inside = np.abs(exact) < (6e4 if dtype == np.float16 else np.inf)
+    off = np.abs(y - exact) <= np.abs(exact) * eps * 1.01 + 1e-5 * np.abs(exact).max()
+    assert off[inside].all()
+    x[1, 5], x[2, 7] = np.nan, np.inf
+    y = kb.linear(cupy.asarray(x), on).get()
+    assert np.isnan(y[1]).all() and not np.isfinite(y[2]).any() and np.isfinite(y[0][inside[0]]).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
