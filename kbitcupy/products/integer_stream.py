@@ -69,6 +69,8 @@ _SIZES = Constants(
     SUMS_LATER=2,
     LONG_UNIT=256,
     SHARES=512,
+    MINIMA_STEP=24,
+    MINIMA_OF_BLOCK=208,
 )
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
 _GGUF = "HALVES4", "PAIRS4"
@@ -128,7 +130,13 @@ class Flavour:
         """Of shared memory of a warp: its scales, and what it knows of units of tokens."""
         if self.unit in _WHOLE:
             return 0, 0
-        units, beside = share_of(eights) // self.unit, self.added != "NOTHING"
+        share = share_of(eights)
+        units = share // self.unit
+        if self.codes == "PAIRS4":  # minima stand apart, and the sums of tokens that they are multiplied by
+            blocks = share // 256
+            minima, sums = blocks * (_ROWS + int(_SIZES.MINIMA_OF_BLOCK)), blocks * eights * 128
+            return 4 * (units * _ROWS + minima), 4 * (units * 8 * eights * self.blocked + sums)
+        beside = self.added != "NOTHING"
         return units * _ROWS * (8 if beside else 4), units * 8 * eights * 4 * (self.blocked + beside)
 
     @property

@@ -63,6 +63,16 @@ __device__ __forceinline__ void mma_from(
 #endif
 }
 
+// c += a * b for a of 16 x 8 and b of 8 x 8 floats, of which the upper 11 bits count.
+__device__ __forceinline__ void mma_short(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
 // ---- weights -----------------------------------------------------------------------------------------------------
 
 // Loads that the compiler neither drops nor moves: it would put ld.global.nc off until the kernel ahead has ended.
@@ -140,7 +150,7 @@ __device__ __forceinline__ constexpr int layout_of(int codes, int unit) {
 //     STEPS     mma of a slot
 template <int CODES, int UNIT, int EIGHTS>
 struct Slot {
-    static constexpr bool BYTES = CODES == BYTES8;
+    static constexpr bool BYTES = CODES == BYTES8, INNER = CODES == PAIRS4;
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
     static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
@@ -153,6 +163,11 @@ struct Slot {
     __device__ __forceinline__ static int row(int g) {
         if (WIDE) return (g & 1) << 2 | g >> 1;
         return PAIR ? (g & 3) << 1 | g >> 2 : g;
+    }
+
+    // The lanes that have row r, or the one 8 above it.
+    __device__ __forceinline__ static int lanes(int r) {
+        return PAIR ? r % 8 >> 1 | (r & 1) << 2 : WIDE ? (r & 3) << 1 | r % 8 >> 2 : r % 8;
     }
 
     // A lane's words of its two rows, `at` being the address of the first of them.
@@ -195,21 +210,27 @@ struct Slot {
 
 // The scales of a share, of 16 rows, and what stands beside them: a tile ahead in the registers of a warp, of which
 // each lane has half a row, then in shared memory, [unit][row].
+//     Of      how codes lie
 //     UNIT    elements of a row that share all scales, or what divides them
-//     INNER_  whether they are those of q4_k's blocks
+//     INNER   whether they are those of q4_k's blocks: behind the scales of units stand there, for each 256 k, what
+//             minima are multiplied by, [row], and minima, [unit][row], MINIMA_STEP apart
 //     HALVES  whether they are halves, of which any counts
 //     TIMES   what zero points are multiplied by
-template <int SHARE, int UNIT, int ADDED_, bool INNER_, bool HALVES, int TIMES>
+template <typename Of, int UNIT, int ADDED_, bool HALVES>
 struct Scales {
+    static constexpr bool INNER = Of::INNER;
+    static constexpr int SHARE = Of::SHARE, TIMES = Of::TIMES;
     static constexpr int UNITS = UNIT ? SHARE / UNIT : 1, ENTRIES = UNITS / 2 > 0 ? UNITS / 2 : 1;
-    static constexpr int WORDS = ADDED_ == NOTHING ? 1 : 2;  // of an entry in shared memory
-    static constexpr int BYTES = UNIT ? UNITS * ROWS_OF_TILE * WORDS * 4 : 0;
-    unsigned raw[INNER_ ? 4 : HALVES ? ENTRIES / 2 : ENTRIES], beside[INNER_ || ADDED_ == NOTHING ? 1 : ENTRIES];
+    static constexpr int WORDS = INNER || ADDED_ == NOTHING ? 1 : 2;  // of an entry in shared memory
+    static constexpr int FACTORS = UNITS * ROWS_OF_TILE * WORDS, BLOCKS = INNER ? SHARE / 256 : 0;
+    static constexpr int MINIMA = FACTORS + BLOCKS * ROWS_OF_TILE;
+    static constexpr int BYTES = UNIT ? (MINIMA + BLOCKS * MINIMA_OF_BLOCK) * 4 : 0;
+    unsigned raw[INNER ? 4 : HALVES ? ENTRIES / 2 : ENTRIES], beside[INNER || ADDED_ == NOTHING ? 1 : ENTRIES];
 
     // Of row `row` and the share that begins at `k`; what is beyond the end of the row is 0.
     __device__ __forceinline__ void load(
         const IntegerWeight& w, const Cut& cut, long long row, int k, int depth, int half) {
-        if constexpr (INNER_) {
+        if constexpr (INNER) {
             static_assert(SHARE == 512 || SHARE == 256, "blocks of 256, a row of one or two lanes");
             if (SHARE == 512) k += half * 256;
             raw[0] = raw[1] = raw[2] = raw[3] = 0;
@@ -251,7 +272,7 @@ struct Scales {
 
     __device__ __forceinline__ void store(const IntegerWeight& w, float* to, int row, int half, int less) const {
         if (UNITS == 1 && half == 1) return;
-        if constexpr (INNER_) {
+        if constexpr (INNER) {
             const float d = to_float(Word<__half>::element(raw[0], 0)), m = to_float(Word<__half>::element(raw[0], 1));
             // Four inner scales in the bytes of a word, those of the lower sub-blocks and of the upper ones.
             constexpr unsigned SIX = 0x3f3f3f3fu, FOUR = 0x0f0f0f0fu, TWO = 0x30303030u;
@@ -260,11 +281,13 @@ struct Scales {
 #pragma unroll
             for (int i = 0; i < ENTRIES; ++i) {
                 const bool upper = SHARE == 512 ? i >= 4 : half;
-                const float a = static_cast<float>((upper ? scale[1] : scale[0]) >> i % 4 * 8 & 255u);
-                const float b = static_cast<float>((upper ? least[1] : least[0]) >> i % 4 * 8 & 255u);
-                reinterpret_cast<float2*>(to)[(half * ENTRIES + i) * ROWS_OF_TILE + place_of(row)] =
-                    make_float2(ieee::multiply(d, a), -ieee::multiply(m, b));
+                const int unit = half * ENTRIES + i;
+                to[unit * ROWS_OF_TILE + place_of(row)] =
+                    ieee::multiply(d, byte_of(upper ? scale[1] : scale[0], i % 4));
+                to[MINIMA + unit / 8 * MINIMA_OF_BLOCK + unit % 8 * MINIMA_STEP + Of::lanes(row) * 2 + row / 8] =
+                    byte_of(upper ? least[1] : least[0], i % 4);
             }
+            if (SHARE == 512 || half == 0) to[FACTORS + half * ROWS_OF_TILE + place_of(row)] = ieee::negative(m);
         } else if constexpr (HALVES) {
 #pragma unroll
             for (int i = 0; i < ENTRIES; ++i)
@@ -280,6 +303,11 @@ struct Scales {
     }
 
   private:
+    // Byte i of a word: below what has the float 2^23 in its last bits.
+    __device__ __forceinline__ static float byte_of(unsigned word, int i) {
+        return __fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | i)), 8388608.0f);
+    }
+
     // Rows r and r + 8 stand side by side.
     __device__ __forceinline__ static int place_of(int row) { return row % 8 * 2 + row / 8; }
 
@@ -552,11 +580,17 @@ __device__ __forceinline__ void load_tokens(
     }
 }
 
-// ... and the records of its units.
+// What the block scales of q4_k have beside: minima are multiplied by sums of tokens on tensor cores, each sum in two
+// parts of 11 bits. Those of 256 k and eight tokens are a piece of 16 bytes for each lane, its b of two mma.
+__device__ __forceinline__ int place_of_sum(int unit, int token, int eights) {
+    return ((unit / 8 * eights + token / 8) * WARP + token % 8 * 4 + unit % 4) * 4 + unit % 8 / 4;
+}
+
+// ... and the records of its units, and behind them those pieces.
 template <typename Of, int UNIT, int ADDED_, bool Q8, int EIGHTS>
 __device__ __forceinline__ void load_records(unsigned* records, const Tokens& tokens, int k, int depth, int lane) {
     using Entry = Record<ADDED_, Q8>;
-    if constexpr (UNIT != 0 && Entry::WORDS != 0) {
+    if constexpr (UNIT != 0 && (Entry::WORDS != 0 || Of::INNER)) {
         constexpr int TOKENS = 8 * EIGHTS, UNITS = Of::SHARE / UNIT;
         const int first = k / UNIT, units = (depth + UNIT - 1) / UNIT - first;
         __syncwarp();  // all lanes have read those of the phase before
@@ -566,9 +600,16 @@ __device__ __forceinline__ void load_records(unsigned* records, const Tokens& to
             const long long at = static_cast<long long>(first + i / TOKENS) * tokens.padded + tokens.first + i % TOKENS;
             int sum = 0;
             float scale = 0.0f;
-            if (ADDED_ != NOTHING && there) sum = load_anywhere(tokens.sums + at);
+            if ((ADDED_ != NOTHING || Of::INNER) && there) sum = load_anywhere(tokens.sums + at);
             if (Q8 && there) scale = usable(__uint_as_float(load_anywhere(tokens.token_scale + at)));
             Entry::store(records + i * Entry::WORDS, scale, sum);
+            if constexpr (Of::INNER) {
+                const float whole = Q8 ? ieee::multiply(__int2float_rn(sum), scale) : __int2float_rn(sum);
+                const unsigned high = __float_as_uint(whole) & 0xffffe000u;
+                unsigned* const piece =
+                    records + UNITS * TOKENS * Entry::WORDS + place_of_sum(i / TOKENS, i % TOKENS, EIGHTS);
+                piece[0] = high, piece[2] = __float_as_uint(ieee::finite(ieee::subtract(whole, __uint_as_float(high))));
+            }
         }
         __syncwarp();
     }
@@ -616,6 +657,28 @@ struct Sums {
                     __int_as_float(part[e][0] / Of::TIMES), __int_as_float(part[e][1] / Of::TIMES),
                     __int_as_float(part[e][2] / Of::TIMES), __int_as_float(part[e][3] / Of::TIMES));
             else to[e * WARP + lane] = make_float4(whole[e][0], whole[e][1], whole[e][2], whole[e][3]);
+        }
+    }
+
+    // Of 256 k of q4_k: minima times sums of tokens.
+    //
+    //     minima   those of this lane's rows and unit t, see Scales
+    //     factors  of this lane's rows
+    //     pieces   of this lane, see place_of_sum
+    __device__ __forceinline__ void add_minima(const float* minima, const float* factors, const unsigned* pieces) {
+        const float2 low = *reinterpret_cast<const float2*>(minima);
+        const float2 high = *reinterpret_cast<const float2*>(minima + 4 * MINIMA_STEP);
+        const float2 factor = *reinterpret_cast<const float2*>(factors);
+        const unsigned a[4] = {
+            __float_as_uint(low.x), __float_as_uint(low.y), __float_as_uint(high.x), __float_as_uint(high.y)};
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e) {
+            const uint4 piece = *reinterpret_cast<const uint4*>(pieces + e * (WARP * 4));
+            float c[4] = {};
+            mma_short(c, a, piece.x, piece.y);
+            mma_short(c, a, piece.z, piece.w);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) whole[e][q] = fma_ieee(q < 2 ? factor.x : factor.y, c[q], whole[e][q]);
         }
     }
 
@@ -868,8 +931,11 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
 #if __CUDA_ARCH__ >= 800
     constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
     using Of = Slot<CODES, INSIDE, EIGHTS>;
-    using Scale = Scales<Of::SHARE, INSIDE, ADDED_, CODES == PAIRS4, CODES == HALVES4, Of::TIMES>;
-    constexpr int RECORD = INSIDE ? Of::SHARE / (INSIDE ? INSIDE : 1) * 8 * EIGHTS * Record<ADDED_, Q8>::WORDS * 4 : 0;
+    using Scale = Scales<Of, INSIDE, ADDED_, CODES == HALVES4>;
+    constexpr int BESIDE = Of::INNER ? NOTHING : ADDED_;  // what each unit has beside its scale
+    using Entry = Record<BESIDE, Q8>;
+    constexpr int SUM_PIECES = INSIDE ? Of::SHARE / (INSIDE ? INSIDE : 1) * 8 * EIGHTS * Entry::WORDS : 0;  // at which
+    constexpr int RECORD = (SUM_PIECES + (Of::INNER ? Of::SHARE / 256 * EIGHTS * WARP * 4 : 0)) * 4;
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4, own_row = Of::row(g);
     const int team = warp / cut.warps, member = warp % cut.warps;
     const int tiles = (channels + ROWS_OF_TILE - 1) / ROWS_OF_TILE, step = gridDim.x * cut.teams;
@@ -936,7 +1002,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
     const unsigned zero = unsigned(cut.whole) >> 1;  // see zero_after
     const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS;
-    const unsigned* own_records = memory.records() + 2 * t * Record<ADDED_, Q8>::WORDS;
+    const unsigned* own_records = memory.records() + 2 * t * Entry::WORDS;
     Turn now{0, 0, 0}, before{0, 0, 0};
     for (int pass = 0; pass < cut.phases * count + LATER; ++pass) {
         if (pass < cut.phases * count) {
@@ -945,7 +1011,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
                 const Tokens own = given();
                 load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
                 if (pass == 0) feed.fill();  // tokens do not wait behind all of it
-                load_records<Of, INSIDE, ADDED_, Q8, EIGHTS>(memory.records(), own, k, depth, lane);
+                load_records<Of, INSIDE, BESIDE, Q8, EIGHTS>(memory.records(), own, k, depth, lane);
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
             }
             now.step(count, cut.warps);
@@ -955,7 +1021,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
                 __syncwarp();
                 load_scales(now.tile, now.phase);
             }
-            Sums<Of, INSIDE, ADDED_, Q8, SIGNED, EIGHTS> sum;
+            Sums<Of, INSIDE, BESIDE, Q8, SIGNED, EIGHTS> sum;
             sum.clear();
 #pragma unroll
             for (int slot = 0; slot < Of::SLOTS; ++slot) {
@@ -971,6 +1037,11 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
                     Of::fragment(fragment, word, i, flip);
                     sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
                 }
+                if constexpr (Of::INNER)
+                    sum.add_minima(
+                        memory.scales() + Scale::MINIMA + slot * MINIMA_OF_BLOCK + t * MINIMA_STEP + 2 * g,
+                        own_scales + Scale::FACTORS + slot * ROWS_OF_TILE,
+                        memory.records() + SUM_PIECES + (slot * EIGHTS * WARP + lane) * 4);
             }
             const int slot = pass % RING;
             barrier_wait(memory.read(slot), (pass / RING & 1) ^ 1);
