@@ -50,8 +50,13 @@ FORMATS = ("kbit4", "nf4")
 EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0")
 #: BitNet's activations behind an RMSNorm, beside those that `linear` knows.
 NORMALIZED = "rms_norm+bitnet"
-#: Ternary weights and what is compared with them, by format and ``activations=``, and their numbers of tokens.
-TERNARY = (
+#: Products whose activations are quantized, and ternary weights with what is compared with them, by format and
+#: ``activations=``, and their numbers of tokens.
+QUANTIZED = (
+    ("uint4:block=128,zero=int", "int8"),
+    ("uint4:granularity=channel:0,zero=int", "int8"),
+    ("q4_0", "q8_1"),
+    ("q4_k", "q8_1"),
     ("ternary", "bitnet"),
     ("ternary", NORMALIZED),
     ("ternary:granularity=channel:0", "bitnet"),
@@ -61,7 +66,7 @@ TERNARY = (
     ("int8:granularity=channel:0", "int8"),
     ("kbit2", None),
 )
-TERNARY_TOKENS = (1, 8, 16, 64, 512)
+QUANTIZED_TOKENS = (1, 8, 16, 64, 512)
 QUICK_TOKENS = (1, 8, 16, 64)
 #: Experts, N, K and experts a token of the mixture, and its numbers of tokens.
 EXPERTS = (128, 768, 2048, 8)
@@ -146,8 +151,8 @@ def linear_cells(
         wanted: list[tuple[str, str | None, Sequence[int]]] = [(name, None, counts) for name in names or FORMATS]
         wanted += [(name, None, counts[:1]) for name in extra]
         if number == 0:
-            some = [count for count in counts if count in TERNARY_TOKENS]
-            wanted += [(*pair, some) for pair in TERNARY if not names or (pair[1] and pair[0] in names)]
+            some = [count for count in counts if count in QUANTIZED_TOKENS]
+            wanted += [(*pair, some) for pair in QUANTIZED if not names or (pair[1] and pair[0] in names)]
         for name, activations, of in wanted:
             format = get_format(name)
             for count in of:
