@@ -212,27 +212,33 @@ class _Whole:
         tokens, rows = len(self.above), len(codes)
         total = -self.above
         found = np.empty((4, tokens, rows), np.float32)
-        first = 0
+        left = 0
         for part in self.parts:
             width = part.shape[2]
-            for some in _some(rows, self.floats.size // width // _ROWS * _ROWS):
-                self._multiply(codes[some, first : first + width], part, found[:, :, some])
+            step = self.floats.size // width // _ROWS * _ROWS
+            floats = self.floats[: step * width].reshape(step, width)
+            for first in range(0, rows, step):
+                some = codes[first : first + step, left : left + width]
+                self._multiply(some, floats[: len(some)], part, found[:, :, first : first + step])
             total = total + found.sum(axis=0, dtype=np.float64)
-            first += width
+            left += width
         return total.astype(np.float32)
 
-    def _multiply(self, codes: np.ndarray, part: np.ndarray, found: np.ndarray) -> None:
-        """Fill float32 [4, tokens, rows] with the products of some bytes of rows and of their factors."""
-        floats = self.floats[: codes.size].reshape(codes.shape)
+    def _multiply(self, codes: np.ndarray, floats: np.ndarray, part: np.ndarray, found: np.ndarray) -> None:
+        """Fill float32 [4, tokens, rows] with products of some bytes of rows, made floats in `floats`, and factors."""
         bits = floats.view(np.uint32)
         np.copyto(floats, codes)
         np.add(floats, _ABOVE, out=floats)  # apart from the cast, which the two together would do in small pieces
-        for f in range(4):
-            if f:
-                np.bitwise_and(bits, _FROM[f - 1], out=bits)
-            if len(self.above) <= _ONE_BY_ONE:
-                np.matmul(floats, part[f][:, :, None], out=found[f][:, :, None])
-            else:
+        if len(self.above) <= _ONE_BY_ONE:
+            part, found = part[..., None], found[..., None]
+            for f in range(4):
+                if f:
+                    np.bitwise_and(bits, _FROM[f - 1], out=bits)
+                np.matmul(floats, part[f], out=found[f])
+        else:
+            for f in range(4):
+                if f:
+                    np.bitwise_and(bits, _FROM[f - 1], out=bits)
                 np.matmul(part[f], floats.T, out=found[f])
 
 
