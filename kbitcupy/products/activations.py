@@ -143,12 +143,16 @@ def quantize(x: Any, rule: Rule, norm: Norm | None = None, pitch: int = 0) -> tu
     x = source(x, FLOATS)
     if isinstance(x, np.ndarray):
         codes = np.empty(x.shape, np.int8)
-        return codes, _quantize_host(x, rule, norm, codes)
+        with np.errstate(all="ignore"):
+            return codes, _quantize_host(x, rule, norm, codes)
     return _quantize_cuda(x, rule, norm, pitch)
 
 
 def quantize_to_floats(x: np.ndarray, rule: Rule, norm: Norm | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """What `quantize` gives of host memory, its codes as the float32 numbers that BLAS multiplies."""
+    """What `quantize` gives of host memory, its codes as the float32 numbers that BLAS multiplies.
+
+    Of numbers that are not finite NumPy may warn, where the caller does not silence it.
+    """
     codes = np.empty(x.shape, np.float32)
     return codes, _quantize_host(source(x, FLOATS), rule, norm, codes)
 
@@ -220,27 +224,26 @@ def _numbers(x: np.ndarray, norm: Norm | None, eps: np.float32) -> tuple[np.ndar
 def _largest(numbers: np.ndarray, eps: np.float32) -> np.ndarray:
     """The largest magnitude of each row, or `eps`, and NaN where there is one: read twice, for want of magnitudes."""
     high, low = (find(axis=1, initial=0, keepdims=True) for find in (numbers.max, numbers.min))
-    found: np.ndarray = np.abs(np.maximum(np.maximum(high, -low), eps))
-    return found
+    found: np.ndarray = np.maximum(np.maximum(high, -low), eps)
+    return found if eps else np.abs(found)  # of zeros of either sign
 
 
 def _quantize_host(x: np.ndarray, rule: Rule, norm: Norm | None, codes: np.ndarray) -> np.ndarray:
     """The scales; fills int8 or float32 `codes`."""
     slabs, eps, found = _slabs(x), np.float32(rule.eps), []
     numbers = None
-    with np.errstate(all="ignore"):
+    for part in slabs:
+        numbers, a = _numbers(x[part], norm, eps)
+        found.append(a)
+        if rule.granularity == "token":
+            _codes_of(numbers, a, rule, codes[part])
+    a = found[0] if len(found) == 1 else np.concatenate(found or [np.empty((0, 1), np.float32)])
+    if rule.granularity == "tensor":
+        a = a.max(initial=eps, keepdims=True)
         for part in slabs:
-            numbers, a = _numbers(x[part], norm, eps)
-            found.append(a)
-            if rule.granularity == "token":
-                _codes_of(numbers, a, rule, codes[part])
-        a = found[0] if len(found) == 1 else np.concatenate(found or [np.empty((0, 1), np.float32)])
-        if rule.granularity == "tensor":
-            a = a.max(initial=eps, keepdims=True)
-            for part in slabs:
-                some = numbers if numbers is not None and len(slabs) == 1 else _numbers(x[part], norm, eps)[0]
-                _codes_of(some, a, rule, codes[part])
-        scales: np.ndarray = a[:, 0] / np.float32(rule.highest)
+            some = numbers if numbers is not None and len(slabs) == 1 else _numbers(x[part], norm, eps)[0]
+            _codes_of(some, a, rule, codes[part])
+    scales: np.ndarray = a[:, 0] / np.float32(rule.highest)
     return scales
 
 

@@ -23,6 +23,7 @@ kernels of `kbitcupy.products.int8`; other groups go through a plain kernel, who
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,12 +98,15 @@ def multiply(
     part = part or trits_of(q)
     rows, depth = q.shape
     tokens = out.size // rows
-    host = isinstance(out, np.ndarray)
     if not depth:  # sums of nothing; groups have no scales then
         out[...] = 0 if bias is None else bias
         return
     bias = None if bias is None else source(bias, tokens_of.FLOATS)
-    gpu = None if host else device_of(out.data.device_id)
+    if isinstance(out, np.ndarray):
+        with np.errstate(all="ignore"):
+            _multiply_host(*_quantized_host(x, tokens, rule, norm), q, part, bias, out.reshape(tokens, rows))
+        return
+    gpu = device_of(out.data.device_id)
     if gpu is not None and why_not_streamed(tokens, depth, part, stored(q), gpu) is None:
         multiply_streamed(x, q, part, bias, out, rule, norm)
         return
@@ -110,25 +114,17 @@ def multiply(
         _multiply_tiled(x, q, part, bias, out, rule, norm, gpu.multiprocessors)
         return
     quantized = isinstance(x, QuantizedArray)
-    if not (host or quantized or rule is None or rule.granularity != "token" or part.shares == "group"):
+    if not (quantized or rule is None or rule.granularity != "token" or part.shares == "group"):
         _multiply_decoded(x, q, part, bias, out, rule, norm)
         return
+    codes: Any = x
+    scales: Any = None
     if quantized:
         codes, scales = token_planes(x)
         codes = codes.reshape(tokens, depth)
-        scales = int8.factors(scales) if host else scales
-    elif rule is not None and host:
-        codes, scales = tokens_of.quantize_to_floats(x.reshape(tokens, depth), rule, norm)
     elif rule is not None:
         codes, scales = tokens_of.quantize(x.reshape(tokens, depth), rule, norm, -(-depth // _PITCH) * _PITCH)
-    elif host:
-        codes, scales = quantize_tokens(source(x, tokens_of.FLOATS).reshape(tokens, depth), None, None)
-    else:
-        codes, scales = x, None
-    if host:
-        with np.errstate(all="ignore"):
-            _multiply_host(codes, scales, q, part, bias, out.reshape(tokens, rows))
-    elif part.shares == "group":
+    if part.shares == "group":
         if scales is None:
             codes, scales = int8.quantize_on_gpu(x.reshape(tokens, depth))
         _multiply_groups(codes, scales, q, part, bias, out)
@@ -146,11 +142,11 @@ _EXACT = 1 << 15
 # results that are scaled at a time.
 _SLAB, _FEW, _WIDER, _ONE_BY_ONE, _RESULTS = 1 << 18, 32, 4, 6, 1 << 20
 # A byte of codes above 256 has the highest bits of a float32's mantissa. Bits of its fields from 1, 2 and 3 on; what it
-# is at most with those from 0, 1, 2 and 3 on; and what sums of products stay below, with room for the rounding of what
+# is at most; and what sums of products stay below, with room for the rounding of what
 # tells so.
 _ABOVE = np.array(256, np.float32)
 _FROM = tuple(np.array(_ABOVE.view(np.uint32) | (255 & 255 << 2 * field) << 15, np.uint32) for field in (1, 2, 3))
-_LARGEST_BYTES = np.array([[256 + (255 & 255 << 2 * field)] for field in range(4)], np.float32)
+_LARGEST_BYTE = 256 + 255
 _LARGEST_SUM = (1 << 24) - (1 << 15)
 # What a field counts, and by how much products with codes above 256 are too large for those with trits, in sums of the
 # factors of each field: 256, and what a code of 1 counts in this field and those behind it.
@@ -160,6 +156,17 @@ _TOO_MUCH = 256 + _COUNTS[::-1].cumsum()[::-1].astype(np.float64)
 # Floats of bytes at a time, which the cache holds, the bytes that processors like them to begin at, and the rows that
 # BLAS multiplies by a vector at a time.
 _FLOATS, _ALIGNMENT, _ROWS = 1 << 17, 64, 4
+
+
+def _quantized_host(x: Any, tokens: int, rule: Rule | None, norm: Norm | None) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of tokens [tokens, K], int8 or float32, and their scales, which count as they are."""
+    if isinstance(x, QuantizedArray):
+        codes, scales = token_planes(x)
+        return codes.reshape(tokens, -1), int8.factors(scales)
+    x = x.reshape(tokens, -1)
+    if rule is not None:
+        return tokens_of.quantize_to_floats(x, rule, norm)
+    return quantize_tokens(source(x, tokens_of.FLOATS), None, None)
 
 
 def decoded_rows(codes: np.ndarray, depth: int, first: int, last: int) -> np.ndarray:
@@ -187,7 +194,7 @@ class _Whole:
         for f in (3, 2, 1):
             fields[f] -= fields[f - 1]
         self.parts: list[np.ndarray] = []
-        self.above = np.zeros((tokens, 1))
+        self.above = np.zeros(tokens)
         self._add_parts(fields)
         # Halves of columns may have been halved again, so that parts are of different widths.
         widest = max(part.shape[2] for part in self.parts)
@@ -198,10 +205,10 @@ class _Whole:
         width, sums = fields.shape[2], fields.sum(axis=2)
         # What is added up lies between the sums of all that is negative and of all that is positive. Those of the
         # magnitudes are at most what the squares say, which need no array.
-        largest = (np.sqrt(np.vecdot(fields, fields) * np.float32(width)) + np.abs(sums)) * _LARGEST_BYTES
-        if largest.max() < 2 * _LARGEST_SUM:
+        magnitudes = math.sqrt(float(np.vecdot(fields, fields).max()) * width)
+        if (magnitudes + float(np.abs(sums).max())) * _LARGEST_BYTE < 2 * _LARGEST_SUM:
             self.parts.append(np.ascontiguousarray(fields))
-            self.above[:, 0] += _TOO_MUCH @ sums
+            self.above += _TOO_MUCH @ sums
             return
         half = -(-width // 2)
         self._add_parts(fields[:, :, :half])
@@ -210,7 +217,7 @@ class _Whole:
     def product(self, codes: np.ndarray) -> np.ndarray:
         """float32 [tokens, rows] with the codes [rows, depth / 4] of some rows: sums, each rounded once."""
         tokens, rows = len(self.above), len(codes)
-        total = -self.above
+        total = -self.above[:, None]
         found = np.empty((4, tokens, rows), np.float32)
         left = 0
         for part in self.parts:
