@@ -2,8 +2,9 @@
 
 ``python tests/fuzz_products.py 5000`` computes that many; ``python tests/fuzz_products.py 5000 7`` from seed 7;
 ``python tests/fuzz_products.py 5000 0 2 8`` the third part of eight, so that processes side by side compile. Each has a
-random shape (odd rows, rows of one group), number of tokens, dtype, bias and mean of x; formats of integer codes have
-products with activations that are quantized, too, which are compared with their exact integers. With ``--repeat 1000``
+random shape (odd rows, rows of one group), number of tokens, dtype, bias and mean of x; formats of integer codes, and
+GGUF's types, have products with activations that are quantized, too, which are compared with their exact integers, or
+with what these tokens stand for. With ``--repeat 1000``
 there are no random products: each format multiplies the same x so many times, and all results must have the same bits.
 It prints every one that is wrong, and how many there were of each route; the status is 1 where one was wrong.
 """
@@ -267,10 +268,12 @@ def changing(format, preset, times, cupy, routes):
 
 
 def integer_formats():
-    """Formats of integer codes, each with the ways in which activations are quantized."""
+    """Formats of integer codes, each with the ways in which activations are quantized, and GGUF's other types."""
     names = [*formats(), *(kb.get_format("ternary", **options) for options in ({}, {"block": 64}))]
     names += [kb.get_format(name, block=40, zero="int") for name in ("uint4", "int8")]
-    return [(format, preset) for format in names for preset in PRESETS if format.integer_codes((1, 256)) is not None]
+    found = [(format, preset) for format in names for preset in PRESETS if format.integer_codes((1, 256)) is not None]
+    codes = {format for format, _ in found}
+    return [*found, *((format, "q8_1") for format in names if format.records() is not None and format not in codes)]
 
 
 def terms(a, part, rows, blocked):
@@ -310,7 +313,13 @@ def wrong_integers(format, preset, rng, cupy, routes):
     routes[f"{preset} {route}"] += 1
     on_host = q.get()
     part = format.integer_codes((n, k))
-    exact, size = terms(quantize_host(x.get(), preset), part, part.rows(on_host.planes, k, 0, n), preset == "q8_1")
+    a = quantize_host(x.get(), preset)
+    if part is not None:
+        exact, size = terms(a, part, part.rows(on_host.planes, k, 0, n), preset == "q8_1")
+    else:
+        numbers = a.codes.astype(np.float64) * np.repeat(a.scales.astype(np.float64), 32, axis=1)[:, :k]
+        w = on_host.dequantize(dtype="float32").astype(np.float64)
+        exact, size = numbers @ w.T, np.abs(numbers) @ np.abs(w).T
     exact = exact + (0 if bias is None else bias.get())
     inside = np.abs(exact) < float(ml_dtypes.finfo(dtype).max) / 2
     allowed = 2.0**-20 * size + np.abs(exact) * float(ml_dtypes.finfo(dtype).eps) * 0.51

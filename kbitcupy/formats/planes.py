@@ -222,12 +222,16 @@ class Records:
     work : float, default 1.0
         How much longer it takes to decode an element than one of 4 bits with a minimum.
     lanes : float, default 0
-        The same for tokens of float16 where these have a decoder of their own, in which each lane has elements of its
-        own; 0: they have none.
+        The same where tokens of floats have a decoder of their own, in which each lane has elements of its own; 0:
+        they have none.
     folded : bool, default False
         Whether that takes no sums of x where the other does, since it takes a bias off codes.
     gap : int, default 16
         Bytes behind 32 elements of x of all tokens in shared memory, by which writes meet in the fewest banks.
+    apart : bool, default False
+        Whether quantized tokens have sums for minima that are integers.
+    integers : float, default 1.0
+        As `work`, for tokens that are quantized.
     """
 
     header: str
@@ -242,6 +246,8 @@ class Records:
     lanes: float = 0.0
     folded: bool = False
     gap: int = 16
+    apart: bool = False
+    integers: float = 1.0
 
     #: Elements of a record.
     ELEMENTS: ClassVar[int] = 256

@@ -19,6 +19,7 @@ from ..backend.launch import Kernel, Struct, Type
 from ..backend.structs import Constants
 from ..formats.base import Records, all_records, register_templates
 from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, TOKENS, Experts, bias_argument
+from .integer_activations import Q8_BLOCK
 from .routes import Device, Problem, Product, Route, refused_by_all
 from .small_batch import add_up, launch_in_parts, room_for_parts
 
@@ -42,12 +43,12 @@ RECORD_CUT = Struct(
     gap="u4",
     zero="u4",
 )
-#: The types of a result of quantized tokens.
-Y_KINDS = Constants(HALF_Y=0, BFLOAT_Y=1, FLOAT_Y=2)
-_KINDS = {"float16": Y_KINDS.HALF_Y, "bfloat16": Y_KINDS.BFLOAT_Y, "float32": Y_KINDS.FLOAT_Y}
+#: The types of tokens that are quantized, and of their results.
+NUMBERS = Constants(HALF_NUMBERS=0, BFLOAT_NUMBERS=1, FLOAT_NUMBERS=2)
+_KINDS = {"float16": NUMBERS.HALF_NUMBERS, "bfloat16": NUMBERS.BFLOAT_NUMBERS, "float32": NUMBERS.FLOAT_NUMBERS}
 _RINGS = 4, 3  # tiles whose sums have room in shared memory
-_DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT, Y_KINDS)
-_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 5, "p", *["i4"] * 3, RECORD_CUT)
+_DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT, NUMBERS)
+_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 7, RECORD_CUT)
 _WARPS = 16  # of a multiprocessor at the most, by the registers of a thread
 
 
@@ -57,17 +58,18 @@ def _template(records: Records, instances: tuple[str, ...] = (), hot: bool = Fal
     return Template("linear/gguf_stream.cu", "linear_records", axes, hot=hot, **about)
 
 
-def _arguments(records: Records, T: str, grouped: bool, staged: bool) -> str:
-    way = "Lanes" if records.lanes and not staged and T == HALF_CXX[0] else "Record"  # noqa: SIM300
-    return f"{T}, {records.struct.format(way=way)}, {str(grouped).lower()}, {str(staged).lower()}"
+def _arguments(records: Records, T: str, grouped: bool, eights: int = 0) -> str:
+    way = "Lanes" if records.lanes and not eights else "Record"
+    return f"{T}, {records.struct.format(way=way)}, {str(grouped).lower()}, {eights}"
 
 
 def _templates() -> Iterator[Template]:
     half, other = HALF_CXX
-    kinds = (False, False), (True, False)
+    floats = (False,), (True,)
     for records in all_records():
-        yield _template(records, tuple(_arguments(records, half, *kind) for kind in (*kinds, (False, True))), hot=True)
-        yield _template(records, tuple(_arguments(records, other, *kind) for kind in kinds))
+        kinds = *floats, (False, 1), (False, 2)
+        yield _template(records, tuple(_arguments(records, half, *kind) for kind in kinds), hot=True)
+        yield _template(records, tuple(_arguments(records, other, *kind) for kind in floats))
 
 
 register_templates(_templates)
@@ -109,9 +111,12 @@ class RecordKernel:
         staged: bool = False,
     ):
         self._n, k = shape
-        self._records, self.cxx, self._staged = records, CXX_TYPES[dtype.name], staged
-        each, m = k // records.ELEMENTS, TOKENS if grouped else min(tokens, TOKENS)
-        together = tokens if grouped else -(-tokens // TOKENS)  # thread blocks with other tokens
+        self._records, self.cxx = records, CXX_TYPES[dtype.name]
+        self._eights = 1 + (tokens > TOKENS) if staged else 0
+        #: Tokens of a thread block.
+        self.tokens = TOKENS * max(self._eights, 1)
+        each, m = k // records.ELEMENTS, TOKENS if grouped else min(tokens, self.tokens)
+        together = tokens if grouped else self._parts(tokens)
         found, self._splits = None, 1
         for splits in (1,) if grouped else range(1, 1 + min(each, _MOST_SPLITS)):
             if found is not None and (each // splits < _WARPS or splits > self._splits + 2):
@@ -128,7 +133,7 @@ class RecordKernel:
         self._teams = _teams(tiles, blocks, warps)
         self._blocks = -(-tiles // (-(-tiles // (blocks * self._teams)) * self._teams))
         self._packed = RECORD_CUT.pack(records=each, warps=warps // self._teams, gap=records.gap, zero=0, **places)
-        values = _arguments(records, HALF_CXX[0] if staged else self.cxx, grouped, staged)
+        values = _arguments(records, HALF_CXX[0] if staged else self.cxx, grouped, self._eights)
         self._kernel = _kernel(records, values, 32 * warps, shared)
 
     def _cut(self, each: int, splits: int, m: int, room: int) -> tuple[int, int, dict[str, int], int] | None:
@@ -140,14 +145,21 @@ class RecordKernel:
         share = -(-each // splits)
         barriers = _rounded_up(4 * records.table)
         x = barriers + 16 * max(_RINGS) * _MOST_TEAMS
-        sums_of_x = x + share * (records.ELEMENTS * 2 * m + 8 * records.gap)
-        sub = min(records.sub, 32) if self._staged else records.sub
-        summed = records.summed and (self._staged or not records.folded)
-        scales = sums_of_x + share * (records.ELEMENTS // sub) * TOKENS * 4 * summed
-        sums = scales + share * (records.ELEMENTS // 32) * TOKENS * 4 * self._staged
+        many = self.tokens
+        if self._eights:  # bytes, 64 of all tokens at a time; scales of 32
+            sums_of_x = x + share * (records.ELEMENTS * m + 4 * _GAP)
+            scaled, summed = records.ELEMENTS // Q8_BLOCK, records.summed and not records.folded
+            sub = min(records.sub, Q8_BLOCK)
+            of_sums = _APART[sub] if records.apart else records.ELEMENTS // sub * 4
+        else:  # halves; one scale where they are none by themselves
+            sums_of_x = x + share * (records.ELEMENTS * 2 * m + 8 * records.gap)
+            scaled, summed = self.cxx != HALF_CXX[0], records.summed and not records.folded
+            of_sums = records.ELEMENTS // records.sub * 4
+        scales = sums_of_x + share * of_sums * many * summed
+        sums = scales + share * scaled * many * 4
         # Each warp has a record of every tile or two. Many warps first, then a longer ring, then few thread blocks.
         for ring, warps in itertools.product(_RINGS, range(min(_WARPS, each // splits), 0, -1)):
-            stages = sums + ring * warps * _SUMS
+            stages = sums + ring * warps * _SUMS * many // TOKENS
             shared = stages + warps * ITEM_ROWS * records.stride
             if shared > room or warps < min(_FEW_WARPS, each // splits):
                 continue
@@ -176,23 +188,20 @@ class RecordKernel:
         planes, scale = self._planes(q)
         groups, order, divisor, step = experts
         pointers = x.data.ptr, planes, scale, address, out.data.ptr, partial, groups, order
-        numbers = divisor, step, kind, tokens, self._n, 0, 0, 0, 0, self._packed
+        numbers = divisor, step, kind, tokens, self._n, 0, 0, self._packed
         self._kernel.launch(x, (self._blocks, self._splits, blocks), (*pointers, *numbers))
 
-    def staged(self, codes: int, scales: int, pitch: int, padded: int, q: QuantizedArray, bias: Any, out: Any) -> None:
-        """Fill out[..., n], float16, bfloat16 or float32, from as many quantized tokens.
-
-        `codes` and `scales` are addresses, of int8[tokens, pitch] and float32[k / 32, padded].
-        """
+    def staged(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+        """Fill out[..., n] from tokens that the kernel quantizes, both float16, bfloat16 or float32."""
         tokens, partial = out.size // self._n, room_for_parts(self._splits, out)
         if bias is not None and bias.dtype != np.float32:
             bias = bias.astype(np.float32)
         bias, address, kind = bias_argument(bias, np.dtype(np.float32))
         planes, scale = self._planes(q)
         to = 0 if partial is None else partial.data.ptr
-        pointers = codes, planes, scale, address, out.data.ptr, to, 0, 0
-        numbers = 1, 0, kind, tokens, self._n, scales, pitch, padded, _KINDS[out.dtype.name], self._packed
-        self._kernel.launch(out, (self._blocks, self._splits, -(-tokens // TOKENS)), (*pointers, *numbers))
+        pointers = x, planes, scale, address, out.data.ptr, to, 0, 0
+        numbers = 1, 0, kind, tokens, self._n, _KINDS[x.dtype.name], _KINDS[out.dtype.name], self._packed
+        self._kernel.launch(out, (self._blocks, self._splits, self._parts(tokens)), (*pointers, *numbers))
         if partial is not None:
             add_up(partial, self._splits, bias, out)
 
@@ -205,13 +214,18 @@ class RecordKernel:
 
     def describe(self, tokens: int) -> str:
         """A few words on the launch."""
-        grid = self._blocks, self._splits, -(-tokens // TOKENS)
-        return f"records of 256 elements decoded in registers: linear_records, 8 tokens a thread block, grid {grid}"
+        grid = self._blocks, self._splits, self._parts(tokens)
+        each = f"{self.tokens} tokens a thread block"
+        return f"records of 256 elements decoded in registers: linear_records, {each}, grid {grid}"
+
+    def _parts(self, tokens: int) -> int:
+        """Thread blocks with other tokens."""
+        return -(-tokens // self.tokens)
 
 
 # Thread blocks that may share k; the fewest warps of a thread block that has work for them; teams of warps; bytes of a
-# warp's sums.
-_MOST_SPLITS, _FEW_WARPS, _MOST_TEAMS, _SUMS = 64, 8, 2, 512
+# warp's sums, and behind 64 codes of all tokens; bytes of a token's sums for minima, by elements of a sub-block.
+_MOST_SPLITS, _FEW_WARPS, _MOST_TEAMS, _SUMS, _GAP, _APART = 64, 8, 2, 512, 16, {16: 96, 32: 64}
 
 
 def _teams(tiles: int, blocks: int, warps: int) -> int:
@@ -256,6 +270,8 @@ def record_kernel(
 MOST_TOKENS = 64
 # Microseconds of the launches; the fraction of the bandwidth at which weights pass; microseconds to decode an element.
 _START, _FRACTION, _DECODING = 4.0, 0.85, 1.8e-7
+# What sixteen quantized tokens take longer than eight.
+_SIXTEEN = 1.25
 
 
 def record_refusal(problem: Problem) -> str | None:
@@ -284,6 +300,20 @@ def record_refusal(problem: Problem) -> str | None:
     return None if problem.aligned else "x does not start at a multiple of 16 bytes"
 
 
+def _cost(problem: Problem, work: float) -> float:
+    """Microseconds of a product that decodes weights in so many times the time of one that takes them once."""
+    n, k = problem.shape
+    return _START + max(problem.reading / _FRACTION, n * k * _DECODING * work)
+
+
+def staged_cost(problem: Problem) -> float:
+    """The same of quantized tokens, 8 or 16 at once, but for quantizing them."""
+    records = problem.format.records()
+    assert records is not None
+    times = 1.0 if problem.tokens <= TOKENS else _SIXTEEN * -(-problem.tokens // (2 * TOKENS))
+    return _cost(problem, records.integers * times)
+
+
 class Streamed(Route):
     """``linear_records``."""
 
@@ -300,10 +330,7 @@ class Streamed(Route):
     def cost(self, problem: Problem) -> float:
         records = problem.format.records()
         assert records is not None
-        n, k = problem.shape
-        work = records.lanes if records.lanes and problem.dtype == np.float16 else records.work
-        decoding = n * k * _DECODING * work * -(-problem.tokens // TOKENS)
-        return _START + max(problem.reading / _FRACTION, decoding)
+        return _cost(problem, (records.lanes or records.work) * -(-problem.tokens // TOKENS))
 
     def prepare(self, problem: Problem) -> Product:
         return self._kernel(problem)

@@ -18,9 +18,10 @@ from ..array import QuantizedArray
 from ..backend import xp as _xp
 from . import host
 from .decoded import Decoded
+from .fused import TOKENS
 from .generic import Generic
 from .integer_activations import NUMBERS, Q8_BLOCK, floats_of, padded_of, pitch_of, quantize_host, quantize_into
-from .records import MOST_TOKENS, RecordKernel, Streamed, record_kernel, record_refusal
+from .records import MOST_TOKENS, RecordKernel, record_kernel, record_refusal, staged_cost
 from .routes import Problem, Product, Route, choices
 from .small_batch import FewKernel, SmallBatch
 
@@ -103,7 +104,7 @@ class StagedFew(SmallBatch):
         return super().accepts(_as_halves(problem))
 
     def cost(self, problem: Problem) -> float:
-        return _AHEAD + super().cost(_as_halves(problem))
+        return _AHEAD + super().cost(_as_halves(problem)) * (_MORE if problem.tokens > TOKENS else 1.0)
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
@@ -130,7 +131,7 @@ class StagedFew(SmallBatch):
 
 
 class StagedRecords(Route):
-    """Quantize tokens, and multiply them by ``linear_records``: what shares factors is added up exactly."""
+    """Tokens that ``linear_records`` quantizes and multiplies as integers: what shares factors is added up exactly."""
 
     name = "staged_records"
 
@@ -150,17 +151,14 @@ class StagedRecords(Route):
         return None if self._kernel(problem).fits else "the device has too little shared memory"
 
     def cost(self, problem: Problem) -> float:
-        return _QUANTIZING + Streamed().cost(problem)
+        return _QUANTIZED * min(problem.tokens, 2 * TOKENS) + staged_cost(problem)
 
     def prepare(self, problem: Problem) -> Product:
-        n, k = problem.shape
         kernel = self._kernel(problem)
 
         def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-            tokens = out.size // n
-            codes, scales = quantized(floats_of(x), tokens, k)
             single = _single(out)
-            kernel.staged(codes.data.ptr, scales.data.ptr, codes.shape[1], scales.shape[1], q, bias, single)
+            kernel.staged(_aligned(floats_of(x)), q, bias, single)
             if single is not out:
                 out[...] = single
 
@@ -179,13 +177,19 @@ class StagedRecords(Route):
 _ROUTES = Generic(), Decoded()
 # Microseconds of the launches that quantize tokens and decode them again.
 _QUANTIZING = 12.0
-# ... that quantizes them, while weights are on their way.
-_AHEAD = 5.0
+# ... that quantizes them, while weights are on their way; how much longer more than eight take, whose sums have scales;
+# of a thread block, to quantize a token itself.
+_AHEAD, _MORE, _QUANTIZED = 5.5, 1.3, 0.5
 
 
 def _as_halves(problem: Problem) -> Problem:
     """The product of the codes of quantized tokens, which lie as a kernel wants them."""
     return dataclasses.replace(problem, dtype=np.dtype(np.float16), activations=None, aligned=True)
+
+
+def _aligned(x: Any) -> Any:
+    """x, or a copy of it that starts at a multiple of 16 bytes."""
+    return x.copy() if x.data.ptr % 16 else x
 
 
 def _single(out: Any) -> Any:

@@ -34,7 +34,7 @@ struct IQ2Lanes : GridLanes<8> {
     unsigned pair[2];
     unsigned values[2];
 
-    __host__ __device__ static constexpr unsigned kept(int i) { return i == 0 ? HALF_MAGIC : iq2_values(i == 2); }
+    __host__ __device__ static constexpr unsigned kept(int i) { return i == 0 ? HALF_MAGIC : iq2_values(i == 2, 64); }
     template <typename Table>
     __device__ __forceinline__ void keep(const Table& table) {
         values[0] = table.kept[1], values[1] = table.kept[2];
@@ -145,7 +145,12 @@ struct IQ3_XXS_Lanes : GridLanes<4> {
     using Of = IQ3_XXS_Record;
     static constexpr int FIELDS = 2, SUB = 32, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
-    __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
+    // Of signs bit e + 2 lies 16 above bit e.
+    __device__ __forceinline__ static unsigned table_word(int i) {
+        if (i < Of::GRID) return Of::values_word(i / COPIES);
+        const unsigned signs = signs_of((i - Of::GRID) / Of::SIGNS);
+        return signs | signs << 14;
+    }
     unsigned word[4], more[2], pair, value[8], signs[4];
 
     template <typename Record>
@@ -170,13 +175,25 @@ struct IQ3_XXS_Lanes : GridLanes<4> {
     }
 };
 
-// fields: d, qs, qh, signs, scales
+// fields: d, qs, qh, signs, scales. An element is 2 u - 15 with a nibble u, which is 8 and its digit, or all bits of
+// that turned where it is negative. Of eight elements they are nibbles 0, 1, 4 and 5 of a word, and those behind them.
 struct IQ3_S_Lanes : GridLanes<8> {
     using Layout = RecordLayout<IQ3_S_Lanes>;
     using Of = IQ3_S_Record;
     static constexpr int FIELDS = 5, SUB = 32, TABLE = Of::TABLE, COPIES = Of::COPIES;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
-    __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
+    // Four nibbles: those of an octet's first four elements.
+    __host__ __device__ static constexpr unsigned placed(unsigned four) {
+        return (four & 0xffu) | (four & 0xff00u) << 8;
+    }
+    __device__ __forceinline__ static unsigned table_word(int i) {
+        if (i < Of::GRID) {
+            const int entry = i / COPIES;
+            return placed(IQ3_S_GRID[entry / 2] >> entry % 2 * 16 & 0xffffu) | 0x00880088u;
+        }
+        const unsigned all = nibbles_of((i - Of::GRID) / Of::SIGNS) * 15u;
+        return placed(all & 0xffffu) | placed(all >> 16) << 8;
+    }
     unsigned word[4], sign[2], high, scales, pair, octet[4];
 
     template <typename Record>
@@ -213,10 +230,20 @@ struct IQ3_S_Lanes : GridLanes<8> {
 
 // ---- one bit: -1, 0 and 1, moved by an eighth ------------------------------------------------------------------
 
-// 64 times an element: of an inner scale what u is multiplied with at bit 2 k, and what is added, less the eighth.
+// An element is 8 u - 8 and one more or less, u of two bits: of eight elements bits 0, 2, 16, 18, and those 4 above.
 struct IQ1Lanes : GridLanes<64> {
+    static constexpr int COPIES = IQ1Base::COPIES, TABLE = IQ1Base::TABLE;
     unsigned entry[4];
 
+    __device__ __forceinline__ static unsigned table_word(int i) {
+        unsigned all = 0;
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            all |= (IQ1_GRID[i / COPIES] >> 4 * e & 3u) << (e / 4 * 4 + e % 2 * 2 + e / 2 % 2 * 16);
+        return all;
+    }
+
+    // 8 times an element: of an inner scale what u is multiplied with at bit 2 k, and what is added.
     __device__ __forceinline__ static unsigned times(unsigned odd, int k) {
         return k == 3 ? odd : multiply_halves(odd, power_of_two(6 - 2 * k));
     }
@@ -238,9 +265,8 @@ struct IQ1Lanes : GridLanes<64> {
 struct IQ1_S_Lanes : IQ1Lanes {
     using Layout = RecordLayout<IQ1_S_Lanes>;
     using Of = IQ1_S_Record;
-    static constexpr int FIELDS = 3, SUB = 32, TABLE = Of::TABLE, COPIES = Of::COPIES;
+    static constexpr int FIELDS = 3, SUB = 32;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
-    __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned low[2], more, odd, added;
 
     template <typename Record>
@@ -262,9 +288,8 @@ struct IQ1_S_Lanes : IQ1Lanes {
 struct IQ1_M_Lanes : IQ1Lanes {
     using Layout = RecordLayout<IQ1_M_Lanes>;
     using Of = IQ1_M_Record;
-    static constexpr int FIELDS = 3, SUB = 16, TABLE = Of::TABLE, COPIES = Of::COPIES;
+    static constexpr int FIELDS = 3, SUB = 16;
     __host__ __device__ static constexpr int bytes(int i) { return Of::bytes(i); }
-    __device__ __forceinline__ static unsigned table_word(int i) { return Of::table_word(i); }
     unsigned low[2], more, scales;  // nibbles of eight octets, three bits of two octets each
     unsigned odd[2], added[4];      // of two octets each and those 4 behind, of an octet and the one 4 behind
 

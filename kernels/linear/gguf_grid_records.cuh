@@ -16,15 +16,22 @@ constexpr int SIGN_COPIES = 16;
 
 // ---- two bits: three magnitudes --------------------------------------------------------------------------------
 
-// The elements that selectors of a permutation name, 64 in the middle: three positive ones, or the `negative` ones,
-// which are those from 4 on.
-__host__ __device__ constexpr unsigned iq2_values(bool negative) {
-    return negative ? 0x00404040u - IQ2_VALUES : 0x00404040u + IQ2_VALUES;
+// The elements that selectors of a permutation name, with `middle` in place of 0: three positive ones, or the
+// `negative` ones, which are those from 4 on.
+__host__ __device__ constexpr unsigned iq2_values(bool negative, unsigned middle) {
+    unsigned all = 0;
+    for (int i = 0; i < 3; ++i) {
+        const unsigned value = IQ2_VALUES >> 8 * i & 255u;
+        all |= (middle + (negative ? 256u - value : value) & 255u) << 8 * i;
+    }
+    return all;
 }
 
-// A nibble for each element, the selector of its byte.
+// A nibble for each element, the selector of its byte; lane t has an octet of each 32.
 struct IQ2Base : RecordBase {
-    static constexpr int BIAS = 64;
+    static constexpr int ORDER = BY_EIGHT;
+    static constexpr bool SIGNED = true, WHOLE = true;
+    unsigned entry[4];
     float d;
     template <typename Record>
     __device__ __forceinline__ void load_d(const Record& record) {
@@ -32,21 +39,21 @@ struct IQ2Base : RecordBase {
     }
     __device__ __forceinline__ float outer() const { return d; }
     __device__ __forceinline__ static unsigned signs_word(unsigned signs) { return nibbles_of(signs) << 2; }
-    __device__ __forceinline__ static unsigned values(unsigned selectors) {
-        return permuted(iq2_values(false), iq2_values(true), selectors);
+    __device__ __forceinline__ unsigned signed_codes(int s) const {
+        return permuted(iq2_values(false, 0), iq2_values(true, 0), entry[s / 2] >> s % 2 * 16);
     }
 };
 
 // fields: d, qs
 struct IQ2_XXS_Record : IQ2Base {
     using Layout = RecordLayout<IQ2_XXS_Record>;
-    static constexpr int FIELDS = 2, SUB = 32, ORDER = BY_EIGHT;
+    static constexpr int FIELDS = 2, SUB = 32;
     static constexpr int COPIES = 32, SIGNS = SIGN_COPIES, GRID = 256 * COPIES, TABLE = GRID + 128 * SIGNS;
     __host__ __device__ static constexpr int bytes(int i) { return i ? 64 : 2; }
     __device__ __forceinline__ static unsigned table_word(int i) {
         return i < GRID ? IQ2_XXS_GRID[i / COPIES] : signs_word(signs_of((i - GRID) / SIGNS));
     }
-    unsigned entry[4], more[4];
+    unsigned more[4];
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
@@ -54,21 +61,19 @@ struct IQ2_XXS_Record : IQ2Base {
         for (int j = 0; j < 4; ++j) {
             const int at = Layout::at(1) + 32 * half + 8 * j;
             more[j] = record.word(at + 4);
-            entry[j] = table.template word<COPIES, 256>(0, record.word(at), 8 * t) |
-                       table.template word<SIGNS, 128>(GRID, more[j], 7 * t);
+            entry[j] = table.template entry<COPIES>(0, record.byte(at + t)) |
+                       table.template word<SIGNS, 128>(GRID, more[j], 7 * t + 32);
         }
         load_d(record);
     }
-    __device__ __forceinline__ unsigned codes(int s) const { return values(entry[s / 2] >> s % 2 * 16); }
-    __device__ __forceinline__ float factor(int j) const { return odd_of(more[j] >> 28); }
+    __device__ __forceinline__ int whole(int j) const { return more[j] >> 27 | 1; }
 };
 
 // What the other two share: the scales of a half, a nibble for each 16 elements.
 struct IQ2Halves : IQ2Base {
     static constexpr int SUB = 16;
-    unsigned entry[8], scales;
-    __device__ __forceinline__ unsigned codes(int s) const { return values(entry[s]); }
-    __device__ __forceinline__ float factor(int j) const { return odd_of(scales >> 4 * j & 15u); }
+    unsigned scales;
+    __device__ __forceinline__ int whole(int j) const { return ((j ? scales >> (4 * j - 1) : scales << 1) & 30u) | 1u; }
 };
 
 // fields: d, qs, scales
@@ -84,11 +89,9 @@ struct IQ2_XS_Record : IQ2Halves {
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const unsigned q = record.pair(Layout::at(1) + 32 * half + 4 * i + t / 2 * 2);
-            const unsigned all =
-                table.template word<COPIES, 512>(0, q, 0) | table.template word<SIGNS, 128>(GRID, q, 9);
-            entry[i] = all >> t % 2 * 16;
+        for (int j = 0; j < 4; ++j) {
+            const unsigned q = record.pair(Layout::at(1) + 32 * half + 8 * j + 2 * t);
+            entry[j] = table.template word<COPIES, 512>(0, q) | table.template word<SIGNS, 128>(GRID, q, 9);
         }
         scales = record.word(Layout::at(2) + 4 * half), load_d(record);
     }
@@ -106,14 +109,13 @@ struct IQ2_S_Record : IQ2Halves {
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
-        const unsigned high = record.word(Layout::at(2) + 4 * half);
+        const unsigned high = record.word(Layout::at(2) + 4 * half) >> 2 * t;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int group = 2 * i + t / 2, at = Layout::at(1) + 16 * half + i / 2 * 4, shift = group % 4 * 8;
-            const unsigned index = (record.word(at) >> shift & 255u) | (high >> 2 * group & 3u) << 8;
-            const unsigned signs = record.word(at + 32) >> shift & 255u;
-            const unsigned all = table.template entry<COPIES>(0, index) | table.template entry<SIGNS>(GRID, signs);
-            entry[i] = all >> t % 2 * 16;
+        for (int j = 0; j < 4; ++j) {
+            const int at = Layout::at(1) + 16 * half + 4 * j + t;
+            const unsigned index = __byte_perm(record.byte(at), high, (4 + j) << 4);
+            entry[j] =
+                table.template word<COPIES, 1024>(0, index) | table.template entry<SIGNS>(GRID, record.byte(at + 32));
         }
         scales = record.word(Layout::at(3) + 4 * half), load_d(record);
     }
@@ -121,23 +123,28 @@ struct IQ2_S_Record : IQ2Halves {
 
 // ---- three bits: eight magnitudes, entries of four -------------------------------------------------------------
 
+// Signs of an octet: the highest bits of four bytes, and the bits below them.
+__host__ __device__ constexpr unsigned two_bits_a_byte(unsigned signs) {
+    unsigned all = 0;
+    for (int e = 0; e < 4; ++e) all |= (signs >> e & 1u) << (8 * e + 7) | (signs >> (4 + e) & 1u) << (8 * e + 6);
+    return all;
+}
+
 // fields: d, qs
 struct IQ3_XXS_Record : RecordBase {
     using Layout = RecordLayout<IQ3_XXS_Record>;
-    static constexpr bool FLIPS = true;
     static constexpr int FIELDS = 2, SUB = 32, ORDER = BY_EIGHT;
+    static constexpr bool SIGNED = true, WHOLE = true;
     static constexpr int COPIES = 32, SIGNS = SIGN_COPIES, GRID = 256 * COPIES, TABLE = GRID + 128 * SIGNS;
     __host__ __device__ static constexpr int bytes(int i) { return i ? 96 : 2; }
-    // Four bytes an entry; of signs bit e + 2 lies 16 above bit e.
-    __device__ __forceinline__ static unsigned table_word(int i) {
-        if (i < GRID) {
-            const int entry = i / COPIES;
-            return permuted(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], IQ3_XXS_GRID[entry / 2] >> entry % 2 * 16);
-        }
-        const unsigned signs = signs_of((i - GRID) / SIGNS);
-        return signs | signs << 14;
+    // Four bytes an entry.
+    __device__ __forceinline__ static unsigned values_word(int entry) {
+        return permuted(IQ3_XXS_VALUES[0], IQ3_XXS_VALUES[1], IQ3_XXS_GRID[entry / 2] >> entry % 2 * 16);
     }
-    unsigned value[8], signs[4], scales;
+    __device__ __forceinline__ static unsigned table_word(int i) {
+        return i < GRID ? values_word(i / COPIES) : two_bits_a_byte(signs_of((i - GRID) / SIGNS));
+    }
+    unsigned value[8], signs[4], more[4];
     float d;
 
     template <typename Record, typename Table>
@@ -145,42 +152,38 @@ struct IQ3_XXS_Record : RecordBase {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const unsigned both = record.pair(Layout::at(1) + 32 * half + 8 * j + 2 * t);
-            const unsigned more = record.word(Layout::at(1) + 64 + 16 * half + 4 * j);
+            more[j] = record.word(Layout::at(1) + 64 + 16 * half + 4 * j);
 #pragma unroll
             for (int i = 0; i < 2; ++i) value[2 * j + i] = table.template word<COPIES, 256>(0, both, 8 * i);
-            signs[j] = table.template word<SIGNS, 128>(GRID, more, 7 * t);
-            scales = j ? scales | more >> 28 << 4 * j : more >> 28;
+            signs[j] = table.template word<SIGNS, 128>(GRID, more[j], 7 * t + 32);
         }
         d = __fmul_rn(half_of(record.narrow, 0), 0.25f);
     }
-    __device__ __forceinline__ unsigned codes(int s) const { return value[s]; }
-    __device__ __forceinline__ unsigned flips(int s, int i) const { return signs[s / 2] << (15 - s % 2 * 4 - i); }
-    __device__ __forceinline__ float factor(int j) const { return odd_of(scales >> 4 * j & 15u); }
+    // Of negative ones, none of which is 0, all bits are turned, and 1 is added.
+    __device__ __forceinline__ unsigned signed_codes(int s) const {
+        const unsigned negative = sign_bytes(signs[s / 2] << s % 2);
+        return (value[s] ^ negative) + (negative & 0x01010101u);
+    }
+    __device__ __forceinline__ int whole(int j) const { return more[j] >> 27 | 1; }
     __device__ __forceinline__ float outer() const { return d; }
 };
 
-// fields: d, qs, qh, signs, scales. An element is 2 u - 15 with a nibble u, which is 8 and its digit, or all bits of
-// that turned where it is negative. Of eight elements they are nibbles 0, 1, 4 and 5 of a word, and those behind them.
+// fields: d, qs, qh, signs, scales
 struct IQ3_S_Record : RecordBase {
     using Layout = RecordLayout<IQ3_S_Record>;
-    static constexpr int FIELDS = 5, SUB = 32, ORDER = BY_EIGHT, BIAS = 15;
-    static constexpr int COPIES = 16, SIGNS = 8, GRID = 512 * COPIES, TABLE = GRID + 256 * SIGNS;
+    static constexpr int FIELDS = 5, SUB = 32, ORDER = BY_EIGHT;
+    static constexpr bool SIGNED = true, WHOLE = true;
+    static constexpr int MOST = 465, COPIES = 16, SIGNS = 8, GRID = 512 * COPIES, TABLE = GRID + 256 * SIGNS;
     __host__ __device__ static constexpr int bytes(int i) {
         return i == 0 ? 2 : i == 1 ? 64 : i == 2 ? 8 : i == 3 ? 32 : 4;
     }
-    // Four nibbles: those of an octet's first four elements.
-    __host__ __device__ static constexpr unsigned placed(unsigned four) {
-        return (four & 0xffu) | (four & 0xff00u) << 8;
-    }
+    // Four bytes an entry, odd numbers.
     __device__ __forceinline__ static unsigned table_word(int i) {
-        if (i < GRID) {
-            const int entry = i / COPIES;
-            return placed(IQ3_S_GRID[entry / 2] >> entry % 2 * 16 & 0xffffu) | 0x00880088u;
-        }
-        const unsigned all = nibbles_of((i - GRID) / SIGNS) * 15u;
-        return placed(all & 0xffffu) | placed(all >> 16) << 8;
+        if (i >= GRID) return two_bits_a_byte((i - GRID) / SIGNS);
+        const int entry = i / COPIES;
+        return permuted(IQ3_S_VALUES[0], IQ3_S_VALUES[1], IQ3_S_GRID[entry / 2] >> entry % 2 * 16);
     }
-    unsigned octet[4], scales;
+    unsigned value[8], signs[4], scales;
     float d;
 
     template <typename Record, typename Table>
@@ -188,40 +191,34 @@ struct IQ3_S_Record : RecordBase {
         const unsigned high = record.word(Layout::at(2) + 4 * half) >> 2 * t;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const unsigned both = record.word(Layout::at(1) + 32 * half + 8 * j + t / 2 * 4) >> t % 2 * 16;
-            unsigned four[2];
+            const unsigned both = record.pair(Layout::at(1) + 32 * half + 8 * j + 2 * t);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                four[i] = table.template entry<COPIES>(0, (both >> 8 * i & 255u) | (high >> (8 * j + i) & 1u) << 8);
-            octet[j] = (four[0] | four[1] << 8) ^
-                       table.template word<SIGNS, 256>(GRID, record.word(Layout::at(3) + 16 * half + 4 * j), 8 * t);
+                value[2 * j + i] = table.template word<COPIES, 512>(0, __byte_perm(both, high >> i, i | (4 + j) << 4));
+            signs[j] = table.template entry<SIGNS>(GRID, record.byte(Layout::at(3) + 16 * half + 4 * j + t));
         }
         scales = record.word(Layout::at(4)) >> 16 * half, d = half_of(record.narrow, 0);
     }
-    __device__ __forceinline__ unsigned codes(int s) const {
-        const unsigned four = octet[s / 2] >> s % 2 * 8;
-        return (four & 0x000f000fu) << 1 | (four & 0x00f000f0u) << 5;
+    // An odd number with all its bits but the lowest turned is the same with another sign.
+    __device__ __forceinline__ unsigned signed_codes(int s) const {
+        return value[s] ^ (sign_bytes(signs[s / 2] << s % 2) & 0xfefefefeu);
     }
-    __device__ __forceinline__ float factor(int j) const { return odd_of(scales >> 4 * j & 15u); }
+    __device__ __forceinline__ int whole(int j) const { return ((j ? scales >> (4 * j - 1) : scales << 1) & 30u) | 1u; }
     __device__ __forceinline__ float outer() const { return d; }
 };
 
 // ---- one bit: -1, 0 and 1, moved by an eighth ------------------------------------------------------------------
 
-// An element is 8 u - 8 and one more or less, u of two bits: of eight elements bits 0, 2, 16, 18, and those 4 above.
+// Eight times an element: a byte.
 struct IQ1Base : RecordBase {
-    static constexpr int BIAS = 64, COPIES = 1, TABLE = 2048 * COPIES;
-    __device__ __forceinline__ static unsigned table_word(int i) {
-        unsigned all = 0;
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-            all |= (IQ1_GRID[i / COPIES] >> 4 * e & 3u) << (e / 4 * 4 + e % 2 * 2 + e / 2 % 2 * 16);
-        return all;
-    }
-    // 64 and elements, of which the first four are those of an octet.
+    static constexpr int COPIES = 1, TABLE = 2048 * COPIES, ORDER = BY_EIGHT, MOST = 135;
+    static constexpr bool SIGNED = true, WHOLE = true;
+    __device__ __forceinline__ static unsigned table_word(int i) { return IQ1_GRID[i / COPIES]; }
+    // By two bits: -8, 0 and 8, and 1 more, or less where `minus`.
     __device__ __forceinline__ static unsigned iq1_bytes(unsigned entry, bool minus) {
-        return ((entry & 0x00030003u) << 3 | (entry & 0x000c000cu) << 9) + (minus ? 0x37373737u : 0x39393939u);
+        return permuted(minus ? 0x0007fff7u : 0x000901f9u, 0, entry);
     }
+    unsigned entry[4];
     float d;
     __device__ __forceinline__ float outer() const { return d; }
 };
@@ -229,24 +226,24 @@ struct IQ1Base : RecordBase {
 // fields: d, qs, qh
 struct IQ1_S_Record : IQ1Base {
     using Layout = RecordLayout<IQ1_S_Record>;
-    static constexpr int FIELDS = 3, SUB = 32, ORDER = BY_EIGHT;
+    static constexpr int FIELDS = 3, SUB = 32;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 2 : i == 1 ? 32 : 16; }
-    unsigned entry[4], more[4];
+    unsigned more[4];
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            more[j] = record.word(Layout::at(2) + 8 * half + j / 2 * 4) >> j % 2 * 16;
-            const unsigned low = record.word(Layout::at(1) + 16 * half + 4 * j) >> 8 * t & 255u;
-            entry[j] = table.template entry<COPIES>(0, low | (more[j] >> 3 * t & 7u) << 8);
+            more[j] = record.pair(Layout::at(2) + 8 * half + 2 * j);
+            const unsigned low = record.byte(Layout::at(1) + 16 * half + 4 * j + t);
+            entry[j] = table.template word<COPIES, 2048>(0, __byte_perm(low, more[j] >> 3 * t, 0x4440));
         }
         d = __fmul_rn(half_of(record.narrow, 0), 0.125f);
     }
-    __device__ __forceinline__ unsigned codes(int s) const {
-        return iq1_bytes(entry[s / 2] >> s % 2 * 4, (more[s / 2] & 0x8000u) != 0);
+    __device__ __forceinline__ unsigned signed_codes(int s) const {
+        return iq1_bytes(entry[s / 2] >> s % 2 * 16, (more[s / 2] & 0x8000u) != 0);
     }
-    __device__ __forceinline__ float factor(int j) const { return odd_of(more[j] >> 12 & 7u); }
+    __device__ __forceinline__ int whole(int j) const { return (more[j] >> 11 & 14u) | 1u; }
 };
 
 // fields: qs, qh, scales
@@ -259,23 +256,26 @@ struct IQ1_M_Record : IQ1Base {
         const unsigned upper = __byte_perm(words[0], words[1], 0x7531) & 0xf0f0f0f0u, two = upper >> 4 | upper >> 8;
         return half_of(__byte_perm(two, 0, 0x4420), 0);
     }
-    unsigned entry[8], more[2], scales;
+    unsigned more[2], scales;
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
         const unsigned words[2] = {record.word(Layout::at(2)), record.word(Layout::at(2) + 4)};
         d = __fmul_rn(d_of(words), 0.125f), scales = words[half];
+        // Of an octet a nibble: three bits of the index, and whether an eighth is taken off.
 #pragma unroll
-        for (int i = 0; i < 2; ++i) more[i] = record.word(Layout::at(1) + 8 * half + 4 * i) >> t / 2 * 4;
+        for (int i = 0; i < 2; ++i) more[i] = record.word(Layout::at(1) + 8 * half + 4 * i) >> 4 * t;
 #pragma unroll
-        for (int s = 0; s < 8; ++s) {
-            const unsigned low = record.word(Layout::at(0) + 16 * half + s / 2 * 4) >> s % 2 * 16 >> t / 2 * 8 & 255u;
-            const unsigned all = table.template entry<COPIES>(0, low | (more[s / 4] >> s % 4 * 8 & 7u) << 8);
-            entry[s] = all >> t % 2 * 4;
+        for (int j = 0; j < 4; ++j) {
+            const unsigned low = record.byte(Layout::at(0) + 16 * half + 4 * j + t);
+            entry[j] = table.template word<COPIES, 2048>(0, __byte_perm(low, more[j / 2], (4 + j % 2 * 2) << 4));
         }
     }
-    __device__ __forceinline__ unsigned codes(int s) const {
-        return iq1_bytes(entry[s], (more[s / 4] >> s % 4 * 8 & 8u) != 0);
+    __device__ __forceinline__ unsigned signed_codes(int s) const {
+        return iq1_bytes(entry[s / 2] >> s % 2 * 16, (more[s / 4] & 8u << s / 2 % 2 * 16) != 0);
     }
-    __device__ __forceinline__ float factor(int j) const { return odd_of(scales >> (j / 4 * 16 + j % 4 * 3) & 7u); }
+    __device__ __forceinline__ int whole(int j) const {
+        const int at = j / 4 * 16 + j % 4 * 3;
+        return ((at ? scales >> (at - 1) : scales << 1) & 14u) | 1u;
+    }
 };

@@ -1,4 +1,4 @@
-// Decoders of GGUF's types of 2 and 3 bits for the streaming products with tokens of float16 (linear/gguf_stream.cu):
+// Decoders of GGUF's types of 2 and 3 bits for the streaming products with tokens of floats (linear/gguf_stream.cu):
 // instructions limit these, so each lane has elements of its own, 64 neighbours or four groups of 16, and scales of a
 // few groups. What records are stands in linear/gguf_records.cuh.
 //
@@ -17,19 +17,16 @@
 //     d                     of a record, when it has been read
 //     minima(table, i), dmin
 //                           OFFSETS: -B of the lane's sub-blocks 2 i and 2 i + 1, as bfloat16 from 128 on
-//     kept(i)               numbers that it needs in a register, as `table.kept[i]`: an instruction has room for one
-//                           constant
 #pragma once
 #include "linear/gguf_records.cuh"
 
 // 1024 as a half, 128 as a bfloat16, twice: whole numbers become its lowest bits.
 constexpr unsigned HALF_MAGIC = 0x64006400u, BFLOAT_MAGIC = 0x43004300u;
 
-struct LanesBase {
-    static constexpr int TABLE = 0, ORDER = BY_QUARTERS, BIAS = 0, PARTS = 1, WARPS = 16;
-    static constexpr bool LANES = true, OFFSETS = false, WIDE = false, FLIPS = false, INNER = false;
+struct LanesBase : RecordBase {
+    static constexpr int ORDER = BY_QUARTERS, PARTS = 1;
+    static constexpr bool LANES = true, KEPT = true;
     static constexpr float UNIT = 1.0f, dmin = 0.0f;
-    __device__ __forceinline__ static unsigned table_word(int) { return 0; }
     __host__ __device__ static constexpr unsigned kept(int i) { return i ? 0 : HALF_MAGIC; }
     __host__ __device__ static constexpr int part(int) { return 0; }
     template <typename Table>

@@ -15,20 +15,32 @@
 //     FIELDS, bytes(i)           of a record, in the order of the format's planes; of 2 bytes up to two
 //     SUB                        elements that share A and B: 16, 32 or 128
 //     ORDER                      which elements lane t has in step s of a record, see first_of
-//     BIAS, WIDE, FLIPS          a byte less BIAS is c, times -1 where a bit says so (FLIPS); WIDE: bytes over 127
+//     BIAS                       a byte less BIAS is c
 //     OFFSETS                    whether there is a B
 //     TABLE, table_word(i)       words of a table in shared memory; 0: none
 //     COPIES                     with a table: of its words as many are equal, or four of them at least
+//     kept(i)                    KEPT: numbers that it needs in a register, as `table.kept[i]`, i below 3: an
+//     instruction
+//                                has room for one constant
 //     load(record, table, t, half)
 //                                read what the lane needs of half a record, or look it up
 //     codes(s)                   the four bytes of step s, 0 to 7, in the order of elements
-//     flips(s, i)                FLIPS: bits 15 and 31 say whether elements i and i + 2 are negative
 //     factor(j), offset(j)       A and B of sub-block j of the half
 //     outer()                    of the record: what A is beside factor(j); 1 without
 //     INNER                      whether A and B are integers times what all of the record shares, A's integer times c
 //                                is below 2048, and c has no bias. Then load is load_codes and what these need,
 //                                scale(j) is A's integer, and `Inner`, which is loaded once a record, has what it is
 //                                multiplied with, d, and -B as integers, minima, times dmin
+//
+// and for tokens that are quantized (linear/gguf_integers.cuh), which decoders of types with lanes of their own
+// (linear/gguf_lanes.cuh) are for alone,
+//
+//     SIGNED                     whether there is signed_codes(s), c as bytes with signs, in place of codes(s) there
+//     WHOLE                      whether A is an integer, whole(j), times outer(); of which c times A is up to MOST
+//     FOLDED                     whether codes(s) are multiplied with A already
+//     APART                      whether -B is an integer: `Minima`, loaded once a record, has as bytes those of
+//                                sub-blocks 2 t and 2 t + 1, of sixteen of them two more, 8 further on, and what they
+//                                are multiplied with, d
 //
 // In half precision codes need no conversion: the bits of a half below 2048 are that many times 2^-24, and tensor cores
 // multiply subnormal numbers, too. The bias is then taken off by sums of x, with which the sums of products begin, and
@@ -97,10 +109,10 @@ struct RecordLayout {
 
 // What decoders have that lack something.
 struct RecordBase {
-    static constexpr int TABLE = 0, ORDER = BY_SIXTEEN, BIAS = 0;
-    static constexpr bool LANES = false, WIDE = false, FLIPS = false, OFFSETS = false, INNER = false;
+    static constexpr int TABLE = 0, ORDER = BY_SIXTEEN, BIAS = 0, MOST = 1 << 20;
+    static constexpr bool LANES = false, KEPT = false, SIGNED = false, OFFSETS = false, INNER = false, WHOLE = false,
+                          FOLDED = false, APART = false;
     __device__ __forceinline__ static unsigned table_word(int) { return 0; }
-    __device__ __forceinline__ unsigned flips(int, int) const { return 0; }
     __device__ __forceinline__ float offset(int) const { return 0.0f; }
     __device__ __forceinline__ float outer() const { return 1.0f; }
 };
@@ -114,6 +126,46 @@ __device__ __forceinline__ unsigned permuted(unsigned a, unsigned b, unsigned se
     return r;
 #else
     return __byte_perm(a, b, selector & 0x7777u);
+#endif
+}
+
+// The same where a fourth bit of a selector counts, too: then all bits are the highest one of the byte.
+__device__ __forceinline__ unsigned selected(unsigned a, unsigned b, unsigned selector) {
+#ifdef __CUDA_ARCH__
+    return permuted(a, b, selector);
+#else
+    unsigned bytes = __byte_perm(a, b, selector & 0x7777u);
+    for (int i = 0; i < 4; ++i)
+        if (selector >> (4 * i + 3) & 1)
+            bytes = (bytes & ~(255u << 8 * i)) | ((bytes >> (8 * i + 7) & 1) * 255u) << 8 * i;
+    return bytes;
+#endif
+}
+
+// Byte i of a word, which is signed.
+__device__ __forceinline__ int signed_byte(unsigned word, int i) {
+    return static_cast<int>(word << (24 - 8 * i)) >> 24;
+}
+
+// Of each byte its highest bit, eight times.
+__device__ __forceinline__ unsigned sign_bytes(unsigned word) {
+#ifdef __CUDA_ARCH__
+    unsigned r;
+    asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(r) : "r"(word));
+    return r;
+#else
+    return (word >> 7 & 0x01010101u) * 255u;
+#endif
+}
+
+// All bits of the halves that differ.
+__device__ __forceinline__ unsigned unequal_halves(unsigned a, unsigned b) {
+#ifdef __CUDA_ARCH__
+    unsigned r;
+    asm("set.neu.u32.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+#else
+    return ((a ^ b) & 0xffffu ? 0xffffu : 0u) | ((a ^ b) >> 16 ? 0xffff0000u : 0u);
 #endif
 }
 
@@ -207,58 +259,89 @@ struct Q5_1_Record : RecordBase {
     __device__ __forceinline__ float offset(int j) const { return half_of(d[j], 1); }
 };
 
-// The numbers of iq4's table and 128, as bytes: those of the low nibbles of four bytes, or of the `high` ones.
-__device__ __forceinline__ unsigned iq4_values(unsigned word, int high) {
-    // Three bits choose of either half of the table, the fourth of the two.
-    const unsigned index = word & 0x77777777u, which = (word >> 1 & 0x44444444u) | 0x32103210u;
-    unsigned found[2];  // of two bytes each, the low nibble of a byte first
+// The numbers of iq4's table, as bytes with 128 in the middle, or signed: those of the low nibbles of four bytes, or of
+// the `high` ones.
+struct IQ4Values {
+    static constexpr unsigned LOW = 0x3f2d1801u, HIGH = 0xa6998d81u;  // the lower four of either half
+    static constexpr unsigned SELECTORS = 0x32103210u;
+    unsigned low, high, selectors;
+    template <typename Table>
+    __device__ __forceinline__ void keep(const Table& table) {
+        low = table.kept[0], high = table.kept[1], selectors = table.kept[2];
+    }
+    template <bool SIGNED>
+    __device__ __forceinline__ unsigned of(unsigned word, int upper) const {
+        constexpr unsigned TURNED = SIGNED ? 0x80808080u : 0;
+        // Three bits choose of either half of the table, the fourth of the two.
+        const unsigned index = word & 0x77777777u, which = (word >> 1 & 0x44444444u) | selectors;
+        unsigned found[2];  // of two bytes each, the low nibble of a byte first
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-        found[i] = permuted(
-            permuted(0x3f2d1801u, 0x766a5d4fu, index >> 16 * i), permuted(0xa6998d81u, 0xf1d9c5b5u, index >> 16 * i),
-            which >> 16 * i);
-    return __byte_perm(found[0], found[1], high ? 0x7531 : 0x6420);
-}
+        for (int i = 0; i < 2; ++i)
+            found[i] = selected(
+                selected(low ^ TURNED, 0x766a5d4fu ^ TURNED, index >> 16 * i),
+                selected(high ^ TURNED, 0xf1d9c5b5u ^ TURNED, index >> 16 * i), which >> 16 * i);
+        return __byte_perm(found[0], found[1], upper ? 0x7531 : 0x6420);
+    }
+};
 
 // fields: d, qs
 struct IQ4_NL_Record : RecordBase {
     using Layout = RecordLayout<IQ4_NL_Record>;
     static constexpr int FIELDS = 2, SUB = 32, BIAS = 128;
-    static constexpr bool WIDE = true;
+    static constexpr bool SIGNED = true, KEPT = true;
+    __host__ __device__ static constexpr unsigned kept(int i) {
+        return i == 0 ? IQ4Values::LOW : i == 1 ? IQ4Values::HIGH : IQ4Values::SELECTORS;
+    }
     __host__ __device__ static constexpr int bytes(int i) { return i ? 128 : 16; }
+    IQ4Values values;
     SplitCodes split;
     unsigned d[2];
 
     template <typename Record, typename Table>
-    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+    __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
+        values.keep(table);
         split.load(record, Layout::at(1) + 64 * half, t);
         d[0] = record.word(Layout::at(0) + 8 * half), d[1] = record.word(Layout::at(0) + 8 * half + 4);
     }
-    __device__ __forceinline__ unsigned codes(int s) const { return iq4_values(split.word[s / 2], s % 2); }
+    __device__ __forceinline__ unsigned codes(int s) const { return values.of<false>(split.word[s / 2], s % 2); }
+    __device__ __forceinline__ unsigned signed_codes(int s) const { return values.of<true>(split.word[s / 2], s % 2); }
     __device__ __forceinline__ float factor(int j) const { return half_of(d[j / 2], j % 2); }
 };
 
-// What four nibbles of 4-bit floats stand for, twice that and 64, as bytes; the first in the lowest bits.
-__device__ __forceinline__ unsigned fp4_values(unsigned nibbles) {
-    const unsigned index = nibbles & 0x7777u, which = (nibbles >> 1 & 0x4444u) | 0x3210u;
-    const unsigned positive = permuted(0x43424140u, 0x4c484644u, index);
-    return permuted(positive, permuted(0x3d3e3f40u, 0x34383a3cu, index), which);
-}
+// What four nibbles of 4-bit floats stand for, twice that and 64, as bytes; the first in the lowest bits. A permutation
+// gives the highest bit of a byte, which is 0 in all of these, eight times where a selector has its fourth bit.
+struct Fp4Values {
+    static constexpr unsigned POSITIVE = 0x43424140u, NEGATIVE = 0x3d3e3f40u;  // the lower four of either
+    unsigned positive, negative;
+    template <typename Table>
+    __device__ __forceinline__ void keep(const Table& table) {
+        positive = table.kept[0], negative = table.kept[1];
+    }
+    __device__ __forceinline__ unsigned of(unsigned nibbles) const {
+        return selected(positive, 0x4c484644u, nibbles) | selected(negative, 0x34383a3cu, nibbles ^ 0x8888u);
+    }
+};
 
 // fields: scales, qs
 struct MXFP4_Record : RecordBase {
     using Layout = RecordLayout<MXFP4_Record>;
     static constexpr int FIELDS = 2, SUB = 32, BIAS = 64, ORDER = BY_EIGHT;
+    static constexpr bool KEPT = true;
+    __host__ __device__ static constexpr unsigned kept(int i) {
+        return i == 0 ? Fp4Values::POSITIVE : i == 1 ? Fp4Values::NEGATIVE : 0;
+    }
     __host__ __device__ static constexpr int bytes(int i) { return i ? 128 : 8; }
+    Fp4Values values;
     unsigned word[4], scales;
 
     template <typename Record, typename Table>
-    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+    __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
+        values.keep(table);
 #pragma unroll
         for (int j = 0; j < 4; ++j) word[j] = record.word(Layout::at(1) + 64 * half + 16 * j + 4 * t);
         scales = record.word(Layout::at(0) + 4 * half);
     }
-    __device__ __forceinline__ unsigned codes(int s) const { return fp4_values(word[s / 2] >> s % 2 * 16); }
+    __device__ __forceinline__ unsigned codes(int s) const { return values.of(word[s / 2] >> s % 2 * 16); }
     __device__ __forceinline__ float factor(int j) const {  // 2^(exponent - 128), which may be subnormal
         const unsigned exponent = scales >> 8 * j & 255u;
         return __uint_as_float(exponent < 2 ? 0x00200000u << exponent : exponent - 1 << 23);
@@ -269,20 +352,29 @@ struct MXFP4_Record : RecordBase {
 struct NVFP4_Record : RecordBase {
     using Layout = RecordLayout<NVFP4_Record>;
     static constexpr int FIELDS = 2, SUB = 16, BIAS = 64;
+    static constexpr bool KEPT = true;
+    __host__ __device__ static constexpr unsigned kept(int i) {
+        return i == 0 ? Fp4Values::POSITIVE : i == 1 ? Fp4Values::NEGATIVE : 0;
+    }
     __host__ __device__ static constexpr int bytes(int i) { return i ? 128 : 16; }
-    unsigned word[8], scales[2];
+    Fp4Values values;
+    unsigned word[8], scales[4];  // halves
 
     template <typename Record, typename Table>
-    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+    __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
+        values.keep(table);
 #pragma unroll
-        for (int s = 0; s < 8; ++s) word[s] = record.word(Layout::at(1) + 64 * half + 8 * s + t / 2 * 4) >> t % 2 * 16;
-        scales[0] = record.word(Layout::at(0) + 8 * half), scales[1] = record.word(Layout::at(0) + 8 * half + 4);
+        for (int s = 0; s < 8; ++s) word[s] = record.pair(Layout::at(1) + 64 * half + 8 * s + 2 * t);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned four = record.word(Layout::at(0) + 8 * half + i / 2 * 4);
+            const unsigned two = __byte_perm(four, 0, i % 2 ? 0x4342 : 0x4140) << 7;
+            scales[i] = two & unequal_halves(two, 0x3f803f80u) & 0x3f803f80u;  // 0x7f is no number
+        }
     }
-    __device__ __forceinline__ unsigned codes(int s) const { return fp4_values(word[s]); }
-    __device__ __forceinline__ float factor(int j) const {  // half of what a byte stands for, see NVFP4
-        const unsigned byte = scales[j / 4] >> j % 4 * 8 & 0xffu;
-        return byte != 0x7f ? __fmul_rn(half_of((byte & 0x7f) << 7, 0), 128.0f) : 0.0f;
-    }
+    __device__ __forceinline__ unsigned codes(int s) const { return values.of(word[s]); }
+    __device__ __forceinline__ float factor(int j) const { return half_of(scales[j / 2], j % 2); }
+    __device__ __forceinline__ float outer() const { return 128.0f; }  // half of what a byte stands for, see NVFP4
 };
 
 // ---- blocks of 256 ---------------------------------------------------------------------------------------------
@@ -313,56 +405,67 @@ struct OneBit {
     }
 };
 
-// fields: scales, qs, d and dmin
+// fields: scales, qs, d and dmin. Bytes are codes times scales.
 struct Q2_K_Record : RecordBase {
     using Layout = RecordLayout<Q2_K_Record>;
     static constexpr int FIELDS = 3, SUB = 16;
-    static constexpr bool OFFSETS = true;
+    static constexpr bool OFFSETS = true, FOLDED = true, APART = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 16 : i == 1 ? 64 : 4; }
     TwoBits two;
     unsigned scales[2];
-    float d, dmin;
+    float d;
+
+    struct Minima {
+        unsigned two[2];
+        float d;
+        template <typename Record>
+        __device__ __forceinline__ void load(const Record& record, int t) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) two[i] = record.pair(Layout::at(0) + 8 * i + 2 * t) >> 4 & 0x0f0fu;
+            d = -half_of(record.word(Layout::at(2)), 1);
+        }
+    };
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
         two.load(record, Layout::at(1) + 32 * half, t);
         scales[0] = record.word(Layout::at(0) + 8 * half), scales[1] = record.word(Layout::at(0) + 8 * half + 4);
-        const unsigned both = record.word(Layout::at(2));
-        d = half_of(both, 0), dmin = -half_of(both, 1);
+        d = half_of(record.word(Layout::at(2)), 0);
     }
-    __device__ __forceinline__ unsigned codes(int s) const { return two.codes(s); }
-    __device__ __forceinline__ float factor(int j) const {
-        return __fmul_rn(d, from_byte(scales[j / 4] & 0x0f0f0f0fu, j % 4));
+    __device__ __forceinline__ unsigned codes(int s) const {
+        return two.codes(s) * __byte_perm(scales[s / 4] & 0x0f0f0f0fu, 0, 0x4440 + s % 4);
     }
-    __device__ __forceinline__ float offset(int j) const {
-        return __fmul_rn(dmin, from_byte(scales[j / 4] >> 4 & 0x0f0f0f0fu, j % 4));
-    }
+    __device__ __forceinline__ float outer() const { return d; }
 };
 
 // fields: hmask, qs, scales, d
 struct Q3_K_Record : RecordBase {
     using Layout = RecordLayout<Q3_K_Record>;
-    static constexpr int FIELDS = 4, SUB = 16, BIAS = 4;
+    static constexpr int FIELDS = 4, SUB = 16, MOST = 128;
+    static constexpr bool SIGNED = true, WHOLE = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 32 : i == 1 ? 64 : i == 2 ? 12 : 2; }
     TwoBits two;
-    OneBit high;
+    OneBit below;  // whether 4 are taken off
     unsigned scales[2];
     float d;
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
         two.load(record, Layout::at(1) + 32 * half, t);
-        high.load(record, Layout::at(0), t, half);
-        // Sub-block j of all 16: four bits of byte j % 8, and two of byte 8 + j % 4, at 2 (j / 4).
+        below.load(record, Layout::at(0), t, half);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) below.word[i] = ~below.word[i];
+        // Sub-block j of all 16: four bits of byte j % 8, and two of byte 8 + j % 4, at 2 (j / 4); less 32.
         const unsigned more = record.word(Layout::at(2) + 8) >> 4 * half;
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            scales[i] =
-                (record.word(Layout::at(2) + 4 * i) >> 4 * half & 0x0f0f0f0fu) | (more >> 2 * i << 4 & 0x30303030u);
+        for (int i = 0; i < 2; ++i) {
+            const unsigned low = record.word(Layout::at(2) + 4 * i) >> 4 * half & 0x0f0f0f0fu;
+            scales[i] = ((low | (more >> 2 * i << 4 & 0x30303030u)) + 0x60606060u) ^ 0x80808080u;
+        }
         d = half_of(record.narrow, 0);
     }
-    __device__ __forceinline__ unsigned codes(int s) const { return two.codes(s) | high.bits(s, 2); }
-    __device__ __forceinline__ float factor(int j) const { return from_byte(scales[j / 4], j % 4, 32); }
+    __device__ __forceinline__ unsigned signed_codes(int s) const { return below.bits(s, 2) * 63u + two.codes(s); }
+    __device__ __forceinline__ int whole(int j) const { return signed_byte(scales[j / 4], j % 4); }
     __device__ __forceinline__ float outer() const { return d; }
 };
 
@@ -370,7 +473,7 @@ struct Q3_K_Record : RecordBase {
 struct Q5_K_Record : RecordBase {
     using Layout = RecordLayout<Q5_K_Record>;
     static constexpr int FIELDS = 4, SUB = 32;
-    static constexpr bool OFFSETS = true, INNER = true;
+    static constexpr bool OFFSETS = true, INNER = true, WHOLE = true, APART = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 4 : i == 1 ? 12 : i == 2 ? 32 : 128; }
     unsigned word[2][2];
     OneBit fifth;
@@ -390,8 +493,18 @@ struct Q5_K_Record : RecordBase {
         }
         __device__ __forceinline__ unsigned minima(int, bool others) const { return others ? mn[1] : mn[0]; }
     };
-    unsigned sc, mn;
-    float d, dmin;
+    struct Minima {
+        unsigned two[1];
+        float d;
+        template <typename Record>
+        __device__ __forceinline__ void load(const Record& record, int t) {
+            Inner inner;
+            inner.load(record);
+            two[0] = (t >= 2 ? inner.mn[1] : inner.mn[0]) >> t % 2 * 16, d = -inner.dmin;
+        }
+    };
+    unsigned sc;
+    float d;
 
     template <typename Record, typename Table>
     __device__ __forceinline__ void load_codes(
@@ -400,7 +513,7 @@ struct Q5_K_Record : RecordBase {
         for (int i = 0; i < 4; ++i)
             word[i / 2][i % 2] = record.word(Layout::at(3) + 64 * half + i / 2 * 32 + i % 2 * 16 + 4 * t);
         fifth.load(record, Layout::at(2), t, half);
-        sc = inner.sc[half], mn = inner.mn[half], d = inner.d, dmin = -inner.dmin;
+        sc = inner.sc[half], d = inner.d;
     }
     __device__ __forceinline__ unsigned scale(int j) const { return sc >> 8 * j & 255u; }
     template <typename Record, typename Table>
@@ -412,14 +525,15 @@ struct Q5_K_Record : RecordBase {
     __device__ __forceinline__ unsigned codes(int s) const {
         return (word[s / 4][s % 2] >> s / 2 % 2 * 4 & 0x0f0f0f0fu) | fifth.bits(s, 4);
     }
-    __device__ __forceinline__ float factor(int j) const { return __fmul_rn(d, from_byte(sc, j)); }
-    __device__ __forceinline__ float offset(int j) const { return __fmul_rn(dmin, from_byte(mn, j)); }
+    __device__ __forceinline__ int whole(int j) const { return scale(j); }
+    __device__ __forceinline__ float outer() const { return d; }
 };
 
 // fields: ql, qh, scales, d
 struct Q6_K_Record : RecordBase {
     using Layout = RecordLayout<Q6_K_Record>;
-    static constexpr int FIELDS = 4, SUB = 16, BIAS = 32;
+    static constexpr int FIELDS = 4, SUB = 16, BIAS = 32, MOST = 4096;
+    static constexpr bool WHOLE = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 128 : i == 1 ? 64 : i == 2 ? 16 : 2; }
     unsigned word[4], top[2], scales[2];
     float d;
@@ -442,21 +556,27 @@ struct Q6_K_Record : RecordBase {
     __device__ __forceinline__ float factor(int j) const {
         return static_cast<float>(static_cast<signed char>(scales[j / 4] >> j % 4 * 8));
     }
+    __device__ __forceinline__ int whole(int j) const { return signed_byte(scales[j / 4], j % 4); }
     __device__ __forceinline__ float outer() const { return d; }
 };
 
 // fields: d, scales_h, scales_l, qs
 struct IQ4_XS_Record : RecordBase {
     using Layout = RecordLayout<IQ4_XS_Record>;
-    static constexpr int FIELDS = 4, SUB = 32, BIAS = 128;
-    static constexpr bool WIDE = true;
+    static constexpr int FIELDS = 4, SUB = 32, BIAS = 128, MOST = 4096;
+    static constexpr bool SIGNED = true, KEPT = true, WHOLE = true;
+    __host__ __device__ static constexpr unsigned kept(int i) {
+        return i == 0 ? IQ4Values::LOW : i == 1 ? IQ4Values::HIGH : IQ4Values::SELECTORS;
+    }
     __host__ __device__ static constexpr int bytes(int i) { return i < 2 ? 2 : i == 2 ? 4 : 128; }
+    IQ4Values values;
     SplitCodes split;
     unsigned scales;
     float d;
 
     template <typename Record, typename Table>
-    __device__ __forceinline__ void load(const Record& record, const Table&, int t, int half) {
+    __device__ __forceinline__ void load(const Record& record, const Table& table, int t, int half) {
+        values.keep(table);
         split.load(record, Layout::at(3) + 64 * half, t);
         // Four nibbles and four pairs of bits as bytes.
         unsigned low = record.word(Layout::at(2)) >> 16 * half & 0xffffu;
@@ -465,8 +585,10 @@ struct IQ4_XS_Record : RecordBase {
         high = (high | high << 12) & 0x000f000fu, high = (high | high << 6) & 0x03030303u;
         scales = low | high << 4, d = half_of(record.narrow, 0);
     }
-    __device__ __forceinline__ unsigned codes(int s) const { return iq4_values(split.word[s / 2], s % 2); }
+    __device__ __forceinline__ unsigned codes(int s) const { return values.of<false>(split.word[s / 2], s % 2); }
+    __device__ __forceinline__ unsigned signed_codes(int s) const { return values.of<true>(split.word[s / 2], s % 2); }
     __device__ __forceinline__ float factor(int j) const { return from_byte(scales, j, 32); }
+    __device__ __forceinline__ int whole(int j) const { return int(scales >> 8 * j & 255u) - 32; }
     __device__ __forceinline__ float outer() const { return d; }
 };
 

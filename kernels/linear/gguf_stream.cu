@@ -11,11 +11,12 @@
 //
 // Split-k: gridDim.y thread blocks share k where x is too long for shared memory; add_partials adds them up.
 #include "linear/epilogue.cuh"
+#include "linear/gguf_integers.cuh"
 #include "linear/integers.cuh"
 #include KBIT_FORMAT_HEADER
 
 // Of the host, ahead of this source, beside what decoder.cuh names: struct RecordPlanes, the addresses of fields; and
-//     HALF_Y, BFLOAT_Y, FLOAT_Y  types of y for quantized tokens
+//     HALF_NUMBERS, BFLOAT_NUMBERS, FLOAT_NUMBERS  types of x and y for quantized tokens
 //     struct RecordCut
 //         records                of a row
 //         warps                  of a team
@@ -28,6 +29,7 @@ struct SharedRecord {
     unsigned at, narrow;
     __device__ __forceinline__ unsigned word(int byte) const { return shared_at<unsigned>(at + byte); }
     __device__ __forceinline__ unsigned pair(int byte) const { return shared_at<unsigned short>(at + byte); }
+    __device__ __forceinline__ unsigned byte(int byte) const { return shared_at<unsigned char>(at + byte); }
     __device__ __forceinline__ void words(unsigned (&w)[2], int byte) const {
         to_words(w, shared_at<uint2>(at + byte));
     }
@@ -39,12 +41,13 @@ struct SharedRecord {
 struct SharedTable {
     unsigned at, own[3], kept[3];
 
-    // zero: 0, which the compiler does not know, or it would set registers anew wherever a number is used.
+    // zero: 0, which the compiler does not know, or it would set registers anew wherever a number is used; nor does it
+    // take what depends on the lane for uniform, or it would copy that to a register there.
     template <typename R>
     __device__ __forceinline__ static SharedTable of(unsigned at, unsigned lane, unsigned zero) {
         SharedTable table{at, {lane % 8 * 4 + zero, lane % 16 * 4 + zero, lane % 32 * 4 + zero}};
-        if constexpr (R::LANES)
-            for (int i = 0; i < 3; ++i) table.kept[i] = R::kept(i) + zero;
+        if constexpr (R::KEPT)
+            for (int i = 0; i < 3; ++i) table.kept[i] = R::kept(i) + (R::LANES ? zero : lane & zero);
         return table;
     }
     // Entry (v >> right) % ENTRIES of a part of the table that begins at word `first`; of an entry there are COPIES, of
@@ -152,51 +155,30 @@ struct FieldCopies<R, R::FIELDS> {
     __device__ __forceinline__ void advance(unsigned) {}
 };
 
-// Whether codes are the bits of numbers, see gguf_records.cuh, and what one of them then stands for; whether inner
-// scales are multiplied with codes; and whether sums of x are wanted.
-template <typename T, typename R, bool STAGED = false>
+// Whether sums of products begin with sums of x, see gguf_records.cuh, or these are wanted for more; and what one of
+// the codes stands for, which are the bits of numbers.
+template <typename R>
 struct Way {
-    static constexpr bool RAW = SameType<T, __half>::VALUE, INNER = RAW && R::INNER && !STAGED;
-    static constexpr bool BIASED = RAW && R::BIAS != 0, SUMMED = BIASED || R::OFFSETS;
-    static constexpr float UNIT = RAW ? 5.9604644775390625e-8f : 1.0f;  // 2^-24
+    static constexpr bool BIASED = R::BIAS != 0, SUMMED = BIASED || R::OFFSETS;
+    static constexpr float UNIT = 5.9604644775390625e-8f;  // 2^-24
     // By what sums of x are multiplied.
     static constexpr float OF_SUMS = BIASED ? -R::BIAS * UNIT : UNIT;
-    // Elements that share all factors, and how often.
-    static constexpr int SUB = STAGED && R::SUB > 32 ? 32 : R::SUB, SUBS = RECORD / SUB;
+    static constexpr int SUBS = RECORD / R::SUB;
 };
 
-// Four bytes of a decoder as integers of T: elements 0 and 2, then 1 and 3.
-template <typename T, typename R>
-__device__ __forceinline__ void integers_of(const R& r, int s, unsigned (&a)[2]) {
+// Four bytes of a decoder as halves: elements 0 and 2, then 1 and 3.
+template <typename R>
+__device__ __forceinline__ void halves_of(const R& r, int s, unsigned (&a)[2]) {
     const unsigned codes = r.codes(s);
-    if constexpr (Way<T, R>::RAW) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) a[i] = __byte_perm(codes, 0, i ? 0x4341 : 0x4240);
-    } else if constexpr (R::WIDE) {
-        // A bfloat16 has room for seven bits: 128 + u % 128, less 128 or 256, is u - 128.
-        static_assert(R::BIAS == 128, "bytes with 128 in the middle");
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const unsigned bytes = i ? codes >> 8 : codes;
-            a[i] = subtract_pairs<T>(masked<0x007f007fu>(bytes, 0x43004300u), masked<0x00800080u>(bytes, 0x43804380u));
-        }
-    } else {  // below the upper byte of 128, less that and the bias
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            a[i] =
-                add_pairs<T>(__byte_perm(codes, 0x43434343u, i ? 0x4341 : 0x4240), (0xc300u + R::BIAS) * 0x00010001u);
-    }
-    if constexpr (R::FLIPS) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) a[i] = masked<0x80008000u>(r.flips(s, i), a[i]);
-    }
+    for (int i = 0; i < 2; ++i) a[i] = __byte_perm(codes, 0, i ? 0x4341 : 0x4240);
 }
 
 // Where a lane finds what it multiplies a record with.
 struct Beside {
     unsigned x, pitch;  // its part of the record, and from two steps to the next two
     unsigned sums;      // sums of x: of its tokens, or with inner scales of its sub-blocks
-    unsigned scales;    // of its tokens, one for 32 elements, where those are quantized
+    unsigned scales;  // of its tokens: of 32 elements each where they are quantized, of the record where x is bfloat16
 };
 
 // Two steps of x have 64 bytes a token, 16 of each lane t. A gap behind all tokens moves the next two, so that threads
@@ -213,12 +195,12 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&part)[
 
 // acc += W x of one record of 16 rows; `stage` is the address of row g's. `next` starts to copy the next record to
 // the same place, when all has been read from there.
-template <typename T, typename R, bool STAGED, typename Next>
+template <typename R, typename Next>
 __device__ __forceinline__ void multiply_record(
     unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
     const Next& next, float (&acc)[4]) {
-    using Way = ::Way<T, R, STAGED>;
-    constexpr int STEPS = Way::SUB / 16, STRIDE = RecordLayout<R>::stride();
+    using Way = ::Way<R>;
+    constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride();
     float sum[4] = {}, outer[2];
     R both[2][2];
     auto load = [&](int half) {
@@ -247,19 +229,12 @@ __device__ __forceinline__ void multiply_record(
             }
             unsigned a[2][2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) integers_of<T>(r[i], s, a[i]);
-            mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
+            for (int i = 0; i < 2; ++i) halves_of(r[i], s, a[i]);
+            mma<__half>(part, a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
             if (s % STEPS != STEPS - 1) continue;
             uint2 of_x = {};
             if constexpr (R::OFFSETS) of_x = shared_at<uint2>(sums);
             float added[2] = {__uint_as_float(of_x.x), __uint_as_float(of_x.y)};
-            if constexpr (STAGED) {
-                const uint2 both = shared_at<uint2>(beside.scales + (half * 4 + s / 2) * (TOKENS * 4));
-                const float scale[2] = {__uint_as_float(both.x), __uint_as_float(both.y)};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) part[i] *= scale[i % 2];
-                added[0] *= scale[0], added[1] *= scale[1];
-            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 add_scaled(sum, part, i, r[i].factor(s * 16 / R::SUB));
@@ -279,11 +254,11 @@ __device__ __forceinline__ void multiply_record(
 
 // The same where inner scales are multiplied with codes: all of a record is one sum. Minima are those of eight
 // sub-blocks at a time as bfloat16, times sums of x in two of them, which leave out 2^-17: one more mma.
-template <typename T, typename R, typename Next>
+template <typename R, typename Next>
 __device__ __forceinline__ void multiply_inner(
     unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, unsigned m, int t,
     const Next& next, float (&acc)[4]) {
-    constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride(), GROUPS = Way<T, R>::SUBS / 8;
+    constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride(), GROUPS = Way<R>::SUBS / 8;
     typename R::Inner inner[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) inner[i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]});
@@ -310,7 +285,7 @@ __device__ __forceinline__ void multiply_inner(
             mma<__nv_bfloat16>(minima, a[0], a[1], a[0], a[1], sums.x, sums.y);
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) add_scaled(acc, minima, i, -inner[i].dmin * Way<T, R>::UNIT);
+        for (int i = 0; i < 2; ++i) add_scaled(acc, minima, i, -inner[i].dmin * Way<R>::UNIT);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -326,10 +301,9 @@ __device__ __forceinline__ void multiply_inner(
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     a[i][h] = __byte_perm(codes, 0, h ? 0x4341 : 0x4240) * scale;
-                    if constexpr (R::FLIPS) a[i][h] = masked<0x80008000u>(r[i].flips(s, h), a[i][h]);
                 }
             }
-            mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
+            mma<__half>(part, a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
         }
     }
 #pragma unroll
@@ -339,7 +313,7 @@ __device__ __forceinline__ void multiply_inner(
 // The same where lanes have elements of their own (linear/gguf_lanes.cuh): all of a record is one sum, or one for each
 // power of two. Minima are those of a lane's sub-blocks, times sums of x in two bfloat16, which leave out 2^-17: one
 // more mma for two of them.
-template <typename T, typename R, typename Next>
+template <typename R, typename Next>
 __device__ __forceinline__ void multiply_lanes(
     unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
     const Next& next, float (&acc)[4]) {
@@ -361,7 +335,8 @@ __device__ __forceinline__ void multiply_lanes(
         unsigned a[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) r[i].scaled(s, a[i]);
-        mma<T>(part[R::part(s)], a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
+        mma<__half>(
+            part[R::part(s)], a[0][0], a[1][0], a[0][1], a[1][1], s % 2 ? four.z : four.x, s % 2 ? four.w : four.y);
     }
     if constexpr (R::OFFSETS) {
         float minima[4] = {};
@@ -374,7 +349,7 @@ __device__ __forceinline__ void multiply_lanes(
             mma<__nv_bfloat16>(minima, a[0], a[1], a[0], a[1], sums.x, sums.y);
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) add_scaled(acc, minima, i, -r[i].dmin * Way<T, R>::UNIT);
+        for (int i = 0; i < 2; ++i) add_scaled(acc, minima, i, -r[i].dmin * Way<R>::UNIT);
     }
 #pragma unroll
     for (int p = R::PARTS - 1; p > 0; --p)
@@ -404,10 +379,10 @@ __device__ __forceinline__ void store_sum(unsigned sums, int sub, int token, int
 
 // Eight elements of x in the order of fragments, evens and odds of each four in `word`, and the sums of SUB neighbours,
 // see Beside: a thread has octets of all tokens.
-template <typename T, typename R, bool STAGED>
+template <typename R>
 struct Arrange {
-    using Way = ::Way<T, R, STAGED>;
-    static constexpr int OCTETS = Way::SUB / 8;
+    using Way = ::Way<R>;
+    static constexpr int OCTETS = R::SUB / 8;
     unsigned x, pitch, sums;  // as in Beside
     int m, octet;
     float sum[TOKENS] = {};
@@ -432,8 +407,7 @@ struct Arrange {
         }
     }
     // Those of a token, added up over the octets of a sub-block.
-    template <typename Sum>
-    __device__ __forceinline__ void add(int token, Sum own) {
+    __device__ __forceinline__ void add(int token, float own) {
 #pragma unroll
         for (int other = 1; other < OCTETS; other *= 2) own += __shfl_xor_sync(FULL_WARP, own, other);
         sum[token] = own;
@@ -442,7 +416,7 @@ struct Arrange {
         if constexpr (Way::SUMMED) {
             if (octet % OCTETS) return;
             const int sub = octet / OCTETS;
-            if constexpr (Way::INNER || R::LANES) {
+            if constexpr (R::INNER || R::LANES) {
 #pragma unroll
                 for (int token = 0; token < TOKENS; ++token)
                     if (token < m) store_sum<Way, R>(sums, sub, token, m, sum[token]);
@@ -459,16 +433,38 @@ struct Arrange {
     }
 };
 
-// x of the tokens, `records` of each, to shared memory. `token_at(i)` is where token i's part begins.
+// Eight bfloat16 of a record, in two words each of a warp, as halves times a power of two, by which the largest of the
+// record is from 2^14 on; what they are to be multiplied with in return. All of a bfloat16 fits into a half down to
+// 2^-31 of the largest one, and no more than 2^-39 of that is lost of any.
+__device__ __forceinline__ float to_halves(unsigned (&w)[4]) {
+    unsigned most = w[0] & 0x7fff7fffu;
+#pragma unroll
+    for (int i = 1; i < 4; ++i) most = Word<__nv_bfloat16>::largest_or_nan(most, w[i]);
+    unsigned exponent = max(most >> 23, most >> 7 & 255u);
+#if __CUDA_ARCH__ >= 800
+    exponent = __reduce_max_sync(FULL_WARP, exponent);
+#endif
+    exponent = max(exponent, 15u);  // either power is a normal number
+    const float factor = __uint_as_float(268u - exponent << 23);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        w[i] = Word<__half>::pack(
+            ieee::multiply(Word<__nv_bfloat16>::get(w[i], 0), factor),
+            ieee::multiply(Word<__nv_bfloat16>::get(w[i], 1), factor));
+    return __uint_as_float(exponent - 14u << 23);
+}
+
+// x of the tokens, `records` of each, to shared memory. `token_at(i)` is where token i's part begins. A warp has a
+// record of all of them.
 template <typename T, typename R, typename Token>
 __device__ __forceinline__ void stage_x(
-    const Token& token_at, int m, int records, unsigned x, unsigned x_pitch, unsigned sums) {
+    const Token& token_at, int m, int records, unsigned x, unsigned x_pitch, unsigned sums, unsigned scales) {
     const uint4* from[TOKENS];
 #pragma unroll
     for (int token = 0; token < TOKENS; ++token)
         from[token] = reinterpret_cast<const uint4*>(token_at(min(token, m - 1)));
     for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
-        Arrange<T, R, false> arrange{x, x_pitch, sums, m, octet};
+        Arrange<R> arrange{x, x_pitch, sums, m, octet};
         uint4 four[TOKENS];  // all loads before the first use
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token)
@@ -478,14 +474,18 @@ __device__ __forceinline__ void stage_x(
             if (token >= m) break;
             unsigned w[4];
             to_words(w, four[token]);
+            if constexpr (!SameType<T, __half>::VALUE) {
+                const float scale = to_halves(w);
+                if (octet % WARP == 0) store_shared(scales + (octet / WARP * TOKENS + token) * 4, scale);
+            }
             const unsigned word[4] = {
                 __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x5410),
                 __byte_perm(w[2], w[3], 0x7632)};
             arrange.store_words(token, word);
-            if constexpr (Way<T, R>::SUMMED) {
+            if constexpr (Way<R>::SUMMED) {
                 float own = 0.0f;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) own += Word<T>::get(w[i], 0) + Word<T>::get(w[i], 1);
+                for (int i = 0; i < 4; ++i) own += Word<__half>::get(w[i], 0) + Word<__half>::get(w[i], 1);
                 arrange.add(token, own);
             }
         }
@@ -493,46 +493,10 @@ __device__ __forceinline__ void stage_x(
     }
 }
 
-// The same of tokens that are quantized: int8 `codes` of token m from m * pitch on, as numbers of T, and their
-// `scales`, float32 [K / 32, padded], to shared memory.
-template <typename T, typename R>
-__device__ __forceinline__ void stage_codes(
-    const signed char* codes, int pitch, const float* scales, int padded, int first_token, int m, int first,
-    int records, unsigned x, unsigned x_pitch, unsigned sums, unsigned scales_to) {
-    const signed char* begin = codes + (long long)first_token * pitch + (long long)first * RECORD;
-    for (int octet = threadIdx.x; octet < records * (RECORD / 8); octet += blockDim.x) {
-        Arrange<T, R, true> arrange{x, x_pitch, sums, m, octet};
-        uint2 eight[TOKENS];  // all loads before the first use
-#pragma unroll
-        for (int token = 0; token < TOKENS; ++token)
-            if (token < m)
-                eight[token] = __ldg(reinterpret_cast<const uint2*>(begin + (long long)token * pitch) + octet);
-#pragma unroll
-        for (int token = 0; token < TOKENS; ++token) {
-            if (token >= m) break;
-            const unsigned both[2] = {eight[token].x, eight[token].y};
-            unsigned word[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // below the upper byte of 1024, less that and 128
-                const unsigned raised = both[i / 2] ^ 0x80808080u;
-                word[i] = add_pairs<T>(__byte_perm(raised, 0x64646464u, i % 2 ? 0x4341 : 0x4240), 0xe480e480u);
-            }
-            arrange.store_words(token, word);
-            if constexpr (Way<T, R, true>::SUMMED)
-                arrange.add(token, __dp4a(int(both[0]), 0x01010101, __dp4a(int(both[1]), 0x01010101, 0)));
-        }
-        arrange.store_sums();
-    }
-    for (int i = threadIdx.x; i < records * (RECORD / 32) * TOKENS; i += blockDim.x) {
-        const int block = i / TOKENS, token = first_token + i % TOKENS;  // there is room for the last eight
-        store_shared(scales_to + i * 4, __ldg(scales + (long long)(first * (RECORD / 32) + block) * padded + token));
-    }
-}
-
 // A sum as a number of a type that is known at run time.
 __device__ __forceinline__ void store_as(void* y, int kind, long long at, float v) {
-    if (kind == FLOAT_Y) store(static_cast<float*>(y) + at, v);
-    else if (kind == HALF_Y) store(static_cast<__half*>(y) + at, v);
+    if (kind == FLOAT_NUMBERS) store(static_cast<float*>(y) + at, v);
+    else if (kind == HALF_NUMBERS) store(static_cast<__half*>(y) + at, v);
     else store(static_cast<__nv_bfloat16*>(y) + at, v);
 }
 
@@ -540,8 +504,8 @@ __device__ __forceinline__ void store_as(void* y, int kind, long long at, float 
 constexpr int TILE_SUMS = WARP * 16, LATER = 2;
 
 // GROUPED   W is [experts][n][k] and thread block z takes the products of groups[z], of one expert
-// STAGED    x is int8 [tokens, pitch], with scales: its products are exact, and y is of the type y_kind
-template <typename T, typename R, bool GROUPED, bool STAGED>
+// EIGHTS    0, or tokens are quantized, 8 EIGHTS of them at once; x and y are then of the types x_kind and y_kind
+template <typename T, typename R, bool GROUPED, int EIGHTS>
 __global__ void __launch_bounds__(512, 1) linear_records(
     const T* x,                                   // [tokens, k]
     const __grid_constant__ RecordPlanes planes,  // of W
@@ -555,11 +519,13 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     int scale_step,                               // GROUPED: expert e has tensor_scale[e * scale_step]
     int bias_kind,                                // see bias_at
     int tokens, int n,                            // rows of x and of W (of one expert)
-    const float* scales,                          // [k / 32, padded], STAGED
-    int pitch, int padded, int y_kind,            // STAGED
+    int x_kind, int y_kind,                       // EIGHTS
     const __grid_constant__ RecordCut cut) {
 #if __CUDA_ARCH__ >= 800
-    using Way = ::Way<T, R, STAGED>;
+    using Way = ::Way<R>;
+    constexpr bool STAGED = EIGHTS != 0;
+    constexpr int SETS = STAGED ? EIGHTS : 1, MANY = SETS * TOKENS;  // sums of eight tokens, and tokens
+    constexpr bool SCALED = !STAGED && !SameType<T, __half>::VALUE;
     extern __shared__ uint4 dynamic[];
     constexpr int STAGE = ITEM_ROWS * RecordLayout<R>::stride();
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
@@ -581,12 +547,11 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             barrier_init(base + cut.barriers + i * 16, warps * WARP),
                 barrier_init(base + cut.barriers + i * 16 + 8, WARP);
     }
-    // What quantizes tokens has waited for all before it, and writes no weights: these are fetched meanwhile.
-    if constexpr (!STAGED) wait_for_previous();
+    wait_for_previous();
     const Group group = [&] {
         if constexpr (GROUPED) return groups[blockIdx.z];
-        const int begin = int(blockIdx.z) * TOKENS;
-        return Group{0, begin, min(tokens - begin, TOKENS), 0};
+        const int begin = int(blockIdx.z) * MANY;
+        return Group{0, begin, min(tokens - begin, MANY), 0};
     }();
     auto product_of = [&](int i) { return (long long)(GROUPED ? order[group.first + i] : group.first + i); };
     const int m = group.count, tiles = (n + ITEM_ROWS - 1) / ITEM_ROWS;
@@ -602,7 +567,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     const unsigned records = cut.records;
     const int first = blockIdx.y * records / gridDim.y, last = (blockIdx.y + 1) * records / gridDim.y;
     const unsigned above = GROUPED ? group.expert * unsigned(n) : 0;
-    const unsigned x_pitch = m * 64 + cut.gap;
+    const unsigned x_pitch = m * 64 + (STAGED ? CODES_GAP : cut.gap);
     const int first_tile = int(blockIdx.x) * teams + team, step = int(gridDim.x) * teams;  // of a team
 
     // What to copy next, and the rows that are left there.
@@ -627,53 +592,71 @@ __global__ void __launch_bounds__(512, 1) linear_records(
         commit_copies();
     };
     start();
-    if constexpr (STAGED) wait_for_previous();
-    if constexpr (STAGED)
-        stage_codes<T, R>(
-            reinterpret_cast<const signed char*>(x), pitch, scales, padded, group.first, m, first, last - first,
-            base + cut.x, x_pitch, base + cut.sums_of_x, base + cut.scales);
-    else
+    if constexpr (STAGED) {
+        stage_quantized<R, MANY>(
+            x, x_kind, ((long long)group.first * records + first) * RECORD, (long long)records * RECORD, m,
+            last - first, base + cut.x, x_pitch, base + cut.sums_of_x, base + cut.scales);
+    } else {
         stage_x<T, R>(
             [&](int i) { return x + (product_of(i) / (GROUPED ? divisor : 1) * records + first) * RECORD; }, m,
-            last - first, base + cut.x, x_pitch, base + cut.sums_of_x);
+            last - first, base + cut.x, x_pitch, base + cut.sums_of_x, base + cut.scales);
+    }
     __syncthreads();
-    // Tokens that are not there may be any.
-    const unsigned my_x = base + cut.x + min(g, m - 1) * 64 + t * 16;
-    // Bytes of a lane's sums of x, and of a record's.
-    constexpr int OWN_SUMS = R::LANES ? Way::SUBS : 8;
-    const unsigned my_sums_of_x =
-        base + cut.sums_of_x + t * OWN_SUMS + (Way::INNER || R::LANES ? min(g, m - 1) * 4 * OWN_SUMS : 0);
-    const unsigned sums_pitch = R::LANES     ? m * 4 * OWN_SUMS
-                                : Way::INNER ? Way::SUBS / 8 * m * 32
-                                             : Way::SUBS * TOKENS * 4;
-    const unsigned my_sums = base + cut.sums + team * cut.ring * warps * TILE_SUMS + lane * 16;
+    // Tokens that are not there may be any. With HALVES tokens have two columns, and other lanes have each half.
+    constexpr bool HALVES = STAGED && Quantized<R>::HALVES;
+    const bool mine = !HALVES || g % 2 == t / 2;
+    const unsigned my_x = base + cut.x + min(HALVES ? g / 2 : g, m - 1) * 64 + t * 16;
+    // Bytes of a lane's sums of x, and of a record's; of the scales of a record; parts of x of a record.
+    constexpr int OWN_SUMS = STAGED && R::APART ? Quantized<R>::SUB / 2 : !STAGED && R::LANES ? Way::SUBS : 8;
+    constexpr int OF_TOKEN = STAGED ? R::APART ? Quantized<R>::PARTS : 0 : R::INNER || R::LANES ? 4 * OWN_SUMS : 0;
+    const unsigned my_sums_of_x = base + cut.sums_of_x + t * OWN_SUMS + min(g, m - 1) * OF_TOKEN;
+    const unsigned sums_pitch = STAGED     ? Quantized<R>::template BYTES<MANY>
+                                : R::LANES ? m * 4 * OWN_SUMS
+                                : R::INNER ? Way::SUBS / 8 * m * 32
+                                           : Way::SUBS * TOKENS * 4;
+    constexpr int SCALES = (STAGED ? RECORD / Q8 : 1) * MANY * 4, STEPS_OF_X = STAGED ? 4 : 8;
+    const unsigned my_sums = base + cut.sums + team * cut.ring * warps * (SETS * TILE_SUMS) + lane * 16;
     const float of_all = tensor_scale ? tensor_scale[GROUPED ? group.expert * scale_step : 0] : 1.0f;
     // Where sums of tile `pass` go, and the barriers of that place: full, and free.
     const unsigned barriers = base + cut.barriers + team * cut.ring * 16;
-    auto sums_of = [&](int place) { return my_sums + place * warps * TILE_SUMS; };
+    auto sums_of = [&](int place) { return my_sums + place * warps * (SETS * TILE_SUMS); };
     int place = 0, phase = 0, place_before = 0, phase_before = 0;  // of this tile, and of the one that is added up
     int turn = 0;                                                  // the warp that adds up
     const int passes = first_tile < tiles ? (tiles - 1 - first_tile) / step + 1 : 0;
     int item = first + warp;
     for (int pass = 0; pass < passes + LATER; ++pass) {
         if (pass < passes) {
-            float acc[4] = {};
+            float acc[SETS][4] = {};
             for (; item < last; item += warps) {
                 wait_copies<0>();
                 __syncwarp();
                 const unsigned stage = stages + g * RecordLayout<R>::stride();
                 const unsigned narrow[2] = {coming[0], coming[1]};
                 const int at = item - first;
-                const unsigned my_scales = base + cut.scales + at * (RECORD / 32 * TOKENS * 4) + t * 8;
-                const Beside beside{my_x + at * 8 * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch, my_scales};
-                if constexpr (R::LANES) multiply_lanes<T, R>(stage, narrow, table, beside, t, start, acc);
-                else if constexpr (Way::INNER) multiply_inner<T, R>(stage, narrow, table, beside, m, t, start, acc);
-                else multiply_record<T, R, STAGED>(stage, narrow, table, beside, t, start, acc);
+                const unsigned my_scales = base + cut.scales + at * SCALES + t * (HALVES ? 4 : 8);
+                const Beside beside{
+                    my_x + at * STEPS_OF_X * x_pitch, x_pitch, my_sums_of_x + at * sums_pitch, my_scales};
+                if constexpr (STAGED) {
+                    multiply_integers<R, SharedRecord, EIGHTS>(stage, narrow, table, beside, m, t, mine, start, acc);
+                } else {
+                    float of_record[4] = {};
+                    float (&to)[4] = SCALED ? of_record : acc[0];
+                    if constexpr (R::LANES) multiply_lanes<R>(stage, narrow, table, beside, t, start, to);
+                    else if constexpr (R::INNER) multiply_inner<R>(stage, narrow, table, beside, m, t, start, to);
+                    else multiply_record<R>(stage, narrow, table, beside, t, start, to);
+                    if constexpr (SCALED) {
+                        const uint2 scales = shared_at<uint2>(my_scales);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            acc[0][i] = fmaf(of_record[i], __uint_as_float(i % 2 ? scales.y : scales.x), acc[0][i]);
+                    }
+                }
             }
             item -= last - first;  // of the next tile
             const unsigned full = barriers + place * 16;
             barrier_wait(full + 8, phase ^ 1);
-            store_shared(sums_of(place) + warp * TILE_SUMS, acc);
+#pragma unroll
+            for (int e = 0; e < SETS; ++e) store_shared(sums_of(place) + (warp * SETS + e) * TILE_SUMS, acc[e]);
             barrier_arrive(full);  // every lane that writes: what checks for races knows of no other order
             if (++place == cut.ring) place = 0, phase ^= 1;
         }
@@ -682,19 +665,22 @@ __global__ void __launch_bounds__(512, 1) linear_records(
         if (warp == turn) {
             const unsigned full = barriers + place_before * 16;
             barrier_wait(full, phase_before);
-            float sum[4] = {};
-            for (int other = 0; other < warps; ++other) {
-                const float4 v = shared_at<float4>(sums_of(place_before) + other * TILE_SUMS);
-                sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-            }
+            float sum[SETS][4] = {};
+            for (int other = 0; other < warps; ++other)
+#pragma unroll
+                for (int e = 0; e < SETS; ++e) {
+                    const float4 v = shared_at<float4>(sums_of(place_before) + (other * SETS + e) * TILE_SUMS);
+                    sum[e][0] += v.x, sum[e][1] += v.y, sum[e][2] += v.z, sum[e][3] += v.w;
+                }
             barrier_arrive(full + 8);
             const int tile = first_tile + before * step;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = t * 2 + i % 2, row = tile * ITEM_ROWS + g + i / 2 * 8;
+            for (int i = 0; i < 4 * SETS; ++i) {
+                const int at = i / 4 * TOKENS + (HALVES ? t + i % 2 * 4 : t * 2 + i % 2);
+                const int row = tile * ITEM_ROWS + g + i / 2 % 2 * 8;
                 if (at >= m || row >= n) continue;
                 const long long to = product_of(at) * n + row;
-                const float product = sum[i] * (1.0f / Way::UNIT) * of_all;
+                const float product = sum[i / 4][i % 4] * (STAGED ? 1.0f : 1.0f / Way::UNIT) * of_all;
                 if (partial) partial[(long long)blockIdx.y * tokens * n + to] = product;
                 else if constexpr (STAGED) store_as(y, y_kind, to, product + bias_at<float>(bias, bias_kind, row));
                 else store(y + to, product + bias_at<T>(bias, bias_kind, row));

@@ -162,6 +162,39 @@ def test_long_rows_and_the_same_bits(cupy, name):
             assert (product(x, q) == y).all()
 
 
+@pytest.mark.parametrize("dtype", [*HALF, np.dtype("float32")], ids=str)
+@pytest.mark.parametrize("name", ["q4_1", "q2_k", "q6_k", "iq2_xs"])
+def test_quantized_tokens_of_any_type(cupy, name, dtype):
+    """Eight at once and sixteen; rows that thread blocks share."""
+    for shape in ((33, 768, 5), (48, 20480, 13), (40, 28672, 8)):
+        assert_quantized(name, shape, StagedRecords(), dtype, cupy, shape[2] == 5)
+
+
+def test_quantized_tokens_that_are_no_numbers(cupy):
+    """NaN counts as 0 and an infinity as the largest number; a block of zeros has codes of zeros."""
+    q, x = weight("q5_0", (33, 768), cupy), tokens((4, 768), np.float32, cupy)
+    x[0, 5], x[1, 40], x[1, 70], x[3] = np.nan, np.inf, -np.inf, 0
+    problem = Problem(q.format, q.shape, 4, x.dtype, device(0), True, stored(q), "q8_1")
+    found, wanted = cupy.empty((2, 4, 33), np.float32)
+    multiply = StagedRecords().prepare(problem)
+    multiply(x, q, None, found)
+    multiply(cupy.nan_to_num(x), q, None, wanted)
+    assert (found.view(np.uint32) == wanted.view(np.uint32)).all()
+    assert cupy.isfinite(found).all() and not found[3].any() and found[1].any()
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q6_k", "iq3_s"])
+def test_bfloat16_of_any_size(cupy, name):
+    """As halves they are multiplied by a power of two, which changes nothing but the exponent."""
+    q, x = weight(name, (33, 2304), cupy), tokens((3, 2304), BFLOAT16, cupy)
+    x[:, 300:310] *= BFLOAT16.type(2.0**-20)
+    y = product(x, q)
+    assert_right(y, x, q)
+    for power in (2.0**-90, 2.0**100):
+        scaled = product((x.astype(np.float32) * np.float32(power)).astype(BFLOAT16), q)
+        assert (scaled.astype(np.float32) == y.astype(np.float32) * np.float32(power)).all()
+
+
 def test_a_part_of_an_array(cupy):
     """Rows that do not begin where memory does; and planes that cannot be copied from, which go another way."""
     q = weight("q5_k", (64, 512), cupy)

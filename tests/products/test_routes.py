@@ -434,21 +434,22 @@ def test_ternary_weights_have_one_contract_whatever_their_size(granularity, acti
 @pytest.mark.parametrize(
     ("format", "activations", "taken"),
     [
-        ("q4_1", None, "small_batch"),
-        ("iq4_xs", None, "small_batch"),
-        ("nvfp4", None, "small_batch"),
-        ("q6_k", None, "records"),
-        ("q4_1", "q8_1", "staged_small_batch"),
-        ("iq4_xs", "q8_1", "staged_small_batch"),
-        ("nvfp4", "q8_1", "staged_records"),
-        ("q6_k", "q8_1", "staged_records"),
+        ("q4_1", None, ("small_batch", "small_batch")),
+        ("iq4_xs", None, ("small_batch", "small_batch")),
+        ("nvfp4", None, ("small_batch", "small_batch")),
+        ("q6_k", None, ("records", "records")),
+        ("q4_1", "q8_1", ("staged_records", "staged_small_batch", "staged_records")),
+        ("iq4_nl", "q8_1", ("staged_small_batch", "staged_small_batch", "staged_records")),
+        ("iq4_xs", "q8_1", ("staged_small_batch", "staged_small_batch")),
+        ("nvfp4", "q8_1", ("staged_records",) * 3),
+        ("q6_k", "q8_1", ("staged_records",) * 3),
     ],
 )
 def test_few_tokens_of_gguf_types(format, activations, taken):
-    """Fragments where there are any, which tokens with scales of 32 need to be shared by lanes."""
-    for tokens in (1, 8):
-        problem = Problem(kb.get_format(format), (4096, 4096), tokens, HALF, device("H200"), activations=activations)
-        assert choices(problem, LINEAR)[0].route.name == taken
+    """Fragments where there are any; integers of records where quantized tokens make these slower."""
+    for tokens, name in zip((1, 8, 16), taken, strict=False):
+        problem = Problem(kb.get_format(format), (28672, 8192), tokens, HALF, device("H200"), activations=activations)
+        assert choices(problem, LINEAR)[0].route.name == name
 
 
 def test_experts_of_integers_have_small_groups():

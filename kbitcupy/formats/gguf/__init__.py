@@ -87,6 +87,8 @@ def _records(kind: type[Gguf]) -> tuple[Records, ...]:
             about.lanes,
             about.folded,
             about.gap,
+            about.apart,
+            about.integers,
         ),
     )
 

@@ -170,6 +170,10 @@ class About(NamedTuple):
         As there.
     gap : int, default 16
         As there.
+    apart : bool, default False
+        As there.
+    integers : float, default 1.0
+        As there.
     """
 
     sub: int
@@ -179,28 +183,30 @@ class About(NamedTuple):
     lanes: float = 0.0
     folded: bool = False
     gap: int = 16
+    apart: bool = False
+    integers: float = 1.0
 
 
 #: By the names of formats: the types that linear_records decodes.
 RECORDS = {
-    "q4_1": About(32),
-    "q5_0": About(32, work=1.2),
-    "q5_1": About(32, work=1.25),
-    "q2_k": About(16, lanes=0.74, gap=32),
-    "q3_k": About(16, work=1.3, lanes=0.96, folded=True, gap=32),
-    "q5_k": About(32, work=1.15),
-    "q6_k": About(16, work=1.35),
-    "iq4_nl": About(32, work=1.4),
-    "iq4_xs": About(32, work=1.65),
+    "q4_1": About(32, integers=0.9),
+    "q5_0": About(32, work=1.2, integers=1.04),
+    "q5_1": About(32, work=1.25, integers=1.14),
+    "q2_k": About(16, lanes=0.74, gap=32, apart=True, integers=0.68),
+    "q3_k": About(16, work=1.3, lanes=0.96, folded=True, gap=32, integers=0.92),
+    "q5_k": About(32, work=1.15, apart=True),
+    "q6_k": About(16, work=1.35, integers=1.23),
+    "iq4_nl": About(32, work=1.4, integers=1.03),
+    "iq4_xs": About(32, work=1.65, integers=1.15),
     "mxfp4": About(32, work=1.6),
-    "nvfp4": About(16, work=1.9),
-    "tq1_0": About(128, work=1.15),
-    "tq2_0": About(128, work=0.75),
-    "iq1_s": About(32, table=2048, work=1.4, lanes=0.74, folded=True),
-    "iq1_m": About(16, table=2048, work=1.9, lanes=0.84, folded=True),
-    "iq2_xxs": About(32, table=32 * 256 + 16 * 128, work=1.3, lanes=0.9, folded=True),
+    "nvfp4": About(16, work=1.9, integers=1.08),
+    "tq1_0": About(128, work=1.15, integers=0.85),
+    "tq2_0": About(128, work=0.75, integers=0.55),
+    "iq1_s": About(32, table=2048, work=1.4, lanes=0.74, folded=True, integers=0.86),
+    "iq1_m": About(16, table=2048, work=1.9, lanes=0.84, folded=True, integers=0.95),
+    "iq2_xxs": About(32, table=32 * 256 + 16 * 128, work=1.3, lanes=0.9, folded=True, integers=0.86),
     "iq2_xs": About(16, table=16 * (512 + 128), work=1.4, lanes=1.0, folded=True),
-    "iq2_s": About(16, table=8 * 1024 + 16 * 256, work=1.4, lanes=1.16, folded=True),
-    "iq3_xxs": About(32, False, 32 * 256 + 16 * 128, 1.45, lanes=1.1),
-    "iq3_s": About(32, table=16 * 512 + 8 * 256, work=1.65, lanes=1.42, folded=True),
+    "iq2_s": About(16, table=8 * 1024 + 16 * 256, work=1.4, lanes=1.16, folded=True, integers=1.17),
+    "iq3_xxs": About(32, False, 32 * 256 + 16 * 128, 1.45, lanes=1.1, integers=1.03),
+    "iq3_s": About(32, table=16 * 512 + 8 * 256, work=1.65, lanes=1.42, folded=True, integers=1.43),
 }
