@@ -17,7 +17,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma, xp as _xp
-from ..backend.compile import Template
+from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, capability, multiprocessors, shared_memory
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
@@ -65,12 +65,15 @@ _SIZES = Constants(
     BYTES8=3,
     STREAM_THREADS=512,
     SHARE_OF_EIGHT=512,
+    SHARE_OF_SIXTEEN=1024,
     SUMS_RING=4,
     SUMS_LATER=2,
     LONG_UNIT=256,
     SHARES=512,
     MINIMA_STEP=24,
     MINIMA_OF_BLOCK=208,
+    FEW_THREADS=128,
+    FEW_BLOCKS=8,
 )
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
 _GGUF = "HALVES4", "PAIRS4"
@@ -85,6 +88,8 @@ _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 _SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
 # Tokens that each block quantizes for itself.
 _MOST_OWN = 4
+# Tokens that a launch of small blocks quantizes.
+_MOST_FEW = 16
 
 
 @dataclass(frozen=True)
@@ -126,11 +131,18 @@ class Flavour:
         blocked, signed = (str(flag).lower() for flag in (self.blocked, self.signed))
         return f"{self.codes}, {self.unit}, {self.added}, {blocked}, {signed}, {eights}"
 
+    def tokens_text(self) -> str:
+        """The arguments of the template that quantizes tokens, but for their type."""
+        layouts = {
+            getattr(NUMBERS, name): name for name in ("IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES")
+        }
+        return f"{layouts[self.layout]}, {self.sums}, {str(self.blocked).lower()}"
+
     def warp_bytes(self, eights: int) -> tuple[int, int]:
         """Of shared memory of a warp: its scales, and what it knows of units of tokens."""
         if self.unit in _WHOLE:
             return 0, 0
-        share = share_of(eights)
+        share = share_of(self.unit, eights)
         units = share // self.unit
         if self.codes == "PAIRS4":  # minima stand apart, and the sums of tokens that they are multiplied by
             blocks = share // 256
@@ -150,9 +162,16 @@ class Flavour:
         return tokens_of.pitch_of(depth) + 4 * (units if self.blocked else 1) + 4 * units
 
 
-def share_of(eights: int) -> int:
+def share_of(unit: int, eights: int) -> int:
     """k of a warp, whose tokens stay in its registers."""
-    return int(_SIZES.SHARE_OF_EIGHT) // eights
+    if unit == _SIZES.SHARES:
+        return int(_SIZES.SHARE_OF_EIGHT) // eights
+    return int(_SIZES.SHARE_OF_EIGHT if eights == 1 else _SIZES.SHARE_OF_SIXTEEN)
+
+
+def most_warps(unit: int, eights: int) -> int:
+    """Of a block."""
+    return _WARPS // 2 if share_of(unit, eights) > _SIZES.SHARE_OF_EIGHT else _WARPS
 
 
 def _flavours() -> tuple[Flavour, ...]:
@@ -190,7 +209,17 @@ def _template(hot: bool) -> Template:
 
 
 _TEMPLATE = _template(True)
-register_templates(_TEMPLATE, _template(False))
+_FEW = Template(
+    "linear/integer_tokens.cu",
+    "quantize_few_integers",
+    (
+        tuple(CXX_TYPES[name] for name in FLOATS),
+        tuple(dict.fromkeys(flavour.tokens_text() for flavour in _flavours())),
+    ),
+    structs=(NUMBERS, _SIZES),
+    least=_OLDEST,
+)
+register_templates(_TEMPLATE, _template(False), _FEW)
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
@@ -209,7 +238,7 @@ def flavour_of(part: IntegerCodes, blocked: bool) -> Flavour | None:
 
 def shares_of(part: IntegerCodes, flavour: Flavour, eights: int) -> int:
     """Shares of a group that is not inside one."""
-    return part.group // share_of(eights) if flavour.unit == _SIZES.SHARES else 1
+    return part.group // share_of(flavour.unit, eights) if flavour.unit == _SIZES.SHARES else 1
 
 
 def turned_over(part: IntegerCodes, flavour: Flavour) -> tuple[int, int]:
@@ -254,7 +283,7 @@ class _Cut:
 
     Parameters
     ----------
-    warps, teams, phases, kept : int
+    warps, teams, phases, ring, kept : int
         See `CUT`.
     blocks : int
         Thread blocks.
@@ -269,6 +298,7 @@ class _Cut:
     warps: int
     teams: int
     phases: int
+    ring: int
     kept: int
     blocks: int
     places: tuple[int, ...]
@@ -283,10 +313,11 @@ def choose_cut(
     """The cut with the least work for the busiest multiprocessor; None where the shared memory has no room, or a team
     no place for groups of so many shares. `own` tokens are quantized by blocks.
     """
+    most = most_warps(flavour.unit, eights)
     cuts = (
         cut_of(flavour, eights, rows, depth, processors, room, warps, teams, own)
-        for warps in range(shares, _WARPS + 1, shares)
-        for teams in range(1, _WARPS // warps + 1)
+        for warps in range(shares, most + 1, shares)
+        for teams in range(1, most // warps + 1)
     )
     return min(filter(None, cuts), key=lambda cut: cut.work, default=None)
 
@@ -303,25 +334,28 @@ def cut_of(
     own: int = 0,
 ) -> _Cut | None:
     """The cut for so many warps and teams; None where the shared memory has no room for it."""
-    tiles, shares, here = -(-rows // _ROWS), -(-depth // share_of(eights)), warps * teams
+    tiles, shares, here = -(-rows // _ROWS), -(-depth // share_of(flavour.unit, eights)), warps * teams
     rounds, phases = -(-tiles // (processors * teams)), -(-shares // warps)
     kept = rounds if phases > 1 else 0
     of_scales, of_records = flavour.warp_bytes(eights)
     sums = int(_SIZES.SUMS_RING) * here * eights * _SUMS
+    ring = _RING * _WARPS // most_warps(flavour.unit, eights)
     # Few warps work through less than memory brings; each phase waits for its tokens.
     least = rounds * teams * max(shares, phases * warps * 0.75)
-    work = least * (1.0 if here >= 12 else 1.0 + (12 - here) / 12) + 10.0 * (phases - 1) + 0.1 * warps
-    scales_at = here * _RING * _SLOT
+    most = most_warps(flavour.unit, eights)
+    enough = most * 3 // 4
+    work = least * (1.0 if here >= enough else 1.0 + (enough - here) / enough) + 10.0 * (phases - 1) + 0.1 * warps
+    scales_at = here * ring * _SLOT
     records_at = scales_at + here * of_scales
     sums_at = records_at + here * of_records
     kept_at = sums_at + sums
     barriers_at = kept_at + teams * kept * eights * _SUMS
-    tokens_at = barriers_at + here * _RING * 8 + 16 * int(_SIZES.SUMS_RING) * teams
+    tokens_at = barriers_at + here * ring * 8 + 16 * int(_SIZES.SUMS_RING) * teams
     shared = tokens_at + (own | 1 if own else 0) * flavour.token_bytes(depth) + _ALIGNING
     if shared > room:
         return None
     places = scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at
-    return _Cut(warps, teams, phases, kept, min(processors, tiles), places, shared, work)
+    return _Cut(warps, teams, phases, ring, kept, min(processors, tiles), places, shared, work)
 
 
 @functools.cache
@@ -354,7 +388,7 @@ def _plan(
         warps=cut.warps,
         teams=cut.teams,
         phases=cut.phases,
-        ring=_RING,
+        ring=cut.ring,
         scales_at=scales_at,
         records_at=records_at,
         sums_at=sums_at,
@@ -388,6 +422,20 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
             packed = tma.byte_matrix(address, rows, pitch, pitch, _ROWS, promotion=128)
         q._launches[_MAP] = packed
     return packed
+
+
+@functools.cache
+def _few_kernel(cxx: str, flavour: Flavour) -> Kernel:
+    values = cxx, flavour.tokens_text()
+    return Kernel(_FEW, values, int(_SIZES.FEW_THREADS), signature=("p", "p", "p", "p", "i4", "i4"), early=True)
+
+
+def _quantize_few(x: Any, tokens: int, flavour: Flavour, codes: int, scales: int, sums: int) -> None:
+    """`kbitcupy.products.integer_activations.quantize_into` for floats that start at a multiple of 16 bytes."""
+    depth = x.shape[-1]
+    parts = -(-depth // (16 * int(_SIZES.FEW_THREADS))) if flavour.blocked else 1
+    kernel = _few_kernel(CXX_TYPES[x.dtype.name], flavour)
+    kernel.launch(x, (tokens, parts), (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
 
 
 def multiply(
@@ -425,8 +473,11 @@ def multiply(
         if quantized:
             given = token_planes(x)[1]
             written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        by = None if quantized else preset
-        tokens_of.quantize_into(taken, tokens, by, codes, written, sums, plan.flavour.layout, every)
+        if aligned and tokens <= _MOST_FEW and ids is None:
+            _quantize_few(taken, tokens, plan.flavour, codes, written, sums)
+        else:
+            by = None if quantized else preset
+            tokens_of.quantize_into(taken, tokens, by, codes, written, sums, plan.flavour.layout, every)
     bias = None if bias is None else source(bias, FLOATS)
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     chosen, experts = (0, 1) if ids is None else (ids.data.ptr, q.size // (rows * depth))

@@ -291,15 +291,15 @@ __device__ __forceinline__ void quantize_by_blocks(
 // Quantize tokens, each by one scale. All threads of the block call it.
 //
 //     SUMMED    whether `finish` gets what all codes add up to; else 0
+//     HELD      how many times sixteen numbers a thread keeps; what is behind them is read again
 //     reach     as above
 //     exchange  two words for each warp, in shared memory
 //     rule      of which each thread has its own
 //     put       as above, and whether the sixteen are there; returns what their codes add up to, or 0 if not SUMMED
 //     finish    called once for each token: with it, its scale, and what its codes add up to
-template <bool SUMMED, typename T, typename R, typename P, typename F>
+template <bool SUMMED, int HELD, typename T, typename R, typename P, typename F>
 __device__ __forceinline__ void quantize_by_tokens(
     const T* x, int tokens, int depth, int reach, unsigned* exchange, R rule, const P& put, const F& finish) {
-    constexpr int HELD = HELD_NUMBERS<T>;
     const Shares share(tokens);
     const int lane = threadIdx.x % WARP, mate = share.warp % share.each, step = share.step();
     const int own = share.first(), first = own - lane * SIXTEEN;
@@ -308,7 +308,7 @@ __device__ __forceinline__ void quantize_by_tokens(
         const bool mine = m < tokens && share.token() < share.together;
         const T* row = x + static_cast<long long>(mine ? m : 0) * depth;
         const int end = mine ? depth : 0, last = mine ? reach : 0;
-        Numbers<T> held[HELD];  // what is behind them is read again
+        Numbers<T> held[HELD];
 #pragma unroll
         for (int i = 0; i < HELD; ++i)
             if (own + i * step < end) held[i].load(row + own + i * step);

@@ -23,8 +23,7 @@
 #include "common/copy.cuh"
 #include "common/ieee.cuh"
 #include "common/sync.cuh"
-#include "linear/block_activations.cuh"
-#include "linear/integer_activations.cuh"
+#include "linear/integer_tokens.cuh"
 #include "linear/ternary_mma.cuh"
 
 // Of the host, ahead of this source: struct IntegerWeight and struct Cut; numbers of `added`, of dtypes, of codes
@@ -137,11 +136,14 @@ __device__ __forceinline__ int integer_of(unsigned bits, int dtype) {
     return dtype == INT8_ENTRIES ? static_cast<signed char>(bits) : static_cast<int>(bits);
 }
 
-// Where codes of tokens lie beside such codes of weights.
-__device__ __forceinline__ constexpr int layout_of(int codes, int unit) {
-    if (codes == BYTES8 && unit != 32) return OWN_BYTES;
-    if (codes == NEIGHBOURS4) return unit == 32 || unit == 64 ? NIBBLES : OWN_NIBBLES;
-    return codes == HALVES4 ? HALVES : IN_TURN;
+// k of a warp, and the most threads of a block. Sixteen tokens take as many registers as a thread may have: fewer warps
+// with more k each then do less beside the products.
+__device__ __forceinline__ constexpr int share_of(int unit, int eights) {
+    if (unit == SHARES) return SHARE_OF_EIGHT / eights;
+    return eights == 1 ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
+}
+__device__ __forceinline__ constexpr int most_threads(int unit, int eights) {
+    return share_of(unit, eights) > SHARE_OF_EIGHT ? STREAM_THREADS / 2 : STREAM_THREADS;
 }
 
 // Where codes of a slot of the ring lie, and how they become fragments.
@@ -154,7 +156,7 @@ struct Slot {
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
     static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
-    static constexpr int SHARE = SHARE_OF_EIGHT / EIGHTS, SLOTS = SHARE / DEPTH;
+    static constexpr int SHARE = share_of(UNIT, EIGHTS), SLOTS = SHARE / DEPTH;
     // What a sum begins with: of codes that count 16 times what they are the last bit of this float counts 1/16.
     static constexpr int FIRST_BITS = BYTES ? 0x4b400000 : 0x49400000, TIMES = BYTES ? 1 : 16;
     static constexpr float FIRST = BYTES ? 12582912.0f : 786432.0f;
@@ -225,20 +227,29 @@ struct Scales {
     static constexpr int FACTORS = UNITS * ROWS_OF_TILE * WORDS, BLOCKS = INNER ? SHARE / 256 : 0;
     static constexpr int MINIMA = FACTORS + BLOCKS * ROWS_OF_TILE;
     static constexpr int BYTES = UNIT ? (MINIMA + BLOCKS * MINIMA_OF_BLOCK) * 4 : 0;
-    unsigned raw[INNER ? 4 : HALVES ? ENTRIES / 2 : ENTRIES], beside[INNER || ADDED_ == NOTHING ? 1 : ENTRIES];
+    static constexpr int OF_LANE = BLOCKS / 2;
+    unsigned
+        raw[INNER    ? 4 * OF_LANE
+            : HALVES ? ENTRIES / 2
+                     : ENTRIES],
+        beside[INNER || ADDED_ == NOTHING ? 1 : ENTRIES];
 
     // Of row `row` and the share that begins at `k`; what is beyond the end of the row is 0.
     __device__ __forceinline__ void load(
         const IntegerWeight& w, const Cut& cut, long long row, int k, int depth, int half) {
         if constexpr (INNER) {
-            static_assert(SHARE == 512 || SHARE == 256, "blocks of 256, a row of one or two lanes");
-            if (SHARE == 512) k += half * 256;
-            raw[0] = raw[1] = raw[2] = raw[3] = 0;
-            if (k >= depth) return;
-            const long long block = row * (depth / 256) + k / 256;
-            raw[0] = load_word(w.scales + 4 * block);
+            static_assert(SHARE % 512 == 0, "a lane has whole blocks of 256");
 #pragma unroll
-            for (int i = 0; i < 3; ++i) raw[1 + i] = load_word(w.beside + 12 * block + 4 * i);
+            for (int b = 0; b < OF_LANE; ++b) {
+                const int at = k + (half * OF_LANE + b) * 256;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) raw[4 * b + i] = 0;
+                if (at >= depth) continue;
+                const long long block = row * (depth / 256) + at / 256;
+                raw[4 * b] = load_word(w.scales + 4 * block);
+#pragma unroll
+                for (int i = 0; i < 3; ++i) raw[4 * b + 1 + i] = load_word(w.beside + 12 * block + 4 * i);
+            }
         } else {
             constexpr int EACH = UNIT ? UNIT : 1;
             // Of a single unit one lane has all, the other has those of the next and drops them.
@@ -273,21 +284,24 @@ struct Scales {
     __device__ __forceinline__ void store(const IntegerWeight& w, float* to, int row, int half, int less) const {
         if (UNITS == 1 && half == 1) return;
         if constexpr (INNER) {
-            const float d = to_float(Word<__half>::element(raw[0], 0)), m = to_float(Word<__half>::element(raw[0], 1));
             // Four inner scales in the bytes of a word, those of the lower sub-blocks and of the upper ones.
             constexpr unsigned SIX = 0x3f3f3f3fu, FOUR = 0x0f0f0f0fu, TWO = 0x30303030u;
-            const unsigned scale[2] = {raw[1] & SIX, (raw[3] & FOUR) | (raw[1] >> 2 & TWO)};
-            const unsigned least[2] = {raw[2] & SIX, (raw[3] >> 4 & FOUR) | (raw[2] >> 2 & TWO)};
 #pragma unroll
-            for (int i = 0; i < ENTRIES; ++i) {
-                const bool upper = SHARE == 512 ? i >= 4 : half;
-                const int unit = half * ENTRIES + i;
-                to[unit * ROWS_OF_TILE + place_of(row)] =
-                    ieee::multiply(d, byte_of(upper ? scale[1] : scale[0], i % 4));
-                to[MINIMA + unit / 8 * MINIMA_OF_BLOCK + unit % 8 * MINIMA_STEP + Of::lanes(row) * 2 + row / 8] =
-                    byte_of(upper ? least[1] : least[0], i % 4);
+            for (int b = 0; b < OF_LANE; ++b) {
+                const unsigned *const r = raw + 4 * b, low = r[1], least_low = r[2], high = r[3];
+                const float d = to_float(Word<__half>::element(r[0], 0)), m = to_float(Word<__half>::element(r[0], 1));
+                const unsigned scale[2] = {low & SIX, (high & FOUR) | (low >> 2 & TWO)};
+                const unsigned least[2] = {least_low & SIX, (high >> 4 & FOUR) | (least_low >> 2 & TWO)};
+                const int block = half * OF_LANE + b;
+                float* const minima = to + MINIMA + block * MINIMA_OF_BLOCK + Of::lanes(row) * 2 + row / 8;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    to[(block * 8 + i) * ROWS_OF_TILE + place_of(row)] =
+                        ieee::multiply(d, byte_of(scale[i / 4], i % 4));
+                    minima[i * MINIMA_STEP] = byte_of(least[i / 4], i % 4);
+                }
+                to[FACTORS + block * ROWS_OF_TILE + place_of(row)] = ieee::negative(m);
             }
-            if (SHARE == 512 || half == 0) to[FACTORS + half * ROWS_OF_TILE + place_of(row)] = ieee::negative(m);
         } else if constexpr (HALVES) {
 #pragma unroll
             for (int i = 0; i < ENTRIES; ++i)
@@ -313,8 +327,11 @@ struct Scales {
 
     template <int N>
     __device__ __forceinline__ static void load_words(unsigned (&v)[N], unsigned long long address) {
-        static_assert(N == 4 || N == 2, "16 or 8 bytes");
-        if constexpr (N == 4)
+        static_assert(N % 4 == 0 || N == 2, "times 16 bytes, or 8");
+        if constexpr (N > 4) {
+#pragma unroll
+            for (int i = 0; i < N; i += 4) load_words(reinterpret_cast<unsigned (&)[4]>(v[i]), address + 4 * i);
+        } else if constexpr (N == 4)
             asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[N - 1])
                          : "l"(address)
@@ -426,106 +443,6 @@ __device__ __forceinline__ uint4 load_four_anywhere(const void* p) {
     asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
 }
-
-// Tokens that a block quantizes itself, in shared memory: those that `Tokens` then are.
-//
-//     LAYOUT  of codes
-//     UNIT    elements whose codes have a sum; 0 for all of a token
-template <int LAYOUT, int UNIT, bool Q8>
-struct OwnTokens {
-    unsigned char* codes;
-    float* scales;
-    int* sums;
-    unsigned* exchange;  // two words for each warp
-    int tokens, depth;
-
-    int padded;  // tokens of which fragments are: an odd number, so that lanes meet in no bank
-
-    __device__ __forceinline__ OwnTokens(unsigned char* memory, unsigned* exchange, int tokens, int depth)
-        : codes(memory), exchange(exchange), tokens(tokens), depth(depth), padded(tokens | 1) {
-        const int units = UNIT ? (depth + UNIT - 1) / UNIT : 1;
-        scales = reinterpret_cast<float*>(codes + reach() * padded);
-        sums = reinterpret_cast<int*>(scales) + (Q8 ? units : 1) * padded;
-    }
-    __device__ __forceinline__ int reach() const { return (depth + 127) / 128 * 128; }
-
-    // Sixteen bytes of a lane in a fragment at a time: four neighbouring threads, which have 64 k, exchange words.
-    __device__ __forceinline__ void put(int m, int k, const unsigned (&word)[4]) const {
-        const int j = k / SIXTEEN % 4;
-        unsigned w[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            w[i] = evens_first(LAYOUT) ? __byte_perm(word[i & 2], word[i | 1], i % 2 ? 0x7531 : 0x6420) : word[i];
-        int piece = j;
-        if constexpr (LAYOUT == OWN_NIBBLES || LAYOUT == OWN_BYTES) {
-            if (k >= reach()) return;
-            const Place place = place_in_fragment(LAYOUT, k);
-            store(place.fragment, m, place.at, w);
-            return;
-        }
-        // Threads 0 and 1 have the first mma, and get of threads 2 and 3 what the second one has at the same place.
-        unsigned from[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) from[i] = __shfl_xor_sync(FULL_WARP, j < 2 ? w[2 + i] : w[i], 2);
-        unsigned v[4] = {
-            j < 2 ? w[0] : from[0], j < 2 ? w[1] : from[1], j < 2 ? from[0] : w[2], j < 2 ? from[1] : w[3]};
-        if constexpr (LAYOUT == HALVES) {
-            // ... and of each the words of one lane.
-            unsigned other[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) other[i] = __shfl_xor_sync(FULL_WARP, j % 2 ? v[2 * i] : v[2 * i + 1], 1);
-            const unsigned own[2] = {j % 2 ? v[1] : v[0], j % 2 ? v[3] : v[2]};
-            v[0] = j % 2 ? other[0] : own[0], v[1] = j % 2 ? own[0] : other[0];
-            v[2] = j % 2 ? other[1] : own[1], v[3] = j % 2 ? own[1] : other[1];
-        } else {
-            piece = j % 2 * 2 + j / 2;
-        }
-        if (k < reach()) store(k / FRAGMENT_K, m, piece * 16, v);
-    }
-    __device__ __forceinline__ void store(int fragment, int m, int at, const unsigned (&v)[4]) const {
-        *reinterpret_cast<uint4*>(codes + (fragment * padded + m) * MEMBER_BYTES + at) =
-            make_uint4(v[0], v[1], v[2], v[3]);
-    }
-
-    template <typename T>
-    __device__ __forceinline__ void quantize(const T* x) const {
-        if constexpr (Q8) {
-            quantize_by_blocks(
-                x, tokens, depth, reach(), [&](int m, int k, const unsigned (&word)[4]) { put(m, k, word); },
-                [&](int m, int block, float scale, int sum) {
-                    scales[block * padded + m] = scale, sums[block * padded + m] = sum;
-                });
-        } else {
-            quantize_by_tokens<UNIT == 0>(
-                x, tokens, depth, reach(), exchange, Int8Rule(),
-                [&](int m, int k, const unsigned (&word)[4], bool there) {
-                    const int own = sum_of_codes(word);
-                    put(m, k, word);
-                    if constexpr (UNIT != 0) {
-                        int sum = own;
-#pragma unroll
-                        for (int step = 1; step < UNIT / SIXTEEN; step *= 2)
-                            sum += __shfl_xor_sync(FULL_WARP, sum, step);
-                        if (there && k % UNIT == 0) sums[k / UNIT * padded + m] = sum;
-                    }
-                    return own;
-                },
-                [&](int m, float scale, int sum) {
-                    scales[m] = scale;
-                    if (UNIT == 0) sums[m] = sum;
-                });
-        }
-    }
-
-    __device__ __forceinline__ Tokens as_tokens() const { return Tokens{codes, scales, sums, padded, 0, tokens}; }
-
-    // All threads call it; x is of the type that x_kind names.
-    __device__ __forceinline__ void quantize(const void* x, int x_kind) const {
-        if (x_kind == FLOAT16_BIAS) quantize(static_cast<const __half*>(x));
-        else if (x_kind == BFLOAT16_BIAS) quantize(static_cast<const __nv_bfloat16*>(x));
-        else quantize(static_cast<const float*>(x));
-    }
-};
 
 // What is known of a unit of a token: with Q8 its scale; and what the zero point or offset of a row is multiplied by.
 template <int ADDED_, bool Q8>
@@ -913,7 +830,7 @@ struct Turn {
 
 // UNIT: SHARES where groups are whole shares, or several.
 template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int EIGHTS>
-__global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
+__global__ void __maxnreg__(57344 / most_threads(UNIT, EIGHTS)) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
@@ -930,7 +847,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     int bias_kind, int y_kind, int x_kind) {
 #if __CUDA_ARCH__ >= 800
     constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
-    using Of = Slot<CODES, INSIDE, EIGHTS>;
+    using Of = Slot<CODES, UNIT, EIGHTS>;
     using Scale = Scales<Of, INSIDE, ADDED_, CODES == HALVES4>;
     constexpr int BESIDE = Of::INNER ? NOTHING : ADDED_;  // what each unit has beside its scale
     using Entry = Record<BESIDE, Q8>;
@@ -968,22 +885,35 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_integers(
     __syncthreads();  // all barriers are there
     wait_for_previous();
     launch_dependents();
-    using Own = OwnTokens<layout_of(CODES, UNIT), UNIT == SHARES ? LONG_UNIT : UNIT, Q8>;
+    // Tokens that the block quantizes itself. An odd number of them in a fragment, so that lanes meet in no bank.
+    constexpr int SUMMED = UNIT == SHARES ? LONG_UNIT : UNIT;
     const auto quantized = [&] {
-        return Own(start + cut.tokens_at, reinterpret_cast<unsigned*>(start + cut.sums_at), tokens, depth);
+        const int reach = (depth + 127) / 128 * 128, units = Q8 ? (depth + Q8_BLOCK - 1) / Q8_BLOCK : 1;
+        unsigned char* const codes = start + cut.tokens_at;
+        float* const scales = reinterpret_cast<float*>(codes + reach * (tokens | 1));
+        int* const behind = reinterpret_cast<int*>(scales + units * (tokens | 1));
+        return Fragments<layout_of(CODES, UNIT), SUMMED, Q8>{
+            codes, scales, behind, reinterpret_cast<unsigned*>(start + cut.sums_at), tokens | 1};
     };
     const int first_token = ids == nullptr ? 0 : static_cast<int>(blockIdx.y) / slots;
     // Found anew where tokens are read: it would take registers all the time.
     const auto given = [&] {
         const int every = opaque(padded);
         if constexpr (EIGHTS == 1)
-            if (numbers != nullptr) return quantized().as_tokens();
+            if (numbers != nullptr) {
+                const auto own = quantized();
+                return Tokens{own.codes, own.scales, own.sums, own.padded, 0, tokens};
+            }
         return Tokens{a, token_scale, sums, every, first_token, tokens};
     };
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
-            const long long before = static_cast<long long>(first_token) * depth * (x_kind == FLOAT32_BIAS ? 4 : 2);
-            quantized().quantize(static_cast<const char*>(numbers) + before, x_kind);
+            const long long first = static_cast<long long>(first_token) * depth;
+            if (x_kind == FLOAT16_BIAS)
+                quantized().template quantize<2>(static_cast<const __half*>(numbers) + first, tokens, depth);
+            else if (x_kind == BFLOAT16_BIAS)
+                quantized().template quantize<2>(static_cast<const __nv_bfloat16*>(numbers) + first, tokens, depth);
+            else quantized().template quantize<2>(static_cast<const float*>(numbers) + first, tokens, depth);
             __syncthreads();
         }
     }

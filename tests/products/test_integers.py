@@ -537,21 +537,22 @@ def odd_numbers(kind, tokens, depth, dtype):
      ("uint4:block=512,zero=int", "int8"), ("q4_0", "q8_1"), ("q4_k", "q8_1"), ("q8_0", "q8_1")],
 )  # fmt: skip
 def test_tokens_that_blocks_quantize(cupy, monkeypatch, text, preset, dtype):
-    """The same numbers as with a launch for the tokens."""
+    """The same numbers whether the product's blocks quantize them, a launch of few threads, or the one for all."""
     depth = 1536 if kb.get_format(text).block in (256, 512) else 1056
     if text.startswith("uint4:block=128"):
         depth = 1120  # fragments with zeros behind the end
     q = on_device(cupy, random_weight(text, 40, depth))
     for kind in ("halves", "infinite", "empty", "small", "subnormal", "large"):
-        for tokens in (1, 3, 4):
+        for tokens in (1, 3, 8):
             x = cupy.asarray(odd_numbers(kind, tokens, depth, kb.backend.xp.named_dtype(dtype)))
             found = []
-            for most in (8, 0):
-                monkeypatch.setattr(integer_stream, "_MOST_OWN", most)
+            for own, few in ((8, 0), (0, 8), (0, 0)):
+                monkeypatch.setattr(integer_stream, "_MOST_OWN", own)
+                monkeypatch.setattr(integer_stream, "_MOST_FEW", few)
                 integer_stream._plan.cache_clear()
                 y = cupy.zeros((tokens, 40), np.float32).astype(x.dtype)
                 found.append(kb.linear(x, q, activations=preset, out=y).get())
-            assert same_values(*found), (kind, tokens)
+            assert same_values(found[0], found[2]) and same_values(found[1], found[2]), (kind, tokens)
     integer_stream._plan.cache_clear()
 
 
