@@ -712,8 +712,8 @@ __device__ __forceinline__ void join(float4& a, const float4& b) {
 struct Output {
     const void* bias;
     int bias_kind, y_kind, channels, tokens, less, depth;
-    long long above;  // rows before the first
-    void* y;          // of this product
+    int above;  // rows before the first
+    void* y;    // of this product
 
     // The sums of rows r and r + 8 of a tile, of tokens m and m + 1.
     template <int UNIT, bool Q8>
@@ -863,16 +863,16 @@ __global__ void __maxnreg__(57344 / most_threads(UNIT, EIGHTS)) stream_integers(
     const Parts memory{start + (-shared_address(start) & 1023u), cut, warp, team, member};
     memory.begin(lane);
 
-    long long above = 0;
+    int above = 0;  // rows of the experts before
     if (ids != nullptr) {
         wait_for_previous();
         const unsigned long long at = reinterpret_cast<unsigned long long>(ids + blockIdx.y);
         const long long expert = static_cast<long long>(load_word(at + 4)) << 32 | load_word(at);
         if (expert < 0 || expert >= experts) return;
-        above = expert * channels;
+        above = static_cast<int>(expert) * channels;
     }
     Feed<Of> feed{w, map, cut, experts * channels, depth / (Of::BYTES ? 1 : 2), lane, memory.ring(), memory.full()};
-    feed.first = static_cast<int>(above) + first * ROWS_OF_TILE, feed.step = step * ROWS_OF_TILE, feed.count = count;
+    feed.first = above + first * ROWS_OF_TILE, feed.step = step * ROWS_OF_TILE, feed.count = count;
     feed.column = member * (Of::SLOTS * ROW_BYTES);
     feed.begin(cut.phases);
     Scale ahead;
@@ -895,7 +895,7 @@ __global__ void __maxnreg__(57344 / most_threads(UNIT, EIGHTS)) stream_integers(
         return Fragments<layout_of(CODES, UNIT), SUMMED, Q8>{
             codes, scales, behind, reinterpret_cast<unsigned*>(start + cut.sums_at), tokens | 1};
     };
-    const int first_token = ids == nullptr ? 0 : static_cast<int>(blockIdx.y) / slots;
+    const auto first_token = [&] { return ids == nullptr ? 0 : static_cast<int>(opaque(blockIdx.y)) / slots; };
     // Found anew where tokens are read: it would take registers all the time.
     const auto given = [&] {
         const int every = opaque(padded);
@@ -904,11 +904,11 @@ __global__ void __maxnreg__(57344 / most_threads(UNIT, EIGHTS)) stream_integers(
                 const auto own = quantized();
                 return Tokens{own.codes, own.scales, own.sums, own.padded, 0, tokens};
             }
-        return Tokens{a, token_scale, sums, every, first_token, tokens};
+        return Tokens{a, token_scale, sums, every, first_token(), tokens};
     };
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
-            const long long first = static_cast<long long>(first_token) * depth;
+            const long long first = static_cast<long long>(first_token()) * depth;
             if (x_kind == FLOAT16_BIAS)
                 quantized().template quantize<2>(static_cast<const __half*>(numbers) + first, tokens, depth);
             else if (x_kind == BFLOAT16_BIAS)
