@@ -72,8 +72,8 @@ _SIZES = Constants(
     SHARES=512,
     MINIMA_STEP=24,
     MINIMA_OF_BLOCK=208,
-    FEW_THREADS=128,
-    FEW_BLOCKS=8,
+    FEW_THREADS=64,
+    FEW_REGISTERS=4096,
 )
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
 _GGUF = "HALVES4", "PAIRS4"
@@ -165,13 +165,13 @@ class Flavour:
 def share_of(unit: int, eights: int) -> int:
     """k of a warp, whose tokens stay in its registers."""
     if unit == _SIZES.SHARES:
-        return int(_SIZES.SHARE_OF_EIGHT) // eights
+        return int(_SIZES.SHARES) // eights
     return int(_SIZES.SHARE_OF_EIGHT if eights == 1 else _SIZES.SHARE_OF_SIXTEEN)
 
 
 def most_warps(unit: int, eights: int) -> int:
     """Of a block."""
-    return _WARPS // 2 if share_of(unit, eights) > _SIZES.SHARE_OF_EIGHT else _WARPS
+    return _WARPS // 2 if share_of(unit, eights) > _SIZES.SHARES else _WARPS
 
 
 def _flavours() -> tuple[Flavour, ...]:
@@ -214,7 +214,7 @@ _FEW = Template(
     "quantize_few_integers",
     (
         tuple(CXX_TYPES[name] for name in FLOATS),
-        tuple(dict.fromkeys(flavour.tokens_text() for flavour in _flavours())),
+        tuple(dict.fromkeys(flavour.tokens_text() for flavour in _flavours() if flavour.sums)),
     ),
     structs=(NUMBERS, _SIZES),
     least=_OLDEST,
@@ -433,7 +433,7 @@ def _few_kernel(cxx: str, flavour: Flavour) -> Kernel:
 def _quantize_few(x: Any, tokens: int, flavour: Flavour, codes: int, scales: int, sums: int) -> None:
     """`kbitcupy.products.integer_activations.quantize_into` for floats that start at a multiple of 16 bytes."""
     depth = x.shape[-1]
-    parts = -(-depth // (16 * int(_SIZES.FEW_THREADS))) if flavour.blocked else 1
+    parts = -(-depth // (16 * int(_SIZES.FEW_THREADS)))
     kernel = _few_kernel(CXX_TYPES[x.dtype.name], flavour)
     kernel.launch(x, (tokens, parts), (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
 
@@ -473,7 +473,7 @@ def multiply(
         if quantized:
             given = token_planes(x)[1]
             written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        if aligned and tokens <= _MOST_FEW and ids is None:
+        if aligned and tokens <= _MOST_FEW and every and ids is None:
             _quantize_few(taken, tokens, plan.flavour, codes, written, sums)
         else:
             by = None if quantized else preset

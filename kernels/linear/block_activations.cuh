@@ -245,16 +245,16 @@ __device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
 
 // Quantize tokens by blocks of 32. All of a warp call it.
 //
+//     HELD    how many times sixteen numbers a thread asks for at once
 //     x       [tokens, depth]
 //     reach   K, rounded up: to there codes are put, behind K zeros
 //     put     called by all of a warp: with a token, the first k of sixteen, which may be behind `reach`, and four
 //     words
 //             of codes in order
 //     finish  called once for each block: with a token, the block, its scale, and what its codes add up to
-template <typename T, typename P, typename F>
+template <int HELD, typename T, typename P, typename F>
 __device__ __forceinline__ void quantize_by_blocks(
     const T* x, int tokens, int depth, int reach, const P& put, const F& finish) {
-    constexpr int HELD = HELD_NUMBERS<T>;
     const Shares share(tokens);
     const int own = share.first(), first = own - threadIdx.x % WARP * SIXTEEN, step = share.step();
     if (share.token() >= share.together) return;
@@ -286,6 +286,47 @@ __device__ __forceinline__ void quantize_by_blocks(
             }
         }
     }
+}
+
+// Quantize sixteen numbers a thread of a token, from `begin` on, by the scale of all of it: the block looks through the
+// token by itself, so that several blocks can share one. All threads of the block call it.
+//
+//     exchange  a word for each warp, in shared memory
+//     rule      of which each thread has its own
+//     put       called by all of a warp: with the first k of sixteen, and four words of codes in order
+//     finish    called once, with the scale
+template <typename T, typename R, typename P, typename F>
+__device__ __forceinline__ void quantize_part(
+    const T* row, int depth, int begin, unsigned* exchange, R rule, const P& put, const F& finish) {
+    constexpr int HELD = HELD_NUMBERS<T>;
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, step = blockDim.x * SIXTEEN;
+    const int own = begin + threadIdx.x * SIXTEEN;
+    Numbers<T> numbers;
+    if (own < depth) numbers.load(row + own);
+    else numbers.clear();
+    unsigned most = 0;
+#pragma unroll 1
+    for (int k = threadIdx.x * SIXTEEN; k < depth; k += HELD * step) {
+        Numbers<T> others[HELD];
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+            if (k + i * step < depth) others[i].load(row + k + i * step);
+            else others[i].clear();
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) most = max(most, others[i].largest());
+    }
+    numbers.largest();  // NaN becomes 0
+    most = largest_of_warp(most);
+    if (lane == 0) exchange[threadIdx.x / WARP] = most;
+    __syncthreads();
+    rule.begin(largest_of_warp(lane < warps ? exchange[lane] : 0));
+    float v[SIXTEEN];
+    unsigned word[4];
+    numbers.get(v);
+    rule.codes(v, word);
+    if (own >= depth) word[0] = word[1] = word[2] = word[3] = 0;
+    put(own, word);
+    if (threadIdx.x == 0) finish(rule.scale());
 }
 
 // Quantize tokens, each by one scale. All threads of the block call it.

@@ -139,11 +139,11 @@ __device__ __forceinline__ int integer_of(unsigned bits, int dtype) {
 // k of a warp, and the most threads of a block. Sixteen tokens take as many registers as a thread may have: fewer warps
 // with more k each then do less beside the products.
 __device__ __forceinline__ constexpr int share_of(int unit, int eights) {
-    if (unit == SHARES) return SHARE_OF_EIGHT / eights;
+    if (unit == SHARES) return SHARES / eights;
     return eights == 1 ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
 }
 __device__ __forceinline__ constexpr int most_threads(int unit, int eights) {
-    return share_of(unit, eights) > SHARE_OF_EIGHT ? STREAM_THREADS / 2 : STREAM_THREADS;
+    return share_of(unit, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
 }
 
 // Where codes of a slot of the ring lie, and how they become fragments.
@@ -828,9 +828,18 @@ struct Turn {
     }
 };
 
+// At most so many threads, and registers so that, where `leaves` some, blocks of quantize_few_integers that wait for
+// this product to end find room beside it.
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 4)
+#define STREAM_BOUNDS(threads, leaves) \
+    __maxnreg__((leaves) ? (65536 - FEW_REGISTERS) / (threads) : (threads) > 256 ? 128 : 255)
+#else
+#define STREAM_BOUNDS(threads, leaves) __launch_bounds__(threads, 1)
+#endif
+
 // UNIT: SHARES where groups are whole shares, or several.
 template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int EIGHTS>
-__global__ void __maxnreg__(57344 / most_threads(UNIT, EIGHTS)) stream_integers(
+__global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8 || EIGHTS == 1) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
@@ -908,12 +917,15 @@ __global__ void __maxnreg__(57344 / most_threads(UNIT, EIGHTS)) stream_integers(
     };
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
+            constexpr int HELD = Q8 ? 4 : 2;
             const long long first = static_cast<long long>(first_token()) * depth;
             if (x_kind == FLOAT16_BIAS)
-                quantized().template quantize<2>(static_cast<const __half*>(numbers) + first, tokens, depth);
+                quantized().template quantize<HELD>(static_cast<const __half*>(numbers) + first, tokens, depth);
             else if (x_kind == BFLOAT16_BIAS)
-                quantized().template quantize<2>(static_cast<const __nv_bfloat16*>(numbers) + first, tokens, depth);
-            else quantized().template quantize<2>(static_cast<const float*>(numbers) + first, tokens, depth);
+                quantized().template quantize<HELD>(static_cast<const __nv_bfloat16*>(numbers) + first, tokens, depth);
+            else
+                quantized().template quantize<(HELD + 1) / 2>(
+                    static_cast<const float*>(numbers) + first, tokens, depth);
             __syncthreads();
         }
     }
