@@ -87,8 +87,8 @@ _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # multiple of 1024. Slots of a ring: 16 warps have 64 KB under way with two, and more make all of it later.
 _SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
 # Tokens that each block quantizes for itself.
-_MOST_OWN = 4
-# Tokens that a launch of small blocks quantizes.
+_MOST_OWN = 3
+# Tokens that a launch of small blocks quantizes, where 32 share a scale.
 _MOST_FEW = 16
 
 
@@ -131,12 +131,11 @@ class Flavour:
         blocked, signed = (str(flag).lower() for flag in (self.blocked, self.signed))
         return f"{self.codes}, {self.unit}, {self.added}, {blocked}, {signed}, {eights}"
 
-    def tokens_text(self) -> str:
-        """The arguments of the template that quantizes tokens, but for their type."""
-        layouts = {
-            getattr(NUMBERS, name): name for name in ("IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES")
-        }
-        return f"{layouts[self.layout]}, {self.sums}, {str(self.blocked).lower()}"
+    @property
+    def layout_name(self) -> str:
+        """`layout` by its name."""
+        names = "IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES"
+        return next(name for name in names if getattr(NUMBERS, name) == self.layout)
 
     def warp_bytes(self, eights: int) -> tuple[int, int]:
         """Of shared memory of a warp: its scales, and what it knows of units of tokens."""
@@ -214,7 +213,7 @@ _FEW = Template(
     "quantize_few_integers",
     (
         tuple(CXX_TYPES[name] for name in FLOATS),
-        tuple(dict.fromkeys(flavour.tokens_text() for flavour in _flavours() if flavour.sums)),
+        tuple(dict.fromkeys(flavour.layout_name for flavour in _flavours() if flavour.blocked)),
     ),
     structs=(NUMBERS, _SIZES),
     least=_OLDEST,
@@ -426,7 +425,7 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
 
 @functools.cache
 def _few_kernel(cxx: str, flavour: Flavour) -> Kernel:
-    values = cxx, flavour.tokens_text()
+    values = cxx, flavour.layout_name
     return Kernel(_FEW, values, int(_SIZES.FEW_THREADS), signature=("p", "p", "p", "p", "i4", "i4"), early=True)
 
 
@@ -473,7 +472,7 @@ def multiply(
         if quantized:
             given = token_planes(x)[1]
             written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        if aligned and tokens <= _MOST_FEW and every and ids is None:
+        if aligned and blocked and tokens <= _MOST_FEW and ids is None:
             _quantize_few(taken, tokens, plan.flavour, codes, written, sums)
         else:
             by = None if quantized else preset

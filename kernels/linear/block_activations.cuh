@@ -1,7 +1,7 @@
 // Tokens that a thread block quantizes itself, for products that save a launch by it: while they do, the weights that
-// they have asked for are on their way. The codes are those of linear/integer_activations.cu and linear/activations.cu,
-// bit for bit: what is rare, numbers that are not finite and scales near the ends of float32, goes through the same
-// functions, and what is common through fewer instructions.
+// they have asked for are on their way. The codes are those of linear/integer_activations.cu, bit for bit: what is
+// rare, numbers that are not finite and scales near the ends of float32, goes through the same functions, and what is
+// common through fewer instructions.
 //
 // A thread has sixteen neighbours at a time, half of a block of "q8_1"; a token has a number of warps, of one thread
 // block. Rows of x start at multiples of 16 bytes, and K is a multiple of 16 ("q8_1": of 32).
@@ -49,18 +49,6 @@ __device__ __forceinline__ void round_away(const float (&v)[SIXTEEN], unsigned (
         const unsigned seven = ((magnitude ^ below) & 0x7f7f7f7fu) + (below & 0x01010101u);
         word[i] = seven ^ (below & 0x80808080u);
     }
-}
-
-__device__ __forceinline__ unsigned packed(int a, int b, int c, int d) {
-    return (a & 0xff) | (b & 0xff) << 8 | (c & 0xff) << 16 | static_cast<unsigned>(d) << 24;
-}
-
-// ... of any numbers, by a function that rounds and clamps one.
-template <typename F>
-__device__ __forceinline__ void round_any(const float (&v)[SIXTEEN], unsigned (&word)[4], const F& code) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        word[i] = packed(code(v[4 * i]), code(v[4 * i + 1]), code(v[4 * i + 2]), code(v[4 * i + 3]));
 }
 
 // What the bytes of words add up to.
@@ -192,30 +180,6 @@ struct Int8Rule {
     __device__ __forceinline__ float scale() const { return divisor; }
 };
 
-// BitNet's: see kbitcupy/products/activations.py.
-struct BitnetRule {
-    float eps, lowest, highest;
-    bool away;
-    float largest = 0.0f, factor = 0.0f;
-
-    __device__ __forceinline__ void begin(unsigned most) {
-        largest = __uint_as_float(max(most, __float_as_uint(eps)));
-        factor = ieee::divide(highest, largest);
-    }
-    __device__ __forceinline__ void codes(float (&v)[SIXTEEN], unsigned (&word)[4]) const {
-        const bool plain = factor > 0x1p-60f && factor < 0x1p60f && !away;
-        if (!plain) {
-#pragma unroll
-            for (int e = 0; e < SIXTEEN; ++e) v[e] = number(v[e]);
-        }
-#pragma unroll
-        for (int e = 0; e < SIXTEEN; ++e) v[e] = ieee::multiply(v[e], factor);
-        if (plain) round_even(v, word);
-        else round_any(v, word, [&](float x) { return code_of(x, lowest, highest, away); });
-    }
-    __device__ __forceinline__ float scale() const { return ieee::divide(largest, highest); }
-};
-
 // ---- tokens of a thread block -------------------------------------------------------------------------------------
 
 // Which warps of a block have which token: `each` of them one, for `together` tokens at a time.
@@ -286,47 +250,6 @@ __device__ __forceinline__ void quantize_by_blocks(
             }
         }
     }
-}
-
-// Quantize sixteen numbers a thread of a token, from `begin` on, by the scale of all of it: the block looks through the
-// token by itself, so that several blocks can share one. All threads of the block call it.
-//
-//     exchange  a word for each warp, in shared memory
-//     rule      of which each thread has its own
-//     put       called by all of a warp: with the first k of sixteen, and four words of codes in order
-//     finish    called once, with the scale
-template <typename T, typename R, typename P, typename F>
-__device__ __forceinline__ void quantize_part(
-    const T* row, int depth, int begin, unsigned* exchange, R rule, const P& put, const F& finish) {
-    constexpr int HELD = HELD_NUMBERS<T>;
-    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, step = blockDim.x * SIXTEEN;
-    const int own = begin + threadIdx.x * SIXTEEN;
-    Numbers<T> numbers;
-    if (own < depth) numbers.load(row + own);
-    else numbers.clear();
-    unsigned most = 0;
-#pragma unroll 1
-    for (int k = threadIdx.x * SIXTEEN; k < depth; k += HELD * step) {
-        Numbers<T> others[HELD];
-#pragma unroll
-        for (int i = 0; i < HELD; ++i)
-            if (k + i * step < depth) others[i].load(row + k + i * step);
-            else others[i].clear();
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) most = max(most, others[i].largest());
-    }
-    numbers.largest();  // NaN becomes 0
-    most = largest_of_warp(most);
-    if (lane == 0) exchange[threadIdx.x / WARP] = most;
-    __syncthreads();
-    rule.begin(largest_of_warp(lane < warps ? exchange[lane] : 0));
-    float v[SIXTEEN];
-    unsigned word[4];
-    numbers.get(v);
-    rule.codes(v, word);
-    if (own >= depth) word[0] = word[1] = word[2] = word[3] = 0;
-    put(own, word);
-    if (threadIdx.x == 0) finish(rule.scale());
 }
 
 // Quantize tokens, each by one scale. All threads of the block call it.

@@ -839,7 +839,7 @@ struct Turn {
 
 // UNIT: SHARES where groups are whole shares, or several.
 template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int EIGHTS>
-__global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8 || EIGHTS == 1) stream_integers(
+__global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle

@@ -65,29 +65,6 @@ struct Fragments {
             make_uint4(v[0], v[1], v[2], v[3]);
     }
 
-    // Sixteen elements a thread of a token `row`, from `begin` on; with sums of groups. All threads of the block call
-    // it.
-    template <typename T>
-    __device__ __forceinline__ void quantize_some(const T* row, int depth) const {
-        const int reach = (depth + 127) / 128 * 128;  // fragments have whole 128 k
-        if constexpr (Q8) {
-            quantize<1>(row + begin, 1, min(depth - begin, static_cast<int>(blockDim.x) * SIXTEEN));
-        } else {
-            quantize_part(
-                row, depth, begin, exchange, Int8Rule(),
-                [&](int k, const unsigned (&word)[4]) {
-                    put(first, k, k < reach, word);
-                    int sum = sum_of_codes(word);
-#pragma unroll
-                    for (int step = 1; step < UNIT / SIXTEEN; step *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
-                    if (k < depth && k % UNIT == 0) sums[k / UNIT * padded + first] = sum;
-                },
-                [&](float scale) {
-                    if (begin == 0) scales[first] = scale;
-                });
-        }
-    }
-
     // Whole tokens, or blocks of them; a thread has HELD times sixteen numbers at a time. All threads of the block call
     // it.
     template <int HELD, typename T>
