@@ -322,7 +322,12 @@ def wrong_integers(format, preset, rng, cupy, routes):
         exact, size = numbers @ w.T, np.abs(numbers) @ np.abs(w).T
     exact = exact + (0 if bias is None else bias.get())
     inside = np.abs(exact) < float(ml_dtypes.finfo(dtype).max) / 2
-    allowed = 2.0**-20 * size + np.abs(exact) * float(ml_dtypes.finfo(dtype).eps) * 0.51
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    if route == "integer_decoded":  # both sides are rounded, each number
+        given = quantize_host(x.get(), preset)
+        tokens = np.abs(given.codes * np.repeat(given.scales, -(-k // given.scales.shape[1]), axis=1)[:, :k])
+        size = 2.0**20 * eps * (tokens.astype(np.float64) @ np.abs(kb.dequantize(on_host)).astype(np.float64).T)
+    allowed = 2.0**-20 * size + np.abs(exact) * eps * 0.51
     if dtype == np.float16:
         allowed = allowed + 2.0**-25
     off = np.abs(y.get().astype(np.float64) - exact)

@@ -170,13 +170,25 @@ class Cut:
         """Thread blocks that have work."""
         return -(-tokens // self.tokens) * -(-rows // (self.rows * self.share)) * self.share
 
+    def halves(self, codes: Codes) -> bool:
+        """Whether sums come for a part of the tokens at a time, and the last tiles are halves."""
+        return self.tokens == _CHUNKED and bool(codes.group) and not codes.each
+
+    def waves(self, tokens: int, rows: int, codes: Codes, processors: int) -> float:
+        """Tiles of a multiprocessor, one after the other."""
+        whole, rest = divmod(self.tiles(tokens, rows), processors)
+        return whole + (0.5 if self.halves(codes) and 2 * rest <= processors else 1.0) * (rest > 0)
+
     def microseconds(self, tokens: int, rows: int, depth: int, codes: Codes, processors: int) -> float:
         """What a product takes, as measured on an H200."""
-        waves = -(-self.tiles(tokens, rows) // processors)
         # Sums of parts of a stage become float32, for which scales have to come from memory.
         sums = STAGE_K / (SIZES.EACH_K if codes.each else codes.group) if codes.group or codes.each else 0.0
-        stage = _STAGE[codes.bits][self] + _SUMS * self.rows * self.tokens * sums
+        stage, adding = _STAGE[codes.bits][self], _SUMS
+        if self.halves(codes):
+            sums, stage, adding = max(sums, 1.0), _CHUNKED_STAGE, _CHUNKED_SUMS
+        stage += adding * self.rows * self.tokens * sums
         reading = rows * depth * codes.bits / 8 / (_FRACTION * BYTES_PER_US)
+        waves = self.waves(tokens, rows, codes, processors)
         return _START + max(waves * -(-depth // STAGE_K) * stage, reading)
 
 
@@ -187,11 +199,15 @@ CUTS = (Cut(64, 4, 1, 1), Cut(64, 1, 4, 1), Cut(128, 2, 1, 2), Cut(256, 2, 1, 2)
 _NIBBLES, _TRITS = (0.57, 0.2, 0.405, 0.78), (0.47, 0.19, 0.37, 0.78)
 _STAGE = {bits: dict(zip(CUTS, of, strict=True)) for bits, of in ((8, _NIBBLES), (4, _NIBBLES), (2, _TRITS))}
 _SUMS, _START, _FRACTION = 2.2e-5, 7.0, 0.85
+# The tokens of a cut whose sums come for some of them at a time, and the first two of these numbers there.
+_CHUNKED, _CHUNKED_STAGE, _CHUNKED_SUMS = 256, 0.72, 1.25e-5
+# Microseconds to quantize an element of many tokens.
+_QUANTIZED = 3e-6
 
 
 def cuts(unit: int, each: bool) -> tuple[Cut, ...]:
-    """Those that there are: sums in float32 beside those in int32 leave no registers for 256 tokens."""
-    return CUTS[:-1] if unit or each else CUTS
+    """Those that there are: scales of so many tokens do not come in one box."""
+    return CUTS[:-1] if each else CUTS
 
 
 def fitting(depth: int, codes: Codes) -> list[Cut]:
@@ -286,7 +302,7 @@ class Plan:
 def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, device: int, cut: Cut, early: bool) -> Plan:
     """How a product is computed, its kernel compiled. `early`: what is ahead writes nothing but tokens."""
     ready = _kernel(dtype.name, cut, codes.bits, codes.unit, codes.each, early).ready(device)
-    blocks = cut.tiles(tokens, rows)
+    blocks = cut.tiles(tokens, rows) * (2 if cut.halves(codes) else 1)
     if cut.k_groups == 1:
         blocks = min(blocks, ready.resident)
     return Plan(ready.launch, (blocks,), cut, codes)
@@ -485,7 +501,8 @@ class IntegerTile(Route):
         assert problem.device is not None
         codes = self._known(problem).codes
         cut = choose(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
-        return cut.microseconds(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
+        quantizing = problem.tokens * problem.shape[1] * _QUANTIZED
+        return quantizing + cut.microseconds(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
 
     def prepare(self, problem: Problem) -> Product:
         assert problem.device is not None
@@ -496,7 +513,8 @@ class IntegerTile(Route):
         assert problem.device is not None
         codes = self._known(problem).codes
         cut = choose(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
-        often = f", sums of {min(codes.group or STAGE_K, 32 if codes.each else codes.group)} become float32"
+        unit = 32 if codes.each else min(codes.group, STAGE_K) if cut.halves(codes) else codes.group
+        often = f", sums of {unit} become float32"
         often = often if codes.group or codes.each else ""
         tile = f"{cut.tokens} tokens x {cut.rows} rows a thread block{often}"
         return f"tokens quantized by {problem.activations!r}, codes decoded in registers: wgmma_integers, {tile}"

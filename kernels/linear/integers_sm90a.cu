@@ -11,9 +11,10 @@
 // Sums are exact in int32 as far as scales are shared: along a row (UNIT = 0), or along UNIT k or a multiple of 128.
 // Those of a unit are scaled and added in float32, in the order of k; parts of K_GROUPS then in their order. EACH: so
 // are those of EACH_K k, of which each token has a scale. The contract is that of kbitcupy/products/integers.py and
-// kbitcupy/products/ternary.py.
+// kbitcupy/products/ternary.py. Tiles of 256 tokens whose sums are in float32 are multiplied as integer_chunks.cuh
+// says; where the last of them would leave half of the blocks or more without work, two blocks share each.
 #include "linear/int8.cuh"
-#include "linear/integer_tiles.cuh"
+#include "linear/integer_chunks.cuh"
 
 // Of the host (kbitcupy/products/integer_tile.py), ahead of this source: STAGE_K of a stage, EACH_K that share a scale
 // of a token where it has several; TABLE_UNITS of a row whose scales are copied together, to one of TABLES; and how
@@ -43,6 +44,9 @@ struct Tiling {
     static constexpr int SCALES = UNIT == 0 ? 1 : STAGE_K / UNIT;   // of a row of the weight in a stage
     static constexpr int UNITS = EACH ? STAGE_K / EACH_K : SCALES;  // sums of a stage that are scaled
     static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
+    // Whether sums in float32 leave registers for those in int32 of CHUNK tokens only, at a time.
+    static constexpr bool IN_CHUNKS = TOKENS == 256 && UNIT != 0 && !EACH;
+    static constexpr int CHUNK = 64;
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = WARPGROUPS == 2 || UNIT == 0;
     // Scales of each token in STAGE_K.
@@ -68,8 +72,7 @@ struct Layout {
         S::THREADS == THREADS && S::ROWS == ROWS && S::STAGE == STAGE_BYTES && TABLES * S::TABLE == TABLE_BYTES;
 };
 
-// The ring of stages. A stage is FULL when the copies have arrived, EMPTY when it has been multiplied; tables likewise.
-enum Barrier { FULL, EMPTY };
+// The ring of stages.
 template <typename S>
 using Tables = Ring<TABLES, S::TABLE, 2>;
 template <typename S>
@@ -220,13 +223,6 @@ struct Neighbours {
     }
 };
 
-// a b + c, rounded once, subnormal numbers kept.
-__device__ __forceinline__ float fma_ieee(float a, float b, float c) {
-    float r;
-    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
-    return r;
-}
-
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
 // What was made of codes to operand A, while nothing is multiplied: until then its registers must stay as they are, and
@@ -247,13 +243,7 @@ __device__ __forceinline__ void multiply_stages(
     float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
     const int lane = threadIdx.x % WARP;
-    auto release = [&](unsigned s) {
-        if constexpr (S::SHARE == 1) {
-            if (lane == 0) barrier_arrive(ring.empty(s));
-        } else {
-            if (lane < S::SHARE) barrier_arrive(ring.empty(s), lane);
-        }
-    };
+    RowScales<S, Tables<S>> scales{tables, numbers};
     // The sums of a unit, which have come, count; of EACH by the scales of tokens, too, number u of a stage.
     auto convert = [&](const float (&by)[2], unsigned tile, int u) {
         constexpr int MANY = S::BOXES * S::NUMBERS;
@@ -272,25 +262,6 @@ __device__ __forceinline__ void multiply_stages(
                 const float exact = __int2float_rn(sum[j + i]);
                 total[j + i] = fma_ieee(S::EACH ? multiply_ieee(exact, e[i % 2]) : exact, by[i / 2], total[j + i]);
             }
-        }
-    };
-    unsigned in_tables = 0;  // units up to which tables have been gone through, with the one at hand
-    auto next_table = [&](bool wait) {
-        if (in_tables > 0) {
-            barrier_arrive(tables.barrier(EMPTY, tables.stage));
-            tables.step(1);
-        }
-        if (wait) barrier_wait(tables.barrier(FULL, tables.stage), tables.phase);
-        in_tables += TABLE_UNITS;
-    };
-    // The scales of unit u; its zero points from here on.
-    auto take = [&](unsigned u, float (&by)[2]) {
-        while (u >= in_tables) next_table(true);
-        const unsigned at = tables.data() + numbers + u % TABLE_UNITS * S::TABLE_PITCH;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint2 v = shared_at<uint2>(at + 64 * i);
-            by[i] = __uint_as_float(v.x), zero.take(i, v.y);
         }
     };
     if constexpr (S::UNITS == 1) {
@@ -316,7 +287,7 @@ __device__ __forceinline__ void multiply_stages(
                 };
                 float by[2];
                 if constexpr (S::FLOATS)
-                    if (begins) take(group, by);
+                    if (begins) scales.take(group, by, zero);
                 if constexpr (S::AHEAD) begin();
                 wgmma_wait<0>();
                 if constexpr (S::AHEAD) fence_operands(a);
@@ -324,7 +295,7 @@ __device__ __forceinline__ void multiply_stages(
                 const bool later = stage > k_group;
                 if constexpr (S::FLOATS)
                     if (begins && (later || box > 0)) convert(factor, 0, 0);
-                if (box == 0 && later) release(last);  // what was read of it has come
+                if (box == 0 && later) release<S>(ring, last);  // what was read of it has come
                 if constexpr (!S::AHEAD) begin();
                 finish<Decoder>(a, zero);
                 const unsigned long long x = wgmma_descriptor(tile + box * S::X_BYTES);
@@ -346,7 +317,7 @@ __device__ __forceinline__ void multiply_stages(
         wgmma_wait<0>();
         fence_sums(sum);
         if constexpr (S::FLOATS) convert(factor, 0, 0);
-        release(last);
+        release<S>(ring, last);
     } else {
         for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
             barrier_wait(ring.full(ring.stage), ring.phase);
@@ -363,7 +334,9 @@ __device__ __forceinline__ void multiply_stages(
                     unsigned a[STEPS][4];
                     if constexpr (S::UNIT != 0)
                         if (u % EVERY == 0)
-                            take(S::UNIT == STAGE_K ? number / group_stages : number * S::SCALES + u / EVERY, factor);
+                            scales.take(
+                                S::UNIT == STAGE_K ? number / group_stages : number * S::SCALES + u / EVERY, factor,
+                                zero);
 #pragma unroll
                     for (int s = 0; s < STEPS; ++s) Decoder::begun(raw, u * STEPS + s, zero, a[s]);
                     finish<Decoder>(a, zero);
@@ -377,14 +350,11 @@ __device__ __forceinline__ void multiply_stages(
                     convert(factor, tile, box * S::NUMBERS + u);
                 }
             }
-            release(ring.stage);
+            release<S>(ring, ring.stage);
             ring.step(S::K_GROUPS);
         }
     }
-    if constexpr (S::UNIT != 0) {  // tables that others still need are let go, too
-        while (in_tables < static_cast<unsigned>(units)) next_table(true);
-        next_table(false);
-    }
+    if constexpr (S::UNIT != 0) scales.finish(units);
 }
 
 // The sums of K_GROUPS warpgroups, added in their order by the first, through the ring, which is free.
@@ -535,9 +505,14 @@ __global__ void __cluster_dims__(SHARE)
         UNIT == STAGE_K ? (stages * BOXES - 1) / group_stages + 1 : stages * BOXES * S::SCALES;  // of a row
     const int tiles = static_cast<int>(order.along_m * order.along_n), stride = gridDim.x / SHARE;
     const Beside beside{scale, zero, scale_kind, zero_kind, lowest, middle, static_cast<unsigned>(per_row)};
+    // Tiles from number `halved` on are halves: the last ones, where there are blocks for them.
+    const int rest = tiles % stride, halved = S::IN_CHUNKS && 2 * rest <= stride ? tiles - rest : tiles;
+    const int count = 2 * tiles - halved;
     // Where a tile starts.
     auto tile_at = [&](int number, int& token, int& row) {
         long long m, n;
+        if constexpr (S::IN_CHUNKS)
+            if (number > halved) number = halved + (number - halved) / 2;
         order.at(number, m, n);
         token = static_cast<int>(m) * TOKENS;
         row = (static_cast<int>(n) * SHARE + static_cast<int>(rank)) * ROWS;
@@ -548,7 +523,7 @@ __global__ void __cluster_dims__(SHARE)
         int token, row;
         if (threadIdx.x == S::WARPGROUPS * WARPGROUP) {
             const Fetcher<S> fetch{&x_map, &w_map, &e_map, rank, stages};
-            for (int number = first; number < tiles; number += stride) {
+            for (int number = first; number < count; number += stride) {
                 tile_at(number, token, row);
                 fetch.tile(ring, token, row, number == first);
             }
@@ -556,7 +531,7 @@ __global__ void __cluster_dims__(SHARE)
         if constexpr (UNIT != 0) {
             const int thread = static_cast<int>(threadIdx.x) - S::WARPGROUPS * WARPGROUP - WARP;
             const Neighbours<S> neighbours{beside, thread};
-            for (int number = first; number < tiles && thread >= 0; number += stride) {
+            for (int number = first; number < count && thread >= 0; number += stride) {
                 tile_at(number, token, row);
                 neighbours.tile(tables, row, last_row, units);
             }
@@ -564,7 +539,9 @@ __global__ void __cluster_dims__(SHARE)
         __syncwarp();
     } else {
         raise_registers<S::MORE>();
-        const int row_group = warpgroup % ROW_GROUPS, k_group = warpgroup / ROW_GROUPS;
+        // The shuffle tells the compiler that a warp has one number: what it counts stands in uniform registers then.
+        const int row_group = warpgroup % ROW_GROUPS;
+        const int k_group = K_GROUPS == 1 ? 0 : __shfl_sync(FULL_WARP, warpgroup, 0) / ROW_GROUPS;
         const int warp = threadIdx.x % WARPGROUP / WARP, g = lane / 4;
         const int of_tile = 64 * row_group + 16 * warp;  // the first row of this warp
         const unsigned codes = S::CODES_AT + of_tile * S::ROW_BYTES + row_offset<S::ROW_BYTES>(lane);
@@ -576,24 +553,37 @@ __global__ void __cluster_dims__(SHARE)
             y, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0,
             shared_address(turned[sizeof(T) == 2 ? 4 * row_group + warp : 0])};
         ring.step(k_group);
-        for (int number = blockIdx.x / SHARE; number < tiles; number += stride) {
+        for (int number = blockIdx.x / SHARE; number < count; number += stride) {
             int token, row;
             tile_at(number, token, row);
             row += of_tile;
-            const int own[2] = {min(row + g, last_row), min(row + g + 8, last_row)};
-            const unsigned of_rows[2] = {
-                static_cast<unsigned>(own[0]) * beside.per_row, static_cast<unsigned>(own[1]) * beside.per_row};
+            auto own = [&](int i) { return min(row + g + 8 * i, last_row); };
             float factor[2] = {};
             auto take = [&] {
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    factor[i] = beside.scale_at(of_rows[i]), point.take(i, beside.points_at(of_rows[i]));
+                for (int i = 0; i < 2; ++i) {
+                    const unsigned at = static_cast<unsigned>(own(i)) * beside.per_row;
+                    factor[i] = beside.scale_at(at), point.take(i, beside.points_at(at));
+                }
             };
             if constexpr (UNIT == 0 && Decoder::SHIFT == 0) take();
             int sum[S::SUMS];
             float total[S::SUMS] = {};
-            multiply_stages<S>(
-                ring, tables, codes, numbers, stages, units, k_group, group_stages, point, factor, sum, total);
+            bool half = false;
+            if constexpr (S::IN_CHUNKS) {
+                const int offset = number > halved && (number - halved) % 2 ? TOKENS / 2 : 0;
+                half = number >= halved || token + TOKENS / 2 >= tokens;
+                if (half)
+                    multiply_chunks<S, false>(
+                        ring, tables, codes, numbers, stages, units, group_stages, point, offset, total);
+                else
+                    multiply_chunks<S, true>(
+                        ring, tables, codes, numbers, stages, units, group_stages, point, offset, total);
+                token += offset;
+            } else {
+                multiply_stages<S>(
+                    ring, tables, codes, numbers, stages, units, k_group, group_stages, point, factor, sum, total);
+            }
             if constexpr (K_GROUPS > 1) {
                 if constexpr (S::FLOATS) add_parts<S>(total, ring.data0, row_group, k_group);
                 else add_parts<S>(sum, ring.data0, row_group, k_group);
@@ -608,11 +598,11 @@ __global__ void __cluster_dims__(SHARE)
             for (int i = threadIdx.x % WARPGROUP; i < TOKENS && Decoder::SHIFT > 0; i += WARPGROUP)
                 of_tokens[row_group][i] =
                     token_sum != nullptr && token + i < tokens ? load_written(token_sum + token + i) : 0;
-            const float added[2] = {rescaling.bias_of(own[0]), rescaling.bias_of(own[1])};
+            const float added[2] = {rescaling.bias_of(own(0)), rescaling.bias_of(own(1))};
             warpgroup_sync(row_group);
 #pragma unroll
             for (int c = 0; c < TOKENS / CHUNK_TOKENS; ++c) {
-                if (token + c * CHUNK_TOKENS >= tokens) break;
+                if (token + c * CHUNK_TOKENS >= tokens || (half && c * CHUNK_TOKENS >= TOKENS / 2)) break;
                 float v[CHUNK_TOKENS / 2];
 #pragma unroll
                 for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {

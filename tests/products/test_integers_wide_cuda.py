@@ -6,12 +6,14 @@ Class `TestSmall` is what compute-sanitizer runs.
 import numpy as np
 import pytest
 from inputs import BFLOAT16, make, same_values
-from test_integers import activations, defined, on_device, random_weight
+from test_integers import activations, defined, on_device, quantized, random_weight
 
 import kbitcupy as kb
 from kbitcupy.products import integer_tile
+from kbitcupy.products.integer_decoded import IntegerDecoded
 from kbitcupy.products.integer_tile import CUTS, IntegerTile, cuts, multiply, told
 from kbitcupy.products.integers import codes_of
+from kbitcupy.products.routes import Problem, device
 
 pytestmark = pytest.mark.gpu
 
@@ -191,6 +193,45 @@ def test_larger_integers(hopper, text):
         on, given = on_device(hopper, q), hopper.asarray(x)
         first = kb.linear(given, on, activations=preset)
         assert all((kb.linear(given, on, activations=preset) == first).all() for _ in range(100))
+
+
+@pytest.mark.parametrize("depth", [64, 1120])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    ("text", "preset"),
+    [
+        ("uint4:block=32,zero=int", "int8"),
+        ("int4:block=32", "q8_1"),
+        ("uint4:granularity=channel:0", "q8_1"),
+        ("q4_0", "int8"),
+    ],
+)
+def test_decoded_integers(cupy, text, preset, dtype, depth):
+    """Both sides rounded to the dtype of x, and nothing else."""
+    q = kb.quantize(make("normal", 45 * depth, DTYPES[2], 4).reshape(45, depth), text)
+    x, bias = activations("normal", 33, depth, dtype), make("normal", 45, DTYPES[2], 7)
+    exactly, _ = defined(x.astype(np.float32), q, preset, bias)
+    a, e = quantized(x.astype(np.float32), preset)
+    size = np.abs((a * e).astype(np.float64)) @ np.abs(kb.dequantize(q)).astype(np.float64).T
+    eps = 2.0**-10 if dtype == DTYPES[0] else 2.0**-7
+    problem = Problem(q.format, q.shape, 33, dtype, device(0), activations=preset)
+    assert IntegerDecoded().accepts(problem) is None
+    out = cupy.full((33, 45), np.nan, dtype)
+    IntegerDecoded().prepare(problem)(cupy.asarray(x), on_device(cupy, q), cupy.asarray(bias), out)
+    off = np.abs(out.get().astype(np.float64) - exactly)
+    assert (off <= eps * size + eps * np.abs(exactly) + 2.0**-20).all()
+    assert off.max() > 2.0**-20 * size.max()  # it is not the exact one
+
+
+@pytest.mark.parametrize("shared", ["token", "tensor"])
+def test_decoded_integers_of_tokens_that_are_int8(cupy, shared):
+    q = kb.quantize(make("normal", 20 * 96, DTYPES[2], 4).reshape(20, 96), "int4:block=32")
+    codes = kb.quantize(activations("normal", 7, 96, "float16"), "int8", granularity=shared)
+    problem = Problem(q.format, q.shape, 7, DTYPES[0], device(0), activations="int8")
+    out = cupy.empty((7, 20), np.float16)
+    IntegerDecoded().prepare(problem)(on_device(cupy, codes), on_device(cupy, q), None, out)
+    wanted = kb.dequantize(codes).astype(np.float64) @ kb.dequantize(q).astype(np.float64).T
+    assert np.abs(out.get() - wanted).max() <= 2.0**-8 * np.abs(wanted).max()
 
 
 def test_integers_with_tokens_that_are_int8(hopper):

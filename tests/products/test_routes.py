@@ -491,7 +491,7 @@ def test_integers_are_streamed_where_sums_stay_exact(format, activations, stream
 
 @pytest.mark.parametrize("preset", ["int8", "q8_1"])
 def test_routes_of_integer_codes_on_hopper(preset, monkeypatch):
-    """Many tokens take tiles where codes can be decoded in registers; what stands against it is said."""
+    """Many tokens take tiles where codes can be decoded in registers, or cuBLAS; what stands against it is said."""
     gpu = Device(0, 90, 132, 232448, True, True)
     monkeypatch.setattr(int8, "_multiprocessors", lambda ordinal: gpu.multiprocessors)
     taken = "int4:block=32", "uint4:block=128,zero=int", "uint4:granularity=channel:0,zero=int", "q4_0", "q8_0"
@@ -505,12 +505,17 @@ def test_routes_of_integer_codes_on_hopper(preset, monkeypatch):
     for text in (*taken, *against):
         format = kb.get_format(text)
         for tokens in (64, 4096):
-            problem = Problem(format, (4096, 4608), tokens, np.dtype("float16"), gpu, activations=preset)
+            problem = Problem(format, (28672, 4608), tokens, np.dtype("float16"), gpu, activations=preset)
             found = {choice.route.name: choice for choice in choices(problem, LINEAR)}["integer_tile"]
             if text in against:
                 assert against[text] in found.refusal
                 continue
-            assert choices(problem, LINEAR)[0] == found and "wgmma_integers" in found.route.describe(problem)
+            assert "wgmma_integers" in found.route.describe(problem)
+            best = choices(problem, LINEAR)[0]
+            if tokens == 4096 and (preset == "q8_1" or text in ("int4:block=32", "q4_0", "q8_0")):
+                assert best.route.name == "integer_decoded" and "cuBLAS" in best.route.describe(problem)
+            else:
+                assert best == found
             older = replace(problem, device=replace(gpu, capability=89))
             assert "compute capability 9.0" in IntegerTile().accepts(older)
     for text in ("q4_k", "uint4:block=128,zero=float"):
@@ -520,6 +525,24 @@ def test_routes_of_integer_codes_on_hopper(preset, monkeypatch):
     assert "multiples of 16 bytes" in IntegerTile().accepts(short)
 
 
+def test_many_tokens_are_decoded_where_few_elements_share_scales():
+    """Units of 32, of float16 and bfloat16; int8 that has not come in host memory, and of one weight."""
+    gpu = device("H200")
+    route = next(route for route in LINEAR if route.name == "integer_decoded")
+    problem = Problem(kb.get_format("q4_0"), (8192, 8192), 2048, HALF, gpu, activations="q8_1")
+    assert route.accepts(problem) is None
+    assert route.accepts(replace(problem, dtype=BFLOAT16, device=replace(gpu, capability=80))) is None
+    for changed, why in (
+        ({"dtype": SINGLE}, "float16 and bfloat16"),
+        ({"device": None}, "host memory"),
+        ({"experts": 4}, "one weight"),
+        ({"activations": None}, "activations that are int8"),
+        ({"shape": (8192, 32)}, "32 elements share all scales"),
+        ({"format": kb.get_format("uint4:block=64"), "activations": "int8"}, "64 elements share all scales"),
+    ):
+        assert why in route.accepts(replace(problem, **changed))
+
+
 def test_cuts_of_integer_tiles():
     """Rows are shared out where there are many, k where there are few; parts of k have a stage each."""
     codes = integer_tile.Codes(4, 128)
@@ -527,6 +550,9 @@ def test_cuts_of_integer_tiles():
     assert integer_tile.choose(64, 8192, 8192, codes, 132).k_groups == 4
     assert integer_tile.choose(64, 8192, 384, codes, 132).k_groups == 1
     assert integer_tile.choose(2048, 28672, 8192, integer_tile.Codes(4), 132).tokens == 256
+    assert integer_tile.choose(2048, 28672, 8192, codes, 132).tokens == 256
+    wide = integer_tile.CUTS[-1]  # 448 tiles of 132 multiprocessors: three each, and the rest as halves
+    assert wide.waves(512, 28672, codes, 132) == 3.5 and wide.waves(512, 28672, integer_tile.Codes(4), 132) == 4
     for codes in (integer_tile.Codes(2), integer_tile.Codes(4, 32, each=True)):
         for cut in integer_tile.cuts(codes.unit, codes.each):
             kind = codes.bits, codes.unit, codes.each

@@ -1,0 +1,142 @@
+// Products of integer codes on Hopper in which sums of 64 rows x many tokens are float32 and fill the registers: those
+// in int32, of a unit of k, come for CHUNK tokens at a time, to two sets of registers in turns. While the tensor cores
+// have one chunk, the one before is scaled and added:
+//
+//     wgmma   u0 c0 | u0 c1 | u0 c2 | u0 c3 | u1 c0 | u1 c1 ...
+//     add             u0 c0 | u0 c1 | u0 c2 | u0 c3 | u1 c0 ...
+//
+// Operand A stays in registers for all chunks. What comes next is decoded when the last of them has been multiplied:
+// the other warpgroup has the tensor cores meanwhile.
+#pragma once
+#include "linear/integer_tiles.cuh"
+
+// A stage of a ring is FULL when the copies have arrived, EMPTY when it has been multiplied; tables likewise.
+enum Barrier { FULL, EMPTY };
+
+// a b + c, rounded once, subnormal numbers kept.
+__device__ __forceinline__ float fma_ieee(float a, float b, float c) {
+    float r;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
+
+// Tells whoever fills a stage, in all blocks of a cluster, that this warp needs it no more.
+template <typename S, typename Stages>
+__device__ __forceinline__ void release(const Stages& ring, unsigned s) {
+    const int lane = threadIdx.x % WARP;
+    if constexpr (S::SHARE == 1) {
+        if (lane == 0) barrier_arrive(ring.empty(s));
+    } else {
+        if (lane < S::SHARE) barrier_arrive(ring.empty(s), lane);
+    }
+}
+
+// Scales and zero points of two rows, in turn; those of row g stand `numbers` behind the beginning of a table.
+template <typename S, typename Tables>
+struct RowScales {
+    Tables& tables;
+    unsigned numbers;
+    unsigned reached = 0;  // units up to which tables have been gone through, with the one at hand
+
+    __device__ __forceinline__ void next_table(bool wait) {
+        if (reached > 0) {
+            barrier_arrive(tables.barrier(EMPTY, tables.stage));
+            tables.step(1);
+        }
+        if (wait) barrier_wait(tables.barrier(FULL, tables.stage), tables.phase);
+        reached += TABLE_UNITS;
+    }
+    // The scales of unit u; its zero points from here on.
+    __device__ __forceinline__ void take(unsigned u, float (&by)[2], typename S::Decoder::Zero& zero) {
+        while (u >= reached) next_table(true);
+        const unsigned at = tables.data() + numbers + u % TABLE_UNITS * S::TABLE_PITCH;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint2 v = shared_at<uint2>(at + 64 * i);
+            by[i] = __uint_as_float(v.x), zero.take(i, v.y);
+        }
+    }
+    // Lets go the tables of a tile, those that others still need too.
+    __device__ __forceinline__ void finish(int units) {
+        while (reached < static_cast<unsigned>(units)) next_table(true);
+        next_table(false);
+    }
+};
+
+// What a warpgroup multiplies of a tile; arguments as those of multiply_stages. Tokens from number `offset` of the tile
+// on: ALL of them, or half.
+template <typename S, bool ALL, typename Stages, typename Tables>
+__device__ __forceinline__ void multiply_chunks(
+    Stages& ring, Tables& tables, unsigned codes, unsigned numbers, int stages, int units, int group_stages,
+    typename S::Decoder::Zero& zero, int offset, float (&total)[S::SUMS]) {
+    using Decoder = typename S::Decoder;
+    constexpr int CHUNK = S::CHUNK, STEPS = 4 / S::UNITS, SUMS = CHUNK / 2;
+    constexpr int CHUNKS = S::TOKENS / CHUNK / (ALL ? 1 : 2), PARTS = S::UNITS * CHUNKS;
+    static_assert(S::UNIT != 0 && !S::EACH && S::K_GROUPS == 1 && S::BOXES == 1 && CHUNKS % 2 == 0, "sets take turns");
+    RowScales<S, Tables> scales{tables, numbers};
+    float scale[S::SCALES][2];
+    unsigned a[4][4];
+    int sum[2][SUMS];
+    int end = group_stages;  // of a group, in stages
+    unsigned group = 0;
+    constexpr bool EARLY = S::UNITS == 1;  // whether there are registers for codes while the last sums are added
+    unsigned raw[Decoder::RAW];
+    auto fetch = [&] {
+        barrier_wait(ring.full(ring.stage), ring.phase);
+        Decoder::fetch(raw, ring.data() + codes);
+    };
+    auto decode = [&](int stage) {
+        if (!EARLY) fetch();
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+            if (s % STEPS == 0) {
+                if constexpr (S::UNIT == STAGE_K) {
+                    if (stage == end) end += group_stages, ++group;
+                    scales.take(group, scale[0], zero);
+                } else {
+                    scales.take(stage * S::SCALES + s / STEPS, scale[s / STEPS], zero);
+                }
+            }
+            Decoder::begun(raw, s, zero, a[s]);
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
+        fence_operands(a);
+    };
+    // The sums of part i of a stage, which have come, count.
+    auto add = [&](int i) {
+        fence_sums(sum[i % 2]);
+#pragma unroll
+        for (int j = 0; j < SUMS; ++j) {
+            float& t = total[i % CHUNKS * SUMS + j];
+            t = fma_ieee(__int2float_rn(sum[i % 2][j]), scale[i / CHUNKS][j / 2 % 2], t);
+        }
+    };
+    const unsigned first_token = offset * STAGE_K / 16;
+    if (EARLY) fetch();
+    for (int stage = 0; stage < stages; ++stage) {
+        decode(stage);
+        // A descriptor but for its upper word, which is always the same.
+        const unsigned x = static_cast<unsigned>(wgmma_descriptor(ring.data())) + first_token;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            const int u = i / CHUNKS, c = i % CHUNKS;
+            fence_sums(sum[i % 2]);
+            wgmma_begin();
+#pragma unroll
+            for (int s = u * STEPS; s < (u + 1) * STEPS; ++s)  // descriptors count in units of 16 bytes
+                wgmma_bytes(
+                    sum[i % 2], a[s], wgmma_descriptor_of(x + c * (CHUNK * STAGE_K / 16) + 2 * s), s > u * STEPS);
+            wgmma_commit();
+            if (i == 0) continue;
+            wgmma_wait<1>();
+            add(i - 1);
+        }
+        wgmma_wait<0>();
+        release<S>(ring, ring.stage);
+        ring.step(1);
+        if (EARLY && stage + 1 < stages) fetch();
+        add(PARTS - 1);
+    }
+    scales.finish(units);
+}
