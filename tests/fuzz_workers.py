@@ -1,11 +1,12 @@
 """Dying workers: processes of a job, or the workers of a Dask cluster, are killed while they write.
 
 ``python tests/fuzz_workers.py 30`` runs that many rounds of each kind, and prints what became of them; the suite runs
-fewer. A job of two processes compresses a folder, with ``resume`` or without; sometimes two such jobs begin at once on
-one output. At a random moment one of the processes, or the one that began it, gets ``kill -9``. However often that
-happens: nothing half-written has its final name, a job that fails says how to go on, the processes of one that was
-killed end, and repeated with ``resume`` it ends with the bytes of a job that nobody disturbed. Where `distributed` is
-installed a worker of a cluster is killed, too: the job does not fail. Linux only, for its ``/proc``.
+fewer. A job of two processes, which have one thread or two as those of GPUs have, compresses a folder, with
+``resume`` or without; sometimes two such jobs begin at once on one output. At a random moment one of the processes,
+or the one that began it, gets ``kill -9``. However often that happens: nothing half-written has its final name, a job
+that fails says how to go on, the processes of one that was killed end, and repeated with ``resume`` it ends with the
+bytes of a job that nobody disturbed. Where `distributed` is installed a worker of a cluster is killed, too: the job
+does not fail. Linux only, for its ``/proc``.
 """
 
 import contextlib
@@ -38,19 +39,20 @@ def small_pieces():
     conversion._LEAST_PIECE = conversion._LARGEST_PIECE = 1 << 14
 
 
-def job(source, out, resume):
+def job(source, out, kind, resume):
     """What a process of its own runs: it prints the numbers of its workers, and works."""
     small_pieces()
-    with executors.local(2, False) as pool:
-        print(*{pool.submit(os.getpid).result() for _ in range(8)}, flush=True)
+    with executors.local(2) if kind == "processes" else executors._gpu_processes(["cpu", "cpu"], 2) as pool:
+        own = {each.pid for each in getattr(pool, "processes", [])}
+        print(*(own or {pool.submit(os.getpid).result() for _ in range(8)}), flush=True)
         kb.io.quantize_file(source, out, FORMAT, device="cpu", executor=pool, resume=resume)
 
 
 class Job:
     """Such a process, and its workers."""
 
-    def __init__(self, source, out, resume):
-        command = [sys.executable, __file__, "job", str(source), str(out), "resume" * resume]
+    def __init__(self, source, out, kind, resume):
+        command = [sys.executable, __file__, "job", str(source), str(out), kind, "resume" * resume]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.workers = []
 
@@ -97,12 +99,12 @@ def half_written(out, expected):
     return {name for name, data in files.items() if name.startswith("model") and data != expected[name]}
 
 
-def processes(most, source, out, expected, draw):
+def processes(kind, most, source, out, expected, draw):
     """A job whose processes are killed up to `most` times, until it ends: what went wrong, or None, and its ends."""
     resume = draw.random() < 0.7
     ends = []
     while not ends or ends[-1][1] != 0:
-        jobs = [Job(source, out, resume) for _ in range(1 if draw.random() < 0.7 else 2)]
+        jobs = [Job(source, out, kind, resume) for _ in range(1 if draw.random() < 0.7 else 2)]
         for each in jobs:
             each.begun()
         killed = None
@@ -146,7 +148,7 @@ def cluster(distributed, source, out, expected, draw):
     return (None if contents(out) == expected else "cluster: other bytes"), []
 
 
-def run(count, seed=0, kinds=("processes", "cluster"), most=4):
+def run(count, seed=0, kinds=("processes", "apart", "cluster"), most=4):
     """Run `count` rounds of each kind; returns how they ended, and descriptions of failures."""
     small_pieces()
     ended, failures = Counter(), []
@@ -165,10 +167,11 @@ def run(count, seed=0, kinds=("processes", "cluster"), most=4):
             for kind in kinds:
                 if kind == "cluster" and distributed is None:
                     continue
-                what = (distributed if kind == "cluster" else most,)
-                wrong, ends = {"processes": processes, "cluster": cluster}[kind](
-                    *what, top / "source", out, expected, draw
-                )
+                where = top / "source", out, expected, draw
+                if kind == "cluster":
+                    wrong, ends = cluster(distributed, *where)
+                else:
+                    wrong, ends = processes(kind, most, *where)
                 ended[kind] += 1
                 ended.update(f"{killed or 'nobody'} killed: {status}" for killed, status in ends)
                 if wrong is not None:
@@ -188,6 +191,6 @@ def _main(count, seed):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["job"]:
-        job(*sys.argv[2:4], bool(sys.argv[4]))
+        job(*sys.argv[2:5], bool(sys.argv[5]))
     else:
         sys.exit(_main(int(sys.argv[1]) if len(sys.argv) > 1 else 10, int(sys.argv[2]) if len(sys.argv) > 2 else 0))

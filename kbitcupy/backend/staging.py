@@ -20,8 +20,9 @@ import numpy as np
 from . import xp as _xp
 from .launch import driver_function
 
-#: Bytes of an array that go through a buffer together.
-PART_BYTES = 1 << 23
+#: Bytes of an array that go through a buffer together: few enough that the buffers of all workers stay in a cache, from
+#: where a copy costs the host's memory nothing, and so many that threads seldom meet at the interpreter between two.
+PART_BYTES = 1 << 22
 
 
 class Lane:
@@ -139,6 +140,15 @@ class GpuLane(Lane):
             _xp.import_cupy().get_default_memory_pool().free_all_blocks(stream=self._stream)
 
 
+# Where the lanes of this process are, if it is for one device alone.
+_here: list[str] = []
+
+
+def stay_on(device: str) -> None:
+    """Of several devices to choose from, lanes of this process take this one from now on."""
+    _here[:] = [_xp.resolve_device(device)]
+
+
 # Lanes of GPUs that nobody is in, and how many are in use: to make one takes a millisecond.
 _lock = threading.Lock()
 _idle: dict[str, list[GpuLane]] = {}
@@ -157,6 +167,7 @@ def lane(devices: Sequence[str], number: int = 0) -> Iterator[Lane]:
         Which of those with equally many is taken: processes that number their work share the devices.
     """
     here = [_xp.resolve_device(name) for name in devices]
+    here = _here if set(_here) & set(here) else here
     turn = number % len(here)
     with _lock:
         device = min((*here[turn:], *here[:turn]), key=lambda name: _used[name])

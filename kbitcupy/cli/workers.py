@@ -47,9 +47,9 @@ def sharing(arguments: argparse.Namespace, nbytes: int) -> Iterator[Executor | N
         with dask_cluster(arguments.scheduler) as cluster:
             yield cluster
         return
-    gpus = sum(device != "cpu" for device in devices_of(arguments))
-    workers = default_workers(nbytes, gpus) if arguments.workers is None else arguments.workers
-    with local(workers, gpus > 0) as executor:
+    gpus = [device for device in devices_of(arguments) if device != "cpu"]
+    workers = default_workers(nbytes, len(gpus)) if arguments.workers is None else arguments.workers
+    with local(workers, gpus, nbytes) as executor:
         yield executor
 
 

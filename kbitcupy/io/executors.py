@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     BrokenExecutor,
@@ -22,6 +23,7 @@ from concurrent.futures import (
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
+from ..backend import staging
 from ..errors import FileError, FormatError, KbitError, MissingExtraError
 
 _T = TypeVar("_T")
@@ -31,6 +33,8 @@ _R = TypeVar("_R")
 LARGE = 2_000_000_000
 #: Workers that they use then at most, on each GPU or on all cores.
 MOST_WORKERS = 8
+#: Bytes to read above which each of several GPUs has a process of its own: to start them takes a second.
+APART = 32_000_000_000
 # Tasks that wait beside those that run, and how many run where an executor does not say it.
 _WAITING, _UNKNOWN = 2, 32
 # Seconds for a scheduler of Dask to answer; how often a task is done again whose worker was lost.
@@ -199,14 +203,18 @@ def default_workers(nbytes: int, gpus: int) -> int:
 
 
 @contextlib.contextmanager
-def local(workers: int, on_gpu: bool) -> Iterator[Executor | None]:
-    """Workers on this machine: threads where a GPU does the work, else processes, for NumPy's hold each other up.
+def local(workers: int, gpus: Sequence[str] = (), nbytes: int = 0) -> Iterator[Executor | None]:
+    """Workers on this machine, for so many bytes to read: processes where NumPy does the work, since its threads hold
+    each other up; threads for a GPU; for several GPUs either, by what is faster.
 
     None for one worker.
     """
     if workers == 1:
         yield None
-    elif on_gpu:
+    elif len(gpus) > 1 and workers > len(gpus) and nbytes >= APART:
+        with _gpu_processes(gpus, -(-workers // len(gpus))) as apart:
+            yield apart
+    elif gpus:
         with ThreadPoolExecutor(workers, "kbitcupy") as threads:
             yield threads
     else:
@@ -234,22 +242,40 @@ def _processes(workers: int) -> Iterator[Executor]:
     """Spawned processes, which end with the block."""
     others = multiprocessing.active_children()
     made: list[Any] = []
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin) as pool:
-        try:
-            with _undisturbed():
-                for _ in range(workers):
-                    pool.submit(_begun)
-                made = [each for each in multiprocessing.active_children() if each not in others]
-            yield pool
-        except FileError as error:
-            # Of Ctrl-C all processes hear, and those of the pool may be gone before this one has heard of it.
-            if isinstance(error.__cause__, BrokenExecutor) and any(_code(each) == _INTERRUPTED for each in made):
-                raise KeyboardInterrupt from error
-            raise
-        finally:
-            # Not asked to end: one that was killed as it waited for work keeps a lock that the others would wait for.
-            for each in made:
-                each.terminate()
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
+    with pool, _ending(made):
+        with _undisturbed():
+            for _ in range(workers):
+                pool.submit(_begun)
+            made += [each for each in multiprocessing.active_children() if each not in others]
+        yield pool
+
+
+@contextlib.contextmanager
+def _ending(made: Sequence[Any]) -> Iterator[None]:
+    """These processes end with the block."""
+    try:
+        yield
+    except FileError as error:
+        # Of Ctrl-C all processes hear, and those of the pool may be gone before this one has heard of it.
+        if isinstance(error.__cause__, BrokenExecutor) and any(_code(each) == _INTERRUPTED for each in made):
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        # Not asked to end: one that was killed as it waited for work keeps a lock that the others would wait for.
+        for each in made:
+            each.terminate()
+
+
+@contextlib.contextmanager
+def _gpu_processes(gpus: Sequence[str], threads: int) -> Iterator[Executor]:
+    """A process for each GPU, which ends with the block."""
+    made: list[Any] = []
+    with _ending(made):
+        with _undisturbed():
+            pool = GpuProcesses(gpus, threads)
+            made += pool.processes
+        yield pool
 
 
 @contextlib.contextmanager
@@ -291,6 +317,111 @@ def _begin() -> None:
 def _end_with(parent: Any) -> None:
     parent.join()
     os._exit(1)
+
+
+# ---- a process for each GPU ------------------------------------------------------------------------------------------
+
+
+class GpuProcesses(Executor):
+    """A spawned process for each GPU, in which threads do the tasks.
+
+    Threads of one process take turns at the interpreter. Those of one GPU do so often enough; those of two would wait
+    for each other longer than for the files.
+
+    Parameters
+    ----------
+    gpus : sequence of str
+        The GPUs, such as ``["cuda:0", "cuda:1"]``.
+    threads : int
+        Threads of each process.
+    """
+
+    def __init__(self, gpus: Sequence[str], threads: int):
+        self._max_workers = threads * len(gpus)
+        self._changing, self._numbers, self._broken = threading.Lock(), itertools.count(), False
+        self._all = [_GpuProcess(gpu, threads, self._lose) for gpu in gpus]
+
+    @property
+    def processes(self) -> list[Any]:
+        """The processes."""
+        return [each.process for each in self._all]
+
+    def submit(self, fn: Callable[..., _R], /, *arguments: Any, **options: Any) -> Future[_R]:
+        future: Future[_R] = Future()
+        future.set_running_or_notify_cancel()  # a process that has a task is not asked to give it back
+        with self._changing:
+            if self._broken:
+                raise BrokenExecutor("a process of a GPU has ended")
+            least = min(self._all, key=lambda each: len(each.pending))
+            least.pending[number := next(self._numbers)] = future
+        least.send(pickle.dumps((number, fn, arguments, options)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for each in self._all:
+            each.send(b"")
+            if wait:
+                each.process.join()
+
+    def _lose(self, one: _GpuProcess) -> None:
+        """No answer of this process comes any more."""
+        with self._changing:
+            self._broken = True
+            left = list(one.pending.values())
+            one.pending.clear()
+        for future in left:
+            future.set_exception(BrokenExecutor("the process of a GPU has ended"))
+
+
+class _GpuProcess:
+    """One of them, as the process sees it that has started it; `pending` are the tasks that it has."""
+
+    def __init__(self, gpu: str, threads: int, lose: Callable[[_GpuProcess], None]):
+        context = multiprocessing.get_context("spawn")
+        self.pending: dict[int, Future[Any]] = {}
+        self._connection, there = context.Pipe()
+        self._sending, self._lose = threading.Lock(), lose
+        self.process = context.Process(target=_serve, args=(there, gpu, threads), daemon=True)
+        self.process.start()
+        there.close()  # so that nothing holds it open when the process is gone
+        threading.Thread(target=self._collect, daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        with self._sending, contextlib.suppress(OSError):  # a process that is gone is missed by `_collect`
+            self._connection.send_bytes(data)
+
+    def _collect(self) -> None:
+        """Hand out what comes back, until the process is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, done, result = pickle.loads(self._connection.recv_bytes())
+                future = self.pending.pop(number)
+                future.set_result(result) if done else future.set_exception(result)
+        self._lose(self)
+
+
+def _serve(connection: Any, gpu: str, threads: int) -> None:
+    """What such a process does: tasks as they come, until an empty one does."""
+    _begin()
+    staging.stay_on(gpu)
+    sending = threading.Lock()
+
+    def answer(number: int, function: Callable[..., Any], arguments: Any, options: Any) -> None:
+        result: Any
+        try:
+            done, result = True, function(*arguments, **options)
+        except BaseException as error:
+            done, result = False, error
+        try:
+            data = pickle.dumps((number, done, result))
+        except Exception as error:
+            data = pickle.dumps((number, False, FileError(f"what a worker came to does not travel: {error}")))
+        with sending:
+            connection.send_bytes(data)
+
+    with ThreadPoolExecutor(threads, "kbitcupy") as pool, contextlib.suppress(EOFError, OSError):
+        while task := connection.recv_bytes():
+            pool.submit(answer, *pickle.loads(task))
 
 
 @contextlib.contextmanager

@@ -115,5 +115,5 @@ def test_how_many_work_unasked(folder, tmp_path, monkeypatch):
     for cores, none, one, four in ((3, 3, 8, 8), (20, 8, 8, 20), (64, 8, 8, 32)):
         monkeypatch.setattr(executors, "cores", lambda cores=cores: cores)
         assert [executors.default_workers(executors.LARGE, gpus) for gpus in (0, 1, 4)] == [none, one, four]
-    with executors.local(1, True) as nobody, executors.local(2, True) as threads:
+    with executors.local(1, ["cuda:0"]) as nobody, executors.local(2, ["cuda:0"]) as threads:
         assert nobody is None and executors.is_local(threads) and executors.workers_of(threads) == 2

@@ -68,10 +68,16 @@ def processes():
         yield pool
 
 
-@pytest.fixture(params=["threads", "copies", "processes"])
+@pytest.fixture(scope="module")
+def apart():
+    with executors._gpu_processes(["cpu", "cpu"], 2) as pool:
+        yield pool
+
+
+@pytest.fixture(params=["threads", "copies", "processes", "apart"])
 def executor(request):
-    if request.param == "processes":
-        yield request.getfixturevalue("processes")
+    if request.param in ("processes", "apart"):
+        yield request.getfixturevalue(request.param)
     elif request.param == "copies":
         made = Pickling()
         yield made
@@ -270,6 +276,66 @@ def test_another_input_for_a_worker_is_refused(source, small_pieces):
     assert not out.exists()
 
 
+def _raise(error):
+    raise error
+
+
+def _where(_=None):
+    with staging.lane(("cpu",)) as own:
+        return own.device, os.getpid(), threading.current_thread().name
+
+
+def test_each_gpu_has_a_process_with_threads(apart):
+    assert executors.workers_of(apart) == 4 and not executors.is_local(apart)
+    futures = [apart.submit(_where) for _ in range(8)]
+    found = [future.result() for future in futures]
+    assert {pid for _, pid, _ in found} == {each.pid for each in apart.processes} and len(apart.processes) == 2
+    assert all(name.startswith("kbitcupy") and device == "cpu" for device, _, name in found)
+    with pytest.raises(FileError, match="seven"):
+        apart.submit(_raise, FileError("seven")).result()
+    with pytest.raises(FileError, match="does not travel"):
+        apart.submit(threading.Lock).result()
+    assert apart.submit(int, "11", base=3).result() == 4
+
+
+def test_a_gpu_whose_process_is_gone_ends_the_job(source, small_pieces):
+    with executors._gpu_processes(["cpu", "cpu"], 2) as pool:
+        pool.submit(_where).result()
+        pool.processes[0].kill()
+        with pytest.raises(FileError, match=r"model-0000.*: a worker ended abruptly.*--resume"):
+            kb.io.quantize_file(source / "shards", source / "out", "kbit4", device="cpu", executor=pool)
+        with pytest.raises(concurrent.futures.BrokenExecutor):
+            pool.submit(_where)
+    assert not (source / "out").exists() and not (source / "out.part").exists()
+    with pytest.raises(KeyboardInterrupt), executors._gpu_processes(["cpu", "cpu"], 1) as pool:
+        list(executors.completed(pool, os._exit, [executors._INTERRUPTED], str))
+    with executors._gpu_processes(["cpu"], 2) as pool:
+        pool.submit(_where).result()
+        pool.shutdown()
+        assert pool.processes[0].exitcode == 0
+
+
+def test_lanes_of_a_process_stay_on_its_device(monkeypatch):
+    monkeypatch.setattr(staging, "_here", [])
+    monkeypatch.setattr(staging, "_idle", {})
+    monkeypatch.setattr(staging._xp, "resolve_device", str)
+    monkeypatch.setattr(staging, "GpuLane", _NoGpu)
+    for devices, wanted in ((("cuda:0", "cuda:1"), "cuda:0"), (("cuda:1",), "cuda:1")):
+        with staging.lane(devices) as one:
+            assert one.device == wanted
+    staging.stay_on("cuda:1")
+    for devices, wanted in ((("cuda:0", "cuda:1"), "cuda:1"), (("cuda:0",), "cuda:0")):
+        for _ in range(2):
+            with staging.lane(devices) as one:
+                assert one.device == wanted
+
+
+class _NoGpu(staging.Lane):
+    @contextlib.contextmanager
+    def current(self):
+        yield
+
+
 def test_a_killed_process_is_named(source, small_pieces):
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(1, context, initializer=os.abort)
@@ -309,6 +375,21 @@ def test_lanes_share_devices():
         assert one.memory(10) is one.memory(5) and one.memory(100).nbytes == 100
         assert next(one.parts(np.arange(3, dtype="u1"))).tobytes() == b"\0\1\2"
     assert names == ["cpu"] and not staging._used["cpu"]
+
+
+def test_processes_of_gpus_make_the_same_bytes(tmp_path, cupy):
+    rng = np.random.default_rng(0)
+    tensors = {f"w{i}": rng.standard_normal((1300, 4096), F32).astype(("f2", "f4")[i % 2]) for i in range(6)}
+    tensors["w3"][2, 5], tensors["w4"][7, 9] = np.inf, np.nan
+    kb.io.save(tmp_path / "in", tensors, max_shard_size=1 << 25)
+    serial = kb.io.quantize_file(tmp_path / "in", tmp_path / "cpu", "kbit4", device="cpu")
+    with executors._gpu_processes(["cuda:0", "cuda:0"], 2) as pool:
+        report = kb.io.quantize_file(tmp_path / "in", tmp_path / "gpu", "kbit4", device="cuda:0", executor=pool)
+        kb.io.dequantize_file(tmp_path / "gpu", tmp_path / "back", device="cuda:0", executor=pool)
+    kb.io.dequantize_file(tmp_path / "cpu", tmp_path / "again", device="cpu")
+    assert contents(tmp_path / "gpu") == contents(tmp_path / "cpu")
+    assert contents(tmp_path / "back") == contents(tmp_path / "again")
+    assert same_but_for_time(report) == same_but_for_time(serial) and (report.nan, report.infinite) == (1, 1)
 
 
 @pytest.mark.parametrize("workers", [0, 3])

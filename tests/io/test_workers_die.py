@@ -20,8 +20,8 @@ ROOT = str(Path(kb.__file__).resolve().parent.parent)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it finds processes in /proc")
 def test_a_killed_worker_leaves_what_can_be_continued():
-    ended, failures = fuzz_workers.run(1, 3, kinds=("processes",), most=1)
-    assert not failures and ended["processes"] == 1
+    ended, failures = fuzz_workers.run(1, 3, kinds=("processes", "apart"), most=1)
+    assert not failures and ended["processes"] == ended["apart"] == 1
 
 
 def _interrupted():
@@ -29,9 +29,9 @@ def _interrupted():
 
 
 def test_ctrl_c_that_only_workers_have_heard():
-    with pytest.raises(KeyboardInterrupt), executors.local(2, False) as pool:
+    with pytest.raises(KeyboardInterrupt), executors.local(2) as pool:
         list(executors.completed(pool, _call, [_interrupted], str))
-    with pytest.raises(FileError, match="ended abruptly"), executors.local(2, False) as pool:
+    with pytest.raises(FileError, match="ended abruptly"), executors.local(2) as pool:
         list(executors.completed(pool, _call, [os.abort], str))
 
 
