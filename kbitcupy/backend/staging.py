@@ -53,6 +53,10 @@ class Lane:
         """A block whose work is done on the device and, if it is a GPU, in the stream of the lane."""
         return contextlib.nullcontext()
 
+    def release(self) -> None:
+        """Give back what is kept for the next block."""
+        self._memory = np.empty(0, np.uint8)
+
 
 class GpuLane(Lane):
     """A stream of a GPU and pinned buffers."""
@@ -135,8 +139,8 @@ class GpuLane(Lane):
         self._cuda.driver.check_status(self._memcpy(target, source, nbytes, self._stream.ptr))
 
     def release(self) -> None:
-        """Give back what CuPy's pool keeps for the stream of this lane alone."""
-        with self._device:
+        super().release()
+        with self._device:  # what CuPy's pool keeps for the stream of this lane alone
             _xp.import_cupy().get_default_memory_pool().free_all_blocks(stream=self._stream)
 
 
@@ -149,9 +153,10 @@ def stay_on(device: str) -> None:
     _here[:] = [_xp.resolve_device(device)]
 
 
-# Lanes of GPUs that nobody is in, and how many are in use: to make one takes a millisecond.
+# Lanes that nobody is in, and how many are in use: to make one of a GPU takes a millisecond, and pages that have been
+# written to once take nothing.
 _lock = threading.Lock()
-_idle: dict[str, list[GpuLane]] = {}
+_idle: dict[str, list[Lane]] = {}
 _used: Counter[str] = Counter()
 
 
@@ -175,10 +180,7 @@ def lane(devices: Sequence[str], number: int = 0) -> Iterator[Lane]:
         waiting = _idle.get(device)
         found = waiting.pop() if waiting else None
     try:
-        if device == "cpu":
-            yield Lane(device)
-            return
-        found = GpuLane(device) if found is None else found
+        found = (Lane if device == "cpu" else GpuLane)(device) if found is None else found
         with found.current():
             yield found
         with _lock:

@@ -368,13 +368,20 @@ def test_memory_grows_with_workers_and_not_with_files(tmp_path, format, workers)
 
 
 def test_lanes_share_devices():
-    """The device with the fewest lanes; of those with equally many the one whose turn it is."""
+    """The device with the fewest lanes; of those with equally many the one whose turn it is. Their memory stays until
+    it is given back.
+    """
+    staging.release()
     names = []
     with staging.lane(("cpu",), 3) as one:
         names.append(one.device)
         assert one.memory(10) is one.memory(5) and one.memory(100).nbytes == 100
         assert next(one.parts(np.arange(3, dtype="u1"))).tobytes() == b"\0\1\2"
     assert names == ["cpu"] and not staging._used["cpu"]
+    with staging.lane(("cpu",)) as again, staging.lane(("cpu",)) as other:
+        assert again is one is not other and one.memory(100).nbytes == 100
+    staging.release()
+    assert not staging._idle and one.memory(7).nbytes == 7
 
 
 def test_processes_of_gpus_make_the_same_bytes(tmp_path, cupy):
