@@ -117,3 +117,13 @@ def test_how_many_work_unasked(folder, tmp_path, monkeypatch):
         assert [executors.default_workers(executors.LARGE, gpus) for gpus in (0, 1, 4)] == [none, one, four]
     with executors.local(1, ["cuda:0"]) as nobody, executors.local(2, ["cuda:0"]) as threads:
         assert nobody is None and executors.is_local(threads) and executors.workers_of(threads) == 2
+
+
+@pytest.mark.parametrize(
+    ("workers", "nbytes", "processes"), [(5, executors.APART, 2), (5, executors.APART - 1, 0), (2, executors.APART, 0)]
+)
+def test_each_of_several_gpus_has_a_process_where_there_is_much(workers, nbytes, processes):
+    """Here the host stands for both."""
+    with executors.local(workers, ["cpu", "cpu"], nbytes) as made:
+        assert len(getattr(made, "processes", ())) == processes
+        assert executors.workers_of(made) == (6 if processes else workers)
