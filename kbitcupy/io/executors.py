@@ -34,7 +34,7 @@ LARGE = 2_000_000_000
 #: Workers that they use then at most, on each GPU or on all cores.
 MOST_WORKERS = 8
 #: Bytes to read above which each of several GPUs has a process of its own: to start them takes a second.
-APART = 32_000_000_000
+APART = 64_000_000_000
 # Tasks that wait beside those that run, and how many run where an executor does not say it.
 _WAITING, _UNKNOWN = 2, 32
 # Seconds for a scheduler of Dask to answer; how often a task is done again whose worker was lost.
