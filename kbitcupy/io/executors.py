@@ -349,12 +349,13 @@ class GpuProcesses(Executor):
     def submit(self, fn: Callable[..., _R], /, *arguments: Any, **options: Any) -> Future[_R]:
         future: Future[_R] = Future()
         future.set_running_or_notify_cancel()  # a process that has a task is not asked to give it back
+        task = pickle.dumps((fn, arguments, options))
         with self._changing:
             if self._broken:
                 raise BrokenExecutor("a process of a GPU has ended")
             least = min(self._all, key=lambda each: len(each.pending))
             least.pending[number := next(self._numbers)] = future
-        least.send(pickle.dumps((number, fn, arguments, options)))
+        least.send(pickle.dumps((number, task)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -394,8 +395,12 @@ class _GpuProcess:
         """Hand out what comes back, until the process is gone."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                number, done, result = pickle.loads(self._connection.recv_bytes())
+                number, data = pickle.loads(self._connection.recv_bytes())
                 future = self.pending.pop(number)
+                try:
+                    done, result = pickle.loads(data)
+                except Exception as error:
+                    done, result = False, FileError(f"what a worker has sent does not travel: {error}")
                 future.set_result(result) if done else future.set_exception(result)
         self._lose(self)
 
@@ -406,18 +411,18 @@ def _serve(connection: Any, gpu: str, threads: int) -> None:
     staging.stay_on(gpu)
     sending = threading.Lock()
 
-    def answer(number: int, function: Callable[..., Any], arguments: Any, options: Any) -> None:
-        result: Any
+    def answer(number: int, task: bytes) -> None:
         try:
-            done, result = True, function(*arguments, **options)
+            function, arguments, options = pickle.loads(task)
+            found: tuple[bool, Any] = True, function(*arguments, **options)
         except BaseException as error:
-            done, result = False, error
+            found = False, error
         try:
-            data = pickle.dumps((number, done, result))
+            data = pickle.dumps(found)
         except Exception as error:
-            data = pickle.dumps((number, False, FileError(f"what a worker came to does not travel: {error}")))
+            data = pickle.dumps((False, FileError(f"what a worker came to does not travel: {error}")))
         with sending:
-            connection.send_bytes(data)
+            connection.send_bytes(pickle.dumps((number, data)))
 
     with ThreadPoolExecutor(threads, "kbitcupy") as pool, contextlib.suppress(EOFError, OSError):
         while task := connection.recv_bytes():

@@ -280,7 +280,17 @@ def _raise(error):
     raise error
 
 
-def _where(_=None):
+class _Stays:
+    """What is packed, and nobody can unpack."""
+
+    def __reduce__(self):
+        return __import__, ("no_such_module",)
+
+    def __call__(self):
+        return None
+
+
+def _where():
     with staging.lane(("cpu",)) as own:
         return own.device, os.getpid(), threading.current_thread().name
 
@@ -293,8 +303,15 @@ def test_each_gpu_has_a_process_with_threads(apart):
     assert all(name.startswith("kbitcupy") and device == "cpu" for device, _, name in found)
     with pytest.raises(FileError, match="seven"):
         apart.submit(_raise, FileError("seven")).result()
-    with pytest.raises(FileError, match="does not travel"):
+    with pytest.raises(FileError, match="came to does not travel"):
         apart.submit(threading.Lock).result()
+    with pytest.raises(FileError, match="has sent does not travel"):
+        apart.submit(_Stays).result()
+    with pytest.raises(ModuleNotFoundError):
+        apart.submit(_Stays()).result()
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        apart.submit(lambda: 1)
+    assert not any(each.pending for each in apart._all)
     assert apart.submit(int, "11", base=3).result() == 4
 
 
