@@ -54,7 +54,7 @@ from ..backend.structs import Constants, Struct
 from ..backend.xp import contiguous, is_cupy, namespace
 from ..errors import FormatError
 from .base import Magnitude, Plane, Trits, register
-from .chunks import CHUNK, narrow, unpack_fields, widen
+from .chunks import AT_ONCE, CHUNK, narrow, unpack_fields, widen
 from .decoders import Decoder, decodes, dequantize, templates
 from .granular import Granular
 from .granularity import (
@@ -83,7 +83,7 @@ _SUMMED, _LANES, _THREADS = _NUMBERS.SUMMED, _NUMBERS.LANES, _NUMBERS.THREADS
 # Rows of a tree up to this length are turned.
 _SHORT = 32
 _SIGN = np.uint16(0x8000)
-# Trits that are packed at a time; rows of a slab that are short for a loop of their own.
+# Trits that are packed at a time by one thread; rows of a slab that are short for a loop of their own.
 _PACKED, _FEW = 1 << 18, 256
 # Scales whose thresholds are found at a time: the arrays in between, of float64, stay small.
 _THRESHOLDS = 1 << 14
@@ -546,7 +546,7 @@ def _least_bits(least: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def pack(trits: np.ndarray, codes: np.ndarray) -> None:
     """Fill the plane `codes` from int8 trits, a multiple of `BLOCK` of them, -1 to 2."""
     rows, packed = trits.reshape(-1, 4, RUN), codes.reshape(-1, RUN)
-    step = _PACKED // BLOCK
+    step = _PACKED * AT_ONCE.get() // BLOCK
     for first in range(0, len(rows), step):
         part = rows[first : first + step] + np.int8(1)
         # The fields one after the other, runs as single items: copies and words of theirs are quick.
