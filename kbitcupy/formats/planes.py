@@ -152,6 +152,11 @@ class Fragments:
         Whether that decoder takes tokens that are integers with scales of 32, too.
     work : float
         How much longer it takes ``linear_few`` to decode an element than one of 4 bits with a zero point.
+    table_work : float
+        How much longer it takes ``linear_few`` with more than 8 tokens to look up an element than one of iq4_nl; 0 where
+        that was not measured of the format by itself.
+    tile_work : float
+        The same of ``linear_tile``, of all formats that look values up.
     multiple : int
         Of which K is a multiple where that is not the granule; else 0.
     single : bool
@@ -195,6 +200,8 @@ class Fragments:
     together: int = 2
     blocked: bool = False
     work: float = 1.0
+    table_work: float = 0.0
+    tile_work: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ class TileCut:
         sizes = self.ring_at(fragments), self.stage_bytes(fragments, grouped), self.stages(fragments, grouped)
         return f"TileLayout<{', '.join(map(str, (*sizes, self._sums_bytes)))}>"
 
-    def microseconds(self, n: int, k: int, m: int, processors: int, decoding: float = 0.0) -> float:
+    def microseconds(
+        self, n: int, k: int, m: int, processors: int, decoding: float = 0.0, by_table: float = _BY_TABLE
+    ) -> float:
         """What a product takes, as measured on an H200.
 
         Parameters
@@ -145,15 +147,23 @@ class TileCut:
             Multiprocessors of the device.
         decoding : float
             That of the format, of `decoding`.
+        by_table : float
+            The same where that is 0 since a table has the values of codes.
         """
         # What 64 rows and what the tokens of a stage cost; a thread block, and a cluster, beside.
         x = 5.5e-5 * self.tokens**2 if self.tokens <= 64 else 0.7
-        stage = self.groups * ((decoding or _BY_TABLE) + 0.00045 * self.tokens) + x
+        stage = self.groups * ((decoding or by_table) + 0.00045 * self.tokens) + x
         cluster = 1.0 if self.splits > 1 else 0.0
-        start = 3.0 + (0.7 * (self.k_groups - 1) if decoding else 0.0)
-        waves = -(-(-(-n // self.rows) * self.splits * -(-m // self.tokens)) // processors)
-        stages = -(-k // ITEM_K)
-        return waves * (-(-stages // self.splits) * stage + start) + cluster
+        start = 3.0 + (0.1 * (self.k_groups - 1) if decoding else 0.0)
+        return self.waves(n, m, processors) * (self.stages_of(k) * stage + start) + cluster
+
+    def waves(self, n: int, m: int, processors: int) -> int:
+        """Thread blocks that the busiest multiprocessor has, one after the other."""
+        return -(-(-(-n // self.rows) * self.splits * -(-m // self.tokens)) // processors)
+
+    def stages_of(self, k: int) -> int:
+        """Stages that a thread block multiplies."""
+        return -(-k // (ITEM_K * self.splits))
 
     @property
     def _sums_bytes(self) -> int:
@@ -326,9 +336,9 @@ MOST_TOKENS = 128
 # Microseconds of the launch; the fraction of the bandwidth at which weights of more bits pass than are quickly decoded,
 # by a table and by arithmetic.
 _START, _FRACTION, _INTEGERS = 3.0, 0.7, 0.9
-# How much longer it takes where means of x have to be made, for each token of a thread block; microseconds to make them
-# ahead.
-_MEANS, _AHEAD = 0.005, 4.0
+# Microseconds to make means of x in a stage; to make them ahead, and how much longer it then takes in a cluster, where
+# rows have records.
+_MEANS, _AHEAD, _RECORDS = 0.075, 4.0, 1.3
 
 
 def tile_refusal(problem: Problem) -> str | None:
@@ -392,11 +402,13 @@ class Hopper(Route):
         assert problem.device is not None and problem.fragments is not None
         cut = self._cut(problem)
         stage, processors = decoding(problem.fragments), problem.device.multiprocessors
-        multiplying = cut.microseconds(*problem.shape, problem.tokens, processors, stage)
+        by_table = _BY_TABLE * problem.fragments.tile_work
+        multiplying = cut.microseconds(*problem.shape, problem.tokens, processors, stage, by_table)
+        (n, k), m = problem.shape, problem.tokens
         if cut.prepared(problem.fragments):
-            multiplying += _AHEAD
+            multiplying = multiplying * (_RECORDS if cut.splits > 1 else 1.0) + _AHEAD
         elif problem.fragments.added:
-            multiplying *= 1.0 + _MEANS * cut.tokens
+            multiplying += cut.waves(n, m, processors) * cut.stages_of(k) * _MEANS
         return max(multiplying, _START + problem.reading / (_INTEGERS if stage else _FRACTION))
 
     def prepare(self, problem: Problem) -> Product:

@@ -130,7 +130,8 @@ class RecordKernel:
         warps, resident, places, shared = found or (1, 1, {}, 0)
         splits = self._splits
         tiles, blocks = -(-self._n // ITEM_ROWS), max(1, device.multiprocessors * resident // (splits * together))
-        self._teams = _teams(tiles, blocks, warps)
+        alone = records.stride > _LARGE and not staged
+        self._teams = 1 if alone else _teams(tiles, blocks, warps)
         self._blocks = -(-tiles // (-(-tiles // (blocks * self._teams)) * self._teams))
         self._packed = RECORD_CUT.pack(records=each, warps=warps // self._teams, gap=records.gap, zero=0, **places)
         values = _arguments(records, HALF_CXX[0] if staged else self.cxx, grouped, self._eights)
@@ -224,8 +225,9 @@ class RecordKernel:
 
 
 # Thread blocks that may share k; the fewest warps of a thread block that has work for them; teams of warps; bytes of a
-# warp's sums, and behind 64 codes of all tokens; bytes of a token's sums for minima, by elements of a sub-block.
-_MOST_SPLITS, _FEW_WARPS, _MOST_TEAMS, _SUMS, _GAP, _APART = 64, 8, 2, 512, 16, {16: 96, 32: 64}
+# warp's sums, and behind 64 codes of all tokens; bytes of a token's sums for minima, by elements of a sub-block; the
+# bytes of a record beyond which one team is faster than two, since it reads more of a row at a time.
+_MOST_SPLITS, _FEW_WARPS, _MOST_TEAMS, _SUMS, _GAP, _APART, _LARGE = 64, 8, 2, 512, 16, {16: 96, 32: 64}, 192
 
 
 def _teams(tiles: int, blocks: int, warps: int) -> int:

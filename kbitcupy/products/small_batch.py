@@ -581,6 +581,10 @@ _START, _FRACTION, _DECODING = 2.5, 0.8, 1.1e-7
 # The same for more than 8 tokens, of which each thread block takes 16, or several decode the same weights; and
 # microseconds of a k-tile, as parts of k are added up by a launch of its own.
 _MORE_START, _MORE_FRACTION, _MORE_DECODING, _MORE_ALONG_K = 7.0, 0.45, 2.7e-7, 0.12
+# The same of formats that were measured one by one.
+_TABLE_START, _TABLE_FRACTION, _TABLE_DECODING, _TABLE_ALONG_K = 4.3, 0.9, 1.87e-7, 0.03
+# By how much that takes less with each token that 16 are more than a thread block has.
+_FEWER_TOKENS = 0.008
 # The same of integers, which are worked out, for up to 8 tokens and for more.
 _INTEGER_START, _INTEGER_FRACTION, _INTEGER_DECODING = 3.0, 0.96, 1.45e-7
 _MORE_INTEGER_DECODING, _INTEGER_ALONG_K = 1.72e-7, 0.07
@@ -715,22 +719,34 @@ class SmallBatch(Route):
         if not problem.fragments.entries:
             return self._cost_of_integers(problem, problem.fragments)
         if problem.tokens > TOKENS:
-            along_k = problem.shape[1] / ITEM_K * _MORE_ALONG_K
-            return _MORE_START + along_k + _passing(problem, _MORE_FRACTION, _MORE_DECODING)
+            return self._cost_of_more(problem, problem.fragments)
         cost = _START + _passing(problem, _FRACTION, _DECODING)
         middling = problem.shape[0] * problem.shape[1] in _WAITING_SIZES
         waits = problem.tokens >= _WAITING_TOKENS and middling and not self._quick(problem)
         return cost * _WAITING if waits else cost
 
+    def _cost_of_more(self, problem: Problem, fragments: Fragments) -> float:
+        """The cost of more than 8 tokens where a table has the values of codes."""
+        items = problem.shape[1] / ITEM_K
+        if not fragments.table_work:
+            return _MORE_START + items * _MORE_ALONG_K + _passing(problem, _MORE_FRACTION, _MORE_DECODING)
+        decoding = self._more_decoding(problem, fragments, _TABLE_DECODING * fragments.table_work)
+        return _TABLE_START + items * _TABLE_ALONG_K + _passing(problem, _TABLE_FRACTION, decoding)
+
     def _cost_of_integers(self, problem: Problem, fragments: Fragments) -> float:
         """The cost where what codes stand for is worked out, which takes little more than to read them."""
         if problem.tokens <= TOKENS:
             return _INTEGER_START + _passing(problem, _INTEGER_FRACTION, _INTEGER_DECODING * fragments.work)
-        # Each thread block of so many tokens decodes the weights.
-        blocks = -(-problem.tokens // (TOKENS * (2 if fragments.wide else 1)))
-        decoding = _MORE_INTEGER_DECODING * fragments.work * blocks * (1 if fragments.wide else 0.75)
         along_k = problem.shape[1] / ITEM_K * _INTEGER_ALONG_K
+        decoding = self._more_decoding(problem, fragments, _MORE_INTEGER_DECODING * fragments.work)
         return _INTEGER_START + along_k + _passing(problem, _INTEGER_FRACTION, decoding)
+
+    def _more_decoding(self, problem: Problem, fragments: Fragments, decoding: float) -> float:
+        """Microseconds of an element for more than 8 tokens: each thread block of 16, or 8, decodes all of them."""
+        together = TOKENS * (2 if fragments.wide else 1)
+        blocks = -(-problem.tokens // together)
+        fewer = 1.0 - _FEWER_TOKENS * (together - problem.tokens / blocks)
+        return decoding * blocks * fewer * (1 if fragments.wide else 0.75)
 
     def _quick(self, problem: Problem) -> bool:
         """Whether thread blocks share k as a cluster, and have whole lines of x or need few of them."""

@@ -133,7 +133,8 @@ def test_cuts(name):
             tiles = -(-n // 16)
             passes = -(-tiles // (cut._blocks * cut._teams))
             assert cut._blocks == 1 or (cut._blocks - 1) * cut._teams * passes < tiles, "no thread block is idle"
-    assert RecordKernel(RECORDS[name], (28672, 8192), np.dtype("float16"), gpu, 8)._teams == 2
+    large = name == "q6_k"  # one team then reads enough of a row side by side
+    assert RecordKernel(RECORDS[name], (28672, 8192), np.dtype("float16"), gpu, 8)._teams == 2 - large
     assert RecordKernel(RECORDS[name], (14336, 4096), np.dtype("float16"), gpu, 8)._teams == 1
 
 

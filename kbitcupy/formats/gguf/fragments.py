@@ -51,6 +51,7 @@ def _tables(
         "grouped_items": 2,
         "wide": True,
         "blocked": block != 16,
+        "table_work": 1.0,
         **others,
     }
     return Fragments(
@@ -102,7 +103,7 @@ FRAGMENTS = {
         owned=True,
         multiple=256,
         added=True,
-        work=1.3,
+        work=1.1,
     ),
     "q4_1": _fragments(
         "Q4_1<{T}>",
@@ -127,6 +128,8 @@ FRAGMENTS = {
         granule=32,
         multiple=256,
         copied=False,
+        table_work=1.1,
+        tile_work=1.2,
     ),
     "mxfp4": _tables(
         "PairTable<{T}, unsigned char, NEIGHBOURS>",
@@ -147,6 +150,8 @@ FRAGMENTS = {
         owned=True,
         swizzled=False,
         grouped_items=4,
+        table_work=0.93,
+        tile_work=1.25,
     ),
 }
 
