@@ -153,10 +153,10 @@ class Fragments:
     work : float
         How much longer it takes ``linear_few`` to decode an element than one of 4 bits with a zero point.
     table_work : float
-        How much longer it takes ``linear_few`` with more than 8 tokens to look up an element than one of iq4_nl; 0 where
-        that was not measured of the format by itself.
+        How much longer it takes ``linear_few`` with more than 8 tokens to look up an element than one of iq4_nl; 0
+        where that was not measured by itself.
     tile_work : float
-        The same of ``linear_tile``, of all formats that look values up.
+        How much longer it takes ``linear_tile`` to decode an element than others of as many bits.
     multiple : int
         Of which K is a multiple where that is not the granule; else 0.
     single : bool

@@ -336,6 +336,8 @@ MOST_TOKENS = 128
 # Microseconds of the launch; the fraction of the bandwidth at which weights of more bits pass than are quickly decoded,
 # by a table and by arithmetic.
 _START, _FRACTION, _INTEGERS = 3.0, 0.7, 0.9
+# Microseconds for each group more than one that shares k, of codes of 8 bits.
+_JOINING = 0.8
 # Microseconds to make means of x in a stage; to make them ahead, and how much longer it then takes in a cluster, where
 # rows have records.
 _MEANS, _AHEAD, _RECORDS = 0.075, 4.0, 1.3
@@ -401,10 +403,12 @@ class Hopper(Route):
     def cost(self, problem: Problem) -> float:
         assert problem.device is not None and problem.fragments is not None
         cut = self._cut(problem)
-        stage, processors = decoding(problem.fragments), problem.device.multiprocessors
-        by_table = _BY_TABLE * problem.fragments.tile_work
+        work, processors = problem.fragments.tile_work, problem.device.multiprocessors
+        stage, by_table = decoding(problem.fragments) * work, _BY_TABLE * work
         multiplying = cut.microseconds(*problem.shape, problem.tokens, processors, stage, by_table)
         (n, k), m = problem.shape, problem.tokens
+        if stage and problem.fragments.bits == 8:
+            multiplying += cut.waves(n, m, processors) * (cut.k_groups - 1) * _JOINING
         if cut.prepared(problem.fragments):
             multiplying = multiplying * (_RECORDS if cut.splits > 1 else 1.0) + _AHEAD
         elif problem.fragments.added:

@@ -59,8 +59,8 @@ CUT = Struct(
     per_warps="u4",
     per_teams="u4",
 )
-#: The gap between the halves of x in shared memory.
-_GAP = Constants(X_GAP=256)
+#: The gap between the halves of x in shared memory; tiles whose inner scales the warps of a team hand out ahead.
+_GAP = Constants(X_GAP=256, HANDED_OUT=2)
 #: Elements of a token that share a scale where tokens are integers.
 TOKEN_BLOCK = 32
 _DECLARED = (*DECLARED, _GAP, CUT)
@@ -373,6 +373,10 @@ class FewKernel(Fused):
         shared = decoder.shared_bytes(eights, items, warps, flow != _IN_CHUNKS)
         own = cut.share if flow == _IN_CHUNKS else cut.warps * cut.items
         shared += blocked * own * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
+        teams = max(1, warps // cut.warps)  # 0 where it does not fit at all
+        if flow == _AT_ONCE_SPREAD and fragments.beside and eights == 1 and not blocked:
+            row = (cut.warps * cut.items * ITEM_K // fragments.block + 1) * 8
+            shared += teams * _GAP.HANDED_OUT * (ITEM_ROWS * row + 16)
         #: Whether the device has the shared memory.
         self.fits = warps > 0 and shared <= room
         # By way of shared memory whole lines of x are read, and once.
@@ -395,7 +399,6 @@ class FewKernel(Fused):
         #: At which multiples of bytes the planes of codes and scales have to start.
         self.alignment = 16 if wide else 4, max(read, width) if fragments.entries else fragments.aligned
         self._bind = _binder(decoder, k, device.capability, box if even else 0)
-        teams = max(1, warps // cut.warps)  # 0 where it does not fit at all
         self._cut = CUT.pack(
             run=cut.run,
             warps=cut.warps,

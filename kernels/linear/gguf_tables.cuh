@@ -161,16 +161,21 @@ struct InnerPairTable : PairTable<T, __half, SPLIT> {
 
     template <int EIGHTS, typename Tokens>
     __device__ __forceinline__ static void multiply(
-        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned step,
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
         const Tokens& tokens, float (&acc)[EIGHTS][4]) {
+        uint2 two[2];
 #pragma unroll
         for (int j = 0; j < SUBS; ++j) {
+            if (j % 2 == 0) {
+                two[0] = shared_at<uint2>(scales + 4 * j), two[1] = shared_at<uint2>(scales + 4 * j + eight);
+            }
             float part[EIGHTS][4] = {};
             const unsigned word[2] = {f[0][j], f[1][j]};
 #pragma unroll
             for (int h = 0; h < 2; ++h) look_up_step<T, EIGHTS>(word, 2 * h, x, 2 * j + h, lane, part);
             tokens.template scale<EIGHTS>(part, j);
-            const float scale[2] = {shared_at<float>(scales + j * step), shared_at<float>(scales + j * step + 32)};
+            const float scale[2] = {
+                __uint_as_float(j % 2 ? two[0].y : two[0].x), __uint_as_float(j % 2 ? two[1].y : two[1].x)};
             add_parts<EIGHTS>(part, scale, acc);
         }
     }

@@ -151,12 +151,16 @@ struct ScaleExpansion {
 
 // The same of 6-bit scales of 32 in blocks of 256 (iq4_xs): a lane has a block of 16 rows x ITEMS k-tiles, and makes
 // its scales of 32 to floats. Planes: d, a half; scales_l, a word, nibble j the low bits of scale j; scales_h, a short,
-// two bits each. In a stage scale j of block b of a row is at (BLOCKS j + b) ITEM_ROWS + row: those which lanes read or
-// write together meet in no bank.
+// two bits each. In a stage the scales of a k-tile, four of a row, lie row by row: lanes that read or write together
+// meet in no bank.
+//
+// Where k goes through at once, the warps of a team load blocks side by side, whoever needs them, and hand them out in
+// shared memory a tile ahead. Were each warp to load its own, few bytes of many rows, loads would take the slots that
+// the tables are read in.
 template <int ITEMS>
 struct InnerScales {
     static constexpr int BLOCK = 2 * ITEM_K, BLOCKS = ITEMS > 1 ? ITEMS / 2 : 1;  // elements; of a row
-    static constexpr int SUBS = ITEM_K / 32, STEP = BLOCKS * ITEM_ROWS * 4;
+    static constexpr int SUBS = ITEM_K / 32, ROW = SUBS * 4, EIGHT = 8 * ROW;     // bytes of a row, and of eight
     const char* d;
     const float* low;
     unsigned map;  // there is none
@@ -166,18 +170,25 @@ struct InnerScales {
     unsigned held[3] = {};
 
     // Which row, and which block of it, a lane has; and where its scales begin in a stage.
-    __device__ __forceinline__ static int row(int g, int t) { return g + t / BLOCKS * 8; }
-    __device__ __forceinline__ static int block(int t) { return t % BLOCKS; }
-    __device__ __forceinline__ static unsigned place(int g, int t) { return block(t) * ITEM_ROWS * 4 + row(g, t) * 4; }
+    __device__ __forceinline__ static int row(int lane) { return lane % ITEM_ROWS; }
+    __device__ __forceinline__ static int block(int lane) { return lane / ITEM_ROWS; }
+    __device__ __forceinline__ static unsigned place(int lane) { return of_item(2 * block(lane)) + row(lane) * ROW; }
     // Where those of k-tile i of the first row begin.
-    __device__ __forceinline__ static constexpr int of_item(int i) {
-        return i / 2 * (ITEM_ROWS * 4) + i % 2 * (SUBS * STEP);
-    }
+    __device__ __forceinline__ static constexpr int of_item(int i) { return i * ITEM_ROWS * ROW; }
 
-    __device__ __forceinline__ void load_block(long long number) {
+    __device__ __forceinline__ void load(long long number) {
         held[0] = reinterpret_cast<const unsigned short*>(d)[number];
         held[1] = reinterpret_cast<const unsigned*>(low)[number];
         held[2] = high[number];
+    }
+    // A block that was loaded, in 8 bytes of shared memory.
+    __device__ __forceinline__ void hand_out(unsigned to) const {
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(held[1]), "r"(held[0] | held[2] << 16)
+                     : "memory");
+    }
+    __device__ __forceinline__ void take(unsigned from) {
+        const uint2 both = shared_at<uint2>(from);
+        held[0] = both.y & 0xffffu, held[1] = both.x, held[2] = both.y >> 16;
     }
     // Eight scales of the block, each exact: even ones and odd ones as bytes, then floats.
     __device__ __forceinline__ void make(float (&scale)[8]) const {
@@ -191,18 +202,15 @@ struct InnerScales {
         for (int j = 0; j < 8; ++j)  // 128 + code, less 128 + 32
             scale[j] = fmaf(__uint_as_float(__byte_perm(code[j % 2], 0x43000000u, 0x7044 | j / 2 << 8)), step, less);
     }
-
-    // Load a block of `items` k-tiles that are there.
-    __device__ __forceinline__ void load(long long number, int t, int items) {
-        if (t < 2 * BLOCKS && block(t) * 2 < items) load_block(number);  // others stay zero
-    }
     // `to` is where this lane's scales begin.
-    __device__ __forceinline__ void store(unsigned to, int t) const {
-        if (t >= 2 * BLOCKS) return;
+    __device__ __forceinline__ void store(unsigned to) const {
         float scale[8];
         make(scale);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) store_shared(to + j * STEP, scale[j]);
+        for (int i = 0; i < 2; ++i) {
+            const float four[4] = {scale[4 * i], scale[4 * i + 1], scale[4 * i + 2], scale[4 * i + 3]};
+            store_shared(to + of_item(i), four);
+        }
     }
     // Bring those of rows that may end to a stage.
     __device__ __forceinline__ void copy(char* stage, int row, int n, int item, int items, int lane) {
@@ -210,12 +218,12 @@ struct InnerScales {
         for (int i = lane; i < ITEM_ROWS * ITEMS; i += WARP) {
             const int at = i / ITEM_ROWS, down = i % ITEM_ROWS;
             held[0] = held[1] = held[2] = 0;
-            if (at < items) load_block((above + min(row + down, n - 1)) * (unsigned(k) / BLOCK) + (item + at) / 2);
+            if (at < items) load((above + min(row + down, n - 1)) * (unsigned(k) / BLOCK) + (item + at) / 2);
             float scale[8];
             make(scale);
-            const unsigned to = shared_address(stage) + of_item(at) + down * 4;
+            const unsigned to = shared_address(stage) + of_item(at) + down * ROW;
 #pragma unroll
-            for (int j = 0; j < SUBS; ++j) store_shared(to + j * STEP, (item + at) % 2 ? scale[SUBS + j] : scale[j]);
+            for (int j = 0; j < SUBS; ++j) store_shared(to + j * 4, (item + at) % 2 ? scale[SUBS + j] : scale[j]);
         }
     }
 };

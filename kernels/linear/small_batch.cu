@@ -107,10 +107,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // are made when those before are used up where k goes through at once, and lie by rows.
     constexpr bool NESTED = ExpansionOf<Decoder, ITEMS>::NESTED;
     constexpr int SCALES = ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES, BUFFERS = NESTED || !ONCE ? 2 : 1;
-    // From a row to the row 8 below it, or of inner scales from one of a row to the next.
+    // From a row to the row 8 below it.
     constexpr int EIGHT = [] {
         if constexpr (NESTED) return SCALES / 2;
-        else return ExpansionOf<Decoder, ITEMS>::Type::STEP;
+        else return ExpansionOf<Decoder, ITEMS>::Type::EIGHT;
     }();
     constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
@@ -173,6 +173,15 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         __syncthreads();
     }
     using Expansion = typename ExpansionOf<Decoder, ITEMS>::Type;
+    // Whether a team hands out blocks of inner scales, and how many of a row. A lane loads the block of its number in
+    // the team, counted row by row.
+    constexpr bool BLOCKED = IsBlocked<Decoder>::VALUE;
+    // With 16 tokens, or tokens that have scales, registers are too few.
+    constexpr bool HANDED = SPREAD && !NESTED && EIGHTS == 1 && !BLOCKED;
+    const unsigned blocks_of_row = HANDED ? cut.warps * cut.items / 2 : 1;
+    auto handed_row = [&](unsigned number) {
+        return divided(cut.items == 2 ? number : number / 2, cut.per_warps, cut.warps);
+    };
     Expansion spread{absmax, nested_absmax, own_block + TABLE_AT - 1024, above, k, 31 - __clz(block)};
     if constexpr (!NESTED) spread.high = reinterpret_cast<const unsigned short*>(nested_offset);
     const ScaleCopy scales{absmax, nested_absmax, nested_offset, map, above, n, k, cut.width, 31 - __clz(block)};
@@ -187,20 +196,26 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         else return unsigned(records.per_row);
     }();
     const char* origin = packed + above * pitch;
+    // Of the ring in which a team hands them out: of HANDED_OUT tiles a barrier where all blocks are there and one
+    // where all warps have theirs, then the blocks, 8 bytes each, with a gap behind each row.
+    const unsigned handed_bytes = HANDED ? ITEM_ROWS * (blocks_of_row + 1) * 8 : 0;
+    const unsigned handed_ring = HANDED ? HANDED_OUT * (16 + handed_bytes) : 0;
+    const unsigned handed = shared_address(sums) + team * handed_ring, handed_blocks = handed + HANDED_OUT * 16;
     // Addresses of this lane in the shared window, which the compiler must not work out again in each turn: where it
     // copies weights and scales to, and where it reads them.
     const unsigned my_stages = shared_address(weight_stages) + warp * GROUPS * GROUP_BYTES;
     const unsigned my_scales = shared_address(scale_stages) + warp * BUFFERS * SCALES;
     const unsigned scales_to = opaque(my_scales + [&] {
         if constexpr (NESTED) return (g * ITEMS + t) * Decoder::SCALE_BYTES;
-        else return Expansion::place(g, t);
+        else return Expansion::place(lane);
     }());
     const unsigned stage_from = opaque(
         PERMUTED
             ? my_stages + my_row * WeightStage::ROW + (t * Decoder::LANE_BYTES ^ WeightStage::swizzle(my_row))
             : my_stages + my_row * WeightStage::ROW + (Decoder::ONE_READ ? t * 16 ^ WeightStage::swizzle(my_row) : 0));
     const unsigned scales_from = opaque(
-        NESTED ? my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP : my_scales + my_row * 4);
+        NESTED ? my_scales + my_row * ITEMS * Decoder::SCALE_BYTES + t * Decoder::SCALE_STEP
+               : my_scales + my_row * Decoder::SCALE_BYTES);
     // Barriers: of the copies of a warp, and of the slots of sums of a team, each where it is full and where it is
     // free.
     const unsigned barriers =
@@ -223,6 +238,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             barrier_init(ring + i * 16, CLUSTER == 1 ? cut.warps * ARRIVALS : 1);
             barrier_init(ring + i * 16 + 8, ARRIVALS);
         }
+        if constexpr (HANDED) {
+#pragma unroll
+            for (unsigned i = 0; i < 2 * HANDED_OUT; ++i) barrier_init(handed + i * 8, cut.warps * WARP);
+        }
     }
     if (BULK) fence_barrier_init();
     __syncwarp();
@@ -244,9 +263,12 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         source = origin + ahead_item * Decoder::ITEM_BYTES;
         if constexpr (EVEN) {
             source += (long long)(ahead_row + WeightCopy::row(lane)) * pitch + WeightCopy::byte(lane);
-            if constexpr (!NESTED)
-                scale_source = (ahead_row + Expansion::row(g, t)) * scale_pitch + ahead_item / 2 + Expansion::block(t);
-            else if constexpr (TABLE)
+            if constexpr (HANDED) {
+                scale_source = ahead_row * scale_pitch + first_item / 2;
+            } else if constexpr (!NESTED) {
+                scale_source =
+                    (ahead_row + Expansion::row(lane)) * scale_pitch + ahead_item / 2 + Expansion::block(lane);
+            } else if constexpr (TABLE)
                 scale_source = (ahead_row + g) * scale_pitch + (ahead_item + t) * Decoder::SCALE_BYTES;
             else
                 scale_source =
@@ -314,8 +336,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
             } else if constexpr (SPREAD) {
                 if constexpr (NESTED) {
                     if (there) spread.load(ahead_row + g, ahead_item + t, t < ahead);
-                } else if (there) {
-                    spread.load(above * scale_pitch + scale_source, t, ahead);
+                } else if constexpr (!HANDED) {
+                    const int at = Expansion::block(lane);  // others stay zero
+                    if (there && at < Expansion::BLOCKS && 2 * at < ahead)
+                        spread.load(above * scale_pitch + scale_source);
                 }
             } else if (EVEN && (!Decoder::SPREAD_SCALES || ONCE || (NESTED && cut.width))) {
                 constexpr int PIECE = Decoder::SCALE_BYTES < 16 ? Decoder::SCALE_BYTES : 16;
@@ -340,7 +364,6 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     aim();
     if (BULK && EVEN && passes > 0 && elect_lane())
         prefetch_box(&map_of_weights, my_item * Decoder::ITEM_BYTES, int(above) + ahead_row);
-    constexpr bool BLOCKED = IsBlocked<Decoder>::VALUE;
     // What quantizes tokens has waited for all before it, and writes no weights: these are fetched meanwhile, as many
     // as below.
     if constexpr (BLOCKED) {
@@ -387,8 +410,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // The scales of tokens, for each 32 k of this block those of 8 EIGHTS tokens, in the order in which lanes have
     // them.
     constexpr int SCALES_OF_ITEM = ITEM_K / 32 * TOGETHER * 4;
-    const unsigned token_scales =
-        BLOCKED ? shared_address(sums) + (Decoder::GAPS ? 0 : (EIGHTS == 2 ? 2 : 4) * warps * EIGHTS * 512) : 0;
+    const unsigned token_scales = BLOCKED ? shared_address(sums) + teams * handed_ring +
+                                                (Decoder::GAPS ? 0 : (EIGHTS == 2 ? 2 : 4) * warps * EIGHTS * 512)
+                                          : 0;
     if constexpr (BLOCKED) {
         const float* const from =
             reinterpret_cast<const float*>(order) + (long long)first_item * (ITEM_K / 32) * divisor;
@@ -433,6 +457,51 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
         if (!BLOCKED && i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TABLE && !staged))) start(i, 0, 0);
+    // Inner scales: load the block that this lane hands out of tile `tile`, which is `later` tiles behind that to copy
+    // next. What the lane needs for that is no register of the loop.
+    auto load_block = [&](unsigned tile, unsigned later) {
+        if constexpr (HANDED) {
+            const unsigned number = mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
+            const unsigned block = number - down * blocks_of_row;  // others stay zero
+            if (tile < passes && down < ITEM_ROWS && first_item + 2 * int(block) < last_item)
+                spread.load(
+                    above * scale_pitch + (scale_source + (down + later * teams * ITEM_ROWS) * scale_pitch + block));
+        }
+    };
+    // Hand it out; `tile` is not the first one.
+    auto hand_out = [&](unsigned tile) {
+        if constexpr (HANDED) {
+            if (tile >= passes) return;
+            const unsigned at = (tile - 1) % HANDED_OUT;
+            barrier_wait(handed + at * 16 + 8, (tile - 1) / HANDED_OUT & 1 ^ 1);
+            const unsigned number = mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
+            if (down < ITEM_ROWS) spread.hand_out(handed_blocks + at * handed_bytes + (number + down) * 8);
+            barrier_arrive(handed + at * 16);
+        }
+    };
+    // Take the block of `tile` that this lane makes to scales.
+    auto expand = [&](unsigned tile) {
+        if constexpr (HANDED) {
+            if (tile >= passes) return;
+            const unsigned at = (tile - 1) % HANDED_OUT, which = opaque(threadIdx.x % WARP);
+            const bool has = Expansion::block(which) < Expansion::BLOCKS;
+            const unsigned number =
+                Expansion::row(which) * (blocks_of_row + 1) + mate * cut.items / 2 + Expansion::block(which);
+            barrier_wait(handed + at * 16, (tile - 1) / HANDED_OUT & 1);
+            Expansion own = spread;
+            if (has) own.take(handed_blocks + at * handed_bytes + number * 8);
+            barrier_arrive(handed + at * 16 + 8);
+            if (has) own.store(scales_to);
+        }
+    };
+    // Of the first tile each warp loads its own blocks, and waits for no other.
+    Expansion begin = spread;
+    if constexpr (HANDED) {
+        const int at = Expansion::block(lane);
+        if (passes > 0 && at < Expansion::BLOCKS && 2 * at < count_at(my_item))
+            begin.load(above * scale_pitch + (ahead_row + Expansion::row(lane)) * scale_pitch + my_item / 2 + at);
+        load_block(1, 1);
+    }
     if constexpr (SPREAD && NESTED) {
         if (nested_absmax) spread.offset = *nested_offset;
         if (t < ITEMS) spread.store(scales_to, EIGHT);
@@ -467,7 +536,11 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         }
     }
     if (chunks == 1) arrange_x();
-    if constexpr (SPREAD && !NESTED) spread.store(scales_to, t);  // which x would wait for
+    if constexpr (SPREAD && !NESTED) {  // which x would wait for
+        if (Expansion::block(lane) < Expansion::BLOCKS) begin.store(scales_to);
+        hand_out(1);
+        load_block(2, 2);
+    }
 
     // The sums of a warp: 16 bytes a lane, as mma leaves them. They are in the gaps of the table where there are any.
     constexpr int EIGHT_LANES = Decoder::GAPS ? ENTRY_STRIDE : 128, EIGHT_TOKENS = 4 * EIGHT_LANES;
@@ -558,7 +631,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 }
                 if constexpr (SPREAD && !NESTED) {
                     __syncwarp();
-                    spread.store(scales_to, t);
+                    if (!HANDED && Expansion::block(lane) < Expansion::BLOCKS) spread.store(scales_to);
+                    hand_out(pass + 2);
+                    expand(pass + 1);
+                    load_block(pass + 3, 2);
                 }
                 scales_at = SCALES - scales_at;
             }

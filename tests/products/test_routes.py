@@ -574,3 +574,33 @@ def test_integers_are_streamed_by_tensor_maps_where_there_is_tma():
     route = next(route for route in LINEAR if route.name == "integer_stream")
     without = replace(problem, device=replace(problem.device, tensor_maps=False))
     assert route.accepts(problem) is None and "tensor maps" in route.accepts(without)
+
+
+#: Which way was the fastest on an H200 where two of them take about as long.
+MEASURED = [
+    ("q4_0", (28672, 8192), "s" * 4 + "h" * 3),
+    ("q4_1", (28672, 8192), "s" * 4 + "h" * 3),
+    ("q4_1", (8192, 8192), "s" * 7),
+    ("q4_k", (28672, 8192), "s" * 4 + "h" * 3),
+    ("q4_k", (8192, 8192), "s" * 7),
+    ("q4_k", (14336, 4096), "s" * 7),
+    ("iq4_nl", (28672, 8192), "s" * 4 + "h" * 3),
+    ("iq4_nl", (8192, 8192), "s" + "h" * 6),
+    ("iq4_xs", (28672, 8192), "s" * 4 + "h" * 3),
+    ("iq4_xs", (8192, 8192), "s" + "h" * 6),
+    ("iq4_xs", (14336, 4096), "s" + "h" * 6),
+    ("mxfp4", (8192, 8192), "s" + "h" * 6),
+    ("nvfp4", (28672, 8192), "s" * 4 + "h" * 3),
+    ("nvfp4", (8192, 8192), "s" * 4 + "h" * 3),
+    ("uint4:block=128,zero=int", (8192, 8192), "s" * 4),
+]
+
+
+@pytest.mark.parametrize(("format", "shape", "wanted"), MEASURED)
+def test_the_fastest_way_is_taken(format, shape, wanted):
+    """Of 8, 9, 12, 16, 17, 24 and 32 tokens of float16."""
+    found = ""
+    for tokens in (8, 9, 12, 16, 17, 24, 32)[: len(wanted)]:
+        problem = Problem(kb.get_format(format), shape, tokens, HALF, device("H200"))
+        found += choices(problem, LINEAR)[0].route.name[0]
+    assert found == wanted

@@ -78,6 +78,7 @@ def fragments_of(
         added=zero == "float",
         together=2 if bits == 4 else 1,
         work=1.1 if zero == "float" else 1.0,
+        tile_work=1.3 if zero == "int" and bits == 4 else 1.0,
     )
 
 

@@ -128,8 +128,8 @@ FRAGMENTS = {
         granule=32,
         multiple=256,
         copied=False,
-        table_work=1.1,
-        tile_work=1.2,
+        table_work=1.18,
+        tile_work=1.1,
     ),
     "mxfp4": _tables(
         "PairTable<{T}, unsigned char, NEIGHBOURS>",
