@@ -49,7 +49,7 @@ def shape_of(rng):
 def warps_have_rows(any):
     """Let warps have rows of their own however few these are, or where thread blocks have many."""
     ternary_rows.LEAST_ROWS = 0 if any else LEAST_ROWS
-    for function in (ternary_rows.rows_of, ternary_rows.float_rows_of):
+    for function in (ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of):
         function.cache_clear()
 
 

@@ -1,7 +1,7 @@
-"""Products of up to 8 tokens and ternary weights, whose codes the copy engine brings: kernels/linear/ternary_rows.cu.
+"""Products of up to 8 tokens and ternary weights, whose codes the copy engine brings: kernels/linear/ternary_rows.cuh.
 
-The second launch of `kbitcupy.products.ternary_stream`, from Hopper on: a warp has rows of its own and waits for no
-other warp. Tokens, and what comes of them, are as there, to the bit.
+The second launch of `kbitcupy.products.ternary_stream`, from Hopper on, or the only one: a warp has rows of its own and
+waits for no other warp. Tokens, and what comes of them, are as there, to the bit.
 """
 
 from __future__ import annotations
@@ -33,18 +33,27 @@ SIZES = Constants(
     LANES=tokens_of.LANES,
 )
 STRUCTS = BIAS_KINDS, SIZES, GROUP
+# Of weights with few rows: thread blocks that leave room for those of the next kernel.
+_FEW_FILE = "linear/ternary_rows_few.cu"
+_FEW_SIZES = Constants(
+    STEP=tokens_of.SIZES.STEP, ROW_THREADS=256, MOST_ROW_STAGES=4, MOST_SLOTS=64, LANES=tokens_of.LANES
+)
+_FEW_STRUCTS = BIAS_KINDS, _FEW_SIZES, GROUP
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
 #: by more and smaller thread blocks, which start while those of the kernel ahead end.
 GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
-# The same of one token in floats.
-_LEAST_OF_ONE = 60
+# The same of one token in floats, or that is quantized on the way; and of the latter where thread blocks are smaller.
+_LEAST_OF_ONE, _LEAST_OF_FEW = 60, 16
 _ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _OF_GROUPS = Template(FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=STRUCTS, least=OLDEST)
 _FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=STRUCTS, least=OLDEST)
-register_templates(_ROWS, _OF_GROUPS, _FLOATS)
+_QUANTIZED = Template(FILE, "rows_ternary_quantized", (_TYPES,), structs=STRUCTS, least=OLDEST)
+_FEW_QUANTIZED = Template(_FEW_FILE, "rows_ternary_quantized", (_TYPES,), structs=_FEW_STRUCTS, least=OLDEST)
+register_templates(_ROWS, _OF_GROUPS, _FLOATS, _QUANTIZED, _FEW_QUANTIZED)
 _SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
 _GROUP_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 6, MAP_BYTES, MAP_BYTES)
+_QUANTIZED_SIGNATURE = (*("p",) * 5, "f8", "f8", "i8", *("i4",) * 4, "f4", *("i4",) * 7, MAP_BYTES)
 _FLOAT_SIGNATURE = (*("p",) * 4, "i8", *("i4",) * 7, MAP_BYTES)
 #: Warps of a thread block, and bytes of a stage of a warp; stages beyond which the first codes, and the tokens, only
 #: come later; what stages begin at; bytes beside stages and tokens.
@@ -98,6 +107,11 @@ def named(name: str, tokens: int, rows: int, gpu: Device) -> str:
     return name.replace("stream", "rows") if large else name
 
 
+def quantizes(rows: int, depth: int, gpu: Device) -> bool:
+    """Whether a product of one token quantizes it on the way."""
+    return _of_few(rows, depth, gpu.capability, gpu.multiprocessors) is not None
+
+
 def staged_bytes(tokens: int, depth: int) -> int:
     """Bytes of int8 tokens in shared memory, of whole lines of codes."""
     return -(-depth // (4 * _LINE)) * 4 * _LINE * tokens
@@ -108,7 +122,7 @@ def scale_bytes(group: int) -> int:
     return 2 * 4 * _LINE // group * 4
 
 
-def cut_of(rows: int, depth: int, blocks: int, group: int) -> tuple[int, int]:
+def cut_of(rows: int, depth: int, blocks: int, group: int, warps: int = WARPS) -> tuple[int, int]:
     """Warps that share rows, and rows of a pass.
 
     Examples
@@ -118,9 +132,9 @@ def cut_of(rows: int, depth: int, blocks: int, group: int) -> tuple[int, int]:
     """
     of_block, lines = -(-rows // blocks), -(-depth // (4 * _LINE))
     share = 1
-    while not group and 2 * share <= min(WARPS, lines) and -(-of_block * 2 * share // WARPS) <= _PASS:
+    while not group and 2 * share <= min(warps, lines) and -(-of_block * 2 * share // warps) <= _PASS:
         share *= 2
-    of_team = -(-of_block * share // WARPS)
+    of_team = -(-of_block * share // warps)
     return share, -(-of_team // -(-of_team // _PASS))
 
 
@@ -164,6 +178,32 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
     signature = _GROUP_SIGNATURE if group else _SIGNATURE
     launch = _launch(template, values, staged + stages * WARPS * stage, signature, device)
     return Rows(launch, (blocks,), (stages, of_pass) if group else (share, stages, of_pass), of_pass)
+
+
+def _of_few(rows: int, depth: int, capability: int, processors: int) -> bool | None:
+    """Whether a product that quantizes its token is by thread blocks of few rows; None where there is no such one."""
+    few = rows < LEAST_ROWS * processors and depth <= 32 * _FEW_SIZES.ROW_THREADS
+    enough = rows > (min(LEAST_ROWS, _LEAST_OF_FEW if few else _LEAST_OF_ONE) - 1) * processors
+    return few if capability >= OLDEST and enough and depth <= 32 * SIZES.ROW_THREADS else None
+
+
+@functools.lru_cache(maxsize=4096)
+def quantized_rows_of(dtype: np.dtype, rows: int, depth: int, device: int) -> Rows | None:
+    """The same of one token of floats, which is quantized on the way, in one launch."""
+    few = _of_few(rows, depth, capability(device), multiprocessors(device))
+    if few is None:
+        return None
+    template, sizes = (_FEW_QUANTIZED, _FEW_SIZES) if few else (_QUANTIZED, SIZES)
+    warps, blocks = sizes.ROW_THREADS // 32, min(multiprocessors(device), rows)
+    share, of_pass = cut_of(rows, depth, blocks, 0, warps)
+    # What is no larger waits for its token anyway, which comes earlier where little else is under way.
+    stages = STAGES if few or rows >= LEAST_ROWS * blocks else 1
+    shared = staged_bytes(1, depth) + stages * warps * STAGE + ALIGNMENT
+    if shared + 2 * BESIDE > shared_memory(device):
+        return None
+    values = (CXX_TYPES[dtype.name],)
+    kernel = Kernel(template, values, sizes.ROW_THREADS, shared, signature=_QUANTIZED_SIGNATURE, early=True)
+    return Rows(kernel.ready(device).launch, (blocks,), (share, stages, of_pass, stages), of_pass)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Products of tokens with experts in ternary: kernels/linear/ternary_rows.cu.
+"""Products of tokens with experts in ternary: kernels/linear/ternary_rows.cuh.
 
 A few of them in one launch, `multiply_slots`; of many tokens of 16 bits that are sorted by expert, `ExpertRows`.
 

@@ -28,7 +28,7 @@ from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
-from .ternary_rows import float_rows_of, named, rows_of
+from .ternary_rows import float_rows_of, named, quantized_rows_of, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -174,6 +174,17 @@ def multiply_streamed(
     added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     weight, gamma, y = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr, single.data.ptr
     by = None if isinstance(x, QuantizedArray) else rule
+    if by is not None and not group and tokens == 1 and by.granularity == "token":
+        x = source(x, tokens_of.FLOATS)
+        quantized = quantized_rows_of(single.dtype, rows, depth, out.data.device_id)
+        root = 0 if norm is None or norm.weight is None else norm.weight.data.ptr
+        if quantized is not None and not (x.data.ptr | root) % 16:
+            before = (1 / depth, 0.0) if norm is None else (1 / depth, norm.eps)
+            numbers = *before, rows, depth, int(part.shares == "row"), kind, int(norm is not None), *by.numbers
+            quantized.multiply((x.data.ptr, root, gamma, added, y), numbers, q, part)
+            if single is not out:
+                widen(single, out)
+            return
     own_rows = rows_of(single.dtype, tokens, rows, depth, group, out.data.device_id)
     plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id) if own_rows is None else None
     # Fragments, and behind them sums, of tokens or of groups of whole steps, and scales.

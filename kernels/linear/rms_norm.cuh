@@ -34,9 +34,9 @@ __device__ __forceinline__ double rough_root(double a) {
 }
 
 // 1 / root of (mean + eps), rounded to float32, of a sum of squares that were added in another order than the contract
-// says. Returns whether it is the contract's number nevertheless: sums of up to 2^17 squares, in the contract's order
-// and in any that adds up no more than 2^9 of them one after the other, are within 2^-43 of each other, and the root
-// within half of that and 2^-50 of its own, so it is unless a number that far away rounds otherwise. What `widened`
+// says. Returns whether it is the contract's number nevertheless. Sums of up to 2^17 squares, in the contract's order
+// and in any that adds up no more than 2^9 of them one after the other, are within 2^-43 of each other, and roots of
+// them within half of that, so it is unless a number 2^-42 away rounds otherwise; that one of 2^17 does. What `widened`
 // makes of zeros counts for nothing where the mean is no smaller than this.
 __device__ __forceinline__ bool factor_from(double sum, const RootMeanSquare& norm, float& factor) {
     const double mean = sum * norm.share + norm.eps;

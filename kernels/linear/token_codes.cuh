@@ -121,7 +121,7 @@ __device__ __forceinline__ int codes_of(
     return sum;
 }
 
-// Where codes go: pieces [load, token, t] at `staged`; and `quantized`.
+// Where codes of several tokens go: pieces [load, token, t] at `staged`; and `quantized`.
 struct FewTokens {
     unsigned staged;
     int tokens;
@@ -141,6 +141,82 @@ struct FewTokens {
     }
 };
 
+// ... and those of one token, with the sums of each warp.
+struct OneToken {
+    unsigned staged;
+    int (&sums)[ROW_WARPS];
+    float& scale;
+
+    __device__ __forceinline__ void clear() const {}
+    __device__ __forceinline__ void store(int, int load, int byte, const unsigned (&word)[2]) const {
+        store_shared(staged + load * MEMBER_BYTES + byte, word[0], word[1]);
+    }
+    __device__ __forceinline__ void finish(int, int sum, float of_codes) const {
+        sums[threadIdx.x / WARP] = sum;
+        if (threadIdx.x < WARP) scale = of_codes;
+    }
+};
+
+// Which eight neighbours are a thread's i-th ones, and how far it is to the next of them.
+constexpr int RUN = ROW_THREADS * OCTET;
+__device__ __forceinline__ int place_of(int i) { return i * RUN + static_cast<int>(threadIdx.x) * OCTET; }
+
+// The weights of an RMSNorm; 1 where there are none.
+template <int OCTETS>
+__device__ __forceinline__ void load_weight(float (&g)[OCTETS][OCTET], const float* weight, int depth) {
+#pragma unroll
+    for (int i = 0; i < OCTETS; ++i) {
+        const bool there = weight != nullptr && place_of(i) < depth;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            constexpr unsigned ONE = 0x3f800000u;
+            uint4 four{ONE, ONE, ONE, ONE};
+            if (there) four = load_written(reinterpret_cast<const uint4*>(weight + place_of(i)) + j);
+            g[i][4 * j] = __uint_as_float(four.x), g[i][4 * j + 1] = __uint_as_float(four.y);
+            g[i][4 * j + 2] = __uint_as_float(four.z), g[i][4 * j + 3] = __uint_as_float(four.w);
+        }
+    }
+}
+
+// The sum of a thread's squares.
+template <typename T, int OCTETS>
+__device__ __forceinline__ double squares_of(const float (&v)[OCTETS][OCTET], int depth) {
+    double part[4] = {};
+#pragma unroll
+    for (int i = 0; i < OCTETS && i * RUN < depth; ++i)
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) {
+            const double wide = widened<T>(v[i][e]);
+            part[e % 4] = fma(wide, wide, part[e % 4]);
+        }
+    return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+// Make numbers what is quantized. Returns the bits of the largest magnitude.
+template <int OCTETS>
+__device__ __forceinline__ unsigned prepare(
+    float (&v)[OCTETS][OCTET], const float (&g)[OCTETS][OCTET], float factor, bool normalizes, int depth) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < OCTETS && i * RUN < depth; ++i)
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) {
+            if (normalizes) v[i][e] = ieee::multiply(ieee::multiply(v[i][e], factor), g[i][e]);
+            most = ieee::larger_or_nan(most, ieee::magnitude(v[i][e]));
+        }
+    unsigned largest = __float_as_uint(most);
+    if (largest < INFINITE) return largest;
+    largest = 0;
+#pragma unroll
+    for (int i = 0; i < OCTETS && i * RUN < depth; ++i)
+#pragma unroll
+        for (int e = 0; e < OCTET; ++e) {
+            v[i][e] = number(v[i][e]);
+            largest = max(largest, ieee::magnitude_bits(v[i][e]));
+        }
+    return largest;
+}
+
 // Quantize tokens of x, by all threads. What has been stored is there behind the next barrier.
 //
 // to     where codes go
@@ -152,13 +228,8 @@ __device__ __forceinline__ void quantize_tokens(
     __shared__ double sum_part[ROW_WARPS * BATCH];
     __shared__ unsigned most_part[2][ROW_WARPS * BATCH];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const auto place = [](int i) { return (i * ROW_THREADS + static_cast<int>(threadIdx.x)) * OCTET; };
     to.clear();
     float g[OCTETS][OCTET];
-#pragma unroll
-    for (int i = 0; i < OCTETS; ++i)
-#pragma unroll
-        for (int e = 0; e < OCTET; ++e) g[i][e] = 1.0f;
 #pragma unroll 1
     for (int first = 0, turn = 0; first < tokens; first += BATCH, turn ^= 1) {
         const int count = min(BATCH, tokens - first);
@@ -170,20 +241,10 @@ __device__ __forceinline__ void quantize_tokens(
             for (int i = 0; i < OCTETS; ++i)
 #pragma unroll
                 for (int j = 0; j < PIECES; ++j)
-                    if (b < count && place(i) < depth)
-                        raw[b][i][j] = load_written(reinterpret_cast<const uint4*>(row_of(b) + place(i)) + j);
+                    if (b < count && place_of(i) < depth)
+                        raw[b][i][j] = load_written(reinterpret_cast<const uint4*>(row_of(b) + place_of(i)) + j);
         if (first == 0) {
-            if (norm.weight != nullptr) {
-#pragma unroll
-                for (int i = 0; i < OCTETS; ++i)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j)
-                        if (place(i) < depth) {
-                            const uint4 four = load_written(reinterpret_cast<const uint4*>(norm.weight + place(i)) + j);
-                            g[i][4 * j] = __uint_as_float(four.x), g[i][4 * j + 1] = __uint_as_float(four.y);
-                            g[i][4 * j + 2] = __uint_as_float(four.z), g[i][4 * j + 3] = __uint_as_float(four.w);
-                        }
-            }
+            load_weight(g, norm.weight, depth);
             asked(0);
         }
         float v[BATCH][OCTETS][OCTET];
@@ -191,7 +252,6 @@ __device__ __forceinline__ void quantize_tokens(
         for (int b = 0; b < BATCH; ++b)
 #pragma unroll
             for (int i = 0; i < OCTETS; ++i) {
-                if (i * ROW_THREADS * OCTET >= depth) break;
                 unsigned word[4 * PIECES];
 #pragma unroll
                 for (int j = 0; j < PIECES; ++j) to_words(word + 4 * j, raw[b][i][j]);
@@ -202,17 +262,7 @@ __device__ __forceinline__ void quantize_tokens(
         if (norm.used) {
             double sums[BATCH];
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                double part[4] = {};
-#pragma unroll
-                for (int i = 0; i < OCTETS && i * ROW_THREADS * OCTET < depth; ++i)
-#pragma unroll
-                    for (int e = 0; e < OCTET; ++e) {
-                        const double wide = widened<T>(v[b][i][e]);
-                        part[e % 4] = fma(wide, wide, part[e % 4]);
-                    }
-                sums[b] = (part[0] + part[1]) + (part[2] + part[3]);
-            }
+            for (int b = 0; b < BATCH; ++b) sums[b] = squares_of<T>(v[b], depth);
             const double of_own = of_warp<BATCH>(sums);
             if (lane < BATCH) sum_part[warp * BATCH + lane] = of_own;
             __syncthreads();
@@ -228,28 +278,8 @@ __device__ __forceinline__ void quantize_tokens(
         }
         unsigned largest[BATCH];
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const float of_token = __shfl_sync(FULL_WARP, factor, b);
-            float most = 0;
-#pragma unroll
-            for (int i = 0; i < OCTETS && i * ROW_THREADS * OCTET < depth; ++i)
-#pragma unroll
-                for (int e = 0; e < OCTET; ++e) {
-                    if (norm.used) v[b][i][e] = ieee::multiply(ieee::multiply(v[b][i][e], of_token), g[i][e]);
-                    most = ieee::larger_or_nan(most, ieee::magnitude(v[b][i][e]));
-                }
-            largest[b] = __float_as_uint(most);
-            if (largest[b] >= INFINITE) {  // or NaN
-                largest[b] = 0;
-#pragma unroll
-                for (int i = 0; i < OCTETS && i * ROW_THREADS * OCTET < depth; ++i)
-#pragma unroll
-                    for (int e = 0; e < OCTET; ++e) {
-                        v[b][i][e] = number(v[b][i][e]);
-                        largest[b] = max(largest[b], ieee::magnitude_bits(v[b][i][e]));
-                    }
-            }
-        }
+        for (int b = 0; b < BATCH; ++b)
+            largest[b] = prepare(v[b], g, __shfl_sync(FULL_WARP, factor, b), norm.used, depth);
         const unsigned of_own = of_warp<BATCH>(largest);
         if (lane < BATCH) most_part[turn][warp * BATCH + lane] = of_own;
         __syncthreads();
@@ -265,7 +295,7 @@ __device__ __forceinline__ void quantize_tokens(
             if (b >= count) continue;
 #pragma unroll
             for (int i = 0; i < OCTETS; ++i) {
-                const int k = place(i), at = k % STEP;
+                const int k = place_of(i), at = k % STEP;
                 if (k >= depth) break;
                 unsigned word[2];
                 sums[b] = codes_of(word, v[b][i], of_token, by, sums[b]);

@@ -33,7 +33,7 @@ def weights(cupy, rng, rows, depth, granularity):
 @pytest.fixture(params=["by size", "any"])
 def least_rows(request, monkeypatch):
     """Warps have rows of their own where a weight is large enough, or any."""
-    made = ternary_rows.rows_of, ternary_rows.float_rows_of
+    made = ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of
     if request.param == "any":
         monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0)
     for function in made:
@@ -125,11 +125,12 @@ def test_planes_and_tokens_begin_anywhere(cupy):
         assert kb.explain(tokens, moved, activations="bitnet").route == route
 
 
-@pytest.fixture
-def any_rows(monkeypatch):
-    """Warps have rows of their own, however few these are."""
-    made = ternary_rows.rows_of, ternary_rows.float_rows_of
-    monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0)
+@pytest.fixture(params=["large", "few"])
+def any_rows(request, monkeypatch):
+    """Warps have rows of their own, as in large weights and in those with few rows."""
+    made = ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of
+    monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0 if request.param == "large" else 1 << 30)
+    monkeypatch.setattr(ternary_rows, "_LEAST_OF_FEW", 0)
     for function in made:
         function.cache_clear()
     yield
