@@ -419,7 +419,7 @@ def explain(x: Any, q: Any, bias: Any = None, *, activations: str | None = None,
 
     def problem(count: int) -> Problem:
         facts = aligned, stored(q), activations, experts
-        return Problem(q.format, q.shape[-2:], count, x.dtype, device(ordinal), *facts)
+        return Problem(q.format, q.shape[-2:], _planned(count, experts), x.dtype, device(ordinal), *facts)
 
     taken = [(count, choices(problem(count), routes)[0]) for count in (_STEPS if ordinal >= 0 else (1,))]
     names = [(count, choice.route.name) for count, choice in taken if choice.refusal is None]
@@ -518,6 +518,14 @@ def plan(
     raise FormatError(f"{'qs' if experts else 'q'} cannot be multiplied by activations in {activations}: {why}")
 
 
+def _planned(count: int, experts: int = 0) -> int:
+    """For how many tokens, or products with experts, so many are planned.
+
+    Where there are more products than experts, all of these may be chosen.
+    """
+    return count if count < (experts or _OWN_PLANS + 1) else 1 << (count - 1).bit_length()
+
+
 def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, activations: str | None) -> None:
     """Fill `out`; its device is the current one."""
     if not out.size and activations is None:
@@ -529,9 +537,7 @@ def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, activations: str |
         ordinal = out.data.device_id
         aligned = activations is not None or not x.data.ptr % 16
     lies = q._launches.get(Stored) or stored(q)
-    tokens = out.size // q.shape[0] if out.size else 1
-    if tokens > _OWN_PLANS:
-        tokens = 1 << (tokens - 1).bit_length()
+    tokens = _planned(out.size // q.shape[0] if out.size else 1)
     product = plan(q.format, q.shape, x.dtype, tokens, ordinal, aligned, lies, activations)
     if out.size:
         product(x, q, bias, out)
@@ -553,8 +559,7 @@ def _multiply_grouped(x: Any, qs: Any, ids: Any, weights: Any, out: Any, activat
         x = _xp.contiguous(x)
         ordinal, aligned = x.data.device_id, not x.data.ptr % 16
     lies = qs._launches.get(Stored) or stored(qs)
-    # Where there are more products than experts, all of these may be chosen.
-    products = ids.size if ids.size < experts else 1 << (ids.size - 1).bit_length()
+    products = _planned(ids.size, experts)
     product = plan(qs.format, (rows, depth), x.dtype, products, ordinal, aligned, lies, activations, experts)
     product(x, qs, ids, weights, out)
 

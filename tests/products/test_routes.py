@@ -11,7 +11,7 @@ from inputs import BFLOAT16
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
-from kbitcupy.products import int8, integer_tile, small_batch
+from kbitcupy.products import functions, int8, integer_tile, small_batch
 from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.integer_tile import IntegerTile
@@ -238,6 +238,20 @@ def test_explain_computes_nothing(xp, monkeypatch):
     q = kb.quantize(xp.asarray(numbers(4, 16, 64)), "kbit4")
     assert kb.explain(xp.asarray(numbers(3, 64)), q, expert_ids=[[0, 1]] * 3).route.startswith(("each", "grouped"))
     assert kb.explain(xp.asarray(numbers(3, 64)), q[0]).route
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 256, 257, 300, 513])
+def test_explain_asks_what_the_product_asks(monkeypatch, tokens):
+    """Many numbers of tokens share a plan."""
+    counts, made = [], functions.plan
+    monkeypatch.setattr(functions, "explained", lambda heading, problem, *rest: problem.tokens)
+    monkeypatch.setattr(functions, "plan", lambda *facts: counts.append(facts[3]) or made(*facts))
+    x, q = numbers(tokens, 64), weight(16, 64)
+    kb.linear(x, q)
+    assert kb.explain(x, q) == counts[-1]
+    ids, experts = np.zeros((tokens, 2), int), kb.stack([q] * 5)
+    kb.linear_grouped(x, experts, ids)
+    assert kb.explain(x, experts, expert_ids=ids) == counts[-1]
 
 
 def test_explain_of_experts(xp):
