@@ -3,6 +3,7 @@
 //
 //     codes   --boxes of 16 rows x 128 bytes, TMA or cp.async--> a ring of each warp --and, shift--> a of mma
 //     tokens  --in the order of fragments (linear/integer_activations.cuh)--> registers ----------------> b of mma
+//     numbers --quantized by each block (linear/integer_tokens.cuh), shared memory--> the same, of very few tokens
 //     scales  --a tile ahead in registers--> shared memory, float32
 //     sums    --ring of tiles in shared memory--> one warp adds up those of all --> y
 //
@@ -28,8 +29,10 @@
 
 // Of the host, ahead of this source: struct IntegerWeight and struct Cut; numbers of `added`, of dtypes, of codes
 // (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8), of units (SHARES, LONG_UNIT) and of a bias; STREAM_THREADS, the most of a
-// block; of eight tokens SHARE_OF_EIGHT, k of a warp. SUMS_RING tiles have room for their sums, which are added up
-// SUMS_LATER tiles later.
+// block; of eight tokens SHARE_OF_EIGHT, of sixteen SHARE_OF_SIXTEEN, k of a warp; FEW_REGISTERS for a block that
+// quantizes tokens (linear/integer_tokens.cu). SUMS_RING tiles have room for their sums, which are added up SUMS_LATER
+// tiles later. MINIMA_OF_BLOCK words for the minima of 256 k of q4_k, those of a unit MINIMA_STEP words behind those of
+// the one before: so lanes meet in no bank.
 constexpr int ROWS_OF_TILE = 16, ROW_BYTES = 128, SLOT_BYTES = ROWS_OF_TILE * ROW_BYTES, MMA_K = 32;
 
 // Whether codes are copied by TMA; not where ptxas gives such kernels a stack.
