@@ -24,7 +24,7 @@ from .routes import Problem, Product, Route
 #: The longest unit, of elements that share all scales.
 MOST_UNIT = 32
 # Microseconds of the launches that quantize tokens and decode them again, and of an element of these.
-_START, _ELEMENT = 8.0, 7.3e-6
+_START, _ELEMENT = 8.0, 2e-6
 _DECODED = Decoded()
 
 
