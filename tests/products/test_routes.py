@@ -11,9 +11,10 @@ from inputs import BFLOAT16
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
-from kbitcupy.products import functions, int8, integer_tile, small_batch
+from kbitcupy.products import functions, int8, integer_batch, integer_tile, small_batch
 from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
+from kbitcupy.products.integer_batch import IntegerBatch
 from kbitcupy.products.integer_tile import IntegerTile
 from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices
 
@@ -524,11 +525,11 @@ def test_routes_of_integer_codes_on_hopper(preset, monkeypatch):
             if text in against:
                 assert against[text] in found.refusal
                 continue
-            assert "wgmma_integers" in found.route.describe(problem)
+            assert found.refusal is None and "wgmma_integers" in found.route.describe(problem)
             best = choices(problem, LINEAR)[0]
             if tokens == 4096 and (preset == "q8_1" or text in ("int4:block=32", "q4_0", "q8_0")):
                 assert best.route.name == "integer_decoded" and "cuBLAS" in best.route.describe(problem)
-            else:
+            elif tokens > integer_batch.MOST_TOKENS:
                 assert best == found
             older = replace(problem, device=replace(gpu, capability=89))
             assert "compute capability 9.0" in IntegerTile().accepts(older)
@@ -555,6 +556,39 @@ def test_many_tokens_are_decoded_where_few_elements_share_scales():
         ({"format": kb.get_format("uint4:block=64"), "activations": "int8"}, "64 elements share all scales"),
     ):
         assert why in route.accepts(replace(problem, **changed))
+
+
+@pytest.mark.parametrize("preset", ["int8", "q8_1"])
+def test_some_tokens_of_codes_in_short_groups(preset):
+    """Up to 64 tokens have a kernel whose sums become float32 for little; what stands against it is said."""
+    gpu = Device(0, 90, 132, 232448, True, True)
+    against = {"int8:block=32": "codes of 4 bits", "q4_k": "q4_0", "int4:block=32": "q4_0"}
+    for text in ("q4_0", *against):
+        for shape, tokens in itertools.product(((28672, 8192), (4096, 4608)), (48, 64, 65)):
+            problem = Problem(kb.get_format(text), shape, tokens, HALF, gpu, activations=preset)
+            found = {choice.route.name: choice for choice in choices(problem, LINEAR)}["integer_batch"]
+            if text in against:
+                assert against[text] in found.refusal
+            elif tokens > integer_batch.MOST_TOKENS:
+                assert "up to 64 tokens" in found.refusal
+            else:
+                assert choices(problem, LINEAR)[0] == found and "batch_integers" in found.route.describe(problem)
+                older = replace(problem, device=replace(gpu, capability=80))
+                assert "compute capability 9.0" in found.route.accepts(older)
+    for text, depth in (("q4_0", 288),):
+        problem = Problem(kb.get_format(text), (512, depth), 64, HALF, gpu, activations=preset)
+        assert "K must be a multiple" in IntegerBatch().accepts(problem)
+
+
+def test_cuts_of_integer_batches():
+    """A ring holds more stages than there are parts of k; sums of all parts find room where it was."""
+    assert integer_batch.choose(28672, 132).tiles == 14
+    assert integer_batch.choose(8192, 132).tiles == 4
+    for flavour, cut in itertools.product(integer_batch.flavours(), integer_batch.CUTS.values()):
+        packed, size = cut.packed(flavour)
+        stages, parts = np.frombuffer(packed, integer_batch.CUT.dtype)["stages"][0], 8 // cut.row_groups
+        assert stages >= parts and size + 1024 <= 227 << 10
+        assert cut.row_groups * (cut.most - 1) <= cut.tiles <= cut.row_groups * cut.most
 
 
 def test_cuts_of_integer_tiles():
