@@ -174,6 +174,11 @@ class Cut:
         """Whether sums come for a part of the tokens at a time, and the last tiles are halves."""
         return self.tokens == _CHUNKED and bool(codes.group) and not codes.each
 
+    def keeps(self, codes: Codes) -> bool:
+        """Whether what shares a scale of a row is added up in one integer: parts of k have stages in turns."""
+        together = STAGE_K if self.halves(codes) else STAGE_K * self.boxes(codes.bits)
+        return codes.group <= together or (self.k_groups == 1 and not self.halves(codes))
+
     def waves(self, tokens: int, rows: int, codes: Codes, processors: int) -> float:
         """Tiles of a multiprocessor, one after the other."""
         whole, rest = divmod(self.tiles(tokens, rows), processors)
@@ -211,9 +216,10 @@ def cuts(unit: int, each: bool) -> tuple[Cut, ...]:
 
 
 def fitting(depth: int, codes: Codes) -> list[Cut]:
-    """Cuts of which each part of k has at least a stage."""
+    """Cuts of which each part of k has at least a stage, and that keep a group in one sum."""
     stages = -(-depth // STAGE_K)
-    return [cut for cut in cuts(codes.unit, codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages]
+    some = [cut for cut in cuts(codes.unit, codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages]
+    return [cut for cut in some if codes.each or cut.keeps(codes)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -513,7 +519,7 @@ class IntegerTile(Route):
         assert problem.device is not None
         codes = self._known(problem).codes
         cut = choose(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
-        unit = 32 if codes.each else min(codes.group, STAGE_K) if cut.halves(codes) else codes.group
+        unit = 32 if codes.each else codes.group
         often = f", sums of {unit} become float32"
         often = often if codes.group or codes.each else ""
         tile = f"{cut.tokens} tokens x {cut.rows} rows a thread block{often}"

@@ -74,6 +74,25 @@ def check(cupy, x, q, preset, bias=None):
         assert same_values(y, kb.linear(x, q, bias, activations=preset))
 
 
+@pytest.mark.parametrize("tokens", [17, 40, 300])
+@pytest.mark.parametrize("spec", ["int8:block=256", "int8:block=1024", "int4:block=256", "int4:block=512"])
+def test_what_shares_a_scale_is_one_sum(hopper, spec, tokens):
+    """The second half of a group takes away what the first brings, but for 1 in one: no float may have seen either."""
+    rng, format, rows = np.random.default_rng(tokens), kb.get_format(spec), 130
+    half = format.block // 2
+    codes = rng.integers(-7, 8, (rows, 4, 2, half))
+    codes[:, :, 1] = -codes[:, :, 0]
+    codes[:, 0, :, 0] = [1, -1]
+    x = rng.integers(-126, 127, (tokens, 4, 2, half)).astype(np.float32)
+    x[:, :, 1] = x[:, :, 0]
+    x[:, 0, :, 0] = [127, 126]  # whose scale is 1
+    w, x = (np.pad(part.reshape(len(part), -1), ((0, 0), (0, 32))) for part in (codes, x))
+    scale = np.full((rows, 5), 0.37, np.float32)
+    q = kb.quantize(w * np.float32(0.37), format, scale=scale)
+    assert (kb.dequantize(q) == w * np.float32(0.37)).all()
+    check(hopper, x, q, "int8")
+
+
 def check_ternary(cupy, rng, tokens, rows, depth, granularity, dtype, activations="bitnet"):
     q, on = ternary(cupy, rng, rows, depth, granularity)
     x = make(rng.choice(["normal", "special", "wide"]), tokens * depth, dtype, int(rng.integers(99)))
