@@ -19,9 +19,9 @@ from ..backend.compile import Template
 from ..backend.launch import Kernel
 from ..backend.structs import Constants, Struct
 from ..formats.base import IntegerCodes, register_templates
-from ..ops import source
+from ..ops import source, widen
 from . import integer_activations as tokens_of, integer_tile, integers
-from .activations import FLOATS, widen
+from .activations import FLOATS
 from .int8 import BIAS_KINDS, bias_kind, token_planes
 from .integer_activations import Q8_BLOCK
 from .integer_tile import SIZES as STORED
