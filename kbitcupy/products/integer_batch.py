@@ -1,4 +1,4 @@
-"""Up to 64 int8 tokens times weights of 4-bit integer codes in short groups, on Hopper.
+"""Up to 64 int8 tokens times weights of q4_0, on Hopper.
 
 Two launches: tokens are quantized, then multiplied by kernels/linear/integer_batch_sm90a.cu. A thread block has some
 rows and all tokens; what it gives is the contract of `kbitcupy.products.integers`, terms of units being added in the
@@ -19,11 +19,12 @@ from ..backend.compile import Template
 from ..backend.launch import Kernel
 from ..backend.structs import Constants, Struct
 from ..formats.base import IntegerCodes, register_templates
+from ..formats.integer_codes import NOTHING
 from ..ops import source, widen
-from . import integer_activations as tokens_of, integer_tile, integers
+from . import integer_activations as tokens_of, integers
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, bias_kind, token_planes
-from .integer_activations import Q8_BLOCK
+from .integer_activations import NUMBERS, Q8_BLOCK
 from .integer_tile import SIZES as STORED
 from .routes import MOST_ALIGNED, Problem, Product, Route
 
@@ -55,36 +56,6 @@ _WARPS, _THREADS, _ROOM = 8, 384, 226 << 10
 
 
 @dataclass(frozen=True)
-class Flavour:
-    """An instance of the kernel, but for tokens and tiles.
-
-    Parameters
-    ----------
-    order : {"HALVES4", "PAIRS4"}
-        How codes lie.
-    unit : {32, 64}
-        Elements whose sum is scaled.
-    added : {"CONSTANT", "POINTS", "MINIMA"}
-        What is taken off codes, or added.
-    blocked : bool
-        Whether tokens have a scale for 32 elements.
-    exact : bool
-        Whether scales are those of GGUF's types.
-    """
-
-    order: str
-    unit: int
-    added: str
-    blocked: bool
-    exact: bool
-
-    def text(self, tiles: int) -> str:
-        """The arguments of the template."""
-        flags = ", ".join(str(flag).lower() for flag in (self.blocked, self.exact))
-        return f"{self.order}, {self.unit}, {self.added}, {flags}, {tiles}"
-
-
-@dataclass(frozen=True)
 class Cut:
     """How the work is cut.
 
@@ -106,16 +77,12 @@ class Cut:
         """Groups of warps with rows of their own; the others share k."""
         return 4 if self.tiles > 8 else 2
 
-    def packed(self, flavour: Flavour) -> tuple[bytes, int]:
-        """The kernel's argument, and bytes of shared memory."""
-        rows, units, tokens = 16 * self.tiles, SIZES.BATCH_K // flavour.unit, MOST_TOKENS
-        minima = flavour.added == "MINIMA"
-        entry = 8 if flavour.added == "POINTS" else 4
-        entries = units * entry * (1 + minima)
-        numbers = 4 * units * tokens * (flavour.blocked + minima)
-        codes_at = -(-(SIZES.BATCH_K * tokens + numbers) // 1024) * 1024
+    def packed(self, blocked: bool) -> tuple[bytes, int]:
+        """The kernel's argument, and bytes of shared memory; `blocked`: tokens have a scale for 32 elements."""
+        rows, units, tokens = 16 * self.tiles, SIZES.BATCH_K // Q8_BLOCK, MOST_TOKENS
+        codes_at = -(-(SIZES.BATCH_K * tokens + 4 * units * tokens * blocked) // 1024) * 1024
         table_at = codes_at + rows * SIZES.BATCH_K // 2
-        table = rows * (entries + (entry if entries % 32 == 0 else 0))
+        table = 4 * rows * (units + 1)
         stage = -(-(table_at + table) // 1024) * 1024
         stages = min(SIZES.BATCH_STAGES, (_ROOM - 1024) // stage)
         k_groups = _WARPS // self.row_groups
@@ -130,77 +97,32 @@ class Cut:
 CUTS = {tiles: Cut(tiles) for tiles in (2, 3, 4, 6, 7, 8, 12, 13, 14, 15, 16)}
 
 
-def flavours() -> tuple[Flavour, ...]:
-    """All that there are."""
-    return tuple(Flavour("HALVES4", Q8_BLOCK, "CONSTANT", blocked, True) for blocked in (False, True))
+def _text(blocked: bool, tiles: int) -> str:
+    """The arguments of the template."""
+    return f"HALVES4, {Q8_BLOCK}, CONSTANT, {str(blocked).lower()}, true, {tiles}"
 
 
-def _template(hot: bool) -> Template:
-    """Those of GGUF's types; and others, some of which are a few registers short."""
-    texts = tuple(flavour.text(tiles) for flavour in flavours() if flavour.exact == hot for tiles in (4, 2))
-    structs = BIAS_KINDS, STORED, SIZES, CUT
-    return Template("linear/integer_batch_sm90a.cu", "batch_integers", (texts,), hot=hot, structs=structs)
-
-
-_TEMPLATE = _template(True)
+_TEMPLATE = Template(
+    "linear/integer_batch_sm90a.cu",
+    "batch_integers",
+    (tuple(_text(blocked, tiles) for blocked in (False, True) for tiles in (4, 2)),),
+    structs=(BIAS_KINDS, STORED, SIZES, CUT),
+)
 register_templates(_TEMPLATE)
 _SIGNATURE = (*(_tma.MAP_BYTES,) * 4, CUT, *("p",) * 5, *("i4",) * 12, "u4")
 _NO_MAP = bytes(_tma.MAP_BYTES)
 
 
 @functools.cache
-def _kernel(flavour: Flavour, tiles: int, shared: int) -> Kernel:
-    return Kernel(_TEMPLATE, (flavour.text(tiles),), _THREADS, shared, signature=_SIGNATURE, early=True)
+def _kernel(blocked: bool, tiles: int, shared: int) -> Kernel:
+    return Kernel(_TEMPLATE, (_text(blocked, tiles),), _THREADS, shared, signature=_SIGNATURE, early=True)
 
 
-@dataclass(frozen=True)
-class Told:
-    """What the kernel is told of a weight of integer codes.
-
-    Parameters
-    ----------
-    flavour : Flavour
-        The instance.
-    layout : int
-        Of tokens, a number of `kbitcupy.products.integer_activations`.
-    per_row, share : int
-        Scales of a row, or blocks of them, and units that share one.
-    scale_kind, zero_kind, lowest, middle : int
-        As those of `kbitcupy.products.integer_tile.Codes`.
-    """
-
-    flavour: Flavour
-    layout: int
-    per_row: int
-    share: int
-    scale_kind: int
-    zero_kind: int
-    lowest: int
-    middle: int
-
-
-@functools.lru_cache(maxsize=1024)
-def told(part: IntegerCodes, rows: int, depth: int, blocked: bool) -> Told | str:
-    """What the kernel is told, or what stands against it."""
-    if part.bits != 4:
-        return "it is for codes of 4 bits"
-    if part.width != 16:
+def refusal(part: IntegerCodes, depth: int) -> str | None:
+    """What stands against the codes of a weight."""
+    if part.bits != 4 or part.width != 16 or part.added != NOTHING or part.group != Q8_BLOCK:
         return "it is for q4_0"
-    found = integer_tile.told(part, rows, depth, blocked)
-    if isinstance(found, str):
-        return found
-    codes = found.codes
-    if not found.per_row or not (blocked or codes.group in (Q8_BLOCK, 64)):
-        return f"groups are of {codes.group or depth} elements: it is for 32 and 64"
-    if part.width == 16:
-        flavour = Flavour("HALVES4", Q8_BLOCK, "CONSTANT", blocked, True)
-        if depth % SIZES.BATCH_K:
-            return f"K must be a multiple of {SIZES.BATCH_K}"
-    else:
-        flavour = Flavour("HALVES4", Q8_BLOCK if blocked else codes.group, "POINTS", blocked, False)
-    numbers = codes.scale_kind, codes.zero_kind, codes.lowest, codes.middle
-    share = (codes.group or depth) // flavour.unit
-    return Told(flavour, found.layout, found.per_row, share, *numbers)
+    return f"K must be a multiple of {SIZES.BATCH_K}" if not depth or depth % SIZES.BATCH_K else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,12 +133,6 @@ def choose(rows: int, processors: int) -> Cut:
         return -(-rows // (16 * cut.tiles * processors)) * (cut.tiles + 0.5), -cut.tiles
 
     return min(CUTS.values(), key=work)
-
-
-def _numbers_map(address: int, units: int, padded: int, flavour: Flavour) -> bytes:
-    """That of numbers of tokens [units, padded], of a stage."""
-    many = SIZES.BATCH_K // flavour.unit
-    return _tma.byte_matrix(address, units, 4 * padded, 4 * padded, many, 4 * MOST_TOKENS, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,69 +149,55 @@ class Plan:
         `CUT`.
     rows : int
         Of a thread block.
-    known : Told
-        Of the weight.
     """
 
     launch: Any
     grid: tuple[int, ...]
     cut: bytes
     rows: int
-    known: Told
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(known: Told, rows: int, cut: Cut, device: int) -> Plan:
+def plan(blocked: bool, rows: int, cut: Cut, device: int) -> Plan:
     """How a product is computed, its kernel compiled."""
-    packed, shared = cut.packed(known.flavour)
-    ready = _kernel(known.flavour, cut.most, shared).ready(device)
-    return Plan(ready.launch, (-(-rows // (16 * cut.tiles)),), packed, 16 * cut.tiles, known)
+    packed, shared = cut.packed(blocked)
+    ready = _kernel(blocked, cut.most, shared).ready(device)
+    return Plan(ready.launch, (-(-rows // (16 * cut.tiles)),), packed, 16 * cut.tiles)
 
 
-def launch(made: Plan, addresses: tuple[int, ...], bias: Any, out: Any, depth: int) -> None:
-    """Fill `out` from tokens, their sums and scales, and how far apart these are, and a weight's planes."""
-    a, sums, scales, step, padded, weight, scale, zero = addresses
-    known = made.known
-    rows, flavour = out.shape[-1], known.flavour
-    tokens, pitch, units = out.size // rows, tokens_of.pitch_of(depth), depth // Q8_BLOCK
-    added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
-    maps = (
-        _tma.byte_matrix(a, tokens, pitch, pitch, MOST_TOKENS),
-        _tma.byte_matrix(weight, rows, depth // 2, depth // 2, made.rows),
-        _numbers_map(scales, units, padded, flavour) if flavour.blocked else _NO_MAP,
-        _numbers_map(sums, units, padded, flavour) if flavour.added == "MINIMA" else _NO_MAP,
-    )
-    pointers = out.data.ptr, scales, scale, zero, added[0]
-    kinds = known.scale_kind, known.zero_kind, known.lowest, known.middle, added[1], bias_kind(out.dtype)
-    numbers = tokens, rows, depth, known.per_row, known.share, step, *kinds
-    made.launch(made.grid, (*maps, made.cut, *pointers, *numbers, 0))
-
-
-def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, known: Told, processors: int) -> None:
+def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, processors: int) -> None:
     """Fill `out`, which is not empty and whose device is the current one, from floats or int8."""
     part = integers.codes_of(q.format, q.shape, q.lead)
     assert part is not None
     bias = None if bias is None else source(bias, FLOATS)
     rows, depth = q.shape
-    tokens = out.size // rows
+    tokens, units, blocked = out.size // rows, depth // Q8_BLOCK, preset == "q8_1"
     single = out if out.dtype.name in FLOATS else _xp.namespace(out).empty(out.shape, np.float32)
-    pitch, padded, flavour = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens), known.flavour
-    blocks = depth // Q8_BLOCK
-    of_scales, of_sums = blocks if flavour.blocked else 1, blocks if flavour.added == "MINIMA" else 0
-    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * (of_scales + of_sums) * padded)
+    pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
+    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * (units if blocked else 1) * padded)
     a, scales, step = scratch.ptr, scratch.ptr + tokens * pitch, 1
-    sums = scales + 4 * of_scales * padded if of_sums else 0
     if isinstance(x, QuantizedArray):
         given, found = token_planes(x)
-        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, sums, known.layout, Q8_BLOCK)
+        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, 0, NUMBERS.ROWS, Q8_BLOCK)
         scales, step = found.data.ptr, int(found.size == tokens)
     else:
-        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, sums, known.layout, Q8_BLOCK)
-    cut = choose(rows, processors)
+        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, 0, NUMBERS.ROWS, Q8_BLOCK)
+    made = plan(blocked, rows, choose(rows, processors), out.data.device_id)
+    of_scales = _NO_MAP
+    if blocked:
+        many = SIZES.BATCH_K // Q8_BLOCK
+        of_scales = _tma.byte_matrix(scales, units, 4 * padded, 4 * padded, many, 4 * MOST_TOKENS, False)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
-    zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
-    addresses = a, sums, scales, step, padded, weight, scale, zero
-    launch(plan(known, rows, cut, out.data.device_id), addresses, bias, single, depth)
+    maps = (
+        _tma.byte_matrix(a, tokens, pitch, pitch, MOST_TOKENS),
+        _tma.byte_matrix(weight, rows, depth // 2, depth // 2, made.rows),
+        of_scales,
+        _NO_MAP,
+    )
+    added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+    pointers = single.data.ptr, scales, scale, 0, added[0]
+    kinds = STORED.ANY_FLOAT16_SCALES, STORED.NO_POINTS, 0, part.zero, added[1], bias_kind(single.dtype)
+    made.launch(made.grid, (*maps, made.cut, *pointers, tokens, rows, depth, units, 1, step, *kinds, 0))
     if single is not out:
         widen(single, out)
 
@@ -304,13 +206,12 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, known:
 
 
 # Microseconds of the launches; the fraction of the bandwidth at which codes come; of a tile of 16 rows and 32 k, of
-# which a thread block has some, and what minima and scales that are not halves add.
-_START, _FRACTION = 8.0, 0.8
-_OF_UNIT, _OF_MINIMA, _OF_SCALES = {64: 0.02, 32: 0.0235}, 0.005, 0.004
+# which a thread block has some.
+_START, _FRACTION, _OF_TILE = 8.0, 0.8, 0.0235
 
 
 class IntegerBatch(Route):
-    """Quantize up to 64 tokens, and multiply them on integer tensor cores by codes of 4 bits in short groups."""
+    """Quantize up to 64 tokens, and multiply them on integer tensor cores by q4_0's codes."""
 
     name = "integer_batch"
 
@@ -322,47 +223,37 @@ class IntegerBatch(Route):
             return "it is for one weight"
         preset, (rows, depth), lead = problem.activations, problem.shape, problem.stored.lead
         refused = integers.why_not(preset, problem.format, problem.shape, lead)
-        found: Told | str = refused or self._told(problem)
-        if isinstance(found, str):
-            return found
+        if refused is not None:
+            return refused
+        part = integers.codes_of(problem.format, problem.shape, lead)
+        assert part is not None
+        refused = refusal(part, depth)
+        if refused is not None:
+            return refused
         if gpu.capability != 90 or not gpu.tensor_maps:
             return "it is for compute capability 9.0"
         if problem.tokens > MOST_TOKENS:
             return f"it is for up to {MOST_TOKENS} tokens"
-        if not depth or depth % Q8_BLOCK or min(problem.stored.codes, problem.stored.scales) < MOST_ALIGNED:
-            return f"K must be a multiple of {Q8_BLOCK}, and the planes start at multiples of {MOST_ALIGNED} bytes"
-        if rows * found.per_row >= 1 << 29 or depth >= 1 << 24:
-            return "numbers of 32 bits do not reach through the rows"
+        if min(problem.stored.codes, problem.stored.scales) < MOST_ALIGNED:
+            return f"the planes do not start at multiples of {MOST_ALIGNED} bytes"
+        if rows * depth >= 1 << 34 or depth >= 1 << 24:
+            return "numbers of 32 bits do not reach through the scales"
         return None
 
     def cost(self, problem: Problem) -> float:
         assert problem.device is not None
-        flavour, processors = self._known(problem).flavour, problem.device.multiprocessors
-        rows, depth = problem.shape
-        cut = choose(rows, processors)
-        waves = -(-rows // (16 * cut.tiles * processors))
-        of_tile = _OF_UNIT[flavour.unit] + _OF_MINIMA * (flavour.added == "MINIMA")
-        of_tile += _OF_SCALES * (flavour.blocked and not flavour.exact)
-        return _START + max(waves * cut.tiles * depth / Q8_BLOCK * of_tile, problem.reading / _FRACTION)
+        (rows, depth), processors = problem.shape, problem.device.multiprocessors
+        tiles = choose(rows, processors).tiles
+        waves = -(-rows // (16 * tiles * processors))
+        return _START + max(waves * tiles * depth / Q8_BLOCK * _OF_TILE, problem.reading / _FRACTION)
 
     def prepare(self, problem: Problem) -> Product:
         assert problem.device is not None
-        known, preset, processors = self._known(problem), problem.activations or "", problem.device.multiprocessors
-        return lambda x, q, bias, out: multiply(x, preset, q, bias, out, known, processors)
+        preset, processors = problem.activations or "", problem.device.multiprocessors
+        return lambda x, q, bias, out: multiply(x, preset, q, bias, out, processors)
 
     def describe(self, problem: Problem) -> str:
         assert problem.device is not None
-        unit = self._known(problem).flavour.unit
         rows = 16 * choose(problem.shape[0], problem.device.multiprocessors).tiles
-        tile = f"all tokens x {rows} rows a thread block, sums of {unit} become float32"
+        tile = f"all tokens x {rows} rows a thread block, sums of {Q8_BLOCK} become float32"
         return f"tokens quantized by {problem.activations!r}, codes decoded in registers: batch_integers, {tile}"
-
-    def _told(self, problem: Problem) -> Told | str:
-        part = integers.codes_of(problem.format, problem.shape, problem.stored.lead)
-        assert part is not None
-        return told(part, *problem.shape, problem.activations == "q8_1")
-
-    def _known(self, problem: Problem) -> Told:
-        found = self._told(problem)
-        assert isinstance(found, Told)
-        return found
