@@ -93,8 +93,9 @@ class Cut:
         return packed, size
 
 
-#: By tiles of a thread block, which warps share evenly.
-CUTS = {tiles: Cut(tiles) for tiles in (2, 3, 4, 6, 7, 8, 12, 13, 14, 15, 16)}
+#: By tiles of a thread block: those that warps share evenly, and whose ring holds a multiple of the parts of k, or two
+#: stages more than there are parts: a warp asks for no stage while the one before in its place is still to come.
+CUTS = {tiles: Cut(tiles) for tiles in (2, 4, 7, 13, 14)}
 
 
 def _text(blocked: bool, tiles: int) -> str:
