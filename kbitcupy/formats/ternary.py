@@ -681,17 +681,26 @@ def _first_sums(rows: np.ndarray) -> np.ndarray:
         padded = np.zeros((count, each * width), np.float32)
         padded[:, :length] = rows
     padded = padded.reshape(-1, width)
-    sums = padded.astype(np.float64) @ np.ones(width) if _exact(padded) else _tree(padded)
+    rare = _inexact(padded)
+    if 2 * len(rare) > len(padded):
+        return _tree(padded).reshape(count, each)
+    sums = np.einsum("ij->i", padded, dtype=np.float64)  # no BLAS, whose threads come on top of those of a call
+    if len(rare):
+        sums[rare] = _tree(padded[rare])
     return sums.reshape(count, each)
 
 
-def _exact(rows: np.ndarray) -> bool:
-    """Whether the sums of rows of finite magnitudes, float32, are exact in float64, and so the same in any order: all
-    are multiples of the last bit of the least one that is not 0, and below 2^53 of it.
+def _inexact(rows: np.ndarray) -> np.ndarray:
+    """The rows of finite magnitudes, float32, whose sums may not be exact in float64, and so depend on the order: of
+    the others all numbers are multiples of some last bit, and all sums below 2^53 of it.
     """
     bits = rows.view(np.uint32)
-    least = bits.min() or (bits - np.uint32(1)).min()  # of 0, the largest
-    return int(bits.max() >> 23) - int(least >> 23) + rows.shape[1].bit_length() <= 53 - 24 + 1
+    exponent = int(bits.max(initial=0) >> 23) + rows.shape[1].bit_length() - (53 - 24 + 1)
+    least = np.uint32(max(exponent, 0) << 23)
+    if exponent <= 0 or bits.min() >= least:
+        return np.empty(0, np.intp)
+    small = np.flatnonzero(bits - np.uint32(1) < least - np.uint32(1))  # 0 is the largest there
+    return np.unique(small // rows.shape[1])
 
 
 def _lane_sums(sums: np.ndarray) -> np.ndarray:

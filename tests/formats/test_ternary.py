@@ -144,14 +144,15 @@ def test_the_order_of_sums():
 
 @pytest.mark.parametrize("width", [4, 32, 128, 256])
 def test_sums_that_any_order_gives(width):
-    """They are found by a product with ones, which others may not be."""
+    """Only they are not found by the tree."""
     rng = np.random.default_rng(width)
     least = 1.5 * 2.0 ** -(30 - width.bit_length())
     for low, exact in ((least, True), (least / 2, False), (2.0**-149, False), (0.0, True)):
-        x = rng.integers(1 << 23, 1 << 24, (50, width)).astype(np.float32) * np.float32(2.0**-23)
-        x[:, 1] = low
-        assert ternary._exact(x) == exact, low
-        assert ternary._first_sums(x)[:, 0].tobytes() == ternary._tree(x).tobytes()
+        for rows in ([], [7], [0, 3, 49], range(1, 50), range(50)):
+            x = rng.integers(1 << 23, 1 << 24, (50, width)).astype(np.float32) * np.float32(2.0**-23)
+            x[rows, 1] = low
+            assert ternary._inexact(x).tolist() == ([] if exact else list(rows)), low
+            assert ternary._first_sums(x)[:, 0].tobytes() == ternary._tree(x).tobytes()
 
 
 @pytest.mark.parametrize("largest", [65519.9, np.inf])
