@@ -1,0 +1,115 @@
+"""What ptxas says of kernels in `.ci/kernels.lock`, beside the thread blocks that hosts launch: each has its registers
+and its shared memory on every GPU."""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from kbitcupy.products import integer_batch, integer_stream, integer_tile, ternary_rows
+
+LIST = Path(__file__).resolve().parent.parent.parent / ".ci" / "kernels.lock"
+REGISTERS = 65536  # of a multiprocessor, and of a thread block
+# Bytes of shared memory that a thread block can have: compute capability 8.0, 8.6, 9.0.
+ROOMS = 163 << 10, 99 << 10, 227 << 10
+
+
+@functools.cache
+def listed():
+    """{(file, kernel): [(arguments, registers of a thread)]} of all architectures."""
+    if not LIST.exists():
+        pytest.skip("the list of kernels is not there")
+    found = {}
+    for line in LIST.read_text(encoding="utf-8").splitlines():
+        match = re.match(r"linear/(\S+)\.cu.*?: (\w+)(?:<(.*)>)? \| \S+ \| \w+ (\d+) ", line)
+        if match:
+            found.setdefault((match[1], match[2]), []).append((match[3] or "", int(match[4])))
+    return found
+
+
+def taken(registers, threads):
+    """Of a thread block: eight at a time of a thread, warps as a whole."""
+    return -(-registers // 8) * 8 * -(-threads // 32) * 32
+
+
+def test_what_is_taken():
+    assert taken(128, 512) == taken(255, 256) == taken(121, 512) == REGISTERS
+    assert taken(129, 512) > REGISTERS
+    assert taken(255, 288) > REGISTERS
+
+
+@pytest.mark.parametrize("flavour", integer_stream._flavours(), ids=lambda f: f.text(0)[:-3])
+@pytest.mark.parametrize("eights", [1, 2])
+def test_blocks_of_integer_stream(flavour, eights):
+    """Those of every shape: with tokens of its own or none, of which the shared memory has room."""
+    found = set()
+    shapes = (16, 64, 132), (512, 512, 132), (5000, 4096, 132), (28672, 8192, 132), (5000, 12384, 16)
+    owns = (0, 1, 3) if eights == 1 else (0,)
+    groups = (1, 2, 3, 8) if flavour.unit == 512 else (1,)
+    for room, (rows, depth, processors), own, shares in itertools.product(ROOMS, shapes, owns, groups):
+        cut = integer_stream.choose_cut(flavour, eights, rows, depth, processors, room, shares, own)
+        if cut is not None:
+            found.add(32 * cut.warps * cut.teams)
+            assert cut.shared <= room
+    assert found
+    for text, registers in of("integer_stream", "stream_integers", flavour, eights):
+        assert taken(registers, max(found)) <= REGISTERS, text
+        assert taken(registers, 32 * integer_stream.most_warps(flavour.unit, eights)) <= REGISTERS, text
+
+
+def of(file, kernel, flavour, eights):
+    """Instances of a flavour."""
+    found = [each for each in listed()[file, kernel] if each[0] == flavour.text(eights)]
+    assert found
+    return found
+
+
+def test_products_leave_registers_to_blocks_that_quantize():
+    """Beside a product of tokens with scales of 32 a block of few tokens finds room, as both are compiled here."""
+    few = max(registers for _, registers in listed()["integer_tokens", "quantize_few_integers"])
+    assert taken(few, integer_stream._SIZES.FEW_THREADS) <= integer_stream._SIZES.FEW_REGISTERS
+    for flavour in integer_stream._flavours():
+        for eights in (1, 2) if flavour.blocked else ():
+            threads = 32 * integer_stream.most_warps(flavour.unit, eights)
+            for text, registers in of("integer_stream", "stream_integers", flavour, eights):
+                assert taken(registers, threads) + integer_stream._SIZES.FEW_REGISTERS <= REGISTERS, text
+
+
+def test_blocks_of_integer_batch():
+    """Registers that are handed from warps that copy to warps that multiply are there, or these would wait for ever."""
+    copies, multiplies = 128 * 40, 32 * integer_batch._WARPS * 232
+    for text, registers in listed()["integer_batch_sm90a", "batch_integers"]:
+        assert copies + multiplies <= registers * integer_batch._THREADS <= REGISTERS, text
+    of_barriers = 16 * integer_batch.SIZES.BATCH_STAGES
+    for cut in integer_batch.CUTS.values():
+        for blocked in (False, True):
+            assert cut.packed(blocked)[1] + of_barriers <= 227 << 10
+
+
+def test_blocks_of_integer_tile():
+    registers = {}
+    for text, count in listed()["integers_sm90a", "wgmma_integers"]:
+        threads = int(re.search(r"Layout<(\d+)", text)[1])
+        registers.setdefault(threads, set()).add(count)
+    assert registers.keys() == {cut.threads for cut in integer_tile.CUTS}
+    for threads, counts in registers.items():
+        assert all(taken(count, threads) <= REGISTERS for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("file", "threads"),
+    [
+        ("gguf_stream", 512),
+        ("small_batch", 512),
+        ("ternary_rows", ternary_rows.SIZES.ROW_THREADS),
+        ("ternary_rows_few", ternary_rows._FEW_SIZES.ROW_THREADS),
+    ],
+)
+def test_blocks_of_other_products(file, threads):
+    """The most threads that their hosts make."""
+    kernels = [each for (name, _), some in listed().items() if name == file for each in some]
+    assert kernels
+    for text, registers in kernels:
+        assert taken(registers, threads) <= REGISTERS, text
