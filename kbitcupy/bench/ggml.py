@@ -141,6 +141,10 @@ class Products:
         When the backend has no such product, or the weight is of another size.
     MemoryError
         When there is no room.
+
+    Notes
+    -----
+    Of a type that is newer than the library ggml ends the process, and there is no call that tells beforehand.
     """
 
     def __init__(self, backend: Backend, kind: int, blocks: np.ndarray, x: np.ndarray, copies: int, products: int):
@@ -153,6 +157,8 @@ class Products:
         if kind in _OF_TOKENS:
             raise ValueError(f"type {kind} is one of tokens")
         self._context = ggml.ggml_init(_InitParams(size, None, True))
+        if not self._context:
+            raise MemoryError("ggml found no room for a graph")
         try:
             weights = [ggml.ggml_new_tensor_2d(self._context, kind, x.shape[1], rows) for _ in range(copies)]
             tokens = ggml.ggml_new_tensor_2d(self._context, _FLOAT32, x.shape[1], len(x))

@@ -15,7 +15,7 @@ from .._version import __version__
 from ..backend.xp import FLOAT_DTYPES
 from ..errors import KbitError
 from ..io.checkpoint import MIN_SIZE
-from ..io.executors import LARGE, MOST_WORKERS
+from ..io.executors import APART, LARGE, MOST_WORKERS
 from ..io.layouts import LAYOUTS, WEIGHT_SCALES
 from ..io.recipes import RECIPES
 from ..text import printable
@@ -388,7 +388,8 @@ def _sharing() -> argparse.ArgumentParser:
         type=_workers,
         metavar="N",
         help="how many tensors are worked on at once: by threads on GPUs, else by processes (default 1 below "
-        f"{LARGE / 1e9:g} GB, above it {MOST_WORKERS} for each GPU, or one a core, at most {MOST_WORKERS})",
+        f"{LARGE / 1e9:g} GB, above it {MOST_WORKERS} for each GPU, or one a core, at most {MOST_WORKERS}); from "
+        f"{APART / 1e9:g} GB on each of several GPUs has its threads in a process of its own",
     )
     parent.add_argument(
         "--scheduler",

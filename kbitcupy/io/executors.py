@@ -33,7 +33,8 @@ _R = TypeVar("_R")
 LARGE = 2_000_000_000
 #: Workers that they use then at most, on each GPU or on all cores.
 MOST_WORKERS = 8
-#: Bytes to read above which each of several GPUs has a process of its own: to start them takes a second.
+#: Bytes to read above which each of several GPUs has a process of its own. To start them takes a second or more, each has
+#: a context of its GPU to make: less work would not win that back.
 APART = 64_000_000_000
 # Tasks that wait beside those that run, and how many run where an executor does not say it.
 _WAITING, _UNKNOWN = 2, 32
@@ -339,7 +340,14 @@ class GpuProcesses(Executor):
     def __init__(self, gpus: Sequence[str], threads: int):
         self._max_workers = threads * len(gpus)
         self._changing, self._numbers, self._broken = threading.Lock(), itertools.count(), False
-        self._all = [_GpuProcess(gpu, threads, self._lose) for gpu in gpus]
+        self._all: list[_GpuProcess] = []
+        try:
+            for gpu in gpus:
+                self._all.append(_GpuProcess(gpu, threads, self._lose))
+        except BaseException:
+            for each in self._all:
+                each.process.terminate()
+            raise
 
     @property
     def processes(self) -> list[Any]:
@@ -393,16 +401,18 @@ class _GpuProcess:
 
     def _collect(self) -> None:
         """Hand out what comes back, until the process is gone."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                number, data = pickle.loads(self._connection.recv_bytes())
-                future = self.pending.pop(number)
-                try:
-                    done, result = pickle.loads(data)
-                except Exception as error:
-                    done, result = False, FileError(f"what a worker has sent does not travel: {error}")
-                future.set_result(result) if done else future.set_exception(result)
-        self._lose(self)
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    number, data = pickle.loads(self._connection.recv_bytes())
+                    future = self.pending.pop(number)
+                    try:
+                        done, result = pickle.loads(data)
+                    except Exception as error:
+                        done, result = False, RuntimeError(f"what a worker has sent cannot be unpickled: {error}")
+                    future.set_result(result) if done else future.set_exception(result)
+        finally:
+            self._lose(self)  # whatever ends this thread: nobody waits for what it would have handed out
 
 
 def _serve(connection: Any, gpu: str, threads: int) -> None:
@@ -414,19 +424,33 @@ def _serve(connection: Any, gpu: str, threads: int) -> None:
     def answer(number: int, task: bytes) -> None:
         try:
             function, arguments, options = pickle.loads(task)
-            found: tuple[bool, Any] = True, function(*arguments, **options)
+            data = _answer(function(*arguments, **options))
         except BaseException as error:
-            found = False, error
-        try:
-            data = pickle.dumps(found)
-        except Exception as error:
-            data = pickle.dumps((False, FileError(f"what a worker came to does not travel: {error}")))
+            data = _failure(error)
         with sending:
             connection.send_bytes(pickle.dumps((number, data)))
 
     with ThreadPoolExecutor(threads, "kbitcupy") as pool, contextlib.suppress(EOFError, OSError):
         while task := connection.recv_bytes():
             pool.submit(answer, *pickle.loads(task))
+
+
+def _answer(result: Any) -> bytes:
+    """What a task came to, for the process that gave it."""
+    try:
+        return pickle.dumps((True, result))
+    except Exception as error:
+        raise RuntimeError(f"what a worker came to cannot be pickled: {error}") from error
+
+
+def _failure(error: BaseException) -> bytes:
+    """The same of an error, whose text comes where it cannot come itself."""
+    try:
+        data = pickle.dumps((False, error))
+        pickle.loads(data)  # an error whose class takes other arguments than it keeps cannot be made again
+    except Exception:
+        data = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+    return data
 
 
 @contextlib.contextmanager

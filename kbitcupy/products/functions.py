@@ -124,7 +124,9 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | No
         float [N]; added in fp32 (fp64 for float64 `x`) before the one rounding to x's dtype.
     activations : {None, "int8", "q8_1", "bitnet"}, default None
         None multiplies the floats that came. Others quantize them to int8 on the way and multiply integers: sums of
-        what shares scales are exact, everything beside them is float32.
+        what shares scales are exact, everything beside them is float32. Of many tokens in 16 bits, where 32 elements
+        share scales, a GPU may round what integers of both sides stand for to that dtype, and multiply it as floats;
+        `explain` says so.
 
         - ``"int8"``: one scale for each token, ``absmax / 127``. Weights are of any format that is integer codes with
           scales of rows, of groups along rows or of all: ``int8``, ``uint8``, ``int4`` and ``uint4`` with zero points,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numpy._core import _multiarray_umath
 
 from kbitcupy import bench, cli
 from kbitcupy.bench import cases, ggml, products
@@ -127,6 +128,10 @@ def test_ggml_is_left_out_with_a_note(monkeypatch, tmp_path):
     (tmp_path / "libggml-cuda.so").write_text("no library")
     monkeypatch.setenv(ggml.VARIABLE, str(tmp_path / "libggml-cuda.so"))
     assert others.ggml(get_format("q4_0"), 1) == {} and report.notes[1].startswith("ggml left out: OSError")
+    monkeypatch.setenv(ggml.VARIABLE, _multiarray_umath.__file__)  # a library, of something else
+    assert others.ggml(get_format("q4_0"), 1) == {} and "is it a library of ggml?" in report.notes[2]
+    monkeypatch.setenv(ggml.VARIABLE, str(tmp_path))
+    assert others.ggml(get_format("q4_0"), 1) == {} and str(tmp_path) in report.notes[3] and len(report.notes) == 4
 
 
 def test_ggml_has_a_column_where_it_was_timed():

@@ -280,6 +280,25 @@ def _raise(error):
     raise error
 
 
+class _OfTwo(Exception):
+    """It cannot be made again from what it keeps."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} of {second}")
+
+
+class _WithLock(_OfTwo):
+    """It cannot be packed."""
+
+    def __init__(self, first, second):
+        super().__init__(first, second)
+        self.lock = threading.Lock()
+
+
+def _fail(kind):
+    raise kind("seven", "nine")
+
+
 class _Stays:
     """What is packed, and nobody can unpack."""
 
@@ -303,16 +322,26 @@ def test_each_gpu_has_a_process_with_threads(apart):
     assert all(name.startswith("kbitcupy") and device == "cpu" for device, _, name in found)
     with pytest.raises(FileError, match="seven"):
         apart.submit(_raise, FileError("seven")).result()
-    with pytest.raises(FileError, match="came to does not travel"):
+    with pytest.raises(RuntimeError, match="came to cannot be pickled: .*lock"):
         apart.submit(threading.Lock).result()
-    with pytest.raises(FileError, match="has sent does not travel"):
+    with pytest.raises(RuntimeError, match="has sent cannot be unpickled: .*no_such_module"):
         apart.submit(_Stays).result()
+    for kind in (_OfTwo, _WithLock):
+        with pytest.raises(RuntimeError, match=f"{kind.__name__}: seven of nine"):
+            apart.submit(_fail, kind).result()
     with pytest.raises(ModuleNotFoundError):
         apart.submit(_Stays()).result()
     with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
         apart.submit(lambda: 1)
     assert not any(each.pending for each in apart._all)
     assert apart.submit(int, "11", base=3).result() == 4
+
+
+@pytest.mark.parametrize("kind", [_OfTwo, _WithLock])
+def test_an_error_that_stays_in_its_process_is_told(apart, kind):
+    """With the name of what was worked on."""
+    with pytest.raises(FileError, match=rf"a tensor: RuntimeError: {kind.__name__}: seven of nine"):
+        list(executors.completed(apart, _fail, [kind], lambda kind: "a tensor"))
 
 
 def test_a_gpu_whose_process_is_gone_ends_the_job(source, small_pieces):
@@ -330,6 +359,23 @@ def test_a_gpu_whose_process_is_gone_ends_the_job(source, small_pieces):
         pool.submit(_where).result()
         pool.shutdown()
         assert pool.processes[0].exitcode == 0
+
+
+def test_no_process_stays_where_one_does_not_start(monkeypatch):
+    before, start = multiprocessing.active_children(), executors._GpuProcess.__init__
+
+    def once(self, gpu, *rest):
+        if gpu == "none":
+            raise OSError("no more processes")
+        start(self, gpu, *rest)
+
+    monkeypatch.setattr(executors._GpuProcess, "__init__", once)
+    with pytest.raises(OSError, match="no more"):
+        executors.GpuProcesses(["cpu", "none"], 1)
+    left = [each for each in multiprocessing.active_children() if each not in before]
+    for each in left:
+        each.join(20)
+    assert not any(each.is_alive() for each in left)
 
 
 def test_lanes_of_a_process_stay_on_its_device(monkeypatch):
