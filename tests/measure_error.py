@@ -7,7 +7,8 @@ N(0, 1), and N(1, 1), where zero points, offsets and minima count. For a number 
 the plan takes for one of the weights `PLANNED`.
 
 What is promised (`LIMITS`): the error of cuBLAS where a weight enters the product exactly, or rounded once as a decoded
-one is; 1.4 times as much where a float32 scale is rounded into it, of which `kbitcupy.explain` tells.
+one is; 1.4 times as much where float32 scales or values of a codebook of one's own are rounded first, of which
+`kbitcupy.explain` tells.
 """
 
 import dataclasses

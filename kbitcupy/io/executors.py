@@ -33,8 +33,8 @@ _R = TypeVar("_R")
 LARGE = 2_000_000_000
 #: Workers that they use then at most, on each GPU or on all cores.
 MOST_WORKERS = 8
-#: Bytes to read above which each of several GPUs has a process of its own. To start them takes a second or more, each has
-#: a context of its GPU to make: less work would not win that back.
+#: Bytes to read above which each of several GPUs has a process of its own. To start them takes a second or more, since
+#: each makes a context of its GPU: less work would not win that back.
 APART = 64_000_000_000
 # Tasks that wait beside those that run, and how many run where an executor does not say it.
 _WAITING, _UNKNOWN = 2, 32

@@ -210,7 +210,7 @@ _CHUNKED, _CHUNKED_STAGE, _CHUNKED_SUMS = 256, 0.72, 1.25e-5
 _QUANTIZED = 3e-6
 
 
-def cuts(unit: int, each: bool) -> tuple[Cut, ...]:
+def cuts(each: bool) -> tuple[Cut, ...]:
     """Those that there are: scales of so many tokens do not come in one box."""
     return CUTS[:-1] if each else CUTS
 
@@ -218,7 +218,7 @@ def cuts(unit: int, each: bool) -> tuple[Cut, ...]:
 def fitting(depth: int, codes: Codes) -> list[Cut]:
     """Cuts of which each part of k has at least a stage, and that keep a group in one sum."""
     stages = -(-depth // STAGE_K)
-    some = [cut for cut in cuts(codes.unit, codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages]
+    some = [cut for cut in cuts(codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages]
     return [cut for cut in some if codes.each or cut.keeps(codes)]
 
 
@@ -261,9 +261,7 @@ _KINDS = {
 
 
 def _templates() -> Iterator[Template]:
-    every = [
-        (cut, (bits, unit, each)) for bits, kinds in _KINDS.items() for unit, each in kinds for cut in cuts(unit, each)
-    ]
+    every = [(cut, (bits, unit, each)) for bits, kinds in _KINDS.items() for unit, each in kinds for cut in cuts(each)]
     # Some of those with scales of groups are one or two registers short.
     whole = [(cut, kind) for cut, kind in every if not (kind[1] or kind[2])]
     for hot, some in ((True, whole), (False, [each for each in every if each not in whole])):
@@ -305,7 +303,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, device: int, cut: Cut, early: bool) -> Plan:
+def plan(dtype: np.dtype, tokens: int, rows: int, codes: Codes, device: int, cut: Cut, early: bool) -> Plan:
     """How a product is computed, its kernel compiled. `early`: what is ahead writes nothing but tokens."""
     ready = _kernel(dtype.name, cut, codes.bits, codes.unit, codes.each, early).ready(device)
     blocks = cut.tiles(tokens, rows) * (2 if cut.halves(codes) else 1)
@@ -478,7 +476,7 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, known:
     else:
         tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, sums, known.layout, 0)
     cut = choose(tokens, rows, depth, codes, processors)
-    made = plan(single.dtype, tokens, rows, depth, codes, out.data.device_id, cut, True)
+    made = plan(single.dtype, tokens, rows, codes, out.data.device_id, cut, True)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
     launch(made, a, sums, scales, step, weight, scale, known.per_row, zero, bias, single, depth)

@@ -494,7 +494,7 @@ def _multiply_tiled(
         tokens_of.quantize_into(source(x, tokens_of.FLOATS), tokens, rule, norm, a, scales, sums, depth)
         each = int(rule.granularity == "token")
     cut = integer_tile.choose(tokens, rows, depth, _CODES, processors)
-    plan = integer_tile.plan(single.dtype, tokens, rows, depth, _CODES, out.data.device_id, cut, True)
+    plan = integer_tile.plan(single.dtype, tokens, rows, _CODES, out.data.device_id, cut, True)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     of_rows = int(part.shares == "row")
     integer_tile.launch(plan, a, sums, scales, each, weight, scale, of_rows, 0, bias, single, depth)

@@ -180,7 +180,7 @@ def kinds(text, preset):
     """The cuts that there are for a format; None where there are none."""
     q = random_weight(text, 2, 768)
     known = told(codes_of(q.format, q.shape), *q.shape, preset == "q8_1")
-    return () if isinstance(known, str) else cuts(known.codes.unit, known.codes.each)
+    return () if isinstance(known, str) else cuts(known.codes.each)
 
 
 CASES = [

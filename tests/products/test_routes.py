@@ -575,9 +575,8 @@ def test_some_tokens_of_codes_in_short_groups(preset):
                 assert choices(problem, LINEAR)[0] == found and "batch_integers" in found.route.describe(problem)
                 older = replace(problem, device=replace(gpu, capability=80))
                 assert "compute capability 9.0" in found.route.accepts(older)
-    for text, depth in (("q4_0", 288),):
-        problem = Problem(kb.get_format(text), (512, depth), 64, HALF, gpu, activations=preset)
-        assert "K must be a multiple" in IntegerBatch().accepts(problem)
+    problem = Problem(kb.get_format("q4_0"), (512, 288), 64, HALF, gpu, activations=preset)
+    assert "K must be a multiple" in IntegerBatch().accepts(problem)
 
 
 def test_cuts_of_integer_batches():
@@ -603,7 +602,7 @@ def test_cuts_of_integer_tiles():
     wide = integer_tile.CUTS[-1]  # 448 tiles of 132 multiprocessors: three each, and the rest as halves
     assert wide.waves(512, 28672, codes, 132) == 3.5 and wide.waves(512, 28672, integer_tile.Codes(4), 132) == 4
     for codes in (integer_tile.Codes(2), integer_tile.Codes(4, 32, each=True)):
-        for cut in integer_tile.cuts(codes.unit, codes.each):
+        for cut in integer_tile.cuts(codes.each):
             kind = codes.bits, codes.unit, codes.each
             assert cut.stages(*kind) >= 2 * cut.k_groups and cut.shared(*kind) <= 227 << 10
             assert cut.stages(*kind) % cut.k_groups == 0
