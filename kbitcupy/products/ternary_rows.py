@@ -59,6 +59,8 @@ _FLOAT_SIGNATURE = (*("p",) * 4, "i8", *("i4",) * 7, MAP_BYTES)
 #: come later; what stages begin at; bytes beside stages and tokens.
 WARPS, STAGE, STAGES, ALIGNMENT = SIZES.ROW_THREADS // 32, 2 * 16 * 128, 2, 1 << 10
 BESIDE = 2 << 10
+# ... and where tokens are floats, of which sums stand there.
+_BESIDE_FLOATS = BESIDE + 512
 # Bytes of scales that the L2 cache fetches together.
 _PROMOTION = 128
 # Rows of a pass; bytes of a row in a box.
@@ -214,7 +216,7 @@ def float_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: i
         return None
     share, of_pass = cut_of(rows, depth, blocks, 0)
     staged = 2 * staged_bytes(tokens, depth)
-    stages = stages_of(staged, STAGE, device)
+    stages = stages_of(staged, STAGE, device, _BESIDE_FLOATS)
     if stages < 1:
         return None
     shared = staged + stages * WARPS * STAGE

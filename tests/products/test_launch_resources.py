@@ -6,6 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kbitcupy.products import integer_batch, integer_stream, integer_tile, ternary_rows
@@ -113,3 +114,36 @@ def test_blocks_of_other_products(file, threads):
     assert kernels
     for text, registers in kernels:
         assert taken(registers, threads) <= REGISTERS, text
+
+
+@pytest.mark.parametrize("room", [227 << 10, 99 << 10])
+def test_shared_memory_of_ternary_rows(monkeypatch, room):
+    """What launches ask for and what kernels declare by name, 16 warps in each: barriers; and sums of float tokens."""
+    launched = []
+    monkeypatch.setattr(ternary_rows, "shared_memory", lambda device: room)
+    monkeypatch.setattr(ternary_rows, "capability", lambda device: 90)
+    monkeypatch.setattr(ternary_rows, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(ternary_rows, "_launch", lambda template, values, shared, *_: launched.append(shared))
+    barriers, sums = 16 * 8 * ternary_rows.SIZES.MOST_ROW_STAGES, 8 * (ternary_rows.SIZES.MOST_SLOTS + 2 * 16)
+    dtype, rows = np.dtype("float16"), 4 * ternary_rows.LEAST_ROWS
+    for named, function in (
+        (barriers, functools.partial(ternary_rows.rows_of.__wrapped__, group=0)),
+        (barriers, functools.partial(ternary_rows.rows_of.__wrapped__, group=64)),
+        (barriers + sums, ternary_rows.float_rows_of.__wrapped__),
+    ):
+        launched.clear()
+        for tokens, lines in itertools.product(range(1, ternary_rows.TOKENS + 1), range(1, 250)):
+            function(dtype, tokens, rows, 512 * lines, device=0)
+        assert len(launched) > 60
+        assert max(launched) + ternary_rows.ALIGNMENT + named <= room
+
+
+def test_shared_memory_of_integer_tile():
+    """The same: barriers, scales and sums of tokens, and what turns results."""
+    for bits, kinds in integer_tile._KINDS.items():
+        for unit, each in kinds:
+            for cut in integer_tile.cuts(unit, each):
+                barriers = 16 * (cut.stages(bits, unit, each) + integer_tile.SIZES.TABLES)
+                whole = integer_tile.Codes(bits, unit, each=each).whole
+                named = barriers + cut.row_groups * (cut.tokens * (8 if whole else 4) + 4096) + 16
+                assert cut.shared(bits, unit, each) + named <= 227 << 10
