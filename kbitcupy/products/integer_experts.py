@@ -46,10 +46,7 @@ def _finished(products: Any, weights: Any, out: Any) -> None:
     with np.errstate(all="ignore"):
         if weights is not None:
             products = combined(products, weights.astype(np.float32, copy=False))
-        if isinstance(out, np.ndarray) or out.dtype != np.float64:
-            out[...] = products
-        else:
-            widen(products, out)
+        widen(products, out)
 
 
 def _multiply_host(x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:

@@ -1,10 +1,11 @@
-"""``activations="q8_1"`` for formats that are no plain integer codes: tokens are quantized, and multiplied as floats.
+"""``activations="q8_1"`` for formats that are no plain integer codes: tokens are quantized, and multiplied.
 
 Tokens are those of `kbitcupy.products.integer_activations`, ``e * q`` with one scale for 32 neighbours, and
 
     y = decode(W) . (e * q) + bias
 
-in float32, rounded once. Each number of a token, a product of two float32 numbers, is rounded to float32.
+in float32, rounded once. Each number of a token, a product of two float32 numbers, is rounded to float32. On a GPU few
+tokens are multiplied as the integers that they are: what shares all factors is added up exactly, and scaled after that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
+from ..ops import widen
 from . import host
 from .decoded import Decoded
 from .fused import TOKENS
@@ -80,7 +82,7 @@ class Staged(Route):
                 single = _xp.namespace(out).empty((tokens, n), np.float32)
             product(staged(x.reshape(tokens, k)), q, bias, single)
             if single.dtype != out.dtype:
-                out[...] = single.reshape(out.shape)
+                widen(single.reshape(out.shape), out)
 
         return multiply
 
@@ -119,7 +121,7 @@ class StagedFew(SmallBatch):
             single = _single(out)
             kernel.blocked(codes, scales, q, bias, single)
             if single is not out:
-                out[...] = single
+                widen(single, out)
 
         return multiply
 
@@ -160,7 +162,7 @@ class StagedRecords(Route):
             single = _single(out)
             kernel.staged(_aligned(floats_of(x)), q, bias, single)
             if single is not out:
-                out[...] = single
+                widen(single, out)
 
         return multiply
 
