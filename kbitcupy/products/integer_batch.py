@@ -3,6 +3,9 @@
 Two launches: tokens are quantized, then multiplied by kernels/linear/integer_batch_sm90a.cu. A thread block has some
 rows and all tokens; what it gives is the contract of `kbitcupy.products.integers`, terms of units being added in the
 order of k, parts of k in theirs, which is the same every time.
+
+With "q8_1" numbers are added up as 16 times what they are: results from 2^124 on may become infinite, and those below
+2^-130 zero. A row with a scale that is not finite gives NaN, also where the sum of its terms would be infinite.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ and y is the sum of the terms from the first to the last, plus the bias: float32
 subnormal numbers kept, then one cast to the dtype of the activations. Scales of tokens that are not positive and finite
 count as 0. That is what NumPy and the plain kernel compute, to the bit; where all of a row is one unit, W8A8's contract
 is a part of this one. Kernels that are made for speed take the same integers, and add up float32 terms in another order
-that is the same every time: they are within 2^-20 of the sum of the terms' magnitudes. One route rounds more, and says
-so: many tokens with units of 32 elements, of which both sides are decoded (`kbitcupy.products.integer_decoded`).
+that is the same every time: they are within 2^-20 of the sum of the terms' magnitudes; where a term is not finite,
+neither is the result, infinite or NaN. One route rounds more, and says so: many tokens with units of 32 elements, of
+which both sides are decoded (`kbitcupy.products.integer_decoded`); another has less room at the ends of float32
+(`kbitcupy.products.integer_batch`).
 
 Sums of a unit stay in int32: of codes of 8 bits units have up to 131071 elements (65793 with zero points), of fewer
 bits more than a row can have.
