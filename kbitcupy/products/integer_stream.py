@@ -247,6 +247,16 @@ def turned_over(part: IntegerCodes, flavour: Flavour) -> tuple[int, int]:
     return 0x80808080, 1 << part.bits - 1
 
 
+def _scales_of_row(part: IntegerCodes) -> int:
+    """Of its own; 0 where rows share one."""
+    return part.scale_of.per if part.scale_of.outer == 1 else 0
+
+
+def _in_pieces(part: IntegerCodes) -> bool:
+    """Whether rows have scales in pieces of 16 bytes, where they are halves."""
+    return _scales_of_row(part) % 8 == 0
+
+
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """The second launch of a product of one shape.
@@ -381,7 +391,7 @@ def _plan(
         if alone is not None and alone.work <= cut.work:
             cut, own = alone, True
     scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at = cut.places
-    each = part.scale_of.per if part.scale_of.outer == 1 else 0
+    each = _scales_of_row(part)
     together = part.group // flavour.unit if part.group and flavour.unit else _ALL_UNITS
     packed = CUT.pack(
         warps=cut.warps,
@@ -395,7 +405,7 @@ def _plan(
         barriers_at=barriers_at,
         tokens_at=tokens_at,
         kept=cut.kept,
-        whole=int(each % 8 == 0),
+        whole=int(_in_pieces(part)),
         group=together,
         per_group=0 if together == 1 else (1 << 32) // together + 1,
         shares=shares,
@@ -506,6 +516,8 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
         return f"it has no kernel for codes of {part.bits} bits in groups of {part.group}"
     if not depth or depth % 32 or problem.stored.codes < MOST_ALIGNED or problem.stored.scales < 4:
         return f"K must be a multiple of 32, and the planes start at multiples of {MOST_ALIGNED} and 4 bytes"
+    if flavour.codes == "HALVES4" and _in_pieces(part) and problem.stored.scales < MOST_ALIGNED:
+        return f"scales are read in pieces, and do not start at a multiple of {MOST_ALIGNED} bytes"
     if rows * max(problem.experts, 1) >= 1 << 30 or depth > _MOST_DEPTH:
         return "numbers of 32 bits do not reach through the rows"
     if gpu.capability < _OLDEST:

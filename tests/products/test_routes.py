@@ -11,7 +11,7 @@ from inputs import BFLOAT16
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
-from kbitcupy.products import functions, int8, integer_batch, integer_tile, small_batch
+from kbitcupy.products import functions, int8, integer_batch, integer_stream, integer_tile, small_batch
 from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.integer_batch import IntegerBatch
@@ -652,3 +652,15 @@ def test_the_fastest_way_is_taken(format, shape, wanted):
         problem = Problem(kb.get_format(format), shape, tokens, HALF, device("H200"))
         found += choices(problem, LINEAR)[0].route.name[0]
     assert found == wanted
+
+
+def test_scales_of_q4_0_that_start_anywhere():
+    """Rows whose scales are whole pieces of 16 bytes are read in these, and others by the word."""
+    gpu, format = Device(0, 90, 132, 232448, True, True), kb.get_format("q4_0")
+    for depth, aligned, taken in ((4096, 16, True), (4096, 8, False), (4096, 4, False), (4128, 4, True)):
+        stored = Stored(scales=aligned)
+        for tokens, activations in itertools.product((1, 16), ("int8", "q8_1")):
+            problem = Problem(format, (4096, depth), tokens, HALF, gpu, stored=stored, activations=activations)
+            refusal = integer_stream.IntegerStream().accepts(problem)
+            assert (refusal is None) == taken, (depth, aligned, refusal)
+            assert choices(problem, LINEAR)[0].refusal is None
