@@ -28,20 +28,13 @@ from . import integer_activations as tokens_of, integers
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, bias_kind, token_planes
 from .integer_activations import NUMBERS, Q8_BLOCK
-from .integer_tile import SIZES as STORED
 from .routes import MOST_ALIGNED, Problem, Product, Route
 
-#: Numbers of the kernel: tokens; elements of k of a stage, and most stages of a ring; how codes lie; what is taken off
-#: them.
+#: Numbers of the kernel: tokens; elements of k of a stage, and most stages of a ring.
 SIZES = Constants(
     BATCH_TOKENS=64,
     BATCH_K=256,
     BATCH_STAGES=16,
-    HALVES4=0,
-    PAIRS4=1,
-    CONSTANT=0,
-    POINTS=1,
-    MINIMA=2,
 )
 #: How a thread block cuts its work: tiles of 16 rows, groups of warps with rows of their own, stages of the ring, bytes
 #: of one, and where in it the table of scales begins.
@@ -103,17 +96,17 @@ CUTS = {tiles: Cut(tiles) for tiles in (2, 4, 7, 13, 14)}
 
 def _text(blocked: bool, tiles: int) -> str:
     """The arguments of the template."""
-    return f"HALVES4, {Q8_BLOCK}, CONSTANT, {str(blocked).lower()}, true, {tiles}"
+    return f"{str(blocked).lower()}, {tiles}"
 
 
 _TEMPLATE = Template(
     "linear/integer_batch_sm90a.cu",
     "batch_integers",
     (tuple(_text(blocked, tiles) for blocked in (False, True) for tiles in (4, 2)),),
-    structs=(BIAS_KINDS, STORED, SIZES, CUT),
+    structs=(BIAS_KINDS, SIZES, CUT),
 )
 register_templates(_TEMPLATE)
-_SIGNATURE = (*(_tma.MAP_BYTES,) * 4, CUT, *("p",) * 5, *("i4",) * 12, "u4")
+_SIGNATURE = (*(_tma.MAP_BYTES,) * 3, CUT, *("p",) * 4, *("i4",) * 8, "u4")
 _NO_MAP = bytes(_tma.MAP_BYTES)
 
 
@@ -196,12 +189,11 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, proces
         _tma.byte_matrix(a, tokens, pitch, pitch, MOST_TOKENS),
         _tma.byte_matrix(weight, rows, depth // 2, depth // 2, made.rows),
         of_scales,
-        _NO_MAP,
     )
     added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
-    pointers = single.data.ptr, scales, scale, 0, added[0]
-    kinds = STORED.ANY_FLOAT16_SCALES, STORED.NO_POINTS, 0, part.zero, added[1], bias_kind(single.dtype)
-    made.launch(made.grid, (*maps, made.cut, *pointers, tokens, rows, depth, units, 1, step, *kinds, 0))
+    pointers = single.data.ptr, scales, scale, added[0]
+    kinds = 0, added[1], bias_kind(single.dtype)
+    made.launch(made.grid, (*maps, made.cut, *pointers, tokens, rows, depth, units, step, *kinds, 0))
     if single is not out:
         widen(single, out)
 
