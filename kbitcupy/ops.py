@@ -59,9 +59,9 @@ def quantize(
         Refuse NaN and infinities, for which most formats store some number (each says which). On a GPU this
         synchronises, and cannot be captured in a graph.
     workers : int, optional
-        Threads that share the rows of a NumPy array, 1 by default; the bits are the same. One does all the work where
-        rows cannot be told apart: with a scale of the whole array, double quantization, `scale`, `zero_point` or
-        `offset`, and where an array is small for it (131072 elements each).
+        Threads that share the rows of a NumPy array, this one included, 1 by default; the bits are the same. One does
+        all the work where rows cannot be told apart: with a percentile, `scale`, `zero_point` or `offset`, where rows
+        are not whole blocks, and where an array is small for it (131072 elements each).
     **options
         The format's own options, when `format` is a name.
 
@@ -113,15 +113,17 @@ def quantize(
     if out is not None:
         _check_quantized_out(out, format, array)
     array = source(array, format.dtypes)
-    many = 1 if workers is None else threads.check_workers(workers, array)
+    encode = format.encode  # one call less than `threads.encode` makes, which counts on a GPU
+    if workers is not None and (many := threads.check_workers(workers, array)) > 1:
+        encode = functools.partial(threads.encode, format, workers=many)
     if check_finite:
         _check_finite(array, dtype)
     with _xp.on_device_of(array):
         if out is not None:
-            threads.encode(format, array, out.planes, given, out.lead, many)
+            encode(array, out.planes, given, out.lead)
             return out if out.dtype == dtype else QuantizedArray._wrap(format, out.planes, shape, dtype, lead=out.lead)
         planes = _xp.empty_arrays(array, *_allocation(format, shape))
-        threads.encode(format, array, planes, given, 0, many)
+        encode(array, planes, given, 0)
     return QuantizedArray._wrap(format, planes, shape, dtype)
 
 

@@ -127,8 +127,11 @@ class Format(ABC):
         """
         return None
 
-    def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
-        """What `encode_numpy` is to be given beside `given`, from what `part_numpy` said of all rows in order."""
+    def whole_numpy(self, found: list[Any], dtype: np.dtype, planes: Mapping[str, Any]) -> dict[str, Any]:
+        """What `encode_numpy` is to be given beside `given`, from what `part_numpy` said of all rows in order.
+
+        What belongs to the whole array may be written to its `planes` here; `dtype` is the array's.
+        """
         return {}
 
     def first_numpy(

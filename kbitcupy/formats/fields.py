@@ -62,7 +62,7 @@ def split_blocks(fields: tuple[Field, ...], blocks: Any) -> dict[str, Any]:
     with on_device_of(blocks):
         planes = empty_arrays(blocks, *_allocation(fields, count))
         if isinstance(blocks, np.ndarray):
-            _split_numpy(fields, blocks.reshape(-1), planes)
+            split_into(fields, blocks, planes)
         elif count:
             _launch("split_fields", fields, blocks, count, planes)
     return planes
@@ -114,8 +114,18 @@ def _columns(fields: tuple[Field, ...], raw: np.ndarray, planes: Mapping[str, An
             start += field.nbytes
 
 
-def _split_numpy(fields: tuple[Field, ...], raw: np.ndarray, planes: Mapping[str, Any]) -> None:
-    for field, column, part in _columns(fields, raw, planes):
+def store_fields(fields: tuple[Field, ...], found: tuple[np.ndarray, ...], planes: Mapping[str, Any]) -> None:
+    """Fill NumPy planes from the bytes of each field, in the order of the origin, uint8[blocks, bytes]."""
+    for field, own in zip(fields, found, strict=True):
+        part = planes[field.name].view(np.uint8)
+        part[...] = own.reshape(-1)
+        if field.split:
+            _to_neighbours(part, field.split)
+
+
+def split_into(fields: tuple[Field, ...], blocks: np.ndarray, planes: Mapping[str, Any]) -> None:
+    """Fill NumPy planes from blocks, uint8[blocks, bytes]."""
+    for field, column, part in _columns(fields, blocks.reshape(-1), planes):
         part[...] = column
         if field.split:
             _to_neighbours(part.view(np.uint8), field.split)

@@ -283,9 +283,13 @@ def walk(
             entries = [part.of_blocks(np.asarray(values)) for values in per_block]
             for cut in _slabs(part.shape):
                 yield (
-                    tuple(view[cut] for view in views),
+                    tuple([view[cut] for view in views]),
                     tuple(
-                        e[tuple(c if n > 1 else slice(None) for c, n in zip(cut, e.shape, strict=True))]
-                        for e in entries
+                        [
+                            e
+                            if e.size == 1
+                            else e[tuple([c if n > 1 else slice(None) for c, n in zip(cut, e.shape, strict=True)])]
+                            for e in entries
+                        ]
                     ),
                 )

@@ -161,6 +161,11 @@ class Fragments:
         Of which K is a multiple where that is not the granule; else 0.
     single : bool
         Whether ``linear_one`` takes decoders of tables with such scales.
+    in_two_parts : bool
+        Whether ``linear_few`` keeps each value of a codebook, and each scale, as two numbers of x's type: then a weight
+        is rounded once. Other codebooks have tables of pairs, or of rounded values.
+    one_token : Fragments, optional
+        What ``linear_one`` takes instead, which keeps values as they are.
     added : bool
         Whether something is added to what scales multiply: offsets or minima, for which ``linear_tile`` takes means of
         x.
@@ -197,6 +202,8 @@ class Fragments:
     multiple: int = 0
     added: bool = False
     single: bool = True
+    in_two_parts: bool = False
+    one_token: Fragments | None = None
     together: int = 2
     blocked: bool = False
     work: float = 1.0

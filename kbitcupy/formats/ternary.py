@@ -372,7 +372,7 @@ class Ternary(Granular):
             return None
         return x.size, np.concatenate([_first_sums(rows) for _, rows in _magnitudes(x, blocks)], axis=1)
 
-    def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
+    def whole_numpy(self, found: list[Any], dtype: np.dtype, planes: Mapping[str, Any]) -> dict[str, Any]:
         if self.rule == "absmax":
             return {"scale": np.max(found, axis=0)}
         total = _lane_sums(np.concatenate([sums for _, sums in found], axis=1))

@@ -5,18 +5,26 @@ from __future__ import annotations
 import contextvars
 import math
 import operator
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .base import Format
 from .chunks import AT_ONCE
 
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
 # Elements that are worth a thread; those of a row where an array has none that are whole blocks, such as a 1-D one.
 LEAST, COLUMNS = 1 << 17, 1 << 15
-# See `chunks.AT_ONCE`: with less, threads wait for each other most of the time; with more, the cache holds too little.
-_AT_ONCE = 4
+# See `chunks.AT_ONCE`: with less, threads wait for each other more of the time; with more, the cache holds too little.
+_AT_ONCE = 2
+# Elements of the smallest parts of an array that has so many times as much for each thread: cores are not equally fast
+# while other programs run, and so none waits long for the last one. What a part costs beside its elements is .2 ms.
+_PART, _MANY = 1 << 19, 4
 
 
 def check_workers(workers: Any, array: Any) -> int:
@@ -55,28 +63,72 @@ def encode(
     if shape is None or not _for_all_rows(given or {}, shape == x.shape and not lead):
         format.encode(x, planes, given, lead)
         return
-    from concurrent.futures import ThreadPoolExecutor  # slow to import
-
     rows, lead = x.reshape(shape), lead if shape == x.shape else 0
-    step = -(-len(rows) // min(workers, len(rows)))
-    cuts = [slice(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
-    parts: list[tuple[Any, ...]] = [(rows[cut], format.select(planes, shape, cut, lead)) for cut in cuts]
-    context = contextvars.copy_context()
+    cuts = _cuts(len(rows), x.size // len(rows), workers)
+    context = contextvars.copy_context()  # np.errstate belongs to one
     context.run(AT_ONCE.set, _AT_ONCE)
-    with ThreadPoolExecutor(workers) as pool:
 
-        def each(function: Callable[..., Any], *more: Any) -> list[Any]:
-            # np.errstate belongs to a context.
-            done = [pool.submit(context.copy().run, function, *part, *more) for part in parts]
-            return [future.result() for future in done]
+    def each(function: Callable[..., Any], *more: Any) -> list[Any]:
+        def of_rows(cut: slice) -> Any:
+            return function(rows[cut], format.select(planes, shape, cut, lead), *more)
 
-        if not lead and any(spec.scope == "tensor" for spec in format.planes(shape).values()):
-            found = each(format.part_numpy)
-            if any(one is None for one in found):
-                format.encode(x, planes, given, lead)
+        return _share(of_rows, cuts, workers, context)
+
+    if not lead and any(spec.scope == "tensor" for spec in format.planes(shape).values()):
+        found = each(format.part_numpy)
+        if any(one is None for one in found):
+            format.encode(x, planes, given, lead)
+            return
+        given = {**(given or {}), **format.whole_numpy(found, x.dtype, planes)}
+    each(format.encode, given, lead)
+
+
+def _cuts(rows: int, columns: int, workers: int) -> list[slice]:
+    """The parts of an array: one for each thread, of a large array more and smaller and smaller ones."""
+    cuts: list[slice] = []
+    step, first, each = -(-rows // workers), 0, -(-_PART // columns)
+    while first < rows:
+        if rows * columns >= workers * _MANY * _PART:
+            step = max(-(-(rows - first) // (2 * workers)), each)
+            step += -step % (1 << max(step.bit_length() - 3, 0))  # even numbers of rows, where there are many
+        cuts.append(slice(first, min(first + step, rows)))
+        first += step
+    return cuts
+
+
+def _share(function: Callable[[_T], _R], tasks: list[_T], workers: int, context: contextvars.Context) -> list[_R]:
+    """What a function gives for each task: so many threads, of which this is one, take the next that is left."""
+    results: dict[int, _R] = {}
+    failed: list[BaseException] = []
+    left = deque(enumerate(tasks))
+
+    def work() -> None:
+        while left:
+            try:
+                number, task = left.popleft()
+            except IndexError:  # another thread was quicker
                 return
-            given = {**(given or {}), **format.whole_numpy(found)}
-        each(format.encode, given, lead)
+            try:
+                results[number] = function(task)
+            except BaseException as error:
+                failed.append(error)
+                left.clear()
+
+    count = min(workers, len(tasks)) - 1
+    others = [threading.Thread(target=context.copy().run, args=(work,), name="kbitcupy") for _ in range(count)]
+    started = []
+    try:
+        for other in others:
+            other.start()
+            started.append(other)
+        context.copy().run(work)
+    finally:
+        left.clear()
+        for other in started:
+            other.join()
+    if failed:
+        raise failed[0]
+    return [results[number] for number in range(len(tasks))]
 
 
 def _for_all_rows(given: Mapping[str, Any], own: bool) -> bool:

@@ -13,6 +13,7 @@ import kbitcupy as kb
 from kbitcupy.formats.blocks import BlockFormat, Field
 from kbitcupy.formats.chunks import CHUNK
 from kbitcupy.formats.gguf import by_type
+from kbitcupy.formats.gguf.arithmetic import round_away
 
 FROZEN = dict(np.load(Path(__file__).parent.parent / "data" / "gguf_blocks.npz"))
 FORMATS = {name: kb.get_format(name) for name in (*TYPES, *READ)}
@@ -28,6 +29,25 @@ def test_every_type_has_frozen_bytes():
     found = [name for name in kb.list_formats() if kb.get_format(name).family == "gguf"]
     assert sorted(found) == sorted(FORMATS)
     assert all(by_type(format.ggml_type) is type(format) for format in FORMATS.values())
+
+
+def test_halves_go_away_from_zero():
+    """Beside every half that an int8 has, and the float32 next to those and to whole numbers."""
+    ends = np.arange(0, 127.5, 0.5, dtype=np.float32)
+    y = np.concatenate([ends, np.nextafter(ends, np.float32(-1)), np.nextafter(ends, np.float32(200)), ends / 127])
+    exact = y.astype(np.float64)
+    wanted = np.copysign(np.floor(np.abs(exact) + 0.5), exact).astype(np.int8)
+    assert np.array_equal(round_away(y), wanted) and np.array_equal(round_away(-y), -wanted)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_blocks_and_planes_hold_the_same_bytes(name):
+    """Most types give the bytes of their fields apart, of which blocks and planes are made; some blocks."""
+    format, x = FORMATS[name], make("wide", 2048, np.dtype("float32")).clip(-6e4, 6e4)
+    planes = kb.quantize(x, name).planes
+    with np.errstate(all="ignore"):  # overflow is a part of ggml's rules
+        blocks = format.quantize_blocks(x.reshape(-1, format.block))
+    assert np.array_equal(blocks, format.to_blocks(planes))
 
 
 @pytest.mark.parametrize("name", TYPES)

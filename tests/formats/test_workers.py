@@ -20,8 +20,7 @@ def parts(monkeypatch):
     found, encode = [], Format.encode
 
     def spy(self, x, planes, given=None, lead=0):
-        if threading.current_thread() is not threading.main_thread():
-            found.append(len(x))
+        found.append(len(x) if x.ndim else 1)
         return encode(self, x, planes, given, lead)
 
     monkeypatch.setattr(Format, "encode", spy)
@@ -61,24 +60,49 @@ def test_bits_are_those_of_one_thread(name, shape):
         ("int8:granularity=channel:0", (5, 999), [2, 2, 1]),
         ("int8:granularity=tensor", (48, 512), [16, 16, 16]),
         ("uint4:granularity=channel:1,zero=float", (48, 512), [16, 16, 16]),
-        ("int8:percentile=99", (48, 512), []),
+        ("int8:percentile=99", (48, 512), [48]),
         ("q4_K", (48, 512), [16, 16, 16]),
         ("nvfp4", (48, 512), [16, 16, 16]),
         ("ternary", (48, 512), [16, 16, 16]),
         ("ternary:rule=absmax", (48, 512), [16, 16, 16]),
-        ("ternary:rule=fit", (48, 512), []),
-        ("ternary", (6, 129), []),
+        ("ternary:rule=fit", (48, 512), [48]),
+        ("ternary", (6, 129), [6]),
         ("ternary:granularity=channel:0", (48, 512), [16, 16, 16]),
-        ("kbit4", (9, 100), []),  # rows that are no whole blocks, and not enough numbers for others
-        ("kbit4", (2, 300), []),
-        ("kbit4", (3, 1, 96), []),
+        ("kbit4", (9, 100), [9]),  # rows that are no whole blocks, and not enough numbers for others
+        ("kbit4", (2, 300), [2]),
+        ("kbit4", (3, 1, 96), [3]),
     ],
 )
 def test_who_does_what(parts, format, shape, rows):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     wanted = planes(kb.quantize(x, format))
+    parts.clear()
     assert planes(kb.quantize(x, format, workers=3)) == wanted
-    assert parts == rows or sorted(parts, reverse=True) == rows
+    assert sorted(parts, reverse=True) == rows
+
+
+@pytest.mark.parametrize("format", ["kbit4", "nf4", "int8", "uint4:block=32", "q8_0", "nvfp4", "ternary"])
+def test_threads_take_the_next_part(parts, monkeypatch, format):
+    """Of more parts than there are threads, as large arrays have."""
+    monkeypatch.setattr(threads, "_PART", 1 << 12)
+    x = make("wide", 200 * 512, np.dtype("float32")).reshape(200, 512)
+    wanted = planes(kb.quantize(x, format))
+    parts.clear()
+    assert planes(kb.quantize(x, format, workers=2)) == wanted
+    assert len(parts) > 4 and sum(parts) == 200
+
+
+def test_the_caller_is_one_of_the_threads(monkeypatch):
+    """Two parts that wait for each other, in two threads."""
+    both, found = threading.Barrier(2), set()
+
+    def meet(self, x, planes, given):
+        both.wait(60)
+        found.add(threading.current_thread())
+
+    monkeypatch.setattr(type(kb.get_format("nf4")), "encode_numpy", meet)
+    kb.quantize(np.zeros((48, 512), np.float32), "nf4", workers=2)
+    assert len(found) == 2 and threading.main_thread() in found
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -99,8 +123,8 @@ def test_what_a_call_brings(parts):
     calls = [
         (3, lambda **o: kb.quantize(x, "q4_0", importance=importance, **o)),
         (3, lambda **o: kb.quantize(x, "kbit2", codebook=[-1, -0.25, 0.3, 1], **o)),
-        (0, lambda **o: kb.quantize(x.reshape(3, 16, 512), "q4_0", importance=np.stack([importance] * 3), **o)),
-        (0, lambda **o: kb.quantize(x, "int8", granularity=("channel", 0), scale=np.full(48, 0.1), **o)),
+        (1, lambda **o: kb.quantize(x.reshape(3, 16, 512), "q4_0", importance=np.stack([importance] * 3), **o)),
+        (1, lambda **o: kb.quantize(x, "int8", granularity=("channel", 0), scale=np.full(48, 0.1), **o)),
     ]
     for shares, call in calls:
         wanted = planes(call())
@@ -133,8 +157,25 @@ def test_a_failing_part_fails_the_call(monkeypatch):
     x = np.zeros((48, 512), np.float32)
     x[32, 0] = 7
     kb.quantize(x, format)
+    before = threading.active_count()
     with pytest.raises(RuntimeError, match="part"):
         kb.quantize(x, format, workers=3)
+    assert threading.active_count() == before
+
+
+def test_after_a_failing_part_none_is_begun(monkeypatch):
+    done = []
+
+    def fails(self, x, planes, given):
+        done.append(len(x))
+        raise RuntimeError("part")
+
+    monkeypatch.setattr(threads, "_PART", 1 << 12)
+    monkeypatch.setattr(type(kb.get_format("int8")), "part_numpy", lambda *_: (np.ones(1), np.ones(1)))
+    monkeypatch.setattr(type(kb.get_format("int8")), "encode_numpy", fails)
+    with pytest.raises(RuntimeError, match="part"):
+        kb.quantize(np.zeros((64, 4096), np.float32), "int8", workers=2)
+    assert len(done) <= 2
 
 
 def test_threads_have_the_callers_error_state(monkeypatch):

@@ -174,12 +174,10 @@ class Affine(Granular):
         return planes
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        if "ends" not in given:
+        if "stored" not in given:
             self._encode(x, planes, given)
             return
-        blocks, zero = blocks_of(x.shape, self.granularity), planes.get("offset", planes.get("zero_point"))
-        high, low = given["ends"]
-        store(high, low, self.levels, x.dtype, None, planes["scale"], zero)
+        blocks = blocks_of(x.shape, self.granularity)
         quantize(x, planes["codes"], planes["scale"], self._zero_in(planes), blocks, self.levels, self.bits)
 
     def part_numpy(self, x: np.ndarray, planes: Mapping[str, Any]) -> Any:
@@ -187,8 +185,11 @@ class Affine(Granular):
             return None
         return ends_of(x, blocks_of(x.shape, self.granularity), self.levels, None)
 
-    def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
-        return {"ends": [np.maximum.reduce(ends) for ends in zip(*found, strict=True)]}
+    def whole_numpy(self, found: list[Any], dtype: np.dtype, planes: Mapping[str, Any]) -> dict[str, Any]:
+        high, low = (np.maximum.reduce(ends) for ends in zip(*found, strict=True))
+        zero = planes.get("offset", planes.get("zero_point"))
+        store(high, low, self.levels, dtype, None, planes["scale"], zero)
+        return {"stored": True}
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         self._encode(x, planes, given)

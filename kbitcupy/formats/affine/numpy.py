@@ -45,29 +45,40 @@ def bounds(zero_point: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndarr
 
 def _steps(x: np.ndarray, divisor: np.ndarray) -> np.ndarray:
     """rint(x / scale) in the dtype of `divisor`."""
-    steps = converted(x, divisor.dtype)
-    steps /= divisor
+    if x.dtype == divisor.dtype:
+        steps = x / divisor
+    else:
+        steps = converted(x, divisor.dtype)
+        steps /= divisor
     return np.rint(steps, out=steps)
 
 
 def _clamped(steps: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Within the range, NaN to 0."""
-    steps[np.isnan(steps)] = 0
+    none = np.isnan(steps)
+    if none.any():
+        steps[none] = 0
     return np.clip(steps, low, high, out=steps)
 
 
 def quantize(x: np.ndarray, codes: np.ndarray, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels) -> None:
     """Fill `codes` with the integers of `x`, one byte each; `zero_point` holds offsets if `levels` say so."""
     dtype = compute_dtype(x.dtype)
+    scales = points = None
     for (part, out), (s, z) in walk(blocks, (x, codes), (scale, zero_point)):
+        if s is not scales:  # one scale for all is the same array each time
+            divisor, scales = _divisor(s, dtype), s
         if levels.floating:
             above = converted(part, dtype)
             above -= z.astype(dtype)
-            out[...] = _clamped(_steps(above, _divisor(s, dtype)), dtype.type(levels.qmin), dtype.type(levels.qmax))
+            out[...] = _clamped(_steps(above, divisor), dtype.type(levels.qmin), dtype.type(levels.qmax))
             continue
-        zero, low, high = bounds(z, levels)
-        steps = _clamped(_steps(part, _divisor(s, dtype)), low.astype(dtype), high.astype(dtype))
-        steps += zero.astype(dtype)
+        if z is not points:
+            zero, low, high = (ends.astype(dtype) for ends in bounds(z, levels))
+            shifted, points = bool(zero.any()), z
+        steps = _clamped(_steps(part, divisor), low, high)
+        if shifted:
+            steps += zero
         out[...] = steps
 
 

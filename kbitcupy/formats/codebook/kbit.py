@@ -27,6 +27,7 @@ of bitsandbytes reads or writes these planes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ def _fragments(k: int, absmax: str, codebook: str | None) -> Fragments:
     """What product kernels need of K = 2 to 8; `codebook` is a standard one, or None where it is in a plane."""
     known = () if codebook is None else tuple(tables.standard_codebook(codebook, k).values.tolist())
     few = 2 if k >= 5 or absmax == "float32" else 4
-    return Fragments(
+    found = Fragments(
         small_batch=f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>",
         hopper=f"TileKbit<{{T}}, {k}, {ABSMAX[absmax].kernel}>" if k <= 5 else "",
         bits=k,
@@ -73,7 +74,26 @@ def _fragments(k: int, absmax: str, codebook: str | None) -> Fragments:
         tensor_scale="scale",
         values="codebook",
         known_values=known,
+        single=k <= 5,
+        in_two_parts=k > 5,
     )
+    if codebook is not None or k > 3:
+        return found
+    # Standard codebooks of 4 and 8 values are symmetric: what rounding does to one value, that of its negative undoes.
+    return dataclasses.replace(
+        found,
+        small_batch=f"Kbit<{{T}}, {k}, {ABSMAX[absmax].kernel}, true>",
+        hopper="",
+        gaps=False,
+        single=False,
+        in_two_parts=True,
+        one_token=found,
+    )
+
+
+def _all_fragments() -> tuple[Fragments, ...]:
+    own = [_fragments(k, absmax, None) for k in range(2, 9) for absmax in ABSMAX]
+    return (*own, *(fragments.one_token for fragments in own if fragments.one_token is not None))
 
 
 class KBit(Format):
@@ -104,7 +124,7 @@ class KBit(Format):
     summary = "codebook indices in bit planes, one scale for 32 elements"
     takes = ("codebook",)
     kernels = (cuda.QUANTIZE, cuda.QUANTIZE_UNORDERED, cuda.DEQUANTIZE, *cuda.KBIT_BLOCKS, *cuda.CODES)
-    all_fragments = tuple(_fragments(k, absmax, None) for k in range(2, 9) for absmax in ABSMAX)
+    all_fragments = _all_fragments()
     tensor_scale = "scale"
 
     def __init__(self, k: int, *, codebook: str = "bnf", absmax: str | None = None):
@@ -145,7 +165,7 @@ class KBit(Format):
     def part_numpy(self, x: np.ndarray, planes: Mapping[str, Any]) -> Any:
         return np.float32(0) if self.absmax == "float32" else host.leave_absmax(x, planes, self.bits)
 
-    def whole_numpy(self, found: list[Any]) -> dict[str, Any]:
+    def whole_numpy(self, found: list[Any], dtype: np.dtype, planes: Mapping[str, Any]) -> dict[str, Any]:
         return {"largest": max(found)}
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ class Gguf(BlockFormat):
     all_fragments = tuple(FRAGMENTS.values())
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        made = cls.struct and cls.quantize_blocks is not BlockFormat.quantize_blocks
+        made = cls.struct and cls.quantizes()
         if made:
             at_a_time = _THREADS // cls.lanes if cls.lanes else _ELEMENTS // cls.block
             file, name = ("gguf_search.cu", "search_gguf") if cls.lanes else ("gguf.cu", "quantize_gguf")

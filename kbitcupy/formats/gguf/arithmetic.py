@@ -6,6 +6,8 @@ import numpy as np
 
 from ..chunks import copy_bytes as copy_bytes, pack_fields as pack_fields, unpack_fields as unpack_fields
 
+_SIGN, _BELOW_HALF = np.uint32(1 << 31), np.float32(0.5 - 2.0**-25).view(np.uint32)
+
 
 def reciprocal(d: np.ndarray) -> np.ndarray:
     """1 / d, and 0 where d is 0."""
@@ -31,12 +33,12 @@ def quotients(rows: np.ndarray, d: np.ndarray, plus: float = 0.0) -> np.ndarray:
 
 def round_away(y: np.ndarray) -> np.ndarray:
     """The nearest integer, int8; halves go away from zero, as C's roundf has it."""
-    whole = np.trunc(y)
-    rest = y - whole
-    nearest = whole.astype(np.int8)
-    nearest += (rest >= 0.5).view(np.int8)
-    nearest -= (rest <= -0.5).view(np.int8)
-    return nearest
+    # With the float32 below a half no sum is rounded up to a whole number that y is not near to; a cast truncates.
+    bits = y.view(np.uint32) & _SIGN  # np.copysign takes twice as long
+    bits |= _BELOW_HALF
+    nearest = bits.view(np.float32)
+    nearest += y
+    return nearest.astype(np.int8)
 
 
 def extremes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,6 +53,8 @@ def extremes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for ufunc in (np.minimum, np.maximum):
         quarter = ufunc.reduce(columns, axis=0).reshape(-1, 4)
         each = ufunc.reduce(np.ascontiguousarray(quarter.T), axis=0).reshape(len(rows), -1)
+        while each.shape[1] % 2 == 0:  # many times as fast as a reduction of so few
+            each = ufunc(each[:, ::2], each[:, 1::2])
         found.append(each if each.shape[1] == 1 else ufunc.reduce(each, axis=1, keepdims=True))
     return found[0], found[1]
 

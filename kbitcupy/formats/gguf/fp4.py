@@ -60,11 +60,11 @@ class MXFP4(Gguf):
     fields = (Field("scales", "uint8", 1), Field("qs", "uint8", 16, split=32))
     struct, ggml_type, default = "MXFP4", 39, False
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         largest = largest_magnitude(rows)
         exponent = np.maximum(floor_log2(largest) + 125, 0)
         codes = nearest(rows, power_of_two(exponent))
-        return np.concatenate([exponent.astype(np.uint8), pack_fields(codes, 4, 16)], axis=1)
+        return exponent.astype(np.uint8), pack_fields(codes, 4, 16)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         return values_of(planes["qs"], power_of_two(planes["scales"].astype(np.int32)))
@@ -128,12 +128,12 @@ class NVFP4(Gguf):
             _store(planes["scale"], _check_scale(given.get("scale", 1.0)))
         super().encode_cuda(x, planes, given)
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         x = rows.reshape(-1, 16)
         largest = largest_magnitude(x)
         scales = encode_ue4m3(np.minimum(largest / np.float32(6), np.float32(448)))
         codes = nearest(x, ue4m3_halves()[scales])
-        return np.concatenate([scales.reshape(-1, 4), pack_fields(codes.reshape(-1, 64), 4, 8)], axis=1)
+        return scales.reshape(-1, 4), pack_fields(codes.reshape(-1, 64), 4, 8)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         return values_of(planes["qs"], ue4m3_halves()[planes["scales"]])

@@ -379,13 +379,13 @@ class Q8_K(KType):
     fields = (Field("d", "float32", 1), Field("qs", "int8", 256), Field("bsums", "int16", 16))
     struct = "Q8_K"
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         longest = signed_max(rows)
         inverse = np.where(longest == 0, np.float32(0), np.float32(-127) / longest)
         q = np.minimum(np.rint(finite(inverse * rows)), np.float32(127)).astype(np.int8)
         d = np.where(longest == 0, np.float32(0), np.float32(1) / inverse)
         sums = q.reshape(len(rows), -1, 16).sum(axis=2, dtype=np.int16)
-        return np.concatenate([part.view(np.uint8) for part in (d, q, sums)], axis=1)
+        return tuple(part.view(np.uint8) for part in (d, q, sums))
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         return scaled(planes["qs"].reshape(-1, self.block), planes["d"])

@@ -59,9 +59,9 @@ class Q8_0(Gguf):
     fields = (Field("d", "float16", 1), Field("qs", "int8", 32))
     struct, ggml_type = "Q8_0", 8
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         d, q = _signed_bytes(rows)
-        return np.concatenate([half_bytes(d), q.view(np.uint8)], axis=1)
+        return half_bytes(d), q.view(np.uint8)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         return scaled(planes["qs"].reshape(-1, 32), planes["d"])
@@ -75,10 +75,10 @@ class Q8_1(Gguf):
     fields = (Field("d", "float16", 2), Field("qs", "int8", 32))
     struct, ggml_type, default = "Q8_1", 9, False
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         d, q = _signed_bytes(rows)
         total = q.sum(axis=1, keepdims=True, dtype=np.int32).astype(np.float32)
-        return np.concatenate([half_bytes(d, total * d), q.view(np.uint8)], axis=1)
+        return half_bytes(d, total * d), q.view(np.uint8)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         return scaled(planes["qs"].reshape(-1, 32), planes["d"][::2])
@@ -93,9 +93,9 @@ class Q4_0(Gguf):
     fields = (Field("d", "float16", 1), Field("qs", "uint8", 16))
     struct, together, ggml_type = "Q4_0", True, 2
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         d, q = _centred(rows, 8) if importance is None else _centred_weighed(rows, importance, 8)
-        return np.concatenate([half_bytes(d), pack_fields(q, 4, 16)], axis=1)
+        return half_bytes(d), pack_fields(q, 4, 16)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         q = unpack_fields(planes["qs"].reshape(-1, 16), 4, 16).view(np.int8)
@@ -112,9 +112,9 @@ class Q4_1(Gguf):
     fields = (Field("d", "float16", 2), Field("qs", "uint8", 16))
     struct, together, ggml_type, default = "Q4_1", True, 3, False
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         d, m, q = _from_minimum(rows, 15) if importance is None else _ranged(rows, importance, 15)
-        return np.concatenate([half_bytes(d, m), pack_fields(q, 4, 16)], axis=1)
+        return half_bytes(d, m), pack_fields(q, 4, 16)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         y = scaled(unpack_fields(planes["qs"].reshape(-1, 16), 4, 16), planes["d"][::2])
@@ -131,9 +131,9 @@ class Q5_0(Gguf):
     fields = (Field("d", "float16", 1), Field("qh", "uint8", 4), Field("qs", "uint8", 16))
     struct, together, ggml_type, default = "Q5_0", True, 6, False
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         d, q = _centred(rows, 16) if importance is None else _centred_weighed(rows, importance, 16)
-        return np.concatenate([half_bytes(d), *_five_bits(q)], axis=1)
+        return half_bytes(d), *_five_bits(q)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         q = _from_five_bits(planes["qh"], planes["qs"]).view(np.int8)
@@ -150,9 +150,9 @@ class Q5_1(Gguf):
     fields = (Field("d", "float16", 2), Field("qh", "uint8", 4), Field("qs", "uint8", 16))
     struct, together, ggml_type, default = "Q5_1", True, 7, False
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         d, m, q = _from_minimum(rows, 31) if importance is None else _ranged(rows, importance, 31)
-        return np.concatenate([half_bytes(d, m), *_five_bits(q)], axis=1)
+        return half_bytes(d, m), *_five_bits(q)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         y = scaled(_from_five_bits(planes["qh"], planes["qs"]), planes["d"][::2])

@@ -53,9 +53,9 @@ class TQ2_0(Gguf):
     fields = (Field("qs", "uint8", 64), Field("d", "float16", 1))
     struct, together, ggml_type = "TQ2_0", True, 35
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         d, t = _ternary(rows)
-        return np.concatenate([pack_fields(t, 2, 32), half_bytes(d)], axis=1)
+        return pack_fields(t, 2, 32), half_bytes(d)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         t = unpack_fields(planes["qs"].reshape(-1, 64), 2, 32).view(np.int8)
@@ -71,7 +71,7 @@ class TQ1_0(Gguf):
     fields = (Field("qs", "uint8", 48), Field("qh", "uint8", 4), Field("d", "float16", 1))
     struct, together, ggml_type, default = "TQ1_0", True, 34, False
 
-    def quantize_blocks(self, rows: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    def quantize_fields(self, rows: np.ndarray, importance: Importance | None = None) -> tuple[np.ndarray, ...]:
         d, t = _ternary(rows)
         packed, first = [], 0
         for begin, end, digits in _PARTS:
@@ -81,7 +81,7 @@ class TQ1_0(Gguf):
                 number += t[:, first + n * width : first + (n + 1) * width] * _POWERS[4 - n]
             packed.append(((number * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8))
             first += digits * width
-        return np.concatenate([*packed, half_bytes(d)], axis=1)
+        return np.concatenate(packed[:2], axis=1), packed[2], half_bytes(d)
 
     def dequantize_planes(self, planes: Mapping[str, Any]) -> np.ndarray:
         qs, qh = planes["qs"].reshape(-1, 48), planes["qh"].reshape(-1, 4)
