@@ -51,6 +51,9 @@ def formats():
             kb.get_format(name, block=block, double_quant=double) for block in (16, 32, 256) for double in (False, True)
         ]
     found += [kb.get_format(f"kbit{k}", absmax=absmax) for k in range(2, 9) for absmax in ("float16", "float32")]
+    found += [kb.get_format(f"kbit{k}", codebook="custom") for k in range(2, 9)]
+    found += [kb.get_format("kbit3", codebook="custom", absmax=absmax) for absmax in ("float16", "float32")]
+    found.append(kb.get_format("table4", codebook="custom"))
     return [format for format in found if format.fragments() is not None or format.records() is not None]
 
 
@@ -136,13 +139,19 @@ def as_multiplied(q, w, route, dtype):
     fragments, eps = q.format.fragments(), float(ml_dtypes.finfo(dtype).eps)
     if fragments is None or (route != "plan" and not fragments.entries):
         return [w, *([rounded(w, eps)] if route == "plan" else [])]
-    if route != "plan" and fragments.bits > 5:  # values in two parts
+    if route != "plan" and fragments.in_two_parts:
         return [rounded(w, eps)]
     values, offsets = with_scales(q, 1.0, False), with_scales(q, 0.0, True)
     scales = np.divide(w - offsets, values, out=np.zeros_like(w), where=values != 0)
+    # A scale of the whole array multiplies sums. The others are quotients that lie a little beside what is stored, and
+    # of halves one in eight is halfway between two bfloat16: there that would decide.
+    whole = float(q.planes[fragments.tensor_scale][0]) if fragments.tensor_scale in q.planes else 1.0
+    stored, own = q.planes[fragments.scales].dtype, scales / whole
+    if fragments.entries and stored.itemsize == 2 and not fragments.beside:
+        own = rounded(own, float(ml_dtypes.finfo(stored).eps))
     power = factor_of(q, dtype)
     table = values * power if both_ways(fragments) else rounded(values * power, eps)
-    found = [table / power * scales + offsets, rounded(table * rounded(scales, eps), eps) / power + offsets]
+    found = [table / power * scales + offsets, rounded(table * rounded(own, eps), eps) / power * whole + offsets]
     return [*found, rounded(w, eps)] if route == "plan" else found
 
 
@@ -171,7 +180,7 @@ def by_table(q, w, dtype):
     sub-Gaussian with (1 - 2f) / (2 ln((1 - f) / f)) (Kearns and Saul, 1998), for f = 1/2 with 1/4.
     """
     fragments = q.format.fragments()
-    if fragments is None or not fragments.entries or fragments.bits > 5 or not both_ways(fragments):
+    if fragments is None or not fragments.entries or fragments.in_two_parts or not both_ways(fragments):
         return None
     values, offsets = with_scales(q, 1.0, False), with_scales(q, 0.0, True)
     scales = np.divide(w - offsets, values, out=np.zeros_like(w), where=values != 0)
@@ -295,6 +304,17 @@ def terms(a, part, rows, blocked):
     return y, size
 
 
+def in_float32(size, depth):
+    """What no output of a product in float32 is off, but one in `ODDS`, of so many terms whose magnitudes make `size`.
+
+    Route `staged` rounds each number of a token, and cuBLAS each of `depth` sums, in an order of its own: by at most
+    2^-24 of a number that is not above `size`. Such errors are as good as independent, with mean 0, so what they make
+    is sub-Gaussian with the variance of depth + 1 numbers that are off by all of that (Hoeffding, 1963; of sums Higham
+    and Mary, 2019). `most` bounds the sum of their squares.
+    """
+    return 2.0**-24 * math.sqrt(2 * math.log(2 * ODDS * np.size(size)) * (depth + 1)) * size
+
+
 def wrong_integers(format, preset, rng, cupy, routes):
     """What is wrong with one random product of quantized activations, or None."""
     n = int(rng.choice([1, 3, 16, 33, 100, 144, 512, 1040, 5000]))
@@ -327,11 +347,15 @@ def wrong_integers(format, preset, rng, cupy, routes):
         given = quantize_host(x.get(), preset)
         tokens = np.abs(given.codes * np.repeat(given.scales, -(-k // given.scales.shape[1]), axis=1)[:, :k])
         size = 2.0**20 * eps * (tokens.astype(np.float64) @ np.abs(kb.dequantize(on_host)).astype(np.float64).T)
-    allowed = 2.0**-20 * size + np.abs(exact) * eps * 0.51
-    if dtype == np.float16:
-        allowed = allowed + 2.0**-25
+    outputs = np.abs(exact) * eps * 0.51 + (2.0**-25 if dtype == np.float16 else 0.0)
+    allowed = outputs + (in_float32(size, k) if route == "staged" else 2.0**-20 * size)
     off = np.abs(y.get().astype(np.float64) - exact)
     bad = inside & ~(off <= allowed)
+    if route == "staged" and not bad.any():
+        sums = np.maximum(off - outputs, 0)[inside & (size > 0)] / size[inside & (size > 0)]
+        variance = np.full(max(1, sums.size), (k + 1) * 2.0**-48)
+        if np.square(sums).sum() > most(variance, math.log(ODDS)):
+            return f"{format} {preset} {dtype} n {n} k {k} m {m} {route}: {np.sqrt(np.mean(sums**2)):.3g} of the terms"
     if bad.any():
         worst = (off / allowed)[bad].max()
         return f"{format} {preset} {dtype} n {n} k {k} m {m} {route}: {bad.sum()} wrong, {worst:.3g} times"

@@ -39,8 +39,8 @@ FORMATS = (
     *("kbit2", "kbit3", "kbit4", "kbit4:absmax=float32", "kbit5", "fp4"),
     *("nf4", "nf4:block=16", "nf4:block=32,double_quant=True"),
     *(f"table4:block={block},codebook=custom" for block in (16, 32, 64)),
-    # Of 4 or 8 values those times scales are so few numbers that what their rounding does to rows is chance.
-    *("kbit4:codebook=custom", "kbit5:codebook=custom"),
+    *(f"kbit{k}:codebook=custom" for k in (2, 3, 4, 5)),
+    *("kbit2:absmax=float16,codebook=custom", "kbit3:absmax=float32,codebook=custom"),
 )
 
 

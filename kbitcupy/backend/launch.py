@@ -40,6 +40,22 @@ class Ready:
     resident: int
 
 
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A launch that is worked out once for all products of one shape.
+
+    Parameters
+    ----------
+    launch : callable
+        The kernel, loaded: `Ready.launch`.
+    grid : tuple of int
+        Thread blocks.
+    """
+
+    launch: Callable[[tuple[int, ...], Sequence[Any]], None]
+    grid: tuple[int, ...]
+
+
 def bind_thread() -> None:
     """Make the context of the current device that of this thread.
 

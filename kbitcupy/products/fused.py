@@ -83,9 +83,7 @@ class Decoder:
     @property
     def single(self) -> bool:
         """Whether ``linear_one`` has it: tables of values that a warp has lanes for, scales that are used as stored."""
-        return (
-            self.fragments.single and self.fragments.copied and self.fragments.entries > 0 and self.fragments.bits <= 5
-        )
+        return self.fragments.single and self.fragments.copied and self.fragments.entries > 0
 
     @property
     def elements_in_gaps(self) -> int:
@@ -135,7 +133,7 @@ def _values_of(fragments: Fragments, dtype: np.dtype) -> bytes:
         struct["value"].view(np.uint32)[0] = fragments.signed << fragments.bits - 1
     if fragments.known_values:
         values = np.array(fragments.known_values, np.float32)
-        parts = in_two_parts(fragments)
+        parts = fragments.in_two_parts
         struct["power"] = _power_below(values)
         if not parts:  # rounding takes nothing of two
             struct["power"] *= np.float32(gentle_factor(values, dtype))
@@ -149,14 +147,6 @@ def _values_of(fragments: Fragments, dtype: np.dtype) -> bytes:
     return struct.tobytes()
 
 
-def in_two_parts(fragments: Fragments) -> bool:
-    """Whether ``linear_few`` keeps each value of a codebook, and each scale, as two numbers of x's type.
-
-    Then a weight is rounded once. Codebooks of up to 32 values have tables of pairs, or of rounded values.
-    """
-    return fragments.entries > 0 and fragments.bits > 5
-
-
 # Steps between the numbers of a type from 1 to 2.
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -168,7 +158,7 @@ def rounded_note(fragments: Fragments | None, dtype: np.dtype, scales: bool) -> 
     one's own, are rounded both ways. Other tables multiply sums by their scales.
     """
     assert fragments is not None
-    own = bool(fragments.entries) and fragments.owned and not fragments.known_values and not in_two_parts(fragments)
+    own = bool(fragments.entries) and fragments.owned and not fragments.known_values and not fragments.in_two_parts
     what = " and ".join(name for name, rounded in (("values", own), ("scales", scales)) if rounded)
     return f", {what} rounded to {dtype}" if what else ""
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import Template
-from ..backend.launch import Kernel
+from ..backend.launch import Kernel, Planned
 from ..backend.structs import Constants, Struct
 from ..formats.base import IntegerCodes, register_templates
 from ..formats.integer_codes import NOTHING
@@ -133,23 +133,17 @@ def choose(rows: int, processors: int) -> Cut:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Planned):
     """The second launch of a product of one shape.
 
     Parameters
     ----------
-    launch : callable
-        The kernel, loaded.
-    grid : tuple of int
-        Thread blocks.
     cut : bytes
         `CUT`.
     rows : int
         Of a thread block.
     """
 
-    launch: Any
-    grid: tuple[int, ...]
     cut: bytes
     rows: int
 

@@ -18,7 +18,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import tma, xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, capability, multiprocessors, shared_memory
+from ..backend.launch import Kernel, Planned, capability, multiprocessors, shared_memory
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
 from ..formats.base import IntegerCodes, register_templates
@@ -258,15 +258,11 @@ def _in_pieces(part: IntegerCodes) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _Plan(Planned):
     """The second launch of a product of one shape.
 
     Parameters
     ----------
-    launch : callable
-        The kernel, loaded.
-    grid : tuple of int
-        Thread blocks.
     cut : bytes
         `CUT`.
     flavour : Flavour
@@ -277,8 +273,6 @@ class _Plan:
         What turns over the highest bit of codes, and what they are lower by after that.
     """
 
-    launch: Any
-    grid: tuple[int, ...]
     cut: bytes
     flavour: Flavour
     own: bool

@@ -19,7 +19,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel
+from ..backend.launch import Kernel, Planned
 from ..backend.structs import Constants
 from ..formats.base import IntegerCodes, register_templates
 from ..formats.integer_codes import NOTHING, ZERO_POINTS
@@ -122,9 +122,14 @@ class Cut:
     share: int
 
     @property
+    def pairs(self) -> bool:
+        """Whether a warpgroup has two tiles of 64 rows, whose sums come in turns."""
+        return self.tokens == 64 and self.row_groups * self.k_groups == 2
+
+    @property
     def rows(self) -> int:
         """Rows of a thread block."""
-        return 64 * self.row_groups
+        return 64 * self.row_groups * (1 + self.pairs)
 
     @property
     def threads(self) -> int:
@@ -176,8 +181,9 @@ class Cut:
 
     def keeps(self, codes: Codes) -> bool:
         """Whether what shares a scale of a row is added up in one integer: parts of k have stages in turns."""
-        together = STAGE_K if self.halves(codes) else STAGE_K * self.boxes(codes.bits)
-        return codes.group <= together or (self.k_groups == 1 and not self.halves(codes))
+        at_once = self.halves(codes) or self.pairs
+        together = STAGE_K if at_once else STAGE_K * self.boxes(codes.bits)
+        return codes.group <= together or (self.k_groups == 1 and not at_once)
 
     def waves(self, tokens: int, rows: int, codes: Codes, processors: int) -> float:
         """Tiles of a multiprocessor, one after the other."""
@@ -199,26 +205,31 @@ class Cut:
 
 #: Those of few tokens, of which the second shares out k where there are few rows; those of many.
 CUTS = (Cut(64, 4, 1, 1), Cut(64, 1, 4, 1), Cut(128, 2, 1, 2), Cut(256, 2, 1, 2))
+#: That of few tokens and codes of 4 bits whose groups are a stage's.
+PAIRS = Cut(64, 2, 1, 1)
 # Microseconds of a stage, by the bits of a code; more for a sum that becomes float32 once in a stage; of two launches;
 # the fraction of bandwidth at which codes come.
 _NIBBLES, _TRITS = (0.57, 0.2, 0.405, 0.78), (0.47, 0.19, 0.37, 0.78)
 _STAGE = {bits: dict(zip(CUTS, of, strict=True)) for bits, of in ((8, _NIBBLES), (4, _NIBBLES), (2, _TRITS))}
 _SUMS, _START, _FRACTION = 2.2e-5, 7.0, 0.85
+_STAGE[4][PAIRS] = 0.45
 # The tokens of a cut whose sums come for some of them at a time, and the first two of these numbers there.
 _CHUNKED, _CHUNKED_STAGE, _CHUNKED_SUMS = 256, 0.72, 1.25e-5
 # Microseconds to quantize an element of many tokens.
 _QUANTIZED = 3e-6
 
 
-def cuts(each: bool) -> tuple[Cut, ...]:
+def cuts(bits: int, unit: int, each: bool) -> tuple[Cut, ...]:
     """Those that there are: scales of so many tokens do not come in one box."""
-    return CUTS[:-1] if each else CUTS
+    if each:
+        return CUTS[:-1]
+    return (*CUTS, PAIRS) if (bits, unit) == (4, STAGE_K) else CUTS
 
 
 def fitting(depth: int, codes: Codes) -> list[Cut]:
     """Cuts of which each part of k has at least a stage, and that keep a group in one sum."""
     stages = -(-depth // STAGE_K)
-    some = [cut for cut in cuts(codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages]
+    some = [cut for cut in cuts(codes.bits, codes.unit, codes.each) if cut.k_groups * cut.boxes(codes.bits) <= stages]
     return [cut for cut in some if codes.each or cut.keeps(codes)]
 
 
@@ -261,7 +272,12 @@ _KINDS = {
 
 
 def _templates() -> Iterator[Template]:
-    every = [(cut, (bits, unit, each)) for bits, kinds in _KINDS.items() for unit, each in kinds for cut in cuts(each)]
+    every = [
+        (cut, (bits, unit, each))
+        for bits, kinds in _KINDS.items()
+        for unit, each in kinds
+        for cut in cuts(bits, unit, each)
+    ]
     # Some of those with scales of groups are one or two registers short.
     whole = [(cut, kind) for cut, kind in every if not (kind[1] or kind[2])]
     for hot, some in ((True, whole), (False, [each for each in every if each not in whole])):
@@ -281,23 +297,17 @@ def _kernel(dtype: str, cut: Cut, bits: int, unit: int, each: bool, early: bool)
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Planned):
     """The launch of a product of one shape.
 
     Parameters
     ----------
-    launch : callable
-        The kernel, loaded.
-    grid : tuple of int
-        Thread blocks.
     cut : Cut
         How the work is cut.
     codes : Codes
         Of the weight.
     """
 
-    launch: Any
-    grid: tuple[int, ...]
     cut: Cut
     codes: Codes
 

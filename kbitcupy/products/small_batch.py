@@ -36,7 +36,6 @@ from .fused import (
     Fused,
     bias_argument,
     bind,
-    in_two_parts,
     no_map,
     refusal,
     rounded_note,
@@ -619,7 +618,7 @@ def rounds_scales(problem: Problem) -> bool:
     Where lanes share a block it multiplies sums, in float32.
     """
     fragments = problem.fragments
-    if fragments is None or not fragments.entries or not fragments.owned or in_two_parts(fragments):
+    if fragments is None or not fragments.entries or not fragments.owned or fragments.in_two_parts:
         return False
     return fragments.scale_bytes == 4 or (fragments.scale_bytes == 2 and problem.dtype != np.float16)
 
@@ -670,10 +669,11 @@ class SingleToken(Route):
             return found
         if problem.tokens != 1:
             return f"it takes one token, and these are {problem.tokens}"
-        assert problem.device is not None and problem.fragments is not None
-        if not problem.fragments.copied:
+        assert problem.device is not None
+        fragments = self._fragments(problem)
+        if not fragments.copied:
             return "it takes scales as they are stored, and these have to be spread"
-        if not Decoder(problem.fragments).single:
+        if not Decoder(fragments).single:
             return "it takes values out of a table of up to 32"
         if problem.shape[0] % ITEM_ROWS or not problem.device.copies_tiles:
             return f"{problem.shape[0]} rows are not whole tiles of {ITEM_ROWS}"
@@ -690,13 +690,18 @@ class SingleToken(Route):
 
     def describe(self, problem: Problem) -> str:
         kernel = self._kernel(problem)
-        rounded = rounded_note(problem.fragments, problem.dtype, False)
+        rounded = rounded_note(self._fragments(problem), problem.dtype, False)
         blocks = f"{kernel.run} tiles a thread block, grid ({kernel.blocks},)"
         return f"weights decoded in registers: linear_one, {blocks}{rounded}"
 
     def _kernel(self, problem: Problem) -> OneKernel:
-        assert problem.device is not None and problem.fragments is not None
-        return _one(problem.fragments, problem.shape, problem.dtype, problem.device)
+        assert problem.device is not None
+        return _one(self._fragments(problem), problem.shape, problem.dtype, problem.device)
+
+    @staticmethod
+    def _fragments(problem: Problem) -> Fragments:
+        assert problem.fragments is not None
+        return problem.fragments.one_token or problem.fragments
 
 
 class SmallBatch(Route):

@@ -4,8 +4,9 @@ Tokens are those of `kbitcupy.products.integer_activations`, ``e * q`` with one 
 
     y = decode(W) . (e * q) + bias
 
-in float32, rounded once. Each number of a token, a product of two float32 numbers, is rounded to float32. On a GPU few
-tokens are multiplied as the integers that they are: what shares all factors is added up exactly, and scaled after that.
+in float32, rounded once. Each number of a token, a product of two float32 numbers, is rounded to float32, and so is a
+sum after each term, in the order of the library that multiplies. On a GPU few tokens are multiplied as the integers
+that they are: what shares all factors is added up exactly, and scaled after that.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, capability, multiprocessors, shared_memory
+from ..backend.launch import Kernel, Planned, capability, multiprocessors, shared_memory
 from ..backend.structs import Constants
 from ..backend.tma import MAP_BYTES, byte_matrix
 from ..formats.base import Trits, register_templates
@@ -68,23 +68,17 @@ _PASS, _LINE = 16, 128
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(Planned):
     """The launch for products of one shape.
 
     Parameters
     ----------
-    launch : callable
-        The kernel, loaded.
-    grid : tuple of int
-        Thread blocks.
     cut : tuple of int
         The last numbers of the kernel's arguments.
     of_pass : int
         Rows of a box.
     """
 
-    launch: Any
-    grid: tuple[int]
     cut: tuple[int, ...]
     of_pass: int
 

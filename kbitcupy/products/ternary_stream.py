@@ -18,7 +18,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, multiprocessors, shared_memory
+from ..backend.launch import Kernel, Planned, multiprocessors, shared_memory
 from ..backend.structs import Constants
 from ..formats.base import Trits, register_templates
 from ..formats.ternary import BLOCK
@@ -90,15 +90,11 @@ def _warps(pairs: int, most: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Stream:
+class _Stream(Planned):
     """The second launch of a product of one shape.
 
     Parameters
     ----------
-    launch : callable
-        The kernel, loaded.
-    grid : tuple of int
-        Thread blocks.
     groups : int
         Times 8 tokens, that are read.
     code_bytes : int
@@ -107,8 +103,6 @@ class _Stream:
         1 where thread blocks stage tokens in shared memory.
     """
 
-    launch: Any
-    grid: tuple[int, ...]
     groups: int
     code_bytes: int
     staged: int

@@ -216,9 +216,10 @@ __device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
 //     words
 //             of codes in order
 //     finish  called once for each block: with a token, the block, its scale, and what its codes add up to
-template <int HELD, typename T, typename P, typename F>
+//     arrived called by all of a warp when its first numbers are there, with a word of them; not by warps without any
+template <int HELD, typename T, typename P, typename F, typename A>
 __device__ __forceinline__ void quantize_by_blocks(
-    const T* x, int tokens, int depth, int reach, const P& put, const F& finish) {
+    const T* x, int tokens, int depth, int reach, const P& put, const F& finish, const A& arrived) {
     const Shares share(tokens);
     const int own = share.first(), first = own - threadIdx.x % WARP * SIXTEEN, step = share.step();
     if (share.token() >= share.together) return;
@@ -237,6 +238,7 @@ __device__ __forceinline__ void quantize_by_blocks(
                 const int k = own + at + i * step;
                 unsigned most = held[i].largest();
                 most = max(most, __shfl_xor_sync(FULL_WARP, most, 1));
+                if (i == 0 && at == 0 && m < share.together) arrived(most);
                 const BlockRule rule(most);
                 float v[SIXTEEN];
                 held[i].get(v);
@@ -261,9 +263,11 @@ __device__ __forceinline__ void quantize_by_blocks(
 //     rule      of which each thread has its own
 //     put       as above, and whether the sixteen are there; returns what their codes add up to, or 0 if not SUMMED
 //     finish    called once for each token: with it, its scale, and what its codes add up to
-template <bool SUMMED, int HELD, typename T, typename R, typename P, typename F>
+//     arrived   called by all threads when the numbers of the first tokens are there, with a word of them
+template <bool SUMMED, int HELD, typename T, typename R, typename P, typename F, typename A>
 __device__ __forceinline__ void quantize_by_tokens(
-    const T* x, int tokens, int depth, int reach, unsigned* exchange, R rule, const P& put, const F& finish) {
+    const T* x, int tokens, int depth, int reach, unsigned* exchange, R rule, const P& put, const F& finish,
+    const A& arrived) {
     const Shares share(tokens);
     const int lane = threadIdx.x % WARP, mate = share.warp % share.each, step = share.step();
     const int own = share.first(), first = own - lane * SIXTEEN;
@@ -290,6 +294,7 @@ __device__ __forceinline__ void quantize_by_tokens(
         if (begin > 0) __syncthreads();  // what was exchanged has been read
         if (lane == 0) exchange[share.warp] = most;
         __syncthreads();
+        if (begin == 0) arrived(most);
         rule.begin(largest_of_warp(lane < share.each ? exchange[min(share.warp - mate + lane, share.warps - 1)] : 0));
         int sum = 0;
         const auto quantize = [&](const Numbers<T>& numbers, int k) {

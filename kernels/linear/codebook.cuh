@@ -5,14 +5,19 @@
 
 // ---- k-bit ---------------------------------------------------------------------------------------------------------
 
-template <typename T, int K, int FORMAT>
+// TWO_PARTS: each value is kept as two numbers of T, the rounded one and what that leaves, so that a weight is rounded
+// once, as decoded weights are. Scales are kept so, too, where T does not hold them. Many values are so close together
+// that they need it; and what rounding does to few values, which times scales of 5 bits are few numbers, does not
+// average out over a row.
+template <typename T, int K, int FORMAT, bool TWO_PARTS = (K > 5)>
 struct Kbit {
     using Type = T;
     using Code = typename Absmax<FORMAT>::Code;
     static constexpr int VALUES = 1 << K, ENTRIES = K >= 5 ? VALUES : 256;
-    static constexpr bool GAPS = K == 3 || K == 4;
+    static constexpr bool GAPS = !TWO_PARTS && (K == 3 || K == 4);
     static constexpr int SCALE_BYTES = ITEM_K / ROW * sizeof(Code), WORDS = K;
-    static constexpr int FIELDS = Field<K>::BITS;
+    // Of 4 values an entry is for four codes, but in two parts, which have as many words, for two, as of 8 and 16.
+    static constexpr int FIELDS = Field<(TWO_PARTS && K == 2 ? 4 : K)>::BITS;
     static constexpr int ITEM_BYTES = ITEM_K * K / 8, LANE_BYTES = ROW * K / 8;
     static constexpr bool SPREAD_SCALES = false, PAIRED = false;
     // What the sums of multiply lack: a scale of up to 65504 must leave room for the values.
@@ -20,10 +25,9 @@ struct Kbit {
     static constexpr int SCALE_STEP = sizeof(Code), X_WORDS = 16, MOST_TOGETHER = 2;
     static constexpr int SWIZZLE_PERIOD = 1;
     static constexpr bool ONE_READ = K == 4;
-    // Many values are so close together that each is kept as two numbers of T, the rounded one and what that leaves: a
-    // weight is then rounded once, as decoded weights are. Scales are kept so, too, where T does not hold them.
-    static constexpr bool TWO_PARTS = K > 5,
-                          EXACT_SCALE = FORMAT == E4M4 || (FORMAT == FLOAT16 && SameType<T, __half>::VALUE);
+    // Words are read one or two at a time, and each word of `unpack` has bits of all.
+    static constexpr bool MIXED = K > 4 && K < 8;
+    static constexpr bool EXACT_SCALE = FORMAT == E4M4 || (FORMAT == FLOAT16 && SameType<T, __half>::VALUE);
 
     __device__ __forceinline__ static int row(int g) { return g; }
     __device__ __forceinline__ static int token(int g) { return g; }
@@ -74,7 +78,7 @@ struct Kbit {
     // For each 8 consecutive elements, which stand in 4 words, the 4 pairs of the table.
     __device__ __forceinline__ static void arrange_x(unsigned (&x)[16]) {
         if constexpr (K >= 5) return;
-        constexpr int FAR = K == 2 ? 1 : 2;  // distance of the two words that a pair comes from
+        constexpr int FAR = FIELDS == 2 ? 1 : 2;  // distance of the two words that a pair comes from
 #pragma unroll
         for (int j = 0; j < 16; j += 4) {
             const unsigned a = x[j], b = x[j + FAR], c = x[j + 3 - FAR], d = x[j + 3];
@@ -83,9 +87,9 @@ struct Kbit {
         }
     }
 
-    // Fill the table with more values than a warp has lanes: those of a plane, or of the parameter, which are
-    // prescaled. An entry is one value in two parts. Returns the prescale.
-    __device__ static float fill_many(
+    // Fill the table with values in two parts: those of a plane, or of the parameter, which are prescaled. Returns the
+    // prescale.
+    __device__ static float fill_in_two(
         unsigned table, const float* values, const Values& codebook, unsigned thread, unsigned threads) {
         float power = codebook.power;
         if (values) {
@@ -95,9 +99,19 @@ struct Kbit {
             power = power_below(__uint_as_float(warp_max(__float_as_uint(largest))));
         }
         const float factor = (FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f) / EPILOGUE_SCALE;
+        auto value = [&](unsigned code) {
+            return in_two((values ? values[code] * power : codebook.map[code]) * factor);
+        };
         for (unsigned i = thread; i < 2 * ENTRIES; i += threads) {
-            const unsigned word[1] = {in_two((values ? values[i / 2] * power : codebook.map[i / 2]) * factor)};
-            fill_entry<1>(table, i / 2, i % 2, word);
+            const unsigned index = i / 2;
+            if constexpr (K >= 5) {
+                const unsigned word[1] = {value(index)};
+                fill_entry<1>(table, index, i % 2, word);
+            } else {
+                const unsigned first = value(index % VALUES), second = value(index / 16 % VALUES);
+                const unsigned word[2] = {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
+                fill_entry<2>(table, index, i % 2, word);
+            }
         }
         return power;
     }
@@ -129,7 +143,9 @@ struct Kbit {
         }
     }
 
-    __device__ __forceinline__ static unsigned lane_offset(int lane) { return lane * (K == 2 ? 8 : 4); }
+    __device__ __forceinline__ static unsigned lane_offset(int lane) {
+        return lane * (K < 5 && (K == 2 || TWO_PARTS) ? 8 : 4);
+    }
 
     // The planes of a tile, transposed: field n of word w is an index.
     __device__ __forceinline__ static void unpack(const unsigned (&word)[2][WORDS], unsigned (&f)[2][FIELDS]) {
@@ -205,12 +221,17 @@ struct Kbit {
     // Pair h of a row's sixteen, scaled: the products of what was left first, so that one rounding is all that counts.
     static __device__ __forceinline__ unsigned rounded_once(
         const unsigned (&f)[FIELDS], int h, unsigned lane, unsigned scale, unsigned rest) {
-        const unsigned first = table_entry(entry_offset(f[h % 4 * 2], h / 4, lane));
-        const unsigned second = table_entry(entry_offset(f[h % 4 * 2 + 1], h / 4, lane));
-        const unsigned value = __byte_perm(first, second, 0x5410), left = __byte_perm(first, second, 0x7632);
-        unsigned small = Word<T>::multiply(left, scale);
-        if constexpr (!EXACT_SCALE) small = fma_pairs<T>(value, rest, small);
-        return fma_pairs<T>(value, scale, small);
+        uint2 v;  // the values, and what they leave
+        if constexpr (K >= 5) {
+            const unsigned first = table_entry(entry_offset(f[h % 4 * 2], h / 4, lane));
+            const unsigned second = table_entry(entry_offset(f[h % 4 * 2 + 1], h / 4, lane));
+            v = make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+        } else {
+            v = table_entry_pair(entry_offset(f[h % 4], h / 4, lane));
+        }
+        unsigned small = Word<T>::multiply(v.y, scale);
+        if constexpr (!EXACT_SCALE) small = fma_pairs<T>(v.x, rest, small);
+        return fma_pairs<T>(v.x, scale, small);
     }
 
     // The four unscaled values of step s of a row, from its transposed planes.
@@ -234,9 +255,14 @@ struct Kbit {
     }
 };
 
-template <typename T, int K, int FORMAT>
-struct RoundsBothWays<Kbit<T, K, FORMAT>> {
-    static constexpr bool VALUE = K <= 5;
+template <typename T, int K, int FORMAT, bool TWO_PARTS>
+struct RoundsBothWays<Kbit<T, K, FORMAT, TWO_PARTS>> {
+    static constexpr bool VALUE = !TWO_PARTS;
+};
+
+template <typename T, int K, int FORMAT, bool TWO_PARTS>
+struct InTwoParts<Kbit<T, K, FORMAT, TWO_PARTS>> {
+    static constexpr bool VALUE = TWO_PARTS;
 };
 
 // ---- tables of 16 values -------------------------------------------------------------------------------------------
@@ -255,7 +281,7 @@ struct Table4 {
     static constexpr float EPILOGUE_SCALE = 1.0f;
     static constexpr int SCALE_STEP = 0, X_WORDS = 16, MOST_TOGETHER = 2;
     static constexpr int SWIZZLE_PERIOD = 4;
-    static constexpr bool ONE_READ = false;
+    static constexpr bool ONE_READ = false, MIXED = false;
 
     // With reads of 8 bytes, half of the lanes meet in a bank if they have neighbouring rows.
     __device__ __forceinline__ static int row(int g) { return SUB == 64 ? (g & 1) | (g & 2) << 1 | (g & 4) >> 1 : g; }

@@ -27,6 +27,7 @@
 //     EPILOGUE_SCALE            what the epilogue must multiply sums by, beside 1 / power of the table
 //     SWIZZLE_PERIOD            how many pairs of rows are swizzled differently in shared memory; 1: rows are in order
 //     ONE_READ                  whether what a lane reads of a row of a k-tile is one piece of 16 bytes
+//     MIXED                     whether each word of unpack has bits of all words that read brings
 //     row(g)                    the row of a tile that the lanes g have, with the one 8 below it
 //     token(g)                  the token of eight that the lanes g have: those which read x together must meet in no
 //     bank fill<ONE>(...)            fill the table from a value a lane; ONE: for linear_one read, read_swizzled the
@@ -99,6 +100,12 @@ struct PieceOf {
 template <>
 struct PieceOf<8> {
     using Type = uint2;
+};
+
+// Whether the host always knows the values of a decoder's table.
+template <typename Decoder>
+struct KnownValues {
+    static constexpr bool VALUE = false;
 };
 
 // ---- scales in half precision --------------------------------------------------------------------------------------
@@ -229,6 +236,12 @@ __device__ __forceinline__ void fill_halves(unsigned table, int index, int part,
 // Whether a decoder's table is one of these.
 template <typename Decoder>
 struct RoundsBothWays {
+    static constexpr bool VALUE = false;
+};
+
+// Whether it keeps each value as two numbers of T.
+template <typename Decoder>
+struct InTwoParts {
     static constexpr bool VALUE = false;
 };
 

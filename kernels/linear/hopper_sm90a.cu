@@ -682,8 +682,12 @@ __device__ __forceinline__ void multiply_stages(
                 arrange<Decoder::ORDER>(x[i]);
             }
             if constexpr (!S::HALVES) {
+                // What depends on all loads: an arrival overtakes those that are queued, and then the copy does, too.
+                unsigned read = field[0][0] | field[1][0];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) read |= x[i][0];
                 __syncwarp();
-                if (lane == 0) barrier_arrive(ring.empty());
+                if (lane == 0) barrier_arrive(ordered_after(ring.empty(), read, unsigned(n) >> 30));
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {

@@ -50,6 +50,11 @@ struct Beside {
         return (min(max(point, lowest), lowest + 15) - lowest) * 0x01010101u;
     }
 
+    // The same of an int32.
+    __device__ __forceinline__ unsigned points_of_word(unsigned word) const {
+        return (min(max(static_cast<int>(word), lowest), lowest + 15) - lowest) * 0x01010101u;
+    }
+
     // Both, from memory.
     __device__ __forceinline__ float scale_at(unsigned at) const {
         if (scale_kind == FLOAT32_SCALES) return scale_of(static_cast<const unsigned*>(scale)[at], 0);

@@ -49,7 +49,12 @@ struct RowScales {
     // The scales of unit u; its zero points from here on.
     __device__ __forceinline__ void take(unsigned u, float (&by)[2], typename S::Decoder::Zero& zero) {
         while (u >= reached) next_table(true);
-        const unsigned at = tables.data() + numbers + u % TABLE_UNITS * S::TABLE_PITCH;
+        read(u, 0, by, zero);
+    }
+    // The same of rows `below`, of a unit that has been reached.
+    __device__ __forceinline__ void read(
+        unsigned u, unsigned below, float (&by)[2], typename S::Decoder::Zero& zero) const {
+        const unsigned at = tables.data() + numbers + 8 * below + u % TABLE_UNITS * S::TABLE_PITCH;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint2 v = shared_at<uint2>(at + 64 * i);

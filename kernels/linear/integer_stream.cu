@@ -12,15 +12,17 @@
 // A slot of the ring is asked for again as soon as it has been read. No warp waits for another but where a tile's sums
 // are added up, some tiles later.
 //
-// The first slots are asked for while tokens are still being quantized, the others behind them. With more than 64 KB
-// under way on a multiprocessor, or with lines brought to the L2 cache beforehand, everything comes later, tokens first
-// of all: that, tokens in shared memory, and warps of a block that wait for all of them, were 8 us of the first
-// version, 28672 x 8192 on an H200.
+// The first slots are asked for while tokens are still being quantized: by another launch all of them, but of q4_k; by
+// the block itself one of each warp, and the others when its numbers have arrived. With more than 64 KB under way on a
+// multiprocessor, or with lines brought to the L2 cache beforehand, everything comes later, tokens first of all: that,
+// tokens in shared memory, and warps of a block that wait for all of them, were 8 us of the first version,
+// 28672 x 8192 on an H200.
 //
 // Sums of a unit, elements that share all scales, are exact: codes of 4 bits stand in the upper half of a byte, where
 // they count 16 times what they are; an mma begins with the bits of a float whose last bit counts 1, or 1/16, and the
-// sum is read as a float less that number. A zero point is taken off there, times the sum of the tokens' codes. Where
-// all of a row is one unit, sums stay integers to the end.
+// sum is read as a float less that number. Unsigned ones whose units are their own may stand in the lower half as well.
+// A zero point is taken off there, times the sum of the tokens' codes. Where all of a row is one unit, sums stay
+// integers to the end.
 #include "common/copy.cuh"
 #include "common/ieee.cuh"
 #include "common/sync.cuh"
@@ -195,17 +197,30 @@ struct Slot {
         }
     }
 
+    // A word of each load: ptxas issues them in any order, so that none is known to arrive last.
+    __device__ __forceinline__ static unsigned bits_read(const unsigned (&word)[2][8]) {
+        constexpr int AT_ONCE = WIDE ? 4 : PAIR ? 2 : 1;
+        unsigned bits = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j += AT_ONCE) bits |= word[0][j] | word[1][j];
+        return bits;
+    }
+
+    // Whether codes of mma number s stand in the lower half of a byte, and count 1: unsigned ones, with their own
+    // units.
+    __device__ __forceinline__ static constexpr bool low(int s) { return INNER && s % 2 == 0; }
+
     // The a of mma number s.
     __device__ __forceinline__ static void fragment(
         unsigned (&a)[4], const unsigned (&word)[2][8], int s, unsigned flip) {
-        constexpr unsigned HIGH = 0xf0f0f0f0u;
+        constexpr unsigned HIGH = 0xf0f0f0f0u, LOW = 0x0f0f0f0fu;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if constexpr (BYTES) {
                 a[h] = word[h][2 * s] ^ flip, a[h + 2] = word[h][2 * s + 1] ^ flip;
             } else if constexpr (CODES == PAIRS4) {
                 const unsigned u = word[h][s / 2 * 2], v = word[h][s / 2 * 2 + 1];
-                a[h] = ((s % 2 ? u : u << 4) & HIGH) ^ flip, a[h + 2] = ((s % 2 ? v : v << 4) & HIGH) ^ flip;
+                a[h] = u & (s % 2 ? HIGH : LOW), a[h + 2] = v & (s % 2 ? HIGH : LOW);
             } else {
                 a[h] = (word[h][s] << 4 & HIGH) ^ flip, a[h + 2] = (word[h][s] & HIGH) ^ flip;
             }
@@ -382,6 +397,7 @@ struct Feed {
         fetch(0, 0);
     }
     __device__ __forceinline__ void fill() {
+#pragma unroll 1
         for (int i = 1; i < cut.ring; ++i) fetch(i, 0);
     }
     // Ask for the next box; `zero` may depend on what was read.
@@ -441,10 +457,19 @@ __device__ __forceinline__ unsigned load_anywhere(const void* p) {
     asm volatile("ld.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-__device__ __forceinline__ uint4 load_four_anywhere(const void* p) {
-    uint4 v;
-    asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+__device__ __forceinline__ unsigned load_anywhere_if(const void* p, bool wanted) {
+    unsigned v = 0;
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.u32 %0, [%1]; }"
+                 : "+r"(v)
+                 : "l"(p), "r"(unsigned(wanted))
+                 : "memory");
     return v;
+}
+__device__ __forceinline__ void load_four_anywhere(unsigned (&v)[4], const void* p) {
+    asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "l"(p)
+                 : "memory");
 }
 
 // What is known of a unit of a token: with Q8 its scale; and what the zero point or offset of a row is multiplied by.
@@ -480,60 +505,100 @@ __device__ __forceinline__ float fma_ieee(float a, float b, float c) {
     return r;
 }
 
-// Of a share that begins at `k`: the b of its mma.
+// Of a share that begins at `k`: the b of its mma. Where there is no token, that of another stands: its sums are of no
+// one. No register is cleared that could still be the address of a load: that would wait for it.
 template <typename Of, int EIGHTS>
 __device__ __forceinline__ void load_tokens(
     unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4], const Tokens& tokens, int k, int depth, int lane) {
-    const int fragments = (depth + 127) / 128 * (128 / FRAGMENT_K);  // with the last 128 k that there are
+    constexpr int ALL = Of::SHARE / FRAGMENT_K;
+    const int first = k / FRAGMENT_K, there = (depth + 127) / 128 * (128 / FRAGMENT_K) - first;  // of whole 128 k
+    const long long step = static_cast<long long>(tokens.padded) * MEMBER_BYTES;
+    const unsigned char* from[EIGHTS];
 #pragma unroll
-    for (int e = 0; e < EIGHTS; ++e) {
-        const int of = 8 * e + lane / 4, m = tokens.first + of;
-        const unsigned char* from = tokens.a + m * MEMBER_BYTES + lane % 4 * 16;
-        const long long step = static_cast<long long>(tokens.padded) * MEMBER_BYTES;
+    for (int e = 0; e < EIGHTS; ++e)
+        from[e] = tokens.a + first * step + lane % 4 * 16 +
+                  (tokens.first + min(8 * e + lane / 4, tokens.count - 1)) * MEMBER_BYTES;
+    if (there >= ALL) {
 #pragma unroll
-        for (int i = 0; i < Of::SHARE / FRAGMENT_K; ++i) {
-            const int at = k / FRAGMENT_K + i;
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (of < tokens.count && at < fragments) v = load_four_anywhere(from + at * step);
-            to_words(x[e][i], v);
-        }
+        for (int i = 0; i < ALL; ++i)
+#pragma unroll
+            for (int e = 0; e < EIGHTS; ++e) load_four_anywhere(x[e][i], from[e] + i * step);
+    } else {
+#pragma unroll
+        for (int i = 0; i < ALL; ++i)
+#pragma unroll
+            for (int e = 0; e < EIGHTS; ++e)
+                if (i < there) load_four_anywhere(x[e][i], from[e] + i * step);
+                else x[e][i][0] = x[e][i][1] = x[e][i][2] = x[e][i][3] = 0;
     }
 }
 
 // What the block scales of q4_k have beside: minima are multiplied by sums of tokens on tensor cores, each sum in two
-// parts of 11 bits. Those of 256 k and eight tokens are a piece of 16 bytes for each lane, its b of two mma.
+// parts of 11 bits, the upper one first. Those of 256 k and eight tokens are a piece of 16 bytes for each lane, of two
+// units, its b of two mma.
 __device__ __forceinline__ int place_of_sum(int unit, int token, int eights) {
-    return ((unit / 8 * eights + token / 8) * WARP + token % 8 * 4 + unit % 4) * 4 + unit % 8 / 4;
+    return ((unit / 8 * eights + token / 8) * WARP + token % 8 * 4 + unit % 4) * 4 + unit % 8 / 4 * 2;
 }
 
-// ... and the records of its units, and behind them those pieces.
+// ... and the records of its units, and behind them those pieces: asked for all at once, since each answer takes as
+// long as all of them. A lane has a token and a unit of eight at a time, so that pieces meet in no bank; of fewer units
+// it has one at a time.
 template <typename Of, int UNIT, int ADDED_, bool Q8, int EIGHTS>
-__device__ __forceinline__ void load_records(unsigned* records, const Tokens& tokens, int k, int depth, int lane) {
+struct Records {
     using Entry = Record<ADDED_, Q8>;
-    if constexpr (UNIT != 0 && (Entry::WORDS != 0 || Of::INNER)) {
-        constexpr int TOKENS = 8 * EIGHTS, UNITS = Of::SHARE / UNIT;
-        const int first = k / UNIT, units = (depth + UNIT - 1) / UNIT - first;
-        __syncwarp();  // all lanes have read those of the phase before
+    static constexpr bool ANY = UNIT != 0 && (Entry::WORDS != 0 || Of::INNER), SUMMED = ADDED_ != NOTHING || Of::INNER;
+    static constexpr int TOKENS = 8 * EIGHTS, UNITS = UNIT ? Of::SHARE / (UNIT ? UNIT : 1) : 1, ALL = UNITS * TOKENS;
+    static constexpr int ABREAST = UNITS % 8 == 0 ? 8 : UNITS, EACH = WARP / ABREAST;  // units; tokens of a turn
+    static constexpr int COUNT = ANY ? (ALL + WARP - 1) / WARP : 1;
+    int sum[SUMMED ? COUNT : 1];
+    unsigned scale[Q8 ? COUNT : 1];
+
+    // Which unit and token turn j of a lane is for.
+    __device__ __forceinline__ static int unit_of(int j, int lane) {
+        return j * EACH / TOKENS * ABREAST + lane % ABREAST;
+    }
+    __device__ __forceinline__ static int token_of(int j, int lane) { return j * EACH % TOKENS + lane / ABREAST; }
+
+    // Of a share that begins at `k`.
+    __device__ __forceinline__ void load(const Tokens& tokens, int k, int depth, int lane) {
+        if constexpr (ANY) {
+            const int first = k / UNIT, units = (depth + UNIT - 1) / UNIT - first;
+            const long long begin =
+                static_cast<long long>(first + lane % ABREAST) * tokens.padded + tokens.first + lane / ABREAST;
+            const long long step = static_cast<long long>(ABREAST) * tokens.padded;
 #pragma unroll
-        for (int i = lane; i < UNITS * TOKENS; i += WARP) {
-            const bool there = i / TOKENS < units && i % TOKENS < tokens.count;
-            const long long at = static_cast<long long>(first + i / TOKENS) * tokens.padded + tokens.first + i % TOKENS;
-            int sum = 0;
-            float scale = 0.0f;
-            if ((ADDED_ != NOTHING || Of::INNER) && there) sum = load_anywhere(tokens.sums + at);
-            if (Q8 && there) scale = usable(__uint_as_float(load_anywhere(tokens.token_scale + at)));
-            Entry::store(records + i * Entry::WORDS, scale, sum);
-            if constexpr (Of::INNER) {
-                const float whole = Q8 ? ieee::multiply(__int2float_rn(sum), scale) : __int2float_rn(sum);
-                const unsigned high = __float_as_uint(whole) & 0xffffe000u;
-                unsigned* const piece =
-                    records + UNITS * TOKENS * Entry::WORDS + place_of_sum(i / TOKENS, i % TOKENS, EIGHTS);
-                piece[0] = high, piece[2] = __float_as_uint(ieee::finite(ieee::subtract(whole, __uint_as_float(high))));
+            for (int j = 0; j < COUNT; ++j) {
+                const bool there = unit_of(j, lane) < units && token_of(j, lane) < min(tokens.count, TOKENS);
+                const long long at = begin + j * EACH / TOKENS * step + j * EACH % TOKENS;
+                if constexpr (SUMMED) sum[j] = static_cast<int>(load_anywhere_if(tokens.sums + at, there));
+                if constexpr (Q8) scale[j] = load_anywhere_if(tokens.token_scale + at, there);
             }
         }
-        __syncwarp();
     }
-}
+
+    // A turn all of whose tokens are not there is left out: what stands in their place is multiplied for no one.
+    __device__ __forceinline__ void store(unsigned* records, int count, int lane) const {
+        if constexpr (ANY) {
+            __syncwarp();  // all lanes have read those of the phase before
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) {
+                const int unit = unit_of(j, lane), token = token_of(j, lane);
+                if (j * EACH % TOKENS >= count || (ALL < WARP && token >= TOKENS)) continue;
+                const float of_unit = Q8 ? usable(__uint_as_float(scale[Q8 ? j : 0])) : 0.0f;
+                const int of_codes = SUMMED ? sum[SUMMED ? j : 0] : 0;
+                Entry::store(records + (unit * TOKENS + token) * Entry::WORDS, of_unit, of_codes);
+                if constexpr (Of::INNER) {
+                    const float codes = __int2float_rn(of_codes), whole = Q8 ? ieee::multiply(codes, of_unit) : codes;
+                    const unsigned high = __float_as_uint(whole) & 0xffffe000u;
+                    const float low = ieee::finite(ieee::subtract(whole, __uint_as_float(high)));
+                    *reinterpret_cast<uint2*>(records + ALL * Entry::WORDS + place_of_sum(unit, token, EIGHTS)) =
+                        make_uint2(high, __float_as_uint(low));
+                }
+            }
+            __syncwarp();
+        }
+    }
+};
 
 // What is known of tokens 2t and 2t + 1 of each eight as a whole: their scales, and the sums of their codes.
 template <int UNIT, bool Q8, int EIGHTS>
@@ -595,8 +660,8 @@ struct Sums {
         for (int e = 0; e < EIGHTS; ++e) {
             const uint4 piece = *reinterpret_cast<const uint4*>(pieces + e * (WARP * 4));
             float c[4] = {};
-            mma_short(c, a, piece.x, piece.y);
-            mma_short(c, a, piece.z, piece.w);
+            mma_short(c, a, piece.x, piece.z);
+            mma_short(c, a, piece.y, piece.w);
 #pragma unroll
             for (int q = 0; q < 4; ++q) whole[e][q] = fma_ieee(q < 2 ? factor.x : factor.y, c[q], whole[e][q]);
         }
@@ -643,8 +708,9 @@ struct Sums {
             if (!ends) continue;
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                float sum = LONG ? __fmul_rn(__int2float_rn(c[q]), 1.0f / Of::TIMES)
-                                 : __fsub_rn(__int_as_float(c[q]), Of::FIRST);
+                float sum = LONG         ? __fmul_rn(__int2float_rn(c[q]), 1.0f / Of::TIMES)
+                            : Of::low(i) ? fma_ieee(__int_as_float(c[q]), Of::TIMES, -Of::TIMES * Of::FIRST)
+                                         : __fsub_rn(__int_as_float(c[q]), Of::FIRST);
                 if constexpr (Q8) sum = ieee::multiply(sum, record.scale[q % 2]);
                 whole[e][q] = fma_ieee(sum, scale[q / 2], whole[e][q]);
                 if constexpr (ADDED_ == OFFSETS)
@@ -894,7 +960,8 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
         if constexpr (Scale::BYTES != 0) ahead.load(w, cut, above + row, min(k, depth), depth, lane % 2);
     };
     load_scales(0, 0);
-    __syncthreads();  // all barriers are there
+    __syncthreads();                                    // all barriers are there
+    if (!Of::INNER && numbers == nullptr) feed.fill();  // q4_k's many loads of scales would wait behind it
     wait_for_previous();
     launch_dependents();
     // Tokens that the block quantizes itself. An odd number of them in a fragment, so that lanes meet in no bank.
@@ -918,17 +985,25 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
             }
         return Tokens{a, token_scale, sums, every, first_token(), tokens};
     };
+    const unsigned zero = unsigned(cut.whole) >> 1;  // see zero_after
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
             constexpr int HELD = Q8 ? 4 : 2;
             const long long first = static_cast<long long>(first_token()) * depth;
+            int asked = 1;  // slots: the others do not delay numbers, and come while these are quantized
+            const auto fill = [&](unsigned arrived) {
+#pragma unroll 1
+                for (; asked < cut.ring; ++asked) feed.fetch(asked, zero_after(arrived, zero));
+            };
             if (x_kind == FLOAT16_BIAS)
-                quantized().template quantize<HELD>(static_cast<const __half*>(numbers) + first, tokens, depth);
+                quantized().template quantize<HELD>(static_cast<const __half*>(numbers) + first, tokens, depth, fill);
             else if (x_kind == BFLOAT16_BIAS)
-                quantized().template quantize<HELD>(static_cast<const __nv_bfloat16*>(numbers) + first, tokens, depth);
+                quantized().template quantize<HELD>(
+                    static_cast<const __nv_bfloat16*>(numbers) + first, tokens, depth, fill);
             else
                 quantized().template quantize<(HELD + 1) / 2>(
-                    static_cast<const float*>(numbers) + first, tokens, depth);
+                    static_cast<const float*>(numbers) + first, tokens, depth, fill);
+            fill(0);
             __syncthreads();
         }
     }
@@ -945,7 +1020,6 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
         above,
         static_cast<char*>(y) + static_cast<long long>(blockIdx.y) * channels * (y_kind == FLOAT32_BIAS ? 4 : 2)};
     unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
-    const unsigned zero = unsigned(cut.whole) >> 1;  // see zero_after
     const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS;
     const unsigned* own_records = memory.records() + 2 * t * Entry::WORDS;
     Turn now{0, 0, 0}, before{0, 0, 0};
@@ -954,9 +1028,11 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
             if (now.tile == 0) {
                 const int k = (now.phase * cut.warps + member) * Of::SHARE;
                 const Tokens own = given();
+                Records<Of, INSIDE, BESIDE, Q8, EIGHTS> records;
+                records.load(own, k, depth, lane);  // few, and waited for first
                 load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
-                if (pass == 0) feed.fill();  // tokens do not wait behind all of it
-                load_records<Of, INSIDE, BESIDE, Q8, EIGHTS>(memory.records(), own, k, depth, lane);
+                if (Of::INNER && pass == 0 && numbers == nullptr) feed.fill();  // tokens do not wait behind all of it
+                records.store(memory.records(), own.count, lane);
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
             }
             now.step(count, cut.warps);
@@ -968,13 +1044,20 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
             }
             Sums<Of, INSIDE, BESIDE, Q8, SIGNED, EIGHTS> sum;
             sum.clear();
+            if constexpr (Of::INNER)  // while codes are awaited
+#pragma unroll
+                for (int block = 0; block < Scale::BLOCKS; ++block)
+                    sum.add_minima(
+                        memory.scales() + Scale::MINIMA + block * MINIMA_OF_BLOCK + t * MINIMA_STEP + 2 * g,
+                        own_scales + Scale::FACTORS + block * ROWS_OF_TILE,
+                        memory.records() + SUM_PIECES + (block * EIGHTS * WARP + lane) * 4);
 #pragma unroll
             for (int slot = 0; slot < Of::SLOTS; ++slot) {
                 unsigned word[2][8];
                 feed.wait();
                 Of::read(word, feed.here() + own_row * ROW_BYTES, own_row, t);
                 __syncwarp();
-                feed.fetch(feed.slot, zero_after(word[0][7] | word[1][7], zero));
+                feed.fetch(feed.slot, zero_after(Of::bits_read(word), zero));
                 feed.advance();
 #pragma unroll
                 for (int i = 0; i < Of::STEPS; ++i) {
@@ -982,11 +1065,6 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                     Of::fragment(fragment, word, i, flip);
                     sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
                 }
-                if constexpr (Of::INNER)
-                    sum.add_minima(
-                        memory.scales() + Scale::MINIMA + slot * MINIMA_OF_BLOCK + t * MINIMA_STEP + 2 * g,
-                        own_scales + Scale::FACTORS + slot * ROWS_OF_TILE,
-                        memory.records() + SUM_PIECES + (slot * EIGHTS * WARP + lane) * 4);
             }
             const int slot = pass % RING;
             barrier_wait(memory.read(slot), (pass / RING & 1) ^ 1);

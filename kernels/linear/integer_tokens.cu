@@ -14,5 +14,5 @@ __global__ void __launch_bounds__(FEW_THREADS, 65536 / FEW_REGISTERS) quantize_f
     wait_for_previous();
     const int m = blockIdx.x, begin = blockIdx.y * (FEW_THREADS * SIXTEEN);
     Fragments<LAYOUT, Q8_BLOCK, true>{codes, scales, sums, nullptr, padded, m, begin}.template quantize<1>(
-        x + static_cast<long long>(m) * depth + begin, 1, min(depth - begin, FEW_THREADS * SIXTEEN));
+        x + static_cast<long long>(m) * depth + begin, 1, min(depth - begin, FEW_THREADS * SIXTEEN), [](unsigned) {});
 }

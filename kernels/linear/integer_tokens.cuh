@@ -66,9 +66,9 @@ struct Fragments {
     }
 
     // Whole tokens, or blocks of them; a thread has HELD times sixteen numbers at a time. All threads of the block call
-    // it.
-    template <int HELD, typename T>
-    __device__ __forceinline__ void quantize(const T* x, int tokens, int depth) const {
+    // it; `arrived` is called by warps whose first numbers are there.
+    template <int HELD, typename T, typename A>
+    __device__ __forceinline__ void quantize(const T* x, int tokens, int depth, const A& arrived) const {
         const int reach = (depth + 127) / 128 * 128;  // fragments have whole 128 k
         if constexpr (Q8) {
             quantize_by_blocks<HELD>(
@@ -77,7 +77,8 @@ struct Fragments {
                 [&](int m, int block, float scale, int sum) {
                     const int at = (begin / Q8_BLOCK + block) * padded + first + m;
                     scales[at] = scale, sums[at] = sum;
-                });
+                },
+                arrived);
         } else {
             quantize_by_tokens<UNIT == 0, HELD>(
                 x, tokens, depth, reach, exchange, Int8Rule(),
@@ -96,7 +97,8 @@ struct Fragments {
                 [&](int m, float scale, int sum) {
                     scales[first + m] = scale;
                     if (UNIT == 0) sums[first + m] = sum;
-                });
+                },
+                arrived);
         }
     }
 };

@@ -195,7 +195,7 @@ struct Affine {
     static constexpr int ITEM_BYTES = ITEM_K * BITS / 8, LANE_BYTES = SUB / 4 * BITS / 8, WORDS = ITEM_BYTES / 16;
     static constexpr int FIELDS = WORDS, SCALE_STEP = 0, X_WORDS = 16;
     static constexpr int MOST_TOGETHER = BITS == 4 ? 2 : 1;
-    static constexpr bool SPREAD_SCALES = false, ONE_READ = BITS == 4 && LONG;
+    static constexpr bool SPREAD_SCALES = false, ONE_READ = BITS == 4 && LONG, MIXED = false;
     static constexpr float EPILOGUE_SCALE = 1.0f;
     static constexpr int SWIZZLE_PERIOD = ITEM_BYTES == 128 ? 8 : LONG ? 1 : 4;
     static constexpr int PIECE = LANE_BYTES < 16 ? LANE_BYTES : 16, PIECES = LANE_BYTES / PIECE;

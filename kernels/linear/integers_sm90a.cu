@@ -16,6 +16,7 @@
 #include "linear/int8.cuh"
 #include "linear/integer_beside.cuh"
 #include "linear/integer_chunks.cuh"
+#include "linear/integer_pairs.cuh"
 
 // Of the host (kbitcupy/products/integer_tile.py), ahead of this source: STAGE_K of a stage, EACH_K that share a scale
 // of a token where it has several; TABLE_UNITS of a row whose scales are copied together, to one of TABLES; and how
@@ -34,14 +35,16 @@ struct Tiling {
     static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, K_GROUPS = K_GROUPS_, SHARE = SHARE_;
     static constexpr int STAGES = STAGES_, BOXES = BOXES_, UNIT = UNIT_;
     static constexpr bool EACH = EACH_;
-    static constexpr int WARPGROUPS = ROW_GROUPS * K_GROUPS, ROWS = 64 * ROW_GROUPS, WARPS = 4 * WARPGROUPS;
+    static constexpr int WARPGROUPS = ROW_GROUPS * K_GROUPS, WARPS = 4 * WARPGROUPS;
+    static constexpr int TILES = TOKENS == 64 && WARPGROUPS == 2 ? 2 : 1;  // of 64 rows, of a warpgroup
+    static constexpr int ROWS = 64 * TILES * ROW_GROUPS;
     static constexpr int THREADS = (WARPGROUPS + 1) * WARPGROUP;
     // Registers of a thread that multiplies, to which those go that the threads of the last warpgroup do not need.
     static_assert(WARPGROUPS == 2 || WARPGROUPS == 4, "how registers are shared out");
     static constexpr int MORE = WARPGROUPS == 2 ? 232 : UNIT == 0 && TOKENS == 64 ? 104 : 112;
     static constexpr int LESS = WARPGROUPS == 2 ? 40 : UNIT == 0 && TOKENS == 64 ? 64 : 32;
     static constexpr int PART = TOKENS / SHARE;                     // tokens that a block of a cluster fetches
-    static constexpr int SUMS = TOKENS / 2;                         // of a thread
+    static constexpr int SUMS = TOKENS / 2;                         // of a thread and a tile
     static constexpr int SCALES = UNIT == 0 ? 1 : STAGE_K / UNIT;   // of a row of the weight in a stage
     static constexpr int UNITS = EACH ? STAGE_K / EACH_K : SCALES;  // sums of a stage that are scaled
     static constexpr bool FLOATS = EACH || UNIT != 0;               // whether sums are added in float32
@@ -139,7 +142,8 @@ struct Neighbours {
     int thread;
 
     // ... of a tile, `units` for each row; nothing for rows that there are not. A table is copied while the one before
-    // it is made ready.
+    // it is made ready. WORDS: scales are float32, and zero points int32, for which fewer instructions do.
+    template <bool WORDS = false>
     __device__ __forceinline__ void tile(Tables<S>& tables, int row, int last_row, int units) const {
         const int u = thread % TABLE_UNITS, own = thread / TABLE_UNITS, rows = min(S::ROWS, last_row - row + 1);
         const unsigned step = STEP * beside.per_row, begin = static_cast<unsigned>(row + own) * beside.per_row;
@@ -152,18 +156,35 @@ struct Neighbours {
                 barrier_wait(copied.barrier(EMPTY, copied.stage), copied.phase ^ 1);
                 at = begin + min(static_cast<unsigned>(first + u), beside.per_row - 1);
                 unsigned number = at, place = copied.data() + to;
+                if constexpr (WORDS) {
+                    const auto* const scale = static_cast<const unsigned*>(beside.scale);
+                    const auto* const zero = static_cast<const unsigned*>(beside.zero);
+#pragma unroll 4
+                    for (int r = own; r < rows; r += STEP, number += step, place += STEP * 8)
+                        copy_word_of_line(place, scale + number), copy_word_of_line(place + 4, zero + number);
+                } else {
 #pragma unroll 2
-                for (int r = own; r < rows; r += STEP, number += step, place += STEP * 8) beside.copy(place, number);
+                    for (int r = own; r < rows; r += STEP, number += step, place += STEP * 8)
+                        beside.copy(place, number);
+                }
                 copied.step(1);
             }
             commit_copies();
             if (first == 0) continue;
             wait_copies<1>();
             unsigned number = before, place = tables.data() + to;
+            if constexpr (WORDS) {
+#pragma unroll 4
+                for (int r = own; r < rows; r += STEP, place += STEP * 8) {
+                    const uint2 v = shared_at<uint2>(place);
+                    store_shared(place, usable(__uint_as_float(v.x)), beside.points_of_word(v.y));
+                }
+            } else {
 #pragma unroll 2
-            for (int r = own; r < rows; r += STEP, number += step, place += STEP * 8) {
-                const uint2 v = shared_at<uint2>(place);
-                store_shared(place, beside.scale_of(v.x, number), beside.points_of(v.y, number));
+                for (int r = own; r < rows; r += STEP, number += step, place += STEP * 8) {
+                    const uint2 v = shared_at<uint2>(place);
+                    store_shared(place, beside.scale_of(v.x, number), beside.points_of(v.y, number));
+                }
             }
             barrier_arrive(tables.barrier(FULL, tables.stage));
             tables.step(1);
@@ -481,6 +502,12 @@ __global__ void __cluster_dims__(SHARE)
             const Neighbours<S> neighbours{beside, thread};
             for (int number = first; number < count && thread >= 0; number += stride) {
                 tile_at(number, token, row);
+                if constexpr (S::TILES > 1) {
+                    if (scale_kind == FLOAT32_SCALES && zero_kind == INT32_POINTS) {
+                        neighbours.template tile<true>(tables, row, last_row, units);
+                        continue;
+                    }
+                }
                 neighbours.tile(tables, row, last_row, units);
             }
         }
@@ -491,7 +518,7 @@ __global__ void __cluster_dims__(SHARE)
         const int row_group = warpgroup % ROW_GROUPS;
         const int k_group = K_GROUPS == 1 ? 0 : __shfl_sync(FULL_WARP, warpgroup, 0) / ROW_GROUPS;
         const int warp = threadIdx.x % WARPGROUP / WARP, g = lane / 4;
-        const int of_tile = 64 * row_group + 16 * warp;  // the first row of this warp
+        const int of_tile = 64 * S::TILES * row_group + 16 * warp;  // the first row of this warp
         const unsigned codes = S::CODES_AT + of_tile * S::ROW_BYTES + row_offset<S::ROW_BYTES>(lane);
         const unsigned numbers = (of_tile + g) * 8;
         typename Decoder::Zero point;
@@ -516,7 +543,7 @@ __global__ void __cluster_dims__(SHARE)
             };
             if constexpr (UNIT == 0 && Decoder::SHIFT == 0) take();
             int sum[S::SUMS];
-            float total[S::SUMS] = {};
+            float total[S::TILES * S::SUMS] = {};
             bool half = false;
             if constexpr (S::IN_CHUNKS) {
                 const int offset = number > halved && (number - halved) % 2 ? TOKENS / 2 : 0;
@@ -528,6 +555,8 @@ __global__ void __cluster_dims__(SHARE)
                     multiply_chunks<S, true>(
                         ring, tables, codes, numbers, stages, units, group_stages, point, offset, total);
                 token += offset;
+            } else if constexpr (S::TILES > 1) {
+                multiply_pairs<S>(ring, tables, codes, numbers, stages, units, point, total);
             } else {
                 multiply_stages<S>(
                     ring, tables, codes, numbers, stages, units, k_group, group_stages, point, factor, sum, total);
@@ -546,27 +575,32 @@ __global__ void __cluster_dims__(SHARE)
             for (int i = threadIdx.x % WARPGROUP; i < TOKENS && Decoder::SHIFT > 0; i += WARPGROUP)
                 of_tokens[row_group][i] =
                     token_sum != nullptr && token + i < tokens ? load_written(token_sum + token + i) : 0;
-            const float added[2] = {rescaling.bias_of(own(0)), rescaling.bias_of(own(1))};
-            warpgroup_sync(row_group);
 #pragma unroll
-            for (int c = 0; c < TOKENS / CHUNK_TOKENS; ++c) {
-                if (token + c * CHUNK_TOKENS >= tokens || (half && c * CHUNK_TOKENS >= TOKENS / 2)) break;
-                float v[CHUNK_TOKENS / 2];
+            for (int r = 0; r < S::TILES; ++r) {
+                if (r > 0) row += 64;
+                const float added[2] = {rescaling.bias_of(own(0)), rescaling.bias_of(own(1))};
+                if (r == 0) warpgroup_sync(row_group);
 #pragma unroll
-                for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {
-                    const int of = c * (CHUNK_TOKENS / 2) + j, i = j / 2 % 2;
-                    const int m = c * CHUNK_TOKENS + j / 4 * 8 + lane % 4 * 2 + j % 2;
-                    const float e = EACH ? 1.0f : token_factors[m];
-                    if constexpr (S::FLOATS) {
-                        v[j] = add_ieee(EACH ? total[of] : multiply_ieee(total[of], e), added[i]);
-                    } else {
-                        int exact = opaque(sum[of]);  // not converted earlier: registers would not do
-                        if constexpr (Decoder::SHIFT > 0)
-                            exact = (exact >> Decoder::SHIFT) + point.added(i) * of_tokens[row_group][m];
-                        v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
+                for (int c = 0; c < TOKENS / CHUNK_TOKENS; ++c) {
+                    if (token + c * CHUNK_TOKENS >= tokens || (half && c * CHUNK_TOKENS >= TOKENS / 2)) break;
+                    float v[CHUNK_TOKENS / 2];
+#pragma unroll
+                    for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {
+                        const int of = c * (CHUNK_TOKENS / 2) + j, i = j / 2 % 2;
+                        const int m = c * CHUNK_TOKENS + j / 4 * 8 + lane % 4 * 2 + j % 2;
+                        const float e = EACH ? 1.0f : token_factors[m];
+                        if constexpr (S::FLOATS) {
+                            v[j] = add_ieee(
+                                EACH ? total[r * S::SUMS + of] : multiply_ieee(total[r * S::SUMS + of], e), added[i]);
+                        } else {
+                            int exact = opaque(sum[of]);  // not converted earlier: registers would not do
+                            if constexpr (Decoder::SHIFT > 0)
+                                exact = (exact >> Decoder::SHIFT) + point.added(i) * of_tokens[row_group][m];
+                            v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
+                        }
                     }
+                    results.store(v, token + c * CHUNK_TOKENS, row, lane);
                 }
-                results.store(v, token + c * CHUNK_TOKENS, row, lane);
             }
             warpgroup_sync(row_group);  // factors are read
             if constexpr (K_GROUPS > 1) break;

@@ -91,7 +91,7 @@ struct Q4K : Q4KBase<T> {
     using Base = Q4KBase<T>;
     using Base::scales, Base::minima, Base::below;
     using Base::WORDS, Base::FIELDS, Base::X_WORDS, Base::ITEM_BYTES, Base::SCALE_BYTES;
-    static constexpr bool ONE_READ = false;
+    static constexpr bool ONE_READ = false, MIXED = false;
     static constexpr int LANE_BYTES = 8;
 
     // With reads of 8 bytes, half of the lanes meet in a bank if they have neighbouring rows.

@@ -181,9 +181,16 @@ struct InnerScales {
         held[1] = reinterpret_cast<const unsigned*>(low)[number];
         held[2] = high[number];
     }
-    // A block that was loaded, in 8 bytes of shared memory.
+    __device__ __forceinline__ void prefetch(long long number) const {
+        prefetch_l2(reinterpret_cast<const unsigned short*>(d) + number);
+        prefetch_l2(reinterpret_cast<const unsigned*>(low) + number);
+        prefetch_l2(high + number);
+    }
+    // A block that was loaded, in 8 bytes of shared memory. Two halves become a word here: the compiler would have them
+    // so where they are loaded, and wait for them there.
     __device__ __forceinline__ void hand_out(unsigned to) const {
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(held[1]), "r"(held[0] | held[2] << 16)
+        asm volatile("{ .reg .b32 both; prmt.b32 both, %2, %3, 0x5410; st.shared.v2.u32 [%0], {%1, both}; }" ::"r"(to),
+                     "r"(held[1]), "r"(held[0]), "r"(held[2])
                      : "memory");
     }
     __device__ __forceinline__ void take(unsigned from) {
@@ -401,6 +408,17 @@ struct WeightStage {
     }
 };
 
+// A word of each load by which `Decoder::read` brings the codes of a lane, for zero_after. ptxas issues them in any
+// order: were the copy to wait for one alone, it could overtake another that is queued behind it.
+template <typename Decoder>
+__device__ __forceinline__ unsigned bits_read(const unsigned (&word)[Decoder::WORDS]) {
+    constexpr int PIECE = piece_of(Decoder::LANE_BYTES), AT_ONCE = PIECE < 4 ? 1 : PIECE / 4;
+    unsigned bits = 0;
+#pragma unroll
+    for (int p = AT_ONCE - 1; p < Decoder::WORDS; p += AT_ONCE) bits |= word[p];
+    return bits;
+}
+
 // How a warp copies 16 rows of ITEMS k-tiles that begin at multiples of 16 bytes, to slots of BOX: as few rows at once
 // as can be, because each takes a pass through the tags of the L1 cache.
 template <typename Decoder, int ITEMS, int BOX = 1>
@@ -439,8 +457,8 @@ __device__ __forceinline__ float fill_table(unsigned table, const float* values,
     if constexpr (Decoder::ENTRIES == 0) {
         wait_for_previous();
         return 1.0f;
-    } else if constexpr (Decoder::VALUES > WARP) {
-        const float power = Decoder::fill_many(table, values, codebook, threadIdx.x, blockDim.x);
+    } else if constexpr (InTwoParts<Decoder>::VALUE) {
+        const float power = Decoder::fill_in_two(table, values, codebook, threadIdx.x, blockDim.x);
         wait_for_previous();
         return power;
     } else {

@@ -77,7 +77,7 @@ struct XLine {
 };
 
 template <typename T_, int K, int FORMAT>
-struct SingleToken<Kbit<T_, K, FORMAT>> {
+struct SingleToken<Kbit<T_, K, FORMAT, false>> {
     using T = T_;
     using Decoder = Kbit<T, K, FORMAT>;
     static constexpr int WORDS = K;

@@ -29,6 +29,11 @@
 //   - integers, which have no table to make meanwhile, all wait for x. Of 28,000 cycles of q4_k, 8192 x 8192, it came
 //     after 4,500 where all weights were asked for with it, or prefetched to L2; was read in 1,000 more than need be
 //     where lanes met in a bank; and took 1,700 to be added up by shuffles, 1,250 by mma with x as B, 700 with x as A.
+//   - tables whose values are known are made while x and the first weights travel: 400 cycles. One token, 8192 x 8192:
+//     x line by line, not as boxes of eight tokens, takes 850 cycles less; to ask for the other weights when x is
+//     there, not when the first weights are, 450 to 750; to ask L2 for all of them at once costs 950.
+//   - a shift of what was just loaded, which the compiler may put next to the load, makes all wait there: so it
+//     was with the inner scales of iq4_xs.
 #include "linear/epilogue.cuh"
 #include "linear/pipeline.cuh"
 
@@ -103,6 +108,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // Whether values come out of a table; and whether rows are permuted, those of 128 bytes.
     constexpr bool TABLE = Decoder::ENTRIES > 0, PERMUTED = WeightStage::ROW == 128;
     constexpr int GROUP_BYTES = GROUP / BOX * WeightStage::BYTES, GROUPS = ITEMS / GROUP;
+    // Whether TMA waits for words that are unpacked, which takes less than for all that were read.
+    constexpr bool MIXED = BULK && EVEN && Decoder::MIXED;
     // Whether scales that are expanded may be codes that have scales of their own; else they are inner scales, which
     // are made when those before are used up where k goes through at once, and lie by rows.
     constexpr bool NESTED = ExpansionOf<Decoder, ITEMS>::NESTED;
@@ -115,10 +122,15 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
     constexpr bool X_BULK = BULK && EVEN && CLUSTER > 1;
+    // Whether the table is made while the first weights are on their way: its values are known, so that takes little
+    // and needs nothing of the kernel before.
+    constexpr bool LATE_TABLE = KnownValues<Decoder>::VALUE;
     // Whether TMA is at first asked for one group only: where all thread blocks ask for everything at once,
     // all of them get it late, x too. The rest is asked for when that group is there, or, where no table is made
     // meanwhile, when x is.
     constexpr bool HELD_BACK = X_BULK && (FLOW == AT_ONCE || !NESTED);
+    // ... by those that have a table to make before x is there.
+    constexpr bool TILL_WEIGHTS = HELD_BACK && TABLE && !LATE_TABLE;
     extern __shared__ uint4 dynamic[];
     // In a cluster the upper byte of an address in shared memory is the block's number.
     const unsigned window = shared_address(dynamic), own_block = CLUSTER == 1 ? 0 : window & 0xff000000u;
@@ -362,6 +374,21 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         if (!(BULK && EVEN) || i == 0) commit_copies();
     };
     aim();
+    // Inner scales: the number of the block that this lane hands out of tile `tile`, which is `later` tiles behind that
+    // to copy next; -1: none. What the lane needs for that is no register of the loop.
+    auto block_of = [&](unsigned tile, unsigned later) {
+        const unsigned number = mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
+        const unsigned block = number - down * blocks_of_row;
+        const bool there = tile < passes && down < ITEM_ROWS && first_item + 2 * int(block) < last_item;
+        const unsigned behind = (down + later * teams * ITEM_ROWS) * scale_pitch + block;
+        return there ? above * scale_pitch + (scale_source + behind) : -1ll;
+    };
+    // Ahead of all weights, behind which they would wait: to find out where planes lie takes its time, too.
+    if constexpr (HANDED) {
+#pragma unroll
+        for (unsigned tile = 0; tile < 2; ++tile)
+            if (const long long number = block_of(tile, tile); number >= 0) spread.prefetch(number);
+    }
     if (BULK && EVEN && passes > 0 && elect_lane())
         prefetch_box(&map_of_weights, my_item * Decoder::ITEM_BYTES, int(above) + ahead_row);
     // What quantizes tokens has waited for all before it, and writes no weights: these are fetched meanwhile, as many
@@ -372,7 +399,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         for (int i = 0; i < GROUPS; ++i)
             if (i * GROUP < cut.items && (i == 0 || !first_only)) start(i, 0, 0);
     }
-    const float power = fill_table<Decoder, false>(own_block | TABLE_AT, values, codebook);
+    float power;
+    auto make_table = [&] { power = fill_table<Decoder, false>(own_block | TABLE_AT, values, codebook); };
+    if constexpr (LATE_TABLE) wait_for_previous();
+    else make_table();
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[group.expert * scale_step] : 1.0f;
     auto token_at = [&](int at) { return x + product_of(group.first + at) / (GROUPED ? divisor : 1) * k; };
     // x in shared memory, from a multiple of 1024 bytes on: for each half of the k-tiles, 64 elements, for each k-tile
@@ -380,12 +410,14 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // no bank. One or two tokens are few lines anyway: they need not wait behind weights in the queue of TMA, unless a
     // table is made meanwhile.
     const bool staged = ONCE && EIGHTS == 1 && cut.staged && ((X_BULK && TABLE) || m > 2);
+    // Few tokens come line by line: TMA would bring zeros for those of eight that are not there.
+    const bool by_lines = LATE_TABLE && m <= 2;
     const int second_half = step * (X_BYTES / 2) + X_GAP;
     auto place_of = [&](int element, int token) {
         const int half = element / 64 % 2, row = element / ITEM_K * (X_BYTES / 2) + half * second_half + token * 128;
         return row + ((element / 8 % 8 ^ (token + half * 2) % 8) * 16) + element % 8 * 2;
     };
-    if (X_BULK && staged) {
+    if (X_BULK && staged && !by_lines) {
         if (team == 0 && elect_lane()) {
             barrier_expect(x_barrier, cut.items * X_BYTES);
             for (int i = 0; i < cut.items; ++i) {
@@ -396,6 +428,15 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 copy_box(to + second_half, &map_of_x, column + 128, group.first, x_barrier);
             }
         }
+    } else if (staged && by_lines) {
+        const unsigned to = shared_address(x_stage);
+        const int pieces = step * (ITEM_K / 8), all = (last_item - first_item) * (ITEM_K / 8);
+        for (int i = threadIdx.x; i < m * pieces; i += blockDim.x) {
+            const int token = i >= pieces, piece = i - token * pieces;
+            const char* from = reinterpret_cast<const char*>(token_at(token) + (long long)first_item * ITEM_K);
+            copy_async_or_zero<16>(to + place_of(piece * 8, token), from + piece * 16, piece < all ? 16 : 0);
+        }
+        commit_copies();
     } else if (staged) {
         const int token = warp % TOKENS;
         const bool there = token < m;
@@ -456,26 +497,20 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if (chunks == 1 && !staged) fetch_x(my_item);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
-        if (!BLOCKED && i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TABLE && !staged))) start(i, 0, 0);
-    // Inner scales: load the block that this lane hands out of tile `tile`, which is `later` tiles behind that to copy
-    // next. What the lane needs for that is no register of the loop.
-    auto load_block = [&](unsigned tile, unsigned later) {
-        if constexpr (HANDED) {
-            const unsigned number = mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
-            const unsigned block = number - down * blocks_of_row;  // others stay zero
-            if (tile < passes && down < ITEM_ROWS && first_item + 2 * int(block) < last_item)
-                spread.load(
-                    above * scale_pitch + (scale_source + (down + later * teams * ITEM_ROWS) * scale_pitch + block));
-        }
+        if (!BLOCKED && i * GROUP < cut.items && (i == 0 || !HELD_BACK || (!TILL_WEIGHTS && !staged))) start(i, 0, 0);
+    // Load the block of inner scales that this lane hands out of a tile, see block_of; what is not there stays zero.
+    auto load_block = [&](Expansion& own, unsigned tile, unsigned later) {
+        if constexpr (HANDED)
+            if (const long long number = block_of(tile, later); number >= 0) own.load(number);
     };
-    // Hand it out; `tile` is not the first one.
-    auto hand_out = [&](unsigned tile) {
+    // Hand it out.
+    auto hand_out = [&](const Expansion& own, unsigned tile) {
         if constexpr (HANDED) {
             if (tile >= passes) return;
-            const unsigned at = (tile - 1) % HANDED_OUT;
-            barrier_wait(handed + at * 16 + 8, (tile - 1) / HANDED_OUT & 1 ^ 1);
+            const unsigned at = tile % HANDED_OUT;
+            barrier_wait(handed + at * 16 + 8, tile / HANDED_OUT & 1 ^ 1);
             const unsigned number = mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
-            if (down < ITEM_ROWS) spread.hand_out(handed_blocks + at * handed_bytes + (number + down) * 8);
+            if (down < ITEM_ROWS) own.hand_out(handed_blocks + at * handed_bytes + (number + down) * 8);
             barrier_arrive(handed + at * 16);
         }
     };
@@ -483,25 +518,21 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     auto expand = [&](unsigned tile) {
         if constexpr (HANDED) {
             if (tile >= passes) return;
-            const unsigned at = (tile - 1) % HANDED_OUT, which = opaque(threadIdx.x % WARP);
+            const unsigned at = tile % HANDED_OUT, which = opaque(threadIdx.x % WARP);
             const bool has = Expansion::block(which) < Expansion::BLOCKS;
             const unsigned number =
                 Expansion::row(which) * (blocks_of_row + 1) + mate * cut.items / 2 + Expansion::block(which);
-            barrier_wait(handed + at * 16, (tile - 1) / HANDED_OUT & 1);
-            Expansion own = spread;
+            barrier_wait(handed + at * 16, tile / HANDED_OUT & 1);
+            Expansion own{};  // not a copy of what is still on its way
             if (has) own.take(handed_blocks + at * handed_bytes + number * 8);
             barrier_arrive(handed + at * 16 + 8);
             if (has) own.store(scales_to);
         }
     };
-    // Of the first tile each warp loads its own blocks, and waits for no other.
+    // Two tiles are on their way before the first product.
     Expansion begin = spread;
-    if constexpr (HANDED) {
-        const int at = Expansion::block(lane);
-        if (passes > 0 && at < Expansion::BLOCKS && 2 * at < count_at(my_item))
-            begin.load(above * scale_pitch + (ahead_row + Expansion::row(lane)) * scale_pitch + my_item / 2 + at);
-        load_block(1, 1);
-    }
+    load_block(begin, 0, 0), load_block(spread, 1, 1);
+    if constexpr (LATE_TABLE) make_table();
     if constexpr (SPREAD && NESTED) {
         if (nested_absmax) spread.offset = *nested_offset;
         if (t < ITEMS) spread.store(scales_to, EIGHT);
@@ -515,11 +546,11 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     // What the epilogue multiplies sums by.
     if (threadIdx.x == 0) factor[0] = scale_of_all, factor[1] = Decoder::EPILOGUE_SCALE / power;
     // The copies of x came first.
-    if (!X_BULK && staged) wait_copies<1>();
+    if ((!X_BULK || by_lines) && staged) wait_copies<1>();
     __syncthreads();
     if (staged) {
-        if (X_BULK) barrier_wait(x_barrier, 0);
-        if constexpr (HELD_BACK && !TABLE) {
+        if (X_BULK && !by_lines) barrier_wait(x_barrier, 0);
+        if constexpr (HELD_BACK && !TILL_WEIGHTS) {
             for (int i = 1; passes > 0 && i * GROUP < cut.items; ++i) fetch_group(i, my_item, my_first * ITEM_ROWS, 0);
         }
         const unsigned from = shared_address(x_stage) + mate * cut.items * (X_BYTES / 2);
@@ -527,19 +558,21 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         for (int i = 0; i < ITEMS; ++i) {
             const int item = min(i, cut.items - 1);  // there may be less of them, and nothing behind
             const auto address = [&](int at) { return from + item * (X_BYTES / 2) + place_of(at, my_token); };
-            if constexpr (!TABLE) {
+            if constexpr (!TABLE || LATE_TABLE) {
 #pragma unroll
                 for (int j = 0; j < Decoder::X_WORDS; ++j) my_x[i][0][j] = 0;
             }
-            // Those of tokens that are not there would be read for nothing, which nothing hides without a table.
-            if (TABLE || my_token < m) Decoder::load_x_shared(my_x[i][0], address, t);
+            // Those of tokens that are not there would be read for nothing, which nothing hides without a table, or
+            // where it has been made before.
+            if ((TABLE && !LATE_TABLE) || my_token < m) Decoder::load_x_shared(my_x[i][0], address, t);
         }
     }
     if (chunks == 1) arrange_x();
     if constexpr (SPREAD && !NESTED) {  // which x would wait for
-        if (Expansion::block(lane) < Expansion::BLOCKS) begin.store(scales_to);
-        hand_out(1);
-        load_block(2, 2);
+        if (!HANDED && Expansion::block(lane) < Expansion::BLOCKS) begin.store(scales_to);
+        hand_out(begin, 0), hand_out(spread, 1);
+        load_block(spread, 2, 2);
+        expand(0);
     }
 
     // The sums of a warp: 16 bytes a lane, as mma leaves them. They are in the gaps of the table where there are any.
@@ -575,9 +608,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 for (int i = 0; i < GROUPS; ++i) {
                     if (i * GROUP >= cut.items) break;
                     if (BULK && EVEN) barrier_wait(barriers + i * 8, scales_at != 0);
-                    if constexpr (HELD_BACK && TABLE && GROUPS == 2)
+                    if constexpr (TILL_WEIGHTS && GROUPS == 2)
                         if (pass == 0 && i == 0 && GROUP < cut.items) fetch_group(1, my_item, my_first * ITEM_ROWS, 0);
-                    if constexpr (HELD_BACK && TABLE && GROUPS > 2)
+                    if constexpr (TILL_WEIGHTS && GROUPS > 2)
                         if (pass == 0 && i == 0)
                             for (int later = 1; later * GROUP < cut.items; ++later)
                                 fetch_group(later, my_item, my_first * ITEM_ROWS, 0);
@@ -596,7 +629,14 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                                 Decoder::template read<Decoder::ONE_READ>(
                                     word[j][h], stage_from + j * WeightStage::BYTES + behind,
                                     WeightStage::swizzle(my_row), t);
-                            read |= word[j][h][Decoder::WORDS - 1];  // the last one to arrive
+                            if constexpr (!MIXED) read |= bits_read<Decoder>(word[j][h]);
+                        }
+                    unsigned mixed[MIXED ? GROUP : 1][2][Decoder::FIELDS];
+                    if constexpr (MIXED)
+#pragma unroll
+                        for (int j = 0; j < GROUP; ++j) {
+                            Decoder::unpack(word[j], mixed[j]);
+                            read |= mixed[j][0][0] | mixed[j][1][0];
                         }
                     __syncwarp();
                     start(i, SCALES - scales_at, read);
@@ -609,8 +649,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                     for (int j = 0; j < GROUP; ++j) {
                         const int nth = i * GROUP + j;
                         if (nth >= count) continue;
-                        unsigned field[2][Decoder::FIELDS];
-                        Decoder::unpack(word[j], field);
+                        unsigned (&field)[2][Decoder::FIELDS] = mixed[MIXED ? j : 0];
+                        if constexpr (!MIXED) Decoder::unpack(word[j], field);
                         const unsigned at = scale_at + [&] {
                             if constexpr (NESTED) return nth * Decoder::SCALE_BYTES;
                             else return Expansion::of_item(nth);
@@ -632,9 +672,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
                 if constexpr (SPREAD && !NESTED) {
                     __syncwarp();
                     if (!HANDED && Expansion::block(lane) < Expansion::BLOCKS) spread.store(scales_to);
-                    hand_out(pass + 2);
+                    hand_out(spread, pass + 2);
                     expand(pass + 1);
-                    load_block(pass + 3, 2);
+                    load_block(spread, pass + 3, 2);
                 }
                 scales_at = SCALES - scales_at;
             }

@@ -142,7 +142,7 @@ def test_shared_memory_of_integer_tile():
     """The same: barriers, scales and sums of tokens, and what turns results."""
     for bits, kinds in integer_tile._KINDS.items():
         for unit, each in kinds:
-            for cut in integer_tile.cuts(each):
+            for cut in integer_tile.cuts(bits, unit, each):
                 barriers = 16 * (cut.stages(bits, unit, each) + integer_tile.SIZES.TABLES)
                 whole = integer_tile.Codes(bits, unit, each=each).whole
                 named = barriers + cut.row_groups * (cut.tokens * (8 if whole else 4) + 4096) + 16

@@ -217,12 +217,41 @@ def test_the_same_bits_every_time(cupy, format, shape):
             assert bool((kb.linear_grouped(x, qs, ids).view(np.uint16) == first.view(np.uint16)).all())
 
 
-def assert_repeats(call, wanted):
+READS = r"""
+extern "C" __global__ void reads(const unsigned* from, unsigned* to, int loads) {
+    unsigned at = blockIdx.x * blockDim.x + threadIdx.x, sum = 0;
+    for (int i = 0; i < loads; ++i) at = at * 1664525u + 1013904223u, sum += from[at & (1u << 28) - 1];
+    to[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+"""
+
+
+class Crowd:
+    """Reads all over 1 GiB of memory by another stream, on every multiprocessor, so that loads of others wait."""
+
+    def __init__(self, cupy):
+        self.cupy, self.stream, self.ends = cupy, cupy.cuda.Stream(non_blocking=True), []
+        self.blocks = 2 * cupy.cuda.Device().attributes["MultiProcessorCount"]
+        self.kernel = cupy.RawKernel(READS, "reads")
+        self.memory, self.sums = cupy.zeros(1 << 28, np.uint32), cupy.zeros(256 * self.blocks, np.uint32)
+        cupy.cuda.Device().synchronize()
+
+    def queue(self):
+        """Keep two kernels under way."""
+        self.ends = [end for end in self.ends if not end.done]
+        with self.stream:
+            while len(self.ends) < 2:
+                self.kernel((self.blocks,), (256,), (self.memory, self.sums, np.int32(200)))
+                self.ends.append(self.stream.record(self.cupy.cuda.Event(disable_timing=True)))
+
+
+def assert_repeats(call, wanted, crowd):
     """The same bits 60 times, and about the wanted numbers."""
     first = call()
     off = (first.astype(np.float32) - wanted.astype(np.float32)).get()
     assert np.abs(off).max() <= 2.0**-5 * np.sqrt(np.mean(np.square(wanted.get().astype(np.float64))))
     for _ in range(60):
+        crowd.queue()
         assert bool((call().view(np.uint16) == first.view(np.uint16)).all())
 
 
@@ -235,13 +264,13 @@ def test_weights_that_keep_the_memory_busy(cupy, format):
     n, k = 14336, 8192
     q = random_weight(format, (n, k), cupy)
     x = numbers((64, k), HALF[0], cupy) * np.float16(2**-6)
-    wanted = cupy.empty((64, n), np.float16)
+    wanted, crowd = cupy.empty((64, n), np.float16), Crowd(cupy)
     multiply_decoded(x, q, wanted)
     for m in (1, 8, 16, 64):
-        assert_repeats(functools.partial(kb.linear, x[:m], q), wanted[:m])
+        assert_repeats(functools.partial(kb.linear, x[:m], q), wanted[:m], crowd)
     ids = cupy.asarray(np.random.default_rng(0).integers(0, 8, (64, 2)))
     chosen = wanted.reshape(64, 8, n // 8)[cupy.arange(64)[:, None], ids]
-    assert_repeats(functools.partial(kb.linear_grouped, x, q.reshape(8, n // 8, k), ids), chosen)
+    assert_repeats(functools.partial(kb.linear_grouped, x, q.reshape(8, n // 8, k), ids), chosen, crowd)
     if not hopper.tile_refusal(Problem(format, (n, k), 8, HALF[0], device(0))):
         cut = hopper.cut_tile(n, k, 8, 132, hopper.decoding(format.fragments()))
         out = cupy.empty((8, n), np.float16)
@@ -251,7 +280,7 @@ def test_weights_that_keep_the_memory_busy(cupy, format):
             tile(x[:8], q, None, out)
             return out.copy()
 
-        assert_repeats(by_tiles, wanted[:8])
+        assert_repeats(by_tiles, wanted[:8], crowd)
 
 
 @pytest.mark.parametrize("format", ["kbit4", "nf4"])

@@ -11,10 +11,11 @@ from inputs import BFLOAT16
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
-from kbitcupy.products import functions, int8, integer_batch, integer_stream, integer_tile, small_batch
+from kbitcupy.products import functions, int8, integer_batch, integer_halves, integer_stream, integer_tile, small_batch
 from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.integer_batch import IntegerBatch
+from kbitcupy.products.integer_halves import IntegerHalves
 from kbitcupy.products.integer_tile import IntegerTile
 from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices
 
@@ -28,7 +29,7 @@ OLD = [route for route in LINEAR if route.name in LETTERS.values()]
 def new(format):
     """Whether the kernels for few tokens have learned to decode a format since then."""
     fragments = kb.get_format(format).fragments()
-    return fragments is not None and (not fragments.entries or fragments.bits > 5)
+    return fragments is not None and (not fragments.entries or fragments.in_two_parts)
 
 
 def device(name):
@@ -535,7 +536,8 @@ def test_routes_of_integer_codes_on_hopper(preset, monkeypatch):
             assert "compute capability 9.0" in IntegerTile().accepts(older)
     for text in ("q4_k", "uint4:block=128,zero=float"):
         problem = Problem(kb.get_format(text), (4096, 4608), 64, np.dtype("float16"), gpu, activations=preset)
-        assert choices(problem, LINEAR)[0].route.name == "integer_turns"
+        halves = text == "q4_k" and preset == "q8_1"
+        assert choices(problem, LINEAR)[0].route.name == ("integer_halves" if halves else "integer_turns")
     short = Problem(kb.get_format("int4:block=32"), (64, 200), 64, np.dtype("float16"), gpu, activations=preset)
     assert "multiples of 16 bytes" in IntegerTile().accepts(short)
 
@@ -579,6 +581,41 @@ def test_some_tokens_of_codes_in_short_groups(preset):
     assert "K must be a multiple" in IntegerBatch().accepts(problem)
 
 
+def test_some_tokens_of_codes_as_halves():
+    """33 to 64 tokens of "q8_1" with q4_k; what stands against it is said."""
+    gpu, route = Device(0, 90, 132, 232448, True, True), IntegerHalves()
+    problem = Problem(kb.get_format("q4_k"), (28672, 8192), 64, HALF, gpu, activations="q8_1")
+    for shape in ((28672, 8192), (8192, 8192), (4096, 14336), (4096, 4096)):
+        best = choices(replace(problem, shape=shape), LINEAR)[0].route
+        assert best.name == route.name and "multiply_half_codes" in best.describe(replace(problem, shape=shape))
+    for changed, why in (
+        ({"format": kb.get_format("q4_0")}, "it is for q4_k"),
+        ({"activations": "int8"}, 'activations="q8_1"'),
+        ({"activations": None}, "activations that are int8"),
+        ({"tokens": 65}, "33 to 64 tokens"),
+        ({"tokens": 32}, "33 to 64 tokens"),
+        ({"experts": 4}, "one weight"),
+        ({"device": None}, "host memory"),
+        ({"device": replace(gpu, capability=80)}, "compute capability 9.0"),
+        ({"stored": Stored(scales=8)}, "multiples of 16 bytes"),
+        ({"shape": (1 << 31, 256)}, "numbers of 32 bits"),
+    ):
+        assert why in route.accepts(replace(problem, **changed))
+
+
+def test_cuts_of_codes_as_halves():
+    """Parts of k have places in turns; sums of all parts find room where these were."""
+    assert integer_halves.choose(28672, 8192, 132).rows == 256
+    assert integer_halves.choose(8192, 8192, 132) == integer_halves.Cut(1, 2)
+    assert integer_halves.choose(8192, 256, 132).parts == 1
+    for cut in integer_halves.CUTS:
+        packed, size = cut.packed()
+        (found,) = np.frombuffer(packed, integer_halves.CUT.dtype)
+        assert found["stages"] % cut.parts == 0 and found["code_stages"] % cut.parts == 0
+        assert found["stages"] > cut.parts and found["code_stages"] > cut.parts and size <= 226 << 10
+        assert found["stage_bytes"] % 1024 == 0 and found["rows"] * 128 % 1024 == 0
+
+
 def test_cuts_of_integer_batches():
     """A ring holds more stages than there are parts of k; sums of all parts find room where it was."""
     assert integer_batch.choose(28672, 132).tiles == 14
@@ -594,15 +631,17 @@ def test_cuts_of_integer_batches():
 def test_cuts_of_integer_tiles():
     """Rows are shared out where there are many, k where there are few; parts of k have a stage each."""
     codes = integer_tile.Codes(4, 128)
-    assert integer_tile.choose(64, 28672, 8192, codes, 132).k_groups == 1
+    assert integer_tile.choose(64, 28672, 8192, codes, 132) == integer_tile.PAIRS
+    assert integer_tile.choose(64, 28672, 8192, replace(codes, group=256), 132) == integer_tile.CUTS[0]
+    assert integer_tile.choose(128, 28672, 8192, codes, 132) == integer_tile.CUTS[2]
     assert integer_tile.choose(64, 8192, 8192, codes, 132).k_groups == 4
     assert integer_tile.choose(64, 8192, 384, codes, 132).k_groups == 1
     assert integer_tile.choose(2048, 28672, 8192, integer_tile.Codes(4), 132).tokens == 256
     assert integer_tile.choose(2048, 28672, 8192, codes, 132).tokens == 256
     wide = integer_tile.CUTS[-1]  # 448 tiles of 132 multiprocessors: three each, and the rest as halves
     assert wide.waves(512, 28672, codes, 132) == 3.5 and wide.waves(512, 28672, integer_tile.Codes(4), 132) == 4
-    for codes in (integer_tile.Codes(2), integer_tile.Codes(4, 32, each=True)):
-        for cut in integer_tile.cuts(codes.each):
+    for codes in (integer_tile.Codes(2), integer_tile.Codes(4, 128), integer_tile.Codes(4, 32, each=True)):
+        for cut in integer_tile.cuts(codes.bits, codes.unit, codes.each):
             kind = codes.bits, codes.unit, codes.each
             assert cut.stages(*kind) >= 2 * cut.k_groups and cut.shared(*kind) <= 227 << 10
             assert cut.stages(*kind) % cut.k_groups == 0
