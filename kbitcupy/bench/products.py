@@ -5,10 +5,10 @@ that time would be needed to read the compressed weights once, at the copy bandw
 decoding the weights to float16 and multiplying by cuBLAS, which is the other way that `linear` may take, torch's
 bfloat16 product (cuBLAS), bitsandbytes' NF4 product and torch's int4 product (tinygemm, groups of 128), as far as they
 are installed, and beside types of GGUF ggml's own product (`kbitcupy.bench.ggml`). Rows of ternary weights are of
-floats, and of tokens that are quantized on the way, as BitNet does it, also behind an RMSNorm; W8A8 and ``kbit2``
-stand beside them. Below them stand products with a mixture of experts, `kbitcupy.linear_grouped`: M tokens choose 8 of
-128 experts each. There reading counts the weights of the experts that are chosen, and cuBLAS multiplies with one of
-them after the other.
+floats, of tokens that are int8 already, and of tokens that are quantized on the way, as BitNet does it, also behind an
+RMSNorm; W8A8 and ``kbit2`` stand beside them, at two smaller shapes, too. Below them stand products with a mixture of
+experts, `kbitcupy.linear_grouped`: M tokens choose 8 of 128 experts each. There reading counts the weights of the
+experts that are chosen, and cuBLAS multiplies with one of them after the other.
 
 ``--w8a8``: a row is the median GPU time of `kbitcupy.affine.linear_w8a8` on float16 activations, quantization,
 rescaling and bias included. Beside it stand ``torch._int_mm`` on matrices that are int8 already (from 17 tokens on, as
@@ -34,6 +34,7 @@ from ..backend import xp as _xp
 from ..bitnet import linear as bit_linear
 from ..errors import DeviceError
 from ..formats.base import Format, get_format
+from ..ops import quantize
 from ..products.functions import linear, linear_grouped, multiply_decoded
 from . import ggml
 from .cases import random_array, random_words
@@ -50,13 +51,16 @@ FORMATS = ("kbit4", "nf4")
 EXTRA_FORMATS = ("kbit2", "kbit3", "kbit5", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0")
 #: BitNet's activations behind an RMSNorm, beside those that `linear` knows.
 NORMALIZED = "rms_norm+bitnet"
+#: Tokens that are int8 already: the product alone.
+INT8_TOKENS = "int8 tokens"
 #: Products whose activations are quantized, and ternary weights with what is compared with them, by format and
 #: ``activations=``, and their numbers of tokens.
-QUANTIZED = (
+QUANTIZED: tuple[tuple[str, str | None], ...] = (
     ("uint4:block=128,zero=int", "int8"),
     ("uint4:granularity=channel:0,zero=int", "int8"),
     ("q4_0", "q8_1"),
     ("q4_k", "q8_1"),
+    ("ternary", INT8_TOKENS),
     ("ternary", "bitnet"),
     ("ternary", NORMALIZED),
     ("ternary:granularity=channel:0", "bitnet"),
@@ -67,6 +71,15 @@ QUANTIZED = (
     ("kbit2", None),
 )
 QUANTIZED_TOKENS = (1, 8, 16, 64, 512)
+#: Those of them that are timed at more shapes, as small products wait for their tokens.
+BITNET: tuple[tuple[str, str | None], ...] = (
+    ("ternary", INT8_TOKENS),
+    ("ternary", "bitnet"),
+    ("ternary", NORMALIZED),
+    ("int8:granularity=channel:0", "int8"),
+    ("kbit2", None),
+)
+BITNET_SHAPES, BITNET_TOKENS = ((8192, 8192), (4096, 4096)), (1, 8, 64)
 QUICK_TOKENS = (1, 8, 16, 64)
 #: Experts, N, K and experts a token of the mixture, and its numbers of tokens.
 EXPERTS = (128, 768, 2048, 8)
@@ -150,9 +163,9 @@ def linear_cells(
         extra = EXTRA_FORMATS if number == 0 and not names else ()
         wanted: list[tuple[str, str | None, Sequence[int]]] = [(name, None, counts) for name in names or FORMATS]
         wanted += [(name, None, counts[:1]) for name in extra]
-        if number == 0:
-            some = [count for count in counts if count in QUANTIZED_TOKENS]
-            wanted += [(*pair, some) for pair in QUANTIZED if not names or (pair[1] and pair[0] in names)]
+        beside = QUANTIZED if number == 0 else BITNET if shape in BITNET_SHAPES else ()
+        some = [count for count in counts if count in (BITNET_TOKENS if number else QUANTIZED_TOKENS)]
+        wanted += [(*pair, some) for pair in beside if not names or (pair[1] and pair[0] in names)]
         for name, activations, of in wanted:
             format = get_format(name)
             for count in of:
@@ -223,7 +236,7 @@ def measure_linear(
     others : dict of str to float
         Times of other libraries' products, by name.
     activations : str, optional
-        How tokens are quantized on the way, or `NORMALIZED`.
+        How tokens are quantized on the way, or `NORMALIZED` or `INT8_TOKENS`.
 
     Returns
     -------
@@ -234,10 +247,11 @@ def measure_linear(
     out = xp.empty((tokens, shape[0]), np.float16)
 
     norm = xp.ones(shape[1], np.float32) if activations == NORMALIZED else None
+    given = quantize(x, "int8", granularity="token") if activations == INT8_TOKENS else x
 
     def fused(weight: Any) -> tuple[Call, int]:
-        if norm is not None:
-            return lambda: bit_linear(x, weight.q, norm=norm, out=out), weight.q.nbytes
+        if activations in (NORMALIZED, INT8_TOKENS):
+            return lambda: bit_linear(given, weight.q, norm=norm, out=out), weight.q.nbytes
         return lambda: linear(x, weight.q, activations=activations, out=out), weight.q.nbytes
 
     def decoded(weight: Any) -> tuple[Call, int]:

@@ -50,6 +50,34 @@ def test_linear_is_timed_both_ways(name):
     assert product == Product(name, 48, 64, 3, 50.0, 12.0, 0.5, {"decode + cuBLAS": 50.0, "tinygemm": 5.0})
 
 
+@pytest.mark.parametrize("activations", ["bitnet", products.NORMALIZED, products.INT8_TOKENS])
+def test_ternary_products_are_timed_with_and_without_their_quantization(activations, monkeypatch):
+    seen = []
+    for name in ("linear", "bit_linear"):
+        product = getattr(products, name)
+
+        def noted(x, *given, _product=product, **options):
+            seen.append((str(getattr(x, "format", x.dtype)), options.get("norm") is not None))
+            return _product(x, *given, **options)
+
+        monkeypatch.setattr(products, name, noted)
+    host, format = Host(), get_format("ternary")
+    weight = cases.random_array(format, (48, 64), np)
+    product = products.measure_linear(host, products.Rotated(weight, np), format, (48, 64), 3, {}, activations)
+    tokens = "int8:granularity=token" if activations == products.INT8_TOKENS else "float16"
+    assert set(seen) == {(tokens, activations == products.NORMALIZED)}
+    assert product == Product(f"ternary+{activations}", 48, 64, 3, 50.0, 12.0, 0.5, {"decode + cuBLAS": 50.0})
+
+
+def test_ternary_products_have_cells_at_three_shapes():
+    cells = {cell for cell in products.list_cells()["linear"] if cell.startswith("linear/ternary+")}
+    of_m8 = {cell for cell in cells if cell.endswith("/8")}
+    shapes = "28672x8192", "8192x8192", "4096x4096"
+    kinds = "int8-tokens", "bitnet", "rms_norm+bitnet"
+    assert of_m8 == {f"linear/ternary+{kind}/{shape}/8" for kind in kinds for shape in shapes}
+    assert "linear/int8:granularity=channel:0+int8/4096x4096/64" in products.list_cells()["linear"]
+
+
 @pytest.mark.parametrize("name", ["kbit4", "nf4"])
 def test_experts_are_measured(name, monkeypatch):
     monkeypatch.setattr(products, "EXPERTS", (6, 16, 64, 2))
