@@ -11,11 +11,13 @@ import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import KernelCompileError
 from .structs import Declared, declarations
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 #: C++ names of the element types, by NumPy dtype name.
 CXX_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
@@ -82,6 +84,8 @@ class Template:
 @functools.cache
 def kernel_folder() -> Path:
     """The folder of the ``.cu`` files: inside the package when installed, beside it in a checkout."""
+    from pathlib import Path
+
     package = Path(__file__).resolve().parent.parent
     checkout = package.parent
     for folder, owner in ((package / "kernels", package), (checkout / "kernels", checkout / "pyproject.toml")):

@@ -23,8 +23,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -37,6 +36,9 @@ from .base import Format, Plane
 from .chunks import AT_ONCE, CHUNK, converted, narrow
 from .decoders import Decoder, templates
 from .fields import MAX_FIELDS, Field as Field, block_bytes, join_blocks, split_blocks, split_into, store_fields
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Rows of which a thread block finds the means, and its threads.
 _MEAN_ROWS, _MEAN_THREADS = 32, 256

@@ -67,7 +67,7 @@ def chunks(x: np.ndarray, buffers: Buffers) -> Iterator[tuple[int, np.ndarray]]:
 
 def widen(x: np.ndarray, out: np.ndarray) -> None:
     """Fill a float32 array with floats: NumPy's own cast of float16 takes four times as long."""
-    if x.dtype == np.float16 and x.size and not _has_special(x):
+    if x.dtype == np.float16 and x.size and not has_special(x):
         # Exponent and mantissa where those of float32 are, at a bias that is less by 112; the sign came along up to
         # bit 28.
         bits = out.view(np.int32)
@@ -120,7 +120,7 @@ def converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return out
 
 
-def _has_special(x: np.ndarray) -> bool:
+def has_special(x: np.ndarray) -> bool:
     """Whether float16 numbers, one or more, hold an infinity or NaN: the largest of their bits, with and without."""
     largest = np.maximum.reduce
     return bool(largest(x.view(np.int16), axis=None) >= 0x7C00 or largest(x.view(np.uint16), axis=None) >= 0xFC00)

@@ -12,14 +12,16 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Type, grid_of
 from ..backend.structs import Constants, Declared, Struct
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 #: The kernels of ``blocks.cu``.
 KERNELS = ("dequantize_blocks", "take_blocks", "linear_blocks")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -137,6 +135,8 @@ def _value(text: str) -> Any:
     """An option's value, from its text."""
     if text.lower() in _LITERALS:
         return _LITERALS[text.lower()]
+    import json
+
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -150,6 +150,8 @@ def value_text(value: Any) -> str:
     """The text that `_value` reads as `value`."""
     if isinstance(value, str) and value == value.strip() and not set(value) & set(',[]{}"') and _value(value) == value:
         return value
+    import json
+
     return json.dumps(value, separators=(",", ":"), default=str)
 
 
@@ -174,6 +176,8 @@ _ALIKE = 0.6
 
 def guesses(name: str, names: Iterable[str]) -> list[str]:
     """Those of `names` that somebody may have meant; numbers in the name have to be the first in theirs."""
+    import difflib
+
     plain = re.sub(r"[\s_-]", "", name.lower())
     number = re.findall(r"\d+", plain)
     same = [each for each in names if re.findall(r"\d+", each)[: len(number)] == number]

@@ -54,7 +54,7 @@ from ..backend.structs import Constants, Struct
 from ..backend.xp import contiguous, is_cupy, namespace
 from ..errors import FormatError
 from .base import Magnitude, Plane, Trits, register
-from .chunks import AT_ONCE, CHUNK, narrow, unpack_fields, widen
+from .chunks import AT_ONCE, CHUNK, has_special, narrow, unpack_fields, widen
 from .decoders import Decoder, decodes, dequantize, templates
 from .granular import Granular
 from .granularity import (
@@ -64,7 +64,6 @@ from .granularity import (
     check_entries,
     check_host_scales,
     granularity_of,
-    slab_size,
     walk,
 )
 from .integer_codes import IntegerCodes, lies_whole, scale_of
@@ -83,6 +82,14 @@ _SUMMED, _LANES, _THREADS = _NUMBERS.SUMMED, _NUMBERS.LANES, _NUMBERS.THREADS
 # Rows of a tree up to this length are turned.
 _SHORT = 32
 _SIGN = np.uint16(0x8000)
+# 2^53 times the last bit of a float32 is two to its exponent, as it is stored, less this.
+_REACH = 127 + 23 - 53
+# What is left of the bits of bfloat16 and float16 at their places in float32, without the sign.
+_MAGNITUDES = np.uint32(0x7FFF0000), np.uint32(0x0FFFE000)
+# A byte of codes whose trits are 0, eight times.
+_ONES = np.uint64(0x5555555555555555)
+# Elements that are worked on at a time: with less, calls cost more than the arithmetic, and more do not help.
+_SLAB = 1 << 19
 # Trits that are packed at a time by one thread; rows of a slab that are short for a loop of their own.
 _PACKED, _FEW = 1 << 18, 256
 # Scales whose thresholds are found at a time: the arrays in between, of float64, stay small.
@@ -360,9 +367,7 @@ class Ternary(Granular):
         blocks = blocks_of(x.shape, self.granularity)
         scale = _given_scale(given["scale"], blocks, x) if "scale" in given else find(x, blocks, self.rule, self.eps)
         planes["scale"][...] = scale
-        trits = np.zeros(len(planes["codes"]) * 4, np.int8)
-        _encode(x, planes["scale"], blocks, self.rounding, trits[: x.size])
-        pack(trits, planes["codes"])
+        _encode(x, thresholds(planes["scale"], self.rounding), blocks, planes["codes"])
 
     def part_numpy(self, x: np.ndarray, planes: Mapping[str, Any]) -> Any:
         blocks = blocks_of(x.shape, "tensor")
@@ -370,7 +375,8 @@ class Ternary(Granular):
             return find(x, blocks, self.rule, self.eps)
         if self.rule == "fit" or x.size % _SUMMED:
             return None
-        return x.size, np.concatenate([_first_sums(rows) for _, rows in _magnitudes(x, blocks)], axis=1)
+        room = _room(blocks)
+        return x.size, np.concatenate([_slab_sums(numbers, room) for _, numbers in _slabs(x, blocks)], axis=1)
 
     def whole_numpy(self, found: list[Any], dtype: np.dtype, planes: Mapping[str, Any]) -> dict[str, Any]:
         if self.rule == "absmax":
@@ -500,31 +506,55 @@ def _check_eps(eps: Any) -> float:
 # ---- codes -----------------------------------------------------------------------------------------------------------
 
 
-def _encode(x: np.ndarray, scale: np.ndarray, blocks: Blocks, rounding: str, trits: np.ndarray) -> None:
-    """Fill the int8 trits of an array under its scales."""
-    least = thresholds(scale, rounding)
-    as_bits = x.dtype.itemsize == 2 and bool(x.size) and not _has_nan(x)
+def _encode(x: np.ndarray, least: np.ndarray, blocks: Blocks, codes: np.ndarray) -> None:
+    """Fill the plane `codes` of an array with the trits under its thresholds."""
+    bits = _least_bits(least, x.dtype) if x.dtype.itemsize == 2 else least
+    flags = np.empty((2, min(_SLAB, len(codes) * 4)), np.bool_)
+    length = blocks.size // max(blocks.count, 1)
+    if blocks.count == 1 or (blocks.row == blocks.run * blocks.per_row and length % BLOCK == 0):
+        _encode_runs(x.reshape(-1, max(length, 1)), least.reshape(-1, 1), bits.reshape(-1, 1), flags, codes)
+        return
+    trits = np.zeros(len(codes) * 4, np.int8)
+    for (part, out), (own, own_bits) in walk(blocks, (x, trits[: x.size]), (least, bits)):
+        _compare(part, own, own_bits, flags)
+        above, below = flags[:, : part.size].view(np.int8).reshape(2, *part.shape)
+        np.subtract(above, below, out=out)
+    pack(trits, codes)
+
+
+def _encode_runs(x: np.ndarray, least: np.ndarray, bits: np.ndarray, flags: np.ndarray, codes: np.ndarray) -> None:
+    """... of an array whose rows have one threshold each, and whole blocks of codes."""
+    count, length = x.shape
+    rows, columns = max(flags.shape[1] // length, 1), min(flags.shape[1], length)
+    packed = codes.reshape(-1, RUN)
+    with np.errstate(all="ignore"):
+        # The last ones first: if scales have been looked for, caches may hold them.
+        for first in range(0, count, rows)[::-1]:
+            own = slice(first, first + rows)
+            for begin in range(0, length, columns)[::-1]:
+                part = x[own, begin : begin + columns]
+                _compare(part, least[own], bits[own], flags)
+                start = (first * length + begin) // BLOCK
+                _pack_flags(flags, part.size, packed[start : start + -(-part.size // BLOCK)])
+
+
+def _compare(part: np.ndarray, least: np.ndarray, bits: np.ndarray, flags: np.ndarray) -> None:
+    """Set, from the beginning of the two rows of `flags`, where the numbers of a slab have the trit 1, and where -1."""
+    above, below = (flag[: part.size].reshape(part.shape) for flag in flags)
+    number, own = part, least
+    as_bits = part.dtype.itemsize == 2 and not _has_nan(part)
     if as_bits:  # numbers of one sign have the order of their bits
-        x, least = x.view(np.int16), _least_bits(least, x.dtype)
-    slab = min(slab_size(), x.size)
-    room, flags = np.empty(slab, np.float32), np.empty((2, slab), np.bool_)
-    for (part, out), (own,) in walk(blocks, (x, trits), (least,)):
-        number = part
-        if part.dtype not in (_SINGLE, np.int16):
-            number = room[: part.size].reshape(part.shape)
-            widen(part, number)
-        short = 1 < part.shape[-1] <= _FEW and own.shape[-1] == 1  # rows of which each would be a loop
-        if short:
-            own = np.repeat(own.reshape(-1), part.shape[-1]).reshape(part.shape)
-        above, below = (flag[: part.size].reshape(part.shape) for flag in flags)
-        np.greater_equal(number, own, out=above)
-        other = own if short else own.copy()
-        if as_bits:
-            unsigned = other.view(np.uint16)
-            np.greater_equal(number.view(np.uint16), np.bitwise_or(unsigned, _SIGN, out=unsigned), out=below)
-        else:
-            np.less_equal(number, np.negative(other, out=other), out=below)
-        np.subtract(above.view(np.int8), below.view(np.int8), out=out)
+        number, own = part.view(np.int16), bits
+    elif part.dtype != _SINGLE:
+        number = np.empty(part.shape, np.float32)
+        widen(part, number)
+    if 1 < part.shape[-1] <= _FEW and own.shape[-1] == 1:  # rows of which each would be a loop
+        own = np.repeat(own.reshape(-1), part.shape[-1]).reshape(part.shape)
+    np.greater_equal(number, own, out=above)
+    if as_bits:
+        np.greater_equal(number.view(np.uint16), own.view(np.uint16) | _SIGN, out=below)
+    else:
+        np.less_equal(number, np.negative(own), out=below)
 
 
 def _has_nan(x: np.ndarray) -> bool:
@@ -545,17 +575,31 @@ def _least_bits(least: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def pack(trits: np.ndarray, codes: np.ndarray) -> None:
     """Fill the plane `codes` from int8 trits, a multiple of `BLOCK` of them, -1 to 2."""
-    rows, packed = trits.reshape(-1, 4, RUN), codes.reshape(-1, RUN)
+    rows, packed = trits.reshape(-1, BLOCK), codes.reshape(-1, RUN)
     step = _PACKED * AT_ONCE.get() // BLOCK
     for first in range(0, len(rows), step):
-        part = rows[first : first + step] + np.int8(1)
-        # The fields one after the other, runs as single items: copies and words of theirs are quick.
-        fields = np.ascontiguousarray(part.view((np.void, RUN))[..., 0].T).view(np.uint64).reshape(4, -1)
-        whole = fields[3]
-        for field in (2, 1, 0):
-            whole <<= np.uint64(2)
-            whole |= fields[field]
-        packed[first : first + step] = whole.view(np.uint8).reshape(-1, RUN)
+        packed[first : first + step] = _gather(rows[first : first + step] + np.int8(1)).view(np.uint8).reshape(-1, RUN)
+
+
+def _pack_flags(flags: np.ndarray, size: int, packed: np.ndarray) -> None:
+    """Fill some bytes of the plane `codes`, uint8[runs, RUN], from what `_compare` has set for so many numbers."""
+    used = packed.size * 4
+    flags[:, size:used] = False
+    above, below = flags[:, :used].view(np.uint64)
+    # Of words, not of bytes: what a byte borrows from the next is given back by the last sum.
+    packed.view(np.uint64).reshape(-1)[...] = _gather(above - below) + _ONES
+
+
+def _gather(numbers: np.ndarray) -> np.ndarray:
+    """The sum of the four numbers of a byte, the second times 4 and so on: eight of them, and bytes, are a uint64."""
+    # The fields one after the other, runs as single items: copies and words of theirs are quick.
+    runs = numbers.reshape(-1).view((np.void, RUN)).reshape(-1, 4)
+    fields = np.ascontiguousarray(runs.T).view(np.uint64).reshape(4, -1)
+    whole = fields[3]
+    for field in (2, 1, 0):
+        whole <<= np.uint64(2)
+        whole += fields[field]
+    return whole
 
 
 def unpack(codes: np.ndarray) -> np.ndarray:
@@ -596,9 +640,9 @@ def _some_thresholds(scale: np.ndarray, rounding: str) -> np.ndarray:
 def find(x: np.ndarray, blocks: Blocks, rule: str, eps: float) -> np.ndarray:
     """The scale of each block by a rule, float32."""
     if rule == "absmax":
-        largest = np.zeros(blocks.count, np.float32)
-        for where, rows in _magnitudes(x, blocks):
-            largest[where] = np.maximum(largest[where], rows.max(axis=1))
+        largest, room = np.zeros(blocks.count, np.float32), _room(blocks)
+        for where, numbers in _slabs(x, blocks):
+            largest[where] = np.maximum(largest[where], _magnitudes(numbers, room).max(axis=1))
         return largest
     sums, _ = _sums(x, blocks, None)
     with np.errstate(under="ignore"):
@@ -617,13 +661,12 @@ def find(x: np.ndarray, blocks: Blocks, rule: str, eps: float) -> np.ndarray:
     return scale
 
 
-def _magnitudes(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The |w| of some blocks, float32[blocks, elements] that may be written to, and their numbers.
+def _slabs(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The numbers of some blocks, in three axes of which the last goes along a block, and which blocks they are.
 
-    A long block comes in pieces of `slab_size()` elements. NaN is 0, an infinity the largest finite number.
+    A long block comes in pieces of `_SLAB` elements.
     """
-    slab = slab_size()
-    room = np.empty(min(blocks.size, slab), np.float32)
+    slab = _SLAB
     with np.errstate(invalid="ignore"):
         for part in blocks.parts if blocks.size else ():
             view, numbers = part.view(x), part.of_blocks(np.arange(blocks.count))
@@ -633,46 +676,80 @@ def _magnitudes(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.
             for a in range(0, outer, many):
                 for b in range(0, count, step):
                     for c in range(0, length, slab):
-                        rows = view[a : a + many, b : b + step, c : c + slab]
-                        own = room[: rows.size]
-                        number = rows
-                        if rows.dtype.itemsize == 2:
-                            rows = (rows.view(np.uint16) & ~_SIGN).view(rows.dtype)
-                        if rows.dtype != _SINGLE:
-                            number = own.reshape(rows.shape)
-                            widen(rows, number)
-                        if rows.dtype.itemsize > 2:
-                            np.abs(number, out=own.reshape(rows.shape))
-                        found = own.reshape(-1, rows.shape[2])
-                        if not found.max() <= _LARGEST:
-                            found[np.isnan(found)] = 0
-                            np.minimum(found, _LARGEST, out=found)
+                        found = view[a : a + many, b : b + step, c : c + slab]
                         yield numbers[a : a + many, b : b + step].reshape(-1), found
+
+
+def _room(blocks: Blocks) -> np.ndarray:
+    """What the magnitudes of any slab fit in: the page faults of fresh arrays would cost more than the arithmetic."""
+    return np.empty(min(blocks.size, _SLAB), np.float32)
+
+
+def _magnitudes(numbers: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """|w| of a slab, float32[blocks, elements] that may be written to: NaN is 0, an infinity the largest finite one."""
+    found = room[: numbers.size].reshape(numbers.shape)
+    if numbers.dtype == _SINGLE:
+        np.abs(numbers, out=found)
+    else:
+        widen(numbers, found)
+        np.abs(found, out=found)
+    return _finite(found.reshape(-1, numbers.shape[2]))
+
+
+def _finite(found: np.ndarray) -> np.ndarray:
+    """Magnitudes with 0 for NaN and the largest finite one for an infinity."""
+    if not found.max() <= _LARGEST:
+        found[np.isnan(found)] = 0
+        np.minimum(found, _LARGEST, out=found)
+    return found
 
 
 def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """The sum of each block, float64, and how many numbers it is of: with a `floor` for each, those above it."""
     totals, kept = np.zeros(blocks.count), np.zeros(blocks.count, np.int64)
     pieces: list[np.ndarray] = []  # of a long block
-    length, gathered = min(blocks.run, blocks.size), 0
-    for where, rows in _magnitudes(x, blocks):
-        if floor is not None:
+    length, gathered, room = min(blocks.run, blocks.size), 0, _room(blocks)
+    for where, numbers in _slabs(x, blocks):
+        if floor is None:
+            sums = _slab_sums(numbers, room)
+        else:
+            rows = _magnitudes(numbers, room)
             rows *= rows > floor[where][:, None]
             kept[where] += np.count_nonzero(rows, axis=1)
-        sums = _first_sums(rows)
-        if length <= slab_size():
+            sums = _first_sums(rows)
+        if length <= _SLAB:
             totals[where] = _lane_sums(sums)
             continue
         pieces.append(sums)
-        gathered += rows.shape[1]
+        gathered += numbers.shape[2]
         if gathered == length:
             totals[where] = _lane_sums(np.concatenate(pieces, axis=1))
             pieces, gathered = [], 0
     return totals, kept
 
 
-def _first_sums(rows: np.ndarray) -> np.ndarray:
-    """The sums of each `_SUMMED` numbers of every row, float64[rows, sums]."""
+def _slab_sums(numbers: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """`_first_sums` of the magnitudes of a slab."""
+    found, half = room[: numbers.size].reshape(numbers.shape), numbers.dtype == np.float16
+    rows = found.reshape(-1, numbers.shape[2])
+    if numbers.dtype == _SINGLE:
+        np.abs(numbers, out=found)
+    elif numbers.dtype.itemsize > 2 or (half and has_special(numbers)):
+        return _first_sums(_magnitudes(numbers, room))
+    else:  # float16 comes out 2^112 times smaller, its subnormal numbers too
+        bits = found.view(np.uint32)
+        np.left_shift(numbers.view(np.uint16), np.uint32(13 if half else 16), out=bits)
+        np.bitwise_and(bits, _MAGNITUDES[half], out=bits)
+    sums = _first_sums(rows, half)
+    if half:
+        return sums * 2.0**112
+    return sums if sums.max(initial=0) < math.inf else _first_sums(_finite(rows))
+
+
+def _first_sums(rows: np.ndarray, exact: bool = False) -> np.ndarray:
+    """The sums of each `_SUMMED` numbers of every row, float64[rows, sums]; `exact`: whatever the order, as those of
+    float16 are, which are multiples of one number and below 2^53 of it.
+    """
     count, length = rows.shape
     width = min(1 << (length - 1).bit_length(), _SUMMED)  # zeros behind a few numbers change nothing
     each = -(-length // width)
@@ -681,26 +758,26 @@ def _first_sums(rows: np.ndarray) -> np.ndarray:
         padded = np.zeros((count, each * width), np.float32)
         padded[:, :length] = rows
     padded = padded.reshape(-1, width)
-    rare = _inexact(padded)
-    if 2 * len(rare) > len(padded):
-        return _tree(padded).reshape(count, each)
     sums = np.einsum("ij->i", padded, dtype=np.float64)  # no BLAS, whose threads come on top of those of a call
-    if len(rare):
-        sums[rare] = _tree(padded[rare])
+    if not exact:
+        rare = _inexact(padded, sums)
+        if len(rare):
+            sums[rare] = _tree(padded[rare])
     return sums.reshape(count, each)
 
 
-def _inexact(rows: np.ndarray) -> np.ndarray:
-    """The rows of finite magnitudes, float32, whose sums may not be exact in float64, and so depend on the order: of
-    the others all numbers are multiples of some last bit, and all sums below 2^53 of it.
+def _inexact(rows: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """The rows of magnitudes, float32, whose sums may not be exact in float64, and so depend on the order: of the
+    others all numbers are multiples of the last bit of the least one, and the sum, in any order, is below 2^53 of it.
     """
     bits = rows.view(np.uint32)
-    exponent = int(bits.max(initial=0) >> 23) + rows.shape[1].bit_length() - (53 - 24 + 1)
-    least = np.uint32(max(exponent, 0) << 23)
-    if exponent <= 0 or bits.min() >= least:
+    least = int(np.minimum.reduce(bits, axis=None)) if rows.size else 1
+    if not least:
+        least = int((bits - np.uint32(1)).min())  # 0 is the largest there
+    if not rows.size or sums.max() < math.ldexp(1.0, max(least >> 23, 1) - _REACH):
         return np.empty(0, np.intp)
-    small = np.flatnonzero(bits - np.uint32(1) < least - np.uint32(1))  # 0 is the largest there
-    return np.unique(small // rows.shape[1])
+    each = (bits - np.uint32(1)).min(axis=1) >> np.uint32(23)
+    return np.flatnonzero(~(sums < np.ldexp(1.0, np.maximum(each, np.uint32(1)).astype(np.int32) - _REACH)))
 
 
 def _lane_sums(sums: np.ndarray) -> np.ndarray:

@@ -144,15 +144,29 @@ def test_the_order_of_sums():
 
 @pytest.mark.parametrize("width", [4, 32, 128, 256])
 def test_sums_that_any_order_gives(width):
-    """Only they are not found by the tree."""
+    """Only they are not found by the tree: the last bits of all numbers are within 53 bits of the sum."""
     rng = np.random.default_rng(width)
-    least = 1.5 * 2.0 ** -(30 - width.bit_length())
-    for low, exact in ((least, True), (least / 2, False), (2.0**-149, False), (0.0, True)):
+    for exponent in (0, -20, -21, -22, -23, -24, -25, -29, -149):
+        low = np.float32(1.5 * 2.0**exponent if exponent > -149 else 2.0**-149)
         for rows in ([], [7], [0, 3, 49], range(1, 50), range(50)):
             x = rng.integers(1 << 23, 1 << 24, (50, width)).astype(np.float32) * np.float32(2.0**-23)
+            x[:, 2] = 0
             x[rows, 1] = low
-            assert ternary._inexact(x).tolist() == ([] if exact else list(rows)), low
+            sums = np.array([math.fsum(row) for row in x])
+            exact = sums < 2.0 ** (53 + max(exponent - 23, -149))
+            assert ternary._inexact(x, sums).tolist() == [row for row in rows if not exact[row]], low
             assert ternary._first_sums(x)[:, 0].tobytes() == ternary._tree(x).tobytes()
+            order = [sum(float(w) for w in row) for row in x]  # one after the other
+            assert all(sums[row] == order[row] for row in range(50) if exact[row] or row not in rows)
+
+
+def test_sums_of_float16_are_exact():
+    """Of all magnitudes, the smallest beside the largest: subnormal numbers of float16 and of float32."""
+    x = np.arange(0x7C00, dtype=np.uint16).view(np.float16).reshape(-1, 256)
+    x = np.concatenate([x, x.T.reshape(-1, 256), np.tile(np.float16([65504, 2.0**-24]), (3, 128)), -x])
+    found = ternary._slab_sums(x[:, None], np.empty(x.size, np.float32))
+    assert found[:, 0].tolist() == [math.fsum(abs(float(w)) for w in row) for row in x]
+    assert kb.quantize(x, "ternary").planes["scale"][0] == np.float32(math.fsum(np.abs(x.astype(float)).flat) / x.size)
 
 
 @pytest.mark.parametrize("largest", [65519.9, np.inf])
