@@ -1,19 +1,23 @@
-"""Check what `import kbitcupy` costs over NumPy's own import: at most 0.05 s, and nothing heavy is loaded."""
+"""Check what `import kbitcupy` costs over NumPy's own import, and that nothing heavy is loaded.
+
+It may take 0.05 s, or three quarters of what NumPy takes in the same process: machines may be slow, or busy.
+"""
 
 import statistics
 import subprocess
 import sys
 
-ALLOWED = 0.05
+SECONDS, SHARE = 0.05, 0.75
 ROUNDS = 15
 HEAVY = ("cupy", "matplotlib", "safetensors", "scipy", "torch")
 
 PROGRAM = """
 import sys, time
-import numpy
 begin = time.perf_counter()
+import numpy
+middle = time.perf_counter()
 import kbitcupy
-print(time.perf_counter() - begin, *(name for name in {heavy} if name in sys.modules))
+print(middle - begin, time.perf_counter() - middle, *(name for name in {heavy} if name in sys.modules))
 """
 
 
@@ -21,16 +25,20 @@ def once():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(heavy=HEAVY)], check=True, capture_output=True, text=True
     )
-    seconds, *loaded = done.stdout.split()
-    return float(seconds), loaded
+    numpy, own, *loaded = done.stdout.split()
+    return float(numpy), float(own), loaded
 
 
 def main():
     once()  # the first one reads the files from disk
-    times, loaded = zip(*(once() for _ in range(ROUNDS)), strict=True)
-    median = statistics.median(times)
-    print(f"import kbitcupy: {median:.3f} s after NumPy (median of {ROUNDS}, allowed {ALLOWED} s), heavy: {loaded[0]}")
-    return "import kbitcupy is too slow or loads too much" if median > ALLOWED or any(loaded) else 0
+    numpys, owns, loaded = zip(*(once() for _ in range(ROUNDS)), strict=True)
+    numpy, own = statistics.median(numpys), statistics.median(owns)
+    allowed = max(SECONDS, SHARE * numpy)
+    print(
+        f"import kbitcupy: {own:.3f} s after NumPy, which takes {numpy:.3f} s (medians of {ROUNDS}, "
+        f"allowed {allowed:.3f} s), heavy: {loaded[0]}"
+    )
+    return "import kbitcupy is too slow or loads too much" if own > allowed or any(loaded) else 0
 
 
 if __name__ == "__main__":

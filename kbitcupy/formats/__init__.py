@@ -1,5 +1,6 @@
 """The formats: importing this package registers them, in the order in which lists name them."""
 
+from .base import register_later
 from .codebook import kbit as kbit
 
 # isort: split
@@ -11,23 +12,16 @@ from .codebook import dynamic8 as dynamic8
 # isort: split
 from . import affine as affine
 
-# isort: split
-from .gguf import legacy as legacy
+# GGUF's types are many, and whoever wants none of them does not wait for their import.
+for _module, _names in {
+    "legacy": ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q8_1"),
+    "kquants": ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k"),
+    "iq4": ("iq4_nl", "iq4_xs"),
+    "ternary": ("tq2_0", "tq1_0"),
+    "fp4": ("mxfp4", "nvfp4"),
+    "grids": ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"),
+}.items():
+    register_later(f"{__name__}.gguf.{_module}", *_names)
 
 # isort: split
-from .gguf import kquants as kquants
-
-# isort: split
-from .gguf import iq4 as iq4
-
-# isort: split
-from .gguf.ternary import TQ1_0 as TQ1_0, TQ2_0 as TQ2_0
-
-# isort: split
-from .gguf import fp4 as fp4
-
-# isort: split
-from .gguf import grids as grids
-
-# isort: split
-from . import ternary as ternary
+from . import ternary as ternary  # noqa: E402

@@ -11,7 +11,8 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -448,7 +449,7 @@ class Format(ABC):
 
     def __reduce__(self) -> Any:
         # Other processes may not know a format of another package: it brings what makes it, if that has an import path.
-        factory = _registry.get(self.name, type(self))
+        factory = _loaded(self.name) or type(self)
         brings = is_of_others(self) and _has_path(_unwrapped(factory))
         return named, (self.config(), factory) if brings else (self.config(),)
 
@@ -490,7 +491,14 @@ GIVEN = ("scale", "zero_point", "offset", "codebook", "importance")
 #: A format, and what calls of `quantize` bring beside it.
 Choice = tuple[Format, Mapping[str, Any]]
 
-_registry: dict[str, Callable[..., Format]] = {}
+
+class _Later(NamedTuple):
+    """Stands in the registry for the factory of a format whose module has not been imported yet."""
+
+    module: str
+
+
+_registry: dict[str, Callable[..., Format] | _Later] = {}
 # Formats whose options are all strings, numbers, None or tuples of those. An option may be any number, so not too many.
 _made: dict[tuple[Any, ...], Format] = {}
 _MOST_MADE = 4096
@@ -531,15 +539,35 @@ def register(name: str, factory: Callable[..., Format], *, replace: bool = False
         )
     if not callable(factory):
         raise FormatError(f"factory of format {name!r} is {type(factory).__name__}; it must be callable")
+    awaited = _registry.get(name) == _Later(getattr(_unwrapped(factory), "__module__", ""))
+    if not awaited:
+        _loaded(name)
     with _lock:
-        if name in _registry and not replace:
+        if name in _registry and not replace and not awaited:
             raise FormatError(f"format {name!r} is registered already; pass replace=True to replace it")
         _registry[name] = factory
-        _made.clear()
+        if not awaited:  # of which none has been made
+            _made.clear()
+
+
+def register_later(module: str, *names: str) -> None:
+    """Give names their places in the registry; their module, which registers them, is imported when one is used."""
+    _registry.update((name, _Later(module)) for name in names)
+
+
+def _loaded(name: str) -> Callable[..., Format] | None:
+    """The factory of exactly this name, whose module is imported for it; None where there is none."""
+    found = _registry.get(name)
+    if isinstance(found, _Later):
+        import_module(found.module)
+        found = _registry[name]
+        assert not isinstance(found, _Later), f"{name} is not registered by its module"
+    return found
 
 
 def unregister(name: str) -> None:
     """Take a format out of the registry (for tests and plugins)."""
+    _loaded(name)
     with _lock:
         _registry.pop(name, None)
         _made.clear()
@@ -808,14 +836,17 @@ def _factory(name: Any) -> tuple[str, Callable[..., Format]]:
     """The name as it is registered, and its factory."""
     if isinstance(name, str):
         found = name if name in _registry else other_case(name, list(_registry))
-        if found is not None:
-            return found, _registry[found]
+        factory = None if found is None else _loaded(found)
+        if found is not None and factory is not None:
+            return found, factory
         from importlib.metadata import entry_points  # slow to import, seldom needed
 
         for wanted in dict.fromkeys((name, name.lower())):
             for entry in entry_points(group=ENTRY_POINTS, name=wanted):
+                offered = entry.load()
                 with _lock:
-                    return wanted, _registry.setdefault(wanted, entry.load())
+                    _registry.setdefault(wanted, offered)
+                return _factory(wanted)
     near = guesses(str(name), _registry) if isinstance(name, (str, int)) else []
     meant = " or ".join(filter(None, (", ".join(near[:-1]), *near[-1:])))
     shown = repr(name) if isinstance(name, (str, int)) else type(name).__name__

@@ -3,6 +3,9 @@
 import functools
 import json
 import re
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -117,6 +120,66 @@ def test_entry_points_are_asked_for_unknown_names_only(monkeypatch):
         assert asked == [("kbitcupy.formats", "toy")]
         with pytest.raises(kb.KbitError, match="format is 'nothing'; registered are kbit1, "):
             kb.get_format("nothing")
+    finally:
+        unregister("toy")
+
+
+def in_a_process(program):
+    """What a program prints last, as JSON, in a process of its own."""
+    program = f"import json, sys\nimport kbitcupy as kb\n{textwrap.dedent(program)}"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def test_formats_of_gguf_are_imported_when_one_is_used():
+    """Each by its own module, which registers what is said of it; lists have them in their places from the start."""
+    known, before, first, second = in_a_process(
+        """
+        known = kb.list_formats()
+        before = [name for name in sys.modules if "gguf" in name]
+        q = kb.get_format("Q4_K")
+        first = [name for name in kb.list_formats() if name not in known], type(q).__module__
+        makers = {name: kb.formats.base.format_factory(name) for name in known}
+        second = {name: maker.__module__ for name, maker in makers.items() if hasattr(maker, "ggml_type")}
+        print(json.dumps([known, before, first, second]))
+        """
+    )
+    assert not before and first == [[], "kbitcupy.formats.gguf.kquants"]
+    assert known == [name for name in kb.list_formats() if name in known]
+    owners = {name: type(kb.get_format(name)).__module__ for name in known if kb.get_format(name).family == "gguf"}
+    assert second == owners and len(owners) == 25
+    assert list(owners) == known[known.index("q8_0") : known.index("iq3_s") + 1]
+
+
+def test_a_format_that_is_not_imported_yet_is_registered_all_the_same():
+    refused, replaced, beside, left = in_a_process(
+        """
+        try:
+            kb.register("q6_k", kb.get_format)
+        except kb.KbitError as error:
+            refused = str(error)
+        kb.register("iq4_nl", lambda: kb.get_format("q4_0"), replace=True)
+        replaced, beside = kb.get_format("iq4_nl").name, kb.get_format("iq4_xs").name
+        kb.formats.base.unregister("mxfp4")
+        kb.get_format("nvfp4")
+        print(json.dumps([refused, replaced, beside, kb.list_formats()]))
+        """
+    )
+    assert "'q6_k' is registered already" in refused and (replaced, beside) == ("q4_0", "iq4_xs")
+    assert "mxfp4" not in left and "nvfp4" in left
+
+
+def test_a_package_may_register_its_format_when_it_is_imported(monkeypatch):
+    """As ours do, and not only by being what the entry point names."""
+
+    class Entry:
+        def load(self):
+            kb.register("toy", Toy)
+            return Toy
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group, name: [Entry()] if name == "toy" else [])
+    try:
+        assert isinstance(kb.get_format("toy"), Toy)
     finally:
         unregister("toy")
 

@@ -98,4 +98,6 @@ _types: dict[int, type[Gguf]] = {}
 
 def by_type(number: int) -> type[Gguf] | None:
     """The class of the type that ggml gives this number, such as 12 for ``q4_k``; None where there is none."""
+    from . import fp4, grids, iq4, kquants, legacy, ternary  # noqa: F401
+
     return _types.get(number)
