@@ -11,6 +11,7 @@ With "q8_1" numbers are added up as 16 times what they are: results from 2^124 o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +116,7 @@ def _kernel(blocked: bool, tiles: int, shared: int) -> Kernel:
     return Kernel(_TEMPLATE, (_text(blocked, tiles),), _THREADS, shared, signature=_SIGNATURE, early=True)
 
 
-def refusal(part: IntegerCodes, depth: int) -> str | None:
+def refusal(preset: str | None, part: IntegerCodes, depth: int) -> str | None:
     """What stands against the codes of a weight."""
     if part.bits != 4 or part.width != 16 or part.added != NOTHING or part.group != Q8_BLOCK:
         return "it is for q4_0"
@@ -195,6 +196,32 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, proces
 # ---- the route -----------------------------------------------------------------------------------------------------
 
 
+def why_not_few(
+    problem: Problem, refusal: Callable[[str | None, IntegerCodes, int], str | None], tokens: range
+) -> str | None:
+    """What stands against a kernel of Hopper for so many tokens; `refusal` says it of preset, codes and K."""
+    gpu, lead = problem.device, problem.stored.lead
+    if gpu is None:
+        return "the arrays are in host memory"
+    if problem.experts:
+        return "it is for one weight"
+    refused = integers.why_not(problem.activations, problem.format, problem.shape, lead)
+    if refused is not None:
+        return refused
+    part = integers.codes_of(problem.format, problem.shape, lead)
+    assert part is not None
+    refused = refusal(problem.activations, part, problem.shape[1])
+    if refused is not None:
+        return refused
+    if gpu.capability != 90 or not gpu.tensor_maps:
+        return "it is for compute capability 9.0"
+    if problem.tokens not in tokens:
+        return f"it is for {f'{tokens[0]} to' if tokens[0] > 1 else 'up to'} {tokens[-1]} tokens"
+    if min(problem.stored.codes, problem.stored.scales) < MOST_ALIGNED:
+        return f"the planes do not start at multiples of {MOST_ALIGNED} bytes"
+    return None
+
+
 # Microseconds of the launches; the fraction of the bandwidth at which codes come; of a tile of 16 rows and 32 k, of
 # which a thread block has some.
 _START, _FRACTION, _OF_TILE = 8.0, 0.8, 0.0235
@@ -206,29 +233,11 @@ class IntegerBatch(Route):
     name = "integer_batch"
 
     def accepts(self, problem: Problem) -> str | None:
-        gpu = problem.device
-        if gpu is None:
-            return "the arrays are in host memory"
-        if problem.experts:
-            return "it is for one weight"
-        preset, (rows, depth), lead = problem.activations, problem.shape, problem.stored.lead
-        refused = integers.why_not(preset, problem.format, problem.shape, lead)
-        if refused is not None:
-            return refused
-        part = integers.codes_of(problem.format, problem.shape, lead)
-        assert part is not None
-        refused = refusal(part, depth)
-        if refused is not None:
-            return refused
-        if gpu.capability != 90 or not gpu.tensor_maps:
-            return "it is for compute capability 9.0"
-        if problem.tokens > MOST_TOKENS:
-            return f"it is for up to {MOST_TOKENS} tokens"
-        if min(problem.stored.codes, problem.stored.scales) < MOST_ALIGNED:
-            return f"the planes do not start at multiples of {MOST_ALIGNED} bytes"
-        if rows * depth >= 1 << 34 or depth >= 1 << 24:
+        rows, depth = problem.shape
+        refused = why_not_few(problem, refusal, range(1, MOST_TOKENS + 1))
+        if refused is None and (rows * depth >= 1 << 34 or depth >= 1 << 24):
             return "numbers of 32 bits do not reach through the scales"
-        return None
+        return refused
 
     def cost(self, problem: Problem) -> float:
         assert problem.device is not None

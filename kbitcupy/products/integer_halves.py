@@ -31,6 +31,7 @@ from ..ops import source, widen
 from . import integer_activations as tokens_of, integers
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, bias_kind
+from .integer_batch import why_not_few
 from .routes import MOST_ALIGNED, Problem, Product, Route
 
 #: Numbers of the kernels: tokens; elements of k of a stage, a block of q4_k, and bytes beside the tokens' codes of
@@ -103,8 +104,10 @@ def _quantizer(cxx: str) -> Kernel:
     return Kernel(_TOKENS, (cxx,), SIZES.QUANTIZE_THREADS, signature=("p", "p", "p", "i4"), early=True)
 
 
-def refusal(part: IntegerCodes, depth: int) -> str | None:
-    """What stands against the codes of a weight."""
+def refusal(preset: str | None, part: IntegerCodes, depth: int) -> str | None:
+    """What stands against the codes of a weight, or activations."""
+    if preset != "q8_1":
+        return 'it is for activations="q8_1"'
     if part.added != INNER:
         return "it is for q4_k"
     return f"K must be a multiple of {SIZES.RECORD_K}" if not depth or depth % SIZES.RECORD_K else None
@@ -189,31 +192,11 @@ class IntegerHalves(Route):
     name = "integer_halves"
 
     def accepts(self, problem: Problem) -> str | None:
-        gpu = problem.device
-        if gpu is None:
-            return "the arrays are in host memory"
-        if problem.experts:
-            return "it is for one weight"
-        preset, (rows, depth), lead = problem.activations, problem.shape, problem.stored.lead
-        refused = integers.why_not(preset, problem.format, problem.shape, lead)
-        if refused is not None:
-            return refused
-        if preset != "q8_1":
-            return 'it is for activations="q8_1"'
-        part = integers.codes_of(problem.format, problem.shape, lead)
-        assert part is not None
-        refused = refusal(part, depth)
-        if refused is not None:
-            return refused
-        if gpu.capability != 90 or not gpu.tensor_maps:
-            return "it is for compute capability 9.0"
-        if not LEAST_TOKENS <= problem.tokens <= MOST_TOKENS:
-            return f"it is for {LEAST_TOKENS} to {MOST_TOKENS} tokens"
-        if min(problem.stored.codes, problem.stored.scales) < MOST_ALIGNED:
-            return f"the planes do not start at multiples of {MOST_ALIGNED} bytes"
-        if rows * depth >= 1 << 38 or rows >= 1 << 30 or depth >= 1 << 24:
+        rows, depth = problem.shape
+        refused = why_not_few(problem, refusal, range(LEAST_TOKENS, MOST_TOKENS + 1))
+        if refused is None and (rows * depth >= 1 << 38 or rows >= 1 << 30 or depth >= 1 << 24):
             return "numbers of 32 bits do not reach through the scales"
-        return None
+        return refused
 
     def cost(self, problem: Problem) -> float:
         assert problem.device is not None
