@@ -64,6 +64,7 @@ from .granularity import (
     check_entries,
     check_host_scales,
     granularity_of,
+    slab_size,
     walk,
 )
 from .integer_codes import IntegerCodes, lies_whole, scale_of
@@ -661,12 +662,17 @@ def find(x: np.ndarray, blocks: Blocks, rule: str, eps: float) -> np.ndarray:
     return scale
 
 
+def _slab(blocks: Blocks) -> int:
+    """Elements of a slab: fewer where blocks are short, whose sums take arrays of their own."""
+    return slab_size() if blocks.count > 1 and blocks.run % _SUMMED else _SLAB
+
+
 def _slabs(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The numbers of some blocks, in three axes of which the last goes along a block, and which blocks they are.
 
-    A long block comes in pieces of `_SLAB` elements.
+    A long block comes in pieces of `_slab(blocks)` elements.
     """
-    slab = _SLAB
+    slab = _slab(blocks)
     with np.errstate(invalid="ignore"):
         for part in blocks.parts if blocks.size else ():
             view, numbers = part.view(x), part.of_blocks(np.arange(blocks.count))
@@ -682,7 +688,7 @@ def _slabs(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarr
 
 def _room(blocks: Blocks) -> np.ndarray:
     """What the magnitudes of any slab fit in: the page faults of fresh arrays would cost more than the arithmetic."""
-    return np.empty(min(blocks.size, _SLAB), np.float32)
+    return np.empty(min(blocks.size, _slab(blocks)), np.float32)
 
 
 def _magnitudes(numbers: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -717,7 +723,7 @@ def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.n
             rows *= rows > floor[where][:, None]
             kept[where] += np.count_nonzero(rows, axis=1)
             sums = _first_sums(rows)
-        if length <= _SLAB:
+        if length <= _slab(blocks):
             totals[where] = _lane_sums(sums)
             continue
         pieces.append(sums)

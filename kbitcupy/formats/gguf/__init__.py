@@ -42,7 +42,6 @@ class Gguf(BlockFormat):
         super().__init_subclass__(**arguments)
         cls.family = "gguf"
         if "ggml_type" in cls.__dict__:  # what several types have in common is no type
-            _types[cls.ggml_type] = cls
             cls.all_records = _records(cls)
 
     def fragments(self, ndim: int = 2) -> Fragments | None:
@@ -91,13 +90,3 @@ def _records(kind: type[Gguf]) -> tuple[Records, ...]:
             about.integers,
         ),
     )
-
-
-_types: dict[int, type[Gguf]] = {}
-
-
-def by_type(number: int) -> type[Gguf] | None:
-    """The class of the type that ggml gives this number, such as 12 for ``q4_k``; None where there is none."""
-    from . import fp4, grids, iq4, kquants, legacy, ternary  # noqa: F401
-
-    return _types.get(number)
