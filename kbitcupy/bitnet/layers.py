@@ -309,9 +309,13 @@ class QuantizedActivations:
 
     def array(self) -> QuantizedArray:
         """The same as a `QuantizedArray` in ``int8``, which products take."""
+        return self._array(self.dtype)
+
+    def _array(self, dtype: Any) -> QuantizedArray:
+        """... that decodes to a dtype."""
         format = get_format("int8", granularity="token" if self.per_token else "tensor")
         planes = {"codes": self.data.reshape(-1), "scale": self.scales}
-        return QuantizedArray(format, planes, self.shape, self.dtype)
+        return QuantizedArray(format, planes, self.shape, dtype)
 
     def dequantize(self, *, dtype: Any = None) -> Any:
         """Codes times scales, in the dtype that was quantized or another."""
@@ -787,9 +791,7 @@ class BitLinear:
         return rms_norm(x if x.dtype == np.float32 else x.astype(np.float32), eps=self._config.eps)
 
     def _multiply(self, x: QuantizedActivations, dtype: Any) -> Any:
-        array = x.array()
-        typed = QuantizedArray(array.format, array.planes, array.shape, dtype)
-        return linear(typed, self._weight.array, self._bias)
+        return linear(x._array(dtype), self._weight.array, self._bias)
 
     def __repr__(self) -> str:
         weight = self._weight

@@ -549,13 +549,15 @@ def _compare(part: np.ndarray, least: np.ndarray, bits: np.ndarray, flags: np.nd
     elif part.dtype != _SINGLE:
         number = np.empty(part.shape, np.float32)
         widen(part, number)
+    again = None  # where what is compared below may be written
     if 1 < part.shape[-1] <= _FEW and own.shape[-1] == 1:  # rows of which each would be a loop
-        own = np.repeat(own.reshape(-1), part.shape[-1]).reshape(part.shape)
+        again = own = np.repeat(own.reshape(-1), part.shape[-1]).reshape(part.shape)
     np.greater_equal(number, own, out=above)
     if as_bits:
-        np.greater_equal(number.view(np.uint16), own.view(np.uint16) | _SIGN, out=below)
+        least_below = np.bitwise_or(own.view(np.uint16), _SIGN, out=None if again is None else again.view(np.uint16))
+        np.greater_equal(number.view(np.uint16), least_below, out=below)
     else:
-        np.less_equal(number, np.negative(own), out=below)
+        np.less_equal(number, np.negative(own, out=again), out=below)
 
 
 def _has_nan(x: np.ndarray) -> bool:

@@ -187,18 +187,25 @@ def _slabs(x: np.ndarray) -> list[slice]:
 
 def mean_squares(x: np.ndarray) -> np.ndarray:
     """The mean of the squares of each row of a float32 matrix, float64."""
-    lanes = np.zeros((len(x), LANES))
-    largest = np.float64(LARGEST)
-    for first in range(0, x.shape[1], LANES):
-        part = x[:, first : first + LANES].astype(np.float64)
-        np.clip(part, -largest, largest, out=part)
-        part *= part
+    lanes = _lane_squares(x.astype(np.float64))
+    if not np.isfinite(lanes).all():
+        part = np.clip(x.astype(np.float64), -np.float64(LARGEST), np.float64(LARGEST))
         part[np.isnan(part)] = 0
-        lanes[:, : part.shape[1]] += part
+        lanes = _lane_squares(part)
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
     return lanes[:, 0] / max(1, x.shape[1])
+
+
+def _lane_squares(x: np.ndarray) -> np.ndarray:
+    """The sums of the squares of every `LANES`-th number of a row, one after the other; x is overwritten."""
+    x *= x
+    whole = x.shape[1] - x.shape[1] % LANES
+    # Along an axis that is not the last numbers are added in their order.
+    lanes: np.ndarray = x[:, :whole].reshape(len(x), whole // LANES, LANES).sum(axis=1)
+    lanes[:, : x.shape[1] - whole] += x[:, whole:]
+    return lanes
 
 
 def _normalized(x: np.ndarray, norm: Norm) -> np.ndarray:
