@@ -305,7 +305,7 @@ def _sums_of_threes(a: np.ndarray, packed: np.ndarray, rows: int) -> np.ndarray:
     return total.reshape(tokens, -1)[:, :rows].astype(np.float32)
 
 
-class _Grouped:
+class _Groups:
     """Activations beside which rows are multiplied group by group."""
 
     def __init__(self, a: np.ndarray, group: int):
@@ -313,21 +313,91 @@ class _Grouped:
         self.group, self.groups = group, -(-depth // group)
         wide = np.zeros((tokens, self.groups * group), np.float32)
         wide[:, :depth] = a
-        self.parts = np.ascontiguousarray(wide.reshape(tokens, self.groups, group).transpose(1, 2, 0))
+        self.parts = np.ascontiguousarray(wide.reshape(tokens, self.groups, group).transpose(1, 0, 2))
 
     def product(self, trits: np.ndarray) -> np.ndarray:
-        """float32 [groups, rows, tokens] with the int8 trits [rows, depth] of a few rows: sums, each rounded once."""
+        """float32 [groups, tokens, rows] with the int8 trits [rows, depth] of a few rows: sums, each rounded once."""
         rows, depth = trits.shape
         wide = np.zeros((rows, self.groups * self.group), np.float32)
         wide[:, :depth] = trits
-        weights = wide.reshape(rows, self.groups, self.group).transpose(1, 0, 2)
+        weights = wide.reshape(rows, self.groups, self.group).transpose(1, 2, 0)
         if self.group <= _EXACT:
-            return weights @ self.parts
-        total = np.zeros((self.groups, rows, self.parts.shape[2]), np.int32)
+            return self.parts @ weights
+        total = np.zeros((self.groups, self.parts.shape[1], rows), np.int32)
         for k in range(0, self.group, _EXACT):
             part = slice(k, k + _EXACT)
-            total += (weights[:, :, part] @ self.parts[:, part]).astype(np.int32)
+            total += (self.parts[:, :, part] @ weights[:, part]).astype(np.int32)
         return total.astype(np.float32)
+
+
+class _WholeGroups:
+    """The same of groups that have fields of the bytes of a block of codes for themselves, or whole blocks, which are
+    multiplied as they lie (see `_Whole`).
+    """
+
+    def __init__(self, a: np.ndarray, group: int):
+        tokens, depth = a.shape
+        self.tokens, self.blocks = tokens, depth // BLOCK
+        self.of_block, self.each = max(BLOCK // group, 1), max(group // BLOCK, 1)
+        fields = a.astype(np.float32, copy=False).reshape(tokens, self.blocks, 4, RUN).transpose(1, 2, 0, 3)
+        shares = fields * _SHARES[:, 0]
+        # What u[f] is multiplied by, [blocks, groups and tokens, RUN]: for the groups of field f and of that before it.
+        self.factors: list[tuple[int, int, np.ndarray]] = []
+        for f in range(4):
+            first, last = (field * self.of_block // 4 for field in (max(f - 1, 0), f))
+            factors = np.zeros((self.blocks, last + 1 - first, tokens, RUN), np.float32)
+            factors[:, last - first] += shares[:, f]
+            if f:
+                factors[:, 0] -= shares[:, f - 1]
+            self.factors.append((first, last + 1, factors.reshape(self.blocks, -1, RUN)))
+        # How much these products are too large: a trit is a code less 1, and what is behind the last field is 256.
+        self.above = fields.sum(axis=3).reshape(self.blocks, self.of_block, -1, tokens).sum(axis=2)
+        self.above[:, -1] += _ABOVE * shares[:, 3].sum(axis=2)
+        self.floats = _aligned_floats(max(_FLOATS, depth // 4))
+
+    def product(self, codes: np.ndarray) -> np.ndarray:
+        """float32 [groups, tokens, rows] with the codes [rows, depth / 4] of some rows: sums, all of them exact."""
+        rows, width = codes.shape
+        total = np.empty((self.blocks, self.of_block, self.tokens, rows), np.float32)
+        total[...] = -self.above[..., None]
+        step = self.floats.size // width
+        for some in _some(rows, step):
+            floats = self.floats[: (some.stop - some.start) * width].reshape(-1, width)
+            bits = floats.view(np.uint32)
+            np.copyto(floats, codes[some])
+            np.add(floats, _ABOVE, out=floats)
+            by_blocks = floats.reshape(-1, self.blocks, RUN).transpose(1, 2, 0)
+            for f, (first, last, factors) in enumerate(self.factors):
+                if f:
+                    np.bitwise_and(bits, _FROM[f - 1], out=bits)
+                found = np.matmul(factors, by_blocks)
+                total[:, first:last, :, some] += found.reshape(self.blocks, last - first, self.tokens, -1)
+        total = total.reshape(-1, self.each, self.tokens, rows)
+        return total[:, 0] if self.each == 1 else total.sum(axis=1)
+
+
+def _multiply_groups_host(
+    a: np.ndarray, tokens: np.ndarray, codes: np.ndarray, scales: np.ndarray, group: int, out: np.ndarray
+) -> None:
+    """Fill float32 `out` [tokens, N]; scales [N, groups]."""
+    rows, groups = scales.shape
+    depth = a.shape[1]
+    of_fields = BLOCK % group == 0 and group >= RUN
+    if depth % BLOCK == 0 and (of_fields or (group % BLOCK == 0 and depth % group == 0)) and group <= _EXACT:
+        whole, step = _WholeGroups(a, group), max(_ROWS, _RESULTS // (groups * len(a)))
+        for some in _some(rows, step):
+            sums = whole.product(codes.reshape(rows, depth // 4)[some])
+            out[:, some] = _add_groups(sums, tokens, scales[some])
+        return
+    plain = _Groups(a, group)
+    for some in _some(rows, _step(len(a), rows, depth)):
+        sums = plain.product(decoded_rows(codes, depth, some.start, some.stop))
+        out[:, some] = _add_groups(sums, tokens, scales[some])
+
+
+def _step(tokens: int, rows: int, depth: int) -> int:
+    """Rows that are made ready at a time: many tokens take longer than that, and BLAS likes them wide."""
+    return min(rows, max(1, _SLAB * (1 if tokens <= _FEW else _WIDER) // max(1, depth)))
 
 
 def _multiply_host(
@@ -341,27 +411,29 @@ def _multiply_host(
     """Fill `out` [tokens, N] from codes of tokens, int8 or float32, and from scales that count as they are."""
     rows, depth = q.shape
     codes, scales = q.planes[part.codes], int8.factors(q.planes[part.scales])
-    # Many tokens take longer than to make weights ready, and BLAS likes them wide.
-    step = min(rows, max(1, _SLAB * (1 if len(a) <= _FEW else _WIDER) // max(1, depth)))
-    if part.shares != "group" and (threes := _kept_threes(q, part)) is not None:
+    if part.shares == "group":
+        y = out if out.dtype == np.float32 and bias is None else np.empty(out.shape, np.float32)
+        _multiply_groups_host(a, tokens, codes, scales.reshape(rows, -1), part.group, y)
+        if bias is not None:
+            y += bias.astype(np.float32)
+        if y is not out:
+            out[...] = y
+        return
+    if (threes := _kept_threes(q, part)) is not None:
         for few in _some(len(a), max(1, _RESULTS // rows)):
             y = _sums_of_threes(a[few], threes, rows)
             out[few] = _scaled(y, tokens[few] if tokens.size > 1 else tokens, scales, bias)
         return
-    grouped = _Grouped(a, part.group) if part.shares == "group" else None
-    whole = _Whole(a) if grouped is None and depth % BLOCK == 0 else None
+    step = _step(len(a), rows, depth)
+    whole = _Whole(a) if depth % BLOCK == 0 else None
     # What few tokens give is scaled together: calls would cost more than the arithmetic.
     many = step if whole is None else max(step, _RESULTS // len(a))
     for some in _some(rows, many):
-        if grouped is not None:
-            sums = grouped.product(decoded_rows(codes, depth, some.start, some.stop))
-            y = _add_groups(sums, tokens, scales.reshape(rows, -1)[some]).T
+        if whole is not None:
+            y = whole.product(codes.reshape(rows, depth // 4)[some])
         else:
-            if whole is not None:
-                y = whole.product(codes.reshape(rows, depth // 4)[some])
-            else:
-                y = int8.integer_product(a, decoded_rows(codes, depth, some.start, some.stop)).astype(np.float32)
-            y = _scaled(y, tokens, scales if part.shares == "tensor" else scales[some], None)
+            y = int8.integer_product(a, decoded_rows(codes, depth, some.start, some.stop)).astype(np.float32)
+        y = _scaled(y, tokens, scales if part.shares == "tensor" else scales[some], None)
         if bias is not None:
             y += bias[some].astype(np.float32)
         out[:, some] = y
@@ -387,9 +459,9 @@ def _some(rows: int, step: int) -> Iterator[slice]:
 
 
 def _add_groups(sums: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float32 [rows, tokens] of sums [groups, rows, tokens], which are overwritten, and scales [rows, groups]."""
-    sums *= tokens
-    sums *= scales.T[:, :, None]
+    """float32 [tokens, rows] of sums [groups, tokens, rows], which are overwritten, and scales [rows, groups]."""
+    sums *= tokens[:, None]
+    sums *= scales.T[:, None]
     total = sums[0]
     for term in sums[1:]:
         total += term

@@ -316,6 +316,34 @@ def test_tiny_tokens_differ_from_w8a8(xp):
     assert kb.linear(x, q, activations="bitnet").tobytes() != kb.linear(x, q, activations="int8").tobytes()
 
 
+@pytest.mark.parametrize(
+    ("group", "depth"),
+    [(32, 128), (64, 384), (128, 2432), (256, 512), (256, 384), (384, 768), (32768, 65536), (65536, 65536)],
+)
+def test_groups_of_whole_blocks(group, depth, monkeypatch):
+    """On NumPy some are multiplied as their codes lie: the largest sums of both signs, and codes that count 2."""
+    rng = np.random.default_rng([group, depth])
+    monkeypatch.setattr(ternary, "_FLOATS", depth)  # four rows at a time
+    tokens, rows = 3, 9
+    q = weight(rows, depth, ("group", group))
+    q.planes["codes"][:] = rng.integers(0, 256, q.planes["codes"].shape)
+    q.planes["codes"][: 3 * depth // 4] = np.repeat(np.uint8([0, 0b10101010, 0b11111111]), depth // 4)
+    a = rng.integers(-128, 128, (tokens, depth)).astype(np.int8)
+    a[0], a[1] = -128, 127
+    scales, bias = rng.random(tokens).astype(np.float32), make("normal", rows, SINGLE, 5)
+    trits = kb.formats.ternary.unpack(q.planes["codes"]).reshape(rows, depth).astype(np.int64)
+    wanted = np.float32(0)
+    for number, first in enumerate(range(0, depth, group)):
+        sums = a[:, first : first + group].astype(np.int64) @ trits[:, first : first + group].T
+        term = sums.astype(np.float32) * scales[:, None] * q.planes["scale"].reshape(rows, -1)[:, number]
+        wanted = wanted + term if number else term
+    for given, dtype in ((None, SINGLE), (bias, SINGLE), (bias, np.dtype("float16"))):
+        found = np.empty((tokens, rows), dtype)
+        with np.errstate(over="ignore"):
+            ternary._multiply_host(a, scales, q, q.format.trits(q.shape), given, found)
+            assert same_values(found, (wanted if given is None else wanted + bias).astype(dtype))
+
+
 @pytest.mark.parametrize("group", [32, 64, 100])
 def test_the_error_of_groups(group):
     """Against float64: what the additions of float32 may leave."""
