@@ -45,11 +45,27 @@ def find_cupy():
     return (cupy, "") if cupy.cuda.is_available() else (None, "needs a GPU, and CuPy finds none")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_report_header(config):
+    module, missing = find_cupy()
+    if module is None:
+        what = "fail" if config.getoption("--require-gpu") else "are left out"
+        return f"tests marked gpu {what}: each {missing}"
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
     # `-m gpu` finds what asks for the fixture, too.
     for item in items:
         if "cupy" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
+    yield  # `-m` and `-k` choose
+    # More than half of all tests need a GPU: without one, minutes would go by in skipping them. Where nothing else is
+    # asked for, each says why it is skipped.
+    others = [item for item in items if item.get_closest_marker("gpu") is None]
+    if others and find_cupy()[0] is None and not config.getoption("--require-gpu"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu") is not None])
+        items[:] = others
 
 
 def pytest_runtest_setup(item):
