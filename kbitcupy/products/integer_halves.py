@@ -23,7 +23,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Planned
+from ..backend.launch import Kernel
 from ..backend.structs import Constants, Struct
 from ..formats.base import IntegerCodes, register_templates
 from ..formats.integer_codes import INNER
@@ -31,7 +31,7 @@ from ..ops import source, widen
 from . import integer_activations as tokens_of, integers
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, bias_kind
-from .integer_batch import why_not_few
+from .integer_batch import Plan, why_not_few
 from .routes import MOST_ALIGNED, Problem, Product, Route
 
 #: Numbers of the kernels: tokens; elements of k of a stage, a block of q4_k, and bytes beside the tokens' codes of
@@ -123,22 +123,6 @@ def choose(rows: int, depth: int, processors: int) -> Cut:
         return waves * -(-blocks // cut.parts) * (cut.tiles + 0.5)
 
     return min((cut for cut in CUTS if cut.parts <= blocks), key=work)
-
-
-@dataclass(frozen=True, eq=False)
-class Plan(Planned):
-    """The second launch of a product of one shape.
-
-    Parameters
-    ----------
-    cut : bytes
-        `CUT`.
-    rows : int
-        Of a thread block.
-    """
-
-    cut: bytes
-    rows: int
 
 
 @functools.lru_cache(maxsize=4096)
