@@ -267,9 +267,23 @@ class Kernel:
     cluster : int, default 1
         Thread blocks of a cluster, as the kernel declares them: of such a one a device holds whole clusters, which do
         not find a place everywhere.
+    carveout : int, optional
+        Percent of a multiprocessor's memory that should be shared memory while it has blocks of this kernel: one that
+        needs little of it itself can keep a neighbour's blocks waiting, which need more.
     """
 
-    __slots__ = ("_ready", "cluster", "early", "expression", "rounds", "shared", "signature", "template", "threads")
+    __slots__ = (
+        "_ready",
+        "carveout",
+        "cluster",
+        "early",
+        "expression",
+        "rounds",
+        "shared",
+        "signature",
+        "template",
+        "threads",
+    )
 
     def __init__(
         self,
@@ -281,10 +295,11 @@ class Kernel:
         signature: tuple[Type, ...] = (),
         early: bool = False,
         cluster: int = 1,
+        carveout: int | None = None,
     ):
         self.template, self.expression, self.threads = template, template.expression(*values), threads
         self.shared, self.rounds, self.signature, self.early = shared, rounds, signature, early
-        self.cluster = cluster
+        self.cluster, self.carveout = cluster, carveout
         self._ready: dict[int, Ready] = {}
 
     def __call__(self, array: Any, units: int, arguments: tuple[Any, ...], waves: int = 0) -> None:
@@ -323,6 +338,8 @@ class Kernel:
             kernel = function(self.template, self.expression, device)
             if self.shared + kernel.shared_size_bytes > 48 << 10:  # more than that has to be asked for
                 kernel.max_dynamic_shared_size_bytes = max(self.shared, kernel.max_dynamic_shared_size_bytes)
+            if self.carveout is not None:
+                kernel.preferred_shared_memory_carveout = self.carveout
             count = driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, self.threads, self.shared)
             resident = count * multiprocessors(device)
             if self.cluster > 1:

@@ -27,11 +27,12 @@ import numpy as np
 
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel
+from ..backend.launch import Kernel, capability
 from ..backend.structs import Constants
 from ..errors import FormatError
 from ..formats.base import register_templates
 from ..ops import source, widen
+from .int8 import BIAS_KINDS
 
 #: What the kernels take; float64 goes through float32.
 FLOATS = ("float16", "bfloat16", "float32")
@@ -275,6 +276,10 @@ def _codes_of(numbers: np.ndarray, a: np.ndarray, rule: Rule, codes: np.ndarray)
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 _MOST_BLOCKS = 1 << 30
+#: The most tokens of which each has thread blocks enough to be quantized before those of the product are there.
+MOST_FEW = 32
+# Neighbours that a thread has together.
+OCTET = 8
 #: Numbers of the kernels; STEP is that of kernels/linear/fragments.cuh.
 SIZES = Constants(LANES=LANES, ROOM=1 << 13, STEP=256, MOST_THREADS=1024)
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
@@ -289,7 +294,20 @@ _TEMPLATES = {
     name: Template(_FILE, name, (_TYPES, *((_BOOLS,) if name == "quantize_activations" else ())), structs=(SIZES,))
     for name in _SIGNATURES
 }
-register_templates(*_TEMPLATES.values())
+# Of few tokens, each by a cluster of thread blocks that find room beside those of the product.
+_FEW_SIZES = Constants(STEP=SIZES.STEP, ROW_THREADS=128, LANES=LANES, CLUSTER=8)
+_MOST_OCTETS = 2  # a thread keeps at the most; with more it has no room for them
+_FEW = Template(
+    "linear/cluster_tokens.cu",
+    "quantize_in_clusters",
+    (_TYPES, tuple(str(1 << i) for i in range(_MOST_OCTETS.bit_length()))),
+    structs=(BIAS_KINDS, _FEW_SIZES),
+    least=90,
+)
+_FEW_SIGNATURE = (*("p",) * 5, *("i4",) * 4, "f8", "f8", "f4", *("i4",) * 3)
+# Percent of a multiprocessor's memory that is to be shared memory: with less the product would have to wait.
+_FEW_CARVEOUT = 100
+register_templates(*_TEMPLATES.values(), _FEW)
 
 
 @functools.cache
@@ -302,6 +320,21 @@ def _quantizer(dtype: np.dtype, vector: bool, threads: int) -> Kernel:
     name = "quantize_activations"
     values = CXX_TYPES[dtype.name], _BOOLS[vector]
     return Kernel(_TEMPLATES[name], values, threads, signature=_SIGNATURES[name], early=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _few_quantizer(dtype: np.dtype, depth: int, device: int) -> Kernel | None:
+    """The kernel of few tokens so long; None where there is none."""
+    blocks, threads = _FEW_SIZES.CLUSTER, _FEW_SIZES.ROW_THREADS
+    octets = max(1, -(-depth // (OCTET * blocks * threads)))
+    if capability(device) < _FEW.least or depth % OCTET or octets > _MOST_OCTETS:
+        return None
+    # Whole warps, as few of them as there have to be.
+    warps = -(-depth // (OCTET * blocks * octets * 32))
+    values = CXX_TYPES[dtype.name], str(1 << (octets - 1).bit_length())
+    return Kernel(
+        _FEW, values, 32 * warps, signature=_FEW_SIGNATURE, early=True, cluster=blocks, carveout=_FEW_CARVEOUT
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -356,5 +389,13 @@ def quantize_into(
         given = largest.view(np.int32).max(keepdims=True)
     numbers = tokens, depth, pitch, groups, group, normalizes, 1 / max(depth, 1), norm_eps, *rule.numbers
     address = x.data.ptr | (0 if weight.__class__ is int else weight.data.ptr)
-    vector = not (address % 16 or depth % 8 or pitch % 8)
+    vector = not (address % 16 or depth % OCTET or pitch % OCTET)
+    few = None
+    if groups and vector and rule.granularity == "token" and tokens <= MOST_FEW:
+        few = _few_quantizer(x.dtype, depth, x.data.device_id)
+    if few is not None:
+        shares = groups, group, normalizes, 1 / depth, norm_eps
+        arguments = x, weight, codes, scales, sums, depth, *shares, *rule.numbers
+        few.launch(x, (_FEW_SIZES.CLUSTER * tokens,), arguments)
+        return
     _quantizer(x.dtype, vector, _threads(depth)).launch(x, grid, (x, weight, given, codes, scales, sums, *numbers))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kbitcupy.products import integer_batch, integer_stream, integer_tile, ternary_rows
+from kbitcupy.products import activations, integer_batch, integer_stream, integer_tile, ternary_rows, ternary_stream
 
 LIST = Path(__file__).resolve().parent.parent.parent / ".ci" / "kernels.lock"
 REGISTERS = 65536  # of a multiprocessor, and of a thread block
@@ -18,13 +18,13 @@ ROOMS = 163 << 10, 99 << 10, 227 << 10
 
 
 @functools.cache
-def listed():
-    """{(file, kernel): [(arguments, registers of a thread)]} of all architectures."""
+def listed(only=r"\S+"):
+    """{(file, kernel): [(arguments, registers of a thread)]} of all architectures, or of one."""
     if not LIST.exists():
         pytest.skip("the list of kernels is not there")
     found = {}
     for line in LIST.read_text(encoding="utf-8").splitlines():
-        match = re.match(r"linear/(\S+)\.cu.*?: (\w+)(?:<(.*)>)? \| \S+ \| \w+ (\d+) ", line)
+        match = re.match(rf"linear/(\S+)\.cu.*?: (\w+)(?:<(.*)>)? \| {only} \| \w+ (\d+) ", line)
         if match:
             found.setdefault((match[1], match[2]), []).append((match[3] or "", int(match[4])))
     return found
@@ -65,6 +65,17 @@ def of(file, kernel, flavour, eights):
     found = [each for each in listed()[file, kernel] if each[0] == flavour.text(eights)]
     assert found
     return found
+
+
+def test_ternary_products_leave_registers_to_clusters_that_quantize():
+    """Beside those of up to 8 tokens a block of the cluster of a token finds room, where it is launched early."""
+    few = max(registers for _, registers in listed("sm_90")["cluster_tokens", "quantize_in_clusters"])
+    few = taken(few, activations._FEW_SIZES.ROW_THREADS)
+    for _, registers in listed("sm_90")["ternary_rows", "rows_ternary"]:
+        assert taken(registers, ternary_rows.SIZES.ROW_THREADS) + few <= REGISTERS
+    for text, registers in listed("sm_90")["ternary_stream", "stream_ternary"]:
+        if re.search(r", 8, Integers$", text):
+            assert 2 * taken(registers, ternary_stream._STREAM_SIZES.STREAM_THREADS) + few <= REGISTERS
 
 
 def test_products_leave_registers_to_blocks_that_quantize():

@@ -143,7 +143,7 @@ def any_rows(request, monkeypatch):
 def test_tokens_that_a_product_quantizes(cupy, dtype, kind, any_rows):
     """Numbers of every kind, tokens of every length that it takes and one more, with norms and rules."""
     rng = np.random.default_rng([dtype.itemsize, len(kind)])
-    for tokens, depth in ((1, 128), (2, 4096), (8, 1280), (1, 8320), (5, 16384), (3, 16512)):
+    for tokens, depth in ((1, 128), (2, 4096), (8, 1280), (1, 8320), (17, 8192), (5, 16384), (3, 16512)):
         q, on = weights(cupy, rng, 150, depth, ("channel", 0))
         x = make(kind, tokens * depth, dtype, depth).reshape(tokens, depth)
         for norm in (None, True, make("normal", depth, DTYPES[2], 7), make("special", depth, DTYPES[2], 7)):
@@ -154,12 +154,76 @@ def test_tokens_that_a_product_quantizes(cupy, dtype, kind, any_rows):
                 assert same_values(y, wanted), (tokens, depth, norm is None, options)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_norms_between_two_numbers(cupy, tokens, any_rows):
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+def test_tokens_that_clusters_quantize(cupy, dtype, group, monkeypatch):
+    """Codes, sums and scales are those of the kernel of many tokens, wherever threads have their numbers."""
+    rng = np.random.default_rng([dtype.itemsize, group])
+    kinds = "normal", "special", "extreme", "subnormal", "zeros"
+    for depth in (128, 384, 1920, 2048, 2176, 4096, 8192, 8320, 12288, 16384):
+        tokens = int(rng.choice([1, 2, 7, 8, 9, 16, 32]))
+        x = cupy.asarray(make(rng.choice(kinds), tokens * depth, dtype, depth).reshape(tokens, depth))
+        weight = cupy.asarray(make("normal", depth, DTYPES[2], 7))
+        norm = (None, activations.Norm(None, 1e-6), activations.Norm(weight, 1e-5))[rng.integers(3)]
+        rule = (activations.Rule(), activations.Rule(4, "token", "away"), activations.Rule(eps=0))[rng.integers(3)]
+        groups = -(-tokens // 8)
+        found = []
+        for most in (activations.MOST_FEW, 0):
+            monkeypatch.setattr(activations, "MOST_FEW", most)
+            codes = cupy.full(-(-depth // 256) * groups * 2048, 7, np.int8)
+            sums, scales = cupy.zeros(-(-depth // 32) * 8 * groups, np.int32), cupy.zeros(tokens, np.float32)
+            activations.quantize_into(x, tokens, rule, norm, codes, scales, sums, depth, groups, group)
+            found.append([each.get().tobytes() for each in (codes, sums, scales)])
+            monkeypatch.undo()
+        assert found[0] == found[1], (depth, tokens, norm is None, rule)
+
+
+def test_weights_that_were_just_written(cupy):
+    """The product starts while what is ahead of its tokens is at work: it may not have read the weight by then."""
+    rng = np.random.default_rng(8)
+    for tokens, rows, depth in ((8, 4096, 8192), (3, 28672, 1024), (16, 2048, 4096)):
+        codes = [cupy.asarray(rng.integers(0, 256, rows * depth // 4, np.uint8)) for _ in range(2)]
+        scale = cupy.ones(1, np.float32)
+        q = kb.QuantizedArray(
+            kb.get_format("ternary"), {"codes": codes[0].copy(), "scale": scale}, (rows, depth), DTYPES[0]
+        )
+        x = cupy.asarray(make("normal", tokens * depth, DTYPES[0]).reshape(tokens, depth))
+        wanted = []
+        for each in codes:
+            q.planes["codes"][:] = each
+            cupy.cuda.Device().synchronize()
+            wanted.append(kb.bitnet.linear(x, q, norm=True))
+        differ = cupy.zeros((), np.int64)
+        for i in range(60):
+            q.planes["codes"][:] = codes[i % 2]
+            differ += (kb.bitnet.linear(x, q, norm=True).view(np.uint16) != wanted[i % 2].view(np.uint16)).any()
+        assert not int(differ)
+
+
+def test_tokens_of_two_streams(cupy):
+    """Products side by side share nothing but the weight."""
+    rng = np.random.default_rng(9)
+    _, on = weights(cupy, rng, 1000, 8192, "tensor")
+    x = [cupy.asarray(make("normal", 8 * 8192, DTYPES[0], i).reshape(8, 8192)) for i in range(2)]
+    wanted = [kb.bitnet.linear(each, on, norm=True) for each in x]
+    cupy.cuda.Device().synchronize()
+    streams, differ = [cupy.cuda.Stream(non_blocking=True) for _ in x], [cupy.zeros((), np.int64) for _ in x]
+    cupy.cuda.Device().synchronize()
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with stream:
+                y = kb.bitnet.linear(x[i], on, norm=True)
+                differ[i] += (y.view(np.uint16) != wanted[i].view(np.uint16)).any()
+    cupy.cuda.Device().synchronize()
+    assert not any(int(each) for each in differ)
+
+
+@pytest.mark.parametrize(("tokens", "depth"), [(1, 2048), (5, 2048), (3, 12288)])
+def test_norms_between_two_numbers(cupy, tokens, depth, any_rows):
     """Where 1 / root is halfway between two float32, what is added up in another order might round otherwise."""
     rng = np.random.default_rng(tokens)
-    q, on = weights(cupy, rng, 40, 2048, "tensor")
-    x = make("normal", tokens * 2048, DTYPES[0], 3).reshape(tokens, 2048)
+    q, on = weights(cupy, rng, 40, depth, "tensor")
+    x = make("normal", tokens * depth, DTYPES[0], 3).reshape(tokens, depth)
     for token in range(tokens):
         mean = activations.mean_squares(x[token : token + 1].astype(np.float32))[0]
         for step in range(6):
