@@ -367,9 +367,22 @@ __device__ __forceinline__ void copy_tokens(
     copy_bulk(ring.data() + S::MEANS_AT, reinterpret_cast<const char*>(means) + stage * BYTES, BYTES, ring.full());
 }
 
+// The x of the first stages, which the warps that fill them do not wait for. One lane of those that multiply, which
+// have waited for what arrange_tokens has written.
+template <typename S>
+__device__ __forceinline__ void copy_first_tokens(
+    Stages<S> ring, const Job& job, const TensorMap* x_map, const float* means) {
+    const Task task = job.task<S>(0);
+    if (task.group.count == 0) return;
+    const int copied = min(task.end, task.begin + S::STAGES);
+    for (int item = task.begin; item < copied; ++item, ring.step(1))
+        copy_tokens<S>(ring, job, task, item, x_map, means);
+}
+
 // Fill the stages, and write the records of rows: four warps, the first of which starts the copies. A lane has a row of
 // every fourth 32. The kernel ahead, arrange_tokens, let this one start when those before it had ended: until x is
-// there, the ring fills with weights.
+// there, the ring fills with weights and records. Scales are asked for ahead of them: they would wait behind a whole
+// ring of weights.
 template <typename S>
 __device__ __forceinline__ void prepare_stages(
     Stages<S> ring, const Job& job, const TensorMap* x_map, const TensorMap* w_map, const float* means,
@@ -382,20 +395,6 @@ __device__ __forceinline__ void prepare_stages(
     const Task task = job.task<S>(0);
     if (task.group.count == 0) return;
     const int copied = min(task.end, task.begin + S::STAGES);
-    Stages<S> first = ring;
-    if (warp == 0) {
-        if (elected)
-            for (int item = task.begin; item < copied; ++item, first.step(1)) copy_weights<S>(first, task, item, w_map);
-        __syncwarp();
-    }
-    wait_for_previous();
-    if (warp == 0) {
-        first = ring;
-        if (elected)
-            for (int item = task.begin; item < copied; ++item, first.step(1))
-                copy_tokens<S>(first, job, task, item, x_map, means);
-        __syncwarp();
-    }
     const unsigned granules = row_granules<Decoder>(job.k, scales);
     RowScales raw[ROUNDS];  // of the next stage
     unsigned origin[ROUNDS], top[ROUNDS];
@@ -404,6 +403,12 @@ __device__ __forceinline__ void prepare_stages(
         const int row = (warp + 4 * r) * WARP + lane;
         origin[r] = min(task.row + row, job.n - 1) * granules, top[r] = 1u << 23;
         raw[r].fetch(scales, origin[r], task.begin * GRANULES, granules, true);
+    }
+    if (warp == 0) {
+        Stages<S> first = ring;
+        if (elected)
+            for (int item = task.begin; item < copied; ++item, first.step(1)) copy_weights<S>(first, task, item, w_map);
+        __syncwarp();
     }
 #pragma unroll 1
     for (int item = task.begin; item < task.end; ++item, ring.step(1)) {
@@ -859,6 +864,8 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
         Decoder::fill(own_block | TABLE_AT, mine, threadIdx.x, S::WARPS * WARP);
     }
     wait_for_previous();
+    if constexpr (S::PREPARED)
+        if (threadIdx.x == 0) copy_first_tokens<S>(ring, job, &x_map, partial);
     if (!GROUPED && threadIdx.x == 0) {
         // Read at the end, where it would have to come from memory.
         if (tensor_scale) copy_async<4>(shared_address(&scale), tensor_scale), commit_copies();
