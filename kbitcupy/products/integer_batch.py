@@ -1,11 +1,15 @@
-"""Up to 64 int8 tokens times weights of q4_0, on Hopper.
+"""Up to 64 int8 tokens times weights of q4_0, or 33 to 64 in "q8_1" times those of q4_k, on Hopper.
 
 Two launches: tokens are quantized, then multiplied by kernels/linear/integer_batch_sm90a.cu. A thread block has some
 rows and all tokens; what it gives is the contract of `kbitcupy.products.integers`, terms of units being added in the
 order of k, parts of k in theirs, which is the same every time.
 
-With "q8_1" numbers are added up as 16 times what they are: results from 2^124 on may become infinite, and those below
-2^-130 zero. A row with a scale that is not finite gives NaN, also where the sum of its terms would be infinite.
+Of 256 elements of a row of q4_k that is ``-dmin * sum_u(mn_u * (e_u * S_u))``, which tensor cores add up, the second
+factor in three parts, and then ``fl((d * sc_u) * D_u) * e_u`` of each of eight units u.
+
+With "q8_1" numbers of q4_0 are added up as 16 times what they are: results from 2^124 on may become infinite, and those
+below 2^-130 zero. A row with a scale that is not finite gives NaN, also where the sum of its terms would be infinite;
+with q4_k parts of what is below 2^-100 may be lost.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
-from ..backend.compile import Template
+from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Planned
 from ..backend.structs import Constants, Struct
 from ..formats.base import IntegerCodes, register_templates
-from ..formats.integer_codes import NOTHING
+from ..formats.integer_codes import INNER, NOTHING
 from ..ops import source, widen
 from . import integer_activations as tokens_of, integers
 from .activations import FLOATS
@@ -31,12 +35,17 @@ from .int8 import BIAS_KINDS, bias_kind, token_planes
 from .integer_activations import NUMBERS, Q8_BLOCK
 from .routes import MOST_ALIGNED, Problem, Product, Route
 
-#: Numbers of the kernel: tokens; elements of k of a stage, and most stages of a ring.
+#: Numbers of the kernel: tokens; elements of k of a stage, most stages of a ring, and bytes beside the tokens' codes of
+#: one for q4_k.
 SIZES = Constants(
     BATCH_TOKENS=64,
     BATCH_K=256,
     BATCH_STAGES=16,
+    BATCH_RECORD=5120,
 )
+#: Numbers of the kernel that quantizes tokens for q4_k: tokens, elements of k that have a record, bytes of one beside
+#: codes that are halves, threads of a block.
+RECORDS = Constants(HALVES_TOKENS=64, RECORD_K=256, RECORD_BYTES=6144, QUANTIZE_THREADS=128)
 #: How a thread block cuts its work: tiles of 16 rows, groups of warps with rows of their own, stages of the ring, bytes
 #: of one, and where in it the table of scales begins.
 CUT = Struct(
@@ -48,8 +57,13 @@ CUT = Struct(
     table_at="i4",
 )
 MOST_TOKENS = SIZES.BATCH_TOKENS
-# Warps of a thread block that multiply, and its threads; bytes of its shared memory beside barriers.
-_WARPS, _THREADS, _ROOM = 8, 384, 226 << 10
+#: Fewer are multiplied sooner with q4_k by two products of few tokens.
+LEAST_INNER = 33
+# Warps of a thread block that multiply, and its threads; bytes of its shared memory beside barriers; elements of a
+# thread that quantizes.
+_WARPS, _THREADS, _ROOM, _SIXTEEN = 8, 384, 226 << 10, 16
+# Bytes of a row in a table of q4_k.
+_INNER_ROW = 32
 
 
 @dataclass(frozen=True)
@@ -74,15 +88,25 @@ class Cut:
         """Groups of warps with rows of their own; the others share k."""
         return 4 if self.tiles > 8 else 2
 
-    def packed(self, blocked: bool) -> tuple[bytes, int]:
-        """The kernel's argument, and bytes of shared memory; `blocked`: tokens have a scale for 32 elements."""
+    def packed(self, blocked: bool, inner: bool = False) -> tuple[bytes, int]:
+        """The kernel's argument, and bytes of shared memory.
+
+        Parameters
+        ----------
+        blocked : bool
+            Whether tokens have a scale for 32 elements.
+        inner : bool, default False
+            Whether weights are q4_k's.
+        """
         rows, units, tokens = 16 * self.tiles, SIZES.BATCH_K // Q8_BLOCK, MOST_TOKENS
-        codes_at = -(-(SIZES.BATCH_K * tokens + 4 * units * tokens * blocked) // 1024) * 1024
+        beside = SIZES.BATCH_RECORD if inner else 4 * units * tokens * blocked
+        codes_at = -(-(SIZES.BATCH_K * tokens + beside) // 1024) * 1024
         table_at = codes_at + rows * SIZES.BATCH_K // 2
-        table = 4 * rows * (units + 1)
+        table = rows * (_INNER_ROW if inner else 4 * (units + 1))
         stage = -(-(table_at + table) // 1024) * 1024
-        stages = min(SIZES.BATCH_STAGES, (_ROOM - 1024) // stage)
-        k_groups = _WARPS // self.row_groups
+        stages, k_groups = min(SIZES.BATCH_STAGES, (_ROOM - 1024) // stage), _WARPS // self.row_groups
+        if stages < k_groups + 2:
+            stages = stages // k_groups * k_groups
         size = max(stages * stage, k_groups * tokens * (rows + 4) * 4) + 1024
         packed = CUT.pack(
             tiles=self.tiles, row_groups=self.row_groups, stages=stages, stage_bytes=stage, table_at=table_at
@@ -95,31 +119,65 @@ class Cut:
 CUTS = {tiles: Cut(tiles) for tiles in (2, 4, 7, 13, 14)}
 
 
-def _text(blocked: bool, tiles: int) -> str:
+def _text(blocked: bool, tiles: int, inner: bool) -> str:
     """The arguments of the template."""
-    return f"{str(blocked).lower()}, {tiles}"
+    return f"{str(blocked).lower()}, {tiles}, {str(inner).lower()}"
 
 
+_KINDS = (False, False), (True, False), (True, True)
 _TEMPLATE = Template(
     "linear/integer_batch_sm90a.cu",
     "batch_integers",
-    (tuple(_text(blocked, tiles) for blocked in (False, True) for tiles in (4, 2)),),
+    (tuple(_text(blocked, tiles, inner) for blocked, inner in _KINDS for tiles in (4, 2)),),
     structs=(BIAS_KINDS, SIZES, CUT),
 )
-register_templates(_TEMPLATE)
-_SIGNATURE = (*(_tma.MAP_BYTES,) * 3, CUT, *("p",) * 4, *("i4",) * 8, "u4")
+_TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
+_TOKENS = Template("linear/half_tokens.cu", "quantize_half_tokens", (_TYPES, ("false", "true")), structs=(RECORDS,))
+register_templates(_TEMPLATE, _TOKENS)
+_SIGNATURE = (*(_tma.MAP_BYTES,) * 3, CUT, *("p",) * 6, *("i4",) * 8, "u4")
 _NO_MAP = bytes(_tma.MAP_BYTES)
 
 
 @functools.cache
-def _kernel(blocked: bool, tiles: int, shared: int) -> Kernel:
-    return Kernel(_TEMPLATE, (_text(blocked, tiles),), _THREADS, shared, signature=_SIGNATURE, early=True)
+def _kernel(blocked: bool, tiles: int, inner: bool, shared: int) -> Kernel:
+    return Kernel(_TEMPLATE, (_text(blocked, tiles, inner),), _THREADS, shared, signature=_SIGNATURE, early=True)
+
+
+@functools.cache
+def _quantizer(cxx: str, codes_are_bytes: bool) -> Kernel:
+    values = cxx, str(codes_are_bytes).lower()
+    return Kernel(_TOKENS, values, RECORDS.QUANTIZE_THREADS, signature=("p", "p", "p", "i4"), early=True)
+
+
+def quantize_records(x: Any, tokens: int, codes: int, records: int, codes_are_bytes: bool) -> None:
+    """Quantize up to 64 tokens by "q8_1" for q4_k, on the current device.
+
+    Parameters
+    ----------
+    x : cupy.ndarray
+        [..., K] in a dtype of `FLOATS`, contiguous; K a multiple of 256.
+    tokens : int
+        Rows of x, one or more.
+    codes, records : int
+        Addresses of what is written, as kernels/linear/half_tokens.cu says it.
+    codes_are_bytes : bool
+        Otherwise they are halves.
+    """
+    depth = x.shape[-1]
+    if x.data.ptr % MOST_ALIGNED:
+        x = x.copy()
+    grid = tokens, -(-depth // (RECORDS.QUANTIZE_THREADS * _SIXTEEN))
+    _quantizer(CXX_TYPES[x.dtype.name], codes_are_bytes).launch(x, grid, (x, codes, records, depth))
 
 
 def refusal(preset: str | None, part: IntegerCodes, depth: int) -> str | None:
     """What stands against the codes of a weight."""
-    if part.bits != 4 or part.width != 16 or part.added != NOTHING or part.group != Q8_BLOCK:
-        return "it is for q4_0"
+    if part.added == INNER and preset != "q8_1":
+        return 'with q4_k it is for activations="q8_1"'
+    if part.added != INNER and (
+        part.bits != 4 or part.width != 16 or part.added != NOTHING or part.group != Q8_BLOCK
+    ):
+        return "it is for q4_0 and q4_k"
     return f"K must be a multiple of {SIZES.BATCH_K}" if not depth or depth % SIZES.BATCH_K else None
 
 
@@ -150,10 +208,10 @@ class Plan(Planned):
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(blocked: bool, rows: int, cut: Cut, device: int) -> Plan:
+def plan(blocked: bool, inner: bool, rows: int, cut: Cut, device: int) -> Plan:
     """How a product is computed, its kernel compiled."""
-    packed, shared = cut.packed(blocked)
-    ready = _kernel(blocked, cut.most, shared).ready(device)
+    packed, shared = cut.packed(blocked, inner)
+    ready = _kernel(blocked, cut.most, inner, shared).ready(device)
     return Plan(ready.launch, (-(-rows // (16 * cut.tiles)),), packed, 16 * cut.tiles)
 
 
@@ -164,19 +222,23 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, proces
     bias = None if bias is None else source(bias, FLOATS)
     rows, depth = q.shape
     tokens, units, blocked = out.size // rows, depth // Q8_BLOCK, preset == "q8_1"
+    inner = part.added == INNER
     single = out if out.dtype.name in FLOATS else _xp.namespace(out).empty(out.shape, np.float32)
     pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
-    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * (units if blocked else 1) * padded)
+    beside = depth // SIZES.BATCH_K * SIZES.BATCH_RECORD if inner else 4 * (units if blocked else 1) * padded
+    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + beside)
     a, scales, step = scratch.ptr, scratch.ptr + tokens * pitch, 1
-    if isinstance(x, QuantizedArray):
+    if inner:
+        quantize_records(tokens_of.floats_of(x), tokens, a, scales, True)
+    elif isinstance(x, QuantizedArray):
         given, found = token_planes(x)
         tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, 0, NUMBERS.ROWS, Q8_BLOCK)
         scales, step = found.data.ptr, int(found.size == tokens)
     else:
         tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, 0, NUMBERS.ROWS, Q8_BLOCK)
-    made = plan(blocked, rows, choose(rows, processors), out.data.device_id)
+    made = plan(blocked, inner, rows, choose(rows, processors), out.data.device_id)
     of_scales = _NO_MAP
-    if blocked:
+    if blocked and not inner:
         many = SIZES.BATCH_K // Q8_BLOCK
         of_scales = _tma.byte_matrix(scales, units, 4 * padded, 4 * padded, many, 4 * MOST_TOKENS, False)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
@@ -186,7 +248,8 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, proces
         of_scales,
     )
     added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
-    pointers = single.data.ptr, scales, scale, added[0]
+    of_blocks = (q.planes[part.beside].data.ptr, scales) if inner else (0, 0)
+    pointers = single.data.ptr, scales, scale, *of_blocks, added[0]
     kinds = 0, added[1], bias_kind(single.dtype)
     made.launch(made.grid, (*maps, made.cut, *pointers, tokens, rows, depth, units, step, *kinds, 0))
     if single is not out:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
-from ..backend.compile import CXX_TYPES, Template
+from ..backend.compile import Template
 from ..backend.launch import Kernel
 from ..backend.structs import Constants, Struct
 from ..formats.base import IntegerCodes, register_templates
@@ -31,21 +31,18 @@ from ..ops import source, widen
 from . import integer_activations as tokens_of, integers
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, bias_kind
-from .integer_batch import Plan, why_not_few
-from .routes import MOST_ALIGNED, Problem, Product, Route
+from .integer_batch import RECORDS, Plan, quantize_records, why_not_few
+from .routes import Problem, Product, Route
 
-#: Numbers of the kernels: tokens; elements of k of a stage, a block of q4_k, and bytes beside the tokens' codes of
-#: them; most stages of a ring; threads of a block that quantizes.
-SIZES = Constants(
-    HALVES_TOKENS=64, RECORD_K=256, RECORD_BYTES=6144, TABLE_ROW=40, HALVES_STAGES=16, QUANTIZE_THREADS=128
-)
+#: Numbers of the kernel: bytes of a row in a table, and most stages of a ring.
+SIZES = Constants(TABLE_ROW=40, HALVES_STAGES=16)
 #: How a thread block cuts its work: rows, parts of k, stages of codes, stages of all else, and bytes of one.
 CUT = Struct("HalvesCut", rows="i4", parts="i4", code_stages="i4", stages="i4", stage_bytes="i4")
-MOST_TOKENS = SIZES.HALVES_TOKENS
+MOST_TOKENS = RECORDS.HALVES_TOKENS
 #: Fewer are multiplied sooner by two products of few tokens.
 LEAST_TOKENS = 33
-# Threads of a block, and bytes of its shared memory beside barriers; elements of a thread that quantizes.
-_THREADS, _ROOM, _SIXTEEN = 384, 226 << 10, 16
+# Threads of a block, and bytes of its shared memory beside barriers.
+_THREADS, _ROOM = 384, 226 << 10
 _GROUPS, _ALIGNED = 2, 1024
 
 
@@ -71,8 +68,8 @@ class Cut:
 
     def packed(self) -> tuple[bytes, int]:
         """The kernel's argument, and bytes of shared memory."""
-        codes = self.rows * SIZES.RECORD_K // 2
-        given = 2 * SIZES.RECORD_K * MOST_TOKENS + SIZES.RECORD_BYTES + self.rows * SIZES.TABLE_ROW
+        codes = self.rows * RECORDS.RECORD_K // 2
+        given = 2 * RECORDS.RECORD_K * MOST_TOKENS + RECORDS.RECORD_BYTES + self.rows * SIZES.TABLE_ROW
         given = -(-given // _ALIGNED) * _ALIGNED
         room, stages = _ROOM - _ALIGNED, 2 * self.parts
         of_codes = min((room - stages * given) // codes // self.parts * self.parts, SIZES.HALVES_STAGES)
@@ -86,11 +83,9 @@ CUTS = (Cut(2, 1), Cut(1, 1), Cut(1, 2))
 
 
 _TEMPLATE = Template(
-    "linear/integer_halves_sm90a.cu", "multiply_half_codes", (("2", "1"),), structs=(BIAS_KINDS, SIZES, CUT)
+    "linear/integer_halves_sm90a.cu", "multiply_half_codes", (("2", "1"),), structs=(BIAS_KINDS, RECORDS, SIZES, CUT)
 )
-_TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
-_TOKENS = Template("linear/half_tokens.cu", "quantize_half_tokens", (_TYPES,), structs=(SIZES,))
-register_templates(_TEMPLATE, _TOKENS)
+register_templates(_TEMPLATE)
 _SIGNATURE = (*(_tma.MAP_BYTES,) * 2, CUT, *("p",) * 5, *("i4",) * 5, "u4")
 
 
@@ -99,24 +94,19 @@ def _kernel(tiles: int, shared: int) -> Kernel:
     return Kernel(_TEMPLATE, (str(tiles),), _THREADS, shared, signature=_SIGNATURE, early=True)
 
 
-@functools.cache
-def _quantizer(cxx: str) -> Kernel:
-    return Kernel(_TOKENS, (cxx,), SIZES.QUANTIZE_THREADS, signature=("p", "p", "p", "i4"), early=True)
-
-
 def refusal(preset: str | None, part: IntegerCodes, depth: int) -> str | None:
     """What stands against the codes of a weight, or activations."""
     if preset != "q8_1":
         return 'it is for activations="q8_1"'
     if part.added != INNER:
         return "it is for q4_k"
-    return f"K must be a multiple of {SIZES.RECORD_K}" if not depth or depth % SIZES.RECORD_K else None
+    return f"K must be a multiple of {RECORDS.RECORD_K}" if not depth or depth % RECORDS.RECORD_K else None
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(rows: int, depth: int, processors: int) -> Cut:
     """The cut with the least work for the busiest multiprocessor."""
-    blocks = depth // SIZES.RECORD_K
+    blocks = depth // RECORDS.RECORD_K
 
     def work(cut: Cut) -> float:
         waves = -(-rows // (cut.rows * processors))
@@ -138,16 +128,12 @@ def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, processors: int) ->
     assert part is not None and part.beside is not None
     bias = None if bias is None else source(bias, FLOATS)
     rows, depth = q.shape
-    tokens, blocks = out.size // rows, depth // SIZES.RECORD_K
+    tokens, blocks = out.size // rows, depth // RECORDS.RECORD_K
     single = out if out.dtype.name in FLOATS else _xp.namespace(out).empty(out.shape, np.float32)
-    x = tokens_of.floats_of(x)
-    if x.data.ptr % MOST_ALIGNED:
-        x = x.copy()
     records = tokens * depth * 2
-    scratch = _xp.namespace(out).cuda.alloc(records + blocks * SIZES.RECORD_BYTES)
+    scratch = _xp.namespace(out).cuda.alloc(records + blocks * RECORDS.RECORD_BYTES)
     a = scratch.ptr
-    grid = tokens, -(-depth // (SIZES.QUANTIZE_THREADS * _SIXTEEN))
-    _quantizer(CXX_TYPES[x.dtype.name]).launch(x, grid, (x, a, a + records, depth))
+    quantize_records(tokens_of.floats_of(x), tokens, a, a + records, False)
     made = plan(rows, choose(rows, depth, processors), out.data.device_id)
     planes = q.planes
     maps = (
@@ -186,7 +172,7 @@ class IntegerHalves(Route):
         assert problem.device is not None
         (rows, depth), processors = problem.shape, problem.device.multiprocessors
         cut = choose(rows, depth, processors)
-        waves, stages = -(-rows // (cut.rows * processors)), -(-depth // (SIZES.RECORD_K * cut.parts))
+        waves, stages = -(-rows // (cut.rows * processors)), -(-depth // (RECORDS.RECORD_K * cut.parts))
         return _START + max(waves * stages * (cut.tiles + 0.5) * _OF_TILE, problem.reading / _FRACTION)
 
     def prepare(self, problem: Problem) -> Product:

@@ -1,5 +1,5 @@
-// Products of up to 64 int8 tokens and q4_0's weights on Hopper (sm_90a): every 32 k a sum of integers becomes a
-// number, and that is most of the work. So it is mma.sync that multiplies, not wgmma: its sums begin with a number that
+// Products of up to 64 int8 tokens and weights of q4_0 or q4_k on Hopper (sm_90a): every 32 k a sum of integers becomes
+// a number, and that is most of the work. So it is mma.sync that multiplies, not wgmma: its sums begin with a number that
 // stands beside them, for nothing.
 //
 //     TMA --full[stage]--> codes to registers, bytes, mma: 16 rows x 8 tokens x 32 k, scaled and added in float32
@@ -9,8 +9,11 @@
 // tiles each, times k groups, which take stages of 256 k in turns; in the end their sums are added in their order.
 //
 // The sum of a unit begins at BEGIN, the bits of 1.5 * 2^23, and so it is the bits of a number, that and the sum: no
-// conversion. Scales are halves, so a scale times BEGIN is exact, and one fma gives the product of scale and sum,
-// rounded once.
+// conversion. Scales are halves, those of q4_k halves times integers of 6 bits: so a scale times BEGIN is exact, and one
+// fma gives the product of scale and sum, rounded once.
+//
+// q4_k has minima beside: of 256 k these are eight integers a row, times what the scaled codes of a token add up to in
+// each 32 k, which come as three bfloat16 numbers: a mma of 16 k and one of 8.
 //
 // The contract is that of kbitcupy/products/integers.py, terms of units being added in the order of k, parts of k in
 // theirs.
@@ -18,7 +21,8 @@
 #include "linear/integer_tiles.cuh"
 
 // Of the host (kbitcupy/products/integer_batch.py), ahead of this source: BATCH_TOKENS = 64; BATCH_K = 256 of a stage,
-// and BATCH_STAGES, the most of a ring; BatchCut.
+// and BATCH_STAGES, the most of a ring; BATCH_RECORD, bytes of what stands beside the codes of tokens for 256 k of q4_k;
+// BatchCut.
 constexpr int CONSUMERS = 8 * WARP;        // threads that multiply
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that make tables
 constexpr int BATCH_ROW = BATCH_K / 2;     // bytes of codes of a row in a stage
@@ -32,25 +36,40 @@ __device__ __forceinline__ float fma_kept(float a, float b, float c) {
     return r;
 }
 
-// d = a * b + c, where c are four words that stay.
+// d = a * b + c, where c are four words that stay; a of bytes with a sign or, UNSIGNED, without.
+#define MMA_FROM(type)                                                                                        \
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." type ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
+        "{%10, %11, %12, %13};"                                                                               \
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                      \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]))
+template <bool UNSIGNED>
 __device__ __forceinline__ void mma_from(
     int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const unsigned (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+    if constexpr (UNSIGNED) MMA_FROM("u8");
+    else MMA_FROM("s8");
+}
+
+// sum += a * b for 16 rows x 8 tokens x 8 k of bfloat16.
+__device__ __forceinline__ void mma_of_eight(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(b));
 }
 
 // BLOCKED   whether tokens have a scale for 32 k, not one
 // TILES     of 16 rows, that a warp has at the most; some have one less
-template <bool BLOCKED_, int TILES_>
+// INNER     whether weights are q4_k's, with inner scales and minima; BLOCKED
+template <bool BLOCKED_, int TILES_, bool INNER_>
 struct Batch {
-    static constexpr bool BLOCKED = BLOCKED_;
+    static constexpr bool BLOCKED = BLOCKED_, INNER = INNER_;
+    static_assert(BLOCKED || !INNER, "what tokens add up to is for 32 k");
     static constexpr int TILES = TILES_, TOKENS = BATCH_TOKENS, EIGHTS = TOKENS / 8, UNITS = BATCH_K / 32;
     static constexpr int PITCH = (UNITS + 1) * 4;  // of a table: a row's scales of a stage; banks differ by row
-    // A stage: tokens, their scales, codes, a table.
+    // A stage: tokens, their scales, three parts of what their codes add up to, codes, a table.
     static constexpr int X_BOX = TOKENS * 128, SCALES_AT = 2 * X_BOX;
-    static constexpr int COPIED = SCALES_AT + (BLOCKED ? UNITS * TOKENS * 4 : 0);  // but for codes
+    static constexpr int PARTS_AT = SCALES_AT + (BLOCKED ? UNITS * TOKENS * 4 : 0), PART_BYTES = TOKENS * UNITS * 2;
+    static constexpr int COPIED = PARTS_AT + (INNER ? 3 * PART_BYTES : 0);  // but for codes
+    static_assert(!INNER || COPIED - SCALES_AT == BATCH_RECORD, "the host reckons with the same record");
     static constexpr int CODES_AT = (COPIED + 1023) / 1024 * 1024;
 };
 
@@ -121,6 +140,77 @@ struct TableCopier {
     }
 };
 
+// Numbers of bfloat16 of two neighbouring bytes up to 63.
+__device__ __forceinline__ unsigned small_numbers(unsigned two) {
+    using T = __nv_bfloat16;
+    const unsigned raised = __byte_perm(two, 0x43434343u, 0x4140);  // 128 and the byte
+    return Word<T>::bits(__hadd2(Word<T>::as(raised), Word<T>::as(0xc300c300u)));
+}
+
+// Bytes that lie beside each other, multiples of 16; they count at `barrier`.
+__device__ __forceinline__ void copy_run(unsigned target, const void* from, unsigned bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_words(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Tables of q4_k, of all rows of a thread block: inner scales, halves, those of odd units divided by 16, as their codes
+// are multiplied where the upper half of a byte is; then eight minima, bytes, d and -dmin.
+constexpr int INNER_ROW = 16, FACTORS_AT = 8;
+
+// Makes them. A thread has every COPIERS-th row; what it fetches of the next stage waits in registers.
+struct InnerCopier {
+    static constexpr int HELD = 3;
+    const unsigned *factors, *inner;  // of all rows: a word and three for each 256 k
+    int rows, own;                    // of the thread block; the thread's first one
+    unsigned begin, step, last;  // blocks of 256 k: the first of its rows, how far to the next row, the last row's first
+    unsigned held[HELD][4];
+
+    // A word; the bytes around it come to the L2 cache, as those beside it are next.
+    __device__ __forceinline__ static unsigned load_word_of_line(const unsigned* from) {
+        unsigned v;
+        asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
+        return v;
+    }
+    // What is beyond all rows is not stored, or of no use.
+    __device__ __forceinline__ void load(unsigned stage) {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const unsigned at = min(begin + i * step, last) + stage;
+            held[i][0] = load_word_of_line(factors + at);
+#pragma unroll
+            for (int w = 0; w < 3; ++w) held[i][1 + w] = load_word_of_line(inner + 3ull * at + w);
+        }
+    }
+    __device__ __forceinline__ void store(unsigned table) const {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const int row = own + i * COPIERS;
+            if (row >= rows) return;
+            const unsigned low = held[i][1], high = held[i][2], rest = held[i][3];
+            const unsigned scale[2] = {low & 0x3f3f3f3fu, (rest & 0x0f0f0f0fu) | (low >> 2 & 0x30303030u)};
+            const unsigned least[2] = {high & 0x3f3f3f3fu, (rest >> 4 & 0x0f0f0f0fu) | (high >> 2 & 0x30303030u)};
+            unsigned half[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // 1024 and the byte, less 1024
+                const unsigned raised = __byte_perm(scale[j / 2], 0x64646464u, j % 2 ? 0x4342 : 0x4140);
+                const unsigned two = Word<__half>::bits(
+                    __hadd2(Word<__half>::as(raised), Word<__half>::as(0xe400e400u)));
+                half[j] = Word<__half>::multiply(two, 0x2c003c00u);
+            }
+            const unsigned d = __float_as_uint(Word<__half>::get(held[i][0], 0));
+            const unsigned dmin = __float_as_uint(-Word<__half>::get(held[i][0], 1));
+            store_words(table + row * INNER_ROW, half[0], half[1], half[2], half[3]);
+            store_words(table + (rows + row) * INNER_ROW, least[0], least[1], d, dmin);
+        }
+    }
+};
+
 // ---- the product of a warp -----------------------------------------------------------------------------------------
 
 // The sum of a unit, in the bits of `number`, counts: BEGIN comes off, and scales go on.
@@ -152,40 +242,94 @@ __device__ __forceinline__ void multiply_batch(
     const unsigned codes = S::CODES_AT + (first + lane) * BATCH_ROW + (lane % 8 << 4);
     const unsigned x = (lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2 ^ lane % 8) << 4);
     const unsigned entries = cut.table_at + (first + g) * S::PITCH;
+    const unsigned inner = cut.table_at + (first + g) * INNER_ROW, beside = 16 * cut.tiles * INNER_ROW;
     const unsigned begin[4] = {opaque(BEGIN), opaque(BEGIN), opaque(BEGIN), opaque(BEGIN)};
     ring.step(k_group);
     for (int stage = k_group; stage < stages; stage += k_groups) {
         barrier_wait(ring.full(), ring.phase);
         const unsigned data = ring.data();
-        unsigned word[S::TILES][2];
+        unsigned word[S::TILES][S::INNER ? 4 : 2];
         float next[S::TILES][2];
-        // Codes of a unit, and scales.
-        auto fetch_codes = [&](int unit) {
-            const unsigned from = (data + codes) ^ unit << 4;
+        if constexpr (S::INNER) {
+            unsigned least[S::TILES][2];
+            float less[S::TILES][2];
 #pragma unroll
-            for (int i = 0; i < MINE; i += 2) {  // two tiles
+            for (int i = 0; i < MINE; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const unsigned row = data + beside + inner + (16 * i + 8 * h) * INNER_ROW;
+                    least[i][h] = shared_at<unsigned short>(row + 2 * t);
+                    less[i][h] = shared_at<float>(row + FACTORS_AT + 4);
+                }
+#pragma unroll
+            for (int i = 0; i < 2 * MINE; ++i) least[i / 2][i % 2] = small_numbers(least[i / 2][i % 2]);
+            // Row l % 8 of part l / 8; a fourth one is not looked at.
+            const unsigned parts = data + S::PARTS_AT + lane / 8 * S::PART_BYTES + lane % 8 * (2 * S::UNITS);
+#pragma unroll
+            for (int j = 0; j < S::EIGHTS; ++j) {
+                if (j > 0) __syncwarp();  // not fetched earlier, as below
+                unsigned b[4];
+                load_matrices(b, parts + j * (8 * 2 * S::UNITS));
+#pragma unroll
+                for (int i = 0; i < MINE; ++i) {
+                    float d[4] = {};
+                    const unsigned a0 = least[i][0], a1 = least[i][1];
+                    mma<__nv_bfloat16>(d, a0, a1, a0, a1, b[0], b[1]);
+                    mma_of_eight(d, a0, a1, b[2]);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) total[i][j][c] = fma_kept(d[c], less[i][c / 2], total[i][j][c]);
+                }
+            }
+        }
+        // Codes of a unit, of two tiles; a unit of q4_k is a half of all bytes of two chunks of 16.
+        auto fetch_two = [&](int unit, int i) {
+            constexpr int CHUNKS = S::INNER ? 2 : 1;
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                const unsigned from = (data + codes) ^ unit / CHUNKS * CHUNKS + chunk << 4;
                 unsigned four[4];
                 load_matrices(four, from + i * 16 * BATCH_ROW);
 #pragma unroll
                 for (int h = 0; h < 4; ++h)
-                    if (i + h / 2 < S::TILES) word[i + h / 2][h % 2] = four[h];
+                    if (i + h / 2 < S::TILES) word[i + h / 2][2 * chunk + h % 2] = four[h];
             }
+        };
+        auto fetch_scales = [&](int unit) {
 #pragma unroll
             for (int i = 0; i < 2 * MINE; ++i) {
-                const unsigned entry = data + entries + 8 * i * S::PITCH + unit * 4;
-                next[i / 2][i % 2] = shared_at<float>(entry);
+                if constexpr (S::INNER) {
+                    const unsigned row = data + inner + 8 * i * INNER_ROW;
+                    const float d = shared_at<float>(row + beside + FACTORS_AT);
+                    next[i / 2][i % 2] = Word<__half>::get(shared_at<unsigned short>(row + unit * 2), 0) * d;
+                } else {
+                    const unsigned entry = data + entries + 8 * i * S::PITCH + unit * 4;
+                    next[i / 2][i % 2] = shared_at<float>(entry);
+                }
             }
+        };
+        auto fetch_codes = [&](int unit) {
+#pragma unroll
+            for (int i = 0; i < MINE; i += 2) fetch_two(unit, i);
+            if (!S::INNER) fetch_scales(unit);
         };
         fetch_codes(0);
 #pragma unroll 1
         for (int unit = 0; unit < S::UNITS; ++unit) {
             unsigned a[S::TILES][4];
             float scale[S::TILES][2], less[S::TILES][2];
+            // These come while the first sums do: there are no registers for them earlier.
+            if (S::INNER) fetch_scales(unit);
+            const unsigned mask = unit % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu;
 #pragma unroll
             for (int i = 0; i < MINE; ++i) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) scale[i][h] = next[i][h], less[i][h] = next[i][h] * -BEGIN_NUMBER;
-                decode_tile(a[i], word[i], flipped);
+                if constexpr (S::INNER) {
+#pragma unroll
+                    for (int w = 0; w < 4; ++w) a[i][w] = word[i][w] & mask;
+                } else {
+                    decode_tile(a[i], word[i], flipped);
+                }
             }
             const unsigned tokens = (data + unit / 4 * S::X_BOX + x) ^ unit % 4 << 5;
             unsigned fetched[2][4];
@@ -208,7 +352,7 @@ __device__ __forceinline__ void multiply_batch(
                 // What is fetched here is not fetched earlier: there are no registers for all of it.
                 if (j > 0) __syncwarp();
                 if (j + 2 < S::EIGHTS) fetch(j + 2);
-                else fetch_codes((unit + 1) % S::UNITS);
+                else if (!S::INNER) fetch_codes((unit + 1) % S::UNITS);
                 const unsigned (&b)[4] = fetched[j / 2 % 2];
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
@@ -216,12 +360,15 @@ __device__ __forceinline__ void multiply_batch(
 #pragma unroll
                     for (int i = 0; i < MINE; ++i) {
                         int d[4];
-                        mma_from(d, a[i], b[2 * n], b[2 * n + 1], begin);
+                        mma_from<S::INNER>(d, a[i], b[2 * n], b[2 * n + 1], begin);
                         float (&sum)[4] = total[i][j + n];
 #pragma unroll
                         for (int c = 0; c < 4; ++c)
                             sum[c] =
                                 added_to<S>(sum[c], __int_as_float(d[c]), scale[i][c / 2], less[i][c / 2], e[c % 2]);
+                        // Where those of two tiles have been used for the last time, there is room for the next ones.
+                        if (S::INNER && j + n == S::EIGHTS - 1 && (i % 2 || i == MINE - 1))
+                            fetch_two((unit + 1) % S::UNITS, i / 2 * 2);
                     }
                 }
             }
@@ -265,12 +412,12 @@ __device__ __forceinline__ void write_outputs(
                 v[4 * h] += four.x, v[4 * h + 1] += four.y, v[4 * h + 2] += four.z, v[4 * h + 3] += four.w;
             }
         }
-        // Codes were multiplied where the upper half of a byte is.
+        // Codes were multiplied where the upper half of a byte is; scales of q4_k know it.
         if constexpr (!S::BLOCKED) {
             const float given = rescaling.of_token(static_cast<long long>(token) * token_step);
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = multiply_ieee(multiply_ieee(v[i], 0.0625f), given);
-        } else {
+        } else if constexpr (!S::INNER) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = multiply_ieee(v[i], 0.0625f);
         }
@@ -307,7 +454,7 @@ __device__ __forceinline__ void write_outputs(
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-template <bool BLOCKED, int TILES>
+template <bool BLOCKED, int TILES, bool INNER>
 __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
     const __grid_constant__ TensorMap x_map,  // int8 [tokens, pitch], boxes of 128 bytes x TOKENS
     const __grid_constant__ TensorMap w_map,  // codes [rows, K / 2], boxes of 128 bytes x the rows of a thread block
@@ -315,12 +462,14 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
     const BatchCut cut,
     void* __restrict__ y,                   // [tokens, rows] of the type that y_kind names
     const float* __restrict__ token_scale,  // [tokens], or [1] where token_step is 0; not of BLOCKED
-    const void* __restrict__ scale,         // [rows, per_row]
+    const void* __restrict__ scale,         // [rows, per_row]; of q4_k d and dmin, two halves, [rows, K / 256]
+    const unsigned* __restrict__ inner,     // q4_k: inner scales and minima, 12 bytes, beside them
+    const unsigned char* __restrict__ records,  // q4_k: BATCH_RECORD bytes of tokens, [K / 256]
     const void* __restrict__ bias,          // [rows] of the type that bias_kind names, or null
     int tokens, int rows, int depth, int per_row, int token_step,
     int lowest,  // code: below 0 they are signed, else less 8
     int bias_kind, int y_kind, unsigned nothing) {
-    using S = Batch<BLOCKED, TILES>;
+    using S = Batch<BLOCKED, TILES, INNER>;
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * BATCH_STAGES];
     const unsigned ring0 = (shared_address(memory) + 1023u) & ~1023u;
@@ -358,8 +507,25 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
 #pragma unroll
                 for (int box = 0; box < 2; ++box)
                     copy_box(ring.data() + box * S::X_BOX, &x_map, stage * BATCH_K + box * 128, 0, ring.full());
-                if constexpr (BLOCKED) copy_box(ring.data() + S::SCALES_AT, &e_map, 0, stage * S::UNITS, ring.full());
+                if constexpr (INNER) {
+                    const unsigned char* const from = records + static_cast<long long>(stage) * BATCH_RECORD;
+                    copy_run(ring.data() + S::SCALES_AT, from, BATCH_RECORD, ring.full());
+                } else if constexpr (BLOCKED) {
+                    copy_box(ring.data() + S::SCALES_AT, &e_map, 0, stage * S::UNITS, ring.full());
+                }
                 ring.step(1);
+            }
+        } else if (thread >= 0 && INNER) {
+            const unsigned blocks = stages;
+            InnerCopier copier{static_cast<const unsigned*>(scale), inner, of_block, thread,
+                               (first_row + thread) * blocks, COPIERS * blocks, (rows - 1) * blocks};
+            copier.load(0);
+            for (int stage = 0; stage < stages; ++stage) {
+                barrier_wait(ring.empty(), ring.phase ^ 1);
+                copier.store(ring.data() + cut.table_at);
+                barrier_arrive(ring.full());
+                ring.step(1);
+                if (stage + 1 < stages) copier.load(stage + 1);
             }
         } else if (thread >= 0) {
             TableCopier<S> copier(static_cast<const uint4*>(scale), per_row, first_row, of_block, rows, thread);
