@@ -74,19 +74,20 @@ class Cut:
     ----------
     tiles : int
         Of 16 rows, of a thread block.
+    row_groups : int
+        Groups of warps with rows of their own; the others share k.
+    spread : bool, default False
+        Whether those share every stage, not have stages in turns.
     """
 
     tiles: int
+    row_groups: int
+    spread: bool = False
 
     @property
     def most(self) -> int:
         """Tiles of a warp; some have one less."""
-        return 4 if self.tiles > 4 else 2
-
-    @property
-    def row_groups(self) -> int:
-        """Groups of warps with rows of their own; the others share k."""
-        return 4 if self.tiles > 8 else 2
+        return 4 if self.tiles > 2 * self.row_groups else 2
 
     def packed(self, blocked: bool, inner: bool = False) -> tuple[bytes, int]:
         """The kernel's argument, and bytes of shared memory.
@@ -105,30 +106,35 @@ class Cut:
         table = rows * (_INNER_ROW if inner else 4 * (units + 1))
         stage = -(-(table_at + table) // 1024) * 1024
         stages, k_groups = min(SIZES.BATCH_STAGES, (_ROOM - 1024) // stage), _WARPS // self.row_groups
-        if stages < k_groups + 2:
+        if stages < k_groups + 2 and not self.spread:
             stages = stages // k_groups * k_groups
         size = max(stages * stage, k_groups * tokens * (rows + 4) * 4) + 1024
         packed = CUT.pack(
-            tiles=self.tiles, row_groups=self.row_groups, stages=stages, stage_bytes=stage, table_at=table_at
+            tiles=self.tiles,
+            row_groups=self.row_groups,
+            stages=stages,
+            stage_bytes=stage,
+            table_at=table_at,
         )
         return packed, size
 
 
 #: By tiles of a thread block: those that warps share evenly, and whose ring holds a multiple of the parts of k, or two
 #: stages more than there are parts: a warp asks for no stage while the one before in its place is still to come.
-CUTS = {tiles: Cut(tiles) for tiles in (2, 4, 7, 13, 14)}
+CUTS = {tiles: Cut(tiles, 4 if tiles > 8 else 2) for tiles in (2, 4, 7, 13, 14)}
 
 
-def _text(blocked: bool, tiles: int, inner: bool) -> str:
+def _text(blocked: bool, tiles: int, inner: bool, spread: bool) -> str:
     """The arguments of the template."""
-    return f"{str(blocked).lower()}, {tiles}, {str(inner).lower()}"
+    return f"{str(blocked).lower()}, {tiles}, {str(inner).lower()}, {str(spread).lower()}"
 
 
+_BOOLS = False, True
 _KINDS = (False, False), (True, False), (True, True)
 _TEMPLATE = Template(
     "linear/integer_batch_sm90a.cu",
     "batch_integers",
-    (tuple(_text(blocked, tiles, inner) for blocked, inner in _KINDS for tiles in (4, 2)),),
+    (tuple(_text(blocked, tiles, inner, spread) for blocked, inner in _KINDS for tiles in (4, 2) for spread in _BOOLS),),
     structs=(BIAS_KINDS, SIZES, CUT),
 )
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
@@ -139,8 +145,9 @@ _NO_MAP = bytes(_tma.MAP_BYTES)
 
 
 @functools.cache
-def _kernel(blocked: bool, tiles: int, inner: bool, shared: int) -> Kernel:
-    return Kernel(_TEMPLATE, (_text(blocked, tiles, inner),), _THREADS, shared, signature=_SIGNATURE, early=True)
+def _kernel(blocked: bool, cut: Cut, inner: bool, shared: int) -> Kernel:
+    text = _text(blocked, cut.most, inner, cut.spread)
+    return Kernel(_TEMPLATE, (text,), _THREADS, shared, signature=_SIGNATURE, early=True)
 
 
 @functools.cache
@@ -211,7 +218,7 @@ class Plan(Planned):
 def plan(blocked: bool, inner: bool, rows: int, cut: Cut, device: int) -> Plan:
     """How a product is computed, its kernel compiled."""
     packed, shared = cut.packed(blocked, inner)
-    ready = _kernel(blocked, cut.most, inner, shared).ready(device)
+    ready = _kernel(blocked, cut, inner, shared).ready(device)
     return Plan(ready.launch, (-(-rows // (16 * cut.tiles)),), packed, 16 * cut.tiles)
 
 
