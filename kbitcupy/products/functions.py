@@ -52,7 +52,6 @@ from .int8 import Int8, Int8Host, integers_of, token_planes
 from .integer_batch import IntegerBatch
 from .integer_decoded import IntegerDecoded
 from .integer_experts import IntegerExperts, IntegerExpertsHost, IntegerExpertsStream
-from .integer_halves import IntegerHalves
 from .integer_stream import IntegerStream
 from .integer_tile import IntegerTile
 from .integer_turns import IntegerTurns
@@ -79,7 +78,6 @@ LINEAR: tuple[Route, ...] = (
     Int8Host(),
     IntegerStream(),
     IntegerBatch(),
-    IntegerHalves(),
     IntegerTile(),
     IntegerTurns(),
     IntegerDecoded(),

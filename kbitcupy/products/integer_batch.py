@@ -293,12 +293,18 @@ def why_not_few(
 
 
 # Microseconds of the launches; the fraction of the bandwidth at which codes come; of a tile of 16 rows and 32 k, of
-# which a thread block has some.
-_START, _FRACTION, _OF_TILE = 8.0, 0.8, 0.0235
+# which a thread block has some, and of one with q4_k.
+_START, _FRACTION, _OF_TILE, _INNER_TILE = 8.0, 0.8, 0.0235, 0.026
+
+
+def _has_inner(problem: Problem) -> bool:
+    """Whether the weight is q4_k's."""
+    part = integers.codes_of(problem.format, problem.shape, problem.stored.lead)
+    return part is not None and part.added == INNER
 
 
 class IntegerBatch(Route):
-    """Quantize up to 64 tokens, and multiply them on integer tensor cores by q4_0's codes."""
+    """Quantize up to 64 tokens, and multiply them on integer tensor cores by q4_0's or q4_k's codes."""
 
     name = "integer_batch"
 
@@ -307,6 +313,8 @@ class IntegerBatch(Route):
         refused = why_not_few(problem, refusal, range(1, MOST_TOKENS + 1))
         if refused is None and (rows * depth >= 1 << 34 or depth >= 1 << 24):
             return "numbers of 32 bits do not reach through the scales"
+        if refused is None and _has_inner(problem) and problem.tokens < LEAST_INNER:
+            return f"with q4_k it is for {LEAST_INNER} to {MOST_TOKENS} tokens"
         return refused
 
     def cost(self, problem: Problem) -> float:
@@ -314,7 +322,8 @@ class IntegerBatch(Route):
         (rows, depth), processors = problem.shape, problem.device.multiprocessors
         tiles = choose(rows, processors).tiles
         waves = -(-rows // (16 * tiles * processors))
-        return _START + max(waves * tiles * depth / Q8_BLOCK * _OF_TILE, problem.reading / _FRACTION)
+        of_tile = _INNER_TILE if _has_inner(problem) else _OF_TILE
+        return _START + max(waves * tiles * depth / Q8_BLOCK * of_tile, problem.reading / _FRACTION)
 
     def prepare(self, problem: Problem) -> Product:
         assert problem.device is not None
