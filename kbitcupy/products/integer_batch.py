@@ -35,17 +35,15 @@ from .int8 import BIAS_KINDS, bias_kind, token_planes
 from .integer_activations import NUMBERS, Q8_BLOCK
 from .routes import MOST_ALIGNED, Problem, Product, Route
 
-#: Numbers of the kernel: tokens; elements of k of a stage, most stages of a ring, and bytes beside the tokens' codes of
-#: one for q4_k.
+#: Numbers of the kernels: tokens; elements of k of a stage, most stages of a ring, and bytes beside the tokens' codes
+#: of one for q4_k; threads of a block that quantizes for it.
 SIZES = Constants(
     BATCH_TOKENS=64,
     BATCH_K=256,
     BATCH_STAGES=16,
     BATCH_RECORD=5120,
+    QUANTIZE_THREADS=128,
 )
-#: Numbers of the kernel that quantizes tokens for q4_k: tokens, elements of k that have a record, bytes of one beside
-#: codes that are halves, threads of a block.
-RECORDS = Constants(HALVES_TOKENS=64, RECORD_K=256, RECORD_BYTES=6144, QUANTIZE_THREADS=128)
 #: How a thread block cuts its work: tiles of 16 rows, groups of warps with rows of their own, stages of the ring, bytes
 #: of one, and where in it the table of scales begins.
 CUT = Struct(
@@ -77,7 +75,7 @@ class Cut:
     row_groups : int
         Groups of warps with rows of their own; the others share k.
     spread : bool, default False
-        Whether those share every stage, not have stages in turns.
+        Whether those, eight, have a unit of every stage, not stages in turns; for tokens with a scale for 32 elements.
     """
 
     tiles: int
@@ -106,8 +104,6 @@ class Cut:
         table = rows * (_INNER_ROW if inner else 4 * (units + 1))
         stage = -(-(table_at + table) // 1024) * 1024
         stages, k_groups = min(SIZES.BATCH_STAGES, (_ROOM - 1024) // stage), _WARPS // self.row_groups
-        if stages < k_groups + 2 and not self.spread:
-            stages = stages // k_groups * k_groups
         size = max(stages * stage, k_groups * tokens * (rows + 4) * 4) + 1024
         packed = CUT.pack(
             tiles=self.tiles,
@@ -120,8 +116,11 @@ class Cut:
 
 
 #: By tiles of a thread block: those that warps share evenly, and whose ring holds a multiple of the parts of k, or two
-#: stages more than there are parts: a warp asks for no stage while the one before in its place is still to come.
+#: stages more than there are parts: a warp asks for no stage while the one before in its place is still to come. With
+#: q4_k stages come in their order, and one more is enough.
 CUTS = {tiles: Cut(tiles, 4 if tiles > 8 else 2) for tiles in (2, 4, 7, 13, 14)}
+#: For few rows, where every warp has all of them.
+SPREAD = {tiles: Cut(tiles, 1, True) for tiles in (2, 4)}
 
 
 def _text(blocked: bool, tiles: int, inner: bool, spread: bool) -> str:
@@ -129,16 +128,15 @@ def _text(blocked: bool, tiles: int, inner: bool, spread: bool) -> str:
     return f"{str(blocked).lower()}, {tiles}, {str(inner).lower()}, {str(spread).lower()}"
 
 
-_BOOLS = False, True
-_KINDS = (False, False), (True, False), (True, True)
+_KINDS = (False, False, False), *((True, inner, spread) for inner in (False, True) for spread in (False, True))
 _TEMPLATE = Template(
     "linear/integer_batch_sm90a.cu",
     "batch_integers",
-    (tuple(_text(blocked, tiles, inner, spread) for blocked, inner in _KINDS for tiles in (4, 2) for spread in _BOOLS),),
+    (tuple(_text(blocked, tiles, inner, spread) for blocked, inner, spread in _KINDS for tiles in (4, 2)),),
     structs=(BIAS_KINDS, SIZES, CUT),
 )
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
-_TOKENS = Template("linear/half_tokens.cu", "quantize_half_tokens", (_TYPES, ("false", "true")), structs=(RECORDS,))
+_TOKENS = Template("linear/batch_tokens.cu", "quantize_batch_tokens", (_TYPES,), structs=(SIZES,))
 register_templates(_TEMPLATE, _TOKENS)
 _SIGNATURE = (*(_tma.MAP_BYTES,) * 3, CUT, *("p",) * 6, *("i4",) * 8, "u4")
 _NO_MAP = bytes(_tma.MAP_BYTES)
@@ -151,39 +149,24 @@ def _kernel(blocked: bool, cut: Cut, inner: bool, shared: int) -> Kernel:
 
 
 @functools.cache
-def _quantizer(cxx: str, codes_are_bytes: bool) -> Kernel:
-    values = cxx, str(codes_are_bytes).lower()
-    return Kernel(_TOKENS, values, RECORDS.QUANTIZE_THREADS, signature=("p", "p", "p", "i4"), early=True)
+def _quantizer(cxx: str) -> Kernel:
+    return Kernel(_TOKENS, (cxx,), SIZES.QUANTIZE_THREADS, signature=("p", "p", "p", "i4"), early=True)
 
 
-def quantize_records(x: Any, tokens: int, codes: int, records: int, codes_are_bytes: bool) -> None:
-    """Quantize up to 64 tokens by "q8_1" for q4_k, on the current device.
-
-    Parameters
-    ----------
-    x : cupy.ndarray
-        [..., K] in a dtype of `FLOATS`, contiguous; K a multiple of 256.
-    tokens : int
-        Rows of x, one or more.
-    codes, records : int
-        Addresses of what is written, as kernels/linear/half_tokens.cu says it.
-    codes_are_bytes : bool
-        Otherwise they are halves.
-    """
+def _quantize(x: Any, tokens: int, codes: int, records: int) -> None:
+    """Quantize floats by "q8_1" for q4_k, to what kernels/linear/batch_tokens.cu says, at these addresses."""
     depth = x.shape[-1]
     if x.data.ptr % MOST_ALIGNED:
         x = x.copy()
-    grid = tokens, -(-depth // (RECORDS.QUANTIZE_THREADS * _SIXTEEN))
-    _quantizer(CXX_TYPES[x.dtype.name], codes_are_bytes).launch(x, grid, (x, codes, records, depth))
+    grid = tokens, -(-depth // (SIZES.QUANTIZE_THREADS * _SIXTEEN))
+    _quantizer(CXX_TYPES[x.dtype.name]).launch(x, grid, (x, codes, records, depth))
 
 
 def refusal(preset: str | None, part: IntegerCodes, depth: int) -> str | None:
     """What stands against the codes of a weight."""
     if part.added == INNER and preset != "q8_1":
         return 'with q4_k it is for activations="q8_1"'
-    if part.added != INNER and (
-        part.bits != 4 or part.width != 16 or part.added != NOTHING or part.group != Q8_BLOCK
-    ):
+    if part.added != INNER and (part.bits != 4 or part.width != 16 or part.added != NOTHING or part.group != Q8_BLOCK):
         return "it is for q4_0 and q4_k"
     return f"K must be a multiple of {SIZES.BATCH_K}" if not depth or depth % SIZES.BATCH_K else None
 
@@ -236,7 +219,7 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, proces
     scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + beside)
     a, scales, step = scratch.ptr, scratch.ptr + tokens * pitch, 1
     if inner:
-        quantize_records(tokens_of.floats_of(x), tokens, a, scales, True)
+        _quantize(tokens_of.floats_of(x), tokens, a, scales)
     elif isinstance(x, QuantizedArray):
         given, found = token_planes(x)
         tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, 0, NUMBERS.ROWS, Q8_BLOCK)

@@ -1,6 +1,6 @@
 // Products of up to 64 int8 tokens and weights of q4_0 or q4_k on Hopper (sm_90a): every 32 k a sum of integers becomes
-// a number, and that is most of the work. So it is mma.sync that multiplies, not wgmma: its sums begin with a number that
-// stands beside them, for nothing.
+// a number, and that is most of the work. So it is mma.sync that multiplies, not wgmma: its sums begin with a number
+// that stands beside them, for nothing.
 //
 //     TMA --full[stage]--> codes to registers, bytes, mma: 16 rows x 8 tokens x 32 k, scaled and added in float32
 //     copiers: scales --full[stage]--^                                             --empty[stage]--> TMA, copiers
@@ -10,8 +10,8 @@
 // stage; in the end their sums are added in their order.
 //
 // The sum of a unit begins at BEGIN, the bits of 1.5 * 2^23, and so it is the bits of a number, that and the sum: no
-// conversion. Scales are halves, those of q4_k halves times integers of 6 bits: so a scale times BEGIN is exact, and one
-// fma gives the product of scale and sum, rounded once.
+// conversion. Scales are halves, those of q4_k halves times integers of 6 bits: so a scale times BEGIN is exact, and
+// one fma gives the product of scale and sum, rounded once.
 //
 // q4_k has minima beside: of 256 k these are eight integers a row, times what the scaled codes of a token add up to in
 // each 32 k, which come as three bfloat16 numbers: a mma of 16 k and one of 8.
@@ -22,8 +22,8 @@
 #include "linear/integer_tiles.cuh"
 
 // Of the host (kbitcupy/products/integer_batch.py), ahead of this source: BATCH_TOKENS = 64; BATCH_K = 256 of a stage,
-// and BATCH_STAGES, the most of a ring; BATCH_RECORD, bytes of what stands beside the codes of tokens for 256 k of q4_k;
-// BatchCut.
+// and BATCH_STAGES, the most of a ring; BATCH_RECORD, bytes of what stands beside the codes of tokens for 256 k of
+// q4_k; BatchCut.
 constexpr int CONSUMERS = 8 * WARP;        // threads that multiply
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that make tables
 constexpr int BATCH_ROW = BATCH_K / 2;     // bytes of codes of a row in a stage
@@ -38,10 +38,11 @@ __device__ __forceinline__ float fma_kept(float a, float b, float c) {
 }
 
 // d = a * b + c, where c are four words that stay; a of bytes with a sign or, UNSIGNED, without.
-#define MMA_FROM(type)                                                                                        \
-    asm("mma.sync.aligned.m16n8k32.row.col.s32." type ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
-        "{%10, %11, %12, %13};"                                                                               \
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                      \
+#define MMA_FROM(type)                                           \
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." type            \
+        ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
+        "{%10, %11, %12, %13};"                                  \
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])         \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]))
 template <bool UNSIGNED>
 __device__ __forceinline__ void mma_from(
@@ -170,7 +171,8 @@ struct InnerCopier {
     static constexpr int HELD = 3;
     const unsigned *factors, *inner;  // of all rows: a word and three for each 256 k
     int rows, own;                    // of the thread block; the thread's first one
-    unsigned begin, step, last;  // blocks of 256 k: the first of its rows, how far to the next row, the last row's first
+    unsigned begin, step,
+        last;  // blocks of 256 k: the first of its rows, how far to the next row, the last row's first
     unsigned held[HELD][4];
 
     // A word; the bytes around it come to the L2 cache, as those beside it are next.
@@ -201,8 +203,8 @@ struct InnerCopier {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {  // 1024 and the byte, less 1024
                 const unsigned raised = __byte_perm(scale[j / 2], 0x64646464u, j % 2 ? 0x4342 : 0x4140);
-                const unsigned two = Word<__half>::bits(
-                    __hadd2(Word<__half>::as(raised), Word<__half>::as(0xe400e400u)));
+                const unsigned two =
+                    Word<__half>::bits(__hadd2(Word<__half>::as(raised), Word<__half>::as(0xe400e400u)));
                 half[j] = Word<__half>::multiply(two, 0x2c003c00u);
             }
             const unsigned d = __float_as_uint(Word<__half>::get(held[i][0], 0));
@@ -465,12 +467,12 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
     const __grid_constant__ TensorMap w_map,  // codes [rows, K / 2], boxes of 128 bytes x the rows of a thread block
     const __grid_constant__ TensorMap e_map,  // BLOCKED: float32 [units, tokens or more], boxes of 256 bytes x UNITS
     const BatchCut cut,
-    void* __restrict__ y,                   // [tokens, rows] of the type that y_kind names
-    const float* __restrict__ token_scale,  // [tokens], or [1] where token_step is 0; not of BLOCKED
-    const void* __restrict__ scale,         // [rows, per_row]; of q4_k d and dmin, two halves, [rows, K / 256]
-    const unsigned* __restrict__ inner,     // q4_k: inner scales and minima, 12 bytes, beside them
+    void* __restrict__ y,                       // [tokens, rows] of the type that y_kind names
+    const float* __restrict__ token_scale,      // [tokens], or [1] where token_step is 0; not of BLOCKED
+    const void* __restrict__ scale,             // [rows, per_row]; of q4_k d and dmin, two halves, [rows, K / 256]
+    const unsigned* __restrict__ inner,         // q4_k: inner scales and minima, 12 bytes, beside them
     const unsigned char* __restrict__ records,  // q4_k: BATCH_RECORD bytes of tokens, [K / 256]
-    const void* __restrict__ bias,          // [rows] of the type that bias_kind names, or null
+    const void* __restrict__ bias,              // [rows] of the type that bias_kind names, or null
     int tokens, int rows, int depth, int per_row, int token_step,
     int lowest,  // code: below 0 they are signed, else less 8
     int bias_kind, int y_kind, unsigned nothing) {
@@ -522,12 +524,22 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
             }
         } else if (thread >= 0 && INNER) {
             const unsigned blocks = stages;
-            InnerCopier copier{static_cast<const unsigned*>(scale), inner, of_block, thread,
-                               (first_row + thread) * blocks, COPIERS * blocks, (rows - 1) * blocks};
+            InnerCopier copier{
+                static_cast<const unsigned*>(scale),
+                inner,
+                of_block,
+                thread,
+                (first_row + thread) * blocks,
+                COPIERS * blocks,
+                (rows - 1) * blocks};
             copier.load(0);
+            BatchRing before = ring;
             for (int stage = 0; stage < stages; ++stage) {
                 barrier_wait(ring.empty(), ring.phase ^ 1);
                 copier.store(ring.data() + cut.table_at);
+                // Stages are full in their order: who has one may ask for any that there is room for.
+                if (stage > 0) barrier_wait(before.full(), before.phase);
+                before = ring;
                 barrier_arrive(ring.full());
                 ring.step(1);
                 if (stage + 1 < stages) copier.load(stage + 1);

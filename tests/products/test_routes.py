@@ -11,11 +11,10 @@ from inputs import BFLOAT16
 
 import kbitcupy as kb
 from kbitcupy.errors import DeviceError, FormatError
-from kbitcupy.products import functions, int8, integer_batch, integer_halves, integer_stream, integer_tile, small_batch
+from kbitcupy.products import functions, int8, integer_batch, integer_stream, integer_tile, small_batch
 from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.integer_batch import IntegerBatch
-from kbitcupy.products.integer_halves import IntegerHalves
 from kbitcupy.products.integer_tile import IntegerTile
 from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices
 
@@ -536,8 +535,8 @@ def test_routes_of_integer_codes_on_hopper(preset, monkeypatch):
             assert "compute capability 9.0" in IntegerTile().accepts(older)
     for text in ("q4_k", "uint4:block=128,zero=float"):
         problem = Problem(kb.get_format(text), (4096, 4608), 64, np.dtype("float16"), gpu, activations=preset)
-        halves = text == "q4_k" and preset == "q8_1"
-        assert choices(problem, LINEAR)[0].route.name == ("integer_halves" if halves else "integer_turns")
+        few = text == "q4_k" and preset == "q8_1"
+        assert choices(problem, LINEAR)[0].route.name == ("integer_batch" if few else "integer_turns")
     short = Problem(kb.get_format("int4:block=32"), (64, 200), 64, np.dtype("float16"), gpu, activations=preset)
     assert "multiples of 16 bytes" in IntegerTile().accepts(short)
 
@@ -564,8 +563,10 @@ def test_many_tokens_are_decoded_where_few_elements_share_scales():
 def test_some_tokens_of_codes_in_short_groups(preset):
     """Up to 64 tokens have a kernel whose sums become float32 for little; what stands against it is said."""
     gpu = Device(0, 90, 132, 232448, True, True)
-    against = dict.fromkeys(("int8:block=32", "q4_k", "int4:block=32", "uint4:block=32,zero=int"), "q4_0")
-    for text in ("q4_0", *against):
+    against = dict.fromkeys(("int8:block=32", "int4:block=32", "uint4:block=32,zero=int"), "q4_0")
+    if preset == "int8":
+        against["q4_k"] = 'activations="q8_1"'
+    for text in ("q4_0", *(("q4_k",) if preset == "q8_1" else ()), *against):
         for shape, tokens in itertools.product(((28672, 8192), (4096, 4608)), (48, 64, 65)):
             problem = Problem(kb.get_format(text), shape, tokens, HALF, gpu, activations=preset)
             found = {choice.route.name: choice for choice in choices(problem, LINEAR)}["integer_batch"]
@@ -581,18 +582,17 @@ def test_some_tokens_of_codes_in_short_groups(preset):
     assert "K must be a multiple" in IntegerBatch().accepts(problem)
 
 
-def test_some_tokens_of_codes_as_halves():
+def test_some_tokens_of_codes_with_inner_scales():
     """33 to 64 tokens of "q8_1" with q4_k; what stands against it is said."""
-    gpu, route = Device(0, 90, 132, 232448, True, True), IntegerHalves()
+    gpu, route = Device(0, 90, 132, 232448, True, True), IntegerBatch()
     problem = Problem(kb.get_format("q4_k"), (28672, 8192), 64, HALF, gpu, activations="q8_1")
     for shape in ((28672, 8192), (8192, 8192), (4096, 14336), (4096, 4096)):
         best = choices(replace(problem, shape=shape), LINEAR)[0].route
-        assert best.name == route.name and "multiply_half_codes" in best.describe(replace(problem, shape=shape))
+        assert best.name == route.name and "batch_integers" in best.describe(replace(problem, shape=shape))
     for changed, why in (
-        ({"format": kb.get_format("q4_0")}, "it is for q4_k"),
         ({"activations": "int8"}, 'activations="q8_1"'),
         ({"activations": None}, "activations that are int8"),
-        ({"tokens": 65}, "33 to 64 tokens"),
+        ({"tokens": 65}, "up to 64 tokens"),
         ({"tokens": 32}, "33 to 64 tokens"),
         ({"experts": 4}, "one weight"),
         ({"device": None}, "host memory"),
@@ -603,28 +603,21 @@ def test_some_tokens_of_codes_as_halves():
         assert why in route.accepts(replace(problem, **changed))
 
 
-def test_cuts_of_codes_as_halves():
-    """Parts of k have places in turns; sums of all parts find room where these were."""
-    assert integer_halves.choose(28672, 8192, 132).rows == 256
-    assert integer_halves.choose(8192, 8192, 132) == integer_halves.Cut(1, 2)
-    assert integer_halves.choose(8192, 256, 132).parts == 1
-    for cut in integer_halves.CUTS:
-        packed, size = cut.packed()
-        (found,) = np.frombuffer(packed, integer_halves.CUT.dtype)
-        assert found["stages"] % cut.parts == 0 and found["code_stages"] % cut.parts == 0
-        assert found["stages"] > cut.parts and found["code_stages"] > cut.parts and size <= 226 << 10
-        assert found["stage_bytes"] % 1024 == 0 and found["rows"] * 128 % 1024 == 0
-
-
 def test_cuts_of_integer_batches():
     """A ring holds more stages than there are parts of k; sums of all parts find room where it was."""
     assert integer_batch.choose(28672, 132).tiles == 14
     assert integer_batch.choose(8192, 132).tiles == 4
-    for blocked, cut in itertools.product((False, True), integer_batch.CUTS.values()):
-        packed, size = cut.packed(blocked)
+    kinds = (False, False), (True, False), (True, True)
+    for (blocked, inner), cut in itertools.product(
+        kinds, (*integer_batch.CUTS.values(), *integer_batch.SPREAD.values())
+    ):
+        packed, size = cut.packed(blocked, inner)
         stages, parts = np.frombuffer(packed, integer_batch.CUT.dtype)["stages"][0], 8 // cut.row_groups
-        assert stages % parts == 0 or stages >= parts + 2
-        assert stages > parts and size + 1024 <= 227 << 10
+        if cut.spread:
+            assert parts * 32 == integer_batch.SIZES.BATCH_K and stages >= 4
+        else:
+            assert (inner or stages % parts == 0 or stages >= parts + 2) and stages > parts
+        assert size + 1024 <= 227 << 10
         assert cut.row_groups * (cut.most - 1) <= cut.tiles <= cut.row_groups * cut.most
 
 
