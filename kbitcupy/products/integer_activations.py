@@ -57,10 +57,15 @@ _PRESETS = {"int8": NUMBERS.INT8_TOKENS, "q8_1": NUMBERS.Q8_1_TOKENS}
 _FILE, _NAME = "linear/integer_activations.cu", "quantize_integers"
 _TYPES, _BOOLS = (*(CXX_TYPES[name] for name in FLOATS), "signed char"), ("false", "true")
 _TEMPLATE = Template(_FILE, _NAME, (_TYPES, _BOOLS), structs=(NUMBERS,))
-register_templates(_TEMPLATE)
+# Rows of floats with one scale a token: threads of a block, the most and those of many tokens; elements of a thread.
+_ROW_SIZES = Constants(ROW_THREADS=512)
+_ROW_THREADS, _SIXTEEN = 256, 16
+_ROW_TEMPLATE = Template("linear/row_tokens.cu", "quantize_row_tokens", (_TYPES[:-1], _BOOLS), structs=(_ROW_SIZES,))
+register_templates(_TEMPLATE, _ROW_TEMPLATE)
 _SIGNATURE = (*("p",) * 4, *("i4",) * 6)
 # Threads of a part of a token, the most and the least: few blocks leave multiprocessors to the product that follows.
 _PART_THREADS, _LEAST_THREADS, _HALF = 512, 128, np.float32(0.5)
+_OF_ROWS = NUMBERS.ROWS, NUMBERS.ROWS_SPLIT
 # Tokens from which on a device has no room for a block of each.
 _MANY = 256
 
@@ -114,6 +119,19 @@ def _kernel(cxx: str, vector: bool, threads: int) -> Kernel:
     return Kernel(_TEMPLATE, (cxx, _BOOLS[vector]), threads, signature=_SIGNATURE, early=True)
 
 
+@functools.cache
+def _row_kernel(cxx: str, split: bool, threads: int) -> Kernel:
+    signature = "p", "p", "p", "i4", "i4"
+    return Kernel(_ROW_TEMPLATE, (cxx, _BOOLS[split]), threads, signature=signature, early=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_threads(depth: int, many: bool) -> int:
+    """Of a block with a token; with many tokens not so many, of which more blocks fit."""
+    most = _ROW_THREADS if many else int(_ROW_SIZES.ROW_THREADS)
+    return min(most, -(-depth // (32 * _SIXTEEN)) * 32)
+
+
 @functools.lru_cache(maxsize=1024)
 def _cut(depth: int, parts: bool, many: bool = False) -> tuple[int, int]:
     """Threads of a block, and blocks of a token; with many tokens not so many threads, of which more blocks fit."""
@@ -149,6 +167,10 @@ def quantize_into(
     """
     depth = x.shape[-1]
     vector = not (depth % 8 or x.data.ptr % 16)
+    if preset == "int8" and not sums and vector and depth % _SIXTEEN == 0 and layout in _OF_ROWS:
+        kernel = _row_kernel(CXX_TYPES[x.dtype.name], layout == NUMBERS.ROWS_SPLIT, _row_threads(depth, tokens > _MANY))
+        kernel.launch(x, (tokens,), (x, codes, scales, depth, pitch_of(depth)))
+        return
     threads, parts = _cut(depth, preset != "int8" and (group != 0 or not sums), tokens > _MANY)
     cxx = "signed char" if preset is None else CXX_TYPES[x.dtype.name]
     number = NUMBERS.TAKEN if preset is None else _PRESETS[preset]
