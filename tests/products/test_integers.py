@@ -372,6 +372,25 @@ def test_where_codes_lie(cupy, layout):
     assert np.array_equal(found, wanted[:, k])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("tokens", "depth"), [(11, 400), (300, 8192), (9, 20000), (8, 392)])
+def test_rows_of_tokens_with_one_scale(cupy, tokens, depth, dtype):
+    """Whichever kernel writes them: short tokens and long ones, special numbers, zeros behind the end."""
+    x = activations("special", tokens, depth, "float32")
+    x[1], x[2], x[3] = 0, 1e-44, x[3] * np.float32(1e-38)
+    with np.errstate(all="ignore"):
+        x = x.astype(dtype)
+    pitch = tokens_of.pitch_of(depth)
+    wanted = np.zeros((tokens, pitch), np.int8)
+    wanted[:, :depth], of_tokens = tokens_of.quantize_host(x, "int8")
+    split = wanted.reshape(tokens, -1, 16, 2).swapaxes(2, 3).reshape(tokens, pitch)
+    for layout, codes_wanted in ((tokens_of.NUMBERS.ROWS, wanted), (tokens_of.NUMBERS.ROWS_SPLIT, split)):
+        codes, scales = cupy.full((tokens, pitch), 77, np.int8), cupy.zeros(tokens, np.float32)
+        tokens_of.quantize_into(cupy.asarray(x), tokens, "int8", codes.data.ptr, scales.data.ptr, 0, layout, 0)
+        assert np.array_equal(codes.get(), codes_wanted)
+        assert same_values(scales.get(), of_tokens.reshape(-1))
+
+
 class TestSmall:
     """Every kernel at sizes around its tiles."""
 
