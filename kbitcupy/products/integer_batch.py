@@ -74,13 +74,10 @@ class Cut:
         Of 16 rows, of a thread block.
     row_groups : int
         Groups of warps with rows of their own; the others share k.
-    spread : bool, default False
-        Whether those, eight, have a unit of every stage, not stages in turns; for tokens with a scale for 32 elements.
     """
 
     tiles: int
     row_groups: int
-    spread: bool = False
 
     @property
     def most(self) -> int:
@@ -102,7 +99,9 @@ class Cut:
         codes_at = -(-(SIZES.BATCH_K * tokens + beside) // 1024) * 1024
         table_at = codes_at + rows * SIZES.BATCH_K // 2
         table = rows * (_INNER_ROW if inner else 4 * (units + 1))
-        stage = -(-(table_at + table) // 1024) * 1024
+        # Warps load codes of two tiles at a time, where they have one, too.
+        loaded = codes_at + (rows + 16) * SIZES.BATCH_K // 2
+        stage = -(-max(table_at + table, loaded) // 1024) * 1024
         stages, k_groups = min(SIZES.BATCH_STAGES, (_ROOM - 1024) // stage), _WARPS // self.row_groups
         size = max(stages * stage, k_groups * tokens * (rows + 4) * 4) + 1024
         packed = CUT.pack(
@@ -119,20 +118,18 @@ class Cut:
 #: stages more than there are parts: a warp asks for no stage while the one before in its place is still to come. With
 #: q4_k stages come in their order, and one more is enough.
 CUTS = {tiles: Cut(tiles, 4 if tiles > 8 else 2) for tiles in (2, 4, 7, 13, 14)}
-#: For few rows, where every warp has all of them.
-SPREAD = {tiles: Cut(tiles, 1, True) for tiles in (2, 4)}
 
 
-def _text(blocked: bool, tiles: int, inner: bool, spread: bool) -> str:
+def _text(blocked: bool, tiles: int, inner: bool) -> str:
     """The arguments of the template."""
-    return f"{str(blocked).lower()}, {tiles}, {str(inner).lower()}, {str(spread).lower()}"
+    return f"{str(blocked).lower()}, {tiles}, {str(inner).lower()}"
 
 
-_KINDS = (False, False, False), *((True, inner, spread) for inner in (False, True) for spread in (False, True))
+_KINDS = (False, False), (True, False), (True, True)
 _TEMPLATE = Template(
     "linear/integer_batch_sm90a.cu",
     "batch_integers",
-    (tuple(_text(blocked, tiles, inner, spread) for blocked, inner, spread in _KINDS for tiles in (4, 2)),),
+    (tuple(_text(blocked, tiles, inner) for blocked, inner in _KINDS for tiles in (4, 2)),),
     structs=(BIAS_KINDS, SIZES, CUT),
 )
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
@@ -144,7 +141,7 @@ _NO_MAP = bytes(_tma.MAP_BYTES)
 
 @functools.cache
 def _kernel(blocked: bool, cut: Cut, inner: bool, shared: int) -> Kernel:
-    text = _text(blocked, cut.most, inner, cut.spread)
+    text = _text(blocked, cut.most, inner)
     return Kernel(_TEMPLATE, (text,), _THREADS, shared, signature=_SIGNATURE, early=True)
 
 

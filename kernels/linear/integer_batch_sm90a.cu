@@ -6,8 +6,7 @@
 //     copiers: scales --full[stage]--^                                             --empty[stage]--> TMA, copiers
 //
 // A thread block has up to 16 tiles of 16 rows, all of K, and all tokens. Its eight warps are row groups, up to TILES
-// tiles each, times k groups, which take stages of 256 k in turns, or where they are eight a unit of 32 k of each
-// stage; in the end their sums are added in their order.
+// tiles each, times k groups, which take stages of 256 k in turns; in the end their sums are added in their order.
 //
 // The sum of a unit begins at BEGIN, the bits of 1.5 * 2^23, and so it is the bits of a number, that and the sum: no
 // conversion. Scales are halves, those of q4_k halves times integers of 6 bits: so a scale times BEGIN is exact, and
@@ -61,10 +60,9 @@ __device__ __forceinline__ void mma_of_eight(float (&sum)[4], unsigned a0, unsig
 // BLOCKED   whether tokens have a scale for 32 k, not one
 // TILES     of 16 rows, that a warp has at the most; some have one less
 // INNER     whether weights are q4_k's, with inner scales and minima; BLOCKED
-// SPREAD    whether eight k groups have a unit of each stage, not stages in turns
-template <bool BLOCKED_, int TILES_, bool INNER_, bool SPREAD_>
+template <bool BLOCKED_, int TILES_, bool INNER_>
 struct Batch {
-    static constexpr bool BLOCKED = BLOCKED_, INNER = INNER_, SPREAD = SPREAD_;
+    static constexpr bool BLOCKED = BLOCKED_, INNER = INNER_;
     static_assert(BLOCKED || !INNER, "what tokens add up to is for 32 k");
     static constexpr int TILES = TILES_, TOKENS = BATCH_TOKENS, EIGHTS = TOKENS / 8, UNITS = BATCH_K / 32;
     static constexpr int PITCH = (UNITS + 1) * 4;  // of a table: a row's scales of a stage; banks differ by row
@@ -248,15 +246,13 @@ __device__ __forceinline__ void multiply_batch(
     const unsigned entries = cut.table_at + (first + g) * S::PITCH;
     const unsigned inner = cut.table_at + (first + g) * INNER_ROW, beside = 16 * cut.tiles * INNER_ROW;
     const unsigned begin[4] = {opaque(BEGIN), opaque(BEGIN), opaque(BEGIN), opaque(BEGIN)};
-    const int first_stage = S::SPREAD ? 0 : k_group, stage_step = S::SPREAD ? 1 : k_groups;
-    ring.step(first_stage);
-    for (int stage = first_stage; stage < stages; stage += stage_step) {
+    ring.step(k_group);
+    for (int stage = k_group; stage < stages; stage += k_groups) {
         barrier_wait(ring.full(), ring.phase);
         const unsigned data = ring.data();
         unsigned word[S::TILES][S::INNER ? 4 : 2];
         float next[S::TILES][2];
-        // Of a stage that is shared out one k group has the minima.
-        if (S::INNER && (!S::SPREAD || stage % k_groups == k_group)) {
+        if constexpr (S::INNER) {
             unsigned least[S::TILES][2];
             float less[S::TILES][2];
 #pragma unroll
@@ -318,10 +314,9 @@ __device__ __forceinline__ void multiply_batch(
             for (int i = 0; i < MINE; i += 2) fetch_two(unit, i);
             if (!S::INNER) fetch_scales(unit);
         };
-        const int first_unit = S::SPREAD ? k_group : 0, last_unit = S::SPREAD ? k_group : S::UNITS - 1;
-        fetch_codes(first_unit);
+        fetch_codes(0);
 #pragma unroll 1
-        for (int unit = first_unit; unit <= last_unit; ++unit) {
+        for (int unit = 0; unit < S::UNITS; ++unit) {
             unsigned a[S::TILES][4];
             float scale[S::TILES][2], less[S::TILES][2];
             // These come while the first sums do: there are no registers for them earlier.
@@ -359,7 +354,7 @@ __device__ __forceinline__ void multiply_batch(
                 // What is fetched here is not fetched earlier: there are no registers for all of it.
                 if (j > 0) __syncwarp();
                 if (j + 2 < S::EIGHTS) fetch(j + 2);
-                else if (!S::INNER && !S::SPREAD) fetch_codes((unit + 1) % S::UNITS);
+                else if (!S::INNER) fetch_codes((unit + 1) % S::UNITS);
                 const unsigned (&b)[4] = fetched[j / 2 % 2];
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
@@ -374,7 +369,7 @@ __device__ __forceinline__ void multiply_batch(
                             sum[c] =
                                 added_to<S>(sum[c], __int_as_float(d[c]), scale[i][c / 2], less[i][c / 2], e[c % 2]);
                         // Where those of two tiles have been used for the last time, there is room for the next ones.
-                        if (S::INNER && !S::SPREAD && j + n == S::EIGHTS - 1 && (i % 2 || i == MINE - 1))
+                        if (S::INNER && j + n == S::EIGHTS - 1 && (i % 2 || i == MINE - 1))
                             fetch_two((unit + 1) % S::UNITS, i / 2 * 2);
                     }
                 }
@@ -382,7 +377,7 @@ __device__ __forceinline__ void multiply_batch(
         }
         // Sums that the last of what was read here is in: the copy engine would not wait for a load in its queue.
         barrier_arrive(ordered_after(ring.empty(), __float_as_uint(total[MINE - 1][S::EIGHTS - 1][3]), nothing));
-        ring.step(stage_step);
+        ring.step(k_groups);
     }
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
     const int rows = 16 * cut.tiles + 4;
@@ -461,7 +456,7 @@ __device__ __forceinline__ void write_outputs(
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-template <bool BLOCKED, int TILES, bool INNER, bool SPREAD>
+template <bool BLOCKED, int TILES, bool INNER>
 __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
     const __grid_constant__ TensorMap x_map,  // int8 [tokens, pitch], boxes of 128 bytes x TOKENS
     const __grid_constant__ TensorMap w_map,  // codes [rows, K / 2], boxes of 128 bytes x the rows of a thread block
@@ -476,7 +471,7 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
     int tokens, int rows, int depth, int per_row, int token_step,
     int lowest,  // code: below 0 they are signed, else less 8
     int bias_kind, int y_kind, unsigned nothing) {
-    using S = Batch<BLOCKED, TILES, INNER, SPREAD>;
+    using S = Batch<BLOCKED, TILES, INNER>;
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * BATCH_STAGES];
     const unsigned ring0 = (shared_address(memory) + 1023u) & ~1023u;
@@ -487,7 +482,7 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
     if (threadIdx.x == 0) {
         for (int i = 0; i < cut.stages; ++i) {
             barrier_init(ring.barriers + 16 * i, 1 + COPIERS);
-            barrier_init(ring.barriers + 16 * i + 8, SPREAD ? CONSUMERS : WARP * row_groups);
+            barrier_init(ring.barriers + 16 * i + 8, WARP * row_groups);
         }
         fence_barrier_init();
     }

@@ -95,7 +95,7 @@ def test_blocks_of_integer_batch():
     for text, registers in listed()["integer_batch_sm90a", "batch_integers"]:
         assert copies + multiplies <= registers * integer_batch._THREADS <= REGISTERS, text
     of_barriers = 16 * integer_batch.SIZES.BATCH_STAGES
-    for cut in (*integer_batch.CUTS.values(), *integer_batch.SPREAD.values()):
+    for cut in integer_batch.CUTS.values():
         for blocked, inner in ((False, False), (True, False), (True, True)):
             assert cut.packed(blocked, inner)[1] + of_barriers <= 227 << 10
 
