@@ -79,6 +79,23 @@ __global__ void __launch_bounds__(ARRANGE_THREADS) arrange_floats(
 template <int TOKENS>
 constexpr int THREADS_OF = TOKENS > 16 ? FEW_THREADS : STREAM_THREADS;
 
+// Start to copy a lane's part of a token to shared memory: of `count` steps of its warp those that are there, `piece`
+// bytes from load to load there and `between` here.
+template <int LOADS>
+__device__ __forceinline__ void stage_column(
+    unsigned char* target, const unsigned char* column, int count, int steps, int warp, int warps, int piece,
+    int between) {
+    for (int n = 0; n < count; ++n) {
+        const int step = (n / 2 * warps + warp) * 2 + n % 2;
+        if (step >= steps) break;
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j)
+            copy_async<CHUNK>(
+                shared_address(target + n * (LOADS * piece) + j * piece),
+                column + static_cast<long long>(step * LOADS + j) * between);
+    }
+}
+
 // The warps of a block share 16 channels: each takes every so manieth step along k, and the sums meet in shared memory.
 // A lane fetches its codes itself, 16 bytes of rows g and g + 8 a step, through a queue of its own in shared memory,
 // also across the end of the 16 channels: no lane waits for another before the sums are complete.
@@ -154,15 +171,7 @@ __device__ __forceinline__ void stream(
         unsigned char* target =
             dynamic_memory() + warp * turns * 2 * of_step + (min(i * 8 + g, tokens - 1) * 4 + t) * CHUNK;
         if (i * 8 + g < tokens)
-            for (int n = 0; n < 2 * turns; ++n) {
-                const int step = (n / 2 * warps + warp) * 2 + n % 2;
-                if (step >= steps) break;
-#pragma unroll
-                for (int j = 0; j < By::LOADS; ++j)
-                    copy_async<CHUNK>(
-                        shared_address(target + n * of_step + j * piece),
-                        column[i] + static_cast<long long>(step * By::LOADS + j) * between);
-            }
+            stage_column<By::LOADS>(target, column[i], 2 * turns, steps, warp, warps, piece, between);
         column[i] = target;
     }
     if (staged) {
@@ -260,6 +269,36 @@ struct GroupPiece {
     float scale[2][BLOCKS][PER_BLOCK];
 };
 
+// The sums over 128 k of rows g (u) and g + 8 (l), times a unit each, as the bits of floats that became larger by them.
+// `less` is what the codes of two tokens add up to, which the sums have too much of.
+template <int GROUP>
+__device__ __forceinline__ void group_sums(
+    uint2 u, uint2 l, const uint4 (&b)[2], const int2 (&less)[GroupPiece<GROUP>::PER_BLOCK],
+    int (&sum)[Sums<GROUP>::COUNT][4]) {
+    using Part = GroupPiece<GROUP>;
+    using Of = Sums<GROUP>;
+#pragma unroll
+    for (int i = 0; i < Of::COUNT; ++i) {
+        // A float that becomes larger by the sum, in units of its last bit.
+        const int unit = Of::unit(i);
+        const int base = i < Part::PER_BLOCK ? static_cast<int>(Of::base(i)) : 0;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int2 both = less[min(i, Part::PER_BLOCK - 1)];
+            sum[i][e] = base - (i < Part::PER_BLOCK ? unit * (e % 2 ? both.y : both.x) : 0);
+        }
+    }
+#pragma unroll
+    for (int f = 0; f < FIELDS; ++f) {
+        const int place = Of::moves(f) ? f - 1 : f, by = 2 * (f - place);
+        const unsigned mask = 0x03030303u << 2 * place;
+        const uint4 four = b[f / 2];
+        mma_bytes<false>(
+            sum[Of::of(f)], {u.x >> by & mask, l.x >> by & mask, u.y >> by & mask, l.y >> by & mask},
+            f % 2 ? four.z : four.x, f % 2 ? four.w : four.y);
+    }
+}
+
 // A block has 16 channels and 8 tokens. In a turn its warps take neighbouring pieces; the terms of their groups wait in
 // shared memory, one turn behind the other, for the threads that add them up, from the first to the last.
 template <typename T, int GROUP>
@@ -343,28 +382,8 @@ __global__ void __launch_bounds__(GROUP_THREADS, 2) stream_ternary_groups(
             }
 #pragma unroll
             for (int s = 0; s < Part::BLOCKS; ++s) {
-                const uint2 u = piece.codes[0][s], l = piece.codes[1][s];
                 int sum[Of::COUNT][4];
-#pragma unroll
-                for (int i = 0; i < Of::COUNT; ++i) {
-                    // A float that becomes larger by the sum, in units of its last bit.
-                    const int unit = Of::unit(i);
-                    const int base = i < Part::PER_BLOCK ? static_cast<int>(Of::base(i)) : 0;
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const int2 both = less[s][min(i, Part::PER_BLOCK - 1)];
-                        sum[i][e] = base - (i < Part::PER_BLOCK ? unit * (e % 2 ? both.y : both.x) : 0);
-                    }
-                }
-#pragma unroll
-                for (int f = 0; f < FIELDS; ++f) {
-                    const int place = Of::moves(f) ? f - 1 : f, by = 2 * (f - place);
-                    const unsigned mask = 0x03030303u << 2 * place;
-                    const uint4 four = b[s][f / 2];
-                    mma_bytes<false>(
-                        sum[Of::of(f)], {u.x >> by & mask, l.x >> by & mask, u.y >> by & mask, l.y >> by & mask},
-                        f % 2 ? four.z : four.x, f % 2 ? four.w : four.y);
-                }
+                group_sums<GROUP>(piece.codes[0][s], piece.codes[1][s], b[s], less[s], sum);
                 float of_group[2][Part::PER_BLOCK];
 #pragma unroll
                 for (int i = 0; i < 2 * Part::PER_BLOCK; ++i)
