@@ -232,6 +232,42 @@ __device__ __forceinline__ void decode_tile(unsigned (&a)[4], const unsigned (&w
     }
 }
 
+// Of 256 k of q4_k the minima, eight of a row, times what the codes of a token add up to, in three parts: `rows` is
+// where those of the lane's first row lie in the stage.
+template <typename S, int MINE>
+__device__ __forceinline__ void add_minima(float (&total)[MINE][S::EIGHTS][4], unsigned data, unsigned rows) {
+    const unsigned lane = threadIdx.x % WARP, t = lane % 4;
+    unsigned least[MINE][2];
+    float less[MINE][2];
+#pragma unroll
+    for (int i = 0; i < MINE; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const unsigned row = data + rows + (16 * i + 8 * h) * INNER_ROW;
+            least[i][h] = shared_at<unsigned short>(row + 2 * t);
+            less[i][h] = shared_at<float>(row + FACTORS_AT + 4);
+        }
+#pragma unroll
+    for (int i = 0; i < 2 * MINE; ++i) least[i / 2][i % 2] = small_numbers(least[i / 2][i % 2]);
+    // Row l % 8 of part l / 8; a fourth one is not looked at.
+    const unsigned parts = data + S::PARTS_AT + lane / 8 * S::PART_BYTES + lane % 8 * (2 * S::UNITS);
+#pragma unroll
+    for (int j = 0; j < S::EIGHTS; ++j) {
+        if (j > 0) __syncwarp();  // not fetched earlier: there are no registers for all of it
+        unsigned b[4];
+        load_matrices(b, parts + j * (8 * 2 * S::UNITS));
+#pragma unroll
+        for (int i = 0; i < MINE; ++i) {
+            float d[4] = {};
+            const unsigned a0 = least[i][0], a1 = least[i][1];
+            mma<__nv_bfloat16>(d, a0, a1, a0, a1, b[0], b[1]);
+            mma_of_eight(d, a0, a1, b[2]);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) total[i][j][c] = fma_kept(d[c], less[i][c / 2], total[i][j][c]);
+        }
+    }
+}
+
 // What a warp adds up of MINE tiles and all tokens, in the stages of its k group; it goes where the ring was: [k
 // group][token][row].
 template <typename S, int MINE>
@@ -252,37 +288,7 @@ __device__ __forceinline__ void multiply_batch(
         const unsigned data = ring.data();
         unsigned word[S::TILES][S::INNER ? 4 : 2];
         float next[S::TILES][2];
-        if constexpr (S::INNER) {
-            unsigned least[S::TILES][2];
-            float less[S::TILES][2];
-#pragma unroll
-            for (int i = 0; i < MINE; ++i)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const unsigned row = data + beside + inner + (16 * i + 8 * h) * INNER_ROW;
-                    least[i][h] = shared_at<unsigned short>(row + 2 * t);
-                    less[i][h] = shared_at<float>(row + FACTORS_AT + 4);
-                }
-#pragma unroll
-            for (int i = 0; i < 2 * MINE; ++i) least[i / 2][i % 2] = small_numbers(least[i / 2][i % 2]);
-            // Row l % 8 of part l / 8; a fourth one is not looked at.
-            const unsigned parts = data + S::PARTS_AT + lane / 8 * S::PART_BYTES + lane % 8 * (2 * S::UNITS);
-#pragma unroll
-            for (int j = 0; j < S::EIGHTS; ++j) {
-                if (j > 0) __syncwarp();  // not fetched earlier, as below
-                unsigned b[4];
-                load_matrices(b, parts + j * (8 * 2 * S::UNITS));
-#pragma unroll
-                for (int i = 0; i < MINE; ++i) {
-                    float d[4] = {};
-                    const unsigned a0 = least[i][0], a1 = least[i][1];
-                    mma<__nv_bfloat16>(d, a0, a1, a0, a1, b[0], b[1]);
-                    mma_of_eight(d, a0, a1, b[2]);
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) total[i][j][c] = fma_kept(d[c], less[i][c / 2], total[i][j][c]);
-                }
-            }
-        }
+        if constexpr (S::INNER) add_minima<S, MINE>(total, data, beside + inner);
         // Codes of a unit, of two tiles; a unit of q4_k is a half of all bytes of two chunks of 16.
         auto fetch_two = [&](int unit, int i) {
             constexpr int CHUNKS = S::INNER ? 2 : 1;
