@@ -19,28 +19,56 @@
 
 // ---- tokens ------------------------------------------------------------------------------------------------------
 
-// Tokens that are int8 already, in the order of fragments. A thread block has one, a thread eight neighbours at a time.
-__global__ void __launch_bounds__(ARRANGE_THREADS) arrange_tokens(
+// Eight neighbours of a token from k on, of which those behind its end are zero; `aligned` where they are loaded at
+// once.
+__device__ __forceinline__ int2 octet_of(const signed char* row, int k, int depth, bool aligned) {
+    int2 octet{0, 0};
+    if (k >= depth) return octet;
+    if (aligned) return load_written(reinterpret_cast<const int2*>(row + k));
+#pragma unroll 1
+    for (int e = 0; e < 8; ++e) {
+        const int byte = static_cast<unsigned char>(row[k + e]) << e % 4 * 8;
+        e < 4 ? octet.x |= byte : octet.y |= byte;
+    }
+    return octet;
+}
+
+// What eight bytes with a sign add up to: without it each is 128 more, and pairs of 16 bits hold the sums of four.
+__device__ __forceinline__ int sum_of_bytes(int2 octet) {
+    const unsigned words[2] = {octet.x ^ 0x80808080u, octet.y ^ 0x80808080u};
+    unsigned both = 0;
+    for (const unsigned word : words) both += (word & 0x00ff00ffu) + (word >> 8 & 0x00ff00ffu);
+    return static_cast<int>((both & 0xffffu) + (both >> 16)) - 8 * 128;
+}
+
+// Tokens that are int8 already, in the order of fragments. A thread block has one, a thread eight neighbours, and more
+// of them at once: the product waits. With so few registers blocks find room beside those of the product before.
+__global__ void __launch_bounds__(ARRANGE_THREADS, 65536 / (32 * ARRANGE_THREADS)) arrange_tokens(
     const signed char* __restrict__ rows,  // [tokens, pitch]
     unsigned char* __restrict__ a,         // fragments
     int* __restrict__ sums,                // [tokens] of the activations, or as store_group_sums has them
     int groups,
     int group,  // of which there are sums, and fragments in octets; 0 for all of a token
     int depth, int pitch) {
+    constexpr int AT_ONCE = 4, STRIDE = ARRANGE_THREADS * 8;
     __shared__ int part[ARRANGE_THREADS / WARP];
     wait_for_previous();
     launch_dependents();
     const int m = blockIdx.x, lane = threadIdx.x % WARP;
     const signed char* row = rows + static_cast<long long>(m) * pitch;
+    const bool aligned = reinterpret_cast<unsigned long long>(row) % 8 == 0;
     int sum = 0;
-    for (int k = threadIdx.x * 8; k - lane * 8 < depth; k += ARRANGE_THREADS * 8) {
-        int of_octet = 0;
-        if (k < depth) {
-            unsigned char* target = a + place_in_fragments(k, m, groups, group != 0);
-            for (int e = 0; e < 8; ++e) target[e] = static_cast<unsigned char>(row[k + e]), of_octet += row[k + e];
+    for (int first = threadIdx.x * 8; first - lane * 8 < depth; first += AT_ONCE * STRIDE) {
+        int2 octet[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) octet[i] = octet_of(row, first + i * STRIDE, depth, aligned);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int k = first + i * STRIDE, of_octet = sum_of_bytes(octet[i]);
+            if (k < depth) *reinterpret_cast<int2*>(a + place_in_fragments(k, m, groups, group != 0)) = octet[i];
+            if (group != 0) store_group_sums(sums, of_octet, k, depth, m, groups, group);
+            sum += of_octet;
         }
-        if (group != 0) store_group_sums(sums, of_octet, k, depth, m, groups, group);
-        sum += of_octet;
     }
     if (group != 0) return;
 #pragma unroll
