@@ -185,7 +185,7 @@ def _one_arguments(decoder: Decoder, T: str, items: int, warps: int) -> str:
 
 # Thread blocks of a cluster, where there are any: multiprocessors come in pairs, so that all of them find a place.
 _CLUSTER = 2
-# Values of ``Flow`` of kernels/linear/small_batch.cu.
+# Values of ``Flow`` of kernels/linear/few_block.cuh.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = "IN_CHUNKS", "AT_ONCE", "AT_ONCE_SPREAD"
 
 

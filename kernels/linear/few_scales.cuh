@@ -1,0 +1,251 @@
+// The scales of linear_few (linear/small_batch.cu): those of each warp have a stage beside that of its codes, or two,
+// and get there by asynchronous copies or, where they are expanded, through registers.
+#pragma once
+#include "linear/few_block.cuh"
+
+// Scales on their way to a warp, of 16 rows at a time.
+template <typename Kind>
+struct FewScales {
+    using Decoder = typename Kind::Decoder;
+    using Expansion = typename Kind::Expansion;
+    static constexpr bool EVEN = Kind::EVEN, TABLE = Kind::TABLE, NESTED = Kind::NESTED, HANDED = Kind::HANDED;
+    static constexpr int ITEMS = Kind::ITEMS, SCALES = Kind::SCALES, EIGHT = Kind::EIGHT;
+    const FewBlock<Kind>& here;
+    // One of the three has them: they are expanded, copied as they are, or records.
+    Expansion spread;
+    ScaleCopy copied;
+    typename Kind::Records records;
+    // Where rows are whole k-tiles: bytes of scales of a row, or records; and what this lane copies next, of `origin`.
+    unsigned pitch;
+    const char* origin;
+    unsigned source = 0;
+    // Addresses of this lane in the shared window: the stage of its warp, where it copies to, and where it reads, which
+    // the compiler must not work out again in each turn.
+    unsigned mine, to, from;
+    // Of the ring in which a team hands out blocks of inner scales: how many a row has, the bytes of a tile of them,
+    // barriers, blocks.
+    unsigned blocks_of_row, handed_bytes, handed, handed_blocks;
+
+    __device__ __forceinline__ explicit FewScales(const FewBlock<Kind>& here)
+        : here(here),
+          spread(expansion(here)),
+          copied(copy(here)),
+          records(
+              here.given.absmax, reinterpret_cast<const char*>(here.given.nested_absmax), here.above, here.given.n,
+              here.given.k, here.given.block) {
+        pitch = row_pitch();
+        origin = here.given.absmax + here.above * pitch;
+        mine = shared_address(here.scale_stages) + here.warp * Kind::BUFFERS * SCALES;
+        if constexpr (NESTED) {
+            to = mine + (here.g * ITEMS + here.t) * Decoder::SCALE_BYTES;
+            from = opaque(mine + here.my_row * ITEMS * Decoder::SCALE_BYTES + here.t * Decoder::SCALE_STEP);
+        } else {
+            to = opaque(mine + Expansion::place(here.lane));
+            from = opaque(mine + here.my_row * Decoder::SCALE_BYTES);
+        }
+        // HANDED_OUT tiles have a barrier where all blocks are there and one where all warps have theirs, then come
+        // the blocks, 8 bytes each, with a gap behind each row.
+        blocks_of_row = HANDED ? here.given.cut.warps * here.given.cut.items / 2 : 1;
+        handed_bytes = HANDED ? ITEM_ROWS * (blocks_of_row + 1) * 8 : 0;
+        handed = shared_address(here.sums) + here.team * (HANDED ? HANDED_OUT * (16 + handed_bytes) : 0);
+        handed_blocks = handed + HANDED_OUT * 16;
+    }
+
+    static __device__ __forceinline__ Expansion expansion(const FewBlock<Kind>& here) {
+        const auto& given = here.given;
+        Expansion made{given.absmax, given.nested_absmax,    here.own_block + TABLE_AT - 1024, here.above,
+                       given.k,      31 - __clz(given.block)};
+        if constexpr (!NESTED) made.high = reinterpret_cast<const unsigned short*>(given.nested_offset);
+        return made;
+    }
+    static __device__ __forceinline__ ScaleCopy copy(const FewBlock<Kind>& here) {
+        const auto& given = here.given;
+        const float* map = reinterpret_cast<const float*>(here.table - 1024);
+        return {given.absmax, given.nested_absmax, given.nested_offset,    map, here.above, given.n,
+                given.k,      given.cut.width,     31 - __clz(given.block)};
+    }
+    __device__ __forceinline__ unsigned row_pitch() const {
+        if constexpr (!NESTED) return unsigned(here.given.k) / Expansion::BLOCK;
+        else if constexpr (TABLE) return unsigned(here.given.k) / (ITEM_K / Decoder::SCALE_BYTES);
+        else return unsigned(records.per_row);
+    }
+
+    // The values of scales that are codes of 8 bits, ahead of the table. All threads are here.
+    __device__ __forceinline__ void fill_map() const {
+        if (!TABLE || !NESTED || !here.given.nested_absmax) return;
+        float* map = reinterpret_cast<float*>(here.table - 1024);
+        for (int i = threadIdx.x; i < 256; i += blockDim.x) map[i] = here.given.codebook.map[i];
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void init_barriers() const {
+        if constexpr (HANDED) {
+#pragma unroll
+            for (unsigned i = 0; i < 2 * HANDED_OUT; ++i) barrier_init(handed + i * 8, here.given.cut.warps * WARP);
+        }
+    }
+
+    // The address of those of k-tile i behind `begin`, that of the first.
+    static __device__ __forceinline__ unsigned of_item(unsigned begin, int i) {
+        if constexpr (NESTED) return begin + i * Decoder::SCALE_BYTES;
+        else return begin + Expansion::of_item(i);
+    }
+
+    // ---- copies ----
+
+    // What to copy next begins at `row` and k-tile `item`.
+    __device__ __forceinline__ void aim(int row, int item) {
+        if constexpr (HANDED) source = row * pitch + here.first_item / 2;
+        else if constexpr (!NESTED)
+            source = (row + Expansion::row(here.lane)) * pitch + item / 2 + Expansion::block(here.lane);
+        else if constexpr (TABLE) source = (row + here.g) * pitch + (item + here.t) * Decoder::SCALE_BYTES;
+        else source = (row + here.g) * pitch + records.of(item + (Decoder::PAIRED ? here.t * ITEMS / 8 * 2 : here.t));
+    }
+    // ... or so many rows below.
+    __device__ __forceinline__ void advance(int down) { source += down * pitch; }
+
+    // Start to copy those of `count` k-tiles from `item` on to the buffer that begins `other` bytes on. `there`:
+    // whether there is a tile at all. What follows from a lane's number that is found out anew is no register of the
+    // loop.
+    __device__ __forceinline__ void start(bool there, int row, int item, int count, int other) {
+        char* const stage = here.scale_stages + here.warp * Kind::BUFFERS * SCALES + other;
+        const int t = here.t;
+        if constexpr (!TABLE && EVEN) {
+            start_records(there, count, other);
+        } else if constexpr (!TABLE) {
+            if (there && count) records.copy(stage, row, item, here.lane);
+        } else if constexpr (Kind::SPREAD) {
+            if constexpr (NESTED) {
+                const int lane = opaque(threadIdx.x % WARP);
+                if (there) spread.load(row + lane / 4, item + lane % 4, lane % 4 < count);
+            } else if constexpr (!HANDED) {
+                const int at = Expansion::block(here.lane);  // others stay zero
+                if (there && at < Expansion::BLOCKS && 2 * at < count) spread.load(here.above * pitch + source);
+            }
+        } else if (EVEN && (!Decoder::SPREAD_SCALES || Kind::ONCE || (NESTED && here.given.cut.width))) {
+            constexpr int PIECE = Decoder::SCALE_BYTES < 16 ? Decoder::SCALE_BYTES : 16;
+            const unsigned target = to + other;
+            const int own = opaque(threadIdx.x % 4), bytes = own < count ? PIECE : 0;
+            if (there && own < ITEMS) {
+#pragma unroll
+                for (int at = 0; at < Decoder::SCALE_BYTES; at += PIECE) {
+                    copy_async_or_zero<PIECE>(target + at, origin + (source + at), bytes);
+                    copy_async_or_zero<PIECE>(target + at + EIGHT, origin + (source + 8 * pitch + at), bytes);
+                }
+            }
+        } else if (there && count) {
+            if constexpr (NESTED) copied.start<Decoder, ITEMS>(stage, row, item, count, here.lane);
+            else spread.copy(stage, row, here.given.n, item, count, here.lane);
+        }
+    }
+    // The same of records of whole k-tiles.
+    __device__ __forceinline__ void start_records(bool there, int count, int other) {
+        const int t = opaque(threadIdx.x % 4);
+        if constexpr (Decoder::PAIRED) {
+            const unsigned row = mine + other + here.g * ITEMS * Decoder::SCALE_BYTES;
+            if (there) {
+                records.template start_paired<ITEMS>(row, source, t, count);
+                records.template start_paired<ITEMS>(row + EIGHT, source + 8 * pitch, t, count);
+            }
+        } else if (there && t < ITEMS) {
+            records.start(to + other, source, t < count);
+            records.start(to + other + EIGHT, source + 8 * pitch, t < count);
+        }
+        if constexpr (Kind::NARROW) {
+            records.load(0, source, there && t < count);
+            records.load(1, source + 8 * pitch, there && t < count);
+        }
+    }
+
+    // Scales that have scales of their own are all shifted by a number.
+    __device__ __forceinline__ void read_offset() {
+        if constexpr (Kind::SPREAD && NESTED)
+            if (here.given.nested_absmax) spread.offset = *here.given.nested_offset;
+    }
+    // Bring what `start` has loaded to registers to its buffer.
+    __device__ __forceinline__ void store_spread(int other) const {
+        if constexpr (Kind::SPREAD && NESTED)
+            if (here.t < ITEMS) spread.store(to + other, EIGHT);
+    }
+    __device__ __forceinline__ void store_narrow(int other) const {
+        if constexpr (Kind::NARROW)
+            if (here.t < ITEMS) records.store(0, to + other), records.store(1, to + other + EIGHT);
+    }
+
+    // ---- inner scales ----
+
+    // Which row has the block of this number, of a tile, counted row by row.
+    __device__ __forceinline__ unsigned handed_row(unsigned number) const {
+        const Cut& cut = here.given.cut;
+        return divided(cut.items == 2 ? number : number / 2, cut.per_warps, cut.warps);
+    }
+    // The number of the block that this lane hands out, that of its number in the team, of tile `tile`, which is
+    // `later` tiles behind that to copy next; -1: none. What the lane needs for that is no register of the loop.
+    __device__ __forceinline__ long long block_of(unsigned tile, unsigned later) const {
+        const unsigned number = here.mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
+        const unsigned block = number - down * blocks_of_row;
+        const bool there = tile < here.passes && down < ITEM_ROWS && here.first_item + 2 * int(block) < here.last_item;
+        const unsigned behind = (down + later * here.teams * ITEM_ROWS) * pitch + block;
+        return there ? here.above * pitch + (source + behind) : -1ll;
+    }
+    // Of the first two tiles. Ahead of all weights, behind which they would wait: to find out where planes lie takes
+    // its time, too.
+    __device__ __forceinline__ void prefetch_blocks() const {
+        if constexpr (HANDED) {
+#pragma unroll
+            for (unsigned tile = 0; tile < 2; ++tile)
+                if (const long long number = block_of(tile, tile); number >= 0) spread.prefetch(number);
+        }
+    }
+    // Load the block that this lane hands out of a tile, see block_of; what is not there stays zero.
+    __device__ __forceinline__ void load_block(Expansion& own, unsigned tile, unsigned later) const {
+        if constexpr (HANDED)
+            if (const long long number = block_of(tile, later); number >= 0) own.load(number);
+    }
+    // Hand it out.
+    __device__ __forceinline__ void hand_out(const Expansion& own, unsigned tile) const {
+        if constexpr (HANDED) {
+            if (tile >= here.passes) return;
+            const unsigned at = tile % HANDED_OUT;
+            barrier_wait(handed + at * 16 + 8, tile / HANDED_OUT & 1 ^ 1);
+            const unsigned number = here.mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
+            if (down < ITEM_ROWS) own.hand_out(handed_blocks + at * handed_bytes + (number + down) * 8);
+            barrier_arrive(handed + at * 16);
+        }
+    }
+    // Take the block of `tile` that this lane makes to scales.
+    __device__ __forceinline__ void expand(unsigned tile) const {
+        if constexpr (HANDED) {
+            if (tile >= here.passes) return;
+            const unsigned at = tile % HANDED_OUT, which = opaque(threadIdx.x % WARP);
+            const bool has = Expansion::block(which) < Expansion::BLOCKS;
+            const unsigned number = Expansion::row(which) * (blocks_of_row + 1) + here.mate * here.given.cut.items / 2 +
+                                    Expansion::block(which);
+            barrier_wait(handed + at * 16, tile / HANDED_OUT & 1);
+            Expansion own{};  // not a copy of what is still on its way
+            if (has) own.take(handed_blocks + at * handed_bytes + number * 8);
+            barrier_arrive(handed + at * 16 + 8);
+            if (has) own.store(to);
+        }
+    }
+    // Make the scales of the first tile, of which this lane has loaded `begin`; two tiles are on their way. x would
+    // wait for them, so it comes first.
+    __device__ __forceinline__ void begin_inner(const Expansion& begin) {
+        if constexpr (Kind::SPREAD && !NESTED) {
+            if (!HANDED && Expansion::block(here.lane) < Expansion::BLOCKS) begin.store(to);
+            hand_out(begin, 0), hand_out(spread, 1);
+            load_block(spread, 2, 2);
+            expand(0);
+        }
+    }
+    // Make those of the tile behind `pass`, whose own have been used up.
+    __device__ __forceinline__ void next_inner(unsigned pass) {
+        if constexpr (Kind::SPREAD && !NESTED) {
+            __syncwarp();
+            if (!HANDED && Expansion::block(here.lane) < Expansion::BLOCKS) spread.store(to);
+            hand_out(spread, pass + 2);
+            expand(pass + 1);
+            load_block(spread, pass + 3, 2);
+        }
+    }
+};
