@@ -9,6 +9,98 @@
 #include "linear/epilogue.cuh"
 #include "linear/single_token.cuh"
 
+// The copies of a warp: of a unit its boxes, each to its place in the stage of the warp, and its scales.
+template <typename Decoder, int ITEMS>
+struct OneCopies {
+    using TmaBox = ::TmaBox<Decoder, ITEMS>;
+    static constexpr int UNIT = ITEMS * Decoder::ITEM_BYTES, SCALE_UNIT = ITEMS * Decoder::SCALE_BYTES;
+    static constexpr int SCALE_PIECE = SCALE_UNIT < 16 ? SCALE_UNIT : 16, SCALE_PIECES = SCALE_UNIT / SCALE_PIECE;
+    const char *packed, *absmax;
+    const TensorMap* map;
+    int pitch, scale_pitch;                       // bytes of a row
+    unsigned stage, scales, scales_to, barriers;  // addresses in the shared window
+    unsigned zero;                                // see ordered_after
+    int byte, row;                                // what to copy next
+    unsigned scale_source;
+
+    __device__ __forceinline__ OneCopies(
+        const char* packed, const char* absmax, const TensorMap* map, int k, unsigned stage, unsigned scales,
+        unsigned barriers, unsigned zero)
+        : packed(packed),
+          absmax(absmax),
+          map(map),
+          pitch(k / ITEM_K * Decoder::ITEM_BYTES),
+          scale_pitch(k / ITEM_K * Decoder::SCALE_BYTES),
+          stage(stage),
+          scales(scales),
+          barriers(barriers),
+          zero(zero) {
+        const int lane = threadIdx.x % WARP;
+        scales_to = opaque(scales + lane * SCALE_PIECE);
+        if (BULK && lane == 0) {
+            for (int b = 0; b < TmaBox::BOXES; ++b) barrier_init(barriers + b * 8, 1);
+            fence_barrier_init();
+        }
+        __syncwarp();
+    }
+
+    // Begin with this unit of the tile at this row.
+    __device__ __forceinline__ void begin(int unit, int first_row) {
+        const int lane = threadIdx.x % WARP;
+        byte = unit * UNIT, row = first_row;
+        scale_source =
+            unsigned(row + lane / SCALE_PIECES) * scale_pitch + unit * SCALE_UNIT + lane % SCALE_PIECES * SCALE_PIECE;
+    }
+
+    // Start to copy box b of the unit, behind `seen`, bits of all that was read from there.
+    __device__ __forceinline__ void start(int b, bool there, unsigned seen) const {
+        const unsigned target = ordered_after(stage + b * TmaBox::BYTES, seen, zero);
+        if constexpr (BULK) {
+            if (there && elect_lane()) {
+                barrier_expect(barriers + b * 8, TmaBox::BYTES);
+                copy_box(target, map, byte + b * TmaBox::ROW, row, barriers + b * 8);
+            }
+        } else {
+            const char* source = packed + (long long)row * pitch + byte + b * TmaBox::ROW;
+#pragma unroll
+            for (int i = 0; i < TmaBox::BYTES; i += WARP * 16) {
+                const int at = i + threadIdx.x % WARP * 16, down = at / TmaBox::ROW, column = at % TmaBox::ROW;
+                copy_async_if<16>(
+                    target + TmaBox::place(down, column), source + (long long)down * pitch + column,
+                    there && at < TmaBox::BYTES);
+            }
+        }
+    }
+
+    // ... and its scales, behind which comes the next unit.
+    __device__ __forceinline__ void start_scales(bool there, unsigned seen) {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int i = 0; i < ITEM_ROWS * SCALE_PIECES; i += WARP)
+            copy_async_if<SCALE_PIECE>(
+                ordered_after(scales_to + i * SCALE_PIECE, seen, zero),
+                absmax + (scale_source + unsigned(i / SCALE_PIECES) * scale_pitch),
+                there && i + lane < ITEM_ROWS * SCALE_PIECES);
+        commit_copies();
+        byte += UNIT, scale_source += SCALE_UNIT;
+        if (byte == pitch) byte = 0, row += ITEM_ROWS, scale_source += 15 * scale_pitch;
+    }
+};
+
+// Store x for block i of 32, in the order of the boxes, where lane t has COUNT blocks in a row.
+template <typename Decoder, int ITEMS>
+__device__ __forceinline__ void store_x(char* lines, unsigned (&w)[16], int i) {
+    constexpr int COUNT = TmaBox<Decoder, ITEMS>::COUNT;
+    SingleToken<Decoder>::arrange_x(w);
+    const int own = i % (4 * COUNT), item = i / (4 * COUNT) * COUNT + own % COUNT;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const unsigned* v = w + j / 2 * 8 + j % 2;
+        char* to = lines + (2 * item + j / 2) * XLine<Decoder>::STEP + j % 2 * 64 + own / COUNT * 16;
+        *reinterpret_cast<uint4*>(to) = make_uint4(v[0], v[2], v[4], v[6]);
+    }
+}
+
 // Tiles are whole, and rows whole units of ITEMS k-tiles that begin at multiples of 16 bytes. Each thread block has a
 // run of tiles of 16 rows, whose units stand in a row, tile after tile; each warp takes an equal part of them. As soon
 // as a warp has read a box of a unit from its stage, it starts to copy that of the next one there. It leaves a sum for
@@ -39,9 +131,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     using One = SingleToken<Decoder>;
     using TmaBox = ::TmaBox<Decoder, ITEMS>;
     using XLine = ::XLine<Decoder>;
-    constexpr int UNIT = ITEMS * Decoder::ITEM_BYTES, SCALE_UNIT = ITEMS * Decoder::SCALE_BYTES;
+    constexpr int SCALE_UNIT = ITEMS * Decoder::SCALE_BYTES;
     constexpr int UNIT_BYTES = TmaBox::BOXES * TmaBox::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
-    constexpr int SCALE_PIECE = SCALE_UNIT < 16 ? SCALE_UNIT : 16, SCALE_PIECES = SCALE_UNIT / SCALE_PIECE;
     extern __shared__ uint4 dynamic[];
     const unsigned window = shared_address(dynamic);
     char* table = reinterpret_cast<char*>(dynamic) + (TABLE_AT - window);
@@ -62,86 +153,33 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
 
     launch_dependents();
 
-    // What to copy next.
-    const int pitch = items * Decoder::ITEM_BYTES, scale_pitch = items * Decoder::SCALE_BYTES;
-    const unsigned my_stage = shared_address(weight_stages) + warp * UNIT_BYTES;
-    const unsigned my_scales = shared_address(scale_stages) + warp * SCALES;
-    const unsigned scales_to = opaque(my_scales + lane * SCALE_PIECE);
-    const unsigned barriers = shared_address(head) + BARRIERS_AT + warp * (TmaBox::BOXES * 8);
-    if (BULK && lane == 0) {
-        for (int b = 0; b < TmaBox::BOXES; ++b) barrier_init(barriers + b * 8, 1);
-        fence_barrier_init();
-    }
-    __syncwarp();
-    int ahead_byte = unit * UNIT, ahead_row = (first + tile) * ITEM_ROWS;
-    unsigned scale_source =
-        unsigned(ahead_row + lane / SCALE_PIECES) * scale_pitch + unit * SCALE_UNIT + lane % SCALE_PIECES * SCALE_PIECE;
-    // Box b of it, and its scales, behind which comes the next unit; behind `seen`, bits of all that was read from
-    // there.
-    const unsigned zero = unsigned(bias_kind) >> 8;  // see ordered_after
-    auto start = [&](int b, bool there, unsigned seen) {
-        const unsigned target = ordered_after(my_stage + b * TmaBox::BYTES, seen, zero);
-        if constexpr (BULK) {
-            if (there && elect_lane()) {
-                barrier_expect(barriers + b * 8, TmaBox::BYTES);
-                copy_box(target, &map_of_weights, ahead_byte + b * TmaBox::ROW, ahead_row, barriers + b * 8);
-            }
-        } else {
-            const char* source = packed + (long long)ahead_row * pitch + ahead_byte + b * TmaBox::ROW;
-#pragma unroll
-            for (int i = 0; i < TmaBox::BYTES; i += WARP * 16) {
-                const int at = i + lane * 16, row = at / TmaBox::ROW, byte = at % TmaBox::ROW;
-                copy_async_if<16>(
-                    target + TmaBox::place(row, byte), source + (long long)row * pitch + byte,
-                    there && at < TmaBox::BYTES);
-            }
-        }
-    };
-    auto start_scales = [&](bool there, unsigned seen) {
-#pragma unroll
-        for (int i = 0; i < ITEM_ROWS * SCALE_PIECES; i += WARP)
-            copy_async_if<SCALE_PIECE>(
-                ordered_after(scales_to + i * SCALE_PIECE, seen, zero),
-                absmax + (scale_source + unsigned(i / SCALE_PIECES) * scale_pitch),
-                there && i + lane < ITEM_ROWS * SCALE_PIECES);
-        commit_copies();
-        ahead_byte += UNIT, scale_source += SCALE_UNIT;
-        if (ahead_byte == pitch) ahead_byte = 0, ahead_row += ITEM_ROWS, scale_source += 15 * scale_pitch;
-    };
-    if (BULK && begin < end && elect_lane()) prefetch_box(&map_of_weights, ahead_byte, ahead_row);
+    OneCopies<Decoder, ITEMS> copies(
+        packed, absmax, &map_of_weights, k, shared_address(weight_stages) + warp * UNIT_BYTES,
+        shared_address(scale_stages) + warp * SCALES, shared_address(head) + BARRIERS_AT + warp * (TmaBox::BOXES * 8),
+        unsigned(bias_kind) >> 8);
+    copies.begin(unit, (first + tile) * ITEM_ROWS);
+    if (BULK && begin < end && elect_lane()) prefetch_box(&map_of_weights, copies.byte, copies.row);
     const float power = fill_table<Decoder, true>(TABLE_AT, values, codebook);
 
-    // x for the blocks of 32, in the order of the boxes, where lane t has COUNT blocks in a row. It is asked for before
-    // the weights, which would keep it waiting.
-    auto store_x = [&](unsigned (&w)[16], int i) {
-        One::arrange_x(w);
-        const int own = i % (4 * TmaBox::COUNT), item = i / (4 * TmaBox::COUNT) * TmaBox::COUNT + own % TmaBox::COUNT;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const unsigned* v = w + j / 2 * 8 + j % 2;
-            *reinterpret_cast<uint4*>(
-                lines + (2 * item + j / 2) * XLine::STEP + j % 2 * 64 + own / TmaBox::COUNT * 16) =
-                make_uint4(v[0], v[2], v[4], v[6]);
-        }
-    };
+    // x is asked for before the weights, which would keep it waiting.
     const int mine = threadIdx.x, blocks = items * 4;
     unsigned w[16];
     if (mine < blocks) One::load_x_global(w, x + mine * ROW);
     float tensor = 1.0f;
     read_number(tensor, tensor_scale);
 #pragma unroll
-    for (int b = 0; b < TmaBox::BOXES; ++b) start(b, begin < end, 0u);
-    start_scales(begin < end, 0u);
-    if (mine < blocks) store_x(w, mine);
+    for (int b = 0; b < TmaBox::BOXES; ++b) copies.start(b, begin < end, 0u);
+    copies.start_scales(begin < end, 0u);
+    if (mine < blocks) store_x<Decoder, ITEMS>(lines, w, mine);
     for (int i = mine + blockDim.x; i < blocks; i += blockDim.x) {
         One::load_x_global(w, x + i * ROW);
-        store_x(w, i);
+        store_x<Decoder, ITEMS>(lines, w, i);
     }
     __syncthreads();
 
     const unsigned offset = opaque(Decoder::lane_offset(lane));
-    const unsigned stage_from = opaque(my_stage + TmaBox::place(g, t * TmaBox::OWN));
-    const unsigned scales_from = opaque(my_scales + g * SCALE_UNIT);
+    const unsigned stage_from = opaque(copies.stage + TmaBox::place(g, t * TmaBox::OWN));
+    const unsigned scales_from = opaque(copies.scales + g * SCALE_UNIT);
     const unsigned first_line = opaque(shared_address(lines) + g % 2 * 64 + t * 16);
     const unsigned line_end = opaque(first_line + items * 2 * XLine::STEP);
     const unsigned has_x = opaque(g / 2 == t);
@@ -157,7 +195,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     for (int left = opaque(end - begin); left > 0; --left) {
 #pragma unroll
         for (int b = 0; b < TmaBox::BOXES; ++b) {
-            if (BULK) barrier_wait(barriers + b * 8, parity);
+            if (BULK) barrier_wait(copies.barriers + b * 8, parity);
             if (b == 0) wait_copies<0>();
             __syncwarp();
             unsigned word[2][TmaBox::WORDS], seen = 0;
@@ -170,8 +208,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
                 TmaBox::read(word[h], stage_from + b * TmaBox::BYTES + h * 8 * TmaBox::ROW, seen);
             }
             __syncwarp();
-            start(b, left > 1, seen);
-            if (b == TmaBox::BOXES - 1) start_scales(left > 1, seen_scales);
+            copies.start(b, left > 1, seen);
+            if (b == TmaBox::BOXES - 1) copies.start_scales(left > 1, seen_scales);
             float part[2][4] = {};
 #pragma unroll
             for (int j = 0; j < TmaBox::COUNT; ++j) {
