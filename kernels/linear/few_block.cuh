@@ -126,6 +126,8 @@ struct FewBlock {
 
     __device__ __forceinline__ FewBlock(const FewArguments<T>& given, uint4* dynamic) : given(given) {
         place(dynamic), take_share();
+        launch_dependents();
+        if (Kind::GROUPED) wait_for_previous();  // groups come from the kernel before
         group = my_group();
         above = Kind::GROUPED ? (long long)group.expert * given.n : 0;
     }

@@ -116,8 +116,7 @@ struct FewScales {
             if (there && count) records.copy(stage, row, item, here.lane);
         } else if constexpr (Kind::SPREAD) {
             if constexpr (NESTED) {
-                const int lane = opaque(threadIdx.x % WARP);
-                if (there) spread.load(row + lane / 4, item + lane % 4, lane % 4 < count);
+                if (there) spread.load(row + here.g, item + t, t < count);
             } else if constexpr (!HANDED) {
                 const int at = Expansion::block(here.lane);  // others stay zero
                 if (there && at < Expansion::BLOCKS && 2 * at < count) spread.load(here.above * pitch + source);
@@ -125,8 +124,8 @@ struct FewScales {
         } else if (EVEN && (!Decoder::SPREAD_SCALES || Kind::ONCE || (NESTED && here.given.cut.width))) {
             constexpr int PIECE = Decoder::SCALE_BYTES < 16 ? Decoder::SCALE_BYTES : 16;
             const unsigned target = to + other;
-            const int own = opaque(threadIdx.x % 4), bytes = own < count ? PIECE : 0;
-            if (there && own < ITEMS) {
+            const int bytes = t < count ? PIECE : 0;
+            if (there && t < ITEMS) {
 #pragma unroll
                 for (int at = 0; at < Decoder::SCALE_BYTES; at += PIECE) {
                     copy_async_or_zero<PIECE>(target + at, origin + (source + at), bytes);
@@ -140,7 +139,7 @@ struct FewScales {
     }
     // The same of records of whole k-tiles.
     __device__ __forceinline__ void start_records(bool there, int count, int other) {
-        const int t = opaque(threadIdx.x % 4);
+        const int t = here.t;
         if constexpr (Decoder::PAIRED) {
             const unsigned row = mine + other + here.g * ITEMS * Decoder::SCALE_BYTES;
             if (there) {

@@ -47,9 +47,7 @@ struct FewSums {
 
     // Where those of a slot of the ring begin, of all blocks of the cluster, and in which of them.
     __device__ __forceinline__ unsigned sums_of(unsigned slot) const {
-        // Where values are worked out, registers are too few to keep that.
-        const unsigned begin = Kind::TABLE ? mine : place_of(opaque(threadIdx.x % WARP));
-        return begin + (slot / CLUSTER * here.teams + here.team) * (CLUSTER * here.given.cut.warps * SUMS);
+        return mine + (slot / CLUSTER * here.teams + here.team) * (CLUSTER * here.given.cut.warps * SUMS);
     }
     __device__ __forceinline__ unsigned owner_of(unsigned slot) const { return (slot + here.team) % CLUSTER; }
 
@@ -105,26 +103,41 @@ struct FewSums {
             }
     }
 
-    // The epilogue of tile `before` of the team.
+    // The epilogue of tile `before` of the team: one loop for each place and bias, so that none branches for a sum.
     __device__ __forceinline__ void store_tile(unsigned before, const float (&sum)[EIGHTS][4]) const {
         // A cluster has all of k: it is asked for partial sums of integers for another type.
         constexpr bool WHOLE = Kind::BLOCKED && CLUSTER > 1;
         const auto& given = here.given;
+        const void* const bias = given.bias;
+        if (given.partial) {
+            float* const part = given.partial + (WHOLE ? 0 : (long long)blockIdx.z * given.tokens * given.n);
+            store_each(before, sum, part, [](float v, int) { return v; });
+        } else if (given.bias_kind == NO_BIAS) {
+            store_each(before, sum, given.y, [](float v, int) { return v + 0.0f; });
+        } else if (given.bias_kind == OWN_BIAS) {
+            store_each(before, sum, given.y, [=](float v, int row) { return v + bias_at<T>(bias, OWN_BIAS, row); });
+        } else {
+            store_each(before, sum, given.y, [=](float v, int row) { return v + bias_at<T>(bias, FLOAT_BIAS, row); });
+        }
+    }
+    // Store biased(product, row) of each sum of this lane that is there.
+    template <typename Out, typename Biased>
+    __device__ __forceinline__ void store_each(
+        unsigned before, const float (&sum)[EIGHTS][4], Out* out, const Biased& biased) const {
         const Group group = here.my_group();
         const float scale = here.factor[0] * here.factor[1];
-        // Where registers are scarcest, the lane's number is found out anew.
-        constexpr bool ANEW = (Kind::SPREAD && Kind::NESTED) || Kind::BLOCKED || EIGHTS == 2;
-        const int t = ANEW ? int(opaque(threadIdx.x % 4)) : here.t;
+        const int n = here.given.n;
+        const int first_row = (here.my_first + before * here.teams) * ITEM_ROWS + here.my_row;
 #pragma unroll
-        for (int i = 0; i < EIGHTS * 4; ++i) {
-            const int at = i / 4 * TOKENS + Decoder::token(t * 2 + i % 2);
-            const int row = (here.my_first + before * here.teams) * ITEM_ROWS + here.my_row + i / 2 % 2 * 8;
-            if (at >= group.count || (!Kind::EVEN && row >= given.n)) continue;
-            const float product = sum[i / 4][i % 4] * scale;
-            const long long to = here.product_of(group.first + at) * given.n + row;
-            const long long part = WHOLE ? 0 : (long long)blockIdx.z * given.tokens * given.n;
-            if (given.partial) given.partial[part + to] = product;
-            else store(given.y + to, product + bias_at<T>(given.bias, given.bias_kind, row));
+        for (int i = 0; i < EIGHTS * 2; ++i) {
+            const int at = i / 2 * TOKENS + Decoder::token(here.t * 2 + i % 2);
+            if (at >= group.count) continue;
+            const long long to = here.product_of(group.first + at) * n + first_row;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = first_row + h * 8;
+                if (Kind::EVEN || row < n) store(out + to + h * 8, biased(sum[i / 2][h * 2 + i % 2] * scale, row));
+            }
         }
     }
 };

@@ -134,8 +134,6 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     using Kind = FewKind<Decoder, EIGHTS, ITEMS, GROUPED, FLOW, BLOCKS>;
     constexpr bool TABLE = Kind::TABLE, LATE_TABLE = Kind::LATE_TABLE, HELD_BACK = Kind::HELD_BACK;
     extern __shared__ uint4 dynamic[];
-    launch_dependents();
-    if (GROUPED) wait_for_previous();
     const FewArguments<typename Decoder::Type> given{
         x, packed,  absmax, nested_absmax, nested_offset, tensor_scale,    values,    bias,
         y, partial, groups, order,         divisor,       scale_step,      bias_kind, tokens,
