@@ -105,8 +105,7 @@ struct FewScales {
     __device__ __forceinline__ void advance(int down) { source += down * pitch; }
 
     // Start to copy those of `count` k-tiles from `item` on to the buffer that begins `other` bytes on. `there`:
-    // whether there is a tile at all. What follows from a lane's number that is found out anew is no register of the
-    // loop.
+    // whether there is a tile at all.
     __device__ __forceinline__ void start(bool there, int row, int item, int count, int other) {
         char* const stage = here.scale_stages + here.warp * Kind::BUFFERS * SCALES + other;
         const int t = here.t;

@@ -39,10 +39,9 @@ struct FewSums {
     }
 
     // Find out where sums go, which needs a register only from here on.
-    __device__ __forceinline__ void begin() { mine = opaque(place_of(here.lane)); }
-    __device__ __forceinline__ unsigned place_of(int lane) const {
+    __device__ __forceinline__ void begin() {
         const unsigned slots = Decoder::GAPS ? here.own_block + TABLE_AT + 128 : shared_address(here.sums);
-        return slots + lane / 8 * EIGHT_LANES + lane % 8 * 16;
+        mine = opaque(slots + here.lane / 8 * EIGHT_LANES + here.lane % 8 * 16);
     }
 
     // Where those of a slot of the ring begin, of all blocks of the cluster, and in which of them.

@@ -81,7 +81,6 @@ struct FewWeights {
 
     // Ask the L2 cache for what is needed first.
     __device__ __forceinline__ void prefetch() const {
-        scales.prefetch_blocks();
         if (BOXES && here.passes > 0 && elect_lane())
             prefetch_box(here.given.map_of_weights, here.my_item * Decoder::ITEM_BYTES, int(here.above) + ahead_row);
     }
