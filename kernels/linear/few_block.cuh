@@ -150,7 +150,10 @@ struct FewBlock {
     // What this thread has to do.
     __device__ __forceinline__ void take_share() {
         const Cut& cut = given.cut;
-        lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4;
+        // With 16 tokens beside pairs of scales, the compiler would rather read it again in each turn than keep it.
+        lane = threadIdx.x % WARP;
+        if constexpr (Kind::BOXES && Decoder::PAIRED && Kind::EIGHTS == 2) lane = int(opaque(unsigned(lane)));
+        warp = warp_number(), g = lane / 4, t = lane % 4;
         my_row = Kind::WeightStage::row(g), my_token = Decoder::token(g);
         teams = cut.teams, team = divided(warp, cut.per_warps, cut.warps), mate = warp - team * cut.warps;
         first = blockIdx.y * cut.run, last = min((given.n + ITEM_ROWS - 1) / ITEM_ROWS, first + cut.run);
