@@ -124,12 +124,15 @@ struct FewSums {
     __device__ __forceinline__ void store_each(
         unsigned before, const float (&sum)[EIGHTS][4], Out* out, const Biased& biased) const {
         const Group group = here.my_group();
+        // Between copies of long scales and sums there is no register to keep that.
+        constexpr bool ANEW = Kind::TABLE && Decoder::SCALE_BYTES == 8 && EIGHTS == 1;
+        const int t = ANEW ? int(opaque(threadIdx.x % 4)) : here.t;
         const float scale = here.factor[0] * here.factor[1];
         const int n = here.given.n;
         const int first_row = (here.my_first + before * here.teams) * ITEM_ROWS + here.my_row;
 #pragma unroll
         for (int i = 0; i < EIGHTS * 2; ++i) {
-            const int at = i / 2 * TOKENS + Decoder::token(here.t * 2 + i % 2);
+            const int at = i / 2 * TOKENS + Decoder::token(t * 2 + i % 2);
             if (at >= group.count) continue;
             const long long to = here.product_of(group.first + at) * n + first_row;
 #pragma unroll
