@@ -235,7 +235,7 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, proces
         of_scales,
     )
     added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
-    of_blocks = (q.planes[part.beside].data.ptr, scales) if inner else (0, 0)
+    of_blocks = (0, 0) if part.beside is None else (q.planes[part.beside].data.ptr, scales)
     pointers = single.data.ptr, scales, scale, *of_blocks, added[0]
     kinds = 0, added[1], bias_kind(single.dtype)
     made.launch(made.grid, (*maps, made.cut, *pointers, tokens, rows, depth, units, step, *kinds, 0))
