@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "cupy" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
+        if "large_memory" in getattr(item, "fixturenames", ()):
+            item.add_marker("alone")
     yield  # `-m` and `-k` choose
     # More than half of all tests need a GPU: without one, minutes would go by in skipping them. Where nothing else is
     # asked for, each says why it is skipped.
@@ -66,6 +68,13 @@ def pytest_collection_modifyitems(config, items):
     if others and find_cupy()[0] is None and not config.getoption("--require-gpu"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu") is not None])
         items[:] = others
+
+
+def pytest_runtest_logreport(report):
+    # Of a long run that may be cut off: what failed is named at once, in a file.
+    if report.failed and "KBITCUPY_FAILED" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ["KBITCUPY_FAILED"], "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext[-2000:]}\n")
 
 
 def pytest_runtest_setup(item):
