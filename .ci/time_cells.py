@@ -246,18 +246,26 @@ def compare(trees, rounds):
     return [(statistics.median(gpu for gpu, _ in samples), min(cpu for _, cpu in samples)) for samples in found]
 
 
+def chosen_cells(patterns):
+    """Cells of the list whose names match, and those that are named whole, whether the list has them or not."""
+    named = [pattern for pattern in patterns if not set("*?[") & set(pattern)]
+    return list(dict.fromkeys([cell for cell in CELLS if any(fnmatch.fnmatch(cell, p) for p in patterns)] + named))
+
+
 def main():
     from pathlib import Path
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", metavar="OLD")
     parser.add_argument("new", metavar="NEW")
-    parser.add_argument("--cells", default="*", metavar="PATTERN", help="such as 'linear/*/28672x8192/*'")
+    parser.add_argument(
+        "--cells", default="*", metavar="PATTERN", help="such as 'linear/*/28672x8192/*', or the whole name of any cell"
+    )
     parser.add_argument("--list-cells", action="store_true", help="print the names and stop")
     parser.add_argument("--rounds", type=int, default=5, help="times that each tree has its turn (default 5)")
     parser.add_argument("--limit", type=float, default=95, metavar="SECONDS", help="begin no cell after (default 95)")
     arguments = parser.parse_args()
-    cells = [cell for cell in CELLS if any(fnmatch.fnmatch(cell, p) for p in arguments.cells.split(","))]
+    cells = chosen_cells(arguments.cells.split(","))
     if arguments.list_cells:
         print(*cells, sep="\n")
         return 0

@@ -47,3 +47,8 @@ def test_each_cell_runs(worker, cell):
 
 def test_cells_are_named_once():
     assert len(set(time_cells.CELLS)) == len(time_cells.CELLS) >= 20
+
+
+def test_a_cell_of_no_list_is_timed_when_its_whole_name_is_given():
+    cells = time_cells.chosen_cells(["linear/fp4/4096x4096/3", "linear/nf4/4096x4096/*", "linear/nf4/4096x4096/1"])
+    assert cells == ["linear/nf4/4096x4096/1", "linear/nf4/4096x4096/8", "linear/fp4/4096x4096/3"]
