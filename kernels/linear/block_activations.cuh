@@ -158,22 +158,17 @@ struct Int8Rule {
         reciprocal = __frcp_rn(scaled);
     }
     __device__ __forceinline__ void codes(float (&v)[SIXTEEN], unsigned (&word)[4]) const {
-        int positive = 0;
         if (power != 1.0f) {
 #pragma unroll
-            for (int e = 0; e < SIXTEEN; ++e) {
-                positive |= (static_cast<int>(__float_as_uint(v[e])) > 0) << e;
+            for (int e = 0; e < SIXTEEN; ++e)
                 v[e] = fminf(fmaxf(ieee::multiply(v[e], power), -0x1p100f), 0x1p100f);  // no infinity
-            }
         }
 #pragma unroll
         for (int e = 0; e < SIXTEEN; ++e) v[e] = divide_by_reciprocal(v[e], scaled, reciprocal);
         if (power != 1.0f) {
 #pragma unroll
-            for (int e = 0; e < SIXTEEN; ++e) {
-                if (ieee::is_zero(divisor)) v[e] = positive >> e & 1 ? 127.0f : -128.0f;  // clamped infinities, and NaN
-                v[e] = fminf(fmaxf(v[e], -128.0f), 127.0f);
-            }
+            for (int e = 0; e < SIXTEEN; ++e)
+                v[e] = ieee::is_zero(divisor) ? 0.0f : fminf(fmaxf(v[e], -128.0f), 127.0f);
         }
         round_even(v, word);
     }

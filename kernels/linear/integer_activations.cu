@@ -60,7 +60,7 @@ __device__ __forceinline__ unsigned block_max(unsigned most) {
     return warp_max(threadIdx.x % WARP < warps ? of_warp[threadIdx.x % WARP] : 0);
 }
 
-// x / scale, rounded to the nearest.
+// x / scale, rounded to the nearest; 0 where the scale of subnormal numbers is 0.
 struct Divider {
     float scale, reciprocal;
     bool plain;  // whether the short division is exact
@@ -76,7 +76,7 @@ struct Divider {
             for (int e = 0; e < OCTET; ++e) v[e] = divide_by_reciprocal(v[e], scale, reciprocal);
         } else {
 #pragma unroll
-            for (int e = 0; e < OCTET; ++e) v[e] = ieee::divide(v[e], scale);
+            for (int e = 0; e < OCTET; ++e) v[e] = ieee::is_zero(scale) ? 0.0f : ieee::divide(v[e], scale);
         }
     }
 };

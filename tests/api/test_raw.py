@@ -123,15 +123,18 @@ def test_reads_what_dequantize_gives(cupy, text):
             assert same_values(part, expected)
 
 
-def test_members_of_a_stack(cupy):
+@pytest.mark.parametrize(("text", "members"), [("kbit4", 3), ("ternary", 3), ("nf4", 1)])
+def test_members_of_a_stack(cupy, text, members):
+    """What belongs to blocks alone is read as one array, whose first axis is that of the stack."""
     x = np.random.default_rng(1).standard_normal((3, 8, 96), np.float32)
-    q = kb.quantize(cupy.asarray(x), "nf4")
+    q = kb.quantize(cupy.asarray(x), text)
     q = kb.stack([q[i] for i in range(3)])
-    decoder = kb.raw.decoder(q)
-    for member in range(decoder.members):
-        y = cupy.zeros(3 * x[0].size, np.float32)
+    decoder, wanted = kb.raw.decoder(q), kb.dequantize(q).get().reshape(members, -1)
+    assert decoder.members == members
+    for member in range(members):
+        y = cupy.zeros((3, wanted.shape[1]), np.float32)
         launch(cupy, READ, "read", (decoder,), (decoder.argument, np.int64(member), y))
-        assert same_values(y[: x[0].size].get(), kb.dequantize(q[member]).get().ravel())
+        assert all(same_values(part, wanted[member]) for part in y.get())
 
 
 def test_two_arrays_of_one_format_keep_their_tables_apart(cupy):
