@@ -73,6 +73,12 @@ struct FewKind {
     // Whether the table is made while the first weights are on their way: its values are known, so that takes little
     // and needs nothing of the kernel before.
     static constexpr bool LATE_TABLE = KnownValues<Decoder>::VALUE;
+    // Codes of 4 bits that are worked out have x of one or two tokens by way of shared memory, too: until it is there,
+    // all weights but the first then leave it room in the queues. Codes of 8 bits have fewer weights to ask for, and
+    // paired records gain nothing.
+    static constexpr bool QUICK = X_BULK && !TABLE && !BLOCKED && !Decoder::PAIRED && GROUP > 1 && GROUPS > 1;
+    // Whether one or two tokens come by way of shared memory, and whether line by line.
+    static constexpr bool FEW_STAGED = (X_BULK && TABLE) || QUICK, BY_LINES = LATE_TABLE || QUICK;
     // Whether TMA is at first asked for one group only: where all thread blocks ask for everything at once,
     // all of them get it late, x too. The rest is asked for when that group is there, or, where no table is made
     // meanwhile, when x is.

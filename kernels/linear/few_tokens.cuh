@@ -17,8 +17,7 @@ struct FewTokens {
     unsigned scales;
     // x in shared memory, from a multiple of 1024 bytes on: for each half of the k-tiles, 64 elements, for each k-tile
     // 8 tokens, in the 128-byte swizzle of TMA. The gap between the halves lets the lanes which read together meet in
-    // no bank. One or two tokens are few lines anyway: they need not wait behind weights in the queue of TMA, unless a
-    // table is made meanwhile.
+    // no bank. One or two tokens are few lines, which most decoders may as well read where they are.
     bool staged;
     // Few tokens come line by line: TMA would bring zeros for those of eight that are not there.
     bool by_lines;
@@ -31,9 +30,8 @@ struct FewTokens {
         beside = my_scales + here.g * 32 + 16 + here.t * 4;
         const int sums = Decoder::GAPS ? 0 : Kind::RING * warps * EIGHTS * 512;
         scales = Kind::BLOCKED ? shared_address(here.sums) + sums : 0;
-        const bool worth = (Kind::X_BULK && Kind::TABLE) || m > 2;
-        staged = Kind::ONCE && EIGHTS == 1 && here.given.cut.staged && worth;
-        by_lines = Kind::LATE_TABLE && m <= 2;
+        staged = Kind::ONCE && EIGHTS == 1 && here.given.cut.staged && (Kind::FEW_STAGED || m > 2);
+        by_lines = Kind::BY_LINES && m <= 2;
         second_half = here.step * (X_BYTES / 2) + X_GAP;
         barrier = shared_address(here.factor) + X_BARRIERS_AT + here.mate * 8;
     }

@@ -185,6 +185,24 @@ def test_one_token(cupy, format):
         check(kb.linear(x, q, bias), x, q, bias)
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "format", ["q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "int4:block=64", "uint4:block=128,zero=int"]
+)
+def test_one_and_two_tokens_are_those_of_eight(cupy, format, dtype):
+    """They may come line by line where eight come in boxes, and the last warps of a cluster have no k of their own."""
+    if device(0).capability != 90:
+        pytest.skip("thread blocks share k as clusters on compute capability 9.0")
+    # The last one is cut in another way for one or two tokens of q4_k.
+    for shape in ((528, 6400), (2064, 4352), (4112, 512), *[(8192, 8192)] * (format == "q4_k")):
+        q, x = weight(shape, kb.get_format(format), cupy), numbers((8, shape[1]), dtype, cupy)
+        assert {kb.explain(x[:m], q).route for m in (1, 2, 8)} == {"small_batch"}
+        eight = kb.linear(x, q)
+        check(eight, x, q)
+        for m in (1, 2):
+            assert bool((kb.linear(x[:m], q).view(np.uint16) == eight[:m].view(np.uint16)).all())
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-12, 1e4, 1e6])
 @pytest.mark.parametrize("options", [{"absmax": "float32"}, {"absmax": "float16"}, {}])
 def test_scales_far_from_one(cupy, options, scale):
@@ -336,7 +354,7 @@ def test_graphs_and_streams(cupy, format, dtype):
 
 
 @pytest.mark.parametrize("m", [1, 2, 8, 16, 64])
-@pytest.mark.parametrize("format", ["kbit4", "nf4", "kbit5"])
+@pytest.mark.parametrize("format", ["kbit4", "nf4", "kbit5", "q4_0"])
 def test_products_wait_for_what_they_read(cupy, format, m):
     """Kernels start before those ahead of them have ended, which write weights, x, and what their memory held."""
     k = 2048
