@@ -33,12 +33,12 @@ SIZES = Constants(
     LANES=tokens_of.LANES,
 )
 STRUCTS = BIAS_KINDS, SIZES, GROUP
-# Of weights with few rows: thread blocks that leave room for those of the next kernel.
-_FEW_FILE = "linear/ternary_rows_few.cu"
-_FEW_SIZES = Constants(
+#: Of weights with few rows: thread blocks that leave room for those of the next kernel.
+FEW_FILE = "linear/ternary_rows_few.cu"
+FEW_SIZES = Constants(
     STEP=tokens_of.SIZES.STEP, ROW_THREADS=256, MOST_ROW_STAGES=4, MOST_SLOTS=64, LANES=tokens_of.LANES
 )
-_FEW_STRUCTS = BIAS_KINDS, _FEW_SIZES, GROUP
+FEW_STRUCTS = BIAS_KINDS, FEW_SIZES, GROUP
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
 #: by more and smaller thread blocks, which start while those of the kernel ahead end.
@@ -49,7 +49,7 @@ _ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _OF_GROUPS = Template(FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=STRUCTS, least=OLDEST)
 _FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=STRUCTS, least=OLDEST)
 _QUANTIZED = Template(FILE, "rows_ternary_quantized", (_TYPES,), structs=STRUCTS, least=OLDEST)
-_FEW_QUANTIZED = Template(_FEW_FILE, "rows_ternary_quantized", (_TYPES,), structs=_FEW_STRUCTS, least=OLDEST)
+_FEW_QUANTIZED = Template(FEW_FILE, "rows_ternary_quantized", (_TYPES,), structs=FEW_STRUCTS, least=OLDEST)
 register_templates(_ROWS, _OF_GROUPS, _FLOATS, _QUANTIZED, _FEW_QUANTIZED)
 _SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
 _GROUP_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 6, MAP_BYTES, MAP_BYTES)
@@ -178,7 +178,7 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
 
 def _of_few(rows: int, depth: int, capability: int, processors: int) -> bool | None:
     """Whether a product that quantizes its token is by thread blocks of few rows; None where there is no such one."""
-    few = rows < LEAST_ROWS * processors and depth <= 32 * _FEW_SIZES.ROW_THREADS
+    few = rows < LEAST_ROWS * processors and depth <= 32 * FEW_SIZES.ROW_THREADS
     enough = rows > (min(LEAST_ROWS, _LEAST_OF_FEW if few else _LEAST_OF_ONE) - 1) * processors
     return few if capability >= OLDEST and enough and depth <= 32 * SIZES.ROW_THREADS else None
 
@@ -189,7 +189,7 @@ def quantized_rows_of(dtype: np.dtype, rows: int, depth: int, device: int) -> Ro
     few = _of_few(rows, depth, capability(device), multiprocessors(device))
     if few is None:
         return None
-    template, sizes = (_FEW_QUANTIZED, _FEW_SIZES) if few else (_QUANTIZED, SIZES)
+    template, sizes = (_FEW_QUANTIZED, FEW_SIZES) if few else (_QUANTIZED, SIZES)
     warps, blocks = sizes.ROW_THREADS // 32, min(multiprocessors(device), rows)
     share, of_pass = cut_of(rows, depth, blocks, 0, warps)
     # What is no larger waits for its token anyway, which comes earlier where little else is under way.

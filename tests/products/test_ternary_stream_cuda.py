@@ -394,3 +394,34 @@ class TestSmall:
                 found = kb.bitnet.quantize_activations(cupy.asarray(x), granularity=granularity)
                 assert all(a.get().tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
             assert same_values(kb.bitnet.rms_norm(cupy.asarray(x)).get(), kb.bitnet.rms_norm(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES[:2], ids=str)
+def test_experts_of_many_tokens(cupy, dtype, granularity):
+    """Sorted by expert, and quantized by each thread block: products, and their sums over slots, are NumPy's."""
+    rng = np.random.default_rng([dtype.itemsize, len(granularity)])
+    kinds = "normal", "special", "extreme", "subnormal", "zeros"
+    for tokens, slots, experts, rows, depth in (
+        (65, 8, 20, 100, 256),
+        (260, 1, 3, 769, 2048),
+        (40, 7, 128, 33, 4096),
+        (130, 2, 5, 400, 4224),
+        (90, 3, 9, 17, 8192),
+        (90, 3, 9, 17, 8320),
+    ):
+        members = [weights(cupy, rng, rows, depth, granularity) for _ in range(experts)]
+        qs, on = (kb.stack([member[i] for member in members]) for i in range(2))
+        each = rng.random() < 0.5
+        shape = (tokens, slots, depth) if each else (tokens, depth)
+        x = make(str(rng.choice(kinds)), int(np.prod(shape)), dtype, depth).reshape(shape)
+        ids = rng.integers(-1, experts + 1, (tokens, slots))
+        mixed = make("normal", ids.size, DTYPES[2], 3).reshape(ids.shape)
+        given, chosen = cupy.asarray(x), cupy.asarray(ids)
+        found = kb.explain(given, on, activations="bitnet", expert_ids=ids)
+        assert found.route == "ternary_slots"
+        for weight in (None, mixed):
+            wanted = kb.linear_grouped(x, qs, ids, weight, activations="bitnet")
+            of_slots = None if weight is None else cupy.asarray(weight)
+            y = kb.linear_grouped(given, on, chosen, of_slots, activations="bitnet").get()
+            assert same_values(y, wanted), (tokens, slots, rows, depth, each, weight is None)
