@@ -730,6 +730,72 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
 #endif
 }
 
+// ... and of one token that is int8 already, by all threads: neighbours stay together, so that bytes only move. What
+// the bytes of each warp add up to goes to `sums`; `asked` as in quantize_tokens.
+template <typename F>
+__device__ __forceinline__ void stage_bytes(
+    unsigned staged, const signed char* x, int depth, int (&sums)[ROW_WARPS], const F& asked) {
+#if __CUDA_ARCH__ >= 800
+    constexpr int HELD = 2, OF_WARP = WARP * CHUNK;  // pieces of a thread; k of a warp together
+    // A warp's lanes (load, t) have the pieces of two steps, in the order in which they lie in shared memory.
+    const int lane = threadIdx.x % WARP, t = lane % 4, load = lane / 4;
+    const int in_warp = load / FIELDS * STEP + t / 2 * BLOCK + load % FIELDS * 32 + t % 2 * CHUNK;
+    const auto place = [&](int i) { return i * ROW_WARPS + static_cast<int>(threadIdx.x) / WARP; };
+    uint4 v[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const int k = place(i) * OF_WARP + in_warp;
+        v[i] = NOTHING;
+        if (k < depth) v[i] = load_written(reinterpret_cast<const uint4*>(x + k));
+    }
+    asked(0);
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        int word[4];
+        word[0] = v[i].x, word[1] = v[i].y, word[2] = v[i].z, word[3] = v[i].w;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) sum = __dp4a(word[w], 0x01010101, sum);
+        if (place(i) * OF_WARP + in_warp < depth) store_shared(staged + place(i) * OF_WARP + lane * CHUNK, word);
+    }
+    sum = __reduce_add_sync(FULL_WARP, sum);
+    if (lane == 0) sums[threadIdx.x / WARP] = sum;
+    asked(1);
+#endif
+}
+
+template <typename T>
+__global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_int8(
+    const signed char* x,             // [depth], from a multiple of 16 bytes on
+    const float* token_scale,         // [1]
+    const float* __restrict__ scale,  // [channels], or [1] if they share it
+    const void* __restrict__ bias,    // [channels] of the type that bias_kind names, or null
+    T* __restrict__ y,                // [channels]
+    long long channels, int depth, int scale_step, int bias_kind, int share, int stages, int of_pass, int ahead,
+    const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
+#if __CUDA_ARCH__ >= 900
+    __shared__ __align__(16) int sums[ROW_WARPS];
+    int own_sum = 0;
+    float own_scale = 0;
+    multiply_rows<Integers<T>, 0>(
+        &map, nullptr, 0, channels, 1, depth, Cut{share, stages, of_pass, ahead}, true,
+        [&](unsigned staged, Staged&, const Start<0>& start) {
+            own_scale = usable(*token_scale);
+            stage_bytes(staged, x, depth, sums, [&](int come) { start(come ? stages - 1 : 1); });
+            __syncthreads();
+#pragma unroll
+            for (int w = 0; w < ROW_WARPS; ++w) own_sum += sums[w];
+        },
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scale + row * scale_step));
+            added = bias_of(bias, bias_kind, row);
+        },
+        [&](int, int, long long row, int sum, float of, float added) {
+            from_float(y[row], ieee::add(Integers<T>::scaled(sum, own_sum, own_scale, of), added));
+        });
+#endif
+}
+
 // ---- floats of 16 bits
 // ---------------------------------------------------------------------------------------------------
 
