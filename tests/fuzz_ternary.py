@@ -21,6 +21,7 @@ from kbitcupy.products import ternary_rows
 
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
 LEAST_ROWS = ternary_rows.LEAST_ROWS
+PLANS = ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of, ternary_rows.int8_rows_of
 GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128), ("group", 96)]
 
 
@@ -49,7 +50,7 @@ def shape_of(rng):
 def warps_have_rows(any):
     """Let warps have rows of their own however few these are, or where thread blocks have many."""
     ternary_rows.LEAST_ROWS = 0 if any else LEAST_ROWS
-    for function in (ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of):
+    for function in PLANS:
         function.cache_clear()
 
 
@@ -143,6 +144,16 @@ def wrong(rng, cupy, routes):
         routes[route] += 1
         y = cupy.asnumpy(kb.linear(given, on, on_gpu))
         return None if near(y, x, q, bias, route) else f"floats {what} {route}"
+    if rng.random() < 0.25:
+        of = str(rng.choice(["token", "tensor"]))
+        finite = np.where(np.isfinite(x.astype(np.float64)), x, np.zeros_like(x))
+        tokens_on = kb.quantize(cupy.asarray(finite), "int8", granularity=of)
+        given = kb.QuantizedArray(
+            tokens_on.format, {n: cupy.asnumpy(p) for n, p in tokens_on.planes.items()}, x.shape, x.dtype
+        )
+        y = kb.bitnet.linear(tokens_on, on, on_gpu)
+        routes["int8 tokens"] += 1
+        return None if same_values(cupy.asnumpy(y), kb.bitnet.linear(given, q, bias)) else f"int8 {what} {of}"
     norm = (None, True, make("normal", depth, DTYPES[2], 7))[rng.integers(3)]
     given = cupy.asarray(norm) if isinstance(norm, np.ndarray) else norm
     options = ({}, {"granularity": "tensor"}, {"bits": 4, "rounding": "away"}, {"qmin": -127, "eps": 0})[
@@ -171,7 +182,9 @@ def repeated(count, cupy):
             kb.get_format("ternary"), {"codes": codes, "scale": cupy.ones(1, np.float32)}, (rows, depth), DTYPES[0]
         )
         x = cupy.asarray(make("normal", tokens * depth, DTYPES[0]).reshape(tokens, depth))
+        given = kb.quantize(x, "int8", granularity="token")
         for name, call in (
+            ("int8", lambda q=q, x=given: kb.bitnet.linear(x, q)),
             ("bitnet", lambda q=q, x=x: kb.bitnet.linear(x, q, norm=True)),
             ("floats", lambda q=q, x=x: kb.linear(x, q)),
         ):

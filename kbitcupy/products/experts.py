@@ -15,7 +15,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
-from ..backend.compile import IDS_CXX, Template
+from ..backend.compile import CXX_TYPES, IDS_CXX, Template
 from ..backend.launch import Kernel
 from ..formats.base import register_templates
 from ..ops import take
@@ -34,6 +34,7 @@ _IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as th
 
 def _templates() -> Iterator[Template]:
     yield declared_template("combine_slots", HALF_CXX)
+    yield declared_template("combine_rounded_slots", (*HALF_CXX, CXX_TYPES["float32"]))
     yield declared_template("group_tokens", tuple(IDS_CXX.values()))
 
 
@@ -49,7 +50,15 @@ class GroupedKernel(Protocol):
     def launch(self) -> Callable[..., None]: ...
 
 
-def grouped(kernel: GroupedKernel, x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
+def grouped(
+    kernel: GroupedKernel,
+    x: Any,
+    qs: QuantizedArray,
+    ids: Any,
+    weights: Any,
+    out: Any,
+    combine: str = "combine_slots",
+) -> None:
     """Sort by expert, multiply, combine."""
     experts, rows, _ = qs.shape
     x = _xp.contiguous(x)
@@ -70,7 +79,7 @@ def grouped(kernel: GroupedKernel, x: Any, qs: QuantizedArray, ids: Any, weights
     kernel.launch(room, x, qs, None, out, partial, products, experts_of)
     if weights is not None:
         pointers = partial, weights.data.ptr, out.data.ptr
-        _combine_slots(kernel.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, rows))
+        _combiner(combine, kernel.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, rows))
 
 
 @functools.cache
@@ -79,8 +88,8 @@ def _group_tokens(ids: np.dtype, experts: int) -> Kernel:
 
 
 @functools.cache
-def _combine_slots(cxx: str) -> Kernel:
-    return kernel_of("combine_slots", cxx, 256, 0, (*(8,) * 4, *(4,) * 2))
+def _combiner(name: str, cxx: str) -> Kernel:
+    return kernel_of(name, cxx, 256, 0, (*(8,) * 4, *(4,) * 2))
 
 
 def multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:

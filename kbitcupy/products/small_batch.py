@@ -213,6 +213,7 @@ _FILES = {
     "linear_one": "single_token",
     "add_partials": "small_batch",
     "combine_slots": "experts",
+    "combine_rounded_slots": "experts",
     "group_tokens": "experts",
 }
 

@@ -15,10 +15,10 @@ there, and what they are too large by is known from the sums of the activations.
 
 On a GPU there are two launches where K is a multiple of 128, up to 32 tokens or any number of them with groups of 32,
 64 or 128: tokens are quantized, and codes are read in place by what multiplies, which from Hopper on fetches them while
-the first launch is at work; one token and a large weight there take one launch. On Hopper there are two for more
-tokens, too, without groups: codes become bytes in registers (`kbitcupy.products.integer_tile`). Otherwise the trits are
-written as int8, once for each call, for the kernels of `kbitcupy.products.int8`; other groups go through a plain
-kernel, whose time grows with the tokens.
+the first launch is at work; one token, of floats or int8 already, and a weight that is not small there take one
+launch. On Hopper there are two for more tokens, too, without groups: codes become bytes in registers
+(`kbitcupy.products.integer_tile`). Otherwise the trits are written as int8, once for each call, for the kernels of
+`kbitcupy.products.int8`; other groups go through a plain kernel, whose time grows with the tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .int8 import MAX_DEPTH, Int8, quantize_tokens, token_planes
 from .integer_activations import NUMBERS, floats_of, padded_of, quantize_into as tokens_in_order
 from .kept import kept
 from .routes import BYTES_PER_US, Device, Problem, Product, Route, Stored, device as device_of, stored
-from .ternary_rows import named, quantizes
+from .ternary_rows import in_one_launch, named
 from .ternary_stream import multiply_streamed, why_not_streamed
 
 WANTED = (
@@ -669,12 +669,15 @@ class TernaryStream(Route):
 
     def describe(self, problem: Problem) -> str:
         assert problem.device is not None
-        grouped, one = _in_groups(problem), problem.tokens == 1 and problem.activations == "bitnet"
-        if one and not grouped and quantizes(*problem.shape, problem.device):
+        grouped = _in_groups(problem)
+        one = problem.tokens == 1 and not grouped and in_one_launch(*problem.shape, problem.device)
+        if one and problem.activations == "bitnet":
             return (
                 "one launch quantizes the token to int8 and reads codes in place for integer tensor cores: "
                 "rows_ternary_quantized"
             )
+        if one:
+            return "token quantized to int8, codes read in place for integer tensor cores: rows_ternary_int8"
         name = "stream_ternary_groups" if grouped else "stream_ternary"
         name = named(name, problem.tokens, problem.shape[0], problem.device)
         return f"tokens quantized to int8, codes read in place for integer tensor cores: {name}"

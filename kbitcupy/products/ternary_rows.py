@@ -33,27 +33,30 @@ SIZES = Constants(
     LANES=tokens_of.LANES,
 )
 STRUCTS = BIAS_KINDS, SIZES, GROUP
-# Of weights with few rows: thread blocks that leave room for those of the next kernel.
-_FEW_FILE = "linear/ternary_rows_few.cu"
-_FEW_SIZES = Constants(
+#: Of weights with few rows: thread blocks that leave room for those of the next kernel.
+FEW_FILE = "linear/ternary_rows_few.cu"
+FEW_SIZES = Constants(
     STEP=tokens_of.SIZES.STEP, ROW_THREADS=256, MOST_ROW_STAGES=4, MOST_SLOTS=64, LANES=tokens_of.LANES
 )
-_FEW_STRUCTS = BIAS_KINDS, _FEW_SIZES, GROUP
+FEW_STRUCTS = BIAS_KINDS, FEW_SIZES, GROUP
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
 #: by more and smaller thread blocks, which start while those of the kernel ahead end.
 GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
-# The same of one token in floats, or that is quantized on the way; and of the latter where thread blocks are smaller.
+# The same of one token in floats, or of int8 in one launch; and of the latter where thread blocks are smaller.
 _LEAST_OF_ONE, _LEAST_OF_FEW = 60, 16
 _ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _OF_GROUPS = Template(FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=STRUCTS, least=OLDEST)
 _FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=STRUCTS, least=OLDEST)
 _QUANTIZED = Template(FILE, "rows_ternary_quantized", (_TYPES,), structs=STRUCTS, least=OLDEST)
-_FEW_QUANTIZED = Template(_FEW_FILE, "rows_ternary_quantized", (_TYPES,), structs=_FEW_STRUCTS, least=OLDEST)
-register_templates(_ROWS, _OF_GROUPS, _FLOATS, _QUANTIZED, _FEW_QUANTIZED)
+_FEW_QUANTIZED = Template(FEW_FILE, "rows_ternary_quantized", (_TYPES,), structs=FEW_STRUCTS, least=OLDEST)
+_INT8 = Template(FILE, "rows_ternary_int8", (_TYPES,), structs=STRUCTS, least=OLDEST)
+_FEW_INT8 = Template(FEW_FILE, "rows_ternary_int8", (_TYPES,), structs=FEW_STRUCTS, least=OLDEST)
+register_templates(_ROWS, _OF_GROUPS, _FLOATS, _QUANTIZED, _FEW_QUANTIZED, _INT8, _FEW_INT8)
 _SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
 _GROUP_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 6, MAP_BYTES, MAP_BYTES)
 _QUANTIZED_SIGNATURE = (*("p",) * 5, "f8", "f8", "i8", *("i4",) * 4, "f4", *("i4",) * 7, MAP_BYTES)
+_INT8_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 7, MAP_BYTES)
 _FLOAT_SIGNATURE = (*("p",) * 4, "i8", *("i4",) * 7, MAP_BYTES)
 #: Warps of a thread block, and bytes of a stage of a warp; stages beyond which the first codes, and the tokens, only
 #: come later; what stages begin at; bytes beside stages and tokens.
@@ -103,8 +106,8 @@ def named(name: str, tokens: int, rows: int, gpu: Device) -> str:
     return name.replace("stream", "rows") if large else name
 
 
-def quantizes(rows: int, depth: int, gpu: Device) -> bool:
-    """Whether a product of one token quantizes it on the way."""
+def in_one_launch(rows: int, depth: int, gpu: Device) -> bool:
+    """Whether a product of one token quantizes it on the way, or takes one that is int8 as it lies."""
     return _of_few(rows, depth, gpu.capability, gpu.multiprocessors) is not None
 
 
@@ -177,8 +180,8 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
 
 
 def _of_few(rows: int, depth: int, capability: int, processors: int) -> bool | None:
-    """Whether a product that quantizes its token is by thread blocks of few rows; None where there is no such one."""
-    few = rows < LEAST_ROWS * processors and depth <= 32 * _FEW_SIZES.ROW_THREADS
+    """Whether a product of one token in one launch is by thread blocks of few rows; None where there is no such one."""
+    few = rows < LEAST_ROWS * processors and depth <= 32 * FEW_SIZES.ROW_THREADS
     enough = rows > (min(LEAST_ROWS, _LEAST_OF_FEW if few else _LEAST_OF_ONE) - 1) * processors
     return few if capability >= OLDEST and enough and depth <= 32 * SIZES.ROW_THREADS else None
 
@@ -186,10 +189,27 @@ def _of_few(rows: int, depth: int, capability: int, processors: int) -> bool | N
 @functools.lru_cache(maxsize=4096)
 def quantized_rows_of(dtype: np.dtype, rows: int, depth: int, device: int) -> Rows | None:
     """The same of one token of floats, which is quantized on the way, in one launch."""
+    return _row_of((_QUANTIZED, _FEW_QUANTIZED), _QUANTIZED_SIGNATURE, dtype, rows, depth, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def int8_rows_of(dtype: np.dtype, rows: int, depth: int, device: int) -> Rows | None:
+    """The same of one token that is int8 already, in one launch."""
+    return _row_of((_INT8, _FEW_INT8), _INT8_SIGNATURE, dtype, rows, depth, device)
+
+
+def _row_of(
+    templates: tuple[Template, Template],
+    signature: tuple[Any, ...],
+    dtype: np.dtype,
+    rows: int,
+    depth: int,
+    device: int,
+) -> Rows | None:
     few = _of_few(rows, depth, capability(device), multiprocessors(device))
     if few is None:
         return None
-    template, sizes = (_FEW_QUANTIZED, _FEW_SIZES) if few else (_QUANTIZED, SIZES)
+    template, sizes = (templates[1], FEW_SIZES) if few else (templates[0], SIZES)
     warps, blocks = sizes.ROW_THREADS // 32, min(multiprocessors(device), rows)
     share, of_pass = cut_of(rows, depth, blocks, 0, warps)
     # What is no larger waits for its token anyway, which comes earlier where little else is under way.
@@ -198,7 +218,7 @@ def quantized_rows_of(dtype: np.dtype, rows: int, depth: int, device: int) -> Ro
     if shared + 2 * BESIDE > shared_memory(device):
         return None
     values = (CXX_TYPES[dtype.name],)
-    kernel = Kernel(template, values, sizes.ROW_THREADS, shared, signature=_QUANTIZED_SIGNATURE, early=True)
+    kernel = Kernel(template, values, sizes.ROW_THREADS, shared, signature=signature, early=True)
     return Rows(kernel.ready(device).launch, (blocks,), (share, stages, of_pass, stages), of_pass)
 
 

@@ -2,6 +2,7 @@
 
 Two launches: the first one puts the tokens in the order in which the second one takes them, quantized to int8 on the
 way (`kbitcupy.products.activations`) or as floats of 16 bits; from Hopper on the second one fetches codes meanwhile.
+There one token takes one launch, where the weight is not small, whether it is quantized on the way or int8 already.
 What it gives of int8 is the contract of `kbitcupy.products.ternary`, to the bit. Floats are multiplied by trits, which
 16 bits hold, and added in float32; the scale and the bias follow, and one rounding. Where that is faster they go
 through `kbitcupy.products.ternary_bulk`.
@@ -28,7 +29,7 @@ from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
-from .ternary_rows import float_rows_of, named, quantized_rows_of, rows_of
+from .ternary_rows import float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -179,6 +180,19 @@ def multiply_streamed(
             if single is not out:
                 widen(single, out)
             return
+    codes: Any = None
+    found: Any = None
+    if by is None:
+        codes, found = (
+            token_planes(x) if isinstance(x, QuantizedArray) else int8.quantize_on_gpu(x.reshape(tokens, depth))
+        )
+        int8_rows = None if group or tokens > 1 else int8_rows_of(single.dtype, rows, depth, out.data.device_id)
+        if int8_rows is not None and not codes.data.ptr % 16:
+            pointers = codes.data.ptr, found.data.ptr, gamma, added, y
+            int8_rows.multiply(pointers, (rows, depth, int(part.shares == "row"), kind), q, part)
+            if single is not out:
+                widen(single, out)
+            return
     own_rows = rows_of(single.dtype, tokens, rows, depth, group, out.data.device_id)
     plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id) if own_rows is None else None
     # Fragments, and behind them sums, of tokens or of groups of whole steps, and scales.
@@ -194,10 +208,6 @@ def multiply_streamed(
         tokens_of.quantize_into(x, tokens, by, norm, a, scales, sums, depth, groups, group)
         each = int(by.granularity == "token")
     else:
-        if isinstance(x, QuantizedArray):
-            codes, found = token_planes(x)
-        else:
-            codes, found = int8.quantize_on_gpu(x.reshape(tokens, depth))
         _ARRANGER.launch(codes, (tokens,), (codes, a, sums, groups, group, depth, depth))
         scales, each = found.data.ptr, int(found.size == tokens)
     if plan is None:

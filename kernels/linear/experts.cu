@@ -1,5 +1,6 @@
 // What surrounds the products of a mixture of experts (kbitcupy/products/experts.py): group_tokens sorts tokens by
 // expert before them, combine_slots adds up the weighted products of each token behind them.
+#include "common/ieee.cuh"
 #include "common/sync.cuh"
 #include "linear/decoder.cuh"
 #include "linear/epilogue.cuh"
@@ -17,6 +18,24 @@ __global__ void combine_slots(const float* products, const float* weights, T* y,
         float sum = 0.0f;
         for (int s = 0; s < slots; ++s)
             sum = fmaf(weights[token * slots + s], products[(token * slots + s) * n + i % n], sum);
+        store(y + i, sum);
+    }
+}
+
+// The same with the bits of NumPy: each term is rounded, and then added, subnormal numbers kept.
+template <typename T>
+__global__ void combine_rounded_slots(
+    const float* products, const float* weights, T* y, long long size, int slots, int n) {
+    launch_dependents();
+    wait_for_previous();
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < size;
+         i += (long long)gridDim.x * blockDim.x) {
+        const long long token = i / n;
+        float sum = 0.0f;
+        for (int s = 0; s < slots; ++s) {
+            const float term = ieee::multiply(products[(token * slots + s) * n + i % n], weights[token * slots + s]);
+            sum = s == 0 ? term : ieee::add(sum, term);
+        }
         store(y + i, sum);
     }
 }

@@ -711,13 +711,80 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
         &map, nullptr, 0, channels, 1, depth, Cut{share, stages, of_pass, ahead}, true,
         [&](unsigned staged, Staged&, const Start<0>& start) {
             quantize_tokens<T, 4, 1>(
-                OneToken{staged, sums, token_scale}, x, 1, depth, Quantizer{eps, lowest, highest, away},
+                OneToken{staged, sums, token_scale}, [&](int m) { return x + static_cast<long long>(m) * depth; }, 1,
+                depth, Quantizer{eps, lowest, highest, away},
                 RootMeanSquare{normalizes != 0, norm, norm_share, norm_eps},
                 [&](int come) { start(come ? stages - 1 : 1); });
             __syncthreads();
 #pragma unroll
             for (int w = 0; w < ROW_WARPS; ++w) own_sum += sums[w];
             own_scale = usable(token_scale);
+        },
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scale + row * scale_step));
+            added = bias_of(bias, bias_kind, row);
+        },
+        [&](int, int, long long row, int sum, float of, float added) {
+            from_float(y[row], ieee::add(Integers<T>::scaled(sum, own_sum, own_scale, of), added));
+        });
+#endif
+}
+
+// ... and of one token that is int8 already, by all threads: neighbours stay together, so that bytes only move. What
+// the bytes of each warp add up to goes to `sums`; `asked` as in quantize_tokens.
+template <typename F>
+__device__ __forceinline__ void stage_bytes(
+    unsigned staged, const signed char* x, int depth, int (&sums)[ROW_WARPS], const F& asked) {
+#if __CUDA_ARCH__ >= 800
+    constexpr int HELD = 2, OF_WARP = WARP * CHUNK;  // pieces of a thread; k of a warp together
+    // A warp's lanes (load, t) have the pieces of two steps, in the order in which they lie in shared memory.
+    const int lane = threadIdx.x % WARP, t = lane % 4, load = lane / 4;
+    const int in_warp = load / FIELDS * STEP + t / 2 * BLOCK + load % FIELDS * 32 + t % 2 * CHUNK;
+    const auto place = [&](int i) { return i * ROW_WARPS + static_cast<int>(threadIdx.x) / WARP; };
+    uint4 v[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const int k = place(i) * OF_WARP + in_warp;
+        v[i] = NOTHING;
+        if (k < depth) v[i] = load_written(reinterpret_cast<const uint4*>(x + k));
+    }
+    asked(0);
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        int word[4];
+        word[0] = v[i].x, word[1] = v[i].y, word[2] = v[i].z, word[3] = v[i].w;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) sum = __dp4a(word[w], 0x01010101, sum);
+        if (place(i) * OF_WARP + in_warp < depth) store_shared(staged + place(i) * OF_WARP + lane * CHUNK, word);
+    }
+    sum = __reduce_add_sync(FULL_WARP, sum);
+    if (lane == 0) sums[threadIdx.x / WARP] = sum;
+    asked(1);
+#endif
+}
+
+template <typename T>
+__global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_int8(
+    const signed char* x,             // [depth], from a multiple of 16 bytes on
+    const float* token_scale,         // [1]
+    const float* __restrict__ scale,  // [channels], or [1] if they share it
+    const void* __restrict__ bias,    // [channels] of the type that bias_kind names, or null
+    T* __restrict__ y,                // [channels]
+    long long channels, int depth, int scale_step, int bias_kind, int share, int stages, int of_pass, int ahead,
+    const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
+#if __CUDA_ARCH__ >= 900
+    __shared__ __align__(16) int sums[ROW_WARPS];
+    int own_sum = 0;
+    float own_scale = 0;
+    multiply_rows<Integers<T>, 0>(
+        &map, nullptr, 0, channels, 1, depth, Cut{share, stages, of_pass, ahead}, true,
+        [&](unsigned staged, Staged&, const Start<0>& start) {
+            own_scale = usable(*token_scale);
+            stage_bytes(staged, x, depth, sums, [&](int come) { start(come ? stages - 1 : 1); });
+            __syncthreads();
+#pragma unroll
+            for (int w = 0; w < ROW_WARPS; ++w) own_sum += sums[w];
         },
         [&](long long row, float& of, float& added) {
             of = usable(load_scale(scale + row * scale_step));
@@ -975,7 +1042,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) slots_ternary_quantized(
         &map, ids, weights, scale, y, experts, channels, depth, slots, own_tokens, scale_step, expert_step,
         Cut{1, stages, of_pass},
         [&](unsigned staged, int tokens) {
-            const T* own = x + static_cast<long long>(blockIdx.y) * tokens * depth;
+            const auto own = [&](int m) { return x + (static_cast<long long>(blockIdx.y) * tokens + m) * depth; };
             quantize_tokens<T, 2, 2>(
                 FewTokens{staged, tokens, quantized}, own, tokens, depth, Quantizer{eps, lowest, highest, away},
                 RootMeanSquare{false, nullptr, 0, 0}, [](int) {});
@@ -1031,6 +1098,60 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_experts(
         },
         [&](int, int m, long long row, float sum, float of, float) {
             from_float(y[order[group.first + m] * channels + row - base], (sum - less_of(sums, m, finite)) * of);
+        });
+#endif
+}
+
+// ... and of tokens that are quantized on the way, of which a block keeps the numbers in registers.
+template <typename Y, typename T>
+__global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_experts_quantized(
+    const T* x,                       // [ceil(products / divisor), depth], from a multiple of 16 bytes on
+    const float* __restrict__ scale,  // [experts, channels], or [experts] or [1] where they share it
+    const Group* groups,              // [gridDim.y]
+    const int* order,                 // [products]
+    Y* __restrict__ y,                // [products, channels]
+    long long channels, int depth, int divisor, int scale_step, long long expert_step, float eps, int lowest,
+    int highest, int away, int stages, int of_pass,
+    const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
+#if __CUDA_ARCH__ >= 900
+    __shared__ Quantized quantized[TOKENS];
+    __shared__ int product[TOKENS];
+    wait_for_previous();
+    launch_dependents();
+    const Group group = groups[blockIdx.y];
+    if (threadIdx.x < group.count) product[threadIdx.x] = order[group.first + threadIdx.x];
+    __syncthreads();
+    if (group.expert < 0) {  // of products of no expert, or of no products
+        const long long first = channels * blockIdx.x / gridDim.x, last = channels * (blockIdx.x + 1) / gridDim.x;
+        for (int m = 0; m < group.count; ++m)
+            for (long long n = first + threadIdx.x; n < last; n += ROW_THREADS)
+                from_float(y[product[m] * channels + n], 0.0f);
+        return;
+    }
+    const float* scales = scale + group.expert * expert_step;
+    const long long base = group.expert * channels;
+    const int t = threadIdx.x % 4;
+    Quantized own[2];
+    multiply_rows<Integers<T>, 0>(
+        &map, nullptr, base, channels, group.count, depth, Cut{1, stages, of_pass}, false,
+        [&](unsigned staged, Staged&, const Start<0>&) {
+            const auto row_of = [&](int m) { return x + static_cast<long long>(product[m] / divisor) * depth; };
+            const FewTokens to{staged, group.count, quantized};
+            const Quantizer by{eps, lowest, highest, away};
+            const RootMeanSquare norm{false, nullptr, 0, 0};
+            if (depth <= 2 * RUN) quantize_tokens<T, 2, 2>(to, row_of, group.count, depth, by, norm, [](int) {});
+            else quantize_tokens<T, 4, 1>(to, row_of, group.count, depth, by, norm, [](int) {});
+            __syncthreads();
+#pragma unroll
+            for (int e = 0; e < 2; ++e) own[e] = quantized[min(2 * t + e, group.count - 1)];
+        },
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scales + (row - base) * scale_step));
+            added = 0;
+        },
+        [&](int e, int m, long long row, int sum, float of, float) {
+            from_float(
+                y[product[m] * channels + row - base], Integers<T>::scaled(sum, own[e].sum, usable(own[e].scale), of));
         });
 #endif
 }

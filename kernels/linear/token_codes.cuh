@@ -217,13 +217,14 @@ __device__ __forceinline__ unsigned prepare(
     return largest;
 }
 
-// Quantize tokens of x, by all threads. What has been stored is there behind the next barrier.
+// Quantize tokens, by all threads. What has been stored is there behind the next barrier.
 //
 // to     where codes go
+// at     gives where token m begins
 // asked  called when the first numbers have been asked for, with 0, and when they have come, with 1
-template <typename T, int OCTETS, int BATCH, typename C, typename F>
+template <typename T, int OCTETS, int BATCH, typename C, typename R, typename F>
 __device__ __forceinline__ void quantize_tokens(
-    const C& to, const T* x, int tokens, int depth, const Quantizer& by, const RootMeanSquare& norm, const F& asked) {
+    const C& to, const R& at, int tokens, int depth, const Quantizer& by, const RootMeanSquare& norm, const F& asked) {
     constexpr int PIECES = sizeof(T) / 2;  // of 16 bytes of an octet
     __shared__ double sum_part[ROW_WARPS * BATCH];
     __shared__ unsigned most_part[2][ROW_WARPS * BATCH];
@@ -233,7 +234,7 @@ __device__ __forceinline__ void quantize_tokens(
 #pragma unroll 1
     for (int first = 0, turn = 0; first < tokens; first += BATCH, turn ^= 1) {
         const int count = min(BATCH, tokens - first);
-        const auto row_of = [&](int b) { return x + static_cast<long long>(first + b) * depth; };
+        const auto row_of = [&](int b) -> const T* { return at(first + b); };
         uint4 raw[BATCH][OCTETS][PIECES] = {};
 #pragma unroll
         for (int b = 0; b < BATCH; ++b)
@@ -295,12 +296,12 @@ __device__ __forceinline__ void quantize_tokens(
             if (b >= count) continue;
 #pragma unroll
             for (int i = 0; i < OCTETS; ++i) {
-                const int k = place_of(i), at = k % STEP;
+                const int k = place_of(i), in_step = k % STEP;
                 if (k >= depth) break;
                 unsigned word[2];
                 sums[b] = codes_of(word, v[b][i], of_token, by, sums[b]);
-                const int load = k / STEP * FIELDS + at % BLOCK / 32;
-                to.store(first + b, load, (at / BLOCK * 2 + at % 32 / 16) * CHUNK + at % 16, word);
+                const int load = k / STEP * FIELDS + in_step % BLOCK / 32;
+                to.store(first + b, load, (in_step / BLOCK * 2 + in_step % 32 / 16) * CHUNK + in_step % 16, word);
             }
         }
         const int sum = of_warp<BATCH>(sums);

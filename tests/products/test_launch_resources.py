@@ -116,7 +116,7 @@ def test_blocks_of_integer_tile():
         ("gguf_stream", 512),
         ("small_batch", 512),
         ("ternary_rows", ternary_rows.SIZES.ROW_THREADS),
-        ("ternary_rows_few", ternary_rows._FEW_SIZES.ROW_THREADS),
+        ("ternary_rows_few", ternary_rows.FEW_SIZES.ROW_THREADS),
     ],
 )
 def test_blocks_of_other_products(file, threads):

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.gpu
 
 GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128)]
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+# What plans the products of kbitcupy.products.ternary_rows.
+PLANS = ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of, ternary_rows.int8_rows_of
 
 
 def weights(cupy, rng, rows, depth, granularity):
@@ -33,13 +35,12 @@ def weights(cupy, rng, rows, depth, granularity):
 @pytest.fixture(params=["by size", "any"])
 def least_rows(request, monkeypatch):
     """Warps have rows of their own where a weight is large enough, or any."""
-    made = ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of
     if request.param == "any":
         monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0)
-    for function in made:
+    for function in PLANS:
         function.cache_clear()
     yield request.param
-    for function in made:
+    for function in PLANS:
         function.cache_clear()
 
 
@@ -109,6 +110,31 @@ def test_tokens_that_are_int8_already(cupy, shared, granularity):
         assert same_values(y, kb.linear(x[:tokens], q, activations="int8"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", ["token", "tensor"])
+def test_one_token_that_is_int8_already(cupy, dtype, shared, any_rows):
+    """In one launch as far as it has room, with bytes of every kind, which may begin anywhere."""
+    rng = np.random.default_rng([dtype.itemsize, len(shared)])
+    for rows, depth in ((150, 128), (33, 1280), (300, 4096), (150, 8192), (70, 8320), (40, 16384), (20, 16512)):
+        granularity = GRANULARITIES[rng.integers(2)]
+        q, on = weights(cupy, rng, rows, depth, granularity)
+        bias = make("normal", rows, DTYPES[rng.integers(4)], 5) if rng.random() < 0.5 else None
+        added = None if bias is None else cupy.asarray(bias)
+        x = make("normal", depth, dtype, depth).reshape(1, depth)
+        given = kb.quantize(x, "int8", granularity=shared)
+        given.planes["codes"][...] = rng.integers(-128, 128, given.planes["codes"].shape)
+        wanted = kb.bitnet.linear(given, q, bias)
+        for offset in (0, 1, 8, 16):
+            planes = {name: cupy.asarray(plane) for name, plane in given.planes.items()}
+            room = cupy.zeros(depth + offset, planes["codes"].dtype)
+            room[offset:] = planes["codes"].ravel()
+            planes["codes"] = room[offset:].reshape(planes["codes"].shape)
+            token = kb.QuantizedArray(given.format, planes, given.shape, given.dtype)
+            assert same_values(kb.bitnet.linear(token, on, added).get(), wanted), (rows, depth, offset)
+        y = kb.linear(cupy.asarray(x), on, added, activations="int8").get()
+        assert same_values(y, kb.linear(x, q, bias, activations="int8")), (rows, depth)
+
+
 def test_planes_and_tokens_begin_anywhere(cupy):
     rng = np.random.default_rng(4)
     q, on = weights(cupy, rng, 40, 512, "tensor")
@@ -128,13 +154,12 @@ def test_planes_and_tokens_begin_anywhere(cupy):
 @pytest.fixture(params=["large", "few"])
 def any_rows(request, monkeypatch):
     """Warps have rows of their own, as in large weights and in those with few rows."""
-    made = ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of
     monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0 if request.param == "large" else 1 << 30)
     monkeypatch.setattr(ternary_rows, "_LEAST_OF_FEW", 0)
-    for function in made:
+    for function in PLANS:
         function.cache_clear()
     yield
-    for function in made:
+    for function in PLANS:
         function.cache_clear()
 
 
@@ -181,23 +206,25 @@ def test_tokens_that_clusters_quantize(cupy, dtype, group, monkeypatch):
 def test_weights_that_were_just_written(cupy):
     """The product starts while what is ahead of its tokens is at work: it may not have read the weight by then."""
     rng = np.random.default_rng(8)
-    for tokens, rows, depth in ((8, 4096, 8192), (3, 28672, 1024), (16, 2048, 4096)):
+    for tokens, rows, depth in ((8, 4096, 8192), (3, 28672, 1024), (16, 2048, 4096), (1, 8192, 8192), (1, 28672, 4096)):
         codes = [cupy.asarray(rng.integers(0, 256, rows * depth // 4, np.uint8)) for _ in range(2)]
         scale = cupy.ones(1, np.float32)
         q = kb.QuantizedArray(
             kb.get_format("ternary"), {"codes": codes[0].copy(), "scale": scale}, (rows, depth), DTYPES[0]
         )
         x = cupy.asarray(make("normal", tokens * depth, DTYPES[0]).reshape(tokens, depth))
-        wanted = []
-        for each in codes:
-            q.planes["codes"][:] = each
-            cupy.cuda.Device().synchronize()
-            wanted.append(kb.bitnet.linear(x, q, norm=True))
-        differ = cupy.zeros((), np.int64)
-        for i in range(60):
-            q.planes["codes"][:] = codes[i % 2]
-            differ += (kb.bitnet.linear(x, q, norm=True).view(np.uint16) != wanted[i % 2].view(np.uint16)).any()
-        assert not int(differ)
+        for given, norm in ((x, True), (kb.quantize(x, "int8", granularity="token"), None)):
+            wanted = []
+            for each in codes:
+                q.planes["codes"][:] = each
+                cupy.cuda.Device().synchronize()
+                wanted.append(kb.bitnet.linear(given, q, norm=norm))
+            differ = cupy.zeros((), np.int64)
+            for i in range(60):
+                q.planes["codes"][:] = codes[i % 2]
+                y = kb.bitnet.linear(given, q, norm=norm)
+                differ += (y.view(np.uint16) != wanted[i % 2].view(np.uint16)).any()
+            assert not int(differ), (tokens, rows, depth, norm)
 
 
 def test_tokens_of_two_streams(cupy):
@@ -394,3 +421,34 @@ class TestSmall:
                 found = kb.bitnet.quantize_activations(cupy.asarray(x), granularity=granularity)
                 assert all(a.get().tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
             assert same_values(kb.bitnet.rms_norm(cupy.asarray(x)).get(), kb.bitnet.rms_norm(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES[:2], ids=str)
+def test_experts_of_many_tokens(cupy, dtype, granularity):
+    """Sorted by expert, and quantized by each thread block: products, and their sums over slots, are NumPy's."""
+    rng = np.random.default_rng([dtype.itemsize, len(granularity)])
+    kinds = "normal", "special", "extreme", "subnormal", "zeros"
+    for tokens, slots, experts, rows, depth in (
+        (65, 8, 20, 100, 256),
+        (260, 1, 3, 769, 2048),
+        (40, 7, 128, 33, 4096),
+        (130, 2, 5, 400, 4224),
+        (90, 3, 9, 17, 8192),
+        (90, 3, 9, 17, 8320),
+    ):
+        members = [weights(cupy, rng, rows, depth, granularity) for _ in range(experts)]
+        qs, on = (kb.stack([member[i] for member in members]) for i in range(2))
+        each = rng.random() < 0.5
+        shape = (tokens, slots, depth) if each else (tokens, depth)
+        x = make(str(rng.choice(kinds)), int(np.prod(shape)), dtype, depth).reshape(shape)
+        ids = rng.integers(-1, experts + 1, (tokens, slots))
+        mixed = make("normal", ids.size, DTYPES[2], 3).reshape(ids.shape)
+        given, chosen = cupy.asarray(x), cupy.asarray(ids)
+        found = kb.explain(given, on, activations="bitnet", expert_ids=ids)
+        assert found.route == "ternary_slots"
+        for weight in (None, mixed):
+            wanted = kb.linear_grouped(x, qs, ids, weight, activations="bitnet")
+            of_slots = None if weight is None else cupy.asarray(weight)
+            y = kb.linear_grouped(given, on, chosen, of_slots, activations="bitnet").get()
+            assert same_values(y, wanted), (tokens, slots, rows, depth, each, weight is None)
