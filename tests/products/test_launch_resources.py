@@ -91,9 +91,12 @@ def test_products_leave_registers_to_blocks_that_quantize():
 
 def test_blocks_of_integer_batch():
     """Registers that are handed from warps that copy to warps that multiply are there, or these would wait for ever."""
-    copies, multiplies = 128 * 40, 32 * integer_batch._WARPS * 232
     for text, registers in listed()["integer_batch_sm90a", "batch_integers"]:
-        assert copies + multiplies <= registers * integer_batch._THREADS <= REGISTERS, text
+        _, tiles, inner = text.split(", ")
+        cut = next(cut for cut in integer_batch.CUTS.values() if cut.most == int(tiles))
+        copiers, warps = integer_batch._COPIERS, cut.warps(inner == "true")
+        multiplies = warps * (232 if warps == integer_batch._WARPS else 104)
+        assert copiers * 40 + multiplies <= registers * (copiers + warps) <= REGISTERS // 32, text
     of_barriers = 16 * integer_batch.SIZES.BATCH_STAGES
     for cut in integer_batch.CUTS.values():
         for blocked, inner in ((False, False), (True, False), (True, True)):
