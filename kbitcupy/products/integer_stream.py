@@ -74,6 +74,8 @@ _SIZES = Constants(
     MINIMA_OF_BLOCK=208,
     FEW_THREADS=64,
     FEW_REGISTERS=4096,
+    ROW_THREADS=128,
+    ROW_REGISTERS=8192,
 )
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
 _GGUF = "HALVES4", "PAIRS4"
@@ -90,6 +92,8 @@ _SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
 _MOST_OWN = 3
 # Tokens that a launch of small blocks quantizes, where 32 share a scale.
 _MOST_FEW = 16
+# ... and so long, where all of one share a scale: each block reads all of a token. Products of more leave it no room.
+_MOST_ROWS, _ROW_DEPTH = 8, 8192
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,11 @@ class Flavour:
         """Elements of a token whose codes have a sum; 0 for all of them."""
         return int(_SIZES.LONG_UNIT) if self.unit == _SIZES.SHARES else self.unit
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether `quantize_few_rows` finds room beside a product of up to eight tokens."""
+        return self.codes == "NEIGHBOURS4" and not self.blocked and self.unit >= 128
+
     def token_bytes(self, depth: int) -> int:
         """Of shared memory of a token that the block quantizes: codes, scales, sums."""
         units = -(-depth // self.sums) if self.sums else 1
@@ -218,7 +227,17 @@ _FEW = Template(
     structs=(NUMBERS, _SIZES),
     least=_OLDEST,
 )
-register_templates(_TEMPLATE, _template(False), _FEW)
+_FEW_ROWS = Template(
+    "linear/integer_tokens.cu",
+    "quantize_few_rows",
+    (
+        tuple(CXX_TYPES[name] for name in FLOATS),
+        tuple(dict.fromkeys(f"{flavour.layout_name}, {flavour.sums}" for flavour in _flavours() if flavour.by_rows)),
+    ),
+    structs=(NUMBERS, _SIZES),
+    least=_OLDEST,
+)
+register_templates(_TEMPLATE, _template(False), _FEW, _FEW_ROWS)
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
@@ -429,15 +448,25 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
 
 @functools.cache
 def _few_kernel(cxx: str, flavour: Flavour) -> Kernel:
-    values = cxx, flavour.layout_name
-    return Kernel(_FEW, values, int(_SIZES.FEW_THREADS), signature=("p", "p", "p", "p", "i4", "i4"), early=True)
+    signature = "p", "p", "p", "p", "i4", "i4"
+    if flavour.blocked:
+        return Kernel(_FEW, (cxx, flavour.layout_name), int(_SIZES.FEW_THREADS), signature=signature, early=True)
+    values = cxx, f"{flavour.layout_name}, {flavour.sums}"
+    return Kernel(_FEW_ROWS, values, int(_SIZES.ROW_THREADS), signature=signature, early=True)
+
+
+def _are_few(flavour: Flavour, tokens: int, depth: int) -> bool:
+    """Whether `_quantize_few` takes tokens."""
+    if flavour.blocked:
+        return tokens <= _MOST_FEW
+    return flavour.by_rows and tokens <= _MOST_ROWS and depth <= _ROW_DEPTH
 
 
 def _quantize_few(x: Any, tokens: int, flavour: Flavour, codes: int, scales: int, sums: int) -> None:
     """`kbitcupy.products.integer_activations.quantize_into` for floats that start at a multiple of 16 bytes."""
     depth = x.shape[-1]
-    parts = -(-depth // (16 * int(_SIZES.FEW_THREADS)))
     kernel = _few_kernel(CXX_TYPES[x.dtype.name], flavour)
+    parts = -(-depth // (16 * kernel.threads))
     kernel.launch(x, (tokens, parts), (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
 
 
@@ -476,7 +505,7 @@ def multiply(
         if quantized:
             given = token_planes(x)[1]
             written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        if aligned and blocked and tokens <= _MOST_FEW and ids is None:
+        if aligned and ids is None and _are_few(plan.flavour, tokens, depth):
             _quantize_few(taken, tokens, plan.flavour, codes, written, sums)
         else:
             by = None if quantized else preset
