@@ -57,9 +57,9 @@ CUT = Struct(
 MOST_TOKENS = SIZES.BATCH_TOKENS
 #: Fewer are multiplied sooner with q4_k by two products of few tokens.
 LEAST_INNER = 33
-# Warps of a thread block that multiply, and its threads; bytes of its shared memory beside barriers; elements of a
-# thread that quantizes.
-_WARPS, _THREADS, _ROOM, _SIXTEEN = 8, 384, 226 << 10, 16
+# Warps of a thread block that multiply, and those that bring what they need; bytes of its shared memory beside
+# barriers; elements of a thread that quantizes.
+_WARPS, _COPIERS, _ROOM, _SIXTEEN = 8, 4, 226 << 10, 16
 # Bytes of a row in a table of q4_k.
 _INNER_ROW = 32
 
@@ -83,6 +83,10 @@ class Cut:
     def most(self) -> int:
         """Tiles of a warp; some have one less."""
         return 4 if self.tiles > 2 * self.row_groups else 2
+
+    def warps(self, inner: bool) -> int:
+        """That multiply: with few tiles of q4_k twice as many, of which each has half of the tokens."""
+        return 2 * _WARPS if inner and self.most == 2 else _WARPS
 
     def packed(self, blocked: bool, inner: bool = False) -> tuple[bytes, int]:
         """The kernel's argument, and bytes of shared memory.
@@ -142,7 +146,8 @@ _NO_MAP = bytes(_tma.MAP_BYTES)
 @functools.cache
 def _kernel(blocked: bool, cut: Cut, inner: bool, shared: int) -> Kernel:
     text = _text(blocked, cut.most, inner)
-    return Kernel(_TEMPLATE, (text,), _THREADS, shared, signature=_SIGNATURE, early=True)
+    threads = 32 * (cut.warps(inner) + _COPIERS)
+    return Kernel(_TEMPLATE, (text,), threads, shared, signature=_SIGNATURE, early=True)
 
 
 @functools.cache

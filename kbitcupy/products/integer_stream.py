@@ -66,6 +66,7 @@ _SIZES = Constants(
     STREAM_THREADS=512,
     SHARE_OF_EIGHT=512,
     SHARE_OF_SIXTEEN=1024,
+    RING_AT_ONCE=2,
     SUMS_RING=4,
     SUMS_LATER=2,
     LONG_UNIT=256,
@@ -74,6 +75,8 @@ _SIZES = Constants(
     MINIMA_OF_BLOCK=208,
     FEW_THREADS=64,
     FEW_REGISTERS=4096,
+    ROW_THREADS=128,
+    ROW_REGISTERS=8192,
 )
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
 _GGUF = "HALVES4", "PAIRS4"
@@ -84,12 +87,14 @@ _OLDEST, _BULK = 80, 90  # with mma of 32 bytes; with TMA
 # K up to which 16 times the sum of a row stays below 2^31, and 2^32 over a number of units divides by it.
 _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # Bytes of shared memory: of a slot of the ring, of a warp's sums of eight tokens, and what it takes to begin at a
-# multiple of 1024. Slots of a ring: 16 warps have 64 KB under way with two, and more make all of it later.
-_SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
+# multiple of 1024.
+_SLOT, _SUMS, _ALIGNING = 2048, 512, 1024
 # Tokens that each block quantizes for itself.
 _MOST_OWN = 3
 # Tokens that a launch of small blocks quantizes, where 32 share a scale.
 _MOST_FEW = 16
+# ... and so long, where all of one share a scale: each block reads all of a token. Products of more leave it no room.
+_MOST_ROWS, _ROW_DEPTH = 8, 8192
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,11 @@ class Flavour:
         """Elements of a token whose codes have a sum; 0 for all of them."""
         return int(_SIZES.LONG_UNIT) if self.unit == _SIZES.SHARES else self.unit
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether `quantize_few_rows` finds room beside a product of up to eight tokens."""
+        return self.codes == "NEIGHBOURS4" and not self.blocked and self.unit >= 128
+
     def token_bytes(self, depth: int) -> int:
         """Of shared memory of a token that the block quantizes: codes, scales, sums."""
         units = -(-depth // self.sums) if self.sums else 1
@@ -218,7 +228,17 @@ _FEW = Template(
     structs=(NUMBERS, _SIZES),
     least=_OLDEST,
 )
-register_templates(_TEMPLATE, _template(False), _FEW)
+_FEW_ROWS = Template(
+    "linear/integer_tokens.cu",
+    "quantize_few_rows",
+    (
+        tuple(CXX_TYPES[name] for name in FLOATS),
+        tuple(dict.fromkeys(f"{flavour.layout_name}, {flavour.sums}" for flavour in _flavours() if flavour.by_rows)),
+    ),
+    structs=(NUMBERS, _SIZES),
+    least=_OLDEST,
+)
+register_templates(_TEMPLATE, _template(False), _FEW, _FEW_ROWS)
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
@@ -325,6 +345,19 @@ def choose_cut(
     return min(filter(None, cuts), key=lambda cut: cut.work, default=None)
 
 
+# Of a thread block of Hopper; tiles of a team that are few.
+_HOPPER_ROOM, _FEW_TILES = 227 << 10, 4
+
+
+def _slots_of(flavour: Flavour, eights: int, tiles: int, room: int) -> int:
+    """Of the ring of a warp whose team has so many tiles, phases counted: 16 warps have 64 KB under way with two, and
+    more make all of it later. With q4_0 and few tiles there is a third one, see `Slot::STAGED` of the kernel.
+    """
+    if flavour.codes == "HALVES4" and flavour.blocked and eights == 1 and tiles <= _FEW_TILES and room >= _HOPPER_ROOM:
+        return 1 + int(_SIZES.RING_AT_ONCE)
+    return int(_SIZES.RING_AT_ONCE) * _WARPS // most_warps(flavour.unit, eights)
+
+
 def cut_of(
     flavour: Flavour,
     eights: int,
@@ -342,7 +375,7 @@ def cut_of(
     kept = rounds if phases > 1 else 0
     of_scales, of_records = flavour.warp_bytes(eights)
     sums = int(_SIZES.SUMS_RING) * here * eights * _SUMS
-    ring = _RING * _WARPS // most_warps(flavour.unit, eights)
+    ring = _slots_of(flavour, eights, rounds * phases, room)
     # Few warps work through less than memory brings; each phase waits for its tokens.
     least = rounds * teams * max(shares, phases * warps * 0.75)
     most = most_warps(flavour.unit, eights)
@@ -429,15 +462,25 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
 
 @functools.cache
 def _few_kernel(cxx: str, flavour: Flavour) -> Kernel:
-    values = cxx, flavour.layout_name
-    return Kernel(_FEW, values, int(_SIZES.FEW_THREADS), signature=("p", "p", "p", "p", "i4", "i4"), early=True)
+    signature = "p", "p", "p", "p", "i4", "i4"
+    if flavour.blocked:
+        return Kernel(_FEW, (cxx, flavour.layout_name), int(_SIZES.FEW_THREADS), signature=signature, early=True)
+    values = cxx, f"{flavour.layout_name}, {flavour.sums}"
+    return Kernel(_FEW_ROWS, values, int(_SIZES.ROW_THREADS), signature=signature, early=True)
+
+
+def _are_few(flavour: Flavour, tokens: int, depth: int) -> bool:
+    """Whether `_quantize_few` takes tokens."""
+    if flavour.blocked:
+        return tokens <= _MOST_FEW
+    return flavour.by_rows and tokens <= _MOST_ROWS and depth <= _ROW_DEPTH
 
 
 def _quantize_few(x: Any, tokens: int, flavour: Flavour, codes: int, scales: int, sums: int) -> None:
     """`kbitcupy.products.integer_activations.quantize_into` for floats that start at a multiple of 16 bytes."""
     depth = x.shape[-1]
-    parts = -(-depth // (16 * int(_SIZES.FEW_THREADS)))
     kernel = _few_kernel(CXX_TYPES[x.dtype.name], flavour)
+    parts = -(-depth // (16 * kernel.threads))
     kernel.launch(x, (tokens, parts), (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
 
 
@@ -476,7 +519,7 @@ def multiply(
         if quantized:
             given = token_planes(x)[1]
             written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        if aligned and blocked and tokens <= _MOST_FEW and ids is None:
+        if aligned and ids is None and _are_few(plan.flavour, tokens, depth):
             _quantize_few(taken, tokens, plan.flavour, codes, written, sums)
         else:
             by = None if quantized else preset

@@ -5,8 +5,9 @@
 //     TMA --full[stage]--> codes to registers, bytes, mma: 16 rows x 8 tokens x 32 k, scaled and added in float32
 //     copiers: scales --full[stage]--^                                             --empty[stage]--> TMA, copiers
 //
-// A thread block has up to 16 tiles of 16 rows, all of K, and all tokens. Its eight warps are row groups, up to TILES
-// tiles each, times k groups, which take stages of 256 k in turns; in the end their sums are added in their order.
+// A thread block has up to 16 tiles of 16 rows, all of K, and all tokens. Its warps, eight or with few tiles of q4_k
+// sixteen, are row groups, up to TILES tiles each, times token groups, times k groups, which take stages of 256 k in
+// turns; in the end their sums are added in their order.
 //
 // The sum of a unit begins at BEGIN, the bits of 1.5 * 2^23, and so it is the bits of a number, that and the sum: no
 // conversion. Scales are halves, those of q4_k halves times integers of 6 bits: so a scale times BEGIN is exact, and
@@ -23,7 +24,6 @@
 // Of the host (kbitcupy/products/integer_batch.py), ahead of this source: BATCH_TOKENS = 64; BATCH_K = 256 of a stage,
 // and BATCH_STAGES, the most of a ring; BATCH_RECORD, bytes of what stands beside the codes of tokens for 256 k of
 // q4_k; BatchCut.
-constexpr int CONSUMERS = 8 * WARP;        // threads that multiply
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that make tables
 constexpr int BATCH_ROW = BATCH_K / 2;     // bytes of codes of a row in a stage
 constexpr unsigned BEGIN = 0x4b400000u;
@@ -64,7 +64,13 @@ template <bool BLOCKED_, int TILES_, bool INNER_>
 struct Batch {
     static constexpr bool BLOCKED = BLOCKED_, INNER = INNER_;
     static_assert(BLOCKED || !INNER, "what tokens add up to is for 32 k");
-    static constexpr int TILES = TILES_, TOKENS = BATCH_TOKENS, EIGHTS = TOKENS / 8, UNITS = BATCH_K / 32;
+    static constexpr int TILES = TILES_, TOKENS = BATCH_TOKENS, UNITS = BATCH_K / 32;
+    // With few tiles of q4_k a stage is soon multiplied: tables are fetched some stages ahead, and twice as many warps
+    // have half of the tokens each, so that they hide how long sums take. With q4_0 that was no sooner.
+    static constexpr bool FEW = INNER && TILES <= 2;
+    static constexpr int TOKEN_GROUPS = FEW ? 2 : 1, EIGHTS = TOKENS / 8 / TOKEN_GROUPS;
+    static constexpr int CONSUMERS = 8 * TOKEN_GROUPS * WARP;  // threads that multiply
+    static constexpr int REGISTERS = FEW ? 104 : 232;          // of each of them
     static constexpr int PITCH = (UNITS + 1) * 4;  // of a table: a row's scales of a stage; banks differ by row
     // A stage: tokens, their scales, three parts of what their codes add up to, codes, a table.
     static constexpr int X_BOX = TOKENS * 128, SCALES_AT = 2 * X_BOX;
@@ -164,14 +170,16 @@ __device__ __forceinline__ void store_words(unsigned address, unsigned a, unsign
 // are multiplied where the upper half of a byte is; then eight minima, bytes, d and -dmin.
 constexpr int INNER_ROW = 16, FACTORS_AT = 8;
 
-// Makes them. A thread has every COPIERS-th row; what it fetches of the next stage waits in registers.
+// Makes them. A thread has every COPIERS-th row; what it fetches of the next AHEAD stages waits in registers.
+template <typename S>
 struct InnerCopier {
-    static constexpr int HELD = 3;
+    static constexpr int HELD = S::FEW ? 1 : 3, AHEAD = S::FEW ? 3 : 1;
+    static_assert(16 * S::TILES * (S::FEW ? 2 : 4) <= HELD * COPIERS, "threads have all rows");
     const unsigned *factors, *inner;  // of all rows: a word and three for each 256 k
     int rows, own;                    // of the thread block; the thread's first one
     unsigned begin, step,
         last;  // blocks of 256 k: the first of its rows, how far to the next row, the last row's first
-    unsigned held[HELD][4];
+    unsigned held[AHEAD][HELD][4];
 
     // A word; the bytes around it come to the L2 cache, as those beside it are next.
     __device__ __forceinline__ static unsigned load_word_of_line(const unsigned* from) {
@@ -180,21 +188,21 @@ struct InnerCopier {
         return v;
     }
     // What is beyond all rows is not stored, or of no use.
-    __device__ __forceinline__ void load(unsigned stage) {
+    __device__ __forceinline__ void load(int slot, unsigned stage) {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             const unsigned at = min(begin + i * step, last) + stage;
-            held[i][0] = load_word_of_line(factors + at);
+            held[slot][i][0] = load_word_of_line(factors + at);
 #pragma unroll
-            for (int w = 0; w < 3; ++w) held[i][1 + w] = load_word_of_line(inner + 3ull * at + w);
+            for (int w = 0; w < 3; ++w) held[slot][i][1 + w] = load_word_of_line(inner + 3ull * at + w);
         }
     }
-    __device__ __forceinline__ void store(unsigned table) const {
+    __device__ __forceinline__ void store(int slot, unsigned table) const {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             const int row = own + i * COPIERS;
             if (row >= rows) return;
-            const unsigned low = held[i][1], high = held[i][2], rest = held[i][3];
+            const unsigned low = held[slot][i][1], high = held[slot][i][2], rest = held[slot][i][3];
             const unsigned scale[2] = {low & 0x3f3f3f3fu, (rest & 0x0f0f0f0fu) | (low >> 2 & 0x30303030u)};
             const unsigned least[2] = {high & 0x3f3f3f3fu, (rest >> 4 & 0x0f0f0f0fu) | (high >> 2 & 0x30303030u)};
             unsigned half[4];
@@ -205,11 +213,32 @@ struct InnerCopier {
                     Word<__half>::bits(__hadd2(Word<__half>::as(raised), Word<__half>::as(0xe400e400u)));
                 half[j] = Word<__half>::multiply(two, 0x2c003c00u);
             }
-            const unsigned d = __float_as_uint(Word<__half>::get(held[i][0], 0));
-            const unsigned dmin = __float_as_uint(-Word<__half>::get(held[i][0], 1));
+            const unsigned d = __float_as_uint(Word<__half>::get(held[slot][i][0], 0));
+            const unsigned dmin = __float_as_uint(-Word<__half>::get(held[slot][i][0], 1));
             store_words(table + row * INNER_ROW, half[0], half[1], half[2], half[3]);
             store_words(table + (rows + row) * INNER_ROW, least[0], least[1], d, dmin);
         }
+    }
+    // Of all stages.
+    __device__ __forceinline__ void run(BatchRing ring, int stages, unsigned table_at) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+            if (i == 0 || i < stages) load(i, i);
+        BatchRing before = ring;
+        for (int first = 0; first < stages; first += AHEAD)
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const int stage = first + i;
+                if (i > 0 && stage >= stages) break;
+                barrier_wait(ring.empty(), ring.phase ^ 1);
+                store(i, ring.data() + table_at);
+                // Stages are full in their order: who has one may ask for any that there is room for.
+                if (stage > 0) barrier_wait(before.full(), before.phase);
+                before = ring;
+                barrier_arrive(ring.full());
+                ring.step(1);
+                if (stage + AHEAD < stages) load(i, stage + AHEAD);
+            }
     }
 };
 
@@ -235,7 +264,8 @@ __device__ __forceinline__ void decode_tile(unsigned (&a)[4], const unsigned (&w
 // Of 256 k of q4_k the minima, eight of a row, times what the codes of a token add up to, in three parts: `rows` is
 // where those of the lane's first row lie in the stage.
 template <typename S, int MINE>
-__device__ __forceinline__ void add_minima(float (&total)[MINE][S::EIGHTS][4], unsigned data, unsigned rows) {
+__device__ __forceinline__ void add_minima(
+    float (&total)[MINE][S::EIGHTS][4], unsigned data, unsigned rows, int first_token) {
     const unsigned lane = threadIdx.x % WARP, t = lane % 4;
     unsigned least[MINE][2];
     float less[MINE][2];
@@ -250,7 +280,7 @@ __device__ __forceinline__ void add_minima(float (&total)[MINE][S::EIGHTS][4], u
 #pragma unroll
     for (int i = 0; i < 2 * MINE; ++i) least[i / 2][i % 2] = small_numbers(least[i / 2][i % 2]);
     // Row l % 8 of part l / 8; a fourth one is not looked at.
-    const unsigned parts = data + S::PARTS_AT + lane / 8 * S::PART_BYTES + lane % 8 * (2 * S::UNITS);
+    const unsigned parts = data + S::PARTS_AT + lane / 8 * S::PART_BYTES + (first_token + lane % 8) * (2 * S::UNITS);
 #pragma unroll
     for (int j = 0; j < S::EIGHTS; ++j) {
         if (j > 0) __syncwarp();  // not fetched earlier: there are no registers for all of it
@@ -272,13 +302,13 @@ __device__ __forceinline__ void add_minima(float (&total)[MINE][S::EIGHTS][4], u
 // group][token][row].
 template <typename S, int MINE>
 __device__ __forceinline__ void multiply_batch(
-    BatchRing ring, const BatchCut& cut, int k_group, int k_groups, int stages, int first, unsigned flipped,
-    unsigned nothing) {
+    BatchRing ring, const BatchCut& cut, int k_group, int k_groups, int stages, int first, int first_token,
+    unsigned flipped, unsigned nothing) {
     float total[MINE][S::EIGHTS][4] = {};
     const unsigned lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     // Where the lane's row of a matrix begins: of codes 32 rows, of tokens 16, whose halves of 32 k lie apart.
     const unsigned codes = S::CODES_AT + (first + lane) * BATCH_ROW + (lane % 8 << 4);
-    const unsigned x = (lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2 ^ lane % 8) << 4);
+    const unsigned x = (first_token + lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2 ^ lane % 8) << 4);
     const unsigned entries = cut.table_at + (first + g) * S::PITCH;
     const unsigned inner = cut.table_at + (first + g) * INNER_ROW, beside = 16 * cut.tiles * INNER_ROW;
     const unsigned begin[4] = {opaque(BEGIN), opaque(BEGIN), opaque(BEGIN), opaque(BEGIN)};
@@ -288,7 +318,7 @@ __device__ __forceinline__ void multiply_batch(
         const unsigned data = ring.data();
         unsigned word[S::TILES][S::INNER ? 4 : 2];
         float next[S::TILES][2];
-        if constexpr (S::INNER) add_minima<S, MINE>(total, data, beside + inner);
+        if constexpr (S::INNER) add_minima<S, MINE>(total, data, beside + inner, first_token);
         // Codes of a unit, of two tiles; a unit of q4_k is a half of all bytes of two chunks of 16.
         auto fetch_two = [&](int unit, int i) {
             constexpr int CHUNKS = S::INNER ? 2 : 1;
@@ -348,8 +378,8 @@ __device__ __forceinline__ void multiply_batch(
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
                     if constexpr (S::BLOCKED) {
-                        const uint2 v =
-                            shared_at<uint2>(data + S::SCALES_AT + (unit * S::TOKENS + (j + n) * 8 + 2 * t) * 4);
+                        const uint2 v = shared_at<uint2>(
+                            data + S::SCALES_AT + (unit * S::TOKENS + first_token + (j + n) * 8 + 2 * t) * 4);
                         of_token[to][n][0] = __uint_as_float(v.x), of_token[to][n][1] = __uint_as_float(v.y);
                     }
                 }
@@ -385,9 +415,9 @@ __device__ __forceinline__ void multiply_batch(
         barrier_arrive(ordered_after(ring.empty(), __float_as_uint(total[MINE - 1][S::EIGHTS - 1][3]), nothing));
         ring.step(k_groups);
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
     const int rows = 16 * cut.tiles + 4;
-    const unsigned to = ring.data0 + ((k_group * S::TOKENS + 2 * t) * rows + first + g) * 4;
+    const unsigned to = ring.data0 + ((k_group * S::TOKENS + first_token + 2 * t) * rows + first + g) * 4;
 #pragma unroll
     for (int j = 0; j < S::EIGHTS; ++j)
 #pragma unroll
@@ -396,7 +426,7 @@ __device__ __forceinline__ void multiply_batch(
 #pragma unroll
             for (int i = 0; i < 2 * MINE; ++i) store_shared(token + 32 * i, total[i / 2][j][i % 2 * 2 + e]);
         }
-    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
 }
 
 // Adds the sums of k groups, which lie from `sums` on, in their order, and writes the outputs of a thread block.
@@ -408,7 +438,7 @@ __device__ __forceinline__ void write_outputs(
     const int eights = of_block / 8;
     const int width = y_kind == FLOAT32_BIAS ? 4 : 2;
     const bool aligned = reinterpret_cast<unsigned long long>(y) % 16 == 0 && rows % 8 == 0;
-    for (int item = threadIdx.x; item < tokens * eights; item += CONSUMERS) {
+    for (int item = threadIdx.x; item < tokens * eights; item += S::CONSUMERS) {
         const int token = item / eights, of = item % eights * 8, row = first_row + of;
         if (row >= rows) continue;
         float v[8] = {};
@@ -463,7 +493,7 @@ __device__ __forceinline__ void write_outputs(
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
 template <bool BLOCKED, int TILES, bool INNER>
-__global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
+__global__ void __launch_bounds__(Batch<BLOCKED, TILES, INNER>::CONSUMERS + WARPGROUP, 1) batch_integers(
     const __grid_constant__ TensorMap x_map,  // int8 [tokens, pitch], boxes of 128 bytes x TOKENS
     const __grid_constant__ TensorMap w_map,  // codes [rows, K / 2], boxes of 128 bytes x the rows of a thread block
     const __grid_constant__ TensorMap e_map,  // BLOCKED: float32 [units, tokens or more], boxes of 256 bytes x UNITS
@@ -482,21 +512,21 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
     __shared__ alignas(8) unsigned long long barriers[2 * BATCH_STAGES];
     const unsigned ring0 = (shared_address(memory) + 1023u) & ~1023u;
     BatchRing ring{ring0, shared_address(barriers), cut.stages, cut.stage_bytes};
-    const int row_groups = cut.row_groups, k_groups = CONSUMERS / WARP / row_groups;
+    const int row_groups = cut.row_groups, k_groups = S::CONSUMERS / WARP / S::TOKEN_GROUPS / row_groups;
     const int of_block = 16 * cut.tiles, first_row = blockIdx.x * of_block;
     const int stages = (depth + BATCH_K - 1) / BATCH_K;
     if (threadIdx.x == 0) {
         for (int i = 0; i < cut.stages; ++i) {
             barrier_init(ring.barriers + 16 * i, 1 + COPIERS);
-            barrier_init(ring.barriers + 16 * i + 8, WARP * row_groups);
+            barrier_init(ring.barriers + 16 * i + 8, WARP * row_groups * S::TOKEN_GROUPS);
         }
         fence_barrier_init();
     }
     __syncthreads();
     const int warp = warp_number(), lane = threadIdx.x % WARP;
-    if (threadIdx.x >= CONSUMERS) {
+    if (threadIdx.x >= S::CONSUMERS) {
         lower_registers<40>();
-        const int thread = static_cast<int>(threadIdx.x) - CONSUMERS - WARP;
+        const int thread = static_cast<int>(threadIdx.x) - S::CONSUMERS - WARP;
         if (thread == -WARP) {
             const unsigned bytes = S::COPIED + of_block * BATCH_ROW;
             const int ahead = min(stages, cut.stages);
@@ -525,7 +555,7 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
             }
         } else if (thread >= 0 && INNER) {
             const unsigned blocks = stages;
-            InnerCopier copier{
+            InnerCopier<S> copier{
                 static_cast<const unsigned*>(scale),
                 inner,
                 of_block,
@@ -533,18 +563,7 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
                 (first_row + thread) * blocks,
                 COPIERS * blocks,
                 (rows - 1) * blocks};
-            copier.load(0);
-            BatchRing before = ring;
-            for (int stage = 0; stage < stages; ++stage) {
-                barrier_wait(ring.empty(), ring.phase ^ 1);
-                copier.store(ring.data() + cut.table_at);
-                // Stages are full in their order: who has one may ask for any that there is room for.
-                if (stage > 0) barrier_wait(before.full(), before.phase);
-                before = ring;
-                barrier_arrive(ring.full());
-                ring.step(1);
-                if (stage + 1 < stages) copier.load(stage + 1);
-            }
+            copier.run(ring, stages, cut.table_at);
         } else if (thread >= 0) {
             TableCopier<S> copier(static_cast<const uint4*>(scale), per_row, first_row, of_block, rows, thread);
             const int chunks = copier.chunks();
@@ -563,15 +582,18 @@ __global__ void __launch_bounds__(CONSUMERS + WARPGROUP, 1) batch_integers(
         }
         return;
     }
-    raise_registers<232>();
+    raise_registers<S::REGISTERS>();
     // Warps of a scheduler have row groups of more and of fewer tiles.
-    const int k_group = warp / row_groups;
-    const int row_group = warp / max(4, row_groups) % 2 ? row_groups - 1 - warp % row_groups : warp % row_groups;
+    const int token_group = warp % S::TOKEN_GROUPS, turn = warp / S::TOKEN_GROUPS, k_group = turn / row_groups;
+    const bool back = !S::FEW && turn / max(4, row_groups) % 2;
+    const int row_group = back ? row_groups - 1 - turn % row_groups : turn % row_groups;
     const int base = cut.tiles / row_groups, rest = cut.tiles % row_groups;
     const int mine = base + (row_group < rest), first = 16 * (row_group * base + min(row_group, rest));
+    const int first_token = token_group * (8 * S::EIGHTS);
     const unsigned flipped = opaque(lowest < 0 ? 0u : RAISED);
-    if (mine == TILES) multiply_batch<S, TILES>(ring, cut, k_group, k_groups, stages, first, flipped, nothing);
-    else multiply_batch<S, TILES - 1>(ring, cut, k_group, k_groups, stages, first, flipped, nothing);
+    if (mine == TILES)
+        multiply_batch<S, TILES>(ring, cut, k_group, k_groups, stages, first, first_token, flipped, nothing);
+    else multiply_batch<S, TILES - 1>(ring, cut, k_group, k_groups, stages, first, first_token, flipped, nothing);
     wait_for_previous();
     const Rescaling rescaling{token_scale, nullptr, bias, bias_kind};
     write_outputs<S>(rescaling, ring0, k_groups, of_block, first_row, y, tokens, rows, token_step, y_kind);

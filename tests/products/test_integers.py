@@ -567,12 +567,37 @@ def test_tokens_that_blocks_quantize(cupy, monkeypatch, text, preset, dtype):
             found = []
             for own, few in ((8, 0), (0, 8), (0, 0)):
                 monkeypatch.setattr(integer_stream, "_MOST_OWN", own)
-                monkeypatch.setattr(integer_stream, "_MOST_FEW", few)
+                for name in ("_MOST_FEW", "_MOST_ROWS"):
+                    monkeypatch.setattr(integer_stream, name, few)
                 integer_stream._plan.cache_clear()
                 y = cupy.zeros((tokens, 40), np.float32).astype(x.dtype)
                 found.append(kb.linear(x, q, activations=preset, out=y).get())
             assert same_values(found[0], found[2]) and same_values(found[1], found[2]), (kind, tokens)
     integer_stream._plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("text", ["uint4:block=128,zero=int", "int4:block=256", "uint4:block=512"])
+def test_tokens_that_some_blocks_quantize(cupy, monkeypatch, text, dtype):
+    """Each thread block of a token finds the largest magnitude, wherever it is."""
+    for depth in (2048, 4608, 8192):
+        q, parts = on_device(cupy, random_weight(text, 24, depth)), -(-depth // 2048)
+        flavour = flavour_of(q.format.integer_codes(q.shape), False)
+        assert integer_stream._are_few(flavour, 8, depth) and not integer_stream._are_few(flavour, 9, depth)
+        for tokens in (4, 7, 8):
+            x = np.random.default_rng(depth).standard_normal((tokens, depth)).astype(np.float32)
+            for part in range(parts):
+                x[part % tokens, min(2048 * part + 77 * tokens, depth - 1)] = 50.0 + part
+            x[-1, -1], x[0, 0] = -100, np.nan
+            given = cupy.asarray(x.astype(kb.backend.xp.named_dtype(dtype)))
+            found = []
+            for few in (8, 0):
+                monkeypatch.setattr(integer_stream, "_MOST_ROWS", few)
+                out = cupy.empty((tokens, 24), given.dtype)
+                integer_stream.multiply(given, "int8", q, None, out)
+                found.append(out.get())
+            assert same_values(*found), (depth, tokens)
+        monkeypatch.undo()
 
 
 def test_cuts_fit():
@@ -588,3 +613,14 @@ def test_cuts_fit():
                 own = choose_cut(flavour, eights, rows, depth, 132, 227 << 10, 1, 2)
                 assert own is None or own.places[-1] + 2 * flavour.token_bytes(depth) < own.shared <= 227 << 10
                 assert own is not None or depth > 14336
+
+
+def test_few_tiles_have_deeper_rings():
+    """A third slot with q4_0, "q8_1" and room for it; elsewhere as many as are asked for at once."""
+    found = {}
+    for text in ("q4_0", "q4_k"):
+        for blocked, rows, room in itertools.product((False, True), (8192, 28672), (163 << 10, 227 << 10)):
+            flavour = flavour_of(kb.get_format(text).integer_codes((1, 256)), blocked)
+            found[text, blocked, rows, room] = choose_cut(flavour, 1, rows, 8192, 132, room).ring
+    assert found.pop(("q4_0", True, 8192, 227 << 10)) == 3
+    assert set(found.values()) == {2}

@@ -89,11 +89,31 @@ def test_products_leave_registers_to_blocks_that_quantize():
                 assert taken(registers, threads) + integer_stream._SIZES.FEW_REGISTERS <= REGISTERS, text
 
 
+def of_scheduler(registers, threads):
+    """Of a thread block, on the one of four schedulers that has most of its warps: each has registers of its own."""
+    return taken(registers, 32) * -(-threads // 128)
+
+
+def test_products_leave_registers_to_blocks_that_quantize_rows():
+    """The same beside those of up to eight tokens with one scale each, where a block may be there early."""
+    few = max(registers for _, registers in listed("sm_90")["integer_tokens", "quantize_few_rows"])
+    few = of_scheduler(few, integer_stream._SIZES.ROW_THREADS)
+    assert few <= integer_stream._SIZES.ROW_REGISTERS // 4
+    found = [flavour for flavour in integer_stream._flavours() if flavour.by_rows]
+    assert found
+    for text, registers in listed("sm_90")["integer_stream", "stream_integers"]:
+        if text in [flavour.text(1) for flavour in found]:
+            assert of_scheduler(registers, integer_stream._SIZES.STREAM_THREADS) + few <= REGISTERS // 4, text
+
+
 def test_blocks_of_integer_batch():
     """Registers that are handed from warps that copy to warps that multiply are there, or these would wait for ever."""
-    copies, multiplies = 128 * 40, 32 * integer_batch._WARPS * 232
     for text, registers in listed()["integer_batch_sm90a", "batch_integers"]:
-        assert copies + multiplies <= registers * integer_batch._THREADS <= REGISTERS, text
+        _, tiles, inner = text.split(", ")
+        cut = next(cut for cut in integer_batch.CUTS.values() if cut.most == int(tiles))
+        copiers, warps = integer_batch._COPIERS, cut.warps(inner == "true")
+        multiplies = warps * (232 if warps == integer_batch._WARPS else 104)
+        assert copiers * 40 + multiplies <= registers * (copiers + warps) <= REGISTERS // 32, text
     of_barriers = 16 * integer_batch.SIZES.BATCH_STAGES
     for cut in integer_batch.CUTS.values():
         for blocked, inner in ((False, False), (True, False), (True, True)):
