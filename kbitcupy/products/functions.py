@@ -58,7 +58,7 @@ from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
-from .staged import Staged, StagedFew, StagedRecords
+from .staged import Staged, StagedFew, StagedRecords, StagedStream
 from .ternary import Ternary, TernaryHost, TernaryStream, TernaryTile
 from .ternary_experts import GroupedTernary, TernarySlots
 from .ternary_stream import TernaryFloats
@@ -82,6 +82,7 @@ LINEAR: tuple[Route, ...] = (
     IntegerDecoded(),
     Integers(),
     IntegersHost(),
+    StagedStream(),
     StagedFew(),
     StagedRecords(),
     Staged(),

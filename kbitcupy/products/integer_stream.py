@@ -22,13 +22,15 @@ from ..backend.launch import Kernel, Planned, capability, multiprocessors, share
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
 from ..formats.base import IntegerCodes, register_templates
+from ..formats.gguf.fp4 import VALUES as FP4
+from ..formats.gguf.search import IQ4_BYTES
 from ..formats.integer_codes import INNER, NOTHING, OFFSETS, ZERO_POINTS
 from ..ops import source, widen
 from . import int8, integer_activations as tokens_of
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, token_planes
 from .integer_activations import NUMBERS, Q8_BLOCK
-from .integers import PRODUCT, WEIGHT, codes_of, weight_argument, why_not
+from .integers import PRODUCT, WEIGHT, codes_of, stored_codes, weight_argument, why_not
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route
 
 #: How ``stream_integers`` cuts its work: warps of a team, teams of a thread block; phases, in which all warps of a team
@@ -58,11 +60,35 @@ CUT = Struct(
 )
 # Units that share a scale, where those of a row do: more than a row has.
 _ALL_UNITS = 1 << 20
+
+
+def pairs_of(values: np.ndarray) -> tuple[int, ...]:
+    """Two bytes for each of 16 values, which add up to it, as words of a constant: those of the lower eight, then of
+    the upper ones.
+
+    A kernel permutes bytes by codes. Where the highest bit of a code is set it gets, in place of a lower byte, eight
+    times the highest bit of that: 0 or -1; where it is not set, the same of the upper byte. So each byte is what makes
+    up for that, and has a sign that agrees with it.
+    """
+    both = []
+    for low, high in zip(values[:8].tolist(), values[8:].tolist(), strict=True):
+        of_low, of_high = -int(low < 0), -int(high < 0)
+        both.append((low - of_high, high - of_low))
+    lower, upper = np.array(both, np.int8).T
+    assert ((lower < 0) == (values[:8] < 0)).all() and ((upper < 0) == (values[8:] < 0)).all()
+    return tuple(int(word) for half in (lower, upper) for word in np.ascontiguousarray(half).view("<i4"))
+
+
 _SIZES = Constants(
     NEIGHBOURS4=0,
     HALVES4=1,
     PAIRS4=2,
     BYTES8=3,
+    MINIMA4=4,
+    TABLE4=5,
+    TABLE_HALVES4=6,
+    FP4_PAIRS=pairs_of(FP4),
+    IQ4_PAIRS=pairs_of(IQ4_BYTES),
     STREAM_THREADS=512,
     SHARE_OF_EIGHT=512,
     SHARE_OF_SIXTEEN=1024,
@@ -76,7 +102,9 @@ _SIZES = Constants(
     FEW_REGISTERS=4096,
 )
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
-_GGUF = "HALVES4", "PAIRS4"
+_GGUF = "HALVES4", "PAIRS4", "MINIMA4", "TABLE4", "TABLE_HALVES4"
+# ... whose scales are read by blocks of 256.
+_BLOCKS, _BLOCK = _GGUF[2:], 256
 _WHOLE = 0, _SIZES.SHARES
 _UNITS = *_WHOLE, 32, 64, 128, _SIZES.LONG_UNIT
 MOST_TOKENS, _ROWS, _WARPS = 16, 16, _SIZES.STREAM_THREADS // 32
@@ -124,7 +152,10 @@ class Flavour:
             return int(NUMBERS.OWN_BYTES)
         if self.codes == "NEIGHBOURS4":
             return int(NUMBERS.NIBBLES if self.unit in (32, 64) else NUMBERS.OWN_NIBBLES)
-        return int(NUMBERS.HALVES if self.codes == "HALVES4" else NUMBERS.IN_TURN)
+        if self.codes == "TABLE_HALVES4":
+            return int(NUMBERS.HALVES_IN_TURN)
+        halves = self.codes in ("HALVES4", "MINIMA4") or self.unit == 16
+        return int(NUMBERS.HALVES if halves else NUMBERS.IN_TURN)
 
     def text(self, eights: int) -> str:
         """The arguments of the template."""
@@ -134,7 +165,7 @@ class Flavour:
     @property
     def layout_name(self) -> str:
         """`layout` by its name."""
-        names = "IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES"
+        names = "IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES", "HALVES_IN_TURN"
         return next(name for name in names if getattr(NUMBERS, name) == self.layout)
 
     def warp_bytes(self, eights: int) -> tuple[int, int]:
@@ -147,13 +178,17 @@ class Flavour:
             blocks = share // 256
             minima, sums = blocks * (_ROWS + int(_SIZES.MINIMA_OF_BLOCK)), blocks * eights * 128
             return 4 * (units * _ROWS + minima), 4 * (units * 8 * eights * self.blocked + sums)
+        if self.codes in _BLOCKS:
+            blocks = (self.codes == "MINIMA4") * (share // _BLOCK)
+            minima, sums = blocks * int(_SIZES.MINIMA_OF_BLOCK), blocks * eights * 128
+            return 4 * (units * _ROWS + minima), 4 * (share // Q8_BLOCK * 8 * eights + sums)
         beside = self.added != "NOTHING"
         return units * _ROWS * (8 if beside else 4), units * 8 * eights * 4 * (self.blocked + beside)
 
     @property
     def sums(self) -> int:
         """Elements of a token whose codes have a sum; 0 for all of them."""
-        return int(_SIZES.LONG_UNIT) if self.unit == _SIZES.SHARES else self.unit
+        return int(_SIZES.LONG_UNIT) if self.unit == _SIZES.SHARES else Q8_BLOCK if self.unit == 16 else self.unit
 
     def token_bytes(self, depth: int) -> int:
         """Of shared memory of a token that the block quantizes: codes, scales, sums."""
@@ -192,6 +227,14 @@ def _flavours() -> tuple[Flavour, ...]:
     ]
     for codes, beside in (("HALVES4", "NOTHING"), ("PAIRS4", "OFFSETS")):
         found += [Flavour(codes, 32, beside, blocked, beside == "NOTHING") for blocked in (False, True)]
+    found.append(Flavour("MINIMA4", 32, "OFFSETS", True, False))
+    for codes, unit, beside in (
+        ("TABLE4", 32, "NOTHING"),
+        ("TABLE4", 16, "NOTHING"),
+        ("TABLE_HALVES4", 32, "NOTHING"),
+        ("TABLE_HALVES4", 32, "INNER"),
+    ):
+        found.append(Flavour(codes, unit, beside, True, True))
     return tuple(found)
 
 
@@ -221,13 +264,18 @@ _FEW = Template(
 register_templates(_TEMPLATE, _template(False), _FEW)
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
+_TABLES = {1: "TABLE4", 16: "TABLE_HALVES4"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
 
 
 def flavour_of(part: IntegerCodes, blocked: bool) -> Flavour | None:
     """The instance for codes and activations; None where there is none."""
+    if part.table:
+        return Flavour(_TABLES[part.width], part.group, part.added.upper(), True, True) if blocked else None
     codes = _CODES.get((part.bits, part.width))
     group = part.group
+    if codes == "HALVES4" and part.added == OFFSETS:
+        return Flavour("MINIMA4", group, "OFFSETS", True, False) if blocked else None
     unit = Q8_BLOCK if blocked else _SIZES.SHARES if group and group % _SIZES.SHARES == 0 else group
     if codes is None or unit not in _UNITS or (blocked and group % Q8_BLOCK):
         return None
@@ -457,10 +505,12 @@ def multiply(
         single = _xp.namespace(out).empty(out.shape, np.float32)
     quantized = isinstance(x, QuantizedArray)
     blocked = preset == "q8_1" and not quantized
-    part = codes_of(q.format, q.shape, q.lead)
+    part = stored_codes(q.format, q.shape, q.lead)
     assert part is not None
     device, together = out.data.device_id, 1 if ids is not None else tokens
     taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
+    if part.table and taken.data.ptr % 16:  # of these there is no other launch that quantizes
+        taken = taken.copy()
     aligned = not quantized and taken.data.ptr % 16 == 0
     plan = _plan(part, blocked, together, rows, depth, device, products if ids is not None else 1, aligned)
     padded, step, own, codes, sums, scales = tokens_of.padded_of(tokens), 1, (0, 0), 0, 0, 0
@@ -510,7 +560,10 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
         return f"it has no kernel for codes of {part.bits} bits in groups of {part.group}"
     if not depth or depth % 32 or problem.stored.codes < MOST_ALIGNED or problem.stored.scales < 4:
         return f"K must be a multiple of 32, and the planes start at multiples of {MOST_ALIGNED} and 4 bytes"
-    if flavour.codes == "HALVES4" and _in_pieces(part) and problem.stored.scales < MOST_ALIGNED:
+    if flavour.codes in _BLOCKS and depth % _BLOCK:
+        return f"rows of {depth} elements are not whole blocks of {_BLOCK}"
+    pieces = flavour.codes in _BLOCKS or (flavour.codes == "HALVES4" and _in_pieces(part))
+    if pieces and problem.stored.scales < MOST_ALIGNED:
         return f"scales are read in pieces, and do not start at a multiple of {MOST_ALIGNED} bytes"
     if rows * max(problem.experts, 1) >= 1 << 30 or depth > _MOST_DEPTH:
         return "numbers of 32 bits do not reach through the rows"
@@ -546,7 +599,7 @@ class IntegerStream(Route):
         return why_not_streamed(problem, part, problem.device)
 
     def cost(self, problem: Problem) -> float:
-        part = codes_of(problem.format, problem.shape, problem.stored.lead)
+        part = stored_codes(problem.format, problem.shape, problem.stored.lead)
         flavour = None if part is None else flavour_of(part, problem.activations == "q8_1")
         fraction = _FRACTION if problem.tokens <= 8 else _MORE_FRACTION
         if flavour is not None and flavour.unit == _SIZES.SHARES:

@@ -24,6 +24,7 @@ from .decoded import Decoded
 from .fused import TOKENS
 from .generic import Generic
 from .integer_activations import NUMBERS, Q8_BLOCK, floats_of, padded_of, pitch_of, quantize_host, quantize_into
+from .integer_stream import MOST_TOKENS as STREAMED, IntegerStream, why_not_streamed
 from .records import MOST_TOKENS, RecordKernel, record_kernel, record_refusal, staged_cost
 from .routes import Problem, Product, Route, choices
 from .small_batch import FewKernel, SmallBatch
@@ -131,6 +132,26 @@ class StagedFew(SmallBatch):
 
     def _kernel(self, problem: Problem, blocked: bool = True) -> FewKernel:
         return super()._kernel(problem, blocked)
+
+
+class StagedStream(IntegerStream):
+    """Quantize tokens, and multiply them on integer tensor cores by what codes stand for, read in place."""
+
+    name = "staged_stream"
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.activations != "q8_1":
+            return 'it quantizes activations: ask for activations="q8_1"'
+        if problem.device is None:
+            return "the arrays are in host memory"
+        if problem.experts or problem.stored.lead:
+            return "it is for one weight"
+        part = problem.format.staged_codes(problem.shape)
+        if part is None:
+            return f"codes of {problem.format} are no places in a table of integers, nor have they minima"
+        if problem.tokens > STREAMED:
+            return f"it is for up to {STREAMED} tokens"
+        return why_not_streamed(problem, part, problem.device)
 
 
 class StagedRecords(Route):
