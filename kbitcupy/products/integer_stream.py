@@ -10,6 +10,7 @@ terms of units added in another order, which is the same every time, and multipl
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,7 @@ from ..backend.launch import Kernel, Planned, capability, multiprocessors, share
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
 from ..formats.base import IntegerCodes, register_templates
-from ..formats.gguf.fp4 import VALUES as FP4
-from ..formats.gguf.search import IQ4_BYTES
-from ..formats.integer_codes import INNER, NOTHING, OFFSETS, ZERO_POINTS
+from ..formats.integer_codes import FP4, INNER, IQ4, NOTHING, OFFSETS, ZERO_POINTS
 from ..ops import source, widen
 from . import int8, integer_activations as tokens_of
 from .activations import FLOATS
@@ -62,7 +61,7 @@ CUT = Struct(
 _ALL_UNITS = 1 << 20
 
 
-def pairs_of(values: np.ndarray) -> tuple[int, ...]:
+def pairs_of(values: Sequence[int]) -> tuple[int, ...]:
     """Two bytes for each of 16 values, which add up to it, as words of a constant: those of the lower eight, then of
     the upper ones.
 
@@ -71,12 +70,12 @@ def pairs_of(values: np.ndarray) -> tuple[int, ...]:
     up for that, and has a sign that agrees with it.
     """
     both = []
-    for low, high in zip(values[:8].tolist(), values[8:].tolist(), strict=True):
+    for low, high in zip(values[:8], values[8:], strict=True):
         of_low, of_high = -int(low < 0), -int(high < 0)
         both.append((low - of_high, high - of_low))
-    lower, upper = np.array(both, np.int8).T
-    assert ((lower < 0) == (values[:8] < 0)).all() and ((upper < 0) == (values[8:] < 0)).all()
-    return tuple(int(word) for half in (lower, upper) for word in np.ascontiguousarray(half).view("<i4"))
+    halves = np.array(both, np.int8).T
+    assert ((halves < 0) == (np.reshape(values, (2, 8)) < 0)).all()
+    return tuple(int(word) for half in halves for word in np.ascontiguousarray(half).view("<i4"))
 
 
 _SIZES = Constants(
@@ -88,7 +87,7 @@ _SIZES = Constants(
     TABLE4=5,
     TABLE_HALVES4=6,
     FP4_PAIRS=pairs_of(FP4),
-    IQ4_PAIRS=pairs_of(IQ4_BYTES),
+    IQ4_PAIRS=pairs_of(IQ4),
     STREAM_THREADS=512,
     SHARE_OF_EIGHT=512,
     SHARE_OF_SIXTEEN=1024,
@@ -146,6 +145,11 @@ class Flavour:
     signed: bool
 
     @property
+    def eights(self) -> tuple[int, ...]:
+        """Tokens of instances, in eights."""
+        return (2,) if self.added == "INNER" else (1, 2)
+
+    @property
     def layout(self) -> int:
         """Where codes of tokens lie."""
         if self.unit != 32 and self.codes == "BYTES8":
@@ -154,8 +158,7 @@ class Flavour:
             return int(NUMBERS.NIBBLES if self.unit in (32, 64) else NUMBERS.OWN_NIBBLES)
         if self.codes == "TABLE_HALVES4":
             return int(NUMBERS.HALVES_IN_TURN)
-        halves = self.codes in ("HALVES4", "MINIMA4") or self.unit == 16
-        return int(NUMBERS.HALVES if halves else NUMBERS.IN_TURN)
+        return int(NUMBERS.HALVES if self.codes in ("HALVES4", "MINIMA4") else NUMBERS.IN_TURN)
 
     def text(self, eights: int) -> str:
         """The arguments of the template."""
@@ -179,16 +182,16 @@ class Flavour:
             minima, sums = blocks * (_ROWS + int(_SIZES.MINIMA_OF_BLOCK)), blocks * eights * 128
             return 4 * (units * _ROWS + minima), 4 * (units * 8 * eights * self.blocked + sums)
         if self.codes in _BLOCKS:
-            blocks = (self.codes == "MINIMA4") * (share // _BLOCK)
+            blocks = share // _BLOCK if self.codes == "MINIMA4" else 0
             minima, sums = blocks * int(_SIZES.MINIMA_OF_BLOCK), blocks * eights * 128
-            return 4 * (units * _ROWS + minima), 4 * (share // Q8_BLOCK * 8 * eights + sums)
+            return 4 * (units * _ROWS + minima), 4 * (units * 8 * eights + sums)
         beside = self.added != "NOTHING"
         return units * _ROWS * (8 if beside else 4), units * 8 * eights * 4 * (self.blocked + beside)
 
     @property
     def sums(self) -> int:
         """Elements of a token whose codes have a sum; 0 for all of them."""
-        return int(_SIZES.LONG_UNIT) if self.unit == _SIZES.SHARES else Q8_BLOCK if self.unit == 16 else self.unit
+        return int(_SIZES.LONG_UNIT) if self.unit == _SIZES.SHARES else self.unit
 
     def token_bytes(self, depth: int) -> int:
         """Of shared memory of a token that the block quantizes: codes, scales, sums."""
@@ -228,13 +231,8 @@ def _flavours() -> tuple[Flavour, ...]:
     for codes, beside in (("HALVES4", "NOTHING"), ("PAIRS4", "OFFSETS")):
         found += [Flavour(codes, 32, beside, blocked, beside == "NOTHING") for blocked in (False, True)]
     found.append(Flavour("MINIMA4", 32, "OFFSETS", True, False))
-    for codes, unit, beside in (
-        ("TABLE4", 32, "NOTHING"),
-        ("TABLE4", 16, "NOTHING"),
-        ("TABLE_HALVES4", 32, "NOTHING"),
-        ("TABLE_HALVES4", 32, "INNER"),
-    ):
-        found.append(Flavour(codes, unit, beside, True, True))
+    for codes, beside in (("TABLE4", "NOTHING"), ("TABLE_HALVES4", "NOTHING"), ("TABLE_HALVES4", "INNER")):
+        found.append(Flavour(codes, 32, beside, True, True))
     return tuple(found)
 
 
@@ -245,7 +243,7 @@ def _template(hot: bool) -> Template:
         for f in _flavours()
         if hot == (f.unit not in (32, 64) or (f.blocked and (f.codes in _GGUF or f.added == "NOTHING")))
     )
-    texts = tuple(flavour.text(eights) for flavour in found for eights in (1, 2))
+    texts = tuple(flavour.text(eights) for flavour in found for eights in flavour.eights)
     structs = BIAS_KINDS, NUMBERS, PRODUCT, _SIZES, WEIGHT, CUT
     return Template("linear/integer_stream.cu", "stream_integers", (texts,), hot=hot, structs=structs, least=_OLDEST)
 
@@ -506,7 +504,7 @@ def multiply(
     quantized = isinstance(x, QuantizedArray)
     blocked = preset == "q8_1" and not quantized
     part = stored_codes(q.format, q.shape, q.lead)
-    assert part is not None
+    assert part is not None and not (part.table and quantized)
     device, together = out.data.device_id, 1 if ids is not None else tokens
     taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
     if part.table and taken.data.ptr % 16:  # of these there is no other launch that quantizes
@@ -560,8 +558,12 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
         return f"it has no kernel for codes of {part.bits} bits in groups of {part.group}"
     if not depth or depth % 32 or problem.stored.codes < MOST_ALIGNED or problem.stored.scales < 4:
         return f"K must be a multiple of 32, and the planes start at multiples of {MOST_ALIGNED} and 4 bytes"
-    if flavour.codes in _BLOCKS and depth % _BLOCK:
-        return f"rows of {depth} elements are not whole blocks of {_BLOCK}"
+    eights = 1 if problem.experts else -(-problem.tokens // 8)
+    if eights not in flavour.eights:
+        return f"it has no kernel for up to 8 tokens and inner scales beside codes of {problem.format}"
+    whole = 0 if flavour.codes not in _BLOCKS else 2 * _BLOCK if flavour.added == "INNER" else _BLOCK
+    if whole and depth % whole:
+        return f"rows of {depth} elements are not whole blocks of {whole}"
     pieces = flavour.codes in _BLOCKS or (flavour.codes == "HALVES4" and _in_pieces(part))
     if pieces and problem.stored.scales < MOST_ALIGNED:
         return f"scales are read in pieces, and do not start at a multiple of {MOST_ALIGNED} bytes"
@@ -571,7 +573,6 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
         return "it needs a GPU of compute capability 8.0"
     if not gpu.copies_tiles:
         return "the driver makes no tensor maps"
-    eights = 1 if problem.experts else -(-problem.tokens // 8)
     shares = shares_of(part, flavour, eights)
     cut = choose_cut(flavour, eights, rows, depth, gpu.multiprocessors, gpu.shared_memory, shares)
     return None if cut else "the device has too little shared memory"
@@ -599,7 +600,7 @@ class IntegerStream(Route):
         return why_not_streamed(problem, part, problem.device)
 
     def cost(self, problem: Problem) -> float:
-        part = stored_codes(problem.format, problem.shape, problem.stored.lead)
+        part = codes_of(problem.format, problem.shape, problem.stored.lead)
         flavour = None if part is None else flavour_of(part, problem.activations == "q8_1")
         fraction = _FRACTION if problem.tokens <= 8 else _MORE_FRACTION
         if flavour is not None and flavour.unit == _SIZES.SHARES:

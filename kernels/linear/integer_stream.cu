@@ -31,11 +31,11 @@
 
 // Of the host, ahead of this source: struct IntegerWeight and struct Cut; numbers of `added`, of dtypes, of codes
 // (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8, and of what has blocks of 256 as Blocks: MINIMA4 as HALVES4; TABLE4 as
-// NEIGHBOURS4 and TABLE_HALVES4 as HALVES4, into a table), of units (SHARES, LONG_UNIT) and of a bias; STREAM_THREADS, the most of a
-// block; of eight tokens SHARE_OF_EIGHT, of sixteen SHARE_OF_SIXTEEN, k of a warp; FEW_REGISTERS for a block that
-// quantizes tokens (linear/integer_tokens.cu). SUMS_RING tiles have room for their sums, which are added up SUMS_LATER
-// tiles later. MINIMA_OF_BLOCK words for the minima of 256 k of q4_k, those of a unit MINIMA_STEP words behind those of
-// the one before: so lanes meet in no bank.
+// NEIGHBOURS4 and TABLE_HALVES4 as HALVES4, into a table), of units (SHARES, LONG_UNIT) and of a bias; STREAM_THREADS,
+// the most of a block; of eight tokens SHARE_OF_EIGHT, of sixteen SHARE_OF_SIXTEEN, k of a warp; FEW_REGISTERS for a
+// block that quantizes tokens (linear/integer_tokens.cu). SUMS_RING tiles have room for their sums, which are added up
+// SUMS_LATER tiles later. MINIMA_OF_BLOCK words for the minima of 256 k of q4_k, those of a unit MINIMA_STEP words
+// behind those of the one before: so lanes meet in no bank.
 constexpr int ROWS_OF_TILE = 16, ROW_BYTES = 128, SLOT_BYTES = ROWS_OF_TILE * ROW_BYTES, MMA_K = 32;
 
 // Whether codes are copied by TMA; not where ptxas gives such kernels a stack.
@@ -65,15 +65,6 @@ __device__ __forceinline__ void mma_from(
             "{%10, %11, %12, %13};"
             : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
-#endif
-}
-
-// ... for a of 16 x 16 signed bytes and b of 16 x 8.
-__device__ __forceinline__ void mma_short_from(int (&d)[4], unsigned a0, unsigned a1, unsigned b, const int (&c)[4]) {
-#if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a0), "r"(a1), "r"(b), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 #endif
 }
 
@@ -187,21 +178,16 @@ __device__ __forceinline__ constexpr int most_threads(int unit, int eights) {
     return share_of(unit, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
 }
 
-// What codes are places in, where there is such a table: a word of each half in a register, beside a constant one. The
-// compiler would bring a number there anew for each use that is a constant, or the same for a warp.
-__device__ __forceinline__ unsigned of_each_lane(unsigned v) {
-    return __shfl_sync(FULL_WARP, threadIdx.x % WARP == 0 ? v : threadIdx.x, 0);
-}
-template <int CODES, bool = CODES == TABLE4 || CODES == TABLE_HALVES4>
-struct Pairs {};
-template <int CODES>
-struct Pairs<CODES, true> {
+// What codes are places in, where there is such a table: for each value two bytes, which are added up (pairs_of in
+// kbitcupy/products/integer_stream.py). Of each half of them a word is KEPT in a register, beside a constant one, where
+// one is left: by way of a shuffle, since the compiler would bring a constant there anew for each use.
+template <int CODES, bool KEPT>
+struct Pairs {
     static constexpr bool FP4 = CODES == TABLE4;
-    unsigned lower = of_each_lane(FP4 ? FP4_PAIRS[0] : IQ4_PAIRS[0]);
-    unsigned upper = of_each_lane(FP4 ? FP4_PAIRS[2] : IQ4_PAIRS[2]);
+    unsigned lower = first_word(FP4 ? FP4_PAIRS[0] : IQ4_PAIRS[0]);
+    unsigned upper = first_word(FP4 ? FP4_PAIRS[2] : IQ4_PAIRS[2]);
 
-    // Of four codes, the lowest nibbles of words, the bytes of either half; see pairs_of in
-    // kbitcupy/products/integer_stream.py.
+    // Of four codes, the lowest nibbles of a word, the bytes of either half.
     __device__ __forceinline__ unsigned lower_of(unsigned codes) const {
         return permuted(lower, FP4 ? FP4_PAIRS[1] : IQ4_PAIRS[1], codes);
     }
@@ -214,11 +200,17 @@ struct Pairs<CODES, true> {
         asm("xor.b32 %0, %1, 0x88888888;" : "=r"(v) : "r"(codes));
         return v;
     }
+
+  private:
+    __device__ __forceinline__ static unsigned first_word(unsigned v) {
+        if constexpr (KEPT) return __shfl_sync(FULL_WARP, threadIdx.x % WARP == 0 ? v : threadIdx.x, 0);
+        else return v;
+    }
 };
 
 // Where codes of a slot of the ring lie, and how they become fragments.
 //     SHARE     k of a warp
-//     WIDE, PAIR, a word, or, of units of 16, half a word: what a lane reads at a time of a row, WORDS of them
+//     WIDE, PAIR, or a word: what a lane reads at a time of a row
 //     STEPS     mma of a slot
 //     TABLE     whether codes are places in a table; of each there are PARTS bytes, which are added up
 //     MINIMA    whether units have minima, which are multiplied by sums of tokens for 256 k at once
@@ -227,8 +219,7 @@ template <int CODES, int UNIT, int EIGHTS>
 struct Slot {
     static constexpr bool BYTES = CODES == BYTES8, INNER = CODES == PAIRS4, MINIMA = INNER || CODES == MINIMA4;
     static constexpr bool TABLE = CODES == TABLE4 || CODES == TABLE_HALVES4, BLOCKS = TABLE || CODES == MINIMA4;
-    static constexpr bool SIXTEENS = UNIT == 16;
-    static constexpr int WORDS = SIXTEENS ? 16 : 8, PARTS = TABLE ? 2 : 1;
+    static constexpr int PARTS = TABLE ? 2 : 1;
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
     static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
@@ -249,7 +240,7 @@ struct Slot {
     }
 
     // A lane's words of its two rows, `at` being the address of the first of them.
-    __device__ __forceinline__ static void read(unsigned (&word)[2][WORDS], unsigned at, int row, int t) {
+    __device__ __forceinline__ static void read(unsigned (&word)[2][8], unsigned at, int row, int t) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const unsigned from = at + h * (SLOT_BYTES / 2);
@@ -261,10 +252,6 @@ struct Slot {
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     to_words(word[h] + 2 * j, shared_at<uint2>(from + ((2 * j + t / 2) ^ row) * 16 + t % 2 * 8));
-            } else if constexpr (SIXTEENS) {
-#pragma unroll
-                for (int j = 0; j < 16; ++j)
-                    word[h][j] = shared_at<unsigned short>(from + (j / 2 ^ row) * 16 + j % 2 * 8 + t * 2);
             } else {
 #pragma unroll
                 for (int j = 0; j < 8; ++j) word[h][j] = shared_at<unsigned>(from + (j ^ row) * 16 + t * 4);
@@ -273,11 +260,11 @@ struct Slot {
     }
 
     // A word of each load: ptxas issues them in any order, so that none is known to arrive last.
-    __device__ __forceinline__ static unsigned bits_read(const unsigned (&word)[2][WORDS]) {
+    __device__ __forceinline__ static unsigned bits_read(const unsigned (&word)[2][8]) {
         constexpr int AT_ONCE = WIDE ? 4 : PAIR ? 2 : 1;
         unsigned bits = 0;
 #pragma unroll
-        for (int j = 0; j < WORDS; j += AT_ONCE) bits |= word[0][j] | word[1][j];
+        for (int j = 0; j < 8; j += AT_ONCE) bits |= word[0][j] | word[1][j];
         return bits;
     }
 
@@ -286,14 +273,15 @@ struct Slot {
     __device__ __forceinline__ static constexpr bool low(int s) { return INNER && s % 2 == 0; }
 
     // The a of mma number s.
+    template <typename Pairs>
     __device__ __forceinline__ static void fragment(
-        unsigned (&parts)[PARTS][4], const unsigned (&word)[2][WORDS], int s, unsigned flip, const Pairs<CODES>& pairs) {
+        unsigned (&parts)[PARTS][4], const unsigned (&word)[2][8], int s, unsigned flip, const Pairs& pairs) {
         constexpr unsigned HIGH = 0xf0f0f0f0u, LOW = 0x0f0f0f0fu;
         unsigned (&a)[4] = parts[0];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if constexpr (TABLE) {
-                look_up(parts, word[h], s, h, pairs);
+                look_up(parts, word[h][s], h, pairs);
             } else if constexpr (BYTES) {
                 a[h] = word[h][2 * s] ^ flip, a[h + 2] = word[h][2 * s + 1] ^ flip;
             } else if constexpr (CODES == PAIRS4) {
@@ -306,14 +294,13 @@ struct Slot {
     }
 
   private:
-    // What the table has for a row's codes, in the order of their nibbles.
+    // What the table has for eight codes of a row, in the order of their nibbles.
+    template <typename Pairs>
     __device__ __forceinline__ static void look_up(
-        unsigned (&parts)[PARTS][4], const unsigned (&word)[WORDS], int s, int h, const Pairs<CODES>& pairs) {
-        const unsigned first = word[SIXTEENS ? 2 * s : s], second = SIXTEENS ? word[2 * s + 1] : first >> 16;
-        parts[0][h] = pairs.lower_of(first), parts[0][h + 2] = pairs.lower_of(second);
-        const unsigned turned = pairs.turned(first);
-        parts[1][h] = pairs.upper_of(turned);
-        parts[1][h + 2] = pairs.upper_of(SIXTEENS ? pairs.turned(second) : turned >> 16);
+        unsigned (&parts)[PARTS][4], unsigned codes, int h, const Pairs& pairs) {
+        const unsigned turned = pairs.turned(codes);
+        parts[0][h] = pairs.lower_of(codes), parts[0][h + 2] = pairs.lower_of(codes >> 16);
+        parts[1][h] = pairs.upper_of(turned), parts[1][h + 2] = pairs.upper_of(turned >> 16);
     }
 };
 
@@ -453,34 +440,30 @@ struct Scales {
 // ... those of blocks of 256 k, of which a row has a whole number; a lane has those of half a share.
 //
 //     MINIMA4          d and m of 32, halves; behind the scales of units their minima, as those of q4_k
-//     TABLE4           a byte: of 32 the e of 2^(e - 128), of 16 a float of 8 bits that counts half
+//     TABLE4           of 32 a byte: the e of 2^(e - 128)
 //     TABLE_HALVES4    of 32 a half; INNER_: of 256 a half, of 32 six bits less 32, four of them in `beside` and two in
 //                      `high`
-template <typename Of, int CODES, int UNIT, bool INNER_>
+template <typename Of, int CODES, bool INNER_>
 struct BlockScales {
-    static constexpr int SHARE = Of::SHARE, UNITS = SHARE / UNIT, EACH = 256 / UNIT, BLOCKS = SHARE / 256, WORDS = 1;
-    static constexpr int OF_LANE = BLOCKS / 2, FACTORS = 0, MINIMA = UNITS * ROWS_OF_TILE;
+    static constexpr int SHARE = Of::SHARE, EACH = 8, BLOCKS = SHARE / 256, WORDS = 1;  // units of a block
+    static constexpr int OF_LANE = BLOCKS / 2, FACTORS = 0, MINIMA = BLOCKS * EACH * ROWS_OF_TILE;
     static constexpr int BYTES = (MINIMA + (Of::MINIMA ? BLOCKS * MINIMA_OF_BLOCK : 0)) * 4;
-    static constexpr int RAW = Of::MINIMA ? 8 : INNER_ || (CODES == TABLE4 && UNIT == 32) ? 2 : 4;  // words of a block
+    static constexpr int RAW = Of::MINIMA ? 8 : INNER_ ? 1 : CODES == TABLE4 ? 2 : 4;  // words of a block
     static_assert(SHARE % 512 == 0, "a lane has whole blocks of 256");
     unsigned raw[OF_LANE][RAW];
+    unsigned narrow[INNER_ ? 2 : 1];  // with INNER_ the halves of all blocks of the lane, and their upper bits
 
     // See Scales.
-    __device__ __forceinline__ void load(
-        const IntegerWeight& w, const Cut&, unsigned row, int k, int depth, int half) {
+    __device__ __forceinline__ void load(const IntegerWeight& w, const Cut&, unsigned row, int k, int depth, int half) {
+        if constexpr (INNER_) {
+            load_inner(w, row, k + half * OF_LANE * 256, depth);
+        } else {
 #pragma unroll
-        for (int b = 0; b < OF_LANE; ++b) {
-            const int at = k + (half * OF_LANE + b) * 256;
+            for (int b = 0; b < OF_LANE; ++b) {
+                const int at = k + (half * OF_LANE + b) * 256;
 #pragma unroll
-            for (int i = 0; i < RAW; ++i) raw[b][i] = 0;
-            if (at >= depth) continue;
-            const unsigned long long block =
-                static_cast<unsigned long long>(row) * (static_cast<unsigned>(depth) / 256) + at / 256;
-            if constexpr (INNER_) {
-                raw[b][0] = load_entry(w.scales, 2, block) | load_entry(w.high, 2, block) << 16;
-                raw[b][1] = load_word(w.beside + 4 * block);
-            } else {
-                load_words(raw[b], w.scales + 4 * RAW * block);
+                for (int i = 0; i < RAW; ++i) raw[b][i] = 0;
+                if (at < depth) load_words(raw[b], w.scales + 4 * RAW * place_of_block(row, at, depth));
             }
         }
     }
@@ -491,7 +474,7 @@ struct BlockScales {
             const int block = half * OF_LANE + b;
             float* const scales = to + block * EACH * ROWS_OF_TILE + place_of(row);
             const auto put = [&](int unit, float scale) { scales[unit * ROWS_OF_TILE] = scale; };
-            const unsigned(&r)[RAW] = raw[b];
+            const unsigned (&r)[RAW] = raw[b];
             if constexpr (Of::MINIMA) {
                 float* const minima = to + MINIMA + block * MINIMA_OF_BLOCK + Of::lanes(row) * 2 + row / 8;
 #pragma unroll
@@ -500,48 +483,50 @@ struct BlockScales {
                     minima[i * MINIMA_STEP] = to_float(Word<__half>::element(r[i], 1));
                 }
             } else if constexpr (INNER_) {
-                store_inner(put, r);
+                store_inner(put, b);
             } else if constexpr (CODES == TABLE_HALVES4) {
 #pragma unroll
                 for (int i = 0; i < EACH; ++i) put(i, to_float(Word<__half>::element(r[i / 2], i % 2)));
-            } else if constexpr (UNIT == 32) {
+            } else {
 #pragma unroll
                 for (int i = 0; i < EACH; ++i) put(i, power_of(r[i / 4] >> i % 4 * 8 & 255u));
-            } else {
-                store_small_floats(put, r);
             }
         }
     }
 
   private:
+    // Among those of all rows the one with element `at` of a row.
+    __device__ __forceinline__ static unsigned long long place_of_block(unsigned row, int at, int depth) {
+        return static_cast<unsigned long long>(row) * (static_cast<unsigned>(depth) / 256) + at / 256;
+    }
+
     // 2^(e - 128), which may be subnormal.
     __device__ __forceinline__ static float power_of(unsigned e) {
         return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
     }
 
-    template <typename P>
-    __device__ __forceinline__ static void store_inner(const P& put, const unsigned (&r)[RAW]) {
-        // Upper bits of two sub-blocks in each byte, then those of the even ones and of the odd ones.
-        const unsigned spread = __byte_perm(r[0], 0, 0x4342), high = (spread | spread << 4) & 0x0f0f0f0fu;
-        const unsigned scale[2] = {
-            (r[1] & 0x0f0f0f0fu) | (high << 4 & 0x30303030u), (r[1] >> 4 & 0x0f0f0f0fu) | (high << 2 & 0x30303030u)};
-        const float d = to_float(Word<__half>::element(r[0], 0));
+    // All blocks of the lane, which are in the row or not. What is loaded is not put together here: that would wait for
+    // it.
+    __device__ __forceinline__ void load_inner(const IntegerWeight& w, unsigned row, int at, int depth) {
+        const unsigned long long place = place_of_block(row, at, depth);
+        const bool there = at < depth;
+        static_assert(OF_LANE <= 2, "halves fill a word");
+        narrow[0] = load_if<2 * OF_LANE>(w.scales + 2 * place, there);
+        narrow[1] = load_if<2 * OF_LANE>(w.high + 2 * place, there);
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) put(i, ieee::multiply(d, __fsub_rn(raised(scale[i % 2], i / 2), 8388640.0f)));
+        for (int b = 0; b < OF_LANE; ++b) raw[b][0] = load_if<4>(w.beside + 4 * (place + b), there);
     }
 
-    // As halves they count 2^-8 of what they are, and what is asked for is half of it. 0x7f is 0, 0xff is not.
     template <typename P>
-    __device__ __forceinline__ static void store_small_floats(const P& put, const unsigned (&r)[RAW]) {
+    __device__ __forceinline__ void store_inner(const P& put, int b) const {
+        // Upper bits of two sub-blocks in each byte, then those of the even ones and of the odd ones.
+        const unsigned spread = __byte_perm(narrow[1], 0, b ? 0x4342 : 0x4140), low = raw[b][0];
+        const unsigned high = (spread | spread << 4) & 0x0f0f0f0fu;
+        const unsigned scale[2] = {
+            (low & 0x0f0f0f0fu) | (high << 4 & 0x30303030u), (low >> 4 & 0x0f0f0f0fu) | (high << 2 & 0x30303030u)};
+        const float d = to_float(Word<__half>::element(narrow[0], b));
 #pragma unroll
-        for (int i = 0; i < RAW; ++i) {
-            const unsigned low = r[i] & 0x7f7f7f7fu, none = (low + 0x01010101u) & ~r[i] & 0x80808080u;
-            const unsigned bits = low & ~(none - (none >> 7));
-            const unsigned two[2] = {__byte_perm(bits, 0, 0x1404) >> 1, __byte_perm(bits, 0, 0x3424) >> 1};
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                put(4 * i + j, ieee::multiply(to_float(Word<__half>::element(two[j / 2], j % 2)), 128.0f));
-        }
+        for (int i = 0; i < EACH; ++i) put(i, ieee::multiply(d, __fsub_rn(raised(scale[i % 2], i / 2), 8388640.0f)));
     }
 
     // Byte i of a word, more by 2^23.
@@ -552,11 +537,11 @@ struct BlockScales {
 
 template <typename Of, int CODES, int UNIT, int ADDED_, bool = Of::BLOCKS>
 struct ScalesOf {
-    using Type = Scales<Of, UNIT == SHARES ? 0 : UNIT, ADDED_, CODES == HALVES4>;
+    using Type = Scales<Of, UNIT, ADDED_, CODES == HALVES4>;
 };
 template <typename Of, int CODES, int UNIT, int ADDED_>
 struct ScalesOf<Of, CODES, UNIT, ADDED_, true> {
-    using Type = BlockScales<Of, CODES, UNIT, ADDED_ == INNER>;
+    using Type = BlockScales<Of, CODES, ADDED_ == INNER>;
 };
 
 // What a warp reads of a weight, in the order in which it does: boxes of codes, as far ahead as its ring reaches.
@@ -727,7 +712,8 @@ __device__ __forceinline__ int place_of_sum(int unit, int token, int eights) {
 template <typename Of, int UNIT, int ADDED_, bool Q8, int EIGHTS>
 struct Records {
     using Entry = Record<ADDED_, Q8>;
-    static constexpr bool ANY = UNIT != 0 && (Entry::WORDS != 0 || Of::MINIMA), SUMMED = ADDED_ != NOTHING || Of::MINIMA;
+    static constexpr bool ANY = UNIT != 0 && (Entry::WORDS != 0 || Of::MINIMA),
+                          SUMMED = ADDED_ != NOTHING || Of::MINIMA;
     static constexpr int TOKENS = 8 * EIGHTS, UNITS = UNIT ? Of::SHARE / (UNIT ? UNIT : 1) : 1, ALL = UNITS * TOKENS;
     static constexpr int ABREAST = UNITS % 8 == 0 ? 8 : UNITS, EACH = WARP / ABREAST;  // units; tokens of a turn
     static constexpr int COUNT = ANY ? (ALL + WARP - 1) / WARP : 1;
@@ -905,35 +891,6 @@ struct Sums {
             }
         }
     }
-
-    // Of units of 16 two, which share the scale of a token.
-    __device__ __forceinline__ void add_sixteens(
-        int i, const unsigned (&parts)[Of::PARTS][4], const unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4],
-        const unsigned* records, const float* scales) {
-        const float2 scale[2] = {
-            *reinterpret_cast<const float2*>(scales + 2 * i * ROWS_OF_TILE),
-            *reinterpret_cast<const float2*>(scales + (2 * i + 1) * ROWS_OF_TILE)};
-#pragma unroll
-        for (int e = 0; e < EIGHTS; ++e) {
-            const Record<NOTHING, Q8> record(records + (i * TOKENS + e * 8) * Record<NOTHING, Q8>::WORDS);
-            int c[2][4];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int first[4] = {FIRST_BITS, FIRST_BITS, FIRST_BITS, FIRST_BITS};
-                const unsigned b = x[e][i / 2][i % 2 * 2 + h];
-                mma_short_from(c[h], parts[0][2 * h], parts[0][2 * h + 1], b, first);
-                mma_short_from(c[h], parts[1][2 * h], parts[1][2 * h + 1], b, c[h]);
-            }
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                const float low = __fsub_rn(__int_as_float(c[0][q]), Of::FIRST);
-                const float high = __fsub_rn(__int_as_float(c[1][q]), Of::FIRST);
-                const float both = fma_ieee(
-                    high, q < 2 ? scale[1].x : scale[1].y, ieee::multiply(low, q < 2 ? scale[0].x : scale[0].y));
-                whole[e][q] = fma_ieee(both, record.scale[q % 2], whole[e][q]);
-            }
-        }
-    }
 };
 
 __device__ __forceinline__ void store_as(void* y, int dtype, long long at, float v) {
@@ -1022,8 +979,6 @@ struct Output {
                     total =
                         finish.of_row(__float_as_int(total), of_token, j ? of_codes.y : of_codes.x, w.added == OFFSETS);
                 else if constexpr (!Q8 && UNIT != SHARES) total = ieee::multiply(total, of_token);
-                if constexpr (UNIT == 16)  // what all of a weight is multiplied by
-                    if (w.high != 0) total = ieee::multiply(total, __uint_as_float(load_word(w.high)));
                 store_as(y, y_kind, static_cast<long long>(m + j) * channels + row, ieee::add(total, finish.bias));
             }
         }
@@ -1142,10 +1097,9 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     int less,        // ... and what codes are lower by after that
     int bias_kind, int y_kind, int x_kind) {
 #if __CUDA_ARCH__ >= 800
-    // Of a share, of a weight and of tokens.
-    constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT == 16 ? Q8_BLOCK : UNIT;
+    constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
     using Of = Slot<CODES, UNIT, EIGHTS>;
-    using Scale = typename ScalesOf<Of, CODES, UNIT, ADDED_>::Type;
+    using Scale = typename ScalesOf<Of, CODES, INSIDE, ADDED_>::Type;
     constexpr int BESIDE = Of::INNER || Of::BLOCKS ? NOTHING : ADDED_;  // what each unit has beside its scale
     using Entry = Record<BESIDE, Q8>;
     constexpr int SUM_PIECES = INSIDE ? Of::SHARE / (INSIDE ? INSIDE : 1) * 8 * EIGHTS * Entry::WORDS : 0;  // at which
@@ -1186,7 +1140,7 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     wait_for_previous();
     launch_dependents();
     // Tokens that the block quantizes itself. An odd number of them in a fragment, so that lanes meet in no bank.
-    constexpr int SUMMED = UNIT == SHARES ? LONG_UNIT : INSIDE;
+    constexpr int SUMMED = UNIT == SHARES ? LONG_UNIT : UNIT;
     const auto quantized = [&] {
         const int reach = (depth + 127) / 128 * 128, units = Q8 ? (depth + Q8_BLOCK - 1) / Q8_BLOCK : 1;
         unsigned char* const codes = start + cut.tokens_at;
@@ -1242,7 +1196,8 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
         depth,
         above,
         static_cast<char*>(y) + static_cast<long long>(blockIdx.y) * channels * (y_kind == FLOAT32_BIAS ? 4 : 2)};
-    const Pairs<CODES> pairs;
+    const Pairs<CODES, Of::TABLE && (EIGHTS == 1 || (BULK && ADDED_ != INNER))>
+        pairs;  // sixteen tokens leave no register
     unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
     const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS;
     const unsigned* own_records = memory.records() + 2 * t * Entry::WORDS;
@@ -1284,7 +1239,7 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                         memory.records() + SUM_PIECES + (block * EIGHTS * WARP + lane) * 4);
 #pragma unroll
             for (int slot = 0; slot < Of::SLOTS; ++slot) {
-                unsigned word[2][Of::WORDS];
+                unsigned word[2][8];
                 feed.wait();
                 Of::read(word, feed.here() + own_row * ROW_BYTES, own_row, t);
                 __syncwarp();
@@ -1294,9 +1249,7 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                 for (int i = 0; i < Of::STEPS; ++i) {
                     unsigned fragment[Of::PARTS][4];
                     Of::fragment(fragment, word, i, flip, pairs);
-                    if constexpr (Of::SIXTEENS)
-                        sum.add_sixteens(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
-                    else sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
+                    sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
                 }
             }
             const int slot = pass % RING;

@@ -11,7 +11,7 @@ __device__ __forceinline__ constexpr int layout_of(int codes, int unit) {
     if (codes == BYTES8 && unit != 32) return OWN_BYTES;
     if (codes == NEIGHBOURS4) return unit == 32 || unit == 64 ? NIBBLES : OWN_NIBBLES;
     if (codes == TABLE_HALVES4) return HALVES_IN_TURN;
-    return codes == HALVES4 || codes == MINIMA4 || unit == 16 ? HALVES : IN_TURN;
+    return codes == HALVES4 || codes == MINIMA4 ? HALVES : IN_TURN;
 }
 
 // Where the block puts its tokens, in shared or in global memory. Token m and element k of its own are token first + m
