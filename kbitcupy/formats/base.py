@@ -210,6 +210,12 @@ class Format(ABC):
         """
         return None
 
+    def staged_codes(self, shape: tuple[int, ...], lead: int = 0) -> IntegerCodes | None:
+        """How the codes of such an array lie that stand for integers, of blocks of 256, by a table or with minima; or
+        None.
+        """
+        return None
+
     def trits(self, shape: tuple[int, ...], lead: int = 0) -> Trits | None:
         """How an array of `shape`, whose first `lead` lengths count members, is one of -1, 0 and 1; or None."""
         return None

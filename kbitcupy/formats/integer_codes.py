@@ -31,6 +31,9 @@ from .granularity import Granularity, blocks_of, stack_blocks
 #: What stands beside scales: nothing, an integer that is taken off codes, a number that is added, or the inner scales
 #: and minima of q4_k's blocks.
 NOTHING, ZERO_POINTS, OFFSETS, INNER = "nothing", "zero_points", "offsets", "inner"
+#: What codes of `iq4_nl` and `iq4_xs` stand for, and those of `mxfp4` and `nvfp4`.
+IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+FP4 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 # Elements of q4_k's blocks, and of those that have an inner scale.
 _INNER_BLOCK, _INNER_GROUP = 256, 32
 
@@ -89,6 +92,10 @@ class IntegerCodes:
         The plane of that.
     beside_dtype : str, default "int32"
         Its dtype.
+    high : str or None
+        The plane of upper bits of that, where they have their own.
+    table : bool, default False
+        Whether codes are places in a table: such have no `rows`.
     """
 
     bits: int
@@ -103,6 +110,8 @@ class IntegerCodes:
     added: str = NOTHING
     beside: str | None = None
     beside_dtype: str = "int32"
+    high: str | None = None
+    table: bool = False
 
     @property
     def group(self) -> int:

@@ -48,6 +48,7 @@ NUMBERS = Constants(
     OWN_BYTES=5,
     OWN_NIBBLES=6,
     HALF_ROWS=7,
+    HALVES_IN_TURN=8,
 )
 #: Tokens of experts in ternary may be quantized by the rule of `kbitcupy.products.activations`, too.
 BITNET, _BITNET_RULE = "bitnet", Rule()

@@ -10,6 +10,7 @@ terms of units added in another order, which is the same every time, and multipl
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,13 @@ from ..backend.launch import Kernel, Planned, capability, multiprocessors, share
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
 from ..formats.base import IntegerCodes, register_templates
-from ..formats.integer_codes import INNER, NOTHING, OFFSETS, ZERO_POINTS
+from ..formats.integer_codes import FP4, INNER, IQ4, NOTHING, OFFSETS, ZERO_POINTS
 from ..ops import source, widen
 from . import int8, integer_activations as tokens_of
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, token_planes
 from .integer_activations import NUMBERS, Q8_BLOCK
-from .integers import PRODUCT, WEIGHT, codes_of, weight_argument, why_not
+from .integers import PRODUCT, WEIGHT, codes_of, stored_codes, weight_argument, why_not
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route
 
 #: How ``stream_integers`` cuts its work: warps of a team, teams of a thread block; phases, in which all warps of a team
@@ -58,11 +59,35 @@ CUT = Struct(
 )
 # Units that share a scale, where those of a row do: more than a row has.
 _ALL_UNITS = 1 << 20
+
+
+def pairs_of(values: Sequence[int]) -> tuple[int, ...]:
+    """Two bytes for each of 16 values, which add up to it, as words of a constant: those of the lower eight, then of
+    the upper ones.
+
+    A kernel permutes bytes by codes. Where the highest bit of a code is set it gets, in place of a lower byte, eight
+    times the highest bit of that: 0 or -1; where it is not set, the same of the upper byte. So each byte is what makes
+    up for that, and has a sign that agrees with it.
+    """
+    both = []
+    for low, high in zip(values[:8], values[8:], strict=True):
+        of_low, of_high = -int(low < 0), -int(high < 0)
+        both.append((low - of_high, high - of_low))
+    halves = np.array(both, np.int8).T
+    assert ((halves < 0) == (np.reshape(values, (2, 8)) < 0)).all()
+    return tuple(int(word) for half in halves for word in np.ascontiguousarray(half).view("<i4"))
+
+
 _SIZES = Constants(
     NEIGHBOURS4=0,
     HALVES4=1,
     PAIRS4=2,
     BYTES8=3,
+    MINIMA4=4,
+    TABLE4=5,
+    TABLE_HALVES4=6,
+    FP4_PAIRS=pairs_of(FP4),
+    IQ4_PAIRS=pairs_of(IQ4),
     STREAM_THREADS=512,
     SHARE_OF_EIGHT=512,
     SHARE_OF_SIXTEEN=1024,
@@ -79,7 +104,9 @@ _SIZES = Constants(
     ROW_REGISTERS=8192,
 )
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
-_GGUF = "HALVES4", "PAIRS4"
+_GGUF = "HALVES4", "PAIRS4", "MINIMA4", "TABLE4", "TABLE_HALVES4"
+# ... whose scales are read by blocks of 256.
+_BLOCKS, _BLOCK = _GGUF[2:], 256
 _WHOLE = 0, _SIZES.SHARES
 _UNITS = *_WHOLE, 32, 64, 128, _SIZES.LONG_UNIT
 MOST_TOKENS, _ROWS, _WARPS = 16, 16, _SIZES.STREAM_THREADS // 32
@@ -123,13 +150,20 @@ class Flavour:
     signed: bool
 
     @property
+    def eights(self) -> tuple[int, ...]:
+        """Tokens of instances, in eights."""
+        return (2,) if self.added == "INNER" else (1, 2)
+
+    @property
     def layout(self) -> int:
         """Where codes of tokens lie."""
         if self.unit != 32 and self.codes == "BYTES8":
             return int(NUMBERS.OWN_BYTES)
         if self.codes == "NEIGHBOURS4":
             return int(NUMBERS.NIBBLES if self.unit in (32, 64) else NUMBERS.OWN_NIBBLES)
-        return int(NUMBERS.HALVES if self.codes == "HALVES4" else NUMBERS.IN_TURN)
+        if self.codes == "TABLE_HALVES4":
+            return int(NUMBERS.HALVES_IN_TURN)
+        return int(NUMBERS.HALVES if self.codes in ("HALVES4", "MINIMA4") else NUMBERS.IN_TURN)
 
     def text(self, eights: int) -> str:
         """The arguments of the template."""
@@ -139,7 +173,7 @@ class Flavour:
     @property
     def layout_name(self) -> str:
         """`layout` by its name."""
-        names = "IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES"
+        names = "IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES", "HALVES_IN_TURN"
         return next(name for name in names if getattr(NUMBERS, name) == self.layout)
 
     def warp_bytes(self, eights: int) -> tuple[int, int]:
@@ -152,6 +186,10 @@ class Flavour:
             blocks = share // 256
             minima, sums = blocks * (_ROWS + int(_SIZES.MINIMA_OF_BLOCK)), blocks * eights * 128
             return 4 * (units * _ROWS + minima), 4 * (units * 8 * eights * self.blocked + sums)
+        if self.codes in _BLOCKS:
+            blocks = share // _BLOCK if self.codes == "MINIMA4" else 0
+            minima, sums = blocks * int(_SIZES.MINIMA_OF_BLOCK), blocks * eights * 128
+            return 4 * (units * _ROWS + minima), 4 * (units * 8 * eights + sums)
         beside = self.added != "NOTHING"
         return units * _ROWS * (8 if beside else 4), units * 8 * eights * 4 * (self.blocked + beside)
 
@@ -202,6 +240,9 @@ def _flavours() -> tuple[Flavour, ...]:
     ]
     for codes, beside in (("HALVES4", "NOTHING"), ("PAIRS4", "OFFSETS")):
         found += [Flavour(codes, 32, beside, blocked, beside == "NOTHING") for blocked in (False, True)]
+    found.append(Flavour("MINIMA4", 32, "OFFSETS", True, False))
+    for codes, beside in (("TABLE4", "NOTHING"), ("TABLE_HALVES4", "NOTHING"), ("TABLE_HALVES4", "INNER")):
+        found.append(Flavour(codes, 32, beside, True, True))
     return tuple(found)
 
 
@@ -212,7 +253,7 @@ def _template(hot: bool) -> Template:
         for f in _flavours()
         if hot == (f.unit not in (32, 64) or (f.blocked and (f.codes in _GGUF or f.added == "NOTHING")))
     )
-    texts = tuple(flavour.text(eights) for flavour in found for eights in (1, 2))
+    texts = tuple(flavour.text(eights) for flavour in found for eights in flavour.eights)
     structs = BIAS_KINDS, NUMBERS, PRODUCT, _SIZES, WEIGHT, CUT
     return Template("linear/integer_stream.cu", "stream_integers", (texts,), hot=hot, structs=structs, least=_OLDEST)
 
@@ -241,13 +282,18 @@ _FEW_ROWS = Template(
 register_templates(_TEMPLATE, _template(False), _FEW, _FEW_ROWS)
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
+_TABLES = {1: "TABLE4", 16: "TABLE_HALVES4"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
 
 
 def flavour_of(part: IntegerCodes, blocked: bool) -> Flavour | None:
     """The instance for codes and activations; None where there is none."""
+    if part.table:
+        return Flavour(_TABLES[part.width], part.group, part.added.upper(), True, True) if blocked else None
     codes = _CODES.get((part.bits, part.width))
     group = part.group
+    if codes == "HALVES4" and part.added == OFFSETS:
+        return Flavour("MINIMA4", group, "OFFSETS", True, False) if blocked else None
     unit = Q8_BLOCK if blocked else _SIZES.SHARES if group and group % _SIZES.SHARES == 0 else group
     if codes is None or unit not in _UNITS or (blocked and group % Q8_BLOCK):
         return None
@@ -500,10 +546,12 @@ def multiply(
         single = _xp.namespace(out).empty(out.shape, np.float32)
     quantized = isinstance(x, QuantizedArray)
     blocked = preset == "q8_1" and not quantized
-    part = codes_of(q.format, q.shape, q.lead)
-    assert part is not None
+    part = stored_codes(q.format, q.shape, q.lead)
+    assert part is not None and not (part.table and quantized)
     device, together = out.data.device_id, 1 if ids is not None else tokens
     taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
+    if part.table and taken.data.ptr % 16:  # of these there is no other launch that quantizes
+        taken = taken.copy()
     aligned = not quantized and taken.data.ptr % 16 == 0
     plan = _plan(part, blocked, together, rows, depth, device, products if ids is not None else 1, aligned)
     padded, step, own, codes, sums, scales = tokens_of.padded_of(tokens), 1, (0, 0), 0, 0, 0
@@ -553,7 +601,14 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
         return f"it has no kernel for codes of {part.bits} bits in groups of {part.group}"
     if not depth or depth % 32 or problem.stored.codes < MOST_ALIGNED or problem.stored.scales < 4:
         return f"K must be a multiple of 32, and the planes start at multiples of {MOST_ALIGNED} and 4 bytes"
-    if flavour.codes == "HALVES4" and _in_pieces(part) and problem.stored.scales < MOST_ALIGNED:
+    eights = 1 if problem.experts else -(-problem.tokens // 8)
+    if eights not in flavour.eights:
+        return f"it has no kernel for up to 8 tokens and inner scales beside codes of {problem.format}"
+    whole = 0 if flavour.codes not in _BLOCKS else 2 * _BLOCK if flavour.added == "INNER" else _BLOCK
+    if whole and depth % whole:
+        return f"rows of {depth} elements are not whole blocks of {whole}"
+    pieces = flavour.codes in _BLOCKS or (flavour.codes == "HALVES4" and _in_pieces(part))
+    if pieces and problem.stored.scales < MOST_ALIGNED:
         return f"scales are read in pieces, and do not start at a multiple of {MOST_ALIGNED} bytes"
     if rows * max(problem.experts, 1) >= 1 << 30 or depth > _MOST_DEPTH:
         return "numbers of 32 bits do not reach through the rows"
@@ -561,7 +616,6 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
         return "it needs a GPU of compute capability 8.0"
     if not gpu.copies_tiles:
         return "the driver makes no tensor maps"
-    eights = 1 if problem.experts else -(-problem.tokens // 8)
     shares = shares_of(part, flavour, eights)
     cut = choose_cut(flavour, eights, rows, depth, gpu.multiprocessors, gpu.shared_memory, shares)
     return None if cut else "the device has too little shared memory"

@@ -60,6 +60,12 @@ def codes_of(format: Format, shape: tuple[int, ...], lead: int = 0) -> IntegerCo
     return format.integer_codes(shape, lead)
 
 
+@functools.lru_cache(maxsize=1024)
+def stored_codes(format: Format, shape: tuple[int, ...], lead: int = 0) -> IntegerCodes | None:
+    """The same, or how its codes lie that are no plain integers (`kbitcupy.formats.base.Format.staged_codes`)."""
+    return codes_of(format, shape, lead) or format.staged_codes(shape, lead)
+
+
 def why_not(preset: str | None, format: Format, shape: tuple[int, ...], lead: int) -> str | None:
     """What stands against products of such activations with such a weight."""
     if preset not in PRESETS:
@@ -145,6 +151,7 @@ WEIGHT = Struct(
     positive="i4",
     scale_dtype="i4",
     beside_dtype="i4",
+    high="u8",
 )
 #: Numbers of kernels: what stands beside scales, and dtypes of zero points.
 PRODUCT = Constants(
@@ -177,9 +184,9 @@ def weight_argument(q: QuantizedArray) -> bytes:
     packed: bytes | None = q._launches.get(WEIGHT)
     if packed is not None:
         return packed
-    part = codes_of(q.format, q.shape, q.lead)
+    part = stored_codes(q.format, q.shape, q.lead)
     assert part is not None
-    beside = None if part.beside is None else q.planes[part.beside]
+    beside, high = (None if name is None else q.planes[name] for name in (part.beside, part.high))
     packed = q._launches[WEIGHT] = WEIGHT.pack(
         codes=q.planes[part.codes].data.ptr,
         scales=q.planes[part.scales].data.ptr,
@@ -194,8 +201,9 @@ def weight_argument(q: QuantizedArray) -> bytes:
         zero=part.zero,
         added=_ADDED[part.added],
         positive=int(part.positive),
-        scale_dtype=_FLOAT_KINDS[part.scale_dtype],
+        scale_dtype=_FLOAT_KINDS.get(part.scale_dtype, 0),
         beside_dtype=_ENTRIES.get(part.beside_dtype, 0),
+        high=0 if high is None else high.data.ptr,
     )
     return packed
 

@@ -24,6 +24,8 @@ from .decoded import Decoded
 from .fused import TOKENS
 from .generic import Generic
 from .integer_activations import NUMBERS, Q8_BLOCK, floats_of, padded_of, pitch_of, quantize_host, quantize_into
+from .integer_stream import MOST_TOKENS as STREAMED, IntegerStream, flavour_of, why_not_streamed
+from .integers import stored_codes
 from .records import MOST_TOKENS, RecordKernel, record_kernel, record_refusal, staged_cost
 from .routes import Problem, Product, Route, choices
 from .small_batch import FewKernel, SmallBatch
@@ -133,6 +135,32 @@ class StagedFew(SmallBatch):
         return super()._kernel(problem, blocked)
 
 
+class StagedStream(IntegerStream):
+    """Quantize tokens, and multiply them on integer tensor cores by what codes that are read in place stand for."""
+
+    name = "staged_stream"
+
+    def accepts(self, problem: Problem) -> str | None:
+        if problem.activations != "q8_1":
+            return 'it quantizes activations: ask for activations="q8_1"'
+        if problem.device is None:
+            return "the arrays are in host memory"
+        if problem.experts or problem.stored.lead:
+            return "it is for one weight"
+        part = problem.format.staged_codes(problem.shape)
+        if part is None:
+            return f"codes of {problem.format} are no places in a table of integers, nor have they minima"
+        if problem.tokens > STREAMED:
+            return f"it is for up to {STREAMED} tokens"
+        return why_not_streamed(problem, part, problem.device)
+
+    def cost(self, problem: Problem) -> float:
+        part = stored_codes(problem.format, problem.shape)
+        flavour = None if part is None else flavour_of(part, True)
+        assert flavour is not None
+        return _STREAM_START + problem.reading / _STREAM_FRACTIONS[flavour.codes][problem.tokens > TOKENS]
+
+
 class StagedRecords(Route):
     """Tokens that ``linear_records`` quantizes and multiplies as integers: what shares factors is added up exactly."""
 
@@ -183,6 +211,10 @@ _QUANTIZING = 12.0
 # ... that quantizes them, while weights are on their way; how much longer more than eight take, whose sums have scales;
 # of a thread block, to quantize a token itself.
 _AHEAD, _MORE, _QUANTIZED = 5.5, 1.3, 0.5
+# Of codes that are read in place: microseconds of the launches, and the fraction of the bandwidth at which codes pass,
+# of 8 tokens and of more.
+_STREAM_START = 4.0
+_STREAM_FRACTIONS = {"MINIMA4": (0.96, 0.68), "TABLE_HALVES4": (0.92, 0.56), "TABLE4": (0.86, 0.56)}
 
 
 def _as_halves(problem: Problem) -> Problem:

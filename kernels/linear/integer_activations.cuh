@@ -10,6 +10,7 @@
 //     IN_TURN       8 t of the 32 of the mma, in order
 //     NIBBLES       8 t of them, the even ones first: four bits each, in order
 //     HALVES        4 t and 16 + 4 t of them: fields of 16 bytes
+//     HALVES_IN_TURN  the same, one of the first four and one of the others in turn
 //     OWN_BYTES     16 t of 64, and 8 more for the second mma
 //     OWN_NIBBLES   32 t of 128, and 8 more for each mma, the even ones first
 #pragma once

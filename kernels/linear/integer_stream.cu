@@ -23,7 +23,7 @@
 // they count 16 times what they are; an mma begins with the bits of a float whose last bit counts 1, or 1/16, and the
 // sum is read as a float less that number. Unsigned ones whose units are their own may stand in the lower half as well.
 // A zero point is taken off there, times the sum of the tokens' codes. Where all of a row is one unit, sums stay
-// integers to the end.
+// integers to the end. What a table has for codes is two bytes each, which two mma add up (Pairs).
 #include "common/copy.cuh"
 #include "common/ieee.cuh"
 #include "common/sync.cuh"
@@ -31,11 +31,12 @@
 #include "linear/ternary_mma.cuh"
 
 // Of the host, ahead of this source: struct IntegerWeight and struct Cut; numbers of `added`, of dtypes, of codes
-// (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8), of units (SHARES, LONG_UNIT) and of a bias; STREAM_THREADS, the most of a
-// block; RING_AT_ONCE, slots of a ring; of eight tokens SHARE_OF_EIGHT, of sixteen SHARE_OF_SIXTEEN, k of a warp;
-// FEW_REGISTERS for a block that quantizes tokens (linear/integer_tokens.cu). SUMS_RING tiles have room for their sums,
-// which are added up SUMS_LATER tiles later. MINIMA_OF_BLOCK words for the minima of 256 k of q4_k, those of a unit
-// MINIMA_STEP words behind those of the one before: so lanes meet in no bank.
+// (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8, and of what has blocks of 256 as Blocks: MINIMA4 as HALVES4; TABLE4 as
+// NEIGHBOURS4 and TABLE_HALVES4 as HALVES4, into a table), of units (SHARES, LONG_UNIT) and of a bias; STREAM_THREADS,
+// the most of a block; RING_AT_ONCE, slots of a ring; of eight tokens SHARE_OF_EIGHT, of sixteen SHARE_OF_SIXTEEN, k of
+// a warp; FEW_REGISTERS for a block that quantizes tokens (linear/integer_tokens.cu). SUMS_RING tiles have room for
+// their sums, which are added up SUMS_LATER tiles later. MINIMA_OF_BLOCK words for the minima of 256 k of q4_k, those
+// of a unit MINIMA_STEP words behind those of the one before: so lanes meet in no bank.
 constexpr int ROWS_OF_TILE = 16, ROW_BYTES = 128, SLOT_BYTES = ROWS_OF_TILE * ROW_BYTES, MMA_K = 32;
 
 // Whether codes are copied by TMA; not where ptxas gives such kernels a stack.
@@ -66,6 +67,14 @@ __device__ __forceinline__ void mma_from(
             : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 #endif
+}
+
+// Bytes of a and b by the four lowest nibbles of `selector`: three bits are the number of a byte, and with the fourth
+// one there are eight times the highest bit of that.
+__device__ __forceinline__ unsigned permuted(unsigned a, unsigned b, unsigned selector) {
+    unsigned v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+    return v;
 }
 
 // c += a * b for a of 16 x 8 and b of 8 x 8 floats, of which the upper 11 bits count.
@@ -116,6 +125,24 @@ __device__ __forceinline__ unsigned load_if(unsigned long long address, bool wan
     return v;
 }
 
+// Pieces of 16 bytes, or one of 8.
+template <int N>
+__device__ __forceinline__ void load_words(unsigned (&v)[N], unsigned long long address) {
+    static_assert(N % 4 == 0 || N == 2, "times 16 bytes, or 8");
+    if constexpr (N > 4) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4) load_words(reinterpret_cast<unsigned (&)[4]>(v[i]), address + 4 * i);
+    } else if constexpr (N == 4)
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[N - 1])
+                     : "l"(address)
+                     : "memory");
+    else asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(address) : "memory");
+}
+
+// Of scales in shared memory, rows r and r + 8 stand side by side.
+__device__ __forceinline__ int place_of(int row) { return row % 8 * 2 + row / 8; }
+
 // The entries of units from `unit` on, of which `there` are; `group` units share one.
 template <int BYTES, int N>
 __device__ __forceinline__ void load_entries(
@@ -152,13 +179,48 @@ __device__ __forceinline__ constexpr int most_threads(int unit, int eights) {
     return share_of(unit, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
 }
 
+// What codes are places in, where there is such a table: for each value two bytes, which are added up (pairs_of in
+// kbitcupy/products/integer_stream.py). Of each half of them a word is KEPT in a register, beside a constant one, where
+// one is left: by way of a shuffle, since the compiler would bring a constant there anew for each use.
+template <int CODES, bool KEPT>
+struct Pairs {
+    static constexpr bool FP4 = CODES == TABLE4;
+    unsigned lower = first_word(FP4 ? FP4_PAIRS[0] : IQ4_PAIRS[0]);
+    unsigned upper = first_word(FP4 ? FP4_PAIRS[2] : IQ4_PAIRS[2]);
+
+    // Of four codes, the lowest nibbles of a word, the bytes of either half.
+    __device__ __forceinline__ unsigned lower_of(unsigned codes) const {
+        return permuted(lower, FP4 ? FP4_PAIRS[1] : IQ4_PAIRS[1], codes);
+    }
+    __device__ __forceinline__ unsigned upper_of(unsigned turned_codes) const {
+        return permuted(upper, FP4 ? FP4_PAIRS[3] : IQ4_PAIRS[3], turned_codes);
+    }
+    // Codes whose highest bits are turned over. The compiler would do it for each half of a word.
+    __device__ __forceinline__ static unsigned turned(unsigned codes) {
+        unsigned v;
+        asm("xor.b32 %0, %1, 0x88888888;" : "=r"(v) : "r"(codes));
+        return v;
+    }
+
+  private:
+    __device__ __forceinline__ static unsigned first_word(unsigned v) {
+        if constexpr (KEPT) return __shfl_sync(FULL_WARP, threadIdx.x % WARP == 0 ? v : threadIdx.x, 0);
+        else return v;
+    }
+};
+
 // Where codes of a slot of the ring lie, and how they become fragments.
 //     SHARE     k of a warp
 //     WIDE, PAIR, or a word: what a lane reads at a time of a row
 //     STEPS     mma of a slot
+//     TABLE     whether codes are places in a table; of each there are PARTS bytes, which are added up
+//     MINIMA    whether units have minima, which are multiplied by sums of tokens for 256 k at once
+//     BLOCKS    whether scales are those of blocks of 256, see BlockScales
 template <int CODES, int UNIT, int EIGHTS>
 struct Slot {
-    static constexpr bool BYTES = CODES == BYTES8, INNER = CODES == PAIRS4;
+    static constexpr bool BYTES = CODES == BYTES8, INNER = CODES == PAIRS4, MINIMA = INNER || CODES == MINIMA4;
+    static constexpr bool TABLE = CODES == TABLE4 || CODES == TABLE_HALVES4, BLOCKS = TABLE || CODES == MINIMA4;
+    static constexpr int PARTS = TABLE ? 2 : 1;
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
     static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
@@ -166,8 +228,8 @@ struct Slot {
     // Whether a ring may have more than RING_AT_ONCE slots, of which the others are asked for one by one.
     static constexpr bool STAGED = BULK && CODES == HALVES4 && EIGHTS == 1;
     // What a sum begins with: of codes that count 16 times what they are the last bit of this float counts 1/16.
-    static constexpr int FIRST_BITS = BYTES ? 0x4b400000 : 0x49400000, TIMES = BYTES ? 1 : 16;
-    static constexpr float FIRST = BYTES ? 12582912.0f : 786432.0f;
+    static constexpr int TIMES = BYTES || TABLE ? 1 : 16, FIRST_BITS = TIMES == 1 ? 0x4b400000 : 0x49400000;
+    static constexpr float FIRST = TIMES == 1 ? 12582912.0f : 786432.0f;
 
     // Which row the lanes g have, and the one 8 below it, so that those which read together meet in no bank.
     __device__ __forceinline__ static int row(int g) {
@@ -214,12 +276,16 @@ struct Slot {
     __device__ __forceinline__ static constexpr bool low(int s) { return INNER && s % 2 == 0; }
 
     // The a of mma number s.
+    template <typename Pairs>
     __device__ __forceinline__ static void fragment(
-        unsigned (&a)[4], const unsigned (&word)[2][8], int s, unsigned flip) {
+        unsigned (&parts)[PARTS][4], const unsigned (&word)[2][8], int s, unsigned flip, const Pairs& pairs) {
         constexpr unsigned HIGH = 0xf0f0f0f0u, LOW = 0x0f0f0f0fu;
+        unsigned (&a)[4] = parts[0];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if constexpr (BYTES) {
+            if constexpr (TABLE) {
+                look_up(parts, word[h][s], h, pairs);
+            } else if constexpr (BYTES) {
                 a[h] = word[h][2 * s] ^ flip, a[h + 2] = word[h][2 * s + 1] ^ flip;
             } else if constexpr (CODES == PAIRS4) {
                 const unsigned u = word[h][s / 2 * 2], v = word[h][s / 2 * 2 + 1];
@@ -228,6 +294,16 @@ struct Slot {
                 a[h] = (word[h][s] << 4 & HIGH) ^ flip, a[h + 2] = (word[h][s] & HIGH) ^ flip;
             }
         }
+    }
+
+  private:
+    // What the table has for eight codes of a row, in the order of their nibbles.
+    template <typename Pairs>
+    __device__ __forceinline__ static void look_up(
+        unsigned (&parts)[PARTS][4], unsigned codes, int h, const Pairs& pairs) {
+        const unsigned turned = pairs.turned(codes);
+        parts[0][h] = pairs.lower_of(codes), parts[0][h + 2] = pairs.lower_of(codes >> 16);
+        parts[1][h] = pairs.upper_of(turned), parts[1][h + 2] = pairs.upper_of(turned >> 16);
     }
 };
 
@@ -343,23 +419,6 @@ struct Scales {
         return __fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | i)), 8388608.0f);
     }
 
-    // Rows r and r + 8 stand side by side.
-    __device__ __forceinline__ static int place_of(int row) { return row % 8 * 2 + row / 8; }
-
-    template <int N>
-    __device__ __forceinline__ static void load_words(unsigned (&v)[N], unsigned long long address) {
-        static_assert(N % 4 == 0 || N == 2, "times 16 bytes, or 8");
-        if constexpr (N > 4) {
-#pragma unroll
-            for (int i = 0; i < N; i += 4) load_words(reinterpret_cast<unsigned (&)[4]>(v[i]), address + 4 * i);
-        } else if constexpr (N == 4)
-            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[N - 1])
-                         : "l"(address)
-                         : "memory");
-        else asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(address) : "memory");
-    }
-
     template <int DTYPE>
     __device__ __forceinline__ void store_entries(
         const IntegerWeight& w, float* to, int row, int half, int less) const {
@@ -379,6 +438,113 @@ struct Scales {
             }
         }
     }
+};
+
+// ... those of blocks of 256 k, of which a row has a whole number; a lane has those of half a share.
+//
+//     MINIMA4          d and m of 32, halves; behind the scales of units their minima, as those of q4_k
+//     TABLE4           of 32 a byte: the e of 2^(e - 128)
+//     TABLE_HALVES4    of 32 a half; INNER_: of 256 a half, of 32 six bits less 32, four of them in `beside` and two in
+//                      `high`
+template <typename Of, int CODES, bool INNER_>
+struct BlockScales {
+    static constexpr int SHARE = Of::SHARE, EACH = 8, BLOCKS = SHARE / 256, WORDS = 1;  // units of a block
+    static constexpr int OF_LANE = BLOCKS / 2, FACTORS = 0, MINIMA = BLOCKS * EACH * ROWS_OF_TILE;
+    static constexpr int BYTES = (MINIMA + (Of::MINIMA ? BLOCKS * MINIMA_OF_BLOCK : 0)) * 4;
+    static constexpr int RAW = Of::MINIMA ? 8 : INNER_ ? 1 : CODES == TABLE4 ? 2 : 4;  // words of a block
+    static_assert(SHARE % 512 == 0, "a lane has whole blocks of 256");
+    unsigned raw[OF_LANE][RAW];
+    unsigned narrow[INNER_ ? 2 : 1];  // with INNER_ the halves of all blocks of the lane, and their upper bits
+
+    // See Scales.
+    __device__ __forceinline__ void load(const IntegerWeight& w, const Cut&, unsigned row, int k, int depth, int half) {
+        if constexpr (INNER_) {
+            load_inner(w, row, k + half * OF_LANE * 256, depth);
+        } else {
+#pragma unroll
+            for (int b = 0; b < OF_LANE; ++b) {
+                const int at = k + (half * OF_LANE + b) * 256;
+#pragma unroll
+                for (int i = 0; i < RAW; ++i) raw[b][i] = 0;
+                if (at < depth) load_words(raw[b], w.scales + 4 * RAW * place_of_block(row, at, depth));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const IntegerWeight&, float* to, int row, int half, int) const {
+#pragma unroll
+        for (int b = 0; b < OF_LANE; ++b) {
+            const int block = half * OF_LANE + b;
+            float* const scales = to + block * EACH * ROWS_OF_TILE + place_of(row);
+            const auto put = [&](int unit, float scale) { scales[unit * ROWS_OF_TILE] = scale; };
+            const unsigned (&r)[RAW] = raw[b];
+            if constexpr (Of::MINIMA) {
+                float* const minima = to + MINIMA + block * MINIMA_OF_BLOCK + Of::lanes(row) * 2 + row / 8;
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    put(i, to_float(Word<__half>::element(r[i], 0)));
+                    minima[i * MINIMA_STEP] = to_float(Word<__half>::element(r[i], 1));
+                }
+            } else if constexpr (INNER_) {
+                store_inner(put, b);
+            } else if constexpr (CODES == TABLE_HALVES4) {
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) put(i, to_float(Word<__half>::element(r[i / 2], i % 2)));
+            } else {
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) put(i, power_of(r[i / 4] >> i % 4 * 8 & 255u));
+            }
+        }
+    }
+
+  private:
+    // Among those of all rows the one with element `at` of a row.
+    __device__ __forceinline__ static unsigned long long place_of_block(unsigned row, int at, int depth) {
+        return static_cast<unsigned long long>(row) * (static_cast<unsigned>(depth) / 256) + at / 256;
+    }
+
+    // 2^(e - 128), which may be subnormal.
+    __device__ __forceinline__ static float power_of(unsigned e) {
+        return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    }
+
+    // All blocks of the lane, which are in the row or not. What is loaded is not put together here: that would wait for
+    // it.
+    __device__ __forceinline__ void load_inner(const IntegerWeight& w, unsigned row, int at, int depth) {
+        const unsigned long long place = place_of_block(row, at, depth);
+        const bool there = at < depth;
+        static_assert(OF_LANE <= 2, "halves fill a word");
+        narrow[0] = load_if<2 * OF_LANE>(w.scales + 2 * place, there);
+        narrow[1] = load_if<2 * OF_LANE>(w.high + 2 * place, there);
+#pragma unroll
+        for (int b = 0; b < OF_LANE; ++b) raw[b][0] = load_if<4>(w.beside + 4 * (place + b), there);
+    }
+
+    template <typename P>
+    __device__ __forceinline__ void store_inner(const P& put, int b) const {
+        // Upper bits of two sub-blocks in each byte, then those of the even ones and of the odd ones.
+        const unsigned spread = __byte_perm(narrow[1], 0, b ? 0x4342 : 0x4140), low = raw[b][0];
+        const unsigned high = (spread | spread << 4) & 0x0f0f0f0fu;
+        const unsigned scale[2] = {
+            (low & 0x0f0f0f0fu) | (high << 4 & 0x30303030u), (low >> 4 & 0x0f0f0f0fu) | (high << 2 & 0x30303030u)};
+        const float d = to_float(Word<__half>::element(narrow[0], b));
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) put(i, ieee::multiply(d, __fsub_rn(raised(scale[i % 2], i / 2), 8388640.0f)));
+    }
+
+    // Byte i of a word, more by 2^23.
+    __device__ __forceinline__ static float raised(unsigned word, int i) {
+        return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | i));
+    }
+};
+
+template <typename Of, int CODES, int UNIT, int ADDED_, bool = Of::BLOCKS>
+struct ScalesOf {
+    using Type = Scales<Of, UNIT, ADDED_, CODES == HALVES4>;
+};
+template <typename Of, int CODES, int UNIT, int ADDED_>
+struct ScalesOf<Of, CODES, UNIT, ADDED_, true> {
+    using Type = BlockScales<Of, CODES, ADDED_ == INNER>;
 };
 
 // What a warp reads of a weight, in the order in which it does: boxes of codes, as far ahead as its ring reaches.
@@ -555,7 +721,8 @@ __device__ __forceinline__ int place_of_sum(int unit, int token, int eights) {
 template <typename Of, int UNIT, int ADDED_, bool Q8, int EIGHTS>
 struct Records {
     using Entry = Record<ADDED_, Q8>;
-    static constexpr bool ANY = UNIT != 0 && (Entry::WORDS != 0 || Of::INNER), SUMMED = ADDED_ != NOTHING || Of::INNER;
+    static constexpr bool ANY = UNIT != 0 && (Entry::WORDS != 0 || Of::MINIMA),
+                          SUMMED = ADDED_ != NOTHING || Of::MINIMA;
     static constexpr int TOKENS = 8 * EIGHTS, UNITS = UNIT ? Of::SHARE / (UNIT ? UNIT : 1) : 1, ALL = UNITS * TOKENS;
     static constexpr int ABREAST = UNITS % 8 == 0 ? 8 : UNITS, EACH = WARP / ABREAST;  // units; tokens of a turn
     static constexpr int COUNT = ANY ? (ALL + WARP - 1) / WARP : 1;
@@ -596,7 +763,7 @@ struct Records {
                 const float of_unit = Q8 ? usable(__uint_as_float(scale[Q8 ? j : 0])) : 0.0f;
                 const int of_codes = SUMMED ? sum[SUMMED ? j : 0] : 0;
                 Entry::store(records + (unit * TOKENS + token) * Entry::WORDS, of_unit, of_codes);
-                if constexpr (Of::INNER) {
+                if constexpr (Of::MINIMA) {
                     const float codes = __int2float_rn(of_codes), whole = Q8 ? ieee::multiply(codes, of_unit) : codes;
                     const unsigned high = __float_as_uint(whole) & 0xffffe000u;
                     const float low = ieee::finite(ieee::subtract(whole, __uint_as_float(high)));
@@ -654,15 +821,16 @@ struct Sums {
         }
     }
 
-    // Of 256 k of q4_k: minima times sums of tokens.
+    // Of 256 k: minima times sums of tokens.
     //
     //     minima   those of this lane's rows and unit t, see Scales
-    //     factors  of this lane's rows
+    //     factors  of this lane's rows, of q4_k
     //     pieces   of this lane, see place_of_sum
     __device__ __forceinline__ void add_minima(const float* minima, const float* factors, const unsigned* pieces) {
         const float2 low = *reinterpret_cast<const float2*>(minima);
         const float2 high = *reinterpret_cast<const float2*>(minima + 4 * MINIMA_STEP);
-        const float2 factor = *reinterpret_cast<const float2*>(factors);
+        float2 factor{};
+        if constexpr (Of::INNER) factor = *reinterpret_cast<const float2*>(factors);
         const unsigned a[4] = {
             __float_as_uint(low.x), __float_as_uint(low.y), __float_as_uint(high.x), __float_as_uint(high.y)};
 #pragma unroll
@@ -672,7 +840,10 @@ struct Sums {
             mma_short(c, a, piece.x, piece.z);
             mma_short(c, a, piece.y, piece.w);
 #pragma unroll
-            for (int q = 0; q < 4; ++q) whole[e][q] = fma_ieee(q < 2 ? factor.x : factor.y, c[q], whole[e][q]);
+            for (int q = 0; q < 4; ++q) {
+                if constexpr (Of::INNER) whole[e][q] = fma_ieee(q < 2 ? factor.x : factor.y, c[q], whole[e][q]);
+                else whole[e][q] = ieee::add(whole[e][q], c[q]);
+            }
         }
     }
 
@@ -681,8 +852,9 @@ struct Sums {
     //     records  of the share, those of tokens 2t and 2t + 1
     //     scales   of the share, those of this lane's rows
     __device__ __forceinline__ void add(
-        int i, const unsigned (&a)[4], const unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4], const unsigned* records,
-        const float* scales) {
+        int i, const unsigned (&parts)[Of::PARTS][4], const unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4],
+        const unsigned* records, const float* scales) {
+        const unsigned (&a)[4] = parts[0];
         constexpr int EACH = UNIT ? UNIT : MMA_K;
         const bool begins = UNIT && i * MMA_K % EACH == 0, ends = UNIT && (i + 1) * MMA_K % EACH == 0;
         const int unit = i * MMA_K / EACH;
@@ -714,6 +886,7 @@ struct Sums {
             } else {
                 mma_from<SIGNED>(c, a, b0, b1, FIRST_BITS, FIRST_BITS, FIRST_BITS, FIRST_BITS);
             }
+            if constexpr (Of::TABLE) mma_from<SIGNED>(c, parts[1], b0, b1, c[0], c[1], c[2], c[3]);
             if (!ends) continue;
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
@@ -923,7 +1096,7 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
     const void* numbers,  // tokens, [tokens, depth] of the type that x_kind names, which blocks quantize; or null
     const unsigned char* a, const float* token_scale, const int* sums,  // see Tokens
-    const long long* ids,  // of experts: each product has one, and a row of thread blocks; or null
+    const long long* ids,  // of experts: each product has one, and a row of thread blocks; or null, as with Of::BLOCKS
     const void* bias,      // [channels] of the type that bias_kind names; 0 for none
     void* y,               // [tokens, channels] of the type that y_kind names
     int channels, int tokens, int padded, int depth, int experts,
@@ -935,11 +1108,11 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
 #if __CUDA_ARCH__ >= 800
     constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
     using Of = Slot<CODES, UNIT, EIGHTS>;
-    using Scale = Scales<Of, INSIDE, ADDED_, CODES == HALVES4>;
-    constexpr int BESIDE = Of::INNER ? NOTHING : ADDED_;  // what each unit has beside its scale
+    using Scale = typename ScalesOf<Of, CODES, INSIDE, ADDED_>::Type;
+    constexpr int BESIDE = Of::INNER || Of::BLOCKS ? NOTHING : ADDED_;  // what each unit has beside its scale
     using Entry = Record<BESIDE, Q8>;
     constexpr int SUM_PIECES = INSIDE ? Of::SHARE / (INSIDE ? INSIDE : 1) * 8 * EIGHTS * Entry::WORDS : 0;  // at which
-    constexpr int RECORD = (SUM_PIECES + (Of::INNER ? Of::SHARE / 256 * EIGHTS * WARP * 4 : 0)) * 4;
+    constexpr int RECORD = (SUM_PIECES + (Of::MINIMA ? Of::SHARE / 256 * EIGHTS * WARP * 4 : 0)) * 4;
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4, own_row = Of::row(g);
     const int team = warp / cut.warps, member = warp % cut.warps;
     const int tiles = (channels + ROWS_OF_TILE - 1) / ROWS_OF_TILE, step = gridDim.x * cut.teams;
@@ -951,7 +1124,7 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     memory.begin(lane);
 
     int above = 0;  // rows of the experts before
-    if (ids != nullptr) {
+    if (!Of::BLOCKS && ids != nullptr) {
         wait_for_previous();
         const unsigned long long at = reinterpret_cast<unsigned long long>(ids + blockIdx.y);
         const long long expert = static_cast<long long>(load_word(at + 4)) << 32 | load_word(at);
@@ -963,10 +1136,12 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     feed.column = member * (Of::SLOTS * ROW_BYTES);
     feed.begin(cut.phases);
     Scale ahead;
+    // With blocks numbers are worked out anew where they are used: registers are few.
+    const auto anew = [](int v) { return Of::BLOCKS ? static_cast<int>(opaque(static_cast<unsigned>(v))) : v; };
     auto load_scales = [&](int tile, int phase) {
-        const int row = min((first + tile * step) * ROWS_OF_TILE + lane / 2, channels - 1);
+        const int mine = anew(lane), row = min((first + tile * step) * ROWS_OF_TILE + mine / 2, channels - 1);
         const int k = phase < cut.phases ? (phase * cut.warps + member) * Of::SHARE : depth;
-        if constexpr (Scale::BYTES != 0) ahead.load(w, cut, above + row, min(k, depth), depth, lane % 2);
+        if constexpr (Scale::BYTES != 0) ahead.load(w, cut, above + row, min(k, depth), depth, mine % 2);
     };
     load_scales(0, 0);
     __syncthreads();                                     // all barriers are there
@@ -983,7 +1158,9 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
         return Fragments<layout_of(CODES, UNIT), SUMMED, Q8>{
             codes, scales, behind, reinterpret_cast<unsigned*>(start + cut.sums_at), tokens | 1};
     };
-    const auto first_token = [&] { return ids == nullptr ? 0 : static_cast<int>(opaque(blockIdx.y)) / slots; };
+    const auto first_token = [&] {
+        return Of::BLOCKS || ids == nullptr ? 0 : static_cast<int>(opaque(blockIdx.y)) / slots;
+    };
     // Found anew where tokens are read: it would take registers all the time.
     const auto given = [&] {
         const int every = opaque(padded);
@@ -1030,32 +1207,42 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
         depth,
         above,
         static_cast<char*>(y) + static_cast<long long>(blockIdx.y) * channels * (y_kind == FLOAT32_BIAS ? 4 : 2)};
+    const Pairs<CODES, Of::TABLE && (EIGHTS == 1 || (BULK && ADDED_ != INNER))>
+        pairs;  // sixteen tokens leave no register
     unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
     const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS;
     const unsigned* own_records = memory.records() + 2 * t * Entry::WORDS;
     Turn now{0, 0, 0}, before{0, 0, 0};
-    for (int pass = 0; pass < cut.phases * count + LATER; ++pass) {
-        if (pass < cut.phases * count) {
+    for (int pass = 0; pass < cut.phases * anew(count) + LATER; ++pass) {
+        if (pass < cut.phases * anew(count)) {
             if (now.tile == 0) {
                 const int k = (now.phase * cut.warps + member) * Of::SHARE;
                 const Tokens own = given();
                 Records<Of, INSIDE, BESIDE, Q8, EIGHTS> records;
-                records.load(own, k, depth, lane);  // few, and waited for first
-                load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
-                if (Of::INNER && pass == 0 && numbers == nullptr) feed.fill(1);  // tokens do not wait behind all of it
-                records.store(memory.records(), own.count, lane);
+                if constexpr (Of::BLOCKS) {
+                    records.load(own, k, anew(depth), anew(lane));
+                    load_tokens<Of, EIGHTS>(x, own, k, anew(depth), anew(lane));
+                    records.store(memory.records(), own.count, anew(lane));
+                } else {
+                    records.load(own, k, depth, lane);  // few, and waited for first
+                    load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
+                    if (Of::INNER && pass == 0 && numbers == nullptr)
+                        feed.fill(1);  // tokens do not wait behind all of it
+                    records.store(memory.records(), own.count, lane);
+                }
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
             }
             now.step(count, cut.warps);
             if constexpr (Scale::BYTES != 0) {
                 __syncwarp();  // all lanes have read those of the tile before
-                ahead.store(w, memory.scales(), lane / 2, lane % 2, less);
+                const int mine = anew(lane);
+                ahead.store(w, memory.scales(), mine / 2, mine % 2, less);
                 __syncwarp();
                 load_scales(now.tile, now.phase);
             }
             Sums<Of, INSIDE, BESIDE, Q8, SIGNED, EIGHTS> sum;
             sum.clear();
-            if constexpr (Of::INNER)  // while codes are awaited
+            if constexpr (Of::MINIMA)  // while codes are awaited
 #pragma unroll
                 for (int block = 0; block < Scale::BLOCKS; ++block)
                     sum.add_minima(
@@ -1072,8 +1259,8 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                 feed.advance();
 #pragma unroll
                 for (int i = 0; i < Of::STEPS; ++i) {
-                    unsigned fragment[4];
-                    Of::fragment(fragment, word, i, flip);
+                    unsigned fragment[Of::PARTS][4];
+                    Of::fragment(fragment, word, i, flip, pairs);
                     sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
                 }
             }

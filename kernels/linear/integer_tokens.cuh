@@ -4,13 +4,14 @@
 #include "linear/block_activations.cuh"
 #include "linear/integer_activations.cuh"
 
-// Of the host, ahead of this source: numbers of codes (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8).
+// Of the host, ahead of this source: numbers of codes (see linear/integer_stream.cu).
 
 // Where codes of tokens lie beside such codes of weights.
 __device__ __forceinline__ constexpr int layout_of(int codes, int unit) {
     if (codes == BYTES8 && unit != 32) return OWN_BYTES;
     if (codes == NEIGHBOURS4) return unit == 32 || unit == 64 ? NIBBLES : OWN_NIBBLES;
-    return codes == HALVES4 ? HALVES : IN_TURN;
+    if (codes == TABLE_HALVES4) return HALVES_IN_TURN;
+    return codes == HALVES4 || codes == MINIMA4 ? HALVES : IN_TURN;
 }
 
 // Where the block puts its tokens, in shared or in global memory. Token m and element k of its own are token first + m
@@ -47,7 +48,7 @@ struct Fragments {
         for (int i = 0; i < 2; ++i) from[i] = __shfl_xor_sync(FULL_WARP, j < 2 ? w[2 + i] : w[i], 2);
         unsigned v[4] = {
             j < 2 ? w[0] : from[0], j < 2 ? w[1] : from[1], j < 2 ? from[0] : w[2], j < 2 ? from[1] : w[3]};
-        if constexpr (LAYOUT == HALVES) {
+        if constexpr (LAYOUT == HALVES || LAYOUT == HALVES_IN_TURN) {
             // ... and of each the words of one lane.
             unsigned other[2];
 #pragma unroll
@@ -55,6 +56,12 @@ struct Fragments {
             const unsigned own[2] = {j % 2 ? v[1] : v[0], j % 2 ? v[3] : v[2]};
             v[0] = j % 2 ? other[0] : own[0], v[1] = j % 2 ? own[0] : other[0];
             v[2] = j % 2 ? other[1] : own[1], v[3] = j % 2 ? own[1] : other[1];
+            if constexpr (LAYOUT == HALVES_IN_TURN)
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    const unsigned low = v[i], high = v[i + 1];
+                    v[i] = __byte_perm(low, high, 0x5140), v[i + 1] = __byte_perm(low, high, 0x7362);
+                }
         } else {
             piece = j % 2 * 2 + j / 2;
         }

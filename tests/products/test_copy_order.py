@@ -26,6 +26,7 @@ KERNELS = {
     "8 bytes, two of a record": ("linear_few", "Q4K<__half>, 1, 4, true"),
     "one token": ("linear_one", "Kbit<__half, 3, E4M4>"),
     "words of a slot": ("stream_integers", "NEIGHBOURS4, 32, NOTHING"),
+    "words of a slot, places in a table": ("stream_integers", "TABLE_HALVES4, 32, NOTHING, true, true, 2"),
     "8 bytes of a slot": ("stream_integers", "PAIRS4, 32"),
     "16 bytes of a slot": ("stream_integers", "NEIGHBOURS4, 128, ZERO_POINTS"),
     "16 bytes, of a stage of others": ("linear_tile", "TileKbit<__half, 4, E4M4>, 8, 2, 2, 1, false"),

@@ -9,10 +9,11 @@ from test_w8a8 import quantized_tokens
 
 import kbitcupy as kb
 from kbitcupy.errors import FormatError
+from kbitcupy.formats.integer_codes import FP4, IQ4
 from kbitcupy.products import integer_activations as tokens_of, integer_stream
 from kbitcupy.products.integer_experts import IntegerExperts
 from kbitcupy.products.integer_stream import choose_cut, flavour_of
-from kbitcupy.products.integers import Integers
+from kbitcupy.products.integers import Integers, stored_codes
 from kbitcupy.products.routes import Problem, device, stored
 
 SINGLE = np.dtype("float32")
@@ -553,11 +554,12 @@ def odd_numbers(kind, tokens, depth, dtype):
 @pytest.mark.parametrize(
     ("text", "preset"),
     [("uint4:block=128,zero=int", "int8"), ("int4:block=32", "int8"), ("int8:block=64", "int8"),
-     ("uint4:block=512,zero=int", "int8"), ("q4_0", "q8_1"), ("q4_k", "q8_1"), ("q8_0", "q8_1")],
+     ("uint4:block=512,zero=int", "int8"), ("q4_0", "q8_1"), ("q4_k", "q8_1"), ("q8_0", "q8_1"),
+     ("q4_1", "q8_1"), ("mxfp4", "q8_1")],
 )  # fmt: skip
 def test_tokens_that_blocks_quantize(cupy, monkeypatch, text, preset, dtype):
     """The same numbers whether the product's blocks quantize them, a launch of few threads, or the one for all."""
-    depth = 1536 if kb.get_format(text).block in (256, 512) else 1056
+    depth = 1536 if kb.get_format(text).block in (256, 512) or text in ("q4_1", "mxfp4") else 1056
     if text.startswith("uint4:block=128"):
         depth = 1120  # fragments with zeros behind the end
     q = on_device(cupy, random_weight(text, 40, depth))
@@ -600,12 +602,30 @@ def test_tokens_that_some_blocks_quantize(cupy, monkeypatch, text, dtype):
         monkeypatch.undo()
 
 
+def test_pairs_of_a_table():
+    """As prmt takes them by codes, and by codes whose highest bit is turned over, the bytes of a value add up to it."""
+
+    def permuted(words, selector):
+        byte = int(np.array(words, np.int32).view(np.int8)[selector & 7])
+        return -(byte < 0) if selector & 8 else byte
+
+    for values in (IQ4, FP4):
+        words = integer_stream.pairs_of(values)
+        for code, value in enumerate(values):
+            assert permuted(words[:2], code) + permuted(words[2:], code ^ 8) == value
+    with pytest.raises(AssertionError):
+        integer_stream.pairs_of([-1, *[0] * 7] * 2)  # each byte would have to make up for the other
+
+
 def test_cuts_fit():
     """Every shape has a cut, whose parts of the shared memory do not meet."""
-    for text in STREAMED:
-        part = kb.get_format(text).integer_codes((1, 256))
+    for text in (*STREAMED, "q4_1", "iq4_nl", "iq4_xs", "mxfp4"):
+        part = stored_codes(kb.get_format(text), (1, 256))
         for blocked in (False, True):
             flavour = flavour_of(part, blocked)
+            if flavour is None:  # for tokens with scales of 32 alone
+                assert not blocked and text not in STREAMED
+                continue
             for eights, rows, depth in itertools.product((1, 2), (1, 130, 8192, 28672), (256, 4096, 14336, 65536)):
                 cut = choose_cut(flavour, eights, rows, depth, 132, 227 << 10)
                 assert cut.shared <= 227 << 10 and list(cut.places) == sorted(cut.places)

@@ -41,8 +41,11 @@ def test_what_is_taken():
     assert taken(255, 288) > REGISTERS
 
 
-@pytest.mark.parametrize("flavour", integer_stream._flavours(), ids=lambda f: f.text(0)[:-3])
-@pytest.mark.parametrize("eights", [1, 2])
+@pytest.mark.parametrize(
+    ("flavour", "eights"),
+    [(flavour, eights) for flavour in integer_stream._flavours() for eights in flavour.eights],
+    ids=lambda value: value.text(0)[:-3] if isinstance(value, integer_stream.Flavour) else None,
+)
 def test_blocks_of_integer_stream(flavour, eights):
     """Those of every shape: with tokens of its own or none, of which the shared memory has room."""
     found = set()
@@ -83,7 +86,7 @@ def test_products_leave_registers_to_blocks_that_quantize():
     few = max(registers for _, registers in listed()["integer_tokens", "quantize_few_integers"])
     assert taken(few, integer_stream._SIZES.FEW_THREADS) <= integer_stream._SIZES.FEW_REGISTERS
     for flavour in integer_stream._flavours():
-        for eights in (1, 2) if flavour.blocked else ():
+        for eights in flavour.eights if flavour.blocked else ():
             threads = 32 * integer_stream.most_warps(flavour.unit, eights)
             for text, registers in of("integer_stream", "stream_integers", flavour, eights):
                 assert taken(registers, threads) + integer_stream._SIZES.FEW_REGISTERS <= REGISTERS, text

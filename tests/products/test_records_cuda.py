@@ -13,13 +13,14 @@ from kbitcupy.array import QuantizedArray
 from kbitcupy.products.records import Streamed
 from kbitcupy.products.routes import Problem, device, stored
 from kbitcupy.products.small_batch import SmallBatch
-from kbitcupy.products.staged import StagedFew, StagedRecords, staged
+from kbitcupy.products.staged import StagedFew, StagedRecords, StagedStream, staged
 
 pytestmark = pytest.mark.gpu
 
 FORMATS = [name for name in kb.list_formats() if kb.get_format(name).records()]
 HALF = [np.dtype("float16"), BFLOAT16]
 FEW = ["q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "nvfp4:tensor_scale=true"]
+IN_PLACE = ["q4_1", "iq4_nl", "iq4_xs", "mxfp4"]  # codes of quantized tokens' weights are
 RECORDS, FRAGMENTS = Streamed(), SmallBatch()
 
 
@@ -145,6 +146,18 @@ class TestFew:
             assert_quantized(name, (n, k, m), StagedFew(), np.float32, cupy, m == 3)
         assert_quantized(name, (272, 4096, 4), StagedFew(), np.float16, cupy, True)
 
+    @pytest.mark.parametrize("name", IN_PLACE)
+    def test_quantized_tokens_of_codes_in_place(self, cupy, name):
+        """Half a share of a warp, rows that end; tokens of the blocks' own and of a launch ahead."""
+        shapes = (1, 256, 1), (33, 768, 3), (64, 1024, 8), (2064, 2304, 5), (272, 4096, 16), (40, 1280, 11)
+        if name == "iq4_xs":  # of more than 8 tokens
+            shapes = (1, 512, 9), (33, 1536, 16), (2064, 2560, 12)
+        for shape in shapes:
+            assert_quantized(name, shape, StagedStream(), np.float32, cupy, shape[2] in (3, 12))
+        for dtype in HALF:
+            for m in (12,) if name == "iq4_xs" else (1, 4, 12):
+                assert_quantized(name, (272, 3072, m), StagedStream(), dtype, cupy, True)
+
     @pytest.mark.parametrize(("n", "k"), [(40, 256), (48, 2048)])
     @pytest.mark.parametrize("name", ["q4_0", "q4_k", *FEW])
     def test_experts(self, cupy, name, n, k):
@@ -168,6 +181,34 @@ def test_quantized_tokens_of_any_type(cupy, name, dtype):
     """Eight at once and sixteen; rows that thread blocks share."""
     for shape in ((33, 768, 5), (48, 20480, 13), (40, 28672, 8)):
         assert_quantized(name, shape, StagedRecords(), dtype, cupy, shape[2] == 5)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_many_tiles_of_codes_in_place(cupy, name):
+    """Teams with several tiles, tokens that do not fit at once, rows that start anywhere; the same bits each time."""
+    for n, k, m in ((9000, 512, 8), (4500, 1024, 16), (40, 40960, 16), (4400, 20480, 5), (5000, 4352, 1)):
+        if name == "iq4_xs" and m <= 8:
+            continue
+        assert_quantized(name, (n, k, m), StagedStream(), np.float32, cupy)
+        q, memory = weight(name, (n, k), cupy), cupy.zeros(m * k + 3, np.float16)
+        x = memory[3:].reshape(m, k)
+        x[...] = tokens((m, k), np.float16, cupy)
+        assert kb.explain(x, q, activations="q8_1").route == "staged_stream"
+        first = kb.linear(x, q, activations="q8_1")
+        assert (first == kb.linear(x.copy(), q, activations="q8_1")).all()
+        for _ in range(20):
+            assert (first == kb.linear(x, q, activations="q8_1")).all()
+
+
+def test_every_power_of_two_of_codes_in_place(cupy):
+    """Each byte is the scale of a row of mxfp4; of the larger ones results would overflow."""
+    q, x = weight("mxfp4", (236, 512), cupy), tokens((9, 512), np.float32, cupy)
+    q.planes["scales"].reshape(236, -1)[...] = cupy.arange(236, dtype=np.uint8)[:, None]
+    y = kb.linear(x, q, activations="q8_1")
+    assert kb.explain(x, q, activations="q8_1").route == "staged_stream"
+    found, wanted, terms = check(y, staged(x), q)
+    assert (np.abs(found - wanted) <= 2.0**-20 * terms + 2.0**-146).all()
+    assert found.any(axis=0).all()  # those of subnormal scales, too
 
 
 def test_quantized_tokens_that_are_no_numbers(cupy):

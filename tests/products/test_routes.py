@@ -17,6 +17,7 @@ from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.integer_batch import IntegerBatch
 from kbitcupy.products.integer_tile import IntegerTile
 from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices
+from kbitcupy.products.staged import StagedStream
 
 HALF, SINGLE = np.dtype("float16"), np.dtype("float32")
 FROZEN = json.loads((Path(__file__).parent.parent / "data" / "routes.json").read_text(encoding="utf-8"))
@@ -477,15 +478,16 @@ def test_ternary_weights_have_one_contract_whatever_their_size(granularity, acti
         ("iq4_xs", None, ("small_batch", "small_batch")),
         ("nvfp4", None, ("small_batch", "small_batch")),
         ("q6_k", None, ("records", "records")),
-        ("q4_1", "q8_1", ("staged_records", "staged_small_batch", "staged_records")),
-        ("iq4_nl", "q8_1", ("staged_small_batch", "staged_small_batch", "staged_records")),
-        ("iq4_xs", "q8_1", ("staged_small_batch", "staged_small_batch")),
+        ("q4_1", "q8_1", ("staged_stream",) * 3),
+        ("iq4_nl", "q8_1", ("staged_stream",) * 3),
+        ("mxfp4", "q8_1", ("staged_stream",) * 3),
+        ("iq4_xs", "q8_1", ("staged_small_batch", "staged_small_batch", "staged_stream")),
         ("nvfp4", "q8_1", ("staged_records",) * 3),
         ("q6_k", "q8_1", ("staged_records",) * 3),
     ],
 )
 def test_few_tokens_of_gguf_types(format, activations, taken):
-    """Fragments where there are any; integers of records where quantized tokens make these slower."""
+    """Fragments where there are any; codes in place or integers of records where quantized tokens make these slower."""
     for tokens, name in zip((1, 8, 16), taken, strict=False):
         problem = Problem(kb.get_format(format), (28672, 8192), tokens, HALF, device("H200"), activations=activations)
         assert choices(problem, LINEAR)[0].route.name == name
@@ -707,6 +709,21 @@ def test_the_fastest_way_is_taken(format, shape, wanted):
         problem = Problem(kb.get_format(format), shape, tokens, HALF, device("H200"))
         found += choices(problem, LINEAR)[0].route.name[0]
     assert found == wanted
+
+
+def test_what_is_not_streamed_by_a_table_is_multiplied_all_the_same():
+    gpu = device("H200")
+    for format, shape, tokens, stored, why in (
+        ("iq4_nl", (512, 288), 4, Stored(), "whole blocks of 256"),
+        ("iq4_xs", (512, 768), 12, Stored(), "whole blocks of 512"),
+        ("iq4_xs", (512, 1024), 8, Stored(), "up to 8 tokens"),
+        ("mxfp4", (512, 1024), 17, Stored(), "up to 16 tokens"),
+        ("q4_1", (512, 1024), 4, Stored(scales=8), "multiple of 16 bytes"),
+        ("nvfp4", (512, 1024), 4, Stored(), "no places in a table"),
+    ):
+        about = Problem(kb.get_format(format), shape, tokens, HALF, gpu, stored=stored, activations="q8_1")
+        assert why in StagedStream().accepts(about)
+        assert choices(about, LINEAR)[0].refusal is None
 
 
 def test_scales_of_q4_0_that_start_anywhere():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..blocks import BlockFormat, Quantizer
-from ..integer_codes import INNER, IntegerCodes, of_blocks
+from ..integer_codes import INNER, OFFSETS, IntegerCodes, of_blocks
 from ..planes import Fragments, Records
 from .fragments import FRAGMENTS, RECORDS
 
@@ -54,6 +55,14 @@ class Gguf(BlockFormat):
         blocks = of_blocks(_SUB, shape[-1])
         return IntegerCodes(bits, width, signed, zero, "qs", "d", "float16", blocks, False, *beside)
 
+    def staged_codes(self, shape: tuple[int, ...], lead: int = 0) -> IntegerCodes | None:
+        if self.name not in _STAGED or len(shape) <= lead:
+            return None
+        (width, table), (scales, scale_dtype), *beside = _STAGED[self.name]
+        blocks = of_blocks(_SUB, shape[-1])
+        about = IntegerCodes(4, width, table, 0, "qs", scales, scale_dtype, blocks, False, *beside)
+        return replace(about, table=table)
+
 
 # Elements that share a scale, or an inner one.
 _SUB = 32
@@ -62,6 +71,14 @@ _INTEGERS: dict[str, tuple[Any, ...]] = {
     "q8_0": ((8, 1, True, 0),),
     "q4_0": ((4, 16, False, 8),),
     "q4_k": ((4, 32, False, 0), INNER, "scales", "uint8"),
+}
+# Of those whose codes of 4 bits stand for integers: width, and whether they are places in a table; scales and their
+# dtype; and what stands beside them, its plane and dtype, and another plane.
+_STAGED: dict[str, tuple[Any, ...]] = {
+    "q4_1": ((16, False), ("d", "float16"), OFFSETS),
+    "iq4_nl": ((16, True), ("d", "float16")),
+    "iq4_xs": ((16, True), ("d", "float16"), INNER, "scales_l", "uint8", "scales_h"),
+    "mxfp4": ((1, True), ("scales", "uint8")),
 }
 
 

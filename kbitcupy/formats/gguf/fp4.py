@@ -42,6 +42,7 @@ from ...backend import xp as _xp
 from ...backend.compile import Template
 from ...backend.launch import Kernel
 from ...errors import FormatError
+from .. import integer_codes
 from ..base import register
 from ..blocks import Field, Importance
 from ..planes import Plane
@@ -49,7 +50,7 @@ from . import Gguf
 from .arithmetic import largest_magnitude, pack_fields
 
 #: What codes stand for, F.
-VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+VALUES = np.array(integer_codes.FP4, np.int8)
 
 
 class MXFP4(Gguf):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..integer_codes import IQ4
 from ..planes import Fragments
 
 
@@ -71,7 +72,6 @@ def _tables(
     )
 
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 
 #: By the names of formats. Codes of q4_0 are 8 more than they stand for, those of q8_0 are in two's complement. An item
@@ -115,13 +115,13 @@ FRAGMENTS = {
         blocked=True,
         work=1.1,
     ),
-    "iq4_nl": _tables("PairTable<{T}, __half, SPLIT>", "SPLIT, FLOAT16", 32, 2, tuple(map(float, _IQ4)), scales="d"),
+    "iq4_nl": _tables("PairTable<{T}, __half, SPLIT>", "SPLIT, FLOAT16", 32, 2, tuple(map(float, IQ4)), scales="d"),
     "iq4_xs": _tables(
         "InnerPairTable<{T}>",
         "SPLIT, SIX_BITS",
         256,
         4,
-        tuple(map(float, _IQ4)),
+        tuple(map(float, IQ4)),
         scales="d",
         beside="scales_l",
         offset="scales_h",

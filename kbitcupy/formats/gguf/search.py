@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .. import integer_codes
 from ..chunks import AT_ONCE
 
 #: What the codes of iq4_nl and iq4_xs stand for.
-IQ4_BYTES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+IQ4_BYTES = np.array(integer_codes.IQ4, np.int8)
 IQ4 = IQ4_BYTES.astype(np.float32)
 # Sub-blocks of smaller numbers have the scale 0.
 _NOTHING = np.float32(1e-15)
