@@ -371,11 +371,14 @@ def main():
     parser.add_argument("part", type=int, nargs="?", default=0, help="which of the parts this process takes, from 0 on")
     parser.add_argument("parts", type=int, nargs="?", default=1)
     parser.add_argument("--repeat", type=int, metavar="TIMES", help="compute the same products so many times instead")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", default=math.inf, help="begin no product after")
     given = parser.parse_args()
     cases = [*((format, None) for format in formats()), *integer_formats()][given.part :: given.parts]
     routes, bad, start = Counter(), 0, time.time()
     rng = np.random.default_rng([given.seed, given.part])
     for i in range(len(cases) if given.repeat else given.count // given.parts):
+        if time.time() - start > given.limit:
+            break
         format, preset = cases[i % len(cases)]
         if given.repeat:
             found = changing(format, preset, given.repeat, cupy, routes)
