@@ -91,7 +91,6 @@ _SIZES = Constants(
     STREAM_THREADS=512,
     SHARE_OF_EIGHT=512,
     SHARE_OF_SIXTEEN=1024,
-    RING_AT_ONCE=2,
     SUMS_RING=4,
     SUMS_LATER=2,
     LONG_UNIT=256,
@@ -114,8 +113,8 @@ _OLDEST, _BULK = 80, 90  # with mma of 32 bytes; with TMA
 # K up to which 16 times the sum of a row stays below 2^31, and 2^32 over a number of units divides by it.
 _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # Bytes of shared memory: of a slot of the ring, of a warp's sums of eight tokens, and what it takes to begin at a
-# multiple of 1024.
-_SLOT, _SUMS, _ALIGNING = 2048, 512, 1024
+# multiple of 1024. Slots of a ring: 16 warps have 64 KB under way with two, and more make all of it later.
+_SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
 # Tokens that each block quantizes for itself.
 _MOST_OWN = 3
 # Tokens that a launch of small blocks quantizes, where 32 share a scale.
@@ -391,19 +390,6 @@ def choose_cut(
     return min(filter(None, cuts), key=lambda cut: cut.work, default=None)
 
 
-# Of a thread block of Hopper; tiles of a team that are few.
-_HOPPER_ROOM, _FEW_TILES = 227 << 10, 4
-
-
-def _slots_of(flavour: Flavour, eights: int, tiles: int, room: int) -> int:
-    """Of the ring of a warp whose team has so many tiles, phases counted: 16 warps have 64 KB under way with two, and
-    more make all of it later. With q4_0 and few tiles there is a third one, see `Slot::STAGED` of the kernel.
-    """
-    if flavour.codes == "HALVES4" and flavour.blocked and eights == 1 and tiles <= _FEW_TILES and room >= _HOPPER_ROOM:
-        return 1 + int(_SIZES.RING_AT_ONCE)
-    return int(_SIZES.RING_AT_ONCE) * _WARPS // most_warps(flavour.unit, eights)
-
-
 def cut_of(
     flavour: Flavour,
     eights: int,
@@ -421,7 +407,7 @@ def cut_of(
     kept = rounds if phases > 1 else 0
     of_scales, of_records = flavour.warp_bytes(eights)
     sums = int(_SIZES.SUMS_RING) * here * eights * _SUMS
-    ring = _slots_of(flavour, eights, rounds * phases, room)
+    ring = _RING * _WARPS // most_warps(flavour.unit, eights)
     # Few warps work through less than memory brings; each phase waits for its tokens.
     least = rounds * teams * max(shares, phases * warps * 0.75)
     most = most_warps(flavour.unit, eights)

@@ -16,8 +16,7 @@
 // the block itself one of each warp, and the others when its numbers have arrived. With more than 64 KB under way on a
 // multiprocessor, or with lines brought to the L2 cache beforehand, everything comes later, tokens first of all: that,
 // tokens in shared memory, and warps of a block that wait for all of them, were 8 us of the first version,
-// 28672 x 8192 on an H200. More than that may be there: with q4_0 and few tiles a third slot is asked for when the
-// first one has come, while tokens are still awaited.
+// 28672 x 8192 on an H200.
 //
 // Sums of a unit, elements that share all scales, are exact: codes of 4 bits stand in the upper half of a byte, where
 // they count 16 times what they are; an mma begins with the bits of a float whose last bit counts 1, or 1/16, and the
@@ -33,10 +32,10 @@
 // Of the host, ahead of this source: struct IntegerWeight and struct Cut; numbers of `added`, of dtypes, of codes
 // (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8, and of what has blocks of 256 as Blocks: MINIMA4 as HALVES4; TABLE4 as
 // NEIGHBOURS4 and TABLE_HALVES4 as HALVES4, into a table), of units (SHARES, LONG_UNIT) and of a bias; STREAM_THREADS,
-// the most of a block; RING_AT_ONCE, slots of a ring; of eight tokens SHARE_OF_EIGHT, of sixteen SHARE_OF_SIXTEEN, k of
-// a warp; FEW_REGISTERS for a block that quantizes tokens (linear/integer_tokens.cu). SUMS_RING tiles have room for
-// their sums, which are added up SUMS_LATER tiles later. MINIMA_OF_BLOCK words for the minima of 256 k of q4_k, those
-// of a unit MINIMA_STEP words behind those of the one before: so lanes meet in no bank.
+// the most of a block; of eight tokens SHARE_OF_EIGHT, of sixteen SHARE_OF_SIXTEEN, k of a warp; FEW_REGISTERS for a
+// block that quantizes tokens (linear/integer_tokens.cu). SUMS_RING tiles have room for their sums, which are added up
+// SUMS_LATER tiles later. MINIMA_OF_BLOCK words for the minima of 256 k of q4_k, those of a unit MINIMA_STEP words
+// behind those of the one before: so lanes meet in no bank.
 constexpr int ROWS_OF_TILE = 16, ROW_BYTES = 128, SLOT_BYTES = ROWS_OF_TILE * ROW_BYTES, MMA_K = 32;
 
 // Whether codes are copied by TMA; not where ptxas gives such kernels a stack.
@@ -225,8 +224,6 @@ struct Slot {
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
     static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
     static constexpr int SHARE = share_of(UNIT, EIGHTS), SLOTS = SHARE / DEPTH;
-    // Whether a ring may have more than RING_AT_ONCE slots, of which the others are asked for one by one.
-    static constexpr bool STAGED = BULK && CODES == HALVES4 && EIGHTS == 1;
     // What a sum begins with: of codes that count 16 times what they are the last bit of this float counts 1/16.
     static constexpr int TIMES = BYTES || TABLE ? 1 : 16, FIRST_BITS = TIMES == 1 ? 0x4b400000 : 0x49400000;
     static constexpr float FIRST = TIMES == 1 ? 12582912.0f : 786432.0f;
@@ -560,20 +557,14 @@ struct Feed {
     int slot = 0;  // of the ring, to be read next, and the parity of its barrier
     unsigned parity = 0;
 
-    // Ask for the first box, and later on for what else the ring has room for, from slot `next` on.
+    // Ask for the first box, and later on for what else the ring has room for.
     __device__ __forceinline__ void begin(int phases) {
         row = first, tile = 0, box = 0, left = phases * count * Of::SLOTS;
         fetch(0, 0);
     }
-    __device__ __forceinline__ void fill(int next) {
+    __device__ __forceinline__ void fill() {
 #pragma unroll 1
-        for (int i = next; i < cut.ring; ++i) {
-            if (Of::STAGED && i >= RING_AT_ONCE) {
-                if (left == 0) return;
-                barrier_wait(full + 8 * (i - RING_AT_ONCE), 0);
-            }
-            fetch(i, 0);
-        }
+        for (int i = 1; i < cut.ring; ++i) fetch(i, 0);
     }
     // Ask for the next box; `zero` may depend on what was read.
     __device__ __forceinline__ void fetch(int to, unsigned zero) {
@@ -1144,8 +1135,8 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
         if constexpr (Scale::BYTES != 0) ahead.load(w, cut, above + row, min(k, depth), depth, mine % 2);
     };
     load_scales(0, 0);
-    __syncthreads();                                     // all barriers are there
-    if (!Of::INNER && numbers == nullptr) feed.fill(1);  // q4_k's many loads of scales would wait behind it
+    __syncthreads();                                    // all barriers are there
+    if (!Of::INNER && numbers == nullptr) feed.fill();  // q4_k's many loads of scales would wait behind it
     wait_for_previous();
     launch_dependents();
     // Tokens that the block quantizes itself. An odd number of them in a fragment, so that lanes meet in no bank.
@@ -1179,8 +1170,7 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
             int asked = 1;  // slots: the others do not delay numbers, and come while these are quantized
             const auto fill = [&](unsigned arrived) {
 #pragma unroll 1
-                for (; asked < (Of::STAGED ? RING_AT_ONCE : cut.ring); ++asked)
-                    feed.fetch(asked, zero_after(arrived, zero));
+                for (; asked < cut.ring; ++asked) feed.fetch(asked, zero_after(arrived, zero));
             };
             if (x_kind == FLOAT16_BIAS)
                 quantized().template quantize<HELD>(static_cast<const __half*>(numbers) + first, tokens, depth, fill);
@@ -1191,7 +1181,6 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                 quantized().template quantize<(HELD + 1) / 2>(
                     static_cast<const float*>(numbers) + first, tokens, depth, fill);
             fill(0);
-            if (Of::STAGED) feed.fill(asked);
             __syncthreads();
         }
     }
@@ -1226,8 +1215,7 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                 } else {
                     records.load(own, k, depth, lane);  // few, and waited for first
                     load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
-                    if (Of::INNER && pass == 0 && numbers == nullptr)
-                        feed.fill(1);  // tokens do not wait behind all of it
+                    if (Of::INNER && pass == 0 && numbers == nullptr) feed.fill();  // tokens do not wait behind it
                     records.store(memory.records(), own.count, lane);
                 }
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);

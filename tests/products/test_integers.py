@@ -633,14 +633,3 @@ def test_cuts_fit():
                 own = choose_cut(flavour, eights, rows, depth, 132, 227 << 10, 1, 2)
                 assert own is None or own.places[-1] + 2 * flavour.token_bytes(depth) < own.shared <= 227 << 10
                 assert own is not None or depth > 14336
-
-
-def test_few_tiles_have_deeper_rings():
-    """A third slot with q4_0, "q8_1" and room for it; elsewhere as many as are asked for at once."""
-    found = {}
-    for text in ("q4_0", "q4_k"):
-        for blocked, rows, room in itertools.product((False, True), (8192, 28672), (163 << 10, 227 << 10)):
-            flavour = flavour_of(kb.get_format(text).integer_codes((1, 256)), blocked)
-            found[text, blocked, rows, room] = choose_cut(flavour, 1, rows, 8192, 132, room).ring
-    assert found.pop(("q4_0", True, 8192, 227 << 10)) == 3
-    assert set(found.values()) == {2}
