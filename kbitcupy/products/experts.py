@@ -6,7 +6,6 @@ combine them. Where there is no such kernel, expert after expert is decoded and 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -247,8 +246,7 @@ class EachExpert(Route):
         return None if problem.experts else "it is for experts"
 
     def cost(self, problem: Problem) -> float:
-        one = dataclasses.replace(problem, experts=0)
-        return problem.experts * (_EACH + (Host() if problem.device is None else Decoded()).cost(one))
+        return problem.experts * (_EACH + (Host() if problem.device is None else Decoded()).cost(problem))
 
     def prepare(self, problem: Problem) -> Product:
         return multiply_each

@@ -172,14 +172,17 @@ class Problem:
 
     @functools.cached_property
     def reading(self) -> float:
-        """Microseconds to read the compressed weight once."""
+        """Microseconds to read the compressed weight once; of experts one of them."""
         n, k = self.shape
         # Inner scales are not stored as they lie in shared memory.
         if self.fragments is not None and self.fragments.entries and not self.fragments.beside:
             size = n * k * (self.fragments.bits / 8 + self.fragments.scale_bytes / self.fragments.granule)
             return size / BYTES_PER_US
-        planes = self.format.planes(self.shape).values()
-        return sum(math.prod(plane.shape) * np.dtype(plane.dtype).itemsize for plane in planes) / BYTES_PER_US
+        # Where experts are no members of a stack, the format may count an axis that one expert does not have.
+        together = self.experts if self.experts and not self.stored.lead else 0
+        planes = self.format.planes((together, n, k) if together else (n, k)).values()
+        size = sum(math.prod(plane.shape) * np.dtype(plane.dtype).itemsize for plane in planes)
+        return size / max(together, 1) / BYTES_PER_US
 
 
 class Route(ABC):

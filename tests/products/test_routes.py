@@ -16,7 +16,7 @@ from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.integer_batch import IntegerBatch
 from kbitcupy.products.integer_tile import IntegerTile
-from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices
+from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices, stored
 from kbitcupy.products.staged import StagedStream
 
 HALF, SINGLE = np.dtype("float16"), np.dtype("float32")
@@ -285,6 +285,15 @@ def test_explain_of_experts(xp):
     found = kb.explain(xp.asarray(numbers(3, 64)), q, expert_ids=[[0, 1]] * 3)
     assert len(found) == len(GROUPED) and "6 products of float16 with experts" in str(found)
     assert found.route == "each_expert" if xp is np else found.route == "grouped_small_batch"
+
+
+def test_experts_whose_axis_one_of_them_does_not_have():
+    """A channel may be an expert: each of them alone has no such axis, and no scale of its own."""
+    q = kb.quantize(numbers(4, 16, 64, dtype=SINGLE), "int8", granularity=("channel", -3))
+    problem = Problem(q.format, (16, 64), 6, SINGLE, device("H200"), stored=stored(q), experts=4)
+    (found,) = [choice for choice in choices(problem, GROUPED) if choice.refusal is None]
+    assert found.route.name == "each_expert" and problem.reading > 0
+    assert kb.linear_grouped(numbers(3, 64), q, [[0, 3]] * 3).shape == (3, 2, 16)
 
 
 def test_explain_of_nothing():
