@@ -722,7 +722,7 @@ def test_the_fastest_way_is_taken(format, shape, wanted):
 
 def test_what_is_not_streamed_by_a_table_is_multiplied_all_the_same():
     gpu = device("H200")
-    for format, shape, tokens, stored, why in (
+    for format, shape, tokens, lies, why in (
         ("iq4_nl", (512, 288), 4, Stored(), "whole blocks of 256"),
         ("iq4_xs", (512, 768), 12, Stored(), "whole blocks of 512"),
         ("iq4_xs", (512, 1024), 8, Stored(), "up to 8 tokens"),
@@ -730,7 +730,7 @@ def test_what_is_not_streamed_by_a_table_is_multiplied_all_the_same():
         ("q4_1", (512, 1024), 4, Stored(scales=8), "multiple of 16 bytes"),
         ("nvfp4", (512, 1024), 4, Stored(), "no places in a table"),
     ):
-        about = Problem(kb.get_format(format), shape, tokens, HALF, gpu, stored=stored, activations="q8_1")
+        about = Problem(kb.get_format(format), shape, tokens, HALF, gpu, stored=lies, activations="q8_1")
         assert why in StagedStream().accepts(about)
         assert choices(about, LINEAR)[0].refusal is None
 
