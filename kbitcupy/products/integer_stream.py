@@ -200,7 +200,7 @@ class Flavour:
     @property
     def by_rows(self) -> bool:
         """Whether `quantize_few_rows` finds room beside a product of up to eight tokens."""
-        return self.codes == "NEIGHBOURS4" and not self.blocked and self.unit >= 128
+        return self.codes == "NEIGHBOURS4" and not self.blocked and self.unit >= 128 and self.added != "OFFSETS"
 
     def token_bytes(self, depth: int) -> int:
         """Of shared memory of a token that the block quantizes: codes, scales, sums."""
