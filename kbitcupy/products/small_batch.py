@@ -65,9 +65,7 @@ TOKEN_BLOCK = 32
 _DECLARED = (*DECLARED, _GAP, CUT)
 
 
-def few_room(
-    decoder: Decoder, eights: int, room: int, even: bool, grouped: bool = False, halved: bool = False
-) -> tuple[int, int]:
+def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool = False) -> tuple[int, int]:
     """``ITEMS`` and warps of ``linear_few``, as many as the shared memory allows; no warps where it does not at all.
 
     Parameters
@@ -82,11 +80,9 @@ def few_room(
         Whether tiles are whole, and rows whole items that begin at multiples of 16 bytes.
     grouped : bool
         Whether it is the flavour for experts.
-    halved : bool
-        Whether thread blocks have half the warps.
     """
     most = decoder.fragments.grouped_items if grouped else decoder.fragments.items
-    sizes = (8,) if halved or two_at_once(decoder, grouped) else (16, 8)
+    sizes = (8,) if two_at_once(decoder, grouped) else (16, 8)
     for warps, items in itertools.product(sizes, (4, 2) if even else (1,)):
         if eights * items <= 4 and items <= most and decoder.shared_bytes(eights, items, warps) <= room:
             return items, warps
@@ -340,8 +336,7 @@ def cut_few(
 class FewKernel(Fused):
     """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block.
 
-    `blocked`: tokens are integers as halves, with scales of 32. `halved`: thread blocks have half the warps, and there
-    are one or two tokens, which take no room.
+    `blocked`: tokens are integers as halves, with scales of 32.
     """
 
     def __init__(
@@ -355,22 +350,19 @@ class FewKernel(Fused):
         together: int = 1,
         grouped: bool = False,
         blocked: bool = False,
-        halved: bool = False,
     ):
         super().__init__(fragments, shape, dtype)
         n, k = shape
         decoder, room = Decoder(fragments), device.shared_memory
         whole = n % ITEM_ROWS == 0 and k % ITEM_K == 0 and device.copies_tiles
         # Thread blocks with the same weights and other tokens run `together`, so that they share what they read.
-        each = 2 if halved or two_at_once(decoder, grouped) else 1
-        resident = max(1, each * device.multiprocessors // together)
+        resident = max(1, (2 if two_at_once(decoder, grouped) else 1) * device.multiprocessors // together)
         cut = None
         for even, flow in ((True, _flow_at_once(decoder)), (True, _IN_CHUNKS), (False, _IN_CHUNKS)):
-            items, warps = few_room(decoder, eights, room, even, grouped, halved)
+            items, warps = few_room(decoder, eights, room, even, grouped)
             if even and not (whole and warps and (flow != _IN_CHUNKS or grouped)):
                 continue
-            clustered = flow != _IN_CHUNKS and eights == 1 and not grouped
-            clusters = _clusters(device, each, together) if clustered else (1, 0)
+            clusters = _clusters(device, together) if flow != _IN_CHUNKS and eights == 1 and not grouped else (1, 0)
             unit = max(1, fragments.multiple // ITEM_K) if even else 1
             splits, once = 1 if grouped else 8, flow != _IN_CHUNKS
             cut = cut_few(n, k, items, max(1, warps), resident, splits, once, clusters, unit)
@@ -389,7 +381,7 @@ class FewKernel(Fused):
         self.fits = warps > 0 and shared <= room
         # By way of shared memory whole lines of x are read, and once.
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
-        self.staged = not halved and flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
+        self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
         sizes = 8, 8, *ARGUMENTS, CUT.dtype.itemsize, VALUES.dtype.itemsize, _tma.MAP_BYTES, _tma.MAP_BYTES
         values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, blocked)
@@ -503,11 +495,11 @@ class OneKernel(Fused):
         )
 
 
-def _clusters(device: Device, each: int, together: int) -> tuple[int, int]:
-    """Thread blocks of a cluster, and how many clusters a device holds at least, with `each` of a multiprocessor."""
+def _clusters(device: Device, together: int) -> tuple[int, int]:
+    """Thread blocks of a cluster, and how many clusters a device holds at least."""
     if not 90 <= device.capability < 120:
         return 1, 0
-    return _CLUSTER, max(1, each * device.multiprocessors // _CLUSTER // together)
+    return _CLUSTER, max(1, device.multiprocessors // _CLUSTER // together)
 
 
 @functools.cache
@@ -661,31 +653,10 @@ def few_kernel(
     together: int = 1,
     grouped: bool = False,
     blocked: bool = False,
-    halved: bool = False,
 ) -> FewKernel:
     """The launcher of ``linear_few``."""
-    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped}
-    flavour |= {"blocked": blocked, "halved": halved}
+    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped, "blocked": blocked}
     return FewKernel(fragments, shape, dtype, device, **flavour)
-
-
-# Of how many tokens thread blocks may have half the warps, and of weights of how many elements: a multiprocessor then
-# has two of them, of which one makes its x ready while the other waits. 8192 x 8192, the size that was measured, takes
-# 13.0 microseconds instead of 13.2.
-_HALVED_TOKENS, _HALVED_SIZES = 2, range(1 << 26, 1 << 27)
-
-
-def _halved(problem: Problem) -> bool:
-    """Whether thread blocks of ``linear_few`` have half the warps.
-
-    That pays where k-tiles share records, so that tokens, whose sums are needed as well, take long to make ready.
-    """
-    assert problem.fragments is not None and problem.device is not None
-    if problem.tokens > _HALVED_TOKENS or problem.fragments.entries or problem.fragments.multiple <= ITEM_K:
-        return False
-    n, k = problem.shape
-    fits = n % ITEM_ROWS == 0 and k <= _CLUSTER * 8 * problem.fragments.items * ITEM_K  # what their warps have at once
-    return fits and n * k in _HALVED_SIZES and problem.device.copies_tiles and 90 <= problem.device.capability < 120
 
 
 class SingleToken(Route):
@@ -808,4 +779,4 @@ class SmallBatch(Route):
         eights = 2 if problem.fragments.wide and problem.tokens > TOKENS else 1
         together = -(-problem.tokens // (eights * TOKENS))
         about = problem.fragments, problem.shape, problem.dtype, problem.device
-        return few_kernel(*about, eights, together, False, blocked, _halved(problem))
+        return few_kernel(*about, eights, together, False, blocked)

@@ -193,8 +193,7 @@ def test_one_and_two_tokens_are_those_of_eight(cupy, format, dtype):
     """They may come line by line where eight come in boxes, and the last warps of a cluster have no k of their own."""
     if device(0).capability != 90:
         pytest.skip("thread blocks share k as clusters on compute capability 9.0")
-    # The last one is cut in another way for one or two tokens of q4_k.
-    for shape in ((528, 6400), (2064, 4352), (4112, 512), *[(8192, 8192)] * (format == "q4_k")):
+    for shape in ((528, 6400), (2064, 4352), (4112, 512)):
         q, x = weight(shape, kb.get_format(format), cupy), numbers((8, shape[1]), dtype, cupy)
         assert {kb.explain(x[:m], q).route for m in (1, 2, 8)} == {"small_batch"}
         eight = kb.linear(x, q)

@@ -98,30 +98,6 @@ def test_choices_of_experts_are_those_of_version_0_1(name):
         assert found == wanted, (name, text)
 
 
-def test_blocks_of_one_or_two_tokens_of_q4_k():
-    """Two of 8 warps on a multiprocessor for weights of middling size; for all else one of 16."""
-    gpu = device("H200")
-
-    def cut(format, shape, tokens, of=gpu):
-        problem = Problem(kb.get_format(format), shape, tokens, HALF, of)
-        return small_batch.SmallBatch().prepare(problem)
-
-    for tokens in (1, 2):
-        kernel = cut("q4_k", (8192, 8192), tokens)
-        assert (kernel.kernel.threads, kernel.grid, kernel.staged) == (256, (128, 2), False)
-        assert 2 * (kernel.kernel.shared + 1024) <= 228 << 10 and kernel.fits
-    for format, shape, tokens, of in (
-        ("q4_k", (8192, 8192), 3, gpu),
-        ("q4_k", (28672, 8192), 1, gpu),
-        ("q4_k", (4096, 4096), 1, gpu),
-        ("q4_k", (4096, 16384), 1, gpu),
-        ("q4_k", (8192, 8192), 1, device("A100")),
-        ("q4_0", (8192, 8192), 1, gpu),
-        ("iq4_xs", (8192, 8192), 1, gpu),
-    ):
-        assert cut(format, shape, tokens, of).kernel.threads == 512
-
-
 def test_kernels_and_grids_are_those_of_version_0_1():
     """On an H200: template arguments, threads, shared memory, grid, and how the work is cut."""
     gpu = device("H200")
