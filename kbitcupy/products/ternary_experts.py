@@ -15,7 +15,7 @@ from .integer_activations import BITNET
 from .integer_experts import IntegerExperts
 from .routes import Problem, Product, Route
 from .ternary_bulk import ExpertKernel, expert_kernel, experts_ring
-from .ternary_slots import QuantizedExpertRows, expert_rows, multiply_slots, quantized_expert_rows
+from .ternary_slots import ExpertRows, expert_rows, multiply_slots, quantized_expert_rows
 from .ternary_stream import why_not_floats, why_not_streamed
 
 # The fraction of the bandwidth at which codes pass; microseconds of the one launch of few tokens.
@@ -107,7 +107,7 @@ class TernarySlots(Route):
             return "tokens quantized to int8, codes of the experts of each read in place: slots_ternary_quantized"
         return "sorted by expert, quantized to int8, codes read in place: rows_ternary_experts_quantized"
 
-    def _sorted(self, problem: Problem) -> QuantizedExpertRows | None:
+    def _sorted(self, problem: Problem) -> ExpertRows | None:
         assert problem.device is not None
         if problem.experts > MOST_EXPERTS or problem.experts * problem.shape[0] >= 1 << 31:
             return None

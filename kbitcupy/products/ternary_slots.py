@@ -53,11 +53,13 @@ _SORTED_QUANTIZED = Template(
     FEW_FILE, "rows_ternary_experts_quantized", (_TYPES, _TYPES), structs=FEW_STRUCTS, least=OLDEST
 )
 register_templates(_FLOATS, _QUANTIZED, _SORTED, _SORTED_QUANTIZED)
-_SORTED_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 3, "i8", "i4", "i4", MAP_BYTES)
-_SORTED_QUANTIZED_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 3, "i8", "f4", *("i4",) * 5, MAP_BYTES)
-# Rows of a thread block, of sorted experts; of those that are quantized, which are smaller, with one stage of a warp:
-# several of them are on a multiprocessor, and one quantizes while another multiplies.
-_SORTED_ROWS, _SORTED_QUANTIZED_ROWS = 768, 384
+# Of tokens of floats, and of those that are quantized on the way.
+_SORTED_SIGNATURES = tuple(
+    (*("p",) * 5, "i8", *("i4",) * 3, "i8", *rule, "i4", "i4", MAP_BYTES) for rule in ((), ("f4", *("i4",) * 3))
+)
+# Rows of a thread block, of sorted experts; rows and threads of those that quantize, which are smaller, with one stage
+# of a warp: several of them are on a multiprocessor, and one quantizes while another multiplies.
+_SORTED_ROWS, _SORTED_QUANTIZED_SIZES = 768, (384, FEW_SIZES.ROW_THREADS)
 _NUMBERS = (*("i8",) * 3, *("i4",) * 4)
 _SIGNATURES = {
     _FLOATS: (*("p",) * 5, *_NUMBERS, "i4", "i4", MAP_BYTES),
@@ -128,18 +130,33 @@ def multiply_slots(x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any,
 
 
 class ExpertRows:
-    """The kernel for experts of one shape and tokens of one dtype, of which `kbitcupy.products.experts` asks."""
+    """The kernel for experts of one shape and tokens of one dtype, of which `kbitcupy.products.experts` asks.
 
-    def __init__(self, shape: tuple[int, int], dtype: np.dtype, stages: int):
+    Parameters
+    ----------
+    shape : tuple of int
+        N and K of an expert.
+    dtype : numpy.dtype
+        Of the tokens.
+    stages : int
+        Of the ring of a warp.
+    rule : Rule, optional
+        By which tokens are quantized on the way.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: np.dtype, stages: int, rule: Rule | None = None):
         self._rows, self._depth = shape
+        self._rule = () if rule is None else rule.numbers
         self.cxx = CXX_TYPES[dtype.name]
-        self._parts = -(-self._rows // _SORTED_ROWS)
+        most, threads = (_SORTED_ROWS, SIZES.ROW_THREADS) if rule is None else _SORTED_QUANTIZED_SIZES
+        self._parts, warps = -(-self._rows // most), threads // 32
         of_part = -(-self._rows // self._parts)
-        of_warp = -(-of_part // WARPS)
+        of_warp = -(-of_part // warps)
         self._cut = stages, -(-of_warp // -(-of_warp // _PASSES[-1]))
-        shared = 2 * staged_bytes(TOKENS, self._depth) + stages * WARPS * STAGE + ALIGNMENT
+        shared = (1 + (rule is None)) * staged_bytes(TOKENS, self._depth) + stages * warps * STAGE + ALIGNMENT
+        template, signature = (_SORTED if rule is None else _SORTED_QUANTIZED), _SORTED_SIGNATURES[rule is not None]
         self._kernels = {
-            cxx: Kernel(_SORTED, (cxx, self.cxx), SIZES.ROW_THREADS, shared, signature=_SORTED_SIGNATURE, early=True)
+            cxx: Kernel(template, (cxx, self.cxx), threads, shared, signature=signature, early=True)
             for cxx in (self.cxx, CXX_TYPES["float32"])
         }
 
@@ -151,7 +168,7 @@ class ExpertRows:
         of_rows, of_experts = scales_of(qs)
         target, cxx = (partial, CXX_TYPES["float32"]) if partial else (out.data.ptr, self.cxx)
         pointers = x.data.ptr, scale.data.ptr, experts.groups, experts.order, target
-        numbers = self._rows, self._depth, experts.divisor, of_rows, of_experts, *self._cut
+        numbers = self._rows, self._depth, experts.divisor, of_rows, of_experts, *self._rule, *self._cut
         codes_map = map_of(codes, qs.shape[0] * self._rows, self._depth, self._cut[-1])
         self._kernels[cxx].launch(x, (self._parts, blocks), (*pointers, *numbers, codes_map))
 
@@ -164,38 +181,6 @@ def scales_of(qs: QuantizedArray) -> tuple[int, int]:
     return of_rows, rows if of_rows else int(size > 1)
 
 
-class QuantizedExpertRows:
-    """The same of tokens that are quantized by a rule on the way."""
-
-    def __init__(self, shape: tuple[int, int], dtype: np.dtype, rule: Rule):
-        self._rows, self._depth = shape
-        self._rule = rule
-        self.cxx = CXX_TYPES[dtype.name]
-        warps = FEW_SIZES.ROW_THREADS // 32
-        self._parts = -(-self._rows // _SORTED_QUANTIZED_ROWS)
-        of_part = -(-self._rows // self._parts)
-        of_warp = -(-of_part // warps)
-        self._cut = 1, -(-of_warp // -(-of_warp // _PASSES[-1]))
-        shared = staged_bytes(TOKENS, self._depth) + warps * STAGE + ALIGNMENT
-        threads, signature = FEW_SIZES.ROW_THREADS, _SORTED_QUANTIZED_SIGNATURE
-        self._kernels = {
-            cxx: Kernel(_SORTED_QUANTIZED, (cxx, self.cxx), threads, shared, signature=signature, early=True)
-            for cxx in (self.cxx, CXX_TYPES["float32"])
-        }
-
-    def launch(
-        self, blocks: int, x: Any, qs: QuantizedArray, bias: Any, out: Any, partial: int, tokens: int, experts: Experts
-    ) -> None:
-        """As `kbitcupy.products.fused.Fused.launch`; there is no bias."""
-        codes, scale = qs.planes["codes"], qs.planes["scale"]
-        of_rows, of_experts = scales_of(qs)
-        target, cxx = (partial, CXX_TYPES["float32"]) if partial else (out.data.ptr, self.cxx)
-        pointers = x.data.ptr, scale.data.ptr, experts.groups, experts.order, target
-        numbers = self._rows, self._depth, experts.divisor, of_rows, of_experts, *self._rule.numbers, *self._cut
-        codes_map = map_of(codes, qs.shape[0] * self._rows, self._depth, self._cut[-1])
-        self._kernels[cxx].launch(x, (self._parts, blocks), (*pointers, *numbers, codes_map))
-
-
 @functools.lru_cache(maxsize=256)
 def expert_rows(shape: tuple[int, int], dtype: np.dtype, device: int) -> ExpertRows | None:
     """The kernel; None where the device has no room for it."""
@@ -204,12 +189,10 @@ def expert_rows(shape: tuple[int, int], dtype: np.dtype, device: int) -> ExpertR
 
 
 @functools.lru_cache(maxsize=256)
-def quantized_expert_rows(
-    shape: tuple[int, int], dtype: np.dtype, rule: Rule, gpu: Device
-) -> QuantizedExpertRows | None:
+def quantized_expert_rows(shape: tuple[int, int], dtype: np.dtype, rule: Rule, gpu: Device) -> ExpertRows | None:
     """The same of tokens that are quantized; None where they, or a thread block, would have too little room."""
     depth = shape[1]
     room = gpu.shared_memory - 2 * BESIDE - FEW_SIZES.ROW_THREADS // 32 * STAGE
     if gpu.capability < OLDEST or depth > 32 * FEW_SIZES.ROW_THREADS or staged_bytes(TOKENS, depth) > room:
         return None
-    return QuantizedExpertRows(shape, dtype, rule)
+    return ExpertRows(shape, dtype, 1, rule)
