@@ -629,6 +629,7 @@ def test_cuts_fit():
             for eights, rows, depth in itertools.product((1, 2), (1, 130, 8192, 28672), (256, 4096, 14336, 65536)):
                 cut = choose_cut(flavour, eights, rows, depth, 132, 227 << 10)
                 assert cut.shared <= 227 << 10 and list(cut.places) == sorted(cut.places)
+                assert not any(place % 16 for place in cut.places)  # what is there is read in words of 16 bytes
                 assert 1 <= cut.warps * cut.teams <= 16 and cut.phases >= 1
                 own = choose_cut(flavour, eights, rows, depth, 132, 227 << 10, 1, 2)
                 assert own is None or own.places[-1] + 2 * flavour.token_bytes(depth) < own.shared <= 227 << 10
