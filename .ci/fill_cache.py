@@ -58,9 +58,10 @@ def name_of(instance, site, architecture):
 
 def compiled(instance, architecture):
     """A kernel as CuPy keeps it: the name that C++ gives it, and the binary."""
+    import cupy
     from cupy.cuda import compiler, nvrtc
 
-    here = Path(sys.modules["cupy"].__file__).parent.parent
+    here = Path(cupy.__file__).parent.parent
     program = nvrtc.createProgram(instance.source, instance.file, (), ())
     try:
         nvrtc.addNameExpression(program, instance.expression)

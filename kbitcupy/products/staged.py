@@ -135,18 +135,25 @@ class StagedFew(SmallBatch):
         return super()._kernel(problem, blocked)
 
 
+def _refusal(problem: Problem) -> str | None:
+    """What stands against every kernel that quantizes the tokens of one weight."""
+    if problem.activations != "q8_1":
+        return 'it quantizes activations: ask for activations="q8_1"'
+    if problem.device is None:
+        return "the arrays are in host memory"
+    return "it is for one weight" if problem.experts else None
+
+
 class StagedStream(IntegerStream):
     """Quantize tokens, and multiply them on integer tensor cores by what codes that are read in place stand for."""
 
     name = "staged_stream"
 
     def accepts(self, problem: Problem) -> str | None:
-        if problem.activations != "q8_1":
-            return 'it quantizes activations: ask for activations="q8_1"'
-        if problem.device is None:
-            return "the arrays are in host memory"
-        if problem.experts or problem.stored.lead:
-            return "it is for one weight"
+        refusal = _refusal(problem) or ("a stack is for linear_grouped" if problem.stored.lead else None)
+        if refusal is not None:
+            return refusal
+        assert problem.device is not None
         part = problem.format.staged_codes(problem.shape)
         if part is None:
             return f"codes of {problem.format} are no places in a table of integers, nor have they minima"
@@ -167,16 +174,10 @@ class StagedRecords(Route):
     name = "staged_records"
 
     def accepts(self, problem: Problem) -> str | None:
-        if problem.activations != "q8_1":
-            return 'it quantizes activations: ask for activations="q8_1"'
-        if problem.device is None:
-            return "the arrays are in host memory"
-        if problem.experts:
-            return "it is for one weight"
         # Their dtype does not matter, nor where they begin.
-        found = record_refusal(_as_halves(problem))
-        if found:
-            return found
+        refusal = _refusal(problem) or record_refusal(_as_halves(problem))
+        if refusal:
+            return refusal
         if problem.tokens > MOST_TOKENS:
             return f"more than {MOST_TOKENS} tokens"
         return None if self._kernel(problem).fits else "the device has too little shared memory"

@@ -34,8 +34,8 @@
 //   - tables whose values are known are made while x and the first weights travel: 400 cycles. One token, 8192 x 8192:
 //     x line by line, not as boxes of eight tokens, takes 850 cycles less; to ask for the other weights when x is
 //     there, not when the first weights are, 450 to 750; to ask L2 for all of them at once costs 950.
-//   - one token of q4_0 and q4_1 waited for x among all weights, since lanes read it from memory: line by line to
-//     shared memory, and the other weights when it is there, takes 1 us less of 12.7 and 14.
+//   - one token of q4_0 waited for x among all weights, since lanes read it from memory: line by line to shared
+//     memory, and the other weights when it is there, takes 1 us less of 13.
 //   - a shift of what was just loaded, which the compiler may put next to the load, makes all wait there: so it
 //     was with the inner scales of iq4_xs.
 #include "linear/few_sums.cuh"

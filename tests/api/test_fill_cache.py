@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def test_options_have_the_order_of_cupy(fill_cache):
 
 
 def test_names_are_those_of_cupy(cupy, fill_cache):
-    site = Path(sys.modules["cupy"].__file__).parent.parent
+    site = Path(cupy.__file__).parent.parent
     if not (site / "nvidia" / "cu13" / "include").is_dir():
         pytest.skip("CUDA's headers are not those of the package nvidia-cuda-runtime for CUDA 13")
     kb.quantize(cupy.ones(64, "float32"), "kbit4")

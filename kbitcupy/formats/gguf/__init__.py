@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..blocks import BlockFormat, Quantizer
@@ -58,10 +57,10 @@ class Gguf(BlockFormat):
     def staged_codes(self, shape: tuple[int, ...], lead: int = 0) -> IntegerCodes | None:
         if self.name not in _STAGED or len(shape) <= lead:
             return None
-        (width, table), (scales, scale_dtype), *beside = _STAGED[self.name]
+        about = _STAGED[self.name]
         blocks = of_blocks(_SUB, shape[-1])
-        about = IntegerCodes(4, width, table, 0, "qs", scales, scale_dtype, blocks, False, *beside)
-        return replace(about, table=table)
+        signed = "table" in about  # what their codes stand for is
+        return IntegerCodes(bits=4, signed=signed, zero=0, codes="qs", scale_of=blocks, positive=False, **about)
 
 
 # Elements that share a scale, or an inner one.
@@ -72,13 +71,21 @@ _INTEGERS: dict[str, tuple[Any, ...]] = {
     "q4_0": ((4, 16, False, 8),),
     "q4_k": ((4, 32, False, 0), INNER, "scales", "uint8"),
 }
-# Of those whose codes of 4 bits stand for integers: width, and whether they are places in a table; scales and their
-# dtype; and what stands beside them, its plane and dtype, and another plane.
-_STAGED: dict[str, tuple[Any, ...]] = {
-    "q4_1": ((16, False), ("d", "float16"), OFFSETS),
-    "iq4_nl": ((16, True), ("d", "float16")),
-    "iq4_xs": ((16, True), ("d", "float16"), INNER, "scales_l", "uint8", "scales_h"),
-    "mxfp4": ((1, True), ("scales", "uint8")),
+# Of those whose codes of 4 bits stand for integers, what `IntegerCodes` says of them.
+_STAGED: dict[str, dict[str, Any]] = {
+    "q4_1": {"width": 16, "scales": "d", "scale_dtype": "float16", "added": OFFSETS},
+    "iq4_nl": {"width": 16, "scales": "d", "scale_dtype": "float16", "table": True},
+    "iq4_xs": {
+        "width": 16,
+        "scales": "d",
+        "scale_dtype": "float16",
+        "added": INNER,
+        "beside": "scales_l",
+        "beside_dtype": "uint8",
+        "high": "scales_h",
+        "table": True,
+    },
+    "mxfp4": {"width": 1, "scales": "scales", "scale_dtype": "uint8", "table": True},
 }
 
 
