@@ -131,6 +131,9 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     using One = SingleToken<Decoder>;
     using TmaBox = ::TmaBox<Decoder, ITEMS>;
     using XLine = ::XLine<Decoder>;
+    // Whether the table is made while x and the first weights are on their way: the kernel before this one ends soon
+    // where it has few weights, too. Where it takes long to end, a table of more values is better made meanwhile.
+    constexpr bool LATE_TABLE = Decoder::ENTRIES > 32 && (Decoder::VALUES < 16 || WARPS < 16);
     constexpr int SCALE_UNIT = ITEMS * Decoder::SCALE_BYTES;
     constexpr int UNIT_BYTES = TmaBox::BOXES * TmaBox::BYTES, SCALES = ITEM_ROWS * SCALE_UNIT;
     extern __shared__ uint4 dynamic[];
@@ -159,7 +162,10 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
         unsigned(bias_kind) >> 8);
     copies.begin(unit, (first + tile) * ITEM_ROWS);
     if (BULK && begin < end && elect_lane()) prefetch_box(&map_of_weights, copies.byte, copies.row);
-    const float power = fill_table<Decoder, true>(TABLE_AT, values, codebook);
+    float power;
+    auto make_table = [&] { power = fill_table<Decoder, true>(TABLE_AT, values, codebook); };
+    if constexpr (LATE_TABLE) wait_for_previous();
+    else make_table();
 
     // x is asked for before the weights, which would keep it waiting.
     const int mine = threadIdx.x, blocks = items * 4;
@@ -170,6 +176,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
 #pragma unroll
     for (int b = 0; b < TmaBox::BOXES; ++b) copies.start(b, begin < end, 0u);
     copies.start_scales(begin < end, 0u);
+    if constexpr (LATE_TABLE) make_table();
     if (mine < blocks) store_x<Decoder, ITEMS>(lines, w, mine);
     for (int i = mine + blockDim.x; i < blocks; i += blockDim.x) {
         One::load_x_global(w, x + i * ROW);
