@@ -689,6 +689,45 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_groups(
 #endif
 }
 
+// Asks for codes while one token comes: for a stage when its numbers have been asked for, for the others when they have
+// come.
+struct Stages {
+    const Start<0>& start;
+    int count;
+
+    __device__ __forceinline__ void operator()(int come) const { start(come ? count - 1 : 1); }
+};
+
+// The products of one token, which comes in this launch.
+//
+// bring     called by all threads: brings the codes of the token to an address, and what those of each warp add up to;
+//           calls Stages as quantize_tokens does `asked`
+// scale_of  gives the scale of the token, behind a barrier
+template <typename T, typename B, typename S>
+__device__ __forceinline__ void multiply_token(
+    const TensorMap* map, const float* scale, const void* bias, T* y, long long channels, int depth, int scale_step,
+    int bias_kind, const Cut& cut, const B& bring, const S& scale_of) {
+    __shared__ __align__(16) int sums[ROW_WARPS];
+    int own_sum = 0;
+    float own_scale = 0;
+    multiply_rows<Integers<T>, 0>(
+        map, nullptr, 0, channels, 1, depth, cut, true,
+        [&](unsigned staged, Staged&, const Start<0>& start) {
+            bring(staged, sums, Stages{start, cut.stages});
+            __syncthreads();
+#pragma unroll
+            for (int w = 0; w < ROW_WARPS; ++w) own_sum += sums[w];
+            own_scale = usable(scale_of());
+        },
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scale + row * scale_step));
+            added = bias_of(bias, bias_kind, row);
+        },
+        [&](int, int, long long row, int sum, float of, float added) {
+            from_float(y[row], ieee::add(Integers<T>::scaled(sum, own_sum, own_scale, of), added));
+        });
+}
+
 // The same of one token of floats, which is quantized on the way: one launch. The first codes are brought to the L2
 // cache ahead of the wait for the kernel before, then comes the token, and behind it the copies: with more under way
 // the token comes later.
@@ -703,30 +742,16 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_quantized(
     float eps, int lowest, int highest, int away, int share, int stages, int of_pass, int ahead,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    __shared__ __align__(16) int sums[ROW_WARPS];
     __shared__ float token_scale;
-    int own_sum = 0;
-    float own_scale = 0;
-    multiply_rows<Integers<T>, 0>(
-        &map, nullptr, 0, channels, 1, depth, Cut{share, stages, of_pass, ahead}, true,
-        [&](unsigned staged, Staged&, const Start<0>& start) {
+    multiply_token<T>(
+        &map, scale, bias, y, channels, depth, scale_step, bias_kind, Cut{share, stages, of_pass, ahead},
+        [&](unsigned staged, int (&sums)[ROW_WARPS], const Stages& asked) {
             quantize_tokens<T, 4, 1>(
                 OneToken{staged, sums, token_scale}, [&](int m) { return x + static_cast<long long>(m) * depth; }, 1,
                 depth, Quantizer{eps, lowest, highest, away},
-                RootMeanSquare{normalizes != 0, norm, norm_share, norm_eps},
-                [&](int come) { start(come ? stages - 1 : 1); });
-            __syncthreads();
-#pragma unroll
-            for (int w = 0; w < ROW_WARPS; ++w) own_sum += sums[w];
-            own_scale = usable(token_scale);
+                RootMeanSquare{normalizes != 0, norm, norm_share, norm_eps}, asked);
         },
-        [&](long long row, float& of, float& added) {
-            of = usable(load_scale(scale + row * scale_step));
-            added = bias_of(bias, bias_kind, row);
-        },
-        [&](int, int, long long row, int sum, float of, float added) {
-            from_float(y[row], ieee::add(Integers<T>::scaled(sum, own_sum, own_scale, of), added));
-        });
+        [&] { return token_scale; });
 #endif
 }
 
@@ -774,25 +799,14 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary_int8(
     long long channels, int depth, int scale_step, int bias_kind, int share, int stages, int of_pass, int ahead,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    __shared__ __align__(16) int sums[ROW_WARPS];
-    int own_sum = 0;
-    float own_scale = 0;
-    multiply_rows<Integers<T>, 0>(
-        &map, nullptr, 0, channels, 1, depth, Cut{share, stages, of_pass, ahead}, true,
-        [&](unsigned staged, Staged&, const Start<0>& start) {
-            own_scale = usable(*token_scale);
-            stage_bytes(staged, x, depth, sums, [&](int come) { start(come ? stages - 1 : 1); });
-            __syncthreads();
-#pragma unroll
-            for (int w = 0; w < ROW_WARPS; ++w) own_sum += sums[w];
+    float of_token = 0;
+    multiply_token<T>(
+        &map, scale, bias, y, channels, depth, scale_step, bias_kind, Cut{share, stages, of_pass, ahead},
+        [&](unsigned staged, int (&sums)[ROW_WARPS], const Stages& asked) {
+            of_token = *token_scale;  // needed later: codes are asked for meanwhile
+            stage_bytes(staged, x, depth, sums, asked);
         },
-        [&](long long row, float& of, float& added) {
-            of = usable(load_scale(scale + row * scale_step));
-            added = bias_of(bias, bias_kind, row);
-        },
-        [&](int, int, long long row, int sum, float of, float added) {
-            from_float(y[row], ieee::add(Integers<T>::scaled(sum, own_sum, own_scale, of), added));
-        });
+        [&] { return of_token; });
 #endif
 }
 
