@@ -26,7 +26,7 @@ from ..formats.base import IntegerCodes, register_templates
 from ..formats.integer_codes import FP4, INNER, IQ4, NOTHING, OFFSETS, ZERO_POINTS
 from ..ops import source, widen
 from . import int8, integer_activations as tokens_of
-from .activations import FLOATS
+from .activations import FLOATS, OCTET
 from .int8 import BIAS_KINDS, token_planes
 from .integer_activations import NUMBERS, Q8_BLOCK
 from .integers import PRODUCT, WEIGHT, codes_of, stored_codes, weight_argument, why_not
@@ -97,10 +97,10 @@ _SIZES = Constants(
     SHARES=512,
     MINIMA_STEP=24,
     MINIMA_OF_BLOCK=208,
-    FEW_THREADS=64,
+    FEW_THREADS=128,
     FEW_REGISTERS=4096,
     ROW_THREADS=128,
-    ROW_REGISTERS=8192,
+    ROW_REGISTERS=4096,
 )
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
 _GGUF = "HALVES4", "PAIRS4", "MINIMA4", "TABLE4", "TABLE_HALVES4"
@@ -110,6 +110,8 @@ _WHOLE = 0, _SIZES.SHARES
 _UNITS = *_WHOLE, 32, 64, 128, _SIZES.LONG_UNIT
 MOST_TOKENS, _ROWS, _WARPS = 16, 16, _SIZES.STREAM_THREADS // 32
 _OLDEST, _BULK = 80, 90  # with mma of 32 bytes; with TMA
+# Thread blocks that have a token, where all of one shares a scale.
+_CLUSTERS = Constants(CLUSTER=8)
 # K up to which 16 times the sum of a row stays below 2^31, and 2^32 over a number of units divides by it.
 _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # Bytes of shared memory: of a slot of the ring, of a warp's sums of eight tokens, and what it takes to begin at a
@@ -117,10 +119,10 @@ _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 _SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
 # Tokens that each block quantizes for itself.
 _MOST_OWN = 3
-# Tokens that a launch of small blocks quantizes, where 32 share a scale.
-_MOST_FEW = 16
-# ... and so long, where all of one share a scale: each block reads all of a token. Products of more leave it no room.
-_MOST_ROWS, _ROW_DEPTH = 8, 8192
+# Tokens that a launch of small blocks quantizes, where 32 share a scale, and elements of a thread.
+_MOST_FEW, _FOUR = 16, 4
+# ... and a cluster of them, where all of one share a scale; products of more leave it no room.
+_MOST_ROWS, _ROW_DEPTH = 8, OCTET * _CLUSTERS.CLUSTER * _SIZES.ROW_THREADS
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,8 @@ class Flavour:
 
     @property
     def by_rows(self) -> bool:
-        """Whether `quantize_few_rows` finds room beside a product of up to eight tokens."""
-        return self.codes == "NEIGHBOURS4" and not self.blocked and self.unit >= 128 and self.added != "OFFSETS"
+        """Whether `quantize_few_rows` has a kernel, beside whose blocks products of up to eight tokens leave room."""
+        return self.codes == "NEIGHBOURS4" and not self.blocked and self.unit >= 128
 
     def token_bytes(self, depth: int) -> int:
         """Of shared memory of a token that the block quantizes: codes, scales, sums."""
@@ -265,7 +267,7 @@ _FEW = Template(
         tuple(CXX_TYPES[name] for name in FLOATS),
         tuple(dict.fromkeys(flavour.layout_name for flavour in _flavours() if flavour.blocked)),
     ),
-    structs=(NUMBERS, _SIZES),
+    structs=(NUMBERS, _SIZES, _CLUSTERS),
     least=_OLDEST,
 )
 _FEW_ROWS = Template(
@@ -275,8 +277,8 @@ _FEW_ROWS = Template(
         tuple(CXX_TYPES[name] for name in FLOATS),
         tuple(dict.fromkeys(f"{flavour.layout_name}, {flavour.sums}" for flavour in _flavours() if flavour.by_rows)),
     ),
-    structs=(NUMBERS, _SIZES),
-    least=_OLDEST,
+    structs=(NUMBERS, _SIZES, _CLUSTERS),
+    least=_BULK,
 )
 register_templates(_TEMPLATE, _template(False), _FEW, _FEW_ROWS)
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
@@ -492,28 +494,31 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
     return packed
 
 
-@functools.cache
-def _few_kernel(cxx: str, flavour: Flavour) -> Kernel:
+@functools.lru_cache(maxsize=1024)
+def _few_kernel(cxx: str, flavour: Flavour, depth: int) -> Kernel:
     signature = "p", "p", "p", "p", "i4", "i4"
     if flavour.blocked:
         return Kernel(_FEW, (cxx, flavour.layout_name), int(_SIZES.FEW_THREADS), signature=signature, early=True)
     values = cxx, f"{flavour.layout_name}, {flavour.sums}"
-    return Kernel(_FEW_ROWS, values, int(_SIZES.ROW_THREADS), signature=signature, early=True)
+    blocks = int(_CLUSTERS.CLUSTER)
+    threads = 32 * -(-depth // (32 * OCTET * blocks))
+    return Kernel(_FEW_ROWS, values, threads, signature=signature, early=True, cluster=blocks)
 
 
-def _are_few(flavour: Flavour, tokens: int, depth: int) -> bool:
+def _are_few(flavour: Flavour, tokens: int, depth: int, device: int) -> bool:
     """Whether `_quantize_few` takes tokens."""
     if flavour.blocked:
         return tokens <= _MOST_FEW
-    return flavour.by_rows and tokens <= _MOST_ROWS and depth <= _ROW_DEPTH
+    return flavour.by_rows and tokens <= _MOST_ROWS and depth <= _ROW_DEPTH and capability(device) >= _FEW_ROWS.least
 
 
 def _quantize_few(x: Any, tokens: int, flavour: Flavour, codes: int, scales: int, sums: int) -> None:
     """`kbitcupy.products.integer_activations.quantize_into` for floats that start at a multiple of 16 bytes."""
     depth = x.shape[-1]
-    kernel = _few_kernel(CXX_TYPES[x.dtype.name], flavour)
-    parts = -(-depth // (16 * kernel.threads))
-    kernel.launch(x, (tokens, parts), (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
+    kernel = _few_kernel(CXX_TYPES[x.dtype.name], flavour, depth)
+    blocks = -(-depth // (_FOUR * kernel.threads))
+    grid = (tokens, blocks) if flavour.blocked else (tokens * _CLUSTERS.CLUSTER,)
+    kernel.launch(x, grid, (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
 
 
 def multiply(
@@ -553,7 +558,7 @@ def multiply(
         if quantized:
             given = token_planes(x)[1]
             written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        if aligned and ids is None and _are_few(plan.flavour, tokens, depth):
+        if aligned and ids is None and _are_few(plan.flavour, tokens, depth, device):
             _quantize_few(taken, tokens, plan.flavour, codes, written, sums)
         else:
             by = None if quantized else preset

@@ -26,9 +26,10 @@ __device__ __forceinline__ unsigned bytes_of(float a, float b, float c, float d)
 }
 
 // Codes of numbers of at most 127 in magnitude, give or take a rounding, in order: half to even,
-__device__ __forceinline__ void round_even(const float (&v)[SIXTEEN], unsigned (&word)[4]) {
+template <int N>
+__device__ __forceinline__ void round_even(const float (&v)[N], unsigned (&word)[N / 4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < N / 4; ++i) {
         float sum[4];  // with the nearest integer in the low bits
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[e] = __fadd_rn(v[4 * i + e], ROUNDER);
@@ -37,9 +38,10 @@ __device__ __forceinline__ void round_even(const float (&v)[SIXTEEN], unsigned (
 }
 // ... or away from zero: a half is added to the magnitude, and what is behind the point is cut off. Of numbers from
 // 2^15 on the integer is in the second byte.
-__device__ __forceinline__ void round_away(const float (&v)[SIXTEEN], unsigned (&word)[4]) {
+template <int N>
+__device__ __forceinline__ void round_away(const float (&v)[N], unsigned (&word)[N / 4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < N / 4; ++i) {
         float sum[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[e] = __fadd_rz(ieee::magnitude(v[4 * i + e]), 32768.5f);
@@ -52,25 +54,35 @@ __device__ __forceinline__ void round_away(const float (&v)[SIXTEEN], unsigned (
 }
 
 // What the bytes of words add up to.
-__device__ __forceinline__ int sum_of_codes(const unsigned (&word)[4]) {
+template <int WORDS>
+__device__ __forceinline__ int sum_of_codes(const unsigned (&word)[WORDS]) {
     int sum = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum = __dp4a(static_cast<int>(word[i]), 0x01010101, sum);
+    for (int i = 0; i < WORDS; ++i) sum = __dp4a(static_cast<int>(word[i]), 0x01010101, sum);
     return sum;
 }
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 
-// Sixteen neighbouring numbers of a token, as they came.
-template <typename T>
+__device__ __forceinline__ uint2 load_written(const uint2* p) {
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    return v;
+}
+
+// N neighbouring numbers of a token, as they came; N times their size is a multiple of 16, or 8.
+template <typename T, int N = SIXTEEN>
 struct Numbers {
-    static constexpr int COUNT = Word<T>::COUNT, WORDS = SIXTEEN / COUNT;
+    static constexpr int COUNT = Word<T>::COUNT, WORDS = N / COUNT;
     static constexpr unsigned MAGNITUDES = COUNT == 2 ? 0x7fff7fffu : 0x7fffffffu;
     unsigned word[WORDS];
 
     __device__ __forceinline__ void load(const T* at) {
+        if constexpr (WORDS == 2) to_words(word, load_written(reinterpret_cast<const uint2*>(at)));
+        else
 #pragma unroll
-        for (int i = 0; i < WORDS; i += 4) to_words(word + i, load_written(reinterpret_cast<const uint4*>(at) + i / 4));
+            for (int i = 0; i < WORDS; i += 4)
+                to_words(word + i, load_written(reinterpret_cast<const uint4*>(at) + i / 4));
     }
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -88,9 +100,9 @@ struct Numbers {
         return min(most, LARGEST_FINITE);
     }
 
-    __device__ __forceinline__ void get(float (&v)[SIXTEEN]) const {
+    __device__ __forceinline__ void get(float (&v)[N]) const {
 #pragma unroll
-        for (int e = 0; e < SIXTEEN; ++e) v[e] = Word<T>::get(word[e / COUNT], e % COUNT);
+        for (int e = 0; e < N; ++e) v[e] = Word<T>::get(word[e / COUNT], e % COUNT);
     }
 
   private:
@@ -127,13 +139,14 @@ struct BlockRule {
             factor = ieee::reciprocal(scale);
         }
     }
-    __device__ __forceinline__ void codes(float (&v)[SIXTEEN], unsigned (&word)[4]) const {
+    template <int N>
+    __device__ __forceinline__ void codes(float (&v)[N], unsigned (&word)[N / 4]) const {
 #pragma unroll
-        for (int e = 0; e < SIXTEEN; ++e) v[e] = ieee::multiply(v[e], factor);
+        for (int e = 0; e < N; ++e) v[e] = ieee::multiply(v[e], factor);
         if (!plain) {
             // 0 times infinity is 0.
 #pragma unroll
-            for (int e = 0; e < SIXTEEN; ++e)
+            for (int e = 0; e < N; ++e)
                 v[e] = ieee::magnitude_bits(v[e]) > INFINITE ? 0.0f : fminf(fmaxf(v[e], -127.0f), 127.0f);
         }
         round_away(v, word);
@@ -157,18 +170,18 @@ struct Int8Rule {
         scaled = ieee::multiply(divisor, power);
         reciprocal = __frcp_rn(scaled);
     }
-    __device__ __forceinline__ void codes(float (&v)[SIXTEEN], unsigned (&word)[4]) const {
+    template <int N>
+    __device__ __forceinline__ void codes(float (&v)[N], unsigned (&word)[N / 4]) const {
         if (power != 1.0f) {
 #pragma unroll
-            for (int e = 0; e < SIXTEEN; ++e)
+            for (int e = 0; e < N; ++e)
                 v[e] = fminf(fmaxf(ieee::multiply(v[e], power), -0x1p100f), 0x1p100f);  // no infinity
         }
 #pragma unroll
-        for (int e = 0; e < SIXTEEN; ++e) v[e] = divide_by_reciprocal(v[e], scaled, reciprocal);
+        for (int e = 0; e < N; ++e) v[e] = divide_by_reciprocal(v[e], scaled, reciprocal);
         if (power != 1.0f) {
 #pragma unroll
-            for (int e = 0; e < SIXTEEN; ++e)
-                v[e] = ieee::is_zero(divisor) ? 0.0f : fminf(fmaxf(v[e], -128.0f), 127.0f);
+            for (int e = 0; e < N; ++e) v[e] = ieee::is_zero(divisor) ? 0.0f : fminf(fmaxf(v[e], -128.0f), 127.0f);
         }
         round_even(v, word);
     }

@@ -585,7 +585,7 @@ def test_tokens_that_some_blocks_quantize(cupy, monkeypatch, text, dtype):
     for depth in (2048, 4608, 8192):
         q, parts = on_device(cupy, random_weight(text, 24, depth)), -(-depth // 2048)
         flavour = flavour_of(q.format.integer_codes(q.shape), False)
-        assert integer_stream._are_few(flavour, 8, depth) and not integer_stream._are_few(flavour, 9, depth)
+        assert integer_stream._are_few(flavour, 8, depth, 0) and not integer_stream._are_few(flavour, 9, depth, 0)
         for tokens in (4, 7, 8):
             x = np.random.default_rng(depth).standard_normal((tokens, depth)).astype(np.float32)
             for part in range(parts):
@@ -600,6 +600,54 @@ def test_tokens_that_some_blocks_quantize(cupy, monkeypatch, text, dtype):
                 found.append(out.get())
             assert same_values(*found), (depth, tokens)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("text", ["q4_0", "q4_k", "q8_0", "mxfp4"])
+def test_tokens_that_few_threads_quantize(cupy, monkeypatch, text, dtype):
+    """Some blocks take a token more than once, and the last time fewer of them."""
+    for tokens, depth in ((16, 9216), (8, 17152), (13, 7424)):
+        q = on_device(cupy, random_weight(text, 24, depth))
+        x = np.random.default_rng(depth).standard_normal((tokens, depth)).astype(np.float32)
+        x[-1, -1], x[0, 0], x[1, -40] = -1e30, np.nan, np.inf
+        with np.errstate(over="ignore"):
+            given = cupy.asarray(x.astype(kb.backend.xp.named_dtype(dtype)))
+        found = []
+        for few in (16, 0):
+            monkeypatch.setattr(integer_stream, "_MOST_FEW", few)
+            out = cupy.empty((tokens, 24), given.dtype)
+            integer_stream.multiply(given, "q8_1", q, None, out)
+            found.append(out.get())
+        assert same_values(*found), (depth, tokens)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("text", "preset"), [("q4_0", "q8_1"), ("q4_k", "q8_1"), ("uint4:block=128,zero=int", "int8")])
+def test_integer_weights_that_were_just_written(cupy, text, preset):
+    """The product starts while what is ahead of its tokens is at work: it may not have read the weight by then."""
+    for tokens, rows, depth in ((8, 4096, 8192), (8, 28672, 8192), (16, 2048, 4096)):
+        weights = [random_weight(text, 64, depth, seed).planes for seed in range(2)]
+        planes = [{n: cupy.tile(cupy.asarray(p), rows // 64) for n, p in each.items()} for each in weights]
+        q = kb.QuantizedArray(
+            kb.get_format(text), {n: p.copy() for n, p in planes[0].items()}, (rows, depth), np.dtype("float16")
+        )
+        x = cupy.asarray(make("normal", tokens * depth, DTYPES[0]).reshape(tokens, depth))
+        wanted = []
+        for each in planes:
+            for name, plane in each.items():
+                q.planes[name][:] = plane
+            cupy.cuda.Device().synchronize()
+            wanted.append(kb.linear(x, q, activations=preset))
+        differ = cupy.zeros((), np.int64)
+        for i in range(60):
+            for name, plane in planes[i % 2].items():
+                if i < 30:
+                    q.planes[name][:] = plane
+                else:  # by kernels
+                    cupy.add(plane, 0, out=q.planes[name])
+            y = kb.linear(x, q, activations=preset)
+            differ += (y.view(np.uint16) != wanted[i % 2].view(np.uint16)).any()
+        assert not int(differ), (tokens, rows, depth)
 
 
 def test_pairs_of_a_table():
