@@ -304,7 +304,7 @@ _FEW = Template(
     structs=(BIAS_KINDS, _FEW_SIZES),
     least=90,
 )
-_FEW_SIGNATURE = (*("p",) * 5, *("i4",) * 4, "f8", "f8", "f4", *("i4",) * 3)
+_FEW_SIGNATURE = (*("p",) * 5, *("i4",) * 4, "f8", "f8", "f4", *("i4",) * 4)
 # Percent of a multiprocessor's memory that is to be shared memory: with less the product would have to wait.
 _FEW_CARVEOUT = 100
 register_templates(*_TEMPLATES.values(), _FEW)
@@ -370,12 +370,14 @@ def quantize_into(
     pitch: int,
     groups: int = 0,
     group: int = 0,
+    early: bool = False,
 ) -> None:
     """Fill codes, scales and sums of codes, by their arrays or addresses, of so many tokens of floats, one or more.
 
     `x`, of any shape, has a type of the kernels, and its device is the current one. Codes are rows of `pitch` bytes
     that end in zeros; or, with `groups`, fragments of so many times 8 tokens (kernels/linear/fragments.cuh), with sums
-    of a `group` of codes where they are in octets. There are no sums where their address is 0.
+    of a `group` of codes where they are in octets. There are no sums where their address is 0. With `early` the kernel
+    behind this one, which must wait for it, may start as soon as there is room.
     """
     depth = x.shape[-1]
     grid = (min(tokens, _MOST_BLOCKS),)
@@ -395,7 +397,7 @@ def quantize_into(
         few = _few_quantizer(x.dtype, depth, x.data.device_id)
     if few is not None:
         shares = groups, group, normalizes, 1 / depth, norm_eps
-        arguments = x, weight, codes, scales, sums, depth, *shares, *rule.numbers
+        arguments = x, weight, codes, scales, sums, depth, *shares, *rule.numbers, int(early)
         few.launch(x, (_FEW_SIZES.CLUSTER * tokens,), arguments)
         return
     _quantizer(x.dtype, vector, _threads(depth)).launch(x, grid, (x, weight, given, codes, scales, sums, *numbers))

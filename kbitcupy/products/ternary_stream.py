@@ -29,7 +29,7 @@ from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
-from .ternary_rows import float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
+from .ternary_rows import TOKENS, float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -50,6 +50,8 @@ _STREAM_GROUPS, _MOST_GROUP_TOKENS = (32, 64, 128), 8 * 65535
 # Floats, where one scale is for all or for a row.
 _FLOATS, _FLOAT_TOKENS = (CXX_TYPES["float16"], CXX_TYPES["bfloat16"]), (8, 16)
 _OLDEST = 80  # with mma of 32 bytes
+# Elements from which on a weight gains more by codes that are asked for before tokens are there than these lose by it.
+_EARLY = 1 << 25
 _STREAM_TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 
 
@@ -65,7 +67,7 @@ _ARRANGE_FLOATS = _stream_template("arrange_floats", _FLOATS, least=0)
 register_templates(_STREAM, _STREAM_FLOATS, _STREAM_OF_GROUPS, _ARRANGE, _ARRANGE_FLOATS)
 _STREAM_SIGNATURE = (*("p",) * 7, "i8", *("i4",) * 6)
 _GROUP_SIGNATURE = (*("p",) * 7, "i8", "i8", *("i4",) * 3)
-_ARRANGER = Kernel(_ARRANGE, (), _STREAM_SIZES.ARRANGE_THREADS, signature=(*("p",) * 3, *("i4",) * 4), early=True)
+_ARRANGER = Kernel(_ARRANGE, (), _STREAM_SIZES.ARRANGE_THREADS, signature=(*("p",) * 3, *("i4",) * 5), early=True)
 
 
 def why_not_streamed(tokens: int, depth: int, part: Trits, lies: Stored, gpu: Device) -> str | None:
@@ -88,6 +90,15 @@ def _warps(pairs: int, most: int) -> int:
         return -(-pairs // warps) * warps / pairs, -warps
 
     return min(range(4, most + 1), key=idle)
+
+
+def _starts_early(tokens: int, rows: int, depth: int, many_blocks: bool) -> bool:
+    """Whether the product may start while the kernel ahead of its tokens is at work.
+
+    Not where what quantizes finds no room beside it, or where it has small thread blocks with scales of groups: there
+    tokens come later by more than codes come earlier.
+    """
+    return tokens <= TOKENS and rows * depth >= _EARLY and not many_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,13 +213,13 @@ def multiply_streamed(
     scratch = _xp.namespace(out).cuda.alloc(code_bytes + 4 * (many + tokens))
     a = scratch.ptr
     sums, scales = a + code_bytes, a + code_bytes + 4 * many
-    each = 1
+    each, early = 1, _starts_early(tokens, rows, depth, group > 0 and own_rows is None)
     if by is not None:
         x = source(x, tokens_of.FLOATS)
-        tokens_of.quantize_into(x, tokens, by, norm, a, scales, sums, depth, groups, group)
+        tokens_of.quantize_into(x, tokens, by, norm, a, scales, sums, depth, groups, group, early)
         each = int(by.granularity == "token")
     else:
-        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, groups, group, depth, depth))
+        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, groups, group, depth, depth, int(early)))
         scales, each = found.data.ptr, int(found.size == tokens)
     if plan is None:
         assert own_rows is not None

@@ -85,7 +85,8 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, RESIDENT) quantize_in_
     int depth,             // a multiple of 8
     int groups,            // times 8 tokens of fragments
     int group,             // of whose codes there are sums, and fragments in octets; 0 for all of a token
-    int normalizes, double norm_share, double norm_eps, float eps, int lowest, int highest, int away) {
+    int normalizes, double norm_share, double norm_eps, float eps, int lowest, int highest, int away,
+    int early) {  // whether the product may start ahead of the wait
 #if __CUDA_ARCH__ >= 900
     __shared__ Heard<double> squares;
     __shared__ Heard<unsigned> most, added;
@@ -93,6 +94,7 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, RESIDENT) quantize_in_
     const int of_block = blockDim.x / WARP, warps = CLUSTER * of_block, warp = rank * of_block + warp_number();
     const int first = (rank * blockDim.x + threadIdx.x) * OCTET, run = CLUSTER * blockDim.x * OCTET;
     const T* row = x + static_cast<long long>(m) * depth;
+    if (early != 0) launch_dependents();  // weights are there, see linear/integer_tokens.cu
     if (threadIdx.x == 0) {
         squares.begin(), most.begin(), added.begin();
         fence_barrier_init();
@@ -107,7 +109,7 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, RESIDENT) quantize_in_
     cluster_arrive_relaxed();
     cluster_wait();
     wait_for_previous();
-    launch_dependents();  // not before: the product asks for weights without waiting
+    launch_dependents();
     uint4 raw[OCTETS][sizeof(T) / 2] = {}, of_weight[OCTETS][2];
 #pragma unroll
     for (int i = 0; i < OCTETS; ++i)

@@ -49,9 +49,11 @@ __global__ void __launch_bounds__(ARRANGE_THREADS, 65536 / (32 * ARRANGE_THREADS
     int* __restrict__ sums,                // [tokens] of the activations, or as store_group_sums has them
     int groups,
     int group,  // of which there are sums, and fragments in octets; 0 for all of a token
-    int depth, int pitch) {
+    int depth, int pitch,
+    int early) {  // whether the product may start ahead of the wait
     constexpr int AT_ONCE = 4, STRIDE = ARRANGE_THREADS * 8;
     __shared__ int part[ARRANGE_THREADS / WARP];
+    if (early != 0) launch_dependents();  // weights are there, see linear/integer_tokens.cu
     wait_for_previous();
     launch_dependents();
     const int m = blockIdx.x, lane = threadIdx.x % WARP;
