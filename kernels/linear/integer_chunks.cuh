@@ -6,7 +6,8 @@
 //     add             u0 c0 | u0 c1 | u0 c2 | u0 c3 | u1 c0 ...
 //
 // Operand A stays in registers for all chunks. What comes next is decoded when the last of them has been multiplied:
-// the other warpgroup has the tensor cores meanwhile.
+// the other warpgroup has the tensor cores meanwhile. Where a stage is one unit they have turns: else both would decode
+// at a time, and then wait for each other.
 #pragma once
 #include "linear/integer_tiles.cuh"
 
@@ -68,12 +69,20 @@ struct RowScales {
     }
 };
 
+// Turns of two warpgroups: one waits for its own, and gives the other the next one. The second one gives the first.
+__device__ __forceinline__ void wait_for_turn(int warpgroup) {
+    asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
+}
+__device__ __forceinline__ void give_turn(int warpgroup) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory");
+}
+
 // What a warpgroup multiplies of a tile; arguments as those of multiply_stages. Tokens from number `offset` of the tile
 // on: ALL of them, or half.
 template <typename S, bool ALL, typename Stages, typename Tables>
 __device__ __forceinline__ void multiply_chunks(
     Stages& ring, Tables& tables, unsigned codes, unsigned numbers, int stages, int units, int group_stages,
-    typename S::Decoder::Zero& zero, int offset, float (&total)[S::SUMS]) {
+    typename S::Decoder::Zero& zero, int warpgroup, int offset, float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
     constexpr int CHUNK = S::CHUNK, STEPS = 4 / S::UNITS, SUMS = CHUNK / 2;
     constexpr int CHUNKS = S::TOKENS / CHUNK / (ALL ? 1 : 2), PARTS = S::UNITS * CHUNKS;
@@ -127,12 +136,14 @@ __device__ __forceinline__ void multiply_chunks(
         for (int i = 0; i < PARTS; ++i) {
             const int u = i / CHUNKS, c = i % CHUNKS;
             fence_sums(sum[i % 2]);
+            if (S::IN_TURNS && i == 0) wait_for_turn(warpgroup);
             wgmma_begin();
 #pragma unroll
             for (int s = u * STEPS; s < (u + 1) * STEPS; ++s)  // descriptors count in units of 16 bytes
                 wgmma_bytes(
                     sum[i % 2], a[s], wgmma_descriptor_of(x + c * (CHUNK * STAGE_K / 16) + 2 * s), s > u * STEPS);
             wgmma_commit();
+            if (S::IN_TURNS && i == PARTS - 1) give_turn(warpgroup);
             if (i == 0) continue;
             wgmma_wait<1>();
             add(i - 1);

@@ -51,6 +51,8 @@ struct Tiling {
     // Whether sums in float32 leave registers for those in int32 of CHUNK tokens only, at a time.
     static constexpr bool IN_CHUNKS = TOKENS == 256 && UNIT != 0 && !EACH;
     static constexpr int CHUNK = 64;
+    // Whether the two warpgroups multiply in turns: that takes two registers, which bytes do not leave.
+    static constexpr bool IN_TURNS = IN_CHUNKS && UNIT == STAGE_K && Decoder::BITS == 4;
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = WARPGROUPS == 2 || UNIT == 0;
     // Scales of each token in STAGE_K.
@@ -528,6 +530,8 @@ __global__ void __cluster_dims__(SHARE)
             y, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0,
             shared_address(turned[sizeof(T) == 2 ? 4 * row_group + warp : 0])};
         ring.step(k_group);
+        const int turn = S::IN_TURNS ? __shfl_sync(FULL_WARP, row_group, 0) : 0;
+        if (S::IN_TURNS && turn == 1) give_turn(turn);
         for (int number = blockIdx.x / SHARE; number < count; number += stride) {
             int token, row;
             tile_at(number, token, row);
@@ -550,10 +554,10 @@ __global__ void __cluster_dims__(SHARE)
                 half = number >= halved || token + TOKENS / 2 >= tokens;
                 if (half)
                     multiply_chunks<S, false>(
-                        ring, tables, codes, numbers, stages, units, group_stages, point, offset, total);
+                        ring, tables, codes, numbers, stages, units, group_stages, point, turn, offset, total);
                 else
                     multiply_chunks<S, true>(
-                        ring, tables, codes, numbers, stages, units, group_stages, point, offset, total);
+                        ring, tables, codes, numbers, stages, units, group_stages, point, turn, offset, total);
                 token += offset;
             } else if constexpr (S::TILES > 1) {
                 multiply_pairs<S>(ring, tables, codes, numbers, stages, units, point, total);
