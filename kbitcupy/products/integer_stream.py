@@ -102,6 +102,8 @@ _SIZES = Constants(
     ROW_THREADS=128,
     ROW_REGISTERS=4096,
 )
+#: Thread blocks of a cluster that share K.
+_NO_SPLIT, _TWO = Constants(SPLIT=1), Constants(SPLIT=2)
 # Codes that only blocks of GGUF have. Units of instances, and those whose sums stay integers to the end.
 _GGUF = "HALVES4", "PAIRS4", "MINIMA4", "TABLE4", "TABLE_HALVES4"
 # ... whose scales are read by blocks of 256.
@@ -117,6 +119,8 @@ _MOST_DEPTH = (1 << 31) // (16 * 15 * 128) // 1024 * 1024
 # Bytes of shared memory: of a slot of the ring, of a warp's sums of eight tokens, and what it takes to begin at a
 # multiple of 1024. Slots of a ring: 16 warps have 64 KB under way with two, and more make all of it later.
 _SLOT, _SUMS, _ALIGNING, _RING = 2048, 512, 1024, 2
+# Elements of a weight up to which blocks share K, where there is a kernel for it, and K from which on they do.
+_MOST_SPLIT, _LEAST_SPLIT = 1 << 26, 4096
 # Tokens that each block quantizes for itself.
 _MOST_OWN = 3
 # Tokens that a launch of small blocks quantizes, where 32 share a scale, and elements of a thread.
@@ -152,8 +156,18 @@ class Flavour:
 
     @property
     def eights(self) -> tuple[int, ...]:
-        """Tokens of instances, in eights."""
-        return (2,) if self.added == "INNER" else (1, 2)
+        """Tokens of instances, in eights; 0 for one token."""
+        return (2,) if self.added == "INNER" else (*((0,) if self.alone else ()), 1, 2)
+
+    @property
+    def splits(self) -> bool:
+        """Whether two thread blocks may share K of small weights, with more than 8 tokens."""
+        return self.blocked and self.codes == "PAIRS4"
+
+    @property
+    def alone(self) -> bool:
+        """Whether one token has an instance of its own."""
+        return self.blocked and self.codes in ("HALVES4", "PAIRS4")
 
     @property
     def layout(self) -> int:
@@ -177,11 +191,11 @@ class Flavour:
         names = "IN_TURN", "NIBBLES", "HALVES", "OWN_BYTES", "OWN_NIBBLES", "HALVES_IN_TURN"
         return next(name for name in names if getattr(NUMBERS, name) == self.layout)
 
-    def warp_bytes(self, eights: int) -> tuple[int, int]:
+    def warp_bytes(self, eights: int, split: int = 1) -> tuple[int, int]:
         """Of shared memory of a warp: its scales, and what it knows of units of tokens."""
         if self.unit in _WHOLE:
             return 0, 0
-        share = share_of(self.unit, eights)
+        share, eights = share_of(self.unit, eights, split), max(eights, 1)
         units = share // self.unit
         if self.codes == "PAIRS4":  # minima stand apart, and the sums of tokens that they are multiplied by
             blocks = share // 256
@@ -210,11 +224,13 @@ class Flavour:
         return tokens_of.pitch_of(depth) + 4 * (units if self.blocked else 1) + 4 * units
 
 
-def share_of(unit: int, eights: int) -> int:
+def share_of(unit: int, eights: int, split: int = 1) -> int:
     """k of a warp, whose tokens stay in its registers."""
+    if split > 1:
+        return int(_SIZES.SHARE_OF_EIGHT)
     if unit == _SIZES.SHARES:
-        return int(_SIZES.SHARES) // eights
-    return int(_SIZES.SHARE_OF_EIGHT if eights == 1 else _SIZES.SHARE_OF_SIXTEEN)
+        return int(_SIZES.SHARES) // max(eights, 1)
+    return int(_SIZES.SHARE_OF_EIGHT if eights <= 1 else _SIZES.SHARE_OF_SIXTEEN)
 
 
 def most_warps(unit: int, eights: int) -> int:
@@ -247,6 +263,9 @@ def _flavours() -> tuple[Flavour, ...]:
     return tuple(found)
 
 
+_STRUCTS = BIAS_KINDS, NUMBERS, PRODUCT, _SIZES, WEIGHT, CUT
+
+
 def _template(hot: bool) -> Template:
     """Instances that must not spill; and those for short groups, but GGUF's with activations as short, which may."""
     found = (
@@ -255,11 +274,18 @@ def _template(hot: bool) -> Template:
         if hot == (f.unit not in (32, 64) or (f.blocked and (f.codes in _GGUF or f.added == "NOTHING")))
     )
     texts = tuple(flavour.text(eights) for flavour in found for eights in flavour.eights)
-    structs = BIAS_KINDS, NUMBERS, PRODUCT, _SIZES, WEIGHT, CUT
+    structs = (*_STRUCTS, _NO_SPLIT)
     return Template("linear/integer_stream.cu", "stream_integers", (texts,), hot=hot, structs=structs, least=_OLDEST)
 
 
 _TEMPLATE = _template(True)
+_SPLIT = Template(
+    "linear/integer_stream_split.cu",
+    "stream_integers",
+    (tuple(flavour.text(2) for flavour in _flavours() if flavour.splits),),
+    structs=(*_STRUCTS, _TWO),
+    least=_BULK,
+)
 _FEW = Template(
     "linear/integer_tokens.cu",
     "quantize_few_integers",
@@ -280,7 +306,7 @@ _FEW_ROWS = Template(
     structs=(NUMBERS, _SIZES, _CLUSTERS),
     least=_BULK,
 )
-register_templates(_TEMPLATE, _template(False), _FEW, _FEW_ROWS)
+register_templates(_TEMPLATE, _template(False), _SPLIT, _FEW, _FEW_ROWS)
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _TABLES = {1: "TABLE4", 16: "TABLE_HALVES4"}
@@ -378,14 +404,22 @@ class _Cut:
 
 @functools.lru_cache(maxsize=4096)
 def choose_cut(
-    flavour: Flavour, eights: int, rows: int, depth: int, processors: int, room: int, shares: int = 1, own: int = 0
+    flavour: Flavour,
+    eights: int,
+    rows: int,
+    depth: int,
+    processors: int,
+    room: int,
+    shares: int = 1,
+    own: int = 0,
+    split: int = 1,
 ) -> _Cut | None:
     """The cut with the least work for the busiest multiprocessor; None where the shared memory has no room, or a team
-    no place for groups of so many shares. `own` tokens are quantized by blocks.
+    no place for groups of so many shares. `own` tokens are quantized by blocks, `split` of which share K.
     """
     most = most_warps(flavour.unit, eights)
     cuts = (
-        cut_of(flavour, eights, rows, depth, processors, room, warps, teams, own)
+        cut_of(flavour, eights, rows, depth, processors, room, warps, teams, own, split)
         for warps in range(shares, most + 1, shares)
         for teams in range(1, most // warps + 1)
     )
@@ -402,12 +436,15 @@ def cut_of(
     warps: int,
     teams: int,
     own: int = 0,
+    split: int = 1,
 ) -> _Cut | None:
     """The cut for so many warps and teams; None where the shared memory has no room for it."""
-    tiles, shares, here = -(-rows // _ROWS), -(-depth // share_of(flavour.unit, eights)), warps * teams
-    rounds, phases = -(-tiles // (processors * teams)), -(-shares // warps)
-    kept = rounds if phases > 1 else 0
-    of_scales, of_records = flavour.warp_bytes(eights)
+    tiles, shares, here = -(-rows // _ROWS), -(-depth // (split * share_of(flavour.unit, eights, split))), warps * teams
+    clusters = processors // split
+    rounds, phases = -(-tiles // (clusters * teams)), -(-shares // warps)
+    kept = rounds if phases > 1 or split > 1 else 0
+    of_scales, of_records = flavour.warp_bytes(eights, split)
+    eights = max(eights, 1)
     sums = int(_SIZES.SUMS_RING) * here * eights * _SUMS
     ring = _RING * _WARPS // most_warps(flavour.unit, eights)
     # Few warps work through less than memory brings; each phase waits for its tokens.
@@ -425,12 +462,13 @@ def cut_of(
     if shared > room:
         return None
     places = scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at
-    return _Cut(warps, teams, phases, ring, kept, min(processors, tiles), places, shared, work)
+    return _Cut(warps, teams, phases, ring, kept, split * min(clusters, tiles), places, shared, work)
 
 
 @functools.cache
-def _kernel(flavour: Flavour, eights: int, threads: int, shared: int) -> Kernel:
-    return Kernel(_TEMPLATE, (flavour.text(eights),), threads, shared, signature=_SIGNATURE, early=True)
+def _kernel(flavour: Flavour, eights: int, split: int, threads: int, shared: int) -> Kernel:
+    template = _SPLIT if split > 1 else _TEMPLATE
+    return Kernel(template, (flavour.text(eights),), threads, shared, signature=_SIGNATURE, early=True, cluster=split)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -440,13 +478,19 @@ def _plan(
     """How a product is computed, or so many of them with experts side by side, its kernel compiled; with `floats` the
     tokens may be quantized by the blocks.
     """
-    flavour, eights = flavour_of(part, blocked), -(-tokens // 8)
+    flavour = flavour_of(part, blocked)
     assert flavour is not None
+    eights = 0 if tokens == 1 and flavour.alone else -(-tokens // 8)
     processors = max(1, multiprocessors(device) // products)
     shares = shares_of(part, flavour, eights)
     room = shared_memory(device)
-    cut, own = choose_cut(flavour, eights, rows, depth, processors, room, shares), False
+    cut, own, split = choose_cut(flavour, eights, rows, depth, processors, room, shares), False, 1
     assert cut is not None
+    small = rows * depth <= _MOST_SPLIT and depth >= _LEAST_SPLIT
+    if small and flavour.splits and eights == 2 and products == 1 and capability(device) >= _BULK:
+        halves = choose_cut(flavour, eights, rows, depth, processors, room, shares, split=_TWO.SPLIT)
+        if halves is not None:
+            cut, split = halves, _TWO.SPLIT
     if floats and tokens <= _MOST_OWN and capability(device) >= _BULK:
         alone = choose_cut(flavour, eights, rows, depth, processors, room, shares, tokens)
         if alone is not None and alone.work <= cut.work:
@@ -474,7 +518,7 @@ def _plan(
         beside_bytes=each * np.dtype(named_dtype(part.beside_dtype)).itemsize,
     )
     flip, less = turned_over(part, flavour)
-    ready = _kernel(flavour, eights, 32 * cut.warps * cut.teams, cut.shared).ready(device)
+    ready = _kernel(flavour, eights, split, 32 * cut.warps * cut.teams, cut.shared).ready(device)
     return _Plan(ready.launch, (cut.blocks,), packed, flavour, own, flip, less)
 
 

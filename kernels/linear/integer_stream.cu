@@ -33,7 +33,8 @@
 // (NEIGHBOURS4, HALVES4, PAIRS4, BYTES8, and of what has blocks of 256 as Blocks: MINIMA4 as HALVES4; TABLE4 as
 // NEIGHBOURS4 and TABLE_HALVES4 as HALVES4, into a table), of units (SHARES, LONG_UNIT) and of a bias; STREAM_THREADS,
 // the most of a block; of eight tokens SHARE_OF_EIGHT, of sixteen SHARE_OF_SIXTEEN, k of a warp; FEW_REGISTERS for a
-// block that quantizes tokens (linear/integer_tokens.cu). SUMS_RING tiles have room for their sums, which are added up
+// block that quantizes tokens (linear/integer_tokens.cu); SPLIT, thread blocks of a cluster that have the same rows and
+// other parts of K (linear/integer_stream_split.cu). SUMS_RING tiles have room for their sums, which are added up
 // SUMS_LATER tiles later. MINIMA_OF_BLOCK words for the minima of 256 k of q4_k, those of a unit MINIMA_STEP words
 // behind those of the one before: so lanes meet in no bank.
 constexpr int ROWS_OF_TILE = 16, ROW_BYTES = 128, SLOT_BYTES = ROWS_OF_TILE * ROW_BYTES, MMA_K = 32;
@@ -43,6 +44,10 @@ constexpr int ROWS_OF_TILE = 16, ROW_BYTES = 128, SLOT_BYTES = ROWS_OF_TILE * RO
 constexpr bool BULK = true;
 #else
 constexpr bool BULK = false;
+#endif
+
+#ifndef CLUSTER_BOUNDS
+#define CLUSTER_BOUNDS
 #endif
 
 // a / b, given 2^32 / b + 1: exact for a < 2^32 / b.
@@ -169,13 +174,14 @@ __device__ __forceinline__ int integer_of(unsigned bits, int dtype) {
 }
 
 // k of a warp, and the most threads of a block. Sixteen tokens take as many registers as a thread may have: fewer warps
-// with more k each then do less beside the products.
+// with more k each then do less beside the products. Where SPLIT blocks share out K the same warps have less of it.
 __device__ __forceinline__ constexpr int share_of(int unit, int eights) {
+    if (SPLIT > 1) return SHARE_OF_EIGHT;
     if (unit == SHARES) return SHARES / eights;
-    return eights == 1 ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
+    return eights <= 1 ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
 }
 __device__ __forceinline__ constexpr int most_threads(int unit, int eights) {
-    return share_of(unit, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
+    return SPLIT > 1 || share_of(unit, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
 }
 
 // What codes are places in, where there is such a table: for each value two bytes, which are added up (pairs_of in
@@ -268,9 +274,9 @@ struct Slot {
         return bits;
     }
 
-    // Whether codes of mma number s stand in the lower half of a byte, and count 1: unsigned ones, with their own
-    // units.
-    __device__ __forceinline__ static constexpr bool low(int s) { return INNER && s % 2 == 0; }
+    // Whether codes of unit u stand in the lower half of a byte, and count 1, so that scales are TIMES what they are:
+    // unsigned ones, with their own units.
+    __device__ __forceinline__ static constexpr bool low(int u) { return INNER && u % 2 == 0; }
 
     // The a of mma number s.
     template <typename Pairs>
@@ -387,11 +393,12 @@ struct Scales {
                 const unsigned scale[2] = {low & SIX, (high & FOUR) | (low >> 2 & TWO)};
                 const unsigned least[2] = {least_low & SIX, (high >> 4 & FOUR) | (least_low >> 2 & TWO)};
                 const int block = half * OF_LANE + b;
+                const float raised = ieee::multiply(d, TIMES);
                 float* const minima = to + MINIMA + block * MINIMA_OF_BLOCK + Of::lanes(row) * 2 + row / 8;
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     to[(block * 8 + i) * ROWS_OF_TILE + place_of(row)] =
-                        ieee::multiply(d, byte_of(scale[i / 4], i % 4));
+                        ieee::multiply(Of::low(i) ? raised : d, byte_of(scale[i / 4], i % 4));
                     minima[i * MINIMA_STEP] = byte_of(least[i / 4], i % 4);
                 }
                 to[FACTORS + block * ROWS_OF_TILE + place_of(row)] = ieee::negative(m);
@@ -581,7 +588,7 @@ struct Feed {
         column += ROW_BYTES;
         if (++box != Of::SLOTS) return;
         box = 0, row += step, column -= Of::SLOTS * ROW_BYTES;
-        if (++tile == count) tile = 0, row = first, column += cut.warps * (Of::SLOTS * ROW_BYTES);
+        if (++tile == count) tile = 0, row = first, column += SPLIT * cut.warps * (Of::SLOTS * ROW_BYTES);
     }
     __device__ __forceinline__ void wait() const { barrier_wait(full + 8 * slot, parity); }
     __device__ __forceinline__ unsigned here() const { return ring + slot * SLOT_BYTES; }
@@ -699,6 +706,16 @@ __device__ __forceinline__ void load_tokens(
     }
 }
 
+// The b of one token, which all lanes have, spread: eight mma after each other have one unit each, of the column with
+// that number; others are 0 there. So the eight units come in one sum.
+template <int N>
+__device__ __forceinline__ void spread_units(unsigned (&x)[N][4], int g) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int w = 0; w < 4; ++w) x[i][w] = g == (2 * i + w / 2) % 8 ? x[i][w] : 0;
+}
+
 // What the block scales of q4_k have beside: minima are multiplied by sums of tokens on tensor cores, each sum in two
 // parts of 11 bits, the upper one first. Those of 256 k and eight tokens are a piece of 16 bytes for each lane, of two
 // units, its b of two mma.
@@ -786,13 +803,20 @@ __device__ __forceinline__ void load_whole(
 // ---- sums --------------------------------------------------------------------------------------------------------
 
 // Sums of 16 rows and 8 EIGHTS tokens of a warp, as mma lays them out.
-template <typename Of, int UNIT, int ADDED_, bool Q8, bool SIGNED, int EIGHTS>
+//
+//     ALONE  of one token: its columns are units, of which eight are scaled at once (spread_units), and their sum
+//     counts
+template <typename Of, int UNIT, int ADDED_, bool Q8, bool SIGNED, int EIGHTS, bool ALONE>
 struct Sums {
     static constexpr int WORDS = ADDED_ == NOTHING ? 1 : 2, TOKENS = 8 * EIGHTS;
     // Units of more than 128 elements may leave what stands beside that float: integers are rounded to floats there.
     static constexpr bool LONG = UNIT > 128;
     static constexpr int FIRST_BITS = LONG ? 0 : Of::FIRST_BITS;
+    // Whether FIRST times a scale is exact, so that one fma takes FIRST off and multiplies, rounded once: scales are
+    // halves times six bits.
+    static constexpr bool EXACT = Q8 && Of::INNER;
     int part[EIGHTS][4];     // of the unit
+    int spread[2][4];        // of one token: of even units, and of odd ones, so that neither waits for the other
     float whole[EIGHTS][4];  // of units that are over
 
     __device__ __forceinline__ void clear() {
@@ -832,8 +856,40 @@ struct Sums {
             mma_short(c, a, piece.y, piece.w);
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                if constexpr (Of::INNER) whole[e][q] = fma_ieee(q < 2 ? factor.x : factor.y, c[q], whole[e][q]);
-                else whole[e][q] = ieee::add(whole[e][q], c[q]);
+                float sum;
+                if constexpr (Of::INNER) sum = fma_ieee(q < 2 ? factor.x : factor.y, c[q], whole[e][q]);
+                else sum = ieee::add(whole[e][q], c[q]);
+                if (!ALONE || (threadIdx.x % 4 == 0 && q % 2 == 0)) whole[e][q] = sum;  // the others are of no token
+            }
+        }
+    }
+
+    // One mma, number i of the share, of one token: a unit of its own, number i % 8 of those that share a sum.
+    //     x        b of the share, this lane's, where it has that unit; else 0
+    //     records  of the share, from those of unit 2t on
+    //     scales   of the share, those of this lane's rows, from unit 2t on
+    __device__ __forceinline__ void add_unit(
+        int i, const unsigned (&parts)[Of::PARTS][4], const unsigned (&x)[Of::SHARE / FRAGMENT_K][4],
+        const unsigned* records, const float* scales) {
+        static_assert(EIGHTS == 1 && UNIT == MMA_K && WORDS == 1 && Q8, "a sum has one scale of each side");
+        const unsigned b0 = x[i / 2][i % 2 * 2], b1 = x[i / 2][i % 2 * 2 + 1];
+        int (&c)[4] = spread[i % 2];
+        if (i % 8 < 2) mma_from<SIGNED>(c, parts[0], b0, b1, FIRST_BITS, FIRST_BITS, FIRST_BITS, FIRST_BITS);
+        else mma_from<SIGNED>(c, parts[0], b0, b1, c[0], c[1], c[2], c[3]);
+        if constexpr (Of::TABLE) mma_from<SIGNED>(c, parts[1], b0, b1, c[0], c[1], c[2], c[3]);
+        if (i % 8 != 7) return;
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+            const int unit = i / 8 * 8 + u;
+            const float2 scale = *reinterpret_cast<const float2*>(scales + unit * ROWS_OF_TILE);
+            const float of_token = __uint_as_float(records[unit * TOKENS]);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float of_row = h ? scale.y : scale.x, number = __int_as_float(spread[u][2 * h + u]);
+                float& sum = whole[0][2 * h + u];
+                if constexpr (EXACT)
+                    sum = fma_ieee(fma_ieee(number, of_row, __fmul_rn(of_row, -Of::FIRST)), of_token, sum);
+                else sum = fma_ieee(ieee::multiply(__fsub_rn(number, Of::FIRST), of_token), of_row, sum);
             }
         }
     }
@@ -849,7 +905,7 @@ struct Sums {
         constexpr int EACH = UNIT ? UNIT : MMA_K;
         const bool begins = UNIT && i * MMA_K % EACH == 0, ends = UNIT && (i + 1) * MMA_K % EACH == 0;
         const int unit = i * MMA_K / EACH;
-        float scale[2], other[2];
+        float scale[2], other[2], less[2];
         if (ends || (begins && ADDED_ == ZERO_POINTS)) {
             const float* at = scales + unit * (ROWS_OF_TILE * WORDS);
             if constexpr (WORDS == 2) {
@@ -859,6 +915,9 @@ struct Sums {
                 const float2 both = *reinterpret_cast<const float2*>(at);
                 scale[0] = both.x, scale[1] = both.y;
             }
+            if constexpr (EXACT)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) less[h] = __fmul_rn(scale[h], -Of::FIRST);
         }
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e) {
@@ -879,11 +938,18 @@ struct Sums {
             }
             if constexpr (Of::TABLE) mma_from<SIGNED>(c, parts[1], b0, b1, c[0], c[1], c[2], c[3]);
             if (!ends) continue;
+            if constexpr (EXACT) {
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                    const float term = fma_ieee(__int_as_float(c[q]), scale[q / 2], less[q / 2]);
+                    whole[e][q] = fma_ieee(term, record.scale[q % 2], whole[e][q]);
+                }
+                continue;
+            }
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                float sum = LONG         ? __fmul_rn(__int2float_rn(c[q]), 1.0f / Of::TIMES)
-                            : Of::low(i) ? fma_ieee(__int_as_float(c[q]), Of::TIMES, -Of::TIMES * Of::FIRST)
-                                         : __fsub_rn(__int_as_float(c[q]), Of::FIRST);
+                float sum = LONG ? __fmul_rn(__int2float_rn(c[q]), 1.0f / Of::TIMES)
+                                 : __fsub_rn(__int_as_float(c[q]), Of::FIRST);
                 if constexpr (Q8) sum = ieee::multiply(sum, record.scale[q % 2]);
                 whole[e][q] = fma_ieee(sum, scale[q / 2], whole[e][q]);
                 if constexpr (ADDED_ == OFFSETS)
@@ -892,6 +958,16 @@ struct Sums {
         }
     }
 };
+
+// Of the sums of 16 rows, as mma lays them out, those of all columns.
+__device__ __forceinline__ float4 sum_of_columns(const float4& v) {
+    float row[2] = {ieee::add(v.x, v.y), ieee::add(v.z, v.w)};
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) row[h] = ieee::add(row[h], __shfl_xor_sync(FULL_WARP, row[h], step));
+    return make_float4(row[0], row[0], row[1], row[1]);
+}
 
 __device__ __forceinline__ void store_as(void* y, int dtype, long long at, float v) {
     if (dtype == FLOAT32_BIAS) static_cast<float*>(y)[at] = v;
@@ -1060,6 +1136,38 @@ struct Memory {
     }
 };
 
+__device__ __forceinline__ int rank_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (SPLIT > 1) return block_in_cluster();
+#endif
+    return 0;
+}
+
+// Adds up what the blocks of a cluster have kept of the tiles of a team, in their order, and finishes every SPLIT-th
+// tile.
+template <int UNIT, int EIGHTS, typename M, typename F>
+__device__ __forceinline__ void join_cluster(const M& memory, int rank, int count, int lane, const F& finish) {
+#if __CUDA_ARCH__ >= 900
+    cluster_sync();
+    for (int i = memory.member; i < count * EIGHTS; i += memory.cut.warps) {
+        const int tile = i / EIGHTS, e = i % EIGHTS;
+        if (tile % SPLIT != rank) continue;
+        const unsigned from = shared_address(memory.kept(tile) + e * WARP + lane);
+        float4 total{};
+#pragma unroll
+        for (int part = 0; part < SPLIT; ++part) {
+            const uint4 v = load_cluster<uint4>(cluster_address(from, part));
+            const float4 sums =
+                make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+            if (part == 0) total = sums;
+            else join<UNIT>(total, sums);
+        }
+        finish(tile, e, total);
+    }
+    cluster_sync();  // others may still read sums here
+#endif
+}
+
 // A tile of the team, the phase, and which of the warps adds up its sums: in all phases the same.
 struct Turn {
     int tile, phase, warp;
@@ -1079,9 +1187,9 @@ struct Turn {
 #define STREAM_BOUNDS(threads, leaves) __launch_bounds__(threads, 1)
 #endif
 
-// UNIT: SHARES where groups are whole shares, or several.
-template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int EIGHTS>
-__global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
+// UNIT: SHARES where groups are whole shares, or several. TOKENS: in eights; 0 for one token.
+template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int TOKENS>
+__global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
@@ -1097,6 +1205,8 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     int less,        // ... and what codes are lower by after that
     int bias_kind, int y_kind, int x_kind) {
 #if __CUDA_ARCH__ >= 800
+    constexpr bool ALONE = TOKENS == 0;
+    constexpr int EIGHTS = ALONE ? 1 : TOKENS;
     constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
     using Of = Slot<CODES, UNIT, EIGHTS>;
     using Scale = typename ScalesOf<Of, CODES, INSIDE, ADDED_>::Type;
@@ -1106,8 +1216,10 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     constexpr int RECORD = (SUM_PIECES + (Of::MINIMA ? Of::SHARE / 256 * EIGHTS * WARP * 4 : 0)) * 4;
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4, own_row = Of::row(g);
     const int team = warp / cut.warps, member = warp % cut.warps;
-    const int tiles = (channels + ROWS_OF_TILE - 1) / ROWS_OF_TILE, step = gridDim.x * cut.teams;
-    const int first = team * gridDim.x + blockIdx.x, count = first < tiles ? (tiles - first + step - 1) / step : 0;
+    const int rank = rank_in_cluster(), share = rank * cut.warps + member;  // of the warp, among those of a phase
+    const int teams = gridDim.x / SPLIT;                                    // with one number in their blocks
+    const int tiles = (channels + ROWS_OF_TILE - 1) / ROWS_OF_TILE, step = teams * cut.teams;
+    const int first = team * teams + blockIdx.x / SPLIT, count = first < tiles ? (tiles - first + step - 1) / step : 0;
     unsigned char* const start = dynamic_memory();
     using Parts = Memory<Of, Scale, RECORD, EIGHTS>;
     constexpr int RING = Parts::RING, LATER = Parts::LATER;
@@ -1124,14 +1236,14 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     }
     Feed<Of> feed{w, map, cut, experts * channels, depth / (Of::BYTES ? 1 : 2), lane, memory.ring(), memory.full()};
     feed.first = above + first * ROWS_OF_TILE, feed.step = step * ROWS_OF_TILE, feed.count = count;
-    feed.column = member * (Of::SLOTS * ROW_BYTES);
+    feed.column = share * (Of::SLOTS * ROW_BYTES);
     feed.begin(cut.phases);
     Scale ahead;
     // With blocks numbers are worked out anew where they are used: registers are few.
     const auto anew = [](int v) { return Of::BLOCKS ? static_cast<int>(opaque(static_cast<unsigned>(v))) : v; };
     auto load_scales = [&](int tile, int phase) {
         const int mine = anew(lane), row = min((first + tile * step) * ROWS_OF_TILE + mine / 2, channels - 1);
-        const int k = phase < cut.phases ? (phase * cut.warps + member) * Of::SHARE : depth;
+        const int k = phase < cut.phases ? (phase * SPLIT * cut.warps + share) * Of::SHARE : depth;
         if constexpr (Scale::BYTES != 0) ahead.load(w, cut, above + row, min(k, depth), depth, mine % 2);
     };
     load_scales(0, 0);
@@ -1199,13 +1311,14 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
     const Pairs<CODES, Of::TABLE && (EIGHTS == 1 || (BULK && ADDED_ != INNER))>
         pairs;  // sixteen tokens leave no register
     unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
-    const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS;
-    const unsigned* own_records = memory.records() + 2 * t * Entry::WORDS;
+    // Of one token lanes have units 2t and 2t + 1 of eight, else tokens.
+    const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS + (ALONE ? 2 * t * ROWS_OF_TILE : 0);
+    const unsigned* own_records = memory.records() + 2 * t * (ALONE ? 8 : 1) * Entry::WORDS;
     Turn now{0, 0, 0}, before{0, 0, 0};
     for (int pass = 0; pass < cut.phases * anew(count) + LATER; ++pass) {
         if (pass < cut.phases * anew(count)) {
             if (now.tile == 0) {
-                const int k = (now.phase * cut.warps + member) * Of::SHARE;
+                const int k = (now.phase * SPLIT * cut.warps + share) * Of::SHARE;
                 const Tokens own = given();
                 Records<Of, INSIDE, BESIDE, Q8, EIGHTS> records;
                 if constexpr (Of::BLOCKS) {
@@ -1218,6 +1331,7 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                     if (Of::INNER && pass == 0 && numbers == nullptr) feed.fill();  // tokens do not wait behind it
                     records.store(memory.records(), own.count, lane);
                 }
+                if constexpr (ALONE) spread_units(x[0], g);
                 if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
             }
             now.step(count, cut.warps);
@@ -1228,14 +1342,14 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                 __syncwarp();
                 load_scales(now.tile, now.phase);
             }
-            Sums<Of, INSIDE, BESIDE, Q8, SIGNED, EIGHTS> sum;
+            Sums<Of, INSIDE, BESIDE, Q8, SIGNED, EIGHTS, ALONE> sum;
             sum.clear();
             if constexpr (Of::MINIMA)  // while codes are awaited
 #pragma unroll
                 for (int block = 0; block < Scale::BLOCKS; ++block)
                     sum.add_minima(
                         memory.scales() + Scale::MINIMA + block * MINIMA_OF_BLOCK + t * MINIMA_STEP + 2 * g,
-                        own_scales + Scale::FACTORS + block * ROWS_OF_TILE,
+                        memory.scales() + 2 * own_row + Scale::FACTORS + block * ROWS_OF_TILE,
                         memory.records() + SUM_PIECES + (block * EIGHTS * WARP + lane) * 4);
 #pragma unroll
             for (int slot = 0; slot < Of::SLOTS; ++slot) {
@@ -1249,7 +1363,8 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                 for (int i = 0; i < Of::STEPS; ++i) {
                     unsigned fragment[Of::PARTS][4];
                     Of::fragment(fragment, word, i, flip, pairs);
-                    sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
+                    if constexpr (ALONE) sum.add_unit(slot * Of::STEPS + i, fragment, x[0], own_records, own_scales);
+                    else sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales);
                 }
             }
             const int slot = pass % RING;
@@ -1275,12 +1390,24 @@ __global__ void STREAM_BOUNDS(most_threads(UNIT, EIGHTS), Q8) stream_integers(
                 // Of a tile always the same warp: it has kept the sums itself.
                 float4& kept = memory.kept(before.tile)[e * WARP + lane];
                 if (before.phase != 0) join<UNIT>(total, kept);
-                if (before.phase != cut.phases - 1) kept = total;
-                else output.template store<UNIT, Q8>(w, cut, total, of_token[e], of_codes[e], row, 8 * e + 2 * t);
+                if (SPLIT > 1 || before.phase != cut.phases - 1) {
+                    kept = total;
+                    continue;
+                }
+                if constexpr (ALONE) total = sum_of_columns(total);
+                output.template store<UNIT, Q8>(w, cut, total, of_token[e], of_codes[e], row, 8 * e + 2 * t);
             }
             barrier_arrive(memory.read(slot));
         }
         before.step(count, cut.warps);
+    }
+    if constexpr (SPLIT > 1) {
+        static_assert(Q8 && UNIT != SHARES, "tokens have no scale to be multiplied by in the end");
+        const auto finish = [&](int tile, int e, const float4& total) {
+            const int row = (first + tile * step) * ROWS_OF_TILE + own_row;
+            output.template store<UNIT, Q8>(w, cut, total, of_token[0], of_codes[0], row, 8 * e + 2 * t);
+        };
+        join_cluster<UNIT, EIGHTS>(memory, rank, count, lane, finish);
     }
 #endif
 }

@@ -504,7 +504,9 @@ def test_larger_products(cupy, text, preset):
 @pytest.mark.parametrize("text", STREAMED)
 def test_many_tiles_and_phases(cupy, text, preset):
     """Teams with more than one tile; tokens that do not fit the shared memory at once."""
-    for tokens, rows, depth in ((8, 9000, 512), (16, 4500, 1024), (16, 40, 40960), (5, 4400, 20480)):
+    for tokens, rows, depth in (
+        (8, 9000, 512), (16, 4500, 1024), (16, 40, 40960), (5, 4400, 20480), (1, 4500, 1024), (1, 70, 40960),
+    ):  # fmt: skip
         q = random_weight(text, rows, depth)
         x = activations("normal", tokens, depth, "float32")
         y = cupy.empty((tokens, rows), np.float32)
@@ -515,13 +517,39 @@ def test_many_tiles_and_phases(cupy, text, preset):
             assert (np.abs(y.get()[:, some] - wanted) <= 2.0**-20 * size).all()
 
 
+def test_shared_k(cupy, monkeypatch):
+    """Two thread blocks share K of q4_k, rows of few blocks of which have none for one of them; the same bits again."""
+    monkeypatch.setattr(integer_stream, "_LEAST_SPLIT", 0)
+    for tokens, rows, depth in ((16, 300, 8192), (9, 4500, 4096), (13, 70, 256), (16, 17, 4864), (11, 3000, 40960)):
+        q = random_weight("q4_k", rows, depth)
+        x = activations("normal", tokens, depth, "float32")
+        on, given = on_device(cupy, q), cupy.asarray(x)
+        found = []
+        for most in (1 << 30, 0):
+            monkeypatch.setattr(integer_stream, "_MOST_SPLIT", most)
+            integer_stream._plan.cache_clear()
+            y = cupy.full((tokens, rows), np.nan, np.float32)
+            integer_stream.multiply(given, "q8_1", on, None, y)
+            found.append(y.get())
+            for _ in range(20):
+                integer_stream.multiply(given, "q8_1", on, None, y)
+                assert (y.get() == found[-1]).all()
+        assert rows * depth < 1 << 18 or (found[0] != found[1]).any()  # added in another order
+        for some in (slice(0, 20), slice(max(rows - 20, 0), rows)):
+            wanted = kb.linear(x, q[some], activations="q8_1")
+            size = np.abs(x).astype(np.float64) @ np.abs(q[some].dequantize(dtype="float32")).T
+            for y in found:
+                assert (np.abs(y[:, some] - wanted) <= 2.0**-20 * size).all()
+    integer_stream._plan.cache_clear()
+
+
 @pytest.mark.parametrize("text", STREAMED)
 def test_again(cupy, text):
     """The same bits every time, while the memory is busy, too."""
     q = on_device(cupy, random_weight(text, 3000, 4096))
-    x = cupy.asarray(activations("normal", 16, 4096, "float16"))
     big = cupy.zeros(1 << 26, np.float32)
-    for preset in PRESETS:
+    for preset, tokens in itertools.product(PRESETS, (1, 16)):
+        x = cupy.asarray(activations("normal", tokens, 4096, "float16"))
         first = kb.linear(x, q, activations=preset)
         for i in range(30):
             if i % 3 == 0:
@@ -679,6 +707,11 @@ def test_cuts_fit():
                 assert cut.shared <= 227 << 10 and list(cut.places) == sorted(cut.places)
                 assert not any(place % 16 for place in cut.places)  # what is there is read in words of 16 bytes
                 assert 1 <= cut.warps * cut.teams <= 16 and cut.phases >= 1
+                if flavour.splits and eights == 2:
+                    halves = choose_cut(flavour, eights, rows, depth, 132, 227 << 10, split=2)
+                    assert halves.shared <= 227 << 10 and list(halves.places) == sorted(halves.places)
+                    assert not any(place % 16 for place in halves.places) and halves.blocks % 2 == 0
+                    assert halves.kept * 66 * halves.teams * 16 >= rows  # all tiles are kept
                 own = choose_cut(flavour, eights, rows, depth, 132, 227 << 10, 1, 2)
                 assert own is None or own.places[-1] + 2 * flavour.token_bytes(depth) < own.shared <= 227 << 10
                 assert own is not None or depth > 14336

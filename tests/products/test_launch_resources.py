@@ -50,7 +50,7 @@ def test_blocks_of_integer_stream(flavour, eights):
     """Those of every shape: with tokens of its own or none, of which the shared memory has room."""
     found = set()
     shapes = (16, 64, 132), (512, 512, 132), (5000, 4096, 132), (28672, 8192, 132), (5000, 12384, 16)
-    owns = (0, 1, 3) if eights == 1 else (0,)
+    owns = {0: (0, 1), 1: (0, 1, 3)}.get(eights, (0,))
     groups = (1, 2, 3, 8) if flavour.unit == 512 else (1,)
     for room, (rows, depth, processors), own, shares in itertools.product(ROOMS, shapes, owns, groups):
         cut = integer_stream.choose_cut(flavour, eights, rows, depth, processors, room, shares, own)
@@ -91,6 +91,13 @@ def test_products_leave_registers_to_blocks_that_quantize():
             threads = 32 * integer_stream.most_warps(flavour.unit, eights)
             for text, registers in of("integer_stream", "stream_integers", flavour, eights):
                 assert of_scheduler(registers, threads) + few <= REGISTERS // 4, text
+
+
+def test_products_that_share_k_leave_registers_to_blocks_that_quantize():
+    found = listed()["integer_stream_split", "stream_integers"]
+    assert {text for text, _ in found} == {f.text(2) for f in integer_stream._flavours() if f.splits}
+    for text, registers in found:
+        assert taken(registers, 256) + integer_stream._SIZES.FEW_REGISTERS <= REGISTERS, text
 
 
 def of_scheduler(registers, threads):
