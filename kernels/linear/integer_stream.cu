@@ -225,6 +225,8 @@ template <int CODES, int UNIT, int EIGHTS>
 struct Slot {
     static constexpr bool BYTES = CODES == BYTES8, INNER = CODES == PAIRS4, MINIMA = INNER || CODES == MINIMA4;
     static constexpr bool TABLE = CODES == TABLE4 || CODES == TABLE_HALVES4, BLOCKS = TABLE || CODES == MINIMA4;
+    // Whether scales are halves, or halves times six bits: neither is large, and none has more than 17 bits.
+    static constexpr bool HALF_SCALES = INNER || CODES == MINIMA4 || CODES == TABLE_HALVES4;
     static constexpr int PARTS = TABLE ? 2 : 1;
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
@@ -812,9 +814,8 @@ struct Sums {
     // Units of more than 128 elements may leave what stands beside that float: integers are rounded to floats there.
     static constexpr bool LONG = UNIT > 128;
     static constexpr int FIRST_BITS = LONG ? 0 : Of::FIRST_BITS;
-    // Whether FIRST times a scale is exact, so that one fma takes FIRST off and multiplies, rounded once: scales are
-    // halves times six bits.
-    static constexpr bool EXACT = Q8 && Of::INNER;
+    // Whether FIRST times a scale is exact, so that one fma takes FIRST off and multiplies, rounded once.
+    static constexpr bool EXACT = Q8 && Of::HALF_SCALES;
     int part[EIGHTS][4];     // of the unit
     int spread[2][4];        // of one token: of even units, and of odd ones, so that neither waits for the other
     float whole[EIGHTS][4];  // of units that are over
