@@ -150,6 +150,9 @@ class Fragments:
         Whether codes are in two's complement.
     blocked : bool
         Whether that decoder takes tokens that are integers with scales of 32, too.
+    columns : bool
+        Whether it has a decoder for one token of float16 on clusters of thread blocks, where parts of k that have
+        scales of their own have columns of an mma (kernels/linear/columns.cuh).
     work : float
         How much longer it takes ``linear_few`` to decode an element than one of 4 bits with a zero point.
     table_work : float
@@ -206,6 +209,7 @@ class Fragments:
     one_token: Fragments | None = None
     together: int = 2
     blocked: bool = False
+    columns: bool = False
     work: float = 1.0
     table_work: float = 0.0
     tile_work: float = 1.0
@@ -246,6 +250,8 @@ class Records:
         Whether quantized tokens have sums for minima that are integers.
     integers : float, default 1.0
         As `work`, for tokens that are quantized.
+    columns : bool, default False
+        Whether one token of float16 has a way of its own, where sub-blocks have columns of an mma.
     """
 
     header: str
@@ -262,6 +268,7 @@ class Records:
     gap: int = 16
     apart: bool = False
     integers: float = 1.0
+    columns: bool = False
 
     #: Elements of a record.
     ELEMENTS: ClassVar[int] = 256

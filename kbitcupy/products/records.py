@@ -58,16 +58,18 @@ def _template(records: Records, instances: tuple[str, ...] = (), hot: bool = Fal
     return Template("linear/gguf_stream.cu", "linear_records", axes, hot=hot, **about)
 
 
-def _arguments(records: Records, T: str, grouped: bool, eights: int = 0) -> str:
+def _arguments(records: Records, T: str, grouped: bool, eights: int = 0, columns: bool = False) -> str:
     way = "Lanes" if records.lanes and not eights else "Record"
-    return f"{T}, {records.struct.format(way=way)}, {str(grouped).lower()}, {eights}"
+    decoder = records.struct.format(way=way)
+    return f"{T}, {f'Columns<{decoder}>' if columns else decoder}, {str(grouped).lower()}, {eights}"
 
 
 def _templates() -> Iterator[Template]:
     half, other = HALF_CXX
     floats = (False,), (True,)
     for records in all_records():
-        yield _template(records, tuple(_arguments(records, half, *kind) for kind in (*floats, (False, 1))), hot=True)
+        kinds: tuple[tuple[Any, ...], ...] = *floats, (False, 1), *((False, 0, True),) * records.columns
+        yield _template(records, tuple(_arguments(records, half, *kind) for kind in kinds), hot=True)
         # Sixteen tokens take all registers: on some GPUs a few spill.
         more = *(_arguments(records, other, *kind) for kind in floats), _arguments(records, half, False, 2)
         yield _template(records, more)
@@ -135,7 +137,8 @@ class RecordKernel:
         self._teams = 1 if alone else _teams(tiles, blocks, warps)
         self._blocks = -(-tiles // (-(-tiles // (blocks * self._teams)) * self._teams))
         self._packed = RECORD_CUT.pack(records=each, warps=warps // self._teams, gap=records.gap, zero=0, **places)
-        values = _arguments(records, HALF_CXX[0] if staged else self.cxx, grouped, self._eights)
+        columns = records.columns and tokens == 1 and not (grouped or staged) and self.cxx == HALF_CXX[0]
+        values = _arguments(records, HALF_CXX[0] if staged else self.cxx, grouped, self._eights, columns)
         self._kernel = _kernel(records, values, 32 * warps, shared)
 
     def _cut(self, each: int, splits: int, m: int, room: int) -> tuple[int, int, dict[str, int], int] | None:

@@ -151,11 +151,11 @@ def _one_instances(hot: bool) -> tuple[str, ...]:
 
 
 def _few_arguments(
-    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int, blocked: bool = False
+    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int, way: str = ""
 ) -> str:
     flavour = f"{eights}, {items}, {str(grouped).lower()}, {flow}, {cluster}"
     found = decoder.fragments.small_batch.format(T=T)
-    return f"{f'Blocked<{found}>' if blocked else found}, {flavour}, {decoder.layout}"
+    return f"{f'{way}<{found}>' if way else found}, {flavour}, {decoder.layout}"
 
 
 def _blocked_instances() -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def _blocked_instances() -> tuple[str, ...]:
             False,
             _flow_at_once(decoder) if even else _IN_CHUNKS,
             cluster,
-            True,
+            _BLOCKED,
         ): None
         for decoder in map(Decoder, all_fragments())
         for eights, even, cluster in flavours
@@ -179,12 +179,32 @@ def _blocked_instances() -> tuple[str, ...]:
     return tuple(found)
 
 
+def _column_instances() -> tuple[str, ...]:
+    """Those of one token."""
+    return tuple(
+        _few_arguments(
+            decoder,
+            HALF_CXX[0],
+            1,
+            few_room(decoder, 1, 227 << 10, True)[0],
+            False,
+            _flow_at_once(decoder),
+            _CLUSTER,
+            _COLUMNS,
+        )
+        for decoder in map(Decoder, all_fragments())
+        if decoder.fragments.columns
+    )
+
+
 def _one_arguments(decoder: Decoder, T: str, items: int, warps: int) -> str:
     return f"{decoder.fragments.small_batch.format(T=T)}, {items}, {warps}, {decoder.layout}"
 
 
 # Thread blocks of a cluster, where there are any: multiprocessors come in pairs, so that all of them find a place.
 _CLUSTER = 2
+# Decoders of tokens with scales of 32, and of one token.
+_BLOCKED, _COLUMNS = "Blocked", "Columns"
 # Values of ``Flow`` of kernels/linear/few_block.cuh.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = "IN_CHUNKS", "AT_ONCE", "AT_ONCE_SPREAD"
 
@@ -233,6 +253,7 @@ def _templates() -> Iterator[Template]:
         yield declared_template("linear_few", _instances(*options), hot)
         if worked_out := _instances(*options, tables=False):
             yield declared_template("linear_few", worked_out)
+    yield declared_template("linear_few", _column_instances(), True)
     yield declared_template("linear_few", _blocked_instances())
     yield declared_template("linear_one", _one_instances(True), True)
     yield declared_template("linear_one", _one_instances(False))
@@ -336,7 +357,7 @@ def cut_few(
 class FewKernel(Fused):
     """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block.
 
-    `blocked`: tokens are integers as halves, with scales of 32.
+    `blocked`: tokens are integers as halves, with scales of 32. `alone`: there is one token.
     """
 
     def __init__(
@@ -350,6 +371,7 @@ class FewKernel(Fused):
         together: int = 1,
         grouped: bool = False,
         blocked: bool = False,
+        alone: bool = False,
     ):
         super().__init__(fragments, shape, dtype)
         n, k = shape
@@ -379,16 +401,20 @@ class FewKernel(Fused):
             shared += teams * _GAP.HANDED_OUT * (ITEM_ROWS * row + 16)
         #: Whether the device has the shared memory.
         self.fits = warps > 0 and shared <= room
+        pairs = cut.share % 2 == 0 and k % (2 * ITEM_K) == 0
+        #: Whether parts of one token have columns of their own: of two k-tiles at a time, which are there or not.
+        self.columns = alone and fragments.columns and self.clustered and pairs and dtype == np.float16
         # By way of shared memory whole lines of x are read, and once.
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
-        self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
+        self.staged = not self.columns and flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
         sizes = 8, 8, *ARGUMENTS, CUT.dtype.itemsize, VALUES.dtype.itemsize, _tma.MAP_BYTES, _tma.MAP_BYTES
-        values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, blocked)
+        way = _BLOCKED if blocked else _COLUMNS if self.columns else ""
+        values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, way)
         self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
-        pairs = items == 4 or (items == 2 and not fragments.entries)
-        box = 2 if pairs and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
+        boxed = items == 4 or (items == 2 and not fragments.entries)
+        box = 2 if boxed and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
         self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
@@ -653,9 +679,11 @@ def few_kernel(
     together: int = 1,
     grouped: bool = False,
     blocked: bool = False,
+    alone: bool = False,
 ) -> FewKernel:
     """The launcher of ``linear_few``."""
-    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped, "blocked": blocked}
+    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped}
+    flavour |= {"blocked": blocked, "alone": alone}
     return FewKernel(fragments, shape, dtype, device, **flavour)
 
 
@@ -779,4 +807,4 @@ class SmallBatch(Route):
         eights = 2 if problem.fragments.wide and problem.tokens > TOKENS else 1
         together = -(-problem.tokens // (eights * TOKENS))
         about = problem.fragments, problem.shape, problem.dtype, problem.device
-        return few_kernel(*about, eights, together, False, blocked)
+        return few_kernel(*about, eights, together, False, blocked, problem.tokens == 1 and not blocked)

@@ -65,11 +65,15 @@ struct FewKind {
     // Whether a team hands out blocks of inner scales. With 16 tokens, or tokens that have scales, registers are too
     // few.
     static constexpr bool HANDED = SPREAD && !NESTED && EIGHTS == 1 && !BLOCKED;
+    // Whether there is one token, whose parts with scales of their own have columns of their own. That is read where
+    // it is: each lane has 8 of 256 elements, and shared memory would be a way round.
+    static constexpr bool COLUMNS = ByColumns<Decoder>::VALUE;
+    static_assert(!COLUMNS || (EIGHTS == 1 && GROUP == 2 && !GROUPED && ONCE && !MIXED), "two k-tiles at a time");
     static constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
     static constexpr bool X_BULK = BOXES && CLUSTER > 1;
     // Where records leave every second place free, those are for the last word of each lane's x.
-    static constexpr bool X_BESIDE = Decoder::PAIRED && EVEN;
+    static constexpr bool X_BESIDE = Decoder::PAIRED && EVEN && !COLUMNS;
     // Whether the table is made while the first weights are on their way: its values are known, so that takes little
     // and needs nothing of the kernel before.
     static constexpr bool LATE_TABLE = KnownValues<Decoder>::VALUE;
@@ -78,7 +82,7 @@ struct FewKind {
     // paired records gain nothing.
     static constexpr bool QUICK = X_BULK && !TABLE && !BLOCKED && !Decoder::PAIRED && GROUP > 1 && GROUPS > 1;
     // Whether one or two tokens come by way of shared memory, and whether line by line.
-    static constexpr bool FEW_STAGED = (X_BULK && TABLE) || QUICK, BY_LINES = LATE_TABLE || QUICK;
+    static constexpr bool FEW_STAGED = !COLUMNS && ((X_BULK && TABLE) || QUICK), BY_LINES = LATE_TABLE || QUICK;
     // Whether TMA is at first asked for one group only: where all thread blocks ask for everything at once,
     // all of them get it late, x too. The rest is asked for when that group is there, or, where no table is made
     // meanwhile, when x is.

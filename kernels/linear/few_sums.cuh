@@ -74,6 +74,7 @@ struct FewSums {
         if (mine_to_add && turn == 0) {
             float sum[EIGHTS][4] = {};
             take(before, slot, sum);
+            if constexpr (Kind::COLUMNS) join_columns(sum[0]);
             store_tile(before, sum);
             __syncwarp();
             if constexpr (CLUSTER == 1) {
@@ -100,6 +101,16 @@ struct FewSums {
                 const float4 v = shared_at<float4>(from + j * SUMS + e * EIGHT_TOKENS);
                 sum[e][0] += v.x, sum[e][1] += v.y, sum[e][2] += v.z, sum[e][3] += v.w;
             }
+    }
+
+    // Add up all columns of a row, to the first one.
+    static __device__ __forceinline__ void join_columns(float (&sum)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            sum[i] += sum[i + 1];
+            sum[i] += __shfl_xor_sync(FULL_WARP, sum[i], 1);
+            sum[i] += __shfl_xor_sync(FULL_WARP, sum[i], 2);
+        }
     }
 
     // The epilogue of tile `before` of the team: one loop for each place and bias, so that none branches for a sum.

@@ -11,7 +11,8 @@ struct FewTokens {
     static constexpr int SCALES_OF_ITEM = ITEM_K / 32 * Kind::TOGETHER * 4;
     const FewBlock<Kind>& here;
     unsigned x[ITEMS][EIGHTS][Decoder::X_WORDS];
-    unsigned beside;  // where the last word of x is, X_BESIDE
+    unsigned own[Kind::COLUMNS ? ITEMS / 2 : 1][4];  // of each two k-tiles the lane's words
+    unsigned beside;                                 // where the last word of x is, X_BESIDE
     // The scales of tokens, for each 32 k of this block those of 8 EIGHTS tokens, in the order in which lanes have
     // them.
     unsigned scales;
@@ -133,6 +134,18 @@ struct FewTokens {
     // Read x of the k-tiles from `item` on.
     __device__ __forceinline__ void fetch(int item) {
         const int count = here.count_at(item);
+        if constexpr (Kind::COLUMNS) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; i += 2) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) own[i / 2][j] = 0;
+                Decoder::load_own(own[i / 2], token_at(0) + (item + i) * ITEM_K, here.lane, i < count);
+            }
+        } else {
+            fetch_tokens(item, count);
+        }
+    }
+    __device__ __forceinline__ void fetch_tokens(int item, int count) {
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e) {
             const bool there = 8 * e + here.my_token < here.group.count;
@@ -151,6 +164,14 @@ struct FewTokens {
 
     // Bring x to the order in which codes come out, and find its sums where the decoder needs them.
     __device__ __forceinline__ void arrange() {
+        if constexpr (Kind::COLUMNS) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; i += 2) Decoder::arrange_own(own[i / 2], x[i][0], x[i + 1][0]);
+        } else {
+            arrange_tokens();
+        }
+    }
+    __device__ __forceinline__ void arrange_tokens() {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
 #pragma unroll

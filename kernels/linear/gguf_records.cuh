@@ -556,6 +556,12 @@ struct Q6_K_Record : RecordBase {
     __device__ __forceinline__ float factor(int j) const {
         return static_cast<float>(static_cast<signed char>(scales[j / 4] >> j % 4 * 8));
     }
+    // Those of sub-blocks 2 t and 2 t + 1.
+    __device__ __forceinline__ void factors(int t, float (&factor)[2]) const {
+        const unsigned two = (t < 2 ? scales[0] : scales[1]) >> t % 2 * 16;
+        factor[0] = static_cast<float>(static_cast<signed char>(two));
+        factor[1] = static_cast<float>(static_cast<signed char>(two >> 8));
+    }
     __device__ __forceinline__ int whole(int j) const { return signed_byte(scales[j / 4], j % 4); }
     __device__ __forceinline__ float outer() const { return d; }
 };

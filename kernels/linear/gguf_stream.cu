@@ -155,6 +155,18 @@ struct FieldCopies<R, R::FIELDS> {
     __device__ __forceinline__ void advance(unsigned) {}
 };
 
+// A decoder for one token.
+template <typename R>
+struct Columns : R {};
+template <typename R>
+struct ByColumns {
+    static constexpr bool VALUE = false;
+};
+template <typename R>
+struct ByColumns<Columns<R>> {
+    static constexpr bool VALUE = true;
+};
+
 // Whether sums of products begin with sums of x, see gguf_records.cuh, or these are wanted for more; and what one of
 // the codes stands for, which are the bits of numbers.
 template <typename R>
@@ -247,6 +259,54 @@ __device__ __forceinline__ void multiply_record(
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) outer[i] = r[i].outer();
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) add_scaled(acc, sum, i, outer[i]);
+}
+
+// The same for one token, where mma has seven columns more: in column s is x of step s of half a record, of which lane
+// t then has the sums of two sub-blocks.
+template <typename R, typename Next>
+__device__ __forceinline__ void multiply_columns(
+    unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
+    const Next& next, float (&acc)[4]) {
+    using Way = ::Way<R>;
+    static_assert(R::SUB == 16 && Way::BIASED && !R::OFFSETS, "a sub-block is one step");
+    constexpr int STRIDE = RecordLayout<R>::stride();
+    const unsigned g = threadIdx.x % WARP / 4;
+    float sum[4] = {}, outer[2];
+    R both[2][2];
+    auto load = [&](int half) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) both[half][i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, t, half);
+    };
+    load(0), load(1);
+    __syncwarp();
+    next();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        R(&r)[2] = both[half];
+        const uint2 own = shared_at<uint2>(beside.x + (half * 4 + g / 2) * beside.pitch + g % 2 * 8);
+        const unsigned sums = beside.sums + (half * 8 + t * 2) * (TOKENS * 4) - t * 8;
+        float part[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[0][i] = shared_at<float>(sums + i % 2 * (TOKENS * 4));
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+            unsigned a[2][2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) halves_of(r[i], s, a[i]);
+            mma<__half>(part[s % 2], a[0][0], a[1][0], a[0][1], a[1][1], g == s ? own.x : 0u, g == s ? own.y : 0u);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float factor[2];
+            r[i].factors(t, factor);
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                sum[2 * i + j] = fmaf(part[0][2 * i + j] + part[1][2 * i + j], factor[j], sum[2 * i + j]);
+            outer[i] = r[i].outer();
+        }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) add_scaled(acc, sum, i, outer[i]);
@@ -642,6 +702,8 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                     float of_record[4] = {};
                     float (&to)[4] = SCALED ? of_record : acc[0];
                     if constexpr (R::LANES) multiply_lanes<R>(stage, narrow, table, beside, t, start, to);
+                    else if constexpr (ByColumns<R>::VALUE)
+                        multiply_columns<R>(stage, narrow, table, beside, t, start, to);
                     else if constexpr (R::INNER) multiply_inner<R>(stage, narrow, table, beside, m, t, start, to);
                     else multiply_record<R>(stage, narrow, table, beside, t, start, to);
                     if constexpr (SCALED) {
@@ -673,6 +735,14 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                     sum[e][0] += v.x, sum[e][1] += v.y, sum[e][2] += v.z, sum[e][3] += v.w;
                 }
             barrier_arrive(full + 8);
+            if constexpr (ByColumns<R>::VALUE) {
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    sum[0][i] += sum[0][i + 1];
+                    sum[0][i] += __shfl_xor_sync(FULL_WARP, sum[0][i], 1);
+                    sum[0][i] += __shfl_xor_sync(FULL_WARP, sum[0][i], 2);
+                }
+            }
             const int tile = first_tile + before * step;
 #pragma unroll
             for (int i = 0; i < 4 * SETS; ++i) {

@@ -3,8 +3,7 @@
 #pragma once
 #include "common/sync.cuh"
 #include "linear/codebook.cuh"
-#include "linear/gguf_tables.cuh"
-#include "linear/kquants.cuh"
+#include "linear/columns.cuh"
 
 // a / b, given 2^32 / b + 1: exact for a < 2^32 / b.
 __device__ __forceinline__ unsigned divided(unsigned a, unsigned reciprocal, unsigned b) {
@@ -248,6 +247,8 @@ struct ExpansionOf<InnerPairTable<T>, ITEMS> {
 };
 template <typename Base, int ITEMS>
 struct ExpansionOf<Blocked<Base>, ITEMS> : ExpansionOf<Base, ITEMS> {};
+template <typename Base, int ITEMS>
+struct ExpansionOf<Columns<Base>, ITEMS> : ExpansionOf<Base, ITEMS> {};
 
 // How the records of integers get to shared memory: the scales of a k-tile of a row, and behind them what stands beside
 // scales, each in a plane of its own.

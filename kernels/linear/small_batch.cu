@@ -36,6 +36,9 @@
 //     there, not when the first weights are, 450 to 750; to ask L2 for all of them at once costs 950.
 //   - one token of q4_0 waited for x among all weights, since lanes read it from memory: line by line to shared
 //     memory, and the other weights when it is there, takes 1 us less of 13.
+//   - seven of eight columns of an mma are empty for one token. With a column for each part that has a scale of its own
+//     (columns.cuh) two k-tiles of q4_k take 160 instructions instead of 300, and x, of which a lane then has 8 of 256
+//     elements, two loads of a warp: 11.2 us instead of 13.1.
 //   - a shift of what was just loaded, which the compiler may put next to the load, makes all wait there: so it
 //     was with the inner scales of iq4_xs.
 #include "linear/few_sums.cuh"
@@ -52,20 +55,26 @@ __device__ __forceinline__ void multiply_items(
     float (&acc)[Kind::EIGHTS][4]) {
     using Decoder = typename Kind::Decoder;
     constexpr int EIGHTS = Kind::EIGHTS, GROUP = Kind::GROUP;
+    if constexpr (Kind::COLUMNS) {
+        Decoder::multiply_block(
+            word, tokens.x[GROUP * i][0], tokens.x[GROUP * i + 1][0], with,
+            FewScales<Kind>::of_item(scale_at, GROUP * i), Kind::EIGHT, acc[0]);
+    } else {
 #pragma unroll
-    for (int j = 0; j < GROUP; ++j) {
-        const int nth = i * GROUP + j;
-        if (nth >= count) continue;
-        unsigned (&field)[2][Decoder::FIELDS] = mixed[Kind::MIXED ? j : 0];
-        if constexpr (!Kind::MIXED) Decoder::unpack(word[j], field);
-        const unsigned at = FewScales<Kind>::of_item(scale_at, nth);
-        const auto of_tokens = tokens.scales_of(item + nth);
-        if constexpr (Kind::TABLE)
-            Decoder::template multiply<EIGHTS>(field, tokens.x[nth], with, at, Kind::EIGHT, of_tokens, acc);
-        else
-            Decoder::template multiply<EIGHTS, Kind::EVEN>(
-                field, tokens.x[nth], with, at, Kind::EIGHT, tokens.beside + nth * EIGHTS * 256,
-                Kind::EVEN ? nth : item + nth, of_tokens, acc);
+        for (int j = 0; j < GROUP; ++j) {
+            const int nth = i * GROUP + j;
+            if (nth >= count) continue;
+            unsigned (&field)[2][Decoder::FIELDS] = mixed[Kind::MIXED ? j : 0];
+            if constexpr (!Kind::MIXED) Decoder::unpack(word[j], field);
+            const unsigned at = FewScales<Kind>::of_item(scale_at, nth);
+            const auto of_tokens = tokens.scales_of(item + nth);
+            if constexpr (Kind::TABLE)
+                Decoder::template multiply<EIGHTS>(field, tokens.x[nth], with, at, Kind::EIGHT, of_tokens, acc);
+            else
+                Decoder::template multiply<EIGHTS, Kind::EVEN>(
+                    field, tokens.x[nth], with, at, Kind::EIGHT, tokens.beside + nth * EIGHTS * 256,
+                    Kind::EVEN ? nth : item + nth, of_tokens, acc);
+        }
     }
 }
 
@@ -175,7 +184,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     own_x.start();
     own_x.store_scales();
     if (here.chunks == 1 && !own_x.staged) own_x.fetch(here.my_item);
-    if constexpr (!Kind::BLOCKED) weights.start_first(HELD_BACK && (Kind::TILL_WEIGHTS || own_x.staged));
+    // Beside one token the other weights wait for it, too, where a table is made meanwhile, or where these are all.
+    const bool late = Kind::COLUMNS && (TABLE || here.passes == 1);
+    if constexpr (!Kind::BLOCKED) weights.start_first(HELD_BACK && (Kind::TILL_WEIGHTS || own_x.staged || late));
     // Two tiles of inner scales are on their way before the first product.
     auto first_inner = weights.scales.spread;
     weights.scales.load_block(first_inner, 0, 0), weights.scales.load_block(weights.scales.spread, 1, 1);
@@ -193,6 +204,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         own_x.read_stage();
     }
     if (here.chunks == 1) own_x.arrange();
+    if (HELD_BACK && late && here.passes > 0) weights.fetch_others();
     weights.scales.begin_inner(first_inner);
 
     sums.begin();

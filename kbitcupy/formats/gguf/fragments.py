@@ -103,6 +103,7 @@ FRAGMENTS = {
         owned=True,
         multiple=256,
         added=True,
+        columns=True,
         work=1.1,
     ),
     "q4_1": _fragments(
@@ -113,9 +114,12 @@ FRAGMENTS = {
         aligned=16,
         added=True,
         blocked=True,
+        columns=True,
         work=1.1,
     ),
-    "iq4_nl": _tables("PairTable<{T}, __half, SPLIT>", "SPLIT, FLOAT16", 32, 2, tuple(map(float, IQ4)), scales="d"),
+    "iq4_nl": _tables(
+        "PairTable<{T}, __half, SPLIT>", "SPLIT, FLOAT16", 32, 2, tuple(map(float, IQ4)), scales="d", columns=True
+    ),
     "iq4_xs": _tables(
         "InnerPairTable<{T}>",
         "SPLIT, SIX_BITS",
@@ -128,6 +132,7 @@ FRAGMENTS = {
         granule=32,
         multiple=256,
         copied=False,
+        columns=True,
         table_work=1.18,
         tile_work=1.1,
     ),
@@ -138,6 +143,7 @@ FRAGMENTS = {
         1,
         (*_FP4, *(-v for v in _FP4)),
         scales="scales",
+        columns=True,
     ),
     "nvfp4": _tables(
         "PairTable16<{T}>",
@@ -179,6 +185,8 @@ class About(NamedTuple):
         As there.
     integers : float, default 1.0
         As there.
+    columns : bool, default False
+        As there.
     """
 
     sub: int
@@ -190,6 +198,7 @@ class About(NamedTuple):
     gap: int = 16
     apart: bool = False
     integers: float = 1.0
+    columns: bool = False
 
 
 #: By the names of formats: the types that linear_records decodes.
@@ -200,7 +209,7 @@ RECORDS = {
     "q2_k": About(16, lanes=0.74, gap=32, apart=True, integers=0.68),
     "q3_k": About(16, work=1.3, lanes=0.96, folded=True, gap=32, integers=0.92),
     "q5_k": About(32, work=1.15, apart=True),
-    "q6_k": About(16, work=1.35, integers=1.23),
+    "q6_k": About(16, work=1.35, integers=1.23, columns=True),
     "iq4_nl": About(32, work=1.4, integers=1.03),
     "iq4_xs": About(32, work=1.65, integers=1.15),
     "mxfp4": About(32, work=1.6),

@@ -1,0 +1,246 @@
+// Decoders for one token (members: decoder.cuh), whose mma has seven columns more: parts of k that have scales of their
+// own have columns of their own. In column g is x of part g, and zero for all others, so that sums stay apart without a
+// scale in between: those of a block of 256 elements are scaled once, and lane t has two of them of each of its rows.
+//
+// Codes that are worked out are halves as they are, multiples of 2^-24, of upper nibbles 16 times that: tensor cores
+// multiply subnormal numbers, too.
+//
+// A decoder has, beside what it has from that for more tokens,
+//
+//     Own                       the words of x that a lane has of a block: of part g, and what belongs to lane t
+//     load_own                  reads them
+//     arrange_own               brings them to their places in two k-tiles, and finds sums of x
+//     multiply_block            acc += W x of a block of 16 rows; all of acc of a row is to be added up in the end
+#pragma once
+#include "linear/gguf_tables.cuh"
+#include "linear/kquants.cuh"
+
+template <typename Base>
+struct Columns;
+template <typename Decoder>
+struct ByColumns {
+    static constexpr bool VALUE = false;
+};
+template <typename Base>
+struct ByColumns<Columns<Base>> {
+    static constexpr bool VALUE = true;
+};
+
+// Put x of part g in column g: `mine` has COUNT words of each, which begin at `first` of the PARTS of a k-tile.
+template <int PARTS, int WORDS, int ALL>
+__device__ __forceinline__ void put_apart(const unsigned (&mine)[WORDS], unsigned first, unsigned (&x)[ALL]) {
+    const unsigned g = opaque(threadIdx.x % WARP) / 4;
+#pragma unroll
+    for (int i = 0; i < PARTS * WORDS; ++i) x[i] = g == first + i / WORDS ? mine[i % WORDS] : 0u;
+}
+// The sum of a lane's words of x.
+template <typename T, int WORDS>
+__device__ __forceinline__ float sum_of_words(const unsigned (&w)[WORDS]) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) sum += Word<T>::get(w[i], 0) + Word<T>::get(w[i], 1);
+    return sum;
+}
+
+// Two codes of a word, of its lower or `upper` nibbles, as halves: of bytes 0 and 2 or, `next`, 1 and 3.
+__device__ __forceinline__ unsigned nibbles(unsigned word, bool upper, bool next) {
+    return (next ? word >> 8 : word) & (upper ? 0x00f000f0u : 0x000f000fu);
+}
+
+// Parts are the eight sub-blocks.
+template <typename T>
+struct Columns<Q4K<T>> : Q4K<T> {
+    using Base = Q4K<T>;
+    using Base::FIELDS, Base::X_WORDS;
+    using Own = unsigned[4];
+    static constexpr float EPILOGUE_SCALE = 1.4901161193847656e-8f;  // 2^-26
+
+    __device__ __forceinline__ static int token(int g) { return g; }
+
+    struct Constants {
+        unsigned own;               // the selector of the lane's two bytes of a word, and of those of the next word
+        unsigned right, six, four;  // of the first or the second half of a block: where bits lie
+        unsigned tops;              // upper bytes of 2^69, 2^73 and 2^49, and zero
+    };
+    static __device__ __forceinline__ Constants constants(const Values&) {
+        const unsigned t = threadIdx.x % 4;
+        const bool second = t >= 2;
+        return {
+            opaque(t % 2 ? 0x7632u : 0x5410u), opaque(second ? 2u : 0u), opaque(second ? 0x30303030u : 0x3f3f3f3fu),
+            opaque(second ? 0x0f0f0f0fu : 0u), opaque(0x58640062u)};
+    }
+
+    __device__ __forceinline__ static void load_own(Own& own, const T* block, int lane, bool there) {
+        load_global_if(own, reinterpret_cast<const uint4*>(block) + lane, there);
+    }
+    __device__ __forceinline__ static void arrange_own(
+        const Own& w, unsigned (&first)[X_WORDS], unsigned (&second)[X_WORDS]) {
+        float sum = sum_of_words<T>(w);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        const unsigned t = opaque(threadIdx.x % 4);
+        first[16] = __float_as_uint(__shfl_sync(FULL_WARP, sum, 8 * t));
+        second[16] = __float_as_uint(__shfl_sync(FULL_WARP, sum, 8 * t + 4));
+        const unsigned mine[4] = {
+            __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x5410),
+            __byte_perm(w[2], w[3], 0x7632)};
+        put_apart<4>(mine, 0, first), put_apart<4>(mine, 4, second);
+    }
+
+    // A byte as a float from TOP on, less that, of which it is a 2^23rd.
+    template <unsigned SELECTOR>
+    static __device__ __forceinline__ float number(unsigned bytes, unsigned tops, float top) {
+        return __uint_as_float(__byte_perm(bytes, tops, SELECTOR)) - top;
+    }
+    __device__ __forceinline__ static void multiply_block(
+        const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
+        const Constants& with, unsigned record, unsigned eight, float (&acc)[4]) {
+        float part[2][4] = {};
+#pragma unroll
+        for (int step = 0; step < 16; ++step) {
+            const int item = step / 8, j = step / 2 % 4, w = step % 2;
+            unsigned a[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = nibbles(f[item][i / 2][j / 2 * 2 + w], j % 2, i % 2);
+            const unsigned (&x)[X_WORDS] = item ? second : first;
+            mma<T>(part[w], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * w], x[4 * j + 2 * w + 1]);
+        }
+        constexpr float LOW = 9.444732965739290427392e21f, HIGH = LOW / 16, MINIMUM = LOW / 16777216;  // 2^73, ...
+        const float sums[2] = {__uint_as_float(first[16]), __uint_as_float(second[16])};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4 stored = shared_at<uint4>(record + i * eight);
+            // sc of the lane's two sub-blocks, then mn.
+            const unsigned bytes = (__byte_perm(stored.y, stored.z, with.own) >> with.right & with.six) |
+                                   (__byte_perm(stored.w, stored.w >> 4, with.own) & with.four);
+            const float high = (part[0][2 * i + 1] + part[1][2 * i + 1]) * number<0x4551>(bytes, with.tops, HIGH);
+            const float product = fmaf(part[0][2 * i] + part[1][2 * i], number<0x6550>(bytes, with.tops, LOW), high);
+            const float minimum = sums[1] * number<0x7553>(bytes, with.tops, MINIMUM);
+            const float less = fmaf(sums[0], number<0x7552>(bytes, with.tops, MINIMUM), minimum);
+            acc[2 * i] = fmaf(product, Word<__half>::get(stored.x, 0), acc[2 * i]);
+            acc[2 * i] = fmaf(less, -Word<__half>::get(stored.x, 1), acc[2 * i]);
+        }
+    }
+};
+
+// Tables: parts are the eight blocks of 32 of two k-tiles.
+template <typename Base>
+struct Columns : Base {
+    using T = typename Base::Type;
+    using Base::FIELDS, Base::X_WORDS, Base::SCALE_BYTES;
+    using Own = unsigned[4];
+    static constexpr bool SPLIT_CODES = Base::k_of(0, 0, 1) == 16;
+
+    __device__ __forceinline__ static int token(int g) { return g; }
+
+    __device__ __forceinline__ static void load_own(Own& own, const T* block, int lane, bool there) {
+        if constexpr (SPLIT_CODES) {
+            const uint2* from = reinterpret_cast<const uint2*>(block) + (lane / 4 * 8 + lane % 4);
+            load_global_if(own, from, there), load_global_if(own + 2, from + 4, there);
+        } else {
+            load_global_if(own, reinterpret_cast<const uint4*>(block) + lane, there);
+        }
+    }
+    __device__ __forceinline__ static void arrange_own(
+        const Own& w, unsigned (&first)[X_WORDS], unsigned (&second)[X_WORDS]) {
+        unsigned mine[4] = {w[0], w[1], w[2], w[3]};
+        if constexpr (SPLIT_CODES) {
+            mine[0] = __byte_perm(w[0], w[2], 0x5410), mine[1] = __byte_perm(w[0], w[2], 0x7632);
+            mine[2] = __byte_perm(w[1], w[3], 0x5410), mine[3] = __byte_perm(w[1], w[3], 0x7632);
+        }
+        put_apart<4>(mine, 0, first), put_apart<4>(mine, 4, second);
+    }
+
+    // The lane's two scales of a row.
+    static __device__ __forceinline__ void scales_of(unsigned at, unsigned t, float (&scale)[2]) {
+        if constexpr (SCALE_BYTES == 16) {
+            const uint2 two = shared_at<uint2>(at + t / 2 * (ITEM_ROWS * 16) + t % 2 * 8);
+            scale[0] = __uint_as_float(two.x), scale[1] = __uint_as_float(two.y);
+        } else if constexpr (SCALE_BYTES == 8) {
+            const unsigned two = shared_at<unsigned>(at + t * 4);
+            scale[0] = Word<__half>::get(two, 0), scale[1] = Word<__half>::get(two, 1);
+        } else {
+            const unsigned two[1] = {shared_at<unsigned short>(at + t * 2)};
+            scale[0] = Base::scale_of(two, 0), scale[1] = Base::scale_of(two, 1);
+        }
+    }
+    __device__ __forceinline__ static void multiply_block(
+        const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
+        unsigned lane, unsigned scales, unsigned eight, float (&acc)[4]) {
+        float part[2][4] = {}, scale[2][2];
+        const unsigned t = opaque(threadIdx.x % 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scales_of(scales + i * eight, t, scale[i]);
+#pragma unroll
+        for (int step = 0; step < 16; ++step) {
+            const int item = step / 8, j = step / 2 % 4, h = step % 2;
+            unsigned a[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                a[i / 2][i % 2] = table_entry(entry_offset(f[item][i / 2][j], 2 * h + i % 2, lane));
+            const unsigned (&x)[X_WORDS] = item ? second : first;
+            mma<T>(part[h], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * h], x[4 * j + 2 * h + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[i] = fmaf(part[0][i] + part[1][i], scale[i / 2][i % 2], acc[i]);
+    }
+};
+
+// Parts are the lower and the upper nibbles of the four blocks of a k-tile, since a byte has elements i and i + 16.
+template <typename T>
+struct Columns<Q4_1<T>> : Q4_1<T> {
+    using Base = Q4_1<T>;
+    using Base::FIELDS, Base::X_WORDS;
+    using Own = unsigned[4];                                                             // two of each k-tile
+    static constexpr float UNIT = 5.9604644775390625e-8f, EPILOGUE_SCALE = 1.0f / UNIT;  // 2^-24
+
+    __device__ __forceinline__ static int token(int g) { return g; }
+
+    __device__ __forceinline__ static void load_own(Own& own, const T* block, int lane, bool there) {
+        const uint2* from = reinterpret_cast<const uint2*>(block) + lane;
+        load_global_if(own, from, there), load_global_if(own + 2, from + WARP, there);
+    }
+    __device__ __forceinline__ static void arrange_own(
+        const Own& w, unsigned (&first)[X_WORDS], unsigned (&second)[X_WORDS]) {
+        arrange_item({w[0], w[1]}, first), arrange_item({w[2], w[3]}, second);
+    }
+    __device__ __forceinline__ static void arrange_item(const unsigned (&w)[2], unsigned (&x)[X_WORDS]) {
+        float sum = sum_of_words<T>(w);
+#pragma unroll
+        for (int apart = 1; apart < 8; apart *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, apart);
+        x[16] = __float_as_uint(__shfl_sync(FULL_WARP, sum, 8 * opaque(threadIdx.x % 4)) * UNIT);
+        put_apart<8, 2>({__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632)}, 0, x);
+    }
+
+    struct Constants {
+        unsigned at;  // of the lane's d and m in a record
+    };
+    static __device__ __forceinline__ Constants constants(const Values&) { return {opaque(threadIdx.x % 4 * 4)}; }
+    __device__ __forceinline__ static void multiply_block(
+        const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
+        const Constants& with, unsigned record, unsigned eight, float (&acc)[4]) {
+#pragma unroll
+        for (int item = 0; item < 2; ++item) {
+            const unsigned (&x)[X_WORDS] = item ? second : first;
+            float part[4] = {};
+#pragma unroll
+            for (int s = 0; s < 8; ++s) {
+                unsigned a[2][2];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = nibbles(f[item][i / 2][s / 2], s % 2, i % 2);
+                mma<T>(part, a[0][0], a[1][0], a[0][1], a[1][1], x[2 * s], x[2 * s + 1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const unsigned both = shared_at<unsigned>(record + item * Base::SCALE_BYTES + i * eight + with.at);
+                const float product = fmaf(part[2 * i + 1], 0.0625f, part[2 * i]);
+                float& to = acc[2 * i + item];
+                to = fmaf(product, Word<__half>::get(both, 0), to);
+                to = fmaf(__uint_as_float(x[16]), Word<__half>::get(both, 1), to);
+            }
+        }
+    }
+};
+
+template <typename Base>
+struct KnownValues<Columns<Base>> : KnownValues<Base> {};
