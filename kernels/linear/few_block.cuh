@@ -82,7 +82,7 @@ struct FewKind {
     // paired records gain nothing.
     static constexpr bool QUICK = X_BULK && !TABLE && !BLOCKED && !Decoder::PAIRED && GROUP > 1 && GROUPS > 1;
     // Whether one or two tokens come by way of shared memory, and whether line by line.
-    static constexpr bool FEW_STAGED = !COLUMNS && ((X_BULK && TABLE) || QUICK), BY_LINES = LATE_TABLE || QUICK;
+    static constexpr bool FEW_STAGED = (X_BULK && TABLE) || QUICK, BY_LINES = LATE_TABLE || QUICK;
     // Whether TMA is at first asked for one group only: where all thread blocks ask for everything at once,
     // all of them get it late, x too. The rest is asked for when that group is there, or, where no table is made
     // meanwhile, when x is.

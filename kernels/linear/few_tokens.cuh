@@ -31,7 +31,7 @@ struct FewTokens {
         beside = my_scales + here.g * 32 + 16 + here.t * 4;
         const int sums = Decoder::GAPS ? 0 : Kind::RING * warps * EIGHTS * 512;
         scales = Kind::BLOCKED ? shared_address(here.sums) + sums : 0;
-        staged = Kind::ONCE && EIGHTS == 1 && here.given.cut.staged && (Kind::FEW_STAGED || m > 2);
+        staged = !Kind::COLUMNS && Kind::ONCE && EIGHTS == 1 && here.given.cut.staged && (Kind::FEW_STAGED || m > 2);
         by_lines = Kind::BY_LINES && m <= 2;
         second_half = here.step * (X_BYTES / 2) + X_GAP;
         barrier = shared_address(here.factor) + X_BARRIERS_AT + here.mate * 8;

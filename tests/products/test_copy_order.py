@@ -24,6 +24,8 @@ KERNELS = {
     "halves of words": ("linear_few", "Table4<__half, 16>, 1, 2, true, AT_ONCE"),
     "8 bytes, two": ("linear_few", "Table4<__half, 64>, 1, 2, true, AT_ONCE"),
     "8 bytes, two of a record": ("linear_few", "Q4K<__half>, 1, 4, true"),
+    "8 bytes, of one token": ("linear_few", "Columns<Q4K<__half>>, 1, 4, false"),
+    "words, of one token": ("linear_few", "Columns<PairTable<__half, unsigned char, NEIGHBOURS>>, 1, 4, false"),
     "one token": ("linear_one", "Kbit<__half, 3, E4M4>"),
     "words of a slot": ("stream_integers", "NEIGHBOURS4, 32, NOTHING"),
     "words of a slot, places in a table": ("stream_integers", "TABLE_HALVES4, 32, NOTHING, true, true, 2"),
