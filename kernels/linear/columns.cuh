@@ -10,7 +10,8 @@
 //     Own                       the words of x that a lane has of a block: of part g, and what belongs to lane t
 //     load_own                  reads them
 //     arrange_own               brings them to their places in two k-tiles, and finds sums of x
-//     multiply_block            acc += W x of a block of 16 rows; all of acc of a row is to be added up in the end
+//     multiply_block            acc += W x of a block of 16 rows, in four sums, since an mma waits for the one that it
+//                               adds to; all of acc of a row is to be added up in the end
 #pragma once
 #include "linear/gguf_tables.cuh"
 #include "linear/kquants.cuh"
@@ -95,7 +96,7 @@ struct Columns<Q4K<T>> : Q4K<T> {
     __device__ __forceinline__ static void multiply_block(
         const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
         const Constants& with, unsigned record, unsigned eight, float (&acc)[4]) {
-        float part[2][4] = {};
+        float part[4][4] = {};
 #pragma unroll
         for (int step = 0; step < 16; ++step) {
             const int item = step / 8, j = step / 2 % 4, w = step % 2;
@@ -103,8 +104,10 @@ struct Columns<Q4K<T>> : Q4K<T> {
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = nibbles(f[item][i / 2][j / 2 * 2 + w], j % 2, i % 2);
             const unsigned (&x)[X_WORDS] = item ? second : first;
-            mma<T>(part[w], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * w], x[4 * j + 2 * w + 1]);
+            mma<T>(part[step % 4], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * w], x[4 * j + 2 * w + 1]);
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[0][i] += part[2][i], part[1][i] += part[3][i];
         constexpr float LOW = 9.444732965739290427392e21f, HIGH = LOW / 16, MINIMUM = LOW / 16777216;  // 2^73, ...
         const float sums[2] = {__uint_as_float(first[16]), __uint_as_float(second[16])};
 #pragma unroll
@@ -167,7 +170,7 @@ struct Columns : Base {
     __device__ __forceinline__ static void multiply_block(
         const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
         unsigned lane, unsigned scales, unsigned eight, float (&acc)[4]) {
-        float part[2][4] = {}, scale[2][2];
+        float part[4][4] = {}, scale[2][2];
         const unsigned t = opaque(threadIdx.x % 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) scales_of(scales + i * eight, t, scale[i]);
@@ -179,10 +182,11 @@ struct Columns : Base {
             for (int i = 0; i < 4; ++i)
                 a[i / 2][i % 2] = table_entry(entry_offset(f[item][i / 2][j], 2 * h + i % 2, lane));
             const unsigned (&x)[X_WORDS] = item ? second : first;
-            mma<T>(part[h], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * h], x[4 * j + 2 * h + 1]);
+            mma<T>(part[step % 4], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * h], x[4 * j + 2 * h + 1]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[i] = fmaf(part[0][i] + part[1][i], scale[i / 2][i % 2], acc[i]);
+        for (int i = 0; i < 4; ++i)
+            acc[i] = fmaf((part[0][i] + part[1][i]) + (part[2][i] + part[3][i]), scale[i / 2][i % 2], acc[i]);
     }
 };
 
