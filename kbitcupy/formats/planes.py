@@ -150,6 +150,8 @@ class Fragments:
         Whether codes are in two's complement.
     blocked : bool
         Whether that decoder takes tokens that are integers with scales of 32, too.
+    halves : bool
+        Whether it takes up to four tokens that are sums of two halves.
     work : float
         How much longer it takes ``linear_few`` to decode an element than one of 4 bits with a zero point.
     table_work : float
@@ -206,6 +208,7 @@ class Fragments:
     one_token: Fragments | None = None
     together: int = 2
     blocked: bool = False
+    halves: bool = False
     work: float = 1.0
     table_work: float = 0.0
     tile_work: float = 1.0
@@ -246,6 +249,8 @@ class Records:
         Whether quantized tokens have sums for minima that are integers.
     integers : float, default 1.0
         As `work`, for tokens that are quantized.
+    halves : bool, default False
+        Whether up to four of them become sums of two halves.
     """
 
     header: str
@@ -262,6 +267,7 @@ class Records:
     gap: int = 16
     apart: bool = False
     integers: float = 1.0
+    halves: bool = False
 
     #: Elements of a record.
     ELEMENTS: ClassVar[int] = 256

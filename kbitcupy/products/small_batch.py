@@ -26,7 +26,9 @@ from .fused import (
     HALF_CXX,
     ITEM_K,
     ITEM_ROWS,
+    KINDS,
     NO_EXPERTS,
+    NUMBERS,
     PROMOTION,
     TOKENS,
     VALUES,
@@ -62,7 +64,12 @@ CUT = Struct(
 _GAP = Constants(X_GAP=256, HANDED_OUT=2)
 #: Elements of a token that share a scale where tokens are integers.
 TOKEN_BLOCK = 32
-_DECLARED = (*DECLARED, _GAP, CUT)
+#: What becomes of a decoder where tokens are quantized (kernels/linear/decoder.cuh): they are integers with scales of
+#: 32, or the kernel quantizes up to four, and each is the sum of two halves.
+PLAIN, BLOCKED, IN_HALVES = "{}", "Blocked<{}>", "InHalves<{}>"
+# Bytes of the powers of two of such tokens: POWERS of kernels/linear/few_block.cuh.
+_POWERS = TOKENS * 16 * 4
+_DECLARED = (*DECLARED, _GAP, CUT, NUMBERS)
 
 
 def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool = False) -> tuple[int, int]:
@@ -151,11 +158,11 @@ def _one_instances(hot: bool) -> tuple[str, ...]:
 
 
 def _few_arguments(
-    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int, blocked: bool = False
+    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int, way: str = PLAIN
 ) -> str:
     flavour = f"{eights}, {items}, {str(grouped).lower()}, {flow}, {cluster}"
     found = decoder.fragments.small_batch.format(T=T)
-    return f"{f'Blocked<{found}>' if blocked else found}, {flavour}, {decoder.layout}"
+    return f"{way.format(found)}, {flavour}, {decoder.layout}"
 
 
 def _blocked_instances() -> tuple[str, ...]:
@@ -170,13 +177,32 @@ def _blocked_instances() -> tuple[str, ...]:
             False,
             _flow_at_once(decoder) if even else _IN_CHUNKS,
             cluster,
-            True,
+            BLOCKED,
         ): None
         for decoder in map(Decoder, all_fragments())
         for eights, even, cluster in flavours
         if decoder.fragments.blocked and (eights == 1 or decoder.fragments.wide)
     }
     return tuple(found)
+
+
+def _halves_instances() -> tuple[str, ...]:
+    """Those that quantize tokens, each of which is two halves."""
+    return tuple(
+        _few_arguments(
+            decoder,
+            HALF_CXX[0],
+            1,
+            few_room(decoder, 1, 227 << 10, True)[0],
+            False,
+            _flow_at_once(decoder),
+            cluster,
+            IN_HALVES,
+        )
+        for decoder in map(Decoder, all_fragments())
+        for cluster in (_CLUSTER, 1)
+        if decoder.fragments.halves
+    )
 
 
 def _one_arguments(decoder: Decoder, T: str, items: int, warps: int) -> str:
@@ -234,6 +260,7 @@ def _templates() -> Iterator[Template]:
         if worked_out := _instances(*options, tables=False):
             yield declared_template("linear_few", worked_out)
     yield declared_template("linear_few", _blocked_instances())
+    yield declared_template("linear_few", _halves_instances())
     yield declared_template("linear_one", _one_instances(True), True)
     yield declared_template("linear_one", _one_instances(False))
     yield declared_template("add_partials", (*HALF_CXX, CXX_TYPES["float32"]))
@@ -336,7 +363,7 @@ def cut_few(
 class FewKernel(Fused):
     """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block.
 
-    `blocked`: tokens are integers as halves, with scales of 32.
+    `way`: for tokens of floats or quantized ones, see `PLAIN`.
     """
 
     def __init__(
@@ -349,7 +376,7 @@ class FewKernel(Fused):
         eights: int = 1,
         together: int = 1,
         grouped: bool = False,
-        blocked: bool = False,
+        way: str = PLAIN,
     ):
         super().__init__(fragments, shape, dtype)
         n, k = shape
@@ -369,12 +396,13 @@ class FewKernel(Fused):
             if cut:
                 break
         assert cut is not None  # the last one takes anything
+        self._dtype = np.dtype(dtype)
         self.tokens, self.clustered = TOKENS * eights, cut.cluster > 1
         shared = decoder.shared_bytes(eights, items, warps, flow != _IN_CHUNKS)
         own = cut.share if flow == _IN_CHUNKS else cut.warps * cut.items
-        shared += blocked * own * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
+        shared += (way == IN_HALVES) * _POWERS + (way == BLOCKED) * own * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
         teams = max(1, warps // cut.warps)  # 0 where it does not fit at all
-        if flow == _AT_ONCE_SPREAD and fragments.beside and eights == 1 and not blocked:
+        if flow == _AT_ONCE_SPREAD and fragments.beside and eights == 1 and way != BLOCKED:
             row = (cut.warps * cut.items * ITEM_K // fragments.block + 1) * 8
             shared += teams * _GAP.HANDED_OUT * (ITEM_ROWS * row + 16)
         #: Whether the device has the shared memory.
@@ -384,12 +412,14 @@ class FewKernel(Fused):
         self.staged = flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
         sizes = 8, 8, *ARGUMENTS, CUT.dtype.itemsize, VALUES.dtype.itemsize, _tma.MAP_BYTES, _tma.MAP_BYTES
-        values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, blocked)
+        values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, way)
         self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         pairs = items == 4 or (items == 2 and not fragments.entries)
         box = 2 if pairs and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
-        self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else no_map
+        self._map_of_x = (
+            functools.partial(_map_of_x, k) if self.staged and self.clustered and way != IN_HALVES else no_map
+        )
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
         width = 0
@@ -428,6 +458,16 @@ class FewKernel(Fused):
         if partial is not None:
             add_up(partial, self._splits, bias, out)
 
+    def in_halves(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+        """Fill out[..., n] from tokens that the kernel quantizes, both float16, bfloat16 or float32."""
+        partial = room_for_parts(self._splits, out)
+        if partial is None and out.dtype != np.float16:
+            partial = _xp.namespace(out).empty(out.size, np.float32)
+        to, given = (0, bias) if partial is None else (partial.data.ptr, None)
+        self.launch(1, x, q, given, out, to, out.size // out.shape[-1], Experts(0, 0, KINDS[x.dtype.name], 0))
+        if partial is not None:
+            add_up(partial, self._splits, bias, out)
+
     def launch(
         self,
         blocks: int,
@@ -439,7 +479,7 @@ class FewKernel(Fused):
         tokens: int,
         experts: Experts = NO_EXPERTS,
     ) -> None:
-        bias, address, kind = bias_argument(bias, x.dtype)
+        bias, address, kind = bias_argument(bias, self._dtype)
         weight = self.weight(q)
         arguments = self.arguments(weight, address, kind, out, partial, experts, tokens)
         self.kernel.launch(
@@ -652,10 +692,10 @@ def few_kernel(
     eights: int = 1,
     together: int = 1,
     grouped: bool = False,
-    blocked: bool = False,
+    way: str = PLAIN,
 ) -> FewKernel:
     """The launcher of ``linear_few``."""
-    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped, "blocked": blocked}
+    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped, "way": way}
     return FewKernel(fragments, shape, dtype, device, **flavour)
 
 
@@ -774,9 +814,9 @@ class SmallBatch(Route):
         rounded = rounded_note(problem.fragments, problem.dtype, rounds_scales(problem))
         return f"weights decoded in registers: linear_few, {kernel.tokens} tokens a thread block, grid {grid}{rounded}"
 
-    def _kernel(self, problem: Problem, blocked: bool = False) -> FewKernel:
+    def _kernel(self, problem: Problem, way: str = PLAIN) -> FewKernel:
         assert problem.device is not None and problem.fragments is not None
         eights = 2 if problem.fragments.wide and problem.tokens > TOKENS else 1
         together = -(-problem.tokens // (eights * TOKENS))
         about = problem.fragments, problem.shape, problem.dtype, problem.device
-        return few_kernel(*about, eights, together, False, blocked)
+        return few_kernel(*about, eights, together, False, way)

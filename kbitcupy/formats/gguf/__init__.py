@@ -112,5 +112,6 @@ def _records(kind: type[Gguf]) -> tuple[Records, ...]:
             about.gap,
             about.apart,
             about.integers,
+            about.halves,
         ),
     )
