@@ -519,7 +519,7 @@ __device__ __forceinline__ void stage_halves(
             if (at % (RECORD / SIXTEEN) == 0) {
                 const float scale = __uint_as_float(exponent - HALF_EXPONENT << 23);
                 const unsigned of_token = scales + (at / (RECORD / SIXTEEN) * TOKENS + 2 * token) * 4;
-                store_shared(of_token, scale), store_shared(of_token + 4, scale * (1.0f / SECOND));
+                store_shared(of_token, scale * SECOND), store_shared(of_token + 4, scale);
             }
 #pragma unroll
             for (int octet = 0; octet < 2; ++octet) {
@@ -582,6 +582,8 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     using Way = ::Way<R>;
     constexpr bool STAGED = EIGHTS > 0, PAIRED = EIGHTS < 0;
     constexpr int SETS = STAGED ? EIGHTS : 1, MANY = SETS * TOKENS;  // sums of eight tokens, and tokens
+    // What sums are multiples of. Those of halves are larger, so that second ones of small tokens are normal numbers.
+    constexpr float TIMES = PAIRED ? Way::UNIT * SECOND : Way::UNIT;
     constexpr bool SCALED = PAIRED || (!STAGED && !SameType<T, __half>::VALUE);
     extern __shared__ uint4 dynamic[];
     constexpr int STAGE = ITEM_ROWS * RecordLayout<R>::stride();
@@ -744,7 +746,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                 if (at >= m || row >= n) continue;
                 const long long to = product_of(at) * n + row;
                 const float own = PAIRED ? sum[i / 4][i % 4] + sum[i / 4][i % 4 + 1] : sum[i / 4][i % 4];
-                const float product = own * (STAGED ? 1.0f : 1.0f / Way::UNIT) * of_all;
+                const float product = own * (STAGED ? 1.0f : 1.0f / TIMES) * of_all;
                 if (partial) partial[(long long)blockIdx.y * tokens * n + to] = product;
                 else if constexpr (STAGED || PAIRED)
                     store_as(y, y_kind, to, product + bias_at<float>(bias, bias_kind, row));
