@@ -153,6 +153,8 @@ class Fragments:
     columns : bool
         Whether it has a decoder for one token of float16 on clusters of thread blocks, where parts of k that have
         scales of their own have columns of an mma (kernels/linear/columns.cuh).
+    halves : bool
+        Whether it takes up to four tokens that are sums of two halves.
     work : float
         How much longer it takes ``linear_few`` to decode an element than one of 4 bits with a zero point.
     table_work : float
@@ -210,6 +212,7 @@ class Fragments:
     together: int = 2
     blocked: bool = False
     columns: bool = False
+    halves: bool = False
     work: float = 1.0
     table_work: float = 0.0
     tile_work: float = 1.0
@@ -252,6 +255,8 @@ class Records:
         As `work`, for tokens that are quantized.
     columns : bool, default False
         Whether one token of float16 has a way of its own, where sub-blocks have columns of an mma.
+    halves : bool, default False
+        Whether up to four of them become sums of two halves.
     """
 
     header: str
@@ -269,6 +274,7 @@ class Records:
     apart: bool = False
     integers: float = 1.0
     columns: bool = False
+    halves: bool = False
 
     #: Elements of a record.
     ELEMENTS: ClassVar[int] = 256

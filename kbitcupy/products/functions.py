@@ -10,9 +10,10 @@ taken; `explain` shows them all:
 - `records`, `grouped_records`: the same with weights of any GGUF type that those do not take.
 - `generic`: few tokens are multiplied with weights of any other format that has a decoder, in float32.
 - `int8`: ``activations="int8"`` multiplies integers: W8A8.
-- `staged_stream`, `staged_small_batch`, `staged_records`, `staged`: ``"q8_1"`` with weights in the other types of GGUF:
-  the kernels of `integer_stream`, `small_batch` and `records` multiply the tokens' integers, sums of what shares scales
-  being exact; or what quantized tokens stand for is multiplied as floats.
+- `staged_stream`, `staged_small_batch`, `staged_records`, `staged_halves`, `staged`: ``"q8_1"`` with weights in the
+  other types of GGUF: the kernels of `integer_stream`, `small_batch` and `records` multiply the tokens' integers, sums
+  of what shares scales being exact; or what quantized tokens stand for is multiplied as floats, of up to four tokens as
+  sums of two halves.
 - `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales; few
   tokens on compute capability 8.0 with codes that are read in place, `integer_stream`, and products of experts,
   `integer_experts_stream`; more on compute capability 9.0 with codes that are decoded in registers, `integer_tile`, and
@@ -58,7 +59,7 @@ from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
-from .staged import Staged, StagedFew, StagedRecords, StagedStream
+from .staged import Staged, StagedFew, StagedHalves, StagedRecords, StagedStream
 from .ternary import Ternary, TernaryHost, TernaryStream, TernaryTile
 from .ternary_experts import GroupedTernary, TernarySlots
 from .ternary_stream import TernaryFloats
@@ -83,6 +84,7 @@ LINEAR: tuple[Route, ...] = (
     Integers(),
     IntegersHost(),
     StagedStream(),
+    StagedHalves(),
     StagedFew(),
     StagedRecords(),
     Staged(),

@@ -313,6 +313,9 @@ def bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, int, int]:
     return bias, bias.data.ptr, _OWN_BIAS if bias.dtype == dtype else _FLOAT_BIAS
 
 
+#: The types of tokens that a kernel quantizes, and of their results.
+NUMBERS = Constants(HALF_NUMBERS=0, BFLOAT_NUMBERS=1, FLOAT_NUMBERS=2)
+KINDS = {"float16": NUMBERS.HALF_NUMBERS, "bfloat16": NUMBERS.BFLOAT_NUMBERS, "float32": NUMBERS.FLOAT_NUMBERS}
 _NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = SIZES.NO_BIAS, SIZES.OWN_BIAS, SIZES.FLOAT_BIAS
 
 

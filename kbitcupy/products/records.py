@@ -16,9 +16,8 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Struct, Type
-from ..backend.structs import Constants
 from ..formats.base import Records, all_records, register_templates
-from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, TOKENS, Experts, bias_argument
+from .fused import DECLARED, HALF_CXX, ITEM_ROWS, KINDS, NO_EXPERTS, NUMBERS, TOKENS, Experts, bias_argument
 from .integer_activations import Q8_BLOCK
 from .routes import Device, Problem, Product, Route, refused_by_all
 from .small_batch import add_up, launch_in_parts, room_for_parts
@@ -43,9 +42,8 @@ RECORD_CUT = Struct(
     gap="u4",
     zero="u4",
 )
-#: The types of tokens that are quantized, and of their results.
-NUMBERS = Constants(HALF_NUMBERS=0, BFLOAT_NUMBERS=1, FLOAT_NUMBERS=2)
-_KINDS = {"float16": NUMBERS.HALF_NUMBERS, "bfloat16": NUMBERS.BFLOAT_NUMBERS, "float32": NUMBERS.FLOAT_NUMBERS}
+#: Instead of a number of eights: up to four tokens, each in two halves.
+IN_HALVES = -1
 _RINGS = 4, 3  # tiles whose sums have room in shared memory
 _DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT, NUMBERS)
 _ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 7, RECORD_CUT)
@@ -59,7 +57,7 @@ def _template(records: Records, instances: tuple[str, ...] = (), hot: bool = Fal
 
 
 def _arguments(records: Records, T: str, grouped: bool, eights: int = 0, columns: bool = False) -> str:
-    way = "Lanes" if records.lanes and not eights else "Record"
+    way = "Lanes" if records.lanes and eights <= 0 else "Record"
     decoder = records.struct.format(way=way)
     return f"{T}, {f'Columns<{decoder}>' if columns else decoder}, {str(grouped).lower()}, {eights}"
 
@@ -73,6 +71,8 @@ def _templates() -> Iterator[Template]:
         # Sixteen tokens take all registers: on some GPUs a few spill.
         more = *(_arguments(records, other, *kind) for kind in floats), _arguments(records, half, False, 2)
         yield _template(records, more)
+        if records.halves:
+            yield _template(records, (_arguments(records, half, False, IN_HALVES),), hot=True)
 
 
 register_templates(_templates)
@@ -101,6 +101,8 @@ class RecordKernel:
         Whether it is the flavour for experts.
     staged : bool, default False
         Whether it is the flavour for quantized tokens.
+    halves : bool, default False
+        ... of which each becomes a sum of two halves.
     """
 
     def __init__(
@@ -112,12 +114,13 @@ class RecordKernel:
         tokens: int,
         grouped: bool = False,
         staged: bool = False,
+        halves: bool = False,
     ):
         self._n, k = shape
         self._records, self.cxx = records, CXX_TYPES[dtype.name]
-        self._eights = 1 + (tokens > TOKENS) if staged else 0
+        self._eights = IN_HALVES if halves else 1 + (tokens > TOKENS) if staged else 0
         #: Tokens of a thread block.
-        self.tokens = TOKENS * max(self._eights, 1)
+        self.tokens = TOKENS // 2 if halves else TOKENS * max(self._eights, 1)
         each, m = k // records.ELEMENTS, TOKENS if grouped else min(tokens, self.tokens)
         together = tokens if grouped else self._parts(tokens)
         found, self._splits = None, 1
@@ -150,15 +153,16 @@ class RecordKernel:
         share = -(-each // splits)
         barriers = _rounded_up(4 * records.table)
         x = barriers + 16 * max(_RINGS) * _MOST_TEAMS
-        many = self.tokens
-        if self._eights:  # bytes, 64 of all tokens at a time; scales of 32
+        many = TOKENS if self._eights == IN_HALVES else self.tokens
+        m = 2 * m if self._eights == IN_HALVES else m
+        if self._eights > 0:  # bytes, 64 of all tokens at a time; scales of 32
             sums_of_x = x + share * (records.ELEMENTS * m + 4 * _GAP)
             scaled, summed = records.ELEMENTS // Q8_BLOCK, records.summed and not records.folded
             sub = min(records.sub, Q8_BLOCK)
             of_sums = _APART[sub] if records.apart else records.ELEMENTS // sub * 4
         else:  # halves; one scale where they are none by themselves
             sums_of_x = x + share * (records.ELEMENTS * 2 * m + 8 * records.gap)
-            scaled, summed = self.cxx != HALF_CXX[0], records.summed and not records.folded
+            scaled, summed = self._eights == IN_HALVES or self.cxx != HALF_CXX[0], records.summed and not records.folded
             of_sums = records.ELEMENTS // records.sub * 4
         scales = sums_of_x + share * of_sums * many * summed
         sums = scales + share * scaled * many * 4
@@ -205,7 +209,7 @@ class RecordKernel:
         planes, scale = self._planes(q)
         to = 0 if partial is None else partial.data.ptr
         pointers = x, planes, scale, address, out.data.ptr, to, 0, 0
-        numbers = 1, 0, kind, tokens, self._n, _KINDS[x.dtype.name], _KINDS[out.dtype.name], self._packed
+        numbers = 1, 0, kind, tokens, self._n, KINDS[x.dtype.name], KINDS[out.dtype.name], self._packed
         self._kernel.launch(out, (self._blocks, self._splits, self._parts(tokens)), (*pointers, *numbers))
         if partial is not None:
             add_up(partial, self._splits, bias, out)
@@ -265,9 +269,10 @@ def record_kernel(
     tokens: int,
     grouped: bool = False,
     staged: bool = False,
+    halves: bool = False,
 ) -> RecordKernel:
     """The launcher of ``linear_records``."""
-    return RecordKernel(records, shape, dtype, device, tokens, grouped, staged)
+    return RecordKernel(records, shape, dtype, device, tokens, grouped, staged, halves)
 
 
 # ---- routes --------------------------------------------------------------------------------------------------------
@@ -312,10 +317,18 @@ def _cost(problem: Problem, work: float) -> float:
     return _START + max(problem.reading / _FRACTION, n * k * _DECODING * work)
 
 
+def in_halves(problem: Problem) -> bool:
+    """Whether quantized tokens are so few that they become sums of two halves, and as fast as floats."""
+    records = problem.format.records()
+    return records is not None and records.halves and problem.tokens <= TOKENS // 2
+
+
 def staged_cost(problem: Problem) -> float:
     """The same of quantized tokens, 8 or 16 at once, but for quantizing them."""
     records = problem.format.records()
     assert records is not None
+    if in_halves(problem):
+        return _cost(problem, records.lanes)
     times = 1.0 if problem.tokens <= TOKENS else _SIXTEEN * -(-problem.tokens // (2 * TOKENS))
     return _cost(problem, records.integers * times)
 

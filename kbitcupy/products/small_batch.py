@@ -26,7 +26,9 @@ from .fused import (
     HALF_CXX,
     ITEM_K,
     ITEM_ROWS,
+    KINDS,
     NO_EXPERTS,
+    NUMBERS,
     PROMOTION,
     TOKENS,
     VALUES,
@@ -62,7 +64,12 @@ CUT = Struct(
 _GAP = Constants(X_GAP=256, HANDED_OUT=2)
 #: Elements of a token that share a scale where tokens are integers.
 TOKEN_BLOCK = 32
-_DECLARED = (*DECLARED, _GAP, CUT)
+#: What becomes of a decoder (kernels/linear/decoder.cuh): tokens are integers with scales of 32, or the kernel
+#: quantizes up to four, and each is the sum of two halves; or of one token of floats parts have columns of an mma.
+PLAIN, BLOCKED, IN_HALVES, COLUMNS = "{}", "Blocked<{}>", "InHalves<{}>", "Columns<{}>"
+# Bytes of the powers of two of such tokens: POWERS of kernels/linear/few_block.cuh.
+_POWERS = TOKENS * 16 * 4
+_DECLARED = (*DECLARED, _GAP, CUT, NUMBERS)
 
 
 def few_room(decoder: Decoder, eights: int, room: int, even: bool, grouped: bool = False) -> tuple[int, int]:
@@ -151,11 +158,11 @@ def _one_instances(hot: bool) -> tuple[str, ...]:
 
 
 def _few_arguments(
-    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int, way: str = ""
+    decoder: Decoder, T: str, eights: int, items: int, grouped: bool, flow: str, cluster: int, way: str = PLAIN
 ) -> str:
     flavour = f"{eights}, {items}, {str(grouped).lower()}, {flow}, {cluster}"
     found = decoder.fragments.small_batch.format(T=T)
-    return f"{f'{way}<{found}>' if way else found}, {flavour}, {decoder.layout}"
+    return f"{way.format(found)}, {flavour}, {decoder.layout}"
 
 
 def _blocked_instances() -> tuple[str, ...]:
@@ -170,7 +177,7 @@ def _blocked_instances() -> tuple[str, ...]:
             False,
             _flow_at_once(decoder) if even else _IN_CHUNKS,
             cluster,
-            _BLOCKED,
+            BLOCKED,
         ): None
         for decoder in map(Decoder, all_fragments())
         for eights, even, cluster in flavours
@@ -190,10 +197,29 @@ def _column_instances() -> tuple[str, ...]:
             False,
             _flow_at_once(decoder),
             _CLUSTER,
-            _COLUMNS,
+            COLUMNS,
         )
         for decoder in map(Decoder, all_fragments())
         if decoder.fragments.columns
+    )
+
+
+def _halves_instances() -> tuple[str, ...]:
+    """Those that quantize tokens, each of which is two halves."""
+    return tuple(
+        _few_arguments(
+            decoder,
+            HALF_CXX[0],
+            1,
+            few_room(decoder, 1, 227 << 10, True)[0],
+            False,
+            _flow_at_once(decoder),
+            cluster,
+            IN_HALVES,
+        )
+        for decoder in map(Decoder, all_fragments())
+        for cluster in (_CLUSTER, 1)
+        if decoder.fragments.halves
     )
 
 
@@ -203,8 +229,6 @@ def _one_arguments(decoder: Decoder, T: str, items: int, warps: int) -> str:
 
 # Thread blocks of a cluster, where there are any: multiprocessors come in pairs, so that all of them find a place.
 _CLUSTER = 2
-# Decoders of tokens with scales of 32, and of one token.
-_BLOCKED, _COLUMNS = "Blocked", "Columns"
 # Values of ``Flow`` of kernels/linear/few_block.cuh.
 _IN_CHUNKS, _AT_ONCE, _AT_ONCE_SPREAD = "IN_CHUNKS", "AT_ONCE", "AT_ONCE_SPREAD"
 
@@ -255,6 +279,7 @@ def _templates() -> Iterator[Template]:
             yield declared_template("linear_few", worked_out)
     yield declared_template("linear_few", _column_instances(), True)
     yield declared_template("linear_few", _blocked_instances())
+    yield declared_template("linear_few", _halves_instances())
     yield declared_template("linear_one", _one_instances(True), True)
     yield declared_template("linear_one", _one_instances(False))
     yield declared_template("add_partials", (*HALF_CXX, CXX_TYPES["float32"]))
@@ -357,7 +382,7 @@ def cut_few(
 class FewKernel(Fused):
     """``linear_few`` for one format, shape and dtype, and how many tokens share a thread block.
 
-    `blocked`: tokens are integers as halves, with scales of 32. `alone`: there is one token.
+    `way`: for tokens of floats or quantized ones, see `PLAIN`; `COLUMNS` is `PLAIN` where it cannot be.
     """
 
     def __init__(
@@ -370,8 +395,7 @@ class FewKernel(Fused):
         eights: int = 1,
         together: int = 1,
         grouped: bool = False,
-        blocked: bool = False,
-        alone: bool = False,
+        way: str = PLAIN,
     ):
         super().__init__(fragments, shape, dtype)
         n, k = shape
@@ -391,31 +415,34 @@ class FewKernel(Fused):
             if cut:
                 break
         assert cut is not None  # the last one takes anything
+        self._dtype = np.dtype(dtype)
         self.tokens, self.clustered = TOKENS * eights, cut.cluster > 1
         shared = decoder.shared_bytes(eights, items, warps, flow != _IN_CHUNKS)
         own = cut.share if flow == _IN_CHUNKS else cut.warps * cut.items
-        shared += blocked * own * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
+        shared += (way == IN_HALVES) * _POWERS + (way == BLOCKED) * own * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
         teams = max(1, warps // cut.warps)  # 0 where it does not fit at all
-        if flow == _AT_ONCE_SPREAD and fragments.beside and eights == 1 and not blocked:
+        if flow == _AT_ONCE_SPREAD and fragments.beside and eights == 1 and way != BLOCKED:
             row = (cut.warps * cut.items * ITEM_K // fragments.block + 1) * 8
             shared += teams * _GAP.HANDED_OUT * (ITEM_ROWS * row + 16)
         #: Whether the device has the shared memory.
         self.fits = warps > 0 and shared <= room
         pairs = cut.share % 2 == 0 and k % (2 * ITEM_K) == 0
         #: Whether parts of one token have columns of their own: of two k-tiles at a time, which are there or not.
-        self.columns = alone and fragments.columns and self.clustered and pairs and dtype == np.float16
+        self.columns = way == COLUMNS and fragments.columns and self.clustered and pairs and dtype == np.float16
         # By way of shared memory whole lines of x are read, and once.
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
         self.staged = not self.columns and flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
         sizes = 8, 8, *ARGUMENTS, CUT.dtype.itemsize, VALUES.dtype.itemsize, _tma.MAP_BYTES, _tma.MAP_BYTES
-        way = _BLOCKED if blocked else _COLUMNS if self.columns else ""
+        if way == COLUMNS and not self.columns:
+            way = PLAIN
         values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, way)
         self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         boxed = items == 4 or (items == 2 and not fragments.entries)
         box = 2 if boxed and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
-        self._map_of_x = functools.partial(_map_of_x, k) if self.staged and self.clustered else no_map
+        by_box = self.staged and self.clustered and way != IN_HALVES
+        self._map_of_x = functools.partial(_map_of_x, k) if by_box else no_map
         pitches = [k * size // ITEM_K for size in (decoder.item_bytes, decoder.scale_bytes)]
         wide = even or pitches[0] % 16 == 0
         width = 0
@@ -454,6 +481,16 @@ class FewKernel(Fused):
         if partial is not None:
             add_up(partial, self._splits, bias, out)
 
+    def in_halves(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+        """Fill out[..., n] from tokens that the kernel quantizes, both float16, bfloat16 or float32."""
+        partial = room_for_parts(self._splits, out)
+        if partial is None and out.dtype != np.float16:
+            partial = _xp.namespace(out).empty(out.size, np.float32)
+        to, given = (0, bias) if partial is None else (partial.data.ptr, None)
+        self.launch(1, x, q, given, out, to, out.size // out.shape[-1], Experts(0, 0, KINDS[x.dtype.name], 0))
+        if partial is not None:
+            add_up(partial, self._splits, bias, out)
+
     def launch(
         self,
         blocks: int,
@@ -465,7 +502,7 @@ class FewKernel(Fused):
         tokens: int,
         experts: Experts = NO_EXPERTS,
     ) -> None:
-        bias, address, kind = bias_argument(bias, x.dtype)
+        bias, address, kind = bias_argument(bias, self._dtype)
         weight = self.weight(q)
         arguments = self.arguments(weight, address, kind, out, partial, experts, tokens)
         self.kernel.launch(
@@ -678,12 +715,10 @@ def few_kernel(
     eights: int = 1,
     together: int = 1,
     grouped: bool = False,
-    blocked: bool = False,
-    alone: bool = False,
+    way: str = PLAIN,
 ) -> FewKernel:
     """The launcher of ``linear_few``."""
-    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped}
-    flavour |= {"blocked": blocked, "alone": alone}
+    flavour: dict[str, Any] = {"eights": eights, "together": together, "grouped": grouped, "way": way}
     return FewKernel(fragments, shape, dtype, device, **flavour)
 
 
@@ -802,9 +837,11 @@ class SmallBatch(Route):
         rounded = rounded_note(problem.fragments, problem.dtype, rounds_scales(problem))
         return f"weights decoded in registers: linear_few, {kernel.tokens} tokens a thread block, grid {grid}{rounded}"
 
-    def _kernel(self, problem: Problem, blocked: bool = False) -> FewKernel:
+    def _kernel(self, problem: Problem, way: str = PLAIN) -> FewKernel:
         assert problem.device is not None and problem.fragments is not None
         eights = 2 if problem.fragments.wide and problem.tokens > TOKENS else 1
         together = -(-problem.tokens // (eights * TOKENS))
         about = problem.fragments, problem.shape, problem.dtype, problem.device
-        return few_kernel(*about, eights, together, False, blocked, problem.tokens == 1 and not blocked)
+        if way == PLAIN and problem.tokens == 1:
+            way = COLUMNS
+        return few_kernel(*about, eights, together, False, way)

@@ -6,7 +6,8 @@ Tokens are those of `kbitcupy.products.integer_activations`, ``e * q`` with one 
 
 in float32, rounded once. Each number of a token, a product of two float32 numbers, is rounded to float32, and so is a
 sum after each term, in the order of the library that multiplies. On a GPU few tokens are multiplied as the integers
-that they are: what shares all factors is added up exactly, and scaled after that.
+that they are: what shares all factors is added up exactly, and scaled after that. Up to four tokens may become sums of
+two halves instead (kernels/linear/token_halves.cuh), and are multiplied as tokens of float16 are.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from .generic import Generic
 from .integer_activations import NUMBERS, Q8_BLOCK, floats_of, padded_of, pitch_of, quantize_host, quantize_into
 from .integer_stream import MOST_TOKENS as STREAMED, IntegerStream, flavour_of, why_not_streamed
 from .integers import stored_codes
-from .records import MOST_TOKENS, RecordKernel, record_kernel, record_refusal, staged_cost
+from .records import MOST_TOKENS, RecordKernel, in_halves, record_kernel, record_refusal, staged_cost
 from .routes import Problem, Product, Route, choices
-from .small_batch import FewKernel, SmallBatch
+from .small_batch import BLOCKED, IN_HALVES, FewKernel, SmallBatch
 
 
 def staged(x: Any) -> Any:
@@ -131,8 +132,47 @@ class StagedFew(SmallBatch):
     def describe(self, problem: Problem) -> str:
         return f"tokens quantized by 'q8_1'; {super().describe(_as_halves(problem))}"
 
-    def _kernel(self, problem: Problem, blocked: bool = True) -> FewKernel:
-        return super()._kernel(problem, blocked)
+    def _kernel(self, problem: Problem, way: str = BLOCKED) -> FewKernel:
+        return super()._kernel(problem, way)
+
+
+class StagedHalves(SmallBatch):
+    """Up to four tokens that ``linear_few`` quantizes, as sums of two halves."""
+
+    name = "staged_halves"
+
+    def accepts(self, problem: Problem) -> str | None:
+        refusal = _refusal(problem)
+        if refusal is not None:
+            return refusal
+        if problem.fragments is None or not problem.fragments.halves:
+            return f"it has no decoder of {problem.format} for tokens in two halves"
+        if problem.tokens > TOKENS // 2:
+            return f"it is for up to {TOKENS // 2} tokens"
+        refusal = super().accepts(_as_halves(problem))
+        if refusal is not None:
+            return refusal
+        return None if self._kernel(_as_halves(problem)).staged else "tokens have no room in shared memory"
+
+    def cost(self, problem: Problem) -> float:
+        return _HALVES_START + problem.reading + _HALVES_TOKEN * max(0, problem.tokens - 2)
+
+    def prepare(self, problem: Problem) -> Product:
+        kernel = self._kernel(_as_halves(problem))
+
+        def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+            single = _single(out)
+            kernel.in_halves(_aligned(floats_of(x)), q, bias, single)
+            if single is not out:
+                widen(single, out)
+
+        return multiply
+
+    def describe(self, problem: Problem) -> str:
+        return f"tokens quantized by 'q8_1'; {super().describe(_as_halves(problem))}"
+
+    def _kernel(self, problem: Problem, way: str = IN_HALVES) -> FewKernel:
+        return super()._kernel(problem, way)
 
 
 def _refusal(problem: Problem) -> str | None:
@@ -203,7 +243,8 @@ class StagedRecords(Route):
         records = problem.format.records()
         assert records is not None and problem.device is not None
         half = np.dtype(np.float16)
-        return record_kernel(records, problem.shape, half, problem.device, problem.tokens, staged=True)
+        about = records, problem.shape, half, problem.device, problem.tokens
+        return record_kernel(*about, staged=True, halves=in_halves(problem))
 
 
 _ROUTES = Generic(), Decoded()
@@ -215,6 +256,8 @@ _AHEAD, _MORE, _QUANTIZED = 5.5, 1.3, 0.5
 # Of codes that are read in place: microseconds of the launches, and the fraction of the bandwidth at which codes pass,
 # of 8 tokens and of more.
 _STREAM_START = 4.0
+# Of tokens in two halves, which pass as floats do once they are quantized; and of each token from the third one on.
+_HALVES_START, _HALVES_TOKEN = 7.0, 1.3
 _STREAM_FRACTIONS = {"MINIMA4": (0.96, 0.68), "TABLE_HALVES4": (0.92, 0.56), "TABLE4": (0.86, 0.56)}
 
 

@@ -64,6 +64,19 @@ struct IsBlocked<Blocked<Base>> {
     static constexpr bool VALUE = true;
 };
 
+// A decoder for up to four tokens that the kernel quantizes by "q8_1": what a token stands for is the sum of two
+// halves, which have a column each (gguf_tables.cuh, few_tokens.cuh).
+template <typename Base>
+struct InHalves;
+template <typename Decoder>
+struct IsInHalves {
+    static constexpr bool VALUE = false;
+};
+template <typename Base>
+struct IsInHalves<InHalves<Base>> {
+    static constexpr bool VALUE = true;
+};
+
 // Multiplies sums over 32, of a k-tile its group `j`, by the scales of their tokens.
 struct NoTokenScales {
     template <int EIGHTS>

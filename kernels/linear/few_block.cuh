@@ -3,6 +3,7 @@
 #pragma once
 #include "linear/epilogue.cuh"
 #include "linear/pipeline.cuh"
+#include "linear/token_halves.cuh"
 
 // How the work of linear_few is cut, which the host chooses and declares (CUT of kbitcupy/products/small_batch.py):
 //     struct Cut
@@ -30,6 +31,8 @@ __host__ __device__ constexpr int eight_rows() {
     if constexpr (ExpansionOf<Decoder, ITEMS>::NESTED) return ITEM_ROWS * ITEMS * Decoder::SCALE_BYTES / 2;
     else return ExpansionOf<Decoder, ITEMS>::Type::EIGHT;
 }
+
+constexpr int MOST_WARPS = 16;
 
 // All that is known of an instance when it is compiled. Its parameters: linear_few.
 template <typename Decoder_, int EIGHTS_, int ITEMS_, bool GROUPED_, int FLOW, int BLOCKS>
@@ -62,6 +65,10 @@ struct FewKind {
     static constexpr int EIGHT = eight_rows<Decoder, ITEMS>();
     // Whether tokens are integers that have scales of 32.
     static constexpr bool BLOCKED = IsBlocked<Decoder>::VALUE;
+    // Whether tokens are sums of two halves, see InHalves; bytes of the powers of two by which a warp multiplies sums
+    // of its part of a token: a word for each column and warp, of which tokens have the first ones.
+    static constexpr bool HALVES = IsInHalves<Decoder>::VALUE;
+    static constexpr int POWERS = HALVES ? TOKENS * MOST_WARPS * 4 : 0;
     // Whether a team hands out blocks of inner scales. With 16 tokens, or tokens that have scales, registers are too
     // few.
     static constexpr bool HANDED = SPREAD && !NESTED && EIGHTS == 1 && !BLOCKED;
@@ -154,7 +161,7 @@ struct FewBlock {
         scale_stages = weight_stages + warps * Kind::GROUPS * Kind::GROUP_BYTES;
         x_stage = scale_stages + warps * Kind::BUFFERS * Kind::SCALES;
         const int staged = cut.staged * (cut.warps * cut.items * Kind::X_BYTES + X_GAP);
-        sums = reinterpret_cast<float*>(x_stage + staged);
+        sums = reinterpret_cast<float*>(x_stage + staged + Kind::POWERS);
     }
 
     // What this thread has to do.

@@ -116,7 +116,7 @@ struct FewSums {
     // The epilogue of tile `before` of the team: one loop for each place and bias, so that none branches for a sum.
     __device__ __forceinline__ void store_tile(unsigned before, const float (&sum)[EIGHTS][4]) const {
         // A cluster has all of k: it is asked for partial sums of integers for another type.
-        constexpr bool WHOLE = Kind::BLOCKED && CLUSTER > 1;
+        constexpr bool WHOLE = (Kind::BLOCKED || Kind::HALVES) && CLUSTER > 1;
         const auto& given = here.given;
         const void* const bias = given.bias;
         if (given.partial) {
@@ -143,7 +143,8 @@ struct FewSums {
         const int first_row = (here.my_first + before * here.teams) * ITEM_ROWS + here.my_row;
 #pragma unroll
         for (int i = 0; i < EIGHTS * 2; ++i) {
-            const int at = i / 2 * TOKENS + Decoder::token(t * 2 + i % 2);
+            if (Kind::HALVES && i > 0) break;
+            const int at = Kind::HALVES ? t : i / 2 * TOKENS + Decoder::token(t * 2 + i % 2);
             if (at >= group.count) continue;
             const long long to = here.product_of(group.first + at) * n + first_row;
 #pragma unroll

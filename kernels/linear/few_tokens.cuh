@@ -31,8 +31,9 @@ struct FewTokens {
         beside = my_scales + here.g * 32 + 16 + here.t * 4;
         const int sums = Decoder::GAPS ? 0 : Kind::RING * warps * EIGHTS * 512;
         scales = Kind::BLOCKED ? shared_address(here.sums) + sums : 0;
-        staged = !Kind::COLUMNS && Kind::ONCE && EIGHTS == 1 && here.given.cut.staged && (Kind::FEW_STAGED || m > 2);
-        by_lines = Kind::BY_LINES && m <= 2;
+        staged = Kind::HALVES ||
+                 (!Kind::COLUMNS && Kind::ONCE && EIGHTS == 1 && here.given.cut.staged && (Kind::FEW_STAGED || m > 2));
+        by_lines = Kind::HALVES || (Kind::BY_LINES && m <= 2);
         second_half = here.step * (X_BYTES / 2) + X_GAP;
         barrier = shared_address(here.factor) + X_BARRIERS_AT + here.mate * 8;
     }
@@ -55,7 +56,9 @@ struct FewTokens {
 
     // Start to copy x there.
     __device__ __forceinline__ void start() const {
-        if (Kind::X_BULK && staged && !by_lines) {
+        if constexpr (Kind::HALVES) {
+            // quantize() reads it
+        } else if (Kind::X_BULK && staged && !by_lines) {
             if (here.team == 0 && elect_lane()) fetch_boxes();
         } else if (staged && by_lines) {
             copy_lines();
@@ -104,7 +107,7 @@ struct FewTokens {
 
     // Wait for what this thread has copied: that came before all weights.
     __device__ __forceinline__ void wait_own() const {
-        if ((!Kind::X_BULK || by_lines) && staged) wait_copies<1>();
+        if (!Kind::HALVES && (!Kind::X_BULK || by_lines) && staged) wait_copies<1>();
     }
     // Wait for what TMA brings.
     __device__ __forceinline__ void wait_boxes() const {
@@ -125,8 +128,90 @@ struct FewTokens {
             }
             // Those of tokens that are not there would be read for nothing, which nothing hides without a table, or
             // where it has been made before.
-            if (!WAITS || here.my_token < here.group.count) Decoder::load_x_shared(x[i][0], address, here.t);
+            const int column = Kind::HALVES ? here.g : here.my_token;
+            if (!WAITS || column < here.group.count << Kind::HALVES) Decoder::load_x_shared(x[i][0], address, here.t);
         }
+    }
+
+    // ---- tokens in two halves ----
+
+    // A part, what a warp of a team has of a token, is quantized by a warp or a piece of one, a lane sixteen
+    // neighbours.
+    static constexpr int PART_LANES = ITEMS * (ITEM_K / SIXTEEN), AT_ONCE = WARP / PART_LANES;
+
+    // The part of this lane in a turn, and the first of the warp's.
+    __device__ __forceinline__ int part_of(int turn) const { return first_part(turn) + here.lane / PART_LANES; }
+    __device__ __forceinline__ int first_part(int turn) const {
+        return (turn * int(blockDim.x / WARP) + here.warp) * AT_ONCE;
+    }
+    // The lane's first element in the thread block's k, and the token, of a part.
+    __device__ __forceinline__ int element_of(int part, int& token) const {
+        token = part / here.given.cut.warps;
+        const int mate = part - token * here.given.cut.warps;
+        return mate * here.given.cut.items * ITEM_K + here.lane % PART_LANES * SIXTEEN;
+    }
+    __device__ __forceinline__ bool has_element() const {
+        return here.lane % PART_LANES < here.given.cut.items * (ITEM_K / SIXTEEN);
+    }
+    // Where the powers of two are by which sums of parts are multiplied.
+    __device__ __forceinline__ unsigned powers() const { return shared_address(here.sums) - Kind::POWERS; }
+
+    // Quantize all parts, and store both halves of their numbers.
+    __device__ __forceinline__ void quantize() const {
+        const int parts = here.group.count * here.given.cut.warps;
+#pragma unroll 1
+        for (int turn = 0; first_part(turn) < parts; ++turn) {
+            SixteenHalves halves;
+            quantize(part_of(turn), halves);
+            store_halves(part_of(turn), halves, 0), store_halves(part_of(turn), halves, 1);
+        }
+    }
+    __device__ __forceinline__ void quantize(int part, SixteenHalves& halves) const {
+        if (here.given.divisor == FLOAT_NUMBERS) quantize<float>(part, halves);
+        else if (here.given.divisor == HALF_NUMBERS) quantize<__half>(part, halves);
+        else quantize<__nv_bfloat16>(part, halves);
+    }
+    template <typename X>
+    __device__ __forceinline__ void quantize(int part, SixteenHalves& halves) const {
+        const auto& given = here.given;
+        int token;
+        const int k = here.first_item * ITEM_K + element_of(part, token);
+        Numbers<X> numbers;
+        numbers.clear();
+        if (token < here.group.count && has_element() && k < here.last_item * ITEM_K)
+            numbers.load(reinterpret_cast<const X*>(given.x) + (long long)(here.group.first + token) * given.k + k);
+        unsigned most = halves.quantize(numbers);
+#pragma unroll
+        for (int step = 2; step < PART_LANES; step *= 2) most = max(most, __shfl_xor_sync(FULL_WARP, most, step));
+        const unsigned exponent = halves.exponent_of(most);
+        halves.bring_down(exponent);
+        if (here.lane % PART_LANES == 0 && token < here.group.count)
+            store_shared(powers() + (token * MOST_WARPS + part % given.cut.warps) * 4, Decoder::power_of(exponent));
+    }
+    __device__ __forceinline__ void store_halves(int part, const SixteenHalves& halves, int second) const {
+        int token;
+        const int element = element_of(part, token);
+        if (token >= here.group.count || !has_element()) return;
+        const unsigned to = shared_address(here.x_stage);
+#pragma unroll
+        for (int octet = 0; octet < 2; ++octet) {
+            unsigned word[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int e = 8 * octet + 2 * i;
+                word[i] = Word<__half>::pack(halves.get(e, second), halves.get(e + 1, second));
+            }
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
+                             to + place_of(element + 8 * octet, Decoder::token(2 * token + second))),
+                         "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                         : "memory");
+        }
+    }
+    // The sums of both halves of token t, those of rows g and g + 8, as what they stand for.
+    __device__ __forceinline__ void join_halves(const float (&acc)[4], float (&sum)[4]) const {
+        const float power = shared_at<float>(powers() + (here.t * MOST_WARPS + here.mate) * 4);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) sum[i] = fmaf(acc[i + 1], 1.0f / SECOND, acc[i]) * power, sum[i + 1] = 0.0f;
     }
 
     // ---- from global memory ----

@@ -13,6 +13,7 @@
 #include "linear/epilogue.cuh"
 #include "linear/gguf_integers.cuh"
 #include "linear/integers.cuh"
+#include "linear/token_halves.cuh"
 #include KBIT_FORMAT_HEADER
 
 // Of the host, ahead of this source, beside what decoder.cuh names: struct RecordPlanes, the addresses of fields; and
@@ -553,6 +554,61 @@ __device__ __forceinline__ void stage_x(
     }
 }
 
+// The same of up to four tokens that are quantized, each of which is in two columns: those of half h of token i in
+// column 2 i + h. `depth` elements are from one to the next, and scales those of columns.
+template <typename R, typename X>
+__device__ __forceinline__ void stage_halves(
+    const X* x, long long depth, int m, int records, unsigned to, unsigned x_pitch, unsigned scales) {
+    static_assert(!Way<R>::SUMMED, "there are no sums of halves");
+    const int all = records * (RECORD / SIXTEEN);
+#pragma unroll 1
+    for (int begin = 0; begin < all; begin += blockDim.x) {
+        const int at = begin + threadIdx.x;
+#pragma unroll 1
+        for (int token = 0; token < m; ++token) {
+            Numbers<X> numbers;
+            numbers.load(x + token * depth + min(at, all - 1) * SIXTEEN);
+            SixteenHalves halves;
+            unsigned most = halves.quantize(numbers);
+#pragma unroll
+            for (int step = 2; step < RECORD / SIXTEEN; step *= 2)
+                most = max(most, __shfl_xor_sync(FULL_WARP, most, step));
+            if (at >= all) continue;
+            const unsigned exponent = halves.exponent_of(most);
+            halves.bring_down(exponent);
+            if (at % (RECORD / SIXTEEN) == 0) {
+                const float scale = __uint_as_float(exponent - HALF_EXPONENT << 23);
+                const unsigned of_token = scales + (at / (RECORD / SIXTEEN) * TOKENS + 2 * token) * 4;
+                store_shared(of_token, scale * SECOND), store_shared(of_token + 4, scale);
+            }
+#pragma unroll
+            for (int octet = 0; octet < 2; ++octet) {
+                const Arrange<R> arrange{to, x_pitch, 0, 2 * m, 2 * at + octet};
+                unsigned word[2][4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int e = 8 * octet + i / 2 * 4 + i % 2;  // and the one two further on
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        word[half][i] = Word<__half>::pack(halves.get(e, half), halves.get(e + 2, half));
+                }
+#pragma unroll
+                for (int half = 0; half < 2; ++half) arrange.store_words(2 * token + half, word[half]);
+            }
+        }
+    }
+}
+template <typename R>
+__device__ __forceinline__ void stage_halves(
+    const void* x, int kind, long long from, long long depth, int m, int records, unsigned to, unsigned x_pitch,
+    unsigned scales) {
+    if (kind == FLOAT_NUMBERS)
+        stage_halves<R>(static_cast<const float*>(x) + from, depth, m, records, to, x_pitch, scales);
+    else if (kind == HALF_NUMBERS)
+        stage_halves<R>(static_cast<const __half*>(x) + from, depth, m, records, to, x_pitch, scales);
+    else stage_halves<R>(static_cast<const __nv_bfloat16*>(x) + from, depth, m, records, to, x_pitch, scales);
+}
+
 // A sum as a number of a type that is known at run time.
 __device__ __forceinline__ void store_as(void* y, int kind, long long at, float v) {
     if (kind == FLOAT_NUMBERS) store(static_cast<float*>(y) + at, v);
@@ -564,7 +620,8 @@ __device__ __forceinline__ void store_as(void* y, int kind, long long at, float 
 constexpr int TILE_SUMS = WARP * 16, LATER = 2;
 
 // GROUPED   W is [experts][n][k] and thread block z takes the products of groups[z], of one expert
-// EIGHTS    0, or tokens are quantized, 8 EIGHTS of them at once; x and y are then of the types x_kind and y_kind
+// EIGHTS    0, or tokens are quantized: 8 EIGHTS of them at once, or -1: up to four, which are sums of two halves;
+//           x and y are then of the types x_kind and y_kind
 template <typename T, typename R, bool GROUPED, int EIGHTS>
 __global__ void __launch_bounds__(512, 1) linear_records(
     const T* x,                                   // [tokens, k]
@@ -583,9 +640,11 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     const __grid_constant__ RecordCut cut) {
 #if __CUDA_ARCH__ >= 800
     using Way = ::Way<R>;
-    constexpr bool STAGED = EIGHTS != 0;
+    constexpr bool STAGED = EIGHTS > 0, PAIRED = EIGHTS < 0;
     constexpr int SETS = STAGED ? EIGHTS : 1, MANY = SETS * TOKENS;  // sums of eight tokens, and tokens
-    constexpr bool SCALED = !STAGED && !SameType<T, __half>::VALUE;
+    // What sums are multiples of. Those of halves are larger, so that second ones of small tokens are normal numbers.
+    constexpr float TIMES = PAIRED ? Way::UNIT * SECOND : Way::UNIT;
+    constexpr bool SCALED = PAIRED || (!STAGED && !SameType<T, __half>::VALUE);
     extern __shared__ uint4 dynamic[];
     constexpr int STAGE = ITEM_ROWS * RecordLayout<R>::stride();
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
@@ -610,11 +669,12 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     wait_for_previous();
     const Group group = [&] {
         if constexpr (GROUPED) return groups[blockIdx.z];
-        const int begin = int(blockIdx.z) * MANY;
-        return Group{0, begin, min(tokens - begin, MANY), 0};
+        constexpr int MOST = PAIRED ? PAIRED_TOKENS : MANY;
+        const int begin = int(blockIdx.z) * MOST;
+        return Group{0, begin, min(tokens - begin, MOST), 0};
     }();
     auto product_of = [&](int i) { return (long long)(GROUPED ? order[group.first + i] : group.first + i); };
-    const int m = group.count, tiles = (n + ITEM_ROWS - 1) / ITEM_ROWS;
+    const int m = group.count, columns = PAIRED ? 2 * m : m, tiles = (n + ITEM_ROWS - 1) / ITEM_ROWS;
     if (m == 0) return;
     if (GROUPED && group.expert < 0) {
         for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n * m; i += gridDim.x * blockDim.x) {
@@ -627,7 +687,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     const unsigned records = cut.records;
     const int first = blockIdx.y * records / gridDim.y, last = (blockIdx.y + 1) * records / gridDim.y;
     const unsigned above = GROUPED ? group.expert * unsigned(n) : 0;
-    const unsigned x_pitch = m * 64 + (STAGED ? CODES_GAP : cut.gap);
+    const unsigned x_pitch = columns * 64 + (STAGED ? CODES_GAP : cut.gap);
     const int first_tile = int(blockIdx.x) * teams + team, step = int(gridDim.x) * teams;  // of a team
 
     // What to copy next, and the rows that are left there.
@@ -656,6 +716,10 @@ __global__ void __launch_bounds__(512, 1) linear_records(
         stage_quantized<R, MANY>(
             x, x_kind, ((long long)group.first * records + first) * RECORD, (long long)records * RECORD, m,
             last - first, base + cut.x, x_pitch, base + cut.sums_of_x, base + cut.scales);
+    } else if constexpr (PAIRED) {
+        stage_halves<R>(
+            x, x_kind, ((long long)group.first * records + first) * RECORD, (long long)records * RECORD, m,
+            last - first, base + cut.x, x_pitch, base + cut.scales);
     } else {
         stage_x<T, R>(
             [&](int i) { return x + (product_of(i) / (GROUPED ? divisor : 1) * records + first) * RECORD; }, m,
@@ -665,7 +729,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     // Tokens that are not there may be any. With HALVES tokens have two columns, and other lanes have each half.
     constexpr bool HALVES = STAGED && Quantized<R>::HALVES;
     const bool mine = !HALVES || g % 2 == t / 2;
-    const unsigned my_x = base + cut.x + min(HALVES ? g / 2 : g, m - 1) * 64 + t * 16;
+    const unsigned my_x = base + cut.x + min(HALVES ? g / 2 : g, columns - 1) * 64 + t * 16;
     // Bytes of a lane's sums of x, and of a record's; of the scales of a record; parts of x of a record.
     constexpr int OWN_SUMS = STAGED && R::APART ? Quantized<R>::SUB / 2 : !STAGED && R::LANES ? Way::SUBS : 8;
     constexpr int OF_TOKEN = STAGED ? R::APART ? Quantized<R>::PARTS : 0 : R::INNER || R::LANES ? 4 * OWN_SUMS : 0;
@@ -746,13 +810,16 @@ __global__ void __launch_bounds__(512, 1) linear_records(
             const int tile = first_tile + before * step;
 #pragma unroll
             for (int i = 0; i < 4 * SETS; ++i) {
-                const int at = i / 4 * TOKENS + (HALVES ? t + i % 2 * 4 : t * 2 + i % 2);
+                if (PAIRED && i % 2) continue;
+                const int at = PAIRED ? t : i / 4 * TOKENS + (HALVES ? t + i % 2 * 4 : t * 2 + i % 2);
                 const int row = tile * ITEM_ROWS + g + i / 2 % 2 * 8;
                 if (at >= m || row >= n) continue;
                 const long long to = product_of(at) * n + row;
-                const float product = sum[i / 4][i % 4] * (STAGED ? 1.0f : 1.0f / Way::UNIT) * of_all;
+                const float own = PAIRED ? sum[i / 4][i % 4] + sum[i / 4][i % 4 + 1] : sum[i / 4][i % 4];
+                const float product = own * (STAGED ? 1.0f : 1.0f / TIMES) * of_all;
                 if (partial) partial[(long long)blockIdx.y * tokens * n + to] = product;
-                else if constexpr (STAGED) store_as(y, y_kind, to, product + bias_at<float>(bias, bias_kind, row));
+                else if constexpr (STAGED || PAIRED)
+                    store_as(y, y_kind, to, product + bias_at<float>(bias, bias_kind, row));
                 else store(y + to, product + bias_at<T>(bias, bias_kind, row));
             }
         }

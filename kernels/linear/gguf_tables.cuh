@@ -4,6 +4,7 @@
 #pragma once
 #include "linear/codebook.cuh"
 #include "linear/integers.cuh"
+#include "linear/token_halves.cuh"
 
 // A whole table of pairs of 16 values, the first of a pair in the lower four bits of the index.
 template <typename T>
@@ -188,6 +189,38 @@ struct InnerPairTable : PairTable<T, __half, SPLIT> {
     }
 };
 
+// Halves of tokens are multiplied by up to 2^15, as much less is in the table where the products of its values, the
+// integers of which these are made, with scales stay out of it: so sums are no nearer to the end of float32.
+template <typename Base>
+struct InHalves : Base {
+    template <bool ONE>
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
+        Base::template fill<ONE>(table, mine * (1.0f / (1 << HALF_EXPONENT)), thread, threads);
+    }
+    // By what sums are multiplied where the largest half has 2^(exponent - 127) in it.
+    __device__ __forceinline__ static float power_of(unsigned exponent) { return __uint_as_float(exponent << 23); }
+};
+template <typename T>
+struct InHalves<PairTable16<T>> : PairTable16<T> {
+    using Base = PairTable16<T>;
+    using Base::FIELDS;
+    __device__ __forceinline__ static float power_of(unsigned exponent) {
+        return __uint_as_float(exponent - HALF_EXPONENT << 23);
+    }
+    // Sums of a k-tile at a time: tensor cores cut off what does not fit the sum so far.
+    template <int EIGHTS, typename Tokens>
+    __device__ __forceinline__ static void multiply(
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
+        const Tokens& tokens, float (&acc)[EIGHTS][4]) {
+        float part[EIGHTS][4] = {};
+        Base::template multiply<EIGHTS>(f, x, lane, scales, eight, tokens, part);
+#pragma unroll
+        for (int i = 0; i < 4 * EIGHTS; ++i) acc[i / 4][i % 4] += part[i / 4][i % 4];
+    }
+};
+
+template <typename Base>
+struct KnownValues<InHalves<Base>> : KnownValues<Base> {};
 template <typename T, typename Scale, int ORDER>
 struct KnownValues<PairTable<T, Scale, ORDER>> {
     static constexpr bool VALUE = true;

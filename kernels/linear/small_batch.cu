@@ -132,7 +132,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     const Group* groups,              // [gridDim.x], GROUPED
     const int* order,                 // [products], GROUPED: product number order[i] is entry i of the groups. Or of
                                       // tokens with scales of 32 these, float [k / 32, divisor]
-    int divisor,                      // GROUPED: product p is that of row p / divisor of x
+    int divisor,                      // GROUPED: product p is that of row p / divisor of x. InHalves: the type of x
     int scale_step,                   // GROUPED: expert e has tensor_scale[e * scale_step]
     int bias_kind,                    // see bias_at
     int tokens, int n, int k,         // rows of x, rows of W (of one expert), elements of a row
@@ -191,6 +191,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     auto first_inner = weights.scales.spread;
     weights.scales.load_block(first_inner, 0, 0), weights.scales.load_block(weights.scales.spread, 1, 1);
     if constexpr (LATE_TABLE) make_table();
+    if constexpr (Kind::HALVES) {
+        if (HELD_BACK && here.passes > 0) weights.fetch_others();
+        own_x.quantize();
+    }
     weights.scales.read_offset();
     weights.scales.store_spread(0), weights.scales.store_narrow(0);
 
@@ -200,7 +204,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     __syncthreads();
     if (own_x.staged) {
         own_x.wait_boxes();
-        if (HELD_BACK && !Kind::TILL_WEIGHTS && here.passes > 0) weights.fetch_others();
+        if (HELD_BACK && !Kind::TILL_WEIGHTS && !Kind::HALVES && here.passes > 0) weights.fetch_others();
         own_x.read_stage();
     }
     if (here.chunks == 1) own_x.arrange();
@@ -217,7 +221,13 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         if (pass < here.passes) {
             float acc[EIGHTS][4] = {};
             multiply_tile<Kind>(here, weights, own_x, with, pass, acc);
-            sums.leave(pass, acc);
+            if constexpr (Kind::HALVES) {
+                float joined[1][4];
+                own_x.join_halves(acc[0], joined[0]);
+                sums.leave(pass, joined);
+            } else {
+                sums.leave(pass, acc);
+            }
         }
         sums.add_up(pass);
     }

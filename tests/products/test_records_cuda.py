@@ -13,7 +13,7 @@ from kbitcupy.array import QuantizedArray
 from kbitcupy.products.records import Streamed
 from kbitcupy.products.routes import Problem, device, stored
 from kbitcupy.products.small_batch import SmallBatch
-from kbitcupy.products.staged import StagedFew, StagedRecords, StagedStream, staged
+from kbitcupy.products.staged import StagedFew, StagedHalves, StagedRecords, StagedStream, staged
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +21,7 @@ FORMATS = [name for name in kb.list_formats() if kb.get_format(name).records()]
 HALF = [np.dtype("float16"), BFLOAT16]
 FEW = ["q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "nvfp4:tensor_scale=true"]
 IN_PLACE = ["q4_1", "iq4_nl", "iq4_xs", "mxfp4"]  # codes of quantized tokens' weights are
+IN_HALVES = ["iq4_xs", "mxfp4", "nvfp4", "nvfp4:tensor_scale=true"]  # quantized tokens are sums of two halves
 RECORDS, FRAGMENTS = Streamed(), SmallBatch()
 
 
@@ -110,7 +111,7 @@ class TestSmall:
 
     @pytest.mark.parametrize("name", FORMATS)
     def test_quantized_tokens(self, cupy, name):
-        for shape in ((1, 256, 1), (33, 2304, 3), (40, 768, 11)):
+        for shape in ((1, 256, 1), (33, 2304, 3), (40, 768, 11), (40, 20480, 4)):
             assert_quantized(name, shape, StagedRecords(), np.float32, cupy)
 
     @pytest.mark.parametrize("name", ["q4_1", "q6_k", "iq2_xs", "nvfp4:tensor_scale=true"])
@@ -145,6 +146,15 @@ class TestFew:
         ):
             assert_quantized(name, (n, k, m), StagedFew(), np.float32, cupy, m == 3)
         assert_quantized(name, (272, 4096, 4), StagedFew(), np.float16, cupy, True)
+
+    @pytest.mark.parametrize("name", IN_HALVES)
+    def test_quantized_tokens_in_two_halves(self, cupy, name):
+        """Warps with half of their k-tiles or none, blocks that share k and such that do not; any types."""
+        for shape in ((16, 256, 1), (48, 768, 3), (2064, 2304, 2), (272, 4096, 4), (64, 8192, 1), (4400, 5376, 4)):
+            assert_quantized(name, shape, StagedHalves(), np.float32, cupy, shape[2] == 3)
+        for dtype in HALF:
+            for m in (1, 4):
+                assert_quantized(name, (272, 3072, m), StagedHalves(), dtype, cupy, True)
 
     @pytest.mark.parametrize("name", IN_PLACE)
     def test_quantized_tokens_of_codes_in_place(self, cupy, name):
@@ -211,17 +221,51 @@ def test_every_power_of_two_of_codes_in_place(cupy):
     assert found.any(axis=0).all()  # those of subnormal scales, too
 
 
-def test_quantized_tokens_that_are_no_numbers(cupy):
+@pytest.mark.parametrize(
+    ("name", "n", "route"),
+    [("q5_0", 33, StagedRecords()), ("iq1_s", 33, StagedRecords()), ("iq4_xs", 48, StagedHalves())],
+)
+def test_quantized_tokens_that_are_no_numbers(cupy, name, n, route):
     """NaN counts as 0 and an infinity as the largest number; a block of zeros has codes of zeros."""
-    q, x = weight("q5_0", (33, 768), cupy), tokens((4, 768), np.float32, cupy)
+    q, x = weight(name, (n, 768), cupy), tokens((4, 768), np.float32, cupy)
     x[0, 5], x[1, 40], x[1, 70], x[3] = np.nan, np.inf, -np.inf, 0
     problem = Problem(q.format, q.shape, 4, x.dtype, device(0), True, stored(q), "q8_1")
-    found, wanted = cupy.empty((2, 4, 33), np.float32)
-    multiply = StagedRecords().prepare(problem)
+    found, wanted = cupy.empty((2, 4, n), np.float32)
+    multiply = route.prepare(problem)
     multiply(x, q, None, found)
     multiply(cupy.nan_to_num(x), q, None, wanted)
     assert (found.view(np.uint32) == wanted.view(np.uint32)).all()
-    assert cupy.isfinite(found).all() and not found[3].any() and found[1].any()
+    within = [0, 2, 3] if name == "iq4_xs" else [0, 1, 2, 3]  # of iq4_xs some results are beyond float32
+    assert cupy.isfinite(found[within]).all() and not found[3].any() and found[1].any()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_halves_of_small_numbers_beside_large_ones(cupy, name):
+    """They keep their bits where the large ones meet weights of zero."""
+    q = weight(name, (48, 1024), cupy)
+    q.planes["qs"].reshape(48, -1, 32)[:, :, :16] = 0
+    zero = ~q.get().dequantize().reshape(48, 32, 32).any(axis=(0, 2))
+    assert zero.sum() == 16
+    x = tokens((4, 1024), np.float32, cupy)
+    x.reshape(4, 32, 32)[:, cupy.asarray(zero)] *= np.float32(2.0**20)
+    problem = Problem(q.format, q.shape, 4, x.dtype, device(0), True, stored(q), "q8_1")
+    y = cupy.empty((4, 48), np.float32)
+    StagedHalves().prepare(problem)(x, q, None, y)
+    found, wanted, terms = check(y, staged(x), q)
+    assert (np.abs(found - wanted) <= 2.0**-20 * terms).all()
+
+
+@pytest.mark.parametrize(("name", "n", "route"), [("iq1_m", 33, StagedRecords()), ("iq4_xs", 48, StagedHalves())])
+def test_halves_of_tokens_of_any_size(cupy, name, n, route):
+    """A power of two changes no bit but those of exponents."""
+    q, x = weight(name, (n, 768), cupy), tokens((3, 768), np.float32, cupy)
+    problem = Problem(q.format, q.shape, 3, x.dtype, device(0), True, stored(q), "q8_1")
+    y, scaled = cupy.empty((2, 3, n), np.float32)
+    multiply = route.prepare(problem)
+    multiply(x, q, None, y)
+    for power in (2.0**-60, 2.0**100):
+        multiply(x * np.float32(power), q, None, scaled)
+        assert (scaled == y * np.float32(power)).all()
 
 
 @pytest.mark.parametrize("name", ["q2_k", "q6_k", "iq3_s"])

@@ -463,17 +463,19 @@ def test_ternary_weights_have_one_contract_whatever_their_size(granularity, acti
         ("iq4_xs", None, ("small_batch", "small_batch")),
         ("nvfp4", None, ("small_batch", "small_batch")),
         ("q6_k", None, ("records", "records")),
-        ("q4_1", "q8_1", ("staged_stream",) * 3),
-        ("iq4_nl", "q8_1", ("staged_stream",) * 3),
-        ("mxfp4", "q8_1", ("staged_stream",) * 3),
-        ("iq4_xs", "q8_1", ("staged_small_batch", "staged_small_batch", "staged_stream")),
-        ("nvfp4", "q8_1", ("staged_records",) * 3),
-        ("q6_k", "q8_1", ("staged_records",) * 3),
+        ("q4_1", "q8_1", ("staged_stream",) * 4),
+        ("iq4_nl", "q8_1", ("staged_stream",) * 4),
+        ("mxfp4", "q8_1", ("staged_halves", "staged_stream", "staged_stream", "staged_stream")),
+        ("iq4_xs", "q8_1", ("staged_halves", "staged_small_batch", "staged_stream", "staged_halves")),
+        ("nvfp4", "q8_1", ("staged_halves", "staged_records", "staged_records", "staged_halves")),
+        ("q6_k", "q8_1", ("staged_records",) * 4),
     ],
 )
 def test_few_tokens_of_gguf_types(format, activations, taken):
-    """Fragments where there are any; codes in place or integers of records where quantized tokens make these slower."""
-    for tokens, name in zip((1, 8, 16), taken, strict=False):
+    """Fragments where there are any; codes in place or integers of records where quantized tokens make these slower,
+    and two halves of a token where that is as fast as floats.
+    """
+    for tokens, name in zip((1, 8, 16, 4), taken, strict=False):
         problem = Problem(kb.get_format(format), (28672, 8192), tokens, HALF, device("H200"), activations=activations)
         assert choices(problem, LINEAR)[0].route.name == name
 

@@ -113,5 +113,6 @@ def _records(kind: type[Gguf]) -> tuple[Records, ...]:
             about.apart,
             about.integers,
             about.columns,
+            about.halves,
         ),
     )

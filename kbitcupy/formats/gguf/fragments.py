@@ -133,6 +133,7 @@ FRAGMENTS = {
         multiple=256,
         copied=False,
         columns=True,
+        halves=True,
         table_work=1.18,
         tile_work=1.1,
     ),
@@ -144,6 +145,7 @@ FRAGMENTS = {
         (*_FP4, *(-v for v in _FP4)),
         scales="scales",
         columns=True,
+        halves=True,
     ),
     "nvfp4": _tables(
         "PairTable16<{T}>",
@@ -152,6 +154,7 @@ FRAGMENTS = {
         1,
         (*_FP4, *(-v for v in _FP4)),
         scales="scales",
+        halves=True,
         tensor_scale="scale",
         owned=True,
         swizzled=False,
@@ -185,7 +188,7 @@ class About(NamedTuple):
         As there.
     integers : float, default 1.0
         As there.
-    columns : bool, default False
+    columns, halves : bool, default False
         As there.
     """
 
@@ -199,6 +202,7 @@ class About(NamedTuple):
     apart: bool = False
     integers: float = 1.0
     columns: bool = False
+    halves: bool = False
 
 
 #: By the names of formats: the types that linear_records decodes.
@@ -216,11 +220,11 @@ RECORDS = {
     "nvfp4": About(16, work=1.9, integers=1.08),
     "tq1_0": About(128, work=1.15, integers=0.85),
     "tq2_0": About(128, work=0.75, integers=0.55),
-    "iq1_s": About(32, table=2048, work=1.4, lanes=0.74, folded=True, integers=0.86),
-    "iq1_m": About(16, table=2048, work=1.9, lanes=0.84, folded=True, integers=0.95),
+    "iq1_s": About(32, table=2048, work=1.4, lanes=0.74, folded=True, integers=0.86, halves=True),
+    "iq1_m": About(16, table=2048, work=1.9, lanes=0.84, folded=True, integers=0.95, halves=True),
     "iq2_xxs": About(32, table=32 * 256 + 16 * 128, work=1.3, lanes=0.9, folded=True, integers=0.86),
     "iq2_xs": About(16, table=16 * (512 + 128), work=1.4, lanes=1.0, folded=True),
-    "iq2_s": About(16, table=8 * 1024 + 16 * 256, work=1.4, lanes=1.16, folded=True, integers=1.17),
+    "iq2_s": About(16, table=8 * 1024 + 16 * 256, work=1.4, lanes=1.16, folded=True, integers=1.17, halves=True),
     "iq3_xxs": About(32, False, 32 * 256 + 16 * 128, 1.45, lanes=1.1, integers=1.03),
-    "iq3_s": About(32, table=16 * 512 + 8 * 256, work=1.65, lanes=1.42, folded=True, integers=1.43),
+    "iq3_s": About(32, table=16 * 512 + 8 * 256, work=1.65, lanes=1.42, folded=True, integers=1.43, halves=True),
 }
