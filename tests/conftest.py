@@ -68,13 +68,32 @@ def pytest_collection_modifyitems(config, items):
     if others and find_cupy()[0] is None and not config.getoption("--require-gpu"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu") is not None])
         items[:] = others
+    if done := _done():
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+        items[:] = [item for item in items if item.nodeid not in done]
+
+
+def _done():
+    """Tests that a run which was cut off has seen to pass: those named in the file KBITCUPY_DONE."""
+    name = os.environ.get("KBITCUPY_DONE", "")
+    if not os.path.exists(name):
+        return frozenset()
+    with open(name, encoding="utf-8") as file:
+        return frozenset(file.read().splitlines())
 
 
 def pytest_runtest_logreport(report):
-    # Of a long run that may be cut off: what failed is named at once, in a file.
-    if report.failed and "KBITCUPY_FAILED" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+    # Of a long run that may be cut off: what failed is named at once, in a file, and so is what is done. The latter
+    # goes to a file of its own, since a process that starts later has to find the same tests.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if report.failed and "KBITCUPY_FAILED" in os.environ:
         with open(os.environ["KBITCUPY_FAILED"], "a", encoding="utf-8") as file:
             file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext[-2000:]}\n")
+    ended = report.skipped if report.when == "setup" else report.passed and report.when == "call"
+    if ended and "KBITCUPY_DONE" in os.environ:
+        with open(f"{os.environ['KBITCUPY_DONE']}.more", "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid}\n")
 
 
 def pytest_runtest_setup(item):
