@@ -57,7 +57,7 @@ extern "C" void groups(unsigned grid, const signed char* a, const unsigned char*
 STREAMS = """
 extern "C" void arrange(unsigned grid, const signed char* rows, unsigned char* a, int* sums, int groups,
                         int group, int k, int pitch) {
-    launch(grid, 1, ARRANGE_THREADS, [&] { arrange_tokens(rows, a, sums, groups, group, k, pitch); });
+    launch(grid, 1, ARRANGE_THREADS, [&] { arrange_tokens(rows, a, sums, groups, group, k, pitch, 0); });
 }
 #define STREAM(TOKENS)                                                                                             \\
     extern "C" void stream_##TOKENS(                                                                               \\
