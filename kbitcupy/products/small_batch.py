@@ -186,26 +186,8 @@ def _blocked_instances() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _column_instances() -> tuple[str, ...]:
-    """Those of one token."""
-    return tuple(
-        _few_arguments(
-            decoder,
-            HALF_CXX[0],
-            1,
-            few_room(decoder, 1, 227 << 10, True)[0],
-            False,
-            _flow_at_once(decoder),
-            _CLUSTER,
-            COLUMNS,
-        )
-        for decoder in map(Decoder, all_fragments())
-        if decoder.fragments.columns
-    )
-
-
-def _halves_instances() -> tuple[str, ...]:
-    """Those that quantize tokens, each of which is two halves."""
+def _way_instances(way: str, clusters: tuple[int, ...]) -> tuple[str, ...]:
+    """Those of one token by columns, or of tokens that are quantized on the way, each of which is two halves."""
     return tuple(
         _few_arguments(
             decoder,
@@ -215,11 +197,11 @@ def _halves_instances() -> tuple[str, ...]:
             False,
             _flow_at_once(decoder),
             cluster,
-            IN_HALVES,
+            way,
         )
         for decoder in map(Decoder, all_fragments())
-        for cluster in (_CLUSTER, 1)
-        if decoder.fragments.halves
+        for cluster in clusters
+        if (decoder.fragments.halves if way == IN_HALVES else decoder.fragments.columns)
     )
 
 
@@ -277,9 +259,9 @@ def _templates() -> Iterator[Template]:
         yield declared_template("linear_few", _instances(*options), hot)
         if worked_out := _instances(*options, tables=False):
             yield declared_template("linear_few", worked_out)
-    yield declared_template("linear_few", _column_instances(), True)
+    yield declared_template("linear_few", _way_instances(COLUMNS, (_CLUSTER,)), True)
     yield declared_template("linear_few", _blocked_instances())
-    yield declared_template("linear_few", _halves_instances())
+    yield declared_template("linear_few", _way_instances(IN_HALVES, (_CLUSTER, 1)))
     yield declared_template("linear_one", _one_instances(True), True)
     yield declared_template("linear_one", _one_instances(False))
     yield declared_template("add_partials", (*HALF_CXX, CXX_TYPES["float32"]))
@@ -772,6 +754,8 @@ class SmallBatch(Route):
     """``linear_few``: a GEMM of up to 32 tokens."""
 
     name = "small_batch"
+    #: What becomes of a decoder.
+    way = PLAIN
 
     def accepts(self, problem: Problem) -> str | None:
         found = refused_by_all(problem, "one weight") or few_refusal(problem)
@@ -837,11 +821,10 @@ class SmallBatch(Route):
         rounded = rounded_note(problem.fragments, problem.dtype, rounds_scales(problem))
         return f"weights decoded in registers: linear_few, {kernel.tokens} tokens a thread block, grid {grid}{rounded}"
 
-    def _kernel(self, problem: Problem, way: str = PLAIN) -> FewKernel:
+    def _kernel(self, problem: Problem) -> FewKernel:
         assert problem.device is not None and problem.fragments is not None
         eights = 2 if problem.fragments.wide and problem.tokens > TOKENS else 1
         together = -(-problem.tokens // (eights * TOKENS))
         about = problem.fragments, problem.shape, problem.dtype, problem.device
-        if way == PLAIN and problem.tokens == 1:
-            way = COLUMNS
+        way = COLUMNS if self.way == PLAIN and problem.tokens == 1 else self.way
         return few_kernel(*about, eights, together, False, way)

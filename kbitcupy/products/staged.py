@@ -29,7 +29,7 @@ from .integer_stream import MOST_TOKENS as STREAMED, IntegerStream, flavour_of, 
 from .integers import stored_codes
 from .records import MOST_TOKENS, RecordKernel, in_halves, record_kernel, record_refusal, staged_cost
 from .routes import Problem, Product, Route, choices
-from .small_batch import BLOCKED, IN_HALVES, FewKernel, SmallBatch
+from .small_batch import BLOCKED, IN_HALVES, SmallBatch
 
 
 def staged(x: Any) -> Any:
@@ -100,11 +100,12 @@ class Staged(Route):
 class StagedFew(SmallBatch):
     """Quantize tokens, and multiply them by ``linear_few``: what shares factors is added up exactly."""
 
-    name = "staged_small_batch"
+    name, way = "staged_small_batch", BLOCKED
 
     def accepts(self, problem: Problem) -> str | None:
-        if problem.activations != "q8_1":
-            return 'it quantizes activations: ask for activations="q8_1"'
+        refusal = _refusal(problem)
+        if refusal is not None:
+            return refusal
         if problem.fragments is None or not problem.fragments.blocked:
             return f"it has no decoder of {problem.format} for quantized tokens"
         return super().accepts(_as_halves(problem))
@@ -122,24 +123,18 @@ class StagedFew(SmallBatch):
             codes = xp.empty((tokens, k), np.float16)
             scales = xp.empty((k // Q8_BLOCK, padded_of(tokens)), np.float32)
             quantize_into(floats_of(x), tokens, "q8_1", codes.data.ptr, scales.data.ptr, 0, NUMBERS.HALF_ROWS, 0)
-            single = _single(out)
-            kernel.blocked(codes, scales, q, bias, single)
-            if single is not out:
-                widen(single, out)
+            kernel.blocked(codes, scales, q, bias, out)
 
-        return multiply
+        return _in_single(multiply)
 
     def describe(self, problem: Problem) -> str:
         return f"tokens quantized by 'q8_1'; {super().describe(_as_halves(problem))}"
 
-    def _kernel(self, problem: Problem, way: str = BLOCKED) -> FewKernel:
-        return super()._kernel(problem, way)
 
-
-class StagedHalves(SmallBatch):
+class StagedHalves(StagedFew):
     """Up to four tokens that ``linear_few`` quantizes, as sums of two halves."""
 
-    name = "staged_halves"
+    name, way = "staged_halves", IN_HALVES
 
     def accepts(self, problem: Problem) -> str | None:
         refusal = _refusal(problem)
@@ -149,7 +144,7 @@ class StagedHalves(SmallBatch):
             return f"it has no decoder of {problem.format} for tokens in two halves"
         if problem.tokens > TOKENS // 2:
             return f"it is for up to {TOKENS // 2} tokens"
-        refusal = super().accepts(_as_halves(problem))
+        refusal = SmallBatch.accepts(self, _as_halves(problem))
         if refusal is not None:
             return refusal
         return None if self._kernel(_as_halves(problem)).staged else "tokens have no room in shared memory"
@@ -161,18 +156,9 @@ class StagedHalves(SmallBatch):
         kernel = self._kernel(_as_halves(problem))
 
         def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-            single = _single(out)
-            kernel.in_halves(_aligned(floats_of(x)), q, bias, single)
-            if single is not out:
-                widen(single, out)
+            kernel.in_halves(_aligned(floats_of(x)), q, bias, out)
 
-        return multiply
-
-    def describe(self, problem: Problem) -> str:
-        return f"tokens quantized by 'q8_1'; {super().describe(_as_halves(problem))}"
-
-    def _kernel(self, problem: Problem, way: str = IN_HALVES) -> FewKernel:
-        return super()._kernel(problem, way)
+        return _in_single(multiply)
 
 
 def _refusal(problem: Problem) -> str | None:
@@ -229,12 +215,9 @@ class StagedRecords(Route):
         kernel = self._kernel(problem)
 
         def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-            single = _single(out)
-            kernel.staged(_aligned(floats_of(x)), q, bias, single)
-            if single is not out:
-                widen(single, out)
+            kernel.staged(_aligned(floats_of(x)), q, bias, out)
 
-        return multiply
+        return _in_single(multiply)
 
     def describe(self, problem: Problem) -> str:
         return f"tokens quantized by 'q8_1'; {self._kernel(problem).describe(problem.tokens)}"
@@ -271,9 +254,16 @@ def _aligned(x: Any) -> Any:
     return x.copy() if x.data.ptr % 16 else x
 
 
-def _single(out: Any) -> Any:
-    """`out`, or in its place float32 for float64."""
-    return out if out.dtype != np.float64 else _xp.namespace(out).empty(out.shape, np.float32)
+def _in_single(product: Product) -> Product:
+    """A product that kernels have no float64 of: it fills float32 in its place."""
+
+    def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+        single = out if out.dtype != np.float64 else _xp.namespace(out).empty(out.shape, np.float32)
+        product(x, q, bias, single)
+        if single is not out:
+            widen(single, out)
+
+    return multiply
 
 
 def _as_floats(problem: Problem) -> Problem:

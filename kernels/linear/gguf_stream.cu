@@ -206,6 +206,15 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&part)[
     acc[2 * row + 1] = fmaf(part[2 * row + 1], factor, acc[2 * row + 1]);
 }
 
+// Half of a record of 16 rows, of each of the two rows of a lane; `stage` is the address of row g's.
+template <typename R>
+__device__ __forceinline__ void load_half(
+    R (&r)[2], unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, int t, int half) {
+    constexpr int STRIDE = RecordLayout<R>::stride();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) r[i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, t, half);
+}
+
 // acc += W x of one record of 16 rows; `stage` is the address of row g's. `next` starts to copy the next record to
 // the same place, when all has been read from there.
 template <typename R, typename Next>
@@ -213,14 +222,10 @@ __device__ __forceinline__ void multiply_record(
     unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
     const Next& next, float (&acc)[4]) {
     using Way = ::Way<R>;
-    constexpr int STEPS = R::SUB / 16, STRIDE = RecordLayout<R>::stride();
+    constexpr int STEPS = R::SUB / 16;
     float sum[4] = {}, outer[2];
     R both[2][2];
-    auto load = [&](int half) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) both[half][i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, t, half);
-    };
-    load(0), load(1);
+    load_half(both[0], stage, narrow, table, t, 0), load_half(both[1], stage, narrow, table, t, 1);
     __syncwarp();
     next();
 #pragma unroll
@@ -273,15 +278,10 @@ __device__ __forceinline__ void multiply_columns(
     const Next& next, float (&acc)[4]) {
     using Way = ::Way<R>;
     static_assert(R::SUB == 16 && Way::BIASED && !R::OFFSETS, "a sub-block is one step");
-    constexpr int STRIDE = RecordLayout<R>::stride();
     const unsigned g = threadIdx.x % WARP / 4;
     float sum[4] = {}, outer[2];
     R both[2][2];
-    auto load = [&](int half) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) both[half][i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, t, half);
-    };
-    load(0), load(1);
+    load_half(both[0], stage, narrow, table, t, 0), load_half(both[1], stage, narrow, table, t, 1);
     __syncwarp();
     next();
 #pragma unroll
