@@ -33,6 +33,21 @@ def pytest_addoption(parser):
     )
 
 
+def take_turns_in_gpus():
+    """Processes beside each other begin with another GPU each, where there are several: device 0 is another one.
+
+    CuPy reads the order when it is imported.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if worker.isdecimal() and len(devices) > 1:
+        first = int(worker) % len(devices)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first:] + devices[:first])
+
+
+take_turns_in_gpus()
+
+
 @functools.cache
 def find_cupy():
     """(CuPy, "") where it has a GPU, else (None, what is missing)."""

@@ -35,7 +35,7 @@ VELOCITY = np.random.default_rng(2).standard_normal((96, 64)).astype(np.float32)
 def test_an_image_at_4_bits_gets_a_fitted_codebook(xp):
     x = xp.asarray(IMAGE)
     plain = kb.metrics.sqnr_db(x, kb.quantize(x, "kbit4"))
-    found = explore.best(x, bits=4.25)
+    found = explore.best(x, bits=4.25, time_limit=math.inf)
     assert plain < 29 and found.row["sqnr_db"] > plain + 15 and found.row["sqnr_db"] > 43
     assert str(found.format) == "kbit4:codebook=custom" and found.given["codebook"].shape == (16,)
     assert round(found.row["bits_per_element"], 2) <= 4.25
@@ -55,7 +55,7 @@ ARRAYS = {"tails": TAILS, "channels": draw("normal, outlier channels", (128, 512
 @pytest.mark.parametrize("name", ARRAYS)
 def test_no_format_within_the_bits_is_noticeably_better(name, bits):
     x = ARRAYS[name]
-    found = explore.best(x, bits=bits)
+    found = explore.best(x, bits=bits, time_limit=math.inf)
     assert found.row["bits_per_element"] <= bits + 0.005
     for candidate in candidates.candidates(x.shape):
         if bits - 1.3 <= 8 * candidate.nbytes(x.shape) / x.size <= bits + 0.005:
@@ -79,7 +79,7 @@ def test_of_alike_errors_the_fewer_bits_win():
 @pytest.mark.parametrize("limit", [0.5, 0.02, 0.004])
 def test_no_element_is_further_away_than_max_error(xp, limit):
     x = xp.asarray(IMAGE)
-    found = explore.best(x, max_error=limit)
+    found = explore.best(x, max_error=limit, time_limit=math.inf)
     q = found.quantize(x)
     assert kb.metrics.max_abs(x, q.dequantize()) <= limit
     smaller = [each for each in explore.default_formats(x.shape) if kb.quantize(x, each).nbytes < q.nbytes]
@@ -89,7 +89,7 @@ def test_no_element_is_further_away_than_max_error(xp, limit):
 @pytest.mark.parametrize("limit", [10.0, 21.0, 40.0])
 def test_the_sqnr_is_kept_to_with_few_bits(limit):
     x = TAILS
-    found = explore.best(x, sqnr_db=limit)
+    found = explore.best(x, sqnr_db=limit, time_limit=math.inf)
     q = found.quantize(x)
     assert kb.metrics.sqnr_db(x, q) >= limit
     smaller = [each for each in explore.default_formats(x.shape) if kb.quantize(x, each).nbytes < q.nbytes]
@@ -107,12 +107,12 @@ def test_a_choice_among_named_formats():
 
 
 def test_what_a_choice_says_of_itself():
-    found = explore.best(PRESSURE, bits=4.5)
+    found = explore.best(PRESSURE, bits=4.5, time_limit=math.inf)
     first, note = repr(found).splitlines()
     assert found.format.options()["zero"] == "float" and first.startswith(f"<Best: {found.format}, 4.")
     assert first.endswith(f"bits per element, SQNR {found.row['sqnr_db']:.2f} dB>")
     assert note.startswith("note: 'x': the mean is 9.999e+04")
-    fitted = explore.best(IMAGE, bits=4.5)
+    fitted = explore.best(IMAGE, bits=4.5, time_limit=math.inf)
     assert repr(fitted).startswith(f"<Best: {fitted.format}, fitted codebook, 4.")
 
 
@@ -153,7 +153,7 @@ def test_bad_calls(x, given, error, message):
 def test_numbers_may_be_large_or_small(factor):
     """Formats that have no scales for them are left out."""
     x = (VELOCITY * np.float64(factor)).astype(np.float32)
-    found = explore.best(x, bits=5.3)
+    found = explore.best(x, bits=5.3, time_limit=math.inf)
     assert found.row["sqnr_db"] > 20 and np.isfinite(found.quantize(x).dequantize()).all()
     assert explore.best(x, sqnr_db=20).row["sqnr_db"] >= 20
     formats = ["int4:block=32,zero=float,scale_dtype=float16", "int4:block=32,zero=float"]
