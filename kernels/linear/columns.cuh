@@ -43,18 +43,12 @@ __device__ __forceinline__ float sum_of_words(const unsigned (&w)[WORDS]) {
     return sum;
 }
 
-// Two codes of a word, of its lower or `upper` nibbles, as halves: of bytes 0 and 2 or, `next`, 1 and 3.
-__device__ __forceinline__ unsigned nibbles(unsigned word, bool upper, bool next) {
-    return (next ? word >> 8 : word) & (upper ? 0x00f000f0u : 0x000f000fu);
-}
-
 // Parts are the eight sub-blocks.
 template <typename T>
 struct Columns<Q4K<T>> : Q4K<T> {
     using Base = Q4K<T>;
     using Base::FIELDS, Base::X_WORDS;
     using Own = unsigned[4];
-    static constexpr float EPILOGUE_SCALE = 1.4901161193847656e-8f;  // 2^-26
 
     __device__ __forceinline__ static int token(int g) { return g; }
 

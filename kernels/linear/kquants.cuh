@@ -39,7 +39,9 @@ struct Q4KBase {
     static constexpr int SUB = ITEM_K, SUBS = 1, VALUES = 0, ENTRIES = 0, SCALE_ENTRIES = 1, ZERO_ENTRIES = 3;
     static constexpr bool GAPS = false, LONG = true, PAIRED = true, SPREAD_SCALES = false;
     static constexpr int ZEROS_AT = 4, SCALE_BYTES = 16, SCALE_STEP = 0, ITEM_BYTES = ITEM_K / 2, WORDS = 4, FIELDS = 4;
-    static constexpr float EPILOGUE_SCALE = 1.0f;
+    // Codes are halves as they are, and sums are 2^26 of what they stand for; bfloat16 has no room for such numbers.
+    static constexpr bool SUBNORMAL = SameType<T, __half>::VALUE;
+    static constexpr float EPILOGUE_SCALE = SUBNORMAL ? 1.4901161193847656e-8f : 1.0f;
     static constexpr int SWIZZLE_PERIOD = 4;
     static constexpr int X_WORDS = 17, MOST_TOGETHER = 2;  // the last word of x: the sum
 
@@ -56,9 +58,11 @@ struct Q4KBase {
         return item & 1 ? (record.w >> 4 & 0x0f0f0f0fu) | (record.z >> 2 & 0x30303030u) : record.z & 0x3f3f3f3fu;
     }
 
-    // A lane's minimum of four as the bfloat16 twice, by the selector `own`: a byte as one from 128 on, less 128.
+    // A lane's minimum of four as the bfloat16 twice, by the selector `own`: a byte as one from 2^33 or 128 on, less
+    // that.
     static __device__ __forceinline__ unsigned minimum(unsigned mn, unsigned own) {
-        return add_pairs<__nv_bfloat16>(__byte_perm(mn, 0x43434343u, own), 0xc300c300u);
+        constexpr unsigned UPPER = SUBNORMAL ? 0x50505050u : 0x43434343u;
+        return add_pairs<__nv_bfloat16>(__byte_perm(mn, UPPER, own), SUBNORMAL ? 0xd000d000u : 0xc300c300u);
     }
 
     // acc -= dmin * mn * x of a k-tile, or of the block that ends with it: of its halves the first has the lower k.
@@ -85,11 +89,17 @@ struct Q4KBase {
     static __device__ __forceinline__ unsigned below(unsigned at) { return 0x4040u + at * 0x0101u; }
 };
 
+// Two codes of a word, of its lower or `upper` nibbles, as halves, of which tensor cores multiply subnormal ones, too:
+// multiples of 2^-24, of upper nibbles 16 times that. Of bytes 0 and 2 or, `next`, 1 and 3.
+__device__ __forceinline__ unsigned nibbles(unsigned word, bool upper, bool next) {
+    return (next ? word >> 8 : word) & (upper ? 0x00f000f0u : 0x000f000fu);
+}
+
 // The lanes of a row share each sub-block, whose sums are scaled in fp32.
 template <typename T>
 struct Q4K : Q4KBase<T> {
     using Base = Q4KBase<T>;
-    using Base::scales, Base::minima, Base::below;
+    using Base::scales, Base::minima, Base::below, Base::SUBNORMAL;
     using Base::WORDS, Base::FIELDS, Base::X_WORDS, Base::ITEM_BYTES, Base::SCALE_BYTES;
     static constexpr bool ONE_READ = false, MIXED = false;
     static constexpr int LANE_BYTES = 8;
@@ -134,28 +144,24 @@ struct Q4K : Q4KBase<T> {
         }
     }
 
-    // 1024 as a half, or 128 as a bfloat16, twice: codes become its lowest bits. The upper byte of these is the
-    // exponent of a float, TOP, of which a code in the lowest byte is a 2^23rd.
-    static constexpr unsigned MAGIC = SameType<T, __half>::VALUE ? 0x64006400u : 0x43004300u;
-    static constexpr float TOP = SameType<T, __half>::VALUE ? 9.444732965739290427392e21f : 128.0f;  // 2^73, 2^7
-
-    // Two codes of a word: of its lower or `upper` nibbles, of bytes 0 and 2 or, `next`, 1 and 3.
-    static __device__ __forceinline__ unsigned pair(unsigned word, bool upper, bool next, unsigned magic) {
-        if constexpr (SameType<T, __nv_bfloat16>::VALUE) {
-            return add_pairs<T>(masked<0x000f000fu>(word >> (upper * 4 + next * 8), magic), 0xc300c300u);
-        } else {
-            const unsigned bytes = next ? word >> 8 : word;
-            if (!upper) return add_pairs<T>(masked<0x000f000fu>(bytes, magic), 0xe400e400u);
-            return fma_pairs<T>(masked<0x00f000f0u>(bytes, magic), 0x2c002c00u, 0xd400d400u);
-        }
+    // Two codes of a word: of its lower or `upper` nibbles, of bytes 0 and 2 or, `next`, 1 and 3. As bfloat16 they
+    // become the lowest bits of 128, which is taken off.
+    static __device__ __forceinline__ unsigned pair(unsigned word, bool upper, bool next, unsigned tops) {
+        if constexpr (SUBNORMAL) return nibbles(word, upper, next);
+        else return add_pairs<T>(masked<0x000f000fu>(word >> (upper * 4 + next * 8), tops), 0xc300c300u);
     }
+    // What a byte is added to, to be a float: it counts as 2^-23 of TOP, and UNIT of that is 1, or 2^50 beside codes
+    // that are multiples of 2^-24. Beside those of upper nibbles, which are 16 times too large, it is UPPER of TOP.
+    static constexpr float TOP = SUBNORMAL ? 9.444732965739290427392e21f : 128.0f;  // 2^73, 2^7
+    static constexpr float UPPER = SUBNORMAL ? 0.0625f : 1.0f, UNIT = SUBNORMAL ? 1.0f : 8388608.0f / TOP;
 
     struct Constants {
-        unsigned own;    // the selector of the sub-block whose sum a lane has
-        unsigned magic;  // MAGIC, in a register of its own: permutations have room for one constant
+        unsigned own;   // the selector of the sub-block whose sum a lane has
+        unsigned tops;  // upper bytes of TOP and of UPPER of it, or two bfloat16 of 128, in a register of its own:
+                        // permutations have room for one constant
     };
     static __device__ __forceinline__ Constants constants(const Values&) {
-        return {opaque(below(threadIdx.x & 3)), opaque(MAGIC)};
+        return {opaque(below(threadIdx.x & 3)), opaque(SUBNORMAL ? 0x64006200u : 0x43004300u)};
     }
 
     template <int EIGHTS, bool TOGETHER>
@@ -172,7 +178,7 @@ struct Q4K : Q4KBase<T> {
         for (int i = 0; i < 2; ++i) {
             const uint4 stored = shared_at<uint4>(record + i * eight);
             const float d = Word<__half>::get(stored.x, 0);
-            step[i] = d * (8388608.0f / TOP), dmin[i] = Word<__half>::get(stored.x, 1);
+            step[i] = d * UNIT, dmin[i] = Word<__half>::get(stored.x, 1);
             sc[i] = scales(stored, item);
             mn[0][i] = minima(stored, BLOCK ? 0 : item), mn[1][i] = minima(stored, 1);
         }
@@ -184,7 +190,7 @@ struct Q4K : Q4KBase<T> {
             for (int w = 0; w < 2; ++w) {
                 unsigned a[2][2];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = pair(f[i / 2][j / 2 * 2 + w], j % 2, i % 2, with.magic);
+                for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = pair(f[i / 2][j / 2 * 2 + w], j % 2, i % 2, with.tops);
                 const int s = 2 * j + w;
 #pragma unroll
                 for (int e = 0; e < EIGHTS; ++e)
@@ -193,8 +199,9 @@ struct Q4K : Q4KBase<T> {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 // A byte as a float from TOP on, less that; both are exact.
-                const float high = __uint_as_float(__byte_perm(sc[i], with.magic, 0x7440 + j));
-                const float scale = (high - TOP) * step[i];
+                const float high =
+                    __uint_as_float(__byte_perm(sc[i], with.tops, (j % 2 && SUBNORMAL ? 0x5440 : 0x7440) + j));
+                const float scale = (high - (j % 2 ? TOP * UPPER : TOP)) * step[i];
 #pragma unroll
                 for (int e = 0; e < 2 * EIGHTS; ++e)
                     acc[e / 2][2 * i + e % 2] = fmaf(part[e / 2][2 * i + e % 2], scale, acc[e / 2][2 * i + e % 2]);
