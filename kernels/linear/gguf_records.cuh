@@ -27,6 +27,8 @@
 //     codes(s)                   the four bytes of step s, 0 to 7, in the order of elements
 //     factor(j), offset(j)       A and B of sub-block j of the half
 //     outer()                    of the record: what A is beside factor(j); 1 without
+//     BYTES                      whether factor(j) are bytes with signs, of 16 sub-blocks. Then two_bytes(selector) has
+//                                those of two sub-blocks of the half in bytes 0 and 2, as the selector's names them
 //     INNER                      whether A and B are integers times what all of the record shares, A's integer times c
 //                                is below 2048, and c has no bias. Then load is load_codes and what these need,
 //                                scale(j) is A's integer, and `Inner`, which is loaded once a record, has what it is
@@ -43,8 +45,9 @@
 //                                are multiplied with, d
 //
 // In half precision codes need no conversion: the bits of a half below 2048 are that many times 2^-24, and tensor cores
-// multiply subnormal numbers, too. The bias is then taken off by sums of x, with which the sums of products begin, and
-// an inner scale is a multiplication of two codes at once, as integers.
+// multiply subnormal numbers, too. The bias is then taken off by sums of x, with which the sums of products begin, or
+// by one more mma with factors that are bytes; and an inner scale is a multiplication of two codes at once, as
+// integers.
 //
 // Where s and j are known, what they choose costs nothing. Everything but reading is plain C++, so that a test compiles
 // it with the host's compiler (tests/products/test_records.py).
@@ -111,7 +114,7 @@ struct RecordLayout {
 struct RecordBase {
     static constexpr int TABLE = 0, ORDER = BY_SIXTEEN, BIAS = 0, MOST = 1 << 20;
     static constexpr bool LANES = false, KEPT = false, SIGNED = false, OFFSETS = false, INNER = false, WHOLE = false,
-                          FOLDED = false, APART = false;
+                          FOLDED = false, APART = false, BYTES = false;
     __device__ __forceinline__ static unsigned table_word(int) { return 0; }
     __device__ __forceinline__ float offset(int) const { return 0.0f; }
     __device__ __forceinline__ float outer() const { return 1.0f; }
@@ -533,7 +536,7 @@ struct Q5_K_Record : RecordBase {
 struct Q6_K_Record : RecordBase {
     using Layout = RecordLayout<Q6_K_Record>;
     static constexpr int FIELDS = 4, SUB = 16, BIAS = 32, MOST = 4096;
-    static constexpr bool WHOLE = true;
+    static constexpr bool WHOLE = true, BYTES = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 128 : i == 1 ? 64 : i == 2 ? 16 : 2; }
     unsigned word[4], top[2], scales[2];
     float d;
@@ -555,6 +558,9 @@ struct Q6_K_Record : RecordBase {
     }
     __device__ __forceinline__ float factor(int j) const {
         return static_cast<float>(static_cast<signed char>(scales[j / 4] >> j % 4 * 8));
+    }
+    __device__ __forceinline__ unsigned two_bytes(unsigned selector) const {
+        return permuted(scales[0], scales[1], selector);
     }
     // Those of sub-blocks 2 t and 2 t + 1.
     __device__ __forceinline__ void factors(int t, float (&factor)[2]) const {

@@ -168,11 +168,13 @@ struct ByColumns<Columns<R>> {
     static constexpr bool VALUE = true;
 };
 
-// Whether sums of products begin with sums of x, see gguf_records.cuh, or these are wanted for more; and what one of
-// the codes stands for, which are the bits of numbers.
+// Whether there is a bias, and sums of x in two bfloat16 are multiplied by it and factors, see gguf_records.cuh, or
+// sums of products begin with sums of x; or these are wanted for more. What one of the codes stands for, which are the
+// bits of numbers.
 template <typename R>
 struct Way {
     static constexpr bool BIASED = R::BIAS != 0, SUMMED = BIASED || R::OFFSETS;
+    static constexpr bool APART = BIASED && R::BYTES && !ByColumns<R>::VALUE, BEGUN = BIASED && !APART;
     static constexpr float UNIT = 5.9604644775390625e-8f;  // 2^-24
     // By what sums of x are multiplied.
     static constexpr float OF_SUMS = BIASED ? -R::BIAS * UNIT : UNIT;
@@ -215,11 +217,31 @@ __device__ __forceinline__ void load_half(
     for (int i = 0; i < 2; ++i) r[i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, t, half);
 }
 
+// The bytes 0 and 2 of a word, which have signs, as bfloat16: what is below the sign from 128 on, less 128 or twice
+// that.
+__device__ __forceinline__ unsigned signed_pair(unsigned bytes) {
+    constexpr unsigned ONE = 0x43004300u;
+    return subtract_pairs<__nv_bfloat16>(masked<0x007f007fu>(bytes, ONE), masked<0x00800080u>(bytes, ONE));
+}
+// sum += factors times sums of x, eight sub-blocks at a time, of which lane t has two.
+template <typename R>
+__device__ __forceinline__ void take_off(
+    const R (&both)[2][2], const Beside& beside, unsigned m, int t, float (&sum)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        unsigned a[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) a[i] = signed_pair(both[half][i].two_bytes(0x0100u + t * 0x0202u));
+        const uint2 sums = shared_at<uint2>(beside.sums + half * m * 32);
+        mma<__nv_bfloat16>(sum, a[0], a[1], a[0], a[1], sums.x, sums.y);
+    }
+}
+
 // acc += W x of one record of 16 rows; `stage` is the address of row g's. `next` starts to copy the next record to
 // the same place, when all has been read from there.
 template <typename R, typename Next>
 __device__ __forceinline__ void multiply_record(
-    unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, int t,
+    unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, const Beside& beside, unsigned m, int t,
     const Next& next, float (&acc)[4]) {
     using Way = ::Way<R>;
     constexpr int STEPS = R::SUB / 16;
@@ -228,6 +250,7 @@ __device__ __forceinline__ void multiply_record(
     load_half(both[0], stage, narrow, table, t, 0), load_half(both[1], stage, narrow, table, t, 1);
     __syncwarp();
     next();
+    if constexpr (Way::APART) take_off<R>(both, beside, m, t, sum);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         R(&r)[2] = both[half];
@@ -241,7 +264,7 @@ __device__ __forceinline__ void multiply_record(
             if (s % STEPS == 0) {
 #pragma unroll
                 for (int i = 0; i < 4; i += 2) {  // a load for each is less than a copy
-                    const uint2 begin = Way::BIASED ? shared_at<uint2>(sums) : uint2{0, 0};
+                    const uint2 begin = Way::BEGUN ? shared_at<uint2>(sums) : uint2{0, 0};
                     part[i] = __uint_as_float(begin.x), part[i + 1] = __uint_as_float(begin.y);
                 }
             }
@@ -477,10 +500,11 @@ struct Arrange {
         if constexpr (Way::SUMMED) {
             if (octet % OCTETS) return;
             const int sub = octet / OCTETS;
-            if constexpr (R::INNER || R::LANES) {
+            if constexpr (R::INNER || R::LANES || Way::APART) {
+                constexpr float TIMES = Way::APART ? Way::OF_SUMS : 1.0f;
 #pragma unroll
                 for (int token = 0; token < TOKENS; ++token)
-                    if (token < m) store_sum<Way, R>(sums, sub, token, m, sum[token]);
+                    if (token < m) store_sum<Way, R>(sums, sub, token, m, sum[token] * TIMES);
             } else {
 #pragma unroll
                 for (int i = 0; i < TOKENS; i += 4) {
@@ -732,11 +756,12 @@ __global__ void __launch_bounds__(512, 1) linear_records(
     const unsigned my_x = base + cut.x + min(HALVES ? g / 2 : g, columns - 1) * 64 + t * 16;
     // Bytes of a lane's sums of x, and of a record's; of the scales of a record; parts of x of a record.
     constexpr int OWN_SUMS = STAGED && R::APART ? Quantized<R>::SUB / 2 : !STAGED && R::LANES ? Way::SUBS : 8;
-    constexpr int OF_TOKEN = STAGED ? R::APART ? Quantized<R>::PARTS : 0 : R::INNER || R::LANES ? 4 * OWN_SUMS : 0;
+    constexpr bool IN_PARTS = R::INNER || R::LANES || Way::APART;
+    constexpr int OF_TOKEN = STAGED ? R::APART ? Quantized<R>::PARTS : 0 : IN_PARTS ? 4 * OWN_SUMS : 0;
     const unsigned my_sums_of_x = base + cut.sums_of_x + t * OWN_SUMS + min(g, m - 1) * OF_TOKEN;
     const unsigned sums_pitch = STAGED     ? Quantized<R>::template BYTES<MANY>
                                 : R::LANES ? m * 4 * OWN_SUMS
-                                : R::INNER ? Way::SUBS / 8 * m * 32
+                                : IN_PARTS ? Way::SUBS / 8 * m * 32
                                            : Way::SUBS * TOKENS * 4;
     constexpr int SCALES = (STAGED ? RECORD / Q8 : 1) * MANY * 4, STEPS_OF_X = STAGED ? 4 : 8;
     const unsigned my_sums = base + cut.sums + team * cut.ring * warps * (SETS * TILE_SUMS) + lane * 16;
@@ -769,7 +794,7 @@ __global__ void __launch_bounds__(512, 1) linear_records(
                     else if constexpr (ByColumns<R>::VALUE)
                         multiply_columns<R>(stage, narrow, table, beside, t, start, to);
                     else if constexpr (R::INNER) multiply_inner<R>(stage, narrow, table, beside, m, t, start, to);
-                    else multiply_record<R>(stage, narrow, table, beside, t, start, to);
+                    else multiply_record<R>(stage, narrow, table, beside, m, t, start, to);
                     if constexpr (SCALED) {
                         const uint2 scales = shared_at<uint2>(my_scales);
 #pragma unroll
