@@ -188,9 +188,8 @@ struct Columns : Base {
 template <typename T>
 struct Columns<Q4_1<T>> : Q4_1<T> {
     using Base = Q4_1<T>;
-    using Base::FIELDS, Base::X_WORDS;
-    using Own = unsigned[4];                                                             // two of each k-tile
-    static constexpr float UNIT = 5.9604644775390625e-8f, EPILOGUE_SCALE = 1.0f / UNIT;  // 2^-24
+    using Base::FIELDS, Base::X_WORDS, Base::UNIT;
+    using Own = unsigned[4];  // two of each k-tile
 
     __device__ __forceinline__ static int token(int g) { return g; }
 

@@ -211,17 +211,32 @@ struct Q4K : Q4KBase<T> {
 };
 
 // A block's d and m are two halves side by side. m is exact as two bfloat16, and so are its products with sums of x:
-// one more mma adds them, in which lane t has sub-block t.
+// one more mma adds them, in which lane t has sub-block t. Codes are halves as they are, and sums UNIT times what they
+// stand for, but for tokens with scales of their own, of which the product with that may be none of float32.
 template <typename T>
 struct Q4_1 : Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT> {
     using Base = Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT>;
     using Codes = typename Base::Codes;
     using Base::FIELDS, Base::SUBS;
     static constexpr int X_WORDS = 17;  // the last word of x: the sum
+    static constexpr bool SUBNORMAL = SameType<T, __half>::VALUE;
+    static constexpr float UNIT = SUBNORMAL ? 5.9604644775390625e-8f : 1.0f, EPILOGUE_SCALE = 1.0f / UNIT;  // 2^-24
 
     __device__ __forceinline__ static void arrange_x(unsigned (&x)[X_WORDS]) {
         x[16] = sums_of_x<T>(x);
         Base::arrange_x(x);
+    }
+
+    // The pairs of codes of a word.
+    template <bool AS_THEY_ARE>
+    static __device__ __forceinline__ void pairs(
+        unsigned word, const typename Codes::Constants& codes, const typename Codes::Minus& minus, unsigned (&a)[4]) {
+        if constexpr (AS_THEY_ARE) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = nibbles(word >> 4 * i, false, false);
+        } else {
+            Codes::pairs(word, codes, minus, a);
+        }
     }
 
     struct Constants {
@@ -240,7 +255,7 @@ struct Q4_1 : Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT> 
         const unsigned own = record + opaque(threadIdx.x % 4) * 4 + 2;  // of the sub-block whose sum a lane has
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float all = Word<__half>::get(shared_at<unsigned short>(own + i * eight), 0);
+            const float all = Word<__half>::get(shared_at<unsigned short>(own + i * eight), 0) * UNIT;
             const unsigned upper = __float_as_uint(all) & 0xffff0000u;
             m[i][0] = __byte_perm(upper, 0, 0x3232);
             m[i][1] = __byte_perm(__float_as_uint(all - __uint_as_float(upper)), 0, 0x3232);
@@ -262,7 +277,7 @@ struct Q4_1 : Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT> 
             float part[EIGHTS][4] = {}, sum[EIGHTS][4] = {};
             unsigned a[2][4];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) Codes::pairs(f[i][j], with.codes, with.minus, a[i]);
+            for (int i = 0; i < 2; ++i) pairs<SUBNORMAL && !BLOCKED>(f[i][j], with.codes, with.minus, a[i]);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -288,4 +303,9 @@ struct Q4_1 : Affine<T, 4, 32, unsigned, NO_ZEROS, unsigned, ALL_SCALES, SPLIT> 
             }
         }
     }
+};
+
+template <typename T>
+struct Blocked<Q4_1<T>> : Q4_1<T> {
+    static constexpr float EPILOGUE_SCALE = 1.0f;
 };
