@@ -221,6 +221,18 @@ def test_each_element_of_one_token(cupy, format):
     assert bool((abs(out - wanted) <= 2.0**-10 * abs(wanted).max()).all())
 
 
+@pytest.mark.parametrize("format", ["q4_1", "q4_k", "q6_k"])
+def test_subnormal_tokens(cupy, format):
+    """Codes are halves as they are, far below 1: the smallest tokens make the same sums as larger ones, too."""
+    q = weight((1056, 1024), kb.get_format(format), cupy, scale=2.0**13)
+    x = cupy.asarray(np.random.default_rng(0).integers(-7, 8, (16, 1024)).astype(np.float16))
+    for m in (1, 2, 8, 16):
+        small, large = (kb.linear(x[:m] * np.float16(2.0**-power), q) for power in (24, 10))
+        check(large, x[:m] * np.float16(2.0**-10), q)
+        off = abs(small.astype(np.float32) * 2.0**14 - large.astype(np.float32))
+        assert large.any() and bool((off <= 2.0**-10).all())  # where the small ones are subnormal
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-12, 1e4, 1e6])
 @pytest.mark.parametrize("options", [{"absmax": "float32"}, {"absmax": "float16"}, {}])
 def test_scales_far_from_one(cupy, options, scale):
