@@ -147,6 +147,29 @@ def _values_of(fragments: Fragments, dtype: np.dtype) -> bytes:
     return struct.tobytes()
 
 
+@functools.lru_cache(maxsize=256)
+def values_between(fragments: Fragments, dtype: np.dtype) -> bytes:
+    """The same as `_values_of` with words in place of values, see `between`: then thread blocks need not make them."""
+    struct = np.frombuffer(_values_of(fragments, dtype), VALUES.dtype).copy()
+    struct["value"] = between(struct["value"], dtype).view(np.float32)
+    return struct.tobytes()
+
+
+def between(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """What ``between`` of kernels/linear/decoder.cuh makes of float32, for a `dtype` of two bytes.
+
+    In the upper half of a word stands the number of `dtype` at a value or next to it towards zero, in the lower half
+    how far the value is from there to the next number, in parts of 2^16.
+    """
+    if dtype != np.float16:  # the upper half of a float32
+        return values.view(np.uint32)
+    nearest = values.astype(np.float16)
+    low = nearest.view(np.uint16) - (np.abs(nearest) > np.abs(values))
+    start, end = (bits.view(np.float16).astype(np.float32) for bits in (low, low + np.uint16(1)))
+    part = np.abs(values - start) / np.abs(end - start)  # without rounding: a step is a power of two
+    return low.astype(np.uint32) << 16 | (part * 65536).astype(np.uint32)
+
+
 # Steps between the numbers of a type from 1 to 2.
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 

@@ -41,6 +41,7 @@ from .fused import (
     no_map,
     refusal,
     rounded_note,
+    values_between,
 )
 from .routes import Device, Problem, Product, Route, refused_by_all
 
@@ -206,7 +207,17 @@ def _way_instances(way: str, clusters: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _one_arguments(decoder: Decoder, T: str, items: int, warps: int) -> str:
-    return f"{decoder.fragments.small_batch.format(T=T)}, {items}, {warps}, {decoder.layout}"
+    known = str(_by_words(decoder, warps)).lower()
+    return f"{decoder.fragments.small_batch.format(T=T)}, {items}, {warps}, {decoder.layout}, {known}"
+
+
+def _by_words(decoder: Decoder, warps: int) -> bool:
+    """Whether ``linear_one`` makes the table of values that are known of words, see `values_between`.
+
+    Of pairs of 16 values, before there is anything else to do: a table that is made while weights are on their way has
+    the time to find them out.
+    """
+    return decoder.fragments.bits == 4 and warps == 16
 
 
 # Thread blocks of a cluster, where there are any: multiprocessors come in pairs, so that all of them find a place.
@@ -509,6 +520,8 @@ class OneKernel(Fused):
         self.blocks = min(n // ITEM_ROWS, device.multiprocessors)
         shared = decoder.shared_bytes_one(k, self.run, items, warps)
         sizes = (*(8,) * 7, *(4,) * 4, VALUES.dtype.itemsize, _tma.MAP_BYTES)
+        if _by_words(decoder, warps):
+            self._values = values_between(fragments, dtype)
         self.kernel = kernel_of(
             "linear_one", _one_arguments(decoder, self.cxx, items, warps), 32 * warps, shared, sizes
         )

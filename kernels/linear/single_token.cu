@@ -111,7 +111,8 @@ __device__ __forceinline__ void store_x(char* lines, unsigned (&w)[16], int i) {
 // ITEMS     k-tiles of a unit
 // WARPS     of a thread block
 // Layout    the sizes of Decoder that the host reckons with
-template <typename Decoder, int ITEMS, int WARPS, typename Layout>
+// KNOWN     whether `codebook` has words (fill_known_pairs) in place of values
+template <typename Decoder, int ITEMS, int WARPS, typename Layout, bool KNOWN>
 __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     const typename Decoder::Type* x,  // [k]
     const char* packed,               // [n, bytes of a row] codes
@@ -163,7 +164,18 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     copies.begin(unit, (first + tile) * ITEM_ROWS);
     if (BULK && begin < end && elect_lane()) prefetch_box(&map_of_weights, copies.byte, copies.row);
     float power;
-    auto make_table = [&] { power = fill_table<Decoder, true>(TABLE_AT, values, codebook); };
+    auto make_table = [&] {
+        if constexpr (KNOWN) {
+            static_assert(!LATE_TABLE && Decoder::VALUES == 16 && WARPS == 16);
+            if (!values) {
+                fill_known_pairs<Decoder>(TABLE_AT, codebook, warp);
+                power = codebook.power;
+                wait_for_previous();
+                return;
+            }
+        }
+        power = fill_table<Decoder, true>(TABLE_AT, values, codebook);
+    };
     if constexpr (LATE_TABLE) wait_for_previous();
     else make_table();
 

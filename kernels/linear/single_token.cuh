@@ -52,10 +52,31 @@ struct TmaBox {
 // What the decoders differ in.
 //     Scales<COUNT>      of a row of a box, of the blocks that a lane owns; read(row, t, seen) from those of the row
 //     EPILOGUE_SCALE     what the epilogue must multiply sums by, beside 1 / power of the table
+//     UPPER_FIRST        of a table of pairs: whether the first code of a pair is that of the upper four bits
 //     load_x_global, arrange_x    the 16 words of x for a block, in the order of `multiply`
 //     multiply           acc += a block of 16 rows, COUNT blocks one after the other; `part` is zero before the first
 template <typename Decoder>
 struct SingleToken;
+
+// The table of pairs of 16 values that the host knows, made by 16 warps: `value` of the codebook has their words, which
+// are `between` already. A warp makes 4 x 4 entries, for which it reads eight words: lanes that read parameters at
+// different addresses are served one after the other.
+template <typename Decoder>
+__device__ __forceinline__ void fill_known_pairs(unsigned table, const Values& codebook, unsigned warp) {
+    constexpr bool UPPER_FIRST = SingleToken<Decoder>::UPPER_FIRST;
+    const unsigned lane = threadIdx.x % WARP;
+    const unsigned upper = warp / 4 * 4 + lane / 8, lower = warp % 4 * 4 + lane / 2 % 4;
+    const unsigned first = __float_as_uint(codebook.value[UPPER_FIRST ? upper : lower]);
+    const unsigned second = __float_as_uint(codebook.value[UPPER_FIRST ? lower : upper]);
+    const unsigned both = __byte_perm(first, second, 0x7632);
+    uint4 four = make_uint4(both, both, both, both);
+    if (__any_sync(FULL_WARP, (first | second) & 0xffffu)) {  // the type of x does not hold all of them
+        const unsigned upper_bits = bits_of_code(upper), lower_bits = bits_of_code(lower);
+        four =
+            rounded_pairs(first, second, UPPER_FIRST ? upper_bits : lower_bits, UPPER_FIRST ? lower_bits : upper_bits);
+    }
+    fill_entry<1>(table, upper * 16 + lower, lane % 2, four);
+}
 
 // A number from global memory, where there is one. It may still be on its way.
 __device__ __forceinline__ void read_number(float& number, const float* p) {
@@ -82,6 +103,7 @@ struct SingleToken<Kbit<T_, K, FORMAT, false>> {
     using Decoder = Kbit<T, K, FORMAT>;
     static constexpr int WORDS = K;
     static constexpr float EPILOGUE_SCALE = FORMAT == E4M4 ? E4m4Pair<__half>::FACTOR : 1.0f;
+    static constexpr bool UPPER_FIRST = false;
 
     template <int COUNT>
     struct Scales {
@@ -153,6 +175,7 @@ struct SingleToken<Table4<T_, SUB>> {
     using Decoder = Table4<T, SUB>;
     static constexpr int WORDS = 4;
     static constexpr float EPILOGUE_SCALE = 1.0f;
+    static constexpr bool UPPER_FIRST = true;
 
     template <int COUNT>
     struct Scales {

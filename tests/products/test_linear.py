@@ -412,6 +412,36 @@ def test_the_gentle_factor_is_gentle(name, dtype):
         assert 1 <= factor < 2 and lost(factor) == pytest.approx(min(lost(1 + i / tried) for i in range(tried)))
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_words_between_numbers_say_how_far(dtype):
+    """The upper half is the number next to a value towards zero, the lower half the part of a step that is left."""
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.uniform(-4, 4, 500), rng.standard_normal(500) * 2.0 ** rng.integers(-26, 0, 500)])
+    values = np.concatenate([values, values.astype(dtype), [0.0, -0.0, 1.0, 2.0**-24]]).astype(np.float32)
+    words = fused.between(values, dtype)
+    low = (words >> 16).astype(np.uint16)
+    start, end = (bits.view(dtype).astype(np.float64) for bits in (low, low + np.uint16(1)))
+    part = (values - start) / (end - start)
+    assert words.dtype == np.uint32 and (part >= 0).all() and (part < 1).all()
+    assert np.array_equal(words & 0xFFFF, np.floor(part * 65536))
+    assert np.array_equal(np.signbit(start), np.signbit(values))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "fp4"])
+def test_one_token_gets_words_of_known_values(name, dtype):
+    """Those of symmetric codebooks are numbers of x's type: rounding leaves them alone."""
+    found = kb.get_format(name).fragments()
+    values = [
+        np.frombuffer(text(found.one_token or found, dtype), fused.VALUES.dtype)[0]
+        for text in (fused._values_of, fused.values_between)
+    ]
+    words = values[1]["value"].view(np.uint32)
+    assert values[0]["power"] == values[1]["power"] and np.array_equal(values[0]["map"], values[1]["map"])
+    assert np.array_equal(words, fused.between(values[0]["value"], dtype))
+    assert (words & 0xFFFF).any() == (name == "nf4")
+
+
 # ---- stacks and experts --------------------------------------------------------------------------------------------
 
 
