@@ -189,6 +189,11 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     for (int b = 0; b < TmaBox::BOXES; ++b) copies.start(b, begin < end, 0u);
     copies.start_scales(begin < end, 0u);
     if constexpr (LATE_TABLE) make_table();
+    // What the epilogue needs and can know by now: at the end all would wait for it.
+    const float factor = __uint_as_float(opaque(__float_as_uint(One::EPILOGUE_SCALE / power)));
+    const int rows = opaque(tiles * ITEM_ROWS);
+    auto first_warp = [&](int i) { return quotient(i / ITEM_ROWS * units, part); };  // of those with a sum of row i
+    int from_warp = opaque(first_warp(mine));
     if (mine < blocks) store_x<Decoder, ITEMS>(lines, w, mine);
     for (int i = mine + blockDim.x; i < blocks; i += blockDim.x) {
         One::load_x_global(w, x + i * ROW);
@@ -244,12 +249,12 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_one(
     }
     if (line != first_line && begin < end) leave();
     __syncthreads();
-    for (int i = threadIdx.x; i < tiles * ITEM_ROWS; i += blockDim.x) {
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
         const int down = i / ITEM_ROWS, to = first * ITEM_ROWS + i;
         float sum = 0.0f;
-        for (int w = quotient(down * units, part); w * part < (down + 1) * units; ++w)
-            sum += sums[(down + w) * ITEM_ROWS + i % ITEM_ROWS];
-        store(y + to, sum * tensor * (One::EPILOGUE_SCALE / power) + bias_at<T>(bias, bias_kind, to));
+        for (int w = from_warp; w * part < (down + 1) * units; ++w) sum += sums[(down + w) * ITEM_ROWS + i % ITEM_ROWS];
+        store(y + to, sum * tensor * factor + bias_at<T>(bias, bias_kind, to));
+        from_warp = first_warp(i + blockDim.x);
     }
 #endif
 }
