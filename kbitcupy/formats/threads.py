@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .base import Format
-from .chunks import AT_ONCE
+from .chunks import AT_ONCE, KEPT
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -103,6 +103,7 @@ def _share(function: Callable[[_T], _R], tasks: list[_T], workers: int, context:
     left = deque(enumerate(tasks))
 
     def work() -> None:
+        KEPT.set({})
         while left:
             try:
                 number, task = left.popleft()
