@@ -46,7 +46,7 @@ from .arithmetic import (
     quotients,
     round_away,
     scaled,
-    signed_max,
+    signed_max_of_numbers,
     unpack_fields,
 )
 
@@ -168,7 +168,7 @@ def _signed_bytes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _centred(rows: np.ndarray, middle: int) -> tuple[np.ndarray, np.ndarray]:
     """The scale and codes, uint8, from 0 to 2 * middle - 1; 0 is the number of largest magnitude."""
-    d = signed_max(rows) / np.float32(-middle)
+    d = signed_max_of_numbers(rows) / np.float32(-middle)
     return d, _truncated(quotients(rows, d, middle + 0.5), 2 * middle - 1)
 
 
@@ -227,7 +227,8 @@ def _ranged(rows: np.ndarray, importance: Importance, largest: int) -> tuple[np.
 
 def _five_bits(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes of 5 bits as the bytes of their bits 4, and those of the rest."""
-    return np.packbits(q >> 4, axis=1, bitorder="little"), pack_fields(q & 15, 4, 16)
+    high = np.packbits((q >> 4).reshape(-1), bitorder="little").reshape(len(q), -1)  # rows are whole bytes
+    return high, pack_fields(q & 15, 4, 16)
 
 
 def _from_five_bits(high: np.ndarray, low: np.ndarray) -> np.ndarray:
