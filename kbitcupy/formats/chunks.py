@@ -309,12 +309,18 @@ def pack_fields(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
     """Codes of so many bits as bytes: byte i of a run holds the elements i, i + run, i + 2 * run, ..., the first
     in the lowest bits.
 
-    `codes` is uint8[blocks, block]; the result uint8[blocks, block * bits / 8].
+    `codes` is uint8[blocks, block], `run` a multiple of 8; the result uint8[blocks, block * bits / 8].
     """
-    parts = np.ascontiguousarray(codes).reshape(-1, 8 // bits, run).view(_run(run))[..., 0]
-    fields = np.ascontiguousarray(parts.T).view(np.uint8).reshape(8 // bits, -1)
-    fields <<= np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return np.bitwise_or.reduce(fields, axis=0).reshape(len(codes), -1)
+    runs = np.ascontiguousarray(codes).reshape(-1, 8 // bits, run)
+    fields = [runs.view(np.uint64)[:, i] for i in range(8 // bits)]
+    if run == 16:  # copied as items they are faster than words of which two lie together
+        fields = [np.ascontiguousarray(runs.view(np.complex128)[:, i, 0]).view(np.uint64) for i in range(8 // bits)]
+    packed = fields[-1] << np.uint64(bits)  # codes fit: what leaves a byte is 0
+    for field in fields[-2:0:-1]:
+        packed |= field
+        packed <<= np.uint64(bits)
+    packed |= fields[0]
+    return packed.view(np.uint8).reshape(len(codes), -1)
 
 
 def unpack_fields(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
