@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +15,7 @@ from ..tables import LEAST_PRODUCT, SMALLEST_NORMAL
 CHUNK = 1 << 17
 #: By what that is multiplied: in threads calls have to be longer, since each ends with a wait for the interpreter.
 AT_ONCE: ContextVar[int] = ContextVar("kbitcupy_at_once", default=1)
-#: What `room` has given to a thread that works on parts of an array, by its names; None elsewhere.
+#: What `room` has given to a thread that quantizes, by its names; None elsewhere.
 KEPT: ContextVar[dict[str, np.ndarray] | None] = ContextVar("kbitcupy_kept", default=None)
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -27,6 +28,8 @@ _SIGN_AND_HALF, _HALF_BIAS = np.int32(-0x70000001), np.float32(2.0**112)
 _NARROWED, _FEW = 1 << 15, 1 << 10
 _LESS_BIAS = np.float32(2.0**-112)
 _TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
+# Bytes of a line of the cache.
+_LINE = 64
 # Bytes of a block from which on it is reduced as it is: for shorter ones that is slow.
 _LONG = 128
 _LAST_BUCKET = np.uint32(0xFFFF)
@@ -37,15 +40,17 @@ _AMBIGUOUS = np.uint8(254)
 def room(name: str, size: int, dtype: Any) -> np.ndarray:
     """A flat array, with anything in it; that of a name may be the same one each time, so only one is in use at once.
 
-    What is given back between parts, or chunks, threads would wait for: page faults of one hold up the others.
+    What is given back between parts, or chunks, threads would wait for: page faults of one hold up the others. It
+    begins with a line of the cache: where vectors lie across two, some calls take twice as long.
     """
-    kept = KEPT.get()
-    if kept is None:
-        return np.empty(size, dtype)
-    nbytes = size * np.dtype(dtype).itemsize
-    memory = kept.get(name)
+    kept, nbytes = KEPT.get(), size * np.dtype(dtype).itemsize
+    memory = None if kept is None else kept.get(name)
     if memory is None or memory.size < nbytes:
-        memory = kept[name] = np.empty(nbytes, np.uint8)
+        memory = np.empty(nbytes + _LINE, np.uint8)
+        first = -memory.ctypes.data % _LINE
+        memory = memory[first : first + nbytes]
+        if kept is not None:
+            kept[name] = memory
     return memory[:nbytes].view(dtype)
 
 
@@ -63,12 +68,19 @@ class Buffers:
     def __init__(self, size: int, block: int):
         self.block, self.chunk = block, CHUNK * AT_ONCE.get()
         size = min(size + -size % block, self.chunk)
-        self.x = room("x", size, np.float32)
-        self.y = room("y", size, np.float32)
-        self.position = room("position", size, np.intp)
-        self.index = room("index", size, np.uint8)
-        self.flag = room("flag", size, np.bool_)
-        self.starts = np.arange(0, size, block)
+        memory = room("buffers", 18 * size, np.uint8)  # one call of `room`, which small arrays would feel
+        self.position = memory[: 8 * size].view(np.intp)
+        self.x = memory[8 * size : 12 * size].view(np.float32)
+        self.y = memory[12 * size : 16 * size].view(np.float32)
+        self.index = memory[16 * size : 17 * size]
+        self.flag = memory[17 * size :].view(np.bool_)
+        self.starts = row_starts(size, block)
+
+
+@functools.lru_cache(maxsize=16)
+def row_starts(size: int, row: int) -> np.ndarray:
+    """Where the rows of a flat array begin, for ``reduceat``; not to be written."""
+    return np.arange(0, size, row)
 
 
 def chunks(x: np.ndarray, buffers: Buffers) -> Iterator[tuple[int, np.ndarray]]:

@@ -151,13 +151,27 @@ def _pack(index: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
 
 
 def _pack_counts(y: np.ndarray, thresholds: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
-    """`_pack` of how many thresholds, 2^k - 1 of them, are below each number; `work` has a byte for each of both."""
-    above = work[: thresholds.size * y.size].reshape(thresholds.size, y.size)
-    np.greater(y.reshape(-1), thresholds[:, None], out=above)
-    words = np.packbits(above, axis=1, bitorder="little").view("<u4")
-    planes = out.reshape(-1, k)
-    for bit in range(k):  # it changes at each threshold whose number, from 1 on, is a multiple of 2^bit
-        np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=planes[:, bit])
+    """`_pack` of how many thresholds, 2^k - 1 of them, are below each number; `work` has a byte for each of both.
+
+    Bit b of the count changes at each threshold whose number, from 1 on, is a multiple of 2^b.
+    """
+    numbers, planes = y.reshape(-1), out.reshape(-1, k)
+    if k <= 2:  # few calls; with more thresholds packing them all takes longer than joining them first
+        above = work[: thresholds.size * y.size].reshape(thresholds.size, y.size)
+        np.greater(numbers, thresholds[:, None], out=above)
+        words = np.packbits(above, axis=1, bitorder="little").view("<u4")
+        for bit in range(k):
+            np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=planes[:, bit])
+        return
+    *bits, flag = work[: (k + 1) * y.size].reshape(k + 1, y.size)
+    for bit in range(k - 1, -1, -1):  # the even multiples are those of the next bit
+        np.greater(numbers, thresholds[(1 << bit) - 1], out=bits[bit])
+        for threshold in thresholds[(3 << bit) - 1 :: 2 << bit]:
+            np.greater(numbers, threshold, out=flag)
+            bits[bit] ^= flag
+        if bit < k - 1:
+            bits[bit] ^= bits[bit + 1]
+    planes[...] = np.packbits(work[: k * y.size].reshape(k, -1), axis=1, bitorder="little").view("<u4").T
 
 
 def unpack_words(packed: np.ndarray, k: int) -> np.ndarray:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from ..chunks import copy_bytes as copy_bytes, pack_fields as pack_fields, room, unpack_fields as unpack_fields
+from ..chunks import (
+    copy_bytes as copy_bytes,
+    pack_fields as pack_fields,
+    room,
+    row_starts,
+    unpack_fields as unpack_fields,
+)
 
 _SIGN, _BELOW_HALF = np.uint32(1 << 31), np.float32(0.5 - 2.0**-25).view(np.uint32)
 _MAGNITUDE = np.uint32((1 << 31) - 1)
@@ -83,30 +87,12 @@ def largest_magnitude(rows: np.ndarray) -> np.ndarray:
 
 def _largest(integers: np.ndarray, width: int) -> np.ndarray:
     """The largest of each row of so many integers, [rows, 1]: of floats, which are slower, the bits have an order."""
-    return np.maximum.reduceat(integers, _starts(integers.size, width)).reshape(-1, 1)
-
-
-@functools.lru_cache(maxsize=16)
-def _starts(size: int, width: int) -> np.ndarray:
-    return np.arange(0, size, width)
+    return np.maximum.reduceat(integers, row_starts(integers.size, width)).reshape(-1, 1)
 
 
 def signed_max(rows: np.ndarray) -> np.ndarray:
     """The first number of largest magnitude of each row, [rows, 1]; +0 where all are zero."""
     low, high = extremes(rows)
-    return _longer(rows, low, high)
-
-
-def signed_max_of_numbers(rows: np.ndarray) -> np.ndarray:
-    """The same, faster, of rows that are contiguous, have 32 numbers or more, and no NaN."""
-    flat, width = rows.reshape(-1), rows.shape[1]
-    # Among numbers of one sign the bits of the longest are the largest; where there is but one sign, both find it.
-    low, high = (_largest(flat.view(kind), width).view(np.float32) for kind in (np.uint32, np.int32))
-    return _longer(rows, low, high)
-
-
-def _longer(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Which of two numbers of each row is the longer one, or stands first."""
     found = np.where(high > -low, high, low) + np.float32(0)
     either = np.flatnonzero((high == -low) & (high != 0))
     if either.size:

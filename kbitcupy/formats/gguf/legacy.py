@@ -46,7 +46,7 @@ from .arithmetic import (
     quotients,
     round_away,
     scaled,
-    signed_max_of_numbers,
+    signed_max,
     unpack_fields,
 )
 
@@ -168,7 +168,7 @@ def _signed_bytes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _centred(rows: np.ndarray, middle: int) -> tuple[np.ndarray, np.ndarray]:
     """The scale and codes, uint8, from 0 to 2 * middle - 1; 0 is the number of largest magnitude."""
-    d = signed_max_of_numbers(rows) / np.float32(-middle)
+    d = signed_max(rows) / np.float32(-middle)
     return d, _truncated(quotients(rows, d, middle + 0.5), 2 * middle - 1)
 
 
