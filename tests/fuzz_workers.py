@@ -6,7 +6,8 @@ fewer. A job of two processes, which have one thread or two as those of GPUs hav
 or the one that began it, gets ``kill -9``. However often that happens: nothing half-written has its final name, a job
 that fails says how to go on, the processes of one that was killed end, and repeated with ``resume`` it ends with the
 bytes of a job that nobody disturbed. Where `distributed` is installed a worker of a cluster is killed, too: the job
-does not fail. Linux only, for its ``/proc``.
+does not fail. Moments are drawn from as long as an undisturbed job takes. A kill hits if it comes before the end of its
+job; a run of which less than half do fails. Linux only, for its ``/proc``.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ class Job:
     def __init__(self, source, out, kind, resume):
         command = [sys.executable, __file__, "job", str(source), str(out), kind, "resume" * resume]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.workers = []
+        self.workers, self.hit = [], False
 
     def begun(self):
         """Wait until it has workers."""
@@ -63,6 +64,7 @@ class Job:
     def kill(self, draw):
         """Kill one of them: what it is."""
         victim = draw.choice([*self.workers, self.process.pid])
+        self.hit = self.process.poll() is None and alive(victim)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
         return "parent" if victim == self.process.pid else "worker"
@@ -99,36 +101,52 @@ def half_written(out, expected):
     return {name for name, data in files.items() if name.startswith("model") and data != expected[name]}
 
 
-def processes(kind, most, source, out, expected, draw):
-    """A job whose processes are killed up to `most` times, until it ends: what went wrong, or None, and its ends."""
+def duration(kind, source, out):
+    """The seconds from when a job has workers until it ends, where nobody disturbs it."""
+    undisturbed = Job(source, out, kind, False)
+    undisturbed.begun()
+    began = time.monotonic()
+    status, message = undisturbed.wait()
+    assert status == 0, message
+    return time.monotonic() - began
+
+
+def processes(kind, most, lasts, source, out, expected, draw):
+    """A job whose processes are killed up to `most` times, until it ends: what went wrong, or None, and its ends.
+
+    Third, whether each kill came before the end of its job.
+    """
     resume = draw.random() < 0.7
-    ends = []
+    ends, hits = [], []
     while not ends or ends[-1][1] != 0:
         jobs = [Job(source, out, kind, resume) for _ in range(1 if draw.random() < 0.7 else 2)]
         for each in jobs:
             each.begun()
         killed = None
         if len(ends) < most:
-            time.sleep(draw.random() * 0.4)
-            killed = draw.choice(jobs).kill(draw)
+            time.sleep(draw.random() * lasts)
+            aim = draw.choice(jobs)
+            killed = aim.kill(draw)
         for each in jobs:
             status, message = each.wait()
             ends.append((killed, status))
+            if killed is not None and each is aim:
+                hits.append(each.hit and status != 0)  # a worker that has no more to do is no loss
             if status not in (0, 1, -signal.SIGKILL):
-                return f"{ends}: {message[-2000:]}", ends
+                return f"{ends}: {message[-2000:]}", ends, hits
             last = message.strip().splitlines()[-1] if message.strip() else ""
             if status == 1 and not ("--resume" in last or "another process" in last or str(out) in last):
-                return f"{ends}: it says nothing of how to go on: {last}", ends
+                return f"{ends}: it says nothing of how to go on: {last}", ends, hits
         wrong = half_written(out, expected)
         if wrong:
-            return f"{ends}: half-written {wrong}", ends
+            return f"{ends}: half-written {wrong}", ends, hits
         ends.sort(key=lambda end: end[1] == 0)
         resume = True
         if ends[-1][1] != 0 and len(ends) > 12:
-            return f"{ends}: it does not end", ends
+            return f"{ends}: it does not end", ends, hits
     if contents(out) != expected:
-        return f"{ends}: other bytes", ends
-    return None, ends
+        return f"{ends}: other bytes", ends, hits
+    return None, ends, hits
 
 
 def cluster(distributed, source, out, expected, draw):
@@ -141,11 +159,12 @@ def cluster(distributed, source, out, expected, draw):
         try:
             executor = client.get_executor(pure=False, retries=3)
             kb.io.quantize_file(source, out, FORMAT, device="cpu", executor=executor)
+            hit = killer.finished.is_set()
         except FileError as error:
-            return f"cluster: {error}", []
+            return f"cluster: {error}", [], []
         finally:
             killer.join()
-    return (None if contents(out) == expected else "cluster: other bytes"), []
+    return (None if contents(out) == expected else "cluster: other bytes"), [], [hit]
 
 
 def run(count, seed=0, kinds=("processes", "apart", "cluster"), most=4):
@@ -162,6 +181,7 @@ def run(count, seed=0, kinds=("processes", "apart", "cluster"), most=4):
         distributed = None
         with contextlib.suppress(ImportError):
             import distributed
+        lasts = {kind: duration(kind, top / "source", top / kind) for kind in kinds if kind != "cluster"}
         for number in range(count):
             draw, out = random.Random(f"{seed}/{number}"), top / f"out{number}"
             for kind in kinds:
@@ -169,11 +189,12 @@ def run(count, seed=0, kinds=("processes", "apart", "cluster"), most=4):
                     continue
                 where = top / "source", out, expected, draw
                 if kind == "cluster":
-                    wrong, ends = cluster(distributed, *where)
+                    wrong, ends, hits = cluster(distributed, *where)
                 else:
-                    wrong, ends = processes(kind, most, *where)
+                    wrong, ends, hits = processes(kind, most, lasts[kind], *where)
                 ended[kind] += 1
                 ended.update(f"{killed or 'nobody'} killed: {status}" for killed, status in ends)
+                ended.update(kills=len(hits), hits=sum(hits))
                 if wrong is not None:
                     failures.append(f"round {number} of seed {seed}, {kind}: {wrong}")
                 for path in (out, out.with_name(out.name + atomic.PART)):
@@ -185,6 +206,9 @@ def _main(count, seed):
     began = time.perf_counter()
     ended, failures = run(count, seed)
     print(f"{dict(ended)}, seed {seed}: {len(failures)} failures, {time.perf_counter() - began:.0f} s")
+    print(f"{ended['hits']} of {ended['kills']} kills hit before the end of their job")
+    if 2 * ended["hits"] < ended["kills"]:
+        failures.append("too few kills hit: nothing is shown")
     print(*failures[:20], sep="\n")
     return bool(failures)
 

@@ -243,7 +243,7 @@ class BlockFormat(Format):
             if scale is not None:
                 with np.errstate(all="ignore"):
                     part = part * (np.float32(1) / scale)
-            if not (part.min() >= -LARGEST and part.max() <= LARGEST):  # NaN is neither
+            if not (np.minimum.reduce(part) >= -LARGEST and np.maximum.reduce(part) <= LARGEST):  # NaN is neither
                 part = np.where(np.isnan(part), np.float32(0), part.clip(-LARGEST, LARGEST))
             # Overflow on the way is a part of the origin's rules.
             with np.errstate(all="ignore"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,8 @@ from ..tables import LEAST_PRODUCT, SMALLEST_NORMAL
 CHUNK = 1 << 17
 #: By what that is multiplied: in threads calls have to be longer, since each ends with a wait for the interpreter.
 AT_ONCE: ContextVar[int] = ContextVar("kbitcupy_at_once", default=1)
+#: What `room` has given to a thread that quantizes, by its names; None elsewhere.
+KEPT: ContextVar[dict[str, np.ndarray] | None] = ContextVar("kbitcupy_kept", default=None)
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITE = np.uint32(0x7F800000)
@@ -24,11 +28,30 @@ _SIGN_AND_HALF, _HALF_BIAS = np.int32(-0x70000001), np.float32(2.0**112)
 _NARROWED, _FEW = 1 << 15, 1 << 10
 _LESS_BIAS = np.float32(2.0**-112)
 _TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
-# Rows that are reduced at a time; longer ones are made of them.
-_ROW = 32
+# Bytes of a line of the cache.
+_LINE = 64
+# Bytes of a block from which on it is reduced as it is: for shorter ones that is slow.
+_LONG = 128
 _LAST_BUCKET = np.uint32(0xFFFF)
 # Marks a bucket with a threshold inside. With 256 levels it is an index as well, one that is rare.
 _AMBIGUOUS = np.uint8(254)
+
+
+def room(name: str, size: int, dtype: Any) -> np.ndarray:
+    """A flat array, with anything in it; that of a name may be the same one each time, so only one is in use at once.
+
+    What is given back between parts, or chunks, threads would wait for: page faults of one hold up the others. It
+    begins with a line of the cache: where vectors lie across two, some calls take twice as long.
+    """
+    kept, nbytes = KEPT.get(), size * np.dtype(dtype).itemsize
+    memory = None if kept is None else kept.get(name)
+    if memory is None or memory.size < nbytes:
+        memory = np.empty(nbytes + _LINE, np.uint8)
+        first = -memory.ctypes.data % _LINE
+        memory = memory[first : first + nbytes]
+        if kept is not None:
+            kept[name] = memory
+    return memory[:nbytes].view(dtype)
 
 
 class Buffers:
@@ -45,11 +68,19 @@ class Buffers:
     def __init__(self, size: int, block: int):
         self.block, self.chunk = block, CHUNK * AT_ONCE.get()
         size = min(size + -size % block, self.chunk)
-        self.x = np.empty(size, np.float32)
-        self.y = np.empty(size, np.float32)
-        self.position = np.empty(size, np.intp)
-        self.index = np.empty(size, np.uint8)
-        self.flag = np.empty(size, np.bool_)
+        memory = room("buffers", 18 * size, np.uint8)  # one call of `room`, which small arrays would feel
+        self.position = memory[: 8 * size].view(np.intp)
+        self.x = memory[8 * size : 12 * size].view(np.float32)
+        self.y = memory[12 * size : 16 * size].view(np.float32)
+        self.index = memory[16 * size : 17 * size]
+        self.flag = memory[17 * size :].view(np.bool_)
+        self.starts = row_starts(size, block)
+
+
+@functools.lru_cache(maxsize=16)
+def row_starts(size: int, row: int) -> np.ndarray:
+    """Where the rows of a flat array begin, for ``reduceat``; not to be written."""
+    return np.arange(0, size, row)
 
 
 def chunks(x: np.ndarray, buffers: Buffers) -> Iterator[tuple[int, np.ndarray]]:
@@ -126,17 +157,25 @@ def has_special(x: np.ndarray) -> bool:
     return bool(largest(x.view(np.int16), axis=None) >= 0x7C00 or largest(x.view(np.uint16), axis=None) >= 0xFC00)
 
 
-def chunk_absmax(rows: np.ndarray, buffers: Buffers) -> np.ndarray:
-    """max|x| of each row of float32[blocks, block]; NaN is ignored, a subnormal maximum is 0."""
-    # As integers, which have the order of the numbers; fmax may lose a number to a signaling NaN.
-    magnitude = buffers.y[: rows.size].view(np.uint32)
-    np.bitwise_and(rows.reshape(-1).view(np.uint32), _MAGNITUDE, out=magnitude)
-    largest = _row_max(magnitude, buffers)
+def chunk_absmax(rows: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
+    """Fill `out` with max|x| of each row of float32[blocks, block]; NaN is ignored, a subnormal maximum is 0.
+
+    |x| stay in ``buffers.y``, and 0 for NaN.
+    """
+    magnitude, largest = _magnitudes(rows, buffers), out.view(np.uint32)
+    _row_max(magnitude, buffers, largest)
     if np.maximum.reduce(largest) > _INFINITE:
         magnitude *= magnitude <= _INFINITE
-        largest = _row_max(magnitude, buffers)
-    found = largest.view(np.float32)
-    return found if largest.size and np.minimum.reduce(largest) >= _NORMAL else flush_chunk(found)
+        _row_max(magnitude, buffers, largest)
+    if np.minimum.reduce(largest) < _NORMAL:
+        flush_chunk(out)
+
+
+def _magnitudes(rows: np.ndarray, buffers: Buffers) -> np.ndarray:
+    """|x| in a buffer, as integers, which have the order of the numbers; fmax may lose a number to a signaling NaN."""
+    magnitude = buffers.y[: rows.size].view(np.uint32)
+    np.bitwise_and(rows.reshape(-1).view(np.uint32), _MAGNITUDE, out=magnitude)
+    return magnitude
 
 
 def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np.ndarray:
@@ -148,9 +187,16 @@ def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np
     for start in range(0, whole, buffers.chunk):
         absmax = _half_absmax(x[start : min(start + buffers.chunk, whole)], buffers)
         out[start // block : start // block + absmax.size] = absmax
-    for first, rows in chunks(x[whole:], buffers):
-        absmax = chunk_absmax(rows, buffers)
-        out[whole // block + first : whole // block + first + absmax.size] = absmax
+    rest, numbers = out[whole // block :], x[whole:]
+    bits = rest.view(np.uint32)
+    for first, rows in chunks(numbers, buffers):
+        _row_max(_magnitudes(rows, buffers), buffers, bits[first : first + len(rows)])
+    # One look at all chunks, since a call takes as long for some hundred numbers as for one.
+    if bits.size and np.maximum.reduce(bits) > _INFINITE:
+        for first, rows in chunks(numbers, buffers):
+            chunk_absmax(rows, buffers, rest[first : first + len(rows)])
+    elif bits.size and np.minimum.reduce(bits) < _NORMAL:
+        flush_chunk(rest)
     return out
 
 
@@ -158,26 +204,27 @@ def _half_absmax(x: np.ndarray, buffers: Buffers) -> np.ndarray:
     """`chunk_absmax` of whole blocks of float16, flat, which are not widened for it."""
     magnitude = buffers.y.view(np.uint16)[: x.size]
     np.bitwise_and(x.view(np.uint16), np.uint16(0x7FFF), out=magnitude)
-    largest = _row_max(magnitude, buffers)
+    largest = np.empty(x.size // buffers.block, np.uint16)
+    _row_max(magnitude, buffers, largest)
     if np.maximum.reduce(largest) > 0x7C00:
         magnitude *= magnitude <= 0x7C00
-        largest = _row_max(magnitude, buffers)
+        _row_max(magnitude, buffers, largest)
     return largest.view(np.float16).astype(np.float32)
 
 
-def _row_max(x: np.ndarray, buffers: Buffers) -> np.ndarray:
-    """The largest number of each block of a flat array of unsigned integers."""
-    # Reducing short rows is slow. Columns of 16 bytes (as complex128) become rows first: then it goes along them.
-    row, each = min(buffers.block, _ROW), 16 // x.itemsize
-    columns = row // each
+def _row_max(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
+    """Fill `out` with the largest number of each block of a flat array of unsigned integers."""
+    block = buffers.block
+    if block * x.itemsize >= _LONG:
+        out[...] = np.maximum.reduceat(x, buffers.starts[: out.size])  # with `out` it would keep other threads waiting
+        return
+    # Columns of 16 bytes (as complex128) become rows first: then it goes along them.
+    each = 16 // x.itemsize
+    columns = block // each
     turned = buffers.position.view(x.dtype)[: x.size]
     np.copyto(turned.view(np.complex128).reshape(columns, -1), x.view(np.complex128).reshape(-1, columns).T)
     lanes = np.maximum.reduce(turned.reshape(columns, -1), axis=0).reshape(-1, each)
-    largest = np.maximum.reduce(np.ascontiguousarray(lanes.T), axis=0)
-    count = buffers.block // row
-    while count % 2 == 0:  # twenty times as fast as a reduction of so few
-        largest, count = np.maximum(largest[::2], largest[1::2]), count // 2
-    return largest if count == 1 else largest.reshape(-1, count).max(axis=1)
+    np.maximum.reduce(np.ascontiguousarray(lanes.T), axis=0, out=out)
 
 
 def flush_chunk(x: np.ndarray) -> np.ndarray:
@@ -274,13 +321,18 @@ def pack_fields(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
     """Codes of so many bits as bytes: byte i of a run holds the elements i, i + run, i + 2 * run, ..., the first
     in the lowest bits.
 
-    `codes` is uint8[blocks, block]; the result uint8[blocks, block * bits / 8].
+    `codes` is uint8[blocks, block], `run` a multiple of 8; the result uint8[blocks, block * bits / 8].
     """
-    parts = np.ascontiguousarray(codes).reshape(-1, 8 // bits, run).view(_run(run))[..., 0]
-    packed = np.ascontiguousarray(parts[:, 0]).view(np.uint8)
-    for i in range(1, 8 // bits):
-        packed |= np.ascontiguousarray(parts[:, i]).view(np.uint8) << np.uint8(bits * i)
-    return packed.reshape(len(codes), -1)
+    runs = np.ascontiguousarray(codes).reshape(-1, 8 // bits, run)
+    fields = [runs.view(np.uint64)[:, i] for i in range(8 // bits)]
+    if run == 16:  # copied as items they are faster than words of which two lie together
+        fields = [np.ascontiguousarray(runs.view(np.complex128)[:, i, 0]).view(np.uint64) for i in range(8 // bits)]
+    packed = fields[-1] << np.uint64(bits)  # codes fit: what leaves a byte is 0
+    for field in fields[-2:0:-1]:
+        packed |= field
+        packed <<= np.uint64(bits)
+    packed |= fields[0]
+    return packed.view(np.uint8).reshape(len(codes), -1)
 
 
 def unpack_fields(packed: np.ndarray, bits: int, run: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .base import Format
-from .chunks import AT_ONCE
+from .chunks import AT_ONCE, KEPT
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -61,7 +61,11 @@ def encode(
         return
     shape = _in_rows(format, x.shape, lead) if workers > 1 else None
     if shape is None or not _for_all_rows(given or {}, shape == x.shape and not lead):
-        format.encode(x, planes, given, lead)
+        kept = KEPT.set({})
+        try:
+            format.encode(x, planes, given, lead)
+        finally:
+            KEPT.reset(kept)
         return
     rows, lead = x.reshape(shape), lead if shape == x.shape else 0
     cuts = _cuts(len(rows), x.size // len(rows), workers)
@@ -103,6 +107,7 @@ def _share(function: Callable[[_T], _R], tasks: list[_T], workers: int, context:
     left = deque(enumerate(tasks))
 
     def work() -> None:
+        KEPT.set({})
         while left:
             try:
                 number, task = left.popleft()

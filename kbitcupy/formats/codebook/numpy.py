@@ -50,17 +50,27 @@ def encode_blocks(
         for first, block in chunks(x, buffers):
             last = first + len(block)
             if last > ready:
-                absmax = chunk_absmax(block, buffers) if known is None else known[first : max(first + _SCALES, last)]
+                if known is None:
+                    absmax = np.empty(len(block), np.float32)
+                    chunk_absmax(block, buffers, absmax)
+                else:
+                    absmax = known[first : max(first + _SCALES, last)]
                 begin, ready = first, first + absmax.size
                 divisors = _divisors(absmax, kind, scale, planes["absmax"][begin:ready])
+                least = np.minimum.reduce(divisors)
             divisor = divisors[first - begin : last - begin]
             y = buffers.y[: block.size].reshape(block.shape)
-            if table.thresholds is None or np.minimum.reduce(divisor) < _SAFE_DIVISOR:
+            if table.thresholds is None or least < _SAFE_DIVISOR:
                 np.copyto(y, block)
                 block = flush_chunk(y)
             np.divide(block, divisor[:, None], out=y)
-            index = _search(y, table, scale is not None, buffers)
-            _pack(index, k, planes["packed"][first * k : last * k], buffers.position.view(np.uint8))
+            out = planes["packed"][first * k : last * k]
+            if _is_counted(table):
+                assert table.thresholds is not None
+                _pack_counts(y, table.thresholds, k, out, buffers.position.view(np.bool_))
+            else:
+                index = _search(y, table, scale is not None, buffers)
+                _pack(index, k, out, buffers.position.view(np.uint8))
 
 
 def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.ndarray) -> np.ndarray:
@@ -90,13 +100,17 @@ def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: Buffers) -> np
     index, flag = buffers.index[: y.size].reshape(y.shape), buffers.flag[: y.size].reshape(y.shape)
     if table.thresholds is None:
         return _search_all(y, table, clamp, index)
-    if table.ordered and table.thresholds.size <= _COUNTED:
+    if _is_counted(table):
         np.greater(y, table.thresholds[0], out=index.view(np.bool_))
         for threshold in table.thresholds[1:]:
             np.greater(y, threshold, out=flag)
             index += flag.view(np.uint8)
         return index
     return _buckets(table).search(y, buffers)
+
+
+def _is_counted(table: Codebook) -> bool:
+    return table.ordered and table.thresholds is not None and table.thresholds.size <= _COUNTED
 
 
 def _search_all(y: np.ndarray, table: Codebook, clamp: bool, index: np.ndarray) -> np.ndarray:
@@ -134,6 +148,30 @@ def _pack(index: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
     bits = np.bitwise_and(index.reshape(-1), _BITS[:k], out=work[: k * index.size].reshape(k, -1))
     # packbits takes any other number than 0 for a one.
     out.reshape(-1, k)[...] = np.packbits(bits, axis=1, bitorder="little").view("<u4").T
+
+
+def _pack_counts(y: np.ndarray, thresholds: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
+    """`_pack` of how many thresholds, 2^k - 1 of them, are below each number; `work` has a byte for each of both.
+
+    Bit b of the count changes at each threshold whose number, from 1 on, is a multiple of 2^b.
+    """
+    numbers, planes = y.reshape(-1), out.reshape(-1, k)
+    if k <= 2:  # few calls; with more thresholds packing them all takes longer than joining them first
+        above = work[: thresholds.size * y.size].reshape(thresholds.size, y.size)
+        np.greater(numbers, thresholds[:, None], out=above)
+        words = np.packbits(above, axis=1, bitorder="little").view("<u4")
+        for bit in range(k):
+            np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=planes[:, bit])
+        return
+    *bits, flag = work[: (k + 1) * y.size].reshape(k + 1, y.size)
+    for bit in range(k - 1, -1, -1):  # the even multiples are those of the next bit
+        np.greater(numbers, thresholds[(1 << bit) - 1], out=bits[bit])
+        for threshold in thresholds[(3 << bit) - 1 :: 2 << bit]:
+            np.greater(numbers, threshold, out=flag)
+            bits[bit] ^= flag
+        if bit < k - 1:
+            bits[bit] ^= bits[bit + 1]
+    planes[...] = np.packbits(work[: k * y.size].reshape(k, -1), axis=1, bitorder="little").view("<u4").T
 
 
 def unpack_words(packed: np.ndarray, k: int) -> np.ndarray:
@@ -204,6 +242,8 @@ def _pairs(values: np.ndarray, k: int) -> np.ndarray:
 # An absmax over this has no normal reciprocal; it and its block are scaled down first.
 _LARGE = np.float32(2.0**126)
 _DOWN = np.float32(2.0**-64)
+# A number that is larger has no subnormal quotient by a number up to 1, however that was rounded.
+_ROOMY = np.float32(2.0**-124)
 # With an absmax from here on, the quotients of subnormal numbers are on the same side of every threshold as 0.
 _SAFE_ABSMAX = np.float32(2.0**-80)
 
@@ -213,20 +253,22 @@ def encode_chunks(x: np.ndarray, block: int, table: Table, out: np.ndarray) -> A
     buffers = Buffers(x.size, block)
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
         for first, rows in chunks(x, buffers):
-            absmax = chunk_absmax(rows, buffers)
-            out[first : first + absmax.size] = absmax
+            absmax = out[first : first + len(rows)]
+            chunk_absmax(rows, buffers, absmax)
             y = buffers.y[: rows.size].reshape(rows.shape)
             x_rows = rows
-            if table.flushes or np.minimum.reduce(absmax) < _SAFE_ABSMAX:
+            most = np.maximum.reduce(absmax)
+            flushes = table.flushes and _may_flush(y, most)
+            if flushes or np.minimum.reduce(absmax) < _SAFE_ABSMAX:
                 np.copyto(y, rows)
                 rows = flush_chunk(y)
             down: Any = np.float32(1)
-            if np.maximum.reduce(absmax) > _LARGE:
+            if most > _LARGE:
                 down = np.where((absmax > _LARGE) & (absmax < np.inf), _DOWN, np.float32(1))
                 rows = np.multiply(rows, down[:, None], out=y)
             reciprocal = np.float32(1) / (absmax * down)
             np.multiply(rows, reciprocal[:, None], out=y)
-            if table.flushes:
+            if flushes:
                 # The GPU rounds to 24 bits before it looks whether that is subnormal; here 23 bits have become 2^-126.
                 rare = np.flatnonzero(
                     np.abs(y, out=buffers.position.view(np.float32)[: y.size].reshape(y.shape)) == SMALLEST_NORMAL
@@ -236,6 +278,14 @@ def encode_chunks(x: np.ndarray, block: int, table: Table, out: np.ndarray) -> A
                 )
                 y.reshape(-1)[rare[np.abs(exact) < float(SMALLEST_NORMAL) * (1 - 2.0**-25)]] = 0
             yield first * block, table.search(y, buffers)
+
+
+def _may_flush(magnitudes: np.ndarray, most: np.float32) -> bool:
+    """Whether a number, or its quotient by up to `most`, may be subnormal; the magnitudes are lost."""
+    bits = magnitudes.view(np.uint32).reshape(-1)
+    bits -= np.uint32(1)  # zeros are the largest then
+    least = (np.minimum.reduce(bits) + np.uint32(1)).view(np.float32)  # a zero only if all are
+    return not least > _ROOMY * max(most, np.float32(1))
 
 
 def decode_chunks(
@@ -361,10 +411,8 @@ def quantize_table4(x: np.ndarray, planes: Mapping[str, Any], table: Table, bloc
         # As little-endian pairs the first code of a byte is the low one.
         pair = index.reshape(-1).view("<u2")
         size = min(pair.size, packed.size - first // 2)
-        both = pair << 4
-        pair >>= 8
-        both |= pair
-        packed[first // 2 : first // 2 + size] = both[:size]
+        pair *= np.uint16((1 << 12) + 1)  # the first code above the second, in the high byte
+        packed[first // 2 : first // 2 + size] = pair.view(np.uint8)[1 : 2 * size : 2]
     if nested:
         nest(absmax, planes)
     if "table" in planes:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..chunks import copy_bytes as copy_bytes, pack_fields as pack_fields, unpack_fields as unpack_fields
+from ..chunks import (
+    copy_bytes as copy_bytes,
+    pack_fields as pack_fields,
+    room,
+    row_starts,
+    unpack_fields as unpack_fields,
+)
 
 _SIGN, _BELOW_HALF = np.uint32(1 << 31), np.float32(0.5 - 2.0**-25).view(np.uint32)
+_MAGNITUDE = np.uint32((1 << 31) - 1)
+# Shorter rows are reduced faster by columns.
+_LONG = 32
 
 
 def reciprocal(d: np.ndarray) -> np.ndarray:
@@ -20,21 +29,28 @@ def finite(y: np.ndarray) -> np.ndarray:
 
 
 def quotients(rows: np.ndarray, d: np.ndarray, plus: float = 0.0) -> np.ndarray:
-    """rows * (1 / d) + plus as numbers to be rounded: 0 in rows where 1 / d is infinite, `plus` where d is 0."""
-    factor = reciprocal(d)
-    y = rows * factor
+    """rows * (1 / d) + plus as numbers to be rounded: 0 in rows where 1 / d is infinite, `plus` where d is 0.
+
+    They lie where those of the next call will.
+    """
+    factor = np.float32(1) / d
+    y = room("quotients", rows.size, np.float32).reshape(rows.shape)
+    infinite = np.maximum.reduce(factor, axis=None) == np.inf or np.minimum.reduce(factor, axis=None) == -np.inf
+    if infinite:
+        factor = reciprocal(d)
+    np.multiply(rows, factor, out=y)
     if plus:
         y += np.float32(plus)
-    lost = np.isinf(factor[:, 0])
-    if lost.any():
-        y[lost] = 0
+    if infinite:
+        y[np.isinf(factor[:, 0])] = 0
     return y
 
 
 def round_away(y: np.ndarray) -> np.ndarray:
     """The nearest integer, int8; halves go away from zero, as C's roundf has it."""
     # With the float32 below a half no sum is rounded up to a whole number that y is not near to; a cast truncates.
-    bits = y.view(np.uint32) & _SIGN  # np.copysign takes twice as long
+    bits = room("halves", y.size, np.uint32).reshape(y.shape)
+    np.bitwise_and(y.view(np.uint32), _SIGN, out=bits)  # np.copysign takes twice as long
     bits |= _BELOW_HALF
     nearest = bits.view(np.float32)
     nearest += y
@@ -60,9 +76,18 @@ def extremes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def largest_magnitude(rows: np.ndarray) -> np.ndarray:
-    """max|x| of each row, float32[rows, 1]."""
-    low, high = extremes(rows)
-    return np.maximum(np.abs(low), np.abs(high))
+    """max|x| of each row of numbers, float32[rows, 1]."""
+    if rows.shape[1] < _LONG:
+        low, high = extremes(rows)
+        return np.maximum(np.abs(low), np.abs(high))
+    bits = room("magnitudes", rows.size, np.uint32)
+    np.bitwise_and(rows.reshape(-1).view(np.uint32), _MAGNITUDE, out=bits)
+    return _largest(bits, rows.shape[1]).view(np.float32)
+
+
+def _largest(integers: np.ndarray, width: int) -> np.ndarray:
+    """The largest of each row of so many integers, [rows, 1]: of floats, which are slower, the bits have an order."""
+    return np.maximum.reduceat(integers, row_starts(integers.size, width)).reshape(-1, 1)
 
 
 def signed_max(rows: np.ndarray) -> np.ndarray:

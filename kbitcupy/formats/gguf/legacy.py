@@ -227,7 +227,8 @@ def _ranged(rows: np.ndarray, importance: Importance, largest: int) -> tuple[np.
 
 def _five_bits(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes of 5 bits as the bytes of their bits 4, and those of the rest."""
-    return np.packbits(q >> 4, axis=1, bitorder="little"), pack_fields(q & 15, 4, 16)
+    high = np.packbits((q >> 4).reshape(-1), bitorder="little").reshape(len(q), -1)  # rows are whole bytes
+    return high, pack_fields(q & 15, 4, 16)
 
 
 def _from_five_bits(high: np.ndarray, low: np.ndarray) -> np.ndarray:

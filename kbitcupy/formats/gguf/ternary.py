@@ -35,7 +35,6 @@ from .arithmetic import (
     largest_magnitude,
     pack_fields,
     quotients,
-    round_away,
     scaled,
     unpack_fields,
 )
@@ -101,9 +100,11 @@ class TQ1_0(Gguf):
 def _ternary(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The scale, float32[blocks, 1], and codes 0, 1 and 2, uint8."""
     d = largest_magnitude(rows)
-    t = round_away(quotients(rows, d))
-    t += np.int8(1)
-    return d, t.view(np.uint8)
+    y = quotients(rows, d)  # at most 1, and a little by rounding
+    t = np.greater_equal(y, np.float32(0.5)).view(np.uint8)
+    t += np.uint8(1)
+    t -= np.less_equal(y, np.float32(-0.5)).view(np.uint8)
+    return d, t
 
 
 for _format in (TQ2_0, TQ1_0):
