@@ -6,7 +6,9 @@ by its source, its options, folders of headers among them, and the version of NV
 CuPy, NVRTC and CUDA headers (``pip install cupy-cuda13x nvidia-cuda-nvrtc nvidia-cuda-runtime`` of its versions), and
 it is told where the checkout and Python's packages lie there. What is not met is compiled there as ever.
 
-``--keep FOLDER`` keeps binaries by what they are made of: after a change only what has changed is compiled.
+``--keep FOLDER`` keeps binaries by what they are made of: after a change only what has changed is compiled. ``--only
+REGEX`` leaves out kernels whose "file: expression" it does not match, and ``--tree PATH`` takes another tree's kernels than
+this one's, for a comparison there.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import functools
 import hashlib
 import multiprocessing
 import os
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -81,19 +84,24 @@ def _keep(instance, architecture, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = Path(__file__).resolve().parent.parent
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--checkout", default=str(Path(__file__).resolve().parent.parent), help="where it lies there")
+    parser.add_argument("--tree", type=Path, default=here, metavar="PATH", help="whose kernels (default: this one's)")
+    parser.add_argument("--checkout", metavar="PATH", help="where that lies there (default: where it lies here)")
     parser.add_argument("--site", required=True, help="the folder of CuPy's package there, .../site-packages")
     parser.add_argument("--architecture", default="90", help="of the GPU there (default 90)")
     parser.add_argument("--keep", type=Path, default=cubins.folder() / "filled", metavar="FOLDER")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args()
-    tree = Path(__file__).resolve().parent.parent
+    tree = given.tree.resolve()
     fits = {"", f"{given.architecture}a"}
     wanted = [
         instance
         for instance in cubins.instances(tree)
-        if instance.only in fits and instance.least <= int(given.architecture)
+        if instance.only in fits
+        and instance.least <= int(given.architecture)
+        and given.only.search(f"{instance.file}: {instance.expression}")
     ]
     version = hashlib.sha256("\0".join(map(str, _about_cupy(given.architecture))).encode()).hexdigest()[:16]
     kept = {each: given.keep / f"{version}-{given.architecture}-{cubins.source_hash(each)}.bin" for each in wanted}
@@ -106,7 +114,7 @@ def main():
         for each in todo:
             each.result()
     for instance, path in kept.items():
-        moved = (option.replace(f"-I{tree}/", f"-I{given.checkout}/", 1) for option in instance.options)
+        moved = (option.replace(f"-I{tree}/", f"-I{given.checkout or tree}/", 1) for option in instance.options)
         there = replace(instance, options=tuple(moved))
         payload = path.read_bytes()
         checksum = hashlib.sha1(payload, usedforsecurity=False).hexdigest().encode()
