@@ -7,8 +7,8 @@ CuPy, NVRTC and CUDA headers (``pip install cupy-cuda13x nvidia-cuda-nvrtc nvidi
 it is told where the checkout and Python's packages lie there. What is not met is compiled there as ever.
 
 ``--keep FOLDER`` keeps binaries by what they are made of: after a change only what has changed is compiled. ``--only
-REGEX`` leaves out kernels whose "file: expression" it does not match, and ``--tree PATH`` takes another tree's kernels than
-this one's, for a comparison there.
+REGEX`` leaves out kernels whose "file: expression" it does not match, and ``--tree PATH`` takes the kernels of another
+tree than this one, for a comparison there.
 """
 
 import argparse

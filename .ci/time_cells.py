@@ -1,22 +1,27 @@
 """Time named calls of two trees side by side on a GPU: ``python .ci/time_cells.py OLD NEW``.
 
 OLD and NEW are folders that hold the package. Each has a process of its own, which calls nothing but the public
-functions that both have; the two are timed in turns, so that clocks and temperature are the same for both. A cell is
-the GPU time of a call: CUDA events around a graph of calls that rotate through inputs larger than the cache, behind
-the same graph (calls of cuBLAS are queued one by one). `cpu` is the time that a call takes to be queued. A cell that
-is slower by more than 5 % is timed again with three times the rounds, and what is printed is the repetition.
+functions that both have; the two are timed in turns, so that clocks and temperature are the same for both, and each
+round has its arrays at new places: where these lie moves a cell by up to 5 %. A cell is the GPU time of a call: CUDA
+events around a graph of calls that rotate through inputs larger than the cache, behind the same graph (calls of cuBLAS
+are queued one by one). `cpu` is the time that a call takes to be queued. Behind the ratio, the mean of those of the
+rounds, stands its standard error: 25 rounds tell differences of half a percent apart. A cell that is slower by more
+than 5 % is timed again with three times the rounds, and what is printed is the repetition.
 """
 
 import argparse
 import contextlib
 import fnmatch
 import json
+import random
 import statistics
 import subprocess
 import sys
 import time
 
 ELEMENTS = 1 << 28
+#: Bytes that are taken before the arrays of a round, at the most, and of how many rounds they stay.
+_MOST_BESIDE, _BESIDE = 64 << 20, 16
 #: What linear_grouped multiplies with: experts, rows, depth, experts a token.
 EXPERTS = (128, 768, 2048, 8)
 CELLS = [
@@ -68,6 +73,7 @@ class Worker:
         kinds = {"float32": numpy.float32, "float16": numpy.float16, "bfloat16": ml_dtypes.bfloat16}
         self.pools = {name: cupy.asarray(pool.astype(kind)) for name, kind in kinds.items()}
         self.cold = 4 * int(cupy.cuda.runtime.getDeviceProperties(0)["l2CacheSize"])
+        self.beside = []
 
     def data(self, shape, dtype, number):
         """Normal data that repeats after 2^24 elements, and begins elsewhere for each number."""
@@ -122,7 +128,10 @@ class Worker:
                 q = kb.quantize(w, name, granularity=("channel", 0))
                 yield (lambda q=q: kb.affine.linear_w8a8(x, q, out=out)), q.nbytes
 
-    def prepare(self, cell):
+    def prepare(self, cell, beside=0):
+        """Arrays for a cell; `beside` bytes are taken before, so that they lie elsewhere than the last ones."""
+        self.beside.append(self.cp.cuda.Memory(beside) if beside else None)
+        del self.beside[:-_BESIDE]
         make = self.calls(cell)
         call, nbytes = next(make)
         rotated = max(1, min(64, -(-self.cold // nbytes)))
@@ -236,14 +245,19 @@ def both(trees, *what):
     return answers
 
 
-def compare(trees, rounds):
-    """Median of the GPU us and least CPU us of each tree, timed in turns."""
-    found = ([], [])
+def compare(trees, cell, rounds):
+    """Median GPU us and least CPU us of each tree, timed in turns; mean and standard error of the rounds' ratios."""
+    rng, found = random.Random(0), ([], [])
     for turn in range(rounds):
+        both(trees, "prepare", cell, rng.randrange(1 << 20, _MOST_BESIDE))
         for i in (0, 1) if turn % 2 == 0 else (1, 0):
             trees[i].ask("sample")
             found[i].append(trees[i].answer())
-    return [(statistics.median(gpu for gpu, _ in samples), min(cpu for _, cpu in samples)) for samples in found]
+        both(trees, "drop")
+    ratios = [new[0] / old[0] for old, new in zip(*found, strict=True)]
+    error = statistics.stdev(ratios) / rounds**0.5 if rounds > 1 else 0.0
+    times = [(statistics.median(gpu for gpu, _ in samples), min(cpu for _, cpu in samples)) for samples in found]
+    return *times, statistics.mean(ratios), error
 
 
 def chosen_cells(patterns):
@@ -272,24 +286,23 @@ def main():
     begin = time.monotonic()
     trees = [Tree(str(Path(folder).resolve())) for folder in (arguments.old, arguments.new)]
     slower = []
-    print(f"{'cell':<42}{'old us':>10}{'new us':>10}{'ratio':>7}{'old cpu':>9}{'new cpu':>9}")
+    print(f"{'cell':<42}{'old us':>10}{'new us':>10}{'ratio':>7}{'+-':>7}{'old cpu':>9}{'new cpu':>9}")
     for number, cell in enumerate(cells):
         if time.monotonic() - begin > arguments.limit:
             print(f"stopped after {arguments.limit:.0f} s: {len(cells) - number} cells are left, from {cell}")
             break
         try:
-            both(trees, "prepare", cell)
-            (old, old_cpu), (new, new_cpu) = compare(trees, arguments.rounds)
+            (old, old_cpu), (new, new_cpu), ratio, error = compare(trees, cell, arguments.rounds)
             again = ""
-            if new > 1.05 * old:
-                (old, old_cpu), (new, new_cpu) = compare(trees, 3 * arguments.rounds)
+            if ratio > 1.05:
+                (old, old_cpu), (new, new_cpu), ratio, error = compare(trees, cell, 3 * arguments.rounds)
                 again = "  repeated"
-            if new > 1.05 * old:
+            if ratio > 1.05:
                 slower.append(cell)
-            print(f"{cell:<42}{old:10.2f}{new:10.2f}{new / old:7.3f}{old_cpu:9.1f}{new_cpu:9.1f}{again}", flush=True)
-        except RuntimeError as error:
-            print(f"{cell:<42}FAILED: {error}", flush=True)
-        finally:
+            times = f"{old:10.2f}{new:10.2f}{ratio:7.3f}{error:7.4f}{old_cpu:9.1f}{new_cpu:9.1f}"
+            print(f"{cell:<42}{times}{again}", flush=True)
+        except RuntimeError as failure:
+            print(f"{cell:<42}FAILED: {failure}", flush=True)
             both(trees, "drop")
     for tree in trees:
         tree.close()

@@ -52,3 +52,27 @@ def test_cells_are_named_once():
 def test_a_cell_of_no_list_is_timed_when_its_whole_name_is_given():
     cells = time_cells.chosen_cells(["linear/fp4/4096x4096/3", "linear/nf4/4096x4096/*", "linear/nf4/4096x4096/1"])
     assert cells == ["linear/nf4/4096x4096/1", "linear/nf4/4096x4096/8", "linear/fp4/4096x4096/3"]
+
+
+class FakeTree:
+    """Answers as a tree's process does, with times that a round's places make longer for both trees."""
+
+    def __init__(self, us):
+        self.us, self.places, self.has = us, [], None
+
+    def ask(self, word, *arguments):
+        if word == "prepare":
+            self.places.append(arguments[1])
+            self.has = self.us * (1 + arguments[1] * 2.0**-28)
+        self.said = [self.has, 3.0] if word == "sample" else None
+
+    def answer(self):
+        return self.said
+
+
+def test_each_round_has_its_arrays_at_new_places():
+    trees = FakeTree(10.0), FakeTree(9.0)
+    (old, old_cpu), (new, new_cpu), ratio, error = time_cells.compare(trees, "linear/nf4/4096x4096/1", 5)
+    assert trees[0].places == trees[1].places and len(set(trees[0].places)) == 5
+    assert old > 10 and new == pytest.approx(0.9 * old) and (old_cpu, new_cpu) == (3.0, 3.0)
+    assert ratio == pytest.approx(0.9) and error < 1e-9
