@@ -376,7 +376,8 @@ def main():
     cases = [*((format, None) for format in formats()), *integer_formats()][given.part :: given.parts]
     routes, bad, start = Counter(), 0, time.time()
     rng = np.random.default_rng([given.seed, given.part])
-    for i in range(len(cases) if given.repeat else given.count // given.parts):
+    own = (given.count + given.parts - 1 - given.part) // given.parts  # of all parts together `count`
+    for i in range(len(cases) if given.repeat else own):
         if time.time() - start > given.limit:
             break
         format, preset = cases[i % len(cases)]

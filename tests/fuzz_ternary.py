@@ -211,7 +211,7 @@ def main():
         return int(bad > 0)
     count, seed, part, parts = (*map(int, sys.argv[1:]), *(1000, 0, 0, 1)[len(sys.argv) - 1 :])
     rng, routes, bad = np.random.default_rng([seed, part]), Counter(), 0
-    for _ in range(count // parts):
+    for _ in range((count + parts - 1 - part) // parts):  # of all parts together `count`
         found = wrong(rng, cupy, routes)
         if found:
             bad += 1
