@@ -10,7 +10,7 @@ import functools
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -63,11 +63,11 @@ class Products:
 
     format: str
     shape: tuple[int, ...]
-    targets: Mapping[int, Target] = field(hash=False)
+    targets: Mapping[int, Target]
     activations: str | None = None
 
 
-def _floats(format, shape, one, eight, sixteen=None, many=None, activations=None):
+def _few(format, shape, one, eight, sixteen=None, many=None, activations=None):
     times = {16: sixteen, 64: many}
     found = {1: one, 8: eight, **{m: Times(least) for m, least in times.items() if least is not None}}
     return Products(format, shape, found, activations)
@@ -80,40 +80,40 @@ def _beside(format, shape, *tokens, activations=None):
 EXPERTS = products.EXPERTS[:3]
 GROUPS = {
     "floats": [
-        _floats(ZERO_POINTS, LARGE, 0.82, 0.79, 2.1, 1.4),
-        _floats("q4_0", LARGE, 0.81, 0.78, 2.0, 1.35),
-        _floats("q4_k", LARGE, 0.79, 0.76, 1.9, 1.3),
-        _floats(BYTES, LARGE, 0.85, 0.83, 1.6, 1.35),
-        _floats("q8_0", LARGE, 0.85, 0.83, 1.6, 1.35),
-        _floats("kbit6", LARGE, 0.55, 0.50),
-        _floats("kbit8", LARGE, 0.55, 0.50),
-        *(_floats(name, SQUARE, 0.68, 0.64, 1.8, 1.25) for name in (ZERO_POINTS, "q4_0", "q4_k")),
-        _floats(ZERO_POINTS, LARGE, 0.82, 0.79, activations=BFLOAT16),
-        _floats("q4_0", LARGE, 0.81, 0.78, activations=BFLOAT16),
-        _floats("q4_k", LARGE, 0.69, 0.66, activations=BFLOAT16),
-        _floats("q8_0", LARGE, 0.85, 0.83, activations=BFLOAT16),
+        _few(ZERO_POINTS, LARGE, 0.82, 0.79, 2.1, 1.4),
+        _few("q4_0", LARGE, 0.81, 0.78, 2.0, 1.35),
+        _few("q4_k", LARGE, 0.79, 0.76, 1.9, 1.3),
+        _few(BYTES, LARGE, 0.85, 0.83, 1.6, 1.35),
+        _few("q8_0", LARGE, 0.85, 0.83, 1.6, 1.35),
+        _few("kbit6", LARGE, 0.55, 0.50),
+        _few("kbit8", LARGE, 0.55, 0.50),
+        *(_few(name, SQUARE, 0.68, 0.64, 1.8, 1.25) for name in (ZERO_POINTS, "q4_0", "q4_k")),
+        _few(ZERO_POINTS, LARGE, 0.82, 0.79, activations=BFLOAT16),
+        _few("q4_0", LARGE, 0.81, 0.78, activations=BFLOAT16),
+        _few("q4_k", LARGE, 0.69, 0.66, activations=BFLOAT16),
+        _few("q8_0", LARGE, 0.85, 0.83, activations=BFLOAT16),
     ],
     "integers": [
-        _floats(ZERO_POINTS, LARGE, 0.80, 0.79, 2.7, 2.1, "int8"),
-        _floats("q4_0", LARGE, 0.78, 0.75, 2.3, 1.1, "q8_1"),
-        _floats("q4_k", LARGE, 0.78, 0.75, 2.3, 1.1, "q8_1"),
-        _floats(ZERO_POINTS, SQUARE, 0.68, 0.64, 1.8, 1.25, "int8"),
-        _floats("q4_0", SQUARE, 0.68, 0.64, 1.8, 1.25, "q8_1"),
-        _floats("q4_k", SQUARE, 0.68, 0.64, 1.8, 1.25, "q8_1"),
+        _few(ZERO_POINTS, LARGE, 0.80, 0.79, 2.7, 2.1, "int8"),
+        _few("q4_0", LARGE, 0.78, 0.75, 2.3, 1.1, "q8_1"),
+        _few("q4_k", LARGE, 0.78, 0.75, 2.3, 1.1, "q8_1"),
+        _few(ZERO_POINTS, SQUARE, 0.68, 0.64, 1.8, 1.25, "int8"),
+        _few("q4_0", SQUARE, 0.68, 0.64, 1.8, 1.25, "q8_1"),
+        _few("q4_k", SQUARE, 0.68, 0.64, 1.8, 1.25, "q8_1"),
         Products(CHANNELS, LARGE, {512: Times(1.6), 2048: Times(1.6)}, "int8"),
         Products(ZERO_POINTS, LARGE, {512: Times(1.3), 2048: Times(1.3)}, "int8"),
     ],
     "gguf": [
-        *(_floats(name, LARGE, 0.80, 0.77) for name in ("q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4")),
-        *(_floats(name, LARGE, 0.75, 0.72) for name in ("q5_0", "q5_1", "q5_k")),
-        _floats("q6_k", LARGE, 0.80, 0.78),
-        _floats("q2_k", LARGE, 0.50, 0.48),
-        _floats("q3_k", LARGE, 0.46, 0.44),
-        *(_floats(name, LARGE, 0.28, 0.26) for name in ("iq2_xxs", "iq2_xs")),
-        _floats("iq2_s", LARGE, 0.33, 0.31),
-        *(_floats(name, LARGE, 0.38, 0.36) for name in ("iq3_xxs", "iq3_s")),
-        *(_floats(name, LARGE, 0.20, 0.20) for name in ("iq1_s", "iq1_m", "tq1_0")),
-        *(_floats(name, SQUARE, 0.68, 0.64, 1.8, 1.25) for name in ("q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4")),
+        *(_few(name, LARGE, 0.80, 0.77) for name in ("q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4")),
+        *(_few(name, LARGE, 0.75, 0.72) for name in ("q5_0", "q5_1", "q5_k")),
+        _few("q6_k", LARGE, 0.80, 0.78),
+        _few("q2_k", LARGE, 0.50, 0.48),
+        _few("q3_k", LARGE, 0.46, 0.44),
+        *(_few(name, LARGE, 0.28, 0.26) for name in ("iq2_xxs", "iq2_xs")),
+        _few("iq2_s", LARGE, 0.33, 0.31),
+        *(_few(name, LARGE, 0.38, 0.36) for name in ("iq3_xxs", "iq3_s")),
+        *(_few(name, LARGE, 0.20, 0.20) for name in ("iq1_s", "iq1_m", "tq1_0")),
+        *(_few(name, SQUARE, 0.68, 0.64, 1.8, 1.25) for name in ("q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4")),
         *(Products(name, EXPERTS, {8: 0.48, 64: 0.48}) for name in ("q4_0", "q4_k")),
         # Beside those of floats above: up to 16 tokens, .03 less.
         *(
@@ -130,7 +130,7 @@ GROUPS = {
             for activations in ("bitnet", NORMALIZED)
             for shape in (LARGE, SQUARE, SMALL)
         ),
-        *(_floats(f"ternary:block={group}", LARGE, 0.60, 0.5625, activations="bitnet") for group in (64, 128)),
+        *(_few(f"ternary:block={group}", LARGE, 0.60, 0.5625, activations="bitnet") for group in (64, 128)),
         Products("ternary", LARGE, {1: 0.50}),
         *(
             _beside(name, LARGE, 512, 4096, activations=activations)

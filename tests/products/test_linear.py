@@ -429,7 +429,7 @@ def test_words_between_numbers_say_how_far(dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", ["kbit2", "kbit3", "kbit4", "kbit5", "nf4", "fp4"])
-def test_one_token_gets_words_of_known_values(name, dtype):
+def test_words_of_known_values(name, dtype):
     """Those of symmetric codebooks are numbers of x's type: rounding leaves them alone."""
     found = kb.get_format(name).fragments()
     values = [
