@@ -79,8 +79,10 @@ class Buffers:
 
 @functools.lru_cache(maxsize=16)
 def row_starts(size: int, row: int) -> np.ndarray:
-    """Where the rows of a flat array begin, for ``reduceat``; not to be written."""
-    return np.arange(0, size, row)
+    """Where the rows of a flat array begin, for ``reduceat``; the same read-only array each time."""
+    starts = np.arange(0, size, row)
+    starts.flags.writeable = False
+    return starts
 
 
 def chunks(x: np.ndarray, buffers: Buffers) -> Iterator[tuple[int, np.ndarray]]:

@@ -17,8 +17,6 @@ _HALF_INFINITY, _HALF_SIGN = np.uint16(0x7C00), np.uint16(0x8000)
 _SHORT_RUN = 1 << 10
 # Blocks whose scales are worked out at a time: the arrays in between, of float64, stay small.
 _BLOCKS = 1 << 14
-# How far beyond an integer a number is rounded to it for sure.
-_NEAR = 0.25
 
 
 def _divisor(scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -45,22 +43,26 @@ def bounds(zero_point: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndarr
     return zero, levels.qmin - zero, levels.qmax - zero
 
 
-def _steps(x: np.ndarray, divisor: np.ndarray) -> np.ndarray:
-    """rint(x / scale) in the dtype of `divisor`."""
-    if x.dtype == divisor.dtype:
-        steps = x / divisor
-    else:
-        steps = converted(x, divisor.dtype)
-        steps /= divisor
-    return np.rint(steps, out=steps)
+def _steps(x: np.ndarray, divisor: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Fill `out`, whose dtype is that of `divisor`, with rint(x / scale)."""
+    if out.dtype == SINGLE != x.dtype:
+        widen(x, out)
+        x = out
+    np.divide(x, divisor, out=out)
+    return np.rint(out, out=out)
 
 
-def _clamped(steps: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Within the range, NaN to 0."""
-    none = np.isnan(steps)
-    if none.any():
-        steps[none] = 0
-    return np.clip(steps, low, high, out=steps)
+def _clamp(steps: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+    """Bring contiguous numbers into the range, NaN to 0."""
+    flat = steps.reshape(-1)
+    # Two readings of all numbers show that they need no clamping, which they seldom do under one scale.
+    largest, least = np.maximum.reduce(flat), np.minimum.reduce(flat)
+    if low.size == 1 and largest <= high.item() and least >= low.item():  # NaN is neither
+        return
+    if np.isnan(largest):
+        flat[np.isnan(flat)] = 0
+    np.maximum(steps, low, out=steps)
+    np.minimum(steps, high, out=steps)
 
 
 def quantize(x: np.ndarray, codes: np.ndarray, scale: Any, zero_point: Any, blocks: Blocks, levels: Levels) -> None:
@@ -69,8 +71,7 @@ def quantize(x: np.ndarray, codes: np.ndarray, scale: Any, zero_point: Any, bloc
     memory = room("steps", min(blocks.size, slab_size()), dtype)
     scales = points = None
     for (part, out), (s, z) in walk(blocks, (x, codes), (scale, zero_point)):
-        flat = memory[: part.size]
-        steps = flat.reshape(part.shape)
+        steps = memory[: part.size].reshape(part.shape)
         if s is not scales:  # one scale for all is the same array each time
             divisor, scales = _divisor(s, dtype), s
         if levels.floating:
@@ -84,19 +85,8 @@ def quantize(x: np.ndarray, codes: np.ndarray, scale: Any, zero_point: Any, bloc
         elif z is not points:
             zero, low, high = (ends.astype(dtype) for ends in bounds(z, levels))
             shifted, points = bool(zero.any()), z
-        if part.dtype == dtype:
-            np.divide(part, divisor, out=steps)
-        else:
-            widen(part, steps)
-            steps /= divisor
-        # Two readings of all numbers show that they need no clamping, which they seldom do under one scale.
-        largest, least = np.maximum.reduce(flat), np.minimum.reduce(flat)
-        np.rint(flat, out=flat)
-        if low.size > 1 or not (largest <= high.item() + _NEAR and least >= low.item() - _NEAR):  # NaN is neither
-            if np.isnan(largest):
-                flat[np.isnan(flat)] = 0
-            np.maximum(steps, low, out=steps)
-            np.minimum(steps, high, out=steps)
+        _steps(part, divisor, steps)
+        _clamp(steps, low, high)
         if shifted:
             steps += zero
         out[...] = steps
@@ -121,7 +111,8 @@ def fake_quantize(x: np.ndarray, out: np.ndarray, scale: Any, zero_point: Any, b
     dtype = compute_dtype(x.dtype)
     for (part, y), (s, z) in walk(blocks, (x, out), (scale, zero_point)):
         _, low, high = bounds(z, levels)
-        steps = _clamped(_steps(part, _divisor(s, dtype)), low.astype(dtype), high.astype(dtype))
+        steps = _steps(part, _divisor(s, dtype), np.empty(part.shape, dtype))
+        _clamp(steps, low.astype(dtype), high.astype(dtype))
         steps += 0  # the integer 0 has no sign
         steps *= factor(s, dtype)
         y[...] = steps
@@ -133,7 +124,7 @@ def _mask(
     """Where rint(x / scale) lies in the range, by `margin` steps from its ends; nowhere under a scale of 0."""
     _, low, high = bounds(zero_point, levels)
     divisor = _divisor(scale, dtype)
-    steps = _steps(x, divisor)
+    steps = _steps(x, divisor, np.empty(x.shape, dtype))
     return (steps >= (low + margin).astype(dtype)) & (steps <= (high - margin).astype(dtype)) & (divisor < np.inf)
 
 
