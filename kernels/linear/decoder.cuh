@@ -29,11 +29,12 @@
 //     ONE_READ                  whether what a lane reads of a row of a k-tile is one piece of 16 bytes
 //     MIXED                     whether each word of unpack has bits of all words that read brings
 //     row(g)                    the row of a tile that the lanes g have, with the one 8 below it
-//     token(g)                  the token of eight that the lanes g have: those which read x together must meet in no
-//     bank fill<ONE>(...)            fill the table from a value a lane; ONE: for linear_one read, read_swizzled the
-//     codes that a lane owns in a row of a k-tile, from shared memory load_x_global, load_x_shared    the x for them,
-//     16 words of two numbers; arrange_x brings these to the order of k unpack(words, fields)     what all steps of
-//     multiply share multiply<EIGHTS>(...)     acc += decoded rows * x, scales included, for 8 EIGHTS tokens
+//     token(g)                  the token of eight that the lanes g have; those that read x together have banks apart
+//     fill<ONE>(...)            fill the table from a value a lane; ONE: for linear_one
+//     read, read_swizzled       the codes that a lane owns in a row of a k-tile, from shared memory
+//     load_x_global, load_x_shared    the x for them, 16 words of two numbers; arrange_x brings these to the order of k
+//     unpack(words, fields)     what all steps of multiply share
+//     multiply<EIGHTS>(...)     acc += decoded rows * x, scales included, for 8 EIGHTS tokens
 //                               or with `tokens`, TokenScales, integers of tokens that have scales of 32 (Blocked)
 //     lane_offset(lane)         where the lane's copy stands in an entry of the table
 // linear_one has one token and so scales sums instead of weights (SingleToken of single_token.cuh adds to these);
