@@ -166,33 +166,8 @@ def weight_of(cell, xp):
 
 def product(cell, tokens, xp):
     """A function of a weight: the call that is timed, and the bytes that it must read."""
-    x = xp.asarray(np.random.default_rng(0).standard_normal((tokens, cell.shape[-1]), np.float32).astype(np.float16))
-    activations = None if cell.activations == BFLOAT16 else cell.activations
-    if cell.activations == BFLOAT16:
-        x = x.astype(ml_dtypes.bfloat16)
-    if len(cell.shape) == 3:
-        experts, rows, _ = cell.shape
-        rng, chosen = np.random.default_rng(tokens), min(products.EXPERTS[3], experts)
-        ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
-        touched, ids = len(np.unique(ids)), xp.asarray(ids)
-        out = xp.empty((tokens, chosen, rows), x.dtype)
-
-        def grouped(q):
-            call = functools.partial(kb.linear_grouped, x, q, ids, out=out, activations=activations)
-            return call, q.nbytes * touched // experts
-
-        return grouped
-    out = xp.empty((tokens, cell.shape[0]), x.dtype)
-    norm = xp.ones(cell.shape[1], np.float32) if activations == NORMALIZED else None
-    if activations == INT8_TOKENS:
-        x, activations = kb.quantize(x, "int8", granularity="token"), None
-
-    def fused(q):
-        if cell.activations in (NORMALIZED, INT8_TOKENS) and q.format.ternary:
-            return functools.partial(kb.bitnet.linear, x, q, norm=norm, out=out), q.nbytes
-        return functools.partial(kb.linear, x, q, activations=activations, out=out), q.nbytes
-
-    return fused
+    floats = (None, ml_dtypes.bfloat16) if cell.activations == BFLOAT16 else (cell.activations, np.float16)
+    return products.product_with(xp, cell.shape, tokens, *floats)
 
 
 def conversion(what, x):
@@ -226,8 +201,7 @@ class Timed:
         gpu = self._session.gpu
         weights = products.Rotated(weight_of(cell, gpu.cupy), gpu.cupy)
         for tokens, target in cell.targets.items():
-            make = product(cell, tokens, gpu.cupy)
-            row = gpu.time(Case("linear", lambda turned, make=make: make(turned.q)), cell.format, weights)
+            row = gpu.time(Case("linear", product(cell, tokens, gpu.cupy)), cell.format, weights)
             cublas = self.cublas(cell.shape, tokens) if isinstance(target, Times) else None
             label = f"{cell.format}{'' if cell.activations is None else '+' + cell.activations}"
             self._say(f"{label} {'x'.join(map(str, cell.shape))} {tokens}", target, row, cublas)

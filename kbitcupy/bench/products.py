@@ -210,6 +210,59 @@ def _time_experts(session: Session, format: Format, tokens: int, peers: bool) ->
     return measure_experts(session.gpu, session.torch if peers else None, format, tokens)
 
 
+def product_with(
+    xp: Any, shape: tuple[int, ...], tokens: int, activations: str | None = None, dtype: Any = np.float16
+) -> Callable[[Any], tuple[Call, int]]:
+    """A function of a weight of `Rotated`: the call that is timed, and the bytes that it must read.
+
+    Parameters
+    ----------
+    xp : module
+        ``cupy``.
+    shape : tuple of int
+        N and K, or experts, N and K: then tokens choose as many experts as `EXPERTS` says.
+    tokens : int
+        M.
+    activations : str, optional
+        How tokens are quantized on the way, or `NORMALIZED` or `INT8_TOKENS`.
+    dtype : dtype-like, default float16
+        Of activations and products.
+
+    Returns
+    -------
+    callable
+    """
+    x = _activations((tokens, shape[-1]), xp).astype(dtype)
+    if len(shape) == 3:
+        ids, touched = _chosen_experts(shape[0], tokens)
+        on_device, out = xp.asarray(ids), xp.empty((*ids.shape, shape[1]), dtype)
+
+        def grouped(weight: Any) -> tuple[Call, int]:
+            nbytes = weight.q.nbytes * len(touched) // shape[0]
+            return lambda: linear_grouped(x, weight.q, on_device, out=out, activations=activations), nbytes
+
+        return grouped
+    out = xp.empty((tokens, shape[0]), dtype)
+    if activations not in (NORMALIZED, INT8_TOKENS):
+        return lambda weight: (lambda: linear(x, weight.q, activations=activations, out=out), weight.q.nbytes)
+    norm = xp.ones(shape[1], np.float32) if activations == NORMALIZED else None
+    given = quantize(x, "int8", granularity="token") if activations == INT8_TOKENS else x
+
+    def quantized(weight: Any) -> tuple[Call, int]:
+        if weight.q.format.ternary:
+            return lambda: bit_linear(given, weight.q, norm=norm, out=out), weight.q.nbytes
+        return lambda: linear(given, weight.q, out=out), weight.q.nbytes
+
+    return quantized
+
+
+def _chosen_experts(experts: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32[tokens, EXPERTS[3]], and which experts are among them."""
+    rng, each = np.random.default_rng(tokens), min(EXPERTS[3], experts)
+    ids = np.stack([rng.permutation(experts)[:each] for _ in range(tokens)]).astype(np.int32)
+    return ids, np.unique(ids)
+
+
 def measure_linear(
     gpu: Any,
     weights: Rotated,
@@ -243,16 +296,8 @@ def measure_linear(
     Product
     """
     xp = gpu.cupy
-    x = _activations((tokens, shape[1]), xp)
-    out = xp.empty((tokens, shape[0]), np.float16)
-
-    norm = xp.ones(shape[1], np.float32) if activations == NORMALIZED else None
-    given = quantize(x, "int8", granularity="token") if activations == INT8_TOKENS else x
-
-    def fused(weight: Any) -> tuple[Call, int]:
-        if activations in (NORMALIZED, INT8_TOKENS):
-            return lambda: bit_linear(given, weight.q, norm=norm, out=out), weight.q.nbytes
-        return lambda: linear(x, weight.q, activations=activations, out=out), weight.q.nbytes
+    x, out = _activations((tokens, shape[1]), xp), xp.empty((tokens, shape[0]), np.float16)
+    fused = product_with(xp, shape, tokens, activations)
 
     def decoded(weight: Any) -> tuple[Call, int]:
         return lambda: multiply_decoded(x, weight.q, out), weight.q.nbytes
@@ -285,21 +330,12 @@ def measure_experts(gpu: Any, torch: Any, format: Format, tokens: int) -> Produc
     """
     xp = gpu.cupy
     experts, rows, depth, chosen = EXPERTS
-    rng = np.random.default_rng(tokens)
-    ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
-    touched = np.unique(ids)
-    whole = random_array(format, (experts * rows, depth), xp).reshape(experts, rows, depth)
-    weights = Rotated(whole, xp)
-    x, on_device = _activations((tokens, depth), xp), xp.asarray(ids)
-    out = xp.empty((tokens, chosen, rows), np.float16)
-
-    def grouped(weight: Any) -> tuple[Call, int]:
-        return lambda: linear_grouped(x, weight.q, on_device, out=out), whole.nbytes * len(touched) // experts
-
+    weights = Rotated(random_array(format, (experts * rows, depth), xp).reshape(experts, rows, depth), xp)
+    grouped = product_with(xp, EXPERTS[:3], tokens)
     ours = gpu.time(Case("linear_grouped", grouped), str(format), weights)
     peers = {}
     if torch is not None:
-        one_after_the_other = functools.partial(_cublas_experts, torch, ids, touched)
+        one_after_the_other = functools.partial(_cublas_experts, torch, *_chosen_experts(experts, tokens))
         codes = xp.asarray(random_words(experts * rows * depth // 8).view(np.uint8))
         peers["cuBLAS bf16"] = gpu.time(
             Case("cuBLAS bf16", one_after_the_other), "cuBLAS bf16", functools.partial(_moved, xp, codes)

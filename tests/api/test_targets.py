@@ -22,7 +22,7 @@ def test_each_cell_multiplies(key):
     cell = CELLS[key]
     small = replace(cell, shape=(4, 32, 512) if len(cell.shape) == 3 else (32, 512))
     weight = targets.weight_of(small, np)
-    call, nbytes = targets.product(small, 2, np)(weight)
+    call, nbytes = targets.product(small, 2, np)(targets.products.Rotated(weight, np)(0))
     with np.errstate(over="ignore"):  # weights are random bits
         found = call()
     assert found.shape[-1] == 32 and 0 < nbytes <= weight.nbytes
