@@ -60,7 +60,7 @@ def driver(monkeypatch):
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("grid", [(5,), (5, 6), (5, 6, 7)])
 def test_arguments_arrive_as_their_types_say(driver, early, grid):
-    start = launch._PackedLaunch(1234, "kernel", 256, 4096, SIGNATURE, early)
+    start = launch._packed_launch(1234, "kernel", 256, 4096, SIGNATURE, early)
     start(grid, GIVEN)
     ((handle, shape, stream, arguments, attributes),) = driver.launches
     assert (handle, stream, attributes) == (1234, 77, int(early))
@@ -89,7 +89,7 @@ def test_arguments_arrive_as_their_types_say(driver, early, grid):
     ],
 )
 def test_what_does_not_fit_its_type_is_refused(driver, place, wrong):
-    start = launch._PackedLaunch(1, "some kernel", 32, 0, SIGNATURE, False)
+    start = launch._packed_launch(1, "some kernel", 32, 0, SIGNATURE, False)
     given = list(GIVEN)
     given[place] = wrong
     with pytest.raises(TypeError, match="arguments of some kernel: "):
@@ -108,7 +108,7 @@ def test_arrays_stand_for_their_addresses(driver):
 
     array = Array(data=types.SimpleNamespace(ptr=4096, device_id=0))
     kernel = Kernel(Template("codes.cu", "any"), (), 32, signature=SIGNATURE)
-    kernel._ready[0] = Ready(launch._PackedLaunch(1, "any", 32, 0, SIGNATURE, False), 4)
+    kernel._ready[0] = Ready(launch._packed_launch(1, "any", 32, 0, SIGNATURE, False), 4)
     kernel(array, 3, (array, *GIVEN[1:]))
     kernel(array, 100, (0, *GIVEN[1:]), 2)
     kernel.launch(array, (5, 6), GIVEN)
