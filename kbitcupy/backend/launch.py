@@ -150,11 +150,10 @@ def _starter(signature: tuple[Type, ...], early: bool) -> Callable[..., Start]:
         return f"{name} if {name}.__class__ is int else {name}.data.ptr" if type == "p" else name
 
     given = [*map(value, names, signature)]
+    start = ["launch(handle, width, height, depth, *shape, stream().ptr, *pointers)"]
     if early:
         given = ["width", "height", "depth", "shape", "stream().ptr", "attributes", *given]
-        start = "status = launch(*pointers)", "if status:", "    check(status)"
-    else:
-        start = ("launch(handle, width, height, depth, *shape, stream().ptr, *pointers)",)
+        start = ["status = launch(*pointers)", "if status:", "    check(status)"]
     lines = (
         "def make(pack_into, buffer, launch, handle, pointers, shape, attributes, stream, check, name):",
         "    def start(grid, arguments):",
@@ -198,7 +197,8 @@ class _OfThread(threading.local):
         self._places = (ctypes.c_void_p * len(letters))(*itertools.islice(places, len(letters)))
         arguments = ctypes.addressof(self._places)
         shape: Any = threads, 1, 1, shared
-        attributes, pointers = b"", (arguments, 0)
+        pointers: Any = arguments, 0
+        attributes = b""
         launch = driver.launchKernel
         if early:
             launch = driver_function("cuLaunchKernelEx")

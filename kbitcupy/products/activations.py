@@ -27,7 +27,7 @@ import numpy as np
 
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, capability
+from ..backend.launch import Kernel, Planned, capability
 from ..backend.structs import Constants
 from ..errors import FormatError
 from ..formats.base import register_templates
@@ -347,6 +347,61 @@ def _weight(norm: Norm | None) -> Any:
     return 0 if norm is None or norm.weight is None else norm.weight
 
 
+@dataclass(frozen=True, eq=False)
+class Quantizing(Planned):
+    """The launch that quantizes tokens of one shape by one rule.
+
+    Parameters
+    ----------
+    clustered : bool
+        Whether it is that of few tokens, which takes no magnitudes.
+    numbers : tuple of float
+        Its arguments behind addresses.
+    """
+
+    clustered: bool
+    numbers: tuple[float, ...]
+
+    def start(self, x: Any, weight: Any, codes: Any, scales: Any, sums: Any, largest: Any = 0) -> None:
+        """Launch it with these arrays or addresses; `largest` is the magnitude that all tokens share, if they do."""
+        if self.clustered:
+            self.launch(self.grid, (x, weight, codes, scales, sums, *self.numbers))
+        else:
+            self.launch(self.grid, (x, weight, largest, codes, scales, sums, *self.numbers))
+
+
+@functools.lru_cache(maxsize=4096)
+def quantizing(
+    dtype: np.dtype,
+    tokens: int,
+    depth: int,
+    rule: Rule,
+    norm_eps: float | None,
+    vector: bool,
+    pitch: int,
+    groups: int,
+    group: int,
+    early: bool,
+    device: int,
+) -> Quantizing:
+    """How `quantize_into` quantizes, its kernel compiled.
+
+    `norm_eps` is None without an RMSNorm; with `vector` x and the weights of that start at multiples of 16 bytes.
+    """
+    normalizes, eps = (0, 0.0) if norm_eps is None else (1, norm_eps)
+    vector = vector and not (depth % OCTET or pitch % OCTET)
+    if groups and vector and rule.granularity == "token" and tokens <= MOST_FEW:
+        few = _few_quantizer(dtype, depth, device)
+        if few is not None:
+            shares = groups, group, normalizes, 1 / depth, eps
+            grid = _FEW_SIZES.CLUSTER * tokens, 1, 1
+            return Quantizing(few.ready(device).launch, grid, True, (depth, *shares, *rule.numbers, int(early)))
+    kernel = _quantizer(dtype, vector, _threads(depth))
+    lengths = tokens, depth, pitch, groups, group
+    numbers = *lengths, normalizes, 1 / max(depth, 1), eps, *rule.numbers
+    return Quantizing(kernel.ready(device).launch, (min(tokens, _MOST_BLOCKS), 1, 1), False, numbers)
+
+
 def _quantize_cuda(x: Any, rule: Rule, norm: Norm | None, pitch: int) -> tuple[Any, Any]:
     cupy = _xp.namespace(x)
     tokens, depth = x.shape
@@ -379,25 +434,15 @@ def quantize_into(
     of a `group` of codes where they are in octets. There are no sums where their address is 0. With `early` the kernel
     behind this one, which must wait for it, may start as soon as there is room.
     """
-    depth = x.shape[-1]
-    grid = (min(tokens, _MOST_BLOCKS),)
-    weight = _weight(norm)
-    normalizes, norm_eps = (0, 0.0) if norm is None else (1, norm.eps)
-    given: Any = 0
-    if rule.granularity != "token":
-        largest = _xp.namespace(x).empty(tokens, np.float32)
-        _kernel("largest_of_tokens", x.dtype).launch(x, grid, (x, weight, largest, tokens, depth, normalizes, norm_eps))
-        # As integers, which have the order of magnitudes: comparisons of floats flush.
-        given = largest.view(np.int32).max(keepdims=True)
-    numbers = tokens, depth, pitch, groups, group, normalizes, 1 / max(depth, 1), norm_eps, *rule.numbers
+    depth, weight, device = x.shape[-1], _weight(norm), x.data.device_id
     address = x.data.ptr | (0 if weight.__class__ is int else weight.data.ptr)
-    vector = not (address % 16 or depth % OCTET or pitch % OCTET)
-    few = None
-    if groups and vector and rule.granularity == "token" and tokens <= MOST_FEW:
-        few = _few_quantizer(x.dtype, depth, x.data.device_id)
-    if few is not None:
-        shares = groups, group, normalizes, 1 / depth, norm_eps
-        arguments = x, weight, codes, scales, sums, depth, *shares, *rule.numbers, int(early)
-        few.launch(x, (_FEW_SIZES.CLUSTER * tokens,), arguments)
-        return
-    _quantizer(x.dtype, vector, _threads(depth)).launch(x, grid, (x, weight, given, codes, scales, sums, *numbers))
+    eps = None if norm is None else norm.eps
+    plan = quantizing(x.dtype, tokens, depth, rule, eps, not address % 16, pitch, groups, group, early, device)
+    largest: Any = 0
+    if rule.granularity != "token":
+        of_tokens = _xp.namespace(x).empty(tokens, np.float32)
+        numbers = tokens, depth, int(eps is not None), eps or 0.0
+        _kernel("largest_of_tokens", x.dtype).launch(x, plan.grid, (x, weight, of_tokens, *numbers))
+        # As integers, which have the order of magnitudes: comparisons of floats flush.
+        largest = of_tokens.view(np.int32).max(keepdims=True)
+    plan.start(x, weight, codes, scales, sums, largest)

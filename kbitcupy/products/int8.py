@@ -654,6 +654,11 @@ def bias_kind(dtype: np.dtype) -> int:
     return _BIASES[dtype.name]
 
 
+def bias_of(bias: Any | None) -> tuple[int, int]:
+    """The address of a bias and how kernels know its dtype; zeros for none."""
+    return (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+
+
 def _padded_tokens(codes: Any, scales: Any, tokens: int, pitch: int) -> tuple[Any, Any]:
     """Tokens that are int8 already, as the kernels read them: rows of `pitch` bytes that end in zeros, a scale each."""
     if codes.shape[-1] != pitch or codes.data.ptr % _ALIGNMENT:
@@ -730,7 +735,7 @@ def _launch_product(
             _tma.byte_matrix(weight, channels, depth, depth, plan.boxes[1]),
         )
         last = ()
-    added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+    added = bias_of(bias)
     plan.multiply((plan.blocks,), (*matrices, out.data.ptr, factors, scales, *added, tokens, channels, depth, *last))
 
 

@@ -18,17 +18,17 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma, xp as _xp
-from ..backend.compile import CXX_TYPES, Template
+from ..backend.compile import CXX_TYPES, Template, cxx_type
 from ..backend.launch import Kernel, Planned, capability, multiprocessors, shared_memory
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
-from ..formats.base import IntegerCodes, register_templates
+from ..formats.base import Format, IntegerCodes, register_templates
 from ..formats.integer_codes import FP4, INNER, IQ4, NOTHING, OFFSETS, ZERO_POINTS
 from ..ops import source, widen
 from . import int8, integer_activations as tokens_of
 from .activations import FLOATS, OCTET
 from .int8 import BIAS_KINDS, token_planes
-from .integer_activations import NUMBERS, Q8_BLOCK
+from .integer_activations import NUMBERS, Q8_BLOCK, Quantizing
 from .integers import PRODUCT, WEIGHT, codes_of, stored_codes, weight_argument, why_not
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route
 
@@ -358,17 +358,22 @@ class _Plan(Planned):
     ----------
     cut : bytes
         `CUT`.
-    flavour : Flavour
-        The instance.
-    own : bool
-        Whether blocks quantize the tokens.
+    quantize : Quantizing or None
+        The first launch; None where blocks quantize the tokens.
+    size, sums_at, scales_at : int
+        Bytes that it writes, and where in them, behind codes, sums and scales begin.
+    part : IntegerCodes
+        How the weight lies.
     flip, less : int
         What turns over the highest bit of codes, and what they are lower by after that.
     """
 
     cut: bytes
-    flavour: Flavour
-    own: bool
+    quantize: Quantizing | None
+    size: int
+    sums_at: int
+    scales_at: int
+    part: IntegerCodes
     flip: int
     less: int
 
@@ -473,13 +478,28 @@ def _kernel(flavour: Flavour, eights: int, split: int, threads: int, shared: int
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int, device: int, products: int, floats: bool
+    format: Format,
+    shape: tuple[int, ...],
+    lead: int,
+    dtype: np.dtype,
+    preset: str | None,
+    tokens: int,
+    device: int,
+    products: int,
+    aligned: bool,
 ) -> _Plan:
-    """How a product is computed, or so many of them with experts side by side, its kernel compiled; with `floats` the
-    tokens may be quantized by the blocks.
+    """How a product of tokens of a dtype is computed, its kernels compiled; with no preset they are int8 already.
+
+    `products` is how many there are with experts, one beside the other; 0 with one weight. `aligned`: tokens start at a
+    multiple of 16 bytes.
     """
+    part, given, grouped = stored_codes(format, shape, lead), tokens, products > 0
+    assert part is not None
+    blocked, floats = preset == "q8_1", aligned and preset is not None
     flavour = flavour_of(part, blocked)
     assert flavour is not None
+    rows, depth = shape[-2:]
+    products, tokens = (products, 1) if grouped else (1, tokens)
     eights = 0 if tokens == 1 and flavour.alone else -(-tokens // 8)
     processors = max(1, multiprocessors(device) // products)
     shares = shares_of(part, flavour, eights)
@@ -492,9 +512,9 @@ def _plan(
         if halves is not None:
             cut, split = halves, _TWO.SPLIT
     if floats and tokens <= _MOST_OWN and capability(device) >= _BULK:
-        alone = choose_cut(flavour, eights, rows, depth, processors, room, shares, tokens)
-        if alone is not None and alone.work <= cut.work:
-            cut, own = alone, True
+        of_own = choose_cut(flavour, eights, rows, depth, processors, room, shares, tokens)
+        if of_own is not None and of_own.work <= cut.work:
+            cut, own = of_own, True
     scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at = cut.places
     each = _scales_of_row(part)
     together = part.group // flavour.unit if part.group and flavour.unit else _ALL_UNITS
@@ -519,7 +539,23 @@ def _plan(
     )
     flip, less = turned_over(part, flavour)
     ready = _kernel(flavour, eights, split, 32 * cut.warps * cut.teams, cut.shared).ready(device)
-    return _Plan(ready.launch, (cut.blocks,), packed, flavour, own, flip, less)
+    quantize = None
+    if not own and floats and not grouped and _are_few(flavour, tokens, depth, device):
+        quantize = _few(dtype, tokens, flavour, depth, device)
+    elif not own:
+        layout = flavour.layout, flavour.sums
+        quantize = tokens_of.quantizing(dtype, given, depth, preset, *layout, True, aligned, device)
+    grid = cut.blocks, products, 1
+    return _Plan(ready.launch, grid, packed, quantize, *_room(flavour, given, depth), part, flip, less)
+
+
+def _room(flavour: Flavour, tokens: int, depth: int) -> tuple[int, int, int]:
+    """Bytes of quantized tokens, and where in them, behind codes, sums and scales begin."""
+    padded, every = tokens_of.padded_of(tokens), flavour.sums
+    many = -(-depth // every) if every else 1
+    sums_at = padded * tokens_of.pitch_of(depth)
+    scales_at = sums_at + 4 * padded * many
+    return scales_at + 4 * padded * (many * flavour.blocked + 1), sums_at, scales_at
 
 
 _MAP = Struct("TensorMap", bytes="u1")
@@ -550,19 +586,18 @@ def _few_kernel(cxx: str, flavour: Flavour, depth: int) -> Kernel:
 
 
 def _are_few(flavour: Flavour, tokens: int, depth: int, device: int) -> bool:
-    """Whether `_quantize_few` takes tokens."""
+    """Whether `_few` is for tokens."""
     if flavour.blocked:
         return tokens <= _MOST_FEW
     return flavour.by_rows and tokens <= _MOST_ROWS and depth <= _ROW_DEPTH and capability(device) >= _FEW_ROWS.least
 
 
-def _quantize_few(x: Any, tokens: int, flavour: Flavour, codes: int, scales: int, sums: int) -> None:
-    """`kbitcupy.products.integer_activations.quantize_into` for floats that start at a multiple of 16 bytes."""
-    depth = x.shape[-1]
-    kernel = _few_kernel(CXX_TYPES[x.dtype.name], flavour, depth)
+def _few(dtype: np.dtype, tokens: int, flavour: Flavour, depth: int, device: int) -> Quantizing:
+    """The launch that quantizes few tokens of floats that start at a multiple of 16 bytes."""
+    kernel = _few_kernel(cxx_type(dtype), flavour, depth)
     blocks = -(-depth // (_FOUR * kernel.threads))
-    grid = (tokens, blocks) if flavour.blocked else (tokens * _CLUSTERS.CLUSTER,)
-    kernel.launch(x, grid, (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
+    grid = (tokens, blocks, 1) if flavour.blocked else (tokens * _CLUSTERS.CLUSTER, 1, 1)
+    return Quantizing(kernel.ready(device).launch, grid, True, (depth, tokens_of.padded_of(tokens)))
 
 
 def multiply(
@@ -577,44 +612,38 @@ def multiply(
     products = out.size // rows
     tokens = tokens or products
     single = out
-    if out.dtype == np.float64:
-        single = _xp.namespace(out).empty(out.shape, np.float32)
+    if out.dtype == _xp.DOUBLE:
+        single = _xp.empty(out, out.shape, _xp.SINGLE)
     quantized = isinstance(x, QuantizedArray)
-    blocked = preset == "q8_1" and not quantized
-    part = stored_codes(q.format, q.shape, q.lead)
-    assert part is not None and not (part.table and quantized)
-    device, together = out.data.device_id, 1 if ids is not None else tokens
     taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
-    if part.table and taken.data.ptr % 16:  # of these there is no other launch that quantizes
-        taken = taken.copy()
-    aligned = not quantized and taken.data.ptr % 16 == 0
-    plan = _plan(part, blocked, together, rows, depth, device, products if ids is not None else 1, aligned)
-    padded, step, own, codes, sums, scales = tokens_of.padded_of(tokens), 1, (0, 0), 0, 0, 0
-    if plan.own:
-        own = taken.data.ptr, int8.bias_kind(taken.dtype)
+    if taken.data.ptr % 16 and not quantized:
+        part = stored_codes(q.format, q.shape, q.lead)
+        if part is not None and part.table:  # of these there is no other launch that quantizes
+            taken = taken.copy()
+    address, device, grouped = taken.data.ptr, out.data.device_id, ids is not None
+    about = taken.dtype, None if quantized else preset, tokens, device, products if grouped else 0, address % 16 == 0
+    plan = _plan(q.format, q.shape, q.lead, *about)
+    quantize = plan.quantize
+    step, own, codes, sums, scales = 1, (0, 0), 0, 0, 0
+    if quantize is None:
+        own = address, int8.bias_kind(taken.dtype)
     else:
-        size, every = tokens_of.pitch_of(depth), plan.flavour.sums
-        many = -(-depth // every) if every else 1
-        scratch = _xp.namespace(out).cuda.alloc(padded * size + 4 * padded * many * (2 if blocked else 1) + 4 * padded)
+        scratch = _xp.allocate(plan.size)
         codes = scratch.ptr
-        sums = codes + padded * size
-        written = scales = sums + 4 * padded * many
+        sums = codes + plan.sums_at
+        written = scales = codes + plan.scales_at
         if quantized:
             given = token_planes(x)[1]
             written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        if aligned and ids is None and _are_few(plan.flavour, tokens, depth, device):
-            _quantize_few(taken, tokens, plan.flavour, codes, written, sums)
-        else:
-            by = None if quantized else preset
-            tokens_of.quantize_into(taken, tokens, by, codes, written, sums, plan.flavour.layout, every)
+        quantize.start(address, codes, written, sums)
     bias = None if bias is None else source(bias, FLOATS)
-    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
-    chosen, experts = (0, 1) if ids is None else (ids.data.ptr, q.size // (rows * depth))
+    added, kind = int8.bias_of(bias)
+    chosen, together, experts = (ids.data.ptr, 1, q.size // (rows * depth)) if grouped else (0, tokens, 1)
     pointers = own[0], codes, scales, sums, chosen, added, single.data.ptr
-    lengths = rows, together, padded, depth, experts, slots, step
+    lengths = rows, together, tokens_of.padded_of(tokens), depth, experts, slots, step
     numbers = plan.flip, plan.less, kind, int8.bias_kind(single.dtype), own[1]
-    grid = plan.grid if ids is None else (*plan.grid, products)
-    plan.launch(grid, (weight_argument(q), plan.cut, _map_argument(q, part, device), *pointers, *lengths, *numbers))
+    weight = weight_argument(q), plan.cut, _map_argument(q, plan.part, device)
+    plan.launch(plan.grid, (*weight, *pointers, *lengths, *numbers))
     if single is not out:
         widen(single, out)
 

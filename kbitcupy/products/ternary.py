@@ -472,7 +472,6 @@ def _add_groups(sums: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> np.
 
 _PITCH = int8.PITCH
 _SIZES = Constants(DECODE_THREADS=256, GROUP_THREADS=256, FLOAT32_BIAS=1, FLOAT16_BIAS=2, BFLOAT16_BIAS=3)
-_BIASES = {"float32": _SIZES.FLOAT32_BIAS, "float16": _SIZES.FLOAT16_BIAS, "bfloat16": _SIZES.BFLOAT16_BIAS}
 _TEMPLATES = tuple(
     Template("linear/ternary.cu", name, structs=(_SIZES,)) for name in ("decode_trits", "multiply_groups")
 )
@@ -553,7 +552,7 @@ def _multiply_tiled(
     rows, depth = q.shape
     tokens = out.size // rows
     single = _xp.namespace(out).empty(out.shape, np.float32) if out.dtype == np.float64 else out
-    scratch = _xp.namespace(out).cuda.alloc(tokens * (depth + 4) + 4 * padded_of(tokens))
+    scratch = _xp.allocate(tokens * (depth + 4) + 4 * padded_of(tokens))
     a = scratch.ptr
     sums, scales, each = a + tokens * depth, a + tokens * depth + 4 * padded_of(tokens), 1
     if isinstance(x, QuantizedArray):
@@ -578,7 +577,7 @@ def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bi
     rows, depth = q.shape
     tokens = out.size // rows
     single = out if out.dtype == np.float32 else _xp.namespace(out).empty(out.shape, np.float32)
-    kind = 0 if bias is None else _BIASES[bias.dtype.name]
+    kind = 0 if bias is None else int8.bias_kind(bias.dtype)
     lengths = tokens, rows, depth, codes.shape[-1], part.group
     arrays = codes, q.planes[part.codes], scales, q.planes[part.scales], 0 if bias is None else bias, single
     shared = int(scales.size != tokens)

@@ -87,12 +87,20 @@ class Rows(Planned):
 
     def multiply(self, pointers: tuple[int, ...], numbers: tuple[float, ...], q: QuantizedArray, part: Trits) -> None:
         """Start it with all arguments but the cut and the map of the weight."""
-        rows, depth = q.shape
-        arguments = *pointers, *numbers, *self.cut, map_of(q.planes[part.codes], rows, depth, self.of_pass)
-        if part.shares == "group":
-            scales, of_row, of_box = q.planes[part.scales].data.ptr, 4 * (depth // part.group), scale_bytes(part.group)
-            arguments += (byte_matrix(scales, rows, of_row, of_row, self.of_pass, of_box, False, _PROMOTION),)
-        self.launch(self.grid, arguments)
+        self.launch(self.grid, (*pointers, *numbers, *self.cut, *self._maps(q, part)))
+
+    def _maps(self, q: QuantizedArray, part: Trits) -> tuple[bytes, ...]:
+        """Those of the weight, and of the scales of its groups, made once for each number of rows."""
+        found: tuple[bytes, ...] | None = q._launches.get((Rows, self.of_pass))
+        if found is None:
+            rows, depth = q.shape
+            codes, scales = q.planes[part.codes], q.planes[part.scales].data.ptr
+            found = (map_of(codes, rows, depth, self.of_pass),)
+            if part.shares == "group":
+                of_row, of_box = 4 * (depth // part.group), scale_bytes(part.group)
+                found += (byte_matrix(scales, rows, of_row, of_row, self.of_pass, of_box, False, _PROMOTION),)
+            q._launches[Rows, self.of_pass] = found
+        return found
 
 
 def map_of(codes: Any, rows: int, depth: int, of_pass: int) -> bytes:

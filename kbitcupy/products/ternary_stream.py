@@ -27,9 +27,10 @@ from ..ops import source, widen
 from . import activations as tokens_of, int8
 from .activations import Norm, Rule
 from .int8 import BIAS_KINDS, token_planes
+from .integer_activations import NUMBERS, floats_of, quantize_into as tokens_in_rows
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
-from .ternary_rows import TOKENS, float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
+from .ternary_rows import TOKENS, Rows, float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -120,6 +121,30 @@ class _Stream(Planned):
     staged: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Fragments:
+    """What the first launch of a product of one shape writes, and what takes it.
+
+    Parameters
+    ----------
+    product : Rows or _Stream
+        The second launch.
+    groups : int
+        Times 8 tokens, that are written.
+    early : bool
+        Whether the second launch may start while the kernel ahead of the first one is at work.
+    size, sums_at, scales_at : int
+        Bytes of all, and where, behind the fragments, sums begin, of tokens or of groups of whole steps, and scales.
+    """
+
+    product: Rows | _Stream
+    groups: int
+    early: bool
+    size: int
+    sums_at: int
+    scales_at: int
+
+
 @functools.cache
 def _stream_kernel(dtype: str, tokens: int, operand: str, warps: int, staged: int) -> Kernel:
     template = _STREAM if operand == "Integers" else _STREAM_FLOATS
@@ -164,6 +189,22 @@ def _stream(
     return _Stream(ready.launch, grid, groups, steps * _STEP_BYTES * groups * (1 + floats), int(staged > 0))
 
 
+@functools.lru_cache(maxsize=4096)
+def _fragments(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, device: int) -> _Fragments:
+    """How a product of two launches is computed, the kernel of the second one compiled; see `_stream`."""
+    own = rows_of(dtype, tokens, rows, depth, group, device)
+    stream = _stream(dtype, tokens, rows, depth, group, device) if own is None else None
+    groups = 1 if stream is None else stream.groups
+    steps = -(-depth // _STEP)
+    many = 8 * groups * steps * (_STEP // group) if group else -(-tokens // 4) * 4
+    sums_at = steps * _STEP_BYTES * groups
+    scales_at = sums_at + 4 * many
+    product = own if stream is None else stream
+    assert product is not None
+    early = _starts_early(tokens, rows, depth, group > 0 and stream is not None)
+    return _Fragments(product, groups, early, scales_at + 4 * tokens, sums_at, scales_at)
+
+
 def multiply_streamed(
     x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any, rule: Rule | None, norm: Norm | None
 ) -> None:
@@ -171,70 +212,84 @@ def multiply_streamed(
 
     Nothing stands against it (`why_not_streamed`); without a rule floats are quantized as for W8A8.
     """
-    rows, depth = q.shape
-    tokens = out.size // rows
-    single = out
-    if out.dtype == np.float64:
-        single = _xp.namespace(out).empty(out.shape, np.float32)
-    group = part.group if part.shares == "group" else 0
-    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
-    weight, gamma, y = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr, single.data.ptr
-    by = None if isinstance(x, QuantizedArray) else rule
-    if by is not None and not group and tokens == 1 and by.granularity == "token":
-        x = source(x, tokens_of.FLOATS)
-        quantized = quantized_rows_of(single.dtype, rows, depth, out.data.device_id)
-        root = 0 if norm is None or norm.weight is None else norm.weight.data.ptr
-        if quantized is not None and not (x.data.ptr | root) % 16:
-            before = (1 / depth, 0.0) if norm is None else (1 / depth, norm.eps)
-            numbers = *before, rows, depth, int(part.shares == "row"), kind, int(norm is not None), *by.numbers
-            quantized.multiply((x.data.ptr, root, gamma, added, y), numbers, q, part)
-            if single is not out:
-                widen(single, out)
-            return
-    codes: Any = None
-    found: Any = None
-    if by is None:
-        codes, found = (
-            token_planes(x) if isinstance(x, QuantizedArray) else int8.quantize_on_gpu(x.reshape(tokens, depth))
-        )
-        int8_rows = None if group or tokens > 1 else int8_rows_of(single.dtype, rows, depth, out.data.device_id)
-        if int8_rows is not None and not codes.data.ptr % 16:
-            pointers = codes.data.ptr, found.data.ptr, gamma, added, y
-            int8_rows.multiply(pointers, (rows, depth, int(part.shares == "row"), kind), q, part)
-            if single is not out:
-                widen(single, out)
-            return
-    own_rows = rows_of(single.dtype, tokens, rows, depth, group, out.data.device_id)
-    plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id) if own_rows is None else None
-    # Fragments, and behind them sums, of tokens or of groups of whole steps, and scales.
-    groups = 1 if plan is None else plan.groups
-    many = 8 * groups * -(-depth // _STEP) * (_STEP // group) if group else -(-tokens // 4) * 4
-    code_bytes = -(-depth // _STEP) * _STEP_BYTES * groups
-    scratch = _xp.namespace(out).cuda.alloc(code_bytes + 4 * (many + tokens))
-    a = scratch.ptr
-    sums, scales = a + code_bytes, a + code_bytes + 4 * many
-    each, early = 1, _starts_early(tokens, rows, depth, group > 0 and own_rows is None)
-    if by is not None:
-        x = source(x, tokens_of.FLOATS)
-        tokens_of.quantize_into(x, tokens, by, norm, a, scales, sums, depth, groups, group, early)
-        each = int(by.granularity == "token")
-    else:
-        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, groups, group, depth, depth, int(early)))
-        scales, each = found.data.ptr, int(found.size == tokens)
-    if plan is None:
-        assert own_rows is not None
-        shared = (each,) if group else (each, int(part.shares == "row"))
-        pointers = a, sums, scales, *(() if group else (gamma,)), added, y
-        own_rows.multiply(pointers, (rows, tokens, depth, *shared, kind), q, part)
-    elif group:
-        plan.launch(plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, kind))
-    else:
-        of_rows = int(part.shares == "row")
-        plan.launch(
-            plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, of_rows, plan.staged, kind)
-        )
-    if single is not out:
+    if out.dtype == _xp.DOUBLE:
+        single = _xp.empty(out, out.shape, _xp.SINGLE)
+        multiply_streamed(x, q, part, bias, single, rule, norm)
         widen(single, out)
+        return
+    if rule is None or isinstance(x, QuantizedArray):
+        _multiply_int8(x, q, part, bias, out)
+    else:
+        _multiply_quantized(source(x, tokens_of.FLOATS), q, part, bias, out, rule, norm)
+
+
+def _multiply_quantized(
+    x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any, rule: Rule, norm: Norm | None
+) -> None:
+    """Floats that are quantized on the way."""
+    rows, depth = q.shape
+    tokens, device, grouped = out.size // rows, out.data.device_id, part.shares == "group"
+    if tokens == 1 and not grouped and rule.granularity == "token":
+        one = quantized_rows_of(out.dtype, rows, depth, device)
+        root = 0 if norm is None or norm.weight is None else norm.weight.data.ptr
+        if one is not None and not (x.data.ptr | root) % 16:
+            added, kind = int8.bias_of(bias)
+            normalizes, eps = (0, 0.0) if norm is None else (1, norm.eps)
+            pointers = x.data.ptr, root, q.planes[part.scales].data.ptr, added, out.data.ptr
+            numbers = 1 / depth, eps, rows, depth, int(part.shares == "row"), kind, normalizes, *rule.numbers
+            one.multiply(pointers, numbers, q, part)
+            return
+    group = part.group if grouped else 0
+    plan = _fragments(out.dtype, tokens, rows, depth, group, device)
+    scratch = _xp.allocate(plan.size)
+    a = scratch.ptr
+    sums, scales = a + plan.sums_at, a + plan.scales_at
+    tokens_of.quantize_into(x, tokens, rule, norm, a, scales, sums, depth, plan.groups, group, plan.early)
+    _multiply_fragments(plan, a, sums, scales, int(rule.granularity == "token"), q, part, bias, out)
+
+
+def _multiply_int8(x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:
+    """Tokens that are int8 already, or floats that become so by W8A8's rule, ahead of the launches."""
+    rows, depth = q.shape
+    tokens, device, group = out.size // rows, out.data.device_id, part.group if part.shares == "group" else 0
+    if isinstance(x, QuantizedArray):
+        codes, given = token_planes(x)
+        address, scales, each = codes.data.ptr, given.data.ptr, int(given.size == tokens)
+    else:
+        codes = _xp.allocate(tokens * (depth + 4))
+        address, scales, each = codes.ptr, codes.ptr + tokens * depth, 1
+        tokens_in_rows(floats_of(x), tokens, "int8", address, scales, 0, NUMBERS.ROWS, 0)
+    one = None if group or tokens > 1 else int8_rows_of(out.dtype, rows, depth, device)
+    if one is not None and not address % 16:
+        added, kind = int8.bias_of(bias)
+        pointers = address, scales, q.planes[part.scales].data.ptr, added, out.data.ptr
+        one.multiply(pointers, (rows, depth, int(part.shares == "row"), kind), q, part)
+        return
+    plan = _fragments(out.dtype, tokens, rows, depth, group, device)
+    scratch = _xp.allocate(plan.size)
+    a = scratch.ptr
+    sums = a + plan.sums_at
+    numbers = plan.groups, group, depth, depth, int(plan.early)
+    _ARRANGER.ready(device).launch((tokens, 1, 1), (address, a, sums, *numbers))
+    _multiply_fragments(plan, a, sums, scales, each, q, part, bias, out)
+
+
+def _multiply_fragments(
+    plan: _Fragments, a: int, sums: int, scales: int, each: int, q: QuantizedArray, part: Trits, bias: Any, out: Any
+) -> None:
+    """The launch that takes what lies at these addresses, with a scale for each token or one."""
+    rows, depth = q.shape
+    added, kind = int8.bias_of(bias)
+    gamma, y, lengths = q.planes[part.scales].data.ptr, out.data.ptr, (rows, out.size // rows, depth)
+    product, grouped, of_rows = plan.product, part.shares == "group", int(part.shares == "row")
+    if isinstance(product, Rows) and grouped:
+        product.multiply((a, sums, scales, added, y), (*lengths, each, kind), q, part)
+    elif isinstance(product, Rows):
+        product.multiply((a, sums, scales, gamma, added, y), (*lengths, each, of_rows, kind), q, part)
+    else:
+        numbers = (each, kind) if grouped else (each, of_rows, product.staged, kind)
+        pointers = q.planes[part.codes].data.ptr, a, sums, scales, gamma, added, y
+        product.launch(product.grid, (*pointers, *lengths, *numbers))
 
 
 def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -244,18 +299,18 @@ def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     tokens = out.size // rows
     own_rows = float_rows_of(out.dtype, tokens, rows, depth, out.data.device_id)
     if own_rows is not None:
-        added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
+        added, kind = int8.bias_of(bias)
         pointers = x.data.ptr, q.planes[part.scales].data.ptr, added, out.data.ptr
         own_rows.multiply(pointers, (rows, tokens, depth, int(part.shares == "row"), kind), q, part)
         return
     if multiply_bulk(x, q, part, bias, out, tokens):
         return
     plan = _stream(out.dtype, tokens, rows, depth, 0, out.data.device_id, True)
-    scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes)
+    scratch = _xp.allocate(plan.code_bytes)
     per_block = 4 * _STREAM_SIZES.ARRANGE_THREADS
     grid = -(-(-(-depth // _STEP) * _STEP) // per_block), tokens
     _arranger_of_floats(x.dtype).launch(x, grid, (x, scratch.ptr, plan.groups, depth))
-    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
+    added, kind = int8.bias_of(bias)
     weight, gamma = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     of_rows = int(part.shares == "row")
     plan.launch(
