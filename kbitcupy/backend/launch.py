@@ -120,8 +120,8 @@ def starts_early(device: int) -> bool:
 #: struct's letters of the types of arguments.
 _LETTERS = {"p": "Q", "i4": "i", "u4": "I", "i8": "q", "u8": "Q", "f4": "f", "f8": "d"}
 #: How an argument of a kernel is typed: a letter and bytes as NumPy has them, "p" for a pointer, a struct, or the
-#: number of its bytes, of which 4 and 8 are integers.
-Type: TypeAlias = "str | int | Struct"
+#: number of its bytes, of which 4 and 8 are integers; or several arguments that come packed together, see `packed`.
+Type: TypeAlias = "str | int | Struct | tuple[str, ...]"
 #: Starts a kernel that is loaded: called with the grid and the arguments.
 Start: TypeAlias = Callable[[tuple[int, ...], Sequence[Any]], None]
 
@@ -129,6 +129,8 @@ Start: TypeAlias = Callable[[tuple[int, ...], Sequence[Any]], None]
 def _letters(type: Type) -> str:
     if isinstance(type, Struct):
         return f"{type.dtype.itemsize}s"
+    if isinstance(type, tuple):
+        return f"{struct.calcsize('=' + ''.join(map(_letters, type)))}s"
     return _LETTERS[type] if isinstance(type, str) else {4: "i", 8: "q"}.get(type, f"{type}s")
 
 
@@ -172,6 +174,20 @@ def _starter(signature: tuple[Type, ...], early: bool) -> Callable[..., Start]:
     return make
 
 
+def packed(types: tuple[str, ...], *numbers: float) -> bytes:
+    """Arguments of these types as one, which a plan packs once for all launches.
+
+    Raises
+    ------
+    TypeError
+        When one does not fit its type.
+    """
+    try:
+        return struct.pack("=" + "".join(map(_letters, types)), *numbers)
+    except struct.error as error:
+        raise TypeError(f"arguments {numbers}: {error}") from None
+
+
 def _wrong_size(given: bytes, size: int) -> None:
     raise ValueError(f"{len(given)} bytes came for {size}")
 
@@ -192,9 +208,10 @@ class _OfThread(threading.local):
         packing = struct.Struct("=" + _CONFIG * early + "".join(letters))
         buffer = self._buffer = ctypes.create_string_buffer(packing.size)
         size = ctypes.sizeof(_Config) if early else 0
-        sizes = (struct.calcsize(f"={each}") for each in letters)
+        each = [one for type in signature for one in (type if isinstance(type, tuple) else (type,))]
+        sizes = (struct.calcsize(f"={_letters(one)}") for one in each)
         places = itertools.accumulate(sizes, initial=ctypes.addressof(buffer) + size)
-        self._places = (ctypes.c_void_p * len(letters))(*itertools.islice(places, len(letters)))
+        self._places = (ctypes.c_void_p * len(each))(*itertools.islice(places, len(each)))
         arguments = ctypes.addressof(self._places)
         shape: Any = threads, 1, 1, shared
         pointers: Any = arguments, 0
@@ -271,9 +288,10 @@ class Kernel:
         Bytes of dynamic shared memory of a block.
     rounds : int, default 1
         See `grid_of`.
-    signature : tuple of str, int or Struct, default ()
+    signature : tuple of str, int, Struct or tuple, default ()
         Types of the arguments: ``"p"`` a pointer; ``"i4"``, ``"u4"``, ``"i8"``, ``"u8"``, ``"f4"`` and ``"f8"``
-        numbers; a struct, or the size of one in bytes. An argument that does not fit raises TypeError.
+        numbers; a struct, or the size of one in bytes; a tuple of them for arguments that come `packed` together. An
+        argument that does not fit raises TypeError.
     early : bool, default False
         Whether it may start before the kernel ahead of it has ended, where the device can do so (see `starts_early`):
         it then waits itself, by ``griddepcontrol.wait``, before it looks at what that one writes.

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Planned, capability
+from ..backend.launch import Kernel, Planned, capability, packed
 from ..backend.structs import Constants
 from ..errors import FormatError
 from ..formats.base import register_templates
@@ -284,9 +284,10 @@ OCTET = 8
 SIZES = Constants(LANES=LANES, ROOM=1 << 13, STEP=256, MOST_THREADS=1024)
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
 _FILE = "linear/activations.cu"
-_SIGNATURES: dict[str, tuple[str, ...]] = {
+_NUMBERS = *("i8",) * 3, *("i4",) * 3, "f8", "f8", "f4", *("i4",) * 3
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "largest_of_tokens": ("p", "p", "p", "i8", "i8", "i4", "f8"),
-    "quantize_activations": (*("p",) * 6, *("i8",) * 3, *("i4",) * 3, "f8", "f8", "f4", *("i4",) * 3),
+    "quantize_activations": (*("p",) * 6, _NUMBERS),
     "normalize_tokens": ("p", "p", "p", "i8", "i8", "f8"),
 }
 _BOOLS = ("false", "true")
@@ -304,7 +305,8 @@ _FEW = Template(
     structs=(BIAS_KINDS, _FEW_SIZES),
     least=90,
 )
-_FEW_SIGNATURE = (*("p",) * 5, *("i4",) * 4, "f8", "f8", "f4", *("i4",) * 4)
+_FEW_NUMBERS = *("i4",) * 4, "f8", "f8", "f4", *("i4",) * 4
+_FEW_SIGNATURE = (*("p",) * 5, _FEW_NUMBERS)
 # Percent of a multiprocessor's memory that is to be shared memory: with less the product would have to wait.
 _FEW_CARVEOUT = 100
 register_templates(*_TEMPLATES.values(), _FEW)
@@ -355,19 +357,19 @@ class Quantizing(Planned):
     ----------
     clustered : bool
         Whether it is that of few tokens, which takes no magnitudes.
-    numbers : tuple of float
+    numbers : bytes
         Its arguments behind addresses.
     """
 
     clustered: bool
-    numbers: tuple[float, ...]
+    numbers: bytes
 
     def start(self, x: Any, weight: Any, codes: Any, scales: Any, sums: Any, largest: Any = 0) -> None:
         """Launch it with these arrays or addresses; `largest` is the magnitude that all tokens share, if they do."""
         if self.clustered:
-            self.launch(self.grid, (x, weight, codes, scales, sums, *self.numbers))
+            self.launch(self.grid, (x, weight, codes, scales, sums, self.numbers))
         else:
-            self.launch(self.grid, (x, weight, largest, codes, scales, sums, *self.numbers))
+            self.launch(self.grid, (x, weight, largest, codes, scales, sums, self.numbers))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -395,10 +397,11 @@ def quantizing(
         if few is not None:
             shares = groups, group, normalizes, 1 / depth, eps
             grid = _FEW_SIZES.CLUSTER * tokens, 1, 1
-            return Quantizing(few.ready(device).launch, grid, True, (depth, *shares, *rule.numbers, int(early)))
+            numbers = packed(_FEW_NUMBERS, depth, *shares, *rule.numbers, int(early))
+            return Quantizing(few.ready(device).launch, grid, True, numbers)
     kernel = _quantizer(dtype, vector, _threads(depth))
     lengths = tokens, depth, pitch, groups, group
-    numbers = *lengths, normalizes, 1 / max(depth, 1), eps, *rule.numbers
+    numbers = packed(_NUMBERS, *lengths, normalizes, 1 / max(depth, 1), eps, *rule.numbers)
     return Quantizing(kernel.ready(device).launch, (min(tokens, _MOST_BLOCKS), 1, 1), False, numbers)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template, cxx_type
-from ..backend.launch import Kernel, Planned
+from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants
 from ..formats.base import register_templates
 from ..ops import source
@@ -64,7 +64,8 @@ _ROW_SIZES = Constants(ROW_THREADS=512)
 _ROW_THREADS, _SIXTEEN = 256, 16
 _ROW_TEMPLATE = Template("linear/row_tokens.cu", "quantize_row_tokens", (_TYPES[:-1], _BOOLS), structs=(_ROW_SIZES,))
 register_templates(_TEMPLATE, _ROW_TEMPLATE)
-_SIGNATURE = (*("p",) * 4, *("i4",) * 6)
+_NUMBERS, _ROW_NUMBERS = ("i4",) * 6, ("i4",) * 2
+_SIGNATURE, _ROW_SIGNATURE = (*("p",) * 4, _NUMBERS), (*("p",) * 3, _ROW_NUMBERS)
 # Threads of a part of a token, the most and the least: few blocks leave multiprocessors to the product that follows.
 _PART_THREADS, _LEAST_THREADS, _HALF = 512, 128, np.float32(0.5)
 _OF_ROWS = NUMBERS.ROWS, NUMBERS.ROWS_SPLIT
@@ -124,19 +125,19 @@ class Quantizing(Planned):
     ----------
     summed : bool
         Whether it takes an address of sums.
-    numbers : tuple of int
+    numbers : bytes
         Its arguments behind addresses.
     """
 
     summed: bool
-    numbers: tuple[int, ...]
+    numbers: bytes
 
     def start(self, x: int, codes: int, scales: int, sums: int) -> None:
         """Launch it with these addresses."""
         if self.summed:
-            self.launch(self.grid, (x, codes, scales, sums, *self.numbers))
+            self.launch(self.grid, (x, codes, scales, sums, self.numbers))
         else:
-            self.launch(self.grid, (x, codes, scales, *self.numbers))
+            self.launch(self.grid, (x, codes, scales, self.numbers))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,12 +157,13 @@ def quantizing(
     if preset == "int8" and not summed and vector and depth % _SIXTEEN == 0 and layout in _OF_ROWS:
         threads = _row_threads(depth, tokens > _MANY)
         kernel = _row_kernel(cxx_type(dtype), layout == NUMBERS.ROWS_SPLIT, threads)
-        return Quantizing(kernel.ready(device).launch, (tokens, 1, 1), False, (depth, pitch_of(depth)))
+        numbers = packed(_ROW_NUMBERS, depth, pitch_of(depth))
+        return Quantizing(kernel.ready(device).launch, (tokens, 1, 1), False, numbers)
     threads, parts = _cut(depth, preset != "int8" and (group != 0 or not summed), tokens > _MANY)
     cxx = "signed char" if preset is None else cxx_type(dtype)
     number = NUMBERS.TAKEN if preset is None else _PRESETS[preset]
     pitch = depth if layout == NUMBERS.HALF_ROWS else pitch_of(depth)
-    numbers = depth, pitch, padded_of(tokens), number, layout, group
+    numbers = packed(_NUMBERS, depth, pitch, padded_of(tokens), number, layout, group)
     return Quantizing(_kernel(cxx, vector, threads).ready(device).launch, (tokens, parts, 1), True, numbers)
 
 
@@ -172,8 +174,7 @@ def _kernel(cxx: str, vector: bool, threads: int) -> Kernel:
 
 @functools.cache
 def _row_kernel(cxx: str, split: bool, threads: int) -> Kernel:
-    signature = "p", "p", "p", "i4", "i4"
-    return Kernel(_ROW_TEMPLATE, (cxx, _BOOLS[split]), threads, signature=signature, early=True)
+    return Kernel(_ROW_TEMPLATE, (cxx, _BOOLS[split]), threads, signature=_ROW_SIGNATURE, early=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import CXX_TYPES, Template, cxx_type
-from ..backend.launch import Kernel, Planned
+from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants, Struct
 from ..formats.base import Format, IntegerCodes, register_templates
 from ..formats.integer_codes import INNER, NOTHING
@@ -140,6 +140,7 @@ _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
 _TOKENS = Template("linear/batch_tokens.cu", "quantize_batch_tokens", (_TYPES,), structs=(SIZES,))
 register_templates(_TEMPLATE, _TOKENS)
 _SIGNATURE = (*(_tma.MAP_BYTES,) * 3, CUT, *("p",) * 6, *("i4",) * 8, "u4")
+_DEPTH = ("i4",)
 _NO_MAP = bytes(_tma.MAP_BYTES)
 
 
@@ -153,7 +154,7 @@ def _kernel(blocked: bool, cut: Cut, inner: bool, shared: int) -> Kernel:
 @functools.cache
 def _quantizer(cxx: str) -> Kernel:
     """Of floats by "q8_1" for q4_k, to what kernels/linear/batch_tokens.cu says."""
-    return Kernel(_TOKENS, (cxx,), SIZES.QUANTIZE_THREADS, signature=("p", "p", "p", "i4"), early=True)
+    return Kernel(_TOKENS, (cxx,), SIZES.QUANTIZE_THREADS, signature=("p", "p", "p", _DEPTH), early=True)
 
 
 def refusal(preset: str | None, part: IntegerCodes, depth: int) -> str | None:
@@ -245,7 +246,8 @@ def _launches(
     if inner:
         ready = _quantizer(cxx_type(given)).ready(device)
         grid = tokens, -(-depth // (SIZES.QUANTIZE_THREADS * _SIXTEEN)), 1
-        quantize, beside = Quantizing(ready.launch, grid, False, (depth,)), depth // SIZES.BATCH_K * SIZES.BATCH_RECORD
+        quantize = Quantizing(ready.launch, grid, False, packed(_DEPTH, depth))
+        beside = depth // SIZES.BATCH_K * SIZES.BATCH_RECORD
     else:
         quantize = tokens_of.quantizing(given, tokens, depth, preset, NUMBERS.ROWS, Q8_BLOCK, False, aligned, device)
         beside = 4 * (depth // Q8_BLOCK if blocked else 1) * padded

@@ -10,6 +10,7 @@ terms of units added in another order, which is the same every time, and multipl
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import tma, xp as _xp
 from ..backend.compile import CXX_TYPES, Template, cxx_type
-from ..backend.launch import Kernel, Planned, capability, multiprocessors, shared_memory
+from ..backend.launch import Kernel, Planned, capability, multiprocessors, packed, shared_memory
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
 from ..formats.base import Format, IntegerCodes, register_templates
@@ -307,7 +308,8 @@ _FEW_ROWS = Template(
     least=_BULK,
 )
 register_templates(_TEMPLATE, _template(False), _SPLIT, _FEW, _FEW_ROWS)
-_SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
+_NUMBERS, _FEW_NUMBERS = (*("i4",) * 7, "u4", *("i4",) * 4), ("i4", "i4")
+_SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, _NUMBERS)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _TABLES = {1: "TABLE4", 16: "TABLE_HALVES4"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
@@ -364,8 +366,8 @@ class _Plan(Planned):
         Bytes that it writes, and where in them, behind codes, sums and scales begin.
     part : IntegerCodes
         How the weight lies.
-    flip, less : int
-        What turns over the highest bit of codes, and what they are lower by after that.
+    numbers : bytes
+        Arguments of the second one behind addresses.
     """
 
     cut: bytes
@@ -374,8 +376,7 @@ class _Plan(Planned):
     sums_at: int
     scales_at: int
     part: IntegerCodes
-    flip: int
-    less: int
+    numbers: bytes
 
 
 @dataclass(frozen=True)
@@ -482,16 +483,38 @@ def _plan(
     shape: tuple[int, ...],
     lead: int,
     dtype: np.dtype,
+    out_dtype: np.dtype,
     preset: str | None,
     tokens: int,
-    device: int,
     products: int,
+    slots: int,
+    step: int,
+    kind: int,
     aligned: bool,
+    device: int,
 ) -> _Plan:
-    """How a product of tokens of a dtype is computed, its kernels compiled; with no preset they are int8 already.
+    """How a product is computed, its kernels compiled.
 
-    `products` is how many there are with experts, one beside the other; 0 with one weight. `aligned`: tokens start at a
-    multiple of 16 bytes.
+    Parameters
+    ----------
+    format, shape, lead : Format, tuple of int, int
+        Of the weight.
+    dtype, out_dtype : numpy.dtype
+        Of tokens and of the result.
+    preset : str or None
+        How tokens are quantized; None where they are int8 already.
+    tokens : int
+        How many.
+    products, slots : int
+        Of experts, one beside the other, and of a token; no products with one weight.
+    step : int
+        From the scale of a token to the next one's.
+    kind : int
+        Of the bias.
+    aligned : bool
+        Whether tokens start at a multiple of 16 bytes.
+    device : int
+        Its number.
     """
     part, given, grouped = stored_codes(format, shape, lead), tokens, products > 0
     assert part is not None
@@ -518,7 +541,7 @@ def _plan(
     scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at = cut.places
     each = _scales_of_row(part)
     together = part.group // flavour.unit if part.group and flavour.unit else _ALL_UNITS
-    packed = CUT.pack(
+    of_cut = CUT.pack(
         warps=cut.warps,
         teams=cut.teams,
         phases=cut.phases,
@@ -537,7 +560,6 @@ def _plan(
         row_bytes=each * np.dtype(named_dtype(part.scale_dtype)).itemsize,
         beside_bytes=each * np.dtype(named_dtype(part.beside_dtype)).itemsize,
     )
-    flip, less = turned_over(part, flavour)
     ready = _kernel(flavour, eights, split, 32 * cut.warps * cut.teams, cut.shared).ready(device)
     quantize = None
     if not own and floats and not grouped and _are_few(flavour, tokens, depth, device):
@@ -545,8 +567,11 @@ def _plan(
     elif not own:
         layout = flavour.layout, flavour.sums
         quantize = tokens_of.quantizing(dtype, given, depth, preset, *layout, True, aligned, device)
-    grid = cut.blocks, products, 1
-    return _Plan(ready.launch, grid, packed, quantize, *_room(flavour, given, depth), part, flip, less)
+    grid, experts = (cut.blocks, products, 1), math.prod(shape[:-2]) if grouped else 1
+    lengths = rows, tokens, tokens_of.padded_of(given), depth, experts, slots, step
+    kinds = kind, int8.bias_kind(out_dtype), int8.bias_kind(dtype) if own else 0
+    numbers = packed(_NUMBERS, *lengths, *turned_over(part, flavour), *kinds)
+    return _Plan(ready.launch, grid, of_cut, quantize, *_room(flavour, given, depth), part, numbers)
 
 
 def _room(flavour: Flavour, tokens: int, depth: int) -> tuple[int, int, int]:
@@ -556,6 +581,13 @@ def _room(flavour: Flavour, tokens: int, depth: int) -> tuple[int, int, int]:
     sums_at = padded * tokens_of.pitch_of(depth)
     scales_at = sums_at + 4 * padded * many
     return scales_at + 4 * padded * (many * flavour.blocked + 1), sums_at, scales_at
+
+
+@functools.lru_cache(maxsize=1024)
+def _needs_alignment(format: Format, shape: tuple[int, ...], lead: int) -> bool:
+    """Whether only launches for tokens that start at a multiple of 16 bytes quantize for a weight."""
+    part = stored_codes(format, shape, lead)
+    return part is not None and part.table
 
 
 _MAP = Struct("TensorMap", bytes="u1")
@@ -576,7 +608,7 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _few_kernel(cxx: str, flavour: Flavour, depth: int) -> Kernel:
-    signature = "p", "p", "p", "p", "i4", "i4"
+    signature = "p", "p", "p", "p", _FEW_NUMBERS
     if flavour.blocked:
         return Kernel(_FEW, (cxx, flavour.layout_name), int(_SIZES.FEW_THREADS), signature=signature, early=True)
     values = cxx, f"{flavour.layout_name}, {flavour.sums}"
@@ -597,7 +629,8 @@ def _few(dtype: np.dtype, tokens: int, flavour: Flavour, depth: int, device: int
     kernel = _few_kernel(cxx_type(dtype), flavour, depth)
     blocks = -(-depth // (_FOUR * kernel.threads))
     grid = (tokens, blocks, 1) if flavour.blocked else (tokens * _CLUSTERS.CLUSTER, 1, 1)
-    return Quantizing(kernel.ready(device).launch, grid, True, (depth, tokens_of.padded_of(tokens)))
+    numbers = packed(_FEW_NUMBERS, depth, tokens_of.padded_of(tokens))
+    return Quantizing(kernel.ready(device).launch, grid, True, numbers)
 
 
 def multiply(
@@ -608,44 +641,39 @@ def multiply(
     With `ids`, int64 of experts, there are so many `tokens`, and `slots` products of each; those of no expert are not
     written.
     """
-    rows, depth = q.shape[-2:]
-    products = out.size // rows
-    tokens = tokens or products
-    single = out
     if out.dtype == _xp.DOUBLE:
         single = _xp.empty(out, out.shape, _xp.SINGLE)
-    quantized = isinstance(x, QuantizedArray)
-    taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
-    if taken.data.ptr % 16 and not quantized:
-        part = stored_codes(q.format, q.shape, q.lead)
-        if part is not None and part.table:  # of these there is no other launch that quantizes
-            taken = taken.copy()
-    address, device, grouped = taken.data.ptr, out.data.device_id, ids is not None
-    about = taken.dtype, None if quantized else preset, tokens, device, products if grouped else 0, address % 16 == 0
-    plan = _plan(q.format, q.shape, q.lead, *about)
-    quantize = plan.quantize
-    step, own, codes, sums, scales = 1, (0, 0), 0, 0, 0
-    if quantize is None:
-        own = address, int8.bias_kind(taken.dtype)
-    else:
-        scratch = _xp.allocate(plan.size)
-        codes = scratch.ptr
-        sums = codes + plan.sums_at
-        written = scales = codes + plan.scales_at
-        if quantized:
-            given = token_planes(x)[1]
-            written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        quantize.start(address, codes, written, sums)
+        multiply(x, preset, q, bias, single, ids, tokens, slots)
+        widen(single, out)
+        return
+    products = out.size // q.shape[-2]
+    tokens, device = tokens or products, out.data.device_id
     bias = None if bias is None else source(bias, FLOATS)
     added, kind = int8.bias_of(bias)
-    chosen, together, experts = (ids.data.ptr, 1, q.size // (rows * depth)) if grouped else (0, tokens, 1)
-    pointers = own[0], codes, scales, sums, chosen, added, single.data.ptr
-    lengths = rows, together, tokens_of.padded_of(tokens), depth, experts, slots, step
-    numbers = plan.flip, plan.less, kind, int8.bias_kind(single.dtype), own[1]
+    given: Any = None
+    step, by = 1, preset or None
+    if isinstance(x, QuantizedArray):
+        x, given = token_planes(x)
+        x, step, by = _xp.contiguous(x), int(given.size == tokens), None
+    else:
+        x = tokens_of.floats_of(x)
+        if x.data.ptr % 16 and _needs_alignment(q.format, q.shape, q.lead):
+            x = x.copy()
+    address, side_by_side = x.data.ptr, 0 if ids is None else products
+    about = x.dtype, out.dtype, by, tokens, side_by_side, slots, step, kind, address % 16 == 0, device
+    plan = _plan(q.format, q.shape, q.lead, *about)
+    quantize, own, codes, sums, scales = plan.quantize, address, 0, 0, 0
+    if quantize is not None:
+        scratch = _xp.allocate(plan.size)
+        codes = scratch.ptr
+        own, sums, scales = 0, codes + plan.sums_at, codes + plan.scales_at
+        quantize.start(address, codes, scales if given is None else 0, sums)
+    if given is not None:
+        scales = given.data.ptr
+    chosen = 0 if ids is None else ids.data.ptr
     weight = weight_argument(q), plan.cut, _map_argument(q, plan.part, device)
-    plan.launch(plan.grid, (*weight, *pointers, *lengths, *numbers))
-    if single is not out:
-        widen(single, out)
+    pointers = own, codes, scales, sums, chosen, added, out.data.ptr
+    plan.launch(plan.grid, (*weight, *pointers, plan.numbers))
 
 
 # ---- the route -------------------------------------------------------------------------------------------------------

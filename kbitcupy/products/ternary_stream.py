@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Planned, multiprocessors, shared_memory
+from ..backend.launch import Kernel, Planned, multiprocessors, packed, shared_memory
 from ..backend.structs import Constants
 from ..formats.base import Trits, register_templates
 from ..formats.ternary import BLOCK
 from ..ops import source, widen
 from . import activations as tokens_of, int8
-from .activations import Norm, Rule
+from .activations import Norm, Quantizing, Rule, quantizing
 from .int8 import BIAS_KINDS, token_planes
 from .integer_activations import NUMBERS, floats_of, quantize_into as tokens_in_rows
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
@@ -66,8 +66,8 @@ _STREAM_OF_GROUPS = _stream_template("stream_ternary_groups", _STREAM_TYPES, tup
 _ARRANGE = _stream_template("arrange_tokens", least=0)
 _ARRANGE_FLOATS = _stream_template("arrange_floats", _FLOATS, least=0)
 register_templates(_STREAM, _STREAM_FLOATS, _STREAM_OF_GROUPS, _ARRANGE, _ARRANGE_FLOATS)
-_STREAM_SIGNATURE = (*("p",) * 7, "i8", *("i4",) * 6)
-_GROUP_SIGNATURE = (*("p",) * 7, "i8", "i8", *("i4",) * 3)
+_STREAM_NUMBERS, _GROUP_NUMBERS = ("i8", *("i4",) * 6), ("i8", "i8", *("i4",) * 3)
+_STREAM_SIGNATURE, _GROUP_SIGNATURE = (*("p",) * 7, _STREAM_NUMBERS), (*("p",) * 7, _GROUP_NUMBERS)
 _ARRANGER = Kernel(_ARRANGE, (), _STREAM_SIZES.ARRANGE_THREADS, signature=(*("p",) * 3, *("i4",) * 5), early=True)
 
 
@@ -133,6 +133,8 @@ class _Fragments:
         Times 8 tokens, that are written.
     early : bool
         Whether the second launch may start while the kernel ahead of the first one is at work.
+    numbers : bytes
+        Arguments of the second one behind addresses.
     size, sums_at, scales_at : int
         Bytes of all, and where, behind the fragments, sums begin, of tokens or of groups of whole steps, and scales.
     """
@@ -140,6 +142,7 @@ class _Fragments:
     product: Rows | _Stream
     groups: int
     early: bool
+    numbers: bytes
     size: int
     sums_at: int
     scales_at: int
@@ -173,7 +176,7 @@ def _stream(
     steps, tiles = -(-depth // _STEP), -(-rows // _ROWS)
     if group:
         ready, groups = _group_kernel(dtype.name, group).ready(device), -(-tokens // 8)
-        grid: tuple[int, ...] = min(tiles, max(1, ready.resident // groups)), groups
+        grid = min(tiles, max(1, ready.resident // groups)), groups, 1
     else:
         held = next(count for count in _STREAM_TOKENS if tokens <= count)
         operand, groups = "Floats" if floats else "Integers", held // 8
@@ -185,13 +188,19 @@ def _stream(
         staged = staged if staged <= shared_memory(device) // 2 - _QUEUE else 0
         ready = _stream_kernel(dtype.name, held, operand, warps, staged).ready(device)
         # More than two blocks of a multiprocessor at a time leave more of it idle at the end.
-        grid = (min(tiles, ready.resident, 2 * multiprocessors(device)),)
+        grid = min(tiles, ready.resident, 2 * multiprocessors(device)), 1, 1
     return _Stream(ready.launch, grid, groups, steps * _STEP_BYTES * groups * (1 + floats), int(staged > 0))
 
 
 @functools.lru_cache(maxsize=4096)
-def _fragments(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, device: int) -> _Fragments:
-    """How a product of two launches is computed, the kernel of the second one compiled; see `_stream`."""
+def _fragments(
+    dtype: np.dtype, tokens: int, rows: int, depth: int, part: Trits, each: int, kind: int, device: int
+) -> _Fragments:
+    """How a product of two launches is computed, the kernel of the second one compiled.
+
+    `each` is 1 where tokens have a scale each, and `kind` that of the bias.
+    """
+    group = part.group if part.shares == "group" else 0
     own = rows_of(dtype, tokens, rows, depth, group, device)
     stream = _stream(dtype, tokens, rows, depth, group, device) if own is None else None
     groups = 1 if stream is None else stream.groups
@@ -202,7 +211,14 @@ def _fragments(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, 
     product = own if stream is None else stream
     assert product is not None
     early = _starts_early(tokens, rows, depth, group > 0 and stream is not None)
-    return _Fragments(product, groups, early, scales_at + 4 * tokens, sums_at, scales_at)
+    shared = (each,) if group else (each, int(part.shares == "row"))
+    if own is not None:
+        numbers = own.packed(rows, tokens, depth, *shared, kind)
+    else:
+        assert stream is not None
+        staged, types = ((), _GROUP_NUMBERS) if group else ((stream.staged,), _STREAM_NUMBERS)
+        numbers = packed(types, rows, tokens, depth, *shared, *staged, kind)
+    return _Fragments(product, groups, early, numbers, scales_at + 4 * tokens, sums_at, scales_at)
 
 
 def multiply_streamed(
@@ -228,30 +244,78 @@ def _multiply_quantized(
 ) -> None:
     """Floats that are quantized on the way."""
     rows, depth = q.shape
-    tokens, device, grouped = out.size // rows, out.data.device_id, part.shares == "group"
-    if tokens == 1 and not grouped and rule.granularity == "token":
-        one = quantized_rows_of(out.dtype, rows, depth, device)
-        root = 0 if norm is None or norm.weight is None else norm.weight.data.ptr
-        if one is not None and not (x.data.ptr | root) % 16:
-            added, kind = int8.bias_of(bias)
-            normalizes, eps = (0, 0.0) if norm is None else (1, norm.eps)
-            pointers = x.data.ptr, root, q.planes[part.scales].data.ptr, added, out.data.ptr
-            numbers = 1 / depth, eps, rows, depth, int(part.shares == "row"), kind, normalizes, *rule.numbers
-            one.multiply(pointers, numbers, q, part)
-            return
-    group = part.group if grouped else 0
-    plan = _fragments(out.dtype, tokens, rows, depth, group, device)
-    scratch = _xp.allocate(plan.size)
+    tokens, device = out.size // rows, out.data.device_id
+    added, kind = int8.bias_of(bias)
+    weight, eps = (None, None) if norm is None else (norm.weight, norm.eps)
+    address, root = x.data.ptr, 0 if weight is None else weight.data.ptr
+    aligned = (address | root) % MOST_ALIGNED == 0
+    plan = _quantized(x.dtype, out.dtype, tokens, rows, depth, part, kind, rule, eps, aligned, device)
+    if isinstance(plan, _OneLaunch):
+        pointers = address, root, q.planes[part.scales].data.ptr, added, out.data.ptr
+        plan.product.multiply(pointers, plan.numbers, q, part)
+        return
+    quantize, fragments = plan
+    scratch = _xp.allocate(fragments.size)
     a = scratch.ptr
-    sums, scales = a + plan.sums_at, a + plan.scales_at
-    tokens_of.quantize_into(x, tokens, rule, norm, a, scales, sums, depth, plan.groups, group, plan.early)
-    _multiply_fragments(plan, a, sums, scales, int(rule.granularity == "token"), q, part, bias, out)
+    sums, scales = a + fragments.sums_at, a + fragments.scales_at
+    if rule.granularity == "token":
+        quantize.start(address, root, a, scales, sums)
+    else:
+        about = fragments.groups, part.group if part.shares == "group" else 0, fragments.early
+        tokens_of.quantize_into(x, tokens, rule, norm, a, scales, sums, depth, *about)
+    _multiply_fragments(fragments, a, sums, scales, q, part, added, out)
+
+
+class _OneLaunch(NamedTuple):
+    """The launch of a product of one shape that quantizes its token, and its numbers."""
+
+    product: Rows
+    numbers: bytes
+
+
+class _TwoLaunches(NamedTuple):
+    """The launches of a product of one shape."""
+
+    quantize: Quantizing
+    fragments: _Fragments
+
+
+@functools.lru_cache(maxsize=4096)
+def _quantized(
+    given: np.dtype,
+    dtype: np.dtype,
+    tokens: int,
+    rows: int,
+    depth: int,
+    part: Trits,
+    kind: int,
+    rule: Rule,
+    norm_eps: float | None,
+    aligned: bool,
+    device: int,
+) -> _OneLaunch | _TwoLaunches:
+    """How a product of floats of the dtype `given` is computed, its kernels compiled.
+
+    `norm_eps` is None without a norm; `aligned`: tokens and the weights of that start at multiples of 16 bytes.
+    """
+    grouped, by_token = part.shares == "group", rule.granularity == "token"
+    if tokens == 1 and not grouped and by_token and aligned:
+        one = quantized_rows_of(dtype, rows, depth, device)
+        if one is not None:
+            normalizes, eps = (0, 0.0) if norm_eps is None else (1, norm_eps)
+            of_rows = int(part.shares == "row")
+            numbers = one.packed(1 / depth, eps, rows, depth, of_rows, kind, normalizes, *rule.numbers)
+            return _OneLaunch(one, numbers)
+    fragments = _fragments(dtype, tokens, rows, depth, part, int(by_token), kind, device)
+    about = fragments.groups, part.group if grouped else 0, fragments.early, device
+    return _TwoLaunches(quantizing(given, tokens, depth, rule, norm_eps, aligned, depth, *about), fragments)
 
 
 def _multiply_int8(x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:
     """Tokens that are int8 already, or floats that become so by W8A8's rule, ahead of the launches."""
     rows, depth = q.shape
     tokens, device, group = out.size // rows, out.data.device_id, part.group if part.shares == "group" else 0
+    added, kind = int8.bias_of(bias)
     if isinstance(x, QuantizedArray):
         codes, given = token_planes(x)
         address, scales, each = codes.data.ptr, given.data.ptr, int(given.size == tokens)
@@ -260,36 +324,31 @@ def _multiply_int8(x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) 
         address, scales, each = codes.ptr, codes.ptr + tokens * depth, 1
         tokens_in_rows(floats_of(x), tokens, "int8", address, scales, 0, NUMBERS.ROWS, 0)
     one = None if group or tokens > 1 else int8_rows_of(out.dtype, rows, depth, device)
-    if one is not None and not address % 16:
-        added, kind = int8.bias_of(bias)
+    if one is not None and not address % MOST_ALIGNED:
         pointers = address, scales, q.planes[part.scales].data.ptr, added, out.data.ptr
-        one.multiply(pointers, (rows, depth, int(part.shares == "row"), kind), q, part)
+        one.multiply(pointers, one.packed(rows, depth, int(part.shares == "row"), kind), q, part)
         return
-    plan = _fragments(out.dtype, tokens, rows, depth, group, device)
+    plan = _fragments(out.dtype, tokens, rows, depth, part, each, kind, device)
     scratch = _xp.allocate(plan.size)
     a = scratch.ptr
     sums = a + plan.sums_at
     numbers = plan.groups, group, depth, depth, int(plan.early)
     _ARRANGER.ready(device).launch((tokens, 1, 1), (address, a, sums, *numbers))
-    _multiply_fragments(plan, a, sums, scales, each, q, part, bias, out)
+    _multiply_fragments(plan, a, sums, scales, q, part, added, out)
 
 
 def _multiply_fragments(
-    plan: _Fragments, a: int, sums: int, scales: int, each: int, q: QuantizedArray, part: Trits, bias: Any, out: Any
+    plan: _Fragments, a: int, sums: int, scales: int, q: QuantizedArray, part: Trits, added: int, out: Any
 ) -> None:
-    """The launch that takes what lies at these addresses, with a scale for each token or one."""
-    rows, depth = q.shape
-    added, kind = int8.bias_of(bias)
-    gamma, y, lengths = q.planes[part.scales].data.ptr, out.data.ptr, (rows, out.size // rows, depth)
-    product, grouped, of_rows = plan.product, part.shares == "group", int(part.shares == "row")
-    if isinstance(product, Rows) and grouped:
-        product.multiply((a, sums, scales, added, y), (*lengths, each, kind), q, part)
-    elif isinstance(product, Rows):
-        product.multiply((a, sums, scales, gamma, added, y), (*lengths, each, of_rows, kind), q, part)
+    """The launch that takes what lies at these addresses."""
+    gamma, y, product = q.planes[part.scales].data.ptr, out.data.ptr, plan.product
+    if not isinstance(product, Rows):
+        weight = q.planes[part.codes].data.ptr
+        product.launch(product.grid, (weight, a, sums, scales, gamma, added, y, plan.numbers))
+    elif part.shares == "group":
+        product.multiply((a, sums, scales, added, y), plan.numbers, q, part)
     else:
-        numbers = (each, kind) if grouped else (each, of_rows, product.staged, kind)
-        pointers = q.planes[part.codes].data.ptr, a, sums, scales, gamma, added, y
-        product.launch(product.grid, (*pointers, *lengths, *numbers))
+        product.multiply((a, sums, scales, gamma, added, y), plan.numbers, q, part)
 
 
 def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -301,22 +360,28 @@ def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     if own_rows is not None:
         added, kind = int8.bias_of(bias)
         pointers = x.data.ptr, q.planes[part.scales].data.ptr, added, out.data.ptr
-        own_rows.multiply(pointers, (rows, tokens, depth, int(part.shares == "row"), kind), q, part)
+        own_rows.multiply(pointers, own_rows.packed(rows, tokens, depth, int(part.shares == "row"), kind), q, part)
         return
     if multiply_bulk(x, q, part, bias, out, tokens):
         return
-    plan = _stream(out.dtype, tokens, rows, depth, 0, out.data.device_id, True)
+    added, kind = int8.bias_of(bias)
+    of_rows = int(part.shares == "row")
+    plan, numbers = _of_floats(out.dtype, tokens, rows, depth, of_rows, kind, out.data.device_id)
     scratch = _xp.allocate(plan.code_bytes)
     per_block = 4 * _STREAM_SIZES.ARRANGE_THREADS
     grid = -(-(-(-depth // _STEP) * _STEP) // per_block), tokens
     _arranger_of_floats(x.dtype).launch(x, grid, (x, scratch.ptr, plan.groups, depth))
-    added, kind = int8.bias_of(bias)
     weight, gamma = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
-    of_rows = int(part.shares == "row")
-    plan.launch(
-        plan.grid,
-        (weight, scratch.ptr, 0, 0, gamma, added, out.data.ptr, rows, tokens, depth, 0, of_rows, plan.staged, kind),
-    )
+    plan.launch(plan.grid, (weight, scratch.ptr, 0, 0, gamma, added, out.data.ptr, numbers))
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_floats(
+    dtype: np.dtype, tokens: int, rows: int, depth: int, of_rows: int, kind: int, device: int
+) -> tuple[_Stream, bytes]:
+    """The second launch of a product of floats, and its numbers."""
+    plan = _stream(dtype, tokens, rows, depth, 0, device, True)
+    return plan, packed(_STREAM_NUMBERS, rows, tokens, depth, 0, of_rows, plan.staged, kind)
 
 
 # Microseconds of the launches, and times of reading the weight, for each 8 tokens.
