@@ -92,6 +92,19 @@ def is_cupy(x: Any) -> bool:
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
+def is_native(x: Any) -> bool:
+    """Whether `x` is a NumPy or CuPy array of one of `FLOAT_DTYPES`, and no subclass: nothing of it has to be checked.
+
+    Others may be such arrays, too, as far as this test goes.
+    """
+    if type(x) is not np.ndarray:
+        cupy = sys.modules.get("cupy")
+        if cupy is None or type(x) is not cupy.ndarray:
+            return False
+    dtype = x.dtype
+    return _known.get(dtype) is dtype
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` is a NumPy or a CuPy array."""
     return isinstance(x, np.ndarray) or is_cupy(x)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from .int8 import BIAS_KINDS
 FLOATS = ("float16", "bfloat16", "float32")
 GRANULARITIES, ROUNDINGS, LOWEST = ("token", "tensor"), ("even", "away"), (-128, -127)
 LARGEST = np.finfo(np.float32).max
-_HALF = np.float32(0.5)
+_HALF, _MOST_EPS = np.float32(0.5), float(LARGEST)
 # 127 over this is finite.
 _DIVIDES = 1e-36
 # Elements of a slab of NumPy's: what is computed in between stays in the cache.
@@ -107,6 +107,8 @@ def check_eps(eps: Any, argument: str) -> float:
     FormatError
         When it is none.
     """
+    if type(eps) is float and 0 <= eps <= _MOST_EPS:
+        return eps
     number = isinstance(eps, (int, float, np.integer, np.floating)) and not isinstance(eps, bool)
     if not number or not 0 <= float(eps) <= float(LARGEST):
         raise FormatError(f"{argument} is {eps!r}; it must be a number, 0 or more and finite in float32, such as 1e-5")
@@ -119,8 +121,7 @@ def rule_of(bits: Any, granularity: Any, rounding: Any, qmin: Any, eps: Any) -> 
     return Rule(bits, granularity, rounding, qmin, eps)
 
 
-@dataclass(frozen=True, eq=False)
-class Norm:
+class Norm(NamedTuple):
     """An RMSNorm ahead of the quantization.
 
     Parameters
