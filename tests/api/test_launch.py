@@ -118,6 +118,37 @@ def test_arrays_stand_for_their_addresses(driver):
         kernel(array, 3, (np.zeros(1), *GIVEN[1:]))  # an array of the host has no address on a device
 
 
+def test_arguments_that_come_packed_together_arrive_each_in_its_place(driver):
+    signature = ("p", SIGNATURE[1:6], CUT, (), ("i8",), 4, 16)
+    given = GIVEN[0], launch.packed(signature[1], *GIVEN[1:6]), GIVEN[6], launch.packed(()), struct.pack("=q", 1 << 40)
+    for early in (False, True):
+        launch._packed_launch(1, "kernel", 32, 0, SIGNATURE, early)((7, 1, 1), GIVEN)
+        launch._packed_launch(1, "kernel", 32, 0, signature, early)((7, 1, 1), (*given, *GIVEN[8:]))
+        assert driver.launches[-1] == driver.launches[-2]
+    with pytest.raises(TypeError, match="20 bytes came for 28"):
+        launch._packed_launch(1, "kernel", 32, 0, signature, False)((1,), (0, bytes(20), *given[2:], *GIVEN[8:]))
+    with pytest.raises(TypeError, match="arguments"):
+        launch.packed(("i4",), 1 << 31)
+    with pytest.raises(TypeError, match="arguments"):
+        launch.packed(("i4", "i4"), 1)
+
+
+def test_threads_have_buffers_of_their_own(driver, monkeypatch):
+    """... so that one that waits for the driver does not send off what another has packed meanwhile."""
+    start = launch._packed_launch(1, "kernel", 32, 0, SIGNATURE, True)
+    begun, call = threading.Barrier(4), driver.__call__
+
+    def slow(*arguments):
+        begun.wait()
+        return call(*arguments)
+
+    monkeypatch.setattr(Driver, "__call__", lambda self, *arguments: slow(*arguments))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: start((i + 1,), (i, *GIVEN[1:])), range(4)))
+    found = {(shape[0], struct.unpack("=Q", arguments[0])[0]) for _, shape, _, arguments, _ in driver.launches}
+    assert found == {(i + 1, i) for i in range(4)}
+
+
 @pytest.mark.parametrize("resident", [1, 7, 132])
 @pytest.mark.parametrize("rounds", [1, 3, 8])
 def test_grids_leave_no_unit_out(resident, rounds):
