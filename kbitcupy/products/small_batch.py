@@ -462,14 +462,16 @@ class FewKernel(Fused):
         """Fill out[..., n], each row from that of x."""
         launch_in_parts(self.launch, self.tokens, self._splits, x, q, bias, out)
 
-    def blocked(self, x: Any, scales: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-        """Fill out[..., n], float16, bfloat16 or float32, from float16 [tokens, k] and float32 [k / 32, padded]."""
-        tokens = len(x)
+    def blocked(self, x: Any, scales: int, padded: int, q: QuantizedArray, bias: Any, out: Any) -> None:
+        """Fill out[..., n], float16, bfloat16 or float32, from float16 [tokens, k], and from float32 [k / 32, padded]
+        at an address.
+        """
+        tokens = x.shape[0]
         partial = room_for_parts(self._splits, out)
         if partial is None and out.dtype != x.dtype:
             partial = _xp.namespace(out).empty(out.size, np.float32)
         to, given = (0, bias) if partial is None else (partial.data.ptr, None)
-        scales_of = Experts(0, scales.data.ptr, scales.shape[1], 0)
+        scales_of = Experts(0, scales, padded, 0)
         self.launch(-(-tokens // self.tokens), x, q, given, out, to, tokens, scales_of)
         if partial is not None:
             add_up(partial, self._splits, bias, out)
