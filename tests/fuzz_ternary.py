@@ -17,11 +17,18 @@ from fuzz_products import rounded
 from inputs import BFLOAT16, make, same_values
 
 import kbitcupy as kb
-from kbitcupy.products import ternary_rows
+from kbitcupy.products import ternary_rows, ternary_stream
 
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
 LEAST_ROWS = ternary_rows.LEAST_ROWS
-PLANS = ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of, ternary_rows.int8_rows_of
+PLANS = (
+    ternary_rows.rows_of,
+    ternary_rows.float_rows_of,
+    ternary_rows.quantized_rows_of,
+    ternary_rows.int8_rows_of,
+    ternary_stream._fragments,
+    ternary_stream._quantized,
+)
 GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128), ("group", 96)]
 
 

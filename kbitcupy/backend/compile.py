@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import KernelCompileError
 from .structs import Declared, declarations
 
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 CXX_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
 #: ... and of row numbers.
 IDS_CXX = {"int32": "int", "int64": "long long"}
+
+
+@functools.cache
+def cxx_type(dtype: np.dtype) -> str:
+    """That of `CXX_TYPES`; a dtype's name takes longer to ask for than most kernels to launch."""
+    return CXX_TYPES[dtype.name]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Ready:
         Thread blocks of it that the device holds at a time.
     """
 
-    launch: Callable[[tuple[int, ...], Sequence[Any]], None]
+    launch: Start
     resident: int
 
 
@@ -52,7 +52,7 @@ class Planned:
         Thread blocks.
     """
 
-    launch: Callable[[tuple[int, ...], Sequence[Any]], None]
+    launch: Start
     grid: tuple[int, ...]
 
 
@@ -101,6 +101,9 @@ class _Config(ctypes.Structure):
     )
 
 
+# The configuration as it is packed: the grid; block and shared memory, which stay; the stream; attributes, which stay.
+_CONFIG, _CONSTANT = "III16s4xQ16s", (slice(12, 28), slice(40, 56))
+
 # Driver versions from this one on capture early launches in graphs.
 _EARLY_DRIVER = 12030
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6  # of the driver's launch attributes
@@ -117,23 +120,28 @@ def starts_early(device: int) -> bool:
 #: struct's letters of the types of arguments.
 _LETTERS = {"p": "Q", "i4": "i", "u4": "I", "i8": "q", "u8": "Q", "f4": "f", "f8": "d"}
 #: How an argument of a kernel is typed: a letter and bytes as NumPy has them, "p" for a pointer, a struct, or the
-#: number of its bytes, of which 4 and 8 are integers.
-Type: TypeAlias = "str | int | Struct"
+#: number of its bytes, of which 4 and 8 are integers; or several arguments that come packed together, see `packed`.
+Type: TypeAlias = "str | int | Struct | tuple[str, ...]"
+#: Starts a kernel that is loaded: called with the grid and the arguments.
+Start: TypeAlias = Callable[[tuple[int, ...], Sequence[Any]], None]
 
 
 def _letters(type: Type) -> str:
     if isinstance(type, Struct):
         return f"{type.dtype.itemsize}s"
+    if isinstance(type, tuple):
+        return f"{struct.calcsize('=' + ''.join(map(_letters, type)))}s"
     return _LETTERS[type] if isinstance(type, str) else {4: "i", 8: "q"}.get(type, f"{type}s")
 
 
 @functools.cache
-def _packer(signature: tuple[Type, ...]) -> Callable[[Any, Any], Callable[[Sequence[Any]], None]]:
-    """What makes, of ``struct.pack_into`` and a buffer, the function that packs arguments of a signature.
+def _starter(signature: tuple[Type, ...], early: bool) -> Callable[..., Start]:
+    """What makes the function that packs a grid and arguments of a signature, and launches.
 
     A function written for the signature takes half the time of a loop over the arguments. Where a pointer is due, what
     is no int is an array: nobody asks an array for its value. Bytes are as many as they should be, which ``struct``
-    itself would cut or fill up.
+    itself would cut or fill up. An early launch has its configuration ahead of the arguments, in the same buffer: that
+    is packed with them.
     """
     names = [f"a{i}" for i in range(len(signature))]
 
@@ -143,31 +151,51 @@ def _packer(signature: tuple[Type, ...]) -> Callable[[Any, Any], Callable[[Seque
             return f"{name} if len({name}) == {letters[:-1]} else wrong({name}, {letters[:-1]})"
         return f"{name} if {name}.__class__ is int else {name}.data.ptr" if type == "p" else name
 
-    given = map(value, names, signature)
+    given = [*map(value, names, signature)]
+    start = ["launch(handle, width, height, depth, *shape, stream().ptr, *pointers)"]
+    if early:
+        given = ["width", "height", "depth", "shape", "stream().ptr", "attributes", *given]
+        start = ["status = launch(*pointers)", "if status:", "    check(status)"]
     lines = (
-        "def make(pack_into, buffer):",
-        "    def pack(arguments):",
-        f"        [{', '.join(names)}] = arguments",
-        f"        pack_into({', '.join(('buffer', '0', *given))})",
-        "    return pack",
+        "def make(pack_into, buffer, launch, handle, pointers, shape, attributes, stream, check, name):",
+        "    def start(grid, arguments):",
+        "        width, height, depth = grid if len(grid) == 3 else (*grid, 1, 1)[:3]",
+        "        try:",
+        f"            [{', '.join(names)}] = arguments",
+        f"            pack_into({', '.join(('buffer', '0', *given))})",
+        "        except refused as error:",
+        "            raise TypeError(f'arguments of {name}: {error}') from None",
+        *(f"        {line}" for line in start),
+        "    return start",
     )
-    made: dict[str, Any] = {"wrong": _wrong_size}
+    made: dict[str, Any] = {"wrong": _wrong_size, "refused": (struct.error, AttributeError, TypeError, ValueError)}
     exec("\n".join(lines), made)
-    make: Callable[[Any, Any], Callable[[Sequence[Any]], None]] = made["make"]
+    make: Callable[..., Start] = made["make"]
     return make
+
+
+def packed(types: tuple[str, ...], *numbers: float) -> bytes:
+    """Arguments of these types as one, which a plan packs once for all launches.
+
+    Raises
+    ------
+    TypeError
+        When one does not fit its type.
+    """
+    try:
+        return struct.pack("=" + "".join(map(_letters, types)), *numbers)
+    except struct.error as error:
+        raise TypeError(f"arguments {numbers}: {error}") from None
 
 
 def _wrong_size(given: bytes, size: int) -> None:
     raise ValueError(f"{len(given)} bytes came for {size}")
 
 
-class _PackedLaunch(threading.local):
-    """A launch whose arguments are packed into one buffer: called with the grid and the arguments.
+class _OfThread(threading.local):
+    """A launch by buffers of the thread that asks for it: making them, it is bound to its device."""
 
-    Where CuPy's own launcher makes of an argument what its class says, here one that does not fit its type raises; with
-    addresses in place of arrays it takes a microsecond less. Each thread has buffers of its own, as other threads may
-    run during the call; making them, it is bound to its device.
-    """
+    start: Start
 
     def __init__(
         self, handle: int, name: str, threads: int, shared: int, signature: tuple[Type, ...], early: bool
@@ -176,43 +204,45 @@ class _PackedLaunch(threading.local):
         from cupy_backends.cuda.api import driver
 
         bind_thread()
-        self._stream, self._name = get_current_stream, name
         letters = [_letters(type) for type in signature]
-        packing = struct.Struct("=" + "".join(letters))
-        self._buffer = ctypes.create_string_buffer(packing.size)
-        self._pack = _packer(signature)(packing.pack_into, self._buffer)
-        sizes = (struct.calcsize(f"={each}") for each in letters)
-        places = itertools.accumulate(sizes, initial=ctypes.addressof(self._buffer))
-        self._arguments = (ctypes.c_void_p * len(letters))(*itertools.islice(places, len(letters)))
-        self._config: _Config | None = None
+        packing = struct.Struct("=" + _CONFIG * early + "".join(letters))
+        buffer = self._buffer = ctypes.create_string_buffer(packing.size)
+        size = ctypes.sizeof(_Config) if early else 0
+        each = [one for type in signature for one in (type if isinstance(type, tuple) else (type,))]
+        sizes = (struct.calcsize(f"={_letters(one)}") for one in each)
+        places = itertools.accumulate(sizes, initial=ctypes.addressof(buffer) + size)
+        self._places = (ctypes.c_void_p * len(each))(*itertools.islice(places, len(each)))
+        arguments = ctypes.addressof(self._places)
+        shape: Any = threads, 1, 1, shared
+        pointers: Any = arguments, 0
+        attributes = b""
+        launch = driver.launchKernel
         if early:
-            self._launch, self._check = driver_function("cuLaunchKernelEx"), driver.check_status
-            self._launch.argtypes = (ctypes.c_void_p,) * 4
+            launch = driver_function("cuLaunchKernelEx")
+            launch.argtypes = (ctypes.c_void_p,) * 4
             self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
-            attribute = ctypes.addressof(self._attribute)
-            self._config = _Config(1, 1, 1, threads, 1, 1, shared, 0, attribute, 1)
-            where = ctypes.addressof(self._config), ctypes.addressof(self._arguments)
-            self._pointers = where[0], handle, where[1], None
-        else:
-            self._launch = driver.launchKernel
-            self._before, self._behind = (threads, 1, 1, shared), (ctypes.addressof(self._arguments), 0)
-            self._handle = handle
+            config = bytes(_Config(1, 1, 1, *shape, 0, ctypes.addressof(self._attribute), 1))
+            shape, attributes = (config[part] for part in _CONSTANT)
+            pointers = ctypes.addressof(buffer), handle, arguments, None
+        of_launch = launch, handle, pointers, shape, attributes, get_current_stream, driver.check_status
+        self.start = _starter(signature, early)(packing.pack_into, buffer, *of_launch, name)
 
-    def __call__(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        try:
-            self._pack(arguments)
-        except (struct.error, AttributeError, TypeError, ValueError) as error:
-            raise TypeError(f"arguments of {self._name}: {error}") from None
-        width, height, depth = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        config = self._config
-        if config is None:
-            self._launch(self._handle, width, height, depth, *self._before, self._stream().ptr, *self._behind)
-            return
-        config.grid, config.grid_y, config.grid_z = width, height, depth
-        config.stream = self._stream().ptr
-        status = self._launch(*self._pointers)
-        if status:
-            self._check(status)
+
+def _packed_launch(
+    handle: int, name: str, threads: int, shared: int, signature: tuple[Type, ...], early: bool
+) -> Start:
+    """A launch whose arguments are packed into one buffer.
+
+    Where CuPy's own launcher makes of an argument what its class says, here one that does not fit its type raises; with
+    addresses in place of arrays it takes a microsecond less. Each thread has buffers of its own, as other threads may
+    run during the call.
+    """
+    own = _OfThread(handle, name, threads, shared, signature, early)
+
+    def launch(grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        own.start(grid, arguments)
+
+    return launch
 
 
 def grid_of(units: int, resident: int, rounds: int = 1, waves: int = 0) -> int:
@@ -258,9 +288,10 @@ class Kernel:
         Bytes of dynamic shared memory of a block.
     rounds : int, default 1
         See `grid_of`.
-    signature : tuple of str, int or Struct, default ()
+    signature : tuple of str, int, Struct or tuple, default ()
         Types of the arguments: ``"p"`` a pointer; ``"i4"``, ``"u4"``, ``"i8"``, ``"u8"``, ``"f4"`` and ``"f8"``
-        numbers; a struct, or the size of one in bytes. An argument that does not fit raises TypeError.
+        numbers; a struct, or the size of one in bytes; a tuple of them for arguments that come `packed` together. An
+        argument that does not fit raises TypeError.
     early : bool, default False
         Whether it may start before the kernel ahead of it has ended, where the device can do so (see `starts_early`):
         it then waits itself, by ``griddepcontrol.wait``, before it looks at what that one writes.
@@ -346,7 +377,7 @@ class Kernel:
                 resident = min(resident, self._clusters(kernel.kernel.ptr, resident) * self.cluster)
         early = self.early and starts_early(device)
         name = f"{self.template.label}: {self.expression}"
-        launch = _PackedLaunch(kernel.kernel.ptr, name, self.threads, self.shared, self.signature, early)
+        launch = _packed_launch(kernel.kernel.ptr, name, self.threads, self.shared, self.signature, early)
         return Ready(launch, resident)
 
     def _clusters(self, kernel: int, blocks: int) -> int:

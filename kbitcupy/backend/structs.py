@@ -116,6 +116,7 @@ class Constants:
 
     def __init__(self, **numbers: Any):
         self._numbers = numbers
+        vars(self).update(numbers)  # which are found sooner than by `__getattr__`
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._numbers:

@@ -22,6 +22,9 @@ from ..errors import DeviceError, KbitError, MissingExtraError
 #: dtype names that every format takes and gives back; float64 passes through one cast to float32.
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+#: dtypes that arrays are compared with: with the scalar types, NumPy would make dtypes of them first.
+SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+
 # Every spelling of a dtype that has been asked for: names, NumPy dtypes, scalar types.
 _known: dict[Any, np.dtype] = {}
 for _name in ("float16", "float32", "float64"):
@@ -89,6 +92,19 @@ def is_cupy(x: Any) -> bool:
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
+def is_native(x: Any) -> bool:
+    """Whether `x` is a NumPy or CuPy array of one of `FLOAT_DTYPES`, and no subclass: nothing of it has to be checked.
+
+    Others may be such arrays, too, as far as this test goes.
+    """
+    if type(x) is not np.ndarray:
+        cupy = sys.modules.get("cupy")
+        if cupy is None or type(x) is not cupy.ndarray:
+            return False
+    dtype = x.dtype
+    return _known.get(dtype) is dtype
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` is a NumPy or a CuPy array."""
     return isinstance(x, np.ndarray) or is_cupy(x)
@@ -103,12 +119,25 @@ def same_device(a: Any, b: Any) -> bool:
     """Whether two NumPy or CuPy arrays live on one device."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
-    return bool(a.data.device_id == b.data.device_id)
+    found: bool = a.data.device_id == b.data.device_id
+    return found
 
 
 def same_gpu(a: Any, b: Any) -> bool:
     """Whether both are CuPy arrays, on one device."""
     return is_cupy(a) and is_cupy(b) and same_device(a, b)
+
+
+def empty(beside: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """An array whose values are not set, on the device of `beside`, which is the current one."""
+    if isinstance(beside, np.ndarray):
+        return np.empty(shape, dtype)
+    return sys.modules["cupy"].ndarray(shape, dtype)
+
+
+def allocate(size: int) -> Any:
+    """So many bytes of memory of the current device, as CuPy's ``alloc``."""
+    return sys.modules["cupy"].cuda.alloc(size)
 
 
 def contiguous(x: Any) -> Any:
@@ -158,7 +187,10 @@ def on_device_of(array: Any) -> Any:
     device = array.data.device_id
     if cuda.runtime.getDevice() != device:
         return _elsewhere(cuda, device)
-    return _keeping(cuda) if _captures(cuda) else _nowhere
+    stream = cuda.get_current_stream().ptr
+    if stream > 1 and cuda.runtime.streamIsCapturing(stream):
+        return _keeping(cuda)
+    return _nowhere
 
 
 def _captures(cuda: Any) -> bool:

@@ -99,10 +99,10 @@ def linear(
             )
         dtype, plane = x.dtype, token_planes(x)[0]
     else:
-        x = plane = _xp.as_array(x, "x")
-        dtype = _xp.float_dtype(x.dtype, "x")
-        if x.dtype != dtype:  # another byte order
-            x = plane = x.astype(dtype)
+        if not _xp.is_native(x):
+            x = _xp.as_array(x, "x")
+            x = x.astype(_xp.float_dtype(x.dtype, "x"), copy=False)  # another byte order
+        dtype, plane = x.dtype, x
     rows, depth = q.shape
     if not x.ndim or x.shape[-1] != depth:
         raise ValueError(f"x has shape {x.shape}; a weight of shape {q.shape} needs [..., {depth}]")
@@ -115,7 +115,7 @@ def linear(
         check_out(out, shape, plane, dtype)
     with _xp.on_device_of(plane):
         if out is None:
-            out = _xp.namespace(plane).empty(shape, dtype)
+            out = _xp.empty(plane, shape, dtype)
         if out.size:
             _ternary.multiply(x, q, bias, out, rule, ahead, part)
     return out

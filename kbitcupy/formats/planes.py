@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -313,8 +313,7 @@ class Integers:
     shares: str
 
 
-@dataclass(frozen=True)
-class Trits:
+class Trits(NamedTuple):
     """An array of -1, 0 and 1 in 2 bits, as the format ``ternary`` stores them, and who shares their scales.
 
     Parameters

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, capability
+from ..backend.launch import Kernel, Planned, capability, packed
 from ..backend.structs import Constants
 from ..errors import FormatError
 from ..formats.base import register_templates
@@ -38,7 +38,7 @@ from .int8 import BIAS_KINDS
 FLOATS = ("float16", "bfloat16", "float32")
 GRANULARITIES, ROUNDINGS, LOWEST = ("token", "tensor"), ("even", "away"), (-128, -127)
 LARGEST = np.finfo(np.float32).max
-_HALF = np.float32(0.5)
+_HALF, _MOST_EPS = np.float32(0.5), float(LARGEST)
 # 127 over this is finite.
 _DIVIDES = 1e-36
 # Elements of a slab of NumPy's: what is computed in between stays in the cache.
@@ -107,6 +107,8 @@ def check_eps(eps: Any, argument: str) -> float:
     FormatError
         When it is none.
     """
+    if type(eps) is float and 0 <= eps <= _MOST_EPS:
+        return eps
     number = isinstance(eps, (int, float, np.integer, np.floating)) and not isinstance(eps, bool)
     if not number or not 0 <= float(eps) <= float(LARGEST):
         raise FormatError(f"{argument} is {eps!r}; it must be a number, 0 or more and finite in float32, such as 1e-5")
@@ -119,8 +121,7 @@ def rule_of(bits: Any, granularity: Any, rounding: Any, qmin: Any, eps: Any) -> 
     return Rule(bits, granularity, rounding, qmin, eps)
 
 
-@dataclass(frozen=True, eq=False)
-class Norm:
+class Norm(NamedTuple):
     """An RMSNorm ahead of the quantization.
 
     Parameters
@@ -284,9 +285,10 @@ OCTET = 8
 SIZES = Constants(LANES=LANES, ROOM=1 << 13, STEP=256, MOST_THREADS=1024)
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
 _FILE = "linear/activations.cu"
-_SIGNATURES: dict[str, tuple[str, ...]] = {
+_NUMBERS = *("i8",) * 3, *("i4",) * 3, "f8", "f8", "f4", *("i4",) * 3
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "largest_of_tokens": ("p", "p", "p", "i8", "i8", "i4", "f8"),
-    "quantize_activations": (*("p",) * 6, *("i8",) * 3, *("i4",) * 3, "f8", "f8", "f4", *("i4",) * 3),
+    "quantize_activations": (*("p",) * 6, _NUMBERS),
     "normalize_tokens": ("p", "p", "p", "i8", "i8", "f8"),
 }
 _BOOLS = ("false", "true")
@@ -304,7 +306,8 @@ _FEW = Template(
     structs=(BIAS_KINDS, _FEW_SIZES),
     least=90,
 )
-_FEW_SIGNATURE = (*("p",) * 5, *("i4",) * 4, "f8", "f8", "f4", *("i4",) * 4)
+_FEW_NUMBERS = *("i4",) * 4, "f8", "f8", "f4", *("i4",) * 4
+_FEW_SIGNATURE = (*("p",) * 5, _FEW_NUMBERS)
 # Percent of a multiprocessor's memory that is to be shared memory: with less the product would have to wait.
 _FEW_CARVEOUT = 100
 register_templates(*_TEMPLATES.values(), _FEW)
@@ -347,6 +350,62 @@ def _weight(norm: Norm | None) -> Any:
     return 0 if norm is None or norm.weight is None else norm.weight
 
 
+@dataclass(frozen=True, eq=False)
+class Quantizing(Planned):
+    """The launch that quantizes tokens of one shape by one rule.
+
+    Parameters
+    ----------
+    clustered : bool
+        Whether it is that of few tokens, which takes no magnitudes.
+    numbers : bytes
+        Its arguments behind addresses.
+    """
+
+    clustered: bool
+    numbers: bytes
+
+    def start(self, x: Any, weight: Any, codes: Any, scales: Any, sums: Any, largest: Any = 0) -> None:
+        """Launch it with these arrays or addresses; `largest` is the magnitude that all tokens share, if they do."""
+        if self.clustered:
+            self.launch(self.grid, (x, weight, codes, scales, sums, self.numbers))
+        else:
+            self.launch(self.grid, (x, weight, largest, codes, scales, sums, self.numbers))
+
+
+@functools.lru_cache(maxsize=4096)
+def quantizing(
+    dtype: np.dtype,
+    tokens: int,
+    depth: int,
+    rule: Rule,
+    norm_eps: float | None,
+    vector: bool,
+    pitch: int,
+    groups: int,
+    group: int,
+    early: bool,
+    device: int,
+) -> Quantizing:
+    """How `quantize_into` quantizes, its kernel compiled.
+
+    `norm_eps` is None without an RMSNorm; with `vector` x and the weights of that start at multiples of 16 bytes.
+    """
+    normalizes, eps = (0, 0.0) if norm_eps is None else (1, norm_eps)
+    vector = vector and not (depth % OCTET or pitch % OCTET)
+    if groups and vector and rule.granularity == "token" and tokens <= MOST_FEW:
+        few = _few_quantizer(dtype, depth, device)
+        if few is not None:
+            shares = groups, group, normalizes, 1 / depth, eps
+            grid = _FEW_SIZES.CLUSTER * tokens, 1, 1
+            numbers = packed(_FEW_NUMBERS, depth, *shares, *rule.numbers, int(early))
+            return Quantizing(few.ready(device).launch, grid, True, numbers)
+    kernel = _quantizer(dtype, vector, _threads(depth))
+    lengths = tokens, depth, pitch, groups, group
+    numbers = packed(_NUMBERS, *lengths, normalizes, 1 / max(depth, 1), eps, *rule.numbers)
+    return Quantizing(kernel.ready(device).launch, (min(tokens, _MOST_BLOCKS), 1, 1), False, numbers)
+
+
 def _quantize_cuda(x: Any, rule: Rule, norm: Norm | None, pitch: int) -> tuple[Any, Any]:
     cupy = _xp.namespace(x)
     tokens, depth = x.shape
@@ -379,25 +438,15 @@ def quantize_into(
     of a `group` of codes where they are in octets. There are no sums where their address is 0. With `early` the kernel
     behind this one, which must wait for it, may start as soon as there is room.
     """
-    depth = x.shape[-1]
-    grid = (min(tokens, _MOST_BLOCKS),)
-    weight = _weight(norm)
-    normalizes, norm_eps = (0, 0.0) if norm is None else (1, norm.eps)
-    given: Any = 0
-    if rule.granularity != "token":
-        largest = _xp.namespace(x).empty(tokens, np.float32)
-        _kernel("largest_of_tokens", x.dtype).launch(x, grid, (x, weight, largest, tokens, depth, normalizes, norm_eps))
-        # As integers, which have the order of magnitudes: comparisons of floats flush.
-        given = largest.view(np.int32).max(keepdims=True)
-    numbers = tokens, depth, pitch, groups, group, normalizes, 1 / max(depth, 1), norm_eps, *rule.numbers
+    depth, weight, device = x.shape[-1], _weight(norm), x.data.device_id
     address = x.data.ptr | (0 if weight.__class__ is int else weight.data.ptr)
-    vector = not (address % 16 or depth % OCTET or pitch % OCTET)
-    few = None
-    if groups and vector and rule.granularity == "token" and tokens <= MOST_FEW:
-        few = _few_quantizer(x.dtype, depth, x.data.device_id)
-    if few is not None:
-        shares = groups, group, normalizes, 1 / depth, norm_eps
-        arguments = x, weight, codes, scales, sums, depth, *shares, *rule.numbers, int(early)
-        few.launch(x, (_FEW_SIZES.CLUSTER * tokens,), arguments)
-        return
-    _quantizer(x.dtype, vector, _threads(depth)).launch(x, grid, (x, weight, given, codes, scales, sums, *numbers))
+    eps = None if norm is None else norm.eps
+    plan = quantizing(x.dtype, tokens, depth, rule, eps, not address % 16, pitch, groups, group, early, device)
+    largest: Any = 0
+    if rule.granularity != "token":
+        of_tokens = _xp.namespace(x).empty(tokens, np.float32)
+        numbers = tokens, depth, int(eps is not None), eps or 0.0
+        _kernel("largest_of_tokens", x.dtype).launch(x, plan.grid, (x, weight, of_tokens, *numbers))
+        # As integers, which have the order of magnitudes: comparisons of floats flush.
+        largest = of_tokens.view(np.int32).max(keepdims=True)
+    plan.start(x, weight, codes, scales, sums, largest)

@@ -29,6 +29,7 @@ from .small_batch import FewKernel, declared_template, few_kernel, few_refusal, 
 # A number for each expert, in the 48 KiB of shared memory that every kernel has.
 MOST_EXPERTS = 12000
 _IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as the kernels take them
+_GROUP_BYTES = GROUP.dtype.itemsize
 
 
 def _templates() -> Iterator[Template]:
@@ -63,22 +64,21 @@ def grouped(
     x = _xp.contiguous(x)
     ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
     if weights is not None:
-        weights = _xp.contiguous(weights if weights.dtype == np.float32 else weights.astype(np.float32))
+        weights = _xp.contiguous(weights if weights.dtype == _xp.SINGLE else weights.astype(np.float32))
     products, slots = ids.size, ids.shape[1]
     room = products // TOKENS + min(products, experts + 1)
-    numbers = GROUP.dtype.itemsize // 4
-    lists = numbers * room + products
-    # One array for all: groups, order, and the products that are combined.
-    scratch = _xp.namespace(x).empty(lists + (0 if weights is None else products * rows), np.int32)
-    groups = scratch.data.ptr
-    order = groups + GROUP.dtype.itemsize * room
-    partial = 0 if weights is None else groups + 4 * lists
-    _group_tokens(ids.dtype, experts).launch(x, (1,), (ids.data.ptr, order, groups, products, experts, room))
+    # One piece of memory for all: groups, order, and the products that are combined.
+    lists = _GROUP_BYTES * room + 4 * products
+    scratch = _xp.allocate(lists + (0 if weights is None else 4 * products * rows))
+    groups = scratch.ptr
+    order = groups + _GROUP_BYTES * room
+    partial = 0 if weights is None else groups + lists
+    _group_tokens(ids.dtype, experts).launch(x, (1, 1, 1), (ids.data.ptr, order, groups, products, experts, room))
     experts_of = Experts(groups, order, slots if x.ndim == 2 else 1, int(qs.members > 1))
     kernel.launch(room, x, qs, None, out, partial, products, experts_of)
     if weights is not None:
         pointers = partial, weights.data.ptr, out.data.ptr
-        _combiner(combine, kernel.cxx).launch(x, (-(-out.size // 256),), (*pointers, out.size, slots, rows))
+        _combiner(combine, kernel.cxx).launch(x, (-(-out.size // 256), 1, 1), (*pointers, out.size, slots, rows))
 
 
 @functools.cache

@@ -198,7 +198,7 @@ def linear(x: Any, q: QuantizedArray, bias: Any = None, *, activations: str | No
         check_out(out, shape, plane, x.dtype)
     with _xp.on_device_of(plane):
         if out is None:
-            out = _xp.namespace(plane).empty(shape, x.dtype)
+            out = _xp.empty(plane, shape, x.dtype)
         _multiply(x, q, bias, out, activations)
     return out
 
@@ -361,7 +361,7 @@ def linear_grouped(
         check_out(out, shape, x, x.dtype)
     with _xp.on_device_of(x):
         if out is None:
-            out = _xp.namespace(x).empty(shape, x.dtype)
+            out = _xp.empty(x, shape, x.dtype)
         if not out.size:
             return out
         if not ids.size:  # no slot to add up
@@ -536,7 +536,8 @@ def _planned(count: int, experts: int = 0) -> int:
 
 def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, activations: str | None) -> None:
     """Fill `out`; its device is the current one."""
-    if not out.size and activations is None:
+    size = out.size
+    if not size and activations is None:
         return
     ordinal, aligned = -1, True
     if activations is None:
@@ -545,9 +546,9 @@ def _multiply(x: Any, q: QuantizedArray, bias: Any, out: Any, activations: str |
         ordinal = out.data.device_id
         aligned = activations is not None or not x.data.ptr % 16
     lies = q._launches.get(Stored) or stored(q)
-    tokens = _planned(out.size // q.shape[0] if out.size else 1)
+    tokens = _planned(size // q.shape[0] if size else 1)
     product = plan(q.format, q.shape, x.dtype, tokens, ordinal, aligned, lies, activations)
-    if out.size:
+    if size:
         product(x, q, bias, out)
 
 
@@ -583,7 +584,8 @@ def _check_activations(activations: Any) -> None:
 
 def _operand(x: Any, activations: str | None) -> tuple[Any, str | None]:
     """x as an array or in int8, and how it is quantized."""
-    _check_activations(activations)
+    if activations is not None:
+        _check_activations(activations)
     if not isinstance(x, QuantizedArray):
         return as_float(x, "x"), activations
     if activations is None and integers_of(x) is None:
@@ -598,6 +600,8 @@ def _operand(x: Any, activations: str | None) -> tuple[Any, str | None]:
 
 def as_float(x: Any, argument: str) -> Any:
     """x as a plain array of floats in the machine's byte order."""
+    if _xp.is_native(x):
+        return x
     if isinstance(x, (QuantizedArray, TransposedQuantizedArray)):
         raise TypeError(f"{argument} is {type(x).__name__}; it must be a plain array: call .dequantize()")
     array = _xp.as_array(x, argument)
@@ -633,7 +637,7 @@ def _plane(q: QuantizedArray) -> Any:
 
 def _check_beside(x: Any, q: Any, argument: str = "q") -> Any:
     """x, or a plane of it where it is compressed: an array on the device of both."""
-    plane = next(iter(q.planes.values())) if isinstance(q, QuantizedArray) else q
+    plane = _plane(q) if isinstance(q, QuantizedArray) else q
     if isinstance(x, QuantizedArray):
         x = _plane(x)
     if not _xp.same_device(x, plane):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..array import QuantizedArray
-from ..backend import tma as _tma
+from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import CXX_TYPES
 from ..backend.launch import Struct
 from ..backend.structs import Constants
@@ -330,7 +330,7 @@ def bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, int, int]:
     """A bias as the kernels take it, which must outlive the launch, its address, and its kind."""
     if bias is None:
         return None, 0, _NO_BIAS
-    if bias.dtype != dtype and bias.dtype != np.float32:
+    if bias.dtype not in (dtype, _xp.SINGLE):
         bias = bias.astype(np.float32)
     bias = bias if bias.flags.c_contiguous else bias.copy()
     return bias, bias.data.ptr, _OWN_BIAS if bias.dtype == dtype else _FLOAT_BIAS
@@ -339,6 +339,14 @@ def bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, int, int]:
 #: The types of tokens that a kernel quantizes, and of their results.
 NUMBERS = Constants(HALF_NUMBERS=0, BFLOAT_NUMBERS=1, FLOAT_NUMBERS=2)
 KINDS = {"float16": NUMBERS.HALF_NUMBERS, "bfloat16": NUMBERS.BFLOAT_NUMBERS, "float32": NUMBERS.FLOAT_NUMBERS}
+
+
+@functools.cache
+def kind_of(dtype: np.dtype) -> int:
+    """How kernels that quantize know a dtype of tokens, and of results."""
+    return KINDS[dtype.name]
+
+
 _NO_BIAS, _OWN_BIAS, _FLOAT_BIAS = SIZES.NO_BIAS, SIZES.OWN_BIAS, SIZES.FLOAT_BIAS
 
 

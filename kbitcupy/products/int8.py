@@ -180,7 +180,8 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin
             raise FormatError(f"qmin goes with activations that are quantized here, and x is {x!r}: leave it away")
         x, token_scales = token_planes(x)
     else:
-        x = _xp.as_array(x)
+        if not _xp.is_native(x):
+            x = _xp.as_array(x)
         dtype = _xp.float_dtype(x.dtype, "x")
     codes, scales = weight_planes(qw, "qw")
     rows, depth = qw.shape
@@ -199,7 +200,7 @@ def _linear(x: Any, qw: Any, smooth: Any, bias: Any, activation_scale: Any, qmin
         check_out(out, shape, x, dtype)
     with _xp.on_device_of(x):
         if out is None:
-            out = _xp.namespace(x).empty(shape, dtype)
+            out = _xp.empty(x, shape, dtype)
         if out.size:
             _multiply(x, token_scales, codes, scales, smooth, activation_scale, qmin, bias, out)
     return out
@@ -307,8 +308,10 @@ def _integers(format: Format, shape: tuple[int, ...], lead: int) -> Integers | N
 
 def float_vector(values: Any, argument: str, size: int, beside: Any, single: bool = False) -> Any:
     """A contiguous float array [size] beside another; float32 for `single` and where it was float64."""
-    array = _xp.as_array(values, argument)
-    _xp.float_dtype(array.dtype, argument)
+    array = values
+    if not _xp.is_native(values):
+        array = _xp.as_array(values, argument)
+        _xp.float_dtype(array.dtype, argument)
     if array.shape != (size,):
         raise ValueError(f"{argument} has shape {array.shape}; it must be ({size},)")
     if not _xp.same_device(array, beside):
@@ -654,6 +657,11 @@ def bias_kind(dtype: np.dtype) -> int:
     return _BIASES[dtype.name]
 
 
+def bias_of(bias: Any | None) -> tuple[int, int]:
+    """The address of a bias and how kernels know its dtype; zeros for none."""
+    return (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+
+
 def _padded_tokens(codes: Any, scales: Any, tokens: int, pitch: int) -> tuple[Any, Any]:
     """Tokens that are int8 already, as the kernels read them: rows of `pitch` bytes that end in zeros, a scale each."""
     if codes.shape[-1] != pitch or codes.data.ptr % _ALIGNMENT:
@@ -685,8 +693,8 @@ def _multiply_cuda(
     pitch = max(-(-depth // PITCH) * PITCH, PITCH)
     if token_scales is None:
         # The quantized tokens, and behind them their scales.
-        scratch = _xp.namespace(x).empty(tokens * (pitch + 4), np.uint8)
-        a = scratch.data.ptr
+        scratch: Any = _xp.allocate(tokens * (pitch + 4))
+        a = scratch.ptr
         factors = a + tokens * pitch
         there = given = 0
         if isinstance(fixed, np.ndarray):
@@ -730,7 +738,7 @@ def _launch_product(
             _tma.byte_matrix(weight, channels, depth, depth, plan.boxes[1]),
         )
         last = ()
-    added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+    added = bias_of(bias)
     plan.multiply((plan.blocks,), (*matrices, out.data.ptr, factors, scales, *added, tokens, channels, depth, *last))
 
 

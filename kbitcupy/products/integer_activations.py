@@ -16,13 +16,14 @@ Source: ggml, ``quantize_row_q8_1_ref``.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backend import xp as _xp
-from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel
+from ..backend.compile import CXX_TYPES, Template, cxx_type
+from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants
 from ..formats.base import register_templates
 from ..ops import source
@@ -63,7 +64,8 @@ _ROW_SIZES = Constants(ROW_THREADS=512)
 _ROW_THREADS, _SIXTEEN = 256, 16
 _ROW_TEMPLATE = Template("linear/row_tokens.cu", "quantize_row_tokens", (_TYPES[:-1], _BOOLS), structs=(_ROW_SIZES,))
 register_templates(_TEMPLATE, _ROW_TEMPLATE)
-_SIGNATURE = (*("p",) * 4, *("i4",) * 6)
+_NUMBERS, _ROW_NUMBERS = ("i4",) * 6, ("i4",) * 2
+_SIGNATURE, _ROW_SIGNATURE = (*("p",) * 4, _NUMBERS), (*("p",) * 3, _ROW_NUMBERS)
 # Threads of a part of a token, the most and the least: few blocks leave multiprocessors to the product that follows.
 _PART_THREADS, _LEAST_THREADS, _HALF = 512, 128, np.float32(0.5)
 _OF_ROWS = NUMBERS.ROWS, NUMBERS.ROWS_SPLIT
@@ -115,6 +117,56 @@ def padded_of(tokens: int) -> int:
     return -(-tokens // 8) * 8
 
 
+@dataclass(frozen=True, eq=False)
+class Quantizing(Planned):
+    """The launch that quantizes tokens of one shape.
+
+    Parameters
+    ----------
+    summed : bool
+        Whether it takes an address of sums.
+    numbers : bytes
+        Its arguments behind addresses.
+    """
+
+    summed: bool
+    numbers: bytes
+
+    def start(self, x: int, codes: int, scales: int, sums: int) -> None:
+        """Launch it with these addresses."""
+        if self.summed:
+            self.launch(self.grid, (x, codes, scales, sums, self.numbers))
+        else:
+            self.launch(self.grid, (x, codes, scales, self.numbers))
+
+
+@functools.lru_cache(maxsize=4096)
+def quantizing(
+    dtype: np.dtype,
+    tokens: int,
+    depth: int,
+    preset: str | None,
+    layout: int,
+    group: int,
+    summed: bool,
+    vector: bool,
+    device: int,
+) -> Quantizing:
+    """How `quantize_into` quantizes, its kernel compiled; with `vector` x starts at a multiple of 16 bytes."""
+    vector = vector and depth % 8 == 0
+    if preset == "int8" and not summed and vector and depth % _SIXTEEN == 0 and layout in _OF_ROWS:
+        threads = _row_threads(depth, tokens > _MANY)
+        kernel = _row_kernel(cxx_type(dtype), layout == NUMBERS.ROWS_SPLIT, threads)
+        numbers = packed(_ROW_NUMBERS, depth, pitch_of(depth))
+        return Quantizing(kernel.ready(device).launch, (tokens, 1, 1), False, numbers)
+    threads, parts = _cut(depth, preset != "int8" and (group != 0 or not summed), tokens > _MANY)
+    cxx = "signed char" if preset is None else cxx_type(dtype)
+    number = NUMBERS.TAKEN if preset is None else _PRESETS[preset]
+    pitch = depth if layout == NUMBERS.HALF_ROWS else pitch_of(depth)
+    numbers = packed(_NUMBERS, depth, pitch, padded_of(tokens), number, layout, group)
+    return Quantizing(_kernel(cxx, vector, threads).ready(device).launch, (tokens, parts, 1), True, numbers)
+
+
 @functools.cache
 def _kernel(cxx: str, vector: bool, threads: int) -> Kernel:
     return Kernel(_TEMPLATE, (cxx, _BOOLS[vector]), threads, signature=_SIGNATURE, early=True)
@@ -122,8 +174,7 @@ def _kernel(cxx: str, vector: bool, threads: int) -> Kernel:
 
 @functools.cache
 def _row_kernel(cxx: str, split: bool, threads: int) -> Kernel:
-    signature = "p", "p", "p", "i4", "i4"
-    return Kernel(_ROW_TEMPLATE, (cxx, _BOOLS[split]), threads, signature=signature, early=True)
+    return Kernel(_ROW_TEMPLATE, (cxx, _BOOLS[split]), threads, signature=_ROW_SIGNATURE, early=True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,18 +217,10 @@ def quantize_into(
     group : int
         32, 64, 128 or 256, elements of a sum; 0 for all of a token.
     """
-    depth = x.shape[-1]
-    vector = not (depth % 8 or x.data.ptr % 16)
-    if preset == "int8" and not sums and vector and depth % _SIXTEEN == 0 and layout in _OF_ROWS:
-        kernel = _row_kernel(CXX_TYPES[x.dtype.name], layout == NUMBERS.ROWS_SPLIT, _row_threads(depth, tokens > _MANY))
-        kernel.launch(x, (tokens,), (x, codes, scales, depth, pitch_of(depth)))
-        return
-    threads, parts = _cut(depth, preset != "int8" and (group != 0 or not sums), tokens > _MANY)
-    cxx = "signed char" if preset is None else CXX_TYPES[x.dtype.name]
-    number = NUMBERS.TAKEN if preset is None else _PRESETS[preset]
-    pitch = depth if layout == NUMBERS.HALF_ROWS else pitch_of(depth)
-    lengths = depth, pitch, padded_of(tokens), number, layout, group
-    _kernel(cxx, vector, threads).launch(x, (tokens, parts), (x, codes, scales, sums, *lengths))
+    data = x.data
+    address, device = data.ptr, data.device_id
+    about = x.dtype, tokens, x.shape[-1], preset, layout, group, sums != 0, address % 16 == 0, device
+    quantizing(*about).start(address, codes, scales, sums)
 
 
 def quantize_rows(x: Any, tokens: int, preset: str, codes: int, scales: int) -> None:

@@ -23,17 +23,17 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
-from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Planned
+from ..backend.compile import CXX_TYPES, Template, cxx_type
+from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants, Struct
-from ..formats.base import IntegerCodes, register_templates
+from ..formats.base import Format, IntegerCodes, register_templates
 from ..formats.integer_codes import INNER, NOTHING
 from ..ops import source, widen
 from . import integer_activations as tokens_of, integers
 from .activations import FLOATS
-from .int8 import BIAS_KINDS, bias_kind, token_planes
-from .integer_activations import NUMBERS, Q8_BLOCK
-from .routes import MOST_ALIGNED, Problem, Product, Route
+from .int8 import BIAS_KINDS, bias_kind, bias_of, token_planes
+from .integer_activations import NUMBERS, Q8_BLOCK, Quantizing
+from .routes import MOST_ALIGNED, Problem, Product, Route, device as device_of
 
 #: Numbers of the kernels: tokens; elements of k of a stage, most stages of a ring, and bytes beside the tokens' codes
 #: of one for q4_k; threads of a block that quantizes for it.
@@ -140,6 +140,7 @@ _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
 _TOKENS = Template("linear/batch_tokens.cu", "quantize_batch_tokens", (_TYPES,), structs=(SIZES,))
 register_templates(_TEMPLATE, _TOKENS)
 _SIGNATURE = (*(_tma.MAP_BYTES,) * 3, CUT, *("p",) * 6, *("i4",) * 8, "u4")
+_DEPTH = ("i4",)
 _NO_MAP = bytes(_tma.MAP_BYTES)
 
 
@@ -152,16 +153,8 @@ def _kernel(blocked: bool, cut: Cut, inner: bool, shared: int) -> Kernel:
 
 @functools.cache
 def _quantizer(cxx: str) -> Kernel:
-    return Kernel(_TOKENS, (cxx,), SIZES.QUANTIZE_THREADS, signature=("p", "p", "p", "i4"), early=True)
-
-
-def _quantize(x: Any, tokens: int, codes: int, records: int) -> None:
-    """Quantize floats by "q8_1" for q4_k, to what kernels/linear/batch_tokens.cu says, at these addresses."""
-    depth = x.shape[-1]
-    if x.data.ptr % MOST_ALIGNED:
-        x = x.copy()
-    grid = tokens, -(-depth // (SIZES.QUANTIZE_THREADS * _SIXTEEN))
-    _quantizer(CXX_TYPES[x.dtype.name]).launch(x, grid, (x, codes, records, depth))
+    """Of floats by "q8_1" for q4_k, to what kernels/linear/batch_tokens.cu says."""
+    return Kernel(_TOKENS, (cxx,), SIZES.QUANTIZE_THREADS, signature=("p", "p", "p", _DEPTH), early=True)
 
 
 def refusal(preset: str | None, part: IntegerCodes, depth: int) -> str | None:
@@ -204,48 +197,106 @@ def plan(blocked: bool, inner: bool, rows: int, cut: Cut, device: int) -> Plan:
     """How a product is computed, its kernel compiled."""
     packed, shared = cut.packed(blocked, inner)
     ready = _kernel(blocked, cut, inner, shared).ready(device)
-    return Plan(ready.launch, (-(-rows // (16 * cut.tiles)),), packed, 16 * cut.tiles)
+    return Plan(ready.launch, (-(-rows // (16 * cut.tiles)), 1, 1), packed, 16 * cut.tiles)
 
 
-def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, processors: int) -> None:
+@dataclass(frozen=True, eq=False)
+class _Launches:
+    """Those of a product of one shape.
+
+    Parameters
+    ----------
+    quantize : Quantizing
+        The first one.
+    product : Plan
+        The second one.
+    part : IntegerCodes
+        How the weight lies.
+    size, scales_at : int
+        Bytes that the first one writes, and where in them, behind codes, scales begin, or what q4_k has in their place.
+    """
+
+    quantize: Quantizing
+    product: Plan
+    part: IntegerCodes
+    size: int
+    scales_at: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _launches(
+    format: Format,
+    shape: tuple[int, int],
+    lead: int,
+    activations: str,
+    preset: str | None,
+    given: np.dtype,
+    tokens: int,
+    aligned: bool,
+    device: int,
+) -> _Launches:
+    """How `multiply` goes about a product, its kernels compiled.
+
+    With no preset tokens of the dtype `given` are int8 already; `aligned`: they start at a multiple of 16 bytes.
+    """
+    rows, depth = shape
+    part, gpu = integers.codes_of(format, shape, lead), device_of(device)
+    assert part is not None and gpu is not None
+    inner, blocked, padded = part.added == INNER, activations == "q8_1", tokens_of.padded_of(tokens)
+    if inner:
+        ready = _quantizer(cxx_type(given)).ready(device)
+        grid = tokens, -(-depth // (SIZES.QUANTIZE_THREADS * _SIXTEEN)), 1
+        quantize = Quantizing(ready.launch, grid, False, packed(_DEPTH, depth))
+        beside = depth // SIZES.BATCH_K * SIZES.BATCH_RECORD
+    else:
+        quantize = tokens_of.quantizing(given, tokens, depth, preset, NUMBERS.ROWS, Q8_BLOCK, False, aligned, device)
+        beside = 4 * (depth // Q8_BLOCK if blocked else 1) * padded
+    scales_at = tokens * tokens_of.pitch_of(depth)
+    product = plan(blocked, inner, rows, choose(rows, gpu.multiprocessors), device)
+    return _Launches(quantize, product, part, scales_at + beside, scales_at)
+
+
+def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
     """Fill `out`, which is not empty and whose device is the current one, from floats or int8."""
-    part = integers.codes_of(q.format, q.shape, q.lead)
-    assert part is not None
+    if out.dtype not in _xp.dtype_set(FLOATS):
+        single = _xp.empty(out, out.shape, _xp.SINGLE)
+        multiply(x, preset, q, bias, single)
+        widen(single, out)
+        return
     bias = None if bias is None else source(bias, FLOATS)
     rows, depth = q.shape
-    tokens, units, blocked = out.size // rows, depth // Q8_BLOCK, preset == "q8_1"
+    tokens, device, quantized = out.size // rows, out.data.device_id, isinstance(x, QuantizedArray)
+    taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
+    address, by = taken.data.ptr, None if quantized else preset
+    made = _launches(q.format, q.shape, q.lead, preset, by, taken.dtype, tokens, address % MOST_ALIGNED == 0, device)
+    part, product, units = made.part, made.product, depth // Q8_BLOCK
     inner = part.added == INNER
-    single = out if out.dtype.name in FLOATS else _xp.namespace(out).empty(out.shape, np.float32)
-    pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
-    beside = depth // SIZES.BATCH_K * SIZES.BATCH_RECORD if inner else 4 * (units if blocked else 1) * padded
-    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + beside)
-    a, scales, step = scratch.ptr, scratch.ptr + tokens * pitch, 1
-    if inner:
-        _quantize(tokens_of.floats_of(x), tokens, a, scales)
-    elif isinstance(x, QuantizedArray):
-        given, found = token_planes(x)
-        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, 0, NUMBERS.ROWS, Q8_BLOCK)
+    if inner and address % MOST_ALIGNED:
+        taken = taken.copy()
+        address = taken.data.ptr
+    scratch = _xp.allocate(made.size)
+    a, scales, step = scratch.ptr, scratch.ptr + made.scales_at, 1
+    if quantized:
+        found = token_planes(x)[1]
+        made.quantize.start(address, a, 0, 0)
         scales, step = found.data.ptr, int(found.size == tokens)
     else:
-        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, 0, NUMBERS.ROWS, Q8_BLOCK)
-    made = plan(blocked, inner, rows, choose(rows, processors), out.data.device_id)
-    of_scales = _NO_MAP
-    if blocked and not inner:
-        many = SIZES.BATCH_K // Q8_BLOCK
-        of_scales = _tma.byte_matrix(scales, units, 4 * padded, 4 * padded, many, 4 * MOST_TOKENS, False)
+        made.quantize.start(address, a, scales, 0)
+    pitch, of_scales = tokens_of.pitch_of(depth), _NO_MAP
+    if preset == "q8_1" and not inner:
+        many, of_unit = SIZES.BATCH_K // Q8_BLOCK, 4 * tokens_of.padded_of(tokens)
+        of_scales = _tma.byte_matrix(scales, units, of_unit, of_unit, many, 4 * MOST_TOKENS, False)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     maps = (
         _tma.byte_matrix(a, tokens, pitch, pitch, MOST_TOKENS),
-        _tma.byte_matrix(weight, rows, depth // 2, depth // 2, made.rows),
+        _tma.byte_matrix(weight, rows, depth // 2, depth // 2, product.rows),
         of_scales,
     )
-    added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+    added = bias_of(bias)
     of_blocks = (0, 0) if part.beside is None else (q.planes[part.beside].data.ptr, scales)
-    pointers = single.data.ptr, scales, scale, *of_blocks, added[0]
-    kinds = 0, added[1], bias_kind(single.dtype)
-    made.launch(made.grid, (*maps, made.cut, *pointers, tokens, rows, depth, units, step, *kinds, 0))
-    if single is not out:
-        widen(single, out)
+    pointers = out.data.ptr, scales, scale, *of_blocks, added[0]
+    kinds = 0, added[1], bias_kind(out.dtype)
+    product.launch(product.grid, (*maps, product.cut, *pointers, tokens, rows, depth, units, step, *kinds, 0))
 
 
 # ---- the route -----------------------------------------------------------------------------------------------------
@@ -311,9 +362,8 @@ class IntegerBatch(Route):
         return _START + max(waves * tiles * depth / Q8_BLOCK * of_tile, problem.reading / _FRACTION)
 
     def prepare(self, problem: Problem) -> Product:
-        assert problem.device is not None
-        preset, processors = problem.activations or "", problem.device.multiprocessors
-        return lambda x, q, bias, out: multiply(x, preset, q, bias, out, processors)
+        preset = problem.activations or ""
+        return lambda x, q, bias, out: multiply(x, preset, q, bias, out)
 
     def describe(self, problem: Problem) -> str:
         assert problem.device is not None

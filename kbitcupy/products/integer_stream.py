@@ -10,6 +10,7 @@ terms of units added in another order, which is the same every time, and multipl
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,17 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma, xp as _xp
-from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Planned, capability, multiprocessors, shared_memory
+from ..backend.compile import CXX_TYPES, Template, cxx_type
+from ..backend.launch import Kernel, Planned, capability, multiprocessors, packed, shared_memory
 from ..backend.structs import Constants, Struct
 from ..backend.xp import named_dtype
-from ..formats.base import IntegerCodes, register_templates
+from ..formats.base import Format, IntegerCodes, register_templates
 from ..formats.integer_codes import FP4, INNER, IQ4, NOTHING, OFFSETS, ZERO_POINTS
 from ..ops import source, widen
 from . import int8, integer_activations as tokens_of
 from .activations import FLOATS, OCTET
 from .int8 import BIAS_KINDS, token_planes
-from .integer_activations import NUMBERS, Q8_BLOCK
+from .integer_activations import NUMBERS, Q8_BLOCK, Quantizing
 from .integers import PRODUCT, WEIGHT, codes_of, stored_codes, weight_argument, why_not
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route
 
@@ -307,7 +308,8 @@ _FEW_ROWS = Template(
     least=_BULK,
 )
 register_templates(_TEMPLATE, _template(False), _SPLIT, _FEW, _FEW_ROWS)
-_SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
+_NUMBERS, _FEW_NUMBERS = (*("i4",) * 7, "u4", *("i4",) * 4), ("i4", "i4")
+_SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, _NUMBERS)
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _TABLES = {1: "TABLE4", 16: "TABLE_HALVES4"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
@@ -358,19 +360,23 @@ class _Plan(Planned):
     ----------
     cut : bytes
         `CUT`.
-    flavour : Flavour
-        The instance.
-    own : bool
-        Whether blocks quantize the tokens.
-    flip, less : int
-        What turns over the highest bit of codes, and what they are lower by after that.
+    quantize : Quantizing or None
+        The first launch; None where blocks quantize the tokens.
+    size, sums_at, scales_at : int
+        Bytes that it writes, and where in them, behind codes, sums and scales begin.
+    part : IntegerCodes
+        How the weight lies.
+    numbers : bytes
+        Arguments of the second one behind addresses.
     """
 
     cut: bytes
-    flavour: Flavour
-    own: bool
-    flip: int
-    less: int
+    quantize: Quantizing | None
+    size: int
+    sums_at: int
+    scales_at: int
+    part: IntegerCodes
+    numbers: bytes
 
 
 @dataclass(frozen=True)
@@ -473,13 +479,50 @@ def _kernel(flavour: Flavour, eights: int, split: int, threads: int, shared: int
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    part: IntegerCodes, blocked: bool, tokens: int, rows: int, depth: int, device: int, products: int, floats: bool
+    format: Format,
+    shape: tuple[int, ...],
+    lead: int,
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+    preset: str | None,
+    tokens: int,
+    products: int,
+    slots: int,
+    step: int,
+    kind: int,
+    aligned: bool,
+    device: int,
 ) -> _Plan:
-    """How a product is computed, or so many of them with experts side by side, its kernel compiled; with `floats` the
-    tokens may be quantized by the blocks.
+    """How a product is computed, its kernels compiled.
+
+    Parameters
+    ----------
+    format, shape, lead : Format, tuple of int, int
+        Of the weight.
+    dtype, out_dtype : numpy.dtype
+        Of tokens and of the result.
+    preset : str or None
+        How tokens are quantized; None where they are int8 already.
+    tokens : int
+        How many.
+    products, slots : int
+        Of experts, one beside the other, and of a token; no products with one weight.
+    step : int
+        From the scale of a token to the next one's.
+    kind : int
+        Of the bias.
+    aligned : bool
+        Whether tokens start at a multiple of 16 bytes.
+    device : int
+        Its number.
     """
+    part, given, grouped = stored_codes(format, shape, lead), tokens, products > 0
+    assert part is not None
+    blocked, floats = preset == "q8_1", aligned and preset is not None
     flavour = flavour_of(part, blocked)
     assert flavour is not None
+    rows, depth = shape[-2:]
+    products, tokens = (products, 1) if grouped else (1, tokens)
     eights = 0 if tokens == 1 and flavour.alone else -(-tokens // 8)
     processors = max(1, multiprocessors(device) // products)
     shares = shares_of(part, flavour, eights)
@@ -492,13 +535,13 @@ def _plan(
         if halves is not None:
             cut, split = halves, _TWO.SPLIT
     if floats and tokens <= _MOST_OWN and capability(device) >= _BULK:
-        alone = choose_cut(flavour, eights, rows, depth, processors, room, shares, tokens)
-        if alone is not None and alone.work <= cut.work:
-            cut, own = alone, True
+        of_own = choose_cut(flavour, eights, rows, depth, processors, room, shares, tokens)
+        if of_own is not None and of_own.work <= cut.work:
+            cut, own = of_own, True
     scales_at, records_at, sums_at, kept_at, barriers_at, tokens_at = cut.places
     each = _scales_of_row(part)
     together = part.group // flavour.unit if part.group and flavour.unit else _ALL_UNITS
-    packed = CUT.pack(
+    of_cut = CUT.pack(
         warps=cut.warps,
         teams=cut.teams,
         phases=cut.phases,
@@ -517,9 +560,34 @@ def _plan(
         row_bytes=each * np.dtype(named_dtype(part.scale_dtype)).itemsize,
         beside_bytes=each * np.dtype(named_dtype(part.beside_dtype)).itemsize,
     )
-    flip, less = turned_over(part, flavour)
     ready = _kernel(flavour, eights, split, 32 * cut.warps * cut.teams, cut.shared).ready(device)
-    return _Plan(ready.launch, (cut.blocks,), packed, flavour, own, flip, less)
+    quantize = None
+    if not own and floats and not grouped and _are_few(flavour, tokens, depth, device):
+        quantize = _few(dtype, tokens, flavour, depth, device)
+    elif not own:
+        layout = flavour.layout, flavour.sums
+        quantize = tokens_of.quantizing(dtype, given, depth, preset, *layout, True, aligned, device)
+    grid, experts = (cut.blocks, products, 1), math.prod(shape[:-2]) if grouped else 1
+    lengths = rows, tokens, tokens_of.padded_of(given), depth, experts, slots, step
+    kinds = kind, int8.bias_kind(out_dtype), int8.bias_kind(dtype) if own else 0
+    numbers = packed(_NUMBERS, *lengths, *turned_over(part, flavour), *kinds)
+    return _Plan(ready.launch, grid, of_cut, quantize, *_room(flavour, given, depth), part, numbers)
+
+
+def _room(flavour: Flavour, tokens: int, depth: int) -> tuple[int, int, int]:
+    """Bytes of quantized tokens, and where in them, behind codes, sums and scales begin."""
+    padded, every = tokens_of.padded_of(tokens), flavour.sums
+    many = -(-depth // every) if every else 1
+    sums_at = padded * tokens_of.pitch_of(depth)
+    scales_at = sums_at + 4 * padded * many
+    return scales_at + 4 * padded * (many * flavour.blocked + 1), sums_at, scales_at
+
+
+@functools.lru_cache(maxsize=1024)
+def _needs_alignment(format: Format, shape: tuple[int, ...], lead: int) -> bool:
+    """Whether only launches for tokens that start at a multiple of 16 bytes quantize for a weight."""
+    part = stored_codes(format, shape, lead)
+    return part is not None and part.table
 
 
 _MAP = Struct("TensorMap", bytes="u1")
@@ -540,7 +608,7 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _few_kernel(cxx: str, flavour: Flavour, depth: int) -> Kernel:
-    signature = "p", "p", "p", "p", "i4", "i4"
+    signature = "p", "p", "p", "p", _FEW_NUMBERS
     if flavour.blocked:
         return Kernel(_FEW, (cxx, flavour.layout_name), int(_SIZES.FEW_THREADS), signature=signature, early=True)
     values = cxx, f"{flavour.layout_name}, {flavour.sums}"
@@ -550,19 +618,19 @@ def _few_kernel(cxx: str, flavour: Flavour, depth: int) -> Kernel:
 
 
 def _are_few(flavour: Flavour, tokens: int, depth: int, device: int) -> bool:
-    """Whether `_quantize_few` takes tokens."""
+    """Whether `_few` is for tokens."""
     if flavour.blocked:
         return tokens <= _MOST_FEW
     return flavour.by_rows and tokens <= _MOST_ROWS and depth <= _ROW_DEPTH and capability(device) >= _FEW_ROWS.least
 
 
-def _quantize_few(x: Any, tokens: int, flavour: Flavour, codes: int, scales: int, sums: int) -> None:
-    """`kbitcupy.products.integer_activations.quantize_into` for floats that start at a multiple of 16 bytes."""
-    depth = x.shape[-1]
-    kernel = _few_kernel(CXX_TYPES[x.dtype.name], flavour, depth)
+def _few(dtype: np.dtype, tokens: int, flavour: Flavour, depth: int, device: int) -> Quantizing:
+    """The launch that quantizes few tokens of floats that start at a multiple of 16 bytes."""
+    kernel = _few_kernel(cxx_type(dtype), flavour, depth)
     blocks = -(-depth // (_FOUR * kernel.threads))
-    grid = (tokens, blocks) if flavour.blocked else (tokens * _CLUSTERS.CLUSTER,)
-    kernel.launch(x, grid, (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
+    grid = (tokens, blocks, 1) if flavour.blocked else (tokens * _CLUSTERS.CLUSTER, 1, 1)
+    numbers = packed(_FEW_NUMBERS, depth, tokens_of.padded_of(tokens))
+    return Quantizing(kernel.ready(device).launch, grid, True, numbers)
 
 
 def multiply(
@@ -573,50 +641,39 @@ def multiply(
     With `ids`, int64 of experts, there are so many `tokens`, and `slots` products of each; those of no expert are not
     written.
     """
-    rows, depth = q.shape[-2:]
-    products = out.size // rows
-    tokens = tokens or products
-    single = out
-    if out.dtype == np.float64:
-        single = _xp.namespace(out).empty(out.shape, np.float32)
-    quantized = isinstance(x, QuantizedArray)
-    blocked = preset == "q8_1" and not quantized
-    part = stored_codes(q.format, q.shape, q.lead)
-    assert part is not None and not (part.table and quantized)
-    device, together = out.data.device_id, 1 if ids is not None else tokens
-    taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
-    if part.table and taken.data.ptr % 16:  # of these there is no other launch that quantizes
-        taken = taken.copy()
-    aligned = not quantized and taken.data.ptr % 16 == 0
-    plan = _plan(part, blocked, together, rows, depth, device, products if ids is not None else 1, aligned)
-    padded, step, own, codes, sums, scales = tokens_of.padded_of(tokens), 1, (0, 0), 0, 0, 0
-    if plan.own:
-        own = taken.data.ptr, int8.bias_kind(taken.dtype)
-    else:
-        size, every = tokens_of.pitch_of(depth), plan.flavour.sums
-        many = -(-depth // every) if every else 1
-        scratch = _xp.namespace(out).cuda.alloc(padded * size + 4 * padded * many * (2 if blocked else 1) + 4 * padded)
-        codes = scratch.ptr
-        sums = codes + padded * size
-        written = scales = sums + 4 * padded * many
-        if quantized:
-            given = token_planes(x)[1]
-            written, scales, step = 0, given.data.ptr, int(given.size == tokens)
-        if aligned and ids is None and _are_few(plan.flavour, tokens, depth, device):
-            _quantize_few(taken, tokens, plan.flavour, codes, written, sums)
-        else:
-            by = None if quantized else preset
-            tokens_of.quantize_into(taken, tokens, by, codes, written, sums, plan.flavour.layout, every)
-    bias = None if bias is None else source(bias, FLOATS)
-    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
-    chosen, experts = (0, 1) if ids is None else (ids.data.ptr, q.size // (rows * depth))
-    pointers = own[0], codes, scales, sums, chosen, added, single.data.ptr
-    lengths = rows, together, padded, depth, experts, slots, step
-    numbers = plan.flip, plan.less, kind, int8.bias_kind(single.dtype), own[1]
-    grid = plan.grid if ids is None else (*plan.grid, products)
-    plan.launch(grid, (weight_argument(q), plan.cut, _map_argument(q, part, device), *pointers, *lengths, *numbers))
-    if single is not out:
+    if out.dtype == _xp.DOUBLE:
+        single = _xp.empty(out, out.shape, _xp.SINGLE)
+        multiply(x, preset, q, bias, single, ids, tokens, slots)
         widen(single, out)
+        return
+    products = out.size // q.shape[-2]
+    tokens, device = tokens or products, out.data.device_id
+    bias = None if bias is None else source(bias, FLOATS)
+    added, kind = int8.bias_of(bias)
+    given: Any = None
+    step, by = 1, preset or None
+    if isinstance(x, QuantizedArray):
+        x, given = token_planes(x)
+        x, step, by = _xp.contiguous(x), int(given.size == tokens), None
+    else:
+        x = tokens_of.floats_of(x)
+        if x.data.ptr % 16 and _needs_alignment(q.format, q.shape, q.lead):
+            x = x.copy()
+    address, side_by_side = x.data.ptr, 0 if ids is None else products
+    about = x.dtype, out.dtype, by, tokens, side_by_side, slots, step, kind, address % 16 == 0, device
+    plan = _plan(q.format, q.shape, q.lead, *about)
+    quantize, own, codes, sums, scales = plan.quantize, address, 0, 0, 0
+    if quantize is not None:
+        scratch = _xp.allocate(plan.size)
+        codes = scratch.ptr
+        own, sums, scales = 0, codes + plan.sums_at, codes + plan.scales_at
+        quantize.start(address, codes, scales if given is None else 0, sums)
+    if given is not None:
+        scales = given.data.ptr
+    chosen = 0 if ids is None else ids.data.ptr
+    weight = weight_argument(q), plan.cut, _map_argument(q, plan.part, device)
+    pointers = own, codes, scales, sums, chosen, added, out.data.ptr
+    plan.launch(plan.grid, (*weight, *pointers, plan.numbers))
 
 
 # ---- the route -------------------------------------------------------------------------------------------------------

@@ -21,14 +21,14 @@ from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Planned
 from ..backend.structs import Constants
-from ..formats.base import IntegerCodes, register_templates
+from ..formats.base import Format, IntegerCodes, register_templates
 from ..formats.integer_codes import NOTHING, ZERO_POINTS
 from ..ops import source, widen
 from . import int8, integer_activations as tokens_of, integers
 from .activations import FLOATS
-from .int8 import BIAS_KINDS, PITCH, bias_kind, token_planes
-from .integer_activations import NUMBERS
-from .routes import BYTES_PER_US, MOST_ALIGNED, Device, Problem, Product, Route, Stored
+from .int8 import BIAS_KINDS, PITCH, bias_of, token_planes
+from .integer_activations import NUMBERS, Quantizing
+from .routes import BYTES_PER_US, MOST_ALIGNED, Device, Problem, Product, Route, Stored, device as device_of
 
 #: Numbers of the kernel: elements of k of a stage, and of those that share a scale of a token that has several; scales
 #: of a row that are copied together, and tables of them; how scales and zero points of weights are stored.
@@ -302,14 +302,14 @@ class Plan(Planned):
 
     Parameters
     ----------
-    cut : Cut
-        How the work is cut.
     codes : Codes
         Of the weight.
+    boxes : tuple of int
+        Tokens of a box; rows and bytes of one of weights; times `STAGE_K` of a stage.
     """
 
-    cut: Cut
     codes: Codes
+    boxes: tuple[int, int, int, int]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -319,7 +319,10 @@ def plan(dtype: np.dtype, tokens: int, rows: int, codes: Codes, device: int, cut
     blocks = cut.tiles(tokens, rows) * (2 if cut.halves(codes) else 1)
     if cut.k_groups == 1:
         blocks = min(blocks, ready.resident)
-    return Plan(ready.launch, (blocks,), cut, codes)
+    boxes = cut.boxes(codes.bits)
+    return Plan(
+        ready.launch, (blocks, 1, 1), codes, (cut.tokens // cut.share, cut.rows, boxes * codes.row_bytes, boxes)
+    )
 
 
 _NO_MAP = bytes(_MAP)
@@ -372,17 +375,17 @@ def launch(
     """
     rows = out.shape[-1]
     tokens, pitch = out.size // rows, -(-depth // PITCH) * PITCH
-    cut, codes = plan.cut, plan.codes
+    codes, (of_tokens, of_rows, of_bytes, boxes) = plan.codes, plan.boxes
     row_bytes = depth * codes.bits // 8
-    added = (0, 0) if bias is None else (bias.data.ptr, bias_kind(bias.dtype))
+    added = bias_of(bias)
     scales = _NO_MAP
     if codes.each:
-        scales = _scales_map(token_scale, token_step, depth, cut.boxes(codes.bits), cut.tokens // cut.share)
+        scales = _scales_map(token_scale, token_step, depth, boxes, of_tokens)
     plan.launch(
         plan.grid,
         (
-            _tma.byte_matrix(a, tokens, pitch, pitch, cut.tokens // cut.share),
-            _tma.byte_matrix(weight, rows, row_bytes, row_bytes, cut.rows, cut.boxes(codes.bits) * codes.row_bytes),
+            _tma.byte_matrix(a, tokens, pitch, pitch, of_tokens),
+            _tma.byte_matrix(weight, rows, row_bytes, row_bytes, of_rows, of_bytes),
             scales,
             out.data.ptr,
             token_sum,
@@ -464,34 +467,104 @@ def told(part: IntegerCodes, rows: int, depth: int, each: bool) -> Told | str:
     return Told(Codes(part.bits, group, kind, zero_kind, part.lowest, part.zero, each), layout, per_row)
 
 
-def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, known: Told, processors: int) -> None:
-    """Fill `out`, which is not empty and whose device is the current one, from floats or int8."""
-    part = integers.codes_of(q.format, q.shape, q.lead)
-    assert part is not None
-    bias = None if bias is None else source(bias, FLOATS)
-    rows, depth = q.shape
-    tokens = out.size // rows
-    single = out if out.dtype.name in FLOATS else _xp.namespace(out).empty(out.shape, np.float32)
-    pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
-    codes = known.codes
+@dataclass(frozen=True, eq=False)
+class _Launches:
+    """Those of a product of one shape.
+
+    Parameters
+    ----------
+    quantize : Quantizing
+        The first one.
+    product : Plan
+        The second one.
+    part : IntegerCodes
+        How the weight lies.
+    per_row : int
+        Scales of a row; 0 where all rows share one.
+    size, scales_at, sums_at : int
+        Bytes that the first one writes, and where in them, behind codes, scales and sums begin; 0 without sums.
+    step : int
+        From the scales of 32 elements to those of the next ones; 1 where tokens have one each.
+    """
+
+    quantize: Quantizing
+    product: Plan
+    part: IntegerCodes
+    per_row: int
+    size: int
+    scales_at: int
+    sums_at: int
+    step: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _launches(
+    format: Format,
+    shape: tuple[int, int],
+    lead: int,
+    activations: str,
+    preset: str | None,
+    given: np.dtype,
+    dtype: np.dtype,
+    tokens: int,
+    aligned: bool,
+    device: int,
+) -> _Launches:
+    """How `multiply` goes about a product, its kernels compiled.
+
+    With no preset tokens of the dtype `given` are int8 already; `aligned`: they start at a multiple of 16 bytes.
+    """
+    rows, depth = shape
+    part, gpu = integers.codes_of(format, shape, lead), device_of(device)
+    assert part is not None and gpu is not None
+    known = told(part, rows, depth, activations == "q8_1")
+    assert isinstance(known, Told)
+    codes, padded = known.codes, tokens_of.padded_of(tokens)
+    cut = choose(tokens, rows, depth, codes, gpu.multiprocessors)
     blocks = -(-depth // SIZES.EACH_K) if codes.each else 1
     summed = codes.whole and part.added == ZERO_POINTS
-    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * (blocks + summed) * padded)
-    a, scales, step = scratch.ptr, scratch.ptr + tokens * pitch, padded if codes.each else 1
-    sums = scales + 4 * blocks * padded if summed else 0
-    if isinstance(x, QuantizedArray):
-        given, found = token_planes(x)
-        tokens_of.quantize_into(_xp.contiguous(given), tokens, None, a, 0, sums, known.layout, 0)
+    scales_at = tokens * tokens_of.pitch_of(depth)
+    behind = scales_at + 4 * blocks * padded
+    return _Launches(
+        tokens_of.quantizing(given, tokens, depth, preset, known.layout, 0, summed, aligned, device),
+        plan(dtype, tokens, rows, codes, device, cut, True),
+        part,
+        known.per_row,
+        behind + 4 * summed * padded,
+        scales_at,
+        behind if summed else 0,
+        padded if codes.each else 1,
+    )
+
+
+def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
+    """Fill `out`, which is not empty and whose device is the current one, from floats or int8."""
+    if out.dtype not in _xp.dtype_set(FLOATS):
+        single = _xp.empty(out, out.shape, _xp.SINGLE)
+        multiply(x, preset, q, bias, single)
+        widen(single, out)
+        return
+    bias = None if bias is None else source(bias, FLOATS)
+    rows, depth = q.shape
+    tokens, device = out.size // rows, out.data.device_id
+    quantized = isinstance(x, QuantizedArray)
+    taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
+    address, by = taken.data.ptr, None if quantized else preset
+    about = by, taken.dtype, out.dtype, tokens, address % 16 == 0, device
+    made = _launches(q.format, q.shape, q.lead, preset, *about)
+    part = made.part
+    scratch = _xp.allocate(made.size)
+    a = scratch.ptr
+    scales, sums, step = a + made.scales_at, a + made.sums_at if made.sums_at else 0, made.step
+    if quantized:
+        found = token_planes(x)[1]
+        made.quantize.start(address, a, 0, sums)
         scales, step = found.data.ptr, int(found.size == tokens)
     else:
-        tokens_of.quantize_into(tokens_of.floats_of(x), tokens, preset, a, scales, sums, known.layout, 0)
-    cut = choose(tokens, rows, depth, codes, processors)
-    made = plan(single.dtype, tokens, rows, codes, out.data.device_id, cut, True)
+        made.quantize.start(address, a, scales, sums)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
-    launch(made, a, sums, scales, step, weight, scale, known.per_row, zero, bias, single, depth)
-    if single is not out:
-        widen(single, out)
+    launch(made.product, a, sums, scales, step, weight, scale, made.per_row, zero, bias, out, depth)
 
 
 class IntegerTile(Route):
@@ -519,9 +592,8 @@ class IntegerTile(Route):
         return quantizing + cut.microseconds(problem.tokens, *problem.shape, codes, problem.device.multiprocessors)
 
     def prepare(self, problem: Problem) -> Product:
-        assert problem.device is not None
-        known, preset, processors = self._known(problem), problem.activations or "", problem.device.multiprocessors
-        return lambda x, q, bias, out: multiply(x, preset, q, bias, out, known, processors)
+        preset = problem.activations or ""
+        return lambda x, q, bias, out: multiply(x, preset, q, bias, out)
 
     def describe(self, problem: Problem) -> str:
         assert problem.device is not None

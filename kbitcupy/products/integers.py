@@ -229,7 +229,7 @@ def multiply_cuda(
         scales, shared = given.data.ptr, int(given.size == 1)
     else:
         tokens_of.quantize_rows(tokens_of.floats_of(x), tokens, preset, codes, scales)
-    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
+    added, kind = int8.bias_of(bias)
     together = 1 if ids is not None or products == 1 else 8
     experts = q.size // max(channels * depth, 1) if ids is not None else 1
     numbers = products, channels, depth, pitch, padded, experts, slots, int(blocked), shared, kind

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..array import QuantizedArray
+from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel, Struct, Type
 from ..formats.base import Records, all_records, register_templates
-from .fused import DECLARED, HALF_CXX, ITEM_ROWS, KINDS, NO_EXPERTS, NUMBERS, TOKENS, Experts, bias_argument
+from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, NUMBERS, TOKENS, Experts, bias_argument, kind_of
 from .integer_activations import Q8_BLOCK
 from .routes import Device, Problem, Product, Route, refused_by_all
 from .small_batch import add_up, launch_in_parts, room_for_parts
@@ -203,13 +204,13 @@ class RecordKernel:
     def staged(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n] from tokens that the kernel quantizes, both float16, bfloat16 or float32."""
         tokens, partial = out.size // self._n, room_for_parts(self._splits, out)
-        if bias is not None and bias.dtype != np.float32:
+        if bias is not None and bias.dtype != _xp.SINGLE:
             bias = bias.astype(np.float32)
-        bias, address, kind = bias_argument(bias, np.dtype(np.float32))
+        bias, address, kind = bias_argument(bias, _xp.SINGLE)
         planes, scale = self._planes(q)
         to = 0 if partial is None else partial.data.ptr
         pointers = x, planes, scale, address, out.data.ptr, to, 0, 0
-        numbers = 1, 0, kind, tokens, self._n, KINDS[x.dtype.name], KINDS[out.dtype.name], self._packed
+        numbers = 1, 0, kind, tokens, self._n, kind_of(x.dtype), kind_of(out.dtype), self._packed
         self._kernel.launch(out, (self._blocks, self._splits, self._parts(tokens)), (*pointers, *numbers))
         if partial is not None:
             add_up(partial, self._splits, bias, out)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
-from ..backend.compile import CXX_TYPES, Template
+from ..backend.compile import CXX_TYPES, Template, cxx_type
 from ..backend.launch import Kernel, Struct
 from ..backend.structs import Constants
 from ..formats.base import Fragments, all_fragments, register_templates
@@ -26,7 +26,6 @@ from .fused import (
     HALF_CXX,
     ITEM_K,
     ITEM_ROWS,
-    KINDS,
     NO_EXPERTS,
     NUMBERS,
     PROMOTION,
@@ -38,6 +37,7 @@ from .fused import (
     Fused,
     bias_argument,
     bind,
+    kind_of,
     no_map,
     refusal,
     rounded_note,
@@ -462,14 +462,16 @@ class FewKernel(Fused):
         """Fill out[..., n], each row from that of x."""
         launch_in_parts(self.launch, self.tokens, self._splits, x, q, bias, out)
 
-    def blocked(self, x: Any, scales: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-        """Fill out[..., n], float16, bfloat16 or float32, from float16 [tokens, k] and float32 [k / 32, padded]."""
-        tokens = len(x)
+    def blocked(self, x: Any, scales: int, padded: int, q: QuantizedArray, bias: Any, out: Any) -> None:
+        """Fill out[..., n], float16, bfloat16 or float32, from float16 [tokens, k], and from float32 [k / 32, padded]
+        at an address.
+        """
+        tokens = x.shape[0]
         partial = room_for_parts(self._splits, out)
         if partial is None and out.dtype != x.dtype:
             partial = _xp.namespace(out).empty(out.size, np.float32)
         to, given = (0, bias) if partial is None else (partial.data.ptr, None)
-        scales_of = Experts(0, scales.data.ptr, scales.shape[1], 0)
+        scales_of = Experts(0, scales, padded, 0)
         self.launch(-(-tokens // self.tokens), x, q, given, out, to, tokens, scales_of)
         if partial is not None:
             add_up(partial, self._splits, bias, out)
@@ -480,7 +482,7 @@ class FewKernel(Fused):
         if partial is None and out.dtype != np.float16:
             partial = _xp.namespace(out).empty(out.size, np.float32)
         to, given = (0, bias) if partial is None else (partial.data.ptr, None)
-        self.launch(1, x, q, given, out, to, out.size // out.shape[-1], Experts(0, 0, KINDS[x.dtype.name], 0))
+        self.launch(1, x, q, given, out, to, out.size // out.shape[-1], Experts(0, 0, kind_of(x.dtype), 0))
         if partial is not None:
             add_up(partial, self._splits, bias, out)
 
@@ -616,7 +618,7 @@ def add_up(partial: Any, splits: int, bias: Any, out: Any) -> None:
     """Fill `out` with the sums over the parts and the bias."""
     bias, address, kind = bias_argument(bias, out.dtype)
     pointers = partial.data.ptr, address, out.data.ptr
-    add = _add_partials(CXX_TYPES[out.dtype.name])
+    add = _add_partials(cxx_type(out.dtype))
     add.launch(out, (-(-out.size // 256),), (*pointers, out.size, splits, kind, out.shape[-1]))
 
 

@@ -119,11 +119,11 @@ class StagedFew(SmallBatch):
 
         def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
             tokens = out.size // n
-            xp = _xp.namespace(out)
-            codes = xp.empty((tokens, k), np.float16)
-            scales = xp.empty((k // Q8_BLOCK, padded_of(tokens)), np.float32)
-            quantize_into(floats_of(x), tokens, "q8_1", codes.data.ptr, scales.data.ptr, 0, NUMBERS.HALF_ROWS, 0)
-            kernel.blocked(codes, scales, q, bias, out)
+            padded = padded_of(tokens)
+            scratch = _xp.allocate(2 * tokens * k + k // Q8_BLOCK * 4 * padded)  # codes as halves, and scales
+            codes, scales = _xp.namespace(out).ndarray((tokens, k), _HALF, scratch), scratch.ptr + 2 * tokens * k
+            quantize_into(floats_of(x), tokens, "q8_1", scratch.ptr, scales, 0, NUMBERS.HALF_ROWS, 0)
+            kernel.blocked(codes, scales, padded, q, bias, out)
 
         return _in_single(multiply)
 
@@ -230,6 +230,7 @@ class StagedRecords(Route):
         return record_kernel(*about, staged=True, halves=in_halves(problem))
 
 
+_HALF = np.dtype(np.float16)
 _ROUTES = Generic(), Decoded()
 # Microseconds of the launches that quantize tokens and decode them again.
 _QUANTIZING = 12.0
@@ -258,7 +259,7 @@ def _in_single(product: Product) -> Product:
     """A product that kernels have no float64 of: it fills float32 in its place."""
 
     def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-        single = out if out.dtype != np.float64 else _xp.namespace(out).empty(out.shape, np.float32)
+        single = out if out.dtype != _xp.DOUBLE else _xp.empty(out, out.shape, _xp.SINGLE)
         product(x, q, bias, single)
         if single is not out:
             widen(single, out)

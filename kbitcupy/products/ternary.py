@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import Template
-from ..backend.launch import Kernel
+from ..backend.launch import Kernel, multiprocessors
 from ..backend.structs import Constants
 from ..errors import FormatError
 from ..formats.base import Trits, register_templates
@@ -74,6 +74,16 @@ def trits_of(q: QuantizedArray, argument: str = "q") -> Trits:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
+def _way(tokens: int, depth: int, part: Trits, lies: Stored, device: int) -> Callable[..., None] | None:
+    """What multiplies by codes as they lie, on a GPU; None where they have to be decoded first."""
+    gpu = device_of(device)
+    assert gpu is not None
+    if why_not_streamed(tokens, depth, part, lies, gpu) is None:
+        return multiply_streamed
+    return _multiply_tiled if _why_not_tiled(depth, part, lies, gpu) is None else None
+
+
 _TOO_DEEP = f"sums are exact in int32 and float32 up to K = {MAX_DEPTH}: split K"
 
 
@@ -107,12 +117,9 @@ def multiply(
         with np.errstate(all="ignore"):
             _multiply_host(*_quantized_host(x, tokens, rule, norm), q, part, bias, out.reshape(tokens, rows))
         return
-    gpu = device_of(out.data.device_id)
-    if gpu is not None and why_not_streamed(tokens, depth, part, stored(q), gpu) is None:
-        multiply_streamed(x, q, part, bias, out, rule, norm)
-        return
-    if gpu is not None and _why_not_tiled(depth, part, stored(q), gpu) is None:
-        _multiply_tiled(x, q, part, bias, out, rule, norm, gpu.multiprocessors)
+    way = _way(tokens, depth, part, stored(q), out.data.device_id)
+    if way is not None:
+        way(x, q, part, bias, out, rule, norm)
         return
     quantized = isinstance(x, QuantizedArray)
     if not (quantized or rule is None or rule.granularity != "token" or part.shares == "group"):
@@ -472,7 +479,6 @@ def _add_groups(sums: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> np.
 
 _PITCH = int8.PITCH
 _SIZES = Constants(DECODE_THREADS=256, GROUP_THREADS=256, FLOAT32_BIAS=1, FLOAT16_BIAS=2, BFLOAT16_BIAS=3)
-_BIASES = {"float32": _SIZES.FLOAT32_BIAS, "float16": _SIZES.FLOAT16_BIAS, "bfloat16": _SIZES.BFLOAT16_BIAS}
 _TEMPLATES = tuple(
     Template("linear/ternary.cu", name, structs=(_SIZES,)) for name in ("decode_trits", "multiply_groups")
 )
@@ -547,13 +553,17 @@ def _why_not_tiled(depth: int, part: Trits, lies: Stored, gpu: Device) -> str | 
 
 
 def _multiply_tiled(
-    x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any, rule: Rule | None, norm: Norm | None, processors: int
+    x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any, rule: Rule | None, norm: Norm | None
 ) -> None:
     """Tokens that are quantized on the way, or are int8 already, times codes that are decoded in registers."""
+    if out.dtype == _xp.DOUBLE:
+        single = _xp.empty(out, out.shape, _xp.SINGLE)
+        _multiply_tiled(x, q, part, bias, single, rule, norm)
+        widen(single, out)
+        return
     rows, depth = q.shape
-    tokens = out.size // rows
-    single = _xp.namespace(out).empty(out.shape, np.float32) if out.dtype == np.float64 else out
-    scratch = _xp.namespace(out).cuda.alloc(tokens * (depth + 4) + 4 * padded_of(tokens))
+    tokens, device = out.size // rows, out.data.device_id
+    scratch = _xp.allocate(tokens * (depth + 4) + 4 * padded_of(tokens))
     a = scratch.ptr
     sums, scales, each = a + tokens * depth, a + tokens * depth + 4 * padded_of(tokens), 1
     if isinstance(x, QuantizedArray):
@@ -565,20 +575,24 @@ def _multiply_tiled(
     else:
         tokens_of.quantize_into(source(x, tokens_of.FLOATS), tokens, rule, norm, a, scales, sums, depth)
         each = int(rule.granularity == "token")
-    cut = integer_tile.choose(tokens, rows, depth, _CODES, processors)
-    plan = integer_tile.plan(single.dtype, tokens, rows, _CODES, out.data.device_id, cut, True)
+    plan = _tile(out.dtype, tokens, rows, depth, device)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     of_rows = int(part.shares == "row")
-    integer_tile.launch(plan, a, sums, scales, each, weight, scale, of_rows, 0, bias, single, depth)
-    if single is not out:
-        widen(single, out)
+    integer_tile.launch(plan, a, sums, scales, each, weight, scale, of_rows, 0, bias, out, depth)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(dtype: np.dtype, tokens: int, rows: int, depth: int, device: int) -> integer_tile.Plan:
+    """The second launch of `_multiply_tiled`, its kernel compiled."""
+    cut = integer_tile.choose(tokens, rows, depth, _CODES, multiprocessors(device))
+    return integer_tile.plan(dtype, tokens, rows, _CODES, device, cut, True)
 
 
 def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:
     rows, depth = q.shape
     tokens = out.size // rows
     single = out if out.dtype == np.float32 else _xp.namespace(out).empty(out.shape, np.float32)
-    kind = 0 if bias is None else _BIASES[bias.dtype.name]
+    kind = 0 if bias is None else int8.bias_kind(bias.dtype)
     lengths = tokens, rows, depth, codes.shape[-1], part.group
     arrays = codes, q.planes[part.codes], scales, q.planes[part.scales], 0 if bias is None else bias, single
     shared = int(scales.size != tokens)
@@ -618,8 +632,8 @@ def _in_groups(problem: Problem) -> bool:
 
 
 def _product(problem: Problem) -> Product:
-    rule = _RULES[problem.activations or ""]
-    return lambda x, q, bias, out: multiply(x, q, bias, out, rule)
+    rule, part = _RULES[problem.activations or ""], _trits(problem.format, problem.shape, problem.stored.lead)
+    return lambda x, q, bias, out: multiply(x, q, bias, out, rule, None, part)
 
 
 class Ternary(Route):

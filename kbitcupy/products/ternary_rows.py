@@ -14,7 +14,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Planned, capability, multiprocessors, shared_memory
+from ..backend.launch import Kernel, Planned, capability, multiprocessors, packed, shared_memory
 from ..backend.structs import Constants
 from ..backend.tma import MAP_BYTES, byte_matrix
 from ..formats.base import Trits, register_templates
@@ -53,11 +53,15 @@ _FEW_QUANTIZED = Template(FEW_FILE, "rows_ternary_quantized", (_TYPES,), structs
 _INT8 = Template(FILE, "rows_ternary_int8", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _FEW_INT8 = Template(FEW_FILE, "rows_ternary_int8", (_TYPES,), structs=FEW_STRUCTS, least=OLDEST)
 register_templates(_ROWS, _OF_GROUPS, _FLOATS, _QUANTIZED, _FEW_QUANTIZED, _INT8, _FEW_INT8)
-_SIGNATURE = (*("p",) * 6, "i8", *("i4",) * 8, MAP_BYTES)
-_GROUP_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 6, MAP_BYTES, MAP_BYTES)
-_QUANTIZED_SIGNATURE = (*("p",) * 5, "f8", "f8", "i8", *("i4",) * 4, "f4", *("i4",) * 7, MAP_BYTES)
-_INT8_SIGNATURE = (*("p",) * 5, "i8", *("i4",) * 7, MAP_BYTES)
-_FLOAT_SIGNATURE = (*("p",) * 4, "i8", *("i4",) * 7, MAP_BYTES)
+# Numbers that stand between addresses and maps.
+_NUMBERS, _GROUP_NUMBERS = ("i8", *("i4",) * 8), ("i8", *("i4",) * 6)
+_QUANTIZED_NUMBERS = "f8", "f8", "i8", *("i4",) * 4, "f4", *("i4",) * 7
+_INT8_NUMBERS = _FLOAT_NUMBERS = ("i8", *("i4",) * 7)
+_SIGNATURE = (*("p",) * 6, _NUMBERS, MAP_BYTES)
+_GROUP_SIGNATURE = (*("p",) * 5, _GROUP_NUMBERS, MAP_BYTES, MAP_BYTES)
+_QUANTIZED_SIGNATURE = (*("p",) * 5, _QUANTIZED_NUMBERS, MAP_BYTES)
+_INT8_SIGNATURE = (*("p",) * 5, _INT8_NUMBERS, MAP_BYTES)
+_FLOAT_SIGNATURE = (*("p",) * 4, _FLOAT_NUMBERS, MAP_BYTES)
 #: Warps of a thread block, and bytes of a stage of a warp; stages beyond which the first codes, and the tokens, only
 #: come later; what stages begin at; bytes beside stages and tokens.
 WARPS, STAGE, STAGES, ALIGNMENT = SIZES.ROW_THREADS // 32, 2 * 16 * 128, 2, 1 << 10
@@ -80,19 +84,35 @@ class Rows(Planned):
         The last numbers of the kernel's arguments.
     of_pass : int
         Rows of a box.
+    types : tuple of str
+        Of the numbers among the kernel's arguments.
     """
 
     cut: tuple[int, ...]
     of_pass: int
+    types: tuple[str, ...]
 
-    def multiply(self, pointers: tuple[int, ...], numbers: tuple[float, ...], q: QuantizedArray, part: Trits) -> None:
-        """Start it with all arguments but the cut and the map of the weight."""
-        rows, depth = q.shape
-        arguments = *pointers, *numbers, *self.cut, map_of(q.planes[part.codes], rows, depth, self.of_pass)
-        if part.shares == "group":
-            scales, of_row, of_box = q.planes[part.scales].data.ptr, 4 * (depth // part.group), scale_bytes(part.group)
-            arguments += (byte_matrix(scales, rows, of_row, of_row, self.of_pass, of_box, False, _PROMOTION),)
-        self.launch(self.grid, arguments)
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - plans are kept as long
+    def packed(self, *numbers: float) -> bytes:
+        """All numbers, of which the cut is the last."""
+        return packed(self.types, *numbers, *self.cut)
+
+    def multiply(self, pointers: tuple[int, ...], numbers: bytes, q: QuantizedArray, part: Trits) -> None:
+        """Start it with these addresses and `packed` numbers."""
+        self.launch(self.grid, (*pointers, numbers, *self._maps(q, part)))
+
+    def _maps(self, q: QuantizedArray, part: Trits) -> tuple[bytes, ...]:
+        """Those of the weight, and of the scales of its groups, made once for each number of rows."""
+        found: tuple[bytes, ...] | None = q._launches.get((Rows, self.of_pass))
+        if found is None:
+            rows, depth = q.shape
+            codes, scales = q.planes[part.codes], q.planes[part.scales].data.ptr
+            found = (map_of(codes, rows, depth, self.of_pass),)
+            if part.shares == "group":
+                of_row, of_box = 4 * (depth // part.group), scale_bytes(part.group)
+                found += (byte_matrix(scales, rows, of_row, of_row, self.of_pass, of_box, False, _PROMOTION),)
+            q._launches[Rows, self.of_pass] = found
+        return found
 
 
 def map_of(codes: Any, rows: int, depth: int, of_pass: int) -> bytes:
@@ -176,7 +196,8 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
     template, values = (_OF_GROUPS, (CXX_TYPES[dtype.name], str(group))) if group else (_ROWS, (CXX_TYPES[dtype.name],))
     signature = _GROUP_SIGNATURE if group else _SIGNATURE
     launch = _launch(template, values, staged + stages * WARPS * stage, signature, device)
-    return Rows(launch, (blocks,), (stages, of_pass) if group else (share, stages, of_pass), of_pass)
+    cut, types = ((stages, of_pass), _GROUP_NUMBERS) if group else ((share, stages, of_pass), _NUMBERS)
+    return Rows(launch, (blocks, 1, 1), cut, of_pass, types)
 
 
 def _of_few(rows: int, depth: int, capability: int, processors: int) -> bool | None:
@@ -219,7 +240,7 @@ def _row_of(
         return None
     values = (CXX_TYPES[dtype.name],)
     kernel = Kernel(template, values, sizes.ROW_THREADS, shared, signature=signature, early=True)
-    return Rows(kernel.ready(device).launch, (blocks,), (share, stages, of_pass, stages), of_pass)
+    return Rows(kernel.ready(device).launch, (blocks, 1, 1), (share, stages, of_pass, stages), of_pass, signature[-2])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,7 +256,7 @@ def float_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: i
         return None
     shared = staged + stages * WARPS * STAGE
     launch = _launch(_FLOATS, (CXX_TYPES[dtype.name],), shared, _FLOAT_SIGNATURE, device)
-    return Rows(launch, (blocks,), (share, stages, of_pass), of_pass)
+    return Rows(launch, (blocks, 1, 1), (share, stages, of_pass), of_pass, _FLOAT_NUMBERS)
 
 
 def _launch(template: Template, values: tuple[str, ...], shared: int, signature: tuple[Any, ...], device: int) -> Any:

@@ -42,7 +42,7 @@ from .ternary_rows import (
     stages_of,
 )
 
-_IDS = tuple(IDS_CXX.values())
+_IDS, _IDS_DTYPES = tuple(IDS_CXX.values()), frozenset(map(np.dtype, IDS_CXX))
 _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 _FLOATS = Template(FILE, "slots_ternary_floats", (HALF_CXX, _IDS), structs=STRUCTS, least=OLDEST)
 _QUANTIZED = Template(FILE, "slots_ternary_quantized", (_TYPES, _IDS), structs=STRUCTS, least=OLDEST)
@@ -111,7 +111,7 @@ def _plan(
 def multiply_slots(x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any, rule: Rule | None) -> bool:
     """Fill `out`, on the current device, where this is the way to do so; without a rule tokens stay floats."""
     experts, rows, depth = qs.shape
-    ids = _xp.contiguous(ids if ids.dtype.name in IDS_CXX else ids.astype(np.int64))
+    ids = _xp.contiguous(ids if ids.dtype in _IDS_DTYPES else ids.astype(np.int64))
     tokens, slots = ids.shape
     own = x.ndim == 3
     found = _plan(out.dtype, ids.dtype, tokens, slots, rows, depth, own, rule is None, out.data.device_id)
@@ -119,7 +119,7 @@ def multiply_slots(x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any,
         return False
     launch, grid, cut = found
     if weights is not None:
-        weights = _xp.contiguous(weights if weights.dtype == np.float32 else weights.astype(np.float32))
+        weights = _xp.contiguous(weights if weights.dtype == _xp.SINGLE else weights.astype(np.float32))
     codes, scale = qs.planes["codes"], qs.planes["scale"]
     of_rows, of_experts = scales_of(qs)
     pointers = x.data.ptr, ids.data.ptr, 0 if weights is None else weights.data.ptr, scale.data.ptr, out.data.ptr

@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Planned, multiprocessors, shared_memory
+from ..backend.launch import Kernel, Planned, multiprocessors, packed, shared_memory
 from ..backend.structs import Constants
 from ..formats.base import Trits, register_templates
 from ..formats.ternary import BLOCK
 from ..ops import source, widen
 from . import activations as tokens_of, int8
-from .activations import Norm, Rule
+from .activations import Norm, Quantizing, Rule, quantizing
 from .int8 import BIAS_KINDS, token_planes
+from .integer_activations import NUMBERS, floats_of, quantize_into as tokens_in_rows
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
-from .ternary_rows import TOKENS, float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
+from .ternary_rows import TOKENS, Rows, float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -65,8 +66,8 @@ _STREAM_OF_GROUPS = _stream_template("stream_ternary_groups", _STREAM_TYPES, tup
 _ARRANGE = _stream_template("arrange_tokens", least=0)
 _ARRANGE_FLOATS = _stream_template("arrange_floats", _FLOATS, least=0)
 register_templates(_STREAM, _STREAM_FLOATS, _STREAM_OF_GROUPS, _ARRANGE, _ARRANGE_FLOATS)
-_STREAM_SIGNATURE = (*("p",) * 7, "i8", *("i4",) * 6)
-_GROUP_SIGNATURE = (*("p",) * 7, "i8", "i8", *("i4",) * 3)
+_STREAM_NUMBERS, _GROUP_NUMBERS = ("i8", *("i4",) * 6), ("i8", "i8", *("i4",) * 3)
+_STREAM_SIGNATURE, _GROUP_SIGNATURE = (*("p",) * 7, _STREAM_NUMBERS), (*("p",) * 7, _GROUP_NUMBERS)
 _ARRANGER = Kernel(_ARRANGE, (), _STREAM_SIZES.ARRANGE_THREADS, signature=(*("p",) * 3, *("i4",) * 5), early=True)
 
 
@@ -120,6 +121,33 @@ class _Stream(Planned):
     staged: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Fragments:
+    """What the first launch of a product of one shape writes, and what takes it.
+
+    Parameters
+    ----------
+    product : Rows or _Stream
+        The second launch.
+    groups : int
+        Times 8 tokens, that are written.
+    early : bool
+        Whether the second launch may start while the kernel ahead of the first one is at work.
+    numbers : bytes
+        Arguments of the second one behind addresses.
+    size, sums_at, scales_at : int
+        Bytes of all, and where, behind the fragments, sums begin, of tokens or of groups of whole steps, and scales.
+    """
+
+    product: Rows | _Stream
+    groups: int
+    early: bool
+    numbers: bytes
+    size: int
+    sums_at: int
+    scales_at: int
+
+
 @functools.cache
 def _stream_kernel(dtype: str, tokens: int, operand: str, warps: int, staged: int) -> Kernel:
     template = _STREAM if operand == "Integers" else _STREAM_FLOATS
@@ -148,7 +176,7 @@ def _stream(
     steps, tiles = -(-depth // _STEP), -(-rows // _ROWS)
     if group:
         ready, groups = _group_kernel(dtype.name, group).ready(device), -(-tokens // 8)
-        grid: tuple[int, ...] = min(tiles, max(1, ready.resident // groups)), groups
+        grid = min(tiles, max(1, ready.resident // groups)), groups, 1
     else:
         held = next(count for count in _STREAM_TOKENS if tokens <= count)
         operand, groups = "Floats" if floats else "Integers", held // 8
@@ -160,8 +188,37 @@ def _stream(
         staged = staged if staged <= shared_memory(device) // 2 - _QUEUE else 0
         ready = _stream_kernel(dtype.name, held, operand, warps, staged).ready(device)
         # More than two blocks of a multiprocessor at a time leave more of it idle at the end.
-        grid = (min(tiles, ready.resident, 2 * multiprocessors(device)),)
+        grid = min(tiles, ready.resident, 2 * multiprocessors(device)), 1, 1
     return _Stream(ready.launch, grid, groups, steps * _STEP_BYTES * groups * (1 + floats), int(staged > 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fragments(
+    dtype: np.dtype, tokens: int, rows: int, depth: int, part: Trits, each: int, kind: int, device: int
+) -> _Fragments:
+    """How a product of two launches is computed, the kernel of the second one compiled.
+
+    `each` is 1 where tokens have a scale each, and `kind` that of the bias.
+    """
+    group = part.group if part.shares == "group" else 0
+    own = rows_of(dtype, tokens, rows, depth, group, device)
+    stream = _stream(dtype, tokens, rows, depth, group, device) if own is None else None
+    groups = 1 if stream is None else stream.groups
+    steps = -(-depth // _STEP)
+    many = 8 * groups * steps * (_STEP // group) if group else -(-tokens // 4) * 4
+    sums_at = steps * _STEP_BYTES * groups
+    scales_at = sums_at + 4 * many
+    product = own if stream is None else stream
+    assert product is not None
+    early = _starts_early(tokens, rows, depth, group > 0 and stream is not None)
+    shared = (each,) if group else (each, int(part.shares == "row"))
+    if own is not None:
+        numbers = own.packed(rows, tokens, depth, *shared, kind)
+    else:
+        assert stream is not None
+        staged, types = ((), _GROUP_NUMBERS) if group else ((stream.staged,), _STREAM_NUMBERS)
+        numbers = packed(types, rows, tokens, depth, *shared, *staged, kind)
+    return _Fragments(product, groups, early, numbers, scales_at + 4 * tokens, sums_at, scales_at)
 
 
 def multiply_streamed(
@@ -171,70 +228,127 @@ def multiply_streamed(
 
     Nothing stands against it (`why_not_streamed`); without a rule floats are quantized as for W8A8.
     """
-    rows, depth = q.shape
-    tokens = out.size // rows
-    single = out
-    if out.dtype == np.float64:
-        single = _xp.namespace(out).empty(out.shape, np.float32)
-    group = part.group if part.shares == "group" else 0
-    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
-    weight, gamma, y = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr, single.data.ptr
-    by = None if isinstance(x, QuantizedArray) else rule
-    if by is not None and not group and tokens == 1 and by.granularity == "token":
-        x = source(x, tokens_of.FLOATS)
-        quantized = quantized_rows_of(single.dtype, rows, depth, out.data.device_id)
-        root = 0 if norm is None or norm.weight is None else norm.weight.data.ptr
-        if quantized is not None and not (x.data.ptr | root) % 16:
-            before = (1 / depth, 0.0) if norm is None else (1 / depth, norm.eps)
-            numbers = *before, rows, depth, int(part.shares == "row"), kind, int(norm is not None), *by.numbers
-            quantized.multiply((x.data.ptr, root, gamma, added, y), numbers, q, part)
-            if single is not out:
-                widen(single, out)
-            return
-    codes: Any = None
-    found: Any = None
-    if by is None:
-        codes, found = (
-            token_planes(x) if isinstance(x, QuantizedArray) else int8.quantize_on_gpu(x.reshape(tokens, depth))
-        )
-        int8_rows = None if group or tokens > 1 else int8_rows_of(single.dtype, rows, depth, out.data.device_id)
-        if int8_rows is not None and not codes.data.ptr % 16:
-            pointers = codes.data.ptr, found.data.ptr, gamma, added, y
-            int8_rows.multiply(pointers, (rows, depth, int(part.shares == "row"), kind), q, part)
-            if single is not out:
-                widen(single, out)
-            return
-    own_rows = rows_of(single.dtype, tokens, rows, depth, group, out.data.device_id)
-    plan = _stream(single.dtype, tokens, rows, depth, group, out.data.device_id) if own_rows is None else None
-    # Fragments, and behind them sums, of tokens or of groups of whole steps, and scales.
-    groups = 1 if plan is None else plan.groups
-    many = 8 * groups * -(-depth // _STEP) * (_STEP // group) if group else -(-tokens // 4) * 4
-    code_bytes = -(-depth // _STEP) * _STEP_BYTES * groups
-    scratch = _xp.namespace(out).cuda.alloc(code_bytes + 4 * (many + tokens))
-    a = scratch.ptr
-    sums, scales = a + code_bytes, a + code_bytes + 4 * many
-    each, early = 1, _starts_early(tokens, rows, depth, group > 0 and own_rows is None)
-    if by is not None:
-        x = source(x, tokens_of.FLOATS)
-        tokens_of.quantize_into(x, tokens, by, norm, a, scales, sums, depth, groups, group, early)
-        each = int(by.granularity == "token")
-    else:
-        _ARRANGER.launch(codes, (tokens,), (codes, a, sums, groups, group, depth, depth, int(early)))
-        scales, each = found.data.ptr, int(found.size == tokens)
-    if plan is None:
-        assert own_rows is not None
-        shared = (each,) if group else (each, int(part.shares == "row"))
-        pointers = a, sums, scales, *(() if group else (gamma,)), added, y
-        own_rows.multiply(pointers, (rows, tokens, depth, *shared, kind), q, part)
-    elif group:
-        plan.launch(plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, kind))
-    else:
-        of_rows = int(part.shares == "row")
-        plan.launch(
-            plan.grid, (weight, a, sums, scales, gamma, added, y, rows, tokens, depth, each, of_rows, plan.staged, kind)
-        )
-    if single is not out:
+    if out.dtype == _xp.DOUBLE:
+        single = _xp.empty(out, out.shape, _xp.SINGLE)
+        multiply_streamed(x, q, part, bias, single, rule, norm)
         widen(single, out)
+        return
+    if rule is None or isinstance(x, QuantizedArray):
+        _multiply_int8(x, q, part, bias, out)
+    else:
+        _multiply_quantized(source(x, tokens_of.FLOATS), q, part, bias, out, rule, norm)
+
+
+def _multiply_quantized(
+    x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any, rule: Rule, norm: Norm | None
+) -> None:
+    """Floats that are quantized on the way."""
+    rows, depth = q.shape
+    tokens, device = out.size // rows, out.data.device_id
+    added, kind = int8.bias_of(bias)
+    weight, eps = (None, None) if norm is None else (norm.weight, norm.eps)
+    address, root = x.data.ptr, 0 if weight is None else weight.data.ptr
+    aligned = (address | root) % MOST_ALIGNED == 0
+    plan = _quantized(x.dtype, out.dtype, tokens, rows, depth, part, kind, rule, eps, aligned, device)
+    if isinstance(plan, _OneLaunch):
+        pointers = address, root, q.planes[part.scales].data.ptr, added, out.data.ptr
+        plan.product.multiply(pointers, plan.numbers, q, part)
+        return
+    quantize, fragments = plan
+    scratch = _xp.allocate(fragments.size)
+    a = scratch.ptr
+    sums, scales = a + fragments.sums_at, a + fragments.scales_at
+    if rule.granularity == "token":
+        quantize.start(address, root, a, scales, sums)
+    else:
+        about = fragments.groups, part.group if part.shares == "group" else 0, fragments.early
+        tokens_of.quantize_into(x, tokens, rule, norm, a, scales, sums, depth, *about)
+    _multiply_fragments(fragments, a, sums, scales, q, part, added, out)
+
+
+class _OneLaunch(NamedTuple):
+    """The launch of a product of one shape that quantizes its token, and its numbers."""
+
+    product: Rows
+    numbers: bytes
+
+
+class _TwoLaunches(NamedTuple):
+    """The launches of a product of one shape."""
+
+    quantize: Quantizing
+    fragments: _Fragments
+
+
+@functools.lru_cache(maxsize=4096)
+def _quantized(
+    given: np.dtype,
+    dtype: np.dtype,
+    tokens: int,
+    rows: int,
+    depth: int,
+    part: Trits,
+    kind: int,
+    rule: Rule,
+    norm_eps: float | None,
+    aligned: bool,
+    device: int,
+) -> _OneLaunch | _TwoLaunches:
+    """How a product of floats of the dtype `given` is computed, its kernels compiled.
+
+    `norm_eps` is None without a norm; `aligned`: tokens and the weights of that start at multiples of 16 bytes.
+    """
+    grouped, by_token = part.shares == "group", rule.granularity == "token"
+    if tokens == 1 and not grouped and by_token and aligned:
+        one = quantized_rows_of(dtype, rows, depth, device)
+        if one is not None:
+            normalizes, eps = (0, 0.0) if norm_eps is None else (1, norm_eps)
+            of_rows = int(part.shares == "row")
+            numbers = one.packed(1 / depth, eps, rows, depth, of_rows, kind, normalizes, *rule.numbers)
+            return _OneLaunch(one, numbers)
+    fragments = _fragments(dtype, tokens, rows, depth, part, int(by_token), kind, device)
+    about = fragments.groups, part.group if grouped else 0, fragments.early, device
+    return _TwoLaunches(quantizing(given, tokens, depth, rule, norm_eps, aligned, depth, *about), fragments)
+
+
+def _multiply_int8(x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:
+    """Tokens that are int8 already, or floats that become so by W8A8's rule, ahead of the launches."""
+    rows, depth = q.shape
+    tokens, device, group = out.size // rows, out.data.device_id, part.group if part.shares == "group" else 0
+    added, kind = int8.bias_of(bias)
+    if isinstance(x, QuantizedArray):
+        codes, given = token_planes(x)
+        address, scales, each = codes.data.ptr, given.data.ptr, int(given.size == tokens)
+    else:
+        codes = _xp.allocate(tokens * (depth + 4))
+        address, scales, each = codes.ptr, codes.ptr + tokens * depth, 1
+        tokens_in_rows(floats_of(x), tokens, "int8", address, scales, 0, NUMBERS.ROWS, 0)
+    one = None if group or tokens > 1 else int8_rows_of(out.dtype, rows, depth, device)
+    if one is not None and not address % MOST_ALIGNED:
+        pointers = address, scales, q.planes[part.scales].data.ptr, added, out.data.ptr
+        one.multiply(pointers, one.packed(rows, depth, int(part.shares == "row"), kind), q, part)
+        return
+    plan = _fragments(out.dtype, tokens, rows, depth, part, each, kind, device)
+    scratch = _xp.allocate(plan.size)
+    a = scratch.ptr
+    sums = a + plan.sums_at
+    numbers = plan.groups, group, depth, depth, int(plan.early)
+    _ARRANGER.ready(device).launch((tokens, 1, 1), (address, a, sums, *numbers))
+    _multiply_fragments(plan, a, sums, scales, q, part, added, out)
+
+
+def _multiply_fragments(
+    plan: _Fragments, a: int, sums: int, scales: int, q: QuantizedArray, part: Trits, added: int, out: Any
+) -> None:
+    """The launch that takes what lies at these addresses."""
+    gamma, y, product = q.planes[part.scales].data.ptr, out.data.ptr, plan.product
+    if not isinstance(product, Rows):
+        weight = q.planes[part.codes].data.ptr
+        product.launch(product.grid, (weight, a, sums, scales, gamma, added, y, plan.numbers))
+    elif part.shares == "group":
+        product.multiply((a, sums, scales, added, y), plan.numbers, q, part)
+    else:
+        product.multiply((a, sums, scales, gamma, added, y), plan.numbers, q, part)
 
 
 def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -244,24 +358,30 @@ def _multiply_floats(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
     tokens = out.size // rows
     own_rows = float_rows_of(out.dtype, tokens, rows, depth, out.data.device_id)
     if own_rows is not None:
-        added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
+        added, kind = int8.bias_of(bias)
         pointers = x.data.ptr, q.planes[part.scales].data.ptr, added, out.data.ptr
-        own_rows.multiply(pointers, (rows, tokens, depth, int(part.shares == "row"), kind), q, part)
+        own_rows.multiply(pointers, own_rows.packed(rows, tokens, depth, int(part.shares == "row"), kind), q, part)
         return
     if multiply_bulk(x, q, part, bias, out, tokens):
         return
-    plan = _stream(out.dtype, tokens, rows, depth, 0, out.data.device_id, True)
-    scratch = _xp.namespace(out).cuda.alloc(plan.code_bytes)
+    added, kind = int8.bias_of(bias)
+    of_rows = int(part.shares == "row")
+    plan, numbers = _of_floats(out.dtype, tokens, rows, depth, of_rows, kind, out.data.device_id)
+    scratch = _xp.allocate(plan.code_bytes)
     per_block = 4 * _STREAM_SIZES.ARRANGE_THREADS
     grid = -(-(-(-depth // _STEP) * _STEP) // per_block), tokens
     _arranger_of_floats(x.dtype).launch(x, grid, (x, scratch.ptr, plan.groups, depth))
-    added, kind = (0, 0) if bias is None else (bias.data.ptr, int8.bias_kind(bias.dtype))
     weight, gamma = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
-    of_rows = int(part.shares == "row")
-    plan.launch(
-        plan.grid,
-        (weight, scratch.ptr, 0, 0, gamma, added, out.data.ptr, rows, tokens, depth, 0, of_rows, plan.staged, kind),
-    )
+    plan.launch(plan.grid, (weight, scratch.ptr, 0, 0, gamma, added, out.data.ptr, numbers))
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_floats(
+    dtype: np.dtype, tokens: int, rows: int, depth: int, of_rows: int, kind: int, device: int
+) -> tuple[_Stream, bytes]:
+    """The second launch of a product of floats, and its numbers."""
+    plan = _stream(dtype, tokens, rows, depth, 0, device, True)
+    return plan, packed(_STREAM_NUMBERS, rows, tokens, depth, 0, of_rows, plan.staged, kind)
 
 
 # Microseconds of the launches, and times of reading the weight, for each 8 tokens.

@@ -12,6 +12,7 @@ from inputs import BFLOAT16, ENCODED, same_values
 
 import kbitcupy as kb
 from kbitcupy import affine
+from kbitcupy.backend.xp import is_native
 
 X = np.random.default_rng(3).standard_normal((8, 64)).astype(np.float32)
 MASKED = np.ma.masked_greater(X, 1)
@@ -217,3 +218,12 @@ def test_fit_table_at_the_ends_of_float32(scale):
     assert np.allclose(kb.fit_table((x * scale).astype(np.float32), 3), kb.fit_table(x, 3), atol=1e-5)
     far = np.append(x.astype(np.float64), [1e300, -1e300])
     assert np.allclose(kb.fit_table(far, 3), kb.fit_table(np.append(x, [np.inf, -np.inf]), 3))
+
+
+def test_arrays_of_which_nothing_has_to_be_checked():
+    for dtype in ("float16", "float32", "float64"):
+        x = np.zeros(4, dtype)
+        assert is_native(x) and is_native(x[::2])
+        assert not is_native(x.astype(x.dtype.newbyteorder())) and not is_native(x.view(np.matrix))
+        assert not is_native(np.ma.array(x)) and not is_native(list(x))
+    assert not is_native(np.zeros(4, np.int8)) and not is_native(np.zeros(4, "V2"))

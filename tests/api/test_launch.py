@@ -60,7 +60,7 @@ def driver(monkeypatch):
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("grid", [(5,), (5, 6), (5, 6, 7)])
 def test_arguments_arrive_as_their_types_say(driver, early, grid):
-    start = launch._PackedLaunch(1234, "kernel", 256, 4096, SIGNATURE, early)
+    start = launch._packed_launch(1234, "kernel", 256, 4096, SIGNATURE, early)
     start(grid, GIVEN)
     ((handle, shape, stream, arguments, attributes),) = driver.launches
     assert (handle, stream, attributes) == (1234, 77, int(early))
@@ -89,7 +89,7 @@ def test_arguments_arrive_as_their_types_say(driver, early, grid):
     ],
 )
 def test_what_does_not_fit_its_type_is_refused(driver, place, wrong):
-    start = launch._PackedLaunch(1, "some kernel", 32, 0, SIGNATURE, False)
+    start = launch._packed_launch(1, "some kernel", 32, 0, SIGNATURE, False)
     given = list(GIVEN)
     given[place] = wrong
     with pytest.raises(TypeError, match="arguments of some kernel: "):
@@ -108,7 +108,7 @@ def test_arrays_stand_for_their_addresses(driver):
 
     array = Array(data=types.SimpleNamespace(ptr=4096, device_id=0))
     kernel = Kernel(Template("codes.cu", "any"), (), 32, signature=SIGNATURE)
-    kernel._ready[0] = Ready(launch._PackedLaunch(1, "any", 32, 0, SIGNATURE, False), 4)
+    kernel._ready[0] = Ready(launch._packed_launch(1, "any", 32, 0, SIGNATURE, False), 4)
     kernel(array, 3, (array, *GIVEN[1:]))
     kernel(array, 100, (0, *GIVEN[1:]), 2)
     kernel.launch(array, (5, 6), GIVEN)
@@ -116,6 +116,37 @@ def test_arrays_stand_for_their_addresses(driver):
     assert [shape[:2] for _, shape, _, _, _ in driver.launches] == [(3, 1), (8, 1), (5, 6)]
     with pytest.raises(TypeError, match="arguments of any: .*ptr"):
         kernel(array, 3, (np.zeros(1), *GIVEN[1:]))  # an array of the host has no address on a device
+
+
+def test_arguments_that_come_packed_together_arrive_each_in_its_place(driver):
+    signature = ("p", SIGNATURE[1:6], CUT, (), ("i8",), 4, 16)
+    given = GIVEN[0], launch.packed(signature[1], *GIVEN[1:6]), GIVEN[6], launch.packed(()), struct.pack("=q", 1 << 40)
+    for early in (False, True):
+        launch._packed_launch(1, "kernel", 32, 0, SIGNATURE, early)((7, 1, 1), GIVEN)
+        launch._packed_launch(1, "kernel", 32, 0, signature, early)((7, 1, 1), (*given, *GIVEN[8:]))
+        assert driver.launches[-1] == driver.launches[-2]
+    with pytest.raises(TypeError, match="20 bytes came for 28"):
+        launch._packed_launch(1, "kernel", 32, 0, signature, False)((1,), (0, bytes(20), *given[2:], *GIVEN[8:]))
+    with pytest.raises(TypeError, match="arguments"):
+        launch.packed(("i4",), 1 << 31)
+    with pytest.raises(TypeError, match="arguments"):
+        launch.packed(("i4", "i4"), 1)
+
+
+def test_threads_have_buffers_of_their_own(driver, monkeypatch):
+    """... so that one that waits for the driver does not send off what another has packed meanwhile."""
+    start = launch._packed_launch(1, "kernel", 32, 0, SIGNATURE, True)
+    begun, call = threading.Barrier(4), driver.__call__
+
+    def slow(*arguments):
+        begun.wait()
+        return call(*arguments)
+
+    monkeypatch.setattr(Driver, "__call__", lambda self, *arguments: slow(*arguments))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: start((i + 1,), (i, *GIVEN[1:])), range(4)))
+    found = {(shape[0], struct.unpack("=Q", arguments[0])[0]) for _, shape, _, arguments, _ in driver.launches}
+    assert found == {(i + 1, i) for i in range(4)}
 
 
 @pytest.mark.parametrize("resident", [1, 7, 132])

@@ -11,7 +11,7 @@ from inputs import DTYPES, make, same_values
 
 import kbitcupy as kb
 from kbitcupy.backend.compile import source
-from kbitcupy.products import activations, ternary, ternary_stream
+from kbitcupy.products import activations, int8, ternary, ternary_stream
 
 CXX_TYPES = {"float16": "Half", "bfloat16": "Brain", "float32": "float"}
 ENTRIES = """
@@ -255,7 +255,7 @@ def test_groups(depth, group):
         wanted, found = np.empty((2, tokens, rows), np.float32)
         ternary._multiply_host(a, token_scale, q, q.format.trits(q.shape), bias, wanted)
         lengths = map(long, (tokens, rows, depth, depth, group))
-        number = 0 if kind is None else ternary._BIASES[kind]
+        number = 0 if kind is None else int8.bias_kind(bias.dtype)
         arrays = map(pointer, (a, q.planes["codes"], token_scale, q.planes["scale"], bias, found))
         of_weights().groups(2, *arrays, *lengths, shared, number)
         assert same_values(found, wanted)
@@ -277,7 +277,7 @@ def test_streams(tokens, rows, depth, warps, shared):
         bias = None if kind is None else make("normal", rows, next(d for d in DTYPES if d == kind))
         wanted, found = np.zeros((2, tokens, rows), np.float32)
         ternary._multiply_host(a, token_scale, q, q.format.trits(q.shape), bias, wanted)
-        number = 0 if kind is None else ternary._BIASES[kind]
+        number = 0 if kind is None else int8.bias_kind(bias.dtype)
         operands = fragments(a, held // 8)
         arrays = map(pointer, (q.planes["codes"], operands, sums, token_scale, q.planes["scale"], bias, found))
         lengths = long(rows), tokens, depth, 1 - shared, 1 - shared
@@ -307,7 +307,7 @@ def test_streams_of_groups(tokens, rows, depth, group):
         whole = np.zeros((-(-depth // 256) * 256 // group, 8 * -(-tokens // 8)), np.int32)
         whole[: depth // group] = group_sums(a, -(-tokens // 8), group)
         arrays = map(pointer, (q.planes["codes"], operands, whole, token_scale, q.planes["scale"], bias, found))
-        lengths = long(rows), long(tokens), depth, 1 - shared, 0 if kind is None else ternary._BIASES[kind]
+        lengths = long(rows), long(tokens), depth, 1 - shared, 0 if kind is None else int8.bias_kind(bias.dtype)
         getattr(of_streams(), f"groups_{group}")(2, -(-tokens // 8), *arrays, *lengths)
         assert same_values(found, wanted)
 

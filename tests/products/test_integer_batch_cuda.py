@@ -3,6 +3,8 @@
 Class `TestSmall` is what compute-sanitizer runs.
 """
 
+import functools
+
 import numpy as np
 import pytest
 from inputs import BFLOAT16, make
@@ -26,10 +28,16 @@ def hopper(cupy):
     return cupy
 
 
+def only(monkeypatch, cut):
+    """Every product is cut so."""
+    monkeypatch.setattr(integer_batch, "choose", lambda *_: cut)
+    monkeypatch.setattr(integer_batch, "_launches", functools.lru_cache(integer_batch._launches.__wrapped__))
+
+
 def check(cupy, x, q, preset, bias=None):
     """Within what the contract allows."""
     on, out = on_device(cupy, q), cupy.full((len(x), q.shape[0]), np.nan, x.dtype)
-    multiply(cupy.asarray(x), preset, on, None if bias is None else cupy.asarray(bias), out, 132)
+    multiply(cupy.asarray(x), preset, on, None if bias is None else cupy.asarray(bias), out)
     y = out.get()
     exactly, size = defined(x.astype(np.float32), q, preset, bias)
     rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(x.dtype.name, 0.0)
@@ -40,7 +48,7 @@ def check(cupy, x, q, preset, bias=None):
 @pytest.mark.parametrize(("text", "preset"), TAKEN)
 def test_integer_codes(hopper, monkeypatch, text, preset, cut):
     """Odd numbers of tokens and rows, rows that are no multiple of a thread block's, few stages and many."""
-    monkeypatch.setattr(integer_batch, "choose", lambda *_: cut)
+    only(monkeypatch, cut)
     for number, (tokens, depth) in enumerate(((64, 256), (37, 2048), (1, 4864))):
         rows, dtype = 16 * cut.tiles + 24 + 5 * number, DTYPES[number]
         bias = make("normal", rows, DTYPES[2], 7) if number == 1 else None
@@ -66,7 +74,7 @@ def test_tokens_that_are_int8(hopper):
     for shared in ("token", "tensor"):
         codes = kb.quantize(activations("normal", 40, 768, "float16"), "int8", granularity=shared)
         out = hopper.empty((40, 150), np.float16)
-        multiply(on_device(hopper, codes), "int8", on_device(hopper, q), None, out, 132)
+        multiply(on_device(hopper, codes), "int8", on_device(hopper, q), None, out)
         wanted = kb.linear(codes, q).astype(np.float32)
         assert np.allclose(out.get().astype(np.float32), wanted, rtol=2e-3, atol=1e-3 * np.abs(wanted).max())
 
@@ -92,7 +100,7 @@ def test_results_that_start_anywhere(hopper, offset, text):
         given = hopper.zeros(33 * 512 + offset, dtype)[offset:].reshape(33, 512)
         given[...] = hopper.asarray(x)
         for target in (view, aligned):
-            multiply(given, "q8_1", on_device(hopper, q), None, target, 132)
+            multiply(given, "q8_1", on_device(hopper, q), None, target)
         assert (view == aligned).all()
         assert not out[:offset].any() and not out[offset + 33 * 250 :].any()
 
@@ -103,5 +111,5 @@ class TestSmall:
     @pytest.mark.parametrize("cut", [CUTS[0], CUTS[1], CUTS[3]], ids=str)
     @pytest.mark.parametrize(("text", "preset"), TAKEN)
     def test_integer_codes(self, hopper, monkeypatch, text, preset, cut):
-        monkeypatch.setattr(integer_batch, "choose", lambda *_: cut)
+        only(monkeypatch, cut)
         check(hopper, activations("normal", 61, 1280, "float16"), random_weight(text, 133, 1280), preset)

@@ -623,11 +623,13 @@ def test_tokens_that_some_blocks_quantize(cupy, monkeypatch, text, dtype):
             found = []
             for few in (8, 0):
                 monkeypatch.setattr(integer_stream, "_MOST_ROWS", few)
+                integer_stream._plan.cache_clear()
                 out = cupy.empty((tokens, 24), given.dtype)
                 integer_stream.multiply(given, "int8", q, None, out)
                 found.append(out.get())
             assert same_values(*found), (depth, tokens)
         monkeypatch.undo()
+        integer_stream._plan.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
@@ -643,11 +645,13 @@ def test_tokens_that_few_threads_quantize(cupy, monkeypatch, text, dtype):
         found = []
         for few in (16, 0):
             monkeypatch.setattr(integer_stream, "_MOST_FEW", few)
+            integer_stream._plan.cache_clear()
             out = cupy.empty((tokens, 24), given.dtype)
             integer_stream.multiply(given, "q8_1", q, None, out)
             found.append(out.get())
         assert same_values(*found), (depth, tokens)
         monkeypatch.undo()
+        integer_stream._plan.cache_clear()
 
 
 @pytest.mark.parametrize(("text", "preset"), [("q4_0", "q8_1"), ("q4_k", "q8_1"), ("uint4:block=128,zero=int", "int8")])

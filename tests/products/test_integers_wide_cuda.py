@@ -3,13 +3,15 @@
 Class `TestSmall` is what compute-sanitizer runs.
 """
 
+import functools
+
 import numpy as np
 import pytest
 from inputs import BFLOAT16, make, same_values
 from test_integers import activations, defined, on_device, quantized, random_weight
 
 import kbitcupy as kb
-from kbitcupy.products import integer_tile
+from kbitcupy.products import integer_tile, ternary as ternary_products
 from kbitcupy.products.integer_decoded import IntegerDecoded
 from kbitcupy.products.integer_tile import CUTS, PAIRS, IntegerTile, cuts, multiply, told
 from kbitcupy.products.integers import codes_of
@@ -39,6 +41,8 @@ def ternary(cupy, rng, rows, depth, granularity):
 def only(monkeypatch, cut):
     """Every product is cut so."""
     monkeypatch.setattr(integer_tile, "choose", lambda *_: cut)
+    for module, name in ((integer_tile, "_launches"), (ternary_products, "_tile")):
+        monkeypatch.setattr(module, name, functools.lru_cache(getattr(module, name).__wrapped__))
 
 
 TAKEN = [
@@ -64,7 +68,7 @@ def check(cupy, x, q, preset, bias=None):
     on, out = on_device(cupy, q), cupy.full((len(x), q.shape[0]), np.nan, x.dtype)
     known = told(codes_of(q.format, q.shape), *q.shape, preset == "q8_1")
     assert not isinstance(known, str), known
-    multiply(cupy.asarray(x), preset, on, None if bias is None else cupy.asarray(bias), out, known, 132)
+    multiply(cupy.asarray(x), preset, on, None if bias is None else cupy.asarray(bias), out)
     y = out.get()
     if known.codes.group or (known.codes.each and q.shape[1] > 32):
         exactly, size = defined(x.astype(np.float32), q, preset, bias)

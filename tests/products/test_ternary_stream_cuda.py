@@ -8,14 +8,21 @@ import pytest
 from inputs import BFLOAT16, make, same_values
 
 import kbitcupy as kb
-from kbitcupy.products import activations, ternary_rows
+from kbitcupy.products import activations, ternary_rows, ternary_stream
 
 pytestmark = pytest.mark.gpu
 
 GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128)]
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
 # What plans the products of kbitcupy.products.ternary_rows.
-PLANS = ternary_rows.rows_of, ternary_rows.float_rows_of, ternary_rows.quantized_rows_of, ternary_rows.int8_rows_of
+PLANS = (
+    ternary_rows.rows_of,
+    ternary_rows.float_rows_of,
+    ternary_rows.quantized_rows_of,
+    ternary_rows.int8_rows_of,
+    ternary_stream._fragments,
+    ternary_stream._quantized,
+)
 
 
 def weights(cupy, rng, rows, depth, granularity):
@@ -195,11 +202,13 @@ def test_tokens_that_clusters_quantize(cupy, dtype, group, monkeypatch):
         found = []
         for most in (activations.MOST_FEW, 0):
             monkeypatch.setattr(activations, "MOST_FEW", most)
+            activations.quantizing.cache_clear()
             codes = cupy.full(-(-depth // 256) * groups * 2048, 7, np.int8)
             sums, scales = cupy.zeros(-(-depth // 32) * 8 * groups, np.int32), cupy.zeros(tokens, np.float32)
             activations.quantize_into(x, tokens, rule, norm, codes, scales, sums, depth, groups, group)
             found.append([each.get().tobytes() for each in (codes, sums, scales)])
             monkeypatch.undo()
+            activations.quantizing.cache_clear()
         assert found[0] == found[1], (depth, tokens, norm is None, rule)
 
 
