@@ -157,7 +157,7 @@ class Flavour:
     @property
     def eights(self) -> tuple[int, ...]:
         """Tokens of instances, in eights; 0 for one token."""
-        return (2,) if self.added == "INNER" else (*((0,) if self.alone else ()), 1, 2)
+        return (*((0,) if self.alone else ()), 1, 2)
 
     @property
     def splits(self) -> bool:
@@ -167,7 +167,7 @@ class Flavour:
     @property
     def alone(self) -> bool:
         """Whether one token has an instance of its own."""
-        return self.blocked and self.codes in ("HALVES4", "PAIRS4")
+        return self.blocked and self.codes in _GGUF
 
     @property
     def layout(self) -> int:
@@ -291,7 +291,7 @@ _FEW = Template(
     "quantize_few_integers",
     (
         tuple(CXX_TYPES[name] for name in FLOATS),
-        tuple(dict.fromkeys(flavour.layout_name for flavour in _flavours() if flavour.blocked)),
+        (*dict.fromkeys(flavour.layout_name for flavour in _flavours() if flavour.blocked), "HALF_ROWS"),
     ),
     structs=(NUMBERS, _SIZES, _CLUSTERS),
     least=_OLDEST,
@@ -308,6 +308,7 @@ _FEW_ROWS = Template(
 )
 register_templates(_TEMPLATE, _template(False), _SPLIT, _FEW, _FEW_ROWS)
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, *("i4",) * 7, "u4", *("i4",) * 4)
+_FEW_SIGNATURE = "p", "p", "p", "p", "i4", "i4"
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _TABLES = {1: "TABLE4", 16: "TABLE_HALVES4"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
@@ -540,7 +541,7 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _few_kernel(cxx: str, flavour: Flavour, depth: int) -> Kernel:
-    signature = "p", "p", "p", "p", "i4", "i4"
+    signature = _FEW_SIGNATURE
     if flavour.blocked:
         return Kernel(_FEW, (cxx, flavour.layout_name), int(_SIZES.FEW_THREADS), signature=signature, early=True)
     values = cxx, f"{flavour.layout_name}, {flavour.sums}"
@@ -563,6 +564,22 @@ def _quantize_few(x: Any, tokens: int, flavour: Flavour, codes: int, scales: int
     blocks = -(-depth // (_FOUR * kernel.threads))
     grid = (tokens, blocks) if flavour.blocked else (tokens * _CLUSTERS.CLUSTER,)
     kernel.launch(x, grid, (x, codes, scales, sums, depth, tokens_of.padded_of(tokens)))
+
+
+def quantize_to_halves(x: Any, tokens: int, codes: Any, scales: Any) -> None:
+    """Quantize tokens by "q8_1" on the current device: float16 [tokens, K] and float32 [K / 32, padded]."""
+    depth = codes.shape[-1]
+    if x.data.ptr % 16 or tokens > _MOST_FEW:
+        tokens_of.quantize_into(x, tokens, "q8_1", codes.data.ptr, scales.data.ptr, 0, NUMBERS.HALF_ROWS, 0)
+        return
+    kernel = _few_to_halves(CXX_TYPES[x.dtype.name])
+    grid = tokens, -(-depth // (_FOUR * kernel.threads))
+    kernel.launch(x, grid, (x, codes.data.ptr, scales.data.ptr, 0, depth, tokens_of.padded_of(tokens)))
+
+
+@functools.cache
+def _few_to_halves(cxx: str) -> Kernel:
+    return Kernel(_FEW, (cxx, "HALF_ROWS"), int(_SIZES.FEW_THREADS), signature=_FEW_SIGNATURE, early=True)
 
 
 def multiply(
