@@ -654,8 +654,6 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
     if not depth or depth % 32 or problem.stored.codes < MOST_ALIGNED or problem.stored.scales < 4:
         return f"K must be a multiple of 32, and the planes start at multiples of {MOST_ALIGNED} and 4 bytes"
     eights = 1 if problem.experts else -(-problem.tokens // 8)
-    if eights not in flavour.eights:
-        return f"it has no kernel for up to 8 tokens and inner scales beside codes of {problem.format}"
     whole = 0 if flavour.codes not in _BLOCKS else 2 * _BLOCK if flavour.added == "INNER" else _BLOCK
     if whole and depth % whole:
         return f"rows of {depth} elements are not whole blocks of {whole}"
