@@ -279,7 +279,7 @@ def _templates() -> Iterator[Template]:
         if worked_out := _instances(*options, tables=False):
             yield declared_template("linear_few", worked_out)
     yield declared_template("linear_few", _way_instances(COLUMNS, (_CLUSTER,)), True)
-    yield declared_template("linear_few", _way_instances(INTEGER_COLUMNS, (_CLUSTER,)), True)
+    yield declared_template("linear_few", _way_instances(INTEGER_COLUMNS, (_CLUSTER,)))
     yield declared_template("linear_few", _blocked_instances())
     yield declared_template("linear_few", _way_instances(IN_HALVES, (_CLUSTER, 1)))
     yield declared_template("linear_one", _one_instances(True), True)

@@ -1341,8 +1341,8 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
     unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
     // Of one token lanes have units 2t and 2t + 1 of eight, else tokens.
     const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS + (ALONE ? 2 * t * ROWS_OF_TILE : 0);
-    constexpr bool TOGETHER =
-        EIGHTS == 1 || ADDED_ != INNER;  // registers that four words take side by side would spill
+    // Registers that four words take side by side would spill beside those of sixteen tokens.
+    constexpr bool TOGETHER = EIGHTS == 1 || (BULK && ADDED_ != INNER);
     const unsigned part = Of::part(lane);
     const unsigned* own_records = memory.records() + 2 * t * (ALONE ? 8 : 1) * Entry::WORDS;
     Turn now{0, 0, 0}, before{0, 0, 0};
