@@ -171,6 +171,8 @@ class Fragments:
         is rounded once. Other codebooks have tables of pairs, or of rounded values.
     one_token : Fragments, optional
         What ``linear_one`` takes instead, which keeps values as they are.
+    quantized : Fragments, optional
+        What ``linear_few`` takes instead for tokens that are integers with scales of 32.
     added : bool
         Whether something is added to what scales multiply: offsets or minima, for which ``linear_tile`` takes means of
         x.
@@ -209,6 +211,7 @@ class Fragments:
     single: bool = True
     in_two_parts: bool = False
     one_token: Fragments | None = None
+    quantized: Fragments | None = None
     together: int = 2
     blocked: bool = False
     columns: bool = False

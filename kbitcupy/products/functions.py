@@ -59,7 +59,7 @@ from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
 from .small_batch import SingleToken, SmallBatch
-from .staged import Staged, StagedFew, StagedHalves, StagedRecords, StagedStream
+from .staged import Staged, StagedColumns, StagedFew, StagedHalves, StagedRecords, StagedStream
 from .ternary import Ternary, TernaryHost, TernaryStream, TernaryTile
 from .ternary_experts import GroupedTernary, TernarySlots
 from .ternary_stream import TernaryFloats
@@ -84,6 +84,7 @@ LINEAR: tuple[Route, ...] = (
     Integers(),
     IntegersHost(),
     StagedStream(),
+    StagedColumns(),
     StagedHalves(),
     StagedFew(),
     StagedRecords(),

@@ -158,7 +158,7 @@ class Flavour:
     @property
     def eights(self) -> tuple[int, ...]:
         """Tokens of instances, in eights; 0 for one token."""
-        return (2,) if self.added == "INNER" else (*((0,) if self.alone else ()), 1, 2)
+        return (*((0,) if self.alone else ()), 1, 2)
 
     @property
     def splits(self) -> bool:
@@ -168,7 +168,7 @@ class Flavour:
     @property
     def alone(self) -> bool:
         """Whether one token has an instance of its own."""
-        return self.blocked and self.codes in ("HALVES4", "PAIRS4")
+        return self.blocked and self.codes in _GGUF
 
     @property
     def layout(self) -> int:
@@ -292,7 +292,7 @@ _FEW = Template(
     "quantize_few_integers",
     (
         tuple(CXX_TYPES[name] for name in FLOATS),
-        tuple(dict.fromkeys(flavour.layout_name for flavour in _flavours() if flavour.blocked)),
+        (*dict.fromkeys(flavour.layout_name for flavour in _flavours() if flavour.blocked), "HALF_ROWS"),
     ),
     structs=(NUMBERS, _SIZES, _CLUSTERS),
     least=_OLDEST,
@@ -310,6 +310,7 @@ _FEW_ROWS = Template(
 register_templates(_TEMPLATE, _template(False), _SPLIT, _FEW, _FEW_ROWS)
 _NUMBERS, _FEW_NUMBERS = (*("i4",) * 7, "u4", *("i4",) * 4), ("i4", "i4")
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, _NUMBERS)
+_FEW_SIGNATURE = "p", "p", "p", "p", _FEW_NUMBERS
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
 _TABLES = {1: "TABLE4", 16: "TABLE_HALVES4"}
 _ADDED = {NOTHING: "NOTHING", ZERO_POINTS: "ZERO_POINTS", OFFSETS: "OFFSETS", INNER: "OFFSETS"}
@@ -608,7 +609,7 @@ def _map_argument(q: QuantizedArray, part: IntegerCodes, device: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _few_kernel(cxx: str, flavour: Flavour, depth: int) -> Kernel:
-    signature = "p", "p", "p", "p", _FEW_NUMBERS
+    signature = _FEW_SIGNATURE
     if flavour.blocked:
         return Kernel(_FEW, (cxx, flavour.layout_name), int(_SIZES.FEW_THREADS), signature=signature, early=True)
     values = cxx, f"{flavour.layout_name}, {flavour.sums}"
@@ -627,10 +628,30 @@ def _are_few(flavour: Flavour, tokens: int, depth: int, device: int) -> bool:
 def _few(dtype: np.dtype, tokens: int, flavour: Flavour, depth: int, device: int) -> Quantizing:
     """The launch that quantizes few tokens of floats that start at a multiple of 16 bytes."""
     kernel = _few_kernel(cxx_type(dtype), flavour, depth)
-    blocks = -(-depth // (_FOUR * kernel.threads))
-    grid = (tokens, blocks, 1) if flavour.blocked else (tokens * _CLUSTERS.CLUSTER, 1, 1)
+    if flavour.blocked:
+        return _few_blocked(kernel, tokens, depth, device)
+    grid, numbers = (tokens * _CLUSTERS.CLUSTER, 1, 1), packed(_FEW_NUMBERS, depth, tokens_of.padded_of(tokens))
+    return Quantizing(kernel.ready(device).launch, grid, True, numbers)
+
+
+def _few_blocked(kernel: Kernel, tokens: int, depth: int, device: int) -> Quantizing:
+    grid = tokens, -(-depth // (_FOUR * kernel.threads)), 1
     numbers = packed(_FEW_NUMBERS, depth, tokens_of.padded_of(tokens))
     return Quantizing(kernel.ready(device).launch, grid, True, numbers)
+
+
+def quantize_to_halves(x: Any, tokens: int, codes: int, scales: int) -> None:
+    """Quantize tokens by "q8_1" on the current device to float16 [tokens, K] and float32 [K / 32, padded]."""
+    address, device = x.data.ptr, x.data.device_id
+    _to_halves(x.dtype, tokens, x.shape[-1], address % 16 == 0, device).start(address, codes, scales, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _to_halves(dtype: np.dtype, tokens: int, depth: int, vector: bool, device: int) -> Quantizing:
+    if not vector or tokens > _MOST_FEW:
+        return tokens_of.quantizing(dtype, tokens, depth, "q8_1", NUMBERS.HALF_ROWS, 0, False, vector, device)
+    kernel = Kernel(_FEW, (cxx_type(dtype), "HALF_ROWS"), int(_SIZES.FEW_THREADS), signature=_FEW_SIGNATURE, early=True)
+    return _few_blocked(kernel, tokens, depth, device)
 
 
 def multiply(
@@ -694,8 +715,6 @@ def why_not_streamed(problem: Problem, part: IntegerCodes, gpu: Device) -> str |
     if not depth or depth % 32 or problem.stored.codes < MOST_ALIGNED or problem.stored.scales < 4:
         return f"K must be a multiple of 32, and the planes start at multiples of {MOST_ALIGNED} and 4 bytes"
     eights = 1 if problem.experts else -(-problem.tokens // 8)
-    if eights not in flavour.eights:
-        return f"it has no kernel for up to 8 tokens and inner scales beside codes of {problem.format}"
     whole = 0 if flavour.codes not in _BLOCKS else 2 * _BLOCK if flavour.added == "INNER" else _BLOCK
     if whole and depth % whole:
         return f"rows of {depth} elements are not whole blocks of {whole}"

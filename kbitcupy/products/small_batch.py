@@ -66,8 +66,10 @@ _GAP = Constants(X_GAP=256, HANDED_OUT=2)
 #: Elements of a token that share a scale where tokens are integers.
 TOKEN_BLOCK = 32
 #: What becomes of a decoder (kernels/linear/decoder.cuh): tokens are integers with scales of 32, or the kernel
-#: quantizes up to four, and each is the sum of two halves; or of one token of floats parts have columns of an mma.
+#: quantizes up to four, and each is the sum of two halves; or of one token parts have columns of an mma, of floats or,
+#: where the kernel quantizes it, of integers.
 PLAIN, BLOCKED, IN_HALVES, COLUMNS = "{}", "Blocked<{}>", "InHalves<{}>", "Columns<{}>"
+INTEGER_COLUMNS = "IntegerColumns<{}>"
 # Bytes of the powers of two of such tokens: POWERS of kernels/linear/few_block.cuh.
 _POWERS = TOKENS * 16 * 4
 _DECLARED = (*DECLARED, _GAP, CUT, NUMBERS)
@@ -180,11 +182,16 @@ def _blocked_instances() -> tuple[str, ...]:
             cluster,
             BLOCKED,
         ): None
-        for decoder in map(Decoder, all_fragments())
+        for decoder in map(Decoder, map(of_integers, all_fragments()))
         for eights, even, cluster in flavours
         if decoder.fragments.blocked and (eights == 1 or decoder.fragments.wide)
     }
     return tuple(found)
+
+
+def of_integers(fragments: Fragments) -> Fragments:
+    """What takes tokens that are integers with scales of 32."""
+    return fragments.quantized or fragments
 
 
 def _way_instances(way: str, clusters: tuple[int, ...]) -> tuple[str, ...]:
@@ -200,9 +207,10 @@ def _way_instances(way: str, clusters: tuple[int, ...]) -> tuple[str, ...]:
             cluster,
             way,
         )
-        for decoder in map(Decoder, all_fragments())
+        for decoder in map(Decoder, map(of_integers, all_fragments()) if way == INTEGER_COLUMNS else all_fragments())
         for cluster in clusters
         if (decoder.fragments.halves if way == IN_HALVES else decoder.fragments.columns)
+        if way != INTEGER_COLUMNS or decoder.fragments.blocked  # others have a kernel of integers
     )
 
 
@@ -271,6 +279,7 @@ def _templates() -> Iterator[Template]:
         if worked_out := _instances(*options, tables=False):
             yield declared_template("linear_few", worked_out)
     yield declared_template("linear_few", _way_instances(COLUMNS, (_CLUSTER,)), True)
+    yield declared_template("linear_few", _way_instances(INTEGER_COLUMNS, (_CLUSTER,)))
     yield declared_template("linear_few", _blocked_instances())
     yield declared_template("linear_few", _way_instances(IN_HALVES, (_CLUSTER, 1)))
     yield declared_template("linear_one", _one_instances(True), True)
@@ -421,13 +430,14 @@ class FewKernel(Fused):
         self.fits = warps > 0 and shared <= room
         pairs = cut.share % 2 == 0 and k % (2 * ITEM_K) == 0
         #: Whether parts of one token have columns of their own: of two k-tiles at a time, which are there or not.
-        self.columns = way == COLUMNS and fragments.columns and self.clustered and pairs and dtype == np.float16
+        by_columns = way in (COLUMNS, INTEGER_COLUMNS) and fragments.columns
+        self.columns = by_columns and self.clustered and pairs and dtype == np.float16
         # By way of shared memory whole lines of x are read, and once.
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
         self.staged = not self.columns and flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
         sizes = 8, 8, *ARGUMENTS, CUT.dtype.itemsize, VALUES.dtype.itemsize, _tma.MAP_BYTES, _tma.MAP_BYTES
-        if way == COLUMNS and not self.columns:
+        if way in (COLUMNS, INTEGER_COLUMNS) and not self.columns:
             way = PLAIN
         values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, way)
         self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
@@ -840,6 +850,7 @@ class SmallBatch(Route):
         assert problem.device is not None and problem.fragments is not None
         eights = 2 if problem.fragments.wide and problem.tokens > TOKENS else 1
         together = -(-problem.tokens // (eights * TOKENS))
-        about = problem.fragments, problem.shape, problem.dtype, problem.device
+        fragments = of_integers(problem.fragments) if self.way in (BLOCKED, INTEGER_COLUMNS) else problem.fragments
+        about = fragments, problem.shape, problem.dtype, problem.device
         way = COLUMNS if self.way == PLAIN and problem.tokens == 1 else self.way
         return few_kernel(*about, eights, together, False, way)

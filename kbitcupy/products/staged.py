@@ -25,11 +25,11 @@ from .decoded import Decoded
 from .fused import TOKENS
 from .generic import Generic
 from .integer_activations import NUMBERS, Q8_BLOCK, floats_of, padded_of, pitch_of, quantize_host, quantize_into
-from .integer_stream import MOST_TOKENS as STREAMED, IntegerStream, flavour_of, why_not_streamed
+from .integer_stream import MOST_TOKENS as STREAMED, IntegerStream, flavour_of, quantize_to_halves, why_not_streamed
 from .integers import stored_codes
 from .records import MOST_TOKENS, RecordKernel, in_halves, record_kernel, record_refusal, staged_cost
 from .routes import Problem, Product, Route, choices
-from .small_batch import BLOCKED, IN_HALVES, SmallBatch
+from .small_batch import BLOCKED, IN_HALVES, INTEGER_COLUMNS, SmallBatch, of_integers
 
 
 def staged(x: Any) -> Any:
@@ -106,7 +106,7 @@ class StagedFew(SmallBatch):
         refusal = _refusal(problem)
         if refusal is not None:
             return refusal
-        if problem.fragments is None or not problem.fragments.blocked:
+        if problem.fragments is None or not of_integers(problem.fragments).blocked:
             return f"it has no decoder of {problem.format} for quantized tokens"
         return super().accepts(_as_halves(problem))
 
@@ -122,7 +122,7 @@ class StagedFew(SmallBatch):
             padded = padded_of(tokens)
             scratch = _xp.allocate(2 * tokens * k + k // Q8_BLOCK * 4 * padded)  # codes as halves, and scales
             codes, scales = _xp.namespace(out).ndarray((tokens, k), _HALF, scratch), scratch.ptr + 2 * tokens * k
-            quantize_into(floats_of(x), tokens, "q8_1", scratch.ptr, scales, 0, NUMBERS.HALF_ROWS, 0)
+            quantize_to_halves(floats_of(x), tokens, scratch.ptr, scales)
             kernel.blocked(codes, scales, padded, q, bias, out)
 
         return _in_single(multiply)
@@ -151,6 +151,37 @@ class StagedHalves(StagedFew):
 
     def cost(self, problem: Problem) -> float:
         return _HALVES_START + problem.reading + _HALVES_TOKEN * max(0, problem.tokens - 2)
+
+    def prepare(self, problem: Problem) -> Product:
+        kernel = self._kernel(_as_halves(problem))
+
+        def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
+            kernel.in_halves(_aligned(floats_of(x)), q, bias, out)
+
+        return _in_single(multiply)
+
+
+class StagedColumns(StagedFew):
+    """One token that ``linear_few`` quantizes, whose blocks of 32 have columns of an mma of their own."""
+
+    name, way = "staged_columns", INTEGER_COLUMNS
+
+    def accepts(self, problem: Problem) -> str | None:
+        refusal = _refusal(problem)
+        if refusal is not None:
+            return refusal
+        fragments = None if problem.fragments is None else of_integers(problem.fragments)
+        if fragments is None or not (fragments.columns and fragments.blocked):
+            return f"it has no decoder of {problem.format} for the integers of one token"
+        if problem.tokens > 1:
+            return "it is for one token"
+        refusal = SmallBatch.accepts(self, _as_halves(problem))
+        if refusal is not None:
+            return refusal
+        return None if self._kernel(_as_halves(problem)).columns else "no clusters share k in whole blocks of 256"
+
+    def cost(self, problem: Problem) -> float:
+        return _COLUMNS_START + problem.reading
 
     def prepare(self, problem: Problem) -> Product:
         kernel = self._kernel(_as_halves(problem))
@@ -240,6 +271,8 @@ _AHEAD, _MORE, _QUANTIZED = 5.5, 1.3, 0.5
 # Of codes that are read in place: microseconds of the launches, and the fraction of the bandwidth at which codes pass,
 # of 8 tokens and of more.
 _STREAM_START = 4.0
+# Of one token whose blocks have columns of their own.
+_COLUMNS_START = 3.5
 # Of tokens in two halves, which pass as floats do once they are quantized; and of each token from the third one on.
 _HALVES_START, _HALVES_TOKEN = 7.0, 1.3
 _STREAM_FRACTIONS = {"MINIMA4": (0.96, 0.68), "TABLE_HALVES4": (0.92, 0.56), "TABLE4": (0.86, 0.56)}

@@ -12,19 +12,45 @@
 //     arrange_own               brings them to their places in two k-tiles, and finds sums of x
 //     multiply_block            acc += W x of a block of 16 rows, in four sums, since an mma waits for the one that it
 //                               adds to; all of acc of a row is to be added up in the end
+//
+// and for a token that is quantized (IntegerColumns)
+//
+//     place(lane, i)            where in a block the lane's first or second four neighbours begin, as Own has them
+//     TOGETHER                  whether these have one scale
+//     part_scales               of the lane's parts, from those of its own elements
 #pragma once
+#include "linear/block_activations.cuh"
 #include "linear/gguf_tables.cuh"
 #include "linear/kquants.cuh"
 
+// A decoder for one token, parts of which have columns of their own (columns.cuh); or one that the kernel quantizes by
+// "q8_1" as it reads it, so that sums of parts are exact, and are multiplied by the scales of their elements.
 template <typename Base>
 struct Columns;
+template <typename Base>
+struct IntegerColumns;
+// ... of which a lane has two of each block.
+struct NoPartScales {
+    __device__ __forceinline__ float of(float sum, int) const { return sum; }
+};
+struct PartScales {
+    float scale[2];
+    __device__ __forceinline__ float of(float sum, int i) const { return ieee::multiply(sum, scale[i]); }
+};
 template <typename Decoder>
 struct ByColumns {
-    static constexpr bool VALUE = false;
+    static constexpr bool VALUE = false, QUANTIZED = false;
+    using Scales = NoPartScales;
 };
 template <typename Base>
 struct ByColumns<Columns<Base>> {
-    static constexpr bool VALUE = true;
+    static constexpr bool VALUE = true, QUANTIZED = false;
+    using Scales = NoPartScales;
+};
+template <typename Base>
+struct ByColumns<IntegerColumns<Base>> {
+    static constexpr bool VALUE = true, QUANTIZED = true;
+    using Scales = PartScales;
 };
 
 // Put x of part g in column g: `mine` has COUNT words of each, which begin at `first` of the PARTS of a k-tile.
@@ -89,7 +115,7 @@ struct Columns<Q4K<T>> : Q4K<T> {
     }
     __device__ __forceinline__ static void multiply_block(
         const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
-        const Constants& with, unsigned record, unsigned eight, float (&acc)[4]) {
+        const Constants& with, unsigned record, unsigned eight, const NoPartScales&, float (&acc)[4]) {
         float part[4][4] = {};
 #pragma unroll
         for (int step = 0; step < 16; ++step) {
@@ -122,11 +148,11 @@ struct Columns<Q4K<T>> : Q4K<T> {
 
 // Tables: parts are the eight blocks of 32 of two k-tiles.
 template <typename Base>
-struct Columns : Base {
+struct TableColumns : Base {
     using T = typename Base::Type;
-    using Base::FIELDS, Base::X_WORDS, Base::SCALE_BYTES;
+    using Base::X_WORDS;
     using Own = unsigned[4];
-    static constexpr bool SPLIT_CODES = Base::k_of(0, 0, 1) == 16;
+    static constexpr bool SPLIT_CODES = Base::k_of(0, 0, 1) == 16, TOGETHER = true;
 
     __device__ __forceinline__ static int token(int g) { return g; }
 
@@ -147,6 +173,17 @@ struct Columns : Base {
         }
         put_apart<4>(mine, 0, first), put_apart<4>(mine, 4, second);
     }
+    __device__ __forceinline__ static int place(int lane, int i) {
+        return SPLIT_CODES ? lane / 4 * 32 + lane % 4 * 4 + i * 16 : lane * 8 + i * 4;
+    }
+    __device__ __forceinline__ static PartScales part_scales(const float (&own)[1], int t) {
+        return {{__shfl_sync(FULL_WARP, own[0], 8 * t), __shfl_sync(FULL_WARP, own[0], 8 * t + 4)}};
+    }
+};
+template <typename Base>
+struct Columns : TableColumns<Base> {
+    using T = typename Base::Type;
+    using Base::FIELDS, Base::X_WORDS, Base::SCALE_BYTES;
 
     // The lane's two scales of a row.
     static __device__ __forceinline__ void scales_of(unsigned at, unsigned t, float (&scale)[2]) {
@@ -161,9 +198,10 @@ struct Columns : Base {
             scale[0] = Base::scale_of(two, 0), scale[1] = Base::scale_of(two, 1);
         }
     }
+    template <typename OfToken>
     __device__ __forceinline__ static void multiply_block(
         const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
-        unsigned lane, unsigned scales, unsigned eight, float (&acc)[4]) {
+        unsigned lane, unsigned scales, unsigned eight, const OfToken& of_token, float (&acc)[4]) {
         float part[4][4] = {}, scale[2][2];
         const unsigned t = opaque(threadIdx.x % 4);
 #pragma unroll
@@ -180,7 +218,37 @@ struct Columns : Base {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            acc[i] = fmaf((part[0][i] + part[1][i]) + (part[2][i] + part[3][i]), scale[i / 2][i % 2], acc[i]);
+            acc[i] = fmaf(
+                of_token.of((part[0][i] + part[1][i]) + (part[2][i] + part[3][i]), i % 2), scale[i / 2][i % 2], acc[i]);
+    }
+};
+
+// Of nvfp4, whose scales have been multiplied with weights.
+template <typename T>
+struct Columns<SharedTable16<T>> : TableColumns<SharedTable16<T>> {
+    using Base = SharedTable16<T>;
+    using Base::FIELDS, Base::X_WORDS;
+
+    __device__ __forceinline__ static void multiply_block(
+        const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
+        unsigned lane, unsigned scales, unsigned eight, const PartScales& of_token, float (&acc)[4]) {
+        float part[4][4] = {};
+#pragma unroll
+        for (int item = 0; item < 2; ++item) {
+            const unsigned (&x)[X_WORDS] = item ? second : first;
+            const unsigned at = scales + item * Base::SCALE_BYTES;
+            const unsigned stored[2] = {Base::scales_of(at), Base::scales_of(at + eight)};
+#pragma unroll
+            for (int s = 0; s < 8; ++s) {
+                const unsigned word[2] = {f[item][0][s / 2], f[item][1][s / 2]};
+                const unsigned scale[2] = {Base::pair_of(stored[0], s / 2), Base::pair_of(stored[1], s / 2)};
+                unsigned a[2][2];
+                Base::look_up(word, scale, s % 2, lane, a);
+                mma<T>(part[s % 4], a[0][0], a[1][0], a[0][1], a[1][1], x[2 * s], x[2 * s + 1]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[i] += of_token.of((part[0][i] + part[1][i]) + (part[2][i] + part[3][i]), i % 2);
     }
 };
 
@@ -209,13 +277,21 @@ struct Columns<Q4_1<T>> : Q4_1<T> {
         put_apart<8, 2>({__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632)}, 0, x);
     }
 
+    // The lane's parts are both of one block, of either k-tile.
+    static constexpr bool TOGETHER = false;
+    __device__ __forceinline__ static int place(int lane, int i) { return lane * 4 + i * ITEM_K; }
+    __device__ __forceinline__ static PartScales part_scales(const float (&own)[2], int t) {
+        return {{__shfl_sync(FULL_WARP, own[0], 8 * t), __shfl_sync(FULL_WARP, own[1], 8 * t)}};
+    }
+
     struct Constants {
         unsigned at;  // of the lane's d and m in a record
     };
     static __device__ __forceinline__ Constants constants(const Values&) { return {opaque(threadIdx.x % 4 * 4)}; }
+    template <typename OfToken>
     __device__ __forceinline__ static void multiply_block(
         const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
-        const Constants& with, unsigned record, unsigned eight, float (&acc)[4]) {
+        const Constants& with, unsigned record, unsigned eight, const OfToken& of_token, float (&acc)[4]) {
 #pragma unroll
         for (int item = 0; item < 2; ++item) {
             const unsigned (&x)[X_WORDS] = item ? second : first;
@@ -232,12 +308,65 @@ struct Columns<Q4_1<T>> : Q4_1<T> {
                 const unsigned both = shared_at<unsigned>(record + item * Base::SCALE_BYTES + i * eight + with.at);
                 const float product = fmaf(part[2 * i + 1], 0.0625f, part[2 * i]);
                 float& to = acc[2 * i + item];
-                to = fmaf(product, Word<__half>::get(both, 0), to);
-                to = fmaf(__uint_as_float(x[16]), Word<__half>::get(both, 1), to);
+                to = fmaf(of_token.of(product, item), Word<__half>::get(both, 0), to);
+                to = fmaf(of_token.of(__uint_as_float(x[16]), item), Word<__half>::get(both, 1), to);
             }
         }
     }
 };
 
+// The same of a token that is quantized by "q8_1": the lanes that have 32 elements of it find their scale, and x is
+// their codes.
+template <typename Base>
+struct IntegerColumns : Columns<Base> {
+    using Wide = Columns<Base>;
+    using Own = unsigned[8];  // of types of two bytes half of it
+
+    template <typename X>
+    __device__ __forceinline__ static void load_own(Own& own, const X* block, int lane, bool there) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const X* from = block + Wide::place(lane, i);
+            if constexpr (sizeof(X) == 4) load_global_if(own + 4 * i, reinterpret_cast<const uint4*>(from), there);
+            else load_global_if(own + 4 * i, reinterpret_cast<const uint2*>(from), there);
+        }
+    }
+
+    template <typename X>
+    __device__ __forceinline__ static PartScales quantize(const Own& own, int lane, unsigned (&codes)[4]) {
+        constexpr int BLOCKS = Wide::TOGETHER ? 1 : 2, FOURS = 2 / BLOCKS;  // of the lane; of a block
+        float scale[BLOCKS];
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            using OfBlock = Numbers<X, 4 * FOURS>;
+            OfBlock numbers;
+#pragma unroll
+            for (int w = 0; w < OfBlock::WORDS; ++w)
+                numbers.word[w] = own[(block * FOURS + w * FOURS / OfBlock::WORDS) * 4 + w % (OfBlock::WORDS / FOURS)];
+            unsigned most = numbers.largest();
+#pragma unroll
+            for (int apart = 1; apart < 8 / FOURS; apart *= 2)
+                most = max(most, __shfl_xor_sync(FULL_WARP, most, apart));
+            const BlockRule rule(most);
+            scale[block] = rule.scale;
+            float v[4 * FOURS];
+            unsigned word[FOURS];
+            numbers.get(v), rule.codes(v, word);
+#pragma unroll
+            for (int e = 0; e < 4 * FOURS; e += 2)
+                codes[(4 * FOURS * block + e) / 2] =
+                    Word<__half>::pack(code(word[e / 4], e % 4), code(word[e / 4], e % 4 + 1));
+        }
+        return Wide::part_scales(scale, lane % 4);
+    }
+
+  private:
+    __device__ __forceinline__ static float code(unsigned word, int i) {
+        return static_cast<float>(static_cast<signed char>(word >> 8 * i));
+    }
+};
+
 template <typename Base>
 struct KnownValues<Columns<Base>> : KnownValues<Base> {};
+template <typename Base>
+struct KnownValues<IntegerColumns<Base>> : KnownValues<Base> {};

@@ -95,6 +95,16 @@ struct TokenScales {
             for (int i = 0; i < 4; ++i) part[e][i] *= __uint_as_float(i % 2 ? two.y : two.x);
         }
     }
+    // acc += scaled sums.
+    template <int EIGHTS>
+    __device__ __forceinline__ void add(const float (&part)[EIGHTS][4], int j, float (&acc)[EIGHTS][4]) const {
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e) {
+            const uint2 two = shared_at<uint2>(at + (j * EIGHTS + e) * (TOKENS * 4));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[e][i], __uint_as_float(i % 2 ? two.y : two.x), acc[e][i]);
+        }
+    }
 };
 
 // The sizes that the host reckons with when it finds out how much shared memory a kernel needs.

@@ -74,7 +74,7 @@ struct FewKind {
     static constexpr bool HANDED = SPREAD && !NESTED && EIGHTS == 1 && !BLOCKED;
     // Whether there is one token, whose parts with scales of their own have columns of their own. That is read where
     // it is: each lane has 8 of 256 elements, and shared memory would be a way round.
-    static constexpr bool COLUMNS = ByColumns<Decoder>::VALUE;
+    static constexpr bool COLUMNS = ByColumns<Decoder>::VALUE, QUANTIZED = ByColumns<Decoder>::QUANTIZED;
     static_assert(!COLUMNS || (EIGHTS == 1 && GROUP == 2 && !GROUPED && ONCE && !MIXED), "two k-tiles at a time");
     static constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.

@@ -116,7 +116,7 @@ struct FewSums {
     // The epilogue of tile `before` of the team: one loop for each place and bias, so that none branches for a sum.
     __device__ __forceinline__ void store_tile(unsigned before, const float (&sum)[EIGHTS][4]) const {
         // A cluster has all of k: it is asked for partial sums of integers for another type.
-        constexpr bool WHOLE = (Kind::BLOCKED || Kind::HALVES) && CLUSTER > 1;
+        constexpr bool WHOLE = (Kind::BLOCKED || Kind::HALVES || Kind::QUANTIZED) && CLUSTER > 1;
         const auto& given = here.given;
         const void* const bias = given.bias;
         if (given.partial) {

@@ -11,8 +11,10 @@ struct FewTokens {
     static constexpr int SCALES_OF_ITEM = ITEM_K / 32 * Kind::TOGETHER * 4;
     const FewBlock<Kind>& here;
     unsigned x[ITEMS][EIGHTS][Decoder::X_WORDS];
-    unsigned own[Kind::COLUMNS ? ITEMS / 2 : 1][4];  // of each two k-tiles the lane's words
-    unsigned beside;                                 // where the last word of x is, X_BESIDE
+    // Of each two k-tiles the lane's words, and where x is quantized the scales of its parts.
+    unsigned own[Kind::COLUMNS ? ITEMS / 2 : 1][Kind::QUANTIZED ? 8 : 4];
+    typename ByColumns<Decoder>::Scales part_scales[Kind::COLUMNS ? ITEMS / 2 : 1];
+    unsigned beside;  // where the last word of x is, X_BESIDE
     // The scales of tokens, for each 32 k of this block those of 8 EIGHTS tokens, in the order in which lanes have
     // them.
     unsigned scales;
@@ -219,15 +221,24 @@ struct FewTokens {
     // Read x of the k-tiles from `item` on.
     __device__ __forceinline__ void fetch(int item) {
         const int count = here.count_at(item);
-        if constexpr (Kind::COLUMNS) {
-#pragma unroll
-            for (int i = 0; i < ITEMS; i += 2) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) own[i / 2][j] = 0;
-                Decoder::load_own(own[i / 2], token_at(0) + (item + i) * ITEM_K, here.lane, i < count);
-            }
+        if constexpr (Kind::QUANTIZED) {
+            if (here.given.divisor == FLOAT_NUMBERS) fetch_own<float>(item, count);
+            else fetch_own<__half>(item, count);
+        } else if constexpr (Kind::COLUMNS) {
+            fetch_own<T>(item, count);
         } else {
             fetch_tokens(item, count);
+        }
+    }
+    // Of numbers as large as X.
+    template <typename X>
+    __device__ __forceinline__ void fetch_own(int item, int count) {
+        const X* const token = reinterpret_cast<const X*>(here.given.x) + (long long)here.group.first * here.given.k;
+#pragma unroll
+        for (int i = 0; i < ITEMS; i += 2) {
+#pragma unroll
+            for (unsigned& word : own[i / 2]) word = 0;
+            Decoder::load_own(own[i / 2], token + (item + i) * ITEM_K, here.lane, i < count);
         }
     }
     __device__ __forceinline__ void fetch_tokens(int item, int count) {
@@ -249,11 +260,24 @@ struct FewTokens {
 
     // Bring x to the order in which codes come out, and find its sums where the decoder needs them.
     __device__ __forceinline__ void arrange() {
-        if constexpr (Kind::COLUMNS) {
+        if constexpr (Kind::QUANTIZED) {
+            if (here.given.divisor == FLOAT_NUMBERS) arrange_codes<float>();
+            else if (here.given.divisor == HALF_NUMBERS) arrange_codes<__half>();
+            else arrange_codes<__nv_bfloat16>();
+        } else if constexpr (Kind::COLUMNS) {
 #pragma unroll
             for (int i = 0; i < ITEMS; i += 2) Decoder::arrange_own(own[i / 2], x[i][0], x[i + 1][0]);
         } else {
             arrange_tokens();
+        }
+    }
+    template <typename X>
+    __device__ __forceinline__ void arrange_codes() {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i += 2) {
+            unsigned codes[4];
+            part_scales[i / 2] = Decoder::template quantize<X>(own[i / 2], here.lane, codes);
+            Decoder::arrange_own(codes, x[i][0], x[i + 1][0]);
         }
     }
     __device__ __forceinline__ void arrange_tokens() {

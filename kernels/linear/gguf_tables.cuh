@@ -159,6 +159,60 @@ struct PairTable16 : Kbit<T, 4, E4M4> {
     }
 };
 
+// nvfp4 for tokens with scales of 32, which lanes share: those of a row have eight neighbours each, so that two of them
+// have a scale together.
+template <typename T>
+struct SharedTable16 : PairTable<T, unsigned char, NEIGHBOURS> {
+    using Base = PairTable<T, unsigned char, NEIGHBOURS>;
+    using Base::FIELDS, Base::SUBS;
+    static constexpr int SCALE_BYTES = ITEM_K / 16;
+
+    template <bool ONE>
+    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
+        fill_low_first<T>(table, mine * Ue4m3Pair<T>::FACTOR, thread, threads);
+    }
+
+    // The scales of a lane, a byte of each 32 elements of a row; what is no number is 0.
+    __device__ __forceinline__ static unsigned scales_of(unsigned at) {
+        const uint2 all = shared_at<uint2>(at);
+        const unsigned own = __byte_perm(all.x, all.y, threadIdx.x & 2 ? 0x7531 : 0x6420) & 0x7f7f7f7fu;
+        const unsigned none = own + 0x01010101u & 0x80808080u;
+        return own & ~(none - (none >> 7));
+    }
+    __device__ __forceinline__ static unsigned pair_of(unsigned scales, int j) {
+        return __byte_perm(scales, 0, 0x4440 + j) * (Ue4m3Pair<T>::HALF ? 0x00800080u : 0x00100010u);
+    }
+    // Step h of 32 elements: two bytes of row g's word, and of row g + 8's, with their scales.
+    __device__ __forceinline__ static void look_up(
+        const unsigned (&word)[2], const unsigned (&scale)[2], int h, unsigned lane, unsigned (&a)[2][2]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            a[i / 2][i % 2] =
+                Word<T>::multiply(table_entry(entry_offset(word[i / 2], 2 * h + i % 2, lane)), scale[i / 2]);
+    }
+
+    template <int EIGHTS, typename Tokens>
+    __device__ __forceinline__ static void multiply(
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
+        const Tokens& tokens, float (&acc)[EIGHTS][4]) {
+        const unsigned stored[2] = {scales_of(scales), scales_of(scales + eight)};
+#pragma unroll
+        for (int j = 0; j < SUBS; ++j) {
+            float part[EIGHTS][4] = {};
+            const unsigned word[2] = {f[0][j], f[1][j]}, scale[2] = {pair_of(stored[0], j), pair_of(stored[1], j)};
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                unsigned a[2][2];
+                look_up(word, scale, h, lane, a);
+#pragma unroll
+                for (int e = 0; e < EIGHTS; ++e)
+                    mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][4 * j + 2 * h], x[e][4 * j + 2 * h + 1]);
+            }
+            tokens.template add<EIGHTS>(part, j, acc);
+        }
+    }
+};
+
 // iq4_xs: 6-bit scales of 32 in blocks of 256, which come as floats (InnerScales of pipeline.cuh).
 template <typename T>
 struct InnerPairTable : PairTable<T, __half, SPLIT> {
@@ -227,6 +281,10 @@ struct KnownValues<PairTable<T, Scale, ORDER>> {
 };
 template <typename T>
 struct KnownValues<PairTable16<T>> {
+    static constexpr bool VALUE = true;
+};
+template <typename T>
+struct KnownValues<SharedTable16<T>> {
     static constexpr bool VALUE = true;
 };
 template <typename T>

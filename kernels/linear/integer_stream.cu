@@ -81,6 +81,15 @@ __device__ __forceinline__ unsigned permuted(unsigned a, unsigned b, unsigned se
     return v;
 }
 
+// Four times eight rows of 16 bytes, of which lane i has the address of row i % 8 of the (i / 8)th eight: a lane gets
+// of each eight its word t of row g.
+__device__ __forceinline__ void load_rows(unsigned (&v)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // c += a * b for a of 16 x 8 and b of 8 x 8 floats, of which the upper 11 bits count.
 __device__ __forceinline__ void mma_short(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if __CUDA_ARCH__ >= 800
@@ -247,32 +256,50 @@ struct Slot {
         return PAIR ? r % 8 >> 1 | (r & 1) << 2 : WIDE ? (r & 3) << 1 | r % 8 >> 2 : r % 8;
     }
 
-    // A lane's words of its two rows, `at` being the address of the first of them.
-    __device__ __forceinline__ static void read(unsigned (&word)[2][8], unsigned at, int row, int t) {
+    // Where in a slot a lane's part of a load of all lanes together begins (load_rows).
+    __device__ __forceinline__ static unsigned part(int lane) {
+        return lane % 16 * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+    }
+
+    // A lane's words of its two rows, `slot` being the address of all of them. TOGETHER: whether all lanes read at once
+    // what no lane has in larger pieces.
+    template <bool TOGETHER>
+    __device__ __forceinline__ static void read(unsigned (&word)[2][8], unsigned slot, unsigned part, int row, int t) {
+        if constexpr (TOGETHER && !WIDE && !PAIR) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const unsigned from = at + h * (SLOT_BYTES / 2);
-            if constexpr (WIDE) {
+            for (int j = 0; j < 8; j += 2) {
+                unsigned v[4];
+                load_rows(v, slot + part ^ j * 16);
+                word[0][j] = v[0], word[1][j] = v[1], word[0][j + 1] = v[2], word[1][j + 1] = v[3];
+            }
+        } else {
 #pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    to_words(word[h] + 4 * j, shared_at<uint4>(from + ((4 * j + t) ^ row) * 16));
-            } else if constexpr (PAIR) {
+            for (int h = 0; h < 2; ++h) {
+                const unsigned from = slot + row * ROW_BYTES + h * (SLOT_BYTES / 2);
+                if constexpr (WIDE) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    to_words(word[h] + 2 * j, shared_at<uint2>(from + ((2 * j + t / 2) ^ row) * 16 + t % 2 * 8));
-            } else {
+                    for (int j = 0; j < 2; ++j)
+                        to_words(word[h] + 4 * j, shared_at<uint4>(from + ((4 * j + t) ^ row) * 16));
+                } else if constexpr (PAIR) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) word[h][j] = shared_at<unsigned>(from + (j ^ row) * 16 + t * 4);
+                    for (int j = 0; j < 4; ++j)
+                        to_words(word[h] + 2 * j, shared_at<uint2>(from + ((2 * j + t / 2) ^ row) * 16 + t % 2 * 8));
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) word[h][j] = shared_at<unsigned>(from + (j ^ row) * 16 + t * 4);
+                }
             }
         }
     }
 
     // A word of each load: ptxas issues them in any order, so that none is known to arrive last.
+    template <bool TOGETHER>
     __device__ __forceinline__ static unsigned bits_read(const unsigned (&word)[2][8]) {
-        constexpr int AT_ONCE = WIDE ? 4 : PAIR ? 2 : 1;
+        constexpr bool BOTH_ROWS = TOGETHER && !WIDE && !PAIR;
+        constexpr int AT_ONCE = WIDE ? 4 : PAIR || BOTH_ROWS ? 2 : 1;
         unsigned bits = 0;
 #pragma unroll
-        for (int j = 0; j < 8; j += AT_ONCE) bits |= word[0][j] | word[1][j];
+        for (int j = 0; j < 8; j += AT_ONCE) bits |= word[0][j] | (BOTH_ROWS ? 0u : word[1][j]);
         return bits;
     }
 
@@ -1314,6 +1341,9 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
     unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
     // Of one token lanes have units 2t and 2t + 1 of eight, else tokens.
     const float* own_scales = memory.scales() + 2 * own_row * Scale::WORDS + (ALONE ? 2 * t * ROWS_OF_TILE : 0);
+    // Registers that four words take side by side would spill beside those of sixteen tokens.
+    constexpr bool TOGETHER = EIGHTS == 1 || (BULK && ADDED_ != INNER);
+    const unsigned part = Of::part(lane);
     const unsigned* own_records = memory.records() + 2 * t * (ALONE ? 8 : 1) * Entry::WORDS;
     Turn now{0, 0, 0}, before{0, 0, 0};
     for (int pass = 0; pass < cut.phases * anew(count) + LATER; ++pass) {
@@ -1356,9 +1386,9 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
             for (int slot = 0; slot < Of::SLOTS; ++slot) {
                 unsigned word[2][8];
                 feed.wait();
-                Of::read(word, feed.here() + own_row * ROW_BYTES, own_row, t);
+                Of::template read<TOGETHER>(word, feed.here(), part, own_row, t);
                 __syncwarp();
-                feed.fetch(feed.slot, zero_after(Of::bits_read(word), zero));
+                feed.fetch(feed.slot, zero_after(Of::template bits_read<TOGETHER>(word), zero));
                 feed.advance();
 #pragma unroll
                 for (int i = 0; i < Of::STEPS; ++i) {

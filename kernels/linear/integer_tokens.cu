@@ -18,6 +18,7 @@ constexpr int FOUR = 4, LANES_OF_BLOCK = Q8_BLOCK / FOUR;
 // Puts the codes of four neighbours where Fragments has them; all of a warp call it.
 template <int LAYOUT>
 __device__ __forceinline__ void store_four(unsigned char* codes, int padded, int m, int k, unsigned word) {
+    static_assert(LAYOUT != HALF_ROWS, "rows are no fragments");
     constexpr bool BOTH = LAYOUT == HALVES_IN_TURN;
     if constexpr (BOTH || evens_first(LAYOUT)) {
         // Two lanes exchange two of their bytes.
@@ -31,10 +32,22 @@ __device__ __forceinline__ void store_four(unsigned char* codes, int padded, int
     *reinterpret_cast<unsigned*>(codes + (place.fragment * padded + m) * MEMBER_BYTES + at) = word;
 }
 
+// Four bytes, which have signs, as halves.
+__device__ __forceinline__ uint2 halves_of(unsigned word) {
+    const auto pair = [&](int i) {
+        return Word<__half>::pack(
+            static_cast<float>(static_cast<signed char>(word >> 8 * i)),
+            static_cast<float>(static_cast<signed char>(word >> 8 * i + 8)));
+    };
+    return make_uint2(pair(0), pair(2));
+}
+
 template <typename T, int LAYOUT>
 __global__ void __launch_bounds__(FEW_THREADS, 65536 / FEW_REGISTERS) quantize_few_integers(
     const T* x,  // [tokens, depth], rows at multiples of 16 bytes; depth a multiple of 32
-    unsigned char* codes, float* scales, int* sums, int depth, int padded) {
+    unsigned char* codes, float* scales,
+    int* sums,  // not of HALF_ROWS
+    int depth, int padded) {
     launch_dependents();
     wait_for_previous();
     const int m = blockIdx.x, k = (blockIdx.y * FEW_THREADS + threadIdx.x) * FOUR;
@@ -50,7 +63,14 @@ __global__ void __launch_bounds__(FEW_THREADS, 65536 / FEW_REGISTERS) quantize_f
     numbers.get(v);
     unsigned word[1];
     rule.codes(v, word);
-    store_four<LAYOUT>(codes, padded, m, k, word[0]);
+    if constexpr (LAYOUT == HALF_ROWS) {
+        if (k >= depth) return;
+        reinterpret_cast<uint2*>(codes)[(static_cast<long long>(m) * depth + k) / FOUR] = halves_of(word[0]);
+        if (k % Q8_BLOCK == 0) scales[k / Q8_BLOCK * padded + m] = rule.scale;
+        return;
+    } else {
+        store_four<LAYOUT>(codes, padded, m, k, word[0]);
+    }
     int sum = sum_of_codes(word);
 #pragma unroll
     for (int step = 1; step < LANES_OF_BLOCK; step *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);

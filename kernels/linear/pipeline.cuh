@@ -250,6 +250,8 @@ struct ExpansionOf<Blocked<Base>, ITEMS> : ExpansionOf<Base, ITEMS> {};
 template <typename Base, int ITEMS>
 struct ExpansionOf<Columns<Base>, ITEMS> : ExpansionOf<Base, ITEMS> {};
 template <typename Base, int ITEMS>
+struct ExpansionOf<IntegerColumns<Base>, ITEMS> : ExpansionOf<Base, ITEMS> {};
+template <typename Base, int ITEMS>
 struct ExpansionOf<InHalves<Base>, ITEMS> : ExpansionOf<Base, ITEMS> {};
 
 // How the records of integers get to shared memory: the scales of a k-tile of a row, and behind them what stands beside

@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_items(
     if constexpr (Kind::COLUMNS) {
         Decoder::multiply_block(
             word, tokens.x[GROUP * i][0], tokens.x[GROUP * i + 1][0], with,
-            FewScales<Kind>::of_item(scale_at, GROUP * i), Kind::EIGHT, acc[0]);
+            FewScales<Kind>::of_item(scale_at, GROUP * i), Kind::EIGHT, tokens.part_scales[i], acc[0]);
     } else {
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {

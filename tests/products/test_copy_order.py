@@ -35,7 +35,7 @@ KERNELS = {
 }
 REGISTER = re.compile(r"%[a-z]+\d+")
 # Loads by an address in the shared window, as those of stages are; the compiler's own have another one.
-SHARED = re.compile(r"^ld\.shared\.\S+\s.*\[%r\d")
+SHARED = re.compile(r"^(ld|ldmatrix\.\S+)\.shared\.\S+\s.*\[%r\d")
 # Asking for a copy: bytes announced at a barrier, and the copies; or an arrival, where another warp waits for it.
 REQUEST = re.compile(r"(mbarrier\.arrive|cp\.async\.c|cp\.async\.bulk\.tensor)")
 

@@ -463,17 +463,17 @@ def test_ternary_weights_have_one_contract_whatever_their_size(granularity, acti
         ("iq4_xs", None, ("small_batch", "small_batch")),
         ("nvfp4", None, ("small_batch", "small_batch")),
         ("q6_k", None, ("records", "records")),
-        ("q4_1", "q8_1", ("staged_stream",) * 4),
-        ("iq4_nl", "q8_1", ("staged_stream",) * 4),
-        ("mxfp4", "q8_1", ("staged_halves", "staged_stream", "staged_stream", "staged_stream")),
-        ("iq4_xs", "q8_1", ("staged_halves", "staged_small_batch", "staged_stream", "staged_halves")),
-        ("nvfp4", "q8_1", ("staged_halves", "staged_records", "staged_records", "staged_halves")),
+        *(
+            (name, "q8_1", ("staged_columns", *("staged_stream",) * 3))
+            for name in ("q4_1", "iq4_nl", "mxfp4", "iq4_xs")
+        ),
+        ("nvfp4", "q8_1", ("staged_columns", "staged_small_batch", "staged_small_batch", "staged_halves")),
         ("q6_k", "q8_1", ("staged_records",) * 4),
     ],
 )
 def test_few_tokens_of_gguf_types(format, activations, taken):
-    """Fragments where there are any; codes in place or integers of records where quantized tokens make these slower,
-    and two halves of a token where that is as fast as floats.
+    """Fragments where there are any, those of one quantized token, too; codes in place or integers of records where
+    more of them make these slower, and two halves of a token where that is as fast as floats.
     """
     for tokens, name in zip((1, 8, 16, 4), taken, strict=False):
         problem = Problem(kb.get_format(format), (28672, 8192), tokens, HALF, device("H200"), activations=activations)
@@ -703,7 +703,6 @@ def test_what_is_not_streamed_by_a_table_is_multiplied_all_the_same():
     for format, shape, tokens, lies, why in (
         ("iq4_nl", (512, 288), 4, Stored(), "whole blocks of 256"),
         ("iq4_xs", (512, 768), 12, Stored(), "whole blocks of 512"),
-        ("iq4_xs", (512, 1024), 8, Stored(), "up to 8 tokens"),
         ("mxfp4", (512, 1024), 17, Stored(), "up to 16 tokens"),
         ("q4_1", (512, 1024), 4, Stored(scales=8), "multiple of 16 bytes"),
         ("nvfp4", (512, 1024), 4, Stored(), "no places in a table"),

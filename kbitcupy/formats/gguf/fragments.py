@@ -161,6 +161,17 @@ FRAGMENTS = {
         grouped_items=4,
         table_work=0.93,
         tile_work=1.25,
+        quantized=_tables(
+            "SharedTable16<{T}>",
+            "NEIGHBOURS, UE4M3_HALVES",
+            16,
+            1,
+            (*_FP4, *(-v for v in _FP4)),
+            scales="scales",
+            blocked=True,
+            columns=True,
+            tensor_scale="scale",
+        ),
     ),
 }
 
