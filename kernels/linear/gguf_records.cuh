@@ -34,9 +34,6 @@
 //                                scale(j) is A's integer, and `Inner`, which is loaded once a record, has what it is
 //                                multiplied with, d, and -B as integers, minima, times dmin
 //
-//     ROWS                       whether load is load_scales and the words that load_rows has of both rows of a lane,
-//                                which all lanes of a warp read together
-//
 // and for tokens that are quantized (linear/gguf_integers.cuh), which decoders of types with lanes of their own
 // (linear/gguf_lanes.cuh) are for alone,
 //
@@ -117,7 +114,7 @@ struct RecordLayout {
 struct RecordBase {
     static constexpr int TABLE = 0, ORDER = BY_SIXTEEN, BIAS = 0, MOST = 1 << 20;
     static constexpr bool LANES = false, KEPT = false, SIGNED = false, OFFSETS = false, INNER = false, WHOLE = false,
-                          FOLDED = false, APART = false, BYTES = false, ROWS = false;
+                          FOLDED = false, APART = false, BYTES = false;
     __device__ __forceinline__ static unsigned table_word(int) { return 0; }
     __device__ __forceinline__ float offset(int) const { return 0.0f; }
     __device__ __forceinline__ float outer() const { return 1.0f; }
@@ -539,7 +536,7 @@ struct Q5_K_Record : RecordBase {
 struct Q6_K_Record : RecordBase {
     using Layout = RecordLayout<Q6_K_Record>;
     static constexpr int FIELDS = 4, SUB = 16, BIAS = 32, MOST = 4096;
-    static constexpr bool WHOLE = true, BYTES = true, ROWS = true;
+    static constexpr bool WHOLE = true, BYTES = true;
     __host__ __device__ static constexpr int bytes(int i) { return i == 0 ? 128 : i == 1 ? 64 : i == 2 ? 16 : 2; }
     unsigned word[4], top[2], scales[2];
     float d;
@@ -550,19 +547,9 @@ struct Q6_K_Record : RecordBase {
         for (int i = 0; i < 4; ++i) word[i] = record.word(Layout::at(0) + 64 * half + 16 * i + 4 * t);
 #pragma unroll
         for (int i = 0; i < 2; ++i) top[i] = record.word(Layout::at(1) + 32 * half + 16 * i + 4 * t);
-        load_scales(record, half);
-    }
-    template <typename Record>
-    __device__ __forceinline__ void load_scales(const Record& record, int half) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) scales[i] = record.word(Layout::at(2) + 8 * half + 4 * i);
         d = half_of(record.narrow, 0);
-    }
-    template <typename R, typename Rows>
-    __device__ __forceinline__ static void load_rows(R (&r)[2], const Rows& rows, int half) {
-        rows.words(r[0].word[0], r[1].word[0], r[0].word[1], r[1].word[1], Layout::at(0) + 64 * half);
-        rows.words(r[0].word[2], r[1].word[2], r[0].word[3], r[1].word[3], Layout::at(0) + 64 * half + 32);
-        rows.words(r[0].top[0], r[1].top[0], r[0].top[1], r[1].top[1], Layout::at(1) + 32 * half);
     }
     __device__ __forceinline__ unsigned codes(int s) const {
         const int at = s / 2 * 2;

@@ -38,17 +38,6 @@ struct SharedRecord {
         to_words(w, shared_at<uint4>(at + byte));
     }
 };
-// 16 rows, of which `at` is the address of row lane % 16, or 16 bytes on: of rows g and g + 8 words t of the 16 bytes
-// from `byte` on, and of the next 16.
-struct SharedRows {
-    unsigned at;
-    __device__ __forceinline__ void words(unsigned& a, unsigned& b, unsigned& c, unsigned& d, int byte) const {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-                     : "r"(at + byte)
-                     : "memory");
-    }
-};
 // A decoder's table, and the numbers that it has in registers, since an instruction has room for one constant.
 struct SharedTable {
     unsigned at, own[3], kept[3];
@@ -224,16 +213,8 @@ template <typename R>
 __device__ __forceinline__ void load_half(
     R (&r)[2], unsigned stage, const unsigned (&narrow)[2], const SharedTable& table, int t, int half) {
     constexpr int STRIDE = RecordLayout<R>::stride();
-    if constexpr (R::ROWS) {
-        const int lane = threadIdx.x % WARP;
-        R::load_rows(r, SharedRows{stage + (lane % 16 - lane / 4) * STRIDE + lane / 16 * 16}, half);
-    }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const SharedRecord record{stage + i * 8 * STRIDE, narrow[i]};
-        if constexpr (R::ROWS) r[i].load_scales(record, half);
-        else r[i].load(record, table, t, half);
-    }
+    for (int i = 0; i < 2; ++i) r[i].load(SharedRecord{stage + i * 8 * STRIDE, narrow[i]}, table, t, half);
 }
 
 // The bytes 0 and 2 of a word, which have signs, as bfloat16: what is below the sign from 128 on, less 128 or twice
