@@ -58,12 +58,15 @@ __device__ __forceinline__ void scale_trits(float scale, const unsigned (&code)[
     for (int e = 0; e < 8; ++e) v[e] = multiply_ieee(scale, trit_of(code, e));
 }
 
-// The codes of N octets of the same eight bytes, from `octet` on every fourth.
+// The codes of N octets of the same eight bytes, from `octet` on every fourth, or of those `ahead` blocks further on:
+// known in advance, it becomes a part of the load.
 template <int N>
-__device__ __forceinline__ void load_trits(const Planes& planes, long long octet, unsigned (&code)[N][2]) {
+__device__ __forceinline__ void load_trits(
+    const Planes& planes, long long octet, unsigned (&code)[N][2], int ahead = 0) {
     const int part = static_cast<int>(octet) & 15;
     unsigned word[2];
-    load_words(planes, 0, (octet >> 4) * 32 + part % 4 * 8, (planes.size + 127) / 128 * 32, word);
+    const long long first = (octet >> 4) * 32 + part % 4 * 8 + ahead * 32;
+    load_words(planes, 0, first, (planes.size + 127) / 128 * 32, word);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
         const int shift = N == 1 ? part / 4 * 2 : j * 2;
@@ -76,18 +79,23 @@ __device__ __forceinline__ void load_trits(const Planes& planes, long long octet
 // number  of rows and groups: row, run, per_row: element i has scale number i / row * per_row + i % row / run
 template <bool ONE>
 struct Ternary {
-    // The four octets of eight bytes are decoded together, as those of tq2_0.
-    static constexpr int TABLE = 0, TOGETHER = 4, APART = 4;
+    // Four octets share eight bytes. Those are decoded together where scales are looked up, which is done once for
+    // them. Under one scale it counts for more to write octets of a warp next to each other, as tq2_0 does: those at
+    // the same place of every second block are decoded together.
+    static constexpr int TABLE = 0, TOGETHER = 4, BLOCKS = 2, APART = ONE ? BLOCKS * 16 : 4;
 
     template <int N>
     __device__ __forceinline__ static void decode(const Planes& planes, long long octet, float (&v)[N][8]) {
-        unsigned code[N][2];
-        load_trits(planes, octet, code);
         if constexpr (ONE) {
+            unsigned code[N][1][2];
+#pragma unroll
+            for (int j = 0; j < N; ++j) load_trits(planes, octet, code[j], j * BLOCKS);
             const float scale = __ldg(planes.at<float>(1));
 #pragma unroll
-            for (int j = 0; j < N; ++j) scale_trits(scale, code[j], v[j]);
+            for (int j = 0; j < N; ++j) scale_trits(scale, code[j][0], v[j]);
         } else {
+            unsigned code[N][2];
+            load_trits(planes, octet, code);
             ScaleWalk walk = ScaleWalk::at<true>(planes, octet * 8);
 #pragma unroll
             for (int j = 0; j < N; ++j) {
