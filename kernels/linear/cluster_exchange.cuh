@@ -50,7 +50,8 @@ struct Heard {
     A part[PARTS];
     alignas(8) unsigned long long barrier;
 
-    // Both by one thread, ahead of a barrier of the cluster.
+    // Both by one thread, ahead of a barrier of the cluster and behind it. Numbers may come before they are expected:
+    // the phase is not over as long as this arrival is missing.
     __device__ __forceinline__ void begin() { barrier_init(shared_address(&barrier), 1); }
     __device__ __forceinline__ void expect(int warps) {
         barrier_expect(shared_address(&barrier), warps * static_cast<int>(sizeof(A)));

@@ -98,9 +98,6 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, RESIDENT) quantize_in_
     if (threadIdx.x == 0) {
         squares.begin(), most.begin(), added.begin();
         fence_barrier_init();
-        most.expect(warps);
-        if (normalizes != 0) squares.expect(warps);
-        if (group == 0 && rank == 0) added.expect(warps);
     }
     if (weight != nullptr && threadIdx.x % 4 == 0)
 #pragma unroll
@@ -108,6 +105,11 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, RESIDENT) quantize_in_
             if (first + i * run < depth) prefetch_l2(weight + first + i * run);
     cluster_arrive_relaxed();
     cluster_wait();
+    if (threadIdx.x == 0) {
+        most.expect(warps);
+        if (normalizes != 0) squares.expect(warps);
+        if (group == 0 && rank == 0) added.expect(warps);
+    }
     wait_for_previous();
     launch_dependents();
     uint4 raw[OCTETS][sizeof(T) / 2] = {}, of_weight[OCTETS][2];

@@ -99,10 +99,10 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, 65536 / ROW_REGISTERS)
     if (threadIdx.x == 0) {
         heard.begin();
         fence_barrier_init();
-        heard.expect(CLUSTER * of_block);
     }
     cluster_arrive_relaxed();
     cluster_wait();
+    if (threadIdx.x == 0) heard.expect(CLUSTER * of_block);
     wait_for_previous();
     Numbers<T, OCTET> numbers;
     numbers.clear();
