@@ -17,9 +17,15 @@
 // block at the most; LANES, see linear/rms_norm.cuh; STEP of linear/fragments.cuh.
 constexpr int RESIDENT = 1024 / ROW_THREADS;  // as many blocks have 64 registers a thread
 
+// Of every four lanes each gets the other three's at a time. All lanes have the same sum: they add the same pairs.
 __device__ __forceinline__ double sum_of_warp(double v) {
-    const double own[1] = {v};
-    return of_warp<1>(own);
+#pragma unroll
+    for (int step = 1; step < WARP / 2; step *= 4) {
+        const double next = __shfl_xor_sync(FULL_WARP, v, step), across = __shfl_xor_sync(FULL_WARP, v, 2 * step),
+                     beside = __shfl_xor_sync(FULL_WARP, v, 3 * step);
+        v = (v + next) + (across + beside);
+    }
+    return v + __shfl_xor_sync(FULL_WARP, v, WARP / 2);
 }
 __device__ __forceinline__ unsigned most_of_warp(unsigned v) {
 #if __CUDA_ARCH__ >= 800
@@ -99,10 +105,17 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, RESIDENT) quantize_in_
         squares.begin(), most.begin(), added.begin();
         fence_barrier_init();
     }
-    if (weight != nullptr && threadIdx.x % 4 == 0)
+    // Addresses, and what translates them, are there when the wait is over: so all lanes ask, within what there is.
+    const T* of_x[OCTETS];
+    const float* of_g[OCTETS];
+    unsigned char* target[OCTETS];
 #pragma unroll
-        for (int i = 0; i < OCTETS; ++i)
-            if (first + i * run < depth) prefetch_l2(weight + first + i * run);
+    for (int i = 0; i < OCTETS; ++i) {
+        const int k = min(first + i * run, depth - OCTET);
+        of_x[i] = row + k, of_g[i] = weight + k, target[i] = codes + place_in_fragments(k, m, groups, group != 0);
+        prefetch_l2(of_x[i]), prefetch_l2(target[i]);
+        if (weight != nullptr) prefetch_l2(of_g[i]);
+    }
     cluster_arrive_relaxed();
     cluster_wait();
     if (threadIdx.x == 0) {
@@ -115,12 +128,12 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, RESIDENT) quantize_in_
     uint4 raw[OCTETS][sizeof(T) / 2] = {}, of_weight[OCTETS][2];
 #pragma unroll
     for (int i = 0; i < OCTETS; ++i)
-        if (first + i * run < depth) ask(raw[i], row + first + i * run);
+        if (first + i * run < depth) ask(raw[i], of_x[i]);
 #pragma unroll
     for (int i = 0; i < OCTETS; ++i) {
         constexpr unsigned ONE = 0x3f800000u;
         of_weight[i][0] = of_weight[i][1] = uint4{ONE, ONE, ONE, ONE};
-        if (weight != nullptr && first + i * run < depth) ask(of_weight[i], weight + first + i * run);
+        if (weight != nullptr && first + i * run < depth) ask(of_weight[i], of_g[i]);
     }
     float v[OCTETS][OCTET], g[OCTETS][OCTET];
 #pragma unroll
@@ -142,15 +155,13 @@ __global__ void OF_CLUSTER __launch_bounds__(ROW_THREADS, RESIDENT) quantize_in_
         const int k = first + i * run;
         unsigned word[2];
         const int of_octet = codes_of(word, v[i], scale, Quantizer{eps, lowest, highest, away}, 0);
-        if (k < depth)
-            *reinterpret_cast<uint2*>(codes + place_in_fragments(k, m, groups, group != 0)) =
-                make_uint2(word[0], word[1]);
+        if (k < depth) *reinterpret_cast<uint2*>(target[i]) = make_uint2(word[0], word[1]);
         if (group != 0) store_group_sums(sums, of_octet, k, depth, m, groups, group);
         sum += of_octet;
     }
+    if (group == 0) added.tell(warp, 1, sum_of_warp(static_cast<unsigned>(sum)));
     if (rank == CLUSTER - 1 && threadIdx.x == 0) scales[m] = ieee::divide(a, top);
     if (group != 0) return;
-    added.tell(warp, 1, sum_of_warp(static_cast<unsigned>(sum)));
     if (rank == 0 && threadIdx.x < WARP) {
         const unsigned all = sum_of_warp(added.hear(warps));
         if (lane == 0) sums[m] = static_cast<int>(all);
