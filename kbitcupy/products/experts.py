@@ -7,15 +7,16 @@ combine them. Where there is no such kernel, expert after expert is decoded and 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, IDS_CXX, Template
-from ..backend.launch import Kernel
+from ..backend.launch import Start, packed
 from ..formats.base import register_templates
 from ..ops import take
 from .decoded import Decoded
@@ -59,36 +60,63 @@ def grouped(
     out: Any,
     combine: str = "combine_slots",
 ) -> None:
-    """Sort by expert, multiply, combine."""
+    """Sort by expert, multiply, combine; x is contiguous."""
     experts, rows, _ = qs.shape
-    x = _xp.contiguous(x)
     ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
+    combiner = None
     if weights is not None:
         weights = _xp.contiguous(weights if weights.dtype == _xp.SINGLE else weights.astype(np.float32))
-    products, slots = ids.size, ids.shape[1]
-    room = products // TOKENS + min(products, experts + 1)
-    # One piece of memory for all: groups, order, and the products that are combined.
-    lists = _GROUP_BYTES * room + 4 * products
-    scratch = _xp.allocate(lists + (0 if weights is None else 4 * products * rows))
+        combiner = combine, kernel.cxx
+    plan = _sorting(ids.dtype, ids.shape, experts, rows, combiner, x.data.device_id)
+    scratch = _xp.allocate(plan.size)
     groups = scratch.ptr
-    order = groups + _GROUP_BYTES * room
-    partial = 0 if weights is None else groups + lists
-    _group_tokens(ids.dtype, experts).launch(x, (1, 1, 1), (ids.data.ptr, order, groups, products, experts, room))
-    experts_of = Experts(groups, order, slots if x.ndim == 2 else 1, int(qs.members > 1))
-    kernel.launch(room, x, qs, None, out, partial, products, experts_of)
-    if weights is not None:
+    order = groups + plan.order
+    partial = 0 if combiner is None else groups + plan.partial
+    plan.sort(_ONE_BLOCK, (ids.data.ptr, order, groups, plan.numbers))
+    experts_of = Experts(groups, order, ids.shape[1] if x.ndim == 2 else 1, int(qs.members > 1))
+    kernel.launch(plan.room, x, qs, None, out, partial, ids.size, experts_of)
+    if plan.combine is not None:
         pointers = partial, weights.data.ptr, out.data.ptr
-        _combiner(combine, kernel.cxx).launch(x, (-(-out.size // 256), 1, 1), (*pointers, out.size, slots, rows))
+        plan.combine(plan.grid, (*pointers, plan.combined))
 
 
-@functools.cache
-def _group_tokens(ids: np.dtype, experts: int) -> Kernel:
-    return kernel_of("group_tokens", IDS_CXX[ids.name], 1024, 4 * (experts + 1), (*(8,) * 3, *(4,) * 3))
+class Sorting(NamedTuple):
+    """The launches around the product, of one shape, and what lies where in the one piece of memory for all."""
+
+    size: int  # of the piece
+    room: int  # groups that there may be
+    order: int  # behind the groups
+    partial: int  # behind that: the products that are combined
+    sort: Start
+    numbers: bytes  # its arguments behind addresses
+    combine: Start | None
+    grid: tuple[int, int, int]
+    combined: bytes
 
 
-@functools.cache
-def _combiner(name: str, cxx: str) -> Kernel:
-    return kernel_of(name, cxx, 256, 0, (*(8,) * 4, *(4,) * 2))
+_ONE_BLOCK = 1, 1, 1
+_SORT, _COMBINE = ("i4", "i4", "i4"), ("i8", "i4", "i4")
+
+
+@functools.lru_cache(maxsize=1024)
+def _sorting(
+    ids: np.dtype, shape: tuple[int, int], experts: int, rows: int, combiner: tuple[str, str] | None, device: int
+) -> Sorting:
+    """`combiner`: which kernel, and for which type; None where products are not combined."""
+    products, slots = math.prod(shape), shape[1]
+    room = products // TOKENS + min(products, experts + 1)
+    order = _GROUP_BYTES * room
+    partial = order + 4 * products
+    sort = kernel_of("group_tokens", IDS_CXX[ids.name], 1024, 4 * (experts + 1), (*"ppp", _SORT))
+    numbers = packed(_SORT, products, experts, room)
+    start, combine, grid, combined = sort.ready(device).launch, None, _ONE_BLOCK, b""
+    size = partial
+    if combiner is not None:
+        outputs = products // slots * rows
+        size += 4 * products * rows
+        combine = kernel_of(*combiner, 256, 0, (*"ppp", _COMBINE)).ready(device).launch
+        grid, combined = (-(-outputs // 256), 1, 1), packed(_COMBINE, outputs, slots, rows)
+    return Sorting(size, room, order, partial, start, numbers, combine, grid, combined)
 
 
 def multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:

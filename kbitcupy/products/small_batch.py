@@ -17,7 +17,7 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import CXX_TYPES, Template, cxx_type
-from ..backend.launch import Kernel, Struct
+from ..backend.launch import Kernel, Struct, Type
 from ..backend.structs import Constants
 from ..formats.base import Fragments, all_fragments, register_templates
 from .fused import (
@@ -639,9 +639,9 @@ def _add_partials(cxx: str) -> Kernel:
 
 
 @functools.cache
-def kernel_of(name: str, values: str, threads: int, shared: int, sizes: tuple[int, ...]) -> Kernel:
+def kernel_of(name: str, values: str, threads: int, shared: int, signature: tuple[Type, ...]) -> Kernel:
     """A kernel of kernels/linear/, which may start before the one ahead of it has ended."""
-    return Kernel(declared_template(name), (values,), threads, shared, signature=sizes, early=True)
+    return Kernel(declared_template(name), (values,), threads, shared, signature=signature, early=True)
 
 
 # ---- routes --------------------------------------------------------------------------------------------------------
