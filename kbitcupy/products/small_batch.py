@@ -194,6 +194,13 @@ def of_integers(fragments: Fragments) -> Fragments:
     return fragments.quantized or fragments
 
 
+def of_one_token(fragments: Fragments) -> bool:
+    """Whether one token is quantized to columns of its own: not where a kernel of integers alone, or that reads scales
+    in place which here are spread, is faster.
+    """
+    return fragments.columns and fragments.blocked and not (fragments.entries and fragments.beside)
+
+
 def _way_instances(way: str, clusters: tuple[int, ...]) -> tuple[str, ...]:
     """Those of one token by columns, or of tokens that are quantized on the way, each of which is two halves."""
     return tuple(
@@ -210,7 +217,7 @@ def _way_instances(way: str, clusters: tuple[int, ...]) -> tuple[str, ...]:
         for decoder in map(Decoder, map(of_integers, all_fragments()) if way == INTEGER_COLUMNS else all_fragments())
         for cluster in clusters
         if (decoder.fragments.halves if way == IN_HALVES else decoder.fragments.columns)
-        if way != INTEGER_COLUMNS or decoder.fragments.blocked  # others have a kernel of integers
+        if way != INTEGER_COLUMNS or of_one_token(decoder.fragments)
     )
 
 

@@ -29,7 +29,7 @@ from .integer_stream import MOST_TOKENS as STREAMED, IntegerStream, flavour_of, 
 from .integers import stored_codes
 from .records import MOST_TOKENS, RecordKernel, in_halves, record_kernel, record_refusal, staged_cost
 from .routes import Problem, Product, Route, choices
-from .small_batch import BLOCKED, IN_HALVES, INTEGER_COLUMNS, SmallBatch, of_integers
+from .small_batch import BLOCKED, IN_HALVES, INTEGER_COLUMNS, SmallBatch, of_integers, of_one_token
 
 
 def staged(x: Any) -> Any:
@@ -171,7 +171,7 @@ class StagedColumns(StagedFew):
         if refusal is not None:
             return refusal
         fragments = None if problem.fragments is None else of_integers(problem.fragments)
-        if fragments is None or not (fragments.columns and fragments.blocked):
+        if fragments is None or not of_one_token(fragments):
             return f"it has no decoder of {problem.format} for the integers of one token"
         if problem.tokens > 1:
             return "it is for one token"
@@ -181,7 +181,7 @@ class StagedColumns(StagedFew):
         return None if self._kernel(_as_halves(problem)).columns else "no clusters share k in whole blocks of 256"
 
     def cost(self, problem: Problem) -> float:
-        return _COLUMNS_START + problem.reading
+        return _COLUMNS_START + problem.reading / _COLUMNS_FRACTION
 
     def prepare(self, problem: Problem) -> Product:
         kernel = self._kernel(_as_halves(problem))
@@ -222,7 +222,10 @@ class StagedStream(IntegerStream):
         part = stored_codes(problem.format, problem.shape)
         flavour = None if part is None else flavour_of(part, True)
         assert flavour is not None
-        return _STREAM_START + problem.reading / _STREAM_FRACTIONS[flavour.codes][problem.tokens > TOKENS]
+        of_one, of_eight, of_more = _STREAM_FRACTIONS[flavour.codes]
+        return _STREAM_START + problem.reading / (
+            of_more if problem.tokens > TOKENS else of_eight if problem.tokens > 1 else of_one
+        )
 
 
 class StagedRecords(Route):
@@ -269,13 +272,17 @@ _QUANTIZING = 12.0
 # of a thread block, to quantize a token itself.
 _AHEAD, _MORE, _QUANTIZED = 5.5, 1.3, 0.5
 # Of codes that are read in place: microseconds of the launches, and the fraction of the bandwidth at which codes pass,
-# of 8 tokens and of more.
+# of one token, of 8 and of more.
 _STREAM_START = 4.0
-# Of one token whose blocks have columns of their own.
-_COLUMNS_START = 3.5
+_STREAM_FRACTIONS = {
+    "MINIMA4": (1.0, 0.97, 0.84),
+    "TABLE_HALVES4": (1.03, 0.94, 0.6),
+    "TABLE4": (1.03, 0.91, 0.58),
+}
+# Of one token whose blocks have columns of their own: less to begin with, and a little more of each byte.
+_COLUMNS_START, _COLUMNS_FRACTION = 2.8, 0.98
 # Of tokens in two halves, which pass as floats do once they are quantized; and of each token from the third one on.
 _HALVES_START, _HALVES_TOKEN = 7.0, 1.3
-_STREAM_FRACTIONS = {"MINIMA4": (0.96, 0.68), "TABLE_HALVES4": (0.92, 0.56), "TABLE4": (0.86, 0.56)}
 
 
 def _as_halves(problem: Problem) -> Problem:

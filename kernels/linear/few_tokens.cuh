@@ -256,6 +256,14 @@ struct FewTokens {
         }
     }
 
+    // Bits of all loads of the lane's own words, for zero_after.
+    __device__ __forceinline__ unsigned arrived() const {
+        unsigned bits = 0;
+#pragma unroll
+        for (int i = 0; i < (Kind::COLUMNS ? ITEMS / 2 : 1); ++i) bits |= own[i][0] | own[i][Kind::QUANTIZED ? 4 : 0];
+        return bits;
+    }
+
     // ---- in registers ----
 
     // Bring x to the order in which codes come out, and find its sums where the decoder needs them.

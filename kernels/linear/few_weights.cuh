@@ -96,12 +96,12 @@ struct FewWeights {
                 (item + i * GROUP + j * Kind::BOX) * Decoder::ITEM_BYTES, int(here.above) + row, barriers + i * 8);
     }
     // Of the first tile all groups but the first, which were held back.
-    __device__ __forceinline__ void fetch_others() const {
+    __device__ __forceinline__ void fetch_others(unsigned read = 0) const {
         const int row = here.my_first * ITEM_ROWS;
         if constexpr (GROUPS == 2) {
-            if (GROUP < here.given.cut.items) fetch_group(1, here.my_item, row, 0);
+            if (GROUP < here.given.cut.items) fetch_group(1, here.my_item, row, read);
         } else if constexpr (GROUPS > 2) {
-            for (int i = 1; i * GROUP < here.given.cut.items; ++i) fetch_group(i, here.my_item, row, 0);
+            for (int i = 1; i * GROUP < here.given.cut.items; ++i) fetch_group(i, here.my_item, row, read);
         }
     }
 

@@ -243,17 +243,7 @@ struct InnerPairTable : PairTable<T, __half, SPLIT> {
     }
 };
 
-// Halves of tokens are multiplied by up to 2^15, as much less is in the table where the products of its values, the
-// integers of which these are made, with scales stay out of it: so sums are no nearer to the end of float32.
-template <typename Base>
-struct InHalves : Base {
-    template <bool ONE>
-    __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
-        Base::template fill<ONE>(table, mine * (1.0f / (1 << HALF_EXPONENT)), thread, threads);
-    }
-    // By what sums are multiplied where the largest half has 2^(exponent - 127) in it.
-    __device__ __forceinline__ static float power_of(unsigned exponent) { return __uint_as_float(exponent << 23); }
-};
+// The largest half of a part has HALF_EXPONENT: sums are multiplied by what numbers are more than halves.
 template <typename T>
 struct InHalves<PairTable16<T>> : PairTable16<T> {
     using Base = PairTable16<T>;

@@ -207,8 +207,10 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
         if (HELD_BACK && !Kind::TILL_WEIGHTS && !Kind::HALVES && here.passes > 0) weights.fetch_others();
         own_x.read_stage();
     }
+    // What is quantized here takes longer than to ask for them.
+    if (Kind::QUANTIZED && HELD_BACK && late && here.passes > 0) weights.fetch_others(own_x.arrived());
     if (here.chunks == 1) own_x.arrange();
-    if (HELD_BACK && late && here.passes > 0) weights.fetch_others();
+    if (!Kind::QUANTIZED && HELD_BACK && late && here.passes > 0) weights.fetch_others();
     weights.scales.begin_inner(first_inner);
 
     sums.begin();

@@ -21,7 +21,7 @@ FORMATS = [name for name in kb.list_formats() if kb.get_format(name).records()]
 HALF = [np.dtype("float16"), BFLOAT16]
 FEW = ["q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "nvfp4:tensor_scale=true"]
 IN_PLACE = ["q4_1", "iq4_nl", "iq4_xs", "mxfp4"]  # codes of quantized tokens' weights are
-IN_HALVES = ["iq4_xs", "mxfp4", "nvfp4", "nvfp4:tensor_scale=true"]  # quantized tokens are sums of two halves
+IN_HALVES = ["nvfp4", "nvfp4:tensor_scale=true"]  # quantized tokens are sums of two halves
 RECORDS, FRAGMENTS = Streamed(), SmallBatch()
 
 

@@ -133,7 +133,6 @@ FRAGMENTS = {
         multiple=256,
         copied=False,
         columns=True,
-        halves=True,
         table_work=1.18,
         tile_work=1.1,
     ),
@@ -145,7 +144,6 @@ FRAGMENTS = {
         (*_FP4, *(-v for v in _FP4)),
         scales="scales",
         columns=True,
-        halves=True,
     ),
     "nvfp4": _tables(
         "PairTable16<{T}>",
