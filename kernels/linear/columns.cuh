@@ -223,32 +223,60 @@ struct Columns : TableColumns<Base> {
     }
 };
 
-// Of nvfp4, whose scales have been multiplied with weights.
+// nvfp4: parts are the eight blocks of 16 of a k-tile. Two of them are 32 elements of a row, of which two lanes each
+// have one.
 template <typename T>
 struct Columns<SharedTable16<T>> : TableColumns<SharedTable16<T>> {
     using Base = SharedTable16<T>;
     using Base::FIELDS, Base::X_WORDS;
+    using Own = unsigned[4];
+
+    __device__ __forceinline__ static void arrange_own(
+        const Own& w, unsigned (&first)[X_WORDS], unsigned (&second)[X_WORDS]) {
+        const unsigned lane = opaque(threadIdx.x % WARP), block = lane / 8;
+        const bool mine = lane / 4 % 2 == lane % 4 / 2;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned of_first = __shfl_sync(FULL_WARP, w[i], block * 4 + lane % 4);
+            const unsigned of_second = __shfl_sync(FULL_WARP, w[i], 16 + block * 4 + lane % 4);
+#pragma unroll
+            for (unsigned j = 0; j < 4; ++j) {
+                first[4 * j + i] = mine && block == j ? of_first : 0u;
+                second[4 * j + i] = mine && block == j ? of_second : 0u;
+            }
+        }
+    }
+    // Of both k-tiles the scale of the 32 elements whose two parts the lane has.
+    __device__ __forceinline__ static PartScales part_scales(const float (&own)[1], int t) {
+        return {{__shfl_sync(FULL_WARP, own[0], 4 * t), __shfl_sync(FULL_WARP, own[0], 16 + 4 * t)}};
+    }
 
     __device__ __forceinline__ static void multiply_block(
         const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
         unsigned lane, unsigned scales, unsigned eight, const PartScales& of_token, float (&acc)[4]) {
-        float part[4][4] = {};
+        const unsigned of_lane = scales + opaque(threadIdx.x % 4) * 2;
+        float part[2][2][4] = {};
+        unsigned scale[2][2];
 #pragma unroll
-        for (int item = 0; item < 2; ++item) {
+        for (int i = 0; i < 4; ++i)
+            scale[i / 2][i % 2] =
+                Base::two_of(shared_at<unsigned short>(of_lane + i / 2 * Base::SCALE_BYTES + i % 2 * eight));
+#pragma unroll
+        for (int step = 0; step < 16; ++step) {
+            const int item = step / 8, j = step / 2 % 4, h = step % 2;
+            const unsigned word[2] = {f[item][0][j], f[item][1][j]};
+            unsigned a[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i / 2][i % 2] = table_entry(entry_offset(word[i / 2], 2 * h + i % 2, lane));
             const unsigned (&x)[X_WORDS] = item ? second : first;
-            const unsigned at = scales + item * Base::SCALE_BYTES;
-            const unsigned stored[2] = {Base::scales_of(at), Base::scales_of(at + eight)};
-#pragma unroll
-            for (int s = 0; s < 8; ++s) {
-                const unsigned word[2] = {f[item][0][s / 2], f[item][1][s / 2]};
-                const unsigned scale[2] = {Base::pair_of(stored[0], s / 2), Base::pair_of(stored[1], s / 2)};
-                unsigned a[2][2];
-                Base::look_up(word, scale, s % 2, lane, a);
-                mma<T>(part[s % 4], a[0][0], a[1][0], a[0][1], a[1][1], x[2 * s], x[2 * s + 1]);
-            }
+            mma<T>(part[item][h], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * h], x[4 * j + 2 * h + 1]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[i] += of_token.of((part[0][i] + part[1][i]) + (part[2][i] + part[3][i]), i % 2);
+        for (int i = 0; i < 8; ++i) {
+            const int item = i / 4, at = i % 4;
+            const float sum = of_token.of(part[item][0][at] + part[item][1][at], item);
+            acc[at] = fmaf(sum, Word<T>::get(scale[item][at / 2], at % 2), acc[at]);
+        }
     }
 };
 

@@ -172,15 +172,24 @@ struct SharedTable16 : PairTable<T, unsigned char, NEIGHBOURS> {
         fill_low_first<T>(table, mine * Ue4m3Pair<T>::FACTOR, thread, threads);
     }
 
-    // The scales of a lane, a byte of each 32 elements of a row; what is no number is 0.
+    static constexpr unsigned SHIFT = Ue4m3Pair<T>::HALF ? 0x0080u : 0x0010u;
+
+    // What is no number is 0; bytes are less than 128.
+    __device__ __forceinline__ static unsigned numbers_of(unsigned bytes) {
+        const unsigned none = bytes + 0x01010101u & 0x80808080u;
+        return bytes & ~(none - (none >> 7));
+    }
+    // The scales of a lane, a byte of each 32 elements of a row.
     __device__ __forceinline__ static unsigned scales_of(unsigned at) {
         const uint2 all = shared_at<uint2>(at);
-        const unsigned own = __byte_perm(all.x, all.y, threadIdx.x & 2 ? 0x7531 : 0x6420) & 0x7f7f7f7fu;
-        const unsigned none = own + 0x01010101u & 0x80808080u;
-        return own & ~(none - (none >> 7));
+        return numbers_of(__byte_perm(all.x, all.y, threadIdx.x & 2 ? 0x7531 : 0x6420) & 0x7f7f7f7fu);
     }
+    // One of them, twice; or those that two bytes are.
     __device__ __forceinline__ static unsigned pair_of(unsigned scales, int j) {
-        return __byte_perm(scales, 0, 0x4440 + j) * (Ue4m3Pair<T>::HALF ? 0x00800080u : 0x00100010u);
+        return __byte_perm(scales, 0, 0x4440 + j) * (SHIFT * 0x10001u);
+    }
+    __device__ __forceinline__ static unsigned two_of(unsigned bytes) {
+        return numbers_of(__byte_perm(bytes, 0, 0x4140) & 0x007f007fu) * SHIFT;
     }
     // Step h of 32 elements: two bytes of row g's word, and of row g + 8's, with their scales.
     __device__ __forceinline__ static void look_up(
