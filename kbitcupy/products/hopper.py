@@ -360,8 +360,9 @@ def tile_refusal(problem: Problem) -> str | None:
         return f"rows of {k} elements are no multiples of {problem.fragments.multiple}"
     if max(n, k) >= 1 << 30 or n * k >= 1 << 36:
         return "numbers of 32 bits do not reach through the weight"
-    if problem.stored.scales < min(4, problem.fragments.scale_bytes):
-        return f"the planes of scales do not start at multiples of {problem.fragments.scale_bytes} bytes"
+    together = problem.fragments.scale_bytes * max(1, SIZES.GRANULE_K // problem.fragments.granule)
+    if problem.stored.scales < min(4, together):
+        return f"the planes of scales do not start at multiples of {together} bytes"
     return None if problem.stored.codes >= 16 else "the plane of codes does not start at a multiple of 16 bytes"
 
 

@@ -488,6 +488,11 @@ __device__ __forceinline__ void scale_words(
 #pragma unroll
         for (int i = 0; i < 2; ++i) own[i] = E4m4Pair<T>::of(raw.code[i]);
         return;
+    } else if constexpr (as_halves<Decoder>()) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            own[i] = Decoder::Raw::twice(raw.code[i]), offsets.own[i] = Decoder::Raw::twice(raw.next[i]);
+        return;
     }
     float s[2] = {raw.value(scales, 0), raw.value(scales, 1)};
     if constexpr (Offsets<Decoder>::ANY) offsets.fetch(raw, scales);
@@ -702,7 +707,9 @@ __device__ __forceinline__ void multiply_stages(
                 for (int i = 0; i < 2; ++i) {
                     decode_half<S>(field[i], h, base[i], pair[i]);
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) pair[i][j] = finish<S>(pair[i][j], h, j, base[i], own[i]);
+                    for (int j = 0; j < 8; ++j)
+                        pair[i][j] =
+                            finish<S>(pair[i][j], h, j, base[i], Decoder::SCALES > 1 && h ? offsets.own[i] : own[i]);
                 }
 #pragma unroll
                 for (int s = 0; s < 4; ++s)
@@ -774,6 +781,7 @@ __device__ __forceinline__ void multiply_stages(
     for (int j = 0; j < S::TOKENS / 2; ++j) {
         const int token = j / 4 * 8 + 2 * t + j % 2, i = j / 2 % 2;
         float up = Decoder::SCALE != E4M4 && SameType<T, __half>::VALUE ? __uint_as_float(top[i]) : 1.0f;
+        if constexpr (as_halves<Decoder>()) up = Decoder::Raw::POWER;
         if constexpr (S::OF_SUMS) up = 1.0f, sum[j] = total[j];
         if constexpr (Decoder::SHARES == OF_ROWS) up = raw.value(scales, i);
         *reinterpret_cast<float*>(sums + (k_group * S::SUMS + token * S::PITCH + row + 8 * i) * 4) = sum[j] * up;
