@@ -15,7 +15,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
-from ..backend.compile import Template
+from ..backend.compile import CXX_TYPES, Template
 from ..backend.launch import Kernel
 from ..backend.structs import Constants
 from ..formats.base import Fragments, all_fragments, register_templates
@@ -61,6 +61,17 @@ TILE_TOKENS = (8, 16, 32, 64, 128)
 # Microseconds to decode 64 rows of a stage: by a table; codes of so many bits by arithmetic; to add something to them,
 # and for each byte that it is worked out from.
 _BY_TABLE, _WORKED_OUT, _ADDED = 0.19, {4: 0.175, 8: 0.18}, (0.006, 0.0035)
+
+
+@functools.cache
+def for_type(fragments: Fragments, T: str) -> Fragments:
+    """How the kernel takes a format beside x of type `T`.
+
+    Where scale and offset are numbers of that type, it adds to each weight, which costs nothing beside.
+    """
+    half, _ = HALF_CXX
+    fused = "FLOAT16_PAIRS" in fragments.hopper and half == T
+    return dataclasses.replace(fragments, added=False) if fused else fragments
 
 
 def decoding(fragments: Fragments) -> float:
@@ -206,7 +217,8 @@ def tile_cuts() -> tuple[TileCut, ...]:
 
 def _arguments(fragments: Fragments, T: str, cut: TileCut, grouped: bool) -> str:
     numbers = ", ".join(map(str, dataclasses.astuple(cut)))
-    return f"{fragments.hopper.format(T=T)}, {numbers}, {str(grouped).lower()}, {cut.layout(fragments, grouped)}"
+    layout = cut.layout(for_type(fragments, T), grouped)
+    return f"{fragments.hopper.format(T=T)}, {numbers}, {str(grouped).lower()}, {layout}"
 
 
 def _template(instances: tuple[str, ...] = (), hot: bool = True, name: str = "linear_tile") -> Template:
@@ -228,7 +240,8 @@ def _templates() -> Iterator[Template]:
     # The sums of 64 tokens leave some of them one register too few.
     yield _template(instances(others, (TileCut(64, 2, 2, 1), TileCut(128, 2, 1, 1)), False), hot=False)
     yield _template(instances(decoders, (GROUPED_CUT,), True))
-    added = dict.fromkeys(fragments.hopper.format(T=T) for fragments in decoders if fragments.added for T in HALF_CXX)
+    typed = [(for_type(fragments, T), T) for fragments in decoders for T in HALF_CXX]
+    added = dict.fromkeys(fragments.hopper.format(T=T) for fragments, T in typed if fragments.added)
     yield _template(tuple(added), name="arrange_tokens")
 
 
@@ -249,6 +262,7 @@ class TileKernel(Fused):
         grouped: bool = False,
     ):
         super().__init__(fragments, shape, dtype)
+        fragments = for_type(fragments, self.cxx)
         n, k = shape
         self.kernel = _kernel(
             _arguments(fragments, self.cxx, cut, grouped), cut.threads, cut.shared(fragments, grouped)
@@ -389,6 +403,11 @@ def rounds_scales(problem: Problem, cut: TileCut) -> bool:
     return not exact and not (of_sums and TOKENS < cut.tokens <= 32)
 
 
+def _fragments(problem: Problem) -> Fragments:
+    assert problem.fragments is not None
+    return for_type(problem.fragments, CXX_TYPES[problem.dtype.name])
+
+
 class Hopper(Route):
     """``linear_tile``: a GEMM of up to 128 tokens by the copy engine and wgmma."""
 
@@ -410,7 +429,7 @@ class Hopper(Route):
         (n, k), m = problem.shape, problem.tokens
         if stage and problem.fragments.bits == 8:
             multiplying += cut.waves(n, m, processors) * (cut.k_groups - 1) * _JOINING
-        if cut.prepared(problem.fragments):
+        if cut.prepared(_fragments(problem)):
             multiplying = multiplying * (_RECORDS if cut.splits > 1 else 1.0) + _AHEAD
         elif problem.fragments.added:
             multiplying += cut.waves(n, m, processors) * cut.stages_of(k) * _MEANS
@@ -425,8 +444,7 @@ class Hopper(Route):
         tile = f"{cut.tokens} tokens x {cut.rows} rows a thread block"
         rounded = rounded_note(problem.fragments, problem.dtype, rounds_scales(problem, cut))
         parts = f"k in {cut.k_groups * cut.splits} parts"
-        assert problem.fragments is not None
-        ahead = ", x in its order ahead by arrange_tokens" if cut.prepared(problem.fragments) else ""
+        ahead = ", x in its order ahead by arrange_tokens" if cut.prepared(_fragments(problem)) else ""
         return f"weights decoded in registers: linear_tile, {tile}, {parts}{ahead}{rounded}"
 
     def _cut(self, problem: Problem) -> TileCut:

@@ -116,7 +116,9 @@ struct RawScales {
 //     SHARES, ORDER         who shares a scale; which elements are pairs
 //     Raw, RowScales        scales, as they are in memory: of a lane; of a row in a stage, OFFSETS
 //     SCALES                of a lane in a row: 2 where halves of a stage are of different blocks
-//     OFFSETS               whether something is added to code times scale
+//     OFFSETS               whether something is added to code times scale, as a product of its own
+//     FUSED                 whether it is added to each weight: scale and offset are numbers of T, and code times scale
+//                           plus offset, rounded once, is the weight that is decoded
 //     Base                  what pairs need beside the codes of a row
 //     FACTOR                what the table is multiplied by
 //     fill(table, mine, ...)    fill the table from a value a lane, lane i that of index i % VALUES
@@ -133,7 +135,7 @@ struct TileKbit {
     static constexpr int ENTRIES = K == 5 ? 32 : K == 3 ? 64 : 256, LANE_BYTES = K == 2 ? 8 : 4;
     static constexpr int SHARES = OF_GRANULES, ORDER = NEIGHBOURS;
     static constexpr int SCALES = 1;
-    static constexpr bool OFFSETS = false, NESTED = false;
+    static constexpr bool OFFSETS = false, FUSED = false, NESTED = false;
     static constexpr float FACTOR = FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f;
 
     // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
@@ -218,7 +220,7 @@ struct TileTable4 {
     static constexpr int BITS = 4, SCALE = FLOAT32, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
     static constexpr int SHARES = OF_BLOCKS, ORDER = NEIGHBOURS;
     static constexpr int SCALES = 1;
-    static constexpr bool OFFSETS = false, NESTED = DOUBLE_QUANT;
+    static constexpr bool OFFSETS = false, FUSED = false, NESTED = DOUBLE_QUANT;
     static constexpr float FACTOR = 1.0f;
 
     __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
@@ -317,7 +319,7 @@ struct TileNibbles {
     static constexpr int BITS = 4, SCALE = SCALE_, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
     static constexpr int SHARES = SCALE == SIX_BITS ? OF_BLOCKS : OF_GRANULES, ORDER = ORDER_;
     static constexpr int SCALES = SCALE == UE4M3_HALVES ? 2 : 1;
-    static constexpr bool OFFSETS = false, NESTED = false;
+    static constexpr bool OFFSETS = false, FUSED = false, NESTED = false;
     static constexpr float FACTOR = 1.0f;
 
     __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
@@ -423,18 +425,20 @@ struct RawIntegers {
         return usable(s);
     }
 
-    // OFFSETS: the scale of the second half of a stage, and what is added to code less the middle one, times scale.
+    // OFFSETS: the scale of the second half of a stage, and what is added to code less the middle one, times scale;
+    // FUSED: to code times scale.
     __device__ __forceinline__ void offset(const TileScales& from, int i, float& second, float& added) const {
         second = value(from, i), added = added_to(second, number(point[i]));
     }
     __device__ __forceinline__ static float added_to(float scale, float offset) {
-        return Decoder::SIGNED ? offset : fmaf(scale, 1 << (Decoder::BITS - 1), offset);
+        return Decoder::SIGNED || Decoder::FUSED ? offset : fmaf(scale, 1 << (Decoder::BITS - 1), offset);
     }
 
     // The code of zero, from 0 on.
     __device__ __forceinline__ int zero(int i) const {
         constexpr int MIDDLE = 1 << (Decoder::BITS - 1), LOWEST = Decoder::SIGNED ? -MIDDLE : 0;
-        if constexpr (Decoder::POINTS == NO_ZERO_POINTS || Decoder::OFFSETS) return MIDDLE;
+        if constexpr (Decoder::FUSED) return 0;
+        else if constexpr (Decoder::POINTS == NO_ZERO_POINTS || Decoder::OFFSETS) return MIDDLE;
         else return min(max(point[i], LOWEST), LOWEST + 2 * MIDDLE - 1) - LOWEST;
     }
 };
@@ -647,7 +651,8 @@ struct TileIntegers {
     using RowScales = typename RawOf<TileIntegers, POINTS_>::Row;
     static constexpr int BITS = BITS_, ORDER = ORDER_, SCALE = SCALE_, POINTS = POINTS_, SHARES = SHARES_;
     static constexpr int VALUES = 0, ENTRIES = 0, LANE_BYTES = 0, FIELDS = 4;
-    static constexpr bool OFFSETS = POINTS == FLOAT_OFFSETS || POINTS == INNER_OFFSETS;
+    static constexpr bool FUSED = SCALE == FLOAT16_PAIRS && SameType<T, __half>::VALUE;
+    static constexpr bool OFFSETS = (POINTS == FLOAT_OFFSETS || POINTS == INNER_OFFSETS) && !FUSED;
     static constexpr int SCALES = POINTS == INNER_OFFSETS ? 2 : 1;
     static constexpr bool SIGNED = SIGNED_, NESTED = false, IS_HALF = SameType<T, __half>::VALUE;
     static_assert(BITS == 4 || ORDER == TWO_APART, "bytes are cut out by a mask");

@@ -13,7 +13,8 @@
 // another stage. Up to 8 tokens need neither: they go from shared memory to the lanes as operand B of mma.
 //
 // Where something is added to code times scale, it is added as a product, too: of what is added to a granule and the
-// sum of x over it, one more step along k, for which those warps write means of x behind the weights.
+// sum of x over it, one more step along k, for which those warps write means of x behind the weights. Where scale and
+// offset are numbers of x's type it is added to each weight (FUSED).
 //
 // With 64 tokens all that is more than three warps can do while a stage is multiplied. There, arrange_tokens has
 // brought x into order ahead, and made the means, for all thread blocks; and the four warps work out, for each row
@@ -131,6 +132,7 @@ struct Tiling {
     static constexpr bool OF_SUMS = Decoder::SHARES == OF_STAGES && !Decoder::OFFSETS && TOKENS <= 32 && !DIRECT,
                           OF_WEIGHTS = Decoder::SHARES != OF_ROWS && !OF_SUMS;
     static_assert(!Decoder::OFFSETS || (OF_WEIGHTS && !DIRECT), "offsets are relative to what scales are relative to");
+    static_assert(!Decoder::FUSED || OF_WEIGHTS, "an offset is added to what a scale multiplies");
     static constexpr bool PREPARED = Decoder::OFFSETS && TOKENS >= 64 && !GROUPED;  // x, and the records of rows
     // Of x, its second half, and the weights in a stage. DIRECT: the lanes t and t + 2 must not meet in a bank.
     static constexpr int X_BYTES = TOKENS * STAGE_K * 2, HALF_AT = DIRECT ? 1024 + 256 : X_BYTES / 2;
@@ -433,17 +435,17 @@ __device__ __forceinline__ void prepare_stages(
 }
 
 // What stands beside `own`: the scales of a second half that has others; where something is added to code times scale,
-// that, as operand A of a step along k beside the means of x.
+// that, as operand A of a step along k beside the means of x, or FUSED, twice in a word.
 template <typename Decoder>
 struct Offsets {
-    static constexpr bool ANY = Decoder::OFFSETS || Decoder::SCALES > 1;
+    static constexpr bool ADDED = Decoder::OFFSETS || Decoder::FUSED, ANY = ADDED || Decoder::SCALES > 1;
     float s[2], added[2];
-    unsigned own[2], step[4];
+    unsigned own[2], step[4], plus[2];
 
     __device__ __forceinline__ void fetch(const typename Decoder::Raw& raw, const TileScales& scales) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if constexpr (Decoder::OFFSETS) raw.offset(scales, i, s[i], added[i]);
+            if constexpr (ADDED) raw.offset(scales, i, s[i], added[i]);
             else s[i] = raw.second(i), added[i] = 0.0f;
         }
     }
@@ -465,6 +467,7 @@ struct Offsets {
         using W = Word<typename Decoder::Type>;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            plus[i] = W::pack(added[i], added[i]);
             const float all = added[i] * GRANULE_K;  // of means
             own[i] = W::pack(s[i], s[i]), step[i] = W::pack(all, all * (1.0f / REST));
             step[2 + i] = W::pack(all - W::get(step[i], 0), 0.0f);
@@ -611,8 +614,9 @@ __device__ __forceinline__ void decode_half(
 // The last operation.
 template <typename S>
 __device__ __forceinline__ unsigned finish(
-    unsigned pair, int h, int q, const typename S::Decoder::Base& base, unsigned own) {
-    if constexpr (S::OF_WEIGHTS) return Word<typename S::Decoder::Type>::multiply(pair, own);
+    unsigned pair, int h, int q, const typename S::Decoder::Base& base, unsigned own, unsigned plus) {
+    if constexpr (S::Decoder::FUSED) return fma_pairs<typename S::Decoder::Type>(pair, own, plus);
+    else if constexpr (S::OF_WEIGHTS) return Word<typename S::Decoder::Type>::multiply(pair, own);
     else return S::Decoder::settle(pair, h, q, base);
 }
 
@@ -708,8 +712,9 @@ __device__ __forceinline__ void multiply_stages(
                     decode_half<S>(field[i], h, base[i], pair[i]);
 #pragma unroll
                     for (int j = 0; j < 8; ++j)
-                        pair[i][j] =
-                            finish<S>(pair[i][j], h, j, base[i], Decoder::SCALES > 1 && h ? offsets.own[i] : own[i]);
+                        pair[i][j] = finish<S>(
+                            pair[i][j], h, j, base[i], Decoder::SCALES > 1 && h ? offsets.own[i] : own[i],
+                            offsets.plus[i]);
                 }
 #pragma unroll
                 for (int s = 0; s < 4; ++s)
@@ -750,7 +755,7 @@ __device__ __forceinline__ void multiply_stages(
             for (int j = 0; j < 16; ++j)
                 a[j / 4][j % 4] = finish<S>(
                     a[j / 4][j % 4], h, j / 4 * 2 + j % 4 / 2, base[j % 2],
-                    Decoder::SCALES > 1 && h && !S::PREPARED ? offsets.own[j % 2] : own[j % 2]);
+                    Decoder::SCALES > 1 && h && !S::PREPARED ? offsets.own[j % 2] : own[j % 2], offsets.plus[j % 2]);
             fence_operands(a);
             if constexpr (S::OF_SUMS)
                 if (h == 0) add_stage(sum, factor, total), factor[0] = next_factor[0], factor[1] = next_factor[1];

@@ -94,14 +94,24 @@ def test_what_is_rounded_is_said():
 
 
 def test_what_is_brought_into_order_ahead():
-    """x, for all thread blocks, where something is added and the tokens are many; experts have few."""
-    for spec, ahead in (("q4_k", True), ("q4_1", True), ("int4:block=64,zero=float", True), ("q4_0", False)):
-        fragments = kb.get_format(spec).fragments()
-        for cut in INTEGER_CUTS:
-            assert cut.prepared(fragments) == (ahead and cut.tokens == 64)
-            assert not cut.prepared(fragments, grouped=True)
-        assert ("arrange_tokens" in hopper.Hopper().describe(problem(spec, (28672, 8192), 64))) == ahead
-        assert "arrange_tokens" not in hopper.Hopper().describe(problem(spec, (28672, 8192), 16))
+    """x, for all thread blocks, where something is added and the tokens are many; experts have few.
+
+    Not where a weight is what one operation of x's type makes of its code.
+    """
+    for spec, half, other in (
+        ("q4_k", True, True),
+        ("q4_1", False, True),
+        ("int4:block=64,zero=float", True, True),
+        ("q4_0", False, False),
+    ):
+        for ahead, dtype, T in zip((half, other), (HALF[0], BFLOAT16), hopper.HALF_CXX, strict=True):
+            fragments = hopper.for_type(kb.get_format(spec).fragments(), T)
+            for cut in INTEGER_CUTS:
+                assert cut.prepared(fragments) == (ahead and cut.tokens == 64)
+                assert not cut.prepared(fragments, grouped=True)
+            describe = hopper.Hopper().describe
+            assert ("arrange_tokens" in describe(problem(spec, (28672, 8192), 64, dtype))) == ahead
+            assert "arrange_tokens" not in describe(problem(spec, (28672, 8192), 16, dtype))
 
 
 def test_what_is_refused():
@@ -110,6 +120,8 @@ def test_what_is_refused():
     assert "no multiples of 128" in tile_refusal(problem("int4:block=128", (64, 1056)))
     assert "16 bytes" in tile_refusal(problem("int4:block=32", (64, 1040)))
     assert "planes of scales" in tile_refusal(problem("int4:block=32", stored=Stored(scales=2)))
+    assert tile_refusal(problem("nvfp4", stored=Stored(scales=2))) is None
+    assert "multiples of 2 bytes" in tile_refusal(problem("nvfp4", stored=Stored(scales=1)))
 
 
 @pytest.mark.parametrize("shape", [(28672, 8192), (8192, 8192), (14336, 4096)])
