@@ -270,7 +270,7 @@ _ROUTES = Generic(), Decoded()
 _QUANTIZING = 12.0
 # ... that quantizes them, while weights are on their way; how much longer more than eight take, whose sums have scales;
 # of a thread block, to quantize a token itself.
-_AHEAD, _MORE, _QUANTIZED = 5.5, 1.3, 0.5
+_AHEAD, _MORE, _QUANTIZED = 3.5, 1.17, 0.5
 # Of codes that are read in place: microseconds of the launches, and the fraction of the bandwidth at which codes pass,
 # of one token, of 8 and of more.
 _STREAM_START = 4.0

@@ -107,9 +107,9 @@ struct FewTokens {
         commit_copies();
     }
 
-    // Wait for what this thread has copied: that came before all weights.
+    // Wait for what this thread has copied: that came before all weights, but for tokens that another launch quantizes.
     __device__ __forceinline__ void wait_own() const {
-        if (!Kind::HALVES && (!Kind::X_BULK || by_lines) && staged) wait_copies<1>();
+        if (!Kind::HALVES && (!Kind::X_BULK || by_lines) && staged) wait_copies<Kind::BLOCKED ? 0 : 1>();
     }
     // Wait for what TMA brings.
     __device__ __forceinline__ void wait_boxes() const {

@@ -133,9 +133,9 @@ class TestFew:
             x = tokens((m, k), dtype, cupy, mean=m % 2)
             assert_right(product(x, q, bias, FRAGMENTS), x, q, bias)
 
-    @pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_1", "iq4_nl", "iq4_xs", "mxfp4"])
+    @pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_1", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4"])
     def test_quantized_tokens(self, cupy, name):
-        block = kb.get_format(name).block
+        block = max(kb.get_format(name).block, 32)
         for n, k, m in (
             (1, block, 1),
             (33, 3 * block, 3),
