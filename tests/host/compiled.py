@@ -24,7 +24,16 @@ from kbitcupy.errors import FormatError
 from kbitcupy.formats.base import samples
 
 HERE = Path(__file__).resolve().parent
-OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-fPIC", "-shared")
+OPTIONS = (
+    "-std=c++17",
+    "-O1",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-U_FORTIFY_SOURCE",
+    "-Wno-unknown-pragmas",
+    "-fPIC",
+    "-shared",
+)
 
 
 @functools.cache

@@ -7,8 +7,6 @@
 
 #include <csetjmp>
 #include <cstring>
-#include <memory>
-#include <vector>
 
 struct Index {
     unsigned x, y, z;
@@ -30,12 +28,12 @@ namespace host_grid {  // so that no name is one of the C library's
 // of contexts, which asks the system.
 struct Turn {
     static constexpr std::size_t STACK = 1 << 18;
-    std::unique_ptr<char[]> stack{new char[STACK]};
+    char* stack;
     ucontext_t first;
     jmp_buf next;
     bool begun, ended;
 };
-inline std::vector<std::unique_ptr<Turn>> turns;  // whose stacks the next launch uses again
+inline Turn turns[1024];  // whose stacks the next launch uses again
 inline unsigned whose, step;
 inline jmp_buf launched;
 
@@ -46,7 +44,7 @@ inline void (*work)();
 [[noreturn]] inline void next_turn() {
     for (unsigned i = 0; i < blockDim.x; ++i) {
         whose = (whose + step) % blockDim.x;
-        Turn& next = *turns[whose];
+        Turn& next = turns[whose];
         if (next.ended) continue;
         if (next.begun) _longjmp(next.next, 1);
         next.begun = true;
@@ -57,7 +55,7 @@ inline void (*work)();
 
 inline void begin_turn() {
     work();
-    turns[whose]->ended = true;
+    turns[whose].ended = true;
     next_turn();
 }
 
@@ -66,7 +64,7 @@ inline void give_way() {
     const Index thread = threadIdx, block = blockIdx;
     Threads* const warp = this_warp;
     const FloatMode mode = float_mode();
-    if (!_setjmp(turns[whose]->next)) next_turn();
+    if (!_setjmp(turns[whose].next)) next_turn();
     threadIdx = thread, blockIdx = block, this_warp = warp;
     set_float_mode(mode);
 }
@@ -75,10 +73,9 @@ inline void give_way() {
 
 // Threads that wait for each other, and what lanes of a warp show each other.
 struct Threads {
-    unsigned threads, arrived = 0, rounds = 0;
+    unsigned threads = 32, arrived = 0, rounds = 0;
     std::uint64_t shown[32];
 
-    explicit Threads(unsigned threads) : threads(threads) {}
     void wait() {
         if (++arrived == threads) {
             arrived = 0, ++rounds;
@@ -122,11 +119,10 @@ template <typename Kernel>
 void launch(unsigned width, unsigned height, unsigned threads, const Kernel& kernel) {
     using namespace host_grid;
     gridDim = {width, height, 1}, blockDim = {threads, 1, 1};
-    Threads block(threads);
-    std::vector<Threads> warps(threads / 32 + 1, Threads(32));
+    Threads block{threads}, warps[32];
     static const Kernel* called;
     static Threads* all_warps;
-    called = &kernel, all_warps = warps.data(), this_block = &block;
+    called = &kernel, all_warps = warps, this_block = &block;
     work = [] {
         set_float_mode(FLUSHING_MODE);
         threadIdx = {whose, 0, 0}, this_warp = all_warps + whose / 32;
@@ -137,12 +133,12 @@ void launch(unsigned width, unsigned height, unsigned threads, const Kernel& ker
             this_block->wait();
         }
     };
-    while (turns.size() < threads) turns.push_back(std::make_unique<Turn>());
     for (unsigned t = 0; t < threads; ++t) {
-        Turn& turn = *turns[t];
+        Turn& turn = turns[t];
         turn.begun = turn.ended = false;
+        if (turn.stack == nullptr) turn.stack = new char[Turn::STACK];
         getcontext(&turn.first);
-        turn.first.uc_stack.ss_sp = turn.stack.get(), turn.first.uc_stack.ss_size = Turn::STACK;
+        turn.first.uc_stack.ss_sp = turn.stack, turn.first.uc_stack.ss_size = Turn::STACK;
         makecontext(&turn.first, begin_turn, 0);
     }
     const FloatMode mode = float_mode();
