@@ -7,8 +7,9 @@ format does, and a new format has one on the day it is registered.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -86,16 +87,16 @@ def layout_of(format: Format) -> Layout:
     """Ask the decoder of a format which elements change with every bit."""
     size = size_of(format)
     specs = format.planes((size,))
-    found = {name: [set() for _ in range(_bits(spec))] for name, spec in specs.items()}
+    found = {name: np.zeros((_bits(spec), size), bool) for name, spec in specs.items()}  # which elements a bit changes
     rng = np.random.default_rng(0)
-    tried = silent = 0
+    tried = silent = known = 0
 
-    def complete() -> bool:
-        return all(_told(spec, size, found[name]) is not None for name, spec in specs.items())
+    @functools.cache
+    def complete(known: int) -> bool:
+        return all(_told(spec, size, _sets(found[name])) is not None for name, spec in specs.items())
 
     least = _OFTEN if sum(map(len, found.values())) < _FEW and _of_blocks(specs) else 0
-    while tried < least or silent < _PATIENCE or (tried < _ALL and not complete()):
-        known = sum(len(bit) for bits in found.values() for bit in bits)
+    while tried < least or silent < _PATIENCE or (tried < _ALL and not complete(known)):
         if tried % _ALL == 0:
             begin = {name: rng.integers(0, 256, _bits(spec) // 8, np.uint8) for name, spec in specs.items()}
         planes = {name: _filled(spec, begin[name] + np.uint8(tried % _ALL), rng) for name, spec in specs.items()}
@@ -106,17 +107,21 @@ def layout_of(format: Format) -> Layout:
             turned = np.repeat(raw[None], len(bits), axis=0)
             number = np.arange(len(bits))
             turned[number, number // 8] ^= (1 << number % 8).astype(np.uint8)
-            for bit, after in enumerate(_all_decoded(format, planes, name, turned, size)):
-                bits[bit].update(np.flatnonzero(after != before).tolist())
-        told = known < sum(len(bit) for bits in found.values() for bit in bits)
-        silent = 0 if told else silent + 1
+            bits |= _all_decoded(format, planes, name, turned, size) != before
+        now = sum(int(np.count_nonzero(bits)) for bits in found.values())
+        silent, known = 0 if known < now else silent + 1, now
     fields = []
     for name, spec in specs.items():
         width = 8 * np.dtype(spec.dtype).itemsize
-        elements = [tuple(sorted(bit)) for bit in _told(spec, size, found[name]) or found[name]]
+        bits = _sets(found[name])
+        elements = [tuple(sorted(bit)) for bit in _told(spec, size, bits) or bits]
         entries = tuple(tuple(elements[at : at + width]) for at in range(0, len(elements), width))
         fields.append(Field(name, np.dtype(spec.dtype), spec.scope, entries))
     return Layout(size, tuple(fields), hasattr(format, "fields"))
+
+
+def _sets(changed: np.ndarray) -> list[set[int]]:
+    return [set(np.flatnonzero(row).tolist()) for row in changed]
 
 
 def _of_blocks(specs: Mapping[str, Plane]) -> bool:
@@ -187,16 +192,20 @@ def _decoded(format: Format, planes: dict[str, np.ndarray], size: int) -> np.nda
     return out.view(np.uint32)
 
 
-def _all_decoded(
-    format: Format, planes: dict[str, np.ndarray], name: str, turned: np.ndarray, size: int
-) -> Iterable[np.ndarray]:
-    """What planes decode to with each row of `turned` in the place of one; where all are of blocks, at once."""
+def _all_decoded(format: Format, planes: dict[str, np.ndarray], name: str, turned: np.ndarray, size: int) -> np.ndarray:
+    """What planes decode to with each row of `turned` in the place of one, row by row.
+
+    At once where planes grow with the array, or are those of every array, and this one grows.
+    """
     dtype, count = planes[name].dtype, len(turned)
-    if _of_blocks(format.planes((size,))):
-        many = {other: np.tile(plane, count) for other, plane in planes.items()}
+    specs, lengths = format.planes((count * size,)), {other: len(plane) for other, plane in planes.items()}
+    grow = {other for other, spec in specs.items() if spec.shape[0] == count * lengths[other]}
+    if name in grow and all(other in grow or spec.shape[0] == lengths[other] for other, spec in specs.items()):
+        many = {other: np.tile(plane, count) if other in grow else plane for other, plane in planes.items()}
         many[name] = turned.reshape(-1).view(dtype)
         return _decoded(format, many, count * size).reshape(count, size)
-    return (_decoded(format, {**planes, name: row.view(dtype)}, size) for row in turned)
+    rows = [_decoded(format, {**planes, name: row.view(dtype)}, size) for row in turned]
+    return np.reshape(rows, (count, size))
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -607,9 +606,28 @@ def _escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-# Workers of Dask have imported what they are made of before the first task that brings such an array. What it weighs
-# they learn of an installed package by an entry point, too; where it lies, so that a full GPU is relieved, only here.
+# ---- what Dask is told -----------------------------------------------------------------------------------------------
+
+
+def weight(q: QuantizedArray) -> int:
+    """Bytes of the planes. A worker of Dask asks for them before it keeps a result, and then it has imported what it is
+    made of, which may have been after this module: the program that starts a cluster is imported first of all.
+    """
+    _tell_dask_cuda()
+    return q.nbytes
+
+
+def _tell_dask_cuda() -> None:
+    """Where it is loaded, it moves arrays from a GPU that is full to the host."""
+    if "dask_cuda.is_device_object" in sys.modules:
+        sys.modules["dask_cuda.is_device_object"].is_device_object.register(QuantizedArray, _is_on_gpu)
+
+
+def _is_on_gpu(q: QuantizedArray) -> bool:
+    return q.device != "cpu"
+
+
+# Of an installed package Dask learns by an entry point, too.
 if "dask.sizeof" in sys.modules:
-    sys.modules["dask.sizeof"].sizeof.register(QuantizedArray, operator.attrgetter("nbytes"))
-if "dask_cuda.is_device_object" in sys.modules:
-    sys.modules["dask_cuda.is_device_object"].is_device_object.register(QuantizedArray, lambda q: q.device != "cpu")
+    sys.modules["dask.sizeof"].sizeof.register(QuantizedArray, weight)
+_tell_dask_cuda()

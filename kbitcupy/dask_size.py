@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 
@@ -10,8 +9,8 @@ def register(sizeof: Any) -> None:
     """Tell Dask's ``sizeof``, which calls this when it is imported; kbitcupy is imported with the first such array."""
 
     def tell() -> None:
-        from .array import QuantizedArray
+        from .array import QuantizedArray, weight
 
-        sizeof.register(QuantizedArray, operator.attrgetter("nbytes"))
+        sizeof.register(QuantizedArray, weight)
 
     sizeof.register_lazy("kbitcupy", tell)

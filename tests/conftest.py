@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import tempfile
 import warnings
 
 import numpy
@@ -58,6 +59,14 @@ def find_cupy():
     except ImportError as error:
         return None, f"needs a GPU, and CuPy cannot be imported: {error}"
     return (cupy, "") if cupy.cuda.is_available() else (None, "needs a GPU, and CuPy finds none")
+
+
+def pytest_configure(config):
+    # What one process of a run compiles for the host, the others need not.
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="kbitcupy-host-")
+        os.environ["KBITCUPY_HOST_LIBRARIES"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_report_header(config):

@@ -95,6 +95,8 @@ def random_format(rng, shape):
         value = random_option(rng, option, plain, shape) if rng.random() < 0.4 else None
         if value is not None:
             options[option] = value
+    if not options:
+        return plain, {}
     try:
         chosen = base.resolve(name, **options)
         kb.quantize(np.ones(fitting(plain, shape), np.float32), chosen)

@@ -123,16 +123,22 @@ def test_planes_travel_beside_the_pickle(x):
     assert all(np.shares_memory(again.planes[name], plane) for name, plane in q.planes.items() if plane.size)
 
 
-def test_spilling_is_told_to_dask_cuda_where_that_is_loaded(tmp_path):
-    """`dask_cuda.is_device_object` as far as it is asked: a worker has imported it before its first task."""
+@pytest.mark.parametrize("first", ["dask_cuda.is_device_object", "dask.sizeof", "kbitcupy"])
+def test_spilling_is_told_to_dask_cuda_where_that_is_loaded(tmp_path, first):
+    """`dask_cuda.is_device_object` as far as it is asked: by a worker, which has weighed the array before.
+
+    A worker has imported it before its first task, but before that the program that started the cluster.
+    """
     (tmp_path / "dask_cuda").mkdir()
     (tmp_path / "dask_cuda" / "__init__.py").write_text("")
     (tmp_path / "dask_cuda" / "is_device_object.py").write_text(
         "from dask.utils import Dispatch\nis_device_object = Dispatch()\nis_device_object.register(object, bool)\n"
     )
     program = (
-        "import dask_cuda.is_device_object as m, numpy as np, kbitcupy as kb\n"
+        f"import {first}, numpy as np, kbitcupy as kb\n"
+        "import dask.sizeof, dask_cuda.is_device_object as m, kbitcupy.dask\n"
         "q = kb.quantize(np.ones((2, 64), np.float32), 'nf4')\n"
+        "assert dask.sizeof.sizeof(q) == q.nbytes\n"
         "print(m.is_device_object(q), m.is_device_object(5))"
     )
     path = [str(tmp_path), *filter(None, sys.path)]

@@ -93,7 +93,7 @@ def test_sums_add_up():
 
 def test_pieces_do_not_show(monkeypatch):
     wanted = metrics.sums(X, Y)
-    monkeypatch.setattr(metrics, "_CHUNK", 100)
+    monkeypatch.setattr(metrics, "_HOST_CHUNK", 100)
     pieces = metrics.sums(X, Y)
     assert pieces.count == wanted.count and pieces.noise == pytest.approx(wanted.noise)
     assert pieces.mean == pytest.approx(wanted.mean) and pieces.spread == pytest.approx(wanted.spread)

@@ -6,6 +6,7 @@
 import argparse
 import ctypes
 import functools
+import hashlib
 import mmap
 import os
 import shutil
@@ -24,7 +25,10 @@ from kbitcupy.errors import FormatError
 from kbitcupy.formats.base import samples
 
 HERE = Path(__file__).resolve().parent
-OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-fPIC", "-shared")
+OPTIONS = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas",
+           "-fPIC", "-shared")  # fmt: skip
+#: To compile takes longer than the tests run: only for many blocks code is made faster.
+LEVEL = ["-O0"]
 
 
 @functools.cache
@@ -35,20 +39,29 @@ def compiler():
 
 
 @functools.cache
-def _scratch():
+def _own_folder():
     return tempfile.TemporaryDirectory(prefix="kbitcupy-host-")
 
 
 @functools.cache
 def build(source, folders=()):
-    """A shared library of a C++ text that begins with ``shim.h``; headers are looked for in `folders`, then ours."""
-    name = Path(_scratch().name) / f"{abs(hash((source, folders))):x}"
-    name.with_suffix(".cpp").write_text(f'#include "shim.h"\n{source}')
+    """A shared library of a C++ text that begins with ``shim.h``; headers are looked for in `folders`, then ours.
+
+    Processes of a run that have KBITCUPY_HOST_LIBRARIES, a folder, find there what another one has compiled.
+    """
     included = [f"-I{folder}" for folder in (*folders, HERE, kernel_folder())]
-    command = [compiler(), *OPTIONS, *included, str(name.with_suffix(".cpp")), "-o", str(name.with_suffix(".so"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
-    return ctypes.CDLL(str(name.with_suffix(".so")))
+    text = f'#include "shim.h"\n{source}'
+    name = hashlib.sha256("\0".join((compiler(), *LEVEL, *included, text)).encode()).hexdigest()[:32]
+    library = Path(os.environ.get("KBITCUPY_HOST_LIBRARIES") or _own_folder().name, f"{name}.so")
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            file, made = Path(folder, "source.cpp"), Path(library.parent, f"{name}.{os.getpid()}")
+            file.write_text(text)
+            command = [compiler(), *OPTIONS, *LEVEL, *included, str(file), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+            made.replace(library)
+    return ctypes.CDLL(str(library))
 
 
 @functools.cache
@@ -212,6 +225,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("formats", nargs="*", default=None)
     options = parser.parse_args()
+    LEVEL[0] = "-O1"
     wrong = 0
     for text in options.formats or all_formats():
         format, rng, done, differ = kb.get_format(text), np.random.default_rng(options.seed), 0, 0

@@ -1,0 +1,116 @@
+"""The jobs of .ci/scale.py, small and on the host, which stands for both GPUs."""
+
+import contextlib
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kbitcupy as kb
+
+FILE = Path(__file__).resolve().parent.parent.parent / ".ci" / "scale.py"
+SPEC = importlib.util.spec_from_file_location("scale", FILE)
+scale = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(scale)
+
+
+class Array(np.ndarray):
+    """NumPy's, with what an array on a GPU has beside."""
+
+    def set(self, x, stream):
+        self[...] = x
+
+
+class Cuda:
+    """CuPy, as far as the prototype asks for it."""
+
+    Device = Stream = staticmethod(lambda *_, **__: contextlib.nullcontext())
+    alloc_pinned_memory = staticmethod(lambda nbytes: np.empty(nbytes + 100, np.uint8))
+    empty = staticmethod(lambda shape, dtype: np.empty(shape, dtype).view(Array))
+    asnumpy = staticmethod(lambda x, out: np.copyto(out, x))
+
+
+Cuda.cuda = Cuda
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    monkeypatch.setattr(scale, "SHAPE", (32, 64))
+    monkeypatch.setattr(scale, "ELEMENTS", 1 << 14)
+    monkeypatch.setattr(scale, "_cupy", lambda: Cuda)
+    monkeypatch.setattr(scale, "devices", lambda: ["cpu", "cpu"])
+    return tmp_path
+
+
+def test_every_job_has_the_bytes_of_one_worker(small, capsys, monkeypatch):
+    """All of them by threads: processes take seconds to begin."""
+    threads = scale.executors.local
+    monkeypatch.setattr(scale.executors, "local", lambda workers, gpus=(), nbytes=0: threads(workers, ["cpu"]))
+    scale.main([str(small), "gpus", "numpy", "--rounds", "1", "--shards", "16"])
+    found = capsys.readouterr().out
+    assert "NO" not in found.split()
+    for direction in ("quantize", "dequantize"):
+        for who in ("1 worker", "8 workers on each of two, threads", "4 workers on each of two, processes"):
+            assert f"{direction}, {who}, GB/s" in found
+        assert f"{direction}, 8 workers on each of two GPUs beside 8 on one" in found
+    assert "dequantize, 4 workers beside the prototype" in found
+    assert "NumPy, 8 processes and their start beside one" in found
+    assert not list(small.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux, which says what a process has had")
+def test_peak_of_memory(small, capsys, monkeypatch):
+    kb.io.save(small / "a.safetensors", {"w": np.zeros((64, 64), np.float32)})
+    assert 1e7 < scale._peak("quantize", small / "a.safetensors", small / "b.safetensors", 1, "cpu") < 1e9
+    assert kb.io.load(small / "b.safetensors")["w"].shape == (64, 64)
+
+    def peak(direction, source, out, workers, device):
+        if out.name == "out":
+            scale.job(direction, source, out, None, device)
+        return 1e9 + workers * 2 * 32 * 64 * 2
+
+    monkeypatch.setattr(scale, "_peak", peak)
+    assert not scale.main([str(small), "memory", "--shards", "2"])
+    assert capsys.readouterr().out.count("peak over workers x largest tensor") == 4
+
+
+@pytest.mark.skipif(not hasattr(scale.os, "sched_setaffinity"), reason="needs CPUs that can be chosen")
+def test_pairs_of_cores(small, monkeypatch, capsys):
+    seconds = {"nf4 of float32": [2.0, 1.0], "loops": [2.0, 1.5]}
+    monkeypatch.setattr(scale.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(scale, "_siblings", lambda cpu: [cpu])
+    monkeypatch.setattr(scale, "ProcessPoolExecutor", lambda *_, initargs, **__: Inline(seconds))
+    assert not scale.main([str(small), "cores", "--shards", "1"])
+    assert "workers=2 beside 1: nf4 of float32" in capsys.readouterr().out
+    assert set(scale._two_threads(1)) == {"loops", *(f"{format} of {dtype}" for format, dtype in scale.CORES)}
+
+
+class Inline(scale.executors.Inline):
+    """Gives what was not measured."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def submit(self, function, *arguments):
+        return super().submit(lambda: self.found)
+
+
+def test_bytes_that_differ_are_seen(small):
+    for name in ("a", "b"):
+        scale.write_checkpoint(small / name, 2)
+    assert scale.same(small / "a", small / "b")
+    path = small / "b" / scale._name(1, 2)
+    data = np.fromfile(path, np.uint8)
+    data[-1] ^= 1
+    data.tofile(path)
+    assert not scale.same(small / "a", small / "b")
+    (small / "c").mkdir()
+    assert not scale.same(small / "c", small / "a")
+
+
+def test_what_falls_short_is_named(capsys):
+    lines = scale.Lines()
+    lines.add("a", 1.6, 1.7), lines.add("b", 1.8, 1.7), lines.add("c", 3.0, most=2.5), lines.add("d", 1.0)
+    lines.right("e", True), lines.right("f", False)
+    assert [line[0] for line in lines.short] == ["a", "c", "f"]
