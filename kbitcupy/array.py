@@ -618,9 +618,12 @@ def weight(q: QuantizedArray) -> int:
 
 
 def _tell_dask_cuda() -> None:
-    """Where it is loaded, it moves arrays from a GPU that is full to the host."""
-    if "dask_cuda.is_device_object" in sys.modules:
-        sys.modules["dask_cuda.is_device_object"].is_device_object.register(QuantizedArray, _is_on_gpu)
+    """Where it is loaded, it moves arrays from a GPU that is full to the host. While it is being loaded it has no such
+    function yet: importing it first imports Dask, which imports this package where that is installed.
+    """
+    told = getattr(sys.modules.get("dask_cuda.is_device_object"), "is_device_object", None)
+    if told is not None:
+        told.register(QuantizedArray, _is_on_gpu)
 
 
 def _is_on_gpu(q: QuantizedArray) -> bool:
