@@ -62,11 +62,16 @@ def find_cupy():
 
 
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        return
     # What one process of a run compiles for the host, the others need not.
-    if not hasattr(config, "workerinput"):
-        folder = tempfile.TemporaryDirectory(prefix="kbitcupy-host-")
-        os.environ["KBITCUPY_HOST_LIBRARIES"] = folder.name
-        config.add_cleanup(folder.cleanup)
+    folder = tempfile.TemporaryDirectory(prefix="kbitcupy-host-")
+    os.environ["KBITCUPY_HOST_LIBRARIES"] = folder.name
+    config.add_cleanup(folder.cleanup)
+    # Where there is a process for each core, more threads would wait for each other most of the time.
+    if getattr(config.option, "numprocesses", None):
+        for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
 
 
 def pytest_report_header(config):
