@@ -223,7 +223,7 @@ def test_every_power_of_two_of_codes_in_place(cupy):
 
 @pytest.mark.parametrize(
     ("name", "n", "route"),
-    [("q5_0", 33, StagedRecords()), ("iq1_s", 33, StagedRecords()), ("iq4_xs", 48, StagedHalves())],
+    [("q5_0", 33, StagedRecords()), ("iq1_s", 33, StagedRecords()), ("nvfp4", 48, StagedHalves())],
 )
 def test_quantized_tokens_that_are_no_numbers(cupy, name, n, route):
     """NaN counts as 0 and an infinity as the largest number; a block of zeros has codes of zeros."""
@@ -235,14 +235,13 @@ def test_quantized_tokens_that_are_no_numbers(cupy, name, n, route):
     multiply(x, q, None, found)
     multiply(cupy.nan_to_num(x), q, None, wanted)
     assert (found.view(np.uint32) == wanted.view(np.uint32)).all()
-    within = [0, 2, 3] if name == "iq4_xs" else [0, 1, 2, 3]  # of iq4_xs some results are beyond float32
+    within = [0, 2, 3] if name == "nvfp4" else [0, 1, 2, 3]  # of nvfp4 some results are beyond float32
     assert cupy.isfinite(found[within]).all() and not found[3].any() and found[1].any()
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_halves_of_small_numbers_beside_large_ones(cupy, name):
+def test_halves_of_small_numbers_beside_large_ones(cupy):
     """They keep their bits where the large ones meet weights of zero."""
-    q = weight(name, (48, 1024), cupy)
+    q = weight("nvfp4", (48, 1024), cupy)
     q.planes["qs"].reshape(48, -1, 32)[:, :, :16] = 0
     zero = ~q.get().dequantize().reshape(48, 32, 32).any(axis=(0, 2))
     assert zero.sum() == 16
@@ -255,7 +254,7 @@ def test_halves_of_small_numbers_beside_large_ones(cupy, name):
     assert (np.abs(found - wanted) <= 2.0**-20 * terms).all()
 
 
-@pytest.mark.parametrize(("name", "n", "route"), [("iq1_m", 33, StagedRecords()), ("iq4_xs", 48, StagedHalves())])
+@pytest.mark.parametrize(("name", "n", "route"), [("iq1_m", 33, StagedRecords()), ("nvfp4", 48, StagedHalves())])
 def test_halves_of_tokens_of_any_size(cupy, name, n, route):
     """A power of two changes no bit but those of exponents."""
     q, x = weight(name, (n, 768), cupy), tokens((3, 768), np.float32, cupy)
