@@ -6,7 +6,7 @@ that fall short of what they are to reach are named at the end, and the status i
 
     gpus    1, 4 and 8 workers on a GPU, beside a prototype; as many on each of two GPUs, by threads and by processes
     dask    two workers of dask-cuda beside one; compressed chunks that are spilled to the host and come back
-    memory  peak of the host's memory, beside workers times the largest tensor
+    memory  peak of the host's memory but for what the driver pins, beside workers times the largest tensor
     numpy   8 processes beside one
     cores   `workers=2` beside 1 on pairs of cores, which a host may have of unlike speed
 
