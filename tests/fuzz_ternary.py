@@ -21,6 +21,7 @@ from kbitcupy.products import ternary_rows, ternary_stream
 
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
 LEAST_ROWS = ternary_rows.LEAST_ROWS
+# What plans products.
 PLANS = (
     ternary_rows.rows_of,
     ternary_rows.float_rows_of,
@@ -30,6 +31,12 @@ PLANS = (
     ternary_stream._quantized,
 )
 GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128), ("group", 96)]
+
+
+def clear_plans():
+    """Products are planned anew, by what `ternary_rows` says now."""
+    for function in PLANS:
+        function.cache_clear()
 
 
 def weight(rng, rows, depth, granularity, cupy):
@@ -57,8 +64,7 @@ def shape_of(rng):
 def warps_have_rows(any):
     """Let warps have rows of their own however few these are, or where thread blocks have many."""
     ternary_rows.LEAST_ROWS = 0 if any else LEAST_ROWS
-    for function in PLANS:
-        function.cache_clear()
+    clear_plans()
 
 
 def wrong_experts(rng, cupy, routes):

@@ -5,24 +5,15 @@ Class `TestSmall` is what compute-sanitizer runs.
 
 import numpy as np
 import pytest
-from inputs import BFLOAT16, make, same_values
+from fuzz_ternary import DTYPES, clear_plans
+from inputs import make, same_values
 
 import kbitcupy as kb
-from kbitcupy.products import activations, ternary_rows, ternary_stream
+from kbitcupy.products import activations, ternary_rows
 
 pytestmark = pytest.mark.gpu
 
 GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128)]
-DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
-# What plans the products of kbitcupy.products.ternary_rows.
-PLANS = (
-    ternary_rows.rows_of,
-    ternary_rows.float_rows_of,
-    ternary_rows.quantized_rows_of,
-    ternary_rows.int8_rows_of,
-    ternary_stream._fragments,
-    ternary_stream._quantized,
-)
 
 
 def weights(cupy, rng, rows, depth, granularity):
@@ -44,11 +35,9 @@ def least_rows(request, monkeypatch):
     """Warps have rows of their own where a weight is large enough, or any."""
     if request.param == "any":
         monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0)
-    for function in PLANS:
-        function.cache_clear()
+    clear_plans()
     yield request.param
-    for function in PLANS:
-        function.cache_clear()
+    clear_plans()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -163,11 +152,9 @@ def any_rows(request, monkeypatch):
     """Warps have rows of their own, as in large weights and in those with few rows."""
     monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0 if request.param == "large" else 1 << 30)
     monkeypatch.setattr(ternary_rows, "_LEAST_OF_FEW", 0)
-    for function in PLANS:
-        function.cache_clear()
+    clear_plans()
     yield
-    for function in PLANS:
-        function.cache_clear()
+    clear_plans()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
