@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -40,6 +41,8 @@ APART = 64_000_000_000
 _WAITING, _UNKNOWN = 2, 32
 # Seconds for a scheduler of Dask to answer; how often a task is done again whose worker was lost.
 _PATIENCE, _RETRIES = 10, 2
+# Seconds between two looks at whether a process has ended.
+_MOMENT = 0.01
 # What a process of ours ends with when Ctrl-C is pressed.
 _INTERRUPTED = 130
 # Of a library that would use all cores in each of the processes.
@@ -246,9 +249,9 @@ def _processes(workers: int) -> Iterator[Executor]:
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
     with pool, _ending(made):
         with _undisturbed():
-            for _ in range(workers):
+            while len(made) < workers:  # a process that is idle already would be given what another should begin for
                 pool.submit(_begun)
-            made += [each for each in multiprocessing.active_children() if each not in others]
+                made[:] = [each for each in multiprocessing.active_children() if each not in others]
         yield pool
 
 
@@ -296,8 +299,11 @@ def _undisturbed() -> Iterator[None]:
 def _code(process: Any) -> int | None:
     """With what a process of a pool that breaks has ended."""
     process.terminate()
-    process.join(_PATIENCE)
-    code: int | None = process.exitcode
+    ends = time.monotonic() + _PATIENCE
+    # Not `join`: the pool waits for it too, and of two threads that ask the system how a process has ended one is told
+    # that there is none. It would find no code here before the other has written it down.
+    while (code := process.exitcode) is None and time.monotonic() < ends:
+        time.sleep(_MOMENT)
     return code
 
 

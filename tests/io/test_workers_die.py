@@ -39,6 +39,24 @@ def _call(function):
     function()
 
 
+class _EndsSoon:
+    """A process that another thread has waited for, and of which it is yet to say how it has ended."""
+
+    def __init__(self):
+        self._codes = iter([None, None, 130])
+
+    def terminate(self):
+        pass
+
+    @property
+    def exitcode(self):
+        return next(self._codes)
+
+
+def test_how_a_process_ended_is_heard_when_another_waits_too():
+    assert executors._code(_EndsSoon()) == 130
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="it sends signals to a group of processes")
 def test_ctrl_c_ends_a_job_of_processes(tmp_path):
     tensors = {f"w{i}": np.ones((1024, 1024), np.float32) for i in range(24)}
