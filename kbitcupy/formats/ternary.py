@@ -54,7 +54,7 @@ from ..backend.structs import Constants, Struct
 from ..backend.xp import contiguous, is_cupy, namespace
 from ..errors import FormatError
 from .base import Magnitude, Plane, Trits, register
-from .chunks import AT_ONCE, CHUNK, has_special, narrow, unpack_fields, widen
+from .chunks import AT_ONCE, CHUNK, has_special, narrow, room, unpack_fields, widen
 from .decoders import Decoder, decodes, dequantize, templates
 from .granular import Granular
 from .granularity import (
@@ -89,8 +89,12 @@ _REACH = 127 + 23 - 53
 _MAGNITUDES = np.uint32(0x7FFF0000), np.uint32(0x0FFFE000)
 # A byte of codes whose trits are 0, eight times.
 _ONES = np.uint64(0x5555555555555555)
-# Elements that are worked on at a time: with less, calls cost more than the arithmetic, and more do not help.
-_SLAB = 1 << 19
+# A run of numbers of a byte; by what fields are moved, one and two at a time.
+_RUN_ITEM = np.dtype((np.void, RUN))
+_TWO_BITS, _FOUR_BITS = np.uint64(2), np.uint64(4)
+# Elements that are worked on at a time, see `chunks.AT_ONCE`: with less, calls cost more than the arithmetic; with
+# more, flags and magnitudes leave the cache before they are read.
+_SLAB = 1 << 17
 # Trits that are packed at a time by one thread; rows of a slab that are short for a loop of their own.
 _PACKED, _FEW = 1 << 18, 256
 # Scales whose thresholds are found at a time: the arrays in between, of float64, stay small.
@@ -376,8 +380,8 @@ class Ternary(Granular):
             return find(x, blocks, self.rule, self.eps)
         if self.rule == "fit" or x.size % _SUMMED:
             return None
-        room = _room(blocks)
-        return x.size, np.concatenate([_slab_sums(numbers, room) for _, numbers in _slabs(x, blocks)], axis=1)
+        memory = _memory(blocks)
+        return x.size, np.concatenate([_slab_sums(numbers, memory) for _, numbers in _slabs(x, blocks)], axis=1)
 
     def whole_numpy(self, found: list[Any], dtype: np.dtype, planes: Mapping[str, Any]) -> dict[str, Any]:
         if self.rule == "absmax":
@@ -510,23 +514,54 @@ def _check_eps(eps: Any) -> float:
 def _encode(x: np.ndarray, least: np.ndarray, blocks: Blocks, codes: np.ndarray) -> None:
     """Fill the plane `codes` of an array with the trits under its thresholds."""
     bits = _least_bits(least, x.dtype) if x.dtype.itemsize == 2 else least
-    flags = np.empty((2, min(_SLAB, len(codes) * 4)), np.bool_)
+    flags = _Flags(len(codes) * 4)
     length = blocks.size // max(blocks.count, 1)
     if blocks.count == 1 or (blocks.row == blocks.run * blocks.per_row and length % BLOCK == 0):
         _encode_runs(x.reshape(-1, max(length, 1)), least.reshape(-1, 1), bits.reshape(-1, 1), flags, codes)
         return
     trits = np.zeros(len(codes) * 4, np.int8)
     for (part, out), (own, own_bits) in walk(blocks, (x, trits[: x.size]), (least, bits)):
-        _compare(part, own, own_bits, flags)
-        above, below = flags[:, : part.size].view(np.int8).reshape(2, *part.shape)
-        np.subtract(above, below, out=out)
+        above, below = flags.of(part.shape)
+        _compare(part, own, own_bits, above, below)
+        np.subtract(above.view(np.int8), below.view(np.int8), out=out)
     pack(trits, codes)
 
 
-def _encode_runs(x: np.ndarray, least: np.ndarray, bits: np.ndarray, flags: np.ndarray, codes: np.ndarray) -> None:
+class _Flags:
+    """What the numbers of a slab are compared to, two rows of flags, and how those become codes.
+
+    All slabs but the last have one size, so what the rows are seen as is found once. Nothing else is allocated: page
+    faults would cost as much as the arithmetic.
+    """
+
+    def __init__(self, size: int):
+        self.size = min(_SLAB * AT_ONCE.get(), size)
+        self._rows = room("flags", 2 * self.size, np.bool_).reshape(2, self.size)
+        self._used = 0
+
+    def of(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Where the flags of the numbers of a slab lie: the trit is 1, or -1."""
+        size = math.prod(shape)
+        return self._rows[0, :size].reshape(shape), self._rows[1, :size].reshape(shape)
+
+    def pack(self, size: int, packed: np.ndarray) -> None:
+        """Fill some bytes of the plane `codes`, uint8[runs, RUN], from so many flags, which are spoilt."""
+        used = packed.size * 4
+        if used != self._used:
+            self._used, (above, below) = used, self._rows[:, :used].view(np.uint64)
+            self._trits = above, below, _fields(above, below)
+        if size < used:
+            self._rows[:, size:used] = False
+        above, below, fields = self._trits
+        # Of words, not of bytes: what a byte borrows from the next is given back by the last sum.
+        np.subtract(above, below, out=above)
+        np.add(_gather(*fields), _ONES, out=packed.view(np.uint64).reshape(-1))
+
+
+def _encode_runs(x: np.ndarray, least: np.ndarray, bits: np.ndarray, flags: _Flags, codes: np.ndarray) -> None:
     """... of an array whose rows have one threshold each, and whole blocks of codes."""
     count, length = x.shape
-    rows, columns = max(flags.shape[1] // length, 1), min(flags.shape[1], length)
+    rows, columns = max(flags.size // length, 1), min(flags.size, length)
     packed = codes.reshape(-1, RUN)
     with np.errstate(all="ignore"):
         # The last ones first: if scales have been looked for, caches may hold them.
@@ -534,14 +569,13 @@ def _encode_runs(x: np.ndarray, least: np.ndarray, bits: np.ndarray, flags: np.n
             own = slice(first, first + rows)
             for begin in range(0, length, columns)[::-1]:
                 part = x[own, begin : begin + columns]
-                _compare(part, least[own], bits[own], flags)
+                _compare(part, least[own], bits[own], *flags.of(part.shape))
                 start = (first * length + begin) // BLOCK
-                _pack_flags(flags, part.size, packed[start : start + -(-part.size // BLOCK)])
+                flags.pack(part.size, packed[start : start + -(-part.size // BLOCK)])
 
 
-def _compare(part: np.ndarray, least: np.ndarray, bits: np.ndarray, flags: np.ndarray) -> None:
-    """Set, from the beginning of the two rows of `flags`, where the numbers of a slab have the trit 1, and where -1."""
-    above, below = (flag[: part.size].reshape(part.shape) for flag in flags)
+def _compare(part: np.ndarray, least: np.ndarray, bits: np.ndarray, above: np.ndarray, below: np.ndarray) -> None:
+    """Set where the numbers of a slab have the trit 1, and where -1."""
     number, own = part, least
     as_bits = part.dtype.itemsize == 2 and not _has_nan(part)
     if as_bits:  # numbers of one sign have the order of their bits
@@ -581,27 +615,26 @@ def pack(trits: np.ndarray, codes: np.ndarray) -> None:
     rows, packed = trits.reshape(-1, BLOCK), codes.reshape(-1, RUN)
     step = _PACKED * AT_ONCE.get() // BLOCK
     for first in range(0, len(rows), step):
-        packed[first : first + step] = _gather(rows[first : first + step] + np.int8(1)).view(np.uint8).reshape(-1, RUN)
+        some = rows[first : first + step] + np.int8(1)
+        gathered = _gather(*_fields(some, np.empty(some.size // 8, np.uint64)))
+        packed[first : first + step] = gathered.view(np.uint8).reshape(-1, RUN)
 
 
-def _pack_flags(flags: np.ndarray, size: int, packed: np.ndarray) -> None:
-    """Fill some bytes of the plane `codes`, uint8[runs, RUN], from what `_compare` has set for so many numbers."""
-    used = packed.size * 4
-    flags[:, size:used] = False
-    above, below = flags[:, :used].view(np.uint64)
-    # Of words, not of bytes: what a byte borrows from the next is given back by the last sum.
-    packed.view(np.uint64).reshape(-1)[...] = _gather(above - below) + _ONES
+def _fields(numbers: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, ...]:
+    """What `_gather` works on: the numbers, bytes, of four fields each, and `memory` of as many bytes, uint64."""
+    fields = memory.reshape(4, -1)
+    # Runs as single items: copies of theirs are quick.
+    return fields.view(_RUN_ITEM), numbers.reshape(-1).view(_RUN_ITEM).reshape(-1, 4).T, fields[::2], fields[1::2]
 
 
-def _gather(numbers: np.ndarray) -> np.ndarray:
+def _gather(target: np.ndarray, runs: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """The sum of the four numbers of a byte, the second times 4 and so on: eight of them, and bytes, are a uint64."""
-    # The fields one after the other, runs as single items: copies and words of theirs are quick.
-    runs = numbers.reshape(-1).view((np.void, RUN)).reshape(-1, 4)
-    fields = np.ascontiguousarray(runs.T).view(np.uint64).reshape(4, -1)
-    whole = fields[3]
-    for field in (2, 1, 0):
-        whole <<= np.uint64(2)
-        whole += fields[field]
+    target[...] = runs  # the fields one after the other: words of theirs are quick
+    high <<= _TWO_BITS
+    low += high
+    first, whole = low
+    whole <<= _FOUR_BITS
+    whole += first
     return whole
 
 
@@ -643,9 +676,9 @@ def _some_thresholds(scale: np.ndarray, rounding: str) -> np.ndarray:
 def find(x: np.ndarray, blocks: Blocks, rule: str, eps: float) -> np.ndarray:
     """The scale of each block by a rule, float32."""
     if rule == "absmax":
-        largest, room = np.zeros(blocks.count, np.float32), _room(blocks)
+        largest, memory = np.zeros(blocks.count, np.float32), _memory(blocks)
         for where, numbers in _slabs(x, blocks):
-            largest[where] = np.maximum(largest[where], _magnitudes(numbers, room).max(axis=1))
+            largest[where] = np.maximum(largest[where], _magnitudes(numbers, memory).max(axis=1))
         return largest
     sums, _ = _sums(x, blocks, None)
     with np.errstate(under="ignore"):
@@ -666,7 +699,7 @@ def find(x: np.ndarray, blocks: Blocks, rule: str, eps: float) -> np.ndarray:
 
 def _slab(blocks: Blocks) -> int:
     """Elements of a slab: fewer where blocks are short, whose sums take arrays of their own."""
-    return slab_size() if blocks.count > 1 and blocks.run % _SUMMED else _SLAB
+    return slab_size() if blocks.count > 1 and blocks.run % _SUMMED else _SLAB * AT_ONCE.get()
 
 
 def _slabs(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -688,14 +721,14 @@ def _slabs(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarr
                         yield numbers[a : a + many, b : b + step].reshape(-1), found
 
 
-def _room(blocks: Blocks) -> np.ndarray:
+def _memory(blocks: Blocks) -> np.ndarray:
     """What the magnitudes of any slab fit in: the page faults of fresh arrays would cost more than the arithmetic."""
-    return np.empty(min(blocks.size, _slab(blocks)), np.float32)
+    return room("magnitudes", min(blocks.size, _slab(blocks)), np.float32)
 
 
-def _magnitudes(numbers: np.ndarray, room: np.ndarray) -> np.ndarray:
+def _magnitudes(numbers: np.ndarray, memory: np.ndarray) -> np.ndarray:
     """|w| of a slab, float32[blocks, elements] that may be written to: NaN is 0, an infinity the largest finite one."""
-    found = room[: numbers.size].reshape(numbers.shape)
+    found = memory[: numbers.size].reshape(numbers.shape)
     if numbers.dtype == _SINGLE:
         np.abs(numbers, out=found)
     else:
@@ -716,12 +749,12 @@ def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.n
     """The sum of each block, float64, and how many numbers it is of: with a `floor` for each, those above it."""
     totals, kept = np.zeros(blocks.count), np.zeros(blocks.count, np.int64)
     pieces: list[np.ndarray] = []  # of a long block
-    length, gathered, room = min(blocks.run, blocks.size), 0, _room(blocks)
+    length, gathered, memory = min(blocks.run, blocks.size), 0, _memory(blocks)
     for where, numbers in _slabs(x, blocks):
         if floor is None:
-            sums = _slab_sums(numbers, room)
+            sums = _slab_sums(numbers, memory)
         else:
-            rows = _magnitudes(numbers, room)
+            rows = _magnitudes(numbers, memory)
             rows *= rows > floor[where][:, None]
             kept[where] += np.count_nonzero(rows, axis=1)
             sums = _first_sums(rows)
@@ -736,14 +769,14 @@ def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.n
     return totals, kept
 
 
-def _slab_sums(numbers: np.ndarray, room: np.ndarray) -> np.ndarray:
+def _slab_sums(numbers: np.ndarray, memory: np.ndarray) -> np.ndarray:
     """`_first_sums` of the magnitudes of a slab."""
-    found, half = room[: numbers.size].reshape(numbers.shape), numbers.dtype == np.float16
+    found, half = memory[: numbers.size].reshape(numbers.shape), numbers.dtype == np.float16
     rows = found.reshape(-1, numbers.shape[2])
     if numbers.dtype == _SINGLE:
         np.abs(numbers, out=found)
     elif numbers.dtype.itemsize > 2 or (half and has_special(numbers)):
-        return _first_sums(_magnitudes(numbers, room))
+        return _first_sums(_magnitudes(numbers, memory))
     else:  # float16 comes out 2^112 times smaller, its subnormal numbers too
         bits = found.view(np.uint32)
         np.left_shift(numbers.view(np.uint16), np.uint32(13 if half else 16), out=bits)
@@ -751,7 +784,7 @@ def _slab_sums(numbers: np.ndarray, room: np.ndarray) -> np.ndarray:
     sums = _first_sums(rows, half)
     if half:
         return sums * 2.0**112
-    return sums if sums.max(initial=0) < math.inf else _first_sums(_finite(rows))
+    return sums if np.maximum.reduce(sums, axis=None, initial=0) < math.inf else _first_sums(_finite(rows))
 
 
 def _first_sums(rows: np.ndarray, exact: bool = False) -> np.ndarray:
