@@ -92,9 +92,6 @@ _ONES = np.uint64(0x5555555555555555)
 # A run of numbers of a byte; by what fields are moved, one and two at a time.
 _RUN_ITEM = np.dtype((np.void, RUN))
 _TWO_BITS, _FOUR_BITS = np.uint64(2), np.uint64(4)
-# Elements that are worked on at a time, see `chunks.AT_ONCE`: with less, calls cost more than the arithmetic; with
-# more, flags and magnitudes leave the cache before they are read.
-_SLAB = 1 << 17
 # Trits that are packed at a time by one thread; rows of a slab that are short for a loop of their own.
 _PACKED, _FEW = 1 << 18, 256
 # Scales whose thresholds are found at a time: the arrays in between, of float64, stay small.
@@ -535,7 +532,7 @@ class _Flags:
     """
 
     def __init__(self, size: int):
-        self.size = min(_SLAB * AT_ONCE.get(), size)
+        self.size = min(slab_size(), size)
         self._rows = room("flags", 2 * self.size, np.bool_).reshape(2, self.size)
         self._used = 0
 
@@ -697,17 +694,12 @@ def find(x: np.ndarray, blocks: Blocks, rule: str, eps: float) -> np.ndarray:
     return scale
 
 
-def _slab(blocks: Blocks) -> int:
-    """Elements of a slab: fewer where blocks are short, whose sums take arrays of their own."""
-    return slab_size() if blocks.count > 1 and blocks.run % _SUMMED else _SLAB * AT_ONCE.get()
-
-
 def _slabs(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The numbers of some blocks, in three axes of which the last goes along a block, and which blocks they are.
 
-    A long block comes in pieces of `_slab(blocks)` elements.
+    A long block comes in pieces of `slab_size()` elements.
     """
-    slab = _slab(blocks)
+    slab = slab_size()
     with np.errstate(invalid="ignore"):
         for part in blocks.parts if blocks.size else ():
             view, numbers = part.view(x), part.of_blocks(np.arange(blocks.count))
@@ -723,7 +715,7 @@ def _slabs(x: np.ndarray, blocks: Blocks) -> Iterator[tuple[np.ndarray, np.ndarr
 
 def _memory(blocks: Blocks) -> np.ndarray:
     """What the magnitudes of any slab fit in: the page faults of fresh arrays would cost more than the arithmetic."""
-    return room("magnitudes", min(blocks.size, _slab(blocks)), np.float32)
+    return room("magnitudes", min(blocks.size, slab_size()), np.float32)
 
 
 def _magnitudes(numbers: np.ndarray, memory: np.ndarray) -> np.ndarray:
@@ -758,7 +750,7 @@ def _sums(x: np.ndarray, blocks: Blocks, floor: np.ndarray | None) -> tuple[np.n
             rows *= rows > floor[where][:, None]
             kept[where] += np.count_nonzero(rows, axis=1)
             sums = _first_sums(rows)
-        if length <= _slab(blocks):
+        if length <= slab_size():
             totals[where] = _lane_sums(sums)
             continue
         pieces.append(sums)
