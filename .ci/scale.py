@@ -6,7 +6,7 @@ that fall short of what they are to reach are named at the end, and the status i
 
     gpus    1, 4 and 8 workers on a GPU, beside a prototype; as many on each of two GPUs, by threads and by processes
     dask    two workers of dask-cuda beside one; compressed chunks that are spilled to the host and come back
-    memory  peak of the host's memory but for what the driver pins, beside workers times the largest tensor
+    memory  peak of the host's memory, beside workers times the largest tensor
     numpy   8 processes beside one
     cores   `workers=2` beside 1 on pairs of cores, which a host may have of unlike speed
 
@@ -400,34 +400,71 @@ def _spill(client, workers, lines):
 # ---- the host --------------------------------------------------------------------------------------------------------
 
 
+#: What a process tells of its memory: the most that it has had, looked at every few milliseconds, and what it has
+#: pinned, which is counted where it is asked for, since the driver's pages may be none of the process'.
+_WATCHED = """
+import os, sys, threading, time
+import kbitcupy.cli as cli
+
+most, pinned, page = 0, 0, os.sysconf("SC_PAGE_SIZE")
+
+def watch():
+    global most
+    while True:
+        with open("/proc/self/statm") as file:
+            resident, of_files = map(int, file.read().split()[1:3])
+        most = max(most, page * (resident - of_files))
+        time.sleep(0.003)
+
+threading.Thread(target=watch, daemon=True).start()
+if "cpu" not in sys.argv:
+    from cupy import cuda
+
+    def pin(nbytes):
+        global pinned
+        pinned += nbytes
+        return cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
+
+    cuda.set_pinned_memory_allocator(cuda.PinnedMemoryPool(pin).malloc)
+status = cli.main(sys.argv[2:])
+if int(sys.argv[1]):  # what is sure to be seen
+    import numpy as np
+
+    touched = np.ones(int(sys.argv[1]), np.uint8)
+    kept = cuda.alloc_pinned_memory(len(touched)) if "cpu" not in sys.argv else None
+    time.sleep(0.1)
+print("bytes:", most + pinned)
+sys.exit(status)
+"""
+#: Bytes by which it is tried whether memory is counted.
+_TRIED = 1 << 28
+
+
 def memory(folder, lines, rounds):
     """Of commands, which are processes of their own; what a job takes that has next to nothing to do is not counted."""
-    source, small = folder / "source", compressed(folder)
+    source, small, device = folder / "source", compressed(folder), devices()[0]
     tiny = folder / "tiny.safetensors"
     kb.io.save(tiny, {"w": np.zeros((64, 64), np.float32)})
-    largest = 2 * SHAPE[0] * SHAPE[1]
-    base = _peak("quantize", tiny, folder / "tiny-out.safetensors", 1, devices()[0])
+    largest, kinds = 2 * SHAPE[0] * SHAPE[1], 1 + (device != "cpu")
+    base = min(_peak("quantize", tiny, folder / "tiny-out.safetensors", 1, device) for _ in range(3))
+    tried = _peak("quantize", tiny, folder / "tiny-out.safetensors", 1, device, _TRIED) - base
+    lines.right("memory that a process takes and pins is counted", 0.9 <= tried / (kinds * _TRIED) <= 1.1)
     for direction, read in (("quantize", source), ("dequantize", small)):
         for workers in (1, 8):
-            peak = _peak(direction, first(read, FEW), folder / "out", workers, devices()[0]) - base
+            peak = _peak(direction, first(read, FEW), folder / "out", workers, device) - base
             remove(folder / "out")
             what = f"{direction}, {workers} workers: peak over workers x largest tensor"
-            lines.add(what, peak / workers / largest, most=2.5, note=f"{peak / 1e9:.2f} GB, and {base / 1e9:.2f}")
+            lines.add(what, peak / workers / largest, most=2.5, note=f"{peak / 1e9:.3f} GB, and {base / 1e9:.2f}")
 
 
-def _peak(direction, source, out, workers, device):
-    """Bytes that the process of a command has at most."""
-    words = [direction, str(source), "-o", str(out), "--device", device, "--workers", str(workers)]
+def _peak(direction, source, out, workers, device, more=0):
+    """Bytes that the process of a command has at most; `more`: bytes that it takes at its end, and pins on a GPU."""
+    words = [direction, str(source), "-o", str(out), "--device", device, "--workers", str(workers), "--force"]
     words += ["--format", FORMAT] * (direction == "quantize")
-    program = (
-        "import sys, kbitcupy.cli as cli; status = cli.main(sys.argv[1:]); print(open('/proc/self/status').read())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program + "; sys.exit(status)", *words], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", _WATCHED, str(more), *words], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return 1024 * int(done.stdout.partition("VmHWM:")[2].split()[0])
+    return int(done.stdout.partition("bytes:")[2].split()[0])
 
 
 def numpy(folder, lines, rounds):
