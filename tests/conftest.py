@@ -68,6 +68,9 @@ def pytest_configure(config):
     folder = tempfile.TemporaryDirectory(prefix="kbitcupy-host-")
     os.environ["KBITCUPY_HOST_LIBRARIES"] = folder.name
     config.add_cleanup(folder.cleanup)
+    # Where Python may write no bytecode, each process that a test starts would compile the package anew.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(folder.name, "bytecode")
     # Where there is a process for each core, more threads would wait for each other most of the time.
     if getattr(config.option, "numprocesses", None):
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -180,9 +180,7 @@ def test_ranges_by_their_formula(shape, granularity, symmetric):
             if kind == "normal":
                 x = np.abs(x) + dtype.type(1)  # the range is widened to hold 0
             known = [member[~np.isnan(member)] for member in members(x.astype(np.float64), block, math.prod(wanted))]
-            ends = [
-                (max(member.min(initial=0), -largest), min(member.max(initial=0), largest)) for member in known
-            ]
+            ends = [(max(member.min(initial=0), -largest), min(member.max(initial=0), largest)) for member in known]
             for qmin, qmax in RANGES:
                 options = {"qmin": qmin, "qmax": qmax, "granularity": granularity, "symmetric": symmetric}
                 scale, zero = affine.choose_qparams(x, **options)

@@ -45,7 +45,7 @@ def _own_folder():
 
 @functools.cache
 def _precompiled():
-    """A folder where g++ finds what it has made of ``shim.h`` and all that this includes, half the time of a small text.
+    """A folder where g++ finds what it has made of ``shim.h`` and its headers: half the time of a small text.
 
     Other compilers, and any that sees that it does not fit, go on to the header itself.
     """

@@ -795,16 +795,18 @@ LARGE = {
 def test_a_large_header_is_read_in_little_time_and_memory(tmp_path, case):
     path = tmp_path / "a.gguf"
     path.write_bytes(LARGE[case]())
-    seconds = []
-    for _ in range(3):  # others on the machine may slow one down
+
+    def seconds():
         began = time.process_time()
-        loaded = kb.io.load(path)
-        seconds.append(time.process_time() - began)
-    assert min(seconds) < 0.5
-    _, nbytes = measured(lambda: kb.io.load(path))
+        kb.io.load(path)
+        return time.process_time() - began
+
+    assert any(seconds() < 0.5 for _ in range(3))  # others on the machine may slow one down
+    found = []
+    _, nbytes = measured(lambda: found.append(kb.io.load(path)))
     assert nbytes < 50e6
-    if "w" in loaded:
-        assert np.array_equal(loaded["w"], X)
+    if "w" in found[0]:
+        assert np.array_equal(found[0]["w"], X)
 
 
 def test_a_refusal_behind_much_is_quick_too(tmp_path):
