@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import tempfile
 import warnings
@@ -65,9 +66,12 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return
     # What one process of a run compiles for the host, the others need not.
-    folder = tempfile.TemporaryDirectory(prefix="kbitcupy-host-")
+    folder = tempfile.TemporaryDirectory(prefix="kbitcupy-host-", ignore_cleanup_errors=True)
     os.environ["KBITCUPY_HOST_LIBRARIES"] = folder.name
     config.add_cleanup(folder.cleanup)
+    # Where Python may write no bytecode, each process that a test starts would compile the package anew.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(folder.name, "bytecode")
     # Where there is a process for each core, more threads would wait for each other most of the time.
     if getattr(config.option, "numprocesses", None):
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -80,6 +84,17 @@ def pytest_report_header(config):
         what = "fail" if config.getoption("--require-gpu") else "are left out"
         return f"tests marked gpu {what}: each {missing}"
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    # Tens of thousands of tests stay until the end: the collector of garbage would look at them again and again.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

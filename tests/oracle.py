@@ -31,12 +31,8 @@ def e4m4_code(x):
 
 def nearest_index(y, codebook):
     """First i with the smallest |y - codebook[i]| in float32; NaN never wins."""
-    best, index = np.float32(np.inf), 0
-    for i, value in enumerate(codebook):
-        distance = flushed(np.abs(np.float32(y) - value))
-        if distance < best:
-            best, index = distance, i
-    return index
+    distances = flushed(np.abs(np.float32(y) - codebook))
+    return int(np.argmin(np.where(np.isnan(distances), np.float32(np.inf), distances)))
 
 
 def quantize_block(block, codebook, divisor, clamp):

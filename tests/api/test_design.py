@@ -1,5 +1,7 @@
 """Codebooks designed for a distribution: against samples, fitted tables, a frozen design and closed forms."""
 
+import functools
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -19,6 +21,11 @@ DISTRIBUTIONS = {
 }
 
 
+@functools.cache
+def sample(name):
+    return DISTRIBUTIONS[name].rvs(1 << 18, random_state=1)
+
+
 def error(x, codebook, block):
     """Mean squared error of a decoded sample, with exact absmax."""
     rows = x.reshape(-1, block)
@@ -31,7 +38,7 @@ def error(x, codebook, block):
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_no_worse_than_a_table_fitted_to_the_sample(name, k, block):
     """The fitted one has seen the very sample, so it may win by what a sample tells of itself: little."""
-    x = DISTRIBUTIONS[name].rvs(1 << 18, random_state=1)
+    x = sample(name)
     own, fitted = design_codebook(DISTRIBUTIONS[name], k, block), kb.fit_table(x, k, block=block)
     assert own.dtype == np.float32 and own.shape == (1 << k,)
     assert (np.diff(own) > 0).all() and abs(own).max() <= 1

@@ -1,5 +1,6 @@
 """The generated pages of the documentation: nothing public lacks one, and layouts are drawn as they are."""
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ def pages():
         import pages
     finally:
         sys.path.remove(str(DOCS))
+    pages.layout.layout_of = functools.cache(pages.layout.layout_of)
     return pages
 
 

@@ -1,6 +1,7 @@
 """The package as a whole: its public face, what an import costs, and which module may know which."""
 
 import ast
+import functools
 import graphlib
 import inspect
 import re
@@ -75,8 +76,13 @@ def only_for_types(node):
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+@functools.cache
 def imports_of(path):
     """(imported module of this package, whether a function imports it); type checkers' imports are none."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path):
     module = module_name(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 `Case` is one of these; a format says its option sets by `Format.samples`, and its shapes by `Format.check_shape`.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -92,7 +93,12 @@ def cases_of(name):
 
 def numbers(kind, shape, dtype="float32", seed=0):
     """An array of one kind of numbers."""
-    size, dtype = math.prod(shape), np.dtype(DTYPES.get(dtype, dtype))
+    return _numbers(kind, shape, np.dtype(DTYPES.get(dtype, dtype)), seed).copy()
+
+
+@functools.lru_cache(maxsize=512)
+def _numbers(kind, shape, dtype, seed):
+    size = math.prod(shape)
     rng = np.random.default_rng([seed, size])
     if kind == "ties":
         return (rng.integers(-16, 17, size) / 2).astype(dtype).reshape(shape)

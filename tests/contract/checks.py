@@ -19,15 +19,18 @@ from kbitcupy.formats.base import option_names
 
 #: Parameters for `pytest.mark.parametrize`.
 CHECKS = []
+#: Those of the checks that write files, into their `folder`.
+WRITING = []
 
 
-def checked(*values):
+def checked(*values, writes=False):
     """Put a function into `CHECKS`, once, or once for each value of its first parameter."""
 
     def add(function):
         name = function.__name__
         calls = {f"{name}-{value}": functools.partial(function, value) for value in values} or {name: function}
         CHECKS.extend(pytest.param(call, id=id) for id, call in calls.items())
+        WRITING.extend(calls.values() if writes else ())
         return function
 
     return add
@@ -210,7 +213,7 @@ def taken_rows(dtype, case, xp, folder):
         assert same_values(host(found), host(q.dequantize(dtype=dtype))[ids])
 
 
-@checked()
+@checked(writes=True)
 def stacks(case, xp, folder):
     """Members keep their bytes, and so do stacks of parts of a stack."""
     scaled = [numbers("normal", case.matrix(8), seed=i) * np.float32(10.0**i) for i in range(3)]
@@ -249,7 +252,7 @@ def reshapes(case, xp, folder):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@checked()
+@checked(writes=True)
 def files(case, xp, folder):
     q = case.quantize(xp.asarray(numbers("normal", case.matrix())))
     empty = case.quantize(xp.asarray(numbers("normal", case.shape("nothing"))))
@@ -260,7 +263,7 @@ def files(case, xp, folder):
     assert same_values(host(loaded["w"].to_device(q.device).dequantize()), host(q.dequantize()))
 
 
-@checked()
+@checked(writes=True)
 def converted_files(case, xp, folder):
     """A file that is compressed tensor by tensor holds what `quantize` gives, and comes back."""
     if case.given:
@@ -285,7 +288,7 @@ def converted_files(case, xp, folder):
     assert same_values(kb.io.load(folder / "back.safetensors")["w"], wanted.dequantize())
 
 
-@checked()
+@checked(writes=True)
 def bitsandbytes_files(case, xp, folder):
     """The other layout holds the same numbers, or refuses the format by its name."""
     if case.given:

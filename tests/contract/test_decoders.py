@@ -45,7 +45,7 @@ def check(format, planes, shape, members=1, decode=None):
 @pytest.mark.parametrize("text", FORMATS)
 def test_random_planes(text):
     format, rng = kb.get_format(text), np.random.default_rng(0)
-    for blocks in (10_000,) if text in kb.list_formats() else (1000,) * 3:
+    for blocks in (4000,) if text in kb.list_formats() else (500,) * 3:
         shape = host.many_blocks(format, blocks)
         check(format, host.random_planes(rng, format, shape), shape)
 

@@ -163,26 +163,30 @@ def kept_finite(scale, reach, dtype):
         return most if most * steps <= limit else np.nextafter(most, type(limit)(0))
 
 
+def members(x, block, count):
+    """The elements of each block."""
+    order = np.argsort(block, axis=None, kind="stable")
+    return np.split(x.reshape(-1)[order], np.searchsorted(block.reshape(-1)[order], np.arange(1, count)))[:count]
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("shape", "granularity"), CASES, ids=str)
 def test_ranges_by_their_formula(shape, granularity, symmetric):
     block, wanted = block_numbers(shape, granularity)
     for dtype in DTYPES:
+        largest = float(np.nextafter(dtype.type(INF), dtype.type(0)))
         for kind in ("normal", "special", "zeros", "extreme"):
             x = numbers(kind, shape, dtype)
             if kind == "normal":
                 x = np.abs(x) + dtype.type(1)  # the range is widened to hold 0
+            known = [member[~np.isnan(member)] for member in members(x.astype(np.float64), block, math.prod(wanted))]
+            ends = [(max(member.min(initial=0), -largest), min(member.max(initial=0), largest)) for member in known]
             for qmin, qmax in RANGES:
                 options = {"qmin": qmin, "qmax": qmax, "granularity": granularity, "symmetric": symmetric}
                 scale, zero = affine.choose_qparams(x, **options)
                 computed = np.float64 if dtype == np.float64 else np.float32
                 assert (scale.dtype, scale.shape, zero.dtype, zero.shape) == (computed, wanted, np.int32, wanted)
-                for i in range(scale.size):
-                    member = x[block == i].astype(np.float64)
-                    member = member[~np.isnan(member)]
-                    low, high = member.min(initial=0), member.max(initial=0)
-                    largest = float(np.nextafter(dtype.type(INF), dtype.type(0)))
-                    low, high = max(low, -largest), min(high, largest)
+                for i, (low, high) in enumerate(ends):
                     if symmetric:
                         point = 0 if qmin < 0 else (qmax + 1) // 2
                         s = computed(max(high, -low)) / computed(qmax - point)
@@ -255,17 +259,21 @@ def test_ordinary_scales_are_what_the_range_says(name, dtype):
 
 @pytest.mark.parametrize(("shape", "granularity"), [c for c in CASES if math.prod(c[0])], ids=str)
 def test_percentiles_are_numpys(shape, granularity):
-    block, _ = block_numbers(shape, granularity)
+    block, wanted = block_numbers(shape, granularity)
     x = numbers("wide", shape, np.dtype("float32"))
-    for percentile in (100, 99.9, 75, 1e-3):
+    each, percentiles = members(x, block, math.prod(wanted)), (100, 99.9, 75, 1e-3)
+
+    def ends(of):
+        return [np.percentile(of(member), percentiles, method="inverted_cdf") for member in each]
+
+    largests, highs, lows = ends(np.abs), ends(np.positive), ends(np.negative)
+    for place, percentile in enumerate(percentiles):
         scale, _ = affine.choose_qparams(x, granularity=granularity, percentile=percentile)
         found, _ = affine.choose_qparams(x, granularity=granularity, percentile=percentile, symmetric=False)
         for i in range(scale.size):
-            member = x[block == i]
-            largest = np.percentile(abs(member), percentile, method="inverted_cdf")
+            largest = largests[i][place]
             assert scale.reshape(-1)[i] == (largest / np.float32(127) if largest else 1)
-            high = max(np.percentile(member, percentile, method="inverted_cdf"), np.float32(0))
-            low = max(np.percentile(-member, percentile, method="inverted_cdf"), np.float32(0))
+            high, low = max(highs[i][place], np.float32(0)), max(lows[i][place], np.float32(0))
             width = np.float32((float(high) + float(low)) / 255)
             assert found.reshape(-1)[i] == (width if high or low else 1)
     assert np.array_equal(

@@ -1,5 +1,6 @@
 """GGUF's types with grids, which are decoded only: the grids, and the layout one element at a time."""
 
+import functools
 import hashlib
 
 import numpy as np
@@ -73,11 +74,16 @@ def even_sign(number, i):
     return sign(number | number.bit_count() % 2 << 7, i)
 
 
+@functools.cache
+def grid_of(name):
+    return tables.iq_grid("iq1" if name.startswith("iq1") else name).tolist()
+
+
 def element(name, block, i):
     """Element i of a block, in exact arithmetic, from the text of the format."""
     part, group, e = i // 32, i // 8, i % 8
     within = group % 4
-    grid = tables.iq_grid("iq1" if name.startswith("iq1") else name).tolist()
+    grid = grid_of(name)
     if name == "iq2_xxs":
         signs = word(block, 2 + 8 * part + 4, 4)
         c = grid[block[2 + 8 * part + within]][e] * even_sign(signs >> 7 * within & 127, e)

@@ -415,7 +415,7 @@ def test_a_killed_process_is_named(source, small_pieces):
 def test_memory_grows_with_workers_and_not_with_files(tmp_path, format, workers):
     """Each has two and a half of the largest tensor at most."""
     x = np.random.default_rng(0).standard_normal((1024, 4096)).astype(np.float16)
-    files = 9 if workers > 1 else 4  # more than the workers may hold together
+    files = 8 if workers > 1 else 4  # more than the workers may hold together
     kb.io.save(tmp_path / "in", {f"w{i}": x for i in range(files)}, max_shard_size=2 * x.nbytes)
     names = ["in", "small", "back"]
     with contextlib.ExitStack() as stack:

@@ -795,16 +795,18 @@ LARGE = {
 def test_a_large_header_is_read_in_little_time_and_memory(tmp_path, case):
     path = tmp_path / "a.gguf"
     path.write_bytes(LARGE[case]())
-    seconds = []
-    for _ in range(3):  # others on the machine may slow one down
+
+    def seconds():
         began = time.process_time()
-        loaded = kb.io.load(path)
-        seconds.append(time.process_time() - began)
-    assert min(seconds) < 0.5
-    _, nbytes = measured(lambda: kb.io.load(path))
+        kb.io.load(path)
+        return time.process_time() - began
+
+    assert any(seconds() < 0.5 for _ in range(3))  # others on the machine may slow one down
+    found = []
+    _, nbytes = measured(lambda: found.append(kb.io.load(path)))
     assert nbytes < 50e6
-    if "w" in loaded:
-        assert np.array_equal(loaded["w"], X)
+    if "w" in found[0]:
+        assert np.array_equal(found[0]["w"], X)
 
 
 def test_a_refusal_behind_much_is_quick_too(tmp_path):
@@ -838,7 +840,7 @@ def test_gaps_and_another_order_are_read(tmp_path):
 
 
 def test_fuzzed_files_are_read_or_refused():
-    outcomes, slowest, failures = fuzz_gguf.run(10_000 if os.environ.get("CI") else 1000)
+    outcomes, slowest, failures = fuzz_gguf.run(3000 if os.environ.get("CI") else 1000)
     assert not failures, failures[:5]
     assert outcomes["refused"] > 100 and outcomes["read"] > 100
     assert slowest < 2
