@@ -199,8 +199,10 @@ def replacing(target: Path, nbytes: int, force: bool) -> Iterator[Output]:
         _remove_stale(target.parent)
         check_space(target.parent, nbytes)
         before = os.stat(target) if target.is_file() else None
-        file, beside = _create(target, before)
+    names: list[Path] = []
     try:
+        with _written(target):
+            file, beside = _create(target, before, names)
         with file:
             yield Output(file, target, beside)
             with _written(target):
@@ -213,8 +215,9 @@ def replacing(target: Path, nbytes: int, force: bool) -> Iterator[Output]:
             check_file(target, force)  # it may have appeared in the meantime
             _rename(beside, target, force)
     finally:
-        with contextlib.suppress(OSError):
-            beside.unlink()
+        for name in names:
+            with contextlib.suppress(OSError):
+                name.unlink()
 
 
 @contextlib.contextmanager
@@ -242,11 +245,15 @@ def opened_again(path: Path, target: Path) -> Iterator[Output]:
             os.fsync(file.fileno())
 
 
-def _create(target: Path, before: os.stat_result | None) -> tuple[FileIO, Path]:
-    """A new locked file beside `target`, which is never more open than the file that it will replace."""
+def _create(target: Path, before: os.stat_result | None, names: list[Path]) -> tuple[FileIO, Path]:
+    """A new locked file beside `target`, which is never more open than the file that it will replace.
+
+    Its name is put into `names` before there is a file: Ctrl-C may come at any moment from then on.
+    """
     mode = 0o666 if before is None else _permissions(before)
     while True:
         beside = target.with_name(f".kbit-{secrets.token_hex(8)}.tmp")
+        names.append(beside)
         file = FileIO(beside, "xb", opener=lambda path, flags: os.open(path, flags, mode))
         if _lock(file) is not False and _is_at(file, beside):
             return file, beside
@@ -369,9 +376,10 @@ def filling(target: Path, job: Mapping[str, Any], resume: bool = False) -> Itera
         When another process is filling it, or what lies there is not the beginning of this job.
     """
     part = target.with_name(target.name + PART)
-    with _written(target):
-        note = _claim(part, _note_text(job), resume)
+    note: FileIO | None = None
     try:
+        with _written(target):
+            note = _claim(part, _note_text(job), resume)
         check_folder(target)  # who had the claim before may have finished it
         with _written(target):
             for path in _temporaries(part):  # whoever filled it before is dead
@@ -384,11 +392,12 @@ def filling(target: Path, job: Mapping[str, Any], resume: bool = False) -> Itera
         with contextlib.suppress(OSError):
             (target / JOB).unlink()
     except BaseException as error:
-        if not resume or isinstance(error, InputChanged) or not _has_files(part):
+        if note is not None and (not resume or isinstance(error, InputChanged) or not _has_files(part)):
             _discard(part, note)
         raise
     finally:
-        note.close()
+        if note is not None:
+            note.close()
 
 
 @contextlib.contextmanager
@@ -436,6 +445,7 @@ def _claim(part: Path, job: bytes, resume: bool) -> FileIO:
     """The open note in the folder, which this process has locked: nobody else writes there from now on."""
     while True:
         made = not os.path.lexists(part)
+        note: FileIO | None = None
         try:
             try:
                 part.mkdir()
@@ -451,28 +461,36 @@ def _claim(part: Path, job: bytes, resume: bool) -> FileIO:
                 if not _is_ours(part):
                     raise FileError(_not_this_job(part)) from None
             note = _open_note(part)
-        except BaseException:  # an interrupt among them, which may come while the folder is made
+            if note is not None:
+                _note_job(part, note, job, resume)
+                return note
+        except BaseException:  # an interrupt among them, which may come at any moment
             if made:
-                _forsake(part)
+                _forsake(part) if note is None else _discard(part, note)
+            if note is not None:
+                note.close()
             raise
-        if note is not None:
-            break
-    try:
-        # A little more is read than there should be, and no more: anybody can have put a file there.
-        found = note.read(len(job) + 1)
-        if (found != job or not resume) if found else not _is_ours(part, empty=True):
-            raise FileError(_not_this_job(part))
-        if not found:
-            try:
-                note.write(job)
-                os.fsync(note.fileno())
-            except BaseException:
-                _discard(part, note)
-                raise
-    except BaseException:
-        note.close()
-        raise
-    return note
+
+
+def _note_job(part: Path, note: FileIO, job: bytes, resume: bool) -> None:
+    """Note the job in the folder, where it is not noted yet.
+
+    Raises
+    ------
+    FileError
+        When the folder is of another job, or this one is not to be continued.
+    """
+    # A little more is read than there should be, and no more: anybody can have put a file there.
+    found = note.read(len(job) + 1)
+    if (found != job or not resume) if found else not _is_ours(part, empty=True):
+        raise FileError(_not_this_job(part))
+    if not found:
+        try:
+            note.write(job)
+            os.fsync(note.fileno())
+        except BaseException:
+            _discard(part, note)
+            raise
 
 
 def _not_this_job(part: Path) -> str:
