@@ -62,13 +62,16 @@ def test_every_job_has_the_bytes_of_one_worker(small, capsys, monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux, which says what a process has had")
 def test_peak_of_memory(small, capsys, monkeypatch):
     kb.io.save(small / "a.safetensors", {"w": np.zeros((64, 64), np.float32)})
-    assert 1e7 < scale._peak("quantize", small / "a.safetensors", small / "b.safetensors", 1, "cpu") < 1e9
+    words = "quantize", small / "a.safetensors", small / "b.safetensors", 1, "cpu"
+    base = scale._peak(*words)
+    assert 1e7 < base < 1e9
     assert kb.io.load(small / "b.safetensors")["w"].shape == (64, 64)
+    assert 0.9 * scale._TRIED < scale._peak(*words, scale._TRIED) - base < 1.1 * scale._TRIED
 
-    def peak(direction, source, out, workers, device):
+    def peak(direction, source, out, workers, device, more=0):
         if out.name == "out":
             scale.job(direction, source, out, None, device)
-        return 1e9 + workers * 2 * 32 * 64 * 2
+        return 1e9 + workers * 2 * 32 * 64 * 2 + more * (1 + (device != "cpu"))
 
     monkeypatch.setattr(scale, "_peak", peak)
     assert not scale.main([str(small), "memory", "--shards", "2"])
