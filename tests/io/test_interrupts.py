@@ -26,16 +26,17 @@ def shards_to_resume(folder):
 
 
 class Interrupt:
-    """Ctrl-C before line number `at` of `atomic` that is run, or before the body."""
+    """Ctrl-C before line number `left` of `atomic` that is run."""
 
-    def __init__(self, at):
-        self.left = at
+    def __init__(self, left):
+        self.left, self.came = left, False
 
     def __call__(self, frame, event, argument):
         if frame.f_code.co_filename != atomic.__file__:
             return None
         if event == "line":
             if not self.left:
+                self.came = True
                 sys.settrace(None)
                 raise KeyboardInterrupt
             self.left -= 1
@@ -43,18 +44,16 @@ class Interrupt:
 
 
 def interrupted(context, at):
-    """Whether it came before the body."""
-    before = sys.gettrace()
-    sys.settrace(trace := Interrupt(at))
+    """Whether Ctrl-C before that line comes before the body, where it comes otherwise."""
+    before, trace = sys.gettrace(), Interrupt(at)
+    sys.settrace(trace)
     try:
-        with context:
+        with pytest.raises(KeyboardInterrupt), context:
             sys.settrace(before)
-            assert trace.left >= 0
             raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        return trace.left == 0 and sys.gettrace() is None
     finally:
         sys.settrace(before)
+    return trace.came
 
 
 # A file that was opened a moment before is closed when nobody has it any more, which is what is said of it.
