@@ -31,7 +31,7 @@ from kbitcupy.formats.blocks import BlockFormat
 DTYPES = [np.dtype(name) for name in ("float16", ml_dtypes.bfloat16, "float32", "float64")]
 LENGTHS = (0, 1, 1, 2, 2, 3, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 64, 96, 128, 260, 512)
 BLOCKS = (16, 32, 64, 128, 256)
-LARGEST = 1 << 14
+LARGEST = 1 << 15
 MOST_STEPS = 6
 REFUSALS = (ValueError, TypeError, IndexError)
 
