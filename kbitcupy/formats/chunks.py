@@ -74,7 +74,7 @@ class Buffers:
         self.y = memory[12 * size : 16 * size].view(np.float32)
         self.index = memory[16 * size : 17 * size]
         self.flag = memory[17 * size :].view(np.bool_)
-        self.starts = row_starts(size, block)
+        self.starts = row_starts(2 * size, block)  # see `_half_absmax`
 
 
 @functools.lru_cache(maxsize=16)
@@ -186,9 +186,8 @@ def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np
         out = np.empty(-(-x.size // block), np.float32)
     buffers = Buffers(x.size, block)
     whole = x.size - x.size % block if x.dtype == np.float16 else 0
-    for start in range(0, whole, buffers.chunk):
-        absmax = _half_absmax(x[start : min(start + buffers.chunk, whole)], buffers)
-        out[start // block : start // block + absmax.size] = absmax
+    for start in range(0, whole, 2 * buffers.chunk):
+        _half_absmax(x[start : min(start + 2 * buffers.chunk, whole)], buffers, out[start // block :])
     rest, numbers = out[whole // block :], x[whole:]
     bits = rest.view(np.uint32)
     for first, rows in chunks(numbers, buffers):
@@ -202,8 +201,8 @@ def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np
     return out
 
 
-def _half_absmax(x: np.ndarray, buffers: Buffers) -> np.ndarray:
-    """`chunk_absmax` of whole blocks of float16, flat, which are not widened for it."""
+def _half_absmax(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
+    """`chunk_absmax` of whole blocks of float16, flat, which are not widened for it: two chunks fit in the buffers."""
     magnitude = buffers.y.view(np.uint16)[: x.size]
     np.bitwise_and(x.view(np.uint16), np.uint16(0x7FFF), out=magnitude)
     largest = np.empty(x.size // buffers.block, np.uint16)
@@ -211,7 +210,7 @@ def _half_absmax(x: np.ndarray, buffers: Buffers) -> np.ndarray:
     if np.maximum.reduce(largest) > 0x7C00:
         magnitude *= magnitude <= 0x7C00
         _row_max(magnitude, buffers, largest)
-    return largest.view(np.float16).astype(np.float32)
+    out[: largest.size] = largest.view(np.float16)
 
 
 def _row_max(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
