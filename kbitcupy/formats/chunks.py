@@ -28,6 +28,8 @@ _SIGN_AND_HALF, _HALF_BIAS = np.int32(-0x70000001), np.float32(2.0**112)
 _NARROWED, _FEW = 1 << 15, 1 << 10
 _LESS_BIAS = np.float32(2.0**-112)
 _TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
+# Buckets whose indices are looked up at a time, since NumPy wants their numbers in 8 bytes each.
+_LOOKED_UP = 1 << 18
 # Bytes of a line of the cache.
 _LINE = 64
 # Bytes of a block from which on it is reduced as it is: for shorter ones that is slow.
@@ -304,8 +306,10 @@ class Buckets:
             np.fmin(flat, self.limit, out=flat)
             bucket = self._position(flat, buffers.x[:size])
             bucket &= _LAST_BUCKET
-        position[...] = bucket
-        self.index.take(position, out=index, mode="wrap")
+        for first in range(0, size, _LOOKED_UP):
+            part = position[: min(_LOOKED_UP, size - first)]
+            part[...] = bucket[first : first + _LOOKED_UP]
+            self.index.take(part, out=index[first : first + _LOOKED_UP], mode="wrap")
         np.equal(index, _AMBIGUOUS, out=flag)
         (rare,) = flag.nonzero()
         if rare.size:
