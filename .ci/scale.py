@@ -8,7 +8,7 @@ that fall short of what they are to reach are named at the end, and the status i
     dask    two workers of dask-cuda beside one; compressed chunks that are spilled to the host and come back
     memory  peak of the host's memory, beside workers times the largest tensor
     numpy   8 processes beside one
-    cores   `workers=2` beside 1 on pairs of cores, which a host may have of unlike speed
+    cores   `workers=2` beside 1
 
 All bytes are compared with those of one worker. What takes two GPUs is left out where there is one.
 """
@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -48,6 +49,10 @@ FEW = 8
 #: Formats whose `workers=` is timed, the dtype of the numbers, and how many there are.
 CORES = (("kbit4", "float16"), ("int8", "float32"), ("q4_0", "float32"), ("nf4", "float32"))
 ELEMENTS = 1 << 25
+#: Pairs of times for each round, and runs of which the shortest is a time; the name of what two CPUs are worth, and how
+#: often it hashes.
+PAIRS, RUNS = 3, 3
+ALONE, HASHED = "hashing, which needs no memory", 1 << 16
 #: Compressed chunks for each worker of dask-cuda, their elements, and the bytes that its GPU may hold of them.
 CHUNKS, CHUNK, DEVICE_LIMIT = 18, (1 << 14, 1 << 14), 1_000_000_000
 #: Processes of NumPy.
@@ -401,23 +406,28 @@ def _spill(client, workers, lines):
 
 
 #: What a process tells of its memory: the most that it has had, looked at every few milliseconds, and what it has
-#: pinned, which is counted where it is asked for, since the driver's pages may be none of the process'.
+#: pinned, which is counted where it is asked for, since the driver's pages may be none of the process'; and how much of
+#: what it takes at its end, and on a GPU pins, that counts. It ends at once: what is pinned has nobody to go back to.
 _WATCHED = """
 import os, sys, threading, time
 import kbitcupy.cli as cli
 
 most, pinned, page = 0, 0, os.sysconf("SC_PAGE_SIZE")
 
+def used():
+    with open("/proc/self/statm") as file:
+        resident, of_files = map(int, file.read().split()[1:3])
+    return page * (resident - of_files) + pinned
+
 def watch():
     global most
     while True:
-        with open("/proc/self/statm") as file:
-            resident, of_files = map(int, file.read().split()[1:3])
-        most = max(most, page * (resident - of_files))
+        most = max(most, used())
         time.sleep(0.003)
 
 threading.Thread(target=watch, daemon=True).start()
-if "cpu" not in sys.argv:
+on_gpu, tried = "cpu" not in sys.argv, int(sys.argv[1])
+if on_gpu:
     from cupy import cuda
 
     def pin(nbytes):
@@ -427,44 +437,48 @@ if "cpu" not in sys.argv:
 
     cuda.set_pinned_memory_allocator(cuda.PinnedMemoryPool(pin).malloc)
 status = cli.main(sys.argv[2:])
-if int(sys.argv[1]):  # what is sure to be seen
+found, before = max(most, used()), used()
+if tried:
     import numpy as np
 
-    touched = np.ones(int(sys.argv[1]), np.uint8)
-    kept = cuda.alloc_pinned_memory(len(touched)) if "cpu" not in sys.argv else None
-    time.sleep(0.1)
-print("bytes:", most + pinned)
-sys.exit(status)
+    kept = np.ones(tried, np.uint8), cuda.alloc_pinned_memory(tried) if on_gpu else None
+print("found:", found, used() - before, flush=True)
+sys.stderr.flush()
+os._exit(status)
 """
-#: Bytes by which it is tried whether memory is counted.
-_TRIED = 1 << 28
+#: Bytes by which it is tried whether memory is counted, and the seconds that a command may take.
+_TRIED, _LIMIT = 1 << 28, 120
 
 
 def memory(folder, lines, rounds):
     """Of commands, which are processes of their own; what a job takes that has next to nothing to do is not counted."""
     source, small, device = folder / "source", compressed(folder), devices()[0]
-    tiny = folder / "tiny.safetensors"
-    kb.io.save(tiny, {"w": np.zeros((64, 64), np.float32)})
+    tiny = [folder / f"tiny.{number}.safetensors" for number in range(3)]
+    kb.io.save(tiny[0], {"w": np.zeros((64, 64), np.float16)})
     largest, kinds = 2 * SHAPE[0] * SHAPE[1], 1 + (device != "cpu")
-    base = min(_peak("quantize", tiny, folder / "tiny-out.safetensors", 1, device) for _ in range(3))
-    tried = _peak("quantize", tiny, folder / "tiny-out.safetensors", 1, device, _TRIED) - base
-    lines.right("memory that a process takes and pins is counted", 0.9 <= tried / (kinds * _TRIED) <= 1.1)
-    for direction, read in (("quantize", source), ("dequantize", small)):
+    for number, (direction, read) in enumerate((("quantize", source), ("dequantize", small))):
+        # The first one may have to compile kernels.
+        bases = [_peak(direction, *tiny[number : number + 2], 1, device, _TRIED) for _ in range(2)]
+        base, counted = min(found for found, _ in bases), bases[-1][1] / (kinds * _TRIED)
+        # What is pinned may be the process' own as well, and be counted twice.
+        lines.right(f"{direction}: memory that a process takes and pins is counted", 0.9 <= counted <= 1.6)
         for workers in (1, 8):
-            peak = _peak(direction, first(read, FEW), folder / "out", workers, device) - base
+            peak = _peak(direction, first(read, FEW), folder / "out", workers, device)[0] - base
             remove(folder / "out")
             what = f"{direction}, {workers} workers: peak over workers x largest tensor"
             lines.add(what, peak / workers / largest, most=2.5, note=f"{peak / 1e9:.3f} GB, and {base / 1e9:.2f}")
 
 
-def _peak(direction, source, out, workers, device, more=0):
-    """Bytes that the process of a command has at most; `more`: bytes that it takes at its end, and pins on a GPU."""
+def _peak(direction, source, out, workers, device, tried=0):
+    """Bytes that the process of a command has at most, and how many it counts of those that it is to take behind."""
     words = [direction, str(source), "-o", str(out), "--device", device, "--workers", str(workers), "--force"]
     words += ["--format", FORMAT] * (direction == "quantize")
-    done = subprocess.run([sys.executable, "-c", _WATCHED, str(more), *words], capture_output=True, text=True)
+    command = [sys.executable, "-c", _WATCHED, str(tried), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
     if done.returncode:
-        raise RuntimeError(done.stderr)
-    return int(done.stdout.partition("bytes:")[2].split()[0])
+        raise RuntimeError(f"{' '.join(words)}: {done.returncode}, {done.stderr}")
+    peak, counted = done.stdout.rpartition("found:")[2].split()
+    return int(peak), int(counted)
 
 
 def numpy(folder, lines, rounds):
@@ -486,56 +500,50 @@ def numpy(folder, lines, rounds):
 
 
 def cores(folder, lines, rounds):
-    """Pairs of CPUs that share no core, as far as the system tells."""
-    found = sorted({_siblings(cpu)[0] for cpu in os.sched_getaffinity(0)})
-    pairs = list(zip(found[::2], found[1::2], strict=False))[: 4 if rounds > 1 else 1]
-    ratios = defaultdict(list)
-    for pair in pairs:
-        with ProcessPoolExecutor(1, get_context("spawn"), initializer=os.sched_setaffinity, initargs=(0, pair)) as pool:
-            for what, (one, two) in pool.submit(_two_threads, rounds).result().items():
-                ratios[what].append((one / two, one))
-    for what, found in ratios.items():
-        note = " ".join(f"{ratio:.2f}" for ratio, _ in found) + f"; one {1e3 * min(one for _, one in found):.0f} ms"
-        least = None if what == "loops" else 1.7
-        lines.add(f"workers=2 beside 1: {what}", statistics.median(ratio for ratio, _ in found), least, note=note)
+    """Two threads where the system puts them: a host's cores may be of unlike speed, and two of its CPUs one core."""
+    cpus = os.sched_getaffinity(0)
+    count = len({_siblings(cpu) for cpu in cpus})
+    shared = ": two threads may share one" * (count < len(cpus))
+    print(f"{len(cpus)} CPUs, of {count} cores as the system tells{shared}")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        seconds = pool.submit(_two_threads, PAIRS * rounds).result()
+    for what, pairs in seconds.items():
+        ratios = [one / two for one, two in pairs]
+        note = f"{min(ratios):.2f} to {max(ratios):.2f}; one {1e3 * min(one for one, _ in pairs):.0f} ms"
+        least = None if what == ALONE else 1.7
+        lines.add(f"workers=2 beside 1: {what}", statistics.median(ratios), least, note=note)
 
 
 def _siblings(cpu):
-    """CPUs of one core."""
+    """What the system calls the CPUs of one core."""
     try:
-        text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        return sorted(int(word) for part in text.split(",") for word in part.split("-"))
-    except (OSError, ValueError):
-        return [cpu]
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
 
 
-def _two_threads(rounds):
-    """Seconds of one thread and of two by what they do, on the CPUs of this process."""
+def _two_threads(pairs):
+    """So many pairs of seconds, of one thread and of two, by what they do, which takes turns: pairs lie apart."""
     x = np.random.default_rng(0).standard_normal(ELEMENTS, np.float32).reshape(-1, 4096)
     calls = {f"{format} of {dtype}": functools.partial(kb.quantize, x.astype(dtype), format) for format, dtype in CORES}
-    calls["loops"] = _loops
-    found = {}
-    for what, call in calls.items():
-        seconds = {1: [], 2: []}
-        for _ in range(rounds):
-            for workers, own in seconds.items():
-                began = time.perf_counter()
-                call(workers=workers)
-                own.append(time.perf_counter() - began)
-        found[what] = [min(own) for own in seconds.values()]
+    calls[ALONE] = _alone
+    found = {what: [] for what in calls}
+    for _ in range(pairs):
+        for what, call in calls.items():
+            seconds = {1: [], 2: []}
+            for _ in range(RUNS):
+                for workers, own in seconds.items():
+                    began = time.perf_counter()
+                    call(workers=workers)
+                    own.append(time.perf_counter() - began)
+            found[what].append(tuple(map(min, seconds.values())))
     return found
 
 
-def _loops(workers):
-    """Work that touches no memory, shared by threads: what two of these CPUs are worth."""
-    x = np.linspace(0, 1, 4096)
-
-    def some(_):
-        for _ in range(2000 // workers):
-            np.sin(x, out=x)
-
+def _alone(workers):
+    """Work that needs neither memory nor the interpreter, shared by threads: what two of these CPUs are worth."""
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(some, range(workers)))
+        list(pool.map(lambda _: hashlib.pbkdf2_hmac("sha256", b"", b"", HASHED // workers), range(workers)))
 
 
 GROUPS = {"gpus": gpus, "dask": dask, "memory": memory, "numpy": numpy, "cores": cores}

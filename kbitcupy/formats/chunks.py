@@ -28,6 +28,8 @@ _SIGN_AND_HALF, _HALF_BIAS = np.int32(-0x70000001), np.float32(2.0**112)
 _NARROWED, _FEW = 1 << 15, 1 << 10
 _LESS_BIAS = np.float32(2.0**-112)
 _TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
+# Buckets whose indices are looked up at a time, since NumPy wants their numbers in 8 bytes each.
+_LOOKED_UP = 1 << 18
 # Bytes of a line of the cache.
 _LINE = 64
 # Bytes of a block from which on it is reduced as it is: for shorter ones that is slow.
@@ -74,7 +76,7 @@ class Buffers:
         self.y = memory[12 * size : 16 * size].view(np.float32)
         self.index = memory[16 * size : 17 * size]
         self.flag = memory[17 * size :].view(np.bool_)
-        self.starts = row_starts(size, block)
+        self.starts = row_starts(2 * size, block)  # see `_half_absmax`
 
 
 @functools.lru_cache(maxsize=16)
@@ -186,9 +188,8 @@ def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np
         out = np.empty(-(-x.size // block), np.float32)
     buffers = Buffers(x.size, block)
     whole = x.size - x.size % block if x.dtype == np.float16 else 0
-    for start in range(0, whole, buffers.chunk):
-        absmax = _half_absmax(x[start : min(start + buffers.chunk, whole)], buffers)
-        out[start // block : start // block + absmax.size] = absmax
+    for start in range(0, whole, 2 * buffers.chunk):
+        _half_absmax(x[start : min(start + 2 * buffers.chunk, whole)], buffers, out[start // block :])
     rest, numbers = out[whole // block :], x[whole:]
     bits = rest.view(np.uint32)
     for first, rows in chunks(numbers, buffers):
@@ -202,8 +203,8 @@ def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np
     return out
 
 
-def _half_absmax(x: np.ndarray, buffers: Buffers) -> np.ndarray:
-    """`chunk_absmax` of whole blocks of float16, flat, which are not widened for it."""
+def _half_absmax(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
+    """`chunk_absmax` of whole blocks of float16, flat, which are not widened for it: two chunks fit in the buffers."""
     magnitude = buffers.y.view(np.uint16)[: x.size]
     np.bitwise_and(x.view(np.uint16), np.uint16(0x7FFF), out=magnitude)
     largest = np.empty(x.size // buffers.block, np.uint16)
@@ -211,7 +212,7 @@ def _half_absmax(x: np.ndarray, buffers: Buffers) -> np.ndarray:
     if np.maximum.reduce(largest) > 0x7C00:
         magnitude *= magnitude <= 0x7C00
         _row_max(magnitude, buffers, largest)
-    return largest.view(np.float16).astype(np.float32)
+    out[: largest.size] = largest.view(np.float16)
 
 
 def _row_max(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
@@ -305,8 +306,10 @@ class Buckets:
             np.fmin(flat, self.limit, out=flat)
             bucket = self._position(flat, buffers.x[:size])
             bucket &= _LAST_BUCKET
-        position[...] = bucket
-        self.index.take(position, out=index, mode="wrap")
+        for first in range(0, size, _LOOKED_UP):
+            part = position[: min(_LOOKED_UP, size - first)]
+            part[...] = bucket[first : first + _LOOKED_UP]
+            self.index.take(part, out=index[first : first + _LOOKED_UP], mode="wrap")
         np.equal(index, _AMBIGUOUS, out=flag)
         (rare,) = flag.nonzero()
         if rare.size:

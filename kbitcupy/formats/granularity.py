@@ -259,7 +259,8 @@ _SLAB = 1 << 17
 
 def slab_size() -> int:
     """The most elements of a slab."""
-    return _SLAB * AT_ONCE.get()
+    at_once = AT_ONCE.get()
+    return _SLAB * (at_once if at_once == 1 else 2 * at_once)  # a slab has half the buffers of a chunk or less
 
 
 def _slabs(shape: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:

@@ -21,7 +21,7 @@ _R = TypeVar("_R")
 # Elements that are worth a thread; those of a row where an array has none that are whole blocks, such as a 1-D one.
 LEAST, COLUMNS = 1 << 17, 1 << 15
 # See `chunks.AT_ONCE`: with less, threads wait for each other more of the time; with more, the cache holds too little.
-_AT_ONCE = 2
+_AT_ONCE = 4
 # Elements of the smallest parts of an array that has so many times as much for each thread: cores are not equally fast
 # while other programs run, and so none waits long for the last one. What a part costs beside its elements is .2 ms.
 _PART, _MANY = 1 << 19, 4

@@ -59,34 +59,43 @@ def test_every_job_has_the_bytes_of_one_worker(small, capsys, monkeypatch):
     assert not list(small.iterdir())
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux, which says what a process has had")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux, which says what a process has")
 def test_peak_of_memory(small, capsys, monkeypatch):
     kb.io.save(small / "a.safetensors", {"w": np.zeros((64, 64), np.float32)})
-    words = "quantize", small / "a.safetensors", small / "b.safetensors", 1, "cpu"
-    base = scale._peak(*words)
+    base, counted = scale._peak("quantize", small / "a.safetensors", small / "b.safetensors", 1, "cpu", scale._TRIED)
     assert 1e7 < base < 1e9
     assert kb.io.load(small / "b.safetensors")["w"].shape == (64, 64)
-    assert 0.9 * scale._TRIED < scale._peak(*words, scale._TRIED) - base < 1.1 * scale._TRIED
+    assert 0.9 * scale._TRIED < counted < 1.1 * scale._TRIED
+    with pytest.raises(RuntimeError, match="1, kbit: error: .* does not exist"):
+        scale._peak("dequantize", small / "c.safetensors", small / "b.safetensors", 1, "cpu")
 
-    def peak(direction, source, out, workers, device, more=0):
+    def peak(direction, source, out, workers, device, tried=0):
         if out.name == "out":
             scale.job(direction, source, out, None, device)
-        return 1e9 + workers * 2 * 32 * 64 * 2 + more * (1 + (device != "cpu"))
+        return (1e9, tried * kinds) if tried else (1e9 + workers * 2 * 32 * 64 * 2, 0)
 
     monkeypatch.setattr(scale, "_peak", peak)
-    assert not scale.main([str(small), "memory", "--shards", "2"])
-    assert capsys.readouterr().out.count("peak over workers x largest tensor") == 4
+    for kinds in (1, 0):  # what is not counted is said
+        assert scale.main([str(small), "memory", "--shards", "2"]) == 1 - kinds
+        assert capsys.readouterr().out.count("peak over workers x largest tensor") == 4
 
 
-@pytest.mark.skipif(not hasattr(scale.os, "sched_setaffinity"), reason="needs CPUs that can be chosen")
-def test_pairs_of_cores(small, monkeypatch, capsys):
-    seconds = {"nf4 of float32": [2.0, 1.0], "loops": [2.0, 1.5]}
+@pytest.mark.skipif(not hasattr(scale.os, "sched_getaffinity"), reason="needs a system that tells its CPUs")
+@pytest.mark.parametrize(
+    ("siblings", "cores"), [(str, "4 CPUs, of 4 cores"), (lambda cpu: str(cpu // 2), "of 2 cores")]
+)
+def test_two_threads(small, monkeypatch, capsys, siblings, cores):
+    seconds = {"nf4 of float32": [(2.0, 1.0), (2.0, 2.0), (1.9, 1.0)], scale.ALONE: [(2.0, 1.5)]}
     monkeypatch.setattr(scale.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(scale, "_siblings", lambda cpu: [cpu])
-    monkeypatch.setattr(scale, "ProcessPoolExecutor", lambda *_, initargs, **__: Inline(seconds))
+    monkeypatch.setattr(scale, "_siblings", siblings)
+    monkeypatch.setattr(scale, "ProcessPoolExecutor", lambda *_: Inline(seconds))
     assert not scale.main([str(small), "cores", "--shards", "1"])
-    assert "workers=2 beside 1: nf4 of float32" in capsys.readouterr().out
-    assert set(scale._two_threads(1)) == {"loops", *(f"{format} of {dtype}" for format, dtype in scale.CORES)}
+    printed = capsys.readouterr().out
+    assert cores in printed and ("may share" in printed) == (siblings is not str)
+    assert "workers=2 beside 1: nf4 of float32" in printed and "1.90" in printed and "1.00 to 2.00" in printed
+    found = scale._two_threads(2)
+    assert set(found) == {scale.ALONE, *(f"{format} of {dtype}" for format, dtype in scale.CORES)}
+    assert all(len(pairs) == 2 for pairs in found.values())
 
 
 class Inline(scale.executors.Inline):

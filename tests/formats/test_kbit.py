@@ -288,7 +288,7 @@ def test_a_hundred_million_elements_keep_the_bound():
 
 
 @pytest.mark.parametrize("block", [32, 64, 4096])
-@pytest.mark.parametrize("size", [0, 1, 31, 4096, 3 * 4096 + 5, 3 * 65536 + 17])
+@pytest.mark.parametrize("size", [0, 1, 31, 4096, 3 * 4096 + 5, 3 * 65536 + 17, 5 * 65536 + 32])
 def test_float16_has_the_absmax_of_its_float32(block, size):
     """It is found among the bits of float16; every one of them occurs."""
     every = np.resize(np.arange(1 << 16, dtype=np.uint16).view(np.float16), size)

@@ -68,3 +68,11 @@ def test_shapes_and_dtypes():
         kb.decode_absmax_e4m4(np.ones(3, np.float32))
     with pytest.raises(ValueError, match="bias is 1000; allowed are the integers -96 to 120"):
         kb.encode_absmax_e4m4(np.ones(3, np.float32), 1000)
+
+
+def test_every_float_has_the_code_of_the_definition():
+    """Codes are looked up by the upper bits: where others are nothing, the least and the most."""
+    upper = np.arange(1 << 14, dtype=np.uint32) << 18
+    for lower in (0, 1, (1 << 18) - 1):
+        x = (upper + np.uint32(lower)).view(np.float32)
+        assert kb.encode_absmax_e4m4(x).tolist() == [oracle.e4m4_code(float(v)) for v in x]

@@ -75,9 +75,16 @@ def encode_blocks(
 
 def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.ndarray) -> np.ndarray:
     """By what the numbers of blocks are divided, float32; `out` receives their scales as they are stored."""
-    out[...] = codes = encode_absmax(absmax if scale is None else absmax / scale, kind)
+    out[...] = codes = encode_absmax(absmax if scale is None or scale == 1 else absmax / scale, kind)
     if scale is None:
         return np.maximum(absmax, np.float32(1e-8))
+    if codes.dtype == np.uint8:
+        return _stored_divisors(np.arange(256, dtype=np.uint8), scale).take(codes)
+    return _stored_divisors(codes, scale)
+
+
+def _stored_divisors(codes: np.ndarray, scale: np.float32) -> np.ndarray:
+    """Those of the scales that are decoded."""
     divisor = flush(decode_absmax(codes) * scale)  # what leaves the range of float32 is infinite or zero
     divisor[divisor == 0] = np.inf  # x / inf is x * 0
     return divisor
@@ -156,22 +163,11 @@ def _pack_counts(y: np.ndarray, thresholds: np.ndarray, k: int, out: np.ndarray,
     Bit b of the count changes at each threshold whose number, from 1 on, is a multiple of 2^b.
     """
     numbers, planes = y.reshape(-1), out.reshape(-1, k)
-    if k <= 2:  # few calls; with more thresholds packing them all takes longer than joining them first
-        above = work[: thresholds.size * y.size].reshape(thresholds.size, y.size)
-        np.greater(numbers, thresholds[:, None], out=above)
-        words = np.packbits(above, axis=1, bitorder="little").view("<u4")
-        for bit in range(k):
-            np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=planes[:, bit])
-        return
-    *bits, flag = work[: (k + 1) * y.size].reshape(k + 1, y.size)
-    for bit in range(k - 1, -1, -1):  # the even multiples are those of the next bit
-        np.greater(numbers, thresholds[(1 << bit) - 1], out=bits[bit])
-        for threshold in thresholds[(3 << bit) - 1 :: 2 << bit]:
-            np.greater(numbers, threshold, out=flag)
-            bits[bit] ^= flag
-        if bit < k - 1:
-            bits[bit] ^= bits[bit + 1]
-    planes[...] = np.packbits(work[: k * y.size].reshape(k, -1), axis=1, bitorder="little").view("<u4").T
+    above = work[: thresholds.size * y.size].reshape(thresholds.size, y.size)
+    np.greater(numbers, thresholds[:, None], out=above)
+    words = np.packbits(above, axis=1, bitorder="little").view("<u4")
+    for bit in range(k):
+        np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=planes[:, bit])
 
 
 def unpack_words(packed: np.ndarray, k: int) -> np.ndarray:
