@@ -16,12 +16,12 @@ Source: ggml, ``quantize_row_q8_1_ref``.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template, cxx_type
 from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants
@@ -223,17 +223,21 @@ def quantize_into(
     quantizing(*about).start(address, codes, scales, sums)
 
 
-def quantize_rows(x: Any, tokens: int, preset: str, codes: int, scales: int) -> None:
-    """Quantize tokens of floats on the current device to rows of `pitch_of` bytes, by any preset, and their scales.
+def quantizing_rows(
+    dtype: np.dtype, tokens: int, depth: int, preset: str, vector: bool, device: int
+) -> Callable[[int, int, int], None]:
+    """The launch that quantizes tokens of floats to rows of `pitch_of` bytes, by any preset, its kernel compiled.
 
-    The arguments are those of `quantize_into`.
+    It is called with the addresses of x, codes and scales, which are as those of `quantize_into`.
     """
     if preset == BITNET:
-        activations.quantize_into(x, tokens, _BITNET_RULE, None, codes, scales, 0, pitch_of(x.shape[-1]))
-    else:
-        quantize_into(x, tokens, preset, codes, scales, 0, NUMBERS.ROWS, 0)
+        about = _BITNET_RULE, None, vector, pitch_of(depth), 0, 0, False, device
+        by_rule = activations.quantizing(dtype, tokens, depth, *about)
+        return lambda x, codes, scales: by_rule.start(x, 0, codes, scales, 0)
+    by_preset = quantizing(dtype, tokens, depth, preset, NUMBERS.ROWS, 0, False, vector, device)
+    return lambda x, codes, scales: by_preset.start(x, codes, scales, 0)
 
 
 def floats_of(x: Any) -> Any:
     """x on a GPU as `quantize_into` takes it."""
-    return _xp.contiguous(source(x, FLOATS))
+    return source(x, FLOATS)
