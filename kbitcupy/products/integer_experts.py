@@ -23,7 +23,16 @@ from . import integer_stream
 from .activations import FLOATS
 from .experts import ROUNDED, Combining, combined, combining
 from .integer_activations import BITNET, Tokens, quantize_host
-from .integers import Integers, IntegersHost, MultiplyExperts, codes_of, experts_multiplied, multiply_host, why_not
+from .integers import (
+    Chosen,
+    Integers,
+    IntegersHost,
+    MultiplyExperts,
+    codes_of,
+    experts_multiplied,
+    multiply_host,
+    why_not,
+)
 from .routes import Problem, Product, Route
 
 WANTED = "they must be [E, N, K] in ternary, for activations in bitnet: kb.stack of kb.quantize(w, 'ternary')"
@@ -76,7 +85,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    multiplied: Callable[..., MultiplyExperts],
+    multiplied: Callable[[Chosen], MultiplyExperts],
     format: Format,
     shape: tuple[int, int, int],
     lead: int,
@@ -95,7 +104,7 @@ def _plan(
     products, of_x = tokens * slots, (tokens, slots) if shared else (tokens * slots, 1)
     multiply = None
     if depth:
-        multiply = multiplied(format, shape, lead, dtype, preset, *of_x, vector, device)
+        multiply = multiplied(Chosen(format, shape, lead, dtype, preset, *of_x, vector, device))
     else:  # of no elements all products are zero, as those of no expert are
         experts = 0
     combined = (tokens, slots) if weighted else (products, 1)
@@ -109,7 +118,7 @@ def _multiply_cuda(
     ids: Any,
     weights: Any,
     out: Any,
-    multiplied: Callable[..., MultiplyExperts],
+    multiplied: Callable[[Chosen], MultiplyExperts],
 ) -> None:
     if out.dtype == _xp.DOUBLE:
         single = _xp.empty(out, out.shape, _xp.SINGLE)

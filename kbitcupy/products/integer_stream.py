@@ -30,7 +30,7 @@ from . import int8, integer_activations as tokens_of
 from .activations import FLOATS, OCTET
 from .int8 import BIAS_KINDS, token_planes
 from .integer_activations import NUMBERS, Q8_BLOCK, Quantizing
-from .integers import PRODUCT, WEIGHT, MultiplyExperts, codes_of, stored_codes, weight_argument, why_not
+from .integers import PRODUCT, WEIGHT, Chosen, MultiplyExperts, codes_of, stored_codes, weight_argument, why_not
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route
 
 #: How ``stream_integers`` cuts its work: warps of a team, teams of a thread block; phases, in which all warps of a team
@@ -678,21 +678,11 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
     _start(plan, q, address, 0 if given is None else given.data.ptr, 0, added, out.data.ptr, device)
 
 
-def experts_multiplied(
-    format: Format,
-    shape: tuple[int, ...],
-    lead: int,
-    dtype: np.dtype,
-    preset: str,
-    tokens: int,
-    slots: int,
-    vector: bool,
-    device: int,
-) -> MultiplyExperts:
+def experts_multiplied(of: Chosen) -> MultiplyExperts:
     """As `kbitcupy.products.integers.experts_multiplied`; products of no expert are not written."""
-    about = format, shape, lead, dtype, _xp.SINGLE, preset
-    plan = _plan(*about, tokens, tokens * slots, slots, 1, 0, vector, device)
-    return lambda x, qs, ids, products: _start(plan, qs, x, 0, ids, 0, products, device)
+    many = of.tokens, of.tokens * of.slots, of.slots
+    plan = _plan(*of[:3], of.dtype, _xp.SINGLE, of.preset, *many, 1, 0, of.vector, of.device)
+    return lambda x, qs, ids, products: _start(plan, qs, x, 0, ids, 0, products, of.device)
 
 
 def _start(plan: _Plan, q: QuantizedArray, x: int, given: int, ids: int, bias: int, out: int, device: int) -> None:

@@ -26,7 +26,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -305,24 +305,45 @@ def multiply_cuda(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -
     plan.launch(plan.grid, (codes, scales, weight_argument(q), 0, added, out.data.ptr, plan.numbers))
 
 
+class Chosen(NamedTuple):
+    """Products with experts that tokens have chosen, as a launch is planned for them.
+
+    Parameters
+    ----------
+    format, shape, lead : Format, tuple of int, int
+        Of the weights.
+    dtype : numpy.dtype
+        Of tokens.
+    preset : str
+        How they are quantized, `BITNET` among the ways.
+    tokens, slots : int
+        How many, and products of each.
+    vector : bool
+        Whether tokens start at a multiple of 16 bytes.
+    device : int
+        Its number.
+    """
+
+    format: Format
+    shape: tuple[int, int, int]
+    lead: int
+    dtype: np.dtype
+    preset: str
+    tokens: int
+    slots: int
+    vector: bool
+    device: int
+
+
 #: Products with experts: called with the address of floats, the weights, and the addresses of int64 ids [tokens, slots]
 #: and of float32 products [tokens, slots, N].
 MultiplyExperts: TypeAlias = Callable[[int, QuantizedArray, int, int], None]
 
 
-def experts_multiplied(
-    format: Format,
-    shape: tuple[int, ...],
-    lead: int,
-    dtype: np.dtype,
-    preset: str,
-    tokens: int,
-    slots: int,
-    vector: bool,
-    device: int,
-) -> MultiplyExperts:
-    """The launches for tokens that are quantized by a preset, `BITNET` among them; products of no expert are zero."""
-    plan = _plan(dtype, _xp.SINGLE, shape, tokens, slots, preset, False, 0, vector, device)
+def experts_multiplied(of: Chosen) -> MultiplyExperts:
+    """The launches, their kernels compiled; products of no expert are zero."""
+    many = of.tokens, of.slots
+    plan = _plan(of.dtype, _xp.SINGLE, of.shape, *many, of.preset, False, 0, of.vector, of.device)
 
     def multiply(x: int, qs: QuantizedArray, ids: int, products: int) -> None:
         assert plan.quantize is not None
