@@ -18,18 +18,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..array import QuantizedArray
+from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template, cxx_type
 from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants
-from ..formats.base import register_templates
+from ..formats.base import IntegerCodes, register_templates
 from ..ops import source
 from . import activations
 from .activations import FLOATS, LARGEST, Rule
-from .int8 import quantize_tokens
+from .int8 import quantize_tokens, token_planes
 
 #: Elements that share a scale in "q8_1".
 Q8_BLOCK = 32
@@ -138,6 +140,56 @@ class Quantizing(Planned):
             self.launch(self.grid, (x, codes, scales, sums, self.numbers))
         else:
             self.launch(self.grid, (x, codes, scales, self.numbers))
+
+
+PlanT = TypeVar("PlanT", bound=Planned)
+
+
+@dataclass(frozen=True, eq=False)
+class Launches(Generic[PlanT]):
+    """Those of a product of one shape.
+
+    Parameters
+    ----------
+    quantize : Quantizing
+        The first one.
+    product : Planned
+        The second one.
+    part : IntegerCodes
+        How the weight lies.
+    size, scales_at, sums_at : int
+        Bytes that the first one writes, and where in them, behind codes, scales begin, or what a kernel has in their
+        place, and sums; 0 without sums.
+    step : int
+        From the scales of 32 elements to those of the next ones; 1 where tokens have one each.
+    """
+
+    quantize: Quantizing
+    product: PlanT
+    part: IntegerCodes
+    size: int
+    scales_at: int
+    sums_at: int = 0
+    step: int = 1
+
+    def start(self, x: Any, address: int, tokens: int) -> tuple[Any, int, int, int]:
+        """Quantize tokens, or bring those of int8 into order, whose numbers are at that address.
+
+        Returns
+        -------
+        tuple
+            The memory that begins with codes, the addresses of scales and of sums, and the step between scales.
+        """
+        scratch = _xp.allocate(self.size)
+        codes = scratch.ptr
+        sums = codes + self.sums_at if self.sums_at else 0
+        if isinstance(x, QuantizedArray):
+            given = token_planes(x)[1]
+            self.quantize.start(address, codes, 0, sums)
+            return scratch, given.data.ptr, sums, int(given.size == tokens)
+        scales = codes + self.scales_at
+        self.quantize.start(address, codes, scales, sums)
+        return scratch, scales, sums, self.step
 
 
 @functools.lru_cache(maxsize=4096)
