@@ -192,10 +192,7 @@ def on_device_of(array: Any) -> Any:
     device = array.data.device_id
     if cuda.runtime.getDevice() != device:
         return _elsewhere(cuda, device)
-    stream = cuda.get_current_stream().ptr
-    if stream > 1 and cuda.runtime.streamIsCapturing(stream):
-        return _keeping(cuda)
-    return _nowhere
+    return _keeping(cuda) if _captures(cuda) else _nowhere
 
 
 def _captures(cuda: Any) -> bool:
