@@ -453,6 +453,16 @@ def widen(single: Any, out: Any) -> None:
         out[...] = single
 
 
+def _check_out_dtype(out: Any, dtype: Any) -> None:
+    found = _xp.float_dtype(out.dtype, "out.dtype")
+    if dtype is not None and found != _xp.float_dtype(dtype):
+        raise TypeError(f"out is {found} but dtype says {_xp.float_dtype(dtype)}; leave dtype away")
+    if found != out.dtype:
+        raise TypeError(
+            f"out has the dtype {out.dtype!r}; it must be native: allocate it with empty(shape, {found.name!r})"
+        )
+
+
 def check_out(out: Any, shape: tuple[int, ...], beside: Any, dtype: Any = None) -> None:
     """Check an output array.
 
@@ -461,18 +471,14 @@ def check_out(out: Any, shape: tuple[int, ...], beside: Any, dtype: Any = None) 
     TypeError, ValueError, DeviceError
         When it cannot receive a result of that shape and dtype on the device of `beside`.
     """
-    if not _xp.is_array(out):
+    as_asked = _xp.is_native(out) and out.dtype is dtype
+    if not as_asked and not _xp.is_array(out):
         raise TypeError(f"out is {type(out).__name__}; it must be a NumPy or CuPy array")
     if not _xp.same_device(out, beside):
         device = _xp.device_of(beside)
         raise DeviceError(f"out is on {_xp.device_of(out)}; the result is on {device}: allocate it there")
-    found = _xp.float_dtype(out.dtype, "out.dtype")
-    if dtype is not None and found != _xp.float_dtype(dtype):
-        raise TypeError(f"out is {found} but dtype says {_xp.float_dtype(dtype)}; leave dtype away")
-    if found != out.dtype:
-        raise TypeError(
-            f"out has the dtype {out.dtype!r}; it must be native: allocate it with empty(shape, {found.name!r})"
-        )
+    if not as_asked:
+        _check_out_dtype(out, dtype)
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; the result has shape {shape}")
     flags = out.flags

@@ -121,7 +121,7 @@ def starts_early(device: int) -> bool:
 _LETTERS = {"p": "Q", "i4": "i", "u4": "I", "i8": "q", "u8": "Q", "f4": "f", "f8": "d"}
 #: How an argument of a kernel is typed: a letter and bytes as NumPy has them, "p" for a pointer, a struct, or the
 #: number of its bytes, of which 4 and 8 are integers; or several arguments that come packed together, see `packed`.
-Type: TypeAlias = "str | int | Struct | tuple[str, ...]"
+Type: TypeAlias = "str | int | Struct | tuple[str | int | Struct, ...]"
 #: Starts a kernel that is loaded: called with the grid and the arguments.
 Start: TypeAlias = Callable[[tuple[int, ...], Sequence[Any]], None]
 
@@ -174,7 +174,7 @@ def _starter(signature: tuple[Type, ...], early: bool) -> Callable[..., Start]:
     return make
 
 
-def packed(types: tuple[str, ...], *numbers: float) -> bytes:
+def packed(types: tuple[str | int | Struct, ...], *numbers: float | bytes) -> bytes:
     """Arguments of these types as one, which a plan packs once for all launches.
 
     Raises

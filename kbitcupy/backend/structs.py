@@ -116,12 +116,11 @@ class Constants:
 
     def __init__(self, **numbers: Any):
         self._numbers = numbers
-        vars(self).update(numbers)  # which are found sooner than by `__getattr__`
+        vars(self).update(numbers)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._numbers:
-            raise AttributeError(f"{name} is none of the constants {', '.join(self._numbers)}")
-        return self._numbers[name]
+        """Of no constant."""
+        raise AttributeError(f"{name} is none of the constants {', '.join(vars(self).get('_numbers', ()))}")
 
     @property
     def text(self) -> str:

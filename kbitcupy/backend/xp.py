@@ -123,6 +123,11 @@ def same_device(a: Any, b: Any) -> bool:
     return found
 
 
+def ordinal(x: Any) -> int:
+    """The number of an array's GPU; -1 for one of NumPy's."""
+    return -1 if isinstance(x, np.ndarray) else x.data.device_id
+
+
 def same_gpu(a: Any, b: Any) -> bool:
     """Whether both are CuPy arrays, on one device."""
     return is_cupy(a) and is_cupy(b) and same_device(a, b)
@@ -187,10 +192,7 @@ def on_device_of(array: Any) -> Any:
     device = array.data.device_id
     if cuda.runtime.getDevice() != device:
         return _elsewhere(cuda, device)
-    stream = cuda.get_current_stream().ptr
-    if stream > 1 and cuda.runtime.streamIsCapturing(stream):
-        return _keeping(cuda)
-    return _nowhere
+    return _keeping(cuda) if _captures(cuda) else _nowhere
 
 
 def _captures(cuda: Any) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,11 +17,11 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, IDS_CXX, Template
-from ..backend.launch import Start, packed
+from ..backend.launch import Planned, Start, packed
 from ..formats.base import register_templates
-from ..ops import take
+from ..ops import source, take
 from .decoded import Decoded
-from .fused import GROUP, HALF_CXX, TOKENS, Experts
+from .fused import GROUP, HALF_CXX, TOKENS, Grouping, Multiply
 from .hopper import GROUPED_CUT, tile_kernel, tile_refusal
 from .host import Host, working_dtype
 from .records import RecordKernel, record_kernel, record_refusal
@@ -30,25 +31,29 @@ from .small_batch import FewKernel, declared_template, few_kernel, few_refusal, 
 # A number for each expert, in the 48 KiB of shared memory that every kernel has.
 MOST_EXPERTS = 12000
 _IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as the kernels take them
+_SINGLE = ("float32",)  # of weights of slots
 _GROUP_BYTES = GROUP.dtype.itemsize
+#: The kernels that combine slots: by fma, and with NumPy's bits.
+SUMMED, ROUNDED = "combine_slots", "combine_rounded_slots"
 
 
 def _templates() -> Iterator[Template]:
-    yield declared_template("combine_slots", HALF_CXX)
-    yield declared_template("combine_rounded_slots", (*HALF_CXX, CXX_TYPES["float32"]))
+    yield declared_template(SUMMED, HALF_CXX)
+    yield declared_template(ROUNDED, (*HALF_CXX, CXX_TYPES["float32"]), least=0)
     yield declared_template("group_tokens", tuple(IDS_CXX.values()))
 
 
 register_templates(_templates)
 
 
-class GroupedKernel(Protocol):
-    """What launches a kernel for experts."""
+class GroupedKernel(Hashable, Protocol):
+    """A kernel for experts of one shape and tokens of one dtype."""
 
     cxx: str
 
-    @property
-    def launch(self) -> Callable[..., None]: ...
+    def of_experts(self, grouping: Grouping) -> Multiply:
+        """The launch, the kernel compiled."""
+        ...
 
 
 def grouped(
@@ -58,65 +63,102 @@ def grouped(
     ids: Any,
     weights: Any,
     out: Any,
-    combine: str = "combine_slots",
+    combine: str = SUMMED,
 ) -> None:
     """Sort by expert, multiply, combine; x is contiguous."""
     experts, rows, _ = qs.shape
     ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
-    combiner = None
-    if weights is not None:
-        weights = _xp.contiguous(weights if weights.dtype == _xp.SINGLE else weights.astype(np.float32))
-        combiner = combine, kernel.cxx
-    plan = _sorting(ids.dtype, ids.shape, experts, rows, combiner, x.data.device_id)
+    by = None if weights is None else combine
+    plan = _plan(kernel, ids.dtype, ids.shape, x.ndim == 2, experts, rows, qs.members > 1, by, x.data.device_id)
     scratch = _xp.allocate(plan.size)
-    groups = scratch.ptr
+    groups, to = scratch.ptr, out.data.ptr
     order = groups + plan.order
-    partial = 0 if combiner is None else groups + plan.partial
     plan.sort(_ONE_BLOCK, (ids.data.ptr, order, groups, plan.numbers))
-    experts_of = Experts(groups, order, ids.shape[1] if x.ndim == 2 else 1, int(qs.members > 1))
-    kernel.launch(plan.room, x, qs, None, out, partial, ids.size, experts_of)
-    if plan.combine is not None:
-        pointers = partial, weights.data.ptr, out.data.ptr
-        plan.combine(plan.grid, (*pointers, plan.combined))
+    if plan.combine is None:
+        plan.multiply(x, qs, to, 0, groups, order)
+        return
+    weights = source(weights, _SINGLE)
+    partial = groups + plan.partial
+    plan.multiply(x, qs, to, partial, groups, order)
+    plan.combine.start(partial, weights.data.ptr, to)
 
 
-class Sorting(NamedTuple):
-    """The launches around the product, of one shape, and what lies where in the one piece of memory for all."""
+@dataclass(frozen=True, eq=False)
+class Combining(Planned):
+    """The launch that combines the products of one shape.
+
+    Parameters
+    ----------
+    rounded : bool
+        Whether it is the kernel that takes ids.
+    numbers : bytes
+        Its arguments behind addresses.
+    """
+
+    rounded: bool
+    numbers: bytes
+
+    def start(self, products: int, weights: int, out: int, ids: int = 0) -> None:
+        """Launch it with these addresses: those of `weights` and `ids` may be 0, see kernels/linear/slots.cu."""
+        if self.rounded:
+            self.launch(self.grid, (products, weights, out, ids, self.numbers))
+        else:
+            self.launch(self.grid, (products, weights, out, self.numbers))
+
+
+class _Plan(NamedTuple):
+    """The launches for one shape, and what lies where in the one piece of memory for all."""
 
     size: int  # of the piece
-    room: int  # groups that there may be
     order: int  # behind the groups
     partial: int  # behind that: the products that are combined
     sort: Start
     numbers: bytes  # its arguments behind addresses
-    combine: Start | None
-    grid: tuple[int, int, int]
-    combined: bytes
+    multiply: Multiply
+    combine: Combining | None
 
 
 _ONE_BLOCK = 1, 1, 1
-_SORT, _COMBINE = ("i4", "i4", "i4"), ("i8", "i4", "i4")
+_SORT, _COMBINING = ("i4", "i4", "i4"), 256  # threads of a block that combines
 
 
 @functools.lru_cache(maxsize=1024)
-def _sorting(
-    ids: np.dtype, shape: tuple[int, int], experts: int, rows: int, combiner: tuple[str, str] | None, device: int
-) -> Sorting:
-    """`combiner`: which kernel, and for which type; None where products are not combined."""
+def _plan(
+    kernel: GroupedKernel,
+    ids: np.dtype,
+    shape: tuple[int, int],
+    shared: bool,
+    experts: int,
+    rows: int,
+    several: bool,
+    combine: str | None,
+    device: int,
+) -> _Plan:
+    """`shared`: slots of a token share a row of x; `several`: experts have tensor scales of their own; `combine`: by
+    which kernel, None where products are not combined.
+    """
     products, slots = math.prod(shape), shape[1]
     room = products // TOKENS + min(products, experts + 1)
     order = _GROUP_BYTES * room
     partial = order + 4 * products
     sort = kernel_of("group_tokens", IDS_CXX[ids.name], 1024, 4 * (experts + 1), (*"ppp", _SORT))
     numbers = packed(_SORT, products, experts, room)
-    start, combine, grid, combined = sort.ready(device).launch, None, _ONE_BLOCK, b""
-    size = partial
-    if combiner is not None:
-        outputs = products // slots * rows
+    grouping = Grouping(room, products, slots if shared else 1, int(several), combine is not None, device)
+    size, combined = partial, None
+    if combine is not None:
         size += 4 * products * rows
-        combine = kernel_of(*combiner, 256, 0, (*"ppp", _COMBINE)).ready(device).launch
-        grid, combined = (-(-outputs // 256), 1, 1), packed(_COMBINE, outputs, slots, rows)
-    return Sorting(size, room, order, partial, start, numbers, combine, grid, combined)
+        combined = combining(combine, kernel.cxx, products // slots, slots, rows, experts, device)
+    return _Plan(size, order, partial, sort.ready(device).launch, numbers, kernel.of_experts(grouping), combined)
+
+
+@functools.lru_cache(maxsize=1024)
+def combining(name: str, cxx: str, tokens: int, slots: int, rows: int, experts: int, device: int) -> Combining:
+    """How products of so many tokens are combined by one of the two kernels, which is compiled."""
+    outputs, rounded = tokens * rows, name == ROUNDED
+    types = ("i8", "i4", "i4", "i4")[: 3 + rounded]
+    numbers = packed(types, *(outputs, slots, rows, experts)[: 3 + rounded])
+    kernel = kernel_of(name, cxx, _COMBINING, 0, (*("p",) * (3 + rounded), types))
+    return Combining(kernel.ready(device).launch, (-(-outputs // _COMBINING), 1, 1), rounded, numbers)
 
 
 def multiply_each(x: Any, qs: Any, ids: Any, weights: Any, out: Any) -> None:

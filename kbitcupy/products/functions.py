@@ -325,7 +325,8 @@ def linear_grouped(
         return _xp.in_torch(linear_grouped, "x", x, qs, expert_ids, weights, activations=activations, out=out)
     x = as_float(x, "x")
     _check_activations(activations)
-    if isinstance(qs, QuantizedArray):
+    compressed = isinstance(qs, QuantizedArray)
+    if compressed:
         _check_weight(qs, 3, "qs", "[E, N, K]")
         if not qs.format.rows_are_blocks(qs.shape):
             raise FormatError(
@@ -342,22 +343,27 @@ def linear_grouped(
             )
     ids = as_integers(expert_ids, "expert_ids")
     _, rows, depth = qs.shape
-    if ids.ndim != 2:
-        raise ValueError(f"expert_ids has shape {ids.shape}; it must be [T, top_k]")
-    if x.shape not in ((len(ids), depth), (*ids.shape, depth)):
+    chosen = ids.shape
+    if len(chosen) != 2:
+        raise ValueError(f"expert_ids has shape {chosen}; it must be [T, top_k]")
+    if x.shape != (chosen[0], depth) and x.shape != (*chosen, depth):
         raise ValueError(
-            f"x has shape {x.shape}; expert_ids of shape {ids.shape} and weights of shape {qs.shape} need "
-            f"({len(ids)}, {depth}) or ({len(ids)}, {ids.shape[1]}, {depth})"
+            f"x has shape {x.shape}; expert_ids of shape {chosen} and weights of shape {qs.shape} need "
+            f"({chosen[0]}, {depth}) or ({chosen[0]}, {chosen[1]}, {depth})"
         )
-    _check_beside(x, qs, "qs")
-    ids = moved_to(ids, x)
+    device = _xp.ordinal(x)
+    if _xp.ordinal(_plane(qs) if compressed else qs) != device:
+        raise _apart(x, qs, "qs")
+    if _xp.ordinal(ids) != device:
+        ids = moved_to(ids, x)
+    shape = *chosen, rows
     if weights is not None:
         weights = as_float(weights, "weights")
-        if weights.shape != ids.shape:
-            raise ValueError(f"weights has shape {weights.shape}; expert_ids has shape {ids.shape}")
-        if not _xp.same_device(weights, x):
+        if weights.shape != chosen:
+            raise ValueError(f"weights has shape {weights.shape}; expert_ids has shape {chosen}")
+        if _xp.ordinal(weights) != device:
             raise DeviceError(f"weights is on {_xp.device_of(weights)} and x on {_xp.device_of(x)}; move one of them")
-    shape = (len(ids), rows) if weights is not None else (*ids.shape, rows)
+        shape = chosen[0], rows
     if out is not None:
         check_out(out, shape, x, x.dtype)
     with _xp.on_device_of(x):
@@ -642,11 +648,17 @@ def _check_beside(x: Any, q: Any, argument: str = "q") -> Any:
     if isinstance(x, QuantizedArray):
         x = _plane(x)
     if not _xp.same_device(x, plane):
-        raise DeviceError(
-            f"{argument} is on {_xp.device_of(plane)} and x on {_xp.device_of(x)}; move one with .to_device(), "
-            "cupy.asarray or cupy.asnumpy"
-        )
+        raise _apart(x, q, argument)
     return x
+
+
+def _apart(x: Any, q: Any, argument: str) -> DeviceError:
+    """The error of arrays that are not on one device."""
+    plane = _plane(q) if isinstance(q, QuantizedArray) else q
+    return DeviceError(
+        f"{argument} is on {_xp.device_of(plane)} and x on {_xp.device_of(x)}; move one with .to_device(), "
+        "cupy.asarray or cupy.asnumpy"
+    )
 
 
 @functools.lru_cache(maxsize=1024)

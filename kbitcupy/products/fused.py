@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
 from ..backend.compile import CXX_TYPES
-from ..backend.launch import Struct
+from ..backend.launch import Struct, Type, packed
 from ..backend.structs import Constants
 from ..formats.base import Fragments
 from .routes import Problem
@@ -48,8 +48,14 @@ HALF_CXX = (CXX_TYPES["float16"], CXX_TYPES["bfloat16"])
 #: Bytes that the L2 cache fetches together: rows of a box are shorter than 256, and what stands beside them another
 #: warp fetches a little later.
 PROMOTION = 128
-#: Sizes of what `Fused.arguments` returns.
-ARGUMENTS = (*(8,) * 10, *(4,) * 7)
+# Addresses of planes of a weight, and numbers behind addresses.
+_PLANES, _NUMBERS = ("p",) * 5, ("i4",) * 7
+
+
+def arguments_of(*behind: int) -> tuple[Type, ...]:
+    """Types of what `Fused.arguments` returns, the last of which has structs of these sizes at its end."""
+    numbers: tuple[str | int | Struct, ...] = *_NUMBERS, *behind
+    return _PLANES, "p", "p", "p", "p", "p", numbers
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,34 @@ class Experts(NamedTuple):
 NO_EXPERTS = Experts(0, 0, 1, 0)
 
 
+class Grouping(NamedTuple):
+    """The products with experts that one launch has, sorted into groups.
+
+    Parameters
+    ----------
+    groups, products : int
+        How many there are, at the most.
+    divisor, step : int
+        As of `Experts`.
+    combined : bool
+        Whether products stay float32, to be combined.
+    device : int
+        Its number.
+    """
+
+    groups: int
+    products: int
+    divisor: int
+    step: int
+    combined: bool
+    device: int
+
+
+#: A launch for experts: called with x, the weights, and addresses: of results, of products where they are combined,
+#: else 0, and of what ``group_tokens`` writes, the groups and the order.
+Multiply: TypeAlias = Callable[[Any, QuantizedArray, int, int, int, int], None]
+
+
 class Bound(NamedTuple):
     """A weight as a kernel takes it.
 
@@ -248,12 +282,15 @@ class Bound(NamedTuple):
     planes : tuple of int
         Addresses of the scales, the nested scales or what else stands beside scales, their offset, the tensor scale
         and the values; 0 for none.
+    packed : bytes
+        The same as one argument.
     map : bytes
         The tensor map of the codes.
     """
 
     codes: int
     planes: tuple[int, ...]
+    packed: bytes
     map: bytes
 
 
@@ -267,7 +304,8 @@ def bind(planes: Mapping[str, Any], fragments: Fragments, map: Callable[[Any], b
     roles = fragments.scales, beside, fragments.offset, fragments.tensor_scale, fragments.values
     found = (planes.get(name) if name else None for name in roles)
     codes = planes[fragments.codes]
-    return Bound(codes.data.ptr, tuple(0 if plane is None else plane.data.ptr for plane in found), map(codes))
+    addresses = tuple(0 if plane is None else plane.data.ptr for plane in found)
+    return Bound(codes.data.ptr, addresses, packed(_PLANES, *addresses), map(codes))
 
 
 class Fused:
@@ -292,7 +330,8 @@ class Fused:
         self._n, self._k = shape
         self._block = fragments.block or self._k
         self.cxx = CXX_TYPES[dtype.name]
-        self._values = _values_of(fragments, dtype)
+        #: Structs that are passed by value behind numbers.
+        self._behind = self._values = _values_of(fragments, dtype)
 
     def weight(self, q: QuantizedArray) -> Bound:
         """The weight as the kernel takes it, which is found out once.
@@ -305,25 +344,17 @@ class Fused:
         return found
 
     def arguments(
-        self, weight: Bound, bias: Any, kind: int, out: Any, partial: int, experts: Experts, tokens: int
-    ) -> tuple[int, ...]:
+        self, weight: Bound, bias: int, kind: int, out: Any, partial: int, experts: Experts, tokens: int
+    ) -> tuple[int | bytes, ...]:
         """Those that the kernels have in common, from the scales on."""
         groups, order, divisor, step = experts
-        return (
-            *weight.planes,
-            bias,
-            out.data.ptr,
-            partial,
-            groups,
-            order,
-            divisor,
-            step,
-            kind,
-            tokens,
-            self._n,
-            self._k,
-            self._block,
-        )
+        numbers = self.numbers(divisor, step, kind, tokens)
+        return weight.packed, bias, out.data.ptr, partial, groups, order, numbers
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - launchers are kept as long
+    def numbers(self, divisor: int, step: int, kind: int, tokens: int) -> bytes:
+        """What stands behind addresses, with `_behind`."""
+        return packed(_NUMBERS, divisor, step, kind, tokens, self._n, self._k, self._block) + self._behind
 
 
 def bias_argument(bias: Any, dtype: np.dtype) -> tuple[Any, int, int]:

@@ -20,7 +20,6 @@ from ..backend.launch import Kernel
 from ..backend.structs import Constants
 from ..formats.base import Fragments, all_fragments, register_templates
 from .fused import (
-    ARGUMENTS,
     DECLARED,
     HALF_CXX,
     ITEM_K,
@@ -30,8 +29,10 @@ from .fused import (
     TOKENS,
     VALUES,
     Binder,
-    Experts,
     Fused,
+    Grouping,
+    Multiply,
+    arguments_of,
     bias_argument,
     bind,
     refusal,
@@ -287,9 +288,7 @@ class TileKernel(Fused):
         out: Any,
         partial: int,
         tokens: int,
-        experts: Experts = NO_EXPERTS,
     ) -> None:
-        grouped = experts is not NO_EXPERTS
         weight, pitch, matrix, room = self.weight(q), 2 * self._k, x.data.ptr, None
         if self._arrange is not None:
             stages, tile = -(-self._k // ITEM_K), self._cut.tokens
@@ -300,20 +299,27 @@ class TileKernel(Fused):
             pointers = x.data.ptr, matrix, partial
             self._arrange.launch(x, (-(-units // _ARRANGING_WARPS),), (*pointers, tile, tokens, self._k))
         map_of_x = _tma.byte_matrix(
-            matrix,
-            x.size // self._k,
-            pitch,
-            pitch,
-            1 if grouped else self._cut.tokens,
-            _tma.BOX_BYTES,
-            True,
-            PROMOTION,
+            matrix, x.size // self._k, pitch, pitch, self._cut.tokens, _tma.BOX_BYTES, True, PROMOTION
         )
         bias, address, kind = bias_argument(bias, x.dtype)
-        # The grouped kernel counts groups, not tokens.
-        arguments = self.arguments(weight, address, kind, out, partial, experts, blocks if grouped else tokens)
-        grid = (min(blocks * self._tiles, self._processors),) if grouped else (self._tiles * self._cut.splits, blocks)
-        self.kernel.launch(x, grid, (map_of_x, weight.map, *arguments, self._values))
+        arguments = self.arguments(weight, address, kind, out, partial, NO_EXPERTS, tokens)
+        grid = self._tiles * self._cut.splits, blocks, 1
+        self.kernel.launch(x, grid, (map_of_x, weight.map, *arguments))
+
+    def of_experts(self, grouping: Grouping) -> Multiply:
+        """The launch for experts, the kernel compiled."""
+        start, blocks = self.kernel.ready(grouping.device).launch, grouping.groups * self._tiles
+        grid = min(blocks, self._processors), 1, 1
+        # The kernel counts groups, not products.
+        numbers = self.numbers(grouping.divisor, grouping.step, _SHARED.NO_BIAS, grouping.groups)
+        pitch = 2 * self._k
+
+        def multiply(x: Any, qs: QuantizedArray, out: int, partial: int, groups: int, order: int) -> None:
+            weight, rows = self.weight(qs), x.size // self._k
+            map_of_x = _tma.byte_matrix(x.data.ptr, rows, pitch, pitch, 1, _tma.BOX_BYTES, True, PROMOTION)
+            start(grid, (map_of_x, weight.map, weight.packed, 0, out, partial, groups, order, numbers))
+
+        return multiply
 
 
 @functools.cache
@@ -339,7 +345,7 @@ def _arranging(decoder: str) -> Kernel:
 
 @functools.cache
 def _kernel(values: str, threads: int, shared: int) -> Kernel:
-    sizes = _tma.MAP_BYTES, _tma.MAP_BYTES, *ARGUMENTS, VALUES.dtype.itemsize
+    sizes = _tma.MAP_BYTES, _tma.MAP_BYTES, *arguments_of(VALUES.dtype.itemsize)
     return Kernel(_template(), (values,), threads, shared, signature=sizes, early=True)
 
 

@@ -16,20 +16,22 @@ Source: ggml, ``quantize_row_q8_1_ref``.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template, cxx_type
 from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants
-from ..formats.base import register_templates
+from ..formats.base import IntegerCodes, register_templates
 from ..ops import source
 from . import activations
 from .activations import FLOATS, LARGEST, Rule
-from .int8 import quantize_tokens
+from .int8 import quantize_tokens, token_planes
 
 #: Elements that share a scale in "q8_1".
 Q8_BLOCK = 32
@@ -140,6 +142,56 @@ class Quantizing(Planned):
             self.launch(self.grid, (x, codes, scales, self.numbers))
 
 
+PlanT = TypeVar("PlanT", bound=Planned)
+
+
+@dataclass(frozen=True, eq=False)
+class Launches(Generic[PlanT]):
+    """Those of a product of one shape.
+
+    Parameters
+    ----------
+    quantize : Quantizing
+        The first one.
+    product : Planned
+        The second one.
+    part : IntegerCodes
+        How the weight lies.
+    size, scales_at, sums_at : int
+        Bytes that the first one writes, and where in them, behind codes, scales begin, or what a kernel has in their
+        place, and sums; 0 without sums.
+    step : int
+        From the scales of 32 elements to those of the next ones; 1 where tokens have one each.
+    """
+
+    quantize: Quantizing
+    product: PlanT
+    part: IntegerCodes
+    size: int
+    scales_at: int
+    sums_at: int = 0
+    step: int = 1
+
+    def start(self, x: Any, address: int, tokens: int) -> tuple[Any, int, int, int]:
+        """Quantize tokens, or bring those of int8 into order, whose numbers are at that address.
+
+        Returns
+        -------
+        tuple
+            The memory that begins with codes, the addresses of scales and of sums, and the step between scales.
+        """
+        scratch = _xp.allocate(self.size)
+        codes = scratch.ptr
+        sums = codes + self.sums_at if self.sums_at else 0
+        if isinstance(x, QuantizedArray):
+            given = token_planes(x)[1]
+            self.quantize.start(address, codes, 0, sums)
+            return scratch, given.data.ptr, sums, int(given.size == tokens)
+        scales = codes + self.scales_at
+        self.quantize.start(address, codes, scales, sums)
+        return scratch, scales, sums, self.step
+
+
 @functools.lru_cache(maxsize=4096)
 def quantizing(
     dtype: np.dtype,
@@ -223,17 +275,21 @@ def quantize_into(
     quantizing(*about).start(address, codes, scales, sums)
 
 
-def quantize_rows(x: Any, tokens: int, preset: str, codes: int, scales: int) -> None:
-    """Quantize tokens of floats on the current device to rows of `pitch_of` bytes, by any preset, and their scales.
+def quantizing_rows(
+    dtype: np.dtype, tokens: int, depth: int, preset: str, vector: bool, device: int
+) -> Callable[[int, int, int], None]:
+    """The launch that quantizes tokens of floats to rows of `pitch_of` bytes, by any preset, its kernel compiled.
 
-    The arguments are those of `quantize_into`.
+    It is called with the addresses of x, codes and scales, which are as those of `quantize_into`.
     """
     if preset == BITNET:
-        activations.quantize_into(x, tokens, _BITNET_RULE, None, codes, scales, 0, pitch_of(x.shape[-1]))
-    else:
-        quantize_into(x, tokens, preset, codes, scales, 0, NUMBERS.ROWS, 0)
+        about = _BITNET_RULE, None, vector, pitch_of(depth), 0, 0, False, device
+        by_rule = activations.quantizing(dtype, tokens, depth, *about)
+        return lambda x, codes, scales: by_rule.start(x, 0, codes, scales, 0)
+    by_preset = quantizing(dtype, tokens, depth, preset, NUMBERS.ROWS, 0, False, vector, device)
+    return lambda x, codes, scales: by_preset.start(x, codes, scales, 0)
 
 
 def floats_of(x: Any) -> Any:
     """x on a GPU as `quantize_into` takes it."""
-    return _xp.contiguous(source(x, FLOATS))
+    return source(x, FLOATS)

@@ -32,7 +32,7 @@ from ..ops import source, widen
 from . import integer_activations as tokens_of, integers
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, bias_kind, bias_of, token_planes
-from .integer_activations import NUMBERS, Q8_BLOCK, Quantizing
+from .integer_activations import NUMBERS, Q8_BLOCK, Launches, Quantizing
 from .routes import MOST_ALIGNED, Problem, Product, Route, device as device_of
 
 #: Numbers of the kernels: tokens; elements of k of a stage, most stages of a ring, and bytes beside the tokens' codes
@@ -200,29 +200,6 @@ def plan(blocked: bool, inner: bool, rows: int, cut: Cut, device: int) -> Plan:
     return Plan(ready.launch, (-(-rows // (16 * cut.tiles)), 1, 1), packed, 16 * cut.tiles)
 
 
-@dataclass(frozen=True, eq=False)
-class _Launches:
-    """Those of a product of one shape.
-
-    Parameters
-    ----------
-    quantize : Quantizing
-        The first one.
-    product : Plan
-        The second one.
-    part : IntegerCodes
-        How the weight lies.
-    size, scales_at : int
-        Bytes that the first one writes, and where in them, behind codes, scales begin, or what q4_k has in their place.
-    """
-
-    quantize: Quantizing
-    product: Plan
-    part: IntegerCodes
-    size: int
-    scales_at: int
-
-
 @functools.lru_cache(maxsize=4096)
 def _launches(
     format: Format,
@@ -234,7 +211,7 @@ def _launches(
     tokens: int,
     aligned: bool,
     device: int,
-) -> _Launches:
+) -> Launches[Plan]:
     """How `multiply` goes about a product, its kernels compiled.
 
     With no preset tokens of the dtype `given` are int8 already; `aligned`: they start at a multiple of 16 bytes.
@@ -253,7 +230,7 @@ def _launches(
         beside = 4 * (depth // Q8_BLOCK if blocked else 1) * padded
     scales_at = tokens * tokens_of.pitch_of(depth)
     product = plan(blocked, inner, rows, choose(rows, gpu.multiprocessors), device)
-    return _Launches(quantize, product, part, scales_at + beside, scales_at)
+    return Launches(quantize, product, part, scales_at + beside, scales_at)
 
 
 def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -274,21 +251,14 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
     if inner and address % MOST_ALIGNED:
         taken = taken.copy()
         address = taken.data.ptr
-    scratch = _xp.allocate(made.size)
-    a, scales, step = scratch.ptr, scratch.ptr + made.scales_at, 1
-    if quantized:
-        found = token_planes(x)[1]
-        made.quantize.start(address, a, 0, 0)
-        scales, step = found.data.ptr, int(found.size == tokens)
-    else:
-        made.quantize.start(address, a, scales, 0)
+    scratch, scales, _, step = made.start(x, address, tokens)
     pitch, of_scales = tokens_of.pitch_of(depth), _NO_MAP
     if preset == "q8_1" and not inner:
         many, of_unit = SIZES.BATCH_K // Q8_BLOCK, 4 * tokens_of.padded_of(tokens)
         of_scales = _tma.byte_matrix(scales, units, of_unit, of_unit, many, 4 * MOST_TOKENS, False)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     maps = (
-        _tma.byte_matrix(a, tokens, pitch, pitch, MOST_TOKENS),
+        _tma.byte_matrix(scratch.ptr, tokens, pitch, pitch, MOST_TOKENS),
         _tma.byte_matrix(weight, rows, depth // 2, depth // 2, product.rows),
         of_scales,
     )

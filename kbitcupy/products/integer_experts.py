@@ -7,18 +7,32 @@ Tokens are quantized once, each by itself. Slots are combined in float32, in the
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
-from ..ops import widen
+from ..backend.compile import cxx_type
+from ..formats.base import Format
+from ..ops import source, widen
 from . import integer_stream
-from .experts import combined
+from .activations import FLOATS
+from .experts import ROUNDED, Combining, combined, combining
 from .integer_activations import BITNET, Tokens, quantize_host
-from .integers import Integers, IntegersHost, codes_of, multiply_cuda, multiply_host, why_not
+from .integers import (
+    Chosen,
+    Integers,
+    IntegersHost,
+    MultiplyExperts,
+    codes_of,
+    experts_multiplied,
+    multiply_host,
+    why_not,
+)
 from .routes import Problem, Product, Route
 
 WANTED = "they must be [E, N, K] in ternary, for activations in bitnet: kb.stack of kb.quantize(w, 'ternary')"
@@ -27,6 +41,7 @@ _EACH = 20.0
 # Products that are computed one beside the other, and read the codes of their experts each; microseconds of the
 # launches, and the fraction of the bandwidth at which codes pass.
 _MOST_PRODUCTS, _STREAM_START, _FRACTION = 65535, 8.0, 0.6
+_LONG, _SINGLE = np.dtype(np.int64), ("float32",)  # ids and weights, as the kernels take them
 
 
 def _refusal(problem: Problem) -> str | None:
@@ -41,17 +56,9 @@ def _refusal(problem: Problem) -> str | None:
     return why_not(preset, problem.format, (problem.experts, *problem.shape), problem.stored.lead)
 
 
-def _finished(products: Any, weights: Any, out: Any) -> None:
-    """Fill `out` from the float32 products of all slots."""
-    with np.errstate(all="ignore"):
-        if weights is not None:
-            products = combined(products, weights.astype(np.float32, copy=False))
-        widen(products, out)
-
-
 def _multiply_host(x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
     experts, rows, depth = qs.shape
-    tokens = quantize_host(x.reshape(-1, depth), preset)
+    tokens = quantize_host(x.reshape(math.prod(x.shape[:-1]), depth), preset)
     # The token of each product.
     number = np.arange(ids.size).reshape(ids.shape) if x.ndim == 3 else np.arange(len(ids))[:, None]
     number = np.broadcast_to(number, ids.shape)
@@ -64,20 +71,72 @@ def _multiply_host(x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: A
         found = np.empty((len(some.codes), rows), np.float32)
         multiply_host(some, qs, None, found, int(expert) * rows)
         products[chosen] = found
-    _finished(products, weights, out)
+    with np.errstate(all="ignore"):
+        out[...] = products if weights is None else combined(products, weights.astype(np.float32, copy=False))
+
+
+class _Plan(NamedTuple):
+    """The launches for one shape."""
+
+    size: int  # of products in bytes
+    multiply: MultiplyExperts | None
+    combine: Combining
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    multiplied: Callable[[Chosen], MultiplyExperts],
+    format: Format,
+    shape: tuple[int, int, int],
+    lead: int,
+    preset: str,
+    dtype: np.dtype,
+    out: np.dtype,
+    chosen: tuple[int, int],
+    shared: bool,
+    weighted: bool,
+    vector: bool,
+    device: int,
+) -> _Plan:
+    """How ids of shape `chosen` are gone about; `shared`: slots of a token share a row of x, of type `dtype`."""
+    experts, rows, depth = shape
+    tokens, slots = chosen
+    products, of_x = tokens * slots, (tokens, slots) if shared else (tokens * slots, 1)
+    multiply = None
+    if depth:
+        multiply = multiplied(Chosen(format, shape, lead, dtype, preset, *of_x, vector, device))
+    else:  # of no elements all products are zero, as those of no expert are
+        experts = 0
+    combined = (tokens, slots) if weighted else (products, 1)
+    return _Plan(4 * products * rows, multiply, combining(ROUNDED, cxx_type(out), *combined, rows, experts, device))
 
 
 def _multiply_cuda(
-    x: Any, preset: str, qs: QuantizedArray, ids: Any, weights: Any, out: Any, multiply: Callable[..., None]
+    x: Any,
+    preset: str,
+    qs: QuantizedArray,
+    ids: Any,
+    weights: Any,
+    out: Any,
+    multiplied: Callable[[Chosen], MultiplyExperts],
 ) -> None:
-    cupy = _xp.namespace(x)
-    _, rows, depth = qs.shape
-    ids = _xp.contiguous(ids.astype(np.int64, copy=False))
-    products = cupy.zeros((*ids.shape, rows), np.float32)
-    if depth:
-        slots = ids.shape[1] if x.ndim == 2 else 1
-        multiply(x, preset, qs, None, products, ids, ids.size // slots, slots)
-    _finished(products, weights, out)
+    if out.dtype == _xp.DOUBLE:
+        single = _xp.empty(out, out.shape, _xp.SINGLE)
+        _multiply_cuda(x, preset, qs, ids, weights, single, multiplied)
+        widen(single, out)
+        return
+    ids, x = _xp.contiguous(ids if ids.dtype == _LONG else ids.astype(np.int64)), source(x, FLOATS)
+    given, chosen, of_slots = x.data, ids.data.ptr, 0
+    address, device = given.ptr, given.device_id
+    about = x.dtype, out.dtype, ids.shape, x.ndim == 2, weights is not None, address % 16 == 0, device
+    plan = _plan(multiplied, qs.format, qs.shape, qs.lead, preset, *about)
+    products = _xp.allocate(plan.size)
+    if plan.multiply is not None:
+        plan.multiply(address, qs, chosen, products.ptr)
+    if weights is not None:
+        weights = source(weights, _SINGLE)
+        of_slots = weights.data.ptr
+    plan.combine.start(products.ptr, of_slots, out.data.ptr, chosen)
 
 
 class IntegerExperts(Route):
@@ -93,7 +152,7 @@ class IntegerExperts(Route):
 
     def prepare(self, problem: Problem) -> Product:
         preset = problem.activations or ""
-        return lambda x, qs, ids, weights, out: _multiply_cuda(x, preset, qs, ids, weights, out, multiply_cuda)
+        return lambda x, qs, ids, weights, out: _multiply_cuda(x, preset, qs, ids, weights, out, experts_multiplied)
 
     def describe(self, problem: Problem) -> str:
         return f"tokens quantized by {problem.activations!r}, exact sums of what shares scales: multiply_integers"
@@ -121,8 +180,8 @@ class IntegerExpertsStream(Route):
         return _STREAM_START + rounds + problem.tokens * problem.reading / _FRACTION
 
     def prepare(self, problem: Problem) -> Product:
-        preset, multiply = problem.activations or "", integer_stream.multiply
-        return lambda x, qs, ids, weights, out: _multiply_cuda(x, preset, qs, ids, weights, out, multiply)
+        preset, multiplied = problem.activations or "", integer_stream.experts_multiplied
+        return lambda x, qs, ids, weights, out: _multiply_cuda(x, preset, qs, ids, weights, out, multiplied)
 
     def describe(self, problem: Problem) -> str:
         how = f"tokens quantized by {problem.activations!r}, codes read in place for integer tensor cores"

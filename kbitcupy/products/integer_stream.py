@@ -30,7 +30,7 @@ from . import int8, integer_activations as tokens_of
 from .activations import FLOATS, OCTET
 from .int8 import BIAS_KINDS, token_planes
 from .integer_activations import NUMBERS, Q8_BLOCK, Quantizing
-from .integers import PRODUCT, WEIGHT, codes_of, stored_codes, weight_argument, why_not
+from .integers import PRODUCT, WEIGHT, Chosen, MultiplyExperts, codes_of, stored_codes, weight_argument, why_not
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route
 
 #: How ``stream_integers`` cuts its work: warps of a team, teams of a thread block; phases, in which all warps of a team
@@ -654,21 +654,14 @@ def _to_halves(dtype: np.dtype, tokens: int, depth: int, vector: bool, device: i
     return _few_blocked(kernel, tokens, depth, device)
 
 
-def multiply(
-    x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, ids: Any = None, tokens: int = 0, slots: int = 1
-) -> None:
-    """Fill `out`, which is not empty and on the current device; nothing stands against it (`IntegerStream`).
-
-    With `ids`, int64 of experts, there are so many `tokens`, and `slots` products of each; those of no expert are not
-    written.
-    """
+def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
+    """Fill `out`, which is not empty and on the current device; nothing stands against it (`IntegerStream`)."""
     if out.dtype == _xp.DOUBLE:
         single = _xp.empty(out, out.shape, _xp.SINGLE)
-        multiply(x, preset, q, bias, single, ids, tokens, slots)
+        multiply(x, preset, q, bias, single)
         widen(single, out)
         return
-    products = out.size // q.shape[-2]
-    tokens, device = tokens or products, out.data.device_id
+    tokens, device = out.size // q.shape[-2], out.data.device_id
     bias = None if bias is None else source(bias, FLOATS)
     added, kind = int8.bias_of(bias)
     given: Any = None
@@ -680,21 +673,28 @@ def multiply(
         x = tokens_of.floats_of(x)
         if x.data.ptr % 16 and _needs_alignment(q.format, q.shape, q.lead):
             x = x.copy()
-    address, side_by_side = x.data.ptr, 0 if ids is None else products
-    about = x.dtype, out.dtype, by, tokens, side_by_side, slots, step, kind, address % 16 == 0, device
-    plan = _plan(q.format, q.shape, q.lead, *about)
-    quantize, own, codes, sums, scales = plan.quantize, address, 0, 0, 0
-    if quantize is not None:
+    address = x.data.ptr
+    plan = _plan(q.format, q.shape, q.lead, x.dtype, out.dtype, by, tokens, 0, 1, step, kind, address % 16 == 0, device)
+    _start(plan, q, address, 0 if given is None else given.data.ptr, 0, added, out.data.ptr, device)
+
+
+def experts_multiplied(of: Chosen) -> MultiplyExperts:
+    """As `kbitcupy.products.integers.experts_multiplied`; products of no expert are not written."""
+    many = of.tokens, of.tokens * of.slots, of.slots
+    plan = _plan(*of[:3], of.dtype, _xp.SINGLE, of.preset, *many, 1, 0, of.vector, of.device)
+    return lambda x, qs, ids, products: _start(plan, qs, x, 0, ids, 0, products, of.device)
+
+
+def _start(plan: _Plan, q: QuantizedArray, x: int, given: int, ids: int, bias: int, out: int, device: int) -> None:
+    """The launches, with these addresses; `given`: scales of tokens that are int8 already, else 0."""
+    own, codes, sums, scales = x, 0, 0, given
+    if plan.quantize is not None:
         scratch = _xp.allocate(plan.size)
         codes = scratch.ptr
-        own, sums, scales = 0, codes + plan.sums_at, codes + plan.scales_at
-        quantize.start(address, codes, scales if given is None else 0, sums)
-    if given is not None:
-        scales = given.data.ptr
-    chosen = 0 if ids is None else ids.data.ptr
+        own, sums, scales = 0, codes + plan.sums_at, given or codes + plan.scales_at
+        plan.quantize.start(x, codes, 0 if given else scales, sums)
     weight = weight_argument(q), plan.cut, _map_argument(q, plan.part, device)
-    pointers = own, codes, scales, sums, chosen, added, out.data.ptr
-    plan.launch(plan.grid, (*weight, *pointers, plan.numbers))
+    plan.launch(plan.grid, (*weight, own, codes, scales, sums, ids, bias, out, plan.numbers))
 
 
 # ---- the route -------------------------------------------------------------------------------------------------------

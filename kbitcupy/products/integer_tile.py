@@ -27,7 +27,7 @@ from ..ops import source, widen
 from . import int8, integer_activations as tokens_of, integers
 from .activations import FLOATS
 from .int8 import BIAS_KINDS, PITCH, bias_of, token_planes
-from .integer_activations import NUMBERS, Quantizing
+from .integer_activations import NUMBERS, Launches
 from .routes import BYTES_PER_US, MOST_ALIGNED, Device, Problem, Product, Route, Stored, device as device_of
 
 #: Numbers of the kernel: elements of k of a stage, and of those that share a scale of a token that has several; scales
@@ -467,36 +467,6 @@ def told(part: IntegerCodes, rows: int, depth: int, each: bool) -> Told | str:
     return Told(Codes(part.bits, group, kind, zero_kind, part.lowest, part.zero, each), layout, per_row)
 
 
-@dataclass(frozen=True, eq=False)
-class _Launches:
-    """Those of a product of one shape.
-
-    Parameters
-    ----------
-    quantize : Quantizing
-        The first one.
-    product : Plan
-        The second one.
-    part : IntegerCodes
-        How the weight lies.
-    per_row : int
-        Scales of a row; 0 where all rows share one.
-    size, scales_at, sums_at : int
-        Bytes that the first one writes, and where in them, behind codes, scales and sums begin; 0 without sums.
-    step : int
-        From the scales of 32 elements to those of the next ones; 1 where tokens have one each.
-    """
-
-    quantize: Quantizing
-    product: Plan
-    part: IntegerCodes
-    per_row: int
-    size: int
-    scales_at: int
-    sums_at: int
-    step: int
-
-
 @functools.lru_cache(maxsize=4096)
 def _launches(
     format: Format,
@@ -509,8 +479,8 @@ def _launches(
     tokens: int,
     aligned: bool,
     device: int,
-) -> _Launches:
-    """How `multiply` goes about a product, its kernels compiled.
+) -> tuple[Launches[Plan], int]:
+    """How `multiply` goes about a product, its kernels compiled, and scales of a row, 0 where all rows share one.
 
     With no preset tokens of the dtype `given` are int8 already; `aligned`: they start at a multiple of 16 bytes.
     """
@@ -525,16 +495,10 @@ def _launches(
     summed = codes.whole and part.added == ZERO_POINTS
     scales_at = tokens * tokens_of.pitch_of(depth)
     behind = scales_at + 4 * blocks * padded
-    return _Launches(
-        tokens_of.quantizing(given, tokens, depth, preset, known.layout, 0, summed, aligned, device),
-        plan(dtype, tokens, rows, codes, device, cut, True),
-        part,
-        known.per_row,
-        behind + 4 * summed * padded,
-        scales_at,
-        behind if summed else 0,
-        padded if codes.each else 1,
-    )
+    quantize = tokens_of.quantizing(given, tokens, depth, preset, known.layout, 0, summed, aligned, device)
+    product, step = plan(dtype, tokens, rows, codes, device, cut, True), padded if codes.each else 1
+    sums_at = behind if summed else 0
+    return Launches(quantize, product, part, behind + 4 * summed * padded, scales_at, sums_at, step), known.per_row
 
 
 def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -551,20 +515,12 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
     taken = _xp.contiguous(token_planes(x)[0]) if quantized else tokens_of.floats_of(x)
     address, by = taken.data.ptr, None if quantized else preset
     about = by, taken.dtype, out.dtype, tokens, address % 16 == 0, device
-    made = _launches(q.format, q.shape, q.lead, preset, *about)
+    made, per_row = _launches(q.format, q.shape, q.lead, preset, *about)
     part = made.part
-    scratch = _xp.allocate(made.size)
-    a = scratch.ptr
-    scales, sums, step = a + made.scales_at, a + made.sums_at if made.sums_at else 0, made.step
-    if quantized:
-        found = token_planes(x)[1]
-        made.quantize.start(address, a, 0, sums)
-        scales, step = found.data.ptr, int(found.size == tokens)
-    else:
-        made.quantize.start(address, a, scales, sums)
+    scratch, scales, sums, step = made.start(x, address, tokens)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
-    launch(made.product, a, sums, scales, step, weight, scale, made.per_row, zero, bias, out, depth)
+    launch(made.product, scratch.ptr, sums, scales, step, weight, scale, per_row, zero, bias, out, depth)
 
 
 class IntegerTile(Route):

@@ -23,14 +23,17 @@ bits more than a row can have.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel
+from ..backend.launch import Kernel, Planned, grid_of, packed
 from ..backend.structs import Constants, Struct
 from ..errors import FormatError
 from ..formats.base import Format, IntegerCodes, register_templates
@@ -170,13 +173,14 @@ _TEMPLATE = Template(
 )
 register_templates(_TEMPLATE)
 _WARPS, _ROUNDS = PRODUCT.PRODUCT_THREADS // 32, 4
-_SIGNATURE = ("p", "p", WEIGHT, "p", "p", "p", *("i8",) * 6, *("i4",) * 4)
+_NUMBERS = *("i8",) * 6, *("i4",) * 4
+_SIGNATURE = ("p", "p", WEIGHT, "p", "p", "p", _NUMBERS)
 
 
 @functools.cache
 def _kernel(dtype: np.dtype, together: str) -> Kernel:
     values = CXX_TYPES[dtype.name], together
-    return Kernel(_TEMPLATE, values, PRODUCT.PRODUCT_THREADS, rounds=_ROUNDS, signature=_SIGNATURE)
+    return Kernel(_TEMPLATE, values, PRODUCT.PRODUCT_THREADS, signature=_SIGNATURE)
 
 
 def weight_argument(q: QuantizedArray) -> bytes:
@@ -208,34 +212,147 @@ def weight_argument(q: QuantizedArray) -> bytes:
     return packed
 
 
-def multiply_cuda(
-    x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any, ids: Any = None, tokens: int = 0, slots: int = 1
-) -> None:
-    """Fill `out`, of a dtype of the kernels, from floats or from a compressed array of int8, by the plain kernel.
+@dataclass(frozen=True, eq=False)
+class _Plan(Planned):
+    """The second launch of a product of one shape, and what goes ahead.
 
-    With `ids`, int64 of experts, there are so many `tokens`, and `slots` products of each.
+    Parameters
+    ----------
+    size, scales_at : int
+        Bytes of quantized tokens, and where in them, behind codes, scales begin.
+    numbers : bytes
+        The kernel's arguments behind addresses.
+    quantize : callable or None
+        The first launch, see `quantizing_rows`; None where tokens are int8 already.
     """
-    channels, depth = out.shape[-1], q.shape[-1]
-    products = out.size // channels
-    tokens = tokens or products
-    pitch, padded = tokens_of.pitch_of(depth), tokens_of.padded_of(tokens)
-    blocked = preset == "q8_1" and not isinstance(x, QuantizedArray)
-    blocks = -(-depth // Q8_BLOCK) if blocked else 1
-    scratch = _xp.namespace(out).cuda.alloc(tokens * pitch + 4 * blocks * padded)
-    codes, scales, shared = scratch.ptr, scratch.ptr + tokens * pitch, 0
-    if isinstance(x, QuantizedArray):
-        stored, given = token_planes(x)
-        tokens_of.quantize_into(_xp.contiguous(stored), tokens, None, codes, 0, 0, NUMBERS.ROWS, 0)
-        scales, shared = given.data.ptr, int(given.size == 1)
-    else:
-        tokens_of.quantize_rows(tokens_of.floats_of(x), tokens, preset, codes, scales)
+
+    size: int
+    scales_at: int
+    numbers: bytes
+    quantize: Callable[[int, int, int], None] | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+    shape: tuple[int, ...],
+    tokens: int,
+    slots: int,
+    preset: str | None,
+    shared: bool,
+    kind: int,
+    vector: bool,
+    device: int,
+) -> _Plan:
+    """How a product is computed, its kernels compiled.
+
+    Parameters
+    ----------
+    dtype, out_dtype : numpy.dtype
+        Of tokens and of the result.
+    shape : tuple of int
+        Of the weight, or of experts.
+    tokens, slots : int
+        How many, and products of each.
+    preset : str or None
+        How tokens are quantized; None where they are int8 already.
+    shared : bool
+        Whether all tokens have one scale.
+    kind : int
+        Of the bias.
+    vector : bool
+        Whether tokens start at a multiple of 16 bytes.
+    device : int
+        Its number.
+    """
+    *experts, rows, depth = shape
+    products, padded, pitch = tokens * slots, tokens_of.padded_of(tokens), tokens_of.pitch_of(depth)
+    blocked = preset == "q8_1"
+    together = 1 if experts or products == 1 else 8
+    ready = _kernel(out_dtype, str(together)).ready(device)
+    grid = grid_of(-(-(-(-products // together) * rows) // _WARPS), ready.resident, _ROUNDS), 1, 1
+    lengths = products, rows, depth, pitch, padded, math.prod(experts)
+    numbers = packed(_NUMBERS, *lengths, slots, int(blocked), int(shared), kind)
+    quantize = None
+    if preset is not None:
+        quantize = tokens_of.quantizing_rows(dtype, tokens, depth, preset, vector, device)
+    scales_at = tokens * pitch
+    size = scales_at + 4 * (-(-depth // Q8_BLOCK) if blocked else 1) * padded
+    return _Plan(ready.launch, grid, size, scales_at, numbers, quantize)
+
+
+def multiply_cuda(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
+    """Fill `out`, of a dtype of the kernels, from floats or from a compressed array of int8, by the plain kernel."""
     added, kind = int8.bias_of(bias)
-    together = 1 if ids is not None or products == 1 else 8
-    experts = q.size // max(channels * depth, 1) if ids is not None else 1
-    numbers = products, channels, depth, pitch, padded, experts, slots, int(blocked), shared, kind
-    units = -(-(-(-products // together) * channels) // _WARPS)
-    pointers = codes, scales, weight_argument(q), 0 if ids is None else ids.data.ptr, added, out.data.ptr
-    _kernel(out.dtype, str(together))(out, units, (*pointers, *numbers))
+    given: Any = None
+    by, tokens, device = preset or None, out.size // q.shape[0], out.data.device_id
+    if isinstance(x, QuantizedArray):
+        x, given = token_planes(x)
+        x, by = _xp.contiguous(x), None
+    else:
+        x = tokens_of.floats_of(x)
+    shared = given is not None and given.size == 1
+    about = tokens, 1, by, shared, kind, x.data.ptr % 16 == 0, device
+    plan = _plan(x.dtype, out.dtype, q.shape, *about)
+    scratch = _xp.allocate(plan.size)
+    codes, scales = scratch.ptr, scratch.ptr + plan.scales_at
+    if plan.quantize is None:
+        tokens_of.quantize_into(x, tokens, None, codes, 0, 0, NUMBERS.ROWS, 0)
+        scales = given.data.ptr
+    else:
+        plan.quantize(x.data.ptr, codes, scales)
+    plan.launch(plan.grid, (codes, scales, weight_argument(q), 0, added, out.data.ptr, plan.numbers))
+
+
+class Chosen(NamedTuple):
+    """Products with experts that tokens have chosen, as a launch is planned for them.
+
+    Parameters
+    ----------
+    format, shape, lead : Format, tuple of int, int
+        Of the weights.
+    dtype : numpy.dtype
+        Of tokens.
+    preset : str
+        How they are quantized, `BITNET` among the ways.
+    tokens, slots : int
+        How many, and products of each.
+    vector : bool
+        Whether tokens start at a multiple of 16 bytes.
+    device : int
+        Its number.
+    """
+
+    format: Format
+    shape: tuple[int, int, int]
+    lead: int
+    dtype: np.dtype
+    preset: str
+    tokens: int
+    slots: int
+    vector: bool
+    device: int
+
+
+#: Products with experts: called with the address of floats, the weights, and the addresses of int64 ids [tokens, slots]
+#: and of float32 products [tokens, slots, N].
+MultiplyExperts: TypeAlias = Callable[[int, QuantizedArray, int, int], None]
+
+
+def experts_multiplied(of: Chosen) -> MultiplyExperts:
+    """The launches, their kernels compiled; products of no expert are zero."""
+    many = of.tokens, of.slots
+    plan = _plan(of.dtype, _xp.SINGLE, of.shape, *many, of.preset, False, 0, of.vector, of.device)
+
+    def multiply(x: int, qs: QuantizedArray, ids: int, products: int) -> None:
+        assert plan.quantize is not None
+        scratch = _xp.allocate(plan.size)
+        codes, scales = scratch.ptr, scratch.ptr + plan.scales_at
+        plan.quantize(x, codes, scales)
+        plan.launch(plan.grid, (codes, scales, weight_argument(qs), ids, 0, products, plan.numbers))
+
+    return multiply
 
 
 def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:

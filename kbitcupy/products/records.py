@@ -16,9 +16,20 @@ import numpy as np
 from ..array import QuantizedArray
 from ..backend import xp as _xp
 from ..backend.compile import CXX_TYPES, Template
-from ..backend.launch import Kernel, Struct, Type
+from ..backend.launch import Kernel, Struct, Type, packed
 from ..formats.base import Records, all_records, register_templates
-from .fused import DECLARED, HALF_CXX, ITEM_ROWS, NO_EXPERTS, NUMBERS, TOKENS, Experts, bias_argument, kind_of
+from .fused import (
+    DECLARED,
+    HALF_CXX,
+    ITEM_ROWS,
+    NUMBERS,
+    SIZES,
+    TOKENS,
+    Grouping,
+    Multiply,
+    bias_argument,
+    kind_of,
+)
 from .integer_activations import Q8_BLOCK
 from .routes import Device, Problem, Product, Route, refused_by_all
 from .small_batch import add_up, launch_in_parts, room_for_parts
@@ -47,7 +58,8 @@ RECORD_CUT = Struct(
 IN_HALVES = -1
 _RINGS = 4, 3  # tiles whose sums have room in shared memory
 _DECLARED = (*DECLARED, RECORD_PLANES, RECORD_CUT, NUMBERS)
-_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, *["i4"] * 7, RECORD_CUT)
+_NUMBERS = ("i4",) * 7
+_ARGUMENTS: tuple[Type, ...] = ("p", RECORD_PLANES, *["p"] * 6, (*_NUMBERS, RECORD_CUT))
 _WARPS = 16  # of a multiprocessor at the most, by the registers of a thread
 
 
@@ -192,14 +204,23 @@ class RecordKernel:
         out: Any,
         partial: int,
         tokens: int,
-        experts: Experts = NO_EXPERTS,
     ) -> None:
         bias, address, kind = bias_argument(bias, x.dtype)
         planes, scale = self._planes(q)
-        groups, order, divisor, step = experts
-        pointers = x.data.ptr, planes, scale, address, out.data.ptr, partial, groups, order
-        numbers = divisor, step, kind, tokens, self._n, 0, 0, self._packed
-        self._kernel.launch(x, (self._blocks, self._splits, blocks), (*pointers, *numbers))
+        pointers = x.data.ptr, planes, scale, address, out.data.ptr, partial, 0, 0
+        numbers = self._numbers(1, 0, kind, tokens)
+        self._kernel.launch(x, (self._blocks, self._splits, blocks), (*pointers, numbers))
+
+    def of_experts(self, grouping: Grouping) -> Multiply:
+        """The launch for experts, the kernel compiled."""
+        start, grid = self._kernel.ready(grouping.device).launch, (self._blocks, self._splits, grouping.groups)
+        numbers = self._numbers(grouping.divisor, grouping.step, SIZES.NO_BIAS, grouping.products)
+
+        def multiply(x: Any, qs: QuantizedArray, out: int, partial: int, groups: int, order: int) -> None:
+            planes, scale = self._planes(qs)
+            start(grid, (x.data.ptr, planes, scale, 0, out, partial, groups, order, numbers))
+
+        return multiply
 
     def staged(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n] from tokens that the kernel quantizes, both float16, bfloat16 or float32."""
@@ -210,10 +231,15 @@ class RecordKernel:
         planes, scale = self._planes(q)
         to = 0 if partial is None else partial.data.ptr
         pointers = x, planes, scale, address, out.data.ptr, to, 0, 0
-        numbers = 1, 0, kind, tokens, self._n, kind_of(x.dtype), kind_of(out.dtype), self._packed
-        self._kernel.launch(out, (self._blocks, self._splits, self._parts(tokens)), (*pointers, *numbers))
+        numbers = self._numbers(1, 0, kind, tokens, kind_of(x.dtype), kind_of(out.dtype))
+        self._kernel.launch(out, (self._blocks, self._splits, self._parts(tokens)), (*pointers, numbers))
         if partial is not None:
             add_up(partial, self._splits, bias, out)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - launchers are kept as long
+    def _numbers(self, divisor: int, step: int, kind: int, tokens: int, given: int = 0, made: int = 0) -> bytes:
+        """What stands behind addresses; `given` and `made`: dtypes of quantized tokens and of their results."""
+        return packed(_NUMBERS, divisor, step, kind, tokens, self._n, given, made) + self._packed
 
     def _planes(self, q: QuantizedArray) -> tuple[bytes, int]:
         """The planes of a weight as the kernel takes them, and its tensor scale or 0, found out once."""

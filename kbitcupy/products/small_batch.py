@@ -21,7 +21,6 @@ from ..backend.launch import Kernel, Struct, Type
 from ..backend.structs import Constants
 from ..formats.base import Fragments, all_fragments, register_templates
 from .fused import (
-    ARGUMENTS,
     DECLARED,
     HALF_CXX,
     ITEM_K,
@@ -29,12 +28,16 @@ from .fused import (
     NO_EXPERTS,
     NUMBERS,
     PROMOTION,
+    SIZES,
     TOKENS,
     VALUES,
     Binder,
     Decoder,
     Experts,
     Fused,
+    Grouping,
+    Multiply,
+    arguments_of,
     bias_argument,
     bind,
     kind_of,
@@ -250,18 +253,18 @@ def _flow_at_once(decoder: Decoder) -> str:
     return _AT_ONCE if decoder.fragments.copied else _AT_ONCE_SPREAD
 
 
-def declared_template(name: str, instances: tuple[str, ...] = (), hot: bool = False) -> Template:
+def declared_template(name: str, instances: tuple[str, ...] = (), hot: bool = False, least: int = 80) -> Template:
     """A template of kernels/linear/, with what host and kernels both know."""
     axes = (instances,) if instances else ()
-    return Template(f"linear/{_FILES[name]}.cu", name, axes, hot=hot, structs=_DECLARED, least=80)
+    return Template(f"linear/{_FILES[name]}.cu", name, axes, hot=hot, structs=_DECLARED, least=least)
 
 
 _FILES = {
     "linear_few": "small_batch",
     "linear_one": "single_token",
     "add_partials": "small_batch",
-    "combine_slots": "experts",
-    "combine_rounded_slots": "experts",
+    "combine_slots": "slots",
+    "combine_rounded_slots": "slots",
     "group_tokens": "experts",
 }
 
@@ -443,11 +446,12 @@ class FewKernel(Fused):
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
         self.staged = not self.columns and flow != _IN_CHUNKS and eights == 1 and shared + stage <= room
         shared += stage * self.staged
-        sizes = 8, 8, *ARGUMENTS, CUT.dtype.itemsize, VALUES.dtype.itemsize, _tma.MAP_BYTES, _tma.MAP_BYTES
+        arguments = arguments_of(CUT.dtype.itemsize, VALUES.dtype.itemsize)
+        signature = "p", "p", *arguments, _tma.MAP_BYTES, _tma.MAP_BYTES
         if way in (COLUMNS, INTEGER_COLUMNS) and not self.columns:
             way = PLAIN
         values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, way)
-        self.kernel = kernel_of("linear_few", values, 32 * warps, shared, sizes)
+        self.kernel = kernel_of("linear_few", values, 32 * warps, shared, signature)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
         boxed = items == 4 or (items == 2 and not fragments.entries)
         box = 2 if boxed and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
@@ -474,6 +478,7 @@ class FewKernel(Fused):
             per_warps=_reciprocal(cut.warps),
             per_teams=_reciprocal(teams),
         )
+        self._behind = self._cut + self._values
 
     def __call__(self, x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
         """Fill out[..., n], each row from that of x."""
@@ -520,8 +525,21 @@ class FewKernel(Fused):
         self.kernel.launch(
             x,
             (blocks, *self.grid),
-            (x.data.ptr, weight.codes, *arguments, self._cut, self._values, weight.map, self._map_of_x(x)),
+            (x.data.ptr, weight.codes, *arguments, weight.map, self._map_of_x(x)),
         )
+
+    def of_experts(self, grouping: Grouping) -> Multiply:
+        """The launch for experts, the kernel compiled."""
+        start, grid = self.kernel.ready(grouping.device).launch, (grouping.groups, *self.grid)
+        numbers = self.numbers(grouping.divisor, grouping.step, SIZES.NO_BIAS, grouping.products)
+        no_map_of_x = no_map(None)
+
+        def multiply(x: Any, qs: QuantizedArray, out: int, partial: int, groups: int, order: int) -> None:
+            weight = self.weight(qs)
+            pointers = x.data.ptr, weight.codes, weight.packed, 0, out, partial, groups, order
+            start(grid, (*pointers, numbers, weight.map, no_map_of_x))
+
+        return multiply
 
 
 class OneKernel(Fused):

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
+from ..formats.base import Fragments
 from ..ops import widen
 from . import host
 from .decoded import Decoded
@@ -29,7 +30,7 @@ from .integer_stream import MOST_TOKENS as STREAMED, IntegerStream, flavour_of, 
 from .integers import stored_codes
 from .records import MOST_TOKENS, RecordKernel, in_halves, record_kernel, record_refusal, staged_cost
 from .routes import Problem, Product, Route, choices
-from .small_batch import BLOCKED, IN_HALVES, INTEGER_COLUMNS, SmallBatch, of_integers, of_one_token
+from .small_batch import BLOCKED, IN_HALVES, INTEGER_COLUMNS, FewKernel, SmallBatch, of_integers, of_one_token
 
 
 def staged(x: Any) -> Any:
@@ -135,19 +136,18 @@ class StagedHalves(StagedFew):
     """Up to four tokens that ``linear_few`` quantizes, as sums of two halves."""
 
     name, way = "staged_halves", IN_HALVES
+    #: The most tokens, in numbers and words, and what they are to a decoder.
+    most, up_to, taken = TOKENS // 2, f"up to {TOKENS // 2} tokens", "tokens in two halves"
 
     def accepts(self, problem: Problem) -> str | None:
         refusal = _refusal(problem)
         if refusal is not None:
             return refusal
-        if problem.fragments is None or not problem.fragments.halves:
-            return f"it has no decoder of {problem.format} for tokens in two halves"
-        if problem.tokens > TOKENS // 2:
-            return f"it is for up to {TOKENS // 2} tokens"
-        refusal = SmallBatch.accepts(self, _as_halves(problem))
-        if refusal is not None:
-            return refusal
-        return None if self._kernel(_as_halves(problem)).staged else "tokens have no room in shared memory"
+        if problem.fragments is None or not self._decodes(problem.fragments):
+            return f"it has no decoder of {problem.format} for {self.taken}"
+        if problem.tokens > self.most:
+            return f"it is for {self.up_to}"
+        return SmallBatch.accepts(self, _as_halves(problem)) or self._refusal_of(self._kernel(_as_halves(problem)))
 
     def cost(self, problem: Problem) -> float:
         return _HALVES_START + problem.reading + _HALVES_TOKEN * max(0, problem.tokens - 2)
@@ -160,36 +160,27 @@ class StagedHalves(StagedFew):
 
         return _in_single(multiply)
 
+    def _decodes(self, fragments: Fragments) -> bool:
+        return fragments.halves
 
-class StagedColumns(StagedFew):
+    def _refusal_of(self, kernel: FewKernel) -> str | None:
+        return None if kernel.staged else "tokens have no room in shared memory"
+
+
+class StagedColumns(StagedHalves):
     """One token that ``linear_few`` quantizes, whose blocks of 32 have columns of an mma of their own."""
 
     name, way = "staged_columns", INTEGER_COLUMNS
-
-    def accepts(self, problem: Problem) -> str | None:
-        refusal = _refusal(problem)
-        if refusal is not None:
-            return refusal
-        fragments = None if problem.fragments is None else of_integers(problem.fragments)
-        if fragments is None or not of_one_token(fragments):
-            return f"it has no decoder of {problem.format} for the integers of one token"
-        if problem.tokens > 1:
-            return "it is for one token"
-        refusal = SmallBatch.accepts(self, _as_halves(problem))
-        if refusal is not None:
-            return refusal
-        return None if self._kernel(_as_halves(problem)).columns else "no clusters share k in whole blocks of 256"
+    most, up_to, taken = 1, "one token", "the integers of one token"
 
     def cost(self, problem: Problem) -> float:
         return _COLUMNS_START + problem.reading / _COLUMNS_FRACTION
 
-    def prepare(self, problem: Problem) -> Product:
-        kernel = self._kernel(_as_halves(problem))
+    def _decodes(self, fragments: Fragments) -> bool:
+        return of_one_token(of_integers(fragments))
 
-        def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
-            kernel.in_halves(_aligned(floats_of(x)), q, bias, out)
-
-        return _in_single(multiply)
+    def _refusal_of(self, kernel: FewKernel) -> str | None:
+        return None if kernel.columns else "no clusters share k in whole blocks of 256"
 
 
 def _refusal(problem: Problem) -> str | None:

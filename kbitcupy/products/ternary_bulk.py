@@ -17,7 +17,7 @@ from ..backend.launch import Kernel, capability, multiprocessors, shared_memory
 from ..backend.structs import Constants
 from ..formats.base import Trits, register_templates
 from . import activations as tokens_of, int8
-from .fused import GROUP, HALF_CXX, TOKENS, Experts
+from .fused import GROUP, HALF_CXX, TOKENS, Grouping, Multiply
 from .int8 import BIAS_KINDS
 
 _STEP = tokens_of.SIZES.STEP
@@ -124,22 +124,24 @@ class ExpertKernel:
         shared = _TILE * ring[1] * ring[2] + _staged(TOKENS, self._depth)
         threads = 32 * (_EXPERT_SIZES.MULTIPLIERS + _EXPERT_SIZES.FILLERS)
         self._kernels = {
-            cxx: Kernel(_EXPERTS, (cxx, self.cxx), threads, shared, signature=_EXPERT_SIGNATURE, early=True)
-            for cxx in (self.cxx, CXX_TYPES["float32"])
+            combined: Kernel(_EXPERTS, (cxx, self.cxx), threads, shared, signature=_EXPERT_SIGNATURE, early=True)
+            for combined, cxx in ((False, self.cxx), (True, CXX_TYPES["float32"]))
         }
         self._parts = -(-self._rows // _EXPERT_ROWS)
 
-    def launch(
-        self, blocks: int, x: Any, qs: QuantizedArray, bias: Any, out: Any, partial: int, tokens: int, experts: Experts
-    ) -> None:
-        """As `kbitcupy.products.fused.Fused.launch`; there is no bias."""
-        codes, scale = qs.planes["codes"], qs.planes["scale"]
-        of_rows = int(scale.size == qs.shape[0] * self._rows > 1)
-        of_experts = self._rows if of_rows else int(scale.size > 1)
-        target, cxx = (partial, CXX_TYPES["float32"]) if partial else (out.data.ptr, self.cxx)
-        pointers = codes.data.ptr, x.data.ptr, scale.data.ptr, experts.groups, experts.order, target
-        numbers = self._rows, self._depth, experts.divisor, of_rows, of_experts, *self._ring
-        self._kernels[cxx].launch(x, (self._parts, blocks), (*pointers, *numbers))
+    def of_experts(self, grouping: Grouping) -> Multiply:
+        """The launch for experts, the kernel compiled."""
+        start = self._kernels[grouping.combined].ready(grouping.device).launch
+        grid = self._parts, grouping.groups, 1
+
+        def multiply(x: Any, qs: QuantizedArray, out: int, partial: int, groups: int, order: int) -> None:
+            codes, scale = qs.planes["codes"].data.ptr, qs.planes["scale"]
+            of_rows = int(scale.size == qs.shape[0] * self._rows > 1)
+            of_experts = self._rows if of_rows else int(scale.size > 1)
+            pointers = codes, x.data.ptr, scale.data.ptr, groups, order, partial or out
+            start(grid, (*pointers, self._rows, self._depth, grouping.divisor, of_rows, of_experts, *self._ring))
+
+        return multiply
 
 
 @functools.lru_cache(maxsize=256)

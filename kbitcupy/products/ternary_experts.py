@@ -9,7 +9,7 @@ from typing import Any
 
 from ..array import QuantizedArray
 from .activations import FLOATS, Rule
-from .experts import AROUND, MOST_EXPERTS, chosen, grouped, refusal_of_all
+from .experts import AROUND, MOST_EXPERTS, ROUNDED, chosen, grouped, refusal_of_all
 from .fused import TOKENS
 from .integer_activations import BITNET
 from .integer_experts import IntegerExperts
@@ -76,6 +76,8 @@ class TernarySlots(Route):
         assert part is not None
         if part.shares == "group":
             return "groups have scales of their own"
+        if not problem.shape[1]:
+            return "rows have no elements"
         if problem.dtype.name not in FLOATS or not problem.aligned:
             return f"x is {problem.dtype}; it is for floats of up to 32 bits that start at a multiple of 16 bytes"
         if problem.device.capability < ExpertKernel.least:
@@ -96,7 +98,7 @@ class TernarySlots(Route):
 
         def product(x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any) -> None:
             if ids.size > _FEW_INTEGERS and by_expert is not None:
-                grouped(by_expert, x, qs, ids, weights, out, "combine_rounded_slots")
+                grouped(by_expert, x, qs, ids, weights, out, ROUNDED)
             elif not multiply_slots(x, qs, ids, weights, out, _RULE):
                 plain(x, qs, ids, weights, out)
 

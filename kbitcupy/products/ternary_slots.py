@@ -20,9 +20,10 @@ from ..backend.compile import CXX_TYPES, IDS_CXX, Template
 from ..backend.launch import Kernel, capability, multiprocessors
 from ..backend.tma import MAP_BYTES
 from ..formats.base import register_templates
+from ..ops import source
 from . import activations as tokens_of
 from .activations import Rule
-from .fused import HALF_CXX, Experts
+from .fused import HALF_CXX, Grouping, Multiply
 from .routes import Device
 from .ternary_rows import (
     ALIGNMENT,
@@ -119,7 +120,7 @@ def multiply_slots(x: Any, qs: QuantizedArray, ids: Any, weights: Any, out: Any,
         return False
     launch, grid, cut = found
     if weights is not None:
-        weights = _xp.contiguous(weights if weights.dtype == _xp.SINGLE else weights.astype(np.float32))
+        weights = source(weights, ("float32",))
     codes, scale = qs.planes["codes"], qs.planes["scale"]
     of_rows, of_experts = scales_of(qs)
     pointers = x.data.ptr, ids.data.ptr, 0 if weights is None else weights.data.ptr, scale.data.ptr, out.data.ptr
@@ -156,21 +157,23 @@ class ExpertRows:
         shared = (1 + (rule is None)) * staged_bytes(TOKENS, self._depth) + stages * warps * STAGE + ALIGNMENT
         template, signature = (_SORTED if rule is None else _SORTED_QUANTIZED), _SORTED_SIGNATURES[rule is not None]
         self._kernels = {
-            cxx: Kernel(template, (cxx, self.cxx), threads, shared, signature=signature, early=True)
-            for cxx in (self.cxx, CXX_TYPES["float32"])
+            combined: Kernel(template, (cxx, self.cxx), threads, shared, signature=signature, early=True)
+            for combined, cxx in ((False, self.cxx), (True, CXX_TYPES["float32"]))
         }
 
-    def launch(
-        self, blocks: int, x: Any, qs: QuantizedArray, bias: Any, out: Any, partial: int, tokens: int, experts: Experts
-    ) -> None:
-        """As `kbitcupy.products.fused.Fused.launch`; there is no bias."""
-        codes, scale = qs.planes["codes"], qs.planes["scale"]
-        of_rows, of_experts = scales_of(qs)
-        target, cxx = (partial, CXX_TYPES["float32"]) if partial else (out.data.ptr, self.cxx)
-        pointers = x.data.ptr, scale.data.ptr, experts.groups, experts.order, target
-        numbers = self._rows, self._depth, experts.divisor, of_rows, of_experts, *self._rule, *self._cut
-        codes_map = map_of(codes, qs.shape[0] * self._rows, self._depth, self._cut[-1])
-        self._kernels[cxx].launch(x, (self._parts, blocks), (*pointers, *numbers, codes_map))
+    def of_experts(self, grouping: Grouping) -> Multiply:
+        """The launch for experts, the kernel compiled."""
+        start = self._kernels[grouping.combined].ready(grouping.device).launch
+        grid = self._parts, grouping.groups, 1
+
+        def multiply(x: Any, qs: QuantizedArray, out: int, partial: int, groups: int, order: int) -> None:
+            codes, scale = qs.planes["codes"], qs.planes["scale"]
+            pointers = x.data.ptr, scale.data.ptr, groups, order, partial or out
+            numbers = self._rows, self._depth, grouping.divisor, *scales_of(qs), *self._rule, *self._cut
+            codes_map = map_of(codes, qs.shape[0] * self._rows, self._depth, self._cut[-1])
+            start(grid, (*pointers, *numbers, codes_map))
+
+        return multiply
 
 
 def scales_of(qs: QuantizedArray) -> tuple[int, int]:

@@ -1,45 +1,6 @@
-// What surrounds the products of a mixture of experts (kbitcupy/products/experts.py): group_tokens sorts tokens by
-// expert before them, combine_slots adds up the weighted products of each token behind them.
-#include "common/ieee.cuh"
+// What goes ahead of the products of a mixture of experts (kbitcupy/products/experts.py): tokens are sorted by expert.
 #include "common/sync.cuh"
 #include "linear/decoder.cuh"
-#include "linear/epilogue.cuh"
-
-// y[t, n] = the sum over the slots s of products[t, s, n] times weights[t, s], in their order: each sum is
-// `added(sum before, product, weight, s)`.
-//
-// products  float32[tokens, slots, n]      weights  float32[tokens, slots]      y  T[size], size = tokens * n
-template <typename T, typename Added>
-__device__ __forceinline__ void combine(
-    const float* products, const float* weights, T* y, long long size, int slots, int n, const Added& added) {
-    launch_dependents();
-    wait_for_previous();
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < size;
-         i += (long long)gridDim.x * blockDim.x) {
-        const long long token = i / n;
-        float sum = 0.0f;
-        for (int s = 0; s < slots; ++s)
-            sum = added(sum, products[(token * slots + s) * n + i % n], weights[token * slots + s], s);
-        store(y + i, sum);
-    }
-}
-
-template <typename T>
-__global__ void combine_slots(const float* products, const float* weights, T* y, long long size, int slots, int n) {
-    combine(products, weights, y, size, slots, n, [](float sum, const float& product, const float& weight, int) {
-        return fmaf(weight, product, sum);
-    });
-}
-
-// The same with the bits of NumPy: each term is rounded, and then added, subnormal numbers kept.
-template <typename T>
-__global__ void combine_rounded_slots(
-    const float* products, const float* weights, T* y, long long size, int slots, int n) {
-    combine(products, weights, y, size, slots, n, [](float sum, const float& product, const float& weight, int s) {
-        const float term = ieee::multiply(product, weight);
-        return s == 0 ? term : ieee::add(sum, term);
-    });
-}
 
 // Sort products by expert: order[products] lists them, groups[room] cuts that list into at most 8 of one expert each.
 // Ids outside 0 .. experts - 1 stand for no expert. One thread block; dynamic shared memory: experts + 1 numbers.

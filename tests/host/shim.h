@@ -171,6 +171,13 @@ inline __half __float2half_rn(float x) {
 }
 
 inline unsigned short __half_as_ushort(__half h) { return h.bits; }
+
+// Half to even; no number becomes NaN, nor NaN one.
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+    const unsigned bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
+    return {static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
 inline __half __low2half(__half2 v) { return v.x; }
 inline __half __high2half(__half2 v) { return v.y; }
 inline float __low2float(__half2 v) { return __half2float(v.x); }
