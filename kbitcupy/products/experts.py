@@ -30,7 +30,8 @@ from .small_batch import FewKernel, declared_template, few_kernel, few_refusal, 
 
 # A number for each expert, in the 48 KiB of shared memory that every kernel has.
 MOST_EXPERTS = 12000
-IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as the kernels take them
+#: dtypes of numbers of experts, as the kernels take them.
+IDS = frozenset(np.dtype(name) for name in IDS_CXX)
 _SINGLE = ("float32",)  # of weights of slots
 _GROUP_BYTES = GROUP.dtype.itemsize
 #: The kernels that combine slots: by fma, and with NumPy's bits.
