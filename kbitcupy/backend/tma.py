@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-
-import numpy as np
+from typing import Any
 
 from ..errors import DeviceError
 from .launch import bind_thread, driver_function
 
 #: Bytes of a row of a box, unless another number is asked for.
 BOX_BYTES = 128
-#: Bytes of a tensor map.
-MAP_BYTES = 128
+#: Bytes of a tensor map, and what the driver wants its address to be a multiple of.
+MAP_BYTES, _ALIGNMENT = 128, 64
 
 # Values of the driver's enumerations; a swizzle is named by the bytes that it turns together.
 _UINT8, _PLAIN, _FILL_ZERO = 0, 0, 0
@@ -68,14 +67,26 @@ def byte_matrix(
     DeviceError
         When the driver refuses.
     """
-    memory = np.zeros(MAP_BYTES + 64, np.uint8)
-    memory = memory[-memory.ctypes.data % 64 :][:MAP_BYTES]
+    room = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
+    begin = ctypes.addressof(room)
+    start = -begin % _ALIGNMENT
+    about = _described(rows, columns, pitch, box_rows, box_bytes, swizzled, promotion)
     bind_thread()
-    status = driver_function("cuTensorMapEncodeTiled")(
-        ctypes.c_void_p(memory.ctypes.data),
-        _UINT8,
-        2,
-        ctypes.c_void_p(address),
+    encode = driver_function("cuTensorMapEncodeTiled")
+    status = encode(ctypes.c_void_p(begin + start), _UINT8, 2, ctypes.c_void_p(address), *about)
+    if status:
+        raise DeviceError(
+            f"cuTensorMapEncodeTiled refused a matrix of {rows} x {columns} bytes with the status {status}"
+        )
+    return room.raw[start : start + MAP_BYTES]
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(
+    rows: int, columns: int, pitch: int, box_rows: int, box_bytes: int, swizzled: bool, promotion: int
+) -> tuple[Any, ...]:
+    """What the driver is told behind the address: it only reads it, and matrices of one shape share it."""
+    return (
         (ctypes.c_uint64 * 2)(columns, rows),
         (ctypes.c_uint64 * 1)(pitch),
         (ctypes.c_uint32 * 2)(box_bytes, box_rows),
@@ -85,8 +96,3 @@ def byte_matrix(
         _PROMOTIONS[promotion],
         _FILL_ZERO,
     )
-    if status:
-        raise DeviceError(
-            f"cuTensorMapEncodeTiled refused a matrix of {rows} x {columns} bytes with the status {status}"
-        )
-    return memory.tobytes()

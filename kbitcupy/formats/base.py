@@ -451,13 +451,25 @@ class Format(ABC):
         return self is other or (isinstance(other, Format) and self.config() == other.config())
 
     def __hash__(self) -> int:
-        return hash(self.name)
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Of the options too: plans are looked up by formats, and to compare two of one name takes a microsecond."""
+        return _hash_of(self.config())
 
     def __reduce__(self) -> Any:
         # Other processes may not know a format of another package: it brings what makes it, if that has an import path.
         factory = _loaded(self.name) or type(self)
         brings = is_of_others(self) and _has_path(_unwrapped(factory))
         return named, (self.config(), factory) if brings else (self.config(),)
+
+
+def _hash_of(value: Any) -> int:
+    """Of what JSON holds, lists and dictionaries included."""
+    if isinstance(value, dict):
+        return hash(frozenset((key, _hash_of(each)) for key, each in value.items()))
+    return hash(tuple(map(_hash_of, value)) if isinstance(value, list) else value)
 
 
 def named(config: dict[str, Any], factory: Callable[..., Format] | None = None) -> Format:

@@ -30,7 +30,8 @@ from .small_batch import FewKernel, declared_template, few_kernel, few_refusal, 
 
 # A number for each expert, in the 48 KiB of shared memory that every kernel has.
 MOST_EXPERTS = 12000
-_IDS = frozenset(np.dtype(name) for name in IDS_CXX)  # of expert numbers, as the kernels take them
+#: dtypes of numbers of experts, as the kernels take them.
+IDS = frozenset(np.dtype(name) for name in IDS_CXX)
 _SINGLE = ("float32",)  # of weights of slots
 _GROUP_BYTES = GROUP.dtype.itemsize
 #: The kernels that combine slots: by fma, and with NumPy's bits.
@@ -67,7 +68,7 @@ def grouped(
 ) -> None:
     """Sort by expert, multiply, combine; x is contiguous."""
     experts, rows, _ = qs.shape
-    ids = _xp.contiguous(ids if ids.dtype in _IDS else ids.astype(np.int64))
+    ids = _xp.contiguous(ids if ids.dtype in IDS else ids.astype(np.int64))
     by = None if weights is None else combine
     plan = _plan(kernel, ids.dtype, ids.shape, x.ndim == 2, experts, rows, qs.members > 1, by, x.data.device_id)
     scratch = _xp.allocate(plan.size)
@@ -152,11 +153,15 @@ def _plan(
 
 
 @functools.lru_cache(maxsize=1024)
-def combining(name: str, cxx: str, tokens: int, slots: int, rows: int, experts: int, device: int) -> Combining:
-    """How products of so many tokens are combined by one of the two kernels, which is compiled."""
+def combining(
+    name: str, cxx: str, tokens: int, slots: int, rows: int, experts: int, device: int, id_bytes: int = 0
+) -> Combining:
+    """How products of so many tokens are combined by one of the two kernels, which is compiled; `id_bytes`: of each of
+    the ids, where there are any.
+    """
     outputs, rounded = tokens * rows, name == ROUNDED
-    types = ("i8", "i4", "i4", "i4")[: 3 + rounded]
-    numbers = packed(types, *(outputs, slots, rows, experts)[: 3 + rounded])
+    types = ("i8", *("i4",) * 4)[: 3 + 2 * rounded]
+    numbers = packed(types, *(outputs, slots, rows, experts, id_bytes)[: 3 + 2 * rounded])
     kernel = kernel_of(name, cxx, _COMBINING, 0, (*("p",) * (3 + rounded), types))
     return Combining(kernel.ready(device).launch, (-(-outputs // _COMBINING), 1, 1), rounded, numbers)
 

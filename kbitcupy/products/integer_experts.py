@@ -21,7 +21,7 @@ from ..formats.base import Format
 from ..ops import source, widen
 from . import integer_stream
 from .activations import FLOATS
-from .experts import ROUNDED, Combining, combined, combining
+from .experts import IDS, ROUNDED, Combining, combined, combining
 from .integer_activations import BITNET, Tokens, quantize_host
 from .integers import (
     Chosen,
@@ -41,7 +41,7 @@ _EACH = 20.0
 # Products that are computed one beside the other, and read the codes of their experts each; microseconds of the
 # launches, and the fraction of the bandwidth at which codes pass.
 _MOST_PRODUCTS, _STREAM_START, _FRACTION = 65535, 8.0, 0.6
-_LONG, _SINGLE = np.dtype(np.int64), ("float32",)  # ids and weights, as the kernels take them
+_SINGLE = ("float32",)  # of weights of slots
 
 
 def _refusal(problem: Problem) -> str | None:
@@ -96,6 +96,7 @@ def _plan(
     shared: bool,
     weighted: bool,
     vector: bool,
+    id_bytes: int,
     device: int,
 ) -> _Plan:
     """How ids of shape `chosen` are gone about; `shared`: slots of a token share a row of x, of type `dtype`."""
@@ -104,11 +105,12 @@ def _plan(
     products, of_x = tokens * slots, (tokens, slots) if shared else (tokens * slots, 1)
     multiply = None
     if depth:
-        multiply = multiplied(Chosen(format, shape, lead, dtype, preset, *of_x, vector, device))
+        multiply = multiplied(Chosen(format, shape, lead, dtype, preset, *of_x, vector, id_bytes, device))
     else:  # of no elements all products are zero, as those of no expert are
         experts = 0
     combined = (tokens, slots) if weighted else (products, 1)
-    return _Plan(4 * products * rows, multiply, combining(ROUNDED, cxx_type(out), *combined, rows, experts, device))
+    combine = combining(ROUNDED, cxx_type(out), *combined, rows, experts, device, id_bytes)
+    return _Plan(4 * products * rows, multiply, combine)
 
 
 def _multiply_cuda(
@@ -125,10 +127,10 @@ def _multiply_cuda(
         _multiply_cuda(x, preset, qs, ids, weights, single, multiplied)
         widen(single, out)
         return
-    ids, x = _xp.contiguous(ids if ids.dtype == _LONG else ids.astype(np.int64)), source(x, FLOATS)
+    ids, x = _xp.contiguous(ids if ids.dtype in IDS else ids.astype(np.int64)), source(x, FLOATS)
     given, chosen, of_slots = x.data, ids.data.ptr, 0
     address, device = given.ptr, given.device_id
-    about = x.dtype, out.dtype, ids.shape, x.ndim == 2, weights is not None, address % 16 == 0, device
+    about = x.dtype, out.dtype, ids.shape, x.ndim == 2, weights is not None, address % 16 == 0, ids.itemsize, device
     plan = _plan(multiplied, qs.format, qs.shape, qs.lead, preset, *about)
     products = _xp.allocate(plan.size)
     if plan.multiply is not None:

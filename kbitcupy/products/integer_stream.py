@@ -308,7 +308,7 @@ _FEW_ROWS = Template(
     least=_BULK,
 )
 register_templates(_TEMPLATE, _template(False), _SPLIT, _FEW, _FEW_ROWS)
-_NUMBERS, _FEW_NUMBERS = (*("i4",) * 7, "u4", *("i4",) * 4), ("i4", "i4")
+_NUMBERS, _FEW_NUMBERS = (*("i4",) * 7, "u4", *("i4",) * 5), ("i4", "i4")
 _SIGNATURE = (WEIGHT, CUT, tma.MAP_BYTES, *("p",) * 7, _NUMBERS)
 _FEW_SIGNATURE = "p", "p", "p", "p", _FEW_NUMBERS
 _CODES = {(4, 1): "NEIGHBOURS4", (4, 16): "HALVES4", (4, 32): "PAIRS4", (8, 1): "BYTES8"}
@@ -493,6 +493,7 @@ def _plan(
     kind: int,
     aligned: bool,
     device: int,
+    id_bytes: int = 0,
 ) -> _Plan:
     """How a product is computed, its kernels compiled.
 
@@ -516,6 +517,8 @@ def _plan(
         Whether tokens start at a multiple of 16 bytes.
     device : int
         Its number.
+    id_bytes : int
+        Of each of the ids of experts.
     """
     part, given, grouped = stored_codes(format, shape, lead), tokens, products > 0
     assert part is not None
@@ -571,7 +574,7 @@ def _plan(
     grid, experts = (cut.blocks, products, 1), math.prod(shape[:-2]) if grouped else 1
     lengths = rows, tokens, tokens_of.padded_of(given), depth, experts, slots, step
     kinds = kind, int8.bias_kind(out_dtype), int8.bias_kind(dtype) if own else 0
-    numbers = packed(_NUMBERS, *lengths, *turned_over(part, flavour), *kinds)
+    numbers = packed(_NUMBERS, *lengths, *turned_over(part, flavour), *kinds, id_bytes)
     return _Plan(ready.launch, grid, of_cut, quantize, *_room(flavour, given, depth), part, numbers)
 
 
@@ -681,7 +684,7 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
 def experts_multiplied(of: Chosen) -> MultiplyExperts:
     """As `kbitcupy.products.integers.experts_multiplied`; products of no expert are not written."""
     many = of.tokens, of.tokens * of.slots, of.slots
-    plan = _plan(*of[:3], of.dtype, _xp.SINGLE, of.preset, *many, 1, 0, of.vector, of.device)
+    plan = _plan(*of[:3], of.dtype, _xp.SINGLE, of.preset, *many, 1, 0, of.vector, of.device, of.id_bytes)
     return lambda x, qs, ids, products: _start(plan, qs, x, 0, ids, 0, products, of.device)
 
 

@@ -173,7 +173,7 @@ _TEMPLATE = Template(
 )
 register_templates(_TEMPLATE)
 _WARPS, _ROUNDS = PRODUCT.PRODUCT_THREADS // 32, 4
-_NUMBERS = *("i8",) * 6, *("i4",) * 4
+_NUMBERS = *("i8",) * 6, *("i4",) * 5
 _SIGNATURE = ("p", "p", WEIGHT, "p", "p", "p", _NUMBERS)
 
 
@@ -244,6 +244,7 @@ def _plan(
     kind: int,
     vector: bool,
     device: int,
+    id_bytes: int = 0,
 ) -> _Plan:
     """How a product is computed, its kernels compiled.
 
@@ -265,6 +266,8 @@ def _plan(
         Whether tokens start at a multiple of 16 bytes.
     device : int
         Its number.
+    id_bytes : int
+        Of each of the ids of experts.
     """
     *experts, rows, depth = shape
     products, padded, pitch = tokens * slots, tokens_of.padded_of(tokens), tokens_of.pitch_of(depth)
@@ -273,7 +276,7 @@ def _plan(
     ready = _kernel(out_dtype, str(together)).ready(device)
     grid = grid_of(-(-(-(-products // together) * rows) // _WARPS), ready.resident, _ROUNDS), 1, 1
     lengths = products, rows, depth, pitch, padded, math.prod(experts)
-    numbers = packed(_NUMBERS, *lengths, slots, int(blocked), int(shared), kind)
+    numbers = packed(_NUMBERS, *lengths, slots, int(blocked), int(shared), kind, id_bytes)
     quantize = None
     if preset is not None:
         quantize = tokens_of.quantizing_rows(dtype, tokens, depth, preset, vector, device)
@@ -320,6 +323,8 @@ class Chosen(NamedTuple):
         How many, and products of each.
     vector : bool
         Whether tokens start at a multiple of 16 bytes.
+    id_bytes : int
+        Of each of their numbers of experts: 4, int32, or 8, int64.
     device : int
         Its number.
     """
@@ -332,18 +337,19 @@ class Chosen(NamedTuple):
     tokens: int
     slots: int
     vector: bool
+    id_bytes: int
     device: int
 
 
-#: Products with experts: called with the address of floats, the weights, and the addresses of int64 ids [tokens, slots]
-#: and of float32 products [tokens, slots, N].
+#: Products with experts: called with the address of floats, the weights, and the addresses of ids [tokens, slots] and
+#: of float32 products [tokens, slots, N].
 MultiplyExperts: TypeAlias = Callable[[int, QuantizedArray, int, int], None]
 
 
 def experts_multiplied(of: Chosen) -> MultiplyExperts:
     """The launches, their kernels compiled; products of no expert are zero."""
     many = of.tokens, of.slots
-    plan = _plan(of.dtype, _xp.SINGLE, of.shape, *many, of.preset, False, 0, of.vector, of.device)
+    plan = _plan(of.dtype, _xp.SINGLE, of.shape, *many, of.preset, False, 0, of.vector, of.device, of.id_bytes)
 
     def multiply(x: int, qs: QuantizedArray, ids: int, products: int) -> None:
         assert plan.quantize is not None

@@ -1223,15 +1223,16 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
     const void* numbers,  // tokens, [tokens, depth] of the type that x_kind names, which blocks quantize; or null
     const unsigned char* a, const float* token_scale, const int* sums,  // see Tokens
-    const long long* ids,  // of experts: each product has one, and a row of thread blocks; or null, as with Of::BLOCKS
-    const void* bias,      // [channels] of the type that bias_kind names; 0 for none
-    void* y,               // [tokens, channels] of the type that y_kind names
+    const void* ids,   // of experts: each product has one, and a row of thread blocks; or null, as with Of::BLOCKS
+    const void* bias,  // [channels] of the type that bias_kind names; 0 for none
+    void* y,           // [tokens, channels] of the type that y_kind names
     int channels, int tokens, int padded, int depth, int experts,
     int slots,       // products of a token
     int scale_step,  // 0 where all tokens have one scale
     unsigned flip,   // what turns over the highest bit of codes, in all bytes
     int less,        // ... and what codes are lower by after that
-    int bias_kind, int y_kind, int x_kind) {
+    int bias_kind, int y_kind, int x_kind,
+    int id_bytes) {  // of each of the ids, which are int32 or int64
 #if __CUDA_ARCH__ >= 800
     constexpr bool ALONE = TOKENS == 0;
     constexpr int EIGHTS = ALONE ? 1 : TOKENS;
@@ -1257,8 +1258,9 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
     int above = 0;  // rows of the experts before
     if (!Of::BLOCKS && ids != nullptr) {
         wait_for_previous();
-        const unsigned long long at = reinterpret_cast<unsigned long long>(ids + blockIdx.y);
-        const long long expert = static_cast<long long>(load_word(at + 4)) << 32 | load_word(at);
+        const unsigned long long at = reinterpret_cast<unsigned long long>(ids) + 1ull * blockIdx.y * id_bytes;
+        const int low = static_cast<int>(load_word(at)), high = id_bytes == 4 ? low >> 31 : load_word(at + 4);
+        const long long expert = static_cast<long long>(high) << 32 | static_cast<unsigned>(low);
         if (expert < 0 || expert >= experts) return;
         above = static_cast<int>(expert) * channels;
     }

@@ -2,6 +2,7 @@
 // GPU. The contract stands in kbitcupy/products/integers.py, how codes lie in kbitcupy/formats/integer_codes.py.
 #include "common/ieee.cuh"
 #include "common/types.cuh"
+#include "linear/ids.cuh"
 
 // Of the host, ahead of this source: struct IntegerWeight; numbers of `added`, of dtypes and of a bias; Q8_BLOCK, codes
 // of a token that share a scale where all of them do not; PRODUCT_THREADS of a block; TOGETHER, tokens that share the
@@ -96,14 +97,15 @@ __global__ void __launch_bounds__(PRODUCT_THREADS) multiply_integers(
     const signed char* __restrict__ a,        // [tokens, pitch]
     const float* __restrict__ token_scale,    // [tokens]; or [1]; or of units of Q8_BLOCK, [units, padded]
     const __grid_constant__ IntegerWeight w,  // of [channels, depth], or of experts of them
-    const long long* __restrict__ ids,        // [products] of experts, or null: products are tokens
+    const void* __restrict__ ids,             // [products] of experts, or null: products are tokens
     const void* __restrict__ bias,            // [channels] of the type that bias_kind names; 0 for none
     T* __restrict__ y,                        // [products, channels]
     long long products, long long channels, long long depth, long long pitch, long long padded, long long experts,
     int slots,    // products of a token
     int blocked,  // whether there are scales of units
     int shared,   // whether all tokens have one scale
-    int bias_kind) {
+    int bias_kind,
+    int id_bytes) {  // of each of the ids, which are int32 or int64
     const int lane = threadIdx.x % WARP;
     const long long together = (products + TOKENS - 1) / TOKENS;
     const long long step = static_cast<long long>(gridDim.x) * WARPS;
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(PRODUCT_THREADS) multiply_integers(
          at += step) {
         const long long first = at / channels * TOKENS, n = at % channels;
         const int count = static_cast<int>(min(products - first, static_cast<long long>(TOKENS)));
-        const long long expert = ids == nullptr ? 0 : ids[first];
+        const long long expert = ids == nullptr ? 0 : id_at(ids, id_bytes, first);
         float total = -0.0f;  // added to a number it changes nothing
         const bool there = expert >= 0 && expert < experts;
         const long long row = expert * channels + n, begin = row / w.outer * w.per + row % w.outer / w.run;

@@ -3,6 +3,7 @@
 #include "common/ieee.cuh"
 #include "common/sync.cuh"
 #include "linear/epilogue.cuh"
+#include "linear/ids.cuh"
 
 // y[t, n] = the sum over the slots s of products[t, s, n] times weights[t, s], in their order: each sum is
 // `added(sum before, number of the slot among all, number of the product's element, s)`.
@@ -32,13 +33,14 @@ __global__ void combine_slots(const float* products, const float* weights, T* y,
 // products of those outside 0 .. experts - 1 are zero and need not be written; without weights there is one slot, whose
 // product is only rounded to the type of y.
 //
-// ids  int64[tokens, slots], or null
+// ids  int32 or int64[tokens, slots], of id_bytes bytes each, or null
 template <typename T>
 __global__ void combine_rounded_slots(
-    const float* products, const float* weights, T* y, const long long* ids, long long size, int slots, int n,
-    int experts) {
+    const float* products, const float* weights, T* y, const void* ids, long long size, int slots, int n, int experts,
+    int id_bytes) {
     combine(y, size, slots, n, [=](float sum, long long slot, long long element, int s) {
-        const bool chosen = ids == nullptr || (ids[slot] >= 0 && ids[slot] < experts);
+        const long long id = ids == nullptr ? 0 : id_at(ids, id_bytes, slot);
+        const bool chosen = ids == nullptr || (id >= 0 && id < experts);
         const float product = chosen ? products[element] : 0.0f;
         const float term = weights == nullptr ? product : ieee::multiply(product, weights[slot]);
         return s == 0 ? term : ieee::add(sum, term);

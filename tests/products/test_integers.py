@@ -288,8 +288,9 @@ def test_experts(text):
             y = kb.linear_grouped(x, qs, ids, activations=preset)
             assert same_values(y, wanted.astype(x.dtype))
             total = wanted[:, 0] * weights[:, :1] + wanted[:, 1] * weights[:, 1:]
-            y = kb.linear_grouped(x, qs, ids, weights, activations=preset)
-            assert same_values(y, total.astype(x.dtype))
+            for chosen in (ids, ids.astype(np.int32)):
+                y = kb.linear_grouped(x, qs, chosen, weights, activations=preset)
+                assert same_values(y, total.astype(x.dtype))
             assert kb.explain(x, qs, activations=preset, expert_ids=ids).route == "integer_experts_numpy"
 
 

@@ -5,6 +5,7 @@ Class `TestSmall` is what compute-sanitizer runs.
 
 import ctypes
 import functools
+import itertools
 import os
 
 import numpy as np
@@ -22,9 +23,9 @@ SINGLE, DOUBLE = np.dtype("float32"), np.dtype("float64")
 HOST_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
 ENTRIES = """
 extern "C" void rounded_{dtype}(unsigned grid, const float* products, const float* weights, {type}* y,
-                                const long long* ids, long long size, int slots, int n, int experts) {{
+                                const void* ids, long long size, int slots, int n, int experts, int id_bytes) {{
     launch(grid, 1, 256, [&] {{
-        combine_rounded_slots<{type}>(products, weights, y, ids, size, slots, n, experts);
+        combine_rounded_slots<{type}>(products, weights, y, ids, size, slots, n, experts, id_bytes);
     }});
 }}
 extern "C" void summed_{dtype}(unsigned grid, const float* products, const float* weights, {type}* y, long long size,
@@ -37,12 +38,16 @@ SHAPES = [(1, 1, 1), (3, 2, 85), (2, 8, 256), (5, 9, 300)]
 KINDS = ["normal", "extreme", "subnormal", "special", "zeros"]
 
 
-def problem(rng, tokens, slots, n, kind, experts=4):
+IDS = ["int32", "int64"]
+
+
+def problem(rng, tokens, slots, n, kind, ids_dtype="int64", experts=4):
     """float32 products, NaN where there is no expert, weights and ids."""
     products = make(kind, tokens * slots * n, SINGLE, int(rng.integers(99))).reshape(tokens, slots, n)
     weights = make(str(rng.choice(KINDS)), tokens * slots, SINGLE, int(rng.integers(99))).reshape(tokens, slots)
-    ids = rng.integers(-1, experts + 1, (tokens, slots))
-    ids[rng.random(ids.shape) < 0.1] = rng.choice([-(2**40), 2**32, np.iinfo(np.int64).max])
+    ids = rng.integers(-1, experts + 1, (tokens, slots)).astype(ids_dtype)
+    far = [-(2**40), 2**32, 1 - 2**32] if ids.dtype == np.int64 else [2**30]
+    ids[rng.random(ids.shape) < 0.1] = rng.choice([*far, np.iinfo(ids.dtype).min, np.iinfo(ids.dtype).max])
     products[(ids < 0) | (ids >= experts)] = np.nan
     return products, weights, ids
 
@@ -82,7 +87,7 @@ def on_host(name, products, weights, dtype, *ids):
     tokens, slots, n = products.shape
     y = np.zeros((tokens, n) if weights is not None else products.shape, dtype)
     arguments = *map(pointer, (products, weights, y, *ids)), ctypes.c_longlong(y.size)
-    numbers = slots if weights is not None else 1, n, *((4,) if ids else ())
+    numbers = slots if weights is not None else 1, n, *((4, 0 if ids[0] is None else ids[0].itemsize) if ids else ())
     getattr(kernels(), f"{name}_{dtype.name}")(-(-y.size // 256), *arguments, *numbers)
     return y
 
@@ -92,8 +97,8 @@ def on_host(name, products, weights, dtype, *ids):
 def test_rounded_slots_on_the_host(kind, dtype):
     """NumPy's bits, where kernels flush; products of no expert count as zero, and are not read."""
     rng = np.random.default_rng([dtype.itemsize, KINDS.index(kind)])
-    for shape in SHAPES:
-        products, weights, ids = problem(rng, *shape, kind)
+    for shape, ids_dtype in itertools.product(SHAPES, IDS):
+        products, weights, ids = problem(rng, *shape, kind, ids_dtype)
         for given, of in ((weights, ids), (None, ids), (np.abs(weights), ids)):
             y = on_host("rounded", products, given, dtype, of)
             assert same_bits(y, reference(products, given, of, dtype)), (shape, given is None)
@@ -123,7 +128,8 @@ def combined_on_gpu(cupy, products, weights, dtype, ids):
     shape = (tokens, n) if weights is not None else products.shape
     y = cupy.full(shape, 7, dtype)
     about = (tokens, slots) if weights is not None else (tokens * slots, 1)
-    plan = combining(ROUNDED, kb.backend.compile.CXX_TYPES[dtype.name], *about, n, 4, 0)
+    id_bytes = 0 if ids is None else ids.itemsize
+    plan = combining(ROUNDED, kb.backend.compile.CXX_TYPES[dtype.name], *about, n, 4, 0, id_bytes)
     given = [None if array is None else cupy.asarray(array) for array in (products, weights, ids)]
     at = [0 if array is None else array.data.ptr for array in given]
     plan.start(at[0], at[1], y.data.ptr, at[2])
@@ -136,13 +142,13 @@ def stacked(cupy, text, rows, depth, experts=4):
     return kb.stack(members), kb.stack([on_device(cupy, q) for q in members])
 
 
-def check_slots(cupy, rng, text, preset, dtype, tokens, slots, rows, depth, own, route=None):
+def check_slots(cupy, rng, text, preset, dtype, tokens, slots, rows, depth, own, route=None, ids_dtype="int64"):
     """Slots are combined as NumPy combines the products of the same tokens in float32, to the bit."""
     qs, on = stacked(cupy, text, rows, depth)
     kind = "normal" if dtype == DOUBLE else str(rng.choice(["normal", "special"]))
     shape = (tokens, slots, depth) if own else (tokens, depth)
     x = make(kind, int(np.prod(shape)), SINGLE if dtype == DOUBLE else dtype, 3).astype(dtype).reshape(shape)
-    _, weights, ids = problem(rng, tokens, slots, 1, "normal")
+    _, weights, ids = problem(rng, tokens, slots, 1, "normal", ids_dtype)
     given, chosen, of_slots = cupy.asarray(x), cupy.asarray(ids), cupy.asarray(weights)
     if route is not None:
         assert kb.explain(given, on, activations=preset, expert_ids=ids).route == route
@@ -180,13 +186,13 @@ def test_slots_of_experts(cupy, text, preset, route, dtype):
     rng = np.random.default_rng([dtype.itemsize, len(text)])
     way = None if dtype == DOUBLE and preset == "bitnet" else route
     for tokens, slots, rows in ((1, 1, 640), (3, 9, 70), (33, 8, 130)):
-        for own in (False, True):
-            check_slots(cupy, rng, text, preset, dtype, tokens, slots, rows, 1280, own, way)
+        for own, ids_dtype in itertools.product((False, True), IDS):
+            check_slots(cupy, rng, text, preset, dtype, tokens, slots, rows, 1280, own, way, ids_dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", ["float16", BFLOAT16, "float64"], ids=str)
-@pytest.mark.parametrize("ids_dtype", ["int32", "uint8"])
+@pytest.mark.parametrize("ids_dtype", ["int32", "uint8", "uint64"])
 @pytest.mark.parametrize(("text", "preset"), [("q4_0", "q8_1"), ("ternary", "bitnet")])
 def test_other_weights_and_ids(cupy, text, preset, ids_dtype, given):
     """Weights become float32 first, as NumPy rounds them, subnormal numbers kept; ids are of any dtype of integers."""
@@ -234,7 +240,8 @@ class TestSmall:
         for shape in SHAPES:
             for kind in KINDS:
                 products, weights, ids = problem(rng, *shape, kind)
-                for of, chosen in ((weights, ids), (None, ids), (weights, None)):
+                _, _, narrow = problem(rng, *shape, kind, "int32")
+                for of, chosen in ((weights, ids), (None, ids), (weights, narrow), (weights, None)):
                     y = combined_on_gpu(cupy, products, of, dtype, chosen)
                     assert same_bits(y, reference(products, of, chosen, dtype)), (shape, kind)
 
@@ -243,5 +250,5 @@ class TestSmall:
     )
     def test_slots(self, cupy, text, preset, route):
         rng = np.random.default_rng(len(text))
-        for own in (False, True):
-            check_slots(cupy, rng, text, preset, DTYPES[0], 3, 3, 40, 1280, own, route)
+        for own, ids_dtype in ((False, "int64"), (True, "int32")):
+            check_slots(cupy, rng, text, preset, DTYPES[0], 3, 3, 40, 1280, own, route, ids_dtype)
