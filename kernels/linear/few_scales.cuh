@@ -226,13 +226,11 @@ struct FewScales {
             if (has) own.store(to);
         }
     }
-    // Make the scales of the first tile, of which this lane has loaded `begin`; two tiles are on their way. x would
-    // wait for them, so it comes first.
+    // Make the scales of the first tile, of which this lane has loaded `begin`; two tiles are on their way.
     __device__ __forceinline__ void begin_inner(const Expansion& begin) {
         if constexpr (Kind::SPREAD && !NESTED) {
             if (!HANDED && Expansion::block(here.lane) < Expansion::BLOCKS) begin.store(to);
             hand_out(begin, 0), hand_out(spread, 1);
-            load_block(spread, 2, 2);
             expand(0);
         }
     }

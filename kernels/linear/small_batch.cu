@@ -181,9 +181,15 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if constexpr (LATE_TABLE) wait_for_previous();
     else make_table();
     const float scale_of_all = tensor_scale && threadIdx.x == 0 ? tensor_scale[here.group.expert * scale_step] : 1.0f;
+    const auto keep_scale = [&] {
+        if (threadIdx.x == 0) here.factor[0] = scale_of_all;
+    };
+    if constexpr (Kind::HANDED) keep_scale();  // behind blocks of inner scales it would wait for these, and all for it
     own_x.start();
     own_x.store_scales();
-    if (here.chunks == 1 && !own_x.staged) own_x.fetch(here.my_item);
+    // ... and so would x by way of shared memory, where x that is not may be on its way to the same registers.
+    constexpr bool FETCHED_LATE = Kind::HANDED && Kind::FEW_STAGED && !Kind::COLUMNS;
+    if (!FETCHED_LATE && here.chunks == 1 && !own_x.staged) own_x.fetch(here.my_item);
     // Beside one token the other weights wait for it, too, where a table is made meanwhile, or where these are all.
     const bool late = Kind::COLUMNS && (TABLE || here.passes == 1);
     if constexpr (!Kind::BLOCKED) weights.start_first(HELD_BACK && (Kind::TILL_WEIGHTS || own_x.staged || late));
@@ -199,19 +205,25 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     weights.scales.store_spread(0), weights.scales.store_narrow(0);
 
     // What the epilogue multiplies sums by.
-    if (threadIdx.x == 0) here.factor[0] = scale_of_all, here.factor[1] = Decoder::EPILOGUE_SCALE / power;
+    if constexpr (!Kind::HANDED) keep_scale();
+    if (threadIdx.x == 0) here.factor[1] = Decoder::EPILOGUE_SCALE / power;
     own_x.wait_own();
     __syncthreads();
+    // Blocks of inner scales are there before x is, which takes longer by way of shared memory.
+    if (FETCHED_LATE) weights.scales.begin_inner(first_inner);
     if (own_x.staged) {
         own_x.wait_boxes();
         if (HELD_BACK && !Kind::TILL_WEIGHTS && !Kind::HALVES && here.passes > 0) weights.fetch_others();
         own_x.read_stage();
+    } else if (FETCHED_LATE) {
+        own_x.fetch(here.my_item);
     }
     // What is quantized here takes longer than to ask for them.
     if (Kind::QUANTIZED && HELD_BACK && late && here.passes > 0) weights.fetch_others(own_x.arrived());
     if (here.chunks == 1) own_x.arrange();
     if (!Kind::QUANTIZED && HELD_BACK && late && here.passes > 0) weights.fetch_others();
-    weights.scales.begin_inner(first_inner);
+    if (!FETCHED_LATE) weights.scales.begin_inner(first_inner);
+    weights.scales.load_block(weights.scales.spread, 2, 2);  // whatever waits for x may wait for it, too
 
     sums.begin();
     const auto with = [&] {
