@@ -116,6 +116,11 @@ class TileCut:
         """Whether ``arrange_tokens`` brings x into order ahead, and rows have records."""
         return fragments.added and self.tokens >= 64 and not grouped
 
+    def centred(self, fragments: Fragments, grouped: bool = False) -> bool:
+        """Whether records of rows say what is added to each weight, which then takes no means of x."""
+        paired = self.tokens == 64 and self.k_groups == 2
+        return paired and self.prepared(fragments, grouped) and "INNER_OFFSETS" in fragments.hopper
+
     def ring_at(self, fragments: Fragments) -> int:
         """Where the ring begins in the shared window: behind the table."""
         return -(-(TABLE_START + fragments.hopper_entries * ENTRY_STRIDE) // 1024) * 1024
@@ -123,7 +128,8 @@ class TileCut:
     def stage_bytes(self, fragments: Fragments, grouped: bool = False) -> int:
         """x and weights of a stage; means of x and records of rows where something is added to weights."""
         x = SIZES.DIRECT_BYTES if self.tokens == TOKENS and not grouped else self.tokens * ITEM_K * 2
-        means = -(-self.tokens * SIZES.MEANS_BYTES // 1024) * 1024 if fragments.added else 0
+        step = fragments.added and not self.centred(fragments, grouped)
+        means = -(-self.tokens * SIZES.MEANS_BYTES // 1024) * 1024 if step else 0
         records = self.rows * SIZES.RECORD_BYTES if self.prepared(fragments, grouped) else 0
         return x + self.rows * ITEM_K * fragments.bits // 8 + means + records
 
@@ -270,6 +276,7 @@ class TileKernel(Fused):
         )
         self._cut, self._bind = cut, _binder(fragments, k * fragments.bits // 8, ITEM_K * fragments.bits // 8)
         self._tiles, self._processors = -(-n // cut.rows), device.multiprocessors
+        self._centred = cut.centred(fragments, grouped)
         self._arrange: Kernel | None = None
         if cut.prepared(fragments, grouped):
             self._arrange = _arranging(fragments.hopper.format(T=self.cxx))
@@ -293,8 +300,9 @@ class TileKernel(Fused):
         if self._arrange is not None:
             stages, tile = -(-self._k // ITEM_K), self._cut.tokens
             pitch = stages * ITEM_K * 2
-            room = _xp.namespace(x).empty(tokens * pitch + blocks * tile * stages * SIZES.MEANS_BYTES, np.uint8)
-            matrix, partial = room.data.ptr, room.data.ptr + tokens * pitch
+            means = 0 if self._centred else blocks * tile * stages * SIZES.MEANS_BYTES
+            room = _xp.namespace(x).empty(tokens * pitch + means, np.uint8)
+            matrix, partial = room.data.ptr, room.data.ptr + tokens * pitch if means else 0
             units = -(-tokens // TOKENS) * stages
             pointers = x.data.ptr, matrix, partial
             self._arrange.launch(x, (-(-units // _ARRANGING_WARPS),), (*pointers, tile, tokens, self._k))

@@ -72,10 +72,10 @@ __device__ __forceinline__ void fence_operands(float (&sum)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sum[i])::"memory");
 }
-template <int N>
-__device__ __forceinline__ void fence_operands(unsigned (&a)[N][4]) {
+template <int N, int M>
+__device__ __forceinline__ void fence_operands(unsigned (&a)[N][M]) {
 #pragma unroll
-    for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+    for (int i = 0; i < N * M; ++i) asm volatile("" : "+r"(a[i / M][i % M])::"memory");
 }
 
 // Behind it wgmma and TMA, the async proxy, see what this thread wrote to shared memory, once a barrier has told of it.

@@ -119,6 +119,8 @@ struct RawScales {
 //     OFFSETS               whether something is added to code times scale, as a product of its own
 //     FUSED                 whether it is added to each weight: scale and offset are numbers of T, and code times scale
 //                           plus offset, rounded once, is the weight that is decoded
+//     CENTRED               whether records of rows can say what is added to each weight as well: what the code whose
+//                           weight is closest to zero leaves, which is small
 //     Base                  what pairs need beside the codes of a row
 //     FACTOR                what the table is multiplied by
 //     fill(table, mine, ...)    fill the table from a value a lane, lane i that of index i % VALUES
@@ -135,7 +137,7 @@ struct TileKbit {
     static constexpr int ENTRIES = K == 5 ? 32 : K == 3 ? 64 : 256, LANE_BYTES = K == 2 ? 8 : 4;
     static constexpr int SHARES = OF_GRANULES, ORDER = NEIGHBOURS;
     static constexpr int SCALES = 1;
-    static constexpr bool OFFSETS = false, FUSED = false, NESTED = false;
+    static constexpr bool OFFSETS = false, FUSED = false, CENTRED = false, NESTED = false;
     static constexpr float FACTOR = FORMAT == E4M4 ? E4m4Pair<T>::FACTOR : 1.0f;
 
     // Entry: the values of two neighbours, whose bits alternate in the index; of K = 2 those of two such pairs, of
@@ -220,7 +222,7 @@ struct TileTable4 {
     static constexpr int BITS = 4, SCALE = FLOAT32, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
     static constexpr int SHARES = OF_BLOCKS, ORDER = NEIGHBOURS;
     static constexpr int SCALES = 1;
-    static constexpr bool OFFSETS = false, FUSED = false, NESTED = DOUBLE_QUANT;
+    static constexpr bool OFFSETS = false, FUSED = false, CENTRED = false, NESTED = DOUBLE_QUANT;
     static constexpr float FACTOR = 1.0f;
 
     __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
@@ -319,7 +321,7 @@ struct TileNibbles {
     static constexpr int BITS = 4, SCALE = SCALE_, VALUES = 16, FIELDS = 4, ENTRIES = 256, LANE_BYTES = 4;
     static constexpr int SHARES = SCALE == SIX_BITS ? OF_BLOCKS : OF_GRANULES, ORDER = ORDER_;
     static constexpr int SCALES = SCALE == UE4M3_HALVES ? 2 : 1;
-    static constexpr bool OFFSETS = false, FUSED = false, NESTED = false;
+    static constexpr bool OFFSETS = false, FUSED = false, CENTRED = false, NESTED = false;
     static constexpr float FACTOR = 1.0f;
 
     __device__ static void fill(unsigned table, float mine, unsigned thread, unsigned threads) {
@@ -340,6 +342,14 @@ struct TileNibbles {
         for (int j = 0; j < 8; ++j) pair[j] = table_entry(entry_offset(f[2 * h + j / 4], j % 4, lane_offset));
     }
 };
+
+// The lower or upper half of a word twice: as operands are, which instructions take from where it is.
+__device__ __forceinline__ unsigned half_twice(unsigned word, int upper) {
+    unsigned r;
+    if (upper) asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(r) : "r"(word));
+    else asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(r) : "r"(word));
+    return r;
+}
 
 // ---- integers, by arithmetic ---------------------------------------------------------------------------------------
 
@@ -625,6 +635,23 @@ struct RowInner {
             all[j] = fmaf(s[j], 8.0f * GRANULE_K, times(minima, j, minus, minus_less));  // 8 is the middle code
         }
     }
+
+    // Scales, the code of each block whose weight is closest to zero, and what is added to code less that, times scale.
+    __device__ __forceinline__ void centred(float down, float (&s)[4], unsigned (&zero)[4], float (&added)[4]) const {
+        constexpr float RAISED = 12582912.0f;  // 1.5 * 2^23, whose last bit counts 1
+        const float d = Word<__half>::get(pair, 0) * down, minus = Word<__half>::get(pair, 1) * -down;
+        const float d_less = d * -8388608.0f, minus_less = minus * -8388608.0f;
+        const unsigned scales = Raw::bytes_of(word, late, false), minima = Raw::bytes_of(word, late, true);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            s[j] = times(scales, j, d, d_less);
+            const float least = times(minima, j, minus, minus_less);
+            // What is no number becomes 0.
+            const float near = fminf(fmaxf(__fdividef(-least, s[j]), 0.0f), 15.0f) + RAISED;
+            zero[j] = __float_as_uint(near) - __float_as_uint(RAISED);
+            added[j] = fmaf(s[j], near - RAISED, least);
+        }
+    }
 };
 
 template <typename Decoder, int POINTS>
@@ -653,6 +680,7 @@ struct TileIntegers {
     static constexpr int VALUES = 0, ENTRIES = 0, LANE_BYTES = 0, FIELDS = 4;
     static constexpr bool FUSED = SCALE == FLOAT16_PAIRS && SameType<T, __half>::VALUE;
     static constexpr bool OFFSETS = (POINTS == FLOAT_OFFSETS || POINTS == INNER_OFFSETS) && !FUSED;
+    static constexpr bool CENTRED = POINTS == INNER_OFFSETS;
     static constexpr int SCALES = POINTS == INNER_OFFSETS ? 2 : 1;
     static constexpr bool SIGNED = SIGNED_, NESTED = false, IS_HALF = SameType<T, __half>::VALUE;
     static_assert(BITS == 4 || ORDER == TWO_APART, "bytes are cut out by a mask");
@@ -680,6 +708,15 @@ struct TileIntegers {
             base.low = (Pair<T>::RAISED & 0xffffu | zero) * 0x00010001u;
             base.high = (0xd400u | zero << 4) * 0x00010001u;  // -64 and less
         }
+    }
+
+    // The zeros of two blocks, as numbers of T in a word; and of the one of half h.
+    __device__ __forceinline__ static unsigned centres(unsigned first, unsigned second) {
+        if constexpr (IS_HALF) return 0xd4006400u + first + (second << 20);
+        else return Pair<T>::RAISED + first + (second << 16);
+    }
+    __device__ __forceinline__ static void set_zeros(Base& base, unsigned both, int h) {
+        base.low = base.high = half_twice(both, h);
     }
 
     // Pair q of half h: whether its codes are four bits up.

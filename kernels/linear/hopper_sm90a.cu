@@ -18,7 +18,9 @@
 //
 // With 64 tokens all that is more than three warps can do while a stage is multiplied. There, arrange_tokens has
 // brought x into order ahead, and made the means, for all thread blocks; and the four warps work out, for each row
-// once, what lanes multiply codes by and add, its record in the stage (PREPARED).
+// once, what lanes multiply codes by and add, its record in the stage (PREPARED). Of codes with a small scale and
+// minimum in some tilings that is added to each weight, too, with no means (CENTRED): to code less the one whose weight
+// is closest to zero, times scale, so that what is rounded is about as small as the weight.
 //
 // ROW_GROUPS x K_GROUPS warpgroups multiply: those of a K_GROUP each take every K_GROUPS-th stage, for 64 rows each.
 // The thread blocks of a cluster share k as well. Each leaves its sums in its shared memory, and they add up in the
@@ -134,13 +136,21 @@ struct Tiling {
     static_assert(!Decoder::OFFSETS || (OF_WEIGHTS && !DIRECT), "offsets are relative to what scales are relative to");
     static_assert(!Decoder::FUSED || OF_WEIGHTS, "an offset is added to what a scale multiplies");
     static constexpr bool PREPARED = Decoder::OFFSETS && TOKENS >= 64 && !GROUPED;  // x, and the records of rows
+    // Whether records say what is added to each weight, and whether else it takes a step along k; and the sets of
+    // operands, of half a stage each: of two, products read one while the other is decoded. Both cost instructions
+    // elsewhere. Where 64 tokens share k in a thread block they were measured to be faster, two sets where a table or
+    // records are read; slower than the other way with four warpgroups of other rows, and where codes without anything
+    // added are worked out.
+    static constexpr bool PAIRED = TOKENS == 64 && K_GROUPS == 2 && !GROUPED,
+                          CENTRED = PREPARED && PAIRED && Decoder::CENTRED, STEP = Decoder::OFFSETS && !CENTRED,
+                          FUSED = Decoder::FUSED || CENTRED;
+    static constexpr int SETS = PAIRED && (Decoder::ENTRIES > 0 || CENTRED) ? 2 : 1;
     // Of x, its second half, and the weights in a stage. DIRECT: the lanes t and t + 2 must not meet in a bank.
     static constexpr int X_BYTES = TOKENS * STAGE_K * 2, HALF_AT = DIRECT ? 1024 + 256 : X_BYTES / 2;
     static constexpr int W_AT = DIRECT ? DIRECT_BYTES : X_BYTES;
-    // Behind them, OFFSETS: for each token the means of x in the granules, as operand B of a step along k.
-    static constexpr int MEANS_AT = W_AT + W_BYTES,
-                         MEANS = Decoder::OFFSETS ? (TOKENS * MEANS_BYTES + 1023) / 1024 * 1024 : 0;
-    // PREPARED: of each row, 16 bytes of scales and, behind those of all rows, 16 of what is added.
+    // Behind them, STEP: for each token the means of x in the granules, as operand B of a step along k.
+    static constexpr int MEANS_AT = W_AT + W_BYTES, MEANS = STEP ? (TOKENS * MEANS_BYTES + 1023) / 1024 * 1024 : 0;
+    // PREPARED: of each row, 16 bytes of scales and, behind those of all rows, 16 of what is added; see store_record.
     static constexpr int RECORDS_AT = MEANS_AT + MEANS, RECORDS = PREPARED ? ROWS * RECORD_BYTES : 0;
     static constexpr int STAGE = RECORDS_AT + RECORDS;
     static constexpr int PITCH = ROWS + 4, SUMS = TOKENS * PITCH;  // of the sums of a group along k
@@ -153,7 +163,7 @@ struct Tiling {
     static constexpr int STAGES = (FITTING < MOST_STAGES ? FITTING : MOST_STAGES) / K_GROUPS * K_GROUPS;
     static constexpr int SUMS_AT = RING_AT + (GROUPED ? STAGES * STAGE : 0);
     // A number that need not be computed again, where there is a register for it.
-    __device__ __forceinline__ static unsigned keep(unsigned v) { return TOKENS < 64 ? opaque(v) : v; }
+    __device__ __forceinline__ static unsigned keep(unsigned v) { return TOKENS < 64 || SETS > 1 ? opaque(v) : v; }
     static_assert(STAGES > K_GROUPS, "a stage is given back when the next one of its group is there");
 };
 
@@ -313,8 +323,9 @@ __device__ constexpr unsigned scale_room() {
 
 // The record of a row in a stage: scales of its four blocks of 32, in pairs of T; `top`, to whose power of two in half
 // precision all numbers are relative; and what is added to each block, times the elements of a granule, in two T: what
-// is rounded and what that leaves.
-template <typename Decoder>
+// is rounded and what that leaves. CENTRED: pairs of scale and what is added to code less zero, times scale; two words
+// of the zeros of two blocks, each beside `top`.
+template <typename S, typename Decoder = typename S::Decoder>
 __device__ __forceinline__ void store_record(
     const typename Decoder::RowScales& raw, unsigned& top, unsigned scales, unsigned offsets) {
     using W = Word<typename Decoder::Type>;
@@ -323,6 +334,18 @@ __device__ __forceinline__ void store_record(
         const unsigned exponent = min(__float_as_uint(raw.bound()) & 0x7f800000u, 252u << 23);
         if (exponent > top + scale_room<Decoder>()) top = exponent;
         down = __uint_as_float((254u << 23) - top);
+    }
+    if constexpr (S::CENTRED) {
+        float s[4], added[4];
+        unsigned zero[4];
+        raw.centred(down, s, zero, added);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(scales), "r"(W::pack(s[0], added[0])),
+                     "r"(W::pack(s[1], added[1])), "r"(W::pack(s[2], added[2])), "r"(W::pack(s[3], added[3]))
+                     : "memory");
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %2};" ::"r"(offsets), "r"(Decoder::centres(zero[0], zero[1])),
+                     "r"(top), "r"(Decoder::centres(zero[2], zero[3]))
+                     : "memory");
+        return;
     }
     float s[4], all[4];
     raw.numbers(down, s, all);
@@ -349,7 +372,7 @@ __device__ __forceinline__ void copy_bulk(unsigned target, const void* from, int
 template <typename S>
 __device__ __forceinline__ void copy_weights(
     const Stages<S>& ring, const Task& task, int item, const TensorMap* w_map) {
-    barrier_expect(ring.full(), S::W_BYTES + S::X_BYTES + S::TOKENS * MEANS_BYTES);
+    barrier_expect(ring.full(), S::W_BYTES + S::X_BYTES + (S::STEP ? S::TOKENS * MEANS_BYTES : 0));
 #pragma unroll
     for (int r = 0; r < S::ROW_GROUPS; ++r)
         copy_box(
@@ -365,6 +388,7 @@ __device__ __forceinline__ void copy_tokens(
 #pragma unroll
     for (int h = 0; h < 2; ++h)
         copy_box(ring.data() + h * S::HALF_AT, x_map, (item * STAGE_K + h * HALF_K) * 2, task.group.first, ring.full());
+    if constexpr (!S::STEP) return;
     const long long stage = blockIdx.y * ((job.k + STAGE_K - 1) / STAGE_K) + item;
     copy_bulk(ring.data() + S::MEANS_AT, reinterpret_cast<const char*>(means) + stage * BYTES, BYTES, ring.full());
 }
@@ -426,7 +450,7 @@ __device__ __forceinline__ void prepare_stages(
         for (int r = 0; r < ROUNDS; ++r) {
             const unsigned record = ring.data() + S::RECORDS_AT + ((warp + 4 * r) * WARP + lane) * 16;
             raw[r].take(item * GRANULES);
-            store_record<Decoder>(raw[r], top[r], record, record + S::ROWS * 16);
+            store_record<S>(raw[r], top[r], record, record + S::ROWS * 16);
         }
         barrier_arrive(ring.ready());  // every lane: others read what it has written
 #pragma unroll
@@ -537,10 +561,11 @@ __device__ __forceinline__ float lowered_by(unsigned top, unsigned higher) {
 }
 
 // What a lane takes of the records of its rows: the scales of both halves of the stage in a word, which a byte
-// permutation by `select` puts twice into one; what is added.
-template <typename Decoder>
+// permutation by `select` puts twice into one; what is added. CENTRED: scale and what is added, for each half; zeros.
+template <typename Decoder, bool CENTRED>
 struct Records {
     unsigned scales[2], step[4];
+    unsigned both[2][2], zeros[2];
 
     template <int N>
     __device__ __forceinline__ void read(
@@ -549,6 +574,12 @@ struct Records {
         unsigned now[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            if constexpr (CENTRED) {
+                const uint2 pair = shared_at<uint2>(scales_at + i * 128 + t / 2 * 8),
+                            other = shared_at<uint2>(offsets_at + i * 128 + t / 2 * 8);
+                both[i][0] = pair.x, both[i][1] = pair.y, zeros[i] = other.x, now[i] = other.y;
+                continue;
+            }
             scales[i] = shared_at<unsigned>(scales_at + i * 128 + t / 2 * 4);
             now[i] = shared_at<unsigned>(scales_at + i * 128 + 8);
             const unsigned both = shared_at<unsigned>(offsets_at + i * 128 + t * 4);
@@ -615,7 +646,7 @@ __device__ __forceinline__ void decode_half(
 template <typename S>
 __device__ __forceinline__ unsigned finish(
     unsigned pair, int h, int q, const typename S::Decoder::Base& base, unsigned own, unsigned plus) {
-    if constexpr (S::Decoder::FUSED) return fma_pairs<typename S::Decoder::Type>(pair, own, plus);
+    if constexpr (S::FUSED) return fma_pairs<typename S::Decoder::Type>(pair, own, plus);
     else if constexpr (S::OF_WEIGHTS) return Word<typename S::Decoder::Type>::multiply(pair, own);
     else return S::Decoder::settle(pair, h, q, base);
 }
@@ -657,13 +688,14 @@ __device__ __forceinline__ void multiply_stages(
     // DIRECT: where a lane's granule of token g begins, in the 128-byte swizzle, and the sums of both halves.
     const unsigned x_row = (g + t / 2 * 2) % 8, x_offset = t / 2 * S::HALF_AT + g * 128 + ((t % 2 * 4 ^ x_row) << 4);
     float part[2][4] = {};
+    unsigned sets[2][4][4] = {};
     unsigned last = 0;
     ring.step(k_group);
     for (int item = task.begin + k_group; item < task.end; item += S::K_GROUPS) {
         unsigned own[2] = {};
         Offsets<Decoder> offsets;
         float next_factor[2] = {};
-        Records<Decoder> records;
+        Records<Decoder, S::CENTRED> records;
         if constexpr (S::PREPARED) {
             barrier_wait(ring.ready(), ring.phase);
             const unsigned at = ring.data() + S::RECORDS_AT + row * 16;
@@ -731,37 +763,52 @@ __device__ __forceinline__ void multiply_stages(
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            unsigned a[4][4];
+            unsigned code[4][4];
+            // Operands may change only while no product reads them: so far nothing is scaled. Of two sets the other one
+            // may still be read, and with it the stage before until the second half of this one.
+            auto wait = [&] {
+                if (h == 0 && !S::PREPARED) barrier_wait(ring.ready(), ring.phase);
+                wgmma_wait<S::SETS - 1>();
+                if constexpr (S::PREPARED) __syncwarp();  // all lanes have read their records
+                if (h == S::SETS - 1 && last && lane == 0) barrier_arrive(last);
+            };
             if constexpr (S::HALVES) read_half<S>(ring.data() + w_offset, h, field);
+            if constexpr (S::SETS > 1) wait();
+            if constexpr (S::CENTRED)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    Decoder::set_zeros(base[i], records.zeros[i], h);
+                    own[i] = half_twice(records.both[i][h], 0), offsets.plus[i] = half_twice(records.both[i][h], 1);
+                }
+            if constexpr (S::SETS > 1) fence_operands(field);  // decoded behind the wait
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 unsigned pair[8];
                 decode_half<S>(field[i], h, base[i], pair);
 #pragma unroll
-                for (int j = 0; j < 8; ++j) a[j / 2][j % 2 * 2 + i] = pair[j];
+                for (int j = 0; j < 8; ++j) code[j / 2][j % 2 * 2 + i] = pair[j];
             }
-            if constexpr (Decoder::ENTRIES == 0) fence_operands(a);  // decoded before the wait, not behind it
-            if (h == 0 && !S::PREPARED) barrier_wait(ring.ready(), ring.phase);
-            // Operands may change only while no product is under way: so far nothing is scaled.
-            wgmma_wait<0>();
-            if constexpr (S::PREPARED) __syncwarp();  // all lanes have read their records
-            if (h == 0 && last && lane == 0) barrier_arrive(last);
+            if constexpr (S::SETS == 1) {
+                if constexpr (Decoder::ENTRIES == 0) fence_operands(code);  // decoded before the wait, not behind it
+                wait();
+            }
+            auto& a = S::SETS == 1 ? code : sets[h];
             fence_operands(a);
-            if constexpr (S::PREPARED) {
+            if constexpr (S::PREPARED && !S::CENTRED) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) own[i] = __byte_perm(records.scales[i], 0, Records<Decoder>::select(t, h));
+                for (int i = 0; i < 2; ++i) own[i] = __byte_perm(records.scales[i], 0, decltype(records)::select(t, h));
             }
 #pragma unroll
             for (int j = 0; j < 16; ++j)
                 a[j / 4][j % 4] = finish<S>(
-                    a[j / 4][j % 4], h, j / 4 * 2 + j % 4 / 2, base[j % 2],
+                    code[j / 4][j % 4], h, j / 4 * 2 + j % 4 / 2, base[j % 2],
                     Decoder::SCALES > 1 && h && !S::PREPARED ? offsets.own[j % 2] : own[j % 2], offsets.plus[j % 2]);
             fence_operands(a);
             if constexpr (S::OF_SUMS)
                 if (h == 0) add_stage(sum, factor, total), factor[0] = next_factor[0], factor[1] = next_factor[1];
             const unsigned x = x_low + ring.stage * (S::STAGE / 16) + h * (S::X_BYTES / 32);
             wgmma_begin();
-            if constexpr (Decoder::OFFSETS)
+            if constexpr (S::STEP)
                 if (h == 0)
                     wgmma<T>(
                         sum, S::PREPARED ? records.step : offsets.step, means_descriptor(ring.data() + S::MEANS_AT));
@@ -839,7 +886,8 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     const unsigned window = shared_address(dynamic), own_block = window & 0xff000000u;
     char* const shared0 = reinterpret_cast<char*>(dynamic) - (window - own_block);
     Stages<S> ring{{own_block | S::RING_AT, shared_address(barriers)}};
-    const unsigned rank = CLUSTER == 1 ? 0 : block_in_cluster();
+    // Of blockIdx the compiler knows that warps agree on it.
+    const unsigned rank = CLUSTER == 1 ? 0 : S::SETS > 1 ? blockIdx.x % CLUSTER : block_in_cluster();
     const Job job{groups, order, divisor, tokens, n, k, rank, CLUSTER};
     const int warp = warp_number(), lane = threadIdx.x % WARP;
     launch_dependents();
@@ -937,7 +985,7 @@ template <typename Decoder>
 __global__ void __launch_bounds__(WARPGROUP, 16) arrange_tokens(
     const typename Decoder::Type* x,  // [tokens, k]
     typename Decoder::Type* ordered,  // [tokens, k up to a whole stage]
-    char* means,                      // [tiles of tokens, stages, MEANS_BYTES * tile]
+    char* means,                      // [tiles of tokens, stages, MEANS_BYTES * tile], or null
     int tile,                         // tokens of a thread block of linear_tile
     int tokens, int k) {
     using T = typename Decoder::Type;
@@ -955,11 +1003,13 @@ __global__ void __launch_bounds__(WARPGROUP, 16) arrange_tokens(
         if (token < tokens && from < k)
             to_words(word[t], load_written(reinterpret_cast<const uint4*>(x + (long long)token * k + from)));
     }
-    const Means of = means_of<T, ORDER>(word, c);
-    const int first = part * 8 / tile, place = part * 8 % tile + row;
-    char* to = means + ((long long)first * items + item) * tile * MEANS_BYTES + place / 8 * 256 + place % 8 * 16;
-    *reinterpret_cast<unsigned*>(to + of.granule * 4) = of.first;
-    *reinterpret_cast<unsigned*>(to + of.granule * 4 + 128) = of.second;
+    if (means) {
+        const Means of = means_of<T, ORDER>(word, c);
+        const int first = part * 8 / tile, place = part * 8 % tile + row;
+        char* to = means + ((long long)first * items + item) * tile * MEANS_BYTES + place / 8 * 256 + place % 8 * 16;
+        *reinterpret_cast<unsigned*>(to + of.granule * 4) = of.first;
+        *reinterpret_cast<unsigned*>(to + of.granule * 4 + 128) = of.second;
+    }
 #pragma unroll
     for (int t = 0; t < 4; ++t) arrange<ORDER>(word[t]);
     if (token >= tokens) return;

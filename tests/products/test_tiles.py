@@ -59,6 +59,13 @@ def multiply(cupy, q, x, cut, bias=None):
     return out
 
 
+def same_bits(cupy, spec, m, cut):
+    q, x = weight((1000, 2048), spec, cupy), numbers((m, 2048), HALF[0], cupy)
+    first = multiply(cupy, q, x, cut).view(np.uint16)
+    for _ in range(50):
+        assert bool((multiply(cupy, q, x, cut).view(np.uint16) == first).all())
+
+
 @pytest.fixture
 def hopper_gpu(cupy):
     if tile_refusal(dataclasses.replace(problem("int4:block=32"), device=device(0))):
@@ -114,6 +121,22 @@ def test_what_is_brought_into_order_ahead():
             assert "arrange_tokens" not in describe(problem(spec, (28672, 8192), 16, dtype))
 
 
+def test_what_is_added_to_each_weight():
+    """What q4_k's records say, in tiles of 64 tokens that share k: there stages have no means of x."""
+    stages = {}
+    for spec in ("q4_k", "int4:block=64,zero=float", "q4_0", "kbit4"):
+        for T in hopper.HALF_CXX:
+            fragments = hopper.for_type(kb.get_format(spec).fragments(), T)
+            for cut in hopper.tile_cuts():
+                assert cut.centred(fragments) == (spec == "q4_k" and (cut.tokens, cut.k_groups) == (64, 2))
+                assert not cut.centred(fragments, grouped=True)
+                stages[spec, T, cut] = cut.stage_bytes(fragments)
+    for T in hopper.HALF_CXX:
+        for cut in hopper.tile_cuts():
+            fewer = stages["int4:block=64,zero=float", T, cut] - stages["q4_k", T, cut]
+            assert fewer == (64 * hopper.SIZES.MEANS_BYTES if (cut.tokens, cut.k_groups) == (64, 2) else 0)
+
+
 def test_what_is_refused():
     assert tile_refusal(problem("int4:block=128")) is None
     assert "no decoder for blocks of 384" in tile_refusal(problem("int4:block=384", (64, 1152)))
@@ -158,7 +181,8 @@ def test_every_decoder(hopper_gpu, spec, dtype):
     """Odd rows, rows that end within a tile's stages, tokens that fill no tile; x of mean 0 and 1."""
     depth = 768 if multiple_of(spec) == 256 else 1152
     q = weight((201, depth), spec, hopper_gpu)
-    cuts = (16, INTEGER_CUTS[0]), (9, INTEGER_CUTS[3]), (50, INTEGER_CUTS[5]), (100, INTEGER_CUTS[4])
+    cuts = [(16, INTEGER_CUTS[0]), (9, INTEGER_CUTS[3]), (50, INTEGER_CUTS[5]), (100, INTEGER_CUTS[4])]
+    cuts += [(17, INTEGER_CUTS[1]), (33, INTEGER_CUTS[5])]
     for number, (m, cut) in enumerate(cuts):
         x = numbers((m, depth), np.dtype("float32"), hopper_gpu) + np.float32(number % 2)
         x = x.astype(dtype)
@@ -193,7 +217,7 @@ def test_scales_that_differ_by_far(hopper_gpu, spec):
     else:
         q.planes[name][...] = (q.planes[name].astype(np.float32) * factor).astype(q.planes[name].dtype)
     x = numbers((20, 1024), HALF[0], hopper_gpu) * np.float16(0.01)
-    for cut in (INTEGER_CUTS[1], INTEGER_CUTS[4]):
+    for cut in (INTEGER_CUTS[1], INTEGER_CUTS[4], INTEGER_CUTS[5]):
         wanted = exact(x, q)
         off = host(multiply(hopper_gpu, q, x, cut)).astype(np.float64) - wanted
         assert np.sqrt(np.mean(off**2)) <= 2.0**-10 * np.sqrt(np.mean(wanted**2))
@@ -235,7 +259,11 @@ def test_experts(hopper_gpu, spec):
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", [spec for spec in FORMATS if "channel" in spec or "128" in spec][::3])
 def test_the_same_bits_every_time(hopper_gpu, spec):
-    q, x = weight((1000, 2048), spec, hopper_gpu), numbers((16, 2048), HALF[0], hopper_gpu)
-    first = multiply(hopper_gpu, q, x, TileCut(16, 1, 4, 2)).view(np.uint16)
-    for _ in range(50):
-        assert bool((multiply(hopper_gpu, q, x, TileCut(16, 1, 4, 2)).view(np.uint16) == first).all())
+    same_bits(hopper_gpu, spec, 16, TileCut(16, 1, 4, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["kbit4", "kbit5", "nf4", "nvfp4", "iq4_xs", "q4_0", "q4_1", "q4_k"])
+def test_the_same_bits_while_products_go_on(hopper_gpu, spec):
+    """Where half of a stage is decoded while the other half is multiplied, and where not."""
+    same_bits(hopper_gpu, spec, 64, TileCut(64, 2, 2, 2))
