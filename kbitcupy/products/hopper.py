@@ -118,7 +118,7 @@ class TileCut:
 
     def centred(self, fragments: Fragments, grouped: bool = False) -> bool:
         """Whether records of rows say what is added to each weight, which then takes no means of x."""
-        paired = self.tokens == 64 and self.k_groups == 2
+        paired = (self.tokens, self.k_groups, self.splits) == (64, 2, 2)
         return paired and self.prepared(fragments, grouped) and "INNER_OFFSETS" in fragments.hopper
 
     def ring_at(self, fragments: Fragments) -> int:

@@ -121,7 +121,7 @@ __device__ __forceinline__ void reorder(unsigned x, unsigned half, unsigned mean
 
 // ---- the parts of a thread block ------------------------------------------------------------------------------------
 
-template <typename Decoder_, int TOKENS_, int ROW_GROUPS_, int K_GROUPS_, bool GROUPED_>
+template <typename Decoder_, int TOKENS_, int ROW_GROUPS_, int K_GROUPS_, int CLUSTER, bool GROUPED_>
 struct Tiling {
     using Decoder = Decoder_;
     static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, K_GROUPS = K_GROUPS_;
@@ -138,10 +138,10 @@ struct Tiling {
     static constexpr bool PREPARED = Decoder::OFFSETS && TOKENS >= 64 && !GROUPED;  // x, and the records of rows
     // Whether records say what is added to each weight, and whether else it takes a step along k; and the sets of
     // operands, of half a stage each: of two, products read one while the other is decoded. Both cost instructions
-    // elsewhere. Where 64 tokens share k in a thread block they were measured to be faster, two sets where a table or
-    // records are read; slower than the other way with four warpgroups of other rows, and where codes without anything
-    // added are worked out.
-    static constexpr bool PAIRED = TOKENS == 64 && K_GROUPS == 2 && !GROUPED,
+    // elsewhere. With 64 tokens they were measured to be faster where k is shared in a thread block and in a cluster,
+    // two sets where a table or records are read; slower than the other way in one block alone, with four warpgroups of
+    // other rows, and where codes without anything added are worked out.
+    static constexpr bool PAIRED = TOKENS == 64 && K_GROUPS == 2 && CLUSTER == 2 && !GROUPED,
                           CENTRED = PREPARED && PAIRED && Decoder::CENTRED, STEP = Decoder::OFFSETS && !CENTRED,
                           FUSED = Decoder::FUSED || CENTRED;
     static constexpr int SETS = PAIRED && (Decoder::ENTRIES > 0 || CENTRED) ? 2 : 1;
@@ -876,7 +876,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__((ROW_GROUPS * K_GROU
     int block,                                // elements that share a scale, a power of two
     const __grid_constant__ Values codebook) {
     using T = typename Decoder::Type;
-    using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, GROUPED>;
+    using S = Tiling<Decoder, TOKENS, ROW_GROUPS, K_GROUPS, CLUSTER, GROUPED>;
     static_assert(Layout::template IS_OF<S>, "the host reckons with other sizes");
     static_assert(!GROUPED || CLUSTER == 1, "thread blocks have different tasks");
     extern __shared__ uint4 dynamic[];

@@ -122,19 +122,21 @@ def test_what_is_brought_into_order_ahead():
 
 
 def test_what_is_added_to_each_weight():
-    """What q4_k's records say, in tiles of 64 tokens that share k: there stages have no means of x."""
+    """What q4_k's records say, where clusters share k of 64 tokens: there stages have no means of x."""
     stages = {}
     for spec in ("q4_k", "int4:block=64,zero=float", "q4_0", "kbit4"):
         for T in hopper.HALF_CXX:
             fragments = hopper.for_type(kb.get_format(spec).fragments(), T)
             for cut in hopper.tile_cuts():
-                assert cut.centred(fragments) == (spec == "q4_k" and (cut.tokens, cut.k_groups) == (64, 2))
+                shared = (cut.tokens, cut.k_groups, cut.splits) == (64, 2, 2)
+                assert cut.centred(fragments) == (spec == "q4_k" and shared)
                 assert not cut.centred(fragments, grouped=True)
                 stages[spec, T, cut] = cut.stage_bytes(fragments)
     for T in hopper.HALF_CXX:
         for cut in hopper.tile_cuts():
             fewer = stages["int4:block=64,zero=float", T, cut] - stages["q4_k", T, cut]
-            assert fewer == (64 * hopper.SIZES.MEANS_BYTES if (cut.tokens, cut.k_groups) == (64, 2) else 0)
+            shared = (cut.tokens, cut.k_groups, cut.splits) == (64, 2, 2)
+            assert fewer == (64 * hopper.SIZES.MEANS_BYTES if shared else 0)
 
 
 def test_what_is_refused():
