@@ -183,14 +183,15 @@ __device__ __forceinline__ int integer_of(unsigned bits, int dtype) {
 }
 
 // k of a warp, and the most threads of a block. Sixteen tokens take as many registers as a thread may have: fewer warps
-// with more k each then do less beside the products. Where SPLIT blocks share out K the same warps have less of it.
-__device__ __forceinline__ constexpr int share_of(int unit, int eights) {
+// with more k each then do less beside the products. Where scales are INNER ones of a table the products wait for more,
+// and more warps wait at once. Where SPLIT blocks share out K the same warps have less of it.
+__device__ __forceinline__ constexpr int share_of(int unit, int added, int eights) {
     if (SPLIT > 1) return SHARE_OF_EIGHT;
     if (unit == SHARES) return SHARES / eights;
-    return eights <= 1 ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
+    return eights <= 1 || added == INNER ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
 }
-__device__ __forceinline__ constexpr int most_threads(int unit, int eights) {
-    return SPLIT > 1 || share_of(unit, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
+__device__ __forceinline__ constexpr int most_threads(int unit, int added, int eights) {
+    return SPLIT > 1 || share_of(unit, added, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
 }
 
 // What codes are places in, where there is such a table: for each value two bytes, which are added up (pairs_of in
@@ -230,7 +231,7 @@ struct Pairs {
 //     TABLE     whether codes are places in a table; of each there are PARTS bytes, which are added up
 //     MINIMA    whether units have minima, which are multiplied by sums of tokens for 256 k at once
 //     BLOCKS    whether scales are those of blocks of 256, see BlockScales
-template <int CODES, int UNIT, int EIGHTS>
+template <int CODES, int UNIT, int ADDED, int EIGHTS>
 struct Slot {
     static constexpr bool BYTES = CODES == BYTES8, INNER = CODES == PAIRS4, MINIMA = INNER || CODES == MINIMA4;
     static constexpr bool TABLE = CODES == TABLE4 || CODES == TABLE_HALVES4, BLOCKS = TABLE || CODES == MINIMA4;
@@ -240,7 +241,7 @@ struct Slot {
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
     static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
-    static constexpr int SHARE = share_of(UNIT, EIGHTS), SLOTS = SHARE / DEPTH;
+    static constexpr int SHARE = share_of(UNIT, ADDED, EIGHTS), SLOTS = SHARE / DEPTH;
     // What a sum begins with: of codes that count 16 times what they are the last bit of this float counts 1/16.
     static constexpr int TIMES = BYTES || TABLE ? 1 : 16, FIRST_BITS = TIMES == 1 ? 0x4b400000 : 0x49400000;
     static constexpr float FIRST = TIMES == 1 ? 12582912.0f : 786432.0f;
@@ -1206,18 +1207,23 @@ struct Turn {
     }
 };
 
-// At most so many threads, and registers so that, where `leaves` some, blocks of quantize_few_integers that wait for
-// this product to end find room beside it.
+// The most registers. Where tokens have scales of 32, blocks of quantize_few_integers that wait for this product to end
+// find room beside it; but sixteen tokens beside a table's INNER scales would be spilled for that.
+__device__ __forceinline__ constexpr int most_registers(int unit, int added, bool q8, int eights) {
+    const int threads = most_threads(unit, added, eights);
+    if (q8 && (added != INNER || eights <= 1)) return (65536 - FEW_REGISTERS) / threads;
+    return threads > 256 ? 128 : 255;
+}
+
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 4)
-#define STREAM_BOUNDS(threads, leaves) \
-    __maxnreg__((leaves) ? (65536 - FEW_REGISTERS) / (threads) : (threads) > 256 ? 128 : 255)
+#define STREAM_BOUNDS(unit, added, q8, eights) __maxnreg__(most_registers(unit, added, q8, eights))
 #else
-#define STREAM_BOUNDS(threads, leaves) __launch_bounds__(threads, 1)
+#define STREAM_BOUNDS(unit, added, q8, eights) __launch_bounds__(most_threads(unit, added, eights), 1)
 #endif
 
 // UNIT: SHARES where groups are whole shares, or several. TOKENS: in eights; 0 for one token.
 template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int TOKENS>
-__global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) stream_integers(
+__global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
@@ -1237,7 +1243,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
     constexpr bool ALONE = TOKENS == 0;
     constexpr int EIGHTS = ALONE ? 1 : TOKENS;
     constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
-    using Of = Slot<CODES, UNIT, EIGHTS>;
+    using Of = Slot<CODES, UNIT, ADDED_, EIGHTS>;
     using Scale = typename ScalesOf<Of, CODES, INSIDE, ADDED_>::Type;
     constexpr int BESIDE = Of::INNER || Of::BLOCKS ? NOTHING : ADDED_;  // what each unit has beside its scale
     using Entry = Record<BESIDE, Q8>;
