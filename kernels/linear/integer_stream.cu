@@ -1285,8 +1285,6 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
     load_scales(0, 0);
     __syncthreads();                                    // all barriers are there
     if (!Of::INNER && numbers == nullptr) feed.fill();  // q4_k's many loads of scales would wait behind it
-    wait_for_previous();
-    launch_dependents();
     // Tokens that the block quantizes itself. An odd number of them in a fragment, so that lanes meet in no bank.
     constexpr int SUMMED = UNIT == SHARES ? LONG_UNIT : UNIT;
     const auto quantized = [&] {
@@ -1311,9 +1309,20 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
         return Tokens{a, token_scale, sums, every, first_token(), tokens};
     };
     const unsigned zero = unsigned(cut.whole) >> 1;  // see zero_after
+    const auto begin_tokens = [&] {
+        wait_for_previous();
+        launch_dependents();
+    };
+    // Where another launch quantizes up to eight tokens by blocks it is waited for in the loop: to find out all that
+    // does not depend on them would take .3 us behind it. More tokens leave no registers for that; nor do those with
+    // one scale, beside whose products blocks that quantize rows find room.
+    constexpr bool LATE = EIGHTS == 1 && Q8;
+    if constexpr (!LATE) begin_tokens();
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
             constexpr int HELD = Q8 ? 4 : 2;
+            const Shares shares(tokens);  // before there is anything to wait for
+            if constexpr (LATE) begin_tokens();
             const long long first = static_cast<long long>(first_token()) * depth;
             int asked = 1;  // slots: the others do not delay numbers, and come while these are quantized
             const auto fill = [&](unsigned arrived) {
@@ -1321,13 +1330,14 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
                 for (; asked < cut.ring; ++asked) feed.fetch(asked, zero_after(arrived, zero));
             };
             if (x_kind == FLOAT16_BIAS)
-                quantized().template quantize<HELD>(static_cast<const __half*>(numbers) + first, tokens, depth, fill);
+                quantized().template quantize<HELD>(
+                    static_cast<const __half*>(numbers) + first, shares, tokens, depth, fill);
             else if (x_kind == BFLOAT16_BIAS)
                 quantized().template quantize<HELD>(
-                    static_cast<const __nv_bfloat16*>(numbers) + first, tokens, depth, fill);
+                    static_cast<const __nv_bfloat16*>(numbers) + first, shares, tokens, depth, fill);
             else
                 quantized().template quantize<(HELD + 1) / 2>(
-                    static_cast<const float*>(numbers) + first, tokens, depth, fill);
+                    static_cast<const float*>(numbers) + first, shares, tokens, depth, fill);
             fill(0);
             __syncthreads();
         }
@@ -1357,6 +1367,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
     for (int pass = 0; pass < cut.phases * anew(count) + LATER; ++pass) {
         if (pass < cut.phases * anew(count)) {
             if (now.tile == 0) {
+                if (LATE && pass == 0 && numbers == nullptr) begin_tokens();
                 const int k = (now.phase * SPLIT * cut.warps + share) * Of::SHARE;
                 const Tokens own = given();
                 Records<Of, INSIDE, BESIDE, Q8, EIGHTS> records;
