@@ -196,7 +196,7 @@ class Flavour:
         """Of shared memory of a warp: its scales, and what it knows of units of tokens."""
         if self.unit in _WHOLE:
             return 0, 0
-        share, eights = share_of(self.unit, eights, split), max(eights, 1)
+        share, eights = share_of(self, eights, split), max(eights, 1)
         units = share // self.unit
         if self.codes == "PAIRS4":  # minima stand apart, and the sums of tokens that they are multiplied by
             blocks = share // 256
@@ -225,18 +225,18 @@ class Flavour:
         return tokens_of.pitch_of(depth) + 4 * (units if self.blocked else 1) + 4 * units
 
 
-def share_of(unit: int, eights: int, split: int = 1) -> int:
+def share_of(flavour: Flavour, eights: int, split: int = 1) -> int:
     """k of a warp, whose tokens stay in its registers."""
     if split > 1:
         return int(_SIZES.SHARE_OF_EIGHT)
-    if unit == _SIZES.SHARES:
+    if flavour.unit == _SIZES.SHARES:
         return int(_SIZES.SHARES) // max(eights, 1)
-    return int(_SIZES.SHARE_OF_EIGHT if eights <= 1 else _SIZES.SHARE_OF_SIXTEEN)
+    return int(_SIZES.SHARE_OF_EIGHT if eights <= 1 or flavour.added == "INNER" else _SIZES.SHARE_OF_SIXTEEN)
 
 
-def most_warps(unit: int, eights: int) -> int:
+def most_warps(flavour: Flavour, eights: int) -> int:
     """Of a block."""
-    return _WARPS // 2 if share_of(unit, eights) > _SIZES.SHARES else _WARPS
+    return _WARPS // 2 if share_of(flavour, eights) > _SIZES.SHARES else _WARPS
 
 
 def _flavours() -> tuple[Flavour, ...]:
@@ -333,7 +333,7 @@ def flavour_of(part: IntegerCodes, blocked: bool) -> Flavour | None:
 
 def shares_of(part: IntegerCodes, flavour: Flavour, eights: int) -> int:
     """Shares of a group that is not inside one."""
-    return part.group // share_of(flavour.unit, eights) if flavour.unit == _SIZES.SHARES else 1
+    return part.group // share_of(flavour, eights) if flavour.unit == _SIZES.SHARES else 1
 
 
 def turned_over(part: IntegerCodes, flavour: Flavour) -> tuple[int, int]:
@@ -424,7 +424,7 @@ def choose_cut(
     """The cut with the least work for the busiest multiprocessor; None where the shared memory has no room, or a team
     no place for groups of so many shares. `own` tokens are quantized by blocks, `split` of which share K.
     """
-    most = most_warps(flavour.unit, eights)
+    most = most_warps(flavour, eights)
     cuts = (
         cut_of(flavour, eights, rows, depth, processors, room, warps, teams, own, split)
         for warps in range(shares, most + 1, shares)
@@ -446,17 +446,17 @@ def cut_of(
     split: int = 1,
 ) -> _Cut | None:
     """The cut for so many warps and teams; None where the shared memory has no room for it."""
-    tiles, shares, here = -(-rows // _ROWS), -(-depth // (split * share_of(flavour.unit, eights, split))), warps * teams
+    tiles, shares, here = -(-rows // _ROWS), -(-depth // (split * share_of(flavour, eights, split))), warps * teams
     clusters = processors // split
     rounds, phases = -(-tiles // (clusters * teams)), -(-shares // warps)
     kept = rounds if phases > 1 or split > 1 else 0
     of_scales, of_records = flavour.warp_bytes(eights, split)
     eights = max(eights, 1)
     sums = int(_SIZES.SUMS_RING) * here * eights * _SUMS
-    ring = _RING * _WARPS // most_warps(flavour.unit, eights)
+    ring = _RING * _WARPS // most_warps(flavour, eights)
     # Few warps work through less than memory brings; each phase waits for its tokens.
     least = rounds * teams * max(shares, phases * warps * 0.75)
-    most = most_warps(flavour.unit, eights)
+    most = most_warps(flavour, eights)
     enough = most * 3 // 4
     work = least * (1.0 if here >= enough else 1.0 + (enough - here) / enough) + 10.0 * (phases - 1) + 0.1 * warps
     scales_at = here * ring * _SLOT

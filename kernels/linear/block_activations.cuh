@@ -190,16 +190,18 @@ struct Int8Rule {
 
 // ---- tokens of a thread block -------------------------------------------------------------------------------------
 
-// Which warps of a block have which token: `each` of them one, for `together` tokens at a time.
+// Which warps of a block have which token: `each` of them one, for `together` tokens at a time; this one is number
+// `mate` of those that have token `own`.
 struct Shares {
-    int each, together, warps, warp;
+    int each, together, warps, warp, own, mate;
 
     __device__ __forceinline__ explicit Shares(int tokens) : warps(blockDim.x / WARP), warp(warp_number()) {
         together = min(tokens, warps), each = warps / together;
+        own = int(opaque(unsigned(warp / each))), mate = warp - own * each;  // where it is constructed
     }
-    __device__ __forceinline__ int token() const { return warp / each; }
+    __device__ __forceinline__ int token() const { return own; }
     // The first sixteen of this thread, and how far it is to the next ones.
-    __device__ __forceinline__ int first() const { return (warp % each * WARP + threadIdx.x % WARP) * SIXTEEN; }
+    __device__ __forceinline__ int first() const { return (mate * WARP + threadIdx.x % WARP) * SIXTEEN; }
     __device__ __forceinline__ int step() const { return each * WARP * SIXTEEN; }
 };
 
@@ -227,38 +229,43 @@ __device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
 //     arrived called by all of a warp when its first numbers are there, with a word of them; not by warps without any
 template <int HELD, typename T, typename P, typename F, typename A>
 __device__ __forceinline__ void quantize_by_blocks(
-    const T* x, int tokens, int depth, int reach, const P& put, const F& finish, const A& arrived) {
-    const Shares share(tokens);
+    const T* x, const Shares& share, int tokens, int depth, int reach, const P& put, const F& finish,
+    const A& arrived) {
     const int own = share.first(), first = own - threadIdx.x % WARP * SIXTEEN, step = share.step();
     if (share.token() >= share.together) return;
-    for (int m = share.token(); m < tokens; m += share.together) {
+    int m = share.token(), at = 0;
+    Numbers<T> held[HELD];
+    const auto load = [&] {
         const T* row = x + static_cast<long long>(m) * depth;
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+            if (const int k = own + at + i * step; k < depth) held[i].load(row + k);
+            else held[i].clear();
+    };
+    load();  // ahead of the loop: there it would wait for all that has been loaded before, scales of weights as well
 #pragma unroll 1
-        for (int at = 0; first + at < reach; at += HELD * step) {
-            Numbers<T> held[HELD];
+    while (m < tokens) {
 #pragma unroll
-            for (int i = 0; i < HELD; ++i)
-                if (const int k = own + at + i * step; k < depth) held[i].load(row + k);
-                else held[i].clear();
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) {
-                if (first + at + i * step >= reach) break;
-                const int k = own + at + i * step;
-                unsigned most = held[i].largest();
-                most = max(most, __shfl_xor_sync(FULL_WARP, most, 1));
-                if (i == 0 && at == 0 && m < share.together) arrived(most);
-                const BlockRule rule(most);
-                float v[SIXTEEN];
-                held[i].get(v);
-                unsigned word[4];
-                rule.codes(v, word);
-                int sum = sum_of_codes(word);
-                sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-                put(m, k, word);
-                if (k < depth && k / SIXTEEN % HALVES_OF_BLOCK == 0)
-                    finish(m, k / (SIXTEEN * HALVES_OF_BLOCK), rule.scale, sum);
-            }
+        for (int i = 0; i < HELD; ++i) {
+            if (first + at + i * step >= reach) break;
+            const int k = own + at + i * step;
+            unsigned most = held[i].largest();
+            most = max(most, __shfl_xor_sync(FULL_WARP, most, 1));
+            if (i == 0 && at == 0 && m < share.together) arrived(most);
+            const BlockRule rule(most);
+            float v[SIXTEEN];
+            held[i].get(v);
+            unsigned word[4];
+            rule.codes(v, word);
+            int sum = sum_of_codes(word);
+            sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+            put(m, k, word);
+            if (k < depth && k / SIXTEEN % HALVES_OF_BLOCK == 0)
+                finish(m, k / (SIXTEEN * HALVES_OF_BLOCK), rule.scale, sum);
         }
+        at += HELD * step;
+        if (first + at >= reach) at = 0, m += share.together;
+        if (m < tokens) load();
     }
 }
 
@@ -277,7 +284,7 @@ __device__ __forceinline__ void quantize_by_tokens(
     const T* x, int tokens, int depth, int reach, unsigned* exchange, R rule, const P& put, const F& finish,
     const A& arrived) {
     const Shares share(tokens);
-    const int lane = threadIdx.x % WARP, mate = share.warp % share.each, step = share.step();
+    const int lane = threadIdx.x % WARP, mate = share.mate, step = share.step();
     const int own = share.first(), first = own - lane * SIXTEEN;
     for (int begin = 0; begin < tokens; begin += share.together) {
         const int m = begin + share.token();

@@ -183,14 +183,15 @@ __device__ __forceinline__ int integer_of(unsigned bits, int dtype) {
 }
 
 // k of a warp, and the most threads of a block. Sixteen tokens take as many registers as a thread may have: fewer warps
-// with more k each then do less beside the products. Where SPLIT blocks share out K the same warps have less of it.
-__device__ __forceinline__ constexpr int share_of(int unit, int eights) {
+// with more k each then do less beside the products. Where scales are INNER ones of a table the products wait for more,
+// and more warps wait at once. Where SPLIT blocks share out K the same warps have less of it.
+__device__ __forceinline__ constexpr int share_of(int unit, int added, int eights) {
     if (SPLIT > 1) return SHARE_OF_EIGHT;
     if (unit == SHARES) return SHARES / eights;
-    return eights <= 1 ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
+    return eights <= 1 || added == INNER ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
 }
-__device__ __forceinline__ constexpr int most_threads(int unit, int eights) {
-    return SPLIT > 1 || share_of(unit, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
+__device__ __forceinline__ constexpr int most_threads(int unit, int added, int eights) {
+    return SPLIT > 1 || share_of(unit, added, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
 }
 
 // What codes are places in, where there is such a table: for each value two bytes, which are added up (pairs_of in
@@ -230,7 +231,7 @@ struct Pairs {
 //     TABLE     whether codes are places in a table; of each there are PARTS bytes, which are added up
 //     MINIMA    whether units have minima, which are multiplied by sums of tokens for 256 k at once
 //     BLOCKS    whether scales are those of blocks of 256, see BlockScales
-template <int CODES, int UNIT, int EIGHTS>
+template <int CODES, int UNIT, int ADDED, int EIGHTS>
 struct Slot {
     static constexpr bool BYTES = CODES == BYTES8, INNER = CODES == PAIRS4, MINIMA = INNER || CODES == MINIMA4;
     static constexpr bool TABLE = CODES == TABLE4 || CODES == TABLE_HALVES4, BLOCKS = TABLE || CODES == MINIMA4;
@@ -240,7 +241,7 @@ struct Slot {
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
     static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
-    static constexpr int SHARE = share_of(UNIT, EIGHTS), SLOTS = SHARE / DEPTH;
+    static constexpr int SHARE = share_of(UNIT, ADDED, EIGHTS), SLOTS = SHARE / DEPTH;
     // What a sum begins with: of codes that count 16 times what they are the last bit of this float counts 1/16.
     static constexpr int TIMES = BYTES || TABLE ? 1 : 16, FIRST_BITS = TIMES == 1 ? 0x4b400000 : 0x49400000;
     static constexpr float FIRST = TIMES == 1 ? 12582912.0f : 786432.0f;
@@ -1206,18 +1207,23 @@ struct Turn {
     }
 };
 
-// At most so many threads, and registers so that, where `leaves` some, blocks of quantize_few_integers that wait for
-// this product to end find room beside it.
+// The most registers. Where tokens have scales of 32, blocks of quantize_few_integers that wait for this product to end
+// find room beside it; but sixteen tokens beside a table's INNER scales would be spilled for that.
+__device__ __forceinline__ constexpr int most_registers(int unit, int added, bool q8, int eights) {
+    const int threads = most_threads(unit, added, eights);
+    if (q8 && (added != INNER || eights <= 1)) return (65536 - FEW_REGISTERS) / threads;
+    return threads > 256 ? 128 : 255;
+}
+
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 4)
-#define STREAM_BOUNDS(threads, leaves) \
-    __maxnreg__((leaves) ? (65536 - FEW_REGISTERS) / (threads) : (threads) > 256 ? 128 : 255)
+#define STREAM_BOUNDS(unit, added, q8, eights) __maxnreg__(most_registers(unit, added, q8, eights))
 #else
-#define STREAM_BOUNDS(threads, leaves) __launch_bounds__(threads, 1)
+#define STREAM_BOUNDS(unit, added, q8, eights) __launch_bounds__(most_threads(unit, added, eights), 1)
 #endif
 
 // UNIT: SHARES where groups are whole shares, or several. TOKENS: in eights; 0 for one token.
 template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int TOKENS>
-__global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) stream_integers(
+__global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
@@ -1237,7 +1243,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
     constexpr bool ALONE = TOKENS == 0;
     constexpr int EIGHTS = ALONE ? 1 : TOKENS;
     constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
-    using Of = Slot<CODES, UNIT, EIGHTS>;
+    using Of = Slot<CODES, UNIT, ADDED_, EIGHTS>;
     using Scale = typename ScalesOf<Of, CODES, INSIDE, ADDED_>::Type;
     constexpr int BESIDE = Of::INNER || Of::BLOCKS ? NOTHING : ADDED_;  // what each unit has beside its scale
     using Entry = Record<BESIDE, Q8>;
@@ -1279,8 +1285,6 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
     load_scales(0, 0);
     __syncthreads();                                    // all barriers are there
     if (!Of::INNER && numbers == nullptr) feed.fill();  // q4_k's many loads of scales would wait behind it
-    wait_for_previous();
-    launch_dependents();
     // Tokens that the block quantizes itself. An odd number of them in a fragment, so that lanes meet in no bank.
     constexpr int SUMMED = UNIT == SHARES ? LONG_UNIT : UNIT;
     const auto quantized = [&] {
@@ -1305,9 +1309,20 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
         return Tokens{a, token_scale, sums, every, first_token(), tokens};
     };
     const unsigned zero = unsigned(cut.whole) >> 1;  // see zero_after
+    const auto begin_tokens = [&] {
+        wait_for_previous();
+        launch_dependents();
+    };
+    // Where another launch quantizes up to eight tokens by blocks it is waited for in the loop: to find out all that
+    // does not depend on them would take .3 us behind it. More tokens leave no registers for that; nor do those with
+    // one scale, beside whose products blocks that quantize rows find room.
+    constexpr bool LATE = EIGHTS == 1 && Q8;
+    if constexpr (!LATE) begin_tokens();
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
             constexpr int HELD = Q8 ? 4 : 2;
+            const Shares shares(tokens);  // before there is anything to wait for
+            if constexpr (LATE) begin_tokens();
             const long long first = static_cast<long long>(first_token()) * depth;
             int asked = 1;  // slots: the others do not delay numbers, and come while these are quantized
             const auto fill = [&](unsigned arrived) {
@@ -1315,13 +1330,14 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
                 for (; asked < cut.ring; ++asked) feed.fetch(asked, zero_after(arrived, zero));
             };
             if (x_kind == FLOAT16_BIAS)
-                quantized().template quantize<HELD>(static_cast<const __half*>(numbers) + first, tokens, depth, fill);
+                quantized().template quantize<HELD>(
+                    static_cast<const __half*>(numbers) + first, shares, tokens, depth, fill);
             else if (x_kind == BFLOAT16_BIAS)
                 quantized().template quantize<HELD>(
-                    static_cast<const __nv_bfloat16*>(numbers) + first, tokens, depth, fill);
+                    static_cast<const __nv_bfloat16*>(numbers) + first, shares, tokens, depth, fill);
             else
                 quantized().template quantize<(HELD + 1) / 2>(
-                    static_cast<const float*>(numbers) + first, tokens, depth, fill);
+                    static_cast<const float*>(numbers) + first, shares, tokens, depth, fill);
             fill(0);
             __syncthreads();
         }
@@ -1351,6 +1367,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(most_threads(UNIT, TOKENS), Q8) str
     for (int pass = 0; pass < cut.phases * anew(count) + LATER; ++pass) {
         if (pass < cut.phases * anew(count)) {
             if (now.tile == 0) {
+                if (LATE && pass == 0 && numbers == nullptr) begin_tokens();
                 const int k = (now.phase * SPLIT * cut.warps + share) * Of::SHARE;
                 const Tokens own = given();
                 Records<Of, INSIDE, BESIDE, Q8, EIGHTS> records;

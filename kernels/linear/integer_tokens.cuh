@@ -75,11 +75,12 @@ struct Fragments {
     // Whole tokens, or blocks of them; a thread has HELD times sixteen numbers at a time. All threads of the block call
     // it; `arrived` is called by warps whose first numbers are there.
     template <int HELD, typename T, typename A>
-    __device__ __forceinline__ void quantize(const T* x, int tokens, int depth, const A& arrived) const {
+    __device__ __forceinline__ void quantize(
+        const T* x, const Shares& share, int tokens, int depth, const A& arrived) const {
         const int reach = (depth + 127) / 128 * 128;  // fragments have whole 128 k
         if constexpr (Q8) {
             quantize_by_blocks<HELD>(
-                x, tokens, depth, reach,
+                x, share, tokens, depth, reach,
                 [&](int m, int k, const unsigned (&word)[4]) { put(first + m, begin + k, k < reach, word); },
                 [&](int m, int block, float scale, int sum) {
                     const int at = (begin / Q8_BLOCK + block) * padded + first + m;

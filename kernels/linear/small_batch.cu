@@ -210,7 +210,8 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     own_x.wait_own();
     __syncthreads();
     // Blocks of inner scales are there before x is, which takes longer by way of shared memory.
-    if (FETCHED_LATE) weights.scales.begin_inner(first_inner);
+    constexpr bool INNER_FIRST = FETCHED_LATE || (Kind::HANDED && Kind::COLUMNS);
+    if (INNER_FIRST) weights.scales.begin_inner(first_inner);
     if (own_x.staged) {
         own_x.wait_boxes();
         if (HELD_BACK && !Kind::TILL_WEIGHTS && !Kind::HALVES && here.passes > 0) weights.fetch_others();
@@ -222,7 +223,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if (Kind::QUANTIZED && HELD_BACK && late && here.passes > 0) weights.fetch_others(own_x.arrived());
     if (here.chunks == 1) own_x.arrange();
     if (!Kind::QUANTIZED && HELD_BACK && late && here.passes > 0) weights.fetch_others();
-    if (!FETCHED_LATE) weights.scales.begin_inner(first_inner);
+    if (!INNER_FIRST) weights.scales.begin_inner(first_inner);
     weights.scales.load_block(weights.scales.spread, 2, 2);  // whatever waits for x may wait for it, too
 
     sums.begin();

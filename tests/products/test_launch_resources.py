@@ -60,7 +60,7 @@ def test_blocks_of_integer_stream(flavour, eights):
     assert found
     for text, registers in of("integer_stream", "stream_integers", flavour, eights):
         assert taken(registers, max(found)) <= REGISTERS, text
-        assert taken(registers, 32 * integer_stream.most_warps(flavour.unit, eights)) <= REGISTERS, text
+        assert taken(registers, 32 * integer_stream.most_warps(flavour, eights)) <= REGISTERS, text
 
 
 def of(file, kernel, flavour, eights):
@@ -82,13 +82,17 @@ def test_ternary_products_leave_registers_to_clusters_that_quantize():
 
 
 def test_products_leave_registers_to_blocks_that_quantize():
-    """Beside a product of tokens with scales of 32 a block of few tokens finds room, as both are compiled here."""
+    """Beside a product of tokens with scales of 32 a block of few tokens finds room, as both are compiled here; not of
+    sixteen tokens and inner scales, with which a product takes all registers.
+    """
     few = max(registers for _, registers in listed()["integer_tokens", "quantize_few_integers"])
     few = of_scheduler(few, integer_stream._SIZES.FEW_THREADS)
     assert few <= integer_stream._SIZES.FEW_REGISTERS // 4
     for flavour in integer_stream._flavours():
         for eights in flavour.eights if flavour.blocked else ():
-            threads = 32 * integer_stream.most_warps(flavour.unit, eights)
+            if flavour.added == "INNER" and eights == 2:
+                continue
+            threads = 32 * integer_stream.most_warps(flavour, eights)
             for text, registers in of("integer_stream", "stream_integers", flavour, eights):
                 assert of_scheduler(registers, threads) + few <= REGISTERS // 4, text
 
