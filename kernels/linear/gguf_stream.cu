@@ -86,6 +86,9 @@ struct FieldCopy {
     static constexpr int BYTES = R::bytes(I), PIECE = Layout::piece(I), PIECES = BYTES / PIECE;  // of a row
     static constexpr int ALL = ITEM_ROWS * PIECES, COPIES = (ALL + WARP - 1) / WARP;
     static constexpr bool REGULAR = (PIECES & (PIECES - 1)) == 0;
+    // The records that neighbouring warps copy lie side by side in a row: the first copy brings what the others of the
+    // line want to the L2 cache, where each would read its few sectors from memory by itself.
+    static constexpr bool WHOLE_LINE = R::WHOLE_LINES && BYTES < 128;
     static constexpr int KEPT = REGULAR ? 1 : COPIES;
     const char* source;
     unsigned from[KEPT], to[KEPT];
@@ -103,7 +106,7 @@ struct FieldCopy {
 #pragma unroll
         for (int c = 0; c < COPIES; ++c) {
             constexpr int ROWS = REGULAR ? WARP / PIECES : 0;  // from a copy to the next one
-            copy_async_if<PIECE>(
+            copy_async_if<PIECE, WHOLE_LINE>(
                 stage + to[REGULAR ? 0 : c] + c * ROWS * Layout::stride(),
                 source + from[REGULAR ? 0 : c] + (unsigned long long)(pitch * BYTES) * (c * ROWS),
                 c * WARP + lane < min(left, ITEM_ROWS) * PIECES);
