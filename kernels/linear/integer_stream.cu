@@ -709,10 +709,11 @@ __device__ __forceinline__ float fma_ieee(float a, float b, float c) {
 }
 
 // Of a share that begins at `k`: the b of its mma. Where there is no token, that of another stands: its sums are of no
-// one. No register is cleared that could still be the address of a load: that would wait for it.
-template <typename Of, int EIGHTS>
+// one. No register is cleared that could still be the address of a load: that would wait for it. `wait` is called as
+// soon as it is known where they lie.
+template <typename Of, int EIGHTS, typename W>
 __device__ __forceinline__ void load_tokens(
-    unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4], const Tokens& tokens, int k, int depth, int lane) {
+    unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4], const Tokens& tokens, int k, int depth, int lane, const W& wait) {
     constexpr int ALL = Of::SHARE / FRAGMENT_K;
     const int first = k / FRAGMENT_K, there = (depth + 127) / 128 * (128 / FRAGMENT_K) - first;  // of whole 128 k
     const long long step = static_cast<long long>(tokens.padded) * MEMBER_BYTES;
@@ -721,6 +722,8 @@ __device__ __forceinline__ void load_tokens(
     for (int e = 0; e < EIGHTS; ++e)
         from[e] = tokens.a + first * step + lane % 4 * 16 +
                   (tokens.first + min(8 * e + lane / 4, tokens.count - 1)) * MEMBER_BYTES;
+    if constexpr (W::WAITS) from[0] = opaque(from[0]);
+    wait();
     if (there >= ALL) {
 #pragma unroll
         for (int i = 0; i < ALL; ++i)
@@ -773,20 +776,31 @@ struct Records {
     }
     __device__ __forceinline__ static int token_of(int j, int lane) { return j * EACH % TOKENS + lane / ABREAST; }
 
-    // Of a share that begins at `k`.
-    __device__ __forceinline__ void load(const Tokens& tokens, int k, int depth, int lane) {
+    // Of a share that begins at `k`; `wait` as that of load_tokens.
+    template <typename W>
+    __device__ __forceinline__ void load(const Tokens& tokens, int k, int depth, int lane, const W& wait) {
         if constexpr (ANY) {
             const int first = k / UNIT, units = (depth + UNIT - 1) / UNIT - first;
-            const long long begin =
+            long long begin =
                 static_cast<long long>(first + lane % ABREAST) * tokens.padded + tokens.first + lane / ABREAST;
             const long long step = static_cast<long long>(ABREAST) * tokens.padded;
+            const int* of_sums = tokens.sums;
+            const float* of_scales = tokens.token_scale;
+            if constexpr (W::WAITS) {
+                if constexpr (SUMMED) of_sums = opaque(of_sums + begin);
+                if constexpr (Q8) of_scales = opaque(of_scales + begin);
+                begin = 0;
+            }
+            wait();
 #pragma unroll
             for (int j = 0; j < COUNT; ++j) {
                 const bool there = unit_of(j, lane) < units && token_of(j, lane) < min(tokens.count, TOKENS);
                 const long long at = begin + j * EACH / TOKENS * step + j * EACH % TOKENS;
-                if constexpr (SUMMED) sum[j] = static_cast<int>(load_anywhere_if(tokens.sums + at, there));
-                if constexpr (Q8) scale[j] = load_anywhere_if(tokens.token_scale + at, there);
+                if constexpr (SUMMED) sum[j] = static_cast<int>(load_anywhere_if(of_sums + at, there));
+                if constexpr (Q8) scale[j] = load_anywhere_if(of_scales + at, there);
             }
+        } else {
+            wait();
         }
     }
 
@@ -814,8 +828,9 @@ struct Records {
     }
 };
 
-// What is known of tokens 2t and 2t + 1 of each eight as a whole: their scales, and the sums of their codes.
-template <int UNIT, bool Q8, int EIGHTS>
+// What is known of tokens 2t and 2t + 1 of each eight as a whole: their scales, and the sums of their codes. RAW scales
+// are as they come, since what makes them usable waits for them.
+template <int UNIT, bool Q8, bool RAW, int EIGHTS>
 __device__ __forceinline__ void load_whole(
     float2 (&scale)[EIGHTS], int2 (&sum)[EIGHTS], const Tokens& tokens, int scale_step, int t) {
 #pragma unroll
@@ -824,6 +839,12 @@ __device__ __forceinline__ void load_whole(
         float& s = i % 2 ? scale[i / 2].y : scale[i / 2].x;
         int& c = i % 2 ? sum[i / 2].y : sum[i / 2].x;
         s = 0.0f, c = 0;
+        if constexpr (RAW) {
+            const bool there = of < tokens.count;
+            if (!Q8) s = __uint_as_float(load_anywhere_if(tokens.token_scale + m * scale_step, there));
+            if (UNIT == 0) c = load_anywhere_if(tokens.sums + m, there);
+            continue;
+        }
         if (of >= tokens.count) continue;
         if (!Q8) s = usable(__uint_as_float(load_anywhere(tokens.token_scale + m * scale_step)));
         if (UNIT == 0) c = load_anywhere(tokens.sums + m);
@@ -1197,6 +1218,18 @@ __device__ __forceinline__ void join_cluster(const M& memory, int rank, int coun
 #endif
 }
 
+// What is done between finding out where tokens lie and asking for them.
+template <typename F>
+struct Waiting : F {
+    static constexpr bool WAITS = true;
+    __device__ __forceinline__ explicit Waiting(const F& wait) : F(wait) {}
+};
+
+struct NoWait {
+    static constexpr bool WAITS = false;
+    __device__ __forceinline__ void operator()() const {}
+};
+
 // A tile of the team, the phase, and which of the warps adds up its sums: in all phases the same.
 struct Turn {
     int tile, phase, warp;
@@ -1313,16 +1346,30 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
         wait_for_previous();
         launch_dependents();
     };
-    // Where another launch quantizes up to eight tokens by blocks it is waited for in the loop: to find out all that
-    // does not depend on them would take .3 us behind it. More tokens leave no registers for that; nor do those with
-    // one scale, beside whose products blocks that quantize rows find room.
-    constexpr bool LATE = EIGHTS == 1 && Q8;
+    // Where another launch quantizes up to eight tokens it is waited for in the loop: to find out all that does not
+    // depend on them would take .3 us behind it. More tokens leave no registers for that. STAGED: the first scales come
+    // to shared memory while it is waited for, and where tokens lie is known by then; blocks, INNER scales, and zero
+    // points of short units leave too few registers.
+    constexpr bool SHORT = INSIDE != 0 && INSIDE < 128 && ADDED_ == ZERO_POINTS;
+    constexpr bool STAGED = EIGHTS == 1 && !ALONE && !Of::INNER && !Of::BLOCKS && !SHORT;
+    constexpr bool LATE = EIGHTS == 1 && (Q8 || STAGED);
+    // The scales at hand to shared memory, and those of the tile behind them asked for.
+    const auto stage_scales = [&](const Turn& next) {
+        if constexpr (Scale::BYTES != 0) {
+            __syncwarp();  // all lanes have read those of the tile before
+            const int mine = anew(lane);
+            ahead.store(w, memory.scales(), mine / 2, mine % 2, less);
+            __syncwarp();
+            load_scales(next.tile, next.phase);
+        }
+    };
     if constexpr (!LATE) begin_tokens();
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
             constexpr int HELD = Q8 ? 4 : 2;
-            const Shares shares(tokens);  // before there is anything to wait for
-            if constexpr (LATE) begin_tokens();
+            if constexpr (!Q8) begin_tokens();
+            const Shares shares(tokens);  // before there is anything to wait for, with blocks
+            if constexpr (Q8) begin_tokens();
             const long long first = static_cast<long long>(first_token()) * depth;
             int asked = 1;  // slots: the others do not delay numbers, and come while these are quantized
             const auto fill = [&](unsigned arrived) {
@@ -1341,6 +1388,11 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
             fill(0);
             __syncthreads();
         }
+    }
+    if (STAGED && numbers == nullptr) {
+        Turn second{0, 0, 0};
+        second.step(count, cut.warps);
+        stage_scales(second);
     }
     float2 of_token[EIGHTS];
     int2 of_codes[EIGHTS];
@@ -1367,31 +1419,34 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
     for (int pass = 0; pass < cut.phases * anew(count) + LATER; ++pass) {
         if (pass < cut.phases * anew(count)) {
             if (now.tile == 0) {
-                if (LATE && pass == 0 && numbers == nullptr) begin_tokens();
+                if (LATE && !STAGED && pass == 0 && numbers == nullptr) begin_tokens();
                 const int k = (now.phase * SPLIT * cut.warps + share) * Of::SHARE;
                 const Tokens own = given();
                 Records<Of, INSIDE, BESIDE, Q8, EIGHTS> records;
-                if constexpr (Of::BLOCKS) {
-                    records.load(own, k, anew(depth), anew(lane));
-                    load_tokens<Of, EIGHTS>(x, own, k, anew(depth), anew(lane));
+                // Records are few, and waited for first.
+                if constexpr (STAGED) {
+                    const auto wait = [&] {
+                        if (pass == 0 && numbers == nullptr) begin_tokens();
+                    };
+                    const auto load_records = [&] { records.load(own, k, depth, lane, Waiting(wait)); };
+                    load_tokens<Of, EIGHTS>(x, own, k, depth, lane, Waiting(load_records));
+                    if (pass == 0) load_whole<UNIT, Q8, true>(of_token, of_codes, own, scale_step, t);
+                    records.store(memory.records(), own.count, lane);
+                } else if constexpr (Of::BLOCKS) {
+                    records.load(own, k, anew(depth), anew(lane), NoWait{});
+                    load_tokens<Of, EIGHTS>(x, own, k, anew(depth), anew(lane), NoWait{});
                     records.store(memory.records(), own.count, anew(lane));
                 } else {
-                    records.load(own, k, depth, lane);  // few, and waited for first
-                    load_tokens<Of, EIGHTS>(x, own, k, depth, lane);
+                    records.load(own, k, depth, lane, NoWait{});
+                    load_tokens<Of, EIGHTS>(x, own, k, depth, lane, NoWait{});
                     if (Of::INNER && pass == 0 && numbers == nullptr) feed.fill();  // tokens do not wait behind it
                     records.store(memory.records(), own.count, lane);
                 }
                 if constexpr (ALONE) spread_units(x[0], g);
-                if (pass == 0) load_whole<UNIT, Q8>(of_token, of_codes, own, scale_step, t);
+                if (!STAGED && pass == 0) load_whole<UNIT, Q8, false>(of_token, of_codes, own, scale_step, t);
             }
             now.step(count, cut.warps);
-            if constexpr (Scale::BYTES != 0) {
-                __syncwarp();  // all lanes have read those of the tile before
-                const int mine = anew(lane);
-                ahead.store(w, memory.scales(), mine / 2, mine % 2, less);
-                __syncwarp();
-                load_scales(now.tile, now.phase);
-            }
+            if (!STAGED || pass != 0 || numbers != nullptr) stage_scales(now);
             Sums<Of, INSIDE, BESIDE, Q8, SIGNED, EIGHTS, ALONE> sum;
             sum.clear();
             if constexpr (Of::MINIMA)  // while codes are awaited
@@ -1428,11 +1483,13 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
             barrier_wait(memory.written(slot), (pass - LATER) / RING & 1);
 #pragma unroll
             for (int e = 0; e < EIGHTS; ++e) {
+                float2 scale = of_token[e];
+                if constexpr (STAGED) scale = make_float2(usable(scale.x), usable(scale.y));
                 const float4* from = memory.sums(slot, 0) + e * WARP + lane;
                 float4 total = *from;
                 if constexpr (UNIT == SHARES)
                     total = output.of_groups(
-                        w, cut, given(), from, EIGHTS * WARP, Of::SHARE, before.phase * cut.warps, of_token[e], row,
+                        w, cut, given(), from, EIGHTS * WARP, Of::SHARE, before.phase * cut.warps, scale, row,
                         8 * e + 2 * t);
                 else
 #pragma unroll 4
@@ -1445,7 +1502,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
                     continue;
                 }
                 if constexpr (ALONE) total = sum_of_columns(total);
-                output.template store<UNIT, Q8>(w, cut, total, of_token[e], of_codes[e], row, 8 * e + 2 * t);
+                output.template store<UNIT, Q8>(w, cut, total, scale, of_codes[e], row, 8 * e + 2 * t);
             }
             barrier_arrive(memory.read(slot));
         }
