@@ -375,7 +375,8 @@ class Gpu:
         calls = [call, *(case.prepare(inputs(i))[0] for i in range(1, rotated))]
         cpu_us = self.cpu_us(calls, max(4, min(64, int(self.budget / 4 / once))), 3)
         if rotated > 1:
-            calls *= math.ceil(max(8, min(self.captured, int(2e-3 / once))) / rotated)
+            each = self._wall(functools.partial(_call_all, calls)) / rotated  # `once` is mostly waiting
+            calls *= math.ceil(max(8, min(self.captured, int(2e-3 / each))) / rotated)
         graph = self._capture(calls) if rotated > 1 and case.capture else None
         if graph is None:
             calls = calls[:_MAX_QUEUED]
