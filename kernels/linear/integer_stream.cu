@@ -785,10 +785,9 @@ struct Records {
                 static_cast<long long>(first + lane % ABREAST) * tokens.padded + tokens.first + lane / ABREAST;
             const long long step = static_cast<long long>(ABREAST) * tokens.padded;
             const int* of_sums = tokens.sums;
-            const float* of_scales = tokens.token_scale;
             if constexpr (W::WAITS) {
+                static_assert(!Q8, "where scales lie is not found out ahead");
                 if constexpr (SUMMED) of_sums = opaque(of_sums + begin);
-                if constexpr (Q8) of_scales = opaque(of_scales + begin);
                 begin = 0;
             }
             wait();
@@ -797,7 +796,7 @@ struct Records {
                 const bool there = unit_of(j, lane) < units && token_of(j, lane) < min(tokens.count, TOKENS);
                 const long long at = begin + j * EACH / TOKENS * step + j * EACH % TOKENS;
                 if constexpr (SUMMED) sum[j] = static_cast<int>(load_anywhere_if(of_sums + at, there));
-                if constexpr (Q8) scale[j] = load_anywhere_if(of_scales + at, there);
+                if constexpr (Q8) scale[j] = load_anywhere_if(tokens.token_scale + at, there);
             }
         } else {
             wait();
@@ -1346,12 +1345,12 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
         wait_for_previous();
         launch_dependents();
     };
-    // Where another launch quantizes up to eight tokens it is waited for in the loop: to find out all that does not
-    // depend on them would take .3 us behind it. More tokens leave no registers for that. STAGED: the first scales come
-    // to shared memory while it is waited for, and where tokens lie is known by then; blocks, INNER scales, and zero
-    // points of short units leave too few registers.
-    constexpr bool SHORT = INSIDE != 0 && INSIDE < 128 && ADDED_ == ZERO_POINTS;
-    constexpr bool STAGED = EIGHTS == 1 && !ALONE && !Of::INNER && !Of::BLOCKS && !SHORT;
+    // Where another launch quantizes up to eight tokens by blocks it is waited for in the loop: to find out all that
+    // does not depend on them would take .3 us behind it. More tokens leave no registers for that; nor do those with
+    // one scale, beside whose products blocks that quantize rows find room, but for long units with zero points.
+    // STAGED: there the first scales come to shared memory while it is waited for, and where tokens lie is known by
+    // then. For short units that is no gain: products by q4_0 would take 3 % longer.
+    constexpr bool STAGED = EIGHTS == 1 && INSIDE >= 128 && ADDED_ == ZERO_POINTS;
     constexpr bool LATE = EIGHTS == 1 && (Q8 || STAGED);
     // The scales at hand to shared memory, and those of the tile behind them asked for.
     const auto stage_scales = [&](const Turn& next) {
@@ -1367,7 +1366,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
     if constexpr (EIGHTS == 1) {
         if (numbers != nullptr) {
             constexpr int HELD = Q8 ? 4 : 2;
-            if constexpr (!Q8) begin_tokens();
+            if constexpr (STAGED) begin_tokens();
             const Shares shares(tokens);  // before there is anything to wait for, with blocks
             if constexpr (Q8) begin_tokens();
             const long long first = static_cast<long long>(first_token()) * depth;
