@@ -205,6 +205,17 @@ struct Shares {
     __device__ __forceinline__ int step() const { return each * WARP * SIXTEEN; }
 };
 
+// The same of one token, which all warps have: no division tells which, and the turns of a warp begin at
+// WARP * SIXTEEN times its number.
+struct OwnShares {
+    static constexpr int together = 1;
+    int warp;
+
+    __device__ __forceinline__ int token() const { return 0; }
+    __device__ __forceinline__ int first() const { return (warp * WARP + threadIdx.x % WARP) * SIXTEEN; }
+    __device__ __forceinline__ int step() const { return blockDim.x * SIXTEEN; }
+};
+
 // How many times sixteen numbers a thread asks for at once.
 template <typename T>
 constexpr int HELD_NUMBERS = 8 / int(sizeof(T));
@@ -221,16 +232,15 @@ __device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
 //
 //     HELD    how many times sixteen numbers a thread asks for at once
 //     x       [tokens, depth]
+//     share   which of them this warp has: Shares or OwnShares
 //     reach   K, rounded up: to there codes are put, behind K zeros
 //     put     called by all of a warp: with a token, the first k of sixteen, which may be behind `reach`, and four
-//     words
-//             of codes in order
+//             words of codes in order
 //     finish  called once for each block: with a token, the block, its scale, and what its codes add up to
 //     arrived called by all of a warp when its first numbers are there, with a word of them; not by warps without any
-template <int HELD, typename T, typename P, typename F, typename A>
+template <int HELD, typename T, typename S, typename P, typename F, typename A>
 __device__ __forceinline__ void quantize_by_blocks(
-    const T* x, const Shares& share, int tokens, int depth, int reach, const P& put, const F& finish,
-    const A& arrived) {
+    const T* x, const S& share, int tokens, int depth, int reach, const P& put, const F& finish, const A& arrived) {
     const int own = share.first(), first = own - threadIdx.x % WARP * SIXTEEN, step = share.step();
     if (share.token() >= share.together) return;
     int m = share.token(), at = 0;

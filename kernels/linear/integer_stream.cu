@@ -1279,6 +1279,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
     using Scale = typename ScalesOf<Of, CODES, INSIDE, ADDED_>::Type;
     constexpr int BESIDE = Of::INNER || Of::BLOCKS ? NOTHING : ADDED_;  // what each unit has beside its scale
     using Entry = Record<BESIDE, Q8>;
+    static_assert(!ALONE || (Q8 && Of::SHARE == WARP * SIXTEEN), "a turn of OwnShares is a share");
     constexpr int SUM_PIECES = INSIDE ? Of::SHARE / (INSIDE ? INSIDE : 1) * 8 * EIGHTS * Entry::WORDS : 0;  // at which
     constexpr int RECORD = (SUM_PIECES + (Of::MINIMA ? Of::SHARE / 256 * EIGHTS * WARP * 4 : 0)) * 4;
     const int lane = threadIdx.x % WARP, warp = warp_number(), g = lane / 4, t = lane % 4, own_row = Of::row(g);
@@ -1367,7 +1368,10 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
         if (numbers != nullptr) {
             constexpr int HELD = Q8 ? 4 : 2;
             if constexpr (STAGED) begin_tokens();
-            const Shares shares(tokens);  // before there is anything to wait for, with blocks
+            const auto shares = [&] {
+                if constexpr (ALONE) return OwnShares{warp};
+                else return Shares(tokens);
+            }();  // before there is anything to wait for, with blocks
             if constexpr (Q8) begin_tokens();
             const long long first = static_cast<long long>(first_token()) * depth;
             int asked = 1;  // slots: the others do not delay numbers, and come while these are quantized
@@ -1385,7 +1389,9 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
                 quantized().template quantize<(HELD + 1) / 2>(
                     static_cast<const float*>(numbers) + first, shares, tokens, depth, fill);
             fill(0);
-            __syncthreads();
+            // The turns of one token are the shares of the only team: a warp reads what it has quantized itself.
+            if (ALONE && cut.teams == 1) __syncwarp();
+            else __syncthreads();
         }
     }
     if (STAGED && numbers == nullptr) {

@@ -72,11 +72,11 @@ struct Fragments {
             make_uint4(v[0], v[1], v[2], v[3]);
     }
 
-    // Whole tokens, or blocks of them; a thread has HELD times sixteen numbers at a time. All threads of the block call
-    // it; `arrived` is called by warps whose first numbers are there.
-    template <int HELD, typename T, typename A>
+    // Whole tokens, or blocks of them, of which a warp has its `share`; a thread has HELD times sixteen numbers at a
+    // time. All threads of the block call it; `arrived` is called by warps whose first numbers are there.
+    template <int HELD, typename T, typename S, typename A>
     __device__ __forceinline__ void quantize(
-        const T* x, const Shares& share, int tokens, int depth, const A& arrived) const {
+        const T* x, const S& share, int tokens, int depth, const A& arrived) const {
         const int reach = (depth + 127) / 128 * 128;  // fragments have whole 128 k
         if constexpr (Q8) {
             quantize_by_blocks<HELD>(
