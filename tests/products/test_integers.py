@@ -608,6 +608,25 @@ def test_tokens_that_blocks_quantize(cupy, monkeypatch, text, preset, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("text", ["q4_0", "q4_k", "q4_1", "iq4_nl", "mxfp4"])
+def test_one_token_of_one_team(cupy, monkeypatch, text, dtype):
+    """No warp waits for another: it multiplies what it has quantized itself, in one phase or in several."""
+    for rows, depth in ((40, 7680), (2200, 8192), (40, 14336), (40, 28672 + 512)):
+        q = on_device(cupy, random_weight(text, rows, depth))
+        for kind in ("halves", "infinite", "empty", "small"):
+            x = cupy.asarray(odd_numbers(kind, 1, depth, kb.backend.xp.named_dtype(dtype)))
+            found = []
+            for own in (1, 1, 0):
+                monkeypatch.setattr(integer_stream, "_MOST_OWN", own)
+                integer_stream._plan.cache_clear()
+                out = cupy.empty((1, rows), x.dtype)
+                integer_stream.multiply(x, "q8_1", q, None, out)
+                found.append(out.get())
+            assert same_values(found[0], found[2]) and same_values(found[1], found[2]), (depth, kind)
+    integer_stream._plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
 @pytest.mark.parametrize("text", ["uint4:block=128,zero=int", "int4:block=256", "uint4:block=512"])
 def test_tokens_that_some_blocks_quantize(cupy, monkeypatch, text, dtype):
     """Each thread block of a token finds the largest magnitude, wherever it is."""
