@@ -435,17 +435,17 @@ class Hopper(Route):
         return found or (f"more than {MOST_TOKENS} tokens" if problem.tokens > MOST_TOKENS else None)
 
     def cost(self, problem: Problem) -> float:
-        assert problem.device is not None and problem.fragments is not None
-        cut = self._cut(problem)
-        work, processors = problem.fragments.tile_work, problem.device.multiprocessors
-        stage, by_table = decoding(problem.fragments) * work, _BY_TABLE * work
+        assert problem.device is not None
+        cut, fragments = self._cut(problem), _fragments(problem)
+        work, processors = fragments.tile_work, problem.device.multiprocessors
+        stage, by_table = decoding(fragments) * work, _BY_TABLE * work
         multiplying = cut.microseconds(*problem.shape, problem.tokens, processors, stage, by_table)
         (n, k), m = problem.shape, problem.tokens
-        if stage and problem.fragments.bits == 8:
+        if stage and fragments.bits == 8:
             multiplying += cut.waves(n, m, processors) * (cut.k_groups - 1) * _JOINING
-        if cut.prepared(_fragments(problem)):
+        if cut.prepared(fragments):
             multiplying = multiplying * (_RECORDS if cut.splits > 1 else 1.0) + _AHEAD
-        elif problem.fragments.added:
+        elif fragments.added:
             multiplying += cut.waves(n, m, processors) * cut.stages_of(k) * _MEANS
         return max(multiplying, _START + problem.reading / (_INTEGERS if stage else _FRACTION))
 
@@ -462,6 +462,6 @@ class Hopper(Route):
         return f"weights decoded in registers: linear_tile, {tile}, {parts}{ahead}{rounded}"
 
     def _cut(self, problem: Problem) -> TileCut:
-        assert problem.device is not None and problem.fragments is not None
-        stage, processors = decoding(problem.fragments), problem.device.multiprocessors
+        assert problem.device is not None
+        stage, processors = decoding(_fragments(problem)), problem.device.multiprocessors
         return cut_tile(*problem.shape, problem.tokens, processors, stage)
