@@ -23,8 +23,9 @@ struct FewScales {
     // the compiler must not work out again in each turn.
     unsigned mine, to, from;
     // Of the ring in which a team hands out blocks of inner scales: how many a row has, the bytes of a tile of them,
-    // barriers, blocks.
-    unsigned blocks_of_row, handed_bytes, handed, handed_blocks;
+    // barriers, blocks; the number of the lane's block of the next tile to load, less than 0 where there is none, and
+    // where in a tile it is handed out, 0 for lanes that have none; and where that begins which the lane takes.
+    unsigned blocks_of_row, handed_bytes, handed, handed_blocks, next_block = 0, place = 0, taken = 0;
 
     __device__ __forceinline__ explicit FewScales(const FewBlock<Kind>& here)
         : here(here),
@@ -49,6 +50,10 @@ struct FewScales {
         handed_bytes = HANDED ? ITEM_ROWS * (blocks_of_row + 1) * 8 : 0;
         handed = shared_address(here.sums) + here.team * (HANDED ? HANDED_OUT * (16 + handed_bytes) : 0);
         handed_blocks = handed + HANDED_OUT * 16;
+        if constexpr (HANDED) {
+            const unsigned of_warp = here.mate * here.given.cut.items / 2 + Expansion::block(here.lane);
+            taken = opaque(handed_blocks + (Expansion::row(here.lane) * (blocks_of_row + 1) + of_warp) * 8);
+        }
     }
 
     static __device__ __forceinline__ Expansion expansion(const FewBlock<Kind>& here) {
@@ -95,7 +100,7 @@ struct FewScales {
 
     // What to copy next begins at `row` and k-tile `item`.
     __device__ __forceinline__ void aim(int row, int item) {
-        if constexpr (HANDED) source = row * pitch + here.first_item / 2;
+        if constexpr (HANDED) aim_block(row);
         else if constexpr (!NESTED)
             source = (row + Expansion::row(here.lane)) * pitch + item / 2 + Expansion::block(here.lane);
         else if constexpr (TABLE) source = (row + here.g) * pitch + (item + here.t) * Decoder::SCALE_BYTES;
@@ -172,33 +177,38 @@ struct FewScales {
 
     // ---- inner scales ----
 
-    // Which row has the block of this number, of a tile, counted row by row.
-    __device__ __forceinline__ unsigned handed_row(unsigned number) const {
+    // Which block of a tile this lane hands out: that of its number in the team, counted row by row. The first tile
+    // begins at `row`.
+    __device__ __forceinline__ void aim_block(int row) {
         const Cut& cut = here.given.cut;
-        return divided(cut.items == 2 ? number : number / 2, cut.per_warps, cut.warps);
-    }
-    // The number of the block that this lane hands out, that of its number in the team, of tile `tile`, which is
-    // `later` tiles behind that to copy next; -1: none. What the lane needs for that is no register of the loop.
-    __device__ __forceinline__ long long block_of(unsigned tile, unsigned later) const {
-        const unsigned number = here.mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
+        const unsigned number = here.mate * WARP + here.lane;
+        const unsigned down = divided(cut.items == 2 ? number : number / 2, cut.per_warps, cut.warps);
         const unsigned block = number - down * blocks_of_row;
-        const bool there = tile < here.passes && down < ITEM_ROWS && here.first_item + 2 * int(block) < here.last_item;
-        const unsigned behind = (down + later * here.teams * ITEM_ROWS) * pitch + block;
-        return there ? here.above * pitch + (source + behind) : -1ll;
+        const bool there = down < ITEM_ROWS && here.first_item + 2 * int(block) < here.last_item;
+        next_block = (row + down) * pitch + here.first_item / 2 + block;
+        next_block = opaque(there ? next_block : 1u << 31);
+        place = opaque(down < ITEM_ROWS ? handed_blocks + (number + down) * 8 : 0u);
     }
+    // From a block to that of the next tile.
+    __device__ __forceinline__ unsigned block_step() const { return here.teams * ITEM_ROWS * pitch; }
+
     // Of the first two tiles. Ahead of all weights, behind which they would wait: to find out where planes lie takes
     // its time, too.
     __device__ __forceinline__ void prefetch_blocks() const {
         if constexpr (HANDED) {
 #pragma unroll
-            for (unsigned tile = 0; tile < 2; ++tile)
-                if (const long long number = block_of(tile, tile); number >= 0) spread.prefetch(number);
+            for (unsigned tile = 0; tile < 2; ++tile) {
+                const unsigned number = next_block + tile * block_step();
+                if (tile < here.passes && int(number) >= 0) spread.prefetch(here.above * pitch + number);
+            }
         }
     }
-    // Load the block that this lane hands out of a tile, see block_of; what is not there stays zero.
-    __device__ __forceinline__ void load_block(Expansion& own, unsigned tile, unsigned later) const {
-        if constexpr (HANDED)
-            if (const long long number = block_of(tile, later); number >= 0) own.load(number);
+    // Load the block that this lane hands out of the next tile, which is `tile`; what is not there stays zero.
+    __device__ __forceinline__ void load_block(Expansion& own, unsigned tile) {
+        if constexpr (HANDED) {
+            if (tile < here.passes && int(next_block) >= 0) own.load(here.above * pitch + next_block);
+            next_block += block_step();
+        }
     }
     // Hand it out.
     __device__ __forceinline__ void hand_out(const Expansion& own, unsigned tile) const {
@@ -206,22 +216,24 @@ struct FewScales {
             if (tile >= here.passes) return;
             const unsigned at = tile % HANDED_OUT;
             barrier_wait(handed + at * 16 + 8, tile / HANDED_OUT & 1 ^ 1);
-            const unsigned number = here.mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
-            if (down < ITEM_ROWS) own.hand_out(handed_blocks + at * handed_bytes + (number + down) * 8);
+            if (place) own.hand_out(place + at * handed_bytes);
             barrier_arrive(handed + at * 16);
         }
+    }
+    // Whether this lane makes a block of its warp to scales.
+    __device__ __forceinline__ bool has_block() const {
+        if constexpr (Expansion::BLOCKS * ITEM_ROWS == WARP) return true;
+        else return Expansion::block(opaque(threadIdx.x % WARP)) < Expansion::BLOCKS;
     }
     // Take the block of `tile` that this lane makes to scales.
     __device__ __forceinline__ void expand(unsigned tile) const {
         if constexpr (HANDED) {
             if (tile >= here.passes) return;
-            const unsigned at = tile % HANDED_OUT, which = opaque(threadIdx.x % WARP);
-            const bool has = Expansion::block(which) < Expansion::BLOCKS;
-            const unsigned number = Expansion::row(which) * (blocks_of_row + 1) + here.mate * here.given.cut.items / 2 +
-                                    Expansion::block(which);
+            const unsigned at = tile % HANDED_OUT;
+            const bool has = has_block();
             barrier_wait(handed + at * 16, tile / HANDED_OUT & 1);
             Expansion own{};  // not a copy of what is still on its way
-            if (has) own.take(handed_blocks + at * handed_bytes + number * 8);
+            if (has) own.take(taken + at * handed_bytes);
             barrier_arrive(handed + at * 16 + 8);
             if (has) own.store(to);
         }
@@ -241,7 +253,7 @@ struct FewScales {
             if (!HANDED && Expansion::block(here.lane) < Expansion::BLOCKS) spread.store(to);
             hand_out(spread, pass + 2);
             expand(pass + 1);
-            load_block(spread, pass + 3, 2);
+            load_block(spread, pass + 3);
         }
     }
 };

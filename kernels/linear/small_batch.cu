@@ -195,7 +195,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if constexpr (!Kind::BLOCKED) weights.start_first(HELD_BACK && (Kind::TILL_WEIGHTS || own_x.staged || late));
     // Two tiles of inner scales are on their way before the first product.
     auto first_inner = weights.scales.spread;
-    weights.scales.load_block(first_inner, 0, 0), weights.scales.load_block(weights.scales.spread, 1, 1);
+    weights.scales.load_block(first_inner, 0), weights.scales.load_block(weights.scales.spread, 1);
     if constexpr (LATE_TABLE) make_table();
     if constexpr (Kind::HALVES) {
         if (HELD_BACK && here.passes > 0) weights.fetch_others();
@@ -224,7 +224,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if (here.chunks == 1) own_x.arrange();
     if (!Kind::QUANTIZED && HELD_BACK && late && here.passes > 0) weights.fetch_others();
     if (!INNER_FIRST) weights.scales.begin_inner(first_inner);
-    weights.scales.load_block(weights.scales.spread, 2, 2);  // whatever waits for x may wait for it, too
+    weights.scales.load_block(weights.scales.spread, 2);  // whatever waits for x may wait for it, too
 
     sums.begin();
     const auto with = [&] {
