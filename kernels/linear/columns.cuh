@@ -187,9 +187,10 @@ struct Columns : TableColumns<Base> {
 
     // The lane's two scales of a row.
     static __device__ __forceinline__ void scales_of(unsigned at, unsigned t, float (&scale)[2]) {
-        if constexpr (SCALE_BYTES == 16) {
-            const uint2 two = shared_at<uint2>(at + t / 2 * (ITEM_ROWS * 16) + t % 2 * 8);
-            scale[0] = __uint_as_float(two.x), scale[1] = __uint_as_float(two.y);
+        if constexpr (Base::SPREAD_SCALES) {
+            const uint4 block = shared_at<uint4>(at);
+            const float step = __uint_as_float(block.z), less = __uint_as_float(block.w);
+            scale[0] = InnerCodes::scale(block.x, t, step, less), scale[1] = InnerCodes::scale(block.y, t, step, less);
         } else if constexpr (SCALE_BYTES == 8) {
             const unsigned two = shared_at<unsigned>(at + t * 4);
             scale[0] = Word<__half>::get(two, 0), scale[1] = Word<__half>::get(two, 1);

@@ -9,7 +9,9 @@ struct FewScales {
     using Decoder = typename Kind::Decoder;
     using Expansion = typename Kind::Expansion;
     static constexpr bool EVEN = Kind::EVEN, TABLE = Kind::TABLE, NESTED = Kind::NESTED, HANDED = Kind::HANDED;
+    static constexpr bool MADE_LATE = Kind::MADE_LATE;
     static constexpr int ITEMS = Kind::ITEMS, SCALES = Kind::SCALES, EIGHT = Kind::EIGHT;
+    static constexpr unsigned HANDED_TILES = Kind::HANDED_TILES, HANDED_BLOCK = Kind::HANDED_BLOCK;
     const FewBlock<Kind>& here;
     // One of the three has them: they are expanded, copied as they are, or records.
     Expansion spread;
@@ -44,15 +46,17 @@ struct FewScales {
             to = opaque(mine + Expansion::place(here.lane));
             from = opaque(mine + here.my_row * Decoder::SCALE_BYTES);
         }
-        // HANDED_OUT tiles have a barrier where all blocks are there and one where all warps have theirs, then come
-        // the blocks, 8 bytes each, with a gap behind each row.
+        // HANDED_TILES have a barrier where all blocks are there and one where all warps have theirs, then come the
+        // blocks, HANDED_BLOCK bytes each, with a gap behind each row.
         blocks_of_row = HANDED ? here.given.cut.warps * here.given.cut.items / 2 : 1;
-        handed_bytes = HANDED ? ITEM_ROWS * (blocks_of_row + 1) * 8 : 0;
-        handed = shared_address(here.sums) + here.team * (HANDED ? HANDED_OUT * (16 + handed_bytes) : 0);
-        handed_blocks = handed + HANDED_OUT * 16;
+        handed_bytes = HANDED ? ITEM_ROWS * handed_pitch() : 0;
+        handed = shared_address(here.sums) + here.team * (HANDED ? HANDED_TILES * (16 + handed_bytes) : 0);
+        handed_blocks = handed + HANDED_TILES * 16;
         if constexpr (HANDED) {
-            const unsigned of_warp = here.mate * here.given.cut.items / 2 + Expansion::block(here.lane);
-            taken = opaque(handed_blocks + (Expansion::row(here.lane) * (blocks_of_row + 1) + of_warp) * 8);
+            const unsigned of_warp = here.mate * here.given.cut.items / 2;
+            const unsigned row = MADE_LATE ? here.my_row : Expansion::row(here.lane);
+            const unsigned block = MADE_LATE ? of_warp : of_warp + Expansion::block(here.lane);
+            taken = opaque(handed_blocks + row * handed_pitch() + block * HANDED_BLOCK);
         }
     }
 
@@ -69,6 +73,8 @@ struct FewScales {
         return {given.absmax, given.nested_absmax, given.nested_offset,    map, here.above, given.n,
                 given.k,      given.cut.width,     31 - __clz(given.block)};
     }
+    // Bytes of a row in the ring.
+    __device__ __forceinline__ unsigned handed_pitch() const { return (blocks_of_row + 1) * HANDED_BLOCK; }
     __device__ __forceinline__ unsigned row_pitch() const {
         if constexpr (!NESTED) return unsigned(here.given.k) / Expansion::BLOCK;
         else if constexpr (TABLE) return unsigned(here.given.k) / (ITEM_K / Decoder::SCALE_BYTES);
@@ -86,14 +92,21 @@ struct FewScales {
     __device__ __forceinline__ void init_barriers() const {
         if constexpr (HANDED) {
 #pragma unroll
-            for (unsigned i = 0; i < 2 * HANDED_OUT; ++i) barrier_init(handed + i * 8, here.given.cut.warps * WARP);
+            for (unsigned i = 0; i < 2 * HANDED_TILES; ++i) barrier_init(handed + i * 8, here.given.cut.warps * WARP);
         }
     }
 
     // The address of those of k-tile i behind `begin`, that of the first.
     static __device__ __forceinline__ unsigned of_item(unsigned begin, int i) {
-        if constexpr (NESTED) return begin + i * Decoder::SCALE_BYTES;
+        if constexpr (MADE_LATE) return begin + i / 2 * HANDED_BLOCK;
+        else if constexpr (NESTED) return begin + i * Decoder::SCALE_BYTES;
         else return begin + Expansion::of_item(i);
+    }
+
+    // Bytes from those of a row to those of the row 8 below it.
+    __device__ __forceinline__ unsigned eight() const {
+        if constexpr (MADE_LATE) return 8 * handed_pitch();
+        else return EIGHT;
     }
 
     // ---- copies ----
@@ -187,7 +200,7 @@ struct FewScales {
         const bool there = down < ITEM_ROWS && here.first_item + 2 * int(block) < here.last_item;
         next_block = (row + down) * pitch + here.first_item / 2 + block;
         next_block = opaque(there ? next_block : 1u << 31);
-        place = opaque(down < ITEM_ROWS ? handed_blocks + (number + down) * 8 : 0u);
+        place = opaque(down < ITEM_ROWS ? handed_blocks + (number + down) * HANDED_BLOCK : 0u);
     }
     // From a block to that of the next tile.
     __device__ __forceinline__ unsigned block_step() const { return here.teams * ITEM_ROWS * pitch; }
@@ -214,9 +227,9 @@ struct FewScales {
     __device__ __forceinline__ void hand_out(const Expansion& own, unsigned tile) const {
         if constexpr (HANDED) {
             if (tile >= here.passes) return;
-            const unsigned at = tile % HANDED_OUT;
-            barrier_wait(handed + at * 16 + 8, tile / HANDED_OUT & 1 ^ 1);
-            if (place) own.hand_out(place + at * handed_bytes);
+            const unsigned at = tile % HANDED_TILES;
+            barrier_wait(handed + at * 16 + 8, tile / HANDED_TILES & 1 ^ 1);
+            if (place) own.template hand_out<MADE_LATE>(place + at * handed_bytes);
             barrier_arrive(handed + at * 16);
         }
     }
@@ -227,16 +240,25 @@ struct FewScales {
     }
     // Take the block of `tile` that this lane makes to scales.
     __device__ __forceinline__ void expand(unsigned tile) const {
-        if constexpr (HANDED) {
+        if constexpr (HANDED && !MADE_LATE) {
             if (tile >= here.passes) return;
-            const unsigned at = tile % HANDED_OUT;
+            const unsigned at = tile % HANDED_TILES;
             const bool has = has_block();
-            barrier_wait(handed + at * 16, tile / HANDED_OUT & 1);
+            barrier_wait(handed + at * 16, tile / HANDED_TILES & 1);
             Expansion own{};  // not a copy of what is still on its way
             if (has) own.take(taken + at * handed_bytes);
             barrier_arrive(handed + at * 16 + 8);
             if (has) own.store(to);
         }
+    }
+    // MADE_LATE: where the lane's blocks of `tile` begin, which are there now; and that it has them all.
+    __device__ __forceinline__ unsigned blocks_of(unsigned tile) const {
+        const unsigned at = tile % HANDED_TILES;
+        barrier_wait(handed + at * 16, tile / HANDED_TILES & 1);
+        return taken + at * handed_bytes;
+    }
+    __device__ __forceinline__ void give_back(unsigned tile) const {
+        barrier_arrive(handed + tile % HANDED_TILES * 16 + 8);
     }
     // Make the scales of the first tile, of which this lane has loaded `begin`; two tiles are on their way.
     __device__ __forceinline__ void begin_inner(const Expansion& begin) {
