@@ -49,14 +49,14 @@ struct FewScales {
         // HANDED_TILES have a barrier where all blocks are there and one where all warps have theirs, then come the
         // blocks, HANDED_BLOCK bytes each, with a gap behind each row.
         blocks_of_row = HANDED ? here.given.cut.warps * here.given.cut.items / 2 : 1;
-        handed_bytes = HANDED ? ITEM_ROWS * handed_pitch() : 0;
+        handed_bytes = HANDED ? ITEM_ROWS * handed_pitch(blocks_of_row) : 0;
         handed = shared_address(here.sums) + here.team * (HANDED ? HANDED_TILES * (16 + handed_bytes) : 0);
         handed_blocks = handed + HANDED_TILES * 16;
         if constexpr (HANDED) {
             const unsigned of_warp = here.mate * here.given.cut.items / 2;
             const unsigned row = MADE_LATE ? here.my_row : Expansion::row(here.lane);
             const unsigned block = MADE_LATE ? of_warp : of_warp + Expansion::block(here.lane);
-            taken = opaque(handed_blocks + row * handed_pitch() + block * HANDED_BLOCK);
+            taken = opaque(handed_blocks + row * handed_pitch(blocks_of_row) + block * HANDED_BLOCK);
         }
     }
 
@@ -73,8 +73,8 @@ struct FewScales {
         return {given.absmax, given.nested_absmax, given.nested_offset,    map, here.above, given.n,
                 given.k,      given.cut.width,     31 - __clz(given.block)};
     }
-    // Bytes of a row in the ring.
-    __device__ __forceinline__ unsigned handed_pitch() const { return (blocks_of_row + 1) * HANDED_BLOCK; }
+    // Bytes of a row of so many blocks in the ring.
+    static __device__ __forceinline__ unsigned handed_pitch(unsigned blocks) { return (blocks + 1) * HANDED_BLOCK; }
     __device__ __forceinline__ unsigned row_pitch() const {
         if constexpr (!NESTED) return unsigned(here.given.k) / Expansion::BLOCK;
         else if constexpr (TABLE) return unsigned(here.given.k) / (ITEM_K / Decoder::SCALE_BYTES);
@@ -104,9 +104,8 @@ struct FewScales {
     }
 
     // Bytes from those of a row to those of the row 8 below it.
-    __device__ __forceinline__ unsigned eight() const {
-        if constexpr (MADE_LATE) return 8 * handed_pitch();
-        else return EIGHT;
+    static __device__ __forceinline__ unsigned eight(const Cut& cut) {
+        return MADE_LATE ? 8 * handed_pitch(cut.warps * cut.items / 2) : EIGHT;
     }
 
     // ---- copies ----

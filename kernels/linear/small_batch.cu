@@ -46,19 +46,20 @@
 #include "linear/few_weights.cuh"
 
 // Multiply the k-tiles of group i of a warp, of whose codes `word` or `mixed` are what it has read: acc += W x. `item`
-// is the first k-tile of this chunk, of which there are `count`; its scales begin at `scale_at`, those of the row 8 below
-// `eight` bytes on, and `with` are the places or constants by which codes become values.
+// is the first k-tile of this chunk, of which there are `count`; its scales begin at `scale_at`, and `with` are the
+// places or constants by which codes become values.
 template <typename Kind, typename With>
 __device__ __forceinline__ void multiply_items(
     const typename FewWeights<Kind>::Words& word, typename FewWeights<Kind>::Mixed& mixed,
-    const FewTokens<Kind>& tokens, const With& with, unsigned scale_at, unsigned eight, int i, int item, int count,
+    const FewTokens<Kind>& tokens, const With& with, unsigned scale_at, int i, int item, int count,
     float (&acc)[Kind::EIGHTS][4]) {
     using Decoder = typename Kind::Decoder;
     constexpr int EIGHTS = Kind::EIGHTS, GROUP = Kind::GROUP;
     if constexpr (Kind::COLUMNS) {
         Decoder::multiply_block(
             word, tokens.x[GROUP * i][0], tokens.x[GROUP * i + 1][0], with,
-            FewScales<Kind>::of_item(scale_at, GROUP * i), eight, tokens.part_scales[i], acc[0]);
+            FewScales<Kind>::of_item(scale_at, GROUP * i), FewScales<Kind>::eight(tokens.here.given.cut),
+            tokens.part_scales[i], acc[0]);
     } else {
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
@@ -69,10 +70,10 @@ __device__ __forceinline__ void multiply_items(
             const unsigned at = FewScales<Kind>::of_item(scale_at, nth);
             const auto of_tokens = tokens.scales_of(item + nth);
             if constexpr (Kind::TABLE)
-                Decoder::template multiply<EIGHTS>(field, tokens.x[nth], with, at, eight, of_tokens, acc);
+                Decoder::template multiply<EIGHTS>(field, tokens.x[nth], with, at, Kind::EIGHT, of_tokens, acc);
             else
                 Decoder::template multiply<EIGHTS, Kind::EVEN>(
-                    field, tokens.x[nth], with, at, eight, tokens.beside + nth * EIGHTS * 256,
+                    field, tokens.x[nth], with, at, Kind::EIGHT, tokens.beside + nth * EIGHTS * 256,
                     Kind::EVEN ? nth : item + nth, of_tokens, acc);
         }
     }
@@ -88,10 +89,8 @@ __device__ __forceinline__ void multiply_tile(
     for (int item = here.my_item, chunk = 0; chunk < here.chunks; item += here.step, ++chunk) {
         if (!Kind::ONCE && here.chunks > 1) tokens.fetch(item), tokens.arrange();
         const int count = Kind::ONCE ? GROUPS * GROUP : here.count_at(item);
-        const unsigned scale_at = [&] {
-            if constexpr (Kind::MADE_LATE) return weights.scales.blocks_of(pass);
-            else return weights.scales.from + (Kind::BUFFERS == 2 ? weights.scales_at : 0);
-        }();
+        const unsigned scale_at = Kind::MADE_LATE ? weights.scales.blocks_of(pass)
+                                                  : weights.scales.from + (Kind::BUFFERS == 2 ? weights.scales_at : 0);
         weights.advance();
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ void multiply_tile(
             typename FewWeights<Kind>::Words word;
             typename FewWeights<Kind>::Mixed mixed;
             weights.refill(i, weights.read(i, word, mixed));
-            multiply_items<Kind>(word, mixed, tokens, with, scale_at, weights.scales.eight(), i, item, count, acc);
+            multiply_items<Kind>(word, mixed, tokens, with, scale_at, i, item, count, acc);
         }
         if constexpr (Kind::MADE_LATE) weights.scales.give_back(pass);
         weights.scales.next_inner(pass);
