@@ -92,7 +92,8 @@ struct FewScales {
     __device__ __forceinline__ void init_barriers() const {
         if constexpr (HANDED) {
 #pragma unroll
-            for (unsigned i = 0; i < 2 * HANDED_TILES; ++i) barrier_init(handed + i * 8, here.given.cut.warps * WARP);
+            for (unsigned i = 0; i < 2 * HANDED_TILES; ++i)
+                barrier_init(handed + i * 8, here.given.cut.warps * (MADE_LATE ? WARP : 1));
         }
     }
 
@@ -222,6 +223,16 @@ struct FewScales {
             next_block += block_step();
         }
     }
+    // All lanes of the warp arrive, or one for all, which is less work for the barrier. Look at the machine code after a
+    // change: loads of blocks need a scoreboard of their own, or reads of shared memory in the loop wait for them.
+    __device__ __forceinline__ void arrive(unsigned barrier) const {
+        if constexpr (MADE_LATE) {
+            barrier_arrive(barrier);
+        } else {
+            __syncwarp();
+            if (opaque(threadIdx.x % WARP) == 0) barrier_arrive(barrier);
+        }
+    }
     // Hand it out.
     __device__ __forceinline__ void hand_out(const Expansion& own, unsigned tile) const {
         if constexpr (HANDED) {
@@ -229,7 +240,7 @@ struct FewScales {
             const unsigned at = tile % HANDED_TILES;
             barrier_wait(handed + at * 16 + 8, tile / HANDED_TILES & 1 ^ 1);
             if (place) own.template hand_out<MADE_LATE>(place + at * handed_bytes);
-            barrier_arrive(handed + at * 16);
+            arrive(handed + at * 16);
         }
     }
     // Whether this lane makes a block of its warp to scales.
@@ -246,7 +257,7 @@ struct FewScales {
             barrier_wait(handed + at * 16, tile / HANDED_TILES & 1);
             Expansion own{};  // not a copy of what is still on its way
             if (has) own.take(taken + at * handed_bytes);
-            barrier_arrive(handed + at * 16 + 8);
+            arrive(handed + at * 16 + 8);
             if (has) own.store(to);
         }
     }
@@ -257,7 +268,7 @@ struct FewScales {
         return taken + at * handed_bytes;
     }
     __device__ __forceinline__ void give_back(unsigned tile) const {
-        barrier_arrive(handed + tile % HANDED_TILES * 16 + 8);
+        arrive(handed + tile % HANDED_TILES * 16 + 8);
     }
     // Make the scales of the first tile, of which this lane has loaded `begin`; two tiles are on their way.
     __device__ __forceinline__ void begin_inner(const Expansion& begin) {
