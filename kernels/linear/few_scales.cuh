@@ -205,17 +205,6 @@ struct FewScales {
     // From a block to that of the next tile.
     __device__ __forceinline__ unsigned block_step() const { return here.teams * ITEM_ROWS * pitch; }
 
-    // Of the first two tiles. Ahead of all weights, behind which they would wait: to find out where planes lie takes
-    // its time, too.
-    __device__ __forceinline__ void prefetch_blocks() const {
-        if constexpr (HANDED) {
-#pragma unroll
-            for (unsigned tile = 0; tile < 2; ++tile) {
-                const unsigned number = next_block + tile * block_step();
-                if (tile < here.passes && int(number) >= 0) spread.prefetch(here.above * pitch + number);
-            }
-        }
-    }
     // Load the block that this lane hands out of the next tile, which is `tile`; what is not there stays zero.
     __device__ __forceinline__ void load_block(Expansion& own, unsigned tile) {
         if constexpr (HANDED) {
@@ -223,8 +212,8 @@ struct FewScales {
             next_block += block_step();
         }
     }
-    // All lanes of the warp arrive, or one for all, which is less work for the barrier. Look at the machine code after a
-    // change: loads of blocks need a scoreboard of their own, or reads of shared memory in the loop wait for them.
+    // All lanes of the warp arrive, or one for all, which is less work for the barrier. Look at the machine code after
+    // a change: loads of blocks need a scoreboard of their own, or reads of shared memory in the loop wait for them.
     __device__ __forceinline__ void arrive(unsigned barrier) const {
         if constexpr (MADE_LATE) {
             barrier_arrive(barrier);
@@ -267,9 +256,7 @@ struct FewScales {
         barrier_wait(handed + at * 16, tile / HANDED_TILES & 1);
         return taken + at * handed_bytes;
     }
-    __device__ __forceinline__ void give_back(unsigned tile) const {
-        arrive(handed + tile % HANDED_TILES * 16 + 8);
-    }
+    __device__ __forceinline__ void give_back(unsigned tile) const { arrive(handed + tile % HANDED_TILES * 16 + 8); }
     // Make the scales of the first tile, of which this lane has loaded `begin`; two tiles are on their way.
     __device__ __forceinline__ void begin_inner(const Expansion& begin) {
         if constexpr (Kind::SPREAD && !NESTED) {

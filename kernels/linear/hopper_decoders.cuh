@@ -278,9 +278,9 @@ struct RawHalves {
     __device__ __forceinline__ float second(int i) const { return number(next[i]); }
 };
 
-// A stage is half of 256 elements, whose numbers lie in three planes: a load of eight rows takes as long as eight loads,
-// whatever it brings of each. So the four lanes of a row fetch those of its next four stages, one stage each, and hand
-// them to each other.
+// A stage is half of 256 elements, whose numbers lie in three planes: a load of eight rows takes as long as eight
+// loads, whatever it brings of each. So the four lanes of a row fetch those of its next four stages, one stage each,
+// and hand them to each other.
 template <typename Decoder>
 struct RawSixBits {
     static constexpr int SCALE_BYTES = 2, SECOND_BYTES = 4, STAGES = 4;

@@ -180,11 +180,6 @@ struct InnerScales {
         held[1] = reinterpret_cast<const unsigned*>(low)[number];
         held[2] = high[number];
     }
-    __device__ __forceinline__ void prefetch(long long number) const {
-        prefetch_l2(reinterpret_cast<const unsigned short*>(d) + number);
-        prefetch_l2(reinterpret_cast<const unsigned*>(low) + number);
-        prefetch_l2(high + number);
-    }
     // A block that was loaded, in 8 bytes of shared memory. Two halves become a word here: the compiler would have them
     // so where they are loaded, and wait for them there. CODES: in 16 bytes, its eight scales as codes of a byte, even
     // ones and odd ones, and what makes them floats.

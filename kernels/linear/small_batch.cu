@@ -170,12 +170,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     __syncwarp();
     if constexpr (Kind::CLUSTER > 1) cluster_arrive_relaxed();
 
-    // To find out where scales lie may take divisions, so codes are asked for ahead of it, but behind the blocks of
-    // inner scales, which would wait for them.
-    if constexpr (!Kind::HANDED) weights.prefetch();
+    // To find out where scales lie may take divisions, so codes are asked for ahead of it.
+    weights.prefetch();
     weights.aim();
-    weights.scales.prefetch_blocks();
-    if constexpr (Kind::HANDED) weights.prefetch();
     // What quantizes tokens has waited for all before it, and writes no weights: these are fetched meanwhile, as many
     // as below.
     if constexpr (Kind::BLOCKED) weights.start_first(HELD_BACK && (TABLE || (EIGHTS == 1 && cut.staged && m > 2)));
