@@ -222,6 +222,15 @@ struct SharedTable16 : PairTable<T, unsigned char, NEIGHBOURS> {
     }
 };
 
+// 6-bit scales in bytes: 128 + code as a float, whose last bits they are, less 128 + 32, times `step`; `less` is what
+// that takes off.
+struct InnerCodes {
+    static constexpr float LESS = -160.0f;
+    __device__ __forceinline__ static float scale(unsigned codes, unsigned byte, float step, float less) {
+        return fmaf(__uint_as_float(__byte_perm(codes, 0x43000000u, 0x7044u | byte << 8)), step, less);
+    }
+};
+
 // iq4_xs: 6-bit scales of 32 in blocks of 256, which come as floats (InnerScales of pipeline.cuh).
 template <typename T>
 struct InnerPairTable : PairTable<T, __half, SPLIT> {
