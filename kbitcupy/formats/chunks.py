@@ -70,12 +70,14 @@ class Buffers:
     def __init__(self, size: int, block: int):
         self.block, self.chunk = block, CHUNK * AT_ONCE.get()
         size = min(size + -size % block, self.chunk)
-        memory = room("buffers", 18 * size, np.uint8)  # one call of `room`, which small arrays would feel
+        memory = room("buffers", 17 * size, np.uint8)  # one call of `room`, which small arrays would feel
         self.position = memory[: 8 * size].view(np.intp)
         self.x = memory[8 * size : 12 * size].view(np.float32)
         self.y = memory[12 * size : 16 * size].view(np.float32)
-        self.index = memory[16 * size : 17 * size]
-        self.flag = memory[17 * size :].view(np.bool_)
+        self.index = memory[16 * size :]
+        # Where others are, which are in the cache already: `x`; and `x` and `y`, when there are indices.
+        self.flag = memory[8 * size : 9 * size].view(np.bool_)
+        self.bits = memory[8 * size : 16 * size]
         self.starts = row_starts(2 * size, block)  # see `_half_absmax`
 
 
@@ -87,22 +89,27 @@ def row_starts(size: int, row: int) -> np.ndarray:
     return starts
 
 
-def chunks(x: np.ndarray, buffers: Buffers) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of the first block, float32[blocks, block]) of a flat array, not to be written: zeros beyond its end."""
+def chunks(x: np.ndarray, buffers: Buffers, finite: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of the first block, float32[blocks, block]) of a flat array, not to be written: zeros beyond its end.
+
+    `finite`: whether it is known that all numbers are.
+    """
     block = buffers.block
     for start in range(0, x.size, buffers.chunk):
         part = x[start : start + buffers.chunk]
         if x.dtype != np.float32 or part.size % block:
             padded = buffers.x[: part.size + -part.size % block]
-            widen(part, padded[: part.size])
+            widen(part, padded[: part.size], finite)
             padded[part.size :] = 0
             part = padded
         yield start // block, part.reshape(-1, block)
 
 
-def widen(x: np.ndarray, out: np.ndarray) -> None:
-    """Fill a float32 array with floats: NumPy's own cast of float16 takes four times as long."""
-    if x.dtype == np.float16 and x.size and not has_special(x):
+def widen(x: np.ndarray, out: np.ndarray, finite: bool = False) -> None:
+    """Fill a float32 array with floats, of which it may be known that they are finite: NumPy's own cast of float16
+    takes four times as long.
+    """
+    if x.dtype == np.float16 and x.size and (finite or not has_special(x)):
         # Exponent and mantissa where those of float32 are, at a bias that is less by 112; the sign came along up to
         # bit 28.
         bits = out.view(np.int32)
@@ -186,33 +193,46 @@ def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np
     """max|x| of each block of a flat array, float32, as `chunk_absmax` has it; `out` receives it where it is given."""
     if out is None:
         out = np.empty(-(-x.size // block), np.float32)
-    buffers = Buffers(x.size, block)
-    whole = x.size - x.size % block if x.dtype == np.float16 else 0
-    for start in range(0, whole, 2 * buffers.chunk):
-        _half_absmax(x[start : min(start + 2 * buffers.chunk, whole)], buffers, out[start // block :])
-    rest, numbers = out[whole // block :], x[whole:]
-    bits = rest.view(np.uint32)
-    for first, rows in chunks(numbers, buffers):
-        _row_max(_magnitudes(rows, buffers), buffers, bits[first : first + len(rows)])
-    # One look at all chunks, since a call takes as long for some hundred numbers as for one.
-    if bits.size and np.maximum.reduce(bits) > _INFINITE:
-        for first, rows in chunks(numbers, buffers):
-            chunk_absmax(rows, buffers, rest[first : first + len(rows)])
-    elif bits.size and np.minimum.reduce(bits) < _NORMAL:
-        flush_chunk(rest)
+    fill_absmax(x, block, out)
     return out
 
 
-def _half_absmax(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
-    """`chunk_absmax` of whole blocks of float16, flat, which are not widened for it: two chunks fit in the buffers."""
+def fill_absmax(x: np.ndarray, block: int, out: np.ndarray) -> bool:
+    """`block_absmax` into `out`; whether all numbers are finite."""
+    buffers = Buffers(x.size, block)
+    whole = x.size - x.size % block if x.dtype == np.float16 else 0
+    finite = True
+    for start in range(0, whole, 2 * buffers.chunk):
+        part = x[start : min(start + 2 * buffers.chunk, whole)]
+        finite &= _half_absmax(part, buffers, out[start // block :])
+    rest, numbers = out[whole // block :], x[whole:]
+    bits = rest.view(np.uint32)
+    if not bits.size:
+        return finite
+    for first, rows in chunks(numbers, buffers):
+        _row_max(_magnitudes(rows, buffers), buffers, bits[first : first + len(rows)])
+    # One look at all chunks, since a call takes as long for some hundred numbers as for one.
+    most = np.maximum.reduce(bits)
+    if most > _INFINITE:
+        for first, rows in chunks(numbers, buffers):
+            chunk_absmax(rows, buffers, rest[first : first + len(rows)])
+    elif np.minimum.reduce(bits) < _NORMAL:
+        flush_chunk(rest)
+    return bool(finite and most < _INFINITE)
+
+
+def _half_absmax(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> bool:
+    """`fill_absmax` of whole blocks of float16, flat, which are not widened for it: two chunks fit in the buffers."""
     magnitude = buffers.y.view(np.uint16)[: x.size]
     np.bitwise_and(x.view(np.uint16), np.uint16(0x7FFF), out=magnitude)
     largest = np.empty(x.size // buffers.block, np.uint16)
     _row_max(magnitude, buffers, largest)
-    if np.maximum.reduce(largest) > 0x7C00:
+    most = np.maximum.reduce(largest)
+    if most > 0x7C00:
         magnitude *= magnitude <= 0x7C00
         _row_max(magnitude, buffers, largest)
     out[: largest.size] = largest.view(np.float16)
+    return bool(most < 0x7C00)
 
 
 def _row_max(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:

@@ -22,8 +22,8 @@ _R = TypeVar("_R")
 LEAST, COLUMNS = 1 << 17, 1 << 15
 # See `chunks.AT_ONCE`: with less, threads wait for each other more of the time; with more, the cache holds too little.
 _AT_ONCE = 4
-# Elements of the smallest parts of an array that has so many times as much for each thread: cores are not equally fast
-# while other programs run, and so none waits long for the last one. What a part costs beside its elements is .2 ms.
+# Elements of the smallest parts of an array, about a chunk, where it has so many times as much for each thread: cores
+# are not equally fast while other programs run, and so none waits long for the last one.
 _PART, _MANY = 1 << 19, 4
 
 
@@ -88,13 +88,16 @@ def encode(
 
 
 def _cuts(rows: int, columns: int, workers: int) -> list[slice]:
-    """The parts of an array: one for each thread, of a large array more and smaller and smaller ones."""
+    """The parts of an array: one for each thread, of a large array more and smaller and smaller ones, in multiples of
+    the smallest: chunks are whole there.
+    """
     cuts: list[slice] = []
-    step, first, each = -(-rows // workers), 0, -(-_PART // columns)
+    step, first, each = -(-rows // workers), 0, max(_PART // columns, 1)
+    each -= each % (1 << max(each.bit_length() - 3, 0))  # even numbers of rows, where there are many
     while first < rows:
         if rows * columns >= workers * _MANY * _PART:
-            step = max(-(-(rows - first) // (2 * workers)), each)
-            step += -step % (1 << max(step.bit_length() - 3, 0))  # even numbers of rows, where there are many
+            step = -(-(rows - first) // (2 * workers))
+            step += -step % each
         cuts.append(slice(first, min(first + step, rows)))
         first += step
     return cuts

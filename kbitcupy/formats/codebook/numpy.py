@@ -10,7 +10,18 @@ import numpy as np
 
 from ... import tables
 from ...tables import SMALLEST_NORMAL, Codebook, flush, flushed_product
-from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk, flush_products, narrow
+from ..chunks import (
+    CHUNK,
+    Buckets,
+    Buffers,
+    block_absmax,
+    chunk_absmax,
+    chunks,
+    fill_absmax,
+    flush_chunk,
+    flush_products,
+    narrow,
+)
 from .scales import decode_absmax, encode_absmax, tensor_scale
 from .search import NESTED_BLOCK, Table, dynamic_table
 
@@ -39,15 +50,17 @@ def encode_blocks(
     kind: str,
     scale: np.float32 | None,
     known: np.ndarray | None,
+    finite: bool = False,
 ) -> None:
     """Scales and indices of a flat array: by the rule of the format, or where `scale` is None by the flat rule.
 
-    `known` holds max|x| of each block where that has been found already, and may share memory with the planes.
+    `known` holds max|x| of each block where that has been found already, and may share memory with the planes;
+    `finite`: whether it is known that all numbers are.
     """
     buffers = Buffers(x.size, BLOCK)
     begin = ready = 0
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-        for first, block in chunks(x, buffers):
+        for first, block in chunks(x, buffers, finite):
             last = first + len(block)
             if last > ready:
                 if known is None:
@@ -70,7 +83,7 @@ def encode_blocks(
                 _pack_counts(y, table.thresholds, k, out, buffers.position.view(np.bool_))
             else:
                 index = _search(y, table, scale is not None, buffers)
-                _pack(index, k, out, buffers.position.view(np.uint8))
+                _pack(index, k, out, buffers.bits)
 
 
 def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.ndarray) -> np.ndarray:
@@ -78,9 +91,13 @@ def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.n
     out[...] = codes = encode_absmax(absmax if scale is None or scale == 1 else absmax / scale, kind)
     if scale is None:
         return np.maximum(absmax, np.float32(1e-8))
-    if codes.dtype == np.uint8:
-        return _stored_divisors(np.arange(256, dtype=np.uint8), scale).take(codes)
-    return _stored_divisors(codes, scale)
+    return _divisors_of_codes(scale).take(codes) if codes.dtype == np.uint8 else _stored_divisors(codes, scale)
+
+
+@functools.lru_cache(maxsize=16)
+def _divisors_of_codes(scale: np.float32) -> np.ndarray:
+    """Those of the scales that are a byte each."""
+    return _stored_divisors(np.arange(256, dtype=np.uint8), scale)
 
 
 def _stored_divisors(codes: np.ndarray, scale: np.float32) -> np.ndarray:
@@ -372,9 +389,13 @@ def largest(absmax: np.ndarray) -> np.float32:
     return absmax.max(initial=0, where=absmax < np.inf)
 
 
-def leave_absmax(x: np.ndarray, planes: Mapping[str, Any], k: int) -> np.float32:
-    """max|x| of each block, of which this is the largest that is finite: they wait in `planes` for `quantize_kbit`."""
-    return largest(block_absmax(x.reshape(-1), BLOCK, _waiting(planes, k)))
+def leave_absmax(x: np.ndarray, planes: Mapping[str, Any], k: int) -> tuple[np.float32, bool]:
+    """max|x| of each block, which wait in `planes` for `quantize_kbit`: the largest that is finite, and whether all
+    numbers are.
+    """
+    waiting = _waiting(planes, k)
+    finite = fill_absmax(x.reshape(-1), BLOCK, waiting)
+    return largest(waiting), finite
 
 
 def _waiting(planes: Mapping[str, Any], k: int) -> np.ndarray:
@@ -383,16 +404,22 @@ def _waiting(planes: Mapping[str, Any], k: int) -> np.ndarray:
 
 
 def quantize_kbit(
-    x: np.ndarray, planes: Mapping[str, Any], k: int, absmax: str, table: Codebook, most: np.float32 | None
+    x: np.ndarray,
+    planes: Mapping[str, Any],
+    k: int,
+    absmax: str,
+    table: Codebook,
+    left: tuple[np.float32, bool] | None,
 ) -> None:
-    """Quantize to k bits, with a tensor scale; `most` is the largest absmax where `leave_absmax` was called already."""
-    scale = np.float32(1)
+    """Quantize to k bits, with a tensor scale; `left` is what `leave_absmax` has said if it was called already."""
+    scale, finite = np.float32(1), False
     waiting = None
     if absmax != "float32":
-        scale = tensor_scale(leave_absmax(x, planes, k) if most is None else most, absmax)
+        most, finite = leave_absmax(x, planes, k) if left is None else left
+        scale = tensor_scale(most, absmax)
         waiting = _waiting(planes, k)
     planes["scale"][:] = scale
-    encode_blocks(x.reshape(-1), planes, k, table, absmax, scale, waiting)
+    encode_blocks(x.reshape(-1), planes, k, table, absmax, scale, waiting, finite)
     if "codebook" in planes:
         planes["codebook"][:] = table.values
 
