@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -77,8 +78,61 @@ class Buffers:
         self.index = memory[16 * size :]
         # Where others are, which are in the cache already: `x`; and `x` and `y`, when there are indices.
         self.flag = memory[8 * size : 9 * size].view(np.bool_)
-        self.bits = memory[8 * size : 16 * size]
+        self.planes = memory[8 * size : 16 * size]
+        self._parts: Parts | None = None
         self.starts = row_starts(2 * size, block)  # see `_half_absmax`
+
+    def parts(self, size: int) -> Parts:
+        """Those of a chunk of so many elements, the same for all that have as many."""
+        if self._parts is None or self._parts.size != size:
+            self._parts = Parts(self, size)
+        return self._parts
+
+
+class Parts:
+    """Buffers of chunks of one size, as calls want to see them, made once: beside another thread, which waits for what
+    Python does between two calls, and makes that slower by all that both look at, this counts.
+
+    Parameters
+    ----------
+    buffers : Buffers
+        The buffers.
+    size : int
+        Elements of a chunk, whole blocks.
+    """
+
+    def __init__(self, buffers: Buffers, size: int):
+        # Not the buffers themselves: in a circle they would be kept until somebody looks for such.
+        self.size, self._block, self._y, self._planes = size, buffers.block, buffers.y, buffers.planes
+        self.x, self.index, self.flag = buffers.x[:size], buffers.index[:size], buffers.flag[:size]
+        self.bits = self.x.view(np.uint32)
+        if size <= _LOOKED_UP:
+            self.looked_up = [(buffers.position[:size], self.bits, self.index)]
+        else:
+            self.looked_up = [
+                (buffers.position[: end - first], self.bits[first:end], self.index[first:end])
+                for first, end in itertools.pairwise((*range(0, size, _LOOKED_UP), size))
+            ]
+
+    @functools.cached_property
+    def x_rows(self) -> np.ndarray:
+        """`x`, a block in each row."""
+        return self.x.reshape(-1, self._block)
+
+    @functools.cached_property
+    def y(self) -> np.ndarray:
+        """The other numbers, flat."""
+        return self._y[: self.size]
+
+    @functools.cached_property
+    def y_rows(self) -> np.ndarray:
+        """`y`, a block in each row."""
+        return self.y.reshape(-1, self._block)
+
+    @functools.cached_property
+    def planes(self) -> np.ndarray:
+        """Where `x` and `y` are, eight bytes for each element: uint8[8, size]."""
+        return self._planes[: 8 * self.size].reshape(8, self.size)
 
 
 @functools.lru_cache(maxsize=16)
@@ -97,12 +151,16 @@ def chunks(x: np.ndarray, buffers: Buffers, finite: bool = False) -> Iterator[tu
     block = buffers.block
     for start in range(0, x.size, buffers.chunk):
         part = x[start : start + buffers.chunk]
-        if x.dtype != np.float32 or part.size % block:
-            padded = buffers.x[: part.size + -part.size % block]
-            widen(part, padded[: part.size], finite)
-            padded[part.size :] = 0
-            part = padded
-        yield start // block, part.reshape(-1, block)
+        if x.dtype == np.float32 and not part.size % block:
+            yield start // block, part.reshape(-1, block)
+            continue
+        parts = buffers.parts(part.size + -part.size % block)
+        if parts.size == part.size:
+            widen(part, parts.x, finite)
+        else:
+            widen(part, parts.x[: part.size], finite)
+            parts.x[part.size :] = 0
+        yield start // block, parts.x_rows
 
 
 def widen(x: np.ndarray, out: np.ndarray, finite: bool = False) -> None:
@@ -296,47 +354,52 @@ class Buckets:
         largest = float(np.abs(thresholds).max(initial=2.0**-40))
         reach = 2.0 ** (int(np.floor(np.log2(largest))) + 2)
         if reach > 2.0**100:  # magic would not be finite, or not accurate
-            self.magic, self.limit, self._least = np.float32(0), np.float32(np.inf), np.uint32(0)
+            self.magic, self.limit, self._least, self._wide = np.float32(0), np.float32(np.inf), np.uint32(0), False
             self.index = np.full(1 << 16, _AMBIGUOUS, np.uint8)
             return
         self.magic, self.limit = np.float32(reach * (2.0**8 + 1)), np.float32(reach * 0.75)
         self._least = np.float32(reach * 2.0**8).view(np.uint32)  # of -reach
-        bucket = self._position(thresholds, np.empty_like(thresholds)).astype(np.intp)
+        self._wide = reach >= 2
+        work = np.empty_like(thresholds)
+        bucket = self._position(thresholds, work, work.view(np.uint32)).astype(np.intp)
         ends = np.concatenate(([0], bucket + 1, [1 << 16]))
         self.index = np.repeat(index, np.diff(ends))
         self.index[bucket] = _AMBIGUOUS
 
-    def _position(self, y: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """The buckets of quotients, uint32, in the float32 array `work`: 2^16 or more without one, as NaN is."""
+    def _position(self, y: np.ndarray, work: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """The buckets of quotients, uint32, in the array `work` of float32, whose bits are `bits`: 2^16 or more without
+        one, as NaN is.
+        """
         np.add(y, self.magic, out=work)
-        bits = work.view(np.uint32)
         bits -= self._least
         return bits
 
-    def search(self, y: np.ndarray, buffers: Buffers) -> np.ndarray:
-        """The index of each number of a chunk, which it may overwrite; 0 for NaN. The result lies in a buffer."""
-        # Beside another thread every call costs, and what Python does between two calls: plain views, no wrappers.
-        flat = y.reshape(-1)
-        size = flat.size
-        nan, index, flag, position = None, buffers.index[:size], buffers.flag[:size], buffers.position[:size]
-        bucket = self._position(flat, buffers.x[:size])
-        if size and np.maximum.reduce(bucket) > _LAST_BUCKET:
+    def search(self, y: np.ndarray, buffers: Buffers, within: bool = False) -> np.ndarray:
+        """The index of each number of a chunk, which it may overwrite; 0 for NaN. The result lies in a buffer.
+
+        `within`: whether it is known that all numbers lie between -2 and 2.
+        """
+        flat = y if y.ndim == 1 else y.reshape(-1)
+        parts = buffers.parts(flat.size)
+        nan, index, flag = None, parts.index, parts.flag
+        bucket = self._position(flat, parts.x, parts.bits)
+        if not (within and self._wide) and flat.size and np.maximum.reduce(bucket) > _LAST_BUCKET:
             nan = np.isnan(flat)
             np.fmax(flat, -self.limit, out=flat)
             np.fmin(flat, self.limit, out=flat)
-            bucket = self._position(flat, buffers.x[:size])
+            self._position(flat, parts.x, parts.bits)
             bucket &= _LAST_BUCKET
-        for first in range(0, size, _LOOKED_UP):
-            part = position[: min(_LOOKED_UP, size - first)]
-            part[...] = bucket[first : first + _LOOKED_UP]
-            self.index.take(part, out=index[first : first + _LOOKED_UP], mode="wrap")
+        take = self.index.take
+        for position, some, found in parts.looked_up:
+            position[...] = some
+            take(position, out=found, mode="wrap")
         np.equal(index, _AMBIGUOUS, out=flag)
         (rare,) = flag.nonzero()
         if rare.size:
             index[rare] = self.levels[self.thresholds.searchsorted(flat[rare])]
         if nan is not None:
             index[nan] = 0
-        return index.reshape(y.shape)
+        return index if y.ndim == 1 else index.reshape(y.shape)
 
 
 # ---- codes in the bits of bytes --------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ _SAFE_DIVISOR = np.float32(2.0**-80)
 _COUNTED = 7
 # The bits of an index, one below the other.
 _BITS = np.uint8(1 << np.arange(8)).reshape(-1, 1)
+_WORD = np.dtype("<u4")
 # Scales that are encoded at once, where they are known: a call takes as long for some hundred numbers as for one.
 _SCALES = 1 << 16
 # Decoding looks up two neighbours at a time up to this k.
@@ -59,6 +60,7 @@ def encode_blocks(
     """
     buffers = Buffers(x.size, BLOCK)
     begin = ready = 0
+    counted, packed = _is_counted(table), planes["packed"][: -(-x.size // BLOCK) * k].reshape(-1, k)
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
         for first, block in chunks(x, buffers, finite):
             last = first + len(block)
@@ -69,21 +71,21 @@ def encode_blocks(
                 else:
                     absmax = known[first : max(first + _SCALES, last)]
                 begin, ready = first, first + absmax.size
-                divisors = _divisors(absmax, kind, scale, planes["absmax"][begin:ready])
-                least = np.minimum.reduce(divisors)
-            divisor = divisors[first - begin : last - begin]
-            y = buffers.y[: block.size].reshape(block.shape)
+                divisors = _divisors(absmax, kind, scale, planes["absmax"][begin:ready]).reshape(-1, 1)
+                least = np.minimum.reduce(divisors, axis=None)
+            parts = buffers.parts(block.size)
             if table.thresholds is None or least < _SAFE_DIVISOR:
-                np.copyto(y, block)
-                block = flush_chunk(y)
-            np.divide(block, divisor[:, None], out=y)
-            out = planes["packed"][first * k : last * k]
-            if _is_counted(table):
+                np.copyto(parts.y_rows, block)
+                block = flush_chunk(parts.y_rows)
+            np.divide(block, divisors[first - begin : last - begin], out=parts.y_rows)
+            out = packed[first:last]
+            if counted:
                 assert table.thresholds is not None
-                _pack_counts(y, table.thresholds, k, out, buffers.position.view(np.bool_))
+                _pack_counts(parts.y, table.thresholds, k, out, buffers.position.view(np.bool_))
             else:
-                index = _search(y, table, scale is not None, buffers)
-                _pack(index, k, out, buffers.bits)
+                # Numbers that are finite are at most half as large again as the scale that they are divided by, or 0.
+                index = _search(parts.y, table, scale is not None, buffers, finite)
+                _pack(index, k, out, parts.planes[:k])
 
 
 def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.ndarray) -> np.ndarray:
@@ -119,7 +121,7 @@ def nearest(y: np.ndarray, table: Codebook, clamp: bool) -> np.ndarray:
     return index
 
 
-def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: Buffers) -> np.ndarray:
+def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: Buffers, within: bool = False) -> np.ndarray:
     """`nearest` of a chunk, which it may overwrite; the result lies in a buffer."""
     index, flag = buffers.index[: y.size].reshape(y.shape), buffers.flag[: y.size].reshape(y.shape)
     if table.thresholds is None:
@@ -130,7 +132,7 @@ def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: Buffers) -> np
             np.greater(y, threshold, out=flag)
             index += flag.view(np.uint8)
         return index
-    return _buckets(table).search(y, buffers)
+    return _buckets(table).search(y, buffers, within)
 
 
 def _is_counted(table: Codebook) -> bool:
@@ -160,18 +162,17 @@ def _buckets(table: Codebook) -> Buckets:
 
 def pack_words(index: np.ndarray, k: int, out: np.ndarray) -> None:
     """uint8[blocks, 32] indices to uint32[blocks * k] bit planes."""
-    planes = out.reshape(-1, k)
-    step = CHUNK // BLOCK
+    words, flat = out.reshape(-1, k), index.reshape(-1)
     work = np.empty(k * min(index.size, CHUNK), np.uint8)
-    for first in range(0, len(index), step):
-        _pack(index[first : first + step], k, planes[first : first + step], work)
+    for first in range(0, flat.size, CHUNK):
+        part = flat[first : first + CHUNK]
+        _pack(part, k, words[first // BLOCK : (first + CHUNK) // BLOCK], work[: k * part.size].reshape(k, -1))
 
 
 def _pack(index: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
-    """`pack_words` of a chunk, with a buffer of k times its size."""
-    bits = np.bitwise_and(index.reshape(-1), _BITS[:k], out=work[: k * index.size].reshape(k, -1))
-    # packbits takes any other number than 0 for a one.
-    out.reshape(-1, k)[...] = np.packbits(bits, axis=1, bitorder="little").view("<u4").T
+    """`pack_words` of a chunk, flat, to uint32[blocks, k], with room for k times as many bytes: uint8[k, size]."""
+    np.bitwise_and(index, _BITS[:k], out=work)
+    out[...] = np.packbits(work, axis=1, bitorder="little").view(_WORD).T  # takes any other number than 0 for a one
 
 
 def _pack_counts(y: np.ndarray, thresholds: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
@@ -179,12 +180,11 @@ def _pack_counts(y: np.ndarray, thresholds: np.ndarray, k: int, out: np.ndarray,
 
     Bit b of the count changes at each threshold whose number, from 1 on, is a multiple of 2^b.
     """
-    numbers, planes = y.reshape(-1), out.reshape(-1, k)
     above = work[: thresholds.size * y.size].reshape(thresholds.size, y.size)
-    np.greater(numbers, thresholds[:, None], out=above)
-    words = np.packbits(above, axis=1, bitorder="little").view("<u4")
+    np.greater(y, thresholds[:, None], out=above)
+    words = np.packbits(above, axis=1, bitorder="little").view(_WORD)
     for bit in range(k):
-        np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=planes[:, bit])
+        np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=out[:, bit])
 
 
 def unpack_words(packed: np.ndarray, k: int) -> np.ndarray:
