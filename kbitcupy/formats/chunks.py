@@ -281,7 +281,7 @@ def fill_absmax(x: np.ndarray, block: int, out: np.ndarray) -> bool:
 
 def _half_absmax(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> bool:
     """`fill_absmax` of whole blocks of float16, flat, which are not widened for it: two chunks fit in the buffers."""
-    magnitude = buffers.y.view(np.uint16)[: x.size]
+    magnitude = buffers.x.view(np.uint16)[: x.size]
     np.bitwise_and(x.view(np.uint16), np.uint16(0x7FFF), out=magnitude)
     largest = np.empty(x.size // buffers.block, np.uint16)
     _row_max(magnitude, buffers, largest)
@@ -354,12 +354,11 @@ class Buckets:
         largest = float(np.abs(thresholds).max(initial=2.0**-40))
         reach = 2.0 ** (int(np.floor(np.log2(largest))) + 2)
         if reach > 2.0**100:  # magic would not be finite, or not accurate
-            self.magic, self.limit, self._least, self._wide = np.float32(0), np.float32(np.inf), np.uint32(0), False
+            self.magic, self.limit, self._least = np.float32(0), np.float32(np.inf), np.uint32(0)
             self.index = np.full(1 << 16, _AMBIGUOUS, np.uint8)
             return
         self.magic, self.limit = np.float32(reach * (2.0**8 + 1)), np.float32(reach * 0.75)
         self._least = np.float32(reach * 2.0**8).view(np.uint32)  # of -reach
-        self._wide = reach >= 2
         work = np.empty_like(thresholds)
         bucket = self._position(thresholds, work, work.view(np.uint32)).astype(np.intp)
         ends = np.concatenate(([0], bucket + 1, [1 << 16]))
@@ -374,32 +373,44 @@ class Buckets:
         bits -= self._least
         return bits
 
-    def search(self, y: np.ndarray, buffers: Buffers, within: bool = False) -> np.ndarray:
-        """The index of each number of a chunk, which it may overwrite; 0 for NaN. The result lies in a buffer.
-
-        `within`: whether it is known that all numbers lie between -2 and 2.
-        """
-        flat = y if y.ndim == 1 else y.reshape(-1)
+    def search(self, y: np.ndarray, buffers: Buffers) -> np.ndarray:
+        """The index of each number of a chunk, which it may overwrite; 0 for NaN. The result lies in a buffer."""
+        flat = y.reshape(-1)
         parts = buffers.parts(flat.size)
-        nan, index, flag = None, parts.index, parts.flag
+        nan = None
         bucket = self._position(flat, parts.x, parts.bits)
-        if not (within and self._wide) and flat.size and np.maximum.reduce(bucket) > _LAST_BUCKET:
+        if flat.size and np.maximum.reduce(bucket) > _LAST_BUCKET:
             nan = np.isnan(flat)
             np.fmax(flat, -self.limit, out=flat)
             np.fmin(flat, self.limit, out=flat)
             self._position(flat, parts.x, parts.bits)
             bucket &= _LAST_BUCKET
+        rare = self._look_up(parts)
+        if rare.size:
+            self.settle(parts, rare, flat[rare])
+        if nan is not None:
+            parts.index[nan] = 0
+        return parts.index.reshape(y.shape)
+
+    def search_in_place(self, parts: Parts) -> np.ndarray:
+        """`search` of the numbers in ``parts.x``, which all lie between -limit and limit, but for some whose indices
+        are up to `settle`: where these are. The numbers are lost: one buffer less has more room in the cache.
+        """
+        self._position(parts.x, parts.x, parts.bits)
+        return self._look_up(parts)
+
+    def settle(self, parts: Parts, rare: np.ndarray, y: np.ndarray) -> None:
+        """The indices of the numbers `y`, which are those at `rare`."""
+        parts.index[rare] = self.levels[self.thresholds.searchsorted(y)]
+
+    def _look_up(self, parts: Parts) -> np.ndarray:
+        """Fill the indices by buckets; where there are thresholds in those."""
         take = self.index.take
         for position, some, found in parts.looked_up:
             position[...] = some
             take(position, out=found, mode="wrap")
-        np.equal(index, _AMBIGUOUS, out=flag)
-        (rare,) = flag.nonzero()
-        if rare.size:
-            index[rare] = self.levels[self.thresholds.searchsorted(flat[rare])]
-        if nan is not None:
-            index[nan] = 0
-        return index if y.ndim == 1 else index.reshape(y.shape)
+        np.equal(parts.index, _AMBIGUOUS, out=parts.flag)
+        return parts.flag.nonzero()[0]
 
 
 # ---- codes in the bits of bytes --------------------------------------------------------------------------------------

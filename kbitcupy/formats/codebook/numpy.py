@@ -32,6 +32,9 @@ BLOCK = 32
 
 # With divisors from here on, a subnormal x and 0 have quotients on the same side of every threshold.
 _SAFE_DIVISOR = np.float32(2.0**-80)
+# By a scale that is stored the largest number of its block has no larger quotient, if all are finite: the smallest
+# scale is that of what is just not half as large again.
+_LARGEST_QUOTIENT = np.float32(1.5)
 # Up to this many thresholds, counting those below y beats a table.
 _COUNTED = 7
 # The bits of an index, one below the other.
@@ -61,6 +64,8 @@ def encode_blocks(
     buffers = Buffers(x.size, BLOCK)
     begin = ready = 0
     counted, packed = _is_counted(table), planes["packed"][: -(-x.size // BLOCK) * k].reshape(-1, k)
+    buckets = None if counted or table.thresholds is None else _buckets(table)
+    in_place = finite and buckets is not None and buckets.limit >= _LARGEST_QUOTIENT
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
         for first, block in chunks(x, buffers, finite):
             last = first + len(block)
@@ -73,19 +78,25 @@ def encode_blocks(
                 begin, ready = first, first + absmax.size
                 divisors = _divisors(absmax, kind, scale, planes["absmax"][begin:ready]).reshape(-1, 1)
                 least = np.minimum.reduce(divisors, axis=None)
-            parts = buffers.parts(block.size)
+            parts, divisor, out = buffers.parts(block.size), divisors[first - begin : last - begin], packed[first:last]
+            if in_place and least >= _SAFE_DIVISOR and last * BLOCK <= x.size:
+                assert buckets is not None
+                np.divide(block, divisor, out=parts.x_rows)
+                rare = buckets.search_in_place(parts)
+                if rare.size:
+                    numbers = x[first * BLOCK : last * BLOCK][rare].astype(np.float32)
+                    buckets.settle(parts, rare, numbers / divisor[rare // BLOCK, 0])
+                _pack(parts.index, k, out, parts.planes[:k])
+                continue
             if table.thresholds is None or least < _SAFE_DIVISOR:
                 np.copyto(parts.y_rows, block)
                 block = flush_chunk(parts.y_rows)
-            np.divide(block, divisors[first - begin : last - begin], out=parts.y_rows)
-            out = packed[first:last]
+            np.divide(block, divisor, out=parts.y_rows)
             if counted:
                 assert table.thresholds is not None
                 _pack_counts(parts.y, table.thresholds, k, out, buffers.position.view(np.bool_))
             else:
-                # Numbers that are finite are at most half as large again as the scale that they are divided by, or 0.
-                index = _search(parts.y, table, scale is not None, buffers, finite)
-                _pack(index, k, out, parts.planes[:k])
+                _pack(_search(parts.y, table, scale is not None, buffers), k, out, parts.planes[:k])
 
 
 def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.ndarray) -> np.ndarray:
@@ -121,7 +132,7 @@ def nearest(y: np.ndarray, table: Codebook, clamp: bool) -> np.ndarray:
     return index
 
 
-def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: Buffers, within: bool = False) -> np.ndarray:
+def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: Buffers) -> np.ndarray:
     """`nearest` of a chunk, which it may overwrite; the result lies in a buffer."""
     index, flag = buffers.index[: y.size].reshape(y.shape), buffers.flag[: y.size].reshape(y.shape)
     if table.thresholds is None:
@@ -132,7 +143,7 @@ def _search(y: np.ndarray, table: Codebook, clamp: bool, buffers: Buffers, withi
             np.greater(y, threshold, out=flag)
             index += flag.view(np.uint8)
         return index
-    return _buckets(table).search(y, buffers, within)
+    return _buckets(table).search(y, buffers)
 
 
 def _is_counted(table: Codebook) -> bool:
