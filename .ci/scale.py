@@ -134,14 +134,17 @@ def _write_index(folder):
 
 def write_checkpoint(folder, shards):
     """A checkpoint of so many shards, which many threads write."""
-    numbers = [np.random.default_rng(i).standard_normal(SHAPE, np.float32).astype(np.float16) for i in range(NUMBERS)]
     folder.mkdir()
+
+    def normal(seed):
+        return np.random.default_rng(seed).standard_normal(SHAPE, np.float32).astype(np.float16)
 
     def write(number):
         tensors = {f"layers.{number:03}.{i}": numbers[(number + i) % NUMBERS] for i in range(TENSORS)}
         kb.io.save(folder / _name(number, shards), tensors)
 
     with ThreadPoolExecutor(16) as pool:
+        numbers = list(pool.map(normal, range(NUMBERS)))
         list(pool.map(write, range(shards)))
     _write_index(folder)
 
