@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import struct
 import subprocess
@@ -735,4 +736,5 @@ def main(words=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the RAM disk is left as it was found
     sys.exit(main())
