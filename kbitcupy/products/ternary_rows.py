@@ -47,7 +47,7 @@ GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
 # token and of several.
 _LEAST_OF_ONE, _LEAST_OF_FEW, _LEAST_OF_SEVERAL = 60, 16, 24
 # Elements of a weight with few rows from which on several tokens that are quantized ahead gain by such thread blocks.
-_EARLY = 1 << 25
+_EARLY = 3 << 24
 # Lines of a warp's codes that the L2 cache is to have before tokens are there. Those that are quantized meanwhile come
 # later by it where they are longer, all together, than so many bytes.
 _AHEAD, _FEW_AHEAD, _EARLY_AHEAD, _MOST_AHEAD_OF = 2, 4, 8, 1 << 15
