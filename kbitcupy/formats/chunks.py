@@ -30,7 +30,7 @@ _NARROWED, _FEW = 1 << 15, 1 << 10
 _LESS_BIAS = np.float32(2.0**-112)
 _TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
 # Buckets whose indices are looked up at a time, since NumPy wants their numbers in 8 bytes each.
-_LOOKED_UP = 1 << 18
+_LOOKED_UP = 1 << 17
 # Bytes of a line of the cache.
 _LINE = 64
 # Bytes of a block from which on it is reduced as it is: for shorter ones that is slow.
