@@ -1,16 +1,20 @@
 """How checkpoint jobs grow with workers, cores and GPUs: ``python .ci/scale.py FOLDER [GROUP...]``.
 
 FOLDER is on a RAM disk. A whole job is timed: names and space checked, shards of 537 MB of float16 read, compressed to
-kbit4 or decoded, and written. GB are those of float16. What is compared is timed in turns, and lines are medians; those
-that fall short of what they are to reach are named at the end, and the status is 1.
+kbit4 or decoded, and written. GB are those of float16. What is compared takes turns, A B A B, as often as the time of
+its group allows. Speeds are medians, and what one is beside another is a ratio of least times: whatever else a host
+does meanwhile only adds to them. Each line says at once whether it is met; those that fall short of what they are to
+reach are named again at the end, and the status is 1.
 
+    cores   `workers=2` beside 1
+    numpy   8 processes beside one
     gpus    1, 4 and 8 workers on a GPU, beside a prototype; as many on each of two GPUs, by threads and by processes
     dask    two workers of dask-cuda beside one; compressed chunks that are spilled to the host and come back
     memory  peak of the host's memory, beside workers times the largest tensor
-    numpy   8 processes beside one
-    cores   `workers=2` beside 1
 
-All bytes are compared with those of one worker. What takes two GPUs is left out where there is one.
+All bytes are compared with those of one worker. What takes two GPUs is left out where there is one. A virtual machine
+may get its memory when that is written to first, which then counts as work of a job: so as much of the RAM disk as all
+jobs need is written to beforehand.
 """
 
 import argparse
@@ -20,7 +24,9 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import shutil
+import signal
 import statistics
 import struct
 import subprocess
@@ -49,34 +55,62 @@ FEW = 8
 #: Formats whose `workers=` is timed, the dtype of the numbers, and how many there are.
 CORES = (("kbit4", "float16"), ("int8", "float32"), ("q4_0", "float32"), ("nf4", "float32"))
 ELEMENTS = 1 << 25
-#: Pairs of times for each round, and runs of which the shortest is a time; the name of what two CPUs are worth, and how
-#: often it hashes.
-PAIRS, RUNS = 3, 3
-ALONE, HASHED = "hashing, which needs no memory", 1 << 16
+#: What else two CPUs do, which says what they are worth: its names, and how often one of it hashes.
+HASHING, APART = "two threads that hash beside one", "two processes of half the numbers beside one"
+HASHED = 1 << 18
 #: Compressed chunks for each worker of dask-cuda, their elements, and the bytes that its GPU may hold of them.
 CHUNKS, CHUNK, DEVICE_LIMIT = 18, (1 << 14, 1 << 14), 1_000_000_000
 #: Processes of NumPy.
 PROCESSES = 8
+#: Seconds of all, and how those that are left are shared out to groups; of two directions of a job, how much the first
+#: one gets; what the end of a group takes after its rounds, and rounds that each has whatever it takes.
+SECONDS = 280
+SHARES = {"cores": 25, "numpy": 35, "gpus": 105, "dask": 50, "memory": 35}
+FIRST, SPILLING, LEAST_ROUNDS = 0.4, 15, 2
+#: Bytes that are written to the RAM disk at a time before there is a checkpoint, by how many threads, the memory that
+#: is to be left beside them, and how often one of them waits for that, how many seconds.
+TOUCHED, TOUCHING, LEFT, PATIENCE, MOMENT = 1 << 26, 8, 2e9, 400, 0.1
 _INDEX = "model.safetensors.index.json"
 
 
 class Lines:
     """What was found, beside what is to be reached."""
 
-    def __init__(self):
-        self.short = []
+    def __init__(self, until=float("inf")):
+        self.short, self.until = [], until
 
     def add(self, what, value, least=None, most=None, note=""):
         """Print a line."""
         target = f"at least {least}" if least is not None else f"at most {most}" if most is not None else ""
         missed = (least is not None and value < least) or (most is not None and value > most)
         self.short += [f"{what}: {value:.2f} ({target})"] * missed
-        print(f"{what:72} {value:8.2f}  {target:14}{'SHORT ' * missed}{note}", flush=True)
+        said = "SHORT" if missed else "met" if target else ""
+        print(f"{what:66} {value:8.2f}  {target:14} {said:6} {note}", flush=True)
 
     def right(self, what, is_right):
         """Print whether something holds."""
         self.short += [what] * (not is_right)
-        print(f"{what:72} {'yes' if is_right else 'NO':>8}", flush=True)
+        print(f"{what:66} {'yes' if is_right else 'NO':>8}", flush=True)
+
+    def ratio(self, what, one, two, least=None):
+        """Print by how much the least of some times is shorter than that of others; medians stand beside it."""
+        ratio, middle = min(one) / min(two), statistics.median(one) / statistics.median(two)
+        self.add(what, ratio, least, note=f"medians {middle:.2f}, of {len(one)} and {len(two)}")
+
+
+def in_turns(calls, until, most):
+    """Seconds that these calls, which tell them, have taken by their names: so many rounds at most, as long as there
+    is time, but a few.
+    """
+    seconds = defaultdict(list)
+    for number in range(most):
+        began = time.monotonic()
+        for name, call in calls.items():
+            seconds[name].append(call(not number))
+        now = time.monotonic()
+        if number + 1 >= LEAST_ROUNDS and now + (now - began) > until:
+            break
+    return seconds
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -101,16 +135,47 @@ def _write_index(folder):
 
 def write_checkpoint(folder, shards):
     """A checkpoint of so many shards, which many threads write."""
-    numbers = [np.random.default_rng(i).standard_normal(SHAPE, np.float32).astype(np.float16) for i in range(NUMBERS)]
     folder.mkdir()
+
+    def normal(seed):
+        return np.random.default_rng(seed).standard_normal(SHAPE, np.float32).astype(np.float16)
 
     def write(number):
         tensors = {f"layers.{number:03}.{i}": numbers[(number + i) % NUMBERS] for i in range(TENSORS)}
         kb.io.save(folder / _name(number, shards), tensors)
 
     with ThreadPoolExecutor(16) as pool:
+        numbers = list(pool.map(normal, range(NUMBERS)))
         list(pool.map(write, range(shards)))
     _write_index(folder)
+
+
+def available():
+    """Bytes of memory that the system can still give, where it tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+
+
+def touch(folder, nbytes):
+    """Write so many bytes to the RAM disk, and remove them: how many could be written."""
+    folder.mkdir()
+    zeros, waits = np.zeros(TOUCHED, np.uint8), [MOMENT] * PATIENCE
+
+    def write(number):
+        while available() < LEFT:  # more may be on its way
+            if not waits:
+                return 0
+            time.sleep(waits.pop())
+        (folder / str(number)).write_bytes(zeros)
+        return zeros.nbytes
+
+    with ThreadPoolExecutor(TOUCHING) as pool:
+        written = sum(pool.map(write, range(-(-nbytes // TOUCHED))))
+    remove(folder)
+    return written
 
 
 def first(folder, shards):
@@ -124,15 +189,22 @@ def first(folder, shards):
     return found
 
 
+#: Of a shard, the bytes that it takes with what becomes of it: once compressed, twice decoded.
+_TIMES = 3.5
+
+
+def shard_nbytes():
+    return 2 * TENSORS * SHAPE[0] * SHAPE[1]
+
+
 def room(folder):
-    """How many shards there is room for, and beside them for what becomes of them: once compressed, twice decoded."""
-    return int(shutil.disk_usage(folder).free / (2 * TENSORS * SHAPE[0] * SHAPE[1]) / 3.5)
+    """How many shards there is room for, and beside them for what becomes of them."""
+    return int(shutil.disk_usage(folder).free / shard_nbytes() / _TIMES)
 
 
 def floats(folder):
     """GB of a checkpoint as float16."""
-    shards = len(list(folder.glob("*.safetensors")))
-    return shards * TENSORS * SHAPE[0] * SHAPE[1] * 2 / 1e9
+    return len(list(folder.glob("*.safetensors"))) * shard_nbytes() / 1e9
 
 
 def same(folder, expected):
@@ -247,7 +319,7 @@ def compressed(folder):
 
 
 def gpus(folder, lines, rounds):
-    names = devices()
+    names, began = devices(), time.monotonic()
     source, back, out = folder / "source", folder / "back", folder / "out"
     job("quantize", first(source, 1), out, None, names[0])  # kernels are compiled
     job("dequantize", out, back, None, names[0])
@@ -260,26 +332,32 @@ def gpus(folder, lines, rounds):
         who |= {f"{n} workers": (stack.enter_context(executors.local(n, names[:1])), names[:1]) for n in (4, 8)}
         for n in (4, 8) if len(names) > 1 else ():
             who[f"{n} workers on each of two, threads"] = stack.enter_context(executors.local(2 * n, names)), names
-            began = time.perf_counter()
+            start = time.perf_counter()
             pool = stack.enter_context(executors.local(2 * n, names, executors.APART))
             who[f"{n} workers on each of two, processes"] = pool, names
             job("quantize", first(source, FEW), out, pool, names)
             remove(out)
-            lines.add(f"processes of two GPUs and their first {FEW} shards, s", time.perf_counter() - began)
+            lines.add(f"processes of two GPUs and their first {FEW} shards, s", time.perf_counter() - start)
         prototypes = {n: Prototype(n, names[0], _cupy()) for n in (1, 4, 8)}
         for prototype in prototypes.values():
             stack.callback(prototype.close)
-        for direction, read, expected in (("quantize", source, small), ("dequantize", small, back)):
+        half = began + FIRST * (lines.until - began)
+        for direction, read, expected, until in (
+            ("quantize", source, small, half),
+            ("dequantize", small, back, lines.until),
+        ):
             calls = {
                 name: functools.partial(job, direction, executor=own, device=on) for name, (own, on) in who.items()
             }
             if direction == "dequantize":
-                beside = {
+                calls |= {
                     _prototype(n): functools.partial(each.dequantize, expected=back) for n, each in prototypes.items()
                 }
-                calls |= beside
-            speeds = _timed(direction, calls, read, expected, out, rounds, lines)
-            _say_speeds(direction, speeds, lines)
+            runs = {
+                name: functools.partial(_run, f"{direction}, {name}", call, read, expected, out, lines)
+                for name, call in calls.items()
+            }
+            _say(direction, in_turns(runs, until, rounds), floats(source), lines)
     remove(back)
 
 
@@ -287,30 +365,39 @@ def _prototype(workers):
     return f"prototype of {workers}"
 
 
-def _timed(direction, calls, source, expected, out, rounds, lines):
-    """GB/s of each of these calls, which take what to read and where to write."""
-    speeds = defaultdict(list)
-    for number in range(rounds):
-        for name, call in calls.items():
-            read = first(source, FEW) if name in ("1 worker", _prototype(1)) else source
-            speeds[name].append(floats(read) / call(source=read, out=out))
-            if not number:
-                lines.right(f"{direction}, {name}: the bytes of one worker", same(out, expected))
-            remove(out)
-    return speeds
+def _alone(who):
+    """Whether it is one worker, for whom some shards are enough."""
+    return who in ("1 worker", _prototype(1))
 
 
-def _say_speeds(direction, speeds, lines):
-    median = {name: statistics.median(found) for name, found in speeds.items()}
+def _run(what, call, source, expected, out, lines, is_first):
+    """The seconds of a job, or of the part of it that is enough for one worker."""
+    alone = _alone(what.partition(", ")[2])
+    seconds = call(source=first(source, FEW) if alone else source, out=out)
+    if is_first:
+        lines.right(f"{what}: the bytes of one worker", same(out, expected))
+    remove(out)
+    return seconds
+
+
+def _say(direction, seconds, nbytes, lines):
+    """Speeds and ratios of jobs of so many GB."""
+    few = min(nbytes, FEW * shard_nbytes() / 1e9)
     least = {"1 worker": 3.3, "4 workers": 10, "8 workers": 14} if direction == "quantize" else {}
-    for name, found in speeds.items():
-        lines.add(f"{direction}, {name}, GB/s", median[name], least.get(name), note=f"best {max(found):.2f}")
+    for name, found in seconds.items():
+        _say_speed(f"{direction}, {name}", few if _alone(name) else nbytes, found, lines, least.get(name))
     for n, name in ((1, "1 worker"), (4, "4 workers"), (8, "8 workers")):
-        if _prototype(n) in median:
-            lines.add(f"{direction}, {name} beside the prototype", median[name] / median[_prototype(n)], 0.85)
-        two = [each for who, each in median.items() if who.startswith(f"{n} workers on each")]
+        if _prototype(n) in seconds:
+            what = f"{direction}, {name} beside the prototype"
+            lines.ratio(what, seconds[_prototype(n)], seconds[name], 0.85)
+        two = [found for who, found in seconds.items() if who.startswith(f"{n} workers on each")]
         if two:
-            lines.add(f"{direction}, {n} workers on each of two GPUs beside {n} on one", max(two) / median[name], 1.7)
+            what = f"{direction}, {n} workers on each of two GPUs beside {n} on one"
+            lines.ratio(what, seconds[name], min(two, key=min), 1.7)
+
+
+def _say_speed(what, nbytes, seconds, lines, least=None):
+    lines.add(f"{what}, GB/s", nbytes / statistics.median(seconds), least, note=f"best {nbytes / min(seconds):.2f}")
 
 
 # ---- Dask ------------------------------------------------------------------------------------------------------------
@@ -331,22 +418,19 @@ def dask(folder, lines, rounds):
     source, small, out = folder / "source", compressed(folder), folder / "out"
     with cluster(folder) as made, Client(made) as client:
         workers = list(client.scheduler_info(n_workers=-1)["workers"])
-        speeds, names = defaultdict(list), [f"{count} workers of dask-cuda" for count in (1, len(workers))]
-        for number in range(-1, rounds):
-            for name, count in zip(names, (1, len(workers)), strict=True):
-                read = source if number >= 0 else first(source, FEW)
-                executor = client.get_executor(pure=False, workers=workers[:count])
-                seconds = job("quantize", read, out, executor, "auto")
-                if number >= 0:
-                    speeds[name].append(floats(read) / seconds)
-                else:  # kernels are loaded
-                    lines.right(f"quantize, {name}: the bytes of one worker", same(out, small))
-                remove(out)
-        for name, found in speeds.items():
-            lines.add(f"quantize, {name}, GB/s", statistics.median(found), note=f"best {max(found):.2f}")
+        calls = {}
+        for count in sorted({1, len(workers)}):
+            what = f"quantize, {count} workers of dask-cuda"
+            executor = client.get_executor(pure=False, workers=workers[:count])
+            call = functools.partial(job, "quantize", executor=executor, device="auto")
+            calls[what] = functools.partial(_run, what, call, source, small, out, lines)
+            call(source=first(source, FEW), out=out)  # kernels are loaded
+            remove(out)
+        seconds = in_turns(calls, lines.until - SPILLING, rounds)
+        for what, found in seconds.items():
+            _say_speed(what, floats(source), found, lines)
         if len(workers) > 1:
-            one, two = (statistics.median(speeds[name]) for name in names)
-            lines.add("quantize, two workers of dask-cuda beside one", two / one, 1.7)
+            lines.ratio("quantize, two workers of dask-cuda beside one", *seconds.values(), 1.7)
         _spill(client, len(workers), lines)
 
 
@@ -482,21 +566,31 @@ def _peak(direction, source, out, workers, device, tried=0):
 
 
 def numpy(folder, lines, rounds):
-    small, out = compressed(folder), folder / "out"
-    several, one = first(folder / "source", 2 * FEW), first(folder / "source", FEW // 2)
-    alone = floats(one) / job("quantize", one, out, None, "cpu")
-    lines.right("NumPy: the bytes of a GPU", same(out, small))
-    remove(out)
-    began = time.perf_counter()
-    with executors.local(PROCESSES) as pool:
-        job("quantize", several, out, pool, "cpu")
-    together = floats(several) / (time.perf_counter() - began)
-    lines.right(f"NumPy, {PROCESSES} processes: the bytes of one worker", same(out, small))
-    remove(out)
-    lines.add("NumPy, GB/s of one process", alone)
-    lines.add(
-        f"NumPy, {PROCESSES} processes and their start beside one", together / alone, 5, note=f"{together:.2f} GB/s"
-    )
+    """One process on few shards, and several, which begin with the job, on all, so that their start weighs little."""
+    small, out, source = compressed(folder), folder / "out", folder / "source"
+    few = first(source, FEW // 2)
+
+    def run(read, pool, what, is_first):
+        began = time.perf_counter()
+        with pool() as executor:
+            job("quantize", read, out, executor, "cpu")
+            seconds = time.perf_counter() - began
+        if is_first:
+            lines.right(what, same(out, small))
+        remove(out)
+        return seconds / floats(read)
+
+    several = functools.partial(executors.local, PROCESSES)
+    calls = {
+        "NumPy": functools.partial(run, few, contextlib.nullcontext, "NumPy: the bytes of a GPU"),
+        f"NumPy, {PROCESSES} processes": functools.partial(
+            run, source, several, f"NumPy, {PROCESSES} processes: the bytes of one worker"
+        ),
+    }
+    seconds = in_turns(calls, lines.until, rounds)
+    for what, found in seconds.items():
+        _say_speed(what, 1, found, lines)
+    lines.ratio(f"NumPy, {PROCESSES} processes and their start beside one", *seconds.values(), 5)
 
 
 def cores(folder, lines, rounds):
@@ -506,12 +600,17 @@ def cores(folder, lines, rounds):
     shared = ": two threads may share one" * (count < len(cpus))
     print(f"{len(cpus)} CPUs, of {count} cores as the system tells{shared}")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        seconds = pool.submit(_two_threads, PAIRS * rounds).result()
-    for what, pairs in seconds.items():
-        ratios = [one / two for one, two in pairs]
-        note = f"{min(ratios):.2f} to {max(ratios):.2f}; one {1e3 * min(one for one, _ in pairs):.0f} ms"
-        least = None if what == ALONE else 1.7
-        lines.add(f"workers=2 beside 1: {what}", statistics.median(ratios), least, note=note)
+        seconds = pool.submit(_two_threads, lines.until, 10 * rounds).result()
+    for what, (one, two) in seconds.items():
+        least = None if what in (HASHING, APART) else 1.7
+        lines.ratio(what if least is None else f"workers=2 beside 1: {what}", one, two, least)
+        print(f"    ms: {_few(one)} and {_few(two)}", flush=True)
+
+
+def _few(seconds):
+    """The least of them in ms, and those that a tenth and half of them are below."""
+    ordered = sorted(seconds)
+    return " ".join(f"{1e3 * ordered[int(part * (len(ordered) - 1))]:.1f}" for part in (0, 0.1, 0.5))
 
 
 def _siblings(cpu):
@@ -522,31 +621,86 @@ def _siblings(cpu):
         return str(cpu)
 
 
-def _two_threads(pairs):
-    """So many pairs of seconds, of one thread and of two, by what they do, which takes turns: pairs lie apart."""
-    x = np.random.default_rng(0).standard_normal(ELEMENTS, np.float32).reshape(-1, 4096)
-    calls = {f"{format} of {dtype}": functools.partial(kb.quantize, x.astype(dtype), format) for format, dtype in CORES}
-    calls[ALONE] = _alone
-    found = {what: [] for what in calls}
-    for _ in range(pairs):
-        for what, call in calls.items():
-            seconds = {1: [], 2: []}
-            for _ in range(RUNS):
-                for workers, own in seconds.items():
-                    began = time.perf_counter()
-                    call(workers=workers)
-                    own.append(time.perf_counter() - began)
-            found[what].append(tuple(map(min, seconds.values())))
-    return found
+def _numbers():
+    return np.random.default_rng(0).standard_normal(ELEMENTS, np.float32).reshape(-1, min(4096, ELEMENTS // 2))
 
 
-def _alone(workers):
-    """Work that needs neither memory nor the interpreter, shared by threads: what two of these CPUs are worth."""
+def _two_threads(until, most):
+    """Seconds of one and of two, in turns, by what they do: the first format, what two CPUs are worth beside, and then
+    the other formats, which have half of the time.
+    """
+    x, pairs = _numbers(), {}
+    for format, dtype in CORES:
+        quantize = functools.partial(kb.quantize, x.astype(dtype), format)
+        pairs[f"{format} of {dtype}"] = [functools.partial(_timed, quantize, workers) for workers in (1, 2)]
+    with ProcessPoolExecutor(2, get_context("spawn"), _begin_half, (get_context("spawn").Barrier(2),)) as pool:
+        own, *others = pairs
+        beside = {own: pairs.pop(own), HASHING: [functools.partial(_timed, _hash, workers) for workers in (1, 2)]}
+        beside[APART] = [beside[own][0], functools.partial(_halves, pool)]
+        found = {}
+        for part, ends in ((beside, (time.monotonic() + until) / 2), (pairs, until)):
+            calls = {(what, number): call for what, both in part.items() for number, call in enumerate(both)}
+            for call in calls.values():
+                call(True)
+            seconds = in_turns(calls, ends, most)
+            found |= {what: (seconds[what, 0], seconds[what, 1]) for what in part}
+    return {what: found[what] for what in (own, *others, HASHING, APART)}
+
+
+def _timed(function, workers, is_first):
+    began = time.perf_counter()
+    function(workers=workers)
+    return time.perf_counter() - began
+
+
+def _hash(workers):
+    """Work that needs neither memory nor the interpreter, shared by threads."""
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(lambda _: hashlib.pbkdf2_hmac("sha256", b"", b"", HASHED // workers), range(workers)))
 
 
-GROUPS = {"gpus": gpus, "dask": dask, "memory": memory, "numpy": numpy, "cores": cores}
+#: What a process of two has: half of the numbers, and what both wait at.
+_own = {}
+
+
+def _begin_half(together):
+    dtype = CORES[0][1]
+    _own.update(x=np.split(_numbers().astype(dtype), 2)[0], together=together)
+
+
+def _half(number):
+    _own["together"].wait()
+    began = time.monotonic()
+    kb.quantize(_own["x"], CORES[0][0])
+    return began, time.monotonic()
+
+
+def _halves(pool, is_first):
+    """What `workers=2` would take of processes, which do not share an interpreter."""
+    began, ended = zip(*pool.map(_half, range(2)), strict=True)
+    return max(ended) - min(began)
+
+
+GROUPS = {"cores": cores, "numpy": numpy, "gpus": gpus, "dask": dask, "memory": memory}
+
+
+def _say_host():
+    """What it is measured on."""
+    try:
+        cpus = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
+    except (OSError, IndexError):
+        cpus = platform.processor()
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    print(f"{cpus}, {nodes} nodes, {platform.release()}, load {' '.join(f'{load:.1f}' for load in os.getloadavg())}")
+
+
+def _source(folder, shards):
+    """The checkpoint that all jobs read, on memory that was written to before."""
+    began = time.perf_counter()
+    nbytes = touch(folder / "touched", int(shards * shard_nbytes() * _TIMES))
+    seconds = time.perf_counter() - began
+    print(f"{nbytes / 1e9:.0f} GB of the RAM disk written to beforehand: {seconds:.0f} s", flush=True)
+    write_checkpoint(folder / "source", shards)
 
 
 def main(words=None):
@@ -554,26 +708,33 @@ def main(words=None):
     parser.add_argument("folder", type=Path)
     parser.add_argument("groups", nargs="*", choices=[[], *GROUPS], metavar="GROUP")
     parser.add_argument("--shards", type=int, default=32, help="fewer where there is no room for them")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9, help="at most, for each group")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all groups, if least rounds take no longer")
     chosen = parser.parse_args(words)
-    lines, shards = Lines(), min(chosen.shards, room(chosen.folder))
-    print(f"{shards} shards")
+    ends, lines, shards = time.monotonic() + chosen.seconds, Lines(), min(chosen.shards, room(chosen.folder))
+    _say_host()
+    left = list(chosen.groups or GROUPS)
     with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
-        for group in ["source", *(chosen.groups or GROUPS)]:
-            began = time.perf_counter()
-            if group == "source":
-                write_checkpoint(Path(name) / group, shards)
-            else:
-                try:
-                    GROUPS[group](Path(name), lines, chosen.rounds)
-                except Exception:  # the others are worth running
-                    traceback.print_exc()
-                    lines.right(f"{group} could be run", False)
-                shutil.rmtree(Path(name) / "out", ignore_errors=True)
-            print(f"---- {group}: {time.perf_counter() - began:.0f} s", flush=True)
-    print(*(f"short: {line}" for line in lines.short), sep="\n")
+        folder = Path(name)
+        while left:
+            began = time.monotonic()
+            if left[0] != "cores" and not (folder / "source").exists():
+                _source(folder, shards)
+                print(f"---- {shards} shards: {time.monotonic() - began:.0f} s", flush=True)
+                continue
+            lines.until = began + (ends - began) * SHARES[left[0]] / sum(SHARES[each] for each in left)
+            group = left.pop(0)
+            try:
+                GROUPS[group](folder, lines, chosen.rounds)
+            except Exception:  # the others are worth running
+                traceback.print_exc()
+                lines.right(f"{group} could be run", False)
+            shutil.rmtree(folder / "out", ignore_errors=True)
+            print(f"---- {group}: {time.monotonic() - began:.0f} s", flush=True)
+    print(*(f"short: {line}" for line in lines.short), sep="\n", flush=True)
     return bool(lines.short)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the RAM disk is left as it was found
     sys.exit(main())

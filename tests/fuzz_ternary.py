@@ -27,8 +27,10 @@ PLANS = (
     ternary_rows.float_rows_of,
     ternary_rows.quantized_rows_of,
     ternary_rows.int8_rows_of,
+    ternary_rows.bytes_rows_of,
     ternary_stream._fragments,
     ternary_stream._quantized,
+    ternary_stream._given,
 )
 GRANULARITIES = ["tensor", ("channel", 0), ("group", 32), ("group", 64), ("group", 128), ("group", 96)]
 
@@ -37,6 +39,14 @@ def clear_plans():
     """Products are planned anew, by what `ternary_rows` says now."""
     for function in PLANS:
         function.cache_clear()
+
+
+def own_rows(monkeypatch, few):
+    """Let warps have rows of their own in any weight: as in large ones, or as in those with few rows."""
+    monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 1 << 30 if few else 0)
+    for name in ("_LEAST_OF_FEW", "_LEAST_OF_SEVERAL", "_EARLY"):
+        monkeypatch.setattr(ternary_rows, name, 0)
+    clear_plans()
 
 
 def weight(rng, rows, depth, granularity, cupy):

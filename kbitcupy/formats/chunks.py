@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -29,7 +30,7 @@ _NARROWED, _FEW = 1 << 15, 1 << 10
 _LESS_BIAS = np.float32(2.0**-112)
 _TOO_LARGE = (np.float32(65520) * _LESS_BIAS).view(np.uint32)
 # Buckets whose indices are looked up at a time, since NumPy wants their numbers in 8 bytes each.
-_LOOKED_UP = 1 << 18
+_LOOKED_UP = 1 << 17
 # Bytes of a line of the cache.
 _LINE = 64
 # Bytes of a block from which on it is reduced as it is: for shorter ones that is slow.
@@ -70,13 +71,68 @@ class Buffers:
     def __init__(self, size: int, block: int):
         self.block, self.chunk = block, CHUNK * AT_ONCE.get()
         size = min(size + -size % block, self.chunk)
-        memory = room("buffers", 18 * size, np.uint8)  # one call of `room`, which small arrays would feel
+        memory = room("buffers", 17 * size, np.uint8)  # one call of `room`, which small arrays would feel
         self.position = memory[: 8 * size].view(np.intp)
         self.x = memory[8 * size : 12 * size].view(np.float32)
         self.y = memory[12 * size : 16 * size].view(np.float32)
-        self.index = memory[16 * size : 17 * size]
-        self.flag = memory[17 * size :].view(np.bool_)
+        self.index = memory[16 * size :]
+        # Where others are, which are in the cache already: `x`; and `x` and `y`, when there are indices.
+        self.flag = memory[8 * size : 9 * size].view(np.bool_)
+        self.planes = memory[8 * size : 16 * size]
+        self._parts: Parts | None = None
         self.starts = row_starts(2 * size, block)  # see `_half_absmax`
+
+    def parts(self, size: int) -> Parts:
+        """Those of a chunk of so many elements, the same for all that have as many."""
+        if self._parts is None or self._parts.size != size:
+            self._parts = Parts(self, size)
+        return self._parts
+
+
+class Parts:
+    """Buffers of chunks of one size, as calls want to see them, made once: beside another thread, which waits for what
+    Python does between two calls, and makes that slower by all that both look at, this counts.
+
+    Parameters
+    ----------
+    buffers : Buffers
+        The buffers.
+    size : int
+        Elements of a chunk, whole blocks.
+    """
+
+    def __init__(self, buffers: Buffers, size: int):
+        # Not the buffers themselves: in a circle they would be kept until somebody looks for such.
+        self.size, self._block, self._y, self._planes = size, buffers.block, buffers.y, buffers.planes
+        self.x, self.index, self.flag = buffers.x[:size], buffers.index[:size], buffers.flag[:size]
+        self.bits = self.x.view(np.uint32)
+        if size <= _LOOKED_UP:
+            self.looked_up = [(buffers.position[:size], self.bits, self.index)]
+        else:
+            self.looked_up = [
+                (buffers.position[: end - first], self.bits[first:end], self.index[first:end])
+                for first, end in itertools.pairwise((*range(0, size, _LOOKED_UP), size))
+            ]
+
+    @functools.cached_property
+    def x_rows(self) -> np.ndarray:
+        """`x`, a block in each row."""
+        return self.x.reshape(-1, self._block)
+
+    @functools.cached_property
+    def y(self) -> np.ndarray:
+        """The other numbers, flat."""
+        return self._y[: self.size]
+
+    @functools.cached_property
+    def y_rows(self) -> np.ndarray:
+        """`y`, a block in each row."""
+        return self.y.reshape(-1, self._block)
+
+    @functools.cached_property
+    def planes(self) -> np.ndarray:
+        """Where `x` and `y` are, eight bytes for each element: uint8[8, size]."""
+        return self._planes[: 8 * self.size].reshape(8, self.size)
 
 
 @functools.lru_cache(maxsize=16)
@@ -87,22 +143,31 @@ def row_starts(size: int, row: int) -> np.ndarray:
     return starts
 
 
-def chunks(x: np.ndarray, buffers: Buffers) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of the first block, float32[blocks, block]) of a flat array, not to be written: zeros beyond its end."""
+def chunks(x: np.ndarray, buffers: Buffers, finite: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of the first block, float32[blocks, block]) of a flat array, not to be written: zeros beyond its end.
+
+    `finite`: whether it is known that all numbers are.
+    """
     block = buffers.block
     for start in range(0, x.size, buffers.chunk):
         part = x[start : start + buffers.chunk]
-        if x.dtype != np.float32 or part.size % block:
-            padded = buffers.x[: part.size + -part.size % block]
-            widen(part, padded[: part.size])
-            padded[part.size :] = 0
-            part = padded
-        yield start // block, part.reshape(-1, block)
+        if x.dtype == np.float32 and not part.size % block:
+            yield start // block, part.reshape(-1, block)
+            continue
+        parts = buffers.parts(part.size + -part.size % block)
+        if parts.size == part.size:
+            widen(part, parts.x, finite)
+        else:
+            widen(part, parts.x[: part.size], finite)
+            parts.x[part.size :] = 0
+        yield start // block, parts.x_rows
 
 
-def widen(x: np.ndarray, out: np.ndarray) -> None:
-    """Fill a float32 array with floats: NumPy's own cast of float16 takes four times as long."""
-    if x.dtype == np.float16 and x.size and not has_special(x):
+def widen(x: np.ndarray, out: np.ndarray, finite: bool = False) -> None:
+    """Fill a float32 array with floats, of which it may be known that they are finite: NumPy's own cast of float16
+    takes four times as long.
+    """
+    if x.dtype == np.float16 and x.size and (finite or not has_special(x)):
         # Exponent and mantissa where those of float32 are, at a bias that is less by 112; the sign came along up to
         # bit 28.
         bits = out.view(np.int32)
@@ -186,33 +251,46 @@ def block_absmax(x: np.ndarray, block: int, out: np.ndarray | None = None) -> np
     """max|x| of each block of a flat array, float32, as `chunk_absmax` has it; `out` receives it where it is given."""
     if out is None:
         out = np.empty(-(-x.size // block), np.float32)
-    buffers = Buffers(x.size, block)
-    whole = x.size - x.size % block if x.dtype == np.float16 else 0
-    for start in range(0, whole, 2 * buffers.chunk):
-        _half_absmax(x[start : min(start + 2 * buffers.chunk, whole)], buffers, out[start // block :])
-    rest, numbers = out[whole // block :], x[whole:]
-    bits = rest.view(np.uint32)
-    for first, rows in chunks(numbers, buffers):
-        _row_max(_magnitudes(rows, buffers), buffers, bits[first : first + len(rows)])
-    # One look at all chunks, since a call takes as long for some hundred numbers as for one.
-    if bits.size and np.maximum.reduce(bits) > _INFINITE:
-        for first, rows in chunks(numbers, buffers):
-            chunk_absmax(rows, buffers, rest[first : first + len(rows)])
-    elif bits.size and np.minimum.reduce(bits) < _NORMAL:
-        flush_chunk(rest)
+    fill_absmax(x, block, out)
     return out
 
 
-def _half_absmax(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
-    """`chunk_absmax` of whole blocks of float16, flat, which are not widened for it: two chunks fit in the buffers."""
-    magnitude = buffers.y.view(np.uint16)[: x.size]
+def fill_absmax(x: np.ndarray, block: int, out: np.ndarray) -> bool:
+    """`block_absmax` into `out`; whether all numbers are finite."""
+    buffers = Buffers(x.size, block)
+    whole = x.size - x.size % block if x.dtype == np.float16 else 0
+    finite = True
+    for start in range(0, whole, 2 * buffers.chunk):
+        part = x[start : min(start + 2 * buffers.chunk, whole)]
+        finite &= _half_absmax(part, buffers, out[start // block :])
+    rest, numbers = out[whole // block :], x[whole:]
+    bits = rest.view(np.uint32)
+    if not bits.size:
+        return finite
+    for first, rows in chunks(numbers, buffers):
+        _row_max(_magnitudes(rows, buffers), buffers, bits[first : first + len(rows)])
+    # One look at all chunks, since a call takes as long for some hundred numbers as for one.
+    most = np.maximum.reduce(bits)
+    if most > _INFINITE:
+        for first, rows in chunks(numbers, buffers):
+            chunk_absmax(rows, buffers, rest[first : first + len(rows)])
+    elif np.minimum.reduce(bits) < _NORMAL:
+        flush_chunk(rest)
+    return bool(finite and most < _INFINITE)
+
+
+def _half_absmax(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> bool:
+    """`fill_absmax` of whole blocks of float16, flat, which are not widened for it: two chunks fit in the buffers."""
+    magnitude = buffers.x.view(np.uint16)[: x.size]
     np.bitwise_and(x.view(np.uint16), np.uint16(0x7FFF), out=magnitude)
     largest = np.empty(x.size // buffers.block, np.uint16)
     _row_max(magnitude, buffers, largest)
-    if np.maximum.reduce(largest) > 0x7C00:
+    most = np.maximum.reduce(largest)
+    if most > 0x7C00:
         magnitude *= magnitude <= 0x7C00
         _row_max(magnitude, buffers, largest)
     out[: largest.size] = largest.view(np.float16)
+    return bool(most < 0x7C00)
 
 
 def _row_max(x: np.ndarray, buffers: Buffers, out: np.ndarray) -> None:
@@ -281,42 +359,58 @@ class Buckets:
             return
         self.magic, self.limit = np.float32(reach * (2.0**8 + 1)), np.float32(reach * 0.75)
         self._least = np.float32(reach * 2.0**8).view(np.uint32)  # of -reach
-        bucket = self._position(thresholds, np.empty_like(thresholds)).astype(np.intp)
+        work = np.empty_like(thresholds)
+        bucket = self._position(thresholds, work, work.view(np.uint32)).astype(np.intp)
         ends = np.concatenate(([0], bucket + 1, [1 << 16]))
         self.index = np.repeat(index, np.diff(ends))
         self.index[bucket] = _AMBIGUOUS
 
-    def _position(self, y: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """The buckets of quotients, uint32, in the float32 array `work`: 2^16 or more without one, as NaN is."""
+    def _position(self, y: np.ndarray, work: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """The buckets of quotients, uint32, in the array `work` of float32, whose bits are `bits`: 2^16 or more without
+        one, as NaN is.
+        """
         np.add(y, self.magic, out=work)
-        bits = work.view(np.uint32)
         bits -= self._least
         return bits
 
     def search(self, y: np.ndarray, buffers: Buffers) -> np.ndarray:
         """The index of each number of a chunk, which it may overwrite; 0 for NaN. The result lies in a buffer."""
-        # Beside another thread every call costs, and what Python does between two calls: plain views, no wrappers.
         flat = y.reshape(-1)
-        size = flat.size
-        nan, index, flag, position = None, buffers.index[:size], buffers.flag[:size], buffers.position[:size]
-        bucket = self._position(flat, buffers.x[:size])
-        if size and np.maximum.reduce(bucket) > _LAST_BUCKET:
+        parts = buffers.parts(flat.size)
+        nan = None
+        bucket = self._position(flat, parts.x, parts.bits)
+        if flat.size and np.maximum.reduce(bucket) > _LAST_BUCKET:
             nan = np.isnan(flat)
             np.fmax(flat, -self.limit, out=flat)
             np.fmin(flat, self.limit, out=flat)
-            bucket = self._position(flat, buffers.x[:size])
+            self._position(flat, parts.x, parts.bits)
             bucket &= _LAST_BUCKET
-        for first in range(0, size, _LOOKED_UP):
-            part = position[: min(_LOOKED_UP, size - first)]
-            part[...] = bucket[first : first + _LOOKED_UP]
-            self.index.take(part, out=index[first : first + _LOOKED_UP], mode="wrap")
-        np.equal(index, _AMBIGUOUS, out=flag)
-        (rare,) = flag.nonzero()
+        rare = self._look_up(parts)
         if rare.size:
-            index[rare] = self.levels[self.thresholds.searchsorted(flat[rare])]
+            self.settle(parts, rare, flat[rare])
         if nan is not None:
-            index[nan] = 0
-        return index.reshape(y.shape)
+            parts.index[nan] = 0
+        return parts.index.reshape(y.shape)
+
+    def search_in_place(self, parts: Parts) -> np.ndarray:
+        """`search` of the numbers in ``parts.x``, which all lie between -limit and limit, but for some whose indices
+        are up to `settle`: where these are. The numbers are lost: one buffer less has more room in the cache.
+        """
+        self._position(parts.x, parts.x, parts.bits)
+        return self._look_up(parts)
+
+    def settle(self, parts: Parts, rare: np.ndarray, y: np.ndarray) -> None:
+        """The indices of the numbers `y`, which are those at `rare`."""
+        parts.index[rare] = self.levels[self.thresholds.searchsorted(y)]
+
+    def _look_up(self, parts: Parts) -> np.ndarray:
+        """Fill the indices by buckets; where there are thresholds in those."""
+        take = self.index.take
+        for position, some, found in parts.looked_up:
+            position[...] = some
+            take(position, out=found, mode="wrap")
+        np.equal(parts.index, _AMBIGUOUS, out=parts.flag)
+        return parts.flag.nonzero()[0]
 
 
 # ---- codes in the bits of bytes --------------------------------------------------------------------------------------

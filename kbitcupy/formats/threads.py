@@ -7,7 +7,8 @@ import math
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,8 +23,8 @@ _R = TypeVar("_R")
 LEAST, COLUMNS = 1 << 17, 1 << 15
 # See `chunks.AT_ONCE`: with less, threads wait for each other more of the time; with more, the cache holds too little.
 _AT_ONCE = 4
-# Elements of the smallest parts of an array that has so many times as much for each thread: cores are not equally fast
-# while other programs run, and so none waits long for the last one. What a part costs beside its elements is .2 ms.
+# Elements of the smallest parts of an array, about a chunk, where it has so many times as much for each thread: cores
+# are not equally fast while other programs run, and so none waits long for the last one.
 _PART, _MANY = 1 << 19, 4
 
 
@@ -76,64 +77,110 @@ def encode(
         def of_rows(cut: slice) -> Any:
             return function(rows[cut], format.select(planes, shape, cut, lead), *more)
 
-        return _share(of_rows, cuts, workers, context)
+        return team.share(of_rows, cuts)
 
-    if not lead and any(spec.scope == "tensor" for spec in format.planes(shape).values()):
-        found = each(format.part_numpy)
-        if any(one is None for one in found):
-            format.encode(x, planes, given, lead)
-            return
-        given = {**(given or {}), **format.whole_numpy(found, x.dtype, planes)}
-    each(format.encode, given, lead)
+    with _Team(min(workers, len(cuts)), context) as team:
+        if not lead and any(spec.scope == "tensor" for spec in format.planes(shape).values()):
+            found = each(format.part_numpy)
+            if any(one is None for one in found):
+                format.encode(x, planes, given, lead)
+                return
+            given = {**(given or {}), **format.whole_numpy(found, x.dtype, planes)}
+        each(format.encode, given, lead)
 
 
 def _cuts(rows: int, columns: int, workers: int) -> list[slice]:
-    """The parts of an array: one for each thread, of a large array more and smaller and smaller ones."""
+    """The parts of an array: one for each thread, of a large array more and smaller and smaller ones, in multiples of
+    the smallest: chunks are whole there.
+    """
     cuts: list[slice] = []
-    step, first, each = -(-rows // workers), 0, -(-_PART // columns)
+    step, first, each = -(-rows // workers), 0, max(_PART // columns, 1)
+    each -= each % (1 << max(each.bit_length() - 3, 0))  # even numbers of rows, where there are many
     while first < rows:
         if rows * columns >= workers * _MANY * _PART:
-            step = max(-(-(rows - first) // (2 * workers)), each)
-            step += -step % (1 << max(step.bit_length() - 3, 0))  # even numbers of rows, where there are many
+            step = -(-(rows - first) // (2 * workers))
+            step += -step % each
         cuts.append(slice(first, min(first + step, rows)))
         first += step
     return cuts
 
 
-def _share(function: Callable[[_T], _R], tasks: list[_T], workers: int, context: contextvars.Context) -> list[_R]:
-    """What a function gives for each task: so many threads, of which this is one, take the next that is left."""
-    results: dict[int, _R] = {}
-    failed: list[BaseException] = []
-    left = deque(enumerate(tasks))
+class _Team:
+    """So many threads, of which this one is the first, until the end of the block: to begin one takes as long as to
+    quantize a part.
 
-    def work() -> None:
-        KEPT.set({})
-        while left:
-            try:
-                number, task = left.popleft()
-            except IndexError:  # another thread was quicker
-                return
-            try:
-                results[number] = function(task)
-            except BaseException as error:
-                failed.append(error)
-                left.clear()
+    Parameters
+    ----------
+    workers : int
+        How many.
+    context : contextvars.Context
+        What each has a copy of.
+    """
 
-    count = min(workers, len(tasks)) - 1
-    others = [threading.Thread(target=context.copy().run, args=(work,), name="kbitcupy") for _ in range(count)]
-    started = []
-    try:
-        for other in others:
-            other.start()
-            started.append(other)
-        context.copy().run(work)
-    finally:
-        left.clear()
-        for other in started:
+    def __init__(self, workers: int, context: contextvars.Context):
+        self._contexts = [context.copy() for _ in range(workers)]
+        self._others: list[threading.Thread] = []
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._done: SimpleQueue[None] = SimpleQueue()
+
+    def __enter__(self) -> _Team:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _ in self._others:
+            self._work.put(None)
+        for other in self._others:
             other.join()
-    if failed:
-        raise failed[0]
-    return [results[number] for number in range(len(tasks))]
+
+    def share(self, function: Callable[[_T], _R], tasks: Sequence[_T]) -> list[_R]:
+        """What a function gives for each task: threads take the next that is left."""
+        results: dict[int, _R] = {}
+        failed: list[BaseException] = []
+        left = deque(enumerate(tasks))
+
+        def work() -> None:
+            while left:
+                try:
+                    number, task = left.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                try:
+                    results[number] = function(task)
+                except BaseException as error:
+                    failed.append(error)
+                    left.clear()
+
+        own, *others = self._contexts
+        asked = 0
+        try:
+            for number, context in enumerate(others):
+                self._work.put(work)
+                if number == len(self._others):
+                    other = threading.Thread(target=context.run, args=(self._serve,), name="kbitcupy")
+                    other.start()
+                    self._others.append(other)
+                asked += 1
+            own.run(_keeping, work)
+        finally:
+            left.clear()
+            for _ in range(asked):
+                self._done.get()
+        if failed:
+            raise failed[0]
+        return [results[number] for number in range(len(tasks))]
+
+    def _serve(self) -> None:
+        """Do what is asked for, until nothing is."""
+        while (work := self._work.get()) is not None:
+            _keeping(work)
+            self._done.put(None)
+
+
+def _keeping(work: Callable[[], None]) -> None:
+    """Do some work with the memory that this thread had for the last one."""
+    if KEPT.get() is None:
+        KEPT.set({})
+    work()
 
 
 def _for_all_rows(given: Mapping[str, Any], own: bool) -> bool:

@@ -42,7 +42,8 @@ from .layouts.base import free_entries
 from .progress import Progress
 from .safetensors import SAFETENSORS
 
-# Pieces for each worker, so that none is waited for long in the end; bytes of a piece.
+# Pieces for each worker in what is left when one is cut: they become smaller and smaller, so none is waited for long in
+# the end; bytes of a piece.
 _SHARES, _LEAST_PIECE, _LARGEST_PIECE = 4, 1 << 24, 1 << 28
 
 
@@ -119,17 +120,19 @@ class Job:
             writer.put(stored, array if isinstance(array, np.ndarray) else worker.lane.parts(array))
         worker.not_finite.settle()
 
-    def pieces(self, most: float) -> list[tuple[str, ...]]:
-        """The names of the tensors in parts that are worked on apart, of so many bytes to read unless one is larger."""
+    def pieces(self, most: Callable[[int], float]) -> list[tuple[str, ...]]:
+        """The names of the tensors in parts that are worked on apart; `most` says how many bytes to read the next one
+        has, unless a tensor is larger, when pieces before it have so many.
+        """
         nbytes = {name: self.reader.entry(name).nbytes for name in self.copied} | dict(self.converted)
         found: list[list[str]] = []
-        room = -1.0
+        room, begun = -1.0, 0
         for name, count in nbytes.items():
             if count > room:
                 found.append([])
-                room = most
+                room = most(begun)
             found[-1].append(name)
-            room -= count
+            room, begun = room - count, begun + count
         return [tuple(names) for names in found]
 
 
@@ -410,7 +413,8 @@ class Conversion:
             stack = everything.enter_context(contextlib.ExitStack())
             writer = stack.enter_context(writing[file]())
             job = self.jobs[file]
-            found = job.pieces(most)
+            before, left[0] = left[0], left[0] - job.nbytes
+            found = job.pieces(lambda begun: most(before - begun))
             if not found:
                 finish(stack)
             unfinished[file] = stack, writer, [len(found)]
@@ -435,9 +439,13 @@ class Conversion:
             self.checkpoint.check_unchanged()
             stack.close()
 
+        def most(nbytes: int) -> float:
+            if isinstance(executor, Inline):
+                return math.inf
+            return min(max(nbytes / (_SHARES * workers), _LEAST_PIECE), _LARGEST_PIECE)
+
         workers, numbers = workers_of(executor), itertools.count()
-        share = self.checkpoint.nbytes / (_SHARES * workers)
-        most = math.inf if isinstance(executor, Inline) else min(max(share, _LEAST_PIECE), _LARGEST_PIECE)
+        left = [sum(self.jobs[file].nbytes for file in writing)]  # bytes of files that are not yet in pieces
         self._advance = bar.advance
         with contextlib.ExitStack() as everything:
             done = completed(executor, _do, pieces(), lambda piece: str(self.checkpoint.path.parent / piece.file))
@@ -447,11 +455,11 @@ class Conversion:
                     counts.update(result.not_finite)
                     bar.advance(result.unsaid)
                     bar.finished(result.tensors)
-                    stack, writer, left = unfinished[piece.file]
+                    stack, writer, count = unfinished[piece.file]
                     for name, data in result.late.items():
                         writer.put(name, data)
-                    left[0] -= 1
-                    if not left[0]:
+                    count[0] -= 1
+                    if not count[0]:
                         del unfinished[piece.file]
                         finish(stack)
             except BaseException:

@@ -310,7 +310,19 @@ _FEW_NUMBERS = *("i4",) * 4, "f8", "f8", "f4", *("i4",) * 4
 _FEW_SIGNATURE = (*("p",) * 5, _FEW_NUMBERS)
 # Percent of a multiprocessor's memory that is to be shared memory: with less the product would have to wait.
 _FEW_CARVEOUT = 100
-register_templates(*_TEMPLATES.values(), _FEW)
+# Of more tokens, to rows, each by a thread block: how long they are at least, that its threads have something to do.
+_BLOCK_SIZES = Constants(STEP=SIZES.STEP, ROW_THREADS=512, LANES=LANES)
+_LEAST_DEPTH, _MOST_BLOCK_OCTETS = 2048, 4
+_BLOCK = Template(
+    "linear/block_tokens.cu",
+    "quantize_in_blocks",
+    (_TYPES, tuple(str(1 << i) for i in range(_MOST_BLOCK_OCTETS.bit_length()))),
+    structs=(BIAS_KINDS, _BLOCK_SIZES),
+    least=80,
+)
+_BLOCK_NUMBERS = *("i4",) * 3, "f8", "f8", "f4", *("i4",) * 3
+_BLOCK_SIGNATURE = (*("p",) * 5, _BLOCK_NUMBERS)
+register_templates(*_TEMPLATES.values(), _FEW, _BLOCK)
 
 
 @functools.cache
@@ -341,6 +353,16 @@ def _few_quantizer(dtype: np.dtype, depth: int, device: int) -> Kernel | None:
 
 
 @functools.lru_cache(maxsize=1024)
+def _block_quantizer(dtype: np.dtype, depth: int, device: int) -> Kernel | None:
+    """The kernel of tokens so long, each of which a thread block quantizes to a row; None where there is none."""
+    octets = -(-depth // (OCTET * _BLOCK_SIZES.ROW_THREADS))
+    if capability(device) < _BLOCK.least or depth < _LEAST_DEPTH or octets > _MOST_BLOCK_OCTETS:
+        return None
+    values = CXX_TYPES[dtype.name], str(1 << (octets - 1).bit_length())
+    return Kernel(_BLOCK, values, _BLOCK_SIZES.ROW_THREADS, signature=_BLOCK_SIGNATURE, early=True)
+
+
+@functools.lru_cache(maxsize=1024)
 def _threads(depth: int) -> int:
     """Threads of a block that quantizes tokens so long: one for eight elements, as far as they go."""
     return min(max(1 << (-(-depth // 8) - 1).bit_length(), LANES), SIZES.MOST_THREADS)
@@ -356,18 +378,18 @@ class Quantizing(Planned):
 
     Parameters
     ----------
-    clustered : bool
-        Whether it is that of few tokens, which takes no magnitudes.
+    kept : bool
+        Whether numbers stay in registers: then no magnitude is shared.
     numbers : bytes
         Its arguments behind addresses.
     """
 
-    clustered: bool
+    kept: bool
     numbers: bytes
 
     def start(self, x: Any, weight: Any, codes: Any, scales: Any, sums: Any, largest: Any = 0) -> None:
         """Launch it with these arrays or addresses; `largest` is the magnitude that all tokens share, if they do."""
-        if self.clustered:
+        if self.kept:
             self.launch(self.grid, (x, weight, codes, scales, sums, self.numbers))
         else:
             self.launch(self.grid, (x, weight, largest, codes, scales, sums, self.numbers))
@@ -400,6 +422,11 @@ def quantizing(
             grid = _FEW_SIZES.CLUSTER * tokens, 1, 1
             numbers = packed(_FEW_NUMBERS, depth, *shares, *rule.numbers, int(early))
             return Quantizing(few.ready(device).launch, grid, True, numbers)
+    if not groups and vector and rule.granularity == "token" and tokens <= _MOST_BLOCKS:
+        each = _block_quantizer(dtype, depth, device)
+        if each is not None:
+            numbers = packed(_BLOCK_NUMBERS, depth, pitch, normalizes, 1 / depth, eps, *rule.numbers)
+            return Quantizing(each.ready(device).launch, (tokens, 1, 1), True, numbers)
     kernel = _quantizer(dtype, vector, _threads(depth))
     lengths = tokens, depth, pitch, groups, group
     numbers = packed(_NUMBERS, *lengths, normalizes, 1 / max(depth, 1), eps, *rule.numbers)

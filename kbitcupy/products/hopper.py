@@ -60,15 +60,15 @@ _DECLARED = (*DECLARED, SIZES)
 #: Tokens of a thread block.
 TILE_TOKENS = (8, 16, 32, 64, 128)
 # Microseconds to decode 64 rows of a stage: by a table; codes of so many bits by arithmetic; to add something to them,
-# and for each byte that it is worked out from.
-_BY_TABLE, _WORKED_OUT, _ADDED = 0.19, {4: 0.175, 8: 0.18}, (0.006, 0.0035)
+# and for each byte that it is worked out from; to add an offset as `for_type` says.
+_BY_TABLE, _WORKED_OUT, _ADDED, _FUSED = 0.19, {4: 0.175, 8: 0.18}, (0.006, 0.0035), 0.016
 
 
 @functools.cache
 def for_type(fragments: Fragments, T: str) -> Fragments:
     """How the kernel takes a format beside x of type `T`.
 
-    Where scale and offset are numbers of that type, it adds to each weight, which costs nothing beside.
+    Where scale and offset are numbers of that type, it adds to each weight, which costs little.
     """
     half, _ = HALF_CXX
     fused = "FLOAT16_PAIRS" in fragments.hopper and half == T
@@ -79,7 +79,10 @@ def decoding(fragments: Fragments) -> float:
     """Microseconds to decode 64 rows of a stage by arithmetic; 0 where a table has the values of codes."""
     if fragments.hopper_entries:
         return 0.0
-    added = _ADDED[0] + _ADDED[1] * fragments.beside_bytes if fragments.added else 0.0
+    if fragments.added:
+        added = _ADDED[0] + _ADDED[1] * fragments.beside_bytes
+    else:
+        added = _FUSED if "FLOAT16_PAIRS" in fragments.hopper else 0.0
     return _WORKED_OUT[fragments.bits] + added
 
 
@@ -435,17 +438,17 @@ class Hopper(Route):
         return found or (f"more than {MOST_TOKENS} tokens" if problem.tokens > MOST_TOKENS else None)
 
     def cost(self, problem: Problem) -> float:
-        assert problem.device is not None and problem.fragments is not None
-        cut = self._cut(problem)
-        work, processors = problem.fragments.tile_work, problem.device.multiprocessors
-        stage, by_table = decoding(problem.fragments) * work, _BY_TABLE * work
+        assert problem.device is not None
+        cut, fragments = self._cut(problem), _fragments(problem)
+        work, processors = fragments.tile_work, problem.device.multiprocessors
+        stage, by_table = decoding(fragments) * work, _BY_TABLE * work
         multiplying = cut.microseconds(*problem.shape, problem.tokens, processors, stage, by_table)
         (n, k), m = problem.shape, problem.tokens
-        if stage and problem.fragments.bits == 8:
+        if stage and fragments.bits == 8:
             multiplying += cut.waves(n, m, processors) * (cut.k_groups - 1) * _JOINING
-        if cut.prepared(_fragments(problem)):
+        if cut.prepared(fragments):
             multiplying = multiplying * (_RECORDS if cut.splits > 1 else 1.0) + _AHEAD
-        elif problem.fragments.added:
+        elif fragments.added:
             multiplying += cut.waves(n, m, processors) * cut.stages_of(k) * _MEANS
         return max(multiplying, _START + problem.reading / (_INTEGERS if stage else _FRACTION))
 
@@ -462,6 +465,6 @@ class Hopper(Route):
         return f"weights decoded in registers: linear_tile, {tile}, {parts}{ahead}{rounded}"
 
     def _cut(self, problem: Problem) -> TileCut:
-        assert problem.device is not None and problem.fragments is not None
-        stage, processors = decoding(problem.fragments), problem.device.multiprocessors
+        assert problem.device is not None
+        stage, processors = decoding(_fragments(problem)), problem.device.multiprocessors
         return cut_tile(*problem.shape, problem.tokens, processors, stage)

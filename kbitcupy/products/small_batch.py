@@ -64,8 +64,9 @@ CUT = Struct(
     per_warps="u4",
     per_teams="u4",
 )
-#: The gap between the halves of x in shared memory; tiles whose inner scales the warps of a team hand out ahead.
-_GAP = Constants(X_GAP=256, HANDED_OUT=2)
+#: The gap between the halves of x in shared memory; tiles whose inner scales the warps of a team hand out ahead, and
+#: the same where they keep them until they are multiplied by.
+_GAP = Constants(X_GAP=256, HANDED_OUT=2, MADE_OUT=4)
 #: Elements of a token that share a scale where tokens are integers.
 TOKEN_BLOCK = 32
 #: What becomes of a decoder (kernels/linear/decoder.cuh): tokens are integers with scales of 32, or the kernel
@@ -433,15 +434,16 @@ class FewKernel(Fused):
         own = cut.share if flow == _IN_CHUNKS else cut.warps * cut.items
         shared += (way == IN_HALVES) * _POWERS + (way == BLOCKED) * own * (ITEM_K // TOKEN_BLOCK) * self.tokens * 4
         teams = max(1, warps // cut.warps)  # 0 where it does not fit at all
-        if flow == _AT_ONCE_SPREAD and fragments.beside and eights == 1 and way != BLOCKED:
-            row = (cut.warps * cut.items * ITEM_K // fragments.block + 1) * 8
-            shared += teams * _GAP.HANDED_OUT * (ITEM_ROWS * row + 16)
-        #: Whether the device has the shared memory.
-        self.fits = warps > 0 and shared <= room
         pairs = cut.share % 2 == 0 and k % (2 * ITEM_K) == 0
         #: Whether parts of one token have columns of their own: of two k-tiles at a time, which are there or not.
         by_columns = way in (COLUMNS, INTEGER_COLUMNS) and fragments.columns
         self.columns = by_columns and self.clustered and pairs and dtype == np.float16
+        if flow == _AT_ONCE_SPREAD and fragments.beside and eights == 1 and way != BLOCKED:
+            tiles, size = (_GAP.MADE_OUT, 16) if self.columns else (_GAP.HANDED_OUT, 8)
+            row = (cut.warps * cut.items * ITEM_K // fragments.block + 1) * size
+            shared += teams * tiles * (ITEM_ROWS * row + 16)
+        #: Whether the device has the shared memory.
+        self.fits = warps > 0 and shared <= room
         # By way of shared memory whole lines of x are read, and once.
         stage = cut.warps * cut.items * ITEM_K * TOKENS * 2 + _GAP.X_GAP
         self.staged = not self.columns and flow != _IN_CHUNKS and eights == 1 and shared + stage <= room

@@ -45,7 +45,7 @@ from .int8 import MAX_DEPTH, Int8, quantize_tokens, token_planes
 from .integer_activations import NUMBERS, floats_of, padded_of, quantize_into as tokens_in_order
 from .kept import kept
 from .routes import BYTES_PER_US, Device, Problem, Product, Route, Stored, device as device_of, stored
-from .ternary_rows import in_one_launch, named
+from .ternary_rows import early, in_one_launch, named, takes_bytes
 from .ternary_stream import multiply_streamed, why_not_streamed
 
 WANTED = (
@@ -692,8 +692,13 @@ class TernaryStream(Route):
             )
         if one:
             return "token quantized to int8, codes read in place for integer tensor cores: rows_ternary_int8"
+        about = problem.tokens, *problem.shape, problem.device
+        if not grouped and problem.activations != "bitnet" and takes_bytes(*about):
+            return "tokens quantized to int8, then one launch for integer tensor cores: rows_ternary_bytes"
         name = "stream_ternary_groups" if grouped else "stream_ternary"
         name = named(name, problem.tokens, problem.shape[0], problem.device)
+        if not grouped and early(*about):
+            name = "rows_ternary_early"
         return f"tokens quantized to int8, codes read in place for integer tensor cores: {name}"
 
 

@@ -1,7 +1,7 @@
 """Products of up to 8 tokens and ternary weights, whose codes the copy engine brings: kernels/linear/ternary_rows.cuh.
 
 The second launch of `kbitcupy.products.ternary_stream`, from Hopper on, or the only one: a warp has rows of its own and
-waits for no other warp. Tokens, and what comes of them, are as there, to the bit.
+waits for no other warp, or shares them with few. Tokens, and what comes of them, are as there, to the bit.
 """
 
 from __future__ import annotations
@@ -43,8 +43,14 @@ _TYPES = tuple(CXX_TYPES[name] for name in tokens_of.FLOATS)
 #: Sizes of groups that have kernels, the most tokens, and the fewest rows of a thread block: smaller weights are faster
 #: by more and smaller thread blocks, which start while those of the kernel ahead end.
 GROUPS, TOKENS, LEAST_ROWS = (32, 64, 128), 8, 160
-# The same of one token in floats, or of int8 in one launch; and of the latter where thread blocks are smaller.
-_LEAST_OF_ONE, _LEAST_OF_FEW = 60, 16
+# The same of one token in floats, or of int8 in one launch; and of the latter where thread blocks are smaller, of one
+# token and of several.
+_LEAST_OF_ONE, _LEAST_OF_FEW, _LEAST_OF_SEVERAL = 60, 16, 24
+# Elements of a weight with few rows from which on several tokens that are quantized ahead gain by such thread blocks.
+_EARLY = 3 << 24
+# Lines of a warp's codes that the L2 cache is to have before tokens are there. Those that are quantized meanwhile come
+# later by it where they are longer, all together, than so many bytes.
+_AHEAD, _FEW_AHEAD, _EARLY_AHEAD, _MOST_AHEAD_OF = 2, 4, 8, 1 << 15
 _ROWS = Template(FILE, "rows_ternary", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _OF_GROUPS = Template(FILE, "rows_ternary_groups", (_TYPES, tuple(map(str, GROUPS))), structs=STRUCTS, least=OLDEST)
 _FLOATS = Template(FILE, "rows_ternary_floats", (HALF_CXX,), structs=STRUCTS, least=OLDEST)
@@ -52,15 +58,23 @@ _QUANTIZED = Template(FILE, "rows_ternary_quantized", (_TYPES,), structs=STRUCTS
 _FEW_QUANTIZED = Template(FEW_FILE, "rows_ternary_quantized", (_TYPES,), structs=FEW_STRUCTS, least=OLDEST)
 _INT8 = Template(FILE, "rows_ternary_int8", (_TYPES,), structs=STRUCTS, least=OLDEST)
 _FEW_INT8 = Template(FEW_FILE, "rows_ternary_int8", (_TYPES,), structs=FEW_STRUCTS, least=OLDEST)
-register_templates(_ROWS, _OF_GROUPS, _FLOATS, _QUANTIZED, _FEW_QUANTIZED, _INT8, _FEW_INT8)
+_EARLY_ROWS = Template(FEW_FILE, "rows_ternary_early", (_TYPES,), structs=FEW_STRUCTS, least=OLDEST)
+_BYTES = Template("linear/ternary_bytes.cu", "rows_ternary_bytes", (_TYPES,), structs=STRUCTS, least=OLDEST)
+_FEW_BYTES = Template("linear/ternary_bytes_few.cu", "rows_ternary_bytes", (_TYPES,), structs=FEW_STRUCTS, least=OLDEST)
+register_templates(
+    _ROWS, _OF_GROUPS, _FLOATS, _QUANTIZED, _FEW_QUANTIZED, _INT8, _FEW_INT8, _EARLY_ROWS, _BYTES, _FEW_BYTES
+)
 # Numbers that stand between addresses and maps.
 _NUMBERS, _GROUP_NUMBERS = ("i8", *("i4",) * 8), ("i8", *("i4",) * 6)
 _QUANTIZED_NUMBERS = "f8", "f8", "i8", *("i4",) * 4, "f4", *("i4",) * 7
 _INT8_NUMBERS = _FLOAT_NUMBERS = ("i8", *("i4",) * 7)
+_EARLY_NUMBERS = _BYTES_NUMBERS = ("i8", *("i4",) * 9)
 _SIGNATURE = (*("p",) * 6, _NUMBERS, MAP_BYTES)
 _GROUP_SIGNATURE = (*("p",) * 5, _GROUP_NUMBERS, MAP_BYTES, MAP_BYTES)
 _QUANTIZED_SIGNATURE = (*("p",) * 5, _QUANTIZED_NUMBERS, MAP_BYTES)
 _INT8_SIGNATURE = (*("p",) * 5, _INT8_NUMBERS, MAP_BYTES)
+_BYTES_SIGNATURE = (*("p",) * 5, _BYTES_NUMBERS, MAP_BYTES)
+_EARLY_SIGNATURE = (*("p",) * 6, _EARLY_NUMBERS, MAP_BYTES)
 _FLOAT_SIGNATURE = (*("p",) * 4, _FLOAT_NUMBERS, MAP_BYTES)
 #: Warps of a thread block, and bytes of a stage of a warp; stages beyond which the first codes, and the tokens, only
 #: come later; what stages begin at; bytes beside stages and tokens.
@@ -131,6 +145,16 @@ def in_one_launch(rows: int, depth: int, gpu: Device) -> bool:
     return _of_few(rows, depth, gpu.capability, gpu.multiprocessors) is not None
 
 
+def takes_bytes(tokens: int, rows: int, depth: int, gpu: Device) -> bool:
+    """Whether a product of several tokens that are int8 takes them as they lie."""
+    return _of_several(tokens, rows, depth, gpu.capability, gpu.multiprocessors, gpu.shared_memory) is not None
+
+
+def early(tokens: int, rows: int, depth: int, gpu: Device) -> bool:
+    """Whether a product of tokens that are quantized ahead is by thread blocks of few rows."""
+    return _is_early(tokens, rows, depth, gpu.capability, gpu.multiprocessors, gpu.shared_memory)
+
+
 def staged_bytes(tokens: int, depth: int) -> int:
     """Bytes of int8 tokens in shared memory, of whole lines of codes."""
     return -(-depth // (4 * _LINE)) * 4 * _LINE * tokens
@@ -178,6 +202,11 @@ def rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, group: int, dev
 
     `group` is 0 where one scale is for all, or for a row.
     """
+    facts = capability(device), multiprocessors(device), shared_memory(device)
+    if not group and _is_early(tokens, rows, depth, *facts):
+        ahead = _EARLY_AHEAD if staged_bytes(tokens, depth) <= _MOST_AHEAD_OF else 0
+        about = _EARLY_ROWS, FEW_SIZES, _EARLY_SIGNATURE
+        return _several_rows(*about, dtype, tokens, rows, depth, ahead, device)
     blocks = _blocks(rows, device, LEAST_ROWS)
     if not blocks or tokens > TOKENS or group not in (0, *GROUPS):
         return None
@@ -235,12 +264,62 @@ def _row_of(
     share, of_pass = cut_of(rows, depth, blocks, 0, warps)
     # What is no larger waits for its token anyway, which comes earlier where little else is under way.
     stages = STAGES if few or rows >= LEAST_ROWS * blocks else 1
-    shared = staged_bytes(1, depth) + stages * warps * STAGE + ALIGNMENT
-    if shared + 2 * BESIDE > shared_memory(device):
+    shared = staged_bytes(1, depth) + stages * warps * STAGE
+    if shared + ALIGNMENT + 2 * BESIDE > shared_memory(device):
         return None
-    values = (CXX_TYPES[dtype.name],)
-    kernel = Kernel(template, values, sizes.ROW_THREADS, shared, signature=signature, early=True)
-    return Rows(kernel.ready(device).launch, (blocks, 1, 1), (share, stages, of_pass, stages), of_pass, signature[-2])
+    launch = _launch(template, (CXX_TYPES[dtype.name],), shared, signature, device, sizes)
+    return Rows(launch, (blocks, 1, 1), (share, stages, of_pass, stages), of_pass, signature[-2])
+
+
+def _room(tokens: int, depth: int, sizes: Constants, shared: int) -> int:
+    """Stages of a warp, beside so many tokens, for which there is room."""
+    of_stage = sizes.ROW_THREADS // 32 * STAGE
+    return min(STAGES, (shared - BESIDE - ALIGNMENT - staged_bytes(tokens, depth)) // of_stage)
+
+
+def _of_several(tokens: int, rows: int, depth: int, capability: int, processors: int, shared: int) -> bool | None:
+    """The same as `_of_few` of several tokens that are int8 already."""
+    if capability < OLDEST or not 1 < tokens <= TOKENS:
+        return None
+    if rows >= LEAST_ROWS * processors:
+        return False if _room(tokens, depth, SIZES, shared) > 0 else None
+    enough = rows > (_LEAST_OF_SEVERAL - 1) * processors
+    return True if enough and _room(tokens, depth, FEW_SIZES, shared) == STAGES else None
+
+
+def _is_early(tokens: int, rows: int, depth: int, capability: int, processors: int, shared: int) -> bool:
+    few = _of_several(tokens, rows, depth, capability, processors, shared)
+    return few is True and rows * depth >= _EARLY
+
+
+@functools.lru_cache(maxsize=4096)
+def bytes_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: int) -> Rows | None:
+    """The same of several tokens that are int8 already, in one launch."""
+    facts = capability(device), multiprocessors(device), shared_memory(device)
+    few = _of_several(tokens, rows, depth, *facts)
+    if few is None:
+        return None
+    template, sizes, ahead = (_FEW_BYTES, FEW_SIZES, _FEW_AHEAD) if few else (_BYTES, SIZES, _AHEAD)
+    return _several_rows(template, sizes, _BYTES_SIGNATURE, dtype, tokens, rows, depth, ahead, device)
+
+
+def _several_rows(
+    template: Template,
+    sizes: Constants,
+    signature: tuple[Any, ...],
+    dtype: np.dtype,
+    tokens: int,
+    rows: int,
+    depth: int,
+    ahead: int,
+    device: int,
+) -> Rows:
+    warps, blocks = sizes.ROW_THREADS // 32, min(multiprocessors(device), rows)
+    share, of_pass = cut_of(rows, depth, blocks, 0, warps)
+    stages = _room(tokens, depth, sizes, shared_memory(device))
+    shared = staged_bytes(tokens, depth) + stages * warps * STAGE
+    launch = _launch(template, (CXX_TYPES[dtype.name],), shared, signature, device, sizes)
+    return Rows(launch, (blocks, 1, 1), (share, stages, of_pass, ahead), of_pass, signature[-2])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -259,6 +338,13 @@ def float_rows_of(dtype: np.dtype, tokens: int, rows: int, depth: int, device: i
     return Rows(launch, (blocks, 1, 1), (share, stages, of_pass), of_pass, _FLOAT_NUMBERS)
 
 
-def _launch(template: Template, values: tuple[str, ...], shared: int, signature: tuple[Any, ...], device: int) -> Any:
-    kernel = Kernel(template, values, SIZES.ROW_THREADS, shared + ALIGNMENT, signature=signature, early=True)
+def _launch(
+    template: Template,
+    values: tuple[str, ...],
+    shared: int,
+    signature: tuple[Any, ...],
+    device: int,
+    sizes: Constants = SIZES,
+) -> Any:
+    kernel = Kernel(template, values, sizes.ROW_THREADS, shared + ALIGNMENT, signature=signature, early=True)
     return kernel.ready(device).launch

@@ -2,7 +2,8 @@
 
 Two launches: the first one puts the tokens in the order in which the second one takes them, quantized to int8 on the
 way (`kbitcupy.products.activations`) or as floats of 16 bits; from Hopper on the second one fetches codes meanwhile.
-There one token takes one launch, where the weight is not small, whether it is quantized on the way or int8 already.
+There one token takes one launch, where the weight is not small, whether it is quantized on the way or int8 already; and
+up to 8 that are.
 What it gives of int8 is the contract of `kbitcupy.products.ternary`, to the bit. Floats are multiplied by trits, which
 16 bits hold, and added in float32; the scale and the bias follow, and one rounding. Where that is faster they go
 through `kbitcupy.products.ternary_bulk`.
@@ -30,7 +31,7 @@ from .int8 import BIAS_KINDS, token_planes
 from .integer_activations import NUMBERS, floats_of, quantize_into as tokens_in_rows
 from .routes import MOST_ALIGNED, Device, Problem, Product, Route, Stored, refused_by_all
 from .ternary_bulk import multiply_bulk
-from .ternary_rows import TOKENS, Rows, float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
+from .ternary_rows import TOKENS, Rows, bytes_rows_of, float_rows_of, int8_rows_of, named, quantized_rows_of, rows_of
 
 _STREAM_FILE = "linear/ternary_stream.cu"
 _STREAM_SIZES = Constants(
@@ -267,7 +268,7 @@ def _multiply_quantized(
 
 
 class _OneLaunch(NamedTuple):
-    """The launch of a product of one shape that quantizes its token, and its numbers."""
+    """The only launch of a product of one shape, and its numbers."""
 
     product: Rows
     numbers: bytes
@@ -323,18 +324,35 @@ def _multiply_int8(x: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) 
         codes = _xp.allocate(tokens * (depth + 4))
         address, scales, each = codes.ptr, codes.ptr + tokens * depth, 1
         tokens_in_rows(floats_of(x), tokens, "int8", address, scales, 0, NUMBERS.ROWS, 0)
-    one = None if group or tokens > 1 else int8_rows_of(out.dtype, rows, depth, device)
-    if one is not None and not address % MOST_ALIGNED:
+    plan = _given(out.dtype, tokens, rows, depth, part, each, kind, not address % MOST_ALIGNED, device)
+    if isinstance(plan, _OneLaunch):
         pointers = address, scales, q.planes[part.scales].data.ptr, added, out.data.ptr
-        one.multiply(pointers, one.packed(rows, depth, int(part.shares == "row"), kind), q, part)
+        plan.product.multiply(pointers, plan.numbers, q, part)
         return
-    plan = _fragments(out.dtype, tokens, rows, depth, part, each, kind, device)
     scratch = _xp.allocate(plan.size)
     a = scratch.ptr
     sums = a + plan.sums_at
     numbers = plan.groups, group, depth, depth, int(plan.early)
     _ARRANGER.ready(device).launch((tokens, 1, 1), (address, a, sums, *numbers))
     _multiply_fragments(plan, a, sums, scales, q, part, added, out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _given(
+    dtype: np.dtype, tokens: int, rows: int, depth: int, part: Trits, each: int, kind: int, aligned: bool, device: int
+) -> _OneLaunch | _Fragments:
+    """How a product of int8 tokens is computed, its kernels compiled; `aligned`: they start at 16 bytes' multiples."""
+    if part.shares != "group" and aligned:
+        of_rows = int(part.shares == "row")
+        numbers: tuple[int, ...] = rows, depth, of_rows, kind
+        if tokens == 1:
+            product = int8_rows_of(dtype, rows, depth, device)
+        else:
+            product = bytes_rows_of(dtype, tokens, rows, depth, device)
+            numbers = rows, tokens, depth, each, of_rows, kind
+        if product is not None:
+            return _OneLaunch(product, product.packed(*numbers))
+    return _fragments(dtype, tokens, rows, depth, part, each, kind, device)
 
 
 def _multiply_fragments(

@@ -82,19 +82,11 @@ __device__ __forceinline__ void copy_async(unsigned address, const void* global)
 #endif
 }
 
-// The same from sm_80 on, where `there`: a predicate costs less than a branch in a loop. With WHOLE_LINE, for 16 bytes
-// alone, it brings the 128 bytes around them to the L2 cache.
-template <int BYTES, bool WHOLE_LINE = false>
+// The same from sm_80 on, where `there`: a predicate costs less than a branch in a loop.
+template <int BYTES>
 __device__ __forceinline__ void copy_async_if(unsigned address, const void* global, bool there) {
-    static_assert(BYTES == 16 || !WHOLE_LINE, "16 bytes");
 #if __CUDA_ARCH__ >= 800
-    if constexpr (BYTES == 16 && WHOLE_LINE)
-        asm volatile(
-            "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(
-                address),
-            "l"(global), "r"(unsigned(there))
-            : "memory");
-    else if constexpr (BYTES == 16)
+    if constexpr (BYTES == 16)
         asm volatile(
             "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(address),
             "l"(global), "r"(unsigned(there))

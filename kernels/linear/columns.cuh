@@ -41,16 +41,19 @@ template <typename Decoder>
 struct ByColumns {
     static constexpr bool VALUE = false, QUANTIZED = false;
     using Scales = NoPartScales;
+    using Own = unsigned[4];
 };
 template <typename Base>
 struct ByColumns<Columns<Base>> {
     static constexpr bool VALUE = true, QUANTIZED = false;
     using Scales = NoPartScales;
+    using Own = typename Columns<Base>::Own;
 };
 template <typename Base>
 struct ByColumns<IntegerColumns<Base>> {
     static constexpr bool VALUE = true, QUANTIZED = true;
     using Scales = PartScales;
+    using Own = typename IntegerColumns<Base>::Own;
 };
 
 // Put x of part g in column g: `mine` has COUNT words of each, which begin at `first` of the PARTS of a k-tile.
@@ -179,6 +182,21 @@ struct TableColumns : Base {
     __device__ __forceinline__ static PartScales part_scales(const float (&own)[1], int t) {
         return {{__shfl_sync(FULL_WARP, own[0], 8 * t), __shfl_sync(FULL_WARP, own[0], 8 * t + 4)}};
     }
+    // part += codes * x, without scales.
+    __device__ __forceinline__ static void look_up(
+        const unsigned (&f)[2][2][Base::FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
+        unsigned lane, float (&part)[4][4]) {
+#pragma unroll
+        for (int step = 0; step < 16; ++step) {
+            const int item = step / 8, j = step / 2 % 4, h = step % 2;
+            unsigned a[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                a[i / 2][i % 2] = table_entry(entry_offset(f[item][i / 2][j], 2 * h + i % 2, lane));
+            const unsigned (&x)[X_WORDS] = item ? second : first;
+            mma<T>(part[step % 4], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * h], x[4 * j + 2 * h + 1]);
+        }
+    }
 };
 template <typename Base>
 struct Columns : TableColumns<Base> {
@@ -187,10 +205,7 @@ struct Columns : TableColumns<Base> {
 
     // The lane's two scales of a row.
     static __device__ __forceinline__ void scales_of(unsigned at, unsigned t, float (&scale)[2]) {
-        if constexpr (SCALE_BYTES == 16) {
-            const uint2 two = shared_at<uint2>(at + t / 2 * (ITEM_ROWS * 16) + t % 2 * 8);
-            scale[0] = __uint_as_float(two.x), scale[1] = __uint_as_float(two.y);
-        } else if constexpr (SCALE_BYTES == 8) {
+        if constexpr (SCALE_BYTES == 8) {
             const unsigned two = shared_at<unsigned>(at + t * 4);
             scale[0] = Word<__half>::get(two, 0), scale[1] = Word<__half>::get(two, 1);
         } else {
@@ -206,20 +221,62 @@ struct Columns : TableColumns<Base> {
         const unsigned t = opaque(threadIdx.x % 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) scales_of(scales + i * eight, t, scale[i]);
-#pragma unroll
-        for (int step = 0; step < 16; ++step) {
-            const int item = step / 8, j = step / 2 % 4, h = step % 2;
-            unsigned a[2][2];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                a[i / 2][i % 2] = table_entry(entry_offset(f[item][i / 2][j], 2 * h + i % 2, lane));
-            const unsigned (&x)[X_WORDS] = item ? second : first;
-            mma<T>(part[step % 4], a[0][0], a[1][0], a[0][1], a[1][1], x[4 * j + 2 * h], x[4 * j + 2 * h + 1]);
-        }
+        TableColumns<Base>::look_up(f, first, second, lane, part);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             acc[i] = fmaf(
                 of_token.of((part[0][i] + part[1][i]) + (part[2][i] + part[3][i]), i % 2), scale[i / 2][i % 2], acc[i]);
+    }
+};
+
+// iq4_xs: a lane has whole blocks of 32, whose codes are one read: of two k-tiles blocks t and 4 + t. x of a block is
+// with the one lane of eight that has both its codes and its column.
+template <typename T>
+struct Columns<InnerPairTable<T>> : TableColumns<InnerPairTable<T>> {
+    using Base = InnerPairTable<T>;
+    using Base::FIELDS, Base::WORDS, Base::X_WORDS, Base::ITEM_BYTES;
+    using Own = unsigned[X_WORDS];
+    static constexpr int LANE_BYTES = 16;
+    static constexpr bool ONE_READ = true;
+
+    template <bool MINE>
+    __device__ __forceinline__ static void read(unsigned (&word)[WORDS], unsigned row, int swizzle, int t) {
+        to_words(word, shared_at<uint4>(MINE ? row : row + (t * LANE_BYTES ^ swizzle)));
+    }
+    __device__ __forceinline__ static void read_swizzled(unsigned (&word)[WORDS], unsigned from, int j, int behind) {
+        to_words(word, shared_at<uint4>((from ^ j * ITEM_BYTES) + behind));
+    }
+
+    __device__ __forceinline__ static void load_own(Own& own, const T* block, int lane, bool there) {
+        const bool mine = there && lane / 4 % 4 == lane % 4;
+#pragma unroll
+        for (int i = 0; i < X_WORDS / 4; ++i)
+            load_global_if(own + 4 * i, reinterpret_cast<const uint4*>(block + lane / 4 * 32) + i, mine);
+    }
+    __device__ __forceinline__ static void arrange_own(
+        const Own& w, unsigned (&first)[X_WORDS], unsigned (&second)[X_WORDS]) {
+        const bool late = opaque(threadIdx.x % WARP) >= WARP / 2;
+#pragma unroll
+        for (int i = 0; i < X_WORDS; ++i) {
+            const unsigned pair = __byte_perm(w[i / 2], w[i / 2 + X_WORDS / 2], i % 2 ? 0x7632 : 0x5410);
+            first[i] = late ? 0u : pair, second[i] = late ? pair : 0u;
+        }
+    }
+
+    // Blocks come with codes of their scales, InnerScales::hand_out.
+    __device__ __forceinline__ static void multiply_block(
+        const unsigned (&f)[2][2][FIELDS], const unsigned (&first)[X_WORDS], const unsigned (&second)[X_WORDS],
+        unsigned lane, unsigned scales, unsigned eight, const NoPartScales&, float (&acc)[4]) {
+        float part[4][4] = {};
+        TableColumns<Base>::look_up(f, first, second, lane, part);
+        const unsigned t = opaque(threadIdx.x % 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint4 block = shared_at<uint4>(scales + i / 2 * eight);
+            const unsigned codes = i % 2 ? block.y : block.x;
+            const float scale = InnerCodes::scale(codes, t, __uint_as_float(block.z), __uint_as_float(block.w));
+            acc[i] = fmaf((part[0][i] + part[1][i]) + (part[2][i] + part[3][i]), scale, acc[i]);
+        }
     }
 };
 

@@ -76,6 +76,10 @@ struct FewKind {
     // it is: each lane has 8 of 256 elements, and shared memory would be a way round.
     static constexpr bool COLUMNS = ByColumns<Decoder>::VALUE, QUANTIZED = ByColumns<Decoder>::QUANTIZED;
     static_assert(!COLUMNS || (EIGHTS == 1 && GROUP == 2 && !GROUPED && ONCE && !MIXED), "two k-tiles at a time");
+    // Whether scales of a block that was handed out are made where weights are multiplied by them, of which a lane then
+    // has as many as it would make for others; tiles of the ring, and bytes of a block in it.
+    static constexpr bool MADE_LATE = HANDED && COLUMNS;
+    static constexpr unsigned HANDED_TILES = MADE_LATE ? MADE_OUT : HANDED_OUT, HANDED_BLOCK = MADE_LATE ? 16 : 8;
     static constexpr int X_BYTES = TOKENS * ITEM_K * 2;
     // By way of shared memory whole lines of x are read, once for all teams; in a cluster by TMA.
     static constexpr bool X_BULK = BOXES && CLUSTER > 1;

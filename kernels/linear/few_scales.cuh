@@ -9,7 +9,9 @@ struct FewScales {
     using Decoder = typename Kind::Decoder;
     using Expansion = typename Kind::Expansion;
     static constexpr bool EVEN = Kind::EVEN, TABLE = Kind::TABLE, NESTED = Kind::NESTED, HANDED = Kind::HANDED;
+    static constexpr bool MADE_LATE = Kind::MADE_LATE;
     static constexpr int ITEMS = Kind::ITEMS, SCALES = Kind::SCALES, EIGHT = Kind::EIGHT;
+    static constexpr unsigned HANDED_TILES = Kind::HANDED_TILES, HANDED_BLOCK = Kind::HANDED_BLOCK;
     const FewBlock<Kind>& here;
     // One of the three has them: they are expanded, copied as they are, or records.
     Expansion spread;
@@ -23,8 +25,9 @@ struct FewScales {
     // the compiler must not work out again in each turn.
     unsigned mine, to, from;
     // Of the ring in which a team hands out blocks of inner scales: how many a row has, the bytes of a tile of them,
-    // barriers, blocks.
-    unsigned blocks_of_row, handed_bytes, handed, handed_blocks;
+    // barriers, blocks; the number of the lane's block of the next tile to load, less than 0 where there is none, and
+    // where in a tile it is handed out, 0 for lanes that have none; and where that begins which the lane takes.
+    unsigned blocks_of_row, handed_bytes, handed, handed_blocks, next_block = 0, place = 0, taken = 0;
 
     __device__ __forceinline__ explicit FewScales(const FewBlock<Kind>& here)
         : here(here),
@@ -43,12 +46,18 @@ struct FewScales {
             to = opaque(mine + Expansion::place(here.lane));
             from = opaque(mine + here.my_row * Decoder::SCALE_BYTES);
         }
-        // HANDED_OUT tiles have a barrier where all blocks are there and one where all warps have theirs, then come
-        // the blocks, 8 bytes each, with a gap behind each row.
+        // HANDED_TILES have a barrier where all blocks are there and one where all warps have theirs, then come the
+        // blocks, HANDED_BLOCK bytes each, with a gap behind each row.
         blocks_of_row = HANDED ? here.given.cut.warps * here.given.cut.items / 2 : 1;
-        handed_bytes = HANDED ? ITEM_ROWS * (blocks_of_row + 1) * 8 : 0;
-        handed = shared_address(here.sums) + here.team * (HANDED ? HANDED_OUT * (16 + handed_bytes) : 0);
-        handed_blocks = handed + HANDED_OUT * 16;
+        handed_bytes = HANDED ? ITEM_ROWS * handed_pitch(blocks_of_row) : 0;
+        handed = shared_address(here.sums) + here.team * (HANDED ? HANDED_TILES * (16 + handed_bytes) : 0);
+        handed_blocks = handed + HANDED_TILES * 16;
+        if constexpr (HANDED) {
+            const unsigned of_warp = here.mate * here.given.cut.items / 2;
+            const unsigned row = MADE_LATE ? here.my_row : Expansion::row(here.lane);
+            const unsigned block = MADE_LATE ? of_warp : of_warp + Expansion::block(here.lane);
+            taken = opaque(handed_blocks + row * handed_pitch(blocks_of_row) + block * HANDED_BLOCK);
+        }
     }
 
     static __device__ __forceinline__ Expansion expansion(const FewBlock<Kind>& here) {
@@ -64,6 +73,8 @@ struct FewScales {
         return {given.absmax, given.nested_absmax, given.nested_offset,    map, here.above, given.n,
                 given.k,      given.cut.width,     31 - __clz(given.block)};
     }
+    // Bytes of a row of so many blocks in the ring.
+    static __device__ __forceinline__ unsigned handed_pitch(unsigned blocks) { return (blocks + 1) * HANDED_BLOCK; }
     __device__ __forceinline__ unsigned row_pitch() const {
         if constexpr (!NESTED) return unsigned(here.given.k) / Expansion::BLOCK;
         else if constexpr (TABLE) return unsigned(here.given.k) / (ITEM_K / Decoder::SCALE_BYTES);
@@ -81,21 +92,28 @@ struct FewScales {
     __device__ __forceinline__ void init_barriers() const {
         if constexpr (HANDED) {
 #pragma unroll
-            for (unsigned i = 0; i < 2 * HANDED_OUT; ++i) barrier_init(handed + i * 8, here.given.cut.warps * WARP);
+            for (unsigned i = 0; i < 2 * HANDED_TILES; ++i)
+                barrier_init(handed + i * 8, here.given.cut.warps * (MADE_LATE ? WARP : 1));
         }
     }
 
     // The address of those of k-tile i behind `begin`, that of the first.
     static __device__ __forceinline__ unsigned of_item(unsigned begin, int i) {
-        if constexpr (NESTED) return begin + i * Decoder::SCALE_BYTES;
+        if constexpr (MADE_LATE) return begin + i / 2 * HANDED_BLOCK;
+        else if constexpr (NESTED) return begin + i * Decoder::SCALE_BYTES;
         else return begin + Expansion::of_item(i);
+    }
+
+    // Bytes from those of a row to those of the row 8 below it.
+    static __device__ __forceinline__ unsigned eight(const Cut& cut) {
+        return MADE_LATE ? 8 * handed_pitch(cut.warps * cut.items / 2) : EIGHT;
     }
 
     // ---- copies ----
 
     // What to copy next begins at `row` and k-tile `item`.
     __device__ __forceinline__ void aim(int row, int item) {
-        if constexpr (HANDED) source = row * pitch + here.first_item / 2;
+        if constexpr (HANDED) aim_block(row);
         else if constexpr (!NESTED)
             source = (row + Expansion::row(here.lane)) * pitch + item / 2 + Expansion::block(here.lane);
         else if constexpr (TABLE) source = (row + here.g) * pitch + (item + here.t) * Decoder::SCALE_BYTES;
@@ -172,60 +190,73 @@ struct FewScales {
 
     // ---- inner scales ----
 
-    // Which row has the block of this number, of a tile, counted row by row.
-    __device__ __forceinline__ unsigned handed_row(unsigned number) const {
+    // Which block of a tile this lane hands out: that of its number in the team, counted row by row. The first tile
+    // begins at `row`.
+    __device__ __forceinline__ void aim_block(int row) {
         const Cut& cut = here.given.cut;
-        return divided(cut.items == 2 ? number : number / 2, cut.per_warps, cut.warps);
-    }
-    // The number of the block that this lane hands out, that of its number in the team, of tile `tile`, which is
-    // `later` tiles behind that to copy next; -1: none. What the lane needs for that is no register of the loop.
-    __device__ __forceinline__ long long block_of(unsigned tile, unsigned later) const {
-        const unsigned number = here.mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
+        const unsigned number = here.mate * WARP + here.lane;
+        const unsigned down = divided(cut.items == 2 ? number : number / 2, cut.per_warps, cut.warps);
         const unsigned block = number - down * blocks_of_row;
-        const bool there = tile < here.passes && down < ITEM_ROWS && here.first_item + 2 * int(block) < here.last_item;
-        const unsigned behind = (down + later * here.teams * ITEM_ROWS) * pitch + block;
-        return there ? here.above * pitch + (source + behind) : -1ll;
+        const bool there = down < ITEM_ROWS && here.first_item + 2 * int(block) < here.last_item;
+        next_block = (row + down) * pitch + here.first_item / 2 + block;
+        next_block = opaque(there ? next_block : 1u << 31);
+        place = opaque(down < ITEM_ROWS ? handed_blocks + (number + down) * HANDED_BLOCK : 0u);
     }
-    // Of the first two tiles. Ahead of all weights, behind which they would wait: to find out where planes lie takes
-    // its time, too.
-    __device__ __forceinline__ void prefetch_blocks() const {
+    // From a block to that of the next tile.
+    __device__ __forceinline__ unsigned block_step() const { return here.teams * ITEM_ROWS * pitch; }
+
+    // Load the block that this lane hands out of the next tile, which is `tile`; what is not there stays zero.
+    __device__ __forceinline__ void load_block(Expansion& own, unsigned tile) {
         if constexpr (HANDED) {
-#pragma unroll
-            for (unsigned tile = 0; tile < 2; ++tile)
-                if (const long long number = block_of(tile, tile); number >= 0) spread.prefetch(number);
+            if (tile < here.passes && int(next_block) >= 0) own.load(here.above * pitch + next_block);
+            next_block += block_step();
         }
     }
-    // Load the block that this lane hands out of a tile, see block_of; what is not there stays zero.
-    __device__ __forceinline__ void load_block(Expansion& own, unsigned tile, unsigned later) const {
-        if constexpr (HANDED)
-            if (const long long number = block_of(tile, later); number >= 0) own.load(number);
+    // All lanes of the warp arrive, or one for all, which is less work for the barrier. Look at the machine code after
+    // a change: loads of blocks need a scoreboard of their own, or reads of shared memory in the loop wait for them.
+    __device__ __forceinline__ void arrive(unsigned barrier) const {
+        if constexpr (MADE_LATE) {
+            barrier_arrive(barrier);
+        } else {
+            __syncwarp();
+            if (opaque(threadIdx.x % WARP) == 0) barrier_arrive(barrier);
+        }
     }
     // Hand it out.
     __device__ __forceinline__ void hand_out(const Expansion& own, unsigned tile) const {
         if constexpr (HANDED) {
             if (tile >= here.passes) return;
-            const unsigned at = tile % HANDED_OUT;
-            barrier_wait(handed + at * 16 + 8, tile / HANDED_OUT & 1 ^ 1);
-            const unsigned number = here.mate * WARP + opaque(threadIdx.x % WARP), down = handed_row(number);
-            if (down < ITEM_ROWS) own.hand_out(handed_blocks + at * handed_bytes + (number + down) * 8);
-            barrier_arrive(handed + at * 16);
+            const unsigned at = tile % HANDED_TILES;
+            barrier_wait(handed + at * 16 + 8, tile / HANDED_TILES & 1 ^ 1);
+            if (place) own.template hand_out<MADE_LATE>(place + at * handed_bytes);
+            arrive(handed + at * 16);
         }
+    }
+    // Whether this lane makes a block of its warp to scales.
+    __device__ __forceinline__ bool has_block() const {
+        if constexpr (Expansion::BLOCKS * ITEM_ROWS == WARP) return true;
+        else return Expansion::block(opaque(threadIdx.x % WARP)) < Expansion::BLOCKS;
     }
     // Take the block of `tile` that this lane makes to scales.
     __device__ __forceinline__ void expand(unsigned tile) const {
-        if constexpr (HANDED) {
+        if constexpr (HANDED && !MADE_LATE) {
             if (tile >= here.passes) return;
-            const unsigned at = tile % HANDED_OUT, which = opaque(threadIdx.x % WARP);
-            const bool has = Expansion::block(which) < Expansion::BLOCKS;
-            const unsigned number = Expansion::row(which) * (blocks_of_row + 1) + here.mate * here.given.cut.items / 2 +
-                                    Expansion::block(which);
-            barrier_wait(handed + at * 16, tile / HANDED_OUT & 1);
+            const unsigned at = tile % HANDED_TILES;
+            const bool has = has_block();
+            barrier_wait(handed + at * 16, tile / HANDED_TILES & 1);
             Expansion own{};  // not a copy of what is still on its way
-            if (has) own.take(handed_blocks + at * handed_bytes + number * 8);
-            barrier_arrive(handed + at * 16 + 8);
+            if (has) own.take(taken + at * handed_bytes);
+            arrive(handed + at * 16 + 8);
             if (has) own.store(to);
         }
     }
+    // MADE_LATE: where the lane's blocks of `tile` begin, which are there now; and that it has them all.
+    __device__ __forceinline__ unsigned blocks_of(unsigned tile) const {
+        const unsigned at = tile % HANDED_TILES;
+        barrier_wait(handed + at * 16, tile / HANDED_TILES & 1);
+        return taken + at * handed_bytes;
+    }
+    __device__ __forceinline__ void give_back(unsigned tile) const { arrive(handed + tile % HANDED_TILES * 16 + 8); }
     // Make the scales of the first tile, of which this lane has loaded `begin`; two tiles are on their way.
     __device__ __forceinline__ void begin_inner(const Expansion& begin) {
         if constexpr (Kind::SPREAD && !NESTED) {
@@ -241,7 +272,7 @@ struct FewScales {
             if (!HANDED && Expansion::block(here.lane) < Expansion::BLOCKS) spread.store(to);
             hand_out(spread, pass + 2);
             expand(pass + 1);
-            load_block(spread, pass + 3, 2);
+            load_block(spread, pass + 3);
         }
     }
 };

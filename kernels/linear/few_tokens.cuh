@@ -12,7 +12,7 @@ struct FewTokens {
     const FewBlock<Kind>& here;
     unsigned x[ITEMS][EIGHTS][Decoder::X_WORDS];
     // Of each two k-tiles the lane's words, and where x is quantized the scales of its parts.
-    unsigned own[Kind::COLUMNS ? ITEMS / 2 : 1][Kind::QUANTIZED ? 8 : 4];
+    typename ByColumns<Decoder>::Own own[Kind::COLUMNS ? ITEMS / 2 : 1];
     typename ByColumns<Decoder>::Scales part_scales[Kind::COLUMNS ? ITEMS / 2 : 1];
     unsigned beside;  // where the last word of x is, X_BESIDE
     // The scales of tokens, for each 32 k of this block those of 8 EIGHTS tokens, in the order in which lanes have

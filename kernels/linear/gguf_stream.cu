@@ -77,6 +77,16 @@ struct SharedTable {
     }
 };
 
+// copy_async_if of 16 bytes, which brings the 128 bytes around them to the L2 cache.
+__device__ __forceinline__ void copy_of_line_if(unsigned address, const void* global, bool there) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(address),
+        "l"(global), "r"(unsigned(there))
+        : "memory");
+#endif
+}
+
 // How a warp copies the records of 16 rows: of field I what a lane copies of the next record. Where pieces go to and
 // come from is worked out once: a lane whose first piece is that of row r has of the next ones those of r and a few
 // rows more, where a row has a power of two of pieces.
@@ -89,6 +99,7 @@ struct FieldCopy {
     // The records that neighbouring warps copy lie side by side in a row: the first copy brings what the others of the
     // line want to the L2 cache, where each would read its few sectors from memory by itself.
     static constexpr bool WHOLE_LINE = R::WHOLE_LINES && BYTES < 128;
+    static_assert(!WHOLE_LINE || PIECE == 16, "copies of 16 bytes");
     static constexpr int KEPT = REGULAR ? 1 : COPIES;
     const char* source;
     unsigned from[KEPT], to[KEPT];
@@ -106,10 +117,11 @@ struct FieldCopy {
 #pragma unroll
         for (int c = 0; c < COPIES; ++c) {
             constexpr int ROWS = REGULAR ? WARP / PIECES : 0;  // from a copy to the next one
-            copy_async_if<PIECE, WHOLE_LINE>(
-                stage + to[REGULAR ? 0 : c] + c * ROWS * Layout::stride(),
-                source + from[REGULAR ? 0 : c] + (unsigned long long)(pitch * BYTES) * (c * ROWS),
-                c * WARP + lane < min(left, ITEM_ROWS) * PIECES);
+            const unsigned address = stage + to[REGULAR ? 0 : c] + c * ROWS * Layout::stride();
+            const char* piece = source + from[REGULAR ? 0 : c] + (unsigned long long)(pitch * BYTES) * (c * ROWS);
+            const bool there = c * WARP + lane < min(left, ITEM_ROWS) * PIECES;
+            if constexpr (WHOLE_LINE) copy_of_line_if(address, piece, there);
+            else copy_async_if<PIECE>(address, piece, there);
         }
     }
     __device__ __forceinline__ unsigned narrow(int, unsigned, int) const { return 0; }

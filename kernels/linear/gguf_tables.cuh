@@ -174,22 +174,22 @@ struct SharedTable16 : PairTable<T, unsigned char, NEIGHBOURS> {
 
     static constexpr unsigned SHIFT = Ue4m3Pair<T>::HALF ? 0x0080u : 0x0010u;
 
-    // What is no number is 0; bytes are less than 128.
+    // Scales without their bits 7; 0x7f is no number and 0, but 0xff is one.
     __device__ __forceinline__ static unsigned numbers_of(unsigned bytes) {
-        const unsigned none = bytes + 0x01010101u & 0x80808080u;
-        return bytes & ~(none - (none >> 7));
+        const unsigned lower = bytes & 0x7f7f7f7fu, none = lower + 0x01010101u & ~bytes & 0x80808080u;
+        return lower & ~(none - (none >> 7));
     }
     // The scales of a lane, a byte of each 32 elements of a row.
     __device__ __forceinline__ static unsigned scales_of(unsigned at) {
         const uint2 all = shared_at<uint2>(at);
-        return numbers_of(__byte_perm(all.x, all.y, threadIdx.x & 2 ? 0x7531 : 0x6420) & 0x7f7f7f7fu);
+        return numbers_of(__byte_perm(all.x, all.y, threadIdx.x & 2 ? 0x7531 : 0x6420));
     }
     // One of them, twice; or those that two bytes are.
     __device__ __forceinline__ static unsigned pair_of(unsigned scales, int j) {
         return __byte_perm(scales, 0, 0x4440 + j) * (SHIFT * 0x10001u);
     }
     __device__ __forceinline__ static unsigned two_of(unsigned bytes) {
-        return numbers_of(__byte_perm(bytes, 0, 0x4140) & 0x007f007fu) * SHIFT;
+        return numbers_of(__byte_perm(bytes, 0, 0x4140)) * SHIFT;
     }
     // Step h of 32 elements: two bytes of row g's word, and of row g + 8's, with their scales.
     __device__ __forceinline__ static void look_up(
@@ -219,6 +219,15 @@ struct SharedTable16 : PairTable<T, unsigned char, NEIGHBOURS> {
             }
             tokens.template add<EIGHTS>(part, j, acc);
         }
+    }
+};
+
+// 6-bit scales in bytes: 128 + code as a float, whose last bits they are, less 128 + 32, times `step`; `less` is what
+// that takes off.
+struct InnerCodes {
+    static constexpr float LESS = -160.0f;
+    __device__ __forceinline__ static float scale(unsigned codes, unsigned byte, float step, float less) {
+        return fmaf(__uint_as_float(__byte_perm(codes, 0x43000000u, 0x7044u | byte << 8)), step, less);
     }
 };
 

@@ -78,6 +78,7 @@ enum NibbleScales { E8M0 = FLOAT32 + 16, UE4M3_HALVES, SIX_BITS };
 // The scales of a lane's two rows, of granule t: as they are in memory, so that nothing waits for them.
 template <typename Decoder>
 struct RawScales {
+    static constexpr int STAGES = 1;  // whose scales the lanes of a row fetch together
     static constexpr bool BYTES = Decoder::SCALE == E4M4 || Decoder::SCALE == E8M0 || Decoder::NESTED;
     static constexpr int SCALE_BYTES = BYTES ? 1 : Decoder::SCALE == FLOAT16 ? 2 : 4;
     static constexpr int SECOND_BYTES = 0;  // of a block, that are fetched ahead beside its scale
@@ -254,7 +255,7 @@ __device__ constexpr bool as_halves() {
 // times the 6 bits less 32 of 32 of them, of which four are in one plane and two in another (iq4_xs).
 template <typename Decoder>
 struct RawHalves {
-    static constexpr int SCALE_BYTES = 2, SECOND_BYTES = 0;
+    static constexpr int SCALE_BYTES = 2, SECOND_BYTES = 0, STAGES = 1;
     static constexpr float POWER = 128.0f;
     unsigned code[2], next[2];
 
@@ -277,25 +278,42 @@ struct RawHalves {
     __device__ __forceinline__ float second(int i) const { return number(next[i]); }
 };
 
+// A stage is half of 256 elements, whose numbers lie in three planes: a load of eight rows takes as long as eight
+// loads, whatever it brings of each. So the four lanes of a row fetch those of its next four stages, one stage each,
+// and hand them to each other.
 template <typename Decoder>
 struct RawSixBits {
-    static constexpr int SCALE_BYTES = 2, SECOND_BYTES = 4;
-    unsigned code[2], low[2], high[2], sub;  // which 32 of the 256
+    static constexpr int SCALE_BYTES = 2, SECOND_BYTES = 4, STAGES = 4;
+    unsigned code[2], low[2], high[2];  // of the lane's stage, as they are in memory
+    unsigned words[2][2];               // of the stages that are multiplied: the lower bits; d and the upper bits
+    unsigned own[2][2], sub;            // of this one; which 32 of the 256
 
+    // Of the granules `at` of the rows, which are those of the lane's stage.
     __device__ __forceinline__ void fetch(const TileScales& from, const unsigned (&origin)[2], unsigned at) {
-        sub = at % 8;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const unsigned block = (origin[i] + at) / 8;
             code[i] = static_cast<const unsigned short*>(from.absmax)[block];
-            low[i] = static_cast<const unsigned char*>(from.second)[block * 4 + sub / 2];
+            low[i] = static_cast<const unsigned*>(from.second)[block];
             high[i] = reinterpret_cast<const unsigned short*>(from.nested_offset)[block];
         }
     }
 
+    // What was fetched becomes that of the stages that are multiplied.
+    __device__ __forceinline__ void keep() {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) words[i][0] = low[i], words[i][1] = __byte_perm(code[i], high[i], 0x5410);
+    }
+    // Take those of stage `turn` of them, whose first granule is `at`.
+    __device__ __forceinline__ void take(unsigned turn, unsigned at) {
+        sub = at % 8 + threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[i / 2][i % 2] = __shfl_sync(FULL_WARP, words[i / 2][i % 2], turn, 4);
+    }
+
     __device__ __forceinline__ float value(const TileScales&, int i) const {
-        const int inner = (low[i] >> sub % 2 * 4 & 15) | (high[i] >> sub * 2 & 3) << 4;
-        return __half2float(__ushort_as_half(code[i])) * float(inner - 32);
+        const int inner = (own[i][0] >> sub * 4 & 15) | (own[i][1] >> (16 + sub * 2) & 3) << 4;
+        return Word<__half>::get(own[i][1], 0) * float(inner - 32);
     }
 };
 
@@ -388,6 +406,7 @@ struct Pair<__nv_bfloat16> {
 // The scales of integers, and their zero points.
 template <typename Decoder>
 struct RawIntegers {
+    static constexpr int STAGES = 1;
     static constexpr bool PAIRS = Decoder::SCALE == FLOAT16_PAIRS;
     static constexpr int SCALE_BYTES = Decoder::SCALE == FLOAT32 || PAIRS ? 4 : 2;
     static constexpr int SECOND_BYTES = PAIRS                                  ? 0
@@ -527,7 +546,7 @@ struct RowIntegers {
 // The scales of q4_k. A lane has codes of two blocks of 32 of half a block of 256, and the offset of one of the four.
 template <typename Decoder>
 struct RawInner {
-    static constexpr int SCALE_BYTES = 4, SECOND_BYTES = 12;
+    static constexpr int SCALE_BYTES = 4, SECOND_BYTES = 12, STAGES = 1;
     unsigned pair[2], word[2][3];
     bool late;  // whether it is the second half
 

@@ -670,7 +670,11 @@ __device__ __forceinline__ void multiply_stages(
     // Where x is zero any scale will do.
     auto granule = [&](unsigned item) { return min(item * (STAGE_K / GRANULE_K) + t, granules - 1); };
     typename Decoder::Raw raw;  // of the next stage
-    if constexpr (!S::PREPARED) raw.fetch(scales, origin, granule(task.begin + k_group));
+    // ... or of the next four, of which each lane of a row fetches one.
+    constexpr int AHEAD = Decoder::Raw::STAGES;
+    const unsigned ahead = AHEAD > 1 ? t * S::K_GROUPS : 0;
+    unsigned turn = 0;
+    if constexpr (!S::PREPARED) raw.fetch(scales, origin, granule(task.begin + k_group + ahead));
 
     float sum[S::TOKENS / 2] = {};
     unsigned top[2] = {1u << 23, 1u << 23};
@@ -701,13 +705,17 @@ __device__ __forceinline__ void multiply_stages(
             const unsigned at = ring.data() + S::RECORDS_AT + row * 16;
             records.read(at, at + S::ROWS * 16, t, top, sum);
         } else if constexpr (S::OF_WEIGHTS) {
+            if constexpr (AHEAD > 1) {
+                if (turn == 0) raw.keep(), raw.fetch(scales, origin, granule(item + AHEAD * S::K_GROUPS + ahead));
+                raw.take(turn, item * (STAGE_K / GRANULE_K)), turn = (turn + 1) % AHEAD;
+            }
             scale_words<Decoder>(raw, scales, top, sum, part, own, offsets);
             own[0] = opaque(own[0]), own[1] = opaque(own[1]);  // now: the next ones may then come to where these were
         }
         if constexpr (Decoder::SHARES != OF_ROWS && !S::PREPARED) {
             set_base<Decoder>(raw, lane_offset, base);
             if constexpr (S::OF_SUMS) next_factor[0] = raw.value(scales, 0), next_factor[1] = raw.value(scales, 1);
-            raw.fetch(scales, origin, granule(item + S::K_GROUPS));
+            if constexpr (AHEAD == 1) raw.fetch(scales, origin, granule(item + S::K_GROUPS));
         }
         barrier_wait(ring.full(), ring.phase);
         unsigned field[2][Decoder::FIELDS];

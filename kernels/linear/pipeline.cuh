@@ -180,14 +180,23 @@ struct InnerScales {
         held[1] = reinterpret_cast<const unsigned*>(low)[number];
         held[2] = high[number];
     }
-    __device__ __forceinline__ void prefetch(long long number) const {
-        prefetch_l2(reinterpret_cast<const unsigned short*>(d) + number);
-        prefetch_l2(reinterpret_cast<const unsigned*>(low) + number);
-        prefetch_l2(high + number);
-    }
     // A block that was loaded, in 8 bytes of shared memory. Two halves become a word here: the compiler would have them
-    // so where they are loaded, and wait for them there.
+    // so where they are loaded, and wait for them there. CODES: in 16 bytes, its eight scales as codes of a byte, even
+    // ones and odd ones, and what makes them floats.
+    template <bool CODES>
     __device__ __forceinline__ void hand_out(unsigned to) const {
+        if constexpr (CODES) {
+            InnerScales now = *this;
+#pragma unroll
+            for (unsigned& word : now.held) word = opaque(word);
+            unsigned code[2];
+            now.codes(code);
+            const float step = now.step();
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(code[0]), "r"(code[1]), "f"(step),
+                         "f"(step * InnerCodes::LESS)
+                         : "memory");
+            return;
+        }
         asm volatile("{ .reg .b32 both; prmt.b32 both, %2, %3, 0x5410; st.shared.v2.u32 [%0], {%1, both}; }" ::"r"(to),
                      "r"(held[1]), "r"(held[0]), "r"(held[2])
                      : "memory");
@@ -197,16 +206,19 @@ struct InnerScales {
         held[0] = both.y & 0xffffu, held[1] = both.x, held[2] = both.y >> 16;
     }
     // Eight scales of the block, each exact: even ones and odd ones as bytes, then floats.
-    __device__ __forceinline__ void make(float (&scale)[8]) const {
-        const float step = Word<__half>::get(held[0], 0), less = step * -160.0f;
+    __device__ __forceinline__ void codes(unsigned (&code)[2]) const {
         unsigned top = (held[2] | held[2] << 8) & 0x00ff00ffu;
         top = (top | top << 4) & 0x0f0f0f0fu;  // of two scales each
-        const unsigned code[2] = {
-            (held[1] & 0x0f0f0f0fu) | (top << 4 & 0x30303030u),
-            (held[1] >> 4 & 0x0f0f0f0fu) | (top << 2 & 0x30303030u)};
+        code[0] = (held[1] & 0x0f0f0f0fu) | (top << 4 & 0x30303030u);
+        code[1] = (held[1] >> 4 & 0x0f0f0f0fu) | (top << 2 & 0x30303030u);
+    }
+    __device__ __forceinline__ float step() const { return Word<__half>::get(held[0], 0); }
+    __device__ __forceinline__ void make(float (&scale)[8]) const {
+        unsigned code[2];
+        codes(code);
+        const float factor = step(), less = factor * InnerCodes::LESS;
 #pragma unroll
-        for (int j = 0; j < 8; ++j)  // 128 + code, less 128 + 32
-            scale[j] = fmaf(__uint_as_float(__byte_perm(code[j % 2], 0x43000000u, 0x7044 | j / 2 << 8)), step, less);
+        for (int j = 0; j < 8; ++j) scale[j] = InnerCodes::scale(code[j % 2], j / 2, factor, less);
     }
     // `to` is where this lane's scales begin.
     __device__ __forceinline__ void store(unsigned to) const {

@@ -58,7 +58,8 @@ __device__ __forceinline__ void multiply_items(
     if constexpr (Kind::COLUMNS) {
         Decoder::multiply_block(
             word, tokens.x[GROUP * i][0], tokens.x[GROUP * i + 1][0], with,
-            FewScales<Kind>::of_item(scale_at, GROUP * i), Kind::EIGHT, tokens.part_scales[i], acc[0]);
+            FewScales<Kind>::of_item(scale_at, GROUP * i), FewScales<Kind>::eight(tokens.here.given.cut),
+            tokens.part_scales[i], acc[0]);
     } else {
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
@@ -88,7 +89,8 @@ __device__ __forceinline__ void multiply_tile(
     for (int item = here.my_item, chunk = 0; chunk < here.chunks; item += here.step, ++chunk) {
         if (!Kind::ONCE && here.chunks > 1) tokens.fetch(item), tokens.arrange();
         const int count = Kind::ONCE ? GROUPS * GROUP : here.count_at(item);
-        const unsigned scale_at = weights.scales.from + (Kind::BUFFERS == 2 ? weights.scales_at : 0);
+        const unsigned scale_at = Kind::MADE_LATE ? weights.scales.blocks_of(pass)
+                                                  : weights.scales.from + (Kind::BUFFERS == 2 ? weights.scales_at : 0);
         weights.advance();
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
@@ -99,6 +101,7 @@ __device__ __forceinline__ void multiply_tile(
             weights.refill(i, weights.read(i, word, mixed));
             multiply_items<Kind>(word, mixed, tokens, with, scale_at, i, item, count, acc);
         }
+        if constexpr (Kind::MADE_LATE) weights.scales.give_back(pass);
         weights.scales.next_inner(pass);
         weights.scales_at = Kind::SCALES - weights.scales_at;
     }
@@ -167,12 +170,9 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     __syncwarp();
     if constexpr (Kind::CLUSTER > 1) cluster_arrive_relaxed();
 
-    // To find out where scales lie may take divisions, so codes are asked for ahead of it, but behind the blocks of
-    // inner scales, which would wait for them.
-    if constexpr (!Kind::HANDED) weights.prefetch();
+    // To find out where scales lie may take divisions, so codes are asked for ahead of it.
+    weights.prefetch();
     weights.aim();
-    weights.scales.prefetch_blocks();
-    if constexpr (Kind::HANDED) weights.prefetch();
     // What quantizes tokens has waited for all before it, and writes no weights: these are fetched meanwhile, as many
     // as below.
     if constexpr (Kind::BLOCKED) weights.start_first(HELD_BACK && (TABLE || (EIGHTS == 1 && cut.staged && m > 2)));
@@ -195,7 +195,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if constexpr (!Kind::BLOCKED) weights.start_first(HELD_BACK && (Kind::TILL_WEIGHTS || own_x.staged || late));
     // Two tiles of inner scales are on their way before the first product.
     auto first_inner = weights.scales.spread;
-    weights.scales.load_block(first_inner, 0, 0), weights.scales.load_block(weights.scales.spread, 1, 1);
+    weights.scales.load_block(first_inner, 0), weights.scales.load_block(weights.scales.spread, 1);
     if constexpr (LATE_TABLE) make_table();
     if constexpr (Kind::HALVES) {
         if (HELD_BACK && here.passes > 0) weights.fetch_others();
@@ -224,7 +224,7 @@ __global__ void ALONG_Z(BLOCKS) __launch_bounds__(512, 1) linear_few(
     if (here.chunks == 1) own_x.arrange();
     if (!Kind::QUANTIZED && HELD_BACK && late && here.passes > 0) weights.fetch_others();
     if (!INNER_FIRST) weights.scales.begin_inner(first_inner);
-    weights.scales.load_block(weights.scales.spread, 2, 2);  // whatever waits for x may wait for it, too
+    weights.scales.load_block(weights.scales.spread, 2);  // whatever waits for x may wait for it, too
 
     sums.begin();
     const auto with = [&] {

@@ -109,7 +109,7 @@ struct Cut {
     int share;    // warps of a team that have the same rows, at most as many as a row has lines; with groups 1
     int stages;   // of a warp
     int of_pass;  // rows of a pass at the most, those of a box
-    int ahead;  // lines that are brought to the L2 cache while the kernel ahead is at work, where it may write weights
+    int ahead;    // lines that are in the L2 cache, or on the way, when the kernel ahead ends
 };
 
 // What a warp fetches: its lines of the rows of its passes.
@@ -180,11 +180,11 @@ struct Fetcher {
     __device__ __forceinline__ void start(const S& span_of) {
         for (int i = 0; i < stages; ++i) fetch(span_of, 0);
     }
-    // Bring so many lines to the L2 cache: what the kernel ahead writes passes through it.
+    // Bring lines from `first` on to the L2 cache: what the kernel ahead writes passes through it.
     template <typename S>
-    __device__ __forceinline__ void prefetch(const S& span_of, int ahead) const {
+    __device__ __forceinline__ void prefetch(const S& span_of, int ahead, int first = 0) const {
         if (passes > 0 && elect_lane())
-            for (int i = 0; i < min(lines, ahead); ++i)
+            for (int i = first; i < min(lines, ahead); ++i)
                 prefetch_box(map, (first_line + i) * LINE, static_cast<int>(span_of(0).first));
     }
 };
@@ -263,6 +263,14 @@ struct FiniteOf<Floats<T>> {
     using Type = Subnormals<T>;
 };
 
+// Where a lane's pieces of a step lie, behind its first one.
+template <typename By>
+struct PiecesOf {
+    __device__ __forceinline__ static unsigned at(unsigned first, int step, int load, int of_load) {
+        return first + (step * By::LOADS + load) * of_load;
+    }
+};
+
 // Steps of two lines that have been read, as far as they are there.
 template <typename By>
 __device__ __forceinline__ void add_lines(
@@ -273,7 +281,7 @@ __device__ __forceinline__ void add_lines(
         if (s / LINE_STEPS >= there) break;
         uint4 b[By::LOADS];
 #pragma unroll
-        for (int j = 0; j < By::LOADS; ++j) b[j] = shared_at<uint4>(b_at + (s * By::LOADS + j) * of_load);
+        for (int j = 0; j < By::LOADS; ++j) b[j] = shared_at<uint4>(PiecesOf<By>::at(b_at, s, j, of_load));
         By::multiply(sum, u[s], l[s], b);
     }
 }
@@ -540,8 +548,12 @@ __device__ __forceinline__ void multiply_rows(
     const Spans span_of{first, last, cut.of_pass};
     const int passes = static_cast<int>(last - first + cut.of_pass - 1) / cut.of_pass;
     Fetcher<GROUP> fetcher(map, scales, memory, shared_address(barriers), depth, cut, mate, passes, tokens >> 16);
-    if (waits) fetcher.prefetch(span_of, cut.ahead);
-    else fetcher.start(span_of);
+    if (waits) {
+        fetcher.prefetch(span_of, cut.ahead);
+    } else {
+        fetcher.start(span_of);
+        if (cut.ahead > 0) fetcher.prefetch(span_of, cut.ahead, cut.stages * BOXES);
+    }
     wait_for_previous();
     launch_dependents();
     const unsigned staged = memory + Fetcher<GROUP>::bytes_of(cut);
@@ -598,6 +610,49 @@ __device__ __forceinline__ void stage_fragments(
     commit_copies();
 }
 
+// Products of tokens of int8. `stage`, as of multiply_rows, also sets the sum of codes and the scale of each of the
+// lane's two tokens.
+template <typename By, typename T, typename G>
+__device__ __forceinline__ void multiply_int8(
+    const TensorMap* map, const float* __restrict__ scale, const void* __restrict__ bias, T* __restrict__ y,
+    long long channels, int tokens, int depth, int scale_step, int bias_kind, const Cut& cut, bool waits,
+    const int (&own_sum)[2], const float (&own_scale)[2], const G& stage) {
+    multiply_rows<By, 0>(
+        map, nullptr, 0, channels, tokens, depth, cut, waits, stage,
+        [&](long long row, float& of, float& added) {
+            of = usable(load_scale(scale + row * scale_step));
+            added = bias_of(bias, bias_kind, row);
+        },
+        [&](int e, int m, long long row, int sum, float of, float added) {
+            const float scaled = By::scaled(sum, own_sum[e], own_scale[e], of);
+            from_float(y[m * channels + row], ieee::add(scaled, added));
+        });
+}
+
+// ... of those that the kernel ahead leaves in fragments.
+template <typename T>
+__device__ __forceinline__ void multiply_fragments(
+    const TensorMap* map, const unsigned char* a, const int* token_sum, const float* token_scale,
+    const float* __restrict__ scale, const void* __restrict__ bias, T* __restrict__ y, long long channels, int tokens,
+    int depth, int token_step, int scale_step, int bias_kind, const Cut& cut) {
+    const int t = threadIdx.x % 4;
+    int own_sum[2];
+    float own_scale[2];
+    multiply_int8<Integers<T>>(
+        map, scale, bias, y, channels, tokens, depth, scale_step, bias_kind, cut, false, own_sum, own_scale,
+        [&](unsigned staged, Staged&, const Start<0>& start) {
+            start(cut.stages);
+            stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int m = min(2 * t + e, tokens - 1);
+                own_sum[e] = token_sum[m], own_scale[e] = usable(token_scale[m * token_step]);
+            }
+            wait_copies<0>();
+            __syncthreads();
+        });
+}
+
 template <typename T>
 __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
     const unsigned char* a,           // fragments
@@ -610,30 +665,9 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) rows_ternary(
     int of_pass,
     const __grid_constant__ TensorMap map) {  // of codes: boxes of of_pass x LINE
 #if __CUDA_ARCH__ >= 900
-    const int t = threadIdx.x % 4;
-    int own_sum[2];
-    float own_scale[2];
-    multiply_rows<Integers<T>, 0>(
-        &map, nullptr, 0, channels, tokens, depth, Cut{share, stages, of_pass}, false,
-        [&](unsigned staged, Staged& all, const Start<0>& start) {
-            start(stages);
-            stage_fragments<FIELDS>(staged, a, 1, tokens, depth, [](int m) { return static_cast<long long>(m); });
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int m = min(2 * t + e, tokens - 1);
-                own_sum[e] = token_sum[m], own_scale[e] = usable(token_scale[m * token_step]);
-            }
-            wait_copies<0>();
-            __syncthreads();
-        },
-        [&](long long row, float& of, float& added) {
-            of = usable(load_scale(scale + row * scale_step));
-            added = bias_of(bias, bias_kind, row);
-        },
-        [&](int e, int m, long long row, int sum, float of, float added) {
-            const float scaled = Integers<T>::scaled(sum, own_sum[e], own_scale[e], of);
-            from_float(y[m * channels + row], ieee::add(scaled, added));
-        });
+    multiply_fragments(
+        &map, a, token_sum, token_scale, scale, bias, y, channels, tokens, depth, token_step, scale_step, bias_kind,
+        Cut{share, stages, of_pass});
 #endif
 }
 

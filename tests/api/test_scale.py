@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,7 @@ def test_every_job_has_the_bytes_of_one_worker(small, capsys, monkeypatch):
         assert f"{direction}, 8 workers on each of two GPUs beside 8 on one" in found
     assert "dequantize, 4 workers beside the prototype" in found
     assert "NumPy, 8 processes and their start beside one" in found
+    assert "0 GB of the RAM disk written to beforehand" in found
     assert not list(small.iterdir())
 
 
@@ -85,17 +87,46 @@ def test_peak_of_memory(small, capsys, monkeypatch):
     ("siblings", "cores"), [(str, "4 CPUs, of 4 cores"), (lambda cpu: str(cpu // 2), "of 2 cores")]
 )
 def test_two_threads(small, monkeypatch, capsys, siblings, cores):
-    seconds = {"nf4 of float32": [(2.0, 1.0), (2.0, 2.0), (1.9, 1.0)], scale.ALONE: [(2.0, 1.5)]}
+    seconds = {"nf4 of float32": ([2.0, 1.9, 2.0], [1.0, 1.0, 2.0]), scale.HASHING: ([2.0], [1.5])}
     monkeypatch.setattr(scale.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(scale, "_siblings", siblings)
     monkeypatch.setattr(scale, "ProcessPoolExecutor", lambda *_: Inline(seconds))
-    assert not scale.main([str(small), "cores", "--shards", "1"])
+    assert not scale.main([str(small), "cores"])
     printed = capsys.readouterr().out
     assert cores in printed and ("may share" in printed) == (siblings is not str)
-    assert "workers=2 beside 1: nf4 of float32" in printed and "1.90" in printed and "1.00 to 2.00" in printed
-    found = scale._two_threads(2)
-    assert set(found) == {scale.ALONE, *(f"{format} of {dtype}" for format, dtype in scale.CORES)}
-    assert all(len(pairs) == 2 for pairs in found.values())
+    assert re.search(r"workers=2 beside 1: nf4 of float32 +1.90  at least 1.7 +met +medians 2.00, of 3 and 3", printed)
+    assert "ms: 1900.0 1900.0 2000.0 and 1000.0" in printed and "shards" not in printed
+
+
+def test_times_of_two_threads(small, monkeypatch):
+    """Threads stand for the processes."""
+    monkeypatch.setattr(
+        scale, "ProcessPoolExecutor", lambda count, _, *begin: scale.ThreadPoolExecutor(count, "", *begin)
+    )
+    found = scale._two_threads(0, 9)
+    what = [*(f"{format} of {dtype}" for format, dtype in scale.CORES), scale.HASHING, scale.APART]
+    assert list(found) == what
+    assert all(len(one) == len(two) == scale.LEAST_ROUNDS and min(*one, *two) > 0 for one, two in found.values())
+
+
+def test_turns_end_in_time():
+    told = []
+    calls = {name: lambda is_first, name=name: told.append((name, is_first)) or len(told) for name in "ab"}
+    assert scale.in_turns(calls, 0, 9) == {"a": [1, 3], "b": [2, 4]}
+    assert told == [("a", True), ("b", True), ("a", False), ("b", False)]
+    assert scale.in_turns(calls, float("inf"), 1) == {"a": [5], "b": [6]}
+    assert len(scale.in_turns(calls, float("inf"), 7)["a"]) == 7
+
+
+def test_memory_that_there_is_not_is_left_alone(small, monkeypatch):
+    monkeypatch.setattr(scale, "TOUCHED", 1 << 10)
+    monkeypatch.setattr(scale, "MOMENT", 0)
+    left = [8e9, 8e9, 0]
+    monkeypatch.setattr(scale, "available", lambda: left.pop(0) if len(left) > 1 else left[0])
+    assert scale.touch(small / "touched", (1 << 12) - 1) == 1 << 11
+    left[:] = [0, 0, 8e9]
+    assert scale.touch(small / "touched", (1 << 12) - 1) == 1 << 12
+    assert not list(small.iterdir())
 
 
 class Inline(scale.executors.Inline):
@@ -125,4 +156,5 @@ def test_what_falls_short_is_named(capsys):
     lines = scale.Lines()
     lines.add("a", 1.6, 1.7), lines.add("b", 1.8, 1.7), lines.add("c", 3.0, most=2.5), lines.add("d", 1.0)
     lines.right("e", True), lines.right("f", False)
-    assert [line[0] for line in lines.short] == ["a", "c", "f"]
+    lines.ratio("g", [3.0, 4.0], [2.0, 2.5], 1.7), lines.ratio("h", [3.0, 4.0], [1.5, 9.0], 1.7)
+    assert [line[0] for line in lines.short] == ["a", "c", "f", "g"]

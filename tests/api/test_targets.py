@@ -51,6 +51,7 @@ def test_no_cell_is_there_twice():
         (0.8, (10.0, 0.79, None), (10.0, 0.8, None)),
         (targets.Times(2.0), (10.0, 0.9, 19.0), (10.0, 0.1, 20.0)),
         (targets.Microseconds(36), (36.5, 0.9, None), (35.0, 0.1, None)),
+        (targets.Beyond(2), (10.0, 0.9, 7.9), (10.0, 0.1, 8.1)),
     ],
 )
 def test_what_falls_short(target, missed, met):

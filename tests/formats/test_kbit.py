@@ -1,5 +1,7 @@
 """The k-bit format against its contract: values, special values, error, size."""
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -8,7 +10,7 @@ from inputs import ABSMAX, BFLOAT16, CODEBOOKS, DTYPES, KINDS, SIZES, codebook, 
 
 import kbitcupy as kb
 from kbitcupy.formats.chunks import block_absmax
-from kbitcupy.formats.codebook import numpy as numpy_side
+from kbitcupy.formats.codebook import numpy as numpy_side, scales
 from kbitcupy.tables import standard_codebook
 
 FP = {"e4m4": "e4m4", "float16": "fp16", "float32": "fp32"}
@@ -22,8 +24,8 @@ def table_of(choice, k):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("k", "book"), [(1, "bnf"), (2, "nf"), (3, "unsorted"), (4, "bnf"), (5, "asymmetric")])
 def test_format_equals_oracle(kind, absmax, k, book):
-    for dtype in DTYPES:
-        x = make(kind, 199, dtype)
+    for dtype, size in itertools.product(DTYPES, (199, 192)):
+        x = make(kind, size, dtype)
         choice = codebook(book, k)
         q = kb.quantize(x, f"kbit{k}", codebook=choice, absmax=absmax)
         words, codes, scale = oracle.quantize_format(x, k, table_of(choice, k), absmax)
@@ -294,3 +296,37 @@ def test_float16_has_the_absmax_of_its_float32(block, size):
     every = np.resize(np.arange(1 << 16, dtype=np.uint16).view(np.float16), size)
     for x in (every, np.random.default_rng(size).permutation(every), np.minimum(every, np.float16(1))):
         assert block_absmax(x, block).tobytes() == block_absmax(x.astype(np.float32), block).tobytes()
+
+
+@pytest.mark.parametrize("absmax", ["e4m4", "float16"])
+@pytest.mark.parametrize("largest", [2.0**-149, 1e-38, 2.0**-15 * 1.5, 0.06, 1.0, 31.0, 31.5, 65504.0, 65520.0, 3.4e38])
+def test_quotients_by_stored_scales(absmax, largest):
+    """On what finite numbers are searched for in place: none is more than half as large again as its scale."""
+    rng, largest = np.random.default_rng(0), np.float32(largest)
+    maxima = largest * np.exp2(rng.uniform(-30, 0, 1 << 16)).astype(np.float32)
+    maxima[: 1 << 12] = largest * np.exp2(-np.arange(1 << 12) // 16 / 16).astype(np.float32)
+    ties = np.ldexp(np.float32(np.arange(32) + 0.5), -15) * numpy_side.tensor_scale(largest, absmax)
+    maxima = np.concatenate(([largest], np.minimum(maxima, largest), np.minimum(ties, largest))).astype(np.float32)
+    stored = np.empty(maxima.size, scales.ABSMAX[absmax].dtype)
+    with np.errstate(all="ignore"):
+        divisors = numpy_side._divisors(maxima, absmax, numpy_side.tensor_scale(largest, absmax), stored)
+        assert (maxima / divisors).max() <= numpy_side._LARGEST_QUOTIENT
+
+
+@pytest.mark.parametrize("book", ["bnf", "nf", "tiny", "large", "unsorted"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_number_that_is_not_finite_changes_its_block_alone(dtype, book):
+    """Without one numbers are searched for in place, with one they are not: also zeros, which lie at a threshold."""
+    x = np.random.default_rng(0).standard_normal((128, 96)).astype(np.float32)
+    x[::7] *= np.float32(2.0**-12)
+    x[::5, ::3] = 0
+    x = x.astype(dtype)
+    for k, absmax, rest in itertools.product((4, 6), ABSMAX, (0, 5)):
+        format = kb.get_format(f"kbit{k}", codebook="custom", absmax=absmax)
+        part = x.reshape(-1)[: x.size - rest]
+        finite, other = part.copy(), part.copy()
+        other[70] = np.nan
+        q, r = (kb.quantize(y, format, codebook=table_of(codebook(book, k), k)) for y in (finite, other))
+        assert np.delete(q.planes["absmax"], 2).tobytes() == np.delete(r.planes["absmax"], 2).tobytes()
+        words, others = (each.planes["packed"].reshape(-1, k) for each in (q, r))
+        assert np.array_equal(np.delete(words, 2, axis=0), np.delete(others, 2, axis=0))

@@ -119,6 +119,25 @@ def test_the_bytes_are_those_of_a_serial_job(source, executor, small_pieces, nam
     assert not atomic.leftovers(source) and not list(source.glob("*.part"))
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_pieces_become_smaller(tmp_path, monkeypatch, shards):
+    """As many tensors as four pieces for each worker have of what is left, and each one in the end."""
+    tensors = {f"w{i:02}": np.zeros((32, 32), np.float16) for i in range(64)}
+    source = tmp_path / ("source.safetensors" if shards == 1 else "source")
+    kb.io.save(source, tensors, **({} if shards == 1 else {"max_shard_size": 2048 * 64 // shards}))
+    monkeypatch.setattr(conversion, "_LEAST_PIECE", 1)
+    sizes = []
+    monkeypatch.setattr(conversion, "_do", lambda piece, do=conversion._do: sizes.append(len(piece.names)) or do(piece))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        kb.io.quantize_file(source, tmp_path / f"out{source.suffix}", "int8", device="cpu", executor=pool)
+        assert sum(sizes) == 64 and max(sizes) == 8 and len(sizes) < 48
+        assert sizes[-10:] == [1] * 10
+        sizes.clear()
+        monkeypatch.setattr(conversion, "_LARGEST_PIECE", 4096)
+        kb.io.quantize_file(source, tmp_path / f"again{source.suffix}", "int8", device="cpu", executor=pool)
+        assert sum(sizes) == 64 and max(sizes) == 2
+
+
 def test_a_plan_and_a_codebook_travel(source, processes, monkeypatch, small_pieces):
     monkeypatch.chdir(source)  # workers have another working directory
     codebook = np.linspace(-1, 1, 16, dtype=F32)

@@ -76,6 +76,8 @@ def test_ternary_products_leave_registers_to_clusters_that_quantize():
     few = taken(few, activations._FEW_SIZES.ROW_THREADS)
     for _, registers in listed("sm_90")["ternary_rows", "rows_ternary"]:
         assert taken(registers, ternary_rows.SIZES.ROW_THREADS) + few <= REGISTERS
+    for _, registers in listed("sm_90")["ternary_rows_few", "rows_ternary_early"]:
+        assert taken(registers, ternary_rows.FEW_SIZES.ROW_THREADS) + few <= REGISTERS
     for text, registers in listed("sm_90")["ternary_stream", "stream_ternary"]:
         if re.search(r", 8, Integers$", text):
             assert 2 * taken(registers, ternary_stream._STREAM_SIZES.STREAM_THREADS) + few <= REGISTERS
@@ -152,6 +154,9 @@ def test_blocks_of_integer_tile():
         ("small_batch", 512),
         ("ternary_rows", ternary_rows.SIZES.ROW_THREADS),
         ("ternary_rows_few", ternary_rows.FEW_SIZES.ROW_THREADS),
+        ("ternary_bytes", ternary_rows.SIZES.ROW_THREADS),
+        ("ternary_bytes_few", ternary_rows.FEW_SIZES.ROW_THREADS),
+        ("block_tokens", activations._BLOCK_SIZES.ROW_THREADS),
     ],
 )
 def test_blocks_of_other_products(file, threads):
@@ -175,6 +180,7 @@ def test_shared_memory_of_ternary_rows(monkeypatch, room):
     for named, function in (
         (barriers, functools.partial(ternary_rows.rows_of.__wrapped__, group=0)),
         (barriers, functools.partial(ternary_rows.rows_of.__wrapped__, group=64)),
+        (barriers + 4 * ternary_rows.TOKENS, ternary_rows.bytes_rows_of.__wrapped__),
         (barriers + sums, ternary_rows.float_rows_of.__wrapped__),
     ):
         launched.clear()

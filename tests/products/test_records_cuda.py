@@ -13,7 +13,7 @@ from kbitcupy.array import QuantizedArray
 from kbitcupy.products.records import Streamed
 from kbitcupy.products.routes import Problem, device, stored
 from kbitcupy.products.small_batch import SmallBatch
-from kbitcupy.products.staged import StagedFew, StagedHalves, StagedRecords, StagedStream, staged
+from kbitcupy.products.staged import StagedColumns, StagedFew, StagedHalves, StagedRecords, StagedStream, staged
 
 pytestmark = pytest.mark.gpu
 
@@ -208,6 +208,24 @@ def test_many_tiles_of_codes_in_place(cupy, name):
         assert (first == kb.linear(x.copy(), q, activations="q8_1")).all()
         for _ in range(20):
             assert (first == kb.linear(x, q, activations="q8_1")).all()
+
+
+@pytest.mark.parametrize(
+    ("m", "route"), [(1, StagedColumns()), (4, StagedHalves()), (8, StagedFew()), (12, StagedFew())]
+)
+def test_every_scale_of_nvfp4(cupy, m, route):
+    """Bit 7 counts for nothing, and 0x7f is no number, but 0xff is one."""
+    q, x = weight("nvfp4", (48, 1024), cupy), tokens((m, 1024), np.float16, cupy)
+    scales = q.planes["scales"]
+    scales[...] = cupy.asarray(np.random.default_rng(0).permutation(np.arange(scales.size) % 256), np.uint8)
+    problem = Problem(q.format, q.shape, m, x.dtype, device(0), True, stored(q), "q8_1")
+    assert route.accepts(problem) is None
+    y = cupy.empty((m, 48), np.float16)
+    route.prepare(problem)(x, q, None, y)
+    found, wanted, terms = check(y, staged(x), q)
+    assert (np.abs(found - wanted) <= 2.0**-20 * terms + 2.0**-11 * 1.01 * np.abs(wanted)).all()
+    assert_right(product(x, q, route=FRAGMENTS), x, q)
+    assert_right(product(x, q), x, q)
 
 
 def test_every_power_of_two_of_codes_in_place(cupy):

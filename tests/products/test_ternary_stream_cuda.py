@@ -5,7 +5,7 @@ Class `TestSmall` is what compute-sanitizer runs.
 
 import numpy as np
 import pytest
-from fuzz_ternary import DTYPES, clear_plans
+from fuzz_ternary import DTYPES, clear_plans, own_rows
 from inputs import make, same_values
 
 import kbitcupy as kb
@@ -150,9 +150,7 @@ def test_planes_and_tokens_begin_anywhere(cupy):
 @pytest.fixture(params=["large", "few"])
 def any_rows(request, monkeypatch):
     """Warps have rows of their own, as in large weights and in those with few rows."""
-    monkeypatch.setattr(ternary_rows, "LEAST_ROWS", 0 if request.param == "large" else 1 << 30)
-    monkeypatch.setattr(ternary_rows, "_LEAST_OF_FEW", 0)
-    clear_plans()
+    own_rows(monkeypatch, request.param == "few")
     yield
     clear_plans()
 

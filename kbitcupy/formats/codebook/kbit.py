@@ -160,13 +160,14 @@ class KBit(Format):
         return planes
 
     def encode_numpy(self, x: np.ndarray, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        host.quantize_kbit(x, planes, self.bits, self.absmax, self._host_table(given, x), given.get("largest"))
+        host.quantize_kbit(x, planes, self.bits, self.absmax, self._host_table(given, x), given.get("left"))
 
     def part_numpy(self, x: np.ndarray, planes: Mapping[str, Any]) -> Any:
-        return np.float32(0) if self.absmax == "float32" else host.leave_absmax(x, planes, self.bits)
+        return (np.float32(0), False) if self.absmax == "float32" else host.leave_absmax(x, planes, self.bits)
 
     def whole_numpy(self, found: list[Any], dtype: np.dtype, planes: Mapping[str, Any]) -> dict[str, Any]:
-        return {"largest": max(found)}
+        largest, finite = zip(*found, strict=True)
+        return {"left": (max(largest), all(finite))}
 
     def encode_cuda(self, x: Any, planes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         table, values = self._codebook(given, x)

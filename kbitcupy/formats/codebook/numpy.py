@@ -10,7 +10,18 @@ import numpy as np
 
 from ... import tables
 from ...tables import SMALLEST_NORMAL, Codebook, flush, flushed_product
-from ..chunks import CHUNK, Buckets, Buffers, block_absmax, chunk_absmax, chunks, flush_chunk, flush_products, narrow
+from ..chunks import (
+    CHUNK,
+    Buckets,
+    Buffers,
+    block_absmax,
+    chunk_absmax,
+    chunks,
+    fill_absmax,
+    flush_chunk,
+    flush_products,
+    narrow,
+)
 from .scales import decode_absmax, encode_absmax, tensor_scale
 from .search import NESTED_BLOCK, Table, dynamic_table
 
@@ -21,10 +32,14 @@ BLOCK = 32
 
 # With divisors from here on, a subnormal x and 0 have quotients on the same side of every threshold.
 _SAFE_DIVISOR = np.float32(2.0**-80)
+# By a scale that is stored the largest number of its block has no larger quotient, if all are finite: the smallest
+# scale is that of what is just not half as large again.
+_LARGEST_QUOTIENT = np.float32(1.5)
 # Up to this many thresholds, counting those below y beats a table.
 _COUNTED = 7
 # The bits of an index, one below the other.
 _BITS = np.uint8(1 << np.arange(8)).reshape(-1, 1)
+_WORD = np.dtype("<u4")
 # Scales that are encoded at once, where they are known: a call takes as long for some hundred numbers as for one.
 _SCALES = 1 << 16
 # Decoding looks up two neighbours at a time up to this k.
@@ -39,15 +54,20 @@ def encode_blocks(
     kind: str,
     scale: np.float32 | None,
     known: np.ndarray | None,
+    finite: bool = False,
 ) -> None:
     """Scales and indices of a flat array: by the rule of the format, or where `scale` is None by the flat rule.
 
-    `known` holds max|x| of each block where that has been found already, and may share memory with the planes.
+    `known` holds max|x| of each block where that has been found already, and may share memory with the planes;
+    `finite`: whether it is known that all numbers are.
     """
     buffers = Buffers(x.size, BLOCK)
     begin = ready = 0
+    counted, packed = _is_counted(table), planes["packed"][: -(-x.size // BLOCK) * k].reshape(-1, k)
+    buckets = None if counted or table.thresholds is None else _buckets(table)
+    in_place = finite and buckets is not None and buckets.limit >= _LARGEST_QUOTIENT
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-        for first, block in chunks(x, buffers):
+        for first, block in chunks(x, buffers, finite):
             last = first + len(block)
             if last > ready:
                 if known is None:
@@ -56,21 +76,27 @@ def encode_blocks(
                 else:
                     absmax = known[first : max(first + _SCALES, last)]
                 begin, ready = first, first + absmax.size
-                divisors = _divisors(absmax, kind, scale, planes["absmax"][begin:ready])
-                least = np.minimum.reduce(divisors)
-            divisor = divisors[first - begin : last - begin]
-            y = buffers.y[: block.size].reshape(block.shape)
+                divisors = _divisors(absmax, kind, scale, planes["absmax"][begin:ready]).reshape(-1, 1)
+                least = np.minimum.reduce(divisors, axis=None)
+            parts, divisor, out = buffers.parts(block.size), divisors[first - begin : last - begin], packed[first:last]
+            if in_place and least >= _SAFE_DIVISOR and last * BLOCK <= x.size:
+                assert buckets is not None
+                np.divide(block, divisor, out=parts.x_rows)
+                rare = buckets.search_in_place(parts)
+                if rare.size:
+                    numbers = x[first * BLOCK : last * BLOCK][rare].astype(np.float32)
+                    buckets.settle(parts, rare, numbers / divisor[rare // BLOCK, 0])
+                _pack(parts.index, k, out, parts.planes[:k])
+                continue
             if table.thresholds is None or least < _SAFE_DIVISOR:
-                np.copyto(y, block)
-                block = flush_chunk(y)
-            np.divide(block, divisor[:, None], out=y)
-            out = planes["packed"][first * k : last * k]
-            if _is_counted(table):
+                np.copyto(parts.y_rows, block)
+                block = flush_chunk(parts.y_rows)
+            np.divide(block, divisor, out=parts.y_rows)
+            if counted:
                 assert table.thresholds is not None
-                _pack_counts(y, table.thresholds, k, out, buffers.position.view(np.bool_))
+                _pack_counts(parts.y, table.thresholds, k, out, buffers.position.view(np.bool_))
             else:
-                index = _search(y, table, scale is not None, buffers)
-                _pack(index, k, out, buffers.position.view(np.uint8))
+                _pack(_search(parts.y, table, scale is not None, buffers), k, out, parts.planes[:k])
 
 
 def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.ndarray) -> np.ndarray:
@@ -78,9 +104,13 @@ def _divisors(absmax: np.ndarray, kind: str, scale: np.float32 | None, out: np.n
     out[...] = codes = encode_absmax(absmax if scale is None or scale == 1 else absmax / scale, kind)
     if scale is None:
         return np.maximum(absmax, np.float32(1e-8))
-    if codes.dtype == np.uint8:
-        return _stored_divisors(np.arange(256, dtype=np.uint8), scale).take(codes)
-    return _stored_divisors(codes, scale)
+    return _divisors_of_codes(scale).take(codes) if codes.dtype == np.uint8 else _stored_divisors(codes, scale)
+
+
+@functools.lru_cache(maxsize=16)
+def _divisors_of_codes(scale: np.float32) -> np.ndarray:
+    """Those of the scales that are a byte each."""
+    return _stored_divisors(np.arange(256, dtype=np.uint8), scale)
 
 
 def _stored_divisors(codes: np.ndarray, scale: np.float32) -> np.ndarray:
@@ -143,18 +173,17 @@ def _buckets(table: Codebook) -> Buckets:
 
 def pack_words(index: np.ndarray, k: int, out: np.ndarray) -> None:
     """uint8[blocks, 32] indices to uint32[blocks * k] bit planes."""
-    planes = out.reshape(-1, k)
-    step = CHUNK // BLOCK
+    words, flat = out.reshape(-1, k), index.reshape(-1)
     work = np.empty(k * min(index.size, CHUNK), np.uint8)
-    for first in range(0, len(index), step):
-        _pack(index[first : first + step], k, planes[first : first + step], work)
+    for first in range(0, flat.size, CHUNK):
+        part = flat[first : first + CHUNK]
+        _pack(part, k, words[first // BLOCK : (first + CHUNK) // BLOCK], work[: k * part.size].reshape(k, -1))
 
 
 def _pack(index: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
-    """`pack_words` of a chunk, with a buffer of k times its size."""
-    bits = np.bitwise_and(index.reshape(-1), _BITS[:k], out=work[: k * index.size].reshape(k, -1))
-    # packbits takes any other number than 0 for a one.
-    out.reshape(-1, k)[...] = np.packbits(bits, axis=1, bitorder="little").view("<u4").T
+    """`pack_words` of a chunk, flat, to uint32[blocks, k], with room for k times as many bytes: uint8[k, size]."""
+    np.bitwise_and(index, _BITS[:k], out=work)
+    out[...] = np.packbits(work, axis=1, bitorder="little").view(_WORD).T  # takes any other number than 0 for a one
 
 
 def _pack_counts(y: np.ndarray, thresholds: np.ndarray, k: int, out: np.ndarray, work: np.ndarray) -> None:
@@ -162,12 +191,11 @@ def _pack_counts(y: np.ndarray, thresholds: np.ndarray, k: int, out: np.ndarray,
 
     Bit b of the count changes at each threshold whose number, from 1 on, is a multiple of 2^b.
     """
-    numbers, planes = y.reshape(-1), out.reshape(-1, k)
     above = work[: thresholds.size * y.size].reshape(thresholds.size, y.size)
-    np.greater(numbers, thresholds[:, None], out=above)
-    words = np.packbits(above, axis=1, bitorder="little").view("<u4")
+    np.greater(y, thresholds[:, None], out=above)
+    words = np.packbits(above, axis=1, bitorder="little").view(_WORD)
     for bit in range(k):
-        np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=planes[:, bit])
+        np.bitwise_xor.reduce(words[(1 << bit) - 1 :: 1 << bit], axis=0, out=out[:, bit])
 
 
 def unpack_words(packed: np.ndarray, k: int) -> np.ndarray:
@@ -372,9 +400,13 @@ def largest(absmax: np.ndarray) -> np.float32:
     return absmax.max(initial=0, where=absmax < np.inf)
 
 
-def leave_absmax(x: np.ndarray, planes: Mapping[str, Any], k: int) -> np.float32:
-    """max|x| of each block, of which this is the largest that is finite: they wait in `planes` for `quantize_kbit`."""
-    return largest(block_absmax(x.reshape(-1), BLOCK, _waiting(planes, k)))
+def leave_absmax(x: np.ndarray, planes: Mapping[str, Any], k: int) -> tuple[np.float32, bool]:
+    """max|x| of each block, which wait in `planes` for `quantize_kbit`: the largest that is finite, and whether all
+    numbers are.
+    """
+    waiting = _waiting(planes, k)
+    finite = fill_absmax(x.reshape(-1), BLOCK, waiting)
+    return largest(waiting), finite
 
 
 def _waiting(planes: Mapping[str, Any], k: int) -> np.ndarray:
@@ -383,16 +415,22 @@ def _waiting(planes: Mapping[str, Any], k: int) -> np.ndarray:
 
 
 def quantize_kbit(
-    x: np.ndarray, planes: Mapping[str, Any], k: int, absmax: str, table: Codebook, most: np.float32 | None
+    x: np.ndarray,
+    planes: Mapping[str, Any],
+    k: int,
+    absmax: str,
+    table: Codebook,
+    left: tuple[np.float32, bool] | None,
 ) -> None:
-    """Quantize to k bits, with a tensor scale; `most` is the largest absmax where `leave_absmax` was called already."""
-    scale = np.float32(1)
+    """Quantize to k bits, with a tensor scale; `left` is what `leave_absmax` has said if it was called already."""
+    scale, finite = np.float32(1), False
     waiting = None
     if absmax != "float32":
-        scale = tensor_scale(leave_absmax(x, planes, k) if most is None else most, absmax)
+        most, finite = leave_absmax(x, planes, k) if left is None else left
+        scale = tensor_scale(most, absmax)
         waiting = _waiting(planes, k)
     planes["scale"][:] = scale
-    encode_blocks(x.reshape(-1), planes, k, table, absmax, scale, waiting)
+    encode_blocks(x.reshape(-1), planes, k, table, absmax, scale, waiting, finite)
     if "codebook" in planes:
         planes["codebook"][:] = table.values
 
