@@ -1,10 +1,11 @@
 """33 to 64 tokens in "q8_1" times weights of q4_0 or q4_k on Hopper, whose sums of 32 elements come from wgmma.
 
 Two launches: tokens are quantized, then multiplied by kernels/linear/integer_units_sm90a.cu. Two thread blocks share
-rows, each with all tokens and half of k, so there have to be as many rows as keep all multiprocessors busy once; other
-shapes are for `kbitcupy.products.integer_batch`, which wants more cycles for each sum, and fewer to begin and to end.
-What it gives is the contract of `kbitcupy.products.integers`, terms of units being added in the order of k, parts of k
-in theirs, which is the same every time; minima of q4_k as there.
+rows, each with all tokens and half of k, so there have to be as many rows as keep all multiprocessors busy once; with
+q4_k, of which a thread block fetches the scales of 1024 elements at a time, K is a multiple of 2048. Other shapes are
+for `kbitcupy.products.integer_batch`, which wants more cycles for each sum, and fewer to begin and to end. What it
+gives is the contract of `kbitcupy.products.integers`, terms of units being added in the order of k, parts of k in
+theirs, which is the same every time; minima of q4_k as there.
 
 Numbers are added up as 2^-34 of what they are, with q4_k 2^-44: parts of what is below 2^-95, with q4_k 2^-85, may be
 lost. A row with a scale that is not finite gives NaN, also where the sum of its terms would be infinite.
@@ -160,9 +161,12 @@ def multiply(x: Any, q: QuantizedArray, bias: Any, out: Any) -> None:
 # ---- the route -----------------------------------------------------------------------------------------------------
 
 # By whether the weight is q4_k's, in the measure of `integer_batch`, whose costs stand beside these: microseconds of
-# the launches, of the first stage and of sums that two thread blocks exchange; of a stage.
-_START = {False: 11.6, True: 12.0}
-_OF_STAGE = {False: 0.565, True: 0.68}
+# the launches, of the first stage and of sums that two thread blocks exchange; of a stage. K of 8192 and of 28672 were
+# measured, in both quicker; where K is much shorter the difference is within what was not.
+_START = {False: 11.0, True: 11.0}
+_OF_STAGE = {False: 0.64, True: 0.66}
+# K of q4_k: tables of four stages are fetched at once, by each of the thread blocks that share rows.
+_INNER_K = int(SIZES.UNITS_K) * 4 * int(SIZES.UNITS_SHARE)
 
 
 class IntegerUnits(Route):
@@ -180,6 +184,8 @@ class IntegerUnits(Route):
         blocks, processors = blocks_of(problem.shape[0]), problem.device.multiprocessors
         if not 3 * processors <= 4 * blocks <= 4 * processors:
             return f"{blocks} thread blocks do not keep {processors} multiprocessors busy once"
+        if has_inner(problem) and problem.shape[1] % _INNER_K:
+            return f"with q4_k K must be a multiple of {_INNER_K}"
         if problem.shape[1] >= 1 << 24:
             return "numbers of 32 bits do not reach through the scales"
         return None

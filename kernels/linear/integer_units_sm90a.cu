@@ -24,8 +24,8 @@
 // Of the host (kbitcupy/products/integer_units.py), ahead of this source: UNITS_TOKENS = 64; UNITS_K = 256 of a stage;
 // UNITS_ROWS = 128 of a thread block; UNITS_STAGES of the ring, and bytes of one, UNITS_STAGE or with q4_k
 // UNITS_INNER_STAGE; UNITS_SHARE thread blocks of a cluster.
-constexpr int SUMS = UNITS_TOKENS / 2;     // of a thread and 64 rows
-constexpr int TILES = 2, GROUPS = 2;       // of 64 rows, of a warpgroup; warpgroups
+constexpr int SUMS = UNITS_TOKENS / 2;  // of a thread and 64 rows
+constexpr int TILES = 2, GROUPS = 2;    // of 64 rows, of a warpgroup; warpgroups
 constexpr int CONSUMERS = GROUPS * WARPGROUP;
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that make tables
 constexpr int UNITS = UNITS_K / 32, CODE_ROW = UNITS_K / 2;
@@ -45,6 +45,8 @@ struct Layout {
     static constexpr int FACTORS_AT = TABLE_AT + UNITS_ROWS * TABLE_ROW;  // of minima
     static constexpr int BYTES = (FACTORS_AT + (INNER ? UNITS_ROWS * 4 : 0) + 1023) / 1024 * 1024;
     static_assert(BYTES == (INNER ? UNITS_INNER_STAGE : UNITS_STAGE), "as the host counts them");
+    // Registers of a thread that copies, and of one that multiplies.
+    static constexpr int COPYING = INNER ? 72 : 56, MULTIPLYING = INNER ? 216 : 224;
     static constexpr int COPIED = SCALES_AT + RECORD + UNITS_ROWS * CODE_ROW;
     // Scales are so much larger than they are, and sums times scales so much smaller: a sum's bits count 2^-149, codes
     // of q4_0 16.
@@ -61,10 +63,10 @@ __device__ __forceinline__ float fma_kept(float a, float b, float c) {
 }
 
 // sum (+)= a * b for 64 rows x 64 tokens; the old sum counts where KEEP is 1.
-#define WGMMA_UNIT(shape, types, keep)                                                                             \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64" shape "." types " {" LIST32                                 \
-                 "}, {%32, %33, %34, %35}, %36, " keep ";"                                                         \
-                 : OPERANDS32(sum, 0)                                                                              \
+#define WGMMA_UNIT(shape, types, keep)                                             \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64" shape "." types " {" LIST32 \
+                 "}, {%32, %33, %34, %35}, %36, " keep ";"                         \
+                 : OPERANDS32(sum, 0)                                              \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 __device__ __forceinline__ void wgmma_constants(int (&sum)[SUMS], const unsigned (&a)[4], unsigned long long b) {
     WGMMA_UNIT("k32", "s32.u8.u8", "0");
@@ -101,18 +103,26 @@ __device__ __forceinline__ void store_words(unsigned address, unsigned a, unsign
 
 // ---- stages --------------------------------------------------------------------------------------------------------
 
-// The stages of a thread block, each with a barrier for full and one for empty.
+// The stages of a thread block, each with two barriers for full, of even and of odd rounds, and one for empty.
+// Warpgroups take stages in turns, and rings have an odd number of them: so all that a barrier for full says is for the
+// same warpgroup. It has seen what came before, and parities tell the rest, in whatever order stages get full; were
+// there one of a stage, a warpgroup could take the fullness before last of another's stage for that of its own.
 template <int BYTES>
 struct UnitsRing {
+    static_assert(UNITS_STAGES % GROUPS == 1 && GROUPS == 2, "warpgroups have a stage in turns");
+    static constexpr int BARRIERS = 3;
     unsigned data0, barriers;
-    unsigned stage = 0, phase = 0;
+    unsigned stage = 0, round = 0;
 
     __device__ __forceinline__ unsigned data() const { return data0 + stage * BYTES; }
-    __device__ __forceinline__ unsigned full() const { return barriers + 16 * stage; }
-    __device__ __forceinline__ unsigned empty() const { return barriers + 16 * stage + 8; }
+    __device__ __forceinline__ unsigned full() const { return barriers + 8 * BARRIERS * stage + 8 * (round & 1); }
+    __device__ __forceinline__ unsigned empty() const { return barriers + 8 * BARRIERS * stage + 16; }
+    __device__ __forceinline__ void wait_full() const { barrier_wait(full(), round >> 1 & 1); }
+    // What was here the round before is of no use any more; in the first round nothing was.
+    __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), ~round & 1); }
     __device__ __forceinline__ void step(int by) {
         stage += by;
-        if (stage >= UNITS_STAGES) stage -= UNITS_STAGES, phase ^= 1;
+        if (stage >= UNITS_STAGES) stage -= UNITS_STAGES, ++round;
     }
 };
 
@@ -134,8 +144,7 @@ struct RowOfTable<false> {
     __device__ __forceinline__ void store(unsigned stage, int row) const {
         unsigned number[8];
 #pragma unroll
-        for (int h = 0; h < 8; ++h)
-            number[h] = __float_as_uint(Word<__half>::get(word[h / 2], h % 2) * S::RAISED);
+        for (int h = 0; h < 8; ++h) number[h] = __float_as_uint(Word<__half>::get(word[h / 2], h % 2) * S::RAISED);
         const unsigned to = stage + S::TABLE_AT + row * S::TABLE_ROW;
         store_words(to, number[0], number[1], number[2], number[3]);
         store_words(to + 16, number[4], number[5], number[6], number[7]);
@@ -147,16 +156,6 @@ struct RowOfTable<true> {
     using S = Layout<true>;
     unsigned word[4];  // d and dmin, and 8 times two numbers of 6 bits
 
-    __device__ __forceinline__ static unsigned load_word_of_line(const unsigned* from) {
-        unsigned v;
-        asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
-        return v;
-    }
-    __device__ __forceinline__ void load(const void* scale, const unsigned* inner, unsigned at) {
-        word[0] = load_word_of_line(static_cast<const unsigned*>(scale) + at);
-#pragma unroll
-        for (int w = 0; w < 3; ++w) word[1 + w] = load_word_of_line(inner + 3ull * at + w);
-    }
     __device__ __forceinline__ void store(unsigned stage, int row) const {
         const unsigned low = word[1], high = word[2], rest = word[3];
         const unsigned scale[2] = {low & 0x3f3f3f3fu, (rest & 0x0f0f0f0fu) | (low >> 2 & 0x30303030u)};
@@ -184,44 +183,95 @@ struct RowOfTable<true> {
     }
 };
 
-// Makes the tables of a thread block. A thread has every COPIERS-th row; what it fetches of the next AHEAD stages waits
-// in registers.
+// Makes the tables of a thread block. A thread has every COPIERS-th row.
+constexpr int HELD = (UNITS_ROWS + COPIERS - 1) / COPIERS;
 template <bool INNER>
-struct TableMaker {
-    static constexpr int HELD = (UNITS_ROWS + COPIERS - 1) / COPIERS, AHEAD = 3;
+struct TableMaker;
+
+// What it fetches of the next AHEAD stages waits in registers.
+template <>
+struct TableMaker<false> {
+    using S = Layout<false>;
+    static constexpr int AHEAD = 3;
     const void* scale;
-    const unsigned* inner;
+    const unsigned* inner;  // none
     int own;
     unsigned begin, step, last;  // blocks of 256 k: the first of its rows, to the next row, the last row's first
-    RowOfTable<INNER> held[AHEAD][HELD];
+    RowOfTable<false> held[AHEAD][HELD];
 
     // What is beyond all rows is of no use.
     __device__ __forceinline__ void load(int slot, unsigned stage) {
 #pragma unroll
-        for (int i = 0; i < HELD; ++i)
-            held[slot][i].load(scale, inner, min(begin + i * step, last) + stage);
+        for (int i = 0; i < HELD; ++i) held[slot][i].load(scale, inner, min(begin + i * step, last) + stage);
     }
     // Of all stages, the first of which is number `first` of a row.
-    __device__ __forceinline__ void run(UnitsRing<Layout<INNER>::BYTES> ring, unsigned first, int stages) {
+    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
             if (i < stages) load(i, first + i);
-        auto before = ring;
         for (int base = 0; base < stages; base += AHEAD)
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 const int stage = base + i;
                 if (i > 0 && stage >= stages) break;
-                barrier_wait(ring.empty(), ring.phase ^ 1);
+                ring.wait_empty();
 #pragma unroll
                 for (int h = 0; h < HELD; ++h)
                     if (own + h * COPIERS < UNITS_ROWS) held[i][h].store(ring.data(), own + h * COPIERS);
-                // Stages are full in their order: who has one may ask for any that there is room for.
-                if (stage > 0) barrier_wait(before.full(), before.phase);
-                before = ring;
                 barrier_arrive(ring.full());
                 ring.step(1);
                 if (stage + AHEAD < stages) load(i, first + stage + AHEAD);
+            }
+    }
+};
+
+// It fetches four stages at a time, 16 and 48 bytes of a row, of which the rest waits in registers: words one by one
+// would take four times the cycles of the L1 cache, which has a line of each row to look up. Thread blocks have a
+// multiple of four stages.
+template <>
+struct TableMaker<true> {
+    using S = Layout<true>;
+    static constexpr int WIDE = 4;
+    const void* scale;
+    const unsigned* inner;
+    int own;
+    unsigned begin, step, last;     // as above
+    unsigned held[HELD][4 * WIDE];  // d and dmin of each stage; three words of each
+
+    // A fourth of what four stages want, `stage` being the first of them.
+    template <int PART>
+    __device__ __forceinline__ void load(unsigned stage) {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const unsigned at = (min(begin + i * step, last) + stage) / WIDE;
+            const uint4* from = PART == 0 ? static_cast<const uint4*>(scale) + at
+                                          : reinterpret_cast<const uint4*>(inner) + 3ull * at + (PART - 1);
+            unsigned* const v = held[i] + 4 * PART;
+            asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                         : "l"(from));
+        }
+    }
+    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages) {
+        if (stages > 0) load<0>(first), load<1>(first), load<2>(first), load<3>(first);
+        for (int base = 0; base < stages; base += WIDE)
+#pragma unroll
+            for (int i = 0; i < WIDE; ++i) {
+                const bool more = base + WIDE < stages;
+                const unsigned next = first + base + WIDE;
+                ring.wait_empty();
+#pragma unroll
+                for (int h = 0; h < HELD; ++h) {
+                    const unsigned (&v)[4 * WIDE] = held[h];
+                    const RowOfTable<true> row{{v[i], v[WIDE + 3 * i], v[WIDE + 3 * i + 1], v[WIDE + 3 * i + 2]}};
+                    if (own + h * COPIERS < UNITS_ROWS) row.store(ring.data(), own + h * COPIERS);
+                }
+                barrier_arrive(ring.full());
+                ring.step(1);
+                // What is used up is fetched anew.
+                if (more && i == 1) load<1>(next);
+                if (more && i == 2) load<2>(next);
+                if (more && i == 3) load<3>(next), load<0>(next);
             }
     }
 };
@@ -298,8 +348,7 @@ struct Multiplier {
         fence_operand(a[i]);
         float less[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            less[h] = multiply_ieee(scale[i][h][ODD], __uint_as_float(0x80000000u | BEGIN));
+        for (int h = 0; h < 2; ++h) less[h] = multiply_ieee(scale[i][h][ODD], __uint_as_float(0x80000000u | BEGIN));
         // An fma of three registers takes two cycles, with one that the instruction before had in its place one: so
         // those with the same scales follow each other.
 #pragma unroll
@@ -340,8 +389,7 @@ struct Multiplier {
         fence_sums(sum[i]);
         fence_operand(a[i]);
 #pragma unroll
-        for (int j = 0; j < SUMS; ++j)
-            total[j] = fma_kept(__int_as_float(sum[i][j]), less[j / 2 % 2], total[j]);
+        for (int j = 0; j < SUMS; ++j) total[j] = fma_kept(__int_as_float(sum[i][j]), less[j / 2 % 2], total[j]);
     }
 
     // What a warpgroup adds up in every second stage from number `part` on.
@@ -349,7 +397,7 @@ struct Multiplier {
         UnitsRing<S::BYTES> ring, int part, int stages, unsigned nothing, float (&total)[TILES][SUMS]) {
         ring.step(part);
         for (int stage = part; stage < stages; stage += GROUPS) {
-            barrier_wait(ring.full(), ring.phase);
+            ring.wait_full();
             const unsigned data = ring.data();
 #pragma unroll
             for (int i = 0; i < TILES; ++i) fetch_codes(data, 0, i);
@@ -430,7 +478,7 @@ __device__ __forceinline__ void write_outputs(
         const int item = threadIdx.x + n * CONSUMERS, token = rank * MINE + item / EIGHTS;
         const int row = first_row + item % EIGHTS * 8;
         if (row >= rows || token >= tokens) continue;
-        float(&v)[8] = total[n];
+        float (&v)[8] = total[n];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             v[i] = multiply_ieee(v[i], Layout<INNER>::LOWERED);
@@ -476,21 +524,22 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
     const void* __restrict__ scale,             // d [rows, K / 32]; of q4_k d and dmin, two halves, [rows, K / 256]
     const unsigned* __restrict__ inner,         // q4_k: inner scales and minima, 12 bytes, beside them
     const void* __restrict__ bias,              // [rows] of the type that bias_kind names, or null
-    int tokens, int rows, int stages,
-    int bias_kind, int y_kind, unsigned nothing) {
+    int tokens, int rows, int stages, int bias_kind, int y_kind, unsigned nothing) {
     using S = Layout<INNER>;
+    using Ring = UnitsRing<S::BYTES>;
     extern __shared__ unsigned char memory[];
-    __shared__ alignas(8) unsigned long long barriers[2 * UNITS_STAGES];
+    __shared__ alignas(8) unsigned long long barriers[Ring::BARRIERS * UNITS_STAGES];
     __shared__ uint4 constants[UNITS_TOKENS * 2];
     const unsigned ring0 = (shared_address(memory) + 1023u) & ~1023u;
-    UnitsRing<S::BYTES> ring{ring0, shared_address(barriers)};
+    Ring ring{ring0, shared_address(barriers)};
     const unsigned rank = blockIdx.x % UNITS_SHARE;
     const int first_row = blockIdx.x / UNITS_SHARE * UNITS_ROWS, share = (stages + UNITS_SHARE - 1) / UNITS_SHARE;
     const int first = rank * share, mine = min(share, stages - first);
     if (threadIdx.x == 0) {
         for (int i = 0; i < UNITS_STAGES; ++i) {
-            barrier_init(ring.barriers + 16 * i, 1 + COPIERS);
-            barrier_init(ring.barriers + 16 * i + 8, WARPGROUP);
+            const unsigned barrier = ring.barriers + 8 * Ring::BARRIERS * i;
+            barrier_init(barrier, 1 + COPIERS), barrier_init(barrier + 8, 1 + COPIERS);
+            barrier_init(barrier + 16, WARPGROUP);
         }
         fence_barrier_init();
     }
@@ -503,13 +552,13 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
     __syncthreads();
     const int warp = warp_number(), lane = threadIdx.x % WARP;
     if (threadIdx.x >= CONSUMERS) {
-        lower_registers<56>();
+        lower_registers<S::COPYING>();
         const int thread = static_cast<int>(threadIdx.x) - CONSUMERS - WARP;
         if (thread == -WARP) {
             prefetch_map(&w_map);
             const int ahead = min(mine, UNITS_STAGES);
             for (int stage = 0; stage < ahead; ++stage) {
-                const unsigned barrier = ring.barriers + 16 * stage;
+                const unsigned barrier = ring.barriers + 8 * Ring::BARRIERS * stage;
                 barrier_expect(barrier, S::COPIED);
                 const unsigned target = ring.data0 + stage * S::BYTES + S::CODES_AT;
                 copy_box(target, &w_map, (first + stage) * CODE_ROW, first_row, barrier);
@@ -517,10 +566,9 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
             wait_for_previous();
             for (int stage = 0; stage < mine; ++stage) {
                 if (stage >= ahead) {
-                    barrier_wait(ring.empty(), ring.phase ^ 1);
+                    ring.wait_empty();
                     barrier_expect(ring.full(), S::COPIED);
-                    copy_box(
-                        ring.data() + S::CODES_AT, &w_map, (first + stage) * CODE_ROW, first_row, ring.full());
+                    copy_box(ring.data() + S::CODES_AT, &w_map, (first + stage) * CODE_ROW, first_row, ring.full());
                 }
 #pragma unroll
                 for (int box = 0; box < 2; ++box)
@@ -540,7 +588,7 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
         cluster_sync(), cluster_sync();
         return;
     }
-    raise_registers<224>();
+    raise_registers<S::MULTIPLYING>();
     const int part = warp / 4, of_group = warp % 4 * 16, g = lane / 4, t = lane % 4;
     Multiplier<INNER> multiplier;
     multiplier.codes = S::CODES_AT + (of_group + lane % 16) * CODE_ROW + ((lane / 16 ^ lane % 8) << 4);

@@ -1,4 +1,4 @@
-// Up to 64 tokens that are quantized by "q8_1" for products of units with q4_0 or q4_k: codes, [token][K], and for every
+// Up to 64 tokens, quantized by "q8_1" for products of units with q4_0 or q4_k: codes, [token][K], and for every
 // UNITS_K = 256 k a record:
 //
 //     float scale[8 blocks of 32 k][64 tokens]    of tokens 8 j + 2 t + i at 16 (j / 2) + 4 t + 2 (j % 2) + i

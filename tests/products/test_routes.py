@@ -640,6 +640,7 @@ def test_some_tokens_of_weights_whose_rows_keep_a_device_busy_once(text):
         ({"tokens": 32}, "33 to 64 tokens"),
         ({"tokens": 65}, "33 to 64 tokens"),
         ({"shape": (8192, 288)}, "K must be a multiple" if text == "q4_0" else ""),
+        ({"shape": (8192, 8448)}, "a multiple of 2048" if text == "q4_k" else ""),
         ({"shape": (4096, 8192)}, "64 thread blocks do not keep 132"),
         ({"shape": (8576, 8192)}, "134 thread blocks do not keep 132"),
         ({"shape": (8192, 1 << 24)}, "numbers of 32 bits"),
