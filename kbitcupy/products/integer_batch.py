@@ -303,7 +303,7 @@ def why_not_few(
 _START, _FRACTION, _OF_TILE, _INNER_TILE = 8.0, 0.8, 0.0235, 0.026
 
 
-def _has_inner(problem: Problem) -> bool:
+def has_inner(problem: Problem) -> bool:
     """Whether the weight is q4_k's."""
     part = integers.codes_of(problem.format, problem.shape, problem.stored.lead)
     return part is not None and part.added == INNER
@@ -319,7 +319,7 @@ class IntegerBatch(Route):
         refused = why_not_few(problem, refusal, range(1, MOST_TOKENS + 1))
         if refused is None and (rows * depth >= 1 << 34 or depth >= 1 << 24):
             return "numbers of 32 bits do not reach through the scales"
-        if refused is None and _has_inner(problem) and problem.tokens < LEAST_INNER:
+        if refused is None and has_inner(problem) and problem.tokens < LEAST_INNER:
             return f"with q4_k it is for {LEAST_INNER} to {MOST_TOKENS} tokens"
         return refused
 
@@ -328,7 +328,7 @@ class IntegerBatch(Route):
         (rows, depth), processors = problem.shape, problem.device.multiprocessors
         tiles = choose(rows, processors).tiles
         waves = -(-rows // (16 * tiles * processors))
-        of_tile = _INNER_TILE if _has_inner(problem) else _OF_TILE
+        of_tile = _INNER_TILE if has_inner(problem) else _OF_TILE
         return _START + max(waves * tiles * depth / Q8_BLOCK * of_tile, problem.reading / _FRACTION)
 
     def prepare(self, problem: Problem) -> Product:

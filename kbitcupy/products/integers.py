@@ -13,8 +13,8 @@ count as 0. That is what NumPy and the plain kernel compute, to the bit; where a
 is a part of this one. Kernels that are made for speed take the same integers, and add up float32 terms in another order
 that is the same every time: they are within 2^-20 of the sum of the terms' magnitudes; where a term is not finite,
 neither is the result, infinite or NaN. One route rounds more, and says so: many tokens with units of 32 elements, of
-which both sides are decoded (`kbitcupy.products.integer_decoded`); one has less room at the ends of float32
-(`kbitcupy.products.integer_batch`).
+which both sides are decoded (`kbitcupy.products.integer_decoded`); two have less room at the ends of float32
+(`kbitcupy.products.integer_batch`, `kbitcupy.products.integer_units`).
 
 Sums of a unit stay in int32: of codes of 8 bits units have up to 131071 elements (65793 with zero points), of fewer
 bits more than a row can have.

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kbitcupy.products import activations, integer_batch, integer_stream, integer_tile, ternary_rows, ternary_stream
+from kbitcupy.products import (
+    activations,
+    integer_batch,
+    integer_stream,
+    integer_tile,
+    integer_units,
+    ternary_rows,
+    ternary_stream,
+)
 
 LIST = Path(__file__).resolve().parent.parent.parent / ".ci" / "kernels.lock"
 REGISTERS = 65536  # of a multiprocessor, and of a thread block
@@ -135,6 +143,14 @@ def test_blocks_of_integer_batch():
     for cut in integer_batch.CUTS.values():
         for blocked, inner in ((False, False), (True, False), (True, True)):
             assert cut.packed(blocked, inner)[1] + of_barriers <= 227 << 10
+
+
+def test_blocks_of_integer_units():
+    """The same of warps that have 56 and 224 registers, with q4_k 72 and 216; barriers and constants stand beside."""
+    for text, registers in listed()["integer_units_sm90a", "multiply_units"]:
+        assert max(4 * 56 + 8 * 224, 4 * 72 + 8 * 216) <= registers * 12 <= REGISTERS // 32, text
+        beside = 24 * integer_units.SIZES.UNITS_STAGES + 32 * integer_units.SIZES.UNITS_TOKENS
+        assert integer_units.shared_bytes(text == "true") + beside <= 227 << 10
 
 
 def test_blocks_of_integer_tile():

@@ -16,6 +16,7 @@ from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.integer_batch import IntegerBatch
 from kbitcupy.products.integer_tile import IntegerTile
+from kbitcupy.products.integer_units import IntegerUnits
 from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices, stored
 from kbitcupy.products.staged import StagedStream
 
@@ -607,7 +608,7 @@ def test_some_tokens_of_codes_with_inner_scales():
     """33 to 64 tokens of "q8_1" with q4_k; what stands against it is said."""
     gpu, route = Device(0, 90, 132, 232448, True, True), IntegerBatch()
     problem = Problem(kb.get_format("q4_k"), (28672, 8192), 64, HALF, gpu, activations="q8_1")
-    for shape in ((28672, 8192), (8192, 8192), (4096, 14336), (4096, 4096)):
+    for shape in ((28672, 8192), (4096, 14336), (4096, 4096)):
         best = choices(replace(problem, shape=shape), LINEAR)[0].route
         assert best.name == route.name and "batch_integers" in best.describe(replace(problem, shape=shape))
     for changed, why in (
@@ -622,6 +623,33 @@ def test_some_tokens_of_codes_with_inner_scales():
         ({"shape": (1 << 31, 256)}, "numbers of 32 bits"),
     ):
         assert why in route.accepts(replace(problem, **changed))
+
+
+@pytest.mark.parametrize("text", ["q4_0", "q4_k"])
+def test_some_tokens_of_weights_whose_rows_keep_a_device_busy_once(text):
+    """Two thread blocks share 128 rows, and want a long k; what stands against it is said."""
+    gpu, route = Device(0, 90, 132, 232448, True, True), IntegerUnits()
+    problem = Problem(kb.get_format(text), (8192, 8192), 64, HALF, gpu, activations="q8_1")
+    for changed, taken in (({}, True), ({"shape": (6400, 28672)}, True), ({"shape": (8192, 2048)}, False)):
+        best = choices(replace(problem, **changed), LINEAR)[0].route
+        assert (best.name == route.name) == taken
+    assert "multiply_units" in route.describe(problem)
+    for changed, why in (
+        ({"activations": "int8"}, 'activations="q8_1"'),
+        ({"format": kb.get_format("q8_0")}, "q4_0 and q4_k"),
+        ({"tokens": 32}, "33 to 64 tokens"),
+        ({"tokens": 65}, "33 to 64 tokens"),
+        ({"shape": (8192, 288)}, "K must be a multiple" if text == "q4_0" else ""),
+        ({"shape": (8192, 8448)}, "a multiple of 2048" if text == "q4_k" else ""),
+        ({"shape": (4096, 8192)}, "64 thread blocks do not keep 132"),
+        ({"shape": (8576, 8192)}, "134 thread blocks do not keep 132"),
+        ({"shape": (8192, 1 << 24)}, "numbers of 32 bits"),
+        ({"device": None}, "host memory"),
+        ({"device": replace(gpu, capability=80)}, "compute capability 9.0"),
+        ({"stored": Stored(scales=8)}, "multiples of 16 bytes"),
+    ):
+        if why:
+            assert why in route.accepts(replace(problem, **changed))
 
 
 def test_cuts_of_integer_batches():
