@@ -196,6 +196,8 @@ class Flavour:
         """Of shared memory of a warp: its scales, and what it knows of units of tokens."""
         if self.unit in _WHOLE:
             return 0, 0
+        # Of powers of two beside sixteen tokens, what stands beside them takes as much room.
+        words = 2 if self.codes == "TABLE4" and eights == 2 else 1
         share, eights = share_of(self, eights, split), max(eights, 1)
         units = share // self.unit
         if self.codes == "PAIRS4":  # minima stand apart, and the sums of tokens that they are multiplied by
@@ -205,7 +207,7 @@ class Flavour:
         if self.codes in _BLOCKS:
             blocks = share // _BLOCK if self.codes == "MINIMA4" else 0
             minima, sums = blocks * int(_SIZES.MINIMA_OF_BLOCK), blocks * eights * 128
-            return 4 * (units * _ROWS + minima), 4 * (units * 8 * eights + sums)
+            return 4 * (units * _ROWS * words + minima), 4 * (units * 8 * eights + sums)
         beside = self.added != "NOTHING"
         return units * _ROWS * (8 if beside else 4), units * 8 * eights * 4 * (self.blocked + beside)
 
@@ -231,7 +233,8 @@ def share_of(flavour: Flavour, eights: int, split: int = 1) -> int:
         return int(_SIZES.SHARE_OF_EIGHT)
     if flavour.unit == _SIZES.SHARES:
         return int(_SIZES.SHARES) // max(eights, 1)
-    return int(_SIZES.SHARE_OF_EIGHT if eights <= 1 or flavour.added == "INNER" else _SIZES.SHARE_OF_SIXTEEN)
+    fewer = eights <= 1 or flavour.added == "INNER" or flavour.codes == "TABLE4"
+    return int(_SIZES.SHARE_OF_EIGHT if fewer else _SIZES.SHARE_OF_SIXTEEN)
 
 
 def most_warps(flavour: Flavour, eights: int) -> int:

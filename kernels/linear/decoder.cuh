@@ -78,6 +78,12 @@ struct IsInHalves<InHalves<Base>> {
     static constexpr bool VALUE = true;
 };
 
+// Whether a lane's four words of a row of a k-tile, whatever row that is, are one of the four matrices of a load.
+template <typename Decoder>
+struct ByMatrices {
+    static constexpr bool VALUE = false;
+};
+
 // Multiplies sums over 32, of a k-tile its group `j`, by the scales of their tokens.
 struct NoTokenScales {
     template <int EIGHTS>
@@ -103,6 +109,28 @@ struct TokenScales {
             const uint2 two = shared_at<uint2>(at + (j * EIGHTS + e) * (TOKENS * 4));
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[e][i], __uint_as_float(i % 2 ? two.y : two.x), acc[e][i]);
+        }
+    }
+};
+
+// The same of two groups at a time, number `jj` of a k-tile, whose scales lie beside each other.
+struct PairedTokenScales {
+    unsigned at;  // in the shared window, of this lane's tokens: for each two groups 8 EIGHTS times two floats
+
+    template <int EIGHTS>
+    __device__ __forceinline__ void load(uint4 (&four)[EIGHTS], int jj) const {
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e) four[e] = shared_at<uint4>(at + (jj * EIGHTS + e) * (TOKENS * 8));
+    }
+    // acc += scaled sums, of the first or the second of the two groups.
+    template <int EIGHTS>
+    __device__ __forceinline__ static void add(
+        const float (&part)[EIGHTS][4], const uint4 (&four)[EIGHTS], bool second, float (&acc)[EIGHTS][4]) {
+#pragma unroll
+        for (int e = 0; e < EIGHTS; ++e) {
+            const unsigned scale[2] = {second ? four[e].y : four[e].x, second ? four[e].w : four[e].z};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[e][i], __uint_as_float(scale[i % 2]), acc[e][i]);
         }
     }
 };

@@ -55,6 +55,9 @@ struct FewKind {
     static constexpr int GROUP_BYTES = GROUP / BOX * WeightStage::BYTES, GROUPS = ITEMS / GROUP;
     // Whether TMA waits for words that are unpacked, which takes less than for all that were read.
     static constexpr bool MIXED = BOXES && Decoder::MIXED;
+    // Whether lanes load codes together, see ByMatrices; then scales of tokens lie two by two, and those of weights are
+    // settled when they come.
+    static constexpr bool MATRICES = ByMatrices<Decoder>::VALUE;
     using Expansion = typename ExpansionOf<Decoder, ITEMS>::Type;
     using Records = typename RecordsOf<TABLE, Decoder>::Type;
     static constexpr bool NARROW = EVEN && Records::NARROW;

@@ -188,6 +188,25 @@ struct FewScales {
             if (here.t < ITEMS) records.store(0, to + other), records.store(1, to + other + EIGHT);
     }
 
+    // Settle those of the buffer that begins `buffer` bytes on, which are there; all lanes are here.
+    __device__ __forceinline__ void settle(int buffer) const {
+        if constexpr (Kind::MATRICES) {
+            static_assert(Decoder::SCALE_BYTES == 8, "two words of a k-tile, of each of two rows");
+            const unsigned own = to + buffer;
+            unsigned word[4], suspects = 0;
+            to_words(word, shared_at<uint2>(own)), to_words(word + 2, shared_at<uint2>(own + EIGHT));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) suspects = Decoder::suspects(word[i], suspects);
+            if (!__any_sync(FULL_WARP, Decoder::unsettled(suspects))) return;
+            if (here.t < ITEMS) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    store_shared(own + i / 2 * EIGHT + i % 2 * 4, __uint_as_float(Decoder::settled(word[i])));
+            }
+            __syncwarp();
+        }
+    }
+
     // ---- inner scales ----
 
     // Which block of a tile this lane hands out: that of its number in the team, counted row by row. The first tile

@@ -312,8 +312,12 @@ struct FewTokens {
             const int items =
                 Kind::ONCE ? here.step : given.cut.share;  // zeros, too, for those of warps that have no own
             for (int i = threadIdx.x; i < items * OF_ITEM * TOGETHER; i += blockDim.x) {
-                const int block = i / TOGETHER, column = i % TOKENS;
-                const int token = i % TOGETHER - column + Decoder::token(column);
+                int block = i / TOGETHER, column = i % TOKENS, eight = i % TOGETHER - column;
+                if constexpr (Kind::MATRICES) {  // two blocks of a token stand side by side
+                    const int at = i % (2 * TOGETHER) / 2;
+                    block = i / (2 * TOGETHER) * 2 + i % 2, column = at % TOKENS, eight = at - column;
+                }
+                const int token = eight + Decoder::token(column);
                 const bool there = block < blocks && token < here.group.count;
                 const float* scale = from + ((long long)block * given.divisor + here.group.first + token);
                 store_shared(scales + i * 4, there ? *scale : 0.0f);
@@ -322,7 +326,9 @@ struct FewTokens {
     }
     // Those of a k-tile.
     __device__ __forceinline__ auto scales_of(int item) const {
-        if constexpr (Kind::BLOCKED)
+        if constexpr (Kind::MATRICES)
+            return PairedTokenScales{scales + (item - here.first_item) * SCALES_OF_ITEM + here.t * 16};
+        else if constexpr (Kind::BLOCKED)
             return TokenScales{scales + (item - here.first_item) * SCALES_OF_ITEM + here.t * 8};
         else return NoTokenScales{};
     }

@@ -36,6 +36,10 @@ struct FewWeights {
         stages = shared_address(here.weight_stages) + here.warp * GROUPS * GROUP_BYTES;
         const int begin = Kind::PERMUTED ? t * Decoder::LANE_BYTES ^ swizzle : Decoder::ONE_READ ? t * 16 ^ swizzle : 0;
         from = opaque(stages + here.my_row * WeightStage::ROW + begin);
+        if constexpr (Kind::MATRICES) {
+            const int row = WeightStage::row(here.lane % 8);
+            from = opaque(stages + row * WeightStage::ROW + (here.lane / 8 * 16 ^ WeightStage::swizzle(row)));
+        }
         barriers = shared_address(here.factor) +
                    (GROUPS > 2 ? MORE_BARRIERS_AT + here.warp * 32 : BARRIERS_AT + here.warp * 16);
         zero = here.given.cut.wide >> 1;
@@ -141,6 +145,7 @@ struct FewWeights {
         else if (!BOXES && GROUPS > 2 && items > GROUP) wait_copies<1>();
         else if (!BOXES || i == 0) wait_copies<0>();
         __syncwarp();
+        if (i == 0) scales.settle(Kind::BUFFERS == 2 ? scales_at : 0);
     }
 
     // Read it. What comes back depends on each load, for zero_after.
@@ -151,11 +156,16 @@ struct FewWeights {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int behind = i * GROUP_BYTES + h * 8 * WeightStage::ROW;
-                if constexpr (Kind::PERMUTED) Decoder::read_swizzled(word[j][h], from, j, behind);
+                if constexpr (Kind::MATRICES)
+                    load_matrices(
+                        word[j][h],
+                        (Kind::PERMUTED ? from ^ j * Decoder::ITEM_BYTES : from + j * WeightStage::BYTES) + behind);
+                else if constexpr (Kind::PERMUTED) Decoder::read_swizzled(word[j][h], from, j, behind);
                 else
                     Decoder::template read<Decoder::ONE_READ>(
                         word[j][h], from + j * WeightStage::BYTES + behind, WeightStage::swizzle(here.my_row), here.t);
-                if constexpr (!MIXED) read |= bits_read<Decoder>(word[j][h]);
+                if constexpr (Kind::MATRICES) read |= word[j][h][0];
+                else if constexpr (!MIXED) read |= bits_read<Decoder>(word[j][h]);
             }
         if constexpr (MIXED) {
 #pragma unroll

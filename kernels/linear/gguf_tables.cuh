@@ -179,47 +179,75 @@ struct SharedTable16 : PairTable<T, unsigned char, NEIGHBOURS> {
         const unsigned lower = bytes & 0x7f7f7f7fu, none = lower + 0x01010101u & ~bytes & 0x80808080u;
         return lower & ~(none - (none >> 7));
     }
-    // The scales of a lane, a byte of each 32 elements of a row.
-    __device__ __forceinline__ static unsigned scales_of(unsigned at) {
-        const uint2 all = shared_at<uint2>(at);
-        return numbers_of(__byte_perm(all.x, all.y, threadIdx.x & 2 ? 0x7531 : 0x6420));
-    }
-    // One of them, twice; or those that two bytes are.
-    __device__ __forceinline__ static unsigned pair_of(unsigned scales, int j) {
-        return __byte_perm(scales, 0, 0x4440 + j) * (SHIFT * 0x10001u);
-    }
     __device__ __forceinline__ static unsigned two_of(unsigned bytes) {
         return numbers_of(__byte_perm(bytes, 0, 0x4140)) * SHIFT;
     }
-    // Step h of 32 elements: two bytes of row g's word, and of row g + 8's, with their scales.
-    __device__ __forceinline__ static void look_up(
-        const unsigned (&word)[2], const unsigned (&scale)[2], int h, unsigned lane, unsigned (&a)[2][2]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            a[i / 2][i % 2] =
-                Word<T>::multiply(table_entry(entry_offset(word[i / 2], 2 * h + i % 2, lane)), scale[i / 2]);
-    }
+};
 
-    template <int EIGHTS, typename Tokens>
-    __device__ __forceinline__ static void multiply(
-        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
-        const Tokens& tokens, float (&acc)[EIGHTS][4]) {
-        const unsigned stored[2] = {scales_of(scales), scales_of(scales + eight)};
+// The same where each 32 elements are added up: what tokens are then integers have is halves.
+template <>
+struct Blocked<SharedTable16<__half>> : SharedTable16<__half> {
+    using Base = SharedTable16<__half>;
+    using Base::FIELDS, Base::SUBS;
+
+    // Whether one of four scales may be no number, or not be what its lower seven bits say; and all four without that.
+    __device__ __forceinline__ static bool unsettled(unsigned bytes) { return bytes & 0x80808080u; }
+    __device__ __forceinline__ static unsigned suspects(unsigned bytes, unsigned others) {
+        return others | bytes | bytes + 0x01010101u;
+    }
+    __device__ __forceinline__ static unsigned settled(unsigned bytes) { return numbers_of(bytes); }
+
+    // Step h of 32 elements: two bytes of row g's word, and of row g + 8's, with the lower or the upper of two scales.
+    __device__ __forceinline__ static void look_up(
+        const unsigned (&word)[2], const unsigned (&two)[2], bool upper, int h, unsigned lane, unsigned (&a)[2][2]) {
 #pragma unroll
-        for (int j = 0; j < SUBS; ++j) {
-            float part[EIGHTS][4] = {};
-            const unsigned word[2] = {f[0][j], f[1][j]}, scale[2] = {pair_of(stored[0], j), pair_of(stored[1], j)};
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                unsigned a[2][2];
-                look_up(word, scale, h, lane, a);
-#pragma unroll
-                for (int e = 0; e < EIGHTS; ++e)
-                    mma<T>(part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][4 * j + 2 * h], x[e][4 * j + 2 * h + 1]);
-            }
-            tokens.template add<EIGHTS>(part, j, acc);
+        for (int i = 0; i < 4; ++i) {
+            const __half2 both = Word<__half>::as(two[i / 2]);
+            const unsigned scale = Word<__half>::bits(upper ? __high2half2(both) : __low2half2(both));
+            a[i / 2][i % 2] =
+                Word<__half>::multiply(table_entry(entry_offset(word[i / 2], 2 * h + i % 2, lane)), scale);
         }
     }
+
+    // Scales are settled. Of each 32 elements lanes with the upper eight of 16 neighbours have the second one.
+    template <int EIGHTS>
+    __device__ __forceinline__ static void multiply(
+        const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
+        const PairedTokenScales& tokens, float (&acc)[EIGHTS][4]) {
+        static_assert(ENTRY_STRIDE == 256, "bit 3 of a lane's place is bit 1 of its number");
+        const unsigned turn = 7 + (lane & 8) * 3;
+        const uint2 stored[2] = {shared_at<uint2>(scales), shared_at<uint2>(scales + eight)};
+#pragma unroll
+        for (int jj = 0; jj < SUBS / 2; ++jj) {
+            unsigned two[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const unsigned bytes = jj ? stored[i].y : stored[i].x;
+                two[i] = __funnelshift_l(bytes, bytes, turn) & 0x3f803f80u;
+            }
+            uint4 of_tokens[EIGHTS];
+#pragma unroll
+            for (int j = 2 * jj; j < 2 * jj + 2; ++j) {
+                float part[EIGHTS][4] = {};
+                const unsigned word[2] = {f[0][j], f[1][j]};
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    unsigned a[2][2];
+                    look_up(word, two, j % 2, h, lane, a);
+#pragma unroll
+                    for (int e = 0; e < EIGHTS; ++e)
+                        mma<__half>(
+                            part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][4 * j + 2 * h], x[e][4 * j + 2 * h + 1]);
+                }
+                if (j % 2 == 0) tokens.template load<EIGHTS>(of_tokens, jj);
+                tokens.template add<EIGHTS>(part, of_tokens, j % 2, acc);
+            }
+        }
+    }
+};
+template <>
+struct ByMatrices<Blocked<SharedTable16<__half>>> {
+    static constexpr bool VALUE = true;
 };
 
 // 6-bit scales in bytes: 128 + code as a float, whose last bits they are, less 128 + 32, times `step`; `less` is what

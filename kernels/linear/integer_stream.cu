@@ -184,14 +184,14 @@ __device__ __forceinline__ int integer_of(unsigned bits, int dtype) {
 
 // k of a warp, and the most threads of a block. Sixteen tokens take as many registers as a thread may have: fewer warps
 // with more k each then do less beside the products. Where scales are INNER ones of a table the products wait for more,
-// and more warps wait at once. Where SPLIT blocks share out K the same warps have less of it.
-__device__ __forceinline__ constexpr int share_of(int unit, int added, int eights) {
+// and more warps wait at once; so with powers of two. Where SPLIT blocks share out K the same warps have less of it.
+__device__ __forceinline__ constexpr int share_of(int codes, int unit, int added, int eights) {
     if (SPLIT > 1) return SHARE_OF_EIGHT;
     if (unit == SHARES) return SHARES / eights;
-    return eights <= 1 || added == INNER ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
+    return eights <= 1 || added == INNER || codes == TABLE4 ? SHARE_OF_EIGHT : SHARE_OF_SIXTEEN;
 }
-__device__ __forceinline__ constexpr int most_threads(int unit, int added, int eights) {
-    return SPLIT > 1 || share_of(unit, added, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
+__device__ __forceinline__ constexpr int most_threads(int codes, int unit, int added, int eights) {
+    return SPLIT > 1 || share_of(codes, unit, added, eights) > 512 ? STREAM_THREADS / 2 : STREAM_THREADS;
 }
 
 // What codes are places in, where there is such a table: for each value two bytes, which are added up (pairs_of in
@@ -237,11 +237,14 @@ struct Slot {
     static constexpr bool TABLE = CODES == TABLE4 || CODES == TABLE_HALVES4, BLOCKS = TABLE || CODES == MINIMA4;
     // Whether scales are halves, or halves times six bits: neither is large, and none has more than 17 bits.
     static constexpr bool HALF_SCALES = INNER || CODES == MINIMA4 || CODES == TABLE_HALVES4;
+    // Whether scales are powers of two, each beside what it makes of FIRST: what that saves is worth its room where
+    // sixteen tokens have a scale together.
+    static constexpr bool POWERS = CODES == TABLE4 && EIGHTS == 2;
     static constexpr int PARTS = TABLE ? 2 : 1;
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
     static constexpr int DEPTH = ROW_BYTES * (BYTES ? 1 : 2), STEPS = DEPTH / MMA_K;
-    static constexpr int SHARE = share_of(UNIT, ADDED, EIGHTS), SLOTS = SHARE / DEPTH;
+    static constexpr int SHARE = share_of(CODES, UNIT, ADDED, EIGHTS), SLOTS = SHARE / DEPTH;
     // What a sum begins with: of codes that count 16 times what they are the last bit of this float counts 1/16.
     static constexpr int TIMES = BYTES || TABLE ? 1 : 16, FIRST_BITS = TIMES == 1 ? 0x4b400000 : 0x49400000;
     static constexpr float FIRST = TIMES == 1 ? 12582912.0f : 786432.0f;
@@ -339,6 +342,13 @@ struct Slot {
         parts[1][h] = pairs.upper_of(turned), parts[1][h + 2] = pairs.upper_of(turned >> 16);
     }
 };
+
+// What FIRST, with which a sum begins, becomes by a scale that the sum is multiplied by, and has to be taken off. A
+// power of two may be subnormal.
+template <typename Of>
+__device__ __forceinline__ float taken_off(float scale) {
+    return Of::POWERS ? ieee::multiply(scale, -Of::FIRST) : __fmul_rn(scale, -Of::FIRST);
+}
 
 // The scales of a share, of 16 rows, and what stands beside them: a tile ahead in the registers of a warp, of which
 // each lane has half a row, then in shared memory, [unit][row].
@@ -482,8 +492,9 @@ struct Scales {
 //                      `high`
 template <typename Of, int CODES, bool INNER_>
 struct BlockScales {
-    static constexpr int SHARE = Of::SHARE, EACH = 8, BLOCKS = SHARE / 256, WORDS = 1;  // units of a block
-    static constexpr int OF_LANE = BLOCKS / 2, FACTORS = 0, MINIMA = BLOCKS * EACH * ROWS_OF_TILE;
+    static constexpr int SHARE = Of::SHARE, EACH = 8, BLOCKS = SHARE / 256;  // units of a block
+    static constexpr int WORDS = Of::POWERS ? 2 : 1;
+    static constexpr int OF_LANE = BLOCKS / 2, FACTORS = 0, MINIMA = BLOCKS * EACH * ROWS_OF_TILE * WORDS;
     static constexpr int BYTES = (MINIMA + (Of::MINIMA ? BLOCKS * MINIMA_OF_BLOCK : 0)) * 4;
     static constexpr int RAW = Of::MINIMA ? 8 : INNER_ ? 1 : CODES == TABLE4 ? 2 : 4;  // words of a block
     static_assert(SHARE % 512 == 0, "a lane has whole blocks of 256");
@@ -509,8 +520,12 @@ struct BlockScales {
 #pragma unroll
         for (int b = 0; b < OF_LANE; ++b) {
             const int block = half * OF_LANE + b;
-            float* const scales = to + block * EACH * ROWS_OF_TILE + place_of(row);
-            const auto put = [&](int unit, float scale) { scales[unit * ROWS_OF_TILE] = scale; };
+            float* const scales = to + (block * EACH * ROWS_OF_TILE + place_of(row)) * WORDS;
+            const auto put = [&](int unit, float scale) {
+                float* const at = scales + unit * ROWS_OF_TILE * WORDS;
+                if constexpr (Of::POWERS) *reinterpret_cast<float2*>(at) = make_float2(scale, taken_off<Of>(scale));
+                else *at = scale;
+            };
             const unsigned (&r)[RAW] = raw[b];
             if constexpr (Of::MINIMA) {
                 float* const minima = to + MINIMA + block * MINIMA_OF_BLOCK + Of::lanes(row) * 2 + row / 8;
@@ -529,6 +544,14 @@ struct BlockScales {
                 for (int i = 0; i < EACH; ++i) put(i, power_of(r[i / 4] >> i % 4 * 8 & 255u));
             }
         }
+    }
+
+    // Of powers: false where all of the lane's are less than 2^64, and mostly where they are not much larger.
+    __device__ __forceinline__ bool large() const {
+        unsigned bits = 0;
+#pragma unroll
+        for (int i = 0; i < OF_LANE * RAW; ++i) bits |= raw[i / RAW][i % RAW];
+        return (bits & bits << 1 & 0x80808080u) != 0;
     }
 
   private:
@@ -863,7 +886,7 @@ struct Sums {
     static constexpr bool LONG = UNIT > 128;
     static constexpr int FIRST_BITS = LONG ? 0 : Of::FIRST_BITS;
     // Whether FIRST times a scale is exact, so that one fma takes FIRST off and multiplies, rounded once.
-    static constexpr bool EXACT = Q8 && Of::HALF_SCALES;
+    static constexpr bool EXACT = Q8 && (Of::HALF_SCALES || Of::POWERS);
     int part[EIGHTS][4];     // of the unit
     int spread[2][4];        // of one token: of even units, and of odd ones, so that neither waits for the other
     float whole[EIGHTS][4];  // of units that are over
@@ -947,26 +970,30 @@ struct Sums {
     //     x        b of the share, this lane's
     //     records  of the share, those of tokens 2t and 2t + 1
     //     scales   of the share, those of this lane's rows
+    //     large    whether FIRST times a power may not be finite: then it is taken off ahead of scales
     __device__ __forceinline__ void add(
         int i, const unsigned (&parts)[Of::PARTS][4], const unsigned (&x)[EIGHTS][Of::SHARE / FRAGMENT_K][4],
-        const unsigned* records, const float* scales) {
+        const unsigned* records, const float* scales, bool large = false) {
         const unsigned (&a)[4] = parts[0];
         constexpr int EACH = UNIT ? UNIT : MMA_K;
         const bool begins = UNIT && i * MMA_K % EACH == 0, ends = UNIT && (i + 1) * MMA_K % EACH == 0;
         const int unit = i * MMA_K / EACH;
         float scale[2], other[2], less[2];
         if (ends || (begins && ADDED_ == ZERO_POINTS)) {
-            const float* at = scales + unit * (ROWS_OF_TILE * WORDS);
-            if constexpr (WORDS == 2) {
+            const float* at = scales + unit * (ROWS_OF_TILE * (Of::POWERS ? 2 : WORDS));
+            if constexpr (Of::POWERS) {
+                const float4 both = *reinterpret_cast<const float4*>(at);
+                scale[0] = both.x, less[0] = both.y, scale[1] = both.z, less[1] = both.w;
+            } else if constexpr (WORDS == 2) {
                 const float4 both = *reinterpret_cast<const float4*>(at);
                 scale[0] = both.x, other[0] = both.y, scale[1] = both.z, other[1] = both.w;
             } else {
                 const float2 both = *reinterpret_cast<const float2*>(at);
                 scale[0] = both.x, scale[1] = both.y;
             }
-            if constexpr (EXACT)
+            if constexpr (EXACT && !Of::POWERS)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) less[h] = __fmul_rn(scale[h], -Of::FIRST);
+                for (int h = 0; h < 2; ++h) less[h] = taken_off<Of>(scale[h]);
         }
 #pragma unroll
         for (int e = 0; e < EIGHTS; ++e) {
@@ -987,7 +1014,7 @@ struct Sums {
             }
             if constexpr (Of::TABLE) mma_from<SIGNED>(c, parts[1], b0, b1, c[0], c[1], c[2], c[3]);
             if (!ends) continue;
-            if constexpr (EXACT) {
+            if (EXACT && !large) {
 #pragma unroll
                 for (int q = 0; q < 4; ++q) {
                     const float term = fma_ieee(__int_as_float(c[q]), scale[q / 2], less[q / 2]);
@@ -1241,21 +1268,21 @@ struct Turn {
 
 // The most registers. Where tokens have scales of 32, blocks of quantize_few_integers that wait for this product to end
 // find room beside it; but sixteen tokens beside a table's INNER scales would be spilled for that.
-__device__ __forceinline__ constexpr int most_registers(int unit, int added, bool q8, int eights) {
-    const int threads = most_threads(unit, added, eights);
+__device__ __forceinline__ constexpr int most_registers(int codes, int unit, int added, bool q8, int eights) {
+    const int threads = most_threads(codes, unit, added, eights);
     if (q8 && (added != INNER || eights <= 1)) return (65536 - FEW_REGISTERS) / threads;
     return threads > 256 ? 128 : 255;
 }
 
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 4)
-#define STREAM_BOUNDS(unit, added, q8, eights) __maxnreg__(most_registers(unit, added, q8, eights))
+#define STREAM_BOUNDS(codes, unit, added, q8, eights) __maxnreg__(most_registers(codes, unit, added, q8, eights))
 #else
-#define STREAM_BOUNDS(unit, added, q8, eights) __launch_bounds__(most_threads(unit, added, eights), 1)
+#define STREAM_BOUNDS(codes, unit, added, q8, eights) __launch_bounds__(most_threads(codes, unit, added, eights), 1)
 #endif
 
 // UNIT: SHARES where groups are whole shares, or several. TOKENS: in eights; 0 for one token.
 template <int CODES, int UNIT, int ADDED_, bool Q8, bool SIGNED, int TOKENS>
-__global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_integers(
+__global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) stream_integers(
     const __grid_constant__ IntegerWeight w,  // of [channels, depth]
     const __grid_constant__ Cut cut,
     const __grid_constant__ TensorMap map,  // of codes: boxes of 16 rows x 128 bytes, in their swizzle
@@ -1451,6 +1478,8 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
                 if (!STAGED && pass == 0) load_whole<UNIT, Q8, false>(of_token, of_codes, own, scale_step, t);
             }
             now.step(count, cut.warps);
+            bool large = false;  // whether FIRST times a power of this tile may not be finite
+            if constexpr (Of::POWERS) large = __any_sync(FULL_WARP, ahead.large());
             if (!STAGED || pass != 0 || numbers != nullptr) stage_scales(now);
             Sums<Of, INSIDE, BESIDE, Q8, SIGNED, EIGHTS, ALONE> sum;
             sum.clear();
@@ -1469,6 +1498,19 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(UNIT, ADDED_, Q8, TOKENS) stream_in
                 __syncwarp();
                 feed.fetch(feed.slot, zero_after(Of::template bits_read<TOGETHER>(word), zero));
                 feed.advance();
+                const auto multiply = [&](bool large) {
+#pragma unroll
+                    for (int i = 0; i < Of::STEPS; ++i) {
+                        unsigned fragment[Of::PARTS][4];
+                        Of::fragment(fragment, word, i, flip, pairs);
+                        sum.add(slot * Of::STEPS + i, fragment, x, own_records, own_scales, large);
+                    }
+                };
+                if constexpr (Of::POWERS) {
+                    if (large) multiply(true);
+                    else multiply(false);
+                    continue;
+                }
 #pragma unroll
                 for (int i = 0; i < Of::STEPS; ++i) {
                     unsigned fragment[Of::PARTS][4];

@@ -239,6 +239,18 @@ def test_every_power_of_two_of_codes_in_place(cupy):
     assert found.any(axis=0).all()  # those of subnormal scales, too
 
 
+def test_powers_of_two_of_any_size_side_by_side(cupy):
+    """Rows whose scales are large beside rows whose scales are small, and blocks, with small tokens."""
+    q, x = weight("mxfp4", (236, 512), cupy), tokens((12, 512), np.float32, cupy) * np.float32(2.0**-40)
+    for shape in ((236, 1), (236, 16)):
+        powers = np.random.default_rng(0).integers(0, 251, shape)
+        q.planes["scales"].reshape(236, -1)[...] = cupy.asarray(powers, np.uint8)
+        for m in (5, 12):
+            y = kb.linear(x[:m], q, activations="q8_1")
+            found, wanted, terms = check(y, staged(x[:m]), q)
+            assert (np.abs(found - wanted) <= 2.0**-20 * terms + 2.0**-146).all()
+
+
 @pytest.mark.parametrize(
     ("name", "n", "route"),
     [("q5_0", 33, StagedRecords()), ("iq1_s", 33, StagedRecords()), ("nvfp4", 48, StagedHalves())],
