@@ -39,14 +39,12 @@ __device__ __forceinline__ void mma_s8(int* sum, const unsigned (&a)[4], unsigne
 }
 
 // Four 8 x 16 byte matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned row) {
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
+    const unsigned address = shared_address(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row)
+                 : "r"(address)
                  : "memory");
-}
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
-    load_matrices(r, shared_address(row));
 }
 
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
