@@ -93,7 +93,7 @@ struct FewScales {
         if constexpr (HANDED) {
 #pragma unroll
             for (unsigned i = 0; i < 2 * HANDED_TILES; ++i)
-                barrier_init(handed + i * 8, here.given.cut.warps * (MADE_LATE ? WARP : 1));
+                barrier_init(handed + i * 8, here.given.cut.warps * WARP);
         }
     }
 
@@ -231,16 +231,6 @@ struct FewScales {
             next_block += block_step();
         }
     }
-    // All lanes of the warp arrive, or one for all, which is less work for the barrier. Look at the machine code after
-    // a change: loads of blocks need a scoreboard of their own, or reads of shared memory in the loop wait for them.
-    __device__ __forceinline__ void arrive(unsigned barrier) const {
-        if constexpr (MADE_LATE) {
-            barrier_arrive(barrier);
-        } else {
-            __syncwarp();
-            if (opaque(threadIdx.x % WARP) == 0) barrier_arrive(barrier);
-        }
-    }
     // Hand it out.
     __device__ __forceinline__ void hand_out(const Expansion& own, unsigned tile) const {
         if constexpr (HANDED) {
@@ -248,7 +238,7 @@ struct FewScales {
             const unsigned at = tile % HANDED_TILES;
             barrier_wait(handed + at * 16 + 8, tile / HANDED_TILES & 1 ^ 1);
             if (place) own.template hand_out<MADE_LATE>(place + at * handed_bytes);
-            arrive(handed + at * 16);
+            barrier_arrive(handed + at * 16);
         }
     }
     // Whether this lane makes a block of its warp to scales.
@@ -265,7 +255,7 @@ struct FewScales {
             barrier_wait(handed + at * 16, tile / HANDED_TILES & 1);
             Expansion own{};  // not a copy of what is still on its way
             if (has) own.take(taken + at * handed_bytes);
-            arrive(handed + at * 16 + 8);
+            barrier_arrive(handed + at * 16 + 8);
             if (has) own.store(to);
         }
     }
