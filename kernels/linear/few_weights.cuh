@@ -158,9 +158,10 @@ struct FewWeights {
                 const int behind = i * GROUP_BYTES + h * 8 * WeightStage::ROW;
                 if constexpr (Kind::MATRICES)
                     load_matrices(
-                        word[j][h], __cvta_shared_to_generic(
-                                        (Kind::PERMUTED ? from ^ j * Decoder::ITEM_BYTES : from + j * WeightStage::BYTES) +
-                                        behind));
+                        word[j][h],
+                        __cvta_shared_to_generic(
+                            (Kind::PERMUTED ? from ^ j * Decoder::ITEM_BYTES : from + j * WeightStage::BYTES) +
+                            behind));
                 else if constexpr (Kind::PERMUTED) Decoder::read_swizzled(word[j][h], from, j, behind);
                 else
                     Decoder::template read<Decoder::ONE_READ>(
