@@ -92,8 +92,7 @@ struct FewScales {
     __device__ __forceinline__ void init_barriers() const {
         if constexpr (HANDED) {
 #pragma unroll
-            for (unsigned i = 0; i < 2 * HANDED_TILES; ++i)
-                barrier_init(handed + i * 8, here.given.cut.warps * WARP);
+            for (unsigned i = 0; i < 2 * HANDED_TILES; ++i) barrier_init(handed + i * 8, here.given.cut.warps * WARP);
         }
     }
 
