@@ -264,7 +264,9 @@ struct FewScales {
         barrier_wait(handed + at * 16, tile / HANDED_TILES & 1);
         return taken + at * handed_bytes;
     }
-    __device__ __forceinline__ void give_back(unsigned tile) const { arrive(handed + tile % HANDED_TILES * 16 + 8); }
+    __device__ __forceinline__ void give_back(unsigned tile) const {
+        barrier_arrive(handed + tile % HANDED_TILES * 16 + 8);
+    }
     // Make the scales of the first tile, of which this lane has loaded `begin`; two tiles are on their way.
     __device__ __forceinline__ void begin_inner(const Expansion& begin) {
         if constexpr (Kind::SPREAD && !NESTED) {
